@@ -1,0 +1,91 @@
+"""Random crop, flip and cutout of a whole batch at once, on whatever device the batch is on.
+
+The randomness is a function of (seed, epoch, sample id) and of nothing else: a sample looks the same in a given epoch
+on any number of processes, in any batch, before or after a restart.
+"""
+
+import torch
+import torch.nn.functional as F
+
+MASK = 0xFFFFFFFF
+
+
+def random_uint32(seed, epoch, ids, stream):
+    """Stateless random integers, one per sample.
+
+    The mixing function is the 32-bit finaliser "lowbias32" (C. Wellons, "Prospecting for Hash Functions", 2018),
+    applied once per input. Integer arithmetic only, so CPU and GPU agree.
+
+    Args:
+        ids: int64 tensor of sample ids.
+        stream (int): a different number for each independent use.
+
+    Returns:
+        int64 tensor like `ids`, uniform in [0, 2**32).
+    """
+    x = torch.zeros_like(ids)
+    for value in (seed, epoch, stream, ids):
+        x = (x ^ value) & MASK
+        x = ((x ^ (x >> 16)) * 0x7FEB352D) & MASK
+        x = ((x ^ (x >> 15)) * 0x846CA68B) & MASK
+        x = x ^ (x >> 16)
+    return x
+
+
+def augment(images, ids, epoch, seed, *, padding=2, cutout=0):
+    """Shifts, mirrors and cuts a batch of images.
+
+    The shift is a crop from the image padded by reflection. Whether a sample is mirrored in its first epoch is
+    random and alternates from then on, so that every two epochs show both versions (K. Jordan, arXiv:2404.00498).
+
+    Args:
+        images: uint8 [batch, channels, height, width].
+        ids: int64 [batch], the samples' ids in the data set.
+        padding (int): the largest shift in pixels.
+        cutout (int): side of a square that is blanked, in pixels (T. DeVries, arXiv:1708.04552); 0: none.
+
+    Returns:
+        tuple: the images, uint8 as they came, and the mask of the pixels to keep, float32 [batch, 1, height, width]
+        (None without cutout). Multiply by it after normalising: 0 is then the mean colour.
+    """
+    height, width = images.shape[-2:]
+    down, across = (torch.arange(size, device=ids.device) for size in (height, width))
+    top, left = (random_uint32(seed, epoch, ids, stream) % (2 * padding + 1) - padding for stream in (0, 1))
+    mirrored = (random_uint32(seed, 0, ids, 2) + epoch) % 2 == 0
+    rows = _reflect(down + top[:, None], height)
+    columns = _reflect(torch.where(mirrored[:, None], across.flip(0), across) + left[:, None], width)
+    # Where each pixel comes from, as one number: shift, reflection and mirroring are then a single gather of bytes.
+    source = (rows[:, :, None] * width + columns[:, None, :]).flatten(1)
+    images = images.flatten(2).gather(2, source[:, None].expand(-1, images.shape[1], -1)).view(images.shape)
+    if not cutout:
+        return images, None
+    y, x = (random_uint32(seed, epoch, ids, stream) % size for stream, size in ((3, height), (4, width)))
+    gone = []
+    for line, centre in ((down, y), (across, x)):
+        offset = line - centre[:, None] + cutout // 2
+        gone.append(((offset >= 0) & (offset < cutout)).float())
+    return images, 1 - (gone[0][:, :, None] * gone[1][:, None, :])[:, None]
+
+
+def normalise(images, mean, std, keep=None, size=None):
+    """uint8 images to float32 of zero mean and unit variance per channel, channels-last in memory.
+
+    Args:
+        images: uint8 [batch, 3, height, width].
+        mean, std: float32 [3], in units of the uint8 values.
+        keep: the mask that `augment` returned.
+        size (int | None): resize to this many pixels square.
+
+    Returns:
+        float32 [batch, 3, size, size].
+    """
+    images = images.float().mul_((1 / std).view(3, 1, 1)).sub_((mean / std).view(3, 1, 1))
+    if keep is not None:
+        images.mul_(keep)
+    if size is not None and size != images.shape[-1]:
+        images = F.interpolate(images, size=(size, size), mode="bilinear", antialias=True)
+    return images.contiguous(memory_format=torch.channels_last)
+
+
+def _reflect(position, size):
+    return (size - 1) - (size - 1 - position.abs()).abs()

@@ -1,0 +1,207 @@
+"""Checkpoints that are complete or absent: what `save_state` wrote, checked, flushed, and only then given its name.
+
+    checkpoints/step_00000120/     model, optimizer, schedule (Accelerate's own files) and manifest.json
+    checkpoints/.writing/          a checkpoint being written; left by a crash, it is deleted at the next save
+
+The run's own progress (step, epoch, best score) is JSON in the manifest, never a pickle: loading executes no code.
+"""
+
+import hashlib
+import json
+import os
+import pickle
+import shutil
+import sys
+import time
+from pathlib import Path
+
+from accelerate.utils import gather_object
+
+from utils.exits import UserError
+
+MANIFEST = "manifest.json"
+
+
+def save(accelerator, folder, progress, keep, record):
+    """Writes `checkpoints/step_N` under `folder`; call it on every process, at an optimizer step's end.
+
+    A failure (a full disk, say) costs this checkpoint and nothing else: it is announced and training goes on.
+
+    Args:
+        progress (dict): plain numbers and strings: `step`, and whatever the script needs to go on; a `score`
+            (higher is better, or None) decides which checkpoint is kept as the best.
+        keep (int): newest checkpoints to keep, besides the best one.
+        record (dict): said of the run in the manifest: arguments, topology, versions.
+
+    Returns:
+        tuple[bool, float]: whether the checkpoint was written, and the seconds training stood still.
+    """
+    began = time.perf_counter()
+    folder = Path(folder) / "checkpoints"
+    target, writing = folder / f"step_{progress['step']:08d}", folder / ".writing"
+    error = None
+    if accelerator.is_main_process:
+        try:
+            shutil.rmtree(writing, ignore_errors=True)
+            writing.mkdir(parents=True)
+        except OSError as caught:
+            error = caught
+    accelerator.wait_for_everyone()
+    try:
+        if error is None:
+            accelerator.save_state(str(writing))
+    except Exception as caught:  # a full disk surfaces as OSError, RuntimeError or SafetensorError
+        error = caught
+    if _all_fine(accelerator, error) and accelerator.is_main_process:
+        try:
+            _complete(writing, target, progress, record)
+            _prune(folder, keep)
+        except OSError as caught:
+            error = caught
+    # No process goes on, or exits, before the checkpoint has its name.
+    written = _all_fine(accelerator, error)
+    if error is not None:
+        print(
+            f"warning: checkpoint of step {progress['step']} not written, training goes on: {str(error).splitlines()[0]}",
+            file=sys.stderr,
+            flush=True,
+        )
+    if not written and accelerator.is_main_process:
+        shutil.rmtree(writing, ignore_errors=True)
+    return written, time.perf_counter() - began
+
+
+def find(folder, resume):
+    """Finds the checkpoint to start from and checks it; main process only.
+
+    Args:
+        folder: the run's folder.
+        resume (str): `auto` for the newest whole one in it, `never`, or a checkpoint's path.
+
+    Returns:
+        tuple[Path, dict] | None: the checkpoint and its manifest; None if there is none to start from.
+
+    Raises:
+        UserError: `resume` names none that is whole, or the run has checkpoints and none of them is.
+    """
+    if resume == "never":
+        return None
+    if resume != "auto":
+        return Path(resume), verify(resume)
+    candidates = sorted(Path(folder).glob("checkpoints/step_*"), reverse=True)
+    for path in candidates:
+        try:
+            return path, verify(path)
+        except UserError as damage:
+            print(f"warning: {damage}; trying the one before it", file=sys.stderr, flush=True)
+    if candidates:
+        raise UserError(f"no checkpoint in {folder}/checkpoints is whole: restore one, or start over in another --output_dir")
+    return None
+
+
+def verify(path):
+    """Checks every file of a checkpoint against its manifest, before anything is loaded.
+
+    Returns:
+        dict: the manifest.
+
+    Raises:
+        UserError: names the first file that is missing, damaged or unknown.
+    """
+    path = Path(path)
+    if not path.is_dir():
+        raise UserError(f"checkpoint {path} does not exist")
+    try:
+        manifest = json.loads((path / MANIFEST).read_text())
+        seal = manifest.pop("sha256")
+        files = manifest["files"]
+    except (OSError, ValueError, KeyError, AttributeError):
+        raise UserError(f"{path} is not a checkpoint: its {MANIFEST} is missing or unreadable") from None
+    if seal != _seal(manifest):
+        raise UserError(f"checkpoint {path} is damaged: {MANIFEST} was changed")
+    for name, expected in files.items():
+        file = path / name
+        if not file.is_file():
+            raise UserError(f"checkpoint {path} is damaged: {name} is missing")
+        if file.stat().st_size != expected["size"] or _sha256(file) != expected["sha256"]:
+            raise UserError(f"checkpoint {path} is damaged: {name} does not match its checksum")
+    unknown = {str(file.relative_to(path)) for file in path.rglob("*") if file.is_file()} - files.keys() - {MANIFEST}
+    if unknown:
+        raise UserError(f"checkpoint {path} is refused: {sorted(unknown)[0]} is not in its manifest")
+    return manifest
+
+
+def load(accelerator, path):
+    """Loads a verified checkpoint into everything that was prepared.
+
+    Raises:
+        UserError: a file holds something other than tensors and plain values (it is not executed), or does not fit.
+    """
+    try:
+        accelerator.load_state(str(path))
+    except pickle.UnpicklingError as error:
+        reason = str(error).splitlines()[0]
+        raise UserError(f"checkpoint {path} is refused: it would execute code when loaded ({reason})") from None
+    except (RuntimeError, KeyError, ValueError) as error:
+        raise UserError(f"checkpoint {path} does not fit this run: {str(error).splitlines()[0]}") from None
+    # Counts micro-batches. Checkpoints are taken between optimizer steps, and the accumulation may have changed since.
+    accelerator.step = 0
+
+
+def _complete(writing, target, progress, record):
+    files = {}
+    for file in sorted(f for f in writing.rglob("*") if f.is_file()):
+        files[str(file.relative_to(writing))] = {"size": file.stat().st_size, "sha256": _sha256(file)}
+        _flush(file)
+    manifest = {"progress": progress, **record, "files": files}
+    manifest["sha256"] = _seal(manifest)
+    with (writing / MANIFEST).open("w") as file:
+        json.dump(manifest, file, indent=2)
+    _flush(writing / MANIFEST)
+    _flush(writing)
+    if target.exists():  # an older timeline of this run, or one found damaged
+        shutil.rmtree(target)
+    os.rename(writing, target)
+    _flush(target.parent)
+
+
+def _prune(folder, keep):
+    paths = sorted(folder.glob("step_*"))
+    scores = {path: _score(path) for path in paths}
+    scored = [path for path in paths if scores[path] is not None]
+    best = max(scored, key=scores.get) if scored else None
+    for path in paths[:-keep]:
+        if path != best:
+            # Renamed first: a crash half-way through leaves a leftover, not something that looks like a checkpoint.
+            doomed = folder / ".deleting"
+            shutil.rmtree(doomed, ignore_errors=True)
+            os.rename(path, doomed)
+            shutil.rmtree(doomed)
+
+
+def _score(path):
+    try:
+        return json.loads((path / MANIFEST).read_text())["progress"].get("score")
+    except (OSError, ValueError, KeyError, AttributeError):
+        return None
+
+
+def _all_fine(accelerator, error):
+    return not any(gather_object([error is not None])) if accelerator.num_processes > 1 else error is None
+
+
+def _seal(manifest):
+    return hashlib.sha256(json.dumps(manifest, sort_keys=True).encode()).hexdigest()
+
+
+def _sha256(path):
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def _flush(path):
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

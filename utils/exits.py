@@ -1,0 +1,133 @@
+"""How a run ends: signals become a flag, a dead launcher ends its workers, errors become one line.
+
+Import and `install()` this before torch: a preemption signal that arrives during the slow imports is then
+remembered instead of killing the process. Standard library only, for the same reason.
+"""
+
+import os
+import signal
+import sys
+import threading
+import time
+import traceback
+
+PREEMPTED = 75  # EX_TEMPFAIL of sysexits.h: "try again later"; a scheduler may requeue on it
+ORPHAN_SECONDS = 4.0  # how long a process whose launcher died may use to save before it is ended
+
+_signal_name = None
+_in_training = False
+_failure_hooks = []
+
+
+class UserError(Exception):
+    """Something a person can mend: ends the run with this one line and exit code 2."""
+
+
+class RunFailed(Exception):
+    """The run itself cannot go on (a diverged loss, say): ends it with this one line and exit code 1."""
+
+
+def install():
+    """Turns SIGTERM, SIGUSR1 and Ctrl-C into `signal_name()`, and follows the launcher into its grave."""
+    for number_ in (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT):
+        signal.signal(number_, _on_signal)
+    # Only a launcher is followed: `nohup python script.py &` must outlive its shell.
+    if "ACCELERATE_MIXED_PRECISION" in os.environ or "TORCHELASTIC_RUN_ID" in os.environ:
+        threading.Thread(target=_follow_launcher, args=(os.getppid(),), daemon=True).start()
+
+
+def signal_name():
+    """The name of the first signal that asked this process to stop, or None."""
+    return _signal_name
+
+
+def training_starts():
+    """From here on a signal waits for the loop to notice it; before, there is nothing to save and it ends the process."""
+    global _in_training
+    _in_training = True
+    if _signal_name:
+        _leave_at_once()
+
+
+def on_failure(hook):
+    """Calls `hook(reason)` when the run ends with an error, so that it can be recorded."""
+    _failure_hooks.append(hook)
+
+
+def worker_init(_worker_id):
+    """For `DataLoader(worker_init_fn=...)`: loading goes on while the main process saves after a signal."""
+    for number_ in (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT):
+        signal.signal(number_, signal.SIG_IGN)
+
+
+def run(main):
+    """Calls `main()` and ends the process: 0 done, 1 failed, 2 a person's error, `PREEMPTED` stopped by a signal."""
+    try:
+        main()
+        return
+    except UserError as error:
+        code, line = 2, f"error: {error}"
+    except RunFailed as error:
+        code, line = 1, f"error: {error}"
+    except Exception as error:
+        code, line = 1, _known_failure(error)
+        if line is None:
+            traceback.print_exc()
+            line = f"error: {type(error).__name__}: {str(error).strip().splitlines()[0] if str(error) else ''}"
+    for hook in _failure_hooks:
+        hook(line.removeprefix("error: "))
+    if code == 2 and int(os.environ.get("RANK", 0)) != 0:
+        # Rank 0 prints this same line. Leaving before it has would make the launcher stop it unread.
+        deadline = time.monotonic() + 10
+        while _signal_name is None and time.monotonic() < deadline:
+            time.sleep(0.05)
+    else:
+        print(line, file=sys.stderr, flush=True)
+    sys.stdout.flush()
+    # Not sys.exit: destructors of a process group whose peers are gone may wait for them.
+    os._exit(code)
+
+
+def _on_signal(number_, _frame):
+    global _signal_name
+    if _signal_name is None:
+        _signal_name = signal.Signals(number_).name
+        if not _in_training:
+            _leave_at_once()
+    elif number_ == signal.SIGINT:
+        os._exit(PREEMPTED)  # a second Ctrl-C: now
+
+
+def _leave_at_once():
+    if int(os.environ.get("RANK", 0)) == 0:
+        print(f"stopped by {_signal_name} before training began: nothing to save", file=sys.stderr, flush=True)
+    os._exit(PREEMPTED)
+
+
+def _follow_launcher(launcher):
+    while os.getppid() == launcher:
+        time.sleep(0.25)
+    os.kill(os.getpid(), signal.SIGTERM)
+    time.sleep(ORPHAN_SECONDS)
+    # Still here: in a collective with a process that is gone, or in a long step. The last checkpoint stands.
+    os._exit(PREEMPTED)
+
+
+def _known_failure(error):
+    """One line for failures whose traceback tells a person nothing, else None."""
+    text = str(error)
+    rank = os.environ.get("RANK", "0")
+    if type(error).__name__ == "OutOfMemoryError" or "can't allocate memory" in text or isinstance(error, MemoryError):
+        return (
+            f"error: out of memory on rank {rank}: give each process fewer samples at a time with a larger "
+            f"--gradient_accumulation_steps (the results stay the same). {text.splitlines()[0] if text else ''}"
+        )
+    if "DataLoader worker" in text:
+        return f"error: rank {rank}: a data loader worker died: {text.splitlines()[0]}"
+    lost = ("Connection closed by peer", "Connection reset", "Broken pipe", "Timed out waiting", "timed out", "NCCL")
+    if any(sign in text for sign in lost) and "RANK" in os.environ:
+        return (
+            f"error: rank {rank} lost contact with another process, or waited for it longer than --timeout "
+            f"(the launcher's report names the one that failed first): {text.splitlines()[0]}"
+        )
+    return None

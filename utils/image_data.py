@@ -1,0 +1,195 @@
+"""A Hub id, a local folder or `synthetic` turned into uint8 tensors in memory, and batches of them by index."""
+
+import io
+import math
+from dataclasses import dataclass
+from pathlib import Path
+
+import datasets
+import numpy as np
+import torch
+from PIL import Image, UnidentifiedImageError
+
+from utils.exits import UserError
+
+SIZE = 32  # pixels, square
+WAY_OUT = "use a Hub id such as uoft-cs/cifar10, a local folder in that layout, or --dataset synthetic"
+
+
+@dataclass
+class Split:
+    """images: uint8 [samples, 3, 32, 32]; labels: int64 [samples]."""
+
+    images: torch.Tensor
+    labels: torch.Tensor
+
+    def first(self, count):
+        """The first `count` samples."""
+        return Split(self.images[:count], self.labels[:count])
+
+    def mean_and_std(self):
+        """Per-channel mean and standard deviation of the first 10,000 images, float32 [3] each, in uint8 units."""
+        pixels = self.images[:10_000].float()
+        return pixels.mean((0, 2, 3)), pixels.std((0, 2, 3))
+
+
+@dataclass
+class ImageData:
+    """A data set with its two splits, and the classes' names in the order of their labels."""
+
+    train: Split
+    test: Split
+    class_names: list[str]
+
+
+class BatchedImages(torch.utils.data.Dataset):
+    """Gives a `DataLoader` whole batches: one index operation instead of one call per sample.
+
+    A batch is a dict: `images` uint8 [batch, 3, 32, 32], `labels` int64 [batch], `ids` int64 [batch].
+    """
+
+    def __init__(self, split):
+        self.labels = split.labels
+        # Rows of int64 instead of bytes: the copy is eight times wider.
+        self.rows = split.images.flatten(1).view(torch.int64)
+        self.shape = split.images.shape[1:]
+
+    def __len__(self):
+        return len(self.labels)
+
+    def __getitems__(self, indices):
+        ids = torch.tensor(indices)
+        images = self.rows.index_select(0, ids).view(torch.uint8).view(-1, *self.shape)
+        return {"images": images, "labels": self.labels[ids], "ids": ids}
+
+
+def as_is(batch):
+    """For `DataLoader(collate_fn=...)`: `BatchedImages` gives batches, there is nothing left to collate."""
+    return batch
+
+
+def load_images(name, seed=0):
+    """Loads an image classification data set with a train and a test split of 32x32 images.
+
+    Images are decoded once and kept, decoded, in the cache of the `datasets` library (`HF_DATASETS_CACHE`).
+
+    Args:
+        name (str): a Hub id, a local folder that `datasets.load_dataset` understands, or `synthetic`.
+        seed (int): what `synthetic` is made from.
+
+    Raises:
+        UserError: it cannot be found, its layout is another, or an image is corrupt (names the row).
+    """
+    if name == "synthetic":
+        return synthetic_images(seed)
+    if name.startswith((".", "/", "~")) and not Path(name).expanduser().exists():
+        raise UserError(f"--dataset {name}: there is no such folder; {WAY_OUT}")
+    datasets.disable_progress_bars()
+    try:
+        loaded = datasets.load_dataset(str(Path(name).expanduser()) if Path(name).expanduser().exists() else name)
+    except Exception as error:  # the library raises its own, fsspec's, pyarrow's and the network's
+        first = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+        raise UserError(f"cannot load --dataset {name} ({first.rstrip('.')}); {WAY_OUT}") from None
+    missing = {"train", "test"} - loaded.keys()
+    if missing:
+        raise UserError(f"--dataset {name} has no {' and no '.join(sorted(missing))} split; {WAY_OUT}")
+    features = loaded["train"].features
+    image_column = next((c for c, f in features.items() if isinstance(f, datasets.Image)), None)
+    label_column = next((c for c, f in features.items() if isinstance(f, datasets.ClassLabel)), None)
+    if image_column is None or label_column is None:
+        raise UserError(
+            f"--dataset {name} needs a column of images and one of class labels, it has {', '.join(features)}; {WAY_OUT}"
+        )
+    splits = {}
+    for split in ("train", "test"):
+        columns = (
+            loaded[split].select_columns([image_column, label_column]).cast_column(image_column, datasets.Image(decode=False))
+        )
+        try:
+            decoded = columns.map(
+                _decode,
+                with_indices=True,
+                batched=True,
+                remove_columns=[image_column, label_column],
+                fn_kwargs={"image_column": image_column, "label_column": label_column, "where": f"{name}, {split} split"},
+                features=datasets.Features({"pixels": datasets.Value("binary"), "label": datasets.Value("int64")}),
+            )
+        except OSError as error:
+            raise UserError(f"cannot write the decoded images to the cache of `datasets`: {error}") from None
+        table = decoded.with_format("arrow")[:]
+        pixels = np.frombuffer(b"".join(table["pixels"].to_pylist()), dtype=np.uint8)
+        images = torch.from_numpy(pixels.reshape(-1, SIZE, SIZE, 3).transpose(0, 3, 1, 2).copy())
+        splits[split] = Split(images, torch.from_numpy(table["label"].to_numpy().copy()))
+    return ImageData(**splits, class_names=list(features[label_column].names))
+
+
+SYNTHETIC_CLASSES = ["rows", "columns", "checks", "rings", "squares", "diamonds", "disk", "block", "plus", "cross"]
+
+
+def synthetic_images(seed, train=5000, test=1000):
+    """Ten kinds of pattern, each at a random place, scale and phase, in two random colours, under noise.
+
+    Train and test are drawn from the same distribution by one generator, so they share no image. The random phase
+    and colours leave a linear model little to go by; a small convolutional network learns all ten.
+
+    Args:
+        seed (int): the same seed gives the same images everywhere.
+        train, test (int): number of images.
+    """
+    generator = torch.Generator().manual_seed(seed)
+    count = train + test
+
+    def uniform(low, high, *shape):
+        return torch.rand(count, *shape, generator=generator) * (high - low) + low
+
+    labels = torch.randint(10, (count,), generator=generator)
+    line = torch.arange(SIZE, dtype=torch.float32)
+    u = line.view(1, 1, -1) - uniform(11, 21, 1, 1)
+    v = line.view(1, -1, 1) - uniform(11, 21, 1, 1)
+    pace, phase = uniform(2 * math.pi / 10, 2 * math.pi / 6, 1, 1), uniform(0, 2 * math.pi, 1, 1)
+    radius, width = uniform(5, 10, 1, 1), uniform(1.2, 2.4, 1, 1)
+    pattern = torch.empty(count, SIZE, SIZE)
+    for label in range(10):
+        chosen = labels == label
+        a, b, p, q, r, w = (values[chosen] for values in (u, v, pace, phase, radius, width))
+        largest, manhattan = torch.maximum(a.abs(), b.abs()), a.abs() + b.abs()
+        pattern[chosen] = (
+            torch.sin(b * p + q).expand(-1, -1, SIZE),
+            torch.sin(a * p + q).expand(-1, SIZE, -1),
+            torch.sin(a * p + q) * torch.sin(b * p + q),
+            torch.sin((a * a + b * b).sqrt() * p + q),
+            torch.sin(largest * p + q),
+            torch.sin(manhattan * p / 2**0.5 + q),
+            r - (a * a + b * b).sqrt(),
+            r * 0.9 - largest,
+            w - torch.minimum(a.abs(), b.abs()) - 4 * (largest > r),
+            w - ((a - b).abs().minimum((a + b).abs())) / 2**0.5 - 4 * (largest > r),
+        )[label]
+    blend = torch.sigmoid(3 * pattern)[:, None]
+    paper = uniform(20, 235, 3, 1, 1)
+    # Ink at least 60 levels away from the paper in brightness, in either direction.
+    ink = (
+        paper + torch.where(paper.mean(1, keepdim=True) > 127, -1, 1) * uniform(60, 120, 1, 1, 1) + uniform(-30, 30, 3, 1, 1)
+    ).clamp(0, 255)
+    images = paper + (ink - paper) * blend
+    images += torch.randn(images.shape, generator=generator) * 18
+    images = images.clamp_(0, 255).to(torch.uint8)
+    return ImageData(Split(images[:train], labels[:train]), Split(images[train:], labels[train:]), list(SYNTHETIC_CLASSES))
+
+
+def _decode(columns, indices, image_column, label_column, where):
+    pixels = []
+    for row, image, label in zip(indices, columns[image_column], columns[label_column], strict=True):
+        try:
+            opened = Image.open(io.BytesIO(image["bytes"]) if image["bytes"] is not None else image["path"])
+            decoded = opened.convert("RGB")
+        except (UnidentifiedImageError, OSError, SyntaxError, TypeError, ValueError) as error:
+            raise UserError(f"corrupt image in row {row} of {where}: {str(error).splitlines()[0]}") from None
+        if decoded.size != (SIZE, SIZE):
+            raise UserError(
+                f"image in row {row} of {where} is {decoded.width}x{decoded.height}: this script takes {SIZE}x{SIZE}"
+            )
+        if label is None or label < 0:
+            raise UserError(f"row {row} of {where} has no label")
+        pixels.append(decoded.tobytes())
+    return {"pixels": pixels, "label": columns[label_column]}

@@ -1,0 +1,115 @@
+"""The pictures a run leaves behind. matplotlib without a display; files only."""
+
+import json
+from pathlib import Path
+
+import matplotlib
+
+matplotlib.use("Agg")
+
+import matplotlib.pyplot as plt
+import numpy as np
+import torch
+from PIL import Image
+
+DPI = 110
+
+
+def image_grid(path, images, labels, predictions, class_names, columns=8):
+    """Draws images with the class that was predicted, in red with the true one where it is wrong.
+
+    Args:
+        images: uint8 [count, 3, height, width]. labels, predictions: int64 [count].
+    """
+    rows = -(-len(images) // columns)
+    figure, axes = plt.subplots(rows, columns, figsize=(columns * 1.35, rows * 1.6), squeeze=False)
+    for axis in axes.flat:
+        axis.axis("off")
+    for axis, image, label, prediction in zip(axes.flat, images, labels.tolist(), predictions.tolist(), strict=False):
+        axis.imshow(image.permute(1, 2, 0))
+        if prediction == label:
+            axis.set_title(class_names[label], fontsize=9, color="#1a7f37")
+        else:
+            axis.set_title(f"{class_names[prediction]}\nis {class_names[label]}", fontsize=9, color="#cf222e")
+    right = (labels == predictions).sum().item()
+    figure.suptitle(f"Predicted class of {len(images)} test images: {right} right", fontsize=11)
+    _save(figure, path)
+
+
+def confusion_matrix(path, confusion, class_names):
+    """Draws int64 [true, predicted] counts as per cent of each true class."""
+    share = 100 * confusion.float() / confusion.sum(1, keepdim=True).clamp(min=1)
+    count = len(class_names)
+    figure, axis = plt.subplots(figsize=(0.62 * count + 2, 0.58 * count + 1.6))
+    axis.imshow(share, cmap="Blues", vmin=0, vmax=100)
+    if count <= 20:
+        for i in range(count):
+            for j in range(count):
+                if share[i, j] >= 0.05:
+                    colour = "white" if share[i, j] > 55 else "black"
+                    axis.text(j, i, f"{share[i, j]:.1f}", ha="center", va="center", fontsize=8, color=colour)
+    axis.set_xticks(range(count), class_names, rotation=45, ha="right")
+    axis.set_yticks(range(count), class_names)
+    axis.set_xlabel("predicted class")
+    axis.set_ylabel("true class")
+    accuracy = 100 * confusion.diag().sum() / confusion.sum().clamp(min=1)
+    axis.set_title(f"Per cent of each true class ({int(confusion.sum()):,} images, {accuracy:.2f} % right)", fontsize=11)
+    _save(figure, path)
+
+
+def curves(folder):
+    """Draws the loss and the accuracy over steps from `metrics.jsonl` into `curves.png`, both in `folder`."""
+    records = [json.loads(line) for line in (Path(folder) / "metrics.jsonl").read_text().splitlines()]
+    figure, axes = plt.subplots(1, 2, figsize=(10, 3.6))
+    for axis, name in zip(axes, ("loss", "accuracy"), strict=True):
+        for split, style in (("train", "-"), ("test", "o-")):
+            points = [(r["step"], r[name]) for r in records if r["split"] == split and name in r]
+            if points:
+                axis.plot(*zip(*points, strict=True), style, label=split, markersize=4)
+        axis.set_xlabel("optimizer step")
+        axis.set_ylabel(name)
+        axis.grid(alpha=0.3)
+        axis.legend()
+    _save(figure, Path(folder) / "curves.png")
+
+
+def classification(folder, split, tested, class_names):
+    """Draws what a classifier does on a test set into `folder`: `predictions.png` and `confusion_matrix.png`.
+
+    Args:
+        split: has `images` uint8 [samples, 3, height, width] and `labels` int64 [samples].
+        tested (dict): `predictions` int64, of as many samples (or fewer) in the same order, and `confusion`.
+
+    Returns:
+        list[str]: the names of the pictures, without `.png`.
+    """
+    predictions = tested["predictions"]
+    count = min(40, len(predictions))
+    image_grid(folder / "predictions.png", split.images[:count], split.labels[:count], predictions[:count], class_names)
+    confusion_matrix(folder / "confusion_matrix.png", tested["confusion"], class_names)
+    return ["predictions", "confusion_matrix"]
+
+
+def pixels(path):
+    """A picture file as uint8 [1, height, width, 3], for a tracker's `log_images(..., dataformats="NHWC")`."""
+    return np.asarray(Image.open(path).convert("RGB"))[None]
+
+
+def class_table(confusion, class_names):
+    """Accuracy per class as lines of text, from int64 [true, predicted] counts, worst class last."""
+    totals = confusion.sum(1)
+    width = max(len(name) for name in class_names)
+    lines = []
+    for i in torch.argsort(-(confusion.diag() / totals.clamp(min=1)), stable=True).tolist():
+        wrong = confusion[i].clone()
+        wrong[i] = 0
+        mistaken = f"   most often taken for {class_names[wrong.argmax()]} ({wrong.max()})" if wrong.any() else ""
+        accuracy = 100 * confusion[i, i] / totals[i].clamp(min=1)
+        lines.append(f"  {class_names[i]:{width}}  {accuracy:6.2f} %  of {totals[i]}{mistaken}")
+    return "\n".join(lines)
+
+
+def _save(figure, path):
+    figure.tight_layout()
+    figure.savefig(path, dpi=DPI, metadata={"Software": None})
+    plt.close(figure)

@@ -1,0 +1,188 @@
+"""Who runs where: checks a launch before anything is built on it, and lets one process act for the others."""
+
+import os
+import platform
+import sys
+
+import psutil
+import torch
+import torch.distributed as dist
+from accelerate.utils import broadcast_object_list, gather_object
+
+from utils.exits import UserError
+
+
+def check_launch():
+    """Checks that the processes that were asked for can run here; call it before `Accelerator(...)`.
+
+    Returns:
+        bool: whether to run on the CPU, for `Accelerator(cpu=...)`. Without any GPU every topology is rehearsed:
+        the same number of processes, over gloo.
+
+    Raises:
+        UserError: fewer GPUs than processes on this machine, or a precision the CPU cannot do.
+    """
+    local_processes = int(os.environ.get("LOCAL_WORLD_SIZE", 1))
+    wants_cpu = os.environ.get("ACCELERATE_USE_CPU", "false").lower() == "true"
+    gpus = 0 if wants_cpu else torch.cuda.device_count()
+    if gpus:
+        if gpus < local_processes:
+            fits = max(size for size in (1, 2, 4, 8) if size <= gpus)
+            raise UserError(
+                f"{_launch_config()} starts {local_processes} processes on this machine, which has {gpus} "
+                f"GPU{'s' * (gpus > 1)}: use {fits}gpu.yaml"
+            )
+        # The same sums in the same order every time: what makes a resumed run bit for bit the same.
+        torch.backends.cudnn.deterministic = True
+        return False
+    precision = os.environ.get("ACCELERATE_MIXED_PRECISION", "no")
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+    torch.set_num_threads(max(1, cores // local_processes))
+    main = int(os.environ.get("RANK", 0)) == 0
+    if not wants_cpu and "ACCELERATE_MIXED_PRECISION" in os.environ:
+        if precision == "fp16" or (precision == "bf16" and not cpu_has_bf16()):
+            os.environ["ACCELERATE_MIXED_PRECISION"] = "no"
+        if main:
+            _notice(
+                f"NO GPU HERE: {_launch_config()} is rehearsed on the CPU with {local_processes} process"
+                f"{'es over gloo' if local_processes > 1 else ''}, precision {os.environ['ACCELERATE_MIXED_PRECISION']}. "
+                "Right for trying things out, far too slow to train"
+            )
+    elif precision == "fp16":
+        raise UserError("mixed_precision fp16 silently computes in float32 on a CPU: use bf16 or no")
+    elif main and precision == "bf16" and not cpu_has_bf16():
+        _notice("this CPU only emulates bf16, far slower than float32: use --mixed_precision no")
+    elif main and precision == "no" and cpu_has_bf16():
+        _notice("this CPU computes in bf16 about 4x faster: accelerate launch --mixed_precision bf16 ...")
+    return True
+
+
+def cpu_has_bf16():
+    """Whether this CPU multiplies bf16 in hardware (AVX-512 BF16 or AMX)."""
+    return any(
+        check() for name in ("_is_avx512_bf16_supported", "_is_amx_tile_supported") if (check := getattr(torch.cpu, name, None))
+    )
+
+
+def from_main(accelerator, function):
+    """Runs `function()` on the main process only and returns its (picklable) result on every process.
+
+    An error it raises ends all processes, not just the main one.
+    """
+    outcome = [None, None]
+    if accelerator.is_main_process:
+        outcome = _attempt(function)
+    return _result(broadcast_object_list(outcome) if accelerator.num_processes > 1 else outcome)
+
+
+def node_first(accelerator, function):
+    """Runs `function()` once per node, then, on the other processes of the node, again: they find its cache filled.
+
+    An error on any process ends all of them.
+    """
+    outcome = [None, None]
+    for turn in (True, False):
+        if accelerator.is_local_main_process == turn:
+            outcome = _attempt(function)
+        errors = [e for e in gather_object([outcome[1]]) if e] if accelerator.num_processes > 1 else [outcome[1]]
+        if errors:
+            _result([None, errors[0]])
+    return outcome[0]
+
+
+def split_batch(accelerator, batch_size, gradient_accumulation_steps):
+    """Splits a global batch into the samples that one process takes at a time.
+
+    Returns:
+        int: samples per process and micro-batch.
+
+    Raises:
+        UserError: `batch_size` does not divide evenly; names the nearest sizes that do.
+    """
+    parts = accelerator.num_processes * gradient_accumulation_steps
+    if batch_size % parts:
+        below, above = batch_size // parts * parts, (batch_size // parts + 1) * parts
+        raise UserError(
+            f"--batch_size {batch_size} does not divide over {accelerator.num_processes} processes x "
+            f"{gradient_accumulation_steps} accumulation steps: use {f'{below} or ' if below else ''}{above}"
+        )
+    return batch_size // parts
+
+
+def banner(accelerator, script, batch_size, gradient_accumulation_steps):
+    """The lines that say, once, what was started where.
+
+    Raises:
+        UserError: fewer processes than were launched, each believing that it is alone.
+    """
+    if accelerator.num_processes != int(os.environ.get("WORLD_SIZE", 1)):
+        raise UserError(
+            f"{os.environ['WORLD_SIZE']} processes were launched but only {accelerator.num_processes} found each other: "
+            f"check distributed_type in {_launch_config()}"
+        )
+    device = torch.cuda.get_device_name() if accelerator.device.type == "cuda" else f"CPU, {torch.get_num_threads()} threads"
+    backend = f" over {dist.get_backend()}" if accelerator.num_processes > 1 else ""
+    micro_batch = split_batch(accelerator, batch_size, gradient_accumulation_steps)
+    return (
+        f"{script}: {accelerator.num_processes} process{'es' * (accelerator.num_processes > 1)}{backend}, each on {device}, "
+        f"precision {accelerator.mixed_precision}\n"
+        f"global batch {batch_size} = {accelerator.num_processes} processes x {micro_batch} samples "
+        f"x {gradient_accumulation_steps} accumulation steps"
+    )
+
+
+def describe(accelerator):
+    """The topology as a dict for the records of a run."""
+    return {
+        "processes": accelerator.num_processes,
+        "machines": accelerator.num_processes // int(os.environ.get("LOCAL_WORLD_SIZE", 1)),
+        "device": torch.cuda.get_device_name() if accelerator.device.type == "cuda" else platform.processor() or "cpu",
+        "threads_per_process": torch.get_num_threads(),
+        "mixed_precision": accelerator.mixed_precision,
+    }
+
+
+def settle_gradient_buckets(accelerator, model, compute_loss):
+    """Makes DDP regroup its gradients now, so that a resumed run adds them up in the order of an uninterrupted one.
+
+    DDP groups gradients into buckets by guess at first and by the order seen in the first backward afterwards. With
+    three or more processes another grouping is another order of summation: other last bits. Two rehearsed steps
+    leave every run, new or resumed, in the final state before its first real step; weights and buffers are kept.
+
+    Args:
+        compute_loss: () -> scalar loss of a forward pass through `model`.
+    """
+    if accelerator.num_processes < 3:
+        return
+    buffers = {name: value.clone() for name, value in model.named_buffers()}
+    for _ in range(2):
+        accelerator.backward(compute_loss())
+        model.zero_grad()
+    for name, value in model.named_buffers():
+        value.copy_(buffers[name])
+
+
+def _attempt(function):
+    try:
+        return [function(), None]
+    except Exception as error:
+        return [None, error]
+
+
+def _result(outcome):
+    if outcome[1] is not None:
+        raise outcome[1]
+    return outcome[0]
+
+
+def _notice(text):
+    print(f"*** {text} ***", file=sys.stderr, flush=True)
+
+
+def _launch_config():
+    """The YAML's name as the launcher was given it, for messages."""
+    command = psutil.Process(os.getppid()).cmdline()
+    for option, value in zip(command, [*command[1:], ""], strict=True):
+        if option.startswith("--config_file"):
+            return os.path.basename(option.partition("=")[2] or value)
+    return "this launch"

@@ -1,0 +1,58 @@
+"""Final weights: one safetensors file with plain names and the same bytes for the same weights, and how to read any of ours."""
+
+import json
+import os
+from pathlib import Path
+
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+
+from utils.exits import UserError
+
+
+def export(path, model, config):
+    """Writes the weights of a bare model (no DDP, no compile wrapper) to `path`, atomically.
+
+    Args:
+        config (dict): what is needed to build the model again, kept in the file's header as JSON.
+    """
+    state = {name: value.detach().cpu().contiguous() for name, value in model.state_dict().items()}
+    beside = path.with_name(f".{path.name}.writing")
+    # One key only: the library writes several in an order that varies from run to run.
+    save_file(state, beside, metadata={"config": json.dumps(config, sort_keys=True)})
+    os.replace(beside, path)
+
+
+def read(path):
+    """Reads weights from a run's folder, one of its checkpoints, or a `model.safetensors`, whatever topology wrote them.
+
+    Returns:
+        tuple[dict, dict | None, Path]: tensors by plain name; the config, or None if the file has none (a
+        checkpoint's: see `args.json` of its run); the file they came from.
+
+    Raises:
+        UserError: there is no such file, or it holds no weights.
+    """
+    path = Path(path)
+    if path.is_dir():
+        file = path / "model.safetensors"
+        if not file.exists():
+            checkpoints = sorted(path.glob("checkpoints/step_*"))
+            if not checkpoints:
+                raise UserError(f"{path} holds neither model.safetensors nor a checkpoint")
+            file = checkpoints[-1] / "model.safetensors"
+    else:
+        file = path
+    try:
+        with safe_open(file, framework="pt") as opened:
+            state = {_plain(name): opened.get_tensor(name) for name in opened.keys()}  # noqa: SIM118 (not a dict)
+            config = json.loads((opened.metadata() or {}).get("config", "null"))
+    except (OSError, SafetensorError) as error:
+        raise UserError(f"cannot read weights from {file}: {error}") from None
+    return state, config, file
+
+
+def _plain(name):
+    for wrapper in ("module.", "_orig_mod."):
+        name = name.replace(wrapper, "")
+    return name

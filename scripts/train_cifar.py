@@ -383,7 +383,8 @@ def main():
 
     # ---- the results
     train_seconds = progress["train_seconds"] + time.perf_counter() - began
-    tested = tested or test()
+    if tested is None or step < total_steps:
+        tested = test()
     results = {"test_accuracy": tested["accuracy"], "test_loss": tested["loss"]}
     if args.tta:
         results["test_accuracy_tta"] = test(tta=True)["accuracy"]

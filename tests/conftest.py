@@ -7,7 +7,10 @@ import subprocess
 import sys
 from pathlib import Path
 
+import datasets
+import numpy as np
 import pytest
+from PIL import Image
 
 ROOT = Path(__file__).resolve().parents[1]
 SHARED_DATA = ROOT.parent / "shared" / "data"
@@ -133,3 +136,27 @@ def reference(tmp_path_factory):
         return made[config]
 
     return get
+
+
+@pytest.fixture(scope="session")
+def odd_folder(tmp_path_factory):
+    """A folder in CIFAR's layout whose test set has a prime number of images."""
+    return make_folder(tmp_path_factory.mktemp("odd"), train=120, test=101)
+
+
+def make_folder(folder, train, test, change=None):
+    generator = np.random.default_rng(0)
+    for split, count in (("train", train), ("test", test)):
+        rows = {
+            "img": [Image.fromarray(generator.integers(0, 256, (32, 32, 3), dtype=np.uint8)) for _ in range(count)],
+            "label": [i % 10 for i in range(count)],
+        }
+        features = datasets.Features(
+            {"img": datasets.Image(), "label": datasets.ClassLabel(names=[f"c{i}" for i in range(10)])}
+        )
+        made = datasets.Dataset.from_dict(rows, features=features)
+        if change:
+            made = change(split, made)
+        if made is not None:
+            made.to_parquet(str(folder / f"{split}-00000-of-00001.parquet"))
+    return folder

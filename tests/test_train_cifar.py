@@ -4,10 +4,9 @@ import json
 import shutil
 
 import datasets
-import numpy as np
 import pytest
 import torch
-from conftest import ROOT, SHARED_DATA, SMALL, Started, final_weights, metrics, results, run, status
+from conftest import ROOT, SHARED_DATA, SMALL, Started, final_weights, make_folder, metrics, results, run, status
 from PIL import Image
 from safetensors.torch import load_file
 
@@ -81,30 +80,6 @@ def test_shards_are_disjoint_and_cover_every_epoch(tmp_path):
     assert orders[1][0] != orders[1][1]
 
 
-@pytest.fixture(scope="session")
-def odd_folder(tmp_path_factory):
-    """A folder in CIFAR's layout whose test set has a prime number of images."""
-    return make_folder(tmp_path_factory.mktemp("odd"), train=120, test=101)
-
-
-def make_folder(folder, train, test, change=None):
-    generator = np.random.default_rng(0)
-    for split, count in (("train", train), ("test", test)):
-        rows = {
-            "img": [Image.fromarray(generator.integers(0, 256, (32, 32, 3), dtype=np.uint8)) for _ in range(count)],
-            "label": [i % 10 for i in range(count)],
-        }
-        features = datasets.Features(
-            {"img": datasets.Image(), "label": datasets.ClassLabel(names=[f"c{i}" for i in range(10)])}
-        )
-        made = datasets.Dataset.from_dict(rows, features=features)
-        if change:
-            made = change(split, made)
-        if made is not None:
-            made.to_parquet(str(folder / f"{split}-00000-of-00001.parquet"))
-    return folder
-
-
 def test_metrics_are_exact_on_an_odd_test_set(odd_folder, tmp_path):
     arguments = ["--dataset", str(odd_folder), *"--model net --batch_size 20 --epochs 2 --tta".split()]
     run("4gpu", CIFAR, arguments, output_dir=tmp_path / "run")
@@ -161,7 +136,11 @@ def test_accuracy_proves_learning(tmp_path):
 
 @pytest.mark.skipif(not (SHARED_DATA / "cifar10").exists(), reason="the real CIFAR-10 is not beside the repository")
 def test_reads_the_real_cifar10(tmp_path):
-    arguments = ["--dataset", str(SHARED_DATA / "cifar10"), *"--model net --batch_size 250 --lr 0.05 --max_train_steps 100".split()]
+    arguments = [
+        "--dataset",
+        str(SHARED_DATA / "cifar10"),
+        *"--model net --batch_size 250 --lr 0.05 --max_train_steps 100".split(),
+    ]
     run("cpu", CIFAR, arguments, output_dir=tmp_path / "run")
     assert results(tmp_path / "run")["test_accuracy"] > 0.25
 

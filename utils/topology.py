@@ -9,6 +9,7 @@ import torch
 import torch.distributed as dist
 from accelerate.utils import broadcast_object_list, gather_object
 
+from utils import exits
 from utils.exits import UserError
 
 
@@ -123,6 +124,7 @@ def banner(accelerator, script, batch_size, gradient_accumulation_steps):
     device = torch.cuda.get_device_name() if accelerator.device.type == "cuda" else f"CPU, {torch.get_num_threads()} threads"
     backend = f" over {dist.get_backend()}" if accelerator.num_processes > 1 else ""
     micro_batch = split_batch(accelerator, batch_size, gradient_accumulation_steps)
+    exits.remember_micro_batch(micro_batch)
     processes = f"{accelerator.num_processes} process{'es' * (accelerator.num_processes > 1)}"
     steps = f"{gradient_accumulation_steps} accumulation step{'s' * (gradient_accumulation_steps > 1)}"
     return (

@@ -2,13 +2,14 @@
 
 import json
 import os
-import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import datasets
 import numpy as np
+import psutil
 import pytest
 from PIL import Image
 
@@ -78,8 +79,9 @@ class Started:
         raise AssertionError(f"'{words}' never came:\n{''.join(self.lines)[-6000:]}")
 
     def kill_all(self):
-        """SIGKILL for the launcher and all its workers at once."""
-        os.killpg(self.process.pid, signal.SIGKILL)
+        """SIGKILL for the launcher and all its descendants (each worker is in a session of its own)."""
+        for process in [psutil.Process(self.process.pid), *psutil.Process(self.process.pid).children(recursive=True)]:
+            process.kill()
         self.finish()
 
     def finish(self):
@@ -89,8 +91,6 @@ class Started:
 
     def workers(self):
         """Process ids of the training processes, by rank."""
-        import psutil
-
         found = {}
         for child in psutil.Process(self.process.pid).children(recursive=True):
             try:
@@ -100,6 +100,16 @@ class Started:
             if any(part.endswith(".py") and "scripts" in part for part in child.cmdline()):
                 found.setdefault(int(environment.get("RANK", 0)), child.pid)
         return found
+
+
+def all_end_within(processes, seconds):
+    """Whether all of `processes` come to an end in time; a zombie that its new parent did not collect yet has."""
+    deadline = time.monotonic() + seconds
+    while any(p.is_running() and p.status() != psutil.STATUS_ZOMBIE for p in processes):
+        if time.monotonic() > deadline:
+            return False
+        psutil.wait_procs(processes, timeout=0.1)
+    return True
 
 
 def results(folder):

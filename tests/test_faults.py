@@ -10,7 +10,7 @@ from hashlib import sha256
 
 import psutil
 import pytest
-from conftest import SMALL, Started, final_weights, metrics, results, run, status
+from conftest import SMALL, Started, all_end_within, final_weights, metrics, results, run, status
 
 CIFAR = "scripts/train_cifar.py"
 PREEMPTED = 75
@@ -73,11 +73,11 @@ def test_launcher_killed_no_orphan_stays(who, reference, tmp_path):
     workers = [psutil.Process(pid) for pid in started.workers().values()]
     assert len(workers) == 2
     if who == "launcher":
-        os.kill(started.process.pid, signal.SIGKILL)
+        started.process.kill()
+        started.process.wait()
     else:
-        os.killpg(started.process.pid, signal.SIGKILL)
-    assert psutil.wait_procs(workers, timeout=5)[1] == []
-    started.finish()
+        started.kill_all()
+    assert all_end_within(workers, seconds=5)
     assert status(tmp_path / "run")["state"] == ("preempted" if who == "launcher" else "running")
 
 
@@ -117,7 +117,7 @@ def test_signal_to_the_launcher(config, number, reference, tmp_path):
     else:
         os.kill(started.process.pid, getattr(signal, number))
     _, output = started.finish()
-    assert psutil.wait_procs(workers, timeout=20)[1] == []
+    assert all_end_within(workers, seconds=20)
     found = status(tmp_path / "run")
     assert found["state"] == "preempted"
     assert (tmp_path / "run" / "checkpoints" / f"step_{found['step']:08d}" / "manifest.json").exists()
@@ -284,7 +284,7 @@ def test_diverged_loss_stops_the_run_and_names_the_samples(processes, reference,
     told = next(
         line for line in done.stderr.splitlines() if line.startswith("error: the loss is not a finite number at step 8")
     )
-    assert len(json.loads(told[told.index("[") :])) == 500 // processes if processes == 1 else 250
+    assert len(json.loads(told[told.index("[") :])) == (500 if processes == 1 else 250)
     assert status(tmp_path / "run")["state"] == "failed" and "step 8" in status(tmp_path / "run")["reason"]
     relaunch_and_compare(reference(config, processes).folder, tmp_path / "run", config=config)
 

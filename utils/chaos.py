@@ -11,10 +11,8 @@ it is: give it the command you launch with, without `--output_dir`.
 
 import argparse
 import json
-import os
 import random
 import shutil
-import signal
 import subprocess
 import sys
 import time
@@ -84,15 +82,15 @@ def launch(command, output_dir, log):
 def strike(launcher, victim, chance):
     """Sends SIGKILL to `victim` of a launch; returns whether there was anything left to kill."""
     try:
-        workers = [p for p in psutil.Process(launcher.pid).children(recursive=True) if p.status() != psutil.STATUS_ZOMBIE]
-        if victim == "the launcher":
-            os.kill(launcher.pid, signal.SIGKILL)
-        elif victim == "all processes" or not workers:
-            os.killpg(launcher.pid, signal.SIGKILL)
-        else:
+        parent = psutil.Process(launcher.pid)
+        workers = [p for p in parent.children(recursive=True) if p.status() != psutil.STATUS_ZOMBIE]
+        if victim == "one process" and workers:
             chance.choice(workers).kill()
+        else:
+            for process in [parent, *workers] if victim == "all processes" else [parent]:
+                process.kill()
         return True
-    except (psutil.NoSuchProcess, ProcessLookupError):
+    except psutil.NoSuchProcess:
         return False
 
 

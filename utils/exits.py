@@ -25,7 +25,7 @@ class UserError(Exception):
 
 
 class RunFailed(Exception):
-    """The run itself cannot go on (a diverged loss, say): ends it with this one line and exit code 1."""
+    """The run itself cannot go on (a diverged loss, say), and all processes know it: one line and exit code 1."""
 
 
 def install():
@@ -69,22 +69,22 @@ def worker_init(_worker_id):
 
 def run(main):
     """Calls `main()` and ends the process: 0 done, 1 failed, 2 a person's error, `PREEMPTED` stopped by a signal."""
+    everywhere = True  # whether every process ends with this same line
     try:
         main()
         return
-    except UserError as error:
-        code, line = 2, f"error: {error}"
-    except RunFailed as error:
-        code, line = 1, f"error: {error}"
+    except (UserError, RunFailed) as error:
+        code, line = 2 if isinstance(error, UserError) else 1, f"error: {error}"
     except Exception as error:
+        everywhere = False
         code, line = 1, _known_failure(error)
         if line is None:
             traceback.print_exc()
             line = f"error: {type(error).__name__}: {str(error).strip().splitlines()[0] if str(error) else ''}"
     for hook in _failure_hooks:
         hook(line.removeprefix("error: "))
-    if code == 2 and int(os.environ.get("RANK", 0)) != 0:
-        # Rank 0 prints this same line. Leaving before it has would make the launcher stop it unread.
+    if everywhere and int(os.environ.get("RANK", 0)) != 0:
+        # Rank 0 prints it. Leaving before it has would make the launcher stop it unread.
         deadline = time.monotonic() + 10
         while _signal_name is None and time.monotonic() < deadline:
             time.sleep(0.05)

@@ -3,6 +3,7 @@
 import os
 import platform
 import sys
+import traceback
 
 import psutil
 import torch
@@ -167,8 +168,11 @@ def settle_gradient_buckets(accelerator, model, compute_loss):
 def _attempt(function):
     try:
         return [function(), None]
-    except Exception as error:
+    except UserError as error:
         return [None, error]
+    except Exception as error:
+        traceback.print_exc()  # here, where it happened; what travels must be picklable
+        return [None, RuntimeError(f"{type(error).__name__}: {error}")]
 
 
 def _result(outcome):

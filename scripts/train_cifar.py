@@ -269,7 +269,7 @@ def main():
     progress = {"step": 0, "train_seconds": 0.0, "score": None, "best": 0.0}
     if found:
         checkpoint.load(accelerator, found[0])
-        progress = found[1]["progress"]
+        progress = found[1]["progress"] | {"score": None}
     step = resumed_from = saved_at = progress["step"]
     run.begin(step, topology.describe(accelerator))
     accelerator.init_trackers("tensorboard", init_kwargs={"tensorboard": {"purge_step": step + 1}})

@@ -6,11 +6,12 @@ import pickle
 import shutil
 import signal
 import subprocess
+import sys
 from hashlib import sha256
 
 import psutil
 import pytest
-from conftest import SMALL, Started, all_end_within, final_weights, metrics, results, run, status
+from conftest import LIMIT, ROOT, SMALL, Started, all_end_within, command, final_weights, metrics, results, run, status
 
 CIFAR = "scripts/train_cifar.py"
 PREEMPTED = 75
@@ -87,7 +88,7 @@ def test_restarted_by_its_launcher(reference, tmp_path):
     environment = {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1", "FAULT_ONCE": "1"}
     arguments = ["die_in_step@9:1", CIFAR, *SMALL.split()]
     run("2cpu", "tests/wrapped.py", arguments, output_dir=tmp_path / "run", launcher=launcher, env=environment)
-    assert results(tmp_path / "run")["resumed_from"] == 6
+    assert results(tmp_path / "run")["resumed_from"] == 7  # saved there for its accuracy, the best so far
     assert final_weights(tmp_path / "run") == final_weights(reference("2cpu", 2).folder)
     assert metrics(tmp_path / "run", "train") == metrics(reference("2cpu", 2).folder, "train")
 
@@ -264,7 +265,7 @@ def test_second_job_in_the_same_folder_is_refused(tmp_path):
 def test_other_number_of_processes_same_samples(before, after, reference, tmp_path):
     faulty("die_in_step@8:0", SMALL, tmp_path / "run", config=before)
     run(after, CIFAR, SMALL, output_dir=tmp_path / "run")
-    assert results(tmp_path / "run")["resumed_from"] in (6, 7)
+    assert results(tmp_path / "run")["resumed_from"] == 7
     # A step on other samples would be off by far more than rounding.
     for a, b in zip(metrics(tmp_path / "run", "train"), metrics(reference("cpu").folder, "train"), strict=True):
         assert a["step"] == b["step"] and a["loss"] == pytest.approx(b["loss"], abs=1e-4)
@@ -315,3 +316,27 @@ def test_a_dead_loader_worker_is_an_error(tmp_path):
     main.children()[0].kill()
     code, output = started.finish()
     assert code != 0 and "a data loader worker died" in output
+
+
+def test_full_output_folder_is_refused(tmp_path):
+    disk = tmp_path / "disk"
+    disk.mkdir()
+    if subprocess.run(["mount", "-t", "tmpfs", "-o", "size=16k", "tmpfs", str(disk)], capture_output=True).returncode:
+        pytest.skip("cannot mount a small file system here")
+    try:
+        done = run(None, CIFAR, SMALL, output_dir=disk / "run", check=False)
+        assert done.returncode == 2 and "cannot write to --output_dir" in done.stderr and "No space left" in done.stderr
+    finally:
+        subprocess.run(["umount", "-l", str(disk)], check=True)
+
+
+@pytest.mark.slow
+def test_chaos_runner_finds_nothing_and_would_find_something(tmp_path):
+    launch = command("cpu", CIFAR, SMALL)
+    chaos = [sys.executable, str(ROOT / "utils" / "chaos.py"), "--folder", str(tmp_path / "chaos"), "--kills"]
+    done = subprocess.run([*chaos, "3", "--", *launch], capture_output=True, text=True, timeout=LIMIT)
+    assert done.returncode == 0 and "3 kills" in done.stdout, done.stdout + done.stderr
+    # A run that draws on the clock is not the same twice, and that is noticed.
+    forgetful = [sys.executable, str(ROOT / "tests" / "wrapped.py"), "clock_seed", *command(None, CIFAR, SMALL)[1:]]
+    done = subprocess.run([*chaos, "1", "--", *forgetful], capture_output=True, text=True, timeout=LIMIT)
+    assert done.returncode != 0 and "model.safetensors differs" in done.stdout, done.stdout + done.stderr

@@ -102,6 +102,17 @@ elif name == "fill_disk":
                 os.remove(ballast)
 
     accelerate.Accelerator.save_state = save_on_full_disk
+elif name == "clock_seed":
+    # Not a fault but a mistake: weights that depend on when the run was started.
+    import time
+
+    real_backward = accelerate.Accelerator.backward
+
+    def backward(self, loss):
+        torch.manual_seed(time.time_ns())
+        real_backward(self, loss * (1 + 1e-3 * torch.rand(())))
+
+    accelerate.Accelerator.backward = backward
 elif name == "out_of_memory":
 
     def exhaust():

@@ -51,7 +51,7 @@ def main():
     loader = DataLoader(BatchedImages(data.test), 250 * accelerator.num_processes, collate_fn=as_is)
     model, loader = accelerator.prepare(model, loader)
     mean, std = (x.to(accelerator.device) for x in data.train.mean_and_std())
-    tested = evaluate(accelerator, model, loader, mean, std, len(data.class_names), args.tta)
+    tested = evaluate(accelerator, model, loader, mean, std, len(data.class_names), tta=args.tta)
 
     if accelerator.is_main_process:
         results = {"test_accuracy": tested["accuracy"], "test_loss": tested["loss"], "tta": args.tta, "weights": str(file)}

@@ -168,11 +168,12 @@ def build_loaders(accelerator, data, args):
 
 
 @torch.no_grad()
-def evaluate(accelerator, model, loader, mean, std, classes, tta, max_batches=None):
+def evaluate(accelerator, model, loader, mean, std, classes, *, tta=False, size=32, max_batches=None):
     """Exact figures over the test set, each image counted once, on any number of processes.
 
     Args:
         tta (bool): test-time augmentation: sum the outputs for an image, its mirror image, and both shifted a pixel.
+        size (int): pixels to resize to: a model that has seen only small images is tested on small ones.
 
     Returns:
         dict: `loss`, `accuracy`, `confusion` (int64 [true, predicted]), `predictions` (int64, in the data's order).
@@ -180,7 +181,7 @@ def evaluate(accelerator, model, loader, mean, std, classes, tta, max_batches=No
     model.eval()
     outputs, labels = [], []
     for batch in islice(loader, max_batches):
-        images = normalise(batch["images"], mean, std)
+        images = normalise(batch["images"], mean, std, size=size)
         logits = model(images).float()
         if tta:
             padded = F.pad(images, (1, 1, 1, 1), mode="reflect")
@@ -281,9 +282,9 @@ def main():
     meter = report.Meter(accelerator, args.batch_size, total_steps, step)
     bar = tqdm(total=total_steps, initial=step, disable=not (accelerator.is_main_process and sys.stderr.isatty()))
 
-    def test(tta=False):
+    def test(size, tta=False):
         limit = 2 if args.dry_run else None
-        return evaluate(accelerator, model, test_loader, mean, std, classes, tta, limit)
+        return evaluate(accelerator, model, test_loader, mean, std, classes, tta=tta, size=size, max_batches=limit)
 
     def save():
         guard.check_loss()
@@ -309,8 +310,9 @@ def main():
                 if not ids:
                     # For dropout and the like: drawn anew from the step, so a restart changes nothing.
                     set_seed((args.seed + 1_000_003 * step + 7_919 * accelerator.process_index) % 2**32)
+                size = image_size_at(step / total_steps, args)
                 with accelerator.accumulate(model):
-                    loss = compute_loss(batch, epoch, image_size_at(step / total_steps, args))
+                    loss = compute_loss(batch, epoch, size)
                     accelerator.backward(loss)
                     if accelerator.sync_gradients and args.max_grad_norm:
                         accelerator.clip_grad_norm_(model.parameters(), args.max_grad_norm)
@@ -334,7 +336,7 @@ def main():
                         stop = stop or (args.overfit_batch and loss < 0.01)
                     improved = False
                     if step % eval_every == 0 or step == total_steps:
-                        tested = test()
+                        tested = test(32 if step == total_steps else size)
                         improved = tested["accuracy"] > progress["best"]
                         progress |= {"score": tested["accuracy"], "best": max(tested["accuracy"], progress["best"])}
                         run.log("test", step, epoch=step / steps_per_epoch, loss=tested["loss"], accuracy=tested["accuracy"])
@@ -361,10 +363,10 @@ def main():
     # ---- the results
     train_seconds = progress["train_seconds"] + time.perf_counter() - began
     if tested is None or step < total_steps:
-        tested = test()
+        tested = test(32)
     results = {"test_accuracy": tested["accuracy"], "test_loss": tested["loss"]}
     if args.tta:
-        results["test_accuracy_tta"] = test(tta=True)["accuracy"]
+        results["test_accuracy_tta"] = test(32, tta=True)["accuracy"]
     results |= {
         "global_step": step,
         "samples_seen": step * args.batch_size,

@@ -50,7 +50,7 @@ def main():
             rounds += 1
             run = folder / f"round_{rounds}"
             while True:
-                launcher = launch(command, run, log)
+                began, launcher = time.monotonic(), launch(command, run, log)
                 moment = chance.uniform(0.2, 1.1) * seconds if kills < args.kills else None
                 try:
                     code = launcher.wait(moment)
@@ -63,6 +63,7 @@ def main():
                     continue
                 if code != 0:
                     raise SystemExit(f"round {rounds}: a relaunch failed by itself: see {folder}/chaos.log")
+                seconds = min(seconds, time.monotonic() - began)  # so that the next blow falls within a launch
                 break
             difference = compare(folder / "reference", run)
             print(f"round {rounds}, {kills} kills so far: {difference or 'identical'}", flush=True)

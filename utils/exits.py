@@ -12,7 +12,7 @@ import time
 import traceback
 
 PREEMPTED = 75  # EX_TEMPFAIL of sysexits.h: "try again later"; a scheduler may requeue on it
-ORPHAN_SECONDS = 4.0  # how long a process whose launcher died may use to save before it is ended
+ORPHAN_SECONDS = 3.5  # how long a process whose launcher died may use to save before it is ended
 
 _signal_name = None
 _in_training = False

@@ -107,7 +107,7 @@ def _on_signal(number_, _frame):
 
 def _leave_at_once():
     if int(os.environ.get("RANK", 0)) == 0:
-        print(f"stopped by {_signal_name} before training began: nothing to save", file=sys.stderr, flush=True)
+        print(f"stopped by {_signal_name}: nothing more was saved", file=sys.stderr, flush=True)
     os._exit(PREEMPTED)
 
 

@@ -1,0 +1,91 @@
+"""The comparison itself is the test of DDP; here: that it says what it found, and would notice."""
+
+import os
+import signal
+
+import pytest
+from conftest import Started, metrics, results, run, status
+from PIL import Image
+from safetensors.torch import load_file
+
+COMPARE = "scripts/compare_ddp.py"
+RUNS = ["replicated", "replicated_single", "ddp", "ddp_single"]
+ARGUMENTS = "--dataset synthetic --max_train_steps 25 --proof_steps 20 --log_every 5"
+
+
+@pytest.fixture(scope="module")
+def compared(tmp_path_factory):
+    """What a comparison with two processes printed, and its folder."""
+    folder = tmp_path_factory.mktemp("compare")
+    return run("2cpu", COMPARE, ARGUMENTS, output_dir=folder), folder
+
+
+def test_pairs_agree(compared):
+    found = results(compared[1])
+    assert found["num_processes"] == 2 and status(compared[1])["state"] == "finished"
+    assert found["pairs"].keys() == {"replicated", "ddp"}
+    for pair in found["pairs"].values():
+        assert 0 < pair["max_relative_difference"] <= 1e-5  # not 0: they are two computations
+        assert pair["max_loss_difference"] < 1e-5
+    # The two pairs are different experiments: were the weights compared with themselves, this would not show.
+    weights = {name: load_file(compared[1] / f"{name}.safetensors")["final.fc1.weight"] for name in RUNS}
+    assert (weights["replicated"] - weights["ddp"]).abs().max() > 1e-4
+
+
+def test_gradients_agree_only_with_what_makes_them(compared):
+    gradients = results(compared[1])["gradients"]
+    wrong = {case for case in gradients["float64"] if "as it is" in case}
+    assert len(wrong) == 2 and len(gradients["float64"]) == 6
+    for case, value in gradients["float64"].items():
+        assert value > 0.01 if case in wrong else value < 1e-12, case
+    for case, value in gradients["float32"].items():
+        assert value > 0.01 if case in wrong else value < 1e-4, case
+    # A sum that DDP has divided by the number of processes.
+    assert gradients["float64"]["sum, loss as it is"] == pytest.approx(0.5)
+
+
+def test_one_loss_is_the_mean_of_all(compared):
+    losses = results(compared[1])["losses_of_one_batch"]
+    assert len(losses["per_process"]) == 2 and losses["per_process"][0] != losses["per_process"][1]
+    assert losses["mean"] == pytest.approx(losses["one_process"], rel=1e-6)
+
+
+def test_table_and_plot(compared):
+    done, folder = compared
+    rows = results(folder)["runs"]
+    assert list(rows) == RUNS
+    shape = {name: (row["processes"], row["batch_per_process"], row["effective_batch"]) for name, row in rows.items()}
+    assert shape == {
+        "replicated": (2, 64, 128),
+        "replicated_single": (1, 128, 128),
+        "ddp": (2, 32, 64),
+        "ddp_single": (1, 64, 64),
+    }
+    for name, single in (RUNS[:2], RUNS[2:]):
+        assert rows[name]["speed_up"] == pytest.approx(rows[single]["seconds"] / rows[name]["seconds"])
+        assert rows[name]["efficiency"] == pytest.approx(rows[name]["speed_up"] / 2)
+        assert done.stdout.count(f"\n{name} ...") == 1
+        assert [line["step"] for line in metrics(folder, name)] == [1, 6, 11, 16, 21]
+    assert Image.open(folder / "loss_curves.png").width > 800
+
+
+def test_one_process_compares_with_itself(tmp_path):
+    run("cpu", COMPARE, "--dataset synthetic --max_train_steps 3 --batch_size 8", output_dir=tmp_path)
+    assert [pair["max_relative_difference"] for pair in results(tmp_path)["pairs"].values()] == [0, 0]
+
+
+def test_killed_comparison_keeps_its_whole_runs(compared, tmp_path):
+    started = Started("2cpu", COMPARE, ARGUMENTS, output_dir=tmp_path)
+    started.wait_for("ddp ...")
+    for worker in started.workers().values():
+        os.kill(worker, signal.SIGKILL)
+    started.kill_all()
+    kept = {path.name: path.stat().st_mtime_ns for path in tmp_path.glob("replicated*.safetensors")}
+    assert len(kept) == 2
+    done = run("2cpu", COMPARE, ARGUMENTS, output_dir=tmp_path)
+    assert "replicated: done earlier" in done.stdout and "ddp_single ..." in done.stdout
+    assert kept == {path.name: path.stat().st_mtime_ns for path in tmp_path.glob("replicated*.safetensors")}
+    for name in RUNS:
+        again, before = (load_file(folder / f"{name}.safetensors") for folder in (tmp_path, compared[1]))
+        assert all(again[key].equal(before[key]) for key in before if key != "seconds")
+    assert metrics(tmp_path, "ddp") == metrics(compared[1], "ddp")

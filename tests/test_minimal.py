@@ -1,0 +1,59 @@
+"""The smallest loop: the same figures on any number of processes, and exact resuming."""
+
+import os
+import signal
+
+import pytest
+from conftest import Started, final_weights, metrics, results, run, status
+
+MINIMAL = "scripts/train_minimal.py"
+ARGUMENTS = "--epochs 16 --log_every 20 --checkpoint_every 60"
+
+
+@pytest.fixture(scope="module")
+def uninterrupted(tmp_path_factory):
+    """What whole runs printed, and their folders, by configuration."""
+    folders = {config: tmp_path_factory.mktemp("minimal") / config for config in ("cpu", "2cpu")}
+    return {config: (run(config, MINIMAL, ARGUMENTS, output_dir=folder), folder) for config, folder in folders.items()}
+
+
+def test_learns_and_says_so_once(uninterrupted):
+    for processes, (done, folder) in enumerate(uninterrupted.values(), 1):
+        found = results(folder)
+        assert found["num_processes"] == processes and found["global_step"] == 480
+        assert found["train_accuracy"] >= 0.95
+        assert status(folder)["state"] == "finished"
+        for step in range(20, 481, 20):
+            assert done.stdout.count(f"step {step}/480 ") == 1  # one line, not one per process
+        assert [path.name for path in (folder / "checkpoints").iterdir()] == ["step_00000480"]
+
+
+def test_figures_are_of_the_whole_batch(uninterrupted):
+    """Were they one process' own, they would differ with the number of processes."""
+    one, two = (metrics(folder, "train") for _, folder in uninterrupted.values())
+    # Later on, rounding has grown; 1 of 100 points may then fall on the other side.
+    for a, b in zip(one[:4], two[:4], strict=True):
+        assert (a["step"], a["accuracy"]) == (b["step"], b["accuracy"])
+        assert a["loss"] == pytest.approx(b["loss"], rel=1e-4)
+
+
+@pytest.mark.parametrize("config", ["cpu", "2cpu"])
+def test_killed_and_relaunched_ends_with_the_same_weights(config, uninterrupted, tmp_path):
+    started = Started(config, MINIMAL, ARGUMENTS, output_dir=tmp_path)
+    started.wait_for("step 200/")
+    for worker in started.workers().values():
+        os.kill(worker, signal.SIGKILL)
+    started.kill_all()
+    assert not (tmp_path / "results.json").exists()
+    done = run(config, MINIMAL, ARGUMENTS, output_dir=tmp_path)
+    assert "continuing from" in done.stdout
+    assert 180 <= results(tmp_path)["resumed_from"] < 480
+    assert final_weights(tmp_path) == final_weights(uninterrupted[config][1])
+    assert metrics(tmp_path, "train") == metrics(uninterrupted[config][1], "train")
+
+
+def test_a_batch_that_does_not_divide_is_one_line(tmp_path):
+    done = run("2cpu", MINIMAL, "--batch_size 101", output_dir=tmp_path, check=False)
+    errors = [line for line in (done.stdout + done.stderr).splitlines() if line.startswith("error:")]
+    assert len(errors) == 1 and "100 or 102" in errors[0]
+    assert not list(tmp_path.iterdir())

@@ -36,8 +36,11 @@ class Windows(torch.utils.data.Dataset):
         # A shifted epoch needs up to block_size - 1 bytes more.
         self.count = (len(text) - block_size) // block_size if seed is not None else whole + (rest > 0)
 
-    def set_epoch(self, epoch):
-        """Cuts the text at the places of this epoch: a function of the seed and the epoch, on every process the same."""
+    def cut_for(self, epoch):
+        """Cuts the text at the places of this epoch: a function of the seed and the epoch, on every process the same.
+
+        Not called `set_epoch`: Accelerate calls that by itself, on some topologies only and with a count of its own.
+        """
         self.shift = random.Random(f"{self.seed} {epoch}").randrange(self.block_size)
 
     def __len__(self):

@@ -39,6 +39,7 @@ from utils.augment import augment, normalise
 from utils.exits import UserError
 from utils.guard import Guard
 from utils.image_data import BatchedImages, as_is, load_images
+from utils.lookahead import LookaheadSGD
 from utils.run_folder import RunFolder, scratch_name
 
 # What each model was tuned with; any of it can be overridden on the command line.
@@ -126,30 +127,6 @@ def build_model(name, classes):
     """The model called `name`, with fresh weights."""
     model = {"net": Net, "resnet18": resnet18, "fastnet": FastNet}[name](classes)
     return model.to(memory_format=torch.channels_last)
-
-
-class LookaheadSGD(torch.optim.SGD):
-    """SGD that returns, every fifth step, to a slow moving average of its weights (M. Zhang, arXiv:1907.08610).
-
-    The average is part of the optimizer's state, so it is saved and restored with it.
-    """
-
-    def __init__(self, parameters, total_steps, **kwargs):
-        super().__init__(parameters, **kwargs)
-        self.defaults["total_steps"] = total_steps
-        for group in self.param_groups:
-            group.update(total_steps=total_steps, done=0)
-
-    @torch.no_grad()
-    def step(self, closure=None):
-        super().step(closure)
-        for group in self.param_groups:
-            group["done"] += 1
-            # Follows the weights closely at first, and slower and slower.
-            inertia = 0.95**5 * (group["done"] / group["total_steps"]) ** 3
-            for weight in group["params"] if group["done"] % 5 == 0 else ():
-                slow = self.state[weight].setdefault("slow", weight.clone())
-                weight.copy_(slow.lerp_(weight, 1 - inertia))
 
 
 def build_optimizer(model, args, total_steps):
@@ -383,7 +360,8 @@ def main():
 
     # ---- the results
     train_seconds = progress["train_seconds"] + time.perf_counter() - began
-    tested = tested or test()
+    if tested is None or step < total_steps:
+        tested = test()
     results = {"test_accuracy": tested["accuracy"], "test_loss": tested["loss"]}
     if args.tta:
         results["test_accuracy_tta"] = test(tta=True)["accuracy"]

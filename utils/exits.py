@@ -17,6 +17,7 @@ ORPHAN_SECONDS = 4.0  # how long a process whose launcher died may use to save b
 _signal_name = None
 _in_training = False
 _failure_hooks = []
+_micro_batch = None
 
 
 class UserError(Exception):
@@ -52,6 +53,12 @@ def training_starts():
 def on_failure(hook):
     """Calls `hook(reason)` when the run ends with an error, so that it can be recorded."""
     _failure_hooks.append(hook)
+
+
+def remember_micro_batch(samples):
+    """Notes how many samples a process takes at a time: what a person must know when memory runs out."""
+    global _micro_batch
+    _micro_batch = samples
 
 
 def worker_init(_worker_id):
@@ -119,8 +126,8 @@ def _known_failure(error):
     rank = os.environ.get("RANK", "0")
     if type(error).__name__ == "OutOfMemoryError" or "can't allocate memory" in text or isinstance(error, MemoryError):
         return (
-            f"error: out of memory on rank {rank}: give each process fewer samples at a time with a larger "
-            f"--gradient_accumulation_steps (the results stay the same). {text.splitlines()[0] if text else ''}"
+            f"error: out of memory on rank {rank}, which takes {_micro_batch} samples at a time: a larger "
+            f"--gradient_accumulation_steps makes that fewer, with the same results ({text.splitlines()[0] if text else ''})"
         )
     if "DataLoader worker" in text:
         return f"error: rank {rank}: a data loader worker died: {text.splitlines()[0]}"

@@ -9,6 +9,7 @@ import torch
 import torch.distributed as dist
 from accelerate.utils import broadcast_object_list, gather_object
 
+from utils import exits
 from utils.exits import UserError
 
 
@@ -103,8 +104,8 @@ def split_batch(accelerator, batch_size, gradient_accumulation_steps):
     if batch_size % parts:
         below, above = batch_size // parts * parts, (batch_size // parts + 1) * parts
         raise UserError(
-            f"--batch_size {batch_size} does not divide over {accelerator.num_processes} processes x "
-            f"{gradient_accumulation_steps} accumulation steps: use {f'{below} or ' if below else ''}{above}"
+            f"--batch_size {batch_size} does not divide over {accelerator.num_processes} process(es) x "
+            f"{gradient_accumulation_steps} accumulation step(s): use {f'{below} or ' if below else ''}{above}"
         )
     return batch_size // parts
 
@@ -123,11 +124,12 @@ def banner(accelerator, script, batch_size, gradient_accumulation_steps):
     device = torch.cuda.get_device_name() if accelerator.device.type == "cuda" else f"CPU, {torch.get_num_threads()} threads"
     backend = f" over {dist.get_backend()}" if accelerator.num_processes > 1 else ""
     micro_batch = split_batch(accelerator, batch_size, gradient_accumulation_steps)
+    exits.remember_micro_batch(micro_batch)
+    processes = f"{accelerator.num_processes} process{'es' * (accelerator.num_processes > 1)}"
+    steps = f"{gradient_accumulation_steps} accumulation step{'s' * (gradient_accumulation_steps > 1)}"
     return (
-        f"{script}: {accelerator.num_processes} process{'es' * (accelerator.num_processes > 1)}{backend}, each on {device}, "
-        f"precision {accelerator.mixed_precision}\n"
-        f"global batch {batch_size} = {accelerator.num_processes} processes x {micro_batch} samples "
-        f"x {gradient_accumulation_steps} accumulation steps"
+        f"{script}: {processes}{backend}, each on {device}, precision {accelerator.mixed_precision}\n"
+        f"global batch {batch_size} = {processes} x {micro_batch} samples x {steps}"
     )
 
 

@@ -1,0 +1,162 @@
+"""Shared by the tests: start scripts the way people do, and read what they leave behind."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import datasets
+import numpy as np
+import pytest
+from PIL import Image
+
+ROOT = Path(__file__).resolve().parents[1]
+SHARED_DATA = ROOT.parent / "shared" / "data"
+LIMIT = 300  # seconds for one launch: a hang must fail the test, not the suite
+
+# The smallest run that has everything: no batch norm (exact across topologies), evaluation and saving mid-epoch.
+SMALL = (
+    "--dataset synthetic --model net --batch_size 500 --max_train_steps 14 --log_every 1 --eval_every 7 --checkpoint_every 3"
+)
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _quiet_environment(tmp_path_factory):
+    os.environ.update(HF_HUB_OFFLINE="1", HF_HOME=str(tmp_path_factory.mktemp("hf")), TOKENIZERS_PARALLELISM="false")
+    for name in ("OMP_NUM_THREADS", "ACCELERATE_MIXED_PRECISION", "RANK", "WORLD_SIZE"):
+        os.environ.pop(name, None)
+
+
+def command(config, script, arguments, *, output_dir=None, root=ROOT, launcher=()):
+    """The command line for `script` (a path below `root`); `config` None: plain python, no launcher."""
+    start = [sys.executable]
+    if config:
+        yaml = (
+            Path(config)
+            if str(config).endswith(".yaml") and "/" in str(config)
+            else ROOT / "accelerate_configs" / f"{config}.yaml"
+        )
+        start += ["-m", "accelerate.commands.accelerate_cli", "launch", "--config_file", str(yaml), *launcher]
+    arguments = arguments.split() if isinstance(arguments, str) else list(arguments)
+    return [*start, str(root / script), *arguments, *(["--output_dir", str(output_dir)] if output_dir else [])]
+
+
+def run(config, script, arguments="", *, check=True, **kwargs):
+    """Runs a script to its end; returns the completed process with its text."""
+    environment = {**os.environ, **kwargs.pop("env", {})}
+    done = subprocess.run(
+        command(config, script, arguments, **kwargs), capture_output=True, text=True, timeout=LIMIT, env=environment
+    )
+    if check and done.returncode:
+        raise AssertionError(f"exit code {done.returncode}\n{done.stdout[-3000:]}\n{done.stderr[-6000:]}")
+    return done
+
+
+class Started:
+    """A launch under way, in a process group of its own, read line by line: a test waits for words, never for time."""
+
+    def __init__(self, config, script, arguments, **kwargs):
+        environment = {**os.environ, **kwargs.pop("env", {}), "PYTHONUNBUFFERED": "1"}
+        self.process = subprocess.Popen(
+            command(config, script, arguments, **kwargs),
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            start_new_session=True,
+            env=environment,
+        )
+        self.lines = []
+
+    def wait_for(self, words):
+        """Reads until a line contains `words`."""
+        for line in self.process.stdout:
+            self.lines.append(line)
+            if words in line:
+                return line
+        raise AssertionError(f"'{words}' never came:\n{''.join(self.lines)[-6000:]}")
+
+    def kill_all(self):
+        """SIGKILL for the launcher and all its workers at once."""
+        os.killpg(self.process.pid, signal.SIGKILL)
+        self.finish()
+
+    def finish(self):
+        """Reads the rest; returns (exit code, everything printed)."""
+        rest, _ = self.process.communicate(timeout=LIMIT)
+        return self.process.returncode, "".join(self.lines) + rest
+
+    def workers(self):
+        """Process ids of the training processes, by rank."""
+        import psutil
+
+        found = {}
+        for child in psutil.Process(self.process.pid).children(recursive=True):
+            try:
+                environment = child.environ()
+            except psutil.Error:
+                continue
+            if any(part.endswith(".py") and "scripts" in part for part in child.cmdline()):
+                found.setdefault(int(environment.get("RANK", 0)), child.pid)
+        return found
+
+
+def results(folder):
+    return json.loads((Path(folder) / "results.json").read_text())
+
+
+def status(folder):
+    return json.loads((Path(folder) / "status.json").read_text())
+
+
+def metrics(folder, split):
+    """The lines of one split in metrics.jsonl, without what depends on the clock."""
+    clock = ("samples_per_second", "step_seconds", "data_share", "memory_bytes", "seconds_left")
+    lines = [json.loads(line) for line in (Path(folder) / "metrics.jsonl").read_text().splitlines()]
+    return [{k: v for k, v in line.items() if k not in clock} for line in lines if line["split"] == split]
+
+
+def final_weights(folder):
+    return (Path(folder) / "model.safetensors").read_bytes()
+
+
+@pytest.fixture(scope="session")
+def reference(tmp_path_factory):
+    """The uninterrupted run of SMALL, for one topology each: `reference("cpu")` is its folder."""
+    made = {}
+
+    def get(config, processes=1):
+        if config not in made:
+            folder = tmp_path_factory.mktemp("reference") / config
+            made[config] = run(
+                config, "scripts/train_cifar.py", SMALL, output_dir=folder, launcher=("--num_processes", str(processes))
+            )
+            made[config].folder = folder
+        return made[config]
+
+    return get
+
+
+@pytest.fixture(scope="session")
+def odd_folder(tmp_path_factory):
+    """A folder in CIFAR's layout whose test set has a prime number of images."""
+    return make_folder(tmp_path_factory.mktemp("odd"), train=120, test=101)
+
+
+def make_folder(folder, train, test, change=None):
+    generator = np.random.default_rng(0)
+    for split, count in (("train", train), ("test", test)):
+        rows = {
+            "img": [Image.fromarray(generator.integers(0, 256, (32, 32, 3), dtype=np.uint8)) for _ in range(count)],
+            "label": [i % 10 for i in range(count)],
+        }
+        features = datasets.Features(
+            {"img": datasets.Image(), "label": datasets.ClassLabel(names=[f"c{i}" for i in range(10)])}
+        )
+        made = datasets.Dataset.from_dict(rows, features=features)
+        if change:
+            made = change(split, made)
+        if made is not None:
+            made.to_parquet(str(folder / f"{split}-00000-of-00001.parquet"))
+    return folder

@@ -1,0 +1,23 @@
+"""Launched by a test: says who it is, in `<out>/<rank>.json`."""
+
+import json
+import sys
+from pathlib import Path
+
+sys.path.insert(1, str(Path(__file__).resolve().parents[1]))
+
+import torch
+from accelerate import Accelerator
+
+from utils import topology
+
+accelerator = Accelerator(cpu=topology.check_launch())
+total = accelerator.reduce(torch.tensor(accelerator.process_index + 1.0, device=accelerator.device), "sum").item()
+said = {
+    "rank": accelerator.process_index,
+    "processes": accelerator.num_processes,
+    "device": accelerator.device.type,
+    "sum": total,
+}
+(Path(sys.argv[1]) / f"{accelerator.process_index}.json").write_text(json.dumps(said))
+accelerator.end_training()

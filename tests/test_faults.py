@@ -1,0 +1,317 @@
+"""Kill it anywhere, lose nothing: each fault is injected for real, then the same command is launched again."""
+
+import json
+import os
+import pickle
+import shutil
+import signal
+import subprocess
+from hashlib import sha256
+
+import psutil
+import pytest
+from conftest import SMALL, Started, final_weights, metrics, results, run, status
+
+CIFAR = "scripts/train_cifar.py"
+PREEMPTED = 75
+
+
+def faulty(fault, arguments, output_dir, config="2cpu", **kwargs):
+    """Runs the template with a fault in it; it does not end well."""
+    done = run(config, "tests/wrapped.py", [fault, CIFAR, *arguments.split()], output_dir=output_dir, check=False, **kwargs)
+    assert done.returncode != 0, done.stdout
+    return done
+
+
+def relaunch_and_compare(reference, folder, arguments=SMALL, config="2cpu", **kwargs):
+    """The same command again: it must end with the bytes and figures of the run that was never interrupted."""
+    again = run(config, CIFAR, arguments, output_dir=folder, **kwargs)
+    assert final_weights(folder) == final_weights(reference)
+    for split in ("train", "test"):
+        assert metrics(folder, split) == metrics(reference, split)
+    assert not [path for path in (folder / "checkpoints").iterdir() if not path.name.startswith("step_")]
+    assert status(folder)["state"] == "finished"
+    return again
+
+
+@pytest.mark.parametrize(
+    "fault",
+    [
+        "die_in_step@5:1",  # between two checkpoints, a rank that is not the main one
+        "die_in_evaluation@1:0",  # between a step and its test line
+        "die_before_state@2:0",  # a checkpoint's folder is there, and empty
+        "die_before_rename@3:0",  # a checkpoint is complete, but for its name
+    ],
+)
+def test_one_rank_killed(fault, reference, tmp_path):
+    faulty(fault, SMALL, tmp_path / "run")
+    relaunch_and_compare(reference("2cpu", 2).folder, tmp_path / "run")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("processes", [1, 3, 4])
+def test_any_number_of_processes(processes, odd_folder, tmp_path):
+    """Batch norm, lookahead, accumulation and loader workers at once. From three processes on the order of summation counts."""
+    arguments = (
+        f"--dataset {odd_folder} --model fastnet --batch_size 24 --max_train_steps 7 --checkpoint_every 2 --eval_every 1000 "
+        "--log_every 1 --gradient_accumulation_steps 2 --num_workers 2"
+    )
+    config, launcher = ("cpu", ()) if processes == 1 else ("2cpu", ("--num_processes", str(processes)))
+    run(config, CIFAR, arguments, output_dir=tmp_path / "reference", launcher=launcher)
+    # The 7th micro-batch is the first half of step 4. (From three processes on, two calls before the first are rehearsal.)
+    faulty(f"die_in_step@{9 if processes > 2 else 7}:{processes - 1}", arguments, tmp_path / "run", config, launcher=launcher)
+    assert (tmp_path / "run" / "checkpoints" / "step_00000002").exists()
+    relaunch_and_compare(tmp_path / "reference", tmp_path / "run", arguments, config, launcher=launcher)
+    assert results(tmp_path / "run")["resumed_from"] == 2
+
+
+@pytest.mark.parametrize("who", ["launcher", "all"])
+def test_launcher_killed_no_orphan_stays(who, reference, tmp_path):
+    endless = SMALL.replace("--max_train_steps 14", "--max_train_steps 100000")
+    started = Started("2cpu", CIFAR, endless, output_dir=tmp_path / "run")
+    started.wait_for("step      5/")
+    workers = [psutil.Process(pid) for pid in started.workers().values()]
+    assert len(workers) == 2
+    if who == "launcher":
+        os.kill(started.process.pid, signal.SIGKILL)
+    else:
+        os.killpg(started.process.pid, signal.SIGKILL)
+    assert psutil.wait_procs(workers, timeout=5)[1] == []
+    started.finish()
+    assert status(tmp_path / "run")["state"] == ("preempted" if who == "launcher" else "running")
+
+
+def test_restarted_by_its_launcher(reference, tmp_path):
+    """--max_restarts over gloo needs a new rendezvous store for every attempt (pytorch#135712)."""
+    launcher = ("--max_restarts", "2", "--rdzv_backend", "c10d", "--monitor_interval", "0.5")
+    environment = {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1", "FAULT_ONCE": "1"}
+    arguments = ["die_in_step@9:1", CIFAR, *SMALL.split()]
+    run("2cpu", "tests/wrapped.py", arguments, output_dir=tmp_path / "run", launcher=launcher, env=environment)
+    assert results(tmp_path / "run")["resumed_from"] == 6
+    assert final_weights(tmp_path / "run") == final_weights(reference("2cpu", 2).folder)
+    assert metrics(tmp_path / "run", "train") == metrics(reference("2cpu", 2).folder, "train")
+
+
+@pytest.mark.parametrize("fault", ["sigterm_in_step@5:1", "sigusr1_in_step@5:0"])
+def test_signal_to_one_rank_stops_all_at_one_step(fault, reference, tmp_path):
+    done = faulty(fault, SMALL, tmp_path / "run")
+    found = status(tmp_path / "run")
+    # the signal comes in step 5; the processes agree on it while the next one computes
+    assert found["state"] == "preempted" and found["step"] == 6
+    assert f"exitcode  : {PREEMPTED}" in done.stderr
+    assert done.stdout.count("the same command continues") == 1
+    relaunch_and_compare(reference("2cpu", 2).folder, tmp_path / "run")
+
+
+@pytest.mark.parametrize(
+    ("config", "number"), [("2cpu", "SIGTERM"), ("2cpu", "SIGUSR1"), ("cpu", "SIGTERM"), ("2cpu", "SIGINT")]
+)
+def test_signal_to_the_launcher(config, number, reference, tmp_path):
+    """Preemption, or Ctrl-C (which a terminal sends to every process)."""
+    arguments = SMALL.replace("--max_train_steps 14", "--max_train_steps 20000")
+    started = Started(config, CIFAR, arguments, output_dir=tmp_path / "run")
+    started.wait_for("step     5/")
+    workers = [psutil.Process(pid) for pid in started.workers().values()]
+    if number == "SIGINT":
+        os.killpg(started.process.pid, signal.SIGINT)
+    else:
+        os.kill(started.process.pid, getattr(signal, number))
+    _, output = started.finish()
+    assert psutil.wait_procs(workers, timeout=20)[1] == []
+    found = status(tmp_path / "run")
+    assert found["state"] == "preempted"
+    assert (tmp_path / "run" / "checkpoints" / f"step_{found['step']:08d}" / "manifest.json").exists()
+    assert not (tmp_path / "run" / "checkpoints" / ".writing").exists()
+    assert output.count("Traceback") <= 1  # the launcher's own, never one per rank
+
+
+@pytest.fixture(scope="session")
+def interrupted(tmp_path_factory):
+    """A run on one process, preempted after step 8 with two good checkpoints; tests work on copies of it."""
+    folder = tmp_path_factory.mktemp("interrupted") / "run"
+    faulty("sigterm_in_step@8", SMALL, folder, config="cpu")
+    assert sorted(path.name for path in (folder / "checkpoints").iterdir())[-2:] == ["step_00000007", "step_00000008"]
+    return folder
+
+
+def truncate(path):
+    path.write_bytes(path.read_bytes()[:-10])
+
+
+def flip(path):
+    data = bytearray(path.read_bytes())
+    data[len(data) // 2] ^= 1
+    path.write_bytes(data)
+
+
+DAMAGES = [
+    (truncate, "model.safetensors"),
+    (flip, "optimizer.bin"),
+    (flip, "manifest.json"),
+    (os.remove, "random_states_0.pkl"),
+    (os.remove, "manifest.json"),
+]
+
+
+@pytest.mark.parametrize(("damage", "name"), DAMAGES)
+def test_damaged_checkpoint_is_found_before_it_is_loaded(damage, name, interrupted, tmp_path, capsys):
+    from utils import checkpoint
+    from utils.exits import UserError
+
+    shutil.copytree(interrupted, tmp_path / "run")
+    damage(tmp_path / "run" / "checkpoints" / "step_00000008" / name)
+    path, _ = checkpoint.find(tmp_path / "run", "auto")
+    assert path.name == "step_00000007"
+    warning = capsys.readouterr().err
+    assert warning.count("warning:") == 1 and name in warning
+    for other in (tmp_path / "run" / "checkpoints").iterdir():
+        if other.name != "step_00000008":
+            damage(other / name)
+    with pytest.raises(UserError, match="whole"):
+        checkpoint.find(tmp_path / "run", "auto")
+
+
+def test_the_one_before_a_damaged_checkpoint_is_used(interrupted, reference, tmp_path):
+    shutil.copytree(interrupted, tmp_path / "run")
+    flip(tmp_path / "run" / "checkpoints" / "step_00000008" / "model.safetensors")
+    again = relaunch_and_compare(reference("cpu").folder, tmp_path / "run", config="cpu")
+    assert "warning: checkpoint" in again.stderr and "model.safetensors does not match its checksum" in again.stderr
+    assert results(tmp_path / "run")["resumed_from"] == 7
+
+
+def test_no_good_checkpoint_is_an_error_not_a_new_start(interrupted, tmp_path):
+    shutil.copytree(interrupted, tmp_path / "run")
+    for path in (tmp_path / "run" / "checkpoints").iterdir():
+        flip(path / "optimizer.bin")
+    done = run(None, CIFAR, SMALL, output_dir=tmp_path / "run", check=False)
+    assert done.returncode == 2 and "no checkpoint in" in done.stderr
+    assert len(list((tmp_path / "run" / "checkpoints").iterdir())) >= 2
+
+
+class Bomb:
+    """Runs a command when it is unpickled."""
+
+    def __init__(self, marker):
+        self.marker = marker
+
+    def __reduce__(self):
+        return os.system, (f"touch {self.marker}",)
+
+
+def seal(folder):
+    """Makes the manifest agree with the files, as whoever hands out a poisoned checkpoint would."""
+    manifest = json.loads((folder / "manifest.json").read_text())
+    del manifest["sha256"]
+    for path in folder.iterdir():
+        if path.name != "manifest.json":
+            data = path.read_bytes()
+            manifest["files"][path.name] = {"size": len(data), "sha256": sha256(data).hexdigest()}
+    manifest["sha256"] = sha256(json.dumps(manifest, sort_keys=True).encode()).hexdigest()
+    (folder / "manifest.json").write_text(json.dumps(manifest))
+
+
+@pytest.mark.parametrize("name", ["optimizer.bin", "scheduler.bin", "custom_checkpoint_0.pkl", "random_states_0.pkl"])
+def test_a_poisoned_checkpoint_executes_nothing(name, interrupted, tmp_path):
+    shutil.copytree(interrupted, tmp_path / "run")
+    newest = tmp_path / "run" / "checkpoints" / "step_00000008"
+    (newest / name).write_bytes(pickle.dumps(Bomb(tmp_path / "executed")))
+    seal(newest)
+    done = run(None, CIFAR, SMALL, output_dir=tmp_path / "run", check=False)
+    assert not (tmp_path / "executed").exists()
+    if name != "random_states_0.pkl":  # nothing depends on it: it is passed over
+        assert done.returncode == 2 and done.stderr.count("error: ") == 1, done.stderr
+
+
+def test_full_disk_costs_a_checkpoint_not_the_run(reference, tmp_path):
+    disk = tmp_path / "disk"
+    disk.mkdir()
+    if subprocess.run(["mount", "-t", "tmpfs", "-o", "size=2200k", "tmpfs", str(disk)], capture_output=True).returncode:
+        pytest.skip("cannot mount a small file system here")
+    try:
+        # The third checkpoint finds the disk filled up; before the fourth there is room again.
+        done = run(
+            "cpu",
+            "tests/wrapped.py",
+            [f"fill_disk@3:{disk}", CIFAR, *SMALL.replace("--eval_every 7", "--eval_every 14").split()],
+            output_dir=disk / "run",
+        )
+        assert done.stderr.count("warning: checkpoint of step 9 not written") == 1, done.stderr
+        written = {line["step"]: line["written"] for line in metrics(disk / "run", "checkpoint")}
+        assert written == {3: True, 6: True, 9: False, 12: True, 14: True}
+        assert final_weights(disk / "run") == final_weights(reference("cpu").folder)
+    finally:
+        subprocess.run(["umount", "-l", str(disk)], check=True)
+
+
+def test_finished_run_is_left_alone(reference):
+    folder = reference("2cpu", 2).folder
+    before = {path: path.stat().st_mtime_ns for path in folder.rglob("*") if path.name != ".lock" and path != folder}
+    again = run("2cpu", CIFAR, SMALL, output_dir=folder)
+    assert "finished already" in again.stdout and f"test accuracy {results(folder)['test_accuracy']:.4f}" in again.stdout
+    assert before == {path: path.stat().st_mtime_ns for path in folder.rglob("*") if path.name != ".lock" and path != folder}
+
+
+def test_second_job_in_the_same_folder_is_refused(tmp_path):
+    arguments = SMALL.replace("--max_train_steps 14", "--max_train_steps 100000")
+    first = Started("cpu", CIFAR, arguments, output_dir=tmp_path / "run")
+    first.wait_for("step      1/")
+    second = run("cpu", CIFAR, arguments, output_dir=tmp_path / "run", check=False)
+    first.kill_all()
+    assert "is in use by process" in second.stderr and second.stderr.count("error: ") == 1
+
+
+@pytest.mark.parametrize(("before", "after"), [("2cpu", "cpu"), ("cpu", "2cpu")])
+def test_other_number_of_processes_same_samples(before, after, reference, tmp_path):
+    faulty("die_in_step@8:0", SMALL, tmp_path / "run", config=before)
+    run(after, CIFAR, SMALL, output_dir=tmp_path / "run")
+    assert results(tmp_path / "run")["resumed_from"] in (6, 7)
+    # A step on other samples would be off by far more than rounding.
+    for a, b in zip(metrics(tmp_path / "run", "train"), metrics(reference("cpu").folder, "train"), strict=True):
+        assert a["step"] == b["step"] and a["loss"] == pytest.approx(b["loss"], abs=1e-4)
+
+
+def test_longer_where_the_schedule_allows_it(tmp_path):
+    constant = SMALL + " --lr_schedule constant"
+    run("cpu", CIFAR, constant.replace("--max_train_steps 14", "--max_train_steps 8"), output_dir=tmp_path / "run")
+    run("cpu", CIFAR, constant + " --log_every 2", output_dir=tmp_path / "run")
+    assert results(tmp_path / "run")["global_step"] == 14 and results(tmp_path / "run")["resumed_from"] == 8
+
+
+@pytest.mark.parametrize("processes", [1, 2])
+def test_diverged_loss_stops_the_run_and_names_the_samples(processes, reference, tmp_path):
+    config = "cpu" if processes == 1 else "2cpu"
+    done = faulty(f"nan@8:{processes - 1}", SMALL, tmp_path / "run", config=config)
+    told = next(
+        line for line in done.stderr.splitlines() if line.startswith("error: the loss is not a finite number at step 8")
+    )
+    assert len(json.loads(told[told.index("[") :])) == 500 // processes if processes == 1 else 250
+    assert status(tmp_path / "run")["state"] == "failed" and "step 8" in status(tmp_path / "run")["reason"]
+    relaunch_and_compare(reference(config, processes).folder, tmp_path / "run", config=config)
+
+
+def test_out_of_memory_says_what_to_do(tmp_path):
+    done = faulty("out_of_memory@3:1", SMALL, tmp_path / "run")
+    assert "out of memory on rank 1, which takes 250 samples at a time" in done.stderr
+    assert (
+        "--gradient_accumulation_steps" in done.stderr
+        and "Traceback (most recent call last)" not in done.stderr.split("error: ")[1][:500]
+    )
+
+
+def test_a_hung_process_is_not_waited_for_forever(tmp_path):
+    done = faulty("hang@5:1", SMALL + " --timeout 6", tmp_path / "run")
+    assert "rank 0 lost contact with another process" in done.stderr
+
+
+def test_a_dead_loader_worker_is_an_error(tmp_path):
+    started = Started(
+        "cpu",
+        CIFAR,
+        SMALL.replace("--max_train_steps 14", "--max_train_steps 100000 --num_workers 1"),
+        output_dir=tmp_path / "run",
+    )
+    started.wait_for("step      3/")
+    main = psutil.Process(started.workers()[0])
+    main.children()[0].kill()
+    code, output = started.finish()
+    assert code != 0 and "a data loader worker died" in output

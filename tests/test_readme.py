@@ -1,0 +1,60 @@
+"""Every command in the README exists, and its flags parse."""
+
+import re
+import subprocess
+import sys
+from functools import cache
+
+import pytest
+import yaml
+from conftest import ROOT
+
+README = (ROOT / "README.md").read_text()
+DOCS = README + "".join(path.read_text().split('"""')[1] for path in sorted((ROOT / "scripts").glob("*.py")))
+
+
+def commands():
+    """(script, its flags, the whole command) for every command that names a script."""
+    joined = DOCS.replace("\\\n", " ")
+    for line in joined.splitlines():
+        match = re.search(
+            r"(?:launch|python|torchrun|sbatch)\b.*?((?:scripts|utils|tests)/\w+\.(?:py|sbatch))(.*)", line.strip().strip("`")
+        )
+        if match and not line.strip().startswith(("#", "|")):
+            yield match[1], re.findall(r"(?<=\s)(--\w+)", " " + match[2]), line.strip()
+
+
+@cache
+def known_flags(script):
+    done = subprocess.run([sys.executable, str(ROOT / script), "--help"], capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+    return set(re.findall(r"--\w+", done.stdout))
+
+
+def test_there_are_commands():
+    assert len(list(commands())) >= 8
+
+
+@pytest.mark.parametrize("script", sorted({script for script, _, _ in commands() if script.endswith(".py")}))
+def test_flags_exist(script):
+    assert (ROOT / script).exists()
+    for _, flags, line in (c for c in commands() if c[0] == script):
+        assert set(flags) <= known_flags(script), line
+
+
+@pytest.mark.parametrize("name", sorted(set(re.findall(r"accelerate_configs/(\w+\.yaml)", DOCS))))
+def test_configs_exist(name):
+    assert (ROOT / "accelerate_configs" / name).exists()
+
+
+def test_files_named_in_the_readme_exist():
+    for name in set(re.findall(r"(?<![\w/.])((?:scripts|utils|tests|\.github)/[\w./]+\.(?:py|png|md|sbatch))", README)):
+        assert (ROOT / name).exists(), name
+
+
+@pytest.mark.parametrize("path", sorted((ROOT / "accelerate_configs").glob("*.yaml")), ids=lambda path: path.name)
+def test_configs_explain_every_field(path):
+    lines = [line for line in path.read_text().splitlines() if line and not line.startswith("#")]
+    assert all("#" in line for line in lines if not line.endswith(":")), path.name
+    fields = yaml.safe_load(path.read_text())
+    assert isinstance(fields["mixed_precision"], str), "an unquoted no is read as false"

@@ -1,0 +1,224 @@
+"""The main template, through the real launcher: one process or many, the same result."""
+
+import json
+import shutil
+
+import datasets
+import pytest
+import torch
+from conftest import ROOT, SHARED_DATA, SMALL, Started, final_weights, make_folder, metrics, results, run, status
+from PIL import Image
+from safetensors.torch import load_file
+
+CIFAR = "scripts/train_cifar.py"
+
+
+def test_leaves_everything_it_promises(reference):
+    done, folder = reference("cpu"), reference("cpu").folder
+    for name in ("args.json", "metrics.jsonl", "results.json", "status.json", "model.safetensors", "tensorboard"):
+        assert (folder / name).exists(), name
+    for picture in ("predictions.png", "confusion_matrix.png", "curves.png"):
+        assert min(Image.open(folder / picture).size) > 300
+    assert status(folder)["state"] == "finished"
+    found = results(folder)
+    assert found["global_step"] == 14 and found["samples_seen"] == 14 * 500 and found["num_processes"] == 1
+    assert [line["step"] for line in metrics(folder, "train")] == list(range(1, 15))
+    assert [line["step"] for line in metrics(folder, "test")] == [7, 14]
+    # the two newest, and the best by test accuracy where it is neither
+    assert {"step_00000012", "step_00000014"} <= {path.name for path in (folder / "checkpoints").iterdir()}
+    assert "global batch 500 = 1 process x 500 samples x 1 accumulation step" in done.stdout
+
+
+def test_two_processes_compute_what_one_does(reference):
+    one, two = reference("cpu").folder, reference("2cpu", 2).folder
+    assert results(two)["num_processes"] == 2
+    assert results(one)["global_step"] == results(two)["global_step"]
+    for a, b in zip(metrics(one, "train"), metrics(two, "train"), strict=True):
+        assert a["loss"] == pytest.approx(b["loss"], abs=1e-4) and a["lr"] == b["lr"]
+    first, second = load_file(one / "model.safetensors"), load_file(two / "model.safetensors")
+    assert first.keys() == second.keys() and not any("module." in name for name in first)
+    for name in first:
+        assert torch.allclose(first[name], second[name], atol=1e-4), name
+
+
+def test_one_loss_a_step_not_one_a_rank(reference):
+    output = reference("2cpu", 2).stdout
+    for step in range(1, 15):
+        assert output.count(f"step {step:>2}/14 ") == 1
+    assert output.count("global batch 500 = 2 processes x 250 samples") == 1
+
+
+def test_accumulation_changes_nothing(reference, tmp_path):
+    run("2cpu", CIFAR, f"{SMALL} --gradient_accumulation_steps 5", output_dir=tmp_path / "run")
+    for a, b in zip(metrics(reference("cpu").folder, "train"), metrics(tmp_path / "run", "train"), strict=True):
+        assert a["loss"] == pytest.approx(b["loss"], abs=1e-4)
+
+
+def test_shards_are_disjoint_and_cover_every_epoch(tmp_path):
+    """Every process' sample ids, as its loader gave them: 2 epochs, 3 processes, and one process for comparison."""
+    orders = {}
+    for processes, accumulation in ((1, 1), (3, 2)):
+        out = tmp_path / str(processes)
+        out.mkdir()
+        launcher = ("--num_processes", str(processes))
+        run("2cpu" if processes > 1 else "cpu", "tests/probe_loader.py", [str(out), str(accumulation)], launcher=launcher)
+        ranks = [json.loads((out / f"{rank}.json").read_text()) for rank in range(processes)]
+        # ranks[r][epoch][micro-batch] -> ids; put back together as global batches of one optimizer step
+        orders[processes] = [
+            [
+                sorted(
+                    i for rank in ranks for micro in rank[epoch][step * accumulation : (step + 1) * accumulation] for i in micro
+                )
+                for step in range(len(ranks[0][epoch]) // accumulation)
+            ]
+            for epoch in range(2)
+        ]
+        for epoch in range(2):
+            seen = [i for rank in ranks for micro in rank[epoch] for i in micro]
+            assert len(seen) == len(set(seen)) == 996  # 1000 samples, batches of 12
+    assert orders[1] == orders[3]
+    assert orders[1][0] != orders[1][1]
+
+
+def test_metrics_are_exact_on_an_odd_test_set(odd_folder, tmp_path):
+    arguments = ["--dataset", str(odd_folder), *"--model net --batch_size 20 --epochs 2 --tta".split()]
+    run("4gpu", CIFAR, arguments, output_dir=tmp_path / "run")
+    accuracy = results(tmp_path / "run")["test_accuracy"]
+    assert accuracy * 101 == pytest.approx(round(accuracy * 101), abs=1e-9)
+    # scored again by one process, from the exported weights and from the last checkpoint: the same images right
+    for weights in (tmp_path / "run", tmp_path / "run" / "checkpoints" / "step_00000012"):
+        run(None, "scripts/evaluate.py", ["--checkpoint", str(weights)], output_dir=tmp_path / "evaluation")
+        assert results(tmp_path / "evaluation")["test_accuracy"] == accuracy
+        assert (tmp_path / "evaluation" / "confusion_matrix.png").exists()
+
+
+def test_resumes_mid_epoch_as_if_never_stopped(reference, tmp_path):
+    started = Started("2cpu", CIFAR, SMALL, output_dir=tmp_path / "run")
+    started.wait_for("step  5/14")
+    started.kill_all()
+    again = run("2cpu", CIFAR, SMALL, output_dir=tmp_path / "run")
+    assert "continuing from" in again.stdout
+    assert 0 < results(tmp_path / "run")["resumed_from"] < 14
+    assert final_weights(tmp_path / "run") == final_weights(reference("2cpu", 2).folder)
+    for split in ("train", "test"):
+        assert metrics(tmp_path / "run", split) == metrics(reference("2cpu", 2).folder, split)
+
+
+def test_copied_out_it_runs(tmp_path):
+    (tmp_path / "mine").mkdir()
+    for script in ("train_cifar.py", "evaluate.py"):
+        shutil.copy(ROOT / "scripts" / script, tmp_path / "mine")
+    shutil.copytree(ROOT / "utils", tmp_path / "mine" / "utils")
+    out = tmp_path / "run"
+    run("cpu", "train_cifar.py", "--dataset synthetic --model net --dry_run --profile", output_dir=out, root=tmp_path / "mine")
+    dry = tmp_path / "run_dry_run"
+    assert not out.exists() and results(dry)["global_step"] == 2
+    assert (dry / "profile" / "operators.txt").exists() and (dry / "profile" / "trace.json").exists()
+    run(None, "evaluate.py", ["--checkpoint", str(dry)], root=tmp_path / "mine")
+
+
+@pytest.mark.parametrize("model", ["fastnet", "resnet18", "net"])
+def test_overfits_one_batch(model, tmp_path):
+    size = {"fastnet": 20, "resnet18": 10, "net": 40}[model]
+    lr = {"fastnet": 0.05, "resnet18": 0.02, "net": 0.05}[model]
+    arguments = (
+        f"--dataset synthetic --model {model} --overfit_batch --batch_size {size} --lr {lr} --log_every 5 --max_train_steps 300"
+    )
+    run(None, CIFAR, arguments, output_dir=tmp_path / "run")
+    assert metrics(tmp_path / "run_overfit_batch", "train")[-1]["loss"] < 0.01
+
+
+def test_accuracy_proves_learning(tmp_path):
+    """The README's first command, on another seed."""
+    run("cpu", CIFAR, "--dataset synthetic --epochs 2 --batch_size 100 --lr 0.25 --seed 1", output_dir=tmp_path / "run")
+    assert results(tmp_path / "run")["test_accuracy"] > 0.95
+
+
+@pytest.mark.skipif(not (SHARED_DATA / "cifar10").exists(), reason="the real CIFAR-10 is not beside the repository")
+def test_reads_the_real_cifar10(tmp_path):
+    arguments = [
+        "--dataset",
+        str(SHARED_DATA / "cifar10"),
+        *"--model net --batch_size 250 --lr 0.05 --max_train_steps 100".split(),
+    ]
+    run("cpu", CIFAR, arguments, output_dir=tmp_path / "run")
+    assert results(tmp_path / "run")["test_accuracy"] > 0.25
+
+
+# ------------------------------------------------------------------------------------------------------- bad input
+
+
+def without_test_split(split, rows):
+    return rows if split == "train" else None
+
+
+def without_labels(split, rows):
+    return rows.remove_columns("label")
+
+
+def with_a_corrupt_image(split, rows):
+    raw = rows.cast_column("img", datasets.Image(decode=False))
+    broken = [
+        {"bytes": image["bytes"][:60], "path": None} if split == "train" and i == 17 else image
+        for i, image in enumerate(raw["img"])
+    ]
+    features = raw.features
+    return datasets.Dataset.from_dict({"img": broken, "label": raw["label"]}, features=features)
+
+
+BAD = {
+    "unknown_folder": ("--dataset ./nowhere", "no such folder"),
+    "unknown_hub_id": ("--dataset nobody/nothing", "--dataset synthetic"),
+    "no_test_split": ("--dataset {without_test_split}", "no test split"),
+    "no_labels": ("--dataset {without_labels}", "one of class labels"),
+    "corrupt_image": ("--dataset {with_a_corrupt_image}", "row 17"),
+    "batch_does_not_divide": ("--dataset synthetic --batch_size 7 --gradient_accumulation_steps 2", "use 6 or 8"),
+    "batch_too_large": ("--dataset synthetic --batch_size 6000", "more than the 5000"),
+    "zero": ("--dataset synthetic --epochs 0", "at least 1"),
+    "negative": ("--dataset synthetic --lr -1", "at least 0"),
+    "not_a_number": ("--dataset synthetic --lr nan", "at least 0"),
+    "unknown_flag": ("--dataset synthetic --epoch 3", "unrecognized arguments"),
+    "unwritable": ("--dataset synthetic --output_dir /proc/nowhere", "cannot write"),
+    "no_such_checkpoint": ("--dataset synthetic --resume /nowhere/step_1", "does not exist"),
+    "other_model": ("--dataset synthetic --resume {checkpoint}", "--model resnet18 (was net)"),
+    "other_run": (SMALL.replace("--batch_size 500", "--batch_size 250 --seed 9") + " --output_dir {run}", "--seed 9 (was 0)"),
+    "never_over_a_run": (SMALL + " --resume never --output_dir {run}", "already holds a run"),
+    "not_a_run": ("--dataset synthetic --output_dir {foreign}", "not empty"),
+}
+
+
+@pytest.fixture(scope="session")
+def bad_folders(tmp_path_factory):
+    made = {}
+    for change in (without_test_split, without_labels, with_a_corrupt_image):
+        made[change.__name__] = make_folder(tmp_path_factory.mktemp(change.__name__), 40, 40, change)
+    made["foreign"] = tmp_path_factory.mktemp("foreign")
+    (made["foreign"] / "thesis.txt").write_text("precious")
+    return made
+
+
+@pytest.mark.parametrize("name", BAD)
+def test_bad_input_is_one_line(name, bad_folders, reference, tmp_path):
+    arguments, words = BAD[name]
+    folder = reference("cpu").folder
+    before = {path: path.stat().st_mtime_ns for path in folder.rglob("*") if path.name != ".lock"}
+    places = {**bad_folders, "run": folder, "checkpoint": folder / "checkpoints" / "step_00000012"}
+    arguments = arguments.format(**places).split()
+    if name == "other_model":
+        arguments += ["--model", "resnet18"]
+    out = None if "--output_dir" in arguments else tmp_path / "run"
+    done = run(None, CIFAR, arguments, output_dir=out, check=False)
+    assert done.returncode == 2, done.stderr
+    errors = [line for line in done.stderr.splitlines() if not line.startswith("***")]
+    assert len(errors) == 1 and errors[0].startswith("error: ") and words in errors[0], done.stderr
+    assert not (tmp_path / "run" / "args.json").exists()
+    assert before == {path: path.stat().st_mtime_ns for path in folder.rglob("*") if path.name != ".lock"}
+    assert (bad_folders["foreign"] / "thesis.txt").read_text() == "precious"
+
+
+@pytest.mark.parametrize("arguments", ["--dataset ./nowhere", "--dataset synthetic --batch_size 7"])
+def test_bad_input_is_printed_once_by_many(arguments, tmp_path):
+    done = run("2cpu", CIFAR, arguments, output_dir=tmp_path / "run", check=False)
+    assert done.returncode != 0
+    assert done.stderr.count("error: ") == 1
+    assert "exitcode  : 2" in done.stderr  # the launcher's report of rank 0; the launcher itself always ends with 1

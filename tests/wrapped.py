@@ -1,0 +1,114 @@
+"""Launched by tests in place of a script, with a fault to inject: `wrapped.py FAULT SCRIPT [ARGUMENTS ...]`.
+
+The scripts themselves hold no test hooks. A fault is `NAME@N`: it strikes at the N-th call of what it breaks, and
+`NAME@N:RANK` only on that rank.
+"""
+
+import os
+import runpy
+import signal
+import sys
+
+fault, script = sys.argv[1:3]
+sys.argv = sys.argv[2:]
+sys.path[0] = os.path.dirname(os.path.abspath(script))
+sys.path.insert(1, os.path.dirname(sys.path[0]))
+name, _, when = fault.partition("@")
+when, _, rank = when.partition(":")
+calls = 0
+
+
+def strikes():
+    """Whether this call, of all so far, is the one that fails."""
+    global calls
+    if "FAULT_ONCE" in os.environ and os.environ.get("TORCHELASTIC_RESTART_COUNT") != "0":
+        return False
+    calls += 1
+    return calls == int(when or 1) and (not rank or rank == os.environ.get("RANK", "0"))
+
+
+def before(owner, attribute, act):
+    """Calls `act()` before `owner.attribute`, when the fault strikes."""
+    original = getattr(owner, attribute)
+
+    def wrapped(*args, **kwargs):
+        if strikes():
+            act()
+        return original(*args, **kwargs)
+
+    setattr(owner, attribute, wrapped)
+
+
+def die():
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def terminate():
+    os.kill(os.getpid(), signal.SIGTERM)
+
+
+import accelerate
+import torch
+
+if name == "die_in_step":
+    before(accelerate.Accelerator, "backward", die)
+elif name == "die_in_evaluation":
+    before(accelerate.Accelerator, "gather_for_metrics", die)
+elif name == "die_before_state":
+    before(accelerate.Accelerator, "save_state", die)
+elif name == "die_before_rename":
+    # Between what save_state wrote and the checkpoint's name.
+    real_rename = os.rename
+
+    def rename(source, target, **kwargs):
+        if str(source).endswith(".writing") and strikes():
+            die()
+        real_rename(source, target, **kwargs)
+
+    os.rename = rename
+elif name == "sigterm_in_step":
+    before(accelerate.Accelerator, "backward", terminate)
+elif name == "sigusr1_in_step":
+    before(accelerate.Accelerator, "backward", lambda: os.kill(os.getpid(), signal.SIGUSR1))
+elif name == "nan":
+    real_loss = torch.nn.functional.cross_entropy
+
+    def cross_entropy(*args, **kwargs):
+        loss = real_loss(*args, **kwargs)
+        return loss * float("nan") if torch.is_grad_enabled() and strikes() else loss
+
+    torch.nn.functional.cross_entropy = cross_entropy
+elif name == "hang":
+    # This rank never arrives at its next collective; the others must give up by themselves.
+    before(accelerate.Accelerator, "backward", signal.pause)
+elif name == "fill_disk":
+    # The place after the colon is a small file system: full for this one checkpoint.
+    ballast, rank = os.path.join(rank, "ballast"), ""
+    save_state = accelerate.Accelerator.save_state
+
+    def save_on_full_disk(*args, **kwargs):
+        full = strikes()
+        if full:
+            with open(ballast, "wb", buffering=0) as file:
+                try:
+                    while file.write(bytes(4096)):
+                        pass
+                except OSError:
+                    pass
+        try:
+            return save_state(*args, **kwargs)
+        finally:
+            if full:
+                os.remove(ballast)
+
+    accelerate.Accelerator.save_state = save_on_full_disk
+elif name == "out_of_memory":
+
+    def exhaust():
+        torch.empty(1 << 55, dtype=torch.uint8)
+
+    before(accelerate.Accelerator, "backward", exhaust)
+else:
+    raise SystemExit(f"unknown fault {fault}")
+
+runpy.run_path(script, run_name="__main__")

@@ -17,8 +17,10 @@ class Muon(torch.optim.AdamW):
         same_shape = {}
         for group in self.param_groups:
             for weight in group["params"] if group["muon"] else ():
-                momentum = self.state[weight].setdefault("momentum", torch.zeros_like(weight))
-                momentum.lerp_(weight.grad, 0.05)
+                state = self.state[weight]
+                if not state:  # AdamW wants a count in whatever state it loads
+                    state.update(step=torch.zeros(()), momentum=torch.zeros_like(weight))
+                momentum = state["momentum"].lerp_(weight.grad, 0.05)
                 update = weight.grad.lerp(momentum, 0.95)
                 weight.grad = None  # AdamW passes over what has no gradient
                 # A shard cannot be made orthogonal: every process does the whole matrix and keeps its part.

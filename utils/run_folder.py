@@ -41,6 +41,7 @@ class RunFolder:
         self.resume = args.resume
         self._free = free
         self.record = None  # said of the run in args.json and in every checkpoint
+        self.record = None  # said of the run in args.json and in every checkpoint
         self._logged = set()
 
     def take(self):

@@ -68,6 +68,13 @@ def norm(x):
     return F.rms_norm(x, (x.size(-1),))
 
 
+def rotations(time_, size, device):
+    """cos and sin, float32 [time, size], of the angles that pairs of channels are turned by (J. Su, arXiv:2104.09864)."""
+    frequency = 10_000.0 ** (-torch.arange(0, size, 2, device=device) / size)
+    angle = torch.outer(torch.arange(time_, device=device), frequency)
+    return torch.cat([angle.cos(), angle.cos()], 1), torch.cat([-angle.sin(), angle.sin()], 1)
+
+
 class Block(nn.Module):
     """Causal self-attention, then a two-layer network, each added to its input. [batch, time, width] -> the same."""
 
@@ -82,7 +89,7 @@ class Block(nn.Module):
         batch, time_, width = x.shape
         y, dropout = norm(x), self.dropout * self.training
         # Queries and keys of norm 1 keep the attention logits bounded at any learning rate (arXiv:2302.05442); both
-        # are turned by an angle that grows with their position, so their product knows the distance (arXiv:2104.09864).
+        # are turned by an angle that grows with their position, so their product knows the distance.
         both = norm(torch.stack([self.query(y), self.key(y)]).view(2, batch, time_, self.heads, -1).transpose(2, 3))
         query, key = both * cos + both.roll(both.size(-1) // 2, -1) * sin
         value = self.value(y).view(batch, time_, self.heads, -1).transpose(1, 2)
@@ -101,11 +108,6 @@ class GPT(nn.Module):
         self.embed = nn.Embedding(256, n_embd)
         self.blocks = nn.ModuleList(Block(n_embd, n_head, dropout) for _ in range(n_layer))
         self.head = nn.Linear(n_embd, 256, bias=False)
-        # The device is named: on the meta device, where FSDP builds, these would have no values and are not sent.
-        frequency = 10_000.0 ** (-torch.arange(0, n_embd // n_head, 2, device="cpu") / (n_embd // n_head))
-        angle = torch.outer(torch.arange(block_size, device="cpu"), frequency)
-        self.register_buffer("cos", torch.cat([angle.cos(), angle.cos()], 1), persistent=False)
-        self.register_buffer("sin", torch.cat([-angle.sin(), angle.sin()], 1), persistent=False)
         for name, weight in self.named_parameters():
             if name.endswith(("mix.weight", "down.weight", "head.weight")):
                 nn.init.zeros_(weight)  # every block starts as the identity, every prediction as uniform
@@ -113,7 +115,7 @@ class GPT(nn.Module):
                 nn.init.normal_(weight, std=1.0 if name == "embed.weight" else n_embd**-0.5)
 
     def forward(self, x):
-        cos, sin = self.cos[: x.size(1)], self.sin[: x.size(1)]
+        cos, sin = rotations(x.size(1), self.embed.embedding_dim // self.blocks[0].heads, x.device)
         x = norm(self.embed(x))
         for block in self.blocks:
             # Keeps only the block's input and computes the rest again in the backward pass: a third more work.
@@ -142,11 +144,11 @@ def build_optimizer(model, args):
     return Muon(groups, **common)
 
 
-def lr_at(progress, step, args):
-    """The share of the peak rate at `progress` in [0, 1]: linear warm-up, then linear or cosine decay, or constant."""
-    warm = min(1.0, (step + 1) / max(1, args.warmup_steps))
+def lr_at(step, total_steps, args):
+    """The share of the peak rate at `step`: linear warm-up (over a tenth at most), then linear or cosine decay, or constant."""
+    progress, warmup = step / total_steps, min(args.warmup_steps, total_steps // 10)
     decay = {"linear": 1 - progress, "cosine": 0.5 + 0.5 * math.cos(math.pi * progress), "constant": 1.0}
-    return warm * decay[args.lr_schedule]
+    return min(1.0, (step + 1) / (warmup + 1)) * decay[args.lr_schedule]
 
 
 # --------------------------------------------------------------------------------------------- evaluation, sampling
@@ -263,15 +265,18 @@ def main():
     # ---- model, optimizer, data
     set_seed(args.seed)
     sizes = {name: getattr(args, name) for name in SIZES}
-    # Sharded, the model exists whole on the main process only, which sends the others their shards in `prepare`.
     elsewhere = accelerator.is_fsdp2 and not accelerator.is_main_process
     with torch.device("meta") if elsewhere else contextlib.nullcontext():
         model = GPT(**sizes, dropout=args.dropout, activation_checkpointing=args.activation_checkpointing)
+    if elsewhere:
+        # Sharded, the weights exist whole on the main process only: `prepare` sends out the shards. Here stand empty
+        # ones, never touched and so without memory, because Accelerate tells weights apart by their address.
+        model.to_empty(device="cpu")
     parameters, flops = sum(weight.numel() for weight in model.parameters()), model.flops_per_token()
     if args.compile:
         model.compile()
     optimizer = build_optimizer(model, args)
-    scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: lr_at(step / total_steps, step, args))
+    scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: lr_at(step, total_steps, args))
     common = dict(collate_fn=as_is, worker_init_fn=exits.worker_init, pin_memory=accelerator.device.type == "cuda")
     # 16,384 bytes at a time and process.
     eval_batch = accelerator.num_processes * max(1, 16_384 // args.block_size)

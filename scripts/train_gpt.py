@@ -472,7 +472,7 @@ def parse_args():
     group = parser.add_argument_group("samples")
     group.add_argument("--sample", metavar="PATH", help="do not train: write text with a run's folder or its weights")
     group.add_argument("--prompt", default="\n")
-    group.add_argument("--sample_length", type=number(int, 1), default=500, help="bytes")
+    group.add_argument("--sample_length", type=number(int, 1), default=300, help="bytes")
     group.add_argument("--temperature", type=number(float, 0), default=0.8, help="0: always the likeliest byte")
     group.add_argument("--top_k", type=number(int, 1), help="draw from this many; not given: from all")
     # An epoch of a small text is a few seconds, one of a stream is not known.

@@ -41,7 +41,8 @@ class Windows(torch.utils.data.Dataset):
 
         Not called `set_epoch`: Accelerate calls that by itself, on some topologies only and with a count of its own.
         """
-        self.shift = random.Random(f"{self.seed} {epoch}").randrange(self.block_size)
+        if self.seed is not None:
+            self.shift = random.Random(f"{self.seed} {epoch}").randrange(self.block_size)
 
     def __len__(self):
         return self.count

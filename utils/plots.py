@@ -57,12 +57,12 @@ def confusion_matrix(path, confusion, class_names):
     _save(figure, path)
 
 
-def curves(folder):
-    """Draws the loss and the accuracy over steps from `metrics.jsonl` into `curves.png`, both in `folder`."""
+def curves(folder, figures=("loss", "accuracy")):
+    """Draws `figures` over steps, for every split that has them, from `metrics.jsonl` into `curves.png` in `folder`."""
     records = [json.loads(line) for line in (Path(folder) / "metrics.jsonl").read_text().splitlines()]
     figure, axes = plt.subplots(1, 2, figsize=(10, 3.6))
-    for axis, name in zip(axes, ("loss", "accuracy"), strict=True):
-        for split, style in (("train", "-"), ("test", "o-")):
+    for axis, name in zip(axes, figures, strict=True):
+        for split, style in (("train", "-"), ("val", "o-"), ("test", "o-")):
             points = [(r["step"], r[name]) for r in records if r["split"] == split and name in r]
             if points:
                 axis.plot(*zip(*points, strict=True), style, label=split, markersize=4)

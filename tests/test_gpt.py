@@ -2,9 +2,11 @@
 
 import json
 import math
+import os
 import random
 import re
 import shutil
+import signal
 
 import datasets
 import pytest
@@ -60,6 +62,13 @@ def assert_same_losses(one, other):
         assert losses(other)[step] == pytest.approx(loss, abs=1e-4), step
 
 
+def kill(started):
+    """SIGKILL for the training processes first: left alone for a moment, they save, as orphans do."""
+    for process in started.workers().values():
+        os.kill(process, signal.SIGKILL)
+    started.kill_all()
+
+
 def samples(folder):
     return {line["step"]: line["text"] for line in metrics(folder, "sample")}
 
@@ -78,15 +87,17 @@ def test_leaves_everything_it_promises(gpt):
     assert found["parameters"] == 2 * 12 * 32**2 + 2 * 256 * 32
     assert found["flops_per_token"] == 6 * (2 * 12 * 32**2 + 256 * 32) + 12 * 2 * 32 * 32
     assert not any("mfu" in line for line in metrics(folder, "train"))  # nobody knows the peak of this CPU
-    assert samples(folder).keys() == {20, 40} and (folder / "sample.txt").read_text() == samples(folder)[40]
+    assert samples(folder).keys() == {20, 40} and (folder / "sample.txt").read_bytes().decode() == samples(folder)[40]
     assert "global batch 12 = 1 process x 12 samples" in done.stdout
 
 
-def test_learns(gpt, text):
+def test_learns(text, tmp_path):
     """Better than knowing how often each byte occurs, which is what the first steps learn."""
+    arguments = f"--dataset {text} {MODEL} --max_train_steps 300 --eval_every 300"
+    run("2cpu", GPT, arguments, output_dir=tmp_path / "run")
     counts = torch.bincount(torch.frombuffer(bytearray(text.read_bytes()), dtype=torch.uint8).long()).double()
     share = counts[counts > 0] / counts.sum()
-    assert results(gpt("cpu").folder)["val_loss"] < -(share * share.log()).sum() - 0.2
+    assert results(tmp_path / "run")["val_loss"] < -(share * share.log()).sum() - 0.3
 
 
 def test_two_processes_compute_what_one_does(gpt):
@@ -105,10 +116,10 @@ def test_killed_it_continues_exactly_and_on_another_topology(gpt, text, tmp_path
     two, arguments = tmp_path / "two", f"--dataset {text} {SMALL}"
     started = Started("2cpu", GPT, arguments, output_dir=two)
     started.wait_for("step 25/40")
-    started.kill_all()
+    kill(started)
     shutil.copytree(two, tmp_path / "one")
     assert "continuing from" in run("2cpu", GPT, arguments, output_dir=two).stdout
-    assert 0 < results(two)["resumed_from"] <= 30
+    assert results(two)["resumed_from"] in (20, 30)  # what checkpoints there were: nothing was saved in dying
     assert final_weights(two) == final_weights(gpt("2cpu").folder)
     for split in ("train", "val", "sample"):
         clock = {"tokens_per_second"}
@@ -126,7 +137,7 @@ def test_killed_on_one_process_with_dropout_it_continues_exactly(text, tmp_path)
     run("cpu", GPT, arguments, output_dir=tmp_path / "whole")
     started = Started("cpu", GPT, arguments, output_dir=tmp_path / "killed")
     started.wait_for("step 15/40")
-    started.kill_all()
+    kill(started)
     run("cpu", GPT, arguments, output_dir=tmp_path / "killed")
     assert results(tmp_path / "killed")["resumed_from"] > 0
     assert final_weights(tmp_path / "killed") == final_weights(tmp_path / "whole")
@@ -140,7 +151,7 @@ def test_sharded_it_computes_the_same_and_changes_the_number_of_processes(gpt, t
     folder, arguments = tmp_path / "run", [GPT, "--dataset", str(text), *SMALL.split()]
     started = Started("4gpu_fsdp", "tests/sharded.py", arguments, output_dir=folder, launcher=("--num_processes", "2"))
     started.wait_for("step 15/40")
-    started.kill_all()
+    kill(started)
     assert len(list(folder.glob("checkpoints/step_*/pytorch_model_fsdp_0/*.distcp"))) >= 2  # a file for each process
     run("4gpu_fsdp", "tests/sharded.py", arguments, output_dir=folder, launcher=("--num_processes", "3"))
     assert results(folder)["num_processes"] == 3 and results(folder)["resumed_from"] > 0
@@ -211,7 +222,7 @@ def test_streaming_killed_continues_exactly_and_on_another_topology(shards, tmp_
     run("cpu", GPT, arguments, output_dir=tmp_path / "one")
     started = Started("2cpu", GPT, arguments, output_dir=tmp_path / "two")
     started.wait_for("step 25/40")
-    started.kill_all()
+    kill(started)
     run("cpu", GPT, arguments, output_dir=tmp_path / "two")
     assert results(tmp_path / "two")["resumed_from"] > 0
     assert_same_losses(tmp_path / "one", tmp_path / "two")

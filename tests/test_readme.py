@@ -16,7 +16,8 @@ DOCS = README + "".join(path.read_text().split('"""')[1] for path in sorted((ROO
 def commands():
     """(script, its flags, the whole command) for every command that names a script."""
     joined = DOCS.replace("\\\n", " ")
-    for line in joined.splitlines():
+    # What follows a lone -- is a command of its own.
+    for line in joined.replace(" -- ", "\n").splitlines():
         match = re.search(
             r"(?:launch|python|torchrun|sbatch)\b.*?((?:scripts|utils|tests)/\w+\.(?:py|sbatch))(.*)", line.strip().strip("`")
         )

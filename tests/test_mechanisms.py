@@ -7,7 +7,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from utils import topology
+from utils import checkpoint, topology
 from utils.arguments import Parser, number
 from utils.augment import augment, normalise, random_uint32
 from utils.exits import UserError
@@ -165,3 +165,13 @@ def test_other_arguments_are_each_named(tmp_path):
     with pytest.raises(UserError, match=r"--epochs 2 \(was 1\), --model b \(was a\)"):
         folder_of(tmp_path, model="b", epochs=2).take()
     folder_of(tmp_path, model="a", epochs=1, timeout=3).take()
+
+
+def test_the_newest_checkpoints_and_the_best_are_kept(tmp_path):
+    scores = {10: 0.5, 20: 0.9, 30: None, 40: 0.7, 50: None}
+    for step, score in scores.items():
+        folder = tmp_path / f"step_{step:08d}"
+        folder.mkdir()
+        (folder / checkpoint.MANIFEST).write_text(json.dumps({"progress": {"step": step, "score": score}}))
+    checkpoint._prune(tmp_path, keep=2)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["step_00000020", "step_00000040", "step_00000050"]

@@ -1,6 +1,6 @@
 """A network split over several devices inside each process, times data parallel.
 
-    accelerate launch --config_file accelerate_configs/2cpu.yaml scripts/train_model_parallel.py --dataset synthetic
+    accelerate launch --config_file accelerate_configs/2cpu.yaml scripts/train_model_parallel.py --dataset synthetic --width 16
     accelerate launch --config_file accelerate_configs/4gpu.yaml --num_processes 2 scripts/train_model_parallel.py
 
 On a machine with 4 GPUs the second starts two processes: one has its first half of the network on GPU 0 and the second
@@ -173,7 +173,7 @@ class Pipeline(nn.Module):
         return torch.cat(parts)
 
 
-def measure(pipeline, images, labels, repeats=5):
+def measure(pipeline, images, labels, repeats=3):
     """Times a forward and backward pass with pipelining and without.
 
     Returns:

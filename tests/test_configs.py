@@ -17,6 +17,8 @@ def test_starts_as_many_processes_as_it_says(path, tmp_path):
     assert sorted(rank["rank"] for rank in found) == list(range(promised))
     assert {rank["processes"] for rank in found} == {promised}
     assert {rank["sum"] for rank in found} == {promised * (promised + 1) // 2}  # they do talk to each other
+    if "cpu" in path.stem:
+        assert {rank["device"] for rank in found} == {"cpu"} and "NO GPU" not in done.stderr
     if "gpu" in path.stem and found[0]["device"] == "cpu":
         assert done.stderr.count("NO GPU HERE") == 1
         assert f"{path.name} is rehearsed on the CPU" in done.stderr

@@ -6,6 +6,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from conftest import ROOT
 
 from utils import checkpoint, topology
 from utils.arguments import Parser, number
@@ -100,7 +101,7 @@ def test_a_linear_model_cannot_do_the_synthetic_task(data):
 def test_too_few_gpus_is_one_clear_line(gpus, processes, fits, monkeypatch):
     monkeypatch.setenv("LOCAL_WORLD_SIZE", str(processes))
     monkeypatch.setattr(torch.cuda, "device_count", lambda: gpus)
-    monkeypatch.setattr(topology, "_launch_config", lambda: "4gpu.yaml")
+    monkeypatch.setattr(topology, "_config_path", lambda: "accelerate_configs/4gpu.yaml")
     if fits is None:
         assert topology.check_launch() is False
     else:
@@ -109,6 +110,14 @@ def test_too_few_gpus_is_one_clear_line(gpus, processes, fits, monkeypatch):
         ) as told:
             topology.check_launch()
         assert fits in str(told.value)
+
+
+def test_a_cpu_configuration_leaves_the_gpus_alone(monkeypatch):
+    """Accelerate's launcher does not tell several processes that they were meant for the CPU."""
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 8)
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
+    monkeypatch.setattr(topology, "_config_path", lambda: str(ROOT / "accelerate_configs" / "2cpu.yaml"))
+    assert topology.check_launch() is True
 
 
 def test_fp16_on_a_cpu_is_refused(monkeypatch):

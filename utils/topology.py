@@ -8,6 +8,7 @@ import traceback
 import psutil
 import torch
 import torch.distributed as dist
+import yaml
 from accelerate.utils import broadcast_object_list, gather_object
 
 from utils import exits
@@ -25,13 +26,14 @@ def check_launch():
         UserError: fewer GPUs than processes on this machine, or a precision the CPU cannot do.
     """
     local_processes = int(os.environ.get("LOCAL_WORLD_SIZE", 1))
-    wants_cpu = os.environ.get("ACCELERATE_USE_CPU", "false").lower() == "true"
+    # The launcher passes `use_cpu` on to one process only; with several it must be read where it stands.
+    wants_cpu = os.environ.get("ACCELERATE_USE_CPU", "false").lower() == "true" or _launch_config().get("use_cpu", False)
     gpus = 0 if wants_cpu else torch.cuda.device_count()
     if gpus:
         if gpus < local_processes:
             fits = max(size for size in (1, 2, 4, 8) if size <= gpus)
             raise UserError(
-                f"{_launch_config()} starts {local_processes} processes on this machine, which has {gpus} "
+                f"{_config_name()} starts {local_processes} processes on this machine, which has {gpus} "
                 f"GPU{'s' * (gpus > 1)}: use {fits}gpu.yaml"
             )
         # The same sums in the same order every time: what makes a resumed run bit for bit the same.
@@ -46,7 +48,7 @@ def check_launch():
             os.environ["ACCELERATE_MIXED_PRECISION"] = "no"
         if main:
             _notice(
-                f"NO GPU HERE: {_launch_config()} is rehearsed on the CPU with {local_processes} process"
+                f"NO GPU HERE: {_config_name()} is rehearsed on the CPU with {local_processes} process"
                 f"{'es over gloo' if local_processes > 1 else ''}, precision {os.environ['ACCELERATE_MIXED_PRECISION']}. "
                 "Right for trying things out, far too slow to train"
             )
@@ -120,7 +122,7 @@ def banner(accelerator, script, batch_size, gradient_accumulation_steps):
     if accelerator.num_processes != int(os.environ.get("WORLD_SIZE", 1)):
         raise UserError(
             f"{os.environ['WORLD_SIZE']} processes were launched but only {accelerator.num_processes} found each other: "
-            f"check distributed_type in {_launch_config()}"
+            f"check distributed_type in {_config_name()}"
         )
     device = torch.cuda.get_device_name() if accelerator.device.type == "cuda" else f"CPU, {torch.get_num_threads()} threads"
     backend = f" over {dist.get_backend()}" if accelerator.num_processes > 1 else ""
@@ -185,10 +187,26 @@ def _notice(text):
     print(f"*** {text} ***", file=sys.stderr, flush=True)
 
 
-def _launch_config():
-    """The YAML's name as the launcher was given it, for messages."""
-    command = psutil.Process(os.getppid()).cmdline()
+def _config_path():
+    """The YAML that the launcher was given, or None."""
+    try:
+        command = psutil.Process(os.getppid()).cmdline()
+    except psutil.Error:
+        return None
     for option, value in zip(command, [*command[1:], ""], strict=True):
         if option.startswith("--config_file"):
-            return os.path.basename(option.partition("=")[2] or value)
-    return "this launch"
+            return option.partition("=")[2] or value
+    return None
+
+
+def _config_name():
+    return os.path.basename(_config_path() or "this launch")
+
+
+def _launch_config():
+    """The fields of that YAML."""
+    try:
+        with open(_config_path() or os.devnull) as file:
+            return yaml.safe_load(file) or {}
+    except OSError:
+        return {}

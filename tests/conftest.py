@@ -13,6 +13,8 @@ import psutil
 import pytest
 from PIL import Image
 
+from utils.chaos import CLOCK
+
 ROOT = Path(__file__).resolve().parents[1]
 SHARED_DATA = ROOT.parent / "shared" / "data"
 LIMIT = 300  # seconds for one launch: a hang must fail the test, not the suite
@@ -122,9 +124,8 @@ def status(folder):
 
 def metrics(folder, split):
     """The lines of one split in metrics.jsonl, without what depends on the clock."""
-    clock = ("samples_per_second", "step_seconds", "data_share", "memory_bytes", "seconds_left")
     lines = [json.loads(line) for line in (Path(folder) / "metrics.jsonl").read_text().splitlines()]
-    return [{k: v for k, v in line.items() if k not in clock} for line in lines if line["split"] == split]
+    return [{k: v for k, v in line.items() if k not in CLOCK} for line in lines if line["split"] == split]
 
 
 def final_weights(folder):

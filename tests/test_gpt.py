@@ -2,11 +2,9 @@
 
 import json
 import math
-import os
 import random
 import re
 import shutil
-import signal
 
 import datasets
 import pytest
@@ -62,13 +60,6 @@ def assert_same_losses(one, other):
         assert losses(other)[step] == pytest.approx(loss, abs=1e-4), step
 
 
-def kill(started):
-    """SIGKILL for the training processes first: left alone for a moment, they save, as orphans do."""
-    for process in started.workers().values():
-        os.kill(process, signal.SIGKILL)
-    started.kill_all()
-
-
 def samples(folder):
     return {line["step"]: line["text"] for line in metrics(folder, "sample")}
 
@@ -116,7 +107,7 @@ def test_killed_it_continues_exactly_and_on_another_topology(gpt, text, tmp_path
     two, arguments = tmp_path / "two", f"--dataset {text} {SMALL}"
     started = Started("2cpu", GPT, arguments, output_dir=two)
     started.wait_for("step 25/40")
-    kill(started)
+    started.kill_all()
     shutil.copytree(two, tmp_path / "one")
     assert "continuing from" in run("2cpu", GPT, arguments, output_dir=two).stdout
     assert results(two)["resumed_from"] in (20, 30)  # what checkpoints there were: nothing was saved in dying
@@ -137,7 +128,7 @@ def test_killed_on_one_process_with_dropout_it_continues_exactly(text, tmp_path)
     run("cpu", GPT, arguments, output_dir=tmp_path / "whole")
     started = Started("cpu", GPT, arguments, output_dir=tmp_path / "killed")
     started.wait_for("step 15/40")
-    kill(started)
+    started.kill_all()
     run("cpu", GPT, arguments, output_dir=tmp_path / "killed")
     assert results(tmp_path / "killed")["resumed_from"] > 0
     assert final_weights(tmp_path / "killed") == final_weights(tmp_path / "whole")
@@ -151,7 +142,7 @@ def test_sharded_it_computes_the_same_and_changes_the_number_of_processes(gpt, t
     folder, arguments = tmp_path / "run", [GPT, "--dataset", str(text), *SMALL.split()]
     started = Started("4gpu_fsdp", "tests/sharded.py", arguments, output_dir=folder, launcher=("--num_processes", "2"))
     started.wait_for("step 15/40")
-    kill(started)
+    started.kill_all()
     assert len(list(folder.glob("checkpoints/step_*/pytorch_model_fsdp_0/*.distcp"))) >= 2  # a file for each process
     run("4gpu_fsdp", "tests/sharded.py", arguments, output_dir=folder, launcher=("--num_processes", "3"))
     assert results(folder)["num_processes"] == 3 and results(folder)["resumed_from"] > 0
@@ -222,7 +213,7 @@ def test_streaming_killed_continues_exactly_and_on_another_topology(shards, tmp_
     run("cpu", GPT, arguments, output_dir=tmp_path / "one")
     started = Started("2cpu", GPT, arguments, output_dir=tmp_path / "two")
     started.wait_for("step 25/40")
-    kill(started)
+    started.kill_all()
     run("cpu", GPT, arguments, output_dir=tmp_path / "two")
     assert results(tmp_path / "two")["resumed_from"] > 0
     assert_same_losses(tmp_path / "one", tmp_path / "two")

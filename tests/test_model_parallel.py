@@ -2,7 +2,6 @@
 
 import importlib.util
 import os
-import signal
 import sys
 
 import pytest
@@ -123,8 +122,6 @@ def test_number_of_stages_changes_no_result(uninterrupted, tmp_path):
 def test_killed_and_relaunched_ends_with_the_same_weights(config, uninterrupted, tmp_path):
     started = Started(config, SCRIPT, ARGUMENTS, output_dir=tmp_path)
     started.wait_for("step  5/12")
-    for worker in started.workers().values():
-        os.kill(worker, signal.SIGKILL)
     started.kill_all()
     assert not (tmp_path / "results.json").exists()
     run(config, SCRIPT, ARGUMENTS, output_dir=tmp_path)

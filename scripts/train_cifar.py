@@ -41,15 +41,19 @@ from utils.augment import augment, normalise
 from utils.exits import UserError
 from utils.guard import Guard
 from utils.image_data import BatchedImages, as_is, load_images
-from utils.lookahead import LookaheadSGD
+from utils.muon import MuonSGD
 from utils.run_folder import RunFolder, scratch_name
 
 # What each model was tuned with; any of it can be overridden on the command line.
 LENGTH = ("epochs", "max_train_steps")
 RECIPES = {
-    "fastnet": dict(epochs=9, batch_size=1000, lr=1.5, weight_decay=1.3e-3, label_smoothing=0.2, padding=2, cutout=0),
-    "resnet18": dict(epochs=30, batch_size=500, lr=0.4, weight_decay=5e-4, label_smoothing=0.1, padding=4, cutout=8),
-    "net": dict(epochs=20, batch_size=100, lr=0.02, weight_decay=5e-4, label_smoothing=0.0, padding=2, cutout=0),
+    "fastnet": dict(
+        epochs=9, batch_size=500, lr=0.12, warmup=0.0, weight_decay=0.012, label_smoothing=0.2, padding=2, cutout=0
+    ),
+    "resnet18": dict(
+        epochs=30, batch_size=500, lr=0.4, warmup=0.2, weight_decay=5e-4, label_smoothing=0.1, padding=4, cutout=8
+    ),
+    "net": dict(epochs=20, batch_size=100, lr=0.02, warmup=0.2, weight_decay=5e-4, label_smoothing=0.0, padding=2, cutout=0),
 }
 
 
@@ -90,11 +94,12 @@ class FastNet(nn.Module):
 
     def __init__(self, classes, widths=(64, 256, 256)):
         super().__init__()
-        self.whiten = nn.Conv2d(3, 24, 2, bias=False).requires_grad_(False)
+        self.whiten = nn.Conv2d(3, 24, 2)
+        self.whiten.weight.requires_grad_(False)
         channels = [24, *widths]
         self.blocks = nn.Sequential(*(self.block(i, o) for i, o in pairwise(channels)))
         self.head = nn.Linear(widths[-1], classes, bias=False)
-        nn.init.normal_(self.head.weight)
+        nn.init.normal_(self.head.weight, std=1 / widths[-1])
 
     @staticmethod
     def block(inputs, outputs):
@@ -119,10 +124,11 @@ class FastNet(nn.Module):
         variance, directions = torch.linalg.eigh(patches.T @ patches / len(patches))
         filters = (directions / (variance + 5e-4).sqrt()).T.reshape(12, 3, 2, 2)
         self.whiten.weight.copy_(torch.cat([filters, -filters]))
+        self.whiten.bias.zero_()
 
     def forward(self, x):
         x = self.blocks(F.gelu(self.whiten(x)))
-        return self.head(x.amax((2, 3))) / 9
+        return self.head(x.amax((2, 3)))
 
 
 def build_model(name, classes):
@@ -131,30 +137,32 @@ def build_model(name, classes):
     return model.to(memory_format=torch.channels_last)
 
 
-def build_optimizer(model, args, total_steps):
-    """SGD with Nesterov momentum; for fastnet also lookahead, and a higher rate for the biases of its batch norms."""
+def build_optimizer(model, args):
+    """SGD with Nesterov momentum; for fastnet Muon for the filters, and SGD with rates of their own for the rest."""
     common = dict(lr=args.lr, momentum=args.momentum, weight_decay=args.weight_decay, nesterov=True)
-    trained = [(name, weight) for name, weight in model.named_parameters() if weight.requires_grad]
     if args.model != "fastnet":
-        return torch.optim.SGD([weight for _, weight in trained], **common)
-    biases = [weight for name, weight in trained if name.endswith("bias")]
-    others = [weight for name, weight in trained if not name.endswith("bias")]
-    groups = [dict(params=biases, lr=args.lr * 64, weight_decay=args.weight_decay / 64), dict(params=others)]
-    return LookaheadSGD(groups, total_steps, **common)
+        return torch.optim.SGD(model.parameters(), **common)
+    filters = [layer.weight for layer in model.blocks.modules() if isinstance(layer, nn.Conv2d)]
+    biases = [layer.bias for layer in model.blocks.modules() if isinstance(layer, nn.BatchNorm2d)]
+    groups = [dict(params=filters, weight_decay=0.0, muon=True, momentum=0.6, fixed_norm=True)]
+    for weights_, scale in (([model.head.weight], 1 / 16), (biases, 320), ([model.whiten.bias], 320)):
+        # The same relative decay for all of them, whatever their rates.
+        groups.append(dict(params=weights_, lr=args.lr * scale, weight_decay=args.weight_decay / scale, muon=False))
+    return MuonSGD(groups, **common)
 
 
-def lr_at(progress, schedule):
-    """The share of the peak rate at `progress` in [0, 1]: linear warm-up over a fifth, then linear decay, or constant."""
-    if schedule == "constant":
-        return min(1.0, 0.2 + progress * 8)
-    return 0.2 + 0.8 * progress / 0.2 if progress < 0.2 else 1 - 0.95 * (progress - 0.2) / 0.8
+def lr_at(progress, args):
+    """The share of the peak rate at `progress` in [0, 1]: linear warm-up, then constant or linear decay to zero."""
+    if progress < args.warmup:
+        return (progress + 0.01) / (args.warmup + 0.01)
+    return 1.0 if args.lr_schedule == "constant" else max(0.0, 1 - (progress - args.warmup) / (1 - args.warmup))
 
 
 def image_size_at(progress, args):
-    """Pixels to train at: small images first. Costs 0.6 of full size throughout, and the end sees what the test sees."""
+    """Pixels to train at: small images first. Costs 0.66 of full size throughout, and the end sees what the test sees."""
     if args.model == "net" or args.overfit_batch:
         return 32
-    return 20 if progress < 0.5 else 26 if progress < 0.8 else 32
+    return 24 if progress < 0.6 else 28 if progress < 0.8 else 32
 
 
 # ------------------------------------------------------------------------------------------------- data, evaluation
@@ -253,8 +261,8 @@ def main():
     if args.model == "fastnet":
         model.fit_whitening(normalise(data.train.images[:5000], mean.cpu(), std.cpu()))
     model = torch.compile(model) if args.compile else model
-    optimizer = build_optimizer(model, args, total_steps)
-    scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: lr_at(step / total_steps, args.lr_schedule))
+    optimizer = build_optimizer(model, args)
+    scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: lr_at(step / total_steps, args))
     train_loader, test_loader = build_loaders(accelerator, data, args)
     model, optimizer, scheduler, train_loader, test_loader = accelerator.prepare(
         model, optimizer, scheduler, train_loader, test_loader
@@ -331,7 +339,7 @@ def main():
                     if step % args.log_every == 0 or step == total_steps:
                         # Of the whole global batch, not of this process' share: one loss, not one per rank.
                         loss = accelerator.reduce(step_loss, "mean").item()
-                        line = meter.line(step, epoch=step / steps_per_epoch, loss=loss, lr=scheduler.get_last_lr()[-1])
+                        line = meter.line(step, epoch=step / steps_per_epoch, loss=loss, lr=scheduler.get_last_lr()[0])
                         run.log("train", **line)
                         accelerator.log({f"train/{n}": line[n] for n in ("loss", "lr", "samples_per_second")}, step=step)
                         bar.write(meter.text(line)) if not bar.disable else accelerator.print(meter.text(line))
@@ -403,6 +411,7 @@ def parse_args():
     group.add_argument("--batch_size", type=number(int, 1), help="samples per optimizer step over all processes *")
     group.add_argument("--gradient_accumulation_steps", type=number(int, 1), default=1, help="micro-batches per step")
     group.add_argument("--lr", type=number(float, 0), help="peak learning rate *")
+    group.add_argument("--warmup", type=number(float, 0), help="share of the steps in which the rate rises to its peak *")
     group.add_argument("--lr_schedule", choices=["linear", "constant"], default="linear", help="constant: can be prolonged")
     group.add_argument("--momentum", type=number(float, 0, above=True), default=0.85)
     group.add_argument("--weight_decay", type=number(float, 0), help="*")

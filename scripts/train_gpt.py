@@ -54,7 +54,7 @@ from utils.exits import UserError
 from utils.gpu_peaks import peak_flops
 from utils.guard import Guard
 from utils.image_data import as_is
-from utils.muon import Muon
+from utils.muon import MuonAdamW
 from utils.run_folder import RunFolder, read_json, scratch_name, write_text
 from utils.text_data import TextStream, Windows, load_held_out, load_text
 
@@ -138,11 +138,17 @@ def build_optimizer(model, args):
     """Muon (or AdamW) for the matrices of the blocks, AdamW for the embedding and the head, which are not decayed."""
     common = dict(betas=(0.9, 0.95), eps=1e-10, weight_decay=0.0)
     groups = [
-        dict(params=list(model.blocks.parameters()), lr=args.lr, weight_decay=args.weight_decay, muon=args.optimizer == "muon"),
+        dict(
+            params=list(model.blocks.parameters()),
+            lr=args.lr,
+            weight_decay=args.weight_decay,
+            muon=args.optimizer == "muon",
+            momentum=0.95,
+        ),
         dict(params=[model.embed.weight], lr=args.lr, muon=False),
         dict(params=[model.head.weight], lr=args.lr / 5, muon=False),
     ]
-    return Muon(groups, **common)
+    return MuonAdamW(groups, **common)
 
 
 def lr_at(step, total_steps, args):

@@ -2,6 +2,7 @@
 
 import json
 import os
+import shutil
 import subprocess
 import sys
 import time
@@ -16,6 +17,7 @@ from PIL import Image
 from utils.chaos import CLOCK
 
 ROOT = Path(__file__).resolve().parents[1]
+CIFAR = "scripts/train_cifar.py"
 SHARED_DATA = ROOT.parent / "shared" / "data"
 LIMIT = 300  # seconds for one launch: a hang must fail the test, not the suite
 
@@ -32,9 +34,12 @@ def _quiet_environment(tmp_path_factory):
         os.environ.pop(name, None)
 
 
-def command(config, script, arguments, *, output_dir=None, root=ROOT, launcher=()):
-    """The command line for `script` (a path below `root`); `config` None: plain python, no launcher."""
-    start = [sys.executable]
+def command(config, script, arguments, *, output_dir=None, root=ROOT, launcher=(), host=()):
+    """The command line for `script` (a path below `root`); `config` None: python (with `launcher`, if any) as it is.
+
+    `host`: what starts a command on another machine.
+    """
+    start = [*host, sys.executable, *(() if config else launcher)]
     if config:
         yaml = (
             Path(config)
@@ -171,3 +176,53 @@ def make_folder(folder, train, test, change=None):
         if made is not None:
             made.to_parquet(str(folder / f"{split}-00000-of-00001.parquet"))
     return folder
+
+
+class Machine:
+    """A host of its own: a network namespace with one interface, and a host name."""
+
+    def __init__(self, rank):
+        self.rank, self.name, self.interface = rank, f"machine{rank}-{os.getpid()}", f"eth{rank}"
+        self.address = f"10.77.0.{rank + 1}"
+        named = ("unshare", "--uts", "sh", "-c", 'hostname "$0"; exec "$@"', self.name)
+        self.enter = ("ip", "netns", "exec", self.name, *named)
+
+    def started(self, script, arguments, output_dir, *, config="2node_4gpu", launcher=None, env=None, enter=()):
+        """Starts a launcher here: what a person types, with 2 x 2 processes for the YAML's 2 x 4."""
+        typed = ("--machine_rank", str(self.rank), "--main_process_ip", "10.77.0.1", "--num_processes", "4")
+        return Started(
+            config,
+            script,
+            arguments,
+            output_dir=output_dir,
+            launcher=typed if launcher is None else launcher,
+            host=(*self.enter, *enter),
+            env={"GLOO_SOCKET_IFNAME": self.interface, **(env or {})},
+        )
+
+
+@pytest.fixture(scope="session")
+def machines():
+    """Two of them, on one cable."""
+    if not shutil.which("ip"):
+        pytest.skip("needs iproute2")
+    made = [Machine(0), Machine(1)]
+
+    def ip(words):
+        return subprocess.run(["ip", *words.split()], capture_output=True, text=True)
+
+    refused = ip(f"netns add {made[0].name}")
+    if refused.returncode:
+        pytest.skip(f"may not make network namespaces here: {refused.stderr.strip()}")
+    ip(f"netns add {made[1].name}")
+    ip(f"link add eth0 netns {made[0].name} type veth peer name eth1 netns {made[1].name}")
+    for machine in made:
+        for words in (
+            f"addr add {machine.address}/24 dev {machine.interface}",
+            f"link set {machine.interface} up",
+            "link set lo up",
+        ):
+            assert ip(f"-n {machine.name} {words}").returncode == 0
+    yield made
+    for machine in made:
+        ip(f"netns delete {machine.name}")

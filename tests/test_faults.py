@@ -11,9 +11,12 @@ from hashlib import sha256
 
 import psutil
 import pytest
-from conftest import LIMIT, ROOT, SMALL, Started, all_end_within, command, final_weights, metrics, results, run, status
+import torch
+import torch.distributed.checkpoint as dcp
+from conftest import CIFAR, LIMIT, ROOT, SMALL, Started, all_end_within, command, final_weights, metrics, results, run, status
 
-CIFAR = "scripts/train_cifar.py"
+from utils import shards
+
 PREEMPTED = 75
 
 
@@ -220,6 +223,19 @@ def test_a_poisoned_checkpoint_executes_nothing(name, interrupted, tmp_path):
     assert not (tmp_path / "executed").exists()
     if name != "random_states_0.pkl":  # nothing depends on it: it is passed over
         assert done.returncode == 2 and done.stderr.count("error: ") == 1, done.stderr
+
+
+def test_a_poisoned_sharded_checkpoint_executes_nothing(tmp_path):
+    """torch itself would unpickle the index of such a checkpoint, and every value in it that is no tensor."""
+    state, bomb = {"weight": torch.ones(3), "plain": [1, "two"]}, Bomb(tmp_path / "executed")
+    for name, change in (("good", {}), ("index", {}), ("value", {"plain": bomb})):
+        dcp.save(state | change, checkpoint_id=tmp_path / name, no_dist=True)
+    (tmp_path / "index" / ".metadata").write_bytes(pickle.dumps(bomb))
+    shards.refuse_code(tmp_path / "good")
+    for name in ("index", "value"):
+        with pytest.raises(pickle.UnpicklingError):
+            shards.refuse_code(tmp_path / name)
+    assert not (tmp_path / "executed").exists()
 
 
 def test_full_disk_costs_a_checkpoint_not_the_run(reference, tmp_path):

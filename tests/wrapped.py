@@ -119,6 +119,27 @@ elif name == "out_of_memory":
         torch.empty(1 << 55, dtype=torch.uint8)
 
     before(accelerate.Accelerator, "backward", exhaust)
+elif name == "absent":
+    if rank == os.environ["RANK"]:
+        signal.pause()
+elif name == "other_torch":
+    import importlib.metadata
+
+    if rank == os.environ["RANK"]:
+        importlib.metadata.version = lambda package: "1.0.0"
+elif name == "clock_ahead":
+    import time
+
+    real_time = time.time
+    if rank == os.environ["RANK"]:
+        time.time = lambda: real_time() + 120
+elif name == "one_gpu":
+    # What two launchers see that a scheduler gave the same GPU.
+    from types import SimpleNamespace
+
+    torch.cuda.device_count = lambda: 4
+    torch.cuda.nccl.version = lambda: (2, 27, 3)
+    torch.cuda.get_device_properties = lambda _: SimpleNamespace(name="H200", uuid="1b2c-77", total_memory=1 << 37)
 else:
     raise SystemExit(f"unknown fault {fault}")
 

@@ -17,6 +17,7 @@ from pathlib import Path
 
 from accelerate.utils import gather_object
 
+from utils import shards
 from utils.exits import UserError
 
 MANIFEST = "manifest.json"
@@ -138,6 +139,8 @@ def load(accelerator, path):
         UserError: a file holds something other than tensors and plain values (it is not executed), or does not fit.
     """
     try:
+        for index in Path(path).rglob(shards.INDEX):
+            shards.refuse_code(index.parent)
         accelerator.load_state(str(path))
     except pickle.UnpicklingError as error:
         reason = str(error).splitlines()[0]

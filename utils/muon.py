@@ -1,15 +1,19 @@
-"""An optimizer for transformers: orthogonal updates for matrices, AdamW for the rest."""
+"""Optimizers with orthogonal updates for matrices and convolution filters, and AdamW or SGD for the rest."""
 
 import torch
 from torch.distributed.tensor import DTensor, Replicate
 
 
-class Muon(torch.optim.AdamW):
-    """Momentum whose update is made orthogonal, for the groups with `muon`; AdamW for the others.
+class Muon:
+    """Momentum whose update is made orthogonal, for the groups with `muon`; the other base class' step for the rest.
 
-    K. Jordan, kellerjordan.github.io/posts/muon. Why not `torch.optim.Muon` beside an AdamW: it computes in bfloat16,
-    in which the rounding differences between topologies grow to visible ones; it takes matrices one at a time and
-    knows nothing of shards; and of an FSDP model Accelerate saves only one optimizer.
+    K. Jordan, kellerjordan.github.io/posts/muon. A group with `muon` has `lr`, `weight_decay` and `momentum`; with
+    `fixed_norm` its weights are first scaled to norm sqrt(rows), for filters whose length a batch norm undoes anyway.
+    Filters [outputs, inputs, height, width] count as matrices of `outputs` rows.
+
+    Why not `torch.optim.Muon` beside another optimizer: it computes in bfloat16, in which the rounding differences
+    between topologies grow to visible ones; it takes two-dimensional matrices, one at a time, and knows nothing of
+    shards; and of an FSDP model Accelerate saves only one optimizer.
     """
 
     @torch.no_grad()
@@ -20,21 +24,31 @@ class Muon(torch.optim.AdamW):
                 state = self.state[weight]
                 if not state:  # AdamW wants a count in whatever state it loads
                     state.update(step=torch.zeros(()), momentum=torch.zeros_like(weight))
-                momentum = state["momentum"].lerp_(weight.grad, 0.05)
-                update = weight.grad.lerp(momentum, 0.95)
+                momentum = state["momentum"].lerp_(weight.grad, 1 - group["momentum"])
+                update = weight.grad.lerp(momentum, group["momentum"])
                 weight.grad = None  # AdamW passes over what has no gradient
                 # A shard cannot be made orthogonal: every process does the whole matrix and keeps its part.
-                update = update.full_tensor() if isinstance(update, DTensor) else update
+                update = update.full_tensor() if isinstance(update, DTensor) else update.flatten(1)
                 same_shape.setdefault(tuple(sorted(update.shape)), []).append((weight, update, group))
         for matrices in same_shape.values():
             wide = torch.stack([update if update.size(0) <= update.size(1) else update.T for _, update, _ in matrices])
             for (weight, update, group), new in zip(matrices, orthogonalise(wide), strict=True):
-                new = new if update.size(0) <= update.size(1) else new.T
+                new = (new if update.size(0) <= update.size(1) else new.T).reshape(weight.shape)
+                if group.get("fixed_norm"):
+                    weight.mul_(len(weight) ** 0.5 / weight.norm())
                 if isinstance(weight, DTensor):
                     new = DTensor.from_local(new, weight.device_mesh, [Replicate()]).redistribute(placements=weight.placements)
                 weight.mul_(1 - group["lr"] * group["weight_decay"])
                 weight.add_(new, alpha=-group["lr"] * max(1, update.size(0) / update.size(1)) ** 0.5)
         super().step(closure)
+
+
+class MuonAdamW(Muon, torch.optim.AdamW):
+    pass
+
+
+class MuonSGD(Muon, torch.optim.SGD):
+    pass
 
 
 def orthogonalise(x):

@@ -109,6 +109,44 @@ def class_table(confusion, class_names):
     return "\n".join(lines)
 
 
+def bandwidth(path, rows, processes, backend):
+    """Draws time and bus bandwidth of an all-reduce over the size of the message, from rows of `check_topology.py`."""
+    figure, axes = plt.subplots(1, 2, figsize=(10, 3.6))
+    sizes = [row["bytes"] for row in rows]
+    for axis, values, label in (
+        (axes[0], [row["seconds"] * 1e3 for row in rows], "milliseconds"),
+        (axes[1], [row["bus_bandwidth"] / 1e9 for row in rows], "bus bandwidth, GB/s"),
+    ):
+        axis.plot(sizes, values, "o-")
+        axis.set_xscale("log", base=2)
+        axis.set_yscale("log")
+        axis.set_xticks(sizes, [f"{size // 2**20} M" if size >= 2**20 else f"{size // 2**10} K" for size in sizes])
+        axis.set_xlabel("message, bytes")
+        axis.set_ylabel(label)
+        axis.grid(alpha=0.3)
+    figure.suptitle(f"All-reduce between {processes} processes over {backend}", fontsize=11)
+    _save(figure, path)
+
+
+def scaling(path, rows):
+    """Draws step time and efficiency over the number of processes, from rows of `predict_scaling.py`."""
+    figure, axes = plt.subplots(1, 2, figsize=(10, 3.6))
+    processes = [row["processes"] for row in rows]
+    for kind, label in (("weak", "same batch per process"), ("strong", "same global batch")):
+        axes[0].plot(processes, [row[f"{kind}_seconds"] * 1e3 for row in rows], "o-", label=label)
+        axes[1].plot(processes, [100 * row[f"{kind}_efficiency"] for row in rows], "o-", label=label)
+    axes[0].set(ylabel="milliseconds a step", yscale="log")
+    axes[1].set(ylabel="efficiency, per cent", ylim=(0, 105))
+    for axis in axes:
+        axis.set_xscale("log", base=2)
+        axis.set_xticks(processes, processes, rotation=45)
+        axis.set_xlabel("processes")
+        axis.grid(alpha=0.3)
+        axis.legend()
+    figure.suptitle("Data parallel training, predicted", fontsize=11)
+    _save(figure, path)
+
+
 def _save(figure, path):
     figure.tight_layout()
     figure.savefig(path, dpi=DPI, metadata={"Software": None})

@@ -140,7 +140,7 @@ def describe(accelerator):
     """The topology as a dict for the records of a run."""
     return {
         "processes": accelerator.num_processes,
-        "machines": accelerator.num_processes // int(os.environ.get("LOCAL_WORLD_SIZE", 1)),
+        "machines": int(os.environ.get("GROUP_WORLD_SIZE", 1)),
         "device": torch.cuda.get_device_name() if accelerator.device.type == "cuda" else platform.processor() or "cpu",
         "threads_per_process": torch.get_num_threads(),
         "mixed_precision": accelerator.mixed_precision,

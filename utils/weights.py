@@ -4,12 +4,14 @@ import json
 import os
 import tempfile
 from pathlib import Path
+from pickle import UnpicklingError
 
 import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 
+from utils import shards
 from utils.exits import UserError
 
 SHARDS = "pytorch_model_fsdp_0"  # where Accelerate puts the weights of a sharded model
@@ -36,7 +38,7 @@ def read(path):
         checkpoint's: see `args.json` of its run); the file they came from.
 
     Raises:
-        UserError: there is no such file, or it holds no weights.
+        UserError: there is no such file, or it holds no weights, or code.
     """
     path = Path(path)
     if path.is_dir():
@@ -54,12 +56,13 @@ def read(path):
         with safe_open(file, framework="pt") as opened:
             state = {_plain(name): opened.get_tensor(name) for name in opened.keys()}  # noqa: SIM118 (not a dict)
             config = json.loads((opened.metadata() or {}).get("config", "null"))
-    except (OSError, SafetensorError, RuntimeError, ValueError) as error:
+    except (OSError, SafetensorError, RuntimeError, ValueError, UnpicklingError) as error:
         raise UserError(f"cannot read weights from {file}: {error}") from None
     return state, config, file
 
 
 def _read_shards(folder):
+    shards.refuse_code(folder)
     with tempfile.TemporaryDirectory(dir=folder.parent.parent) as beside:  # not /tmp: it may be small
         whole = Path(beside) / "whole.pt"
         dcp_to_torch_save(folder, whole)

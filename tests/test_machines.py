@@ -1,0 +1,62 @@
+"""Several machines, each a network namespace with an address of its own, talking over a real (virtual) network."""
+
+from conftest import CIFAR, SMALL, final_weights, metrics, results, run, status
+
+
+def test_two_machines_compute_what_one_does(machines, reference, tmp_path):
+    """Also: without a word about it, `machines` is what the records say, and only the first machine prints losses."""
+    both = [machine.started(CIFAR, SMALL, tmp_path / "two") for machine in machines]
+    (code, printed), (other_code, elsewhere) = (started.finish() for started in both)
+    assert code == other_code == 0, printed + elsewhere
+    assert "global batch 500 = 4 processes x 125 samples" in printed
+    assert "loss" not in elsewhere
+    assert final_weights(tmp_path / "two") == final_weights(reference("4gpu", 4).folder)
+    assert metrics(tmp_path / "two", "train") == metrics(reference("4gpu", 4).folder, "train")
+    assert '"machines": 2' in (tmp_path / "two" / "args.json").read_text()
+
+
+def test_a_machine_that_dies_and_comes_back(machines, reference, tmp_path):
+    """With the elastic rendezvous the other machine's launcher waits for it, and the run goes on by itself."""
+    elastic = ("--rdzv_backend", "c10d", "--max_restarts", "3", "--num_processes", "4", "--main_process_ip", "10.77.0.1")
+
+    def start(machine):
+        conf = ("--rdzv_conf", f"is_host={1 - machine.rank},join_timeout=120")
+        env = {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1", "PET_LOCAL_ADDR": machine.address}
+        launcher = (*elastic, "--machine_rank", str(machine.rank), *conf)
+        return machine.started(CIFAR, SMALL, tmp_path / "two", launcher=launcher, env=env)
+
+    both = [start(machine) for machine in machines]
+    both[0].wait_for("step  5/")
+    both[1].kill_all()
+    both[1] = start(machines[1])
+    (code, printed), (other_code, elsewhere) = (started.finish() for started in both)
+    assert code == other_code == 0, printed + elsewhere
+    assert results(tmp_path / "two")["resumed_from"] >= 3
+    assert final_weights(tmp_path / "two") == final_weights(reference("4gpu", 4).folder)
+
+
+def test_a_machine_that_dies_stops_the_other_and_the_same_commands_go_on(machines, tmp_path):
+    both = [machine.started(CIFAR, SMALL, tmp_path) for machine in machines]
+    both[0].wait_for("step  5/")
+    both[1].kill_all()
+    code, printed = both[0].finish()
+    assert code != 0 and "lost contact with another process" in printed
+    both = [machine.started(CIFAR, SMALL, tmp_path) for machine in machines]
+    assert [started.finish()[0] for started in both] == [0, 0]
+    assert results(tmp_path)["resumed_from"] >= 3
+    assert status(tmp_path)["state"] == "finished"
+
+
+def test_machines_with_unlike_numbers_of_processes(machines, tmp_path):
+    """`accelerate launch` divides evenly; torchrun starts what it is told to on each machine."""
+    arguments = SMALL.replace("--batch_size 500", "--batch_size 504")
+    run("2cpu", CIFAR, arguments, output_dir=tmp_path / "one", launcher=("--num_processes", "3"))
+    both = []
+    for machine in machines:
+        torchrun = f"-m torch.distributed.run --nnodes 2 --node_rank {machine.rank} --nproc_per_node {machine.rank + 1}"
+        torchrun += " --master_addr 10.77.0.1 --master_port 29500"
+        both.append(machine.started(CIFAR, arguments, tmp_path / "two", launcher=torchrun.split(), config=None))
+    outcomes = [started.finish() for started in both]
+    assert [code for code, _ in outcomes] == [0, 0], outcomes
+    assert results(tmp_path / "two")["num_processes"] == 3
+    assert final_weights(tmp_path / "two") == final_weights(tmp_path / "one")

@@ -1,0 +1,59 @@
+"""Scaling on paper: the formulas at points where the answer is known, and the tool as people run it."""
+
+import json
+
+import pytest
+from conftest import run
+
+from scripts.predict_scaling import all_reduce_seconds, buckets, step_seconds
+
+PREDICT = "scripts/predict_scaling.py"
+
+
+def test_all_reduce():
+    assert all_reduce_seconds(1, 1e9, 1e-5, 1e9) == 0
+    # Two processes: each sends half of the message and gets half of the sum back, in two messages.
+    assert all_reduce_seconds(2, 1e9, 1e-5, 1e9) == pytest.approx(1 + 2e-5)
+    # A long message goes round the ring, a short one up and down the tree.
+    assert all_reduce_seconds(1024, 4e9, 1e-6, 1e9) == pytest.approx(2 * 1023 * 1e-6 + 2 * 4 * 1023 / 1024)
+    assert all_reduce_seconds(1024, 4, 1e-6, 1e9) == pytest.approx(20e-6, rel=1e-3)
+
+
+def test_buckets():
+    assert buckets(1000) == [1000]
+    assert buckets(2**20 + 30 * 2**20) == [2**20, 25 * 2**20, 5 * 2**20]
+
+
+def test_what_is_hidden_costs_nothing():
+    fast, slow = dict(latency=0.0, bandwidth=1e15), dict(latency=0.0, bandwidth=1e8)
+    assert step_seconds(8, 1.0, 10**8, **fast) == pytest.approx(1.0)
+    # All but the first bucket's share of the backward pass is spent sending.
+    sending = 10**8 * 2 * 7 / 8 / 1e8
+    first = 1 / 3 + 2 / 3 * 2**20 / 10**8
+    assert step_seconds(8, 1.0, 10**8, **slow) == pytest.approx(first + sending, rel=1e-6)
+    assert step_seconds(8, 1.0, 10**8, **slow, overlap=False) == pytest.approx(1 + sending)
+
+
+def test_predicts_from_what_was_measured(tmp_path):
+    rows = [{"bytes": size, "seconds": s, "bus_bandwidth": size / s} for size, s in ((1024, 4e-5), (2**26, 2**26 / 1e10))]
+    (tmp_path / "topology.json").write_text(json.dumps({"processes": [{}, {}], "all_reduce": rows}))
+    arguments = f"--parameters 11e6 --step_seconds 0.1 --topology {tmp_path}/topology.json"
+    done = run(None, PREDICT, arguments, output_dir=tmp_path)
+    assert "20.0 us and 10.00 GB/s" in done.stdout and "no need for FSDP" in done.stdout
+    found = json.loads((tmp_path / "scaling.json").read_text())["rows"]
+    assert [row["processes"] for row in found] == [2**i for i in range(3, 13)]
+    assert found[0]["weak_efficiency"] > 0.98 > 0.5 > found[-1]["strong_efficiency"]
+    assert (tmp_path / "scaling.png").stat().st_size > 10_000
+
+
+def test_says_what_is_missing(tmp_path):
+    done = run(None, PREDICT, "--parameters 1e6", output_dir=tmp_path, check=False)
+    assert done.returncode == 2 and done.stderr.startswith("error: give --step_seconds")
+
+
+def test_measures_on_real_processes(tmp_path):
+    done = run("2cpu", PREDICT, "--measure --parameters 2e5 --batch 16 --layers 4", output_dir=tmp_path)
+    found = json.loads((tmp_path / "measured_2.json").read_text())
+    assert found["gradient_bytes"] == pytest.approx(8e5, rel=0.02)
+    assert 0 < found["compute_seconds"] <= found["predicted_overlapped"] <= found["predicted_in_turn"]
+    assert "measured" in done.stdout

@@ -1,0 +1,174 @@
+"""submit.sbatch on a real SLURM: a controller and two node daemons on this machine."""
+
+import os
+import shutil
+import socket
+import subprocess
+import time
+from pathlib import Path
+
+import psutil
+import pytest
+from conftest import CIFAR, LIMIT, ROOT, final_weights, metrics, results, run, status
+
+CONF = """
+ClusterName=test
+SlurmctldHost={host}(127.0.0.1)
+SlurmUser=root
+SlurmdUser=root
+AuthType=auth/munge
+AuthInfo=cred_expire=5
+SlurmctldPort=26817
+SlurmctldPidFile={folder}/slurmctld.pid
+SlurmdPidFile={folder}/slurmd.%n.pid
+SlurmdSpoolDir={folder}/spool.%n
+StateSaveLocation={folder}/state
+SlurmctldLogFile={folder}/log/slurmctld.log
+SlurmdLogFile={folder}/log/slurmd.%n.log
+ProctrackType=proctrack/linuxproc
+TaskPlugin=task/none
+JobAcctGatherType=jobacct_gather/none
+AccountingStorageType=accounting_storage/none
+MpiDefault=none
+SwitchType=switch/none
+SelectType=select/cons_tres
+SelectTypeParameters=CR_Core
+SchedulerParameters=batch_sched_delay=0,sched_interval=2,bf_interval=2
+ReturnToService=2
+KillWait=20
+SlurmdTimeout=10
+SlurmdParameters=config_overrides
+GresTypes=gpu
+NodeName=n[1-2] NodeHostname={host} NodeAddr=127.0.0.1 Port=[27001-27002] CPUs=2 SocketsPerBoard=1 CoresPerSocket=2 \
+ThreadsPerCore=1 RealMemory=4000 Gres=gpu:2
+PartitionName=debug Nodes=n[1-2] Default=YES MaxTime=INFINITE State=UP
+"""
+
+
+class Cluster:
+    def __init__(self, folder):
+        self.folder, self.daemons = folder, {}
+        for name in ("state", "log", "spool.n1", "spool.n2"):
+            (folder / name).mkdir()
+        (folder / "slurm.conf").write_text(CONF.format(host=socket.gethostname(), folder=folder))
+        (folder / "gres.conf").write_text("NodeName=n[1-2] Name=gpu Count=2\n")
+        self.environment = {**os.environ, "SLURM_CONF": str(folder / "slurm.conf")}
+        # The cluster's python is this one.
+        self.environment["PATH"] = f"{Path(os.sys.executable).parent}:{os.environ['PATH']}"
+        self.start("slurmctld", "-D")
+        for node in ("n1", "n2"):
+            self.start("slurmd", "-D", "-N", node)
+        self.until("both nodes are idle", lambda: self.command("sinfo -h -N -o %T").split() == ["idle", "idle"])
+
+    def start(self, *command):
+        log = (self.folder / "log" / f"{'-'.join(command)}.out").open("w")
+        self.daemons[command[-1]] = subprocess.Popen(command, env=self.environment, stdout=log, stderr=log)
+
+    def command(self, words):
+        done = subprocess.run(words.split(), env=self.environment, capture_output=True, text=True, timeout=60)
+        return done.stdout
+
+    def until(self, what, happens):
+        """Asks again and again until `happens()`: a cluster is told things, and does them later."""
+        deadline = time.monotonic() + LIMIT
+        while not (answer := happens()):
+            assert time.monotonic() < deadline, f"{what} never came true\n{self.told()}"
+            time.sleep(0.2)
+        return answer
+
+    def told(self):
+        logs = [*self.folder.glob("log/*.log"), *self.folder.glob("job/*.out")]
+        return "\n".join(f"--- {log.name}\n{log.read_text()[-3000:]}" for log in logs)
+
+    def submit(self, options, arguments):
+        """Submits the script from a project folder of its own; returns the job's number."""
+        project = self.folder / "job"
+        if not project.exists():
+            project.mkdir()
+            for name in ("scripts", "utils", "accelerate_configs"):
+                (project / name).symlink_to(ROOT / name)
+        line = ["sbatch", "--parsable", *options.split(), str(ROOT / "scripts" / "submit.sbatch"), *arguments.split()]
+        done = subprocess.run(line, env=self.environment, capture_output=True, text=True, cwd=project, timeout=60)
+        assert done.returncode == 0, done.stderr
+        return done.stdout.strip()
+
+    def log(self, job, node=None):
+        path = self.folder / "job" / f"slurm-{job}{'' if node is None else f'.node{node}'}.out"
+        return path.read_text() if path.exists() else ""
+
+    def state(self, job):
+        return self.command(f"squeue -h -j {job} -t all -o %T").strip()
+
+    def close(self):
+        self.command("scancel -u root")
+        for daemon in self.daemons.values():
+            for process in [*psutil.Process(daemon.pid).children(recursive=True), daemon]:
+                process.kill()
+            daemon.wait()
+
+
+@pytest.fixture(scope="module")
+def cluster(tmp_path_factory):
+    missing = [name for name in ("slurmctld", "slurmd", "sbatch", "munged") if not shutil.which(name)]
+    if missing or os.geteuid() != 0:
+        pytest.skip(f"no SLURM here: {', '.join(missing) or 'not root'} (Debian: slurmctld slurmd slurm-client munge)")
+    if not any(process.info["name"] == "munged" for process in psutil.process_iter(["name"])):
+        Path("/run/munge").mkdir(exist_ok=True)
+        shutil.chown("/run/munge", "munge")
+        subprocess.run(["runuser", "-u", "munge", "--", "munged"], check=True, timeout=60)
+    made = Cluster(tmp_path_factory.mktemp("slurm"))
+    yield made
+    made.close()
+
+
+@pytest.mark.slow
+def test_signal_lost_node_and_time_limit_cost_nothing(cluster, tmp_path):
+    """One job that is told to stop, loses a node, runs out of time, and ends with an uninterrupted run's weights."""
+    arguments = "--dataset synthetic --model net --batch_size 2000 --max_train_steps 900 --checkpoint_every 20 --eval_every 300"
+    run("2cpu", CIFAR, arguments, output_dir=tmp_path / "whole")
+    folder = cluster.folder / "job" / "runs" / "train_cifar"
+    job = cluster.submit("--nodes=2 --time=1 --signal=B:USR1@10", f"{CIFAR} {arguments}")
+
+    def reached(step):
+        lines = metrics(folder, "train") if (folder / "metrics.jsonl").exists() else []
+        return lines and lines[-1]["step"] >= step and lines[-1]["step"]
+
+    seen = cluster.until("the run takes some steps", lambda: reached(30))
+    cluster.command(f"scancel --batch --signal=USR1 {job}")
+    cluster.until("the job is requeued", lambda: "attempt 1:" in cluster.log(job))
+    assert "asking the run to save" in cluster.log(job) and "run preempted" in cluster.log(job)
+
+    seen = cluster.until("the second attempt takes some steps", lambda: reached(seen + 60))
+    for process in psutil.Process(cluster.daemons["n2"].pid).children(recursive=True):
+        process.kill()
+    cluster.daemons["n2"].kill()
+    cluster.command("scontrol update nodename=n2 state=down reason=lost")
+    cluster.daemons["n2"].wait()
+    cluster.until("the job waits for its node", lambda: cluster.state(job) in ("PENDING", "REQUEUED"))
+    cluster.start("slurmd", "-D", "-N", "n2")
+    cluster.command("scontrol update nodename=n2 state=resume")
+
+    cluster.until("the third attempt runs out of time", lambda: cluster.log(job).count("asking the run to save") >= 2)
+    cluster.until("the run is finished", lambda: status(folder)["state"] == "finished")
+    cluster.until("the job ends", lambda: cluster.state(job) == "COMPLETED")
+    assert results(folder)["resumed_from"] > seen and results(folder)["num_processes"] == 2
+    assert final_weights(folder) == final_weights(tmp_path / "whole")
+    assert metrics(folder, "train") == metrics(tmp_path / "whole", "train")
+    assert "step 900/900" in cluster.log(job, node=0) and "step" not in cluster.log(job, node=1)
+
+
+def test_as_many_processes_as_gpus(cluster):
+    """The scheduler counts 2 GPUs a node. They do not exist, so 2 x 2 processes are rehearsed over gloo."""
+    job = cluster.submit(
+        "--nodes=2 --gpus-per-node=2", f"scripts/check_topology.py --max_bytes 4096 --output_dir {cluster.folder}/check"
+    )
+    cluster.until("the job ends", lambda: cluster.state(job) in ("COMPLETED", "FAILED"))
+    assert cluster.state(job) == "COMPLETED", cluster.told()
+    assert "4 processes on 1 machine can talk" in cluster.log(job, node=0)
+    assert "4gpu.yaml" in cluster.log(job)
+
+
+def test_a_mistake_is_not_requeued(cluster):
+    job = cluster.submit("--nodes=1", f"{CIFAR} --dataset nowhere --output_dir {cluster.folder}/mistake")
+    cluster.until("the job ends", lambda: cluster.state(job) in ("COMPLETED", "FAILED"))
+    assert cluster.state(job) == "FAILED" and "attempt 1" not in cluster.log(job)

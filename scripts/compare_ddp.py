@@ -315,16 +315,17 @@ def main():
         # The other processes wait while the first trains alone.
         kwargs_handlers=[InitProcessGroupKwargs(timeout=timedelta(seconds=args.timeout))],
     )
+    say = accelerator.on_main_process(print)  # accelerator.print speaks once per machine
     processes = accelerator.num_processes
     args.ddp_epochs = args.ddp_epochs or args.epochs * max(1, int(0.66 * processes))
-    accelerator.print(topology.banner(accelerator, "compare_ddp", args.batch_size, 1))
+    say(topology.banner(accelerator, "compare_ddp", args.batch_size, 1))
     data = topology.node_first(accelerator, lambda: load_images(args.dataset, args.seed))
     if args.batch_size > len(data.train.labels):
         raise UserError(f"--batch_size {args.batch_size} is more than the {len(data.train.labels)} training images")
     run = RunFolder(args, accelerator.is_main_process)
     finished = topology.from_main(accelerator, run.take)
     if finished:
-        accelerator.print(f"{table(finished['runs'])}\nthis comparison is finished already; see {run.path}")
+        say(f"{table(finished['runs'])}\nthis comparison is finished already; see {run.path}")
         return
     run.begin(0, topology.describe(accelerator))
     guard = Guard(accelerator, args.timeout)
@@ -332,12 +333,12 @@ def main():
     gradients = {}
     for dtype in (torch.float32, torch.float64):
         gradients[dtype], own, whole = check_gradients(accelerator, data, args, dtype)
-    accelerator.print(f"\nLargest relative difference between DDP's gradient (W = {processes}) and that of one process:")
-    accelerator.print(f"{'':52}  float32  float64")
+    say(f"\nLargest relative difference between DDP's gradient (W = {processes}) and that of one process:")
+    say(f"{'':52}  float32  float64")
     for case, value in gradients[torch.float32].items():
-        accelerator.print(f"  {case:50}  {value:7.0e}  {gradients[torch.float64][case]:7.0e}")
+        say(f"  {case:50}  {value:7.0e}  {gradients[torch.float64][case]:7.0e}")
     listed = ", ".join(f"{loss:.6f}" for loss in own)
-    accelerator.print(
+    say(
         f"\n{processes} processes, {processes} losses of one batch: {listed}\n"
         f"their mean: {sum(own) / processes:.6f}; one process, the whole batch: {whole:.6f}\n"
     )
@@ -354,17 +355,17 @@ def main():
     resumed_from = None
     for name in RUNS:
         if topology.from_main(accelerator, (run.path / f"{name}.safetensors").exists):
-            accelerator.print(f"{name}: done earlier")
+            say(f"{name}: done earlier")
             resumed_from = name
             continue
-        accelerator.print(f"{name} ...")
+        say(f"{name} ...")
         if name.endswith("single"):
             done = topology.from_main(accelerator, lambda: train_and_keep(name, lambda *_: exits.signal_name()))  # noqa: B023
         else:
             done = train_and_keep(name, guard.should_stop)
         if not done:
             run.status("preempted", f"stopped by {exits.signal_name() or 'a signal to another process'} during {name}")
-            accelerator.print(f"stopped during {name}: the same command does it again and keeps the runs before it")
+            say(f"stopped during {name}: the same command does it again and keeps the runs before it")
             accelerator.end_training()
             sys.exit(exits.PREEMPTED)
 

@@ -229,6 +229,7 @@ def main():
         log_with="tensorboard",
         project_config=ProjectConfiguration(logging_dir=args.output_dir),
     )
+    say = accelerator.on_main_process(print)  # accelerator.print speaks once per machine
     banner = topology.banner(accelerator, "train_cifar", args.batch_size, args.gradient_accumulation_steps)
     data = topology.node_first(accelerator, lambda: load_images(args.dataset, args.seed))
     if args.overfit_batch:
@@ -252,7 +253,7 @@ def main():
 
     finished, found = topology.from_main(accelerator, take_folder)
     if finished:
-        accelerator.print(report.summary(finished, run.path, "this run is finished already, nothing to do"))
+        say(report.summary(finished, run.path, "this run is finished already, nothing to do"))
         return
 
     set_seed(args.seed)
@@ -284,8 +285,8 @@ def main():
     step = resumed_from = saved_at = progress["step"]
     run.begin(step, topology.describe(accelerator))
     accelerator.init_trackers("tensorboard", init_kwargs={"tensorboard": {"purge_step": step + 1}})
-    accelerator.print(f"{banner}\n{total_steps} steps, {steps_per_epoch} an epoch; everything goes to {run.path}")
-    accelerator.print(f"continuing from {found[0]}" if found else "starting at step 0")
+    say(f"{banner}\n{total_steps} steps, {steps_per_epoch} an epoch; everything goes to {run.path}")
+    say(f"continuing from {found[0]}" if found else "starting at step 0")
 
     began = time.perf_counter()
     guard = Guard(accelerator, args.timeout)
@@ -342,7 +343,7 @@ def main():
                         line = meter.line(step, epoch=step / steps_per_epoch, loss=loss, lr=scheduler.get_last_lr()[0])
                         run.log("train", **line)
                         accelerator.log({f"train/{n}": line[n] for n in ("loss", "lr", "samples_per_second")}, step=step)
-                        bar.write(meter.text(line)) if not bar.disable else accelerator.print(meter.text(line))
+                        bar.write(meter.text(line)) if not bar.disable else say(meter.text(line))
                         stop = stop or (args.overfit_batch and loss < 0.01)
                     improved = False
                     if step % eval_every == 0 or step == total_steps:
@@ -351,7 +352,7 @@ def main():
                         progress |= {"score": tested["accuracy"], "best": max(tested["accuracy"], progress["best"])}
                         run.log("test", step, epoch=step / steps_per_epoch, loss=tested["loss"], accuracy=tested["accuracy"])
                         accelerator.log({f"test/{n}": tested[n] for n in ("loss", "accuracy")}, step=step)
-                        accelerator.print(f"step {step}  test loss {tested['loss']:.4f}  accuracy {tested['accuracy']:.2%}")
+                        say(f"step {step}  test loss {tested['loss']:.4f}  accuracy {tested['accuracy']:.2%}")
                     if step == total_steps or (checkpoint_every and (improved or step % checkpoint_every == 0)):
                         saved_at = save()
                     if progress["score"] is not None:
@@ -366,7 +367,7 @@ def main():
         if saved_at != step:
             saved_at = save()
         run.status("preempted", f"stopped by {exits.signal_name() or 'a signal to another process'}", step=saved_at)
-        accelerator.print(f"stopped at step {step}, saved at step {saved_at}: the same command continues from there")
+        say(f"stopped at step {step}, saved at step {saved_at}: the same command continues from there")
         accelerator.end_training()
         sys.exit(exits.PREEMPTED)
 

@@ -237,6 +237,7 @@ def main():
         log_with="tensorboard",
         project_config=ProjectConfiguration(logging_dir=args.output_dir),
     )
+    say = accelerator.on_main_process(print)  # accelerator.print speaks once per machine
     banner = topology.banner(accelerator, "train_gpt", args.batch_size, args.gradient_accumulation_steps)
     where = (args.dataset, args.text_column, args.block_size)
     if args.streaming:
@@ -264,7 +265,7 @@ def main():
 
     finished, found = topology.from_main(accelerator, take_folder)
     if finished:
-        accelerator.print(report.summary(finished, run.path, "this run is finished already, nothing to do"))
+        say(report.summary(finished, run.path, "this run is finished already, nothing to do"))
         return
     progress = {"step": 0, "train_seconds": 0.0, "score": None, "best": None, "position": None}
     progress |= (found[1]["progress"] | {"score": None}) if found else {}
@@ -311,10 +312,10 @@ def main():
     run.begin(step, topology.describe(accelerator))
     accelerator.init_trackers("tensorboard", init_kwargs={"tensorboard": {"purge_step": step + 1}})
     tracker = accelerator.get_tracker("tensorboard", unwrap=True) if accelerator.is_main_process else None
-    accelerator.print(f"{banner}\n{parameters:,} parameters, {flops / 1e6:.1f} million operations per byte trained on")
+    say(f"{banner}\n{parameters:,} parameters, {flops / 1e6:.1f} million operations per byte trained on")
     epochs = "in a stream" if args.streaming else f"{steps_per_epoch} an epoch"
-    accelerator.print(f"{total_steps} steps, {epochs}; everything goes to {run.path}")
-    accelerator.print(f"continuing from {found[0]}" if found else "starting at step 0")
+    say(f"{total_steps} steps, {epochs}; everything goes to {run.path}")
+    say(f"continuing from {found[0]}" if found else "starting at step 0")
 
     began = time.perf_counter()
     guard = Guard(accelerator, args.timeout)
@@ -378,7 +379,7 @@ def main():
                         shown = [n for n in ("loss", "lr", "samples_per_second", "tokens_per_second", "mfu") if n in line]
                         accelerator.log({f"train/{n}": line[n] for n in shown}, step=step)
                         text = meter.text(line) + (f"  MFU {100 * line['mfu']:.1f} %" if peak else "")
-                        bar.write(text) if not bar.disable else accelerator.print(text)
+                        bar.write(text) if not bar.disable else say(text)
                         stop = stop or (args.overfit_batch and loss < 0.01)
                     improved = False
                     if step % args.eval_every == 0 or step == total_steps:
@@ -395,7 +396,7 @@ def main():
                         if tracker:
                             tracker.add_text("sample", f"```\n{written}\n```", step)
                             write_text(run.path / "sample.txt", written)
-                        accelerator.print(f"step {step}  val loss {val_loss:.4f}  {val_loss / math.log(2):.4f} bits per byte")
+                        say(f"step {step}  val loss {val_loss:.4f}  {val_loss / math.log(2):.4f} bits per byte")
                     if step == total_steps or (args.checkpoint_every and (improved or step % args.checkpoint_every == 0)):
                         saved_at = save()
                     if progress["score"] is not None:
@@ -410,7 +411,7 @@ def main():
         if saved_at != step:
             saved_at = save()
         run.status("preempted", f"stopped by {exits.signal_name() or 'a signal to another process'}", step=saved_at)
-        accelerator.print(f"stopped at step {step}, saved at step {saved_at}: the same command continues from there")
+        say(f"stopped at step {step}, saved at step {saved_at}: the same command continues from there")
         accelerator.end_training()
         sys.exit(exits.PREEMPTED)
 

@@ -50,7 +50,8 @@ def main():
     # split_batches: --batch_size counts over all processes. The sampler: the same order on any number of them.
     loading = DataLoaderConfiguration(split_batches=True, use_seedable_sampler=True, data_seed=args.seed)
     accelerator = Accelerator(cpu=topology.check_launch(), dataloader_config=loading)
-    accelerator.print(topology.banner(accelerator, "train_minimal", args.batch_size, 1))
+    say = accelerator.on_main_process(print)  # accelerator.print speaks once per machine
+    say(topology.banner(accelerator, "train_minimal", args.batch_size, 1))
     run = RunFolder(args, accelerator.is_main_process)
     _, found = topology.from_main(accelerator, lambda: (run.take(), checkpoint.find(run.path, args.resume)))
 
@@ -69,7 +70,7 @@ def main():
     if found:
         checkpoint.load(accelerator, found[0])
         progress = found[1]["progress"]
-        accelerator.print(f"continuing from {found[0]}")
+        say(f"continuing from {found[0]}")
     step = resumed_from = progress["step"]
     run.begin(step, topology.describe(accelerator))
 
@@ -90,7 +91,7 @@ def main():
                 figures = {"loss": F.cross_entropy(outputs, labels).item()}
                 figures["accuracy"] = (outputs.argmax(1) == labels).double().mean().item()
                 run.log("train", step, **figures)
-                accelerator.print(f"step {step}/{total_steps}  loss {figures['loss']:.4f}  accuracy {figures['accuracy']:.2%}")
+                say(f"step {step}/{total_steps}  loss {figures['loss']:.4f}  accuracy {figures['accuracy']:.2%}")
                 progress |= figures
             if step % args.checkpoint_every == 0 or step == total_steps:
                 progress["step"] = step

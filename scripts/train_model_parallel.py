@@ -253,6 +253,7 @@ def main():
         log_with="tensorboard",
         project_config=ProjectConfiguration(logging_dir=args.output_dir),
     )
+    say = accelerator.on_main_process(print)  # accelerator.print speaks once per machine
     if not on_cpu:
         check_gpus(accelerator, devices, args.timeout)
     banner = topology.banner(accelerator, "train_model_parallel", args.batch_size, args.gradient_accumulation_steps)
@@ -281,17 +282,17 @@ def main():
 
     finished, found = topology.from_main(accelerator, take_folder)
     if finished:
-        accelerator.print(report.summary(finished, run.path, "this run is finished already, nothing to do"))
+        say(report.summary(finished, run.path, "this run is finished already, nothing to do"))
         return
 
     set_seed(args.seed)
     mean, std = (x.to(accelerator.device) for x in data.train.mean_and_std())
     model = Pipeline(build_blocks(len(data.class_names), args.width), devices, args.micro_batches)
-    accelerator.print(f"{banner}\n{args.devices_per_process} stages on {', '.join(map(str, devices))} (of the first process)")
+    say(f"{banner}\n{args.devices_per_process} stages on {', '.join(map(str, devices))} (of the first process)")
     example = normalise(data.train.images[:share].to(accelerator.device), mean, std)
     with accelerator.autocast():  # in the precision of the training below
         pipelining = measure(model, example, data.train.labels[:share])
-    accelerator.print(
+    say(
         f"{pipelining['micro_batches']} micro-batches: {pipelining['speed_up']:.2f}x the speed of one, bubble by formula "
         f"{pipelining['bubble_formula']:.0%}, "
         + (
@@ -318,8 +319,8 @@ def main():
     step = resumed_from = saved_at = progress["step"]
     run.begin(step, topology.describe(accelerator))
     accelerator.init_trackers("tensorboard", init_kwargs={"tensorboard": {"purge_step": step + 1}})
-    accelerator.print(f"{total_steps} steps, {steps_per_epoch} an epoch; everything goes to {run.path}")
-    accelerator.print(f"continuing from {found[0]}" if found else "starting at step 0")
+    say(f"{total_steps} steps, {steps_per_epoch} an epoch; everything goes to {run.path}")
+    say(f"continuing from {found[0]}" if found else "starting at step 0")
 
     began = time.perf_counter()
     guard = Guard(accelerator, args.timeout)
@@ -370,14 +371,14 @@ def main():
                         line = meter.line(step, epoch=step / steps_per_epoch, loss=loss, lr=scheduler.get_last_lr()[-1])
                         run.log("train", **line)
                         accelerator.log({f"train/{n}": line[n] for n in ("loss", "lr", "samples_per_second")}, step=step)
-                        bar.write(meter.text(line)) if not bar.disable else accelerator.print(meter.text(line))
+                        bar.write(meter.text(line)) if not bar.disable else say(meter.text(line))
                         stop = stop or (args.overfit_batch and loss < 0.01)
                     if step % eval_every == 0 or step == total_steps:
                         tested = evaluate(accelerator, model, test_loader, mean, std, 2 if args.dry_run else None)
                         progress["score"] = tested["accuracy"]
                         run.log("test", step, epoch=step / steps_per_epoch, **tested)
                         accelerator.log({f"test/{n}": tested[n] for n in ("loss", "accuracy")}, step=step)
-                        accelerator.print(f"step {step}  test loss {tested['loss']:.4f}  accuracy {tested['accuracy']:.2%}")
+                        say(f"step {step}  test loss {tested['loss']:.4f}  accuracy {tested['accuracy']:.2%}")
                     if step == total_steps or (checkpoint_every and step % checkpoint_every == 0):
                         saved_at = save()
                     if progress["score"] is not None:
@@ -392,7 +393,7 @@ def main():
         if saved_at != step:
             saved_at = save()
         run.status("preempted", f"stopped by {exits.signal_name() or 'a signal to another process'}", step=saved_at)
-        accelerator.print(f"stopped at step {step}, saved at step {saved_at}: the same command continues from there")
+        say(f"stopped at step {step}, saved at step {saved_at}: the same command continues from there")
         accelerator.end_training()
         sys.exit(exits.PREEMPTED)
 

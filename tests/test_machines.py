@@ -1,18 +1,24 @@
 """Several machines, each a network namespace with an address of its own, talking over a real (virtual) network."""
 
+import pytest
 from conftest import CIFAR, SMALL, final_weights, metrics, results, run, status
 
 
-def test_two_machines_compute_what_one_does(machines, reference, tmp_path):
-    """Also: without a word about it, `machines` is what the records say, and only the first machine prints losses."""
-    both = [machine.started(CIFAR, SMALL, tmp_path / "two") for machine in machines]
+def test_two_machines_compute_what_one_does_and_go_on_when_one_died(machines, reference, tmp_path):
+    """With the static rendezvous of the YAML. Only the first machine prints losses, and the records count machines."""
+    both = [machine.started(CIFAR, SMALL, tmp_path) for machine in machines]
+    both[0].wait_for("step  5/")
+    both[1].kill_all()
+    code, printed = both[0].finish()
+    assert code != 0 and "lost contact with another process" in printed
+    both = [machine.started(CIFAR, SMALL, tmp_path) for machine in machines]
     (code, printed), (other_code, elsewhere) = (started.finish() for started in both)
     assert code == other_code == 0, printed + elsewhere
-    assert "global batch 500 = 4 processes x 125 samples" in printed
-    assert "loss" not in elsewhere
-    assert final_weights(tmp_path / "two") == final_weights(reference("4gpu", 4).folder)
-    assert metrics(tmp_path / "two", "train") == metrics(reference("4gpu", 4).folder, "train")
-    assert '"machines": 2' in (tmp_path / "two" / "args.json").read_text()
+    assert "global batch 500 = 4 processes x 125 samples" in printed and "loss" not in elsewhere
+    assert '"machines": 2' in (tmp_path / "args.json").read_text()
+    assert results(tmp_path)["resumed_from"] >= 3 and status(tmp_path)["state"] == "finished"
+    assert final_weights(tmp_path) == final_weights(reference("4gpu", 4).folder)
+    assert metrics(tmp_path, "train") == metrics(reference("4gpu", 4).folder, "train")
 
 
 def test_a_machine_that_dies_and_comes_back(machines, reference, tmp_path):
@@ -35,18 +41,6 @@ def test_a_machine_that_dies_and_comes_back(machines, reference, tmp_path):
     assert final_weights(tmp_path / "two") == final_weights(reference("4gpu", 4).folder)
 
 
-def test_a_machine_that_dies_stops_the_other_and_the_same_commands_go_on(machines, tmp_path):
-    both = [machine.started(CIFAR, SMALL, tmp_path) for machine in machines]
-    both[0].wait_for("step  5/")
-    both[1].kill_all()
-    code, printed = both[0].finish()
-    assert code != 0 and "lost contact with another process" in printed
-    both = [machine.started(CIFAR, SMALL, tmp_path) for machine in machines]
-    assert [started.finish()[0] for started in both] == [0, 0]
-    assert results(tmp_path)["resumed_from"] >= 3
-    assert status(tmp_path)["state"] == "finished"
-
-
 def test_machines_with_unlike_numbers_of_processes(machines, tmp_path):
     """`accelerate launch` divides evenly; torchrun starts what it is told to on each machine."""
     arguments = SMALL.replace("--batch_size 500", "--batch_size 504")
@@ -54,9 +48,11 @@ def test_machines_with_unlike_numbers_of_processes(machines, tmp_path):
     both = []
     for machine in machines:
         torchrun = f"-m torch.distributed.run --nnodes 2 --node_rank {machine.rank} --nproc_per_node {machine.rank + 1}"
-        torchrun += " --master_addr 10.77.0.1 --master_port 29500"
+        torchrun += f" --master_addr {machines[0].address} --master_port 29500"
         both.append(machine.started(CIFAR, arguments, tmp_path / "two", launcher=torchrun.split(), config=None))
     outcomes = [started.finish() for started in both]
     assert [code for code, _ in outcomes] == [0, 0], outcomes
     assert results(tmp_path / "two")["num_processes"] == 3
-    assert final_weights(tmp_path / "two") == final_weights(tmp_path / "one")
+    # Not to the bit: the process that has a machine for itself computes with more threads.
+    for one, two in zip(metrics(tmp_path / "one", "train"), metrics(tmp_path / "two", "train"), strict=True):
+        assert two == pytest.approx(one, abs=1e-4)

@@ -366,11 +366,13 @@ def main():
         if not done:
             run.status("preempted", f"stopped by {exits.signal_name() or 'a signal to another process'} during {name}")
             say(f"stopped during {name}: the same command does it again and keeps the runs before it")
+            accelerator.wait_for_everyone()  # a scheduler may end the other machines once one has left
             accelerator.end_training()
             sys.exit(exits.PREEMPTED)
 
     if accelerator.is_main_process:
         conclude(run, processes, args, gradients, own, whole, accelerator.device, resumed_from)
+    accelerator.wait_for_everyone()  # a scheduler may end the other machines once one has left
     accelerator.end_training()
 
 

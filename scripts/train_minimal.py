@@ -103,6 +103,7 @@ def main():
         results = {"train_loss": progress["loss"], "train_accuracy": progress["accuracy"], "global_step": step}
         run.finish({**results, "num_processes": accelerator.num_processes, "resumed_from": resumed_from})
         print(f"done: loss {progress['loss']:.4f}, accuracy {progress['accuracy']:.2%}; see {run.path}")
+    accelerator.wait_for_everyone()  # a scheduler may end the other machines once one has left
     accelerator.end_training()
 
 

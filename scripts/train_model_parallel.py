@@ -394,6 +394,7 @@ def main():
             saved_at = save()
         run.status("preempted", f"stopped by {exits.signal_name() or 'a signal to another process'}", step=saved_at)
         say(f"stopped at step {step}, saved at step {saved_at}: the same command continues from there")
+        accelerator.wait_for_everyone()  # a scheduler may end the other machines once one has left
         accelerator.end_training()
         sys.exit(exits.PREEMPTED)
 
@@ -420,6 +421,7 @@ def main():
         plots.curves(run.path)
         run.finish(results)
         print(report.summary(results, run.path, "done"))
+    accelerator.wait_for_everyone()  # a scheduler may end the other machines once one has left
     accelerator.end_training()
 
 

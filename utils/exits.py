@@ -30,6 +30,7 @@ class RunFailed(Exception):
 
 def install():
     """Turns SIGTERM, SIGUSR1 and Ctrl-C into `signal_name()`, and follows the launcher into its grave."""
+    sys.stdout.reconfigure(line_buffering=True)  # people follow a log file while it is written
     for number_ in (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT):
         signal.signal(number_, _on_signal)
     # Only a launcher is followed: `nohup python script.py &` must outlive its shell.

@@ -152,15 +152,17 @@ def build_optimizer(model, args):
 
 
 def lr_at(progress, args):
-    """The share of the peak rate at `progress` in [0, 1]: linear warm-up, then constant or linear decay to zero."""
+    """The share of the peak rate at `progress` in [0, 1]: linear warm-up and decay to zero, or all of it throughout."""
+    if args.lr_schedule == "constant":
+        return 1.0  # on no account of the length of the run, which can be prolonged
     if progress < args.warmup:
         return (progress + 0.01) / (args.warmup + 0.01)
-    return 1.0 if args.lr_schedule == "constant" else max(0.0, 1 - (progress - args.warmup) / (1 - args.warmup))
+    return (1 - progress) / (1 - args.warmup)
 
 
 def image_size_at(progress, args):
     """Pixels to train at: small images first. Costs 0.66 of full size throughout, and the end sees what the test sees."""
-    if args.model == "net" or args.overfit_batch:
+    if args.model == "net" or args.lr_schedule == "constant":
         return 32
     return 24 if progress < 0.6 else 28 if progress < 0.8 else 32
 
@@ -415,7 +417,9 @@ def parse_args():
     group.add_argument("--gradient_accumulation_steps", type=number(int, 1), default=1, help="micro-batches per step")
     group.add_argument("--lr", type=number(float, 0), help="peak learning rate *")
     group.add_argument("--warmup", type=number(float, 0), help="share of the steps in which the rate rises to its peak *")
-    group.add_argument("--lr_schedule", choices=["linear", "constant"], default="linear", help="constant: can be prolonged")
+    group.add_argument(
+        "--lr_schedule", choices=["linear", "constant"], default="linear", help="constant: no warm-up either; can be prolonged"
+    )
     group.add_argument("--momentum", type=number(float, 0, above=True), default=0.85)
     group.add_argument("--weight_decay", type=number(float, 0), help="*")
     group.add_argument("--max_grad_norm", type=number(float, 0), default=0, help="clip gradients to this norm; 0: do not")
@@ -430,6 +434,8 @@ def parse_args():
     )
     args = parser.parse_args()
     args.output_dir = scratch_name(args)
+    if args.warmup is not None and args.warmup >= 1:
+        raise UserError(f"--warmup {args.warmup} is a share of the steps: below 1")
     for name, value in RECIPES[args.model].items():
         if getattr(args, name) is None:
             setattr(args, name, value)

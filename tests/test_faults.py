@@ -55,7 +55,7 @@ def test_one_rank_killed(fault, reference, tmp_path):
 @pytest.mark.slow
 @pytest.mark.parametrize("processes", [1, 3, 4])
 def test_any_number_of_processes(processes, odd_folder, tmp_path):
-    """Batch norm, lookahead, accumulation and loader workers at once. From three processes on the order of summation counts."""
+    """Batch norm, Muon, accumulation and loader workers at once. From three processes on the order of summation counts."""
     arguments = (
         f"--dataset {odd_folder} --model fastnet --batch_size 24 --max_train_steps 7 --checkpoint_every 2 --eval_every 1000 "
         "--log_every 1 --gradient_accumulation_steps 2 --num_workers 2"

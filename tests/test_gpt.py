@@ -15,7 +15,7 @@ from safetensors.torch import load_file
 
 from utils import weights
 from utils.exits import RunFailed, UserError
-from utils.muon import orthogonalise
+from utils.muon import MuonSGD, orthogonalise
 from utils.text_data import TextStream, Windows, held_out, load_held_out, load_text, synthetic_text
 
 GPT = "scripts/train_gpt.py"
@@ -268,6 +268,21 @@ def test_muon_updates_are_orthogonal():
     found = orthogonalise(torch.randn(3, 24, 96, generator=torch.Generator().manual_seed(0)))
     values = torch.linalg.svdvals(found)
     assert values.min() > 0.6 and values.max() < 1.3
+
+
+def test_muon_takes_filters_for_matrices_and_leaves_the_rest_to_the_other_optimizer():
+    torch.manual_seed(0)
+    layer = torch.nn.Conv2d(4, 8, 3)
+    before, bias = layer.weight.detach().clone(), layer.bias.detach().clone()
+    filters = dict(params=[layer.weight], weight_decay=0.0, muon=True, momentum=0.6, fixed_norm=True)
+    optimizer = MuonSGD([filters, dict(params=[layer.bias], lr=0.5, muon=False)], lr=0.1, momentum=0.9)
+    layer(torch.randn(2, 4, 8, 8)).square().sum().backward()
+    gradient = layer.bias.grad.clone()
+    optimizer.step()
+    step = layer.weight.detach() - before * 8**0.5 / before.norm()
+    values = torch.linalg.svdvals(step.flatten(1)) / 0.1
+    assert values.min() > 0.6 and values.max() < 1.3
+    assert torch.allclose(layer.bias, bias - 0.5 * gradient)
 
 
 # ------------------------------------------------------------------------------------------------------- bad input

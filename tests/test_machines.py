@@ -1,5 +1,7 @@
 """Several machines, each a network namespace with an address of its own, talking over a real (virtual) network."""
 
+import json
+
 import pytest
 from conftest import CIFAR, SMALL, final_weights, metrics, results, run, status
 
@@ -56,3 +58,23 @@ def test_machines_with_unlike_numbers_of_processes(machines, tmp_path):
     # Not to the bit: the process that has a machine for itself computes with more threads.
     for one, two in zip(metrics(tmp_path / "one", "train"), metrics(tmp_path / "two", "train"), strict=True):
         assert two == pytest.approx(one, abs=1e-4)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("each", [4, 8])
+def test_starts_as_many_processes_as_it_says(each, machines, tmp_path):
+    def typed(rank):
+        return ("--machine_rank", str(rank), "--main_process_ip", machines[0].address)
+
+    both = [
+        machine.started(
+            "tests/probe_processes.py", [str(tmp_path)], None, config=f"2node_{each}gpu", launcher=typed(machine.rank)
+        )
+        for machine in machines
+    ]
+    outcomes = [started.finish() for started in both]
+    assert [code for code, _ in outcomes] == [0, 0], outcomes
+    found = [json.loads(file.read_text()) for file in tmp_path.iterdir()]
+    assert sorted(rank["rank"] for rank in found) == list(range(2 * each))
+    assert {rank["processes"] for rank in found} == {2 * each}
+    assert all(text.count("NO GPU HERE") == 1 for _, text in outcomes[:1])

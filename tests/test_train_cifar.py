@@ -6,11 +6,9 @@ import shutil
 import datasets
 import pytest
 import torch
-from conftest import ROOT, SHARED_DATA, SMALL, Started, final_weights, make_folder, metrics, results, run, status
+from conftest import CIFAR, ROOT, SHARED_DATA, SMALL, Started, final_weights, make_folder, metrics, results, run, status
 from PIL import Image
 from safetensors.torch import load_file
-
-CIFAR = "scripts/train_cifar.py"
 
 
 def test_leaves_everything_it_promises(reference):

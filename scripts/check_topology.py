@@ -14,6 +14,7 @@ their number n (NVIDIA nccl-tests, doc/PERFORMANCE.md). A launcher that never st
 other launchers wait for it (--rdzv_conf join_timeout=60 with c10d, timeout=60 with a static rendezvous).
 """
 
+import contextlib
 import json
 import os
 import platform
@@ -87,6 +88,11 @@ def folder_mark(folder):
         return f"cannot be written: {error.strerror}"
 
 
+def remove_mark(folder):
+    with contextlib.suppress(OSError):  # a folder that cannot be written has none
+        (Path(folder) / ".check_topology").unlink()
+
+
 def data_summary(path):
     """How many files of how many bytes lie below `path`; None if it is no path here (a Hub id, `synthetic`)."""
     path = Path(path)
@@ -102,26 +108,41 @@ def roll_call(store, mine, timeout):
     Through the store rather than a process group: a group is only made once everybody has come.
 
     Raises:
-        RunFailed: on every process that is there, if others have not come `timeout` seconds after it.
+        RunFailed: on every process that is there, if others have not come within `timeout` seconds.
     """
     store.set(f"facts/{RANK}", json.dumps(mine))
     deadline = time.monotonic() + timeout
     keys = [f"facts/{rank}" for rank in range(WORLD)]
     while not store.check(keys):
+        if store.check(["missing"]):  # another process has waited for longer
+            part(store, 2)
+            raise RunFailed(store.get("missing").decode())
         if time.monotonic() > deadline:
             there = [json.loads(store.get(key)) for key in keys if store.check([key])]
             ranks = {one["rank"] for one in there}
-            missing = [rank for rank in range(WORLD) if rank not in ranks]
+            missing = ", ".join(str(rank) for rank in range(WORLD) if rank not in ranks)
             hosts = "; ".join(
                 f"{host} has {', '.join(str(one['rank']) for one in there if one['host'] == host)}"
                 for host in dict.fromkeys(one["host"] for one in there)
             )
-            told = f"rank {', '.join(map(str, missing))} of {WORLD} did not come within {timeout} s ({hosts})"
+            told = f"rank {missing} of {WORLD} did not come within {timeout} s ({hosts})"
+            store.set("missing", told)
             if RANK == min(ranks) != 0:  # it is rank 0 that is missing, which would print this
                 print(f"error: {told}", file=sys.stderr, flush=True)
+            part(store, len(there))
             raise RunFailed(told)
         time.sleep(0.05)
     return [json.loads(store.get(key)) for key in keys]
+
+
+def part(store, present):
+    """Lets rank 0, which may hold the store, go last of the `present` processes: they have read all they need."""
+    if RANK:
+        store.add("gone", 1)
+        return
+    deadline = time.monotonic() + 5
+    while store.add("gone", 0) < present - 1 and time.monotonic() < deadline:
+        time.sleep(0.05)
 
 
 def clock_skews(store, timeout):
@@ -166,10 +187,14 @@ def problems(everyone, skews, args):
                 f"{who} both on GPU {shared[0]['local_rank']} of {shared[0]['host']} ({shared[0]['uuid']}): "
                 "one process per GPU; look at CUDA_VISIBLE_DEVICES and at what the scheduler gave each launcher"
             )
-    for name in everyone[0]["versions"]:
+    without = dict.fromkeys(one["host"] for one in everyone if one["backend"] == "gloo")
+    if without and any(one["backend"] == "nccl" for one in everyone):
+        found.append(f"no usable GPU on {', '.join(without)}, but on other machines: look at nvidia-smi there")
+    for name in sorted({name for one in everyone for name in one["versions"]}):
         by_version = {}
         for one in everyone:
-            by_version.setdefault(one["versions"].get(name), []).append(one["host"])
+            if name in one["versions"]:
+                by_version.setdefault(one["versions"][name], []).append(one["host"])
         if len(by_version) > 1:
             told = ", ".join(f"{what} on {', '.join(dict.fromkeys(hosts))}" for what, hosts in by_version.items())
             found.append(f"different versions of {name}: {told}: install the same everywhere")
@@ -278,7 +303,7 @@ def verdict(rows, everyone):
         f"{WORLD} processes on {machines} machine{'s' * (machines > 1)} can talk to each other: "
         f"{latency * 1e6:,.0f} us for the smallest message, {best['bus_bandwidth'] / 1e9:.2f} GB/s of bus bandwidth at best.\n"
         f"Averaging float32 gradients takes about {told} parameters. A backward pass that takes longer hides it; a "
-        f"shorter one waits, and wants a larger batch or fewer, larger steps (--gradient_accumulation_steps)."
+        f"shorter one waits, and wants a larger --batch_size."
     )
 
 
@@ -290,8 +315,11 @@ def main():
     on_cpu = topology.check_launch()
     timeout = timedelta(seconds=args.timeout)
     if WORLD == 1:
-        print(table([facts(on_cpu, args.output_dir, args.dataset)], {}))
-        (Path(args.output_dir) / ".check_topology").unlink(missing_ok=True)
+        mine = facts(on_cpu, args.output_dir, args.dataset)
+        remove_mark(args.output_dir)
+        print(table([mine], {}))
+        if found := problems([mine], {}, args):
+            raise UserError("\nerror: ".join(found))
         print("one process: there is nobody to talk to")
         return
     # The launcher's agent may hold the store already.
@@ -302,25 +330,27 @@ def main():
     except (dist.DistNetworkError, dist.DistStoreError) as error:
         raise RunFailed(
             f"rank {RANK} on {socket.gethostname()} cannot reach {address[0]}:{address[1]}: open that port on the first "
-            f"machine, and check --main_process_ip ({str(error).splitlines()[0]})"
+            f"machine, and check --main_process_ip ({str(error).splitlines()[0]})",
+            here=True,
         ) from None
     # A restarted launch must not read what the last attempt said.
     attempt = f"{os.environ.get('TORCHELASTIC_RUN_ID')}/{os.environ.get('TORCHELASTIC_RESTART_COUNT')}"
     store = dist.PrefixStore(f"check_topology/{attempt}", store)
     everyone = roll_call(store, facts(on_cpu, args.output_dir, args.dataset), args.timeout)
     skews = clock_skews(store, args.timeout)
-    (Path(args.output_dir) / ".check_topology").unlink(missing_ok=True)  # all have read it: the facts are complete
+    remove_mark(args.output_dir)  # all have read it: the facts are complete
     if RANK == 0:
         print(table(everyone, skews), flush=True)
         store.set("problems", json.dumps(problems(everyone, skews, args)))
-    found = json.loads(store.get("problems"))
-    if found:
+    if found := json.loads(store.get("problems")):
+        part(store, WORLD)
         raise UserError("\nerror: ".join(found))
 
     device = torch.device("cpu") if on_cpu else torch.device("cuda", int(os.environ.get("LOCAL_RANK", 0)))
     if not on_cpu:
         torch.cuda.set_device(device)
-    dist.init_process_group(everyone[0]["backend"], store=store, rank=RANK, world_size=WORLD, timeout=timeout)
+    group = dict(store=store, rank=RANK, world_size=WORLD, timeout=timeout, device_id=None if on_cpu else device)
+    dist.init_process_group(everyone[0]["backend"], **group)
     rows = measure_all_reduce(device, args.max_bytes, args.seconds_per_size)
     if RANK == 0:
         print(f"\nall-reduce over {dist.get_backend()}\n{bandwidth_table(rows)}\n\n{verdict(rows, everyone)}")

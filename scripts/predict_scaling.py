@@ -9,8 +9,9 @@
 
 The model, for W processes and n bytes of gradients over links of latency a and bandwidth b:
 
-- all-reduce by a ring: 2 (W - 1) a + 2 n (W - 1) / (W b) (Patarasuk & Yuan, JPDC 2009); by a pipelined double tree:
-  2 log2(W) a + 2 n / b (Sanders, Speck & Traeff, Parallel Computing 2009; NCCL has both). The faster one counts.
+- all-reduce by a ring: 2 (W - 1) a + 2 n (W - 1) / (W b) (Patarasuk & Yuan, JPDC 2009); by two pipelined trees, up and
+  down: each way n / b + 2 a log2(W) + sqrt(8 a log2(W) n / b) (Sanders, Speck & Traeff, Parallel Computing 2009). NCCL
+  has both; the faster one counts.
 - DDP sends gradients in buckets of 25 MiB (the first: 1 MiB) as the backward pass, two thirds of the computation, makes
   them, one after the other; only what is not hidden behind that pass is waited for (Li et al., arXiv:2006.15704).
 - Weak scaling: the batch per process stays, the global one grows. Strong: the global batch stays, so that W processes
@@ -56,16 +57,15 @@ def all_reduce_seconds(processes, size, latency, bandwidth):
     if processes == 1:
         return 0.0
     ring = 2 * (processes - 1) * latency + 2 * (processes - 1) / processes * size / bandwidth
-    tree = 2 * math.log2(processes) * latency + 2 * size / bandwidth
-    return min(ring, tree)
+    climb, transfer = latency * math.log2(processes), size / bandwidth
+    return min(ring, 2 * (transfer + 2 * climb + math.sqrt(8 * climb * transfer)))
 
 
 def buckets(size):
     """The bytes of DDP's buckets, in the order in which they are sent."""
-    sizes = [min(FIRST_BUCKET, size)]
-    while sum(sizes) < size:
-        sizes.append(min(BUCKET, size - sum(sizes)))
-    return sizes
+    first = min(FIRST_BUCKET, size)
+    whole, rest = divmod(size - first, BUCKET)
+    return [first] + [BUCKET] * whole + [rest] * (rest > 0)
 
 
 def step_seconds(processes, compute, size, latency, bandwidth, overlap=True):
@@ -81,11 +81,10 @@ def step_seconds(processes, compute, size, latency, bandwidth, overlap=True):
 
 
 def fit_link(rows, processes):
-    """Latency and bandwidth of the link from measured all-reduces, by the ring's formula.
-
-    The smallest message is all latency, the best bus bandwidth all bandwidth.
+    """Latency and bandwidth of the link from measured all-reduces: the smallest message is all latency, the best bus
+    bandwidth all bandwidth.
     """
-    latency = min(row["seconds"] for row in rows) / (2 * (processes - 1))
+    latency = min(row["seconds"] for row in rows) / min(2 * (processes - 1), 4 * math.log2(processes))
     return latency, max(row["bus_bandwidth"] for row in rows)
 
 
@@ -112,7 +111,7 @@ def verdict(args, rows):
     """Where DDP stops paying, in words."""
     lines = []
     for kind, remedy in (
-        ("weak", "Beyond it a larger batch per process (or more accumulation steps) gives each all-reduce more to hide behind"),
+        ("weak", "Beyond it a larger batch per process gives each all-reduce more to hide behind"),
         ("strong", "Beyond it more processes want a larger global batch, or they wait for each other"),
     ):
         good = [row["processes"] for row in rows if row[f"{kind}_efficiency"] >= args.worthwhile]
@@ -139,7 +138,7 @@ def verdict(args, rows):
 def measure(args):
     """Runs real steps on these processes and compares them with the prediction from their parts."""
     accelerator = Accelerator(cpu=topology.check_launch())
-    width = round((args.parameters / args.layers) ** 0.5)
+    width = max(1, round((args.parameters / args.layers) ** 0.5))
     network = nn.Sequential(*(nn.Linear(width, width, bias=False) for _ in range(args.layers)))
     model = accelerator.prepare(network)
     data = torch.randn(args.batch, width, device=accelerator.device)
@@ -184,9 +183,7 @@ def measure(args):
                 f"step predicted {found['predicted_overlapped'] * 1e3:.1f} ms (communication hidden) to "
                 f"{found['predicted_in_turn'] * 1e3:.1f} ms (in turn), measured {whole * 1e3:.1f} ms"
             )
-        folder = Path(args.output_dir)
-        folder.mkdir(parents=True, exist_ok=True)
-        (folder / f"measured_{processes}.json").write_text(json.dumps(found, indent=1))
+        write(args, f"measured_{processes}.json", found)
     accelerator.end_training()
 
 
@@ -203,8 +200,15 @@ def main():
         try:
             found = json.loads(Path(args.topology).read_text())
             latency, bandwidth = fit_link(found["all_reduce"], len(found["processes"]))
-        except (OSError, ValueError, KeyError) as error:
+            machines = len({process["host"] for process in found["processes"]})
+        except (OSError, ValueError, KeyError, TypeError, ZeroDivisionError) as error:
             raise UserError(f"--topology {args.topology} is not what check_topology.py writes: {error}") from None
+        if machines == 1:
+            print(
+                "*** measured within one machine: between machines links are slower; measure on two ***",
+                file=sys.stderr,
+                flush=True,
+            )
     if args.step_seconds is None or latency is None or bandwidth is None:
         raise UserError("give --step_seconds, and --topology or both --latency and --bandwidth")
     rows = predict(args, latency, bandwidth)
@@ -220,13 +224,20 @@ def main():
             f"{row['strong_seconds'] * 1e3:8.2f} ms  {row['strong_efficiency']:>11.1%}"
         )
     print(f"\n{verdict(args, rows)}")
-    folder = Path(args.output_dir)
-    folder.mkdir(parents=True, exist_ok=True)
-    (folder / "scaling.json").write_text(json.dumps({"latency": latency, "bandwidth": bandwidth, "rows": rows}, indent=1))
-    plots.scaling(folder / "scaling.png", rows)
+    write(args, "scaling.json", {"latency": latency, "bandwidth": bandwidth, "rows": rows})
+    plots.scaling(Path(args.output_dir) / "scaling.png", rows)
+
+
+def write(args, name, record):
+    try:
+        Path(args.output_dir).mkdir(parents=True, exist_ok=True)
+        (Path(args.output_dir) / name).write_text(json.dumps(record, indent=1))
+    except OSError as error:
+        raise UserError(f"cannot write to --output_dir {args.output_dir}: {error.strerror}") from None
 
 
 def whole(text):
+    """An argparse type: a whole number that may be written 1.5e9."""
     return int(number(float, 1)(text))
 
 

@@ -5,7 +5,7 @@ import json
 import pytest
 from conftest import run
 
-from scripts.predict_scaling import all_reduce_seconds, buckets, step_seconds
+from scripts.predict_scaling import all_reduce_seconds, buckets, fit_link, step_seconds
 
 PREDICT = "scripts/predict_scaling.py"
 
@@ -16,7 +16,17 @@ def test_all_reduce():
     assert all_reduce_seconds(2, 1e9, 1e-5, 1e9) == pytest.approx(1 + 2e-5)
     # A long message goes round the ring, a short one up and down the tree.
     assert all_reduce_seconds(1024, 4e9, 1e-6, 1e9) == pytest.approx(2 * 1023 * 1e-6 + 2 * 4 * 1023 / 1024)
-    assert all_reduce_seconds(1024, 4, 1e-6, 1e9) == pytest.approx(20e-6, rel=1e-3)
+    assert all_reduce_seconds(1024, 4, 1e-6, 1e9) == pytest.approx(40e-6, rel=0.05)
+
+
+@pytest.mark.parametrize("processes", [2, 3, 8, 64])
+def test_the_fitted_link_predicts_what_it_was_fitted_to(processes):
+    link = dict(latency=2e-5, bandwidth=3e9)
+    rows = []
+    for size in (4, 2**30):
+        seconds = all_reduce_seconds(processes, size, **link)
+        rows.append({"seconds": seconds, "bus_bandwidth": size / seconds * 2 * (processes - 1) / processes})
+    assert fit_link(rows, processes) == pytest.approx(tuple(link.values()), rel=0.02)
 
 
 def test_buckets():
@@ -36,7 +46,7 @@ def test_what_is_hidden_costs_nothing():
 
 def test_predicts_from_what_was_measured(tmp_path):
     rows = [{"bytes": size, "seconds": s, "bus_bandwidth": size / s} for size, s in ((1024, 4e-5), (2**26, 2**26 / 1e10))]
-    (tmp_path / "topology.json").write_text(json.dumps({"processes": [{}, {}], "all_reduce": rows}))
+    (tmp_path / "topology.json").write_text(json.dumps({"processes": [{"host": "a"}, {"host": "b"}], "all_reduce": rows}))
     arguments = f"--parameters 11e6 --step_seconds 0.1 --topology {tmp_path}/topology.json"
     done = run(None, PREDICT, arguments, output_dir=tmp_path)
     assert "20.0 us and 10.00 GB/s" in done.stdout and "no need for FSDP" in done.stdout
@@ -44,6 +54,14 @@ def test_predicts_from_what_was_measured(tmp_path):
     assert [row["processes"] for row in found] == [2**i for i in range(3, 13)]
     assert found[0]["weak_efficiency"] > 0.98 > 0.5 > found[-1]["strong_efficiency"]
     assert (tmp_path / "scaling.png").stat().st_size > 10_000
+
+
+@pytest.mark.parametrize("content", ["[]", "{}", '{"processes": [{"host": "a"}], "all_reduce": [{"seconds": 1}]}', "no"])
+def test_another_file_is_one_line(content, tmp_path):
+    (tmp_path / "topology.json").write_text(content)
+    arguments = f"--step_seconds 0.1 --topology {tmp_path}/topology.json"
+    done = run(None, PREDICT, arguments, output_dir=tmp_path, check=False)
+    assert done.returncode == 2 and len(done.stderr.splitlines()) == 1 and "is not what check_topology.py" in done.stderr
 
 
 def test_says_what_is_missing(tmp_path):

@@ -24,8 +24,8 @@ def number(kind, low, *, above=False):
             value = kind(text)
         except ValueError:
             raise argparse.ArgumentTypeError(f"'{text}' is not a number of type {kind.__name__}") from None
-        if not (value > low if above else value >= low):
-            raise argparse.ArgumentTypeError(f"must be {'above' if above else 'at least'} {low}, not {text}")
+        if not (value > low if above else value >= low) or value == float("inf"):
+            raise argparse.ArgumentTypeError(f"must be {'above' if above else 'at least'} {low} and finite, not {text}")
         return value
 
     return convert

@@ -139,8 +139,7 @@ def load(accelerator, path):
         UserError: a file holds something other than tensors and plain values (it is not executed), or does not fit.
     """
     try:
-        for index in Path(path).rglob(shards.INDEX):
-            shards.refuse_code(index.parent)
+        shards.refuse_code(path)
         accelerator.load_state(str(path))
     except pickle.UnpicklingError as error:
         reason = str(error).splitlines()[0]

@@ -21,11 +21,18 @@ _micro_batch = None
 
 
 class UserError(Exception):
-    """Something a person can mend: ends the run with this one line and exit code 2."""
+    """Something a person can mend: ends the run with this one line and exit code 2.
+
+    All processes know it and rank 0 says it; with `here`, those of one machine know it and their first one does.
+    """
+
+    def __init__(self, line, here=False):
+        super().__init__(line)
+        self.here = here
 
 
-class RunFailed(Exception):
-    """The run itself cannot go on (a diverged loss, say), and all processes know it: one line and exit code 1."""
+class RunFailed(UserError):
+    """The run itself cannot go on (a diverged loss, say): one line and exit code 1."""
 
 
 def install():
@@ -70,21 +77,22 @@ def worker_init(_worker_id):
 
 def run(main):
     """Calls `main()` and ends the process: 0 done, 1 failed, 2 a person's error, `PREEMPTED` stopped by a signal."""
-    everywhere = True  # whether every process ends with this same line
+    speaker = "RANK"  # which of its ranks must be 0 for a process to say why; None: each speaks for itself
     try:
         main()
         return
-    except (UserError, RunFailed) as error:
-        code, line = 2 if isinstance(error, UserError) else 1, f"error: {error}"
+    except UserError as error:
+        code, line = 1 if isinstance(error, RunFailed) else 2, f"error: {error}"
+        speaker = "LOCAL_RANK" if error.here else "RANK"
     except Exception as error:
-        everywhere = False
+        speaker = None
         code, line = 1, _known_failure(error)
         if line is None:
             traceback.print_exc()
             line = f"error: {type(error).__name__}: {str(error).strip().splitlines()[0] if str(error) else ''}"
     for hook in _failure_hooks:
         hook(line.removeprefix("error: "))
-    if everywhere and int(os.environ.get("RANK", 0)) != 0:
+    if speaker and int(os.environ.get(speaker, 0)) != 0:
         # Rank 0 prints it. Leaving before it has would make the launcher stop it unread.
         deadline = time.monotonic() + 10
         while _signal_name is None and time.monotonic() < deadline:

@@ -25,23 +25,36 @@ KNOWN = {
     "torch": {"Size"} | {name for name, value in vars(torch).items() if isinstance(value, torch.dtype)},
     "pathlib": {"PosixPath", "PurePosixPath"},
     "pathlib._local": {"PosixPath", "PurePosixPath"},  # where Python 3.13 keeps them
-    "collections": {"OrderedDict"},
 }
 
 
 def refuse_code(folder):
-    """Checks that loading the sharded state in `folder` executes nothing: torch unpickles its index and its plain values.
+    """Checks that loading sharded state anywhere below `folder` executes nothing.
+
+    torch unpickles its index, and those of its values that are no tensors.
 
     Raises:
-        pickle.UnpicklingError: it would; names what.
+        pickle.UnpicklingError: it would, or the index is none; names what.
     """
-    with (Path(folder) / INDEX).open("rb") as file:
+    for path in Path(folder).rglob(f"*{INDEX}"):
+        if path.name != INDEX:
+            raise pickle.UnpicklingError(f"{path.name} would be read in place of an index")
+        try:
+            _check(path.parent)
+        except (AttributeError, EOFError, IndexError, KeyError, OSError, TypeError, ValueError) as error:
+            raise pickle.UnpicklingError(f"{path} is no index of sharded state: {error}") from None
+
+
+def _check(folder):
+    with (folder / INDEX).open("rb") as file:
         index = _Inspector(file).load()
+    if type(index.storage_data) is not dict or type(index.state_dict_metadata) is not dict:
+        raise TypeError("not of plain dictionaries")  # another mapping may show us other items than it does torch
     for key, place in index.storage_data.items():
         if getattr(place, "transform_descriptors", None):
             raise pickle.UnpicklingError(f"{key.fqn} is stored in a transformed way")
         if isinstance(index.state_dict_metadata[key.fqn], BytesStorageMetadata):
-            with (Path(folder) / place.relative_path).open("rb") as file:
+            with (folder / place.relative_path).open("rb") as file:
                 file.seek(place.offset)
                 torch.load(io.BytesIO(file.read(place.length)), weights_only=True)
 

@@ -34,7 +34,8 @@ def check_launch():
             fits = max(size for size in (1, 2, 4, 8) if size <= gpus)
             raise UserError(
                 f"{_config_name()} starts {local_processes} processes on this machine, which has {gpus} "
-                f"GPU{'s' * (gpus > 1)}: use {fits}gpu.yaml"
+                f"GPU{'s' * (gpus > 1)}: use {fits}gpu.yaml",
+                here=True,
             )
         # The same sums in the same order every time: what makes a resumed run bit for bit the same.
         torch.backends.cudnn.deterministic = True

@@ -197,7 +197,7 @@ class Machine:
             output_dir=output_dir,
             launcher=typed if launcher is None else launcher,
             host=(*self.enter, *enter),
-            env={"GLOO_SOCKET_IFNAME": self.interface, **(env or {})},
+            env={"GLOO_SOCKET_IFNAME": self.interface, "CUDA_VISIBLE_DEVICES": "", **(env or {})},
         )
 
 

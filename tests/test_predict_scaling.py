@@ -37,11 +37,11 @@ def test_buckets():
 def test_what_is_hidden_costs_nothing():
     fast, slow = dict(latency=0.0, bandwidth=1e15), dict(latency=0.0, bandwidth=1e8)
     assert step_seconds(8, 1.0, 10**8, **fast) == pytest.approx(1.0)
-    # All but the first bucket's share of the backward pass is spent sending.
-    sending = 10**8 * 2 * 7 / 8 / 1e8
-    first = 1 / 3 + 2 / 3 * 2**20 / 10**8
-    assert step_seconds(8, 1.0, 10**8, **slow) == pytest.approx(first + sending, rel=1e-6)
-    assert step_seconds(8, 1.0, 10**8, **slow, overlap=False) == pytest.approx(1 + sending)
+    # The first bucket is away before the second is made; from then on the link is never idle.
+    made = 1 / 3 + 2 / 3 * 26 * 2**20 / 10**8
+    rest = (10**8 - 2**20) * 2 * 7 / 8 / 1e8
+    assert step_seconds(8, 1.0, 10**8, **slow) == pytest.approx(made + rest, rel=1e-6)
+    assert step_seconds(8, 1.0, 10**8, **slow, overlap=False) == pytest.approx(1 + 2 * 7 / 8)
 
 
 def test_predicts_from_what_was_measured(tmp_path):
@@ -52,7 +52,7 @@ def test_predicts_from_what_was_measured(tmp_path):
     assert "20.0 us and 10.00 GB/s" in done.stdout and "no need for FSDP" in done.stdout
     found = json.loads((tmp_path / "scaling.json").read_text())["rows"]
     assert [row["processes"] for row in found] == [2**i for i in range(3, 13)]
-    assert found[0]["weak_efficiency"] > 0.98 > 0.5 > found[-1]["strong_efficiency"]
+    assert found[0]["weak_efficiency"] > 0.95 > 0.5 > found[-1]["strong_efficiency"]
     assert (tmp_path / "scaling.png").stat().st_size > 10_000
 
 

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import psutil
 import pytest
-from conftest import CIFAR, LIMIT, ROOT, final_weights, metrics, results, run, status
+from conftest import CIFAR, LIMIT, ROOT, SMALL, final_weights, metrics, results, run, status
 
 CONF = """
 ClusterName=test
@@ -145,7 +145,7 @@ def test_signal_lost_node_and_time_limit_cost_nothing(cluster, tmp_path):
         if results(whole)["train_seconds"] > 25:  # else a fast machine gets through within an attempt's minute
             break
     folder = cluster.folder / "job" / "runs" / "train_cifar"
-    job = cluster.submit("--nodes=2 --time=1 --signal=B:USR1@10", f"{CIFAR} {arguments}")
+    job = cluster.submit("--nodes=2 --time=1 --signal=B:USR1@30", f"{CIFAR} {arguments}")
 
     def reached(step):
         lines = metrics(folder, "train") if (folder / "metrics.jsonl").exists() else []
@@ -156,7 +156,8 @@ def test_signal_lost_node_and_time_limit_cost_nothing(cluster, tmp_path):
     cluster.until("the job is requeued", lambda: "attempt 1:" in cluster.log(job))
     assert "asking the run to save" in cluster.log(job) and "run preempted" in cluster.log(job)
 
-    seen = cluster.until("the second attempt takes some steps", lambda: reached(seen + 60))
+    cluster.until("the second attempt goes on", lambda: "continuing from" in cluster.log(job, node=0))
+    seen = cluster.until("and takes some steps", lambda: reached(seen + 30))
     for process in psutil.Process(cluster.daemons["n2"].pid).children(recursive=True):
         process.kill()
     cluster.daemons["n2"].kill()
@@ -187,7 +188,16 @@ def test_as_many_processes_as_gpus(nodes, cluster):
     assert "4gpu.yaml" in cluster.log(job)
 
 
-def test_a_mistake_is_not_requeued(cluster):
-    job = cluster.submit("--nodes=1", f"{CIFAR} --dataset nowhere --output_dir {cluster.folder}/mistake")
+def test_a_mistake_is_not_requeued_nor_is_a_cancelled_job(cluster):
+    """The same folder: what it says of the run before must not be taken for what became of the next."""
+    folder = cluster.folder / "ended"
+    job = cluster.submit("--nodes=1", f"{CIFAR} {SMALL} --max_train_steps 100000 --output_dir {folder}")
+    cluster.until("the run takes some steps", lambda: "step " in cluster.log(job, node=0))
+    cluster.command(f"scancel {job}")
+    cluster.until("the job is cancelled", lambda: cluster.state(job) == "CANCELLED")
+    assert status(folder)["state"] == "preempted" and "attempt 1" not in cluster.log(job)
+
+    job = cluster.submit("--nodes=1", f"{CIFAR} {SMALL} --lr 3 --output_dir {folder}")
     cluster.until("the job ends", lambda: cluster.state(job) in ("COMPLETED", "FAILED"))
     assert cluster.state(job) == "FAILED" and "attempt 1" not in cluster.log(job)
+    assert "error: " in cluster.log(job, node=0)

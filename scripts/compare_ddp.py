@@ -27,9 +27,10 @@ that was only rounding all but disappears):
 The experiment is that of the thread "Properly implementing DDP in training loop" at discuss.pytorch.org (2022): B = 64,
 W = 4, two epochs, and `ddp` may take int(0.66 W) times as many epochs because each is so much shorter.
 
-Measured on 2026-11-21 with 2cpu.yaml, --dataset synthetic --epochs 10, on 2 cores of an AMD EPYC that had other work too:
-after 20 steps the weights of `replicated` and its equivalent differ by 1.5e-7, those of `ddp` and its by 2.0e-7, relative;
-780 steps of `ddp` took 22 s against 30 s in one process. Later the runs part: by 0.2 in `ddp`'s weights at the end. With
+Measured on 2026-11-21 with --dataset synthetic on 2 cores of an AMD EPYC: with 2cpu.yaml, after 20 steps, the weights of
+`replicated` and its equivalent differ by 1.5e-7, those of `ddp` and its by 2.0e-7, relative, and by 4.4e-7 at most at the
+end; with 4gpu.yaml, the thread's setting rehearsed over gloo, by 1.3e-7, 2.0e-7 and 9.7e-7. In longer runs (--epochs 10)
+rounding grows until the runs part: by 0.2 in `ddp`'s weights at the end. With
 the tutorial's ReLU and max-pooling, in float64, its losses differed by 4e-16 at first, 1e-12 after 370 steps and 8e-3
 after 770: rounding that grows from step to step, not another computation.
 """

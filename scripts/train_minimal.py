@@ -53,7 +53,10 @@ def main():
     say = accelerator.on_main_process(print)  # accelerator.print speaks once per machine
     say(topology.banner(accelerator, "train_minimal", args.batch_size, 1))
     run = RunFolder(args, accelerator.is_main_process)
-    _, found = topology.from_main(accelerator, lambda: (run.take(), checkpoint.find(run.path, args.resume)))
+    finished, found = topology.from_main(accelerator, lambda: (run.take(), checkpoint.find(run.path, args.resume)))
+    if finished:
+        say(f"this run is finished already, nothing to do: accuracy {finished['train_accuracy']:.2%}; see {run.path}")
+        return
 
     set_seed(args.seed)
     model = nn.Sequential(nn.Linear(2, 64), nn.ReLU(), nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 3))

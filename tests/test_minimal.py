@@ -47,6 +47,13 @@ def test_killed_and_relaunched_ends_with_the_same_weights(config, uninterrupted,
     assert metrics(tmp_path, "train") == metrics(uninterrupted[config][1], "train")
 
 
+def test_a_finished_run_stays_as_it_is(uninterrupted):
+    _, folder = uninterrupted["cpu"]
+    before = {path: path.stat().st_mtime_ns for path in folder.rglob("*") if path.name != ".lock"}
+    assert "finished already" in run("cpu", MINIMAL, ARGUMENTS, output_dir=folder).stdout
+    assert before == {path: path.stat().st_mtime_ns for path in folder.rglob("*") if path.name != ".lock"}
+
+
 def test_a_batch_that_does_not_divide_is_one_line(tmp_path):
     done = run("2cpu", MINIMAL, "--batch_size 101", output_dir=tmp_path, check=False)
     errors = [line for line in (done.stdout + done.stderr).splitlines() if line.startswith("error:")]

@@ -6,6 +6,7 @@ The usual one: a torchvision data set with per-sample transforms (crop, flip, cu
 with two workers. Ours: `BatchedImages` and `augment` with the same operations. Decoding happens before either.
 """
 
+import argparse
 import statistics
 import sys
 import time
@@ -20,7 +21,7 @@ sys.path.insert(1, str(Path(__file__).resolve().parents[1]))
 from utils.augment import augment, normalise
 from utils.image_data import BatchedImages, Split, as_is
 
-COUNT, BATCH, ROUNDS = 20_000, 1000, 3
+COUNT, BATCH = 20_000, 1000
 
 
 class PerSample(Dataset):
@@ -52,12 +53,15 @@ def ours(dataset, mean, std):
 
 
 def main():
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("--rounds", type=int, default=3, help="how often each is measured")
+    args = parser.parse_args()
     torch.set_num_threads(2)
     images = torch.randint(0, 256, (COUNT, 3, 32, 32), dtype=torch.uint8)
     per_sample, batched = PerSample(images), BatchedImages(Split(images, torch.zeros(COUNT, dtype=torch.int64)))
     mean, std = torch.tensor([125.0, 123.0, 114.0]), torch.tensor([63.0, 62.0, 67.0])
     speeds = {"usual": [], "ours": []}
-    for _ in range(ROUNDS):
+    for _ in range(args.rounds):
         for name, load in (("usual", lambda: usual(per_sample)), ("ours", lambda: ours(batched, mean, std))):
             began = time.perf_counter()
             seen = load()

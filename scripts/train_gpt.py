@@ -14,7 +14,7 @@ losses of any two data sets or models compare.
     python scripts/train_gpt.py --sample runs/train_gpt --prompt "ROMEO:" --temperature 0.8 --top_k 40
 
 Measured on 2026-11-21 with the first command (and --eval_every 2000) on tinyshakespeare, 2 cores of an AMD EPYC, float32:
-validation loss 1.571 nats a byte (2.267 bits) over the whole held-out tenth in 219 s; 1.788 with 500 steps, in 55 s, where
+validation loss 1.571 nats a byte (2.267 bits) over the whole held-out tenth in 219 s; 1.839 with 400 steps, in 43 s, where
 nanoGPT's 2,000 steps took 2 minutes to 1.880. Not run on a GPU yet.
 """
 

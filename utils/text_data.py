@@ -297,7 +297,7 @@ def _documents(rows, column, name, failure):
         for row in rows:
             yield _encode(row[column], number, f"--dataset {name}", failure) + b"\n"
             number += 1
-    except (UserError, RunFailed):
+    except UserError:
         raise
     except Exception as error:
         raise failure(f"--dataset {name} cannot be read after row {number}: {_first_line(error)}") from None

@@ -36,7 +36,7 @@ from torch.utils.data import DataLoader
 from tqdm import tqdm
 
 from utils import checkpoint, plots, report, topology, weights
-from utils.arguments import Parser, add_run_arguments, number
+from utils.arguments import Parser, add_data_arguments, add_run_arguments, number
 from utils.augment import augment, normalise
 from utils.exits import UserError
 from utils.guard import Guard
@@ -244,16 +244,8 @@ def main():
     checkpoint_every = steps_per_epoch if args.checkpoint_every is None else args.checkpoint_every
 
     # ---- what this folder holds already: nothing, a run to continue, or one that must not be touched
-    run = RunFolder(args, accelerator.is_main_process, free=LENGTH if args.lr_schedule == "constant" else ())
-
-    def take_folder():
-        finished = run.take()
-        found = None if finished else checkpoint.find(run.path, args.resume)
-        if found:
-            run.check_same(found[1]["arguments"], found[0])
-        return finished, found
-
-    finished, found = topology.from_main(accelerator, take_folder)
+    run = RunFolder(args, accelerator, free=LENGTH if args.lr_schedule == "constant" else ())
+    finished, found = run.open()
     if finished:
         say(report.summary(finished, run.path, "this run is finished already, nothing to do"))
         return
@@ -368,11 +360,7 @@ def main():
     if step < total_steps and not args.overfit_batch:
         if saved_at != step:
             saved_at = save()
-        run.status("preempted", f"stopped by {exits.signal_name() or 'a signal to another process'}", step=saved_at)
-        say(f"stopped at step {step}, saved at step {saved_at}: the same command continues from there")
-        accelerator.wait_for_everyone()  # a scheduler may end the other machines once one has left
-        accelerator.end_training()
-        sys.exit(exits.PREEMPTED)
+        run.preempted(f"at step {step}, saved at step {saved_at}", step=saved_at)
 
     # ---- the results
     train_seconds = progress["train_seconds"] + time.perf_counter() - began
@@ -429,9 +417,8 @@ def parse_args():
     group.add_argument("--padding", type=number(int, 0), help="largest random shift in pixels *")
     group.add_argument("--cutout", type=number(int, 0), help="side of the blanked square in pixels, 0: none *")
     group.add_argument("--tta", action="store_true", help="also report test-time augmented accuracy")
-    add_run_arguments(
-        parser, "runs/train_cifar", "uoft-cs/cifar10", "Hub id or local folder of a 32x32 image data set, or `synthetic`"
-    )
+    add_run_arguments(parser, "runs/train_cifar")
+    add_data_arguments(parser, "uoft-cs/cifar10", "Hub id or local folder of a 32x32 image data set, or `synthetic`")
     args = parser.parse_args()
     args.output_dir = scratch_name(args)
     if args.warmup is not None and args.warmup >= 1:

@@ -50,7 +50,7 @@ from torch.utils.data import DataLoader
 from tqdm import tqdm
 
 from utils import checkpoint, plots, report, topology, weights
-from utils.arguments import Parser, add_run_arguments, number
+from utils.arguments import Parser, add_data_arguments, add_run_arguments, number
 from utils.exits import UserError
 from utils.gpu_peaks import peak_flops
 from utils.guard import Guard
@@ -255,16 +255,8 @@ def main():
     total_steps = args.max_train_steps or args.epochs * steps_per_epoch
 
     # ---- what this folder holds already: nothing, a run to continue, or one that must not be touched
-    run = RunFolder(args, accelerator.is_main_process, free=HARMLESS + (LENGTH if args.lr_schedule == "constant" else ()))
-
-    def take_folder():
-        finished = run.take()
-        found = None if finished else checkpoint.find(run.path, args.resume)
-        if found:
-            run.check_same(found[1]["arguments"], found[0])
-        return finished, found
-
-    finished, found = topology.from_main(accelerator, take_folder)
+    run = RunFolder(args, accelerator, free=HARMLESS + (LENGTH if args.lr_schedule == "constant" else ()))
+    finished, found = run.open()
     if finished:
         say(report.summary(finished, run.path, "this run is finished already, nothing to do"))
         return
@@ -411,11 +403,7 @@ def main():
     if step < total_steps and not args.overfit_batch:
         if saved_at != step:
             saved_at = save()
-        run.status("preempted", f"stopped by {exits.signal_name() or 'a signal to another process'}", step=saved_at)
-        say(f"stopped at step {step}, saved at step {saved_at}: the same command continues from there")
-        accelerator.wait_for_everyone()  # a scheduler may end the other machines once one has left
-        accelerator.end_training()
-        sys.exit(exits.PREEMPTED)
+        run.preempted(f"at step {step}, saved at step {saved_at}", step=saved_at)
 
     # ---- the results
     train_seconds = progress["train_seconds"] + time.perf_counter() - began
@@ -472,9 +460,8 @@ def parse_args():
     group.add_argument("--weight_decay", type=number(float, 0), help="of the matrices in the blocks *")
     group.add_argument("--max_grad_norm", type=number(float, 0), default=1.0, help="clip gradients to this norm; 0: do not")
     group.add_argument("--peak_tflops", type=number(float, 0, above=True), help="of one GPU, for the MFU; known for some")
-    add_run_arguments(
-        parser, "runs/train_gpt", "karpathy/tiny_shakespeare", "Hub id, local text file or folder, or `synthetic`"
-    )
+    add_run_arguments(parser, "runs/train_gpt")
+    add_data_arguments(parser, "karpathy/tiny_shakespeare", "Hub id, local text file or folder, or `synthetic`")
     group = parser.add_argument_group("text")
     group.add_argument("--text_column", default="text", help="of a Hub id, JSONL or Parquet")
     group.add_argument("--streaming", action="store_true", help="read while training; needs --max_train_steps")

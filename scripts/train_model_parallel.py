@@ -52,7 +52,7 @@ from torch.utils.data import DataLoader
 from tqdm import tqdm
 
 from utils import checkpoint, plots, report, topology, weights
-from utils.arguments import Parser, add_run_arguments, number
+from utils.arguments import Parser, add_data_arguments, add_run_arguments, number
 from utils.augment import augment, normalise
 from utils.exits import UserError
 from utils.guard import Guard
@@ -271,16 +271,8 @@ def main():
     checkpoint_every = steps_per_epoch if args.checkpoint_every is None else args.checkpoint_every
 
     # ---- what this folder holds already: nothing, a run to continue, or one that must not be touched
-    run = RunFolder(args, accelerator.is_main_process)
-
-    def take_folder():
-        finished = run.take()
-        found = None if finished else checkpoint.find(run.path, args.resume)
-        if found:
-            run.check_same(found[1]["arguments"], found[0])
-        return finished, found
-
-    finished, found = topology.from_main(accelerator, take_folder)
+    run = RunFolder(args, accelerator)
+    finished, found = run.open()
     if finished:
         say(report.summary(finished, run.path, "this run is finished already, nothing to do"))
         return
@@ -392,11 +384,7 @@ def main():
     if step < total_steps and not args.overfit_batch:
         if saved_at != step:
             saved_at = save()
-        run.status("preempted", f"stopped by {exits.signal_name() or 'a signal to another process'}", step=saved_at)
-        say(f"stopped at step {step}, saved at step {saved_at}: the same command continues from there")
-        accelerator.wait_for_everyone()  # a scheduler may end the other machines once one has left
-        accelerator.end_training()
-        sys.exit(exits.PREEMPTED)
+        run.preempted(f"at step {step}, saved at step {saved_at}", step=saved_at)
 
     # ---- the results
     train_seconds = progress["train_seconds"] + time.perf_counter() - began
@@ -438,12 +426,8 @@ def parse_args():
     group.add_argument("--gradient_accumulation_steps", type=at_least_1, default=1, help="batches per optimizer step")
     group.add_argument("--lr", type=number(float, 0), default=1e-3, help="peak learning rate")
     group.add_argument("--weight_decay", type=number(float, 0), default=0.05, help="AdamW's")
-    add_run_arguments(
-        parser,
-        "runs/train_model_parallel",
-        "uoft-cs/cifar10",
-        "Hub id or local folder of a 32x32 image data set, or `synthetic`",
-    )
+    add_run_arguments(parser, "runs/train_model_parallel")
+    add_data_arguments(parser, "uoft-cs/cifar10", "Hub id or local folder of a 32x32 image data set, or `synthetic`")
     args = parser.parse_args()
     if args.devices_per_process > 8 or args.width % 8:
         raise UserError("--devices_per_process is at most 8, the number of blocks, and --width a multiple of 8")

@@ -147,7 +147,7 @@ def test_numbers_are_checked():
 
 def folder_of(path, **arguments):
     args = argparse.Namespace(output_dir=str(path), resume="auto", lr=0.1, log_every=1, **arguments)
-    return RunFolder(args, is_main=True)
+    return RunFolder(args, SimpleNamespace(is_main_process=True))
 
 
 def test_metrics_are_cut_back_to_the_checkpoint_and_never_doubled(tmp_path):

@@ -22,7 +22,7 @@ def test_learns_and_says_so_once(uninterrupted):
         assert status(folder)["state"] == "finished"
         for step in range(20, 481, 20):
             assert done.stdout.count(f"step {step}/480 ") == 1  # one line, not one per process
-        assert [path.name for path in (folder / "checkpoints").iterdir()] == ["step_00000480"]
+        assert sorted(path.name for path in (folder / "checkpoints").iterdir()) == ["step_00000420", "step_00000480"]
 
 
 def test_figures_are_of_the_whole_batch(uninterrupted):
@@ -45,6 +45,30 @@ def test_killed_and_relaunched_ends_with_the_same_weights(config, uninterrupted,
     assert 180 <= results(tmp_path)["resumed_from"] < 480
     assert final_weights(tmp_path) == final_weights(uninterrupted[config][1])
     assert metrics(tmp_path, "train") == metrics(uninterrupted[config][1], "train")
+
+
+def faulty(fault, folder):
+    """Runs it with a fault in it; returns all that was printed."""
+    done = run("2cpu", "tests/wrapped.py", [fault, MINIMAL, *ARGUMENTS.split()], output_dir=folder, check=False)
+    assert done.returncode != 0, done.stdout
+    return done.stdout + done.stderr
+
+
+def test_a_signal_to_one_process_saves_and_stops_both(uninterrupted, tmp_path):
+    output = faulty("sigterm_in_step@101:1", tmp_path)
+    assert output.count("the same command continues") == 1 and "exitcode  : 75" in output
+    found = status(tmp_path)
+    assert found["state"] == "preempted" and found["step"] == 102  # agreed on while the next step computes
+    run("2cpu", MINIMAL, ARGUMENTS, output_dir=tmp_path)
+    assert results(tmp_path)["resumed_from"] == 102
+    assert final_weights(tmp_path) == final_weights(uninterrupted["2cpu"][1])
+    assert metrics(tmp_path, "train") == metrics(uninterrupted["2cpu"][1], "train")
+
+
+def test_a_loss_that_is_no_number_stops_both(tmp_path):
+    output = faulty("nan@64:1", tmp_path)  # three of these calls are of logged steps
+    assert output.count("error: the loss is not a finite number at step 61;") == 1
+    assert [path.name for path in (tmp_path / "checkpoints").iterdir()] == ["step_00000060"]
 
 
 def test_a_finished_run_stays_as_it_is(uninterrupted):

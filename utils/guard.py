@@ -35,7 +35,7 @@ class Guard:
         Args:
             step (int): the optimizer step just done.
             loss: its scalar loss on this process, on the device.
-            ids: int64 tensors, the ids of its samples on this process.
+            ids (list): int64 tensors, the ids of its samples on this process.
 
         Raises:
             RunFailed: a loss was NaN or infinite; names the step and its samples.

@@ -13,7 +13,7 @@ from datetime import UTC, datetime
 from importlib import metadata
 from pathlib import Path
 
-from utils import exits
+from utils import checkpoint, exits, topology
 from utils.exits import UserError
 
 # Arguments that do not change what is computed (accumulation: to rounding), so that a run may go on with others.
@@ -26,31 +26,49 @@ FREE = {"output_dir", "resume", "checkpoint_every", "keep_checkpoints", "log_eve
 
 
 class RunFolder:
-    """The files of one run. Made by every process; the main process reads and writes.
+    """The files of one run. Made and opened by every process; the main process reads and writes.
 
     Attributes:
         path (Path): the folder.
         arguments (dict): the run's arguments as they are recorded and compared.
     """
 
-    def __init__(self, args, is_main, free=()):
+    def __init__(self, args, accelerator, free=()):
         """Args: free: names of further arguments that may change when the run is continued."""
         self.path = Path(args.output_dir)
-        self.is_main = is_main
+        self._accelerator, self.is_main = accelerator, accelerator.is_main_process
         self.arguments = comparable(vars(args))
         self.resume = args.resume
         self._free = free
         self.record = None  # said of the run in args.json and in every checkpoint
         self._logged = set()
 
+    def open(self):
+        """Takes the folder for this run, and finds where to go on; writes nothing of its own yet.
+
+        Returns:
+            tuple: the results (dict), if this same run is finished already, else None; and, as from `checkpoint.find`,
+            the checkpoint to start from.
+
+        Raises:
+            UserError: the folder cannot be written, is in use, or holds a run that this one must not continue; or
+            there is no whole checkpoint where there should be one.
+        """
+
+        def take_and_find():
+            finished = self.take()
+            found = None if finished else checkpoint.find(self.path, self.resume)
+            if found:
+                self.check_same(found[1]["arguments"], found[0])
+            return finished, found
+
+        return topology.from_main(self._accelerator, take_and_find)
+
     def take(self):
-        """Locks the folder for this process and checks that this run may have it; writes nothing of its own yet.
+        """Locks the folder for this process and checks that this run may have it: the main process' part of `open`.
 
         Returns:
             dict | None: the results, if this same run is finished already.
-
-        Raises:
-            UserError: the folder cannot be written, is in use, or holds a run that this one must not continue.
         """
         try:
             self.path.mkdir(parents=True, exist_ok=True)
@@ -123,6 +141,16 @@ class RunFolder:
         """Writes status.json. `state`: running, preempted, finished or failed."""
         if self.is_main:
             write_json(self.path / "status.json", {"state": state, "reason": reason, "time": _now(), **more})
+
+    def preempted(self, where, **more):
+        """Ends every process as a signal asked: says `where` the run stopped, and leaves with the code that means it."""
+        reason = f"stopped by {exits.signal_name() or 'a signal to another process'} {where}"
+        self.status("preempted", reason, **more)
+        if self.is_main:
+            print(f"{reason}: the same command continues from there")
+        self._accelerator.wait_for_everyone()  # a scheduler may end the other machines once one has left
+        self._accelerator.end_training()
+        sys.exit(exits.PREEMPTED)
 
     def finish(self, results):
         """Writes results.json, then the status; both atomically."""

@@ -109,7 +109,7 @@ class FastNet(nn.Module):
             return layer
 
         def norm():
-            layer = nn.BatchNorm2d(outputs, momentum=0.4)
+            layer = nn.BatchNorm2d(outputs, momentum=0.4)  # the filters turn fast: PyTorch's 0.1 lags behind them
             layer.weight.requires_grad_(False)
             return layer
 

@@ -67,7 +67,7 @@ def main():
         checkpoint.load(accelerator, found[0])
         progress = found[1]["progress"]
         say(f"continuing from {found[0]}")
-    step = resumed_from = progress["step"]
+    step = resumed_from = saved_at = progress["step"]
     run.begin(step, topology.describe(accelerator))
 
     guard = Guard(accelerator, args.timeout)
@@ -95,9 +95,10 @@ def main():
             if stop or step == total_steps or (checkpoint_every and step % checkpoint_every == 0):
                 guard.check_loss()  # a checkpoint never holds a diverged model
                 progress["step"] = step
-                checkpoint.save(accelerator, run.path, progress, args.keep_checkpoints, run.record)
+                written, _ = checkpoint.save(accelerator, run.path, progress, args.keep_checkpoints, run.record)
+                saved_at = step if written else saved_at
             if stop and step < total_steps:
-                run.preempted(f"at step {step}", step=step)  # ends all processes
+                run.preempted(f"at step {step}, saved at step {saved_at}", step=saved_at)  # ends all processes
 
     if accelerator.is_main_process:
         # `unwrap_model` takes the DDP wrapper off: names without "module.".

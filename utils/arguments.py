@@ -1,9 +1,8 @@
 """Command line flags: the ones that every training script shares, and checked numbers."""
 
 import argparse
-import os
 
-from utils.exits import UserError
+from utils.exits import UserError, is_main
 
 
 class Parser(argparse.ArgumentParser):
@@ -14,7 +13,7 @@ class Parser(argparse.ArgumentParser):
         super().__init__(allow_abbrev=False, **kwargs)
 
     def print_help(self, file=None):
-        if int(os.environ.get("RANK", 0)) == 0:
+        if is_main():
             super().print_help(file)
 
     def error(self, message):

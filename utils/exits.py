@@ -45,6 +45,11 @@ def install():
         threading.Thread(target=_follow_launcher, args=(os.getppid(),), daemon=True).start()
 
 
+def is_main():
+    """Whether this process speaks for the run; known before there is an `Accelerator` to ask."""
+    return int(os.environ.get("RANK", 0)) == 0
+
+
 def signal_name():
     """The name of the first signal that asked this process to stop, or None."""
     return _signal_name
@@ -115,7 +120,7 @@ def _on_signal(number_, _frame):
 
 
 def _leave_at_once():
-    if int(os.environ.get("RANK", 0)) == 0:
+    if is_main():
         print(f"stopped by {_signal_name}: nothing more was saved", file=sys.stderr, flush=True)
     os._exit(PREEMPTED)
 

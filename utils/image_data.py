@@ -5,7 +5,6 @@ import math
 from dataclasses import dataclass
 from pathlib import Path
 
-import datasets
 import numpy as np
 import torch
 from PIL import Image, UnidentifiedImageError
@@ -82,6 +81,8 @@ def load_images(name, seed=0):
     """
     if name == "synthetic":
         return synthetic_images(seed)
+    import datasets  # not above: a second in every process that synthetic data can do without
+
     if name.startswith((".", "/", "~")) and not Path(name).expanduser().exists():
         raise UserError(f"--dataset {name}: there is no such folder; {WAY_OUT}")
     datasets.disable_progress_bars()

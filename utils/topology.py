@@ -43,11 +43,10 @@ def check_launch():
     precision = os.environ.get("ACCELERATE_MIXED_PRECISION", "no")
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
     torch.set_num_threads(max(1, cores // local_processes))
-    main = int(os.environ.get("RANK", 0)) == 0
     if not wants_cpu and "ACCELERATE_MIXED_PRECISION" in os.environ:
         if precision == "fp16" or (precision == "bf16" and not cpu_has_bf16()):
             os.environ["ACCELERATE_MIXED_PRECISION"] = "no"
-        if main:
+        if exits.is_main():
             _notice(
                 f"NO GPU HERE: {_config_name()} is rehearsed on the CPU with {local_processes} process"
                 f"{'es over gloo' if local_processes > 1 else ''}, precision {os.environ['ACCELERATE_MIXED_PRECISION']}. "
@@ -55,9 +54,9 @@ def check_launch():
             )
     elif precision == "fp16":
         raise UserError("mixed_precision fp16 silently computes in float32 on a CPU: use bf16 or no")
-    elif main and precision == "bf16" and not cpu_has_bf16():
+    elif exits.is_main() and precision == "bf16" and not cpu_has_bf16():
         _notice("this CPU only emulates bf16, far slower than float32: use --mixed_precision no")
-    elif main and precision == "no" and cpu_has_bf16():
+    elif exits.is_main() and precision == "no" and cpu_has_bf16():
         _notice("this CPU computes in bf16 about 4x faster: accelerate launch --mixed_precision bf16 ...")
     return True
 

@@ -93,30 +93,21 @@ class FastNet(nn.Module):
     [batch, 3, size, size] -> [batch, classes], for any size from 16 on.
     """
 
-    def __init__(self, classes, widths=(64, 256, 256)):
+    def __init__(self, classes, widths=(64, 64, 256, 256, 256, 256)):
         super().__init__()
         self.whiten = nn.Conv2d(3, 24, 2)
         self.whiten.weight.requires_grad_(False)
-        channels = [24, *widths]
-        self.blocks = nn.Sequential(*(self.block(i, o) for i, o in pairwise(channels)))
+        layers = []
+        for depth, (inputs, outputs) in enumerate(pairwise((24, *widths))):
+            convolution = nn.Conv2d(inputs, outputs, 3, padding=1, bias=False)
+            nn.init.dirac_(convolution.weight[:inputs])  # starts by passing its input on
+            norm = nn.BatchNorm2d(outputs, momentum=0.4)  # the filters turn fast: PyTorch's 0.1 lags behind them
+            norm.weight.requires_grad_(False)
+            pool = [nn.MaxPool2d(2)] if depth % 2 == 0 else []
+            layers += [convolution, *pool, norm, nn.GELU()]
+        self.blocks = nn.Sequential(*layers)
         self.head = nn.Linear(widths[-1], classes, bias=False)
         nn.init.normal_(self.head.weight, std=1 / widths[-1])
-
-    @staticmethod
-    def block(inputs, outputs):
-        def convolution(i, o):
-            layer = nn.Conv2d(i, o, 3, padding=1, bias=False)
-            nn.init.dirac_(layer.weight[:i])  # starts by passing its input on
-            return layer
-
-        def norm():
-            layer = nn.BatchNorm2d(outputs, momentum=0.4)  # the filters turn fast: PyTorch's 0.1 lags behind them
-            layer.weight.requires_grad_(False)
-            return layer
-
-        return nn.Sequential(
-            convolution(inputs, outputs), nn.MaxPool2d(2), norm(), nn.GELU(), convolution(outputs, outputs), norm(), nn.GELU()
-        )
 
     @torch.no_grad()
     def fit_whitening(self, images):

@@ -81,10 +81,10 @@ def load_images(name, seed=0):
     """
     if name == "synthetic":
         return synthetic_images(seed)
-    import datasets  # not above: a second in every process that synthetic data can do without
-
     if name.startswith((".", "/", "~")) and not Path(name).expanduser().exists():
         raise UserError(f"--dataset {name}: there is no such folder; {WAY_OUT}")
+    import datasets  # not above: a second in every process that synthetic data can do without
+
     datasets.disable_progress_bars()
     try:
         loaded = datasets.load_dataset(str(Path(name).expanduser()) if Path(name).expanduser().exists() else name)

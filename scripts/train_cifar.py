@@ -247,7 +247,8 @@ def main():
     model = build_model(args.model, classes)
     if args.model == "fastnet":
         model.fit_whitening(normalise(data.train.images[:5000], mean.cpu(), std.cpu()))
-    model = torch.compile(model) if args.compile else model
+    if args.compile:
+        model.compile()  # in place: torch.compile(model) would put its prefix before every name that DDP saves
     optimizer = build_optimizer(model, args)
     scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: lr_at(step / total_steps, args))
     train_loader, test_loader = build_loaders(accelerator, data, args)
@@ -371,7 +372,7 @@ def main():
         "resumed_from": resumed_from,
     }
     if accelerator.is_main_process:
-        bare = accelerator.unwrap_model(model, keep_torch_compile=False)
+        bare = accelerator.unwrap_model(model)
         weights.export(run.path / "model.safetensors", bare, {"model": args.model, "class_names": data.class_names})
         print(plots.class_table(tested["confusion"], data.class_names))
         for name in plots.classification(run.path, data.test, tested, data.class_names):

@@ -102,6 +102,20 @@ def test_resumes_mid_epoch_as_if_never_stopped(reference, tmp_path):
         assert metrics(tmp_path / "run", split) == metrics(reference("2cpu", 2).folder, split)
 
 
+@pytest.mark.slow
+@pytest.mark.skipif(not shutil.which("g++"), reason="torch.compile needs a C++ compiler on a CPU")
+def test_compiled_it_computes_the_same_and_saves_plain_names(reference, tmp_path):
+    arguments = f"{SMALL} --compile"
+    started = Started("cpu", CIFAR, arguments, output_dir=tmp_path / "run")
+    started.wait_for("step  5/14")
+    started.kill_all()
+    run("2cpu", CIFAR, arguments, output_dir=tmp_path / "run")
+    assert 0 < results(tmp_path / "run")["resumed_from"] < 14
+    for a, b in zip(metrics(reference("cpu").folder, "train"), metrics(tmp_path / "run", "train"), strict=True):
+        assert a["loss"] == pytest.approx(b["loss"], abs=1e-4)
+    assert not any("_orig_mod" in name for name in load_file(tmp_path / "run" / "model.safetensors"))
+
+
 def test_copied_out_it_runs(tmp_path):
     (tmp_path / "mine").mkdir()
     for script in ("train_cifar.py", "evaluate.py"):

@@ -12,6 +12,7 @@ import datasets
 import numpy as np
 import psutil
 import pytest
+import warm
 from PIL import Image
 
 from utils.chaos import CLOCK
@@ -53,10 +54,11 @@ def command(config, script, arguments, *, output_dir=None, root=ROOT, launcher=(
 
 def run(config, script, arguments="", *, check=True, **kwargs):
     """Runs a script to its end; returns the completed process with its text."""
-    environment = {**os.environ, **kwargs.pop("env", {})}
-    done = subprocess.run(
-        command(config, script, arguments, **kwargs), capture_output=True, text=True, timeout=LIMIT, env=environment
-    )
+    environment, words = {**os.environ, **kwargs.pop("env", {})}, command(config, script, arguments, **kwargs)
+    if config:
+        done = subprocess.run(words, capture_output=True, text=True, timeout=LIMIT, env=environment)
+    else:
+        done = warm.python(words[1:], environment, LIMIT)
     if check and done.returncode:
         raise AssertionError(f"exit code {done.returncode}\n{done.stdout[-3000:]}\n{done.stderr[-6000:]}")
     return done

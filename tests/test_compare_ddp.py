@@ -74,6 +74,7 @@ def test_one_process_compares_with_itself(tmp_path):
     assert [pair["max_relative_difference"] for pair in results(tmp_path)["pairs"].values()] == [0, 0]
 
 
+@pytest.mark.slow
 def test_killed_comparison_keeps_its_whole_runs(compared, tmp_path):
     started = Started("2cpu", COMPARE, ARGUMENTS, output_dir=tmp_path)
     started.wait_for("ddp ...")

@@ -38,18 +38,17 @@ def relaunch_and_compare(reference, folder, arguments=SMALL, config="2cpu", **kw
     return again
 
 
-@pytest.mark.parametrize(
-    "fault",
-    [
+def test_one_rank_killed_again_and_again(reference, tmp_path):
+    """All in one run: each kill finds what the one before it left behind."""
+    for fault in (
         "die_in_step@5:1",  # between two checkpoints, a rank that is not the main one
         "die_in_evaluation@1:0",  # between a step and its test line
         "die_before_state@2:0",  # a checkpoint's folder is there, and empty
         "die_before_rename@3:0",  # a checkpoint is complete, but for its name
-    ],
-)
-def test_one_rank_killed(fault, reference, tmp_path):
-    faulty(fault, SMALL, tmp_path / "run")
+    ):
+        faulty(fault, SMALL, tmp_path / "run")
     relaunch_and_compare(reference("2cpu", 2).folder, tmp_path / "run")
+    assert results(tmp_path / "run")["resumed_from"] == 12
 
 
 @pytest.mark.slow
@@ -84,6 +83,7 @@ def test_launcher_killed_no_orphan_stays(who, reference, tmp_path):
     assert all_end_within(workers, seconds=5)
 
 
+@pytest.mark.slow
 def test_restarted_by_its_launcher(reference, tmp_path):
     """--max_restarts over gloo needs a new rendezvous store for every attempt (pytorch#135712)."""
     launcher = ("--max_restarts", "2", "--rdzv_backend", "c10d", "--monitor_interval", "0.5")
@@ -95,14 +95,14 @@ def test_restarted_by_its_launcher(reference, tmp_path):
     assert metrics(tmp_path / "run", "train") == metrics(reference("2cpu", 2).folder, "train")
 
 
-@pytest.mark.parametrize("fault", ["sigterm_in_step@5:1", "sigusr1_in_step@5:0"])
-def test_signal_to_one_rank_stops_all_at_one_step(fault, reference, tmp_path):
-    done = faulty(fault, SMALL, tmp_path / "run")
-    found = status(tmp_path / "run")
-    # the signal comes in step 5; the processes agree on it while the next one computes
-    assert found["state"] == "preempted" and found["step"] == 6
-    assert f"exitcode  : {PREEMPTED}" in done.stderr
-    assert done.stdout.count("the same command continues") == 1
+def test_signal_to_one_rank_stops_all_at_one_step(reference, tmp_path):
+    # The signal comes in step 5, then in the 4th from there; the processes agree on it while the next one computes.
+    for fault, step in (("sigterm_in_step@5:1", 6), ("sigusr1_in_step@4:0", 11)):
+        done = faulty(fault, SMALL, tmp_path / "run")
+        found = status(tmp_path / "run")
+        assert found["state"] == "preempted" and found["step"] == step
+        assert f"exitcode  : {PREEMPTED}" in done.stderr
+        assert done.stdout.count("the same command continues") == 1
     relaunch_and_compare(reference("2cpu", 2).folder, tmp_path / "run")
 
 
@@ -174,6 +174,7 @@ def test_damaged_checkpoint_is_found_before_it_is_loaded(damage, name, interrupt
         checkpoint.find(tmp_path / "run", "auto")
 
 
+@pytest.mark.slow
 def test_the_one_before_a_damaged_checkpoint_is_used(interrupted, reference, tmp_path):
     shutil.copytree(interrupted, tmp_path / "run")
     flip(tmp_path / "run" / "checkpoints" / "step_00000008" / "model.safetensors")
@@ -276,6 +277,7 @@ def test_second_job_in_the_same_folder_is_refused(tmp_path):
     assert "is in use by process" in second.stderr and second.stderr.count("error: ") == 1
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("before", "after"), [("2cpu", "cpu"), ("cpu", "2cpu")])
 def test_other_number_of_processes_same_samples(before, after, reference, tmp_path):
     faulty("die_in_step@8:0", SMALL, tmp_path / "run", config=before)

@@ -82,6 +82,7 @@ def test_leaves_everything_it_promises(gpt):
     assert "global batch 12 = 1 process x 12 samples" in done.stdout
 
 
+@pytest.mark.slow
 def test_learns(text, tmp_path):
     """Better than knowing how often each byte occurs, which is what the first steps learn."""
     arguments = f"--dataset {text} {MODEL} --max_train_steps 300 --eval_every 300"
@@ -123,6 +124,7 @@ def test_killed_it_continues_exactly_and_on_another_topology(gpt, text, tmp_path
     assert_same_losses(gpt("cpu").folder, tmp_path / "one")
 
 
+@pytest.mark.slow
 def test_killed_on_one_process_with_dropout_it_continues_exactly(text, tmp_path):
     arguments = f"--dataset {text} {SMALL} --dropout 0.1"
     run("cpu", GPT, arguments, output_dir=tmp_path / "whole")
@@ -137,6 +139,7 @@ def test_killed_on_one_process_with_dropout_it_continues_exactly(text, tmp_path)
 # -------------------------------------------------------------------------------------------------------- sharded
 
 
+@pytest.mark.slow
 def test_sharded_it_computes_the_same_and_changes_the_number_of_processes(gpt, text, tmp_path):
     """Accelerate's and PyTorch's own FSDP2 over gloo: see sharded.py for the one thing that is made up."""
     folder, arguments = tmp_path / "run", [GPT, "--dataset", str(text), *SMALL.split()]
@@ -207,6 +210,7 @@ def test_a_stream_begins_again_when_it_ends_and_never_shows_what_is_held_out(tmp
     assert len(load_held_out(str(tmp_path), "text", length)) == len(kept) * length
 
 
+@pytest.mark.slow
 def test_streaming_killed_continues_exactly_and_on_another_topology(shards, tmp_path):
     # --num_workers 1: what the worker has read ahead does not count.
     arguments = f"--dataset {shards} --streaming --stream_lanes 6 --shuffle_buffer 20 --num_workers 1 {SMALL}"

@@ -5,6 +5,8 @@ import json
 import pytest
 from conftest import CIFAR, SMALL, final_weights, metrics, results, run, status
 
+pytestmark = pytest.mark.slow
+
 
 def test_two_machines_compute_what_one_does_and_go_on_when_one_died(machines, reference, tmp_path):
     """With the static rendezvous of the YAML. Only the first machine prints losses, and the records count machines."""
@@ -60,7 +62,6 @@ def test_machines_with_unlike_numbers_of_processes(machines, tmp_path):
         assert two == pytest.approx(one, abs=1e-4)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("each", [4, 8])
 def test_starts_as_many_processes_as_it_says(each, machines, tmp_path):
     def typed(rank):

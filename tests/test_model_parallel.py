@@ -109,6 +109,7 @@ def test_one_and_two_processes_train_alike(uninterrupted):
         assert pipelining["speed_up"] == pytest.approx(pipelining["seconds_without"] / pipelining["seconds"])
 
 
+@pytest.mark.slow
 def test_number_of_stages_changes_no_result(uninterrupted, tmp_path):
     """To rounding: micro-batches of another size add up in another order."""
     run("cpu", SCRIPT, f"{ARGUMENTS} --devices_per_process 1 --micro_batches 1", output_dir=tmp_path)
@@ -118,6 +119,7 @@ def test_number_of_stages_changes_no_result(uninterrupted, tmp_path):
         assert a["loss"] == pytest.approx(b["loss"], rel=1e-4)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("config", ["cpu", "2cpu"])
 def test_killed_and_relaunched_ends_with_the_same_weights(config, uninterrupted, tmp_path):
     started = Started(config, SCRIPT, ARGUMENTS, output_dir=tmp_path)

@@ -1,13 +1,11 @@
 """Every command in the README exists, and its flags parse."""
 
 import re
-import subprocess
-import sys
 from functools import cache
 
 import pytest
 import yaml
-from conftest import ROOT
+from conftest import ROOT, run
 
 README = (ROOT / "README.md").read_text()
 DOCS = README + "".join(path.read_text().split('"""')[1] for path in sorted((ROOT / "scripts").glob("*.py")))
@@ -27,9 +25,7 @@ def commands():
 
 @cache
 def known_flags(script):
-    done = subprocess.run([sys.executable, str(ROOT / script), "--help"], capture_output=True, text=True, timeout=120)
-    assert done.returncode == 0, done.stderr
-    return set(re.findall(r"--\w+", done.stdout))
+    return set(re.findall(r"--\w+", run(None, script, "--help").stdout))
 
 
 def test_there_are_commands():

@@ -11,6 +11,8 @@ import psutil
 import pytest
 from conftest import CIFAR, LIMIT, ROOT, SMALL, final_weights, metrics, results, run, status
 
+pytestmark = pytest.mark.slow
+
 CONF = """
 ClusterName=test
 SlurmctldHost={host}(127.0.0.1)
@@ -134,7 +136,6 @@ def cluster(tmp_path_factory):
         made.close()
 
 
-@pytest.mark.slow
 def test_signal_lost_node_and_time_limit_cost_nothing(cluster, tmp_path):
     """One job that is told to stop, loses a node, runs out of time, and ends with an uninterrupted run's weights."""
     for steps in (1500, 4500, 13500):

@@ -140,12 +140,14 @@ def test_overfits_one_batch(model, tmp_path):
     assert metrics(tmp_path / "run_overfit_batch", "train")[-1]["loss"] < 0.01
 
 
+@pytest.mark.slow
 def test_accuracy_proves_learning(tmp_path):
     """The README's first command, on another seed."""
     run("cpu", CIFAR, "--dataset synthetic --epochs 2 --batch_size 100 --lr 0.06 --seed 1", output_dir=tmp_path / "run")
     assert results(tmp_path / "run")["test_accuracy"] > 0.95
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not (SHARED_DATA / "cifar10").exists(), reason="the real CIFAR-10 is not beside the repository")
 def test_reads_the_real_cifar10(tmp_path):
     arguments = [

@@ -44,16 +44,17 @@ from utils.image_data import BatchedImages, as_is, load_images
 from utils.muon import MuonSGD
 from utils.run_folder import RunFolder, scratch_name
 
-# What each model was tuned with; any of it can be overridden on the command line.
+# What each model was tuned with; any of it can be overridden on the command line. 480 divides by most numbers of GPUs
+# that there are: 1 to 6, 8, 10, 12, 16, 20, 24.
 LENGTH = ("epochs", "max_train_steps")
 RECIPES = {
     "fastnet": dict(
-        epochs=14, batch_size=500, lr=0.12, warmup=0.0, weight_decay=0.012, label_smoothing=0.2, padding=2, cutout=0
+        epochs=14, batch_size=480, lr=0.12, warmup=0.0, weight_decay=0.012, label_smoothing=0.2, padding=2, cutout=0
     ),
     "resnet18": dict(
-        epochs=30, batch_size=500, lr=0.4, warmup=0.2, weight_decay=5e-4, label_smoothing=0.1, padding=4, cutout=8
+        epochs=30, batch_size=480, lr=0.4, warmup=0.2, weight_decay=5e-4, label_smoothing=0.1, padding=4, cutout=8
     ),
-    "net": dict(epochs=20, batch_size=100, lr=0.02, warmup=0.2, weight_decay=5e-4, label_smoothing=0.0, padding=2, cutout=0),
+    "net": dict(epochs=20, batch_size=96, lr=0.02, warmup=0.2, weight_decay=5e-4, label_smoothing=0.0, padding=2, cutout=0),
 }
 
 

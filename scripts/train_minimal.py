@@ -36,7 +36,7 @@ from utils.run_folder import RunFolder
 
 def main():
     parser = Parser(description=__doc__.split("\n")[0])
-    parser.add_argument("--batch_size", type=number(int, 1), default=100, help="points per step over all processes")
+    parser.add_argument("--batch_size", type=number(int, 1), default=96, help="points per step over all processes")
     parser.add_argument("--epochs", type=number(int, 1), default=10, help="passes over the points")
     parser.add_argument("--lr", type=number(float, 0), default=0.005, help="learning rate")
     add_run_arguments(parser, "runs/train_minimal")

@@ -1,4 +1,4 @@
-"""Every YAML starts the number of processes that it says, on this machine."""
+"""Every YAML starts the number of processes that it says, on this machine, and every script can run on it."""
 
 import json
 import re
@@ -6,7 +6,8 @@ import re
 import pytest
 from conftest import ROOT, run
 
-CONFIGS = sorted(path for path in (ROOT / "accelerate_configs").glob("*.yaml") if "node" not in path.name)
+ALL = sorted((ROOT / "accelerate_configs").glob("*.yaml"))
+CONFIGS = [path for path in ALL if "node" not in path.name]
 
 
 @pytest.mark.parametrize("path", CONFIGS, ids=lambda path: path.stem)
@@ -22,3 +23,12 @@ def test_starts_as_many_processes_as_it_says(path, tmp_path):
     if "gpu" in path.stem and found[0]["device"] == "cpu":
         assert done.stderr.count("NO GPU HERE") == 1
         assert f"{path.name} is rehearsed on the CPU" in done.stderr
+
+
+@pytest.mark.parametrize("path", ALL, ids=lambda path: path.stem)
+def test_every_script_runs_on_it_as_it_is(path):
+    """A default batch that does not divide over the processes would be the first thing a person meets."""
+    processes = int(re.search(r"num_processes: (\d+)", path.read_text())[1])
+    for script in (ROOT / "scripts").glob("train_*.py"):
+        sizes = re.findall(r'\bbatch_size(?:=|".*?default=)(\d+)', script.read_text())
+        assert sizes and not [size for size in sizes if int(size) % processes], script.name

@@ -217,7 +217,9 @@ def main():
     accelerator = Accelerator(
         cpu=topology.check_launch(),
         # --batch_size is global: every batch is split over the processes, so each topology sees the same ones in order.
-        dataloader_config=DataLoaderConfiguration(split_batches=True, use_seedable_sampler=True, data_seed=args.seed),
+        dataloader_config=DataLoaderConfiguration(
+            split_batches=True, use_seedable_sampler=True, data_seed=args.seed, non_blocking=True
+        ),
         gradient_accumulation_plugin=GradientAccumulationPlugin(args.gradient_accumulation_steps, sync_with_dataloader=False),
         kwargs_handlers=[InitProcessGroupKwargs(timeout=timedelta(seconds=args.timeout))],
         log_with="tensorboard",

@@ -45,6 +45,7 @@ from accelerate.utils import (
     set_seed,
 )
 from torch import nn
+from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.utils.checkpoint import checkpoint as recompute
 from torch.utils.data import DataLoader
 from tqdm import tqdm
@@ -93,8 +94,9 @@ class Block(nn.Module):
         # Queries and keys of norm 1 keep the attention logits bounded at any learning rate (arXiv:2302.05442); both
         # are turned by an angle that grows with their position, so their product knows the distance.
         both = norm(torch.stack([self.query(y), self.key(y)]).view(2, batch, time_, self.heads, -1).transpose(2, 3))
-        query, key = both * cos + both.roll(both.size(-1) // 2, -1) * sin
         value = self.value(y).view(batch, time_, self.heads, -1).transpose(1, 2)
+        # The angles are float32 in any precision; attention wants one type.
+        query, key = (both * cos + both.roll(both.size(-1) // 2, -1) * sin).to(value.dtype)
         y = F.scaled_dot_product_attention(query, key, value, dropout_p=dropout, is_causal=True)
         x = x + F.dropout(self.mix(y.transpose(1, 2).reshape(batch, time_, width)), dropout)
         # Squared ReLU: D. So, arXiv:2109.08668.
@@ -232,12 +234,21 @@ def main():
     accelerator = Accelerator(
         cpu=topology.check_launch(),
         # --batch_size is global: every batch is split over the processes, so each topology sees the same ones in order.
-        dataloader_config=DataLoaderConfiguration(split_batches=True, use_seedable_sampler=True, data_seed=args.seed),
+        dataloader_config=DataLoaderConfiguration(
+            split_batches=True, use_seedable_sampler=True, data_seed=args.seed, non_blocking=True
+        ),
         gradient_accumulation_plugin=GradientAccumulationPlugin(args.gradient_accumulation_steps, sync_with_dataloader=False),
         kwargs_handlers=[InitProcessGroupKwargs(timeout=timedelta(seconds=args.timeout))],
         log_with="tensorboard",
         project_config=ProjectConfiguration(logging_dir=args.output_dir),
     )
+    if accelerator.device.type == "cuda":
+        # Strictly: only then is the backward pass of attention the same every time. Costs some speed, buys exact resume.
+        torch.use_deterministic_algorithms(True)
+    if accelerator.is_fsdp2 and accelerator.mixed_precision == "bf16":
+        # Accelerate would also add up the gradients of all processes in bf16, and round the angles in `Block` to it.
+        policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32, cast_forward_inputs=False)
+        accelerator.state.fsdp_plugin.mixed_precision_policy = policy
     say = accelerator.on_main_process(print)  # accelerator.print speaks once per machine
     banner = topology.banner(accelerator, "train_gpt", args.batch_size, args.gradient_accumulation_steps)
     where = (args.dataset, args.text_column, args.block_size)
@@ -316,6 +327,9 @@ def main():
     bar = tqdm(total=total_steps, initial=step, disable=not (accelerator.is_main_process and sys.stderr.isatty()))
     peak = peak_flops(accelerator, args.peak_tflops)
 
+    def draw_sample():
+        return generate(model, args.block_size, accelerator.device, length=args.sample_length, seed=args.seed)
+
     def save():
         guard.check_loss()
         now = progress | {"step": step, "train_seconds": progress["train_seconds"] + time.perf_counter() - began}
@@ -326,7 +340,7 @@ def main():
         return step if written else saved_at
 
     # ---- the loop
-    stop, val_loss, position = False, None, None
+    stop, val_loss, sampled, position = False, None, None, None
     model.train()
     with report.profiler(accelerator, run.path, args.profile) as profile_step:
         while step < total_steps and not stop:
@@ -342,7 +356,7 @@ def main():
             meter.data_wanted()
             for batch in islice(batches, steps * args.gradient_accumulation_steps):
                 meter.data_arrived()
-                position, batch = batch.get("position"), send_to_device(batch, accelerator.device)
+                position, batch = batch.get("position"), send_to_device(batch, accelerator.device, non_blocking=True)
                 if not ids:
                     # For dropout: drawn anew from the step, so a restart changes nothing.
                     set_seed((args.seed + 1_000_003 * step + 7_919 * accelerator.process_index) % 2**32)
@@ -382,13 +396,11 @@ def main():
                         figures = {"loss": val_loss, "bits_per_byte": val_loss / math.log(2)}
                         run.log("val", step, epoch=step / steps_per_epoch, **figures)
                         accelerator.log({f"val/{name}": value for name, value in figures.items()}, step=step)
-                        written = generate(
-                            model, args.block_size, accelerator.device, length=args.sample_length, seed=args.seed
-                        )
-                        run.log("sample", step, text=written)
+                        sampled = draw_sample()
+                        run.log("sample", step, text=sampled)
                         if tracker:
-                            tracker.add_text("sample", f"```\n{written}\n```", step)
-                            write_text(run.path / "sample.txt", written)
+                            tracker.add_text("sample", f"```\n{sampled}\n```", step)
+                            write_text(run.path / "sample.txt", sampled)
                         say(f"step {step}  val loss {val_loss:.4f}  {val_loss / math.log(2):.4f} bits per byte")
                     if step == total_steps or (args.checkpoint_every and (improved or step % args.checkpoint_every == 0)):
                         saved_at = save()
@@ -408,7 +420,7 @@ def main():
     # ---- the results
     train_seconds = progress["train_seconds"] + time.perf_counter() - began
     if val_loss is None or step < total_steps:
-        val_loss = evaluate(accelerator, model, eval_loader)
+        val_loss, sampled = evaluate(accelerator, model, eval_loader), draw_sample()
     results = {
         "val_loss": val_loss,
         "val_bits_per_byte": val_loss / math.log(2),
@@ -429,7 +441,7 @@ def main():
         bare.load_state_dict(whole)
         weights.export(run.path / "model.safetensors", bare, sizes)
         plots.curves(run.path, figures=("loss", "bits_per_byte"))
-        print(generate(bare, args.block_size, "cpu", length=args.sample_length, seed=args.seed))
+        print(sampled)
         flags = {name: value for name, value in run.arguments.items() if value is not None}
         tracker.add_hparams(flags, {f"final/{n}": v for n, v in results.items() if n.startswith("val_")}, run_name=".")
         run.finish(results)

@@ -213,6 +213,7 @@ def measure(pipeline, images, labels, repeats=3):
 def build_loaders(accelerator, data, args):
     """Loaders of global batches: `prepare` gives every process its share of each, on its first device."""
     common = dict(num_workers=args.num_workers, collate_fn=as_is, worker_init_fn=exits.worker_init)
+    common["pin_memory"] = accelerator.device.type == "cuda"
     train = DataLoader(
         BatchedImages(data.train), args.batch_size // args.gradient_accumulation_steps, shuffle=True, drop_last=True, **common
     )
@@ -247,7 +248,9 @@ def main():
     os.environ["ACCELERATE_BYPASS_DEVICE_MAP"] = "true"
     accelerator = Accelerator(
         cpu=on_cpu,
-        dataloader_config=DataLoaderConfiguration(split_batches=True, use_seedable_sampler=True, data_seed=args.seed),
+        dataloader_config=DataLoaderConfiguration(
+            split_batches=True, use_seedable_sampler=True, data_seed=args.seed, non_blocking=True
+        ),
         gradient_accumulation_plugin=GradientAccumulationPlugin(args.gradient_accumulation_steps, sync_with_dataloader=False),
         kwargs_handlers=[InitProcessGroupKwargs(timeout=timedelta(seconds=args.timeout))],
         log_with="tensorboard",

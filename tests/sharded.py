@@ -8,6 +8,7 @@ import os
 import runpy
 import sys
 
+import torch
 from accelerate.state import AcceleratorState, PartialState
 from accelerate.utils import DistributedType
 
@@ -21,7 +22,10 @@ def init(self, *args, fsdp_plugin=None, **kwargs):
     if fsdp_plugin is not None:
         self.distributed_type = PartialState._shared_state["distributed_type"] = DistributedType.FSDP
         self.fsdp_plugin = fsdp_plugin
+        if self._mixed_precision != "no":
+            fsdp_plugin.set_mixed_precision(self._mixed_precision)
 
 
 AcceleratorState.__init__ = init
+torch.cpu._is_avx512_bf16_supported = lambda: True  # or the scripts would decline bf16, which many CPUs only emulate
 runpy.run_path(sys.argv[0], run_name="__main__")

@@ -143,11 +143,12 @@ def test_killed_on_one_process_with_dropout_it_continues_exactly(text, tmp_path)
 def test_sharded_it_computes_the_same_and_changes_the_number_of_processes(gpt, text, tmp_path):
     """Accelerate's and PyTorch's own FSDP2 over gloo: see sharded.py for the one thing that is made up."""
     folder, arguments = tmp_path / "run", [GPT, "--dataset", str(text), *SMALL.split()]
-    started = Started("4gpu_fsdp", "tests/sharded.py", arguments, output_dir=folder, launcher=("--num_processes", "2"))
+    launcher = ("--mixed_precision", "no", "--num_processes")
+    started = Started("4gpu_fsdp", "tests/sharded.py", arguments, output_dir=folder, launcher=(*launcher, "2"))
     started.wait_for("step 15/40")
     started.kill_all()
     assert len(list(folder.glob("checkpoints/step_*/pytorch_model_fsdp_0/*.distcp"))) >= 2  # a file for each process
-    run("4gpu_fsdp", "tests/sharded.py", arguments, output_dir=folder, launcher=("--num_processes", "3"))
+    run("4gpu_fsdp", "tests/sharded.py", arguments, output_dir=folder, launcher=(*launcher, "3"))
     assert results(folder)["num_processes"] == 3 and results(folder)["resumed_from"] > 0
     assert_same_losses(gpt("cpu").folder, folder)
     # Put together: at the end by the script, and from the shards by whoever reads the checkpoint
@@ -157,6 +158,16 @@ def test_sharded_it_computes_the_same_and_changes_the_number_of_processes(gpt, t
     for name in whole:
         assert torch.equal(state[name], whole[name]), name
         assert torch.allclose(whole[name], load_file(gpt("cpu").folder / "model.safetensors")[name], atol=1e-3), name
+
+
+@pytest.mark.slow
+def test_sharded_in_bf16_it_computes_nearly_the_same(gpt, text, tmp_path):
+    arguments = [GPT, "--dataset", str(text), *SMALL.split()]
+    run("4gpu_fsdp", "tests/sharded.py", arguments, output_dir=tmp_path, launcher=("--num_processes", "2"))
+    assert json.loads((tmp_path / "args.json").read_text())["topology"]["mixed_precision"] == "bf16"
+    exact = losses(gpt("cpu").folder)
+    assert all(loss == pytest.approx(exact[step], abs=0.05) for step, loss in losses(tmp_path).items())
+    assert any(loss != pytest.approx(exact[step], abs=1e-4) for step, loss in losses(tmp_path).items())  # it was bf16
 
 
 # ------------------------------------------------------------------------------------------------------- streamed
@@ -268,8 +279,9 @@ def test_an_epoch_reads_every_byte_once_and_cuts_elsewhere_than_the_one_before()
     assert len(cuts) >= 4
 
 
-def test_muon_updates_are_orthogonal():
-    found = orthogonalise(torch.randn(3, 24, 96, generator=torch.Generator().manual_seed(0)))
+@pytest.mark.parametrize("shape", [(3, 24, 96), (3, 96, 24)])
+def test_muon_updates_are_orthogonal(shape):
+    found = orthogonalise(torch.randn(shape, generator=torch.Generator().manual_seed(0)))
     values = torch.linalg.svdvals(found)
     assert values.min() > 0.6 and values.max() < 1.3
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 from conftest import ROOT
 
-from utils import checkpoint, topology
+from utils import checkpoint, exits, gpu_peaks, guard, topology
 from utils.arguments import Parser, number
 from utils.augment import augment, normalise, random_uint32
 from utils.exits import UserError
@@ -184,3 +184,50 @@ def test_the_newest_checkpoints_and_the_best_are_kept(tmp_path):
         (folder / checkpoint.MANIFEST).write_text(json.dumps({"progress": {"step": step, "score": score}}))
     checkpoint._prune(tmp_path, keep=2)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["step_00000020", "step_00000040", "step_00000050"]
+
+
+class Event:
+    """What a GPU would say: not yet, not yet, done."""
+
+    def __init__(self, answers):
+        self.answers = list(answers)
+
+    def query(self):
+        return self.answers.pop(0)
+
+
+def test_the_guard_asks_a_gpu_until_a_loss_is_there_and_not_for_ever(monkeypatch):
+    monkeypatch.setattr(exits, "_in_training", False)
+    events = [Event([False, False, True]), Event([False] * 10_000)]
+    monkeypatch.setattr(guard, "_to_host", lambda loss: (loss, events[int(loss)]))
+    watched = guard.Guard(SimpleNamespace(num_processes=1), timeout=600)
+    assert not watched.should_stop(1, torch.tensor(0.0), []) and len(events[0].answers) == 3  # of the step before only
+    assert not watched.should_stop(2, torch.tensor(1.0), []) and not events[0].answers
+    watched._patience = 0.01
+    with pytest.raises(TimeoutError, match="step 2"):
+        watched.should_stop(3, torch.tensor(1.0), [])
+
+
+@pytest.mark.parametrize(
+    ("name", "peak"),
+    [
+        ("NVIDIA H200", 989),
+        ("NVIDIA H100 80GB HBM3", 989),
+        ("NVIDIA H100 PCIe", None),
+        ("NVIDIA A100-PCIE-40GB", 312),
+        ("NVIDIA A100-SXM4-40GB MIG 1g.5gb", None),
+        ("NVIDIA RTX A1000", None),
+        ("NVIDIA L4", 121),
+        ("NVIDIA L40", None),
+        ("NVIDIA L40S", 362),
+        ("Tesla T4", 65),
+        ("NVIDIA T400 4GB", None),
+    ],
+)
+def test_peaks_are_of_that_very_gpu(name, peak):
+    assert gpu_peaks.known_tflops(name) == peak
+
+
+def test_an_error_of_nccl_says_what_happened_not_where_in_pytorch():
+    text = "NCCL error in: /src/NCCLUtils.cpp:93, invalid usage\nLast error:\nDuplicate GPU detected : rank 0 and rank 1\n"
+    assert exits._known_failure(RuntimeError(text)) == "error: rank 0: NCCL: Duplicate GPU detected : rank 0 and rank 1"

@@ -145,10 +145,12 @@ def _known_failure(error):
         )
     if "DataLoader worker" in text:
         return f"error: rank {rank}: a data loader worker died: {text.splitlines()[0]}"
-    lost = ("Connection closed by peer", "Connection reset", "Broken pipe", "Timed out waiting", "timed out", "NCCL")
+    lost = ("Connection closed by peer", "Connection reset", "Broken pipe", "Timed out waiting", "timed out")
     if any(sign in text for sign in lost) and "RANK" in os.environ:
         return (
             f"error: rank {rank} lost contact with another process, or waited for it longer than --timeout "
             f"(the launcher's report names the one that failed first): {text.splitlines()[0]}"
         )
+    if "NCCL" in text:  # says where in PyTorch first, and last what happened
+        return f"error: rank {rank}: NCCL: {[line for line in text.splitlines() if line.strip()][-1].strip()}"
     return None

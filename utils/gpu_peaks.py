@@ -1,8 +1,10 @@
 """What GPUs could do at most: the measure of model FLOPs utilisation (MFU)."""
 
+import re
+
 import torch
 
-# Dense bf16 (before Ampere: fp16) tensor operations, 10^12 a second: NVIDIA's data sheets, SXM where there are several.
+# Dense bf16 (before Ampere: fp16) tensor operations, 10^12 a second, of whole SXM modules and cards: NVIDIA's data sheets.
 PEAK_TFLOPS = {"H200": 989, "H100": 989, "A100": 312, "L40S": 362, "L4": 121, "RTX 4090": 165, "V100": 125, "T4": 65}
 
 
@@ -13,5 +15,12 @@ def peak_flops(accelerator, tflops=None):
         tflops (float | None): of one device, 10^12 a second; wins over the table.
     """
     if tflops is None and accelerator.device.type == "cuda" and accelerator.mixed_precision in ("bf16", "fp16"):
-        tflops = next((peak for name, peak in PEAK_TFLOPS.items() if name in torch.cuda.get_device_name()), None)
+        tflops = known_tflops(torch.cuda.get_device_name())
     return tflops and tflops * 1e12 * accelerator.num_processes
+
+
+def known_tflops(device_name):
+    """The table's figure for a GPU as CUDA calls it; None for others, among them slower variants and parts (MIG) of one."""
+    if re.search("MIG|NVL|Laptop|Max-Q|4090 D|[HV]100.PCIe", device_name, re.IGNORECASE):
+        return None
+    return next((peak for name, peak in PEAK_TFLOPS.items() if re.search(rf"\b{name}\b", device_name)), None)

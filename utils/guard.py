@@ -1,6 +1,7 @@
 """Lets all processes agree, between two steps, that it is time to stop: a signal somewhere, or a loss that is no number."""
 
 import math
+import time
 from collections import deque
 from datetime import timedelta
 
@@ -14,18 +15,18 @@ from utils import exits
 class Guard:
     """Asked once per optimizer step, on every process.
 
-    Never makes the device wait: the loss it looks at is the previous step's, which is there already, and with several
-    processes the votes travel (an all-reduce of two numbers over gloo) while the next step computes. So the answer
-    comes a step late, and is the same everywhere.
+    Never makes the device wait: the loss it looks at is the previous step's, copied while this one computes, and with
+    several processes the votes travel (an all-reduce of two numbers over gloo) meanwhile. So the answer comes a step
+    late, and is the same everywhere.
     """
 
     def __init__(self, accelerator, timeout):
         """Args: timeout: seconds after which a vote without an answer is an error."""
-        self._accelerator = accelerator
-        self._group = None
+        self._group, self._patience = None, math.inf
         if accelerator.num_processes > 1:
             self._group = dist.new_group(backend="gloo", timeout=timedelta(seconds=timeout))
-        self._recent = deque(maxlen=4)  # (step, loss, ids) of the last steps on this process
+            self._patience = 0.9 * timeout  # at `timeout` NCCL's watchdog would end the process without a word
+        self._recent = deque(maxlen=4)  # (step, loss, when the loss is there, ids) of the last steps on this process
         self._votes, self._handle = None, None
         exits.training_starts()
 
@@ -39,8 +40,9 @@ class Guard:
 
         Raises:
             RunFailed: a loss was NaN or infinite; names the step and its samples.
+            TimeoutError: the device did not come to the end of the step before, or another process did not vote.
         """
-        self._recent.append((step, loss.detach(), ids))
+        self._recent.append((step, *_to_host(loss.detach()), ids))
         stop = self._outcome()
         self._vote(self._recent[-2] if len(self._recent) > 1 else None)
         return self._outcome() if self._group is None else stop
@@ -52,7 +54,16 @@ class Guard:
         self._outcome()
 
     def _vote(self, recent):
-        diverged_at = recent[0] if recent and not math.isfinite(recent[1].item()) else 0
+        diverged_at = 0
+        if recent:
+            step, loss, there, _ = recent
+            deadline = time.monotonic() + self._patience
+            # Asks instead of waiting: in a wait for a GPU whose peers are gone, Python never gets to see a signal.
+            while there and not there.query():
+                if time.monotonic() > deadline:
+                    raise TimeoutError(f"timed out waiting for the device to end step {step}")
+                time.sleep(0.0005)
+            diverged_at = 0 if math.isfinite(loss.item()) else step
         self._votes = torch.tensor([exits.signal_name() is not None, diverged_at], dtype=torch.int64)
         if self._group is not None:
             self._handle = dist.all_reduce(self._votes, dist.ReduceOp.MAX, group=self._group, async_op=True)
@@ -65,10 +76,23 @@ class Guard:
         stop, diverged_at = self._votes.tolist()
         self._votes = self._handle = None
         if diverged_at:
-            own = [i for step, _, ids in self._recent if step == diverged_at for i in torch.cat(ids).tolist()]
+            own = [i for step, _, _, ids in self._recent if step == diverged_at for i in torch.cat(ids).tolist()]
             ids = sorted(gather_object(own)) if self._group is not None else sorted(own)
             raise exits.RunFailed(
                 f"the loss is not a finite number at step {diverged_at}; the last checkpoint is from before it. "
                 f"A lower --lr often helps. Samples of that step: {ids}"
             )
         return bool(stop)
+
+
+def _to_host(loss):
+    """A scalar's copy in host memory, and the event after which it is there (None: at once).
+
+    `loss.item()` would wait for all that was given to the device since, the step just begun among it.
+    """
+    if loss.device.type != "cuda":
+        return loss, None
+    copy = torch.empty((), dtype=loss.dtype, pin_memory=True).copy_(loss, non_blocking=True)
+    there = torch.cuda.Event()
+    there.record(torch.cuda.current_stream(loss.device))
+    return copy, there

@@ -1,7 +1,7 @@
 """Optimizers with orthogonal updates for matrices and convolution filters, and AdamW or SGD for the rest."""
 
 import torch
-from torch.distributed.tensor import DTensor, Replicate
+from torch.distributed.tensor import DTensor, Shard
 
 
 class Muon:
@@ -27,19 +27,14 @@ class Muon:
                 momentum = state["momentum"].lerp_(weight.grad, 1 - group["momentum"])
                 update = weight.grad.lerp(momentum, group["momentum"])
                 weight.grad = None  # AdamW passes over what has no gradient
-                # A shard cannot be made orthogonal: every process does the whole matrix and keeps its part.
-                update = update.full_tensor() if isinstance(update, DTensor) else update.flatten(1)
-                same_shape.setdefault(tuple(sorted(update.shape)), []).append((weight, update, group))
-        for matrices in same_shape.values():
-            wide = torch.stack([update if update.size(0) <= update.size(1) else update.T for _, update, _ in matrices])
-            for (weight, update, group), new in zip(matrices, orthogonalise(wide), strict=True):
-                new = (new if update.size(0) <= update.size(1) else new.T).reshape(weight.shape)
+                same_shape.setdefault(weight.shape, []).append((weight, update, group))
+        for shape, matrices in same_shape.items():
+            updates = orthogonalise_all([update for _, update, _ in matrices])
+            for (weight, _, group), update in zip(matrices, updates, strict=True):
                 if group.get("fixed_norm"):
                     weight.mul_(len(weight) ** 0.5 / weight.norm())
-                if isinstance(weight, DTensor):
-                    new = DTensor.from_local(new, weight.device_mesh, [Replicate()]).redistribute(placements=weight.placements)
                 weight.mul_(1 - group["lr"] * group["weight_decay"])
-                weight.add_(new, alpha=-group["lr"] * max(1, update.size(0) / update.size(1)) ** 0.5)
+                weight.add_(update, alpha=-group["lr"] * max(1, shape[0] / shape[1:].numel()) ** 0.5)
         super().step(closure)
 
 
@@ -51,8 +46,27 @@ class MuonSGD(Muon, torch.optim.SGD):
     pass
 
 
+def orthogonalise_all(matrices):
+    """`orthogonalise` for a list of weights of one shape, each a whole one or each sharded in the same way."""
+    first = matrices[0]
+    if not isinstance(first, DTensor):
+        return orthogonalise(torch.stack(matrices).flatten(2)).reshape(-1, *first.shape).unbind()
+    # A shard cannot be made orthogonal. Turned about, each process has some of the matrices, whole.
+    rows = [Shard(1) if place.is_shard() else place for place in first.placements]
+    whole = [Shard(0) if place.is_shard() else place for place in first.placements]
+    shape = (len(matrices), *first.shape)
+    like = dict(device_mesh=first.device_mesh, run_check=False, shape=shape, stride=torch.empty(shape, device="meta").stride())
+    stack = DTensor.from_local(torch.stack([m.to_local() for m in matrices]), placements=rows, **like)
+    stack = orthogonalise(stack.redistribute(placements=whole).to_local())
+    stack = DTensor.from_local(stack, placements=whole, **like).redistribute(placements=rows).to_local()
+    like |= dict(shape=first.shape, stride=first.stride())
+    return [DTensor.from_local(rows_of_it, placements=first.placements, **like) for rows_of_it in stack]
+
+
 def orthogonalise(x):
-    """Roughly the nearest orthogonal matrix to each of `x` [count, rows <= columns, columns]: all singular values near 1."""
+    """Roughly the nearest orthogonal matrix to each of `x` [count, rows, columns]: all singular values near 1."""
+    if x.size(1) > x.size(2):
+        return orthogonalise(x.mT).mT
     x = x / x.norm(dim=(1, 2), keepdim=True).clamp(min=1e-7)
     for _ in range(5):  # Newton-Schulz steps, with Jordan's coefficients
         gram = x @ x.mT

@@ -37,8 +37,12 @@ def check_launch():
                 f"GPU{'s' * (gpus > 1)}: use {fits}gpu.yaml",
                 here=True,
             )
-        # The same sums in the same order every time: what makes a resumed run bit for bit the same.
+        # The same sums in the same order every time: what makes a resumed run bit for bit the same. An operation that
+        # cannot do that says so once. Also keeps NCCL from adding up inside NVLink switches, in an order of their own.
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
         torch.backends.cudnn.deterministic = True
+        torch.use_deterministic_algorithms(True, warn_only=True)
+        torch.utils.deterministic.fill_uninitialized_memory = False  # with NaN: costs time
         return False
     precision = os.environ.get("ACCELERATE_MIXED_PRECISION", "no")
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
@@ -161,7 +165,8 @@ def settle_gradient_buckets(accelerator, model, compute_loss):
         return
     buffers = {name: value.clone() for name, value in model.named_buffers()}
     for _ in range(2):
-        accelerator.backward(compute_loss())
+        with torch.compiler.set_stance("force_eager"):  # or the kernels would be made for the rehearsal's shapes, too
+            accelerator.backward(compute_loss())
         model.zero_grad()
     for name, value in model.named_buffers():
         value.copy_(buffers[name])

@@ -4,10 +4,11 @@
     accelerate launch --config_file accelerate_configs/2cpu.yaml scripts/check_topology.py --max_bytes 4194304
     sbatch --nodes=2 --gpus-per-node=4 scripts/submit.sbatch scripts/check_topology.py --output_dir runs/check_topology
 
-Prints a table of all processes; stops with a line for each of: a process that never arrives, two processes on one GPU,
-versions or clocks that differ between machines, an output or data folder that is not the same everywhere. Then
-measures the all-reduce that data parallel training does in every step, for messages of 1 KiB to --max_bytes, and says
-in words what that means for a model of a given size. `topology.json` and `allreduce.png` hold what it found.
+Prints a table of all processes; stops with a line for each of: a process that never arrives or that the others cannot
+reach, two processes on one GPU, versions or clocks that differ between machines, an output or data folder that is not
+the same everywhere. Then measures the all-reduce that data parallel training does in every step, for messages of 1 KiB
+to --max_bytes, and says in words what that means for a model of a given size. `topology.json` and `allreduce.png` hold
+what it found.
 
 The bus bandwidth is bytes / seconds x 2 (n - 1) / n: what an ideal ring moves through each process' link, whatever
 their number n (NVIDIA nccl-tests, doc/PERFORMANCE.md). A launcher that never starts is not this script's to notice: the
@@ -20,6 +21,7 @@ import os
 import platform
 import socket
 import sys
+import threading
 import time
 import uuid
 from datetime import timedelta
@@ -241,6 +243,26 @@ def table(everyone, skews):
 # --------------------------------------------------------------------------------------------------------- how fast
 
 
+def alarm_clock(seconds):
+    """Ends this process after that time unless cancelled: who cannot connect waits where no Python gets a turn."""
+
+    def ring():
+        if RANK == 0:
+            print(
+                f"error: all processes reached rank 0, but in {seconds} s not each other: open all ports between the machines, "
+                "and see which network NCCL_SOCKET_IFNAME and GLOO_SOCKET_IFNAME name (NCCL_DEBUG=INFO tells more)",
+                file=sys.stderr,
+                flush=True,
+            )
+        os._exit(1)
+
+    # Rank 0 first: the launcher ends the others when one leaves.
+    timer = threading.Timer(seconds if RANK == 0 else 1.5 * seconds, ring)
+    timer.daemon = True
+    timer.start()
+    return timer
+
+
 def measure_all_reduce(device, max_bytes, seconds):
     """Times the all-reduce of float32 messages of 1 KiB, 4 KiB, ... `max_bytes`.
 
@@ -349,8 +371,11 @@ def main():
     device = torch.device("cpu") if on_cpu else torch.device("cuda", int(os.environ.get("LOCAL_RANK", 0)))
     if not on_cpu:
         torch.cuda.set_device(device)
-    group = dict(store=store, rank=RANK, world_size=WORLD, timeout=timeout, device_id=None if on_cpu else device)
+    group = dict(store=store, rank=RANK, world_size=WORLD, timeout=2 * timeout, device_id=None if on_cpu else device)
+    alarm = alarm_clock(args.timeout)
     dist.init_process_group(everyone[0]["backend"], **group)
+    dist.barrier()
+    alarm.cancel()
     rows = measure_all_reduce(device, args.max_bytes, args.seconds_per_size)
     if RANK == 0:
         print(f"\nall-reduce over {dist.get_backend()}\n{bandwidth_table(rows)}\n\n{verdict(rows, everyone)}")

@@ -184,6 +184,7 @@ def evaluate(accelerator, model, loader, max_batches=None):
     return total / count
 
 
+@torch.compiler.set_stance("force_eager")  # every byte makes the text longer, and each length would be compiled anew
 @torch.no_grad()
 def generate(model, block_size, device, prompt="\n", length=500, temperature=0.8, top_k=None, seed=0):
     """Continues `prompt` by `length` bytes, each drawn from the `top_k` likeliest (None: all; temperature 0: the likeliest).
@@ -286,7 +287,8 @@ def main():
         model.to_empty(device="cpu")
     parameters, flops = sum(weight.numel() for weight in model.parameters()), model.flops_per_token()
     if args.compile:
-        model.compile()
+        for block in model.blocks:  # alike, so compiled once; and FSDP, which works between them, stays out of it
+            block.compile()
     optimizer = build_optimizer(model, args)
     scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: lr_at(step, total_steps, args))
     common = dict(collate_fn=as_is, worker_init_fn=exits.worker_init, pin_memory=accelerator.device.type == "cuda")

@@ -48,6 +48,14 @@ def test_a_rank_that_never_arrives_is_named(absent, tmp_path):
     assert f"error: rank {absent} of 2 did not come within 2 s" in errors_of(done)[0]
 
 
+@pytest.mark.parametrize("unreachable", [0, 1])
+def test_a_rank_that_comes_but_cannot_be_reached(unreachable, tmp_path):
+    arguments = [f"unreachable@1:{unreachable}", CHECK, "--timeout", "3"]
+    done = run("2cpu", "tests/wrapped.py", arguments, output_dir=tmp_path, check=False)
+    assert len(errors_of(done)) == 1
+    assert "all processes reached rank 0, but in 3 s not each other" in errors_of(done)[0]
+
+
 def test_folders_that_are_not_shared(machines, tmp_path):
     """The second machine sees folders of its own in the same places."""
     (tmp_path / "data").mkdir()

@@ -161,13 +161,15 @@ def test_sharded_it_computes_the_same_and_changes_the_number_of_processes(gpt, t
 
 
 @pytest.mark.slow
-def test_sharded_in_bf16_it_computes_nearly_the_same(gpt, text, tmp_path):
-    arguments = [GPT, "--dataset", str(text), *SMALL.split()]
+@pytest.mark.skipif(not shutil.which("g++"), reason="torch.compile needs a C++ compiler on a CPU")
+def test_sharded_compiled_and_in_bf16_it_computes_nearly_the_same(gpt, text, tmp_path):
+    arguments = [GPT, "--dataset", str(text), *SMALL.split(), "--compile", "--activation_checkpointing"]
     run("4gpu_fsdp", "tests/sharded.py", arguments, output_dir=tmp_path, launcher=("--num_processes", "2"))
     assert json.loads((tmp_path / "args.json").read_text())["topology"]["mixed_precision"] == "bf16"
     exact = losses(gpt("cpu").folder)
     assert all(loss == pytest.approx(exact[step], abs=0.05) for step, loss in losses(tmp_path).items())
     assert any(loss != pytest.approx(exact[step], abs=1e-4) for step, loss in losses(tmp_path).items())  # it was bf16
+    assert load_file(tmp_path / "model.safetensors").keys() == load_file(gpt("cpu").folder / "model.safetensors").keys()
 
 
 # ------------------------------------------------------------------------------------------------------- streamed

@@ -122,6 +122,8 @@ elif name == "out_of_memory":
 elif name == "absent":
     if rank == os.environ["RANK"]:
         signal.pause()
+elif name == "unreachable":
+    before(torch.distributed, "init_process_group", signal.pause)
 elif name == "other_torch":
     import importlib.metadata
 

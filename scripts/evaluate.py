@@ -55,7 +55,10 @@ def main():
 
     if accelerator.is_main_process:
         results = {"test_accuracy": tested["accuracy"], "test_loss": tested["loss"], "tta": args.tta, "weights": str(file)}
-        folder = Path(args.output_dir or file.parent / "evaluation")
+        beside = file.parent
+        if (beside / "manifest.json").exists():  # a checkpoint, in which nothing may lie that was not saved with it
+            beside = beside.parents[1] if beside.parent.name == "checkpoints" else beside.parent
+        folder = Path(args.output_dir or beside / "evaluation")
         try:
             folder.mkdir(parents=True, exist_ok=True)
             plots.classification(folder, data.test, tested, data.class_names)
@@ -84,7 +87,7 @@ def parse_args():
     parser.add_argument("--checkpoint", required=True, help="a run's folder, a checkpoint's folder or a .safetensors file")
     parser.add_argument("--dataset", help="not given: the one it was trained on")
     parser.add_argument("--model", help="not given: as the run's records say")
-    parser.add_argument("--output_dir", help="not given: `evaluation` beside the weights")
+    parser.add_argument("--output_dir", help="not given: `evaluation` in the run's folder")
     parser.add_argument("--tta", action="store_true", help="test-time augmentation")
     return parser.parse_args()
 

@@ -300,7 +300,8 @@ def main():
     if args.streaming:
         share = (accelerator.process_index, accelerator.num_processes)
         stream = dict(lanes=args.stream_lanes, buffer=args.shuffle_buffer, seed=args.seed, position=progress["position"])
-        train_set = TextStream(*where, micro_batch // accelerator.num_processes, share=share, **stream)
+        part = micro_batch // accelerator.num_processes
+        train_set = topology.node_first(accelerator, lambda: TextStream(*where, part, share=share, **stream))
         # Not prepared: it splits itself. One worker at most, which reads ahead; what it has read too much is not counted.
         train_loader = DataLoader(train_set, batch_size=None, num_workers=min(1, args.num_workers), **common)
     else:

@@ -26,6 +26,7 @@ LIMIT = 300  # seconds for one launch: a hang must fail the test, not the suite
 SMALL = (
     "--dataset synthetic --model net --batch_size 500 --max_train_steps 14 --log_every 1 --eval_every 7 --checkpoint_every 3"
 )
+ENDLESS = f"{SMALL} --max_train_steps 100000 --eval_every 100000 --checkpoint_every 0"  # saves when it is stopped
 
 
 @pytest.fixture(scope="session", autouse=True)

@@ -8,14 +8,30 @@ import signal
 import subprocess
 import sys
 from hashlib import sha256
+from types import SimpleNamespace
 
 import psutil
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
-from conftest import CIFAR, LIMIT, ROOT, SMALL, Started, all_end_within, command, final_weights, metrics, results, run, status
+from conftest import (
+    CIFAR,
+    ENDLESS,
+    LIMIT,
+    ROOT,
+    SMALL,
+    Started,
+    all_end_within,
+    command,
+    final_weights,
+    metrics,
+    results,
+    run,
+    status,
+)
 
-from utils import shards
+from utils import checkpoint, shards
+from utils.exits import UserError
 
 PREEMPTED = 75
 
@@ -128,6 +144,18 @@ def test_signal_to_the_launcher(config, number, reference, tmp_path):
     assert output.count("Traceback") <= 1  # the launcher's own, never one per rank
 
 
+def test_ctrl_c_gives_one_process_time_to_save(tmp_path):
+    """Its launcher goes at once. What follows a launcher into its grave must not cut a slow save short."""
+    arguments = ["slow_save", CIFAR, *ENDLESS.split()]
+    started = Started("cpu", "tests/wrapped.py", arguments, output_dir=tmp_path / "run")
+    started.wait_for("step      5/")
+    workers = [psutil.Process(pid) for pid in started.workers().values()]
+    os.killpg(started.process.pid, signal.SIGINT)
+    started.finish()
+    assert all_end_within(workers, seconds=20)
+    assert status(tmp_path / "run")["state"] == "preempted"
+
+
 @pytest.fixture(scope="session")
 def interrupted(tmp_path_factory):
     """A run on one process, preempted after step 8 with two good checkpoints; tests work on copies of it."""
@@ -158,9 +186,6 @@ DAMAGES = [
 
 @pytest.mark.parametrize(("damage", "name"), DAMAGES)
 def test_damaged_checkpoint_is_found_before_it_is_loaded(damage, name, interrupted, tmp_path, capsys):
-    from utils import checkpoint
-    from utils.exits import UserError
-
     shutil.copytree(interrupted, tmp_path / "run")
     damage(tmp_path / "run" / "checkpoints" / "step_00000008" / name)
     path, _ = checkpoint.find(tmp_path / "run", "auto")
@@ -181,6 +206,30 @@ def test_the_one_before_a_damaged_checkpoint_is_used(interrupted, reference, tmp
     again = relaunch_and_compare(reference("cpu").folder, tmp_path / "run", config="cpu")
     assert "warning: checkpoint" in again.stderr and "model.safetensors does not match its checksum" in again.stderr
     assert results(tmp_path / "run")["resumed_from"] == 7
+
+
+def test_scoring_an_unfinished_run_leaves_its_checkpoints_whole(interrupted, tmp_path):
+    shutil.copytree(interrupted, tmp_path / "run")
+    run(None, "scripts/evaluate.py", f"--checkpoint {tmp_path / 'run'}")
+    assert (tmp_path / "run" / "evaluation" / "predictions.png").exists()
+    path, _ = checkpoint.find(tmp_path / "run", "auto")
+    assert path.name == "step_00000008"
+
+
+def test_another_run_s_checkpoint_is_where_a_run_starts_not_where_it_goes_on(interrupted, tmp_path):
+    theirs, own = interrupted / "checkpoints" / "step_00000008", tmp_path / "checkpoints" / "step_00000007"
+    assert checkpoint.find(tmp_path, str(theirs))[0] == theirs
+    shutil.copytree(interrupted / "checkpoints" / own.name, own)
+    assert checkpoint.find(tmp_path, str(theirs))[0] == own
+    with pytest.raises(UserError, match="another --output_dir"):
+        checkpoint.find(tmp_path, str(own))
+
+
+def test_a_new_checkpoint_is_kept_and_the_later_damaged_ones_are_not(tmp_path):
+    for step in (3, 5, 8):
+        (tmp_path / f"step_{step:08d}").mkdir()
+    checkpoint._prune(tmp_path, 1, tmp_path / "step_00000005")
+    assert [path.name for path in tmp_path.iterdir()] == ["step_00000005"]
 
 
 def test_no_good_checkpoint_is_an_error_not_a_new_start(interrupted, tmp_path):
@@ -226,6 +275,15 @@ def test_a_poisoned_checkpoint_executes_nothing(name, interrupted, tmp_path):
         assert done.returncode == 2 and done.stderr.count("error: ") == 1, done.stderr
 
 
+def test_what_is_registered_for_checkpointing_executes_nothing_either(tmp_path):
+    """Accelerate itself would unpickle it (`load_custom_state`)."""
+    (tmp_path / "custom_checkpoint_0.pkl").write_bytes(pickle.dumps(Bomb(tmp_path / "executed")))
+    accelerate = SimpleNamespace(num_processes=1, load_state=lambda *_, **__: pytest.fail("it was loaded"))
+    with pytest.raises(UserError, match="execute code"):
+        checkpoint.load(accelerate, tmp_path)
+    assert not (tmp_path / "executed").exists()
+
+
 def test_a_poisoned_sharded_checkpoint_executes_nothing(tmp_path):
     """torch itself would unpickle the index of such a checkpoint, and every value in it that is no tensor."""
     state, bomb = {"weight": torch.ones(3), "plain": [1, "two"]}, Bomb(tmp_path / "executed")
@@ -256,6 +314,22 @@ def test_full_disk_costs_a_checkpoint_not_the_run(reference, tmp_path):
         written = {line["step"]: line["written"] for line in metrics(disk / "run", "checkpoint")}
         assert written == {3: True, 6: True, 9: False, 12: True, 14: True}
         assert final_weights(disk / "run") == final_weights(reference("cpu").folder)
+    finally:
+        subprocess.run(["umount", "-l", str(disk)], check=True)
+
+
+def test_a_disk_that_stays_full_ends_the_run_with_a_line(reference, tmp_path):
+    disk = tmp_path / "disk"
+    disk.mkdir()
+    if subprocess.run(["mount", "-t", "tmpfs", "-o", "size=2200k", "tmpfs", str(disk)], capture_output=True).returncode:
+        pytest.skip("cannot mount a small file system here")
+    try:
+        done = faulty(f"full_disk@5:{disk}", SMALL, disk / "run", config="cpu")
+        told = [line for line in done.stderr.splitlines() if line.startswith("error: ")]
+        assert len(told) == 1 and "the disk is full" in told[0], done.stderr
+        assert "Traceback" not in done.stderr.split(told[0])[0]
+        (disk / "ballast").unlink()
+        relaunch_and_compare(reference("cpu").folder, disk / "run", config="cpu")
     finally:
         subprocess.run(["umount", "-l", str(disk)], check=True)
 
@@ -310,6 +384,7 @@ def test_diverged_loss_stops_the_run_and_names_the_samples(processes, reference,
 def test_out_of_memory_says_what_to_do(tmp_path):
     done = faulty("out_of_memory@3:1", SMALL, tmp_path / "run")
     assert "out of memory on rank 1, which takes 250 samples at a time" in done.stderr
+    assert "out of memory on rank 1" in status(tmp_path / "run")["reason"]  # the first to fail, not who lost it
     assert (
         "--gradient_accumulation_steps" in done.stderr
         and "Traceback (most recent call last)" not in done.stderr.split("error: ")[1][:500]

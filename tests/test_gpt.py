@@ -236,6 +236,27 @@ def test_streaming_killed_continues_exactly_and_on_another_topology(shards, tmp_
     assert_same_losses(tmp_path / "one", tmp_path / "two")
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("workers", [0, 1])
+def test_what_only_one_process_reads_it_says_itself(workers, shards, tmp_path):
+    arguments = f"--dataset {shards} --streaming --stream_lanes 6 --shuffle_buffer 4 --num_workers {workers} {SMALL}"
+    wrapped = ["unreadable@40:1", GPT, *arguments.split()]
+    done = run("2cpu", "tests/wrapped.py", wrapped, output_dir=tmp_path, check=False)
+    told = [line for line in done.stderr.splitlines() if line.startswith("error: ") and "lost contact" not in line]
+    assert len(told) == 1 and "the medium is damaged" in told[0], done.stderr
+    assert status(tmp_path)["state"] == "failed" and status(tmp_path)["reason"] in told[0]
+
+
+def test_data_of_two_kinds_or_packed_is_refused(tmp_path):
+    (tmp_path / "README.txt").write_text("what this is")
+    (tmp_path / "part.jsonl").write_text('{"text": "some words"}\n')
+    with pytest.raises(UserError, match=r"README.txt and part.jsonl"):
+        load_text(str(tmp_path), "text", 4, 0)
+    (tmp_path / "part.jsonl.gz").write_bytes(b"")
+    with pytest.raises(UserError, match="unpack it first"):
+        load_text(str(tmp_path / "part.jsonl.gz"), "text", 4, 0)
+
+
 # ------------------------------------------------------------------------------------------------- samples, copying
 
 

@@ -13,7 +13,7 @@ from utils.arguments import Parser, number
 from utils.augment import augment, normalise, random_uint32
 from utils.exits import UserError
 from utils.image_data import BatchedImages, synthetic_images
-from utils.run_folder import RunFolder
+from utils.run_folder import RunFolder, moved
 
 
 @pytest.fixture(scope="module")
@@ -184,6 +184,13 @@ def test_the_newest_checkpoints_and_the_best_are_kept(tmp_path):
         (folder / checkpoint.MANIFEST).write_text(json.dumps({"progress": {"step": step, "score": score}}))
     checkpoint._prune(tmp_path, keep=2)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["step_00000020", "step_00000040", "step_00000050"]
+
+
+def test_a_moved_project_goes_on(tmp_path):
+    assert moved("/no/such/place/cifar10", str(tmp_path / "cifar10"))
+    assert not moved("/no/such/place/cifar10", str(tmp_path / "cifar100"))
+    assert not moved(str(tmp_path), f"/elsewhere/{tmp_path.name}")  # both are there: which was it?
+    assert not moved("uoft-cs/cifar10", str(tmp_path / "cifar10"))
 
 
 class Event:

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import psutil
 import pytest
-from conftest import CIFAR, LIMIT, ROOT, SMALL, final_weights, metrics, results, run, status
+from conftest import CIFAR, ENDLESS, LIMIT, ROOT, SMALL, final_weights, metrics, results, run, status
 
 pytestmark = pytest.mark.slow
 
@@ -185,18 +185,19 @@ def test_signal_lost_node_and_time_limit_cost_nothing(cluster, tmp_path):
 @pytest.mark.parametrize("nodes", [1, 2])
 def test_as_many_processes_as_gpus(nodes, cluster):
     """The scheduler counts 2 GPUs a node. They do not exist, so 2 processes a node are rehearsed over gloo."""
-    arguments = f"scripts/check_topology.py --max_bytes 4096 --output_dir {cluster.folder}/check"
-    job = cluster.submit(f"--nodes={nodes} --gpus-per-node=2", arguments)
+    arguments = f"scripts/check_topology.py --max_bytes 4096 --output_dir {cluster.folder}/check%a"
+    job = cluster.submit(f"--nodes={nodes} --gpus-per-node=2 --array={nodes}", arguments)
     cluster.until("the job ends", lambda: cluster.state(job) in ("COMPLETED", "FAILED"))
     assert cluster.state(job) == "COMPLETED", cluster.told()
     assert f"{2 * nodes} processes on 1 machine can talk" in cluster.log(job, node=0)
-    assert "4gpu.yaml" in cluster.log(job)
+    assert "4gpu.yaml" in cluster.log(job) and (cluster.folder / f"check{nodes}" / "topology.json").exists()
 
 
 def test_a_mistake_is_not_requeued_nor_is_a_cancelled_job(cluster):
     """The same folder: what it says of the run before must not be taken for what became of the next."""
     folder = cluster.folder / "ended"
-    job = cluster.submit("--nodes=1", f"{CIFAR} {SMALL} --max_train_steps 100000 --output_dir {folder}")
+    slowly = f"{ROOT}/tests/wrapped.py slow_save {CIFAR} {ENDLESS} --output_dir {folder}"
+    job = cluster.submit("--nodes=1", slowly)
     cluster.until("the run takes some steps", lambda: "step " in cluster.log(job, node=0))
     cluster.command(f"scancel {job}")
     cluster.until("the job is cancelled", lambda: cluster.state(job) == "CANCELLED")

@@ -4,10 +4,12 @@ The scripts themselves hold no test hooks. A fault is `NAME@N`: it strikes at th
 `NAME@N:RANK` only on that rank.
 """
 
+import contextlib
 import os
 import runpy
 import signal
 import sys
+import time
 
 fault, script = sys.argv[1:3]
 sys.argv = sys.argv[2:]
@@ -41,6 +43,12 @@ def before(owner, attribute, act):
 
 def die():
     os.kill(os.getpid(), signal.SIGKILL)
+
+
+def fill(ballast):
+    with open(ballast, "wb", buffering=0) as file, contextlib.suppress(OSError):
+        while file.write(bytes(4096)):
+            pass
 
 
 def terminate():
@@ -81,6 +89,25 @@ elif name == "nan":
 elif name == "hang":
     # This rank never arrives at its next collective; the others must give up by themselves.
     before(accelerate.Accelerator, "backward", signal.pause)
+elif name == "unreadable":
+    # A row of the part of a stream that this rank reads.
+    import datasets
+
+    real_iter = datasets.IterableDataset.__iter__
+
+    def rows(self):
+        for row in real_iter(self):
+            if strikes():
+                raise OSError("the medium is damaged")
+            yield row
+
+    datasets.IterableDataset.__iter__ = rows
+elif name == "slow_save":
+    before(accelerate.Accelerator, "save_state", lambda: time.sleep(6))
+elif name == "full_disk":
+    # For good: the place after the colon is a small file system.
+    ballast, rank = os.path.join(rank, "ballast"), ""
+    before(accelerate.Accelerator, "backward", lambda: fill(ballast))
 elif name == "fill_disk":
     # The place after the colon is a small file system: full for this one checkpoint.
     ballast, rank = os.path.join(rank, "ballast"), ""
@@ -89,12 +116,7 @@ elif name == "fill_disk":
     def save_on_full_disk(*args, **kwargs):
         full = strikes()
         if full:
-            with open(ballast, "wb", buffering=0) as file:
-                try:
-                    while file.write(bytes(4096)):
-                        pass
-                except OSError:
-                    pass
+            fill(ballast)
         try:
             return save_state(*args, **kwargs)
         finally:
@@ -104,8 +126,6 @@ elif name == "fill_disk":
     accelerate.Accelerator.save_state = save_on_full_disk
 elif name == "clock_seed":
     # Not a fault but a mistake: weights that depend on when the run was started.
-    import time
-
     real_backward = accelerate.Accelerator.backward
 
     def backward(self, loss):
@@ -131,8 +151,6 @@ elif name == "other_torch":
     if rank == os.environ["RANK"]:
         importlib.metadata.version = lambda package: "1.0.0" if package == "torch" else real_version(package)
 elif name == "clock_ahead":
-    import time
-
     real_time = time.time
     if rank == os.environ["RANK"]:
         time.time = lambda: real_time() + 120

@@ -15,6 +15,7 @@ import sys
 import time
 from pathlib import Path
 
+import torch
 from accelerate.utils import gather_object
 
 from utils import shards
@@ -56,7 +57,7 @@ def save(accelerator, folder, progress, keep, record):
     if _all_fine(accelerator, error) and accelerator.is_main_process:
         try:
             _complete(writing, target, progress, record)
-            _prune(folder, keep)
+            _prune(folder, keep, target)
         except OSError as caught:
             error = caught
     # No process goes on, or exits, before the checkpoint has its name.
@@ -77,19 +78,26 @@ def find(folder, resume):
 
     Args:
         folder: the run's folder.
-        resume (str): `auto` for the newest whole one in it, `never`, or a checkpoint's path.
+        resume (str): `auto` for the newest whole one in it, `never`, or the path of another run's checkpoint to start
+            from: once the run has some of its own, it goes on from those.
 
     Returns:
         tuple[Path, dict] | None: the checkpoint and its manifest; None if there is none to start from.
 
     Raises:
-        UserError: `resume` names none that is whole, or the run has checkpoints and none of them is.
+        UserError: `resume` names none that is whole, or one of this run's own; or the run has checkpoints and none is.
     """
     if resume == "never":
         return None
-    if resume != "auto":
-        return Path(resume), verify(resume)
     candidates = sorted(Path(folder).glob("checkpoints/step_*"), reverse=True)
+    if resume != "auto":
+        if Path(resume).resolve() in [path.resolve() for path in candidates]:
+            raise UserError(
+                f"--resume {resume} is this run's own: it goes on from its newest by itself, and to start from an earlier "
+                "one it wants another --output_dir"
+            )
+        if not candidates:
+            return Path(resume), verify(resume)
     for path in candidates:
         try:
             return path, verify(path)
@@ -133,22 +141,34 @@ def verify(path):
 
 
 def load(accelerator, path):
-    """Loads a verified checkpoint into everything that was prepared.
+    """Loads a verified checkpoint into everything that was prepared and registered; call it on every process.
 
     Raises:
-        UserError: a file holds something other than tensors and plain values (it is not executed), or does not fit.
+        UserError: a file holds something other than tensors and plain values (it is not executed), does not fit, or is
+            not there on some machine; on every process.
     """
+    told = _load(accelerator, path)
+    for line in gather_object([told]) if accelerator.num_processes > 1 else [told]:
+        if line:
+            raise UserError(f"checkpoint {path} {line}")
+    # Counts micro-batches. Checkpoints are taken between optimizer steps, and the accumulation may have changed since.
+    accelerator.step = 0
+
+
+def _load(accelerator, path):
+    """Why it could not be loaded, or None."""
     try:
         shards.refuse_code(path)
+        for registered in Path(path).glob("custom_checkpoint_*.pkl"):  # Accelerate would unpickle whatever is in them
+            torch.load(registered, weights_only=True, map_location="cpu")
         # By way of host memory: each tensor then goes where the one it replaces is, and none to this process' GPU twice.
         accelerator.load_state(str(path), map_location="cpu")
     except pickle.UnpicklingError as error:
         reason = str(error).splitlines()[0]
-        raise UserError(f"checkpoint {path} is refused: it would execute code when loaded ({reason})") from None
-    except (RuntimeError, KeyError, ValueError) as error:
-        raise UserError(f"checkpoint {path} does not fit this run: {str(error).splitlines()[0]}") from None
-    # Counts micro-batches. Checkpoints are taken between optimizer steps, and the accumulation may have changed since.
-    accelerator.step = 0
+        return f"is refused: it would execute code when loaded ({reason})"
+    except (OSError, RuntimeError, KeyError, ValueError) as error:
+        return f"does not fit this run: {str(error).splitlines()[0]}"
+    return None
 
 
 def _complete(writing, target, progress, record):
@@ -168,12 +188,14 @@ def _complete(writing, target, progress, record):
     _flush(target.parent)
 
 
-def _prune(folder, keep):
+def _prune(folder, keep, newest):
     paths = sorted(folder.glob("step_*"))
+    later = [path for path in paths if path.name > newest.name]  # found damaged: the run went on from before them
+    paths = [path for path in paths if path not in later]
     scores = {path: _score(path) for path in paths}
     scored = [path for path in paths if scores[path] is not None]
     best = max(scored, key=scores.get) if scored else None
-    for path in paths[:-keep]:
+    for path in later + paths[:-keep]:
         if path != best:
             # Renamed first: a crash half-way through leaves a leftover, not something that looks like a checkpoint.
             doomed = folder / ".deleting"

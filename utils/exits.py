@@ -14,6 +14,8 @@ import traceback
 PREEMPTED = 75  # EX_TEMPFAIL of sysexits.h: "try again later"; a scheduler may requeue on it
 ORPHAN_SECONDS = 3.5  # how long a process whose launcher died may use to save before it is ended
 
+TOLD_SECONDS = 60  # the same, if it had been told to stop before
+
 _signal_name = None
 _in_training = False
 _failure_hooks = []
@@ -23,12 +25,13 @@ _micro_batch = None
 class UserError(Exception):
     """Something a person can mend: ends the run with this one line and exit code 2.
 
-    All processes know it and rank 0 says it; with `here`, those of one machine know it and their first one does.
+    `speaker`: which number of a process must be 0 for it to say so. RANK: all processes know it. LOCAL_RANK: those of
+    one machine do. None: only the one that raises it.
     """
 
-    def __init__(self, line, here=False):
+    def __init__(self, line, speaker="RANK"):
         super().__init__(line)
-        self.here = here
+        self.speaker = speaker
 
 
 class RunFailed(UserError):
@@ -82,21 +85,20 @@ def worker_init(_worker_id):
 
 def run(main):
     """Calls `main()` and ends the process: 0 done, 1 failed, 2 a person's error, `PREEMPTED` stopped by a signal."""
-    speaker = "RANK"  # which of its ranks must be 0 for a process to say why; None: each speaks for itself
+    speaker = None
     try:
         main()
         return
     except UserError as error:
-        code, line = 1 if isinstance(error, RunFailed) else 2, f"error: {error}"
-        speaker = "LOCAL_RANK" if error.here else "RANK"
+        code, line, speaker = 1 if isinstance(error, RunFailed) else 2, f"error: {error}", error.speaker
+        _, in_worker, told = line.rpartition(f"{type(error).__name__}: ")
+        if "in DataLoader worker" in line and in_worker:  # comes with the worker's traceback; no other process knows it
+            speaker, line = None, f"error: {told.strip()}"
     except Exception as error:
-        speaker = None
         code, line = 1, _known_failure(error)
         if line is None:
             traceback.print_exc()
             line = f"error: {type(error).__name__}: {str(error).strip().splitlines()[0] if str(error) else ''}"
-    for hook in _failure_hooks:
-        hook(line.removeprefix("error: "))
     if speaker and int(os.environ.get(speaker, 0)) != 0:
         # Rank 0 prints it. Leaving before it has would make the launcher stop it unread.
         deadline = time.monotonic() + 10
@@ -104,6 +106,11 @@ def run(main):
             time.sleep(0.05)
     else:
         print(line, file=sys.stderr, flush=True)
+        try:
+            for hook in _failure_hooks:
+                hook(line.removeprefix("error: "))
+        except (OSError, UserError) as error:  # the disk is full, say, which is why it ends
+            print(f"warning: the run's status was not written: {error}", file=sys.stderr, flush=True)
     sys.stdout.flush()
     # Not sys.exit: destructors of a process group whose peers are gone may wait for them.
     os._exit(code)
@@ -128,8 +135,10 @@ def _leave_at_once():
 def _follow_launcher(launcher):
     while os.getppid() == launcher:
         time.sleep(0.25)
+    # Without elastic workers the launcher dies of what it is told, at once. Who told us both wants us to save first.
+    seconds = ORPHAN_SECONDS if _signal_name is None else TOLD_SECONDS
     os.kill(os.getpid(), signal.SIGTERM)
-    time.sleep(ORPHAN_SECONDS)
+    time.sleep(seconds)
     # Still here: in a collective with a process that is gone, or in a long step. The last checkpoint stands.
     os._exit(PREEMPTED)
 
@@ -141,7 +150,11 @@ def _known_failure(error):
     if type(error).__name__ == "OutOfMemoryError" or "can't allocate memory" in text or isinstance(error, MemoryError):
         return (
             f"error: out of memory on rank {rank}, which takes {_micro_batch} samples at a time: a larger "
-            f"--gradient_accumulation_steps makes that fewer, with the same results ({text.splitlines()[0] if text else ''})"
+            f"--gradient_accumulation_steps makes that fewer, of the same global batch ({text.splitlines()[0] if text else ''})"
+        )
+    if "No space left on device" in text:
+        return (
+            f"error: rank {rank}: the disk is full; with some space on it the same command continues ({text.splitlines()[0]})"
         )
     if "DataLoader worker" in text:
         return f"error: rank {rank}: a data loader worker died: {text.splitlines()[0]}"

@@ -85,7 +85,8 @@ class RunFolder:
                     shutil.rmtree(entry) if entry.is_dir() else entry.unlink()
             earlier = None
         if earlier is None:
-            if any(entry.name not in (".lock", "checkpoints") for entry in self.path.iterdir()):
+            own = (".lock", ".args.json.", "checkpoints")
+            if any(not entry.name.startswith(own) for entry in self.path.iterdir()):
                 raise UserError(f"{self.path} is not empty and holds no run of these scripts: name another --output_dir")
             return None
         if self.resume == "never":
@@ -102,6 +103,7 @@ class RunFolder:
             f"--{name} {self.arguments.get(name)} (was {arguments.get(name)})"
             for name in names
             if arguments.get(name) != self.arguments.get(name)
+            and not (name == "dataset" and moved(arguments.get(name), self.arguments.get(name)))
         ]
         if differences:
             raise UserError(
@@ -111,12 +113,12 @@ class RunFolder:
 
     def begin(self, step, topology):
         """Writes args.json and opens metrics.jsonl, dropping what was logged after `step`: it is about to be done again."""
+        exits.on_failure(self._failed)
         if not self.is_main:
             return
         self.record = {"arguments": self.arguments, "topology": topology, "versions": versions(), "git_commit": git_commit()}
         write_json(self.path / "args.json", {**self.record, "command": sys.argv})
         self.status("running", f"from step {step}", step=step)
-        exits.on_failure(lambda reason: self.status("failed", reason))
         path = self.path / "metrics.jsonl"
         kept = []
         for line in path.read_text().splitlines() if path.exists() else ():
@@ -141,6 +143,11 @@ class RunFolder:
         """Writes status.json. `state`: running, preempted, finished or failed."""
         if self.is_main:
             write_json(self.path / "status.json", {"state": state, "reason": reason, "time": _now(), **more})
+
+    def _failed(self, reason):
+        # From any process. The first to fail knows why: what the others say, who have lost it, comes later.
+        if (read_json(self.path / "status.json") or {}).get("state") == "running":
+            write_json(self.path / "status.json", {"state": "failed", "reason": reason, "time": _now()})
 
     def preempted(self, where, **more):
         """Ends every process as a signal asked: says `where` the run stopped, and leaves with the code that means it."""
@@ -194,6 +201,12 @@ def comparable(arguments):
     return plain
 
 
+def moved(before, now):
+    """Whether a path to data of before is no more, and that of now has its name: so that a whole project can be moved."""
+    before, now = Path(str(before)), Path(str(now))
+    return before.is_absolute() and not before.exists() and now.is_absolute() and before.name == now.name
+
+
 def versions():
     """Versions of Python and of the packages that decide what is computed."""
     packages = ("torch", "torchvision", "accelerate", "datasets")
@@ -223,11 +236,13 @@ def git_commit():
 
 
 def read_json(path):
-    """The JSON in `path`, or None if there is no such file."""
+    """The JSON in `path`, or None if there is no such file. Raises UserError if it is damaged."""
     try:
         return json.loads(Path(path).read_text())
     except FileNotFoundError:
         return None
+    except ValueError:
+        raise UserError(f"{path} is damaged: restore it, or move it away") from None
 
 
 def write_json(path, value):
@@ -238,7 +253,7 @@ def write_json(path, value):
 def write_text(path, text):
     """Like `write_json`, for text."""
     path = Path(path)
-    beside = path.with_name(f".{path.name}.writing")
+    beside = path.with_name(f".{path.name}.{os.getpid()}.writing")  # processes that fail together all write the status
     with beside.open("w") as file:
         file.write(text)
         file.flush()

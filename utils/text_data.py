@@ -5,6 +5,7 @@ A window is `block_size + 1` bytes: the model reads all but the last and predict
 
 import random
 import zlib
+from functools import partial
 from pathlib import Path
 
 import datasets
@@ -14,6 +15,8 @@ import torch
 from utils.exits import RunFailed, UserError
 
 FORMATS = {".txt": "text", ".jsonl": "json", ".json": "json", ".parquet": "parquet"}
+RECORDS = {"dataset_infos.json", "dataset_info.json", "dataset_dict.json", "state.json"}  # of `datasets`: no text
+COMPRESSED = {".gz", ".bz2", ".xz", ".zst", ".zip", ".tar"}
 WAY_OUT = "use a Hub id such as karpathy/tiny_shakespeare, a local text file or folder, or --dataset synthetic"
 HELD_OUT_BYTES = 1 << 20  # of a stream, for evaluation
 HELD_OUT_ONE_IN = 64  # documents
@@ -242,32 +245,38 @@ class _Lane:
         empty_passes = 0
         while empty_passes < 2:  # the rest of a pass that is continued may well be empty
             empty_passes += 1
-            for document in _documents(self.rows, self.column, self.name, RunFailed):
+            for document in _documents(self.rows, self.column, self.name, partial(RunFailed, speaker=None)):
                 if not held_out(document):
                     empty_passes = 0
                     yield document
             # Also what keeps `rows` from going back to the state that was loaded into it.
             self.rows.set_epoch(self.rows.epoch + 1)
-        raise RunFailed(f"--dataset {self.name}: a part of the stream holds no text: use fewer --stream_lanes")
+        raise RunFailed(f"--dataset {self.name}: a part of the stream holds no text: use fewer --stream_lanes", speaker=None)
 
 
 # --------------------------------------------------------------------------------------------------------- reading
 
 
 def _local_files(name):
-    """The files of the first format that is there, in the order of their names; none if `name` is not a local path."""
+    """The files of the one format that is there, in the order of their names; none if `name` is not a local path."""
     path = Path(name).expanduser()
     if not path.exists():
         if name.startswith((".", "/", "~")) or path.suffix in FORMATS:
             raise UserError(f"--dataset {name}: there is no such file or folder; {WAY_OUT}")
         return []
     if path.is_file():
+        if path.suffix in COMPRESSED:
+            raise UserError(f"--dataset {name} is compressed: unpack it first")
         # A file of any other name is taken for text: bytes are bytes.
         return [path]
-    for suffix in FORMATS:
-        files = sorted(path.rglob(f"*{suffix}"))
-        if files:
-            return files
+    found = {suffix: sorted(f for f in path.rglob(f"*{suffix}") if f.name not in RECORDS) for suffix in FORMATS}
+    found = [files for files in found.values() if files]
+    if len(found) > 1:
+        raise UserError(
+            f"--dataset {name} holds both {found[0][0].name} and {found[1][0].name}: name a folder of one kind, or a file"
+        )
+    if found:
+        return found[0]
     raise UserError(f"--dataset {name} holds no file that ends in {', '.join(FORMATS)}; {WAY_OUT}")
 
 

@@ -35,7 +35,7 @@ def check_launch():
             raise UserError(
                 f"{_config_name()} starts {local_processes} processes on this machine, which has {gpus} "
                 f"GPU{'s' * (gpus > 1)}: use {fits}gpu.yaml",
-                here=True,
+                speaker="LOCAL_RANK",
             )
         # The same sums in the same order every time: what makes a resumed run bit for bit the same. An operation that
         # cannot do that says so once. Also keeps NCCL from adding up inside NVLink switches, in an order of their own.

@@ -193,15 +193,19 @@ def test_as_many_processes_as_gpus(nodes, cluster):
     assert "4gpu.yaml" in cluster.log(job) and (cluster.folder / f"check{nodes}" / "topology.json").exists()
 
 
-def test_a_mistake_is_not_requeued_nor_is_a_cancelled_job(cluster):
+def test_one_process_saves_and_goes_on_but_not_once_cancelled_or_mistaken(cluster):
     """The same folder: what it says of the run before must not be taken for what became of the next."""
     folder = cluster.folder / "ended"
     slowly = f"{ROOT}/tests/wrapped.py slow_save {CIFAR} {ENDLESS} --output_dir {folder}"
     job = cluster.submit("--nodes=1", slowly)
     cluster.until("the run takes some steps", lambda: "step " in cluster.log(job, node=0))
+    cluster.command(f"scancel --batch --signal=USR1 {job}")
+    cluster.until("the attempt ends", lambda: "attempt 0 ended" in cluster.log(job))
+    assert "run preempted" in cluster.log(job), cluster.told()
+    cluster.until("the next attempt goes on", lambda: "continuing from" in cluster.log(job, node=0))
     cluster.command(f"scancel {job}")
     cluster.until("the job is cancelled", lambda: cluster.state(job) == "CANCELLED")
-    assert status(folder)["state"] == "preempted" and "attempt 1" not in cluster.log(job)
+    assert status(folder)["state"] == "preempted" and "attempt 2" not in cluster.log(job)
 
     job = cluster.submit("--nodes=1", f"{CIFAR} {SMALL} --lr 3 --output_dir {folder}")
     cluster.until("the job ends", lambda: cluster.state(job) in ("COMPLETED", "FAILED"))

@@ -480,7 +480,9 @@ def parse_args():
     group = parser.add_argument_group("text")
     group.add_argument("--text_column", default="text", help="of a Hub id, JSONL or Parquet")
     group.add_argument("--streaming", action="store_true", help="read while training; needs --max_train_steps")
-    group.add_argument("--stream_lanes", type=number(int, 1), default=8, help="parts a stream is dealt into; see TextStream")
+    group.add_argument(
+        "--stream_lanes", type=number(int, 1), default=8, help="parts of a stream: a multiple of all process counts to come"
+    )
     group.add_argument("--shuffle_buffer", type=number(int, 1), default=1000, help="windows, per lane of a stream")
     group = parser.add_argument_group("samples")
     group.add_argument("--sample", metavar="PATH", help="do not train: write text with a run's folder or its weights")

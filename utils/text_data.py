@@ -159,7 +159,8 @@ class TextStream(torch.utils.data.IterableDataset):
     """This process' share of an endless, shuffled stream of micro-batches that any number of processes reads alike.
 
     The data is dealt to `lanes` (a fixed number, shards first, else rows), and every global batch takes as many
-    windows from each. A process reads only its own lanes, so the work is split and the global batches stay the same.
+    windows from each. A process reads only its own lanes, so the global batches stay the same. Choose a number that all
+    process counts to come divide; with a multiple of it of files the reading is split too, else each lane reads over all.
 
     In a lane, `buffer` windows are collected and given out in a drawn order, then the next ones. All that has to be
     remembered is therefore where the buffer began and how many windows were given out: after a restart the same

@@ -9,7 +9,7 @@ The four steps of every recipe for data parallel training, and where they are be
     DDP wrap        DistributedDataParallel(model.to(rank), [rank])      accelerator.prepare(model)
     rank 0 saves    if rank == 0: torch.save(model.module.state_dict())  checkpoint.save (save_state), weights.export
 
-Measured on 2026-11-21 with that command on 2 cores of an AMD EPYC: 300 steps, loss 0.036, accuracy 98 % on the last batch.
+Measured on 2026-11-22 with that command on 2 cores of an AMD EPYC: 300 steps, loss 0.046, accuracy 99 % on the last batch.
 """
 
 import sys
@@ -53,7 +53,7 @@ def main():
         return say(f"this run is finished already, nothing to do: accuracy {finished['train_accuracy']:.2%}; see {run.path}")
 
     set_seed(args.seed)  # the same points and weights on every process
-    points = torch.randn(max(3000, args.batch_size), 2)
+    points = torch.randn(max(2880, args.batch_size), 2)
     labels = (points.prod(1) > 0).long()  # have the two coordinates the same sign?
     data = TensorDataset(torch.arange(len(points)), points, labels)
     loader = DataLoader(data, args.batch_size, shuffle=True, drop_last=True)

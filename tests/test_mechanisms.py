@@ -182,7 +182,7 @@ def test_the_newest_checkpoints_and_the_best_are_kept(tmp_path):
         folder = tmp_path / f"step_{step:08d}"
         folder.mkdir()
         (folder / checkpoint.MANIFEST).write_text(json.dumps({"progress": {"step": step, "score": score}}))
-    checkpoint._prune(tmp_path, keep=2)
+    checkpoint._prune(tmp_path, 2, tmp_path / "step_00000050")
     assert sorted(path.name for path in tmp_path.iterdir()) == ["step_00000020", "step_00000040", "step_00000050"]
 
 

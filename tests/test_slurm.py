@@ -161,9 +161,19 @@ def test_signal_lost_node_and_time_limit_cost_nothing(cluster, tmp_path):
     assert "asking the run to save" in cluster.log(job)
 
     cluster.until("the next attempt goes on", lambda: "continuing from" in cluster.log(job, node=0))
+    seen = cluster.until("and takes steps enough for a checkpoint", lambda: reached(seen + 60))
+
+    def processes(node):
+        return psutil.Process(cluster.daemons[node].pid).children(recursive=True)
+
+    # Dead without a word, while its node lives: SLURM knows of nothing.
+    went_on = cluster.log(job, node=0).count("continuing from")
+    next(process for process in processes("n2") if process.environ().get("RANK") == "1").kill()
+    cluster.until("the next attempt goes on", lambda: cluster.log(job, node=0).count("continuing from") > went_on)
     seen = cluster.until("and takes some steps", lambda: reached(seen + 30))
+
     before = attempts()
-    for process in psutil.Process(cluster.daemons["n2"].pid).children(recursive=True):
+    for process in processes("n2"):
         process.kill()
     cluster.daemons["n2"].kill()
     cluster.command("scontrol update nodename=n2 state=down reason=lost")

@@ -1,4 +1,4 @@
-"""Every YAML starts the number of processes that it says, on this machine, and every script can run on it."""
+"""Every YAML starts the number of processes that it says, on this machine, and default batches divide over them."""
 
 import json
 import re
@@ -26,8 +26,8 @@ def test_starts_as_many_processes_as_it_says(path, tmp_path):
 
 
 @pytest.mark.parametrize("path", ALL, ids=lambda path: path.stem)
-def test_every_script_runs_on_it_as_it_is(path):
-    """A default batch that does not divide over the processes would be the first thing a person meets."""
+def test_default_batches_divide_over_its_processes(path):
+    """An error about one of them would be the first thing a person meets."""
     processes = int(re.search(r"num_processes: (\d+)", path.read_text())[1])
     for script in (ROOT / "scripts").glob("train_*.py"):
         sizes = re.findall(r'\bbatch_size(?:=|".*?default=)(\d+)', script.read_text())

@@ -1,5 +1,6 @@
 """Kill it anywhere, lose nothing: each fault is injected for real, then the same command is launched again."""
 
+import contextlib
 import json
 import os
 import pickle
@@ -68,7 +69,7 @@ def test_one_rank_killed_again_and_again(reference, tmp_path):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("processes", [1, 4])
+@pytest.mark.parametrize("processes", [1, 3, 4])
 def test_any_number_of_processes(processes, odd_folder, tmp_path):
     """Batch norm, Muon, accumulation and loader workers at once. From three processes on the order of summation counts."""
     arguments = (
@@ -297,12 +298,21 @@ def test_a_poisoned_sharded_checkpoint_executes_nothing(tmp_path):
     assert not (tmp_path / "executed").exists()
 
 
-def test_full_disk_costs_a_checkpoint_not_the_run(reference, tmp_path):
-    disk = tmp_path / "disk"
+@contextlib.contextmanager
+def small_disk(folder, size):
+    """A file system of its own of `size` in `folder`, as a path."""
+    disk = folder / "disk"
     disk.mkdir()
-    if subprocess.run(["mount", "-t", "tmpfs", "-o", "size=2200k", "tmpfs", str(disk)], capture_output=True).returncode:
+    if subprocess.run(["mount", "-t", "tmpfs", "-o", f"size={size}", "tmpfs", str(disk)], capture_output=True).returncode:
         pytest.skip("cannot mount a small file system here")
     try:
+        yield disk
+    finally:
+        subprocess.run(["umount", "-l", str(disk)], check=True)
+
+
+def test_full_disk_costs_a_checkpoint_not_the_run(reference, tmp_path):
+    with small_disk(tmp_path, "2200k") as disk:
         # The third checkpoint finds the disk filled up; before the fourth there is room again.
         done = run(
             "cpu",
@@ -314,24 +324,16 @@ def test_full_disk_costs_a_checkpoint_not_the_run(reference, tmp_path):
         written = {line["step"]: line["written"] for line in metrics(disk / "run", "checkpoint")}
         assert written == {3: True, 6: True, 9: False, 12: True, 14: True}
         assert final_weights(disk / "run") == final_weights(reference("cpu").folder)
-    finally:
-        subprocess.run(["umount", "-l", str(disk)], check=True)
 
 
 def test_a_disk_that_stays_full_ends_the_run_with_a_line(reference, tmp_path):
-    disk = tmp_path / "disk"
-    disk.mkdir()
-    if subprocess.run(["mount", "-t", "tmpfs", "-o", "size=2200k", "tmpfs", str(disk)], capture_output=True).returncode:
-        pytest.skip("cannot mount a small file system here")
-    try:
+    with small_disk(tmp_path, "2200k") as disk:
         done = faulty(f"full_disk@5:{disk}", SMALL, disk / "run", config="cpu")
         told = [line for line in done.stderr.splitlines() if line.startswith("error: ")]
         assert len(told) == 1 and "the disk is full" in told[0], done.stderr
         assert "Traceback" not in done.stderr.split(told[0])[0]
         (disk / "ballast").unlink()
         relaunch_and_compare(reference("cpu").folder, disk / "run", config="cpu")
-    finally:
-        subprocess.run(["umount", "-l", str(disk)], check=True)
 
 
 def test_finished_run_is_left_alone(reference):
@@ -411,15 +413,9 @@ def test_a_dead_loader_worker_is_an_error(tmp_path):
 
 
 def test_full_output_folder_is_refused(tmp_path):
-    disk = tmp_path / "disk"
-    disk.mkdir()
-    if subprocess.run(["mount", "-t", "tmpfs", "-o", "size=16k", "tmpfs", str(disk)], capture_output=True).returncode:
-        pytest.skip("cannot mount a small file system here")
-    try:
+    with small_disk(tmp_path, "16k") as disk:
         done = run(None, CIFAR, SMALL, output_dir=disk / "run", check=False)
         assert done.returncode == 2 and "cannot write to --output_dir" in done.stderr and "No space left" in done.stderr
-    finally:
-        subprocess.run(["umount", "-l", str(disk)], check=True)
 
 
 @pytest.mark.slow

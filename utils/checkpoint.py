@@ -18,7 +18,7 @@ from pathlib import Path
 import torch
 from accelerate.utils import gather_object
 
-from utils import shards
+from utils import shards, topology
 from utils.exits import UserError
 
 MANIFEST = "manifest.json"
@@ -147,16 +147,12 @@ def load(accelerator, path):
         UserError: a file holds something other than tensors and plain values (it is not executed), does not fit, or is
             not there on some machine; on every process.
     """
-    told = _load(accelerator, path)
-    for line in gather_object([told]) if accelerator.num_processes > 1 else [told]:
-        if line:
-            raise UserError(f"checkpoint {path} {line}")
+    topology.everywhere(accelerator, lambda: _load(accelerator, path))
     # Counts micro-batches. Checkpoints are taken between optimizer steps, and the accumulation may have changed since.
     accelerator.step = 0
 
 
 def _load(accelerator, path):
-    """Why it could not be loaded, or None."""
     try:
         shards.refuse_code(path)
         for registered in Path(path).glob("custom_checkpoint_*.pkl"):  # Accelerate would unpickle whatever is in them
@@ -165,10 +161,9 @@ def _load(accelerator, path):
         accelerator.load_state(str(path), map_location="cpu")
     except pickle.UnpicklingError as error:
         reason = str(error).splitlines()[0]
-        return f"is refused: it would execute code when loaded ({reason})"
+        raise UserError(f"checkpoint {path} is refused: it would execute code when loaded ({reason})") from None
     except (OSError, RuntimeError, KeyError, ValueError) as error:
-        return f"does not fit this run: {str(error).splitlines()[0]}"
-    return None
+        raise UserError(f"checkpoint {path} does not fit this run: {str(error).splitlines()[0]}") from None
 
 
 def _complete(writing, target, progress, record):
@@ -190,8 +185,8 @@ def _complete(writing, target, progress, record):
 
 def _prune(folder, keep, newest):
     paths = sorted(folder.glob("step_*"))
-    later = [path for path in paths if path.name > newest.name]  # found damaged: the run went on from before them
-    paths = [path for path in paths if path not in later]
+    place = paths.index(newest) + 1
+    paths, later = paths[:place], paths[place:]  # later ones were found damaged: the run went on from before them
     scores = {path: _score(path) for path in paths}
     scored = [path for path in paths if scores[path] is not None]
     best = max(scored, key=scores.get) if scored else None

@@ -13,7 +13,6 @@ import traceback
 
 PREEMPTED = 75  # EX_TEMPFAIL of sysexits.h: "try again later"; a scheduler may requeue on it
 ORPHAN_SECONDS = 3.5  # how long a process whose launcher died may use to save before it is ended
-
 TOLD_SECONDS = 60  # the same, if it had been told to stop before
 
 _signal_name = None

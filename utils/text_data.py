@@ -270,14 +270,14 @@ def _local_files(name):
             raise UserError(f"--dataset {name} is compressed: unpack it first")
         # A file of any other name is taken for text: bytes are bytes.
         return [path]
-    found = {suffix: sorted(f for f in path.rglob(f"*{suffix}") if f.name not in RECORDS) for suffix in FORMATS}
-    found = [files for files in found.values() if files]
-    if len(found) > 1:
-        raise UserError(
-            f"--dataset {name} holds both {found[0][0].name} and {found[1][0].name}: name a folder of one kind, or a file"
-        )
-    if found:
-        return found[0]
+    files = sorted(file for file in path.rglob("*") if file.suffix in FORMATS and file.name not in RECORDS)
+    for other in files:
+        if other.suffix != files[0].suffix:
+            raise UserError(
+                f"--dataset {name} holds both {files[0].name} and {other.name}: name a folder of one kind, or a file"
+            )
+    if files:
+        return files
     raise UserError(f"--dataset {name} holds no file that ends in {', '.join(FORMATS)}; {WAY_OUT}")
 
 

@@ -92,10 +92,13 @@ def node_first(accelerator, function):
     for turn in (True, False):
         if accelerator.is_local_main_process == turn:
             outcome = _attempt(function)
-        errors = [e for e in gather_object([outcome[1]]) if e] if accelerator.num_processes > 1 else [outcome[1]]
-        if errors:
-            _result([None, errors[0]])
+        _all_or_none(accelerator, outcome)
     return outcome[0]
+
+
+def everywhere(accelerator, function):
+    """Runs `function()` on every process and returns its result there. An error on any process ends all of them."""
+    return _all_or_none(accelerator, _attempt(function))
 
 
 def split_batch(accelerator, batch_size, gradient_accumulation_steps):
@@ -180,6 +183,11 @@ def _attempt(function):
     except Exception as error:
         traceback.print_exc()  # here, where it happened; what travels must be picklable
         return [None, RuntimeError(f"{type(error).__name__}: {error}")]
+
+
+def _all_or_none(accelerator, outcome):
+    errors = gather_object([outcome[1]]) if accelerator.num_processes > 1 else [outcome[1]]
+    return _result([outcome[0], next(filter(None, errors), None)])
 
 
 def _result(outcome):

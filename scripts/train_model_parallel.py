@@ -53,7 +53,7 @@ from tqdm import tqdm
 
 from utils import checkpoint, plots, report, topology, weights
 from utils.arguments import Parser, add_data_arguments, add_run_arguments, number
-from utils.augment import augment, normalise
+from utils.augment import augment, normalize
 from utils.exits import UserError
 from utils.guard import Guard
 from utils.image_data import BatchedImages, as_is, load_images
@@ -226,7 +226,7 @@ def evaluate(accelerator, model, loader, mean, std, max_batches=None):
     model.eval()
     outputs, labels = [], []
     for batch in islice(loader, max_batches):
-        logits = model(normalise(batch["images"], mean, std)).float().to(accelerator.device)
+        logits = model(normalize(batch["images"], mean, std)).float().to(accelerator.device)
         logits, target = accelerator.gather_for_metrics((logits, batch["labels"]))
         outputs.append(logits)
         labels.append(target)
@@ -284,7 +284,7 @@ def main():
     mean, std = (x.to(accelerator.device) for x in data.train.mean_and_std())
     model = Pipeline(build_blocks(len(data.class_names), args.width), devices, args.micro_batches)
     say(f"{banner}\n{args.devices_per_process} stages on {', '.join(map(str, devices))} (of the first process)")
-    example = normalise(data.train.images[:share].to(accelerator.device), mean, std)
+    example = normalize(data.train.images[:share].to(accelerator.device), mean, std)
     with accelerator.autocast():  # in the precision of the training below
         pipelining = measure(model, example, data.train.labels[:share])
     say(
@@ -347,7 +347,7 @@ def main():
                     images = batch["images"]
                     if not args.overfit_batch:
                         images, _ = augment(images, batch["ids"], epoch, args.seed)
-                    outputs = model(normalise(images, mean, std))
+                    outputs = model(normalize(images, mean, std))
                     loss = F.cross_entropy(outputs, batch["labels"].to(outputs.device))  # on the last stage's device
                     accelerator.backward(loss)
                     optimizer.step()

@@ -287,11 +287,10 @@ def main():
                 if plan.log_due(step):
                     train_loss = accelerator.reduce(torch.stack(losses).mean(), "mean").item()  # one loss, not one per rank
                     run.log("train", step, loss=train_loss, lr=scheduler.get_last_lr()[0])
-                improved = False
                 if plan.evaluation_due(step):
                     tested = evaluate(accelerator, model, test_loader, mean, std, size=size)
-                    improved = run.log("test", step, score=tested["accuracy"], loss=tested["loss"], accuracy=tested["accuracy"])
-                if stop or plan.save_due(step, improved):
+                    run.log("test", step, score=tested["accuracy"], loss=tested["loss"], accuracy=tested["accuracy"])
+                if stop or plan.save_due(step, improved=run.improved_at(step)):
                     guard.check_loss()  # a checkpoint never holds a diverged model
                     with run.checkpoint(step) as folder:
                         accelerator.save_state(folder)

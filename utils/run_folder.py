@@ -217,15 +217,13 @@ class RunFolder:
         return self._meter.timed(batches)
 
     def log(self, split, step, score=None, **figures):
-        """Logs figures of this step: a line on the screen, in metrics.jsonl, and to the trackers. Call it on every process.
+        """Logs figures of this step on the screen, in metrics.jsonl and with the trackers. Call it on every process.
 
         `train` lines also get the speed, the memory and the time left.
 
         Args:
             score (float | None): of an evaluation, higher is better: the best checkpoint is kept.
 
-        Returns:
-            bool: whether `score` is the best so far.
         """
         if split == "train":
             speeds, state = self._meter.read(step, self._plan.total_steps)
@@ -238,13 +236,15 @@ class RunFolder:
             tracking.log(self._accelerator, values, step, sent_before=(split, step) in self._sent)
             self.write(split, step, epoch=self._plan.epoch_at(step), **figures, **state)
             self._show(split, step, figures | state)
-        if score is None:
-            return False
-        self._score = (step, score)
-        if self._best is not None and score <= self._best:
-            return False
-        self._best = score
-        return True
+        if score is not None:
+            self._score = (step, score)
+            self._improved = self._best is None or score > self._best
+            if self._improved:
+                self._best = score
+
+    def improved_at(self, step):
+        """Whether the evaluation after `step`, if there was one, had the best score so far."""
+        return self._score is not None and self._score[0] == step and self._improved
 
     def _show(self, split, step, figures):
         if split == "train":

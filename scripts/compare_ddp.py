@@ -329,7 +329,7 @@ def main():
     if run.finished:
         print_main(f"{table(run.finished['runs'])}\nthis comparison is finished already; see {run.path}")
         return
-    run.begin()
+    run.start()
     guard = Guard(accelerator, args.timeout)
 
     gradients = {}

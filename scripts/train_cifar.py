@@ -31,12 +31,12 @@ import torch
 import torch.nn.functional as F
 import torchvision
 from accelerate import Accelerator, DataLoaderConfiguration, skip_first_batches
-from accelerate.utils import GradientAccumulationPlugin, InitProcessGroupKwargs, ProjectConfiguration, set_seed
+from accelerate.utils import GradientAccumulationPlugin, InitProcessGroupKwargs, set_seed
 from torch import nn
 from torch.utils.data import DataLoader
 
 from utils import plots, report, topology, tracking, weights
-from utils.arguments import Parser, add_data_arguments, add_run_arguments, add_training_arguments, number, parse_training_args
+from utils.arguments import Parser, number
 from utils.augment import augment, normalize
 from utils.exits import UserError
 from utils.guard import Guard
@@ -48,17 +48,10 @@ from utils.run_folder import RunFolder
 # What each model was tuned with; any of it can be overridden on the command line. 480 divides by most numbers of GPUs
 # that there are: 1 to 6, 8, 10, 12, 16, 20, 24.
 RECIPES = {
-    "fastnet": dict(
-        epochs=14, batch_size=480, lr=0.12, warmup=0.0, weight_decay=0.012, label_smoothing=0.2, padding=2, cutout=0
-    ),
-    "resnet18": dict(
-        epochs=30, batch_size=480, lr=0.4, warmup=0.2, weight_decay=5e-4, label_smoothing=0.1, padding=4, cutout=8
-    ),
-    "net": dict(epochs=20, batch_size=96, lr=0.02, warmup=0.2, weight_decay=5e-4, label_smoothing=0.0, padding=2, cutout=0),
+    "fastnet": dict(epochs=14, batch_size=480, lr=0.12, warmup=0.0, weight_decay=0.012, label_smoothing=0.2),
+    "resnet18": dict(epochs=30, batch_size=480, lr=0.4, weight_decay=5e-4, label_smoothing=0.1, padding=4, cutout=8),
+    "net": dict(epochs=20, batch_size=96, lr=0.02, weight_decay=5e-4),
 }
-
-
-# ----------------------------------------------------------------------------------------------------------- models
 
 
 class Net(nn.Module):
@@ -171,6 +164,15 @@ def build_loaders(accelerator, data, args):
     return train, DataLoader(BatchedImages(data.test), 250 * accelerator.num_processes, **common)
 
 
+def compute_loss(model, batch, mean, std, epoch, size, args):
+    """The mean loss of a batch, augmented as the seed, the epoch and the ids of the samples say."""
+    images, keep = batch["images"], None
+    if not args.overfit_batch:
+        images, keep = augment(images, batch["ids"], epoch, args.seed, padding=args.padding, cutout=args.cutout)
+    outputs = model(normalize(images, mean, std, keep, size))
+    return F.cross_entropy(outputs, batch["labels"], label_smoothing=args.label_smoothing)
+
+
 @torch.no_grad()
 def evaluate(accelerator, model, loader, mean, std, *, tta=False, size=32):
     """Exact metrics over the test set, each image counted once, on any number of processes.
@@ -222,7 +224,7 @@ def main():
         gradient_accumulation_plugin=GradientAccumulationPlugin(args.gradient_accumulation_steps, sync_with_dataloader=False),
         kwargs_handlers=[InitProcessGroupKwargs(timeout=timedelta(seconds=args.timeout))],
         log_with=tracking.trackers(args.track),
-        project_config=ProjectConfiguration(logging_dir=f"{args.output_dir}/tensorboard"),
+        project_dir=f"{args.output_dir}/tensorboard",
     )
     topology.print_banner(accelerator, args.batch_size, args.gradient_accumulation_steps)
     data = topology.local_main_first(accelerator, lambda: load_images(args.dataset, args.seed))
@@ -232,7 +234,7 @@ def main():
         data.test = data.test.first(500)
     plan = Plan.from_args(args, len(data.train.labels))
     run = RunFolder(args, accelerator, may_change=["tta"])
-    checkpoint = run.open(plan)  # the folder is empty, or holds a run to continue, or a finished one
+    run.open(plan)  # the folder is empty, or holds a run to continue, or a finished one
     if run.finished:
         return
 
@@ -241,26 +243,15 @@ def main():
     model = build_model(args.model, len(data.class_names))
     if args.model == "fastnet":
         model.fit_whitening(normalize(data.train.images[:5000], mean.cpu(), std.cpu()))
-    if args.init_from:
-        topology.run_on_main(accelerator, lambda: weights.initialize(model, args.init_from))
+    weights.initialize(accelerator, model, args.init_from)
     if args.compile:
         model.compile()  # in place: torch.compile(model) would put its prefix before every name that DDP saves
     optimizer = build_optimizer(model, args)
     scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: lr_multiplier(step / plan.total_steps, args))
     model, optimizer, scheduler = accelerator.prepare(model, optimizer, scheduler)
     train_loader, test_loader = accelerator.prepare(*build_loaders(accelerator, data, args))
-
-    def compute_loss(batch, epoch, size):
-        images, keep = batch["images"], None
-        if not args.overfit_batch:
-            images, keep = augment(images, batch["ids"], epoch, args.seed, padding=args.padding, cutout=args.cutout)
-        outputs = model(normalize(images, mean, std, keep, size))
-        return F.cross_entropy(outputs, batch["labels"], label_smoothing=args.label_smoothing)
-
     topology.warm_up_ddp_buckets(accelerator, model, normalize(data.train.images[:2].to(accelerator.device), mean, std))
-    if checkpoint:
-        run.load(checkpoint, scheduler)
-    step = run.begin()
+    step = run.start(scheduler)  # accelerator.load_state, if there is a checkpoint
     guard = Guard(accelerator, args.timeout)
     train_loss, tested = math.inf, None
     with report.profiler(accelerator, run.path, args.profile) as profiler:
@@ -273,7 +264,7 @@ def main():
                 losses, ids = [], []
                 for batch in micro_batches:
                     with accelerator.accumulate(model):
-                        loss = compute_loss(batch, epoch, size)
+                        loss = compute_loss(model, batch, mean, std, epoch, size, args)
                         accelerator.backward(loss)
                         if accelerator.sync_gradients and args.max_grad_norm:
                             accelerator.clip_grad_norm_(model.parameters(), args.max_grad_norm)
@@ -319,20 +310,23 @@ def parse_args():
     parser = Parser(description=__doc__.split("\n")[0])
     group = parser.add_argument_group("model and training (the defaults shown are those of the chosen --model)")
     group.add_argument("--model", choices=RECIPES, default="fastnet")
-    add_training_arguments(group)
+    parser.add_training_arguments(group)
+    parser.add_optimizer_arguments(group)
     group.add_argument("--momentum", type=number(float, 0, above=True), default=0.85)
-    group.add_argument("--warmup", type=number(float, 0), help="fraction of the steps in which the learning rate rises")
+    group.add_argument(
+        "--warmup", type=number(float, 0), default=0.2, help="fraction of the steps in which the learning rate rises"
+    )
     group.add_argument("--lr_schedule", choices=["linear", "constant"], default="linear", help="constant: no warm-up either")
     group.add_argument("--compile", action="store_true", help="torch.compile the model")
     group = parser.add_argument_group("augmentation and evaluation")
-    group.add_argument("--label_smoothing", type=number(float, 0))
-    group.add_argument("--padding", type=number(int, 0), help="largest random shift in pixels")
-    group.add_argument("--cutout", type=number(int, 0), help="side of the masked square in pixels; 0: none")
+    group.add_argument("--label_smoothing", type=number(float, 0), default=0.0)
+    group.add_argument("--padding", type=number(int, 0), default=2, help="largest random shift in pixels")
+    group.add_argument("--cutout", type=number(int, 0), default=0, help="side of the masked square in pixels; 0: none")
     group.add_argument("--tta", action="store_true", help="also report test-time augmented accuracy")
-    add_run_arguments(parser, "runs/train_cifar")
-    add_data_arguments(parser, "uoft-cs/cifar10", "Hub id or local folder of a 32x32 image data set, or `synthetic`")
+    parser.add_run_arguments("runs/train_cifar")
+    parser.add_data_arguments("uoft-cs/cifar10", "Hub id or local folder of a 32x32 image data set, or `synthetic`")
     parser.set_defaults(**RECIPES.get(parser.choice("model"), {}))
-    args = parse_training_args(parser)
+    args = parser.parse_training_args()
     if args.warmup >= 1:
         raise UserError(f"--warmup {args.warmup} is a fraction of the steps: below 1")
     if args.overfit_batch:

@@ -34,14 +34,14 @@ if __name__ == "__main__":
 import torch
 import torch.nn.functional as F
 from accelerate import Accelerator, DataLoaderConfiguration, skip_first_batches
-from accelerate.utils import GradientAccumulationPlugin, InitProcessGroupKwargs, ProjectConfiguration, set_seed
+from accelerate.utils import GradientAccumulationPlugin, InitProcessGroupKwargs, set_seed
 from torch import nn
 from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.utils.checkpoint import checkpoint as recompute
 from torch.utils.data import DataLoader
 
 from utils import plots, report, topology, tracking, weights
-from utils.arguments import Parser, add_data_arguments, add_run_arguments, add_training_arguments, number, parse_training_args
+from utils.arguments import Parser, number
 from utils.exits import UserError
 from utils.gpu_peaks import peak_flops
 from utils.guard import Guard
@@ -246,7 +246,7 @@ def main():
         gradient_accumulation_plugin=GradientAccumulationPlugin(args.gradient_accumulation_steps, sync_with_dataloader=False),
         kwargs_handlers=[InitProcessGroupKwargs(timeout=timedelta(seconds=args.timeout))],
         log_with=tracking.trackers(args.track),
-        project_config=ProjectConfiguration(logging_dir=f"{args.output_dir}/tensorboard"),
+        project_dir=f"{args.output_dir}/tensorboard",
     )
     topology.print_banner(accelerator, args.batch_size, args.gradient_accumulation_steps)
     set_precision(accelerator)
@@ -263,7 +263,7 @@ def main():
         held_out = held_out[: 20 * args.block_size]
     plan = Plan.from_args(args, None if args.streaming else len(train_set))
     run = RunFolder(args, accelerator, MAY_CHANGE)
-    checkpoint = run.open(plan)  # the folder is empty, or holds a run to continue, or a finished one
+    run.open(plan)  # the folder is empty, or holds a run to continue, or a finished one
     if run.finished:
         return
     if args.streaming:
@@ -279,8 +279,7 @@ def main():
         # Sharded, the full weights exist on the main process only: `prepare` sends out the shards. These are empty, never
         # touched and so without memory, because Accelerate tells weights apart by their address.
         model.to_empty(device="cpu")
-    if args.init_from:
-        topology.run_on_main(accelerator, lambda: weights.initialize(model, args.init_from))
+    weights.initialize(accelerator, model, args.init_from)
     parameters, flops = sum(weight.numel() for weight in model.parameters()), model.flops_per_token()
     if args.compile:
         for block in model.blocks:  # they are alike, so compiled once; and FSDP, which works between them, stays out of it
@@ -292,12 +291,10 @@ def main():
     if not args.streaming:
         train_loader = accelerator.prepare(train_loader)
     topology.warm_up_ddp_buckets(accelerator, model, held_out[None, :8].long().to(accelerator.device))
-    if checkpoint:
-        run.load(checkpoint, scheduler)
     rates, peak = {"tokens_per_second": args.block_size}, peak_flops(accelerator, args.peak_tflops)
     if peak:
         rates["mfu"] = args.block_size * flops / peak
-    step = run.begin(rates)
+    step = run.start(scheduler, rates)  # accelerator.load_state, if there is a checkpoint
     run.print(f"{parameters:,} parameters, {flops / 1e6:.1f} million floating-point operations per byte")
     sampling = dict(length=args.sample_length, seed=args.seed)
     guard = Guard(accelerator, args.timeout)
@@ -367,12 +364,13 @@ def parse_args():
     group.add_argument("--compile", action="store_true", help="torch.compile the model")
     group = parser.add_argument_group("training (a sample is a window of block_size bytes)")
     group.add_argument("--optimizer", choices=RECIPES, default="muon", help="for the matrices in the blocks")
-    add_training_arguments(group)
+    parser.add_training_arguments(group)
+    parser.add_optimizer_arguments(group)
     group.add_argument("--lr_schedule", choices=["linear", "cosine", "constant"], default="linear")
     group.add_argument("--warmup_steps", type=number(int, 0), default=50)
     group.add_argument("--peak_tflops", type=number(float, 0, above=True), help="of one GPU, for MFU; known for some GPUs")
-    add_run_arguments(parser, "runs/train_gpt")
-    add_data_arguments(parser, "karpathy/tiny_shakespeare", "Hub id, local text file or folder, or `synthetic`")
+    parser.add_run_arguments("runs/train_gpt")
+    parser.add_data_arguments("karpathy/tiny_shakespeare", "Hub id, local text file or folder, or `synthetic`")
     group = parser.add_argument_group("text")
     group.add_argument("--text_column", default="text", help="of a Hub id, JSONL or Parquet")
     group.add_argument("--streaming", action="store_true", help="read while training; needs --max_train_steps")
@@ -389,7 +387,7 @@ def parse_args():
     # An epoch of a small text takes seconds; that of a stream is not known.
     parser.set_defaults(epochs=10, batch_size=64, max_grad_norm=1.0, eval_every=250, checkpoint_every=250)
     parser.set_defaults(**RECIPES.get(parser.choice("optimizer"), {}))
-    args = parse_training_args(parser)
+    args = parser.parse_training_args()
     if args.n_embd % args.n_head or args.n_embd // args.n_head % 2:
         raise UserError(f"--n_embd {args.n_embd} must be an even number times --n_head {args.n_head}")
     if not args.prompt:

@@ -154,7 +154,7 @@ def folder_of(path, **arguments):
 def test_metrics_are_cut_back_to_the_checkpoint_and_never_doubled(tmp_path):
     run = folder_of(tmp_path)
     assert run.take() is None
-    run.begin()
+    run.start()
     for step in (1, 2, 3):
         run.write("train", step, loss=1.0 / step)
     with (tmp_path / "metrics.jsonl").open("a") as file:
@@ -162,7 +162,7 @@ def test_metrics_are_cut_back_to_the_checkpoint_and_never_doubled(tmp_path):
     again = folder_of(tmp_path)
     again._lock = run._lock  # the same process: a second lock would be granted, the first lost
     again.progress = {"step": 2}
-    again.begin()
+    again.start()
     again.write("train", 2, loss=9.0)
     again.write("train", 3, loss=0.3)
     lines = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
@@ -172,7 +172,7 @@ def test_metrics_are_cut_back_to_the_checkpoint_and_never_doubled(tmp_path):
 def test_other_arguments_are_each_named(tmp_path):
     run = folder_of(tmp_path, model="a", epochs=1)
     run.take()
-    run.begin()
+    run.start()
     with pytest.raises(UserError, match=r"--epochs 2 \(was 1\), --model b \(was a\)"):
         folder_of(tmp_path, model="b", epochs=2).take()
     folder_of(tmp_path, model="a", epochs=1, timeout=3).take()

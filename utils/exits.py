@@ -110,7 +110,7 @@ def run(main):
         return
     except SystemExit as error:
         if error.code == PREEMPTED:
-            _report_to_launcher("preempted: run the same command again to continue")
+            _report_to_launcher("stopped by a signal, as asked")
         raise
     except UserError as error:
         retry = getattr(error, "retry", False)

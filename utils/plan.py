@@ -31,8 +31,8 @@ class Plan:
         """Reads the plan from the command line.
 
         Args:
-            args: `epochs`, `max_train_steps`, `batch_size`, `gradient_accumulation_steps`, `log_every`, `eval_every` and
-                `checkpoint_every`, as the training scripts define them.
+            args: `epochs`, `max_train_steps`, `batch_size`, `log_every`, `eval_every` and `checkpoint_every`, as the training
+                scripts define them, and `gradient_accumulation_steps`, if the script has it.
             samples (int | None): size of the training set; None: a stream, whose only epoch is `--max_train_steps` long.
 
         Raises:
@@ -44,7 +44,7 @@ class Plan:
         return cls(
             total_steps=args.max_train_steps or args.epochs * steps_per_epoch,
             steps_per_epoch=steps_per_epoch,
-            micro_batches=args.gradient_accumulation_steps,
+            micro_batches=getattr(args, "gradient_accumulation_steps", 1),
             log_every=args.log_every,
             evaluate_every=args.eval_every or steps_per_epoch,
             save_every=steps_per_epoch if args.checkpoint_every is None else args.checkpoint_every,

@@ -50,6 +50,7 @@ class RunFolder:
         self._keep = getattr(args, "keep_checkpoints", None)
         self._batch_size = args.batch_size
         self._plan, self._checkpoint, self._earlier_length, self._run_id = None, None, None, uuid.uuid4().hex[:8]
+        self._score, self._improved = None, False
         self._logged, self._sent = set(), set()  # (split, step) in metrics.jsonl, and sent to the trackers before a restart
 
     # ------------------------------------------------------------------------------------------------------- start
@@ -60,9 +61,6 @@ class RunFolder:
         Args:
             plan (Plan | None): the length of the run; None: the length may not change either, and there are no checkpoints.
 
-        Returns:
-            Path | None: the checkpoint.
-
         Raises:
             UserError: the folder cannot be written, is in use, or holds a run that this one must not continue; there is no
                 undamaged checkpoint where there should be one; or the run is longer than `plan` already.
@@ -72,11 +70,9 @@ class RunFolder:
         if self.finished and plan and self.is_main:
             print(report.summary(self.finished, self.path, "this run is finished already, nothing to do"))
             print("to train longer, run the same command with a larger --epochs or --max_train_steps")
-        if found is None:
-            return None
-        self._checkpoint, manifest = found
-        self.progress, self._earlier_length = manifest["progress"], manifest["total_steps"]
-        return self._checkpoint
+        if found:
+            self._checkpoint, manifest = found
+            self.progress, self._earlier_length = manifest["progress"], manifest["total_steps"]
 
     def _take_and_find(self):
         earlier = self.take()
@@ -91,8 +87,8 @@ class RunFolder:
             taken = manifest["progress"]["step"]
             if self._plan.total_steps < taken:
                 raise UserError(
-                    f"{path} has taken {taken} steps, more than the {self._plan.total_steps} of --epochs or --max_train_steps: "
-                    "give a larger length, or another --output_dir"
+                    f"--epochs or --max_train_steps ask for {self._plan.total_steps} steps, but the run has taken {taken} "
+                    f"already ({path}): give at least as many, or use another --output_dir"
                 )
         return None, found, (earlier or {}).get("run_id", self._run_id)
 
@@ -140,13 +136,38 @@ class RunFolder:
                 f"values, or start a new run with another --output_dir (from these weights: --init_from {place})"
             )
 
-    def load(self, path, scheduler=None):
-        """Loads a checkpoint that `open` found: `accelerator.load_state`, after a check that it executes no code.
+    def start(self, scheduler=None, rates=None):
+        """Loads the checkpoint that `open` found, if any, and opens the logs; call it on every process, after `prepare`.
 
-        A checkpoint holds the learning rate of the length that it was saved with; the schedule of the present length is
-        applied, and if the length has changed, a line says what that does to the learning rate.
+        Args:
+            scheduler: as prepared, its learning rate is set to what the schedule of the present length says.
+            rates (dict | None): name -> amount per sample, of further speeds to log (`tokens_per_second`, say).
+
+        Returns:
+            int: optimizer steps done: 0 for a new run.
         """
-        checkpoint.load(self._accelerator, path)
+        if self._checkpoint:
+            checkpoint.load(self._accelerator, self._checkpoint)  # accelerator.load_state, if it executes no code
+            self._apply_schedule(scheduler)
+        exits.on_failure(self._failed)
+        step = self.progress.get("step", 0)
+        self._resumed_from, self._saved_at, self._best = step, step, self.progress.get("best")
+        self._began = time.perf_counter()
+        self._meter = report.Meter(self._accelerator.device, self._batch_size, rates or {})
+        self._meter.restart(step)
+        if self.is_main:
+            self._record(step)
+            self._open_metrics(step)
+        if self.is_main and self._plan:
+            project = Path(sys.argv[0]).stem
+            tracking.start(self._accelerator, project, self.path.resolve().name, self._run_id, self.arguments, step)
+            self._bar = tqdm(total=self._plan.total_steps, initial=step, disable=not sys.stderr.isatty())
+            self.print(f"{self._plan.total_steps} steps, {self._plan.steps_per_epoch} per epoch; output in {self.path}")
+            self.print(f"continuing from {self._checkpoint}" if self._checkpoint else "starting at step 0")
+        return step
+
+    def _apply_schedule(self, scheduler):
+        # A checkpoint holds the learning rate of the length that it was saved with.
         step, change = self.progress["step"], "the learning rate does not depend on it"
         if scheduler is not None:
             before = scheduler.get_last_lr()[0]
@@ -155,26 +176,10 @@ class RunFolder:
             change = f"the learning rate at step {step} changes from {before:.3g} to {after:.3g}"
             if before == after:
                 change = f"the learning rate at step {step} stays {after:.3g}"
-        if self.is_main and self._earlier_length != self._plan.total_steps:
-            print(f"length changed from {self._earlier_length} to {self._plan.total_steps} steps: {change}")
+        if self._earlier_length != self._plan.total_steps:
+            self.print(f"length changed from {self._earlier_length} to {self._plan.total_steps} steps: {change}")
 
-    def begin(self, rates=None):
-        """Writes args.json, starts the trackers, and opens metrics.jsonl without what was logged after the checkpoint.
-
-        Args:
-            rates (dict | None): name -> amount per sample, of further speeds to log (`tokens_per_second`, say).
-
-        Returns:
-            int: optimizer steps done before: 0 for a new run.
-        """
-        exits.on_failure(self._failed)
-        step = self.progress.get("step", 0)
-        self._resumed_from, self._saved_at, self._best = step, step, self.progress.get("best")
-        self._score, self._began = None, time.perf_counter()
-        self._meter = report.Meter(self._accelerator.device, self._batch_size, rates or {})
-        self._meter.restart(step)
-        if not self.is_main:
-            return step
+    def _record(self, step):
         self.record = {
             "arguments": self.arguments,
             "run_id": self._run_id,
@@ -185,16 +190,6 @@ class RunFolder:
         }
         write_json(self.path / "args.json", {**self.record, "command": sys.argv})
         self._write_status("running", f"from step {step}", step=step)
-        self._open_metrics(step)
-        if self._plan is not None:
-            project = Path(sys.argv[0]).stem
-            tracking.start(self._accelerator, project, self.path.resolve().name, self._run_id, self.arguments, step)
-            self._bar = tqdm(total=self._plan.total_steps, initial=step, disable=not sys.stderr.isatty())
-            self.print(
-                f"{self._plan.total_steps} steps, {self._plan.steps_per_epoch} per epoch; output in {self.path}\n"
-                + (f"continuing from {self._checkpoint}" if self._checkpoint else "starting at step 0")
-            )
-        return step
 
     def _open_metrics(self, step):
         path, kept = self.path / "metrics.jsonl", []

@@ -11,7 +11,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 
-from utils import shards
+from utils import shards, topology
 from utils.exits import UserError
 
 SHARDS = "pytorch_model_fsdp_0"  # where Accelerate puts the weights of a sharded model
@@ -61,28 +61,31 @@ def read(path):
     return state, config, file
 
 
-def initialize(model, path):
-    """Loads weights, and nothing else, into a model that is not prepared yet; a last layer of another size keeps its own.
+def initialize(accelerator, model, path):
+    """Loads weights, and nothing else, into a model that is not prepared yet; call it on every process.
 
-    Prints what was loaded. Under DDP and FSDP it is enough on the main process: `prepare` sends the weights to the others.
+    Only the main process loads them: `prepare` sends its weights to the others, under DDP and FSDP alike. A last layer of
+    another size keeps its fresh weights, and is named on the screen.
 
     Args:
-        path: what `read` takes.
-
-    Returns:
-        list[str]: the parameters of the last layer, if they keep their fresh values because the file's have another size.
+        path (str | None): a run's folder, a checkpoint or a `.safetensors` file; None: the model stays as it is.
 
     Raises:
         UserError: the file holds no weights, or those of another model.
     """
+    if path is not None:
+        topology.run_on_main(accelerator, lambda: print(_load_into(model, path)))
+
+
+def _load_into(model, path):
     state, _, file = read(path)
     own = model.state_dict()
     prefix = next(reversed(own)).rpartition(".")[0] + "."
     last_layer = [name for name in own if name.startswith(prefix)]
     fits = all(name in state and state[name].shape == own[name].shape for name in last_layer)
-    kept = [] if fits else last_layer
+    replaced = [] if fits else last_layer
     for name, value in own.items():
-        if name in kept:
+        if name in replaced:
             continue
         if name not in state:
             raise UserError(f"--init_from {path}: {file} holds another model: it has no {name}")
@@ -92,11 +95,10 @@ def initialize(model, path):
     unknown = sorted(name for name in state.keys() - own.keys() if not name.startswith(prefix))
     if unknown:
         raise UserError(f"--init_from {path}: {file} holds another model: this one has no {unknown[0]}")
-    loaded = {name: value for name, value in state.items() if name in own and name not in kept}
+    loaded = {name: state[name] for name in own if name not in replaced}
     model.load_state_dict(loaded, strict=False)
-    replaced = f"; the last layer has another size and starts fresh: {', '.join(kept)}" if kept else ""
-    print(f"weights of {file}: {len(loaded)} of {len(own)} tensors loaded{replaced}")
-    return kept
+    fresh = f"; the last layer has another size and starts fresh: {', '.join(replaced)}" if replaced else ""
+    return f"{len(loaded)} of {len(own)} tensors initialized from {file}{fresh}"
 
 
 def _read_shards(folder):

@@ -157,13 +157,13 @@ def print_banner(accelerator, batch_size, gradient_accumulation_steps=1):
     return micro_batch
 
 
-def seed_step(accelerator, seed, step):
-    """Seeds PyTorch's generators for one optimizer step, so that dropout draws the same numbers after a restart.
+def seed_step(accelerator, seed, step, micro_batch):
+    """Seeds PyTorch's generators for a forward pass, so that dropout draws the same numbers after a restart.
 
-    Another seed for each process and step. Unlike `set_seed` it leaves Python's and NumPy's generators alone, and costs
-    microseconds.
+    The seed differs for each process, step and micro-batch. Unlike `set_seed` it leaves the generators of Python and NumPy
+    alone, and takes a microsecond rather than half a millisecond.
     """
-    seed = (seed + 1_000_003 * step + 7_919 * accelerator.process_index) % 2**32
+    seed = (seed + 1_000_003 * step + 7_919 * accelerator.process_index + 104_729 * micro_batch) % 2**32
     torch.default_generator.manual_seed(seed)
     if accelerator.device.type == "cuda":
         torch.cuda.manual_seed(seed)

@@ -61,15 +61,14 @@ def main():
         folder = Path(args.output_dir or beside / "evaluation")
         try:
             folder.mkdir(parents=True, exist_ok=True)
-            plots.classification(folder, data, tested)
+            plots.classification(folder, data, tested["predictions"])
             write_json(folder / "results.json", results)
         except OSError as error:
             raise UserError(f"cannot write to {folder}: {error.strerror}; give --output_dir") from None
-        print(plots.class_table(tested["confusion"], data.class_names))
-        count = int(tested["confusion"].sum())
-        print(
-            f"{file}: {tested['accuracy']:.2%} of {count:,} test images right, loss {tested['loss']:.4f}; pictures in {folder}"
-        )
+        print(plots.class_table(data, tested["predictions"]))
+        count = len(tested["predictions"])
+        found = f"{tested['accuracy']:.2%} of {count:,} test images correct, loss {tested['loss']:.4f}"
+        print(f"{file}: {found}; pictures in {folder}")
     accelerator.end_training()
 
 

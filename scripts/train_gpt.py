@@ -1,21 +1,20 @@
 """A byte-level GPT: the language template.
 
-Teaches: a transformer small enough to read, two update rules in one optimizer, text that fits in memory or streams,
-and a model sharded over GPUs (FSDP2), all in the loop of train_cifar.py. Bytes are the tokens: no tokenizer, and
-losses of any two data sets or models compare.
+Teaches: a transformer small enough to read, two update rules in one optimizer, text in memory or streamed, and a model
+sharded over GPUs (FSDP2), all in the loop of train_cifar.py. Bytes are the tokens: there is no tokenizer, and the losses of
+different data sets and models are comparable.
 
     accelerate launch --config_file accelerate_configs/cpu.yaml scripts/train_gpt.py --dataset input.txt \\
         --n_layer 4 --n_head 4 --n_embd 128 --block_size 64 --batch_size 12 --max_train_steps 2000
     accelerate launch --config_file accelerate_configs/1gpu.yaml scripts/train_gpt.py --dropout 0.2
     accelerate launch --config_file accelerate_configs/4gpu.yaml scripts/train_gpt.py --dropout 0.2
     accelerate launch --config_file accelerate_configs/4gpu_fsdp.yaml scripts/train_gpt.py --streaming \\
-        --dataset HuggingFaceFW/fineweb-edu --n_layer 24 --n_head 16 --n_embd 2048 --block_size 2048 \\
-        --activation_checkpointing
+        --dataset HuggingFaceFW/fineweb-edu --n_layer 24 --n_head 16 --n_embd 2048 --block_size 2048 --activation_checkpointing
     python scripts/train_gpt.py --sample runs/train_gpt --prompt "ROMEO:" --temperature 0.8 --top_k 40
 
 Measured on 2026-11-21 with the first command (and --eval_every 2000) on tinyshakespeare, 2 cores of an AMD EPYC, float32:
-validation loss 1.571 nats a byte (2.267 bits) over the whole held-out tenth in 219 s; 1.839 with 400 steps, in 43 s, where
-nanoGPT's 2,000 steps took 2 minutes to 1.880. Not run on a GPU yet.
+validation loss 1.571 nats per byte after 219 s; with 400 steps 1.839 after 43 s, where nanoGPT's 2,000 steps took 2 minutes
+to reach 1.880. Not run on a GPU yet.
 """
 
 import contextlib
@@ -59,12 +58,12 @@ RECIPES = {"muon": dict(lr=0.02, weight_decay=0.1), "adamw": dict(lr=0.01, weigh
 
 
 def norm(x):
-    """RMSNorm without a gain (B. Zhang, arXiv:1910.07467): the next matrix can scale as it likes."""
+    """RMSNorm without a gain (B. Zhang, arXiv:1910.07467): the matrix that follows can learn the scale."""
     return F.rms_norm(x, (x.size(-1),))
 
 
 def rotations(time_, size, device):
-    """cos and sin, float32 [time, size], of the angles that pairs of channels are turned by (J. Su, arXiv:2104.09864)."""
+    """Rotary position embedding (J. Su, arXiv:2104.09864): cos and sin of the angles, float32 [time, size]."""
     frequency = 10_000.0 ** (-torch.arange(0, size, 2, device=device) / size)
     angle = torch.outer(torch.arange(time_, device=device), frequency)
     return torch.cat([angle.cos(), angle.cos()], 1), torch.cat([-angle.sin(), angle.sin()], 1)
@@ -76,18 +75,18 @@ class Block(nn.Module):
     def __init__(self, width, heads, dropout):
         super().__init__()
         self.heads, self.dropout = heads, dropout
-        # Apart rather than in one matrix: Muon orthogonalises each for itself.
+        # Separate matrices, because Muon orthogonalizes each of them.
         self.query, self.key, self.value, self.out_proj = (nn.Linear(width, width, bias=False) for _ in range(4))
         self.up, self.down = nn.Linear(width, 4 * width, bias=False), nn.Linear(4 * width, width, bias=False)
 
     def forward(self, x, cos, sin):
         batch, time_, width = x.shape
         y, dropout = norm(x), self.dropout * self.training
-        # Queries and keys of norm 1 keep the attention logits bounded at any learning rate (arXiv:2302.05442); both
-        # are turned by an angle that grows with their position, so their product knows the distance.
+        # Normalized queries and keys keep the attention logits bounded at any learning rate (arXiv:2302.05442). Both are
+        # rotated by an angle that grows with the position, so that their product depends on the distance.
         both = norm(torch.stack([self.query(y), self.key(y)]).view(2, batch, time_, self.heads, -1).transpose(2, 3))
         value = self.value(y).view(batch, time_, self.heads, -1).transpose(1, 2)
-        # The angles are float32 in any precision; attention wants one type.
+        # The angles are float32 in any precision; attention needs a single dtype.
         query, key = (both * cos + both.roll(both.size(-1) // 2, -1) * sin).to(value.dtype)
         y = F.scaled_dot_product_attention(query, key, value, dropout_p=dropout, is_causal=True)
         x = x + F.dropout(self.out_proj(y.transpose(1, 2).reshape(batch, time_, width)), dropout)
@@ -106,7 +105,7 @@ class GPT(nn.Module):
         self.head = nn.Linear(n_embd, 256, bias=False)
         for name, weight in self.named_parameters():
             if name.endswith(("out_proj.weight", "down.weight", "head.weight")):
-                nn.init.zeros_(weight)  # every block starts as the identity, every prediction as uniform
+                nn.init.zeros_(weight)  # every block starts as the identity, predictions start uniform
             else:
                 nn.init.normal_(weight, std=1.0 if name == "embed.weight" else n_embd**-0.5)
 
@@ -114,23 +113,23 @@ class GPT(nn.Module):
         cos, sin = rotations(x.size(1), self.embed.embedding_dim // self.blocks[0].heads, x.device)
         x = norm(self.embed(x))
         for block in self.blocks:
-            # Keeps only the block's input and computes the rest again in the backward pass: a third more work.
+            # Keeps only the input of the block and recomputes the rest in the backward pass: a third more computation.
             again = self.activation_checkpointing and self.training
             x = recompute(block, x, cos, sin, use_reentrant=False) if again else block(x, cos, sin)
         return self.head(norm(x))
 
     def flops_per_token(self):
-        """Forward and backward, 6 N + 12 L H Q T: PaLM, arXiv:2204.02311, appendix B.
+        """Forward and backward pass, 6 N + 12 L H Q T (PaLM, arXiv:2204.02311, appendix B).
 
-        N: parameters, but for the embedding, which is looked up and not multiplied. Of the attention matrix the
-        formula counts all, though the causal half is enough; recomputed activations it does not count.
+        N: parameters without the embedding, which is looked up and not multiplied. The formula counts the full attention
+        matrix, although causal attention needs half of it, and does not count recomputed activations.
         """
         multiplied = sum(weight.numel() for weight in self.parameters()) - self.embed.weight.numel()
         return 6 * multiplied + 12 * len(self.blocks) * self.embed.embedding_dim * self.block_size
 
 
 def build_optimizer(model, args):
-    """Muon (or AdamW) for the matrices of the blocks, AdamW for the embedding and the head, which are not decayed."""
+    """Muon (or AdamW) for the matrices of the blocks, AdamW without weight decay for the embedding and the head."""
     common = dict(betas=(0.9, 0.95), eps=1e-10, weight_decay=0.0)
     matrices, muon = list(model.blocks.parameters()), args.optimizer == "muon"
     groups = [
@@ -152,7 +151,7 @@ def lr_multiplier(step, total_steps, args):
 
 
 def build_loaders(accelerator, train_set, held_out, args):
-    """Loaders of global batches, to be prepared. A stream is not: it yields the share of this process by itself."""
+    """Builds loaders of global batches. A stream yields the share of this process by itself, so it is not prepared."""
     common = dict(collate_fn=as_is, worker_init_fn=exits.worker_init, pin_memory=accelerator.device.type == "cuda")
     # 16,384 bytes at a time per process.
     eval_batch = accelerator.num_processes * max(1, 16_384 // args.block_size)
@@ -166,7 +165,7 @@ def build_loaders(accelerator, train_set, held_out, args):
 
 
 def epoch_batches(loader, epoch, batches_done):
-    """The batches of `epoch` that are left. A stream has no epochs, and continues at its own position."""
+    """The remaining batches of `epoch`. A stream has no epochs: it continues at its own position."""
     if isinstance(loader.dataset, TextStream):
         return loader
     loader.dataset.cut_for(epoch)
@@ -182,7 +181,7 @@ def compute_loss(model, batch, device):
 
 @torch.no_grad()
 def evaluate(accelerator, model, loader):
-    """The mean loss in nats per byte, each held-out byte counted once, on any number of processes.
+    """Computes the exact mean loss in nats per byte: each held-out byte counts once, on any number of processes.
 
     The text is read in windows that do not overlap: the first byte of each is predicted from a single one.
     """
@@ -201,7 +200,7 @@ def evaluate(accelerator, model, loader):
 
 
 def sample(args):
-    """For --sample: prints what a finished run, one of its checkpoints or a model.safetensors writes."""
+    """For --sample: prints text generated by a finished run, one of its checkpoints or a model.safetensors."""
     state, config, file = weights.read(args.sample)
     if config is None:  # a checkpoint
         config = {name: (read_json(file.parent / "manifest.json") or {}).get("arguments", {}).get(name) for name in SIZES}
@@ -209,7 +208,7 @@ def sample(args):
         model = GPT(**{name: config[name] for name in SIZES})
         model.load_state_dict(state)
     except (KeyError, TypeError, RuntimeError):
-        raise UserError(f"{file} is not of a model of this script") from None
+        raise UserError(f"{file} does not hold a model of this script") from None
     device = "cuda" if torch.cuda.is_available() else "cpu"
     model, length = model.to(device), args.sample_length
     print(generate(model, config["block_size"], device, args.prompt, length, args.temperature, args.top_k, args.seed))
@@ -218,14 +217,13 @@ def sample(args):
 # ------------------------------------------------------------------------------------------------------------- main
 
 SIZES = ("n_layer", "n_head", "n_embd", "block_size")
-# They change how the model is computed and what is reported, not what it computes.
 MAY_CHANGE = ("activation_checkpointing", "peak_tflops", "sample_length", "prompt", "temperature", "top_k")
 
 
 def set_precision(accelerator):
     """Makes attention deterministic on GPUs, and keeps the sums of FSDP in float32."""
     if accelerator.device.type == "cuda":
-        # Strictly: only then is the backward pass of attention deterministic. Costs some speed, makes resuming exact.
+        # Without `warn_only`: only then is the backward pass of attention deterministic. Costs some speed.
         torch.use_deterministic_algorithms(True)
     if accelerator.is_fsdp2 and accelerator.mixed_precision == "bf16":
         # Accelerate would also reduce the gradients of all processes in bf16, and round the angles in `Block` to it.
@@ -236,8 +234,7 @@ def set_precision(accelerator):
 def main():
     args = parse_args()
     if args.sample:
-        sample(args)
-        return
+        return sample(args)
     # --batch_size is global: every batch is split over the processes, so each topology sees the same ones in the same order.
     loading = DataLoaderConfiguration(split_batches=True, use_seedable_sampler=True, data_seed=args.seed, non_blocking=True)
     accelerator = Accelerator(
@@ -276,13 +273,13 @@ def main():
     with torch.device("meta") if empty else contextlib.nullcontext():
         model = GPT(**sizes, dropout=args.dropout, activation_checkpointing=args.activation_checkpointing)
     if empty:
-        # Sharded, the full weights exist on the main process only: `prepare` sends out the shards. These are empty, never
-        # touched and so without memory, because Accelerate tells weights apart by their address.
+        # With FSDP the full weights exist on the main process only, and `prepare` sends out the shards. Here they are empty
+        # tensors, never written to, so that they take no memory: Accelerate tells weights apart by their address.
         model.to_empty(device="cpu")
     weights.initialize(accelerator, model, args.init_from)
     parameters, flops = sum(weight.numel() for weight in model.parameters()), model.flops_per_token()
     if args.compile:
-        for block in model.blocks:  # they are alike, so compiled once; and FSDP, which works between them, stays out of it
+        for block in model.blocks:  # identical, so compiled once; FSDP works between them
             block.compile()
     optimizer = build_optimizer(model, args)
     scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: lr_multiplier(step, plan.total_steps, args))
@@ -375,9 +372,7 @@ def parse_args():
     group = parser.add_argument_group("text")
     group.add_argument("--text_column", default="text", help="of a Hub id, JSONL or Parquet")
     group.add_argument("--streaming", action="store_true", help="read while training; needs --max_train_steps")
-    group.add_argument(
-        "--stream_lanes", type=number(int, 1), default=8, help="parts of a stream: a multiple of every process count to be used"
-    )
+    group.add_argument("--stream_lanes", type=number(int, 1), default=8, help="a multiple of every number of processes to use")
     group.add_argument("--shuffle_buffer", type=number(int, 1), default=1000, help="windows, per lane of a stream")
     group = parser.add_argument_group("samples")
     group.add_argument("--sample", metavar="PATH", help="do not train: generate text with the weights of a run")

@@ -3,26 +3,26 @@
     accelerate launch --config_file accelerate_configs/2cpu.yaml scripts/train_model_parallel.py --dataset synthetic --width 16
     accelerate launch --config_file accelerate_configs/4gpu.yaml --num_processes 2 scripts/train_model_parallel.py
 
-On a machine with 4 GPUs the second starts two processes: one has its first half of the network on GPU 0 and the second
-on GPU 1, the other uses GPUs 2 and 3, and DDP averages their gradients. Two processes with two devices each need four:
-two that would share a GPU are refused before NCCL sees them. Without a GPU all stages are on the CPU.
+On a machine with 4 GPUs the second command starts two processes: one has the first half of the network on GPU 0 and the
+second half on GPU 1, the other uses GPUs 2 and 3, and DDP averages their gradients. Two processes that would share a GPU
+are refused before NCCL starts. Without a GPU all stages are on the CPU.
 
-Left alone, one stage of p waits while another works. So a batch is cut into m micro-batches which follow each other
-through the stages: at every tick of the clock each stage has another one (GPipe, Y. Huang et al., arXiv:1811.06965).
-The share of the time that a device idles, the bubble, is then (p - 1) / (m + p - 1): 1/2 with two stages and one
-micro-batch, 1/5 with four. The schedule is the dozen lines of `Pipeline.forward`. torch.distributed.pipelining does
-it for one process per stage; here all stages belong to one process, where CUDA runs launches for different devices side
-by side and autograd, with a thread per device, does the same backwards.
+Without pipelining, p - 1 of p stages wait while one computes. So a batch is split into m micro-batches that follow each
+other through the stages: at every tick each stage computes another one (GPipe, Y. Huang et al., arXiv:1811.06965). The
+fraction of the time that a device is idle, the bubble, is then (p - 1) / (m + p - 1): 1/2 with two stages and one
+micro-batch, 1/5 with four. `Pipeline.forward` holds the schedule. torch.distributed.pipelining does this with one process
+per stage; here all stages belong to one process: CUDA kernels for different devices run concurrently, and autograd has a
+thread per device for the backward pass.
 
-Prefer FSDP when the weights do not fit one GPU: it has no bubble, splits evenly, and needs no stages of equal cost:
+Prefer FSDP when the weights do not fit on one GPU: it has no bubble, and needs no stages of equal cost:
 
     accelerate launch --config_file accelerate_configs/4gpu_fsdp.yaml scripts/train_gpt.py
 
-Prefer stages where the link between devices is slow (one activation crosses it, not all the weights), or where one
-layer's activations are what fills the memory.
+Prefer stages when the link between the devices is slow (one activation crosses it instead of all weights), or when the
+activations of one layer fill the memory.
 
 Measured on 2026-11-21 with 2cpu.yaml, --dataset synthetic --width 16 --batch_size 128 --max_train_steps 120, on 2 cores of
-an AMD EPYC: 98.1 % test accuracy; four micro-batches 0.90 times as fast as one, as is to be expected where both stages
+an AMD EPYC: 98.1 % test accuracy; four micro-batches run at 0.90 times the speed of one, as expected when both stages
 share the same cores. Not run on GPUs yet.
 """
 
@@ -62,7 +62,7 @@ from utils.run_folder import RunFolder
 
 
 def build_blocks(classes, width):
-    """The unsplit network: eight blocks of about the same cost, then the head. [batch, 3, 32, 32] -> [batch, classes].
+    """Builds the whole network: eight blocks of about the same cost, then the head. [batch, 3, 32, 32] -> [batch, classes].
 
     Group norm, not batch norm: batch statistics would depend on the number of micro-batches.
     """
@@ -71,7 +71,7 @@ def build_blocks(classes, width):
         convolution = nn.Conv2d(inputs, outputs, 3, stride=stride, padding=1, bias=False)
         return nn.Sequential(convolution, nn.GroupNorm(8, outputs), nn.GELU())
 
-    # Half the pixels each way, twice the channels: the same number of multiplications.
+    # Half the height and width, twice the channels: the same number of multiplications.
     widths = [3, width, width, width, 2 * width, 2 * width, 4 * width, 4 * width, 8 * width]
     blocks = [block(i, o, 2 if o > i > 3 else 1) for i, o in pairwise(widths)]
     head = nn.Sequential(nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(8 * width, classes))
@@ -79,12 +79,12 @@ def build_blocks(classes, width):
 
 
 class Pipeline(nn.Module):
-    """A sequence of blocks, cut into one stage per device. Its weights have the names they have unsplit.
+    """A sequence of blocks, split into one stage per device. Parameter names are those of the unsplit network.
 
     Args:
         blocks (nn.Sequential): the network.
-        devices: of the stages, in order; the input may be anywhere, the output is on the last.
-        micro_batches (int): parts of a batch that are on their way at the same time; 1: no pipelining.
+        devices: of the stages, in order; the input may be on any device, the output is on the last.
+        micro_batches (int): parts of a batch in the stages at the same time; 1: no pipelining.
     """
 
     def __init__(self, blocks, devices, micro_batches):
@@ -99,7 +99,7 @@ class Pipeline(nn.Module):
         parts = list(x.chunk(self.micro_batches))
         stages = len(self.devices)
         for tick in range(len(parts) + stages - 1):
-            # The last stage first: it takes what the one before made in the previous tick.
+            # The last stage first: its input is what the stage before computed in the previous tick.
             for stage in reversed(range(stages)):
                 part = tick - stage
                 if 0 <= part < len(parts):
@@ -143,7 +143,7 @@ def measure(pipeline, images, labels, repeats=3):
 
 
 def describe(measured):
-    """What `measure` returned, as a line."""
+    """The result of `measure` as a line of text."""
     bubble = measured["bubble_measured"]
     found = "not measured on a CPU, where all stages share one device" if bubble is None else f"measured {bubble:.0%}"
     return (
@@ -161,7 +161,7 @@ def lr_multiplier(step, total_steps):
 
 
 def build_loaders(accelerator, data, args):
-    """Loaders of global batches: `prepare` gives every process its share of each, on its first device."""
+    """Builds loaders of global batches; `prepare` gives every process its share of each, on its first device."""
     common = dict(num_workers=args.num_workers, collate_fn=as_is, worker_init_fn=exits.worker_init)
     common["pin_memory"] = accelerator.device.type == "cuda"
     micro_batch = args.batch_size // args.gradient_accumulation_steps
@@ -180,7 +180,7 @@ def compute_loss(model, batch, mean, std, epoch, args):
 
 @torch.no_grad()
 def evaluate(accelerator, model, loader, mean, std):
-    """Exact loss and accuracy over the test set, each image counted once, on any number of processes."""
+    """Computes exact metrics over the test set: each image counts once, on any number of processes."""
     model.eval()
     outputs, labels = [], []
     for batch in loader:

@@ -145,16 +145,17 @@ class _HelpFormatter(argparse.ArgumentDefaultsHelpFormatter):
         return super()._get_help_string(action)
 
 
-def number(kind, low, *, above=False):
-    """An argparse type: an `int` or `float` that is at least `low` (above it, if `above`)."""
+def number(kind, low, *, above=False, below=float("inf")):
+    """An argparse type: an `int` or `float` that is at least `low` (above it, if `above`), and finite and less than `below`."""
 
     def convert(text):
         try:
             value = kind(text)
         except ValueError:
             raise argparse.ArgumentTypeError(f"'{text}' is not a number of type {kind.__name__}") from None
-        if not (value > low if above else value >= low) or value == float("inf"):
-            raise argparse.ArgumentTypeError(f"must be {'above' if above else 'at least'} {low} and finite, not {text}")
+        if not (value > low if above else value >= low) or value >= below:
+            limit = "finite" if below == float("inf") else f"below {below}"
+            raise argparse.ArgumentTypeError(f"must be {'above' if above else 'at least'} {low} and {limit}, not {text}")
         return value
 
     return convert

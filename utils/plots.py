@@ -32,13 +32,13 @@ def image_grid(path, images, labels, predictions, class_names, columns=8):
         else:
             axis.set_title(f"{class_names[prediction]}\nis {class_names[label]}", fontsize=9, color="#cf222e")
     right = (labels == predictions).sum().item()
-    figure.suptitle(f"Predicted class of {len(images)} test images: {right} right", fontsize=11)
+    figure.suptitle(f"Predicted class of {len(images)} test images: {right} correct", fontsize=11)
     _save(figure, path)
 
 
-def confusion_matrix(path, confusion, class_names):
-    """Draws int64 [true, predicted] counts as per cent of each true class."""
-    share = 100 * confusion.float() / confusion.sum(1, keepdim=True).clamp(min=1)
+def confusion_matrix(path, counts, class_names):
+    """Draws int64 [true, predicted] counts as percentages of each true class."""
+    share = 100 * counts.float() / counts.sum(1, keepdim=True).clamp(min=1)
     count = len(class_names)
     figure, axis = plt.subplots(figsize=(0.62 * count + 2, 0.58 * count + 1.6))
     axis.imshow(share, cmap="Blues", vmin=0, vmax=100)
@@ -46,14 +46,14 @@ def confusion_matrix(path, confusion, class_names):
         for i in range(count):
             for j in range(count):
                 if share[i, j] >= 0.05:
-                    colour = "white" if share[i, j] > 55 else "black"
-                    axis.text(j, i, f"{share[i, j]:.1f}", ha="center", va="center", fontsize=8, color=colour)
+                    color = "white" if share[i, j] > 55 else "black"
+                    axis.text(j, i, f"{share[i, j]:.1f}", ha="center", va="center", fontsize=8, color=color)
     axis.set_xticks(range(count), class_names, rotation=45, ha="right")
     axis.set_yticks(range(count), class_names)
     axis.set_xlabel("predicted class")
     axis.set_ylabel("true class")
-    accuracy = 100 * confusion.diag().sum() / confusion.sum().clamp(min=1)
-    axis.set_title(f"Per cent of each true class ({int(confusion.sum()):,} images, {accuracy:.2f} % right)", fontsize=11)
+    accuracy = 100 * counts.diag().sum() / counts.sum().clamp(min=1)
+    axis.set_title(f"Percentage of each true class ({int(counts.sum()):,} images, {accuracy:.2f} % correct)", fontsize=11)
     _save(figure, path)
 
 
@@ -73,39 +73,45 @@ def curves(folder, figures=("loss", "accuracy")):
     _save(figure, Path(folder) / "curves.png")
 
 
-def classification(folder, data, tested):
+def classification(folder, data, predictions):
     """Draws what a classifier does on a test set: `predictions.png` and `confusion_matrix.png` in `folder`.
 
     Args:
         data: has `test.images` uint8 [samples, 3, height, width], `test.labels` int64 [samples] and `class_names`.
-        tested (dict): `predictions` int64 [samples], in the same order, and `confusion` int64 [true, predicted].
+        predictions: int64 [samples], in the same order.
 
     Returns:
         dict: name of each picture -> uint8 [1, height, width, 3].
     """
-    predictions = tested["predictions"]
     count = min(40, len(predictions))
-    split, class_names = data.test, data.class_names
-    image_grid(folder / "predictions.png", split.images[:count], split.labels[:count], predictions[:count], class_names)
-    confusion_matrix(folder / "confusion_matrix.png", tested["confusion"], class_names)
+    images, labels = data.test.images[:count], data.test.labels[:count]
+    image_grid(folder / "predictions.png", images, labels, predictions[:count], data.class_names)
+    confusion_matrix(folder / "confusion_matrix.png", confusion(data, predictions), data.class_names)
     return {name: _pixels(folder / f"{name}.png") for name in ("predictions", "confusion_matrix")}
+
+
+def confusion(data, predictions):
+    """Counts test samples by class: int64 [true, predicted]."""
+    classes = len(data.class_names)
+    return torch.bincount(data.test.labels * classes + predictions, minlength=classes**2).view(classes, classes)
 
 
 def _pixels(path):
     return np.asarray(Image.open(path).convert("RGB"))[None]
 
 
-def class_table(confusion, class_names):
-    """Accuracy per class as lines of text, from int64 [true, predicted] counts, worst class last."""
-    totals = confusion.sum(1)
-    width = max(len(name) for name in class_names)
+def class_table(data, predictions):
+    """Accuracy per class as lines of text, worst class last; arguments as for `classification`."""
+    counts = confusion(data, predictions)
+    totals = counts.sum(1)
+    width = max(len(name) for name in data.class_names)
     lines = []
-    for i in torch.argsort(-(confusion.diag() / totals.clamp(min=1)), stable=True).tolist():
-        wrong = confusion[i].clone()
+    for i in torch.argsort(-(counts.diag() / totals.clamp(min=1)), stable=True).tolist():
+        wrong = counts[i].clone()
         wrong[i] = 0
-        mistaken = f"   most often taken for {class_names[wrong.argmax()]} ({wrong.max()})" if wrong.any() else ""
-        accuracy = 100 * confusion[i, i] / totals[i].clamp(min=1)
-        lines.append(f"  {class_names[i]:{width}}  {accuracy:6.2f} %  of {totals[i]}{mistaken}")
+        mistaken = f"   most often confused with {data.class_names[wrong.argmax()]} ({wrong.max()})" if wrong.any() else ""
+        accuracy = 100 * counts[i, i] / totals[i].clamp(min=1)
+        lines.append(f"  {data.class_names[i]:{width}}  {accuracy:6.2f} %  of {totals[i]}{mistaken}")
     return "\n".join(lines)
 
 
@@ -136,7 +142,7 @@ def scaling(path, rows):
         axes[0].plot(processes, [row[f"{kind}_seconds"] * 1e3 for row in rows], "o-", label=label)
         axes[1].plot(processes, [100 * row[f"{kind}_efficiency"] for row in rows], "o-", label=label)
     axes[0].set(ylabel="milliseconds a step", yscale="log")
-    axes[1].set(ylabel="efficiency, per cent", ylim=(0, 105))
+    axes[1].set(ylabel="efficiency, percent", ylim=(0, 105))
     for axis in axes:
         axis.set_xscale("log", base=2)
         axis.set_xticks(processes, processes, rotation=45)

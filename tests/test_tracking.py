@@ -1,0 +1,107 @@
+"""--track: any of Accelerate's trackers, each record once, with the name and the arguments of the run."""
+
+import json
+import os
+import textwrap
+
+import pytest
+from conftest import CIFAR, SMALL, Started, results, run
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+from utils import tracking
+from utils.exits import UserError
+
+
+@pytest.fixture(scope="module")
+def wandb(tmp_path_factory):
+    """A package that Accelerate takes for Weights & Biases: it writes what it is given to $WANDB_CALLS, a line per call."""
+    site = tmp_path_factory.mktemp("site")
+    (site / "wandb.py").write_text(
+        textwrap.dedent("""
+        import json, os
+
+        def note(*call):
+            with open(os.environ["WANDB_CALLS"], "a") as file:
+                file.write(json.dumps(call, default=str) + "\\n")
+
+        class config:
+            update = staticmethod(lambda values, **_: note("config", values))
+
+        class Image:
+            def __init__(self, image):
+                self.shape = image.shape
+
+        class Run:
+            def log(self, values, step=None, **_):
+                note("log", list(values), step)
+
+            def finish(self):
+                note("finish")
+
+        run = Run()
+
+        def log(values, step=None, **_):
+            run.log(values, step)
+
+        def init(**options):
+            note("init", options)
+            return run
+        """)
+    )
+    (site / "wandb-0.20.dist-info").mkdir()
+    (site / "wandb-0.20.dist-info" / "METADATA").write_text("Metadata-Version: 2.1\nName: wandb\nVersion: 0.20\n")
+    return site
+
+
+def calls(path, kind):
+    return [call[1:] for call in map(json.loads, path.read_text().splitlines()) if call[0] == kind]
+
+
+def test_two_trackers_get_each_record_once_across_a_restart(wandb, tmp_path):
+    arguments, noted = f"{SMALL} --track tensorboard,wandb", tmp_path / "calls"
+    environment = {"PYTHONPATH": str(wandb), "WANDB_CALLS": str(noted)}
+    started = Started("cpu", CIFAR, arguments, output_dir=tmp_path / "mine", env=environment)
+    started.wait_for("step  5/14")
+    started.kill_all()
+    run("cpu", CIFAR, arguments, output_dir=tmp_path / "mine", env=environment)
+    assert results(tmp_path / "mine")["resumed_from"] in (3, 6, 7)
+
+    first, second = (call[0] for call in calls(noted, "init"))
+    assert first == second and first["project"] == "train_cifar" and first["name"] == "mine"
+    assert first["id"] == json.loads((tmp_path / "mine" / "args.json").read_text())["run_id"]
+    assert calls(noted, "config")[0][0]["batch_size"] == 500
+    logged = [(name, step) for values, step in calls(noted, "log") for name in values if name.endswith("/loss")]
+    assert sorted(logged) == sorted([("train/loss", step) for step in range(1, 15)] + [("test/loss", 7), ("test/loss", 14)])
+
+    events = EventAccumulator(str(tmp_path / "mine" / "tensorboard" / "train_cifar")).Reload()
+    assert [event.step for event in events.Scalars("train/loss")] == list(range(1, 15))
+    assert [event.step for event in events.Scalars("test/accuracy")] == [7, 14]
+    assert {"predictions", "confusion_matrix"} <= set(events.Tags()["images"])
+
+
+def test_none_leaves_no_tracker_and_loses_nothing_else(tmp_path):
+    run("cpu", CIFAR, f"{SMALL} --track none", output_dir=tmp_path)
+    assert results(tmp_path)["global_step"] == 14 and (tmp_path / "predictions.png").exists()
+    assert not (tmp_path / "tensorboard").exists()
+
+
+@pytest.mark.parametrize(
+    ("names", "says"),
+    [
+        ("wand", "--track wand: unknown tracker; use none, or one or more of aim, clearml"),
+        ("tensorboard,mlflow", "--track mlflow: its package is not installed"),
+        ("", "unknown tracker"),
+    ],
+)
+def test_a_tracker_that_is_not_there_is_one_line(names, says, tmp_path):
+    done = run(None, CIFAR, ["--dataset", "synthetic", "--track", names], output_dir=tmp_path / "run", check=False)
+    errors = [line for line in done.stderr.splitlines() if not line.startswith("***")]
+    assert done.returncode == 2 and len(errors) == 1 and says in errors[0], done.stderr
+    assert not (tmp_path / "run").exists()
+
+
+def test_names_are_separated_by_commas():
+    assert tracking.trackers("none") == [] and tracking.trackers("tensorboard") == ["tensorboard"]
+    with pytest.raises(UserError, match="--track x"):
+        tracking.trackers("tensorboard, x")
+    assert os.environ.get("WANDB_CALLS") is None

@@ -1,4 +1,4 @@
-"""The structure that CONTRIBUTING promises: layers of modules, loops that are short and in the script, a README that shows one."""
+"""The structure that CONTRIBUTING promises: layers of modules, and short loops in the scripts, one of them in the README."""
 
 import ast
 import textwrap

@@ -1,18 +1,17 @@
-"""Who runs where, can they talk, how fast: look at the ground before a long job starts on it.
+"""Checks a cluster before a long job: which process runs where, can they communicate, and how fast?
 
     accelerate launch --config_file accelerate_configs/4gpu.yaml scripts/check_topology.py
     accelerate launch --config_file accelerate_configs/2cpu.yaml scripts/check_topology.py --max_bytes 4194304
     sbatch --nodes=2 --gpus-per-node=4 scripts/submit.sbatch scripts/check_topology.py --output_dir runs/check_topology
 
-Prints a table of all processes; stops with a line for each of: a process that never arrives or that the others cannot
-reach, two processes on one GPU, versions or clocks that differ between machines, an output or data folder that is not
-the same everywhere. Then measures the all-reduce that data parallel training does in every step, for messages of 1 KiB
-to --max_bytes, and says in words what that means for a model of a given size. `topology.json` and `allreduce.png` hold
-what it found.
+Prints a table of all processes, and stops with one line for each problem: a process that never starts or that the others
+cannot reach, two processes on one GPU, versions or clocks that differ between machines, an output or data folder that
+differs between machines. Then it measures the all-reduce of data parallel training for messages of 1 KiB to --max_bytes,
+and says what the result means for models of several sizes. It writes `topology.json` and `allreduce.png`.
 
-The bus bandwidth is bytes / seconds x 2 (n - 1) / n: what an ideal ring moves through each process' link, whatever
-their number n (NVIDIA nccl-tests, doc/PERFORMANCE.md). A launcher that never starts is not this script's to notice: the
-other launchers wait for it (--rdzv_conf join_timeout=60 with c10d, timeout=60 with a static rendezvous).
+The bus bandwidth is bytes / seconds x 2 (n - 1) / n: what an ideal ring transfers over the link of each of n processes
+(NVIDIA nccl-tests, doc/PERFORMANCE.md). This script cannot notice a launcher that never starts: the other launchers wait
+for it (--rdzv_conf join_timeout=60 with c10d, timeout=60 with a static rendezvous).
 """
 
 import contextlib
@@ -46,11 +45,11 @@ from utils.exits import RunFailed, UserError
 RANK, WORLD = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
 
 
-# ----------------------------------------------------------------------------------------------------- who is there
+# -------------------------------------------------------------------------------------------------------- processes
 
 
 def facts(on_cpu, folder, data):
-    """What this process knows of itself, as plain values."""
+    """Describes this process, as plain values."""
     local_rank = int(os.environ.get("LOCAL_RANK", 0))
     found = {
         "rank": RANK,
@@ -72,12 +71,12 @@ def facts(on_cpu, folder, data):
 
 
 def folder_mark(folder):
-    """The random word in `folder` that the first process there left: the same one for all who see the same folder."""
+    """A random word that the first process leaves in `folder`: processes that see the same folder read the same word."""
     mark = Path(folder) / ".check_topology"
     try:
         Path(folder).mkdir(parents=True, exist_ok=True)
         try:
-            # Linked into place whole: nobody reads half a word.
+            # Created with a link, atomically: no process reads half a word.
             own = mark.with_name(f"{mark.name}.{uuid.uuid4().hex}")
             own.write_text(uuid.uuid4().hex)
             os.link(own, mark)
@@ -96,7 +95,7 @@ def remove_mark(folder):
 
 
 def data_summary(path):
-    """How many files of how many bytes lie below `path`; None if it is no path here (a Hub id, `synthetic`)."""
+    """The number and total size of the files below `path`; None if it is not a local path (a Hub id, `synthetic`)."""
     path = Path(path)
     if not path.exists():
         return None
@@ -105,40 +104,40 @@ def data_summary(path):
 
 
 def roll_call(store, mine, timeout):
-    """Everyone's facts, in the order of ranks.
+    """Collects the descriptions of all processes, in the order of ranks.
 
-    Through the store rather than a process group: a group is only made once everybody has come.
+    It uses the store rather than a process group, which needs all processes.
 
     Raises:
-        RunFailed: on every process that is there, if others have not come within `timeout` seconds.
+        RunFailed: on every process that has started, if others do not start within `timeout` seconds.
     """
     store.set(f"facts/{RANK}", json.dumps(mine))
     deadline = time.monotonic() + timeout
     keys = [f"facts/{rank}" for rank in range(WORLD)]
     while not store.check(keys):
-        if store.check(["missing"]):  # another process has waited for longer
-            part(store, 2)
+        if store.check(["missing"]):  # another process has waited longer
+            leave(store, 2)
             raise RunFailed(store.get("missing").decode())
         if time.monotonic() > deadline:
-            there = [json.loads(store.get(key)) for key in keys if store.check([key])]
-            ranks = {one["rank"] for one in there}
+            present = [json.loads(store.get(key)) for key in keys if store.check([key])]
+            ranks = {one["rank"] for one in present}
             missing = ", ".join(str(rank) for rank in range(WORLD) if rank not in ranks)
             hosts = "; ".join(
-                f"{host} has {', '.join(str(one['rank']) for one in there if one['host'] == host)}"
-                for host in dict.fromkeys(one["host"] for one in there)
+                f"{host} has {', '.join(str(one['rank']) for one in present if one['host'] == host)}"
+                for host in dict.fromkeys(one["host"] for one in present)
             )
-            told = f"rank {missing} of {WORLD} did not come within {timeout} s ({hosts})"
-            store.set("missing", told)
-            if RANK == min(ranks) != 0:  # it is rank 0 that is missing, which would print this
-                print(f"error: {told}", file=sys.stderr, flush=True)
-            part(store, len(there))
-            raise RunFailed(told)
+            message = f"rank {missing} of {WORLD} did not start within {timeout} s ({hosts})"
+            store.set("missing", message)
+            if RANK == min(ranks) != 0:  # rank 0, which would print this, is missing
+                print(f"error: {message}", file=sys.stderr, flush=True)
+            leave(store, len(present))
+            raise RunFailed(message)
         time.sleep(0.05)
     return [json.loads(store.get(key)) for key in keys]
 
 
-def part(store, present):
-    """Lets rank 0, which may hold the store, go last of the `present` processes: they have read all they need."""
+def leave(store, present):
+    """Lets rank 0, which may host the store, exit last of the `present` processes, after they have read it."""
     if RANK:
         store.add("gone", 1)
         return
@@ -148,10 +147,10 @@ def part(store, present):
 
 
 def clock_skews(store, timeout):
-    """How far each process' clock is ahead of rank 0's, in seconds, and how sure that is; on rank 0 only.
+    """Measures how far the clock of each process is ahead of that of rank 0: (seconds, uncertainty), on rank 0 only.
 
-    Rank 0 asks and notes when it asked and when the answer came: the answer was given in between (as NTP does,
-    RFC 5905). The quickest of 5 answers counts.
+    Rank 0 notes when it asks and when the answer arrives; the answer was given in between (as in NTP, RFC 5905). The fastest
+    of 5 answers counts.
     """
     skews = {}
     for rank in range(1, WORLD):
@@ -161,22 +160,22 @@ def clock_skews(store, timeout):
             if RANK == 0:
                 asked = time.time()
                 store.set(f"{key}/asked", "")
-                store.wait([f"{key}/told"], timedelta(seconds=timeout))
+                store.wait([f"{key}/time"], timedelta(seconds=timeout))
                 answered = time.time()
-                told = float(store.get(f"{key}/told"))
+                clock = float(store.get(f"{key}/time"))
                 trip = answered - asked
                 if best is None or trip < best[1]:
-                    best = told - (asked + answered) / 2, trip
+                    best = clock - (asked + answered) / 2, trip
             elif rank == RANK:
                 store.wait([f"{key}/asked"], timedelta(seconds=timeout * WORLD))
-                store.set(f"{key}/told", repr(time.time()))
+                store.set(f"{key}/time", repr(time.time()))
         if RANK == 0:
             skews[rank] = best[0], best[1] / 2
     return skews
 
 
 def problems(everyone, skews, args):
-    """What is wrong with this ground, a line each."""
+    """Lists what is wrong, one line per problem."""
     found = []
     by_uuid = {}
     for one in everyone:
@@ -187,23 +186,23 @@ def problems(everyone, skews, args):
             who = " and ".join(f"rank {one['rank']}" for one in shared)
             found.append(
                 f"{who} both on GPU {shared[0]['local_rank']} of {shared[0]['host']} ({shared[0]['uuid']}): "
-                "one process per GPU; look at CUDA_VISIBLE_DEVICES and at what the scheduler gave each launcher"
+                "use one process per GPU; check CUDA_VISIBLE_DEVICES and the GPUs that the scheduler assigned to each launcher"
             )
     without = dict.fromkeys(one["host"] for one in everyone if one["backend"] == "gloo")
     if without and any(one["backend"] == "nccl" for one in everyone):
-        found.append(f"no usable GPU on {', '.join(without)}, but on other machines: look at nvidia-smi there")
+        found.append(f"no usable GPU on {', '.join(without)}, but on other machines: check nvidia-smi there")
     for name in sorted({name for one in everyone for name in one["versions"]}):
         by_version = {}
         for one in everyone:
             if name in one["versions"]:
                 by_version.setdefault(one["versions"][name], []).append(one["host"])
         if len(by_version) > 1:
-            told = ", ".join(f"{what} on {', '.join(dict.fromkeys(hosts))}" for what, hosts in by_version.items())
-            found.append(f"different versions of {name}: {told}: install the same everywhere")
+            listed = ", ".join(f"{what} on {', '.join(dict.fromkeys(hosts))}" for what, hosts in by_version.items())
+            found.append(f"different versions of {name}: {listed}: install the same version on all machines")
     for rank, (skew, doubt) in skews.items():
         if abs(skew) - doubt > args.max_clock_skew:
             host = everyone[rank]["host"]
-            found.append(f"the clock of {host} (rank {rank}) is {skew:+.1f} s off rank 0's: set both by NTP")
+            found.append(f"the clock of {host} (rank {rank}) is {skew:+.1f} s off rank 0's: synchronize both with NTP")
     unwritable = [one for one in everyone if one["output_dir"].startswith("cannot")]
     if unwritable:
         found.append(f"--output_dir {args.output_dir} on {unwritable[0]['host']} {unwritable[0]['output_dir']}")
@@ -211,11 +210,11 @@ def problems(everyone, skews, args):
         odd = dict.fromkeys(one["host"] for one in everyone if one["output_dir"] != everyone[0]["output_dir"])
         found.append(
             f"--output_dir {args.output_dir} is another folder on {', '.join(odd)} than on {everyone[0]['host']}: "
-            "checkpoints need one that all machines share"
+            "checkpoints need a folder that all machines share"
         )
     if len({one["data"] for one in everyone}) > 1:
-        told = ", ".join(f"{one['data'] or 'nothing'} on {one['host']}" for one in {o["host"]: o for o in everyone}.values())
-        found.append(f"--dataset {args.dataset} differs: {told}")
+        listed = ", ".join(f"{one['data'] or 'nothing'} on {one['host']}" for one in {o["host"]: o for o in everyone}.values())
+        found.append(f"--dataset {args.dataset} differs: {listed}")
     return found
 
 
@@ -240,17 +239,17 @@ def table(everyone, skews):
     return "\n".join("  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows)
 
 
-# --------------------------------------------------------------------------------------------------------- how fast
+# ------------------------------------------------------------------------------------------------------------ speed
 
 
 def alarm_clock(seconds):
-    """Ends this process after that time unless cancelled: who cannot connect waits where no Python gets a turn."""
+    """Ends this process after `seconds` unless canceled: a process that cannot connect waits in C++, without Python."""
 
     def ring():
         if RANK == 0:
             print(
-                f"error: all processes reached rank 0, but in {seconds} s not each other: open all ports between the machines, "
-                "and see which network NCCL_SOCKET_IFNAME and GLOO_SOCKET_IFNAME name (NCCL_DEBUG=INFO tells more)",
+                f"error: all processes reached rank 0, but not each other within {seconds} s: open all ports between machines, "
+                "and check NCCL_SOCKET_IFNAME and GLOO_SOCKET_IFNAME (NCCL_DEBUG=INFO prints details)",
                 file=sys.stderr,
                 flush=True,
             )
@@ -267,7 +266,7 @@ def measure_all_reduce(device, max_bytes, seconds):
     """Times the all-reduce of float32 messages of 1 KiB, 4 KiB, ... `max_bytes`.
 
     Returns:
-        list of dict: bytes, seconds (the median of repeated calls, the slowest process counting),
+        list of dict: bytes, seconds (the median of repeated calls, each the time of the slowest process),
         algorithm_bandwidth and bus_bandwidth in bytes per second.
     """
     sizes = []
@@ -279,7 +278,7 @@ def measure_all_reduce(device, max_bytes, seconds):
     for size in sizes:
         message = torch.ones(size // 4, device=device)
         times = []
-        repeats = 5  # the first two warm up, the third says how many more there is time for
+        repeats = 5  # the first two warm up; the third determines how many more there is time for
         while len(times) < repeats:
             dist.barrier()
             began = time.perf_counter()
@@ -316,16 +315,16 @@ def bandwidth_table(rows):
 
 
 def verdict(rows, everyone):
-    """What the measured all-reduce means for training, in words."""
+    """Describes what the measured all-reduce means for training."""
     latency, best = rows[0]["seconds"], max(rows, key=lambda row: row["algorithm_bandwidth"])
     machines = len({one["host"] for one in everyone})
     gradients = {million: latency + million * 4e6 / best["algorithm_bandwidth"] for million in (10, 100, 1000)}
-    told = ", ".join(f"{seconds * 1e3:,.0f} ms for {million:,} million" for million, seconds in gradients.items())
+    listed = ", ".join(f"{seconds * 1e3:,.0f} ms for {million:,} million" for million, seconds in gradients.items())
     return (
-        f"{WORLD} processes on {machines} machine{'s' * (machines > 1)} can talk to each other: "
-        f"{latency * 1e6:,.0f} us for the smallest message, {best['bus_bandwidth'] / 1e9:.2f} GB/s of bus bandwidth at best.\n"
-        f"Averaging float32 gradients takes about {told} parameters. A backward pass that takes longer hides it; a "
-        f"shorter one waits, and wants a larger --batch_size."
+        f"{WORLD} processes on {machines} machine{'s' * (machines > 1)} can communicate: "
+        f"{latency * 1e6:,.0f} us for the smallest message, {best['bus_bandwidth'] / 1e9:.2f} GB/s bus bandwidth at best.\n"
+        f"Averaging float32 gradients takes about {listed} parameters. A longer backward pass hides it; a shorter one "
+        f"waits for it, so use a larger --batch_size."
     )
 
 
@@ -342,9 +341,9 @@ def main():
         print(table([mine], {}))
         if found := problems([mine], {}, args):
             raise UserError("\nerror: ".join(found))
-        print("one process: there is nobody to talk to")
+        print("one process: nothing to measure")
         return
-    # The launcher's agent may hold the store already.
+    # The launcher's agent may host the store already.
     own = RANK == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
     address = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
     try:
@@ -355,17 +354,17 @@ def main():
             f"machine, and check --main_process_ip ({str(error).splitlines()[0]})",
             speaker="LOCAL_RANK",
         ) from None
-    # A restarted launch must not read what the last attempt said.
+    # A restarted launch must not read what the previous attempt wrote.
     attempt = f"{os.environ.get('TORCHELASTIC_RUN_ID')}/{os.environ.get('TORCHELASTIC_RESTART_COUNT')}"
     store = dist.PrefixStore(f"check_topology/{attempt}", store)
     everyone = roll_call(store, facts(on_cpu, args.output_dir, args.dataset), args.timeout)
     skews = clock_skews(store, args.timeout)
-    remove_mark(args.output_dir)  # all have read it: the facts are complete
+    remove_mark(args.output_dir)  # every process has read it
     if RANK == 0:
         print(table(everyone, skews), flush=True)
         store.set("problems", json.dumps(problems(everyone, skews, args)))
     if found := json.loads(store.get("problems")):
-        part(store, WORLD)
+        leave(store, WORLD)
         raise UserError("\nerror: ".join(found))
 
     device = torch.device("cpu") if on_cpu else torch.device("cuda", int(os.environ.get("LOCAL_RANK", 0)))
@@ -388,7 +387,7 @@ def main():
 def parse_args():
     parser = Parser(description=__doc__.split("\n")[0])
     parser.add_argument("--output_dir", default="runs/check_topology", help="a folder where the training would write")
-    parser.add_argument("--dataset", default="synthetic", help="what the training would read: looked at if it is a path")
+    parser.add_argument("--dataset", default="synthetic", help="what the training would read: compared if it is a path")
     parser.add_argument("--timeout", type=number(int, 1), default=60, help="seconds to wait for the other processes")
     parser.add_argument("--max_clock_skew", type=number(float, 0), default=1.0, help="seconds")
     parser.add_argument("--max_bytes", type=number(int, 1024), default=2**26, help="of the largest message")

@@ -3,34 +3,34 @@
     accelerate launch --config_file accelerate_configs/2cpu.yaml scripts/compare_ddp.py --dataset synthetic
     accelerate launch --config_file accelerate_configs/4gpu.yaml scripts/compare_ddp.py
 
-The same network, W processes, batch size B, data set D. Each run with W processes has an equivalent with one:
+The same network, W processes, batch size B, data set D. Each run with W processes has an equivalent with one process:
 
-    replicated          every process goes through all of D in an order of its own, B samples at a time: a common
-                        mistake, and W times the work for as many epochs
+    replicated          every process iterates over all of D in a different order, B samples at a time: a common mistake,
+                        and W times the work per epoch
     replicated_single   one process, W copies of D, batches of W x B
-    ddp                 every process takes its part of each batch of B: what `prepare` makes of a loader
+    ddp                 every process gets its part of each batch of B: what `accelerator.prepare` does with a loader
     ddp_single          one process, D, batches of B
 
-Why W processes print W losses, and why one is enough: each computes the mean loss of its own B/W samples. DDP averages
-the *gradients*. The mean of W means over equally many samples is the mean over all of them, so what is followed is the
-gradient of one loss, that of the whole batch. To print that loss, average the W of them; printing all shows noise.
+Why W processes print W losses, and why one is enough: each process computes the mean loss of its own B/W samples, and DDP
+averages the *gradients*. The mean of W means over equally many samples is the mean over all samples, so the optimizer
+follows the gradient of one loss, that of the whole batch. To print that loss, average the W losses.
 
-That identity has conditions, which are checked here on the gradients, in float32 and in float64 (where a difference
-that was only rounding all but disappears):
+This identity has conditions, which are checked here on the gradients, in float32 and in float64 (in which a difference
+caused by rounding almost disappears):
 
-    reduction="mean"            equal shares: nothing to do
+    reduction="mean"            nothing to do if all processes have equally many samples
     reduction="sum"             DDP still divides by W: multiply the loss by W (or the learning rate)
     gradient accumulation       divide the loss by the number of micro-batches, as `accelerator.backward` does
-    shares of different size    a mean of means is wrong: multiply the loss by W x own samples / all samples. (Accelerate's
-                                loaders avoid it: they fill the last batch up with samples from the start, or drop it.)
+    unequal numbers of samples  a mean of means is wrong: multiply the loss by W x own samples / all samples. (Accelerate's
+                                loaders avoid it: they fill up the last batch with samples from the start, or drop it.)
 
 The experiment is that of the thread "Properly implementing DDP in training loop" at discuss.pytorch.org (2022): B = 64,
-W = 4, two epochs, and `ddp` may take int(0.66 W) times as many epochs because each is so much shorter.
+W = 4, two epochs; `ddp` trains for int(0.66 W) times as many epochs, because each is shorter.
 
 Measured on 2026-11-21 with --dataset synthetic on 2 cores of an AMD EPYC: with 2cpu.yaml, after 20 steps, the weights of
 `replicated` and its equivalent differ by 2.9e-7, those of `ddp` and its by 2.9e-7, relative, and by 6.7e-6 at most at the
-end; with 4gpu.yaml, the thread's setting rehearsed over gloo, by 3.1e-7, 3.6e-7 and 3.9e-5. It is rounding that grows
-from step to step, not another computation: in float64 the gradients agree to 2e-14.
+end; with 4gpu.yaml (the setting of the thread, over gloo) by 3.1e-7, 3.6e-7 and 3.9e-5. This is rounding that grows from
+step to step, not a different computation: in float64 the gradients agree to 2e-14.
 """
 
 import contextlib
@@ -70,10 +70,10 @@ TOLERANCE_FLOAT64 = 1e-10  # of float64 gradients
 
 
 class Net(nn.Module):
-    """The network of the well-known CIFAR tutorial, made smooth. [batch, 3, 32, 32] -> [batch, classes].
+    """A smooth version of the network of PyTorch's CIFAR tutorial. [batch, 3, 32, 32] -> [batch, classes].
 
-    No batch norm: its statistics are of a process' own samples. And no kinks: where ReLU or max-pooling would choose, a
-    difference in the last bit becomes one in the third digit, and from there the runs part.
+    No batch norm, whose statistics would be those of the samples of one process. No ReLU and no max-pooling, which turn a
+    difference in the last bit into one in the third digit, so that the runs diverge.
     """
 
     def __init__(self, classes):
@@ -81,7 +81,7 @@ class Net(nn.Module):
         self.conv1, self.conv2 = nn.Conv2d(3, 6, 5), nn.Conv2d(6, 16, 5)
         self.fc1, self.fc2, self.fc3 = nn.Linear(16 * 5 * 5, 120), nn.Linear(120, 84), nn.Linear(84, classes)
         for layer in self.children():
-            # With PyTorch's smaller default it stays at chance for 150 steps.
+            # With PyTorch's smaller default initialization the accuracy stays at chance for 150 steps.
             nn.init.kaiming_uniform_(layer.weight, nonlinearity="linear")
 
     def forward(self, x):
@@ -92,30 +92,30 @@ class Net(nn.Module):
 
 
 class Shuffled(Sampler):
-    """All indices in an order that depends on the seed and on how often they were gone through, and on nothing else."""
+    """All indices in an order that depends only on the seed and the number of passes before."""
 
     def __init__(self, samples, seed):
-        self.samples, self.generator_of_orders = samples, torch.Generator().manual_seed(seed)
+        self.samples, self.generator = samples, torch.Generator().manual_seed(seed)
 
     def __len__(self):
         return self.samples
 
     def __iter__(self):
-        yield from torch.randperm(self.samples, generator=self.generator_of_orders).tolist()
+        yield from torch.randperm(self.samples, generator=self.generator).tolist()
 
 
 def build_batches(accelerator, split, name, args):
-    """What this process sees of one epoch after the other in the run `name`: an iterable of batches, to be used again.
+    """Builds an iterable of the batches of this process in the run `name`, one epoch per iteration.
 
-    The last, incomplete batch of an epoch is dropped, as its shares might differ in size.
+    The last, incomplete batch of an epoch is dropped, because it might not divide evenly.
     """
 
     def loader(seed):
         images = BatchedImages(split)
         return DataLoader(images, args.batch_size, sampler=Shuffled(len(images), seed), drop_last=True, collate_fn=as_is)
 
-    class Together:
-        """The batches of all processes in `replicated`, one after the other, as one batch."""
+    class Concatenated:
+        """The batches of all processes in `replicated`, concatenated."""
 
         def __init__(self, loaders):
             self.loaders = loaders
@@ -130,11 +130,11 @@ def build_batches(accelerator, split, name, args):
         return loader(args.seed)
     if name == "replicated":
         return loader(args.seed + accelerator.process_index)
-    return Together([loader(args.seed + rank) for rank in range(accelerator.num_processes)])
+    return Concatenated([loader(args.seed + rank) for rank in range(accelerator.num_processes)])
 
 
 def train(accelerator, name, data, args, should_stop):
-    """One of the four runs.
+    """Trains one of the four runs.
 
     Args:
         should_stop: (step, losses, ids) -> whether to stop now.
@@ -162,7 +162,7 @@ def train(accelerator, name, data, args, should_stop):
             optimizer.zero_grad()
             losses.append(loss.detach())
             if len(losses) == min(args.proof_steps, total_steps):
-                record |= {f"proof.{key}": value for key, value in bare_weights(model).items()}
+                record |= {f"proof.{key}": value for key, value in plain_weights(model).items()}
             if should_stop(len(losses), [loss.detach()], [batch["ids"]]):
                 return None
             if len(losses) == total_steps:
@@ -172,30 +172,30 @@ def train(accelerator, name, data, args, should_stop):
         # Each process kept its own losses; one gather at the end, so that it does not slow the steps.
         losses = accelerator.gather(losses)
     record |= {"losses": losses.cpu(), "seconds": torch.tensor([time.perf_counter() - began])}
-    return record | {f"final.{key}": value for key, value in bare_weights(model).items()}
+    return record | {f"final.{key}": value for key, value in plain_weights(model).items()}
 
 
 def epochs_of(name, args):
     return args.epochs if name.startswith("replicated") else args.ddp_epochs
 
 
-def bare_weights(model):
+def plain_weights(model):
     return {name.removeprefix("module."): value.cpu().clone() for name, value in model.state_dict().items()}
 
 
-def difference(found, expected):
-    """The largest difference between two lists of tensors, relative to the largest entry of the tensor it is in."""
-    return max(((a - b).abs().max() / b.abs().max()).item() for a, b in zip(found, expected, strict=True))
+def max_relative_difference(tensors, expected):
+    """The largest difference between two lists of tensors, relative to the largest entry of its tensor."""
+    return max(((a - b).abs().max() / b.abs().max()).item() for a, b in zip(tensors, expected, strict=True))
 
 
 # ----------------------------------------------------------------------------------------- the proof, on the gradients
 
 
 def check_gradients(accelerator, data, args, dtype):
-    """DDP's gradient against that of one process on the concatenated batch, with and without what makes them equal.
+    """Compares the gradient of DDP with that of one process on the whole batch, with and without the corrections.
 
     Returns:
-        tuple: dict of case -> relative difference; the loss of each process on its share; the one of the whole batch.
+        tuple: dict of case -> relative difference; the loss of each process on its samples; the loss of the whole batch.
     """
     set_seed(args.seed)
     processes, rank = accelerator.num_processes, accelerator.process_index
@@ -211,7 +211,7 @@ def check_gradients(accelerator, data, args, dtype):
         """Of the loss summed over `parts`, index tensors: the micro-batches of one optimizer step."""
         network.zero_grad()
         for i, part in enumerate(parts):
-            # DDP talks in the last backward only.
+            # DDP communicates in the last backward pass only.
             waits = accelerator.no_sync(network) if i < len(parts) - 1 else contextlib.nullcontext()
             with waits:
                 (F.cross_entropy(network(images[part]), labels[part], reduction=reduction) * factor).backward()
@@ -219,31 +219,33 @@ def check_gradients(accelerator, data, args, dtype):
 
     everything = torch.arange(args.batch_size)
     share = everything.chunk(processes)[rank]
-    few = torch.arange(min(3 * processes + 1, args.batch_size))  # does not divide: the first process gets one more
+    few = torch.arange(min(3 * processes + 1, args.batch_size))  # does not divide evenly: the first process gets one more
     few_share = few.tensor_split(processes)[rank]
     weight, count = processes * len(few_share) / len(few), len(few)
     cases = {
         "mean": ("mean", [share], 1, everything),
-        "sum, loss as it is": ("sum", [share], 1, everything),
+        "sum, uncorrected": ("sum", [share], 1, everything),
         "sum, loss x W": ("sum", [share], processes, everything),
         "mean, accumulated sample by sample": ("mean", share.split(1), 1 / len(share), everything),
-        f"mean, last batch of {count}, loss as it is": ("mean", [few_share], 1, few),
+        f"mean, last batch of {count}, uncorrected": ("mean", [few_share], 1, few),
         f"mean, last batch of {count}, loss x W x share / {count}": ("mean", [few_share], weight, few),
     }
     differences = {}
     for case, (reduction, parts, factor, whole) in cases.items():
-        differences[case] = difference(gradient(model, parts, reduction, factor), gradient(one, [whole], reduction, 1))
+        differences[case] = max_relative_difference(
+            gradient(model, parts, reduction, factor), gradient(one, [whole], reduction, 1)
+        )
     with torch.no_grad():
         own = accelerator.gather(F.cross_entropy(one(images[share]), labels[share])[None])
         whole = F.cross_entropy(one(images), labels)
     return differences, own.tolist(), whole.item()
 
 
-# ------------------------------------------------------------------------------------------------- what people look at
+# ------------------------------------------------------------------------------------------------- table and plot
 
 
 def row_of(name, record, processes, args):
-    """The run's row of the table, as a dict."""
+    """The row of a run in the table, as a dict."""
     single = name.endswith("single")
     per_process = {"replicated": args.batch_size, "replicated_single": args.batch_size * processes}.get(
         name, args.batch_size if single else args.batch_size // processes
@@ -255,7 +257,7 @@ def row_of(name, record, processes, args):
         "effective_batch": per_process * (1 if single else processes),
         "epochs": epochs_of(name, args),
         "steps": steps,
-        # Of the last epoch, over all processes.
+        # Mean of the last epoch, over all processes.
         "final_loss": record["losses"][:, -(-steps // epochs_of(name, args)) * -1 :].mean().item(),
         "seconds": record["seconds"].item(),
     }
@@ -263,7 +265,7 @@ def row_of(name, record, processes, args):
 
 def table(rows):
     """The rows as aligned text."""
-    lines = ["run                processes  batch each  in all  epochs  steps  final loss  seconds  speed-up  efficiency"]
+    lines = ["run                processes  batch each   total  epochs  steps  final loss  seconds  speed-up  efficiency"]
     for name, row in rows.items():
         faster = f"{row['speed_up']:8.2f}  {row['efficiency']:10.0%}" if "speed_up" in row else f"{'':8}  {'':10}"
         lines.append(
@@ -276,18 +278,18 @@ def table(rows):
 def draw(path, records, processes):
     """Loss curves: each pair over steps, and all four over seconds."""
     figure, axes = plt.subplots(1, 3, figsize=(14, 4.2), sharey=True)
-    colours = dict(zip(RUNS, ("#d1795b", "#7d2c10", "#6ba3d6", "#0b4884"), strict=True))
+    colors = dict(zip(RUNS, ("#d1795b", "#7d2c10", "#6ba3d6", "#0b4884"), strict=True))
     for name, record in records.items():
         losses, single = record["losses"], name.endswith("single")
         axis = axes[RUNS.index(name) // 2]
         width = max(1, losses.shape[1] // 40)
         smooth = losses.unfold(1, width, 1).mean(2)
         steps = torch.arange(width, losses.shape[1] + 1)
-        style = dict(color=colours[name], linestyle="--" if single else "-", linewidth=1.6 if single else 3)
+        style = dict(color=colors[name], linestyle="--" if single else "-", linewidth=1.6 if single else 3)
         if not single and processes > 1:
             for rank, line in enumerate(losses):
                 label = f"each of the {processes} processes, every step" if rank == 0 else None
-                axis.plot(torch.arange(1, len(line) + 1), line, color=colours[name], linewidth=0.5, alpha=0.35, label=label)
+                axis.plot(torch.arange(1, len(line) + 1), line, color=colors[name], linewidth=0.5, alpha=0.35, label=label)
         axis.plot(steps, smooth.mean(0), label=f"{name}{'' if single else ', their mean'}", **style)
         axes[2].plot(steps / losses.shape[1] * record["seconds"].item(), smooth.mean(0), label=name, **style)
     for axis, title in zip(
@@ -308,13 +310,13 @@ def draw(path, records, processes):
 
 def main():
     args = parse_args()
-    # float32 whatever the YAML says, and no TF32: 1e-5 is below what bf16 and TF32 can tell apart.
+    # float32 whatever the YAML says, and no TF32: a tolerance of 1e-5 is below the precision of bf16 and TF32.
     torch.backends.cudnn.conv.fp32_precision = "ieee"
     accelerator = Accelerator(
         cpu=topology.check_launch(),
         mixed_precision="no",
         dataloader_config=DataLoaderConfiguration(split_batches=True),
-        # The other processes wait while the first trains alone.
+        # The other processes wait while the first one trains alone.
         kwargs_handlers=[InitProcessGroupKwargs(timeout=timedelta(seconds=args.timeout))],
     )
     print_main = accelerator.on_main_process(print)  # accelerator.print prints once per machine
@@ -345,58 +347,58 @@ def main():
         f"their mean: {sum(own) / processes:.6f}; one process, the whole batch: {whole:.6f}\n"
     )
 
-    def train_and_keep(name, should_stop):
-        """Whether the run came to its end. Its file is complete or absent."""
+    def train_and_save(name, should_stop):
+        """Trains one run and saves its record, complete or not at all. Returns whether it finished."""
         record = train(accelerator, name, data, args, should_stop)
         if record and accelerator.is_main_process:
             save_file(record, run.path / f".{name}.writing")
             os.replace(run.path / f".{name}.writing", run.path / f"{name}.safetensors")
         return record is not None
 
-    # ---- the four runs. One that was interrupted is done again: half a run has no time to compare. Whole ones are kept.
+    # ---- the four runs. An interrupted one starts over, because its time would be wrong. Finished ones are kept.
     resumed_from = None
     for name in RUNS:
         if topology.run_on_main(accelerator, (run.path / f"{name}.safetensors").exists):
-            print_main(f"{name}: done earlier")
+            print_main(f"{name}: finished already")
             resumed_from = name
             continue
         print_main(f"{name} ...")
         if name.endswith("single"):
-            done = topology.run_on_main(accelerator, lambda: train_and_keep(name, lambda *_: exits.signal_name()))  # noqa: B023
+            done = topology.run_on_main(accelerator, lambda: train_and_save(name, lambda *_: exits.signal_name()))  # noqa: B023
         else:
-            done = train_and_keep(name, guard.should_stop)
+            done = train_and_save(name, guard.should_stop)
         if not done:
             run.exit_preempted(f"during {name}, which starts over; the runs before it are kept")
 
     if accelerator.is_main_process:
         conclude(run, processes, args, gradients, own, whole, accelerator.device, resumed_from)
-    accelerator.wait_for_everyone()  # a scheduler may end the other machines once one has left
+    accelerator.wait_for_everyone()  # a scheduler may end the other machines once one has exited
     accelerator.end_training()
 
 
 def conclude(run, processes, args, gradients, own, whole, device, resumed_from):
-    """Compares the pairs, writes what was found and fails if one of them differs."""
+    """Compares the pairs, writes the results, and fails if a pair differs."""
     records = {name: load_file(run.path / f"{name}.safetensors") for name in RUNS}
     rows, pairs = {name: row_of(name, record, processes, args) for name, record in records.items()}, {}
     for name, single in zip(RUNS[::2], RUNS[1::2], strict=True):
         a, b = records[name], records[single]
         rows[name]["speed_up"] = rows[single]["seconds"] / rows[name]["seconds"]
         rows[name]["efficiency"] = rows[name]["speed_up"] / processes
-        apart = {}
+        differences = {}
         for stage in ("proof", "final"):
             keys = [key for key in b if key.startswith(f"{stage}.")]
-            apart[stage] = difference([a[key] for key in keys], [b[key] for key in keys])
-        losses_apart = (a["losses"].mean(0) - b["losses"][0]).abs().max().item()
+            differences[stage] = max_relative_difference([a[key] for key in keys], [b[key] for key in keys])
+        loss_difference = (a["losses"].mean(0) - b["losses"][0]).abs().max().item()
         steps = min(args.proof_steps, rows[name]["steps"])
         pairs[name] = {
-            "max_relative_difference": apart["proof"],
+            "max_relative_difference": differences["proof"],
             "after_steps": steps,
-            "max_relative_difference_at_the_end": apart["final"],
-            "max_loss_difference": losses_apart,
+            "max_relative_difference_at_the_end": differences["final"],
+            "max_loss_difference": loss_difference,
         }
         print(
-            f"{name} and {single}: weights differ by {apart['proof']:.1e} after {steps} steps, {apart['final']:.1e} "
-            f"at the end; losses by {losses_apart:.1e} at most"
+            f"{name} and {single}: weights differ by {differences['proof']:.1e} after {steps} steps and by "
+            f"{differences['final']:.1e} at the end, losses by at most {loss_difference:.1e}"
         )
         for step in range(0, rows[name]["steps"], args.log_every):
             for logged in (name, single):
@@ -419,14 +421,16 @@ def conclude(run, processes, args, gradients, own, whole, device, resumed_from):
         "peak_memory_bytes": report.memory_bytes(device),
         "resumed_from": resumed_from,
     }
-    exact = [value for case, value in gradients[torch.float64].items() if "as it is" not in case]
+    exact = [value for case, value in gradients[torch.float64].items() if "uncorrected" not in case]
     if max(exact) > TOLERANCE_FLOAT64:
         raise RunFailed(f"the gradients differ by {max(exact):.1e} in float64, more than rounding explains")
-    apart = max(pair["max_relative_difference"] for pair in pairs.values())
-    if apart > TOLERANCE:
-        raise RunFailed(f"the weights of a pair differ by {apart:.1e}, more than {TOLERANCE}: this is not the same computation")
+    difference = max(pair["max_relative_difference"] for pair in pairs.values())
+    if difference > TOLERANCE:
+        raise RunFailed(
+            f"the weights of a pair differ by {difference:.1e}, more than {TOLERANCE}: this is not the same computation"
+        )
     run.write_results(results)
-    print(f"the pairs agree to {apart:.1e} (tolerance {TOLERANCE:.0e}); see {run.path / 'loss_curves.png'}")
+    print(f"the pairs agree to {difference:.1e} (tolerance {TOLERANCE:.0e}); see {run.path / 'loss_curves.png'}")
 
 
 def parse_args():
@@ -436,11 +440,11 @@ def parse_args():
         "--batch_size", type=number(int, 1), default=64, help="B: over all processes in ddp, of each in replicated"
     )
     group.add_argument("--epochs", type=number(int, 1), default=2, help="passes over the data in the replicated pair")
-    group.add_argument("--ddp_epochs", type=number(int, 1), help="in the ddp pair; not given: epochs x int(0.66 x processes)")
-    group.add_argument("--max_train_steps", type=number(int, 1), help="at most so many steps in each run")
+    group.add_argument("--ddp_epochs", type=number(int, 1), help="in the ddp pair; default: epochs x int(0.66 x processes)")
+    group.add_argument("--max_train_steps", type=number(int, 1), help="maximum number of steps of each run")
     group.add_argument("--lr", type=number(float, 0), default=0.02, help="learning rate of all four")
     group.add_argument("--momentum", type=number(float, 0), default=0.9, help="of all four")
-    group.add_argument("--proof_steps", type=number(int, 1), default=20, help="compare the weights after so many steps")
+    group.add_argument("--proof_steps", type=number(int, 1), default=20, help="compare the weights after this many steps")
     group = parser.add_argument_group("run")
     group.add_argument("--dataset", default="uoft-cs/cifar10", help="Hub id or local folder of 32x32 images, or `synthetic`")
     group.add_argument("--output_dir", default="runs/compare_ddp", help="everything the run writes")

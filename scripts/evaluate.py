@@ -1,11 +1,11 @@
-"""Scores an image classifier that a training script produced, and draws what it does.
+"""Evaluates an image classifier of train_cifar.py: metrics and pictures.
 
     python scripts/evaluate.py --checkpoint runs/train_cifar
     accelerate launch --config_file accelerate_configs/4gpu.yaml scripts/evaluate.py --checkpoint runs/train_cifar --tta
 
-Takes a run's folder, one of its checkpoints or a `model.safetensors`, written by any topology. Prints the accuracy per
-class and writes `results.json`, `predictions.png` and `confusion_matrix.png`. Copy it together with `train_cifar.py`,
-which holds the models and the measure.
+Reads a run's folder, one of its checkpoints or a `model.safetensors`, written by any topology. Prints the accuracy per class
+and writes `results.json`, `predictions.png` and `confusion_matrix.png`. Copy it together with `train_cifar.py`, which holds
+the models and the evaluation.
 """
 
 import sys
@@ -36,7 +36,7 @@ def main():
     trained = topology.run_on_main(accelerator, lambda: trained_with(file)) or {}
     name = args.model or (config or {}).get("model") or trained.get("model")
     if name is None:
-        raise UserError(f"{file} does not say which model it is of: give --model")
+        raise UserError(f"{file} does not name its model: give --model")
     dataset, seed = args.dataset or trained.get("dataset", "uoft-cs/cifar10"), trained.get("seed", 0)
     data = topology.local_main_first(accelerator, lambda: load_images(dataset, seed))
 
@@ -45,9 +45,9 @@ def main():
         model.load_state_dict(state)
     except RuntimeError as error:
         raise UserError(
-            f"{file} is not of a {name} with {len(data.class_names)} classes: {str(error).splitlines()[1].strip()}"
+            f"{file} does not hold a {name} with {len(data.class_names)} classes: {str(error).splitlines()[1].strip()}"
         ) from None
-    # Each process scores its share of every batch.
+    # Each process evaluates its share of every batch.
     loader = DataLoader(BatchedImages(data.test), 250 * accelerator.num_processes, collate_fn=as_is)
     model, loader = accelerator.prepare(model, loader)
     mean, std = (x.to(accelerator.device) for x in data.train.mean_and_std())
@@ -55,10 +55,10 @@ def main():
 
     if accelerator.is_main_process:
         results = {"test_accuracy": tested["accuracy"], "test_loss": tested["loss"], "tta": args.tta, "weights": str(file)}
-        beside = file.parent
-        if (beside / "manifest.json").exists():  # a checkpoint, in which nothing may lie that was not saved with it
-            beside = beside.parents[1] if beside.parent.name == "checkpoints" else beside.parent
-        folder = Path(args.output_dir or beside / "evaluation")
+        parent = file.parent
+        if (parent / "manifest.json").exists():  # a checkpoint, which is refused if files are added to it
+            parent = parent.parents[1] if parent.parent.name == "checkpoints" else parent.parent
+        folder = Path(args.output_dir or parent / "evaluation")
         try:
             folder.mkdir(parents=True, exist_ok=True)
             plots.classification(folder, data, tested["predictions"])
@@ -67,26 +67,26 @@ def main():
             raise UserError(f"cannot write to {folder}: {error.strerror}; give --output_dir") from None
         print(plots.class_table(data, tested["predictions"]))
         count = len(tested["predictions"])
-        found = f"{tested['accuracy']:.2%} of {count:,} test images correct, loss {tested['loss']:.4f}"
-        print(f"{file}: {found}; pictures in {folder}")
+        summary = f"{tested['accuracy']:.2%} of {count:,} test images correct, loss {tested['loss']:.4f}"
+        print(f"{file}: {summary}; pictures in {folder}")
     accelerator.end_training()
 
 
 def trained_with(file):
-    """The arguments of the run that wrote `file`, from its records; None if there are none."""
+    """The arguments of the run that wrote `file`; None if it has no record of them."""
     for record in (file.parent / "manifest.json", file.parent / "args.json"):
-        found = read_json(record)
-        if found:
-            return found["arguments"]
+        run = read_json(record)
+        if run:
+            return run["arguments"]
     return None
 
 
 def parse_args():
     parser = Parser(description=__doc__.split("\n")[0])
     parser.add_argument("--checkpoint", required=True, help="a run's folder, a checkpoint's folder or a .safetensors file")
-    parser.add_argument("--dataset", help="not given: the one it was trained on")
-    parser.add_argument("--model", help="not given: as the run's records say")
-    parser.add_argument("--output_dir", help="not given: `evaluation` in the run's folder")
+    parser.add_argument("--dataset", help="default: the one it was trained on")
+    parser.add_argument("--model", help="default: the one in the records of the run")
+    parser.add_argument("--output_dir", help="default: `evaluation` in the run's folder")
     parser.add_argument("--tta", action="store_true", help="test-time augmentation")
     return parser.parse_args()
 

@@ -1,4 +1,4 @@
-"""The ground check: each thing it warns of is provoked."""
+"""The cluster check: every problem that it reports is provoked."""
 
 import json
 import re
@@ -14,9 +14,9 @@ def errors_of(done):
     return [line for line in (done.stdout + done.stderr).splitlines() if line.startswith("error:")]
 
 
-def test_a_sound_ground(tmp_path):
+def test_without_problems(tmp_path):
     done = run("2cpu", CHECK, QUICK, output_dir=tmp_path, launcher=("--num_processes", "3"))
-    assert not errors_of(done) and "3 processes on 1 machine can talk to each other" in done.stdout
+    assert not errors_of(done) and "3 processes on 1 machine can communicate" in done.stdout
     assert re.findall(r"^(\d) {2}", done.stdout, re.M) == ["0", "1", "2"]
     found = json.loads((tmp_path / "topology.json").read_text())
     assert [row["bytes"] for row in found["all_reduce"]] == [2**10, 2**12, 2**14, 2**16]
@@ -30,7 +30,7 @@ def test_a_sound_ground(tmp_path):
     [
         ("one_gpu@1", "rank 0 and rank 1 both on GPU 0 of"),
         ("other_torch@1:1", "different versions of torch"),
-        ("clock_ahead@1:1", "s off rank 0's: set both by NTP"),
+        ("clock_ahead@1:1", "s off rank 0's: synchronize both with NTP"),
     ],
 )
 def test_flags(fault, words, tmp_path):
@@ -41,23 +41,23 @@ def test_flags(fault, words, tmp_path):
 
 
 @pytest.mark.parametrize("absent", [0, 1])
-def test_a_rank_that_never_arrives_is_named(absent, tmp_path):
+def test_a_rank_that_never_starts_is_named(absent, tmp_path):
     arguments = [f"absent@1:{absent}", CHECK, "--timeout", "2"]
     done = run("2cpu", "tests/wrapped.py", arguments, output_dir=tmp_path, check=False)
     assert len(errors_of(done)) == 1
-    assert f"error: rank {absent} of 2 did not come within 2 s" in errors_of(done)[0]
+    assert f"error: rank {absent} of 2 did not start within 2 s" in errors_of(done)[0]
 
 
 @pytest.mark.parametrize("unreachable", [0, 1])
-def test_a_rank_that_comes_but_cannot_be_reached(unreachable, tmp_path):
+def test_a_rank_that_starts_but_cannot_be_reached(unreachable, tmp_path):
     arguments = [f"unreachable@1:{unreachable}", CHECK, "--timeout", "3"]
     done = run("2cpu", "tests/wrapped.py", arguments, output_dir=tmp_path, check=False)
     assert len(errors_of(done)) == 1
-    assert "all processes reached rank 0, but in 3 s not each other" in errors_of(done)[0]
+    assert "all processes reached rank 0, but not each other within 3 s" in errors_of(done)[0]
 
 
 def test_folders_that_are_not_shared(machines, tmp_path):
-    """The second machine sees folders of its own in the same places."""
+    """The second machine has different folders at the same paths."""
     (tmp_path / "data").mkdir()
     (tmp_path / "data" / "train.parquet").write_bytes(b"x" * 100)
     both = []

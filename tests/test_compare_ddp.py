@@ -1,4 +1,4 @@
-"""The comparison itself is the test of DDP; here: that it says what it found, and would notice."""
+"""The comparison is itself a test of DDP; these tests check that it reports what it finds, and would notice a difference."""
 
 import os
 import signal
@@ -27,21 +27,21 @@ def test_pairs_agree(compared):
     for pair in found["pairs"].values():
         assert 0 < pair["max_relative_difference"] <= 1e-5  # not 0: they are two computations
         assert pair["max_loss_difference"] < 1e-5
-    # The two pairs are different experiments: were the weights compared with themselves, this would not show.
+    # The two pairs are different experiments: if weights were compared with themselves, this would fail.
     weights = {name: load_file(compared[1] / f"{name}.safetensors")["final.fc1.weight"] for name in RUNS}
     assert (weights["replicated"] - weights["ddp"]).abs().max() > 1e-4
 
 
-def test_gradients_agree_only_with_what_makes_them(compared):
+def test_gradients_agree_only_with_the_corrections(compared):
     gradients = results(compared[1])["gradients"]
-    wrong = {case for case in gradients["float64"] if "as it is" in case}
+    wrong = {case for case in gradients["float64"] if "uncorrected" in case}
     assert len(wrong) == 2 and len(gradients["float64"]) == 6
     for case, value in gradients["float64"].items():
         assert value > 0.01 if case in wrong else value < 1e-12, case
     for case, value in gradients["float32"].items():
         assert value > 0.01 if case in wrong else value < 1e-4, case
-    # A sum that DDP has divided by the number of processes.
-    assert gradients["float64"]["sum, loss as it is"] == pytest.approx(0.5)
+    # DDP has divided the sum by the number of processes.
+    assert gradients["float64"]["sum, uncorrected"] == pytest.approx(0.5)
 
 
 def test_one_loss_is_the_mean_of_all(compared):
@@ -75,7 +75,7 @@ def test_one_process_compares_with_itself(tmp_path):
 
 
 @pytest.mark.slow
-def test_killed_comparison_keeps_its_whole_runs(compared, tmp_path):
+def test_killed_comparison_keeps_its_finished_runs(compared, tmp_path):
     started = Started("2cpu", COMPARE, ARGUMENTS, output_dir=tmp_path)
     started.wait_for("ddp ...")
     for worker in started.workers().values():
@@ -84,7 +84,7 @@ def test_killed_comparison_keeps_its_whole_runs(compared, tmp_path):
     kept = {path.name: path.stat().st_mtime_ns for path in tmp_path.glob("replicated*.safetensors")}
     assert len(kept) == 2
     done = run("2cpu", COMPARE, ARGUMENTS, output_dir=tmp_path)
-    assert "replicated: done earlier" in done.stdout and "ddp_single ..." in done.stdout
+    assert "replicated: finished already" in done.stdout and "ddp_single ..." in done.stdout
     assert kept == {path.name: path.stat().st_mtime_ns for path in tmp_path.glob("replicated*.safetensors")}
     for name in RUNS:
         again, before = (load_file(folder / f"{name}.safetensors") for folder in (tmp_path, compared[1]))

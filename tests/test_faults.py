@@ -196,7 +196,7 @@ def test_damaged_checkpoint_is_found_before_it_is_loaded(damage, name, interrupt
     for other in (tmp_path / "run" / "checkpoints").iterdir():
         if other.name != "step_00000008":
             damage(other / name)
-    with pytest.raises(UserError, match="whole"):
+    with pytest.raises(UserError, match="damaged: restore one"):
         checkpoint.find(tmp_path / "run", "auto")
 
 
@@ -238,7 +238,7 @@ def test_no_good_checkpoint_is_an_error_not_a_new_start(interrupted, tmp_path):
     for path in (tmp_path / "run" / "checkpoints").iterdir():
         flip(path / "optimizer.bin")
     done = run(None, CIFAR, SMALL, output_dir=tmp_path / "run", check=False)
-    assert done.returncode == 2 and "no checkpoint in" in done.stderr
+    assert done.returncode == 2 and "error: all checkpoints in" in done.stderr
     assert len(list((tmp_path / "run" / "checkpoints").iterdir())) >= 2
 
 

@@ -15,7 +15,7 @@ from safetensors.torch import load_file
 
 from utils import weights
 from utils.exits import RunFailed, UserError
-from utils.muon import MuonSGD, orthogonalise
+from utils.muon import MuonSGD, orthogonalize
 from utils.text_data import TextStream, Windows, held_out, load_held_out, load_text, synthetic_text
 
 GPT = "scripts/train_gpt.py"
@@ -304,7 +304,7 @@ def test_an_epoch_reads_every_byte_once_and_cuts_elsewhere_than_the_one_before()
 
 @pytest.mark.parametrize("shape", [(3, 24, 96), (3, 96, 24)])
 def test_muon_updates_are_orthogonal(shape):
-    found = orthogonalise(torch.randn(shape, generator=torch.Generator().manual_seed(0)))
+    found = orthogonalize(torch.randn(shape, generator=torch.Generator().manual_seed(0)))
     values = torch.linalg.svdvals(found)
     assert values.min() > 0.6 and values.max() < 1.3
 

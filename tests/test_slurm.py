@@ -212,7 +212,7 @@ def test_as_many_processes_as_gpus(nodes, cluster):
     job = cluster.submit(f"--nodes={nodes} --gpus-per-node=2 --array={nodes}", arguments)
     cluster.until("the job ends", lambda: cluster.state(job) in ("COMPLETED", "FAILED"))
     assert cluster.state(job) == "COMPLETED", cluster.told()
-    assert f"{2 * nodes} processes on 1 machine can talk" in cluster.log(job, node=0)
+    assert f"{2 * nodes} processes on 1 machine can communicate" in cluster.log(job, node=0)
     assert "4gpu.yaml" in cluster.log(job) and (cluster.folder / f"check{nodes}" / "topology.json").exists()
 
 

@@ -1,1 +1,1 @@
-"""What a reader should not have to read in a training loop: small modules, one job each."""
+"""Mechanisms that a training loop uses but does not show: small modules, one job each."""

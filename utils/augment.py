@@ -1,7 +1,7 @@
 """Random crop, flip and cutout of a whole batch at once, on whatever device the batch is on.
 
-The randomness is a function of (seed, epoch, sample id) and of nothing else: a sample looks the same in a given epoch
-on any number of processes, in any batch, before or after a restart.
+The randomness is a function of (seed, epoch, sample id) alone: a sample looks the same in a given epoch on any number of
+processes, in any batch, before and after a restart.
 """
 
 import torch
@@ -13,7 +13,7 @@ MASK = 0xFFFFFFFF
 def random_uint32(seed, epoch, ids, stream):
     """Stateless random integers, one per sample.
 
-    The mixing function is the 32-bit finaliser "lowbias32" (C. Wellons, "Prospecting for Hash Functions", 2018),
+    The mixing function is the 32-bit finalizer "lowbias32" (C. Wellons, "Prospecting for Hash Functions", 2018),
     applied once per input. Integer arithmetic only, so CPU and GPU agree.
 
     Args:
@@ -33,20 +33,20 @@ def random_uint32(seed, epoch, ids, stream):
 
 
 def augment(images, ids, epoch, seed, *, padding=2, cutout=0):
-    """Shifts, mirrors and cuts a batch of images.
+    """Shifts and mirrors a batch of images, and masks a square in each (cutout).
 
-    The shift is a crop from the image padded by reflection. Whether a sample is mirrored in its first epoch is
-    random and alternates from then on, so that every two epochs show both versions (K. Jordan, arXiv:2404.00498).
+    The shift is a crop from the image padded by reflection. Whether a sample is mirrored in the first epoch is random, and
+    alternates from then on, so that two consecutive epochs show both versions (K. Jordan, arXiv:2404.00498).
 
     Args:
         images: uint8 [batch, channels, height, width].
         ids: int64 [batch], the samples' ids in the data set.
         padding (int): the largest shift in pixels.
-        cutout (int): side of a square that is blanked, in pixels (T. DeVries, arXiv:1708.04552); 0: none.
+        cutout (int): side of the masked square, in pixels (T. DeVries, arXiv:1708.04552); 0: none.
 
     Returns:
-        tuple: the images, uint8 as they came, and the mask of the pixels to keep, float32 [batch, 1, height, width]
-        (None without cutout). Multiply by it after normalising: 0 is then the mean colour.
+        tuple: the images, uint8, and the mask of the pixels to keep, float32 [batch, 1, height, width] (None without
+        cutout). Multiply by it after normalizing, where 0 is the mean color.
     """
     height, width = images.shape[-2:]
     down, across = (torch.arange(size, device=ids.device) for size in (height, width))
@@ -54,27 +54,27 @@ def augment(images, ids, epoch, seed, *, padding=2, cutout=0):
     mirrored = (random_uint32(seed, 0, ids, 2) + epoch) % 2 == 0
     rows = _reflect(down + top[:, None], height)
     columns = _reflect(torch.where(mirrored[:, None], across.flip(0), across) + left[:, None], width)
-    # Where each pixel comes from, as one number: shift, reflection and mirroring are then a single gather of bytes.
+    # The source of each pixel as a flat index: shift, reflection and mirroring are then a single gather of bytes.
     source = (rows[:, :, None] * width + columns[:, None, :]).flatten(1)
     images = images.flatten(2).gather(2, source[:, None].expand(-1, images.shape[1], -1)).view(images.shape)
     if not cutout:
         return images, None
     y, x = (random_uint32(seed, epoch, ids, stream) % size for stream, size in ((3, height), (4, width)))
-    gone = []
-    for line, centre in ((down, y), (across, x)):
-        offset = line - centre[:, None] + cutout // 2
-        gone.append(((offset >= 0) & (offset < cutout)).float())
-    return images, 1 - (gone[0][:, :, None] * gone[1][:, None, :])[:, None]
+    masked = []
+    for line, center in ((down, y), (across, x)):
+        offset = line - center[:, None] + cutout // 2
+        masked.append(((offset >= 0) & (offset < cutout)).float())
+    return images, 1 - (masked[0][:, :, None] * masked[1][:, None, :])[:, None]
 
 
 def normalize(images, mean, std, keep=None, size=None):
-    """uint8 images to float32 of zero mean and unit variance per channel, channels-last in memory.
+    """Converts uint8 images to float32 with zero mean and unit variance per channel, in channels-last memory format.
 
     Args:
         images: uint8 [batch, 3, height, width].
         mean, std: float32 [3], in units of the uint8 values.
         keep: the mask that `augment` returned.
-        size (int | None): resize to this many pixels square.
+        size (int | None): resize to this height and width, in pixels.
 
     Returns:
         float32 [batch, 3, size, size].

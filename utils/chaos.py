@@ -3,10 +3,10 @@
     python utils/chaos.py --kills 50 -- accelerate launch --config_file accelerate_configs/2cpu.yaml \
         scripts/train_cifar.py --dataset synthetic --model net --batch_size 500 --max_train_steps 200 --checkpoint_every 10
 
-First runs the command untouched. Then runs it in another folder, kills it with SIGKILL (one process, all of them, or
-the launcher alone) after a random time, relaunches the same command, and so on until it finishes; and compares final
-weights, byte for byte, and every logged figure. Repeats until the kills are used up. Works on your copy of a script as
-it is: give it the command you launch with, without `--output_dir`.
+First runs the command without interruption. Then runs it in another folder, kills it with SIGKILL (one process, all of them,
+or only the launcher) after a random time, runs the same command again, and so on until it finishes; then compares the final
+weights, byte for byte, and every logged metric. Repeats until the number of kills is reached. It works with your copy of a
+script: give it your launch command without `--output_dir`.
 """
 
 import argparse
@@ -26,23 +26,23 @@ CLOCK = {"samples_per_second", "step_seconds", "data_share", "memory_bytes", "se
 def main():
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0], formatter_class=argparse.ArgumentDefaultsHelpFormatter)
     parser.add_argument("--kills", type=int, default=50)
-    parser.add_argument("--folder", default="runs/chaos", help="made anew")
-    parser.add_argument("--seed", type=int, default=0, help="of moments and victims")
+    parser.add_argument("--folder", default="runs/chaos", help="deleted and made again")
+    parser.add_argument("--seed", type=int, default=0, help="of times and victims")
     parser.add_argument("command", nargs=argparse.REMAINDER, help="-- followed by the launch")
     args = parser.parse_args()
     command = args.command[1:] if args.command[:1] == ["--"] else args.command
     if not command:
-        parser.error("no command to launch: put it behind --")
+        parser.error("no command to launch: give it after --")
     folder, chance = Path(args.folder), random.Random(args.seed)
     if folder.exists() and not (folder / "chaos.log").exists():
-        parser.error(f"{folder} exists and is not of an earlier chaos run: name another --folder")
+        parser.error(f"{folder} exists and does not belong to an earlier chaos run: give another --folder")
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir(parents=True)
 
     with (folder / "chaos.log").open("w") as log:
         began = time.monotonic()
         if launch(command, folder / "reference", log).wait() != 0:
-            raise SystemExit(f"the command fails by itself: see {folder}/chaos.log")
+            raise SystemExit(f"the command fails without being killed: see {folder}/chaos.log")
         seconds = time.monotonic() - began
         print(f"uninterrupted: {seconds:.0f} s", flush=True)
         kills, rounds, victims = 0, 0, {"one process": 0, "all processes": 0, "the launcher": 0}
@@ -56,32 +56,32 @@ def main():
                     code = launcher.wait(moment)
                 except subprocess.TimeoutExpired:
                     victim = chance.choice(list(victims))
-                    if strike(launcher, victim, chance):
+                    if kill(launcher, victim, chance):
                         kills += 1
                         victims[victim] += 1
                     launcher.wait()
                     continue
                 if code != 0:
-                    raise SystemExit(f"round {rounds}: a relaunch failed by itself: see {folder}/chaos.log")
-                seconds = min(seconds, time.monotonic() - began)  # so that the next blow falls within a launch
+                    raise SystemExit(f"round {rounds}: a relaunch failed without being killed: see {folder}/chaos.log")
+                seconds = min(seconds, time.monotonic() - began)  # so that the next kill falls within a launch
                 break
             difference = compare(folder / "reference", run)
             print(f"round {rounds}, {kills} kills so far: {difference or 'identical'}", flush=True)
             if difference:
                 raise SystemExit(1)
             shutil.rmtree(run)
-    told = ", ".join(f"{count} x {victim}" for victim, count in victims.items())
-    print(f"{kills} kills ({told}) in {rounds} runs: every run ended with the uninterrupted one's weights and figures")
+    counts = ", ".join(f"{count} x {victim}" for victim, count in victims.items())
+    print(f"{kills} kills ({counts}) in {rounds} runs: every run ended with the weights and metrics of the uninterrupted one")
 
 
 def launch(command, output_dir, log):
-    """Starts the command in a process group of its own."""
+    """Starts the command in a separate process group."""
     full = [*command, "--output_dir", str(output_dir)]
     return subprocess.Popen(full, stdout=log, stderr=subprocess.STDOUT, start_new_session=True)
 
 
-def strike(launcher, victim, chance):
-    """Sends SIGKILL to `victim` of a launch; returns whether there was anything left to kill."""
+def kill(launcher, victim, chance):
+    """Sends SIGKILL to `victim` of a launch; returns whether there was anything to kill."""
     try:
         parent = psutil.Process(launcher.pid)
         workers = [p for p in parent.children(recursive=True) if p.status() != psutil.STATUS_ZOMBIE]
@@ -96,7 +96,7 @@ def strike(launcher, victim, chance):
 
 
 def compare(reference, run):
-    """What differs between two finished runs, in words, or None."""
+    """Describes the difference between two finished runs; None if there is none."""
     if (reference / "model.safetensors").read_bytes() != (run / "model.safetensors").read_bytes():
         return "model.safetensors differs"
     if figures(reference) != figures(run):
@@ -105,7 +105,7 @@ def compare(reference, run):
 
 
 def figures(run):
-    """The logged training and test figures, without what depends on the clock."""
+    """The logged metrics, without those that depend on the clock."""
     lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
     return [{k: v for k, v in line.items() if k not in CLOCK} for line in lines if line["split"] != "checkpoint"]
 

@@ -1,9 +1,9 @@
-"""Checkpoints that are complete or absent: what `save_state` wrote, checked, flushed, and only then given its name.
+"""Checkpoints that are complete or absent: what `save_state` wrote is hashed and synced before it gets its name.
 
     checkpoints/step_00000120/     model, optimizer, schedule (Accelerate's own files) and manifest.json
-    checkpoints/.writing/          a checkpoint being written; left by a crash, it is deleted at the next save
+    checkpoints/.writing/          a checkpoint being written; after a crash it is deleted at the next save
 
-The run's own progress (step, epoch, best score) is JSON in the manifest, never a pickle: loading executes no code.
+The progress of the run (step, best score) is JSON in the manifest, never a pickle: loading it executes no code.
 """
 
 import hashlib
@@ -89,18 +89,18 @@ def is_write_error(error):
 
 
 def find(folder, resume):
-    """Finds the checkpoint to start from and checks it; main process only.
+    """Finds the checkpoint to continue from and verifies it; main process only.
 
     Args:
         folder: the run's folder.
-        resume (str): `auto` for the newest whole one in it, `never`, or the path of another run's checkpoint to start
-            from: once the run has some of its own, it goes on from those.
+        resume (str): `auto` for the newest undamaged one in it, `never`, or the path of another run's checkpoint, which is
+            used until this run has checkpoints of its own.
 
     Returns:
-        tuple[Path, dict] | None: the checkpoint and its manifest; None if there is none to start from.
+        tuple[Path, dict] | None: the checkpoint and its manifest; None for a new run.
 
     Raises:
-        UserError: `resume` names none that is whole, or one of this run's own; or the run has checkpoints and none is.
+        UserError: the checkpoint that `resume` names is damaged, or belongs to this run; or all checkpoints are damaged.
     """
     if resume == "never":
         return None
@@ -108,8 +108,8 @@ def find(folder, resume):
     if resume != "auto":
         if Path(resume).resolve() in [path.resolve() for path in candidates]:
             raise UserError(
-                f"--resume {resume} is this run's own: it goes on from its newest by itself, and to start from an earlier "
-                "one it wants another --output_dir"
+                f"--resume {resume} belongs to this run, which continues from its newest checkpoint: to continue from an "
+                "earlier one use another --output_dir"
             )
         if not candidates:
             return Path(resume), verify(resume)
@@ -119,7 +119,9 @@ def find(folder, resume):
         except UserError as damage:
             print(f"warning: {damage}; trying the one before it", file=sys.stderr, flush=True)
     if candidates:
-        raise UserError(f"no checkpoint in {folder}/checkpoints is whole: restore one, or start over in another --output_dir")
+        raise UserError(
+            f"all checkpoints in {folder}/checkpoints are damaged: restore one, or start over in another --output_dir"
+        )
     return None
 
 
@@ -159,11 +161,11 @@ def load(accelerator, path):
     """Loads a verified checkpoint into everything that was prepared and registered; call it on every process.
 
     Raises:
-        UserError: a file holds something other than tensors and plain values (it is not executed), does not fit, or is
-            not there on some machine; on every process.
+        UserError: a file would execute code (it is not executed), does not fit this run, or is missing on a machine; raised
+            on every process.
     """
     topology.run_on_all(accelerator, lambda: _load(accelerator, path))
-    # Counts micro-batches. Checkpoints are taken between optimizer steps, and the accumulation may have changed since.
+    # It counts micro-batches. Checkpoints are saved between optimizer steps, and the accumulation may have changed since.
     accelerator.step = 0
 
 
@@ -181,9 +183,9 @@ def apply_schedule(scheduler):
 def _load(accelerator, path):
     try:
         shards.refuse_code(path)
-        for registered in Path(path).glob("custom_checkpoint_*.pkl"):  # Accelerate would unpickle whatever is in them
+        for registered in Path(path).glob("custom_checkpoint_*.pkl"):  # Accelerate would unpickle them without a check
             torch.load(registered, weights_only=True, map_location="cpu")
-        # By way of host memory: each tensor then goes where the one it replaces is, and none to this process' GPU twice.
+        # Via host memory: each tensor is then copied to the device of the one it replaces, and needs no GPU memory twice.
         accelerator.load_state(str(path), map_location="cpu")
     except pickle.UnpicklingError as error:
         reason = str(error).splitlines()[0]
@@ -212,13 +214,13 @@ def _complete(writing, target, manifest):
 def _prune(folder, keep, newest):
     paths = sorted(folder.glob("step_*"))
     place = paths.index(newest) + 1
-    paths, later = paths[:place], paths[place:]  # later ones were found damaged: the run went on from before them
+    paths, later = paths[:place], paths[place:]  # later ones are damaged: the run continued from before them
     scores = {path: _score(path) for path in paths}
     scored = [path for path in paths if scores[path] is not None]
     best = max(scored, key=scores.get) if scored else None
     for path in later + paths[:-keep]:
         if path != best:
-            # Renamed first: a crash half-way through leaves a leftover, not something that looks like a checkpoint.
+            # Renamed first: a crash during the deletion leaves nothing that looks like a checkpoint.
             doomed = folder / ".deleting"
             shutil.rmtree(doomed, ignore_errors=True)
             os.rename(path, doomed)

@@ -11,10 +11,10 @@ from utils.exits import UserError
 
 
 def arrange_gpus(gpus, local_processes, per_process):
-    """The order in which to number a machine's GPUs, so that process r finds its own at r and behind the others' first.
+    """The order in which to number the GPUs of a machine: the first GPU of process r becomes cuda:r, the others follow.
 
-    Accelerate puts process r on cuda:r, and synchronises there. In the new order that is the first of *its* GPUs:
-    with two processes and two each, GPUs 0 1 2 3 are numbered 0 2 1 3, and process 1 owns cuda:1 and cuda:3.
+    Accelerate puts process r on cuda:r, and synchronizes there. With two processes and two GPUs each, GPUs 0 1 2 3 are
+    numbered 0 2 1 3, so that process 1 has cuda:1 and cuda:3.
 
     Returns:
         list[int]: all GPUs in the new order.
@@ -35,19 +35,19 @@ def refuse_shared(places):
         owner = owners.setdefault((host, device), rank)
         if owner != rank:
             raise UserError(
-                f"ranks {owner} and {rank} would share {device} on {host}: every rank needs as many GPUs of its own as "
-                "--devices_per_process says. Start fewer processes (accelerate launch --num_processes ...)"
+                f"ranks {owner} and {rank} would share {device} on {host}: every rank needs --devices_per_process GPUs of its "
+                "own. Start fewer processes (accelerate launch --num_processes ...)"
             )
 
 
 def claim_gpus(per_process):
-    """Gives this process its GPUs; call it before CUDA is used.
+    """Assigns GPUs to this process; call it before CUDA is used.
 
     Returns:
         list[torch.device]: one for each stage.
 
     Raises:
-        UserError: there are too few; names two ranks that would share one.
+        UserError: there are too few GPUs; the message names two ranks that would share one.
     """
     gpus, processes = torch.cuda.device_count(), int(os.environ.get("LOCAL_WORLD_SIZE", 1))
     rank, first = int(os.environ.get("LOCAL_RANK", 0)), int(os.environ.get("RANK", 0)) - int(os.environ.get("LOCAL_RANK", 0))
@@ -62,7 +62,7 @@ def claim_gpus(per_process):
 
 
 def check_gpus(accelerator, devices, timeout):
-    """Compares the GPUs that all processes really got, by their serial ids, over gloo: NCCL would fail obscurely."""
+    """Checks over gloo, by the ids of the GPUs, that no two processes share one: the error of NCCL would be unclear."""
     if accelerator.num_processes == 1:
         return
     own = [(accelerator.process_index, socket.gethostname(), str(torch.cuda.get_device_properties(d).uuid)) for d in devices]

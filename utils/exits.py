@@ -1,7 +1,7 @@
 """How a run ends: signals set a flag, processes exit when the launcher dies, errors are printed as one line.
 
-Import and `install()` this before torch: a preemption signal that arrives during the slow imports is then
-remembered instead of killing the process. Standard library only, for the same reason.
+Import this and call `install()` before torch is imported: a preemption signal during the slow imports is then remembered
+instead of killing the process. For the same reason it imports the standard library only.
 """
 
 import contextlib
@@ -14,8 +14,8 @@ import time
 import traceback
 
 PREEMPTED = 75  # EX_TEMPFAIL of sysexits.h: "try again later"; a scheduler may requeue on it
-ORPHAN_SECONDS = 3.5  # how long a process whose launcher died may use to save before it is ended
-SIGNALED_SECONDS = 60  # the same, if a signal had asked it to stop before
+ORPHAN_SECONDS = 3.5  # how long a process may take to save after its launcher died
+SIGNALED_SECONDS = 60  # the same, if a signal had asked it to stop before the launcher died
 
 _signal_name = None
 _in_training = False

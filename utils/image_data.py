@@ -1,4 +1,4 @@
-"""A Hub id, a local folder or `synthetic` turned into uint8 tensors in memory, and batches of them by index."""
+"""Loads a Hub id, a local folder or `synthetic` as uint8 tensors in memory, and serves batches by index."""
 
 import io
 import math
@@ -12,7 +12,7 @@ from PIL import Image, UnidentifiedImageError
 from utils.exits import UserError
 
 SIZE = 32  # pixels, square
-WAY_OUT = "use a Hub id such as uoft-cs/cifar10, a local folder in that layout, or --dataset synthetic"
+ALTERNATIVES = "use a Hub id such as uoft-cs/cifar10, a local folder in that layout, or --dataset synthetic"
 
 
 @dataclass
@@ -34,7 +34,7 @@ class Split:
 
 @dataclass
 class ImageData:
-    """A data set with its two splits, and the classes' names in the order of their labels."""
+    """A data set: two splits, and the names of the classes in the order of their labels."""
 
     train: Split
     test: Split
@@ -42,7 +42,7 @@ class ImageData:
 
 
 class BatchedImages(torch.utils.data.Dataset):
-    """Gives a `DataLoader` whole batches: one index operation instead of one call per sample.
+    """Serves whole batches to a `DataLoader`: one index operation instead of one call per sample.
 
     A batch is a dict: `images` uint8 [batch, 3, 32, 32], `labels` int64 [batch], `ids` int64 [batch].
     """
@@ -63,43 +63,43 @@ class BatchedImages(torch.utils.data.Dataset):
 
 
 def as_is(batch):
-    """For `DataLoader(collate_fn=...)`: `BatchedImages` gives batches, there is nothing left to collate."""
+    """For `DataLoader(collate_fn=...)`: the data set returns whole batches, so that there is nothing to collate."""
     return batch
 
 
 def load_images(name, seed=0):
     """Loads an image classification data set with a train and a test split of 32x32 images.
 
-    Images are decoded once and kept, decoded, in the cache of the `datasets` library (`HF_DATASETS_CACHE`).
+    Decodes images once, and keeps them in the cache of the `datasets` library (`HF_DATASETS_CACHE`).
 
     Args:
         name (str): a Hub id, a local folder that `datasets.load_dataset` understands, or `synthetic`.
-        seed (int): what `synthetic` is made from.
+        seed (int): seed of `synthetic`.
 
     Raises:
-        UserError: it cannot be found, its layout is another, or an image is corrupt (names the row).
+        UserError: it cannot be found, has another layout, or an image is corrupt (the message names the row).
     """
     if name == "synthetic":
         return synthetic_images(seed)
     if name.startswith((".", "/", "~")) and not Path(name).expanduser().exists():
-        raise UserError(f"--dataset {name}: there is no such folder; {WAY_OUT}")
-    import datasets  # not above: a second in every process that synthetic data can do without
+        raise UserError(f"--dataset {name}: there is no such folder; {ALTERNATIVES}")
+    import datasets  # not above: it takes a second, which synthetic data does not need
 
     datasets.disable_progress_bars()
     try:
         loaded = datasets.load_dataset(str(Path(name).expanduser()) if Path(name).expanduser().exists() else name)
     except Exception as error:  # the library raises its own, fsspec's, pyarrow's and the network's
         first = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
-        raise UserError(f"cannot load --dataset {name} ({first.rstrip('.')}); {WAY_OUT}") from None
+        raise UserError(f"cannot load --dataset {name} ({first.rstrip('.')}); {ALTERNATIVES}") from None
     missing = {"train", "test"} - loaded.keys()
     if missing:
-        raise UserError(f"--dataset {name} has no {' and no '.join(sorted(missing))} split; {WAY_OUT}")
+        raise UserError(f"--dataset {name} has no {' and no '.join(sorted(missing))} split; {ALTERNATIVES}")
     features = loaded["train"].features
     image_column = next((c for c, f in features.items() if isinstance(f, datasets.Image)), None)
     label_column = next((c for c, f in features.items() if isinstance(f, datasets.ClassLabel)), None)
     if image_column is None or label_column is None:
         raise UserError(
-            f"--dataset {name} needs a column of images and one of class labels, it has {', '.join(features)}; {WAY_OUT}"
+            f"--dataset {name} needs a column of images and one of class labels, it has {', '.join(features)}; {ALTERNATIVES}"
         )
     splits = {}
     for split in ("train", "test"):
@@ -128,13 +128,13 @@ SYNTHETIC_CLASSES = ["rows", "columns", "checks", "rings", "squares", "diamonds"
 
 
 def synthetic_images(seed, train=5000, test=1000):
-    """Ten kinds of pattern, each at a random place, scale and phase, in two random colours, under noise.
+    """Makes images of ten kinds of pattern, each at a random place, scale and phase, in two random colors, with noise.
 
-    Train and test are drawn from the same distribution by one generator, so they share no image. The random phase
-    and colours leave a linear model little to go by; a small convolutional network learns all ten.
+    Train and test images are drawn from the same distribution by one generator, so that they have no image in common. Random
+    phase and colors keep a linear model at a low accuracy; a small convolutional network learns all ten.
 
     Args:
-        seed (int): the same seed gives the same images everywhere.
+        seed (int): the same seed gives the same images on every machine.
         train, test (int): number of images.
     """
     generator = torch.Generator().manual_seed(seed)
@@ -168,7 +168,7 @@ def synthetic_images(seed, train=5000, test=1000):
         )[label]
     blend = torch.sigmoid(3 * pattern)[:, None]
     paper = uniform(20, 235, 3, 1, 1)
-    # Ink at least 60 levels away from the paper in brightness, in either direction.
+    # The ink differs from the paper by at least 60 levels of brightness, in either direction.
     ink = (
         paper + torch.where(paper.mean(1, keepdim=True) > 127, -1, 1) * uniform(60, 120, 1, 1, 1) + uniform(-30, 30, 3, 1, 1)
     ).clamp(0, 255)
@@ -188,7 +188,7 @@ def _decode(columns, indices, image_column, label_column, where):
             raise UserError(f"corrupt image in row {row} of {where}: {str(error).splitlines()[0]}") from None
         if decoded.size != (SIZE, SIZE):
             raise UserError(
-                f"image in row {row} of {where} is {decoded.width}x{decoded.height}: this script takes {SIZE}x{SIZE}"
+                f"image in row {row} of {where} is {decoded.width}x{decoded.height}: this script needs {SIZE}x{SIZE}"
             )
         if label is None or label < 0:
             raise UserError(f"row {row} of {where} has no label")

@@ -5,15 +5,15 @@ from torch.distributed.tensor import DTensor, Shard
 
 
 class Muon:
-    """Momentum whose update is made orthogonal, for the groups with `muon`; the other base class' step for the rest.
+    """Momentum with an orthogonalized update for the groups with `muon`; the step of the other base class for the rest.
 
-    K. Jordan, kellerjordan.github.io/posts/muon. A group with `muon` has `lr`, `weight_decay` and `momentum`; with
-    `fixed_norm` its weights are first scaled to norm sqrt(rows), for filters whose length a batch norm undoes anyway.
+    K. Jordan, kellerjordan.github.io/posts/muon. A group with `muon` has `lr`, `weight_decay` and `momentum`. With
+    `fixed_norm` its weights are first scaled to norm sqrt(rows): a batch norm that follows cancels their scale anyway.
     Filters [outputs, inputs, height, width] count as matrices of `outputs` rows.
 
-    Why not `torch.optim.Muon` beside another optimizer: it computes in bfloat16, in which the rounding differences
-    between topologies grow to visible ones; it takes two-dimensional matrices, one at a time, and knows nothing of
-    shards; and of an FSDP model Accelerate saves only one optimizer.
+    Why not `torch.optim.Muon` and a second optimizer: it computes in bfloat16, in which rounding differences between
+    topologies become visible; it takes two-dimensional matrices only, one at a time, and does not support shards; and with
+    FSDP Accelerate saves only one optimizer.
     """
 
     @torch.no_grad()
@@ -22,14 +22,14 @@ class Muon:
         for group in self.param_groups:
             for weight in group["params"] if group["muon"] else ():
                 state = self.state[weight]
-                if not state:  # AdamW wants a count in whatever state it loads
+                if not state:  # AdamW expects a step count in every state that it loads
                     state.update(step=torch.zeros(()), momentum=torch.zeros_like(weight))
                 momentum = state["momentum"].lerp_(weight.grad, 1 - group["momentum"])
                 update = weight.grad.lerp(momentum, group["momentum"])
-                weight.grad = None  # AdamW passes over what has no gradient
+                weight.grad = None  # the other optimizer skips weights without a gradient
                 same_shape.setdefault(weight.shape, []).append((weight, update, group))
         for shape, matrices in same_shape.items():
-            updates = orthogonalise_all([update for _, update, _ in matrices])
+            updates = orthogonalize_all([update for _, update, _ in matrices])
             for (weight, _, group), update in zip(matrices, updates, strict=True):
                 if group.get("fixed_norm"):
                     weight.mul_(len(weight) ** 0.5 / weight.norm())
@@ -46,27 +46,27 @@ class MuonSGD(Muon, torch.optim.SGD):
     pass
 
 
-def orthogonalise_all(matrices):
-    """`orthogonalise` for a list of weights of one shape, each a whole one or each sharded in the same way."""
+def orthogonalize_all(matrices):
+    """`orthogonalize` for a list of weights of one shape, either all unsharded or all sharded in the same way."""
     first = matrices[0]
     if not isinstance(first, DTensor):
-        return orthogonalise(torch.stack(matrices).flatten(2)).reshape(-1, *first.shape).unbind()
-    # A shard cannot be made orthogonal. Turned about, each process has some of the matrices, whole.
+        return orthogonalize(torch.stack(matrices).flatten(2)).reshape(-1, *first.shape).unbind()
+    # A shard cannot be orthogonalized by itself. Redistributed, each process has some of the matrices, complete.
     rows = [Shard(1) if place.is_shard() else place for place in first.placements]
     whole = [Shard(0) if place.is_shard() else place for place in first.placements]
     shape = (len(matrices), *first.shape)
     like = dict(device_mesh=first.device_mesh, run_check=False, shape=shape, stride=torch.empty(shape, device="meta").stride())
     stack = DTensor.from_local(torch.stack([m.to_local() for m in matrices]), placements=rows, **like)
-    stack = orthogonalise(stack.redistribute(placements=whole).to_local())
+    stack = orthogonalize(stack.redistribute(placements=whole).to_local())
     stack = DTensor.from_local(stack, placements=whole, **like).redistribute(placements=rows).to_local()
     like |= dict(shape=first.shape, stride=first.stride())
     return [DTensor.from_local(rows_of_it, placements=first.placements, **like) for rows_of_it in stack]
 
 
-def orthogonalise(x):
-    """Roughly the nearest orthogonal matrix to each of `x` [count, rows, columns]: all singular values near 1."""
+def orthogonalize(x):
+    """An approximation of the nearest orthogonal matrix to each of `x` [count, rows, columns]: singular values near 1."""
     if x.size(1) > x.size(2):
-        return orthogonalise(x.mT).mT
+        return orthogonalize(x.mT).mT
     x = x / x.norm(dim=(1, 2), keepdim=True).clamp(min=1e-7)
     for _ in range(5):  # Newton-Schulz steps, with Jordan's coefficients
         gram = x @ x.mT

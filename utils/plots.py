@@ -1,4 +1,4 @@
-"""The pictures a run leaves behind. matplotlib without a display; files only."""
+"""Draws pictures to files, with matplotlib and without a display."""
 
 import json
 from pathlib import Path
@@ -16,7 +16,7 @@ DPI = 110
 
 
 def image_grid(path, images, labels, predictions, class_names, columns=8):
-    """Draws images with the class that was predicted, in red with the true one where it is wrong.
+    """Draws images with their predicted class; a wrong one is red, with the true class below.
 
     Args:
         images: uint8 [count, 3, height, width]. labels, predictions: int64 [count].
@@ -58,7 +58,7 @@ def confusion_matrix(path, counts, class_names):
 
 
 def curves(folder, figures=("loss", "accuracy")):
-    """Draws `figures` over steps, for every split that has them, from `metrics.jsonl` into `curves.png` in `folder`."""
+    """Draws `figures` over steps for every split that has them: `metrics.jsonl` to `curves.png` in `folder`."""
     records = [json.loads(line) for line in (Path(folder) / "metrics.jsonl").read_text().splitlines()]
     figure, axes = plt.subplots(1, 2, figsize=(10, 3.6))
     for axis, name in zip(axes, figures, strict=True):
@@ -116,7 +116,7 @@ def class_table(data, predictions):
 
 
 def bandwidth(path, rows, processes, backend):
-    """Draws time and bus bandwidth of an all-reduce over the size of the message, from rows of `check_topology.py`."""
+    """Draws time and bus bandwidth of an all-reduce over the message size, from rows of `check_topology.py`."""
     figure, axes = plt.subplots(1, 2, figsize=(10, 3.6))
     sizes = [row["bytes"] for row in rows]
     for axis, values, label in (
@@ -141,7 +141,7 @@ def scaling(path, rows):
     for kind, label in (("weak", "same batch per process"), ("strong", "same global batch")):
         axes[0].plot(processes, [row[f"{kind}_seconds"] * 1e3 for row in rows], "o-", label=label)
         axes[1].plot(processes, [100 * row[f"{kind}_efficiency"] for row in rows], "o-", label=label)
-    axes[0].set(ylabel="milliseconds a step", yscale="log")
+    axes[0].set(ylabel="milliseconds per step", yscale="log")
     axes[1].set(ylabel="efficiency, percent", ylim=(0, 105))
     for axis in axes:
         axis.set_xscale("log", base=2)

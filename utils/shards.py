@@ -1,4 +1,4 @@
-"""Sharded checkpoints (torch.distributed.checkpoint) from anywhere: looked through before torch loads them."""
+"""Inspects sharded checkpoints (torch.distributed.checkpoint) from untrusted sources before torch loads them."""
 
 import io
 import pickle
@@ -8,7 +8,7 @@ import torch
 from torch.distributed.checkpoint.metadata import BytesStorageMetadata
 
 INDEX = ".metadata"
-# All that the index of a checkpoint refers to. Anything else has no business there.
+# Everything that the index of a checkpoint may refer to.
 KNOWN = {
     "torch.distributed.checkpoint.metadata": {
         "BytesStorageMetadata",
@@ -29,27 +29,27 @@ KNOWN = {
 
 
 def refuse_code(folder):
-    """Checks that loading sharded state anywhere below `folder` executes nothing.
+    """Checks that loading sharded state anywhere below `folder` executes no code.
 
-    torch unpickles its index, and those of its values that are no tensors.
+    torch unpickles its index, and those of its values that are not tensors.
 
     Raises:
-        pickle.UnpicklingError: it would, or the index is none; names what.
+        pickle.UnpicklingError: loading would execute code, or the index is invalid; the message says what.
     """
     for path in Path(folder).rglob(f"*{INDEX}"):
         if path.name != INDEX:
-            raise pickle.UnpicklingError(f"{path.name} would be read in place of an index")
+            raise pickle.UnpicklingError(f"{path.name} would be read as an index")
         try:
             _check(path.parent)
         except (AttributeError, EOFError, IndexError, KeyError, OSError, TypeError, ValueError) as error:
-            raise pickle.UnpicklingError(f"{path} is no index of sharded state: {error}") from None
+            raise pickle.UnpicklingError(f"{path} is not an index of sharded state: {error}") from None
 
 
 def _check(folder):
     with (folder / INDEX).open("rb") as file:
         index = _Inspector(file).load()
     if type(index.storage_data) is not dict or type(index.state_dict_metadata) is not dict:
-        raise TypeError("not of plain dictionaries")  # another mapping may show us other items than it does torch
+        raise TypeError("it does not hold plain dictionaries")  # another mapping could show torch other items than us
     for key, place in index.storage_data.items():
         if getattr(place, "transform_descriptors", None):
             raise pickle.UnpicklingError(f"{key.fqn} is stored in a transformed way")

@@ -1,4 +1,4 @@
-"""Text as bytes: a Hub id, local files or `synthetic` in memory, cut into windows; or a stream too big for that.
+"""Text as bytes: a Hub id, local files or `synthetic`, in memory and split into windows, or streamed.
 
 A window is `block_size + 1` bytes: the model reads all but the last and predicts all but the first.
 """
@@ -16,34 +16,34 @@ from accelerate.utils import gather_object
 from utils.exits import RunFailed, UserError
 
 FORMATS = {".txt": "text", ".jsonl": "json", ".json": "json", ".parquet": "parquet"}
-RECORDS = {"dataset_infos.json", "dataset_info.json", "dataset_dict.json", "state.json"}  # of `datasets`: no text
+RECORDS = {"dataset_infos.json", "dataset_info.json", "dataset_dict.json", "state.json"}  # written by `datasets`: not text
 COMPRESSED = {".gz", ".bz2", ".xz", ".zst", ".zip", ".tar"}
-WAY_OUT = "use a Hub id such as karpathy/tiny_shakespeare, a local text file or folder, or --dataset synthetic"
+ALTERNATIVES = "use a Hub id such as karpathy/tiny_shakespeare, a local text file or folder, or --dataset synthetic"
 HELD_OUT_BYTES = 1 << 20  # of a stream, for evaluation
 HELD_OUT_ONE_IN = 64  # documents
 
 
 class Windows(torch.utils.data.Dataset):
-    """Consecutive windows of a text, given to a `DataLoader` a whole batch at a time.
+    """Consecutive windows of a text, served to a `DataLoader` in whole batches.
 
     A batch is a dict: `inputs` and `targets` int64 [batch, block_size], `ids` int64 [batch].
 
     Args:
         text: uint8 [bytes].
-        seed (int | None): a number: training windows, cut at another place in each epoch. None: every byte but the
-            first is predicted exactly once; in the last window, targets past the end are -100, which no loss counts.
+        seed (int | None): an integer: training windows, which start at another offset in each epoch. None: every byte except
+            the first is predicted exactly once; targets past the end, in the last window, are -100, which the loss ignores.
     """
 
     def __init__(self, text, block_size, seed=None):
         self.text, self.block_size, self.seed, self.shift = text, block_size, seed, 0
         whole, rest = divmod(len(text) - 1, block_size)
-        # A shifted epoch needs up to block_size - 1 bytes more.
+        # A shifted epoch needs up to block_size - 1 more bytes.
         self.count = (len(text) - block_size) // block_size if seed is not None else whole + (rest > 0)
 
     def cut_for(self, epoch):
-        """Cuts the text at the places of this epoch: a function of the seed and the epoch, on every process the same.
+        """Sets the offset of this epoch, a function of the seed and the epoch: the same on every process.
 
-        Not called `set_epoch`: Accelerate calls that by itself, on some topologies only and with a count of its own.
+        Not called `set_epoch`, because Accelerate calls a method of that name itself, on some topologies only.
         """
         if self.seed is not None:
             self.shift = random.Random(f"{self.seed} {epoch}").randrange(self.block_size)
@@ -60,10 +60,10 @@ class Windows(torch.utils.data.Dataset):
 
 
 def load_text(name, column, block_size, seed=0):
-    """Loads a text and splits it: the first nine tenths to train on, the last tenth to evaluate on.
+    """Loads a text and splits it: the first nine tenths for training, the last tenth for evaluation.
 
-    A local `.txt` file, or the `.txt` files of a folder in the order of their names, are taken byte for byte. Of
-    anything else the rows of `column`, each ended by a newline, if there is more than one.
+    A local `.txt` file, or the `.txt` files of a folder in the order of their names, are read byte for byte. Of any other
+    source, the rows of `column` are joined; if there are several, each ends with a newline.
 
     Returns:
         tuple: uint8 [training bytes], uint8 [held-out bytes].
@@ -83,12 +83,12 @@ def load_text(name, column, block_size, seed=0):
         order = sorted(splits, key=lambda split: (["train", "validation", "test"] + [split]).index(split))
         text = b"".join(_join(splits[split][column], f"--dataset {name}") for split in order)
     if len(text) == 0:
-        raise UserError(f"--dataset {name} is empty; {WAY_OUT}")
+        raise UserError(f"--dataset {name} is empty; {ALTERNATIVES}")
     cut = len(text) * 9 // 10
     if cut < 2 * block_size:
         needed = -(-2 * block_size * 10 // 9)
         raise UserError(
-            f"--dataset {name} has {len(text):,} bytes, too few for --block_size {block_size}: that needs {needed:,}, "
+            f"--dataset {name} has {len(text):,} bytes, too few for --block_size {block_size}: it needs {needed:,}, "
             f"or use --block_size {cut // 2} or less"
         )
     data = torch.frombuffer(bytearray(text), dtype=torch.uint8)
@@ -96,11 +96,11 @@ def load_text(name, column, block_size, seed=0):
 
 
 def synthetic_text(seed, sentences=4000):
-    """Made-up prose: sentences over 60 invented words, each of which is followed by one of four others.
+    """Makes sentences from 60 invented words, each of which is followed by one of four others.
 
     Returns:
-        bytes: about 35 a sentence. A model that knows only how often each byte occurs stays far above one that
-        learns the words and their order.
+        bytes: about 35 per sentence. The loss of a model that knows only how often each byte occurs is far above that of a
+        model that learns the words and their order.
     """
     chance = random.Random(f"text {seed}")
     words = ["".join(chance.choice("bdfgklmnprstvz") + chance.choice("aeiou") for _ in range(chance.choice((1, 2, 2, 3))))
@@ -119,18 +119,18 @@ def synthetic_text(seed, sentences=4000):
 
 
 def held_out(document):
-    """Whether a document is for evaluation: decided by its bytes, so that any order and any process agree."""
+    """Whether a document is for evaluation: a function of its bytes, so the same in any order and on any process."""
     return zlib.crc32(document) % HELD_OUT_ONE_IN == 0
 
 
 def load_held_out(name, column, block_size):
-    """Reads a stream from its start until `HELD_OUT_BYTES` of held-out documents are found, or to its end.
+    """Reads a stream from the start until it has `HELD_OUT_BYTES` of held-out documents, or to its end.
 
     Returns:
         uint8 [bytes].
 
     Raises:
-        UserError: it cannot be read, lacks the column, or holds too little text.
+        UserError: it cannot be read, lacks the column, or has too little text.
     """
     text, documents = bytearray(), 0
     for document in _documents(open_stream(name, column), column, name, UserError):
@@ -141,8 +141,8 @@ def load_held_out(name, column, block_size):
                 break
     if len(text) < 2:
         raise UserError(
-            f"--dataset {name} has {documents} rows and none fell into the 1 in {HELD_OUT_ONE_IN} kept for evaluation: "
-            "too small to stream, leave out --streaming"
+            f"--dataset {name} has {documents} rows, none of which is in the 1 in {HELD_OUT_ONE_IN} for evaluation: "
+            "too small to stream, run without --streaming"
         )
     return torch.frombuffer(text, dtype=torch.uint8)
 
@@ -157,20 +157,20 @@ def open_stream(name, column):
 
 
 class TextStream(torch.utils.data.IterableDataset):
-    """This process' share of an endless, shuffled stream of micro-batches that any number of processes reads alike.
+    """The share of this process of an endless, shuffled stream of micro-batches, the same for any number of processes.
 
-    The data is dealt to `lanes` (a fixed number, shards first, else rows), and every global batch takes as many
-    windows from each. A process reads only its own lanes, so the global batches stay the same. Choose a number that all
-    process counts to come divide; with a multiple of it of files the reading is split too, else each lane reads over all.
+    The data is split into a fixed number of `lanes` (by files if their number is a multiple of it, else by rows), and every
+    global batch takes equally many windows from each lane. Each process reads its own lanes only, so the global batches do not
+    depend on the number of processes, which must divide the number of lanes.
 
-    In a lane, `buffer` windows are collected and given out in a drawn order, then the next ones. All that has to be
-    remembered is therefore where the buffer began and how many windows were given out: after a restart the same
-    buffer is read again. Each batch carries that position of every lane in `position`.
+    A lane collects `buffer` windows, yields them in random order, and then collects the next ones. So its position is where the
+    buffer starts and how many windows were yielded: after a restart the same buffer is read again. Each batch has the
+    positions of all lanes after it in `position`.
 
     Args:
         micro_batch (int): windows per batch on this process.
         share (tuple[int, int]): index of this process, number of processes.
-        position (dict | None): of all lanes, by their number as a string; as `position` of the batch before.
+        position (dict | None): of all lanes, by their number as a string: the `position` of the batch before.
     """
 
     def __init__(self, name, column, block_size, micro_batch, *, lanes, buffer, seed, share, position=None):
@@ -181,7 +181,7 @@ class TextStream(torch.utils.data.IterableDataset):
                 f"{micro_batch * processes} windows over all of them"
             )
         own = range(process * lanes // processes, (process + 1) * lanes // processes)
-        # Opened once per lane: data sets split from one another share, and spoil, the state of their reader.
+        # Opened once per lane: data sets split from the same one would share the state of its reader.
         self.lanes = {}
         for lane in own:
             rows = datasets.distributed.split_dataset_by_node(open_stream(name, column), lane, lanes)
@@ -219,7 +219,7 @@ def gather_position(batch):
 
 
 class _Lane:
-    """Endless windows from one part of the stream; `position` is where it is: plain numbers and strings."""
+    """Endless windows from one part of the stream; `position` holds plain numbers and strings."""
 
     def __init__(self, rows, name, column, block_size, buffer, seed):
         self.rows, self.name, self.column, self.block_size, self.buffer, self.seed = (
@@ -230,12 +230,12 @@ class _Lane:
             buffer,
             seed,
         )
-        # Where the buffer began (the state of `rows`, hex of bytes read but not used), its number, windows given out of it.
+        # Where the buffer starts (the state of `rows`, hex of bytes read but not used), its number, windows yielded from it.
         self.position = {"rows": None, "rest": "", "buffers": 0, "taken": 0}
 
     def __iter__(self):
         if self.position["rows"] is not None:
-            self.rows.set_epoch(self.position["rows"]["epoch"])  # otherwise the state is silently not used
+            self.rows.set_epoch(self.position["rows"]["epoch"])  # otherwise the state is silently ignored
             self.rows.load_state_dict(self.position["rows"])
         documents = self._documents()
         while True:
@@ -258,47 +258,47 @@ class _Lane:
                 yield windows[order[taken]]
 
     def _documents(self):
-        """The training documents, from where `rows` is, again and again."""
+        """Yields the training documents, from the position of `rows`, pass after pass."""
         empty_passes = 0
-        while empty_passes < 2:  # the rest of a pass that is continued may well be empty
+        while empty_passes < 2:  # what is left of a continued pass may be empty
             empty_passes += 1
             for document in _documents(self.rows, self.column, self.name, partial(RunFailed, speaker=None)):
                 if not held_out(document):
                     empty_passes = 0
                     yield document
-            # Also what keeps `rows` from going back to the state that was loaded into it.
+            # This also keeps `rows` from returning to the state that was loaded into it.
             self.rows.set_epoch(self.rows.epoch + 1)
-        raise RunFailed(f"--dataset {self.name}: a part of the stream holds no text: use fewer --stream_lanes", speaker=None)
+        raise RunFailed(f"--dataset {self.name}: a lane of the stream has no text: use fewer --stream_lanes", speaker=None)
 
 
 # --------------------------------------------------------------------------------------------------------- reading
 
 
 def _local_files(name):
-    """The files of the one format that is there, in the order of their names; none if `name` is not a local path."""
+    """The files of a local path, all of one format, in the order of their names; none if `name` is not a local path."""
     path = Path(name).expanduser()
     if not path.exists():
         if name.startswith((".", "/", "~")) or path.suffix in FORMATS:
-            raise UserError(f"--dataset {name}: there is no such file or folder; {WAY_OUT}")
+            raise UserError(f"--dataset {name}: there is no such file or folder; {ALTERNATIVES}")
         return []
     if path.is_file():
         if path.suffix in COMPRESSED:
             raise UserError(f"--dataset {name} is compressed: unpack it first")
-        # A file of any other name is taken for text: bytes are bytes.
+        # A file with any other suffix is read as text.
         return [path]
     files = sorted(file for file in path.rglob("*") if file.suffix in FORMATS and file.name not in RECORDS)
     for other in files:
         if other.suffix != files[0].suffix:
             raise UserError(
-                f"--dataset {name} holds both {files[0].name} and {other.name}: name a folder of one kind, or a file"
+                f"--dataset {name} holds both {files[0].name} and {other.name}: give a folder of one format, or a file"
             )
     if files:
         return files
-    raise UserError(f"--dataset {name} holds no file that ends in {', '.join(FORMATS)}; {WAY_OUT}")
+    raise UserError(f"--dataset {name} holds no file that ends in {', '.join(FORMATS)}; {ALTERNATIVES}")
 
 
 def _load(name, column, files, streaming):
-    """`datasets.load_dataset` of a Hub id (no `files`) or local files, checked to have the column: a dict of splits."""
+    """Loads a Hub id (no `files`) or local files with `datasets`, and checks that they have the column: a dict of splits."""
     datasets.disable_progress_bars()
     source = (
         dict(path=FORMATS.get(files[0].suffix, "text"), data_files={"train": [str(file) for file in files]})
@@ -310,14 +310,14 @@ def _load(name, column, files, streaming):
         some = next(iter(splits.values()))
         columns = some.column_names or list(next(iter(some), {column: None}))
     except Exception as error:  # the library raises its own, fsspec's, pyarrow's and the network's
-        raise UserError(f"cannot load --dataset {name} ({_first_line(error)}); {WAY_OUT}") from None
+        raise UserError(f"cannot load --dataset {name} ({_first_line(error)}); {ALTERNATIVES}") from None
     if column not in columns:
         raise UserError(f"--dataset {name} has no column {column}: give --text_column, one of {', '.join(columns)}")
     return splits
 
 
 def _documents(rows, column, name, failure):
-    """The rows as bytes, each ended by a newline; `failure` is raised, with one line, if they cannot be read."""
+    """Yields the rows as bytes, each with a final newline; raises `failure` with one line if they cannot be read."""
     number = 0
     try:
         for row in rows:

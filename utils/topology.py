@@ -1,4 +1,4 @@
-"""Who runs where: checks a launch before anything is built on it, and lets one process act for the others."""
+"""Processes and devices: checks a launch, prints what runs where, and runs functions on some processes first."""
 
 import importlib.util
 import os
@@ -23,18 +23,18 @@ def check_launch(training=False):
         training (bool): whether this is a training run, in which a notice about bf16 is worth a line.
 
     Returns:
-        bool: whether to run on the CPU, for `Accelerator(cpu=...)`. Without any GPU every topology is rehearsed:
-        the same number of processes, over gloo.
+        bool: whether to run on the CPU, for `Accelerator(cpu=...)`. On a machine without a GPU every topology runs on the CPU,
+        with the same number of processes over gloo.
 
     Raises:
-        UserError: fewer GPUs than processes on this machine, or a precision the CPU cannot do.
+        UserError: fewer GPUs than processes on this machine, or a precision that the CPU does not support.
     """
     local_processes = int(os.environ.get("LOCAL_WORLD_SIZE", 1))
     if importlib.util.find_spec("lomo_optim") is None:
         # Accelerate searches for this optional package twice in every optimizer step, which takes 0.1 ms or more. None in
         # sys.modules says that it is not there.
         sys.modules["lomo_optim"] = None
-    # The launcher passes `use_cpu` on to one process only; with several it must be read where it stands.
+    # The launcher passes `use_cpu` to a single process only; with several, read it from the YAML.
     wants_cpu = os.environ.get("ACCELERATE_USE_CPU", "false").lower() == "true" or _launch_config().get("use_cpu", False)
     gpus = 0 if wants_cpu else torch.cuda.device_count()
     if gpus:
@@ -45,12 +45,12 @@ def check_launch(training=False):
                 f"GPU{'s' * (gpus > 1)}: use {fits}gpu.yaml",
                 speaker="LOCAL_RANK",
             )
-        # The same sums in the same order every time: what makes a resumed run bit for bit the same. An operation that
-        # cannot do that says so once. Also keeps NCCL from adding up inside NVLink switches, in an order of their own.
+        # Deterministic algorithms make a resumed run equal bit for bit. An operation without one prints a warning. This also
+        # keeps NCCL from reducing inside NVLink switches, where the order of summation varies.
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
         torch.backends.cudnn.deterministic = True
         torch.use_deterministic_algorithms(True, warn_only=True)
-        torch.utils.deterministic.fill_uninitialized_memory = False  # with NaN: costs time
+        torch.utils.deterministic.fill_uninitialized_memory = False  # it takes time
         return False
     precision = os.environ.get("ACCELERATE_MIXED_PRECISION", "no")
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
@@ -62,7 +62,7 @@ def check_launch(training=False):
             _notice(
                 f"NO GPU HERE: {_config_name()} is rehearsed on the CPU with {local_processes} process"
                 f"{'es over gloo' if local_processes > 1 else ''}, precision {os.environ['ACCELERATE_MIXED_PRECISION']}. "
-                "Right for trying things out, far too slow to train"
+                "Fine for trying things out, far too slow for training"
             )
     elif precision == "fp16":
         raise UserError("mixed_precision fp16 silently computes in float32 on a CPU: use bf16 or no")
@@ -83,7 +83,7 @@ def cpu_has_bf16():
 def run_on_main(accelerator, function):
     """Runs `function()` on the main process only and returns its (picklable) result on every process.
 
-    An error it raises ends all processes, not just the main one.
+    An error is raised on every process.
     """
     outcome = [None, None]
     if accelerator.is_main_process:
@@ -92,9 +92,9 @@ def run_on_main(accelerator, function):
 
 
 def local_main_first(accelerator, function):
-    """Runs `function()` once per node, then, on the other processes of the node, again: they find its cache filled.
+    """Runs `function()` on one process per node first, and then on the others, which find its cache filled.
 
-    An error on any process ends all of them.
+    An error on any process is raised on every process.
     """
     outcome = [None, None]
     for turn in (True, False):
@@ -105,24 +105,24 @@ def local_main_first(accelerator, function):
 
 
 def run_on_all(accelerator, function):
-    """Runs `function()` on every process and returns its result there. An error on any process ends all of them."""
+    """Runs `function()` on every process and returns its result there. An error on any of them is raised on every one."""
     return _all_or_none(accelerator, _attempt(function))
 
 
 def split_batch(accelerator, batch_size, gradient_accumulation_steps):
-    """Splits a global batch into the samples that one process takes at a time.
+    """Splits a global batch over processes and micro-batches.
 
     Returns:
         int: samples per process and micro-batch.
 
     Raises:
-        UserError: `batch_size` does not divide evenly; names the nearest sizes that do.
+        UserError: `batch_size` does not divide evenly; the message names the nearest sizes that do.
     """
     parts = accelerator.num_processes * gradient_accumulation_steps
     if batch_size % parts:
         below, above = batch_size // parts * parts, (batch_size // parts + 1) * parts
         raise UserError(
-            f"--batch_size {batch_size} does not divide over {accelerator.num_processes} process(es) x "
+            f"--batch_size {batch_size} does not divide evenly over {accelerator.num_processes} process(es) x "
             f"{gradient_accumulation_steps} accumulation step(s): use {f'{below} or ' if below else ''}{above}"
         )
     return batch_size // parts
@@ -170,7 +170,7 @@ def seed_step(accelerator, seed, step, micro_batch):
 
 
 def describe(accelerator):
-    """The topology as a dict for the records of a run."""
+    """The topology as a dict, for args.json and checkpoints."""
     return {
         "processes": accelerator.num_processes,
         "machines": int(os.environ.get("GROUP_WORLD_SIZE", 1)),
@@ -207,7 +207,7 @@ def _attempt(function):
     except UserError as error:
         return [None, error]
     except Exception as error:
-        traceback.print_exc()  # here, where it happened; what travels must be picklable
+        traceback.print_exc()  # here, because only a picklable error can be sent to the other processes
         return [None, RuntimeError(f"{type(error).__name__}: {error}")]
 
 

@@ -1,4 +1,4 @@
-"""Final weights: one safetensors file with plain names and the same bytes for the same weights, and how to read any of ours."""
+"""Writes final weights to a safetensors file with plain names, and reads weights from runs and checkpoints."""
 
 import json
 import os
@@ -31,14 +31,14 @@ def export(folder, model, config):
 
 
 def read(path):
-    """Reads weights from a run's folder, one of its checkpoints, or a `model.safetensors`, whatever topology wrote them.
+    """Reads weights from a run's folder, one of its checkpoints, or a `.safetensors` file, written by any topology.
 
     Returns:
-        tuple[dict, dict | None, Path]: tensors by plain name; the config, or None if the file has none (a
-        checkpoint's: see `args.json` of its run); the file they came from.
+        tuple[dict, dict | None, Path]: tensors by plain name; the config, or None if the file has none, as in a checkpoint
+        (its manifest has the arguments of the run); the file.
 
     Raises:
-        UserError: there is no such file, or it holds no weights, or code.
+        UserError: there is no such file, it holds no weights, or loading it would execute code.
     """
     path = Path(path)
     if path.is_dir():

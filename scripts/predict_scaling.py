@@ -1,26 +1,26 @@
-"""How far will data parallel training scale? Step time and efficiency for 8 to 4096 processes, on paper.
+"""How far will data parallel training scale? Predicts step time and efficiency for 8 to 4096 processes.
 
     python scripts/predict_scaling.py --parameters 11e6 --step_seconds 0.05 --topology runs/check_topology/topology.json
     python scripts/predict_scaling.py --parameters 1.5e9 --step_seconds 0.9 --latency 10e-6 --bandwidth 50e9
     accelerate launch --config_file accelerate_configs/2cpu.yaml scripts/predict_scaling.py --measure
 
-`--step_seconds` is the time of a step on one process with the batch that it will have, `--topology` what
-`check_topology.py` measured (or give latency in seconds and bus bandwidth in bytes per second).
+`--step_seconds` is the time of a step on one process with its batch size, `--topology` the result of `check_topology.py` (or
+give latency in seconds and bus bandwidth in bytes per second).
 
 The model, for W processes and n bytes of gradients over links of latency a and bandwidth b:
 
 - all-reduce by a ring: 2 (W - 1) a + 2 n (W - 1) / (W b) (Patarasuk & Yuan, JPDC 2009); by two pipelined trees, up and
   down: each way n / b + 2 a log2(W) + sqrt(8 a log2(W) n / b) (Sanders, Speck & Traeff, Parallel Computing 2009). NCCL
   has both; the faster one counts.
-- DDP sends gradients in buckets of 25 MiB (the first: 1 MiB) as the backward pass, two thirds of the computation, makes
-  them, one after the other; only what is not hidden behind that pass is waited for (Li et al., arXiv:2006.15704).
-- Weak scaling: the batch per process stays, the global one grows. Strong: the global batch stays, so that W processes
-  compute 1 / W each and have as much to send as ever. This collection's scripts, given more GPUs, scale strongly.
-- Memory for weights, gradients and two Adam states in float32: 16 bytes a parameter, on every process with DDP; FSDP
-  divides it by W and sends half as much again (Rajbhandari et al., arXiv:1910.02054).
+- DDP sends gradients in buckets of 25 MiB (the first: 1 MiB), one after the other, while the backward pass (two thirds of
+  the computation) produces them; a step waits only for what that pass does not hide (Li et al., arXiv:2006.15704).
+- Weak scaling: the batch per process stays the same and the global batch grows. Strong scaling: the global batch stays the
+  same, so that W processes compute 1 / W each and send as much as before. The scripts of this collection scale strongly.
+- Memory for weights, gradients and two Adam states in float32: 16 bytes per parameter, on every process with DDP; FSDP
+  divides it by W and sends 1.5 times as much (Rajbhandari et al., arXiv:1910.02054).
 
-With `--measure` it runs a network of --parameters on W real processes: step time as predicted from its parts, and as
-it is. Measured on 2026-11-21: see the README.
+`--measure` runs a network of --parameters on W real processes, and compares the predicted step time with the measured one.
+Results of 2026-11-21: see the README.
 """
 
 import json
@@ -46,7 +46,7 @@ from utils.arguments import Parser, number
 from utils.exits import UserError
 
 FIRST_BUCKET, BUCKET = 2**20, 25 * 2**20
-BACKWARD = 2 / 3  # of the computation: two products for each one of the forward pass
+BACKWARD = 2 / 3  # of the computation: two matrix products for each one of the forward pass
 
 
 # ------------------------------------------------------------------------------------------------------- the model
@@ -69,7 +69,7 @@ def buckets(size):
 
 
 def step_seconds(processes, compute, size, latency, bandwidth, overlap=True):
-    """Seconds of one step: the computation, and the communication that it does not hide."""
+    """Seconds of one step: computation, and communication that it does not hide."""
     if not overlap:
         return compute + sum(all_reduce_seconds(processes, bucket, latency, bandwidth) for bucket in buckets(size))
     made, sent = 0, compute * (1 - BACKWARD)
@@ -81,15 +81,16 @@ def step_seconds(processes, compute, size, latency, bandwidth, overlap=True):
 
 
 def fit_link(rows, processes):
-    """Latency and bandwidth of the link from measured all-reduces: the smallest message is all latency, the best bus
-    bandwidth all bandwidth.
+    """Estimates latency and bandwidth of the link from measured all-reduces.
+
+    The time of the smallest message is all latency; the best bus bandwidth is the bandwidth of the link.
     """
     latency = min(row["seconds"] for row in rows) / min(2 * (processes - 1), 4 * math.log2(processes))
     return latency, max(row["bus_bandwidth"] for row in rows)
 
 
 def predict(args, latency, bandwidth):
-    """A row for each number of processes: seconds of a step, and efficiency, for weak and strong scaling."""
+    """Predicts seconds per step and efficiency, for weak and strong scaling: a row for each number of processes."""
     rows = []
     for processes in [2**i for i in range(3, 13)]:
         size = args.parameters * 4
@@ -108,11 +109,11 @@ def predict(args, latency, bandwidth):
 
 
 def verdict(args, rows):
-    """Where DDP stops paying, in words."""
+    """Describes up to where DDP is efficient."""
     lines = []
     for kind, remedy in (
-        ("weak", "Beyond it a larger batch per process gives each all-reduce more to hide behind"),
-        ("strong", "Beyond it more processes want a larger global batch, or they wait for each other"),
+        ("weak", "Beyond that, use a larger batch per process, so that computation hides the all-reduce"),
+        ("strong", "Beyond that, use a larger global batch with more processes, or they wait for each other"),
     ):
         good = [row["processes"] for row in rows if row[f"{kind}_efficiency"] >= args.worthwhile]
         upto = f"up to {max(good):,} processes" if good else f"for fewer than {rows[0]['processes']} processes only"
@@ -123,9 +124,8 @@ def verdict(args, rows):
     if needs > args.memory_gib * 0.7:
         fits = 2 ** math.ceil(math.log2(needs / (args.memory_gib * 0.7)))
         lines.append(
-            f"Weights, gradients and Adam states take {needs:,.0f} GiB, too much beside activations for "
-            f"{args.memory_gib:g} GiB: FSDP from {fits} processes on (accelerate_configs/4gpu_fsdp.yaml), "
-            "at half as much communication again."
+            f"Weights, gradients and Adam states take {needs:,.0f} GiB, too much for {args.memory_gib:g} GiB with activations: "
+            f"use FSDP with {fits} processes or more (accelerate_configs/4gpu_fsdp.yaml), at 1.5 times the communication."
         )
     else:
         lines.append(f"Weights, gradients and Adam states take {needs:,.1f} of {args.memory_gib:g} GiB: no need for FSDP.")
@@ -136,7 +136,7 @@ def verdict(args, rows):
 
 
 def measure(args):
-    """Runs real steps on these processes and compares them with the prediction from their parts."""
+    """Runs real steps on these processes and compares their time with the prediction."""
     accelerator = Accelerator(cpu=topology.check_launch())
     width = max(1, round((args.parameters / args.layers) ** 0.5))
     network = nn.Sequential(*(nn.Linear(width, width, bias=False) for _ in range(args.layers)))
@@ -176,12 +176,12 @@ def measure(args):
         found["predicted_in_turn"] = step_seconds(processes, alone, size, found["latency"], found["bandwidth"], overlap=False)
     found |= {"processes": processes, "gradient_bytes": size, "compute_seconds": alone, "measured_seconds": whole}
     if accelerator.is_main_process:
-        print(f"{processes} process(es), {size / 2**20:.1f} MiB of gradients: computing alone {alone * 1e3:.1f} ms")
+        print(f"{processes} process(es), {size / 2**20:.1f} MiB of gradients: computation only {alone * 1e3:.1f} ms")
         if processes > 1:
             print(
                 f"link: {found['latency'] * 1e6:.0f} us, {found['bandwidth'] / 1e9:.2f} GB/s\n"
                 f"step predicted {found['predicted_overlapped'] * 1e3:.1f} ms (communication hidden) to "
-                f"{found['predicted_in_turn'] * 1e3:.1f} ms (in turn), measured {whole * 1e3:.1f} ms"
+                f"{found['predicted_in_turn'] * 1e3:.1f} ms (not hidden), measured {whole * 1e3:.1f} ms"
             )
         write(args, f"measured_{processes}.json", found)
     accelerator.end_training()
@@ -202,10 +202,10 @@ def main():
             latency, bandwidth = fit_link(found["all_reduce"], len(found["processes"]))
             machines = len({process["host"] for process in found["processes"]})
         except (OSError, ValueError, KeyError, TypeError, ZeroDivisionError) as error:
-            raise UserError(f"--topology {args.topology} is not what check_topology.py writes: {error}") from None
+            raise UserError(f"--topology {args.topology} is not a result of check_topology.py: {error}") from None
         if machines == 1:
             print(
-                "*** measured within one machine: between machines links are slower; measure on two ***",
+                "*** measured within one machine: links between machines are slower; measure with two machines ***",
                 file=sys.stderr,
                 flush=True,
             )
@@ -244,16 +244,16 @@ def whole(text):
 def parse_args():
     parser = Parser(description=__doc__.split("\n")[0])
     parser.add_argument("--parameters", type=whole, default=4_000_000, help="of the model; 1.5e9 is fine")
-    parser.add_argument("--step_seconds", type=number(float, 0, above=True), help="of a step on one process, without any other")
+    parser.add_argument("--step_seconds", type=number(float, 0, above=True), help="of a step on a single process")
     parser.add_argument("--topology", help="topology.json of check_topology.py")
-    parser.add_argument("--latency", type=number(float, 0, above=True), help="seconds from one process to the next")
+    parser.add_argument("--latency", type=number(float, 0, above=True), help="seconds from one process to another")
     parser.add_argument("--bandwidth", type=number(float, 0, above=True), help="bus bandwidth, bytes per second")
     parser.add_argument("--memory_gib", type=number(float, 0, above=True), default=80, help="of one GPU")
-    parser.add_argument("--worthwhile", type=number(float, 0, above=True), default=0.8, help="efficiency that is good enough")
+    parser.add_argument("--worthwhile", type=number(float, 0, above=True), default=0.8, help="lowest acceptable efficiency")
     parser.add_argument("--output_dir", default="runs/predict_scaling")
     group = parser.add_argument_group("measuring, under accelerate launch")
-    group.add_argument("--measure", action="store_true", help="compare the model with real steps on these processes")
-    group.add_argument("--layers", type=number(int, 1), default=16, help="of the network that is run")
+    group.add_argument("--measure", action="store_true", help="compare the prediction with real steps on these processes")
+    group.add_argument("--layers", type=number(int, 1), default=16, help="of the network to run")
     group.add_argument("--batch", type=number(int, 1), default=512, help="samples per process and step")
     return parser.parse_args()
 

@@ -1,4 +1,4 @@
-"""Scaling on paper: the formulas at points where the answer is known, and the tool as people run it."""
+"""Predicted scaling: the formulas where the answer is known, and the script as people run it."""
 
 import json
 
@@ -14,7 +14,7 @@ def test_all_reduce():
     assert all_reduce_seconds(1, 1e9, 1e-5, 1e9) == 0
     # Two processes: each sends half of the message and gets half of the sum back, in two messages.
     assert all_reduce_seconds(2, 1e9, 1e-5, 1e9) == pytest.approx(1 + 2e-5)
-    # A long message goes round the ring, a short one up and down the tree.
+    # For a long message the ring is faster, for a short one the tree.
     assert all_reduce_seconds(1024, 4e9, 1e-6, 1e9) == pytest.approx(2 * 1023 * 1e-6 + 2 * 4 * 1023 / 1024)
     assert all_reduce_seconds(1024, 4, 1e-6, 1e9) == pytest.approx(40e-6, rel=0.05)
 
@@ -37,7 +37,7 @@ def test_buckets():
 def test_what_is_hidden_costs_nothing():
     fast, slow = dict(latency=0.0, bandwidth=1e15), dict(latency=0.0, bandwidth=1e8)
     assert step_seconds(8, 1.0, 10**8, **fast) == pytest.approx(1.0)
-    # The first bucket is away before the second is made; from then on the link is never idle.
+    # The first bucket is sent before the second is computed; from then on the link is never idle.
     made = 1 / 3 + 2 / 3 * 26 * 2**20 / 10**8
     rest = (10**8 - 2**20) * 2 * 7 / 8 / 1e8
     assert step_seconds(8, 1.0, 10**8, **slow) == pytest.approx(made + rest, rel=1e-6)
@@ -61,7 +61,7 @@ def test_another_file_is_one_line(content, tmp_path):
     (tmp_path / "topology.json").write_text(content)
     arguments = f"--step_seconds 0.1 --topology {tmp_path}/topology.json"
     done = run(None, PREDICT, arguments, output_dir=tmp_path, check=False)
-    assert done.returncode == 2 and len(done.stderr.splitlines()) == 1 and "is not what check_topology.py" in done.stderr
+    assert done.returncode == 2 and len(done.stderr.splitlines()) == 1 and "is not a result of check_topology.py" in done.stderr
 
 
 def test_says_what_is_missing(tmp_path):

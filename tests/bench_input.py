@@ -1,4 +1,4 @@
-"""Measures the input pipeline against the usual one: images a second, both on the same cores, taken in turn.
+"""Compares the input pipeline with the usual one, in images per second, in turn on the same cores.
 
     python tests/bench_input.py
 

@@ -38,14 +38,14 @@ PREEMPTED = 75
 
 
 def faulty(fault, arguments, output_dir, config="2cpu", **kwargs):
-    """Runs the template with a fault in it; it does not end well."""
+    """Runs the template with a fault; it must fail."""
     done = run(config, "tests/wrapped.py", [fault, CIFAR, *arguments.split()], output_dir=output_dir, check=False, **kwargs)
     assert done.returncode != 0, done.stdout
     return done
 
 
 def relaunch_and_compare(reference, folder, arguments=SMALL, config="2cpu", **kwargs):
-    """The same command again: it must end with the bytes and figures of the run that was never interrupted."""
+    """Runs the same command again: it must end with the weights and metrics of the run that was never interrupted."""
     again = run(config, CIFAR, arguments, output_dir=folder, **kwargs)
     assert final_weights(folder) == final_weights(reference)
     for split in ("train", "test"):
@@ -56,7 +56,7 @@ def relaunch_and_compare(reference, folder, arguments=SMALL, config="2cpu", **kw
 
 
 def test_one_rank_killed_again_and_again(reference, tmp_path):
-    """All in one run: each kill finds what the one before it left behind."""
+    """All in one run: each kill starts from what the one before left behind."""
     for fault in (
         "die_in_step@5:1",  # between two checkpoints, a rank that is not the main one
         "die_in_evaluation@1:0",  # between a step and its test line
@@ -71,14 +71,14 @@ def test_one_rank_killed_again_and_again(reference, tmp_path):
 @pytest.mark.slow
 @pytest.mark.parametrize("processes", [1, 3, 4])
 def test_any_number_of_processes(processes, odd_folder, tmp_path):
-    """Batch norm, Muon, accumulation and loader workers at once. From three processes on the order of summation counts."""
+    """Batch norm, Muon, accumulation and loader workers at once. With 3 or more processes the order of summation matters."""
     arguments = (
         f"--dataset {odd_folder} --model fastnet --batch_size 24 --max_train_steps 7 --checkpoint_every 2 --eval_every 1000 "
         "--log_every 1 --gradient_accumulation_steps 2 --num_workers 2"
     )
     config, launcher = ("cpu", ()) if processes == 1 else ("2cpu", ("--num_processes", str(processes)))
     run(config, CIFAR, arguments, output_dir=tmp_path / "reference", launcher=launcher)
-    # The 7th micro-batch is the first half of step 4. (From three processes on, two calls before the first are rehearsal.)
+    # The 7th micro-batch is the first half of step 4. (With three processes or more, two calls before the first warm up DDP.)
     faulty(f"die_in_step@{9 if processes > 2 else 7}:{processes - 1}", arguments, tmp_path / "run", config, launcher=launcher)
     assert (tmp_path / "run" / "checkpoints" / "step_00000002").exists()
     relaunch_and_compare(tmp_path / "reference", tmp_path / "run", arguments, config, launcher=launcher)
@@ -146,7 +146,7 @@ def test_signal_to_the_launcher(config, number, reference, tmp_path):
 
 
 def test_ctrl_c_gives_one_process_time_to_save(tmp_path):
-    """Its launcher goes at once. What follows a launcher into its grave must not cut a slow save short."""
+    """Its launcher exits at once. The process that exits after it must still finish a slow save."""
     arguments = ["slow_save", CIFAR, *ENDLESS.split()]
     started = Started("cpu", "tests/wrapped.py", arguments, output_dir=tmp_path / "run")
     started.wait_for("step      5/")
@@ -201,7 +201,7 @@ def test_damaged_checkpoint_is_found_before_it_is_loaded(damage, name, interrupt
 
 
 @pytest.mark.slow
-def test_the_one_before_a_damaged_checkpoint_is_used(interrupted, reference, tmp_path):
+def test_the_checkpoint_before_a_damaged_one_is_used(interrupted, reference, tmp_path):
     shutil.copytree(interrupted, tmp_path / "run")
     flip(tmp_path / "run" / "checkpoints" / "step_00000008" / "model.safetensors")
     again = relaunch_and_compare(reference("cpu").folder, tmp_path / "run", config="cpu")
@@ -209,7 +209,7 @@ def test_the_one_before_a_damaged_checkpoint_is_used(interrupted, reference, tmp
     assert results(tmp_path / "run")["resumed_from"] == 7
 
 
-def test_scoring_an_unfinished_run_leaves_its_checkpoints_whole(interrupted, tmp_path):
+def test_evaluating_an_unfinished_run_leaves_its_checkpoints_valid(interrupted, tmp_path):
     shutil.copytree(interrupted, tmp_path / "run")
     run(None, "scripts/evaluate.py", f"--checkpoint {tmp_path / 'run'}")
     assert (tmp_path / "run" / "evaluation" / "predictions.png").exists()
@@ -217,7 +217,7 @@ def test_scoring_an_unfinished_run_leaves_its_checkpoints_whole(interrupted, tmp
     assert path.name == "step_00000008"
 
 
-def test_another_run_s_checkpoint_is_where_a_run_starts_not_where_it_goes_on(interrupted, tmp_path):
+def test_a_run_starts_from_a_checkpoint_of_another_run_and_continues_from_its_own(interrupted, tmp_path):
     theirs, own = interrupted / "checkpoints" / "step_00000008", tmp_path / "checkpoints" / "step_00000007"
     assert checkpoint.find(tmp_path, str(theirs))[0] == theirs
     shutil.copytree(interrupted / "checkpoints" / own.name, own)
@@ -233,7 +233,7 @@ def test_a_new_checkpoint_is_kept_and_the_later_damaged_ones_are_not(tmp_path):
     assert [path.name for path in tmp_path.iterdir()] == ["step_00000005"]
 
 
-def test_no_good_checkpoint_is_an_error_not_a_new_start(interrupted, tmp_path):
+def test_only_damaged_checkpoints_are_an_error_not_a_new_start(interrupted, tmp_path):
     shutil.copytree(interrupted, tmp_path / "run")
     for path in (tmp_path / "run" / "checkpoints").iterdir():
         flip(path / "optimizer.bin")
@@ -253,7 +253,7 @@ class Bomb:
 
 
 def seal(folder):
-    """Makes the manifest agree with the files, as whoever hands out a poisoned checkpoint would."""
+    """Makes the manifest match the files, as an attacker would."""
     manifest = json.loads((folder / "manifest.json").read_text())
     del manifest["sha256"]
     for path in folder.iterdir():
@@ -272,11 +272,11 @@ def test_a_poisoned_checkpoint_executes_nothing(name, interrupted, tmp_path):
     seal(newest)
     done = run(None, CIFAR, SMALL, output_dir=tmp_path / "run", check=False)
     assert not (tmp_path / "executed").exists()
-    if name != "random_states_0.pkl":  # nothing depends on it: it is passed over
+    if name != "random_states_0.pkl":  # the run does not need it: it is skipped
         assert done.returncode == 2 and done.stderr.count("error: ") == 1, done.stderr
 
 
-def test_what_is_registered_for_checkpointing_executes_nothing_either(tmp_path):
+def test_registered_state_executes_nothing(tmp_path):
     """Accelerate itself would unpickle it (`load_custom_state`)."""
     (tmp_path / "custom_checkpoint_0.pkl").write_bytes(pickle.dumps(Bomb(tmp_path / "executed")))
     accelerate = SimpleNamespace(num_processes=1, load_state=lambda *_, **__: pytest.fail("it was loaded"))
@@ -286,7 +286,7 @@ def test_what_is_registered_for_checkpointing_executes_nothing_either(tmp_path):
 
 
 def test_a_poisoned_sharded_checkpoint_executes_nothing(tmp_path):
-    """torch itself would unpickle the index of such a checkpoint, and every value in it that is no tensor."""
+    """torch itself would unpickle the index of such a checkpoint, and every value that is not a tensor."""
     state, bomb = {"weight": torch.ones(3), "plain": [1, "two"]}, Bomb(tmp_path / "executed")
     for name, change in (("good", {}), ("index", {}), ("value", {"plain": bomb})):
         dcp.save(state | change, checkpoint_id=tmp_path / name, no_dist=True)
@@ -300,7 +300,7 @@ def test_a_poisoned_sharded_checkpoint_executes_nothing(tmp_path):
 
 @contextlib.contextmanager
 def small_disk(folder, size):
-    """A file system of its own of `size` in `folder`, as a path."""
+    """A separate file system of `size` in `folder`, as a path."""
     disk = folder / "disk"
     disk.mkdir()
     if subprocess.run(["mount", "-t", "tmpfs", "-o", f"size={size}", "tmpfs", str(disk)], capture_output=True).returncode:
@@ -311,7 +311,7 @@ def small_disk(folder, size):
         subprocess.run(["umount", "-l", str(disk)], check=True)
 
 
-def test_full_disk_costs_a_checkpoint_not_the_run(reference, tmp_path):
+def test_a_full_disk_costs_a_checkpoint_not_the_run(reference, tmp_path):
     with small_disk(tmp_path, "2200k") as disk:
         # The third checkpoint finds the disk filled up; before the fourth there is room again.
         done = run(
@@ -359,7 +359,7 @@ def test_other_number_of_processes_same_samples(before, after, reference, tmp_pa
     faulty("die_in_step@8:0", SMALL, tmp_path / "run", config=before)
     run(after, CIFAR, SMALL, output_dir=tmp_path / "run")
     assert results(tmp_path / "run")["resumed_from"] == 7
-    # A step on other samples would be off by far more than rounding.
+    # A step with other samples would differ by far more than rounding.
     for a, b in zip(metrics(tmp_path / "run", "train"), metrics(reference("cpu").folder, "train"), strict=True):
         assert a["step"] == b["step"] and a["loss"] == pytest.approx(b["loss"], abs=1e-4)
 
@@ -384,7 +384,9 @@ def test_diverged_loss_stops_the_run_and_names_the_samples(processes, reference,
 def test_out_of_memory_says_what_to_do(tmp_path):
     done = faulty("out_of_memory@3:1", SMALL, tmp_path / "run")
     assert "out of memory on rank 1, which computes 250 samples at a time" in done.stderr
-    assert "out of memory on rank 1" in status(tmp_path / "run")["reason"]  # the first to fail, not who lost it
+    assert (
+        "out of memory on rank 1" in status(tmp_path / "run")["reason"]
+    )  # of the first process to fail, not of those that lost contact
     assert (
         "--gradient_accumulation_steps" in done.stderr
         and "Traceback (most recent call last)" not in done.stderr.split("error: ")[1][:500]
@@ -417,12 +419,12 @@ def test_full_output_folder_is_refused(tmp_path):
 
 
 @pytest.mark.slow
-def test_chaos_runner_finds_nothing_and_would_find_something(tmp_path):
+def test_chaos_runner_finds_no_difference_and_would_find_one(tmp_path):
     launch = command("cpu", CIFAR, SMALL)
     chaos = [sys.executable, str(ROOT / "utils" / "chaos.py"), "--folder", str(tmp_path / "chaos"), "--kills"]
     done = subprocess.run([*chaos, "3", "--", *launch], capture_output=True, text=True, timeout=LIMIT)
     assert done.returncode == 0 and "3 kills" in done.stdout, done.stdout + done.stderr
-    # A run that draws on the clock is not the same twice, and that is noticed.
+    # A run that depends on the clock differs each time, and chaos.py reports it.
     forgetful = [sys.executable, str(ROOT / "tests" / "wrapped.py"), "clock_seed", *command(None, CIFAR, SMALL)[1:]]
     done = subprocess.run([*chaos, "1", "--", *forgetful], capture_output=True, text=True, timeout=LIMIT)
     assert done.returncode != 0 and "model.safetensors differs" in done.stdout, done.stdout + done.stderr

@@ -77,14 +77,14 @@ def test_leaves_everything_it_promises(gpt):
     # 2 blocks of 12 width^2, embedding and head; PaLM's count leaves out the embedding
     assert found["parameters"] == 2 * 12 * 32**2 + 2 * 256 * 32
     assert found["flops_per_token"] == 6 * (2 * 12 * 32**2 + 256 * 32) + 12 * 2 * 32 * 32
-    assert not any("mfu" in line for line in metrics(folder, "train"))  # nobody knows the peak of this CPU
+    assert not any("mfu" in line for line in metrics(folder, "train"))  # the peak of a CPU is not known
     assert samples(folder).keys() == {20, 40} and (folder / "sample.txt").read_bytes().decode() == samples(folder)[40]
     assert "global batch 12 = 1 process x 12 samples" in done.stdout
 
 
 @pytest.mark.slow
 def test_learns(text, tmp_path):
-    """Better than knowing how often each byte occurs, which is what the first steps learn."""
+    """Better than the frequency of each byte, which the first steps learn."""
     arguments = f"--dataset {text} {MODEL} --max_train_steps 300 --eval_every 300"
     run("2cpu", GPT, arguments, output_dir=tmp_path / "run")
     counts = torch.bincount(torch.frombuffer(bytearray(text.read_bytes()), dtype=torch.uint8).long()).double()
@@ -111,7 +111,7 @@ def test_killed_it_continues_exactly_and_on_another_topology(gpt, text, tmp_path
     started.kill_all()
     shutil.copytree(two, tmp_path / "one")
     assert "continuing from" in run("2cpu", GPT, arguments, output_dir=two).stdout
-    assert results(two)["resumed_from"] in (20, 30)  # what checkpoints there were: nothing was saved in dying
+    assert results(two)["resumed_from"] in (20, 30)  # a checkpoint of before: nothing was saved when it was killed
     assert final_weights(two) == final_weights(gpt("2cpu").folder)
     for split in ("train", "val", "sample"):
         clock = {"tokens_per_second"}
@@ -141,7 +141,7 @@ def test_killed_on_one_process_with_dropout_it_continues_exactly(text, tmp_path)
 
 @pytest.mark.slow
 def test_sharded_it_computes_the_same_and_changes_the_number_of_processes(gpt, text, tmp_path):
-    """Accelerate's and PyTorch's own FSDP2 over gloo: see sharded.py for the one thing that is made up."""
+    """FSDP2 of Accelerate and PyTorch over gloo: see sharded.py for the only change."""
     folder, arguments = tmp_path / "run", [GPT, "--dataset", str(text), *SMALL.split()]
     launcher = ("--mixed_precision", "no", "--num_processes")
     started = Started("4gpu_fsdp", "tests/sharded.py", arguments, output_dir=folder, launcher=(*launcher, "2"))
@@ -151,7 +151,7 @@ def test_sharded_it_computes_the_same_and_changes_the_number_of_processes(gpt, t
     run("4gpu_fsdp", "tests/sharded.py", arguments, output_dir=folder, launcher=(*launcher, "3"))
     assert results(folder)["num_processes"] == 3 and results(folder)["resumed_from"] > 0
     assert_same_losses(gpt("cpu").folder, folder)
-    # Put together: at the end by the script, and from the shards by whoever reads the checkpoint
+    # The full weights: exported by the script at the end, and read from the shards of the checkpoint
     whole = load_file(folder / "model.safetensors")
     state, _, _ = weights.read(folder / "checkpoints" / "step_00000040")
     assert state.keys() == whole.keys() == load_file(gpt("cpu").folder / "model.safetensors").keys()
@@ -225,7 +225,7 @@ def test_a_stream_begins_again_when_it_ends_and_never_shows_what_is_held_out(tmp
 
 @pytest.mark.slow
 def test_streaming_killed_continues_exactly_and_on_another_topology(shards, tmp_path):
-    # --num_workers 1: what the worker has read ahead does not count.
+    # --num_workers 1: what the worker has prefetched does not count.
     arguments = f"--dataset {shards} --streaming --stream_lanes 6 --shuffle_buffer 20 --num_workers 1 {SMALL}"
     run("cpu", GPT, arguments, output_dir=tmp_path / "one")
     started = Started("2cpu", GPT, arguments, output_dir=tmp_path / "two")
@@ -238,7 +238,7 @@ def test_streaming_killed_continues_exactly_and_on_another_topology(shards, tmp_
 
 @pytest.mark.slow
 @pytest.mark.parametrize("workers", [0, 1])
-def test_what_only_one_process_reads_it_says_itself(workers, shards, tmp_path):
+def test_an_error_that_only_one_process_meets_is_printed_by_it(workers, shards, tmp_path):
     arguments = f"--dataset {shards} --streaming --stream_lanes 6 --shuffle_buffer 4 --num_workers {workers} {SMALL}"
     wrapped = ["unreadable@40:1", GPT, *arguments.split()]
     done = run("2cpu", "tests/wrapped.py", wrapped, output_dir=tmp_path, check=False)
@@ -247,7 +247,7 @@ def test_what_only_one_process_reads_it_says_itself(workers, shards, tmp_path):
     assert status(tmp_path)["state"] == "failed" and status(tmp_path)["reason"] in told[0]
 
 
-def test_data_of_two_kinds_or_packed_is_refused(tmp_path):
+def test_data_in_two_formats_or_compressed_is_refused(tmp_path):
     (tmp_path / "README.txt").write_text("what this is")
     (tmp_path / "part.jsonl").write_text('{"text": "some words"}\n')
     with pytest.raises(UserError, match=r"README.txt and part.jsonl"):
@@ -269,13 +269,13 @@ def test_copied_out_it_overfits_and_samples(text, tmp_path):
     made = tmp_path / "run_overfit_batch"
     assert metrics(made, "train")[-1]["loss"] < 0.01
     assert (made / "profile" / "trace.json").exists()
-    # What it was overfitted on, it continues: by heart, from the first byte of the text
+    # It has memorized the beginning of the text
     known = text.read_bytes()[:60].decode()
     sample = ["--sample", str(made), "--prompt", known[:20], "--sample_length", "12", "--temperature"]
     done = run(None, "train_gpt.py", [*sample, "0"], root=tmp_path / "mine")
     assert done.stdout.rstrip("\n") == known[:32]
     one = run(None, "train_gpt.py", [*sample, "9", "--top_k", "1"], root=tmp_path / "mine")
-    assert one.stdout == done.stdout  # of the likeliest one, whatever the temperature
+    assert one.stdout == done.stdout  # the most likely byte, whatever the temperature
     hot = run(None, "train_gpt.py", [*sample, "9"], root=tmp_path / "mine")
     assert hot.stdout != done.stdout
 
@@ -291,7 +291,7 @@ def test_held_out_windows_predict_every_byte_once():
     assert torch.equal(batch["inputs"][:-1, 1:], batch["targets"][:-1, :-1])
 
 
-def test_an_epoch_reads_every_byte_once_and_cuts_elsewhere_than_the_one_before():
+def test_an_epoch_reads_every_byte_once_at_another_offset_than_the_one_before():
     data = torch.arange(250, dtype=torch.uint8)
     windows, cuts = Windows(data, 16, seed=3), set()
     for epoch in range(8):
@@ -309,7 +309,7 @@ def test_muon_updates_are_orthogonal(shape):
     assert values.min() > 0.6 and values.max() < 1.3
 
 
-def test_muon_takes_filters_for_matrices_and_leaves_the_rest_to_the_other_optimizer():
+def test_muon_treats_filters_as_matrices_and_leaves_the_rest_to_the_other_optimizer():
     torch.manual_seed(0)
     layer = torch.nn.Conv2d(4, 8, 3)
     before, bias = layer.weight.detach().clone(), layer.bias.detach().clone()
@@ -328,7 +328,7 @@ def test_muon_takes_filters_for_matrices_and_leaves_the_rest_to_the_other_optimi
 
 
 def bad_data(folder):
-    """A folder of things that are no training text, by name."""
+    """A folder of files that are not valid training text."""
     (folder / "empty.txt").touch()
     (folder / "short.txt").write_text("To be")
     (folder / "pictures").mkdir()
@@ -374,7 +374,7 @@ def test_bad_stream_is_explained(name, says, tmp_path):
     assert says in str(caught.value) and "\n" not in str(caught.value)
 
 
-def test_a_stream_that_breaks_off_under_way_ends_the_run(tmp_path):
+def test_a_stream_that_fails_midway_ends_the_run(tmp_path):
     with pytest.raises(RunFailed, match="cannot be read after row"):
         list(TextStream(str(bad_data(tmp_path) / "binary"), "text", 16, 4, lanes=1, buffer=200, seed=0, share=(0, 1)))
 

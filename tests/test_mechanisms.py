@@ -1,4 +1,4 @@
-"""Unit tests of what the scripts stand on: augmentation, data, folders, the checks before a launch."""
+"""Unit tests of the modules of utils: augmentation, data, run folders, the checks of a launch."""
 
 import argparse
 import json
@@ -31,7 +31,7 @@ def test_augmentation_depends_on_the_sample_not_on_its_batch(data):
     assert not torch.equal(whole, other_epoch)
 
 
-def test_augmentation_is_a_reflected_crop_perhaps_mirrored(data):
+def test_augmentation_is_a_crop_with_reflected_border_and_random_mirroring(data):
     images = data.train.images[:200]
     shifted, _ = augment(images, torch.arange(200), epoch=0, seed=0, padding=2)
     padded = torch.nn.functional.pad(images.float(), (2, 2, 2, 2), mode="reflect").to(torch.uint8)
@@ -55,7 +55,7 @@ def test_mirroring_alternates_between_epochs(data):
     assert torch.equal(first, second.flip(-1)) and 25 < sum(map(torch.equal, first, images)) < 75
 
 
-def test_cutout_blanks_a_square():
+def test_cutout_masks_a_square():
     images = torch.full((300, 3, 32, 32), 200, dtype=torch.uint8)
     shifted, keep = augment(images, torch.arange(300), epoch=0, seed=0, padding=0, cutout=8)
     blanked = (keep == 0).sum((1, 2, 3))
@@ -87,7 +87,7 @@ def test_synthetic_data_is_quick_repeatable_and_disjoint(data):
 
 
 def test_a_linear_model_cannot_do_the_synthetic_task(data):
-    """Ridge regression on all pixels: the best a linear model gets without tuning, and far from the 95 % of the default one."""
+    """Ridge regression on all pixels, the best linear model without tuning, is far from the 95 % of the default model."""
     x, y = data.train.images.flatten(1).double() / 255, torch.nn.functional.one_hot(data.train.labels).double()
     x = torch.cat([x, torch.ones(len(x), 1)], 1)
     weights = torch.linalg.solve(x.T @ x + 10 * torch.eye(x.shape[1]), x.T @ y)
@@ -113,7 +113,7 @@ def test_too_few_gpus_is_one_clear_line(gpus, processes, fits, monkeypatch):
 
 
 def test_a_cpu_configuration_leaves_the_gpus_alone(monkeypatch):
-    """Accelerate's launcher does not tell several processes that they were meant for the CPU."""
+    """Accelerate's launcher does not pass `use_cpu` on to several processes."""
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 8)
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
     monkeypatch.setattr(topology, "_config_path", lambda: str(ROOT / "accelerate_configs" / "2cpu.yaml"))
@@ -127,7 +127,7 @@ def test_fp16_on_a_cpu_is_refused(monkeypatch):
         topology.check_launch()
 
 
-def test_uneven_batch_names_the_sizes_that_do():
+def test_a_batch_that_does_not_divide_names_sizes_that_do():
     accelerator = SimpleNamespace(num_processes=4)
     assert topology.split_batch(accelerator, 96, 3) == 8
     with pytest.raises(UserError, match="use 96 or 108"):
@@ -188,7 +188,7 @@ def test_the_newest_checkpoints_and_the_best_are_kept(tmp_path):
     assert sorted(path.name for path in tmp_path.iterdir()) == ["step_00000020", "step_00000040", "step_00000050"]
 
 
-def test_a_moved_project_goes_on(tmp_path):
+def test_a_moved_project_continues(tmp_path):
     assert moved("/no/such/place/cifar10", str(tmp_path / "cifar10"))
     assert not moved("/no/such/place/cifar10", str(tmp_path / "cifar100"))
     assert not moved(str(tmp_path), f"/elsewhere/{tmp_path.name}")  # both are there: which was it?
@@ -196,7 +196,7 @@ def test_a_moved_project_goes_on(tmp_path):
 
 
 class Event:
-    """What a GPU would say: not yet, not yet, done."""
+    """A CUDA event: not ready, not ready, ready."""
 
     def __init__(self, answers):
         self.answers = list(answers)
@@ -205,7 +205,7 @@ class Event:
         return self.answers.pop(0)
 
 
-def test_the_guard_asks_a_gpu_until_a_loss_is_there_and_not_for_ever(monkeypatch):
+def test_the_guard_polls_a_gpu_for_a_loss_until_a_timeout(monkeypatch):
     monkeypatch.setattr(exits, "_in_training", False)
     events = [Event([False, False, True]), Event([False] * 10_000)]
     monkeypatch.setattr(guard, "_to_host", lambda loss: (loss, events[int(loss)]))
@@ -233,10 +233,10 @@ def test_the_guard_asks_a_gpu_until_a_loss_is_there_and_not_for_ever(monkeypatch
         ("NVIDIA T400 4GB", None),
     ],
 )
-def test_peaks_are_of_that_very_gpu(name, peak):
+def test_peaks_are_of_exactly_that_gpu(name, peak):
     assert gpu_peaks.known_tflops(name) == peak
 
 
-def test_an_error_of_nccl_says_what_happened_not_where_in_pytorch():
+def test_an_nccl_error_says_what_happened_instead_of_where():
     text = "NCCL error in: /src/NCCLUtils.cpp:93, invalid usage\nLast error:\nDuplicate GPU detected : rank 0 and rank 1\n"
     assert exits._known_failure(RuntimeError(text)) == "error: rank 0: NCCL: Duplicate GPU detected : rank 0 and rank 1"

@@ -1,4 +1,4 @@
-"""The smallest loop: the same figures on any number of processes, and exact resuming."""
+"""The smallest loop: the same metrics on any number of processes, exact validation, exact resuming."""
 
 import json
 
@@ -49,7 +49,7 @@ def test_the_best_checkpoint_is_kept_and_its_score_is_of_its_own_step(uninterrup
 
 
 def test_figures_are_of_the_whole_batch(uninterrupted):
-    """Were they one process' own, they would differ with the number of processes."""
+    """If they were those of one process, they would differ with the number of processes."""
     one, two = (metrics(folder, "train") for _, folder in uninterrupted.values())
     # Later on, rounding has grown.
     for a, b in zip(one[:4], two[:4], strict=True):

@@ -1,4 +1,4 @@
-"""A network in stages computes what it computes unsplit, resumes exactly, and no two ranks share a GPU."""
+"""A network split into stages computes the same as unsplit, resumes exactly, and no two ranks share a GPU."""
 
 import importlib.util
 import os
@@ -60,7 +60,7 @@ def test_schedule_keeps_every_stage_busy(script):
 
 def test_ranks_that_would_share_a_gpu_are_named():
     devices.refuse_shared([(0, "a", "GPU-1"), (0, "a", "GPU-2"), (1, "a", "GPU-3"), (1, "b", "GPU-1")])
-    devices.refuse_shared([(0, "a", "GPU-1"), (0, "a", "GPU-1")])  # a rank may have all its stages on one
+    devices.refuse_shared([(0, "a", "GPU-1"), (0, "a", "GPU-1")])  # a rank may have all its stages on one GPU
     with pytest.raises(UserError, match="ranks 1 and 4 would share GPU-7 on node3") as refused:
         devices.refuse_shared([(0, "node3", "GPU-5"), (1, "node3", "GPU-7"), (4, "node3", "GPU-7")])
     assert "\n" not in str(refused.value)

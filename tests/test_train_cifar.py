@@ -22,7 +22,7 @@ def test_leaves_everything_it_promises(reference):
     assert found["global_step"] == 14 and found["samples_seen"] == 14 * 500 and found["num_processes"] == 1
     assert [line["step"] for line in metrics(folder, "train")] == list(range(1, 15))
     assert [line["step"] for line in metrics(folder, "test")] == [7, 14]
-    # the two newest, and the best by test accuracy where it is neither
+    # the two newest, and the one with the best test accuracy
     assert {"step_00000012", "step_00000014"} <= {path.name for path in (folder / "checkpoints").iterdir()}
     assert "global batch 500 = 1 process x 500 samples x 1 accumulation step" in done.stdout
 
@@ -53,7 +53,7 @@ def test_accumulation_changes_nothing(reference, tmp_path):
 
 
 def test_shards_are_disjoint_and_cover_every_epoch(tmp_path):
-    """Every process' sample ids, as its loader gave them: 2 epochs, 3 processes, and one process for comparison."""
+    """The sample ids that the loader of every process yields: 2 epochs, 3 processes, and one process for comparison."""
     orders = {}
     for processes, accumulation in ((1, 1), (3, 2)):
         out = tmp_path / str(processes)
@@ -83,7 +83,7 @@ def test_metrics_are_exact_on_an_odd_test_set(odd_folder, tmp_path):
     run("4gpu", CIFAR, arguments, output_dir=tmp_path / "run")
     accuracy = results(tmp_path / "run")["test_accuracy"]
     assert accuracy * 101 == pytest.approx(round(accuracy * 101), abs=1e-9)
-    # scored again by one process, from the exported weights and from the last checkpoint: the same images right
+    # Evaluated again by one process, with the exported weights and with the last checkpoint: the same accuracy.
     for weights in (tmp_path / "run", tmp_path / "run" / "checkpoints" / "step_00000012"):
         run(None, "scripts/evaluate.py", ["--checkpoint", str(weights)], output_dir=tmp_path / "evaluation")
         assert results(tmp_path / "evaluation")["test_accuracy"] == accuracy

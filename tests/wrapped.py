@@ -1,7 +1,7 @@
-"""Launched by tests in place of a script, with a fault to inject: `wrapped.py FAULT SCRIPT [ARGUMENTS ...]`.
+"""Runs a script with an injected fault, for tests: `wrapped.py FAULT SCRIPT [ARGUMENTS ...]`.
 
-The scripts themselves hold no test hooks. A fault is `NAME@N`: it strikes at the N-th call of what it breaks, and
-`NAME@N:RANK` only on that rank.
+The scripts themselves have no test hooks. A fault is `NAME@N`: it strikes at the N-th call of the function that it breaks;
+with `NAME@N:RANK` only on that rank.
 """
 
 import contextlib
@@ -105,11 +105,11 @@ elif name == "unreadable":
 elif name == "slow_save":
     before(accelerate.Accelerator, "save_state", lambda: time.sleep(6))
 elif name == "full_disk":
-    # For good: the place after the colon is a small file system.
+    # Permanently: the path after the colon is a small file system.
     ballast, rank = os.path.join(rank, "ballast"), ""
     before(accelerate.Accelerator, "backward", lambda: fill(ballast))
 elif name == "fill_disk":
-    # The place after the colon is a small file system: full for this one checkpoint.
+    # The path after the colon is a small file system: full for this checkpoint only.
     ballast, rank = os.path.join(rank, "ballast"), ""
     save_state = accelerate.Accelerator.save_state
 
@@ -125,7 +125,7 @@ elif name == "fill_disk":
 
     accelerate.Accelerator.save_state = save_on_full_disk
 elif name == "clock_seed":
-    # Not a fault but a mistake: weights that depend on when the run was started.
+    # Not a fault but a mistake: weights that depend on the clock.
     real_backward = accelerate.Accelerator.backward
 
     def backward(self, loss):
@@ -155,7 +155,7 @@ elif name == "clock_ahead":
     if rank == os.environ["RANK"]:
         time.time = lambda: real_time() + 120
 elif name == "one_gpu":
-    # What two launchers see that a scheduler gave the same GPU.
+    # What two launchers see if a scheduler assigned the same GPU to both.
     from types import SimpleNamespace
 
     torch.cuda.device_count = lambda: 4

@@ -31,7 +31,7 @@ from conftest import (
     status,
 )
 
-from utils import checkpoint, shards
+from utils import checkpoint, exits, shards
 from utils.exits import UserError
 
 PREEMPTED = 75
@@ -398,18 +398,31 @@ def test_a_hung_process_is_not_waited_for_forever(tmp_path):
     assert "rank 0 lost contact with another process" in done.stderr
 
 
+WITH_A_WORKER = f"{ENDLESS} --num_workers 1"
+
+
 def test_a_dead_loader_worker_is_an_error(tmp_path):
-    started = Started(
-        "cpu",
-        CIFAR,
-        SMALL.replace("--max_train_steps 14", "--max_train_steps 100000 --num_workers 1"),
-        output_dir=tmp_path / "run",
-    )
+    started = Started("cpu", CIFAR, WITH_A_WORKER, output_dir=tmp_path / "run")
     started.wait_for("step      3/")
-    main = psutil.Process(started.workers()[0])
-    main.children()[0].kill()
+    psutil.Process(started.workers()[0]).children()[0].kill()
     code, output = started.finish()
-    assert code != 0 and "a data loader worker died" in output
+    assert code != 0 and output.count("error: rank 0: a data loader worker died") == 1, output
+
+
+@pytest.mark.parametrize("config", ["cpu", "2cpu"])  # one process, and one of several, in which a lost peer looks alike
+def test_a_loader_worker_that_dies_handing_a_batch_over_is_the_same_error(config, tmp_path):
+    rank = int(config == "2cpu")
+    done = faulty(f"worker_dies_handing_over@20:{rank}", WITH_A_WORKER, tmp_path / "run", config)
+    assert done.stderr.count(f"error: rank {rank}: a data loader worker died") == 1, done.stderr
+    assert "Traceback" not in done.stderr.split("error: rank")[0]
+
+
+@pytest.mark.parametrize("outer", ["loader", "connection"])
+def test_a_dead_loader_worker_is_known_whichever_error_wraps_the_other(outer):
+    loader, connection = RuntimeError("DataLoader worker (pid 7) is killed by signal: Killed."), ConnectionResetError("reset")
+    errors = [loader, connection] if outer == "loader" else [connection, loader]
+    errors[0].__context__ = errors[1]
+    assert "a data loader worker died: DataLoader worker (pid 7)" in exits._known_failure(errors[0])
 
 
 def test_full_output_folder_is_refused(tmp_path):

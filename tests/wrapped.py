@@ -133,6 +133,19 @@ elif name == "clock_seed":
         real_backward(self, loss * (1 + 1e-3 * torch.rand(())))
 
     accelerate.Accelerator.backward = backward
+elif name == "worker_dies_handing_over":
+    # The batch is announced, and its worker is gone before the memory it lies in has been handed over.
+    from multiprocessing import resource_sharer
+
+    import psutil
+
+    def kill_workers():
+        workers = psutil.Process().children()
+        for worker in workers:
+            worker.kill()
+        psutil.wait_procs(workers)
+
+    before(resource_sharer.DupFd, "detach", kill_workers)
 elif name == "out_of_memory":
 
     def exhaust():

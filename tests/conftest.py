@@ -125,6 +125,31 @@ class Started:
         return found
 
 
+def recorded(config, script, arguments, folder, processes=1, accumulation=1):
+    """Runs a script, and reads what it trained on.
+
+    Returns:
+        list: for each optimizer step of this launch what `wrapped.py record` says, `ids` sorted and of all processes.
+    """
+    records = folder.with_name(f"{folder.name}_records")
+    records.mkdir()
+    launcher = ("--num_processes", str(processes))
+    run(config, "tests/wrapped.py", [f"record@0:{records}", script, *arguments.split()], output_dir=folder, launcher=launcher)
+    ranks = []
+    for rank in range(processes):
+        lines = [json.loads(line) for line in (records / f"{rank}.jsonl").read_text().splitlines()]
+        # With three processes and more two rehearsed steps come first, on the samples 0 and 1.
+        ranks.append([line for line in lines if line["ids"] != [0, 1]])
+    assert len({len(lines) for lines in ranks}) == 1 and len(ranks[0]) % accumulation == 0
+    steps = []
+    for first in range(0, len(ranks[0]), accumulation):
+        parts = [part for lines in ranks for part in lines[first : first + accumulation]]
+        facts = [{name: value for name, value in part.items() if name != "ids"} for part in parts]
+        assert all(fact == facts[0] for fact in facts)
+        steps.append({"ids": sorted(i for part in parts for i in part["ids"]), **facts[0]})
+    return steps
+
+
 def all_end_within(processes, seconds):
     """Whether all of `processes` come to an end in time; a zombie that its new parent did not collect yet has."""
     deadline = time.monotonic() + seconds

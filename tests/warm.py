@@ -12,6 +12,7 @@ Nothing of this project is imported by the server, so a copied script finds its 
 import atexit
 import contextlib
 import ctypes
+import fcntl
 import importlib
 import json
 import os
@@ -23,8 +24,10 @@ import subprocess
 import sys
 import tempfile
 import threading
+import time
 from pathlib import Path
 
+PR_SET_CHILD_SUBREAPER = 36  # from <linux/prctl.h>
 ADDRESS = "WARM_SERVER"  # the environment variable that names the server's socket
 TESTS = Path(__file__).resolve().parent
 # Without them, /proc could not show a program's own arguments and environment in place of the server's.
@@ -82,8 +85,8 @@ class Program:
         request = {"words": words, "environment": environment, "cwd": cwd or os.getcwd(), "session": start_new_session}
         self._socket = socket.socket(socket.AF_UNIX)
         self._socket.connect(os.environ[ADDRESS])
-        socket.send_fds(self._socket, [b"!"], [stdout.fileno(), stderr.fileno()])
-        self._socket.sendall(json.dumps(request).encode() + b"\n")
+        with open(os.devnull) as stdin:
+            _send(self._socket, request, [stdin.fileno(), stdout.fileno(), stderr.fileno()])
         self._answers = self._socket.makefile("r")
         self.pid = int(self._answers.readline())
 
@@ -115,6 +118,17 @@ def run(words, environment, timeout, cwd=None):
         return subprocess.CompletedProcess(words, program.returncode, stdout.read(), stderr.read())
 
 
+def _send(connection, request, files):
+    socket.send_fds(connection, [b"!"], files)
+    connection.sendall(json.dumps(request).encode() + b"\n")
+
+
+def _receive(connection):
+    """A request and its open files, or None at the end of the connection."""
+    byte, files, _, _ = socket.recv_fds(connection, 1, 3)
+    return (json.loads(connection.makefile("r").readline()), files) if byte else None
+
+
 # ------------------------------------------------------------------------------------------------------ the server's side
 
 
@@ -126,7 +140,6 @@ def serve(address):
     print("listening", flush=True)
     for name in HEAVY:
         importlib.import_module(name)
-    subprocess._fork_exec = _fork_instead(subprocess._fork_exec)
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # nobody waits for the supervisors below
     while True:
         readable, _, _ = select.select([listener, sys.stdin], [], [])
@@ -142,67 +155,102 @@ def serve(address):
 def _supervise(connection):
     """Starts what is asked for, says its process id, waits for it, and says how it ended."""
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
-    _, files, _, _ = socket.recv_fds(connection, 1, 2)
-    request = json.loads(connection.makefile("r").readline())
+    request, files = _receive(connection)
     pid = os.fork()
     if pid == 0:
-        if request["session"]:
-            os.setsid()
-        _become(request["words"], request["environment"], request["cwd"], [os.open(os.devnull, os.O_RDONLY), *files])
+        _become(request, files)
     with contextlib.suppress(BrokenPipeError):  # whoever asked has gone
         connection.sendall(f"{pid}\n".encode())
         connection.sendall(f"{os.waitpid(pid, 0)[1]}\n".encode())
     os._exit(0)
 
 
-def _fork_instead(fork_exec):
-    """In place of what `subprocess.Popen` calls to fork and execute: a fork alone, if the program is this Python."""
+def _lend_forks():
+    """Has `subprocess.Popen` fork, instead of execute, this Python: for launchers, called before anything else runs.
 
-    def fork(args, executables, close_fds, keep, cwd, environment, *rest):
+    A launcher has threads, and a fork in the moment in which one of them holds a lock of the C library would keep that
+    lock for ever. So a process that has none, made here, forks for it. What it forks becomes the launcher's own child,
+    as it has to be: the process between them ends at once, and the launcher is the one to adopt orphans.
+    """
+    ours, theirs = socket.socketpair()
+    launcher = os.getpid()
+    if os.fork() == 0:
+        ours.close()
+        for descriptor in range(3):  # whoever reads what the launcher prints must see its end
+            os.dup2(os.open(os.devnull, os.O_RDWR), descriptor)
+        while received := _receive(theirs):
+            between = os.fork()
+            if between == 0:
+                between = os.getpid()
+                pid = os.fork()
+                if pid == 0:
+                    while os.getppid() == between:
+                        time.sleep(0.0005)
+                    _become(*received)
+                theirs.sendall(f"{pid}\n".encode())
+                os._exit(0)
+            os.waitpid(between, 0)
+            for file in received[1]:
+                os.close(file)
+        os._exit(0)
+    theirs.close()
+    fork_exec, prctl, answers = subprocess._fork_exec, ctypes.CDLL(None).prctl, ours.makefile("r")
+
+    def fork_instead(args, executables, close_fds, keep, cwd, environment, *rest):
         words = [os.fsdecode(word) for word in args]
-        if words[0] != sys.executable or words[1:2] == ["-c"] or not close_fds:
+        reads_from, _, _, writes_to, _, complains_to, _, told_here = rest[:8]
+        if words[0] != sys.executable or words[1:2] == ["-c"] or not close_fds or set(keep) != {told_here}:
             return fork_exec(args, executables, close_fds, keep, cwd, environment, *rest)
-        reads_from, _, _, writes_to, _, complains_to = rest[:6]
-        files = [mine if asked == -1 else asked for mine, asked in enumerate((reads_from, writes_to, complains_to))]
-        session = rest[9]
         lines = os.environb.items() if environment is None else (line.split(b"=", 1) for line in environment)
-        variables = {os.fsdecode(name): os.fsdecode(value) for name, value in lines}
-        everything = signal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals())  # ours, and not for the child
-        pid = os.fork()
-        if pid == 0:
-            if session:
-                os.setsid()
-            _become(words[1:], variables, cwd, files, keep=[fd for fd in keep if fd not in rest[6:8]])
-        signal.pthread_sigmask(signal.SIG_SETMASK, everything)
+        request = {
+            "words": words[1:],
+            "environment": {os.fsdecode(name): os.fsdecode(value) for name, value in lines},
+            "cwd": cwd or os.getcwd(),
+            "session": rest[9],
+        }
+        files = [mine if asked == -1 else asked for mine, asked in enumerate((reads_from, writes_to, complains_to))]
+        prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
+        _send(ours, request, files)
+        pid = int(answers.readline())
+        while _parent(pid) not in (launcher, None):
+            time.sleep(0.0005)
+        prctl(PR_SET_CHILD_SUBREAPER, 0, 0, 0, 0)
         return pid
 
-    return fork
+    subprocess._fork_exec = fork_instead
 
 
-def _become(words, environment, cwd, files, keep=()):
+def _parent(pid):
+    try:
+        with open(f"/proc/{pid}/stat") as file:
+            return int(file.read().rpartition(")")[2].split()[1])
+    except OSError:
+        return None
+
+
+def _become(request, files):
     """Makes this forked process what `python WORDS` would be after its imports, runs it, and ends."""
-    for number in signal.valid_signals() - {signal.SIGKILL, signal.SIGSTOP}:
-        if callable(signal.getsignal(number)):
-            signal.signal(number, signal.default_int_handler if number == signal.SIGINT else signal.SIG_DFL)
-    signal.pthread_sigmask(signal.SIG_SETMASK, ())
-    files = [os.dup(file) if file < 3 else file for file in files]
-    for descriptor, file in enumerate(files):
+    words, environment = request["words"], request["environment"]
+    if request["session"]:
+        os.setsid()
+    signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+    # From above 2, or one would be overwritten before it is duplicated.
+    for descriptor, file in enumerate([fcntl.fcntl(file, fcntl.F_DUPFD, 3) for file in files]):
         os.dup2(file, descriptor)
-    for descriptor in map(int, os.listdir("/proc/self/fd")):
-        if descriptor > 2 and descriptor not in keep:
-            with contextlib.suppress(OSError):  # the one that listed them
-                os.close(descriptor)
-    if cwd:
-        os.chdir(cwd)
+    os.closerange(3, max(map(int, os.listdir("/proc/self/fd"))) + 1)
+    os.chdir(request["cwd"])
+    if "-m" in words[:2]:
+        _lend_forks()
     _show([sys.executable, *words], environment)
     os.environ.clear()
     os.environ.update(environment)
     unbuffered = words[0] == "-u" or bool(environment.get("PYTHONUNBUFFERED"))
     words = words[words[0] == "-u" :]
-    sys.stdin = os.fdopen(0, "r", closefd=False)
-    sys.stdout = os.fdopen(1, "w", closefd=False)
+    like = [dict(encoding=stream.encoding, errors=stream.errors) for stream in (sys.stdin, sys.stdout, sys.stderr)]
+    sys.stdin = os.fdopen(0, "r", closefd=False, **like[0])
+    sys.stdout = os.fdopen(1, "w", closefd=False, **like[1])
     sys.stdout.reconfigure(write_through=unbuffered)
-    sys.stderr = os.fdopen(2, "w", buffering=1, errors="backslashreplace", closefd=False)
+    sys.stderr = os.fdopen(2, "w", buffering=1, closefd=False, **like[2])
     sys.__stdout__, sys.__stderr__ = sys.stdout, sys.stderr
     libraries = [path for path in sys.path if path not in ("", str(TESTS), str(TESTS.parent))]
     module = words[1] if words[0] == "-m" else None

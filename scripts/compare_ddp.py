@@ -57,7 +57,7 @@ from torch.utils.data import DataLoader, Sampler
 
 from utils import report, topology
 from utils.arguments import Parser, number
-from utils.augment import normalise
+from utils.augment import normalize
 from utils.exits import RunFailed, UserError
 from utils.guard import Guard
 from utils.image_data import BatchedImages, as_is, load_images
@@ -137,7 +137,7 @@ def train(accelerator, name, data, args, should_stop):
     """One of the four runs.
 
     Args:
-        should_stop: (step, loss, ids) -> whether to stop now.
+        should_stop: (step, losses, ids) -> whether to stop now.
 
     Returns:
         dict | None: `losses` float32 [processes, steps], `seconds` [1], and the weights after `--proof_steps` and at
@@ -156,14 +156,14 @@ def train(accelerator, name, data, args, should_stop):
     while len(losses) < total_steps:
         for batch in batches:
             images, labels = batch["images"].to(accelerator.device), batch["labels"].to(accelerator.device)
-            loss = F.cross_entropy(model(normalise(images, mean, std)), labels)
+            loss = F.cross_entropy(model(normalize(images, mean, std)), labels)
             accelerator.backward(loss)
             optimizer.step()
             optimizer.zero_grad()
             losses.append(loss.detach())
             if len(losses) == min(args.proof_steps, total_steps):
                 record |= {f"proof.{key}": value for key, value in bare_weights(model).items()}
-            if should_stop(len(losses), loss, [batch["ids"]]):
+            if should_stop(len(losses), [loss.detach()], [batch["ids"]]):
                 return None
             if len(losses) == total_steps:
                 break
@@ -204,7 +204,7 @@ def check_gradients(accelerator, data, args, dtype):
     model.load_state_dict(one.state_dict())
     model = accelerator.prepare(model)
     mean, std = data.train.mean_and_std()
-    images = normalise(data.train.images[: args.batch_size], mean, std).to(accelerator.device, dtype)
+    images = normalize(data.train.images[: args.batch_size], mean, std).to(accelerator.device, dtype)
     labels = data.train.labels[: args.batch_size].to(accelerator.device)
 
     def gradient(network, parts, reduction, factor):
@@ -317,30 +317,30 @@ def main():
         # The other processes wait while the first trains alone.
         kwargs_handlers=[InitProcessGroupKwargs(timeout=timedelta(seconds=args.timeout))],
     )
-    say = accelerator.on_main_process(print)  # accelerator.print speaks once per machine
+    print_main = accelerator.on_main_process(print)  # accelerator.print prints once per machine
     processes = accelerator.num_processes
     args.ddp_epochs = args.ddp_epochs or args.epochs * max(1, int(0.66 * processes))
-    say(topology.banner(accelerator, "compare_ddp", args.batch_size, 1))
-    data = topology.node_first(accelerator, lambda: load_images(args.dataset, args.seed))
+    topology.print_banner(accelerator, args.batch_size)
+    data = topology.local_main_first(accelerator, lambda: load_images(args.dataset, args.seed))
     if args.batch_size > len(data.train.labels):
         raise UserError(f"--batch_size {args.batch_size} is more than the {len(data.train.labels)} training images")
     run = RunFolder(args, accelerator)
-    finished, _ = run.open()
-    if finished:
-        say(f"{table(finished['runs'])}\nthis comparison is finished already; see {run.path}")
+    run.open()
+    if run.finished:
+        print_main(f"{table(run.finished['runs'])}\nthis comparison is finished already; see {run.path}")
         return
-    run.begin(0, topology.describe(accelerator))
+    run.start()
     guard = Guard(accelerator, args.timeout)
 
     gradients = {}
     for dtype in (torch.float32, torch.float64):
         gradients[dtype], own, whole = check_gradients(accelerator, data, args, dtype)
-    say(f"\nLargest relative difference between DDP's gradient (W = {processes}) and that of one process:")
-    say(f"{'':52}  float32  float64")
+    print_main(f"\nLargest relative difference between DDP's gradient (W = {processes}) and that of one process:")
+    print_main(f"{'':52}  float32  float64")
     for case, value in gradients[torch.float32].items():
-        say(f"  {case:50}  {value:7.0e}  {gradients[torch.float64][case]:7.0e}")
+        print_main(f"  {case:50}  {value:7.0e}  {gradients[torch.float64][case]:7.0e}")
     listed = ", ".join(f"{loss:.6f}" for loss in own)
-    say(
+    print_main(
         f"\n{processes} processes, {processes} losses of one batch: {listed}\n"
         f"their mean: {sum(own) / processes:.6f}; one process, the whole batch: {whole:.6f}\n"
     )
@@ -356,17 +356,17 @@ def main():
     # ---- the four runs. One that was interrupted is done again: half a run has no time to compare. Whole ones are kept.
     resumed_from = None
     for name in RUNS:
-        if topology.from_main(accelerator, (run.path / f"{name}.safetensors").exists):
-            say(f"{name}: done earlier")
+        if topology.run_on_main(accelerator, (run.path / f"{name}.safetensors").exists):
+            print_main(f"{name}: done earlier")
             resumed_from = name
             continue
-        say(f"{name} ...")
+        print_main(f"{name} ...")
         if name.endswith("single"):
-            done = topology.from_main(accelerator, lambda: train_and_keep(name, lambda *_: exits.signal_name()))  # noqa: B023
+            done = topology.run_on_main(accelerator, lambda: train_and_keep(name, lambda *_: exits.signal_name()))  # noqa: B023
         else:
             done = train_and_keep(name, guard.should_stop)
         if not done:
-            run.preempted(f"during {name}, which is done again; the runs before it are kept")
+            run.exit_preempted(f"during {name}, which starts over; the runs before it are kept")
 
     if accelerator.is_main_process:
         conclude(run, processes, args, gradients, own, whole, accelerator.device, resumed_from)
@@ -400,7 +400,7 @@ def conclude(run, processes, args, gradients, own, whole, device, resumed_from):
         )
         for step in range(0, rows[name]["steps"], args.log_every):
             for logged in (name, single):
-                run.log(logged, step + 1, loss=records[logged]["losses"][:, step].mean().item())
+                run.write(logged, step + 1, loss=records[logged]["losses"][:, step].mean().item())
     print(f"\n{table(rows)}\n")
     draw(run.path / "loss_curves.png", records, processes)
     seen = sum(row["steps"] * row["effective_batch"] for row in rows.values())
@@ -425,7 +425,7 @@ def conclude(run, processes, args, gradients, own, whole, device, resumed_from):
     apart = max(pair["max_relative_difference"] for pair in pairs.values())
     if apart > TOLERANCE:
         raise RunFailed(f"the weights of a pair differ by {apart:.1e}, more than {TOLERANCE}: this is not the same computation")
-    run.finish(results)
+    run.write_results(results)
     print(f"the pairs agree to {apart:.1e} (tolerance {TOLERANCE:.0e}); see {run.path / 'loss_curves.png'}")
 
 

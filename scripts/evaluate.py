@@ -32,13 +32,13 @@ from utils.run_folder import read_json, write_json
 def main():
     args = parse_args()
     accelerator = Accelerator(cpu=topology.check_launch(), dataloader_config=DataLoaderConfiguration(split_batches=True))
-    state, config, file = topology.from_main(accelerator, lambda: weights.read(args.checkpoint))
-    trained = topology.from_main(accelerator, lambda: trained_with(file)) or {}
+    state, config, file = topology.run_on_main(accelerator, lambda: weights.read(args.checkpoint))
+    trained = topology.run_on_main(accelerator, lambda: trained_with(file)) or {}
     name = args.model or (config or {}).get("model") or trained.get("model")
     if name is None:
         raise UserError(f"{file} does not say which model it is of: give --model")
     dataset, seed = args.dataset or trained.get("dataset", "uoft-cs/cifar10"), trained.get("seed", 0)
-    data = topology.node_first(accelerator, lambda: load_images(dataset, seed))
+    data = topology.local_main_first(accelerator, lambda: load_images(dataset, seed))
 
     model = build_model(name, len(data.class_names))
     try:
@@ -51,7 +51,7 @@ def main():
     loader = DataLoader(BatchedImages(data.test), 250 * accelerator.num_processes, collate_fn=as_is)
     model, loader = accelerator.prepare(model, loader)
     mean, std = (x.to(accelerator.device) for x in data.train.mean_and_std())
-    tested = evaluate(accelerator, model, loader, mean, std, len(data.class_names), tta=args.tta)
+    tested = evaluate(accelerator, model, loader, mean, std, tta=args.tta)
 
     if accelerator.is_main_process:
         results = {"test_accuracy": tested["accuracy"], "test_loss": tested["loss"], "tta": args.tta, "weights": str(file)}
@@ -61,7 +61,7 @@ def main():
         folder = Path(args.output_dir or beside / "evaluation")
         try:
             folder.mkdir(parents=True, exist_ok=True)
-            plots.classification(folder, data.test, tested, data.class_names)
+            plots.classification(folder, data, tested)
             write_json(folder / "results.json", results)
         except OSError as error:
             raise UserError(f"cannot write to {folder}: {error.strerror}; give --output_dir") from None

@@ -14,13 +14,13 @@ re-encoded as JPEG, with --batch_size 500: 89.7 % test accuracy, 91.0 % with --t
 ones, comes to 91.1 %.
 """
 
+import math
 import sys
-import time
 from datetime import timedelta
-from itertools import islice, pairwise
+from itertools import pairwise
 from pathlib import Path
 
-# `utils` lies beside this script (a copy) or one folder up (the repository).
+# `utils` is beside this script (a copy) or one folder up (the repository).
 sys.path.insert(1, str(Path(__file__).resolve().parents[1]))
 from utils import exits
 
@@ -31,35 +31,27 @@ import torch
 import torch.nn.functional as F
 import torchvision
 from accelerate import Accelerator, DataLoaderConfiguration, skip_first_batches
-from accelerate.utils import GradientAccumulationPlugin, InitProcessGroupKwargs, ProjectConfiguration, set_seed
+from accelerate.utils import GradientAccumulationPlugin, InitProcessGroupKwargs, set_seed
 from torch import nn
 from torch.utils.data import DataLoader
-from tqdm import tqdm
 
-from utils import checkpoint, plots, report, topology, weights
-from utils.arguments import Parser, add_data_arguments, add_run_arguments, number
-from utils.augment import augment, normalise
+from utils import plots, report, topology, tracking, weights
+from utils.arguments import Parser, number
+from utils.augment import augment, normalize
 from utils.exits import UserError
 from utils.guard import Guard
 from utils.image_data import BatchedImages, as_is, load_images
 from utils.muon import MuonSGD
-from utils.run_folder import RunFolder, scratch_name
+from utils.plan import Plan
+from utils.run_folder import RunFolder
 
 # What each model was tuned with; any of it can be overridden on the command line. 480 divides by most numbers of GPUs
 # that there are: 1 to 6, 8, 10, 12, 16, 20, 24.
-LENGTH = ("epochs", "max_train_steps")
 RECIPES = {
-    "fastnet": dict(
-        epochs=14, batch_size=480, lr=0.12, warmup=0.0, weight_decay=0.012, label_smoothing=0.2, padding=2, cutout=0
-    ),
-    "resnet18": dict(
-        epochs=30, batch_size=480, lr=0.4, warmup=0.2, weight_decay=5e-4, label_smoothing=0.1, padding=4, cutout=8
-    ),
-    "net": dict(epochs=20, batch_size=96, lr=0.02, warmup=0.2, weight_decay=5e-4, label_smoothing=0.0, padding=2, cutout=0),
+    "fastnet": dict(epochs=14, batch_size=480, lr=0.12, warmup=0.0, weight_decay=0.012, label_smoothing=0.2),
+    "resnet18": dict(epochs=30, batch_size=480, lr=0.4, weight_decay=5e-4, label_smoothing=0.1, padding=4, cutout=8),
+    "net": dict(epochs=20, batch_size=96, lr=0.02, weight_decay=5e-4),
 }
-
-
-# ----------------------------------------------------------------------------------------------------------- models
 
 
 class Net(nn.Module):
@@ -144,20 +136,20 @@ def build_optimizer(model, args):
     return MuonSGD(groups, **common)
 
 
-def lr_at(progress, args):
-    """The share of the peak rate at `progress` in [0, 1]: linear warm-up and decay to zero, or all of it throughout."""
+def lr_multiplier(progress, args):
+    """The learning-rate multiplier at `progress` in [0, 1]: linear warm-up and decay to zero, or constant."""
     if args.lr_schedule == "constant":
-        return 1.0  # on no account of the length of the run, which can be prolonged
+        return 1.0
     if progress < args.warmup:
         return (progress + 0.01) / (args.warmup + 0.01)
     return (1 - progress) / (1 - args.warmup)
 
 
 def image_size_at(progress, args):
-    """Pixels to train at: small images first. Costs 0.66 of full size throughout, and the end sees what the test sees."""
+    """Pixels to train at: small images first. Costs 0.66 of full size throughout; the last steps see full size, as tests do."""
     if args.model == "net" or args.lr_schedule == "constant":
         return 32
-    return 24 if progress < 0.6 else 28 if progress < 0.8 else 32
+    return 24 if progress <= 0.6 else 28 if progress <= 0.8 else 32
 
 
 # ------------------------------------------------------------------------------------------------- data, evaluation
@@ -172,36 +164,45 @@ def build_loaders(accelerator, data, args):
     return train, DataLoader(BatchedImages(data.test), 250 * accelerator.num_processes, **common)
 
 
+def compute_loss(model, batch, mean, std, epoch, size, args):
+    """The mean loss of a batch, augmented as the seed, the epoch and the ids of the samples say."""
+    images, keep = batch["images"], None
+    if not args.overfit_batch:
+        images, keep = augment(images, batch["ids"], epoch, args.seed, padding=args.padding, cutout=args.cutout)
+    outputs = model(normalize(images, mean, std, keep, size))
+    return F.cross_entropy(outputs, batch["labels"], label_smoothing=args.label_smoothing)
+
+
 @torch.no_grad()
-def evaluate(accelerator, model, loader, mean, std, classes, *, tta=False, size=32, max_batches=None):
-    """Exact figures over the test set, each image counted once, on any number of processes.
+def evaluate(accelerator, model, loader, mean, std, *, tta=False, size=32):
+    """Exact metrics over the test set, each image counted once, on any number of processes.
 
     Args:
-        tta (bool): test-time augmentation: sum the outputs for an image, its mirror image, and both shifted a pixel.
+        tta (bool): test-time augmentation: sum the outputs for an image, its mirror image, and both shifted by a pixel.
         size (int): pixels to resize to: a model that has seen only small images is tested on small ones.
 
     Returns:
-        dict: `loss`, `accuracy`, `confusion` (int64 [true, predicted]), `predictions` (int64, in the data's order).
+        dict: `loss`, `accuracy`, `confusion` (int64 [true, predicted]), `predictions` (int64, in the order of the data).
     """
     model.eval()
     outputs, labels = [], []
-    for batch in islice(loader, max_batches):
-        images = normalise(batch["images"], mean, std, size=size)
+    for batch in loader:
+        images = normalize(batch["images"], mean, std, size=size)
         logits = model(images).float()
         if tta:
             padded = F.pad(images, (1, 1, 1, 1), mode="reflect")
             views = [images, padded[:, :, :-2, :-2], padded[:, :, 2:, 2:]]
             weights = [0.25, 0.125, 0.125]
             logits = sum(w * (model(v).float() + model(v.flip(-1)).float()) for w, v in zip(weights, views, strict=True))
-        # Per sample and per batch: what makes the last, uneven batch come out right.
+        # Per sample and per batch: this is what makes the last, uneven batch come out right.
         logits, target = accelerator.gather_for_metrics((logits, batch["labels"]))
         outputs.append(logits)
         labels.append(target)
     model.train()
     outputs, labels = torch.cat(outputs).cpu(), torch.cat(labels).cpu()
-    if max_batches is None and len(labels) != len(loader.dataset):
+    if len(labels) != len(loader.dataset):
         raise RuntimeError(f"evaluated {len(labels)} of {len(loader.dataset)} test samples")
-    predictions = outputs.argmax(1)
+    predictions, classes = outputs.argmax(1), outputs.shape[1]
     return {
         "loss": F.cross_entropy(outputs, labels).item(),
         "accuracy": (predictions == labels).double().mean().item(),
@@ -215,217 +216,121 @@ def evaluate(accelerator, model, loader, mean, std, classes, *, tta=False, size=
 
 def main():
     args = parse_args()
+    # --batch_size is global: every batch is split over the processes, so each topology sees the same ones in the same order.
+    loading = DataLoaderConfiguration(split_batches=True, use_seedable_sampler=True, data_seed=args.seed, non_blocking=True)
     accelerator = Accelerator(
-        cpu=topology.check_launch(),
-        # --batch_size is global: every batch is split over the processes, so each topology sees the same ones in order.
-        dataloader_config=DataLoaderConfiguration(
-            split_batches=True, use_seedable_sampler=True, data_seed=args.seed, non_blocking=True
-        ),
+        cpu=topology.check_launch(training=True),
+        dataloader_config=loading,
         gradient_accumulation_plugin=GradientAccumulationPlugin(args.gradient_accumulation_steps, sync_with_dataloader=False),
         kwargs_handlers=[InitProcessGroupKwargs(timeout=timedelta(seconds=args.timeout))],
-        log_with="tensorboard",
-        project_config=ProjectConfiguration(logging_dir=args.output_dir),
+        log_with=tracking.trackers(args.track),
+        project_dir=f"{args.output_dir}/tensorboard",
     )
-    say = accelerator.on_main_process(print)  # accelerator.print speaks once per machine
-    banner = topology.banner(accelerator, "train_cifar", args.batch_size, args.gradient_accumulation_steps)
-    data = topology.node_first(accelerator, lambda: load_images(args.dataset, args.seed))
+    topology.print_banner(accelerator, args.batch_size, args.gradient_accumulation_steps)
+    data = topology.local_main_first(accelerator, lambda: load_images(args.dataset, args.seed))
     if args.overfit_batch:
         data.train = data.test = data.train.first(args.batch_size)
-    classes, steps_per_epoch = len(data.class_names), len(data.train.labels) // args.batch_size
-    if steps_per_epoch == 0:
-        raise UserError(f"--batch_size {args.batch_size} is more than the {len(data.train.labels)} training images")
-    total_steps = args.max_train_steps or args.epochs * steps_per_epoch
-    eval_every = args.eval_every or steps_per_epoch
-    checkpoint_every = steps_per_epoch if args.checkpoint_every is None else args.checkpoint_every
-
-    # ---- what this folder holds already: nothing, a run to continue, or one that must not be touched
-    run = RunFolder(args, accelerator, free=LENGTH if args.lr_schedule == "constant" else ())
-    finished, found = run.open()
-    if finished:
-        say(report.summary(finished, run.path, "this run is finished already, nothing to do"))
+    elif args.dry_run:
+        data.test = data.test.first(500)
+    plan = Plan.from_args(args, len(data.train.labels))
+    run = RunFolder(args, accelerator, may_change=["tta"])
+    run.open(plan)  # the folder is empty, or holds a run to continue, or a finished one
+    if run.finished:
         return
 
     set_seed(args.seed)
     mean, std = (x.to(accelerator.device) for x in data.train.mean_and_std())
-    model = build_model(args.model, classes)
+    model = build_model(args.model, len(data.class_names))
     if args.model == "fastnet":
-        model.fit_whitening(normalise(data.train.images[:5000], mean.cpu(), std.cpu()))
+        model.fit_whitening(normalize(data.train.images[:5000], mean.cpu(), std.cpu()))
+    weights.initialize(accelerator, model, args.init_from)
     if args.compile:
         model.compile()  # in place: torch.compile(model) would put its prefix before every name that DDP saves
     optimizer = build_optimizer(model, args)
-    scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: lr_at(step / total_steps, args))
-    train_loader, test_loader = build_loaders(accelerator, data, args)
-    model, optimizer, scheduler, train_loader, test_loader = accelerator.prepare(
-        model, optimizer, scheduler, train_loader, test_loader
-    )
-
-    def compute_loss(batch, epoch, size):
-        images, keep = batch["images"], None
-        if not args.overfit_batch:
-            images, keep = augment(images, batch["ids"], epoch, args.seed, padding=args.padding, cutout=args.cutout)
-        outputs = model(normalise(images, mean, std, keep, size))
-        return F.cross_entropy(outputs, batch["labels"], label_smoothing=args.label_smoothing)
-
-    example = {name: value.to(accelerator.device) for name, value in train_loader.dataset.__getitems__([0, 1]).items()}
-    topology.settle_gradient_buckets(accelerator, model, lambda: compute_loss(example, 0, 32))
-    progress = {"step": 0, "train_seconds": 0.0, "score": None, "best": 0.0}
-    if found:
-        checkpoint.load(accelerator, found[0])
-        progress = found[1]["progress"] | {"score": None}
-    step = resumed_from = saved_at = progress["step"]
-    run.begin(step, topology.describe(accelerator))
-    accelerator.init_trackers("tensorboard", init_kwargs={"tensorboard": {"purge_step": step + 1}})
-    say(f"{banner}\n{total_steps} steps, {steps_per_epoch} an epoch; everything goes to {run.path}")
-    say(f"continuing from {found[0]}" if found else "starting at step 0")
-
-    began = time.perf_counter()
+    scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: lr_multiplier(step / plan.total_steps, args))
+    model, optimizer, scheduler = accelerator.prepare(model, optimizer, scheduler)
+    train_loader, test_loader = accelerator.prepare(*build_loaders(accelerator, data, args))
+    topology.warm_up_ddp_buckets(accelerator, model, normalize(data.train.images[:2].to(accelerator.device), mean, std))
+    step = run.start(scheduler)  # accelerator.load_state, if there is a checkpoint
     guard = Guard(accelerator, args.timeout)
-    meter = report.Meter(accelerator, args.batch_size, total_steps, step)
-    bar = tqdm(total=total_steps, initial=step, disable=not (accelerator.is_main_process and sys.stderr.isatty()))
-
-    def test(size, tta=False):
-        limit = 2 if args.dry_run else None
-        return evaluate(accelerator, model, test_loader, mean, std, classes, tta=tta, size=size, max_batches=limit)
-
-    def save():
-        guard.check_loss()
-        now = progress | {"step": step, "train_seconds": progress["train_seconds"] + time.perf_counter() - began}
-        written, seconds = checkpoint.save(accelerator, run.path, now, args.keep_checkpoints, run.record)
-        run.log("checkpoint", step, seconds=seconds, written=written)
-        return step if written else saved_at
-
-    # ---- the loop
-    stop, tested = False, None
-    model.train()
-    with report.profiler(accelerator, run.path, args.profile) as profile_step:
-        while step < total_steps and not stop:
-            epoch, done = divmod(step, steps_per_epoch)
+    train_loss, tested = math.inf, None
+    with report.profiler(accelerator, run.path, args.profile) as profiler:
+        for epoch, todo in plan.epochs(start=step):
             train_loader.set_epoch(epoch)
-            batches = skip_first_batches(train_loader, done * args.gradient_accumulation_steps) if done else train_loader
-            # Whole optimizer steps only: what is left of the epoch is the same for every accumulation.
-            steps = min(steps_per_epoch - done, total_steps - step)
-            step_loss, ids = 0.0, []
-            meter.data_wanted()
-            for batch in islice(batches, steps * args.gradient_accumulation_steps):
-                meter.data_arrived()
-                if not ids:
-                    # For dropout and the like: drawn anew from the step, so a restart changes nothing.
-                    set_seed((args.seed + 1_000_003 * step + 7_919 * accelerator.process_index) % 2**32)
-                size = image_size_at(step / total_steps, args)
-                with accelerator.accumulate(model):
-                    loss = compute_loss(batch, epoch, size)
-                    accelerator.backward(loss)
-                    if accelerator.sync_gradients and args.max_grad_norm:
-                        accelerator.clip_grad_norm_(model.parameters(), args.max_grad_norm)
-                    optimizer.step()
-                    scheduler.step()
-                    optimizer.zero_grad()
-                step_loss = step_loss + loss.detach() / args.gradient_accumulation_steps
-                ids.append(batch["ids"])
-                if accelerator.sync_gradients:
-                    step += 1
-                    bar.update()
-                    profile_step()
-                    stop = guard.should_stop(step, step_loss, ids)
-                    if step % args.log_every == 0 or step == total_steps:
-                        # Of the whole global batch, not of this process' share: one loss, not one per rank.
-                        loss = accelerator.reduce(step_loss, "mean").item()
-                        line = meter.line(step, epoch=step / steps_per_epoch, loss=loss, lr=scheduler.get_last_lr()[0])
-                        run.log("train", **line)
-                        accelerator.log({f"train/{n}": line[n] for n in ("loss", "lr", "samples_per_second")}, step=step)
-                        bar.write(meter.text(line)) if not bar.disable else say(meter.text(line))
-                        stop = stop or (args.overfit_batch and loss < 0.01)
-                    improved = False
-                    if step % eval_every == 0 or step == total_steps:
-                        tested = test(32 if step == total_steps else size)
-                        improved = tested["accuracy"] > progress["best"]
-                        progress |= {"score": tested["accuracy"], "best": max(tested["accuracy"], progress["best"])}
-                        run.log("test", step, epoch=step / steps_per_epoch, loss=tested["loss"], accuracy=tested["accuracy"])
-                        accelerator.log({f"test/{n}": tested[n] for n in ("loss", "accuracy")}, step=step)
-                        say(f"step {step}  test loss {tested['loss']:.4f}  accuracy {tested['accuracy']:.2%}")
-                    if step == total_steps or (checkpoint_every and (improved or step % checkpoint_every == 0)):
-                        saved_at = save()
-                    if progress["score"] is not None:
-                        progress["score"] = None  # of this step only
-                        meter.restart(step)
-                    step_loss, ids = 0.0, []
-                    if stop:
-                        break
-                meter.data_wanted()
-    bar.close()
-    if step < total_steps and not args.overfit_batch:
-        if saved_at != step:
-            saved_at = save()
-        run.preempted(f"at step {step}, saved at step {saved_at}", step=saved_at)
+            batches = skip_first_batches(train_loader, todo.batches_done)
+            for step, micro_batches in todo.steps(run.timed(batches)):
+                topology.seed_step(accelerator, args.seed, step)  # dropout: a restart draws the same numbers
+                size = image_size_at(step / plan.total_steps, args)
+                losses, ids = [], []
+                for batch in micro_batches:
+                    with accelerator.accumulate(model):
+                        loss = compute_loss(model, batch, mean, std, epoch, size, args)
+                        accelerator.backward(loss)
+                        if accelerator.sync_gradients and args.max_grad_norm:
+                            accelerator.clip_grad_norm_(model.parameters(), args.max_grad_norm)
+                        optimizer.step()
+                        scheduler.step()
+                        optimizer.zero_grad()
+                    losses.append(loss.detach())
+                    ids.append(batch["ids"])
+                profiler.step()
+                stop = guard.should_stop(step, losses, ids)  # the same answer on every process
+                if plan.log_due(step):
+                    train_loss = accelerator.reduce(torch.stack(losses).mean(), "mean").item()  # one loss, not one per rank
+                    run.log("train", step, loss=train_loss, lr=scheduler.get_last_lr()[0])
+                if plan.evaluation_due(step):
+                    tested = evaluate(accelerator, model, test_loader, mean, std, size=size)
+                    run.log("test", step, score=tested["accuracy"], loss=tested["loss"], accuracy=tested["accuracy"])
+                if stop or plan.save_due(step, improved=run.improved_at(step)):
+                    guard.check_loss()  # a checkpoint never holds a diverged model
+                    with run.checkpoint(step) as folder:
+                        accelerator.save_state(folder)
+                if stop and step < plan.total_steps:
+                    run.exit_preempted(step)
+            if args.overfit_batch and train_loss < 0.01:
+                break
 
-    # ---- the results
-    train_seconds = progress["train_seconds"] + time.perf_counter() - began
-    if tested is None or step < total_steps:
-        tested = test(32)
+    if tested is None or step < plan.total_steps:  # continued after the last step, or stopped before it
+        tested = evaluate(accelerator, model, test_loader, mean, std)
     results = {"test_accuracy": tested["accuracy"], "test_loss": tested["loss"]}
     if args.tta:
-        results["test_accuracy_tta"] = test(32, tta=True)["accuracy"]
-    results |= {
-        "global_step": step,
-        "samples_seen": step * args.batch_size,
-        "train_seconds": train_seconds,
-        "samples_per_second": step * args.batch_size / train_seconds,
-        "num_processes": accelerator.num_processes,
-        "peak_memory_bytes": report.memory_bytes(accelerator.device),
-        "resumed_from": resumed_from,
-    }
+        results["test_accuracy_tta"] = evaluate(accelerator, model, test_loader, mean, std, tta=True)["accuracy"]
     if accelerator.is_main_process:
-        bare = accelerator.unwrap_model(model)
-        weights.export(run.path / "model.safetensors", bare, {"model": args.model, "class_names": data.class_names})
+        config = {"model": args.model, "class_names": data.class_names}
+        weights.export(run.path, accelerator.unwrap_model(model), config)
         print(plots.class_table(tested["confusion"], data.class_names))
-        for name in plots.classification(run.path, data.test, tested, data.class_names):
-            picture = plots.pixels(run.path / f"{name}.png")
-            accelerator.get_tracker("tensorboard").log_images({name: picture}, step=step, dataformats="NHWC")
+        tracking.log_images(accelerator, plots.classification(run.path, data, tested), step)
         plots.curves(run.path)
-        flags = {name: value for name, value in run.arguments.items() if value is not None}
-        metrics = {f"final/{name}": value for name, value in results.items() if name.startswith("test_")}
-        accelerator.get_tracker("tensorboard", unwrap=True).add_hparams(flags, metrics, run_name=".")
-        run.finish(results)
-        print(report.summary(results, run.path, "done"))
-    accelerator.wait_for_everyone()  # a scheduler may end the other machines once one has left
+    run.finish(step, next_command=f"python scripts/evaluate.py --checkpoint {run.path}", **results)
+    accelerator.wait_for_everyone()  # a scheduler may end the other machines once one has exited
     accelerator.end_training()
 
 
 def parse_args():
     parser = Parser(description=__doc__.split("\n")[0])
-    group = parser.add_argument_group("model and training (defaults marked * depend on --model)")
+    group = parser.add_argument_group("model and training (the defaults shown are those of the chosen --model)")
     group.add_argument("--model", choices=RECIPES, default="fastnet")
-    group.add_argument("--epochs", type=number(int, 1), help="passes over the training set *")
-    group.add_argument("--max_train_steps", type=number(int, 1), help="optimizer steps; wins over --epochs")
-    group.add_argument("--batch_size", type=number(int, 1), help="samples per optimizer step over all processes *")
-    group.add_argument("--gradient_accumulation_steps", type=number(int, 1), default=1, help="micro-batches per step")
-    group.add_argument("--lr", type=number(float, 0), help="peak learning rate *")
-    group.add_argument("--warmup", type=number(float, 0), help="share of the steps in which the rate rises to its peak *")
-    group.add_argument(
-        "--lr_schedule", choices=["linear", "constant"], default="linear", help="constant: no warm-up either; can be prolonged"
-    )
+    parser.add_training_arguments(group)
+    parser.add_optimizer_arguments(group)
     group.add_argument("--momentum", type=number(float, 0, above=True), default=0.85)
-    group.add_argument("--weight_decay", type=number(float, 0), help="*")
-    group.add_argument("--max_grad_norm", type=number(float, 0), default=0, help="clip gradients to this norm; 0: do not")
+    group.add_argument(
+        "--warmup", type=number(float, 0), default=0.2, help="fraction of the steps in which the learning rate rises"
+    )
+    group.add_argument("--lr_schedule", choices=["linear", "constant"], default="linear", help="constant: no warm-up either")
     group.add_argument("--compile", action="store_true", help="torch.compile the model")
     group = parser.add_argument_group("augmentation and evaluation")
-    group.add_argument("--label_smoothing", type=number(float, 0), help="*")
-    group.add_argument("--padding", type=number(int, 0), help="largest random shift in pixels *")
-    group.add_argument("--cutout", type=number(int, 0), help="side of the blanked square in pixels, 0: none *")
+    group.add_argument("--label_smoothing", type=number(float, 0), default=0.0)
+    group.add_argument("--padding", type=number(int, 0), default=2, help="largest random shift in pixels")
+    group.add_argument("--cutout", type=number(int, 0), default=0, help="side of the masked square in pixels; 0: none")
     group.add_argument("--tta", action="store_true", help="also report test-time augmented accuracy")
-    add_run_arguments(parser, "runs/train_cifar")
-    add_data_arguments(parser, "uoft-cs/cifar10", "Hub id or local folder of a 32x32 image data set, or `synthetic`")
-    args = parser.parse_args()
-    args.output_dir = scratch_name(args)
-    if args.warmup is not None and args.warmup >= 1:
-        raise UserError(f"--warmup {args.warmup} is a share of the steps: below 1")
-    for name, value in RECIPES[args.model].items():
-        if getattr(args, name) is None:
-            setattr(args, name, value)
-    if args.dry_run:
-        args.max_train_steps, args.eval_every, args.checkpoint_every, args.log_every = 2, 1, 1, 1
+    parser.add_run_arguments("runs/train_cifar")
+    parser.add_data_arguments("uoft-cs/cifar10", "Hub id or local folder of a 32x32 image data set, or `synthetic`")
+    parser.set_defaults(**RECIPES.get(parser.choice("model"), {}))
+    args = parser.parse_training_args()
+    if args.warmup >= 1:
+        raise UserError(f"--warmup {args.warmup} is a fraction of the steps: below 1")
     if args.overfit_batch:
-        args.lr_schedule, args.label_smoothing, args.max_train_steps = "constant", 0.0, args.max_train_steps or 200
+        args.lr_schedule, args.label_smoothing = "constant", 0.0
     return args
 
 

@@ -26,16 +26,16 @@ an AMD EPYC: 98.1 % test accuracy; four micro-batches 0.90 times as fast as one,
 share the same cores. Not run on GPUs yet.
 """
 
+import math
 import os
-import socket
 import statistics
 import sys
 import time
 from datetime import timedelta
-from itertools import islice, pairwise
+from itertools import pairwise
 from pathlib import Path
 
-# `utils` lies beside this script (a copy) or one folder up (the repository).
+# `utils` is beside this script (a copy) or one folder up (the repository).
 sys.path.insert(1, str(Path(__file__).resolve().parents[1]))
 from utils import exits
 
@@ -43,85 +43,20 @@ if __name__ == "__main__":
     exits.install()  # before torch: a signal during the slow imports below must not be lost
 
 import torch
-import torch.distributed as dist
 import torch.nn.functional as F
 from accelerate import Accelerator, DataLoaderConfiguration, skip_first_batches
-from accelerate.utils import GradientAccumulationPlugin, InitProcessGroupKwargs, ProjectConfiguration, set_seed
+from accelerate.utils import GradientAccumulationPlugin, InitProcessGroupKwargs, set_seed
 from torch import nn
 from torch.utils.data import DataLoader
-from tqdm import tqdm
 
-from utils import checkpoint, plots, report, topology, weights
-from utils.arguments import Parser, add_data_arguments, add_run_arguments, number
-from utils.augment import augment, normalise
+from utils import devices, plots, report, topology, tracking, weights
+from utils.arguments import Parser, number
+from utils.augment import augment, normalize
 from utils.exits import UserError
 from utils.guard import Guard
 from utils.image_data import BatchedImages, as_is, load_images
-from utils.run_folder import RunFolder, scratch_name
-
-# ------------------------------------------------------------------------------------------------------------ devices
-
-
-def arrange_gpus(gpus, local_processes, per_process):
-    """The order in which to number a machine's GPUs, so that process r finds its own at r and behind the others' first.
-
-    Accelerate puts process r on cuda:r, and synchronises there. In the new order that is the first of *its* GPUs:
-    with two processes and two each, GPUs 0 1 2 3 are numbered 0 2 1 3, and process 1 owns cuda:1 and cuda:3.
-
-    Returns:
-        list[int]: all GPUs in the new order.
-    """
-    firsts = [rank * per_process for rank in range(local_processes)]
-    others = [gpu for gpu in range(local_processes * per_process) if gpu not in firsts]
-    return firsts + others + list(range(local_processes * per_process, gpus))
-
-
-def refuse_shared(places):
-    """Raises UserError if two ranks would use one device.
-
-    Args:
-        places: (rank, host, device) of every stage of every rank; `device` identifies it on its host.
-    """
-    owners = {}
-    for rank, host, device in places:
-        owner = owners.setdefault((host, device), rank)
-        if owner != rank:
-            raise UserError(
-                f"ranks {owner} and {rank} would share {device} on {host}: every rank needs as many GPUs of its own as "
-                "--devices_per_process says. Start fewer processes (accelerate launch --num_processes ...)"
-            )
-
-
-def claim_gpus(per_process):
-    """Gives this process its GPUs; call it before CUDA is used.
-
-    Returns:
-        list[torch.device]: one for each stage.
-
-    Raises:
-        UserError: there are too few; names two ranks that would share one.
-    """
-    gpus, processes = torch.cuda.device_count(), int(os.environ.get("LOCAL_WORLD_SIZE", 1))
-    rank, first = int(os.environ.get("LOCAL_RANK", 0)), int(os.environ.get("RANK", 0)) - int(os.environ.get("LOCAL_RANK", 0))
-    stages = [(r, stage) for r in range(processes) for stage in range(per_process)]
-    refuse_shared((first + r, socket.gethostname(), f"GPU {(r * per_process + stage) % gpus}") for r, stage in stages)
-    if per_process > gpus:
-        raise UserError(f"--devices_per_process {per_process}: this machine has {gpus}")
-    visible = os.environ.get("CUDA_VISIBLE_DEVICES", ",".join(map(str, range(gpus)))).split(",")
-    os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(visible[i] for i in arrange_gpus(gpus, processes, per_process))
-    behind = processes + rank * (per_process - 1)
-    return [torch.device("cuda", index) for index in (rank, *range(behind, behind + per_process - 1))]
-
-
-def check_gpus(accelerator, devices, timeout):
-    """Compares the GPUs that all processes really got, by their serial ids, over gloo: NCCL would fail obscurely."""
-    if accelerator.num_processes == 1:
-        return
-    own = [(accelerator.process_index, socket.gethostname(), str(torch.cuda.get_device_properties(d).uuid)) for d in devices]
-    places = [None] * accelerator.num_processes
-    dist.all_gather_object(places, own, group=dist.new_group(backend="gloo", timeout=timedelta(seconds=timeout)))
-    refuse_shared(place for of_rank in places for place in of_rank)
-
+from utils.plan import Plan
+from utils.run_folder import RunFolder
 
 # -------------------------------------------------------------------------------------------------------------- model
 
@@ -174,11 +109,11 @@ class Pipeline(nn.Module):
 
 
 def measure(pipeline, images, labels, repeats=3):
-    """Times a forward and backward pass with pipelining and without.
+    """Times a forward and backward pass with and without pipelining.
 
     Returns:
         dict: `stages`, `micro_batches`, `seconds` and `seconds_without` (medians), `speed_up`, `bubble_formula`, and
-        `bubble_measured`, the idle share of the devices, if the time without pipelining is taken for the work there is
+        `bubble_measured`, the idle fraction of the devices, if the time without pipelining counts as the time of the work
         (None on a CPU, where the stages share one device and none can idle for another).
     """
     micro_batches, stages = pipeline.micro_batches, len(pipeline.devices)
@@ -195,7 +130,7 @@ def measure(pipeline, images, labels, repeats=3):
                 times.append(time.perf_counter() - began)
     pipeline.zero_grad()
     without, with_ = statistics.median(seconds[1]), statistics.median(seconds[micro_batches])
-    apart = len(set(pipeline.devices)) == stages > 1
+    separate = len(set(pipeline.devices)) == stages > 1
     return {
         "stages": stages,
         "micro_batches": micro_batches,
@@ -203,8 +138,23 @@ def measure(pipeline, images, labels, repeats=3):
         "seconds_without": without,
         "speed_up": without / with_,
         "bubble_formula": (stages - 1) / (micro_batches + stages - 1),
-        "bubble_measured": 1 - without / (stages * with_) if apart else None,
+        "bubble_measured": 1 - without / (stages * with_) if separate else None,
     }
+
+
+def describe(measured):
+    """What `measure` returned, as a line."""
+    bubble = measured["bubble_measured"]
+    found = "not measured on a CPU, where all stages share one device" if bubble is None else f"measured {bubble:.0%}"
+    return (
+        f"{measured['micro_batches']} micro-batches: {measured['speed_up']:.2f}x the speed of one; "
+        f"bubble by formula {measured['bubble_formula']:.0%}, {found}"
+    )
+
+
+def lr_multiplier(step, total_steps):
+    """The learning-rate multiplier at `step`: linear warm-up over a tenth of the steps, then linear decay to zero."""
+    return min((step + 1) / (0.1 * total_steps + 1), (total_steps - step) / (0.9 * total_steps))
 
 
 # ------------------------------------------------------------------------------------------------- data, evaluation
@@ -214,25 +164,33 @@ def build_loaders(accelerator, data, args):
     """Loaders of global batches: `prepare` gives every process its share of each, on its first device."""
     common = dict(num_workers=args.num_workers, collate_fn=as_is, worker_init_fn=exits.worker_init)
     common["pin_memory"] = accelerator.device.type == "cuda"
-    train = DataLoader(
-        BatchedImages(data.train), args.batch_size // args.gradient_accumulation_steps, shuffle=True, drop_last=True, **common
-    )
+    micro_batch = args.batch_size // args.gradient_accumulation_steps
+    train = DataLoader(BatchedImages(data.train), micro_batch, shuffle=True, drop_last=True, **common)
     return train, DataLoader(BatchedImages(data.test), 250 * accelerator.num_processes, **common)
 
 
+def compute_loss(model, batch, mean, std, epoch, args):
+    """The mean loss of a batch, on the device of the last stage."""
+    images = batch["images"]
+    if not args.overfit_batch:
+        images, _ = augment(images, batch["ids"], epoch, args.seed)
+    outputs = model(normalize(images, mean, std))
+    return F.cross_entropy(outputs, batch["labels"].to(outputs.device))
+
+
 @torch.no_grad()
-def evaluate(accelerator, model, loader, mean, std, max_batches=None):
-    """Loss and accuracy over the test set, each image counted once, on any number of processes."""
+def evaluate(accelerator, model, loader, mean, std):
+    """Exact loss and accuracy over the test set, each image counted once, on any number of processes."""
     model.eval()
     outputs, labels = [], []
-    for batch in islice(loader, max_batches):
-        logits = model(normalise(batch["images"], mean, std)).float().to(accelerator.device)
+    for batch in loader:
+        logits = model(normalize(batch["images"], mean, std)).float().to(accelerator.device)
         logits, target = accelerator.gather_for_metrics((logits, batch["labels"]))
         outputs.append(logits)
         labels.append(target)
     model.train()
     outputs, labels = torch.cat(outputs).cpu(), torch.cat(labels).cpu()
-    if max_batches is None and len(labels) != len(loader.dataset):
+    if len(labels) != len(loader.dataset):
         raise RuntimeError(f"evaluated {len(labels)} of {len(loader.dataset)} test samples")
     return {"loss": F.cross_entropy(outputs, labels).item(), "accuracy": (outputs.argmax(1) == labels).double().mean().item()}
 
@@ -242,203 +200,115 @@ def evaluate(accelerator, model, loader, mean, std, max_batches=None):
 
 def main():
     args = parse_args()
-    on_cpu = topology.check_launch()
-    devices = [torch.device("cpu")] * args.devices_per_process if on_cpu else claim_gpus(args.devices_per_process)
+    on_cpu = topology.check_launch(training=True)
+    stages = [torch.device("cpu")] * args.devices_per_process if on_cpu else devices.claim_gpus(args.devices_per_process)
     # The model is on several devices already: Accelerate must not tell DDP that it is on one.
     os.environ["ACCELERATE_BYPASS_DEVICE_MAP"] = "true"
+    # --batch_size is global: every batch is split over the processes, so each topology sees the same ones in the same order.
+    loading = DataLoaderConfiguration(split_batches=True, use_seedable_sampler=True, data_seed=args.seed, non_blocking=True)
     accelerator = Accelerator(
         cpu=on_cpu,
-        dataloader_config=DataLoaderConfiguration(
-            split_batches=True, use_seedable_sampler=True, data_seed=args.seed, non_blocking=True
-        ),
+        dataloader_config=loading,
         gradient_accumulation_plugin=GradientAccumulationPlugin(args.gradient_accumulation_steps, sync_with_dataloader=False),
         kwargs_handlers=[InitProcessGroupKwargs(timeout=timedelta(seconds=args.timeout))],
-        log_with="tensorboard",
-        project_config=ProjectConfiguration(logging_dir=args.output_dir),
+        log_with=tracking.trackers(args.track),
+        project_dir=f"{args.output_dir}/tensorboard",
     )
-    say = accelerator.on_main_process(print)  # accelerator.print speaks once per machine
     if not on_cpu:
-        check_gpus(accelerator, devices, args.timeout)
-    banner = topology.banner(accelerator, "train_model_parallel", args.batch_size, args.gradient_accumulation_steps)
-    share = topology.split_batch(accelerator, args.batch_size, args.gradient_accumulation_steps)
+        devices.check_gpus(accelerator, stages, args.timeout)
+    share = topology.print_banner(accelerator, args.batch_size, args.gradient_accumulation_steps)
     if share % args.micro_batches:
-        raise UserError(f"--micro_batches {args.micro_batches} does not divide the {share} samples a process takes at a time")
-    data = topology.node_first(accelerator, lambda: load_images(args.dataset, args.seed))
+        raise UserError(f"--micro_batches {args.micro_batches} does not divide the {share} samples per process and batch")
+    data = topology.local_main_first(accelerator, lambda: load_images(args.dataset, args.seed))
     if args.overfit_batch:
         data.train = data.test = data.train.first(args.batch_size)
-    steps_per_epoch = len(data.train.labels) // args.batch_size
-    if steps_per_epoch == 0:
-        raise UserError(f"--batch_size {args.batch_size} is more than the {len(data.train.labels)} training images")
-    total_steps = args.max_train_steps or args.epochs * steps_per_epoch
-    eval_every = args.eval_every or steps_per_epoch
-    checkpoint_every = steps_per_epoch if args.checkpoint_every is None else args.checkpoint_every
-
-    # ---- what this folder holds already: nothing, a run to continue, or one that must not be touched
-    run = RunFolder(args, accelerator)
-    finished, found = run.open()
-    if finished:
-        say(report.summary(finished, run.path, "this run is finished already, nothing to do"))
+    elif args.dry_run:
+        data.test = data.test.first(500)
+    plan = Plan.from_args(args, len(data.train.labels))
+    run = RunFolder(args, accelerator, may_change=["devices_per_process", "micro_batches"])
+    run.open(plan)  # the folder is empty, or holds a run to continue, or a finished one
+    if run.finished:
         return
 
     set_seed(args.seed)
     mean, std = (x.to(accelerator.device) for x in data.train.mean_and_std())
-    model = Pipeline(build_blocks(len(data.class_names), args.width), devices, args.micro_batches)
-    say(f"{banner}\n{args.devices_per_process} stages on {', '.join(map(str, devices))} (of the first process)")
-    example = normalise(data.train.images[:share].to(accelerator.device), mean, std)
+    model = Pipeline(build_blocks(len(data.class_names), args.width), stages, args.micro_batches)
+    weights.initialize(accelerator, model, args.init_from)
+    example = normalize(data.train.images[:share].to(accelerator.device), mean, std)
     with accelerator.autocast():  # in the precision of the training below
         pipelining = measure(model, example, data.train.labels[:share])
-    say(
-        f"{pipelining['micro_batches']} micro-batches: {pipelining['speed_up']:.2f}x the speed of one, bubble by formula "
-        f"{pipelining['bubble_formula']:.0%}, "
-        + (
-            "which a CPU cannot show: its stages share one device"
-            if pipelining["bubble_measured"] is None
-            else f"measured {pipelining['bubble_measured']:.0%}"
-        )
-    )
     optimizer = torch.optim.AdamW(model.parameters(), lr=args.lr, weight_decay=args.weight_decay)
-    # Linear warm-up over a tenth, then linear decay to 0.
-    scheduler = torch.optim.lr_scheduler.LambdaLR(
-        optimizer, lambda step: min((step + 1) / (0.1 * total_steps + 1), (total_steps - step) / (0.9 * total_steps))
-    )
-    train_loader, test_loader = build_loaders(accelerator, data, args)
-    model, optimizer, scheduler, train_loader, test_loader = accelerator.prepare(
-        model, optimizer, scheduler, train_loader, test_loader, device_placement=[False, None, None, None, None]
-    )
-    topology.settle_gradient_buckets(accelerator, model, lambda: model(example[:2]).sum())
-
-    progress = {"step": 0, "train_seconds": 0.0, "score": None}
-    if found:
-        checkpoint.load(accelerator, found[0])
-        progress = found[1]["progress"]
-    step = resumed_from = saved_at = progress["step"]
-    run.begin(step, topology.describe(accelerator))
-    accelerator.init_trackers("tensorboard", init_kwargs={"tensorboard": {"purge_step": step + 1}})
-    say(f"{total_steps} steps, {steps_per_epoch} an epoch; everything goes to {run.path}")
-    say(f"continuing from {found[0]}" if found else "starting at step 0")
-
-    began = time.perf_counter()
+    scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: lr_multiplier(step, plan.total_steps))
+    model, optimizer, scheduler = accelerator.prepare(model, optimizer, scheduler, device_placement=[False, None, None])
+    train_loader, test_loader = accelerator.prepare(*build_loaders(accelerator, data, args))
+    topology.warm_up_ddp_buckets(accelerator, model, example[:2])
+    step = run.start(scheduler)  # accelerator.load_state, if there is a checkpoint
+    run.print(f"stages of the first process on {', '.join(map(str, stages))}; {describe(pipelining)}")
     guard = Guard(accelerator, args.timeout)
-    meter = report.Meter(accelerator, args.batch_size, total_steps, step)
-    bar = tqdm(total=total_steps, initial=step, disable=not (accelerator.is_main_process and sys.stderr.isatty()))
-
-    def save():
-        guard.check_loss()
-        now = progress | {"step": step, "train_seconds": progress["train_seconds"] + time.perf_counter() - began}
-        written, seconds = checkpoint.save(accelerator, run.path, now, args.keep_checkpoints, run.record)
-        run.log("checkpoint", step, seconds=seconds, written=written)
-        return step if written else saved_at
-
-    # ---- the loop
-    stop, tested = False, None
-    model.train()
-    with report.profiler(accelerator, run.path, args.profile) as profile_step:
-        while step < total_steps and not stop:
-            epoch, done = divmod(step, steps_per_epoch)
+    train_loss, tested = math.inf, None
+    with report.profiler(accelerator, run.path, args.profile) as profiler:
+        for epoch, todo in plan.epochs(start=step):
             train_loader.set_epoch(epoch)
-            batches = skip_first_batches(train_loader, done * args.gradient_accumulation_steps) if done else train_loader
-            # Whole optimizer steps only: what is left of the epoch is the same for every accumulation.
-            steps = min(steps_per_epoch - done, total_steps - step)
-            step_loss, ids = 0.0, []
-            meter.data_wanted()
-            for batch in islice(batches, steps * args.gradient_accumulation_steps):
-                meter.data_arrived()
-                with accelerator.accumulate(model):
-                    images = batch["images"]
-                    if not args.overfit_batch:
-                        images, _ = augment(images, batch["ids"], epoch, args.seed)
-                    outputs = model(normalise(images, mean, std))
-                    loss = F.cross_entropy(outputs, batch["labels"].to(outputs.device))  # on the last stage's device
-                    accelerator.backward(loss)
-                    optimizer.step()
-                    scheduler.step()
-                    optimizer.zero_grad()
-                step_loss = step_loss + loss.detach() / args.gradient_accumulation_steps
-                ids.append(batch["ids"])
-                if accelerator.sync_gradients:
-                    step += 1
-                    bar.update()
-                    profile_step()
-                    stop = guard.should_stop(step, step_loss, ids)
-                    if step % args.log_every == 0 or step == total_steps:
-                        # Of the whole global batch, not of this process' share: one loss, not one per rank.
-                        loss = accelerator.reduce(step_loss.to(accelerator.device), "mean").item()
-                        line = meter.line(step, epoch=step / steps_per_epoch, loss=loss, lr=scheduler.get_last_lr()[-1])
-                        run.log("train", **line)
-                        accelerator.log({f"train/{n}": line[n] for n in ("loss", "lr", "samples_per_second")}, step=step)
-                        bar.write(meter.text(line)) if not bar.disable else say(meter.text(line))
-                        stop = stop or (args.overfit_batch and loss < 0.01)
-                    if step % eval_every == 0 or step == total_steps:
-                        tested = evaluate(accelerator, model, test_loader, mean, std, 2 if args.dry_run else None)
-                        progress["score"] = tested["accuracy"]
-                        run.log("test", step, epoch=step / steps_per_epoch, **tested)
-                        accelerator.log({f"test/{n}": tested[n] for n in ("loss", "accuracy")}, step=step)
-                        say(f"step {step}  test loss {tested['loss']:.4f}  accuracy {tested['accuracy']:.2%}")
-                    if step == total_steps or (checkpoint_every and step % checkpoint_every == 0):
-                        saved_at = save()
-                    if progress["score"] is not None:
-                        progress["score"] = None  # of this step only
-                        meter.restart(step)
-                    step_loss, ids = 0.0, []
-                    if stop:
-                        break
-                meter.data_wanted()
-    bar.close()
-    if step < total_steps and not args.overfit_batch:
-        if saved_at != step:
-            saved_at = save()
-        run.preempted(f"at step {step}, saved at step {saved_at}", step=saved_at)
+            batches = skip_first_batches(train_loader, todo.batches_done)
+            for step, micro_batches in todo.steps(run.timed(batches)):
+                topology.seed_step(accelerator, args.seed, step)  # dropout: a restart draws the same numbers
+                losses, ids = [], []
+                for batch in micro_batches:
+                    with accelerator.accumulate(model):
+                        loss = compute_loss(model, batch, mean, std, epoch, args)
+                        accelerator.backward(loss)
+                        if accelerator.sync_gradients and args.max_grad_norm:
+                            accelerator.clip_grad_norm_(model.parameters(), args.max_grad_norm)
+                        optimizer.step()
+                        scheduler.step()
+                        optimizer.zero_grad()
+                    losses.append(loss.detach().to(accelerator.device))
+                    ids.append(batch["ids"])
+                profiler.step()
+                stop = guard.should_stop(step, losses, ids)  # the same answer on every process
+                if plan.log_due(step):
+                    train_loss = accelerator.reduce(torch.stack(losses).mean(), "mean").item()  # one loss, not one per rank
+                    run.log("train", step, loss=train_loss, lr=scheduler.get_last_lr()[0])
+                if plan.evaluation_due(step):
+                    tested = evaluate(accelerator, model, test_loader, mean, std)
+                    run.log("test", step, score=tested["accuracy"], **tested)
+                if stop or plan.save_due(step, improved=run.improved_at(step)):
+                    guard.check_loss()  # a checkpoint never holds a diverged model
+                    with run.checkpoint(step) as folder:
+                        accelerator.save_state(folder)
+                if stop and step < plan.total_steps:
+                    run.exit_preempted(step)
+            if args.overfit_batch and train_loss < 0.01:
+                break
 
-    # ---- the results
-    train_seconds = progress["train_seconds"] + time.perf_counter() - began
-    if tested is None or step < total_steps:
+    if tested is None or step < plan.total_steps:  # continued after the last step, or stopped before it
         tested = evaluate(accelerator, model, test_loader, mean, std)
-    results = {
-        "test_accuracy": tested["accuracy"],
-        "test_loss": tested["loss"],
-        "pipelining": pipelining,
-        "global_step": step,
-        "samples_seen": step * args.batch_size,
-        "train_seconds": train_seconds,
-        "samples_per_second": step * args.batch_size / train_seconds,
-        "num_processes": accelerator.num_processes,
-        "peak_memory_bytes": report.memory_bytes(accelerator.device),
-        "peak_memory_bytes_per_stage": [report.memory_bytes(device) for device in devices],
-        "resumed_from": resumed_from,
-    }
     if accelerator.is_main_process:
         config = {"model": "model_parallel", "width": args.width, "class_names": data.class_names}
-        weights.export(run.path / "model.safetensors", accelerator.unwrap_model(model), config)
+        weights.export(run.path, accelerator.unwrap_model(model), config)
         plots.curves(run.path)
-        run.finish(results)
-        print(report.summary(results, run.path, "done"))
-    accelerator.wait_for_everyone()  # a scheduler may end the other machines once one has left
+    results = {"test_accuracy": tested["accuracy"], "test_loss": tested["loss"], "pipelining": pipelining}
+    memory = [report.memory_bytes(device) for device in stages]
+    run.finish(step, **results, peak_memory_bytes_per_stage=memory)
+    accelerator.wait_for_everyone()  # a scheduler may end the other machines once one has exited
     accelerator.end_training()
 
 
 def parse_args():
     parser = Parser(description=__doc__.split("\n")[0])
     group = parser.add_argument_group("model and training")
-    at_least_1 = number(int, 1)
-    group.add_argument("--devices_per_process", type=at_least_1, default=2, help="stages the network is cut into")
-    group.add_argument("--micro_batches", type=at_least_1, default=4, help="parts of a batch on their way through the stages")
+    group.add_argument("--devices_per_process", type=number(int, 1), default=2, help="stages the network is cut into")
+    group.add_argument(
+        "--micro_batches", type=number(int, 1), default=4, help="parts of a batch in the stages at the same time"
+    )
     group.add_argument("--width", type=number(int, 8), default=64, help="channels of the first blocks, a multiple of 8")
-    group.add_argument("--epochs", type=at_least_1, default=10, help="passes over the training set")
-    group.add_argument("--max_train_steps", type=at_least_1, help="optimizer steps; wins over --epochs")
-    group.add_argument("--batch_size", type=at_least_1, default=512, help="samples per optimizer step over all processes")
-    group.add_argument("--gradient_accumulation_steps", type=at_least_1, default=1, help="batches per optimizer step")
-    group.add_argument("--lr", type=number(float, 0), default=1e-3, help="peak learning rate")
-    group.add_argument("--weight_decay", type=number(float, 0), default=0.05, help="AdamW's")
-    add_run_arguments(parser, "runs/train_model_parallel")
-    add_data_arguments(parser, "uoft-cs/cifar10", "Hub id or local folder of a 32x32 image data set, or `synthetic`")
-    args = parser.parse_args()
+    parser.add_training_arguments(group, epochs=10, batch_size=512, lr=1e-3)
+    parser.add_optimizer_arguments(group, weight_decay=0.05)
+    parser.add_run_arguments("runs/train_model_parallel")
+    parser.add_data_arguments("uoft-cs/cifar10", "Hub id or local folder of a 32x32 image data set, or `synthetic`")
+    args = parser.parse_training_args()
     if args.devices_per_process > 8 or args.width % 8:
         raise UserError("--devices_per_process is at most 8, the number of blocks, and --width a multiple of 8")
-    args.output_dir = scratch_name(args)
-    if args.dry_run:
-        args.max_train_steps, args.eval_every, args.checkpoint_every, args.log_every = 2, 1, 1, 1
-    if args.overfit_batch:
-        args.max_train_steps = args.max_train_steps or 200
     return args
 
 

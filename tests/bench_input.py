@@ -2,7 +2,7 @@
 
     python tests/bench_input.py
 
-The usual one: a torchvision data set with per-sample transforms (crop, flip, cutout, normalise) behind a DataLoader
+The usual one: a torchvision data set with per-sample transforms (crop, flip, cutout, normalize) behind a DataLoader
 with two workers. Ours: `BatchedImages` and `augment` with the same operations. Decoding happens before either.
 """
 
@@ -18,7 +18,7 @@ from PIL import Image
 from torch.utils.data import DataLoader, Dataset
 
 sys.path.insert(1, str(Path(__file__).resolve().parents[1]))
-from utils.augment import augment, normalise
+from utils.augment import augment, normalize
 from utils.image_data import BatchedImages, Split, as_is
 
 COUNT, BATCH = 20_000, 1000
@@ -48,7 +48,7 @@ def ours(dataset, mean, std):
     seen = 0
     for batch in DataLoader(dataset, BATCH, shuffle=True, collate_fn=as_is):
         images, keep = augment(batch["images"], batch["ids"], 0, 0, padding=4, cutout=8)
-        seen += len(normalise(images, mean, std, keep))
+        seen += len(normalize(images, mean, std, keep))
     return seen
 
 

@@ -119,7 +119,7 @@ def test_signal_to_one_rank_stops_all_at_one_step(reference, tmp_path):
         found = status(tmp_path / "run")
         assert found["state"] == "preempted" and found["step"] == step
         assert f"exitcode  : {PREEMPTED}" in done.stderr
-        assert done.stdout.count("the same command continues") == 1
+        assert done.stdout.count("run the same command again") == 1
     relaunch_and_compare(reference("2cpu", 2).folder, tmp_path / "run")
 
 
@@ -375,9 +375,7 @@ def test_longer_where_the_schedule_allows_it(tmp_path):
 def test_diverged_loss_stops_the_run_and_names_the_samples(processes, reference, tmp_path):
     config = "cpu" if processes == 1 else "2cpu"
     done = faulty(f"nan@8:{processes - 1}", SMALL, tmp_path / "run", config=config)
-    told = next(
-        line for line in done.stderr.splitlines() if line.startswith("error: the loss is not a finite number at step 8")
-    )
+    told = next(line for line in done.stderr.splitlines() if line.startswith("error: non-finite loss at step 8"))
     assert len(json.loads(told[told.index("[") :])) == 500  # of all processes
     assert status(tmp_path / "run")["state"] == "failed" and "step 8" in status(tmp_path / "run")["reason"]
     relaunch_and_compare(reference(config, processes).folder, tmp_path / "run", config=config)
@@ -385,7 +383,7 @@ def test_diverged_loss_stops_the_run_and_names_the_samples(processes, reference,
 
 def test_out_of_memory_says_what_to_do(tmp_path):
     done = faulty("out_of_memory@3:1", SMALL, tmp_path / "run")
-    assert "out of memory on rank 1, which takes 250 samples at a time" in done.stderr
+    assert "out of memory on rank 1, which computes 250 samples at a time" in done.stderr
     assert "out of memory on rank 1" in status(tmp_path / "run")["reason"]  # the first to fail, not who lost it
     assert (
         "--gradient_accumulation_steps" in done.stderr

@@ -10,7 +10,7 @@ from conftest import ROOT
 
 from utils import checkpoint, exits, gpu_peaks, guard, topology
 from utils.arguments import Parser, number
-from utils.augment import augment, normalise, random_uint32
+from utils.augment import augment, normalize, random_uint32
 from utils.exits import UserError
 from utils.image_data import BatchedImages, synthetic_images
 from utils.run_folder import RunFolder, moved
@@ -61,7 +61,7 @@ def test_cutout_blanks_a_square():
     blanked = (keep == 0).sum((1, 2, 3))
     assert blanked.max() == 64 and blanked.min() >= 16  # whole squares inside, parts of one at the border
     mean, std = torch.tensor([100.0] * 3), torch.tensor([50.0] * 3)
-    normal = normalise(shifted, mean, std, keep)
+    normal = normalize(shifted, mean, std, keep)
     assert normal.is_contiguous(memory_format=torch.channels_last)
     assert torch.allclose(normal, 2 * keep.expand(-1, 3, -1, -1))
 
@@ -146,23 +146,25 @@ def test_numbers_are_checked():
 
 
 def folder_of(path, **arguments):
-    args = argparse.Namespace(output_dir=str(path), resume="auto", lr=0.1, log_every=1, **arguments)
-    return RunFolder(args, SimpleNamespace(is_main_process=True))
+    args = argparse.Namespace(output_dir=str(path), resume="auto", lr=0.1, log_every=1, batch_size=10, **arguments)
+    accelerator = SimpleNamespace(is_main_process=True, num_processes=1, device=torch.device("cpu"), mixed_precision="no")
+    return RunFolder(args, accelerator)
 
 
 def test_metrics_are_cut_back_to_the_checkpoint_and_never_doubled(tmp_path):
     run = folder_of(tmp_path)
     assert run.take() is None
-    run.begin(0, {})
+    run.start()
     for step in (1, 2, 3):
-        run.log("train", step, loss=1.0 / step)
+        run.write("train", step, loss=1.0 / step)
     with (tmp_path / "metrics.jsonl").open("a") as file:
         file.write('{"split": "train", "st')  # killed while writing
     again = folder_of(tmp_path)
     again._lock = run._lock  # the same process: a second lock would be granted, the first lost
-    again.begin(2, {})
-    again.log("train", 2, loss=9.0)
-    again.log("train", 3, loss=0.3)
+    again.progress = {"step": 2}
+    again.start()
+    again.write("train", 2, loss=9.0)
+    again.write("train", 3, loss=0.3)
     lines = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
     assert [(line["step"], line["loss"]) for line in lines] == [(1, 1.0), (2, 0.5), (3, 0.3)]
 
@@ -170,7 +172,7 @@ def test_metrics_are_cut_back_to_the_checkpoint_and_never_doubled(tmp_path):
 def test_other_arguments_are_each_named(tmp_path):
     run = folder_of(tmp_path, model="a", epochs=1)
     run.take()
-    run.begin(0, {})
+    run.start()
     with pytest.raises(UserError, match=r"--epochs 2 \(was 1\), --model b \(was a\)"):
         folder_of(tmp_path, model="b", epochs=2).take()
     folder_of(tmp_path, model="a", epochs=1, timeout=3).take()
@@ -208,11 +210,11 @@ def test_the_guard_asks_a_gpu_until_a_loss_is_there_and_not_for_ever(monkeypatch
     events = [Event([False, False, True]), Event([False] * 10_000)]
     monkeypatch.setattr(guard, "_to_host", lambda loss: (loss, events[int(loss)]))
     watched = guard.Guard(SimpleNamespace(num_processes=1), timeout=600)
-    assert not watched.should_stop(1, torch.tensor(0.0), []) and len(events[0].answers) == 3  # of the step before only
-    assert not watched.should_stop(2, torch.tensor(1.0), []) and not events[0].answers
+    assert not watched.should_stop(1, [torch.tensor(0.0)], []) and len(events[0].answers) == 3  # of the step before only
+    assert not watched.should_stop(2, [torch.tensor(1.0)], []) and not events[0].answers
     watched._patience = 0.01
     with pytest.raises(TimeoutError, match="step 2"):
-        watched.should_stop(3, torch.tensor(1.0), [])
+        watched.should_stop(3, [torch.tensor(1.0)], [])
 
 
 @pytest.mark.parametrize(

@@ -10,6 +10,9 @@ import torch.nn.functional as F
 from conftest import ROOT, Started, final_weights, metrics, results, run, status
 from safetensors.torch import load_file
 
+from utils import devices
+from utils.exits import UserError
+
 SCRIPT = "scripts/train_model_parallel.py"
 ARGUMENTS = (
     "--dataset synthetic --width 8 --batch_size 32 --micro_batches 2 --max_train_steps 12 "
@@ -55,36 +58,36 @@ def test_schedule_keeps_every_stage_busy(script):
     assert order == [0] + [1, 0] + [2, 1, 0] + [2, 1] + [2]
 
 
-def test_ranks_that_would_share_a_gpu_are_named(script):
-    script.refuse_shared([(0, "a", "GPU-1"), (0, "a", "GPU-2"), (1, "a", "GPU-3"), (1, "b", "GPU-1")])
-    script.refuse_shared([(0, "a", "GPU-1"), (0, "a", "GPU-1")])  # a rank may have all its stages on one
-    with pytest.raises(script.UserError, match="ranks 1 and 4 would share GPU-7 on node3") as refused:
-        script.refuse_shared([(0, "node3", "GPU-5"), (1, "node3", "GPU-7"), (4, "node3", "GPU-7")])
+def test_ranks_that_would_share_a_gpu_are_named():
+    devices.refuse_shared([(0, "a", "GPU-1"), (0, "a", "GPU-2"), (1, "a", "GPU-3"), (1, "b", "GPU-1")])
+    devices.refuse_shared([(0, "a", "GPU-1"), (0, "a", "GPU-1")])  # a rank may have all its stages on one
+    with pytest.raises(UserError, match="ranks 1 and 4 would share GPU-7 on node3") as refused:
+        devices.refuse_shared([(0, "node3", "GPU-5"), (1, "node3", "GPU-7"), (4, "node3", "GPU-7")])
     assert "\n" not in str(refused.value)
 
 
 @pytest.mark.parametrize("gpus,processes,per_process", [(4, 2, 2), (8, 4, 2), (8, 2, 3), (4, 1, 2), (4, 4, 1)])
-def test_each_process_claims_its_own_gpus(script, monkeypatch, gpus, processes, per_process):
+def test_each_process_claims_its_own_gpus(monkeypatch, gpus, processes, per_process):
     monkeypatch.setattr(torch.cuda, "device_count", lambda: gpus)
     monkeypatch.setenv("LOCAL_WORLD_SIZE", str(processes))
     names = [f"GPU-{letter}" for letter in "abcdefgh"[:gpus]]
     for rank in range(processes):
         for name, value in (("RANK", rank), ("LOCAL_RANK", rank), ("CUDA_VISIBLE_DEVICES", ",".join(names))):
             monkeypatch.setenv(name, str(value))
-        devices = script.claim_gpus(per_process)
-        assert devices[0].index == rank  # where Accelerate puts this rank
+        claimed = devices.claim_gpus(per_process)
+        assert claimed[0].index == rank  # where Accelerate puts this rank
         numbered = os.environ["CUDA_VISIBLE_DEVICES"].split(",")
         assert sorted(numbered) == names
         # Neighbours: with two processes of two, (0, 1) and (2, 3).
-        assert [numbered[device.index] for device in devices] == names[rank * per_process : (rank + 1) * per_process]
+        assert [numbered[device.index] for device in claimed] == names[rank * per_process : (rank + 1) * per_process]
 
 
-def test_too_few_gpus_name_two_ranks_and_the_gpu(script, monkeypatch):
+def test_too_few_gpus_name_two_ranks_and_the_gpu(monkeypatch):
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 4)
     for name, value in (("LOCAL_WORLD_SIZE", "4"), ("LOCAL_RANK", "1"), ("RANK", "5")):
         monkeypatch.setenv(name, value)
-    with pytest.raises(script.UserError, match="ranks 4 and 6 would share GPU 0 on "):
-        script.claim_gpus(2)
+    with pytest.raises(UserError, match="ranks 4 and 6 would share GPU 0 on "):
+        devices.claim_gpus(2)
 
 
 @pytest.fixture(scope="module")

@@ -4,13 +4,26 @@ import argparse
 
 from utils.exits import UserError, is_main
 
+# The one rule about continuing a run. It is part of --help, of the README and of the refusal itself.
+CONTINUE_RULE = (
+    "A run continues with the same arguments, except for two kinds: where and how it runs and reports (output, logging, "
+    "checkpoints, workers, compilation, gradient accumulation), and its length, --epochs and --max_train_steps."
+)
+# The first kind, as far as all scripts share it. None of these changes what is computed (accumulation: to rounding).
+MAY_CHANGE = {"output_dir", "resume", "checkpoint_every", "keep_checkpoints", "log_every", "eval_every", "num_workers"} | {
+    "profile",
+    "timeout",
+    "track",
+    "compile",
+    "gradient_accumulation_steps",
+}
+
 
 class Parser(argparse.ArgumentParser):
-    """An ArgumentParser that shows --help once, with defaults, and reports a mistake as one `UserError` line."""
+    """An ArgumentParser that prints --help once, with defaults, and reports a mistake as one `UserError` line."""
 
     def __init__(self, **kwargs):
-        kwargs.setdefault("formatter_class", argparse.ArgumentDefaultsHelpFormatter)
-        super().__init__(allow_abbrev=False, **kwargs)
+        super().__init__(allow_abbrev=False, formatter_class=_HelpFormatter, **kwargs)
 
     def print_help(self, file=None):
         if is_main():
@@ -18,6 +31,118 @@ class Parser(argparse.ArgumentParser):
 
     def error(self, message):
         raise UserError(f"{message} (see --help)")
+
+    def choice(self, flag):
+        """The value of `--flag` on the command line, or its default, for the defaults of other flags that depend on it."""
+        only = argparse.ArgumentParser(add_help=False, allow_abbrev=False, exit_on_error=False)
+        only.add_argument(f"--{flag}", default=self.get_default(flag), nargs="?")
+        return getattr(only.parse_known_args()[0], flag)
+
+    def add_training_arguments(self, group, **defaults):
+        """Adds the flags of every training loop; `defaults` are theirs."""
+        at_least_1 = number(int, 1)
+        group.add_argument("--epochs", type=at_least_1, help="passes over the training set")
+        group.add_argument("--max_train_steps", type=at_least_1, help="optimizer steps; overrides --epochs")
+        group.add_argument("--batch_size", type=at_least_1, help="samples per optimizer step over all processes")
+        group.add_argument("--lr", type=number(float, 0), help="peak learning rate")
+        self.set_defaults(**defaults)
+
+    def add_optimizer_arguments(self, group, **defaults):
+        """Adds the flags of a loop with gradient accumulation, weight decay and clipping; `defaults` as above."""
+        group.add_argument("--weight_decay", type=number(float, 0))
+        group.add_argument(
+            "--max_grad_norm", type=number(float, 0), default=0.0, help="clip gradients to this norm; 0: do not clip"
+        )
+        group.add_argument(
+            "--gradient_accumulation_steps", type=number(int, 1), default=1, help="micro-batches per optimizer step"
+        )
+        self.set_defaults(**defaults)
+
+    def add_run_arguments(self, output_dir):
+        """Adds the flags that mean the same in every training script; `output_dir` is the default of `--output_dir`."""
+        self.epilog = CONTINUE_RULE
+        at_least_0, at_least_1 = number(int, 0), number(int, 1)
+        group = self.add_argument_group("run")
+        group.add_argument("--output_dir", default=output_dir, help="everything the run writes")
+        group.add_argument(
+            "--resume",
+            default="auto",
+            metavar="auto|never|PATH",
+            help="auto: continue the run in output_dir if there is one; never: refuse to; PATH: continue another run's "
+            "checkpoint here",
+        )
+        group.add_argument(
+            "--init_from",
+            metavar="PATH",
+            help="start a new run with the weights, and only the weights, of a run's folder, a checkpoint or a .safetensors",
+        )
+        group.add_argument(
+            "--checkpoint_every",
+            type=at_least_0,
+            help="optimizer steps; 0: only at the end and on preemption; default: an epoch",
+        )
+        group.add_argument(
+            "--keep_checkpoints", type=at_least_1, default=2, help="newest checkpoints to keep, besides the best"
+        )
+        group.add_argument("--eval_every", type=at_least_1, help="optimizer steps; default: an epoch")
+        group.add_argument("--log_every", type=at_least_1, default=10, help="optimizer steps")
+        group.add_argument("--seed", type=at_least_0, default=0, help="of weights, order and augmentation")
+        group.add_argument(
+            "--timeout", type=at_least_1, default=600, help="seconds to wait for another process before giving up"
+        )
+
+    def add_data_arguments(self, dataset, data_help):
+        """Adds the flags of every script that trains on a data set.
+
+        Args:
+            dataset (str): the default of `--dataset`.
+            data_help (str): what `--dataset` takes.
+        """
+        group = self.add_argument_group("data and tracking")
+        group.add_argument("--dataset", default=dataset, help=data_help)
+        group.add_argument(
+            "--num_workers", type=number(int, 0), default=0, help="processes that load data, per training process"
+        )
+        group.add_argument(
+            "--track",
+            default="tensorboard",
+            help="experiment trackers of Accelerate, separated by commas (wandb, mlflow, ...), or none",
+        )
+        group = self.add_argument_group("trying things out (in a separate folder beside output_dir)")
+        group.add_argument("--dry_run", action="store_true", help="two steps of everything, then stop")
+        group.add_argument(
+            "--overfit_batch",
+            action="store_true",
+            help="train on one batch until the loss is about 0: can the model learn at all?",
+        )
+        group.add_argument(
+            "--profile", action="store_true", help="write a torch.profiler trace of three steps to output_dir/profile"
+        )
+
+    def parse_training_args(self):
+        """Parses the command line, and applies what `--dry_run` and `--overfit_batch` mean in every training script.
+
+        Both get a folder beside the run's own, which is deleted and made again each time.
+        """
+        args = self.parse_args()
+        if args.init_from and args.resume not in ("auto", "never"):
+            raise UserError("--init_from starts a new run and --resume PATH continues one: give only one of them")
+        if args.dry_run:
+            args.output_dir = f"{args.output_dir.rstrip('/')}_dry_run"
+            args.max_train_steps, args.eval_every, args.checkpoint_every, args.log_every = 2, 1, 1, 1
+        elif args.overfit_batch:
+            args.output_dir = f"{args.output_dir.rstrip('/')}_overfit_batch"
+            args.max_train_steps = args.max_train_steps or 200
+        return args
+
+
+class _HelpFormatter(argparse.ArgumentDefaultsHelpFormatter):
+    """Shows a default unless there is none."""
+
+    def _get_help_string(self, action):
+        if action.default is None or action.default is False:
+            return action.help
+        return super()._get_help_string(action)
 
 
 def number(kind, low, *, above=False):
@@ -33,44 +158,3 @@ def number(kind, low, *, above=False):
         return value
 
     return convert
-
-
-def add_run_arguments(parser, output_dir):
-    """Adds the flags that mean the same in every training script; `output_dir` is the default of `--output_dir`."""
-    at_least_0, at_least_1 = number(int, 0), number(int, 1)
-    group = parser.add_argument_group("run")
-    group.add_argument("--output_dir", default=output_dir, help="everything the run writes")
-    group.add_argument(
-        "--resume",
-        default="auto",
-        metavar="auto|never|PATH",
-        help="auto: continue the run in output_dir if there is one; never: refuse to; PATH: start from that checkpoint",
-    )
-    group.add_argument(
-        "--checkpoint_every", type=at_least_0, help="optimizer steps; 0: only at the end and on preemption; not given: an epoch"
-    )
-    group.add_argument("--keep_checkpoints", type=at_least_1, default=2, help="newest checkpoints to keep, besides the best")
-    group.add_argument("--log_every", type=at_least_1, default=10, help="optimizer steps")
-    group.add_argument("--seed", type=at_least_0, default=0, help="of weights, order and augmentation")
-    group.add_argument("--timeout", type=at_least_1, default=600, help="seconds to wait for another process before giving up")
-
-
-def add_data_arguments(parser, dataset, data_help):
-    """Adds the flags of every script that trains on a data set.
-
-    Args:
-        dataset (str): the default of `--dataset`.
-        data_help (str): what `--dataset` takes.
-    """
-    group = parser.add_argument_group("data")
-    group.add_argument("--dataset", default=dataset, help=data_help)
-    group.add_argument("--num_workers", type=number(int, 0), default=0, help="processes that load data, per training process")
-    group.add_argument("--eval_every", type=number(int, 1), help="optimizer steps from test to test; not given: an epoch")
-    group = parser.add_argument_group("trying things out (in a folder of its own beside output_dir)")
-    group.add_argument("--dry_run", action="store_true", help="two steps of everything, then stop")
-    group.add_argument(
-        "--overfit_batch", action="store_true", help="train on one batch until the loss is about 0: can the model learn at all?"
-    )
-    group.add_argument(
-        "--profile", action="store_true", help="write a torch.profiler trace of a few steps to output_dir/profile"
-    )

@@ -67,7 +67,7 @@ def augment(images, ids, epoch, seed, *, padding=2, cutout=0):
     return images, 1 - (gone[0][:, :, None] * gone[1][:, None, :])[:, None]
 
 
-def normalise(images, mean, std, keep=None, size=None):
+def normalize(images, mean, std, keep=None, size=None):
     """uint8 images to float32 of zero mean and unit variance per channel, channels-last in memory.
 
     Args:

@@ -12,11 +12,12 @@ import os
 import pickle
 import shutil
 import sys
-import time
 from pathlib import Path
 
 import torch
 from accelerate.utils import gather_object
+from safetensors import SafetensorError
+from torch.distributed.checkpoint import CheckpointException
 
 from utils import shards, topology
 from utils.exits import UserError
@@ -24,23 +25,13 @@ from utils.exits import UserError
 MANIFEST = "manifest.json"
 
 
-def save(accelerator, folder, progress, keep, record):
-    """Writes `checkpoints/step_N` under `folder`; call it on every process, at an optimizer step's end.
-
-    A failure (a full disk, say) costs this checkpoint and nothing else: it is announced and training goes on.
-
-    Args:
-        progress (dict): plain numbers and strings: `step`, and whatever the script needs to go on; a `score`
-            (higher is better, or None) decides which checkpoint is kept as the best.
-        keep (int): newest checkpoints to keep, besides the best one.
-        record (dict): said of the run in the manifest: arguments, topology, versions.
+def start(accelerator, folder):
+    """Makes an empty `checkpoints/.writing` under `folder`; call it on every process before `accelerator.save_state`.
 
     Returns:
-        tuple[bool, float]: whether the checkpoint was written, and the seconds training stood still.
+        tuple[Path, Exception | None]: the folder to write to; the error, on the main process, that kept it from being made.
     """
-    began = time.perf_counter()
-    folder = Path(folder) / "checkpoints"
-    target, writing = folder / f"step_{progress['step']:08d}", folder / ".writing"
+    writing = Path(folder) / "checkpoints" / ".writing"
     error = None
     if accelerator.is_main_process:
         try:
@@ -49,28 +40,52 @@ def save(accelerator, folder, progress, keep, record):
         except OSError as caught:
             error = caught
     accelerator.wait_for_everyone()
-    try:
-        if error is None:
-            accelerator.save_state(str(writing))
-    except Exception as caught:  # a full disk surfaces as OSError, RuntimeError or SafetensorError
-        error = caught
-    if _all_fine(accelerator, error) and accelerator.is_main_process:
+    return writing, error
+
+
+def finish(accelerator, writing, error, manifest, keep):
+    """Turns what `save_state` wrote into `checkpoints/step_N`; call it on every process.
+
+    A failed write (a full disk, say) costs this checkpoint and nothing else: it prints a warning and training continues.
+
+    Args:
+        error (Exception | None): what went wrong on this process while writing.
+        manifest (dict): plain values to keep with the checkpoint; `manifest["progress"]["step"]` is its step, and
+            `manifest["progress"]["score"]` (higher is better, or None) decides which checkpoint is kept as the best.
+        keep (int): newest checkpoints to keep, besides the best one.
+
+    Returns:
+        bool: whether the checkpoint was written; the same on every process.
+    """
+    step = manifest["progress"]["step"]
+    if _all_succeeded(accelerator, error) and accelerator.is_main_process:
         try:
-            _complete(writing, target, progress, record)
-            _prune(folder, keep, target)
+            target = writing.with_name(f"step_{step:08d}")
+            _complete(writing, target, manifest)
+            _prune(writing.parent, keep, target)
         except OSError as caught:
             error = caught
-    # No process goes on, or exits, before the checkpoint has its name.
-    written = _all_fine(accelerator, error)
+    # No process continues, or exits, before the checkpoint has its name.
+    written = _all_succeeded(accelerator, error)
     if error is not None:
         print(
-            f"warning: checkpoint of step {progress['step']} not written, training goes on: {str(error).splitlines()[0]}",
+            f"warning: checkpoint of step {step} not written, training continues: {str(error).splitlines()[0]}",
             file=sys.stderr,
             flush=True,
         )
     if not written and accelerator.is_main_process:
         shutil.rmtree(writing, ignore_errors=True)
-    return written, time.perf_counter() - began
+    return written
+
+
+def is_write_error(error):
+    """Whether an exception of `save_state` means that a file could not be written, on a full disk for example."""
+    if isinstance(error, (TimeoutError, ConnectionError)):
+        return False
+    if isinstance(error, CheckpointException):  # a sharded checkpoint: one failure per process
+        return all(is_write_error(failure[0]) for failure in error.failures.values())
+    # torch.save reports a failed write as a RuntimeError of its zip writer.
+    return isinstance(error, (OSError, SafetensorError)) or "inline_container" in str(error)
 
 
 def find(folder, resume):
@@ -147,9 +162,20 @@ def load(accelerator, path):
         UserError: a file holds something other than tensors and plain values (it is not executed), does not fit, or is
             not there on some machine; on every process.
     """
-    topology.everywhere(accelerator, lambda: _load(accelerator, path))
+    topology.run_on_all(accelerator, lambda: _load(accelerator, path))
     # Counts micro-batches. Checkpoints are taken between optimizer steps, and the accumulation may have changed since.
     accelerator.step = 0
+
+
+def apply_schedule(scheduler):
+    """Sets the learning rates that a prepared `LambdaLR` gives at its current step, in place of those of a checkpoint."""
+    schedule = scheduler.scheduler  # Accelerate's wrapper has it
+    rates = [
+        base * multiplier(schedule.last_epoch) for base, multiplier in zip(schedule.base_lrs, schedule.lr_lambdas, strict=True)
+    ]
+    for group, rate in zip(schedule.optimizer.param_groups, rates, strict=True):
+        group["lr"] = rate
+    schedule._last_lr = rates
 
 
 def _load(accelerator, path):
@@ -166,18 +192,18 @@ def _load(accelerator, path):
         raise UserError(f"checkpoint {path} does not fit this run: {str(error).splitlines()[0]}") from None
 
 
-def _complete(writing, target, progress, record):
+def _complete(writing, target, manifest):
     files = {}
     for file in sorted(f for f in writing.rglob("*") if f.is_file()):
         files[str(file.relative_to(writing))] = {"size": file.stat().st_size, "sha256": _sha256(file)}
         _flush(file)
-    manifest = {"progress": progress, **record, "files": files}
+    manifest = {**manifest, "files": files}
     manifest["sha256"] = _seal(manifest)
     with (writing / MANIFEST).open("w") as file:
         json.dump(manifest, file, indent=2)
     _flush(writing / MANIFEST)
     _flush(writing)
-    if target.exists():  # an older timeline of this run, or one found damaged
+    if target.exists():  # from before an older checkpoint was continued, or found damaged
         shutil.rmtree(target)
     os.rename(writing, target)
     _flush(target.parent)
@@ -206,7 +232,7 @@ def _score(path):
         return None
 
 
-def _all_fine(accelerator, error):
+def _all_succeeded(accelerator, error):
     return not any(gather_object([error is not None])) if accelerator.num_processes > 1 else error is None
 
 

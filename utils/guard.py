@@ -1,4 +1,4 @@
-"""Lets all processes agree, between two steps, that it is time to stop: a signal somewhere, or a loss that is no number."""
+"""Lets all processes agree, between two steps, that it is time to stop: after a signal to any of them, or a non-finite loss."""
 
 import math
 import time
@@ -15,9 +15,9 @@ from utils import exits
 class Guard:
     """Asked once per optimizer step, on every process.
 
-    Never makes the device wait: the loss it looks at is the previous step's, copied while this one computes, and with
-    several processes the votes travel (an all-reduce of two numbers over gloo) meanwhile. So the answer comes a step
-    late, and is the same everywhere.
+    It never makes the device wait: it looks at the loss of the step before, which was copied to the host while this step is
+    computed; with several processes the votes travel meanwhile (an all-reduce of two numbers over gloo). The answer is
+    therefore one step late, and the same on every process.
     """
 
     def __init__(self, accelerator, timeout):
@@ -25,30 +25,34 @@ class Guard:
         self._group, self._patience = None, math.inf
         if accelerator.num_processes > 1:
             self._group = dist.new_group(backend="gloo", timeout=timedelta(seconds=timeout))
-            self._patience = 0.9 * timeout  # at `timeout` NCCL's watchdog would end the process without a word
-        self._recent = deque(maxlen=4)  # (step, loss, when the loss is there, ids) of the last steps on this process
+            self._patience = 0.9 * timeout  # at `timeout` NCCL's watchdog would end the process without a message
+        self._recent = deque(maxlen=4)  # (step, loss, event after which the loss is on the host, ids) of the last steps
         self._votes, self._handle = None, None
         exits.training_starts()
 
-    def should_stop(self, step, loss, ids):
-        """Whether a signal asked some process to stop.
+    def should_stop(self, step, losses, ids):
+        """Whether a signal asked any process to stop.
 
         Args:
             step (int): the optimizer step just done.
-            loss: its scalar loss on this process, on the device.
-            ids (list): int64 tensors, the ids of its samples on this process.
+            losses (list): scalar losses of its micro-batches on this process, on the device, detached.
+            ids (list): int64 tensors, the ids of their samples on this process.
 
         Raises:
             RunFailed: a loss was NaN or infinite; names the step and its samples.
-            TimeoutError: the device did not come to the end of the step before, or another process did not vote.
+            TimeoutError: the device did not finish the step before, or another process did not vote.
         """
-        self._recent.append((step, *_to_host(loss.detach()), ids))
+        loss = losses[0] if len(losses) == 1 else torch.stack(losses).sum()
+        self._recent.append((step, *_to_host(loss), ids))
+        if self._group is None:
+            self._vote(self._recent[-2] if len(self._recent) > 1 else None)
+            return self._outcome()
         stop = self._outcome()
         self._vote(self._recent[-2] if len(self._recent) > 1 else None)
-        return self._outcome() if self._group is None else stop
+        return stop
 
     def check_loss(self):
-        """Looks at the last loss at once; call it before a checkpoint, which must never hold a diverged model."""
+        """Looks at the last loss at once; call it before saving, so that a checkpoint never holds a diverged model."""
         self._outcome()
         self._vote(self._recent[-1] if self._recent else None)
         self._outcome()
@@ -56,16 +60,17 @@ class Guard:
     def _vote(self, recent):
         diverged_at = 0
         if recent:
-            step, loss, there, _ = recent
+            step, loss, event, _ = recent
             deadline = time.monotonic() + self._patience
-            # Asks instead of waiting: in a wait for a GPU whose peers are gone, Python never gets to see a signal.
-            while there and not there.query():
+            # Polls instead of waiting: in a wait for a GPU whose peers are gone, Python never gets to handle a signal.
+            while event and not event.query():
                 if time.monotonic() > deadline:
-                    raise TimeoutError(f"timed out waiting for the device to end step {step}")
+                    raise TimeoutError(f"timed out waiting for the device to finish step {step}")
                 time.sleep(0.0005)
             diverged_at = 0 if math.isfinite(loss.item()) else step
-        self._votes = torch.tensor([exits.signal_name() is not None, diverged_at], dtype=torch.int64)
+        self._votes = [int(exits.signal_name() is not None), diverged_at]
         if self._group is not None:
+            self._votes = torch.tensor(self._votes, dtype=torch.int64)
             self._handle = dist.all_reduce(self._votes, dist.ReduceOp.MAX, group=self._group, async_op=True)
 
     def _outcome(self):
@@ -73,26 +78,27 @@ class Guard:
             return False
         if self._handle is not None:
             self._handle.wait()
-        stop, diverged_at = self._votes.tolist()
+        stop, diverged_at = self._votes if self._handle is None else self._votes.tolist()
         self._votes = self._handle = None
         if diverged_at:
             own = [i for step, _, _, ids in self._recent if step == diverged_at for i in torch.cat(ids).tolist()]
             ids = sorted(gather_object(own)) if self._group is not None else sorted(own)
             raise exits.RunFailed(
-                f"the loss is not a finite number at step {diverged_at}; the last checkpoint is from before it. "
-                f"A lower --lr often helps. Samples of that step: {ids}"
+                f"non-finite loss at step {diverged_at}; the last checkpoint is from before it. A lower --lr often helps, in "
+                f"another --output_dir (with --init_from this run's folder from its weights). Samples of that step: {ids}",
+                retry=False,
             )
         return bool(stop)
 
 
 def _to_host(loss):
-    """A scalar's copy in host memory, and the event after which it is there (None: at once).
+    """A copy of a scalar in host memory, and the event after which it is there (None: at once).
 
-    `loss.item()` would wait for all that was given to the device since, the step just begun among it.
+    `loss.item()` would wait for everything queued on the device since, including the step just begun.
     """
     if loss.device.type != "cuda":
         return loss, None
     copy = torch.empty((), dtype=loss.dtype, pin_memory=True).copy_(loss, non_blocking=True)
-    there = torch.cuda.Event()
-    there.record(torch.cuda.current_stream(loss.device))
-    return copy, there
+    event = torch.cuda.Event()
+    event.record(torch.cuda.current_stream(loss.device))
+    return copy, event

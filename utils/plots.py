@@ -78,25 +78,25 @@ def curves(folder, figures=("loss", "accuracy")):
     _save(figure, Path(folder) / "curves.png")
 
 
-def classification(folder, split, tested, class_names):
-    """Draws what a classifier does on a test set into `folder`: `predictions.png` and `confusion_matrix.png`.
+def classification(folder, data, tested):
+    """Draws what a classifier does on a test set: `predictions.png` and `confusion_matrix.png` in `folder`.
 
     Args:
-        split: has `images` uint8 [samples, 3, height, width] and `labels` int64 [samples].
-        tested (dict): `predictions` int64, of as many samples (or fewer) in the same order, and `confusion`.
+        data: has `test.images` uint8 [samples, 3, height, width], `test.labels` int64 [samples] and `class_names`.
+        tested (dict): `predictions` int64 [samples], in the same order, and `confusion` int64 [true, predicted].
 
     Returns:
-        list[str]: the names of the pictures, without `.png`.
+        dict: name of each picture -> uint8 [1, height, width, 3].
     """
     predictions = tested["predictions"]
     count = min(40, len(predictions))
+    split, class_names = data.test, data.class_names
     image_grid(folder / "predictions.png", split.images[:count], split.labels[:count], predictions[:count], class_names)
     confusion_matrix(folder / "confusion_matrix.png", tested["confusion"], class_names)
-    return ["predictions", "confusion_matrix"]
+    return {name: _pixels(folder / f"{name}.png") for name in ("predictions", "confusion_matrix")}
 
 
-def pixels(path):
-    """A picture file as uint8 [1, height, width, 3], for a tracker's `log_images(..., dataformats="NHWC")`."""
+def _pixels(path):
     return np.asarray(Image.open(path).convert("RGB"))[None]
 
 

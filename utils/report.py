@@ -1,4 +1,4 @@
-"""What a run says about itself while it goes: speed, memory, time left, a profile, a closing summary."""
+"""Speed, memory, a profile, and the lines that people read."""
 
 import contextlib
 import resource
@@ -6,63 +6,62 @@ import sys
 import time
 
 import torch
+from accelerate.utils import ProfileKwargs
 
 
 class Meter:
     """Counts samples and seconds between two log lines; evaluation and saving are left out.
 
-    On a GPU the seconds are those of launching the work. Reading the loss at each log line waits for it to be done, so
-    over the distance between two lines they are the true ones.
+    On a GPU the seconds are those of launching the work. Reading the loss at each log line waits for the work itself, so
+    that between two lines they are correct.
     """
 
-    def __init__(self, accelerator, batch_size, total_steps, step):
-        self._accelerator, self._batch_size, self._total_steps = accelerator, batch_size, total_steps
-        self._waiting_since = time.perf_counter()
-        self._rate = None
-        self.restart(step)
+    def __init__(self, device, batch_size, rates):
+        """Args: rates (dict): name -> amount per sample, of further speeds to report (`tokens_per_second`, say)."""
+        self._device, self._batch_size, self._rates = device, batch_size, rates
+        self.restart(0)
 
     def restart(self, step):
-        """Starts counting anew at `step`: what came since the last line is not training."""
+        """Starts counting again at `step`."""
         self._step, self._since, self._data_seconds = step, time.perf_counter(), 0.0
-        self._waiting_since = self._since
 
-    def data_wanted(self):
-        """The loop turns to the loader for the next batch."""
-        self._waiting_since = time.perf_counter()
+    def timed(self, batches):
+        """Yields `batches` and adds up the seconds spent waiting for them."""
+        batches = iter(batches)
+        while True:
+            began = time.perf_counter()
+            try:
+                batch = next(batches)
+            except StopIteration:
+                return
+            self._data_seconds += time.perf_counter() - began
+            yield batch
 
-    def data_arrived(self):
-        """The batch is there."""
-        self._data_seconds += time.perf_counter() - self._waiting_since
+    def read(self, step, total_steps):
+        """The figures since the last reading, and a new start.
 
-    def line(self, step, **figures):
-        """The figures of a log line, as a dict of numbers, and a new start."""
+        Returns:
+            tuple[dict, dict]: speeds (`samples_per_second` and the further rates); the state of the run (`step_seconds`,
+            `data_share`, `memory_bytes`, `seconds_left`).
+        """
         seconds = max(time.perf_counter() - self._since, 1e-9)
-        steps = step - self._step
-        line = {
-            "step": step,
-            **figures,
-            "samples_per_second": steps * self._batch_size / seconds,
-            "step_seconds": seconds / max(steps, 1),
+        steps = max(step - self._step, 1)
+        samples_per_second = steps * self._batch_size / seconds
+        speeds = {"samples_per_second": samples_per_second}
+        for name, per_sample in self._rates.items():
+            speeds[name] = samples_per_second * per_sample
+        state = {
+            "step_seconds": seconds / steps,
             "data_share": self._data_seconds / seconds,
-            "memory_bytes": memory_bytes(self._accelerator.device),
-            "seconds_left": (self._total_steps - step) * seconds / max(steps, 1),
+            "memory_bytes": memory_bytes(self._device),
+            "seconds_left": (total_steps - step) * seconds / steps,
         }
         self.restart(step)
-        return line
-
-    def text(self, line):
-        """`line` for people."""
-        left = int(line["seconds_left"])
-        return (
-            f"step {line['step']:>{len(str(self._total_steps))}}/{self._total_steps}  epoch {line['epoch']:.2f}  "
-            f"loss {line['loss']:.4f}  lr {line['lr']:.4f}  {line['samples_per_second']:,.0f} samples/s  "
-            f"data {100 * line['data_share']:.0f} %  memory {line['memory_bytes'] / 2**30:.1f} GiB  "
-            f"left {left // 3600}:{left // 60 % 60:02}:{left % 60:02}"
-        )
+        return speeds, state
 
 
 def memory_bytes(device):
-    """The most memory that was in use so far, in bytes: the GPU's tensors, or on a CPU this process."""
+    """The peak memory so far, in bytes: allocated tensors on a GPU, or the memory of this process on a CPU."""
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device)
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
@@ -71,12 +70,12 @@ def memory_bytes(device):
 
 @contextlib.contextmanager
 def profiler(accelerator, folder, wanted):
-    """Profiles optimizer steps 3 to 5 of the main process; gives a function to call after each step.
+    """Profiles optimizer steps 3 to 5 of the main process: call `.step()` of what it yields after each step.
 
     Writes `profile/trace.json` (open it at ui.perfetto.dev) and `profile/operators.txt` in `folder`.
     """
     if not wanted or not accelerator.is_main_process:
-        yield lambda: None
+        yield _NoProfiler()
         return
 
     def write(profile):
@@ -85,17 +84,41 @@ def profiler(accelerator, folder, wanted):
         profile.export_chrome_trace(str(target / "trace.json"))
         (target / "operators.txt").write_text(profile.key_averages().table(sort_by="self_cpu_time_total", row_limit=30))
 
-    schedule = torch.profiler.schedule(wait=1, warmup=1, active=3, repeat=1)
-    with torch.profiler.profile(schedule=schedule, on_trace_ready=write, record_shapes=True) as profile:
-        yield profile.step
+    schedule = dict(wait=1, warmup=1, active=3, repeat=1)
+    with accelerator.profile(ProfileKwargs(schedule_option=schedule, on_trace_ready=write, record_shapes=True)) as profile:
+        yield profile
+
+
+class _NoProfiler:
+    def step(self):
+        """Does nothing."""
+
+
+def train_line(figures, total_steps):
+    """A training line of metrics.jsonl, for people."""
+    left = int(figures["seconds_left"])
+    mfu = f"  MFU {figures['mfu']:.1%}" if "mfu" in figures else ""
+    return (
+        f"step {figures['step']:>{len(str(total_steps))}}/{total_steps}  epoch {figures['epoch']:.2f}  "
+        f"loss {figures['loss']:.4f}  lr {figures['lr']:.4f}  {figures['samples_per_second']:,.0f} samples/s  "
+        f"data {figures['data_share']:.0%}  memory {figures['memory_bytes'] / 2**30:.1f} GiB  "
+        f"left {left // 3600}:{left // 60 % 60:02}:{left % 60:02}{mfu}"
+    )
+
+
+def evaluation_line(split, step, figures):
+    """The figures of an evaluation, for people."""
+    parts = [f"{name.replace('_', ' ')} {value:.4f}" for name, value in figures.items()]
+    return f"step {step}  {split} {'  '.join(parts)}"
 
 
 def summary(results, folder, headline):
     """The closing lines of a run, from its results."""
     parts = [f"{name.replace('_', ' ')} {value:.4f}" for name, value in results.items() if name.startswith(("test_", "val_"))]
+    processes = f"{results['num_processes']} process{'es' * (results['num_processes'] > 1)}"
     return (
         f"{headline}: {', '.join(parts)}\n"
         f"{results['global_step']} steps, {results['samples_seen']:,} samples in {results['train_seconds']:.0f} s "
-        f"({results['samples_per_second']:,.0f} a second), {results['num_processes']} process"
-        f"{'es' * (results['num_processes'] > 1)}, peak memory {results['peak_memory_bytes'] / 2**30:.1f} GiB; see {folder}"
+        f"({results['samples_per_second']:,.0f} samples/s), {processes}, "
+        f"peak memory {results['peak_memory_bytes'] / 2**30:.1f} GiB; see {folder}"
     )

@@ -1,5 +1,9 @@
-"""What a run leaves behind: args.json, metrics.jsonl, status.json, results.json, and a lock on the folder."""
+"""The folder of a run: what it records, its checkpoints, and how it starts, continues and ends.
 
+Several jobs cannot write to one folder: it is locked.
+"""
+
+import contextlib
 import fcntl
 import json
 import os
@@ -9,66 +13,90 @@ import socket
 import subprocess
 import sys
 import time
+import uuid
 from datetime import UTC, datetime
 from importlib import metadata
 from pathlib import Path
 
-from utils import checkpoint, exits, topology
+from tqdm import tqdm
+
+from utils import checkpoint, exits, report, topology, tracking
+from utils.arguments import CONTINUE_RULE, MAY_CHANGE
 from utils.exits import UserError
 
-# Arguments that do not change what is computed (accumulation: to rounding), so that a run may go on with others.
-FREE = {"output_dir", "resume", "checkpoint_every", "keep_checkpoints", "log_every", "eval_every", "num_workers"} | {
-    "profile",
-    "timeout",
-    "compile",
-    "gradient_accumulation_steps",
-}
+SAME_COMMAND = "run the same command again to continue"
+LENGTH = {"epochs", "max_train_steps"}
+PATHS = ("dataset", "init_from")  # arguments that may be paths: they are compared, and recorded, as absolute ones
 
 
 class RunFolder:
-    """The files of one run. Made and opened by every process; the main process reads and writes.
+    """The files of one run. Constructed and opened by every process; the main process reads and writes.
 
     Attributes:
         path (Path): the folder.
-        arguments (dict): the run's arguments as they are recorded and compared.
+        finished (dict | None): the results, if this same run is finished already and there is nothing to do.
+        progress (dict): what the checkpoint to continue from says about the run: `step`, and the script's own values.
+        arguments (dict): the arguments of the run as they are recorded and compared.
+        record (dict): what args.json and every checkpoint say about the run.
     """
 
-    def __init__(self, args, accelerator, free=()):
-        """Args: free: names of further arguments that may change when the run is continued."""
+    def __init__(self, args, accelerator, may_change=()):
+        """Args: may_change: names of further arguments, those of one script, that may change when the run is continued."""
         self.path = Path(args.output_dir)
-        self._accelerator, self.is_main = accelerator, accelerator.is_main_process
         self.arguments = comparable(vars(args))
-        self.resume = args.resume
-        self._free = free
-        self.record = None  # said of the run in args.json and in every checkpoint
-        self._logged = set()
+        self.finished, self.progress, self.record = None, {}, None
+        self._accelerator, self.is_main = accelerator, accelerator.is_main_process
+        self._resume, self._may_change = args.resume, MAY_CHANGE | set(may_change)
+        self._keep = getattr(args, "keep_checkpoints", None)
+        self._batch_size = args.batch_size
+        self._plan, self._checkpoint, self._earlier_length, self._run_id = None, None, None, uuid.uuid4().hex[:8]
+        self._score, self._improved = None, False
+        self._logged, self._sent = set(), set()  # (split, step) in metrics.jsonl, and sent to the trackers before a restart
 
-    def open(self):
-        """Takes the folder for this run, and finds where to go on; writes nothing of its own yet.
+    # ------------------------------------------------------------------------------------------------------- start
 
-        Returns:
-            tuple: the results (dict), if this same run is finished already, else None; and, as from `checkpoint.find`,
-            the checkpoint to start from.
+    def open(self, plan=None):
+        """Locks the folder for this run and looks for a checkpoint to continue from; writes nothing.
+
+        Args:
+            plan (Plan | None): the length of the run; None: the length may not change either, and there are no checkpoints.
 
         Raises:
-            UserError: the folder cannot be written, is in use, or holds a run that this one must not continue; or
-            there is no whole checkpoint where there should be one.
+            UserError: the folder cannot be written, is in use, or holds a run that this one must not continue; there is no
+                undamaged checkpoint where there should be one; or the run is longer than `plan` already.
         """
+        self._plan = plan
+        self.finished, found, self._run_id = topology.run_on_main(self._accelerator, self._take_and_find)
+        if self.finished and plan and self.is_main:
+            print(report.summary(self.finished, self.path, "this run is finished already, nothing to do"))
+            print("to train longer, run the same command with a larger --epochs or --max_train_steps")
+        if found:
+            self._checkpoint, manifest = found
+            self.progress, self._earlier_length = manifest["progress"], manifest["total_steps"]
 
-        def take_and_find():
-            finished = self.take()
-            found = None if finished else checkpoint.find(self.path, self.resume)
-            if found:
-                self.check_same(found[1]["arguments"], found[0])
-            return finished, found
-
-        return topology.from_main(self._accelerator, take_and_find)
+    def _take_and_find(self):
+        earlier = self.take()
+        status = read_json(self.path / "status.json") or {}
+        results = read_json(self.path / "results.json") if earlier and status.get("state") == "finished" else None
+        if results and (self._plan is None or results["global_step"] == self._plan.total_steps):
+            return results, None, None
+        found = checkpoint.find(self.path, self._resume) if self._plan else None
+        if found:
+            path, manifest = found
+            self.check_same(manifest["arguments"], path)
+            taken = manifest["progress"]["step"]
+            if self._plan.total_steps < taken:
+                raise UserError(
+                    f"--epochs or --max_train_steps ask for {self._plan.total_steps} steps, but the run has taken {taken} "
+                    f"already ({path}): give at least as many, or use another --output_dir"
+                )
+        return None, found, (earlier or {}).get("run_id", self._run_id)
 
     def take(self):
-        """Locks the folder for this process and checks that this run may have it: the main process' part of `open`.
+        """Locks the folder for this process and checks that this run may have it; main process only.
 
         Returns:
-            dict | None: the results, if this same run is finished already.
+            dict | None: args.json of the run that it holds.
         """
         try:
             self.path.mkdir(parents=True, exist_ok=True)
@@ -87,83 +115,249 @@ class RunFolder:
         if earlier is None:
             own = (".lock", ".args.json.", "checkpoints")
             if any(not entry.name.startswith(own) for entry in self.path.iterdir()):
-                raise UserError(f"{self.path} is not empty and holds no run of these scripts: name another --output_dir")
+                raise UserError(f"{self.path} is not empty and holds no run of these scripts: use another --output_dir")
             return None
-        if self.resume == "never":
-            raise UserError(f"{self.path} already holds a run: with --resume never, name another --output_dir")
+        if self._resume == "never":
+            raise UserError(f"{self.path} already holds a run: with --resume never, use another --output_dir")
         self.check_same(earlier["arguments"], self.path)
-        status = read_json(self.path / "status.json") or {}
-        longer = any((self.arguments.get(n) or 0) > (earlier["arguments"].get(n) or 0) for n in self._free)
-        return read_json(self.path / "results.json") if status.get("state") == "finished" and not longer else None
+        return earlier
 
     def check_same(self, arguments, place):
         """Raises UserError, naming each difference, if `arguments` (found in `place`) are those of another run."""
-        names = sorted((arguments.keys() | self.arguments.keys()) - FREE - set(self._free))
-        differences = [
-            f"--{name} {self.arguments.get(name)} (was {arguments.get(name)})"
-            for name in names
-            if arguments.get(name) != self.arguments.get(name)
-            and not (name == "dataset" and moved(arguments.get(name), self.arguments.get(name)))
-        ]
+        may_change = self._may_change | LENGTH if self._plan else self._may_change
+        differences = []
+        for name in sorted((arguments.keys() | self.arguments.keys()) - may_change):
+            before, now = arguments.get(name), self.arguments.get(name)
+            if before != now and not (name in PATHS and moved(before, now)):
+                differences.append(f"--{name} {now} (was {before})")
         if differences:
             raise UserError(
-                f"{place} is of a run with other arguments: {', '.join(differences)}. Use the earlier ones to continue it, "
-                "or name another --output_dir"
+                f"{place} belongs to a run with other arguments: {', '.join(differences)}. {CONTINUE_RULE} Use the earlier "
+                f"values, or start a new run with another --output_dir (from these weights: --init_from {place})"
             )
 
-    def begin(self, step, topology):
-        """Writes args.json and opens metrics.jsonl, dropping what was logged after `step`: it is about to be done again."""
+    def start(self, scheduler=None, rates=None):
+        """Loads the checkpoint that `open` found, if any, and opens the logs; call it on every process, after `prepare`.
+
+        Args:
+            scheduler: as prepared, its learning rate is set to what the schedule of the present length says.
+            rates (dict | None): name -> amount per sample, of further speeds to log (`tokens_per_second`, say).
+
+        Returns:
+            int: optimizer steps done: 0 for a new run.
+        """
+        if self._checkpoint:
+            checkpoint.load(self._accelerator, self._checkpoint)  # accelerator.load_state, if it executes no code
+            self._apply_schedule(scheduler)
         exits.on_failure(self._failed)
-        if not self.is_main:
-            return
-        self.record = {"arguments": self.arguments, "topology": topology, "versions": versions(), "git_commit": git_commit()}
+        step = self.progress.get("step", 0)
+        self._resumed_from, self._saved_at, self._best = step, step, self.progress.get("best")
+        self._began = time.perf_counter()
+        self._meter = report.Meter(self._accelerator.device, self._batch_size, rates or {})
+        self._meter.restart(step)
+        if self.is_main:
+            self._record(step)
+            self._open_metrics(step)
+        if self.is_main and self._plan:
+            project = Path(sys.argv[0]).stem
+            tracking.start(self._accelerator, project, self.path.resolve().name, self._run_id, self.arguments, step)
+            self._bar = tqdm(total=self._plan.total_steps, initial=step, disable=not sys.stderr.isatty())
+            self.print(f"{self._plan.total_steps} steps, {self._plan.steps_per_epoch} per epoch; output in {self.path}")
+            self.print(f"continuing from {self._checkpoint}" if self._checkpoint else "starting at step 0")
+        return step
+
+    def _apply_schedule(self, scheduler):
+        # A checkpoint holds the learning rate of the length that it was saved with.
+        step, change = self.progress["step"], "the learning rate does not depend on it"
+        if scheduler is not None:
+            before = scheduler.get_last_lr()[0]
+            checkpoint.apply_schedule(scheduler)
+            after = scheduler.get_last_lr()[0]
+            change = f"the learning rate at step {step} changes from {before:.3g} to {after:.3g}"
+            if before == after:
+                change = f"the learning rate at step {step} stays {after:.3g}"
+        if self._earlier_length != self._plan.total_steps:
+            self.print(f"length changed from {self._earlier_length} to {self._plan.total_steps} steps: {change}")
+
+    def _record(self, step):
+        self.record = {
+            "arguments": self.arguments,
+            "run_id": self._run_id,
+            "total_steps": self._plan and self._plan.total_steps,
+            "topology": topology.describe(self._accelerator),
+            "versions": versions(),
+            "git_commit": git_commit(),
+        }
         write_json(self.path / "args.json", {**self.record, "command": sys.argv})
-        self.status("running", f"from step {step}", step=step)
-        path = self.path / "metrics.jsonl"
-        kept = []
+        self._write_status("running", f"from step {step}", step=step)
+
+    def _open_metrics(self, step):
+        path, kept = self.path / "metrics.jsonl", []
         for line in path.read_text().splitlines() if path.exists() else ():
             try:
                 record = json.loads(line)
             except json.JSONDecodeError:
                 break  # the line that was being written when the run was killed
+            self._sent.add((record["split"], record["step"]))
             if record["step"] <= step:
                 kept.append(line)
                 self._logged.add((record["split"], record["step"]))
         write_text(path, "".join(f"{line}\n" for line in kept))
         self._metrics = path.open("a")
 
-    def log(self, split, step, **figures):
+    # --------------------------------------------------------------------------------------------------------- log
+
+    def timed(self, batches):
+        """Yields `batches`; the log line says which share of the time the loop waited for them."""
+        return self._meter.timed(batches)
+
+    def log(self, split, step, score=None, **figures):
+        """Logs figures of this step on the screen, in metrics.jsonl and with the trackers. Call it on every process.
+
+        `train` lines also get the speed, the memory and the time left.
+
+        Args:
+            score (float | None): of an evaluation, higher is better: the best checkpoint is kept.
+
+        """
+        if split == "train":
+            speeds, state = self._meter.read(step, self._plan.total_steps)
+            figures |= speeds
+        else:
+            state = {}
+            self._meter.restart(step)  # the time of an evaluation does not count as training
+        if self.is_main:
+            values = {f"{split}/{name}": value for name, value in figures.items()}
+            tracking.log(self._accelerator, values, step, sent_before=(split, step) in self._sent)
+            self.write(split, step, epoch=self._plan.epoch_at(step), **figures, **state)
+            self._show(split, step, figures | state)
+        if score is not None:
+            self._score = (step, score)
+            self._improved = self._best is None or score > self._best
+            if self._improved:
+                self._best = score
+
+    def improved_at(self, step):
+        """Whether the evaluation after `step`, if there was one, had the best score so far."""
+        return self._score is not None and self._score[0] == step and self._improved
+
+    def _show(self, split, step, figures):
+        if split == "train":
+            self._bar.update(step - self._bar.n)
+            shown = {"step": step, "epoch": self._plan.epoch_at(step), **figures}
+            self.print(report.train_line(shown, self._plan.total_steps))
+        elif "text" not in figures:
+            self.print(report.evaluation_line(split, step, figures))
+
+    def write(self, split, step, **figures):
         """Appends a line to metrics.jsonl; a line that is already there, from before a restart, is not repeated."""
         if self.is_main and (split, step) not in self._logged:
             self._logged.add((split, step))
             self._metrics.write(json.dumps({"split": split, "step": step, **figures}) + "\n")
             self._metrics.flush()
 
-    def status(self, state, reason, **more):
-        """Writes status.json. `state`: running, preempted, finished or failed."""
+    def print(self, text):
+        """Prints on the main process, above the progress bar if there is one."""
         if self.is_main:
-            write_json(self.path / "status.json", {"state": state, "reason": reason, "time": _now(), **more})
+            tqdm.write(text)
 
-    def _failed(self, reason):
-        # From any process. The first to fail knows why: what the others say, who have lost it, comes later.
-        if (read_json(self.path / "status.json") or {}).get("state") == "running":
-            write_json(self.path / "status.json", {"state": "failed", "reason": reason, "time": _now()})
+    # -------------------------------------------------------------------------------------------------- checkpoint
 
-    def preempted(self, where, **more):
-        """Ends every process as a signal asked: says `where` the run stopped, and leaves with the code that means it."""
+    @contextlib.contextmanager
+    def checkpoint(self, step, **state):
+        """Yields the folder for `accelerator.save_state`, which becomes `checkpoints/step_N`, complete or not at all.
+
+        Every file is hashed and synced to disk before the folder gets its name. A write error costs this checkpoint only,
+        with a warning; training continues on all processes alike.
+
+        Args:
+            state: plain values to keep with it: `run.progress` has them after a restart.
+        """
+        began = time.perf_counter()
+        score = self._score[1] if self._score and self._score[0] == step else None  # of an evaluation of this very step
+        progress = {"step": step, "train_seconds": self.train_seconds(), "score": score, "best": self._best, **state}
+        folder, error = checkpoint.start(self._accelerator, self.path)
+        try:
+            yield str(folder)
+        except (Exception, checkpoint.CheckpointException) as caught:
+            if not checkpoint.is_write_error(caught):
+                raise
+            error = caught
+        manifest = {"progress": progress, **(self.record or {})}
+        written = checkpoint.finish(self._accelerator, folder, error, manifest, self._keep)
+        if written:
+            self._saved_at = step
+        self.write("checkpoint", step, seconds=time.perf_counter() - began, written=written)
+        self._meter.restart(step)
+
+    def train_seconds(self):
+        """Seconds since the first step, without those between an interruption and the restart."""
+        return self.progress.get("train_seconds", 0.0) + time.perf_counter() - self._began
+
+    # --------------------------------------------------------------------------------------------------------- end
+
+    def exit_preempted(self, where):
+        """Ends every process because a signal asked for it: records `where` it stopped, and exits with code `PREEMPTED`.
+
+        Args:
+            where (int | str): the optimizer step; a script without checkpoints says it in words.
+        """
+        if isinstance(where, int):
+            where = f"at step {where}, saved at step {self._saved_at}"
         reason = f"stopped by {exits.signal_name() or 'a signal to another process'} {where}"
-        self.status("preempted", reason, **more)
-        if self.is_main:
-            print(f"{reason}: the same command continues from there")
-        self._accelerator.wait_for_everyone()  # a scheduler may end the other machines once one has left
+        self._write_status("preempted", reason, step=self._saved_at, next=SAME_COMMAND)
+        self.print(f"{reason}: {SAME_COMMAND}")
+        self._accelerator.wait_for_everyone()  # a scheduler may end the other machines once one has exited
         self._accelerator.end_training()
         sys.exit(exits.PREEMPTED)
 
-    def finish(self, results):
-        """Writes results.json, then the status; both atomically."""
+    def finish(self, step, next_command=None, **figures):
+        """Writes results.json and then the status, both atomically, and prints a summary.
+
+        Args:
+            next_command (str | None): what to run next, to look at the results.
+            figures: final metrics.
+        """
+        seconds = self.train_seconds()
+        results = {
+            **figures,
+            "global_step": step,
+            "samples_seen": step * self._batch_size,
+            "train_seconds": seconds,
+            "samples_per_second": step * self._batch_size / seconds,
+            "num_processes": self._accelerator.num_processes,
+            "peak_memory_bytes": report.memory_bytes(self._accelerator.device),
+            "resumed_from": self._resumed_from,
+        }
+        if self.is_main:
+            self._bar.close()
+            final = {f"final/{name}": value for name, value in figures.items() if name.startswith(("test_", "val_"))}
+            tracking.finish(self._accelerator, self.arguments, final)
+            self.write_results(results)
+            print(report.summary(results, self.path, "done"))
+            if next_command:
+                print(f"next: {next_command}")
+
+    def write_results(self, results):
+        """Writes results.json, then the status `finished`."""
         if self.is_main:
             write_json(self.path / "results.json", results)
-            self.status("finished", "all steps done", step=results.get("global_step"))
+            self._write_status("finished", "all steps done", step=results["global_step"])
+
+    def _write_status(self, state, reason, **more):
+        if self.is_main:
+            write_json(self.path / "status.json", {"state": state, "reason": reason, "time": _now(), **more})
+
+    def _failed(self, reason, retry):
+        """Records why the run failed; returns what to do next, or None if another process has recorded it before.
+
+        The first process to fail knows why; what the others report, who have lost contact with it, comes later.
+        """
+        if (read_json(self.path / "status.json") or {}).get("state") != "running":
+            return None
+        advice = SAME_COMMAND if retry else None
+        write_json(self.path / "status.json", {"state": "failed", "reason": reason, "time": _now(), "next": advice})
+        return advice
 
     def _take_lock(self):
         # A POSIX record lock belongs to the process: the kernel drops it at any death, and forked data loader
@@ -178,26 +372,19 @@ class RunFolder:
                 if time.monotonic() > deadline:
                     self._lock.seek(0)
                     owner = self._lock.read().strip() or "another process"
-                    raise UserError(f"{self.path} is in use by {owner}: wait for it, or name another --output_dir") from None
+                    raise UserError(f"{self.path} is in use by {owner}: wait for it, or use another --output_dir") from None
                 time.sleep(0.2)
         self._lock.truncate(0)
         self._lock.write(f"process {os.getpid()} on {socket.gethostname()}")
         self._lock.flush()
 
 
-def scratch_name(args):
-    """--dry_run and --overfit_batch get a folder beside the run's own, which `RunFolder.take` makes anew each time."""
-    for flag in ("dry_run", "overfit_batch"):
-        if getattr(args, flag):
-            return f"{args.output_dir.rstrip('/')}_{flag}"
-    return args.output_dir
-
-
 def comparable(arguments):
     """Arguments as JSON keeps them; a path to existing data is made absolute, so that it compares equal."""
     plain = {name: value for name, value in arguments.items() if isinstance(value, (str, int, float, bool, type(None)))}
-    if Path(str(plain.get("dataset"))).exists():
-        plain["dataset"] = str(Path(plain["dataset"]).resolve())
+    for name in PATHS:
+        if Path(str(plain.get(name))).exists():
+            plain[name] = str(Path(plain[name]).resolve())
     return plain
 
 

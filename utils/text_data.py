@@ -11,6 +11,7 @@ from pathlib import Path
 import datasets
 import datasets.distributed
 import torch
+from accelerate.utils import gather_object
 
 from utils.exits import RunFailed, UserError
 
@@ -189,6 +190,14 @@ class TextStream(torch.utils.data.IterableDataset):
             lane.position = (position or {}).get(number) or lane.position
         self.micro_batch = micro_batch
 
+    @classmethod
+    def from_args(cls, args, accelerator, position=None):
+        """The share of this process, as the command line says, continued at `position`."""
+        micro_batch = args.batch_size // args.gradient_accumulation_steps // accelerator.num_processes
+        share = (accelerator.process_index, accelerator.num_processes)
+        options = dict(lanes=args.stream_lanes, buffer=args.shuffle_buffer, seed=args.seed, share=share, position=position)
+        return cls(args.dataset, args.text_column, args.block_size, micro_batch, **options)
+
     def __iter__(self):
         readers = {number: iter(lane) for number, lane in self.lanes.items()}
         while True:
@@ -200,6 +209,13 @@ class TextStream(torch.utils.data.IterableDataset):
                 "ids": torch.arange(len(rows)),
                 "position": {number: dict(lane.position) for number, lane in self.lanes.items()},
             }
+
+
+def gather_position(batch):
+    """The position of a stream after `batch`, gathered from all processes, for a checkpoint; None without a stream."""
+    if "position" not in batch:
+        return None
+    return dict(gather_object(list(batch["position"].items())))
 
 
 class _Lane:

@@ -15,8 +15,11 @@ from utils import exits
 from utils.exits import UserError
 
 
-def check_launch():
-    """Checks that the processes that were asked for can run here; call it before `Accelerator(...)`.
+def check_launch(training=False):
+    """Checks that the requested processes can run here; call it before `Accelerator(...)`.
+
+    Args:
+        training (bool): whether this is a training run, in which a notice about bf16 is worth a line.
 
     Returns:
         bool: whether to run on the CPU, for `Accelerator(cpu=...)`. Without any GPU every topology is rehearsed:
@@ -59,20 +62,20 @@ def check_launch():
     elif precision == "fp16":
         raise UserError("mixed_precision fp16 silently computes in float32 on a CPU: use bf16 or no")
     elif exits.is_main() and precision == "bf16" and not cpu_has_bf16():
-        _notice("this CPU only emulates bf16, far slower than float32: use --mixed_precision no")
-    elif exits.is_main() and precision == "no" and cpu_has_bf16():
-        _notice("this CPU computes in bf16 about 4x faster: accelerate launch --mixed_precision bf16 ...")
+        _notice("this CPU has no native bf16 and emulates it, far slower than float32: use --mixed_precision no")
+    elif exits.is_main() and training and precision == "no" and cpu_has_bf16():
+        _notice("this CPU has native bf16, 1.5x to 4x faster by model: accelerate launch --mixed_precision bf16 ...")
     return True
 
 
 def cpu_has_bf16():
-    """Whether this CPU multiplies bf16 in hardware (AVX-512 BF16 or AMX)."""
+    """Whether this CPU has native bf16 (AVX-512 BF16 or AMX)."""
     return any(
         check() for name in ("_is_avx512_bf16_supported", "_is_amx_tile_supported") if (check := getattr(torch.cpu, name, None))
     )
 
 
-def from_main(accelerator, function):
+def run_on_main(accelerator, function):
     """Runs `function()` on the main process only and returns its (picklable) result on every process.
 
     An error it raises ends all processes, not just the main one.
@@ -83,7 +86,7 @@ def from_main(accelerator, function):
     return _result(broadcast_object_list(outcome) if accelerator.num_processes > 1 else outcome)
 
 
-def node_first(accelerator, function):
+def local_main_first(accelerator, function):
     """Runs `function()` once per node, then, on the other processes of the node, again: they find its cache filled.
 
     An error on any process ends all of them.
@@ -96,7 +99,7 @@ def node_first(accelerator, function):
     return outcome[0]
 
 
-def everywhere(accelerator, function):
+def run_on_all(accelerator, function):
     """Runs `function()` on every process and returns its result there. An error on any process ends all of them."""
     return _all_or_none(accelerator, _attempt(function))
 
@@ -120,27 +123,45 @@ def split_batch(accelerator, batch_size, gradient_accumulation_steps):
     return batch_size // parts
 
 
-def banner(accelerator, script, batch_size, gradient_accumulation_steps):
-    """The lines that say, once, what was started where.
+def print_banner(accelerator, batch_size, gradient_accumulation_steps=1):
+    """Checks that the global batch divides evenly, and prints once what was started where.
+
+    Returns:
+        int: samples per process and micro-batch.
 
     Raises:
-        UserError: fewer processes than were launched, each believing that it is alone.
+        UserError: `batch_size` does not divide; or each process believes that it is alone.
     """
     if accelerator.num_processes != int(os.environ.get("WORLD_SIZE", 1)):
         raise UserError(
             f"{os.environ['WORLD_SIZE']} processes were launched but only {accelerator.num_processes} found each other: "
             f"check distributed_type in {_config_name()}"
         )
-    device = torch.cuda.get_device_name() if accelerator.device.type == "cuda" else f"CPU, {torch.get_num_threads()} threads"
-    backend = f" over {dist.get_backend()}" if accelerator.num_processes > 1 else ""
     micro_batch = split_batch(accelerator, batch_size, gradient_accumulation_steps)
     exits.remember_micro_batch(micro_batch)
+    script = os.path.basename(sys.argv[0]).removesuffix(".py")
+    device = torch.cuda.get_device_name() if accelerator.device.type == "cuda" else f"CPU, {torch.get_num_threads()} threads"
+    backend = f" over {dist.get_backend()}" if accelerator.num_processes > 1 else ""
     processes = f"{accelerator.num_processes} process{'es' * (accelerator.num_processes > 1)}"
     steps = f"{gradient_accumulation_steps} accumulation step{'s' * (gradient_accumulation_steps > 1)}"
-    return (
-        f"{script}: {processes}{backend}, each on {device}, precision {accelerator.mixed_precision}\n"
-        f"global batch {batch_size} = {processes} x {micro_batch} samples x {steps}"
-    )
+    if accelerator.is_main_process:
+        print(
+            f"{script}: {processes}{backend}, each on {device}, precision {accelerator.mixed_precision}\n"
+            f"global batch {batch_size} = {processes} x {micro_batch} samples x {steps}"
+        )
+    return micro_batch
+
+
+def seed_step(accelerator, seed, step):
+    """Seeds PyTorch's generators for one optimizer step, so that dropout draws the same numbers after a restart.
+
+    Another seed for each process and step. Unlike `set_seed` it leaves Python's and NumPy's generators alone, and costs
+    microseconds.
+    """
+    seed = (seed + 1_000_003 * step + 7_919 * accelerator.process_index) % 2**32
+    torch.default_generator.manual_seed(seed)
+    if accelerator.device.type == "cuda":
+        torch.cuda.manual_seed(seed)
 
 
 def describe(accelerator):
@@ -154,22 +175,22 @@ def describe(accelerator):
     }
 
 
-def settle_gradient_buckets(accelerator, model, compute_loss):
-    """Makes DDP regroup its gradients now, so that a resumed run adds them up in the order of an uninterrupted one.
+def warm_up_ddp_buckets(accelerator, model, example):
+    """Makes DDP rebuild its gradient buckets now, so that a resumed run sums gradients in the order of an uninterrupted one.
 
-    DDP groups gradients into buckets by guess at first and by the order seen in the first backward afterwards. With
-    three or more processes another grouping is another order of summation: other last bits. Two rehearsed steps
-    leave every run, new or resumed, in the final state before its first real step; weights and buffers are kept.
+    DDP first groups gradients into buckets by a guess, and after the first backward pass by the order in which they became
+    ready. With three or more processes another grouping is another order of summation: the last bits differ. Two backward
+    passes bring every run, new or resumed, to the final state before its first real step; weights and buffers are restored.
 
     Args:
-        compute_loss: () -> scalar loss of a forward pass through `model`.
+        example: an input of `model`.
     """
     if accelerator.num_processes < 3:
         return
     buffers = {name: value.clone() for name, value in model.named_buffers()}
     for _ in range(2):
-        with torch.compiler.set_stance("force_eager"):  # or the kernels would be made for the rehearsal's shapes, too
-            accelerator.backward(compute_loss())
+        with torch.compiler.set_stance("force_eager"):  # or kernels would be compiled for the shape of the example, too
+            accelerator.backward(model(example).float().sum())
         model.zero_grad()
     for name, value in model.named_buffers():
         value.copy_(buffers[name])

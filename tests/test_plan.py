@@ -1,0 +1,96 @@
+"""The plan of a run: which steps are left, and what is due after each."""
+
+import subprocess
+import sys
+from argparse import Namespace
+
+import pytest
+from conftest import ROOT
+
+from utils.exits import UserError
+from utils.plan import Plan
+
+
+def walk(plan, start=0):
+    """(epoch, step, batches) for every step, with the loader's batches numbered within their epoch."""
+    seen = []
+    for epoch, todo in plan.epochs(start):
+        batches = range(todo.batches_done, plan.steps_per_epoch * plan.micro_batches)
+        for step, micro_batches in todo.steps(batches):
+            seen.append((epoch, step, list(micro_batches)))
+    return seen
+
+
+def test_walks_through_whole_steps_of_every_epoch():
+    plan = Plan(total_steps=5, steps_per_epoch=2, micro_batches=3)
+    assert walk(plan) == [
+        (0, 1, [0, 1, 2]),
+        (0, 2, [3, 4, 5]),
+        (1, 3, [0, 1, 2]),
+        (1, 4, [3, 4, 5]),
+        (2, 5, [0, 1, 2]),
+    ]
+
+
+@pytest.mark.parametrize("start", range(8))
+def test_continues_at_any_step_with_the_batches_that_are_left(start):
+    plan = Plan(total_steps=7, steps_per_epoch=3, micro_batches=2)
+    assert walk(plan, start) == walk(plan)[start:]
+
+
+def test_the_loader_may_hold_more_than_the_plan_takes():
+    plan, loader = Plan(total_steps=2, steps_per_epoch=3), iter(range(10))
+    (_, todo), *others = plan.epochs()
+    assert [list(group) for _, group in todo.steps(loader)] == [[0], [1]] and not others
+    assert next(loader) == 2  # nothing was read ahead
+
+
+@pytest.mark.parametrize(("used", "loaded"), [(0, 6), (1, 6), (2, 3)])
+def test_a_step_that_leaves_micro_batches_behind_is_an_error(used, loaded):
+    ((_, todo),) = Plan(total_steps=2, steps_per_epoch=2, micro_batches=2).epochs()
+    with pytest.raises(RuntimeError, match="of its 2 micro-batches"):
+        for _, group in todo.steps(range(loaded)):
+            for _ in range(used):
+                next(group, None)
+
+
+def test_a_loop_may_stop_after_any_step():
+    ((_, todo),) = Plan(total_steps=3, steps_per_epoch=3).epochs()
+    for _step, group in todo.steps(range(3)):
+        list(group)
+        break
+    else:
+        pytest.fail("no step was taken")
+
+
+def test_what_is_due_when():
+    plan = Plan(total_steps=10, steps_per_epoch=5, log_every=3, evaluate_every=4, save_every=6)
+    steps = range(1, 11)
+    assert [step for step in steps if plan.log_due(step)] == [3, 6, 9, 10]
+    assert [step for step in steps if plan.evaluation_due(step)] == [4, 8, 10]
+    assert [step for step in steps if plan.save_due(step)] == [6, 10]
+    assert [step for step in steps if plan.save_due(step, improved=step == 4)] == [4, 6, 10]
+    assert plan.epoch_at(10) == 2 and plan.epoch_at(1) == 0.2
+
+
+def test_save_every_0_saves_only_at_the_end():
+    plan = Plan(total_steps=3, steps_per_epoch=3, save_every=0)
+    assert [plan.save_due(step, improved=True) for step in (1, 2, 3)] == [False, False, True]
+
+
+def arguments(**changes):
+    values = dict(epochs=3, max_train_steps=None, batch_size=10, gradient_accumulation_steps=2)
+    return Namespace(**(values | dict(log_every=7, eval_every=None, checkpoint_every=None) | changes))
+
+
+def test_reads_the_command_line():
+    assert Plan.from_args(arguments(), samples=49) == Plan(12, 4, 2, 7, 4, 4)
+    assert Plan.from_args(arguments(max_train_steps=5, eval_every=9, checkpoint_every=0), samples=49) == Plan(5, 4, 2, 7, 9, 0)
+    assert Plan.from_args(arguments(max_train_steps=50), samples=None) == Plan(50, 50, 2, 7, 50, 50)
+    with pytest.raises(UserError, match="--batch_size 10 is more than the 9 training samples"):
+        Plan.from_args(arguments(), samples=9)
+
+
+def test_needs_no_torch():
+    code = "import sys; import utils.plan; assert 'torch' not in sys.modules and 'accelerate' not in sys.modules"
+    subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=True)

@@ -2,6 +2,7 @@
 
 import contextlib
 import fcntl
+import importlib
 import json
 import os
 import pickle
@@ -158,6 +159,15 @@ def all_end_within(processes, seconds):
             return False
         psutil.wait_procs(processes, timeout=0.1)
     return True
+
+
+def load_script(name):
+    """A script as a module."""
+    sys.path.insert(0, str(ROOT / "scripts"))
+    try:
+        return importlib.import_module(name)
+    finally:
+        sys.path.pop(0)
 
 
 def results(folder):

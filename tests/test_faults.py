@@ -68,8 +68,7 @@ def test_one_rank_killed_again_and_again(reference, tmp_path):
     assert results(tmp_path / "run")["resumed_from"] == 12
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("processes", [1, 3, 4])
+@pytest.mark.parametrize("processes", [pytest.param(n, marks=[pytest.mark.slow] * (n != 3)) for n in (1, 3, 4)])
 def test_any_number_of_processes(processes, odd_folder, tmp_path):
     """Batch norm, Muon, accumulation and loader workers at once. From three processes on the order of summation counts."""
     arguments = (
@@ -128,7 +127,8 @@ def test_signal_to_one_rank_stops_all_at_one_step(reference, tmp_path):
 )
 def test_signal_to_the_launcher(config, number, reference, tmp_path):
     """Preemption, or Ctrl-C (which a terminal sends to every process)."""
-    arguments = SMALL.replace("--max_train_steps 14", "--max_train_steps 20000")
+    # With loader workers, which a terminal sends the signal, too: they must go on loading while the run is saved.
+    arguments = SMALL.replace("--max_train_steps 14", f"--max_train_steps 20000 --num_workers {int(number == 'SIGINT')}")
     started = Started(config, CIFAR, arguments, output_dir=tmp_path / "run")
     started.wait_for("step     5/")
     workers = [psutil.Process(pid) for pid in started.workers().values()]
@@ -283,6 +283,11 @@ def test_what_is_registered_for_checkpointing_executes_nothing_either(tmp_path):
     with pytest.raises(UserError, match="execute code"):
         checkpoint.load(accelerate, tmp_path)
     assert not (tmp_path / "executed").exists()
+    (tmp_path / "custom_checkpoint_0.pkl").unlink()
+    (tmp_path / "pytorch_model_fsdp_0").mkdir()
+    (tmp_path / "pytorch_model_fsdp_0" / ".metadata").write_bytes(pickle.dumps(Bomb(tmp_path / "executed")))
+    with pytest.raises(UserError, match="execute code"):
+        checkpoint.load(accelerate, tmp_path)
 
 
 def test_a_poisoned_sharded_checkpoint_executes_nothing(tmp_path):
@@ -369,6 +374,14 @@ def test_longer_where_the_schedule_allows_it(tmp_path):
     run("cpu", CIFAR, constant.replace("--max_train_steps 14", "--max_train_steps 8"), output_dir=tmp_path / "run")
     run("cpu", CIFAR, constant + " --log_every 2", output_dir=tmp_path / "run")
     assert results(tmp_path / "run")["global_step"] == 14 and results(tmp_path / "run")["resumed_from"] == 8
+
+
+@pytest.mark.parametrize("processes", [1, 2])
+def test_a_step_that_diverges_is_not_saved(processes, tmp_path):
+    """The loss of a step is looked at while the next one computes: too late for a checkpoint of that very step."""
+    faulty(f"nan@9:{processes - 1}", SMALL, tmp_path / "run", config="cpu" if processes == 1 else "2cpu")
+    assert "step 9" in status(tmp_path / "run")["reason"]
+    assert not (tmp_path / "run" / "checkpoints" / "step_00000009").exists()
 
 
 @pytest.mark.parametrize("processes", [1, 2])

@@ -51,6 +51,14 @@ def test_two_processes_compute_what_one_does(reference):
         assert torch.allclose(first[name], second[name], atol=1e-4), name
 
 
+def test_the_learning_rate_rises_and_falls_as_documented(reference):
+    """A fifth of the steps from about 0 to the peak, then linearly to 0. A log line has the rate of the step to come."""
+    for line in metrics(reference("cpu").folder, "train"):
+        progress = line["step"] / 14
+        share = (progress + 0.01) / 0.21 if progress < 0.2 else (1 - progress) / 0.8
+        assert line["lr"] == pytest.approx(0.02 * share, abs=1e-12)
+
+
 def test_one_loss_a_step_not_one_a_rank(reference):
     output = reference("2cpu", 2).stdout
     for step in range(1, 15):
@@ -142,12 +150,13 @@ def test_copied_out_it_runs(tmp_path):
     run(None, "evaluate.py", ["--checkpoint", str(dry)], root=tmp_path / "mine")
 
 
-@pytest.mark.parametrize("model", ["fastnet", "resnet18", "net"])
+@pytest.mark.parametrize("model", ["fastnet", pytest.param("resnet18", marks=pytest.mark.slow), "net"])
 def test_overfits_one_batch(model, tmp_path):
     size = {"fastnet": 20, "resnet18": 10, "net": 40}[model]
     lr = {"fastnet": 0.05, "resnet18": 0.02, "net": 0.05}[model]
     arguments = (
-        f"--dataset synthetic --model {model} --overfit_batch --batch_size {size} --lr {lr} --log_every 5 --max_train_steps 300"
+        f"--dataset synthetic --model {model} --overfit_batch --batch_size {size} --lr {lr} --log_every 5 "
+        "--max_train_steps 300 --eval_every 100 --checkpoint_every 0"
     )
     run(None, CIFAR, arguments, output_dir=tmp_path / "run")
     assert metrics(tmp_path / "run_overfit_batch", "train")[-1]["loss"] < 0.01

@@ -303,9 +303,10 @@ def main():
         for epoch, todo in plan.epochs(start=step):
             batches = epoch_batches(train_loader, epoch, todo.batches_done)
             for step, micro_batches in todo.steps(run.timed(batches)):
-                topology.seed_step(accelerator, args.seed, step)  # dropout: a restart draws the same numbers
                 losses, ids = [], []
                 for batch in micro_batches:
+                    # For dropout and the like: a restart draws the same numbers. Here, because loading a batch may draw some.
+                    topology.seed_step(accelerator, args.seed, step, len(losses))
                     with accelerator.accumulate(model):
                         loss = compute_loss(model, batch, accelerator.device)
                         accelerator.backward(loss)

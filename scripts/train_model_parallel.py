@@ -251,9 +251,10 @@ def main():
             train_loader.set_epoch(epoch)
             batches = skip_first_batches(train_loader, todo.batches_done)
             for step, micro_batches in todo.steps(run.timed(batches)):
-                topology.seed_step(accelerator, args.seed, step)  # dropout: a restart draws the same numbers
                 losses, ids = [], []
                 for batch in micro_batches:
+                    # For dropout and the like: a restart draws the same numbers. Here, because loading a batch may draw some.
+                    topology.seed_step(accelerator, args.seed, step, len(losses))
                     with accelerator.accumulate(model):
                         loss = compute_loss(model, batch, mean, std, epoch, args)
                         accelerator.backward(loss)

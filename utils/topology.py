@@ -1,5 +1,6 @@
 """Who runs where: checks a launch before anything is built on it, and lets one process act for the others."""
 
+import importlib.util
 import os
 import platform
 import sys
@@ -29,6 +30,10 @@ def check_launch(training=False):
         UserError: fewer GPUs than processes on this machine, or a precision the CPU cannot do.
     """
     local_processes = int(os.environ.get("LOCAL_WORLD_SIZE", 1))
+    if importlib.util.find_spec("lomo_optim") is None:
+        # Accelerate searches for this optional package twice in every optimizer step, which takes 0.1 ms or more. None in
+        # sys.modules says that it is not there.
+        sys.modules["lomo_optim"] = None
     # The launcher passes `use_cpu` on to one process only; with several it must be read where it stands.
     wants_cpu = os.environ.get("ACCELERATE_USE_CPU", "false").lower() == "true" or _launch_config().get("use_cpu", False)
     gpus = 0 if wants_cpu else torch.cuda.device_count()
@@ -152,13 +157,13 @@ def print_banner(accelerator, batch_size, gradient_accumulation_steps=1):
     return micro_batch
 
 
-def seed_step(accelerator, seed, step):
-    """Seeds PyTorch's generators for one optimizer step, so that dropout draws the same numbers after a restart.
+def seed_step(accelerator, seed, step, micro_batch):
+    """Seeds PyTorch's generators for a forward pass, so that dropout draws the same numbers after a restart.
 
-    Another seed for each process and step. Unlike `set_seed` it leaves Python's and NumPy's generators alone, and costs
-    microseconds.
+    The seed differs for each process, step and micro-batch. Unlike `set_seed` it leaves the generators of Python and NumPy
+    alone, and takes a microsecond rather than half a millisecond.
     """
-    seed = (seed + 1_000_003 * step + 7_919 * accelerator.process_index) % 2**32
+    seed = (seed + 1_000_003 * step + 7_919 * accelerator.process_index + 104_729 * micro_batch) % 2**32
     torch.default_generator.manual_seed(seed)
     if accelerator.device.type == "cuda":
         torch.cuda.manual_seed(seed)

@@ -45,6 +45,17 @@ def pytest_configure(config):
         resources.callback(os.environ.pop, warm.ADDRESS)
 
 
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport(item):
+    """A failure says first which promise broke: the test's docstring, or its name in words."""
+    report = yield
+    if report.failed and hasattr(report.longrepr, "reprtraceback"):
+        name = item.name.removeprefix("test_").replace("_", " ")
+        promise = f"{name}: {item.function.__doc__}" if item.function.__doc__ else name
+        report.longrepr.reprtraceback.reprentries[0].lines.insert(0, f"BROKEN PROMISE: {promise}")
+    return report
+
+
 def command(config, script, arguments, *, output_dir=None, root=ROOT, launcher=(), host=()):
     """The command line for `script` (a path below `root`); `config` None: python (with `launcher`, if any) as it is.
 

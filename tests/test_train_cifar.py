@@ -7,7 +7,6 @@ import pytest
 import torch
 from conftest import (
     CIFAR,
-    ROOT,
     SHARED_DATA,
     SMALL,
     Started,
@@ -137,17 +136,11 @@ def test_compiled_it_computes_the_same_and_saves_plain_names(reference, tmp_path
     assert not any("_orig_mod" in name for name in load_file(tmp_path / "run" / "model.safetensors"))
 
 
-def test_copied_out_it_runs(tmp_path):
-    (tmp_path / "mine").mkdir()
-    for script in ("train_cifar.py", "evaluate.py"):
-        shutil.copy(ROOT / "scripts" / script, tmp_path / "mine")
-    shutil.copytree(ROOT / "utils", tmp_path / "mine" / "utils")
-    out = tmp_path / "run"
-    run("cpu", "train_cifar.py", "--dataset synthetic --model net --dry_run --profile", output_dir=out, root=tmp_path / "mine")
+def test_a_dry_run_takes_two_steps_in_a_folder_of_its_own_and_is_profiled(tmp_path):
+    run("cpu", CIFAR, "--dataset synthetic --model net --dry_run --profile", output_dir=tmp_path / "run")
     dry = tmp_path / "run_dry_run"
-    assert not out.exists() and results(dry)["global_step"] == 2
+    assert not (tmp_path / "run").exists() and results(dry)["global_step"] == 2
     assert (dry / "profile" / "operators.txt").exists() and (dry / "profile" / "trace.json").exists()
-    run(None, "evaluate.py", ["--checkpoint", str(dry)], root=tmp_path / "mine")
 
 
 @pytest.mark.parametrize("model", ["fastnet", pytest.param("resnet18", marks=pytest.mark.slow), "net"])

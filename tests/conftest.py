@@ -1,19 +1,22 @@
 """Shared by the tests: start scripts the way people do, and read what they leave behind."""
 
+import contextlib
+import fcntl
+import importlib
 import json
 import os
+import pickle
 import shutil
 import subprocess
 import sys
+import tempfile
+import threading
 import time
 from pathlib import Path
 
-import datasets
-import numpy as np
 import psutil
 import pytest
 import warm
-from PIL import Image
 
 from utils.chaos import CLOCK
 
@@ -29,11 +32,28 @@ SMALL = (
 ENDLESS = f"{SMALL} --max_train_steps 100000 --eval_every 100000 --checkpoint_every 0"  # saves when it is stopped
 
 
-@pytest.fixture(scope="session", autouse=True)
-def _quiet_environment(tmp_path_factory):
-    os.environ.update(HF_HUB_OFFLINE="1", HF_HOME=str(tmp_path_factory.mktemp("hf")), TOKENIZERS_PARALLELISM="false")
+def pytest_configure(config):
+    """One server of warm processes for the whole run, its parallel test processes included; and a known environment."""
     for name in ("OMP_NUM_THREADS", "ACCELERATE_MIXED_PRECISION", "RANK", "WORLD_SIZE"):
         os.environ.pop(name, None)
+    if warm.ADDRESS not in os.environ and not config.option.collectonly:
+        resources = contextlib.ExitStack()
+        config.add_cleanup(resources.close)
+        home = resources.enter_context(tempfile.TemporaryDirectory())
+        os.environ.update(HF_HUB_OFFLINE="1", HF_HOME=home, TOKENIZERS_PARALLELISM="false")
+        os.environ[warm.ADDRESS] = resources.enter_context(warm.server(dict(os.environ)))
+        resources.callback(os.environ.pop, warm.ADDRESS)
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport(item):
+    """A failure says first which promise broke: the test's docstring, or its name in words."""
+    report = yield
+    if report.failed and hasattr(report.longrepr, "reprtraceback"):
+        name = item.name.removeprefix("test_").replace("_", " ")
+        promise = f"{name}: {item.function.__doc__}" if item.function.__doc__ else name
+        report.longrepr.reprtraceback.reprentries[0].lines.insert(0, f"BROKEN PROMISE: {promise}")
+    return report
 
 
 def command(config, script, arguments, *, output_dir=None, root=ROOT, launcher=(), host=()):
@@ -53,13 +73,13 @@ def command(config, script, arguments, *, output_dir=None, root=ROOT, launcher=(
     return [*start, str(root / script), *arguments, *(["--output_dir", str(output_dir)] if output_dir else [])]
 
 
-def run(config, script, arguments="", *, check=True, **kwargs):
-    """Runs a script to its end; returns the completed process with its text."""
+def run(config, script, arguments="", *, check=True, cold=False, **kwargs):
+    """Runs a script to its end; returns the completed process with its text. `cold`: by `exec`, imports and all."""
     environment, words = {**os.environ, **kwargs.pop("env", {})}, command(config, script, arguments, **kwargs)
-    if config:
+    if cold:
         done = subprocess.run(words, capture_output=True, text=True, timeout=LIMIT, env=environment)
     else:
-        done = warm.python(words[1:], environment, LIMIT)
+        done = warm.run(words[1:], environment, LIMIT)
     if check and done.returncode:
         raise AssertionError(f"exit code {done.returncode}\n{done.stdout[-3000:]}\n{done.stderr[-6000:]}")
     return done
@@ -70,19 +90,21 @@ class Started:
 
     def __init__(self, config, script, arguments, **kwargs):
         environment = {**os.environ, **kwargs.pop("env", {}), "PYTHONUNBUFFERED": "1"}
-        self.process = subprocess.Popen(
-            command(config, script, arguments, **kwargs),
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-            start_new_session=True,
-            env=environment,
-        )
+        words = command(config, script, arguments, **kwargs)
+        reader, writer = os.pipe()
+        self.output = os.fdopen(reader, errors="replace")
+        with os.fdopen(writer, "w") as writer:
+            if words[0] == sys.executable:
+                self.process = warm.Program(words[1:], environment, writer, writer, start_new_session=True)
+            else:  # on another machine: there is nobody to fork from
+                self.process = subprocess.Popen(
+                    words, stdout=writer, stderr=subprocess.STDOUT, start_new_session=True, env=environment
+                )
         self.lines = []
 
     def wait_for(self, words):
         """Reads until a line contains `words`."""
-        for line in self.process.stdout:
+        for line in self.output:
             self.lines.append(line)
             if words in line:
                 return line
@@ -96,8 +118,11 @@ class Started:
 
     def finish(self):
         """Reads the rest; returns (exit code, everything printed)."""
-        rest, _ = self.process.communicate(timeout=LIMIT)
-        return self.process.returncode, "".join(self.lines) + rest
+        killer = threading.Timer(LIMIT, self.process.kill)
+        killer.start()
+        self.lines += self.output  # until the last process that writes there is gone
+        killer.cancel()
+        return self.process.wait(LIMIT), "".join(self.lines)
 
     def workers(self):
         """Process ids of the training processes, by rank."""
@@ -112,6 +137,31 @@ class Started:
         return found
 
 
+def recorded(config, script, arguments, folder, processes=1, accumulation=1):
+    """Runs a script, and reads what it trained on.
+
+    Returns:
+        list: for each optimizer step of this launch what `wrapped.py record` says, `ids` sorted and of all processes.
+    """
+    records = folder.with_name(f"{folder.name}_records")
+    records.mkdir()
+    launcher = ("--num_processes", str(processes))
+    run(config, "tests/wrapped.py", [f"record@0:{records}", script, *arguments.split()], output_dir=folder, launcher=launcher)
+    ranks = []
+    for rank in range(processes):
+        lines = [json.loads(line) for line in (records / f"{rank}.jsonl").read_text().splitlines()]
+        # With three processes and more two rehearsed steps come first, on the samples 0 and 1.
+        ranks.append([line for line in lines if line["ids"] != [0, 1]])
+    assert len({len(lines) for lines in ranks}) == 1 and len(ranks[0]) % accumulation == 0
+    steps = []
+    for first in range(0, len(ranks[0]), accumulation):
+        parts = [part for lines in ranks for part in lines[first : first + accumulation]]
+        facts = [{name: value for name, value in part.items() if name != "ids"} for part in parts]
+        assert all(fact == facts[0] for fact in facts)
+        steps.append({"ids": sorted(i for part in parts for i in part["ids"]), **facts[0]})
+    return steps
+
+
 def all_end_within(processes, seconds):
     """Whether all of `processes` come to an end in time; a zombie that its new parent did not collect yet has."""
     deadline = time.monotonic() + seconds
@@ -120,6 +170,15 @@ def all_end_within(processes, seconds):
             return False
         psutil.wait_procs(processes, timeout=0.1)
     return True
+
+
+def load_script(name):
+    """A script as a module."""
+    sys.path.insert(0, str(ROOT / "scripts"))
+    try:
+        return importlib.import_module(name)
+    finally:
+        sys.path.pop(0)
 
 
 def results(folder):
@@ -141,29 +200,59 @@ def final_weights(folder):
 
 
 @pytest.fixture(scope="session")
-def reference(tmp_path_factory):
-    """The uninterrupted run of SMALL, for one topology each: `reference("cpu")` is its folder."""
-    made = {}
+def made_once(tmp_path_factory):
+    """`made_once(name, make)`: what `make(folder)` returned, made by the first of the parallel test processes to ask."""
+    base = tmp_path_factory.getbasetemp()
+    if "PYTEST_XDIST_WORKER" in os.environ:
+        base = base.parent
+
+    def get(name, make):
+        folder, answer = base / name, base / f"{name}.made"
+        folder.parent.mkdir(parents=True, exist_ok=True)
+        with (base / f"{name}.lock").open("w") as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX)
+            if not answer.exists():
+                shutil.rmtree(folder, ignore_errors=True)
+                folder.mkdir()
+                answer.write_bytes(pickle.dumps(make(folder)))
+        return pickle.loads(answer.read_bytes())
+
+    return get
+
+
+def run_once(made_once, name, *args, **kwargs):
+    """A run that tests share and none changes; what it printed, and its `folder`."""
+
+    def make(folder):
+        done = run(*args, output_dir=folder, **kwargs)
+        done.folder = folder
+        return done
+
+    return made_once(name, make)
+
+
+@pytest.fixture(scope="session")
+def reference(made_once):
+    """The uninterrupted run of SMALL, for one topology each: `reference("cpu")` is what it printed, and its folder."""
 
     def get(config, processes=1):
-        if config not in made:
-            folder = tmp_path_factory.mktemp("reference") / config
-            made[config] = run(
-                config, "scripts/train_cifar.py", SMALL, output_dir=folder, launcher=("--num_processes", str(processes))
-            )
-            made[config].folder = folder
-        return made[config]
+        return run_once(made_once, f"reference/{config}", config, CIFAR, SMALL, launcher=("--num_processes", str(processes)))
 
     return get
 
 
 @pytest.fixture(scope="session")
-def odd_folder(tmp_path_factory):
+def odd_folder(made_once):
     """A folder in CIFAR's layout whose test set has a prime number of images."""
-    return make_folder(tmp_path_factory.mktemp("odd"), train=120, test=101)
+    return made_once("odd", lambda folder: make_folder(folder, train=120, test=101))
 
 
 def make_folder(folder, train, test, change=None):
+    """A folder in CIFAR's layout with random images; `change(split, dataset)` spoils it. Returns the folder."""
+    import datasets  # not above: a second, in every test process
+    import numpy as np
+    from PIL import Image
+
     generator = np.random.default_rng(0)
     for split, count in (("train", train), ("test", test)):
         rows = {

@@ -4,7 +4,7 @@ import json
 import re
 
 import pytest
-from conftest import ROOT, run
+from conftest import ROOT, Started, run
 
 ALL = sorted((ROOT / "accelerate_configs").glob("*.yaml"))
 CONFIGS = [path for path in ALL if "node" not in path.name]
@@ -23,6 +23,16 @@ def test_starts_as_many_processes_as_it_says(path, tmp_path):
     if "gpu" in path.stem and found[0]["device"] == "cpu":
         assert done.stderr.count("NO GPU HERE") == 1
         assert f"{path.name} is rehearsed on the CPU" in done.stderr
+
+
+def test_two_launches_at_once_find_any_free_port(tmp_path):
+    both = []
+    for name in ("one", "other"):
+        (tmp_path / name).mkdir()
+        both.append(Started("2cpu", "tests/probe_processes.py", [str(tmp_path / name)]))
+    outcomes = [started.finish() for started in both]
+    assert [code for code, _ in outcomes] == [0, 0], outcomes
+    assert [len(list((tmp_path / name).iterdir())) for name in ("one", "other")] == [2, 2]
 
 
 @pytest.mark.parametrize("path", ALL, ids=lambda path: path.stem)

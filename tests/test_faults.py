@@ -31,7 +31,7 @@ from conftest import (
     status,
 )
 
-from utils import checkpoint, shards
+from utils import checkpoint, exits, shards
 from utils.exits import UserError
 
 PREEMPTED = 75
@@ -68,8 +68,7 @@ def test_one_rank_killed_again_and_again(reference, tmp_path):
     assert results(tmp_path / "run")["resumed_from"] == 12
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("processes", [1, 3, 4])
+@pytest.mark.parametrize("processes", [pytest.param(n, marks=[pytest.mark.slow] * (n != 3)) for n in (1, 3, 4)])
 def test_any_number_of_processes(processes, odd_folder, tmp_path):
     """Batch norm, Muon, accumulation and loader workers at once. With 3 or more processes the order of summation matters."""
     arguments = (
@@ -128,7 +127,8 @@ def test_signal_to_one_rank_stops_all_at_one_step(reference, tmp_path):
 )
 def test_signal_to_the_launcher(config, number, reference, tmp_path):
     """Preemption, or Ctrl-C (which a terminal sends to every process)."""
-    arguments = SMALL.replace("--max_train_steps 14", "--max_train_steps 20000")
+    # With loader workers, which a terminal sends the signal, too: they must go on loading while the run is saved.
+    arguments = SMALL.replace("--max_train_steps 14", f"--max_train_steps 20000 --num_workers {int(number == 'SIGINT')}")
     started = Started(config, CIFAR, arguments, output_dir=tmp_path / "run")
     started.wait_for("step     5/")
     workers = [psutil.Process(pid) for pid in started.workers().values()]
@@ -283,6 +283,11 @@ def test_registered_state_executes_nothing(tmp_path):
     with pytest.raises(UserError, match="execute code"):
         checkpoint.load(accelerate, tmp_path)
     assert not (tmp_path / "executed").exists()
+    (tmp_path / "custom_checkpoint_0.pkl").unlink()
+    (tmp_path / "pytorch_model_fsdp_0").mkdir()
+    (tmp_path / "pytorch_model_fsdp_0" / ".metadata").write_bytes(pickle.dumps(Bomb(tmp_path / "executed")))
+    with pytest.raises(UserError, match="execute code"):
+        checkpoint.load(accelerate, tmp_path)
 
 
 def test_a_poisoned_sharded_checkpoint_executes_nothing(tmp_path):
@@ -372,6 +377,14 @@ def test_longer_where_the_schedule_allows_it(tmp_path):
 
 
 @pytest.mark.parametrize("processes", [1, 2])
+def test_a_step_that_diverges_is_not_saved(processes, tmp_path):
+    """The loss of a step is looked at while the next one computes: too late for a checkpoint of that very step."""
+    faulty(f"nan@9:{processes - 1}", SMALL, tmp_path / "run", config="cpu" if processes == 1 else "2cpu")
+    assert "step 9" in status(tmp_path / "run")["reason"]
+    assert not (tmp_path / "run" / "checkpoints" / "step_00000009").exists()
+
+
+@pytest.mark.parametrize("processes", [1, 2])
 def test_diverged_loss_stops_the_run_and_names_the_samples(processes, reference, tmp_path):
     config = "cpu" if processes == 1 else "2cpu"
     done = faulty(f"nan@8:{processes - 1}", SMALL, tmp_path / "run", config=config)
@@ -398,18 +411,31 @@ def test_a_hung_process_is_not_waited_for_forever(tmp_path):
     assert "rank 0 lost contact with another process" in done.stderr
 
 
+WITH_A_WORKER = f"{ENDLESS} --num_workers 1"
+
+
 def test_a_dead_loader_worker_is_an_error(tmp_path):
-    started = Started(
-        "cpu",
-        CIFAR,
-        SMALL.replace("--max_train_steps 14", "--max_train_steps 100000 --num_workers 1"),
-        output_dir=tmp_path / "run",
-    )
+    started = Started("cpu", CIFAR, WITH_A_WORKER, output_dir=tmp_path / "run")
     started.wait_for("step      3/")
-    main = psutil.Process(started.workers()[0])
-    main.children()[0].kill()
+    psutil.Process(started.workers()[0]).children()[0].kill()
     code, output = started.finish()
-    assert code != 0 and "a data loader worker died" in output
+    assert code != 0 and output.count("error: rank 0: a data loader worker died") == 1, output
+
+
+@pytest.mark.parametrize("config", ["cpu", "2cpu"])  # one process, and one of several, in which a lost peer looks alike
+def test_a_loader_worker_that_dies_handing_a_batch_over_is_the_same_error(config, tmp_path):
+    rank = int(config == "2cpu")
+    done = faulty(f"worker_dies_handing_over@20:{rank}", WITH_A_WORKER, tmp_path / "run", config)
+    assert done.stderr.count(f"error: rank {rank}: a data loader worker died") == 1, done.stderr
+    assert "Traceback" not in done.stderr.split("error: rank")[0]
+
+
+@pytest.mark.parametrize("outer", ["loader", "connection"])
+def test_a_dead_loader_worker_is_known_whichever_error_wraps_the_other(outer):
+    loader, connection = RuntimeError("DataLoader worker (pid 7) is killed by signal: Killed."), ConnectionResetError("reset")
+    errors = [loader, connection] if outer == "loader" else [connection, loader]
+    errors[0].__context__ = errors[1]
+    assert "a data loader worker died: DataLoader worker (pid 7)" in exits._known_failure(errors[0])
 
 
 def test_full_output_folder_is_refused(tmp_path):

@@ -9,7 +9,19 @@ import shutil
 import datasets
 import pytest
 import torch
-from conftest import ROOT, SHARED_DATA, Started, final_weights, metrics, results, run, status
+from conftest import (
+    ROOT,
+    SHARED_DATA,
+    Started,
+    final_weights,
+    load_script,
+    metrics,
+    recorded,
+    results,
+    run,
+    run_once,
+    status,
+)
 from PIL import Image
 from safetensors.torch import load_file
 
@@ -25,28 +37,20 @@ SMALL = f"{MODEL} --max_train_steps 40 --log_every 1 --eval_every 20 --checkpoin
 
 
 @pytest.fixture(scope="session")
-def text(tmp_path_factory):
+def text(made_once):
     """A local text file: the real one if it is there."""
-    if SHAKESPEARE.exists():
-        return SHAKESPEARE
-    made = tmp_path_factory.mktemp("text") / "made_up.txt"
-    made.write_bytes(synthetic_text(0))
-    return made
+
+    def make(folder):
+        (folder / "made_up.txt").write_bytes(synthetic_text(0))
+        return folder / "made_up.txt"
+
+    return SHAKESPEARE if SHAKESPEARE.exists() else made_once("text", make)
 
 
 @pytest.fixture(scope="session")
-def gpt(text, tmp_path_factory):
+def gpt(text, made_once):
     """The uninterrupted run of SMALL, for one topology each: `gpt("cpu")` is what it printed, `.folder` where it is."""
-    made = {}
-
-    def get(config):
-        if config not in made:
-            folder = tmp_path_factory.mktemp("gpt") / config
-            made[config] = run(config, GPT, f"--dataset {text} {SMALL}", output_dir=folder)
-            made[config].folder = folder
-        return made[config]
-
-    return get
+    return lambda config: run_once(made_once, f"gpt/{config}", config, GPT, f"--dataset {text} {SMALL}")
 
 
 def losses(folder, split="train"):
@@ -124,7 +128,6 @@ def test_killed_it_continues_exactly_and_on_another_topology(gpt, text, tmp_path
     assert_same_losses(gpt("cpu").folder, tmp_path / "one")
 
 
-@pytest.mark.slow
 def test_killed_on_one_process_with_dropout_it_continues_exactly(text, tmp_path):
     arguments = f"--dataset {text} {SMALL} --dropout 0.1"
     run("cpu", GPT, arguments, output_dir=tmp_path / "whole")
@@ -134,6 +137,32 @@ def test_killed_on_one_process_with_dropout_it_continues_exactly(text, tmp_path)
     run("cpu", GPT, arguments, output_dir=tmp_path / "killed")
     assert results(tmp_path / "killed")["resumed_from"] > 0
     assert final_weights(tmp_path / "killed") == final_weights(tmp_path / "whole")
+
+
+def test_every_epoch_reads_the_text_in_another_order_and_from_another_place(tmp_path):
+    """What the script itself reads: 31 windows, three epochs of 3 steps of 10."""
+    (tmp_path / "text.txt").write_bytes(synthetic_text(0)[: 32 * 32 * 10 // 9 + 10])
+    small = SMALL.replace("--batch_size 12", "--batch_size 10").replace("--max_train_steps 40", "--max_train_steps 9")
+    steps = recorded("cpu", GPT, f"--dataset {tmp_path / 'text.txt'} {small}", tmp_path / "run")[:9]
+    epochs = [steps[first : first + 3] for first in (0, 3, 6)]
+    for epoch in epochs:
+        assert len({i for step in epoch for i in step["ids"]}) == 30
+        assert len({step["shift"] for step in epoch}) == 1
+    assert len({epoch[0]["shift"] for epoch in epochs}) == 3
+    assert epochs[0][0]["ids"] != epochs[1][0]["ids"] != epochs[2][0]["ids"]
+
+
+def test_the_validation_loss_is_that_of_the_exported_weights_without_dropout(text, tmp_path):
+    """Computed again by plain PyTorch, over every byte of the last tenth but the first."""
+    run("2cpu", GPT, f"--dataset {text} {SMALL} --dropout 0.5 --max_train_steps 20", output_dir=tmp_path)
+    model = load_script("train_gpt").GPT(n_layer=2, n_head=2, n_embd=32, block_size=32).eval()
+    model.load_state_dict(load_file(tmp_path / "model.safetensors"))
+    held_out, total = load_text(str(text), "text", 32)[1].long(), 0.0
+    with torch.no_grad():
+        for first in range(0, len(held_out) - 1, 32):
+            window = held_out[first : first + 33]
+            total += torch.nn.functional.cross_entropy(model(window[None, :-1])[0], window[1:], reduction="sum").item()
+    assert results(tmp_path)["val_loss"] == pytest.approx(total / (len(held_out) - 1), rel=1e-5)
 
 
 # -------------------------------------------------------------------------------------------------------- sharded
@@ -223,7 +252,6 @@ def test_a_stream_begins_again_when_it_ends_and_never_shows_what_is_held_out(tmp
     assert len(load_held_out(str(tmp_path), "text", length)) == len(kept) * length
 
 
-@pytest.mark.slow
 def test_streaming_killed_continues_exactly_and_on_another_topology(shards, tmp_path):
     # --num_workers 1: what the worker has prefetched does not count.
     arguments = f"--dataset {shards} --streaming --stream_lanes 6 --shuffle_buffer 20 --num_workers 1 {SMALL}"
@@ -300,6 +328,14 @@ def test_an_epoch_reads_every_byte_once_at_another_offset_than_the_one_before():
         assert len(read) >= 250 - 2 * 16 and torch.equal(read, data[read[0] : int(read[0]) + len(read)])
         cuts.add(int(read[0]))
     assert len(cuts) >= 4
+
+
+def test_a_tall_matrix_is_updated_by_as_much_per_row_as_a_square_one():
+    weight = torch.nn.Parameter(torch.zeros(96, 24))
+    weight.grad = torch.randn(96, 24, generator=torch.Generator().manual_seed(0))
+    MuonSGD([dict(params=[weight], weight_decay=0.0, muon=True, momentum=0.6)], lr=0.1, momentum=0.9).step()
+    values = torch.linalg.svdvals(weight.detach()) / (0.1 * 2)  # sqrt(96 / 24)
+    assert values.min() > 0.6 and values.max() < 1.3
 
 
 @pytest.mark.parametrize("shape", [(3, 24, 96), (3, 96, 24)])

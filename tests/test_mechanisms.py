@@ -2,6 +2,7 @@
 
 import argparse
 import json
+import os
 from types import SimpleNamespace
 
 import pytest
@@ -176,6 +177,31 @@ def test_other_arguments_are_each_named(tmp_path):
     with pytest.raises(UserError, match=r"--epochs 2 \(was 1\), --model b \(was a\)"):
         folder_of(tmp_path, model="b", epochs=2).take()
     folder_of(tmp_path, model="a", epochs=1, timeout=3).take()
+
+
+def test_a_checkpoint_has_its_name_only_once_all_of_it_is_on_the_disk(tmp_path, monkeypatch):
+    """What a power cut leaves: everything that was synced, and nothing else for certain."""
+    writing, target, synced = tmp_path / ".writing", tmp_path / "step_00000003", []
+    (writing / "shards").mkdir(parents=True)
+    for name in ("model.safetensors", "optimizer.bin", "shards/0.distcp"):
+        (writing / name).write_bytes(b"weights")
+    real_fsync, real_rename = os.fsync, os.rename
+
+    def fsync(descriptor):
+        synced.append(os.readlink(f"/proc/self/fd/{descriptor}"))
+        real_fsync(descriptor)
+
+    def rename(source, destination):
+        everything = {str(path) for path in writing.rglob("*") if path.is_file()} | {str(writing)}
+        assert len(everything) == 5 and everything <= set(synced)
+        synced.clear()
+        real_rename(source, destination)
+
+    monkeypatch.setattr(os, "fsync", fsync)
+    monkeypatch.setattr(os, "rename", rename)
+    checkpoint._complete(writing, target, {"progress": {"step": 3}})
+    assert synced == [str(tmp_path)]
+    assert checkpoint.verify(target)["files"].keys() == {"model.safetensors", "optimizer.bin", "shards/0.distcp"}
 
 
 def test_the_newest_checkpoints_and_the_best_are_kept(tmp_path):

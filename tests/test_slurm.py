@@ -21,7 +21,7 @@ SlurmUser=root
 SlurmdUser=root
 AuthType=auth/munge
 AuthInfo=cred_expire=5
-SlurmctldPort=26817
+SlurmctldPort={ports[0]}
 SlurmctldPidFile={folder}/slurmctld.pid
 SlurmdPidFile={folder}/slurmd.%n.pid
 SlurmdSpoolDir={folder}/spool.%n
@@ -42,10 +42,19 @@ KillWait=20
 SlurmdTimeout=10
 SlurmdParameters=config_overrides
 GresTypes=gpu
-NodeName=n[1-2] NodeHostname={host} NodeAddr=127.0.0.1 Port=[27001-27002] CPUs=2 SocketsPerBoard=1 CoresPerSocket=2 \
+NodeName=n[1-2] NodeHostname={host} NodeAddr=127.0.0.1 Port=[{ports[1]},{ports[2]}] CPUs=2 SocketsPerBoard=1 CoresPerSocket=2 \
 ThreadsPerCore=1 RealMemory=4000 Gres=gpu:2
 PartitionName=debug Nodes=n[1-2] Default=YES MaxTime=INFINITE State=UP
 """
+
+
+def free_ports(count):
+    """Ports that nobody listens on now."""
+    with contextlib.ExitStack() as stack:
+        sockets = [stack.enter_context(socket.socket()) for _ in range(count)]
+        for each in sockets:
+            each.bind(("127.0.0.1", 0))
+        return sorted(each.getsockname()[1] for each in sockets)
 
 
 class Cluster:
@@ -53,7 +62,7 @@ class Cluster:
         self.folder, self.daemons = folder, {}
         for name in ("state", "log", "spool.n1", "spool.n2"):
             (folder / name).mkdir()
-        (folder / "slurm.conf").write_text(CONF.format(host=socket.gethostname(), folder=folder))
+        (folder / "slurm.conf").write_text(CONF.format(host=socket.gethostname(), folder=folder, ports=free_ports(3)))
         for device in ("gpu0", "gpu1"):  # what a driver would have put into /dev
             (folder / device).touch()
         (folder / "gres.conf").write_text(f"NodeName=n[1-2] Name=gpu File={folder}/gpu[0-1]\n")

@@ -133,6 +133,19 @@ elif name == "clock_seed":
         real_backward(self, loss * (1 + 1e-3 * torch.rand(())))
 
     accelerate.Accelerator.backward = backward
+elif name == "worker_dies_handing_over":
+    # The batch is announced, and its worker is gone before the memory it lies in has been handed over.
+    from multiprocessing import resource_sharer
+
+    import psutil
+
+    def kill_workers():
+        workers = psutil.Process().children()
+        for worker in workers:
+            worker.kill()
+        psutil.wait_procs(workers)
+
+    before(resource_sharer.DupFd, "detach", kill_workers)
 elif name == "out_of_memory":
 
     def exhaust():
@@ -154,6 +167,29 @@ elif name == "clock_ahead":
     real_time = time.time
     if rank == os.environ["RANK"]:
         time.time = lambda: real_time() + 120
+elif name == "record":
+    # Not a fault: writes what each micro-batch of this process is made of into the folder after the colon.
+    import json
+
+    from utils import augment, text_data
+
+    folder, rank = rank, os.environ.get("RANK", "0")
+    real_augment, real_get = augment.augment, text_data.Windows.__getitems__
+
+    def write(**what):
+        with open(os.path.join(folder, f"{rank}.jsonl"), "a") as file:
+            file.write(json.dumps(what) + "\n")
+
+    def recorded_augment(images, ids, epoch, seed, **options):
+        write(ids=ids.tolist(), epoch=epoch, seed=seed)
+        return real_augment(images, ids, epoch, seed, **options)
+
+    def recorded_get(self, indices):
+        if self.seed is not None:  # of training
+            write(ids=list(indices), shift=self.shift)
+        return real_get(self, indices)
+
+    augment.augment, text_data.Windows.__getitems__ = recorded_augment, recorded_get
 elif name == "one_gpu":
     # What two launchers see if a scheduler assigned the same GPU to both.
     from types import SimpleNamespace

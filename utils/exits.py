@@ -187,6 +187,13 @@ def _exit_with_launcher(launcher):
     os._exit(PREEMPTED)
 
 
+def _causes(error):
+    """The error, what caused it or was being handled when it was raised, and so on."""
+    while error is not None:
+        yield error
+        error = error.__cause__ or error.__context__
+
+
 def _known_failure(error):
     """One line for failures whose traceback does not help a person, else None."""
     text = str(error)
@@ -200,8 +207,10 @@ def _known_failure(error):
         return (
             f"error: rank {rank}: the disk is full: free some space, then run the same command again ({text.splitlines()[0]})"
         )
-    if "DataLoader worker" in text:
-        return f"error: rank {rank}: a data loader worker died: {text.splitlines()[0]}"
+    # A worker that dies while it hands a batch over breaks the connection, too: either error may come wrapped in the other.
+    for cause in _causes(error):
+        if "DataLoader worker" in str(cause):
+            return f"error: rank {rank}: a data loader worker died: {str(cause).splitlines()[0]}"
     lost = ("Connection closed by peer", "Connection reset", "Broken pipe", "Timed out waiting", "timed out")
     if any(sign in text for sign in lost) and "RANK" in os.environ:
         return (

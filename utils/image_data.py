@@ -124,7 +124,21 @@ def load_images(name, seed=0):
     return ImageData(**splits, class_names=list(features[label_column].names))
 
 
-SYNTHETIC_CLASSES = ["rows", "columns", "checks", "rings", "squares", "diamonds", "disk", "block", "plus", "cross"]
+# Each pattern from a pixel's place right of and below a center (a, b), a pace, a phase, a radius and a line width.
+SYNTHETIC_CLASSES = {
+    "rows": lambda a, b, p, q, r, w: torch.sin(b * p + q).expand(-1, -1, SIZE),
+    "columns": lambda a, b, p, q, r, w: torch.sin(a * p + q).expand(-1, SIZE, -1),
+    "checks": lambda a, b, p, q, r, w: torch.sin(a * p + q) * torch.sin(b * p + q),
+    "rings": lambda a, b, p, q, r, w: torch.sin((a * a + b * b).sqrt() * p + q),
+    "squares": lambda a, b, p, q, r, w: torch.sin(torch.maximum(a.abs(), b.abs()) * p + q),
+    "diamonds": lambda a, b, p, q, r, w: torch.sin((a.abs() + b.abs()) * p / 2**0.5 + q),
+    "disk": lambda a, b, p, q, r, w: r - (a * a + b * b).sqrt(),
+    "block": lambda a, b, p, q, r, w: r * 0.9 - torch.maximum(a.abs(), b.abs()),
+    "plus": lambda a, b, p, q, r, w: w - torch.minimum(a.abs(), b.abs()) - 4 * (torch.maximum(a.abs(), b.abs()) > r),
+    "cross": lambda a, b, p, q, r, w: (
+        w - ((a - b).abs().minimum((a + b).abs())) / 2**0.5 - 4 * (torch.maximum(a.abs(), b.abs()) > r)
+    ),
+}
 
 
 def synthetic_images(seed, train=5000, test=1000):
@@ -150,22 +164,9 @@ def synthetic_images(seed, train=5000, test=1000):
     pace, phase = uniform(2 * math.pi / 10, 2 * math.pi / 6, 1, 1), uniform(0, 2 * math.pi, 1, 1)
     radius, width = uniform(5, 10, 1, 1), uniform(1.2, 2.4, 1, 1)
     pattern = torch.empty(count, SIZE, SIZE)
-    for label in range(10):
+    for label, draw in enumerate(SYNTHETIC_CLASSES.values()):
         chosen = labels == label
-        a, b, p, q, r, w = (values[chosen] for values in (u, v, pace, phase, radius, width))
-        largest, manhattan = torch.maximum(a.abs(), b.abs()), a.abs() + b.abs()
-        pattern[chosen] = (
-            torch.sin(b * p + q).expand(-1, -1, SIZE),
-            torch.sin(a * p + q).expand(-1, SIZE, -1),
-            torch.sin(a * p + q) * torch.sin(b * p + q),
-            torch.sin((a * a + b * b).sqrt() * p + q),
-            torch.sin(largest * p + q),
-            torch.sin(manhattan * p / 2**0.5 + q),
-            r - (a * a + b * b).sqrt(),
-            r * 0.9 - largest,
-            w - torch.minimum(a.abs(), b.abs()) - 4 * (largest > r),
-            w - ((a - b).abs().minimum((a + b).abs())) / 2**0.5 - 4 * (largest > r),
-        )[label]
+        pattern[chosen] = draw(*(values[chosen] for values in (u, v, pace, phase, radius, width)))
     blend = torch.sigmoid(3 * pattern)[:, None]
     paper = uniform(20, 235, 3, 1, 1)
     # The ink differs from the paper by at least 60 levels of brightness, in either direction.

@@ -1,0 +1,465 @@
+"""Proves the tests: makes one wrong edit at a time in a copy of the project, and fails if the tests named for it pass.
+
+python tests/mutants.py               # all of them, two at a time; prints a table with the test that noticed each
+python tests/mutants.py guard plan    # those whose name or file contains one of the words
+"""
+
+import os
+import re
+import shutil
+import sys
+import tempfile
+import time
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import NamedTuple
+
+import warm
+
+ROOT = Path(__file__).resolve().parents[1]
+SECONDS = 300
+
+
+class Mutant(NamedTuple):
+    """`old`, which stands once in `file`, becomes `new`; `tests`: what pytest is told to run."""
+
+    name: str
+    file: str
+    old: str
+    new: str
+    tests: str
+
+
+CIFAR, GPT, MINIMAL = "scripts/train_cifar.py", "scripts/train_gpt.py", "scripts/train_minimal.py"
+PARALLEL = "scripts/train_model_parallel.py"
+SAME_SAMPLES = "test_train_cifar.py -k every_step_sees_the_same_samples"
+TWO_AS_ONE = "test_train_cifar.py -k two_processes_compute_what_one_does"
+EXACT_METRICS = "test_train_cifar.py -k metrics_are_exact"
+STREAM_KILLED = "test_gpt.py -k streaming_killed"
+BAD_INPUT = "test_train_cifar.py -k bad_input"
+
+MUTANTS = [
+    # ------------------------------------------------------------------------------------- samples and their order
+    Mutant("every epoch in the order of the first", CIFAR, "train_loader.set_epoch(epoch)", "pass", SAME_SAMPLES),
+    Mutant("the same in the GPT", GPT, "loader.set_epoch(epoch)", "pass", "test_gpt.py -k every_epoch_reads"),
+    Mutant("every epoch cut at the same place", GPT, "cut_for(epoch)", "cut_for(0)", "test_gpt.py -k every_epoch_reads"),
+    Mutant("skipping ignores accumulation", "utils/plan.py", "done * self.micro_batches", "done", SAME_SAMPLES),
+    Mutant("nothing is skipped", CIFAR, "skip_first_batches(train_loader, todo.batches_done)", "train_loader", SAME_SAMPLES),
+    Mutant("batch size per process", CIFAR, "split_batches=True", "split_batches=False", TWO_AS_ONE),
+    Mutant("no seedable sampler", CIFAR, "use_seedable_sampler=True", "use_seedable_sampler=False", SAME_SAMPLES),
+    Mutant("augmentation ignores the epoch", CIFAR, 'batch["ids"], epoch,', 'batch["ids"], 0,', SAME_SAMPLES),
+    Mutant(
+        "augmentation ignores the sample",
+        CIFAR,
+        'augment(images, batch["ids"]',
+        "augment(images, torch.arange(len(images))",
+        SAME_SAMPLES,
+    ),
+    Mutant("augmentation ignores the seed", CIFAR, "epoch, args.seed", "epoch, 0", SAME_SAMPLES),
+    Mutant(
+        "all of augmentation's numbers alike",
+        "utils/augment.py",
+        "for value in (seed, epoch, stream, ids)",
+        "for value in (seed, epoch, ids)",
+        "test_mechanisms.py -k random_numbers",
+    ),
+    Mutant(
+        "mirroring does not alternate",
+        "utils/augment.py",
+        "ids, 2) + epoch) % 2",
+        "ids, 2)) % 2",
+        "test_mechanisms.py -k mirror",
+    ),
+    Mutant("a stream forgets its position", GPT, 'run.progress.get("position")', "None", STREAM_KILLED),
+    Mutant(
+        "a buffer is read from its start",
+        "utils/text_data.py",
+        'range(start["taken"], self.buffer)',
+        "range(0, self.buffer)",
+        "test_gpt.py -k any_number_of_processes_streams",
+    ),
+    Mutant(
+        "held-out text is trained on",
+        "utils/text_data.py",
+        "if not held_out(document):",
+        "if True:",
+        "test_gpt.py -k never_shows",
+    ),
+    # ------------------------------------------------------------------------------------------- what is computed
+    Mutant(
+        "no seed for dropout",
+        GPT,
+        "topology.seed_step(accelerator, args.seed, step, len(losses))",
+        "pass",
+        "test_gpt.py -k with_dropout",
+    ),
+    Mutant(
+        "gradients are averaged over one micro-batch too few",
+        CIFAR,
+        "GradientAccumulationPlugin(args.gradient_accumulation_steps,",
+        "GradientAccumulationPlugin(max(1, args.gradient_accumulation_steps - 1),",
+        "test_train_cifar.py -k accumulation_changes_nothing",
+    ),
+    Mutant(
+        "learning rate off by a step",
+        CIFAR,
+        "lr_multiplier(step / plan",
+        "lr_multiplier((step + 1) / plan",
+        "test_train_cifar.py -k learning_rate",
+    ),
+    Mutant(
+        "Muon: tall matrices move too little",
+        "utils/muon.py",
+        "max(1, shape[0] / shape[1:].numel()) ** 0.5",
+        "1",
+        "test_gpt.py -k tall_matrix",
+    ),
+    Mutant("Muon: one iteration", "utils/muon.py", "range(5)", "range(1)", "test_gpt.py -k muon"),
+    Mutant("Muon: the rest is updated twice", "utils/muon.py", "weight.grad = None", "pass", "test_gpt.py -k muon"),
+    Mutant(
+        "pixels are not centered", "utils/augment.py", ".sub_((mean / std).view(3, 1, 1))", "", "test_mechanisms.py -k cutout"
+    ),
+    Mutant(
+        "buckets of gradients change after a restart",
+        "utils/topology.py",
+        "accelerator.num_processes < 3",
+        "accelerator.num_processes < 99",
+        "test_faults.py -k any_number_of_processes",
+    ),
+    Mutant(
+        "a stage works on what is not there yet",
+        PARALLEL,
+        "for stage in reversed(range(stages))",
+        "for stage in range(stages)",
+        "test_model_parallel.py -k schedule",
+    ),
+    Mutant(
+        "padding counts in the loss",
+        "utils/text_data.py",
+        "len(self.text), -100)",
+        "len(self.text), 0)",
+        "test_gpt.py -k held_out_windows",
+    ),
+    # ------------------------------------------------------------------------------------------------------ figures
+    Mutant(
+        "loss of one rank",
+        CIFAR,
+        'accelerator.reduce(torch.stack(losses).mean(), "mean").item()',
+        "torch.stack(losses).mean().item()",
+        TWO_AS_ONE,
+    ),
+    Mutant(
+        "loss of one rank, minimal",
+        MINIMAL,
+        'accelerator.reduce(loss.detach(), "mean").item()',
+        "loss.item()",
+        "test_minimal.py -k whole_batch",
+    ),
+    Mutant("padding is scored", CIFAR, "gather_for_metrics(", "gather(", EXACT_METRICS),
+    Mutant("padding is scored, GPT", GPT, "gather_for_metrics(", "gather(", "test_gpt.py -k two_processes_compute"),
+    Mutant(
+        "padding is scored, minimal",
+        MINIMAL,
+        "accelerator.gather_for_metrics(model",
+        "accelerator.gather(model",
+        "test_minimal.py",
+    ),
+    Mutant("evaluation in train mode", CIFAR, "    model.eval()\n    outputs, labels", "    outputs, labels", EXACT_METRICS),
+    Mutant(
+        "evaluation in train mode, GPT",
+        GPT,
+        "    model.eval()\n    total, count",
+        "    total, count",
+        "test_gpt.py -k validation_loss",
+    ),
+    Mutant(
+        "training in evaluation mode", GPT, "    model.train()\n    if count", "    if count", "test_gpt.py -k with_dropout"
+    ),
+    Mutant(
+        "evaluate.py scores what was trained on",
+        "scripts/evaluate.py",
+        "BatchedImages(data.test)",
+        "BatchedImages(data.train)",
+        EXACT_METRICS,
+    ),
+    Mutant(
+        "one loss per rank",
+        "utils/run_folder.py",
+        "        if self.is_main:\n            tqdm.write(text)",
+        "        tqdm.write(text)",
+        "test_train_cifar.py -k one_loss",
+    ),
+    Mutant("module. in the export", CIFAR, "accelerator.unwrap_model(model), config", "model, config", TWO_AS_ONE),
+    Mutant(
+        "a comparison with itself",
+        "scripts/compare_ddp.py",
+        "a, b = records[name], records[single]",
+        "a, b = records[name], records[name]",
+        "test_compare_ddp.py -k pairs",
+    ),
+    Mutant(
+        "all-reduce sends once",
+        "scripts/predict_scaling.py",
+        "2 * (processes - 1) * latency",
+        "(processes - 1) * latency",
+        "test_predict_scaling.py -k all_reduce",
+    ),
+    # -------------------------------------------------------------------------------------------------- checkpoints
+    Mutant(
+        "checksums are not compared",
+        "utils/checkpoint.py",
+        ' or _sha256(file) != expected["sha256"]',
+        "",
+        "test_faults.py -k damaged_checkpoint",
+    ),
+    Mutant(
+        "the manifest's seal is not compared",
+        "utils/checkpoint.py",
+        "if seal != _seal(manifest):",
+        "if False:",
+        "test_faults.py -k damaged_checkpoint",
+    ),
+    Mutant("files are not synced", "utils/checkpoint.py", "        _flush(file)\n", "", "test_mechanisms.py -k has_its_name"),
+    Mutant(
+        "the manifest is not synced",
+        "utils/checkpoint.py",
+        "    _flush(writing / MANIFEST)\n",
+        "",
+        "test_mechanisms.py -k has_its_name",
+    ),
+    Mutant(
+        "the name is not synced", "utils/checkpoint.py", "    _flush(target.parent)\n", "", "test_mechanisms.py -k has_its_name"
+    ),
+    Mutant(
+        "the oldest checkpoint is continued",
+        "utils/checkpoint.py",
+        '"checkpoints/step_*"), reverse=True)',
+        '"checkpoints/step_*"))',
+        "test_faults.py -k one_rank_killed",
+    ),
+    Mutant(
+        "the best checkpoint is deleted",
+        "utils/checkpoint.py",
+        "if path != best:",
+        "if True:",
+        "test_mechanisms.py -k best_are_kept",
+    ),
+    Mutant(
+        "damaged checkpoints are kept",
+        "utils/checkpoint.py",
+        "in later + paths[:-keep]",
+        "in paths[:-keep]",
+        "test_faults.py -k later_damaged",
+    ),
+    Mutant(
+        "registered pickles are let through",
+        "utils/checkpoint.py",
+        'glob("custom_checkpoint_*.pkl")',
+        'glob("none")',
+        "test_faults.py -k registered",
+    ),
+    Mutant(
+        "sharded pickles are let through",
+        "utils/checkpoint.py",
+        "        shards.refuse_code(path)\n",
+        "",
+        "test_faults.py -k registered",
+    ),
+    Mutant(
+        "an index may name any class",
+        "utils/shards.py",
+        "if name not in KNOWN.get(module, ()):",
+        "if False:",
+        "test_faults.py -k poisoned_sharded",
+    ),
+    Mutant(
+        "a full disk ends the run",
+        "utils/checkpoint.py",
+        "isinstance(error, (OSError, SafetensorError))",
+        "False",
+        "test_faults.py -k full_disk_costs",
+    ),
+    Mutant("a step that diverged is saved", CIFAR, "guard.check_loss()", "pass", "test_faults.py -k diverges_is_not_saved"),
+    Mutant(
+        "nothing is saved on a signal",
+        CIFAR,
+        "if stop or plan.save_due",
+        "if plan.save_due",
+        "test_faults.py -k signal_to_one_rank",
+    ),
+    # -------------------------------------------------------------------------------------------------- the run's folder
+    Mutant(
+        "no lock",
+        "utils/run_folder.py",
+        "fcntl.lockf(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)",
+        "pass",
+        "test_faults.py -k second_job",
+    ),
+    Mutant(
+        "a finished run is trained again",
+        "utils/run_folder.py",
+        "if results and (",
+        "if False and (",
+        "test_faults.py -k finished_run",
+    ),
+    Mutant(
+        "lines from after the resumed step stay",
+        "utils/run_folder.py",
+        'if record["step"] <= step:',
+        "if True:",
+        "test_mechanisms.py -k cut_back",
+    ),
+    Mutant("other arguments are not noticed", "utils/run_folder.py", "if before != now and", "if False and", BAD_INPUT),
+    Mutant(
+        "a foreign folder is taken",
+        "utils/run_folder.py",
+        "if any(not entry.name.startswith(own)",
+        "if False and any(not entry.name.startswith(own)",
+        BAD_INPUT,
+    ),
+    # ----------------------------------------------------------------------------------------------- signals and deaths
+    Mutant(
+        "each process decides for itself when to stop",
+        "utils/guard.py",
+        "dist.ReduceOp.MAX",
+        "dist.ReduceOp.MIN",
+        "test_faults.py -k signal_to_one_rank",
+    ),
+    Mutant(
+        "orphans live on",
+        "utils/exits.py",
+        "threading.Thread(target=_exit_with_launcher, args=(os.getppid(),), daemon=True).start()",
+        "pass",
+        "test_faults.py -k launcher_killed",
+    ),
+    Mutant(
+        "Ctrl-C ends loader workers",
+        "utils/exits.py",
+        "signal.signal(number_, signal.SIG_IGN)",
+        "signal.signal(number_, signal.SIG_DFL)",
+        "test_faults.py -k SIGINT",
+    ),
+    Mutant(
+        "one process has no time to save",
+        "utils/exits.py",
+        "SIGNALED_SECONDS = 60",
+        "SIGNALED_SECONDS = 1",
+        "test_faults.py -k ctrl_c",
+    ),
+    Mutant(
+        "only the outer error is looked at",
+        "utils/exits.py",
+        "error = error.__cause__ or error.__context__",
+        "error = None",
+        "test_faults.py -k dead_loader_worker",
+    ),
+    Mutant(
+        "NaN is a number", "utils/guard.py", "0 if math.isfinite(loss.item()) else step", "0", "test_faults.py -k diverged_loss"
+    ),
+    Mutant(
+        "a hung process is waited for",
+        CIFAR,
+        "timedelta(seconds=args.timeout)",
+        "timedelta(seconds=9999)",
+        "test_faults.py -k hung",
+    ),
+    # ---------------------------------------------------------------------------------------------------- invalid input
+    Mutant(
+        "every process prints the error",
+        "utils/exits.py",
+        "if speaker and int(os.environ.get(speaker, 0)) != 0:",
+        "if False:",
+        "test_train_cifar.py -k printed_once",
+    ),
+    Mutant("invalid input ends with 1", "utils/exits.py", "1 if isinstance(error, RunFailed) else 2", "1", BAD_INPUT),
+    Mutant("a batch that does not divide", "utils/topology.py", "if batch_size % parts:", "if False:", BAD_INPUT),
+    Mutant(
+        "too few GPUs", "utils/topology.py", "if gpus < local_processes:", "if False:", "test_mechanisms.py -k too_few_gpus"
+    ),
+    Mutant("fp16 on a CPU", "utils/topology.py", 'elif precision == "fp16":', "elif False:", "test_mechanisms.py -k fp16"),
+    Mutant("two ranks on one GPU", "utils/devices.py", "if owner != rank:", "if False:", "test_model_parallel.py -k share"),
+    # ------------------------------------------------------------------------------------------------------- launching
+    Mutant(
+        "a YAML starts fewer processes",
+        "accelerate_configs/2cpu.yaml",
+        "distributed_type: MULTI_GPU",
+        "distributed_type: MULTI_CPU",
+        "test_configs.py -k 2cpu",
+    ),
+    Mutant(
+        "a fixed port",
+        "accelerate_configs/2cpu.yaml",
+        "main_process_port: 0 ",
+        "main_process_port: 29511 ",
+        "test_configs.py -k any_free_port",
+    ),
+    Mutant(
+        "weights of another run are not loaded",
+        "utils/weights.py",
+        "model.load_state_dict(loaded, strict=False)",
+        "pass",
+        "test_init_from.py",
+    ),
+    Mutant(
+        "the job is not requeued",
+        "scripts/submit.sbatch",
+        'scontrol requeue Incomplete "$SLURM_JOB_ID"',
+        "true",
+        "test_slurm.py -m slow -k one_process_saves",
+    ),
+]
+
+
+def outcome(mutant, address):
+    """Applies the edit to a copy and runs its tests; returns the test that noticed, or None."""
+    with tempfile.TemporaryDirectory() as folder:
+        copy = Path(folder, "project")
+        shutil.copytree(ROOT, copy, ignore=shutil.ignore_patterns(".git", ".venv", "runs", "__pycache__", ".*_cache"))
+        (Path(folder) / "shared").symlink_to(ROOT.parent / "shared")  # data that some tests use if it is there
+        path = copy / mutant.file
+        text = path.read_text()
+        if text.count(mutant.old) != 1:
+            raise SystemExit(f"{mutant.name}: what is to be changed stands {text.count(mutant.old)} times in {mutant.file}")
+        path.write_text(text.replace(mutant.old, mutant.new))
+        file, *options = re.findall(r"\S+", mutant.tests)
+        words = [
+            "-m",
+            "pytest",
+            "-x",
+            "-q",
+            "-n",
+            "0",
+            "-p",
+            "no:cacheprovider",
+            "--basetemp",
+            f"{folder}/tmp",
+            f"tests/{file}",
+        ]
+        done = warm.run([*words, *options], {**os.environ, warm.ADDRESS: address}, SECONDS, cwd=str(copy))
+    noticed = re.search(r"^(?:FAILED|ERROR) (\S+)", done.stdout, re.MULTILINE)
+    if done.returncode == 0:
+        return None
+    if done.returncode != 1 or not noticed:
+        raise SystemExit(f"{mutant.name}: the tests did not run\n{done.stdout[-3000:]}{done.stderr[-3000:]}")
+    return noticed[1].removeprefix("tests/")
+
+
+def main():
+    words = sys.argv[1:]
+    chosen = [m for m in MUTANTS if not words or any(word in f"{m.name} {m.file}" for word in words)]
+    environment = {**os.environ, "HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}
+    alive, began = [], time.monotonic()
+    with tempfile.TemporaryDirectory() as home, warm.server({**environment, "HF_HOME": home}) as address:
+        os.environ.update(environment, HF_HOME=home, **{warm.ADDRESS: address})
+        with ThreadPoolExecutor(2) as pool:
+            print("| wrong edit | file | test that noticed |\n|---|---|---|", flush=True)
+            for mutant, noticed in zip(chosen, pool.map(lambda m: outcome(m, address), chosen), strict=True):
+                print(f"| {mutant.name} | `{mutant.file}` | {noticed or '**none**'} |", flush=True)
+                alive += [] if noticed else [mutant.name]
+    print(f"\n{len(chosen) - len(alive)} of {len(chosen)} wrong edits were noticed, in {time.monotonic() - began:.0f} s")
+    if alive:
+        raise SystemExit(f"not noticed: {'; '.join(alive)}")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,32 @@
+"""`cp -r scripts/X.py utils/ ~/my_project/` is the start of somebody's project: every script runs there, unchanged."""
+
+import shutil
+
+import pytest
+from conftest import ROOT, run
+
+# The shortest run of each that ends by itself. A new script has to say here how it is run.
+ARGUMENTS = {
+    "benchmark": "--help",
+    "check_topology": "--max_bytes 4096",
+    "compare_ddp": "--dataset synthetic --max_train_steps 3 --batch_size 8",
+    "evaluate": "--checkpoint {project}/cifar_dry_run",
+    "predict_scaling": "--parameters 1e6 --step_seconds 0.1 --latency 1e-5 --bandwidth 1e9",
+    "train_cifar": "--dataset synthetic --model net --dry_run --output_dir {project}/cifar",
+    "train_gpt": "--dataset synthetic --n_layer 1 --n_head 1 --n_embd 16 --block_size 16 --batch_size 8 --dry_run",
+    "train_minimal": "--epochs 1",
+    "train_model_parallel": "--dataset synthetic --width 8 --batch_size 32 --micro_batches 2 --dry_run",
+}
+COMPANIONS = {"evaluate": ["train_cifar"], "benchmark": ["train_cifar"]}  # they need its models
+
+
+@pytest.mark.parametrize("script", sorted(path.stem for path in (ROOT / "scripts").glob("*.py")))
+def test_a_copied_script_runs(script, tmp_path):
+    project = tmp_path / "project"
+    shutil.copytree(ROOT / "utils", project / "utils", ignore=shutil.ignore_patterns("__pycache__"))
+    for name in [*COMPANIONS.get(script, []), script]:
+        shutil.copy(ROOT / "scripts" / f"{name}.py", project)
+        arguments = ARGUMENTS[name].format(project=project)
+        out = None if "--output_dir" in arguments or name == "benchmark" else tmp_path / name
+        config = "cpu" if name.startswith(("train_", "compare_", "check_")) else None
+        run(config, f"{name}.py", arguments, root=project, output_dir=out)

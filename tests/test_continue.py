@@ -91,8 +91,9 @@ def test_anything_else_is_refused_and_the_refusal_says_what_to_do(finished, tmp_
 
 
 @pytest.mark.parametrize("script", sorted(path.name for path in (ROOT / "scripts").glob("train_*.py")))
-def test_help_states_the_rule(script):
-    assert CONTINUE_RULE in words(run(None, f"scripts/{script}", "--help").stdout)
+def test_help_states_the_rule_and_no_default_is_none(script):
+    text = words(run(None, f"scripts/{script}", "--help").stdout)
+    assert CONTINUE_RULE in text and "None" not in text
 
 
 def test_the_readme_states_the_rule():

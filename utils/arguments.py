@@ -49,7 +49,7 @@ class Parser(argparse.ArgumentParser):
 
     def add_optimizer_arguments(self, group, **defaults):
         """Adds the flags of a loop with gradient accumulation, weight decay and clipping; `defaults` as above."""
-        group.add_argument("--weight_decay", type=number(float, 0))
+        group.add_argument("--weight_decay", type=number(float, 0), help="of the optimizer")
         group.add_argument(
             "--max_grad_norm", type=number(float, 0), default=0.0, help="clip gradients to this norm; 0: do not clip"
         )

@@ -217,8 +217,7 @@ class RunFolder:
         `train` lines also get the speed, the memory and the time left.
 
         Args:
-            score (float | None): of an evaluation, higher is better: the best checkpoint is kept.
-
+            score (float | None): of an evaluation, higher is better: the checkpoint with the best score is kept.
         """
         if split == "train":
             speeds, state = self._meter.read(step, self._plan.total_steps)

@@ -266,3 +266,14 @@ def test_peaks_are_of_exactly_that_gpu(name, peak):
 def test_an_nccl_error_says_what_happened_instead_of_where():
     text = "NCCL error in: /src/NCCLUtils.cpp:93, invalid usage\nLast error:\nDuplicate GPU detected : rank 0 and rank 1\n"
     assert exits._known_failure(RuntimeError(text)) == "error: rank 0: NCCL: Duplicate GPU detected : rank 0 and rank 1"
+
+
+def test_a_loader_worker_that_dies_while_it_hands_a_batch_over_is_named():
+    source = "def load():\n    raise EOFError\n"
+    namespace = {}
+    exec(compile(source, "/site-packages/torch/utils/data/dataloader.py", "exec"), namespace)
+    for load, known in ((namespace["load"], True), (lambda: next(iter(())), False)):
+        with pytest.raises((EOFError, StopIteration)) as caught:
+            load()
+        line = exits._known_failure(caught.value)
+        assert (line == "error: rank 0: a data loader worker died while it handed a batch over (EOFError)") == known

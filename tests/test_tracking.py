@@ -5,7 +5,7 @@ import os
 import textwrap
 
 import pytest
-from conftest import CIFAR, SMALL, Started, results, run
+from conftest import CIFAR, SMALL, results, run
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from utils import tracking
@@ -60,11 +60,11 @@ def calls(path, kind):
 def test_two_trackers_get_each_record_once_across_a_restart(wandb, tmp_path):
     arguments, noted = f"{SMALL} --track tensorboard,wandb", tmp_path / "calls"
     environment = {"PYTHONPATH": str(wandb), "WANDB_CALLS": str(noted)}
-    started = Started("cpu", CIFAR, arguments, output_dir=tmp_path / "mine", env=environment)
-    started.wait_for("step  5/14")
-    started.kill_all()
-    run("cpu", CIFAR, arguments, output_dir=tmp_path / "mine", env=environment)
-    assert results(tmp_path / "mine")["resumed_from"] in (3, 6, 7)
+    # By `exec`, because Accelerate looks for packages when it is imported.
+    options = dict(output_dir=tmp_path / "mine", env=environment, cold=True)
+    run("cpu", "tests/wrapped.py", ["die_in_step@6", CIFAR, *arguments.split()], check=False, **options)
+    run("cpu", CIFAR, arguments, **options)
+    assert results(tmp_path / "mine")["resumed_from"] == 3
 
     first, second = (call[0] for call in calls(noted, "init"))
     assert first == second and first["project"] == "train_cifar" and first["name"] == "mine"

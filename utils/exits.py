@@ -211,6 +211,9 @@ def _known_failure(error):
     for cause in _causes(error):
         if "DataLoader worker" in str(cause):
             return f"error: rank {rank}: a data loader worker died: {str(cause).splitlines()[0]}"
+    frames = traceback.extract_tb(error.__traceback__)
+    if isinstance(error, (EOFError, ConnectionError)) and any("utils/data/dataloader.py" in frame.filename for frame in frames):
+        return f"error: rank {rank}: a data loader worker died while it handed a batch over ({type(error).__name__})"
     lost = ("Connection closed by peer", "Connection reset", "Broken pipe", "Timed out waiting", "timed out")
     if any(sign in text for sign in lost) and "RANK" in os.environ:
         return (

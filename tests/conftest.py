@@ -41,6 +41,8 @@ def pytest_configure(config):
         config.add_cleanup(resources.close)
         home = resources.enter_context(tempfile.TemporaryDirectory())
         os.environ.update(HF_HUB_OFFLINE="1", HF_HOME=home, TOKENIZERS_PARALLELISM="false")
+        # Several runs share the cores. Threads that wait for one another in a loop then take ten times as long.
+        os.environ["OMP_WAIT_POLICY"] = "passive"
         os.environ[warm.ADDRESS] = resources.enter_context(warm.server(dict(os.environ)))
         resources.callback(os.environ.pop, warm.ADDRESS)
 

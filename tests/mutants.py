@@ -183,11 +183,18 @@ MUTANTS = [
         EXACT_METRICS,
     ),
     Mutant(
-        "one loss per rank",
-        "utils/run_folder.py",
-        "        if self.is_main:\n            tqdm.write(text)",
-        "        tqdm.write(text)",
+        "every process speaks",
+        "utils/topology.py",
+        "    if accelerator.is_main_process:\n        print(",
+        "    if True:\n        print(",
         "test_train_cifar.py -k one_loss",
+    ),
+    Mutant(
+        "training goes on in evaluation mode",
+        CIFAR,
+        "    model.train()\n    outputs, labels",
+        "    outputs, labels",
+        "test_train_cifar.py -k evaluation_changes_nothing",
     ),
     Mutant("module. in the export", CIFAR, "accelerator.unwrap_model(model), config", "model, config", TWO_AS_ONE),
     Mutant(
@@ -447,7 +454,7 @@ def outcome(mutant, address):
 def main():
     words = sys.argv[1:]
     chosen = [m for m in MUTANTS if not words or any(word in f"{m.name} {m.file}" for word in words)]
-    environment = {**os.environ, "HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}
+    environment = {**os.environ, "HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false", "OMP_WAIT_POLICY": "passive"}
     alive, began = [], time.monotonic()
     with tempfile.TemporaryDirectory() as home, warm.server({**environment, "HF_HOME": home}) as address:
         os.environ.update(environment, HF_HOME=home, **{warm.ADDRESS: address})

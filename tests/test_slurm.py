@@ -98,6 +98,17 @@ class Cluster:
             time.sleep(0.2)
         return answer
 
+    def until_logged(self, words, job, node=None):
+        """Waits until the job's log has `words`; a job that ends without them has broken its promise."""
+
+        def happens():
+            ended = self.state(job) in ("COMPLETED", "FAILED", "TIMEOUT", "CANCELLED")  # before the log is read
+            found = words in self.log(job, node)
+            assert found or not ended, f"job {job} ended without '{words}'\n{self.told()}"
+            return found
+
+        self.until(f"'{words}' is logged", happens)
+
     def told(self):
         logs = [*self.folder.glob("log/*.log"), *self.folder.glob("job/*.out")]
         return "\n".join(f"--- {log.name}\n{log.read_text()[-3000:]}" for log in logs)
@@ -167,10 +178,10 @@ def test_signal_lost_node_and_time_limit_cost_nothing(cluster, tmp_path):
 
     seen = cluster.until("the run takes some steps", lambda: reached(30))
     cluster.command(f"scancel --batch --signal=USR1 {job}")
-    cluster.until("the run is saved", lambda: "run preempted" in cluster.log(job))
+    cluster.until_logged("run preempted", job)
     assert "asking the run to save" in cluster.log(job)
 
-    cluster.until("the next attempt goes on", lambda: "continuing from" in cluster.log(job, node=0))
+    cluster.until_logged("continuing from", job, node=0)
     seen = cluster.until("and takes some steps", lambda: reached(seen + 30))
     before = attempts()
     for process in psutil.Process(cluster.daemons["n2"].pid).children(recursive=True):
@@ -207,9 +218,9 @@ def test_a_process_that_dies_without_a_word_is_no_reason_to_give_up(cluster):
     """As when a node is gone and SLURM does not know it yet."""
     arguments = f"{CIFAR} {SMALL} --max_train_steps 100000 --eval_every 100000 --output_dir {cluster.folder}/wordless"
     job = cluster.submit("--nodes=2", arguments)
-    cluster.until("the run has checkpoints", lambda: "step      7" in cluster.log(job, node=0))
+    cluster.until_logged("step      7", job, node=0)
     ranks(job)[1].kill()
-    cluster.until("the next attempt goes on", lambda: "continuing from" in cluster.log(job, node=0))
+    cluster.until_logged("continuing from", job, node=0)
     cluster.command(f"scancel {job}")
     cluster.until("the job is cancelled", lambda: cluster.state(job) == "CANCELLED")
 
@@ -230,11 +241,11 @@ def test_one_process_saves_and_goes_on_but_not_once_cancelled_or_mistaken(cluste
     folder = cluster.folder / "ended"
     slowly = f"{ROOT}/tests/wrapped.py slow_save {CIFAR} {ENDLESS} --output_dir {folder}"
     job = cluster.submit("--nodes=1", slowly)
-    cluster.until("the run takes some steps", lambda: "step " in cluster.log(job, node=0))
+    cluster.until_logged("step ", job, node=0)
     cluster.command(f"scancel --batch --signal=USR1 {job}")
-    cluster.until("the attempt ends", lambda: "attempt 0 ended" in cluster.log(job))
+    cluster.until_logged("attempt 0 ended", job)
     assert "run preempted" in cluster.log(job), cluster.told()
-    cluster.until("the next attempt goes on", lambda: "continuing from" in cluster.log(job, node=0))
+    cluster.until_logged("continuing from", job, node=0)
     cluster.command(f"scancel {job}")
     cluster.until("the job is cancelled", lambda: cluster.state(job) == "CANCELLED")
     assert status(folder)["state"] == "preempted" and "attempt 2" not in cluster.log(job)

@@ -233,7 +233,7 @@ def main():
     model = build_model(args.model, len(data.class_names))
     if args.model == "fastnet":
         model.fit_whitening(normalize(data.train.images[:5000], mean.cpu(), std.cpu()))
-    weights.initialize(accelerator, model, args.init_from)
+    weights.initialize(accelerator, model, run.init_from)
     if args.compile:
         model.compile()  # in place: torch.compile(model) would put its prefix before every name that DDP saves
     optimizer = build_optimizer(model, args)

@@ -276,7 +276,7 @@ def main():
         # With FSDP the full weights exist on the main process only, and `prepare` sends out the shards. Here they are empty
         # tensors, never written to, so that they take no memory: Accelerate tells weights apart by their address.
         model.to_empty(device="cpu")
-    weights.initialize(accelerator, model, args.init_from)
+    weights.initialize(accelerator, model, run.init_from)
     parameters, flops = sum(weight.numel() for weight in model.parameters()), model.flops_per_token()
     if args.compile:
         for block in model.blocks:  # identical, so compiled once; FSDP works between them

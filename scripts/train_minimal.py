@@ -24,7 +24,7 @@ import torch
 from accelerate import Accelerator, DataLoaderConfiguration, skip_first_batches
 from accelerate.utils import InitProcessGroupKwargs, set_seed
 from torch import nn
-from torch.utils.data import DataLoader, TensorDataset
+from torch.utils.data import DataLoader, Subset, TensorDataset
 
 from utils import topology, weights
 from utils.arguments import Parser
@@ -36,7 +36,9 @@ from utils.run_folder import RunFolder
 @torch.no_grad()
 def evaluate(accelerator, model, loader):
     """Accuracy over the held-out points, each counted once: `gather_for_metrics` drops those that fill up the last batch."""
-    correct = [accelerator.gather_for_metrics(model(x).argmax(1) == y) for x, y in loader]
+    model.eval()
+    correct = [accelerator.gather_for_metrics(model(x).argmax(1) == y) for _, x, y in loader]
+    model.train()
     return torch.cat(correct).double().mean().item()
 
 
@@ -45,24 +47,22 @@ def main():
     parser.add_training_arguments(parser, epochs=10, batch_size=96, lr=0.005)
     parser.add_run_arguments("runs/train_minimal")
     args = parser.parse_args()
-    # split_batches: --batch_size counts over all processes. The sampler: the same order on any number of them.
-    loading = DataLoaderConfiguration(split_batches=True, use_seedable_sampler=True, data_seed=args.seed)
+    loading = DataLoaderConfiguration(split_batches=True, use_seedable_sampler=True, data_seed=args.seed)  # global batches
     timeout = InitProcessGroupKwargs(timeout=timedelta(seconds=args.timeout))
     accelerator = Accelerator(cpu=topology.check_launch(training=True), dataloader_config=loading, kwargs_handlers=[timeout])
     topology.print_banner(accelerator, args.batch_size)
     set_seed(args.seed)  # the same points and weights on every process
     points = torch.randn(997 + max(2880, args.batch_size), 2)
-    labels = (points.prod(1) > 0).long()  # do the two coordinates have the same sign?
-    train_set = TensorDataset(torch.arange(len(points) - 997), points[997:], labels[997:])
-    train_loader = DataLoader(train_set, args.batch_size, shuffle=True, drop_last=True)
-    val_loader = DataLoader(TensorDataset(points[:997], labels[:997]), 128 * accelerator.num_processes)  # 997 is a prime
-    plan = Plan.from_args(args, len(train_set))
+    data = TensorDataset(torch.arange(len(points)), points, (points.prod(1) > 0).long())  # class 1: both of the same sign
+    train_loader = DataLoader(Subset(data, range(997, len(data))), args.batch_size, shuffle=True, drop_last=True)
+    val_loader = DataLoader(Subset(data, range(997)), 128 * accelerator.num_processes)  # 997 is a prime: it divides by nothing
+    plan = Plan.from_args(args, len(train_loader.dataset))
     run = RunFolder(args, accelerator)
     run.open(plan)  # the folder is empty, or holds a run to continue, or a finished one
     if run.finished:
         return
     model = nn.Sequential(nn.Linear(2, 64), nn.ReLU(), nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 2))
-    weights.initialize(accelerator, model, args.init_from)
+    weights.initialize(accelerator, model, run.init_from)
     optimizer = torch.optim.AdamW(model.parameters(), lr=args.lr)
     model, optimizer, train_loader, val_loader = accelerator.prepare(model, optimizer, train_loader, val_loader)
     topology.warm_up_ddp_buckets(accelerator, model, points[:2].to(accelerator.device))  # for an exact restart

@@ -233,7 +233,7 @@ def main():
     set_seed(args.seed)
     mean, std = (x.to(accelerator.device) for x in data.train.mean_and_std())
     model = Pipeline(build_blocks(len(data.class_names), args.width), stages, args.micro_batches)
-    weights.initialize(accelerator, model, args.init_from)
+    weights.initialize(accelerator, model, run.init_from)
     example = normalize(data.train.images[:share].to(accelerator.device), mean, std)
     with accelerator.autocast():  # in the precision of the training below
         pipelining = measure(model, example, data.train.labels[:share])

@@ -1,6 +1,7 @@
 """--init_from: the weights of another run, and nothing else of it."""
 
 import json
+import shutil
 
 import pytest
 import torch
@@ -91,13 +92,17 @@ def test_a_run_starts_with_the_weights_and_nothing_else(place, config, trained, 
 
 
 def test_a_run_that_started_so_continues_by_itself(reference, tmp_path):
-    start = f"{SMALL} --seed 1 --init_from {reference('cpu').folder}"
+    """Also when the weights that it started from are gone: it has its own."""
+    weights = tmp_path / "weights.safetensors"
+    shutil.copy(reference("cpu").folder / "model.safetensors", weights)
+    start = f"{SMALL} --seed 1 --init_from {weights}"
     run("cpu", CIFAR, start, output_dir=tmp_path / "whole")
     # It starts where the other run ended, not at chance.
     assert metrics(tmp_path / "whole", "train")[0]["loss"] < metrics(reference("cpu").folder, "train")[0]["loss"]
     started = Started("cpu", CIFAR, start, output_dir=tmp_path / "killed")
     started.wait_for("step  5/14")
     started.kill_all()
+    weights.unlink()
     run("cpu", CIFAR, start, output_dir=tmp_path / "killed")
     assert final_weights(tmp_path / "killed") == final_weights(tmp_path / "whole")
 

@@ -35,6 +35,7 @@ class RunFolder:
     Attributes:
         path (Path): the folder.
         finished (dict | None): the results, if this same run is finished already and there is nothing to do.
+        init_from (str | None): `--init_from` of a run that starts; None for one that continues, which has its own weights.
         progress (dict): what the checkpoint to continue from says about the run: `step`, and the script's own values.
         arguments (dict): the arguments of the run as they are recorded and compared.
         record (dict): what args.json and every checkpoint say about the run.
@@ -45,6 +46,7 @@ class RunFolder:
         self.path = Path(args.output_dir)
         self.arguments = comparable(vars(args))
         self.finished, self.progress, self.record = None, {}, None
+        self.init_from = getattr(args, "init_from", None)
         self._accelerator, self.is_main = accelerator, accelerator.is_main_process
         self._resume, self._may_change = args.resume, MAY_CHANGE | set(may_change)
         self._keep = getattr(args, "keep_checkpoints", None)
@@ -73,6 +75,7 @@ class RunFolder:
         if found:
             self._checkpoint, manifest = found
             self.progress, self._earlier_length = manifest["progress"], manifest["total_steps"]
+            self.init_from = None
 
     def _take_and_find(self):
         earlier = self.take()
@@ -382,8 +385,9 @@ def comparable(arguments):
     """Arguments as JSON keeps them; a path to existing data is made absolute, so that it compares equal."""
     plain = {name: value for name, value in arguments.items() if isinstance(value, (str, int, float, bool, type(None)))}
     for name in PATHS:
-        if Path(str(plain.get(name))).exists():
-            plain[name] = str(Path(plain[name]).resolve())
+        path = plain.get(name)
+        if path is not None and (name == "init_from" or Path(path).exists()):  # a dataset may be a Hub id
+            plain[name] = str(Path(path).resolve())
     return plain
 
 

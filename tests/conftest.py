@@ -164,8 +164,8 @@ def recorded(config, script, arguments, folder, processes=1, accumulation=1):
     return steps
 
 
-def all_end_within(processes, seconds):
-    """Whether all of `processes` come to an end in time; a zombie that its new parent did not collect yet has."""
+def all_end(processes, seconds=60):
+    """Whether all of `processes` end, before a run of theirs could; a zombie that its new parent did not collect yet has."""
     deadline = time.monotonic() + seconds
     while any(p.is_running() and p.status() != psutil.STATUS_ZOMBIE for p in processes):
         if time.monotonic() > deadline:

@@ -273,7 +273,7 @@ def main():
                     tested = evaluate(accelerator, model, test_loader, mean, std, size=size)
                     run.log("test", step, score=tested["accuracy"], loss=tested["loss"], accuracy=tested["accuracy"])
                 if stop or plan.save_due(step, improved=run.improved_at(step)):
-                    guard.check_loss()  # a checkpoint never holds a diverged model
+                    guard.check(model)  # a checkpoint never holds a diverged model
                     with run.checkpoint(step) as folder:
                         accelerator.save_state(folder)
                 if stop and step < plan.total_steps:

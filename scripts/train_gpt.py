@@ -324,7 +324,7 @@ def main():
                     run.log("val", step, score=-val_loss, loss=val_loss, bits_per_byte=val_loss / math.log(2))
                     run.log("sample", step, text=generate(model, args.block_size, accelerator.device, **sampling))
                 if stop or plan.save_due(step, improved=run.improved_at(step)):
-                    guard.check_loss()  # a checkpoint never holds a diverged model
+                    guard.check(model)  # a checkpoint never holds a diverged model
                     with run.checkpoint(step, position=gather_position(batch)) as folder:
                         accelerator.save_state(folder)
                 if stop and step < plan.total_steps:

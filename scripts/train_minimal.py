@@ -84,7 +84,7 @@ def main():
                 accuracy = evaluate(accelerator, model, val_loader)
                 run.log("val", step, score=accuracy, accuracy=accuracy)  # the checkpoint with the best score is kept
             if stop or plan.save_due(step, improved=run.improved_at(step)):
-                guard.check_loss()  # a checkpoint never holds a diverged model
+                guard.check(model)  # a checkpoint never holds a diverged model
                 with run.checkpoint(step) as folder:
                     accelerator.save_state(folder)
             if stop and step < plan.total_steps:

@@ -286,7 +286,21 @@ MUTANTS = [
         "False",
         "test_faults.py -k full_disk_costs",
     ),
-    Mutant("a step that diverged is saved", CIFAR, "guard.check_loss()", "pass", "test_faults.py -k diverges_is_not_saved"),
+    Mutant(
+        "NaN weights are saved",
+        "utils/guard.py",
+        "0 if weights_finite else",
+        "0 if True else",
+        "test_faults.py -k infinite_gradient",
+    ),
+    Mutant(
+        "a checkpoint of NaN is continued",
+        "utils/checkpoint.py",
+        ".isfinite().all():",
+        ".isfinite().any():",
+        "test_faults.py -k passed_over",
+    ),
+    Mutant("a step that diverged is saved", CIFAR, "guard.check(model)", "pass", "test_faults.py -k diverges_is_not_saved"),
     Mutant(
         "nothing is saved on a signal",
         CIFAR,

@@ -30,8 +30,9 @@ from conftest import (
     run,
     status,
 )
+from safetensors.torch import load_file, save_file
 
-from utils import checkpoint, exits, shards
+from utils import checkpoint, exits, guard, shards
 from utils.exits import UserError
 
 PREEMPTED = 75
@@ -382,6 +383,35 @@ def test_a_step_that_diverges_is_not_saved(processes, tmp_path):
     faulty(f"nan@9:{processes - 1}", SMALL, tmp_path / "run", config="cpu" if processes == 1 else "2cpu")
     assert "step 9" in status(tmp_path / "run")["reason"]
     assert not (tmp_path / "run" / "checkpoints" / "step_00000009").exists()
+
+
+def test_an_infinite_gradient_is_not_saved_and_the_run_goes_on_from_before_it(tmp_path):
+    """Clipping turns it into NaN weights, in a step whose loss is finite: 0 x inf."""
+    clipped = f"{SMALL} --max_grad_norm 1"
+    run("cpu", CIFAR, clipped, output_dir=tmp_path / "whole")
+    done = faulty("infinite_gradient@6", clipped, tmp_path / "run", config="cpu")
+    assert done.stderr.count("error: non-finite weights after step 6;") == 1
+    assert [path.name for path in (tmp_path / "run" / "checkpoints").iterdir()] == ["step_00000003"]
+    relaunch_and_compare(tmp_path / "whole", tmp_path / "run", clipped, "cpu")
+
+
+def test_a_checkpoint_that_is_not_finite_is_passed_over(interrupted, tmp_path, capsys):
+    shutil.copytree(interrupted, tmp_path / "run")
+    newest = tmp_path / "run" / "checkpoints" / "step_00000008"
+    weights = load_file(newest / "model.safetensors")
+    weights["fc3.bias"][4] = float("nan")
+    save_file(weights, newest / "model.safetensors")
+    seal(newest)
+    path, _ = checkpoint.find(tmp_path / "run", "auto")
+    assert path.name == "step_00000007" and "fc3.bias in model.safetensors is not finite" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("part", ["parameter", "buffer", None])
+def test_weights_are_looked_at_before_saving(part):
+    model = torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.BatchNorm1d(2))
+    if part:
+        (model[0].weight.data if part == "parameter" else model[1].running_var)[0] = float("inf")
+    assert guard.all_finite(model) == (part is None)
 
 
 @pytest.mark.parametrize("processes", [1, 2])

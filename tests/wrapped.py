@@ -86,6 +86,16 @@ elif name == "nan":
         return loss * float("nan") if torch.is_grad_enabled() and strikes() else loss
 
     torch.nn.functional.cross_entropy = cross_entropy
+elif name == "infinite_gradient":
+    real_clip = accelerate.Accelerator.clip_grad_norm_
+
+    def clip_grad_norm_(self, parameters, *args, **kwargs):
+        parameters = list(parameters)
+        if strikes():
+            parameters[0].grad.fill_(float("inf"))
+        return real_clip(self, parameters, *args, **kwargs)
+
+    accelerate.Accelerator.clip_grad_norm_ = clip_grad_norm_
 elif name == "hang":
     # This rank never arrives at its next collective; the others must give up by themselves.
     before(accelerate.Accelerator, "backward", signal.pause)

@@ -16,7 +16,7 @@ from pathlib import Path
 
 import torch
 from accelerate.utils import gather_object
-from safetensors import SafetensorError
+from safetensors import SafetensorError, safe_open
 from torch.distributed.checkpoint import CheckpointException
 
 from utils import shards, topology
@@ -112,10 +112,10 @@ def find(folder, resume):
                 "earlier one use another --output_dir"
             )
         if not candidates:
-            return Path(resume), verify(resume)
+            return Path(resume), _verify_and_check(resume)
     for path in candidates:
         try:
-            return path, verify(path)
+            return path, _verify_and_check(path)
         except UserError as damage:
             print(f"warning: {damage}; trying the one before it", file=sys.stderr, flush=True)
     if candidates:
@@ -154,6 +154,16 @@ def verify(path):
     unknown = {str(file.relative_to(path)) for file in path.rglob("*") if file.is_file()} - files.keys() - {MANIFEST}
     if unknown:
         raise UserError(f"checkpoint {path} is refused: {sorted(unknown)[0]} is not in its manifest")
+    return manifest
+
+
+def _verify_and_check(path):
+    manifest = verify(path)
+    for file in sorted(Path(path).glob("model*.safetensors")):
+        with safe_open(file, framework="pt") as weights:
+            for name in weights.keys():  # noqa: SIM118 (not a dict)
+                if not weights.get_tensor(name).isfinite().all():
+                    raise UserError(f"checkpoint {path} cannot continue: {name} in {file.name} is not finite")
     return manifest
 
 

@@ -287,6 +287,13 @@ MUTANTS = [
         "test_faults.py -k full_disk_costs",
     ),
     Mutant(
+        "checkpoints may fail for ever",
+        "utils/run_folder.py",
+        "elif self._failures == self._max_failures:",
+        "elif False:",
+        "test_faults.py -k keep_failing",
+    ),
+    Mutant(
         "NaN weights are saved",
         "utils/guard.py",
         "0 if weights_finite else",

@@ -332,6 +332,16 @@ def test_a_full_disk_costs_a_checkpoint_not_the_run(reference, tmp_path):
         assert final_weights(disk / "run") == final_weights(reference("cpu").folder)
 
 
+def test_checkpoints_that_keep_failing_end_the_run(reference, tmp_path):
+    """On all processes alike, though one alone cannot write. What was saved is continued when that is mended."""
+    done = faulty("failing_saves@2:1", SMALL + " --max_failed_checkpoints 2", tmp_path / "run")
+    assert done.stderr.count("warning: checkpoint of step") == 2
+    assert done.stderr.count("error: 2 checkpoints in a row could not be written") == 1
+    assert status(tmp_path / "run")["state"] == "failed" and "of step 3" in status(tmp_path / "run")["reason"]
+    relaunch_and_compare(reference("2cpu", 2).folder, tmp_path / "run")
+    assert results(tmp_path / "run")["resumed_from"] == 3
+
+
 def test_a_disk_that_stays_full_ends_the_run_with_a_line(reference, tmp_path):
     with small_disk(tmp_path, "2200k") as disk:
         done = faulty(f"full_disk@5:{disk}", SMALL, disk / "run", config="cpu")

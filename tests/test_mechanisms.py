@@ -1,6 +1,8 @@
 """Unit tests of the modules of utils: augmentation, data, run folders, the checks of a launch."""
 
 import argparse
+import errno
+import fcntl
 import json
 import os
 from types import SimpleNamespace
@@ -168,6 +170,16 @@ def test_metrics_are_cut_back_to_the_checkpoint_and_never_doubled(tmp_path):
     again.write("train", 3, loss=0.3)
     lines = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
     assert [(line["step"], line["loss"]) for line in lines] == [(1, 1.0), (2, 0.5), (3, 0.3)]
+
+
+@pytest.mark.parametrize("number", [errno.ENOSYS, errno.ENOLCK])
+def test_a_file_system_without_locks_is_a_warning(number, tmp_path, monkeypatch, capsys):
+    def lockf(*_):
+        raise OSError(number, os.strerror(number))
+
+    monkeypatch.setattr(fcntl, "lockf", lockf)
+    folder_of(tmp_path).take()
+    assert "has no locks: two jobs in one folder cannot be noticed" in capsys.readouterr().err
 
 
 def test_other_arguments_are_each_named(tmp_path):

@@ -114,6 +114,19 @@ elif name == "unreadable":
     datasets.IterableDataset.__iter__ = rows
 elif name == "slow_save":
     before(accelerate.Accelerator, "save_state", lambda: time.sleep(6))
+elif name == "failing_saves":
+    # Every checkpoint from that one on.
+    real_save_state = accelerate.Accelerator.save_state
+    failing = False
+
+    def save_state(*args, **kwargs):
+        global failing
+        failing = failing or strikes()
+        if failing:
+            raise OSError("the file server is away")
+        return real_save_state(*args, **kwargs)
+
+    accelerate.Accelerator.save_state = save_state
 elif name == "full_disk":
     # Permanently: the path after the colon is a small file system.
     ballast, rank = os.path.join(rank, "ballast"), ""

@@ -10,7 +10,15 @@ CONTINUE_RULE = (
     "checkpoints, workers, compilation, gradient accumulation), and its length, --epochs and --max_train_steps."
 )
 # The first kind, as far as all scripts share it. None of these changes what is computed (accumulation: to rounding).
-MAY_CHANGE = {"output_dir", "resume", "checkpoint_every", "keep_checkpoints", "log_every", "eval_every", "num_workers"} | {
+MAY_CHANGE = {
+    "output_dir",
+    "resume",
+    "checkpoint_every",
+    "keep_checkpoints",
+    "max_failed_checkpoints",
+    "log_every",
+    "eval_every",
+    "num_workers",
     "profile",
     "timeout",
     "track",
@@ -83,6 +91,9 @@ class Parser(argparse.ArgumentParser):
         )
         group.add_argument(
             "--keep_checkpoints", type=at_least_1, default=2, help="newest checkpoints to keep, besides the best"
+        )
+        group.add_argument(
+            "--max_failed_checkpoints", type=at_least_1, default=3, help="end the run when so many in a row cannot be written"
         )
         group.add_argument("--eval_every", type=at_least_1, help="optimizer steps; default: an epoch")
         group.add_argument("--log_every", type=at_least_1, default=10, help="optimizer steps")

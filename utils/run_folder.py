@@ -4,6 +4,7 @@ Several jobs cannot write to one folder: it is locked.
 """
 
 import contextlib
+import errno
 import fcntl
 import json
 import os
@@ -50,6 +51,7 @@ class RunFolder:
         self._accelerator, self.is_main = accelerator, accelerator.is_main_process
         self._resume, self._may_change = args.resume, MAY_CHANGE | set(may_change)
         self._keep = getattr(args, "keep_checkpoints", None)
+        self._max_failures, self._failures = getattr(args, "max_failed_checkpoints", None), 0  # of checkpoints, in a row
         self._batch_size = args.batch_size
         self._plan, self._checkpoint, self._earlier_length, self._run_id = None, None, None, uuid.uuid4().hex[:8]
         self._score, self._improved = None, False
@@ -270,7 +272,7 @@ class RunFolder:
         """Yields the folder for `accelerator.save_state`, which becomes `checkpoints/step_N`, complete or not at all.
 
         Every file is hashed and synced to disk before the folder gets its name. A write error costs this checkpoint only,
-        with a warning; training continues on all processes alike.
+        with a warning; training continues on all processes alike, until `--max_failed_checkpoints` have failed in a row.
 
         Args:
             state: plain values to keep with it: `run.progress` has them after a restart.
@@ -287,10 +289,16 @@ class RunFolder:
             error = caught
         manifest = {"progress": progress, **(self.record or {})}
         written = checkpoint.finish(self._accelerator, folder, error, manifest, self._keep)
-        if written:
-            self._saved_at = step
         self.write("checkpoint", step, seconds=time.perf_counter() - began, written=written)
         self._meter.restart(step)
+        self._failures = 0 if written else self._failures + 1
+        if written:
+            self._saved_at = step
+        elif self._failures == self._max_failures:
+            raise exits.RunFailed(
+                f"{self._failures} checkpoints in a row could not be written (--max_failed_checkpoints): the last one is of "
+                f"step {self._saved_at}. Make {self.path} writable, with enough free space"
+            )
 
     def train_seconds(self):
         """Seconds since the first step, without those between an interruption and the restart."""
@@ -370,7 +378,16 @@ class RunFolder:
             try:
                 fcntl.lockf(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
                 break
-            except (BlockingIOError, PermissionError):
+            except OSError as error:
+                if error.errno in (errno.ENOSYS, errno.ENOLCK, errno.EOPNOTSUPP):  # Lustre or NFS, mounted without locks
+                    print(
+                        f"warning: the file system of {self.path} has no locks: two jobs in one folder cannot be noticed here",
+                        file=sys.stderr,
+                        flush=True,
+                    )
+                    return
+                if error.errno not in (errno.EAGAIN, errno.EACCES):
+                    raise
                 if time.monotonic() > deadline:
                     self._lock.seek(0)
                     owner = self._lock.read().strip() or "another process"

@@ -252,7 +252,7 @@ def main():
                 size = image_size_at(step / plan.total_steps, args)
                 losses, ids = [], []
                 for batch in micro_batches:
-                    # Makes a restart draw the same dropout masks. Seeds after loading the batch, which may draw numbers as well.
+                    # Makes a restart draw the same dropout masks. Seeds after loading the batch, which may draw numbers too.
                     topology.seed_step(accelerator, args.seed, step, len(losses))
                     with accelerator.accumulate(model):
                         loss = compute_loss(model, batch, mean, std, epoch, size, args)

@@ -302,7 +302,7 @@ def main():
             for step, micro_batches in todo.steps(run.timed(batches)):
                 losses, ids = [], []
                 for batch in micro_batches:
-                    # Makes a restart draw the same dropout masks. Seeds after loading the batch, which may draw numbers as well.
+                    # Makes a restart draw the same dropout masks. Seeds after loading the batch, which may draw numbers too.
                     topology.seed_step(accelerator, args.seed, step, len(losses))
                     with accelerator.accumulate(model):
                         loss = compute_loss(model, batch, accelerator.device)

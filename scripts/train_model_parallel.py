@@ -121,13 +121,13 @@ def measure(pipeline, images, labels, repeats=3):
     for repeat in range(repeats + 1):
         for count, times in seconds.items():
             pipeline.micro_batches = count
-            began = time.perf_counter()
+            start_time = time.perf_counter()
             F.cross_entropy(pipeline(images), labels.to(pipeline.devices[-1])).backward()
             for device in pipeline.devices:
                 if device.type == "cuda":
                     torch.cuda.synchronize(device)
             if repeat:  # the first repeat is a warm-up
-                times.append(time.perf_counter() - began)
+                times.append(time.perf_counter() - start_time)
     pipeline.zero_grad()
     sequential, pipelined = statistics.median(seconds[1]), statistics.median(seconds[micro_batches])
     separate = len(set(pipeline.devices)) == stages > 1

@@ -222,7 +222,7 @@ MUTANTS = [
     Mutant(
         "the manifest's seal is not compared",
         "utils/checkpoint.py",
-        "if seal != _seal(manifest):",
+        "if checksum != _manifest_checksum(manifest):",
         "if False:",
         "test_faults.py -k damaged_checkpoint",
     ),

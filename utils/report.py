@@ -29,12 +29,12 @@ class Meter:
         """Yields `batches` and adds up the seconds spent waiting for them."""
         batches = iter(batches)
         while True:
-            began = time.perf_counter()
+            start_time = time.perf_counter()
             try:
                 batch = next(batches)
             except StopIteration:
                 return
-            self._data_seconds += time.perf_counter() - began
+            self._data_seconds += time.perf_counter() - start_time
             yield batch
 
     def read(self, step, total_steps):

@@ -152,7 +152,7 @@ class RunFolder:
         exits.on_failure(self._failed)
         step = self.progress.get("step", 0)
         self._resumed_from, self._saved_at, self._best = step, step, self.progress.get("best")
-        self._began = time.perf_counter()
+        self._start_time = time.perf_counter()
         self._meter = report.Meter(self._accelerator.device, self._batch_size, rates or {})
         self._meter.restart(step)
         if self.is_main:
@@ -272,7 +272,7 @@ class RunFolder:
         Args:
             state: plain values to keep with it: `run.progress` has them after a restart.
         """
-        began = time.perf_counter()
+        start_time = time.perf_counter()
         score = self._score[1] if self._score and self._score[0] == step else None  # of an evaluation of this very step
         progress = {"step": step, "train_seconds": self.train_seconds(), "score": score, "best": self._best, **state}
         folder, error = checkpoint.start(self._accelerator, self.path)
@@ -286,12 +286,12 @@ class RunFolder:
         written = checkpoint.finish(self._accelerator, folder, error, manifest, self._keep)
         if written:
             self._saved_at = step
-        self.write("checkpoint", step, seconds=time.perf_counter() - began, written=written)
+        self.write("checkpoint", step, seconds=time.perf_counter() - start_time, written=written)
         self._meter.restart(step)
 
     def train_seconds(self):
         """Seconds since the first step, without those between an interruption and the restart."""
-        return self.progress.get("train_seconds", 0.0) + time.perf_counter() - self._began
+        return self.progress.get("train_seconds", 0.0) + time.perf_counter() - self._start_time
 
     # --------------------------------------------------------------------------------------------------------- end
 

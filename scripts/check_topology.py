@@ -359,7 +359,7 @@ def main():
         raise RunFailed(
             f"rank {RANK} on {socket.gethostname()} cannot reach {address[0]}:{address[1]}: open that port on the first "
             f"machine, and check --main_process_ip ({str(error).splitlines()[0]})",
-            speaker="LOCAL_RANK",
+            rank_variable="LOCAL_RANK",
         ) from None
     # A restarted launch must not read what the previous attempt wrote.
     attempt = f"{os.environ.get('TORCHELASTIC_RUN_ID')}/{os.environ.get('TORCHELASTIC_RESTART_COUNT')}"

@@ -168,7 +168,7 @@ def epoch_batches(loader, epoch, batches_done):
     """The remaining batches of `epoch`. A stream has no epochs: it continues at its own position."""
     if isinstance(loader.dataset, TextStream):
         return loader
-    loader.dataset.cut_for(epoch)
+    loader.dataset.set_offset(epoch)
     loader.set_epoch(epoch)
     return skip_first_batches(loader, batches_done)
 

@@ -1,9 +1,10 @@
-"""Speeds that the README claims, measured against a plain PyTorch program that does the same work, in turn.
+"""Measures the overhead of the training loop, compared with a plain PyTorch loop that does the same work.
 
     python scripts/benchmark.py
 
-loop_overhead: what the loop of train_cifar.py costs per optimizer step on top of a plain PyTorch loop with the same model,
-batch, augmentation, optimizer and schedule, data in memory: checkpoints, votes, logs, trackers and Accelerate itself.
+Both loops use the same model, batch size, augmentation, optimizer, schedule and data in memory, and run in turn.
+`loop_overhead` is the additional time per optimizer step of train_cifar.py: for checkpoints, the agreement of the processes on
+stopping, logs, trackers and Accelerate itself.
 
 Copy it together with `train_cifar.py`, which holds the model and the loop.
 """
@@ -33,12 +34,12 @@ from utils.augment import augment, normalize
 from utils.image_data import synthetic_images
 
 HERE = Path(__file__).resolve().parent
-WARM_UP = 50  # steps that do not count
-WINDOW = 10  # steps per measured value: as many as train_cifar.py logs together
+WARM_UP = 50  # steps that are not measured
+WINDOW = 10  # steps per measured value: --log_every of train_cifar.py
 
 
 def plain_loop(args):
-    """Seconds per step of a plain PyTorch loop, each the mean of `WINDOW` steps."""
+    """Trains with a plain PyTorch loop. Returns seconds per step, each value the mean of `WINDOW` steps."""
     data = synthetic_images(0)
     mean, std = data.train.mean_and_std()
     rows, shape = data.train.images.flatten(1), data.train.images.shape[1:]
@@ -50,7 +51,7 @@ def plain_loop(args):
     seconds, epoch = [], 0
     while len(seconds) < args.steps:
         order = torch.randperm(len(rows))
-        began = time.perf_counter()
+        start_time = time.perf_counter()
         for ids in order.split(args.batch_size):
             if len(ids) < args.batch_size or len(seconds) == args.steps:
                 break
@@ -61,14 +62,14 @@ def plain_loop(args):
             scheduler.step()
             optimizer.zero_grad()
             now = time.perf_counter()
-            seconds.append(now - began)
-            began = now
+            seconds.append(now - start_time)
+            start_time = now
         epoch += 1
     return [statistics.fmean(seconds[i : i + WINDOW]) for i in range(WARM_UP, args.steps, WINDOW)]
 
 
 def template_loop(args):
-    """Seconds per step of train_cifar.py, from the lines of its metrics.jsonl, each the mean of `WINDOW` steps."""
+    """Runs train_cifar.py. Returns seconds per step from its metrics.jsonl, each value the mean of `WINDOW` steps."""
     with tempfile.TemporaryDirectory() as folder:
         command = ["train_cifar.py", "--dataset", "synthetic", "--model", "net", "--batch_size", str(args.batch_size)]
         command += ["--max_train_steps", str(args.steps), "--log_every", str(WINDOW)]
@@ -79,8 +80,8 @@ def template_loop(args):
     return [line["step_seconds"] for line in lines if line["split"] == "train" and line["step"] > WARM_UP]
 
 
-def undisturbed(seconds):
-    """Milliseconds: the fastest tenth, because other programs on the machine can only make a step slower."""
+def fast_milliseconds(seconds):
+    """The 10th percentile, in milliseconds: other programs on the machine can only make a step slower."""
     return 1e3 * statistics.quantiles(seconds, n=10)[0]
 
 
@@ -93,8 +94,8 @@ def main():
     for _ in range(args.rounds):
         command = [sys.executable, __file__, "--plain", "--steps", str(args.steps), "--batch_size", str(args.batch_size)]
         done = subprocess.run(command, check=True, capture_output=True, text=True)
-        plain.append(undisturbed(json.loads(done.stdout)))
-        template.append(undisturbed(template_loop(args)))
+        plain.append(fast_milliseconds(json.loads(done.stdout)))
+        template.append(fast_milliseconds(template_loop(args)))
     overhead = [b - a for a, b in zip(plain, template, strict=True)]
     for name, values in (("plain loop", plain), ("train_cifar.py", template), ("loop_overhead", overhead)):
         rounds = ", ".join(f"{value:.2f}" for value in values)
@@ -103,8 +104,8 @@ def main():
 
 def parse_args():
     parser = Parser(description=__doc__.split("\n")[0])
-    parser.add_argument("--rounds", type=number(int, 1), default=5, help="how often each is measured, in turn")
-    parser.add_argument("--steps", type=number(int, WARM_UP + 10), default=500, help="optimizer steps of each measurement")
+    parser.add_argument("--rounds", type=number(int, 1), default=5, help="how often to measure each loop, in turn")
+    parser.add_argument("--steps", type=number(int, WARM_UP + 10), default=500, help="optimizer steps per measurement")
     parser.add_argument("--batch_size", type=number(int, 1), default=96)
     parser.add_argument("--plain", action="store_true", help="run the plain loop once and print the seconds of its steps")
     return parser.parse_args()

@@ -1,36 +1,37 @@
-"""Does data parallel training compute what one process computes? Four runs, one table, one plot, and the proof.
+"""Does data parallel training compute the same as one process? Compares four runs, and checks the gradients.
 
     accelerate launch --config_file accelerate_configs/2cpu.yaml scripts/compare_ddp.py --dataset synthetic
     accelerate launch --config_file accelerate_configs/4gpu.yaml scripts/compare_ddp.py
 
-The same network, W processes, batch size B, data set D. Each run with W processes has an equivalent with one process:
+All runs train the same network. W is the number of processes, B the batch size, D the data set. Each run with W processes has
+an equivalent with one process:
 
     replicated          every process iterates over all of D in a different order, B samples at a time: a common mistake,
                         and W times the work per epoch
     replicated_single   one process, W copies of D, batches of W x B
-    ddp                 every process gets its part of each batch of B: what `accelerator.prepare` does with a loader
+    ddp                 every process gets its part of each batch of B, as with a loader from `accelerator.prepare`
     ddp_single          one process, D, batches of B
 
 Why W processes print W losses, and why one is enough: each process computes the mean loss of its own B/W samples, and DDP
 averages the *gradients*. The mean of W means over equally many samples is the mean over all samples, so the optimizer
 follows the gradient of one loss, that of the whole batch. To print that loss, average the W losses.
 
-This identity has conditions, which are checked here on the gradients, in float32 and in float64 (in which a difference
-caused by rounding almost disappears):
+This holds under conditions, which this script checks on the gradients, in float32 and in float64 (where differences caused
+by rounding almost disappear):
 
     reduction="mean"            nothing to do if all processes have equally many samples
     reduction="sum"             DDP still divides by W: multiply the loss by W (or the learning rate)
     gradient accumulation       divide the loss by the number of micro-batches, as `accelerator.backward` does
-    unequal numbers of samples  a mean of means is wrong: multiply the loss by W x own samples / all samples. (Accelerate's
-                                loaders avoid it: they fill up the last batch with samples from the start, or drop it.)
+    unequal numbers of samples  the mean of means is wrong: multiply the loss by W x own samples / all samples. (Accelerate's
+                                loaders avoid this: they fill up the last batch with samples from the start, or drop it.)
 
-The experiment is that of the thread "Properly implementing DDP in training loop" at discuss.pytorch.org (2022): B = 64,
+The experiment is the one in the thread "Properly implementing DDP in training loop" at discuss.pytorch.org (2022): B = 64,
 W = 4, two epochs; `ddp` trains for int(0.66 W) times as many epochs, because each is shorter.
 
 Measured on 2026-11-21 with --dataset synthetic on 2 cores of an AMD EPYC: with 2cpu.yaml, after 20 steps, the weights of
-`replicated` and its equivalent differ by 2.9e-7, those of `ddp` and its by 2.9e-7, relative, and by 6.7e-6 at most at the
-end; with 4gpu.yaml (the setting of the thread, over gloo) by 3.1e-7, 3.6e-7 and 3.9e-5. This is rounding that grows from
-step to step, not a different computation: in float64 the gradients agree to 2e-14.
+`replicated` and its equivalent differ by 2.9e-7 (relative), those of `ddp` and its equivalent by 2.9e-7, and at the end by at
+most 6.7e-6. With 4gpu.yaml (the setting of the thread, over gloo) these values are 3.1e-7, 3.6e-7 and 3.9e-5. The differences
+are rounding errors that grow from step to step: in float64 the gradients agree to 2e-14.
 """
 
 import contextlib
@@ -40,7 +41,7 @@ import time
 from datetime import timedelta
 from pathlib import Path
 
-# `utils` lies beside this script (a copy) or one folder up (the repository).
+# `utils` is beside this script (a copy) or one folder up (the repository).
 sys.path.insert(1, str(Path(__file__).resolve().parents[1]))
 from utils import exits
 
@@ -65,15 +66,15 @@ from utils.plots import DPI, plt
 from utils.run_folder import RunFolder
 
 RUNS = ("replicated", "replicated_single", "ddp", "ddp_single")  # each pair: with W processes, with one
-TOLERANCE = 1e-5  # largest relative difference of float32 weights that counts as the same
-TOLERANCE_FLOAT64 = 1e-10  # of float64 gradients
+TOLERANCE = 1e-5  # largest accepted relative difference of float32 weights
+TOLERANCE_FLOAT64 = 1e-10  # the same for float64 gradients
 
 
 class Net(nn.Module):
     """A smooth version of the network of PyTorch's CIFAR tutorial. [batch, 3, 32, 32] -> [batch, classes].
 
-    No batch norm, whose statistics would be those of the samples of one process. No ReLU and no max-pooling, which turn a
-    difference in the last bit into one in the third digit, so that the runs diverge.
+    No batch norm, because its statistics depend on the samples of one process. No ReLU and no max-pooling, because they can
+    turn a difference in the last bit into one in the third digit, so that the runs diverge.
     """
 
     def __init__(self, classes):
@@ -81,7 +82,7 @@ class Net(nn.Module):
         self.conv1, self.conv2 = nn.Conv2d(3, 6, 5), nn.Conv2d(6, 16, 5)
         self.fc1, self.fc2, self.fc3 = nn.Linear(16 * 5 * 5, 120), nn.Linear(120, 84), nn.Linear(84, classes)
         for layer in self.children():
-            # With PyTorch's smaller default initialization the accuracy stays at chance for 150 steps.
+            # With PyTorch's default initialization, which is smaller, accuracy stays at chance for 150 steps.
             nn.init.kaiming_uniform_(layer.weight, nonlinearity="linear")
 
     def forward(self, x):
@@ -92,7 +93,7 @@ class Net(nn.Module):
 
 
 class Shuffled(Sampler):
-    """All indices in an order that depends only on the seed and the number of passes before."""
+    """Yields all indices in an order that depends only on the seed and the number of earlier passes."""
 
     def __init__(self, samples, seed):
         self.samples, self.generator = samples, torch.Generator().manual_seed(seed)
@@ -107,7 +108,7 @@ class Shuffled(Sampler):
 def build_batches(accelerator, split, name, args):
     """Builds an iterable of the batches of this process in the run `name`, one epoch per iteration.
 
-    The last, incomplete batch of an epoch is dropped, because it might not divide evenly.
+    Drops the last, incomplete batch of an epoch, because it might not divide evenly over the processes.
     """
 
     def loader(seed):
@@ -137,11 +138,11 @@ def train(accelerator, name, data, args, should_stop):
     """Trains one of the four runs.
 
     Args:
-        should_stop: (step, losses, ids) -> whether to stop now.
+        should_stop (Callable): called as `should_stop(step, losses, ids)` after each step; returns whether to stop.
 
     Returns:
-        dict | None: `losses` float32 [processes, steps], `seconds` [1], and the weights after `--proof_steps` and at
-        the end, `proof.*` and `final.*`. None if it was stopped.
+        dict | None: `losses` float32 [processes, steps], `seconds` [1], and the weights after `--proof_steps` steps
+        (`proof.*`) and at the end (`final.*`). None if it was stopped.
     """
     set_seed(args.seed)
     model = Net(len(data.class_names)).to(accelerator.device)
@@ -152,7 +153,7 @@ def train(accelerator, name, data, args, should_stop):
     mean, std = (x.to(accelerator.device) for x in data.train.mean_and_std())
     epochs, steps_per_epoch = epochs_of(name, args), len(data.train.labels) // args.batch_size
     total_steps = min(epochs * steps_per_epoch, args.max_train_steps or sys.maxsize)
-    losses, record, began = [], {}, time.perf_counter()
+    losses, record, start_time = [], {}, time.perf_counter()
     while len(losses) < total_steps:
         for batch in batches:
             images, labels = batch["images"].to(accelerator.device), batch["labels"].to(accelerator.device)
@@ -169,9 +170,9 @@ def train(accelerator, name, data, args, should_stop):
                 break
     losses = torch.stack(losses)[None].float()
     if not name.endswith("single"):
-        # Each process kept its own losses; one gather at the end, so that it does not slow the steps.
+        # Gather all losses once, at the end, because a gather in every step would slow it down.
         losses = accelerator.gather(losses)
-    record |= {"losses": losses.cpu(), "seconds": torch.tensor([time.perf_counter() - began])}
+    record |= {"losses": losses.cpu(), "seconds": torch.tensor([time.perf_counter() - start_time])}
     return record | {f"final.{key}": value for key, value in plain_weights(model).items()}
 
 
@@ -184,11 +185,11 @@ def plain_weights(model):
 
 
 def max_relative_difference(tensors, expected):
-    """The largest difference between two lists of tensors, relative to the largest entry of its tensor."""
+    """The largest difference between two lists of tensors, relative to the largest entry of the expected tensor."""
     return max(((a - b).abs().max() / b.abs().max()).item() for a, b in zip(tensors, expected, strict=True))
 
 
-# ----------------------------------------------------------------------------------------- the proof, on the gradients
+# ----------------------------------------------------------------------------------------- check of the gradients
 
 
 def check_gradients(accelerator, data, args, dtype):
@@ -208,12 +209,12 @@ def check_gradients(accelerator, data, args, dtype):
     labels = data.train.labels[: args.batch_size].to(accelerator.device)
 
     def gradient(network, parts, reduction, factor):
-        """Of the loss summed over `parts`, index tensors: the micro-batches of one optimizer step."""
+        """The gradient of the loss summed over `parts`: the indices of each micro-batch of one optimizer step."""
         network.zero_grad()
         for i, part in enumerate(parts):
             # DDP communicates in the last backward pass only.
-            waits = accelerator.no_sync(network) if i < len(parts) - 1 else contextlib.nullcontext()
-            with waits:
+            sync = contextlib.nullcontext() if i == len(parts) - 1 else accelerator.no_sync(network)
+            with sync:
                 (F.cross_entropy(network(images[part]), labels[part], reduction=reduction) * factor).backward()
         return [weight.grad.clone() for weight in network.parameters()]
 
@@ -245,7 +246,7 @@ def check_gradients(accelerator, data, args, dtype):
 
 
 def row_of(name, record, processes, args):
-    """The row of a run in the table, as a dict."""
+    """The row of the table for a run, as a dict."""
     single = name.endswith("single")
     per_process = {"replicated": args.batch_size, "replicated_single": args.batch_size * processes}.get(
         name, args.batch_size if single else args.batch_size // processes
@@ -257,7 +258,7 @@ def row_of(name, record, processes, args):
         "effective_batch": per_process * (1 if single else processes),
         "epochs": epochs_of(name, args),
         "steps": steps,
-        # Mean of the last epoch, over all processes.
+        # Mean over the last epoch and all processes.
         "final_loss": record["losses"][:, -(-steps // epochs_of(name, args)) * -1 :].mean().item(),
         "seconds": record["seconds"].item(),
     }
@@ -267,10 +268,10 @@ def table(rows):
     """The rows as aligned text."""
     lines = ["run                processes  batch each   total  epochs  steps  final loss  seconds  speed-up  efficiency"]
     for name, row in rows.items():
-        faster = f"{row['speed_up']:8.2f}  {row['efficiency']:10.0%}" if "speed_up" in row else f"{'':8}  {'':10}"
+        speed = f"{row['speed_up']:8.2f}  {row['efficiency']:10.0%}" if "speed_up" in row else f"{'':8}  {'':10}"
         lines.append(
             f"{name:17}  {row['processes']:9}  {row['batch_per_process']:10}  {row['effective_batch']:6}  {row['epochs']:6}  "
-            f"{row['steps']:5}  {row['final_loss']:10.4f}  {row['seconds']:7.1f}  {faster}"
+            f"{row['steps']:5}  {row['final_loss']:10.4f}  {row['seconds']:7.1f}  {speed}"
         )
     return "\n".join(lines)
 
@@ -310,7 +311,7 @@ def draw(path, records, processes):
 
 def main():
     args = parse_args()
-    # float32 whatever the YAML says, and no TF32: a tolerance of 1e-5 is below the precision of bf16 and TF32.
+    # float32 whatever the YAML says, and no TF32: bf16 and TF32 are less precise than the tolerance of 1e-5.
     torch.backends.cudnn.conv.fp32_precision = "ieee"
     accelerator = Accelerator(
         cpu=topology.check_launch(),
@@ -329,7 +330,7 @@ def main():
     run = RunFolder(args, accelerator)
     run.open()
     if run.finished:
-        print_main(f"{table(run.finished['runs'])}\nthis comparison is finished already; see {run.path}")
+        print_main(f"{table(run.finished['runs'])}\nthis comparison has already finished; see {run.path}")
         return
     run.start()
     guard = Guard(accelerator, args.timeout)
@@ -341,25 +342,25 @@ def main():
     print_main(f"{'':52}  float32  float64")
     for case, value in gradients[torch.float32].items():
         print_main(f"  {case:50}  {value:7.0e}  {gradients[torch.float64][case]:7.0e}")
-    listed = ", ".join(f"{loss:.6f}" for loss in own)
+    losses = ", ".join(f"{loss:.6f}" for loss in own)
     print_main(
-        f"\n{processes} processes, {processes} losses of one batch: {listed}\n"
+        f"\n{processes} processes, {processes} losses of one batch: {losses}\n"
         f"their mean: {sum(own) / processes:.6f}; one process, the whole batch: {whole:.6f}\n"
     )
 
     def train_and_save(name, should_stop):
-        """Trains one run and saves its record, complete or not at all. Returns whether it finished."""
+        """Trains one run and saves its record atomically. Returns whether the run finished."""
         record = train(accelerator, name, data, args, should_stop)
         if record and accelerator.is_main_process:
             save_file(record, run.path / f".{name}.writing")
             os.replace(run.path / f".{name}.writing", run.path / f"{name}.safetensors")
         return record is not None
 
-    # ---- the four runs. An interrupted one starts over, because its time would be wrong. Finished ones are kept.
+    # The four runs. An interrupted run starts over, because its time would be wrong. Finished runs are kept.
     resumed_from = None
     for name in RUNS:
         if topology.run_on_main(accelerator, (run.path / f"{name}.safetensors").exists):
-            print_main(f"{name}: finished already")
+            print_main(f"{name}: already finished")
             resumed_from = name
             continue
         print_main(f"{name} ...")
@@ -368,7 +369,7 @@ def main():
         else:
             done = train_and_save(name, guard.should_stop)
         if not done:
-            run.exit_preempted(f"during {name}, which starts over; the runs before it are kept")
+            run.exit_preempted(f"during {name}, which will start over; the runs before it are kept")
 
     if accelerator.is_main_process:
         conclude(run, processes, args, gradients, own, whole, accelerator.device, resumed_from)
@@ -377,7 +378,7 @@ def main():
 
 
 def conclude(run, processes, args, gradients, own, whole, device, resumed_from):
-    """Compares the pairs, writes the results, and fails if a pair differs."""
+    """Compares the runs of each pair, writes the results, and raises RunFailed if a pair differs."""
     records = {name: load_file(run.path / f"{name}.safetensors") for name in RUNS}
     rows, pairs = {name: row_of(name, record, processes, args) for name, record in records.items()}, {}
     for name, single in zip(RUNS[::2], RUNS[1::2], strict=True):
@@ -423,7 +424,7 @@ def conclude(run, processes, args, gradients, own, whole, device, resumed_from):
     }
     exact = [value for case, value in gradients[torch.float64].items() if "uncorrected" not in case]
     if max(exact) > TOLERANCE_FLOAT64:
-        raise RunFailed(f"the gradients differ by {max(exact):.1e} in float64, more than rounding explains")
+        raise RunFailed(f"the gradients differ by {max(exact):.1e} in float64, more than rounding can explain")
     difference = max(pair["max_relative_difference"] for pair in pairs.values())
     if difference > TOLERANCE:
         raise RunFailed(
@@ -437,20 +438,20 @@ def parse_args():
     parser = Parser(description=__doc__.split("\n")[0])
     group = parser.add_argument_group("the experiment")
     group.add_argument(
-        "--batch_size", type=number(int, 1), default=64, help="B: over all processes in ddp, of each in replicated"
+        "--batch_size", type=number(int, 1), default=64, help="B: samples over all processes in ddp, per process in replicated"
     )
     group.add_argument("--epochs", type=number(int, 1), default=2, help="passes over the data in the replicated pair")
-    group.add_argument("--ddp_epochs", type=number(int, 1), help="in the ddp pair; default: epochs x int(0.66 x processes)")
+    group.add_argument("--ddp_epochs", type=number(int, 1), help="of the ddp pair; default: epochs x int(0.66 x processes)")
     group.add_argument("--max_train_steps", type=number(int, 1), help="maximum number of steps of each run")
-    group.add_argument("--lr", type=number(float, 0), default=0.02, help="learning rate of all four")
-    group.add_argument("--momentum", type=number(float, 0), default=0.9, help="of all four")
+    group.add_argument("--lr", type=number(float, 0), default=0.02, help="learning rate of all four runs")
+    group.add_argument("--momentum", type=number(float, 0), default=0.9, help="momentum of all four runs")
     group.add_argument("--proof_steps", type=number(int, 1), default=20, help="compare the weights after this many steps")
     group = parser.add_argument_group("run")
     group.add_argument("--dataset", default="uoft-cs/cifar10", help="Hub id or local folder of 32x32 images, or `synthetic`")
-    group.add_argument("--output_dir", default="runs/compare_ddp", help="everything the run writes")
-    group.add_argument("--resume", choices=["auto", "never"], default="auto", help="auto: keep the runs that are done")
-    group.add_argument("--log_every", type=number(int, 1), default=10, help="steps between the lines of metrics.jsonl")
-    group.add_argument("--seed", type=number(int, 0), default=0, help="of weights and order")
+    group.add_argument("--output_dir", default="runs/compare_ddp", help="folder for everything that the script writes")
+    group.add_argument("--resume", choices=["auto", "never"], default="auto", help="auto: keep the finished runs")
+    group.add_argument("--log_every", type=number(int, 1), default=10, help="steps between two lines of metrics.jsonl")
+    group.add_argument("--seed", type=number(int, 0), default=0, help="seed of the weights and the order of samples")
     group.add_argument("--timeout", type=number(int, 1), default=1800, help="seconds to wait for another process")
     return parser.parse_args()
 

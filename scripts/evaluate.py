@@ -1,4 +1,4 @@
-"""Evaluates an image classifier of train_cifar.py: metrics and pictures.
+"""Evaluates an image classifier trained by train_cifar.py: metrics and pictures.
 
     python scripts/evaluate.py --checkpoint runs/train_cifar
     accelerate launch --config_file accelerate_configs/4gpu.yaml scripts/evaluate.py --checkpoint runs/train_cifar --tta
@@ -11,7 +11,7 @@ the models and the evaluation.
 import sys
 from pathlib import Path
 
-# `utils` lies beside this script (a copy) or one folder up (the repository).
+# `utils` is beside this script (a copy) or one folder up (the repository).
 sys.path.insert(1, str(Path(__file__).resolve().parents[1]))
 from utils import exits
 
@@ -33,7 +33,7 @@ def main():
     args = parse_args()
     accelerator = Accelerator(cpu=topology.check_launch(), dataloader_config=DataLoaderConfiguration(split_batches=True))
     state, config, file = topology.run_on_main(accelerator, lambda: weights.read(args.checkpoint))
-    trained = topology.run_on_main(accelerator, lambda: trained_with(file)) or {}
+    trained = topology.run_on_main(accelerator, lambda: run_arguments(file)) or {}
     name = args.model or (config or {}).get("model") or trained.get("model")
     if name is None:
         raise UserError(f"{file} does not name its model: give --model")
@@ -51,28 +51,28 @@ def main():
     loader = DataLoader(BatchedImages(data.test), 250 * accelerator.num_processes, collate_fn=as_is)
     model, loader = accelerator.prepare(model, loader)
     mean, std = (x.to(accelerator.device) for x in data.train.mean_and_std())
-    tested = evaluate(accelerator, model, loader, mean, std, tta=args.tta)
+    metrics = evaluate(accelerator, model, loader, mean, std, tta=args.tta)
 
     if accelerator.is_main_process:
-        results = {"test_accuracy": tested["accuracy"], "test_loss": tested["loss"], "tta": args.tta, "weights": str(file)}
+        results = {"test_accuracy": metrics["accuracy"], "test_loss": metrics["loss"], "tta": args.tta, "weights": str(file)}
         parent = file.parent
-        if (parent / "manifest.json").exists():  # a checkpoint, which is refused if files are added to it
+        if (parent / "manifest.json").exists():  # a checkpoint: adding files to it would make it invalid
             parent = parent.parents[1] if parent.parent.name == "checkpoints" else parent.parent
         folder = Path(args.output_dir or parent / "evaluation")
         try:
             folder.mkdir(parents=True, exist_ok=True)
-            plots.classification(folder, data, tested["predictions"])
+            plots.classification(folder, data, metrics["predictions"])
             write_json(folder / "results.json", results)
         except OSError as error:
             raise UserError(f"cannot write to {folder}: {error.strerror}; give --output_dir") from None
-        print(plots.class_table(data, tested["predictions"]))
-        count = len(tested["predictions"])
-        summary = f"{tested['accuracy']:.2%} of {count:,} test images correct, loss {tested['loss']:.4f}"
+        print(plots.class_table(data, metrics["predictions"]))
+        count = len(metrics["predictions"])
+        summary = f"{metrics['accuracy']:.2%} of {count:,} test images correct, loss {metrics['loss']:.4f}"
         print(f"{file}: {summary}; pictures in {folder}")
     accelerator.end_training()
 
 
-def trained_with(file):
+def run_arguments(file):
     """The arguments of the run that wrote `file`; None if it has no record of them."""
     for record in (file.parent / "manifest.json", file.parent / "args.json"):
         run = read_json(record)
@@ -84,10 +84,10 @@ def trained_with(file):
 def parse_args():
     parser = Parser(description=__doc__.split("\n")[0])
     parser.add_argument("--checkpoint", required=True, help="a run's folder, a checkpoint's folder or a .safetensors file")
-    parser.add_argument("--dataset", help="default: the one it was trained on")
+    parser.add_argument("--dataset", help="default: the one that the model was trained on")
     parser.add_argument("--model", help="default: the one in the records of the run")
     parser.add_argument("--output_dir", help="default: `evaluation` in the run's folder")
-    parser.add_argument("--tta", action="store_true", help="test-time augmentation")
+    parser.add_argument("--tta", action="store_true", help="use test-time augmentation")
     return parser.parse_args()
 
 

@@ -1,7 +1,7 @@
 """Image classification on CIFAR-10: the main template.
 
-Teaches: one hand-written loop that runs unchanged on a laptop, one GPU, many GPUs and many machines. It can be killed at any
-moment: run the same command again and it continues where it was.
+Shows one hand-written loop that runs unchanged on a laptop, one GPU, many GPUs and many machines. It can be killed at any
+moment: run the same command again to continue from the last checkpoint.
 
     accelerate launch --config_file accelerate_configs/cpu.yaml scripts/train_cifar.py --dataset synthetic
     accelerate launch --config_file accelerate_configs/1gpu.yaml scripts/train_cifar.py
@@ -124,9 +124,9 @@ def build_optimizer(model, args):
     filters = [layer.weight for layer in model.blocks.modules() if isinstance(layer, nn.Conv2d)]
     biases = [layer.bias for layer in model.blocks.modules() if isinstance(layer, nn.BatchNorm2d)]
     groups = [dict(params=filters, weight_decay=0.0, muon=True, momentum=0.6, fixed_norm=True)]
-    for weights_, scale in (([model.head.weight], 1 / 16), (biases, 320), ([model.whiten.bias], 320)):
-        # The same relative decay for all of them, whatever the learning rate.
-        groups.append(dict(params=weights_, lr=args.lr * scale, weight_decay=args.weight_decay / scale, muon=False))
+    for parameters, scale in (([model.head.weight], 1 / 16), (biases, 320), ([model.whiten.bias], 320)):
+        # Dividing the decay by the scale keeps lr * weight_decay, the decay per step, the same for all groups.
+        groups.append(dict(params=parameters, lr=args.lr * scale, weight_decay=args.weight_decay / scale, muon=False))
     return MuonSGD(groups, **common)
 
 
@@ -140,7 +140,7 @@ def lr_multiplier(progress, args):
 
 
 def image_size_at(progress, args):
-    """Image size in pixels: small images first take 0.66 of the time; the last steps train at the size of the test images."""
+    """Image size in pixels: small images first take two thirds of the time; the last fifth trains at full size."""
     if args.model == "net" or args.lr_schedule == "constant":
         return 32
     return 24 if progress <= 0.6 else 28 if progress <= 0.8 else 32
@@ -159,7 +159,7 @@ def build_loaders(accelerator, data, args):
 
 
 def compute_loss(model, batch, mean, std, epoch, size, args):
-    """The mean loss of a batch. Its augmentation follows from the seed, the epoch and the ids of the samples alone."""
+    """The mean loss of a batch. Its augmentation depends only on the seed, the epoch and the ids of the samples."""
     images, keep = batch["images"], None
     if not args.overfit_batch:
         images, keep = augment(images, batch["ids"], epoch, args.seed, padding=args.padding, cutout=args.cutout)
@@ -173,7 +173,7 @@ def evaluate(accelerator, model, loader, mean, std, *, tta=False, size=32):
 
     Args:
         tta (bool): test-time augmentation: sum the outputs for an image, its mirror image, and both shifted by a pixel.
-        size (int): pixels to resize to: a model that has seen only small images is tested on small ones.
+        size (int): resize to this height and width; before the end of training, the size of the current training images.
 
     Returns:
         dict: `loss`, `accuracy`, and `predictions`, int64 [samples] in the order of the data.
@@ -188,7 +188,7 @@ def evaluate(accelerator, model, loader, mean, std, *, tta=False, size=32):
             views = [images, padded[:, :, :-2, :-2], padded[:, :, 2:, 2:]]
             weights = [0.25, 0.125, 0.125]
             logits = sum(w * (model(v).float() + model(v.flip(-1)).float()) for w, v in zip(weights, views, strict=True))
-        # Every batch, per sample: then the repeated samples that fill up the last batch are dropped correctly.
+        # Gather per batch and per sample: gather_for_metrics then drops the samples repeated to fill up the last batch.
         logits, target = accelerator.gather_for_metrics((logits, batch["labels"]))
         outputs.append(logits)
         labels.append(target)
@@ -206,7 +206,7 @@ def evaluate(accelerator, model, loader, mean, std, *, tta=False, size=32):
 
 def main():
     args = parse_args()
-    # --batch_size is global: every batch is split over the processes, so each topology sees the same ones in the same order.
+    # --batch_size is global: each batch is split over the processes, so every topology sees the same batches in the same order.
     loading = DataLoaderConfiguration(split_batches=True, use_seedable_sampler=True, data_seed=args.seed, non_blocking=True)
     accelerator = Accelerator(
         cpu=topology.check_launch(training=True),
@@ -235,7 +235,7 @@ def main():
         model.fit_whitening(normalize(data.train.images[:5000], mean.cpu(), std.cpu()))
     weights.initialize(accelerator, model, run.init_from)
     if args.compile:
-        model.compile()  # in place: torch.compile(model) would put its prefix before every name that DDP saves
+        model.compile()  # in place: torch.compile(model) would add its prefix to every parameter name in a checkpoint
     optimizer = build_optimizer(model, args)
     scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: lr_multiplier(step / plan.total_steps, args))
     model, optimizer, scheduler = accelerator.prepare(model, optimizer, scheduler)
@@ -243,7 +243,7 @@ def main():
     topology.warm_up_ddp_buckets(accelerator, model, normalize(data.train.images[:2].to(accelerator.device), mean, std))
     step = run.start(scheduler)  # accelerator.load_state, if there is a checkpoint
     guard = Guard(accelerator, args.timeout)
-    train_loss, tested = math.inf, None
+    train_loss, metrics = math.inf, None
     with report.profiler(accelerator, run.path, args.profile) as profiler:
         for epoch, todo in plan.epochs(start=step):
             train_loader.set_epoch(epoch)
@@ -252,7 +252,7 @@ def main():
                 size = image_size_at(step / plan.total_steps, args)
                 losses, ids = [], []
                 for batch in micro_batches:
-                    # For dropout and the like: a restart draws the same numbers. Here, because loading a batch may draw some.
+                    # Makes a restart draw the same dropout masks. Seeds after loading the batch, which may draw numbers too.
                     topology.seed_step(accelerator, args.seed, step, len(losses))
                     with accelerator.accumulate(model):
                         loss = compute_loss(model, batch, mean, std, epoch, size, args)
@@ -270,8 +270,8 @@ def main():
                     train_loss = accelerator.reduce(torch.stack(losses).mean(), "mean").item()  # one loss, not one per rank
                     run.log("train", step, loss=train_loss, lr=scheduler.get_last_lr()[0])
                 if plan.evaluation_due(step):
-                    tested = evaluate(accelerator, model, test_loader, mean, std, size=size)
-                    run.log("test", step, score=tested["accuracy"], loss=tested["loss"], accuracy=tested["accuracy"])
+                    metrics = evaluate(accelerator, model, test_loader, mean, std, size=size)
+                    run.log("test", step, score=metrics["accuracy"], loss=metrics["loss"], accuracy=metrics["accuracy"])
                 if stop or plan.save_due(step, improved=run.improved_at(step)):
                     guard.check(model)  # a checkpoint never holds a diverged model
                     with run.checkpoint(step) as folder:
@@ -281,19 +281,19 @@ def main():
             if args.overfit_batch and train_loss < 0.01:
                 break
 
-    if tested is None or step < plan.total_steps:  # continued after the last step, or stopped before it
-        tested = evaluate(accelerator, model, test_loader, mean, std)
-    results = {"test_accuracy": tested["accuracy"], "test_loss": tested["loss"]}
+    if metrics is None or step < plan.total_steps:  # resumed after the last step, or --overfit_batch ended early
+        metrics = evaluate(accelerator, model, test_loader, mean, std)
+    results = {"test_accuracy": metrics["accuracy"], "test_loss": metrics["loss"]}
     if args.tta:
         results["test_accuracy_tta"] = evaluate(accelerator, model, test_loader, mean, std, tta=True)["accuracy"]
     if accelerator.is_main_process:
         config = {"model": args.model, "class_names": data.class_names}
         weights.export(run.path, accelerator.unwrap_model(model), config)
-        print(plots.class_table(data, tested["predictions"]))
-        tracking.log_images(accelerator, plots.classification(run.path, data, tested["predictions"]), step)
+        print(plots.class_table(data, metrics["predictions"]))
+        tracking.log_images(accelerator, plots.classification(run.path, data, metrics["predictions"]), step)
         plots.curves(run.path)
     run.finish(step, next_command=f"python scripts/evaluate.py --checkpoint {run.path}", **results)
-    accelerator.wait_for_everyone()  # a scheduler may end the other machines once one has exited
+    accelerator.wait_for_everyone()  # a scheduler may stop the other machines when one exits
     accelerator.end_training()
 
 

@@ -1,8 +1,8 @@
 """A byte-level GPT: the language template.
 
-Teaches: a transformer small enough to read, two update rules in one optimizer, text in memory or streamed, and a model
-sharded over GPUs (FSDP2), all in the loop of train_cifar.py. Bytes are the tokens: there is no tokenizer, and the losses of
-different data sets and models are comparable.
+Shows a transformer small enough to read, two update rules in one optimizer, text in memory or streamed, and a model sharded
+over GPUs (FSDP2), all with the loop of train_cifar.py. The tokens are bytes: there is no tokenizer, and the losses are
+comparable between data sets and models.
 
     accelerate launch --config_file accelerate_configs/cpu.yaml scripts/train_gpt.py --dataset input.txt \\
         --n_layer 4 --n_head 4 --n_embd 128 --block_size 64 --batch_size 12 --max_train_steps 2000
@@ -58,19 +58,19 @@ RECIPES = {"muon": dict(lr=0.02, weight_decay=0.1), "adamw": dict(lr=0.01, weigh
 
 
 def norm(x):
-    """RMSNorm without a gain (B. Zhang, arXiv:1910.07467): the matrix that follows can learn the scale."""
+    """RMSNorm without a learnable scale (B. Zhang, arXiv:1910.07467): the linear layer that follows can learn it."""
     return F.rms_norm(x, (x.size(-1),))
 
 
-def rotations(time_, size, device):
+def rotations(length, size, device):
     """Rotary position embedding (J. Su, arXiv:2104.09864): cos and sin of the angles, float32 [time, size]."""
     frequency = 10_000.0 ** (-torch.arange(0, size, 2, device=device) / size)
-    angle = torch.outer(torch.arange(time_, device=device), frequency)
+    angle = torch.outer(torch.arange(length, device=device), frequency)
     return torch.cat([angle.cos(), angle.cos()], 1), torch.cat([-angle.sin(), angle.sin()], 1)
 
 
 class Block(nn.Module):
-    """Causal self-attention, then a two-layer network, each added to its input. [batch, time, width] -> the same."""
+    """Causal self-attention, then a two-layer MLP, each with a residual connection. [batch, time, width] -> the same shape."""
 
     def __init__(self, width, heads, dropout):
         super().__init__()
@@ -80,16 +80,16 @@ class Block(nn.Module):
         self.up, self.down = nn.Linear(width, 4 * width, bias=False), nn.Linear(4 * width, width, bias=False)
 
     def forward(self, x, cos, sin):
-        batch, time_, width = x.shape
+        batch, length, width = x.shape
         y, dropout = norm(x), self.dropout * self.training
         # Normalized queries and keys keep the attention logits bounded at any learning rate (arXiv:2302.05442). Both are
         # rotated by an angle that grows with the position, so that their product depends on the distance.
-        both = norm(torch.stack([self.query(y), self.key(y)]).view(2, batch, time_, self.heads, -1).transpose(2, 3))
-        value = self.value(y).view(batch, time_, self.heads, -1).transpose(1, 2)
+        both = norm(torch.stack([self.query(y), self.key(y)]).view(2, batch, length, self.heads, -1).transpose(2, 3))
+        value = self.value(y).view(batch, length, self.heads, -1).transpose(1, 2)
         # The angles are float32 in any precision; attention needs a single dtype.
         query, key = (both * cos + both.roll(both.size(-1) // 2, -1) * sin).to(value.dtype)
         y = F.scaled_dot_product_attention(query, key, value, dropout_p=dropout, is_causal=True)
-        x = x + F.dropout(self.out_proj(y.transpose(1, 2).reshape(batch, time_, width)), dropout)
+        x = x + F.dropout(self.out_proj(y.transpose(1, 2).reshape(batch, length, width)), dropout)
         # Squared ReLU: D. So, arXiv:2109.08668.
         return x + F.dropout(self.down(F.relu(self.up(norm(x))).square()), dropout)
 
@@ -114,12 +114,12 @@ class GPT(nn.Module):
         x = norm(self.embed(x))
         for block in self.blocks:
             # Keeps only the input of the block and recomputes the rest in the backward pass: a third more computation.
-            again = self.activation_checkpointing and self.training
-            x = recompute(block, x, cos, sin, use_reentrant=False) if again else block(x, cos, sin)
+            checkpointed = self.activation_checkpointing and self.training
+            x = recompute(block, x, cos, sin, use_reentrant=False) if checkpointed else block(x, cos, sin)
         return self.head(norm(x))
 
     def flops_per_token(self):
-        """Forward and backward pass, 6 N + 12 L H Q T (PaLM, arXiv:2204.02311, appendix B).
+        """FLOPs of the forward and backward pass per token: 6 N + 12 L H Q T (PaLM, arXiv:2204.02311, appendix B).
 
         N: parameters without the embedding, which is looked up and not multiplied. The formula counts the full attention
         matrix, although causal attention needs half of it, and does not count recomputed activations.
@@ -151,13 +151,13 @@ def lr_multiplier(step, total_steps, args):
 
 
 def build_loaders(accelerator, train_set, held_out, args):
-    """Builds loaders of global batches. A stream yields the share of this process by itself, so it is not prepared."""
+    """Builds loaders of global batches. A stream yields only the share of this process, so it needs no `prepare`."""
     common = dict(collate_fn=as_is, worker_init_fn=exits.worker_init, pin_memory=accelerator.device.type == "cuda")
     # 16,384 bytes at a time per process.
     eval_batch = accelerator.num_processes * max(1, 16_384 // args.block_size)
     eval_loader = DataLoader(Windows(held_out, args.block_size), eval_batch, **common)
     if args.streaming:
-        # At most one worker, which reads ahead; what it has read but not yielded does not count.
+        # At most one worker, which prefetches. The position saved with a checkpoint does not include prefetched batches.
         return DataLoader(train_set, batch_size=None, num_workers=min(1, args.num_workers), **common), eval_loader
     micro_batch = args.batch_size // args.gradient_accumulation_steps
     common |= dict(shuffle=True, drop_last=True, num_workers=args.num_workers)
@@ -168,7 +168,7 @@ def epoch_batches(loader, epoch, batches_done):
     """The remaining batches of `epoch`. A stream has no epochs: it continues at its own position."""
     if isinstance(loader.dataset, TextStream):
         return loader
-    loader.dataset.cut_for(epoch)
+    loader.dataset.set_offset(epoch)
     loader.set_epoch(epoch)
     return skip_first_batches(loader, batches_done)
 
@@ -183,13 +183,13 @@ def compute_loss(model, batch, device):
 def evaluate(accelerator, model, loader):
     """Computes the exact mean loss in nats per byte: each held-out byte counts once, on any number of processes.
 
-    The text is read in windows that do not overlap: the first byte of each is predicted from a single one.
+    The windows do not overlap, so the first prediction in each window has a context of one byte only.
     """
     model.eval()
     total, count = 0.0, 0
     for batch in loader:
         losses = F.cross_entropy(model(batch["inputs"]).flatten(0, 1).float(), batch["targets"].flatten(), reduction="none")
-        # Per window: gathering drops the windows that fill up the last batch, and a short window counts by its length.
+        # Gather per window: this drops the windows repeated to fill up the last batch, and counts the bytes of a short one.
         losses = losses.view_as(batch["targets"]).sum(1)
         losses, counts = accelerator.gather_for_metrics((losses, (batch["targets"] >= 0).sum(1)))
         total, count = total + losses.double().sum().item(), count + counts.sum().item()
@@ -221,12 +221,12 @@ MAY_CHANGE = ("activation_checkpointing", "peak_tflops", "sample_length", "promp
 
 
 def set_precision(accelerator):
-    """Makes attention deterministic on GPUs, and keeps the sums of FSDP in float32."""
+    """Makes attention deterministic on GPUs, and keeps FSDP's gradient reduction in float32."""
     if accelerator.device.type == "cuda":
-        # Without `warn_only`: only then is the backward pass of attention deterministic. Costs some speed.
+        # Without `warn_only`, because only then is the backward pass of attention deterministic. It is somewhat slower.
         torch.use_deterministic_algorithms(True)
     if accelerator.is_fsdp2 and accelerator.mixed_precision == "bf16":
-        # Accelerate would also reduce the gradients of all processes in bf16, and round the angles in `Block` to it.
+        # By default Accelerate also reduces gradients in bf16, and casts the angles in `Block` to bf16.
         policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32, cast_forward_inputs=False)
         accelerator.state.fsdp_plugin.mixed_precision_policy = policy
 
@@ -235,7 +235,7 @@ def main():
     args = parse_args()
     if args.sample:
         return sample(args)
-    # --batch_size is global: every batch is split over the processes, so each topology sees the same ones in the same order.
+    # --batch_size is global: each batch is split over the processes, so every topology sees the same batches in the same order.
     loading = DataLoaderConfiguration(split_batches=True, use_seedable_sampler=True, data_seed=args.seed, non_blocking=True)
     accelerator = Accelerator(
         cpu=topology.check_launch(training=True),
@@ -254,7 +254,7 @@ def main():
         text, held_out = topology.local_main_first(accelerator, lambda: load_text(*source, args.seed))
         if args.overfit_batch:
             text = held_out = text[: args.batch_size * args.block_size + 1]
-        # An epoch reads each byte once. Every step sees the same number, so micro-batches and processes weigh the same.
+        # An epoch reads each byte once. All windows have the same length, so micro-batches and processes have equal weight.
         train_set = Windows(text, args.block_size, None if args.overfit_batch else args.seed)
     if args.dry_run:
         held_out = held_out[: 20 * args.block_size]
@@ -273,13 +273,13 @@ def main():
     with torch.device("meta") if empty else contextlib.nullcontext():
         model = GPT(**sizes, dropout=args.dropout, activation_checkpointing=args.activation_checkpointing)
     if empty:
-        # With FSDP the full weights exist on the main process only, and `prepare` sends out the shards. Here they are empty
-        # tensors, never written to, so that they take no memory: Accelerate tells weights apart by their address.
+        # With FSDP only the main process holds the full weights, and `prepare` sends the shards to the others. The others need
+        # tensors with distinct addresses, by which Accelerate identifies them. Never written to, they use no physical memory.
         model.to_empty(device="cpu")
     weights.initialize(accelerator, model, run.init_from)
     parameters, flops = sum(weight.numel() for weight in model.parameters()), model.flops_per_token()
     if args.compile:
-        for block in model.blocks:  # identical, so compiled once; FSDP works between them
+        for block in model.blocks:  # all alike, so compiled only once; FSDP's hooks run between them
             block.compile()
     optimizer = build_optimizer(model, args)
     scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: lr_multiplier(step, plan.total_steps, args))
@@ -302,7 +302,7 @@ def main():
             for step, micro_batches in todo.steps(run.timed(batches)):
                 losses, ids = [], []
                 for batch in micro_batches:
-                    # For dropout and the like: a restart draws the same numbers. Here, because loading a batch may draw some.
+                    # Makes a restart draw the same dropout masks. Seeds after loading the batch, which may draw numbers too.
                     topology.seed_step(accelerator, args.seed, step, len(losses))
                     with accelerator.accumulate(model):
                         loss = compute_loss(model, batch, accelerator.device)
@@ -332,7 +332,7 @@ def main():
             if args.overfit_batch and train_loss < 0.01:
                 break
 
-    if val_loss is None or step < plan.total_steps:  # continued after the last step, or stopped before it
+    if val_loss is None or step < plan.total_steps:  # resumed after the last step, or --overfit_batch ended early
         val_loss = evaluate(accelerator, model, eval_loader)
     sampled = generate(model, args.block_size, accelerator.device, **sampling)
     state = accelerator.get_state_dict(model)  # under FSDP gathered from all processes
@@ -346,7 +346,7 @@ def main():
     results = {"val_loss": val_loss, "val_bits_per_byte": val_loss / math.log(2), "flops_per_token": flops}
     results |= {"parameters": parameters, "tokens_seen": step * args.batch_size * args.block_size}
     run.finish(step, next_command=f'python scripts/train_gpt.py --sample {run.path} --prompt "The "', **results)
-    accelerator.wait_for_everyone()  # a scheduler may end the other machines once one has exited
+    accelerator.wait_for_everyone()  # a scheduler may stop the other machines when one exits
     accelerator.end_training()
 
 
@@ -361,26 +361,26 @@ def parse_args():
     group.add_argument("--activation_checkpointing", action="store_true", help="less memory, a third more computation")
     group.add_argument("--compile", action="store_true", help="torch.compile the model")
     group = parser.add_argument_group("training (a sample is a window of block_size bytes)")
-    group.add_argument("--optimizer", choices=RECIPES, default="muon", help="for the matrices in the blocks")
+    group.add_argument("--optimizer", choices=RECIPES, default="muon", help="for the weight matrices of the blocks")
     parser.add_training_arguments(group)
     parser.add_optimizer_arguments(group)
     group.add_argument("--lr_schedule", choices=["linear", "cosine", "constant"], default="linear", help="after warm-up")
     group.add_argument("--warmup_steps", type=number(int, 0), default=50, help="steps in which the learning rate rises")
-    group.add_argument("--peak_tflops", type=number(float, 0, above=True), help="of one GPU, for MFU; known for some GPUs")
+    group.add_argument("--peak_tflops", type=number(float, 0, above=True), help="peak of one GPU, for MFU; known for some GPUs")
     parser.add_run_arguments("runs/train_gpt")
     parser.add_data_arguments("karpathy/tiny_shakespeare", "Hub id, local text file or folder, or `synthetic`")
     group = parser.add_argument_group("text")
-    group.add_argument("--text_column", default="text", help="of a Hub id, JSONL or Parquet")
-    group.add_argument("--streaming", action="store_true", help="read while training; needs --max_train_steps")
-    group.add_argument("--stream_lanes", type=number(int, 1), default=8, help="a multiple of every number of processes to use")
-    group.add_argument("--shuffle_buffer", type=number(int, 1), default=1000, help="windows, per lane of a stream")
+    group.add_argument("--text_column", default="text", help="column with the text, for a Hub id, JSONL or Parquet")
+    group.add_argument("--streaming", action="store_true", help="read the text during training; needs --max_train_steps")
+    group.add_argument("--stream_lanes", type=number(int, 1), default=8, help="parallel parts; a multiple of the process count")
+    group.add_argument("--shuffle_buffer", type=number(int, 1), default=1000, help="windows per lane (part) of a stream")
     group = parser.add_argument_group("samples")
     group.add_argument("--sample", metavar="PATH", help="do not train: generate text with the weights of a run")
     group.add_argument("--prompt", default="\n", help="text to continue")
     group.add_argument("--sample_length", type=number(int, 1), default=300, help="bytes")
     group.add_argument("--temperature", type=number(float, 0), default=0.8, help="0: always the most likely byte")
     group.add_argument("--top_k", type=number(int, 1), help="sample from this many bytes; default: from all")
-    # An epoch of a small text takes seconds; that of a stream is not known.
+    # In steps: an epoch of a small text takes seconds, and the length of a stream's epoch is unknown.
     parser.set_defaults(epochs=10, batch_size=64, max_grad_norm=1.0, eval_every=250, checkpoint_every=250)
     parser.set_defaults(**RECIPES.get(parser.choice("optimizer"), {}))
     args = parser.parse_training_args()

@@ -3,23 +3,23 @@
     accelerate launch --config_file accelerate_configs/2cpu.yaml scripts/train_model_parallel.py --dataset synthetic --width 16
     accelerate launch --config_file accelerate_configs/4gpu.yaml --num_processes 2 scripts/train_model_parallel.py
 
-On a machine with 4 GPUs the second command starts two processes: one has the first half of the network on GPU 0 and the
-second half on GPU 1, the other uses GPUs 2 and 3, and DDP averages their gradients. Two processes that would share a GPU
-are refused before NCCL starts. Without a GPU all stages are on the CPU.
+On a machine with 4 GPUs the second command starts two processes. The first has the first half of the network on GPU 0 and
+the second half on GPU 1. The second process uses GPUs 2 and 3 in the same way, and DDP averages their gradients. If two
+processes would share a GPU, the script stops with an error before NCCL starts. Without a GPU all stages are on the CPU.
 
-Without pipelining, p - 1 of p stages wait while one computes. So a batch is split into m micro-batches that follow each
-other through the stages: at every tick each stage computes another one (GPipe, Y. Huang et al., arXiv:1811.06965). The
-fraction of the time that a device is idle, the bubble, is then (p - 1) / (m + p - 1): 1/2 with two stages and one
-micro-batch, 1/5 with four. `Pipeline.forward` holds the schedule. torch.distributed.pipelining does this with one process
-per stage; here all stages belong to one process: CUDA kernels for different devices run concurrently, and autograd has a
-thread per device for the backward pass.
+Without pipelining, p - 1 of p stages wait while one computes. So a batch is split into m micro-batches, which pass through
+the stages one after the other: at any time, each stage works on a different micro-batch (GPipe, Y. Huang et al.,
+arXiv:1811.06965). The fraction of time that a device is idle, the bubble, is then (p - 1) / (m + p - 1): with two stages it
+is 1/2 for one micro-batch, and 1/5 for four. `Pipeline.forward` implements the schedule. torch.distributed.pipelining runs
+one process per stage; here one process runs all stages: CUDA kernels on different devices run concurrently, and autograd
+uses one thread per device in the backward pass.
 
-Prefer FSDP when the weights do not fit on one GPU: it has no bubble, and needs no stages of equal cost:
+Prefer FSDP when the weights do not fit on one GPU: it has no bubble, and does not need stages of equal cost:
 
     accelerate launch --config_file accelerate_configs/4gpu_fsdp.yaml scripts/train_gpt.py
 
-Prefer stages when the link between the devices is slow (one activation crosses it instead of all weights), or when the
-activations of one layer fill the memory.
+Prefer stages when the link between the devices is slow, because only the activations between two stages cross it, not all
+weights, or when activations rather than weights fill the memory of a GPU.
 
 Measured on 2026-11-21 with 2cpu.yaml, --dataset synthetic --width 16 --batch_size 128 --max_train_steps 120, on 2 cores of
 an AMD EPYC: 98.1 % test accuracy; four micro-batches run at 0.90 times the speed of one, as expected when both stages
@@ -83,8 +83,8 @@ class Pipeline(nn.Module):
 
     Args:
         blocks (nn.Sequential): the network.
-        devices: of the stages, in order; the input may be on any device, the output is on the last.
-        micro_batches (int): parts of a batch in the stages at the same time; 1: no pipelining.
+        devices (list[torch.device]): one per stage, in order. The input may be on any device; the output is on the last.
+        micro_batches (int): number of parts that a batch is split into; 1: no pipelining.
     """
 
     def __init__(self, blocks, devices, micro_batches):
@@ -99,7 +99,7 @@ class Pipeline(nn.Module):
         parts = list(x.chunk(self.micro_batches))
         stages = len(self.devices)
         for tick in range(len(parts) + stages - 1):
-            # The last stage first: its input is what the stage before computed in the previous tick.
+            # The last stage first: its input is what the stage before it computed in the previous tick.
             for stage in reversed(range(stages)):
                 part = tick - stage
                 if 0 <= part < len(parts):
@@ -113,42 +113,42 @@ def measure(pipeline, images, labels, repeats=3):
 
     Returns:
         dict: `stages`, `micro_batches`, `seconds` and `seconds_without` (medians), `speed_up`, `bubble_formula`, and
-        `bubble_measured`, the idle fraction of the devices, if the time without pipelining counts as the time of the work
-        (None on a CPU, where the stages share one device and none can idle for another).
+        `bubble_measured`, the fraction of time that a device is idle, estimated from the two times (None if the stages share
+        a device, as on a CPU).
     """
     micro_batches, stages = pipeline.micro_batches, len(pipeline.devices)
     seconds = {1: [], micro_batches: []}
     for repeat in range(repeats + 1):
         for count, times in seconds.items():
             pipeline.micro_batches = count
-            began = time.perf_counter()
+            start_time = time.perf_counter()
             F.cross_entropy(pipeline(images), labels.to(pipeline.devices[-1])).backward()
             for device in pipeline.devices:
                 if device.type == "cuda":
                     torch.cuda.synchronize(device)
-            if repeat:  # the first time warms up
-                times.append(time.perf_counter() - began)
+            if repeat:  # the first repeat is a warm-up
+                times.append(time.perf_counter() - start_time)
     pipeline.zero_grad()
-    without, with_ = statistics.median(seconds[1]), statistics.median(seconds[micro_batches])
+    sequential, pipelined = statistics.median(seconds[1]), statistics.median(seconds[micro_batches])
     separate = len(set(pipeline.devices)) == stages > 1
     return {
         "stages": stages,
         "micro_batches": micro_batches,
-        "seconds": with_,
-        "seconds_without": without,
-        "speed_up": without / with_,
+        "seconds": pipelined,
+        "seconds_without": sequential,
+        "speed_up": sequential / pipelined,
         "bubble_formula": (stages - 1) / (micro_batches + stages - 1),
-        "bubble_measured": 1 - without / (stages * with_) if separate else None,
+        "bubble_measured": 1 - sequential / (stages * pipelined) if separate else None,
     }
 
 
 def describe(measured):
     """The result of `measure` as a line of text."""
     bubble = measured["bubble_measured"]
-    found = "not measured on a CPU, where all stages share one device" if bubble is None else f"measured {bubble:.0%}"
+    measurement = "not measured on a CPU, where all stages share one device" if bubble is None else f"measured {bubble:.0%}"
     return (
         f"{measured['micro_batches']} micro-batches: {measured['speed_up']:.2f}x the speed of one; "
-        f"bubble by formula {measured['bubble_formula']:.0%}, {found}"
+        f"bubble by formula {measured['bubble_formula']:.0%}, {measurement}"
     )
 
 
@@ -202,9 +202,9 @@ def main():
     args = parse_args()
     on_cpu = topology.check_launch(training=True)
     stages = [torch.device("cpu")] * args.devices_per_process if on_cpu else devices.claim_gpus(args.devices_per_process)
-    # The model is on several devices already: Accelerate must not tell DDP that it is on one.
+    # The model is already on several devices: keeps Accelerate from passing `device_ids` to DDP.
     os.environ["ACCELERATE_BYPASS_DEVICE_MAP"] = "true"
-    # --batch_size is global: every batch is split over the processes, so each topology sees the same ones in the same order.
+    # --batch_size is global: each batch is split over the processes, so every topology sees the same batches in the same order.
     loading = DataLoaderConfiguration(split_batches=True, use_seedable_sampler=True, data_seed=args.seed, non_blocking=True)
     accelerator = Accelerator(
         cpu=on_cpu,
@@ -235,7 +235,7 @@ def main():
     model = Pipeline(build_blocks(len(data.class_names), args.width), stages, args.micro_batches)
     weights.initialize(accelerator, model, run.init_from)
     example = normalize(data.train.images[:share].to(accelerator.device), mean, std)
-    with accelerator.autocast():  # in the precision of the training below
+    with accelerator.autocast():  # measure in the precision of the training
         pipelining = measure(model, example, data.train.labels[:share])
     optimizer = torch.optim.AdamW(model.parameters(), lr=args.lr, weight_decay=args.weight_decay)
     scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: lr_multiplier(step, plan.total_steps))
@@ -245,7 +245,7 @@ def main():
     step = run.start(scheduler)  # accelerator.load_state, if there is a checkpoint
     run.print(f"stages of the first process on {', '.join(map(str, stages))}; {describe(pipelining)}")
     guard = Guard(accelerator, args.timeout)
-    train_loss, tested = math.inf, None
+    train_loss, metrics = math.inf, None
     with report.profiler(accelerator, run.path, args.profile) as profiler:
         for epoch, todo in plan.epochs(start=step):
             train_loader.set_epoch(epoch)
@@ -253,7 +253,7 @@ def main():
             for step, micro_batches in todo.steps(run.timed(batches)):
                 losses, ids = [], []
                 for batch in micro_batches:
-                    # For dropout and the like: a restart draws the same numbers. Here, because loading a batch may draw some.
+                    # Makes a restart draw the same dropout masks. Seeds after loading the batch, which may draw numbers too.
                     topology.seed_step(accelerator, args.seed, step, len(losses))
                     with accelerator.accumulate(model):
                         loss = compute_loss(model, batch, mean, std, epoch, args)
@@ -271,8 +271,8 @@ def main():
                     train_loss = accelerator.reduce(torch.stack(losses).mean(), "mean").item()  # one loss, not one per rank
                     run.log("train", step, loss=train_loss, lr=scheduler.get_last_lr()[0])
                 if plan.evaluation_due(step):
-                    tested = evaluate(accelerator, model, test_loader, mean, std)
-                    run.log("test", step, score=tested["accuracy"], **tested)
+                    metrics = evaluate(accelerator, model, test_loader, mean, std)
+                    run.log("test", step, score=metrics["accuracy"], **metrics)
                 if stop or plan.save_due(step, improved=run.improved_at(step)):
                     guard.check(model)  # a checkpoint never holds a diverged model
                     with run.checkpoint(step) as folder:
@@ -282,25 +282,25 @@ def main():
             if args.overfit_batch and train_loss < 0.01:
                 break
 
-    if tested is None or step < plan.total_steps:  # continued after the last step, or stopped before it
-        tested = evaluate(accelerator, model, test_loader, mean, std)
+    if metrics is None or step < plan.total_steps:  # resumed after the last step, or --overfit_batch ended early
+        metrics = evaluate(accelerator, model, test_loader, mean, std)
     if accelerator.is_main_process:
         config = {"model": "model_parallel", "width": args.width, "class_names": data.class_names}
         weights.export(run.path, accelerator.unwrap_model(model), config)
         plots.curves(run.path)
-    results = {"test_accuracy": tested["accuracy"], "test_loss": tested["loss"], "pipelining": pipelining}
+    results = {"test_accuracy": metrics["accuracy"], "test_loss": metrics["loss"], "pipelining": pipelining}
     memory = [report.memory_bytes(device) for device in stages]
     run.finish(step, **results, peak_memory_bytes_per_stage=memory)
-    accelerator.wait_for_everyone()  # a scheduler may end the other machines once one has exited
+    accelerator.wait_for_everyone()  # a scheduler may stop the other machines when one exits
     accelerator.end_training()
 
 
 def parse_args():
     parser = Parser(description=__doc__.split("\n")[0])
     group = parser.add_argument_group("model and training")
-    group.add_argument("--devices_per_process", type=number(int, 1), default=2, help="stages the network is cut into")
+    group.add_argument("--devices_per_process", type=number(int, 1), default=2, help="number of stages, each on its own device")
     group.add_argument(
-        "--micro_batches", type=number(int, 1), default=4, help="parts of a batch in the stages at the same time"
+        "--micro_batches", type=number(int, 1), default=4, help="parts that a batch is split into; 1: no pipelining"
     )
     group.add_argument("--width", type=number(int, 8), default=64, help="channels of the first blocks, a multiple of 8")
     parser.add_training_arguments(group, epochs=10, batch_size=512, lr=1e-3)

@@ -42,7 +42,7 @@ MUTANTS = [
     # ------------------------------------------------------------------------------------- samples and their order
     Mutant("every epoch in the order of the first", CIFAR, "train_loader.set_epoch(epoch)", "pass", SAME_SAMPLES),
     Mutant("the same in the GPT", GPT, "loader.set_epoch(epoch)", "pass", "test_gpt.py -k every_epoch_reads"),
-    Mutant("every epoch cut at the same place", GPT, "cut_for(epoch)", "cut_for(0)", "test_gpt.py -k every_epoch_reads"),
+    Mutant("every epoch cut at the same place", GPT, "set_offset(epoch)", "set_offset(0)", "test_gpt.py -k every_epoch_reads"),
     Mutant("skipping ignores accumulation", "utils/plan.py", "done * self.micro_batches", "done", SAME_SAMPLES),
     Mutant("nothing is skipped", CIFAR, "skip_first_batches(train_loader, todo.batches_done)", "train_loader", SAME_SAMPLES),
     Mutant("batch size per process", CIFAR, "split_batches=True", "split_batches=False", TWO_AS_ONE),
@@ -222,7 +222,7 @@ MUTANTS = [
     Mutant(
         "the manifest's seal is not compared",
         "utils/checkpoint.py",
-        "if seal != _seal(manifest):",
+        "if checksum != _manifest_checksum(manifest):",
         "if False:",
         "test_faults.py -k damaged_checkpoint",
     ),
@@ -363,8 +363,8 @@ MUTANTS = [
     Mutant(
         "Ctrl-C ends loader workers",
         "utils/exits.py",
-        "signal.signal(number_, signal.SIG_IGN)",
-        "signal.signal(number_, signal.SIG_DFL)",
+        "signal.signal(signum, signal.SIG_IGN)",
+        "signal.signal(signum, signal.SIG_DFL)",
         "test_faults.py -k SIGINT",
     ),
     Mutant(
@@ -388,7 +388,7 @@ MUTANTS = [
     Mutant(
         "every process prints the error",
         "utils/exits.py",
-        "if speaker and int(os.environ.get(speaker, 0)) != 0:",
+        "if rank_variable and int(os.environ.get(rank_variable, 0)) != 0:",
         "if False:",
         "test_train_cifar.py -k printed_once",
     ),

@@ -84,7 +84,7 @@ def test_killed_comparison_keeps_its_finished_runs(compared, tmp_path):
     kept = {path.name: path.stat().st_mtime_ns for path in tmp_path.glob("replicated*.safetensors")}
     assert len(kept) == 2
     done = run("2cpu", COMPARE, ARGUMENTS, output_dir=tmp_path)
-    assert "replicated: finished already" in done.stdout and "ddp_single ..." in done.stdout
+    assert "replicated: already finished" in done.stdout and "ddp_single ..." in done.stdout
     assert kept == {path.name: path.stat().st_mtime_ns for path in tmp_path.glob("replicated*.safetensors")}
     for name in RUNS:
         again, before = (load_file(folder / f"{name}.safetensors") for folder in (tmp_path, compared[1]))

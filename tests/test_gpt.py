@@ -324,7 +324,7 @@ def test_an_epoch_reads_every_byte_once_at_another_offset_than_the_one_before():
     data = torch.arange(250, dtype=torch.uint8)
     windows, cuts = Windows(data, 16, seed=3), set()
     for epoch in range(8):
-        windows.cut_for(epoch)
+        windows.set_offset(epoch)
         read = windows.__getitems__(range(len(windows)))["inputs"].flatten()
         assert len(read) >= 250 - 2 * 16 and torch.equal(read, data[read[0] : int(read[0]) + len(read)])
         cuts.add(int(read[0]))

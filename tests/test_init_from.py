@@ -51,7 +51,7 @@ def test_a_head_of_another_size_is_replaced_and_named(file, capsys):
     assert (model[0].weight == 7).all() and (model[0].bias == 7).all()
     assert torch.equal(model[2].weight, fresh[2].weight) and torch.equal(model[2].bias, fresh[2].bias)
     printed = capsys.readouterr().out
-    assert "2 of 4 tensors" in printed and "starts fresh: 2.weight, 2.bias" in printed
+    assert "2 of 4 tensors" in printed and "keeps its initial weights: 2.weight, 2.bias" in printed
 
 
 @pytest.mark.parametrize(
@@ -113,7 +113,7 @@ def test_another_number_of_classes(reference, tmp_path):
     two = make_folder(tmp_path / "two", 200, 40, keep_two_classes)
     arguments = f"--dataset {two} --model net --batch_size 20 --max_train_steps 2 --init_from {reference('cpu').folder}"
     done = run("cpu", CIFAR, arguments, output_dir=tmp_path / "run")
-    assert "starts fresh: fc3.weight, fc3.bias" in done.stdout
+    assert "keeps its initial weights: fc3.weight, fc3.bias" in done.stdout
     assert len(load_file(tmp_path / "run" / "model.safetensors")["fc3.bias"]) == 2
 
 

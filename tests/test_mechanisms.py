@@ -156,7 +156,7 @@ def folder_of(path, **arguments):
 
 def test_metrics_are_cut_back_to_the_checkpoint_and_never_doubled(tmp_path):
     run = folder_of(tmp_path)
-    assert run.take() is None
+    assert run.claim() is None
     run.start()
     for step in (1, 2, 3):
         run.write("train", step, loss=1.0 / step)
@@ -184,11 +184,11 @@ def test_a_file_system_without_locks_is_a_warning(number, tmp_path, monkeypatch,
 
 def test_other_arguments_are_each_named(tmp_path):
     run = folder_of(tmp_path, model="a", epochs=1)
-    run.take()
+    run.claim()
     run.start()
     with pytest.raises(UserError, match=r"--epochs 2 \(was 1\), --model b \(was a\)"):
-        folder_of(tmp_path, model="b", epochs=2).take()
-    folder_of(tmp_path, model="a", epochs=1, timeout=3).take()
+        folder_of(tmp_path, model="b", epochs=2).claim()
+    folder_of(tmp_path, model="a", epochs=1, timeout=3).claim()
 
 
 def test_a_checkpoint_has_its_name_only_once_all_of_it_is_on_the_disk(tmp_path, monkeypatch):

@@ -219,7 +219,7 @@ BAD = {
     "no_such_checkpoint": ("--dataset synthetic --resume /nowhere/step_1", "does not exist"),
     "other_model": ("--dataset synthetic --resume {checkpoint}", "--model resnet18 (was net)"),
     "other_run": (SMALL.replace("--batch_size 500", "--batch_size 250 --seed 9") + " --output_dir {run}", "--seed 9 (was 0)"),
-    "never_over_a_run": (SMALL + " --resume never --output_dir {run}", "already holds a run"),
+    "never_over_a_run": (SMALL + " --resume never --output_dir {run}", "already contains a run"),
     "not_a_run": ("--dataset synthetic --output_dir {foreign}", "not empty"),
 }
 

@@ -1,15 +1,15 @@
-"""Command line flags: the ones that every training script shares, and checked numbers."""
+"""Command-line flags that the training scripts share, and argparse types that check numbers."""
 
 import argparse
 
 from utils.exits import UserError, is_main
 
-# The one rule about continuing a run. It is part of --help, of the README and of the refusal itself.
+# The rule for continuing a run: printed by --help and by the error message, and quoted in the README.
 CONTINUE_RULE = (
     "A run continues with the same arguments, except for two kinds: where and how it runs and reports (output, logging, "
     "checkpoints, workers, compilation, gradient accumulation), and its length, --epochs and --max_train_steps."
 )
-# The first kind, as far as all scripts share it. None of these changes what is computed (accumulation: to rounding).
+# The arguments of the first kind that all scripts share. They do not change results (gradient accumulation: up to rounding).
 MAY_CHANGE = {
     "output_dir",
     "resume",
@@ -28,7 +28,7 @@ MAY_CHANGE = {
 
 
 class Parser(argparse.ArgumentParser):
-    """An ArgumentParser that prints --help once, with defaults, and reports a mistake as one `UserError` line."""
+    """An ArgumentParser that prints --help, with defaults, on the main process only, and raises `UserError` for mistakes."""
 
     def __init__(self, **kwargs):
         super().__init__(allow_abbrev=False, formatter_class=_HelpFormatter, **kwargs)
@@ -41,13 +41,13 @@ class Parser(argparse.ArgumentParser):
         raise UserError(f"{message} (see --help)")
 
     def choice(self, flag):
-        """The value of `--flag` on the command line, or its default, for the defaults of other flags that depend on it."""
-        only = argparse.ArgumentParser(add_help=False, allow_abbrev=False, exit_on_error=False)
-        only.add_argument(f"--{flag}", default=self.get_default(flag), nargs="?")
-        return getattr(only.parse_known_args()[0], flag)
+        """The value of `--flag`, read before the full parse, because the defaults of other flags depend on it."""
+        parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False, exit_on_error=False)
+        parser.add_argument(f"--{flag}", default=self.get_default(flag), nargs="?")
+        return getattr(parser.parse_known_args()[0], flag)
 
     def add_training_arguments(self, group, **defaults):
-        """Adds the flags of every training loop; `defaults` are theirs."""
+        """Adds the flags of every training loop; `defaults` are their defaults."""
         at_least_1 = number(int, 1)
         group.add_argument("--epochs", type=at_least_1, help="passes over the training set")
         group.add_argument("--max_train_steps", type=at_least_1, help="optimizer steps; overrides --epochs")
@@ -56,8 +56,8 @@ class Parser(argparse.ArgumentParser):
         self.set_defaults(**defaults)
 
     def add_optimizer_arguments(self, group, **defaults):
-        """Adds the flags of a loop with gradient accumulation, weight decay and clipping; `defaults` as above."""
-        group.add_argument("--weight_decay", type=number(float, 0), help="of the optimizer")
+        """Adds the flags for gradient accumulation, weight decay and clipping; `defaults` are their defaults."""
+        group.add_argument("--weight_decay", type=number(float, 0), help="weight decay of the optimizer")
         group.add_argument(
             "--max_grad_norm", type=number(float, 0), default=0.0, help="clip gradients to this norm; 0: do not clip"
         )
@@ -67,17 +67,17 @@ class Parser(argparse.ArgumentParser):
         self.set_defaults(**defaults)
 
     def add_run_arguments(self, output_dir):
-        """Adds the flags that mean the same in every training script; `output_dir` is the default of `--output_dir`."""
+        """Adds the flags for the run, the same in every training script; `output_dir` is the default of `--output_dir`."""
         self.epilog = CONTINUE_RULE
         at_least_0, at_least_1 = number(int, 0), number(int, 1)
         group = self.add_argument_group("run")
-        group.add_argument("--output_dir", default=output_dir, help="everything the run writes")
+        group.add_argument("--output_dir", default=output_dir, help="folder for everything that the run writes")
         group.add_argument(
             "--resume",
             default="auto",
             metavar="auto|never|PATH",
-            help="auto: continue the run in output_dir if there is one; never: refuse to; PATH: continue another run's "
-            "checkpoint here",
+            help="auto: continue the run in output_dir if there is one; never: stop with an error if there is one; "
+            "PATH: continue from a checkpoint of another run, and write to output_dir",
         )
         group.add_argument(
             "--init_from",
@@ -87,17 +87,20 @@ class Parser(argparse.ArgumentParser):
         group.add_argument(
             "--checkpoint_every",
             type=at_least_0,
-            help="optimizer steps; 0: only at the end and on preemption; default: an epoch",
+            help="optimizer steps between checkpoints; 0: only at the end and on preemption; default: an epoch",
         )
         group.add_argument(
-            "--keep_checkpoints", type=at_least_1, default=2, help="newest checkpoints to keep, besides the best"
+            "--keep_checkpoints", type=at_least_1, default=2, help="number of newest checkpoints to keep, besides the best"
         )
         group.add_argument(
-            "--max_failed_checkpoints", type=at_least_1, default=3, help="end the run when so many in a row cannot be written"
+            "--max_failed_checkpoints",
+            type=at_least_1,
+            default=3,
+            help="number of checkpoints in a row that may fail to be written before the run ends with an error",
         )
-        group.add_argument("--eval_every", type=at_least_1, help="optimizer steps; default: an epoch")
-        group.add_argument("--log_every", type=at_least_1, default=10, help="optimizer steps")
-        group.add_argument("--seed", type=at_least_0, default=0, help="of weights, order and augmentation")
+        group.add_argument("--eval_every", type=at_least_1, help="optimizer steps between evaluations; default: an epoch")
+        group.add_argument("--log_every", type=at_least_1, default=10, help="optimizer steps between log lines")
+        group.add_argument("--seed", type=at_least_0, default=0, help="seed of weights, order and augmentation")
         group.add_argument(
             "--timeout", type=at_least_1, default=600, help="seconds to wait for another process before giving up"
         )
@@ -119,8 +122,8 @@ class Parser(argparse.ArgumentParser):
             default="tensorboard",
             help="experiment trackers of Accelerate, separated by commas (wandb, mlflow, ...), or none",
         )
-        group = self.add_argument_group("trying things out (in a separate folder beside output_dir)")
-        group.add_argument("--dry_run", action="store_true", help="two steps of everything, then stop")
+        group = self.add_argument_group("quick checks (in a separate folder next to output_dir)")
+        group.add_argument("--dry_run", action="store_true", help="train two steps, with evaluation and checkpoints, then stop")
         group.add_argument(
             "--overfit_batch",
             action="store_true",
@@ -131,9 +134,9 @@ class Parser(argparse.ArgumentParser):
         )
 
     def parse_training_args(self):
-        """Parses the command line, and applies what `--dry_run` and `--overfit_batch` mean in every training script.
+        """Parses the command line, and changes the arguments for `--dry_run` and `--overfit_batch`.
 
-        Both get a folder beside the run's own, which is deleted and made again each time.
+        Both write to a folder of their own next to that of the run, which is emptied each time.
         """
         args = self.parse_args()
         if args.init_from and args.resume not in ("auto", "never"):
@@ -148,7 +151,7 @@ class Parser(argparse.ArgumentParser):
 
 
 class _HelpFormatter(argparse.ArgumentDefaultsHelpFormatter):
-    """Shows a default unless there is none."""
+    """Shows a default unless it is None or False."""
 
     def _get_help_string(self, action):
         if action.default is None or action.default is False:
@@ -157,7 +160,7 @@ class _HelpFormatter(argparse.ArgumentDefaultsHelpFormatter):
 
 
 def number(kind, low, *, above=False, below=float("inf")):
-    """An argparse type: an `int` or `float` that is at least `low` (above it, if `above`), and finite and less than `below`."""
+    """An argparse type: a finite number of type `kind` that is at least `low` (above it, if `above`) and less than `below`."""
 
     def convert(text):
         try:

@@ -1,7 +1,7 @@
-"""Random crop, flip and cutout of a whole batch at once, on whatever device the batch is on.
+"""Random crop, flip and cutout of a whole batch at once, on the device of the batch.
 
-The randomness is a function of (seed, epoch, sample id) alone: a sample looks the same in a given epoch on any number of
-processes, in any batch, before and after a restart.
+The augmentation of a sample depends only on the seed, the epoch and the id of the sample. So a sample looks the same in a
+given epoch on any number of processes, in any batch, before and after a restart.
 """
 
 import torch
@@ -18,7 +18,7 @@ def random_uint32(seed, epoch, ids, stream):
 
     Args:
         ids: int64 tensor of sample ids.
-        stream (int): a different number for each independent use.
+        stream (int): a different integer for each independent use.
 
     Returns:
         int64 tensor like `ids`, uniform in [0, 2**32).
@@ -33,9 +33,9 @@ def random_uint32(seed, epoch, ids, stream):
 
 
 def augment(images, ids, epoch, seed, *, padding=2, cutout=0):
-    """Shifts and mirrors a batch of images, and masks a square in each (cutout).
+    """Shifts and flips a batch of images, and masks a square in each (cutout).
 
-    The shift is a crop from the image padded by reflection. Whether a sample is mirrored in the first epoch is random, and
+    The shift is a crop from the image padded by reflection. Whether a sample is flipped in the first epoch is random, and
     alternates from then on, so that two consecutive epochs show both versions (K. Jordan, arXiv:2404.00498).
 
     Args:
@@ -46,25 +46,25 @@ def augment(images, ids, epoch, seed, *, padding=2, cutout=0):
 
     Returns:
         tuple: the images, uint8, and the mask of the pixels to keep, float32 [batch, 1, height, width] (None without
-        cutout). Multiply by it after normalizing, where 0 is the mean color.
+        cutout). Multiply by the mask after normalization, when 0 is the mean color.
     """
     height, width = images.shape[-2:]
     down, across = (torch.arange(size, device=ids.device) for size in (height, width))
     top, left = (random_uint32(seed, epoch, ids, stream) % (2 * padding + 1) - padding for stream in (0, 1))
-    mirrored = (random_uint32(seed, 0, ids, 2) + epoch) % 2 == 0
+    flipped = (random_uint32(seed, 0, ids, 2) + epoch) % 2 == 0
     rows = _reflect(down + top[:, None], height)
-    columns = _reflect(torch.where(mirrored[:, None], across.flip(0), across) + left[:, None], width)
-    # The source of each pixel as a flat index: shift, reflection and mirroring are then a single gather of bytes.
+    columns = _reflect(torch.where(flipped[:, None], across.flip(0), across) + left[:, None], width)
+    # The flat index from which each pixel is copied: shift, reflection and flip are then a single gather of bytes.
     source = (rows[:, :, None] * width + columns[:, None, :]).flatten(1)
     images = images.flatten(2).gather(2, source[:, None].expand(-1, images.shape[1], -1)).view(images.shape)
     if not cutout:
         return images, None
     y, x = (random_uint32(seed, epoch, ids, stream) % size for stream, size in ((3, height), (4, width)))
-    masked = []
-    for line, center in ((down, y), (across, x)):
-        offset = line - center[:, None] + cutout // 2
-        masked.append(((offset >= 0) & (offset < cutout)).float())
-    return images, 1 - (masked[0][:, :, None] * masked[1][:, None, :])[:, None]
+    inside = []  # per axis: whether a position is inside the square
+    for positions, center in ((down, y), (across, x)):
+        offset = positions - center[:, None] + cutout // 2
+        inside.append(((offset >= 0) & (offset < cutout)).float())
+    return images, 1 - (inside[0][:, :, None] * inside[1][:, None, :])[:, None]
 
 
 def normalize(images, mean, std, keep=None, size=None):

@@ -1,12 +1,12 @@
-"""Kills a training run at random moments, again and again, and checks that nothing is lost.
+"""Kills a training run again and again, at random times, and checks that it still ends with the same results.
 
     python utils/chaos.py --kills 50 -- accelerate launch --config_file accelerate_configs/2cpu.yaml \
         scripts/train_cifar.py --dataset synthetic --model net --batch_size 500 --max_train_steps 200 --checkpoint_every 10
 
-First runs the command without interruption. Then runs it in another folder, kills it with SIGKILL (one process, all of them,
-or only the launcher) after a random time, runs the same command again, and so on until it finishes; then compares the final
-weights, byte for byte, and every logged metric. Repeats until the number of kills is reached. It works with your copy of a
-script: give it your launch command without `--output_dir`.
+First runs the command without interruption. Then runs it in another folder, kills it with SIGKILL after a random time (one
+process, all processes, or only the launcher), and runs the same command again, until it finishes. Then compares the final
+weights, byte for byte, and every logged metric. Repeats this until the number of kills is reached. To test your own script,
+give its launch command without `--output_dir`.
 """
 
 import argparse
@@ -25,45 +25,45 @@ CLOCK = {"samples_per_second", "step_seconds", "data_share", "memory_bytes", "se
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0], formatter_class=argparse.ArgumentDefaultsHelpFormatter)
-    parser.add_argument("--kills", type=int, default=50)
-    parser.add_argument("--folder", default="runs/chaos", help="deleted and made again")
-    parser.add_argument("--seed", type=int, default=0, help="of times and victims")
+    parser.add_argument("--kills", type=int, default=50, help="number of kills")
+    parser.add_argument("--folder", default="runs/chaos", help="folder for the runs; deleted first")
+    parser.add_argument("--seed", type=int, default=0, help="seed of the times, and of which processes are killed")
     parser.add_argument("command", nargs=argparse.REMAINDER, help="-- followed by the launch")
     args = parser.parse_args()
     command = args.command[1:] if args.command[:1] == ["--"] else args.command
     if not command:
         parser.error("no command to launch: give it after --")
-    folder, chance = Path(args.folder), random.Random(args.seed)
+    folder, rng = Path(args.folder), random.Random(args.seed)
     if folder.exists() and not (folder / "chaos.log").exists():
         parser.error(f"{folder} exists and does not belong to an earlier chaos run: give another --folder")
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir(parents=True)
 
     with (folder / "chaos.log").open("w") as log:
-        began = time.monotonic()
+        start_time = time.monotonic()
         if launch(command, folder / "reference", log).wait() != 0:
             raise SystemExit(f"the command fails without being killed: see {folder}/chaos.log")
-        seconds = time.monotonic() - began
+        seconds = time.monotonic() - start_time
         print(f"uninterrupted: {seconds:.0f} s", flush=True)
         kills, rounds, victims = 0, 0, {"one process": 0, "all processes": 0, "the launcher": 0}
         while kills < args.kills:
             rounds += 1
             run = folder / f"round_{rounds}"
             while True:
-                began, launcher = time.monotonic(), launch(command, run, log)
-                moment = chance.uniform(0.2, 1.1) * seconds if kills < args.kills else None
+                start_time, launcher = time.monotonic(), launch(command, run, log)
+                delay = rng.uniform(0.2, 1.1) * seconds if kills < args.kills else None
                 try:
-                    code = launcher.wait(moment)
+                    code = launcher.wait(delay)
                 except subprocess.TimeoutExpired:
-                    victim = chance.choice(list(victims))
-                    if kill(launcher, victim, chance):
+                    victim = rng.choice(list(victims))
+                    if kill(launcher, victim, rng):
                         kills += 1
                         victims[victim] += 1
                     launcher.wait()
                     continue
                 if code != 0:
                     raise SystemExit(f"round {rounds}: a relaunch failed without being killed: see {folder}/chaos.log")
-                seconds = min(seconds, time.monotonic() - began)  # so that the next kill falls within a launch
+                seconds = min(seconds, time.monotonic() - start_time)  # so that the next kill falls within a launch
                 break
             difference = compare(folder / "reference", run)
             print(f"round {rounds}, {kills} kills so far: {difference or 'identical'}", flush=True)
@@ -75,18 +75,18 @@ def main():
 
 
 def launch(command, output_dir, log):
-    """Starts the command in a separate process group."""
+    """Starts the command in a separate session."""
     full = [*command, "--output_dir", str(output_dir)]
     return subprocess.Popen(full, stdout=log, stderr=subprocess.STDOUT, start_new_session=True)
 
 
-def kill(launcher, victim, chance):
+def kill(launcher, victim, rng):
     """Sends SIGKILL to `victim` of a launch; returns whether there was anything to kill."""
     try:
         parent = psutil.Process(launcher.pid)
         workers = [p for p in parent.children(recursive=True) if p.status() != psutil.STATUS_ZOMBIE]
         if victim == "one process" and workers:
-            chance.choice(workers).kill()
+            rng.choice(workers).kill()
         else:
             for process in [parent, *workers] if victim == "all processes" else [parent]:
                 process.kill()
@@ -99,13 +99,13 @@ def compare(reference, run):
     """Describes the difference between two finished runs; None if there is none."""
     if (reference / "model.safetensors").read_bytes() != (run / "model.safetensors").read_bytes():
         return "model.safetensors differs"
-    if figures(reference) != figures(run):
+    if logged_metrics(reference) != logged_metrics(run):
         return "metrics.jsonl differs"
     return None
 
 
-def figures(run):
-    """The logged metrics, without those that depend on the clock."""
+def logged_metrics(run):
+    """The logged metrics, without those that depend on the time that steps take."""
     lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
     return [{k: v for k, v in line.items() if k not in CLOCK} for line in lines if line["split"] != "checkpoint"]
 

@@ -1,9 +1,9 @@
-"""Checkpoints that are complete or absent: what `save_state` wrote is hashed and synced before it gets its name.
+"""Writes checkpoints atomically: the files of `save_state` are hashed and synced to disk before the folder gets its final name.
 
-    checkpoints/step_00000120/     model, optimizer, schedule (Accelerate's own files) and manifest.json
-    checkpoints/.writing/          a checkpoint being written; after a crash it is deleted at the next save
+    checkpoints/step_00000120/     model, optimizer, scheduler (files of Accelerate) and manifest.json
+    checkpoints/.writing/          an incomplete checkpoint; if a crash leaves it, the next save deletes it
 
-The progress of the run (step, best score) is JSON in the manifest, never a pickle: loading it executes no code.
+The progress of the run (step, best score) is stored as JSON in the manifest, not as a pickle: loading it executes no code.
 """
 
 import hashlib
@@ -26,10 +26,10 @@ MANIFEST = "manifest.json"
 
 
 def start(accelerator, folder):
-    """Makes an empty `checkpoints/.writing` under `folder`; call it on every process before `accelerator.save_state`.
+    """Creates an empty folder `checkpoints/.writing` in `folder`; call it on every process before `accelerator.save_state`.
 
     Returns:
-        tuple[Path, Exception | None]: the folder to write to; the error, on the main process, that kept it from being made.
+        tuple[Path, Exception | None]: the folder to write to; on the main process, the error if it could not be created.
     """
     writing = Path(folder) / "checkpoints" / ".writing"
     error = None
@@ -37,8 +37,8 @@ def start(accelerator, folder):
         try:
             shutil.rmtree(writing, ignore_errors=True)
             writing.mkdir(parents=True)
-        except OSError as caught:
-            error = caught
+        except OSError as write_error:
+            error = write_error
     accelerator.wait_for_everyone()
     return writing, error
 
@@ -46,11 +46,11 @@ def start(accelerator, folder):
 def finish(accelerator, writing, error, manifest, keep):
     """Turns what `save_state` wrote into `checkpoints/step_N`; call it on every process.
 
-    A failed write (a full disk, say) costs this checkpoint and nothing else: it prints a warning and training continues.
+    If writing fails (a full disk, for example), this prints a warning, and training continues without this checkpoint.
 
     Args:
         error (Exception | None): what went wrong on this process while writing.
-        manifest (dict): plain values to keep with the checkpoint; `manifest["progress"]["step"]` is its step, and
+        manifest (dict): values to save with the checkpoint, as JSON; `manifest["progress"]["step"]` is its step, and
             `manifest["progress"]["score"]` (higher is better, or None) decides which checkpoint is kept as the best.
         keep (int): newest checkpoints to keep, besides the best one.
 
@@ -63,9 +63,9 @@ def finish(accelerator, writing, error, manifest, keep):
             target = writing.with_name(f"step_{step:08d}")
             _complete(writing, target, manifest)
             _prune(writing.parent, keep, target)
-        except OSError as caught:
-            error = caught
-    # No process continues, or exits, before the checkpoint has its name.
+        except OSError as write_error:
+            error = write_error
+    # No process continues, or exits, before the checkpoint has its final name.
     written = _all_succeeded(accelerator, error)
     if error is not None:
         print(
@@ -79,12 +79,12 @@ def finish(accelerator, writing, error, manifest, keep):
 
 
 def is_write_error(error):
-    """Whether an exception of `save_state` means that a file could not be written, on a full disk for example."""
+    """Whether an exception of `save_state` means that a file could not be written, for example because the disk is full."""
     if isinstance(error, (TimeoutError, ConnectionError)):
         return False
     if isinstance(error, CheckpointException):  # a sharded checkpoint: one failure per process
         return all(is_write_error(failure[0]) for failure in error.failures.values())
-    # torch.save reports a failed write as a RuntimeError of its zip writer.
+    # torch.save reports a failed write as a RuntimeError whose text names the file of its zip writer.
     return isinstance(error, (OSError, SafetensorError)) or "inline_container" in str(error)
 
 
@@ -100,7 +100,7 @@ def find(folder, resume):
         tuple[Path, dict] | None: the checkpoint and its manifest; None for a new run.
 
     Raises:
-        UserError: the checkpoint that `resume` names is damaged, or belongs to this run; or all checkpoints are damaged.
+        UserError: the checkpoint `resume` is damaged or belongs to this run, or all checkpoints of this run are damaged.
     """
     if resume == "never":
         return None
@@ -132,18 +132,18 @@ def verify(path):
         dict: the manifest.
 
     Raises:
-        UserError: names the first file that is missing, damaged or unknown.
+        UserError: a file is missing, damaged or unknown; the message names the first one.
     """
     path = Path(path)
     if not path.is_dir():
         raise UserError(f"checkpoint {path} does not exist")
     try:
         manifest = json.loads((path / MANIFEST).read_text())
-        seal = manifest.pop("sha256")
+        checksum = manifest.pop("sha256")
         files = manifest["files"]
     except (OSError, ValueError, KeyError, AttributeError):
         raise UserError(f"{path} is not a checkpoint: its {MANIFEST} is missing or unreadable") from None
-    if seal != _seal(manifest):
+    if checksum != _manifest_checksum(manifest):
         raise UserError(f"checkpoint {path} is damaged: {MANIFEST} was changed")
     for name, expected in files.items():
         file = path / name
@@ -171,17 +171,18 @@ def load(accelerator, path):
     """Loads a verified checkpoint into everything that was prepared and registered; call it on every process.
 
     Raises:
-        UserError: a file would execute code (it is not executed), does not fit this run, or is missing on a machine; raised
+        UserError: a file would execute code (it is not executed), does not match this run, or is missing on a machine; raised
             on every process.
     """
     topology.run_on_all(accelerator, lambda: _load(accelerator, path))
-    # It counts micro-batches. Checkpoints are saved between optimizer steps, and the accumulation may have changed since.
+    # Accelerate's counter of micro-batches. A checkpoint is saved between optimizer steps, so the count restarts at 0; another
+    # --gradient_accumulation_steps would make the old count wrong.
     accelerator.step = 0
 
 
 def apply_schedule(scheduler):
-    """Sets the learning rates that a prepared `LambdaLR` gives at its current step, in place of those of a checkpoint."""
-    schedule = scheduler.scheduler  # Accelerate's wrapper has it
+    """Replaces the learning rates of a checkpoint with those that a prepared `LambdaLR` computes for its current step."""
+    schedule = scheduler.scheduler  # the LambdaLR inside Accelerate's wrapper
     rates = [
         base * multiplier(schedule.last_epoch) for base, multiplier in zip(schedule.base_lrs, schedule.lr_lambdas, strict=True)
     ]
@@ -193,9 +194,10 @@ def apply_schedule(scheduler):
 def _load(accelerator, path):
     try:
         shards.refuse_code(path)
-        for registered in Path(path).glob("custom_checkpoint_*.pkl"):  # Accelerate would unpickle them without a check
+        for registered in Path(path).glob("custom_checkpoint_*.pkl"):  # Accelerate unpickles them without a check
             torch.load(registered, weights_only=True, map_location="cpu")
-        # Via host memory: each tensor is then copied to the device of the one it replaces, and needs no GPU memory twice.
+        # Load to host memory first: each tensor is then copied to the device of the one that it replaces, and does not need GPU
+        # memory twice.
         accelerator.load_state(str(path), map_location="cpu")
     except pickle.UnpicklingError as error:
         reason = str(error).splitlines()[0]
@@ -210,12 +212,12 @@ def _complete(writing, target, manifest):
         files[str(file.relative_to(writing))] = {"size": file.stat().st_size, "sha256": _sha256(file)}
         _flush(file)
     manifest = {**manifest, "files": files}
-    manifest["sha256"] = _seal(manifest)
+    manifest["sha256"] = _manifest_checksum(manifest)
     with (writing / MANIFEST).open("w") as file:
         json.dump(manifest, file, indent=2)
     _flush(writing / MANIFEST)
     _flush(writing)
-    if target.exists():  # from before an older checkpoint was continued, or found damaged
+    if target.exists():  # damaged, so that the run continued from an older one
         shutil.rmtree(target)
     os.rename(writing, target)
     _flush(target.parent)
@@ -223,18 +225,18 @@ def _complete(writing, target, manifest):
 
 def _prune(folder, keep, newest):
     paths = sorted(folder.glob("step_*"))
-    place = paths.index(newest) + 1
-    paths, later = paths[:place], paths[place:]  # later ones are damaged: the run continued from before them
+    end = paths.index(newest) + 1
+    paths, later = paths[:end], paths[end:]  # later ones are damaged: the run continued from an earlier checkpoint
     scores = {path: _score(path) for path in paths}
     scored = [path for path in paths if scores[path] is not None]
     best = max(scored, key=scores.get) if scored else None
     for path in later + paths[:-keep]:
         if path != best:
-            # Renamed first: a crash during the deletion leaves nothing that looks like a checkpoint.
-            doomed = folder / ".deleting"
-            shutil.rmtree(doomed, ignore_errors=True)
-            os.rename(path, doomed)
-            shutil.rmtree(doomed)
+            # Rename first, so that a crash during the deletion leaves nothing that looks like a checkpoint.
+            trash = folder / ".deleting"
+            shutil.rmtree(trash, ignore_errors=True)
+            os.rename(path, trash)
+            shutil.rmtree(trash)
 
 
 def _score(path):
@@ -248,7 +250,7 @@ def _all_succeeded(accelerator, error):
     return not any(gather_object([error is not None])) if accelerator.num_processes > 1 else error is None
 
 
-def _seal(manifest):
+def _manifest_checksum(manifest):
     return hashlib.sha256(json.dumps(manifest, sort_keys=True).encode()).hexdigest()
 
 

@@ -1,4 +1,4 @@
-"""Several GPUs for each process: which ones, and a check that no two processes share one."""
+"""Assigns several GPUs to each process, and checks that no two processes share one."""
 
 import os
 import socket
@@ -11,10 +11,10 @@ from utils.exits import UserError
 
 
 def arrange_gpus(gpus, local_processes, per_process):
-    """The order in which to number the GPUs of a machine: the first GPU of process r becomes cuda:r, the others follow.
+    """Reorders the GPUs of a machine so that the first GPU of process r becomes cuda:r; the other GPUs follow.
 
-    Accelerate puts process r on cuda:r, and synchronizes there. With two processes and two GPUs each, GPUs 0 1 2 3 are
-    numbered 0 2 1 3, so that process 1 has cuda:1 and cuda:3.
+    This is necessary because Accelerate uses cuda:r for process r. With two processes and two GPUs each, the order is 0 2 1 3:
+    process 1 then has cuda:1 and cuda:3, which are GPUs 2 and 3.
 
     Returns:
         list[int]: all GPUs in the new order.
@@ -28,15 +28,15 @@ def refuse_shared(places):
     """Raises UserError if two ranks would use one device.
 
     Args:
-        places: (rank, host, device) of every stage of every rank; `device` identifies it on its host.
+        places: (rank, host, device) of every stage of every rank; `device` is unique on its host.
     """
     owners = {}
     for rank, host, device in places:
         owner = owners.setdefault((host, device), rank)
         if owner != rank:
             raise UserError(
-                f"ranks {owner} and {rank} would share {device} on {host}: every rank needs --devices_per_process GPUs of its "
-                "own. Start fewer processes (accelerate launch --num_processes ...)"
+                f"ranks {owner} and {rank} would share {device} on {host}: every rank needs its own --devices_per_process "
+                "GPUs. Start fewer processes (accelerate launch --num_processes ...)"
             )
 
 
@@ -57,12 +57,12 @@ def claim_gpus(per_process):
         raise UserError(f"--devices_per_process {per_process}: this machine has {gpus}")
     visible = os.environ.get("CUDA_VISIBLE_DEVICES", ",".join(map(str, range(gpus)))).split(",")
     os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(visible[i] for i in arrange_gpus(gpus, processes, per_process))
-    behind = processes + rank * (per_process - 1)
-    return [torch.device("cuda", index) for index in (rank, *range(behind, behind + per_process - 1))]
+    others = processes + rank * (per_process - 1)  # index of the second GPU of this process
+    return [torch.device("cuda", index) for index in (rank, *range(others, others + per_process - 1))]
 
 
 def check_gpus(accelerator, devices, timeout):
-    """Checks over gloo, by the ids of the GPUs, that no two processes share one: the error of NCCL would be unclear."""
+    """Checks that no two processes share a GPU. Compares GPU ids over gloo, because NCCL's own error message is unclear."""
     if accelerator.num_processes == 1:
         return
     own = [(accelerator.process_index, socket.gethostname(), str(torch.cuda.get_device_properties(d).uuid)) for d in devices]

@@ -1,4 +1,4 @@
-"""Lets all processes agree, between two steps, that it is time to stop: after a signal to one of them, or a diverged step."""
+"""Makes all processes stop at the same step: after a signal to any of them, or when training has diverged."""
 
 import math
 import time
@@ -14,20 +14,20 @@ from utils import exits
 
 
 class Guard:
-    """Asked once per optimizer step, on every process.
+    """Call `should_stop` once per optimizer step, on every process.
 
-    It never makes the device wait: it looks at the loss of the step before, which was copied to the host while this step is
-    computed; with several processes the votes travel meanwhile (an all-reduce of three numbers over gloo). The answer is
-    therefore one step late, and the same on every process.
+    It never makes the device wait. It reads the loss of the previous step, which is copied to the host while this step is
+    computed. With several processes, an all-reduce of three integers over gloo runs at the same time. The answer is therefore
+    one step late, and the same on every process.
     """
 
     def __init__(self, accelerator, timeout):
-        """Args: timeout: seconds after which a vote without an answer is an error."""
+        """Args: timeout: seconds to wait for the other processes before raising an error."""
         self._group, self._patience = None, math.inf
         if accelerator.num_processes > 1:
             self._group = dist.new_group(backend="gloo", timeout=timedelta(seconds=timeout))
-            self._patience = 0.9 * timeout  # at `timeout` NCCL's watchdog would end the process without a message
-        self._recent = deque(maxlen=4)  # (step, loss, event after which the loss is on the host, ids) of the last steps
+            self._patience = 0.9 * timeout  # because after `timeout` NCCL's watchdog ends the process without a message
+        self._recent = deque(maxlen=4)  # the last steps: (step, loss, CUDA event of its copy to the host, ids)
         self._votes, self._handle = None, None
         exits.training_starts()
 
@@ -35,13 +35,13 @@ class Guard:
         """Whether a signal asked any process to stop.
 
         Args:
-            step (int): the optimizer step just done.
-            losses (list): scalar losses of its micro-batches on this process, on the device, detached.
-            ids (list): int64 tensors, the ids of their samples on this process.
+            step (int): the optimizer step that has just finished.
+            losses (list): detached scalar losses of its micro-batches on this process, on the device.
+            ids (list): int64 tensors with the ids of their samples on this process.
 
         Raises:
-            RunFailed: a loss was NaN or infinite; names the step and its samples.
-            TimeoutError: the device did not finish the step before, or another process did not vote.
+            RunFailed: a loss was NaN or infinite; the message names the step and its samples.
+            TimeoutError: the device did not finish the previous step, or another process did not answer.
         """
         loss = losses[0] if len(losses) == 1 else torch.stack(losses).sum()
         self._recent.append((step, *_to_host(loss), ids))
@@ -53,15 +53,15 @@ class Guard:
         return stop
 
     def check(self, model):
-        """Looks at the last loss and at the weights at once; call it before saving: a checkpoint never holds a diverged model.
+        """Checks the newest loss and the weights now; call it before saving: a checkpoint never holds a diverged model.
 
-        An infinite gradient makes weights NaN, through clipping too, in a step whose own loss is finite.
+        An infinite gradient makes weights NaN in a step whose own loss is finite, also when gradients are clipped.
 
         Args:
-            model: parameters and buffers, sharded or not, are looked at where they are.
+            model: its parameters and buffers may be sharded, or on several devices.
 
         Raises:
-            RunFailed: the last loss or a weight was NaN or infinite; names the step and its samples.
+            RunFailed: the newest loss or a weight is NaN or infinite; names the step and its samples.
         """
         self._outcome()
         self._vote(self._recent[-1] if self._recent else None, all_finite(model))
@@ -72,7 +72,7 @@ class Guard:
         if recent:
             step, loss, event, _ = recent
             deadline = time.monotonic() + self._patience
-            # Polls instead of waiting: in a wait for a GPU whose peers are gone, Python never gets to handle a signal.
+            # Poll, because Python cannot handle signals while it waits for a GPU, which may wait forever for a lost process.
             while event and not event.query():
                 if time.monotonic() > deadline:
                     raise TimeoutError(f"timed out waiting for the device to finish step {step}")
@@ -97,7 +97,7 @@ class Guard:
             ids = sorted(gather_object(own)) if self._group is not None else sorted(own)
             raise exits.RunFailed(
                 f"non-finite {what} step {failed_at}; the last checkpoint is from before it. A lower --lr often helps, in "
-                f"another --output_dir (with --init_from this run's folder from its weights). Samples of that step: {ids}",
+                f"another --output_dir (--init_from this run's folder starts from its weights). Samples of that step: {ids}",
                 retry=False,
             )
         return bool(stop)
@@ -105,7 +105,7 @@ class Guard:
 
 @torch.no_grad()
 def all_finite(model):
-    """Whether no parameter and no buffer of a model is NaN or infinite; of sharded ones this process' part."""
+    """Whether all parameters and buffers of a model are finite; of sharded ones, the part on this process."""
     tensors = [*model.parameters(), *model.buffers()]
     local = [value.to_local() if isinstance(value, DTensor) else value for value in tensors]
     device = local[0].device  # a model can be on several
@@ -113,9 +113,9 @@ def all_finite(model):
 
 
 def _to_host(loss):
-    """A copy of a scalar in host memory, and the event after which it is there (None: at once).
+    """Copies a scalar to host memory. Returns the copy, and the CUDA event after which it is complete (None: already).
 
-    `loss.item()` would wait for everything queued on the device since, including the step just begun.
+    `loss.item()` would instead wait for all work queued on the device.
     """
     if loss.device.type != "cuda":
         return loss, None

@@ -1,4 +1,4 @@
-"""Loads a Hub id, a local folder or `synthetic` as uint8 tensors in memory, and serves batches by index."""
+"""Loads images (from a Hub id, a local folder or `synthetic`) as uint8 tensors in memory, and returns batches by index."""
 
 import io
 import math
@@ -12,7 +12,7 @@ from PIL import Image, UnidentifiedImageError
 from utils.exits import UserError
 
 SIZE = 32  # pixels, square
-ALTERNATIVES = "use a Hub id such as uoft-cs/cifar10, a local folder in that layout, or --dataset synthetic"
+ALTERNATIVES = "use a Hub id such as uoft-cs/cifar10, a local folder with the same layout, or --dataset synthetic"
 
 
 @dataclass
@@ -42,14 +42,14 @@ class ImageData:
 
 
 class BatchedImages(torch.utils.data.Dataset):
-    """Serves whole batches to a `DataLoader`: one index operation instead of one call per sample.
+    """Returns whole batches to a `DataLoader`: one index operation instead of one call per sample.
 
     A batch is a dict: `images` uint8 [batch, 3, 32, 32], `labels` int64 [batch], `ids` int64 [batch].
     """
 
     def __init__(self, split):
         self.labels = split.labels
-        # Rows of int64 instead of bytes: the copy is eight times wider.
+        # View each image as int64, not uint8: indexing then copies 8 bytes at a time.
         self.rows = split.images.flatten(1).view(torch.int64)
         self.shape = split.images.shape[1:]
 
@@ -63,32 +63,32 @@ class BatchedImages(torch.utils.data.Dataset):
 
 
 def as_is(batch):
-    """For `DataLoader(collate_fn=...)`: the data set returns whole batches, so that there is nothing to collate."""
+    """For `DataLoader(collate_fn=...)`: returns the batch unchanged, because the data set returns whole batches."""
     return batch
 
 
 def load_images(name, seed=0):
     """Loads an image classification data set with a train and a test split of 32x32 images.
 
-    Decodes images once, and keeps them in the cache of the `datasets` library (`HF_DATASETS_CACHE`).
+    Images are decoded once, and cached by the `datasets` library (`HF_DATASETS_CACHE`).
 
     Args:
         name (str): a Hub id, a local folder that `datasets.load_dataset` understands, or `synthetic`.
         seed (int): seed of `synthetic`.
 
     Raises:
-        UserError: it cannot be found, has another layout, or an image is corrupt (the message names the row).
+        UserError: the data set cannot be found or has another layout, or an image is corrupt (the message names the row).
     """
     if name == "synthetic":
         return synthetic_images(seed)
     if name.startswith((".", "/", "~")) and not Path(name).expanduser().exists():
         raise UserError(f"--dataset {name}: there is no such folder; {ALTERNATIVES}")
-    import datasets  # not above: it takes a second, which synthetic data does not need
+    import datasets  # here, because it takes a second, and synthetic data does not need it
 
     datasets.disable_progress_bars()
     try:
         loaded = datasets.load_dataset(str(Path(name).expanduser()) if Path(name).expanduser().exists() else name)
-    except Exception as error:  # the library raises its own, fsspec's, pyarrow's and the network's
+    except Exception as error:  # errors of datasets, fsspec, pyarrow or the network
         first = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
         raise UserError(f"cannot load --dataset {name} ({first.rstrip('.')}); {ALTERNATIVES}") from None
     missing = {"train", "test"} - loaded.keys()
@@ -124,7 +124,7 @@ def load_images(name, seed=0):
     return ImageData(**splits, class_names=list(features[label_column].names))
 
 
-# Each pattern from a pixel's place right of and below a center (a, b), a pace, a phase, a radius and a line width.
+# Arguments: offset (a, b) of a pixel from the center (right, down), angular frequency p, phase q, radius r, line width w.
 SYNTHETIC_CLASSES = {
     "rows": lambda a, b, p, q, r, w: torch.sin(b * p + q).expand(-1, -1, SIZE),
     "columns": lambda a, b, p, q, r, w: torch.sin(a * p + q).expand(-1, SIZE, -1),
@@ -142,10 +142,10 @@ SYNTHETIC_CLASSES = {
 
 
 def synthetic_images(seed, train=5000, test=1000):
-    """Makes images of ten kinds of pattern, each at a random place, scale and phase, in two random colors, with noise.
+    """Creates images of ten kinds of patterns with random position, scale and phase, in two random colors, with noise.
 
-    Train and test images are drawn from the same distribution by one generator, so that they have no image in common. Random
-    phase and colors keep a linear model at a low accuracy; a small convolutional network learns all ten.
+    Train and test images are drawn from the same distribution by one generator, so they have no image in common. Because of
+    the random phases and colors, a linear model has a low accuracy; a small convolutional network learns all ten classes.
 
     Args:
         seed (int): the same seed gives the same images on every machine.
@@ -158,22 +158,24 @@ def synthetic_images(seed, train=5000, test=1000):
         return torch.rand(count, *shape, generator=generator) * (high - low) + low
 
     labels = torch.randint(10, (count,), generator=generator)
-    line = torch.arange(SIZE, dtype=torch.float32)
-    u = line.view(1, 1, -1) - uniform(11, 21, 1, 1)
-    v = line.view(1, -1, 1) - uniform(11, 21, 1, 1)
-    pace, phase = uniform(2 * math.pi / 10, 2 * math.pi / 6, 1, 1), uniform(0, 2 * math.pi, 1, 1)
+    coordinate = torch.arange(SIZE, dtype=torch.float32)
+    u = coordinate.view(1, 1, -1) - uniform(11, 21, 1, 1)
+    v = coordinate.view(1, -1, 1) - uniform(11, 21, 1, 1)
+    frequency, phase = uniform(2 * math.pi / 10, 2 * math.pi / 6, 1, 1), uniform(0, 2 * math.pi, 1, 1)
     radius, width = uniform(5, 10, 1, 1), uniform(1.2, 2.4, 1, 1)
     pattern = torch.empty(count, SIZE, SIZE)
     for label, draw in enumerate(SYNTHETIC_CLASSES.values()):
-        chosen = labels == label
-        pattern[chosen] = draw(*(values[chosen] for values in (u, v, pace, phase, radius, width)))
+        selected = labels == label
+        pattern[selected] = draw(*(values[selected] for values in (u, v, frequency, phase, radius, width)))
     blend = torch.sigmoid(3 * pattern)[:, None]
-    paper = uniform(20, 235, 3, 1, 1)
-    # The ink differs from the paper by at least 60 levels of brightness, in either direction.
-    ink = (
-        paper + torch.where(paper.mean(1, keepdim=True) > 127, -1, 1) * uniform(60, 120, 1, 1, 1) + uniform(-30, 30, 3, 1, 1)
+    background = uniform(20, 235, 3, 1, 1)
+    # Brighter or darker than the background by 60 to 120 levels, and then changed by up to 30 in each channel.
+    foreground = (
+        background
+        + torch.where(background.mean(1, keepdim=True) > 127, -1, 1) * uniform(60, 120, 1, 1, 1)
+        + uniform(-30, 30, 3, 1, 1)
     ).clamp(0, 255)
-    images = paper + (ink - paper) * blend
+    images = background + (foreground - background) * blend
     images += torch.randn(images.shape, generator=generator) * 18
     images = images.clamp_(0, 255).to(torch.uint8)
     return ImageData(Split(images[:train], labels[:train]), Split(images[train:], labels[train:]), list(SYNTHETIC_CLASSES))

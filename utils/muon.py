@@ -1,19 +1,19 @@
-"""Optimizers with orthogonal updates for matrices and convolution filters, and AdamW or SGD for the rest."""
+"""Muon for matrices and convolution filters, combined with AdamW or SGD for the other parameters."""
 
 import torch
 from torch.distributed.tensor import DTensor, Shard
 
 
 class Muon:
-    """Momentum with an orthogonalized update for the groups with `muon`; the step of the other base class for the rest.
+    """Updates parameter groups with `muon=True` by orthogonalized momentum, and all others by the step of the other base class.
 
-    K. Jordan, kellerjordan.github.io/posts/muon. A group with `muon` has `lr`, `weight_decay` and `momentum`. With
+    See K. Jordan, kellerjordan.github.io/posts/muon. A group with `muon=True` has `lr`, `weight_decay` and `momentum`. With
     `fixed_norm` its weights are first scaled to norm sqrt(rows): a batch norm that follows cancels their scale anyway.
-    Filters [outputs, inputs, height, width] count as matrices of `outputs` rows.
+    Convolution filters [outputs, inputs, height, width] are treated as matrices with `outputs` rows.
 
-    Why not `torch.optim.Muon` and a second optimizer: it computes in bfloat16, in which rounding differences between
-    topologies become visible; it takes two-dimensional matrices only, one at a time, and does not support shards; and with
-    FSDP Accelerate saves only one optimizer.
+    Why not `torch.optim.Muon` and a second optimizer? `torch.optim.Muon` computes in bfloat16, where rounding differences
+    between topologies become visible. It takes only two-dimensional matrices, one at a time, and does not support shards.
+    And with FSDP, Accelerate saves only one optimizer.
     """
 
     @torch.no_grad()
@@ -22,11 +22,11 @@ class Muon:
         for group in self.param_groups:
             for weight in group["params"] if group["muon"] else ():
                 state = self.state[weight]
-                if not state:  # AdamW expects a step count in every state that it loads
+                if not state:  # `step` is unused here, but AdamW expects it in every state that it loads
                     state.update(step=torch.zeros(()), momentum=torch.zeros_like(weight))
                 momentum = state["momentum"].lerp_(weight.grad, 1 - group["momentum"])
                 update = weight.grad.lerp(momentum, group["momentum"])
-                weight.grad = None  # the other optimizer skips weights without a gradient
+                weight.grad = None  # so that super().step() skips this weight
                 same_shape.setdefault(weight.shape, []).append((weight, update, group))
         for shape, matrices in same_shape.items():
             updates = orthogonalize_all([update for _, update, _ in matrices])
@@ -51,7 +51,7 @@ def orthogonalize_all(matrices):
     first = matrices[0]
     if not isinstance(first, DTensor):
         return orthogonalize(torch.stack(matrices).flatten(2)).reshape(-1, *first.shape).unbind()
-    # A shard cannot be orthogonalized by itself. Redistributed, each process has some of the matrices, complete.
+    # A shard cannot be orthogonalized on its own. So redistribute: each process gets some of the matrices, unsharded.
     rows = [Shard(1) if place.is_shard() else place for place in first.placements]
     whole = [Shard(0) if place.is_shard() else place for place in first.placements]
     shape = (len(matrices), *first.shape)
@@ -60,15 +60,15 @@ def orthogonalize_all(matrices):
     stack = orthogonalize(stack.redistribute(placements=whole).to_local())
     stack = DTensor.from_local(stack, placements=whole, **like).redistribute(placements=rows).to_local()
     like |= dict(shape=first.shape, stride=first.stride())
-    return [DTensor.from_local(rows_of_it, placements=first.placements, **like) for rows_of_it in stack]
+    return [DTensor.from_local(local, placements=first.placements, **like) for local in stack]
 
 
 def orthogonalize(x):
-    """An approximation of the nearest orthogonal matrix to each of `x` [count, rows, columns]: singular values near 1."""
+    """Approximates the nearest orthogonal matrix to each of `x` [count, rows, columns]: its singular values are near 1."""
     if x.size(1) > x.size(2):
         return orthogonalize(x.mT).mT
     x = x / x.norm(dim=(1, 2), keepdim=True).clamp(min=1e-7)
-    for _ in range(5):  # Newton-Schulz steps, with Jordan's coefficients
+    for _ in range(5):  # Newton-Schulz iterations with Jordan's coefficients
         gram = x @ x.mT
         x = torch.baddbmm(x, torch.baddbmm(gram, gram, gram, beta=-4.7750, alpha=2.0315), x, beta=3.4445)
     return x

@@ -1,4 +1,4 @@
-"""Which optimizer steps of which epoch are left, and what is due after each of them: arithmetic on integers, without torch."""
+"""Computes which optimizer steps of which epoch are left, and what to do after each step. Does not need torch."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -28,15 +28,15 @@ class Plan:
 
     @classmethod
     def from_args(cls, args, samples=None):
-        """Reads the plan from the command line.
+        """Builds the plan from the command-line arguments.
 
         Args:
             args: `epochs`, `max_train_steps`, `batch_size`, `log_every`, `eval_every` and `checkpoint_every`, as the training
                 scripts define them, and `gradient_accumulation_steps`, if the script has it.
-            samples (int | None): size of the training set; None: a stream, whose only epoch is `--max_train_steps` long.
+            samples (int | None): size of the training set; None: a stream, treated as one epoch of `--max_train_steps` steps.
 
         Raises:
-            UserError: the training set is smaller than one batch.
+            UserError: the training set is smaller than a batch.
         """
         steps_per_epoch = args.max_train_steps if samples is None else samples // args.batch_size
         if steps_per_epoch == 0:
@@ -59,7 +59,7 @@ class Plan:
             start = end
 
     def epoch_at(self, step):
-        """How many epochs have passed after `step` steps, as a float."""
+        """The number of epochs done after `step` steps, as a float."""
         return step / self.steps_per_epoch
 
     def log_due(self, step):
@@ -82,7 +82,7 @@ class PartOfEpoch:
     """The steps `first` to `last` of one epoch: all of it, or what is left after an interruption.
 
     Attributes:
-        batches_done (int): batches of this epoch that earlier steps have used, for `skip_first_batches`.
+        batches_done (int): batches of this epoch that earlier steps used, for `skip_first_batches`.
         micro_batches (int): batches per step.
     """
 
@@ -95,7 +95,7 @@ class PartOfEpoch:
         """Yields `(step, micro_batches)` for each optimizer step; `micro_batches` iterates over the batches of that step.
 
         Raises:
-            RuntimeError: the loop body left micro-batches of a step unused, or the loader ended before the last step.
+            RuntimeError: the loop body did not use all micro-batches of a step, or the loader ended before the last step.
         """
         batches = iter(batches)
         for step in range(self.first, self.last + 1):
@@ -106,7 +106,7 @@ class PartOfEpoch:
 
 
 class _Counted(Iterator):
-    """Iterates over `items` and counts them."""
+    """Iterates over `items` and counts those used."""
 
     def __init__(self, items):
         self._items, self.count = items, 0

@@ -1,4 +1,4 @@
-"""Draws pictures to files, with matplotlib and without a display."""
+"""Draws image files with matplotlib; needs no display."""
 
 import json
 from pathlib import Path
@@ -16,28 +16,28 @@ DPI = 110
 
 
 def image_grid(path, images, labels, predictions, class_names, columns=8):
-    """Draws images with their predicted class; a wrong one is red, with the true class below.
+    """Draws images with their predicted classes; a wrong prediction is red, with the true class below it.
 
     Args:
         images: uint8 [count, 3, height, width]. labels, predictions: int64 [count].
     """
     rows, (height, width) = -(-len(images) // columns), images.shape[-2:]
-    # One picture of all images, on white with room for two lines of text above each: axes of their own take seconds.
+    # All images in one array, with room for two lines of text above each: separate axes per image would take seconds.
     top, side = round(0.42 * height), round(0.14 * width)
     cell_height, cell_width = height + top, width + side
     sheet = np.full((rows * cell_height, columns * cell_width, 3), 255, np.uint8)
     figure, axis = plt.subplots(figsize=(columns * 1.35, rows * 1.35 * cell_height / cell_width + 0.5))
     axis.axis("off")
-    for place, (image, label, prediction) in enumerate(zip(images, labels.tolist(), predictions.tolist(), strict=True)):
-        y, x = place // columns * cell_height + top, place % columns * cell_width
+    for index, (image, label, prediction) in enumerate(zip(images, labels.tolist(), predictions.tolist(), strict=True)):
+        y, x = index // columns * cell_height + top, index % columns * cell_width
         sheet[y : y + height, x : x + width] = image.permute(1, 2, 0)
         correct = prediction == label
         text = class_names[label] if correct else f"{class_names[prediction]}\nis {class_names[label]}"
         color = "#1a7f37" if correct else "#cf222e"
         axis.text(x + width / 2, y - 1, text, fontsize=9, color=color, ha="center", va="bottom", linespacing=1.0)
     axis.imshow(sheet, interpolation="nearest")
-    right = (labels == predictions).sum().item()
-    figure.suptitle(f"Predicted class of {len(images)} test images: {right} correct", fontsize=11)
+    correct = (labels == predictions).sum().item()
+    figure.suptitle(f"Predicted class of {len(images)} test images: {correct} correct", fontsize=11)
     _save(figure, path)
 
 
@@ -63,7 +63,7 @@ def confusion_matrix(path, counts, class_names):
 
 
 def curves(folder, figures=("loss", "accuracy")):
-    """Draws `figures` over steps for every split that has them: `metrics.jsonl` to `curves.png` in `folder`."""
+    """Draws the metrics `figures` of each split over steps: reads `metrics.jsonl` and writes `curves.png`, both in `folder`."""
     records = [json.loads(line) for line in (Path(folder) / "metrics.jsonl").read_text().splitlines()]
     figure, axes = plt.subplots(1, 2, figsize=(10, 3.6))
     for axis, name in zip(axes, figures, strict=True):
@@ -79,7 +79,7 @@ def curves(folder, figures=("loss", "accuracy")):
 
 
 def classification(folder, data, predictions):
-    """Draws what a classifier does on a test set: `predictions.png` and `confusion_matrix.png` in `folder`.
+    """Draws the predictions of a classifier on a test set: `predictions.png` and `confusion_matrix.png` in `folder`.
 
     Args:
         data: has `test.images` uint8 [samples, 3, height, width], `test.labels` int64 [samples] and `class_names`.
@@ -106,7 +106,7 @@ def _pixels(path):
 
 
 def class_table(data, predictions):
-    """Accuracy per class as lines of text, worst class last; arguments as for `classification`."""
+    """A table of the accuracy per class, lowest last; arguments as for `classification`."""
     counts = confusion(data, predictions)
     totals = counts.sum(1)
     width = max(len(name) for name in data.class_names)

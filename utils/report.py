@@ -1,4 +1,4 @@
-"""Speed, memory, a profile, and the lines that people read."""
+"""Measures speed and memory, profiles, and formats the lines that are printed."""
 
 import contextlib
 import resource
@@ -10,14 +10,14 @@ from accelerate.utils import ProfileKwargs
 
 
 class Meter:
-    """Counts samples and seconds between two log lines; evaluation and saving are left out.
+    """Measures samples per second between two log lines, without evaluation and saving.
 
-    On a GPU the seconds are those of launching the work. Reading the loss at each log line waits for the work itself, so
-    that between two lines they are correct.
+    GPU kernels run asynchronously, but reading the loss for each log line waits for them. So the time between two log lines is
+    correct.
     """
 
     def __init__(self, device, batch_size, rates):
-        """Args: rates (dict): name -> amount per sample, of further speeds to report (`tokens_per_second`, say)."""
+        """Args: rates (dict): name -> amount per sample, of additional rates to report (such as `tokens_per_second`)."""
         self._device, self._batch_size, self._rates = device, batch_size, rates
         self.restart(0)
 
@@ -29,19 +29,19 @@ class Meter:
         """Yields `batches` and adds up the seconds spent waiting for them."""
         batches = iter(batches)
         while True:
-            began = time.perf_counter()
+            start_time = time.perf_counter()
             try:
                 batch = next(batches)
             except StopIteration:
                 return
-            self._data_seconds += time.perf_counter() - began
+            self._data_seconds += time.perf_counter() - start_time
             yield batch
 
     def read(self, step, total_steps):
-        """The figures since the last reading, and a new start.
+        """Returns the measurements since the last call, and starts again.
 
         Returns:
-            tuple[dict, dict]: speeds (`samples_per_second` and the further rates); the state of the run (`step_seconds`,
+            tuple[dict, dict]: rates (`samples_per_second` and the additional ones); the state of the run (`step_seconds`,
             `data_share`, `memory_bytes`, `seconds_left`).
         """
         seconds = max(time.perf_counter() - self._since, 1e-9)
@@ -70,7 +70,7 @@ def memory_bytes(device):
 
 @contextlib.contextmanager
 def profiler(accelerator, folder, wanted):
-    """Profiles optimizer steps 3 to 5 of the main process: call `.step()` of what it yields after each step.
+    """Profiles optimizer steps 3 to 5 on the main process. Call `step()` on the yielded object after each optimizer step.
 
     Writes `profile/trace.json` (open it at ui.perfetto.dev) and `profile/operators.txt` in `folder`.
     """
@@ -95,7 +95,7 @@ class _NoProfiler:
 
 
 def train_line(figures, total_steps):
-    """A training line of metrics.jsonl, for people."""
+    """Formats a training line of metrics.jsonl for printing."""
     left = int(figures["seconds_left"])
     mfu = f"  MFU {figures['mfu']:.1%}" if "mfu" in figures else ""
     return (
@@ -107,13 +107,13 @@ def train_line(figures, total_steps):
 
 
 def evaluation_line(split, step, figures):
-    """The figures of an evaluation, for people."""
+    """Formats the metrics of an evaluation for printing."""
     parts = [f"{name.replace('_', ' ')} {value:.4f}" for name, value in figures.items()]
     return f"step {step}  {split} {'  '.join(parts)}"
 
 
 def summary(results, folder, headline):
-    """The closing lines of a run, from its results."""
+    """Formats the final lines of a run from its results."""
     parts = [f"{name.replace('_', ' ')} {value:.4f}" for name, value in results.items() if name.startswith(("test_", "val_"))]
     processes = f"{results['num_processes']} process{'es' * (results['num_processes'] > 1)}"
     return (

@@ -1,6 +1,6 @@
-"""The folder of a run: what it records, its checkpoints, and how it starts, continues and ends.
+"""Manages the folder of a run: logs, checkpoints and results, and how a run starts, continues and ends.
 
-Several jobs cannot write to one folder: it is locked.
+The folder is locked, so that only one job can write to it.
 """
 
 import contextlib
@@ -27,23 +27,23 @@ from utils.exits import UserError
 
 SAME_COMMAND = "run the same command again to continue"
 LENGTH = {"epochs", "max_train_steps"}
-PATHS = ("dataset", "init_from")  # arguments that may be paths: they are compared, and recorded, as absolute ones
+PATHS = ("dataset", "init_from")  # arguments that may be paths: they are recorded and compared as absolute paths
 
 
 class RunFolder:
-    """The files of one run. Constructed and opened by every process; the main process reads and writes.
+    """The files of one run. Every process creates one and calls `open`; only the main process reads and writes the files.
 
     Attributes:
         path (Path): the folder.
-        finished (dict | None): the results, if this same run is finished already and there is nothing to do.
-        init_from (str | None): `--init_from` of a run that starts; None for one that continues, which has its own weights.
-        progress (dict): what the checkpoint to continue from says about the run: `step`, and the script's own values.
+        finished (dict | None): the results, if this run has already finished and there is nothing to do.
+        init_from (str | None): the value of `--init_from`; None for a run that continues, which has weights of its own.
+        progress (dict): from the checkpoint to continue from: `step`, the values given to `checkpoint`, and more.
         arguments (dict): the arguments of the run as they are recorded and compared.
-        record (dict): what args.json and every checkpoint say about the run.
+        record (dict): the description of the run that is saved in args.json and in every checkpoint.
     """
 
     def __init__(self, args, accelerator, may_change=()):
-        """Args: may_change: names of further arguments, those of one script, that may change when the run is continued."""
+        """Args: may_change: names of additional arguments of the script that may change when the run continues."""
         self.path = Path(args.output_dir)
         self.arguments = comparable(vars(args))
         self.finished, self.progress, self.record = None, {}, None
@@ -63,14 +63,14 @@ class RunFolder:
         """Locks the folder for this run and looks for a checkpoint to continue from; writes nothing.
 
         Args:
-            plan (Plan | None): the length of the run; None: the length may not change either, and there are no checkpoints.
+            plan (Plan | None): the plan of the run; None: a script without checkpoints, whose length may not change.
 
         Raises:
-            UserError: the folder cannot be written, is in use, or holds a run that this one must not continue; there is no
-                undamaged checkpoint where there should be one; or the run is longer than `plan` already.
+            UserError: the folder cannot be written, is in use, or belongs to a run that these arguments do not continue; all
+                checkpoints are damaged; or the run has already taken more steps than `plan` allows.
         """
         self._plan = plan
-        self.finished, found, self._run_id = topology.run_on_main(self._accelerator, self._take_and_find)
+        self.finished, found, self._run_id = topology.run_on_main(self._accelerator, self._claim_and_find)
         if self.finished and plan and self.is_main:
             print(report.summary(self.finished, self.path, "this run is finished already, nothing to do"))
             print("to train longer, run the same command with a larger --epochs or --max_train_steps")
@@ -79,8 +79,8 @@ class RunFolder:
             self.progress, self._earlier_length = manifest["progress"], manifest["total_steps"]
             self.init_from = None
 
-    def _take_and_find(self):
-        earlier = self.take()
+    def _claim_and_find(self):
+        earlier = self.claim()
         status = read_json(self.path / "status.json") or {}
         results = read_json(self.path / "results.json") if earlier and status.get("state") == "finished" else None
         if results and (self._plan is None or results["global_step"] == self._plan.total_steps):
@@ -89,23 +89,23 @@ class RunFolder:
         if found:
             path, manifest = found
             self.check_same(manifest["arguments"], path)
-            taken = manifest["progress"]["step"]
-            if self._plan.total_steps < taken:
+            steps_taken = manifest["progress"]["step"]
+            if self._plan.total_steps < steps_taken:
                 raise UserError(
-                    f"--epochs or --max_train_steps ask for {self._plan.total_steps} steps, but the run has taken {taken} "
-                    f"already ({path}): give at least as many, or use another --output_dir"
+                    f"--epochs or --max_train_steps ask for {self._plan.total_steps} steps, but the run has taken "
+                    f"{steps_taken} already ({path}): give at least as many, or use another --output_dir"
                 )
         return None, found, (earlier or {}).get("run_id", self._run_id)
 
-    def take(self):
-        """Locks the folder for this process and checks that this run may have it; main process only.
+    def claim(self):
+        """Locks the folder for this process and checks that this run may use it; main process only.
 
         Returns:
-            dict | None: args.json of the run that it holds.
+            dict | None: args.json of the run in the folder, if there is one.
         """
         try:
             self.path.mkdir(parents=True, exist_ok=True)
-            self._take_lock()
+            self._lock_folder()
             probe = self.path / ".probe"
             probe.write_bytes(bytes(1 << 16))
             probe.unlink()
@@ -120,15 +120,17 @@ class RunFolder:
         if earlier is None:
             own = (".lock", ".args.json.", "checkpoints")
             if any(not entry.name.startswith(own) for entry in self.path.iterdir()):
-                raise UserError(f"{self.path} is not empty and holds no run of these scripts: use another --output_dir")
+                raise UserError(
+                    f"{self.path} is not empty and does not contain a run of these scripts: use another --output_dir"
+                )
             return None
         if self._resume == "never":
-            raise UserError(f"{self.path} already holds a run: with --resume never, use another --output_dir")
+            raise UserError(f"{self.path} already contains a run: with --resume never, use another --output_dir")
         self.check_same(earlier["arguments"], self.path)
         return earlier
 
     def check_same(self, arguments, place):
-        """Raises UserError, naming each difference, if `arguments` (found in `place`) are those of another run."""
+        """Raises UserError, which lists each difference, if `arguments` (recorded in `place`) are those of another run."""
         may_change = self._may_change | LENGTH if self._plan else self._may_change
         differences = []
         for name in sorted((arguments.keys() | self.arguments.keys()) - may_change):
@@ -145,19 +147,21 @@ class RunFolder:
         """Loads the checkpoint that `open` found, if any, and opens the logs; call it on every process, after `prepare`.
 
         Args:
-            scheduler: as prepared, its learning rate is set to what the schedule of the present length says.
-            rates (dict | None): name -> amount per sample, of further speeds to log (`tokens_per_second`, say).
+            scheduler: the prepared scheduler; its learning rate is set to that of the schedule for the current length.
+            rates (dict | None): name -> amount per sample, of additional rates to log (such as `tokens_per_second`).
 
         Returns:
-            int: optimizer steps done: 0 for a new run.
+            int: the number of optimizer steps done; 0 for a new run.
         """
         if self._checkpoint:
-            checkpoint.load(self._accelerator, self._checkpoint)  # accelerator.load_state, if it executes no code
+            checkpoint.load(
+                self._accelerator, self._checkpoint
+            )  # accelerator.load_state, after a check that it executes no code
             self._apply_schedule(scheduler)
         exits.on_failure(self._failed)
         step = self.progress.get("step", 0)
         self._resumed_from, self._saved_at, self._best = step, step, self.progress.get("best")
-        self._began = time.perf_counter()
+        self._start_time = time.perf_counter()
         self._meter = report.Meter(self._accelerator.device, self._batch_size, rates or {})
         self._meter.restart(step)
         if self.is_main:
@@ -172,7 +176,7 @@ class RunFolder:
         return step
 
     def _apply_schedule(self, scheduler):
-        # A checkpoint holds the learning rate of the length that it was saved with.
+        # The learning rate in a checkpoint is for the length of the run at that time.
         step, change = self.progress["step"], "the learning rate does not depend on it"
         if scheduler is not None:
             before = scheduler.get_last_lr()[0]
@@ -213,16 +217,16 @@ class RunFolder:
     # --------------------------------------------------------------------------------------------------------- log
 
     def timed(self, batches):
-        """Yields `batches`; the log line says which share of the time the loop waited for them."""
+        """Yields `batches`, and measures for the log line which share of the time the loop waits for them."""
         return self._meter.timed(batches)
 
     def log(self, split, step, score=None, **figures):
-        """Logs figures of this step on the screen, in metrics.jsonl and with the trackers. Call it on every process.
+        """Logs metrics of this step to the screen, to metrics.jsonl and to the trackers. Call it on every process.
 
-        `train` lines also get the speed, the memory and the time left.
+        For the split `train` this adds the speed, the memory and the time left.
 
         Args:
-            score (float | None): of an evaluation, higher is better: the checkpoint with the best score is kept.
+            score (float | None): score of an evaluation, higher is better; the checkpoint with the best score is kept.
         """
         if split == "train":
             speeds, state = self._meter.read(step, self._plan.total_steps)
@@ -254,7 +258,7 @@ class RunFolder:
             self.print(report.evaluation_line(split, step, figures))
 
     def write(self, split, step, **figures):
-        """Appends a line to metrics.jsonl; a line that is already there, from before a restart, is not repeated."""
+        """Appends a line to metrics.jsonl, unless the line of this step was already written before a restart."""
         if self.is_main and (split, step) not in self._logged:
             self._logged.add((split, step))
             self._metrics.write(json.dumps({"split": split, "step": step, **figures}) + "\n")
@@ -269,16 +273,17 @@ class RunFolder:
 
     @contextlib.contextmanager
     def checkpoint(self, step, **state):
-        """Yields the folder for `accelerator.save_state`, which becomes `checkpoints/step_N`, complete or not at all.
+        """Yields the folder for `accelerator.save_state`, which becomes `checkpoints/step_N` atomically.
 
-        Every file is hashed and synced to disk before the folder gets its name. A write error costs this checkpoint only,
-        with a warning; training continues on all processes alike, until `--max_failed_checkpoints` have failed in a row.
+        Every file is hashed and synced to disk before the folder gets its final name. If writing fails, this prints a warning,
+        and training continues on all processes without this checkpoint; after `--max_failed_checkpoints` failures in a row,
+        the run ends with an error.
 
         Args:
-            state: plain values to keep with it: `run.progress` has them after a restart.
+            state: values to save with it, as JSON; after a restart they are in `run.progress`.
         """
-        began = time.perf_counter()
-        score = self._score[1] if self._score and self._score[0] == step else None  # of an evaluation of this very step
+        start_time = time.perf_counter()
+        score = self._score[1] if self._score and self._score[0] == step else None  # of the evaluation after this step
         progress = {"step": step, "train_seconds": self.train_seconds(), "score": score, "best": self._best, **state}
         folder, error = checkpoint.start(self._accelerator, self.path)
         try:
@@ -289,7 +294,7 @@ class RunFolder:
             error = caught
         manifest = {"progress": progress, **(self.record or {})}
         written = checkpoint.finish(self._accelerator, folder, error, manifest, self._keep)
-        self.write("checkpoint", step, seconds=time.perf_counter() - began, written=written)
+        self.write("checkpoint", step, seconds=time.perf_counter() - start_time, written=written)
         self._meter.restart(step)
         self._failures = 0 if written else self._failures + 1
         if written:
@@ -301,31 +306,31 @@ class RunFolder:
             )
 
     def train_seconds(self):
-        """Seconds since the first step, without those between an interruption and the restart."""
-        return self.progress.get("train_seconds", 0.0) + time.perf_counter() - self._began
+        """Seconds since the first step, without the time between an interruption and the restart."""
+        return self.progress.get("train_seconds", 0.0) + time.perf_counter() - self._start_time
 
     # --------------------------------------------------------------------------------------------------------- end
 
     def exit_preempted(self, where):
-        """Ends every process because a signal asked for it: records `where` it stopped, and exits with code `PREEMPTED`.
+        """Ends every process after a signal: records `where` the run stopped, and exits with code `PREEMPTED`.
 
         Args:
-            where (int | str): the optimizer step; a script without checkpoints says it in words.
+            where (int | str): the optimizer step; for a script without checkpoints, a description.
         """
         if isinstance(where, int):
             where = f"at step {where}, saved at step {self._saved_at}"
         reason = f"stopped by {exits.signal_name() or 'a signal to another process'} {where}"
         self._write_status("preempted", reason, step=self._saved_at, next=SAME_COMMAND)
         self.print(f"{reason}: {SAME_COMMAND}")
-        self._accelerator.wait_for_everyone()  # a scheduler may end the other machines once one has exited
+        self._accelerator.wait_for_everyone()  # a scheduler may stop the other machines when one exits
         self._accelerator.end_training()
         sys.exit(exits.PREEMPTED)
 
     def finish(self, step, next_command=None, **figures):
-        """Writes results.json and then the status, both atomically, and prints a summary.
+        """Writes results.json and then status.json, both atomically, and prints a summary.
 
         Args:
-            next_command (str | None): what to run next, to look at the results.
+            next_command (str | None): a command to suggest for looking at the results.
             figures: final metrics.
         """
         seconds = self.train_seconds()
@@ -359,9 +364,9 @@ class RunFolder:
             write_json(self.path / "status.json", {"state": state, "reason": reason, "time": _now(), **more})
 
     def _failed(self, reason, retry):
-        """Records why the run failed; returns what to do next, or None if another process has recorded it before.
+        """Records why the run failed; returns what to do next, or None if another process has already recorded a reason.
 
-        The first process to fail knows why; what the others report, who have lost contact with it, comes later.
+        The first process to fail knows the reason. The others fail later, because they lose contact with it.
         """
         if (read_json(self.path / "status.json") or {}).get("state") != "running":
             return None
@@ -369,9 +374,9 @@ class RunFolder:
         write_json(self.path / "status.json", {"state": "failed", "reason": reason, "time": _now(), "next": advice})
         return advice
 
-    def _take_lock(self):
-        # A POSIX record lock belongs to the process: the kernel drops it at any death, and forked data loader
-        # workers do not inherit it. A killed job's processes may take a few seconds to go: wait for them.
+    def _lock_folder(self):
+        # A POSIX record lock belongs to the process: the kernel releases it however the process ends, and forked data loader
+        # workers do not inherit it. The processes of a killed job may take a few seconds to exit: wait for them.
         self._lock = (self.path / ".lock").open("a+")
         deadline = time.monotonic() + 2 * exits.ORPHAN_SECONDS
         while True:
@@ -399,7 +404,7 @@ class RunFolder:
 
 
 def comparable(arguments):
-    """Arguments as JSON keeps them; a path to existing data is made absolute, so that it compares equal."""
+    """The arguments that JSON can store. Paths to existing data are made absolute, so that they compare equal."""
     plain = {name: value for name, value in arguments.items() if isinstance(value, (str, int, float, bool, type(None)))}
     for name in PATHS:
         path = plain.get(name)
@@ -409,28 +414,28 @@ def comparable(arguments):
 
 
 def moved(before, now):
-    """Whether a path to data of before is no more, and that of now has its name: so that a whole project can be moved."""
+    """Whether data was moved: `before` no longer exists, and `now` has the same name. Allows a whole project to be moved."""
     before, now = Path(str(before)), Path(str(now))
     return before.is_absolute() and not before.exists() and now.is_absolute() and before.name == now.name
 
 
 def versions():
-    """Versions of Python and of the packages that decide what is computed."""
+    """Versions of Python and of the packages that can change results."""
     packages = ("torch", "torchvision", "accelerate", "datasets")
-    found = {}
+    installed = {}
     for package in packages:
         try:
-            found[package] = metadata.version(package)
+            installed[package] = metadata.version(package)
         except metadata.PackageNotFoundError:
-            found[package] = None
-    return {"python": platform.python_version(), **found}
+            installed[package] = None
+    return {"python": platform.python_version(), **installed}
 
 
 def git_commit():
-    """The commit of the script that runs, `-dirty` if it was changed since, or None outside a checkout."""
+    """The git commit of the running script, with `-dirty` if files were changed since, or None outside a repository."""
     folder = Path(sys.argv[0]).resolve().parent
     try:
-        told = subprocess.run(
+        done = subprocess.run(
             ["git", "describe", "--always", "--dirty", "--abbrev=40", "--exclude=*"],
             cwd=folder,
             capture_output=True,
@@ -439,11 +444,11 @@ def git_commit():
         )
     except (OSError, subprocess.TimeoutExpired):
         return None
-    return told.stdout.strip() if told.returncode == 0 else None
+    return done.stdout.strip() if done.returncode == 0 else None
 
 
 def read_json(path):
-    """The JSON in `path`, or None if there is no such file. Raises UserError if it is damaged."""
+    """Reads JSON from `path`; None if there is no such file. Raises UserError if it is damaged."""
     try:
         return json.loads(Path(path).read_text())
     except FileNotFoundError:
@@ -453,19 +458,19 @@ def read_json(path):
 
 
 def write_json(path, value):
-    """Writes `value` so that a reader, at any moment, finds the whole old file or the whole new one."""
+    """Writes `value` as JSON, atomically: a reader finds either the complete old file or the complete new one."""
     write_text(path, json.dumps(value, indent=2) + "\n")
 
 
 def write_text(path, text):
     """Like `write_json`, for text."""
     path = Path(path)
-    beside = path.with_name(f".{path.name}.{os.getpid()}.writing")  # processes that fail together all write the status
-    with beside.open("w") as file:
+    temporary = path.with_name(f".{path.name}.{os.getpid()}.writing")  # per process, as several may write the status
+    with temporary.open("w") as file:
         file.write(text)
         file.flush()
         os.fsync(file.fileno())
-    os.replace(beside, path)
+    os.replace(temporary, path)
 
 
 def _now():

@@ -1,18 +1,18 @@
-"""Text from a model that predicts bytes."""
+"""Generates text with a model that predicts bytes."""
 
 import torch
 
 
-@torch.compiler.set_stance("force_eager")  # every byte makes the text longer, and each length would be compiled anew
+@torch.compiler.set_stance("force_eager")  # eager, because each text length would be compiled separately
 @torch.no_grad()
 def generate(model, block_size, device, prompt="\n", length=500, temperature=0.8, top_k=None, seed=0):
     """Continues `prompt` by `length` bytes, each sampled from the `top_k` most likely ones.
 
-    Under FSDP every process has to call it, because a forward pass needs all shards. They all draw the same bytes.
+    Under FSDP every process must call this function, because a forward pass needs all shards. All draw the same bytes.
 
     Args:
         model: int64 bytes [1, time <= block_size] -> logits [1, time, 256].
-        temperature (float): 0: always the most likely byte.
+        temperature (float): 0: always choose the most likely byte.
         top_k (int | None): None: sample from all bytes.
 
     Returns:
@@ -20,7 +20,7 @@ def generate(model, block_size, device, prompt="\n", length=500, temperature=0.8
     """
     was_training = model.training
     model.eval()
-    generator = torch.Generator().manual_seed(seed)  # separate: training draws the same numbers with or without samples
+    generator = torch.Generator().manual_seed(seed)  # separate: sampling must not change training's random numbers
     text = torch.tensor([list(prompt.encode())], device=device)
     for _ in range(length):
         logits = model(text[:, -block_size:])[0, -1].float().cpu()

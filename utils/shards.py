@@ -8,7 +8,7 @@ import torch
 from torch.distributed.checkpoint.metadata import BytesStorageMetadata
 
 INDEX = ".metadata"
-# Everything that the index of a checkpoint may refer to.
+# All names that the index of a checkpoint may refer to: module -> names.
 KNOWN = {
     "torch.distributed.checkpoint.metadata": {
         "BytesStorageMetadata",
@@ -31,7 +31,7 @@ KNOWN = {
 def refuse_code(folder):
     """Checks that loading sharded state anywhere below `folder` executes no code.
 
-    torch unpickles its index, and those of its values that are not tensors.
+    torch unpickles the index and all values that are not tensors.
 
     Raises:
         pickle.UnpicklingError: loading would execute code, or the index is invalid; the message says what.
@@ -49,14 +49,14 @@ def _check(folder):
     with (folder / INDEX).open("rb") as file:
         index = _Inspector(file).load()
     if type(index.storage_data) is not dict or type(index.state_dict_metadata) is not dict:
-        raise TypeError("it does not hold plain dictionaries")  # another mapping could show torch other items than us
-    for key, place in index.storage_data.items():
-        if getattr(place, "transform_descriptors", None):
-            raise pickle.UnpicklingError(f"{key.fqn} is stored in a transformed way")
+        raise TypeError("it does not hold plain dictionaries")  # another type could return other items to torch than here
+    for key, location in index.storage_data.items():
+        if getattr(location, "transform_descriptors", None):
+            raise pickle.UnpicklingError(f"{key.fqn} is stored with a transform")
         if isinstance(index.state_dict_metadata[key.fqn], BytesStorageMetadata):
-            with (folder / place.relative_path).open("rb") as file:
-                file.seek(place.offset)
-                torch.load(io.BytesIO(file.read(place.length)), weights_only=True)
+            with (folder / location.relative_path).open("rb") as file:
+                file.seek(location.offset)
+                torch.load(io.BytesIO(file.read(location.length)), weights_only=True)
 
 
 class _Inspector(pickle.Unpickler):

@@ -1,6 +1,6 @@
-"""Text as bytes: a Hub id, local files or `synthetic`, in memory and split into windows, or streamed.
+"""Loads text as bytes from a Hub id, local files or `synthetic`: in memory and split into windows, or streamed.
 
-A window is `block_size + 1` bytes: the model reads all but the last and predicts all but the first.
+A window has `block_size + 1` bytes: the inputs are all but the last, the targets are all but the first.
 """
 
 import random
@@ -16,34 +16,34 @@ from accelerate.utils import gather_object
 from utils.exits import RunFailed, UserError
 
 FORMATS = {".txt": "text", ".jsonl": "json", ".json": "json", ".parquet": "parquet"}
-RECORDS = {"dataset_infos.json", "dataset_info.json", "dataset_dict.json", "state.json"}  # written by `datasets`: not text
+RECORDS = {"dataset_infos.json", "dataset_info.json", "dataset_dict.json", "state.json"}  # metadata that `datasets` writes
 COMPRESSED = {".gz", ".bz2", ".xz", ".zst", ".zip", ".tar"}
 ALTERNATIVES = "use a Hub id such as karpathy/tiny_shakespeare, a local text file or folder, or --dataset synthetic"
-HELD_OUT_BYTES = 1 << 20  # of a stream, for evaluation
-HELD_OUT_ONE_IN = 64  # documents
+HELD_OUT_BYTES = 1 << 20  # bytes of a stream that are held out for evaluation
+HELD_OUT_ONE_IN = 64  # 1 in 64 documents of a stream is held out
 
 
 class Windows(torch.utils.data.Dataset):
-    """Consecutive windows of a text, served to a `DataLoader` in whole batches.
+    """Consecutive windows of a text. Returns whole batches to a `DataLoader`.
 
     A batch is a dict: `inputs` and `targets` int64 [batch, block_size], `ids` int64 [batch].
 
     Args:
         text: uint8 [bytes].
-        seed (int | None): an integer: training windows, which start at another offset in each epoch. None: every byte except
-            the first is predicted exactly once; targets past the end, in the last window, are -100, which the loss ignores.
+        seed (int | None): for training, the seed of the offset at which the windows of an epoch start. None, for evaluation:
+            every byte except the first is a target exactly once; targets past the end are -100, which the loss ignores.
     """
 
     def __init__(self, text, block_size, seed=None):
         self.text, self.block_size, self.seed, self.shift = text, block_size, seed, 0
-        whole, rest = divmod(len(text) - 1, block_size)
-        # A shifted epoch needs up to block_size - 1 more bytes.
-        self.count = (len(text) - block_size) // block_size if seed is not None else whole + (rest > 0)
+        full, rest = divmod(len(text) - 1, block_size)
+        # An offset uses up to block_size - 1 bytes.
+        self.count = (len(text) - block_size) // block_size if seed is not None else full + (rest > 0)
 
-    def cut_for(self, epoch):
-        """Sets the offset of this epoch, a function of the seed and the epoch: the same on every process.
+    def set_offset(self, epoch):
+        """Sets the offset for `epoch`. It depends only on the seed and the epoch, so it is the same on every process.
 
-        Not called `set_epoch`, because Accelerate calls a method of that name itself, on some topologies only.
+        The name is not `set_epoch`, because on some topologies Accelerate calls a method of that name.
         """
         if self.seed is not None:
             self.shift = random.Random(f"{self.seed} {epoch}").randrange(self.block_size)
@@ -62,14 +62,14 @@ class Windows(torch.utils.data.Dataset):
 def load_text(name, column, block_size, seed=0):
     """Loads a text and splits it: the first nine tenths for training, the last tenth for evaluation.
 
-    A local `.txt` file, or the `.txt` files of a folder in the order of their names, are read byte for byte. Of any other
-    source, the rows of `column` are joined; if there are several, each ends with a newline.
+    A local `.txt` file, or the `.txt` files of a folder sorted by name, are read byte for byte. From any other source, the
+    rows of `column` are joined; if there are several, each ends with a newline.
 
     Returns:
         tuple: uint8 [training bytes], uint8 [held-out bytes].
 
     Raises:
-        UserError: it cannot be found or read, lacks the column, or is too short for `block_size`.
+        UserError: the text cannot be found or read, has no such column, or is too short for `block_size`.
     """
     if name == "synthetic":
         text = synthetic_text(seed)
@@ -96,21 +96,21 @@ def load_text(name, column, block_size, seed=0):
 
 
 def synthetic_text(seed, sentences=4000):
-    """Makes sentences from 60 invented words, each of which is followed by one of four others.
+    """Generates sentences from 60 invented words; after each word come only four others.
 
     Returns:
-        bytes: about 35 per sentence. The loss of a model that knows only how often each byte occurs is far above that of a
-        model that learns the words and their order.
+        bytes: about 35 per sentence. A model that learns the words and their order has a far lower loss than one that knows
+        only the frequency of each byte.
     """
-    chance = random.Random(f"text {seed}")
-    words = ["".join(chance.choice("bdfgklmnprstvz") + chance.choice("aeiou") for _ in range(chance.choice((1, 2, 2, 3))))
+    rng = random.Random(f"text {seed}")
+    words = ["".join(rng.choice("bdfgklmnprstvz") + rng.choice("aeiou") for _ in range(rng.choice((1, 2, 2, 3))))
              for _ in range(60)]  # fmt: skip
-    after = {word: chance.choices(words, k=4) for word in words}
+    after = {word: rng.choices(words, k=4) for word in words}
     lines = []
     for _ in range(sentences):
-        sentence = [chance.choice(words)]
-        for _ in range(chance.randint(4, 9)):
-            sentence.append(chance.choice(after[sentence[-1]]))
+        sentence = [rng.choice(words)]
+        for _ in range(rng.randint(4, 9)):
+            sentence.append(rng.choice(after[sentence[-1]]))
         lines.append(" ".join(sentence).capitalize() + ".\n")
     return "".join(lines).encode()
 
@@ -119,18 +119,18 @@ def synthetic_text(seed, sentences=4000):
 
 
 def held_out(document):
-    """Whether a document is for evaluation: a function of its bytes, so the same in any order and on any process."""
+    """Whether a document is held out for evaluation. Depends only on its bytes, so it is the same on every process."""
     return zlib.crc32(document) % HELD_OUT_ONE_IN == 0
 
 
 def load_held_out(name, column, block_size):
-    """Reads a stream from the start until it has `HELD_OUT_BYTES` of held-out documents, or to its end.
+    """Reads a stream from the start until `HELD_OUT_BYTES` of held-out documents are found, or the stream ends.
 
     Returns:
         uint8 [bytes].
 
     Raises:
-        UserError: it cannot be read, lacks the column, or has too little text.
+        UserError: the stream cannot be read, has no such column, or has too little text.
     """
     text, documents = bytearray(), 0
     for document in _documents(open_stream(name, column), column, name, UserError):
@@ -141,14 +141,14 @@ def load_held_out(name, column, block_size):
                 break
     if len(text) < 2:
         raise UserError(
-            f"--dataset {name} has {documents} rows, none of which is in the 1 in {HELD_OUT_ONE_IN} for evaluation: "
+            f"--dataset {name} has {documents} rows, none of which is held out for evaluation (1 in {HELD_OUT_ONE_IN} is): "
             "too small to stream, run without --streaming"
         )
     return torch.frombuffer(text, dtype=torch.uint8)
 
 
 def open_stream(name, column):
-    """The rows of `column` as a `datasets.IterableDataset`, read as they are needed."""
+    """Opens `column` as a `datasets.IterableDataset`, which reads rows as they are needed."""
     if name == "synthetic":
         rows = [{column: line} for line in synthetic_text(0).decode().splitlines()]
         return datasets.Dataset.from_list(rows).to_iterable_dataset(num_shards=8)
@@ -159,18 +159,18 @@ def open_stream(name, column):
 class TextStream(torch.utils.data.IterableDataset):
     """The share of this process of an endless, shuffled stream of micro-batches, the same for any number of processes.
 
-    The data is split into a fixed number of `lanes` (by files if their number is a multiple of it, else by rows), and every
-    global batch takes equally many windows from each lane. Each process reads its own lanes only, so the global batches do not
-    depend on the number of processes, which must divide the number of lanes.
+    The data is split into a fixed number of parts, the `lanes` (by files if the number of files is a multiple of it, else by
+    rows). Every global batch takes the same number of windows from each lane, and each process reads only its own lanes. So the
+    global batches do not depend on the number of processes, which must divide the number of lanes.
 
-    A lane collects `buffer` windows, yields them in random order, and then collects the next ones. So its position is where the
-    buffer starts and how many windows were yielded: after a restart the same buffer is read again. Each batch has the
-    positions of all lanes after it in `position`.
+    A lane fills a buffer with `buffer` windows, yields them in random order, and then fills the next buffer. Its position is
+    the start of the buffer and the number of windows yielded from it: after a restart the same buffer is read again. In each
+    batch, `position` has the positions of the lanes of this process after the batch.
 
     Args:
         micro_batch (int): windows per batch on this process.
         share (tuple[int, int]): index of this process, number of processes.
-        position (dict | None): of all lanes, by their number as a string: the `position` of the batch before.
+        position (dict | None): lane number (as a string) -> position, gathered from all processes after the last batch.
     """
 
     def __init__(self, name, column, block_size, micro_batch, *, lanes, buffer, seed, share, position=None):
@@ -181,7 +181,7 @@ class TextStream(torch.utils.data.IterableDataset):
                 f"{micro_batch * processes} windows over all of them"
             )
         own = range(process * lanes // processes, (process + 1) * lanes // processes)
-        # Opened once per lane: data sets split from the same one would share the state of its reader.
+        # Open the data set once per lane: lanes that are split from one object would share its reading state.
         self.lanes = {}
         for lane in own:
             rows = datasets.distributed.split_dataset_by_node(open_stream(name, column), lane, lanes)
@@ -192,7 +192,7 @@ class TextStream(torch.utils.data.IterableDataset):
 
     @classmethod
     def from_args(cls, args, accelerator, position=None):
-        """The share of this process, as the command line says, continued at `position`."""
+        """Creates the share of this process from the command-line arguments, starting at `position`."""
         micro_batch = args.batch_size // args.gradient_accumulation_steps // accelerator.num_processes
         share = (accelerator.process_index, accelerator.num_processes)
         options = dict(lanes=args.stream_lanes, buffer=args.shuffle_buffer, seed=args.seed, share=share, position=position)
@@ -219,7 +219,7 @@ def gather_position(batch):
 
 
 class _Lane:
-    """Endless windows from one part of the stream; `position` holds plain numbers and strings."""
+    """Yields windows from one part of the stream without end; `position` can be stored as JSON."""
 
     def __init__(self, rows, name, column, block_size, buffer, seed):
         self.rows, self.name, self.column, self.block_size, self.buffer, self.seed = (
@@ -230,12 +230,12 @@ class _Lane:
             buffer,
             seed,
         )
-        # Where the buffer starts (the state of `rows`, hex of bytes read but not used), its number, windows yielded from it.
+        # Start of the buffer (state of `rows`; unused bytes, as hex), number of the buffer, windows yielded ("taken") from it.
         self.position = {"rows": None, "rest": "", "buffers": 0, "taken": 0}
 
     def __iter__(self):
         if self.position["rows"] is not None:
-            self.rows.set_epoch(self.position["rows"]["epoch"])  # otherwise the state is silently ignored
+            self.rows.set_epoch(self.position["rows"]["epoch"])  # otherwise `datasets` silently ignores the state
             self.rows.load_state_dict(self.position["rows"])
         documents = self._documents()
         while True:
@@ -258,24 +258,24 @@ class _Lane:
                 yield windows[order[taken]]
 
     def _documents(self):
-        """Yields the training documents, from the position of `rows`, pass after pass."""
+        """Yields the training documents from the position of `rows` on, and starts again at the end, without end."""
         empty_passes = 0
-        while empty_passes < 2:  # what is left of a continued pass may be empty
+        while empty_passes < 2:  # the rest of a resumed pass may be empty
             empty_passes += 1
-            for document in _documents(self.rows, self.column, self.name, partial(RunFailed, speaker=None)):
+            for document in _documents(self.rows, self.column, self.name, partial(RunFailed, rank_variable=None)):
                 if not held_out(document):
                     empty_passes = 0
                     yield document
-            # This also keeps `rows` from returning to the state that was loaded into it.
+            # Without this, the next pass would start from the state that was loaded.
             self.rows.set_epoch(self.rows.epoch + 1)
-        raise RunFailed(f"--dataset {self.name}: a lane of the stream has no text: use fewer --stream_lanes", speaker=None)
+        raise RunFailed(f"--dataset {self.name}: a lane of the stream is empty: use fewer --stream_lanes", rank_variable=None)
 
 
 # --------------------------------------------------------------------------------------------------------- reading
 
 
 def _local_files(name):
-    """The files of a local path, all of one format, in the order of their names; none if `name` is not a local path."""
+    """The files of a local path, all of one format, sorted by name; an empty list if `name` is not a local path."""
     path = Path(name).expanduser()
     if not path.exists():
         if name.startswith((".", "/", "~")) or path.suffix in FORMATS:
@@ -287,10 +287,10 @@ def _local_files(name):
         # A file with any other suffix is read as text.
         return [path]
     files = sorted(file for file in path.rglob("*") if file.suffix in FORMATS and file.name not in RECORDS)
-    for other in files:
-        if other.suffix != files[0].suffix:
+    for file in files:
+        if file.suffix != files[0].suffix:
             raise UserError(
-                f"--dataset {name} holds both {files[0].name} and {other.name}: give a folder of one format, or a file"
+                f"--dataset {name} holds both {files[0].name} and {file.name}: give files of one format, or one file"
             )
     if files:
         return files
@@ -298,7 +298,7 @@ def _local_files(name):
 
 
 def _load(name, column, files, streaming):
-    """Loads a Hub id (no `files`) or local files with `datasets`, and checks that they have the column: a dict of splits."""
+    """Loads `files` (or the Hub id `name`, if there are none) with `datasets`, and checks the column. Returns the splits."""
     datasets.disable_progress_bars()
     source = (
         dict(path=FORMATS.get(files[0].suffix, "text"), data_files={"train": [str(file) for file in files]})
@@ -307,9 +307,9 @@ def _load(name, column, files, streaming):
     )
     try:
         splits = datasets.load_dataset(**source, streaming=streaming)
-        some = next(iter(splits.values()))
-        columns = some.column_names or list(next(iter(some), {column: None}))
-    except Exception as error:  # the library raises its own, fsspec's, pyarrow's and the network's
+        first_split = next(iter(splits.values()))
+        columns = first_split.column_names or list(next(iter(first_split), {column: None}))
+    except Exception as error:  # errors of datasets, fsspec, pyarrow or the network
         raise UserError(f"cannot load --dataset {name} ({_first_line(error)}); {ALTERNATIVES}") from None
     if column not in columns:
         raise UserError(f"--dataset {name} has no column {column}: give --text_column, one of {', '.join(columns)}")
@@ -317,7 +317,7 @@ def _load(name, column, files, streaming):
 
 
 def _documents(rows, column, name, failure):
-    """Yields the rows as bytes, each with a final newline; raises `failure` with one line if they cannot be read."""
+    """Yields the rows as bytes, each with a final newline; raises `failure` if a row cannot be read."""
     number = 0
     try:
         for row in rows:

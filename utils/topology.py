@@ -1,4 +1,4 @@
-"""Processes and devices: checks a launch, prints what runs where, and runs functions on some processes first."""
+"""Helpers for processes and devices: check a launch, print what runs where, run functions on some processes first."""
 
 import importlib.util
 import os
@@ -20,7 +20,7 @@ def check_launch(training=False):
     """Checks that the requested processes can run here; call it before `Accelerator(...)`.
 
     Args:
-        training (bool): whether this is a training run, in which a notice about bf16 is worth a line.
+        training (bool): whether this is a training run, which prints a notice if bf16 would be faster.
 
     Returns:
         bool: whether to run on the CPU, for `Accelerator(cpu=...)`. On a machine without a GPU every topology runs on the CPU,
@@ -31,10 +31,10 @@ def check_launch(training=False):
     """
     local_processes = int(os.environ.get("LOCAL_WORLD_SIZE", 1))
     if importlib.util.find_spec("lomo_optim") is None:
-        # Accelerate searches for this optional package twice in every optimizer step, which takes 0.1 ms or more. None in
-        # sys.modules says that it is not there.
+        # Accelerate searches for this optional package twice in every optimizer step, which takes 0.1 ms or more. With None in
+        # sys.modules, Python does not search.
         sys.modules["lomo_optim"] = None
-    # The launcher passes `use_cpu` to a single process only; with several, read it from the YAML.
+    # The launcher passes `use_cpu` on only if it starts a single process; for several, read it from the YAML file.
     wants_cpu = os.environ.get("ACCELERATE_USE_CPU", "false").lower() == "true" or _launch_config().get("use_cpu", False)
     gpus = 0 if wants_cpu else torch.cuda.device_count()
     if gpus:
@@ -43,14 +43,14 @@ def check_launch(training=False):
             raise UserError(
                 f"{_config_name()} starts {local_processes} processes on this machine, which has {gpus} "
                 f"GPU{'s' * (gpus > 1)}: use {fits}gpu.yaml",
-                speaker="LOCAL_RANK",
+                rank_variable="LOCAL_RANK",
             )
-        # Deterministic algorithms make a resumed run equal bit for bit. An operation without one prints a warning. This also
-        # keeps NCCL from reducing inside NVLink switches, where the order of summation varies.
+        # Deterministic algorithms make a resumed run identical bit for bit. An operation that has none prints a warning. They
+        # also keep NCCL from reducing inside NVLink switches, where the order of summation varies.
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
         torch.backends.cudnn.deterministic = True
         torch.use_deterministic_algorithms(True, warn_only=True)
-        torch.utils.deterministic.fill_uninitialized_memory = False  # it takes time
+        torch.utils.deterministic.fill_uninitialized_memory = False  # for speed
         return False
     precision = os.environ.get("ACCELERATE_MIXED_PRECISION", "no")
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
@@ -60,16 +60,16 @@ def check_launch(training=False):
             os.environ["ACCELERATE_MIXED_PRECISION"] = "no"
         if exits.is_main():
             _notice(
-                f"NO GPU HERE: {_config_name()} is rehearsed on the CPU with {local_processes} process"
+                f"NO GPU FOUND: {_config_name()} runs on the CPU with {local_processes} process"
                 f"{'es over gloo' if local_processes > 1 else ''}, precision {os.environ['ACCELERATE_MIXED_PRECISION']}. "
-                "Fine for trying things out, far too slow for training"
+                "This is fine for a test, but far too slow for training"
             )
     elif precision == "fp16":
         raise UserError("mixed_precision fp16 silently computes in float32 on a CPU: use bf16 or no")
     elif exits.is_main() and precision == "bf16" and not cpu_has_bf16():
-        _notice("this CPU has no native bf16 and emulates it, far slower than float32: use --mixed_precision no")
+        _notice("this CPU has no native bf16 and emulates it, which is far slower than float32: use --mixed_precision no")
     elif exits.is_main() and training and precision == "no" and cpu_has_bf16():
-        _notice("this CPU has native bf16, 1.5x to 4x faster by model: accelerate launch --mixed_precision bf16 ...")
+        _notice("this CPU has native bf16, which is 1.5x to 4x faster: accelerate launch --mixed_precision bf16 ...")
     return True
 
 
@@ -92,7 +92,7 @@ def run_on_main(accelerator, function):
 
 
 def local_main_first(accelerator, function):
-    """Runs `function()` on one process per node first, and then on the others, which find its cache filled.
+    """Runs `function()` on one process per node first, and then on the others, which can use what it cached.
 
     An error on any process is raised on every process.
     """
@@ -116,7 +116,7 @@ def split_batch(accelerator, batch_size, gradient_accumulation_steps):
         int: samples per process and micro-batch.
 
     Raises:
-        UserError: `batch_size` does not divide evenly; the message names the nearest sizes that do.
+        UserError: `batch_size` does not divide evenly; the message suggests the nearest sizes that do.
     """
     parts = accelerator.num_processes * gradient_accumulation_steps
     if batch_size % parts:
@@ -129,17 +129,17 @@ def split_batch(accelerator, batch_size, gradient_accumulation_steps):
 
 
 def print_banner(accelerator, batch_size, gradient_accumulation_steps=1):
-    """Checks that the global batch divides evenly, and prints once what was started where.
+    """Checks that the global batch divides evenly, and prints once what runs where.
 
     Returns:
         int: samples per process and micro-batch.
 
     Raises:
-        UserError: `batch_size` does not divide; or each process believes that it is alone.
+        UserError: `batch_size` does not divide evenly, or Accelerate did not connect the processes.
     """
     if accelerator.num_processes != int(os.environ.get("WORLD_SIZE", 1)):
         raise UserError(
-            f"{os.environ['WORLD_SIZE']} processes were launched but only {accelerator.num_processes} found each other: "
+            f"{os.environ['WORLD_SIZE']} processes were launched but Accelerate connected only {accelerator.num_processes}: "
             f"check distributed_type in {_config_name()}"
         )
     micro_batch = split_batch(accelerator, batch_size, gradient_accumulation_steps)
@@ -160,8 +160,8 @@ def print_banner(accelerator, batch_size, gradient_accumulation_steps=1):
 def seed_step(accelerator, seed, step, micro_batch):
     """Seeds PyTorch's generators for a forward pass, so that dropout draws the same numbers after a restart.
 
-    The seed differs for each process, step and micro-batch. Unlike `set_seed` it leaves the generators of Python and NumPy
-    alone, and takes a microsecond rather than half a millisecond.
+    The seed differs for each process, step and micro-batch. Unlike `set_seed`, this does not seed the generators of Python
+    and NumPy, and takes a microsecond instead of half a millisecond.
     """
     seed = (seed + 1_000_003 * step + 7_919 * accelerator.process_index + 104_729 * micro_batch) % 2**32
     torch.default_generator.manual_seed(seed)
@@ -183,9 +183,10 @@ def describe(accelerator):
 def warm_up_ddp_buckets(accelerator, model, example):
     """Makes DDP rebuild its gradient buckets now, so that a resumed run sums gradients in the order of an uninterrupted one.
 
-    DDP first groups gradients into buckets by a guess, and after the first backward pass by the order in which they became
-    ready. With three or more processes another grouping is another order of summation: the last bits differ. Two backward
-    passes bring every run, new or resumed, to the final state before its first real step; weights and buffers are restored.
+    DDP first assigns gradients to buckets in reverse parameter order, and after the first backward pass in the order in which
+    they became ready. With three or more processes, other buckets mean another order of summation, and the last bits differ.
+    Two backward passes bring every run, new or resumed, to the final buckets before its first real step. Buffers are restored,
+    and weights do not change.
 
     Args:
         example: an input of `model`.
@@ -194,7 +195,7 @@ def warm_up_ddp_buckets(accelerator, model, example):
         return
     buffers = {name: value.clone() for name, value in model.named_buffers()}
     for _ in range(2):
-        with torch.compiler.set_stance("force_eager"):  # or kernels would be compiled for the shape of the example, too
+        with torch.compiler.set_stance("force_eager"):  # otherwise kernels would also be compiled for the shape of `example`
             accelerator.backward(model(example).float().sum())
         model.zero_grad()
     for name, value in model.named_buffers():
@@ -207,7 +208,7 @@ def _attempt(function):
     except UserError as error:
         return [None, error]
     except Exception as error:
-        traceback.print_exc()  # here, because only a picklable error can be sent to the other processes
+        traceback.print_exc()  # here, because the traceback cannot be sent to the other processes
         return [None, RuntimeError(f"{type(error).__name__}: {error}")]
 
 
@@ -227,7 +228,7 @@ def _notice(text):
 
 
 def _config_path():
-    """The YAML that the launcher was given, or None."""
+    """The path of the launcher's --config_file, or None."""
     try:
         command = psutil.Process(os.getppid()).cmdline()
     except psutil.Error:
@@ -243,7 +244,7 @@ def _config_name():
 
 
 def _launch_config():
-    """The fields of that YAML."""
+    """The fields of the launcher's --config_file."""
     try:
         with open(_config_path() or os.devnull) as file:
             return yaml.safe_load(file) or {}

@@ -1,4 +1,4 @@
-"""Experiment trackers: which of Accelerate's to use, and records that reach each of them once."""
+"""Starts Accelerate's experiment trackers, and sends each record to each of them only once."""
 
 from accelerate.tracking import LOGGER_TYPE_TO_CLASS, get_available_trackers
 
@@ -34,10 +34,10 @@ def start(accelerator, project, name, run_id, arguments, step):
     """Starts the trackers, or continues their runs: `accelerator.init_trackers` with what each of them needs.
 
     Args:
-        project (str): groups the runs of one script.
-        name (str): of this run.
-        run_id (str): stays the same when the run is continued.
-        arguments (dict): plain values, recorded as the configuration of the run.
+        project (str): name of the project, which groups the runs of one script.
+        name (str): name of this run.
+        run_id (str): id of the run, the same after a restart.
+        arguments (dict): name -> number, string or None, recorded as the configuration of the run.
         step (int): optimizer steps done. TensorBoard drops what was logged after it.
     """
     options = {
@@ -52,8 +52,8 @@ def start(accelerator, project, name, run_id, arguments, step):
     accelerator.init_trackers(project, init_kwargs=options)
     for tracker in accelerator.trackers:
         if tracker.name == "tensorboard":
-            # At the first step to come, so that a later restart purges it. TensorBoard's own table of hyperparameters
-            # wants the final metrics as well: see `finish`.
+            # At the next step, so that a later restart purges it. TensorBoard's own table of hyperparameters needs the final
+            # metrics: see `finish`.
             text = "\n".join(f"    {flag} {value}" for flag, value in arguments.items())
             tracker.log({"arguments": text}, step=step + 1)
         else:
@@ -64,8 +64,8 @@ def log(accelerator, values, step, sent_before=False):
     """Sends `values` (numbers and strings) to every tracker.
 
     Args:
-        sent_before (bool): they were sent before an interruption, so that only TensorBoard, which has dropped them,
-            gets them again.
+        sent_before (bool): the values were sent before an interruption. Then only TensorBoard, which has dropped them, gets
+            them again.
     """
     for tracker in accelerator.trackers:
         if tracker.name == "tensorboard" or not sent_before:
@@ -73,7 +73,7 @@ def log(accelerator, values, step, sent_before=False):
 
 
 def log_images(accelerator, images, step):
-    """Sends pictures to the trackers that show them: TensorBoard and Weights & Biases.
+    """Sends images to the trackers that can show them: TensorBoard and Weights & Biases.
 
     Args:
         images (dict): name -> uint8 [1, height, width, 3].
@@ -86,8 +86,8 @@ def log_images(accelerator, images, step):
 
 
 def finish(accelerator, arguments, metrics):
-    """Writes TensorBoard's table of hyperparameters, with the final `metrics` beside the arguments."""
+    """Writes TensorBoard's table of hyperparameters, with the arguments and the final `metrics`."""
     for tracker in accelerator.trackers:
         if tracker.name == "tensorboard":
-            given = {name: value for name, value in arguments.items() if value is not None}
-            tracker.tracker.add_hparams(given, metrics, run_name=".")
+            hyperparameters = {name: value for name, value in arguments.items() if value is not None}
+            tracker.tracker.add_hparams(hyperparameters, metrics, run_name=".")

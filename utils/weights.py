@@ -1,4 +1,4 @@
-"""Writes final weights to a safetensors file with plain names, and reads weights from runs and checkpoints."""
+"""Writes the final weights to a safetensors file with plain parameter names, and reads weights from runs and checkpoints."""
 
 import json
 import os
@@ -14,18 +14,18 @@ from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 from utils import shards, topology
 from utils.exits import UserError
 
-SHARDS = "pytorch_model_fsdp_0"  # where Accelerate puts the weights of a sharded model
+SHARDS = "pytorch_model_fsdp_0"  # the folder in which Accelerate saves the weights of a sharded model
 
 
 def export(folder, model, config):
     """Writes the weights of an unwrapped model (no DDP, no compile wrapper) to `model.safetensors` in `folder`, atomically.
 
     Args:
-        config (dict): what is needed to build the model again, kept in the header of the file as JSON.
+        config (dict): what is needed to build the model again, stored as JSON in the header of the file.
     """
     state = {name: value.detach().cpu().contiguous() for name, value in model.state_dict().items()}
     temporary = Path(folder) / ".model.safetensors.writing"
-    # One key only: the library writes several in an order that varies from run to run.
+    # One key only: safetensors writes several keys in an order that varies from run to run.
     save_file(state, temporary, metadata={"config": json.dumps(config, sort_keys=True)})
     os.replace(temporary, Path(folder) / "model.safetensors")
 
@@ -64,14 +64,14 @@ def read(path):
 def initialize(accelerator, model, path):
     """Loads weights, and nothing else, into a model that is not prepared yet; call it on every process.
 
-    Only the main process loads them: `prepare` sends its weights to the others, under DDP and FSDP alike. A last layer of
-    another size keeps its fresh weights, and is named on the screen.
+    Only the main process loads them: `prepare` sends its weights to the others, under DDP and FSDP alike. If the last
+    layer has another size, it keeps its initial weights, and a message names it.
 
     Args:
         path (str | None): a run's folder, a checkpoint or a `.safetensors` file; None: the model stays as it is.
 
     Raises:
-        UserError: the file holds no weights, or those of another model.
+        UserError: the file has no weights, or those of another model.
     """
     if path is not None:
         topology.run_on_main(accelerator, lambda: print(_load_into(model, path)))
@@ -82,8 +82,8 @@ def _load_into(model, path):
     own = model.state_dict()
     prefix = next(reversed(own)).rpartition(".")[0] + "."
     last_layer = [name for name in own if name.startswith(prefix)]
-    fits = all(name in state and state[name].shape == own[name].shape for name in last_layer)
-    replaced = [] if fits else last_layer
+    same_size = all(name in state and state[name].shape == own[name].shape for name in last_layer)
+    replaced = [] if same_size else last_layer
     for name, value in own.items():
         if name in replaced:
             continue
@@ -97,16 +97,16 @@ def _load_into(model, path):
         raise UserError(f"--init_from {path}: {file} holds another model: this one has no {unknown[0]}")
     loaded = {name: state[name] for name in own if name not in replaced}
     model.load_state_dict(loaded, strict=False)
-    fresh = f"; the last layer has another size and starts fresh: {', '.join(replaced)}" if replaced else ""
-    return f"{len(loaded)} of {len(own)} tensors initialized from {file}{fresh}"
+    note = f"; the last layer has another size and keeps its initial weights: {', '.join(replaced)}" if replaced else ""
+    return f"{len(loaded)} of {len(own)} tensors initialized from {file}{note}"
 
 
 def _read_shards(folder):
     shards.refuse_code(folder)
-    with tempfile.TemporaryDirectory(dir=folder.parent.parent) as beside:  # not /tmp: it may be small
-        whole = Path(beside) / "whole.pt"
-        dcp_to_torch_save(folder, whole)
-        state = torch.load(whole, weights_only=True)["model"]
+    with tempfile.TemporaryDirectory(dir=folder.parent.parent) as temporary:  # not in /tmp, which may be small
+        merged = Path(temporary) / "merged.pt"
+        dcp_to_torch_save(folder, merged)
+        state = torch.load(merged, weights_only=True)["model"]
     return {_plain(name): value for name, value in state.items()}
 
 

@@ -344,7 +344,7 @@ def test_checkpoints_that_keep_failing_end_the_run(reference, tmp_path):
 
 def test_a_disk_that_stays_full_ends_the_run_with_a_line(reference, tmp_path):
     with small_disk(tmp_path, "2200k") as disk:
-        done = faulty(f"full_disk@5:{disk}", SMALL, disk / "run", config="cpu")
+        done = faulty(f"full_disk@5:{disk}", SMALL + " --max_failed_checkpoints 99", disk / "run", config="cpu")
         told = [line for line in done.stderr.splitlines() if line.startswith("error: ")]
         assert len(told) == 1 and "the disk is full" in told[0], done.stderr
         assert "Traceback" not in done.stderr.split(told[0])[0]

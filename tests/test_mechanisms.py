@@ -178,8 +178,8 @@ def test_a_file_system_without_locks_is_a_warning(number, tmp_path, monkeypatch,
         raise OSError(number, os.strerror(number))
 
     monkeypatch.setattr(fcntl, "lockf", lockf)
-    folder_of(tmp_path).take()
-    assert "has no locks: two jobs in one folder cannot be noticed" in capsys.readouterr().err
+    folder_of(tmp_path).claim()
+    assert "has no locks: nothing keeps two jobs from writing" in capsys.readouterr().err
 
 
 def test_other_arguments_are_each_named(tmp_path):

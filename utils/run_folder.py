@@ -386,7 +386,7 @@ class RunFolder:
             except OSError as error:
                 if error.errno in (errno.ENOSYS, errno.ENOLCK, errno.EOPNOTSUPP):  # Lustre or NFS, mounted without locks
                     print(
-                        f"warning: the file system of {self.path} has no locks: nothing keeps two jobs from writing to this folder",
+                        f"warning: the file system of {self.path} has no locks: nothing keeps two jobs from writing to it",
                         file=sys.stderr,
                         flush=True,
                     )

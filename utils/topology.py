@@ -145,7 +145,10 @@ def print_banner(accelerator, batch_size, gradient_accumulation_steps=1):
     micro_batch = split_batch(accelerator, batch_size, gradient_accumulation_steps)
     exits.remember_micro_batch(micro_batch)
     script = os.path.basename(sys.argv[0]).removesuffix(".py")
-    device = torch.cuda.get_device_name() if accelerator.device.type == "cuda" else f"CPU, {torch.get_num_threads()} threads"
+    threads = torch.get_num_threads()
+    device = f"CPU, {threads} thread{'s' * (threads > 1)}"
+    if accelerator.device.type == "cuda":
+        device = torch.cuda.get_device_name()
     backend = f" over {dist.get_backend()}" if accelerator.num_processes > 1 else ""
     processes = f"{accelerator.num_processes} process{'es' * (accelerator.num_processes > 1)}"
     steps = f"{gradient_accumulation_steps} accumulation step{'s' * (gradient_accumulation_steps > 1)}"

@@ -1,4 +1,4 @@
-"""Predicted scaling: the formulas where the answer is known, and the script as people run it."""
+"""predict_scaling.py: the formulas for cases with known results, and the script itself."""
 
 import json
 
@@ -12,7 +12,7 @@ PREDICT = "scripts/predict_scaling.py"
 
 def test_all_reduce():
     assert all_reduce_seconds(1, 1e9, 1e-5, 1e9) == 0
-    # Two processes: each sends half of the message and gets half of the sum back, in two messages.
+    # Two processes: each sends half of the message and receives half of the sum, in two messages.
     assert all_reduce_seconds(2, 1e9, 1e-5, 1e9) == pytest.approx(1 + 2e-5)
     # For a long message the ring is faster, for a short one the tree.
     assert all_reduce_seconds(1024, 4e9, 1e-6, 1e9) == pytest.approx(2 * 1023 * 1e-6 + 2 * 4 * 1023 / 1024)
@@ -34,7 +34,7 @@ def test_buckets():
     assert buckets(2**20 + 30 * 2**20) == [2**20, 25 * 2**20, 5 * 2**20]
 
 
-def test_what_is_hidden_costs_nothing():
+def test_hidden_communication_takes_no_time():
     fast, slow = dict(latency=0.0, bandwidth=1e15), dict(latency=0.0, bandwidth=1e8)
     assert step_seconds(8, 1.0, 10**8, **fast) == pytest.approx(1.0)
     # The first bucket is sent before the second is computed; from then on the link is never idle.
@@ -57,7 +57,7 @@ def test_predicts_from_what_was_measured(tmp_path):
 
 
 @pytest.mark.parametrize("content", ["[]", "{}", '{"processes": [{"host": "a"}], "all_reduce": [{"seconds": 1}]}', "no"])
-def test_another_file_is_one_line(content, tmp_path):
+def test_an_invalid_topology_file_is_a_one_line_error(content, tmp_path):
     (tmp_path / "topology.json").write_text(content)
     arguments = f"--step_seconds 0.1 --topology {tmp_path}/topology.json"
     done = run(None, PREDICT, arguments, output_dir=tmp_path, check=False)

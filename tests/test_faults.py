@@ -345,7 +345,7 @@ def test_finished_run_is_left_alone(reference):
     folder = reference("2cpu", 2).folder
     before = {path: path.stat().st_mtime_ns for path in folder.rglob("*") if path.name != ".lock" and path != folder}
     again = run("2cpu", CIFAR, SMALL, output_dir=folder)
-    assert "finished already" in again.stdout and f"test accuracy {results(folder)['test_accuracy']:.4f}" in again.stdout
+    assert "already finished" in again.stdout and f"test accuracy {results(folder)['test_accuracy']:.4f}" in again.stdout
     assert before == {path: path.stat().st_mtime_ns for path in folder.rglob("*") if path.name != ".lock" and path != folder}
 
 

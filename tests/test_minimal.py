@@ -97,7 +97,7 @@ def test_a_non_finite_loss_stops_both(tmp_path):
 def test_a_finished_run_stays_as_it_is(uninterrupted):
     _, folder = uninterrupted["cpu"]
     before = {path: path.stat().st_mtime_ns for path in folder.rglob("*") if path.name != ".lock"}
-    assert "finished already" in run("cpu", MINIMAL, ARGUMENTS, output_dir=folder).stdout
+    assert "already finished" in run("cpu", MINIMAL, ARGUMENTS, output_dir=folder).stdout
     assert before == {path: path.stat().st_mtime_ns for path in folder.rglob("*") if path.name != ".lock"}
 
 

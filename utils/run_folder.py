@@ -66,12 +66,12 @@ class RunFolder:
                 checkpoints are damaged; or the run has already taken more steps than `plan` allows.
         """
         self._plan = plan
-        self.finished, found, self._run_id = topology.run_on_main(self._accelerator, self._claim_and_find)
+        self.finished, latest, self._run_id = topology.run_on_main(self._accelerator, self._claim_and_find)
         if self.finished and plan and self.is_main:
-            print(report.summary(self.finished, self.path, "this run is finished already, nothing to do"))
+            print(report.summary(self.finished, self.path, "this run has already finished, nothing to do"))
             print("to train longer, run the same command with a larger --epochs or --max_train_steps")
-        if found:
-            self._checkpoint, manifest = found
+        if latest:
+            self._checkpoint, manifest = latest
             self.progress, self._earlier_length = manifest["progress"], manifest["total_steps"]
 
     def _claim_and_find(self):
@@ -80,9 +80,9 @@ class RunFolder:
         results = read_json(self.path / "results.json") if earlier and status.get("state") == "finished" else None
         if results and (self._plan is None or results["global_step"] == self._plan.total_steps):
             return results, None, None
-        found = checkpoint.find(self.path, self._resume) if self._plan else None
-        if found:
-            path, manifest = found
+        latest = checkpoint.find(self.path, self._resume) if self._plan else None
+        if latest:
+            path, manifest = latest
             self.check_same(manifest["arguments"], path)
             steps_taken = manifest["progress"]["step"]
             if self._plan.total_steps < steps_taken:
@@ -90,7 +90,7 @@ class RunFolder:
                     f"--epochs or --max_train_steps ask for {self._plan.total_steps} steps, but the run has taken "
                     f"{steps_taken} already ({path}): give at least as many, or use another --output_dir"
                 )
-        return None, found, (earlier or {}).get("run_id", self._run_id)
+        return None, latest, (earlier or {}).get("run_id", self._run_id)
 
     def claim(self):
         """Locks the folder for this process and checks that this run may use it; main process only.

@@ -354,7 +354,7 @@ class RunFolder:
     def _failed(self, reason, retry):
         """Records why the run failed; returns what to do next, or None if another process has already recorded a reason.
 
-        The first process to fail knows the reason. The others fail later, because they lose contact with it.
+        The first process to fail knows the reason; the others fail later, because they lose contact with it.
         """
         if (read_json(self.path / "status.json") or {}).get("state") != "running":
             return None

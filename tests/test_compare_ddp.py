@@ -21,10 +21,10 @@ def compared(tmp_path_factory):
 
 
 def test_pairs_agree(compared):
-    found = results(compared[1])
-    assert found["num_processes"] == 2 and status(compared[1])["state"] == "finished"
-    assert found["pairs"].keys() == {"replicated", "ddp"}
-    for pair in found["pairs"].values():
+    result = results(compared[1])
+    assert result["num_processes"] == 2 and status(compared[1])["state"] == "finished"
+    assert result["pairs"].keys() == {"replicated", "ddp"}
+    for pair in result["pairs"].values():
         assert 0 < pair["max_relative_difference"] <= 1e-5  # not 0: they are two computations
         assert pair["max_loss_difference"] < 1e-5
     # The two pairs are different experiments: this fails if weights are compared with themselves.

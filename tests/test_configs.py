@@ -14,13 +14,13 @@ CONFIGS = [path for path in ALL if "node" not in path.name]
 def test_starts_as_many_processes_as_it_says(path, tmp_path):
     processes = int(re.search(r"num_processes: (\d+)", path.read_text())[1])
     done = run(str(path), "tests/probe_processes.py", [str(tmp_path)])
-    found = [json.loads(file.read_text()) for file in tmp_path.iterdir()]
-    assert sorted(rank["rank"] for rank in found) == list(range(processes))
-    assert {rank["processes"] for rank in found} == {processes}
-    assert {rank["sum"] for rank in found} == {processes * (processes + 1) // 2}  # they can communicate
+    reports = [json.loads(file.read_text()) for file in tmp_path.iterdir()]
+    assert sorted(rank["rank"] for rank in reports) == list(range(processes))
+    assert {rank["processes"] for rank in reports} == {processes}
+    assert {rank["sum"] for rank in reports} == {processes * (processes + 1) // 2}  # they can communicate
     if "cpu" in path.stem:
-        assert {rank["device"] for rank in found} == {"cpu"} and "NO GPU" not in done.stderr
-    if "gpu" in path.stem and found[0]["device"] == "cpu":
+        assert {rank["device"] for rank in reports} == {"cpu"} and "NO GPU" not in done.stderr
+    if "gpu" in path.stem and reports[0]["device"] == "cpu":
         assert done.stderr.count("NO GPU FOUND") == 1
         assert f"{path.name} runs on the CPU" in done.stderr
 

@@ -115,8 +115,8 @@ def test_signal_to_one_rank_stops_all_at_one_step(reference, tmp_path):
     # The signal comes in step 5, then in the 4th step after the restart; the processes agree to stop one step later.
     for fault, step in (("sigterm_in_step@5:1", 6), ("sigusr1_in_step@4:0", 11)):
         done = faulty(fault, SMALL, tmp_path / "run")
-        found = status(tmp_path / "run")
-        assert found["state"] == "preempted" and found["step"] == step
+        run_status = status(tmp_path / "run")
+        assert run_status["state"] == "preempted" and run_status["step"] == step
         assert f"exitcode  : {PREEMPTED}" in done.stderr
         assert done.stdout.count("run the same command again") == 1
     relaunch_and_compare(reference("2cpu", 2).folder, tmp_path / "run")
@@ -138,9 +138,9 @@ def test_signal_to_the_launcher(config, number, reference, tmp_path):
         os.kill(started.process.pid, getattr(signal, number))
     _, output = started.finish()
     assert all_end_within(workers, seconds=20)
-    found = status(tmp_path / "run")
-    assert found["state"] == "preempted"
-    assert (tmp_path / "run" / "checkpoints" / f"step_{found['step']:08d}" / "manifest.json").exists()
+    run_status = status(tmp_path / "run")
+    assert run_status["state"] == "preempted"
+    assert (tmp_path / "run" / "checkpoints" / f"step_{run_status['step']:08d}" / "manifest.json").exists()
     assert not (tmp_path / "run" / "checkpoints" / ".writing").exists()
     assert output.count("Traceback") <= 1  # that of the launcher, not one per rank
 

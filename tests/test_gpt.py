@@ -74,13 +74,13 @@ def test_leaves_everything_it_promises(gpt):
         assert (folder / name).exists(), name
     assert min(Image.open(folder / "curves.png").size) > 300
     assert status(folder)["state"] == "finished"
-    found = results(folder)
-    assert found["tokens_seen"] == 40 * 12 * 32 and found["samples_seen"] == 40 * 12
-    assert found["val_bits_per_byte"] == pytest.approx(found["val_loss"] / math.log(2))
-    assert found["val_loss"] == losses(folder, "val")[40]
+    result = results(folder)
+    assert result["tokens_seen"] == 40 * 12 * 32 and result["samples_seen"] == 40 * 12
+    assert result["val_bits_per_byte"] == pytest.approx(result["val_loss"] / math.log(2))
+    assert result["val_loss"] == losses(folder, "val")[40]
     # 2 blocks with 12 width^2 parameters each, embedding and head; the formula of PaLM leaves out the embedding
-    assert found["parameters"] == 2 * 12 * 32**2 + 2 * 256 * 32
-    assert found["flops_per_token"] == 6 * (2 * 12 * 32**2 + 256 * 32) + 12 * 2 * 32 * 32
+    assert result["parameters"] == 2 * 12 * 32**2 + 2 * 256 * 32
+    assert result["flops_per_token"] == 6 * (2 * 12 * 32**2 + 256 * 32) + 12 * 2 * 32 * 32
     assert not any("mfu" in line for line in metrics(folder, "train"))  # the peak of a CPU is not known
     assert samples(folder).keys() == {20, 40} and (folder / "sample.txt").read_bytes().decode() == samples(folder)[40]
     assert "global batch 12 = 1 process x 12 samples" in done.stdout
@@ -222,12 +222,12 @@ def batches(folder, processes, count, position=None):
     readers = [
         iter(TextStream(str(folder), "text", 16, 12 // processes, share=(p, processes), **options)) for p in range(processes)
     ]
-    found = []
+    batches_read = []
     for _ in range(count):
         parts = [next(reader) for reader in readers]
         position = {lane: place for part in parts for lane, place in part["position"].items()}
-        found.append(sorted(window for part in parts for window in part["inputs"].tolist()))
-    return found, json.loads(json.dumps(position))
+        batches_read.append(sorted(window for part in parts for window in part["inputs"].tolist()))
+    return batches_read, json.loads(json.dumps(position))
 
 
 def test_any_number_of_processes_streams_the_same_batches_from_any_position(shards):
@@ -341,8 +341,8 @@ def test_a_tall_matrix_is_updated_by_as_much_per_row_as_a_square_one():
 
 @pytest.mark.parametrize("shape", [(3, 24, 96), (3, 96, 24)])
 def test_muon_updates_are_orthogonal(shape):
-    found = orthogonalize(torch.randn(shape, generator=torch.Generator().manual_seed(0)))
-    values = torch.linalg.svdvals(found)
+    orthogonal = orthogonalize(torch.randn(shape, generator=torch.Generator().manual_seed(0)))
+    values = torch.linalg.svdvals(orthogonal)
     assert values.min() > 0.6 and values.max() < 1.3
 
 

@@ -15,15 +15,15 @@ OF_ONE_LAUNCH = {"MASTER_PORT", "TORCHELASTIC_RUN_ID", "TORCHELASTIC_ERROR_FILE"
 
 @pytest.mark.parametrize("config", [None, "cpu", "2cpu"])
 def test_a_forked_process_finds_what_an_executed_one_finds(config, tmp_path):
-    found = {}
+    states = {}
     for cold in (False, True):
         out = tmp_path / ("cold" if cold else "warm")
         out.mkdir()
         run(config, "tests/probe_start.py", [str(out), "--flag", "a word  with  spaces"], cold=cold)
-        found[cold] = {file.name: json.loads(file.read_text().replace(str(out), "OUT")) for file in out.iterdir()}
-    assert found[True].keys() == found[False].keys() and len(found[True]) == (2 if config == "2cpu" else 1)
-    for rank, executed in found[True].items():
-        forked = found[False][rank]
+        states[cold] = {file.name: json.loads(file.read_text().replace(str(out), "OUT")) for file in out.iterdir()}
+    assert states[True].keys() == states[False].keys() and len(states[True]) == (2 if config == "2cpu" else 1)
+    for rank, executed in states[True].items():
+        forked = states[False][rank]
         for kind in ("environment", "environment in /proc"):
             for name in OF_ONE_LAUNCH:
                 assert (executed[kind].pop(name, None) is None) == (forked[kind].pop(name, None) is None) or name == "PADDING"

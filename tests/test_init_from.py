@@ -82,9 +82,9 @@ def trained(tmp_path_factory):
 @pytest.mark.parametrize("config", ["cpu", "2cpu"])
 def test_a_run_starts_with_the_weights_and_nothing_else(place, config, trained, tmp_path):
     run(config, MINIMAL, f"{STILL} --init_from {trained / place}", output_dir=tmp_path / "run")
-    found, expected = (load_file(folder / "model.safetensors") for folder in (tmp_path / "run", trained))
+    loaded, expected = (load_file(folder / "model.safetensors") for folder in (tmp_path / "run", trained))
     # With a learning rate of 0, AdamW does not change them; so every process had the same weights.
-    assert all(torch.equal(found[name], expected[name]) for name in expected)
+    assert all(torch.equal(loaded[name], expected[name]) for name in expected)
     assert results(tmp_path / "run")["resumed_from"] == 0 and results(tmp_path / "run")["global_step"] == 1
     recorded = json.loads((tmp_path / "run" / "args.json").read_text())["arguments"]["init_from"]
     assert recorded == str((trained / place).resolve())

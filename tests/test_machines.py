@@ -75,7 +75,7 @@ def test_starts_as_many_processes_as_it_says(each, machines, tmp_path):
     ]
     outcomes = [started.finish() for started in both]
     assert [code for code, _ in outcomes] == [0, 0], outcomes
-    found = [json.loads(file.read_text()) for file in tmp_path.iterdir()]
-    assert sorted(rank["rank"] for rank in found) == list(range(2 * each))
-    assert {rank["processes"] for rank in found} == {2 * each}
+    reports = [json.loads(file.read_text()) for file in tmp_path.iterdir()]
+    assert sorted(rank["rank"] for rank in reports) == list(range(2 * each))
+    assert {rank["processes"] for rank in reports} == {2 * each}
     assert all(text.count("NO GPU FOUND") == 1 for _, text in outcomes[:1])

@@ -18,9 +18,9 @@ def uninterrupted(tmp_path_factory):
 
 def test_learns_and_says_so_once(uninterrupted):
     for processes, (done, folder) in enumerate(uninterrupted.values(), 1):
-        found = results(folder)
-        assert found["num_processes"] == processes and found["global_step"] == 480
-        assert found["val_accuracy"] >= 0.95
+        result = results(folder)
+        assert result["num_processes"] == processes and result["global_step"] == 480
+        assert result["val_accuracy"] >= 0.95
         assert status(folder)["state"] == "finished"
         for step in range(20, 481, 20):
             assert done.stdout.count(f"step {step:>3}/480 ") == 1  # one line, not one per process
@@ -80,8 +80,8 @@ def faulty(fault, folder):
 def test_a_signal_to_one_process_saves_and_stops_both(uninterrupted, tmp_path):
     output = faulty("sigterm_in_step@101:1", tmp_path)
     assert output.count("run the same command again") == 1 and "exitcode  : 75" in output
-    found = status(tmp_path)
-    assert found["state"] == "preempted" and found["step"] == 102  # the processes agree one step later
+    run_status = status(tmp_path)
+    assert run_status["state"] == "preempted" and run_status["step"] == 102  # the processes agree one step later
     run("2cpu", MINIMAL, ARGUMENTS, output_dir=tmp_path)
     assert results(tmp_path)["resumed_from"] == 102
     assert final_weights(tmp_path) == final_weights(uninterrupted["2cpu"][1])

@@ -44,8 +44,8 @@ def test_split_network_equals_the_unsplit_one(script, stages, micro_batches):
     for loss in losses:
         loss.backward()
     torch.testing.assert_close(losses[1], losses[0], rtol=1e-12, atol=0)
-    for (name, expected), found in zip(unsplit.named_parameters(), split.parameters(), strict=True):
-        torch.testing.assert_close(found.grad, expected.grad, rtol=1e-9, atol=1e-13, msg=name)
+    for (name, expected), weight in zip(unsplit.named_parameters(), split.parameters(), strict=True):
+        torch.testing.assert_close(weight.grad, expected.grad, rtol=1e-9, atol=1e-13, msg=name)
 
 
 def test_schedule_keeps_every_stage_busy(script):

@@ -50,9 +50,9 @@ def test_predicts_from_what_was_measured(tmp_path):
     arguments = f"--parameters 11e6 --step_seconds 0.1 --topology {tmp_path}/topology.json"
     done = run(None, PREDICT, arguments, output_dir=tmp_path)
     assert "20.0 us and 10.00 GB/s" in done.stdout and "no need for FSDP" in done.stdout
-    found = json.loads((tmp_path / "scaling.json").read_text())["rows"]
-    assert [row["processes"] for row in found] == [2**i for i in range(3, 13)]
-    assert found[0]["weak_efficiency"] > 0.95 > 0.5 > found[-1]["strong_efficiency"]
+    predicted = json.loads((tmp_path / "scaling.json").read_text())["rows"]
+    assert [row["processes"] for row in predicted] == [2**i for i in range(3, 13)]
+    assert predicted[0]["weak_efficiency"] > 0.95 > 0.5 > predicted[-1]["strong_efficiency"]
     assert (tmp_path / "scaling.png").stat().st_size > 10_000
 
 
@@ -71,7 +71,7 @@ def test_says_what_is_missing(tmp_path):
 
 def test_measures_on_real_processes(tmp_path):
     done = run("2cpu", PREDICT, "--measure --parameters 2e5 --batch 16 --layers 4", output_dir=tmp_path)
-    found = json.loads((tmp_path / "measured_2.json").read_text())
-    assert found["gradient_bytes"] == pytest.approx(8e5, rel=0.02)
-    assert 0 < found["compute_seconds"] <= found["predicted_overlapped"] <= found["predicted_in_turn"]
+    measured = json.loads((tmp_path / "measured_2.json").read_text())
+    assert measured["gradient_bytes"] == pytest.approx(8e5, rel=0.02)
+    assert 0 < measured["compute_seconds"] <= measured["predicted_overlapped"] <= measured["predicted_in_turn"]
     assert "measured" in done.stdout

@@ -103,9 +103,9 @@ class Cluster:
 
         def happens():
             ended = self.state(job) in ("COMPLETED", "FAILED", "TIMEOUT", "CANCELLED")  # checked before the log is read
-            found = words in self.log(job, node)
-            assert found or not ended, f"job {job} ended without '{words}'\n{self.all_logs()}"
-            return found
+            logged = words in self.log(job, node)
+            assert logged or not ended, f"job {job} ended without '{words}'\n{self.all_logs()}"
+            return logged
 
         self.until(f"'{words}' is logged", happens)
 
@@ -205,13 +205,13 @@ def test_signal_lost_node_and_time_limit_cost_nothing(cluster, tmp_path):
 
 def ranks(job):
     """The training processes of a job, by rank."""
-    found = {}
+    by_rank = {}
     for process in psutil.process_iter():
         with contextlib.suppress(psutil.Error):
             environment = process.environ()
             if environment.get("SLURM_JOB_ID") == job and "RANK" in environment:
-                found[int(environment["RANK"])] = process
-    return found
+                by_rank[int(environment["RANK"])] = process
+    return by_rank
 
 
 def test_a_process_that_dies_without_a_status_does_not_end_the_job(cluster):

@@ -29,8 +29,8 @@ def test_leaves_everything_it_promises(reference):
     for picture in ("predictions.png", "confusion_matrix.png", "curves.png"):
         assert min(Image.open(folder / picture).size) > 300
     assert status(folder)["state"] == "finished"
-    found = results(folder)
-    assert found["global_step"] == 14 and found["samples_seen"] == 14 * 500 and found["num_processes"] == 1
+    result = results(folder)
+    assert result["global_step"] == 14 and result["samples_seen"] == 14 * 500 and result["num_processes"] == 1
     assert [line["step"] for line in metrics(folder, "train")] == list(range(1, 15))
     assert [line["step"] for line in metrics(folder, "test")] == [7, 14]
     # The two newest; the one with the best test accuracy may be one of them
@@ -171,7 +171,7 @@ def test_accuracy_proves_learning(tmp_path):
 
 
 @pytest.mark.slow
-@pytest.mark.skipif(not (SHARED_DATA / "cifar10").exists(), reason="the real CIFAR-10 is not beside the repository")
+@pytest.mark.skipif(not (SHARED_DATA / "cifar10").exists(), reason="the real CIFAR-10 is not next to the repository")
 def test_reads_the_real_cifar10(tmp_path):
     arguments = [
         "--dataset",

@@ -96,7 +96,7 @@ class Block(nn.Module):
 
 
 class GPT(nn.Module):
-    """int64 bytes [batch, time <= block_size] -> logits of the byte after each [batch, time, 256]."""
+    """Maps bytes, int64 [batch, time <= block_size], to the logits of each next byte, [batch, time, 256]."""
 
     def __init__(self, n_layer, n_head, n_embd, block_size, dropout=0.0, activation_checkpointing=False):
         super().__init__()
@@ -260,7 +260,7 @@ def main():
         held_out = held_out[: 20 * args.block_size]
     plan = Plan.from_args(args, None if args.streaming else len(train_set))
     run = RunFolder(args, accelerator, MAY_CHANGE)
-    run.open(plan)  # the folder is empty, or holds a run to continue, or a finished one
+    run.open(plan)  # the folder is empty, or has a run to continue, or a finished run
     if run.finished:
         return
     if args.streaming:

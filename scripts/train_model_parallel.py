@@ -226,7 +226,7 @@ def main():
         data.test = data.test.first(500)
     plan = Plan.from_args(args, len(data.train.labels))
     run = RunFolder(args, accelerator, may_change=["devices_per_process", "micro_batches"])
-    run.open(plan)  # the folder is empty, or holds a run to continue, or a finished one
+    run.open(plan)  # the folder is empty, or has a run to continue, or a finished run
     if run.finished:
         return
 

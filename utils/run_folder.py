@@ -56,7 +56,9 @@ class RunFolder:
     # ------------------------------------------------------------------------------------------------------- start
 
     def open(self, plan=None):
-        """Locks the folder for this run and looks for a checkpoint to continue from; writes nothing.
+        """Locks the folder for this run and looks for a checkpoint to continue from; does not write records of the run yet.
+
+        Empties a folder that was left by --dry_run or --overfit_batch, if this run has that flag too.
 
         Args:
             plan (Plan | None): the plan of the run; None: a script without checkpoints, whose length may not change.
@@ -201,7 +203,7 @@ class RunFolder:
             try:
                 record = json.loads(line)
             except json.JSONDecodeError:
-                break  # the line that was being written when the run was killed
+                break  # an incomplete line, because the run was killed
             self._sent.add((record["split"], record["step"]))
             if record["step"] <= step:
                 kept.append(line)

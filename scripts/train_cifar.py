@@ -117,7 +117,7 @@ def build_model(name, classes):
 
 
 def build_optimizer(model, args):
-    """SGD with Nesterov momentum; for fastnet Muon for the filters, and SGD with separate learning rates for the other parameters."""
+    """SGD with Nesterov momentum; for fastnet, Muon for the filters and SGD with separate learning rates for the rest."""
     common = dict(lr=args.lr, momentum=args.momentum, weight_decay=args.weight_decay, nesterov=True)
     if args.model != "fastnet":
         return torch.optim.SGD(model.parameters(), **common)

@@ -10,8 +10,9 @@ differs between machines. Then it measures the all-reduce of data parallel train
 and prints how long averaging the gradients takes for models of several sizes. It writes `topology.json` and `allreduce.png`.
 
 The bus bandwidth is bytes / seconds x 2 (n - 1) / n: what an ideal ring transfers over the link of each of n processes
-(NVIDIA nccl-tests, doc/PERFORMANCE.md). This script cannot notice a launcher that never starts: the other launchers wait
-for it (--rdzv_conf join_timeout=60 with c10d, timeout=60 with a static rendezvous).
+(NVIDIA nccl-tests, doc/PERFORMANCE.md). This script cannot detect a launcher that never starts, because the other
+launchers wait for it before they start the script. To limit that wait to 60 s, use --rdzv_conf join_timeout=60 with c10d, or
+--rdzv_conf timeout=60 with a static rendezvous.
 """
 
 import contextlib
@@ -27,7 +28,7 @@ from datetime import timedelta
 from importlib.metadata import version
 from pathlib import Path
 
-# `utils` is beside this script (a copy) or one folder up (the repository).
+# Finds `utils` next to this script (a copy) or one folder up (the repository).
 sys.path.insert(1, str(Path(__file__).resolve().parents[1]))
 from utils import exits
 

@@ -41,7 +41,7 @@ import time
 from datetime import timedelta
 from pathlib import Path
 
-# `utils` is beside this script (a copy) or one folder up (the repository).
+# Finds `utils` next to this script (a copy) or one folder up (the repository).
 sys.path.insert(1, str(Path(__file__).resolve().parents[1]))
 from utils import exits
 
@@ -317,7 +317,7 @@ def main():
         cpu=topology.check_launch(),
         mixed_precision="no",
         dataloader_config=DataLoaderConfiguration(split_batches=True),
-        # The other processes wait while the first one trains alone.
+        # The other processes wait while the main process trains alone.
         kwargs_handlers=[InitProcessGroupKwargs(timeout=timedelta(seconds=args.timeout))],
     )
     print_main = accelerator.on_main_process(print)  # accelerator.print prints once per machine
@@ -373,7 +373,7 @@ def main():
 
     if accelerator.is_main_process:
         conclude(run, processes, args, gradients, own, whole, accelerator.device, resumed_from)
-    accelerator.wait_for_everyone()  # a scheduler may end the other machines once one has exited
+    accelerator.wait_for_everyone()  # a scheduler may stop the other machines when one exits
     accelerator.end_training()
 
 

@@ -19,7 +19,7 @@ from datetime import timedelta
 from itertools import pairwise
 from pathlib import Path
 
-# `utils` is beside this script (a copy) or one folder up (the repository).
+# Finds `utils` next to this script (a copy) or one folder up (the repository).
 sys.path.insert(1, str(Path(__file__).resolve().parents[1]))
 from utils import exits
 
@@ -75,7 +75,7 @@ def resnet18(classes):
 
 
 class FastNet(nn.Module):
-    """Six convolutions behind fixed whitening filters, for training in few epochs (after K. Jordan, arXiv:2404.00498).
+    """Six convolutions behind fixed whitening filters, for training in a few epochs (after K. Jordan, arXiv:2404.00498).
 
     [batch, 3, size, size] -> [batch, classes], for any size from 16 on.
     """
@@ -88,7 +88,7 @@ class FastNet(nn.Module):
         for depth, (inputs, outputs) in enumerate(pairwise((24, *widths))):
             convolution = nn.Conv2d(inputs, outputs, 3, padding=1, bias=False)
             nn.init.dirac_(convolution.weight[:inputs])  # starts as the identity
-            norm = nn.BatchNorm2d(outputs, momentum=0.4)  # the filters change fast: PyTorch's 0.1 lags behind
+            norm = nn.BatchNorm2d(outputs, momentum=0.4)  # the filters change too fast for PyTorch's 0.1
             norm.weight.requires_grad_(False)
             pool = [nn.MaxPool2d(2)] if depth % 2 == 0 else []
             layers += [convolution, *pool, norm, nn.GELU()]
@@ -117,7 +117,7 @@ def build_model(name, classes):
 
 
 def build_optimizer(model, args):
-    """SGD with Nesterov momentum; for fastnet Muon for the filters, and SGD with separate learning rates for the rest."""
+    """SGD with Nesterov momentum; for fastnet, Muon for the filters and SGD with separate learning rates for the rest."""
     common = dict(lr=args.lr, momentum=args.momentum, weight_decay=args.weight_decay, nesterov=True)
     if args.model != "fastnet":
         return torch.optim.SGD(model.parameters(), **common)
@@ -224,7 +224,7 @@ def main():
         data.test = data.test.first(500)
     plan = Plan.from_args(args, len(data.train.labels))
     run = RunFolder(args, accelerator, may_change=["tta"])
-    run.open(plan)  # the folder is empty, or holds a run to continue, or a finished one
+    run.open(plan)  # the folder is empty, or has a run to continue, or a finished run
     if run.finished:
         return
 

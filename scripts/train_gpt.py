@@ -9,7 +9,8 @@ comparable between data sets and models.
     accelerate launch --config_file accelerate_configs/1gpu.yaml scripts/train_gpt.py --dropout 0.2
     accelerate launch --config_file accelerate_configs/4gpu.yaml scripts/train_gpt.py --dropout 0.2
     accelerate launch --config_file accelerate_configs/4gpu_fsdp.yaml scripts/train_gpt.py --streaming \\
-        --dataset HuggingFaceFW/fineweb-edu --n_layer 24 --n_head 16 --n_embd 2048 --block_size 2048 --activation_checkpointing
+        --max_train_steps 10000 --dataset HuggingFaceFW/fineweb-edu --n_layer 24 --n_head 16 --n_embd 2048 --block_size 2048 \\
+        --activation_checkpointing
     python scripts/train_gpt.py --sample runs/train_gpt --prompt "ROMEO:" --temperature 0.8 --top_k 40
 
 Measured on 2026-11-21 with the first command (and --eval_every 2000) on tinyshakespeare, 2 cores of an AMD EPYC, float32:
@@ -23,7 +24,7 @@ import sys
 from datetime import timedelta
 from pathlib import Path
 
-# `utils` is beside this script (a copy) or one folder up (the repository).
+# Finds `utils` next to this script (a copy) or one folder up (the repository).
 sys.path.insert(1, str(Path(__file__).resolve().parents[1]))
 from utils import exits
 
@@ -95,7 +96,7 @@ class Block(nn.Module):
 
 
 class GPT(nn.Module):
-    """int64 bytes [batch, time <= block_size] -> logits of the byte after each [batch, time, 256]."""
+    """Maps bytes, int64 [batch, time <= block_size], to the logits of each next byte, [batch, time, 256]."""
 
     def __init__(self, n_layer, n_head, n_embd, block_size, dropout=0.0, activation_checkpointing=False):
         super().__init__()
@@ -153,8 +154,7 @@ def lr_multiplier(step, total_steps, args):
 def build_loaders(accelerator, train_set, held_out, args):
     """Builds loaders of global batches. A stream yields only the share of this process, so it needs no `prepare`."""
     common = dict(collate_fn=as_is, worker_init_fn=exits.worker_init, pin_memory=accelerator.device.type == "cuda")
-    # 16,384 bytes at a time per process.
-    eval_batch = accelerator.num_processes * max(1, 16_384 // args.block_size)
+    eval_batch = accelerator.num_processes * max(1, 16_384 // args.block_size)  # 16,384 bytes per process
     eval_loader = DataLoader(Windows(held_out, args.block_size), eval_batch, **common)
     if args.streaming:
         # At most one worker, which prefetches. The position saved with a checkpoint does not include prefetched batches.
@@ -260,7 +260,7 @@ def main():
         held_out = held_out[: 20 * args.block_size]
     plan = Plan.from_args(args, None if args.streaming else len(train_set))
     run = RunFolder(args, accelerator, MAY_CHANGE)
-    run.open(plan)  # the folder is empty, or holds a run to continue, or a finished one
+    run.open(plan)  # the folder is empty, or has a run to continue, or a finished run
     if run.finished:
         return
     if args.streaming:

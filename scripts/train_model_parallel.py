@@ -1,4 +1,4 @@
-"""A network split over several devices inside each process, times data parallel.
+"""A network split over several devices in each process, combined with data parallelism.
 
     accelerate launch --config_file accelerate_configs/2cpu.yaml scripts/train_model_parallel.py --dataset synthetic --width 16
     accelerate launch --config_file accelerate_configs/4gpu.yaml --num_processes 2 scripts/train_model_parallel.py
@@ -35,7 +35,7 @@ from datetime import timedelta
 from itertools import pairwise
 from pathlib import Path
 
-# `utils` is beside this script (a copy) or one folder up (the repository).
+# Finds `utils` next to this script (a copy) or one folder up (the repository).
 sys.path.insert(1, str(Path(__file__).resolve().parents[1]))
 from utils import exits
 
@@ -226,7 +226,7 @@ def main():
         data.test = data.test.first(500)
     plan = Plan.from_args(args, len(data.train.labels))
     run = RunFolder(args, accelerator, may_change=["devices_per_process", "micro_batches"])
-    run.open(plan)  # the folder is empty, or holds a run to continue, or a finished one
+    run.open(plan)  # the folder is empty, or has a run to continue, or a finished run
     if run.finished:
         return
 

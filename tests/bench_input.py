@@ -1,9 +1,9 @@
-"""Compares the input pipeline with the usual one, in images per second, in turn on the same cores.
+"""Compares the images per second of this input pipeline and of the usual one, in turn on the same cores.
 
     python tests/bench_input.py
 
 The usual one: a torchvision data set with per-sample transforms (crop, flip, cutout, normalize) behind a DataLoader
-with two workers. Ours: `BatchedImages` and `augment` with the same operations. Decoding happens before either.
+with two workers. Ours: `BatchedImages` and `augment` with the same operations. Both start from decoded images.
 """
 
 import argparse
@@ -25,7 +25,7 @@ COUNT, BATCH = 20_000, 1000
 
 
 class PerSample(Dataset):
-    """Decoded PIL images, transformed one by one, as torchvision's CIFAR10 gives them."""
+    """Decoded PIL images, transformed one by one, like torchvision's CIFAR10 data set."""
 
     def __init__(self, images):
         self.images = [Image.fromarray(image.permute(1, 2, 0).numpy()) for image in images]
@@ -54,7 +54,7 @@ def ours(dataset, mean, std):
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("--rounds", type=int, default=3, help="how often each is measured")
+    parser.add_argument("--rounds", type=int, default=3, help="how often to measure each pipeline")
     args = parser.parse_args()
     torch.set_num_threads(2)
     images = torch.randint(0, 256, (COUNT, 3, 32, 32), dtype=torch.uint8)
@@ -63,9 +63,9 @@ def main():
     speeds = {"usual": [], "ours": []}
     for _ in range(args.rounds):
         for name, load in (("usual", lambda: usual(per_sample)), ("ours", lambda: ours(batched, mean, std))):
-            began = time.perf_counter()
+            start_time = time.perf_counter()
             seen = load()
-            speeds[name].append(seen / (time.perf_counter() - began))
+            speeds[name].append(seen / (time.perf_counter() - start_time))
     for name, values in speeds.items():
         print(f"{name:6} {statistics.median(values):10,.0f} images/s   (of {', '.join(f'{v:,.0f}' for v in values)})")
     ratios = [b / a for a, b in zip(speeds["usual"], speeds["ours"], strict=True)]

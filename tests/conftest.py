@@ -1,4 +1,4 @@
-"""Shared by the tests: start scripts the way people do, and read what they leave behind."""
+"""Shared by the tests: starts scripts as users do, and reads the files that they write."""
 
 import contextlib
 import fcntl
@@ -23,17 +23,17 @@ from utils.chaos import CLOCK
 ROOT = Path(__file__).resolve().parents[1]
 CIFAR = "scripts/train_cifar.py"
 SHARED_DATA = ROOT.parent / "shared" / "data"
-LIMIT = 300  # seconds for one launch: a hang must fail the test, not the suite
+LIMIT = 300  # seconds for one launch, so that a hang fails one test and does not block the suite
 
-# The smallest run that has everything: no batch norm (exact across topologies), evaluation and saving mid-epoch.
+# A small run with evaluation and checkpoints mid-epoch, without batch norm (so that topologies compute the same).
 SMALL = (
     "--dataset synthetic --model net --batch_size 500 --max_train_steps 14 --log_every 1 --eval_every 7 --checkpoint_every 3"
 )
-ENDLESS = f"{SMALL} --max_train_steps 100000 --eval_every 100000 --checkpoint_every 0"  # saves when it is stopped
+ENDLESS = f"{SMALL} --max_train_steps 100000 --eval_every 100000 --checkpoint_every 0"  # saves only when it is stopped
 
 
 def pytest_configure(config):
-    """One server of warm processes for the whole run, its parallel test processes included; and a known environment."""
+    """Starts one server of warm processes for the whole test run, parallel test processes included, in a known environment."""
     for name in ("OMP_NUM_THREADS", "ACCELERATE_MIXED_PRECISION", "RANK", "WORLD_SIZE"):
         os.environ.pop(name, None)
     if warm.ADDRESS not in os.environ and not config.option.collectonly:
@@ -41,7 +41,7 @@ def pytest_configure(config):
         config.add_cleanup(resources.close)
         home = resources.enter_context(tempfile.TemporaryDirectory())
         os.environ.update(HF_HUB_OFFLINE="1", HF_HOME=home, TOKENIZERS_PARALLELISM="false")
-        # Several runs share the cores. Threads that wait for one another in a loop then take ten times as long.
+        # Several runs share the cores. Threads that wait by spinning then take ten times as long.
         os.environ["OMP_WAIT_POLICY"] = "passive"
         os.environ[warm.ADDRESS] = resources.enter_context(warm.server(dict(os.environ)))
         resources.callback(os.environ.pop, warm.ADDRESS)
@@ -49,7 +49,7 @@ def pytest_configure(config):
 
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_makereport(item):
-    """A failure says first which promise broke: the test's docstring, or its name in words."""
+    """Starts the report of a failure with the promise that is broken: the name of the test, and its docstring."""
     report = yield
     if report.failed and hasattr(report.longrepr, "reprtraceback"):
         name = item.name.removeprefix("test_").replace("_", " ")
@@ -59,9 +59,9 @@ def pytest_runtest_makereport(item):
 
 
 def command(config, script, arguments, *, output_dir=None, root=ROOT, launcher=(), host=()):
-    """The command line for `script` (a path below `root`); `config` None: python (with `launcher`, if any) as it is.
+    """The command line for `script` (a path below `root`); without `config`, it starts Python and `launcher` (if any) directly.
 
-    `host`: what starts a command on another machine.
+    `host`: the words that start a command on another machine.
     """
     start = [*host, sys.executable, *(() if config else launcher)]
     if config:
@@ -76,7 +76,7 @@ def command(config, script, arguments, *, output_dir=None, root=ROOT, launcher=(
 
 
 def run(config, script, arguments="", *, check=True, cold=False, **kwargs):
-    """Runs a script to its end; returns the completed process with its text. `cold`: by `exec`, imports and all."""
+    """Runs a script to its end; returns the completed process with its output. `cold`: in a new interpreter, by `exec`."""
     environment, words = {**os.environ, **kwargs.pop("env", {})}, command(config, script, arguments, **kwargs)
     if cold:
         done = subprocess.run(words, capture_output=True, text=True, timeout=LIMIT, env=environment)
@@ -88,7 +88,7 @@ def run(config, script, arguments="", *, check=True, cold=False, **kwargs):
 
 
 class Started:
-    """A launch under way, in a process group of its own, read line by line: a test waits for words, never for time."""
+    """A running launch, in its own process group. A test reads its output line by line and waits for words, not for a time."""
 
     def __init__(self, config, script, arguments, **kwargs):
         environment = {**os.environ, **kwargs.pop("env", {}), "PYTHONUNBUFFERED": "1"}
@@ -98,7 +98,7 @@ class Started:
         with os.fdopen(writer, "w") as writer:
             if words[0] == sys.executable:
                 self.process = warm.Program(words[1:], environment, writer, writer, start_new_session=True)
-            else:  # on another machine: there is nobody to fork from
+            else:  # on another machine, where there is no server to fork from
                 self.process = subprocess.Popen(
                     words, stdout=writer, stderr=subprocess.STDOUT, start_new_session=True, env=environment
                 )
@@ -113,16 +113,16 @@ class Started:
         raise AssertionError(f"'{words}' never came:\n{''.join(self.lines)[-6000:]}")
 
     def kill_all(self):
-        """SIGKILL for the launcher and all its descendants (each worker is in a session of its own)."""
+        """Sends SIGKILL to the launcher and all its descendants (each worker is in its own session)."""
         for process in [psutil.Process(self.process.pid), *psutil.Process(self.process.pid).children(recursive=True)]:
             process.kill()
         self.finish()
 
     def finish(self):
-        """Reads the rest; returns (exit code, everything printed)."""
+        """Reads the rest of the output; returns (exit code, complete output)."""
         killer = threading.Timer(LIMIT, self.process.kill)
         killer.start()
-        self.lines += self.output  # until the last process that writes there is gone
+        self.lines += self.output  # until the last process that writes to it has exited
         killer.cancel()
         return self.process.wait(LIMIT), "".join(self.lines)
 
@@ -140,10 +140,10 @@ class Started:
 
 
 def recorded(config, script, arguments, folder, processes=1, accumulation=1):
-    """Runs a script, and reads what it trained on.
+    """Runs a script, and reads which samples it trained on.
 
     Returns:
-        list: for each optimizer step of this launch what `wrapped.py record` says, `ids` sorted and of all processes.
+        list: for each optimizer step of this launch, the record of `wrapped.py record`, with the sorted `ids` of all processes.
     """
     records = folder.with_name(f"{folder.name}_records")
     records.mkdir()
@@ -152,7 +152,7 @@ def recorded(config, script, arguments, folder, processes=1, accumulation=1):
     ranks = []
     for rank in range(processes):
         lines = [json.loads(line) for line in (records / f"{rank}.jsonl").read_text().splitlines()]
-        # With three processes and more two rehearsed steps come first, on the samples 0 and 1.
+        # With three or more processes, two warm-up passes of DDP come first, on the samples 0 and 1.
         ranks.append([line for line in lines if line["ids"] != [0, 1]])
     assert len({len(lines) for lines in ranks}) == 1 and len(ranks[0]) % accumulation == 0
     steps = []
@@ -165,7 +165,7 @@ def recorded(config, script, arguments, folder, processes=1, accumulation=1):
 
 
 def all_end(processes, seconds=60):
-    """Whether all of `processes` end, before a run of theirs could; a zombie that its new parent did not collect yet has."""
+    """Whether all of `processes` end long before their runs could; a zombie that its new parent did not collect counts."""
     deadline = time.monotonic() + seconds
     while any(p.is_running() and p.status() != psutil.STATUS_ZOMBIE for p in processes):
         if time.monotonic() > deadline:
@@ -175,7 +175,7 @@ def all_end(processes, seconds=60):
 
 
 def load_script(name):
-    """A script as a module."""
+    """Imports a script as a module."""
     sys.path.insert(0, str(ROOT / "scripts"))
     try:
         return importlib.import_module(name)
@@ -192,7 +192,7 @@ def status(folder):
 
 
 def metrics(folder, split):
-    """The lines of one split in metrics.jsonl, without what depends on the clock."""
+    """The lines of one split in metrics.jsonl, without the values that depend on timing."""
     lines = [json.loads(line) for line in (Path(folder) / "metrics.jsonl").read_text().splitlines()]
     return [{k: v for k, v in line.items() if k not in CLOCK} for line in lines if line["split"] == split]
 
@@ -203,7 +203,7 @@ def final_weights(folder):
 
 @pytest.fixture(scope="session")
 def made_once(tmp_path_factory):
-    """`made_once(name, make)`: what `make(folder)` returned, made by the first of the parallel test processes to ask."""
+    """`made_once(name, make)` returns the result of `make(folder)`; only the first of the parallel test processes calls it."""
     base = tmp_path_factory.getbasetemp()
     if "PYTEST_XDIST_WORKER" in os.environ:
         base = base.parent
@@ -223,7 +223,7 @@ def made_once(tmp_path_factory):
 
 
 def run_once(made_once, name, *args, **kwargs):
-    """A run that tests share and none changes; what it printed, and its `folder`."""
+    """A run that tests share and do not change: the completed process, with its folder as `.folder`."""
 
     def make(folder):
         done = run(*args, output_dir=folder, **kwargs)
@@ -235,7 +235,7 @@ def run_once(made_once, name, *args, **kwargs):
 
 @pytest.fixture(scope="session")
 def reference(made_once):
-    """The uninterrupted run of SMALL, for one topology each: `reference("cpu")` is what it printed, and its folder."""
+    """The uninterrupted run of SMALL for a topology: `reference("cpu")` has its output, and its folder as `.folder`."""
 
     def get(config, processes=1):
         return run_once(made_once, f"reference/{config}", config, CIFAR, SMALL, launcher=("--num_processes", str(processes)))
@@ -245,13 +245,13 @@ def reference(made_once):
 
 @pytest.fixture(scope="session")
 def odd_folder(made_once):
-    """A folder in CIFAR's layout whose test set has a prime number of images."""
+    """A folder in the layout of CIFAR-10 whose test set has a prime number of images."""
     return made_once("odd", lambda folder: make_folder(folder, train=120, test=101))
 
 
 def make_folder(folder, train, test, change=None):
-    """A folder in CIFAR's layout with random images; `change(split, dataset)` spoils it. Returns the folder."""
-    import datasets  # not above: a second, in every test process
+    """Writes random images to `folder` in the layout of CIFAR-10; `change(split, dataset)` modifies them. Returns `folder`."""
+    import datasets  # here, because it takes a second in every test process
     import numpy as np
     from PIL import Image
 
@@ -273,7 +273,7 @@ def make_folder(folder, train, test, change=None):
 
 
 class Machine:
-    """A host of its own: a network namespace with one interface, and a host name."""
+    """A simulated host: a network namespace with one interface and its own host name."""
 
     def __init__(self, rank):
         self.rank, self.name, self.interface = rank, f"machine{rank}-{os.getpid()}", f"eth{rank}"
@@ -282,7 +282,7 @@ class Machine:
         self.enter = ("ip", "netns", "exec", self.name, *named)
 
     def started(self, script, arguments, output_dir, *, config="2node_4gpu", launcher=None, env=None, enter=()):
-        """Starts a launcher here: what a person types, with 2 x 2 processes for the YAML's 2 x 4."""
+        """Starts a launcher on this host as a user would, with 2 x 2 processes instead of the 2 x 4 of the YAML."""
         typed = ("--machine_rank", str(self.rank), "--main_process_ip", "10.77.0.1", "--num_processes", "4")
         return Started(
             config,
@@ -297,7 +297,7 @@ class Machine:
 
 @pytest.fixture(scope="session")
 def machines():
-    """Two of them, on one cable."""
+    """Two machines on one virtual cable."""
     if not shutil.which("ip"):
         pytest.skip("needs iproute2")
     made = [Machine(0), Machine(1)]

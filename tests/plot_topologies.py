@@ -1,4 +1,4 @@
-"""Draws the losses of runs that differ in their topology only, and how far each is from the first, at every step.
+"""Draws the losses of runs that differ only in their topology, and their difference to the first run, at every step.
 
 python tests/plot_topologies.py .github/gpt_topologies.png "1 process=runs/one" "2 processes=runs/two" ...
 """
@@ -22,12 +22,13 @@ figure, (left, right) = plt.subplots(1, 2, figsize=(11, 4))
 for (label, losses), style, width in zip(runs.items(), ("-", "--", ":", "-."), (5, 3.5, 2, 1.2), strict=False):
     left.plot(losses.keys(), losses.values(), style, label=label, linewidth=width, alpha=0.8)
     if losses is not reference:
-        # 1e-9 stands for none at all, which a logarithmic axis cannot show
-        apart = {step: max(abs(loss - reference[step]), 1e-9) for step, loss in losses.items()}
-        right.plot(apart.keys(), apart.values(), label=f"{label}: at most {max(apart.values()):.1e}", linewidth=1)
+        # At least 1e-9, because a logarithmic axis cannot show 0
+        differences = {step: max(abs(loss - reference[step]), 1e-9) for step, loss in losses.items()}
+        largest = max(differences.values())
+        right.plot(differences.keys(), differences.values(), label=f"{label}: at most {largest:.1e}", linewidth=1)
 left.set(xlabel="optimizer step", ylabel="training loss, nats per byte", title="Four topologies, one curve")
 right.axhline(1e-4, color="black", linestyle="--", linewidth=1, label="promised: 1e-4")
-right.set(xlabel="optimizer step", ylabel="difference", yscale="log", title=f"Distance from {next(iter(runs))}")
+right.set(xlabel="optimizer step", ylabel="difference", yscale="log", title=f"Difference to {next(iter(runs))}")
 for axis in (left, right):
     axis.grid(alpha=0.3)
     axis.legend(fontsize=8)

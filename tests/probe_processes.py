@@ -1,4 +1,4 @@
-"""Launched by a test: says who it is, in `<out>/<rank>.json`."""
+"""Launched by a test: writes its rank, device and an all-reduced sum to `<out>/<rank>.json`."""
 
 import json
 import sys
@@ -13,11 +13,11 @@ from utils import topology
 
 accelerator = Accelerator(cpu=topology.check_launch())
 total = accelerator.reduce(torch.tensor(accelerator.process_index + 1.0, device=accelerator.device), "sum").item()
-said = {
+report = {
     "rank": accelerator.process_index,
     "processes": accelerator.num_processes,
     "device": accelerator.device.type,
     "sum": total,
 }
-(Path(sys.argv[1]) / f"{accelerator.process_index}.json").write_text(json.dumps(said))
+(Path(sys.argv[1]) / f"{accelerator.process_index}.json").write_text(json.dumps(report))
 accelerator.end_training()

@@ -1,4 +1,4 @@
-"""Started by a test: writes what a process finds when it starts, to `<out>/<rank>.json`."""
+"""Started by a test: writes the state of a process at its start (arguments, environment, signals) to `<out>/<rank>.json`."""
 
 import json
 import os
@@ -12,7 +12,7 @@ import psutil
 
 this = psutil.Process()
 numbers = signal.valid_signals()
-found = {
+state = {
     "argv": sys.argv,
     "path": sys.path,
     "folder": os.getcwd(),
@@ -23,9 +23,9 @@ found = {
     "leads a session": os.getsid(0) == os.getpid(),
     "signal handlers": {str(number): repr(signal.getsignal(number)).split(" at ")[0] for number in numbers},
     "blocked signals": sorted(signal.pthread_sigmask(signal.SIG_BLOCK, ())),
-    "open files": sorted(int(name) for name in os.listdir("/proc/self/fd"))[:-1],  # but for the one that lists them
+    "open files": sorted(int(name) for name in os.listdir("/proc/self/fd"))[:-1],  # without the one that lists them
     "standard output": [sys.stdout.line_buffering, sys.stdout.write_through, sys.stdout.encoding, sys.stdout.errors],
     "threads": this.num_threads() if "torch" in sys.modules else 1,
     "modules of this project": OURS,
 }
-Path(sys.argv[1], f"{os.environ.get('RANK', 0)}.json").write_text(json.dumps(found))
+Path(sys.argv[1], f"{os.environ.get('RANK', 0)}.json").write_text(json.dumps(state))

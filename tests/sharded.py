@@ -1,7 +1,7 @@
 """Launched by tests in place of a script: `sharded.py SCRIPT [ARGUMENTS ...]`, with an FSDP YAML.
 
-Makes Accelerate shard the model over gloo, on the CPU. By itself it goes by the kind of device and falls back to DDP.
-Everything after that decision is Accelerate's and PyTorch's own code for FSDP2: `fully_shard`, sharded checkpoints.
+Makes Accelerate shard the model over gloo, on the CPU, where it would otherwise fall back to DDP. Everything else is the FSDP2
+code of Accelerate and PyTorch: `fully_shard`, sharded checkpoints.
 """
 
 import os
@@ -27,5 +27,5 @@ def init(self, *args, fsdp_plugin=None, **kwargs):
 
 
 AcceleratorState.__init__ = init
-torch.cpu._is_avx512_bf16_supported = lambda: True  # or the scripts would decline bf16, which many CPUs only emulate
+torch.cpu._is_avx512_bf16_supported = lambda: True  # otherwise the scripts turn off bf16 on CPUs that only emulate it
 runpy.run_path(sys.argv[0], run_name="__main__")

@@ -1,4 +1,4 @@
-"""The cluster check: every problem that it reports is provoked."""
+"""check_topology.py: the tests cause every problem that it reports."""
 
 import json
 import re
@@ -18,9 +18,9 @@ def test_without_problems(tmp_path):
     done = run("2cpu", CHECK, QUICK, output_dir=tmp_path, launcher=("--num_processes", "3"))
     assert not errors_of(done) and "3 processes on 1 machine can communicate" in done.stdout
     assert re.findall(r"^(\d) {2}", done.stdout, re.M) == ["0", "1", "2"]
-    found = json.loads((tmp_path / "topology.json").read_text())
-    assert [row["bytes"] for row in found["all_reduce"]] == [2**10, 2**12, 2**14, 2**16]
-    for row in found["all_reduce"]:
+    topology = json.loads((tmp_path / "topology.json").read_text())
+    assert [row["bytes"] for row in topology["all_reduce"]] == [2**10, 2**12, 2**14, 2**16]
+    for row in topology["all_reduce"]:
         assert row["bus_bandwidth"] == pytest.approx(row["bytes"] / row["seconds"] * 2 * 2 / 3)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["allreduce.png", "topology.json"]
 
@@ -33,7 +33,7 @@ def test_without_problems(tmp_path):
         ("clock_ahead@1:1", "s off rank 0's: synchronize both with NTP"),
     ],
 )
-def test_flags(fault, words, tmp_path):
+def test_reports_the_problem(fault, words, tmp_path):
     done = run("2gpu" if "gpu" in fault else "2cpu", "tests/wrapped.py", [fault, CHECK], output_dir=tmp_path, check=False)
     assert done.returncode != 0 and "exitcode  : 2" in done.stderr
     assert any(words in line for line in errors_of(done)), done.stderr
@@ -57,7 +57,7 @@ def test_a_rank_that_starts_but_cannot_be_reached(unreachable, tmp_path):
 
 
 def test_folders_that_are_not_shared(machines, tmp_path):
-    """The second machine has different folders at the same paths."""
+    """On the second machine, the same paths are different folders."""
     (tmp_path / "data").mkdir()
     (tmp_path / "data" / "train.parquet").write_bytes(b"x" * 100)
     both = []

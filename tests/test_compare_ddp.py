@@ -1,4 +1,4 @@
-"""The comparison is itself a test of DDP; these tests check that it reports what it finds, and would notice a difference."""
+"""compare_ddp.py is itself a test of DDP. These tests check its report, and that it would notice a difference."""
 
 import os
 import signal
@@ -15,19 +15,19 @@ ARGUMENTS = "--dataset synthetic --max_train_steps 25 --proof_steps 20 --log_eve
 
 @pytest.fixture(scope="module")
 def compared(tmp_path_factory):
-    """What a comparison with two processes printed, and its folder."""
+    """The output of a comparison with two processes, and its folder."""
     folder = tmp_path_factory.mktemp("compare")
     return run("2cpu", COMPARE, ARGUMENTS, output_dir=folder), folder
 
 
 def test_pairs_agree(compared):
-    found = results(compared[1])
-    assert found["num_processes"] == 2 and status(compared[1])["state"] == "finished"
-    assert found["pairs"].keys() == {"replicated", "ddp"}
-    for pair in found["pairs"].values():
+    result = results(compared[1])
+    assert result["num_processes"] == 2 and status(compared[1])["state"] == "finished"
+    assert result["pairs"].keys() == {"replicated", "ddp"}
+    for pair in result["pairs"].values():
         assert 0 < pair["max_relative_difference"] <= 1e-5  # not 0: they are two computations
         assert pair["max_loss_difference"] < 1e-5
-    # The two pairs are different experiments: if weights were compared with themselves, this would fail.
+    # The two pairs are different experiments: this fails if weights are compared with themselves.
     weights = {name: load_file(compared[1] / f"{name}.safetensors")["final.fc1.weight"] for name in RUNS}
     assert (weights["replicated"] - weights["ddp"]).abs().max() > 1e-4
 
@@ -40,11 +40,11 @@ def test_gradients_agree_only_with_the_corrections(compared):
         assert value > 0.01 if case in wrong else value < 1e-12, case
     for case, value in gradients["float32"].items():
         assert value > 0.01 if case in wrong else value < 1e-4, case
-    # DDP has divided the sum by the number of processes.
+    # DDP divides the sum by the number of processes.
     assert gradients["float64"]["sum, uncorrected"] == pytest.approx(0.5)
 
 
-def test_one_loss_is_the_mean_of_all(compared):
+def test_the_loss_of_the_batch_is_the_mean_of_all_processes(compared):
     losses = results(compared[1])["losses_of_one_batch"]
     assert len(losses["per_process"]) == 2 and losses["per_process"][0] != losses["per_process"][1]
     assert losses["mean"] == pytest.approx(losses["one_process"], rel=1e-6)

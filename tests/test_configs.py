@@ -1,4 +1,4 @@
-"""Every YAML starts the number of processes that it says, on this machine, and default batches divide over them."""
+"""Every YAML starts its number of processes on this machine, and default batch sizes divide evenly over them."""
 
 import json
 import re
@@ -12,15 +12,15 @@ CONFIGS = [path for path in ALL if "node" not in path.name]
 
 @pytest.mark.parametrize("path", CONFIGS, ids=lambda path: path.stem)
 def test_starts_as_many_processes_as_it_says(path, tmp_path):
-    promised = int(re.search(r"num_processes: (\d+)", path.read_text())[1])
+    processes = int(re.search(r"num_processes: (\d+)", path.read_text())[1])
     done = run(str(path), "tests/probe_processes.py", [str(tmp_path)])
-    found = [json.loads(file.read_text()) for file in tmp_path.iterdir()]
-    assert sorted(rank["rank"] for rank in found) == list(range(promised))
-    assert {rank["processes"] for rank in found} == {promised}
-    assert {rank["sum"] for rank in found} == {promised * (promised + 1) // 2}  # they do talk to each other
+    reports = [json.loads(file.read_text()) for file in tmp_path.iterdir()]
+    assert sorted(rank["rank"] for rank in reports) == list(range(processes))
+    assert {rank["processes"] for rank in reports} == {processes}
+    assert {rank["sum"] for rank in reports} == {processes * (processes + 1) // 2}  # they can communicate
     if "cpu" in path.stem:
-        assert {rank["device"] for rank in found} == {"cpu"} and "NO GPU" not in done.stderr
-    if "gpu" in path.stem and found[0]["device"] == "cpu":
+        assert {rank["device"] for rank in reports} == {"cpu"} and "NO GPU" not in done.stderr
+    if "gpu" in path.stem and reports[0]["device"] == "cpu":
         assert done.stderr.count("NO GPU FOUND") == 1
         assert f"{path.name} runs on the CPU" in done.stderr
 
@@ -37,7 +37,7 @@ def test_two_launches_at_once_find_any_free_port(tmp_path):
 
 @pytest.mark.parametrize("path", ALL, ids=lambda path: path.stem)
 def test_default_batches_divide_over_its_processes(path):
-    """An error about one of them would be the first thing a person meets."""
+    """Otherwise the first run of a new user would end with an error."""
     processes = int(re.search(r"num_processes: (\d+)", path.read_text())[1])
     for script in (ROOT / "scripts").glob("train_*.py"):
         sizes = re.findall(r'\bbatch_size(?:=|".*?default=)(\d+)', script.read_text())

@@ -1,4 +1,4 @@
-"""What may change when a run is continued: one rule, the same in all scripts, in --help, in the README and in the refusal."""
+"""What may change when a run continues: the same rule in all scripts, in --help, in the README and in the error message."""
 
 import json
 import math
@@ -14,13 +14,13 @@ SHORT = "--epochs 2 --log_every 30"  # 60 steps
 
 
 def words(text):
-    """Text without its line breaks."""
+    """Text with line breaks replaced by spaces."""
     return " ".join(text.split())
 
 
 @pytest.fixture(scope="module")
 def finished(tmp_path_factory):
-    """A finished run of train_minimal.py, one of train_cifar.py; tests work on copies."""
+    """A finished run of train_minimal.py and one of train_cifar.py; tests use copies of them."""
     folders = {
         "minimal": tmp_path_factory.mktemp("finished") / "minimal",
         "cifar": tmp_path_factory.mktemp("finished") / "cifar",
@@ -44,18 +44,17 @@ def test_a_finished_run_trains_longer(finished, tmp_path):
 
 
 def test_the_schedule_spans_the_new_length_from_the_first_step_on(finished, tmp_path):
-    """Step 8 of 8 has a learning rate of 0; of 14 it does not, and from there on all are those of a run of 14 steps."""
+    """The learning rate after step 8 of 8 is 0. From step 8 of 14 on, it is that of a run of 14 steps."""
     folder = copy(finished["cifar"], tmp_path)
     done = run("cpu", CIFAR, SMALL, output_dir=folder)
     lr = {step: 0.02 * (1 - step / 14) / 0.8 for step in range(8, 15)}
     assert f"length changed from 8 to 14 steps: the learning rate at step 8 changes from 0 to {lr[8]:.3g}" in done.stdout
     logged = {line["step"]: line["lr"] for line in metrics(folder, "train")}
     assert logged[8] == 0 and all(math.isclose(logged[step], lr[step], abs_tol=1e-12) for step in range(9, 15))
-    # The rate of the first step shows in what it does: with 0, the weights and so the loss of a fixed batch would not move.
     assert results(folder)["resumed_from"] == 8 and results(folder)["global_step"] == 14
 
 
-def test_a_run_killed_after_it_was_made_longer_ends_as_if_it_was_not(finished, tmp_path):
+def test_a_run_killed_after_it_was_made_longer_ends_with_the_same_weights(finished, tmp_path):
     folder, other = copy(finished["cifar"], tmp_path), tmp_path / "other"
     shutil.copytree(folder, other, ignore=shutil.ignore_patterns(".lock"))
     run("cpu", CIFAR, SMALL, output_dir=folder)
@@ -81,7 +80,7 @@ def test_where_and_how_it_runs_may_change(finished, tmp_path):
     assert "continuing from" in done.stdout and results(folder)["global_step"] == 14
 
 
-def test_anything_else_is_refused_and_the_refusal_says_what_to_do(finished, tmp_path):
+def test_any_other_change_is_an_error_that_says_what_to_do(finished, tmp_path):
     folder = copy(finished["cifar"], tmp_path)
     done = run(None, CIFAR, f"{SMALL} --lr 0.5 --seed 3", output_dir=folder, check=False)
     errors = [line for line in done.stderr.splitlines() if line.startswith("error: ")]
@@ -107,7 +106,7 @@ def test_help_shows_the_defaults_of_the_chosen_model(model, epochs):
     assert "None" not in text
 
 
-def test_closing_lines_name_the_next_command(finished, tmp_path):
+def test_the_last_lines_name_the_next_command(finished, tmp_path):
     folder = copy(finished["minimal"], tmp_path)
     done = run("cpu", MINIMAL, SHORT, output_dir=folder)
     assert "run the same command with a larger --epochs or --max_train_steps" in done.stdout

@@ -1,11 +1,11 @@
-"""`cp -r scripts/X.py utils/ ~/my_project/` is the start of somebody's project: every script runs there, unchanged."""
+"""Users start a project with `cp -r scripts/X.py utils/ ~/my_project/`: every script must run there unchanged."""
 
 import shutil
 
 import pytest
 from conftest import ROOT, run
 
-# The shortest run of each that ends by itself. A new script has to say here how it is run.
+# Arguments for a short run of each script. A new script needs an entry here.
 ARGUMENTS = {
     "benchmark": "--help",
     "check_topology": "--max_bytes 4096",
@@ -17,7 +17,7 @@ ARGUMENTS = {
     "train_minimal": "--epochs 1",
     "train_model_parallel": "--dataset synthetic --width 8 --batch_size 32 --micro_batches 2 --dry_run",
 }
-COMPANIONS = {"evaluate": ["train_cifar"], "benchmark": ["train_cifar"]}  # they need its models
+COMPANIONS = {"evaluate": ["train_cifar"], "benchmark": ["train_cifar"]}  # scripts that they import
 
 
 @pytest.mark.parametrize("script", sorted(path.stem for path in (ROOT / "scripts").glob("*.py")))

@@ -1,4 +1,4 @@
-"""Kill it anywhere, lose nothing: each fault is injected for real, then the same command is launched again."""
+"""Kill it anywhere, lose nothing: each test injects a real fault, then launches the same command again."""
 
 import contextlib
 import json
@@ -39,14 +39,14 @@ PREEMPTED = 75
 
 
 def faulty(fault, arguments, output_dir, config="2cpu", **kwargs):
-    """Runs the template with a fault; it must fail."""
+    """Runs train_cifar.py with a fault; the run must fail."""
     done = run(config, "tests/wrapped.py", [fault, CIFAR, *arguments.split()], output_dir=output_dir, check=False, **kwargs)
     assert done.returncode != 0, done.stdout
     return done
 
 
 def relaunch_and_compare(reference, folder, arguments=SMALL, config="2cpu", **kwargs):
-    """Runs the same command again: it must end with the weights and metrics of the run that was never interrupted."""
+    """Runs the same command again: it must end with the weights and metrics of the uninterrupted run."""
     again = run(config, CIFAR, arguments, output_dir=folder, **kwargs)
     assert final_weights(folder) == final_weights(reference)
     for split in ("train", "test"):
@@ -57,12 +57,12 @@ def relaunch_and_compare(reference, folder, arguments=SMALL, config="2cpu", **kw
 
 
 def test_one_rank_killed_again_and_again(reference, tmp_path):
-    """All in one run: each kill starts from what the one before left behind."""
+    """All kills in one run: each continues from the files that the previous one left."""
     for fault in (
-        "die_in_step@5:1",  # between two checkpoints, a rank that is not the main one
-        "die_in_evaluation@1:0",  # between a step and its test line
-        "die_before_state@2:0",  # a checkpoint's folder is there, and empty
-        "die_before_rename@3:0",  # a checkpoint is complete, but for its name
+        "die_in_step@5:1",  # between two checkpoints, a rank other than 0
+        "die_in_evaluation@1:0",  # after a step, before its test line is logged
+        "die_before_state@2:0",  # the folder of a checkpoint exists and is empty
+        "die_before_rename@3:0",  # a checkpoint is complete, except for its final name
     ):
         faulty(fault, SMALL, tmp_path / "run")
     relaunch_and_compare(reference("2cpu", 2).folder, tmp_path / "run")
@@ -71,7 +71,7 @@ def test_one_rank_killed_again_and_again(reference, tmp_path):
 
 @pytest.mark.parametrize("processes", [pytest.param(n, marks=[pytest.mark.slow] * (n != 3)) for n in (1, 3, 4)])
 def test_any_number_of_processes(processes, odd_folder, tmp_path):
-    """Batch norm, Muon, accumulation and loader workers at once. With 3 or more processes the order of summation matters."""
+    """Batch norm, Muon, accumulation and loader workers together. With 3 or more processes the order of summation matters."""
     arguments = (
         f"--dataset {odd_folder} --model fastnet --batch_size 24 --max_train_steps 7 --checkpoint_every 2 --eval_every 1000 "
         "--log_every 1 --gradient_accumulation_steps 2 --num_workers 2"
@@ -86,7 +86,7 @@ def test_any_number_of_processes(processes, odd_folder, tmp_path):
 
 
 @pytest.mark.parametrize("who", ["launcher", "all"])
-def test_launcher_killed_no_orphan_stays(who, reference, tmp_path):
+def test_launcher_killed_leaves_no_orphans(who, reference, tmp_path):
     endless = SMALL.replace("--max_train_steps 14", "--max_train_steps 100000")
     started = Started("2cpu", CIFAR, endless, output_dir=tmp_path / "run")
     started.wait_for("step      5/")
@@ -107,17 +107,17 @@ def test_restarted_by_its_launcher(reference, tmp_path):
     environment = {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1", "FAULT_ONCE": "1"}
     arguments = ["die_in_step@9:1", CIFAR, *SMALL.split()]
     run("2cpu", "tests/wrapped.py", arguments, output_dir=tmp_path / "run", launcher=launcher, env=environment)
-    assert results(tmp_path / "run")["resumed_from"] == 7  # saved there for its accuracy, the best so far
+    assert results(tmp_path / "run")["resumed_from"] == 7  # saved there because its accuracy was the best so far
     assert final_weights(tmp_path / "run") == final_weights(reference("2cpu", 2).folder)
     assert metrics(tmp_path / "run", "train") == metrics(reference("2cpu", 2).folder, "train")
 
 
 def test_signal_to_one_rank_stops_all_at_one_step(reference, tmp_path):
-    # The signal comes in step 5, then in the 4th from there; the processes agree on it while the next one computes.
+    # The signal comes in step 5, then in the 4th step after the restart; the processes agree to stop one step later.
     for fault, step in (("sigterm_in_step@5:1", 6), ("sigusr1_in_step@4:0", 11)):
         done = faulty(fault, SMALL, tmp_path / "run")
-        found = status(tmp_path / "run")
-        assert found["state"] == "preempted" and found["step"] == step
+        run_status = status(tmp_path / "run")
+        assert run_status["state"] == "preempted" and run_status["step"] == step
         assert f"exitcode  : {PREEMPTED}" in done.stderr
         assert done.stdout.count("run the same command again") == 1
     relaunch_and_compare(reference("2cpu", 2).folder, tmp_path / "run")
@@ -128,7 +128,7 @@ def test_signal_to_one_rank_stops_all_at_one_step(reference, tmp_path):
 )
 def test_signal_to_the_launcher(config, number, reference, tmp_path):
     """Preemption, or Ctrl-C (which a terminal sends to every process)."""
-    # With loader workers, which a terminal sends the signal, too: they must go on loading while the run is saved.
+    # With loader workers, because a terminal sends the signal to them too: they must continue loading until the run is saved.
     arguments = SMALL.replace("--max_train_steps 14", f"--max_train_steps 20000 --num_workers {int(number == 'SIGINT')}")
     started = Started(config, CIFAR, arguments, output_dir=tmp_path / "run")
     started.wait_for("step     5/")
@@ -139,15 +139,15 @@ def test_signal_to_the_launcher(config, number, reference, tmp_path):
         os.kill(started.process.pid, getattr(signal, number))
     _, output = started.finish()
     assert all_end(workers)
-    found = status(tmp_path / "run")
-    assert found["state"] == "preempted"
-    assert (tmp_path / "run" / "checkpoints" / f"step_{found['step']:08d}" / "manifest.json").exists()
+    run_status = status(tmp_path / "run")
+    assert run_status["state"] == "preempted"
+    assert (tmp_path / "run" / "checkpoints" / f"step_{run_status['step']:08d}" / "manifest.json").exists()
     assert not (tmp_path / "run" / "checkpoints" / ".writing").exists()
-    assert output.count("Traceback") <= 1  # the launcher's own, never one per rank
+    assert output.count("Traceback") <= 1  # that of the launcher, not one per rank
 
 
 def test_ctrl_c_gives_one_process_time_to_save(tmp_path):
-    """Its launcher exits at once. The process that exits after it must still finish a slow save."""
+    """The launcher of a single process exits at once. The process must still finish a slow save."""
     arguments = ["slow_save", CIFAR, *ENDLESS.split()]
     started = Started("cpu", "tests/wrapped.py", arguments, output_dir=tmp_path / "run")
     started.wait_for("step      5/")
@@ -160,7 +160,7 @@ def test_ctrl_c_gives_one_process_time_to_save(tmp_path):
 
 @pytest.fixture(scope="session")
 def interrupted(tmp_path_factory):
-    """A run on one process, preempted after step 8 with two good checkpoints; tests work on copies of it."""
+    """A run on one process, preempted after step 8 with two valid checkpoints; tests use copies of it."""
     folder = tmp_path_factory.mktemp("interrupted") / "run"
     faulty("sigterm_in_step@8", SMALL, folder, config="cpu")
     assert sorted(path.name for path in (folder / "checkpoints").iterdir())[-2:] == ["step_00000007", "step_00000008"]
@@ -253,8 +253,8 @@ class Bomb:
         return os.system, (f"touch {self.marker}",)
 
 
-def seal(folder):
-    """Makes the manifest match the files, as an attacker would."""
+def update_manifest(folder):
+    """Updates the manifest to match the changed files, as an attacker would."""
     manifest = json.loads((folder / "manifest.json").read_text())
     del manifest["sha256"]
     for path in folder.iterdir():
@@ -270,15 +270,15 @@ def test_a_poisoned_checkpoint_executes_nothing(name, interrupted, tmp_path):
     shutil.copytree(interrupted, tmp_path / "run")
     newest = tmp_path / "run" / "checkpoints" / "step_00000008"
     (newest / name).write_bytes(pickle.dumps(Bomb(tmp_path / "executed")))
-    seal(newest)
+    update_manifest(newest)
     done = run(None, CIFAR, SMALL, output_dir=tmp_path / "run", check=False)
     assert not (tmp_path / "executed").exists()
-    if name != "random_states_0.pkl":  # the run does not need it: it is skipped
+    if name != "random_states_0.pkl":  # not needed, so the run skips it and may succeed
         assert done.returncode == 2 and done.stderr.count("error: ") == 1, done.stderr
 
 
 def test_registered_state_executes_nothing(tmp_path):
-    """Accelerate itself would unpickle it (`load_custom_state`)."""
+    """Without the check, Accelerate would unpickle it (`load_custom_state`)."""
     (tmp_path / "custom_checkpoint_0.pkl").write_bytes(pickle.dumps(Bomb(tmp_path / "executed")))
     accelerate = SimpleNamespace(num_processes=1, load_state=lambda *_, **__: pytest.fail("it was loaded"))
     with pytest.raises(UserError, match="execute code"):
@@ -292,7 +292,7 @@ def test_registered_state_executes_nothing(tmp_path):
 
 
 def test_a_poisoned_sharded_checkpoint_executes_nothing(tmp_path):
-    """torch itself would unpickle the index of such a checkpoint, and every value that is not a tensor."""
+    """Without the check, torch would unpickle the index of such a checkpoint, and every value that is not a tensor."""
     state, bomb = {"weight": torch.ones(3), "plain": [1, "two"]}, Bomb(tmp_path / "executed")
     for name, change in (("good", {}), ("index", {}), ("value", {"plain": bomb})):
         dcp.save(state | change, checkpoint_id=tmp_path / name, no_dist=True)
@@ -306,7 +306,7 @@ def test_a_poisoned_sharded_checkpoint_executes_nothing(tmp_path):
 
 @contextlib.contextmanager
 def small_disk(folder, size):
-    """A separate file system of `size` in `folder`, as a path."""
+    """Mounts a file system of `size` in `folder`; yields its path."""
     disk = folder / "disk"
     disk.mkdir()
     if subprocess.run(["mount", "-t", "tmpfs", "-o", f"size={size}", "tmpfs", str(disk)], capture_output=True).returncode:
@@ -319,7 +319,7 @@ def small_disk(folder, size):
 
 def test_a_full_disk_costs_a_checkpoint_not_the_run(reference, tmp_path):
     with small_disk(tmp_path, "2200k") as disk:
-        # The third checkpoint finds the disk filled up; before the fourth there is room again.
+        # The disk is full during the third checkpoint, and has room again before the fourth.
         done = run(
             "cpu",
             "tests/wrapped.py",
@@ -345,9 +345,9 @@ def test_checkpoints_that_keep_failing_end_the_run(reference, tmp_path):
 def test_a_disk_that_stays_full_ends_the_run_with_a_line(reference, tmp_path):
     with small_disk(tmp_path, "2200k") as disk:
         done = faulty(f"full_disk@5:{disk}", SMALL + " --max_failed_checkpoints 99", disk / "run", config="cpu")
-        told = [line for line in done.stderr.splitlines() if line.startswith("error: ")]
-        assert len(told) == 1 and "the disk is full" in told[0], done.stderr
-        assert "Traceback" not in done.stderr.split(told[0])[0]
+        errors = [line for line in done.stderr.splitlines() if line.startswith("error: ")]
+        assert len(errors) == 1 and "the disk is full" in errors[0], done.stderr
+        assert "Traceback" not in done.stderr.split(errors[0])[0]
         (disk / "ballast").unlink()
         relaunch_and_compare(reference("cpu").folder, disk / "run", config="cpu")
 
@@ -356,7 +356,7 @@ def test_finished_run_is_left_alone(reference):
     folder = reference("2cpu", 2).folder
     before = {path: path.stat().st_mtime_ns for path in folder.rglob("*") if path.name != ".lock" and path != folder}
     again = run("2cpu", CIFAR, SMALL, output_dir=folder)
-    assert "finished already" in again.stdout and f"test accuracy {results(folder)['test_accuracy']:.4f}" in again.stdout
+    assert "already finished" in again.stdout and f"test accuracy {results(folder)['test_accuracy']:.4f}" in again.stdout
     assert before == {path: path.stat().st_mtime_ns for path in folder.rglob("*") if path.name != ".lock" and path != folder}
 
 
@@ -375,7 +375,7 @@ def test_other_number_of_processes_same_samples(before, after, reference, tmp_pa
     faulty("die_in_step@8:0", SMALL, tmp_path / "run", config=before)
     run(after, CIFAR, SMALL, output_dir=tmp_path / "run")
     assert results(tmp_path / "run")["resumed_from"] == 7
-    # A step with other samples would differ by far more than rounding.
+    # With other samples, the loss of a step would differ by far more than rounding.
     for a, b in zip(metrics(tmp_path / "run", "train"), metrics(reference("cpu").folder, "train"), strict=True):
         assert a["step"] == b["step"] and a["loss"] == pytest.approx(b["loss"], abs=1e-4)
 
@@ -389,7 +389,7 @@ def test_longer_where_the_schedule_allows_it(tmp_path):
 
 @pytest.mark.parametrize("processes", [1, 2])
 def test_a_step_that_diverges_is_not_saved(processes, tmp_path):
-    """The loss of a step is looked at while the next one computes: too late for a checkpoint of that very step."""
+    """The loss of a step is normally checked one step later, which would be too late for the checkpoint of that step."""
     faulty(f"nan@9:{processes - 1}", SMALL, tmp_path / "run", config="cpu" if processes == 1 else "2cpu")
     assert "step 9" in status(tmp_path / "run")["reason"]
     assert not (tmp_path / "run" / "checkpoints" / "step_00000009").exists()
@@ -428,8 +428,8 @@ def test_weights_are_looked_at_before_saving(part):
 def test_diverged_loss_stops_the_run_and_names_the_samples(processes, reference, tmp_path):
     config = "cpu" if processes == 1 else "2cpu"
     done = faulty(f"nan@8:{processes - 1}", SMALL, tmp_path / "run", config=config)
-    told = next(line for line in done.stderr.splitlines() if line.startswith("error: non-finite loss at step 8"))
-    assert len(json.loads(told[told.index("[") :])) == 500  # of all processes
+    error = next(line for line in done.stderr.splitlines() if line.startswith("error: non-finite loss at step 8"))
+    assert len(json.loads(error[error.index("[") :])) == 500  # the samples of all processes
     assert status(tmp_path / "run")["state"] == "failed" and "step 8" in status(tmp_path / "run")["reason"]
     relaunch_and_compare(reference(config, processes).folder, tmp_path / "run", config=config)
 
@@ -439,14 +439,14 @@ def test_out_of_memory_says_what_to_do(tmp_path):
     assert "out of memory on rank 1, which computes 250 samples at a time" in done.stderr
     assert (
         "out of memory on rank 1" in status(tmp_path / "run")["reason"]
-    )  # of the first process to fail, not of those that lost contact
+    )  # the reason of the first process to fail, not of those that lost contact with it
     assert (
         "--gradient_accumulation_steps" in done.stderr
         and "Traceback (most recent call last)" not in done.stderr.split("error: ")[1][:500]
     )
 
 
-def test_a_hung_process_is_not_waited_for_forever(tmp_path):
+def test_the_others_give_up_on_a_hung_process(tmp_path):
     done = faulty("hang@5:1", SMALL + " --timeout 6", tmp_path / "run")
     assert "rank 0 lost contact with another process" in done.stderr
 
@@ -462,7 +462,7 @@ def test_a_dead_loader_worker_is_an_error(tmp_path):
     assert code != 0 and output.count("error: rank 0: a data loader worker died") == 1, output
 
 
-@pytest.mark.parametrize("config", ["cpu", "2cpu"])  # one process, and one of several, in which a lost peer looks alike
+@pytest.mark.parametrize("config", ["cpu", "2cpu"])  # with several processes, a lost process causes a similar error
 def test_a_loader_worker_that_dies_handing_a_batch_over_is_the_same_error(config, tmp_path):
     rank = int(config == "2cpu")
     done = faulty(f"worker_dies_handing_over@20:{rank}", WITH_A_WORKER, tmp_path / "run", config)
@@ -490,7 +490,7 @@ def test_chaos_runner_finds_no_difference_and_would_find_one(tmp_path):
     chaos = [sys.executable, str(ROOT / "utils" / "chaos.py"), "--folder", str(tmp_path / "chaos"), "--kills"]
     done = subprocess.run([*chaos, "3", "--", *launch], capture_output=True, text=True, timeout=LIMIT)
     assert done.returncode == 0 and "3 kills" in done.stdout, done.stdout + done.stderr
-    # A run that depends on the clock differs each time, and chaos.py reports it.
-    forgetful = [sys.executable, str(ROOT / "tests" / "wrapped.py"), "clock_seed", *command(None, CIFAR, SMALL)[1:]]
-    done = subprocess.run([*chaos, "1", "--", *forgetful], capture_output=True, text=True, timeout=LIMIT)
+    # The weights of this run depend on the clock, so chaos.py must report a difference.
+    irreproducible = [sys.executable, str(ROOT / "tests" / "wrapped.py"), "clock_seed", *command(None, CIFAR, SMALL)[1:]]
+    done = subprocess.run([*chaos, "1", "--", *irreproducible], capture_output=True, text=True, timeout=LIMIT)
     assert done.returncode != 0 and "model.safetensors differs" in done.stdout, done.stdout + done.stderr

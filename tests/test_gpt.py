@@ -1,4 +1,4 @@
-"""The language template: the same losses on every topology, exact resume, sharded and streamed, and what it writes."""
+"""train_gpt.py: the same losses on every topology, exact resume, sharding, streaming, and the files that it writes."""
 
 import json
 import math
@@ -38,7 +38,7 @@ SMALL = f"{MODEL} --max_train_steps 40 --log_every 1 --eval_every 20 --checkpoin
 
 @pytest.fixture(scope="session")
 def text(made_once):
-    """A local text file: the real one if it is there."""
+    """A local text file: tinyshakespeare if it exists, otherwise a synthetic one."""
 
     def make(folder):
         (folder / "made_up.txt").write_bytes(synthetic_text(0))
@@ -49,7 +49,7 @@ def text(made_once):
 
 @pytest.fixture(scope="session")
 def gpt(text, made_once):
-    """The uninterrupted run of SMALL, for one topology each: `gpt("cpu")` is what it printed, `.folder` where it is."""
+    """The uninterrupted run of SMALL for a configuration: `gpt("cpu")` has its output, and its folder as `.folder`."""
     return lambda config: run_once(made_once, f"gpt/{config}", config, GPT, f"--dataset {text} {SMALL}")
 
 
@@ -58,7 +58,7 @@ def losses(folder, split="train"):
 
 
 def assert_same_losses(one, other):
-    """Every step's loss, to the 1e-4 that the README promises."""
+    """Compares the loss of every step, with the tolerance of 1e-4 from the README."""
     assert losses(one).keys() == losses(other).keys() == set(range(1, 41))
     for step, loss in losses(one).items():
         assert losses(other)[step] == pytest.approx(loss, abs=1e-4), step
@@ -74,13 +74,13 @@ def test_leaves_everything_it_promises(gpt):
         assert (folder / name).exists(), name
     assert min(Image.open(folder / "curves.png").size) > 300
     assert status(folder)["state"] == "finished"
-    found = results(folder)
-    assert found["tokens_seen"] == 40 * 12 * 32 and found["samples_seen"] == 40 * 12
-    assert found["val_bits_per_byte"] == pytest.approx(found["val_loss"] / math.log(2))
-    assert found["val_loss"] == losses(folder, "val")[40]
-    # 2 blocks of 12 width^2, embedding and head; PaLM's count leaves out the embedding
-    assert found["parameters"] == 2 * 12 * 32**2 + 2 * 256 * 32
-    assert found["flops_per_token"] == 6 * (2 * 12 * 32**2 + 256 * 32) + 12 * 2 * 32 * 32
+    result = results(folder)
+    assert result["tokens_seen"] == 40 * 12 * 32 and result["samples_seen"] == 40 * 12
+    assert result["val_bits_per_byte"] == pytest.approx(result["val_loss"] / math.log(2))
+    assert result["val_loss"] == losses(folder, "val")[40]
+    # 2 blocks with 12 width^2 parameters each, embedding and head; the formula of PaLM leaves out the embedding
+    assert result["parameters"] == 2 * 12 * 32**2 + 2 * 256 * 32
+    assert result["flops_per_token"] == 6 * (2 * 12 * 32**2 + 256 * 32) + 12 * 2 * 32 * 32
     assert not any("mfu" in line for line in metrics(folder, "train"))  # the peak of a CPU is not known
     assert samples(folder).keys() == {20, 40} and (folder / "sample.txt").read_bytes().decode() == samples(folder)[40]
     assert "global batch 12 = 1 process x 12 samples" in done.stdout
@@ -88,7 +88,7 @@ def test_leaves_everything_it_promises(gpt):
 
 @pytest.mark.slow
 def test_learns(text, tmp_path):
-    """Better than the frequency of each byte, which the first steps learn."""
+    """The loss is below the entropy of the byte frequencies, which a model learns in its first steps."""
     arguments = f"--dataset {text} {MODEL} --max_train_steps 300 --eval_every 300"
     run("2cpu", GPT, arguments, output_dir=tmp_path / "run")
     counts = torch.bincount(torch.frombuffer(bytearray(text.read_bytes()), dtype=torch.uint8).long()).double()
@@ -115,7 +115,7 @@ def test_killed_it_continues_exactly_and_on_another_topology(gpt, text, tmp_path
     started.kill_all()
     shutil.copytree(two, tmp_path / "one")
     assert "continuing from" in run("2cpu", GPT, arguments, output_dir=two).stdout
-    assert results(two)["resumed_from"] in (20, 30)  # a checkpoint of before: nothing was saved when it was killed
+    assert results(two)["resumed_from"] in (20, 30)  # an earlier checkpoint, because a kill saves nothing
     assert final_weights(two) == final_weights(gpt("2cpu").folder)
     for split in ("train", "val", "sample"):
         clock = {"tokens_per_second"}
@@ -134,14 +134,14 @@ def test_killed_on_one_process_with_dropout_it_continues_exactly(text, tmp_path)
     started = Started("cpu", GPT, arguments, output_dir=tmp_path / "killed")
     started.wait_for("step 15/40")
     started.kill_all()
-    # Evaluated more often than before: that, too, must change nothing.
+    # More frequent evaluation must not change the weights either.
     run("cpu", GPT, f"{arguments} --eval_every 13", output_dir=tmp_path / "killed")
     assert results(tmp_path / "killed")["resumed_from"] > 0
     assert final_weights(tmp_path / "killed") == final_weights(tmp_path / "whole")
 
 
 def test_every_epoch_reads_the_text_in_another_order_and_from_another_place(tmp_path):
-    """What the script itself reads: 31 windows, three epochs of 3 steps of 10."""
+    """Records the samples that the script reads: 31 windows, three epochs with 3 steps of 10 windows."""
     (tmp_path / "text.txt").write_bytes(synthetic_text(0)[: 32 * 32 * 10 // 9 + 10])
     small = SMALL.replace("--batch_size 12", "--batch_size 10").replace("--max_train_steps 40", "--max_train_steps 9")
     steps = recorded("cpu", GPT, f"--dataset {tmp_path / 'text.txt'} {small}", tmp_path / "run")[:9]
@@ -154,7 +154,7 @@ def test_every_epoch_reads_the_text_in_another_order_and_from_another_place(tmp_
 
 
 def test_the_validation_loss_is_that_of_the_exported_weights_without_dropout(text, tmp_path):
-    """Computed again by plain PyTorch, over every byte of the last tenth but the first."""
+    """Computes the loss again with plain PyTorch, over every byte of the last tenth except the first."""
     run("2cpu", GPT, f"--dataset {text} {SMALL} --dropout 0.5 --max_train_steps 20", output_dir=tmp_path)
     model = load_script("train_gpt").GPT(n_layer=2, n_head=2, n_embd=32, block_size=32).eval()
     model.load_state_dict(load_file(tmp_path / "model.safetensors"))
@@ -171,7 +171,7 @@ def test_the_validation_loss_is_that_of_the_exported_weights_without_dropout(tex
 
 @pytest.mark.slow
 def test_sharded_it_computes_the_same_and_changes_the_number_of_processes(gpt, text, tmp_path):
-    """FSDP2 of Accelerate and PyTorch over gloo: see sharded.py for the only change."""
+    """FSDP2 of Accelerate and PyTorch over gloo; sharded.py contains the only change."""
     folder, arguments = tmp_path / "run", [GPT, "--dataset", str(text), *SMALL.split()]
     launcher = ("--mixed_precision", "no", "--num_processes")
     started = Started("4gpu_fsdp", "tests/sharded.py", arguments, output_dir=folder, launcher=(*launcher, "2"))
@@ -181,7 +181,7 @@ def test_sharded_it_computes_the_same_and_changes_the_number_of_processes(gpt, t
     run("4gpu_fsdp", "tests/sharded.py", arguments, output_dir=folder, launcher=(*launcher, "3"))
     assert results(folder)["num_processes"] == 3 and results(folder)["resumed_from"] > 0
     assert_same_losses(gpt("cpu").folder, folder)
-    # The full weights: exported by the script at the end, and read from the shards of the checkpoint
+    # The weights that the script exported at the end, and those in the shards of the last checkpoint
     whole = load_file(folder / "model.safetensors")
     state, _, _ = weights.read(folder / "checkpoints" / "step_00000040")
     assert state.keys() == whole.keys() == load_file(gpt("cpu").folder / "model.safetensors").keys()
@@ -207,7 +207,7 @@ def test_sharded_compiled_and_in_bf16_it_computes_nearly_the_same(gpt, text, tmp
 
 @pytest.fixture(scope="session")
 def shards(tmp_path_factory):
-    """Three Parquet files, with documents of all lengths."""
+    """Three Parquet files with documents of different lengths, some of them empty."""
     folder, chance = tmp_path_factory.mktemp("shards"), random.Random(0)
     lines = synthetic_text(0).decode().splitlines()
     for part in range(3):
@@ -217,30 +217,30 @@ def shards(tmp_path_factory):
 
 
 def batches(folder, processes, count, position=None):
-    """The windows of `count` global batches, and the position after them as a checkpoint keeps it."""
+    """The windows of `count` global batches, and the position after them as a checkpoint stores it."""
     options = dict(lanes=6, buffer=8, seed=0, position=position)
     readers = [
         iter(TextStream(str(folder), "text", 16, 12 // processes, share=(p, processes), **options)) for p in range(processes)
     ]
-    found = []
+    batches_read = []
     for _ in range(count):
         parts = [next(reader) for reader in readers]
         position = {lane: place for part in parts for lane, place in part["position"].items()}
-        found.append(sorted(window for part in parts for window in part["inputs"].tolist()))
-    return found, json.loads(json.dumps(position))
+        batches_read.append(sorted(window for part in parts for window in part["inputs"].tolist()))
+    return batches_read, json.loads(json.dumps(position))
 
 
 def test_any_number_of_processes_streams_the_same_batches_from_any_position(shards):
     whole, _ = batches(shards, 1, 120)
     assert batches(shards, 3, 120)[0] == whole
-    for stop in (1, 3, 4, 5, 37, 110):  # a buffer is 4 batches of a lane
+    for stop in (1, 3, 4, 5, 37, 110):  # a buffer lasts for 4 batches
         before, position = batches(shards, 2, stop)
         assert before + batches(shards, 6, 120 - stop, position)[0] == whole, stop
     windows = [tuple(window) for batch in whole for window in batch]
     assert len(set(windows)) > 0.9 * len(windows)
 
 
-def test_a_stream_begins_again_when_it_ends_and_never_shows_what_is_held_out(tmp_path):
+def test_a_stream_starts_again_at_its_end_and_never_shows_held_out_text(tmp_path):
     documents = [f"document {number:04d} is this one" for number in range(600)]
     (tmp_path / "text.jsonl").write_text("".join(json.dumps({"text": document}) + "\n" for document in documents))
     length = len(documents[0]) + 1
@@ -249,12 +249,12 @@ def test_a_stream_begins_again_when_it_ends_and_never_shows_what_is_held_out(tmp
     kept = {document[9:13] for document in documents if held_out(document.encode() + b"\n")}
     assert 2 <= len(kept) <= 30
     assert set(seen) == {document[9:13] for document in documents} - kept
-    assert {seen.count(number) for number in set(seen)} <= {2, 3, 4}  # three passes or so
+    assert {seen.count(number) for number in set(seen)} <= {2, 3, 4}  # about three passes
     assert len(load_held_out(str(tmp_path), "text", length)) == len(kept) * length
 
 
 def test_streaming_killed_continues_exactly_and_on_another_topology(shards, tmp_path):
-    # --num_workers 1: what the worker has prefetched does not count.
+    # --num_workers 1: batches that the worker has prefetched must not be skipped.
     arguments = f"--dataset {shards} --streaming --stream_lanes 6 --shuffle_buffer 20 --num_workers 1 {SMALL}"
     run("cpu", GPT, arguments, output_dir=tmp_path / "one")
     started = Started("2cpu", GPT, arguments, output_dir=tmp_path / "two")
@@ -271,9 +271,9 @@ def test_an_error_that_only_one_process_meets_is_printed_by_it(workers, shards, 
     arguments = f"--dataset {shards} --streaming --stream_lanes 6 --shuffle_buffer 4 --num_workers {workers} {SMALL}"
     wrapped = ["unreadable@40:1", GPT, *arguments.split()]
     done = run("2cpu", "tests/wrapped.py", wrapped, output_dir=tmp_path, check=False)
-    told = [line for line in done.stderr.splitlines() if line.startswith("error: ") and "lost contact" not in line]
-    assert len(told) == 1 and "the medium is damaged" in told[0], done.stderr
-    assert status(tmp_path)["state"] == "failed" and status(tmp_path)["reason"] in told[0]
+    errors = [line for line in done.stderr.splitlines() if line.startswith("error: ") and "lost contact" not in line]
+    assert len(errors) == 1 and "the medium is damaged" in errors[0], done.stderr
+    assert status(tmp_path)["state"] == "failed" and status(tmp_path)["reason"] in errors[0]
 
 
 def test_data_in_two_formats_or_compressed_is_refused(tmp_path):
@@ -289,7 +289,7 @@ def test_data_in_two_formats_or_compressed_is_refused(tmp_path):
 # ------------------------------------------------------------------------------------------------- samples, copying
 
 
-def test_copied_out_it_overfits_and_samples(text, tmp_path):
+def test_a_copied_script_overfits_and_samples(text, tmp_path):
     (tmp_path / "mine").mkdir()
     shutil.copy(ROOT / GPT, tmp_path / "mine")
     shutil.copytree(ROOT / "utils", tmp_path / "mine" / "utils")
@@ -298,11 +298,11 @@ def test_copied_out_it_overfits_and_samples(text, tmp_path):
     made = tmp_path / "run_overfit_batch"
     assert metrics(made, "train")[-1]["loss"] < 0.01
     assert (made / "profile" / "trace.json").exists()
-    # It has memorized the beginning of the text
-    known = text.read_bytes()[:60].decode()
-    sample = ["--sample", str(made), "--prompt", known[:20], "--sample_length", "12", "--temperature"]
+    # The model has memorized the beginning of the text
+    memorized = text.read_bytes()[:60].decode()
+    sample = ["--sample", str(made), "--prompt", memorized[:20], "--sample_length", "12", "--temperature"]
     done = run(None, "train_gpt.py", [*sample, "0"], root=tmp_path / "mine")
-    assert done.stdout.rstrip("\n") == known[:32]
+    assert done.stdout.rstrip("\n") == memorized[:32]
     one = run(None, "train_gpt.py", [*sample, "9", "--top_k", "1"], root=tmp_path / "mine")
     assert one.stdout == done.stdout  # the most likely byte, whatever the temperature
     hot = run(None, "train_gpt.py", [*sample, "9"], root=tmp_path / "mine")
@@ -341,8 +341,8 @@ def test_a_tall_matrix_is_updated_by_as_much_per_row_as_a_square_one():
 
 @pytest.mark.parametrize("shape", [(3, 24, 96), (3, 96, 24)])
 def test_muon_updates_are_orthogonal(shape):
-    found = orthogonalize(torch.randn(shape, generator=torch.Generator().manual_seed(0)))
-    values = torch.linalg.svdvals(found)
+    orthogonal = orthogonalize(torch.randn(shape, generator=torch.Generator().manual_seed(0)))
+    values = torch.linalg.svdvals(orthogonal)
     assert values.min() > 0.6 and values.max() < 1.3
 
 
@@ -365,7 +365,7 @@ def test_muon_treats_filters_as_matrices_and_leaves_the_rest_to_the_other_optimi
 
 
 def bad_data(folder):
-    """A folder of files that are not valid training text."""
+    """Writes files that are not valid training text to `folder`; returns it."""
     (folder / "empty.txt").touch()
     (folder / "short.txt").write_text("To be")
     (folder / "pictures").mkdir()

@@ -1,4 +1,4 @@
-"""A process that the tests fork finds what one that is started by `exec` finds, and computes the same."""
+"""A process that the tests start by `fork` has the same environment as one started by `exec`, and computes the same."""
 
 import json
 import os
@@ -9,21 +9,21 @@ from conftest import CIFAR, SMALL, Started, command, final_weights, metrics, run
 
 from utils.chaos import launch
 
-# What differs from one launch to the next: ports, run ids, files for errors. (_: the shell's; PADDING: the server's.)
+# Variables that differ between launches: ports, run ids, error files. (_ is set by the shell, PADDING by the server.)
 OF_ONE_LAUNCH = {"MASTER_PORT", "TORCHELASTIC_RUN_ID", "TORCHELASTIC_ERROR_FILE", "PADDING", "_"}
 
 
 @pytest.mark.parametrize("config", [None, "cpu", "2cpu"])
 def test_a_forked_process_finds_what_an_executed_one_finds(config, tmp_path):
-    found = {}
+    states = {}
     for cold in (False, True):
         out = tmp_path / ("cold" if cold else "warm")
         out.mkdir()
         run(config, "tests/probe_start.py", [str(out), "--flag", "a word  with  spaces"], cold=cold)
-        found[cold] = {file.name: json.loads(file.read_text().replace(str(out), "OUT")) for file in out.iterdir()}
-    assert found[True].keys() == found[False].keys() and len(found[True]) == (2 if config == "2cpu" else 1)
-    for rank, executed in found[True].items():
-        forked = found[False][rank]
+        states[cold] = {file.name: json.loads(file.read_text().replace(str(out), "OUT")) for file in out.iterdir()}
+    assert states[True].keys() == states[False].keys() and len(states[True]) == (2 if config == "2cpu" else 1)
+    for rank, executed in states[True].items():
+        forked = states[False][rank]
         for kind in ("environment", "environment in /proc"):
             for name in OF_ONE_LAUNCH:
                 assert (executed[kind].pop(name, None) is None) == (forked[kind].pop(name, None) is None) or name == "PADDING"
@@ -63,7 +63,7 @@ def test_an_executed_run_ends_with_the_bytes_of_a_forked_one(reference, tmp_path
 
 
 def test_an_executed_run_is_stopped_and_goes_on_as_a_forked_one(reference, tmp_path):
-    """Two interpreters that start from nothing, with hash seeds of their own, on both sides of a kill."""
+    """Two new interpreters, each with its own hash seed: one before the kill, one after it."""
     with (tmp_path / "log").open("w") as log:
         launcher = launch(command("cpu", "tests/wrapped.py", ["die_in_step@9", CIFAR, *SMALL.split()]), tmp_path / "run", log)
         assert launcher.wait() != 0

@@ -1,4 +1,4 @@
-"""--init_from: the weights of another run, and nothing else of it."""
+"""--init_from: loads the weights of another run, and nothing else."""
 
 import json
 import shutil
@@ -12,7 +12,7 @@ from utils import weights
 from utils.exits import UserError
 
 MINIMAL = "scripts/train_minimal.py"
-STILL = "--lr 0 --max_train_steps 1 --batch_size 96"  # a step that changes no weight
+STILL = "--lr 0 --max_train_steps 1 --batch_size 96"  # one step, which changes no weights
 
 
 class OneProcess:
@@ -83,21 +83,21 @@ def trained(tmp_path_factory):
 @pytest.mark.parametrize("config", ["cpu", "2cpu"])
 def test_a_run_starts_with_the_weights_and_nothing_else(place, config, trained, tmp_path):
     run(config, MINIMAL, f"{STILL} --init_from {trained / place}", output_dir=tmp_path / "run")
-    found, expected = (load_file(folder / "model.safetensors") for folder in (tmp_path / "run", trained))
-    # AdamW at a learning rate of 0 does not move them; so every process had them.
-    assert all(torch.equal(found[name], expected[name]) for name in expected)
+    loaded, expected = (load_file(folder / "model.safetensors") for folder in (tmp_path / "run", trained))
+    # With a learning rate of 0, AdamW does not change them; so every process had the same weights.
+    assert all(torch.equal(loaded[name], expected[name]) for name in expected)
     assert results(tmp_path / "run")["resumed_from"] == 0 and results(tmp_path / "run")["global_step"] == 1
     recorded = json.loads((tmp_path / "run" / "args.json").read_text())["arguments"]["init_from"]
     assert recorded == str((trained / place).resolve())
 
 
-def test_a_run_that_started_so_continues_by_itself(reference, tmp_path):
-    """Also when the weights that it started from are gone: it has its own."""
+def test_a_run_that_started_from_weights_resumes_exactly(reference, tmp_path):
+    """Also after the file that it started from was deleted: its checkpoints hold its own weights."""
     weights = tmp_path / "weights.safetensors"
     shutil.copy(reference("cpu").folder / "model.safetensors", weights)
     start = f"{SMALL} --seed 1 --init_from {weights}"
     run("cpu", CIFAR, start, output_dir=tmp_path / "whole")
-    # It starts where the other run ended, not at chance.
+    # It starts from the loss at which the other run ended, not from that of random weights.
     assert metrics(tmp_path / "whole", "train")[0]["loss"] < metrics(reference("cpu").folder, "train")[0]["loss"]
     started = Started("cpu", CIFAR, start, output_dir=tmp_path / "killed")
     started.wait_for("step  5/14")
@@ -108,7 +108,7 @@ def test_a_run_that_started_so_continues_by_itself(reference, tmp_path):
 
 
 def test_another_number_of_classes(reference, tmp_path):
-    """Fine-tuning: the last layer is replaced, through the real script."""
+    """Fine-tuning with the real script: the last layer is replaced."""
     (tmp_path / "two").mkdir()
     two = make_folder(tmp_path / "two", 200, 40, keep_two_classes)
     arguments = f"--dataset {two} --model net --batch_size 20 --max_train_steps 2 --init_from {reference('cpu').folder}"

@@ -1,4 +1,4 @@
-"""Several machines, each a network namespace with an address of its own, talking over a real (virtual) network."""
+"""Several machines: network namespaces with their own addresses, connected by a virtual network."""
 
 import json
 
@@ -8,8 +8,8 @@ from conftest import CIFAR, SMALL, final_weights, metrics, results, run, status
 pytestmark = pytest.mark.slow
 
 
-def test_two_machines_compute_what_one_does_and_go_on_when_one_died(machines, reference, tmp_path):
-    """With the static rendezvous of the YAML. Only the first machine prints losses, and the records count machines."""
+def test_two_machines_compute_the_same_as_one_and_continue_after_one_died(machines, reference, tmp_path):
+    """With the static rendezvous of the YAML. Only the first machine prints losses; args.json has the number of machines."""
     both = [machine.started(CIFAR, SMALL, tmp_path) for machine in machines]
     both[0].wait_for("step  5/")
     both[1].kill_all()
@@ -26,7 +26,7 @@ def test_two_machines_compute_what_one_does_and_go_on_when_one_died(machines, re
 
 
 def test_a_machine_that_dies_and_comes_back(machines, reference, tmp_path):
-    """With the elastic rendezvous the other machine's launcher waits for it, and the run goes on by itself."""
+    """With the elastic rendezvous, the launcher of the other machine waits for it, and the run continues automatically."""
     elastic = ("--rdzv_backend", "c10d", "--max_restarts", "3", "--num_processes", "4", "--main_process_ip", "10.77.0.1")
 
     def start(machine):
@@ -45,8 +45,8 @@ def test_a_machine_that_dies_and_comes_back(machines, reference, tmp_path):
     assert final_weights(tmp_path / "two") == final_weights(reference("4gpu", 4).folder)
 
 
-def test_machines_with_unlike_numbers_of_processes(machines, tmp_path):
-    """`accelerate launch` divides evenly; torchrun starts what it is told to on each machine."""
+def test_machines_with_different_numbers_of_processes(machines, tmp_path):
+    """`accelerate launch` divides processes evenly over machines; torchrun starts a given number on each."""
     arguments = SMALL.replace("--batch_size 500", "--batch_size 504")
     run("2cpu", CIFAR, arguments, output_dir=tmp_path / "one", launcher=("--num_processes", "3"))
     both = []
@@ -57,7 +57,7 @@ def test_machines_with_unlike_numbers_of_processes(machines, tmp_path):
     outcomes = [started.finish() for started in both]
     assert [code for code, _ in outcomes] == [0, 0], outcomes
     assert results(tmp_path / "two")["num_processes"] == 3
-    # Not to the bit: the process that has a machine for itself computes with more threads.
+    # Not identical bit for bit: the process that is alone on its machine uses more threads.
     for one, two in zip(metrics(tmp_path / "one", "train"), metrics(tmp_path / "two", "train"), strict=True):
         assert two == pytest.approx(one, abs=1e-4)
 
@@ -75,7 +75,7 @@ def test_starts_as_many_processes_as_it_says(each, machines, tmp_path):
     ]
     outcomes = [started.finish() for started in both]
     assert [code for code, _ in outcomes] == [0, 0], outcomes
-    found = [json.loads(file.read_text()) for file in tmp_path.iterdir()]
-    assert sorted(rank["rank"] for rank in found) == list(range(2 * each))
-    assert {rank["processes"] for rank in found} == {2 * each}
+    reports = [json.loads(file.read_text()) for file in tmp_path.iterdir()]
+    assert sorted(rank["rank"] for rank in reports) == list(range(2 * each))
+    assert {rank["processes"] for rank in reports} == {2 * each}
     assert all(text.count("NO GPU FOUND") == 1 for _, text in outcomes[:1])

@@ -1,4 +1,4 @@
-"""Unit tests of the modules of utils: augmentation, data, run folders, the checks of a launch."""
+"""Unit tests of `utils`: augmentation, data, run folders, checks of a launch."""
 
 import argparse
 import errno
@@ -49,7 +49,7 @@ def test_augmentation_is_a_crop_with_reflected_border_and_random_mirroring(data)
         ]
         assert places
         seen.add(places[0])
-    assert len(seen) > 40  # of the 50 there are
+    assert len(seen) > 40  # of 50 possible ones
 
 
 def test_mirroring_alternates_between_epochs(data):
@@ -62,7 +62,7 @@ def test_cutout_masks_a_square():
     images = torch.full((300, 3, 32, 32), 200, dtype=torch.uint8)
     shifted, keep = augment(images, torch.arange(300), epoch=0, seed=0, padding=0, cutout=8)
     blanked = (keep == 0).sum((1, 2, 3))
-    assert blanked.max() == 64 and blanked.min() >= 16  # whole squares inside, parts of one at the border
+    assert blanked.max() == 64 and blanked.min() >= 16  # complete squares in the interior, partial ones at the border
     mean, std = torch.tensor([100.0] * 3), torch.tensor([50.0] * 3)
     normal = normalize(shifted, mean, std, keep)
     assert normal.is_contiguous(memory_format=torch.channels_last)
@@ -89,8 +89,8 @@ def test_synthetic_data_is_quick_repeatable_and_disjoint(data):
     assert not any(image.numpy().tobytes() in train for image in data.test.images)
 
 
-def test_a_linear_model_cannot_do_the_synthetic_task(data):
-    """Ridge regression on all pixels, the best linear model without tuning, is far from the 95 % of the default model."""
+def test_a_linear_model_cannot_learn_the_synthetic_data(data):
+    """Ridge regression on all pixels stays far below the 95 % of the default model."""
     x, y = data.train.images.flatten(1).double() / 255, torch.nn.functional.one_hot(data.train.labels).double()
     x = torch.cat([x, torch.ones(len(x), 1)], 1)
     weights = torch.linalg.solve(x.T @ x + 10 * torch.eye(x.shape[1]), x.T @ y)
@@ -101,7 +101,7 @@ def test_a_linear_model_cannot_do_the_synthetic_task(data):
 @pytest.mark.parametrize(
     ("gpus", "processes", "fits"), [(2, 4, "use 2gpu.yaml"), (1, 8, "use 1gpu.yaml"), (3, 4, "use 2gpu.yaml"), (4, 4, None)]
 )
-def test_too_few_gpus_is_one_clear_line(gpus, processes, fits, monkeypatch):
+def test_too_few_gpus_is_a_one_line_error(gpus, processes, fits, monkeypatch):
     monkeypatch.setenv("LOCAL_WORLD_SIZE", str(processes))
     monkeypatch.setattr(torch.cuda, "device_count", lambda: gpus)
     monkeypatch.setattr(topology, "_config_path", lambda: "accelerate_configs/4gpu.yaml")
@@ -110,13 +110,13 @@ def test_too_few_gpus_is_one_clear_line(gpus, processes, fits, monkeypatch):
     else:
         with pytest.raises(
             UserError, match=f"4gpu.yaml starts {processes} processes on this machine, which has {gpus} GPU"
-        ) as told:
+        ) as error:
             topology.check_launch()
-        assert fits in str(told.value)
+        assert fits in str(error.value)
 
 
 def test_a_cpu_configuration_leaves_the_gpus_alone(monkeypatch):
-    """Accelerate's launcher does not pass `use_cpu` on to several processes."""
+    """Accelerate's launcher does not pass `use_cpu` on when it starts several processes."""
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 8)
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
     monkeypatch.setattr(topology, "_config_path", lambda: str(ROOT / "accelerate_configs" / "2cpu.yaml"))
@@ -154,7 +154,7 @@ def folder_of(path, **arguments):
     return RunFolder(args, accelerator)
 
 
-def test_metrics_are_cut_back_to_the_checkpoint_and_never_doubled(tmp_path):
+def test_metrics_are_cut_back_to_the_checkpoint_and_never_repeated(tmp_path):
     run = folder_of(tmp_path)
     assert run.claim() is None
     run.start()
@@ -163,7 +163,7 @@ def test_metrics_are_cut_back_to_the_checkpoint_and_never_doubled(tmp_path):
     with (tmp_path / "metrics.jsonl").open("a") as file:
         file.write('{"split": "train", "st')  # killed while writing
     again = folder_of(tmp_path)
-    again._lock = run._lock  # the same process: a second lock would be granted, the first lost
+    again._lock = run._lock  # the same process: locking again would succeed, and closing the file would release the first lock
     again.progress = {"step": 2}
     again.start()
     again.write("train", 2, loss=9.0)
@@ -191,8 +191,8 @@ def test_other_arguments_are_each_named(tmp_path):
     folder_of(tmp_path, model="a", epochs=1, timeout=3).claim()
 
 
-def test_a_checkpoint_has_its_name_only_once_all_of_it_is_on_the_disk(tmp_path, monkeypatch):
-    """What a power cut leaves: everything that was synced, and nothing else for certain."""
+def test_a_checkpoint_has_its_name_only_when_all_files_are_synced(tmp_path, monkeypatch):
+    """After a power cut, only data that was synced is certain to exist."""
     writing, target, synced = tmp_path / ".writing", tmp_path / "step_00000003", []
     (writing / "shards").mkdir(parents=True)
     for name in ("model.safetensors", "optimizer.bin", "shards/0.distcp"):
@@ -229,12 +229,12 @@ def test_the_newest_checkpoints_and_the_best_are_kept(tmp_path):
 def test_a_moved_project_continues(tmp_path):
     assert moved("/no/such/place/cifar10", str(tmp_path / "cifar10"))
     assert not moved("/no/such/place/cifar10", str(tmp_path / "cifar100"))
-    assert not moved(str(tmp_path), f"/elsewhere/{tmp_path.name}")  # both are there: which was it?
+    assert not moved(str(tmp_path), f"/elsewhere/{tmp_path.name}")  # both exist, so the data was not moved
     assert not moved("uoft-cs/cifar10", str(tmp_path / "cifar10"))
 
 
 class Event:
-    """A CUDA event: not ready, not ready, ready."""
+    """A fake CUDA event: `query` returns the given answers, one after the other."""
 
     def __init__(self, answers):
         self.answers = list(answers)
@@ -248,7 +248,7 @@ def test_the_guard_polls_a_gpu_for_a_loss_until_a_timeout(monkeypatch):
     events = [Event([False, False, True]), Event([False] * 10_000)]
     monkeypatch.setattr(guard, "_to_host", lambda loss: (loss, events[int(loss)]))
     watched = guard.Guard(SimpleNamespace(num_processes=1), timeout=600)
-    assert not watched.should_stop(1, [torch.tensor(0.0)], []) and len(events[0].answers) == 3  # of the step before only
+    assert not watched.should_stop(1, [torch.tensor(0.0)], []) and len(events[0].answers) == 3  # only reads the previous loss
     assert not watched.should_stop(2, [torch.tensor(1.0)], []) and not events[0].answers
     watched._patience = 0.01
     with pytest.raises(TimeoutError, match="step 2"):

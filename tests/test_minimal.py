@@ -1,4 +1,4 @@
-"""The smallest loop: the same metrics on any number of processes, exact validation, exact resuming."""
+"""train_minimal.py: the same metrics on any number of processes, exact validation, exact resume."""
 
 import json
 
@@ -11,16 +11,16 @@ ARGUMENTS = "--epochs 16 --log_every 20 --checkpoint_every 60"
 
 @pytest.fixture(scope="module")
 def uninterrupted(tmp_path_factory):
-    """What whole runs printed, and their folders, by configuration."""
+    """configuration -> output and folder of an uninterrupted run."""
     folders = {config: tmp_path_factory.mktemp("minimal") / config for config in ("cpu", "2cpu")}
     return {config: (run(config, MINIMAL, ARGUMENTS, output_dir=folder), folder) for config, folder in folders.items()}
 
 
 def test_learns_and_says_so_once(uninterrupted):
     for processes, (done, folder) in enumerate(uninterrupted.values(), 1):
-        found = results(folder)
-        assert found["num_processes"] == processes and found["global_step"] == 480
-        assert found["val_accuracy"] >= 0.95
+        result = results(folder)
+        assert result["num_processes"] == processes and result["global_step"] == 480
+        assert result["val_accuracy"] >= 0.95
         assert status(folder)["state"] == "finished"
         for step in range(20, 481, 20):
             assert done.stdout.count(f"step {step:>3}/480 ") == 1  # one line, not one per process
@@ -31,7 +31,7 @@ def test_validates_every_held_out_point_once(uninterrupted):
         lines = metrics(folder, "val")
         assert [line["step"] for line in lines] == list(range(30, 481, 30))
         for line in lines:
-            # Of 997 points, which neither 2 processes nor batches of 256 divide: with any other count it is no such fraction.
+            # A multiple of 1/997. 997 is prime: with a repeated or missing point the accuracy would not be such a fraction.
             assert line["accuracy"] * 997 == pytest.approx(round(line["accuracy"] * 997), abs=1e-9)
         assert results(folder)["val_accuracy"] == lines[-1]["accuracy"]
 
@@ -44,14 +44,14 @@ def test_the_best_checkpoint_is_kept_and_its_score_is_of_its_own_step(uninterrup
         progress = json.loads((path / "manifest.json").read_text())["progress"]
         scores[progress["step"]] = progress["score"]
         assert progress["score"] == accuracy.get(progress["step"])
-    best = max(accuracy, key=accuracy.get)  # the first of the best
+    best = max(accuracy, key=accuracy.get)  # the first one, if several are equal
     assert best in scores and 480 in scores and len(scores) <= 3
 
 
 def test_figures_are_of_the_whole_batch(uninterrupted):
-    """If they were those of one process, they would differ with the number of processes."""
+    """Metrics of a single process would depend on the number of processes."""
     one, two = (metrics(folder, "train") for _, folder in uninterrupted.values())
-    # Later on, rounding has grown.
+    # Only the first steps, because rounding differences grow.
     for a, b in zip(one[:4], two[:4], strict=True):
         assert a["step"] == b["step"]
         assert a["loss"] == pytest.approx(b["loss"], rel=1e-4)
@@ -71,7 +71,7 @@ def test_killed_and_relaunched_ends_with_the_same_weights(config, uninterrupted,
 
 
 def faulty(fault, folder):
-    """Runs it with a fault in it; returns all that was printed."""
+    """Runs the script with a fault; returns its output."""
     done = run("2cpu", "tests/wrapped.py", [fault, MINIMAL, *ARGUMENTS.split()], output_dir=folder, check=False)
     assert done.returncode != 0, done.stdout
     return done.stdout + done.stderr
@@ -80,8 +80,8 @@ def faulty(fault, folder):
 def test_a_signal_to_one_process_saves_and_stops_both(uninterrupted, tmp_path):
     output = faulty("sigterm_in_step@101:1", tmp_path)
     assert output.count("run the same command again") == 1 and "exitcode  : 75" in output
-    found = status(tmp_path)
-    assert found["state"] == "preempted" and found["step"] == 102  # agreed on while the next step computes
+    run_status = status(tmp_path)
+    assert run_status["state"] == "preempted" and run_status["step"] == 102  # the processes agree one step later
     run("2cpu", MINIMAL, ARGUMENTS, output_dir=tmp_path)
     assert results(tmp_path)["resumed_from"] == 102
     assert final_weights(tmp_path) == final_weights(uninterrupted["2cpu"][1])
@@ -97,7 +97,7 @@ def test_a_non_finite_loss_stops_both(tmp_path):
 def test_a_finished_run_stays_as_it_is(uninterrupted):
     _, folder = uninterrupted["cpu"]
     before = {path: path.stat().st_mtime_ns for path in folder.rglob("*") if path.name != ".lock"}
-    assert "finished already" in run("cpu", MINIMAL, ARGUMENTS, output_dir=folder).stdout
+    assert "already finished" in run("cpu", MINIMAL, ARGUMENTS, output_dir=folder).stdout
     assert before == {path: path.stat().st_mtime_ns for path in folder.rglob("*") if path.name != ".lock"}
 
 

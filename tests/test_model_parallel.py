@@ -1,4 +1,4 @@
-"""A network split into stages computes the same as unsplit, resumes exactly, and no two ranks share a GPU."""
+"""A network that is split into stages computes the same as the unsplit one, resumes exactly, and no ranks share a GPU."""
 
 import importlib.util
 import os
@@ -38,18 +38,18 @@ def test_split_network_equals_the_unsplit_one(script, stages, micro_batches):
     split = script.Pipeline(script.build_blocks(10, 8).double(), [torch.device("cpu")] * stages, micro_batches)
     split.blocks.load_state_dict(unsplit.state_dict())
     assert len(split.spans) == stages and all(end > first for first, end in split.spans)
-    # 10 samples in 4 or 6 micro-batches: they are not all of one size.
+    # 10 samples in 4 or 6 micro-batches: their sizes differ.
     images, labels = torch.randn(10, 3, 32, 32, dtype=torch.float64), torch.arange(10)
     losses = [F.cross_entropy(model(images), labels) for model in (unsplit, split)]
     for loss in losses:
         loss.backward()
     torch.testing.assert_close(losses[1], losses[0], rtol=1e-12, atol=0)
-    for (name, expected), found in zip(unsplit.named_parameters(), split.parameters(), strict=True):
-        torch.testing.assert_close(found.grad, expected.grad, rtol=1e-9, atol=1e-13, msg=name)
+    for (name, expected), weight in zip(unsplit.named_parameters(), split.parameters(), strict=True):
+        torch.testing.assert_close(weight.grad, expected.grad, rtol=1e-9, atol=1e-13, msg=name)
 
 
 def test_schedule_keeps_every_stage_busy(script):
-    """Three stages, three micro-batches: five ticks of GPipe's clock, in each the last stage that has work first."""
+    """Three stages, three micro-batches: five ticks of the GPipe schedule. In each tick the last active stage is first."""
     pipeline = script.Pipeline(script.build_blocks(10, 8), [torch.device("cpu")] * 3, 3)
     order = []
     for stage, (first, _) in enumerate(pipeline.spans):
@@ -78,7 +78,7 @@ def test_each_process_claims_its_own_gpus(monkeypatch, gpus, processes, per_proc
         assert claimed[0].index == rank  # where Accelerate puts this rank
         numbered = os.environ["CUDA_VISIBLE_DEVICES"].split(",")
         assert sorted(numbered) == names
-        # Neighbours: with two processes of two, (0, 1) and (2, 3).
+        # Adjacent GPUs: for two processes with two GPUs each, (0, 1) and (2, 3).
         assert [numbered[device.index] for device in claimed] == names[rank * per_process : (rank + 1) * per_process]
 
 
@@ -92,7 +92,7 @@ def test_too_few_gpus_name_two_ranks_and_the_gpu(monkeypatch):
 
 @pytest.fixture(scope="module")
 def uninterrupted(tmp_path_factory):
-    """Folders of whole runs, by configuration."""
+    """configuration -> folder of an uninterrupted run."""
     folders = {config: tmp_path_factory.mktemp("model_parallel") / config for config in ("cpu", "2cpu")}
     for config, folder in folders.items():
         run(config, SCRIPT, ARGUMENTS, output_dir=folder)
@@ -114,7 +114,7 @@ def test_one_and_two_processes_train_alike(uninterrupted):
 
 @pytest.mark.slow
 def test_number_of_stages_changes_no_result(uninterrupted, tmp_path):
-    """To rounding: micro-batches of another size add up in another order."""
+    """Up to rounding: with other micro-batch sizes, gradients are added in another order."""
     run("cpu", SCRIPT, f"{ARGUMENTS} --devices_per_process 1 --micro_batches 1", output_dir=tmp_path)
     unsplit, split = (load_file(folder / "model.safetensors") for folder in (tmp_path, uninterrupted["cpu"]))
     assert unsplit.keys() == split.keys()

@@ -1,4 +1,4 @@
-"""The plan of a run: which steps are left, and what is due after each."""
+"""utils/plan.py: which steps are left, and what is due after each step."""
 
 import subprocess
 import sys
@@ -12,7 +12,7 @@ from utils.plan import Plan
 
 
 def walk(plan, start=0):
-    """(epoch, step, batches) for every step, with the loader's batches numbered within their epoch."""
+    """(epoch, step, batches) for every step; batches are numbered within their epoch."""
     seen = []
     for epoch, todo in plan.epochs(start):
         batches = range(todo.batches_done, plan.steps_per_epoch * plan.micro_batches)
@@ -21,7 +21,7 @@ def walk(plan, start=0):
     return seen
 
 
-def test_walks_through_whole_steps_of_every_epoch():
+def test_every_epoch_has_complete_steps():
     plan = Plan(total_steps=5, steps_per_epoch=2, micro_batches=3)
     assert walk(plan) == [
         (0, 1, [0, 1, 2]),
@@ -38,7 +38,7 @@ def test_continues_at_any_step_with_the_batches_that_are_left(start):
     assert walk(plan, start) == walk(plan)[start:]
 
 
-def test_the_loader_may_hold_more_than_the_plan_takes():
+def test_the_loader_may_have_more_batches_than_the_plan_uses():
     plan, loader = Plan(total_steps=2, steps_per_epoch=3), iter(range(10))
     (_, todo), *others = plan.epochs()
     assert [list(group) for _, group in todo.steps(loader)] == [[0], [1]] and not others
@@ -46,7 +46,7 @@ def test_the_loader_may_hold_more_than_the_plan_takes():
 
 
 @pytest.mark.parametrize(("used", "loaded"), [(0, 6), (1, 6), (2, 3)])
-def test_a_step_that_leaves_micro_batches_behind_is_an_error(used, loaded):
+def test_a_step_that_does_not_use_all_micro_batches_is_an_error(used, loaded):
     ((_, todo),) = Plan(total_steps=2, steps_per_epoch=2, micro_batches=2).epochs()
     with pytest.raises(RuntimeError, match="of its 2 micro-batches"):
         for _, group in todo.steps(range(loaded)):

@@ -1,4 +1,4 @@
-"""Predicted scaling: the formulas where the answer is known, and the script as people run it."""
+"""predict_scaling.py: the formulas for cases with known results, and the script itself."""
 
 import json
 
@@ -12,7 +12,7 @@ PREDICT = "scripts/predict_scaling.py"
 
 def test_all_reduce():
     assert all_reduce_seconds(1, 1e9, 1e-5, 1e9) == 0
-    # Two processes: each sends half of the message and gets half of the sum back, in two messages.
+    # Two processes: each sends half of the message and receives half of the sum, in two messages.
     assert all_reduce_seconds(2, 1e9, 1e-5, 1e9) == pytest.approx(1 + 2e-5)
     # For a long message the ring is faster, for a short one the tree.
     assert all_reduce_seconds(1024, 4e9, 1e-6, 1e9) == pytest.approx(2 * 1023 * 1e-6 + 2 * 4 * 1023 / 1024)
@@ -34,7 +34,7 @@ def test_buckets():
     assert buckets(2**20 + 30 * 2**20) == [2**20, 25 * 2**20, 5 * 2**20]
 
 
-def test_what_is_hidden_costs_nothing():
+def test_hidden_communication_takes_no_time():
     fast, slow = dict(latency=0.0, bandwidth=1e15), dict(latency=0.0, bandwidth=1e8)
     assert step_seconds(8, 1.0, 10**8, **fast) == pytest.approx(1.0)
     # The first bucket is sent before the second is computed; from then on the link is never idle.
@@ -50,14 +50,14 @@ def test_predicts_from_what_was_measured(tmp_path):
     arguments = f"--parameters 11e6 --step_seconds 0.1 --topology {tmp_path}/topology.json"
     done = run(None, PREDICT, arguments, output_dir=tmp_path)
     assert "20.0 us and 10.00 GB/s" in done.stdout and "no need for FSDP" in done.stdout
-    found = json.loads((tmp_path / "scaling.json").read_text())["rows"]
-    assert [row["processes"] for row in found] == [2**i for i in range(3, 13)]
-    assert found[0]["weak_efficiency"] > 0.95 > 0.5 > found[-1]["strong_efficiency"]
+    predicted = json.loads((tmp_path / "scaling.json").read_text())["rows"]
+    assert [row["processes"] for row in predicted] == [2**i for i in range(3, 13)]
+    assert predicted[0]["weak_efficiency"] > 0.95 > 0.5 > predicted[-1]["strong_efficiency"]
     assert (tmp_path / "scaling.png").stat().st_size > 10_000
 
 
 @pytest.mark.parametrize("content", ["[]", "{}", '{"processes": [{"host": "a"}], "all_reduce": [{"seconds": 1}]}', "no"])
-def test_another_file_is_one_line(content, tmp_path):
+def test_an_invalid_topology_file_is_a_one_line_error(content, tmp_path):
     (tmp_path / "topology.json").write_text(content)
     arguments = f"--step_seconds 0.1 --topology {tmp_path}/topology.json"
     done = run(None, PREDICT, arguments, output_dir=tmp_path, check=False)
@@ -71,7 +71,7 @@ def test_says_what_is_missing(tmp_path):
 
 def test_measures_on_real_processes(tmp_path):
     done = run("2cpu", PREDICT, "--measure --parameters 2e5 --batch 16 --layers 4", output_dir=tmp_path)
-    found = json.loads((tmp_path / "measured_2.json").read_text())
-    assert found["gradient_bytes"] == pytest.approx(8e5, rel=0.02)
-    assert 0 < found["compute_seconds"] <= found["predicted_overlapped"] <= found["predicted_in_turn"]
+    measured = json.loads((tmp_path / "measured_2.json").read_text())
+    assert measured["gradient_bytes"] == pytest.approx(8e5, rel=0.02)
+    assert 0 < measured["compute_seconds"] <= measured["predicted_overlapped"] <= measured["predicted_in_turn"]
     assert "measured" in done.stdout

@@ -1,4 +1,4 @@
-"""Every command in the README exists, and its flags parse."""
+"""Every command in the README and in the docstrings of scripts exists, and so do its flags."""
 
 import re
 from functools import cache
@@ -14,7 +14,7 @@ DOCS = README + "".join(path.read_text().split('"""')[1] for path in sorted((ROO
 def commands():
     """(script, its flags, the whole command) for every command that names a script."""
     joined = DOCS.replace("\\\n", " ")
-    # What follows a lone -- is a command of its own.
+    # A separate command follows after --.
     for line in joined.replace(" -- ", "\n").splitlines():
         match = re.search(
             r"(?:launch|python|torchrun|sbatch)\b.*?((?:scripts|utils|tests)/\w+\.(?:py|sbatch))(.*)", line.strip().strip("`")

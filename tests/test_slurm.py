@@ -1,4 +1,4 @@
-"""submit.sbatch on a real SLURM: a controller and two node daemons on this machine."""
+"""submit.sbatch on a real SLURM cluster: a controller and two node daemons on this machine."""
 
 import contextlib
 import os
@@ -49,7 +49,7 @@ PartitionName=debug Nodes=n[1-2] Default=YES MaxTime=INFINITE State=UP
 
 
 def free_ports(count):
-    """Ports that nobody listens on now."""
+    """Finds ports that no process listens on."""
     with contextlib.ExitStack() as stack:
         sockets = [stack.enter_context(socket.socket()) for _ in range(count)]
         for each in sockets:
@@ -63,11 +63,11 @@ class Cluster:
         for name in ("state", "log", "spool.n1", "spool.n2"):
             (folder / name).mkdir()
         (folder / "slurm.conf").write_text(CONF.format(host=socket.gethostname(), folder=folder, ports=free_ports(3)))
-        for device in ("gpu0", "gpu1"):  # what a driver would have put into /dev
+        for device in ("gpu0", "gpu1"):  # in place of the devices that a driver creates in /dev
             (folder / device).touch()
         (folder / "gres.conf").write_text(f"NodeName=n[1-2] Name=gpu File={folder}/gpu[0-1]\n")
         self.environment = {**os.environ, "SLURM_CONF": str(folder / "slurm.conf")}
-        # The cluster's python is this one.
+        # Jobs use the same Python as the tests.
         self.environment["PATH"] = f"{Path(os.sys.executable).parent}:{os.environ['PATH']}"
 
     def open(self):
@@ -77,7 +77,7 @@ class Cluster:
         self.until("both nodes are idle", lambda: self.command("sinfo -h -N -o %T").split() == ["idle", "idle"])
 
     def start_node(self, node):
-        # Every node has cores of its own, or the processes on both would take all of them.
+        # Each node gets its own cores; otherwise the processes of both nodes would use all of them.
         cores = sorted(os.sched_getaffinity(0))
         mine = cores[: len(cores) // 2 or 1] if node == "n1" else cores[len(cores) // 2 :]
         self.start("taskset", "--cpu-list", ",".join(map(str, mine)), "slurmd", "-D", "-N", node)
@@ -91,30 +91,30 @@ class Cluster:
         return done.stdout
 
     def until(self, what, happens):
-        """Asks again and again until `happens()`: a cluster is told things, and does them later."""
+        """Polls until `happens()`: a cluster executes commands with a delay."""
         deadline = time.monotonic() + LIMIT
         while not (answer := happens()):
-            assert time.monotonic() < deadline, f"{what} never came true\n{self.told()}"
+            assert time.monotonic() < deadline, f"{what} never came true\n{self.all_logs()}"
             time.sleep(0.2)
         return answer
 
     def until_logged(self, words, job, node=None):
-        """Waits until the job's log has `words`; a job that ends without them has broken its promise."""
+        """Waits until the log of the job contains `words`; fails if the job ends without them."""
 
         def happens():
-            ended = self.state(job) in ("COMPLETED", "FAILED", "TIMEOUT", "CANCELLED")  # before the log is read
-            found = words in self.log(job, node)
-            assert found or not ended, f"job {job} ended without '{words}'\n{self.told()}"
-            return found
+            ended = self.state(job) in ("COMPLETED", "FAILED", "TIMEOUT", "CANCELLED")  # checked before the log is read
+            logged = words in self.log(job, node)
+            assert logged or not ended, f"job {job} ended without '{words}'\n{self.all_logs()}"
+            return logged
 
         self.until(f"'{words}' is logged", happens)
 
-    def told(self):
+    def all_logs(self):
         logs = [*self.folder.glob("log/*.log"), *self.folder.glob("job/*.out")]
         return "\n".join(f"--- {log.name}\n{log.read_text()[-3000:]}" for log in logs)
 
     def submit(self, options, arguments):
-        """Submits the script from a project folder of its own; returns the job's number."""
+        """Submits submit.sbatch from a separate project folder; returns the job id."""
         project = self.folder / "job"
         if not project.exists():
             project.mkdir()
@@ -158,13 +158,13 @@ def cluster(tmp_path_factory):
 
 
 def test_signal_lost_node_and_time_limit_cost_nothing(cluster, tmp_path):
-    """One job that is told to stop, loses a node, runs out of time, and ends with an uninterrupted run's weights."""
+    """A job gets a stop signal, loses a node, reaches its time limit, and ends with the weights of an uninterrupted run."""
     for steps in (1500, 4500, 13500):
         arguments = f"--dataset synthetic --model net --batch_size 500 --max_train_steps {steps} --checkpoint_every 50 "
         arguments += "--eval_every 750"
         whole = tmp_path / f"whole_{steps}"
         run("2cpu", CIFAR, arguments, output_dir=whole)
-        if results(whole)["train_seconds"] > 55:  # else a fast machine gets through within an attempt's minute
+        if results(whole)["train_seconds"] > 55:  # otherwise a fast machine finishes within one attempt of a minute
             break
     folder = cluster.folder / "job" / "runs" / "train_cifar"
     job = cluster.submit("--nodes=2 --time=1 --signal=B:USR1@1", f"{CIFAR} {arguments}")
@@ -205,17 +205,17 @@ def test_signal_lost_node_and_time_limit_cost_nothing(cluster, tmp_path):
 
 def ranks(job):
     """The training processes of a job, by rank."""
-    found = {}
+    by_rank = {}
     for process in psutil.process_iter():
         with contextlib.suppress(psutil.Error):
             environment = process.environ()
             if environment.get("SLURM_JOB_ID") == job and "RANK" in environment:
-                found[int(environment["RANK"])] = process
-    return found
+                by_rank[int(environment["RANK"])] = process
+    return by_rank
 
 
-def test_a_process_that_dies_without_a_word_is_no_reason_to_give_up(cluster):
-    """As when a node is gone and SLURM does not know it yet."""
+def test_a_process_that_dies_without_a_status_does_not_end_the_job(cluster):
+    """As when a node is lost and SLURM has not noticed yet."""
     arguments = f"{CIFAR} {SMALL} --max_train_steps 100000 --eval_every 100000 --output_dir {cluster.folder}/wordless"
     job = cluster.submit("--nodes=2", arguments)
     cluster.until_logged("step      7", job, node=0)
@@ -227,24 +227,24 @@ def test_a_process_that_dies_without_a_word_is_no_reason_to_give_up(cluster):
 
 @pytest.mark.parametrize("nodes", [1, 2])
 def test_as_many_processes_as_gpus(nodes, cluster):
-    """The scheduler counts 2 GPUs a node. They do not exist, so 2 processes a node are rehearsed over gloo."""
+    """The scheduler counts 2 GPUs per node. They do not exist, so 2 processes per node run over gloo."""
     arguments = f"scripts/check_topology.py --max_bytes 4096 --output_dir {cluster.folder}/check%a"
     job = cluster.submit(f"--nodes={nodes} --gpus-per-node=2 --array={nodes}", arguments)
     cluster.until("the job ends", lambda: cluster.state(job) in ("COMPLETED", "FAILED"))
-    assert cluster.state(job) == "COMPLETED", cluster.told()
+    assert cluster.state(job) == "COMPLETED", cluster.all_logs()
     assert f"{2 * nodes} processes on 1 machine can communicate" in cluster.log(job, node=0)
     assert "4gpu.yaml" in cluster.log(job) and (cluster.folder / f"check{nodes}" / "topology.json").exists()
 
 
 def test_one_process_saves_and_goes_on_but_not_once_cancelled_or_mistaken(cluster):
-    """The same folder: what it says of the run before must not be taken for what became of the next."""
+    """In the same folder: the status of an earlier run must not be mistaken for that of the next one."""
     folder = cluster.folder / "ended"
     slowly = f"{ROOT}/tests/wrapped.py slow_save {CIFAR} {ENDLESS} --output_dir {folder}"
     job = cluster.submit("--nodes=1", slowly)
     cluster.until_logged("step ", job, node=0)
     cluster.command(f"scancel --batch --signal=USR1 {job}")
     cluster.until_logged("attempt 0 ended", job)
-    assert "run preempted" in cluster.log(job), cluster.told()
+    assert "run preempted" in cluster.log(job), cluster.all_logs()
     cluster.until_logged("continuing from", job, node=0)
     cluster.command(f"scancel {job}")
     cluster.until("the job is cancelled", lambda: cluster.state(job) == "CANCELLED")

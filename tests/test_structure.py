@@ -1,4 +1,4 @@
-"""The structure that CONTRIBUTING promises: layers of modules, and short loops in the scripts, one of them in the README."""
+"""The structure that CONTRIBUTING.md describes: layers of modules, short scripts, and the loop that the README shows."""
 
 import ast
 import textwrap
@@ -12,7 +12,7 @@ LAYERS = [
     {"checkpoint", "weights"},
     {"run_folder"},
 ]
-# Lines of the whole script, of `main`, and of the loop.
+# Maximum number of lines of the script, of `main`, and of the loop.
 LIMITS = {
     "train_minimal": (100, 60, 35),
     "train_cifar": (330, 100, 35),
@@ -22,7 +22,7 @@ LIMITS = {
 
 
 def imports(path):
-    """Names of the modules of `utils` that a file imports, anywhere in it, and all other modules."""
+    """The modules of `utils` that a file imports, anywhere in it, and the names of all other modules that it imports."""
     own, others = set(), set()
     for node in ast.walk(ast.parse(path.read_text())):
         if isinstance(node, ast.ImportFrom) and node.module == "utils":
@@ -49,7 +49,7 @@ def test_modules_import_from_lower_layers_only_and_no_script(path):
 
 
 def loop_of(script):
-    """The source lines of a script, its `main` and the outermost loop of that."""
+    """The source lines of a script, its `main`, and the outermost loop of `main`."""
     source = (ROOT / "scripts" / f"{script}.py").read_text()
     main = next(node for node in ast.parse(source).body if isinstance(node, ast.FunctionDef) and node.name == "main")
     loops = [node for node in ast.walk(main) if isinstance(node, ast.For)]
@@ -59,8 +59,8 @@ def loop_of(script):
 @pytest.mark.parametrize("script", LIMITS)
 def test_scripts_stay_short(script):
     lines, main, loop = loop_of(script)
-    found = (len(lines), main.end_lineno - main.lineno + 1, loop.end_lineno - loop.lineno + 1)
-    assert all(count <= limit for count, limit in zip(found, LIMITS[script], strict=True)), found
+    counts = (len(lines), main.end_lineno - main.lineno + 1, loop.end_lineno - loop.lineno + 1)
+    assert all(count <= limit for count, limit in zip(counts, LIMITS[script], strict=True)), counts
 
 
 def test_the_readme_shows_the_loop_of_the_smallest_script():

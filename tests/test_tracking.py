@@ -1,4 +1,4 @@
-"""--track: any of Accelerate's trackers, each record once, with the name and the arguments of the run."""
+"""--track: any tracker of Accelerate gets each record once, and the name and arguments of the run."""
 
 import json
 import os
@@ -14,7 +14,7 @@ from utils.exits import UserError
 
 @pytest.fixture(scope="module")
 def wandb(tmp_path_factory):
-    """A package that Accelerate takes for Weights & Biases: it writes what it is given to $WANDB_CALLS, a line per call."""
+    """A fake `wandb` package: it writes each call as a line to the file $WANDB_CALLS."""
     site = tmp_path_factory.mktemp("site")
     (site / "wandb.py").write_text(
         textwrap.dedent("""
@@ -58,19 +58,19 @@ def calls(path, kind):
 
 
 def test_two_trackers_get_each_record_once_across_a_restart(wandb, tmp_path):
-    arguments, noted = f"{SMALL} --track tensorboard,wandb", tmp_path / "calls"
-    environment = {"PYTHONPATH": str(wandb), "WANDB_CALLS": str(noted)}
-    # By `exec`, because Accelerate looks for packages when it is imported.
+    arguments, recorded = f"{SMALL} --track tensorboard,wandb", tmp_path / "calls"
+    environment = {"PYTHONPATH": str(wandb), "WANDB_CALLS": str(recorded)}
+    # Started by `exec`, because Accelerate looks for packages when it is imported.
     options = dict(output_dir=tmp_path / "mine", env=environment, cold=True)
     run("cpu", "tests/wrapped.py", ["die_in_step@6", CIFAR, *arguments.split()], check=False, **options)
     run("cpu", CIFAR, arguments, **options)
     assert results(tmp_path / "mine")["resumed_from"] == 3
 
-    first, second = (call[0] for call in calls(noted, "init"))
+    first, second = (call[0] for call in calls(recorded, "init"))
     assert first == second and first["project"] == "train_cifar" and first["name"] == "mine"
     assert first["id"] == json.loads((tmp_path / "mine" / "args.json").read_text())["run_id"]
-    assert calls(noted, "config")[0][0]["batch_size"] == 500
-    logged = [(name, step) for values, step in calls(noted, "log") for name in values if name.endswith("/loss")]
+    assert calls(recorded, "config")[0][0]["batch_size"] == 500
+    logged = [(name, step) for values, step in calls(recorded, "log") for name in values if name.endswith("/loss")]
     assert sorted(logged) == sorted([("train/loss", step) for step in range(1, 15)] + [("test/loss", 7), ("test/loss", 14)])
 
     events = EventAccumulator(str(tmp_path / "mine" / "tensorboard" / "train_cifar")).Reload()

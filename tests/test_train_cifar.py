@@ -1,4 +1,4 @@
-"""The main template, through the real launcher: one process or many, the same result."""
+"""train_cifar.py with the real launcher: the same results with one process and with several."""
 
 import shutil
 
@@ -29,11 +29,11 @@ def test_leaves_everything_it_promises(reference):
     for picture in ("predictions.png", "confusion_matrix.png", "curves.png"):
         assert min(Image.open(folder / picture).size) > 300
     assert status(folder)["state"] == "finished"
-    found = results(folder)
-    assert found["global_step"] == 14 and found["samples_seen"] == 14 * 500 and found["num_processes"] == 1
+    result = results(folder)
+    assert result["global_step"] == 14 and result["samples_seen"] == 14 * 500 and result["num_processes"] == 1
     assert [line["step"] for line in metrics(folder, "train")] == list(range(1, 15))
     assert [line["step"] for line in metrics(folder, "test")] == [7, 14]
-    # the two newest, and the one with the best test accuracy
+    # The two newest; the one with the best test accuracy may be one of them
     assert {"step_00000012", "step_00000014"} <= {path.name for path in (folder / "checkpoints").iterdir()}
     assert "global batch 500 = 1 process x 500 samples x 1 accumulation step" in done.stdout
 
@@ -51,14 +51,14 @@ def test_two_processes_compute_what_one_does(reference):
 
 
 def test_the_learning_rate_rises_and_falls_as_documented(reference):
-    """A fifth of the steps from about 0 to the peak, then linearly to 0. A log line has the rate of the step to come."""
+    """Rises for a fifth of the steps, then falls linearly to 0. A log line has the learning rate of the next step."""
     for line in metrics(reference("cpu").folder, "train"):
         progress = line["step"] / 14
         share = (progress + 0.01) / 0.21 if progress < 0.2 else (1 - progress) / 0.8
         assert line["lr"] == pytest.approx(0.02 * share, abs=1e-12)
 
 
-def test_one_loss_a_step_not_one_a_rank(reference):
+def test_prints_one_loss_per_step_not_one_per_rank(reference):
     output = reference("2cpu", 2).stdout
     for step in range(1, 15):
         assert output.count(f"step {step:>2}/14 ") == 1
@@ -75,18 +75,18 @@ FEW = "--dataset {folder} --model net --max_train_steps 14 --log_every 1 --eval_
 
 
 def test_every_step_sees_the_same_samples_on_any_number_of_processes_and_after_a_kill(odd_folder, tmp_path):
-    """What the script itself trained on: 120 images, two and a half epochs of 5 steps of 24, one process or three."""
+    """Records the samples that the script trains on: 120 images, almost three epochs of 5 steps, one process or three."""
     arguments = f"{FEW} --batch_size 24 --seed 5".format(folder=odd_folder)
     steps = recorded("cpu", CIFAR, arguments, tmp_path / "one")
     assert len(steps) == 14
     for number, step in enumerate(steps):
-        assert step["epoch"] == number // 5 and step["seed"] == 5  # of the augmentation
+        assert step["epoch"] == number // 5 and step["seed"] == 5  # the seed of the augmentation
         assert len(step["ids"]) == 24
     epochs = [[step["ids"] for step in steps[first : first + 5]] for first in (0, 5)]
     for epoch in epochs:
         assert sorted(i for ids in epoch for i in ids) == list(range(120))
     assert epochs[0] != epochs[1]
-    # Three processes with two micro-batches each, killed in step 9 (the 20th micro-batch, after two rehearsals).
+    # Three processes with two micro-batches each, killed in step 9 (the 20th backward pass: the first two warm up DDP).
     accumulated = f"{arguments} --gradient_accumulation_steps 2"
     fault = ["die_in_step@20:2", CIFAR, *accumulated.split()]
     three = ("--num_processes", "3")
@@ -97,7 +97,7 @@ def test_every_step_sees_the_same_samples_on_any_number_of_processes_and_after_a
 
 
 def test_metrics_are_exact_on_an_odd_test_set(odd_folder, tmp_path):
-    # fastnet's batch norm would give itself away if it went by the test images of a batch.
+    # fastnet, because its batch norm would change the results if evaluation used the statistics of a batch.
     arguments = ["--dataset", str(odd_folder), *"--model fastnet --batch_size 20 --epochs 2 --lr 0.02 --tta".split()]
     run("2cpu", CIFAR, arguments, output_dir=tmp_path / "run", launcher=("--num_processes", "4"))
     accuracy, loss = results(tmp_path / "run")["test_accuracy"], results(tmp_path / "run")["test_loss"]
@@ -111,7 +111,7 @@ def test_metrics_are_exact_on_an_odd_test_set(odd_folder, tmp_path):
 
 
 def test_evaluation_changes_nothing_in_training(odd_folder, tmp_path):
-    """Batch norm goes on as before, and every random number is drawn as without it."""
+    """It changes neither batch norm nor the random numbers."""
     arguments = f"--dataset {odd_folder} --model fastnet --batch_size 24 --lr 0.02 --max_train_steps 4 --checkpoint_every 0"
     for every in ("1", "4"):
         run("cpu", CIFAR, f"{arguments} --eval_every {every}", output_dir=tmp_path / every)
@@ -144,7 +144,7 @@ def test_compiled_it_computes_the_same_and_saves_plain_names(reference, tmp_path
     assert not any("_orig_mod" in name for name in load_file(tmp_path / "run" / "model.safetensors"))
 
 
-def test_a_dry_run_takes_two_steps_in_a_folder_of_its_own_and_is_profiled(tmp_path):
+def test_a_dry_run_takes_two_steps_in_a_separate_folder_and_is_profiled(tmp_path):
     run("cpu", CIFAR, "--dataset synthetic --model net --dry_run --profile", output_dir=tmp_path / "run")
     dry = tmp_path / "run_dry_run"
     assert not (tmp_path / "run").exists() and results(dry)["global_step"] == 2
@@ -165,13 +165,13 @@ def test_overfits_one_batch(model, tmp_path):
 
 @pytest.mark.slow
 def test_accuracy_proves_learning(tmp_path):
-    """The README's first command, on another seed."""
+    """The first command of the README, with another seed."""
     run("cpu", CIFAR, "--dataset synthetic --epochs 2 --batch_size 100 --lr 0.06 --seed 1", output_dir=tmp_path / "run")
     assert results(tmp_path / "run")["test_accuracy"] > 0.95
 
 
 @pytest.mark.slow
-@pytest.mark.skipif(not (SHARED_DATA / "cifar10").exists(), reason="the real CIFAR-10 is not beside the repository")
+@pytest.mark.skipif(not (SHARED_DATA / "cifar10").exists(), reason="the real CIFAR-10 is not next to the repository")
 def test_reads_the_real_cifar10(tmp_path):
     arguments = [
         "--dataset",
@@ -240,7 +240,7 @@ def test_bad_input_is_one_line(name, bad_folders, reference, tmp_path):
     folder = reference("cpu").folder
     before = {path: path.stat().st_mtime_ns for path in folder.rglob("*") if path.name != ".lock"}
     places = {**bad_folders, "run": folder, "checkpoint": folder / "checkpoints" / "step_00000012"}
-    arguments = f"--model net --max_train_steps 2 {arguments}".format(**places).split()  # an end, if it is not refused
+    arguments = f"--model net --max_train_steps 2 {arguments}".format(**places).split()  # ends soon if there is no error
     if name == "other_model":
         arguments += ["--model", "resnet18"]
     out = None if "--output_dir" in arguments else tmp_path / "run"
@@ -258,4 +258,4 @@ def test_bad_input_is_printed_once_by_many(arguments, tmp_path):
     done = run("2cpu", CIFAR, arguments, output_dir=tmp_path / "run", check=False)
     assert done.returncode != 0
     assert done.stderr.count("error: ") == 1
-    assert "exitcode  : 2" in done.stderr  # the launcher's report of rank 0; the launcher itself always ends with 1
+    assert "exitcode  : 2" in done.stderr  # of rank 0, in the launcher's report; the launcher itself always exits with 1

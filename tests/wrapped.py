@@ -1,6 +1,6 @@
 """Runs a script with an injected fault, for tests: `wrapped.py FAULT SCRIPT [ARGUMENTS ...]`.
 
-The scripts themselves have no test hooks. A fault is `NAME@N`: it strikes at the N-th call of the function that it breaks;
+The scripts themselves have no test hooks. A fault is `NAME@N`: it happens at the N-th call of the function that it replaces;
 with `NAME@N:RANK` only on that rank.
 """
 
@@ -21,7 +21,7 @@ calls = 0
 
 
 def strikes():
-    """Whether this call, of all so far, is the one that fails."""
+    """Counts calls; returns whether this is the one that fails."""
     global calls
     if "FAULT_ONCE" in os.environ and os.environ.get("TORCHELASTIC_RESTART_COUNT") != "0":
         return False
@@ -30,7 +30,7 @@ def strikes():
 
 
 def before(owner, attribute, act):
-    """Calls `act()` before `owner.attribute`, when the fault strikes."""
+    """Makes `owner.attribute` call `act()` first, when the fault happens."""
     original = getattr(owner, attribute)
 
     def wrapped(*args, **kwargs):
@@ -65,7 +65,7 @@ elif name == "die_in_evaluation":
 elif name == "die_before_state":
     before(accelerate.Accelerator, "save_state", die)
 elif name == "die_before_rename":
-    # Between what save_state wrote and the checkpoint's name.
+    # After save_state, before the checkpoint gets its final name.
     real_rename = os.rename
 
     def rename(source, target, **kwargs):
@@ -97,10 +97,10 @@ elif name == "infinite_gradient":
 
     accelerate.Accelerator.clip_grad_norm_ = clip_grad_norm_
 elif name == "hang":
-    # This rank never arrives at its next collective; the others must give up by themselves.
+    # This rank never reaches its next collective; the others must give up on their own.
     before(accelerate.Accelerator, "backward", signal.pause)
 elif name == "unreadable":
-    # A row of the part of a stream that this rank reads.
+    # Reading a row of the stream fails on this rank.
     import datasets
 
     real_iter = datasets.IterableDataset.__iter__
@@ -148,7 +148,7 @@ elif name == "fill_disk":
 
     accelerate.Accelerator.save_state = save_on_full_disk
 elif name == "clock_seed":
-    # Not a fault but a mistake: weights that depend on the clock.
+    # Simulates a mistake in a script: its weights depend on the clock.
     real_backward = accelerate.Accelerator.backward
 
     def backward(self, loss):
@@ -157,7 +157,7 @@ elif name == "clock_seed":
 
     accelerate.Accelerator.backward = backward
 elif name == "worker_dies_handing_over":
-    # The batch is announced, and its worker is gone before the memory it lies in has been handed over.
+    # The worker dies after it has announced a batch, before it has sent the file descriptor of the shared memory.
     from multiprocessing import resource_sharer
 
     import psutil
@@ -191,7 +191,7 @@ elif name == "clock_ahead":
     if rank == os.environ["RANK"]:
         time.time = lambda: real_time() + 120
 elif name == "record":
-    # Not a fault: writes what each micro-batch of this process is made of into the folder after the colon.
+    # Not a fault: writes the samples of each micro-batch of this process to the folder after the colon.
     import json
 
     from utils import augment, text_data
@@ -199,22 +199,22 @@ elif name == "record":
     folder, rank = rank, os.environ.get("RANK", "0")
     real_augment, real_get = augment.augment, text_data.Windows.__getitems__
 
-    def write(**what):
+    def write(**record):
         with open(os.path.join(folder, f"{rank}.jsonl"), "a") as file:
-            file.write(json.dumps(what) + "\n")
+            file.write(json.dumps(record) + "\n")
 
     def recorded_augment(images, ids, epoch, seed, **options):
         write(ids=ids.tolist(), epoch=epoch, seed=seed)
         return real_augment(images, ids, epoch, seed, **options)
 
     def recorded_get(self, indices):
-        if self.seed is not None:  # of training
+        if self.seed is not None:  # training windows
             write(ids=list(indices), shift=self.shift)
         return real_get(self, indices)
 
     augment.augment, text_data.Windows.__getitems__ = recorded_augment, recorded_get
 elif name == "one_gpu":
-    # What two launchers see if a scheduler assigned the same GPU to both.
+    # Simulates a scheduler that assigns the same GPU to two launchers.
     from types import SimpleNamespace
 
     torch.cuda.device_count = lambda: 4

@@ -1,1 +1,1 @@
-"""Mechanisms that a training loop uses but does not show: small modules, one job each."""
+"""Helpers for the training loops: small modules, each with one responsibility."""

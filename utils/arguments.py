@@ -6,8 +6,9 @@ from utils.exits import UserError, is_main
 
 # The rule for continuing a run: printed by --help and by the error message, and quoted in the README.
 CONTINUE_RULE = (
-    "A run continues with the same arguments, except for two kinds: where and how it runs and reports (output, logging, "
-    "checkpoints, workers, compilation, gradient accumulation), and its length, --epochs and --max_train_steps."
+    "A run can only be continued with the same arguments. Two kinds are exempt: those that set where and how it runs and "
+    "reports (output, logging, checkpoints, workers, compilation, gradient accumulation), and its length, --epochs and "
+    "--max_train_steps."
 )
 # The arguments of the first kind that all scripts share. They do not change results (gradient accumulation: up to rounding).
 MAY_CHANGE = {

@@ -17,8 +17,9 @@ class Guard:
     """Call `should_stop` once per optimizer step, on every process.
 
     It never makes the device wait. It reads the loss of the previous step, which is copied to the host while this step is
-    computed. With several processes, an all-reduce of three integers over gloo runs at the same time. The answer is therefore
-    one step late, and the same on every process.
+    computed. With several processes, an all-reduce of three integers over gloo also runs in the background, and its result is
+    read in the next step. So with several processes a signal stops the run one step later, and a non-finite loss two steps
+    later; with one process, a signal at once and a loss one step later. The answer is the same on every process.
     """
 
     def __init__(self, accelerator, timeout):

@@ -60,7 +60,9 @@ class RunFolder:
     # ------------------------------------------------------------------------------------------------------- start
 
     def open(self, plan=None):
-        """Locks the folder for this run and looks for a checkpoint to continue from; writes nothing.
+        """Locks the folder for this run and looks for a checkpoint to continue from; does not write records of the run yet.
+
+        Empties a folder that was left by --dry_run or --overfit_batch, if this run has that flag too.
 
         Args:
             plan (Plan | None): the plan of the run; None: a script without checkpoints, whose length may not change.
@@ -70,12 +72,12 @@ class RunFolder:
                 checkpoints are damaged; or the run has already taken more steps than `plan` allows.
         """
         self._plan = plan
-        self.finished, found, self._run_id = topology.run_on_main(self._accelerator, self._claim_and_find)
+        self.finished, latest, self._run_id = topology.run_on_main(self._accelerator, self._claim_and_find)
         if self.finished and plan and self.is_main:
-            print(report.summary(self.finished, self.path, "this run is finished already, nothing to do"))
+            print(report.summary(self.finished, self.path, "this run has already finished, nothing to do"))
             print("to train longer, run the same command with a larger --epochs or --max_train_steps")
-        if found:
-            self._checkpoint, manifest = found
+        if latest:
+            self._checkpoint, manifest = latest
             self.progress, self._earlier_length = manifest["progress"], manifest["total_steps"]
             self.init_from = None
 
@@ -85,9 +87,9 @@ class RunFolder:
         results = read_json(self.path / "results.json") if earlier and status.get("state") == "finished" else None
         if results and (self._plan is None or results["global_step"] == self._plan.total_steps):
             return results, None, None
-        found = checkpoint.find(self.path, self._resume) if self._plan else None
-        if found:
-            path, manifest = found
+        latest = checkpoint.find(self.path, self._resume) if self._plan else None
+        if latest:
+            path, manifest = latest
             self.check_same(manifest["arguments"], path)
             steps_taken = manifest["progress"]["step"]
             if self._plan.total_steps < steps_taken:
@@ -95,7 +97,7 @@ class RunFolder:
                     f"--epochs or --max_train_steps ask for {self._plan.total_steps} steps, but the run has taken "
                     f"{steps_taken} already ({path}): give at least as many, or use another --output_dir"
                 )
-        return None, found, (earlier or {}).get("run_id", self._run_id)
+        return None, latest, (earlier or {}).get("run_id", self._run_id)
 
     def claim(self):
         """Locks the folder for this process and checks that this run may use it; main process only.
@@ -206,7 +208,7 @@ class RunFolder:
             try:
                 record = json.loads(line)
             except json.JSONDecodeError:
-                break  # the line that was being written when the run was killed
+                break  # an incomplete line, because the run was killed
             self._sent.add((record["split"], record["step"]))
             if record["step"] <= step:
                 kept.append(line)
@@ -366,7 +368,7 @@ class RunFolder:
     def _failed(self, reason, retry):
         """Records why the run failed; returns what to do next, or None if another process has already recorded a reason.
 
-        The first process to fail knows the reason. The others fail later, because they lose contact with it.
+        The first process to fail knows the reason; the others fail later, because they lose contact with it.
         """
         if (read_json(self.path / "status.json") or {}).get("state") != "running":
             return None

@@ -411,7 +411,7 @@ def test_a_checkpoint_that_is_not_finite_is_passed_over(interrupted, tmp_path, c
     weights = load_file(newest / "model.safetensors")
     weights["fc3.bias"][4] = float("nan")
     save_file(weights, newest / "model.safetensors")
-    seal(newest)
+    update_manifest(newest)
     path, _ = checkpoint.find(tmp_path / "run", "auto")
     assert path.name == "step_00000007" and "fc3.bias in model.safetensors is not finite" in capsys.readouterr().err
 

@@ -18,6 +18,7 @@ import warm
 
 ROOT = Path(__file__).resolve().parents[1]
 SECONDS = 300
+SKIPPED = "skipped here, as its tests are"  # they need SLURM, say
 
 
 class Mutant(NamedTuple):
@@ -432,7 +433,7 @@ MUTANTS = [
 
 
 def outcome(mutant, address):
-    """Applies the edit to a copy and runs its tests; returns the test that noticed, or None."""
+    """Applies the edit to a copy and runs its tests; returns the test that noticed, None or `SKIPPED`."""
     with tempfile.TemporaryDirectory() as folder:
         copy = Path(folder, "project")
         shutil.copytree(ROOT, copy, ignore=shutil.ignore_patterns(".git", ".venv", "runs", "__pycache__", ".*_cache"))
@@ -459,7 +460,7 @@ def outcome(mutant, address):
         done = warm.run([*words, *options], {**os.environ, warm.ADDRESS: address}, SECONDS, cwd=str(copy))
     noticed = re.search(r"^(?:FAILED|ERROR) (\S+)", done.stdout, re.MULTILINE)
     if done.returncode == 0:
-        return None
+        return None if " passed" in done.stdout else SKIPPED
     if done.returncode != 1 or not noticed:
         raise SystemExit(f"{mutant.name}: the tests did not run\n{done.stdout[-3000:]}{done.stderr[-3000:]}")
     return noticed[1].removeprefix("tests/")
@@ -477,7 +478,7 @@ def main():
             for mutant, noticed in zip(chosen, pool.map(lambda m: outcome(m, address), chosen), strict=True):
                 print(f"| {mutant.name} | `{mutant.file}` | {noticed or '**none**'} |", flush=True)
                 alive += [] if noticed else [mutant.name]
-    print(f"\n{len(chosen) - len(alive)} of {len(chosen)} wrong edits were noticed, in {time.monotonic() - began:.0f} s")
+    print(f"\n{len(alive)} of {len(chosen)} wrong edits were missed, in {time.monotonic() - began:.0f} s")
     if alive:
         raise SystemExit(f"not noticed: {'; '.join(alive)}")
 

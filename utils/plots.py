@@ -67,11 +67,13 @@ def curves(folder, figures=("loss", "accuracy")):
     records = [json.loads(line) for line in (Path(folder) / "metrics.jsonl").read_text().splitlines()]
     figure, axes = plt.subplots(1, 2, figsize=(10, 3.6))
     for axis, name in zip(axes, figures, strict=True):
-        for split, style in (("train", "-"), ("val", "o-"), ("test", "o-")):
+        # The same color in both panels, and colors that color-blind people can tell apart (Okabe & Ito).
+        for split, style, color in (("train", "-", "#0072B2"), ("val", "o-", "#D55E00"), ("test", "o-", "#D55E00")):
             points = [(r["step"], r[name]) for r in records if r["split"] == split and name in r]
             if points:
-                axis.plot(*zip(*points, strict=True), style, label=split, markersize=4)
+                axis.plot(*zip(*points, strict=True), style, color=color, label=split, markersize=4)
         axis.set_xlabel("optimizer step")
+        axis.xaxis.get_major_locator().set_params(integer=True)
         axis.set_ylabel(name)
         axis.grid(alpha=0.3)
         axis.legend()

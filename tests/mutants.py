@@ -17,7 +17,7 @@ from typing import NamedTuple
 import warm
 
 ROOT = Path(__file__).resolve().parents[1]
-SECONDS = 300
+SECONDS = 600
 SKIPPED = "skipped here, as its tests are"  # they need SLURM, say
 
 

@@ -186,8 +186,8 @@ def evaluate(accelerator, model, loader, mean, std, *, tta=False, size=32):
         if tta:
             padded = F.pad(images, (1, 1, 1, 1), mode="reflect")
             views = [images, padded[:, :, :-2, :-2], padded[:, :, 2:, 2:]]
-            weights = [0.25, 0.125, 0.125]
-            logits = sum(w * (model(v).float() + model(v.flip(-1)).float()) for w, v in zip(weights, views, strict=True))
+            shares = [0.25, 0.125, 0.125]
+            logits = sum(s * (model(v).float() + model(v.flip(-1)).float()) for s, v in zip(shares, views, strict=True))
         # Gather per batch and per sample: gather_for_metrics then drops the samples repeated to fill up the last batch.
         logits, target = accelerator.gather_for_metrics((logits, batch["labels"]))
         outputs.append(logits)

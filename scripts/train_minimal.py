@@ -14,11 +14,11 @@ import sys
 from datetime import timedelta
 from pathlib import Path
 
-sys.path.insert(1, str(Path(__file__).resolve().parents[1]))  # `utils` is beside this script (a copy) or one folder up
+sys.path.insert(1, str(Path(__file__).resolve().parents[1]))  # finds `utils` next to this script (a copy) or one folder up
 from utils import exits
 
 if __name__ == "__main__":
-    exits.install()  # remembers signals, and makes this process exit when the launcher dies
+    exits.install()  # records signals, and makes this process exit when the launcher dies
 
 import torch
 from accelerate import Accelerator, DataLoaderConfiguration, skip_first_batches
@@ -35,7 +35,7 @@ from utils.run_folder import RunFolder
 
 @torch.no_grad()
 def evaluate(accelerator, model, loader):
-    """Accuracy over the held-out points, each counted once: `gather_for_metrics` drops those that fill up the last batch."""
+    """Accuracy over the held-out points, each counted once: `gather_for_metrics` drops those repeated to fill the last batch."""
     model.eval()
     correct = [accelerator.gather_for_metrics(model(x).argmax(1) == y) for _, x, y in loader]
     model.train()
@@ -55,17 +55,19 @@ def main():
     points = torch.randn(997 + max(2880, args.batch_size), 2)
     data = TensorDataset(torch.arange(len(points)), points, (points.prod(1) > 0).long())  # class 1: both of the same sign
     train_loader = DataLoader(Subset(data, range(997, len(data))), args.batch_size, shuffle=True, drop_last=True)
-    val_loader = DataLoader(Subset(data, range(997)), 128 * accelerator.num_processes)  # 997 is a prime: it divides by nothing
+    val_loader = DataLoader(Subset(data, range(997)), 128 * accelerator.num_processes)  # 997: no number of processes divides it
     plan = Plan.from_args(args, len(train_loader.dataset))
     run = RunFolder(args, accelerator)
-    run.open(plan)  # the folder is empty, or holds a run to continue, or a finished one
+    run.open(plan)  # the folder is empty, or has a run to continue, or a finished run
     if run.finished:
         return
     model = nn.Sequential(nn.Linear(2, 64), nn.ReLU(), nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 2))
     weights.initialize(accelerator, model, run.init_from)
     optimizer = torch.optim.AdamW(model.parameters(), lr=args.lr)
     model, optimizer, train_loader, val_loader = accelerator.prepare(model, optimizer, train_loader, val_loader)
-    topology.warm_up_ddp_buckets(accelerator, model, points[:2].to(accelerator.device))  # for an exact restart
+    topology.warm_up_ddp_buckets(
+        accelerator, model, points[:2].to(accelerator.device)
+    )  # resumed runs sum gradients in the same order
     step = run.start()  # accelerator.load_state, if there is a checkpoint
     guard = Guard(accelerator, args.timeout)
     for epoch, todo in plan.epochs(start=step):
@@ -79,7 +81,7 @@ def main():
             optimizer.zero_grad()
             stop = guard.should_stop(step, [loss.detach()], [ids])  # has a signal reached any process?
             if plan.log_due(step):
-                run.log("train", step, loss=accelerator.reduce(loss.detach(), "mean").item(), lr=args.lr)  # one, not per rank
+                run.log("train", step, loss=accelerator.reduce(loss.detach(), "mean").item(), lr=args.lr)  # not one per rank
             if plan.evaluation_due(step):
                 accuracy = evaluate(accelerator, model, val_loader)
                 run.log("val", step, score=accuracy, accuracy=accuracy)  # the checkpoint with the best score is kept
@@ -92,7 +94,7 @@ def main():
     if accelerator.is_main_process:
         weights.export(run.path, accelerator.unwrap_model(model), {"model": "minimal"})  # names without "module."
     run.finish(step, val_accuracy=evaluate(accelerator, model, val_loader))
-    accelerator.wait_for_everyone()  # a scheduler may end the other machines once one has exited
+    accelerator.wait_for_everyone()  # a scheduler may stop the other machines when one exits
     accelerator.end_training()
 
 

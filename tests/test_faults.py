@@ -333,7 +333,7 @@ def test_a_full_disk_costs_a_checkpoint_not_the_run(reference, tmp_path):
 
 
 def test_checkpoints_that_keep_failing_end_the_run(reference, tmp_path):
-    """On all processes alike, though one alone cannot write. What was saved is continued when that is mended."""
+    """On all processes, even if only one cannot write. The run continues from its last checkpoint once writing works again."""
     done = faulty("failing_saves@2:1", SMALL + " --max_failed_checkpoints 2", tmp_path / "run")
     assert done.stderr.count("warning: checkpoint of step") == 2
     assert done.stderr.count("error: 2 checkpoints in a row could not be written") == 1
@@ -342,7 +342,7 @@ def test_checkpoints_that_keep_failing_end_the_run(reference, tmp_path):
     assert results(tmp_path / "run")["resumed_from"] == 3
 
 
-def test_a_disk_that_stays_full_ends_the_run_with_a_line(reference, tmp_path):
+def test_a_disk_that_stays_full_ends_the_run_with_a_one_line_error(reference, tmp_path):
     with small_disk(tmp_path, "2200k") as disk:
         done = faulty(f"full_disk@5:{disk}", SMALL + " --max_failed_checkpoints 99", disk / "run", config="cpu")
         errors = [line for line in done.stderr.splitlines() if line.startswith("error: ")]
@@ -371,7 +371,7 @@ def test_second_job_in_the_same_folder_is_refused(tmp_path):
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("before", "after"), [("2cpu", "cpu"), ("cpu", "2cpu")])
-def test_other_number_of_processes_same_samples(before, after, reference, tmp_path):
+def test_another_number_of_processes_trains_on_the_same_samples(before, after, reference, tmp_path):
     faulty("die_in_step@8:0", SMALL, tmp_path / "run", config=before)
     run(after, CIFAR, SMALL, output_dir=tmp_path / "run")
     assert results(tmp_path / "run")["resumed_from"] == 7
@@ -380,7 +380,7 @@ def test_other_number_of_processes_same_samples(before, after, reference, tmp_pa
         assert a["step"] == b["step"] and a["loss"] == pytest.approx(b["loss"], abs=1e-4)
 
 
-def test_longer_where_the_schedule_allows_it(tmp_path):
+def test_a_finished_run_trains_longer_with_a_constant_schedule(tmp_path):
     constant = SMALL + " --lr_schedule constant"
     run("cpu", CIFAR, constant.replace("--max_train_steps 14", "--max_train_steps 8"), output_dir=tmp_path / "run")
     run("cpu", CIFAR, constant + " --log_every 2", output_dir=tmp_path / "run")
@@ -463,7 +463,7 @@ def test_a_dead_loader_worker_is_an_error(tmp_path):
 
 
 @pytest.mark.parametrize("config", ["cpu", "2cpu"])  # with several processes, a lost process causes a similar error
-def test_a_loader_worker_that_dies_handing_a_batch_over_is_the_same_error(config, tmp_path):
+def test_a_loader_worker_that_dies_while_sending_a_batch_is_the_same_error(config, tmp_path):
     rank = int(config == "2cpu")
     done = faulty(f"worker_dies_handing_over@20:{rank}", WITH_A_WORKER, tmp_path / "run", config)
     assert done.stderr.count(f"error: rank {rank}: a data loader worker died") == 1, done.stderr
@@ -471,7 +471,7 @@ def test_a_loader_worker_that_dies_handing_a_batch_over_is_the_same_error(config
 
 
 @pytest.mark.parametrize("outer", ["loader", "connection"])
-def test_a_dead_loader_worker_is_known_whichever_error_wraps_the_other(outer):
+def test_a_dead_loader_worker_is_recognized_whichever_error_wraps_the_other(outer):
     loader, connection = RuntimeError("DataLoader worker (pid 7) is killed by signal: Killed."), ConnectionResetError("reset")
     errors = [loader, connection] if outer == "loader" else [connection, loader]
     errors[0].__context__ = errors[1]
@@ -485,7 +485,7 @@ def test_full_output_folder_is_refused(tmp_path):
 
 
 @pytest.mark.slow
-def test_chaos_runner_finds_no_difference_and_would_find_one(tmp_path):
+def test_chaos_finds_no_difference_unless_there_is_one(tmp_path):
     launch = command("cpu", CIFAR, SMALL)
     chaos = [sys.executable, str(ROOT / "utils" / "chaos.py"), "--folder", str(tmp_path / "chaos"), "--kills"]
     done = subprocess.run([*chaos, "3", "--", *launch], capture_output=True, text=True, timeout=LIMIT)

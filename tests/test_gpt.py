@@ -108,7 +108,7 @@ def test_two_micro_batches_compute_what_one_batch_does(gpt, text, tmp_path):
     assert_same_losses(gpt("cpu").folder, tmp_path / "run")
 
 
-def test_killed_it_continues_exactly_and_on_another_topology(gpt, text, tmp_path):
+def test_after_a_kill_it_continues_exactly_also_on_another_topology(gpt, text, tmp_path):
     two, arguments = tmp_path / "two", f"--dataset {text} {SMALL}"
     started = Started("2cpu", GPT, arguments, output_dir=two)
     started.wait_for("step 25/40")
@@ -128,7 +128,7 @@ def test_killed_it_continues_exactly_and_on_another_topology(gpt, text, tmp_path
     assert_same_losses(gpt("cpu").folder, tmp_path / "one")
 
 
-def test_killed_on_one_process_with_dropout_it_continues_exactly(text, tmp_path):
+def test_after_a_kill_on_one_process_with_dropout_it_continues_exactly(text, tmp_path):
     arguments = f"--dataset {text} {SMALL} --dropout 0.1"
     run("cpu", GPT, arguments, output_dir=tmp_path / "whole")
     started = Started("cpu", GPT, arguments, output_dir=tmp_path / "killed")
@@ -170,7 +170,7 @@ def test_the_validation_loss_is_that_of_the_exported_weights_without_dropout(tex
 
 
 @pytest.mark.slow
-def test_sharded_it_computes_the_same_and_changes_the_number_of_processes(gpt, text, tmp_path):
+def test_a_sharded_run_computes_the_same_also_after_a_change_of_the_number_of_processes(gpt, text, tmp_path):
     """FSDP2 of Accelerate and PyTorch over gloo; sharded.py contains the only change."""
     folder, arguments = tmp_path / "run", [GPT, "--dataset", str(text), *SMALL.split()]
     launcher = ("--mixed_precision", "no", "--num_processes")
@@ -192,7 +192,7 @@ def test_sharded_it_computes_the_same_and_changes_the_number_of_processes(gpt, t
 
 @pytest.mark.slow
 @pytest.mark.skipif(not shutil.which("g++"), reason="torch.compile needs a C++ compiler on a CPU")
-def test_sharded_compiled_and_in_bf16_it_computes_nearly_the_same(gpt, text, tmp_path):
+def test_a_sharded_compiled_run_in_bf16_computes_nearly_the_same(gpt, text, tmp_path):
     arguments = [GPT, "--dataset", str(text), *SMALL.split(), "--compile", "--activation_checkpointing"]
     run("4gpu_fsdp", "tests/sharded.py", arguments, output_dir=tmp_path, launcher=("--num_processes", "2"))
     assert json.loads((tmp_path / "args.json").read_text())["topology"]["mixed_precision"] == "bf16"
@@ -253,7 +253,7 @@ def test_a_stream_starts_again_at_its_end_and_never_shows_held_out_text(tmp_path
     assert len(load_held_out(str(tmp_path), "text", length)) == len(kept) * length
 
 
-def test_streaming_killed_continues_exactly_and_on_another_topology(shards, tmp_path):
+def test_streaming_killed_continues_exactly_also_on_another_topology(shards, tmp_path):
     # --num_workers 1: batches that the worker has prefetched must not be skipped.
     arguments = f"--dataset {shards} --streaming --stream_lanes 6 --shuffle_buffer 20 --num_workers 1 {SMALL}"
     run("cpu", GPT, arguments, output_dir=tmp_path / "one")

@@ -14,7 +14,7 @@ OF_ONE_LAUNCH = {"MASTER_PORT", "TORCHELASTIC_RUN_ID", "TORCHELASTIC_ERROR_FILE"
 
 
 @pytest.mark.parametrize("config", [None, "cpu", "2cpu"])
-def test_a_forked_process_finds_what_an_executed_one_finds(config, tmp_path):
+def test_a_forked_process_starts_in_the_same_state_as_an_executed_one(config, tmp_path):
     states = {}
     for cold in (False, True):
         out = tmp_path / ("cold" if cold else "warm")
@@ -62,7 +62,7 @@ def test_an_executed_run_ends_with_the_bytes_of_a_forked_one(reference, tmp_path
     assert metrics(tmp_path / "cold", "train") == metrics(reference("2cpu", 2).folder, "train")
 
 
-def test_an_executed_run_is_stopped_and_goes_on_as_a_forked_one(reference, tmp_path):
+def test_an_executed_run_is_killed_and_continues_like_a_forked_one(reference, tmp_path):
     """Two new interpreters, each with its own hash seed: one before the kill, one after it."""
     with (tmp_path / "log").open("w") as log:
         launcher = launch(command("cpu", "tests/wrapped.py", ["die_in_step@9", CIFAR, *SMALL.split()]), tmp_path / "run", log)
@@ -72,7 +72,7 @@ def test_an_executed_run_is_stopped_and_goes_on_as_a_forked_one(reference, tmp_p
     assert final_weights(tmp_path / "run") == final_weights(reference("cpu").folder)
 
 
-def test_whoever_starts_a_forked_process_can_stop_it(tmp_path):
+def test_a_forked_process_can_be_stopped_by_a_signal_to_its_group(tmp_path):
     (tmp_path / "script.py").write_text("print('ready', flush=True)\nimport signal\nsignal.pause()\n")
     started = Started(None, "script.py", "", root=tmp_path)
     started.wait_for("ready")

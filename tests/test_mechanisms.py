@@ -280,7 +280,7 @@ def test_an_nccl_error_says_what_happened_instead_of_where():
     assert exits._known_failure(RuntimeError(text)) == "error: rank 0: NCCL: Duplicate GPU detected : rank 0 and rank 1"
 
 
-def test_a_loader_worker_that_dies_while_it_hands_a_batch_over_is_named():
+def test_a_loader_worker_that_dies_while_sending_a_batch_is_named():
     source = "def load():\n    raise EOFError\n"
     namespace = {}
     exec(compile(source, "/site-packages/torch/utils/data/dataloader.py", "exec"), namespace)
@@ -288,4 +288,4 @@ def test_a_loader_worker_that_dies_while_it_hands_a_batch_over_is_named():
         with pytest.raises((EOFError, StopIteration)) as caught:
             load()
         line = exits._known_failure(caught.value)
-        assert (line == "error: rank 0: a data loader worker died while it handed a batch over (EOFError)") == known
+        assert (line == "error: rank 0: a data loader worker died while sending a batch (EOFError)") == known

@@ -222,7 +222,7 @@ def test_a_process_that_dies_without_a_status_does_not_end_the_job(cluster):
     ranks(job)[1].kill()
     cluster.until_logged("continuing from", job, node=0)
     cluster.command(f"scancel {job}")
-    cluster.until("the job is cancelled", lambda: cluster.state(job) == "CANCELLED")
+    cluster.until("the job is canceled", lambda: cluster.state(job) == "CANCELLED")
 
 
 @pytest.mark.parametrize("nodes", [1, 2])
@@ -236,7 +236,7 @@ def test_as_many_processes_as_gpus(nodes, cluster):
     assert "4gpu.yaml" in cluster.log(job) and (cluster.folder / f"check{nodes}" / "topology.json").exists()
 
 
-def test_one_process_saves_and_goes_on_but_not_once_cancelled_or_mistaken(cluster):
+def test_one_process_saves_and_continues_unless_canceled_or_invalid(cluster):
     """In the same folder: the status of an earlier run must not be mistaken for that of the next one."""
     folder = cluster.folder / "ended"
     slowly = f"{ROOT}/tests/wrapped.py slow_save {CIFAR} {ENDLESS} --output_dir {folder}"
@@ -247,7 +247,7 @@ def test_one_process_saves_and_goes_on_but_not_once_cancelled_or_mistaken(cluste
     assert "run preempted" in cluster.log(job), cluster.all_logs()
     cluster.until_logged("continuing from", job, node=0)
     cluster.command(f"scancel {job}")
-    cluster.until("the job is cancelled", lambda: cluster.state(job) == "CANCELLED")
+    cluster.until("the job is canceled", lambda: cluster.state(job) == "CANCELLED")
     assert status(folder)["state"] == "preempted" and "attempt 2" not in cluster.log(job)
 
     job = cluster.submit("--nodes=1", f"{CIFAR} {SMALL} --lr 3 --output_dir {folder}")

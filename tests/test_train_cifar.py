@@ -132,7 +132,7 @@ def test_resumes_mid_epoch_as_if_never_stopped(reference, tmp_path):
 
 @pytest.mark.slow
 @pytest.mark.skipif(not shutil.which("g++"), reason="torch.compile needs a C++ compiler on a CPU")
-def test_compiled_it_computes_the_same_and_saves_plain_names(reference, tmp_path):
+def test_a_compiled_run_computes_the_same_and_saves_plain_names(reference, tmp_path):
     arguments = f"{SMALL} --compile"
     started = Started("cpu", CIFAR, arguments, output_dir=tmp_path / "run")
     started.wait_for("step  5/14")
@@ -164,7 +164,7 @@ def test_overfits_one_batch(model, tmp_path):
 
 
 @pytest.mark.slow
-def test_accuracy_proves_learning(tmp_path):
+def test_learns(tmp_path):
     """The first command of the README, with another seed."""
     run("cpu", CIFAR, "--dataset synthetic --epochs 2 --batch_size 100 --lr 0.06 --seed 1", output_dir=tmp_path / "run")
     assert results(tmp_path / "run")["test_accuracy"] > 0.95
@@ -254,7 +254,7 @@ def test_bad_input_is_one_line(name, bad_folders, reference, tmp_path):
 
 
 @pytest.mark.parametrize("arguments", ["--dataset ./nowhere", "--dataset synthetic --batch_size 7"])
-def test_bad_input_is_printed_once_by_many(arguments, tmp_path):
+def test_bad_input_is_printed_once_by_several_processes(arguments, tmp_path):
     done = run("2cpu", CIFAR, arguments, output_dir=tmp_path / "run", check=False)
     assert done.returncode != 0
     assert done.stderr.count("error: ") == 1

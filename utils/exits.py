@@ -213,7 +213,7 @@ def _known_failure(error):
             return f"error: rank {rank}: a data loader worker died: {str(cause).splitlines()[0]}"
     frames = traceback.extract_tb(error.__traceback__)
     if isinstance(error, (EOFError, ConnectionError)) and any("utils/data/dataloader.py" in frame.filename for frame in frames):
-        return f"error: rank {rank}: a data loader worker died while it handed a batch over ({type(error).__name__})"
+        return f"error: rank {rank}: a data loader worker died while sending a batch ({type(error).__name__})"
     lost = ("Connection closed by peer", "Connection reset", "Broken pipe", "Timed out waiting", "timed out")
     if any(phrase in text for phrase in lost) and "RANK" in os.environ:
         return (

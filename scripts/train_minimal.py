@@ -35,7 +35,7 @@ from utils.run_folder import RunFolder
 
 @torch.no_grad()
 def evaluate(accelerator, model, loader):
-    """Accuracy over the held-out points, each counted once: `gather_for_metrics` drops those repeated to fill the last batch."""
+    """Accuracy over the held-out points, each counted once: `gather_for_metrics` drops those repeated in the last batch."""
     model.eval()
     correct = [accelerator.gather_for_metrics(model(x).argmax(1) == y) for _, x, y in loader]
     model.train()
@@ -65,9 +65,7 @@ def main():
     weights.initialize(accelerator, model, run.init_from)
     optimizer = torch.optim.AdamW(model.parameters(), lr=args.lr)
     model, optimizer, train_loader, val_loader = accelerator.prepare(model, optimizer, train_loader, val_loader)
-    topology.warm_up_ddp_buckets(
-        accelerator, model, points[:2].to(accelerator.device)
-    )  # resumed runs sum gradients in the same order
+    topology.warm_up_ddp_buckets(accelerator, model, points[:2].to(accelerator.device))  # so that resuming is exact
     step = run.start()  # accelerator.load_state, if there is a checkpoint
     guard = Guard(accelerator, args.timeout)
     for epoch, todo in plan.epochs(start=step):

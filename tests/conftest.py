@@ -47,6 +47,11 @@ def pytest_configure(config):
         resources.callback(os.environ.pop, warm.ADDRESS)
 
 
+def pytest_collection_modifyitems(items):
+    """SLURM first: its tests take minutes in which they mostly wait, and the other test process can have all else."""
+    items.sort(key=lambda item: "test_slurm" not in item.nodeid)
+
+
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_makereport(item):
     """Starts the report of a failure with the promise that is broken: the name of the test, and its docstring."""

@@ -26,13 +26,15 @@ def test_starts_as_many_processes_as_it_says(path, tmp_path):
 
 
 def test_two_launches_at_once_find_any_free_port(tmp_path):
-    both = []
-    for name in ("one", "other"):
-        (tmp_path / name).mkdir()
-        both.append(Started("2cpu", "tests/probe_processes.py", [str(tmp_path / name)]))
-    outcomes = [started.finish() for started in both]
-    assert [code for code, _ in outcomes] == [0, 0], outcomes
-    assert [len(list((tmp_path / name).iterdir())) for name in ("one", "other")] == [2, 2]
+    (tmp_path / "wait.py").write_text(
+        "import signal\nfrom accelerate import Accelerator\nAccelerator(cpu=True)\nprint('ready', flush=True)\nsignal.pause()\n"
+    )
+    first = Started("2cpu", "wait.py", "", root=tmp_path)
+    first.wait_for("ready")
+    (tmp_path / "second").mkdir()
+    second = run("2cpu", "tests/probe_processes.py", [str(tmp_path / "second")], check=False)
+    first.kill_all()
+    assert second.returncode == 0 and len(list((tmp_path / "second").iterdir())) == 2, second.stderr[-2000:]
 
 
 @pytest.mark.parametrize("path", ALL, ids=lambda path: path.stem)

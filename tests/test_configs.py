@@ -4,6 +4,7 @@ import json
 import re
 
 import pytest
+import yaml
 from conftest import ROOT, Started, run
 
 ALL = sorted((ROOT / "accelerate_configs").glob("*.yaml"))
@@ -23,6 +24,13 @@ def test_starts_as_many_processes_as_it_says(path, tmp_path):
     if "gpu" in path.stem and reports[0]["device"] == "cpu":
         assert done.stderr.count("NO GPU FOUND") == 1
         assert f"{path.name} runs on the CPU" in done.stderr
+
+
+@pytest.mark.parametrize("path", CONFIGS, ids=lambda path: path.stem)
+def test_a_launch_on_one_machine_asks_for_any_free_port(path):
+    """Accelerate would replace a fixed port that is in use, but not for two launches that start in the same moment."""
+    fields = yaml.safe_load(path.read_text())
+    assert fields["num_processes"] == 1 or fields["main_process_port"] == 0
 
 
 def test_two_launches_at_once_find_any_free_port(tmp_path):

@@ -9,6 +9,10 @@ MINIMAL = "scripts/train_minimal.py"
 ARGUMENTS = "--epochs 16 --log_every 20 --checkpoint_every 60"
 
 
+def test_help_is_printed_once():
+    assert run("2cpu", MINIMAL, "--help").stdout.count("usage:") == 1
+
+
 @pytest.fixture(scope="module")
 def uninterrupted(tmp_path_factory):
     """configuration -> output and folder of an uninterrupted run."""
@@ -106,7 +110,3 @@ def test_a_batch_that_does_not_divide_is_one_line(tmp_path):
     errors = [line for line in (done.stdout + done.stderr).splitlines() if line.startswith("error:")]
     assert len(errors) == 1 and "100 or 102" in errors[0]
     assert not list(tmp_path.iterdir())
-
-
-def test_help_is_printed_once():
-    assert run("2cpu", MINIMAL, "--help").stdout.count("usage:") == 1

@@ -1,13 +1,11 @@
 """A network that is split into stages computes the same as the unsplit one, resumes exactly, and no ranks share a GPU."""
 
-import importlib.util
 import os
-import sys
 
 import pytest
 import torch
 import torch.nn.functional as F
-from conftest import ROOT, Started, final_weights, metrics, results, run, status
+from conftest import Started, final_weights, load_script, metrics, results, run, status
 from safetensors.torch import load_file
 
 from utils import devices
@@ -23,11 +21,7 @@ ARGUMENTS = (
 @pytest.fixture(scope="module")
 def script():
     """The script as a module."""
-    spec = importlib.util.spec_from_file_location("train_model_parallel", ROOT / SCRIPT)
-    module = importlib.util.module_from_spec(spec)
-    sys.path.insert(0, str(ROOT))
-    spec.loader.exec_module(module)
-    return module
+    return load_script("train_model_parallel")
 
 
 @pytest.mark.parametrize("stages", [2, 3, 8])

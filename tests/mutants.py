@@ -399,6 +399,20 @@ MUTANTS = [
         "too few GPUs", "utils/topology.py", "if gpus < local_processes:", "if False:", "test_mechanisms.py -k too_few_gpus"
     ),
     Mutant("fp16 on a CPU", "utils/topology.py", 'elif precision == "fp16":', "elif False:", "test_mechanisms.py -k fp16"),
+    Mutant(
+        "an FSDP configuration on a CPU falls back to DDP",
+        "utils/topology.py",
+        "if fsdp.requested():",
+        "if False:",
+        "test_configs.py -k 4gpu_fsdp",
+    ),
+    Mutant(
+        "nobody notices that the model is not sharded",
+        "utils/fsdp.py",
+        "if requested() and not accelerator.is_fsdp2:",
+        "if False:",
+        "test_mechanisms.py -k made_to_shard",
+    ),
     Mutant("two ranks on one GPU", "utils/devices.py", "if owner != rank:", "if False:", "test_model_parallel.py -k share"),
     # ------------------------------------------------------------------------------------------------------- launching
     Mutant(

@@ -1,4 +1,4 @@
-"""Launched by a test: writes its rank, device and an all-reduced sum to `<out>/<rank>.json`."""
+"""Launched by a test: writes its rank, device, an all-reduced sum and whether a model is sharded to `<out>/<rank>.json`."""
 
 import json
 import sys
@@ -11,13 +11,14 @@ from accelerate import Accelerator
 
 from utils import topology
 
-accelerator = Accelerator(cpu=topology.check_launch())
+accelerator = Accelerator(cpu=topology.check_launch(shards=True))
 total = accelerator.reduce(torch.tensor(accelerator.process_index + 1.0, device=accelerator.device), "sum").item()
 report = {
     "rank": accelerator.process_index,
     "processes": accelerator.num_processes,
     "device": accelerator.device.type,
     "sum": total,
+    "sharded": accelerator.is_fsdp2,
 }
 (Path(sys.argv[1]) / f"{accelerator.process_index}.json").write_text(json.dumps(report))
 accelerator.end_training()

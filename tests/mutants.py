@@ -413,6 +413,20 @@ MUTANTS = [
         "if False:",
         "test_mechanisms.py -k made_to_shard",
     ),
+    Mutant(
+        "the model is sharded over both machines",
+        "accelerate_configs/2node_8gpu_fsdp.yaml",
+        "parallelism_config_dp_replicate_size: 2",
+        "parallelism_config_dp_replicate_size: 1",
+        "test_configs.py -k hybrid",
+    ),
+    Mutant(
+        "copies and parts that do not fit the processes",
+        "utils/fsdp.py",
+        "if parts == 1 or copies * parts != processes:",
+        "if False:",
+        "test_mechanisms.py -k kind_of_sharding",
+    ),
     Mutant("two ranks on one GPU", "utils/devices.py", "if owner != rank:", "if False:", "test_model_parallel.py -k share"),
     # ------------------------------------------------------------------------------------------------------- launching
     Mutant(

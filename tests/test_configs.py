@@ -27,6 +27,17 @@ def test_starts_as_many_processes_as_it_says(path, tmp_path):
         assert f"{path.name} runs on the CPU" in done.stderr
 
 
+def test_hybrid_sharding_shards_over_neighbors_and_replicates_over_the_others(tmp_path):
+    """2 x 2 processes on this machine; test_machines.py has two machines."""
+    typed = "--num_machines 1 --num_processes 4 --main_process_port 0 --parallelism_config_dp_shard_size 2"
+    run("2node_8gpu_fsdp", "tests/probe_processes.py", [str(tmp_path)], launcher=typed.split())
+    reports = [json.loads((tmp_path / f"{rank}.json").read_text()) for rank in range(4)]
+    assert all(report["sharded"] for report in reports)
+    assert [report["mesh"] for report in reports] == [
+        {"dp_replicate": copy, "dp_shard": part} for copy in (0, 1) for part in (0, 1)
+    ]
+
+
 @pytest.mark.parametrize("path", CONFIGS, ids=lambda path: path.stem)
 def test_a_launch_on_one_machine_asks_for_any_free_port(path):
     """Accelerate would replace a fixed port that is in use, but not for two launches that start in the same moment."""

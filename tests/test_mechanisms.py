@@ -131,6 +131,13 @@ def test_fp16_on_a_cpu_is_refused(monkeypatch):
         topology.check_launch()
 
 
+HYBRID = {
+    "ACCELERATE_USE_PARALLELISM_CONFIG": "true",
+    "PARALLELISM_CONFIG_DP_REPLICATE_SIZE": "2",
+    "PARALLELISM_CONFIG_DP_SHARD_SIZE": "2",
+}
+
+
 @pytest.mark.parametrize(
     ("environment", "shards", "gpus", "says"),
     [
@@ -139,6 +146,9 @@ def test_fp16_on_a_cpu_is_refused(monkeypatch):
         ({"FSDP_VERSION": "2", "FSDP_OFFLOAD_PARAMS": "true"}, True, 0, "set fsdp_offload_params: false"),
         ({"FSDP_VERSION": "2", "ACCELERATE_MIXED_PRECISION": "fp16", "ACCELERATE_USE_CPU": "true"}, True, 0, "use bf16 or no"),
         ({"FSDP_VERSION": "2", "FSDP_OFFLOAD_PARAMS": "true"}, True, 4, None),
+        ({"FSDP_VERSION": "2", **HYBRID, "WORLD_SIZE": "4"}, True, 4, None),
+        ({"FSDP_VERSION": "2", **HYBRID, "WORLD_SIZE": "8"}, True, 4, "does not fit 8 processes"),
+        ({"FSDP_VERSION": "2", **HYBRID, "WORLD_SIZE": "2", "PARALLELISM_CONFIG_DP_SHARD_SIZE": "1"}, True, 2, "in 1 parts"),
     ],
 )
 def test_a_kind_of_sharding_that_is_not_supported_is_refused(environment, shards, gpus, says, monkeypatch):

@@ -3,6 +3,7 @@
 import inspect
 import os
 import sys
+import warnings
 from functools import wraps
 
 import accelerate
@@ -26,14 +27,24 @@ def check(config, supported, on_cpu):
         on_cpu (bool): whether the processes run on the CPU.
 
     Raises:
-        UserError: the script does not shard its model; FSDP1; on a CPU also `fsdp_offload_params`, and a release of Accelerate
-            that cannot be made to shard there.
+        UserError: the script does not shard its model; FSDP1; hybrid sharding (HSDP) of another number of processes; on a CPU
+            also `fsdp_offload_params`, and a release of Accelerate that cannot be made to shard there.
     """
     if not supported:
         script = os.path.basename(sys.argv[0])
         raise UserError(f"{config} shards the model, which {script} does not support: use a configuration without fsdp")
     if os.environ.get("FSDP_VERSION") != "2":
         raise UserError(f"{config} asks for FSDP1, which these scripts do not support: set fsdp_version: 2 in fsdp_config")
+    if os.environ.get("ACCELERATE_USE_PARALLELISM_CONFIG", "false").lower() == "true":
+        copies, parts = (int(os.environ[f"PARALLELISM_CONFIG_DP_{size}_SIZE"]) for size in ("REPLICATE", "SHARD"))
+        processes = int(os.environ.get("WORLD_SIZE", 1))
+        if parts == 1 or copies * parts != processes:
+            raise UserError(
+                f"{config} makes {copies} copies of the model (dp_replicate_size) in {parts} parts (dp_shard_size), which does "
+                f"not fit {processes} processes: set them to the number of machines and of processes on each"
+            )
+        # Accelerate's way of getting at a part of the mesh; every process would print it, and a user can do nothing about it.
+        warnings.filterwarnings("ignore", message="Slicing a flattened dim from root mesh")
     if not on_cpu:
         return
     if os.environ.get("FSDP_OFFLOAD_PARAMS", "false").lower() == "true":

@@ -427,6 +427,20 @@ MUTANTS = [
         "if False:",
         "test_mechanisms.py -k kind_of_sharding",
     ),
+    Mutant(
+        "weights are gathered once per step",
+        "scripts/predict_scaling.py",
+        "return seconds + gather + (layers",
+        "return seconds + (layers",
+        "test_predict_scaling.py -k sharded_step",
+    ),
+    Mutant(
+        "each process has the links of its machine to itself",
+        "scripts/predict_scaling.py",
+        "between.bandwidth / shards)",
+        "between.bandwidth)",
+        "test_predict_scaling.py -k on_two_machines",
+    ),
     Mutant("two ranks on one GPU", "utils/devices.py", "if owner != rank:", "if False:", "test_model_parallel.py -k share"),
     # ------------------------------------------------------------------------------------------------------- launching
     Mutant(

@@ -366,7 +366,7 @@ def summarize(rows, processes):
 
 def main():
     args = parse_args()
-    on_cpu = topology.check_launch()
+    on_cpu = topology.check_launch(shards=True)
     timeout = timedelta(seconds=args.timeout)
     if WORLD == 1:
         own = describe_process(on_cpu, args.output_dir, args.dataset)

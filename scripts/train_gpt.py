@@ -239,7 +239,7 @@ def main():
     # --batch_size is global: each batch is split over the processes, so every topology sees the same batches in the same order.
     loading = DataLoaderConfiguration(split_batches=True, use_seedable_sampler=True, data_seed=args.seed, non_blocking=True)
     accelerator = Accelerator(
-        cpu=topology.check_launch(training=True),
+        cpu=topology.check_launch(training=True, shards=True),
         dataloader_config=loading,
         gradient_accumulation_plugin=GradientAccumulationPlugin(args.gradient_accumulation_steps, sync_with_dataloader=False),
         kwargs_handlers=[InitProcessGroupKwargs(timeout=timedelta(seconds=args.timeout))],

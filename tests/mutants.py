@@ -473,6 +473,48 @@ MUTANTS = [
         "too few GPUs", "utils/topology.py", "if gpus < local_processes:", "if False:", "test_mechanisms.py -k too_few_gpus"
     ),
     Mutant("fp16 on a CPU", "utils/topology.py", 'elif precision == "fp16":', "elif False:", "test_mechanisms.py -k fp16"),
+    Mutant(
+        "an FSDP configuration on a CPU falls back to DDP",
+        "utils/topology.py",
+        "if fsdp.requested():",
+        "if False:",
+        "test_configs.py -k 4gpu_fsdp",
+    ),
+    Mutant(
+        "nobody notices that the model is not sharded",
+        "utils/fsdp.py",
+        "if requested() and not accelerator.is_fsdp2:",
+        "if False:",
+        "test_mechanisms.py -k made_to_shard",
+    ),
+    Mutant(
+        "the model is sharded over both machines",
+        "accelerate_configs/2node_8gpu_fsdp.yaml",
+        "parallelism_config_dp_replicate_size: 2",
+        "parallelism_config_dp_replicate_size: 1",
+        "test_configs.py -k hybrid",
+    ),
+    Mutant(
+        "copies and parts that do not fit the processes",
+        "utils/fsdp.py",
+        "if parts == 1 or copies * parts != processes:",
+        "if False:",
+        "test_mechanisms.py -k kind_of_sharding",
+    ),
+    Mutant(
+        "weights are gathered once per step",
+        "scripts/predict_scaling.py",
+        "return seconds + gather + (layers",
+        "return seconds + (layers",
+        "test_predict_scaling.py -k sharded_step",
+    ),
+    Mutant(
+        "each process has the links of its machine to itself",
+        "scripts/predict_scaling.py",
+        "between.bandwidth / shards)",
+        "between.bandwidth)",
+        "test_predict_scaling.py -k on_two_machines",
+    ),
     Mutant("two ranks on one GPU", "utils/devices.py", "if owner != rank:", "if False:", "test_model_parallel.py -k share"),
     # ------------------------------------------------------------------------------------------------------- launching
     Mutant(

@@ -170,16 +170,15 @@ def test_the_validation_loss_is_that_of_the_exported_weights_without_dropout(tex
 # -------------------------------------------------------------------------------------------------------- sharded
 
 
-@pytest.mark.slow
 def test_a_sharded_run_computes_the_same_also_after_a_change_of_the_number_of_processes(gpt, text, tmp_path):
-    """FSDP2 of Accelerate and PyTorch over gloo; sharded.py contains the only change."""
-    folder, arguments = tmp_path / "run", [GPT, "--dataset", str(text), *SMALL.split()]
+    folder, arguments = tmp_path / "run", f"--dataset {text} {SMALL}"
     launcher = ("--mixed_precision", "no", "--num_processes")
-    started = Started("4gpu_fsdp", "tests/sharded.py", arguments, output_dir=folder, launcher=(*launcher, "2"))
+    started = Started("4gpu_fsdp", GPT, arguments, output_dir=folder, launcher=(*launcher, "2"))
+    started.wait_for("2 processes over gloo, the model sharded over them")
     started.wait_for("step 15/40")
     started.kill_all()
     assert len(list(folder.glob("checkpoints/step_*/pytorch_model_fsdp_0/*.distcp"))) >= 2  # a file for each process
-    run("4gpu_fsdp", "tests/sharded.py", arguments, output_dir=folder, launcher=(*launcher, "3"))
+    run("4gpu_fsdp", GPT, arguments, output_dir=folder, launcher=(*launcher, "3"))
     assert results(folder)["num_processes"] == 3 and results(folder)["resumed_from"] > 0
     assert_same_losses(gpt("cpu").folder, folder)
     # The weights that the script exported at the end, and those in the shards of the last checkpoint
@@ -192,15 +191,32 @@ def test_a_sharded_run_computes_the_same_also_after_a_change_of_the_number_of_pr
 
 
 @pytest.mark.slow
+def test_a_sharded_run_killed_continues_bit_for_bit_on_as_many_processes(text, tmp_path):
+    """With the YAML as it is: 4 processes."""
+    arguments, launcher = f"--dataset {text} {SMALL} --dropout 0.1", ("--mixed_precision", "no")
+    run("4gpu_fsdp", GPT, arguments, output_dir=tmp_path / "whole", launcher=launcher)
+    started = Started("4gpu_fsdp", GPT, arguments, output_dir=tmp_path / "killed", launcher=launcher)
+    started.wait_for("step 15/40")
+    started.kill_all()
+    run("4gpu_fsdp", GPT, arguments, output_dir=tmp_path / "killed", launcher=launcher)
+    assert results(tmp_path / "killed")["resumed_from"] > 0
+    assert final_weights(tmp_path / "killed") == final_weights(tmp_path / "whole")
+
+
+@pytest.mark.slow
 @pytest.mark.skipif(not shutil.which("g++"), reason="torch.compile needs a C++ compiler on a CPU")
 def test_a_sharded_compiled_run_in_bf16_computes_nearly_the_same(gpt, text, tmp_path):
-    arguments = [GPT, "--dataset", str(text), *SMALL.split(), "--compile", "--activation_checkpointing"]
-    run("4gpu_fsdp", "tests/sharded.py", arguments, output_dir=tmp_path, launcher=("--num_processes", "2"))
-    assert json.loads((tmp_path / "args.json").read_text())["topology"]["mixed_precision"] == "bf16"
+    # `use_cpu`: computes in bf16 even where the CPU only emulates it.
+    config = (ROOT / "accelerate_configs" / "4gpu_fsdp.yaml").read_text().replace("use_cpu: false", "use_cpu: true")
+    (tmp_path / "config.yaml").write_text(config)
+    arguments, launcher = f"--dataset {text} {SMALL} --compile --activation_checkpointing", ("--num_processes", "2")
+    run(tmp_path / "config.yaml", GPT, arguments, output_dir=tmp_path / "run", launcher=launcher)
+    assert json.loads((tmp_path / "run" / "args.json").read_text())["topology"]["mixed_precision"] == "bf16"
     exact = losses(gpt("cpu").folder)
-    assert all(loss == pytest.approx(exact[step], abs=0.05) for step, loss in losses(tmp_path).items())
-    assert any(loss != pytest.approx(exact[step], abs=1e-4) for step, loss in losses(tmp_path).items())  # it was bf16
-    assert load_file(tmp_path / "model.safetensors").keys() == load_file(gpt("cpu").folder / "model.safetensors").keys()
+    assert all(loss == pytest.approx(exact[step], abs=0.05) for step, loss in losses(tmp_path / "run").items())
+    assert any(loss != pytest.approx(exact[step], abs=1e-4) for step, loss in losses(tmp_path / "run").items())  # it was bf16
+    names = load_file(gpt("cpu").folder / "model.safetensors").keys()
+    assert load_file(tmp_path / "run" / "model.safetensors").keys() == names
 
 
 # ------------------------------------------------------------------------------------------------------- streamed

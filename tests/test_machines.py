@@ -5,7 +5,9 @@ import shutil
 from pathlib import Path
 
 import pytest
+import torch
 from conftest import CIFAR, SMALL, final_weights, metrics, results, run, status
+from safetensors.torch import load_file
 
 pytestmark = pytest.mark.slow
 
@@ -81,14 +83,48 @@ def test_machines_with_different_numbers_of_processes(machines, tmp_path):
         assert two == pytest.approx(one, abs=1e-4)
 
 
-@pytest.mark.parametrize("each", [4, 8])
-def test_starts_as_many_processes_as_it_says(each, machines, tmp_path):
+def test_hybrid_sharding_over_two_machines_computes_the_same_and_continues_exactly(machines, tmp_path):
+    """Each machine has a copy of the model, sharded over its processes. Losses and weights are those of one process."""
+    sizes = "--n_layer 2 --n_head 2 --n_embd 32 --block_size 32 --batch_size 12 --sample_length 8"
+    small = f"--dataset synthetic {sizes} --max_train_steps 20 --log_every 1 --eval_every 20 --checkpoint_every 5"
+
+    def start(folder):
+        both = []
+        for machine in machines:
+            typed = f"--machine_rank {machine.rank} --main_process_ip {machines[0].address} --num_processes 4"
+            typed += " --parallelism_config_dp_shard_size 2 --mixed_precision no"
+            launch = dict(config="2node_8gpu_fsdp", launcher=typed.split())
+            both.append(machine.started("scripts/train_gpt.py", small, folder, **launch))
+        return both
+
+    def finish(both):
+        outcomes = [started.finish() for started in both]
+        assert [code for code, _ in outcomes] == [0, 0], outcomes
+
+    run("cpu", "scripts/train_gpt.py", small, output_dir=tmp_path / "one")
+    finish(start(tmp_path / "whole"))
+    both = start(tmp_path / "killed")
+    both[0].wait_for("step  8/20")
+    both[1].kill_all()
+    assert both[0].finish()[0] != 0
+    assert len(list((tmp_path / "killed").glob("checkpoints/step_00000005/pytorch_model_fsdp_0/*.distcp"))) == 4
+    finish(start(tmp_path / "killed"))
+    assert results(tmp_path / "killed")["resumed_from"] >= 5
+    assert final_weights(tmp_path / "killed") == final_weights(tmp_path / "whole")
+    for one, two in zip(metrics(tmp_path / "one", "train"), metrics(tmp_path / "whole", "train"), strict=True):
+        assert two["loss"] == pytest.approx(one["loss"], abs=1e-4)
+    one, two = (load_file(tmp_path / name / "model.safetensors") for name in ("one", "whole"))
+    assert one.keys() == two.keys() and all(torch.allclose(two[name], one[name], atol=1e-3) for name in one)
+
+
+@pytest.mark.parametrize(("each", "sharded"), [(4, ""), (8, ""), (8, "_fsdp")])
+def test_starts_as_many_processes_as_it_says(each, sharded, machines, tmp_path):
     def typed(rank):
         return ("--machine_rank", str(rank), "--main_process_ip", machines[0].address)
 
     both = [
         machine.started(
-            "tests/probe_processes.py", [str(tmp_path)], None, config=f"2node_{each}gpu", launcher=typed(machine.rank)
+            "tests/probe_processes.py", [str(tmp_path)], None, config=f"2node_{each}gpu{sharded}", launcher=typed(machine.rank)
         )
         for machine in machines
     ]
@@ -98,3 +134,6 @@ def test_starts_as_many_processes_as_it_says(each, machines, tmp_path):
     assert sorted(rank["rank"] for rank in reports) == list(range(2 * each))
     assert {rank["processes"] for rank in reports} == {2 * each}
     assert all(text.count("NO GPU FOUND") == 1 for _, text in outcomes[:1])
+    for rank in reports:
+        mesh = {"dp_replicate": rank["machine"], "dp_shard": rank["rank"] % each} if sharded else None
+        assert rank["mesh"] == mesh and rank["sharded"] == bool(sharded)

@@ -10,6 +10,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from accelerate.state import AcceleratorState
 from conftest import ROOT
 
 from utils import checkpoint, exits, gpu_peaks, guard, topology
@@ -129,6 +130,50 @@ def test_fp16_on_a_cpu_is_refused(monkeypatch):
     monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", "fp16")
     with pytest.raises(UserError, match="float32"):
         topology.check_launch()
+
+
+HYBRID = {
+    "ACCELERATE_USE_PARALLELISM_CONFIG": "true",
+    "PARALLELISM_CONFIG_DP_REPLICATE_SIZE": "2",
+    "PARALLELISM_CONFIG_DP_SHARD_SIZE": "2",
+}
+
+
+@pytest.mark.parametrize(
+    ("environment", "shards", "gpus", "says"),
+    [
+        ({"FSDP_VERSION": "2"}, False, 4, "does not support"),
+        ({"FSDP_VERSION": "1"}, True, 4, "set fsdp_version: 2"),
+        ({"FSDP_VERSION": "2", "FSDP_OFFLOAD_PARAMS": "true"}, True, 0, "set fsdp_offload_params: false"),
+        ({"FSDP_VERSION": "2", "ACCELERATE_MIXED_PRECISION": "fp16", "ACCELERATE_USE_CPU": "true"}, True, 0, "use bf16 or no"),
+        ({"FSDP_VERSION": "2", "FSDP_OFFLOAD_PARAMS": "true"}, True, 4, None),
+        ({"FSDP_VERSION": "2", **HYBRID, "WORLD_SIZE": "4"}, True, 4, None),
+        ({"FSDP_VERSION": "2", **HYBRID, "WORLD_SIZE": "8"}, True, 4, "does not fit 8 processes"),
+        ({"FSDP_VERSION": "2", **HYBRID, "WORLD_SIZE": "2", "PARALLELISM_CONFIG_DP_SHARD_SIZE": "1"}, True, 2, "in 1 parts"),
+    ],
+)
+def test_a_kind_of_sharding_that_is_not_supported_is_refused(environment, shards, gpus, says, monkeypatch):
+    for name, value in {"ACCELERATE_USE_FSDP": "true", **environment}.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: gpus)
+    monkeypatch.setattr(AcceleratorState, "__init__", AcceleratorState.__init__)  # restored afterwards
+    if says is None:
+        assert topology.check_launch(shards=shards) is False
+    else:
+        with pytest.raises(UserError, match=says):
+            topology.check_launch(shards=shards)
+
+
+def test_an_accelerate_that_cannot_be_made_to_shard_on_a_cpu_is_refused(monkeypatch):
+    """Before `Accelerator(...)`, where the place of the decision has gone; after it, where it had no effect."""
+    monkeypatch.setenv("ACCELERATE_USE_FSDP", "true")
+    monkeypatch.setenv("FSDP_VERSION", "2")
+    monkeypatch.setattr(AcceleratorState, "__init__", lambda self, **plugins: None)
+    with pytest.raises(UserError, match=r"accelerate \S+ cannot be made to shard"):
+        topology.check_launch(shards=True)
+    accelerator = SimpleNamespace(num_processes=1, is_fsdp2=False, device=torch.device("cpu"))
+    with pytest.raises(UserError, match=r"accelerate \S+ would not shard"):
+        topology.print_banner(accelerator, 8)
 
 
 def test_a_batch_that_does_not_divide_names_sizes_that_do():

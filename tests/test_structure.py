@@ -8,7 +8,8 @@ from conftest import ROOT
 
 LAYERS = [
     {"__init__", "exits", "augment", "chaos", "gpu_peaks", "muon", "plots", "report", "sampling", "shards"},
-    {"arguments", "devices", "files", "guard", "image_data", "plan", "text_data", "topology", "tracking"},
+    {"arguments", "devices", "files", "fsdp", "guard", "image_data", "plan", "text_data", "tracking"},
+    {"topology"},
     {"checkpoint", "weights"},
     {"run_folder"},
 ]

@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 import yaml
 
-from utils import exits
+from utils import exits, fsdp
 from utils.exits import UserError
 
 # How long processes wait for one that downloads, decodes, hashes or writes. If it dies instead, the launcher stops them.
@@ -21,18 +21,19 @@ PATIENCE = timedelta(hours=12)
 _host_group = None
 
 
-def check_launch(training=False):
+def check_launch(training=False, shards=False):
     """Checks that the requested processes can run here; call it before `Accelerator(...)`.
 
     Args:
         training (bool): whether this is a training run, which prints a notice if bf16 would be faster.
+        shards (bool): whether the script runs with a sharded model; otherwise an FSDP configuration is refused.
 
     Returns:
         bool: whether to run on the CPU, for `Accelerator(cpu=...)`. On a machine without a GPU every topology runs on the CPU,
-        with the same number of processes over gloo.
+        with the same number of processes over gloo, and an FSDP configuration shards the model there.
 
     Raises:
-        UserError: fewer GPUs than processes on this machine, or a precision that the CPU does not support.
+        UserError: fewer GPUs than processes on this machine, or a precision or kind of sharding that is not supported.
     """
     set_gloo_interface()
     local_processes = int(os.environ.get("LOCAL_WORLD_SIZE", 1))
@@ -43,6 +44,8 @@ def check_launch(training=False):
     # The launcher passes `use_cpu` on only if it starts a single process; for several, read it from the YAML file.
     wants_cpu = os.environ.get("ACCELERATE_USE_CPU", "false").lower() == "true" or _launch_config().get("use_cpu", False)
     gpus = 0 if wants_cpu else torch.cuda.device_count()
+    if fsdp.requested():
+        fsdp.check(_config_name(), shards, on_cpu=not gpus)
     if gpus:
         if gpus < local_processes:
             fits = max(size for size in (1, 2, 4, 8) if size <= gpus)
@@ -67,7 +70,8 @@ def check_launch(training=False):
         if exits.is_main():
             _notice(
                 f"NO GPU FOUND: {_config_name()} runs on the CPU with {local_processes} process"
-                f"{'es over gloo' if local_processes > 1 else ''}, precision {os.environ['ACCELERATE_MIXED_PRECISION']}. "
+                f"{'es over gloo' if local_processes > 1 else ''}, {'the model sharded over them, ' * fsdp.requested()}"
+                f"precision {os.environ['ACCELERATE_MIXED_PRECISION']}. "
                 "This is fine for a test, but far too slow for training"
             )
     elif precision == "fp16":
@@ -199,6 +203,7 @@ def print_banner(accelerator, batch_size, gradient_accumulation_steps=1):
             f"{os.environ['WORLD_SIZE']} processes were launched but Accelerate connected only {accelerator.num_processes}: "
             f"check distributed_type in {_config_name()}"
         )
+    fsdp.check_engaged(accelerator, _config_name())
     micro_batch = split_batch(accelerator, batch_size, gradient_accumulation_steps)
     exits.remember_micro_batch(micro_batch)
     script = os.path.basename(sys.argv[0]).removesuffix(".py")

@@ -28,7 +28,6 @@ if __name__ == "__main__":
 
 import torch
 import torch.nn.functional as F
-import torchvision
 from accelerate import Accelerator, DataLoaderConfiguration, skip_first_batches
 from accelerate.utils import GradientAccumulationPlugin, InitProcessGroupKwargs, set_seed
 from torch import nn
@@ -66,9 +65,11 @@ class Net(nn.Module):
         return self.fc3(F.relu(self.fc2(x)))
 
 
-def resnet18(classes):
+def build_resnet18(classes):
     """torchvision's ResNet-18 with a stem for small images: a 3x3 convolution of stride 1 and no max-pool."""
-    model = torchvision.models.resnet18(num_classes=classes)
+    from torchvision.models import resnet18  # here, because it takes as long to import as Accelerate
+
+    model = resnet18(num_classes=classes)
     model.conv1 = nn.Conv2d(3, 64, 3, padding=1, bias=False)
     model.maxpool = nn.Identity()
     return model
@@ -112,7 +113,7 @@ class FastNet(nn.Module):
 
 def build_model(name, classes):
     """Builds the model called `name`, with random weights."""
-    model = {"net": Net, "resnet18": resnet18, "fastnet": FastNet}[name](classes)
+    model = {"net": Net, "resnet18": build_resnet18, "fastnet": FastNet}[name](classes)
     return model.to(memory_format=torch.channels_last)
 
 

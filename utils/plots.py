@@ -3,11 +3,6 @@
 import json
 from pathlib import Path
 
-import matplotlib
-
-matplotlib.use("Agg")
-
-import matplotlib.pyplot as plt
 import numpy as np
 import torch
 from PIL import Image
@@ -26,7 +21,7 @@ def image_grid(path, images, labels, predictions, class_names, columns=8):
     top, side = round(0.42 * height), round(0.14 * width)
     cell_height, cell_width = height + top, width + side
     sheet = np.full((rows * cell_height, columns * cell_width, 3), 255, np.uint8)
-    figure, axis = plt.subplots(figsize=(columns * 1.35, rows * 1.35 * cell_height / cell_width + 0.5))
+    figure, axis = _subplots(1, 1, figsize=(columns * 1.35, rows * 1.35 * cell_height / cell_width + 0.5))
     axis.axis("off")
     for index, (image, label, prediction) in enumerate(zip(images, labels.tolist(), predictions.tolist(), strict=True)):
         y, x = index // columns * cell_height + top, index % columns * cell_width
@@ -45,7 +40,7 @@ def confusion_matrix(path, counts, class_names):
     """Draws int64 [true, predicted] counts as percentages of each true class."""
     share = 100 * counts.float() / counts.sum(1, keepdim=True).clamp(min=1)
     count = len(class_names)
-    figure, axis = plt.subplots(figsize=(0.62 * count + 2, 0.58 * count + 1.6))
+    figure, axis = _subplots(1, 1, figsize=(0.62 * count + 2, 0.58 * count + 1.6))
     axis.imshow(share, cmap="Blues", vmin=0, vmax=100)
     if count <= 20:
         for i in range(count):
@@ -65,7 +60,7 @@ def confusion_matrix(path, counts, class_names):
 def curves(folder, figures=("loss", "accuracy")):
     """Draws the metrics `figures` of each split over steps: reads `metrics.jsonl` and writes `curves.png`, both in `folder`."""
     records = [json.loads(line) for line in (Path(folder) / "metrics.jsonl").read_text().splitlines()]
-    figure, axes = plt.subplots(1, 2, figsize=(10, 3.6))
+    figure, axes = _subplots(1, 2, figsize=(10, 3.6))
     for axis, name in zip(axes, figures, strict=True):
         # The same color in both panels, and colors that color-blind people can tell apart (Okabe & Ito).
         for split, style, color in (("train", "-", "#0072B2"), ("val", "o-", "#D55E00"), ("test", "o-", "#D55E00")):
@@ -124,7 +119,7 @@ def class_table(data, predictions):
 
 def bandwidth(path, rows, processes, backend):
     """Draws time and bus bandwidth of an all-reduce over the message size, from rows of `check_topology.py`."""
-    figure, axes = plt.subplots(1, 2, figsize=(10, 3.6))
+    figure, axes = _subplots(1, 2, figsize=(10, 3.6))
     sizes = [row["bytes"] for row in rows]
     for axis, values, label in (
         (axes[0], [row["seconds"] * 1e3 for row in rows], "milliseconds"),
@@ -143,7 +138,7 @@ def bandwidth(path, rows, processes, backend):
 
 def scaling(path, rows):
     """Draws step time and efficiency over the number of processes, from rows of `predict_scaling.py`."""
-    figure, axes = plt.subplots(1, 2, figsize=(10, 3.6))
+    figure, axes = _subplots(1, 2, figsize=(10, 3.6))
     processes = [row["processes"] for row in rows]
     for kind, label in (("weak", "same batch per process"), ("strong", "same global batch")):
         axes[0].plot(processes, [row[f"{kind}_seconds"] * 1e3 for row in rows], "o-", label=label)
@@ -163,4 +158,10 @@ def scaling(path, rows):
 def _save(figure, path):
     figure.tight_layout()
     figure.savefig(path, dpi=DPI, metadata={"Software": None})
-    plt.close(figure)
+
+
+def _subplots(rows, columns, figsize):
+    from matplotlib.figure import Figure  # here, because training should not wait for this import
+
+    figure = Figure(figsize=figsize)
+    return figure, figure.subplots(rows, columns)

@@ -8,8 +8,6 @@ import zlib
 from functools import partial
 from pathlib import Path
 
-import datasets
-import datasets.distributed
 import torch
 from accelerate.utils import gather_object
 
@@ -151,6 +149,8 @@ def load_held_out(name, column, block_size):
 
 def open_stream(name, column):
     """Opens `column` as a `datasets.IterableDataset`, which reads rows as they are needed."""
+    import datasets  # here and below, because importing it takes a second, and text in memory needs it rarely
+
     if name == "synthetic":
         rows = [{column: line} for line in synthetic_text(0).decode().splitlines()]
         return datasets.Dataset.from_list(rows).to_iterable_dataset(num_shards=8)
@@ -176,6 +176,8 @@ class TextStream(torch.utils.data.IterableDataset):
     """
 
     def __init__(self, name, column, block_size, micro_batch, *, lanes, buffer, seed, share, position=None):
+        from datasets.distributed import split_dataset_by_node
+
         process, processes = share
         if lanes % processes or micro_batch * processes % lanes:
             raise UserError(
@@ -186,7 +188,7 @@ class TextStream(torch.utils.data.IterableDataset):
         # Open the data set once per lane: lanes that are split from one object would share its reading state.
         self.lanes = {}
         for lane in own:
-            rows = datasets.distributed.split_dataset_by_node(open_stream(name, column), lane, lanes)
+            rows = split_dataset_by_node(open_stream(name, column), lane, lanes)
             self.lanes[str(lane)] = _Lane(rows, name, column, block_size, buffer, f"{seed} {lane}")
         for number, lane in self.lanes.items():
             lane.position = (position or {}).get(number) or lane.position
@@ -301,6 +303,8 @@ def _local_files(name):
 
 def _load(name, column, files, streaming):
     """Loads `files` (or the Hub id `name`, if there are none) with `datasets`, and checks the column. Returns the splits."""
+    import datasets
+
     datasets.disable_progress_bars()
     source = (
         dict(path=FORMATS.get(files[0].suffix, "text"), data_files={"train": [str(file) for file in files]})

@@ -155,6 +155,28 @@ def scaling(path, rows):
     _save(figure, path)
 
 
+def benchmark(path, figures):
+    """Draws the figures of `benchmark.py` that are ratios: the median of each, with its range.
+
+    Args:
+        figures (dict): name -> `median`, `min`, `max` and `unit`.
+    """
+    ratios = {name: figure for name, figure in figures.items() if figure["unit"].endswith("ratio")}
+    figure, axis = _subplots(1, 1, figsize=(8, 0.4 * max(len(ratios), 1) + 1.3))
+    for row, values in enumerate(reversed(ratios.values())):
+        middle = values["median"]
+        axis.plot([values["min"], values["max"]], [row, row], color="C0", linewidth=2)
+        axis.plot(middle, row, "o", color="C0")
+        axis.annotate(f"{middle:.3g}", (middle, row), xytext=(0, 6), textcoords="offset points", ha="center")
+    axis.axvline(1, color="gray", linewidth=1)
+    axis.set_xscale("log")
+    axis.set_yticks(range(len(ratios)), list(reversed(ratios)))
+    axis.set_ylim(-0.5, len(ratios) - 0.3)
+    axis.set_xlabel("ratio to the other side (median and range of the rounds)")
+    axis.grid(alpha=0.3, axis="x", which="both")
+    _save(figure, path)
+
+
 def _save(figure, path):
     figure.tight_layout()
     figure.savefig(path, dpi=DPI, metadata={"Software": None})

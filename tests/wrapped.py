@@ -18,6 +18,7 @@ sys.path.insert(1, os.path.dirname(sys.path[0]))
 name, _, when = fault.partition("@")
 when, _, rank = when.partition(":")
 calls = 0
+afterwards = []  # functions to call when the script has ended without an error
 
 
 def strikes():
@@ -220,7 +221,86 @@ elif name == "one_gpu":
     torch.cuda.device_count = lambda: 4
     torch.cuda.nccl.version = lambda: (2, 27, 3)
     torch.cuda.get_device_properties = lambda _: SimpleNamespace(name="H200", uuid="1b2c-77", total_memory=1 << 37)
+elif name == "gpus":
+    # This machine has that many.
+    torch.cuda.device_count = lambda: int(when)
+elif name == "not_deterministic":
+    # Not a fault: the algorithms that PyTorch would choose by itself.
+    from utils import topology
+
+    real_check = topology.check_launch
+
+    def check_launch(*args, **kwargs):
+        on_cpu = real_check(*args, **kwargs)
+        torch.backends.cudnn.deterministic = False
+        return on_cpu
+
+    topology.check_launch, torch.use_deterministic_algorithms = check_launch, lambda *_, **__: None
+elif name == "count_compilations":
+    # Not a fault: writes how often and how long the script compiled, to the file after the colon.
+    import json
+
+    from torch._dynamo.utils import counters, get_compilation_metrics
+
+    path, rank = rank, ""
+
+    def report():
+        compiled = [record for record in get_compilation_metrics() if record.entire_frame_compile_time_s]
+        figures = {
+            "graph_breaks": sum(counters["graph_break"].values()),
+            "compiled_functions": len({record.compile_id.split("/")[0] for record in compiled}),
+            "recompilations": sum(not record.compile_id.endswith("/0") for record in compiled),
+            "compile_seconds": sum(record.entire_frame_compile_time_s for record in compiled),
+        }
+        with open(path, "w") as file:
+            json.dump(figures, file)
+
+    afterwards.append(report)
+elif name == "count_waits":
+    # Not a fault: writes the lines at which steps 6 to 15 made the host wait for the device, to the file after the colon. A
+    # step is all from one return of `should_stop` to the next: loading, computing, and the agreement on stopping.
+    import json
+    import warnings
+
+    from utils import guard
+
+    path, rank = rank, ""
+    waits, real_should_stop = [], guard.Guard.should_stop
+
+    def watch(mode):
+        if torch.cuda.is_available():
+            torch.cuda.set_sync_debug_mode(mode)
+            return
+        for attribute, original in reading.items():  # on a CPU: whatever would wait for a device
+
+            def read(self, *args, original=original, **kwargs):
+                warnings.warn("called a synchronizing CUDA operation", stacklevel=2)
+                return original(self, *args, **kwargs)
+
+            setattr(torch.Tensor, attribute, read if mode == "warn" else original)
+
+    reading = {attribute: getattr(torch.Tensor, attribute) for attribute in ("item", "tolist", "cpu", "numpy", "__bool__")}
+
+    def remember(message, category, filename, lineno, file=None, line=None):
+        if "synchronizing CUDA operation" in str(message):
+            waits.append(f"{os.path.basename(filename)}:{lineno}")
+
+    def should_stop(self, step, *args):
+        answer = real_should_stop(self, step, *args)
+        if step == 5:
+            warnings.simplefilter("always")
+            warnings.showwarning = remember
+            watch("warn")
+        elif step == 15:
+            watch("default")
+            with open(path, "w") as file:
+                json.dump(waits, file)
+        return answer
+
+    guard.Guard.should_stop = should_stop
 else:
     raise SystemExit(f"unknown fault {fault}")
 
 runpy.run_path(script, run_name="__main__")
+for function in afterwards:
+    function()

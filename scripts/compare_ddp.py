@@ -373,7 +373,7 @@ def main():
 
     if accelerator.is_main_process:
         conclude(run, processes, args, gradients, own, whole, accelerator.device, resumed_from)
-    accelerator.wait_for_everyone()  # a scheduler may stop the other machines when one exits
+    topology.gather(accelerator, None)  # wait: a scheduler may stop the other machines when one exits
     accelerator.end_training()
 
 

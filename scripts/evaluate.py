@@ -25,8 +25,8 @@ from train_cifar import build_model, evaluate
 from utils import plots, topology, weights
 from utils.arguments import Parser
 from utils.exits import UserError
+from utils.files import read_json, write_json
 from utils.image_data import BatchedImages, as_is, load_images
-from utils.run_folder import read_json, write_json
 
 
 def main():

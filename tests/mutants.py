@@ -216,8 +216,8 @@ MUTANTS = [
     Mutant(
         "checksums are not compared",
         "utils/checkpoint.py",
-        ' or _sha256(file) != expected["sha256"]',
-        "",
+        'if (sizes[name], digest) != (files[name]["size"], files[name]["sha256"]):',
+        'if sizes[name] != files[name]["size"]:',
         "test_faults.py -k damaged_checkpoint",
     ),
     Mutant(
@@ -227,16 +227,22 @@ MUTANTS = [
         "if False:",
         "test_faults.py -k damaged_checkpoint",
     ),
-    Mutant("files are not synced", "utils/checkpoint.py", "        _flush(file)\n", "", "test_mechanisms.py -k has_its_name"),
+    Mutant(
+        "files are not synced",
+        "utils/checkpoint.py",
+        "                sync(path)\n",
+        "                pass\n",
+        "test_mechanisms.py -k has_its_name",
+    ),
     Mutant(
         "the manifest is not synced",
         "utils/checkpoint.py",
-        "    _flush(writing / MANIFEST)\n",
+        "    sync(writing / MANIFEST)\n",
         "",
         "test_mechanisms.py -k has_its_name",
     ),
     Mutant(
-        "the name is not synced", "utils/checkpoint.py", "    _flush(target.parent)\n", "", "test_mechanisms.py -k has_its_name"
+        "the name is not synced", "utils/checkpoint.py", "    sync(target.parent)\n", "", "test_mechanisms.py -k has_its_name"
     ),
     Mutant(
         "the oldest checkpoint is continued",
@@ -269,7 +275,7 @@ MUTANTS = [
     Mutant(
         "sharded pickles are let through",
         "utils/checkpoint.py",
-        "        shards.refuse_code(path)\n",
+        "            shards.refuse_code(path)\n",
         "",
         "test_faults.py -k registered",
     ),
@@ -286,6 +292,76 @@ MUTANTS = [
         "isinstance(error, (OSError, SafetensorError))",
         "False",
         "test_faults.py -k full_disk_costs",
+    ),
+    Mutant(
+        "another run's checkpoint is trusted",
+        "utils/checkpoint.py",
+        "        if not own:\n",
+        "        if False:\n",
+        "test_faults.py -k registered",
+    ),
+    Mutant(
+        "a folder that is not shared goes unnoticed",
+        "utils/run_folder.py",
+        "        topology.run_on_all(self._accelerator, lambda: self._check_shared(owner))\n",
+        "",
+        "test_faults.py -k not_shared",
+    ),
+    Mutant(
+        "machines may see different files",
+        "utils/checkpoint.py",
+        "if all(view == views[0] for view in views):",
+        "if True:",
+        "test_faults.py -k another_machine_does_not_see",
+    ),
+    Mutant(
+        "folders of shards are not synced",
+        "utils/checkpoint.py",
+        'for path in [*folder.rglob("*"), folder]:',
+        'for path in [*folder.glob("*.*"), folder]:',
+        "test_mechanisms.py -k all_files_are_synced",
+    ),
+    Mutant(
+        "metrics are not synced",
+        "utils/run_folder.py",
+        "os.fsync(self._metrics.fileno())",
+        "pass",
+        "test_mechanisms.py -k metrics_before_a_checkpoint",
+    ),
+    Mutant(
+        "an infinite gradient goes unnoticed until the next save",
+        "utils/guard.py",
+        "if norm is None or self._skips_infinite_gradients:",
+        "if True:",
+        "test_faults.py -k infinite_gradient",
+    ),
+    Mutant(
+        "the gradient scaler of fp16 may not skip a step",
+        "utils/guard.py",
+        "accelerator.scaler is not None",
+        "False",
+        "test_faults.py -k gradient_scaler",
+    ),
+    Mutant(
+        "persistent workers stay in the first epoch",
+        "utils/text_data.py",
+        "dtype=torch.int64).share_memory_()",
+        "dtype=torch.int64)",
+        "test_gpt.py -k persistent",
+    ),
+    Mutant(
+        "Muon needs every gradient",
+        "utils/muon.py",
+        "                if weight.grad is None:  # frozen or unused\n                    continue\n",
+        "",
+        "test_gpt.py -k without_a_gradient",
+    ),
+    Mutant(
+        "gloo listens on a loopback address",
+        "utils/topology.py",
+        'if not socket.gethostbyname(socket.gethostname()).startswith("127."):',
+        "if True:",
+        "test_mechanisms.py -k loopback",
     ),
     Mutant(
         "checkpoints may fail for ever",
@@ -382,9 +458,7 @@ MUTANTS = [
         "error = None",
         "test_faults.py -k dead_loader_worker",
     ),
-    Mutant(
-        "NaN is a number", "utils/guard.py", "0 if math.isfinite(loss.item()) else step", "0", "test_faults.py -k diverged_loss"
-    ),
+    Mutant("NaN is a number", "utils/guard.py", "0 if math.isfinite(value) else step", "0", "test_faults.py -k diverged_loss"),
     # ---------------------------------------------------------------------------------------------------- invalid input
     Mutant(
         "every process prints the error",

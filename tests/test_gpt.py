@@ -27,6 +27,7 @@ from safetensors.torch import load_file
 
 from utils import weights
 from utils.exits import RunFailed, UserError
+from utils.image_data import as_is
 from utils.muon import MuonSGD, orthogonalize
 from utils.text_data import TextStream, Windows, held_out, load_held_out, load_text, synthetic_text
 
@@ -353,6 +354,25 @@ def test_a_tall_matrix_is_updated_by_as_much_per_row_as_a_square_one():
     MuonSGD([dict(params=[weight], weight_decay=0.0, muon=True, momentum=0.6)], lr=0.1, momentum=0.9).step()
     values = torch.linalg.svdvals(weight.detach()) / (0.1 * 2)  # sqrt(96 / 24)
     assert values.min() > 0.6 and values.max() < 1.3
+
+
+def test_muon_leaves_weights_without_a_gradient_alone():
+    frozen, used = (torch.nn.Parameter(torch.ones(4, 4)) for _ in range(2))
+    used.grad = torch.eye(4)
+    MuonSGD([dict(params=[frozen, used], weight_decay=0.1, muon=True, momentum=0.6)], lr=0.1, momentum=0.9).step()
+    assert (frozen == 1).all() and not (used == 1).any()
+
+
+def test_persistent_workers_read_from_another_place_in_every_epoch():
+    text = torch.arange(200, dtype=torch.uint8)
+    windows = Windows(text, 10, seed=3)
+    loader = torch.utils.data.DataLoader(windows, 18, num_workers=1, persistent_workers=True, collate_fn=as_is)
+    starts = []
+    for epoch in range(3):
+        windows.set_offset(epoch)
+        starts.append(next(iter(loader))["inputs"][0, 0].item())
+        assert starts[-1] == windows.shift.item()
+    assert len(set(starts)) == 3
 
 
 @pytest.mark.parametrize("shape", [(3, 24, 96), (3, 96, 24)])

@@ -1,6 +1,8 @@
 """Several machines: network namespaces with their own addresses, connected by a virtual network."""
 
 import json
+import shutil
+from pathlib import Path
 
 import pytest
 import torch
@@ -25,6 +27,23 @@ def test_two_machines_compute_the_same_as_one_and_continue_after_one_died(machin
     assert results(tmp_path)["resumed_from"] >= 3 and status(tmp_path)["state"] == "finished"
     assert final_weights(tmp_path) == final_weights(reference("4gpu", 4).folder)
     assert metrics(tmp_path, "train") == metrics(reference("4gpu", 4).folder, "train")
+
+
+def test_a_host_name_that_resolves_to_a_loopback_address(machines, tmp_path):
+    """As on Debian, where /etc/hosts gives the machine's own name 127.0.1.1: gloo would tell the others to connect there."""
+    hosts = [Path("/etc/netns") / machine.name / "hosts" for machine in machines]
+    try:
+        for file, machine in zip(hosts, machines, strict=True):
+            file.parent.mkdir(parents=True)
+            file.write_text(f"127.0.0.1 localhost\n127.0.1.1 {machine.name}\n")
+        unset = ("env", "-u", "GLOO_SOCKET_IFNAME")
+        for script, arguments in (("scripts/check_topology.py", "--max_bytes 4096"), (CIFAR, SMALL)):
+            both = [machine.started(script, arguments, tmp_path / Path(script).stem, enter=unset) for machine in machines]
+            outcomes = [started.finish() for started in both]
+            assert [code for code, _ in outcomes] == [0, 0], outcomes
+    finally:
+        for file in hosts:
+            shutil.rmtree(file.parent, ignore_errors=True)
 
 
 def test_a_machine_that_dies_and_comes_back(machines, reference, tmp_path):

@@ -8,7 +8,7 @@ from conftest import ROOT
 
 LAYERS = [
     {"__init__", "exits", "augment", "chaos", "gpu_peaks", "muon", "plots", "report", "sampling", "shards"},
-    {"arguments", "devices", "fsdp", "guard", "image_data", "plan", "text_data", "tracking"},
+    {"arguments", "devices", "files", "fsdp", "guard", "image_data", "plan", "text_data", "tracking"},
     {"topology"},
     {"checkpoint", "weights"},
     {"run_folder"},

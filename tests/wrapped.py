@@ -88,15 +88,14 @@ elif name == "nan":
 
     torch.nn.functional.cross_entropy = cross_entropy
 elif name == "infinite_gradient":
-    real_clip = accelerate.Accelerator.clip_grad_norm_
+    real_backward = accelerate.Accelerator.backward
 
-    def clip_grad_norm_(self, parameters, *args, **kwargs):
-        parameters = list(parameters)
+    def backward(self, loss):
+        real_backward(self, loss)
         if strikes():
-            parameters[0].grad.fill_(float("inf"))
-        return real_clip(self, parameters, *args, **kwargs)
+            next(self._models[0].parameters()).grad.fill_(float("inf"))
 
-    accelerate.Accelerator.clip_grad_norm_ = clip_grad_norm_
+    accelerate.Accelerator.backward = backward
 elif name == "hang":
     # This rank never reaches its next collective; the others must give up on their own.
     before(accelerate.Accelerator, "backward", signal.pause)
@@ -115,6 +114,15 @@ elif name == "unreadable":
     datasets.IterableDataset.__iter__ = rows
 elif name == "slow_save":
     before(accelerate.Accelerator, "save_state", lambda: time.sleep(6))
+elif name == "slow_hash":
+    from utils import checkpoint
+
+    before(checkpoint, "_sha256", lambda: time.sleep(15))
+elif name == "elsewhere":
+    # Not a fault of the script: each rank has a folder of its own below the one after the colon, as without a shared disk.
+    script = os.path.abspath(script)
+    os.makedirs(os.path.join(rank, os.environ["RANK"]))
+    os.chdir(os.path.join(rank, os.environ["RANK"]))
 elif name == "failing_saves":
     # Every checkpoint from that one on.
     real_save_state = accelerate.Accelerator.save_state
@@ -210,7 +218,7 @@ elif name == "record":
 
     def recorded_get(self, indices):
         if self.seed is not None:  # training windows
-            write(ids=list(indices), shift=self.shift)
+            write(ids=list(indices), shift=int(self.shift))
         return real_get(self, indices)
 
     augment.augment, text_data.Windows.__getitems__ = recorded_augment, recorded_get

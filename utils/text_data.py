@@ -35,7 +35,9 @@ class Windows(torch.utils.data.Dataset):
     """
 
     def __init__(self, text, block_size, seed=None):
-        self.text, self.block_size, self.seed, self.shift = text, block_size, seed, 0
+        self.text, self.block_size, self.seed = text, block_size, seed
+        # In shared memory, because the persistent workers of a loader would otherwise keep the offset of the first epoch.
+        self.shift = torch.zeros((), dtype=torch.int64).share_memory_()
         full, rest = divmod(len(text) - 1, block_size)
         # An offset uses up to block_size - 1 bytes.
         self.count = (len(text) - block_size) // block_size if seed is not None else full + (rest > 0)
@@ -46,7 +48,7 @@ class Windows(torch.utils.data.Dataset):
         The name is not `set_epoch`, because on some topologies Accelerate calls a method of that name.
         """
         if self.seed is not None:
-            self.shift = random.Random(f"{self.seed} {epoch}").randrange(self.block_size)
+            self.shift.fill_(random.Random(f"{self.seed} {epoch}").randrange(self.block_size))
 
     def __len__(self):
         return self.count

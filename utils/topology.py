@@ -3,17 +3,22 @@
 import importlib.util
 import os
 import platform
+import socket
 import sys
 import traceback
+from datetime import timedelta
 
 import psutil
 import torch
 import torch.distributed as dist
 import yaml
-from accelerate.utils import broadcast_object_list, gather_object
 
 from utils import exits, fsdp
 from utils.exits import UserError
+
+# How long processes wait for one that downloads, decodes, hashes or writes. If it dies instead, the launcher stops them.
+PATIENCE = timedelta(hours=12)
+_host_group = None
 
 
 def check_launch(training=False, shards=False):
@@ -30,6 +35,7 @@ def check_launch(training=False, shards=False):
     Raises:
         UserError: fewer GPUs than processes on this machine, or a precision or kind of sharding that is not supported.
     """
+    set_gloo_interface()
     local_processes = int(os.environ.get("LOCAL_WORLD_SIZE", 1))
     if importlib.util.find_spec("lomo_optim") is None:
         # Accelerate searches for this optional package twice in every optimizer step, which takes 0.1 ms or more. With None in
@@ -77,6 +83,43 @@ def check_launch(training=False, shards=False):
     return True
 
 
+def set_gloo_interface():
+    """Sets GLOO_SOCKET_IFNAME on machines whose host name is the name of a loopback address, such as 127.0.1.1.
+
+    Gloo offers the other machines the address of the host name (github.com/pytorch/gloo/issues/223); NCCL finds one itself.
+    """
+    if int(os.environ.get("GROUP_WORLD_SIZE", 1)) == 1 or "GLOO_SOCKET_IFNAME" in os.environ:
+        return
+    try:
+        if not socket.gethostbyname(socket.gethostname()).startswith("127."):
+            return
+    except OSError:  # the name does not resolve: gloo would use a loopback address
+        pass
+    interface = interface_to(os.environ["MASTER_ADDR"])
+    if interface:
+        os.environ["GLOO_SOCKET_IFNAME"] = interface
+    else:
+        _notice("the host name of this machine is that of a loopback address: export GLOO_SOCKET_IFNAME (see `ip address`)")
+
+
+def interface_to(host):
+    """The network interface from which this machine reaches `host` over IPv4, or its only one; None: it has several."""
+    addresses = {
+        entry.address: name
+        for name, entries in psutil.net_if_addrs().items()
+        for entry in entries
+        if entry.family == socket.AF_INET and psutil.net_if_stats()[name].isup and not entry.address.startswith("127.")
+    }
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        try:
+            probe.connect((host, 9))  # chooses a route, and sends nothing
+            own = probe.getsockname()[0]
+        except OSError:
+            own = None
+    names = set(addresses.values())
+    return addresses.get(own) or (names.pop() if len(names) == 1 else None)
+
+
 def cpu_has_bf16():
     """Whether this CPU has native bf16 (AVX-512 BF16 or AMX)."""
     return any(
@@ -84,15 +127,29 @@ def cpu_has_bf16():
     )
 
 
+def gather(accelerator, value):
+    """Gathers a picklable value from every process: a list by rank, the same on all of them.
+
+    Also serves to wait for the slowest process. It uses gloo on the CPU, because NCCL ends a run in which one process works on
+    files for longer than `--timeout` while the others wait.
+    """
+    global _host_group
+    if accelerator.num_processes == 1:
+        return [value]
+    if _host_group is None:
+        _host_group = dist.new_group(backend="gloo", timeout=PATIENCE)
+    values = [None] * accelerator.num_processes
+    dist.all_gather_object(values, value, group=_host_group)
+    return values
+
+
 def run_on_main(accelerator, function):
     """Runs `function()` on the main process only and returns its (picklable) result on every process.
 
     An error is raised on every process.
     """
-    outcome = [None, None]
-    if accelerator.is_main_process:
-        outcome = _attempt(function)
-    return _result(broadcast_object_list(outcome) if accelerator.num_processes > 1 else outcome)
+    outcome = _attempt(function) if accelerator.is_main_process else None
+    return _result(gather(accelerator, outcome)[0])
 
 
 def local_main_first(accelerator, function):
@@ -177,6 +234,28 @@ def seed_step(accelerator, seed, step, micro_batch):
         torch.cuda.manual_seed(seed)
 
 
+def sync_batch_norm(accelerator, model, micro_batch, wanted):
+    """Makes batch norm compute its statistics over all processes, if `wanted`; call it after the optimizer was built.
+
+    `torch.nn.SyncBatchNorm` needs GPUs. Otherwise each process uses the statistics of its own `micro_batch` samples.
+
+    Returns:
+        nn.Module: the model, with the same parameters.
+    """
+    if not any(isinstance(layer, torch.nn.modules.batchnorm._BatchNorm) for layer in model.modules()):
+        return model
+    if wanted and accelerator.device.type == "cuda" and accelerator.num_processes > 1:
+        return torch.nn.SyncBatchNorm.convert_sync_batchnorm(model)
+    if accelerator.is_main_process and wanted and accelerator.num_processes > 1:
+        _notice(f"--sync_batchnorm needs GPUs: here batch norm uses the {micro_batch} samples of each process")
+    elif accelerator.is_main_process and micro_batch < 32:
+        _notice(
+            f"batch norm uses the statistics of the {micro_batch} samples that a process computes at a time: accuracy suffers "
+            "from fewer than 32; use a larger --batch_size, or --sync_batchnorm on several GPUs"
+        )
+    return model
+
+
 def describe(accelerator):
     """The topology as a dict, for args.json and checkpoints."""
     return {
@@ -221,8 +300,7 @@ def _attempt(function):
 
 
 def _all_or_none(accelerator, outcome):
-    errors = gather_object([outcome[1]]) if accelerator.num_processes > 1 else [outcome[1]]
-    return _result([outcome[0], next(filter(None, errors), None)])
+    return _result([outcome[0], next(filter(None, gather(accelerator, outcome[1])), None)])
 
 
 def _result(outcome):

@@ -529,6 +529,13 @@ MUTANTS = [
         'state = dict(list(torch.load(merged, weights_only=True)["model"].items())[1:])',
         "test_gpu.py -k sharded",
     ),
+    Mutant(
+        "the batch divides over the processes of today only",
+        "utils/topology.py",
+        "math.lcm(*possible)",
+        "accelerator.num_processes",
+        "test_elastic.py -k must_divide",
+    ),
     Mutant("two ranks on one GPU", "utils/devices.py", "if owner != rank:", "if False:", "test_model_parallel.py -k share"),
     # ------------------------------------------------------------------------------------------------------- launching
     Mutant(

@@ -8,6 +8,7 @@ import contextlib
 import os
 import runpy
 import signal
+import subprocess
 import sys
 import time
 
@@ -46,6 +47,15 @@ def die():
     os.kill(os.getpid(), signal.SIGKILL)
 
 
+def lose_machine():
+    """Kills everything that this process's launcher started, and the launcher, at once."""
+    launcher = psutil.Process(os.getppid())
+    for process in [launcher, *launcher.children(recursive=True)]:
+        if process.pid != os.getpid():
+            process.kill()
+    die()
+
+
 def fill(ballast):
     with open(ballast, "wb", buffering=0) as file, contextlib.suppress(OSError):
         while file.write(bytes(4096)):
@@ -57,6 +67,7 @@ def terminate():
 
 
 import accelerate
+import psutil
 import torch
 
 if name == "die_in_step":
@@ -65,13 +76,24 @@ elif name == "die_in_evaluation":
     before(accelerate.Accelerator, "gather_for_metrics", die)
 elif name == "die_before_state":
     before(accelerate.Accelerator, "save_state", die)
-elif name == "die_before_rename":
+elif name == "lost_in_step":
+    before(accelerate.Accelerator, "backward", lose_machine)
+elif name == "power_lost_in_step":
+    # As before, but nothing tells the other machines: the packets that the kernel sends when processes die do not leave.
+    def cut():
+        subprocess.run(["ip", "link", "set", os.environ["GLOO_SOCKET_IFNAME"], "down"], check=True)
+        lose_machine()
+
+    before(accelerate.Accelerator, "backward", cut)
+elif name == "lost_in_save":
+    before(accelerate.Accelerator, "save_state", lose_machine)
+elif name in ("die_before_rename", "lost_before_rename"):
     # After save_state, before the checkpoint gets its final name.
     real_rename = os.rename
 
     def rename(source, target, **kwargs):
         if str(source).endswith(".writing") and strikes():
-            die()
+            die() if name == "die_before_rename" else lose_machine()
         real_rename(source, target, **kwargs)
 
     os.rename = rename
@@ -169,8 +191,6 @@ elif name == "worker_dies_handing_over":
     # The worker dies after it has announced a batch, before it has sent the file descriptor of the shared memory.
     from multiprocessing import resource_sharer
 
-    import psutil
-
     def kill_workers():
         workers = psutil.Process().children()
         for worker in workers:
@@ -222,6 +242,27 @@ elif name == "record":
         return real_get(self, indices)
 
     augment.augment, text_data.Windows.__getitems__ = recorded_augment, recorded_get
+elif name == "record_steps":
+    # Not a fault: each process writes to the folder after the colon which samples it used in which step, and in which attempt.
+    # In an attempt of 2 processes it holds step N (N+M: each of them) until a signal reaches it: until another machine joins.
+    import json
+
+    from utils import exits, guard
+
+    folder, rank = rank, ""
+    real_should_stop = guard.Guard.should_stop
+
+    def should_stop(self, step, losses, ids, *args, **kwargs):
+        while str(step) in when.split("+") and os.environ["WORLD_SIZE"] == "2" and not exits.signal_name():
+            time.sleep(0.05)
+        attempt = f"{os.environ.get('MASTER_ADDR')}:{os.environ.get('MASTER_PORT')}"
+        samples = [i for part in ids for i in part.tolist()]
+        record = {"step": step, "ids": samples, "attempt": attempt, "processes": int(os.environ.get("WORLD_SIZE", 1))}
+        with open(os.path.join(folder, f"{os.getpid()}.jsonl"), "a") as file:
+            file.write(json.dumps(record) + "\n")
+        return real_should_stop(self, step, losses, ids, *args, **kwargs)
+
+    guard.Guard.should_stop = should_stop
 elif name == "one_gpu":
     # Simulates a scheduler that assigns the same GPU to two launchers.
     from types import SimpleNamespace
@@ -293,8 +334,8 @@ elif name == "count_waits":
         if "synchronizing CUDA operation" in str(message):
             waits.append(f"{os.path.basename(filename)}:{lineno}")
 
-    def should_stop(self, step, *args):
-        answer = real_should_stop(self, step, *args)
+    def should_stop(self, step, *args, **kwargs):
+        answer = real_should_stop(self, step, *args, **kwargs)
         if step == 5:
             warnings.simplefilter("always")
             warnings.showwarning = remember

@@ -515,6 +515,27 @@ MUTANTS = [
         "between.bandwidth)",
         "test_predict_scaling.py -k on_two_machines",
     ),
+    Mutant(
+        "every step waits for the device",
+        CIFAR,
+        "losses.append(loss.detach())",
+        "losses.append(loss.detach() if loss.item() else loss.detach())",
+        "test_gpu.py -k waits",
+    ),
+    Mutant(
+        "only some of the weights are exported from shards",
+        "utils/weights.py",
+        'state = torch.load(merged, weights_only=True)["model"]',
+        'state = dict(list(torch.load(merged, weights_only=True)["model"].items())[1:])',
+        "test_gpu.py -k sharded",
+    ),
+    Mutant(
+        "the batch divides over the processes of today only",
+        "utils/topology.py",
+        "math.lcm(*possible)",
+        "accelerator.num_processes",
+        "test_elastic.py -k must_divide",
+    ),
     Mutant("two ranks on one GPU", "utils/devices.py", "if owner != rank:", "if False:", "test_model_parallel.py -k share"),
     # ------------------------------------------------------------------------------------------------------- launching
     Mutant(

@@ -8,9 +8,9 @@ from conftest import ROOT
 
 LAYERS = [
     {"__init__", "exits", "augment", "chaos", "gpu_peaks", "muon", "plots", "report", "sampling", "shards"},
-    {"arguments", "devices", "files", "fsdp", "guard", "image_data", "plan", "text_data", "tracking"},
+    {"arguments", "devices", "files", "fsdp", "guard", "image_data", "plan", "tracking"},
     {"topology"},
-    {"checkpoint", "weights"},
+    {"checkpoint", "text_data", "weights"},
     {"run_folder"},
 ]
 # Maximum number of lines of the script, of `main`, and of the loop.

@@ -11,6 +11,7 @@ from pathlib import Path
 import torch
 from accelerate.utils import gather_object
 
+from utils import topology
 from utils.exits import RunFailed, UserError
 
 FORMATS = {".txt": "text", ".jsonl": "json", ".json": "json", ".parquet": "parquet"}
@@ -197,6 +198,11 @@ class TextStream(torch.utils.data.IterableDataset):
     @classmethod
     def from_args(cls, args, accelerator, position=None):
         """Creates the share of this process from the command-line arguments, starting at `position`."""
+        possible = topology.possible_processes(accelerator)
+        if any(args.stream_lanes % processes for processes in possible):
+            raise UserError(
+                f"--stream_lanes {args.stream_lanes} must be a multiple of the {topology.either(possible)} processes"
+            )
         micro_batch = args.batch_size // args.gradient_accumulation_steps // accelerator.num_processes
         share = (accelerator.process_index, accelerator.num_processes)
         options = dict(lanes=args.stream_lanes, buffer=args.shuffle_buffer, seed=args.seed, share=share, position=position)

@@ -1,6 +1,7 @@
 """Helpers for processes and devices: check a launch, print what runs where, run functions on some processes first."""
 
 import importlib.util
+import math
 import os
 import platform
 import socket
@@ -177,16 +178,32 @@ def split_batch(accelerator, batch_size, gradient_accumulation_steps):
         int: samples per process and micro-batch.
 
     Raises:
-        UserError: `batch_size` does not divide evenly; the message suggests the nearest sizes that do.
+        UserError: `batch_size` does not divide evenly over every number of processes that this launch can have; the message
+            suggests the nearest sizes that do.
     """
-    parts = accelerator.num_processes * gradient_accumulation_steps
+    possible = possible_processes(accelerator)
+    parts = math.lcm(*possible) * gradient_accumulation_steps
     if batch_size % parts:
         below, above = batch_size // parts * parts, (batch_size // parts + 1) * parts
         raise UserError(
-            f"--batch_size {batch_size} does not divide evenly over {accelerator.num_processes} process(es) x "
+            f"--batch_size {batch_size} does not divide evenly over {either(possible)} process(es) x "
             f"{gradient_accumulation_steps} accumulation step(s): use {f'{below} or ' if below else ''}{above}"
         )
-    return batch_size // parts
+    return batch_size // (accelerator.num_processes * gradient_accumulation_steps)
+
+
+def possible_processes(accelerator):
+    """The numbers of processes that this launch can have, in ascending order.
+
+    Usually only the present one. With `torchrun --nnodes MIN:MAX` machines may leave and come back, and the run goes on with
+    those that are there. Machines with different numbers of processes are not foreseen.
+    """
+    machines = int(os.environ.get("GROUP_WORLD_SIZE", 1))
+    fewest, _, most = (_launcher_option("--nnodes") or os.environ.get("PET_NNODES", "")).partition(":")
+    if not most or accelerator.num_processes % machines:
+        return [accelerator.num_processes]
+    each = accelerator.num_processes // machines
+    return [each * count for count in range(int(fewest), int(most) + 1)]
 
 
 def print_banner(accelerator, batch_size, gradient_accumulation_steps=1):
@@ -219,7 +236,17 @@ def print_banner(accelerator, batch_size, gradient_accumulation_steps=1):
             f"{script}: {processes}{backend}, each on {device}, precision {accelerator.mixed_precision}\n"
             f"global batch {batch_size} = {processes} x {micro_batch} samples x {steps}"
         )
+        if len(possible := possible_processes(accelerator)) > 1:
+            print(
+                f"elastic: when machines leave or join, the run goes on from its last checkpoint: {either(possible)} processes"
+            )
     return micro_batch
+
+
+def either(counts):
+    """Formats numbers: [2] as "2", [2, 4, 6] as "2, 4 or 6"."""
+    *others, last = map(str, counts)
+    return f"{', '.join(others)} or {last}" if others else last
 
 
 def seed_step(accelerator, seed, step, micro_batch):
@@ -315,12 +342,17 @@ def _notice(text):
 
 def _config_path():
     """The path of the launcher's --config_file, or None."""
+    return _launcher_option("--config_file")
+
+
+def _launcher_option(name):
+    """The value of an option on the launcher's command line, or None."""
     try:
         command = psutil.Process(os.getppid()).cmdline()
     except psutil.Error:
         return None
     for option, value in zip(command, [*command[1:], ""], strict=True):
-        if option.startswith("--config_file"):
+        if option.partition("=")[0] == name:
             return option.partition("=")[2] or value
     return None
 

@@ -17,8 +17,8 @@ import yaml
 from utils import exits, fsdp
 from utils.exits import UserError
 
-# How long processes wait for one that downloads, decodes, hashes or writes. If it dies instead, the launcher stops them.
-PATIENCE = timedelta(hours=12)
+# How long processes wait for one that downloads, decodes, hashes or writes. If it dies instead, its launcher stops them.
+PATIENCE = timedelta(hours=3)
 _host_group = None
 
 

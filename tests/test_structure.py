@@ -7,9 +7,9 @@ import pytest
 from conftest import ROOT
 
 LAYERS = [
-    {"__init__", "exits", "augment", "chaos", "gpu_peaks", "muon", "plots", "report", "sampling", "shards"},
+    {"__init__", "exits", "augment", "chaos", "gpu_peaks", "muon", "report", "sampling", "shards"},
     {"arguments", "devices", "files", "fsdp", "guard", "image_data", "plan", "tracking"},
-    {"topology"},
+    {"plots", "topology"},
     {"checkpoint", "text_data", "weights"},
     {"run_folder"},
 ]

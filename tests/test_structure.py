@@ -7,15 +7,16 @@ import pytest
 from conftest import ROOT
 
 LAYERS = [
-    {"__init__", "exits", "augment", "chaos", "gpu_peaks", "muon", "plots", "report", "sampling", "shards"},
-    {"arguments", "devices", "guard", "image_data", "plan", "text_data", "topology", "tracking"},
-    {"checkpoint", "weights"},
-    {"run_folder"},
+    {"__init__", "exits", "augment", "chaos", "gpu_peaks", "model_card", "muon", "plots", "report", "sampling", "shards"},
+    {"arguments", "devices", "guard", "image_data", "image_files", "plan", "text_data", "topology", "tracking"},
+    {"checkpoint", "image_cache", "image_folder", "mixing", "weights"},
+    {"pretrained", "run_folder"},
 ]
 # Maximum number of lines of the script, of `main`, and of the loop.
 LIMITS = {
     "train_minimal": (100, 60, 35),
     "train_cifar": (330, 100, 35),
+    "train_images": (400, 105, 37),
     "train_gpt": (400, 120, 35),
     "train_model_parallel": (330, 100, 35),
 }

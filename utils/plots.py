@@ -15,11 +15,12 @@ from PIL import Image
 DPI = 110
 
 
-def image_grid(path, images, labels, predictions, class_names, columns=8):
+def image_grid(path, images, labels, predictions, class_names, columns=8, title=None):
     """Draws images with their predicted classes; a wrong prediction is red, with the true class below it.
 
     Args:
         images: uint8 [count, 3, height, width]. labels, predictions: int64 [count].
+        title (str | None): None: how many are correct.
     """
     rows, (height, width) = -(-len(images) // columns), images.shape[-2:]
     # All images in one array, with room for two lines of text above each: separate axes per image would take seconds.
@@ -37,7 +38,7 @@ def image_grid(path, images, labels, predictions, class_names, columns=8):
         axis.text(x + width / 2, y - 1, text, fontsize=9, color=color, ha="center", va="bottom", linespacing=1.0)
     axis.imshow(sheet, interpolation="nearest")
     correct = (labels == predictions).sum().item()
-    figure.suptitle(f"Predicted class of {len(images)} test images: {correct} correct", fontsize=11)
+    figure.suptitle(title or f"Predicted class of {len(images)} test images: {correct} correct", fontsize=11)
     _save(figure, path)
 
 
@@ -101,6 +102,43 @@ def confusion(data, predictions):
     """Counts test samples by class: int64 [true, predicted]."""
     classes = len(data.class_names)
     return torch.bincount(data.test.labels * classes + predictions, minlength=classes**2).view(classes, classes)
+
+
+def of_pictures(folder, dataset, metrics, class_names):
+    """Draws the results of a classifier of pictures in `folder`: `predictions.png`, `mistakes.png`, `confusion_matrix.png`.
+
+    Args:
+        dataset: returns a batch of `images`, uint8 [count, 3, size, size], for a list of ids (`__getitems__`).
+        metrics: has `labels`, `predictions`, int64 [samples], and `losses` [samples]. A label of -1 means no picture.
+        class_names: with more than 50, there is no confusion matrix.
+
+    Returns:
+        dict: name of each picture -> uint8 [1, height, width, 3].
+    """
+    labels, predictions = metrics["labels"], metrics["predictions"]
+    readable = (labels >= 0).nonzero()[:, 0]
+    wrong = readable[(labels != predictions)[readable]]
+    spread = readable[torch.linspace(0, len(readable) - 1, min(40, len(readable))).long()]  # from all classes
+    worst = wrong[metrics["losses"][wrong].argsort(descending=True, stable=True)[:40]]
+    drawn = []
+    for name, ids, title in (
+        ("predictions", spread, None),
+        (
+            "mistakes",
+            worst,
+            f"The {len(worst)} mistakes with the highest loss, of {len(wrong):,} among {len(readable):,} images",
+        ),
+    ):
+        if len(ids):
+            images = dataset.__getitems__(ids.tolist())["images"]
+            image_grid(folder / f"{name}.png", images, labels[ids], predictions[ids], class_names, title=title)
+            drawn.append(name)
+    if len(class_names) <= 50:
+        classes = len(class_names)
+        counts = torch.bincount(labels[readable] * classes + predictions[readable], minlength=classes**2).view(classes, classes)
+        confusion_matrix(folder / "confusion_matrix.png", counts, class_names)
+        drawn.append("confusion_matrix")
+    return {name: _pixels(folder / f"{name}.png") for name in drawn}
 
 
 def _pixels(path):

@@ -1,7 +1,7 @@
 """Image classification on one's own pictures, of any size, with any classifier of torchvision, from scratch or fine-tuned.
 
-The pictures stay encoded on disk, and workers decode and transform each of them with random numbers that follow from the seed,
-the epoch and the picture. So this run, too, can be killed at any moment and continues exactly, with any number of workers.
+The pictures stay encoded on disk. Workers decode and transform each of them with random numbers that follow from the seed, the
+epoch and the picture: this run, too, can be killed at any moment and continues exactly, with any number of workers.
 
     accelerate launch --config_file accelerate_configs/cpu.yaml scripts/train_images.py --dataset synthetic --image_size 64 \\
         --epochs 4 --batch_size 50
@@ -82,6 +82,15 @@ def build_optimizer(model, args):
     return torch.optim.SGD(groups, lr=args.lr, momentum=args.momentum, nesterov=args.momentum > 0, fused=True)
 
 
+def build_ema(accelerator, model, decay):
+    """The exponential moving average of all weights and statistics, saved with every checkpoint; None without a decay."""
+    if not decay:
+        return None
+    ema = AveragedModel(model, multi_avg_fn=get_ema_multi_avg_fn(decay), use_buffers=True)
+    accelerator.register_for_checkpointing(ema)
+    return ema
+
+
 def lr_multiplier(step, plan, args):
     """The learning-rate multiplier at `step`: linear warm-up (at most a fifth of the run), then cosine, linear or no decay."""
     warmup = min(args.warmup_epochs * plan.steps_per_epoch, plan.total_steps / 5)
@@ -111,6 +120,8 @@ def find_data(accelerator, args):
         data.splits[split] = pictures.select(np.arange(0, len(pictures), max(1, len(pictures) // few[split]))[: few[split]])
     if args.overfit_batch:
         data.splits = {"train": data.splits["train"], "val": data.splits["train"]}
+    for split, pictures in data.splits.items() if args.check_images else ():
+        image_cache.check(accelerator, pictures, split, args.on_bad_image)
     return data
 
 
@@ -126,39 +137,32 @@ def build_loaders(accelerator, data, preprocess, args):
             data.splits[split] = image_cache.cached(
                 accelerator, pictures, split, side, args.cache_dir, preprocess["interpolation"]
             )
-    look = EvalTransform(preprocess["resize"], preprocess["crop"], preprocess["interpolation"])
-    change = TrainTransform(
-        args.seed,
-        train_size,
-        scale=args.min_scale,
-        flip=args.flip,
-        auto_augment=args.auto_augment,
-        erase=args.random_erasing,
-        fill=[round(255 * value) for value in preprocess["mean"]],
-        interpolation=preprocess["interpolation"],
-    )
-    loaders = {}
-    for split, pictures in data.splits.items():
-        if split == "train":
-            train_set = ImageBatches(pictures, look if args.overfit_batch else change, args.on_bad_image, replace=True)
-            sampler = EpochSampler(len(pictures), args.batch_size, args.seed)
-            lasting = args.persistent_workers and args.num_workers > 0
-            micro_batch = args.batch_size // args.gradient_accumulation_steps
-            loaders[split] = DataLoader(
-                train_set, micro_batch, sampler=sampler, drop_last=True, persistent_workers=lasting, **common
-            )
-        else:
-            loaders[split] = DataLoader(
-                ImageBatches(pictures, look, args.on_bad_image), 64 * accelerator.num_processes, **common
-            )
-    return loaders
+    look = EvalTransform(preprocess)
+    options = {name: getattr(args, name) for name in ("min_scale", "flip", "auto_augment", "random_erasing")}
+    change = look if args.overfit_batch else TrainTransform(args.seed, train_size, preprocess, **options)
+    # Of the pictures used for training, the next one replaces one that cannot be read: all batches are full.
+    train_set = ImageBatches(data.splits["train"], change, args.on_bad_image, replace=True)
+    training = dict(sampler=EpochSampler(len(train_set), args.batch_size, args.seed), drop_last=True)
+    training["persistent_workers"] = args.persistent_workers and args.num_workers > 0
+    loaders = {"train": DataLoader(train_set, args.batch_size // args.gradient_accumulation_steps, **training, **common)}
+    for split in data.splits.keys() - {"train"}:
+        dataset = ImageBatches(data.splits[split], look, args.on_bad_image)
+        loaders[split] = DataLoader(dataset, 64 * accelerator.num_processes, **common)
+    return {split: accelerator.prepare(loaders[split]) for split in sorted(loaders)}
 
 
-def epoch_batches(loaders, epoch, batches_done):
-    """The remaining batches of `epoch`. Skipping needs another loader, with workers of its own; a whole epoch does not."""
-    loaders["train"].set_epoch(epoch)
-    loaders["rest"] = skip_first_batches(loaders["train"], batches_done) if batches_done else None
-    return loaders["rest"] if batches_done else loaders["train"]
+def epoch_batches(loaders, epoch, batches_done, bad):
+    """Yields the remaining batches of `epoch`, and collects in `bad` (set) the ids of pictures that could not be read.
+
+    Skipping needs another loader, with workers of its own; a whole epoch does not.
+    """
+    loader = loaders["train"]
+    loader.set_epoch(epoch)
+    if batches_done:
+        loader = loaders["rest"] = skip_first_batches(loader, batches_done)
+    for batch in loader:
+        bad.update(batch.pop("bad"))
+        yield batch
 
 
 def compute_loss(model, batch, mean, std, mix, step, args):
@@ -177,7 +181,7 @@ def evaluate(accelerator, model, ema, loader, mean, std):
         ema (AveragedModel | None): evaluate these weights instead of those of `model`.
 
     Returns:
-        dict: `loss`, `accuracy`, `top5`, `count`; and of each picture, in the order of the data: `labels`, `predictions`,
+        tuple[dict, dict]: `loss`, `accuracy`, `top5`; and of each picture, in the order of the data: `labels`, `predictions`,
         int64, and `losses`, float32. The label of a picture that cannot be read is -1, and it does not count.
     """
     if ema and accelerator.num_processes > 1:
@@ -201,42 +205,26 @@ def evaluate(accelerator, model, ema, loader, mean, std):
         raise RuntimeError(f"evaluated {len(ids)} of {len(loader.dataset)} pictures, or not in order")
     counts, hits = labels >= 0, top == labels[:, None]
     figures = {"loss": losses[counts].double().mean().item(), "accuracy": hits[counts, 0].double().mean().item()}
-    figures |= {"top5": hits[counts].any(1).double().mean().item(), "count": counts.sum().item()}
-    return figures | {"labels": labels, "predictions": top[:, 0], "losses": losses}
+    figures["top5"] = hits[counts].any(1).double().mean().item()
+    return figures, {"labels": labels, "predictions": top[:, 0], "losses": losses}
 
 
-def figures(metrics):
-    """The figures among the metrics, for logs and results."""
-    return {name: metrics[name] for name in ("loss", "accuracy", "top5")}
-
-
-def gathered(accelerator, ids):
-    """The ids (set) of all processes, sorted."""
-    return sorted(set(gather_object(list(ids)))) if accelerator.num_processes > 1 else sorted(ids)
-
-
-def write_bad_images(run, data, trained, split, metrics):
-    """Lists the pictures that could not be read, if there are any, in `bad_images.txt`. Returns their number."""
-    evaluated = (metrics["labels"] < 0).nonzero()[:, 0].tolist()
-    names = [data.splits["train"].name(i) for i in trained] + [data.splits[split].name(i) for i in evaluated]
-    if names and run.is_main:
-        write_text(run.path / "bad_images.txt", "".join(f"{name}\n" for name in names))
-        run.print(f"{len(names)} pictures could not be read and were left out: see {run.path / 'bad_images.txt'}")
-    return len(names)
-
-
-def write_outputs(run, config, model, ema, data, split, metrics, step, args):
+def write_outputs(run, config, model, ema, data, split, evaluated, bad, step, args):
     """Writes the weights, the model card and the pictures of a run; main process only. Returns pictures for the trackers."""
+    metrics, details = evaluated
     weights.export(run.path, ema.module if ema else model, config)
     if ema:
         (run.path / "without_ema").mkdir(exist_ok=True)
         weights.export(run.path / "without_ema", model, config)
-    text = card(config, data.description, split, metrics, step, args.batch_size, args.ema_decay, Path(__file__).name)
+    if bad:
+        write_text(run.path / "bad_images.txt", "".join(f"{name}\n" for name in bad))
+        run.print(f"{len(bad)} pictures could not be read and were left out: see {run.path / 'bad_images.txt'}")
+    count = (details["labels"] >= 0).sum().item()
+    text = card(config, data.description, split, count, metrics, step, args.batch_size, args.ema_decay, Path(__file__).name)
     write_text(run.path / "README.md", text)
     plots.curves(run.path)
-    preprocess = config["preprocessing"]
-    look = EvalTransform(preprocess["resize"], preprocess["crop"], preprocess["interpolation"])
-    return plots.of_pictures(run.path, ImageBatches(data.splits[split], look, "skip"), metrics, data.class_names)
+    dataset = ImageBatches(data.splits[split], EvalTransform(config["preprocessing"]), "skip")
+    return plots.of_pictures(run.path, dataset, details, data.class_names)
 
 
 # ------------------------------------------------------------------------------------------------------------- main
@@ -262,9 +250,6 @@ def main():
     data = find_data(accelerator, args)
     held_out = "val" if "val" in data.splits else "test"
     plan = Plan.from_args(args, len(data.splits["train"]))
-    if args.check_images:
-        for split, pictures in data.splits.items():
-            image_cache.check(accelerator, pictures, split, args.on_bad_image)
     run = RunFolder(args, accelerator, MAY_CHANGE)
     run.open(plan)  # the folder is empty, or has a run to continue, or a finished run
     if run.finished:
@@ -285,21 +270,18 @@ def main():
     scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: lr_multiplier(step, plan, args))
     model, optimizer, scheduler = accelerator.prepare(model, optimizer, scheduler)
     loaders = build_loaders(accelerator, data, config["preprocessing"], args)
-    loaders = {split: accelerator.prepare(loader) for split, loader in loaders.items()}
-    plain, ema = accelerator.unwrap_model(model), None
-    if args.ema_decay:
-        ema = AveragedModel(plain, multi_avg_fn=get_ema_multi_avg_fn(args.ema_decay), use_buffers=True)
-        accelerator.register_for_checkpointing(ema)
+    plain = accelerator.unwrap_model(model)
+    ema = build_ema(accelerator, plain, args.ema_decay)
     mean, std = (255 * torch.tensor(config["preprocessing"][name]).to(accelerator.device) for name in ("mean", "std"))
     mix = Mix(args.mixup, args.cutmix, len(data.class_names), args.seed) if args.mixup or args.cutmix else None
     size = loaders["train"].dataset.size
     topology.warm_up_ddp_buckets(accelerator, model, torch.randn(2, 3, size, size, device=accelerator.device))
     step = run.start(scheduler)  # accelerator.load_state, if there is a checkpoint
     guard = Guard(accelerator, args.timeout)
-    train_loss, metrics, bad = math.inf, None, set(run.progress.get("bad", ()))
+    train_loss, evaluated, bad = math.inf, None, set(run.progress.get("bad", ()))
     with ending_workers(loaders), report.profiler(accelerator, run.path, args.profile) as profiler:
         for epoch, todo in plan.epochs(start=step):
-            batches = epoch_batches(loaders, epoch, todo.batches_done)
+            batches = epoch_batches(loaders, epoch, todo.batches_done, bad)
             for step, micro_batches in todo.steps(run.timed(batches)):
                 losses, ids = [], []
                 for batch in micro_batches:
@@ -315,7 +297,6 @@ def main():
                         optimizer.zero_grad()
                     losses.append(loss.detach())
                     ids.append(batch["ids"])
-                    bad.update(batch["bad"])
                 if ema:
                     ema.update_parameters(plain)
                 profiler.step()
@@ -324,26 +305,29 @@ def main():
                     train_loss = accelerator.reduce(torch.stack(losses).mean(), "mean").item()  # one loss, not one per rank
                     run.log("train", step, loss=train_loss, lr=scheduler.get_last_lr()[0])
                 if plan.evaluation_due(step):
-                    metrics = evaluate(accelerator, model, ema, loaders[held_out], mean, std)
-                    run.log(held_out, step, score=metrics["accuracy"], **figures(metrics))
+                    evaluated = evaluate(accelerator, model, ema, loaders[held_out], mean, std)
+                    run.log(held_out, step, score=evaluated[0]["accuracy"], **evaluated[0])
                 if stop or plan.save_due(step, improved=run.improved_at(step)):
                     guard.check(model)  # a checkpoint never holds a diverged model
-                    with run.checkpoint(step, config=config, bad=gathered(accelerator, bad)) as folder:
+                    with run.checkpoint(step, config=config, bad=sorted(set(gather_object(list(bad))))) as folder:
                         accelerator.save_state(folder)
                 if stop and step < plan.total_steps:
                     run.exit_preempted(step)
             if args.overfit_batch and train_loss < 0.01:
                 break
 
-    if metrics is None or step < plan.total_steps:  # resumed after the last step, or --overfit_batch ended early
-        metrics = evaluate(accelerator, model, ema, loaders[held_out], mean, std)
-    results = {f"{held_out}_{name}": value for name, value in figures(metrics).items()}
+    if evaluated is None or step < plan.total_steps:  # resumed after the last step, or --overfit_batch ended early
+        evaluated = evaluate(accelerator, model, ema, loaders[held_out], mean, std)
+    results = {f"{held_out}_{name}": value for name, value in evaluated[0].items()}
     if held_out == "val" and "test" in loaders:
-        tested = evaluate(accelerator, model, ema, loaders["test"], mean, std)
-        results |= {f"test_{name}": value for name, value in figures(tested).items()}
-    results["bad_images"] = write_bad_images(run, data, gathered(accelerator, bad), held_out, metrics)
+        tested, _ = evaluate(accelerator, model, ema, loaders["test"], mean, std)
+        results |= {f"test_{name}": value for name, value in tested.items()}
+    bad = [("train", i) for i in sorted(set(gather_object(list(bad))))]
+    bad += [(held_out, i) for i in (evaluated[1]["labels"] < 0).nonzero()[:, 0].tolist()]
+    results["bad_images"] = len(bad)
     if accelerator.is_main_process:
-        pictures = write_outputs(run, config, plain, ema, data, held_out, metrics, step, args)
+        bad = [data.splits[split].name(i) for split, i in bad]
+        pictures = write_outputs(run, config, plain, ema, data, held_out, evaluated, bad, step, args)
         tracking.log_images(accelerator, pictures, step)
     run.finish(step, next_command=f"python scripts/evaluate.py --checkpoint {run.path} --images FOLDER", **results)
     accelerator.wait_for_everyone()  # a scheduler may stop the other machines when one exits
@@ -362,9 +346,7 @@ def parse_args():
         help="start with these: a name of torchvision (DEFAULT, IMAGENET1K_V1), a .pth or .safetensors file, or a run's folder",
     )
     group.add_argument("--freeze", action="store_true", help="train the last layer only")
-    group.add_argument(
-        "--head_lr_multiplier", type=number(float, 0), default=1.0, help="of the learning rate, for the last layer"
-    )
+    group.add_argument("--head_lr_multiplier", type=number(float, 0), default=1.0, help="of --lr, for the last layer")
     parser.add_training_arguments(group)
     parser.add_optimizer_arguments(group)
     group.add_argument("--optimizer", choices=["sgd", "adamw"], help="update rule")
@@ -389,9 +371,8 @@ def parse_args():
     parser.add_run_arguments("runs/train_images")
     parser.add_data_arguments("my_photos", "folder with a sub-folder per class, Hub id, or `synthetic`")
     group = parser.add_argument_group("data set")
-    group.add_argument(
-        "--val_fraction", type=number(float, 0, above=True, below=1), default=0.1, help="of each class, without a val split"
-    )
+    part = number(float, 0, above=True, below=1)
+    group.add_argument("--val_fraction", type=part, default=0.1, help="of each class, if there is no val split")
     group.add_argument("--image_column", help="of a Hub data set; default: the only one")
     group.add_argument("--label_column", help="of a Hub data set; default: the only one")
     group.add_argument("--check_images", action="store_true", help="read every picture before training")

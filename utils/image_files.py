@@ -14,11 +14,15 @@ import numpy as np
 import torch
 from PIL import Image, ImageOps
 from torch.utils.data import Dataset, Sampler, get_worker_info
-from torchvision.io import ImageReadMode, decode_jpeg
 from torchvision.transforms import InterpolationMode, v2
 from torchvision.transforms.v2 import functional as F
 
 from utils.exits import UserError
+
+try:
+    from torchvision.io import ImageReadMode, decode_jpeg
+except ImportError:  # deprecated since torchvision 0.29: without it, Pillow decodes everything
+    decode_jpeg = None
 
 ORIENTATION = 0x0112  # the EXIF tag; 5 to 8 exchange width and height
 REDUCTIONS = (8, 4, 2)  # by which the decoder of JPEG can divide the size, at less work
@@ -55,9 +59,9 @@ class Encoded:
 
     def _pixels(self, reduction):
         image, jpeg = self._image, self._image.format in ("JPEG", "MPO")
-        if jpeg and reduction == 1 and image.mode in ("RGB", "L") and self._orientation == 1:
-            # The same pixels as from Pillow, without its detour through a packed image: a third faster.
-            with contextlib.suppress(RuntimeError):  # of damaged data: Pillow, below, says what is wrong
+        if decode_jpeg and jpeg and reduction == 1 and image.mode in ("RGB", "L") and self._orientation == 1:
+            # The same pixels as from Pillow, in two thirds of the time. Damaged data: Pillow, below, says what is wrong.
+            with contextlib.suppress(RuntimeError):
                 return decode_jpeg(torch.frombuffer(bytearray(self._data), dtype=torch.uint8), ImageReadMode.RGB)
         if jpeg and reduction > 1:
             image.draft(image.mode, (image.width // reduction, image.height // reduction))
@@ -103,8 +107,9 @@ def shrink(picture, side, interpolation="bilinear"):
 class EvalTransform:
     """Scales the shorter side to `resize` pixels and takes the `crop` x `crop` pixels in the middle."""
 
-    def __init__(self, resize, crop, interpolation="bilinear"):
-        self.size, self._resize, self._interpolation = crop, resize, interpolation
+    def __init__(self, preprocess):
+        """Args: preprocess (dict): `resize`, `crop`, `interpolation`, as `pretrained.preprocessing` returns them."""
+        self.size, self._resize, self._interpolation = (preprocess[name] for name in ("crop", "resize", "interpolation"))
 
     def __call__(self, picture, epoch=0, index=0):
         """Returns uint8 [3, crop, crop]; not random."""
@@ -116,19 +121,20 @@ class TrainTransform:
 
     Args:
         seed (int): of the run.
-        scale (float): the smallest part, as a share of the area.
-        flip, erase (float): probabilities.
+        preprocess (dict): `interpolation`; and `mean`, which becomes the color of erased pixels.
+        min_scale (float): the smallest part, as a share of the area.
+        flip, random_erasing (float): probabilities.
         auto_augment (str): `trivial` (TrivialAugmentWide, arXiv:2103.10158), `rand` (RandAugment, arXiv:1909.13719) or `none`.
-        fill: the color of erased pixels, three values from 0 to 255.
     """
 
-    def __init__(self, seed, size, *, scale=0.08, flip=0.5, auto_augment="none", erase=0.0, fill=(0, 0, 0), interpolation):
-        self.size, self._seed, self._interpolation = size, seed, InterpolationMode(interpolation)
-        self._crop = v2.RandomResizedCrop(size, scale=(scale, 1.0))
+    def __init__(self, seed, size, preprocess, *, min_scale=0.08, flip=0.5, auto_augment="none", random_erasing=0.0):
+        self.size, self._seed, self._interpolation = size, seed, InterpolationMode(preprocess["interpolation"])
+        self._crop = v2.RandomResizedCrop(size, scale=(min_scale, 1.0))
         self._flip = v2.RandomHorizontalFlip(flip)
         choice = {"trivial": v2.TrivialAugmentWide, "rand": v2.RandAugment, "none": None}[auto_augment]
         self._augment = choice(interpolation=self._interpolation) if choice else None
-        self._erase = v2.RandomErasing(erase, value=list(fill)) if erase else None
+        color = [round(255 * value) for value in preprocess["mean"]]
+        self._erase = v2.RandomErasing(random_erasing, value=color) if random_erasing else None
 
     def __call__(self, picture, epoch, index):
         """Returns uint8 [3, size, size]; random numbers follow from the seed, `epoch` and `index` (int) alone."""

@@ -342,7 +342,7 @@ def _from_hub(name, image_column, label_column):
     if isinstance(features[label_column], datasets.ClassLabel):
         names = list(features[label_column].names)
     else:
-        kinds = sorted(set(np.unique(values["train"]).tolist()))
+        kinds = sorted({kind for kind in values["train"].tolist() if kind not in (None, -1)})
         names = [str(kind) for kind in kinds]
         position = {kind: label for label, kind in enumerate(kinds)}
         values = {split: np.array([position.get(v, -1) for v in column.tolist()]) for split, column in values.items()}

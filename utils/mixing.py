@@ -16,7 +16,7 @@ class Mix:
 
     def __init__(self, mixup, cutmix, classes, seed):
         """Args: mixup, cutmix (float): alpha of Mixup (arXiv:1710.09412) and CutMix (arXiv:1905.04899); 0: without it."""
-        methods = [v2.MixUp(alpha=mixup)] * bool(mixup) + [v2.CutMix(alpha=cutmix)] * bool(cutmix)
+        methods = [method(alpha=alpha) for method, alpha in ((v2.MixUp, mixup), (v2.CutMix, cutmix)) if alpha]
         self._mix, self._classes, self._seed = v2.RandomChoice(methods), classes, seed
 
     def __call__(self, images, labels, step):

@@ -27,6 +27,7 @@ more, and `args.json` has all arguments.
 
 ```python
 import torch, torchvision
+from PIL import Image, ImageOps
 from safetensors.torch import load_file
 from torchvision.transforms import v2
 
@@ -38,25 +39,23 @@ CODE = """model = torchvision.models.get_model("{model}", num_classes={classes}{
 model.load_state_dict(load_file("model.safetensors"))
 resize, crop = v2.Resize({resize}, v2.InterpolationMode("{interpolation}"), antialias=True), v2.CenterCrop({crop})
 normalize = v2.Compose([v2.ToDtype(torch.float32, scale=True), v2.Normalize({mean}, {std})])
-picture = torchvision.io.decode_image("picture.jpg", mode="RGB", apply_exif_orientation=True)
+picture = v2.functional.pil_to_tensor(ImageOps.exif_transpose(Image.open("picture.jpg")).convert("RGB"))
 probabilities = model(normalize(crop(resize(picture)))[None]).softmax(1)[0]"""
 
 
-def card(config, description, split, metrics, steps, batch_size, ema_decay, script):
+def card(config, description, split, count, metrics, steps, batch_size, ema_decay, script):
     """The text of the card, Markdown with metadata for the Hub.
 
     Args:
         config (dict): what the header of `model.safetensors` has: `model`, `options`, `class_names`, `preprocessing`.
         description (str): of the data.
-        split (str): on which `metrics` (`count`, `accuracy`, `top5`, `loss`) were measured.
+        split (str): of whose `count` pictures `metrics` (`accuracy`, `top5`, `loss`) were measured.
     """
     names = config["class_names"]
     options = "".join(f", {name}={value!r}" for name, value in config["options"].items())
     code = CODE.format(model=config["model"], classes=len(names), options=options, **config["preprocessing"])
     shown = ", ".join(names[:50]) + (f" and {len(names) - 50} more" if len(names) > 50 else "")
     ema = f", weights averaged with a decay of {ema_decay}" if ema_decay else ""
-    figures = dict(
-        split=split, first=min(5, len(names)), **{name: metrics[name] for name in ("accuracy", "top5", "loss", "count")}
-    )
+    figures = dict(split=split, count=count, first=min(5, len(names)), **metrics)
     about = dict(model=config["model"], classes=len(names), names=shown, data=description, script=script)
     return CARD.format(**about, **figures, code=code, steps=steps, batch_size=batch_size, ema=ema)

@@ -168,7 +168,8 @@ def _read_pth(path, choice):
         state = torch.load(path, map_location="cpu", weights_only=True)
     except (OSError, RuntimeError, pickle.UnpicklingError, EOFError, ValueError) as error:
         code = "it would execute code when loaded: " if isinstance(error, pickle.UnpicklingError) else ""
-        raise UserError(f"--weights {choice} cannot be read ({code}{str(error).splitlines()[0]})") from None
+        reason = str(error).splitlines()[0] if str(error) else type(error).__name__
+        raise UserError(f"--weights {choice} cannot be read ({code}{reason})") from None
     for key in ("model", "state_dict"):  # torchvision's and timm's training scripts wrap the weights
         if isinstance(state, dict) and isinstance(state.get(key), dict):
             state = state[key]

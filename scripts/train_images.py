@@ -324,7 +324,7 @@ def main():
         results |= {f"test_{name}": value for name, value in tested.items()}
     bad = [("train", i) for i in sorted(set(gather_object(list(bad))))]
     bad += [(held_out, i) for i in (evaluated[1]["labels"] < 0).nonzero()[:, 0].tolist()]
-    results["bad_images"] = len(bad)
+    results |= {"bad_images": len(bad), "per_class": plots.class_accuracy(evaluated[1], data.class_names)}
     if accelerator.is_main_process:
         bad = [data.splits[split].name(i) for split, i in bad]
         pictures = write_outputs(run, config, plain, ema, data, held_out, evaluated, bad, step, args)

@@ -18,7 +18,7 @@ ARGUMENTS = {
     "train_minimal": "--epochs 1",
     "train_model_parallel": "--dataset synthetic --width 8 --batch_size 32 --micro_batches 2 --dry_run",
 }
-COMPANIONS = {"evaluate": ["train_cifar"], "benchmark": ["train_cifar"]}  # scripts that they import
+COMPANIONS = {"evaluate": ["train_cifar", "train_images"], "benchmark": ["train_cifar"]}  # scripts that they import
 
 
 @pytest.mark.parametrize("script", sorted(path.stem for path in (ROOT / "scripts").glob("*.py")))

@@ -1,5 +1,6 @@
 """train_images.py: finds, decodes and transforms pictures, and trains on them exactly, with any number of workers."""
 
+import csv
 import io
 import json
 import os
@@ -575,9 +576,9 @@ def photo_folder(made_once):
 
 @pytest.fixture(scope="session")
 def reference_run(made_once, photo_folder):
-    """Two processes with two workers each, killed by nobody: 24 pictures, 3 steps in an epoch."""
+    """Two processes with a worker each, killed by nobody: 24 pictures, 3 steps in an epoch."""
     arguments = f"--dataset {photo_folder} {RECIPE}"
-    return run_once(made_once, "images_reference", "2cpu", IMAGES, f"{arguments} --num_workers 2")
+    return run_once(made_once, "images_reference", "2cpu", IMAGES, f"{arguments} --num_workers 1")
 
 
 def test_leaves_everything_it_promises(reference_run, photo_folder):
@@ -617,11 +618,42 @@ def test_the_model_card_loads_the_model_without_these_scripts(reference_run, pho
     assert torch.allclose(names["probabilities"], expected, atol=0.02)
 
 
-@pytest.mark.parametrize("resumed_with", ["--num_workers 0", "--num_workers 1 --no-persistent_workers"])
+def test_evaluate_finds_the_same_accuracy_and_classifies_a_folder(reference_run, photo_folder, tmp_path):
+    """On two processes, from the weights and from the last checkpoint, whose weights are not averaged."""
+    done = results(reference_run.folder)
+    run("2cpu", "scripts/evaluate.py", ["--checkpoint", str(reference_run.folder)], output_dir=tmp_path / "a")
+    assert results(tmp_path / "a")["val_accuracy"] == done["val_accuracy"]
+    assert results(tmp_path / "a")["per_class"] == done["per_class"] and len(done["per_class"]) == 3
+    shutil.copytree(photo_folder / "val" / "dog", tmp_path / "holiday" / "day 1")
+    (tmp_path / "holiday" / "broken.jpg").write_bytes(b"no picture")
+    checkpoint = reference_run.folder / "checkpoints" / "step_00000008"
+    arguments = ["--checkpoint", str(checkpoint), "--images", str(tmp_path / "holiday"), "--num_workers", "0"]
+    run(None, "scripts/evaluate.py", arguments, output_dir=tmp_path / "b")
+    rows = json.loads((tmp_path / "b" / "predictions.json").read_text())
+    assert [os.path.relpath(row["file"], tmp_path / "holiday") for row in rows] == [
+        "broken.jpg",
+        *(f"day 1/{i}.jpg" for i in range(8)),
+    ]
+    assert rows[0]["classes"] == [] and all({name for name, _ in row["classes"]} == set(CLASSES) for row in rows[1:])
+    assert all(sum(share for _, share in row["classes"]) == pytest.approx(1, abs=1e-4) for row in rows[1:])
+    lines = list(csv.reader((tmp_path / "b" / "predictions.csv").open()))
+    assert lines[0] == ["file", *(f"{what}_{i}" for i in (1, 2, 3) for what in ("class", "probability"))]
+    assert [line[1:3] for line in lines[2:]] == [[name, str(share)] for name, share in (row["classes"][0] for row in rows[1:])]
+    assert min(Image.open(tmp_path / "b" / "contact_sheet.png").size) > 200
+
+
+@pytest.mark.parametrize(
+    "resumed_with",
+    [
+        "--num_workers 0",
+        pytest.param("--num_workers 1 --no-persistent_workers", marks=pytest.mark.slow),
+        pytest.param("--num_workers 3", marks=pytest.mark.slow),
+    ],
+)
 def test_killed_mid_accumulation_with_workers_ends_with_the_same_bytes(resumed_with, reference_run, photo_folder, tmp_path):
     """In the second micro-batch of the sixth step; and continues with another number of workers than it was killed with."""
     arguments = f"--dataset {photo_folder} {RECIPE}"
-    fault = ["die_in_step@12:1", IMAGES, *arguments.split(), "--num_workers", "1"]
+    fault = ["die_in_step@12:1", IMAGES, *arguments.split(), "--num_workers", "2"]
     killed = run("2cpu", "tests/wrapped.py", fault, output_dir=tmp_path / "run", check=False)
     assert killed.returncode != 0 and not (tmp_path / "run" / "model.safetensors").exists()
     run("2cpu", IMAGES, f"{arguments} {resumed_with}", output_dir=tmp_path / "run")

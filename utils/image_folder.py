@@ -175,6 +175,27 @@ def load_pictures(name, *, seed=0, val_fraction=0.1, image_column=None, label_co
     return PictureData(splits, names, f"{counts} pictures of {len(names)} classes, {digest.hexdigest()[:12]}")
 
 
+def unlabeled(path):
+    """The pictures in a folder and below it, or a single file, in the order of their names; all labels are 0.
+
+    Raises:
+        UserError: there are none.
+    """
+    root = Path(path).expanduser()
+    if root.is_file():
+        files, root = [root.name], root.parent
+    else:
+        files = [
+            os.path.relpath(os.path.join(folder, name), root)
+            for folder, _, names in os.walk(root)
+            for name in names
+            if not name.startswith(".") and os.path.splitext(name)[1].lower() in EXTENSIONS
+        ]
+    if not files:
+        raise UserError(f"--images {path}: {'it has no pictures' if root.is_dir() else 'there is no such folder or file'}")
+    return Pictures(Files(root, sorted(files)), np.arange(len(files)), np.zeros(len(files), dtype=np.int64))
+
+
 # ------------------------------------------------------------------------------------------------------------- folders
 
 

@@ -141,6 +141,36 @@ def of_pictures(folder, dataset, metrics, class_names):
     return {name: _pixels(folder / f"{name}.png") for name in drawn}
 
 
+def contact_sheet(path, dataset, rows, columns=8, most=64):
+    """Draws up to `most` pictures, evenly spread over all of them, with their most likely class and its probability.
+
+    Args:
+        dataset: returns a batch of `images`, uint8 [count, 3, size, size], for a list of ids (`__getitems__`).
+        rows (list): for each picture a dict with `file` and `classes`, a list of (name, probability); empty: unreadable.
+    """
+    chosen = torch.linspace(0, len(rows) - 1, min(most, len(rows))).long().tolist()
+    images = dataset.__getitems__(chosen)["images"]
+    count, size = len(chosen), images.shape[-1]
+    columns = min(columns, count)
+    figure, axes = plt.subplots(-(-count // columns), columns, figsize=(1.7 * columns, 2.0 * -(-count // columns) + 0.4))
+    for axis in np.ravel(axes):
+        axis.axis("off")
+    for axis, index, image in zip(np.ravel(axes), chosen, images, strict=False):
+        classes, name = rows[index]["classes"], Path(rows[index]["file"]).name
+        axis.imshow(image.permute(1, 2, 0) if classes else np.full((size, size, 3), 230, np.uint8), interpolation="nearest")
+        label = f"{classes[0][0][:18]} {classes[0][1]:.0%}" if classes else "unreadable"
+        axis.set_title(f"{name if len(name) <= 20 else name[:9] + '…' + name[-10:]}\n{label}", fontsize=7)
+    figure.suptitle(f"{count} of {len(rows):,} pictures" if count < len(rows) else f"{count} pictures", fontsize=10)
+    _save(figure, path)
+
+
+def class_accuracy(metrics, class_names):
+    """The accuracy of each class that has pictures, highest first: name -> share. `metrics` as for `of_pictures`."""
+    labels, hits = metrics["labels"], metrics["predictions"] == metrics["labels"]
+    shares = {n: hits[labels == c].double().mean().item() for c, n in enumerate(class_names) if (labels == c).any()}
+    return dict(sorted(shares.items(), key=lambda item: -item[1]))
+
+
 def _pixels(path):
     return np.asarray(Image.open(path).convert("RGB"))[None]
 

@@ -13,7 +13,7 @@ import sys
 import numpy as np
 import torch
 from PIL import Image, ImageOps
-from torch.utils.data import Dataset, Sampler, get_worker_info
+from torch.utils.data import Dataset, Sampler, default_collate, get_worker_info
 from torchvision.transforms import InterpolationMode, v2
 from torchvision.transforms.v2 import functional as F
 
@@ -128,38 +128,39 @@ class TrainTransform:
     """
 
     def __init__(self, seed, size, preprocess, *, min_scale=0.08, flip=0.5, auto_augment="none", random_erasing=0.0):
-        self.size, self._seed, self._interpolation = size, seed, InterpolationMode(preprocess["interpolation"])
+        self.size, self._seed, self._flip, self._interpolation = (
+            size,
+            seed,
+            flip,
+            InterpolationMode(preprocess["interpolation"]),
+        )
         self._crop = v2.RandomResizedCrop(size, scale=(min_scale, 1.0))
-        self._flip = v2.RandomHorizontalFlip(flip)
         choice = {"trivial": v2.TrivialAugmentWide, "rand": v2.RandAugment, "none": None}[auto_augment]
         self._augment = choice(interpolation=self._interpolation) if choice else None
         color = [round(255 * value) for value in preprocess["mean"]]
         self._erase = v2.RandomErasing(random_erasing, value=color) if random_erasing else None
 
     def __call__(self, picture, epoch, index):
-        """Returns uint8 [3, size, size]; random numbers follow from the seed, `epoch` and `index` (int) alone."""
-        with torch.random.fork_rng(devices=[]):
-            torch.default_generator.manual_seed(sample_seed(self._seed, epoch, index))
-            # The library decides which part before the picture is decoded: it needs no more than the size.
-            part = self._crop.make_params([torch.empty(3, picture.height, picture.width, device="meta")])
-            reduction = reduction_for(part["width"], part["height"], self.size, self.size)
-            pixels = picture.pixels(reduction)
-            top, left, height, width = _part_of(pixels.shape, part, picture)
-            size = [self.size, self.size]
-            pixels = F.resized_crop(pixels, top, left, height, width, size, self._interpolation, antialias=True)
-            pixels = self._flip(pixels)
-            if self._augment is not None:  # of a Pillow image: rotations and shears take a third of the time
-                pixels = F.pil_to_tensor(self._augment(F.to_pil_image(pixels)))
-            return self._erase(pixels) if self._erase is not None else pixels
+        """Returns uint8 [3, size, size]. Seeds torch's generator: all random numbers follow from seed, `epoch` and `index`."""
+        torch.default_generator.manual_seed(sample_seed(self._seed, epoch, index))
+        # The library decides which part before the picture is decoded: it needs no more than the size.
+        part = self._crop.make_params([torch.empty(3, picture.height, picture.width, device="meta")])
+        pixels = picture.pixels(reduction_for(part["width"], part["height"], self.size, self.size))
+        pixels = F.resize(_part_of(pixels, part, picture), [self.size, self.size], self._interpolation, antialias=True)
+        if torch.rand(()) < self._flip:
+            pixels = F.horizontal_flip(pixels)
+        if self._augment is not None:  # of a Pillow image: rotations and shears take a third of the time
+            pixels = F.pil_to_tensor(self._augment(F.to_pil_image(pixels)))
+        return self._erase(pixels) if self._erase is not None else pixels
 
 
-def _part_of(shape, part, picture):
-    """A part of `picture`, in the pixels of what was decoded, which may be smaller."""
-    height, width = shape[1:]
+def _part_of(pixels, part, picture):
+    """A part of `picture`, cut out of what was decoded, which may be smaller."""
+    height, width = pixels.shape[1:]
     vertical, horizontal = height / picture.height, width / picture.width
     top, left = int(part["top"] * vertical), int(part["left"] * horizontal)
     rows, columns = max(1, round(part["height"] * vertical)), max(1, round(part["width"] * horizontal))
-    return top, left, min(rows, height - top), min(columns, width - left)
+    return pixels[:, top : top + rows, left : left + columns]
 
 
 def sample_seed(seed, epoch, index):
@@ -226,22 +227,27 @@ class ImageBatches(Dataset):
         return len(self.pictures)
 
     def __getitems__(self, keys):
-        size, keys = self.size, [key if isinstance(key, tuple) else (0, key) for key in keys]
-        images = torch.zeros(len(keys), size, size, 3, dtype=torch.uint8).permute(0, 3, 1, 2)
-        labels, bad = torch.full((len(keys),), -1, dtype=torch.int64), []
-        for place, (epoch, index) in enumerate(keys):
-            for other in range(index, index + len(self)) if self._replace else (index,):
-                try:
-                    image = self._transform(self.pictures.open(other % len(self)), epoch, other % len(self))
-                except BadPicture as error:
-                    bad.append(self._refuse(other % len(self), error))
-                    continue
-                images[place], labels[place] = image, int(self.pictures.labels[other % len(self)])
-                break
-            else:
-                if self._replace:
-                    raise UserError("none of the training pictures can be read", None)
+        keys = [key if isinstance(key, tuple) else (0, key) for key in keys]
+        images, labels, bad = [], torch.full((len(keys),), -1, dtype=torch.int64), []
+        with torch.random.fork_rng(devices=[]):  # the transforms seed the global generator
+            for place, (epoch, index) in enumerate(keys):
+                image, labels[place] = self._transformed(epoch, index, bad)
+                images.append(image.permute(1, 2, 0))
+        # In a worker, this stacks them in shared memory. Of the usual order of dimensions it would make another memory format.
+        images = default_collate(images).permute(0, 3, 1, 2)
         return {"images": images, "labels": labels, "ids": torch.tensor([index for _, index in keys]), "bad": bad}
+
+    def _transformed(self, epoch, index, bad):
+        """A picture and its label. Adds the ids of those that cannot be read to the list `bad`."""
+        for other in range(index, index + len(self)) if self._replace else (index,):
+            other %= len(self)
+            try:
+                return self._transform(self.pictures.open(other), epoch, other), int(self.pictures.labels[other])
+            except BadPicture as error:
+                bad.append(self._refuse(other, error))
+        if self._replace:
+            raise UserError("none of the training pictures can be read", None)
+        return torch.zeros(self.size, self.size, 3, dtype=torch.uint8).permute(2, 0, 1), -1
 
     def _refuse(self, index, error):
         line = f"cannot read {self.pictures.name(index)}: {error}"

@@ -1,25 +1,41 @@
-"""Measures the overhead of the training loop, and the speed of loading pictures, compared with plain PyTorch and torchvision.
+"""Measures the speeds that this collection claims, as ratios in one run on one machine.
 
-    python scripts/benchmark.py
-    python scripts/benchmark.py images
+    python scripts/benchmark.py --quick                        # all that need no data, a few minutes
+    python scripts/benchmark.py loop_overhead startup_ratio    # some of them
+    python scripts/benchmark.py --cifar cifar10 --text input.txt --bf16
 
-`loop`, the default, compares two loops, which use the same model, batch size, augmentation, optimizer, schedule and data in
-memory, and run in turn. `loop_overhead` is the additional time per optimizer step of train_cifar.py: for checkpoints, the
-agreement of the processes on stopping, logs, trackers and Accelerate itself.
+Each benchmark runs both sides in turn, `--rounds` times, each time in new processes, and gives the median of the rounds with
+their range. It writes `benchmark.json`, `benchmark.md` and `benchmark.png` to `--output_dir`.
 
-`images` compares the images per second of train_images.py, without and with --cache, and of the usual ImageFolder with
-torchvision's transforms and as many workers. Each reads 500 x 375 JPEGs and yields normalized batches of 32 random 224 x 224
-crops. Their CPU time, of all processes, is less sensitive to other programs on the machine than the images per second.
+    loop_overhead       a step of train_cifar.py (--model net, default model, two processes) and of train_gpt.py over a plain
+                        PyTorch (DDP) loop with the same model, batches, optimizer and schedule
+    tutorial_speedup    samples per second of train_cifar.py over the loop of the usual tutorial with the same network:
+                        per-sample transforms in two workers, float32, loss.item() in every step; and what gives how much
+    pipeline_speedup    images per second of the batched augmentation over per-sample transforms in two workers
+    picture_loading     images per second of train_images.py, without and with --cache, over the usual ImageFolder and
+                        transforms: 500 x 375 JPEGs, two workers each, to normalized batches of random 224 x 224 crops
+    scaling_efficiency  two DDP processes with one thread each over two independent runs side by side
+    startup_ratio       time from `accelerate launch` to the first step over a five-line script for Accelerate
+    checkpoint_share    part of the time that checkpoints of a state of 450 MB block train_gpt.py at its default cadence
+    memory              peak memory of train_cifar.py over that of a plain loop which holds the same data
+    gpt                 on tinyshakespeare (--text), in nanoGPT's CPU setting:
+    gpt_time            time of train_gpt.py to the validation loss that nanoGPT reports after 2,000 steps (1.88), over the time
+                        of 2,000 such steps in PyTorch's own layers
+    gpt_at_equal_time   validation loss of train_gpt.py after that time
+    gpt_loss, gpt_step  validation loss of train_gpt.py after 2,000 steps, and the milliseconds of a step
 
-Copy it together with `train_cifar.py`, which holds the model and the loop.
+Copy it together with `baselines.py`, `train_cifar.py` and `train_gpt.py`.
 """
 
 import json
+import os
+import platform
 import statistics
 import subprocess
 import sys
 import tempfile
 import time
+from datetime import UTC, datetime
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -30,97 +46,175 @@ from utils import exits
 if __name__ == "__main__":
     exits.install()
 
+import numpy as np
 import psutil
-import torch
-from torch.nn.functional import cross_entropy
-from train_cifar import build_model, lr_multiplier
+from baselines import GPT, GPT_BATCH, PerSample
+from PIL import Image
+from torch.utils.data import DataLoader
 
+from utils import plots, topology
 from utils.arguments import Parser, number
 from utils.augment import augment, normalize
-from utils.image_data import synthetic_images
+from utils.exits import UserError
+from utils.files import write_json, write_text
+from utils.image_cache import cached
+from utils.image_data import BatchedImages, as_is, synthetic_images
+from utils.image_files import EpochSampler, ImageBatches, TrainTransform
+from utils.image_folder import load_pictures
+from utils.pretrained import preprocessing
+from utils.run_folder import versions
 
 HERE = Path(__file__).resolve().parent
-WARM_UP = 50  # steps that are not measured
-WINDOW = 10  # steps per measured value: --log_every of train_cifar.py
+NANOGPT_LOSS = 1.88  # github.com/karpathy/nanoGPT, README: validation loss of the CPU setting after 2,000 steps
 
 
-def plain_loop(args):
-    """Trains with a plain PyTorch loop. Returns seconds per step, each value the mean of `WINDOW` steps."""
-    data = synthetic_images(0)
-    mean, std = data.train.mean_and_std()
-    rows, shape = data.train.images.flatten(1), data.train.images.shape[1:]
-    torch.manual_seed(0)
-    model = build_model("net", len(data.class_names))
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.02, momentum=0.85, weight_decay=5e-4, nesterov=True)
-    schedule = SimpleNamespace(lr_schedule="linear", warmup=0.2)
-    scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: lr_multiplier(step / args.steps, schedule))
-    seconds, epoch = [], 0
-    while len(seconds) < args.steps:
-        order = torch.randperm(len(rows))
-        start_time = time.perf_counter()
-        for ids in order.split(args.batch_size):
-            if len(ids) < args.batch_size or len(seconds) == args.steps:
-                break
-            images, keep = augment(rows[ids].view(-1, *shape), ids, epoch, 0, padding=2, cutout=0)
-            loss = cross_entropy(model(normalize(images, mean, std, keep, 32)), data.train.labels[ids])
-            loss.backward()
-            optimizer.step()
-            scheduler.step()
-            optimizer.zero_grad()
-            now = time.perf_counter()
-            seconds.append(now - start_time)
-            start_time = now
-        epoch += 1
-    return [statistics.fmean(seconds[i : i + WINDOW]) for i in range(WARM_UP, args.steps, WINDOW)]
+# ------------------------------------------------------------------------------------------------------ measuring
 
 
-def template_loop(args):
-    """Runs train_cifar.py. Returns seconds per step from its metrics.jsonl, each value the mean of `WINDOW` steps."""
+def measure_loop(name, processes=1, **options):
+    """Runs one of the loops of baselines.py in new processes.
+
+    Returns:
+        tuple[list, int]: seconds of each step, peak memory of the first process in bytes.
+    """
+    launcher = ["-m", "torch.distributed.run", "--nproc_per_node", str(processes)] if processes > 1 else []
+    command = [sys.executable, *launcher, str(HERE / "baselines.py"), name, "--options", json.dumps(options)]
+    done = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True, env=environment())
+    answer = json.loads(done.stdout.strip().splitlines()[-1])
+    return answer["seconds"], answer["memory"]
+
+
+def measure_script(script, arguments, processes=1, bf16=False):
+    """Runs a training script in new processes.
+
+    Returns:
+        tuple[list, dict]: the lines of metrics.jsonl, results.json.
+    """
+    launcher = ["-m", "torch.distributed.run", "--nproc_per_node", str(processes)] if processes > 1 else []
     with tempfile.TemporaryDirectory() as folder:
-        command = ["train_cifar.py", "--dataset", "synthetic", "--model", "net", "--batch_size", str(args.batch_size)]
-        command += ["--max_train_steps", str(args.steps), "--log_every", str(WINDOW)]
-        command += ["--eval_every", str(args.steps), "--checkpoint_every", "0"]
-        command[0] = str(HERE / command[0])
-        subprocess.run([sys.executable, *command, "--output_dir", folder], check=True, stdout=subprocess.DEVNULL)
+        command = [sys.executable, *launcher, str(HERE / script), *arguments.split(), "--output_dir", folder]
+        subprocess.run(command, check=True, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, env=environment(bf16))
         lines = [json.loads(line) for line in (Path(folder) / "metrics.jsonl").read_text().splitlines()]
-    return [line["step_seconds"] for line in lines if line["split"] == "train" and line["step"] > WARM_UP]
+        return lines, json.loads((Path(folder) / "results.json").read_text())
 
 
-def images(args):
-    """Prints images per second of three input pipelines, which run in turn, and their ratios to the usual one."""
-    import numpy as np
+def environment(bf16=False):
+    """The environment of a measured process: no settings of a launcher around this script."""
+    kept = {name: value for name, value in os.environ.items() if name not in ("RANK", "WORLD_SIZE", "OMP_NUM_THREADS")}
+    return kept | ({"ACCELERATE_MIXED_PRECISION": "bf16"} if bf16 else {})
+
+
+def steady(seconds, warm_up):
+    """Seconds of a step: the 10th percentile, because other programs on the machine can only make a step slower."""
+    return statistics.quantiles(seconds[warm_up:], n=10)[0]
+
+
+def logged_steps(lines, warm_up):
+    """Seconds per step from the log lines after `warm_up` steps."""
+    return [line["step_seconds"] for line in lines if line["split"] == "train" and line["step"] > warm_up]
+
+
+# ----------------------------------------------------------------------------------------------------- the benchmarks
+# Each takes the arguments, and returns name -> (one value per round, unit).
+
+
+def loop_overhead(args):
+    few, many = (24, 200) if args.quick else (60, 500)
+    values = {}
+    for name, processes, steps, arguments, plain in (
+        ("net", 1, many, "train_cifar.py --model net --batch_size 96", dict(model="net", batch_size=96)),
+        ("default", 1, few, "train_cifar.py --batch_size 96", dict(model="fastnet", batch_size=96)),
+        ("two_processes", 2, many, "train_cifar.py --model net --batch_size 96", dict(model="net", batch_size=96)),
+        ("gpt", 1, many, f"train_gpt.py {gpt_arguments()} --num_workers 0", None),
+    ):
+        script, _, arguments = arguments.partition(" ")
+        arguments += f" --dataset synthetic --max_train_steps {steps} --eval_every {steps} --checkpoint_every 0 --log_every 2"
+        milliseconds, ratios = [], []
+        for _ in range(args.rounds):
+            if plain:
+                seconds, _ = measure_loop("plain_cifar", processes, steps=steps, **plain)
+            else:
+                seconds, _ = measure_loop("plain_gpt", steps=steps)
+            lines, _ = measure_script(script, arguments, processes)
+            ours, theirs = steady(logged_steps(lines, steps // 5), 0), steady(seconds, steps // 5)
+            milliseconds.append(1e3 * (ours - theirs))
+            ratios.append(ours / theirs)
+        if statistics.median(ratios) * statistics.median(milliseconds) and theirs >= 0.02:
+            values[f"loop_overhead/{name}"] = ratios, "time per step, ratio"
+        else:
+            values[f"loop_overhead/{name}"] = milliseconds, "ms per step"
+    return values
+
+
+def tutorial_speedup(args):
+    steps, batch = (6, 240) if args.quick else (20, 480)
+    bf16 = topology.cpu_has_bf16()
+    options = dict(steps=steps, batch_size=batch)
+    stages = {"batched": dict(batched=True), "channels_last": dict(channels_last=True)}
+    stages |= {"bf16": dict(bf16=True)} if bf16 else {}
+    stages |= {"small_images_first": dict(sizes=(24, 24, 24, 28, 32))}
+    names = ["tutorial", *stages, "train_cifar.py"]
+    speeds = {name: [] for name in names}
+    for _ in range(args.rounds):
+        done = {}
+        for name in names[:-1]:
+            done |= stages.get(name, {})
+            seconds, _ = measure_loop("tutorial", **options, **done)
+            speeds[name].append(batch * (steps - 1) / sum(seconds[1:]))
+        arguments = f"--dataset synthetic --batch_size {batch} --max_train_steps {steps} --eval_every {steps} --log_every 1"
+        lines, _ = measure_script("train_cifar.py", f"{arguments} --checkpoint_every 0", bf16=bf16)
+        speeds["train_cifar.py"].append(batch * (steps - 1) / sum(logged_steps(lines, 1)))
+    for name in names:
+        print(f"    {name:20} {statistics.median(speeds[name]):8,.0f} samples/s")
+    return {"tutorial_speedup": (ratios_of(speeds["train_cifar.py"], speeds["tutorial"]), "samples per second, ratio")}
+
+
+def pipeline_speedup(args):
+    images, batch = (5_000 if args.quick else 20_000), 1000
+    data = synthetic_images(0, train=images, test=0).train
+    mean, std = data.mean_and_std()
+    per_sample, batched = PerSample(data, cutout=True), BatchedImages(data)
+
+    def usual():
+        for _ in DataLoader(per_sample, batch, shuffle=True, num_workers=2):
+            pass
+
+    def ours():
+        for loaded in DataLoader(batched, batch, shuffle=True, collate_fn=as_is):
+            kept = augment(loaded["images"], loaded["ids"], 0, 0, padding=4, cutout=8)
+            normalize(kept[0], mean, std, kept[1])
+
+    speeds = {usual: [], ours: []}
+    for _ in range(args.rounds):
+        for load, values in speeds.items():
+            start_time = time.perf_counter()
+            load()
+            values.append(images / (time.perf_counter() - start_time))
+    for load, values in speeds.items():
+        print(f"    {load.__name__:20} {statistics.median(values):8,.0f} images/s")
+    return {"pipeline_speedup": (ratios_of(speeds[ours], speeds[usual]), "images per second, ratio")}
+
+
+def picture_loading(args):
+    import torch
     import torchvision.transforms as T
-    from PIL import Image
-    from torch.utils.data import DataLoader
     from torchvision.datasets import ImageFolder
-
-    from utils.image_cache import cached
-    from utils.image_data import as_is
-    from utils.image_files import EpochSampler, ImageBatches, TrainTransform
-    from utils.image_folder import load_pictures
-    from utils.pretrained import preprocessing
 
     torch.set_num_threads(1)  # in this process, which only normalizes: the workers have the cores
     preprocess, one = preprocessing("resnet50", None), SimpleNamespace(is_local_main_process=True, num_processes=1)
     mean, std = (torch.tensor(preprocess[name]) for name in ("mean", "std"))
-    steps = [T.RandomResizedCrop(224), T.RandomHorizontalFlip(), T.ToTensor(), T.Normalize(mean, std)]
-    with tempfile.TemporaryDirectory() as temporary:
-        folder, rng = Path(args.dataset or Path(temporary) / "photos"), np.random.default_rng(0)
-        for index in range(0 if args.dataset else 400):  # noise of all sizes, as in photos: 60 kB each
-            scales = [(2**k, Image.fromarray(rng.integers(0, 256, (375 >> k, 500 >> k, 3), dtype=np.uint8))) for k in range(7)]
-            pixels = sum(
-                scale * np.asarray(noise.resize((500, 375), Image.BICUBIC), dtype=np.float32) for scale, noise in scales
-            )
-            (folder / str(index % 2)).mkdir(parents=True, exist_ok=True)
-            Image.fromarray((pixels / 127).astype(np.uint8)).save(folder / str(index % 2) / f"{index}.jpg", quality=90)
-        pictures = load_pictures(str(folder)).splits["train"]
-        small = cached(one, pictures, "train", preprocess["resize"], Path(temporary) / "cache")
-        common = dict(num_workers=args.num_workers, persistent_workers=args.num_workers > 0)
-        loaders = {"usual": DataLoader(ImageFolder(folder, T.Compose(steps)), 32, shuffle=True, drop_last=True, **common)}
-        for name, source in (("train_images.py", pictures), ("with --cache", small)):
+    usual = T.Compose([T.RandomResizedCrop(224), T.RandomHorizontalFlip(), T.ToTensor(), T.Normalize(mean, std)])
+    names = ("usual", "train_images.py", "cached")
+    speeds, cpu = {name: [] for name in names}, {name: [] for name in names}
+    with tempfile.TemporaryDirectory() as folder:
+        photos = make_photos(Path(folder) / "photos", 160 if args.quick else 480)
+        pictures = load_pictures(str(photos)).splits["train"]
+        small = cached(one, pictures, "train", preprocess["resize"], Path(folder) / "cache")
+        common = dict(batch_size=32, num_workers=2, persistent_workers=True)
+        loaders = {"usual": DataLoader(ImageFolder(photos, usual), shuffle=True, drop_last=True, **common)}
+        for name, source in (("train_images.py", pictures), ("cached", small)):
             dataset, sampler = ImageBatches(source, TrainTransform(0, 224, preprocess)), EpochSampler(len(source), 32, 0)
-            loaders[name] = DataLoader(dataset, 32, sampler=sampler, collate_fn=as_is, **common)
-        speeds, used = {name: [] for name in loaders}, {name: [] for name in loaders}
+            loaders[name] = DataLoader(dataset, sampler=sampler, collate_fn=as_is, **common)
         for round_number in range(args.rounds + 1):
             for name, loader in loaders.items():
                 start_time, start_cpu, count = time.perf_counter(), cpu_seconds(), 0
@@ -129,58 +223,229 @@ def images(args):
                     count += len(ready)
                 if round_number:  # the first starts the workers
                     speeds[name].append(count / (time.perf_counter() - start_time))
-                    used[name].append((cpu_seconds() - start_cpu) / count)
+                    cpu[name].append((cpu_seconds() - start_cpu) / count)
     for name, values in speeds.items():
-        ratio = statistics.median(a / b for a, b in zip(values, speeds["usual"], strict=True))
-        work = statistics.median(b / a for a, b in zip(used[name], used["usual"], strict=True))
-        print(
-            f"{name:15} {statistics.median(values):8,.0f} images/s, {ratio:.2f} times the usual; "
-            f"{1e3 * statistics.median(used[name]):.2f} ms of CPU per image, a {work:.2f}th of the usual   "
-            f"(rounds: {', '.join(f'{value:,.0f}' for value in values)})"
-        )
+        milliseconds = 1e3 * statistics.median(cpu[name])
+        print(f"    {name:20} {statistics.median(values):8,.0f} images/s, {milliseconds:.2f} ms of CPU time each")
+    figures = {}
+    for name in names[1:]:
+        figures[f"picture_loading/{name}"] = ratios_of(speeds[name], speeds["usual"]), "images per second, ratio"
+        figures[f"picture_loading/{name}/cpu"] = ratios_of(cpu["usual"], cpu[name]), "CPU time of the usual over ours, ratio"
+    return figures
+
+
+def make_photos(folder, count):
+    """Writes JPEGs of 500 x 375 pixels, with noise of all sizes as in photos (60 kB each), in two class folders."""
+    rng = np.random.default_rng(0)
+    for index in range(count):
+        scales = [(2**k, rng.integers(0, 256, (375 >> k, 500 >> k, 3), dtype=np.uint8)) for k in range(7)]
+        layers = [size * np.float32(Image.fromarray(noise).resize((500, 375), Image.BICUBIC)) for size, noise in scales]
+        (folder / str(index % 2)).mkdir(parents=True, exist_ok=True)
+        Image.fromarray((sum(layers) / 127).astype(np.uint8)).save(folder / str(index % 2) / f"{index}.jpg", quality=90)
+    return folder
 
 
 def cpu_seconds():
     """CPU time of this process and of its workers so far."""
-    processes = [psutil.Process(), *psutil.Process().children()]
-    return sum(sum(process.cpu_times()[:2]) for process in processes)
+    return sum(sum(process.cpu_times()[:2]) for process in [psutil.Process(), *psutil.Process().children()])
 
 
-def fast_milliseconds(seconds):
-    """The 10th percentile, in milliseconds: other programs on the machine can only make a step slower."""
-    return 1e3 * statistics.quantiles(seconds, n=10)[0]
+def scaling_efficiency(args):
+    steps, batch = (20 if args.quick else 60), 128
+    arguments = (
+        f"train_cifar.py --dataset synthetic --max_train_steps {steps} --eval_every {steps} --checkpoint_every 0 --log_every 5"
+    )
+    script, _, arguments = arguments.partition(" ")
+    together, apart = [], []
+    for _ in range(args.rounds):
+        lines, _ = measure_script(script, f"{arguments} --batch_size {2 * batch}", processes=2)
+        together.append(2 * batch / statistics.median(logged_steps(lines, 10)))
+        apart.append(sum(side_by_side(script, f"{arguments} --batch_size {batch}", batch)))
+    return {"scaling_efficiency": (ratios_of(together, apart), "samples per second, ratio")}
+
+
+def side_by_side(script, arguments, batch):
+    """Runs a script twice at the same time, with one thread each; returns the samples per second of each."""
+    with tempfile.TemporaryDirectory() as folder:
+        running = []
+        for number in range(2):
+            command = [sys.executable, str(HERE / script), *arguments.split(), "--output_dir", f"{folder}/{number}"]
+            one_core = environment() | {"OMP_NUM_THREADS": "1"}
+            own_core = lambda number=number: os.sched_setaffinity(0, {sorted(os.sched_getaffinity(0))[number]})  # noqa: E731
+            running.append(
+                subprocess.Popen(
+                    command, env=one_core, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, preexec_fn=own_core
+                )
+            )
+        if any(process.wait() for process in running):
+            raise RuntimeError(f"{script} failed")
+        logs = [(Path(folder) / str(number) / "metrics.jsonl").read_text().splitlines() for number in range(2)]
+    return [batch / statistics.median(logged_steps([json.loads(line) for line in log], 10)) for log in logs]
+
+
+FIVE_LINES = """
+import torch
+from accelerate import Accelerator
+accelerator, model = Accelerator(), torch.nn.Linear(8, 8)
+model, optimizer = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
+accelerator.backward(model(torch.ones(2, 8)).sum())
+optimizer.step()
+print("step 1", flush=True)
+"""
+
+
+def startup_ratio(args):
+    with tempfile.TemporaryDirectory() as folder:
+        (Path(folder) / "five_lines.py").write_text(FIVE_LINES)
+        seconds = {"five_lines": [], "train_minimal": [], "train_cifar": [], "train_gpt": []}
+        arguments = {"train_minimal": [], "train_cifar": ["--model", "net", "--dataset", "synthetic"]}
+        arguments["train_gpt"] = ["--dataset", "synthetic", *gpt_arguments().split()]
+        for number in range(args.rounds):
+            for name, values in seconds.items():
+                script = HERE / f"{name}.py" if name in arguments else Path(folder) / "five_lines.py"
+                command = [sys.executable, "-m", "accelerate.commands.accelerate_cli", "launch", "--cpu", str(script)]
+                if name in arguments:
+                    command += [*arguments[name], "--log_every", "1", "--output_dir", f"{folder}/{name}{number}"]
+                start_time = time.perf_counter()
+                process = subprocess.Popen(
+                    command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True, env=environment()
+                )
+                while not process.stdout.readline().startswith("step "):
+                    pass
+                values.append(time.perf_counter() - start_time)
+                process.terminate()
+                process.communicate()
+    for name, values in seconds.items():
+        print(f"    {name:20} {statistics.median(values):6.2f} s to the first step")
+    return {f"startup_ratio/{name}": (ratios_of(seconds[name], seconds["five_lines"]), "seconds, ratio") for name in arguments}
+
+
+def checkpoint_share(args):
+    """Weights and momentum of 57 million parameters. Eight steps show how long a step takes, and the last one saves."""
+    arguments = "--dataset synthetic --n_layer 2 --n_head 8 --n_embd 1536 --block_size 32 --batch_size 4 --sample_length 1"
+    arguments += " --max_train_steps 8 --checkpoint_every 4 --eval_every 8 --log_every 1"
+    cadence, shares = 250, []  # the default of train_gpt.py, in steps
+    for _ in range(args.rounds):
+        lines, _ = measure_script("train_gpt.py", arguments)
+        saves = [line["seconds"] for line in lines if line["split"] == "checkpoint"]
+        shares.append(statistics.median(saves) / (cadence * statistics.median(logged_steps(lines, 2))))
+    print(f"    a checkpoint takes {statistics.median(saves):.2f} s")
+    return {"checkpoint_share": (shares, "share of the time")}
+
+
+def memory(args):
+    steps, ratios = 6, []
+    for _ in range(args.rounds):
+        _, plain = measure_loop("plain_cifar", model="fastnet", batch_size=480, steps=steps)
+        _, results = measure_script("train_cifar.py", f"--dataset synthetic --max_train_steps {steps} --checkpoint_every 0")
+        ratios.append(results["peak_memory_bytes"] / plain)
+    return {"memory": (ratios, "peak bytes, ratio")}
+
+
+def gpt(args):
+    """`gpt_time`, `gpt_at_equal_time` and `gpt_loss`."""
+    values = {"gpt_time": [], "gpt_at_equal_time": [], "gpt_loss": [], "gpt_step": []}
+    steps = 2000
+    arguments = f"--dataset {args.text} {gpt_arguments()} --max_train_steps {steps} --sample_length 1 --checkpoint_every 0"
+    for _ in range(args.rounds):
+        seconds, _ = measure_loop("usual_gpt", steps=200)
+        budget = steps * statistics.median(seconds[20:])
+        print(f"    a step of the usual GPT loop: {1e3 * budget / steps:.1f} ms")
+        # The length of the run decides its schedule: find the shortest that reaches the loss, and the longest that fits.
+        lines, results = measure_script("train_gpt.py", f"{arguments} --eval_every {steps}")
+        step_seconds = statistics.median(logged_steps(lines, 100))
+        values["gpt_step"].append(1e3 * step_seconds)
+        values["gpt_loss"].append(results["val_loss"])
+        equal = int(budget / step_seconds)
+        _, results = measure_script("train_gpt.py", f"{arguments.replace(str(steps), str(equal))} --eval_every {steps}")
+        values["gpt_at_equal_time"].append(results["val_loss"])
+        for short in (200, 250, 300, 350, 400, 450, 500):
+            _, results = measure_script("train_gpt.py", f"{arguments.replace(str(steps), str(short))} --eval_every {steps}")
+            if results["val_loss"] <= NANOGPT_LOSS:
+                break
+        values["gpt_time"].append(short * step_seconds / budget)
+    units = {"gpt_time": "time, ratio", "gpt_step": "ms per step"}
+    return {name: (rounds, units.get(name, "nats per byte")) for name, rounds in values.items()}
+
+
+def gpt_arguments():
+    """nanoGPT's CPU setting, as arguments of train_gpt.py."""
+    return " ".join(f"--{name} {value}" for name, value in GPT.items()) + f" --batch_size {GPT_BATCH}"
+
+
+def ratios_of(ours, theirs):
+    """The ratio of each round."""
+    return [a / b for a, b in zip(ours, theirs, strict=True)]
+
+
+BENCHMARKS = {
+    "loop_overhead": loop_overhead,
+    "tutorial_speedup": tutorial_speedup,
+    "pipeline_speedup": pipeline_speedup,
+    "picture_loading": picture_loading,
+    "scaling_efficiency": scaling_efficiency,
+    "startup_ratio": startup_ratio,
+    "checkpoint_share": checkpoint_share,
+    "memory": memory,
+    "gpt": gpt,
+}
+
+
+# ------------------------------------------------------------------------------------------------------------- main
 
 
 def main():
     args = parse_args()
-    if args.name == "images":
-        images(args)
-        return
-    if args.plain:
-        print(json.dumps(plain_loop(args)))
-        return
-    plain, template = [], []
-    for _ in range(args.rounds):
-        command = [sys.executable, __file__, "--plain", "--steps", str(args.steps), "--batch_size", str(args.batch_size)]
-        done = subprocess.run(command, check=True, capture_output=True, text=True)
-        plain.append(fast_milliseconds(json.loads(done.stdout)))
-        template.append(fast_milliseconds(template_loop(args)))
-    overhead = [b - a for a, b in zip(plain, template, strict=True)]
-    for name, values in (("plain loop", plain), ("train_cifar.py", template), ("loop_overhead", overhead)):
-        rounds = ", ".join(f"{value:.2f}" for value in values)
-        print(f"{name:15} {statistics.median(values):6.2f} ms per step   (rounds: {rounds})")
+    folder = Path(args.output_dir)
+    folder.mkdir(parents=True, exist_ok=True)
+    figures = {}
+    for name in args.names or [name for name in BENCHMARKS if name != "gpt" or args.text]:
+        print(f"{name} ...")
+        command = f"python scripts/benchmark.py {name} --rounds {args.rounds}" + " --quick" * args.quick
+        for figure, (values, unit) in BENCHMARKS[name](args).items():
+            spread = dict(median=statistics.median(values), min=min(values), max=max(values), n=len(values))
+            figures[figure] = {**spread, "unit": unit, "command": command}
+            print("  {0:28} {median:8.3f}   ({min:.3f} to {max:.3f}, {n} rounds)  {unit}".format(figure, **figures[figure]))
+    record = {"hardware": hardware(), "versions": versions(), "date": datetime.now(UTC).date().isoformat(), "figures": figures}
+    write_json(folder / "benchmark.json", record)
+    write_text(folder / "benchmark.md", table(record))
+    plots.benchmark(folder / "benchmark.png", figures)
+    print(f"written to {folder}")
+
+
+def table(record):
+    """The figures as a table in Markdown."""
+    lines = [f"{record['hardware']}, torch {record['versions']['torch']}, {record['date']}", ""]
+    lines += ["| name | median | range | rounds | unit |", "|---|---|---|---|---|"]
+    for name, figure in record["figures"].items():
+        spread = f"{figure['min']:.3g} to {figure['max']:.3g}"
+        lines.append(f"| `{name}` | {figure['median']:.3g} | {spread} | {figure['n']} | {figure['unit']} |")
+    return "\n".join(lines) + "\n"
+
+
+def hardware():
+    """The processor, its cores and its memory, in words."""
+    model = platform.processor() or platform.machine()
+    if Path("/proc/cpuinfo").exists():
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+        model = next((line.partition(":")[2].strip() for line in lines if line.startswith("model name")), model)
+    return f"{len(os.sched_getaffinity(0))} cores of {model}{', native bf16' * topology.cpu_has_bf16()}"
 
 
 def parse_args():
     parser = Parser(description=__doc__.split("\n")[0])
-    parser.add_argument("name", nargs="?", choices=["loop", "images"], default="loop", help="what to measure")
-    parser.add_argument("--dataset", help="for images: a folder with a sub-folder per class; default: made for the purpose")
-    parser.add_argument("--num_workers", type=number(int, 0), default=2, help="for images: processes that decode")
-    parser.add_argument("--rounds", type=number(int, 1), default=5, help="how often to measure each loop, in turn")
-    parser.add_argument("--steps", type=number(int, WARM_UP + 10), default=500, help="optimizer steps per measurement")
-    parser.add_argument("--batch_size", type=number(int, 1), default=96)
-    parser.add_argument("--plain", action="store_true", help="run the plain loop once and print the seconds of its steps")
-    return parser.parse_args()
+    parser.add_argument("names", nargs="*", metavar="NAME", help=f"which benchmarks: {', '.join(BENCHMARKS)}; default: all")
+    parser.add_argument("--quick", action="store_true", help="fewer steps, for a first look")
+    parser.add_argument("--rounds", type=number(int, 1), default=5, help="how often to measure both sides, in turn")
+    parser.add_argument("--text", metavar="FILE", help="tinyshakespeare (input.txt), for the benchmark `gpt`")
+    parser.add_argument("--output_dir", default="runs/benchmark", help="folder for the table, the figures as JSON, and a plot")
+    args = parser.parse_args()
+    for name in args.names:
+        if name not in BENCHMARKS:
+            raise UserError(f"no benchmark is called {name}: choose from {', '.join(BENCHMARKS)}")
+    if "gpt" in args.names and not args.text:
+        raise UserError("the benchmark gpt needs tinyshakespeare: --text input.txt")
+    return args
 
 
 if __name__ == "__main__":

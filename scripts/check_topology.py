@@ -247,7 +247,32 @@ def table(processes, skews):
 # ------------------------------------------------------------------------------------------------------------ speed
 
 
-def start_watchdog(seconds):
+def connect(backend, device, timeout, **group):
+    """Connects all processes over `backend`, within `timeout` seconds.
+
+    Raises:
+        RunFailed: this process could not reach another one.
+    """
+    watchdog = start_watchdog(timeout, backend)
+    try:
+        patience = timedelta(seconds=2 * timeout)
+        create = dist.new_group if dist.is_initialized() else dist.init_process_group
+        group = create(backend=backend, timeout=patience, **group)
+        dist.all_reduce(torch.ones(1, device=device), group=group)
+        if device.type == "cuda":
+            torch.cuda.synchronize()
+    except (RuntimeError, dist.DistError) as error:
+        variable, host = f"{backend.upper()}_SOCKET_IFNAME", socket.gethostname()
+        interface = topology.interface_to(os.environ["MASTER_ADDR"]) or "(see `ip address`)"
+        raise RunFailed(
+            f"rank {RANK} on {host} cannot reach the others over {backend}: open all ports between machines, and try "
+            f"export {variable}={interface} on {host} ({str(error).splitlines()[0]})",
+            rank_variable="LOCAL_RANK",
+        ) from None
+    watchdog.cancel()
+
+
+def start_watchdog(seconds, backend):
     """Ends this process after `seconds` unless canceled.
 
     It needs a thread: a process that cannot connect blocks in C++, where Python code of the main thread does not run.
@@ -256,8 +281,8 @@ def start_watchdog(seconds):
     def on_timeout():
         if RANK == 0:
             print(
-                f"error: all processes reached rank 0, but not each other within {seconds} s: open all ports between machines, "
-                "and check NCCL_SOCKET_IFNAME and GLOO_SOCKET_IFNAME (NCCL_DEBUG=INFO prints details)",
+                f"error: all processes reached rank 0, but not each other over {backend} within {seconds} s: open all ports "
+                f"between machines, and check {backend.upper()}_SOCKET_IFNAME (NCCL_DEBUG=INFO prints details)",
                 file=sys.stderr,
                 flush=True,
             )
@@ -341,7 +366,7 @@ def summarize(rows, processes):
 
 def main():
     args = parse_args()
-    on_cpu = topology.check_launch()
+    on_cpu = topology.check_launch(shards=True)
     timeout = timedelta(seconds=args.timeout)
     if WORLD == 1:
         own = describe_process(on_cpu, args.output_dir, args.dataset)
@@ -378,11 +403,10 @@ def main():
     device = torch.device("cpu") if on_cpu else torch.device("cuda", int(os.environ.get("LOCAL_RANK", 0)))
     if not on_cpu:
         torch.cuda.set_device(device)
-    group = dict(store=store, rank=RANK, world_size=WORLD, timeout=2 * timeout, device_id=None if on_cpu else device)
-    watchdog = start_watchdog(args.timeout)
-    dist.init_process_group(processes[0]["backend"], **group)
-    dist.barrier()
-    watchdog.cancel()
+    group = dict(store=store, rank=RANK, world_size=WORLD, device_id=None if on_cpu else device)
+    connect(processes[0]["backend"], device, args.timeout, **group)
+    if not on_cpu:  # the training scripts also use gloo, to agree when to stop and to wait for work on files
+        connect("gloo", torch.device("cpu"), args.timeout)
     rows = measure_all_reduce(device, args.max_bytes, args.seconds_per_size)
     if RANK == 0:
         print(f"\nall-reduce over {dist.get_backend()}\n{bandwidth_table(rows)}\n\n{summarize(rows, processes)}")

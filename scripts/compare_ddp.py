@@ -56,13 +56,12 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 from torch.utils.data import DataLoader, Sampler
 
-from utils import report, topology
+from utils import plots, report, topology
 from utils.arguments import Parser, number
 from utils.augment import normalize
 from utils.exits import RunFailed, UserError
 from utils.guard import Guard
 from utils.image_data import BatchedImages, as_is, load_images
-from utils.plots import DPI, plt
 from utils.run_folder import RunFolder
 
 RUNS = ("replicated", "replicated_single", "ddp", "ddp_single")  # each pair: with W processes, with one
@@ -278,7 +277,7 @@ def table(rows):
 
 def draw(path, records, processes):
     """Loss curves: each pair over steps, and all four over seconds."""
-    figure, axes = plt.subplots(1, 3, figsize=(14, 4.2), sharey=True)
+    figure, axes = plots.subplots(1, 3, figsize=(14, 4.2), sharey=True)
     colors = dict(zip(RUNS, ("#d1795b", "#7d2c10", "#6ba3d6", "#0b4884"), strict=True))
     for name, record in records.items():
         losses, single = record["losses"], name.endswith("single")
@@ -301,9 +300,7 @@ def draw(path, records, processes):
         axis.grid(alpha=0.3)
         axis.legend(fontsize=8)
     axes[0].set_ylabel("training loss (thick: running mean)")
-    figure.tight_layout()
-    figure.savefig(path, dpi=DPI, metadata={"Software": None})
-    plt.close(figure)
+    plots.save(figure, path)
 
 
 # ------------------------------------------------------------------------------------------------------------- main
@@ -373,7 +370,7 @@ def main():
 
     if accelerator.is_main_process:
         conclude(run, processes, args, gradients, own, whole, accelerator.device, resumed_from)
-    accelerator.wait_for_everyone()  # a scheduler may stop the other machines when one exits
+    topology.gather(accelerator, None)  # wait: a scheduler may stop the other machines when one exits
     accelerator.end_training()
 
 

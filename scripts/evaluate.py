@@ -34,11 +34,11 @@ from utils import plots, pretrained, topology, weights
 from utils.arguments import Parser, number
 from utils.augment import normalize
 from utils.exits import UserError
+from utils.files import read_json, write_json, write_text
 from utils.image_cache import cores_per_process
 from utils.image_data import BatchedImages, as_is, load_images
 from utils.image_files import EvalTransform, ImageBatches
 from utils.image_folder import load_pictures, unlabeled
-from utils.run_folder import read_json, write_json, write_text
 
 
 def main():

@@ -2,10 +2,14 @@
 
     python scripts/predict_scaling.py --parameters 11e6 --step_seconds 0.05 --topology runs/check_topology/topology.json
     python scripts/predict_scaling.py --parameters 1.5e9 --step_seconds 0.9 --latency 10e-6 --bandwidth 50e9
+    python scripts/predict_scaling.py --parameters 7e9 --layers 32 --step_seconds 4 --processes 64 --per_machine 8 \\
+        --latency 10e-6 --bandwidth 50e9 --inside_latency 5e-6 --inside_bandwidth 300e9
     accelerate launch --config_file accelerate_configs/2cpu.yaml scripts/predict_scaling.py --measure
 
 `--step_seconds` is the time of a step on one process. `--topology` is the result of `check_topology.py`; instead of it, you can
-give `--latency` in seconds and `--bandwidth` (bus bandwidth) in bytes per second.
+give `--latency` in seconds and `--bandwidth` (bus bandwidth) in bytes per second. `--processes` adds a comparison of DDP,
+FSDP and HSDP on that many processes; the links inside a machine are those of `--inside_topology`, or `--inside_latency` and
+`--inside_bandwidth`, and `--step_seconds` is then the computation of each process for its part of the batch.
 
 The model, for W processes and n bytes of gradients over links of latency a and bandwidth b:
 
@@ -16,8 +20,18 @@ The model, for W processes and n bytes of gradients over links of latency a and 
   the computation); a step waits only for communication that is not hidden by it (Li et al., arXiv:2006.15704).
 - Weak scaling: the batch per process stays the same and the global batch grows. Strong scaling: the global batch stays the
   same, so each of W processes computes 1 / W of it and sends as much as before. These scripts use strong scaling.
-- Memory for weights, gradients and two Adam states in float32: 16 bytes per parameter, on every process with DDP; FSDP
-  divides it by W and sends 1.5 times as much (Rajbhandari et al., arXiv:1910.02054).
+- Bandwidth is NCCL's bus bandwidth: an all-gather or reduce-scatter of n bytes takes (W - 1) a + n (W - 1) / (W b), an
+  all-reduce twice as much (github.com/NVIDIA/nccl-tests, doc/PERFORMANCE.md). Between machines it is that of all links of a
+  machine together, as a ring over all processes measures it.
+- Memory for weights, gradients and two Adam states in float32: 16 bytes per parameter, and with DDP 4 more for its buckets.
+  FSDP divides the 16 bytes by W (stage 3 of Rajbhandari et al., arXiv:1910.02054) and holds two gathered layers and the
+  gradient of one. Activations come on top.
+- FSDP gathers each layer for the forward pass and again for the backward pass, and reduce-scatters its gradient: 1.5 times
+  the bytes of DDP in float32 (same paper, section 7); here weights are gathered in --mixed_precision, and gradients reduced
+  in float32. A layer is gathered while the one before is computed; the first gather of a pass and the last reduction are
+  not hidden (Zhao et al., arXiv:2304.11277, section 3.3).
+- HSDP shards over the processes of a machine and averages the gradient of each part over the R machines: the network carries
+  2 n (R - 1) / R bytes per machine, and the rest stays inside (same paper, section 3.2.2).
 
 `--measure` runs a network of --parameters on W real processes, and compares the predicted step time with the measured one.
 For results see the README.
@@ -28,6 +42,7 @@ import math
 import sys
 import time
 from pathlib import Path
+from typing import NamedTuple
 
 # Finds `utils` next to this script (a copy) or one folder up (the repository).
 sys.path.insert(1, str(Path(__file__).resolve().parents[1]))
@@ -46,7 +61,15 @@ from utils.arguments import Parser, number
 from utils.exits import UserError
 
 FIRST_BUCKET, BUCKET = 2**20, 25 * 2**20
+ROOM = 0.7  # share of the memory for weights, gradients and optimizer states; the rest is for activations
 BACKWARD = 2 / 3  # share of the computation: two matrix products for each one in the forward pass
+
+
+class Link(NamedTuple):
+    """What connects processes: latency in seconds, bus bandwidth in bytes per second."""
+
+    latency: float
+    bandwidth: float
 
 
 # ------------------------------------------------------------------------------------------------------- the model
@@ -80,13 +103,94 @@ def step_seconds(processes, compute, size, latency, bandwidth, overlap=True):
     return max(compute, sent_at)
 
 
+def gather_seconds(processes, size, link):
+    """Seconds of an all-gather or a reduce-scatter of `size` bytes in total, over a ring."""
+    return (processes - 1) * link.latency + (processes - 1) / processes * size / link.bandwidth
+
+
+def sharded_seconds(layers, compute, gather, reduce, average=0.0):
+    """Seconds of one step with FSDP or HSDP.
+
+    Args:
+        layers (int): layers of equal size, each of which is gathered and reduced on its own.
+        compute (float): seconds of computation of a step.
+        gather, reduce (float): seconds to gather the weights of a layer, and to reduce-scatter its gradient, over one link.
+        average (float): seconds to average its gradient over another link, at the same time.
+    """
+    forward, backward = compute * (1 - BACKWARD) / layers, compute * BACKWARD / layers
+    seconds = gather + (layers - 1) * max(forward, gather) + forward
+    return seconds + gather + (layers - 1) * max(backward, gather + reduce, average) + backward + reduce + average
+
+
+def compare(args, inside, between):
+    """Predicts DDP, FSDP and, on several machines, HSDP on `args.processes` processes, `args.per_machine` on each machine.
+
+    Args:
+        inside, between (Link): the links inside a machine and between machines.
+
+    Returns:
+        list[dict]: for each kind `memory_bytes` and `sent_bytes` per process, `network_bytes` that a machine sends to others,
+        `seconds` per step and `efficiency`.
+    """
+    processes, machines = args.processes, max(1, args.processes // args.per_machine)
+    gradients, gathered = args.parameters * 4, args.parameters * (2 if args.mixed_precision == "bf16" else 4)
+    weights, compute = args.parameters * 16, args.step_seconds
+    ring = between if machines > 1 else inside  # a ring over all processes is as fast as its slowest link
+    # Two layers are gathered at a time, and the gradient of one waits to be reduced.
+    transient = (2 * gathered + gradients) / args.layers
+
+    def row(kind, memory, sent, network, seconds):
+        values = dict(memory_bytes=memory, sent_bytes=sent, network_bytes=network if machines > 1 else 0, seconds=seconds)
+        return dict(kind=kind, **values, efficiency=compute / seconds)
+
+    def layer(size, shards, link):
+        return gather_seconds(shards, size / args.layers, link)
+
+    others = (processes - 1) / processes
+    sent = 2 * gradients * others
+    rows = [row("DDP", weights + gradients, sent, sent, step_seconds(processes, compute, gradients, *ring))]
+    sent = (2 * gathered + gradients) * others
+    seconds = sharded_seconds(args.layers, compute, layer(gathered, processes, ring), layer(gradients, processes, ring))
+    rows.append(row("FSDP", weights / processes + transient, sent, sent, seconds))
+    if machines > 1:
+        shards = args.per_machine
+        network = 2 * gradients * (machines - 1) / machines
+        sent = (2 * gathered + gradients) * (shards - 1) / shards + network / shards
+        # All processes of a machine average their parts at once, and share its links.
+        part = gradients / args.layers / shards
+        average = all_reduce_seconds(machines, part, between.latency, between.bandwidth / shards)
+        times = layer(gathered, shards, inside), layer(gradients, shards, inside), average
+        seconds = sharded_seconds(args.layers, compute, *times)
+        rows.append(row("HSDP", weights / shards + transient, sent, network, seconds))
+    return rows
+
+
+def print_comparison(args, rows):
+    """Prints what `compare` returned, and which kind to use."""
+    room = args.memory_gib * ROOM * 2**30
+    print(
+        f"\n{args.processes} processes, {min(args.processes, args.per_machine)} on each machine, same batch per process:\n\n"
+        f"{'':>4}  {'memory':>11}  {'sent':>11}  {'network':>11}  {'step':>11}  {'efficiency':>10}"
+    )
+    for row in rows:
+        sizes = "  ".join(f"{row[f'{name}_bytes'] / 2**30:7.2f} GiB" for name in ("memory", "sent", "network"))
+        print(f"{row['kind']:>4}  {sizes}  {row['seconds'] * 1e3:8.2f} ms  {row['efficiency']:>10.1%}")
+    print("memory without activations, and bytes sent: per process; network: sent by a machine to others; each per step\n")
+    fitting = [row for row in rows if row["memory_bytes"] <= room]
+    if not fitting:
+        print(f"None of them leaves {1 - ROOM:.0%} of {args.memory_gib:g} GiB for activations: use more processes.")
+        return
+    best = min(fitting, key=lambda row: row["seconds"])
+    print(f"{best['kind']} is the fastest that leaves {1 - ROOM:.0%} of {args.memory_gib:g} GiB for activations.")
+
+
 def fit_link(rows, processes):
     """Estimates latency and bandwidth of the link from measured all-reduces.
 
     Assumes that the time of the smallest message is latency only, and takes the highest bus bandwidth as that of the link.
     """
     latency = min(row["seconds"] for row in rows) / min(2 * (processes - 1), 4 * math.log2(processes))
-    return latency, max(row["bus_bandwidth"] for row in rows)
+    return Link(latency, max(row["bus_bandwidth"] for row in rows))
 
 
 def predict(args, latency, bandwidth):
@@ -120,15 +224,16 @@ def summarize(args, rows):
         last = good and max(good) == rows[-1]["processes"]
         batch = "the same batch per process" if kind == "weak" else "the same global batch"
         lines.append(f"With {batch} DDP keeps {args.worthwhile:.0%} of its efficiency {limit}.{'' if last else f' {remedy}.'}")
-    needs = args.parameters * 16 / 2**30
-    if needs > args.memory_gib * 0.7:
-        fits = 2 ** math.ceil(math.log2(needs / (args.memory_gib * 0.7)))
+    needs, sharded = args.parameters * 20 / 2**30, args.parameters * 16 / 2**30
+    what = "With DDP, weights, gradients, their buckets and Adam states take"
+    if needs > args.memory_gib * ROOM:
+        fits = 2 ** max(1, math.ceil(math.log2(sharded / (args.memory_gib * ROOM))))
         lines.append(
-            f"Weights, gradients and Adam states take {needs:,.0f} GiB, too much for {args.memory_gib:g} GiB with activations: "
-            f"use FSDP with {fits} processes or more (accelerate_configs/4gpu_fsdp.yaml), at 1.5 times the communication."
+            f"{what} {needs:,.0f} GiB, too much for {args.memory_gib:g} GiB with activations: "
+            f"use FSDP with {fits} processes or more (accelerate_configs/4gpu_fsdp.yaml); --processes compares them."
         )
     else:
-        lines.append(f"Weights, gradients and Adam states take {needs:,.1f} of {args.memory_gib:g} GiB: no need for FSDP.")
+        lines.append(f"{what} {needs:,.1f} of {args.memory_gib:g} GiB: no need for FSDP.")
     return "\n".join(lines)
 
 
@@ -196,22 +301,18 @@ def main():
     if args.measure:
         measure(args)
         return
-    latency, bandwidth = args.latency, args.bandwidth
-    if args.topology:
-        try:
-            topology_ = json.loads(Path(args.topology).read_text())
-            latency, bandwidth = fit_link(topology_["all_reduce"], len(topology_["processes"]))
-            machines = len({process["host"] for process in topology_["processes"]})
-        except (OSError, ValueError, KeyError, TypeError, ZeroDivisionError) as error:
-            raise UserError(f"--topology {args.topology} is not a result of check_topology.py: {error}") from None
-        if machines == 1:
-            print(
-                "*** measured within one machine: links between machines are slower; measure with two machines ***",
-                file=sys.stderr,
-                flush=True,
-            )
-    if args.step_seconds is None or latency is None or bandwidth is None:
+    link, machines = read_link(args, "")
+    if args.step_seconds is None or link is None:
         raise UserError("give --step_seconds, and --topology or both --latency and --bandwidth")
+    if machines == 1 and (args.processes is None or args.processes > args.per_machine):
+        print(
+            "*** measured within one machine: links between machines are slower; measure with two machines ***",
+            file=sys.stderr,
+            flush=True,
+        )
+    if args.processes and args.processes > args.per_machine and args.processes % args.per_machine:
+        raise UserError(f"--processes {args.processes} is not a multiple of --per_machine {args.per_machine}")
+    latency, bandwidth = link
     rows = predict(args, latency, bandwidth)
     print(
         f"{args.parameters:,} parameters, {args.step_seconds:g} s per step on one process, "
@@ -225,8 +326,30 @@ def main():
             f"{row['strong_seconds'] * 1e3:8.2f} ms  {row['strong_efficiency']:>11.1%}"
         )
     print(f"\n{summarize(args, rows)}")
-    write(args, "scaling.json", {"latency": latency, "bandwidth": bandwidth, "rows": rows})
+    record = {"latency": latency, "bandwidth": bandwidth, "rows": rows}
+    if args.processes:
+        inside, _ = read_link(args, "inside_")
+        record["comparison"] = compare(args, inside or link, link)
+        print_comparison(args, record["comparison"])
+    write(args, "scaling.json", record)
     plots.scaling(Path(args.output_dir) / "scaling.png", rows)
+
+
+def read_link(args, prefix):
+    """The link of `--topology`, or of `--latency` and `--bandwidth`; with the prefix `inside_`, that of the flags so called.
+
+    Returns:
+        tuple[Link | None, int | None]: the link, None if it is not given; the number of machines on which it was measured.
+    """
+    path, latency, bandwidth = (getattr(args, prefix + name) for name in ("topology", "latency", "bandwidth"))
+    if not path:
+        return (Link(latency, bandwidth) if latency and bandwidth else None), None
+    try:
+        measured = json.loads(Path(path).read_text())
+        machines = len({process["host"] for process in measured["processes"]})
+        return fit_link(measured["all_reduce"], len(measured["processes"])), machines
+    except (OSError, ValueError, KeyError, TypeError, ZeroDivisionError) as error:
+        raise UserError(f"--{prefix}topology {path} is not a result of check_topology.py: {error}") from None
 
 
 def write(args, name, record):
@@ -252,9 +375,18 @@ def parse_args():
     parser.add_argument("--memory_gib", type=number(float, 0, above=True), default=80, help="memory of one GPU")
     parser.add_argument("--worthwhile", type=number(float, 0, above=True), default=0.8, help="lowest acceptable efficiency")
     parser.add_argument("--output_dir", default="runs/predict_scaling")
+    parser.add_argument(
+        "--layers", type=number(int, 1), default=16, help="layers of equal size, also of the one that is measured"
+    )
+    group = parser.add_argument_group("comparing DDP, FSDP and HSDP")
+    group.add_argument("--processes", type=number(int, 2), help="number of GPUs; default: no comparison")
+    group.add_argument("--per_machine", type=number(int, 1), default=8, help="GPUs of a machine")
+    group.add_argument("--mixed_precision", choices=["bf16", "no"], default="bf16", help="in which FSDP gathers weights")
+    group.add_argument("--inside_topology", help="topology.json of check_topology.py on one machine; default: the same link")
+    group.add_argument("--inside_latency", type=number(float, 0, above=True), help="seconds, inside a machine")
+    group.add_argument("--inside_bandwidth", type=number(float, 0, above=True), help="bus bandwidth inside a machine")
     group = parser.add_argument_group("measuring, under accelerate launch")
     group.add_argument("--measure", action="store_true", help="run real steps on these processes, and compare")
-    group.add_argument("--layers", type=number(int, 1), default=16, help="layers of the network to run")
     group.add_argument("--batch", type=number(int, 1), default=512, help="samples per process and step")
     return parser.parse_args()
 

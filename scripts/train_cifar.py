@@ -28,7 +28,6 @@ if __name__ == "__main__":
 
 import torch
 import torch.nn.functional as F
-import torchvision
 from accelerate import Accelerator, DataLoaderConfiguration, skip_first_batches
 from accelerate.utils import GradientAccumulationPlugin, InitProcessGroupKwargs, set_seed
 from torch import nn
@@ -66,9 +65,11 @@ class Net(nn.Module):
         return self.fc3(F.relu(self.fc2(x)))
 
 
-def resnet18(classes):
+def build_resnet18(classes):
     """torchvision's ResNet-18 with a stem for small images: a 3x3 convolution of stride 1 and no max-pool."""
-    model = torchvision.models.resnet18(num_classes=classes)
+    from torchvision.models import resnet18  # here, because it takes as long to import as Accelerate
+
+    model = resnet18(num_classes=classes)
     model.conv1 = nn.Conv2d(3, 64, 3, padding=1, bias=False)
     model.maxpool = nn.Identity()
     return model
@@ -112,7 +113,7 @@ class FastNet(nn.Module):
 
 def build_model(name, classes):
     """Builds the model called `name`, with random weights."""
-    model = {"net": Net, "resnet18": resnet18, "fastnet": FastNet}[name](classes)
+    model = {"net": Net, "resnet18": build_resnet18, "fastnet": FastNet}[name](classes)
     return model.to(memory_format=torch.channels_last)
 
 
@@ -216,7 +217,7 @@ def main():
         log_with=tracking.trackers(args.track),
         project_dir=f"{args.output_dir}/tensorboard",
     )
-    topology.print_banner(accelerator, args.batch_size, args.gradient_accumulation_steps)
+    micro_batch = topology.print_banner(accelerator, args.batch_size, args.gradient_accumulation_steps)
     data = topology.local_main_first(accelerator, lambda: load_images(args.dataset, args.seed))
     if args.overfit_batch:
         data.train = data.test = data.train.first(args.batch_size)
@@ -237,6 +238,7 @@ def main():
     if args.compile:
         model.compile()  # in place: torch.compile(model) would add its prefix to every parameter name in a checkpoint
     optimizer = build_optimizer(model, args)
+    model = topology.sync_batch_norm(accelerator, model, micro_batch, args.sync_batchnorm)
     scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: lr_multiplier(step / plan.total_steps, args))
     model, optimizer, scheduler = accelerator.prepare(model, optimizer, scheduler)
     train_loader, test_loader = accelerator.prepare(*build_loaders(accelerator, data, args))
@@ -250,7 +252,7 @@ def main():
             batches = skip_first_batches(train_loader, todo.batches_done)
             for step, micro_batches in todo.steps(run.timed(batches)):
                 size = image_size_at(step / plan.total_steps, args)
-                losses, ids = [], []
+                losses, ids, norm = [], [], None
                 for batch in micro_batches:
                     # Makes a restart draw the same dropout masks. Seeds after loading the batch, which may draw numbers too.
                     topology.seed_step(accelerator, args.seed, step, len(losses))
@@ -258,17 +260,17 @@ def main():
                         loss = compute_loss(model, batch, mean, std, epoch, size, args)
                         accelerator.backward(loss)
                         if accelerator.sync_gradients and args.max_grad_norm:
-                            accelerator.clip_grad_norm_(model.parameters(), args.max_grad_norm)
+                            norm = accelerator.clip_grad_norm_(model.parameters(), args.max_grad_norm)
                         optimizer.step()
                         scheduler.step()
                         optimizer.zero_grad()
                     losses.append(loss.detach())
                     ids.append(batch["ids"])
                 profiler.step()
-                stop = guard.should_stop(step, losses, ids)  # the same answer on every process
+                stop = guard.should_stop(step, losses, ids, norm)  # the same answer on every process
                 if plan.log_due(step):
                     train_loss = accelerator.reduce(torch.stack(losses).mean(), "mean").item()  # one loss, not one per rank
-                    run.log("train", step, loss=train_loss, lr=scheduler.get_last_lr()[0])
+                    run.log("train", step, loss=train_loss, grad_norm=norm, lr=scheduler.get_last_lr()[0])
                 if plan.evaluation_due(step):
                     metrics = evaluate(accelerator, model, test_loader, mean, std, size=size)
                     run.log("test", step, score=metrics["accuracy"], loss=metrics["loss"], accuracy=metrics["accuracy"])
@@ -293,7 +295,6 @@ def main():
         tracking.log_images(accelerator, plots.classification(run.path, data, metrics["predictions"]), step)
         plots.curves(run.path)
     run.finish(step, next_command=f"python scripts/evaluate.py --checkpoint {run.path}", **results)
-    accelerator.wait_for_everyone()  # a scheduler may stop the other machines when one exits
     accelerator.end_training()
 
 
@@ -309,6 +310,7 @@ def parse_args():
     )
     group.add_argument("--lr_schedule", choices=["linear", "constant"], default="linear", help="constant: no warm-up either")
     group.add_argument("--compile", action="store_true", help="torch.compile the model")
+    group.add_argument("--sync_batchnorm", action="store_true", help="batch norm over all processes; on GPUs")
     group = parser.add_argument_group("augmentation and evaluation")
     group.add_argument("--label_smoothing", type=number(float, 0), default=0.0, help="0: none")
     group.add_argument("--padding", type=number(int, 0), default=2, help="largest random shift in pixels")

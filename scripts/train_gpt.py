@@ -43,12 +43,13 @@ from torch.utils.data import DataLoader
 from utils import plots, report, topology, tracking, weights
 from utils.arguments import Parser, number
 from utils.exits import UserError
+from utils.files import read_json, write_text
 from utils.gpu_peaks import peak_flops
 from utils.guard import Guard
 from utils.image_data import as_is
 from utils.muon import MuonAdamW
 from utils.plan import Plan
-from utils.run_folder import RunFolder, read_json, write_text
+from utils.run_folder import RunFolder
 from utils.sampling import generate
 from utils.text_data import TextStream, Windows, gather_position, load_held_out, load_text
 
@@ -209,15 +210,15 @@ def sample(args):
         model.load_state_dict(state)
     except (KeyError, TypeError, RuntimeError):
         raise UserError(f"{file} does not hold a model of this script") from None
-    device = "cuda" if torch.cuda.is_available() else "cpu"
-    model, length = model.to(device), args.sample_length
-    print(generate(model, config["block_size"], device, args.prompt, length, args.temperature, args.top_k, args.seed))
+    model.to("cuda" if torch.cuda.is_available() else "cpu")
+    length, seed = args.sample_length, args.seed
+    print(generate(model, config["block_size"], length, seed, args.prompt, args.temperature, args.top_k))
 
 
 # ------------------------------------------------------------------------------------------------------------- main
 
 SIZES = ("n_layer", "n_head", "n_embd", "block_size")
-MAY_CHANGE = ("activation_checkpointing", "peak_tflops", "sample_length", "prompt", "temperature", "top_k")
+MAY_CHANGE = ("activation_checkpointing", "peak_tflops", "sample_length", "sample_sharded", "prompt", "temperature", "top_k")
 
 
 def set_precision(accelerator):
@@ -238,7 +239,7 @@ def main():
     # --batch_size is global: each batch is split over the processes, so every topology sees the same batches in the same order.
     loading = DataLoaderConfiguration(split_batches=True, use_seedable_sampler=True, data_seed=args.seed, non_blocking=True)
     accelerator = Accelerator(
-        cpu=topology.check_launch(training=True),
+        cpu=topology.check_launch(training=True, shards=True),
         dataloader_config=loading,
         gradient_accumulation_plugin=GradientAccumulationPlugin(args.gradient_accumulation_steps, sync_with_dataloader=False),
         kwargs_handlers=[InitProcessGroupKwargs(timeout=timedelta(seconds=args.timeout))],
@@ -293,14 +294,13 @@ def main():
         rates["mfu"] = args.block_size * flops / peak
     step = run.start(scheduler, rates)  # accelerator.load_state, if there is a checkpoint
     run.print(f"{parameters:,} parameters, {flops / 1e6:.1f} million floating-point operations per byte")
-    sampling = dict(length=args.sample_length, seed=args.seed)
     guard = Guard(accelerator, args.timeout)
     train_loss, val_loss = math.inf, None
     with report.profiler(accelerator, run.path, args.profile) as profiler:
         for epoch, todo in plan.epochs(start=step):
             batches = epoch_batches(train_loader, epoch, todo.batches_done)
             for step, micro_batches in todo.steps(run.timed(batches)):
-                losses, ids = [], []
+                losses, ids, norm = [], [], None
                 for batch in micro_batches:
                     # Makes a restart draw the same dropout masks. Seeds after loading the batch, which may draw numbers too.
                     topology.seed_step(accelerator, args.seed, step, len(losses))
@@ -308,21 +308,22 @@ def main():
                         loss = compute_loss(model, batch, accelerator.device)
                         accelerator.backward(loss)
                         if accelerator.sync_gradients and args.max_grad_norm:
-                            accelerator.clip_grad_norm_(model.parameters(), args.max_grad_norm)
+                            norm = accelerator.clip_grad_norm_(model.parameters(), args.max_grad_norm)
                         optimizer.step()
                         scheduler.step()
                         optimizer.zero_grad()
                     losses.append(loss.detach())
                     ids.append(batch["ids"])
                 profiler.step()
-                stop = guard.should_stop(step, losses, ids)  # the same answer on every process
+                stop = guard.should_stop(step, losses, ids, norm)  # the same answer on every process
                 if plan.log_due(step):
                     train_loss = accelerator.reduce(torch.stack(losses).mean(), "mean").item()  # one loss, not one per rank
-                    run.log("train", step, loss=train_loss, lr=scheduler.get_last_lr()[0])
+                    run.log("train", step, loss=train_loss, grad_norm=norm, lr=scheduler.get_last_lr()[0])
                 if plan.evaluation_due(step):
                     val_loss = evaluate(accelerator, model, eval_loader)
                     run.log("val", step, score=-val_loss, loss=val_loss, bits_per_byte=val_loss / math.log(2))
-                    run.log("sample", step, text=generate(model, args.block_size, accelerator.device, **sampling))
+                    if not accelerator.is_fsdp2 or args.sample_sharded:
+                        run.log("sample", step, text=generate(model, args.block_size, args.sample_length, args.seed))
                 if stop or plan.save_due(step, improved=run.improved_at(step)):
                     guard.check(model)  # a checkpoint never holds a diverged model
                     with run.checkpoint(step, position=gather_position(batch)) as folder:
@@ -334,7 +335,7 @@ def main():
 
     if val_loss is None or step < plan.total_steps:  # resumed after the last step, or --overfit_batch ended early
         val_loss = evaluate(accelerator, model, eval_loader)
-    sampled = generate(model, args.block_size, accelerator.device, **sampling)
+    sampled = generate(model, args.block_size, args.sample_length, args.seed)
     state = accelerator.get_state_dict(model)  # under FSDP gathered from all processes
     if accelerator.is_main_process:
         unwrapped = GPT(**sizes)
@@ -346,7 +347,6 @@ def main():
     results = {"val_loss": val_loss, "val_bits_per_byte": val_loss / math.log(2), "flops_per_token": flops}
     results |= {"parameters": parameters, "tokens_seen": step * args.batch_size * args.block_size}
     run.finish(step, next_command=f'python scripts/train_gpt.py --sample {run.path} --prompt "The "', **results)
-    accelerator.wait_for_everyone()  # a scheduler may stop the other machines when one exits
     accelerator.end_training()
 
 
@@ -378,6 +378,7 @@ def parse_args():
     group.add_argument("--sample", metavar="PATH", help="do not train: generate text with the weights of a run")
     group.add_argument("--prompt", default="\n", help="text to continue")
     group.add_argument("--sample_length", type=number(int, 1), default=300, help="bytes")
+    group.add_argument("--sample_sharded", action="store_true", help="sample at evaluations with FSDP too, which is slow")
     group.add_argument("--temperature", type=number(float, 0), default=0.8, help="0: always the most likely byte")
     group.add_argument("--top_k", type=number(int, 1), help="sample from this many bytes; default: from all")
     # In steps: an epoch of a small text takes seconds, and the length of a stream's epoch is unknown.

@@ -27,11 +27,10 @@ from utils import exits
 if __name__ == "__main__":
     exits.install()  # before torch: a signal during the slow imports below must not be lost
 
-import numpy as np
 import torch
 import torch.nn.functional as F
 from accelerate import Accelerator, DataLoaderConfiguration, skip_first_batches
-from accelerate.utils import GradientAccumulationPlugin, InitProcessGroupKwargs, broadcast, gather_object, set_seed
+from accelerate.utils import GradientAccumulationPlugin, InitProcessGroupKwargs, broadcast, set_seed
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 from torch.utils.data import DataLoader
 
@@ -39,6 +38,7 @@ from utils import image_cache, plots, pretrained, report, topology, tracking, we
 from utils.arguments import Parser, number
 from utils.augment import normalize
 from utils.exits import UserError
+from utils.files import write_text
 from utils.guard import Guard
 from utils.image_data import as_is
 from utils.image_files import EpochSampler, EvalTransform, ImageBatches, TrainTransform, ending_workers
@@ -46,7 +46,7 @@ from utils.image_folder import load_pictures
 from utils.mixing import Mix
 from utils.model_card import card
 from utils.plan import Plan
-from utils.run_folder import RunFolder, write_text
+from utils.run_folder import RunFolder
 
 # The defaults of each --preset; flags override them. `torchvision` is the recipe of its references/classification for
 # ResNet-50 (80.9 % on ImageNet there, on 8 GPUs), without repeated augmentation.
@@ -105,21 +105,18 @@ def lr_multiplier(step, plan, args):
 
 def find_data(accelerator, args):
     """Finds the pictures on every machine, which must be the same, and shortens the splits for quick checks."""
-    folder = Path(args.cache_dir)
-    options = dict(val_fraction=args.val_fraction, image_column=args.image_column, label_column=args.label_column)
+    options = {name: getattr(args, name) for name in ("seed", "val_fraction", "image_column", "label_column")}
     data = topology.local_main_first(
-        accelerator, lambda: load_pictures(args.dataset, seed=args.seed, index_folder=folder, **options)
+        accelerator, lambda: load_pictures(args.dataset, index_folder=Path(args.cache_dir), **options)
     )
-    everywhere = gather_object([data.description]) if accelerator.num_processes > 1 else [data.description]
-    if len(set(everywhere)) > 1:
-        raise UserError(f"--dataset {args.dataset} differs between machines: {' against '.join(sorted(set(everywhere)))}")
+    everywhere = sorted(set(topology.gather(accelerator, data.description)))
+    if len(everywhere) > 1:
+        raise UserError(f"--dataset {args.dataset} differs between machines: {' against '.join(everywhere)}")
     args.pictures = data.description  # a run continues with the same pictures only
-    few = {"train": args.batch_size} if args.overfit_batch else {"val": 500, "test": 500} if args.dry_run else {}
-    for split in few.keys() & data.splits.keys():
-        pictures = data.splits[split]
-        data.splits[split] = pictures.select(np.arange(0, len(pictures), max(1, len(pictures) // few[split]))[: few[split]])
     if args.overfit_batch:
-        data.splits = {"train": data.splits["train"], "val": data.splits["train"]}
+        data.splits = dict.fromkeys(("train", "val"), data.splits["train"].spread(args.batch_size))
+    elif args.dry_run:
+        data.splits |= {split: pictures.spread(500) for split, pictures in data.splits.items() if split != "train"}
     for split, pictures in data.splits.items() if args.check_images else ():
         image_cache.check(accelerator, pictures, split, args.on_bad_image)
     return data
@@ -133,10 +130,8 @@ def build_loaders(accelerator, data, preprocess, args):
     if args.cache:
         # Just above the size of training, and all that the evaluation keeps of a picture.
         side = max(preprocess["resize"], round(1.15 * train_size))
-        for split, pictures in data.splits.items():
-            data.splits[split] = image_cache.cached(
-                accelerator, pictures, split, side, args.cache_dir, preprocess["interpolation"]
-            )
+        options = (side, args.cache_dir, preprocess["interpolation"])
+        data.splits = {split: image_cache.cached(accelerator, data.splits[split], split, *options) for split in data.splits}
     look = EvalTransform(preprocess)
     options = {name: getattr(args, name) for name in ("min_scale", "flip", "auto_augment", "random_erasing")}
     change = look if args.overfit_batch else TrainTransform(args.seed, train_size, preprocess, **options)
@@ -163,6 +158,11 @@ def epoch_batches(loaders, epoch, batches_done, bad):
     for batch in loader:
         bad.update(batch.pop("bad"))
         yield batch
+
+
+def of_all(accelerator, ids):
+    """The ids (set) of all processes, sorted."""
+    return sorted(set().union(*topology.gather(accelerator, ids)))
 
 
 def compute_loss(model, batch, mean, std, mix, step, args):
@@ -204,8 +204,8 @@ def evaluate(accelerator, model, ema, loader, mean, std):
     if not torch.equal(ids, torch.arange(len(loader.dataset))):
         raise RuntimeError(f"evaluated {len(ids)} of {len(loader.dataset)} pictures, or not in order")
     counts, hits = labels >= 0, top == labels[:, None]
-    figures = {"loss": losses[counts].double().mean().item(), "accuracy": hits[counts, 0].double().mean().item()}
-    figures["top5"] = hits[counts].any(1).double().mean().item()
+    shares = {"loss": losses[counts], "accuracy": hits[counts, 0], "top5": hits[counts].any(1)}
+    figures = {name: values.double().mean().item() for name, values in shares.items()}
     return figures, {"labels": labels, "predictions": top[:, 0], "losses": losses}
 
 
@@ -219,8 +219,17 @@ def write_outputs(run, config, model, ema, data, split, evaluated, bad, step, ar
     if bad:
         write_text(run.path / "bad_images.txt", "".join(f"{name}\n" for name in bad))
         run.print(f"{len(bad)} pictures could not be read and were left out: see {run.path / 'bad_images.txt'}")
-    count = (details["labels"] >= 0).sum().item()
-    text = card(config, data.description, split, count, metrics, step, args.batch_size, args.ema_decay, Path(__file__).name)
+    text = card(
+        config,
+        data.description,
+        split,
+        (details["labels"] >= 0).sum().item(),
+        metrics,
+        step,
+        args.batch_size,
+        args.ema_decay,
+        Path(__file__).name,
+    )
     write_text(run.path / "README.md", text)
     plots.curves(run.path)
     dataset = ImageBatches(data.splits[split], EvalTransform(config["preprocessing"]), "skip")
@@ -267,6 +276,7 @@ def main():
     if args.compile:
         model.compile()  # in place: torch.compile(model) would add its prefix to every parameter name in a checkpoint
     optimizer = build_optimizer(model, args)
+    model = topology.sync_batch_norm(accelerator, model, together, args.sync_batchnorm)
     scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: lr_multiplier(step, plan, args))
     model, optimizer, scheduler = accelerator.prepare(model, optimizer, scheduler)
     loaders = build_loaders(accelerator, data, config["preprocessing"], args)
@@ -283,7 +293,7 @@ def main():
         for epoch, todo in plan.epochs(start=step):
             batches = epoch_batches(loaders, epoch, todo.batches_done, bad)
             for step, micro_batches in todo.steps(run.timed(batches)):
-                losses, ids = [], []
+                losses, ids, norm = [], [], None
                 for batch in micro_batches:
                     # Makes a restart draw the same dropout masks. Seeds after loading the batch, which may draw numbers too.
                     topology.seed_step(accelerator, args.seed, step, len(losses))
@@ -291,7 +301,7 @@ def main():
                         loss = compute_loss(model, batch, mean, std, mix, step, args)
                         accelerator.backward(loss)
                         if accelerator.sync_gradients and args.max_grad_norm:
-                            accelerator.clip_grad_norm_(model.parameters(), args.max_grad_norm)
+                            norm = accelerator.clip_grad_norm_(model.parameters(), args.max_grad_norm)
                         optimizer.step()
                         scheduler.step()
                         optimizer.zero_grad()
@@ -300,16 +310,16 @@ def main():
                 if ema:
                     ema.update_parameters(plain)
                 profiler.step()
-                stop = guard.should_stop(step, losses, ids)  # the same answer on every process
+                stop = guard.should_stop(step, losses, ids, norm)  # the same answer on every process
                 if plan.log_due(step):
                     train_loss = accelerator.reduce(torch.stack(losses).mean(), "mean").item()  # one loss, not one per rank
-                    run.log("train", step, loss=train_loss, lr=scheduler.get_last_lr()[0])
+                    run.log("train", step, loss=train_loss, grad_norm=norm, lr=scheduler.get_last_lr()[0])
                 if plan.evaluation_due(step):
                     evaluated = evaluate(accelerator, model, ema, loaders[held_out], mean, std)
                     run.log(held_out, step, score=evaluated[0]["accuracy"], **evaluated[0])
                 if stop or plan.save_due(step, improved=run.improved_at(step)):
                     guard.check(model)  # a checkpoint never holds a diverged model
-                    with run.checkpoint(step, config=config, bad=sorted(set(gather_object(list(bad))))) as folder:
+                    with run.checkpoint(step, config=config, bad=of_all(accelerator, bad)) as folder:
                         accelerator.save_state(folder)
                 if stop and step < plan.total_steps:
                     run.exit_preempted(step)
@@ -322,7 +332,7 @@ def main():
     if held_out == "val" and "test" in loaders:
         tested, _ = evaluate(accelerator, model, ema, loaders["test"], mean, std)
         results |= {f"test_{name}": value for name, value in tested.items()}
-    bad = [("train", i) for i in sorted(set(gather_object(list(bad))))]
+    bad = [("train", i) for i in of_all(accelerator, bad)]
     bad += [(held_out, i) for i in (evaluated[1]["labels"] < 0).nonzero()[:, 0].tolist()]
     results |= {"bad_images": len(bad), "per_class": plots.class_accuracy(evaluated[1], data.class_names)}
     if accelerator.is_main_process:
@@ -330,7 +340,6 @@ def main():
         pictures = write_outputs(run, config, plain, ema, data, held_out, evaluated, bad, step, args)
         tracking.log_images(accelerator, pictures, step)
     run.finish(step, next_command=f"python scripts/evaluate.py --checkpoint {run.path} --images FOLDER", **results)
-    accelerator.wait_for_everyone()  # a scheduler may stop the other machines when one exits
     accelerator.end_training()
 
 
@@ -356,6 +365,7 @@ def parse_args():
     group.add_argument("--label_smoothing", type=share, default=0.1, help="0: none")
     group.add_argument("--ema_decay", type=share, default=0.0, help="of averaged weights, which are then evaluated; 0: none")
     group.add_argument("--compile", action="store_true", help="torch.compile the model")
+    group.add_argument("--sync_batchnorm", action="store_true", help="batch norm over all processes; on GPUs")
     group = parser.add_argument_group("pictures")
     group.add_argument("--image_size", type=positive, help="pixels of the model's input; default: that of --weights, or 224")
     group.add_argument("--train_size", type=positive, help="the same in training; default: --image_size")

@@ -92,7 +92,6 @@ def main():
     if accelerator.is_main_process:
         weights.export(run.path, accelerator.unwrap_model(model), {"model": "minimal"})  # names without "module."
     run.finish(step, val_accuracy=evaluate(accelerator, model, val_loader))
-    accelerator.wait_for_everyone()  # a scheduler may stop the other machines when one exits
     accelerator.end_training()
 
 

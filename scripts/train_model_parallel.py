@@ -251,7 +251,7 @@ def main():
             train_loader.set_epoch(epoch)
             batches = skip_first_batches(train_loader, todo.batches_done)
             for step, micro_batches in todo.steps(run.timed(batches)):
-                losses, ids = [], []
+                losses, ids, norm = [], [], None
                 for batch in micro_batches:
                     # Makes a restart draw the same dropout masks. Seeds after loading the batch, which may draw numbers too.
                     topology.seed_step(accelerator, args.seed, step, len(losses))
@@ -259,17 +259,17 @@ def main():
                         loss = compute_loss(model, batch, mean, std, epoch, args)
                         accelerator.backward(loss)
                         if accelerator.sync_gradients and args.max_grad_norm:
-                            accelerator.clip_grad_norm_(model.parameters(), args.max_grad_norm)
+                            norm = accelerator.clip_grad_norm_(model.parameters(), args.max_grad_norm)
                         optimizer.step()
                         scheduler.step()
                         optimizer.zero_grad()
                     losses.append(loss.detach().to(accelerator.device))
                     ids.append(batch["ids"])
                 profiler.step()
-                stop = guard.should_stop(step, losses, ids)  # the same answer on every process
+                stop = guard.should_stop(step, losses, ids, norm)  # the same answer on every process
                 if plan.log_due(step):
                     train_loss = accelerator.reduce(torch.stack(losses).mean(), "mean").item()  # one loss, not one per rank
-                    run.log("train", step, loss=train_loss, lr=scheduler.get_last_lr()[0])
+                    run.log("train", step, loss=train_loss, grad_norm=norm, lr=scheduler.get_last_lr()[0])
                 if plan.evaluation_due(step):
                     metrics = evaluate(accelerator, model, test_loader, mean, std)
                     run.log("test", step, score=metrics["accuracy"], **metrics)
@@ -291,7 +291,6 @@ def main():
     results = {"test_accuracy": metrics["accuracy"], "test_loss": metrics["loss"], "pipelining": pipelining}
     memory = [report.memory_bytes(device) for device in stages]
     run.finish(step, **results, peak_memory_bytes_per_stage=memory)
-    accelerator.wait_for_everyone()  # a scheduler may stop the other machines when one exits
     accelerator.end_training()
 
 

@@ -289,6 +289,10 @@ class Machine:
         named = ("unshare", "--uts", "sh", "-c", 'hostname "$0"; exec "$@"', self.name)
         self.enter = ("ip", "netns", "exec", self.name, *named)
 
+    def connect(self):
+        """Plugs its network cable in, if a test has pulled it out."""
+        subprocess.run(["ip", "-n", self.name, "link", "set", self.interface, "up"], check=True)
+
     def started(self, script, arguments, output_dir, *, config="2node_4gpu", launcher=None, env=None, enter=()):
         """Starts a launcher on this host as a user would, with 2 x 2 processes instead of the 2 x 4 of the YAML."""
         typed = ("--machine_rank", str(self.rank), "--main_process_ip", "10.77.0.1", "--num_processes", "4")

@@ -214,8 +214,8 @@ MUTANTS = [
     Mutant(
         "checksums are not compared",
         "utils/checkpoint.py",
-        ' or _sha256(file) != expected["sha256"]',
-        "",
+        'if (sizes[name], digest) != (files[name]["size"], files[name]["sha256"]):',
+        'if sizes[name] != files[name]["size"]:',
         "test_faults.py -k damaged_checkpoint",
     ),
     Mutant(
@@ -225,16 +225,22 @@ MUTANTS = [
         "if False:",
         "test_faults.py -k damaged_checkpoint",
     ),
-    Mutant("files are not synced", "utils/checkpoint.py", "        _flush(file)\n", "", "test_mechanisms.py -k has_its_name"),
+    Mutant(
+        "files are not synced",
+        "utils/checkpoint.py",
+        "                sync(path)\n",
+        "                pass\n",
+        "test_mechanisms.py -k has_its_name",
+    ),
     Mutant(
         "the manifest is not synced",
         "utils/checkpoint.py",
-        "    _flush(writing / MANIFEST)\n",
+        "    sync(writing / MANIFEST)\n",
         "",
         "test_mechanisms.py -k has_its_name",
     ),
     Mutant(
-        "the name is not synced", "utils/checkpoint.py", "    _flush(target.parent)\n", "", "test_mechanisms.py -k has_its_name"
+        "the name is not synced", "utils/checkpoint.py", "    sync(target.parent)\n", "", "test_mechanisms.py -k has_its_name"
     ),
     Mutant(
         "the oldest checkpoint is continued",
@@ -267,7 +273,7 @@ MUTANTS = [
     Mutant(
         "sharded pickles are let through",
         "utils/checkpoint.py",
-        "        shards.refuse_code(path)\n",
+        "            shards.refuse_code(path)\n",
         "",
         "test_faults.py -k registered",
     ),
@@ -284,6 +290,76 @@ MUTANTS = [
         "isinstance(error, (OSError, SafetensorError))",
         "False",
         "test_faults.py -k full_disk_costs",
+    ),
+    Mutant(
+        "another run's checkpoint is trusted",
+        "utils/checkpoint.py",
+        "        if not own:\n",
+        "        if False:\n",
+        "test_faults.py -k registered",
+    ),
+    Mutant(
+        "a folder that is not shared goes unnoticed",
+        "utils/run_folder.py",
+        "        topology.run_on_all(self._accelerator, lambda: self._check_shared(owner))\n",
+        "",
+        "test_faults.py -k not_shared",
+    ),
+    Mutant(
+        "machines may see different files",
+        "utils/checkpoint.py",
+        "if all(view == views[0] for view in views):",
+        "if True:",
+        "test_faults.py -k another_machine_does_not_see",
+    ),
+    Mutant(
+        "folders of shards are not synced",
+        "utils/checkpoint.py",
+        'for path in [*folder.rglob("*"), folder]:',
+        'for path in [*folder.glob("*.*"), folder]:',
+        "test_mechanisms.py -k all_files_are_synced",
+    ),
+    Mutant(
+        "metrics are not synced",
+        "utils/run_folder.py",
+        "os.fsync(self._metrics.fileno())",
+        "pass",
+        "test_mechanisms.py -k metrics_before_a_checkpoint",
+    ),
+    Mutant(
+        "an infinite gradient goes unnoticed until the next save",
+        "utils/guard.py",
+        "if norm is None or self._skips_infinite_gradients:",
+        "if True:",
+        "test_faults.py -k infinite_gradient",
+    ),
+    Mutant(
+        "the gradient scaler of fp16 may not skip a step",
+        "utils/guard.py",
+        "accelerator.scaler is not None",
+        "False",
+        "test_faults.py -k gradient_scaler",
+    ),
+    Mutant(
+        "persistent workers stay in the first epoch",
+        "utils/text_data.py",
+        "dtype=torch.int64).share_memory_()",
+        "dtype=torch.int64)",
+        "test_gpt.py -k persistent",
+    ),
+    Mutant(
+        "Muon needs every gradient",
+        "utils/muon.py",
+        "                if weight.grad is None:  # frozen or unused\n                    continue\n",
+        "",
+        "test_gpt.py -k without_a_gradient",
+    ),
+    Mutant(
+        "gloo listens on a loopback address",
+        "utils/topology.py",
+        'if not socket.gethostbyname(socket.gethostname()).startswith("127."):',
+        "if True:",
+        "test_mechanisms.py -k loopback",
     ),
     Mutant(
         "checkpoints may fail for ever",
@@ -380,9 +456,7 @@ MUTANTS = [
         "error = None",
         "test_faults.py -k dead_loader_worker",
     ),
-    Mutant(
-        "NaN is a number", "utils/guard.py", "0 if math.isfinite(loss.item()) else step", "0", "test_faults.py -k diverged_loss"
-    ),
+    Mutant("NaN is a number", "utils/guard.py", "0 if math.isfinite(value) else step", "0", "test_faults.py -k diverged_loss"),
     # ---------------------------------------------------------------------------------------------------- invalid input
     Mutant(
         "every process prints the error",
@@ -397,6 +471,69 @@ MUTANTS = [
         "too few GPUs", "utils/topology.py", "if gpus < local_processes:", "if False:", "test_mechanisms.py -k too_few_gpus"
     ),
     Mutant("fp16 on a CPU", "utils/topology.py", 'elif precision == "fp16":', "elif False:", "test_mechanisms.py -k fp16"),
+    Mutant(
+        "an FSDP configuration on a CPU falls back to DDP",
+        "utils/topology.py",
+        "if fsdp.requested():",
+        "if False:",
+        "test_configs.py -k 4gpu_fsdp",
+    ),
+    Mutant(
+        "nobody notices that the model is not sharded",
+        "utils/fsdp.py",
+        "if requested() and not accelerator.is_fsdp2:",
+        "if False:",
+        "test_mechanisms.py -k made_to_shard",
+    ),
+    Mutant(
+        "the model is sharded over both machines",
+        "accelerate_configs/2node_8gpu_fsdp.yaml",
+        "parallelism_config_dp_replicate_size: 2",
+        "parallelism_config_dp_replicate_size: 1",
+        "test_configs.py -k hybrid",
+    ),
+    Mutant(
+        "copies and parts that do not fit the processes",
+        "utils/fsdp.py",
+        "if parts == 1 or copies * parts != processes:",
+        "if False:",
+        "test_mechanisms.py -k kind_of_sharding",
+    ),
+    Mutant(
+        "weights are gathered once per step",
+        "scripts/predict_scaling.py",
+        "return seconds + gather + (layers",
+        "return seconds + (layers",
+        "test_predict_scaling.py -k sharded_step",
+    ),
+    Mutant(
+        "each process has the links of its machine to itself",
+        "scripts/predict_scaling.py",
+        "between.bandwidth / shards)",
+        "between.bandwidth)",
+        "test_predict_scaling.py -k on_two_machines",
+    ),
+    Mutant(
+        "every step waits for the device",
+        CIFAR,
+        "losses.append(loss.detach())",
+        "losses.append(loss.detach() if loss.item() else loss.detach())",
+        "test_gpu.py -k waits",
+    ),
+    Mutant(
+        "only some of the weights are exported from shards",
+        "utils/weights.py",
+        'state = torch.load(merged, weights_only=True)["model"]',
+        'state = dict(list(torch.load(merged, weights_only=True)["model"].items())[1:])',
+        "test_gpu.py -k sharded",
+    ),
+    Mutant(
+        "the batch divides over the processes of today only",
+        "utils/topology.py",
+        "math.lcm(*possible)",
+        "accelerator.num_processes",
+        "test_elastic.py -k must_divide",
+    ),
     Mutant("two ranks on one GPU", "utils/devices.py", "if owner != rank:", "if False:", "test_model_parallel.py -k share"),
     # ------------------------------------------------------------------------------------------------------- launching
     Mutant(

@@ -53,7 +53,7 @@ def test_a_rank_that_starts_but_cannot_be_reached(unreachable, tmp_path):
     arguments = [f"unreachable@1:{unreachable}", CHECK, "--timeout", "3"]
     done = run("2cpu", "tests/wrapped.py", arguments, output_dir=tmp_path, check=False)
     assert len(errors_of(done)) == 1
-    assert "all processes reached rank 0, but not each other within 3 s" in errors_of(done)[0]
+    assert "all processes reached rank 0, but not each other over gloo within 3 s" in errors_of(done)[0]
 
 
 def test_folders_that_are_not_shared(machines, tmp_path):

@@ -7,6 +7,7 @@ from conftest import ROOT, run
 
 # Arguments for a short run of each script. A new script needs an entry here.
 ARGUMENTS = {
+    "baselines": 'plain_cifar --options {{"model":"net","batch_size":16,"steps":3}}',
     "benchmark": "--help",
     "check_topology": "--max_bytes 4096",
     "compare_ddp": "--dataset synthetic --max_train_steps 3 --batch_size 8",
@@ -18,7 +19,11 @@ ARGUMENTS = {
     "train_minimal": "--epochs 1",
     "train_model_parallel": "--dataset synthetic --width 8 --batch_size 32 --micro_batches 2 --dry_run",
 }
-COMPANIONS = {"evaluate": ["train_cifar", "train_images"], "benchmark": ["train_cifar"]}  # scripts that they import
+COMPANIONS = {
+    "evaluate": ["train_cifar", "train_images"],
+    "baselines": ["train_cifar", "train_gpt"],
+    "benchmark": ["train_cifar", "train_gpt", "baselines"],
+}  # scripts that they import
 
 
 @pytest.mark.parametrize("script", sorted(path.stem for path in (ROOT / "scripts").glob("*.py")))
@@ -28,6 +33,6 @@ def test_a_copied_script_runs(script, tmp_path):
     for name in [*COMPANIONS.get(script, []), script]:
         shutil.copy(ROOT / "scripts" / f"{name}.py", project)
         arguments = ARGUMENTS[name].format(project=project)
-        out = None if "--output_dir" in arguments or name == "benchmark" else tmp_path / name
+        out = None if "--output_dir" in arguments or name in ("baselines", "benchmark") else tmp_path / name
         config = "cpu" if name.startswith(("train_", "compare_", "check_")) else None
         run(config, f"{name}.py", arguments, root=project, output_dir=out)

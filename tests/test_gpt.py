@@ -27,6 +27,7 @@ from safetensors.torch import load_file
 
 from utils import weights
 from utils.exits import RunFailed, UserError
+from utils.image_data import as_is
 from utils.muon import MuonSGD, orthogonalize
 from utils.text_data import TextStream, Windows, held_out, load_held_out, load_text, synthetic_text
 
@@ -169,16 +170,15 @@ def test_the_validation_loss_is_that_of_the_exported_weights_without_dropout(tex
 # -------------------------------------------------------------------------------------------------------- sharded
 
 
-@pytest.mark.slow
 def test_a_sharded_run_computes_the_same_also_after_a_change_of_the_number_of_processes(gpt, text, tmp_path):
-    """FSDP2 of Accelerate and PyTorch over gloo; sharded.py contains the only change."""
-    folder, arguments = tmp_path / "run", [GPT, "--dataset", str(text), *SMALL.split()]
+    folder, arguments = tmp_path / "run", f"--dataset {text} {SMALL}"
     launcher = ("--mixed_precision", "no", "--num_processes")
-    started = Started("4gpu_fsdp", "tests/sharded.py", arguments, output_dir=folder, launcher=(*launcher, "2"))
+    started = Started("4gpu_fsdp", GPT, arguments, output_dir=folder, launcher=(*launcher, "2"))
+    started.wait_for("2 processes over gloo, the model sharded over them")
     started.wait_for("step 15/40")
     started.kill_all()
     assert len(list(folder.glob("checkpoints/step_*/pytorch_model_fsdp_0/*.distcp"))) >= 2  # a file for each process
-    run("4gpu_fsdp", "tests/sharded.py", arguments, output_dir=folder, launcher=(*launcher, "3"))
+    run("4gpu_fsdp", GPT, arguments, output_dir=folder, launcher=(*launcher, "3"))
     assert results(folder)["num_processes"] == 3 and results(folder)["resumed_from"] > 0
     assert_same_losses(gpt("cpu").folder, folder)
     # The weights that the script exported at the end, and those in the shards of the last checkpoint
@@ -191,15 +191,32 @@ def test_a_sharded_run_computes_the_same_also_after_a_change_of_the_number_of_pr
 
 
 @pytest.mark.slow
+def test_a_sharded_run_killed_continues_bit_for_bit_on_as_many_processes(text, tmp_path):
+    """With the YAML as it is: 4 processes."""
+    arguments, launcher = f"--dataset {text} {SMALL} --dropout 0.1", ("--mixed_precision", "no")
+    run("4gpu_fsdp", GPT, arguments, output_dir=tmp_path / "whole", launcher=launcher)
+    started = Started("4gpu_fsdp", GPT, arguments, output_dir=tmp_path / "killed", launcher=launcher)
+    started.wait_for("step 15/40")
+    started.kill_all()
+    run("4gpu_fsdp", GPT, arguments, output_dir=tmp_path / "killed", launcher=launcher)
+    assert results(tmp_path / "killed")["resumed_from"] > 0
+    assert final_weights(tmp_path / "killed") == final_weights(tmp_path / "whole")
+
+
+@pytest.mark.slow
 @pytest.mark.skipif(not shutil.which("g++"), reason="torch.compile needs a C++ compiler on a CPU")
 def test_a_sharded_compiled_run_in_bf16_computes_nearly_the_same(gpt, text, tmp_path):
-    arguments = [GPT, "--dataset", str(text), *SMALL.split(), "--compile", "--activation_checkpointing"]
-    run("4gpu_fsdp", "tests/sharded.py", arguments, output_dir=tmp_path, launcher=("--num_processes", "2"))
-    assert json.loads((tmp_path / "args.json").read_text())["topology"]["mixed_precision"] == "bf16"
+    # `use_cpu`: computes in bf16 even where the CPU only emulates it.
+    config = (ROOT / "accelerate_configs" / "4gpu_fsdp.yaml").read_text().replace("use_cpu: false", "use_cpu: true")
+    (tmp_path / "config.yaml").write_text(config)
+    arguments, launcher = f"--dataset {text} {SMALL} --compile --activation_checkpointing", ("--num_processes", "2")
+    run(tmp_path / "config.yaml", GPT, arguments, output_dir=tmp_path / "run", launcher=launcher)
+    assert json.loads((tmp_path / "run" / "args.json").read_text())["topology"]["mixed_precision"] == "bf16"
     exact = losses(gpt("cpu").folder)
-    assert all(loss == pytest.approx(exact[step], abs=0.05) for step, loss in losses(tmp_path).items())
-    assert any(loss != pytest.approx(exact[step], abs=1e-4) for step, loss in losses(tmp_path).items())  # it was bf16
-    assert load_file(tmp_path / "model.safetensors").keys() == load_file(gpt("cpu").folder / "model.safetensors").keys()
+    assert all(loss == pytest.approx(exact[step], abs=0.05) for step, loss in losses(tmp_path / "run").items())
+    assert any(loss != pytest.approx(exact[step], abs=1e-4) for step, loss in losses(tmp_path / "run").items())  # it was bf16
+    names = load_file(gpt("cpu").folder / "model.safetensors").keys()
+    assert load_file(tmp_path / "run" / "model.safetensors").keys() == names
 
 
 # ------------------------------------------------------------------------------------------------------- streamed
@@ -337,6 +354,25 @@ def test_a_tall_matrix_is_updated_by_as_much_per_row_as_a_square_one():
     MuonSGD([dict(params=[weight], weight_decay=0.0, muon=True, momentum=0.6)], lr=0.1, momentum=0.9).step()
     values = torch.linalg.svdvals(weight.detach()) / (0.1 * 2)  # sqrt(96 / 24)
     assert values.min() > 0.6 and values.max() < 1.3
+
+
+def test_muon_leaves_weights_without_a_gradient_alone():
+    frozen, used = (torch.nn.Parameter(torch.ones(4, 4)) for _ in range(2))
+    used.grad = torch.eye(4)
+    MuonSGD([dict(params=[frozen, used], weight_decay=0.1, muon=True, momentum=0.6)], lr=0.1, momentum=0.9).step()
+    assert (frozen == 1).all() and not (used == 1).any()
+
+
+def test_persistent_workers_read_from_another_place_in_every_epoch():
+    text = torch.arange(200, dtype=torch.uint8)
+    windows = Windows(text, 10, seed=3)
+    loader = torch.utils.data.DataLoader(windows, 18, num_workers=1, persistent_workers=True, collate_fn=as_is)
+    starts = []
+    for epoch in range(3):
+        windows.set_offset(epoch)
+        starts.append(next(iter(loader))["inputs"][0, 0].item())
+        assert starts[-1] == windows.shift.item()
+    assert len(set(starts)) == 3
 
 
 @pytest.mark.parametrize("shape", [(3, 24, 96), (3, 96, 24)])

@@ -5,10 +5,12 @@ import errno
 import fcntl
 import json
 import os
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 import torch
+from accelerate.state import AcceleratorState
 from conftest import ROOT
 
 from utils import checkpoint, exits, gpu_peaks, guard, topology
@@ -130,6 +132,50 @@ def test_fp16_on_a_cpu_is_refused(monkeypatch):
         topology.check_launch()
 
 
+HYBRID = {
+    "ACCELERATE_USE_PARALLELISM_CONFIG": "true",
+    "PARALLELISM_CONFIG_DP_REPLICATE_SIZE": "2",
+    "PARALLELISM_CONFIG_DP_SHARD_SIZE": "2",
+}
+
+
+@pytest.mark.parametrize(
+    ("environment", "shards", "gpus", "says"),
+    [
+        ({"FSDP_VERSION": "2"}, False, 4, "does not support"),
+        ({"FSDP_VERSION": "1"}, True, 4, "set fsdp_version: 2"),
+        ({"FSDP_VERSION": "2", "FSDP_OFFLOAD_PARAMS": "true"}, True, 0, "set fsdp_offload_params: false"),
+        ({"FSDP_VERSION": "2", "ACCELERATE_MIXED_PRECISION": "fp16", "ACCELERATE_USE_CPU": "true"}, True, 0, "use bf16 or no"),
+        ({"FSDP_VERSION": "2", "FSDP_OFFLOAD_PARAMS": "true"}, True, 4, None),
+        ({"FSDP_VERSION": "2", **HYBRID, "WORLD_SIZE": "4"}, True, 4, None),
+        ({"FSDP_VERSION": "2", **HYBRID, "WORLD_SIZE": "8"}, True, 4, "does not fit 8 processes"),
+        ({"FSDP_VERSION": "2", **HYBRID, "WORLD_SIZE": "2", "PARALLELISM_CONFIG_DP_SHARD_SIZE": "1"}, True, 2, "in 1 parts"),
+    ],
+)
+def test_a_kind_of_sharding_that_is_not_supported_is_refused(environment, shards, gpus, says, monkeypatch):
+    for name, value in {"ACCELERATE_USE_FSDP": "true", **environment}.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: gpus)
+    monkeypatch.setattr(AcceleratorState, "__init__", AcceleratorState.__init__)  # restored afterwards
+    if says is None:
+        assert topology.check_launch(shards=shards) is False
+    else:
+        with pytest.raises(UserError, match=says):
+            topology.check_launch(shards=shards)
+
+
+def test_an_accelerate_that_cannot_be_made_to_shard_on_a_cpu_is_refused(monkeypatch):
+    """Before `Accelerator(...)`, where the place of the decision has gone; after it, where it had no effect."""
+    monkeypatch.setenv("ACCELERATE_USE_FSDP", "true")
+    monkeypatch.setenv("FSDP_VERSION", "2")
+    monkeypatch.setattr(AcceleratorState, "__init__", lambda self, **plugins: None)
+    with pytest.raises(UserError, match=r"accelerate \S+ cannot be made to shard"):
+        topology.check_launch(shards=True)
+    accelerator = SimpleNamespace(num_processes=1, is_fsdp2=False, device=torch.device("cpu"))
+    with pytest.raises(UserError, match=r"accelerate \S+ would not shard"):
+        topology.print_banner(accelerator, 8)
+
+
 def test_a_batch_that_does_not_divide_names_sizes_that_do():
     accelerator = SimpleNamespace(num_processes=4)
     assert topology.split_batch(accelerator, 96, 3) == 8
@@ -150,8 +196,8 @@ def test_numbers_are_checked():
 
 def folder_of(path, **arguments):
     args = argparse.Namespace(output_dir=str(path), resume="auto", lr=0.1, log_every=1, batch_size=10, **arguments)
-    accelerator = SimpleNamespace(is_main_process=True, num_processes=1, device=torch.device("cpu"), mixed_precision="no")
-    return RunFolder(args, accelerator)
+    main = dict(is_main_process=True, is_local_main_process=True, process_index=0, num_processes=1)
+    return RunFolder(args, SimpleNamespace(**main, device=torch.device("cpu"), mixed_precision="no"))
 
 
 def test_metrics_are_cut_back_to_the_checkpoint_and_never_repeated(tmp_path):
@@ -204,16 +250,30 @@ def test_a_checkpoint_has_its_name_only_when_all_files_are_synced(tmp_path, monk
         real_fsync(descriptor)
 
     def rename(source, destination):
-        everything = {str(path) for path in writing.rglob("*") if path.is_file()} | {str(writing)}
-        assert len(everything) == 5 and everything <= set(synced)
+        everything = {str(path) for path in writing.rglob("*")} | {str(writing)}
+        assert len(everything) == 6 and everything <= set(synced) and synced[-1] == str(writing)
         synced.clear()
         real_rename(source, destination)
 
     monkeypatch.setattr(os, "fsync", fsync)
     monkeypatch.setattr(os, "rename", rename)
-    checkpoint._complete(writing, target, {"progress": {"step": 3}})
+    alone = SimpleNamespace(num_processes=1, process_index=0, is_main_process=True, is_local_main_process=True)
+    assert checkpoint.finish(alone, writing, None, {"progress": {"step": 3}}, keep=2)
     assert synced == [str(tmp_path)]
     assert checkpoint.verify(target)["files"].keys() == {"model.safetensors", "optimizer.bin", "shards/0.distcp"}
+
+
+def test_the_metrics_before_a_checkpoint_are_synced_with_it(tmp_path, monkeypatch):
+    """A run that continues from a checkpoint does not write the lines before it again."""
+    run, synced = folder_of(tmp_path, keep_checkpoints=2), []
+    run.claim()
+    run.start()
+    run.write("train", 1, loss=0.5)
+    monkeypatch.setattr(os, "fsync", lambda descriptor: synced.append(os.readlink(f"/proc/self/fd/{descriptor}")))
+    with run.checkpoint(1) as folder:
+        assert synced == [str(tmp_path / "metrics.jsonl")]
+        (Path(folder) / "model.safetensors").write_bytes(b"weights")
+    assert checkpoint.verify(tmp_path / "checkpoints" / "step_00000001")["progress"]["step"] == 1
 
 
 def test_the_newest_checkpoints_and_the_best_are_kept(tmp_path):
@@ -233,6 +293,60 @@ def test_a_moved_project_continues(tmp_path):
     assert not moved("uoft-cs/cifar10", str(tmp_path / "cifar10"))
 
 
+def test_a_save_longer_than_the_grace_period_is_said_at_the_next_start(tmp_path, monkeypatch, capsys):
+    """Torchelastic kills its processes 30 s after SIGTERM, unless told otherwise."""
+    for launcher, grace, says in ((None, None, ""), ("job", None, "45 s"), ("job", "60", "")):
+        for name, value in (("TORCHELASTIC_RUN_ID", launcher), ("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", grace)):
+            monkeypatch.setenv(name, value) if value else monkeypatch.delenv(name, raising=False)
+        run = folder_of(tmp_path)
+        line = {"split": "checkpoint", "step": 3, "seconds": 45.0, "written": True}
+        (tmp_path / "metrics.jsonl").write_text(json.dumps(line) + "\n")
+        run._open_metrics(3)
+        run._warn_of_short_grace()
+        printed = capsys.readouterr().out
+        assert says in printed and ("export TORCH_ELASTIC_SHUTDOWN_TIMEOUT=90" in printed) == bool(says)
+
+
+@pytest.mark.parametrize(("device", "kind"), [("cuda", torch.nn.SyncBatchNorm), ("cpu", torch.nn.BatchNorm2d)])
+def test_batch_norm_over_all_processes_keeps_the_parameters(device, kind, capsys):
+    model = torch.nn.Sequential(torch.nn.Conv2d(3, 4, 1), torch.nn.BatchNorm2d(4))
+    model[1].weight.requires_grad_(False)
+    before = list(model.parameters())
+    two = SimpleNamespace(num_processes=2, is_main_process=True, device=torch.device(device))
+    model = topology.sync_batch_norm(two, model, 250, wanted=True)
+    assert type(model[1]) is kind and not model[1].weight.requires_grad
+    assert all(a is b for a, b in zip(before, model.parameters(), strict=True))
+    assert ("needs GPUs" in capsys.readouterr().err) == (device == "cpu")
+
+
+def test_few_samples_for_batch_norm_are_said(capsys):
+    one = SimpleNamespace(num_processes=1, is_main_process=True, device=torch.device("cpu"))
+    for samples, layer in ((31, torch.nn.BatchNorm1d(2)), (32, torch.nn.BatchNorm1d(2)), (31, torch.nn.LayerNorm(2))):
+        topology.sync_batch_norm(one, layer, samples, wanted=False)
+        said = "31 samples" in capsys.readouterr().err
+        assert said == (samples == 31 and isinstance(layer, torch.nn.BatchNorm1d))
+
+
+@pytest.mark.parametrize(
+    ("resolved", "exported", "expected"),
+    [("127.0.1.1", None, "eth7"), ("192.0.2.5", None, None), (None, None, "eth7"), ("127.0.1.1", "ib0", "ib0")],
+)
+def test_gloo_does_not_listen_on_a_loopback_address(resolved, exported, expected, monkeypatch):
+    """It listens on the address of the host name, and would tell other machines to connect to 127.0.1.1."""
+
+    def resolve(_):
+        if resolved is None:
+            raise OSError("no such host")
+        return resolved
+
+    monkeypatch.setattr(topology.socket, "gethostbyname", resolve)
+    monkeypatch.setattr(topology, "interface_to", lambda host: "eth7")
+    environment = {"GROUP_WORLD_SIZE": "2", "MASTER_ADDR": "10.77.0.1"} | ({"GLOO_SOCKET_IFNAME": exported} if exported else {})
+    monkeypatch.setattr(topology.os, "environ", environment)
+    topology.set_gloo_interface()
+    assert environment.get("GLOO_SOCKET_IFNAME") == expected
+
+
 class Event:
     """A fake CUDA event: `query` returns the given answers, one after the other."""
 
@@ -246,8 +360,8 @@ class Event:
 def test_the_guard_polls_a_gpu_for_a_loss_until_a_timeout(monkeypatch):
     monkeypatch.setattr(exits, "_in_training", False)
     events = [Event([False, False, True]), Event([False] * 10_000)]
-    monkeypatch.setattr(guard, "_to_host", lambda loss: (loss, events[int(loss)]))
-    watched = guard.Guard(SimpleNamespace(num_processes=1), timeout=600)
+    monkeypatch.setattr(guard, "_to_host", lambda values: (values, events[int(values[0])]))
+    watched = guard.Guard(SimpleNamespace(num_processes=1, scaler=None), timeout=600)
     assert not watched.should_stop(1, [torch.tensor(0.0)], []) and len(events[0].answers) == 3  # only reads the previous loss
     assert not watched.should_stop(2, [torch.tensor(1.0)], []) and not events[0].answers
     watched._patience = 0.01

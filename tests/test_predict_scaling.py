@@ -1,11 +1,12 @@
 """predict_scaling.py: the formulas for cases with known results, and the script itself."""
 
 import json
+from types import SimpleNamespace
 
 import pytest
 from conftest import run
 
-from scripts.predict_scaling import all_reduce_seconds, buckets, fit_link, step_seconds
+from scripts.predict_scaling import Link, all_reduce_seconds, buckets, compare, fit_link, sharded_seconds, step_seconds
 
 PREDICT = "scripts/predict_scaling.py"
 
@@ -42,6 +43,58 @@ def test_hidden_communication_takes_no_time():
     rest = (10**8 - 2**20) * 2 * 7 / 8 / 1e8
     assert step_seconds(8, 1.0, 10**8, **slow) == pytest.approx(made + rest, rel=1e-6)
     assert step_seconds(8, 1.0, 10**8, **slow, overlap=False) == pytest.approx(1 + 2 * 7 / 8)
+
+
+def test_a_sharded_step_hides_communication_behind_computation():
+    # Three layers, 1 s forward and 2 s backward each. Fast links: the first gathers and the last reduction show.
+    assert sharded_seconds(3, 9.0, gather=0.5, reduce=0.25) == pytest.approx(9 + 2 * 0.5 + 0.25)
+    # Slow ones: forward 2 + 2 * 2 + 1; backward 2 + 2 * (2 + 3) + 2 + 3.
+    assert sharded_seconds(3, 9.0, gather=2.0, reduce=3.0) == pytest.approx(7 + 17)
+    # The other link is the slowest: forward 1 + 2 * 1 + 1; backward 1 + 2 * 5 + 2 + 1 + 5.
+    assert sharded_seconds(3, 9.0, gather=1.0, reduce=1.0, average=5.0) == pytest.approx(4 + 19)
+
+
+MODEL = SimpleNamespace(parameters=10**9, layers=10, step_seconds=1.0, per_machine=8, mixed_precision="bf16")
+
+
+def test_compares_ddp_fsdp_and_hsdp_on_two_machines():
+    """10^9 parameters: 4 GB of gradients, 2 GB of gathered weights, 16 GB with Adam; no latency."""
+    inside, between = Link(0.0, 400e9), Link(0.0, 50e9)
+    ddp, fsdp, hsdp = compare(SimpleNamespace(**vars(MODEL), processes=16), inside, between)
+    assert ddp["memory_bytes"] == pytest.approx(20e9)
+    assert fsdp["memory_bytes"] == pytest.approx(16e9 / 16 + 0.8e9)
+    assert hsdp["memory_bytes"] == pytest.approx(16e9 / 8 + 0.8e9)
+    assert ddp["sent_bytes"] == ddp["network_bytes"] == pytest.approx(2 * 4e9 * 15 / 16)
+    assert fsdp["sent_bytes"] == fsdp["network_bytes"] == pytest.approx((2 * 2e9 + 4e9) * 15 / 16)
+    assert hsdp["network_bytes"] == pytest.approx(2 * 4e9 / 2)
+    assert hsdp["sent_bytes"] == pytest.approx((2 * 2e9 + 4e9) * 7 / 8 + 4e9 / 8)
+    # A layer of 0.2 GB is gathered in 3.75 ms and its gradient of 0.4 GB reduced in 7.5 ms; inside a machine, 8/7 * 8 times as
+    # fast, and its eighth of the gradient is averaged in 8 ms with an eighth of the bandwidth.
+    assert fsdp["seconds"] == pytest.approx(1 + 2 * 3.75e-3 + 7.5e-3)
+    assert hsdp["seconds"] == pytest.approx(1 + 2 * 0.4375e-3 + 0.875e-3 + 8e-3)
+    assert hsdp["efficiency"] == pytest.approx(1 / hsdp["seconds"])
+    assert ddp["seconds"] == step_seconds(16, 1.0, 4 * 10**9, *between)
+
+
+def test_compares_ddp_and_fsdp_on_one_machine_in_float32():
+    """In float32 FSDP sends 1.5 times as much (Rajbhandari et al.); nothing leaves the machine."""
+    one = SimpleNamespace(**vars(MODEL) | dict(mixed_precision="no"), processes=4)
+    ddp, fsdp = compare(one, Link(1e-5, 400e9), Link(1.0, 1.0))
+    assert fsdp["sent_bytes"] == pytest.approx(1.5 * ddp["sent_bytes"])
+    assert ddp["network_bytes"] == fsdp["network_bytes"] == 0
+    layer = 3e-5 + 3 / 4 * 4e8 / 400e9
+    assert fsdp["seconds"] == pytest.approx(1 + 3 * layer)
+
+
+def test_prints_the_comparison_and_what_to_use(tmp_path):
+    model = "--parameters 7e9 --layers 32 --step_seconds 1 --latency 1e-5 --bandwidth 25e9 --inside_latency 1e-6"
+    arguments = f"{model} --inside_bandwidth 300e9 --processes"
+    done = run(None, PREDICT, f"{arguments} 16", output_dir=tmp_path)
+    assert "HSDP is the fastest" in done.stdout and "use FSDP with 2 processes" in done.stdout
+    rows = json.loads((tmp_path / "scaling.json").read_text())["comparison"]
+    assert [row["kind"] for row in rows] == ["DDP", "FSDP", "HSDP"] and all(row["efficiency"] < 1 for row in rows)
+    wrong = run(None, PREDICT, f"{arguments} 12", output_dir=tmp_path, check=False)
+    assert wrong.returncode == 2 and "is not a multiple of --per_machine 8" in wrong.stderr
 
 
 def test_predicts_from_what_was_measured(tmp_path):

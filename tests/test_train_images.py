@@ -426,10 +426,16 @@ def test_an_interrupted_cache_is_absent(data, tmp_path, monkeypatch):
     (tmp_path / "old").mkdir()
     monkeypatch.setattr(image_cache, "CHUNK", 5)
     file = image_cache._path(data.splits["val"], 36, tmp_path, "bilinear")
-    work = image_cache._make(OneProcess, data.splits["val"], "val", 36, file, "bilinear")
-    next(work)
-    assert not file.exists() and len(list(tmp_path.glob("*.writing.*"))) == 1
-    work.close()
+    val, partly = data.splits["val"], []
+
+    def interrupt(*_):
+        partly.extend(tmp_path.glob("*.writing.*"))
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patched, pytest.raises(KeyboardInterrupt):
+        patched.setattr(val, "open", lambda i: interrupt() if i == 17 else type(val).open(val, i))
+        image_cache.cached(OneProcess, val, "val", 36, tmp_path)
+    assert partly and [path.name for path in tmp_path.iterdir()] == ["old"]
     left_over = file.with_suffix(".writing.999999999")  # as of a process that was killed
     left_over.write_bytes(b"half")
     assert len(image_cache.cached(OneProcess, data.splits["val"], "val", 36, tmp_path)) == 24

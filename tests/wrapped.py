@@ -8,6 +8,7 @@ import contextlib
 import os
 import runpy
 import signal
+import subprocess
 import sys
 import time
 
@@ -18,6 +19,7 @@ sys.path.insert(1, os.path.dirname(sys.path[0]))
 name, _, when = fault.partition("@")
 when, _, rank = when.partition(":")
 calls = 0
+afterwards = []  # functions to call when the script has ended without an error
 
 
 def strikes():
@@ -45,6 +47,15 @@ def die():
     os.kill(os.getpid(), signal.SIGKILL)
 
 
+def lose_machine():
+    """Kills everything that this process's launcher started, and the launcher, at once."""
+    launcher = psutil.Process(os.getppid())
+    for process in [launcher, *launcher.children(recursive=True)]:
+        if process.pid != os.getpid():
+            process.kill()
+    die()
+
+
 def fill(ballast):
     with open(ballast, "wb", buffering=0) as file, contextlib.suppress(OSError):
         while file.write(bytes(4096)):
@@ -56,6 +67,7 @@ def terminate():
 
 
 import accelerate
+import psutil
 import torch
 
 if name == "die_in_step":
@@ -64,13 +76,24 @@ elif name == "die_in_evaluation":
     before(accelerate.Accelerator, "gather_for_metrics", die)
 elif name == "die_before_state":
     before(accelerate.Accelerator, "save_state", die)
-elif name == "die_before_rename":
+elif name == "lost_in_step":
+    before(accelerate.Accelerator, "backward", lose_machine)
+elif name == "power_lost_in_step":
+    # As before, but nothing tells the other machines: the packets that the kernel sends when processes die do not leave.
+    def cut():
+        subprocess.run(["ip", "link", "set", os.environ["GLOO_SOCKET_IFNAME"], "down"], check=True)
+        lose_machine()
+
+    before(accelerate.Accelerator, "backward", cut)
+elif name == "lost_in_save":
+    before(accelerate.Accelerator, "save_state", lose_machine)
+elif name in ("die_before_rename", "lost_before_rename"):
     # After save_state, before the checkpoint gets its final name.
     real_rename = os.rename
 
     def rename(source, target, **kwargs):
         if str(source).endswith(".writing") and strikes():
-            die()
+            die() if name == "die_before_rename" else lose_machine()
         real_rename(source, target, **kwargs)
 
     os.rename = rename
@@ -87,15 +110,14 @@ elif name == "nan":
 
     torch.nn.functional.cross_entropy = cross_entropy
 elif name == "infinite_gradient":
-    real_clip = accelerate.Accelerator.clip_grad_norm_
+    real_backward = accelerate.Accelerator.backward
 
-    def clip_grad_norm_(self, parameters, *args, **kwargs):
-        parameters = list(parameters)
+    def backward(self, loss):
+        real_backward(self, loss)
         if strikes():
-            parameters[0].grad.fill_(float("inf"))
-        return real_clip(self, parameters, *args, **kwargs)
+            next(self._models[0].parameters()).grad.fill_(float("inf"))
 
-    accelerate.Accelerator.clip_grad_norm_ = clip_grad_norm_
+    accelerate.Accelerator.backward = backward
 elif name == "hang":
     # This rank never reaches its next collective; the others must give up on their own.
     before(accelerate.Accelerator, "backward", signal.pause)
@@ -114,6 +136,15 @@ elif name == "unreadable":
     datasets.IterableDataset.__iter__ = rows
 elif name == "slow_save":
     before(accelerate.Accelerator, "save_state", lambda: time.sleep(6))
+elif name == "slow_hash":
+    from utils import checkpoint
+
+    before(checkpoint, "_sha256", lambda: time.sleep(15))
+elif name == "elsewhere":
+    # Not a fault of the script: each rank has a folder of its own below the one after the colon, as without a shared disk.
+    script = os.path.abspath(script)
+    os.makedirs(os.path.join(rank, os.environ["RANK"]))
+    os.chdir(os.path.join(rank, os.environ["RANK"]))
 elif name == "failing_saves":
     # Every checkpoint from that one on.
     real_save_state = accelerate.Accelerator.save_state
@@ -159,8 +190,6 @@ elif name == "clock_seed":
 elif name == "worker_dies_handing_over":
     # The worker dies after it has announced a batch, before it has sent the file descriptor of the shared memory.
     from multiprocessing import resource_sharer
-
-    import psutil
 
     def kill_workers():
         workers = psutil.Process().children()
@@ -209,7 +238,7 @@ elif name == "record":
 
     def recorded_get(self, indices):
         if self.seed is not None:  # training windows
-            write(ids=list(indices), shift=self.shift)
+            write(ids=list(indices), shift=int(self.shift))
         return real_get(self, indices)
 
     augment.augment, text_data.Windows.__getitems__ = recorded_augment, recorded_get
@@ -226,6 +255,27 @@ elif name == "record":
         return images, labels
 
     mixing.Mix.__call__ = recorded_mix
+elif name == "record_steps":
+    # Not a fault: each process writes to the folder after the colon which samples it used in which step, and in which attempt.
+    # In an attempt of 2 processes it holds step N (N+M: each of them) until a signal reaches it: until another machine joins.
+    import json
+
+    from utils import exits, guard
+
+    folder, rank = rank, ""
+    real_should_stop = guard.Guard.should_stop
+
+    def should_stop(self, step, losses, ids, *args, **kwargs):
+        while str(step) in when.split("+") and os.environ["WORLD_SIZE"] == "2" and not exits.signal_name():
+            time.sleep(0.05)
+        attempt = f"{os.environ.get('MASTER_ADDR')}:{os.environ.get('MASTER_PORT')}"
+        samples = [i for part in ids for i in part.tolist()]
+        record = {"step": step, "ids": samples, "attempt": attempt, "processes": int(os.environ.get("WORLD_SIZE", 1))}
+        with open(os.path.join(folder, f"{os.getpid()}.jsonl"), "a") as file:
+            file.write(json.dumps(record) + "\n")
+        return real_should_stop(self, step, losses, ids, *args, **kwargs)
+
+    guard.Guard.should_stop = should_stop
 elif name == "one_gpu":
     # Simulates a scheduler that assigns the same GPU to two launchers.
     from types import SimpleNamespace
@@ -233,7 +283,86 @@ elif name == "one_gpu":
     torch.cuda.device_count = lambda: 4
     torch.cuda.nccl.version = lambda: (2, 27, 3)
     torch.cuda.get_device_properties = lambda _: SimpleNamespace(name="H200", uuid="1b2c-77", total_memory=1 << 37)
+elif name == "gpus":
+    # This machine has that many.
+    torch.cuda.device_count = lambda: int(when)
+elif name == "not_deterministic":
+    # Not a fault: the algorithms that PyTorch would choose by itself.
+    from utils import topology
+
+    real_check = topology.check_launch
+
+    def check_launch(*args, **kwargs):
+        on_cpu = real_check(*args, **kwargs)
+        torch.backends.cudnn.deterministic = False
+        return on_cpu
+
+    topology.check_launch, torch.use_deterministic_algorithms = check_launch, lambda *_, **__: None
+elif name == "count_compilations":
+    # Not a fault: writes how often and how long the script compiled, to the file after the colon.
+    import json
+
+    from torch._dynamo.utils import counters, get_compilation_metrics
+
+    path, rank = rank, ""
+
+    def report():
+        compiled = [record for record in get_compilation_metrics() if record.entire_frame_compile_time_s]
+        figures = {
+            "graph_breaks": sum(counters["graph_break"].values()),
+            "compiled_functions": len({record.compile_id.split("/")[0] for record in compiled}),
+            "recompilations": sum(not record.compile_id.endswith("/0") for record in compiled),
+            "compile_seconds": sum(record.entire_frame_compile_time_s for record in compiled),
+        }
+        with open(path, "w") as file:
+            json.dump(figures, file)
+
+    afterwards.append(report)
+elif name == "count_waits":
+    # Not a fault: writes the lines at which steps 6 to 15 made the host wait for the device, to the file after the colon. A
+    # step is all from one return of `should_stop` to the next: loading, computing, and the agreement on stopping.
+    import json
+    import warnings
+
+    from utils import guard
+
+    path, rank = rank, ""
+    waits, real_should_stop = [], guard.Guard.should_stop
+
+    def watch(mode):
+        if torch.cuda.is_available():
+            torch.cuda.set_sync_debug_mode(mode)
+            return
+        for attribute, original in reading.items():  # on a CPU: whatever would wait for a device
+
+            def read(self, *args, original=original, **kwargs):
+                warnings.warn("called a synchronizing CUDA operation", stacklevel=2)
+                return original(self, *args, **kwargs)
+
+            setattr(torch.Tensor, attribute, read if mode == "warn" else original)
+
+    reading = {attribute: getattr(torch.Tensor, attribute) for attribute in ("item", "tolist", "cpu", "numpy", "__bool__")}
+
+    def remember(message, category, filename, lineno, file=None, line=None):
+        if "synchronizing CUDA operation" in str(message):
+            waits.append(f"{os.path.basename(filename)}:{lineno}")
+
+    def should_stop(self, step, *args, **kwargs):
+        answer = real_should_stop(self, step, *args, **kwargs)
+        if step == 5:
+            warnings.simplefilter("always")
+            warnings.showwarning = remember
+            watch("warn")
+        elif step == 15:
+            watch("default")
+            with open(path, "w") as file:
+                json.dump(waits, file)
+        return answer
+
+    guard.Guard.should_stop = should_stop
 else:
     raise SystemExit(f"unknown fault {fault}")
 
 runpy.run_path(script, run_name="__main__")
+for function in afterwards:
+    function()

@@ -12,17 +12,20 @@ import os
 import pickle
 import shutil
 import sys
+import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import torch
-from accelerate.utils import gather_object
 from safetensors import SafetensorError, safe_open
 from torch.distributed.checkpoint import CheckpointException
 
 from utils import shards, topology
 from utils.exits import UserError
+from utils.files import sync
 
 MANIFEST = "manifest.json"
+LOOKS = 20  # times that processes compare what they see, half a second apart: network file systems show new files late
 
 
 def start(accelerator, folder):
@@ -32,15 +35,16 @@ def start(accelerator, folder):
         tuple[Path, Exception | None]: the folder to write to; on the main process, the error if it could not be created.
     """
     writing = Path(folder) / "checkpoints" / ".writing"
-    error = None
-    if accelerator.is_main_process:
+
+    def create():
         try:
             shutil.rmtree(writing, ignore_errors=True)
             writing.mkdir(parents=True)
-        except OSError as write_error:
-            error = write_error
-    accelerator.wait_for_everyone()
-    return writing, error
+        except OSError as error:
+            return error
+
+    error = topology.run_on_main(accelerator, create)
+    return writing, error if accelerator.is_main_process else None
 
 
 def finish(accelerator, writing, error, manifest, keep):
@@ -58,24 +62,67 @@ def finish(accelerator, writing, error, manifest, keep):
         bool: whether the checkpoint was written; the same on every process.
     """
     step = manifest["progress"]["step"]
-    if _all_succeeded(accelerator, error) and accelerator.is_main_process:
+    problem = _first_problem(accelerator, error)
+    if problem is None:
         try:
-            target = writing.with_name(f"step_{step:08d}")
-            _complete(writing, target, manifest)
-            _prune(writing.parent, keep, target)
+            files = hash_and_sync(accelerator, writing)
+            if accelerator.is_main_process:
+                target = writing.with_name(f"step_{step:08d}")
+                _complete(writing, target, {**manifest, "files": files})
+                _prune(writing.parent, keep, target)
         except OSError as write_error:
             error = write_error
-    # No process continues, or exits, before the checkpoint has its final name.
-    written = _all_succeeded(accelerator, error)
-    if error is not None:
-        print(
-            f"warning: checkpoint of step {step} not written, training continues: {str(error).splitlines()[0]}",
-            file=sys.stderr,
-            flush=True,
-        )
-    if not written and accelerator.is_main_process:
+        # No process continues, or exits, before the checkpoint has its final name.
+        problem = _first_problem(accelerator, error)
+    if problem is not None and accelerator.is_main_process:
+        message = f"warning: checkpoint of step {step} not written, training continues: {problem}"
+        print(message, file=sys.stderr, flush=True)
         shutil.rmtree(writing, ignore_errors=True)
-    return written
+    return problem is None
+
+
+def hash_and_sync(accelerator, folder):
+    """Hashes the files in `folder`, spread over all processes, and syncs them to disk; call it on every process.
+
+    Returns:
+        dict: name -> `size` in bytes and `sha256`.
+
+    Raises:
+        UserError: the processes do not see the same files, because their machines do not share the folder.
+        OSError: a process could not read or sync a file; raised on every process.
+    """
+    for _ in range(LOOKS):
+        try:
+            view = _sizes(folder)
+        except OSError as error:  # a file disappeared, or the file system answers later
+            view = {str(error): 0}
+        views = topology.gather(accelerator, view)
+        if all(view == views[0] for view in views):
+            break
+        time.sleep(0.5)
+    else:
+        rank, view = next((rank, view) for rank, view in enumerate(views) if view != views[0])
+        name = min(dict(view.items() ^ views[0].items()))
+        raise UserError(
+            f"{folder} is not shared by all machines: rank 0 and rank {rank} do not see the same {name}. Use an --output_dir "
+            "on a file system that all of them share"
+        )
+    own, shares = [], [0] * accelerator.num_processes  # each process hashes about as many bytes
+    for name, size in sorted(views[0].items(), key=lambda item: -item[1]):
+        rank = shares.index(min(shares))
+        shares[rank] += size
+        own += [name] if rank == accelerator.process_index else []
+    try:
+        if accelerator.is_local_main_process:  # data can only be synced on the machine that wrote it
+            for path in [*folder.rglob("*"), folder]:
+                sync(path)
+        result = {name: {"size": views[0][name], "sha256": _sha256(folder / name)} for name in own}
+    except OSError as error:
+        result = error
+    results = topology.gather(accelerator, result)
+    if error := next((result for result in results if isinstance(result, OSError)), None):
+        raise error
+    return {name: described for result in results for name, described in result.items()}
 
 
 def is_write_error(error):
@@ -145,14 +192,15 @@ def verify(path):
         raise UserError(f"{path} is not a checkpoint: its {MANIFEST} is missing or unreadable") from None
     if checksum != _manifest_checksum(manifest):
         raise UserError(f"checkpoint {path} is damaged: {MANIFEST} was changed")
-    for name, expected in files.items():
-        file = path / name
-        if not file.is_file():
+    sizes = _sizes(path)
+    for name in files:
+        if name not in sizes:
             raise UserError(f"checkpoint {path} is damaged: {name} is missing")
-        if file.stat().st_size != expected["size"] or _sha256(file) != expected["sha256"]:
-            raise UserError(f"checkpoint {path} is damaged: {name} does not match its checksum")
-    unknown = {str(file.relative_to(path)) for file in path.rglob("*") if file.is_file()} - files.keys() - {MANIFEST}
-    if unknown:
+    with ThreadPoolExecutor(8) as pool:  # hashing releases Python's lock
+        for name, digest in zip(files, pool.map(lambda name: _sha256(path / name), files), strict=True):
+            if (sizes[name], digest) != (files[name]["size"], files[name]["sha256"]):
+                raise UserError(f"checkpoint {path} is damaged: {name} does not match its checksum")
+    if unknown := sizes.keys() - files.keys() - {MANIFEST}:
         raise UserError(f"checkpoint {path} is refused: {sorted(unknown)[0]} is not in its manifest")
     return manifest
 
@@ -167,14 +215,18 @@ def _verify_and_check(path):
     return manifest
 
 
-def load(accelerator, path):
+def load(accelerator, path, own):
     """Loads a verified checkpoint into everything that was prepared and registered; call it on every process.
+
+    Args:
+        own (bool): whether it is one of this run's folder, which is trusted as the code is. Any other is inspected first,
+            because loading its pickles could execute code.
 
     Raises:
         UserError: a file would execute code (it is not executed), does not match this run, or is missing on a machine; raised
             on every process.
     """
-    topology.run_on_all(accelerator, lambda: _load(accelerator, path))
+    topology.run_on_all(accelerator, lambda: _load(accelerator, path, own))
     # Accelerate's counter of micro-batches. A checkpoint is saved between optimizer steps, so the count restarts at 0; another
     # --gradient_accumulation_steps would make the old count wrong.
     accelerator.step = 0
@@ -191,36 +243,35 @@ def apply_schedule(scheduler):
     schedule._last_lr = rates
 
 
-def _load(accelerator, path):
+def _load(accelerator, path, own):
     try:
-        shards.refuse_code(path)
-        for registered in Path(path).glob("custom_checkpoint_*.pkl"):  # Accelerate unpickles them without a check
-            torch.load(registered, weights_only=True, map_location="cpu")
+        if not own:
+            shards.refuse_code(path)
+            for registered in Path(path).glob("custom_checkpoint_*.pkl"):  # Accelerate unpickles them without a check
+                torch.load(registered, weights_only=True, map_location="cpu")
         # Load to host memory first: each tensor is then copied to the device of the one that it replaces, and does not need GPU
         # memory twice.
         accelerator.load_state(str(path), map_location="cpu")
     except pickle.UnpicklingError as error:
         reason = str(error).splitlines()[0]
-        raise UserError(f"checkpoint {path} is refused: it would execute code when loaded ({reason})") from None
+        raise UserError(
+            f"checkpoint {path} is refused: loading it could execute code ({reason}). If you trust it, continue in the folder "
+            "of its run: --output_dir"
+        ) from None
     except (OSError, RuntimeError, KeyError, ValueError) as error:
         raise UserError(f"checkpoint {path} does not fit this run: {str(error).splitlines()[0]}") from None
 
 
 def _complete(writing, target, manifest):
-    files = {}
-    for file in sorted(f for f in writing.rglob("*") if f.is_file()):
-        files[str(file.relative_to(writing))] = {"size": file.stat().st_size, "sha256": _sha256(file)}
-        _flush(file)
-    manifest = {**manifest, "files": files}
     manifest["sha256"] = _manifest_checksum(manifest)
     with (writing / MANIFEST).open("w") as file:
         json.dump(manifest, file, indent=2)
-    _flush(writing / MANIFEST)
-    _flush(writing)
+    sync(writing / MANIFEST)
+    sync(writing)
     if target.exists():  # damaged, so that the run continued from an older one
         shutil.rmtree(target)
     os.rename(writing, target)
-    _flush(target.parent)
+    sync(target.parent)
 
 
 def _prune(folder, keep, newest):
@@ -246,8 +297,16 @@ def _score(path):
         return None
 
 
-def _all_succeeded(accelerator, error):
-    return not any(gather_object([error is not None])) if accelerator.num_processes > 1 else error is None
+def _first_problem(accelerator, error):
+    """One line about the error of the lowest rank that has one, the same on every process; None: no process has one."""
+    line = None if error is None else (str(error).splitlines() or [type(error).__name__])[0]
+    return next((line for line in topology.gather(accelerator, line) if line is not None), None)
+
+
+def _sizes(folder):
+    """The files below `folder`: path relative to it -> size in bytes."""
+    files = (file for file in Path(folder).rglob("*") if file.is_file())
+    return {str(file.relative_to(folder)): file.stat().st_size for file in files}
 
 
 def _manifest_checksum(manifest):
@@ -257,11 +316,3 @@ def _manifest_checksum(manifest):
 def _sha256(path):
     with path.open("rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
-
-
-def _flush(path):
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

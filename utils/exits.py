@@ -77,6 +77,13 @@ def training_starts():
         _exit_at_once()
 
 
+def grace_seconds():
+    """Seconds that the launcher gives this process to save after SIGTERM, before it kills it; None without such a launcher."""
+    if "TORCHELASTIC_RUN_ID" not in os.environ:
+        return None
+    return float(os.environ.get("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", 30))
+
+
 def on_failure(hook):
     """Registers `hook(reason, retry)`, which is called when the run ends with an error, to record it.
 
@@ -120,6 +127,8 @@ def run(main):
             rank_variable, line = None, f"error: {message.strip()}"
         _report_to_launcher(line.removeprefix("error: "))
     except Exception as error:
+        # If a loader worker died, PyTorch's handler of this signal may otherwise raise while the error is formatted.
+        signal.signal(signal.SIGCHLD, signal.SIG_DFL)
         code, line = 1, _known_failure(error)
         if line is None:
             traceback.print_exc()

@@ -7,7 +7,6 @@ from datetime import timedelta
 
 import torch
 import torch.distributed as dist
-from accelerate.utils import gather_object
 from torch.distributed.tensor import DTensor
 
 from utils import exits
@@ -16,36 +15,44 @@ from utils import exits
 class Guard:
     """Call `should_stop` once per optimizer step, on every process.
 
-    It never makes the device wait. It reads the loss of the previous step, which is copied to the host while this step is
-    computed. With several processes, an all-reduce of three integers over gloo also runs in the background, and its result is
-    read in the next step. So with several processes a signal stops the run one step later, and a non-finite loss two steps
-    later; with one process, a signal at once and a loss one step later. The answer is the same on every process.
+    It never makes the device wait. It reads the loss and the gradient norm of the previous step, which are copied to the host
+    while this step is computed. With several processes, an all-reduce of four integers over gloo also runs in the background,
+    and its result is read in the next step. So with several processes a signal stops the run one step later, and a loss or
+    norm that is not finite two steps later; with one process, a signal at once, a loss or norm one step later. What these
+    steps do to the weights is never saved. The answer is the same on every process.
     """
 
     def __init__(self, accelerator, timeout):
         """Args: timeout: seconds to wait for the other processes before raising an error."""
         self._group, self._patience = None, math.inf
+        # In fp16 an infinite gradient is normal: the gradient scaler skips that step and scales the next loss by less.
+        self._skips_infinite_gradients = accelerator.scaler is not None
         if accelerator.num_processes > 1:
             self._group = dist.new_group(backend="gloo", timeout=timedelta(seconds=timeout))
             self._patience = 0.9 * timeout  # because after `timeout` NCCL's watchdog ends the process without a message
-        self._recent = deque(maxlen=4)  # the last steps: (step, loss, CUDA event of its copy to the host, ids)
+        self._recent = deque(maxlen=4)  # the last steps: (step, [loss, norm], CUDA event of their copy to the host, ids)
         self._votes, self._handle = None, None
         exits.training_starts()
 
-    def should_stop(self, step, losses, ids):
+    def should_stop(self, step, losses, ids, norm=None):
         """Whether a signal asked any process to stop.
 
         Args:
             step (int): the optimizer step that has just finished.
             losses (list): detached scalar losses of its micro-batches on this process, on the device.
             ids (list): int64 tensors with the ids of their samples on this process.
+            norm: the gradient norm of the step, as `clip_grad_norm_` returns it; None: not computed.
 
         Raises:
-            RunFailed: a loss was NaN or infinite; the message names the step and its samples.
+            RunFailed: a loss or norm was NaN or infinite; the message names the step and its samples.
             TimeoutError: the device did not finish the previous step, or another process did not answer.
         """
         loss = losses[0] if len(losses) == 1 else torch.stack(losses).sum()
-        self._recent.append((step, *_to_host(loss), ids))
+        if norm is None or self._skips_infinite_gradients:
+            norm = loss.new_zeros(())
+        elif isinstance(norm, DTensor):
+            norm = norm.to_local()  # the part of the shards on this process: infinite on one of them, if the norm is
+        self._recent.append((step, *_to_host(torch.stack([loss, norm.to(loss)])), ids))
         if self._group is None:
             self._vote(self._recent[-2] if len(self._recent) > 1 else None)
             return self._outcome()
@@ -69,18 +76,18 @@ class Guard:
         self._outcome()
 
     def _vote(self, recent, weights_finite=True):
-        diverged_at = 0
+        loss_at = norm_at = 0
         if recent:
-            step, loss, event, _ = recent
+            step, values, event, _ = recent
             deadline = time.monotonic() + self._patience
             # Poll, because Python cannot handle signals while it waits for a GPU, which may wait forever for a lost process.
             while event and not event.query():
                 if time.monotonic() > deadline:
                     raise TimeoutError(f"timed out waiting for the device to finish step {step}")
                 time.sleep(0.0005)
-            diverged_at = 0 if math.isfinite(loss.item()) else step
-        broken_at = 0 if weights_finite else self._recent[-1][0]
-        self._votes = [int(exits.signal_name() is not None), diverged_at, broken_at]
+            loss_at, norm_at = (0 if math.isfinite(value) else step for value in values.tolist())
+        weights_at = 0 if weights_finite else self._recent[-1][0]
+        self._votes = [int(exits.signal_name() is not None), loss_at, norm_at, weights_at]
         if self._group is not None:
             self._votes = torch.tensor(self._votes, dtype=torch.int64)
             self._handle = dist.all_reduce(self._votes, dist.ReduceOp.MAX, group=self._group, async_op=True)
@@ -90,12 +97,17 @@ class Guard:
             return False
         if self._handle is not None:
             self._handle.wait()
-        stop, diverged_at, broken_at = self._votes if self._handle is None else self._votes.tolist()
+        stop, *failed_steps = self._votes if self._handle is None else self._votes.tolist()
         self._votes = self._handle = None
-        if diverged_at or broken_at:
-            what, failed_at = ("loss at", diverged_at) if diverged_at else ("weights after", broken_at)
+        if any(failed_steps):
+            what = ("loss at", "gradient norm at", "weights after")
+            what, failed_at = next((what, step) for what, step in zip(what, failed_steps, strict=True) if step)
             own = [i for step, _, _, ids in self._recent if step == failed_at for i in torch.cat(ids).tolist()]
-            ids = sorted(gather_object(own)) if self._group is not None else sorted(own)
+            everyone = [own]
+            if self._group is not None:
+                everyone = [None] * dist.get_world_size()
+                dist.all_gather_object(everyone, own, group=self._group)
+            ids = sorted(i for ids in everyone for i in ids)
             raise exits.RunFailed(
                 f"non-finite {what} step {failed_at}; the last checkpoint is from before it. A lower --lr often helps, in "
                 f"another --output_dir (--init_from this run's folder starts from its weights). Samples of that step: {ids}",
@@ -113,14 +125,14 @@ def all_finite(model):
     return torch.stack([value.isfinite().all().to(device) for value in local]).all().item()
 
 
-def _to_host(loss):
-    """Copies a scalar to host memory. Returns the copy, and the CUDA event after which it is complete (None: already).
+def _to_host(values):
+    """Copies a small tensor to host memory. Returns the copy, and the CUDA event after which it is complete (None: already).
 
-    `loss.item()` would instead wait for all work queued on the device.
+    `values.tolist()` would instead wait for all work queued on the device.
     """
-    if loss.device.type != "cuda":
-        return loss, None
-    copy = torch.empty((), dtype=loss.dtype, pin_memory=True).copy_(loss, non_blocking=True)
+    if values.device.type != "cuda":
+        return values, None
+    copy = torch.empty_like(values, device="cpu", pin_memory=True).copy_(values, non_blocking=True)
     event = torch.cuda.Event()
-    event.record(torch.cuda.current_stream(loss.device))
+    event.record(torch.cuda.current_stream(values.device))
     return copy, event

@@ -14,13 +14,11 @@ from pathlib import Path
 import numpy as np
 import psutil
 import torch
-from accelerate.utils import gather_object
 
 from utils import topology
 from utils.exits import UserError
 from utils.image_files import BadPicture, shrink
 
-TURN = 20  # seconds of work after which the processes hear of one another, so that none of them is thought to be lost
 CHUNK = 256  # pictures
 
 
@@ -82,25 +80,14 @@ def cached(accelerator, pictures, split, side, folder, interpolation="bilinear")
     Raises:
         UserError: the cache cannot be written.
     """
-    file = topology.local_main_first(accelerator, lambda: _path(pictures, side, folder, interpolation))
-    in_turns(accelerator, _make(accelerator, pictures, split, side, file, interpolation))
-    return topology.run_on_all(accelerator, lambda: CachedPictures(pictures, file))
 
+    def find_or_make():
+        file = _path(pictures, side, folder, interpolation)
+        if not file.exists():
+            _make(pictures, split, side, file, interpolation)
+        return CachedPictures(pictures, file)
 
-def in_turns(accelerator, work):
-    """Runs the generator `work` of every process to its end, and lets no process wait long for another.
-
-    An error on any process is raised on every process.
-    """
-    done = False
-
-    def turn():
-        deadline = time.monotonic() + TURN
-        return all(time.monotonic() <= deadline for _ in work)  # False: the rest of the work waits for the next turn
-
-    while not done:
-        finished = topology.run_on_all(accelerator, turn)
-        done = all(gather_object([finished])) if accelerator.num_processes > 1 else finished
+    return topology.local_main_first(accelerator, find_or_make)
 
 
 def threads():
@@ -121,7 +108,6 @@ def check(accelerator, pictures, split, on_bad):
     Raises:
         UserError: there are any, and `on_bad` is `stop`.
     """
-    bad = []
 
     def broken(index):
         try:
@@ -130,15 +116,13 @@ def check(accelerator, pictures, split, on_bad):
         except BadPicture as error:
             return f"{pictures.name(index)} ({error})"
 
-    def work():
+    def check_share():
         share = range(accelerator.process_index, len(pictures), accelerator.num_processes)
         with threads() as pool:
-            for first in range(0, len(share), CHUNK):
-                bad.extend(filter(None, pool.map(broken, share[first : first + CHUNK])))
-                yield
+            return [line for chunk in chunks(share) for line in pool.map(broken, chunk) if line]
 
-    in_turns(accelerator, work())
-    everywhere = sorted(gather_object(bad) if accelerator.num_processes > 1 else bad)
+    own = topology.run_on_all(accelerator, check_share)
+    everywhere = sorted(line for part in topology.gather(accelerator, own) for line in part)
     if everywhere:
         listed = ", ".join(everywhere[:10]) + (f" and {len(everywhere) - 10} more" if len(everywhere) > 10 else "")
         line = f"{len(everywhere)} of {len(pictures):,} pictures of the {split} split cannot be read: {listed}"
@@ -150,14 +134,17 @@ def check(accelerator, pictures, split, on_bad):
         print(f"{split}: all {len(pictures):,} pictures can be read")
 
 
+def chunks(indices):
+    """Parts of a range: a pool takes all the work that it is given at once, and keeps all results."""
+    return (indices[first : first + CHUNK] for first in range(0, len(indices), CHUNK))
+
+
 def _path(pictures, side, folder, interpolation):
     digest = hashlib.sha256(f"1 {side} {interpolation} {pictures.fingerprint(stamps=True)}".encode()).hexdigest()
     return Path(folder) / f"pixels_{digest[:24]}.bin"
 
 
-def _make(accelerator, pictures, split, side, file, interpolation):
-    if file.exists() or not accelerator.is_local_main_process:
-        return
+def _make(pictures, split, side, file, interpolation):
     start_time, torch_threads = time.perf_counter(), torch.get_num_threads()
     temporary, shapes = file.with_suffix(f".writing.{os.getpid()}"), []
 
@@ -173,11 +160,10 @@ def _make(accelerator, pictures, split, side, file, interpolation):
             if not psutil.pid_exists(int(left_over.suffix[1:])):  # of a process that was killed
                 left_over.unlink(missing_ok=True)
         with threads() as pool, temporary.open("wb") as out:
-            for first in range(0, len(pictures), CHUNK):
-                for pixels in pool.map(scaled, range(first, min(first + CHUNK, len(pictures)))):
+            for chunk in chunks(range(len(pictures))):
+                for pixels in pool.map(scaled, chunk):
                     shapes.append(pixels.shape[:2])
                     out.write(pixels)
-                yield
             out.write(np.array(shapes, dtype=np.int32))
             out.flush()
             os.fsync(out.fileno())

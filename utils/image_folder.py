@@ -114,6 +114,10 @@ class Pictures:
         """The pictures at `indices` only."""
         return Pictures(self.source, self.rows[indices], self.labels[indices])
 
+    def spread(self, count):
+        """At most `count` pictures, evenly spread over all."""
+        return self.select(np.linspace(0, len(self) - 1, min(count, len(self))).astype(np.int64))
+
     def fingerprint(self, stamps=False):
         """A checksum of the names and labels; with `stamps` (bool), also of the size and time of every file."""
         digest = hashlib.sha256(self.labels.tobytes())

@@ -21,6 +21,8 @@ class Muon:
         same_shape = {}
         for group in self.param_groups:
             for weight in group["params"] if group["muon"] else ():
+                if weight.grad is None:  # frozen or unused
+                    continue
                 state = self.state[weight]
                 if not state:  # `step` is unused here, but AdamW expects it in every state that it loads
                     state.update(step=torch.zeros(()), momentum=torch.zeros_like(weight))

@@ -3,11 +3,6 @@
 import json
 from pathlib import Path
 
-import matplotlib
-
-matplotlib.use("Agg")
-
-import matplotlib.pyplot as plt
 import numpy as np
 import torch
 from PIL import Image
@@ -27,7 +22,7 @@ def image_grid(path, images, labels, predictions, class_names, columns=8, title=
     top, side = round(0.42 * height), round(0.14 * width)
     cell_height, cell_width = height + top, width + side
     sheet = np.full((rows * cell_height, columns * cell_width, 3), 255, np.uint8)
-    figure, axis = plt.subplots(figsize=(columns * 1.35, rows * 1.35 * cell_height / cell_width + 0.5))
+    figure, axis = subplots(1, 1, figsize=(columns * 1.35, rows * 1.35 * cell_height / cell_width + 0.5))
     axis.axis("off")
     for index, (image, label, prediction) in enumerate(zip(images, labels.tolist(), predictions.tolist(), strict=True)):
         y, x = index // columns * cell_height + top, index % columns * cell_width
@@ -39,14 +34,14 @@ def image_grid(path, images, labels, predictions, class_names, columns=8, title=
     axis.imshow(sheet, interpolation="nearest")
     correct = (labels == predictions).sum().item()
     figure.suptitle(title or f"Predicted class of {len(images)} test images: {correct} correct", fontsize=11)
-    _save(figure, path)
+    save(figure, path)
 
 
 def confusion_matrix(path, counts, class_names):
     """Draws int64 [true, predicted] counts as percentages of each true class."""
     share = 100 * counts.float() / counts.sum(1, keepdim=True).clamp(min=1)
     count = len(class_names)
-    figure, axis = plt.subplots(figsize=(0.62 * count + 2, 0.58 * count + 1.6))
+    figure, axis = subplots(1, 1, figsize=(0.62 * count + 2, 0.58 * count + 1.6))
     axis.imshow(share, cmap="Blues", vmin=0, vmax=100)
     if count <= 20:
         for i in range(count):
@@ -60,13 +55,13 @@ def confusion_matrix(path, counts, class_names):
     axis.set_ylabel("true class")
     accuracy = 100 * counts.diag().sum() / counts.sum().clamp(min=1)
     axis.set_title(f"Percentage of each true class ({int(counts.sum()):,} images, {accuracy:.2f} % correct)", fontsize=11)
-    _save(figure, path)
+    save(figure, path)
 
 
 def curves(folder, figures=("loss", "accuracy")):
     """Draws the metrics `figures` of each split over steps: reads `metrics.jsonl` and writes `curves.png`, both in `folder`."""
     records = [json.loads(line) for line in (Path(folder) / "metrics.jsonl").read_text().splitlines()]
-    figure, axes = plt.subplots(1, 2, figsize=(10, 3.6))
+    figure, axes = subplots(1, 2, figsize=(10, 3.6))
     for axis, name in zip(axes, figures, strict=True):
         # The same color in both panels, and colors that color-blind people can tell apart (Okabe & Ito).
         for split, style, color in (("train", "-", "#0072B2"), ("val", "o-", "#D55E00"), ("test", "o-", "#D55E00")):
@@ -78,7 +73,7 @@ def curves(folder, figures=("loss", "accuracy")):
         axis.set_ylabel(name)
         axis.grid(alpha=0.3)
         axis.legend()
-    _save(figure, Path(folder) / "curves.png")
+    save(figure, Path(folder) / "curves.png")
 
 
 def classification(folder, data, predictions):
@@ -152,7 +147,8 @@ def contact_sheet(path, dataset, rows, columns=8, most=64):
     images = dataset.__getitems__(chosen)["images"]
     count, size = len(chosen), images.shape[-1]
     columns = min(columns, count)
-    figure, axes = plt.subplots(-(-count // columns), columns, figsize=(1.7 * columns, 2.0 * -(-count // columns) + 0.4))
+    rows_of_sheet = -(-count // columns)
+    figure, axes = subplots(rows_of_sheet, columns, figsize=(1.7 * columns, 2.0 * rows_of_sheet + 0.4))
     for axis in np.ravel(axes):
         axis.axis("off")
     for axis, index, image in zip(np.ravel(axes), chosen, images, strict=False):
@@ -161,7 +157,7 @@ def contact_sheet(path, dataset, rows, columns=8, most=64):
         label = f"{classes[0][0][:18]} {classes[0][1]:.0%}" if classes else "unreadable"
         axis.set_title(f"{name if len(name) <= 20 else name[:9] + '…' + name[-10:]}\n{label}", fontsize=7)
     figure.suptitle(f"{count} of {len(rows):,} pictures" if count < len(rows) else f"{count} pictures", fontsize=10)
-    _save(figure, path)
+    save(figure, path)
 
 
 def class_accuracy(metrics, class_names):
@@ -192,7 +188,7 @@ def class_table(data, predictions):
 
 def bandwidth(path, rows, processes, backend):
     """Draws time and bus bandwidth of an all-reduce over the message size, from rows of `check_topology.py`."""
-    figure, axes = plt.subplots(1, 2, figsize=(10, 3.6))
+    figure, axes = subplots(1, 2, figsize=(10, 3.6))
     sizes = [row["bytes"] for row in rows]
     for axis, values, label in (
         (axes[0], [row["seconds"] * 1e3 for row in rows], "milliseconds"),
@@ -206,12 +202,12 @@ def bandwidth(path, rows, processes, backend):
         axis.set_ylabel(label)
         axis.grid(alpha=0.3)
     figure.suptitle(f"All-reduce between {processes} processes over {backend}", fontsize=11)
-    _save(figure, path)
+    save(figure, path)
 
 
 def scaling(path, rows):
     """Draws step time and efficiency over the number of processes, from rows of `predict_scaling.py`."""
-    figure, axes = plt.subplots(1, 2, figsize=(10, 3.6))
+    figure, axes = subplots(1, 2, figsize=(10, 3.6))
     processes = [row["processes"] for row in rows]
     for kind, label in (("weak", "same batch per process"), ("strong", "same global batch")):
         axes[0].plot(processes, [row[f"{kind}_seconds"] * 1e3 for row in rows], "o-", label=label)
@@ -225,10 +221,40 @@ def scaling(path, rows):
         axis.grid(alpha=0.3)
         axis.legend()
     figure.suptitle("Data parallel training, predicted", fontsize=11)
-    _save(figure, path)
+    save(figure, path)
 
 
-def _save(figure, path):
+def benchmark(path, figures):
+    """Draws the figures of `benchmark.py` that are ratios: the median of each, with its range.
+
+    Args:
+        figures (dict): name -> `median`, `min`, `max` and `unit`.
+    """
+    ratios = {name: figure for name, figure in figures.items() if figure["unit"].endswith("ratio")}
+    figure, axis = subplots(1, 1, figsize=(8, 0.4 * max(len(ratios), 1) + 1.3))
+    for row, values in enumerate(reversed(ratios.values())):
+        middle = values["median"]
+        axis.plot([values["min"], values["max"]], [row, row], color="C0", linewidth=2)
+        axis.plot(middle, row, "o", color="C0")
+        axis.annotate(f"{middle:.3g}", (middle, row), xytext=(0, 6), textcoords="offset points", ha="center")
+    axis.axvline(1, color="gray", linewidth=1)
+    axis.set_xscale("log")
+    axis.set_yticks(range(len(ratios)), list(reversed(ratios)))
+    axis.set_ylim(-0.5, len(ratios) - 0.3)
+    axis.set_xlabel("ratio to the other side (median and range of the rounds)")
+    axis.grid(alpha=0.3, axis="x", which="both")
+    save(figure, path)
+
+
+def save(figure, path):
+    """Writes a figure to an image file; the same figure gives the same bytes."""
     figure.tight_layout()
     figure.savefig(path, dpi=DPI, metadata={"Software": None})
-    plt.close(figure)
+
+
+def subplots(rows, columns, figsize, **options):
+    """Makes a figure and its axes, for `save`, like `matplotlib.pyplot.subplots`."""
+    from matplotlib.figure import Figure  # here, because training should not wait for this import
+
+    figure = Figure(figsize=figsize)
+    return figure, figure.subplots(rows, columns, **options)

@@ -7,6 +7,7 @@ import time
 
 import torch
 from accelerate.utils import ProfileKwargs
+from torch.distributed.tensor import DTensor
 
 
 class Meter:
@@ -68,6 +69,13 @@ def memory_bytes(device):
     return peak if sys.platform == "darwin" else peak * 1024  # Linux counts in KiB
 
 
+def as_number(value):
+    """The Python number of a scalar tensor; one that is sharded must be reduced, so call this on every process."""
+    if isinstance(value, DTensor):
+        value = value.full_tensor()
+    return value.item() if isinstance(value, torch.Tensor) else value
+
+
 @contextlib.contextmanager
 def profiler(accelerator, folder, wanted):
     """Profiles optimizer steps 3 to 5 on the main process. Call `step()` on the yielded object after each optimizer step.
@@ -100,7 +108,7 @@ def train_line(figures, total_steps):
     mfu = f"  MFU {figures['mfu']:.1%}" if "mfu" in figures else ""
     return (
         f"step {figures['step']:>{len(str(total_steps))}}/{total_steps}  epoch {figures['epoch']:.2f}  "
-        f"loss {figures['loss']:.4f}  lr {figures['lr']:.4f}  {figures['samples_per_second']:,.0f} samples/s  "
+        f"loss {figures['loss']:.4f}  lr {figures['lr']:.3g}  {figures['samples_per_second']:,.0f} samples/s  "
         f"data {figures['data_share']:.0%}  memory {figures['memory_bytes'] / 2**30:.1f} GiB  "
         f"left {left // 3600}:{left // 60 % 60:02}:{left % 60:02}{mfu}"
     )

@@ -24,6 +24,7 @@ from tqdm import tqdm
 from utils import checkpoint, exits, report, topology, tracking
 from utils.arguments import CONTINUE_RULE, MAY_CHANGE
 from utils.exits import UserError
+from utils.files import read_json, write_json, write_text
 
 SAME_COMMAND = "run the same command again to continue"
 LENGTH = {"epochs", "max_train_steps"}
@@ -55,6 +56,7 @@ class RunFolder:
         self._batch_size = args.batch_size
         self._plan, self._checkpoint, self._earlier_length, self._run_id = None, None, None, uuid.uuid4().hex[:8]
         self._score, self._improved = None, False
+        self._slowest_save = 0.0  # seconds, of the checkpoints before a restart
         self._logged, self._sent = set(), set()  # (split, step) in metrics.jsonl, and sent to the trackers before a restart
 
     # ------------------------------------------------------------------------------------------------------- start
@@ -72,7 +74,9 @@ class RunFolder:
                 checkpoints are damaged; or the run has already taken more steps than `plan` allows.
         """
         self._plan = plan
-        self.finished, latest, self._run_id = topology.run_on_main(self._accelerator, self._claim_and_find)
+        outcome = topology.run_on_main(self._accelerator, self._claim_and_find)
+        self.finished, latest, self._run_id, owner = outcome
+        topology.run_on_all(self._accelerator, lambda: self._check_shared(owner))
         if self.finished and plan and self.is_main:
             print(report.summary(self.finished, self.path, "this run has already finished, nothing to do"))
             print("to train longer, run the same command with a larger --epochs or --max_train_steps")
@@ -86,7 +90,7 @@ class RunFolder:
         status = read_json(self.path / "status.json") or {}
         results = read_json(self.path / "results.json") if earlier and status.get("state") == "finished" else None
         if results and (self._plan is None or results["global_step"] == self._plan.total_steps):
-            return results, None, None
+            return results, None, None, self._owner
         latest = checkpoint.find(self.path, self._resume) if self._plan else None
         if latest:
             path, manifest = latest
@@ -97,7 +101,22 @@ class RunFolder:
                     f"--epochs or --max_train_steps ask for {self._plan.total_steps} steps, but the run has taken "
                     f"{steps_taken} already ({path}): give at least as many, or use another --output_dir"
                 )
-        return None, latest, (earlier or {}).get("run_id", self._run_id)
+        return None, latest, (earlier or {}).get("run_id", self._run_id), self._owner
+
+    def _check_shared(self, owner):
+        """Checks on every other process that it sees the lock of the main process: is it the same folder there?"""
+        for _ in range(checkpoint.LOOKS):
+            # The main process must not open its lock again: closing any descriptor of a file releases its locks.
+            if self.is_main or (self.path.is_dir() and ".lock" in os.listdir(self.path) and self._read_owner() == owner):
+                return
+            time.sleep(0.5)
+        raise UserError(
+            f"--output_dir {self.path} is another folder on {socket.gethostname()} than for {owner}: use one on a file system "
+            "that all machines share"
+        )
+
+    def _read_owner(self):
+        return (self.path / ".lock").read_text()
 
     def claim(self):
         """Locks the folder for this process and checks that this run may use it; main process only.
@@ -156,9 +175,8 @@ class RunFolder:
             int: the number of optimizer steps done; 0 for a new run.
         """
         if self._checkpoint:
-            checkpoint.load(
-                self._accelerator, self._checkpoint
-            )  # accelerator.load_state, after a check that it executes no code
+            own = self._checkpoint.resolve().is_relative_to(self.path.resolve())
+            checkpoint.load(self._accelerator, self._checkpoint, own)  # accelerator.load_state
             self._apply_schedule(scheduler)
         exits.on_failure(self._failed)
         step = self.progress.get("step", 0)
@@ -175,6 +193,7 @@ class RunFolder:
             self._bar = tqdm(total=self._plan.total_steps, initial=step, disable=not sys.stderr.isatty())
             self.print(f"{self._plan.total_steps} steps, {self._plan.steps_per_epoch} per epoch; output in {self.path}")
             self.print(f"continuing from {self._checkpoint}" if self._checkpoint else "starting at step 0")
+            self._warn_of_short_grace()
         return step
 
     def _apply_schedule(self, scheduler):
@@ -189,6 +208,14 @@ class RunFolder:
                 change = f"the learning rate at step {step} stays {after:.3g}"
         if self._earlier_length != self._plan.total_steps:
             self.print(f"length changed from {self._earlier_length} to {self._plan.total_steps} steps: {change}")
+
+    def _warn_of_short_grace(self):
+        grace = exits.grace_seconds()
+        if grace is not None and self._slowest_save > grace:
+            self.print(
+                f"warning: a checkpoint took {self._slowest_save:.0f} s, but the launcher kills its processes {grace:.0f} s "
+                f"after SIGTERM: export TORCH_ELASTIC_SHUTDOWN_TIMEOUT={2 * self._slowest_save:.0f}"
+            )
 
     def _record(self, step):
         self.record = {
@@ -210,6 +237,8 @@ class RunFolder:
             except json.JSONDecodeError:
                 break  # an incomplete line, because the run was killed
             self._sent.add((record["split"], record["step"]))
+            if record["split"] == "checkpoint":
+                self._slowest_save = max(self._slowest_save, record["seconds"])
             if record["step"] <= step:
                 kept.append(line)
                 self._logged.add((record["split"], record["step"]))
@@ -229,7 +258,9 @@ class RunFolder:
 
         Args:
             score (float | None): score of an evaluation, higher is better; the checkpoint with the best score is kept.
+            figures: numbers, scalar tensors or text; None: not measured in this step, left out.
         """
+        figures = {name: report.as_number(value) for name, value in figures.items() if value is not None}
         if split == "train":
             speeds, state = self._meter.read(step, self._plan.total_steps)
             figures |= speeds
@@ -285,6 +316,8 @@ class RunFolder:
             state: values to save with it, as JSON; after a restart they are in `run.progress`.
         """
         start_time = time.perf_counter()
+        if self.is_main:
+            os.fsync(self._metrics.fileno())  # the lines up to a checkpoint are not written again after a power cut
         score = self._score[1] if self._score and self._score[0] == step else None  # of the evaluation after this step
         progress = {"step": step, "train_seconds": self.train_seconds(), "score": score, "best": self._best, **state}
         folder, error = checkpoint.start(self._accelerator, self.path)
@@ -324,12 +357,12 @@ class RunFolder:
         reason = f"stopped by {exits.signal_name() or 'a signal to another process'} {where}"
         self._write_status("preempted", reason, step=self._saved_at, next=SAME_COMMAND)
         self.print(f"{reason}: {SAME_COMMAND}")
-        self._accelerator.wait_for_everyone()  # a scheduler may stop the other machines when one exits
+        topology.gather(self._accelerator, None)  # wait: a scheduler may stop the other machines when one exits
         self._accelerator.end_training()
         sys.exit(exits.PREEMPTED)
 
     def finish(self, step, next_command=None, **figures):
-        """Writes results.json and then status.json, both atomically, and prints a summary.
+        """Writes results.json and then status.json, both atomically, prints a summary, and waits for all processes.
 
         Args:
             next_command (str | None): a command to suggest for looking at the results.
@@ -354,6 +387,7 @@ class RunFolder:
             print(report.summary(results, self.path, "done"))
             if next_command:
                 print(f"next: {next_command}")
+        topology.gather(self._accelerator, None)  # wait: a scheduler may stop the other machines when one exits
 
     def write_results(self, results):
         """Writes results.json, then the status `finished`."""
@@ -380,6 +414,7 @@ class RunFolder:
         # A POSIX record lock belongs to the process: the kernel releases it however the process ends, and forked data loader
         # workers do not inherit it. The processes of a killed job may take a few seconds to exit: wait for them.
         self._lock = (self.path / ".lock").open("a+")
+        self._owner = f"process {os.getpid()} on {socket.gethostname()}"
         deadline = time.monotonic() + 2 * exits.ORPHAN_SECONDS
         while True:
             try:
@@ -392,7 +427,7 @@ class RunFolder:
                         file=sys.stderr,
                         flush=True,
                     )
-                    return
+                    break
                 if error.errno not in (errno.EAGAIN, errno.EACCES):
                     raise
                 if time.monotonic() > deadline:
@@ -401,7 +436,7 @@ class RunFolder:
                     raise UserError(f"{self.path} is in use by {owner}: wait for it, or use another --output_dir") from None
                 time.sleep(0.2)
         self._lock.truncate(0)
-        self._lock.write(f"process {os.getpid()} on {socket.gethostname()}")
+        self._lock.write(self._owner)
         self._lock.flush()
 
 
@@ -447,32 +482,6 @@ def git_commit():
     except (OSError, subprocess.TimeoutExpired):
         return None
     return done.stdout.strip() if done.returncode == 0 else None
-
-
-def read_json(path):
-    """Reads JSON from `path`; None if there is no such file. Raises UserError if it is damaged."""
-    try:
-        return json.loads(Path(path).read_text())
-    except FileNotFoundError:
-        return None
-    except ValueError:
-        raise UserError(f"{path} is damaged: restore it, or move it away") from None
-
-
-def write_json(path, value):
-    """Writes `value` as JSON, atomically: a reader finds either the complete old file or the complete new one."""
-    write_text(path, json.dumps(value, indent=2) + "\n")
-
-
-def write_text(path, text):
-    """Like `write_json`, for text."""
-    path = Path(path)
-    temporary = path.with_name(f".{path.name}.{os.getpid()}.writing")  # per process, as several may write the status
-    with temporary.open("w") as file:
-        file.write(text)
-        file.flush()
-        os.fsync(file.fileno())
-    os.replace(temporary, path)
 
 
 def _now():

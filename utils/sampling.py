@@ -5,7 +5,7 @@ import torch
 
 @torch.compiler.set_stance("force_eager")  # eager, because each text length would be compiled separately
 @torch.no_grad()
-def generate(model, block_size, device, prompt="\n", length=500, temperature=0.8, top_k=None, seed=0):
+def generate(model, block_size, length, seed, prompt="\n", temperature=0.8, top_k=None):
     """Continues `prompt` by `length` bytes, each sampled from the `top_k` most likely ones.
 
     Under FSDP every process must call this function, because a forward pass needs all shards. All draw the same bytes.
@@ -21,6 +21,7 @@ def generate(model, block_size, device, prompt="\n", length=500, temperature=0.8
     was_training = model.training
     model.eval()
     generator = torch.Generator().manual_seed(seed)  # separate: sampling must not change training's random numbers
+    device = next(model.parameters()).device
     text = torch.tensor([list(prompt.encode())], device=device)
     for _ in range(length):
         logits = model(text[:, -block_size:])[0, -1].float().cpu()

@@ -8,11 +8,10 @@ import zlib
 from functools import partial
 from pathlib import Path
 
-import datasets
-import datasets.distributed
 import torch
 from accelerate.utils import gather_object
 
+from utils import topology
 from utils.exits import RunFailed, UserError
 
 FORMATS = {".txt": "text", ".jsonl": "json", ".json": "json", ".parquet": "parquet"}
@@ -35,7 +34,9 @@ class Windows(torch.utils.data.Dataset):
     """
 
     def __init__(self, text, block_size, seed=None):
-        self.text, self.block_size, self.seed, self.shift = text, block_size, seed, 0
+        self.text, self.block_size, self.seed = text, block_size, seed
+        # In shared memory, because the persistent workers of a loader would otherwise keep the offset of the first epoch.
+        self.shift = torch.zeros((), dtype=torch.int64).share_memory_()
         full, rest = divmod(len(text) - 1, block_size)
         # An offset uses up to block_size - 1 bytes.
         self.count = (len(text) - block_size) // block_size if seed is not None else full + (rest > 0)
@@ -46,7 +47,7 @@ class Windows(torch.utils.data.Dataset):
         The name is not `set_epoch`, because on some topologies Accelerate calls a method of that name.
         """
         if self.seed is not None:
-            self.shift = random.Random(f"{self.seed} {epoch}").randrange(self.block_size)
+            self.shift.fill_(random.Random(f"{self.seed} {epoch}").randrange(self.block_size))
 
     def __len__(self):
         return self.count
@@ -149,6 +150,8 @@ def load_held_out(name, column, block_size):
 
 def open_stream(name, column):
     """Opens `column` as a `datasets.IterableDataset`, which reads rows as they are needed."""
+    import datasets  # here and below, because importing it takes a second, and text in memory needs it rarely
+
     if name == "synthetic":
         rows = [{column: line} for line in synthetic_text(0).decode().splitlines()]
         return datasets.Dataset.from_list(rows).to_iterable_dataset(num_shards=8)
@@ -174,6 +177,8 @@ class TextStream(torch.utils.data.IterableDataset):
     """
 
     def __init__(self, name, column, block_size, micro_batch, *, lanes, buffer, seed, share, position=None):
+        from datasets.distributed import split_dataset_by_node
+
         process, processes = share
         if lanes % processes or micro_batch * processes % lanes:
             raise UserError(
@@ -184,7 +189,7 @@ class TextStream(torch.utils.data.IterableDataset):
         # Open the data set once per lane: lanes that are split from one object would share its reading state.
         self.lanes = {}
         for lane in own:
-            rows = datasets.distributed.split_dataset_by_node(open_stream(name, column), lane, lanes)
+            rows = split_dataset_by_node(open_stream(name, column), lane, lanes)
             self.lanes[str(lane)] = _Lane(rows, name, column, block_size, buffer, f"{seed} {lane}")
         for number, lane in self.lanes.items():
             lane.position = (position or {}).get(number) or lane.position
@@ -193,6 +198,11 @@ class TextStream(torch.utils.data.IterableDataset):
     @classmethod
     def from_args(cls, args, accelerator, position=None):
         """Creates the share of this process from the command-line arguments, starting at `position`."""
+        possible = topology.possible_processes(accelerator)
+        if any(args.stream_lanes % processes for processes in possible):
+            raise UserError(
+                f"--stream_lanes {args.stream_lanes} must be a multiple of the {topology.either(possible)} processes"
+            )
         micro_batch = args.batch_size // args.gradient_accumulation_steps // accelerator.num_processes
         share = (accelerator.process_index, accelerator.num_processes)
         options = dict(lanes=args.stream_lanes, buffer=args.shuffle_buffer, seed=args.seed, share=share, position=position)
@@ -299,6 +309,8 @@ def _local_files(name):
 
 def _load(name, column, files, streaming):
     """Loads `files` (or the Hub id `name`, if there are none) with `datasets`, and checks the column. Returns the splits."""
+    import datasets
+
     datasets.disable_progress_bars()
     source = (
         dict(path=FORMATS.get(files[0].suffix, "text"), data_files={"train": [str(file) for file in files]})

@@ -1,34 +1,42 @@
 """Helpers for processes and devices: check a launch, print what runs where, run functions on some processes first."""
 
 import importlib.util
+import math
 import os
 import platform
+import socket
 import sys
 import traceback
+from datetime import timedelta
 
 import psutil
 import torch
 import torch.distributed as dist
 import yaml
-from accelerate.utils import broadcast_object_list, gather_object
 
-from utils import exits
+from utils import exits, fsdp
 from utils.exits import UserError
 
+# How long processes wait for one that downloads, decodes, hashes or writes. If it dies instead, its launcher stops them.
+PATIENCE = timedelta(hours=3)
+_host_group = None
 
-def check_launch(training=False):
+
+def check_launch(training=False, shards=False):
     """Checks that the requested processes can run here; call it before `Accelerator(...)`.
 
     Args:
         training (bool): whether this is a training run, which prints a notice if bf16 would be faster.
+        shards (bool): whether the script runs with a sharded model; otherwise an FSDP configuration is refused.
 
     Returns:
         bool: whether to run on the CPU, for `Accelerator(cpu=...)`. On a machine without a GPU every topology runs on the CPU,
-        with the same number of processes over gloo.
+        with the same number of processes over gloo, and an FSDP configuration shards the model there.
 
     Raises:
-        UserError: fewer GPUs than processes on this machine, or a precision that the CPU does not support.
+        UserError: fewer GPUs than processes on this machine, or a precision or kind of sharding that is not supported.
     """
+    set_gloo_interface()
     local_processes = int(os.environ.get("LOCAL_WORLD_SIZE", 1))
     if importlib.util.find_spec("lomo_optim") is None:
         # Accelerate searches for this optional package twice in every optimizer step, which takes 0.1 ms or more. With None in
@@ -37,6 +45,8 @@ def check_launch(training=False):
     # The launcher passes `use_cpu` on only if it starts a single process; for several, read it from the YAML file.
     wants_cpu = os.environ.get("ACCELERATE_USE_CPU", "false").lower() == "true" or _launch_config().get("use_cpu", False)
     gpus = 0 if wants_cpu else torch.cuda.device_count()
+    if fsdp.requested():
+        fsdp.check(_config_name(), shards, on_cpu=not gpus)
     if gpus:
         if gpus < local_processes:
             fits = max(size for size in (1, 2, 4, 8) if size <= gpus)
@@ -61,7 +71,8 @@ def check_launch(training=False):
         if exits.is_main():
             _notice(
                 f"NO GPU FOUND: {_config_name()} runs on the CPU with {local_processes} process"
-                f"{'es over gloo' if local_processes > 1 else ''}, precision {os.environ['ACCELERATE_MIXED_PRECISION']}. "
+                f"{'es over gloo' if local_processes > 1 else ''}, {'the model sharded over them, ' * fsdp.requested()}"
+                f"precision {os.environ['ACCELERATE_MIXED_PRECISION']}. "
                 "This is fine for a test, but far too slow for training"
             )
     elif precision == "fp16":
@@ -73,6 +84,43 @@ def check_launch(training=False):
     return True
 
 
+def set_gloo_interface():
+    """Sets GLOO_SOCKET_IFNAME on machines whose host name is the name of a loopback address, such as 127.0.1.1.
+
+    Gloo offers the other machines the address of the host name (github.com/pytorch/gloo/issues/223); NCCL finds one itself.
+    """
+    if int(os.environ.get("GROUP_WORLD_SIZE", 1)) == 1 or "GLOO_SOCKET_IFNAME" in os.environ:
+        return
+    try:
+        if not socket.gethostbyname(socket.gethostname()).startswith("127."):
+            return
+    except OSError:  # the name does not resolve: gloo would use a loopback address
+        pass
+    interface = interface_to(os.environ["MASTER_ADDR"])
+    if interface:
+        os.environ["GLOO_SOCKET_IFNAME"] = interface
+    else:
+        _notice("the host name of this machine is that of a loopback address: export GLOO_SOCKET_IFNAME (see `ip address`)")
+
+
+def interface_to(host):
+    """The network interface from which this machine reaches `host` over IPv4, or its only one; None: it has several."""
+    addresses = {
+        entry.address: name
+        for name, entries in psutil.net_if_addrs().items()
+        for entry in entries
+        if entry.family == socket.AF_INET and psutil.net_if_stats()[name].isup and not entry.address.startswith("127.")
+    }
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        try:
+            probe.connect((host, 9))  # chooses a route, and sends nothing
+            own = probe.getsockname()[0]
+        except OSError:
+            own = None
+    names = set(addresses.values())
+    return addresses.get(own) or (names.pop() if len(names) == 1 else None)
+
+
 def cpu_has_bf16():
     """Whether this CPU has native bf16 (AVX-512 BF16 or AMX)."""
     return any(
@@ -80,15 +128,29 @@ def cpu_has_bf16():
     )
 
 
+def gather(accelerator, value):
+    """Gathers a picklable value from every process: a list by rank, the same on all of them.
+
+    Also serves to wait for the slowest process. It uses gloo on the CPU, because NCCL ends a run in which one process works on
+    files for longer than `--timeout` while the others wait.
+    """
+    global _host_group
+    if accelerator.num_processes == 1:
+        return [value]
+    if _host_group is None:
+        _host_group = dist.new_group(backend="gloo", timeout=PATIENCE)
+    values = [None] * accelerator.num_processes
+    dist.all_gather_object(values, value, group=_host_group)
+    return values
+
+
 def run_on_main(accelerator, function):
     """Runs `function()` on the main process only and returns its (picklable) result on every process.
 
     An error is raised on every process.
     """
-    outcome = [None, None]
-    if accelerator.is_main_process:
-        outcome = _attempt(function)
-    return _result(broadcast_object_list(outcome) if accelerator.num_processes > 1 else outcome)
+    outcome = _attempt(function) if accelerator.is_main_process else None
+    return _result(gather(accelerator, outcome)[0])
 
 
 def local_main_first(accelerator, function):
@@ -116,16 +178,32 @@ def split_batch(accelerator, batch_size, gradient_accumulation_steps):
         int: samples per process and micro-batch.
 
     Raises:
-        UserError: `batch_size` does not divide evenly; the message suggests the nearest sizes that do.
+        UserError: `batch_size` does not divide evenly over every number of processes that this launch can have; the message
+            suggests the nearest sizes that do.
     """
-    parts = accelerator.num_processes * gradient_accumulation_steps
+    possible = possible_processes(accelerator)
+    parts = math.lcm(*possible) * gradient_accumulation_steps
     if batch_size % parts:
         below, above = batch_size // parts * parts, (batch_size // parts + 1) * parts
         raise UserError(
-            f"--batch_size {batch_size} does not divide evenly over {accelerator.num_processes} process(es) x "
+            f"--batch_size {batch_size} does not divide evenly over {either(possible)} process(es) x "
             f"{gradient_accumulation_steps} accumulation step(s): use {f'{below} or ' if below else ''}{above}"
         )
-    return batch_size // parts
+    return batch_size // (accelerator.num_processes * gradient_accumulation_steps)
+
+
+def possible_processes(accelerator):
+    """The numbers of processes that this launch can have, in ascending order.
+
+    Usually only the present one. With `torchrun --nnodes MIN:MAX` machines may leave and come back, and the run goes on with
+    those that are there. Machines with different numbers of processes are not foreseen.
+    """
+    machines = int(os.environ.get("GROUP_WORLD_SIZE", 1))
+    fewest, _, most = (_launcher_option("--nnodes") or os.environ.get("PET_NNODES", "")).partition(":")
+    if not most or accelerator.num_processes % machines:
+        return [accelerator.num_processes]
+    each = accelerator.num_processes // machines
+    return [each * count for count in range(int(fewest), int(most) + 1)]
 
 
 def print_banner(accelerator, batch_size, gradient_accumulation_steps=1):
@@ -142,6 +220,7 @@ def print_banner(accelerator, batch_size, gradient_accumulation_steps=1):
             f"{os.environ['WORLD_SIZE']} processes were launched but Accelerate connected only {accelerator.num_processes}: "
             f"check distributed_type in {_config_name()}"
         )
+    fsdp.check_engaged(accelerator, _config_name())
     micro_batch = split_batch(accelerator, batch_size, gradient_accumulation_steps)
     exits.remember_micro_batch(micro_batch)
     script = os.path.basename(sys.argv[0]).removesuffix(".py")
@@ -157,7 +236,17 @@ def print_banner(accelerator, batch_size, gradient_accumulation_steps=1):
             f"{script}: {processes}{backend}, each on {device}, precision {accelerator.mixed_precision}\n"
             f"global batch {batch_size} = {processes} x {micro_batch} samples x {steps}"
         )
+        if len(possible := possible_processes(accelerator)) > 1:
+            print(
+                f"elastic: when machines leave or join, the run goes on from its last checkpoint: {either(possible)} processes"
+            )
     return micro_batch
+
+
+def either(counts):
+    """Formats numbers: [2] as "2", [2, 4, 6] as "2, 4 or 6"."""
+    *others, last = map(str, counts)
+    return f"{', '.join(others)} or {last}" if others else last
 
 
 def seed_step(accelerator, seed, step, micro_batch):
@@ -170,6 +259,28 @@ def seed_step(accelerator, seed, step, micro_batch):
     torch.default_generator.manual_seed(seed)
     if accelerator.device.type == "cuda":
         torch.cuda.manual_seed(seed)
+
+
+def sync_batch_norm(accelerator, model, micro_batch, wanted):
+    """Makes batch norm compute its statistics over all processes, if `wanted`; call it after the optimizer was built.
+
+    `torch.nn.SyncBatchNorm` needs GPUs. Otherwise each process uses the statistics of its own `micro_batch` samples.
+
+    Returns:
+        nn.Module: the model, with the same parameters.
+    """
+    if not any(isinstance(layer, torch.nn.modules.batchnorm._BatchNorm) for layer in model.modules()):
+        return model
+    if wanted and accelerator.device.type == "cuda" and accelerator.num_processes > 1:
+        return torch.nn.SyncBatchNorm.convert_sync_batchnorm(model)
+    if accelerator.is_main_process and wanted and accelerator.num_processes > 1:
+        _notice(f"--sync_batchnorm needs GPUs: here batch norm uses the {micro_batch} samples of each process")
+    elif accelerator.is_main_process and micro_batch < 32:
+        _notice(
+            f"batch norm uses the statistics of the {micro_batch} samples that a process computes at a time: accuracy suffers "
+            "from fewer than 32; use a larger --batch_size, or --sync_batchnorm on several GPUs"
+        )
+    return model
 
 
 def describe(accelerator):
@@ -216,8 +327,7 @@ def _attempt(function):
 
 
 def _all_or_none(accelerator, outcome):
-    errors = gather_object([outcome[1]]) if accelerator.num_processes > 1 else [outcome[1]]
-    return _result([outcome[0], next(filter(None, errors), None)])
+    return _result([outcome[0], next(filter(None, gather(accelerator, outcome[1])), None)])
 
 
 def _result(outcome):
@@ -232,12 +342,17 @@ def _notice(text):
 
 def _config_path():
     """The path of the launcher's --config_file, or None."""
+    return _launcher_option("--config_file")
+
+
+def _launcher_option(name):
+    """The value of an option on the launcher's command line, or None."""
     try:
         command = psutil.Process(os.getppid()).cmdline()
     except psutil.Error:
         return None
     for option, value in zip(command, [*command[1:], ""], strict=True):
-        if option.startswith("--config_file"):
+        if option.partition("=")[0] == name:
             return option.partition("=")[2] or value
     return None
 

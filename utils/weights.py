@@ -13,6 +13,7 @@ from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 
 from utils import shards, topology
 from utils.exits import UserError
+from utils.files import sync
 
 SHARDS = "pytorch_model_fsdp_0"  # the folder in which Accelerate saves the weights of a sharded model
 
@@ -27,7 +28,9 @@ def export(folder, model, config):
     temporary = Path(folder) / ".model.safetensors.writing"
     # One key only: safetensors writes several keys in an order that varies from run to run.
     save_file(state, temporary, metadata={"config": json.dumps(config, sort_keys=True)})
+    sync(temporary)
     os.replace(temporary, Path(folder) / "model.safetensors")
+    sync(folder)
 
 
 def read(path):

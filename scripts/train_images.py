@@ -219,18 +219,8 @@ def write_outputs(run, config, model, ema, data, split, evaluated, bad, step, ar
     if bad:
         write_text(run.path / "bad_images.txt", "".join(f"{name}\n" for name in bad))
         run.print(f"{len(bad)} pictures could not be read and were left out: see {run.path / 'bad_images.txt'}")
-    text = card(
-        config,
-        data.description,
-        split,
-        (details["labels"] >= 0).sum().item(),
-        metrics,
-        step,
-        args.batch_size,
-        args.ema_decay,
-        Path(__file__).name,
-    )
-    write_text(run.path / "README.md", text)
+    training = dict(steps=step, batch_size=args.batch_size, ema_decay=args.ema_decay, script=Path(__file__).name)
+    write_text(run.path / "README.md", card(config, data.description, split, metrics, details, **training))
     plots.curves(run.path)
     dataset = ImageBatches(data.splits[split], EvalTransform(config["preprocessing"]), "skip")
     return plots.of_pictures(run.path, dataset, details, data.class_names)

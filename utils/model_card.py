@@ -43,19 +43,21 @@ picture = v2.functional.pil_to_tensor(ImageOps.exif_transpose(Image.open("pictur
 probabilities = model(normalize(crop(resize(picture)))[None]).softmax(1)[0]"""
 
 
-def card(config, description, split, count, metrics, steps, batch_size, ema_decay, script):
+def card(config, description, split, metrics, details, *, steps, batch_size, ema_decay, script):
     """The text of the card, Markdown with metadata for the Hub.
 
     Args:
         config (dict): what the header of `model.safetensors` has: `model`, `options`, `class_names`, `preprocessing`.
         description (str): of the data.
-        split (str): of whose `count` pictures `metrics` (`accuracy`, `top5`, `loss`) were measured.
+        split (str): on which `metrics` (`accuracy`, `top5`, `loss`) were measured.
+        details (dict): `labels`, int64 [samples], of that split; -1 does not count.
     """
     names = config["class_names"]
     options = "".join(f", {name}={value!r}" for name, value in config["options"].items())
     code = CODE.format(model=config["model"], classes=len(names), options=options, **config["preprocessing"])
     shown = ", ".join(names[:50]) + (f" and {len(names) - 50} more" if len(names) > 50 else "")
     ema = f", weights averaged with a decay of {ema_decay}" if ema_decay else ""
+    count = (details["labels"] >= 0).sum().item()
     figures = dict(split=split, count=count, first=min(5, len(names)), **metrics)
     about = dict(model=config["model"], classes=len(names), names=shown, data=description, script=script)
     return CARD.format(**about, **figures, code=code, steps=steps, batch_size=batch_size, ema=ema)

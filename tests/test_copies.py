@@ -16,12 +16,13 @@ ARGUMENTS = {
     "predict_scaling": "--parameters 1e6 --step_seconds 0.1 --latency 1e-5 --bandwidth 1e9",
     "train_cifar": "--dataset synthetic --model net --dry_run --output_dir {project}/cifar",
     "train_gpt": "--dataset synthetic --n_layer 1 --n_head 1 --n_embd 16 --block_size 16 --batch_size 8 --dry_run",
+    "train_images": "--dataset synthetic --model squeezenet1_1 --image_size 32 --batch_size 8 --dry_run",
     "train_minimal": "--epochs 1 --output_dir {project}/minimal",
     "train_model_parallel": "--dataset synthetic --width 8 --batch_size 32 --micro_batches 2 --dry_run",
 }
 COMPANIONS = {
     "compare_runs": ["train_cifar", "train_minimal"],
-    "evaluate": ["train_cifar"],
+    "evaluate": ["train_cifar", "train_images"],
     "baselines": ["train_cifar", "train_gpt"],
     "benchmark": ["train_cifar", "train_gpt", "baselines"],
 }  # scripts that they import

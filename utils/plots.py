@@ -15,11 +15,12 @@ LABELS = {"loss": "loss (nats)", "accuracy": "accuracy (share of 1)", "bits_per_
 SHARES = ("accuracy", "top5")  # metrics that cannot be more than 1
 
 
-def image_grid(path, images, labels, predictions, class_names, columns=8):
+def image_grid(path, images, labels, predictions, class_names, columns=8, title=None):
     """Draws images with their predicted classes; a wrong prediction is red, with the true class below it.
 
     Args:
         images: uint8 [count, 3, height, width]. labels, predictions: int64 [count].
+        title (str | None): None: how many are correct.
     """
     rows, (height, width) = -(-len(images) // columns), images.shape[-2:]
     # All images in one array, with room for two lines of text above each: separate axes per image would take seconds.
@@ -37,7 +38,7 @@ def image_grid(path, images, labels, predictions, class_names, columns=8):
         axis.text(x + width / 2, y - 1, text, fontsize=9, color=color, ha="center", va="bottom", linespacing=1.0)
     axis.imshow(sheet, interpolation="nearest")
     correct = (labels == predictions).sum().item()
-    figure.suptitle(f"Predicted class of {len(images)} test images: {correct} correct", fontsize=11)
+    figure.suptitle(title or f"Predicted class of {len(images)} test images: {correct} correct", fontsize=11)
     save(figure, path)
 
 
@@ -149,6 +150,74 @@ def confusion(data, predictions):
     """Counts test samples by class: int64 [true, predicted]."""
     classes = len(data.class_names)
     return torch.bincount(data.test.labels * classes + predictions, minlength=classes**2).view(classes, classes)
+
+
+def of_pictures(folder, dataset, metrics, class_names):
+    """Draws the results of a classifier of pictures in `folder`: `predictions.png`, `mistakes.png`, `confusion_matrix.png`.
+
+    Args:
+        dataset: returns a batch of `images`, uint8 [count, 3, size, size], for a list of ids (`__getitems__`).
+        metrics: has `labels`, `predictions`, int64 [samples], and `losses` [samples]. A label of -1 means no picture.
+        class_names: with more than 50, there is no confusion matrix.
+
+    Returns:
+        dict: name of each picture -> uint8 [1, height, width, 3].
+    """
+    labels, predictions = metrics["labels"], metrics["predictions"]
+    readable = (labels >= 0).nonzero()[:, 0]
+    wrong = readable[(labels != predictions)[readable]]
+    spread = readable[torch.linspace(0, len(readable) - 1, min(40, len(readable))).long()]  # from all classes
+    worst = wrong[metrics["losses"][wrong].argsort(descending=True, stable=True)[:40]]
+    drawn = []
+    for name, ids, title in (
+        ("predictions", spread, None),
+        (
+            "mistakes",
+            worst,
+            f"The {len(worst)} mistakes with the highest loss, of {len(wrong):,} among {len(readable):,} images",
+        ),
+    ):
+        if len(ids):
+            images = dataset.__getitems__(ids.tolist())["images"]
+            image_grid(folder / f"{name}.png", images, labels[ids], predictions[ids], class_names, title=title)
+            drawn.append(name)
+    if len(class_names) <= 50:
+        classes = len(class_names)
+        counts = torch.bincount(labels[readable] * classes + predictions[readable], minlength=classes**2).view(classes, classes)
+        confusion_matrix(folder / "confusion_matrix.png", counts, class_names)
+        drawn.append("confusion_matrix")
+    return {name: _pixels(folder / f"{name}.png") for name in drawn}
+
+
+def contact_sheet(path, dataset, rows, columns=8, most=64):
+    """Draws up to `most` pictures, evenly spread over all of them, with their most likely class and its probability.
+
+    Args:
+        dataset: returns a batch of `images`, uint8 [count, 3, size, size], for a list of ids (`__getitems__`).
+        rows (list): for each picture a dict with `file` and `classes`, a list of (name, probability); empty: unreadable.
+    """
+    chosen = torch.linspace(0, len(rows) - 1, min(most, len(rows))).long().tolist()
+    images = dataset.__getitems__(chosen)["images"]
+    count, size = len(chosen), images.shape[-1]
+    columns = min(columns, count)
+    rows_of_sheet = -(-count // columns)
+    figure, axes = subplots(rows_of_sheet, columns, figsize=(1.7 * columns, 2.0 * rows_of_sheet + 0.4))
+    for axis in np.ravel(axes):
+        axis.axis("off")
+    for axis, index, image in zip(np.ravel(axes), chosen, images, strict=False):
+        classes, name = rows[index]["classes"], Path(rows[index]["file"]).name
+        axis.imshow(image.permute(1, 2, 0) if classes else np.full((size, size, 3), 230, np.uint8), interpolation="nearest")
+        label = f"{classes[0][0][:18]} {classes[0][1]:.0%}" if classes else "unreadable"
+        axis.set_title(f"{name if len(name) <= 20 else name[:9] + '…' + name[-10:]}\n{label}", fontsize=7)
+    figure.suptitle(f"{count} of {len(rows):,} pictures" if count < len(rows) else f"{count} pictures", fontsize=10)
+    save(figure, path)
+
+
+def class_accuracy(metrics, class_names):
+    """The accuracy of each class that has pictures, highest first: name -> share. `metrics` as for `of_pictures`."""
+    labels, hits = metrics["labels"], metrics["predictions"] == metrics["labels"]
+    shares = {n: hits[labels == c].double().mean().item() for c, n in enumerate(class_names) if (labels == c).any()}
+    return dict(sorted(shares.items(), key=lambda item: -item[1]))
 
 
 def _pixels(path):

@@ -12,6 +12,8 @@ their range. It writes `benchmark.json`, `benchmark.md` and `benchmark.png` to `
     tutorial_speedup    samples per second of train_cifar.py over the loop of the usual tutorial with the same network:
                         per-sample transforms in two workers, float32, loss.item() in every step; and what gives how much
     pipeline_speedup    images per second of the batched augmentation over per-sample transforms in two workers
+    picture_loading     images per second of train_images.py, without and with --cache, over the usual ImageFolder and
+                        transforms: 500 x 375 JPEGs, two workers each, to normalized batches of random 224 x 224 crops
     scaling_efficiency  two DDP processes with one thread each over two independent runs side by side
     startup_ratio       time from `accelerate launch` to the first step over a five-line script for Accelerate
     checkpoint_share    part of the time that checkpoints of a state of 450 MB block train_gpt.py at its default cadence
@@ -35,6 +37,7 @@ import tempfile
 import time
 from datetime import UTC, datetime
 from pathlib import Path
+from types import SimpleNamespace
 
 # Finds `utils` next to this script (a copy) or one folder up (the repository).
 sys.path.insert(1, str(Path(__file__).resolve().parents[1]))
@@ -43,7 +46,10 @@ from utils import exits
 if __name__ == "__main__":
     exits.install()
 
+import numpy as np
+import psutil
 from baselines import GPT, GPT_BATCH, PerSample
+from PIL import Image
 from torch.utils.data import DataLoader
 
 from utils import plots, topology
@@ -51,7 +57,11 @@ from utils.arguments import Parser, number
 from utils.augment import augment, normalize
 from utils.exits import UserError
 from utils.files import write_json, write_text
+from utils.image_cache import cached
 from utils.image_data import BatchedImages, as_is, synthetic_images
+from utils.image_files import EpochSampler, ImageBatches, TrainTransform
+from utils.image_folder import load_pictures
+from utils.pretrained import preprocessing
 from utils.run_folder import versions
 
 HERE = Path(__file__).resolve().parent
@@ -183,6 +193,61 @@ def pipeline_speedup(args):
     for load, values in speeds.items():
         print(f"    {load.__name__:20} {statistics.median(values):8,.0f} images/s")
     return {"pipeline_speedup": (ratios_of(speeds[ours], speeds[usual]), "images per second, ratio")}
+
+
+def picture_loading(args):
+    import torch
+    import torchvision.transforms as T
+    from torchvision.datasets import ImageFolder
+
+    torch.set_num_threads(1)  # in this process, which only normalizes: the workers have the cores
+    preprocess, one = preprocessing("resnet50", None), SimpleNamespace(is_local_main_process=True, num_processes=1)
+    mean, std = (torch.tensor(preprocess[name]) for name in ("mean", "std"))
+    usual = T.Compose([T.RandomResizedCrop(224), T.RandomHorizontalFlip(), T.ToTensor(), T.Normalize(mean, std)])
+    names = ("usual", "train_images.py", "cached")
+    speeds, cpu = {name: [] for name in names}, {name: [] for name in names}
+    with tempfile.TemporaryDirectory() as folder:
+        photos = make_photos(Path(folder) / "photos", 160 if args.quick else 480)
+        pictures = load_pictures(str(photos)).splits["train"]
+        small = cached(one, pictures, "train", preprocess["resize"], Path(folder) / "cache")
+        common = dict(batch_size=32, num_workers=2, persistent_workers=True)
+        loaders = {"usual": DataLoader(ImageFolder(photos, usual), shuffle=True, drop_last=True, **common)}
+        for name, source in (("train_images.py", pictures), ("cached", small)):
+            dataset, sampler = ImageBatches(source, TrainTransform(0, 224, preprocess)), EpochSampler(len(source), 32, 0)
+            loaders[name] = DataLoader(dataset, sampler=sampler, collate_fn=as_is, **common)
+        for round_number in range(args.rounds + 1):
+            for name, loader in loaders.items():
+                start_time, start_cpu, count = time.perf_counter(), cpu_seconds(), 0
+                for batch in loader:
+                    ready = batch[0] if name == "usual" else normalize(batch["images"], 255 * mean, 255 * std)
+                    count += len(ready)
+                if round_number:  # the first starts the workers
+                    speeds[name].append(count / (time.perf_counter() - start_time))
+                    cpu[name].append((cpu_seconds() - start_cpu) / count)
+    for name, values in speeds.items():
+        milliseconds = 1e3 * statistics.median(cpu[name])
+        print(f"    {name:20} {statistics.median(values):8,.0f} images/s, {milliseconds:.2f} ms of CPU time each")
+    figures = {}
+    for name in names[1:]:
+        figures[f"picture_loading/{name}"] = ratios_of(speeds[name], speeds["usual"]), "images per second, ratio"
+        figures[f"picture_loading/{name}/cpu"] = ratios_of(cpu["usual"], cpu[name]), "CPU time of the usual over ours, ratio"
+    return figures
+
+
+def make_photos(folder, count):
+    """Writes JPEGs of 500 x 375 pixels, with noise of all sizes as in photos (60 kB each), in two class folders."""
+    rng = np.random.default_rng(0)
+    for index in range(count):
+        scales = [(2**k, rng.integers(0, 256, (375 >> k, 500 >> k, 3), dtype=np.uint8)) for k in range(7)]
+        layers = [size * np.float32(Image.fromarray(noise).resize((500, 375), Image.BICUBIC)) for size, noise in scales]
+        (folder / str(index % 2)).mkdir(parents=True, exist_ok=True)
+        Image.fromarray((sum(layers) / 127).astype(np.uint8)).save(folder / str(index % 2) / f"{index}.jpg", quality=90)
+    return folder
+
+
+def cpu_seconds():
+    """CPU time of this process and of its workers so far."""
+    return sum(sum(process.cpu_times()[:2]) for process in [psutil.Process(), *psutil.Process().children()])
 
 
 def scaling_efficiency(args):
@@ -317,6 +382,7 @@ BENCHMARKS = {
     "loop_overhead": loop_overhead,
     "tutorial_speedup": tutorial_speedup,
     "pipeline_speedup": pipeline_speedup,
+    "picture_loading": picture_loading,
     "scaling_efficiency": scaling_efficiency,
     "startup_ratio": startup_ratio,
     "checkpoint_share": checkpoint_share,

@@ -32,7 +32,7 @@ class Mutant(NamedTuple):
 
 
 CIFAR, GPT, MINIMAL = "scripts/train_cifar.py", "scripts/train_gpt.py", "scripts/train_minimal.py"
-PARALLEL = "scripts/train_model_parallel.py"
+PARALLEL, IMAGES = "scripts/train_model_parallel.py", "scripts/train_images.py"
 SAME_SAMPLES = "test_train_cifar.py -k every_step_sees_the_same_samples"
 TWO_AS_ONE = "test_train_cifar.py -k two_processes_compute_what_one_does"
 EXACT_METRICS = "test_train_cifar.py -k metrics_are_exact"
@@ -86,6 +86,105 @@ MUTANTS = [
         "if True:",
         "test_gpt.py -k never_shows",
     ),
+    # ---------------------------------------------------------------------------------------------- pictures, workers
+    Mutant(
+        "a picture is the same in every epoch",
+        "utils/image_files.py",
+        "sample_seed(self._seed, epoch, index)",
+        "sample_seed(self._seed, 0, index)",
+        "test_train_images.py -k depends_on_seed_epoch",
+    ),
+    Mutant(
+        "pictures draw from one generator",
+        "utils/image_files.py",
+        "torch.default_generator.manual_seed(sample_seed",
+        "id(sample_seed",
+        "test_train_images.py -k depends_on_seed_epoch",
+    ),
+    Mutant(
+        "the epoch does not travel with the index",
+        "utils/image_files.py",
+        "((self._epoch, index) for",
+        "((0, index) for",
+        "test_train_images.py -k an_epoch_has_each",
+    ),
+    Mutant(
+        "skipped pictures are decoded",
+        IMAGES,
+        'loaders["rest"] = skip_first_batches(loader, batches_done)',
+        "list(loader)[batches_done:]",
+        "test_train_images.py -k skipping_decodes_nothing",
+    ),
+    Mutant(
+        "partners are those of a process",
+        "utils/mixing.py",
+        "x.unflatten(0, (-1, 2)).transpose(0, 1)",
+        "x.unflatten(0, (2, -1))",
+        "test_train_images.py -k mixing_is",
+    ),
+    Mutant(
+        "mixing draws from the generator of dropout",
+        "utils/mixing.py",
+        "torch.default_generator.manual_seed(sample_seed(self._seed, step, -2))",
+        "pass",
+        "test_train_images.py -k mixing_is",
+    ),
+    Mutant(
+        "averaged weights are not saved",
+        IMAGES,
+        "accelerator.register_for_checkpointing(ema)",
+        "pass",
+        "test_train_images.py -k killed_mid_accumulation",
+    ),
+    Mutant(
+        "frozen batch norm collects statistics",
+        "utils/pretrained.py",
+        "            module.eval()",
+        "            pass",
+        "test_train_images.py -k frozen_batch_norm",
+    ),
+    Mutant(
+        "an unreadable picture counts as a mistake",
+        IMAGES,
+        "counts, hits = labels >= 0,",
+        "counts, hits = labels >= -1,",
+        "test_train_images.py -k bad_picture_in_a_run",
+    ),
+    Mutant(
+        "the last layer of other classes is kept",
+        "utils/pretrained.py",
+        '!= config["class_names"]:',
+        "is None:",
+        "test_train_images.py -k head_for_other_classes",
+    ),
+    Mutant(
+        "a changed picture stays in the cache",
+        "utils/image_cache.py",
+        "stamps=True",
+        "stamps=False",
+        "test_train_images.py -k cache_has_what",
+    ),
+    Mutant(
+        "half a cache has its final name",
+        "utils/image_cache.py",
+        'file.with_suffix(f".writing.{os.getpid()}"), []',
+        "file, []",
+        "test_train_images.py -k interrupted_cache",
+    ),
+    Mutant(
+        "the split depends on where the folder is",
+        "utils/image_folder.py",
+        'f"{seed}/{_portable_name(pictures, i)}"',
+        'f"{seed}/{pictures.name(i)}"',
+        "test_train_images.py -k splits_by_names",
+    ),
+    Mutant(
+        "photos lie on their side",
+        "utils/image_files.py",
+        "if self._orientation != 1 else image",
+        "if False else image",
+        "test_train_images.py -k pictures_of_every_kind",
+    ),
     # ------------------------------------------------------------------------------------------- what is computed
     Mutant(
         "no seed for dropout",
@@ -117,9 +216,7 @@ MUTANTS = [
     ),
     Mutant("Muon: one iteration", "utils/muon.py", "range(5)", "range(1)", "test_gpt.py -k muon"),
     Mutant("Muon: the rest is updated twice", "utils/muon.py", "weight.grad = None", "pass", "test_gpt.py -k muon"),
-    Mutant(
-        "pixels are not centered", "utils/augment.py", ".sub_((mean / std).view(3, 1, 1))", "", "test_mechanisms.py -k cutout"
-    ),
+    Mutant("pixels are not centered", "utils/augment.py", ".sub_(shift.view(3, 1, 1))", "", "test_mechanisms.py -k cutout"),
     Mutant(
         "buckets of gradients change after a restart",
         "utils/topology.py",

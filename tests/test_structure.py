@@ -7,16 +7,17 @@ import pytest
 from conftest import ROOT
 
 LAYERS = [
-    {"__init__", "exits", "augment", "chaos", "gpu_peaks", "muon", "plots", "report", "sampling", "shards"},
-    {"arguments", "devices", "files", "fsdp", "guard", "image_data", "plan", "tracking"},
-    {"topology"},
-    {"checkpoint", "text_data", "weights"},
-    {"run_folder"},
+    {"__init__", "exits", "augment", "chaos", "gpu_peaks", "model_card", "muon", "report", "sampling", "shards"},
+    {"arguments", "devices", "files", "fsdp", "guard", "image_data", "image_files", "plan", "tracking"},
+    {"image_folder", "mixing", "plots", "topology"},
+    {"checkpoint", "image_cache", "text_data", "weights"},
+    {"pretrained", "run_folder"},
 ]
 # Maximum number of lines of the script, of `main`, and of the loop.
 LIMITS = {
     "train_minimal": (100, 60, 35),
     "train_cifar": (330, 100, 35),
+    "train_images": (400, 100, 35),
     "train_gpt": (400, 120, 35),
     "train_model_parallel": (330, 100, 35),
 }

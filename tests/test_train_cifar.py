@@ -21,6 +21,8 @@ from conftest import (
 from PIL import Image
 from safetensors.torch import load_file
 
+from utils.image_data import load_images
+
 
 def test_leaves_everything_it_promises(reference):
     done, folder = reference("cpu"), reference("cpu").folder
@@ -55,7 +57,7 @@ def test_the_learning_rate_rises_and_falls_as_documented(reference):
     for line in metrics(reference("cpu").folder, "train"):
         progress = line["step"] / 14
         share = (progress + 0.01) / 0.21 if progress < 0.2 else (1 - progress) / 0.8
-        assert line["lr"] == pytest.approx(0.02 * share, abs=1e-12)
+        assert line["lr"] == pytest.approx(0.04 * share, abs=1e-12)
 
 
 def test_prints_one_loss_per_step_not_one_per_rank(reference):
@@ -187,6 +189,14 @@ def test_reads_the_real_cifar10(tmp_path):
 
 def without_test_split(split, rows):
     return rows if split == "train" else None
+
+
+@pytest.mark.parametrize("held_out", ["val", "valid", "validation"])
+def test_a_split_for_validation_does_as_a_test_split(held_out, tmp_path):
+    make_folder(tmp_path, 40, 30)
+    (tmp_path / "test-00000-of-00001.parquet").rename(tmp_path / f"{held_out}-00000-of-00001.parquet")
+    data = load_images(str(tmp_path))
+    assert len(data.train.labels) == 40 and len(data.test.labels) == 30
 
 
 def without_labels(split, rows):

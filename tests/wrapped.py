@@ -242,6 +242,19 @@ elif name == "record":
         return real_get(self, indices)
 
     augment.augment, text_data.Windows.__getitems__ = recorded_augment, recorded_get
+    from hashlib import sha256
+
+    from utils import mixing
+
+    real_mix = mixing.Mix.__call__
+
+    def recorded_mix(self, images, labels, step):
+        images, labels = real_mix(self, images, labels, step)
+        rows = zip(images, labels, strict=True)
+        write(ids=[sha256(b"".join(x.contiguous().numpy().tobytes() for x in row)).hexdigest() for row in rows], step=step)
+        return images, labels
+
+    mixing.Mix.__call__ = recorded_mix
 elif name == "record_steps":
     # Not a fault: each process writes to the folder after the colon which samples it used in which step, and in which attempt.
     # In an attempt of 2 processes it holds step N (N+M: each of them) until a signal reaches it: until another machine joins.

@@ -79,7 +79,12 @@ def normalize(images, mean, std, keep=None, size=None):
     Returns:
         float32 [batch, 3, size, size].
     """
-    images = images.float().mul_((1 / std).view(3, 1, 1)).sub_((mean / std).view(3, 1, 1))
+    scale, shift = 1 / std, mean / std
+    if images.stride(1) == 1:  # channels last: broadcast a row of pixels, because three values at a time take twice as long
+        rows, width = images.permute(0, 2, 3, 1).flatten(2).float(), images.shape[-1]
+        images = rows.mul_(scale.repeat(width)).sub_(shift.repeat(width)).unflatten(2, (width, 3)).permute(0, 3, 1, 2)
+    else:
+        images = images.float().mul_(scale.view(3, 1, 1)).sub_(shift.view(3, 1, 1))
     if keep is not None:
         images.mul_(keep)
     if size is not None and size != images.shape[-1]:

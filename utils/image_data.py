@@ -91,9 +91,10 @@ def load_images(name, seed=0):
     except Exception as error:  # errors of datasets, fsspec, pyarrow or the network
         first = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
         raise UserError(f"cannot load --dataset {name} ({first.rstrip('.')}); {ALTERNATIVES}") from None
-    missing = {"train", "test"} - loaded.keys()
+    held_out = next((split for split in ("test", "validation", "valid", "val") if split in loaded), None)
+    missing = [split for split, key in (("test", held_out), ("train", "train" in loaded or None)) if key is None]
     if missing:
-        raise UserError(f"--dataset {name} has no {' and no '.join(sorted(missing))} split; {ALTERNATIVES}")
+        raise UserError(f"--dataset {name} has no {' and no '.join(missing)} split; {ALTERNATIVES}")
     features = loaded["train"].features
     image_column = next((c for c, f in features.items() if isinstance(f, datasets.Image)), None)
     label_column = next((c for c, f in features.items() if isinstance(f, datasets.ClassLabel)), None)
@@ -102,9 +103,9 @@ def load_images(name, seed=0):
             f"--dataset {name} needs a column of images and one of class labels, it has {', '.join(features)}; {ALTERNATIVES}"
         )
     splits = {}
-    for split in ("train", "test"):
+    for split, key in (("train", "train"), ("test", held_out)):
         columns = (
-            loaded[split].select_columns([image_column, label_column]).cast_column(image_column, datasets.Image(decode=False))
+            loaded[key].select_columns([image_column, label_column]).cast_column(image_column, datasets.Image(decode=False))
         )
         try:
             decoded = columns.map(
@@ -112,7 +113,7 @@ def load_images(name, seed=0):
                 with_indices=True,
                 batched=True,
                 remove_columns=[image_column, label_column],
-                fn_kwargs={"image_column": image_column, "label_column": label_column, "where": f"{name}, {split} split"},
+                fn_kwargs={"image_column": image_column, "label_column": label_column, "where": f"{name}, {key} split"},
                 features=datasets.Features({"pixels": datasets.Value("binary"), "label": datasets.Value("int64")}),
             )
         except OSError as error:

@@ -1,20 +1,26 @@
 """Draws image files with matplotlib; needs no display."""
 
-import json
 from pathlib import Path
 
 import numpy as np
 import torch
 from PIL import Image
 
+from utils.files import read_json, read_json_lines
+
 DPI = 110
+# Colors that color-blind people can tell apart (Okabe & Ito, jfly.uni-koeln.de/color).
+COLORS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000")
+LABELS = {"loss": "loss (nats)", "accuracy": "accuracy (share of 1)", "bits_per_byte": "bits per byte"}
+SHARES = ("accuracy", "top5")  # metrics that cannot be more than 1
 
 
-def image_grid(path, images, labels, predictions, class_names, columns=8):
+def image_grid(path, images, labels, predictions, class_names, columns=8, title=None):
     """Draws images with their predicted classes; a wrong prediction is red, with the true class below it.
 
     Args:
         images: uint8 [count, 3, height, width]. labels, predictions: int64 [count].
+        title (str | None): None: how many are correct.
     """
     rows, (height, width) = -(-len(images) // columns), images.shape[-2:]
     # All images in one array, with room for two lines of text above each: separate axes per image would take seconds.
@@ -32,7 +38,7 @@ def image_grid(path, images, labels, predictions, class_names, columns=8):
         axis.text(x + width / 2, y - 1, text, fontsize=9, color=color, ha="center", va="bottom", linespacing=1.0)
     axis.imshow(sheet, interpolation="nearest")
     correct = (labels == predictions).sum().item()
-    figure.suptitle(f"Predicted class of {len(images)} test images: {correct} correct", fontsize=11)
+    figure.suptitle(title or f"Predicted class of {len(images)} test images: {correct} correct", fontsize=11)
     save(figure, path)
 
 
@@ -59,20 +65,68 @@ def confusion_matrix(path, counts, class_names):
 
 def curves(folder, figures=("loss", "accuracy")):
     """Draws the metrics `figures` of each split over steps: reads `metrics.jsonl` and writes `curves.png`, both in `folder`."""
-    records = [json.loads(line) for line in (Path(folder) / "metrics.jsonl").read_text().splitlines()]
+    folder = Path(folder)
+    records, arguments = read_json_lines(folder / "metrics.jsonl"), (read_json(folder / "args.json") or {}).get("arguments", {})
+    smoothing = arguments.get("label_smoothing")
     figure, axes = subplots(1, 2, figsize=(10, 3.6))
     for axis, name in zip(axes, figures, strict=True):
-        # The same color in both panels, and colors that color-blind people can tell apart (Okabe & Ito).
-        for split, style, color in (("train", "-", "#0072B2"), ("val", "o-", "#D55E00"), ("test", "o-", "#D55E00")):
+        # The same color in both panels.
+        for split, style, color in (("train", "-", COLORS[0]), ("val", "o-", COLORS[1]), ("test", "o-", COLORS[1])):
             points = [(r["step"], r[name]) for r in records if r["split"] == split and name in r]
             if points:
-                axis.plot(*zip(*points, strict=True), style, color=color, label=split, markersize=4)
+                label = f"train (label smoothing {smoothing:g} raises it)" if split == "train" and smoothing else split
+                axis.plot(*zip(*points, strict=True), style, color=color, label=label, markersize=4, clip_on=False)
         axis.set_xlabel("optimizer step")
         axis.xaxis.get_major_locator().set_params(integer=True)
-        axis.set_ylabel(name)
+        axis.set_ylabel(LABELS.get(name, name))
+        if name in SHARES:
+            axis.set_ylim(top=1)
         axis.grid(alpha=0.3)
         axis.legend()
-    save(figure, Path(folder) / "curves.png")
+    save(figure, folder / "curves.png")
+
+
+def compare_runs(path, runs, metric, smoothing):
+    """Draws the training loss and one evaluation metric of several runs, by step, by sample and by time.
+
+    Args:
+        runs (list): dicts with `name` and `points`, as `compare_runs.py` reads them.
+        smoothing (float): factor of the exponential moving average of the training loss, per log line.
+    """
+    figure, axes = subplots(2, 3, figsize=(13, 7), sharey="row")
+    for row, (splits, name) in zip(axes, ((("train",), "loss"), (("val", "test"), metric)), strict=True):
+        for axis, unit in zip(row, ("step", "samples", "seconds"), strict=True):
+            for number, run in enumerate(runs):
+                lines = [line for split in splits for line in run["points"].get(split, ()) if name in line]
+                color = COLORS[number % len(COLORS)]
+                style = ("-", "--", ":", "-.")[number // len(COLORS) % 4]
+                x, y = [line[unit] for line in lines], [line[name] for line in lines]
+                if splits == ("train",):
+                    axis.plot(x, y, color=color, alpha=0.25, linewidth=0.8)
+                    axis.plot(x, smooth(y, smoothing), style, color=color, label=run["name"])
+                else:
+                    axis.plot(x, y, style, marker="o", markersize=3, color=color, label=run["name"], clip_on=False)
+            axis.locator_params("x", nbins=5)
+            axis.set_xlabel({"step": "optimizer step", "samples": "samples", "seconds": "seconds of training"}[unit])
+            axis.grid(alpha=0.3)
+        row[0].set_ylabel(f"training {LABELS['loss']}" if splits == ("train",) else f"evaluation {LABELS.get(name, name)}")
+        if name in SHARES:
+            row[0].set_ylim(top=1)
+    # Below the curves, so that it hides none of them.
+    figure.legend(*axes[0][0].get_legend_handles_labels(), loc="lower center", ncols=min(4, len(runs)), frameon=False)
+    figure.tight_layout(rect=(0, 0.03 + 0.03 * -(-len(runs) // 4), 1, 1))
+    figure.savefig(path, dpi=DPI, metadata={"Software": None})
+
+
+def smooth(values, factor):
+    """Exponential moving average without a bias towards the first value (as Adam corrects its averages)."""
+    total = weight = 0.0
+    smoothed = []
+    for value in values:
+        total = factor * total + (1 - factor) * value
+        weight = factor * weight + (1 - factor)
+        smoothed.append(total / weight)
+    return smoothed
 
 
 def classification(folder, data, predictions):
@@ -96,6 +150,74 @@ def confusion(data, predictions):
     """Counts test samples by class: int64 [true, predicted]."""
     classes = len(data.class_names)
     return torch.bincount(data.test.labels * classes + predictions, minlength=classes**2).view(classes, classes)
+
+
+def of_pictures(folder, dataset, metrics, class_names):
+    """Draws the results of a classifier of pictures in `folder`: `predictions.png`, `mistakes.png`, `confusion_matrix.png`.
+
+    Args:
+        dataset: returns a batch of `images`, uint8 [count, 3, size, size], for a list of ids (`__getitems__`).
+        metrics: has `labels`, `predictions`, int64 [samples], and `losses` [samples]. A label of -1 means no picture.
+        class_names: with more than 50, there is no confusion matrix.
+
+    Returns:
+        dict: name of each picture -> uint8 [1, height, width, 3].
+    """
+    labels, predictions = metrics["labels"], metrics["predictions"]
+    readable = (labels >= 0).nonzero()[:, 0]
+    wrong = readable[(labels != predictions)[readable]]
+    spread = readable[torch.linspace(0, len(readable) - 1, min(40, len(readable))).long()]  # from all classes
+    worst = wrong[metrics["losses"][wrong].argsort(descending=True, stable=True)[:40]]
+    drawn = []
+    for name, ids, title in (
+        ("predictions", spread, None),
+        (
+            "mistakes",
+            worst,
+            f"The {len(worst)} mistakes with the highest loss, of {len(wrong):,} among {len(readable):,} images",
+        ),
+    ):
+        if len(ids):
+            images = dataset.__getitems__(ids.tolist())["images"]
+            image_grid(folder / f"{name}.png", images, labels[ids], predictions[ids], class_names, title=title)
+            drawn.append(name)
+    if len(class_names) <= 50:
+        classes = len(class_names)
+        counts = torch.bincount(labels[readable] * classes + predictions[readable], minlength=classes**2).view(classes, classes)
+        confusion_matrix(folder / "confusion_matrix.png", counts, class_names)
+        drawn.append("confusion_matrix")
+    return {name: _pixels(folder / f"{name}.png") for name in drawn}
+
+
+def contact_sheet(path, dataset, rows, columns=8, most=64):
+    """Draws up to `most` pictures, evenly spread over all of them, with their most likely class and its probability.
+
+    Args:
+        dataset: returns a batch of `images`, uint8 [count, 3, size, size], for a list of ids (`__getitems__`).
+        rows (list): for each picture a dict with `file` and `classes`, a list of (name, probability); empty: unreadable.
+    """
+    chosen = torch.linspace(0, len(rows) - 1, min(most, len(rows))).long().tolist()
+    images = dataset.__getitems__(chosen)["images"]
+    count, size = len(chosen), images.shape[-1]
+    columns = min(columns, count)
+    rows_of_sheet = -(-count // columns)
+    figure, axes = subplots(rows_of_sheet, columns, figsize=(1.7 * columns, 2.0 * rows_of_sheet + 0.4))
+    for axis in np.ravel(axes):
+        axis.axis("off")
+    for axis, index, image in zip(np.ravel(axes), chosen, images, strict=False):
+        classes, name = rows[index]["classes"], Path(rows[index]["file"]).name
+        axis.imshow(image.permute(1, 2, 0) if classes else np.full((size, size, 3), 230, np.uint8), interpolation="nearest")
+        label = f"{classes[0][0][:18]} {classes[0][1]:.0%}" if classes else "unreadable"
+        axis.set_title(f"{name if len(name) <= 20 else name[:9] + '…' + name[-10:]}\n{label}", fontsize=7)
+    figure.suptitle(f"{count} of {len(rows):,} pictures" if count < len(rows) else f"{count} pictures", fontsize=10)
+    save(figure, path)
+
+
+def class_accuracy(metrics, class_names):
+    """The accuracy of each class that has pictures, highest first: name -> share. `metrics` as for `of_pictures`."""
+    labels, hits = metrics["labels"], metrics["predictions"] == metrics["labels"]
+    shares = {n: hits[labels == c].double().mean().item() for c, n in enumerate(class_names) if (labels == c).any()}
+    return dict(sorted(shares.items(), key=lambda item: -item[1]))
 
 
 def _pixels(path):

@@ -77,11 +77,27 @@ def initialize(accelerator, model, path):
         UserError: the file has no weights, or those of another model.
     """
     if path is not None:
-        topology.run_on_main(accelerator, lambda: print(_load_into(model, path)))
+        topology.run_on_main(accelerator, lambda: print(_read_into(model, path)))
 
 
-def _load_into(model, path):
+def _read_into(model, path):
     state, _, file = read(path)
+    return load_into(model, state, f"--init_from {path}: {file}", file)
+
+
+def load_into(model, state, place, file):
+    """Loads weights into a model. If its last layer is missing or has another size, it keeps its initial weights.
+
+    Args:
+        state (dict): tensors by name.
+        place, file: where they are from, for an error and for the message.
+
+    Returns:
+        str: a message about what was loaded.
+
+    Raises:
+        UserError: they are those of another model.
+    """
     own = model.state_dict()
     prefix = next(reversed(own)).rpartition(".")[0] + "."
     last_layer = [name for name in own if name.startswith(prefix)]
@@ -91,16 +107,16 @@ def _load_into(model, path):
         if name in replaced:
             continue
         if name not in state:
-            raise UserError(f"--init_from {path}: {file} holds another model: it has no {name}")
+            raise UserError(f"{place} holds another model: it has no {name}")
         if state[name].shape != value.shape:
             shapes = f"{list(state[name].shape)}, not {list(value.shape)}"
-            raise UserError(f"--init_from {path}: {file} holds another model: its {name} is {shapes}")
+            raise UserError(f"{place} holds another model: its {name} is {shapes}")
     unknown = sorted(name for name in state.keys() - own.keys() if not name.startswith(prefix))
     if unknown:
-        raise UserError(f"--init_from {path}: {file} holds another model: this one has no {unknown[0]}")
+        raise UserError(f"{place} holds another model: this one has no {unknown[0]}")
     loaded = {name: state[name] for name in own if name not in replaced}
     model.load_state_dict(loaded, strict=False)
-    note = f"; the last layer has another size and keeps its initial weights: {', '.join(replaced)}" if replaced else ""
+    note = f"; the last layer, for other classes, keeps its initial weights: {', '.join(replaced)}" if replaced else ""
     return f"{len(loaded)} of {len(own)} tensors initialized from {file}{note}"
 
 

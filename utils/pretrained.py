@@ -1,0 +1,184 @@
+"""The classification models of torchvision by name, with weights of torchvision, of a file, or of a run of these scripts."""
+
+import difflib
+import pickle
+from pathlib import Path
+from urllib.error import URLError
+
+import torch
+import torchvision
+from torch import nn
+from torchvision.transforms import InterpolationMode
+
+from utils import topology, weights
+from utils.exits import UserError
+
+# Without the auxiliary classifiers, which torchvision's recipes train and its evaluation ignores.
+OPTIONS = {"googlenet": dict(aux_logits=False, init_weights=True), "inception_v3": dict(aux_logits=False, init_weights=True)}
+AUXILIARY = ("aux1.", "aux2.", "AuxLogits.")
+IMAGENET = dict(mean=[0.485, 0.456, 0.406], std=[0.229, 0.224, 0.225])
+SUFFIXES = (".pth", ".pt", ".safetensors")
+
+
+def check_name(name):
+    """Raises UserError if torchvision has no classifier of this name; the message has the nearest ones."""
+    known = torchvision.models.list_models(module=torchvision.models)
+    if name not in known:
+        raise UserError(f"--model {name}: torchvision has no classifier of this name; {_nearest(name, known)}")
+
+
+def describe(name, choice, class_names, size=None, resize=None):
+    """What is needed to build a model again and to use it: its `config`.
+
+    Args:
+        name (str): the model.
+        choice (str | None): the weights to start with, as for `find`.
+        size, resize (int | None): as for `preprocessing`.
+
+    Raises:
+        UserError: as `find` does.
+    """
+    preprocess = preprocessing(name, find(name, choice), size, resize)
+    return dict(model=name, options=OPTIONS.get(name, {}), class_names=list(class_names), preprocessing=preprocess)
+
+
+def build(config):
+    """The model of a config, with random weights."""
+    return torchvision.models.get_model(
+        config["model"], weights=None, num_classes=len(config["class_names"]), **config["options"]
+    )
+
+
+def find(name, choice):
+    """Finds what `--weights` names.
+
+    Args:
+        name (str): the model.
+        choice (str | None): a name of torchvision such as DEFAULT or IMAGENET1K_V2; a file; a run's folder or a checkpoint.
+
+    Returns:
+        torchvision.models.WeightsEnum | Path | None.
+
+    Raises:
+        UserError: there is no such file and no such name; the nearest ones are named.
+    """
+    if choice is None or Path(choice).exists():
+        return choice and Path(choice)
+    if choice.endswith(SUFFIXES) or "/" in choice:
+        raise UserError(f"--weights {choice}: there is no such file or folder")
+    enum = torchvision.models.get_model_weights(name)
+    known = ["DEFAULT", *enum.__members__] if len(enum) else []
+    short = choice.rpartition(".")[2]
+    if short not in known:
+        raise UserError(f"--weights {choice}: torchvision has no such weights of {name}; {_nearest(short, known)}")
+    return enum[short] if short in enum.__members__ else enum.DEFAULT
+
+
+def preprocessing(name, found, size=None, resize=None):
+    """What has to be done to a picture before the model sees it, as these weights were trained.
+
+    Args:
+        found: what `find` returned.
+        size, resize (int | None): pixels of the model's input and of the shorter side before the crop; None: as the weights
+            have it, or 224; in the same proportion.
+
+    Returns:
+        dict: `resize`, `crop` in pixels; `interpolation`; `mean`, `std`, for values from 0 to 1.
+    """
+    values = dict(resize=256, crop=224, interpolation="bilinear", **IMAGENET)
+    if isinstance(found, Path):
+        config = weights.read(found)[1] if found.suffix not in (".pth", ".pt") else None
+        values |= (config or {}).get("preprocessing", {})
+    elif found is not None:
+        presets = found.transforms()
+        values = dict(resize=presets.resize_size[0], crop=presets.crop_size[0], interpolation=presets.interpolation.value)
+        values |= dict(mean=list(presets.mean), std=list(presets.std))
+        if values["interpolation"] != InterpolationMode.BICUBIC.value:
+            values["interpolation"] = "bilinear"
+    if name in OPTIONS and not isinstance(found, Path):
+        # Their weights were trained with values from -1 to 1 (torchvision's `transform_input`).
+        values |= dict(mean=[0.5] * 3, std=[0.5] * 3)
+    if size:
+        values |= dict(resize=round(size * values["resize"] / values["crop"]), crop=size)
+    return values | ({"resize": resize} if resize else {})
+
+
+def initialize(accelerator, model, config, choice):
+    """Loads weights into a model that is not prepared yet; call it on every process. Only the main process loads them.
+
+    The last layer keeps its initial weights if it has another size, or if the weights are of a run with other classes.
+
+    Args:
+        config (dict): what `describe` returned.
+        choice (str | None): as for `find`; None: the model stays as it is.
+
+    Raises:
+        UserError: they cannot be read or downloaded, or are those of another model.
+    """
+    if choice is not None:
+        topology.run_on_main(accelerator, lambda: print(_load(model, config, choice)))
+
+
+def head(model):
+    """The name of the last layer, which computes a value per class."""
+    return next(reversed(model.state_dict())).rpartition(".")[0]
+
+
+def freeze(model):
+    """Keeps everything but the last layer as it is, which `train` then respects. Returns the model."""
+    prefix = head(model) + "."
+    for name, parameter in model.named_parameters():
+        parameter.requires_grad_(name.startswith(prefix))
+    return model
+
+
+def train(model):
+    """`model.train()`, except for batch norm whose weights are frozen: it would go on to collect statistics."""
+    model.train()
+    for module in model.modules():
+        own = list(module.parameters(recurse=False))
+        if isinstance(module, nn.modules.batchnorm._BatchNorm) and own and not any(p.requires_grad for p in own):
+            module.eval()
+
+
+def _load(model, config, choice):
+    found = find(config["model"], choice)
+    if isinstance(found, Path) and found.suffix in (".pth", ".pt"):
+        state, file = _read_pth(found, choice), found
+    elif isinstance(found, Path):
+        state, earlier, file = weights.read(found)
+        if (earlier or {}).get("class_names", config["class_names"]) != config["class_names"]:
+            state = {key: value for key, value in state.items() if not key.startswith(head(model) + ".")}
+    else:
+        file = Path(torch.hub.get_dir()) / "checkpoints" / found.url.rpartition("/")[2]
+        try:
+            state = found.get_state_dict(progress=False, check_hash=True)
+        except (URLError, OSError, RuntimeError) as error:
+            reason = getattr(error, "reason", error)
+            raise UserError(
+                f"--weights {choice}: cannot download the weights ({reason}): put the file from {found.url} at {file}"
+            ) from None
+    if config["options"]:
+        state = {key: value for key, value in state.items() if not key.startswith(AUXILIARY)}
+    return weights.load_into(model, state, f"--weights {choice}: {file}", file)
+
+
+def _read_pth(path, choice):
+    try:
+        state = torch.load(path, map_location="cpu", weights_only=True)
+    except (OSError, RuntimeError, pickle.UnpicklingError, EOFError, ValueError) as error:
+        code = "it would execute code when loaded: " if isinstance(error, pickle.UnpicklingError) else ""
+        reason = str(error).splitlines()[0] if str(error) else type(error).__name__
+        raise UserError(f"--weights {choice} cannot be read ({code}{reason})") from None
+    for key in ("model", "state_dict"):  # torchvision's and timm's training scripts wrap the weights
+        if isinstance(state, dict) and isinstance(state.get(key), dict):
+            state = state[key]
+    if not isinstance(state, dict) or not all(isinstance(value, torch.Tensor) for value in state.values()):
+        raise UserError(f"--weights {choice}: it does not hold the weights of a model by their names")
+    return {key.removeprefix("module."): value for key, value in state.items()}
+
+
+def _nearest(name, known):
+    close = difflib.get_close_matches(name.lower(), [k.lower() for k in known], n=3, cutoff=0.4)
+    close = [k for k in known if k.lower() in close]
+    return f"the nearest: {', '.join(close)}" if close else f"there are: {', '.join(known) or 'none'}"

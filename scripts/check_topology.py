@@ -39,7 +39,7 @@ import psutil
 import torch
 import torch.distributed as dist
 
-from utils import plots, topology
+from utils import plots, report, topology
 from utils.arguments import Parser, number
 from utils.exits import RunFailed, UserError
 
@@ -240,8 +240,7 @@ def table(processes, skews):
                 f"{skew[0] * 1e3:+.1f} ms",
             )
         )
-    widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
-    return "\n".join("  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows)
+    return report.columns(rows)
 
 
 # ------------------------------------------------------------------------------------------------------------ speed

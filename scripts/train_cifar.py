@@ -46,7 +46,7 @@ from utils.run_folder import RunFolder
 RECIPES = {
     "fastnet": dict(epochs=14, batch_size=480, lr=0.12, warmup=0.0, weight_decay=0.012, label_smoothing=0.2),
     "resnet18": dict(epochs=30, batch_size=480, lr=0.4, weight_decay=5e-4, label_smoothing=0.1, padding=4, cutout=8),
-    "net": dict(epochs=20, batch_size=96, lr=0.02, weight_decay=5e-4),
+    "net": dict(epochs=20, batch_size=96, lr=0.04, weight_decay=5e-4),
 }
 
 

@@ -47,7 +47,7 @@ def test_the_schedule_spans_the_new_length_from_the_first_step_on(finished, tmp_
     """The learning rate after step 8 of 8 is 0. From step 8 of 14 on, it is that of a run of 14 steps."""
     folder = copy(finished["cifar"], tmp_path)
     done = run("cpu", CIFAR, SMALL, output_dir=folder)
-    lr = {step: 0.02 * (1 - step / 14) / 0.8 for step in range(8, 15)}
+    lr = {step: 0.04 * (1 - step / 14) / 0.8 for step in range(8, 15)}
     assert f"length changed from 8 to 14 steps: the learning rate at step 8 changes from 0 to {lr[8]:.3g}" in done.stdout
     logged = {line["step"]: line["lr"] for line in metrics(folder, "train")}
     assert logged[8] == 0 and all(math.isclose(logged[step], lr[step], abs_tol=1e-12) for step in range(9, 15))
@@ -85,7 +85,7 @@ def test_any_other_change_is_an_error_that_says_what_to_do(finished, tmp_path):
     done = run(None, CIFAR, f"{SMALL} --lr 0.5 --seed 3", output_dir=folder, check=False)
     errors = [line for line in done.stderr.splitlines() if line.startswith("error: ")]
     assert done.returncode == 2 and len(errors) == 1
-    for part in ("--lr 0.5 (was 0.02)", "--seed 3 (was 0)", CONTINUE_RULE, "another --output_dir", f"--init_from {folder}"):
+    for part in ("--lr 0.5 (was 0.04)", "--seed 3 (was 0)", CONTINUE_RULE, "another --output_dir", f"--init_from {folder}"):
         assert part in errors[0], part
 
 

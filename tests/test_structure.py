@@ -7,9 +7,9 @@ import pytest
 from conftest import ROOT
 
 LAYERS = [
-    {"__init__", "exits", "augment", "chaos", "gpu_peaks", "model_card", "muon", "plots", "report", "sampling", "shards"},
+    {"__init__", "exits", "augment", "chaos", "gpu_peaks", "model_card", "muon", "report", "sampling", "shards"},
     {"arguments", "devices", "files", "fsdp", "guard", "image_data", "image_files", "plan", "tracking"},
-    {"image_folder", "mixing", "topology"},
+    {"image_folder", "mixing", "plots", "topology"},
     {"checkpoint", "image_cache", "text_data", "weights"},
     {"pretrained", "run_folder"},
 ]

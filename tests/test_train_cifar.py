@@ -57,7 +57,7 @@ def test_the_learning_rate_rises_and_falls_as_documented(reference):
     for line in metrics(reference("cpu").folder, "train"):
         progress = line["step"] / 14
         share = (progress + 0.01) / 0.21 if progress < 0.2 else (1 - progress) / 0.8
-        assert line["lr"] == pytest.approx(0.02 * share, abs=1e-12)
+        assert line["lr"] == pytest.approx(0.04 * share, abs=1e-12)
 
 
 def test_prints_one_loss_per_step_not_one_per_rank(reference):

@@ -17,6 +17,17 @@ def read_json(path):
         raise UserError(f"{path} is damaged: restore it, or move it away") from None
 
 
+def read_json_lines(path):
+    """Reads the JSON values in the lines of `path`, up to one that is incomplete because its writer was killed."""
+    values = []
+    for line in Path(path).read_text().splitlines():
+        try:
+            values.append(json.loads(line))
+        except ValueError:
+            break
+    return values
+
+
 def write_json(path, value):
     """Writes `value` as JSON, atomically: a reader finds either the complete old file or the complete new one."""
     write_text(path, json.dumps(value, indent=2) + "\n")

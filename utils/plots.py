@@ -1,13 +1,18 @@
 """Draws image files with matplotlib; needs no display."""
 
-import json
 from pathlib import Path
 
 import numpy as np
 import torch
 from PIL import Image
 
+from utils.files import read_json, read_json_lines
+
 DPI = 110
+# Colors that color-blind people can tell apart (Okabe & Ito, jfly.uni-koeln.de/color).
+COLORS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000")
+LABELS = {"loss": "loss (nats)", "accuracy": "accuracy (share of 1)", "bits_per_byte": "bits per byte"}
+SHARES = ("accuracy", "top5")  # metrics that cannot be more than 1
 
 
 def image_grid(path, images, labels, predictions, class_names, columns=8, title=None):
@@ -60,20 +65,68 @@ def confusion_matrix(path, counts, class_names):
 
 def curves(folder, figures=("loss", "accuracy")):
     """Draws the metrics `figures` of each split over steps: reads `metrics.jsonl` and writes `curves.png`, both in `folder`."""
-    records = [json.loads(line) for line in (Path(folder) / "metrics.jsonl").read_text().splitlines()]
+    folder = Path(folder)
+    records, arguments = read_json_lines(folder / "metrics.jsonl"), (read_json(folder / "args.json") or {}).get("arguments", {})
+    smoothing = arguments.get("label_smoothing")
     figure, axes = subplots(1, 2, figsize=(10, 3.6))
     for axis, name in zip(axes, figures, strict=True):
-        # The same color in both panels, and colors that color-blind people can tell apart (Okabe & Ito).
-        for split, style, color in (("train", "-", "#0072B2"), ("val", "o-", "#D55E00"), ("test", "o-", "#D55E00")):
+        # The same color in both panels.
+        for split, style, color in (("train", "-", COLORS[0]), ("val", "o-", COLORS[1]), ("test", "o-", COLORS[1])):
             points = [(r["step"], r[name]) for r in records if r["split"] == split and name in r]
             if points:
-                axis.plot(*zip(*points, strict=True), style, color=color, label=split, markersize=4)
+                label = f"train (label smoothing {smoothing:g} raises it)" if split == "train" and smoothing else split
+                axis.plot(*zip(*points, strict=True), style, color=color, label=label, markersize=4, clip_on=False)
         axis.set_xlabel("optimizer step")
         axis.xaxis.get_major_locator().set_params(integer=True)
-        axis.set_ylabel(name)
+        axis.set_ylabel(LABELS.get(name, name))
+        if name in SHARES:
+            axis.set_ylim(top=1)
         axis.grid(alpha=0.3)
         axis.legend()
-    save(figure, Path(folder) / "curves.png")
+    save(figure, folder / "curves.png")
+
+
+def compare_runs(path, runs, metric, smoothing):
+    """Draws the training loss and one evaluation metric of several runs, by step, by sample and by time.
+
+    Args:
+        runs (list): dicts with `name` and `points`, as `compare_runs.py` reads them.
+        smoothing (float): factor of the exponential moving average of the training loss, per log line.
+    """
+    figure, axes = subplots(2, 3, figsize=(13, 7), sharey="row")
+    for row, (splits, name) in zip(axes, ((("train",), "loss"), (("val", "test"), metric)), strict=True):
+        for axis, unit in zip(row, ("step", "samples", "seconds"), strict=True):
+            for number, run in enumerate(runs):
+                lines = [line for split in splits for line in run["points"].get(split, ()) if name in line]
+                color = COLORS[number % len(COLORS)]
+                style = ("-", "--", ":", "-.")[number // len(COLORS) % 4]
+                x, y = [line[unit] for line in lines], [line[name] for line in lines]
+                if splits == ("train",):
+                    axis.plot(x, y, color=color, alpha=0.25, linewidth=0.8)
+                    axis.plot(x, smooth(y, smoothing), style, color=color, label=run["name"])
+                else:
+                    axis.plot(x, y, style, marker="o", markersize=3, color=color, label=run["name"], clip_on=False)
+            axis.locator_params("x", nbins=5)
+            axis.set_xlabel({"step": "optimizer step", "samples": "samples", "seconds": "seconds of training"}[unit])
+            axis.grid(alpha=0.3)
+        row[0].set_ylabel(f"training {LABELS['loss']}" if splits == ("train",) else f"evaluation {LABELS.get(name, name)}")
+        if name in SHARES:
+            row[0].set_ylim(top=1)
+    # Below the curves, so that it hides none of them.
+    figure.legend(*axes[0][0].get_legend_handles_labels(), loc="lower center", ncols=min(4, len(runs)), frameon=False)
+    figure.tight_layout(rect=(0, 0.03 + 0.03 * -(-len(runs) // 4), 1, 1))
+    figure.savefig(path, dpi=DPI, metadata={"Software": None})
+
+
+def smooth(values, factor):
+    """Exponential moving average without a bias towards the first value (as Adam corrects its averages)."""
+    total = weight = 0.0
+    smoothed = []
+    for value in values:
+        total = factor * total + (1 - factor) * value
+        weight = factor * weight + (1 - factor)
+        smoothed.append(total / weight)
+    return smoothed
 
 
 def classification(folder, data, predictions):

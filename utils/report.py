@@ -102,6 +102,12 @@ class _NoProfiler:
         """Does nothing."""
 
 
+def columns(rows):
+    """Formats rows of strings as lines of text with aligned columns."""
+    widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
+    return "\n".join("  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows)
+
+
 def train_line(figures, total_steps):
     """Formats a training line of metrics.jsonl for printing."""
     left = int(figures["seconds_left"])

@@ -24,7 +24,7 @@ from tqdm import tqdm
 from utils import checkpoint, exits, report, topology, tracking
 from utils.arguments import CONTINUE_RULE, MAY_CHANGE
 from utils.exits import UserError
-from utils.files import read_json, write_json, write_text
+from utils.files import read_json, read_json_lines, write_json, write_text
 
 SAME_COMMAND = "run the same command again to continue"
 LENGTH = {"epochs", "max_train_steps"}
@@ -231,18 +231,14 @@ class RunFolder:
 
     def _open_metrics(self, step):
         path, kept = self.path / "metrics.jsonl", []
-        for line in path.read_text().splitlines() if path.exists() else ():
-            try:
-                record = json.loads(line)
-            except json.JSONDecodeError:
-                break  # an incomplete line, because the run was killed
+        for record in read_json_lines(path) if path.exists() else ():
             self._sent.add((record["split"], record["step"]))
             if record["split"] == "checkpoint":
                 self._slowest_save = max(self._slowest_save, record["seconds"])
             if record["step"] <= step:
-                kept.append(line)
+                kept.append(record)
                 self._logged.add((record["split"], record["step"]))
-        write_text(path, "".join(f"{line}\n" for line in kept))
+        write_text(path, "".join(f"{json.dumps(record)}\n" for record in kept))
         self._metrics = path.open("a")
 
     # --------------------------------------------------------------------------------------------------------- log

@@ -1,0 +1,78 @@
+"""compare_runs.py: several runs in one table and one picture."""
+
+import json
+
+import pytest
+from conftest import SMALL, load_script, run
+from PIL import Image
+
+from utils import plots
+from utils.exits import UserError
+
+SCRIPT = "scripts/compare_runs.py"
+
+
+def made_run(folder, seconds=(0.5, 0.25), **arguments):
+    """Writes the files of a run with two log lines, ten steps apart, and two evaluations."""
+    folder.mkdir(parents=True)
+    (folder / "args.json").write_text(json.dumps({"arguments": {"batch_size": 20, "lr": 0.1, "log_every": 10, **arguments}}))
+    lines = [{"split": "train", "step": 10 * (i + 1), "loss": 2.0 - i, "step_seconds": s} for i, s in enumerate(seconds)]
+    lines += [
+        {"split": "val", "step": 10, "loss": 1.5, "accuracy": 0.75},
+        {"split": "val", "step": 20, "loss": 1.2, "accuracy": 0.5},
+    ]
+    (folder / "metrics.jsonl").write_text("".join(f"{json.dumps(line)}\n" for line in lines) + '{"split": "tr')
+    return folder
+
+
+def test_two_real_runs(reference, tmp_path):
+    one, two = reference("cpu").folder, reference("2cpu", 2).folder
+    done = run(None, SCRIPT, [str(one), str(two)], output_dir=tmp_path)
+    header, first, second, _ = done.stdout.splitlines()
+    assert header.split() == ["run", "steps", "samples", "seconds", "last", "accuracy", "best", "accuracy"]
+    assert first.split()[:3] == ["cpu", "14", "7,000"] and second.split()[0] == "2cpu"
+    assert min(Image.open(tmp_path / "compare_runs.png").size) > 700
+    assert "--model net" in SMALL  # so that both have the same accuracy
+    assert first.split()[4:] == second.split()[4:]
+
+
+def test_time_samples_and_differing_arguments(tmp_path):
+    script = load_script("compare_runs")
+    folders = [made_run(tmp_path / "a" / "run"), made_run(tmp_path / "b" / "run", lr=0.3, log_every=5)]
+    runs = [script.read_run(folder) for folder in folders]
+    script.name_apart(runs, folders)
+    assert [(p["samples"], p["seconds"]) for p in runs[0]["points"]["train"]] == [(200, 5.0), (400, 7.5)]
+    header, first, second = script.table(runs, "accuracy").splitlines()
+    assert header.split()[-1] == "lr"  # --log_every does not change results
+    assert first.split() == ["a/run", "20", "400", "7.5", "0.5000", "0.7500", "0.1"]
+    assert second.split()[0] == "b/run" and second.split()[-1] == "0.3"
+    assert script.table(runs, "loss").splitlines()[1].split()[4:6] == ["1.2000", "1.2000"]  # a lower loss is better
+
+
+def test_smoothing_has_no_bias_towards_the_first_value():
+    assert plots.smooth([4.0, 4.0, 4.0], 0.9) == pytest.approx([4, 4, 4])
+    assert plots.smooth([1.0, 3.0], 0.5) == pytest.approx([1, (1 * 0.25 + 3 * 0.5) / 0.75])
+    assert plots.smooth([1.0, 3.0], 0.0) == [1, 3]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        (["{a}", "{a}"], "the same run is given twice"),
+        (["{a}", "{empty}"], "is not the folder of a run"),
+        (["{a}", "--metric", "f1"], "no metric f1 of evaluations in common: they have accuracy, loss"),
+    ],
+)
+def test_bad_input_is_one_line(arguments, says, tmp_path):
+    places = {"a": made_run(tmp_path / "a"), "empty": tmp_path}
+    done = run(None, SCRIPT, [word.format(**places) for word in arguments], output_dir=tmp_path / "out", check=False)
+    assert done.returncode == 2 and says in done.stderr and done.stderr.count("\n") == 1
+    assert not (tmp_path / "out").exists()
+
+
+def test_nothing_in_common(tmp_path):
+    script = load_script("compare_runs")
+    runs = [script.read_run(made_run(tmp_path / name)) for name in "ab"]
+    runs[0]["points"].pop("val")
+    with pytest.raises(UserError, match="in common"):
+        script.choose_metric(runs, None)

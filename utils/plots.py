@@ -46,7 +46,7 @@ def confusion_matrix(path, counts, class_names):
     """Draws int64 [true, predicted] counts as percentages of each true class."""
     share = 100 * counts.float() / counts.sum(1, keepdim=True).clamp(min=1)
     count = len(class_names)
-    figure, axis = subplots(1, 1, figsize=(0.62 * count + 2, 0.58 * count + 1.6))
+    figure, axis = subplots(1, 1, figsize=(max(0.62 * count + 2, 6.2), 0.58 * count + 1.6))
     axis.imshow(share, cmap="Blues", vmin=0, vmax=100)
     if count <= 20:
         for i in range(count):
@@ -168,9 +168,9 @@ def of_pictures(folder, dataset, metrics, class_names):
     wrong = readable[(labels != predictions)[readable]]
     spread = readable[torch.linspace(0, len(readable) - 1, min(40, len(readable))).long()]  # from all classes
     worst = wrong[metrics["losses"][wrong].argsort(descending=True, stable=True)[:40]]
-    drawn = []
+    drawn, missed = [], (labels != predictions)[spread].sum()
     for name, ids, title in (
-        ("predictions", spread, None),
+        ("predictions", spread, f"{len(spread)} of {len(readable):,} images: {len(spread) - missed} correct"),
         (
             "mistakes",
             worst,

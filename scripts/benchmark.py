@@ -2,7 +2,7 @@
 
     python scripts/benchmark.py --quick                        # all that need no data, a few minutes
     python scripts/benchmark.py loop_overhead startup_ratio    # some of them
-    python scripts/benchmark.py --cifar cifar10 --text input.txt --bf16
+    python scripts/benchmark.py --text input.txt
 
 Each benchmark runs both sides in turn, `--rounds` times, each time in new processes, and gives the median of the rounds with
 their range. It writes `benchmark.json`, `benchmark.md` and `benchmark.png` to `--output_dir`.
@@ -36,6 +36,7 @@ import sys
 import tempfile
 import time
 from datetime import UTC, datetime
+from itertools import chain
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -218,7 +219,7 @@ def picture_loading(args):
         for round_number in range(args.rounds + 1):
             for name, loader in loaders.items():
                 start_time, start_cpu, count = time.perf_counter(), cpu_seconds(), 0
-                for batch in loader:
+                for batch in chain(loader, loader):
                     ready = batch[0] if name == "usual" else normalize(batch["images"], 255 * mean, 255 * std)
                     count += len(ready)
                 if round_number:  # the first starts the workers

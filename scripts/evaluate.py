@@ -7,7 +7,8 @@
 
 Reads a run's folder, one of its checkpoints or a `model.safetensors`, written by any topology. Prints the accuracy per class
 and writes `results.json`, `predictions.png` and `confusion_matrix.png`; with --images, `predictions.csv` and `.json`, with the
-classes of every picture in a folder, and `contact_sheet.png`. Copy it together with `train_cifar.py` and `train_images.py`,
+classes of every picture in a folder, and `contact_sheet.png`. Of a checkpoint it takes the weights that are trained, not their
+average (--ema_decay). Copy it together with `train_cifar.py` and `train_images.py`,
 which hold the models and the evaluation.
 """
 

@@ -1,5 +1,6 @@
 """train_images.py: finds, decodes and transforms pictures, and trains on them exactly, with any number of workers."""
 
+import contextlib
 import csv
 import io
 import json
@@ -536,14 +537,21 @@ def test_frozen_batch_norm_stays_in_evaluation_mode():
 
 @pytest.mark.slow
 def test_the_last_layer_of_every_model_is_found():
+    """Without allocating their weights. RegNet and MaxViT need real ones: the smallest stand for the others."""
     import torchvision
 
+    looked_at = 0
     for name in torchvision.models.list_models(module=torchvision.models):
-        with torch.device("meta"):
-            one, two = (pretrained.build(config(name, n) | {"options": pretrained.OPTIONS.get(name, {})}) for n in (3, 7))
-        a, b = one.state_dict(), two.state_dict()
-        head = pretrained.head(one)
+        real = name in ("regnet_x_400mf", "regnet_y_400mf", "maxvit_t")
+        if name.startswith(("regnet", "maxvit")) and not real:
+            continue
+        options = {"options": pretrained.OPTIONS.get(name, {})}
+        with contextlib.nullcontext() if real else torch.device("meta"):
+            one, two = (pretrained.build(config(name, classes) | options) for classes in (3, 7))
+        a, b, head = one.state_dict(), two.state_dict(), pretrained.head(one)
         assert {key for key in a if a[key].shape != b[key].shape} == {key for key in a if key.startswith(head + ".")}, name
+        looked_at += 1
+    assert looked_at > 50
 
 
 def test_weight_decay_and_learning_rates_of_the_groups():

@@ -633,14 +633,16 @@ def test_the_model_card_loads_the_model_without_these_scripts(reference_run, pho
 
 
 def test_evaluate_finds_the_same_accuracy_and_classifies_a_folder(reference_run, photo_folder, tmp_path):
-    """On two processes, from the weights and from the last checkpoint, whose weights are not averaged."""
+    """On two processes from the weights, on one from the averages in the last checkpoint."""
     done = results(reference_run.folder)
     run("2cpu", "scripts/evaluate.py", ["--checkpoint", str(reference_run.folder)], output_dir=tmp_path / "a")
     assert results(tmp_path / "a")["val_accuracy"] == done["val_accuracy"]
     assert results(tmp_path / "a")["per_class"] == done["per_class"] and len(done["per_class"]) == 3
+    checkpoint = reference_run.folder / "checkpoints" / "step_00000008"
+    run(None, "scripts/evaluate.py", ["--checkpoint", str(checkpoint)], output_dir=tmp_path / "c")
+    assert results(tmp_path / "c")["val_loss"] == pytest.approx(done["val_loss"], rel=1e-5)
     shutil.copytree(photo_folder / "val" / "dog", tmp_path / "holiday" / "day 1")
     (tmp_path / "holiday" / "broken.jpg").write_bytes(b"no picture")
-    checkpoint = reference_run.folder / "checkpoints" / "step_00000008"
     arguments = ["--checkpoint", str(checkpoint), "--images", str(tmp_path / "holiday"), "--num_workers", "0"]
     run(None, "scripts/evaluate.py", arguments, output_dir=tmp_path / "b")
     rows = json.loads((tmp_path / "b" / "predictions.json").read_text())

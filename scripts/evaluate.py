@@ -7,8 +7,8 @@
 
 Reads a run's folder, one of its checkpoints or a `model.safetensors`, written by any topology. Prints the accuracy per class
 and writes `results.json`, `predictions.png` and `confusion_matrix.png`; with --images, `predictions.csv` and `.json`, with the
-classes of every picture in a folder, and `contact_sheet.png`. Copy it together with `train_cifar.py` and `train_images.py`,
-which hold the models and the evaluation.
+classes of every picture in a folder, and `contact_sheet.png`. Of a run with --ema_decay it takes the averaged weights. Copy it
+together with `train_cifar.py` and `train_images.py`, which hold the models and the evaluation.
 """
 
 import contextlib
@@ -109,7 +109,10 @@ def evaluate_pictures(accelerator, args, state, config, trained, file):
                 f"--dataset {dataset} has other classes than {file}: {describe(class_names, config['class_names'])}"
             )
         pictures = data.splits[split]
-    model = pretrained.build(config)
+    model, averaged = pretrained.build(config), file.parent / "custom_checkpoint_0.pkl"
+    if averaged.exists():  # a checkpoint of a run with --ema_decay
+        saved = topology.run_on_main(accelerator, lambda: torch.load(averaged, map_location="cpu", weights_only=True))
+        state = {name.removeprefix("module."): value for name, value in saved.items() if name.startswith("module.")}
     load_state(model, state, file, config["model"])
     dataset = ImageBatches(pictures, look, "skip")
     workers = dict(num_workers=args.num_workers, collate_fn=as_is, worker_init_fn=exits.worker_init)

@@ -14,8 +14,8 @@ from utils import topology
 
 WRAPPED = str(ROOT / "tests" / "wrapped.py")
 RUN = f"{SMALL} --max_train_steps 24 --eval_every 24 --checkpoint_every 5"
-# The meeting place of the launchers, as the README starts it. It outlives the loss of any machine.
-MEETING_PLACE = re.search(r'python -c "(.*TCPStore.*)"', (ROOT / "README.md").read_text())[1]
+# The meeting place of the launchers, as CLUSTERS.md starts it. It outlives the loss of any machine.
+MEETING_PLACE = re.search(r'python -c "(.*TCPStore.*)"', (ROOT / ".github" / "CLUSTERS.md").read_text())[1]
 
 
 @pytest.fixture

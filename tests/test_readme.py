@@ -8,7 +8,8 @@ import yaml
 from conftest import ROOT, run
 
 README = (ROOT / "README.md").read_text()
-DOCS = README + "".join(path.read_text().split('"""')[1] for path in sorted((ROOT / "scripts").glob("*.py")))
+PAGES = README + "".join((ROOT / ".github" / f"{name}.md").read_text() for name in ("CLUSTERS", "RESULTS", "CONTRIBUTING"))
+DOCS = PAGES + "".join(path.read_text().split('"""')[1] for path in sorted((ROOT / "scripts").glob("*.py")))
 
 
 def commands():
@@ -28,6 +29,12 @@ def known_flags(script):
     return set(re.findall(r"--\w+", run(None, script, "--help").stdout))
 
 
+def test_the_readme_is_read_in_one_sitting_and_names_every_script_and_configuration():
+    assert len(README.splitlines()) <= 200
+    for path in [*(ROOT / "scripts").iterdir(), *(ROOT / "accelerate_configs").iterdir()]:
+        assert path.name in README or path.name == "__pycache__", path.name
+
+
 def test_there_are_commands():
     assert len(list(commands())) >= 8
 
@@ -45,7 +52,7 @@ def test_configs_exist(name):
 
 
 def test_files_named_in_the_readme_exist():
-    for name in set(re.findall(r"(?<![\w/.])((?:scripts|utils|tests|\.github)/[\w./]+\.(?:py|png|md|sbatch))", README)):
+    for name in set(re.findall(r"(?<![\w/.])((?:scripts|utils|tests|\.github)/[\w./]+\.(?:py|png|md|sbatch|diff))", PAGES)):
         assert (ROOT / name).exists(), name
 
 

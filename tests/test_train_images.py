@@ -1,5 +1,6 @@
 """train_images.py: finds, decodes and transforms pictures, and trains on them exactly, with any number of workers."""
 
+import contextlib
 import csv
 import io
 import json
@@ -536,14 +537,21 @@ def test_frozen_batch_norm_stays_in_evaluation_mode():
 
 @pytest.mark.slow
 def test_the_last_layer_of_every_model_is_found():
+    """Without allocating their weights. RegNet and MaxViT need real ones: the smallest stand for the others."""
     import torchvision
 
+    looked_at = 0
     for name in torchvision.models.list_models(module=torchvision.models):
-        with torch.device("meta"):
-            one, two = (pretrained.build(config(name, n) | {"options": pretrained.OPTIONS.get(name, {})}) for n in (3, 7))
-        a, b = one.state_dict(), two.state_dict()
-        head = pretrained.head(one)
+        real = name in ("regnet_x_400mf", "regnet_y_400mf", "maxvit_t")
+        if name.startswith(("regnet", "maxvit")) and not real:
+            continue
+        options = {"options": pretrained.OPTIONS.get(name, {})}
+        with contextlib.nullcontext() if real else torch.device("meta"):
+            one, two = (pretrained.build(config(name, classes) | options) for classes in (3, 7))
+        a, b, head = one.state_dict(), two.state_dict(), pretrained.head(one)
         assert {key for key in a if a[key].shape != b[key].shape} == {key for key in a if key.startswith(head + ".")}, name
+        looked_at += 1
+    assert looked_at > 50
 
 
 def test_weight_decay_and_learning_rates_of_the_groups():
@@ -625,14 +633,16 @@ def test_the_model_card_loads_the_model_without_these_scripts(reference_run, pho
 
 
 def test_evaluate_finds_the_same_accuracy_and_classifies_a_folder(reference_run, photo_folder, tmp_path):
-    """On two processes, from the weights and from the last checkpoint, whose weights are not averaged."""
+    """On two processes from the weights, on one from the averages in the last checkpoint."""
     done = results(reference_run.folder)
     run("2cpu", "scripts/evaluate.py", ["--checkpoint", str(reference_run.folder)], output_dir=tmp_path / "a")
     assert results(tmp_path / "a")["val_accuracy"] == done["val_accuracy"]
     assert results(tmp_path / "a")["per_class"] == done["per_class"] and len(done["per_class"]) == 3
+    checkpoint = reference_run.folder / "checkpoints" / "step_00000008"
+    run(None, "scripts/evaluate.py", ["--checkpoint", str(checkpoint)], output_dir=tmp_path / "c")
+    assert results(tmp_path / "c")["val_loss"] == pytest.approx(done["val_loss"], rel=1e-5)
     shutil.copytree(photo_folder / "val" / "dog", tmp_path / "holiday" / "day 1")
     (tmp_path / "holiday" / "broken.jpg").write_bytes(b"no picture")
-    checkpoint = reference_run.folder / "checkpoints" / "step_00000008"
     arguments = ["--checkpoint", str(checkpoint), "--images", str(tmp_path / "holiday"), "--num_workers", "0"]
     run(None, "scripts/evaluate.py", arguments, output_dir=tmp_path / "b")
     rows = json.loads((tmp_path / "b" / "predictions.json").read_text())

@@ -81,8 +81,12 @@ def normalize(images, mean, std, keep=None, size=None):
     """
     scale, shift = 1 / std, mean / std
     if images.stride(1) == 1:  # channels last: broadcast a row of pixels, because three values at a time take twice as long
-        rows, width = images.permute(0, 2, 3, 1).flatten(2).float(), images.shape[-1]
-        images = rows.mul_(scale.repeat(width)).sub_(shift.repeat(width)).unflatten(2, (width, 3)).permute(0, 3, 1, 2)
+        pixels, width = images.permute(0, 2, 3, 1).flatten(2), images.shape[-1]
+        scale, shift, rows = scale.repeat(width), shift.repeat(width), torch.empty_like(pixels, dtype=torch.float32)
+        # On a CPU one image after the other: it stays in the cache of the core.
+        for source, target in zip(pixels, rows, strict=True) if images.device.type == "cpu" else [(pixels, rows)]:
+            target.copy_(source).mul_(scale).sub_(shift)
+        images = rows.unflatten(2, (width, 3)).permute(0, 3, 1, 2)
     else:
         images = images.float().mul_(scale.view(3, 1, 1)).sub_(shift.view(3, 1, 1))
     if keep is not None:

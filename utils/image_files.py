@@ -160,7 +160,9 @@ def _part_of(pixels, part, picture):
     vertical, horizontal = height / picture.height, width / picture.width
     top, left = int(part["top"] * vertical), int(part["left"] * horizontal)
     rows, columns = max(1, round(part["height"] * vertical)), max(1, round(part["width"] * horizontal))
-    return pixels[:, top : top + rows, left : left + columns]
+    part = pixels[:, top : top + rows, left : left + columns]
+    # As a view of the whole it would be scaled on the slow path, to another memory format.
+    return part.permute(1, 2, 0).contiguous().permute(2, 0, 1)
 
 
 def sample_seed(seed, epoch, index):

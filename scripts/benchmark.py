@@ -2,7 +2,7 @@
 
     python scripts/benchmark.py --quick                        # all that need no data, a few minutes
     python scripts/benchmark.py loop_overhead startup_ratio    # some of them
-    python scripts/benchmark.py --text input.txt
+    python scripts/benchmark.py --text input.txt                # all, with tinyshakespeare for `gpt`
 
 Each benchmark runs both sides in turn, `--rounds` times, each time in new processes, and gives the median of the rounds with
 their range. It writes `benchmark.json`, `benchmark.md` and `benchmark.png` to `--output_dir`.

@@ -181,7 +181,11 @@ def print_comparison(args, rows):
         print(f"None of them leaves {1 - ROOM:.0%} of {args.memory_gib:g} GiB for activations: use more processes.")
         return
     best = min(fitting, key=lambda row: row["seconds"])
-    print(f"{best['kind']} is the fastest that leaves {1 - ROOM:.0%} of {args.memory_gib:g} GiB for activations.")
+    config = {"DDP": "8gpu", "FSDP": "8gpu_fsdp", "HSDP": "2node_8gpu_fsdp"}[best["kind"]]
+    print(
+        f"{best['kind']} is the fastest that leaves {1 - ROOM:.0%} of {args.memory_gib:g} GiB for activations: adapt "
+        f"accelerate_configs/{config}.yaml."
+    )
 
 
 def fit_link(rows, processes):

@@ -111,7 +111,7 @@ class FastNet(nn.Module):
         return self.head(x.amax((2, 3)))
 
 
-def build_model(name, classes):
+def build_model(name, classes):  # EDIT: model
     """Builds the model called `name`, with random weights."""
     model = {"net": Net, "resnet18": build_resnet18, "fastnet": FastNet}[name](classes)
     return model.to(memory_format=torch.channels_last)
@@ -150,7 +150,7 @@ def image_size_at(progress, args):
 # ------------------------------------------------------------------------------------------------- data, evaluation
 
 
-def build_loaders(accelerator, data, args):
+def build_loaders(accelerator, data, args):  # EDIT: data
     """Builds loaders of global batches; `prepare` gives every process its share of each."""
     common = dict(num_workers=args.num_workers, collate_fn=as_is, worker_init_fn=exits.worker_init)
     common["pin_memory"] = accelerator.device.type == "cuda"
@@ -159,7 +159,7 @@ def build_loaders(accelerator, data, args):
     return train, DataLoader(BatchedImages(data.test), 250 * accelerator.num_processes, **common)
 
 
-def compute_loss(model, batch, mean, std, epoch, size, args):
+def compute_loss(model, batch, mean, std, epoch, size, args):  # EDIT: loss
     """The mean loss of a batch. Its augmentation depends only on the seed, the epoch and the ids of the samples."""
     images, keep = batch["images"], None
     if not args.overfit_batch:
@@ -169,7 +169,7 @@ def compute_loss(model, batch, mean, std, epoch, size, args):
 
 
 @torch.no_grad()
-def evaluate(accelerator, model, loader, mean, std, *, tta=False, size=32):
+def evaluate(accelerator, model, loader, mean, std, *, tta=False, size=32):  # EDIT: metric
     """Computes exact metrics over the test set: each image counts once, on any number of processes.
 
     Args:
@@ -316,7 +316,7 @@ def parse_args():
     group.add_argument("--padding", type=number(int, 0), default=2, help="largest random shift in pixels")
     group.add_argument("--cutout", type=number(int, 0), default=0, help="side of the masked square in pixels; 0: none")
     group.add_argument("--tta", action="store_true", help="also report test-time augmented accuracy")
-    parser.add_run_arguments("runs/train_cifar")
+    parser.add_run_arguments()
     parser.add_data_arguments("uoft-cs/cifar10", "Hub id or local folder of a 32x32 image data set, or `synthetic`")
     parser.set_defaults(**RECIPES.get(parser.choice("model"), {}))
     args = parser.parse_training_args()

@@ -96,7 +96,7 @@ class Block(nn.Module):
         return x + F.dropout(self.down(F.relu(self.up(norm(x))).square()), dropout)
 
 
-class GPT(nn.Module):
+class GPT(nn.Module):  # EDIT: model
     """Maps bytes, int64 [batch, time <= block_size], to the logits of each next byte, [batch, time, 256]."""
 
     def __init__(self, n_layer, n_head, n_embd, block_size, dropout=0.0, activation_checkpointing=False):
@@ -152,7 +152,7 @@ def lr_multiplier(step, total_steps, args):
 # ------------------------------------------------------------------------------------- data, evaluation, sampling
 
 
-def build_loaders(accelerator, train_set, held_out, args):
+def build_loaders(accelerator, train_set, held_out, args):  # EDIT: data
     """Builds loaders of global batches. A stream yields only the share of this process, so it needs no `prepare`."""
     common = dict(collate_fn=as_is, worker_init_fn=exits.worker_init, pin_memory=accelerator.device.type == "cuda")
     eval_batch = accelerator.num_processes * max(1, 16_384 // args.block_size)  # 16,384 bytes per process
@@ -174,14 +174,14 @@ def epoch_batches(loader, epoch, batches_done):
     return skip_first_batches(loader, batches_done)
 
 
-def compute_loss(model, batch, device):
+def compute_loss(model, batch, device):  # EDIT: loss
     """The mean loss in nats per byte of a batch of windows; targets of -100 do not count."""
     inputs, targets = (batch[name].to(device, non_blocking=True) for name in ("inputs", "targets"))
     return F.cross_entropy(model(inputs).flatten(0, 1).float(), targets.flatten())
 
 
 @torch.no_grad()
-def evaluate(accelerator, model, loader):
+def evaluate(accelerator, model, loader):  # EDIT: metric
     """Computes the exact mean loss in nats per byte: each held-out byte counts once, on any number of processes.
 
     The windows do not overlap, so the first prediction in each window has a context of one byte only.
@@ -367,7 +367,7 @@ def parse_args():
     group.add_argument("--lr_schedule", choices=["linear", "cosine", "constant"], default="linear", help="after warm-up")
     group.add_argument("--warmup_steps", type=number(int, 0), default=50, help="steps in which the learning rate rises")
     group.add_argument("--peak_tflops", type=number(float, 0, above=True), help="peak of one GPU, for MFU; known for some GPUs")
-    parser.add_run_arguments("runs/train_gpt")
+    parser.add_run_arguments()
     parser.add_data_arguments("karpathy/tiny_shakespeare", "Hub id, local text file or folder, or `synthetic`")
     group = parser.add_argument_group("text")
     group.add_argument("--text_column", default="text", help="column with the text, for a Hub id, JSONL or Parquet")

@@ -122,7 +122,7 @@ def find_data(accelerator, args):
     return data
 
 
-def build_loaders(accelerator, data, preprocess, args):
+def build_loaders(accelerator, data, preprocess, args):  # EDIT: data
     """Builds loaders of global batches, one per split; `prepare` gives every process its share of each batch."""
     common = dict(collate_fn=as_is, worker_init_fn=exits.worker_init, num_workers=args.num_workers)
     common["pin_memory"] = accelerator.device.type == "cuda"
@@ -165,7 +165,7 @@ def of_all(accelerator, ids):
     return sorted(set().union(*topology.gather(accelerator, ids)))
 
 
-def compute_loss(model, batch, mean, std, mix, step, args):
+def compute_loss(model, batch, mean, std, mix, step, args):  # EDIT: loss
     """The mean loss of a micro-batch. Mixup and CutMix follow from the seed, the step and the positions in the global batch."""
     images, labels = normalize(batch["images"], mean, std), batch["labels"]
     if mix:
@@ -174,7 +174,7 @@ def compute_loss(model, batch, mean, std, mix, step, args):
 
 
 @torch.no_grad()
-def evaluate(accelerator, model, ema, loader, mean, std):
+def evaluate(accelerator, model, ema, loader, mean, std):  # EDIT: metric
     """Computes exact metrics over a split: each picture counts once, on any number of processes.
 
     Args:
@@ -260,7 +260,7 @@ def main():
     config = run.progress.get("config") or topology.run_on_main(
         accelerator, lambda: pretrained.describe(args.model, start_from, data.class_names, *sizes)
     )
-    model = pretrained.build(config).to(memory_format=torch.channels_last)
+    model = pretrained.build(config).to(memory_format=torch.channels_last)  # EDIT: model
     pretrained.initialize(accelerator, model, config, start_from)
     pretrained.train(pretrained.freeze(model) if args.freeze else model)
     if args.compile:
@@ -368,7 +368,7 @@ def parse_args():
     group.add_argument("--random_erasing", type=share, default=0.0, help="probability")
     group.add_argument("--mixup", type=number(float, 0), default=0.0, help="alpha; 0: none")
     group.add_argument("--cutmix", type=number(float, 0), default=0.0, help="alpha; with --mixup, each step has one of them")
-    parser.add_run_arguments("runs/train_images")
+    parser.add_run_arguments()
     parser.add_data_arguments("my_photos", "folder with a sub-folder per class, Hub id, or `synthetic`")
     group = parser.add_argument_group("data set")
     part = number(float, 0, above=True, below=1)

@@ -39,13 +39,13 @@ def evaluate(accelerator, model, loader):
     model.eval()
     correct = [accelerator.gather_for_metrics(model(x).argmax(1) == y) for _, x, y in loader]
     model.train()
-    return torch.cat(correct).double().mean().item()
+    return torch.cat(correct).double().mean().item()  # EDIT: metric
 
 
 def main():
     parser = Parser(description=__doc__.split("\n")[0])
     parser.add_training_arguments(parser, epochs=10, batch_size=96, lr=0.005)
-    parser.add_run_arguments("runs/train_minimal")
+    parser.add_run_arguments()
     args = parser.parse_args()
     loading = DataLoaderConfiguration(split_batches=True, use_seedable_sampler=True, data_seed=args.seed)  # global batches
     timeout = InitProcessGroupKwargs(timeout=timedelta(seconds=args.timeout))
@@ -53,7 +53,8 @@ def main():
     topology.print_banner(accelerator, args.batch_size)
     set_seed(args.seed)  # the same points and weights on every process
     points = torch.randn(997 + max(2880, args.batch_size), 2)
-    data = TensorDataset(torch.arange(len(points)), points, (points.prod(1) > 0).long())  # class 1: both of the same sign
+    labels = (points.prod(1) > 0).long()  # class 1: both numbers have the same sign
+    data = TensorDataset(torch.arange(len(points)), points, labels)  # EDIT: data; the first of the tensors are the ids
     train_loader = DataLoader(Subset(data, range(997, len(data))), args.batch_size, shuffle=True, drop_last=True)
     val_loader = DataLoader(Subset(data, range(997)), 128 * accelerator.num_processes)  # 997: no number of processes divides it
     plan = Plan.from_args(args, len(train_loader.dataset))
@@ -61,7 +62,7 @@ def main():
     run.open(plan)  # the folder is empty, or has a run to continue, or a finished run
     if run.finished:
         return
-    model = nn.Sequential(nn.Linear(2, 64), nn.ReLU(), nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 2))
+    model = nn.Sequential(nn.Linear(2, 64), nn.ReLU(), nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 2))  # EDIT: model
     weights.initialize(accelerator, model, run.init_from)
     optimizer = torch.optim.AdamW(model.parameters(), lr=args.lr)
     model, optimizer, train_loader, val_loader = accelerator.prepare(model, optimizer, train_loader, val_loader)
@@ -73,7 +74,7 @@ def main():
         batches = skip_first_batches(train_loader, todo.batches_done)
         for step, micro_batches in todo.steps(run.timed(batches)):
             ids, x, y = next(micro_batches)  # the only one: no gradient accumulation here
-            loss = nn.functional.cross_entropy(model(x), y)
+            loss = nn.functional.cross_entropy(model(x), y)  # EDIT: loss
             accelerator.backward(loss)
             optimizer.step()
             optimizer.zero_grad()

@@ -61,7 +61,7 @@ from utils.run_folder import RunFolder
 # -------------------------------------------------------------------------------------------------------------- model
 
 
-def build_blocks(classes, width):
+def build_blocks(classes, width):  # EDIT: model
     """Builds the whole network: eight blocks of about the same cost, then the head. [batch, 3, 32, 32] -> [batch, classes].
 
     Group norm, not batch norm: batch statistics would depend on the number of micro-batches.
@@ -160,7 +160,7 @@ def lr_multiplier(step, total_steps):
 # ------------------------------------------------------------------------------------------------- data, evaluation
 
 
-def build_loaders(accelerator, data, args):
+def build_loaders(accelerator, data, args):  # EDIT: data
     """Builds loaders of global batches; `prepare` gives every process its share of each, on its first device."""
     common = dict(num_workers=args.num_workers, collate_fn=as_is, worker_init_fn=exits.worker_init)
     common["pin_memory"] = accelerator.device.type == "cuda"
@@ -169,7 +169,7 @@ def build_loaders(accelerator, data, args):
     return train, DataLoader(BatchedImages(data.test), 250 * accelerator.num_processes, **common)
 
 
-def compute_loss(model, batch, mean, std, epoch, args):
+def compute_loss(model, batch, mean, std, epoch, args):  # EDIT: loss
     """The mean loss of a batch, on the device of the last stage."""
     images = batch["images"]
     if not args.overfit_batch:
@@ -179,7 +179,7 @@ def compute_loss(model, batch, mean, std, epoch, args):
 
 
 @torch.no_grad()
-def evaluate(accelerator, model, loader, mean, std):
+def evaluate(accelerator, model, loader, mean, std):  # EDIT: metric
     """Computes exact metrics over the test set: each image counts once, on any number of processes."""
     model.eval()
     outputs, labels = [], []
@@ -304,7 +304,7 @@ def parse_args():
     group.add_argument("--width", type=number(int, 8), default=64, help="channels of the first blocks, a multiple of 8")
     parser.add_training_arguments(group, epochs=10, batch_size=512, lr=1e-3)
     parser.add_optimizer_arguments(group, weight_decay=0.05)
-    parser.add_run_arguments("runs/train_model_parallel")
+    parser.add_run_arguments()
     parser.add_data_arguments("uoft-cs/cifar10", "Hub id or local folder of a 32x32 image data set, or `synthetic`")
     args = parser.parse_training_args()
     if args.devices_per_process > 8 or args.width % 8:

@@ -291,7 +291,11 @@ class Machine:
 
     def connect(self):
         """Plugs its network cable in, if a test has pulled it out."""
-        subprocess.run(["ip", "-n", self.name, "link", "set", self.interface, "up"], check=True)
+        self.execute(f"ip link set {self.interface} up")
+
+    def execute(self, words):
+        """Runs a command in its network."""
+        subprocess.run(["ip", "netns", "exec", self.name, *words.split()], check=True)
 
     def started(self, script, arguments, output_dir, *, config="2node_4gpu", launcher=None, env=None, enter=()):
         """Starts a launcher on this host as a user would, with 2 x 2 processes instead of the 2 x 4 of the YAML."""

@@ -633,6 +633,7 @@ MUTANTS = [
         "accelerator.num_processes",
         "test_elastic.py -k must_divide",
     ),
+    Mutant("a machine without power", "utils/topology.py", "        keep_alive()", "        pass", "test_configs.py -k 2cpu"),
     Mutant("two ranks on one GPU", "utils/devices.py", "if owner != rank:", "if False:", "test_model_parallel.py -k share"),
     # ------------------------------------------------------------------------------------------------------- launching
     Mutant(

@@ -19,6 +19,7 @@ def test_starts_as_many_processes_as_it_says(path, tmp_path):
     assert sorted(rank["rank"] for rank in reports) == list(range(processes))
     assert {rank["processes"] for rank in reports} == {processes}
     assert {rank["sum"] for rank in reports} == {processes * (processes + 1) // 2}  # they can communicate
+    assert all(rank["kept_alive"] for rank in reports)  # and notice a machine without power
     assert {rank["sharded"] for rank in reports} == {"fsdp" in path.stem}
     if "cpu" in path.stem:
         assert {rank["device"] for rank in reports} == {"cpu"} and "NO GPU" not in done.stderr

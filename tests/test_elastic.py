@@ -4,9 +4,13 @@ import json
 import re
 from collections import defaultdict
 from signal import SIGKILL
+from types import SimpleNamespace
 
 import pytest
+import torch
 from conftest import CIFAR, ROOT, SMALL, Started, metrics, results, run, status
+
+from utils import topology
 
 WRAPPED = str(ROOT / "tests" / "wrapped.py")
 RUN = f"{SMALL} --max_train_steps 24 --eval_every 24 --checkpoint_every 5"
@@ -73,15 +77,29 @@ def check(folder):
 def test_the_batch_must_divide_over_every_number_of_processes(tmp_path):
     conf = ("--rdzv_backend", "c10d", "--rdzv_endpoint", "localhost:0", "--rdzv_conf", "last_call_timeout=1")
     torchrun = ("-m", "torch.distributed.run", "--nnodes=1:3", "--nproc_per_node", "2", *conf)
-    options = dict(launcher=torchrun, output_dir=tmp_path / "run", check=False)
-    done = run(None, CIFAR, f"{SMALL} --batch_size 500", **options)
+    done = run(None, CIFAR, f"{SMALL} --batch_size 500", launcher=torchrun, output_dir=tmp_path / "run", check=False)
     errors = [line for line in done.stderr.splitlines() if line.startswith("error: ")]
     assert errors == [
         "error: --batch_size 500 does not divide evenly over 2, 4 or 6 process(es) x 1 accumulation step(s): use 492 or 504"
     ]
     assert done.returncode != 0 and not (tmp_path / "run").exists()
-    done = run(None, CIFAR, f"{SMALL} --batch_size 504 --dry_run", **options)
-    assert done.returncode == 0 and "goes on from its last checkpoint: 2, 4 or 6 processes" in done.stdout
+
+
+@pytest.mark.parametrize(
+    ("nnodes", "machines", "processes", "possible"),
+    [("1:3", "2", 4, [2, 4, 6]), ("2", "2", 4, [4]), (None, "2", 4, [4]), ("1:3", "2", 3, [3])],
+)
+def test_possible_numbers_of_processes(nnodes, machines, processes, possible, monkeypatch, capsys):
+    monkeypatch.setattr(topology, "_launcher_option", {"--nnodes": nnodes}.get)
+    monkeypatch.setenv("GROUP_WORLD_SIZE", machines)
+    monkeypatch.setenv("WORLD_SIZE", str(processes))
+    facts = dict(is_fsdp2=False, is_main_process=True, mixed_precision="no", device=torch.device("cpu"))
+    accelerator = SimpleNamespace(num_processes=processes, **facts)
+    assert topology.possible_processes(accelerator) == possible
+    monkeypatch.setattr(torch.distributed, "get_backend", lambda: "gloo")
+    assert topology.print_banner(accelerator, 24, 2) == 24 // processes // 2
+    said = "goes on from its last checkpoint: 2, 4 or 6 processes" in capsys.readouterr().out
+    assert said == (len(possible) > 1)
 
 
 # The second machine joins while the first one, alone, holds step 3. A signal stops the run one step later, so 4 is saved.
@@ -117,17 +135,22 @@ def test_the_machine_that_writes_is_lost_before_the_checkpoint_has_its_name_and_
 
 
 @pytest.mark.slow
-def test_a_machine_without_power_is_given_up_after_the_timeout(machines, start, tmp_path):
-    first = start(machines[0], arguments=f"{RUN} --timeout 20")
+@pytest.mark.parametrize("fault", ["power_lost_in_step@7:2", "power_lost_in_save@2:2"])
+def test_a_machine_without_power_is_given_up(fault, machines, start, tmp_path):
+    """In a step after --timeout; while saving after 40 s of silence, or when the kernel gives up sending (here: seconds)."""
+    arguments = f"{RUN} --timeout 20"
+    machines[0].execute("sysctl -q -w net.ipv4.tcp_retries2=5")
+    first = start(machines[0], arguments=arguments)
     first.wait_for("step  2/24")
     try:
-        second = start(machines[1], "power_lost_in_step@7:2", arguments=f"{RUN} --timeout 20")
+        second = start(machines[1], fault, arguments=arguments)
         assert second.finish()[0] == -SIGKILL
         first.wait_for("step 11/24")
         machines[1].connect()
-        second = start(machines[1], arguments=f"{RUN} --timeout 20")
+        second = start(machines[1], arguments=arguments)
         outcomes = [started.finish() for started in (first, second)]
     finally:
         machines[1].connect()
     assert [code for code, _ in outcomes] == [0, 0], outcomes
-    assert check(tmp_path) == [(2, 1, 4), (4, 5, 8), (2, 6, 13), (4, 14, 24)]
+    lost = [(4, 5, 8)] if "step" in fault else [(4, 5, 10)]
+    assert check(tmp_path) == [(2, 1, 4), *lost, (2, 6, 13), (4, 14, 24)]

@@ -1,6 +1,8 @@
 """The structure that CONTRIBUTING.md describes: layers of modules, short scripts, and the loop that the README shows."""
 
 import ast
+import re
+import sys
 import textwrap
 
 import pytest
@@ -48,6 +50,16 @@ def test_modules_import_from_lower_layers_only_and_no_script(path):
     layer = next(number for number, names in enumerate(LAYERS) if path.stem in names)
     assert own <= set().union(*LAYERS[:layer]), path.name
     assert not others & {script.stem for script in (ROOT / "scripts").glob("*.py")}
+
+
+def test_every_package_that_is_imported_is_required():
+    """Packages that come with others may leave with them."""
+    imported = set().union(*(imports(path)[1] for folder in ("scripts", "utils") for path in (ROOT / folder).glob("*.py")))
+    names = {"PIL": "pillow", "yaml": "pyyaml"}
+    own = {path.stem for path in (ROOT / "scripts").glob("*.py")} | {"utils"}
+    needed = {names.get(name, name) for name in imported - own - sys.stdlib_module_names}
+    required = set(re.findall(r"^[\w-]+", (ROOT / "requirements.txt").read_text(), re.MULTILINE))
+    assert needed <= required
 
 
 def loop_of(script):

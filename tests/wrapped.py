@@ -78,15 +78,15 @@ elif name == "die_before_state":
     before(accelerate.Accelerator, "save_state", die)
 elif name == "lost_in_step":
     before(accelerate.Accelerator, "backward", lose_machine)
-elif name == "power_lost_in_step":
-    # As before, but nothing tells the other machines: the packets that the kernel sends when processes die do not leave.
+elif name == "lost_in_save":
+    before(accelerate.Accelerator, "save_state", lose_machine)
+elif name in ("power_lost_in_step", "power_lost_in_save"):
+    # Nothing tells the other machines: the packets that the kernel sends when processes die do not leave.
     def cut():
         subprocess.run(["ip", "link", "set", os.environ["GLOO_SOCKET_IFNAME"], "down"], check=True)
         lose_machine()
 
-    before(accelerate.Accelerator, "backward", cut)
-elif name == "lost_in_save":
-    before(accelerate.Accelerator, "save_state", lose_machine)
+    before(accelerate.Accelerator, "backward" if name == "power_lost_in_step" else "save_state", cut)
 elif name in ("die_before_rename", "lost_before_rename"):
     # After save_state, before the checkpoint gets its final name.
     real_rename = os.rename

@@ -1,6 +1,8 @@
 """Command-line flags that the training scripts share, and argparse types that check numbers."""
 
 import argparse
+import sys
+from pathlib import Path
 
 from utils.exits import UserError, is_main
 
@@ -67,8 +69,9 @@ class Parser(argparse.ArgumentParser):
         )
         self.set_defaults(**defaults)
 
-    def add_run_arguments(self, output_dir):
-        """Adds the flags for the run, the same in every training script; `output_dir` is the default of `--output_dir`."""
+    def add_run_arguments(self):
+        """Adds the flags for the run, the same in every training script. A copy writes to a folder named after itself."""
+        output_dir = f"runs/{Path(sys.argv[0]).stem}"
         self.epilog = CONTINUE_RULE
         at_least_0, at_least_1 = number(int, 0), number(int, 1)
         group = self.add_argument_group("run")
@@ -88,7 +91,7 @@ class Parser(argparse.ArgumentParser):
         group.add_argument(
             "--checkpoint_every",
             type=at_least_0,
-            help="optimizer steps between checkpoints; 0: only at the end and on preemption; default: an epoch",
+            help="optimizer steps between checkpoints; 0: only at the end and on preemption",
         )
         group.add_argument(
             "--keep_checkpoints", type=at_least_1, default=2, help="number of newest checkpoints to keep, besides the best"
@@ -99,7 +102,7 @@ class Parser(argparse.ArgumentParser):
             default=3,
             help="number of checkpoints in a row that may fail to be written before the run ends with an error",
         )
-        group.add_argument("--eval_every", type=at_least_1, help="optimizer steps between evaluations; default: an epoch")
+        group.add_argument("--eval_every", type=at_least_1, help="optimizer steps between evaluations")
         group.add_argument("--log_every", type=at_least_1, default=10, help="optimizer steps between log lines")
         group.add_argument("--seed", type=at_least_0, default=0, help="seed of weights, order and augmentation")
         group.add_argument(
@@ -155,6 +158,8 @@ class _HelpFormatter(argparse.ArgumentDefaultsHelpFormatter):
     """Shows a default unless it is None or False."""
 
     def _get_help_string(self, action):
+        if action.default is None and action.dest in ("checkpoint_every", "eval_every"):
+            return f"{action.help} (default: an epoch)"
         if action.default is None or action.default is False:
             return action.help
         return super()._get_help_string(action)

@@ -205,7 +205,7 @@ def _causes(error):
 
 def _known_failure(error):
     """A one-line message for failures whose traceback does not help the user, else None."""
-    text = str(error)
+    text = str(error).partition("GLHF")[0]  # how gloo ends the advice that follows its reason
     rank = os.environ.get("RANK", "0")
     if type(error).__name__ == "OutOfMemoryError" or "can't allocate memory" in text or isinstance(error, MemoryError):
         return (

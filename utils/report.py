@@ -120,6 +120,11 @@ def train_line(figures, total_steps):
     )
 
 
+def train_summary(figures):
+    """Formats the figures that stand beside a progress bar, which itself shows the step and the time left."""
+    return f"loss {figures['loss']:.4f}, lr {figures['lr']:.3g}, {figures['samples_per_second']:,.0f} samples/s"
+
+
 def evaluation_line(split, step, figures):
     """Formats the metrics of an evaluation for printing."""
     parts = [f"{name.replace('_', ' ')} {value:.4f}" for name, value in figures.items()]

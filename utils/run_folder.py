@@ -190,7 +190,9 @@ class RunFolder:
         if self.is_main and self._plan:
             project = Path(sys.argv[0]).stem
             tracking.start(self._accelerator, project, self.path.resolve().name, self._run_id, self.arguments, step)
-            self._bar = tqdm(total=self._plan.total_steps, initial=step, disable=not sys.stderr.isatty())
+            self._bar = tqdm(
+                total=self._plan.total_steps, initial=step, unit="step", dynamic_ncols=True, disable=not sys.stderr.isatty()
+            )
             self.print(f"{self._plan.total_steps} steps, {self._plan.steps_per_epoch} per epoch; output in {self.path}")
             self.print(f"continuing from {self._checkpoint}" if self._checkpoint else "starting at step 0")
             self._warn_of_short_grace()
@@ -282,7 +284,10 @@ class RunFolder:
         if split == "train":
             self._bar.update(step - self._bar.n)
             shown = {"step": step, "epoch": self._plan.epoch_at(step), **figures}
-            self.print(report.train_line(shown, self._plan.total_steps))
+            if self._bar.disable:  # not a terminal
+                self.print(report.train_line(shown, self._plan.total_steps))
+            else:
+                self._bar.set_postfix_str(report.train_summary(shown))
         elif "text" not in figures:
             self.print(report.evaluation_line(split, step, figures))
 

@@ -1,0 +1,40 @@
+"""From a script of this collection to one's own: the places to edit, and a worked example."""
+
+import re
+import shutil
+import subprocess
+
+import pytest
+from conftest import ROOT, metrics, results, run, status
+
+EXAMPLE = ROOT / ".github" / "regression.diff"
+
+
+@pytest.mark.parametrize("script", sorted(path.name for path in (ROOT / "scripts").glob("train_*.py")))
+def test_the_places_to_edit_are_marked_in_every_script(script):
+    source = (ROOT / "scripts" / script).read_text()
+    assert sorted(re.findall(r"  # EDIT: (\w+)", source)) == ["data", "loss", "metric", "model"]
+
+
+def test_the_worked_example_is_short_and_trains(tmp_path):
+    """train_minimal.py becomes a regression on a CSV file."""
+    changed = [line for line in EXAMPLE.read_text().splitlines() if re.match(r"[+-](?![+-])", line)]
+    assert len(changed) < 30
+    project = tmp_path / "project"
+    shutil.copytree(ROOT / "utils", project / "utils", ignore=shutil.ignore_patterns("__pycache__"))
+    shutil.copy(ROOT / "scripts" / "train_minimal.py", project)
+    subprocess.run(["git", "apply", str(EXAMPLE)], cwd=project, check=True)
+    shutil.move(project / "train_minimal.py", project / "regression.py")
+    rows = [(i % 31 / 31, i % 17 / 17) for i in range(1000)]
+    (project / "numbers.csv").write_text("a,b,product\n" + "".join(f"{a},{b},{a * b + 2}\n" for a, b in rows))
+    run("2cpu", "regression.py", f"--csv {project / 'numbers.csv'} --epochs 30", root=project, output_dir=tmp_path / "run")
+    assert status(tmp_path / "run")["state"] == "finished"
+    errors = [line["rmse"] for line in metrics(tmp_path / "run", "val")]
+    assert results(tmp_path / "run")["val_rmse"] == errors[-1] < 0.1  # of a standard deviation
+
+
+def test_a_copy_writes_to_a_folder_of_its_own_name(tmp_path):
+    shutil.copytree(ROOT / "utils", tmp_path / "utils", ignore=shutil.ignore_patterns("__pycache__"))
+    shutil.copy(ROOT / "scripts" / "train_minimal.py", tmp_path / "spirals.py")
+    done = run(None, "spirals.py", "--help", root=tmp_path)
+    assert "runs/spirals" in done.stdout and "train_minimal" not in done.stdout.split("options:")[0]

@@ -20,20 +20,22 @@ ARGUMENTS = {
     "train_minimal": "--epochs 1 --output_dir {project}/minimal",
     "train_model_parallel": "--dataset synthetic --width 8 --batch_size 32 --micro_batches 2 --dry_run",
 }
+# Scripts that they import, and scripts that have to run before.
 COMPANIONS = {
-    "compare_runs": ["train_cifar", "train_minimal"],
     "evaluate": ["train_cifar", "train_images"],
     "baselines": ["train_cifar", "train_gpt"],
     "benchmark": ["train_cifar", "train_gpt", "baselines"],
-}  # scripts that they import
+}
+BEFORE = {"compare_runs": ["train_cifar", "train_minimal"], "evaluate": ["train_cifar"]}
 
 
 @pytest.mark.parametrize("script", sorted(path.stem for path in (ROOT / "scripts").glob("*.py")))
 def test_a_copied_script_runs(script, tmp_path):
     project = tmp_path / "project"
     shutil.copytree(ROOT / "utils", project / "utils", ignore=shutil.ignore_patterns("__pycache__"))
-    for name in [*COMPANIONS.get(script, []), script]:
+    for name in {*COMPANIONS.get(script, []), *BEFORE.get(script, []), script}:
         shutil.copy(ROOT / "scripts" / f"{name}.py", project)
+    for name in [*BEFORE.get(script, []), script]:
         arguments = ARGUMENTS[name].format(project=project)
         out = None if "--output_dir" in arguments or name in ("baselines", "benchmark") else tmp_path / name
         config = "cpu" if name.startswith(("train_", "compare_ddp", "check_")) else None

@@ -433,7 +433,7 @@ def test_a_step_that_diverges_is_not_saved(processes, tmp_path):
 
 @pytest.mark.parametrize(
     ("step", "clip", "says"),
-    [(6, "", "weights after"), (6, " --max_grad_norm 1", "gradient norm at"), (4, " --max_grad_norm 1", "gradient norm at")],
+    [(6, "", "weights after"), (4, " --max_grad_norm 1", "gradient norm at")],
 )
 def test_an_infinite_gradient_is_not_saved_and_the_run_goes_on_from_before_it(step, clip, says, made_once, tmp_path):
     """In a step whose loss is finite. Clipping turns it into NaN weights: 0 x inf. Only step 6 has a checkpoint to save."""

@@ -142,7 +142,9 @@ elif name == "slow_hash":
     before(checkpoint, "_sha256", lambda: time.sleep(15))
 elif name == "elsewhere":
     # Not a fault of the script: each rank has a folder of its own below the one after the colon, as without a shared disk.
-    script = os.path.abspath(script)
+    from utils import checkpoint
+
+    script, checkpoint.LOOKS = os.path.abspath(script), 2
     os.makedirs(os.path.join(rank, os.environ["RANK"]))
     os.chdir(os.path.join(rank, os.environ["RANK"]))
 elif name == "failing_saves":

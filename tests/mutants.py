@@ -130,6 +130,13 @@ MUTANTS = [
         "test_train_images.py -k mixing_is",
     ),
     Mutant(
+        "pictures are not centered",
+        "utils/augment.py",
+        ".mul_(scale).sub_(shift)",
+        ".mul_(scale)",
+        "test_train_images.py -k normalization",
+    ),
+    Mutant(
         "averaged weights are not saved",
         IMAGES,
         "accelerator.register_for_checkpointing(ema)",

@@ -8,7 +8,7 @@ import yaml
 from conftest import ROOT, run
 
 README = (ROOT / "README.md").read_text()
-PAGES = README + "".join((ROOT / ".github" / f"{name}.md").read_text() for name in ("CLUSTERS", "RESULTS", "CONTRIBUTING"))
+PAGES = README + "".join((ROOT / ".github" / f"{name}.md").read_text() for name in ("CLUSTERS", "RESULTS"))
 DOCS = PAGES + "".join(path.read_text().split('"""')[1] for path in sorted((ROOT / "scripts").glob("*.py")))
 
 

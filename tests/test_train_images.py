@@ -18,6 +18,7 @@ from safetensors.torch import load_file
 from torch.utils.data import DataLoader
 
 from utils import image_cache, image_files, pretrained
+from utils.augment import normalize
 from utils.exits import UserError
 from utils.image_data import as_is
 from utils.image_files import BadPicture, Encoded, EpochSampler, EvalTransform, ImageBatches, TrainTransform
@@ -287,6 +288,14 @@ def data(photos):
 
 def change(seed=0, **options):
     return TrainTransform(seed, 32, PREPROCESS, auto_augment="trivial", random_erasing=0.5, **options)
+
+
+def test_normalization_does_not_depend_on_the_memory_format():
+    images = torch.randint(0, 256, (3, 3, 8, 6), dtype=torch.uint8)
+    mean, std = torch.tensor([120.0, 110.0, 100.0]), torch.tensor([60.0, 50.0, 40.0])
+    expected = normalize(images, mean, std)
+    assert torch.allclose(expected, (images - mean.view(3, 1, 1)) / std.view(3, 1, 1), atol=1e-6)
+    assert torch.equal(normalize(images.contiguous(memory_format=torch.channels_last), mean, std), expected)
 
 
 def test_a_picture_depends_on_seed_epoch_and_id_only(data):

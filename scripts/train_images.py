@@ -369,7 +369,7 @@ def parse_args():
     group.add_argument("--mixup", type=number(float, 0), default=0.0, help="alpha; 0: none")
     group.add_argument("--cutmix", type=number(float, 0), default=0.0, help="alpha; with --mixup, each step has one of them")
     parser.add_run_arguments()
-    parser.add_data_arguments("my_photos", "folder with a sub-folder per class, Hub id, or `synthetic`")
+    parser.add_data_arguments(None, "folder with a sub-folder per class, Hub id, or `synthetic`")
     group = parser.add_argument_group("data set")
     part = number(float, 0, above=True, below=1)
     group.add_argument("--val_fraction", type=part, default=0.1, help="of each class, if there is no val split")

@@ -113,11 +113,11 @@ class Parser(argparse.ArgumentParser):
         """Adds the flags of every script that trains on a data set.
 
         Args:
-            dataset (str): the default of `--dataset`.
+            dataset (str | None): the default of `--dataset`; None: it must be given.
             data_help (str): what `--dataset` takes.
         """
         group = self.add_argument_group("data and tracking")
-        group.add_argument("--dataset", default=dataset, help=data_help)
+        group.add_argument("--dataset", default=dataset, required=dataset is None, help=data_help)
         group.add_argument(
             "--num_workers", type=number(int, 0), default=0, help="processes that load data, per training process"
         )

@@ -3,8 +3,8 @@
 The pictures stay encoded on disk. Workers decode and transform each of them with random numbers that follow from the seed, the
 epoch and the picture: this run, too, can be killed at any moment and continues exactly, with any number of workers.
 
-    accelerate launch --config_file accelerate_configs/cpu.yaml scripts/train_images.py --dataset synthetic --image_size 64 \\
-        --epochs 4 --batch_size 50
+    accelerate launch --config_file accelerate_configs/cpu.yaml scripts/train_images.py --dataset synthetic \\
+        --model resnet18 --image_size 32 --epochs 8 --batch_size 50 --lr 0.02 --min_scale 0.5 --auto_augment none
     accelerate launch --config_file accelerate_configs/4gpu.yaml scripts/train_images.py --dataset my_photos
     accelerate launch --config_file accelerate_configs/1gpu.yaml scripts/train_images.py --dataset my_photos \\
         --preset finetune --weights DEFAULT

@@ -178,10 +178,16 @@ def flip(path):
     path.write_bytes(data)
 
 
+def alter(path):
+    """A change that leaves a valid manifest, of another run."""
+    path.write_text(path.read_text().replace('"total_steps": 14', '"total_steps": 15'))
+
+
 DAMAGES = [
     (truncate, "model.safetensors"),
     (flip, "optimizer.bin"),
     (flip, "manifest.json"),
+    (alter, "manifest.json"),
     (os.remove, "random_states_0.pkl"),
     (os.remove, "manifest.json"),
 ]

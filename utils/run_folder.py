@@ -107,16 +107,14 @@ class RunFolder:
         """Checks on every other process that it sees the lock of the main process: is it the same folder there?"""
         for _ in range(checkpoint.LOOKS):
             # The main process must not open its lock again: closing any descriptor of a file releases its locks.
-            if self.is_main or (self.path.is_dir() and ".lock" in os.listdir(self.path) and self._read_owner() == owner):
+            lock = self.path / ".lock"
+            if self.is_main or (self.path.is_dir() and lock.name in os.listdir(self.path) and lock.read_text() == owner):
                 return
             time.sleep(0.5)
         raise UserError(
             f"--output_dir {self.path} is another folder on {socket.gethostname()} than for {owner}: use one on a file system "
             "that all machines share"
         )
-
-    def _read_owner(self):
-        return (self.path / ".lock").read_text()
 
     def claim(self):
         """Locks the folder for this process and checks that this run may use it; main process only.

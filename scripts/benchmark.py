@@ -57,7 +57,7 @@ from utils import plots, topology
 from utils.arguments import Parser, number
 from utils.augment import augment, normalize
 from utils.exits import UserError
-from utils.files import write_json, write_text
+from utils.files import read_json_lines, write_json, write_text
 from utils.image_cache import cached
 from utils.image_data import BatchedImages, as_is, synthetic_images
 from utils.image_files import EpochSampler, ImageBatches, TrainTransform
@@ -95,7 +95,7 @@ def measure_script(script, arguments, processes=1, bf16=False):
     with tempfile.TemporaryDirectory() as folder:
         command = [sys.executable, *launcher, str(HERE / script), *arguments.split(), "--output_dir", folder]
         subprocess.run(command, check=True, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, env=environment(bf16))
-        lines = [json.loads(line) for line in (Path(folder) / "metrics.jsonl").read_text().splitlines()]
+        lines = read_json_lines(Path(folder) / "metrics.jsonl")
         return lines, json.loads((Path(folder) / "results.json").read_text())
 
 
@@ -140,7 +140,7 @@ def loop_overhead(args):
             ours, theirs = steady(logged_steps(lines, steps // 5), 0), steady(seconds, steps // 5)
             milliseconds.append(1e3 * (ours - theirs))
             ratios.append(ours / theirs)
-        if statistics.median(ratios) * statistics.median(milliseconds) and theirs >= 0.02:
+        if theirs >= 0.02:
             values[f"loop_overhead/{name}"] = ratios, "time per step, ratio"
         else:
             values[f"loop_overhead/{name}"] = milliseconds, "ms per step"
@@ -280,8 +280,8 @@ def side_by_side(script, arguments, batch):
             )
         if any(process.wait() for process in running):
             raise RuntimeError(f"{script} failed")
-        logs = [(Path(folder) / str(number) / "metrics.jsonl").read_text().splitlines() for number in range(2)]
-    return [batch / statistics.median(logged_steps([json.loads(line) for line in log], 10)) for log in logs]
+        logs = [read_json_lines(Path(folder) / str(number) / "metrics.jsonl") for number in range(2)]
+    return [batch / statistics.median(logged_steps(log, 10)) for log in logs]
 
 
 FIVE_LINES = """

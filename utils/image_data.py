@@ -85,12 +85,7 @@ def load_images(name, seed=0):
         raise UserError(f"--dataset {name}: there is no such folder; {ALTERNATIVES}")
     import datasets  # here, because it takes a second, and synthetic data does not need it
 
-    datasets.disable_progress_bars()
-    try:
-        loaded = datasets.load_dataset(str(Path(name).expanduser()) if Path(name).expanduser().exists() else name)
-    except Exception as error:  # errors of datasets, fsspec, pyarrow or the network
-        first = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
-        raise UserError(f"cannot load --dataset {name} ({first.rstrip('.')}); {ALTERNATIVES}") from None
+    loaded = load_splits(name, ALTERNATIVES)
     held_out = next((split for split in ("test", "validation", "valid", "val") if split in loaded), None)
     missing = [split for split, key in (("test", held_out), ("train", "train" in loaded or None)) if key is None]
     if missing:
@@ -140,6 +135,22 @@ SYNTHETIC_CLASSES = {
         w - ((a - b).abs().minimum((a + b).abs())) / 2**0.5 - 4 * (torch.maximum(a.abs(), b.abs()) > r)
     ),
 }
+
+
+def load_splits(name, alternatives):
+    """Loads a Hub id or a local folder in the layout of the Hub with `datasets`. Returns its splits.
+
+    Raises:
+        UserError: it cannot be loaded; the message ends with `alternatives`.
+    """
+    import datasets  # here, because it takes a second
+
+    datasets.disable_progress_bars()
+    try:
+        return datasets.load_dataset(str(Path(name).expanduser()) if Path(name).expanduser().exists() else name)
+    except Exception as error:  # errors of datasets, fsspec, pyarrow or the network
+        first = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+        raise UserError(f"cannot load --dataset {name} ({first.rstrip('.')}); {alternatives}") from None
 
 
 def synthetic_images(seed, train=5000, test=1000):

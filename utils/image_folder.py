@@ -18,7 +18,7 @@ import numpy as np
 from PIL import Image
 
 from utils.exits import UserError
-from utils.image_data import synthetic_images
+from utils.image_data import load_splits, synthetic_images
 from utils.image_files import BadPicture, Encoded
 
 EXTENSIONS = {*".jpg .jpeg .jpe .jfif .png .webp .bmp .gif .tif .tiff .ppm .pgm .pbm".split()}
@@ -346,12 +346,7 @@ def _portable_fingerprint(pictures):
 def _from_hub(name, image_column, label_column):
     import datasets  # here, because it takes a second, and folders do not need it
 
-    datasets.disable_progress_bars()
-    try:
-        loaded = datasets.load_dataset(str(Path(name).expanduser()) if Path(name).expanduser().exists() else name)
-    except Exception as error:  # errors of datasets, fsspec, pyarrow or the network
-        first = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
-        raise UserError(f"cannot load --dataset {name} ({first.rstrip('.')}); {LAYOUTS}") from None
+    loaded = load_splits(name, LAYOUTS)
     keys = {"train": next((key for key in loaded if key == "train" or len(loaded) == 1), None)}
     for split, aliases in (("val", VAL), ("test", TEST)):
         keys[split] = next((key for key in aliases if key in loaded and key != keys["train"]), None)

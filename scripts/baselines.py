@@ -29,6 +29,7 @@ from utils.text_data import Windows, synthetic_text
 
 GPT = dict(n_layer=4, n_head=4, n_embd=128, block_size=64)  # nanoGPT's CPU setting
 GPT_BATCH = 12
+PICTURES = dict(batch_size=32, num_workers=2, persistent_workers=True)
 
 
 def plain_cifar(model, batch_size, steps):
@@ -97,6 +98,50 @@ def usual_gpt(steps):
         loss.backward()
         nn.utils.clip_grad_norm_(parameters, 1.0)
         optimizer.step()
+        yield
+
+
+def usual_pictures(folder, steps):
+    """Loads photos with torchvision's usual data set and transforms; yields after each pass."""
+    import torchvision.transforms as T
+    from torchvision.datasets import ImageFolder
+
+    normalized = T.Normalize((0.485, 0.456, 0.406), (0.229, 0.224, 0.225))
+    transform = T.Compose([T.RandomResizedCrop(224), T.RandomHorizontalFlip(), T.ToTensor(), normalized])
+    dataset = ImageFolder(f"{folder}/photos/train", transform)
+    yield from passes(DataLoader(dataset, shuffle=True, drop_last=True, **PICTURES), steps, lambda batch: batch)
+
+
+def our_pictures(folder, steps, cache=False):
+    """Loads photos as train_images.py does, to normalized batches; yields after each pass."""
+    from utils import topology
+    from utils.image_cache import cached
+    from utils.image_files import EpochSampler, ImageBatches, TrainTransform
+    from utils.image_folder import load_pictures
+    from utils.pretrained import preprocessing
+
+    topology.keep_freed_memory()
+    pictures, preprocess = load_pictures(f"{folder}/photos").splits["train"], preprocessing("resnet50", None)
+    if cache:
+        one = SimpleNamespace(is_local_main_process=True, num_processes=1)
+        pictures = cached(one, pictures, "train", preprocess["resize"], Path(folder) / "cache")
+    mean, std = (255 * torch.tensor(preprocess[name]) for name in ("mean", "std"))
+    dataset, sampler = ImageBatches(pictures, TrainTransform(0, 224, preprocess)), EpochSampler(len(pictures), 32, 0)
+    loader = DataLoader(dataset, sampler=sampler, collate_fn=as_is, **PICTURES)
+    yield from passes(loader, steps, lambda batch: normalize(batch["images"], mean, std))
+
+
+def cached_pictures(folder, steps):
+    """Loads the same photos from the cache of train_images.py."""
+    return our_pictures(folder, steps, cache=True)
+
+
+def passes(loader, count, use):
+    """Goes through `loader` several times; yields after each."""
+    torch.set_num_threads(1)  # of this process, which only normalizes: the workers have the cores
+    for _ in range(count):
+        for batch in loader:
+            use(batch)
         yield
 
 
@@ -179,6 +224,7 @@ def connect():
 
 
 LOOPS = {"plain_cifar": plain_cifar, "plain_gpt": plain_gpt, "usual_gpt": usual_gpt, "tutorial": tutorial}
+LOOPS |= {"usual_pictures": usual_pictures, "our_pictures": our_pictures, "cached_pictures": cached_pictures}
 
 
 def main():

@@ -36,9 +36,7 @@ import sys
 import tempfile
 import time
 from datetime import UTC, datetime
-from itertools import chain
 from pathlib import Path
-from types import SimpleNamespace
 
 # Finds `utils` next to this script (a copy) or one folder up (the repository).
 sys.path.insert(1, str(Path(__file__).resolve().parents[1]))
@@ -48,7 +46,6 @@ if __name__ == "__main__":
     exits.install()
 
 import numpy as np
-import psutil
 from baselines import GPT, GPT_BATCH, PerSample
 from PIL import Image
 from torch.utils.data import DataLoader
@@ -58,11 +55,7 @@ from utils.arguments import Parser, number
 from utils.augment import augment, normalize
 from utils.exits import UserError
 from utils.files import read_json_lines, write_json, write_text
-from utils.image_cache import cached
 from utils.image_data import BatchedImages, as_is, synthetic_images
-from utils.image_files import EpochSampler, ImageBatches, TrainTransform
-from utils.image_folder import load_pictures
-from utils.pretrained import preprocessing
 from utils.run_folder import versions
 
 HERE = Path(__file__).resolve().parent
@@ -197,42 +190,18 @@ def pipeline_speedup(args):
 
 
 def picture_loading(args):
-    import torch
-    import torchvision.transforms as T
-    from torchvision.datasets import ImageFolder
-
-    torch.set_num_threads(1)  # in this process, which only normalizes: the workers have the cores
-    preprocess, one = preprocessing("resnet50", None), SimpleNamespace(is_local_main_process=True, num_processes=1)
-    mean, std = (torch.tensor(preprocess[name]) for name in ("mean", "std"))
-    usual = T.Compose([T.RandomResizedCrop(224), T.RandomHorizontalFlip(), T.ToTensor(), T.Normalize(mean, std)])
-    names = ("usual", "train_images.py", "cached")
-    speeds, cpu = {name: [] for name in names}, {name: [] for name in names}
+    speeds, passes = {"usual_pictures": [], "our_pictures": [], "cached_pictures": []}, 4
     with tempfile.TemporaryDirectory() as folder:
-        photos = make_photos(Path(folder) / "photos", 160 if args.quick else 480)
-        pictures = load_pictures(str(photos)).splits["train"]
-        small = cached(one, pictures, "train", preprocess["resize"], Path(folder) / "cache")
-        common = dict(batch_size=32, num_workers=2, persistent_workers=True)
-        loaders = {"usual": DataLoader(ImageFolder(photos, usual), shuffle=True, drop_last=True, **common)}
-        for name, source in (("train_images.py", pictures), ("cached", small)):
-            dataset, sampler = ImageBatches(source, TrainTransform(0, 224, preprocess)), EpochSampler(len(source), 32, 0)
-            loaders[name] = DataLoader(dataset, sampler=sampler, collate_fn=as_is, **common)
-        for round_number in range(args.rounds + 1):
-            for name, loader in loaders.items():
-                start_time, start_cpu, count = time.perf_counter(), cpu_seconds(), 0
-                for batch in chain(loader, loader):
-                    ready = batch[0] if name == "usual" else normalize(batch["images"], 255 * mean, 255 * std)
-                    count += len(ready)
-                if round_number:  # the first starts the workers
-                    speeds[name].append(count / (time.perf_counter() - start_time))
-                    cpu[name].append((cpu_seconds() - start_cpu) / count)
+        for split, count in (("val", 2), ("train", 160 if args.quick else 960)):
+            make_photos(Path(folder) / "photos" / split, count)
+        for _ in range(args.rounds):
+            for name, values in speeds.items():
+                seconds, _ = measure_loop(name, folder=folder, steps=passes)
+                values.append(count * (passes - 1) / sum(seconds[1:]))  # the first pass starts the workers
     for name, values in speeds.items():
-        milliseconds = 1e3 * statistics.median(cpu[name])
-        print(f"    {name:20} {statistics.median(values):8,.0f} images/s, {milliseconds:.2f} ms of CPU time each")
-    figures = {}
-    for name in names[1:]:
-        figures[f"picture_loading/{name}"] = ratios_of(speeds[name], speeds["usual"]), "images per second, ratio"
-        figures[f"picture_loading/{name}/cpu"] = ratios_of(cpu["usual"], cpu[name]), "CPU time of the usual over ours, ratio"
-    return figures
+        print(f"    {name:20} {statistics.median(values):8,.0f} images/s")
+    unit, usual = "images per second, ratio", speeds.pop("usual_pictures")
+    return {f"picture_loading/{name.partition('_')[0]}": (ratios_of(ours, usual), unit) for name, ours in speeds.items()}
 
 
 def make_photos(folder, count):
@@ -244,11 +213,6 @@ def make_photos(folder, count):
         (folder / str(index % 2)).mkdir(parents=True, exist_ok=True)
         Image.fromarray((sum(layers) / 127).astype(np.uint8)).save(folder / str(index % 2) / f"{index}.jpg", quality=90)
     return folder
-
-
-def cpu_seconds():
-    """CPU time of this process and of its workers so far."""
-    return sum(sum(process.cpu_times()[:2]) for process in [psutil.Process(), *psutil.Process().children()])
 
 
 def scaling_efficiency(args):

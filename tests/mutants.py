@@ -102,6 +102,20 @@ MUTANTS = [
         "test_train_images.py -k depends_on_seed_epoch",
     ),
     Mutant(
+        "shared memory is used again at once",
+        "utils/shared_batches.py",
+        "len(b) > size and not b[-1]",
+        "len(b) > size",
+        "test_train_images.py -k used_again_only",
+    ),
+    Mutant(
+        "shared memory is never free again",
+        "utils/shared_batches.py",
+        "lent[1][-1] = 0",
+        "lent[1][-1] = 1",
+        "test_train_images.py -k used_again_only",
+    ),
+    Mutant(
         "the epoch does not travel with the index",
         "utils/image_files.py",
         "((self._epoch, index) for",
@@ -223,6 +237,13 @@ MUTANTS = [
     ),
     Mutant("Muon: one iteration", "utils/muon.py", "range(5)", "range(1)", "test_gpt.py -k muon"),
     Mutant("Muon: the rest is updated twice", "utils/muon.py", "weight.grad = None", "pass", "test_gpt.py -k muon"),
+    Mutant(
+        "large tensors are mapped anew in every step",
+        "utils/topology.py",
+        "libc.mallopt(mmap_max, 0)",
+        "pass",
+        "test_mechanisms.py -k reuses_the_memory",
+    ),
     Mutant("pixels are not centered", "utils/augment.py", ".sub_(shift.view(3, 1, 1))", "", "test_mechanisms.py -k cutout"),
     Mutant(
         "buckets of gradients change after a restart",

@@ -5,6 +5,8 @@ import errno
 import fcntl
 import json
 import os
+import platform
+import resource
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -174,6 +176,18 @@ def test_an_accelerate_that_cannot_be_made_to_shard_on_a_cpu_is_refused(monkeypa
     accelerator = SimpleNamespace(num_processes=1, is_fsdp2=False, device=torch.device("cpu"))
     with pytest.raises(UserError, match=r"accelerate \S+ would not shard"):
         topology.print_banner(accelerator, 8)
+
+
+@pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="a setting of glibc")
+def test_a_step_on_the_cpu_reuses_the_memory_of_the_step_before():
+    topology.keep_freed_memory()
+    faults = []
+    for _ in range(8):
+        before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+        tensors = [torch.ones(size * 10**6) for size in (9, 12, 15, 20, 9)]  # 260 MB, 63,000 pages
+        del tensors
+        faults.append(resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before)
+    assert faults[-1] < 1000  # it takes a few steps to find a place for each
 
 
 def test_a_batch_that_does_not_divide_names_sizes_that_do():

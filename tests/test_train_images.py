@@ -17,7 +17,7 @@ from PIL import Image
 from safetensors.torch import load_file
 from torch.utils.data import DataLoader
 
-from utils import image_cache, image_files, pretrained
+from utils import image_cache, image_files, pretrained, shared_batches
 from utils.augment import normalize
 from utils.exits import UserError
 from utils.image_data import as_is
@@ -665,6 +665,28 @@ def test_evaluate_finds_the_same_accuracy_and_classifies_a_folder(reference_run,
     assert lines[0] == ["file", *(f"{what}_{i}" for i in (1, 2, 3) for what in ("class", "probability"))]
     assert [line[1:3] for line in lines[2:]] == [[name, str(share)] for name, share in (row["classes"][0] for row in rows[1:])]
     assert min(Image.open(tmp_path / "b" / "contact_sheet.png").size) > 200
+
+
+def test_shared_memory_is_used_again_only_when_a_batch_is_gone(data):
+    """Views count, too, and a batch may be kept for longer than its worker lives."""
+    dataset, epoch = ImageBatches(data.splits["train"], change()), [[(0, i % 24), (0, (i + 7) % 24)] for i in range(40)]
+    expected = [dataset.__getitems__(keys) for keys in epoch]
+    loader = DataLoader(dataset, batch_sampler=epoch, collate_fn=as_is, num_workers=1, persistent_workers=True)
+    for kept_part in (lambda images: images, lambda images: images[1:, :, ::2]):
+        kept = [kept_part(batch["images"]) for batch in loader]  # all 40 at once
+        assert all(torch.equal(a, kept_part(b["images"])) for a, b in zip(kept, expected, strict=True))
+    del kept
+    before = len(shared_batches._attached)
+    assert before >= 40
+    for batch, other in zip(loader, expected, strict=True):  # one after the other
+        assert all(torch.equal(batch[name], other[name]) for name in ("images", "labels", "ids"))
+        assert batch["images"].is_contiguous(memory_format=torch.channels_last) and batch["bad"] == other["bad"]
+    assert len(shared_batches._attached) - before < 10
+    fresh = DataLoader(dataset, batch_sampler=epoch, collate_fn=as_is, num_workers=1)
+    batches = iter(fresh)
+    kept = next(batches)["images"]
+    assert sum(1 for _ in batches) == 39
+    assert torch.equal(kept, expected[0]["images"])
 
 
 @pytest.mark.parametrize(

@@ -13,11 +13,12 @@ import sys
 import numpy as np
 import torch
 from PIL import Image, ImageOps
-from torch.utils.data import Dataset, Sampler, default_collate, get_worker_info
+from torch.utils.data import Dataset, Sampler, get_worker_info
 from torchvision.transforms import InterpolationMode, v2
 from torchvision.transforms.v2 import functional as F
 
 from utils.exits import UserError
+from utils.shared_batches import SharedBatch
 
 try:
     from torchvision.io import ImageReadMode, decode_jpeg
@@ -235,9 +236,10 @@ class ImageBatches(Dataset):
             for place, (epoch, index) in enumerate(keys):
                 image, labels[place] = self._transformed(epoch, index, bad)
                 images.append(image.permute(1, 2, 0))
-        # In a worker, this stacks them in shared memory. Of the usual order of dimensions it would make another memory format.
-        images = default_collate(images).permute(0, 3, 1, 2)
-        return {"images": images, "labels": labels, "ids": torch.tensor([index for _, index in keys]), "bad": bad}
+        others = {"labels": labels, "ids": torch.tensor([index for _, index in keys]), "bad": bad}
+        if get_worker_info():
+            return SharedBatch(images, **others)
+        return {"images": torch.stack(images).permute(0, 3, 1, 2), **others}
 
     def _transformed(self, epoch, index, bad):
         """A picture and its label. Adds the ids of those that cannot be read to the list `bad`."""

@@ -1,6 +1,7 @@
 """Helpers for processes and devices: check a launch, print what runs where, run functions on some processes first."""
 
 import contextlib
+import ctypes
 import importlib.util
 import math
 import os
@@ -66,6 +67,7 @@ def check_launch(training=False, shards=False):
     precision = os.environ.get("ACCELERATE_MIXED_PRECISION", "no")
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
     torch.set_num_threads(max(1, cores // local_processes))
+    keep_freed_memory()
     if not wants_cpu and "ACCELERATE_MIXED_PRECISION" in os.environ:
         if precision == "fp16" or (precision == "bf16" and not cpu_has_bf16()):
             os.environ["ACCELERATE_MIXED_PRECISION"] = "no"
@@ -127,6 +129,19 @@ def cpu_has_bf16():
     return any(
         check() for name in ("_is_avx512_bf16_supported", "_is_amx_tile_supported") if (check := getattr(torch.cpu, name, None))
     )
+
+
+def keep_freed_memory():
+    """Makes malloc keep freed memory, so that a step on the CPU reuses that of the step before.
+
+    By default glibc returns the memory of large tensors to the system at once. Each step then gets it back page by page, which
+    takes 5 to 10 % of the time.
+    """
+    if platform.libc_ver()[0] == "glibc":
+        trim_threshold, mmap_max = -1, -4  # the numbers of mallopt's parameters in malloc.h
+        libc = ctypes.CDLL(None)
+        libc.mallopt(mmap_max, 0)
+        libc.mallopt(trim_threshold, -1)
 
 
 def gather(accelerator, value):

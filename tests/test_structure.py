@@ -9,8 +9,7 @@ import pytest
 from conftest import ROOT
 
 LAYERS = [
-    {"__init__", "exits", "augment", "chaos", "gpu_peaks", "model_card", "muon", "report", "sampling",
-     "shared_batches", "shards"},  # fmt: skip
+    set("__init__ exits augment chaos gpu_peaks model_card muon report sampling shared_batches shards".split()),
     {"arguments", "devices", "files", "fsdp", "guard", "image_data", "image_files", "plan", "tracking"},
     {"image_folder", "mixing", "plots", "topology"},
     {"checkpoint", "image_cache", "text_data", "weights"},

@@ -289,7 +289,7 @@ def main():
     if args.tta:
         results["test_accuracy_tta"] = evaluate(accelerator, model, test_loader, mean, std, tta=True)["accuracy"]
     if accelerator.is_main_process:
-        config = {"model": args.model, "class_names": data.class_names}
+        config = {"model": args.model, "class_names": data.class_names, "mean": mean.tolist(), "std": std.tolist()}
         weights.export(run.path, accelerator.unwrap_model(model), config)
         print(plots.class_table(data, metrics["predictions"]))
         tracking.log_images(accelerator, plots.classification(run.path, data, metrics["predictions"]), step)

@@ -44,7 +44,6 @@ from utils.image_data import as_is
 from utils.image_files import EpochSampler, EvalTransform, ImageBatches, TrainTransform, ending_workers
 from utils.image_folder import load_pictures
 from utils.mixing import Mix
-from utils.model_card import card
 from utils.plan import Plan
 from utils.run_folder import RunFolder
 
@@ -209,9 +208,8 @@ def evaluate(accelerator, model, ema, loader, mean, std):  # EDIT: metric
     return figures, {"labels": labels, "predictions": top[:, 0], "losses": losses}
 
 
-def write_outputs(run, config, model, ema, data, split, evaluated, bad, step, args):
-    """Writes the weights, the model card and the pictures of a run; main process only. Returns pictures for the trackers."""
-    metrics, details = evaluated
+def write_outputs(run, config, model, ema, data, split, details, bad):
+    """Writes the weights and the pictures of a run; main process only. Returns pictures for the trackers."""
     weights.export(run.path, ema.module if ema else model, config)
     if ema:
         (run.path / "without_ema").mkdir(exist_ok=True)
@@ -219,8 +217,6 @@ def write_outputs(run, config, model, ema, data, split, evaluated, bad, step, ar
     if bad:
         write_text(run.path / "bad_images.txt", "".join(f"{name}\n" for name in bad))
         run.print(f"{len(bad)} pictures could not be read and were left out: see {run.path / 'bad_images.txt'}")
-    training = dict(steps=step, batch_size=args.batch_size, ema_decay=args.ema_decay, script=Path(__file__).name)
-    write_text(run.path / "README.md", card(config, data.description, split, metrics, details, **training))
     plots.curves(run.path)
     dataset = ImageBatches(data.splits[split], EvalTransform(config["preprocessing"]), "skip")
     return plots.of_pictures(run.path, dataset, details, data.class_names)
@@ -327,7 +323,7 @@ def main():
     results |= {"bad_images": len(bad), "per_class": plots.class_accuracy(evaluated[1], data.class_names)}
     if accelerator.is_main_process:
         bad = [data.splits[split].name(i) for split, i in bad]
-        pictures = write_outputs(run, config, plain, ema, data, held_out, evaluated, bad, step, args)
+        pictures = write_outputs(run, config, plain, ema, data, held_out, evaluated[1], bad)
         tracking.log_images(accelerator, pictures, step)
     run.finish(step, next_command=f"python scripts/evaluate.py --checkpoint {run.path} --images FOLDER", **results)
     accelerator.end_training()

@@ -102,6 +102,20 @@ MUTANTS = [
         "test_train_images.py -k depends_on_seed_epoch",
     ),
     Mutant(
+        "checkpoints are uploaded",
+        "utils/hub.py",
+        '"checkpoints/*", ',
+        "",
+        "test_model_card.py -k everything_but",
+    ),
+    Mutant(
+        "the card of a copy promises the model of the original",
+        "utils/model_card.py",
+        'script == "train_cifar.py" and',
+        "",
+        "test_model_card.py -k promises_no_model",
+    ),
+    Mutant(
         "shared memory is used again at once",
         "utils/shared_batches.py",
         "len(b) > size and not b[-1]",

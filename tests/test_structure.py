@@ -10,7 +10,7 @@ from conftest import ROOT
 
 LAYERS = [
     set("__init__ exits augment chaos gpu_peaks model_card muon report sampling shared_batches shards".split()),
-    {"arguments", "devices", "files", "fsdp", "guard", "image_data", "image_files", "plan", "tracking"},
+    {"arguments", "devices", "files", "fsdp", "guard", "hub", "image_data", "image_files", "plan", "tracking"},
     {"image_folder", "mixing", "plots", "topology"},
     {"checkpoint", "image_cache", "text_data", "weights"},
     {"pretrained", "run_folder"},

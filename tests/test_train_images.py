@@ -623,7 +623,7 @@ def test_leaves_everything_it_promises(reference_run, photo_folder):
 
 def test_the_model_card_loads_the_model_without_these_scripts(reference_run, photo_folder, tmp_path, monkeypatch):
     card = (reference_run.folder / "README.md").read_text()
-    assert card.startswith("---\nlibrary_name: torchvision\n") and "| val images |" in card
+    assert card.startswith("---\nlibrary_name: torchvision\n") and "| val accuracy | " in card
     code = card.split("```python\n")[1].split("```")[0]
     assert len([line for line in code.splitlines() if line and not line.startswith(("import", "from"))]) == 6
     shutil.copy(reference_run.folder / "model.safetensors", tmp_path)

@@ -27,6 +27,7 @@ MAY_CHANGE = {
     "track",
     "compile",
     "gradient_accumulation_steps",
+    "push_to_hub",
 }
 
 
@@ -102,6 +103,7 @@ class Parser(argparse.ArgumentParser):
             default=3,
             help="number of checkpoints in a row that may fail to be written before the run ends with an error",
         )
+        group.add_argument("--push_to_hub", metavar="REPO", help="upload the finished run to this model repository of the Hub")
         group.add_argument("--eval_every", type=at_least_1, help="optimizer steps between evaluations")
         group.add_argument("--log_every", type=at_least_1, default=10, help="optimizer steps between log lines")
         group.add_argument("--seed", type=at_least_0, default=0, help="seed of weights, order and augmentation")
@@ -145,6 +147,8 @@ class Parser(argparse.ArgumentParser):
         args = self.parse_args()
         if args.init_from and args.resume not in ("auto", "never"):
             raise UserError("--init_from starts a new run and --resume PATH continues one: give only one of them")
+        if args.dry_run or args.overfit_batch:
+            args.push_to_hub = None
         if args.dry_run:
             args.output_dir = f"{args.output_dir.rstrip('/')}_dry_run"
             args.max_train_steps, args.eval_every, args.checkpoint_every, args.log_every = 2, 1, 1, 1

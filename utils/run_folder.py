@@ -21,7 +21,7 @@ from pathlib import Path
 
 from tqdm import tqdm
 
-from utils import checkpoint, exits, report, topology, tracking
+from utils import checkpoint, exits, hub, model_card, report, topology, tracking
 from utils.arguments import CONTINUE_RULE, MAY_CHANGE
 from utils.exits import UserError
 from utils.files import read_json, read_json_lines, write_json, write_text
@@ -53,7 +53,7 @@ class RunFolder:
         self._resume, self._may_change = args.resume, MAY_CHANGE | set(may_change)
         self._keep = getattr(args, "keep_checkpoints", None)
         self._max_failures, self._failures = getattr(args, "max_failed_checkpoints", None), 0  # of checkpoints, in a row
-        self._batch_size = args.batch_size
+        self._batch_size, self._repository = args.batch_size, getattr(args, "push_to_hub", None)
         self._plan, self._checkpoint, self._earlier_length, self._run_id = None, None, None, uuid.uuid4().hex[:8]
         self._score, self._improved = None, False
         self._slowest_save = 0.0  # seconds, of the checkpoints before a restart
@@ -80,12 +80,15 @@ class RunFolder:
         if self.finished and plan and self.is_main:
             print(report.summary(self.finished, self.path, "this run has already finished, nothing to do"))
             print("to train longer, run the same command with a larger --epochs or --max_train_steps")
+            self._push()
         if latest:
             self._checkpoint, manifest = latest
             self.progress, self._earlier_length = manifest["progress"], manifest["total_steps"]
             self.init_from = None
 
     def _claim_and_find(self):
+        if self._repository:
+            hub.check(self._repository)
         earlier = self.claim()
         status = read_json(self.path / "status.json") or {}
         results = read_json(self.path / "results.json") if earlier and status.get("state") == "finished" else None
@@ -382,11 +385,19 @@ class RunFolder:
             self._bar.close()
             final = {f"final/{name}": value for name, value in figures.items() if name.startswith(("test_", "val_"))}
             tracking.finish(self._accelerator, self.arguments, final)
+            weights = self.path / "model.safetensors"
+            if weights.exists():
+                write_text(self.path / "README.md", model_card.card(weights, {**self.record, "command": sys.argv}, results))
             self.write_results(results)
             print(report.summary(results, self.path, "done"))
+            self._push()
             if next_command:
                 print(f"next: {next_command}")
         topology.gather(self._accelerator, None)  # wait: a scheduler may stop the other machines when one exits
+
+    def _push(self):
+        if self._repository:
+            hub.push(self.path, self._repository)
 
     def write_results(self, results):
         """Writes results.json, then the status `finished`."""

@@ -20,6 +20,7 @@ import train_cifar
 import train_gpt
 from torch import nn
 from torch.utils.data import DataLoader, Dataset
+from torch.utils.flop_counter import FlopCounterMode
 
 from utils import report
 from utils.arguments import Parser
@@ -29,6 +30,7 @@ from utils.text_data import Windows, synthetic_text
 
 GPT = dict(n_layer=4, n_head=4, n_embd=128, block_size=64)  # nanoGPT's CPU setting
 GPT_BATCH = 12
+RECORD_BATCH, RECORD_EPOCHS = 2000, 8  # airbench94_muon, github.com/KellerJordan/cifar10-airbench
 PICTURES = dict(batch_size=32, num_workers=2, persistent_workers=True)
 
 
@@ -56,6 +58,42 @@ def plain_cifar(model, batch_size, steps):
         scheduler.step()
         optimizer.zero_grad()
         yield
+
+
+def record_cifar(steps, bf16):
+    """The network of train_cifar.py at the batch size of airbench94_muon, always at full size; yields after each step."""
+    torch.manual_seed(0)
+    model, optimizer = fastnet()
+    images = torch.randn(RECORD_BATCH, 3, 32, 32).to(memory_format=torch.channels_last)
+    labels = torch.randint(10, (RECORD_BATCH,))
+    for _ in range(steps):
+        with torch.autocast("cpu", torch.bfloat16, enabled=bf16):
+            loss = F.cross_entropy(model(images), labels, label_smoothing=0.2)
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        yield
+
+
+def fastnet():
+    """The default model of train_cifar.py and its optimizer."""
+    model = train_cifar.build_model("fastnet", 10)
+    args = SimpleNamespace(model="fastnet", momentum=0.85, **train_cifar.RECIPES["fastnet"])
+    return model, train_cifar.build_optimizer(model, args)
+
+
+def cifar_flops(batch_size, size):
+    """Floating-point operations of a training step of that model: forward pass, backward pass and optimizer.
+
+    PyTorch counts those of convolutions and matrix products, without computing anything: two for a multiplication and addition.
+    """
+    with torch.device("meta"):
+        model, optimizer = fastnet()
+        images, labels = torch.empty(batch_size, 3, size, size), torch.zeros(batch_size, dtype=torch.int64)
+        with FlopCounterMode(display=False) as counter:
+            F.cross_entropy(model(images), labels).backward()
+            optimizer.step()
+    return counter.get_total_flops()
 
 
 def plain_gpt(steps):
@@ -170,11 +208,9 @@ def tutorial(steps, batch_size, batched=False, channels_last=False, bf16=False, 
     data = synthetic_images(0)
     mean, std = data.train.mean_and_std()
     torch.manual_seed(0)
-    model = train_cifar.FastNet(len(data.class_names))
-    if channels_last:
-        model = model.to(memory_format=torch.channels_last)
-    args = SimpleNamespace(model="fastnet", momentum=0.85, **train_cifar.RECIPES["fastnet"])
-    optimizer = train_cifar.build_optimizer(model, args)
+    model, optimizer = fastnet()
+    if not channels_last:
+        model = model.to(memory_format=torch.contiguous_format)
     common = dict(batch_size=batch_size, shuffle=True, drop_last=True)
     if batched:
         loader = DataLoader(BatchedImages(data.train), collate_fn=as_is, **common)
@@ -223,8 +259,8 @@ def connect():
     return int(os.environ.get("RANK", 0)), world
 
 
-LOOPS = {"plain_cifar": plain_cifar, "plain_gpt": plain_gpt, "usual_gpt": usual_gpt, "tutorial": tutorial}
-LOOPS |= {"usual_pictures": usual_pictures, "our_pictures": our_pictures, "cached_pictures": cached_pictures}
+LOOPS = (plain_cifar, record_cifar, plain_gpt, usual_gpt, usual_pictures, our_pictures, cached_pictures, tutorial)
+LOOPS = {loop.__name__: loop for loop in LOOPS}
 
 
 def main():

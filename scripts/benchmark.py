@@ -2,7 +2,7 @@
 
     python scripts/benchmark.py --quick                        # all that need no data, a few minutes
     python scripts/benchmark.py loop_overhead startup_ratio    # some of them
-    python scripts/benchmark.py --text input.txt                # all, with tinyshakespeare for `gpt`
+    python scripts/benchmark.py --text input.txt --images cifar10    # all, with the data that two of them need
 
 Each benchmark runs both sides in turn, `--rounds` times, each time in new processes, and gives the median of the rounds with
 their range. It writes `benchmark.json`, `benchmark.md` and `benchmark.png` to `--output_dir`.
@@ -16,6 +16,9 @@ their range. It writes `benchmark.json`, `benchmark.md` and `benchmark.png` to `
                         transforms: 500 x 375 JPEGs, two workers each, to normalized batches of random 224 x 224 crops
     scaling_efficiency  two DDP processes with one thread each over two independent runs side by side
     startup_ratio       time from `accelerate launch` to the first step over a five-line script for Accelerate
+    time_to_accuracy    training time of train_cifar.py --tta on CIFAR-10 (--images), with another seed in each round, over that
+                        of the recipe of airbench94_muon: the same network, 8 epochs of 50,000 images at full size; /flops: the
+                        same of floating-point operations; /accuracy: what train_cifar.py reaches
     checkpoint_share    part of the time that checkpoints of a state of 450 MB block train_gpt.py at its default cadence
     memory              peak memory of train_cifar.py over that of a plain loop which holds the same data
     gpt                 on tinyshakespeare (--text), in nanoGPT's CPU setting:
@@ -35,8 +38,10 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections import Counter
 from datetime import UTC, datetime
 from pathlib import Path
+from types import SimpleNamespace
 
 # Finds `utils` next to this script (a copy) or one folder up (the repository).
 sys.path.insert(1, str(Path(__file__).resolve().parents[1]))
@@ -46,7 +51,8 @@ if __name__ == "__main__":
     exits.install()
 
 import numpy as np
-from baselines import GPT, GPT_BATCH, PerSample
+import train_cifar
+from baselines import GPT, GPT_BATCH, RECORD_BATCH, RECORD_EPOCHS, PerSample, cifar_flops
 from PIL import Image
 from torch.utils.data import DataLoader
 
@@ -248,6 +254,23 @@ def side_by_side(script, arguments, batch):
     return [batch / statistics.median(logged_steps(log, 10)) for log in logs]
 
 
+def time_to_accuracy(args):
+    bf16, batch, images = topology.cpu_has_bf16(), train_cifar.RECIPES["fastnet"]["batch_size"], 50_000
+    record_steps, values = images * RECORD_EPOCHS // RECORD_BATCH, {"": [], "/flops": [], "/accuracy": []}
+    for seed in range(args.rounds):
+        seconds, _ = measure_loop("record_cifar", steps=6, bf16=bf16)
+        arguments = f"--dataset {args.images} --tta --seed {seed} --eval_every 100000 --checkpoint_every 0"
+        _, results = measure_script("train_cifar.py", arguments, bf16=bf16)
+        steps, recipe = results["global_step"], SimpleNamespace(model="fastnet", lr_schedule="linear")
+        sizes = Counter(train_cifar.image_size_at(step / steps, recipe) for step in range(1, steps + 1))
+        flops = sum(count * cifar_flops(batch, size) for size, count in sizes.items())
+        values[""].append(results["train_seconds"] / (record_steps * statistics.median(seconds[1:])))
+        values["/flops"].append(flops / (record_steps * cifar_flops(RECORD_BATCH, 32)))
+        values["/accuracy"].append(results["test_accuracy_tta"])
+    units = {"": "time, ratio", "/flops": "floating-point operations, ratio", "/accuracy": "test accuracy"}
+    return {f"time_to_accuracy{name}": (rounds, units[name]) for name, rounds in values.items()}
+
+
 FIVE_LINES = """
 import torch
 from accelerate import Accelerator
@@ -350,10 +373,12 @@ BENCHMARKS = {
     "picture_loading": picture_loading,
     "scaling_efficiency": scaling_efficiency,
     "startup_ratio": startup_ratio,
+    "time_to_accuracy": time_to_accuracy,
     "checkpoint_share": checkpoint_share,
     "memory": memory,
     "gpt": gpt,
 }
+NEEDS = {"gpt": "text", "time_to_accuracy": "images"}  # data that must be given
 
 
 # ------------------------------------------------------------------------------------------------------------- main
@@ -364,7 +389,7 @@ def main():
     folder = Path(args.output_dir)
     folder.mkdir(parents=True, exist_ok=True)
     figures = {}
-    for name in args.names or [name for name in BENCHMARKS if name != "gpt" or args.text]:
+    for name in args.names or [name for name in BENCHMARKS if name not in NEEDS or getattr(args, NEEDS[name])]:
         print(f"{name} ...")
         command = f"python scripts/benchmark.py {name} --rounds {args.rounds}" + " --quick" * args.quick
         for figure, (values, unit) in BENCHMARKS[name](args).items():
@@ -403,13 +428,14 @@ def parse_args():
     parser.add_argument("--quick", action="store_true", help="fewer steps, for a first look")
     parser.add_argument("--rounds", type=number(int, 1), default=5, help="how often to measure both sides, in turn")
     parser.add_argument("--text", metavar="FILE", help="tinyshakespeare (input.txt), for the benchmark `gpt`")
+    parser.add_argument("--images", metavar="PATH", help="CIFAR-10, as for train_cifar.py, for `time_to_accuracy`")
     parser.add_argument("--output_dir", default="runs/benchmark", help="folder for the table, the figures as JSON, and a plot")
     args = parser.parse_args()
     for name in args.names:
         if name not in BENCHMARKS:
             raise UserError(f"no benchmark is called {name}: choose from {', '.join(BENCHMARKS)}")
-    if "gpt" in args.names and not args.text:
-        raise UserError("the benchmark gpt needs tinyshakespeare: --text input.txt")
+        if name in NEEDS and not getattr(args, NEEDS[name]):
+            raise UserError(f"the benchmark {name} needs data: --{NEEDS[name]} (see --help)")
     return args
 
 

@@ -11,7 +11,7 @@ SCRIPT = "scripts/benchmark.py"
 
 @pytest.mark.parametrize(
     ("arguments", "says"),
-    [("speed", "no benchmark is called speed: choose from loop_overhead,"), ("gpt", "needs tinyshakespeare: --text input.txt")],
+    [("speed", "no benchmark is called speed: choose from loop_overhead,"), ("gpt", "the benchmark gpt needs data: --text")],
 )
 def test_bad_input_is_one_line(arguments, says, tmp_path):
     done = run(None, SCRIPT, arguments, output_dir=tmp_path / "out", check=False)

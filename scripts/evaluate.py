@@ -28,7 +28,7 @@ import torch
 import train_images
 from accelerate import Accelerator, DataLoaderConfiguration
 from torch.utils.data import DataLoader
-from train_cifar import build_model, evaluate
+from train_cifar import RECIPES, build_model, evaluate
 
 from utils import plots, pretrained, topology, weights
 from utils.arguments import Parser, number
@@ -64,6 +64,8 @@ def evaluate_cifar(accelerator, args, state, config, trained, file):
     name = args.model or (config or {}).get("model") or trained.get("model")
     if name is None:
         raise UserError(f"{file} does not name its model: give --model")
+    if name not in RECIPES:
+        raise UserError(f"{file} is not a model of train_cifar.py or train_images.py, but '{name}'")
     dataset, seed = args.dataset or trained.get("dataset", "uoft-cs/cifar10"), trained.get("seed", 0)
     data = topology.local_main_first(accelerator, lambda: load_images(dataset, seed))
 

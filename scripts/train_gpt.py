@@ -1,21 +1,18 @@
 """A byte-level GPT: the language template.
 
 Shows a transformer small enough to read, two update rules in one optimizer, text in memory or streamed, and a model sharded
-over GPUs (FSDP2), all with the loop of train_cifar.py. The tokens are bytes: there is no tokenizer, and the losses are
-comparable between data sets and models.
+over GPUs (FSDP2), all with the loop of train_cifar.py. Tokens are bytes: no tokenizer, and losses that can be compared.
 
     accelerate launch --config_file accelerate_configs/cpu.yaml scripts/train_gpt.py --dataset input.txt \\
         --n_layer 4 --n_head 4 --n_embd 128 --block_size 64 --batch_size 12 --max_train_steps 2000
-    accelerate launch --config_file accelerate_configs/1gpu.yaml scripts/train_gpt.py --dropout 0.2
     accelerate launch --config_file accelerate_configs/4gpu.yaml scripts/train_gpt.py --dropout 0.2
     accelerate launch --config_file accelerate_configs/4gpu_fsdp.yaml scripts/train_gpt.py --streaming \\
         --max_train_steps 10000 --dataset HuggingFaceFW/fineweb-edu --n_layer 24 --n_head 16 --n_embd 2048 --block_size 2048 \\
         --activation_checkpointing
     python scripts/train_gpt.py --sample runs/train_gpt --prompt "ROMEO:" --temperature 0.8 --top_k 40
 
-Measured on 2026-11-21 with the first command (and --eval_every 2000) on tinyshakespeare, 2 cores of an AMD EPYC, float32:
-validation loss 1.571 nats per byte after 219 s; with 400 steps 1.839 after 43 s, where nanoGPT's 2,000 steps took 2 minutes
-to reach 1.880. Not run on a GPU yet.
+Measured on 2026-11-22 with the first command (and --eval_every 2000) on tinyshakespeare, 2 cores of an Intel Xeon: validation
+loss XXX nats per byte; YYY after 400 steps, where nanoGPT's 2,000 steps reach 1.880. Not run on a GPU yet.
 """
 
 import contextlib
@@ -59,9 +56,11 @@ RECIPES = {"muon": dict(lr=0.02, weight_decay=0.1), "adamw": dict(lr=0.01, weigh
 # ------------------------------------------------------------------------------------------------------------ model
 
 
-def norm(x):
-    """RMSNorm without a learnable scale (B. Zhang, arXiv:1910.07467): the linear layer that follows can learn it."""
-    return F.rms_norm(x, (x.size(-1),))
+def norm(x, share=None):
+    """Layer norm without scale and bias, which the linear layer that follows can learn. Then adds, per channel, a share of the
+    position before (token shift: B. Peng, arXiv:2305.13048)."""
+    x = F.layer_norm(x, (x.size(-1),))
+    return x if share is None else x + share * F.pad(x, (0, 0, 1, -1))
 
 
 def rotations(length, size, device):
@@ -80,10 +79,11 @@ class Block(nn.Module):
         # Separate matrices, because Muon orthogonalizes each of them.
         self.query, self.key, self.value, self.out_proj = (nn.Linear(width, width, bias=False) for _ in range(4))
         self.up, self.down = nn.Linear(width, 4 * width, bias=False), nn.Linear(4 * width, width, bias=False)
+        self.shares = nn.ParameterList(torch.zeros(width) for _ in range(2))
 
     def forward(self, x, cos, sin):
         batch, length, width = x.shape
-        y, dropout = norm(x), self.dropout * self.training
+        y, dropout = norm(x, self.shares[0]), self.dropout * self.training
         # Normalized queries and keys keep the attention logits bounded at any learning rate (arXiv:2302.05442). Both are
         # rotated by an angle that grows with the position, so that their product depends on the distance.
         both = norm(torch.stack([self.query(y), self.key(y)]).view(2, batch, length, self.heads, -1).transpose(2, 3))
@@ -93,7 +93,7 @@ class Block(nn.Module):
         y = F.scaled_dot_product_attention(query, key, value, dropout_p=dropout, is_causal=True)
         x = x + F.dropout(self.out_proj(y.transpose(1, 2).reshape(batch, length, width)), dropout)
         # Squared ReLU: D. So, arXiv:2109.08668.
-        return x + F.dropout(self.down(F.relu(self.up(norm(x))).square()), dropout)
+        return x + F.dropout(self.down(F.relu(self.up(norm(x, self.shares[1]))).square()), dropout)
 
 
 class GPT(nn.Module):  # EDIT: model
@@ -108,7 +108,7 @@ class GPT(nn.Module):  # EDIT: model
         for name, weight in self.named_parameters():
             if name.endswith(("out_proj.weight", "down.weight", "head.weight")):
                 nn.init.zeros_(weight)  # every block starts as the identity, predictions start uniform
-            else:
+            elif weight.ndim == 2:
                 nn.init.normal_(weight, std=1.0 if name == "embed.weight" else n_embd**-0.5)
 
     def forward(self, x):
@@ -123,23 +123,23 @@ class GPT(nn.Module):  # EDIT: model
     def flops_per_token(self):
         """FLOPs of the forward and backward pass per token: 6 N + 12 L H Q T (PaLM, arXiv:2204.02311, appendix B).
 
-        N: parameters without the embedding, which is looked up and not multiplied. The formula counts the full attention
-        matrix, although causal attention needs half of it, and does not count recomputed activations.
+        N: weights of matrices without the embedding, which is looked up and not multiplied. The formula counts the full
+        attention matrix, although causal attention needs half of it, and does not count recomputed activations.
         """
-        multiplied = sum(weight.numel() for weight in self.parameters()) - self.embed.weight.numel()
+        multiplied = sum(weight.numel() for weight in self.parameters() if weight.ndim == 2) - self.embed.weight.numel()
         return 6 * multiplied + 12 * len(self.blocks) * self.embed.embedding_dim * self.block_size
 
 
 def build_optimizer(model, args):
-    """Muon (or AdamW) for the matrices of the blocks, AdamW without weight decay for the embedding and the head."""
-    common = dict(betas=(0.9, 0.95), eps=1e-10, weight_decay=0.0)
-    matrices, muon = list(model.blocks.parameters()), args.optimizer == "muon"
+    """Muon (or AdamW) for the matrices of the blocks, AdamW without weight decay for all other parameters."""
+    matrices, vectors = ([weight for weight in model.blocks.parameters() if weight.ndim == n] for n in (2, 1))
+    decay, muon = args.weight_decay, args.optimizer == "muon"
     groups = [
-        dict(params=matrices, lr=args.lr, weight_decay=args.weight_decay, muon=muon, momentum=0.95),
-        dict(params=[model.embed.weight], lr=args.lr, muon=False),
+        dict(params=matrices, lr=args.lr, weight_decay=decay, muon=muon, momentum=0.95, iterations=3),
+        dict(params=[model.embed.weight, *vectors], lr=args.lr, muon=False),
         dict(params=[model.head.weight], lr=args.lr / 5, muon=False),
     ]
-    return MuonAdamW(groups, **common)
+    return MuonAdamW(groups, betas=(0.9, 0.95), eps=1e-10, weight_decay=0.0)
 
 
 def lr_multiplier(step, total_steps, args):
@@ -365,7 +365,7 @@ def parse_args():
     parser.add_training_arguments(group)
     parser.add_optimizer_arguments(group)
     group.add_argument("--lr_schedule", choices=["linear", "cosine", "constant"], default="linear", help="after warm-up")
-    group.add_argument("--warmup_steps", type=number(int, 0), default=50, help="steps in which the learning rate rises")
+    group.add_argument("--warmup_steps", type=number(int, 0), default=50, help="of rising learning rate, at most a tenth")
     group.add_argument("--peak_tflops", type=number(float, 0, above=True), help="peak of one GPU, for MFU; known for some GPUs")
     parser.add_run_arguments()
     parser.add_data_arguments("karpathy/tiny_shakespeare", "Hub id, local text file or folder, or `synthetic`")

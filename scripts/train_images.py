@@ -112,6 +112,8 @@ def find_data(accelerator, args):
     if len(everywhere) > 1:
         raise UserError(f"--dataset {args.dataset} differs between machines: {' against '.join(everywhere)}")
     args.pictures = data.description  # a run continues with the same pictures only
+    if accelerator.is_main_process:
+        print(f"pictures: {data.description}")
     if args.overfit_batch:
         data.splits = dict.fromkeys(("train", "val"), data.splits["train"].spread(args.batch_size))
     elif args.dry_run:
@@ -180,8 +182,8 @@ def evaluate(accelerator, model, ema, loader, mean, std):  # EDIT: metric
         ema (AveragedModel | None): evaluate these weights instead of those of `model`.
 
     Returns:
-        tuple[dict, dict]: `loss`, `accuracy`, `top5`; and of each picture, in the order of the data: `labels`, `predictions`,
-        int64, and `losses`, float32. The label of a picture that cannot be read is -1, and it does not count.
+        tuple[dict, dict]: `loss`, `accuracy`, `top5` (of 5 or more classes); and of each picture, in the order of the data:
+        `labels`, `predictions`, int64, and `losses`, float32. An unreadable picture has the label -1 and does not count.
     """
     if ema and accelerator.num_processes > 1:
         for buffer in ema.buffers():
@@ -203,7 +205,7 @@ def evaluate(accelerator, model, ema, loader, mean, std):  # EDIT: metric
     if not torch.equal(ids, torch.arange(len(loader.dataset))):
         raise RuntimeError(f"evaluated {len(ids)} of {len(loader.dataset)} pictures, or not in order")
     counts, hits = labels >= 0, top == labels[:, None]
-    shares = {"loss": losses[counts], "accuracy": hits[counts, 0], "top5": hits[counts].any(1)}
+    shares = {"loss": losses[counts], "accuracy": hits[counts, 0]} | ({"top5": hits[counts].any(1)} if top.shape[1] > 4 else {})
     figures = {name: values.double().mean().item() for name, values in shares.items()}
     return figures, {"labels": labels, "predictions": top[:, 0], "losses": losses}
 
@@ -347,7 +349,7 @@ def parse_args():
     group.add_argument("--optimizer", choices=["sgd", "adamw"], help="update rule")
     group.add_argument("--momentum", type=share, default=0.9, help="of SGD")
     group.add_argument("--lr_schedule", choices=["cosine", "linear", "constant"], default="cosine", help="after warm-up")
-    group.add_argument("--warmup_epochs", type=number(float, 0), help="epochs in which the learning rate rises")
+    group.add_argument("--warmup_epochs", type=number(float, 0), help="of rising learning rate, at most a fifth of all epochs")
     group.add_argument("--label_smoothing", type=share, default=0.1, help="0: none")
     group.add_argument("--ema_decay", type=share, default=0.0, help="of averaged weights, which are then evaluated; 0: none")
     group.add_argument("--compile", action="store_true", help="torch.compile the model")

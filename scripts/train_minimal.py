@@ -54,7 +54,7 @@ def main():
     set_seed(args.seed)  # the same points and weights on every process
     points = torch.randn(997 + max(2880, args.batch_size), 2)
     labels = (points.prod(1) > 0).long()  # class 1: both numbers have the same sign
-    data = TensorDataset(torch.arange(len(points)), points, labels)  # EDIT: data; the first of the tensors are the ids
+    data = TensorDataset(torch.arange(len(points)), points, labels)  # EDIT: data; a batch is (ids, inputs, labels)
     train_loader = DataLoader(Subset(data, range(997, len(data))), args.batch_size, shuffle=True, drop_last=True)
     val_loader = DataLoader(Subset(data, range(997)), 128 * accelerator.num_processes)  # 997: no number of processes divides it
     plan = Plan.from_args(args, len(train_loader.dataset))
@@ -66,7 +66,7 @@ def main():
     weights.initialize(accelerator, model, run.init_from)
     optimizer = torch.optim.AdamW(model.parameters(), lr=args.lr)
     model, optimizer, train_loader, val_loader = accelerator.prepare(model, optimizer, train_loader, val_loader)
-    topology.warm_up_ddp_buckets(accelerator, model, points[:2].to(accelerator.device))  # so that resuming is exact
+    topology.warm_up_ddp_buckets(accelerator, model, data[:2][1].to(accelerator.device))  # so that resuming is exact
     step = run.start()  # accelerator.load_state, if there is a checkpoint
     guard = Guard(accelerator, args.timeout)
     for epoch, todo in plan.epochs(start=step):

@@ -249,7 +249,7 @@ MUTANTS = [
         "1",
         "test_gpt.py -k tall_matrix",
     ),
-    Mutant("Muon: one iteration", "utils/muon.py", "range(5)", "range(1)", "test_gpt.py -k muon"),
+    Mutant("Muon: one iteration", "utils/muon.py", "range(iterations)", "range(1)", "test_gpt.py -k muon"),
     Mutant("Muon: the rest is updated twice", "utils/muon.py", "weight.grad = None", "pass", "test_gpt.py -k muon"),
     Mutant(
         "large tensors are mapped anew in every step",

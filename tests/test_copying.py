@@ -38,3 +38,24 @@ def test_a_copy_writes_to_a_folder_of_its_own_name(tmp_path):
     shutil.copy(ROOT / "scripts" / "train_minimal.py", tmp_path / "spirals.py")
     done = run(None, "spirals.py", "--help", root=tmp_path)
     assert "runs/spirals" in done.stdout and "train_minimal" not in done.stdout.split("options:")[0]
+
+
+def test_a_change_of_the_script_is_said(tmp_path):
+    """A finished run has nothing to do, and says so: that would hide the change."""
+    shutil.copytree(ROOT / "utils", tmp_path / "utils", ignore=shutil.ignore_patterns("__pycache__"))
+    copy, arguments = shutil.copy(ROOT / "scripts" / "train_minimal.py", tmp_path / "mine.py"), "--max_train_steps 2"
+    assert "has changed" not in run(None, "mine.py", arguments, root=tmp_path, output_dir=tmp_path / "run").stdout
+    assert "has changed" not in run(None, "mine.py", arguments, root=tmp_path, output_dir=tmp_path / "run").stdout
+    copy.write_text(
+        copy.read_text().replace("nn.Linear(64, 64)", "nn.Linear(64, 32)").replace("Linear(64, 2)", "Linear(32, 2)")
+    )
+    done = run(None, "mine.py", arguments, root=tmp_path, output_dir=tmp_path / "run")
+    assert "mine.py has changed since this run started: use another --output_dir" in done.stdout and "finished" in done.stdout
+    done = run(None, "mine.py", "--max_train_steps 4", root=tmp_path, output_dir=tmp_path / "run", check=False)
+    assert done.returncode == 2 and "size mismatch for 2.weight" in done.stderr and "use another --output_dir" in done.stderr
+
+
+def test_evaluate_names_a_run_that_it_cannot_read(tmp_path):
+    run(None, "scripts/train_minimal.py", "--max_train_steps 2", output_dir=tmp_path / "run")
+    done = run(None, "scripts/evaluate.py", ["--checkpoint", str(tmp_path / "run")], check=False)
+    assert done.returncode == 2 and "is not a model of train_cifar.py or train_images.py, but 'minimal'" in done.stderr

@@ -1,11 +1,12 @@
 """Every command in the README and in the docstrings of scripts exists, and so do its flags."""
 
+import json
 import re
 from functools import cache
 
 import pytest
 import yaml
-from conftest import ROOT, run
+from conftest import ROOT, load_script, run
 
 README = (ROOT / "README.md").read_text()
 PAGES = README + "".join((ROOT / ".github" / f"{name}.md").read_text() for name in ("CLUSTERS", "RESULTS"))
@@ -15,8 +16,9 @@ DOCS = PAGES + "".join(path.read_text().split('"""')[1] for path in sorted((ROOT
 def commands():
     """(script, its flags, the whole command) for every command that names a script."""
     joined = DOCS.replace("\\\n", " ")
+    in_tables = "\n".join(re.findall(r"`([^`\n]+)`", "\n".join(re.findall(r"^\|.*", joined, re.MULTILINE))))
     # A separate command follows after --.
-    for line in joined.replace(" -- ", "\n").splitlines():
+    for line in f"{joined}\n{in_tables}".replace(" -- ", "\n").splitlines():
         match = re.search(
             r"(?:launch|python|torchrun|sbatch)\b.*?((?:scripts|utils|tests)/\w+\.(?:py|sbatch))(.*)", line.strip().strip("`")
         )
@@ -36,7 +38,24 @@ def test_the_readme_is_read_in_one_sitting_and_names_every_script_and_configurat
 
 
 def test_there_are_commands():
-    assert len(list(commands())) >= 8
+    found = [line for _, _, line in commands()]
+    assert len(found) >= 20 and any("--main_process_ip" in line for line in found), "the launch matrix"
+
+
+def test_numbers_of_lines_are_those_of_the_files():
+    lines = (ROOT / "scripts" / "train_minimal.py").read_text().splitlines()
+    changed = re.findall(r"^[+-](?![+-]{2})", (ROOT / ".github" / "regression.diff").read_text(), re.MULTILINE)
+    assert f"in {len(lines)} lines: read this" in README and f"changes {len(changed)} lines" in README
+
+
+def test_the_benchmark_table_is_that_of_the_record():
+    """.github/benchmark.json is what benchmark.py wrote, and names only benchmarks and options that exist."""
+    benchmark, record = load_script("benchmark"), json.loads((ROOT / ".github" / "benchmark.json").read_text())
+    assert benchmark.table(record) in README
+    for name, figure in record["figures"].items():
+        words = figure["command"].split()
+        assert words[:2] == ["python", "scripts/benchmark.py"] and words[2] == name.partition("/")[0] in benchmark.BENCHMARKS
+        assert {word for word in words if word.startswith("--")} <= known_flags("scripts/benchmark.py")
 
 
 @pytest.mark.parametrize("script", sorted({script for script, _, _ in commands() if script.endswith(".py")}))

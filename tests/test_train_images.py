@@ -610,7 +610,7 @@ def test_leaves_everything_it_promises(reference_run, photo_folder):
         assert (folder / name).exists(), name
     for name in ("predictions.png", "mistakes.png", "confusion_matrix.png", "curves.png"):
         assert min(Image.open(folder / name).size) > 200, name
-    assert done["val_accuracy"] * 24 == pytest.approx(round(done["val_accuracy"] * 24)) and done["val_top5"] == 1.0
+    assert done["val_accuracy"] * 24 == pytest.approx(round(done["val_accuracy"] * 24)) and "val_top5" not in done
     assert [line["step"] for line in metrics(folder, "val")] == [4, 8] and done["bad_images"] == 0
     with open(folder / "model.safetensors", "rb") as file:
         header = json.loads(file.read(int.from_bytes(file.read(8), "little")))

@@ -8,11 +8,10 @@ from utils.exits import UserError, is_main
 
 # The rule for continuing a run: printed by --help and by the error message, and quoted in the README.
 CONTINUE_RULE = (
-    "A run can only be continued with the same arguments. Two kinds are exempt: those that set where and how it runs and "
-    "reports (output, logging, checkpoints, workers, compilation, gradient accumulation), and its length, --epochs and "
-    "--max_train_steps."
+    "To continue a run, keep its arguments. You may change --epochs, --max_train_steps, and the options for output, logging, "
+    "checkpoints, workers, compilation and gradient accumulation."
 )
-# The arguments of the first kind that all scripts share. They do not change results (gradient accumulation: up to rounding).
+# The options that may change, of all scripts. They do not change results (gradient accumulation: up to rounding).
 MAY_CHANGE = {
     "output_dir",
     "resume",

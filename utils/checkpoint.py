@@ -259,7 +259,10 @@ def _load(accelerator, path, own):
             "of its run: --output_dir"
         ) from None
     except (OSError, RuntimeError, KeyError, ValueError) as error:
-        raise UserError(f"checkpoint {path} does not fit this run: {str(error).splitlines()[0]}") from None
+        reason = " ".join(str(error).split("\n\t")[:2]).strip()  # of a list of tensors that do not fit, the first
+        raise UserError(
+            f"checkpoint {path} does not fit this run: {reason}. If the script has changed, use another --output_dir"
+        ) from None
 
 
 def _complete(writing, target, manifest):

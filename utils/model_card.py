@@ -13,7 +13,7 @@ CARD = """---
 
 # {title}
 
-Trained with `{script}` on {data}: {steps:,} optimizer steps of {batch_size:,} samples, {minutes:.0f} min on {hardware}.
+Trained with `{script}`{data}: {steps:,} optimizer steps of {batch_size:,} samples, {minutes:.0f} min on {hardware}.
 
 | figure | value |
 |---|---|
@@ -95,7 +95,7 @@ def card(weights, record, results):
         metadata="\n".join(metadata),
         title=title,
         script=script,
-        data=arguments.get("pictures") or arguments.get("dataset") or "data that it makes",
+        data=f" on {data}" if (data := arguments.get("pictures") or arguments.get("dataset")) else "",
         steps=results["global_step"],
         batch_size=arguments["batch_size"],
         minutes=math.ceil(results["train_seconds"] / 60),

@@ -7,8 +7,9 @@ from torch.distributed.tensor import DTensor, Shard
 class Muon:
     """Updates parameter groups with `muon=True` by orthogonalized momentum, and all others by the step of the other base class.
 
-    See K. Jordan, kellerjordan.github.io/posts/muon. A group with `muon=True` has `lr`, `weight_decay` and `momentum`. With
-    `fixed_norm` its weights are first scaled to norm sqrt(rows): a batch norm that follows cancels their scale anyway.
+    See K. Jordan, kellerjordan.github.io/posts/muon. A group with `muon=True` has `lr`, `weight_decay`, `momentum`, and may
+    have `iterations` (default: 5; with 3 a GPT reaches the same loss). With `fixed_norm` its weights are first scaled to norm
+    sqrt(rows): a batch norm that follows cancels their scale anyway.
     Convolution filters [outputs, inputs, height, width] are treated as matrices with `outputs` rows.
 
     Why not `torch.optim.Muon` and a second optimizer? `torch.optim.Muon` computes in bfloat16, where rounding differences
@@ -29,9 +30,9 @@ class Muon:
                 momentum = state["momentum"].lerp_(weight.grad, 1 - group["momentum"])
                 update = weight.grad.lerp(momentum, group["momentum"])
                 weight.grad = None  # so that super().step() skips this weight
-                same_shape.setdefault(weight.shape, []).append((weight, update, group))
-        for shape, matrices in same_shape.items():
-            updates = orthogonalize_all([update for _, update, _ in matrices])
+                same_shape.setdefault((weight.shape, group.get("iterations", 5)), []).append((weight, update, group))
+        for (shape, iterations), matrices in same_shape.items():
+            updates = orthogonalize_all([update for _, update, _ in matrices], iterations)
             for (weight, _, group), update in zip(matrices, updates, strict=True):
                 if group.get("fixed_norm"):
                     weight.mul_(len(weight) ** 0.5 / weight.norm())
@@ -48,29 +49,29 @@ class MuonSGD(Muon, torch.optim.SGD):
     pass
 
 
-def orthogonalize_all(matrices):
+def orthogonalize_all(matrices, iterations):
     """`orthogonalize` for a list of weights of one shape, either all unsharded or all sharded in the same way."""
     first = matrices[0]
     if not isinstance(first, DTensor):
-        return orthogonalize(torch.stack(matrices).flatten(2)).reshape(-1, *first.shape).unbind()
+        return orthogonalize(torch.stack(matrices).flatten(2), iterations).reshape(-1, *first.shape).unbind()
     # A shard cannot be orthogonalized on its own. So redistribute: each process gets some of the matrices, unsharded.
     rows = [Shard(1) if place.is_shard() else place for place in first.placements]
     whole = [Shard(0) if place.is_shard() else place for place in first.placements]
     shape = (len(matrices), *first.shape)
     like = dict(device_mesh=first.device_mesh, run_check=False, shape=shape, stride=torch.empty(shape, device="meta").stride())
     stack = DTensor.from_local(torch.stack([m.to_local() for m in matrices]), placements=rows, **like)
-    stack = orthogonalize(stack.redistribute(placements=whole).to_local())
+    stack = orthogonalize(stack.redistribute(placements=whole).to_local(), iterations)
     stack = DTensor.from_local(stack, placements=whole, **like).redistribute(placements=rows).to_local()
     like |= dict(shape=first.shape, stride=first.stride())
     return [DTensor.from_local(local, placements=first.placements, **like) for local in stack]
 
 
-def orthogonalize(x):
+def orthogonalize(x, iterations=5):
     """Approximates the nearest orthogonal matrix to each of `x` [count, rows, columns]: its singular values are near 1."""
     if x.size(1) > x.size(2):
-        return orthogonalize(x.mT).mT
+        return orthogonalize(x.mT, iterations).mT
     x = x / x.norm(dim=(1, 2), keepdim=True).clamp(min=1e-7)
-    for _ in range(5):  # Newton-Schulz iterations with Jordan's coefficients
+    for _ in range(iterations):  # Newton-Schulz iterations with Jordan's coefficients
         gram = x @ x.mT
         x = torch.baddbmm(x, torch.baddbmm(gram, gram, gram, beta=-4.7750, alpha=2.0315), x, beta=3.4445)
     return x

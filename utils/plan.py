@@ -40,7 +40,9 @@ class Plan:
         """
         steps_per_epoch = args.max_train_steps if samples is None else samples // args.batch_size
         if steps_per_epoch == 0:
-            raise UserError(f"--batch_size {args.batch_size} is more than the {samples} training samples")
+            raise UserError(
+                f"--batch_size {args.batch_size} is more than the {samples} training samples: use less, and a smaller --lr"
+            )
         return cls(
             total_steps=args.max_train_steps or args.epochs * steps_per_epoch,
             steps_per_epoch=steps_per_epoch,

@@ -33,7 +33,7 @@ def image_grid(path, images, labels, predictions, class_names, columns=8, title=
         y, x = index // columns * cell_height + top, index % columns * cell_width
         sheet[y : y + height, x : x + width] = image.permute(1, 2, 0)
         correct = prediction == label
-        text = class_names[label] if correct else f"{class_names[prediction]}\nis {class_names[label]}"
+        text = class_names[label] if correct else f"{class_names[prediction]}\n(true: {class_names[label]})"
         color = "#1a7f37" if correct else "#cf222e"
         axis.text(x + width / 2, y - 1, text, fontsize=9, color=color, ha="center", va="bottom", linespacing=1.0)
     axis.imshow(sheet, interpolation="nearest")

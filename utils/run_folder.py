@@ -6,6 +6,7 @@ The folder is locked, so that only one job can write to it.
 import contextlib
 import errno
 import fcntl
+import hashlib
 import json
 import os
 import platform
@@ -77,6 +78,8 @@ class RunFolder:
         outcome = topology.run_on_main(self._accelerator, self._claim_and_find)
         self.finished, latest, self._run_id, owner = outcome
         topology.run_on_all(self._accelerator, lambda: self._check_shared(owner))
+        if self.is_main and (read_json(self.path / "args.json") or {}).get("script", script_hash()) != script_hash():
+            print(f"warning: {sys.argv[0]} has changed since this run started: use another --output_dir for a new run")
         if self.finished and plan and self.is_main:
             print(report.summary(self.finished, self.path, "this run has already finished, nothing to do"))
             print("to train longer, run the same command with a larger --epochs or --max_train_steps")
@@ -160,9 +163,12 @@ class RunFolder:
             if before != now and not (name in PATHS and moved(before, now)):
                 differences.append(f"--{name} {now} (was {before})")
         if differences:
+            weights = (
+                "" if arguments.get("model") != self.arguments.get("model") else f" (from these weights: --init_from {place})"
+            )
             raise UserError(
                 f"{place} belongs to a run with other arguments: {', '.join(differences)}. {CONTINUE_RULE} Use the earlier "
-                f"values, or start a new run with another --output_dir (from these weights: --init_from {place})"
+                f"values, or start a new run with another --output_dir{weights}"
             )
 
     def start(self, scheduler=None, rates=None):
@@ -228,6 +234,7 @@ class RunFolder:
             "topology": topology.describe(self._accelerator),
             "versions": versions(),
             "git_commit": git_commit(),
+            "script": script_hash(),
         }
         write_json(self.path / "args.json", {**self.record, "command": sys.argv})
         self._write_status("running", f"from step {step}", step=step)
@@ -464,6 +471,12 @@ def moved(before, now):
     """Whether data was moved: `before` no longer exists, and `now` has the same name. Allows a whole project to be moved."""
     before, now = Path(str(before)), Path(str(now))
     return before.is_absolute() and not before.exists() and now.is_absolute() and before.name == now.name
+
+
+def script_hash():
+    """SHA-256 of the script's file; None in a notebook."""
+    file = Path(sys.argv[0])
+    return hashlib.sha256(file.read_bytes()).hexdigest() if file.is_file() else None
 
 
 def versions():

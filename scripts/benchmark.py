@@ -260,6 +260,7 @@ def time_to_accuracy(args):
     for seed in range(args.rounds):
         seconds, _ = measure_loop("record_cifar", steps=6, bf16=bf16)
         arguments = f"--dataset {args.images} --tta --seed {seed} --eval_every 100000 --checkpoint_every 0"
+        arguments += " --max_train_steps 10" if args.quick else ""
         _, results = measure_script("train_cifar.py", arguments, bf16=bf16)
         steps, recipe = results["global_step"], SimpleNamespace(model="fastnet", lr_schedule="linear")
         sizes = Counter(train_cifar.image_size_at(step / steps, recipe) for step in range(1, steps + 1))
@@ -392,6 +393,7 @@ def main():
     for name in args.names or [name for name in BENCHMARKS if name not in NEEDS or getattr(args, NEEDS[name])]:
         print(f"{name} ...")
         command = f"python scripts/benchmark.py {name} --rounds {args.rounds}" + " --quick" * args.quick
+        command += f" --{NEEDS[name]} PATH" if name in NEEDS else ""
         for figure, (values, unit) in BENCHMARKS[name](args).items():
             spread = dict(median=statistics.median(values), min=min(values), max=max(values), n=len(values))
             figures[figure] = {**spread, "unit": unit, "command": command}

@@ -29,10 +29,12 @@ def test_the_table_has_every_figure():
 
 @pytest.mark.slow
 def test_writes_figures_a_table_and_a_picture(tmp_path):
-    names = ["pipeline_speedup", "memory", "startup_ratio"]
-    done = run(None, SCRIPT, ["--quick", "--rounds", "1", *names], output_dir=tmp_path)
+    names = ["pipeline_speedup", "memory", "startup_ratio", "picture_loading", "time_to_accuracy"]
+    done = run(None, SCRIPT, ["--quick", "--rounds", "1", "--images", "synthetic", *names], output_dir=tmp_path)
     record = json.loads((tmp_path / "benchmark.json").read_text())
-    expected = {"pipeline_speedup", "memory", *(f"startup_ratio/train_{name}" for name in ("minimal", "cifar", "gpt"))}
+    expected = {"pipeline_speedup", "memory", *(f"startup_ratio/train_{script}" for script in ("minimal", "cifar", "gpt"))}
+    expected |= {"picture_loading/our", "picture_loading/cached"}
+    expected |= {f"time_to_accuracy{part}" for part in ("", "/flops", "/accuracy")}
     assert record["figures"].keys() == expected and {"hardware", "versions", "date"} <= record.keys()
     for name, figure in record["figures"].items():
         assert figure["n"] == 1 and figure["min"] == figure["median"] == figure["max"] > 0

@@ -57,8 +57,7 @@ RECIPES = {"muon": dict(lr=0.02, weight_decay=0.1), "adamw": dict(lr=0.01, weigh
 
 
 def norm(x, share=None):
-    """Layer norm without scale and bias, which the linear layer that follows can learn. Then adds, per channel, a share of the
-    position before (token shift: B. Peng, arXiv:2305.13048)."""
+    """Layer norm without scale and bias; then adds, per channel, a share of the position before (arXiv:2305.13048)."""
     x = F.layer_norm(x, (x.size(-1),))
     return x if share is None else x + share * F.pad(x, (0, 0, 1, -1))
 

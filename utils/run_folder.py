@@ -163,9 +163,8 @@ class RunFolder:
             if before != now and not (name in PATHS and moved(before, now)):
                 differences.append(f"--{name} {now} (was {before})")
         if differences:
-            weights = (
-                "" if arguments.get("model") != self.arguments.get("model") else f" (from these weights: --init_from {place})"
-            )
+            same_model = arguments.get("model") == self.arguments.get("model")
+            weights = f" (from these weights: --init_from {place})" if same_model else ""
             raise UserError(
                 f"{place} belongs to a run with other arguments: {', '.join(differences)}. {CONTINUE_RULE} Use the earlier "
                 f"values, or start a new run with another --output_dir{weights}"

@@ -258,9 +258,9 @@ def time_to_accuracy(args):
     bf16, batch, images = topology.cpu_has_bf16(), train_cifar.RECIPES["fastnet"]["batch_size"], 50_000
     record_steps, values = images * RECORD_EPOCHS // RECORD_BATCH, {"": [], "/flops": [], "/accuracy": []}
     for seed in range(args.rounds):
-        seconds, _ = measure_loop("record_cifar", steps=6, bf16=bf16)
+        seconds, _ = measure_loop("record_cifar", steps=2 if args.quick else 6, bf16=bf16)
         arguments = f"--dataset {args.images} --tta --seed {seed} --eval_every 100000 --checkpoint_every 0"
-        arguments += " --max_train_steps 10" if args.quick else ""
+        arguments += " --max_train_steps 4" if args.quick else ""
         _, results = measure_script("train_cifar.py", arguments, bf16=bf16)
         steps, recipe = results["global_step"], SimpleNamespace(model="fastnet", lr_schedule="linear")
         sizes = Counter(train_cifar.image_size_at(step / steps, recipe) for step in range(1, steps + 1))

@@ -364,7 +364,7 @@ def parse_args():
     parser.add_training_arguments(group)
     parser.add_optimizer_arguments(group)
     group.add_argument("--lr_schedule", choices=["linear", "cosine", "constant"], default="linear", help="after warm-up")
-    group.add_argument("--warmup_steps", type=number(int, 0), default=50, help="of rising learning rate, at most a tenth")
+    group.add_argument("--warmup_steps", type=number(int, 0), default=50, help="steps of rising learning rate; at most a tenth")
     group.add_argument("--peak_tflops", type=number(float, 0, above=True), help="peak of one GPU, for MFU; known for some GPUs")
     parser.add_run_arguments()
     parser.add_data_arguments("karpathy/tiny_shakespeare", "Hub id, local text file or folder, or `synthetic`")

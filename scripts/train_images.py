@@ -349,7 +349,7 @@ def parse_args():
     group.add_argument("--optimizer", choices=["sgd", "adamw"], help="update rule")
     group.add_argument("--momentum", type=share, default=0.9, help="of SGD")
     group.add_argument("--lr_schedule", choices=["cosine", "linear", "constant"], default="cosine", help="after warm-up")
-    group.add_argument("--warmup_epochs", type=number(float, 0), help="of rising learning rate, at most a fifth of all epochs")
+    group.add_argument("--warmup_epochs", type=number(float, 0), help="epochs of rising learning rate; at most a fifth")
     group.add_argument("--label_smoothing", type=share, default=0.1, help="0: none")
     group.add_argument("--ema_decay", type=share, default=0.0, help="of averaged weights, which are then evaluated; 0: none")
     group.add_argument("--compile", action="store_true", help="torch.compile the model")

@@ -80,7 +80,10 @@ def test_any_number_of_processes(processes, odd_folder, tmp_path):
     config, launcher = ("cpu", ()) if processes == 1 else ("2cpu", ("--num_processes", str(processes)))
     run(config, CIFAR, arguments, output_dir=tmp_path / "reference", launcher=launcher)
     # The 7th micro-batch is the first half of step 4. (With three processes or more, two calls before the first warm up DDP.)
-    faulty(f"die_in_step@{9 if processes > 2 else 7}:{processes - 1}", arguments, tmp_path / "run", config, launcher=launcher)
+    fault = f"die_in_step@{9 if processes > 2 else 7}:{processes - 1}"
+    killed = faulty(fault, arguments, tmp_path / "run", config, launcher=launcher)
+    if processes > 1:  # the report of the launcher names the one that was killed, and none of those that lost contact with it
+        assert "NO_OTHER_FAILURES" in killed.stderr and killed.stderr.count("lost contact") <= 1, killed.stderr
     assert (tmp_path / "run" / "checkpoints" / "step_00000002").exists()
     relaunch_and_compare(tmp_path / "reference", tmp_path / "run", arguments, config, launcher=launcher)
     assert results(tmp_path / "run")["resumed_from"] == 2

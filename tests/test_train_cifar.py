@@ -263,6 +263,12 @@ def test_bad_input_is_one_line(name, bad_folders, reference, tmp_path):
     assert (bad_folders["foreign"] / "thesis.txt").read_text() == "precious"
 
 
+@pytest.mark.parametrize("config", ["cpu", "1gpu"])
+def test_the_error_is_the_last_line_of_a_launch_of_one_process(config, tmp_path):
+    done = run(config, CIFAR, "--batch_size 0", output_dir=tmp_path / "run", check=False)
+    assert done.returncode == 1 and done.stderr.splitlines()[-1].startswith("error: argument --batch_size"), done.stderr
+
+
 @pytest.mark.parametrize("arguments", ["--dataset ./nowhere", "--dataset synthetic --batch_size 7"])
 def test_bad_input_is_printed_once_by_several_processes(arguments, tmp_path):
     done = run("2cpu", CIFAR, arguments, output_dir=tmp_path / "run", check=False)

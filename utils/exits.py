@@ -7,6 +7,7 @@ handled. For the same reason this module imports only the standard library.
 import contextlib
 import json
 import os
+import re
 import signal
 import sys
 import threading
@@ -16,6 +17,8 @@ import traceback
 PREEMPTED = 75  # EX_TEMPFAIL of sysexits.h: "try again later"; on this exit code a scheduler may requeue the job
 ORPHAN_SECONDS = 3.5  # time that a process has to save after its launcher died
 SIGNALED_SECONDS = 60  # the same, if the process received a signal before the launcher died
+LOST_CONTACT = "lost contact with another process"
+SAME_COMMAND = "run the same command again to continue"
 
 _signal_name = None
 _in_training = False
@@ -87,7 +90,8 @@ def grace_seconds():
 def on_failure(hook):
     """Registers `hook(reason, retry)`, which is called when the run ends with an error, to record it.
 
-    `retry` (bool): whether the same command may succeed when it is run again. The hook returns a line of advice, or None.
+    `retry` (bool): whether the same command may succeed when it is run again. The hook returns whether this process is the
+    first to record a reason.
     """
     _failure_hooks.append(hook)
 
@@ -111,7 +115,7 @@ def run(main):
     """
     from torch.distributed.elastic.multiprocessing.errors import record  # here, because it imports torch
 
-    rank_variable, retry = None, True
+    rank_variable, retry, lost_contact = None, True, False
     try:
         record(main)()
         return
@@ -130,35 +134,52 @@ def run(main):
         # If a loader worker died, PyTorch's handler of this signal may otherwise raise while the error is formatted.
         signal.signal(signal.SIGCHLD, signal.SIG_DFL)
         code, line = 1, _known_failure(error)
+        lost_contact = LOST_CONTACT in (line or "")
         if line is None:
             traceback.print_exc()
             line = f"error: {type(error).__name__}: {str(error).strip().splitlines()[0] if str(error) else ''}"
         else:
             _report_to_launcher(line.removeprefix("error: "))
     if rank_variable and int(os.environ.get(rank_variable, 0)) != 0:
-        # Rank 0 prints the same error. This process waits until the launcher stops it, and then exits with 0, so that the
-        # launcher's report, which lists all failed processes, does not repeat the error.
-        for signum in (signal.SIGTERM, signal.SIGINT):
-            signal.signal(signum, lambda *_: os._exit(0))
-        if _signal_name is None:
-            time.sleep(10)
+        _wait_for_launcher(10)  # rank 0 prints the same error
     else:
-        print(line, file=sys.stderr, flush=True)
-        _call_failure_hooks(line.removeprefix("error: "), retry)
+        if not lost_contact:
+            print(line, file=sys.stderr, flush=True)
+        first = _call_failure_hooks(line.removeprefix("error: "), retry)
+        if lost_contact and first:  # only one of the processes that lost contact prints it
+            print(line, file=sys.stderr, flush=True)
+        if _failure_hooks and first and retry:
+            print(SAME_COMMAND, file=sys.stderr, flush=True)
+        if lost_contact:
+            _wait_for_launcher(3)
     sys.stdout.flush()
     # Not sys.exit: the destructor of a process group may wait forever for processes that have exited.
     os._exit(code)
 
 
 def _call_failure_hooks(reason, retry):
+    """Returns whether this process is the first to record why the run failed."""
+    first = True
     for hook in _failure_hooks:
         try:
-            advice = hook(reason, retry)
+            first = hook(reason, retry)
         except (OSError, UserError) as error:  # for example because the disk is full
             print(f"warning: the run's status was not written: {error}", file=sys.stderr, flush=True)
-        else:
-            if advice:
-                print(advice, file=sys.stderr, flush=True)
+    return first
+
+
+def _wait_for_launcher(seconds):
+    """Lets the launcher stop this process because of the one that failed first.
+
+    It then exits with 0, so that the launcher's report, which lists all failed processes, names only the first.
+    """
+    if "TORCHELASTIC_RUN_ID" in os.environ:
+        sys.stdout.flush()
+        for signum in (signal.SIGTERM, signal.SIGINT):
+            signal.signal(signum, lambda *_: os._exit(0))
+        if _signal_name is not None:
+            os._exit(0)
+        time.sleep(seconds)
 
 
 def _report_to_launcher(line):
@@ -225,9 +246,11 @@ def _known_failure(error):
         return f"error: rank {rank}: a data loader worker died while sending a batch ({type(error).__name__})"
     lost = ("Connection closed by peer", "Connection reset", "Broken pipe", "Timed out waiting", "timed out")
     if any(phrase in text for phrase in lost) and "RANK" in os.environ:
+        # Without the source line of gloo before the reason, and its advice behind it.
+        reason = re.sub(r"^\[\S+:\d+\] ", "", text.splitlines()[0]).partition(". This is ")[0]
         return (
-            f"error: rank {rank} lost contact with another process, or waited for it longer than --timeout "
-            f"(the launcher's report names the one that failed first): {text.splitlines()[0]}"
+            f"error: rank {rank} {LOST_CONTACT}, or waited for it longer than --timeout "
+            f"(the launcher's report names the one that failed first): {reason}"
         )
     if "NCCL" in text:  # its last line says what happened; the first says where in PyTorch
         return f"error: rank {rank}: NCCL: {[line for line in text.splitlines() if line.strip()][-1].strip()}"

@@ -27,7 +27,6 @@ from utils.arguments import CONTINUE_RULE, MAY_CHANGE
 from utils.exits import UserError
 from utils.files import read_json, read_json_lines, write_json, write_text
 
-SAME_COMMAND = "run the same command again to continue"
 LENGTH = {"epochs", "max_train_steps"}
 PATHS = ("dataset", "init_from")  # arguments that may be paths: they are recorded and compared as absolute paths
 
@@ -363,8 +362,8 @@ class RunFolder:
         if isinstance(where, int):
             where = f"at step {where}, saved at step {self._saved_at}"
         reason = f"stopped by {exits.signal_name() or 'a signal to another process'} {where}"
-        self._write_status("preempted", reason, step=self._saved_at, next=SAME_COMMAND)
-        self.print(f"{reason}: {SAME_COMMAND}")
+        self._write_status("preempted", reason, step=self._saved_at, next=exits.SAME_COMMAND)
+        self.print(f"{reason}: {exits.SAME_COMMAND}")
         topology.gather(self._accelerator, None)  # wait: a scheduler may stop the other machines when one exits
         self._accelerator.end_training()
         sys.exit(exits.PREEMPTED)
@@ -416,15 +415,18 @@ class RunFolder:
             write_json(self.path / "status.json", {"state": state, "reason": reason, "time": _now(), **more})
 
     def _failed(self, reason, retry):
-        """Records why the run failed; returns what to do next, or None if another process has already recorded a reason.
+        """Records why the run failed; returns False if another process has already recorded a reason.
 
         The first process to fail knows the reason; the others fail later, because they lose contact with it.
         """
-        if (read_json(self.path / "status.json") or {}).get("state") != "running":
-            return None
-        advice = SAME_COMMAND if retry else None
-        write_json(self.path / "status.json", {"state": "failed", "reason": reason, "time": _now(), "next": advice})
-        return advice
+        with (self.path / ".lock_status").open("a") as lock:
+            with contextlib.suppress(OSError):  # on a file system without locks two processes may both be the first
+                fcntl.lockf(lock, fcntl.LOCK_EX)
+            if (read_json(self.path / "status.json") or {}).get("state") != "running":
+                return False
+            advice = exits.SAME_COMMAND if retry else None
+            write_json(self.path / "status.json", {"state": "failed", "reason": reason, "time": _now(), "next": advice})
+        return True
 
     def _lock_folder(self):
         # A POSIX record lock belongs to the process: the kernel releases it however the process ends, and forked data loader

@@ -113,7 +113,8 @@ def find_data(accelerator, args):
         raise UserError(f"--dataset {args.dataset} differs between machines: {' against '.join(everywhere)}")
     args.pictures = data.description  # a run continues with the same pictures only
     if accelerator.is_main_process:
-        print(f"pictures: {data.description}")
+        fewest = min(len(pictures) for split, pictures in data.splits.items() if split != "train")
+        print(f"pictures: {data.description}" + f" (held out: {fewest}; each is {1 / fewest:.1%} of it)" * (fewest < 100))
     if args.overfit_batch:
         data.splits = dict.fromkeys(("train", "val"), data.splits["train"].spread(args.batch_size))
     elif args.dry_run:

@@ -606,6 +606,27 @@ MUTANTS = [
         "if False:",
         "test_train_cifar.py -k printed_once",
     ),
+    Mutant(
+        "every process that lost contact prints it",
+        "utils/exits.py",
+        "if lost_contact and first:",
+        "if lost_contact:",
+        "test_faults.py -k lost_contact_report",
+    ),
+    Mutant(
+        "processes that lost contact fail too",
+        "utils/exits.py",
+        "_wait_for_launcher(5)",
+        "pass",
+        "test_faults.py -k lost_contact",
+    ),
+    Mutant(
+        "the launcher of one process prints a traceback",
+        "accelerate_configs/cpu.yaml",
+        "quiet: true",
+        "quiet: false",
+        "test_train_cifar.py -k last_line",
+    ),
     Mutant("invalid input ends with 1", "utils/exits.py", "1 if isinstance(error, RunFailed) else 2", "1", BAD_INPUT),
     Mutant("a batch that does not divide", "utils/topology.py", "if batch_size % parts:", "if False:", BAD_INPUT),
     Mutant(

@@ -80,13 +80,22 @@ def test_any_number_of_processes(processes, odd_folder, tmp_path):
     config, launcher = ("cpu", ()) if processes == 1 else ("2cpu", ("--num_processes", str(processes)))
     run(config, CIFAR, arguments, output_dir=tmp_path / "reference", launcher=launcher)
     # The 7th micro-batch is the first half of step 4. (With three processes or more, two calls before the first warm up DDP.)
-    fault = f"die_in_step@{9 if processes > 2 else 7}:{processes - 1}"
-    killed = faulty(fault, arguments, tmp_path / "run", config, launcher=launcher)
-    if processes > 1:  # the report of the launcher names the one that was killed, and none of those that lost contact with it
-        assert "NO_OTHER_FAILURES" in killed.stderr and killed.stderr.count("lost contact") <= 1, killed.stderr
+    faulty(f"die_in_step@{9 if processes > 2 else 7}:{processes - 1}", arguments, tmp_path / "run", config, launcher=launcher)
     assert (tmp_path / "run" / "checkpoints" / "step_00000002").exists()
     relaunch_and_compare(tmp_path / "reference", tmp_path / "run", arguments, config, launcher=launcher)
     assert results(tmp_path / "run")["resumed_from"] == 2
+
+
+def test_processes_that_lost_contact_report_it_once(tmp_path):
+    """The launcher's report names the process that was killed, and no other."""
+    started = Started(
+        "2cpu", "scripts/train_minimal.py", "--epochs 100000", output_dir=tmp_path / "run", launcher=("--num_processes", "4")
+    )
+    started.wait_for(" 10/3000000")
+    psutil.Process(started.workers()[3]).kill()
+    code, output = started.finish()
+    assert code != 0 and "Signal 9 (SIGKILL)" in output.splitlines()[-2] and "NO_OTHER_FAILURES" in output, output
+    assert output.count("lost contact with another process") == output.count("run the same command again") == 1, output
 
 
 @pytest.mark.parametrize("who", ["launcher", "all"])

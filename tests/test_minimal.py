@@ -50,6 +50,7 @@ def test_the_best_checkpoint_is_kept_and_its_score_is_of_its_own_step(uninterrup
         assert progress["score"] == accuracy.get(progress["step"])
     best = max(accuracy, key=accuracy.get)  # the first one, if several are equal
     assert best in scores and 480 in scores and len(scores) <= 3
+    assert results(folder)["best_checkpoint"] == f"step_{best:08}"
 
 
 def test_figures_are_of_the_whole_batch(uninterrupted):

@@ -277,15 +277,19 @@ def _complete(writing, target, manifest):
     sync(target.parent)
 
 
+def best(paths):
+    """The first of the checkpoints `paths` with the highest score, or None if none has a score."""
+    scored = {path: score for path in paths if (score := _score(path)) is not None}
+    return max(scored, key=scored.get) if scored else None
+
+
 def _prune(folder, keep, newest):
     paths = sorted(folder.glob("step_*"))
     end = paths.index(newest) + 1
     paths, later = paths[:end], paths[end:]  # later ones are damaged: the run continued from an earlier checkpoint
-    scores = {path: _score(path) for path in paths}
-    scored = [path for path in paths if scores[path] is not None]
-    best = max(scored, key=scores.get) if scored else None
+    kept = best(paths)
     for path in later + paths[:-keep]:
-        if path != best:
+        if path != kept:
             # Rename first, so that a crash during the deletion leaves nothing that looks like a checkpoint.
             trash = folder / ".deleting"
             shutil.rmtree(trash, ignore_errors=True)

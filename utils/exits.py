@@ -151,7 +151,7 @@ def run(main):
         if _failure_hooks and first and retry:
             print(SAME_COMMAND, file=sys.stderr, flush=True)
         if lost_contact:
-            _wait_for_launcher(3)
+            _wait_for_launcher(5)
     sys.stdout.flush()
     # Not sys.exit: the destructor of a process group may wait forever for processes that have exited.
     os._exit(code)

@@ -52,7 +52,7 @@ model = nn.Sequential(OrderedDict(whiten=nn.Conv2d(3, 24, 2), act=nn.GELU(), blo
 }
 CIFAR_USE = """model.load_state_dict(load_file("model.safetensors"))
 image = v2.functional.pil_to_tensor(Image.open("picture.png").convert("RGB").resize((32, 32)))
-probabilities = model(v2.functional.normalize(image.float(), {mean}, {std})[None]).softmax(1)[0]
+probabilities = model(v2.functional.normalize(image.float(), {mean}, {std})[None]).softmax(1)[0]  # of the classes above
 """
 
 PICTURES = """model = torchvision.models.get_model("{model}", num_classes={classes}{options}).eval()
@@ -60,7 +60,7 @@ model.load_state_dict(load_file("model.safetensors"))
 resize, crop = v2.Resize({resize}, v2.InterpolationMode("{interpolation}"), antialias=True), v2.CenterCrop({crop})
 normalize = v2.Compose([v2.ToDtype(torch.float32, scale=True), v2.Normalize({mean}, {std})])
 picture = v2.functional.pil_to_tensor(ImageOps.exif_transpose(Image.open("picture.jpg")).convert("RGB"))
-probabilities = model(normalize(crop(resize(picture)))[None]).softmax(1)[0]
+probabilities = model(normalize(crop(resize(picture)))[None]).softmax(1)[0]  # of the classes above
 """
 
 GPT = """Next to `{module}.py` and `utils/`: `python {module}.py --sample . --prompt "The "`, or

@@ -310,4 +310,7 @@ def subplots(rows, columns, figsize, **options):
     from matplotlib.figure import Figure  # here, because training should not wait for this import
 
     figure = Figure(figsize=figsize)
-    return figure, figure.subplots(rows, columns, **options)
+    axes = figure.subplots(rows, columns, **options)
+    for axis in np.ravel(axes):
+        axis.spines[["top", "right"]].set_visible(False)  # they would hide a curve at the upper limit, such as an accuracy of 1
+    return figure, axes

@@ -65,12 +65,12 @@ def find(name, choice):
     if choice is None or Path(choice).exists():
         return choice and Path(choice)
     if choice.endswith(SUFFIXES) or "/" in choice:
-        raise UserError(f"--weights {choice}: there is no such file or folder")
+        raise UserError(f"weights {choice}: there is no such file or folder")
     enum = torchvision.models.get_model_weights(name)
     known = ["DEFAULT", *enum.__members__] if len(enum) else []
     short = choice.rpartition(".")[2]
     if short not in known:
-        raise UserError(f"--weights {choice}: torchvision has no such weights of {name}; {_nearest(short, known)}")
+        raise UserError(f"weights {choice}: torchvision has no such weights of {name}; {_nearest(short, known)}")
     return enum[short] if short in enum.__members__ else enum.DEFAULT
 
 
@@ -156,11 +156,11 @@ def _load(model, config, choice):
         except (URLError, OSError, RuntimeError) as error:
             reason = getattr(error, "reason", error)
             raise UserError(
-                f"--weights {choice}: cannot download the weights ({reason}): put the file from {found.url} at {file}"
+                f"weights {choice}: cannot download the weights ({reason}): put the file from {found.url} at {file}"
             ) from None
     if config["options"]:
         state = {key: value for key, value in state.items() if not key.startswith(AUXILIARY)}
-    return weights.load_into(model, state, f"--weights {choice}: {file}", file)
+    return weights.load_into(model, state, f"weights {choice}: {file}", file)
 
 
 def _read_pth(path, choice):
@@ -169,12 +169,12 @@ def _read_pth(path, choice):
     except (OSError, RuntimeError, pickle.UnpicklingError, EOFError, ValueError) as error:
         code = "it would execute code when loaded: " if isinstance(error, pickle.UnpicklingError) else ""
         reason = str(error).splitlines()[0] if str(error) else type(error).__name__
-        raise UserError(f"--weights {choice} cannot be read ({code}{reason})") from None
+        raise UserError(f"weights {choice} cannot be read ({code}{reason})") from None
     for key in ("model", "state_dict"):  # torchvision's and timm's training scripts wrap the weights
         if isinstance(state, dict) and isinstance(state.get(key), dict):
             state = state[key]
     if not isinstance(state, dict) or not all(isinstance(value, torch.Tensor) for value in state.values()):
-        raise UserError(f"--weights {choice}: it does not hold the weights of a model by their names")
+        raise UserError(f"weights {choice}: it does not hold the weights of a model by their names")
     return {key.removeprefix("module."): value for key, value in state.items()}
 
 

@@ -387,6 +387,8 @@ class RunFolder:
             "resumed_from": self._resumed_from,
         }
         if self.is_main:
+            best = checkpoint.best(sorted(self.path.glob("checkpoints/step_*")))
+            results["best_checkpoint"] = best and best.name
             self._bar.close()
             final = {f"final/{name}": value for name, value in figures.items() if name.startswith(("test_", "val_"))}
             tracking.finish(self._accelerator, self.arguments, final)

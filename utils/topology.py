@@ -312,7 +312,7 @@ def sync_batch_norm(accelerator, model, micro_batch, wanted):
     elif accelerator.is_main_process and micro_batch < 32:
         _notice(
             f"batch norm uses the statistics of the {micro_batch} samples that a process computes at a time: accuracy suffers "
-            "from fewer than 32; use a larger --batch_size, or --sync_batchnorm on several GPUs"
+            "from fewer than 32; use a larger --batch_size, --sync_batchnorm on several GPUs, or a model without batch norm"
         )
     return model
 

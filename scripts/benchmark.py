@@ -104,9 +104,9 @@ def environment(bf16=False):
     return kept | ({"ACCELERATE_MIXED_PRECISION": "bf16"} if bf16 else {})
 
 
-def steady(seconds, warm_up):
+def steady(seconds):
     """Seconds of a step: the 10th percentile, because other programs on the machine can only make a step slower."""
-    return statistics.quantiles(seconds[warm_up:], n=10)[0]
+    return statistics.quantiles(seconds, n=10)[0]
 
 
 def logged_steps(lines, warm_up):
@@ -128,7 +128,9 @@ def loop_overhead(args):
         ("gpt", 1, many, f"train_gpt.py {gpt_arguments()} --num_workers 0", None),
     ):
         script, _, arguments = arguments.partition(" ")
-        arguments += f" --dataset synthetic --max_train_steps {steps} --eval_every {steps} --checkpoint_every 0 --log_every 2"
+        arguments += f" --dataset synthetic --max_train_steps {steps} --eval_every {steps} --checkpoint_every 0"
+        every = 2 if steps == few else 10  # 10: the default; beside a long step a log line costs nothing
+        arguments += f" --log_every {every}"
         milliseconds, ratios = [], []
         for _ in range(args.rounds):
             if plain:
@@ -136,7 +138,8 @@ def loop_overhead(args):
             else:
                 seconds, _ = measure_loop("plain_gpt", steps=steps)
             lines, _ = measure_script(script, arguments, processes)
-            ours, theirs = steady(logged_steps(lines, steps // 5), 0), steady(seconds, steps // 5)
+            seconds = [statistics.mean(seconds[i : i + every]) for i in range(steps // 5, steps, every)]  # as in log lines
+            ours, theirs = steady(logged_steps(lines, steps // 5)), steady(seconds)
             milliseconds.append(1e3 * (ours - theirs))
             ratios.append(ours / theirs)
         if theirs >= 0.02:
@@ -406,12 +409,15 @@ def main():
 
 
 def table(record):
-    """The figures as a table in Markdown."""
+    """The figures as a table in Markdown, with the parts of a benchmark in one row."""
     lines = [f"{record['hardware']}, torch {record['versions']['torch']}, {record['date']}", ""]
-    lines += ["| name | median | range | rounds | unit |", "|---|---|---|---|---|"]
+    lines += ["| name | median (range) | rounds | unit |", "|---|---|---|---|"]
+    rows = {}
     for name, figure in record["figures"].items():
-        spread = f"{figure['min']:.3g} to {figure['max']:.3g}"
-        lines.append(f"| `{name}` | {figure['median']:.3g} | {spread} | {figure['n']} | {figure['unit']} |")
+        benchmark, _, part = name.partition("/")
+        value = f"{part} {figure['median']:.3g} ({figure['min']:.3g} to {figure['max']:.3g})".strip()
+        rows.setdefault((benchmark, figure["n"], figure["unit"]), []).append(value)
+    lines += [f"| `{name}` | {', '.join(values)} | {rounds} | {unit} |" for (name, rounds, unit), values in rows.items()]
     return "\n".join(lines) + "\n"
 
 

@@ -20,11 +20,14 @@ def test_bad_input_is_one_line(arguments, says, tmp_path):
 
 
 def test_the_table_has_every_figure():
-    figures = {"a/b": dict(median=1.234, min=1.0, max=2.0, n=3, unit="time, ratio", command="python ...")}
+    common = dict(min=1.0, max=2.0, n=3, command="python ...")
+    figures = {f"a/{part}": dict(median=1.234, unit="time, ratio", **common) for part in "bc"}
+    figures |= {"a/d": dict(median=1.5, unit="ms", **common), "e": dict(median=1.6, unit="ms", **common)}
     record = {"hardware": "2 cores of X", "versions": {"torch": "2.15.0"}, "date": "2026-11-22", "figures": figures}
     table = load_script("benchmark").table(record)
     assert "2 cores of X, torch 2.15.0, 2026-11-22" in table
-    assert "| `a/b` | 1.23 | 1 to 2 | 3 | time, ratio |" in table
+    assert "| `a` | b 1.23 (1 to 2), c 1.23 (1 to 2) | 3 | time, ratio |" in table
+    assert "| `a` | d 1.5 (1 to 2) | 3 | ms |" in table and "| `e` | 1.6 (1 to 2) | 3 | ms |" in table
 
 
 @pytest.mark.slow
@@ -46,5 +49,5 @@ def test_writes_figures_a_table_and_a_picture(names, tmp_path):
     for name, figure in record["figures"].items():
         assert figure["n"] == 1 and figure["min"] == figure["median"] == figure["max"] > 0
         assert figure["command"].startswith(f"python scripts/benchmark.py {name.partition('/')[0]}")
-        assert name in (tmp_path / "benchmark.md").read_text() and name in done.stdout
+        assert all(part in (tmp_path / "benchmark.md").read_text() for part in name.split("/")) and name in done.stdout
     assert min(Image.open(tmp_path / "benchmark.png").size) > 200

@@ -173,13 +173,12 @@ def _wait_for_launcher(seconds):
 
     It then exits with 0, so that the launcher's report, which lists all failed processes, names only the first.
     """
-    if "TORCHELASTIC_RUN_ID" in os.environ:
-        sys.stdout.flush()
-        for signum in (signal.SIGTERM, signal.SIGINT):
-            signal.signal(signum, lambda *_: os._exit(0))
-        if _signal_name is not None:
-            os._exit(0)
+    for signum in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(signum, lambda *_: os._exit(0))
+    if _signal_name is None:
         time.sleep(seconds)
+    elif "TORCHELASTIC_RUN_ID" in os.environ:  # it was the launcher's
+        os._exit(0)
 
 
 def _report_to_launcher(line):

@@ -393,7 +393,7 @@ MUTANTS = [
     Mutant(
         "the best checkpoint is deleted",
         "utils/checkpoint.py",
-        "if path != best:",
+        "if path != kept:",
         "if True:",
         "test_mechanisms.py -k best_are_kept",
     ),

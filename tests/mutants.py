@@ -586,9 +586,16 @@ MUTANTS = [
     Mutant(
         "one process has no time to save",
         "utils/exits.py",
-        "SIGNALED_SECONDS = 60",
-        "SIGNALED_SECONDS = 1",
-        "test_faults.py -k ctrl_c",
+        "SAVE_SECONDS = 60",
+        "SAVE_SECONDS = 1",
+        "test_faults.py -k time_to_save",
+    ),
+    Mutant(
+        "two processes have no time to save",
+        "utils/guard.py",
+        "exits.saving_starts()",
+        "pass",
+        "test_faults.py -k time_to_save",
     ),
     Mutant(
         "only the outer error is looked at",

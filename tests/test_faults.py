@@ -159,13 +159,17 @@ def test_signal_to_the_launcher(config, number, reference, tmp_path):
     assert output.count("Traceback") <= 1  # that of the launcher, not one per rank
 
 
-def test_ctrl_c_gives_one_process_time_to_save(tmp_path):
-    """The launcher of a single process exits at once. The process must still finish a slow save."""
+@pytest.mark.parametrize("config", ["cpu", "2cpu"])
+def test_time_to_save_without_a_launcher(config, tmp_path):
+    """Ctrl-C ends the launcher of one process at once, SIGUSR1 any. The processes must still finish a slow save."""
     arguments = ["slow_save", CIFAR, *ENDLESS.split()]
-    started = Started("cpu", "tests/wrapped.py", arguments, output_dir=tmp_path / "run")
+    started = Started(config, "tests/wrapped.py", arguments, output_dir=tmp_path / "run")
     started.wait_for("step      5/")
     workers = [psutil.Process(pid) for pid in started.workers().values()]
-    os.killpg(started.process.pid, signal.SIGINT)
+    if config == "cpu":
+        os.killpg(started.process.pid, signal.SIGINT)
+    else:
+        os.kill(started.process.pid, signal.SIGUSR1)
     started.finish()
     assert all_end(workers)
     assert status(tmp_path / "run")["state"] == "preempted"

@@ -15,13 +15,14 @@ import time
 import traceback
 
 PREEMPTED = 75  # EX_TEMPFAIL of sysexits.h: "try again later"; on this exit code a scheduler may requeue the job
-ORPHAN_SECONDS = 3.5  # time that a process has to save after its launcher died
-SIGNALED_SECONDS = 60  # the same, if the process received a signal before the launcher died
+ORPHAN_SECONDS = 3.5  # time that a process has to agree with the others on a last step after its launcher died
+SAVE_SECONDS = 60  # time to save after that, or after the launcher died if a signal had arrived before
 LOST_CONTACT = "lost contact with another process"
 SAME_COMMAND = "run the same command again to continue"
 
 _signal_name = None
 _in_training = False
+_saving = False
 _failure_hooks = []
 _micro_batch = None
 
@@ -78,6 +79,12 @@ def training_starts():
     _in_training = True
     if _signal_name:
         _exit_at_once()
+
+
+def saving_starts():
+    """Call this when all processes have agreed to stop: it gives this one time to save although the launcher may be dead."""
+    global _saving
+    _saving = True
 
 
 def grace_seconds():
@@ -209,9 +216,11 @@ def _exit_with_launcher(launcher):
     while os.getppid() == launcher:
         time.sleep(0.25)
     # With one process the launcher has no elastic agent: a signal kills it at once, while this process still has to save.
-    seconds = ORPHAN_SECONDS if _signal_name is None else SIGNALED_SECONDS
+    seconds = ORPHAN_SECONDS if _signal_name is None else SAVE_SECONDS
     os.kill(os.getpid(), signal.SIGTERM)
     time.sleep(seconds)
+    if _saving:
+        time.sleep(SAVE_SECONDS)
     # Still running: blocked in a collective with a process that has exited, or in a long step. The last checkpoint is valid.
     os._exit(PREEMPTED)
 

@@ -113,6 +113,8 @@ class Guard:
                 f"another --output_dir (--init_from this run's folder starts from its weights). Samples of that step: {ids}",
                 retry=False,
             )
+        if stop:
+            exits.saving_starts()
         return bool(stop)
 
 

@@ -159,14 +159,17 @@ def cluster(tmp_path_factory):
 
 def test_signal_lost_node_and_time_limit_cost_nothing(cluster, tmp_path):
     """A job gets a stop signal, loses a node, reaches its time limit, and ends with the weights of an uninterrupted run."""
-    # As many steps as take more than a minute, the time limit of one attempt, on a machine of any speed.
+    # On a machine of any speed the time limit of an attempt, in minutes, leaves time to start, and is shorter than the run.
     small = "--dataset synthetic --model net --batch_size 500 --checkpoint_every 50 --eval_every 750 --max_train_steps"
+    start_time = time.monotonic()
     run("2cpu", CIFAR, f"{small} 500", output_dir=tmp_path / "speed")
-    steps = 500 + int(500 * 60 / results(tmp_path / "speed")["train_seconds"])
+    train_seconds = results(tmp_path / "speed")["train_seconds"]
+    minutes = 1 + int(2 * (time.monotonic() - start_time - train_seconds) / 60)
+    steps = 500 + int(500 * 60 * minutes / train_seconds)
     arguments, whole = f"{small} {steps}", tmp_path / "whole"
     run("2cpu", CIFAR, arguments, output_dir=whole)
     folder = cluster.folder / "job" / "runs" / "train_cifar"
-    job = cluster.submit("--nodes=2 --time=1 --signal=B:USR1@1", f"{CIFAR} {arguments}")
+    job = cluster.submit(f"--nodes=2 --time={minutes} --signal=B:USR1@1", f"{CIFAR} {arguments}")
 
     def reached(step):
         lines = metrics(folder, "train") if (folder / "metrics.jsonl").exists() else []

@@ -249,6 +249,13 @@ MUTANTS = [
         "1",
         "test_gpt.py -k tall_matrix",
     ),
+    Mutant(
+        "token shift shows the next byte",
+        "scripts/train_gpt.py",
+        "F.pad(x, (0, 0, 1, -1))",
+        "F.pad(x, (0, 0, -1, 1))",
+        "test_gpt.py -k later_bytes",
+    ),
     Mutant("Muon: one iteration", "utils/muon.py", "range(iterations)", "range(1)", "test_gpt.py -k muon"),
     Mutant("Muon: the rest is updated twice", "utils/muon.py", "weight.grad = None", "pass", "test_gpt.py -k muon"),
     Mutant(

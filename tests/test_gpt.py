@@ -348,6 +348,19 @@ def test_an_epoch_reads_every_byte_once_at_another_offset_than_the_one_before():
     assert len(cuts) >= 4
 
 
+def test_no_prediction_depends_on_later_bytes():
+    torch.manual_seed(0)
+    model = load_script("train_gpt").GPT(n_layer=2, n_head=2, n_embd=16, block_size=12)
+    for weight in model.parameters():
+        torch.nn.init.normal_(weight, std=0.5)
+    text = torch.randint(256, (1, 12))
+    other = text.clone()
+    other[0, 6] = (text[0, 6] + 1) % 256
+    with torch.no_grad():
+        same = torch.isclose(model(text), model(other)).all(2)[0]
+    assert same[:6].all() and not same[6:].any()
+
+
 def test_a_tall_matrix_is_updated_by_as_much_per_row_as_a_square_one():
     weight = torch.nn.Parameter(torch.zeros(96, 24))
     weight.grad = torch.randn(96, 24, generator=torch.Generator().manual_seed(0))

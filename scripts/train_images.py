@@ -57,6 +57,10 @@ PRESETS = {
         epochs=10, batch_size=64, optimizer="adamw", lr=2e-4, weight_decay=0.05, warmup_epochs=1, head_lr_multiplier=10,
         min_scale=0.35,
     ),
+    "small": dict(
+        model="resnet18", image_size=64, epochs=40, batch_size=32, optimizer="adamw", lr=1e-3, weight_decay=0.05,
+        warmup_epochs=5, min_scale=0.35, auto_augment="trivial",
+    ),
     "torchvision": dict(
         epochs=600, batch_size=1024, optimizer="sgd", lr=0.5, weight_decay=2e-5, warmup_epochs=5, auto_augment="trivial",
         random_erasing=0.1, mixup=0.2, cutmix=1.0, ema_decay=0.99998, train_size=176, image_size=224, eval_resize=232,
@@ -336,7 +340,7 @@ def parse_args():
     parser = Parser(description=__doc__.split("\n")[0])
     share, positive = number(float, 0, below=1), number(int, 1)
     group = parser.add_argument_group("model and training (the defaults shown are those of the chosen --preset)")
-    group.add_argument("--preset", choices=PRESETS, default="scratch", help="a set of defaults")
+    group.add_argument("--preset", choices=PRESETS, default="scratch", help="defaults; small: for hundreds of pictures")
     group.add_argument("--model", default="resnet50", help="any classifier of torchvision, by its name there")
     group.add_argument(
         "--weights",
@@ -361,9 +365,7 @@ def parse_args():
     group.add_argument("--eval_resize", type=positive, help="shorter side before the crop in the middle; default: 8/7 of it")
     group.add_argument("--min_scale", type=number(float, 0, above=True), default=0.08, help="smallest part that is cut out")
     group.add_argument("--flip", type=number(float, 0), default=0.5, help="probability of a mirror image")
-    group.add_argument(
-        "--auto_augment", choices=["none", "trivial", "rand"], default="none", help="TrivialAugment, RandAugment"
-    )
+    group.add_argument("--auto_augment", choices=["none", "trivial", "rand"], default="none", help="Trivial- or RandAugment")
     group.add_argument("--random_erasing", type=share, default=0.0, help="probability")
     group.add_argument("--mixup", type=number(float, 0), default=0.0, help="alpha; 0: none")
     group.add_argument("--cutmix", type=number(float, 0), default=0.0, help="alpha; with --mixup, each step has one of them")
@@ -379,9 +381,8 @@ def parse_args():
     group.add_argument("--cache", action="store_true", help="scale all pictures once, and keep them in --cache_dir")
     cache_dir = Path(os.environ.get("HF_HOME", "~/.cache/huggingface")).expanduser() / "train_images"
     group.add_argument("--cache_dir", default=str(cache_dir), help="on a disk of each machine")
-    group.add_argument(
-        "--persistent_workers", action=argparse.BooleanOptionalAction, default=True, help="keep workers between epochs"
-    )
+    keep = argparse.BooleanOptionalAction
+    group.add_argument("--persistent_workers", action=keep, default=True, help="keep workers between epochs")
     parser.set_defaults(num_workers=min(8, image_cache.cores_per_process()), **PRESETS.get(parser.choice("preset"), {}))
     args = parser.parse_training_args()
     pretrained.check_name(args.model)

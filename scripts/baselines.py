@@ -30,6 +30,7 @@ from utils.text_data import Windows, synthetic_text
 
 GPT = dict(n_layer=4, n_head=4, n_embd=128, block_size=64)  # nanoGPT's CPU setting
 GPT_BATCH = 12
+MATRIX, COPIED = 2048, 2**28  # rows and columns; bytes, far more than any cache holds
 RECORD_BATCH, RECORD_EPOCHS = 2000, 8  # airbench94_muon, github.com/KellerJordan/cifar10-airbench
 PICTURES = dict(batch_size=32, num_workers=2, persistent_workers=True)
 
@@ -96,12 +97,45 @@ def cifar_flops(batch_size, size):
     return counter.get_total_flops()
 
 
+def gpt_flops():
+    """The same of a training step of train_gpt.py in nanoGPT's CPU setting."""
+    with torch.device("meta"):
+        model, optimizer = small_gpt()
+        windows = torch.zeros(GPT_BATCH, GPT["block_size"], dtype=torch.int64)
+        with FlopCounterMode(display=False) as counter:
+            F.cross_entropy(model(windows).flatten(0, 1), windows.flatten()).backward()
+            optimizer.step()
+    return counter.get_total_flops()
+
+
+def matrix_product(steps, bf16):
+    """The products of two square matrices; yields after each."""
+    left, right = torch.randn(2, MATRIX, MATRIX, dtype=torch.bfloat16 if bf16 else torch.float32)
+    for _ in range(steps):
+        torch.mm(left, right)
+        yield
+
+
+def copy(steps):
+    """Copies `COPIED` bytes in memory; yields after each copy."""
+    source = torch.zeros(COPIED, dtype=torch.uint8)
+    target = torch.zeros_like(source)
+    for _ in range(steps):
+        target.copy_(source)
+        yield
+
+
+def small_gpt():
+    """The model of train_gpt.py in nanoGPT's CPU setting, and its optimizer."""
+    model = train_gpt.GPT(**GPT)
+    return model, train_gpt.build_optimizer(model, SimpleNamespace(optimizer="muon", **train_gpt.RECIPES["muon"]))
+
+
 def plain_gpt(steps):
     """train_gpt.py as a plain PyTorch loop, in nanoGPT's CPU setting; yields after each step."""
     torch.manual_seed(0)
-    model = train_gpt.GPT(**GPT)
-    args = SimpleNamespace(optimizer="muon", lr_schedule="linear", warmup_steps=50, **train_gpt.RECIPES["muon"])
-    optimizer = train_gpt.build_optimizer(model, args)
+    model, optimizer = small_gpt()
+    args = SimpleNamespace(lr_schedule="linear", warmup_steps=50)
     scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: train_gpt.lr_multiplier(step, steps, args))
     windows = Windows(torch.frombuffer(bytearray(synthetic_text(0)), dtype=torch.uint8), GPT["block_size"])
     for ids in batches(len(windows), GPT_BATCH, steps):
@@ -260,6 +294,7 @@ def connect():
 
 
 LOOPS = (plain_cifar, record_cifar, plain_gpt, usual_gpt, usual_pictures, our_pictures, cached_pictures, tutorial)
+LOOPS += (matrix_product, copy)
 LOOPS = {loop.__name__: loop for loop in LOOPS}
 
 

@@ -20,6 +20,9 @@ their range. It writes `benchmark.json`, `benchmark.md` and `benchmark.png` to `
                         of the recipe of airbench94_muon: the same network, 8 epochs of 50,000 images at full size; /flops: the
                         same of floating-point operations; /accuracy: what train_cifar.py reaches
     checkpoint_share    part of the time that checkpoints of a state of 450 MB block train_gpt.py at its default cadence
+    machine_limit       what the machine can do: operations per second of a matrix product, bytes per second that a copy reads
+                        and writes; and the share of the former that a step of train_cifar.py, with its three image sizes, and
+                        of train_gpt.py reach, optimizer included (in bf16 where the CPU has it; the GPT in float32)
     memory              peak memory of train_cifar.py over that of a plain loop which holds the same data
     gpt                 on tinyshakespeare (--text), in nanoGPT's CPU setting:
     gpt_time            time of train_gpt.py to the validation loss that nanoGPT reports after 2,000 steps (1.88), over the time
@@ -52,7 +55,17 @@ if __name__ == "__main__":
 
 import numpy as np
 import train_cifar
-from baselines import GPT, GPT_BATCH, RECORD_BATCH, RECORD_EPOCHS, PerSample, cifar_flops
+from baselines import (
+    COPIED,
+    GPT,
+    GPT_BATCH,
+    MATRIX,
+    RECORD_BATCH,
+    RECORD_EPOCHS,
+    PerSample,
+    cifar_flops,
+    gpt_flops,
+)
 from PIL import Image
 from torch.utils.data import DataLoader
 
@@ -106,7 +119,7 @@ def environment(bf16=False):
 
 def steady(seconds):
     """Seconds of a step: the 10th percentile, because other programs on the machine can only make a step slower."""
-    return statistics.quantiles(seconds, n=10)[0]
+    return statistics.quantiles(seconds, n=10, method="inclusive")[0]
 
 
 def logged_steps(lines, warm_up):
@@ -325,6 +338,32 @@ def checkpoint_share(args):
     return {"checkpoint_share": (shares, "share of the time")}
 
 
+def machine_limit(args):
+    bf16, batch = topology.cpu_has_bf16(), train_cifar.RECIPES["fastnet"]["batch_size"]
+    steps, recipe = 12 if args.quick else 60, SimpleNamespace(model="fastnet", lr_schedule="linear")
+    common = f"--dataset synthetic --max_train_steps {steps} --eval_every {steps} --checkpoint_every 0 --log_every 1"
+    products = ["float32", *(["bf16"] if bf16 else [])]
+    limits = {name: [] for name in (*products, "copy")}
+    shares = {**{f"cifar_{size}px": [] for size in (24, 28, 32)}, "gpt": []}
+    for _ in range(args.rounds):
+        for name in products:
+            seconds, _ = measure_loop("matrix_product", steps=2 * steps, bf16=name == "bf16")
+            limits[name].append(2e-9 * MATRIX**3 / steady(seconds))
+        seconds, _ = measure_loop("copy", steps=steps)
+        limits["copy"].append(2e-9 * COPIED / steady(seconds))
+        lines, _ = measure_script("train_cifar.py", common, bf16=bf16)
+        for size in (24, 28, 32):
+            logged = [line for line in lines if line["split"] == "train"]
+            seconds = [s["step_seconds"] for s in logged if train_cifar.image_size_at(s["step"] / steps, recipe) == size]
+            limit = limits[products[-1]][-1]
+            shares[f"cifar_{size}px"].append(1e-9 * cifar_flops(batch, size) / steady(seconds) / limit)
+        lines, _ = measure_script("train_gpt.py", f"{common} {gpt_arguments()} --sample_length 1")
+        shares["gpt"].append(1e-9 * gpt_flops() / steady(logged_steps(lines, steps // 2)) / limits["float32"][-1])
+    units = dict.fromkeys(products, "10^9 operations per second") | {"copy": "10^9 bytes per second"}
+    units |= dict.fromkeys(shares, "share of the matrix product")
+    return {f"machine_limit/{name}": (values, units[name]) for name, values in (limits | shares).items()}
+
+
 def memory(args):
     steps, ratios = 6, []
     for _ in range(args.rounds):
@@ -379,6 +418,7 @@ BENCHMARKS = {
     "startup_ratio": startup_ratio,
     "time_to_accuracy": time_to_accuracy,
     "checkpoint_share": checkpoint_share,
+    "machine_limit": machine_limit,
     "memory": memory,
     "gpt": gpt,
 }

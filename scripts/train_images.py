@@ -47,8 +47,8 @@ from utils.mixing import Mix
 from utils.plan import Plan
 from utils.run_folder import RunFolder
 
-# The defaults of each --preset; flags override them. `torchvision` is the recipe of its references/classification for
-# ResNet-50 (80.9 % on ImageNet there, on 8 GPUs), without repeated augmentation.
+# The defaults of each --preset; flags override them. `small` trains from scratch on hundreds of pictures. `torchvision` is the
+# recipe of its references/classification for ResNet-50 (80.9 % on ImageNet there, 8 GPUs), without repeated augmentation.
 PRESETS = {
     "scratch": dict(
         epochs=90, batch_size=256, optimizer="sgd", lr=0.2, weight_decay=5e-5, warmup_epochs=5, auto_augment="trivial"

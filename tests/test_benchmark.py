@@ -6,7 +6,10 @@ import pytest
 from conftest import load_script, run
 from PIL import Image
 
+from utils import topology
+
 SCRIPT = "scripts/benchmark.py"
+PRODUCTS = ["float32", "bf16"] if topology.cpu_has_bf16() else ["float32"]
 
 
 @pytest.mark.parametrize(
@@ -30,6 +33,20 @@ def test_the_table_has_every_figure():
     assert "| `a` | d 1.5 (1 to 2) | 3 | ms |" in table and "| `e` | 1.6 (1 to 2) | 3 | ms |" in table
 
 
+def test_counts_the_operations_of_model_and_optimizer():
+    """Those of the model as in the published formula; three iterations of Muon for 16 square matrices and 8 that are 4:1."""
+    baselines = load_script("baselines")
+    model, _ = baselines.small_gpt()
+    product = 2 * 128**3  # of two square matrices
+    muon = 3 * (16 * 3 * product + 8 * (2 * 4 * product + product))
+    positions = baselines.GPT_BATCH * baselines.GPT["block_size"]
+    assert baselines.gpt_flops() == positions * model.flops_per_token() + muon
+
+
+def test_a_steady_step_is_never_faster_than_the_fastest():
+    assert load_script("benchmark").steady([2.0, 3.0]) >= 2.0
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "names",
@@ -38,6 +55,7 @@ def test_the_table_has_every_figure():
         ["startup_ratio/train_minimal", "startup_ratio/train_cifar", "startup_ratio/train_gpt"],
         ["picture_loading/our", "picture_loading/cached"],
         ["time_to_accuracy", "time_to_accuracy/flops", "time_to_accuracy/accuracy"],
+        [f"machine_limit/{name}" for name in (*PRODUCTS, "copy", "cifar_24px", "cifar_28px", "cifar_32px", "gpt")],
     ],
     ids=lambda names: names[0].partition("/")[0],
 )

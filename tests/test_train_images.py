@@ -6,6 +6,7 @@ import io
 import json
 import os
 import shutil
+import sys
 from types import SimpleNamespace
 
 import numpy as np
@@ -572,6 +573,18 @@ def test_weight_decay_and_learning_rates_of_the_groups():
     for name, parameter in model.named_parameters():
         expected = (1.0 if name.startswith("fc.") else 0.1, 0.3 if parameter.ndim > 1 else 0.0)
         assert found[id(parameter)] == pytest.approx(expected), name
+
+
+@pytest.mark.parametrize("preset", ["scratch", "finetune", "small", "torchvision"])
+def test_a_preset_is_a_set_of_known_options_that_flags_override(preset, monkeypatch, capsys):
+    train_images = load_script("train_images")
+    monkeypatch.setattr(sys, "argv", ["train_images.py", "--dataset", "synthetic", "--preset", preset, "--epochs", "7"])
+    wanted = {**train_images.PRESETS[preset], "epochs": 7}
+    assert wanted.items() <= vars(train_images.parse_args()).items()
+    monkeypatch.setattr(sys, "argv", ["train_images.py", "--help"])
+    with pytest.raises(SystemExit):
+        train_images.parse_args()
+    assert {f"--{name}" for name in wanted} <= set(capsys.readouterr().out.split())
 
 
 def test_the_learning_rate_rises_and_falls():

@@ -7,6 +7,7 @@ import json
 import os
 import pickle
 import shutil
+import signal
 import subprocess
 import sys
 import tempfile
@@ -38,6 +39,9 @@ def pytest_configure(config):
     # CI: there pytest would print the whole difference of what is not equal, thousands of log lines included.
     for name in ("OMP_NUM_THREADS", "ACCELERATE_MIXED_PRECISION", "RANK", "WORLD_SIZE", "CI", "BUILD_NUMBER"):
         os.environ.pop(name, None)
+    # What a shell starts in the background, and all that it starts in turn, ignores Ctrl-C, which is tested here.
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    signal.signal(signal.SIGQUIT, signal.SIG_DFL)
     if warm.ADDRESS not in os.environ and not config.option.collectonly:
         resources = contextlib.ExitStack()
         config.add_cleanup(resources.close)

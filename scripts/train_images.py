@@ -58,8 +58,8 @@ PRESETS = {
         min_scale=0.35,
     ),
     "small": dict(
-        model="resnet18", image_size=64, epochs=40, batch_size=32, optimizer="adamw", lr=1e-3, weight_decay=0.05,
-        warmup_epochs=5, min_scale=0.35, auto_augment="trivial",
+        model="resnet18", image_size=64, epochs=60, batch_size=16, optimizer="adamw", lr=5e-4, weight_decay=0.05,
+        warmup_epochs=3, min_scale=0.35,
     ),
     "torchvision": dict(
         epochs=600, batch_size=1024, optimizer="sgd", lr=0.5, weight_decay=2e-5, warmup_epochs=5, auto_augment="trivial",

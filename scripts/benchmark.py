@@ -348,7 +348,7 @@ def machine_limit(args):
     for _ in range(args.rounds):
         for name in products:
             seconds, _ = measure_loop("matrix_product", steps=2 * steps, bf16=name == "bf16")
-            limits[name].append(2e-9 * MATRIX**3 / steady(seconds))
+            limits[name].append(2e-12 * MATRIX**3 / steady(seconds))
         seconds, _ = measure_loop("copy", steps=steps)
         limits["copy"].append(2e-9 * COPIED / steady(seconds))
         lines, _ = measure_script("train_cifar.py", common, bf16=bf16)
@@ -356,10 +356,10 @@ def machine_limit(args):
             logged = [line for line in lines if line["split"] == "train"]
             seconds = [s["step_seconds"] for s in logged if train_cifar.image_size_at(s["step"] / steps, recipe) == size]
             limit = limits[products[-1]][-1]
-            shares[f"cifar_{size}px"].append(1e-9 * cifar_flops(batch, size) / steady(seconds) / limit)
+            shares[f"cifar_{size}px"].append(1e-12 * cifar_flops(batch, size) / steady(seconds) / limit)
         lines, _ = measure_script("train_gpt.py", f"{common} {gpt_arguments()} --sample_length 1")
-        shares["gpt"].append(1e-9 * gpt_flops() / steady(logged_steps(lines, steps // 2)) / limits["float32"][-1])
-    units = dict.fromkeys(products, "10^9 operations per second") | {"copy": "10^9 bytes per second"}
+        shares["gpt"].append(1e-12 * gpt_flops() / steady(logged_steps(lines, steps // 2)) / limits["float32"][-1])
+    units = dict.fromkeys(products, "10^12 operations per second") | {"copy": "10^9 bytes per second"}
     units |= dict.fromkeys(shares, "share of the matrix product")
     return {f"machine_limit/{name}": (values, units[name]) for name, values in (limits | shares).items()}
 

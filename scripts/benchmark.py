@@ -360,7 +360,7 @@ def machine_limit(args):
         lines, _ = measure_script("train_gpt.py", f"{common} {gpt_arguments()} --sample_length 1")
         shares["gpt"].append(1e-12 * gpt_flops() / steady(logged_steps(lines, steps // 2)) / limits["float32"][-1])
     units = dict.fromkeys(products, "10^12 operations per second") | {"copy": "10^9 bytes per second"}
-    units |= dict.fromkeys(shares, "share of the matrix product")
+    units |= dict.fromkeys(shares, "operations per second, ratio")
     return {f"machine_limit/{name}": (values, units[name]) for name, values in (limits | shares).items()}
 
 

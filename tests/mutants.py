@@ -736,6 +736,14 @@ MUTANTS = [
         "pass",
         "test_init_from.py",
     ),
+    Mutant("a preset sets no option", IMAGES, "random_erasing=0.1,", "random_erase=0.1,", "test_train_images.py -k preset"),
+    Mutant(
+        "the backward pass is not counted",
+        "scripts/baselines.py",
+        "F.cross_entropy(model(windows).flatten(0, 1), windows.flatten()).backward()",
+        "F.cross_entropy(model(windows).flatten(0, 1), windows.flatten())",
+        "test_benchmark.py -k counts",
+    ),
     Mutant(
         "the job is not requeued",
         "scripts/submit.sbatch",

@@ -283,6 +283,8 @@ def benchmark(path, figures):
     Args:
         figures (dict): name -> `median`, `min`, `max` and `unit`.
     """
+    from matplotlib.ticker import LogLocator, NullLocator
+
     ratios = {name: figure for name, figure in figures.items() if figure["unit"].endswith("ratio")}
     figure, axis = subplots(1, 1, figsize=(8, 0.4 * max(len(ratios), 1) + 1.3))
     for row, values in enumerate(reversed(ratios.values())):
@@ -292,6 +294,9 @@ def benchmark(path, figures):
         axis.annotate(f"{middle:.3g}", (middle, row), xytext=(0, 6), textcoords="offset points", ha="center")
     axis.axvline(1, color="gray", linewidth=1)
     axis.set_xscale("log")
+    axis.xaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
+    axis.xaxis.set_major_formatter("{x:g}")
+    axis.xaxis.set_minor_locator(NullLocator())
     axis.set_yticks(range(len(ratios)), list(reversed(ratios)))
     axis.set_ylim(-0.5, len(ratios) - 0.3)
     axis.set_xlabel("ratio to the other side (median and range of the rounds)")

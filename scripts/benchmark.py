@@ -156,9 +156,9 @@ def loop_overhead(args):
             milliseconds.append(1e3 * (ours - theirs))
             ratios.append(ours / theirs)
         if theirs >= 0.02:
-            values[f"loop_overhead/{name}"] = ratios, "time per step, ratio"
+            values[f"loop_overhead/{name}"] = ratios, "time per step over a plain PyTorch loop (less is better), ratio"
         else:
-            values[f"loop_overhead/{name}"] = milliseconds, "ms per step"
+            values[f"loop_overhead/{name}"] = milliseconds, "ms per step above a plain PyTorch loop (less is better)"
     return values
 
 
@@ -182,7 +182,8 @@ def tutorial_speedup(args):
         speeds["train_cifar.py"].append(batch * (steps - 1) / sum(logged_steps(lines, 1)))
     for name in names:
         print(f"    {name:20} {statistics.median(speeds[name]):8,.0f} samples/s")
-    return {"tutorial_speedup": (ratios_of(speeds["train_cifar.py"], speeds["tutorial"]), "samples per second, ratio")}
+    unit = "samples per second over the usual tutorial (more is better), ratio"
+    return {"tutorial_speedup": (ratios_of(speeds["train_cifar.py"], speeds["tutorial"]), unit)}
 
 
 def pipeline_speedup(args):
@@ -208,7 +209,8 @@ def pipeline_speedup(args):
             values.append(images / (time.perf_counter() - start_time))
     for load, values in speeds.items():
         print(f"    {load.__name__:20} {statistics.median(values):8,.0f} images/s")
-    return {"pipeline_speedup": (ratios_of(speeds[ours], speeds[usual]), "images per second, ratio")}
+    unit = "images per second over per-sample transforms (more is better), ratio"
+    return {"pipeline_speedup": (ratios_of(speeds[ours], speeds[usual]), unit)}
 
 
 def picture_loading(args):
@@ -222,7 +224,7 @@ def picture_loading(args):
                 values.append(count * (passes - 1) / sum(seconds[1:]))  # the first pass starts the workers
     for name, values in speeds.items():
         print(f"    {name:20} {statistics.median(values):8,.0f} images/s")
-    unit, usual = "images per second, ratio", speeds.pop("usual_pictures")
+    unit, usual = "images per second over ImageFolder (more is better), ratio", speeds.pop("usual_pictures")
     return {f"picture_loading/{name.partition('_')[0]}": (ratios_of(ours, usual), unit) for name, ours in speeds.items()}
 
 
@@ -248,7 +250,8 @@ def scaling_efficiency(args):
         lines, _ = measure_script(script, f"{arguments} --batch_size {2 * batch}", processes=2)
         together.append(2 * batch / statistics.median(logged_steps(lines, 10)))
         apart.append(sum(side_by_side(script, f"{arguments} --batch_size {batch}", batch)))
-    return {"scaling_efficiency": (ratios_of(together, apart), "samples per second, ratio")}
+    unit = "samples per second over two independent runs (more is better), ratio"
+    return {"scaling_efficiency": (ratios_of(together, apart), unit)}
 
 
 def side_by_side(script, arguments, batch):
@@ -284,7 +287,10 @@ def time_to_accuracy(args):
         values[""].append(results["train_seconds"] / (record_steps * statistics.median(seconds[1:])))
         values["/flops"].append(flops / (record_steps * cifar_flops(RECORD_BATCH, 32)))
         values["/accuracy"].append(results["test_accuracy_tta"])
-    units = {"": "time, ratio", "/flops": "floating-point operations, ratio", "/accuracy": "test accuracy"}
+    units = {
+        name: f"{what} over the record recipe (less is better), ratio" for name, what in (("", "time"), ("/flops", "FLOPs"))
+    }
+    units["/accuracy"] = "test accuracy (more is better)"
     return {f"time_to_accuracy{name}": (rounds, units[name]) for name, rounds in values.items()}
 
 
@@ -322,7 +328,8 @@ def startup_ratio(args):
                 process.communicate()
     for name, values in seconds.items():
         print(f"    {name:20} {statistics.median(values):6.2f} s to the first step")
-    return {f"startup_ratio/{name}": (ratios_of(seconds[name], seconds["five_lines"]), "seconds, ratio") for name in arguments}
+    unit = "seconds to the first step over a five-line script (less is better), ratio"
+    return {f"startup_ratio/{name}": (ratios_of(seconds[name], seconds["five_lines"]), unit) for name in arguments}
 
 
 def checkpoint_share(args):
@@ -335,7 +342,7 @@ def checkpoint_share(args):
         saves = [line["seconds"] for line in lines if line["split"] == "checkpoint"]
         shares.append(statistics.median(saves) / (cadence * statistics.median(logged_steps(lines, 2))))
     print(f"    a checkpoint takes {statistics.median(saves):.2f} s")
-    return {"checkpoint_share": (shares, "share of the time")}
+    return {"checkpoint_share": (shares, "share of the training time (less is better)")}
 
 
 def machine_limit(args):
@@ -360,7 +367,7 @@ def machine_limit(args):
         lines, _ = measure_script("train_gpt.py", f"{common} {gpt_arguments()} --sample_length 1")
         shares["gpt"].append(1e-12 * gpt_flops() / steady(logged_steps(lines, steps // 2)) / limits["float32"][-1])
     units = dict.fromkeys(products, "10^12 operations per second") | {"copy": "10^9 bytes per second"}
-    units |= dict.fromkeys(shares, "operations per second, ratio")
+    units |= dict.fromkeys(shares, "operations per second over a matrix product (more is better), ratio")
     return {f"machine_limit/{name}": (values, units[name]) for name, values in (limits | shares).items()}
 
 
@@ -370,7 +377,7 @@ def memory(args):
         _, plain = measure_loop("plain_cifar", model="fastnet", batch_size=480, steps=steps)
         _, results = measure_script("train_cifar.py", f"--dataset synthetic --max_train_steps {steps} --checkpoint_every 0")
         ratios.append(results["peak_memory_bytes"] / plain)
-    return {"memory": (ratios, "peak bytes, ratio")}
+    return {"memory": (ratios, "peak memory over a plain PyTorch loop (less is better), ratio")}
 
 
 def gpt(args):
@@ -395,8 +402,8 @@ def gpt(args):
             if results["val_loss"] <= NANOGPT_LOSS:
                 break
         values["gpt_time"].append(short * step_seconds / budget)
-    units = {"gpt_time": "time, ratio", "gpt_step": "ms per step"}
-    return {name: (rounds, units.get(name, "nats per byte")) for name, rounds in values.items()}
+    units = {"gpt_time": "time over the usual GPT (less is better), ratio", "gpt_step": "ms per step (less is better)"}
+    return {name: (rounds, units.get(name, "nats per byte (less is better)")) for name, rounds in values.items()}
 
 
 def gpt_arguments():

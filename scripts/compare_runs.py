@@ -1,13 +1,14 @@
-"""Compares several runs: draws their curves over one another, and prints how they differ.
+"""Compares several runs: overlays their curves, and prints their results and how their arguments differ.
 
     python scripts/compare_runs.py runs/a runs/b runs/c
     python scripts/compare_runs.py runs/seed* --metric loss --smoothing 0.98
 
 Writes `compare_runs.png` to `--output_dir`: the training loss, raw and smoothed, and the metric of the evaluations, by
-optimizer step, by sample and by time. Time is that of training: evaluations, checkpoints and interruptions do not count. The
-table lists the arguments that differ, and the last and best value of the metric. Works while the runs are still training.
+optimizer step, by sample and by time. Time is that of training: evaluations, checkpoints and interruptions do not count. Prints
+the metric of the last and of the best evaluation, and the arguments that differ. Works while the runs are still training.
 """
 
+import math
 import sys
 from pathlib import Path
 
@@ -23,8 +24,8 @@ def read_run(folder):
     """Reads one run.
 
     Returns:
-        dict: `name`, `arguments` (dict), `points`: split -> list of dicts, the lines of that split in metrics.jsonl, each with
-        `samples` and `seconds` (of training) so far.
+        dict: `name`; `arguments` (dict, with `processes` and `mixed_precision`); `points`: split -> list of dicts, the lines of
+        that split in metrics.jsonl, each with `samples` and `seconds` (of training) so far.
     """
     folder = Path(folder)
     record, path = read_json(folder / "args.json"), folder / "metrics.jsonl"
@@ -38,7 +39,8 @@ def read_run(folder):
             step = line["step"]
         place = {"samples": line["step"] * batch_size, "seconds": seconds}
         points.setdefault(line["split"], []).append(line | place)
-    return {"name": folder.name, "arguments": record["arguments"], "points": points}
+    topology = {name: record["topology"][name] for name in ("processes", "mixed_precision")}
+    return {"name": folder.name, "arguments": record["arguments"] | topology, "points": points}
 
 
 def name_apart(runs, folders):
@@ -54,7 +56,7 @@ def choose_metric(runs, wanted):
     names = []
     for run in runs:
         lines = [line for split in ("val", "test") for line in run["points"].get(split, ())]
-        names.append({name for line in lines for name in line if name not in ("split", "step", "epoch", "samples", "seconds")})
+        names.append({name for line in lines for name in line} - {"split", "step", "epoch", "score", "samples", "seconds"})
     common = set.intersection(*names)
     for name in [wanted] if wanted else ["accuracy", "loss", *sorted(common)]:
         if name in common:
@@ -64,18 +66,24 @@ def choose_metric(runs, wanted):
 
 
 def table(runs, metric):
-    """The last and best value of `metric` in each run, and the arguments in which the runs differ, as text."""
-    best_of = min if metric in ("loss", "bits_per_byte") else max
-    arguments = sorted({name for run in runs for name in run["arguments"]} - MAY_CHANGE - {"init_from"})
-    differing = [name for name in arguments if len({str(run["arguments"].get(name)) for run in runs}) > 1]
-    rows = [("run", "steps", "samples", "seconds", f"last {metric}", f"best {metric}", *differing)]
+    """Two tables, as text: `metric` of the last and of the best evaluation of each run, and the arguments that differ.
+
+    The best evaluation is that with the highest score, whose checkpoint is kept. An argument that some run does not have,
+    because it is of another script, is left out.
+    """
+    rows = [("run", "steps", "samples", "seconds", f"last {metric}", f"{metric} at best score")]
     for run in runs:
         last = run["points"]["train"][-1] if "train" in run["points"] else dict(step=0, samples=0, seconds=0.0)
-        values = [line[metric] for split in ("val", "test") for line in run["points"].get(split, ()) if metric in line]
+        lines = [line for split in ("val", "test") for line in run["points"].get(split, ()) if metric in line]
+        best = max(lines, key=lambda line: line.get("score", -math.inf))
         length = (f"{last['step']:,}", f"{last['samples']:,}", f"{last['seconds']:.1f}")
-        own = [str(run["arguments"].get(name)) for name in differing]
-        rows.append((run["name"], *length, f"{values[-1]:.4f}", f"{best_of(values):.4f}", *own))
-    return report.columns(rows)
+        rows.append((run["name"], *length, f"{lines[-1][metric]:.4f}", f"{best[metric]:.4f}"))
+    shared = set.intersection(*(set(run["arguments"]) for run in runs)) - MAY_CHANGE
+    values = {name: [str(run["arguments"][name]) for run in runs] for name in sorted(shared)}
+    differing = [(name, *own) for name, own in values.items() if len(set(own)) > 1]
+    if not differing:
+        return report.columns(rows)
+    return f"{report.columns(rows)}\n\n{report.columns([('argument', *(run['name'] for run in runs)), *differing])}"
 
 
 def main():
@@ -93,9 +101,11 @@ def main():
 def parse_args():
     parser = Parser(description=__doc__.split("\n")[0])
     parser.add_argument("runs", nargs="+", metavar="RUN", help="folder of a run (--output_dir of a training script)")
-    parser.add_argument("--metric", help="of the evaluations; default: accuracy, or else loss")
+    parser.add_argument("--metric", help="metric of the evaluations; default: accuracy, or else loss")
     parser.add_argument(
-        "--smoothing", type=number(float, 0, below=1), default=0.9, help="of the training loss: 0 none, 0.99 much"
+        "--smoothing",
+        type=number(float, 0, below=1),
+        help="weight of the past in the smoothed training loss, per log line; default: averages over a twentieth of each run",
     )
     parser.add_argument("--output_dir", default="runs", help="folder for compare_runs.png")
     args = parser.parse_args()

@@ -62,8 +62,10 @@ def main():
 def evaluate_cifar(accelerator, args, state, config, trained, file):
     """Evaluates a model of train_cifar.py on the test split."""
     name = args.model or (config or {}).get("model") or trained.get("model")
+    if "n_embd" in (config or trained):
+        raise UserError(f"{file} is a GPT: sample from it with `python scripts/train_gpt.py --sample {args.checkpoint}`")
     if name is None:
-        raise UserError(f"{file} does not name its model: give --model")
+        raise UserError(f"{file} does not name its model: if it is one of train_cifar.py, give --model")
     if name not in RECIPES:
         raise UserError(f"{file} is not a model of train_cifar.py or train_images.py, but '{name}'")
     dataset, seed = args.dataset or trained.get("dataset", "uoft-cs/cifar10"), trained.get("seed", 0)
@@ -211,7 +213,9 @@ def records(file):
 
 def parse_args():
     parser = Parser(description=__doc__.split("\n")[0])
-    parser.add_argument("--checkpoint", required=True, help="a run's folder, a checkpoint's folder or a .safetensors file")
+    parser.add_argument(
+        "--checkpoint", required=True, help="a run's folder (its final weights), a checkpoint's folder or a .safetensors"
+    )
     parser.add_argument("--images", metavar="FOLDER", help="classify the pictures in this folder, or this file")
     parser.add_argument("--dataset", help="default: the one that the model was trained on")
     parser.add_argument("--model", help="default: the one in the records of the run")

@@ -304,7 +304,7 @@ def parse_args():
     group.add_argument("--model", choices=RECIPES, default="fastnet", help="network to train")
     parser.add_training_arguments(group)
     parser.add_optimizer_arguments(group)
-    group.add_argument("--momentum", type=number(float, 0, above=True), default=0.85, help="of SGD")
+    group.add_argument("--momentum", type=number(float, 0, above=True), default=0.85, help="momentum of SGD")
     group.add_argument(
         "--warmup", type=number(float, 0, below=1), default=0.2, help="fraction of the steps in which the learning rate rises"
     )
@@ -312,7 +312,7 @@ def parse_args():
     group.add_argument("--compile", action="store_true", help="torch.compile the model")
     group.add_argument("--sync_batchnorm", action="store_true", help="batch norm over all processes; on GPUs")
     group = parser.add_argument_group("augmentation and evaluation")
-    group.add_argument("--label_smoothing", type=number(float, 0), default=0.0, help="0: none")
+    group.add_argument("--label_smoothing", type=number(float, 0), default=0.0, help="label smoothing; 0: none")
     group.add_argument("--padding", type=number(int, 0), default=2, help="largest random shift in pixels")
     group.add_argument("--cutout", type=number(int, 0), default=0, help="side of the masked square in pixels; 0: none")
     group.add_argument("--tta", action="store_true", help="also report test-time augmented accuracy")

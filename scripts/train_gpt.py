@@ -292,7 +292,7 @@ def main():
     if peak:
         rates["mfu"] = args.block_size * flops / peak
     step = run.start(scheduler, rates)  # accelerator.load_state, if there is a checkpoint
-    run.print(f"{parameters:,} parameters, {flops / 1e6:.1f} million floating-point operations per byte")
+    run.print(f"{parameters:,} parameters, {flops / 1e6:.1f} MFLOP per byte of training")
     guard = Guard(accelerator, args.timeout)
     train_loss, val_loss = math.inf, None
     with report.profiler(accelerator, run.path, args.profile) as profiler:
@@ -352,11 +352,11 @@ def main():
 def parse_args():
     parser = Parser(description=__doc__.split("\n")[0])
     group = parser.add_argument_group("model")
-    group.add_argument("--n_layer", type=number(int, 1), default=6, help="blocks")
+    group.add_argument("--n_layer", type=number(int, 1), default=6, help="number of blocks")
     group.add_argument("--n_head", type=number(int, 1), default=6, help="attention heads per block")
-    group.add_argument("--n_embd", type=number(int, 2), default=384, help="width")
+    group.add_argument("--n_embd", type=number(int, 2), default=384, help="width of the embedding")
     group.add_argument("--block_size", type=number(int, 1), default=256, help="bytes of context")
-    group.add_argument("--dropout", type=number(float, 0), default=0.0, help="probability")
+    group.add_argument("--dropout", type=number(float, 0), default=0.0, help="dropout probability")
     group.add_argument("--activation_checkpointing", action="store_true", help="less memory, a third more computation")
     group.add_argument("--compile", action="store_true", help="torch.compile the model")
     group = parser.add_argument_group("training (a sample is a window of block_size bytes)")
@@ -364,7 +364,7 @@ def parse_args():
     parser.add_training_arguments(group)
     parser.add_optimizer_arguments(group)
     group.add_argument("--lr_schedule", choices=["linear", "cosine", "constant"], default="linear", help="after warm-up")
-    group.add_argument("--warmup_steps", type=number(int, 0), default=50, help="steps of rising learning rate; at most a tenth")
+    group.add_argument("--warmup_steps", type=number(int, 0), default=50, help="steps of warm-up, at most a tenth of all")
     group.add_argument("--peak_tflops", type=number(float, 0, above=True), help="peak of one GPU, for MFU; known for some GPUs")
     parser.add_run_arguments()
     parser.add_data_arguments("karpathy/tiny_shakespeare", "Hub id, local text file or folder, or `synthetic`")
@@ -376,9 +376,9 @@ def parse_args():
     group = parser.add_argument_group("samples")
     group.add_argument("--sample", metavar="PATH", help="do not train: generate text with the weights of a run")
     group.add_argument("--prompt", default="\n", help="text to continue")
-    group.add_argument("--sample_length", type=number(int, 1), default=300, help="bytes")
+    group.add_argument("--sample_length", type=number(int, 1), default=300, help="bytes to sample")
     group.add_argument("--sample_sharded", action="store_true", help="sample at evaluations with FSDP too, which is slow")
-    group.add_argument("--temperature", type=number(float, 0), default=0.8, help="0: always the most likely byte")
+    group.add_argument("--temperature", type=number(float, 0), default=0.8, help="of sampling; 0: always the most likely byte")
     group.add_argument("--top_k", type=number(int, 1), help="sample from this many bytes; default: from all")
     # In steps: an epoch of a small text takes seconds, and the length of a stream's epoch is unknown.
     parser.set_defaults(epochs=10, batch_size=64, max_grad_norm=1.0, eval_every=250, checkpoint_every=250)

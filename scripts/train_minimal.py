@@ -35,7 +35,7 @@ from utils.run_folder import RunFolder
 
 @torch.no_grad()
 def evaluate(accelerator, model, loader):
-    """Accuracy over the held-out points, each counted once: `gather_for_metrics` drops those repeated in the last batch."""
+    """The metric of the held-out data; counts each sample once: `gather_for_metrics` drops those repeated in the last batch."""
     model.eval()
     correct = [accelerator.gather_for_metrics(model(x).argmax(1) == y) for _, x, y in loader]
     model.train()
@@ -52,11 +52,11 @@ def main():
     accelerator = Accelerator(cpu=topology.check_launch(training=True), dataloader_config=loading, kwargs_handlers=[timeout])
     topology.print_banner(accelerator, args.batch_size)
     set_seed(args.seed)  # the same points and weights on every process
-    points = torch.randn(997 + max(2880, args.batch_size), 2)
+    held_out, points = 997, torch.randn(997 + max(2880, args.batch_size), 2)  # 997: no number of processes divides it
     labels = (points.prod(1) > 0).long()  # class 1: both numbers have the same sign
     data = TensorDataset(torch.arange(len(points)), points, labels)  # EDIT: data; a batch is (ids, inputs, labels)
-    train_loader = DataLoader(Subset(data, range(997, len(data))), args.batch_size, shuffle=True, drop_last=True)
-    val_loader = DataLoader(Subset(data, range(997)), 128 * accelerator.num_processes)  # 997: no number of processes divides it
+    train_loader = DataLoader(Subset(data, range(held_out, len(data))), args.batch_size, shuffle=True, drop_last=True)
+    val_loader = DataLoader(Subset(data, range(held_out)), 128 * accelerator.num_processes)
     plan = Plan.from_args(args, len(train_loader.dataset))
     run = RunFolder(args, accelerator)
     run.open(plan)  # the folder is empty, or has a run to continue, or a finished run
@@ -78,9 +78,9 @@ def main():
             accelerator.backward(loss)
             optimizer.step()
             optimizer.zero_grad()
-            stop = guard.should_stop(step, [loss.detach()], [ids])  # has a signal reached any process?
+            stop = guard.should_stop(step, [loss.detach()], [ids])  # did any process receive a signal?
             if plan.log_due(step):
-                run.log("train", step, loss=accelerator.reduce(loss.detach(), "mean").item(), lr=args.lr)  # not one per rank
+                run.log("train", step, loss=accelerator.reduce(loss.detach(), "mean").item(), lr=args.lr)  # once, not per rank
             if plan.evaluation_due(step):
                 accuracy = evaluate(accelerator, model, val_loader)
                 run.log("val", step, score=accuracy, accuracy=accuracy)  # the checkpoint with the best score is kept

@@ -15,11 +15,13 @@ SCRIPT = "scripts/compare_runs.py"
 def made_run(folder, seconds=(0.5, 0.25), **arguments):
     """Writes the files of a run with two log lines, ten steps apart, and two evaluations."""
     folder.mkdir(parents=True)
-    (folder / "args.json").write_text(json.dumps({"arguments": {"batch_size": 20, "lr": 0.1, "log_every": 10, **arguments}}))
+    topology = {"processes": arguments.pop("processes", 1), "mixed_precision": "no"}
+    arguments = {"batch_size": 20, "lr": 0.1, "log_every": 10, **arguments}
+    (folder / "args.json").write_text(json.dumps({"arguments": arguments, "topology": topology}))
     lines = [{"split": "train", "step": 10 * (i + 1), "loss": 2.0 - i, "step_seconds": s} for i, s in enumerate(seconds)]
     lines += [
-        {"split": "val", "step": 10, "loss": 1.5, "accuracy": 0.75},
-        {"split": "val", "step": 20, "loss": 1.2, "accuracy": 0.5},
+        {"split": "val", "step": 10, "loss": 1.5, "accuracy": 0.75, "score": 0.75},
+        {"split": "val", "step": 20, "loss": 1.2, "accuracy": 0.5, "score": 0.5},
     ]
     (folder / "metrics.jsonl").write_text("".join(f"{json.dumps(line)}\n" for line in lines) + '{"split": "tr')
     return folder
@@ -28,8 +30,9 @@ def made_run(folder, seconds=(0.5, 0.25), **arguments):
 def test_two_real_runs(reference, tmp_path):
     one, two = reference("cpu").folder, reference("2cpu", 2).folder
     done = run(None, SCRIPT, [str(one), str(two)], output_dir=tmp_path)
-    header, first, second, _ = done.stdout.splitlines()
-    assert header.split() == ["run", "steps", "samples", "seconds", "last", "accuracy", "best", "accuracy"]
+    header, first, second, *differing = done.stdout.splitlines()[:-1]
+    assert header.split() == "run steps samples seconds last accuracy accuracy at best score".split()
+    assert [line.split() for line in differing] == [[], ["argument", "cpu", "2cpu"], ["processes", "1", "2"]]
     assert first.split()[:3] == ["cpu", "14", "7,000"] and second.split()[0] == "2cpu"
     assert min(Image.open(tmp_path / "compare_runs.png").size) > 700
     assert "--model net" in SMALL  # so that both have the same accuracy
@@ -38,15 +41,17 @@ def test_two_real_runs(reference, tmp_path):
 
 def test_time_samples_and_differing_arguments(tmp_path):
     script = load_script("compare_runs")
-    folders = [made_run(tmp_path / "a" / "run"), made_run(tmp_path / "b" / "run", lr=0.3, log_every=5)]
+    other = dict(lr=0.3, log_every=5, another_scripts=True, processes=2)
+    folders = [made_run(tmp_path / "a" / "run"), made_run(tmp_path / "b" / "run", **other)]
     runs = [script.read_run(folder) for folder in folders]
     script.name_apart(runs, folders)
     assert [(p["samples"], p["seconds"]) for p in runs[0]["points"]["train"]] == [(200, 5.0), (400, 7.5)]
-    header, first, second = script.table(runs, "accuracy").splitlines()
-    assert header.split()[-1] == "lr"  # --log_every does not change results
-    assert first.split() == ["a/run", "20", "400", "7.5", "0.5000", "0.7500", "0.1"]
-    assert second.split()[0] == "b/run" and second.split()[-1] == "0.3"
-    assert script.table(runs, "loss").splitlines()[1].split()[4:6] == ["1.2000", "1.2000"]  # a lower loss is better
+    _, first, second, _, *differing = (line.split() for line in script.table(runs, "accuracy").splitlines())
+    assert first == ["a/run", "20", "400", "7.5", "0.5000", "0.7500"] and second[0] == "b/run"
+    # --log_every does not change results.
+    assert differing == [["argument", "a/run", "b/run"], ["lr", "0.1", "0.3"], ["processes", "1", "2"]]
+    assert script.table(runs, "loss").splitlines()[1].split()[4:] == ["1.2000", "1.5000"]  # of the best score, not loss
+    assert "argument" not in script.table(runs[:1], "accuracy")
 
 
 def test_smoothing_has_no_bias_towards_the_first_value():

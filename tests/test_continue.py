@@ -39,8 +39,28 @@ def test_a_finished_run_trains_longer(finished, tmp_path):
     folder = copy(finished["minimal"], tmp_path)
     done = run("cpu", MINIMAL, SHORT.replace("--epochs 2", "--epochs 3"), output_dir=folder)
     assert "length changed from 60 to 90 steps: the learning rate does not depend on it" in done.stdout
+    assert "changed since that checkpoint" not in done.stdout
     assert results(folder)["global_step"] == 90 and results(folder)["resumed_from"] == 60
     assert [line["step"] for line in metrics(folder, "train")] == [30, 60, 90]
+
+
+def test_what_else_changed_is_said_and_recorded(finished, tmp_path):
+    """Another number of processes or precision is allowed, but the weights are not exactly the same."""
+    folder, longer = copy(finished["minimal"], tmp_path), SHORT.replace("--epochs 2", "--epochs 3")
+    done = run("2cpu", MINIMAL, longer, output_dir=folder, launcher=("--mixed_precision", "bf16"))
+    assert "processes 1 -> 2" in done.stdout and "mixed precision no -> bf16" in done.stdout
+    assert done.stdout.count("The final weights will not be exactly those of an uninterrupted run") == 1
+    starts = json.loads((folder / "args.json").read_text())["starts"]
+    assert [(start["step"], start["processes"], start["mixed_precision"]) for start in starts] == [
+        (0, 1, "no"),
+        (60, 2, "bf16"),
+    ]
+
+
+def test_a_folder_of_another_script_is_named(finished, tmp_path):
+    folder = copy(finished["cifar"], tmp_path)
+    done = run("cpu", MINIMAL, SHORT, output_dir=folder, check=False)
+    assert f"error: {folder} holds a run of train_cifar.py, not train_minimal.py: use another --output_dir" in done.stderr
 
 
 def test_the_schedule_spans_the_new_length_from_the_first_step_on(finished, tmp_path):

@@ -25,12 +25,16 @@ def test_the_worked_example_is_short_and_trains(tmp_path):
     shutil.copy(ROOT / "scripts" / "train_minimal.py", project)
     subprocess.run(["git", "apply", str(EXAMPLE)], cwd=project, check=True)
     shutil.move(project / "train_minimal.py", project / "regression.py")
-    rows = [(i % 31 / 31, i % 17 / 17) for i in range(1000)]
-    (project / "numbers.csv").write_text("a,b,product\n" + "".join(f"{a},{b},{a * b + 2}\n" for a, b in rows))
+    rows = [(i % 31 / 31, i % 17 / 17) for i in range(1000)]  # and a column that is the same in all rows
+    (project / "numbers.csv").write_text("a,b,c,result\n" + "".join(f"{a},{b},7,{100 * a * b + 2}\n" for a, b in rows))
     run("2cpu", "regression.py", f"--csv {project / 'numbers.csv'} --epochs 30", root=project, output_dir=tmp_path / "run")
     assert status(tmp_path / "run")["state"] == "finished"
     errors = [line["rmse"] for line in metrics(tmp_path / "run", "val")]
-    assert results(tmp_path / "run")["val_rmse"] == errors[-1] < 0.1  # of a standard deviation
+    assert 0.2 < results(tmp_path / "run")["val_rmse"] == errors[-1] < 2.2  # a tenth of the standard deviation of the results
+    header = (tmp_path / "run" / "model.safetensors").read_bytes()[:2000]
+    assert b"mean" in header and b"std" in header  # without them the model cannot be used
+    done = run("2cpu", "regression.py", "--csv nowhere.csv", root=project, output_dir=tmp_path / "other", check=False)
+    assert done.stderr.count("error: cannot read --csv nowhere.csv") == 1 and "Traceback" not in done.stderr.split("error:")[0]
 
 
 def test_a_copy_writes_to_a_folder_of_its_own_name(tmp_path):

@@ -104,7 +104,7 @@ class Parser(argparse.ArgumentParser):
         )
         group.add_argument("--push_to_hub", metavar="REPO", help="upload the finished run to this model repository of the Hub")
         group.add_argument("--eval_every", type=at_least_1, help="optimizer steps between evaluations")
-        group.add_argument("--log_every", type=at_least_1, default=10, help="optimizer steps between log lines")
+        group.add_argument("--log_every", type=at_least_1, help="optimizer steps between log lines")
         group.add_argument("--seed", type=at_least_0, default=0, help="seed of weights, order and augmentation")
         group.add_argument(
             "--timeout", type=at_least_1, default=600, help="seconds to wait for another process before giving up"
@@ -163,6 +163,8 @@ class _HelpFormatter(argparse.ArgumentDefaultsHelpFormatter):
     def _get_help_string(self, action):
         if action.default is None and action.dest in ("checkpoint_every", "eval_every"):
             return f"{action.help} (default: an epoch)"
+        if action.default is None and action.dest == "log_every":
+            return f"{action.help} (default: 10, or a fifth of an epoch if that is less)"
         if action.default is None or action.default is False:
             return action.help
         return super()._get_help_string(action)
@@ -175,7 +177,7 @@ def number(kind, low, *, above=False, below=float("inf")):
         try:
             value = kind(text)
         except ValueError:
-            raise argparse.ArgumentTypeError(f"'{text}' is not a number of type {kind.__name__}") from None
+            raise argparse.ArgumentTypeError(f"'{text}' is not {'an integer' if kind is int else 'a number'}") from None
         if not (value > low if above else value >= low) or value >= below:
             limit = "finite" if below == float("inf") else f"below {below}"
             raise argparse.ArgumentTypeError(f"must be {'above' if above else 'at least'} {low} and {limit}, not {text}")

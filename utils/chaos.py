@@ -70,8 +70,8 @@ def main():
             if difference:
                 raise SystemExit(1)
             shutil.rmtree(run)
-    counts = ", ".join(f"{count} x {victim}" for victim, count in victims.items())
-    print(f"{kills} kills ({counts}) in {rounds} runs: every run ended with the weights and metrics of the uninterrupted one")
+    counts = ", ".join(f"{victim} {count} times" for victim, count in victims.items() if count)
+    print(f"{kills} kills ({counts}) in {rounds} run(s): each ended with the weights and metrics of the uninterrupted one")
 
 
 def launch(command, output_dir, log):

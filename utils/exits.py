@@ -252,14 +252,12 @@ def _known_failure(error):
     frames = traceback.extract_tb(error.__traceback__)
     if isinstance(error, (EOFError, ConnectionError)) and any("utils/data/dataloader.py" in frame.filename for frame in frames):
         return f"error: rank {rank}: a data loader worker died while sending a batch ({type(error).__name__})"
-    lost = ("Connection closed by peer", "Connection reset", "Broken pipe", "Timed out waiting", "timed out")
-    if any(phrase in text for phrase in lost) and "RANK" in os.environ:
+    ended = any(phrase in text for phrase in ("Connection closed by peer", "Connection reset", "Broken pipe"))
+    if (ended or "Timed out waiting" in text or "timed out" in text) and "RANK" in os.environ:
         # Without the source line of gloo before the reason, and its advice behind it.
         reason = re.sub(r"^\[\S+:\d+\] ", "", text.splitlines()[0]).partition(". This is ")[0]
-        return (
-            f"error: rank {rank} {LOST_CONTACT}, or waited for it longer than --timeout "
-            f"(the launcher's report names the one that failed first): {reason}"
-        )
+        why = "which has ended (the launcher's report names it)" if ended else "and waited for it longer than --timeout"
+        return f"error: rank {rank} {LOST_CONTACT}, {why}: {reason}"
     if "NCCL" in text:  # its last line says what happened; the first says where in PyTorch
         return f"error: rank {rank}: NCCL: {[line for line in text.splitlines() if line.strip()][-1].strip()}"
     return None

@@ -109,8 +109,9 @@ class Guard:
                 dist.all_gather_object(everyone, own, group=self._group)
             ids = sorted(i for ids in everyone for i in ids)
             raise exits.RunFailed(
-                f"non-finite {what} step {failed_at}; the last checkpoint is from before it. A lower --lr often helps, in "
-                f"another --output_dir (--init_from this run's folder starts from its weights). Samples of that step: {ids}",
+                f"non-finite {what} step {failed_at}; no checkpoint includes it. Look for NaN or infinity in the data; if "
+                "there is none, a lower --lr often helps, in another --output_dir (--init_from this run's folder starts from "
+                f"its newest checkpoint, if it has one). Samples of that step: {ids}",
                 retry=False,
             )
         if stop:

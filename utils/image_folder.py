@@ -172,11 +172,11 @@ def load_pictures(name, *, seed=0, val_fraction=0.1, image_column=None, label_co
         if len(missing):
             others = f" and {len(missing) - 1} more" if len(missing) > 1 else ""
             raise UserError(f"--dataset {name}: its {split} split has no picture of class {names[missing[0]]}{others}")
-    counts = ", ".join(f"{len(pictures):,} {split}" for split, pictures in splits.items())
+    counts = " and ".join(f"{len(pictures):,} {split}" for split, pictures in splits.items())
     digest = hashlib.sha256(repr(names).encode())
     for pictures in splits.values():
         digest.update(_portable_fingerprint(pictures).encode())
-    return PictureData(splits, names, f"{counts} pictures of {len(names)} classes, {digest.hexdigest()[:12]}")
+    return PictureData(splits, names, f"{counts} pictures of {len(names)} classes (fingerprint {digest.hexdigest()[:12]})")
 
 
 def unlabeled(path):

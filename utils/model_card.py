@@ -2,7 +2,6 @@
 
 import ast
 import json
-import math
 from pathlib import Path
 
 from safetensors import safe_open
@@ -13,13 +12,13 @@ CARD = """---
 
 # {title}
 
-Trained with `{script}`{data}: {steps:,} optimizer steps of {batch_size:,} samples, {minutes:.0f} min on {hardware}.
+Trained with `{script}`{data}: {steps:,} optimizer steps of {batch_size:,} samples, {time} on {hardware}.
 
 | figure | value |
 |---|---|
 {figures}
 
-{about}`args.json` has all arguments and versions, `results.json` all figures, and `metrics.jsonl` their course.
+{about}`args.json` has all arguments and versions, `results.json` all figures, and `metrics.jsonl` their history.
 
 ## Use
 
@@ -98,7 +97,7 @@ def card(weights, record, results):
         data=f" on {data}" if (data := arguments.get("pictures") or arguments.get("dataset")) else "",
         steps=results["global_step"],
         batch_size=arguments["batch_size"],
-        minutes=math.ceil(results["train_seconds"] / 60),
+        time=f"{seconds:.0f} s" if (seconds := results["train_seconds"]) < 120 else f"{seconds / 60:.0f} min",
         hardware=f"{topology['processes']} x {topology['device']}",
         figures="\n".join(f"| {name.replace('_', ' ')} | {value} |" for name, value in _figures(results)),
         about=about,
@@ -130,5 +129,8 @@ def _use(config, names, script):
         kind = "pytorch", None, f"A model of {script}"
     used = {node.id for node in ast.walk(ast.parse(code)) if isinstance(node, ast.Name)}
     imported = [line for line in IMPORTS.splitlines() if used & set(line.partition("import ")[2].split(", "))]
-    header = "`model.safetensors` has the weights; its header has the settings of the model, as JSON."
+    settings = (
+        f"; its header has the settings of the model, as JSON: {', '.join(f'`{name}`' for name in config)}" if config else ""
+    )
+    header = f"`model.safetensors` has the weights{settings}."
     return (*kind, header + "\n\n```python\n" + "\n".join(imported) + f"\n\n{code.strip()}\n```")

@@ -47,7 +47,7 @@ class Plan:
             total_steps=args.max_train_steps or args.epochs * steps_per_epoch,
             steps_per_epoch=steps_per_epoch,
             micro_batches=getattr(args, "gradient_accumulation_steps", 1),
-            log_every=args.log_every,
+            log_every=args.log_every or max(1, min(10, steps_per_epoch // 5)),
             evaluate_every=args.eval_every or steps_per_epoch,
             save_every=steps_per_epoch if args.checkpoint_every is None else args.checkpoint_every,
         )

@@ -11,7 +11,7 @@ from utils.files import read_json, read_json_lines
 DPI = 110
 # Colors that color-blind people can tell apart (Okabe & Ito, jfly.uni-koeln.de/color).
 COLORS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000")
-LABELS = {"loss": "loss (nats)", "accuracy": "accuracy (share of 1)", "bits_per_byte": "bits per byte"}
+LABELS = {"loss": "loss (nats)", "bits_per_byte": "bits per byte"}
 SHARES = ("accuracy", "top5")  # metrics that cannot be more than 1
 
 
@@ -74,15 +74,18 @@ def curves(folder, figures=("loss", "accuracy")):
         for split, style, color in (("train", "-", COLORS[0]), ("val", "o-", COLORS[1]), ("test", "o-", COLORS[1])):
             points = [(r["step"], r[name]) for r in records if r["split"] == split and name in r]
             if points:
-                label = f"train (label smoothing {smoothing:g} raises it)" if split == "train" and smoothing else split
+                label = f"{split} (last: {points[-1][1]:.4g})"
+                if split == "train" and smoothing and name == "loss":
+                    label = f"train (label smoothing {smoothing:g} raises it)"
                 axis.plot(*zip(*points, strict=True), style, color=color, label=label, markersize=4, clip_on=False)
         axis.set_xlabel("optimizer step")
         axis.xaxis.get_major_locator().set_params(integer=True)
+        axis.set_xlim(left=0)
         axis.set_ylabel(LABELS.get(name, name))
         if name in SHARES:
             axis.set_ylim(top=1)
         axis.grid(alpha=0.3)
-        axis.legend()
+        axis.legend(loc="lower center", bbox_to_anchor=(0.5, 1), ncols=2, frameon=False)  # above the curves, to hide none
     save(figure, folder / "curves.png")
 
 
@@ -91,9 +94,10 @@ def compare_runs(path, runs, metric, smoothing):
 
     Args:
         runs (list): dicts with `name` and `points`, as `compare_runs.py` reads them.
-        smoothing (float): factor of the exponential moving average of the training loss, per log line.
+        smoothing (float | None): factor of the exponential moving average of the training loss, per log line; None: one that
+            averages over about a twentieth of each run.
     """
-    figure, axes = subplots(2, 3, figsize=(13, 7), sharey="row")
+    figure, axes = subplots(2, 3, figsize=(10.5, 6.5), sharey="row")
     for row, (splits, name) in zip(axes, ((("train",), "loss"), (("val", "test"), metric)), strict=True):
         for axis, unit in zip(row, ("step", "samples", "seconds"), strict=True):
             for number, run in enumerate(runs):
@@ -102,16 +106,21 @@ def compare_runs(path, runs, metric, smoothing):
                 style = ("-", "--", ":", "-.")[number // len(COLORS) % 4]
                 x, y = [line[unit] for line in lines], [line[name] for line in lines]
                 if splits == ("train",):
-                    axis.plot(x, y, color=color, alpha=0.25, linewidth=0.8)
-                    axis.plot(x, smooth(y, smoothing), style, color=color, label=run["name"])
+                    factor = 1 - 1 / max(1, len(y) / 20) if smoothing is None else smoothing
+                    axis.plot(x, y, color=color, alpha=0.4, linewidth=1)
+                    axis.plot(x, smooth(y, factor), style, color=color, label=run["name"])
                 else:
                     axis.plot(x, y, style, marker="o", markersize=3, color=color, label=run["name"], clip_on=False)
-            axis.locator_params("x", nbins=5)
+            axis.locator_params("x", nbins=4)
+            axis.set_xlim(left=0)
             axis.set_xlabel({"step": "optimizer step", "samples": "samples", "seconds": "seconds of training"}[unit])
             axis.grid(alpha=0.3)
-        row[0].set_ylabel(f"training {LABELS['loss']}" if splits == ("train",) else f"evaluation {LABELS.get(name, name)}")
+        row[0].set_ylabel(f"evaluation {LABELS.get(name, name)}")
         if name in SHARES:
             row[0].set_ylim(top=1)
+    smoothed = any(run["arguments"].get("label_smoothing") for run in runs)
+    axes[0][0].set_ylabel(f"training {LABELS['loss']}" + ",\nraised by label smoothing" * smoothed)
+    axes[0][1].set_title("bold: smoothed, pale: each log line", fontsize="medium")
     # Below the curves, so that it hides none of them.
     figure.legend(*axes[0][0].get_legend_handles_labels(), loc="lower center", ncols=min(4, len(runs)), frameon=False)
     figure.tight_layout(rect=(0, 0.03 + 0.03 * -(-len(runs) // 4), 1, 1))
@@ -169,8 +178,9 @@ def of_pictures(folder, dataset, metrics, class_names):
     spread = readable[torch.linspace(0, len(readable) - 1, min(40, len(readable))).long()]  # from all classes
     worst = wrong[metrics["losses"][wrong].argsort(descending=True, stable=True)[:40]]
     drawn, missed = [], (labels != predictions)[spread].sum()
+    shown = f"{len(spread)} of {len(readable):,}" if len(spread) < len(readable) else len(spread)
     for name, ids, title in (
-        ("predictions", spread, f"{len(spread)} of {len(readable):,} images: {len(spread) - missed} correct"),
+        ("predictions", spread, f"{shown} images, {len(spread) - missed} correct"),
         (
             "mistakes",
             worst,

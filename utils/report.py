@@ -135,10 +135,11 @@ def summary(results, folder, headline):
     """Formats the final lines of a run from its results."""
     parts = [f"{name.replace('_', ' ')} {value:.4f}" for name, value in results.items() if name.startswith(("test_", "val_"))]
     processes = f"{results['num_processes']} process{'es' * (results['num_processes'] > 1)}"
-    best = f"; best checkpoint {results['best_checkpoint']}" if results.get("best_checkpoint") else ""
+    best = f"; best checkpoint: {folder}/checkpoints/{results['best_checkpoint']}" if results.get("best_checkpoint") else ""
     return (
         f"{headline}: {', '.join(parts)}\n"
         f"{results['global_step']} steps, {results['samples_seen']:,} samples in {results['train_seconds']:.0f} s "
         f"({results['samples_per_second']:,.0f} samples/s), {processes}, "
-        f"peak memory {results['peak_memory_bytes'] / 2**30:.1f} GiB{best}; see {folder}"
+        f"peak memory {results['peak_memory_bytes'] / 2**30:.1f} GiB\n"
+        f"output: {folder}{best}"
     )

@@ -54,7 +54,7 @@ class RunFolder:
         self._keep = getattr(args, "keep_checkpoints", None)
         self._max_failures, self._failures = getattr(args, "max_failed_checkpoints", None), 0  # of checkpoints, in a row
         self._batch_size, self._repository = args.batch_size, getattr(args, "push_to_hub", None)
-        self._plan, self._checkpoint, self._earlier_length, self._run_id = None, None, None, uuid.uuid4().hex[:8]
+        self._plan, self._checkpoint, self._earlier, self._run_id = None, None, None, uuid.uuid4().hex[:8]
         self._score, self._improved = None, False
         self._slowest_save = 0.0  # seconds, of the checkpoints before a restart
         self._logged, self._sent = set(), set()  # (split, step) in metrics.jsonl, and sent to the trackers before a restart
@@ -85,7 +85,7 @@ class RunFolder:
             self._push()
         if latest:
             self._checkpoint, manifest = latest
-            self.progress, self._earlier_length = manifest["progress"], manifest["total_steps"]
+            self.progress, self._earlier = manifest["progress"], manifest
             self.init_from = None
 
     def _claim_and_find(self):
@@ -150,6 +150,9 @@ class RunFolder:
             return None
         if self._resume == "never":
             raise UserError(f"{self.path} already contains a run: with --resume never, use another --output_dir")
+        scripts = [Path(command[0]).name for command in (earlier["command"], sys.argv)]
+        if scripts[0] != scripts[1] and earlier["arguments"].keys() != self.arguments.keys():
+            raise UserError(f"{self.path} holds a run of {scripts[0]}, not {scripts[1]}: use another --output_dir")
         self.check_same(earlier["arguments"], self.path)
         return earlier
 
@@ -160,6 +163,7 @@ class RunFolder:
         for name in sorted((arguments.keys() | self.arguments.keys()) - may_change):
             before, now = arguments.get(name), self.arguments.get(name)
             if before != now and not (name in PATHS and moved(before, now)):
+                before, now = (repr(value) if "\n" in str(value) else value for value in (before, now))
                 differences.append(f"--{name} {now} (was {before})")
         if differences:
             same_model = arguments.get("model") == self.arguments.get("model")
@@ -200,6 +204,8 @@ class RunFolder:
             )
             self.print(f"{self._plan.total_steps} steps, {self._plan.steps_per_epoch} per epoch; output in {self.path}")
             self.print(f"continuing from {self._checkpoint}" if self._checkpoint else "starting at step 0")
+            if self._checkpoint:
+                self._warn_of_changes()
             self._warn_of_short_grace()
         return step
 
@@ -213,8 +219,21 @@ class RunFolder:
             change = f"the learning rate at step {step} changes from {before:.3g} to {after:.3g}"
             if before == after:
                 change = f"the learning rate at step {step} stays {after:.3g}"
-        if self._earlier_length != self._plan.total_steps:
-            self.print(f"length changed from {self._earlier_length} to {self._plan.total_steps} steps: {change}")
+        if self._earlier["total_steps"] != self._plan.total_steps:
+            self.print(f"length changed from {self._earlier['total_steps']} to {self._plan.total_steps} steps: {change}")
+
+    def _warn_of_changes(self):
+        """Says what else than the arguments has changed, if it can change the last bits."""
+        now = topology.describe(self._accelerator) | versions()
+        earlier = self._earlier["topology"] | self._earlier["versions"]
+        changes = [
+            f"{name.replace('_', ' ')} {earlier.get(name)} -> {now[name]}" for name in now if earlier.get(name) != now[name]
+        ]
+        if changes:
+            self.print(
+                f"warning: changed since that checkpoint: {', '.join(changes)}. The final weights will not be exactly those "
+                "of an uninterrupted run"
+            )
 
     def _warn_of_short_grace(self):
         grace = exits.grace_seconds()
@@ -234,7 +253,9 @@ class RunFolder:
             "git_commit": git_commit(),
             "script": script_hash(),
         }
-        write_json(self.path / "args.json", {**self.record, "command": sys.argv})
+        starts = (read_json(self.path / "args.json") or {}).get("starts", [])
+        starts.append({"step": step, "time": _now(), **self.record["topology"]})
+        write_json(self.path / "args.json", {**self.record, "command": sys.argv, "starts": starts})
         self._write_status("running", f"from step {step}", step=step)
 
     def _open_metrics(self, step):
@@ -274,7 +295,8 @@ class RunFolder:
         if self.is_main:
             values = {f"{split}/{name}": value for name, value in figures.items()}
             tracking.log(self._accelerator, values, step, sent_before=(split, step) in self._sent)
-            self.write(split, step, epoch=self._plan.epoch_at(step), **figures, **state)
+            scored = {} if score is None else {"score": score}
+            self.write(split, step, epoch=self._plan.epoch_at(step), **figures, **state, **scored)
             self._show(split, step, figures | state)
         if score is not None:
             self._score = (step, score)

@@ -4,6 +4,7 @@ A window has `block_size + 1` bytes: the inputs are all but the last, the target
 """
 
 import random
+import sys
 import zlib
 from functools import partial
 from pathlib import Path
@@ -11,7 +12,7 @@ from pathlib import Path
 import torch
 from accelerate.utils import gather_object
 
-from utils import topology
+from utils import exits, topology
 from utils.exits import RunFailed, UserError
 
 FORMATS = {".txt": "text", ".jsonl": "json", ".json": "json", ".parquet": "parquet"}
@@ -83,6 +84,8 @@ def load_text(name, column, block_size, seed=0):
         splits = _load(name, column, files, streaming=False)
         order = sorted(splits, key=lambda split: (["train", "validation", "test"] + [split]).index(split))
         text = b"".join(_join(splits[split][column], f"--dataset {name}") for split in order)
+    if b"\0" in text and exits.is_main():
+        print(f"warning: --dataset {name} does not look like text: it has zero bytes", file=sys.stderr, flush=True)
     if len(text) == 0:
         raise UserError(f"--dataset {name} is empty; {ALTERNATIVES}")
     cut = len(text) * 9 // 10

@@ -60,7 +60,8 @@ def read(path):
             state = {_plain(name): opened.get_tensor(name) for name in opened.keys()}  # noqa: SIM118 (not a dict)
             config = json.loads((opened.metadata() or {}).get("config", "null"))
     except (OSError, SafetensorError, RuntimeError, ValueError, UnpicklingError) as error:
-        raise UserError(f"cannot read weights from {file}: {error}") from None
+        reason = "no such file" if not file.exists() else error
+        raise UserError(f"cannot read weights from {file}: {reason}") from None
     return state, config, file
 
 

@@ -122,10 +122,13 @@ class Started:
         self.lines = []
 
     def wait_for(self, words):
-        """Reads until a line contains `words`."""
+        """Reads until a line contains `words`; ends the launch if none does."""
+        killer = threading.Timer(LIMIT, self.process.kill)
+        killer.start()
         for line in self.output:
             self.lines.append(line)
             if words in line:
+                killer.cancel()
                 return line
         raise AssertionError(f"'{words}' never came:\n{''.join(self.lines)[-6000:]}")
 

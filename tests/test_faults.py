@@ -91,7 +91,7 @@ def test_processes_that_lost_contact_report_it_once(tmp_path):
     started = Started(
         "2cpu", "scripts/train_minimal.py", "--epochs 100000", output_dir=tmp_path / "run", launcher=("--num_processes", "4")
     )
-    started.wait_for(" 10/3000000")
+    started.wait_for(" 6/3000000")
     psutil.Process(started.workers()[3]).kill()
     code, output = started.finish()
     assert code != 0 and "Signal 9 (SIGKILL)" in output.splitlines()[-2] and "NO_OTHER_FAILURES" in output, output

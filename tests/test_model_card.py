@@ -40,7 +40,7 @@ def test_the_card_of_train_cifar_loads_the_model_in_plain_torch(name, tmp_path, 
     mean, std = torch.tensor([125.3, 123.0, 113.9]), torch.tensor([63.0, 62.1, 66.7])
     config = {"model": name, "class_names": ["cat", "dog", "yak"], "mean": mean.tolist(), "std": std.tolist()}
     card = card_of(tmp_path, model, config, "train_cifar.py", test_accuracy=0.5, test_loss=1.25, test_accuracy_tta=0.5123)
-    assert "1,000 optimizer steps of 96 samples, 2 min on 2 x cpu" in card and "Classes: cat, dog, yak." in card
+    assert "1,000 optimizer steps of 96 samples, 61 s on 2 x cpu" in card and "Classes: cat, dog, yak." in card
     assert "| test accuracy | 50.00% |\n| test loss | 1.2500 |\n| test accuracy tta | 51.23% |" in card
     pixels = torch.randint(256, (32, 32, 3), dtype=torch.uint8)
     Image.fromarray(pixels.numpy()).save(tmp_path / "picture.png")

@@ -745,6 +745,27 @@ MUTANTS = [
         "test_benchmark.py -k counts",
     ),
     Mutant(
+        "what else changed is not said",
+        "utils/run_folder.py",
+        "for name in now if earlier.get(name) != now[name]",
+        "for name in now if name not in earlier",
+        "test_continue.py -k what_else_changed",
+    ),
+    Mutant(
+        "the folder of another script is compared argument by argument",
+        "utils/run_folder.py",
+        "if scripts[0] != scripts[1] and",
+        "if False and",
+        "test_continue.py -k another_script",
+    ),
+    Mutant(
+        "the best evaluation is that with the highest metric",
+        "scripts/compare_runs.py",
+        'line.get("score", -math.inf)',
+        "line[metric]",
+        "test_compare_runs.py -k differing_arguments",
+    ),
+    Mutant(
         "the job is not requeued",
         "scripts/submit.sbatch",
         'scontrol requeue Incomplete "$SLURM_JOB_ID"',

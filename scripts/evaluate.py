@@ -168,7 +168,8 @@ def classify(accelerator, args, model, loader, mean, std, class_names, file):
         plots.contact_sheet(folder / "contact_sheet.png", loader.dataset, rows)
     unreadable = sum(not row["classes"] for row in rows)
     note = f", {unreadable} of them unreadable" if unreadable else ""
-    print(f"{len(rows)} pictures{note}: see predictions.csv, predictions.json and contact_sheet.png in {folder}")
+    count = f"{len(rows)} picture{'s' * (len(rows) != 1)}"
+    print(f"{count}{note}: see predictions.csv, predictions.json and contact_sheet.png in {folder}")
 
 
 # ------------------------------------------------------------------------------------------------------------ both

@@ -5,7 +5,10 @@ import shutil
 import subprocess
 
 import pytest
+import torch
 from conftest import ROOT, metrics, results, run, status
+
+from utils import weights
 
 EXAMPLE = ROOT / ".github" / "regression.diff"
 
@@ -63,3 +66,9 @@ def test_evaluate_names_a_run_that_it_cannot_read(tmp_path):
     run(None, "scripts/train_minimal.py", "--max_train_steps 2", output_dir=tmp_path / "run")
     done = run(None, "scripts/evaluate.py", ["--checkpoint", str(tmp_path / "run")], check=False)
     assert done.returncode == 2 and "is not a model of train_cifar.py or train_images.py, but 'minimal'" in done.stderr
+    weights.export(tmp_path / "run", torch.nn.Linear(2, 2), {"n_embd": 2})
+    done = run(None, "scripts/evaluate.py", ["--checkpoint", str(tmp_path / "run")], check=False)
+    assert (
+        done.returncode == 2
+        and f"is a GPT: sample from it with `python scripts/train_gpt.py --sample {tmp_path}" in done.stderr
+    )

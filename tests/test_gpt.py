@@ -303,6 +303,15 @@ def test_data_in_two_formats_or_compressed_is_refused(tmp_path):
         load_text(str(tmp_path / "part.jsonl.gz"), "text", 4, 0)
 
 
+def test_a_file_that_is_not_text_is_said(tmp_path, capsys):
+    (tmp_path / "photo.jpg").write_bytes(bytes(100) + bytes(range(256)))
+    load_text(str(tmp_path / "photo.jpg"), "text", 4, 0)
+    assert "photo.jpg does not look like text" in capsys.readouterr().err
+    (tmp_path / "plain.txt").write_text("words and words and words, and words " * 9)
+    load_text(str(tmp_path / "plain.txt"), "text", 4, 0)
+    assert not capsys.readouterr().err
+
+
 # ------------------------------------------------------------------------------------------------- samples, copying
 
 

@@ -13,13 +13,17 @@ SCRIPT = "scripts/compare_runs.py"
 
 
 def made_run(folder, seconds=(0.5, 0.25), **arguments):
-    """Writes the files of a run with two log lines, ten steps apart, and two evaluations."""
+    """Writes the files of a run with two log lines, ten steps apart, and three evaluations.
+
+    The best score has neither the highest nor the lowest loss.
+    """
     folder.mkdir(parents=True)
     topology = {"processes": arguments.pop("processes", 1), "mixed_precision": "no"}
     arguments = {"batch_size": 20, "lr": 0.1, "log_every": 10, **arguments}
     (folder / "args.json").write_text(json.dumps({"arguments": arguments, "topology": topology}))
     lines = [{"split": "train", "step": 10 * (i + 1), "loss": 2.0 - i, "step_seconds": s} for i, s in enumerate(seconds)]
     lines += [
+        {"split": "val", "step": 5, "loss": 1.9, "accuracy": 0.25, "score": 0.25},
         {"split": "val", "step": 10, "loss": 1.5, "accuracy": 0.75, "score": 0.75},
         {"split": "val", "step": 20, "loss": 1.2, "accuracy": 0.5, "score": 0.5},
     ]

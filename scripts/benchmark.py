@@ -127,6 +127,13 @@ def logged_steps(lines, warm_up):
     return [line["step_seconds"] for line in lines if line["split"] == "train" and line["step"] > warm_up]
 
 
+def each_round(args):
+    """Yields the number of each round, and prints which one begins, because some take a quarter of an hour."""
+    for index in range(args.rounds):
+        print(f"    round {index + 1} of {args.rounds}", flush=True)
+        yield index
+
+
 # ----------------------------------------------------------------------------------------------------- the benchmarks
 # Each takes the arguments, and returns name -> (one value per round, unit).
 
@@ -145,7 +152,7 @@ def loop_overhead(args):
         every = 2 if steps == few else 10  # 10: the default; beside a long step a log line costs nothing
         arguments += f" --log_every {every}"
         milliseconds, ratios = [], []
-        for _ in range(args.rounds):
+        for _ in each_round(args):
             if plain:
                 seconds, _ = measure_loop("plain_cifar", processes, steps=steps, **plain)
             else:
@@ -163,7 +170,7 @@ def loop_overhead(args):
 
 
 def tutorial_speedup(args):
-    steps, batch = (6, 240) if args.quick else (20, 480)
+    steps, batch = (6, 240) if args.quick else (10, 480)
     bf16 = topology.cpu_has_bf16()
     options = dict(steps=steps, batch_size=batch)
     stages = {"batched": dict(batched=True), "channels_last": dict(channels_last=True)}
@@ -171,7 +178,7 @@ def tutorial_speedup(args):
     stages |= {"small_images_first": dict(sizes=(24, 24, 24, 28, 32))}
     names = ["tutorial", *stages, "train_cifar.py"]
     speeds = {name: [] for name in names}
-    for _ in range(args.rounds):
+    for _ in each_round(args):
         done = {}
         for name in names[:-1]:
             done |= stages.get(name, {})
@@ -202,7 +209,7 @@ def pipeline_speedup(args):
             normalize(kept[0], mean, std, kept[1])
 
     speeds = {usual: [], ours: []}
-    for _ in range(args.rounds):
+    for _ in each_round(args):
         for load, values in speeds.items():
             start_time = time.perf_counter()
             load()
@@ -218,7 +225,7 @@ def picture_loading(args):
     with tempfile.TemporaryDirectory() as folder:
         for split, count in (("val", 2), ("train", 160 if args.quick else 960)):
             make_photos(Path(folder) / "photos" / split, count)
-        for _ in range(args.rounds):
+        for _ in each_round(args):
             for name, values in speeds.items():
                 seconds, _ = measure_loop(name, folder=folder, steps=passes)
                 values.append(count * (passes - 1) / sum(seconds[1:]))  # the first pass starts the workers
@@ -246,7 +253,7 @@ def scaling_efficiency(args):
     )
     script, _, arguments = arguments.partition(" ")
     together, apart = [], []
-    for _ in range(args.rounds):
+    for _ in each_round(args):
         lines, _ = measure_script(script, f"{arguments} --batch_size {2 * batch}", processes=2)
         together.append(2 * batch / statistics.median(logged_steps(lines, 10)))
         apart.append(sum(side_by_side(script, f"{arguments} --batch_size {batch}", batch)))
@@ -276,7 +283,7 @@ def side_by_side(script, arguments, batch):
 def time_to_accuracy(args):
     bf16, batch, images = topology.cpu_has_bf16(), train_cifar.RECIPES["fastnet"]["batch_size"], 50_000
     record_steps, values = images * RECORD_EPOCHS // RECORD_BATCH, {"": [], "/flops": [], "/accuracy": []}
-    for seed in range(args.rounds):
+    for seed in each_round(args):
         seconds, _ = measure_loop("record_cifar", steps=2 if args.quick else 6, bf16=bf16)
         arguments = f"--dataset {args.images} --tta --seed {seed} --eval_every 100000 --checkpoint_every 0"
         arguments += " --max_train_steps 4" if args.quick else ""
@@ -287,6 +294,7 @@ def time_to_accuracy(args):
         values[""].append(results["train_seconds"] / (record_steps * statistics.median(seconds[1:])))
         values["/flops"].append(flops / (record_steps * cifar_flops(RECORD_BATCH, 32)))
         values["/accuracy"].append(results["test_accuracy_tta"])
+        print(f"    accuracy {values['/accuracy'][-1]:.4f} after {results['train_seconds']:.0f} s")
     units = {
         name: f"{what} over the record recipe (less is better), ratio" for name, what in (("", "time"), ("/flops", "FLOPs"))
     }
@@ -311,7 +319,7 @@ def startup_ratio(args):
         seconds = {"five_lines": [], "train_minimal": [], "train_cifar": [], "train_gpt": []}
         arguments = {"train_minimal": [], "train_cifar": ["--model", "net", "--dataset", "synthetic"]}
         arguments["train_gpt"] = ["--dataset", "synthetic", *gpt_arguments().split()]
-        for number in range(args.rounds):
+        for number in each_round(args):
             for name, values in seconds.items():
                 script = HERE / f"{name}.py" if name in arguments else Path(folder) / "five_lines.py"
                 command = [sys.executable, "-m", "accelerate.commands.accelerate_cli", "launch", "--cpu", str(script)]
@@ -337,7 +345,7 @@ def checkpoint_share(args):
     arguments = "--dataset synthetic --n_layer 2 --n_head 8 --n_embd 1536 --block_size 32 --batch_size 4 --sample_length 1"
     arguments += " --max_train_steps 8 --checkpoint_every 4 --eval_every 8 --log_every 1"
     cadence, shares = 250, []  # the default of train_gpt.py, in steps
-    for _ in range(args.rounds):
+    for _ in each_round(args):
         lines, _ = measure_script("train_gpt.py", arguments)
         saves = [line["seconds"] for line in lines if line["split"] == "checkpoint"]
         shares.append(statistics.median(saves) / (cadence * statistics.median(logged_steps(lines, 2))))
@@ -352,7 +360,7 @@ def machine_limit(args):
     products = ["float32", *(["bf16"] if bf16 else [])]
     limits = {name: [] for name in (*products, "copy")}
     shares = {**{f"cifar_{size}px": [] for size in (24, 28, 32)}, "gpt": []}
-    for _ in range(args.rounds):
+    for _ in each_round(args):
         for name in products:
             seconds, _ = measure_loop("matrix_product", steps=2 * steps, bf16=name == "bf16")
             limits[name].append(2e-12 * MATRIX**3 / steady(seconds))
@@ -373,7 +381,7 @@ def machine_limit(args):
 
 def memory(args):
     steps, ratios = 6, []
-    for _ in range(args.rounds):
+    for _ in each_round(args):
         _, plain = measure_loop("plain_cifar", model="fastnet", batch_size=480, steps=steps)
         _, results = measure_script("train_cifar.py", f"--dataset synthetic --max_train_steps {steps} --checkpoint_every 0")
         ratios.append(results["peak_memory_bytes"] / plain)
@@ -383,24 +391,26 @@ def memory(args):
 def gpt(args):
     """`gpt_time`, `gpt_at_equal_time` and `gpt_loss`."""
     values = {"gpt_time": [], "gpt_at_equal_time": [], "gpt_loss": [], "gpt_step": []}
-    steps = 2000
-    arguments = f"--dataset {args.text} {gpt_arguments()} --max_train_steps {steps} --sample_length 1 --checkpoint_every 0"
-    for _ in range(args.rounds):
+    steps, common = 2000, f"--dataset {args.text} {gpt_arguments()} --sample_length 1 --checkpoint_every 0"
+
+    def train(steps, seed):
+        return measure_script("train_gpt.py", f"{common} --seed {seed} --max_train_steps {steps} --eval_every {steps}")
+
+    for seed in each_round(args):
         seconds, _ = measure_loop("usual_gpt", steps=200)
         budget = steps * statistics.median(seconds[20:])
         print(f"    a step of the usual GPT loop: {1e3 * budget / steps:.1f} ms")
-        # The length of the run decides its schedule: find the shortest that reaches the loss, and the longest that fits.
-        lines, results = measure_script("train_gpt.py", f"{arguments} --eval_every {steps}")
+        # The length of the run decides its schedule: find the longest that fits, and, in units of 50 steps,
+        # the shortest that reaches the loss.
+        lines, results = train(steps, seed)
         step_seconds = statistics.median(logged_steps(lines, 100))
         values["gpt_step"].append(1e3 * step_seconds)
         values["gpt_loss"].append(results["val_loss"])
-        equal = int(budget / step_seconds)
-        _, results = measure_script("train_gpt.py", f"{arguments.replace(str(steps), str(equal))} --eval_every {steps}")
+        _, results = train(int(budget / step_seconds), seed)
         values["gpt_at_equal_time"].append(results["val_loss"])
-        for short in (200, 250, 300, 350, 400, 450, 500):
-            _, results = measure_script("train_gpt.py", f"{arguments.replace(str(steps), str(short))} --eval_every {steps}")
-            if results["val_loss"] <= NANOGPT_LOSS:
-                break
+        short = 200
+        while train(short, seed)[1]["val_loss"] > NANOGPT_LOSS:
+            short += 50
         values["gpt_time"].append(short * step_seconds / budget)
     units = {"gpt_time": "time over the usual GPT (less is better), ratio", "gpt_step": "ms per step (less is better)"}
     return {name: (rounds, units.get(name, "nats per byte (less is better)")) for name, rounds in values.items()}

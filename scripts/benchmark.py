@@ -295,9 +295,7 @@ def time_to_accuracy(args):
         values["/flops"].append(flops / (record_steps * cifar_flops(RECORD_BATCH, 32)))
         values["/accuracy"].append(results["test_accuracy_tta"])
         print(f"    accuracy {values['/accuracy'][-1]:.4f} after {results['train_seconds']:.0f} s")
-    units = {
-        name: f"{what} over the record recipe (less is better), ratio" for name, what in (("", "time"), ("/flops", "FLOPs"))
-    }
+    units = dict.fromkeys(("", "/flops"), "time (flops: operations) over the record recipe (less is better), ratio")
     units["/accuracy"] = "test accuracy (more is better)"
     return {f"time_to_accuracy{name}": (rounds, units[name]) for name, rounds in values.items()}
 
@@ -365,7 +363,7 @@ def machine_limit(args):
             seconds, _ = measure_loop("matrix_product", steps=2 * steps, bf16=name == "bf16")
             limits[name].append(2e-12 * MATRIX**3 / steady(seconds))
         seconds, _ = measure_loop("copy", steps=steps)
-        limits["copy"].append(2e-9 * COPIED / steady(seconds))
+        limits["copy"].append(2e-12 * COPIED / steady(seconds))
         lines, _ = measure_script("train_cifar.py", common, bf16=bf16)
         for size in (24, 28, 32):
             logged = [line for line in lines if line["split"] == "train"]
@@ -374,7 +372,7 @@ def machine_limit(args):
             shares[f"cifar_{size}px"].append(1e-12 * cifar_flops(batch, size) / steady(seconds) / limit)
         lines, _ = measure_script("train_gpt.py", f"{common} {gpt_arguments()} --sample_length 1")
         shares["gpt"].append(1e-12 * gpt_flops() / steady(logged_steps(lines, steps // 2)) / limits["float32"][-1])
-    units = dict.fromkeys(products, "10^12 operations per second") | {"copy": "10^9 bytes per second"}
+    units = dict.fromkeys(limits, "10^12 operations (copy: bytes) per second")
     units |= dict.fromkeys(shares, "operations per second over a matrix product (more is better), ratio")
     return {f"machine_limit/{name}": (values, units[name]) for name, values in (limits | shares).items()}
 
@@ -412,8 +410,9 @@ def gpt(args):
         while train(short, seed)[1]["val_loss"] > NANOGPT_LOSS:
             short += 50
         values["gpt_time"].append(short * step_seconds / budget)
-    units = {"gpt_time": "time over the usual GPT (less is better), ratio", "gpt_step": "ms per step (less is better)"}
-    return {name: (rounds, units.get(name, "nats per byte (less is better)")) for name, rounds in values.items()}
+    units = dict.fromkeys(values, "nats per byte; step: milliseconds (less is better)")
+    units["gpt_time"] = "time over the usual GPT (less is better), ratio"
+    return {name: (rounds, units[name]) for name, rounds in values.items()}
 
 
 def gpt_arguments():
@@ -471,7 +470,8 @@ def table(record):
     lines += ["| name | median (range) | rounds | unit |", "|---|---|---|---|"]
     rows = {}
     for name, figure in record["figures"].items():
-        benchmark, _, part = name.partition("/")
+        benchmark = figure["command"].split()[2]
+        part = name.removeprefix(benchmark).lstrip("/_")
         value = f"{part} {figure['median']:.3g} ({figure['min']:.3g} to {figure['max']:.3g})".strip()
         rows.setdefault((benchmark, figure["n"], figure["unit"]), []).append(value)
     lines += [f"| `{name}` | {', '.join(values)} | {rounds} | {unit} |" for (name, rounds, unit), values in rows.items()]

@@ -1,7 +1,7 @@
 """Image classification on one's own pictures, of any size, with any classifier of torchvision, from scratch or fine-tuned.
 
 The pictures stay encoded on disk. Workers decode and transform each of them with random numbers that follow from the seed, the
-epoch and the picture: this run, too, can be killed at any moment and continues exactly, with any number of workers.
+epoch and the picture, so this run can also be killed at any moment and continues exactly, with any number of workers.
 
     accelerate launch --config_file accelerate_configs/cpu.yaml scripts/train_images.py --dataset synthetic \\
         --model resnet18 --image_size 32 --epochs 8 --batch_size 50 --lr 0.02 --min_scale 0.5 --auto_augment none
@@ -134,14 +134,14 @@ def build_loaders(accelerator, data, preprocess, args):  # EDIT: data
     common["pin_memory"] = accelerator.device.type == "cuda"
     train_size = args.train_size or preprocess["crop"]
     if args.cache:
-        # Just above the size of training, and all that the evaluation keeps of a picture.
+        # A little more than the training size, and at least the size to which the evaluation resizes.
         side = max(preprocess["resize"], round(1.15 * train_size))
         options = (side, args.cache_dir, preprocess["interpolation"])
         data.splits = {split: image_cache.cached(accelerator, data.splits[split], split, *options) for split in data.splits}
     look = EvalTransform(preprocess)
     options = {name: getattr(args, name) for name in ("min_scale", "flip", "auto_augment", "random_erasing")}
     change = look if args.overfit_batch else TrainTransform(args.seed, train_size, preprocess, **options)
-    # Of the pictures used for training, the next one replaces one that cannot be read: all batches are full.
+    # In training, the next picture replaces one that cannot be read, so that all batches are full.
     train_set = ImageBatches(data.splits["train"], change, args.on_bad_image, replace=True)
     training = dict(sampler=EpochSampler(len(train_set), args.batch_size, args.seed), drop_last=True)
     training["persistent_workers"] = args.persistent_workers and args.num_workers > 0

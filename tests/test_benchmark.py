@@ -23,9 +23,10 @@ def test_bad_input_is_one_line(arguments, says, tmp_path):
 
 
 def test_the_table_has_every_figure():
-    common = dict(min=1.0, max=2.0, n=3, command="python ...")
-    figures = {f"a/{part}": dict(median=1.234, unit="time, ratio", **common) for part in "bc"}
-    figures |= {"a/d": dict(median=1.5, unit="ms", **common), "e": dict(median=1.6, unit="ms", **common)}
+    common = dict(min=1.0, max=2.0, n=3)
+    a, e = (common | dict(command=f"python scripts/benchmark.py {name} --rounds 3") for name in "ae")
+    figures = {name: dict(median=1.234, unit="time, ratio", **a) for name in ("a/b", "a_c")}
+    figures |= {"a/d": dict(median=1.5, unit="ms", **a), "e": dict(median=1.6, unit="ms", **e)}
     record = {"hardware": "2 cores of X", "versions": {"torch": "2.15.0"}, "date": "2026-11-22", "figures": figures}
     table = load_script("benchmark").table(record)
     assert "2 cores of X, torch 2.15.0, 2026-11-22" in table

@@ -55,17 +55,7 @@ if __name__ == "__main__":
 
 import numpy as np
 import train_cifar
-from baselines import (
-    COPIED,
-    GPT,
-    GPT_BATCH,
-    MATRIX,
-    RECORD_BATCH,
-    RECORD_EPOCHS,
-    PerSample,
-    cifar_flops,
-    gpt_flops,
-)
+from baselines import COPIED, GPT, GPT_BATCH, MATRIX, RECORD_BATCH, RECORD_EPOCHS, PerSample, cifar_flops, gpt_flops
 from PIL import Image
 from torch.utils.data import DataLoader
 
@@ -409,6 +399,8 @@ def gpt(args):
         short = 200
         while train(short, seed)[1]["val_loss"] > NANOGPT_LOSS:
             short += 50
+            if short > steps:
+                raise UserError(f"train_gpt.py does not reach {NANOGPT_LOSS} in {steps} steps: is {args.text} tinyshakespeare?")
         values["gpt_time"].append(short * step_seconds / budget)
     units = dict.fromkeys(values, "nats per byte; step: milliseconds (less is better)")
     units["gpt_time"] = "time over the usual GPT (less is better), ratio"

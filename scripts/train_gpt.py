@@ -79,17 +79,19 @@ class Block(nn.Module):
         self.query, self.key, self.value, self.out_proj = (nn.Linear(width, width, bias=False) for _ in range(4))
         self.up, self.down = nn.Linear(width, 4 * width, bias=False), nn.Linear(4 * width, width, bias=False)
         self.shares = nn.ParameterList(torch.zeros(width) for _ in range(2))
+        self.skip = nn.Parameter(torch.zeros(width))
 
-    def forward(self, x, cos, sin):
+    def forward(self, x, first, cos, sin):
         batch, length, width = x.shape
+        x = x + self.skip * first  # `first`: the embedding, as the first block gets it
         y, dropout = norm(x, self.shares[0]), self.dropout * self.training
-        # Normalized queries and keys keep the attention logits bounded at any learning rate (arXiv:2302.05442). Both are
-        # rotated by an angle that grows with the position, so that their product depends on the distance.
+        # Normalized queries and keys keep the attention logits bounded at any learning rate (arXiv:2302.05442); 1.5 allows
+        # sharper attention. Both are rotated by an angle that grows with the position: their product depends on the distance.
         both = norm(torch.stack([self.query(y), self.key(y)]).view(2, batch, length, self.heads, -1).transpose(2, 3))
         value = self.value(y).view(batch, length, self.heads, -1).transpose(1, 2)
         # The angles are float32 in any precision; attention needs a single dtype.
         query, key = (both * cos + both.roll(both.size(-1) // 2, -1) * sin).to(value.dtype)
-        y = F.scaled_dot_product_attention(query, key, value, dropout_p=dropout, is_causal=True)
+        y = F.scaled_dot_product_attention(query, key, value, None, dropout, is_causal=True, scale=1.5 * key.size(-1) ** -0.5)
         x = x + F.dropout(self.out_proj(y.transpose(1, 2).reshape(batch, length, width)), dropout)
         # Squared ReLU: D. So, arXiv:2109.08668.
         return x + F.dropout(self.down(F.relu(self.up(norm(x, self.shares[1]))).square()), dropout)
@@ -112,11 +114,11 @@ class GPT(nn.Module):  # EDIT: model
 
     def forward(self, x):
         cos, sin = rotations(x.size(1), self.embed.embedding_dim // self.blocks[0].heads, x.device)
-        x = norm(self.embed(x))
+        x = first = norm(self.embed(x))
         for block in self.blocks:
             # Keeps only the input of the block and recomputes the rest in the backward pass: a third more computation.
             checkpointed = self.activation_checkpointing and self.training
-            x = recompute(block, x, cos, sin, use_reentrant=False) if checkpointed else block(x, cos, sin)
+            x = recompute(block, x, first, cos, sin, use_reentrant=False) if checkpointed else block(x, first, cos, sin)
         return self.head(norm(x))
 
     def flops_per_token(self):
@@ -134,7 +136,7 @@ def build_optimizer(model, args):
     matrices, vectors = ([weight for weight in model.blocks.parameters() if weight.ndim == n] for n in (2, 1))
     decay, muon = args.weight_decay, args.optimizer == "muon"
     groups = [
-        dict(params=matrices, lr=args.lr, weight_decay=decay, muon=muon, momentum=0.95, iterations=3),
+        dict(params=matrices, lr=args.lr, weight_decay=decay, muon=muon, momentum=(0.85, 0.95, 300), iterations=3),
         dict(params=[model.embed.weight, *vectors], lr=args.lr, muon=False),
         dict(params=[model.head.weight], lr=args.lr / 5, muon=False),
     ]
@@ -154,8 +156,9 @@ def lr_multiplier(step, total_steps, args):
 def build_loaders(accelerator, train_set, held_out, args):  # EDIT: data
     """Builds loaders of global batches. A stream yields only the share of this process, so it needs no `prepare`."""
     common = dict(collate_fn=as_is, worker_init_fn=exits.worker_init, pin_memory=accelerator.device.type == "cuda")
-    eval_batch = accelerator.num_processes * max(1, 16_384 // args.block_size)  # 16,384 bytes per process
-    eval_loader = DataLoader(Windows(held_out, args.block_size), eval_batch, **common)
+    eval_set = Windows(held_out, args.block_size)
+    eval_batch = topology.evaluation_batch(accelerator, len(eval_set), max(1, 16_384 // args.block_size))
+    eval_loader = DataLoader(eval_set, eval_batch, **common)
     if args.streaming:
         # At most one worker, which prefetches. The position saved with a checkpoint does not include prefetched batches.
         return DataLoader(train_set, batch_size=None, num_workers=min(1, args.num_workers), **common), eval_loader
@@ -210,8 +213,7 @@ def sample(args):
     except (KeyError, TypeError, RuntimeError):
         raise UserError(f"{file} does not hold a model of this script") from None
     model.to("cuda" if torch.cuda.is_available() else "cpu")
-    length, seed = args.sample_length, args.seed
-    print(generate(model, config["block_size"], length, seed, args.prompt, args.temperature, args.top_k))
+    print(generate(model, config["block_size"], args.sample_length, args.seed, args.prompt, args.temperature, args.top_k))
 
 
 # ------------------------------------------------------------------------------------------------------------- main
@@ -285,8 +287,7 @@ def main():
     scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: lr_multiplier(step, plan.total_steps, args))
     train_loader, eval_loader = build_loaders(accelerator, train_set, held_out, args)
     model, optimizer, scheduler, eval_loader = accelerator.prepare(model, optimizer, scheduler, eval_loader)
-    if not args.streaming:
-        train_loader = accelerator.prepare(train_loader)
+    train_loader = train_loader if args.streaming else accelerator.prepare(train_loader)
     topology.warm_up_ddp_buckets(accelerator, model, held_out[None, :8].long().to(accelerator.device))
     rates, peak = {"tokens_per_second": args.block_size}, peak_flops(accelerator, args.peak_tflops)
     if peak:

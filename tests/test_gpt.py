@@ -28,7 +28,7 @@ from safetensors.torch import load_file
 from utils import weights
 from utils.exits import RunFailed, UserError
 from utils.image_data import as_is
-from utils.muon import MuonSGD, orthogonalize
+from utils.muon import MuonAdamW, MuonSGD, orthogonalize
 from utils.text_data import TextStream, Windows, held_out, load_held_out, load_text, synthetic_text
 
 GPT = "scripts/train_gpt.py"
@@ -79,8 +79,8 @@ def test_leaves_everything_it_promises(gpt):
     assert result["tokens_seen"] == 40 * 12 * 32 and result["samples_seen"] == 40 * 12
     assert result["val_bits_per_byte"] == pytest.approx(result["val_loss"] / math.log(2))
     assert result["val_loss"] == losses(folder, "val")[40]
-    # 2 blocks with 12 width^2 + 2 width parameters each, embedding and head; the formula of PaLM leaves out the embedding
-    assert result["parameters"] == 2 * (12 * 32**2 + 2 * 32) + 2 * 256 * 32
+    # 2 blocks with 12 width^2 + 3 width parameters each, embedding and head; the formula of PaLM leaves out the embedding
+    assert result["parameters"] == 2 * (12 * 32**2 + 3 * 32) + 2 * 256 * 32
     assert result["flops_per_token"] == 6 * (2 * 12 * 32**2 + 256 * 32) + 12 * 2 * 32 * 32
     assert not any("mfu" in line for line in metrics(folder, "train"))  # the peak of a CPU is not known
     assert samples(folder).keys() == {20, 40} and (folder / "sample.txt").read_bytes().decode() == samples(folder)[40]
@@ -376,6 +376,24 @@ def test_a_tall_matrix_is_updated_by_as_much_per_row_as_a_square_one():
     MuonSGD([dict(params=[weight], weight_decay=0.0, muon=True, momentum=0.6)], lr=0.1, momentum=0.9).step()
     values = torch.linalg.svdvals(weight.detach()) / (0.1 * 2)  # sqrt(96 / 24)
     assert values.min() > 0.6 and values.max() < 1.3
+
+
+def test_muon_raises_its_momentum_as_documented_also_after_a_restart():
+    """With a gradient of ones the average is 1 - (the product of all momenta)."""
+    weight = torch.nn.Parameter(torch.zeros(2, 2))
+
+    def optimizer():
+        return MuonAdamW([dict(params=[weight], lr=0.1, muon=True, momentum=(0.5, 0.9, 4))])
+
+    muon = optimizer()
+    for step in range(6):
+        if step == 3:
+            saved, muon = muon.state_dict(), optimizer()
+            muon.load_state_dict(saved)
+        weight.grad = torch.ones(2, 2)
+        muon.step()
+    expected = torch.full((2, 2), 1 - 0.5 * 0.6 * 0.7 * 0.8 * 0.9 * 0.9)
+    assert torch.allclose(muon.state[weight]["momentum"], expected)
 
 
 def test_muon_leaves_weights_without_a_gradient_alone():

@@ -7,8 +7,9 @@ from torch.distributed.tensor import DTensor, Shard
 class Muon:
     """Updates parameter groups with `muon=True` by orthogonalized momentum, and all others by the step of the other base class.
 
-    See K. Jordan, kellerjordan.github.io/posts/muon. A group with `muon=True` has `lr`, `weight_decay`, `momentum`, and may
-    have `iterations` (default: 5; with 3 a GPT reaches the same loss). With `fixed_norm` its weights are first scaled to norm
+    See K. Jordan, kellerjordan.github.io/posts/muon. A group with `muon=True` has `lr`, `weight_decay`, `momentum` (a number,
+    or a first value, a last value, and the number of steps in which it rises linearly from one to the other), and may have
+    `iterations` (default: 5; with 3 a GPT reaches the same loss). With `fixed_norm` its weights are first scaled to norm
     sqrt(rows): a batch norm that follows cancels their scale anyway.
     Convolution filters [outputs, inputs, height, width] are treated as matrices with `outputs` rows.
 
@@ -25,10 +26,15 @@ class Muon:
                 if weight.grad is None:  # frozen or unused
                     continue
                 state = self.state[weight]
-                if not state:  # `step` is unused here, but AdamW expects it in every state that it loads
-                    state.update(step=torch.zeros(()), momentum=torch.zeros_like(weight))
-                momentum = state["momentum"].lerp_(weight.grad, 1 - group["momentum"])
-                update = weight.grad.lerp(momentum, group["momentum"])
+                if not state:  # `step` is on the CPU, as AdamW expects it in every state that it loads
+                    state.update(step=torch.zeros((), device="cpu"), momentum=torch.zeros_like(weight))
+                kept = group["momentum"]
+                if isinstance(kept, tuple | list):
+                    first, last, steps = kept
+                    kept = first + (last - first) * min(1.0, state["step"].item() / steps)
+                state["step"] += 1
+                momentum = state["momentum"].lerp_(weight.grad, 1 - kept)
+                update = weight.grad.lerp(momentum, kept)
                 weight.grad = None  # so that super().step() skips this weight
                 same_shape.setdefault((weight.shape, group.get("iterations", 5)), []).append((weight, update, group))
         for (shape, iterations), matrices in same_shape.items():

@@ -28,8 +28,13 @@ class Split:
 
     def mean_and_std(self):
         """Per-channel mean and standard deviation of the first 10,000 images, float32 [3] each, in uint8 units."""
-        pixels = self.images[:10_000].float()
-        return pixels.mean((0, 2, 3)), pixels.std((0, 2, 3))
+        # Counts how often each of the 256 levels occurs: exact, and faster than a copy in float32.
+        counts = [torch.bincount(channel.flatten(), minlength=256) for channel in self.images[:10_000].unbind(1)]
+        share, levels = torch.stack(counts).double(), torch.arange(256.0, dtype=torch.float64)
+        share /= share.sum(1, keepdim=True)
+        mean = share @ levels
+        variance = (share * (levels - mean[:, None]).square()).sum(1)
+        return mean.float(), variance.sqrt().float()
 
 
 @dataclass
@@ -187,8 +192,9 @@ def synthetic_images(seed, train=5000, test=1000):
         + torch.where(background.mean(1, keepdim=True) > 127, -1, 1) * uniform(60, 120, 1, 1, 1)
         + uniform(-30, 30, 3, 1, 1)
     ).clamp(0, 255)
-    images = background + (foreground - background) * blend
-    images += torch.randn(images.shape, generator=generator) * 18
+    images = (foreground - background) * blend
+    images += background
+    images += torch.randn(images.shape, generator=generator).mul_(18)
     images = images.clamp_(0, 255).to(torch.uint8)
     return ImageData(Split(images[:train], labels[:train]), Split(images[train:], labels[train:]), list(SYNTHETIC_CLASSES))
 

@@ -35,7 +35,9 @@ def image_grid(path, images, labels, predictions, class_names, columns=8, title=
         correct = prediction == label
         text = class_names[label] if correct else f"{class_names[prediction]}\n(true: {class_names[label]})"
         color = "#1a7f37" if correct else "#cf222e"
-        axis.text(x + width / 2, y - 1, text, fontsize=9, color=color, ha="center", va="bottom", linespacing=1.0)
+        # Only the text in the first and last column can reach the margin, and the layout of text takes time.
+        place = dict(ha="center", va="bottom", linespacing=1.0, in_layout=index % columns in (0, columns - 1))
+        axis.text(x + width / 2, y - 1, text, fontsize=9, color=color, **place)
     axis.imshow(sheet, interpolation="nearest")
     correct = (labels == predictions).sum().item()
     figure.suptitle(title or f"Predicted class of {len(images)} test images: {correct} correct", fontsize=11)
@@ -53,7 +55,8 @@ def confusion_matrix(path, counts, class_names):
             for j in range(count):
                 if share[i, j] >= 0.05:
                     color = "white" if share[i, j] > 55 else "black"
-                    axis.text(j, i, f"{share[i, j]:.1f}", ha="center", va="center", fontsize=8, color=color)
+                    place = dict(ha="center", va="center", in_layout=False)
+                    axis.text(j, i, f"{share[i, j]:.1f}", fontsize=8, color=color, **place)
     axis.set_xticks(range(count), class_names, rotation=45, ha="right")
     axis.set_yticks(range(count), class_names)
     axis.set_xlabel("predicted class")
@@ -123,8 +126,7 @@ def compare_runs(path, runs, metric, smoothing):
     axes[0][1].set_title("bold: smoothed, pale: each log line", fontsize="medium")
     # Below the curves, so that it hides none of them.
     figure.legend(*axes[0][0].get_legend_handles_labels(), loc="lower center", ncols=min(4, len(runs)), frameon=False)
-    figure.tight_layout(rect=(0, 0.03 + 0.03 * -(-len(runs) // 4), 1, 1))
-    figure.savefig(path, dpi=DPI, metadata={"Software": None})
+    save(figure, path, rect=(0, 0.03 + 0.03 * -(-len(runs) // 4), 1, 1))
 
 
 def smooth(values, factor):
@@ -314,17 +316,19 @@ def benchmark(path, figures):
     save(figure, path)
 
 
-def save(figure, path):
-    """Writes a figure to an image file; the same figure gives the same bytes."""
-    figure.tight_layout()
-    figure.savefig(path, dpi=DPI, metadata={"Software": None})
+def save(figure, path, rect=(0, 0, 1, 1)):
+    """Writes a figure to a PNG file; the same figure gives the same bytes. `rect`: the part of the figure for its axes."""
+    figure.tight_layout(rect=rect)
+    figure.canvas.print_png(path, metadata={"Software": None})  # `savefig` would draw everything twice
 
 
 def subplots(rows, columns, figsize, **options):
     """Makes a figure and its axes, for `save`, like `matplotlib.pyplot.subplots`."""
-    from matplotlib.figure import Figure  # here, because training should not wait for this import
+    from matplotlib.backends.backend_agg import FigureCanvasAgg  # here, because training should not wait for these imports
+    from matplotlib.figure import Figure
 
-    figure = Figure(figsize=figsize)
+    figure = Figure(figsize=figsize, dpi=DPI)
+    FigureCanvasAgg(figure)
     axes = figure.subplots(rows, columns, **options)
     for axis in np.ravel(axes):
         axis.spines[["top", "right"]].set_visible(False)  # they would hide a curve at the upper limit, such as an accuracy of 1

@@ -74,7 +74,8 @@ def evaluate_cifar(accelerator, args, state, config, trained, file):
     model = build_model(name, len(data.class_names))
     load_state(model, state, file, f"{name} with {len(data.class_names)} classes")
     # Each process evaluates its share of every batch.
-    loader = DataLoader(BatchedImages(data.test), 250 * accelerator.num_processes, collate_fn=as_is)
+    batch = topology.evaluation_batch(accelerator, len(data.test.labels), 250)
+    loader = DataLoader(BatchedImages(data.test), batch, collate_fn=as_is)
     model, loader = accelerator.prepare(model, loader)
     mean, std = (x.to(accelerator.device) for x in data.train.mean_and_std())
     metrics = evaluate(accelerator, model, loader, mean, std, tta=args.tta)
@@ -120,7 +121,7 @@ def evaluate_pictures(accelerator, args, state, config, trained, file):
     load_state(model, state, file, config["model"])
     dataset = ImageBatches(pictures, look, "skip")
     workers = dict(num_workers=args.num_workers, collate_fn=as_is, worker_init_fn=exits.worker_init)
-    loader = DataLoader(dataset, 64 * accelerator.num_processes, **workers)
+    loader = DataLoader(dataset, topology.evaluation_batch(accelerator, len(dataset), 64), **workers)
     model, loader = accelerator.prepare(model.to(memory_format=torch.channels_last), loader)
     mean, std = (255 * torch.tensor(config["preprocessing"][name]).to(accelerator.device) for name in ("mean", "std"))
     if args.images:

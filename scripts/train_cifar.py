@@ -156,7 +156,8 @@ def build_loaders(accelerator, data, args):  # EDIT: data
     common["pin_memory"] = accelerator.device.type == "cuda"
     micro_batch = args.batch_size // args.gradient_accumulation_steps
     train = DataLoader(BatchedImages(data.train), micro_batch, shuffle=True, drop_last=True, **common)
-    return train, DataLoader(BatchedImages(data.test), 250 * accelerator.num_processes, **common)
+    eval_batch = topology.evaluation_batch(accelerator, len(data.test.labels), 250)
+    return train, DataLoader(BatchedImages(data.test), eval_batch, **common)
 
 
 def compute_loss(model, batch, mean, std, epoch, size, args):  # EDIT: loss
@@ -183,12 +184,12 @@ def evaluate(accelerator, model, loader, mean, std, *, tta=False, size=32):  # E
     outputs, labels = [], []
     for batch in loader:
         images = normalize(batch["images"], mean, std, size=size)
-        logits = model(images).float()
         if tta:
             padded = F.pad(images, (1, 1, 1, 1), mode="reflect")
-            views = [images, padded[:, :, :-2, :-2], padded[:, :, 2:, 2:]]
-            shares = [0.25, 0.125, 0.125]
-            logits = sum(s * (model(v).float() + model(v.flip(-1)).float()) for s, v in zip(shares, views, strict=True))
+            views = (0.25, images), (0.125, padded[:, :, :-2, :-2]), (0.125, padded[:, :, 2:, 2:])
+            logits = sum(share * (model(view).float() + model(view.flip(-1)).float()) for share, view in views)
+        else:
+            logits = model(images).float()
         # Gather per batch and per sample: gather_for_metrics then drops the samples repeated to fill up the last batch.
         logits, target = accelerator.gather_for_metrics((logits, batch["labels"]))
         outputs.append(logits)

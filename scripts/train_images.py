@@ -148,7 +148,7 @@ def build_loaders(accelerator, data, preprocess, args):  # EDIT: data
     loaders = {"train": DataLoader(train_set, args.batch_size // args.gradient_accumulation_steps, **training, **common)}
     for split in data.splits.keys() - {"train"}:
         dataset = ImageBatches(data.splits[split], look, args.on_bad_image)
-        loaders[split] = DataLoader(dataset, 64 * accelerator.num_processes, **common)
+        loaders[split] = DataLoader(dataset, topology.evaluation_batch(accelerator, len(dataset), 64), **common)
     return {split: accelerator.prepare(loaders[split]) for split in sorted(loaders)}
 
 

@@ -166,7 +166,8 @@ def build_loaders(accelerator, data, args):  # EDIT: data
     common["pin_memory"] = accelerator.device.type == "cuda"
     micro_batch = args.batch_size // args.gradient_accumulation_steps
     train = DataLoader(BatchedImages(data.train), micro_batch, shuffle=True, drop_last=True, **common)
-    return train, DataLoader(BatchedImages(data.test), 250 * accelerator.num_processes, **common)
+    eval_batch = topology.evaluation_batch(accelerator, len(data.test.labels), 250)
+    return train, DataLoader(BatchedImages(data.test), eval_batch, **common)
 
 
 def compute_loss(model, batch, mean, std, epoch, args):  # EDIT: loss

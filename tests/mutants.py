@@ -259,6 +259,14 @@ MUTANTS = [
         "test_gpt.py -k later_bytes",
     ),
     Mutant("Muon: one iteration", "utils/muon.py", "range(iterations)", "range(1)", "test_gpt.py -k muon"),
+    Mutant(
+        "an evaluation repeats samples up to a full batch",
+        "utils/topology.py",
+        "return math.ceil(samples / (batches * processes)) * processes",
+        "return most * processes",
+        "test_mechanisms.py -k even_batches",
+    ),
+    Mutant("Muon: momentum stays low", "utils/muon.py", 'state["step"] += 1', "pass", "test_gpt.py -k muon"),
     Mutant("Muon: the rest is updated twice", "utils/muon.py", "weight.grad = None", "pass", "test_gpt.py -k muon"),
     Mutant(
         "large tensors are mapped anew in every step",

@@ -197,6 +197,15 @@ def test_a_batch_that_does_not_divide_names_sizes_that_do():
         topology.split_batch(accelerator, 100, 3)
 
 
+@pytest.mark.parametrize(
+    ("samples", "processes", "batch"),
+    [(10_000, 1, 250), (10_000, 4, 1000), (10_000, 3, 717), (101, 4, 104), (251, 1, 126), (1, 8, 8)],
+)
+def test_an_evaluation_has_even_batches(samples, processes, batch):
+    """Accelerate repeats samples to fill up the last batch: with four processes, 101 images become 104 instead of 1000."""
+    assert topology.evaluation_batch(SimpleNamespace(num_processes=processes), samples, 250) == batch
+
+
 def test_numbers_are_checked():
     parser = Parser()
     parser.add_argument("--n", type=number(int, 1))

@@ -228,6 +228,16 @@ def split_batch(accelerator, batch_size, gradient_accumulation_steps):
     return batch_size // (accelerator.num_processes * gradient_accumulation_steps)
 
 
+def evaluation_batch(accelerator, samples, most):
+    """The global batch size for an evaluation of `samples`, with at most `most` samples per process and batch.
+
+    All batches get about the same size: Accelerate fills up the last one with repeated samples, which take time.
+    """
+    processes = accelerator.num_processes
+    batches = math.ceil(samples / (most * processes))
+    return math.ceil(samples / (batches * processes)) * processes
+
+
 def possible_processes(accelerator):
     """The numbers of processes that this launch can have, in ascending order.
 

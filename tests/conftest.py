@@ -42,6 +42,13 @@ def pytest_configure(config):
     # What a shell starts in the background, and all that it starts in turn, ignores Ctrl-C, which is tested here.
     signal.signal(signal.SIGINT, signal.default_int_handler)
     signal.signal(signal.SIGQUIT, signal.SIG_DFL)
+    quick = "not slow" in config.option.markexpr
+    if quick and "PYTEST_XDIST_WORKER" in os.environ and hasattr(os, "sched_setaffinity"):
+        # Each of pytest's processes, and all that it starts, has its own cores. Two runs of two threads each on two cores take
+        # several times as long: each thread waits for another that does not run. Slow tests mostly wait, and keep all cores.
+        number, count = int(os.environ["PYTEST_XDIST_WORKER"].removeprefix("gw")), int(os.environ["PYTEST_XDIST_WORKER_COUNT"])
+        cores = sorted(os.sched_getaffinity(0))
+        os.sched_setaffinity(0, cores[number::count] or cores[number % len(cores) :][:1])
     if warm.ADDRESS not in os.environ and not config.option.collectonly:
         resources = contextlib.ExitStack()
         config.add_cleanup(resources.close)

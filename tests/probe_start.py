@@ -25,6 +25,7 @@ state = {
     "blocked signals": sorted(signal.pthread_sigmask(signal.SIG_BLOCK, ())),
     "open files": sorted(int(name) for name in os.listdir("/proc/self/fd"))[:-1],  # without the one that lists them
     "standard output": [sys.stdout.line_buffering, sys.stdout.write_through, sys.stdout.encoding, sys.stdout.errors],
+    "cores": sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else None,
     "threads": this.num_threads() if "torch" in sys.modules else 1,
     "modules of this project": OURS,
 }

@@ -56,6 +56,7 @@ def test_a_rank_that_starts_but_cannot_be_reached(unreachable, tmp_path):
     assert "all processes reached rank 0, but not each other over gloo within 3 s" in errors_of(done)[0]
 
 
+@pytest.mark.slow
 def test_folders_that_are_not_shared(machines, tmp_path):
     """On the second machine, the same paths are different folders."""
     (tmp_path / "data").mkdir()

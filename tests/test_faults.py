@@ -74,7 +74,7 @@ def test_one_rank_killed_again_and_again(reference, tmp_path):
 def test_any_number_of_processes(processes, odd_folder, tmp_path):
     """Batch norm, Muon, accumulation and loader workers together. With 3 or more processes the order of summation matters."""
     arguments = (
-        f"--dataset {odd_folder} --model fastnet --batch_size 24 --max_train_steps 7 --checkpoint_every 2 --eval_every 1000 "
+        f"--dataset {odd_folder} --model fastnet --batch_size 24 --max_train_steps 5 --checkpoint_every 2 --eval_every 1000 "
         "--log_every 1 --gradient_accumulation_steps 2 --num_workers 2"
     )
     config, launcher = ("cpu", ()) if processes == 1 else ("2cpu", ("--num_processes", str(processes)))

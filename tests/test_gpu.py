@@ -344,12 +344,13 @@ def test_on_the_gpus(check, alone, tmp_path):
     store(RESULTS, check, figures, time.perf_counter() - start_time)
 
 
-NEEDS_COMPILER = [pytest.mark.slow, pytest.mark.skipif(not shutil.which("g++"), reason="torch.compile needs a C++ compiler")]
+NEEDS_COMPILER = pytest.mark.skipif(not shutil.which("g++"), reason="torch.compile needs a C++ compiler")
+REHEARSED_LATER = {compiled: [pytest.mark.slow, NEEDS_COMPILER], kill_and_resume: pytest.mark.slow}
 
 
 @pytest.mark.parametrize(
     "check",
-    [pytest.param(check, marks=NEEDS_COMPILER if check is compiled else ()) for check in CHECKS],
+    [pytest.param(check, marks=REHEARSED_LATER.get(check, ())) for check in CHECKS],
     ids=lambda check: check.__name__,
 )
 def test_rehearsed_on_the_cpu(check, tmp_path):

@@ -56,12 +56,14 @@ def test_a_forked_process_ends_as_an_executed_one_does(line, code, tmp_path):
     assert forked.stderr.splitlines()[-1:] == executed.stderr.splitlines()[-1:]
 
 
+@pytest.mark.slow
 def test_an_executed_run_ends_with_the_bytes_of_a_forked_one(reference, tmp_path):
     run("2cpu", CIFAR, SMALL, output_dir=tmp_path / "cold", cold=True)
     assert final_weights(tmp_path / "cold") == final_weights(reference("2cpu", 2).folder)
     assert metrics(tmp_path / "cold", "train") == metrics(reference("2cpu", 2).folder, "train")
 
 
+@pytest.mark.slow
 def test_an_executed_run_is_killed_and_continues_like_a_forked_one(reference, tmp_path):
     """Two new interpreters, each with its own hash seed: one before the kill, one after it."""
     with (tmp_path / "log").open("w") as log:

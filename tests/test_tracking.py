@@ -57,14 +57,27 @@ def calls(path, kind):
     return [call[1:] for call in map(json.loads, path.read_text().splitlines()) if call[0] == kind]
 
 
+def run_and_restart(arguments, folder, **options):
+    """Runs to step 6 and dies, continues from step 3, and checks what TensorBoard has of it."""
+    run("cpu", "tests/wrapped.py", ["die_in_step@6", CIFAR, *arguments.split()], output_dir=folder, check=False, **options)
+    run("cpu", CIFAR, arguments, output_dir=folder, **options)
+    assert results(folder)["resumed_from"] == 3
+    events = EventAccumulator(str(folder / "tensorboard" / "train_cifar")).Reload()
+    assert [event.step for event in events.Scalars("train/loss")] == list(range(1, 15))
+    assert [event.step for event in events.Scalars("test/accuracy")] == [7, 14]
+    assert {"predictions", "confusion_matrix"} <= set(events.Tags()["images"])
+
+
+def test_tensorboard_gets_each_record_once_across_a_restart(tmp_path):
+    run_and_restart(SMALL, tmp_path / "mine")
+
+
+@pytest.mark.slow
 def test_two_trackers_get_each_record_once_across_a_restart(wandb, tmp_path):
-    arguments, recorded = f"{SMALL} --track tensorboard,wandb", tmp_path / "calls"
+    recorded = tmp_path / "calls"
     environment = {"PYTHONPATH": str(wandb), "WANDB_CALLS": str(recorded)}
     # Started by `exec`, because Accelerate looks for packages when it is imported.
-    options = dict(output_dir=tmp_path / "mine", env=environment, cold=True)
-    run("cpu", "tests/wrapped.py", ["die_in_step@6", CIFAR, *arguments.split()], check=False, **options)
-    run("cpu", CIFAR, arguments, **options)
-    assert results(tmp_path / "mine")["resumed_from"] == 3
+    run_and_restart(f"{SMALL} --track tensorboard,wandb", tmp_path / "mine", env=environment, cold=True)
 
     first, second = (call[0] for call in calls(recorded, "init"))
     assert first == second and first["project"] == "train_cifar" and first["name"] == "mine"
@@ -72,11 +85,6 @@ def test_two_trackers_get_each_record_once_across_a_restart(wandb, tmp_path):
     assert calls(recorded, "config")[0][0]["batch_size"] == 500
     logged = [(name, step) for values, step in calls(recorded, "log") for name in values if name.endswith("/loss")]
     assert sorted(logged) == sorted([("train/loss", step) for step in range(1, 15)] + [("test/loss", 7), ("test/loss", 14)])
-
-    events = EventAccumulator(str(tmp_path / "mine" / "tensorboard" / "train_cifar")).Reload()
-    assert [event.step for event in events.Scalars("train/loss")] == list(range(1, 15))
-    assert [event.step for event in events.Scalars("test/accuracy")] == [7, 14]
-    assert {"predictions", "confusion_matrix"} <= set(events.Tags()["images"])
 
 
 def test_none_leaves_no_tracker_and_loses_nothing_else(tmp_path):

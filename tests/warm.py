@@ -83,6 +83,8 @@ class Program:
     def __init__(self, words, environment, stdout, stderr, cwd=None, start_new_session=False):
         self.args, self.returncode = words, None
         request = {"words": words, "environment": environment, "cwd": cwd or os.getcwd(), "session": start_new_session}
+        if hasattr(os, "sched_getaffinity"):
+            request["cores"] = sorted(os.sched_getaffinity(0))
         self._socket = socket.socket(socket.AF_UNIX)
         self._socket.connect(os.environ[ADDRESS])
         with open(os.devnull) as stdin:
@@ -233,6 +235,8 @@ def _become(request, files):
     words, environment = request["words"], request["environment"]
     if request["session"]:
         os.setsid()
+    if "cores" in request:
+        os.sched_setaffinity(0, request["cores"])
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
     # From above 2, or one would be overwritten before it is duplicated.
     for descriptor, file in enumerate([fcntl.fcntl(file, fcntl.F_DUPFD, 3) for file in files]):

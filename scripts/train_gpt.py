@@ -56,10 +56,10 @@ RECIPES = {"muon": dict(lr=0.02, weight_decay=0.1), "adamw": dict(lr=0.01, weigh
 # ------------------------------------------------------------------------------------------------------------ model
 
 
-def norm(x, share=None):
-    """Layer norm without scale and bias; then adds, per channel, a share of the position before (arXiv:2305.13048)."""
+def norm(x, *shares):
+    """Layer norm without scale and bias; then adds, per channel, shares of the positions before (arXiv:2305.13048)."""
     x = F.layer_norm(x, (x.size(-1),))
-    return x if share is None else x + share * F.pad(x, (0, 0, 1, -1))
+    return sum((share * F.pad(x, (0, 0, back, 0))[:, : x.size(1)] for back, share in enumerate(shares, 1)), x)
 
 
 def rotations(length, size, device):
@@ -70,7 +70,7 @@ def rotations(length, size, device):
 
 
 class Block(nn.Module):
-    """Causal self-attention, then a two-layer MLP, each with a residual connection. [batch, time, width] -> the same shape."""
+    """[batch, time, width] -> the same: causal attention, then an MLP with squared ReLU (arXiv:2109.08668), both residual."""
 
     def __init__(self, width, heads, dropout):
         super().__init__()
@@ -78,13 +78,11 @@ class Block(nn.Module):
         # Separate matrices, because Muon orthogonalizes each of them.
         self.query, self.key, self.value, self.out_proj = (nn.Linear(width, width, bias=False) for _ in range(4))
         self.up, self.down = nn.Linear(width, 4 * width, bias=False), nn.Linear(4 * width, width, bias=False)
-        self.shares = nn.ParameterList(torch.zeros(width) for _ in range(2))
-        self.skip = nn.Parameter(torch.zeros(width))
+        self.shares = nn.ParameterList(torch.zeros(width) for _ in range(4))
 
-    def forward(self, x, first, cos, sin):
+    def forward(self, x, cos, sin):
         batch, length, width = x.shape
-        x = x + self.skip * first  # `first`: the embedding, as the first block gets it
-        y, dropout = norm(x, self.shares[0]), self.dropout * self.training
+        y, dropout = norm(x, *self.shares[:2]), self.dropout * self.training
         # Normalized queries and keys keep the attention logits bounded at any learning rate (arXiv:2302.05442); 1.5 allows
         # sharper attention. Both are rotated by an angle that grows with the position: their product depends on the distance.
         both = norm(torch.stack([self.query(y), self.key(y)]).view(2, batch, length, self.heads, -1).transpose(2, 3))
@@ -93,8 +91,7 @@ class Block(nn.Module):
         query, key = (both * cos + both.roll(both.size(-1) // 2, -1) * sin).to(value.dtype)
         y = F.scaled_dot_product_attention(query, key, value, None, dropout, is_causal=True, scale=1.5 * key.size(-1) ** -0.5)
         x = x + F.dropout(self.out_proj(y.transpose(1, 2).reshape(batch, length, width)), dropout)
-        # Squared ReLU: D. So, arXiv:2109.08668.
-        return x + F.dropout(self.down(F.relu(self.up(norm(x, self.shares[1]))).square()), dropout)
+        return x + F.dropout(self.down(F.relu(self.up(norm(x, *self.shares[2:]))).square()), dropout)
 
 
 class GPT(nn.Module):  # EDIT: model
@@ -105,6 +102,7 @@ class GPT(nn.Module):  # EDIT: model
         self.block_size, self.activation_checkpointing = block_size, activation_checkpointing
         self.embed = nn.Embedding(256, n_embd)
         self.blocks = nn.ModuleList(Block(n_embd, n_head, dropout) for _ in range(n_layer))
+        self.skips = nn.ParameterList(torch.zeros(n_embd) for _ in range(n_layer))  # from the embedding to each block
         self.head = nn.Linear(n_embd, 256, bias=False)
         for name, weight in self.named_parameters():
             if name.endswith(("out_proj.weight", "down.weight", "head.weight")):
@@ -115,10 +113,11 @@ class GPT(nn.Module):  # EDIT: model
     def forward(self, x):
         cos, sin = rotations(x.size(1), self.embed.embedding_dim // self.blocks[0].heads, x.device)
         x = first = norm(self.embed(x))
-        for block in self.blocks:
+        for block, skip in zip(self.blocks, self.skips, strict=True):
+            x = x + skip * first
             # Keeps only the input of the block and recomputes the rest in the backward pass: a third more computation.
             checkpointed = self.activation_checkpointing and self.training
-            x = recompute(block, x, first, cos, sin, use_reentrant=False) if checkpointed else block(x, first, cos, sin)
+            x = recompute(block, x, cos, sin, use_reentrant=False) if checkpointed else block(x, cos, sin)
         return self.head(norm(x))
 
     def flops_per_token(self):
@@ -133,7 +132,8 @@ class GPT(nn.Module):  # EDIT: model
 
 def build_optimizer(model, args):
     """Muon (or AdamW) for the matrices of the blocks, AdamW without weight decay for all other parameters."""
-    matrices, vectors = ([weight for weight in model.blocks.parameters() if weight.ndim == n] for n in (2, 1))
+    matrices = [weight for weight in model.blocks.parameters() if weight.ndim == 2]
+    vectors = [weight for weight in model.parameters() if weight.ndim == 1]
     decay, muon = args.weight_decay, args.optimizer == "muon"
     groups = [
         dict(params=matrices, lr=args.lr, weight_decay=decay, muon=muon, momentum=(0.85, 0.95, 300), iterations=3),

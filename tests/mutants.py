@@ -254,8 +254,8 @@ MUTANTS = [
     Mutant(
         "token shift shows the next byte",
         "scripts/train_gpt.py",
-        "F.pad(x, (0, 0, 1, -1))",
-        "F.pad(x, (0, 0, -1, 1))",
+        "F.pad(x, (0, 0, back, 0))[:, : x.size(1)]",
+        "F.pad(x, (0, 0, 0, back))[:, back:]",
         "test_gpt.py -k later_bytes",
     ),
     Mutant("Muon: one iteration", "utils/muon.py", "range(iterations)", "range(1)", "test_gpt.py -k muon"),

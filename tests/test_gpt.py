@@ -79,8 +79,8 @@ def test_leaves_everything_it_promises(gpt):
     assert result["tokens_seen"] == 40 * 12 * 32 and result["samples_seen"] == 40 * 12
     assert result["val_bits_per_byte"] == pytest.approx(result["val_loss"] / math.log(2))
     assert result["val_loss"] == losses(folder, "val")[40]
-    # 2 blocks with 12 width^2 + 3 width parameters each, embedding and head; the formula of PaLM leaves out the embedding
-    assert result["parameters"] == 2 * (12 * 32**2 + 3 * 32) + 2 * 256 * 32
+    # 2 blocks with 12 width^2 + 5 width parameters each, embedding and head; the formula of PaLM leaves out the embedding
+    assert result["parameters"] == 2 * (12 * 32**2 + 5 * 32) + 2 * 256 * 32
     assert result["flops_per_token"] == 6 * (2 * 12 * 32**2 + 256 * 32) + 12 * 2 * 32 * 32
     assert not any("mfu" in line for line in metrics(folder, "train"))  # the peak of a CPU is not known
     assert samples(folder).keys() == {20, 40} and (folder / "sample.txt").read_bytes().decode() == samples(folder)[40]

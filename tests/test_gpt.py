@@ -5,6 +5,7 @@ import math
 import random
 import re
 import shutil
+from types import SimpleNamespace
 
 import datasets
 import pytest
@@ -25,7 +26,7 @@ from conftest import (
 from PIL import Image
 from safetensors.torch import load_file
 
-from utils import weights
+from utils import topology, weights
 from utils.exits import RunFailed, UserError
 from utils.image_data import as_is
 from utils.muon import MuonAdamW, MuonSGD, orthogonalize
@@ -42,7 +43,7 @@ def text(made_once):
     """A local text file: tinyshakespeare if it exists, otherwise a synthetic one."""
 
     def make(folder):
-        (folder / "made_up.txt").write_bytes(synthetic_text(0))
+        (folder / "made_up.txt").write_bytes(synthetic_text(0)[:-200])
         return folder / "made_up.txt"
 
     return SHAKESPEARE if SHAKESPEARE.exists() else made_once("text", make)
@@ -97,7 +98,10 @@ def test_learns(text, tmp_path):
     assert results(tmp_path / "run")["val_loss"] < -(share * share.log()).sum() - 0.3
 
 
-def test_two_processes_compute_what_one_does(gpt):
+def test_two_processes_compute_what_one_does(gpt, text):
+    windows = len(Windows(load_text(str(text), "text", 32)[1], 32))
+    batch = topology.evaluation_batch(SimpleNamespace(num_processes=2), windows, 512)
+    assert windows % batch, "no evaluation batch is filled up with repeated windows"
     assert results(gpt("2cpu").folder)["num_processes"] == 2
     assert_same_losses(gpt("cpu").folder, gpt("2cpu").folder)
     assert results(gpt("cpu").folder)["val_loss"] == pytest.approx(results(gpt("2cpu").folder)["val_loss"], abs=1e-4)

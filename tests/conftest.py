@@ -192,10 +192,16 @@ def recorded(config, script, arguments, folder, processes=1, accumulation=1):
 
 
 def all_end(processes, seconds=60):
-    """Whether all of `processes` end long before their runs could; a zombie that its new parent did not collect counts."""
+    """Whether all of `processes` end long before their runs could; a zombie that its new parent did not collect counts.
+
+    Kills those that do not, which would otherwise train on, and write to a folder that is being removed.
+    """
     deadline = time.monotonic() + seconds
-    while any(p.is_running() and p.status() != psutil.STATUS_ZOMBIE for p in processes):
+    while alive := [p for p in processes if p.is_running() and p.status() != psutil.STATUS_ZOMBIE]:
         if time.monotonic() > deadline:
+            for process in alive:
+                process.kill()
+            all_end(alive)
             return False
         psutil.wait_procs(processes, timeout=0.1)
     return True

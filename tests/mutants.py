@@ -260,6 +260,9 @@ MUTANTS = [
     ),
     Mutant("Muon: one iteration", "utils/muon.py", "range(iterations)", "range(1)", "test_gpt.py -k muon"),
     Mutant(
+        "Muon: wide matrices diverge", "utils/muon.py", "= factor @ gram @ factor", "= factor @ gram", "test_gpt.py -k muon"
+    ),
+    Mutant(
         "an evaluation repeats samples up to a full batch",
         "utils/topology.py",
         "return math.ceil(samples / (batches * processes)) * processes",

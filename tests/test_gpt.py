@@ -419,11 +419,19 @@ def test_persistent_workers_read_from_another_place_in_every_epoch():
     assert len(set(starts)) == 3
 
 
-@pytest.mark.parametrize("shape", [(3, 24, 96), (3, 96, 24)])
+@pytest.mark.parametrize("shape", [(3, 24, 96), (3, 96, 24), (3, 24, 24)])
 def test_muon_updates_are_orthogonal(shape):
-    orthogonal = orthogonalize(torch.randn(shape, generator=torch.Generator().manual_seed(0)))
-    values = torch.linalg.svdvals(orthogonal)
-    assert values.min() > 0.6 and values.max() < 1.3
+    x = torch.randn(shape, generator=torch.Generator().manual_seed(0))
+    x[0, :, 1] = x[0, :, 0]  # a square matrix with a singular value of zero
+    if shape[1] != shape[2]:
+        values = torch.linalg.svdvals(orthogonalize(x[1:]))
+        assert values.min() > 0.6 and values.max() < 1.3
+    # An iteration changes the singular values only: each by the published polynomial.
+    left, values, right = torch.linalg.svd(x.double() / x.double().norm(dim=(1, 2), keepdim=True), full_matrices=False)
+    for iterations in range(1, 6):
+        values = 3.4445 * values - 4.7750 * values**3 + 2.0315 * values**5
+        expected = (left * values[:, None]) @ right
+        assert torch.allclose(orthogonalize(x, iterations).double(), expected, atol=1e-4)
 
 
 def test_muon_treats_filters_as_matrices_and_leaves_the_rest_to_the_other_optimizer():

@@ -73,11 +73,29 @@ def orthogonalize_all(matrices, iterations):
 
 
 def orthogonalize(x, iterations=5):
-    """Approximates the nearest orthogonal matrix to each of `x` [count, rows, columns]: its singular values are near 1."""
+    """Approximates the nearest orthogonal matrix to each of `x` [count, rows, columns]: its singular values are near 1.
+
+    Each Newton-Schulz iteration multiplies X from the left by a polynomial of the Gram matrix G = X X^T.
+    """
     if x.size(1) > x.size(2):
         return orthogonalize(x.mT, iterations).mT
     x = x / x.norm(dim=(1, 2), keepdim=True).clamp(min=1e-7)
-    for _ in range(iterations):  # Newton-Schulz iterations with Jordan's coefficients
-        gram = x @ x.mT
-        x = torch.baddbmm(x, torch.baddbmm(gram, gram, gram, beta=-4.7750, alpha=2.0315), x, beta=3.4445)
-    return x
+    if x.size(2) < 1.5 * x.size(1):
+        for _ in range(iterations):
+            x = _polynomial(x @ x.mT) @ x
+        return x
+    # All factors are polynomials of the first Gram matrix. So a wide matrix is needed twice only, whatever the iterations.
+    gram = x @ x.mT
+    product = factor = _polynomial(gram)
+    for _ in range(iterations - 1):
+        gram = factor @ gram @ factor
+        factor = _polynomial(gram)
+        product = factor @ product
+    return product @ x
+
+
+def _polynomial(gram):
+    """3.4445 I - 4.7750 G + 2.0315 G^2, with the coefficients of K. Jordan."""
+    polynomial = torch.baddbmm(gram, gram, gram, beta=-4.7750, alpha=2.0315)
+    polynomial.diagonal(dim1=1, dim2=2).add_(3.4445)
+    return polynomial

@@ -80,11 +80,12 @@ def orthogonalize(x, iterations=5):
     if x.size(1) > x.size(2):
         return orthogonalize(x.mT, iterations).mT
     x = x / x.norm(dim=(1, 2), keepdim=True).clamp(min=1e-7)
-    if x.size(2) < 1.5 * x.size(1):
+    if x.size(2) < 1.5 * x.size(1):  # nearly square: the other way needs more operations
         for _ in range(iterations):
             x = _polynomial(x @ x.mT) @ x
         return x
-    # All factors are polynomials of the first Gram matrix. So a wide matrix is needed twice only, whatever the iterations.
+    # The factors of all iterations are polynomials of the first Gram matrix, so they commute, and only square matrices are
+    # multiplied inside the loop.
     gram = x @ x.mT
     product = factor = _polynomial(gram)
     for _ in range(iterations - 1):

@@ -24,7 +24,7 @@ their range. It writes `benchmark.json`, `benchmark.md` and `benchmark.png` to `
                         and writes; and the share of the former that a step of train_cifar.py, with its three image sizes, and
                         of train_gpt.py reach, optimizer included (in bf16 where the CPU has it; the GPT in float32)
     memory              peak memory of train_cifar.py over that of a plain loop which holds the same data
-    gpt                 on tinyshakespeare (--text), in nanoGPT's CPU setting:
+    gpt                 on tinyshakespeare (--text), in nanoGPT's CPU setting, ours in bf16 where the CPU has it:
     gpt_time            time of train_gpt.py to the validation loss that nanoGPT reports after 2,000 steps (1.88), over the time
                         of 2,000 such steps in PyTorch's own layers
     gpt_at_equal_time   validation loss of train_gpt.py after that time
@@ -382,7 +382,8 @@ def gpt(args):
     steps, common = 2000, f"--dataset {args.text} {gpt_arguments()} --sample_length 1 --checkpoint_every 0"
 
     def train(steps, seed):
-        return measure_script("train_gpt.py", f"{common} --seed {seed} --max_train_steps {steps} --eval_every {steps}")
+        arguments = f"{common} --seed {seed} --max_train_steps {steps} --eval_every {steps}"
+        return measure_script("train_gpt.py", arguments, bf16=topology.cpu_has_bf16())
 
     for seed in each_round(args):
         seconds, _ = measure_loop("usual_gpt", steps=200)

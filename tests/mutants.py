@@ -224,6 +224,13 @@ MUTANTS = [
     ),
     # ------------------------------------------------------------------------------------------- what is computed
     Mutant(
+        "attention in bf16 on a CPU",
+        GPT,
+        "torch.float32 if x.is_cpu else value.dtype",
+        "value.dtype",
+        "test_gpt.py -k attention",
+    ),
+    Mutant(
         "no seed for dropout",
         GPT,
         "topology.seed_step(accelerator, args.seed, step, len(losses))",

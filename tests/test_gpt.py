@@ -374,6 +374,21 @@ def test_no_prediction_depends_on_later_bytes():
     assert same[:6].all() and not same[6:].any()
 
 
+def test_attention_is_float32_on_a_cpu_in_bf16_too(monkeypatch):
+    """Because the backward pass of PyTorch's attention is slower in bf16 there than all that bf16 makes faster."""
+    script, seen = load_script("train_gpt"), []
+
+    def attention(*tensors, **options):
+        seen.append((torch.is_autocast_enabled("cpu"), {tensor.dtype for tensor in tensors[:3]}))
+        return original(*tensors, **options)
+
+    original = torch.nn.functional.scaled_dot_product_attention
+    monkeypatch.setattr(torch.nn.functional, "scaled_dot_product_attention", attention)
+    with torch.autocast("cpu", torch.bfloat16):
+        logits = script.GPT(n_layer=1, n_head=2, n_embd=16, block_size=12)(torch.zeros(1, 12, dtype=torch.int64))
+    assert seen == [(False, {torch.float32})] and logits.dtype == torch.bfloat16
+
+
 def test_a_tall_matrix_is_updated_by_as_much_per_row_as_a_square_one():
     weight = torch.nn.Parameter(torch.zeros(96, 24))
     weight.grad = torch.randn(96, 24, generator=torch.Generator().manual_seed(0))

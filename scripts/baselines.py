@@ -14,6 +14,11 @@ from types import SimpleNamespace
 
 # Finds `utils` next to this script (a copy) or one folder up (the repository).
 sys.path.insert(1, str(Path(__file__).resolve().parents[1]))
+from utils import exits
+
+if __name__ == "__main__":
+    exits.install()  # also ends this process with the one that started it
+
 import torch
 import torch.nn.functional as F
 import train_cifar

@@ -36,6 +36,7 @@ Copy it together with `baselines.py`, `train_cifar.py` and `train_gpt.py`.
 import json
 import os
 import platform
+import signal
 import statistics
 import subprocess
 import sys
@@ -52,6 +53,7 @@ from utils import exits
 
 if __name__ == "__main__":
     exits.install()
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(exits.PREEMPTED))  # an exception: subprocess.run then kills its process
 
 import numpy as np
 import train_cifar
@@ -102,9 +104,9 @@ def measure_script(script, arguments, processes=1, bf16=False):
 
 
 def environment(bf16=False):
-    """The environment of a measured process: no settings of a launcher around this script."""
+    """The environment of a measured process: no settings of a launcher around this script, which is itself its launcher."""
     kept = {name: value for name, value in os.environ.items() if name not in ("RANK", "WORLD_SIZE", "OMP_NUM_THREADS")}
-    return kept | ({"ACCELERATE_MIXED_PRECISION": "bf16"} if bf16 else {})
+    return kept | {"ACCELERATE_MIXED_PRECISION": "bf16" if bf16 else "no"}
 
 
 def steady(seconds):

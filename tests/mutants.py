@@ -756,6 +756,13 @@ MUTANTS = [
     ),
     Mutant("a preset sets no option", IMAGES, "random_erasing=0.1,", "random_erase=0.1,", "test_train_images.py -k preset"),
     Mutant(
+        "a stopped benchmark leaves its processes running",
+        "scripts/benchmark.py",
+        "lambda *_: sys.exit(exits.PREEMPTED))",
+        "signal.SIG_DFL)",
+        "test_benchmark.py -m slow -k signal",
+    ),
+    Mutant(
         "the backward pass is not counted",
         "scripts/baselines.py",
         "F.cross_entropy(model(windows).flatten(0, 1), windows.flatten()).backward()",

@@ -1,12 +1,16 @@
 """benchmark.py: what it writes, not how fast anything is."""
 
 import json
+import os
+import signal
 
+import psutil
 import pytest
-from conftest import load_script, run
+from conftest import Started, all_end, load_script, run
 from PIL import Image
 
 from utils import topology
+from utils.exits import PREEMPTED
 
 SCRIPT = "scripts/benchmark.py"
 PRODUCTS = ["float32", "bf16"] if topology.cpu_has_bf16() else ["float32"]
@@ -48,6 +52,19 @@ def test_counts_the_operations_of_model_and_optimizer():
 
 def test_a_steady_step_is_never_faster_than_the_fastest():
     assert load_script("benchmark").steady([2.0, 3.0]) >= 2.0
+
+
+@pytest.mark.slow
+def test_a_signal_also_ends_the_processes_that_it_measures(tmp_path):
+    started = Started(None, SCRIPT, "scaling_efficiency --quick --rounds 1", output_dir=tmp_path)
+    started.wait_for("round 1 of 1")
+    measured = []
+    # torchrun and its two processes; their second thread watches torchrun.
+    while len(measured) < 3 or any(process.num_threads() < 2 for process in measured):
+        measured = psutil.Process(started.process.pid).children(recursive=True)
+    os.kill(started.process.pid, signal.SIGTERM)
+    assert all_end(measured)
+    assert started.finish()[0] == PREEMPTED
 
 
 @pytest.mark.slow

@@ -17,7 +17,7 @@ sys.path.insert(1, str(Path(__file__).resolve().parents[1]))
 from utils import exits
 
 if __name__ == "__main__":
-    exits.install()  # also ends this process with the one that started it
+    exits.install()  # ends this process when the benchmark that started it does
 
 import torch
 import torch.nn.functional as F

@@ -104,8 +104,9 @@ def measure_script(script, arguments, processes=1, bf16=False):
 
 
 def environment(bf16=False):
-    """The environment of a measured process: no settings of a launcher around this script, which is itself its launcher."""
+    """The environment of a measured process: no settings of a launcher around this script."""
     kept = {name: value for name, value in os.environ.items() if name not in ("RANK", "WORLD_SIZE", "OMP_NUM_THREADS")}
+    # Also without bf16: this variable marks a launched process, which ends when the one that started it does.
     return kept | {"ACCELERATE_MIXED_PRECISION": "bf16" if bf16 else "no"}
 
 

@@ -306,6 +306,8 @@ def benchmark(path, figures):
         axis.annotate(f"{middle:.3g}", (middle, row), xytext=(0, 6), textcoords="offset points", ha="center")
     axis.axvline(1, color="gray", linewidth=1)
     axis.set_xscale("log")
+    left, right = axis.get_xlim()
+    axis.set_xlim(min(left, 0.45), max(right, 2.2))  # so that there is a tick on each side of 1
     axis.xaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
     axis.xaxis.set_major_formatter("{x:g}")
     axis.xaxis.set_minor_locator(NullLocator())

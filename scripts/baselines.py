@@ -313,6 +313,8 @@ def main():
         now = time.perf_counter()
         seconds.append(now - start_time)
         start_time = now
+    if torch.distributed.is_initialized():
+        torch.distributed.destroy_process_group()  # without it, a process of gloo now and then aborts as it exits
     if int(os.environ.get("RANK", 0)) == 0:
         print(json.dumps({"seconds": seconds, "memory": report.memory_bytes(torch.device("cpu"))}))
 

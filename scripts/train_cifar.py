@@ -243,7 +243,7 @@ def main():
     scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: lr_multiplier(step / plan.total_steps, args))
     model, optimizer, scheduler = accelerator.prepare(model, optimizer, scheduler)
     train_loader, test_loader = accelerator.prepare(*build_loaders(accelerator, data, args))
-    topology.warm_up_ddp_buckets(accelerator, model, normalize(data.train.images[:2].to(accelerator.device), mean, std))
+    topology.set_up_ddp(accelerator, model, normalize(data.train.images[:2].to(accelerator.device), mean, std))
     step = run.start(scheduler)  # accelerator.load_state, if there is a checkpoint
     guard = Guard(accelerator, args.timeout)
     train_loss, metrics = math.inf, None

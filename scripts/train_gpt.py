@@ -288,7 +288,7 @@ def main():
     train_loader, eval_loader = build_loaders(accelerator, train_set, held_out, args)
     model, optimizer, scheduler, eval_loader = accelerator.prepare(model, optimizer, scheduler, eval_loader)
     train_loader = train_loader if args.streaming else accelerator.prepare(train_loader)
-    topology.warm_up_ddp_buckets(accelerator, model, held_out[None, :8].long().to(accelerator.device))
+    topology.set_up_ddp(accelerator, model, held_out[None, :8].long().to(accelerator.device))
     rates, peak = {"tokens_per_second": args.block_size}, peak_flops(accelerator, args.peak_tflops)
     if peak:
         rates["mfu"] = args.block_size * flops / peak

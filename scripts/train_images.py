@@ -278,7 +278,7 @@ def main():
     mean, std = (255 * torch.tensor(config["preprocessing"][name]).to(accelerator.device) for name in ("mean", "std"))
     mix = Mix(args.mixup, args.cutmix, len(data.class_names), args.seed) if args.mixup or args.cutmix else None
     size = loaders["train"].dataset.size
-    topology.warm_up_ddp_buckets(accelerator, model, torch.randn(2, 3, size, size, device=accelerator.device))
+    topology.set_up_ddp(accelerator, model, torch.randn(2, 3, size, size, device=accelerator.device))
     step = run.start(scheduler)  # accelerator.load_state, if there is a checkpoint
     guard = Guard(accelerator, args.timeout)
     train_loss, evaluated, bad = math.inf, None, set(run.progress.get("bad", ()))

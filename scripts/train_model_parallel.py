@@ -242,7 +242,7 @@ def main():
     scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: lr_multiplier(step, plan.total_steps))
     model, optimizer, scheduler = accelerator.prepare(model, optimizer, scheduler, device_placement=[False, None, None])
     train_loader, test_loader = accelerator.prepare(*build_loaders(accelerator, data, args))
-    topology.warm_up_ddp_buckets(accelerator, model, example[:2])
+    topology.set_up_ddp(accelerator, model, example[:2])
     step = run.start(scheduler)  # accelerator.load_state, if there is a checkpoint
     run.print(f"stages of the first process on {', '.join(map(str, stages))}; {describe(pipelining)}")
     guard = Guard(accelerator, args.timeout)

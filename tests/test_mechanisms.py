@@ -342,6 +342,18 @@ def test_batch_norm_over_all_processes_keeps_the_parameters(device, kind, capsys
     assert ("needs GPUs" in capsys.readouterr().err) == (device == "cpu")
 
 
+def test_ddp_sends_the_statistics_of_batch_norm_only_for_an_evaluation():
+    torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
+    try:
+        model = torch.nn.parallel.DistributedDataParallel(torch.nn.BatchNorm1d(2))
+        topology.set_up_ddp(SimpleNamespace(num_processes=2), model, torch.ones(4, 2))
+        for training in (True, False, True):
+            model.train(training)(torch.ones(4, 2))
+            assert model.will_sync_module_buffers() == (not training)
+    finally:
+        torch.distributed.destroy_process_group()
+
+
 def test_few_samples_for_batch_norm_are_said(capsys):
     one = SimpleNamespace(num_processes=1, is_main_process=True, device=torch.device("cpu"))
     for samples, layer in ((31, torch.nn.BatchNorm1d(2)), (32, torch.nn.BatchNorm1d(2)), (31, torch.nn.LayerNorm(2))):

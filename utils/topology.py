@@ -340,17 +340,24 @@ def describe(accelerator):
     }
 
 
-def warm_up_ddp_buckets(accelerator, model, example):
-    """Makes DDP rebuild its gradient buckets now, so that a resumed run sums gradients in the order of an uninterrupted one.
+def set_up_ddp(accelerator, model, example):
+    """Makes DDP sum gradients in the same order after a restart, and send buffers only for an evaluation.
 
     DDP first assigns gradients to buckets in reverse parameter order, and after the first backward pass in the order in which
     they became ready. With three or more processes, other buckets mean another order of summation, and the last bits differ.
     Two backward passes bring every run, new or resumed, to the final buckets before its first real step. Buffers are restored,
     and weights do not change.
 
+    By default DDP sends the buffers of the first process to the others before every forward pass. In training, batch norm does
+    not read its running statistics, and an evaluation gets those of the first process nevertheless.
+
     Args:
+        model: as `prepare` returned it.
         example: an input of `model`.
     """
+    if not isinstance(model, torch.nn.parallel.DistributedDataParallel):
+        return
+    model.register_forward_pre_hook(lambda ddp, _: setattr(ddp, "broadcast_buffers", not ddp.training))
     if accelerator.num_processes < 3:
         return
     buffers = {name: value.clone() for name, value in model.named_buffers()}

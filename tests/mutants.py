@@ -633,6 +633,8 @@ MUTANTS = [
         "error = None",
         "test_faults.py -k dead_loader_worker",
     ),
+    Mutant("garbage stays", "utils/exits.py", "gc.enable()", "pass", "test_mechanisms.py -k garbage"),
+    Mutant("garbage is kept for ever", "utils/exits.py", "gc.collect()", "pass", "test_mechanisms.py -k garbage"),
     Mutant("NaN is a number", "utils/guard.py", "0 if math.isfinite(value) else step", "0", "test_faults.py -k diverged_loss"),
     # ---------------------------------------------------------------------------------------------------- invalid input
     Mutant(

@@ -3,10 +3,12 @@
 import argparse
 import errno
 import fcntl
+import gc
 import json
 import os
 import platform
 import resource
+import weakref
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -352,6 +354,25 @@ def test_ddp_sends_the_statistics_of_batch_norm_only_for_an_evaluation():
             assert model.will_sync_module_buffers() == (not training)
     finally:
         torch.distributed.destroy_process_group()
+
+
+def test_garbage_is_collected_again_after_the_imports(monkeypatch):
+    monkeypatch.setattr(exits.signal, "signal", lambda *_: None)
+    monkeypatch.delenv("ACCELERATE_MIXED_PRECISION", raising=False)
+    exits.install()
+    seen = [gc.isenabled()]
+    exits.run(lambda: seen.append(gc.isenabled()))
+    assert seen == [False, True]
+
+
+def test_training_starts_without_garbage(monkeypatch):
+    monkeypatch.setattr(exits, "_in_training", False)
+    cycle = argparse.Namespace()
+    cycle.itself, seen = cycle, weakref.ref(cycle)
+    del cycle
+    gc.unfreeze()
+    exits.training_starts()
+    assert seen() is None and gc.get_freeze_count() > 1000
 
 
 def test_few_samples_for_batch_norm_are_said(capsys):

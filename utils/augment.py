@@ -23,7 +23,7 @@ def random_uint32(seed, epoch, ids, stream):
     Returns:
         int64 tensor like `ids`, uniform in [0, 2**32).
     """
-    x = torch.zeros_like(ids)
+    x = 0  # a Python integer until `ids`: only the last of the four rounds computes with tensors
     for value in (seed, epoch, stream, ids):
         x = (x ^ value) & MASK
         x = ((x ^ (x >> 16)) * 0x7FEB352D) & MASK

@@ -135,9 +135,9 @@ def build_optimizer(model, args):
     """Muon (or AdamW) for the matrices of the blocks, AdamW without weight decay for all other parameters."""
     matrices = [weight for weight in model.blocks.parameters() if weight.ndim == 2]
     vectors = [weight for weight in model.parameters() if weight.ndim == 1]
-    decay, muon = args.weight_decay, args.optimizer == "muon"
+    muon = dict(muon=args.optimizer == "muon", momentum=(0.85, 0.95, 300), iterations=3, row_momentum=0.95)
     groups = [
-        dict(params=matrices, lr=args.lr, weight_decay=decay, muon=muon, momentum=(0.85, 0.95, 300), iterations=3),
+        dict(params=matrices, lr=args.lr, weight_decay=args.weight_decay, **muon),
         dict(params=[model.embed.weight, *vectors], lr=args.lr, muon=False),
         dict(params=[model.head.weight], lr=args.lr / 5, muon=False),
     ]

@@ -10,7 +10,8 @@ class Muon:
     See K. Jordan, kellerjordan.github.io/posts/muon. A group with `muon=True` has `lr`, `weight_decay`, `momentum` (a number,
     or a first value, a last value, and the number of steps in which it rises linearly from one to the other), and may have
     `iterations` (default: 5; with 3 a GPT reaches the same loss). With `fixed_norm` its weights are first scaled to norm
-    sqrt(rows): a batch norm that follows cancels their scale anyway.
+    sqrt(rows): a batch norm that follows cancels their scale anyway. With `row_momentum` all rows move by about as much: each
+    is divided by the root of the running mean, with this momentum, of its squares (NorMuon, arXiv:2510.05491).
     Convolution filters [outputs, inputs, height, width] are treated as matrices with `outputs` rows.
 
     Why not `torch.optim.Muon` and a second optimizer? `torch.optim.Muon` computes in bfloat16, where rounding differences
@@ -40,6 +41,8 @@ class Muon:
         for (shape, iterations), matrices in same_shape.items():
             updates = orthogonalize_all([update for _, update, _ in matrices], iterations)
             for (weight, _, group), update in zip(matrices, updates, strict=True):
+                if group.get("row_momentum"):
+                    update = even_rows(self.state[weight], update, group["row_momentum"])
                 if group.get("fixed_norm"):
                     weight.mul_(len(weight) ** 0.5 / weight.norm())
                 weight.mul_(1 - group["lr"] * group["weight_decay"])
@@ -70,6 +73,22 @@ def orthogonalize_all(matrices, iterations):
     stack = DTensor.from_local(stack, placements=whole, **like).redistribute(placements=rows).to_local()
     like |= dict(shape=first.shape, stride=first.stride())
     return [DTensor.from_local(local, placements=first.placements, **like) for local in stack]
+
+
+def even_rows(state, update, momentum):
+    """Divides each row of an update by the root of the running mean of its squares, and keeps the norm of the whole.
+
+    Args:
+        state (dict): that of the optimizer for this weight; keeps the running means, without a bias correction, which would
+            cancel.
+        update: [rows, ...], whole or sharded.
+    """
+    squares = update.square().mean(tuple(range(1, update.ndim)), keepdim=True)
+    if "row_squares" not in state:
+        state["row_squares"] = torch.zeros_like(squares)
+    state["row_squares"].lerp_(squares, 1 - momentum)
+    even = update / state["row_squares"].sqrt().clamp(min=1e-8)
+    return even * (update.norm() / even.norm().clamp(min=1e-8))
 
 
 def orthogonalize(x, iterations=5):

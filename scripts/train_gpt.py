@@ -11,7 +11,7 @@ over GPUs (FSDP2), all with the loop of train_cifar.py. Tokens are bytes: no tok
     python scripts/train_gpt.py --sample runs/train_gpt --prompt "ROMEO:" --temperature 0.8 --top_k 40
 
 Measured on 2026-11-24 with the first command (and --eval_every 2000) on tinyshakespeare, 2 cores of an AMD EPYC: validation
-loss 1.520 nats per byte; 1.746 after 400 steps, where nanoGPT's 2,000 steps reach 1.880. Not run on a GPU yet.
+loss 1.520 nats per byte; 1.740 after 400 steps, where nanoGPT's 2,000 steps reach 1.880. Not run on a GPU yet.
 """
 
 import contextlib

@@ -279,9 +279,13 @@ MUTANTS = [
         "test_mechanisms.py -k even_batches",
     ),
     Mutant(
-        "Muon: the scale of rows forgets", "utils/muon.py", "squares, 1 - momentum)", "squares, 1.0)", "test_gpt.py -k muon"
+        "Muon: the scale of rows forgets",
+        "utils/muon.py",
+        "norms.square(), 1 - momentum)",
+        "norms.square(), 1.0)",
+        "test_gpt.py -k muon",
     ),
-    Mutant("Muon: even rows move less", "utils/muon.py", "even * (update.norm()", "even * (1", "test_gpt.py -k muon"),
+    Mutant("Muon: even rows move less", "utils/muon.py", "(norms.norm() /", "(1 /", "test_gpt.py -k muon"),
     Mutant("Muon: momentum stays low", "utils/muon.py", 'state["step"] += 1', "pass", "test_gpt.py -k muon"),
     Mutant("Muon: the rest is updated twice", "utils/muon.py", "weight.grad = None", "pass", "test_gpt.py -k muon"),
     Mutant(

@@ -76,19 +76,18 @@ def orthogonalize_all(matrices, iterations):
 
 
 def even_rows(state, update, momentum):
-    """Divides each row of an update by the root of the running mean of its squares, and keeps the norm of the whole.
+    """Divides each row of an update by the root of the running mean of its squared norms, and keeps the norm of the whole.
 
     Args:
         state (dict): that of the optimizer for this weight; keeps the running means, without a bias correction, which would
             cancel.
         update: [rows, ...], whole or sharded.
     """
-    squares = update.square().mean(tuple(range(1, update.ndim)), keepdim=True)
+    norms = torch.linalg.vector_norm(update, dim=tuple(range(1, update.ndim)), keepdim=True)
     if "row_squares" not in state:
-        state["row_squares"] = torch.zeros_like(squares)
-    state["row_squares"].lerp_(squares, 1 - momentum)
-    even = update / state["row_squares"].sqrt().clamp(min=1e-8)
-    return even * (update.norm() / even.norm().clamp(min=1e-8))
+        state["row_squares"] = torch.zeros_like(norms)
+    scale = state["row_squares"].lerp_(norms.square(), 1 - momentum).clamp(min=1e-16).rsqrt()
+    return update * (scale * (norms.norm() / (norms * scale).norm().clamp(min=1e-8)))
 
 
 def orthogonalize(x, iterations=5):

@@ -355,9 +355,8 @@ def set_up_ddp(accelerator, model, example):
         model: as `prepare` returned it.
         example: an input of `model`.
     """
-    if not isinstance(model, torch.nn.parallel.DistributedDataParallel):
-        return
-    model.register_forward_pre_hook(lambda ddp, _: setattr(ddp, "broadcast_buffers", not ddp.training))
+    if isinstance(model, torch.nn.parallel.DistributedDataParallel):
+        model.register_forward_pre_hook(lambda ddp, _: setattr(ddp, "broadcast_buffers", not ddp.training))
     if accelerator.num_processes < 3:
         return
     buffers = {name: value.clone() for name, value in model.named_buffers()}

@@ -209,6 +209,7 @@ def _lend_forks():
             "environment": {os.fsdecode(name): os.fsdecode(value) for name, value in lines},
             "cwd": cwd or os.getcwd(),
             "session": rest[9],
+            "handled": [int(signum) for signum in signal.valid_signals() if callable(signal.getsignal(signum))],
         }
         files = [mine if asked == -1 else asked for mine, asked in enumerate((reads_from, writes_to, complains_to))]
         prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
@@ -238,6 +239,9 @@ def _become(request, files):
     if "cores" in request:
         os.sched_setaffinity(0, request["cores"])
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+    for signum in request.get("handled", ()):  # `exec` resets to the default what the parent handles: SIGHUP, under nohup
+        if signal.getsignal(signum) == signal.SIG_IGN:
+            signal.signal(signum, signal.SIG_DFL)
     # From above 2, or one would be overwritten before it is duplicated.
     for descriptor, file in enumerate([fcntl.fcntl(file, fcntl.F_DUPFD, 3) for file in files]):
         os.dup2(file, descriptor)

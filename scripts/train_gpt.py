@@ -135,7 +135,7 @@ def build_optimizer(model, args):
     """Muon (or AdamW) for the matrices of the blocks, AdamW without weight decay for all other parameters."""
     matrices = [weight for weight in model.blocks.parameters() if weight.ndim == 2]
     vectors = [weight for weight in model.parameters() if weight.ndim == 1]
-    muon = dict(muon=args.optimizer == "muon", momentum=(0.85, 0.95, 300), iterations=3, row_momentum=0.95)
+    muon = dict(muon=args.optimizer == "muon", momentum=(0.85, 0.95, 300), iterations=3, beta2=0.95)
     groups = [
         dict(params=matrices, lr=args.lr, weight_decay=args.weight_decay, **muon),
         dict(params=[model.embed.weight, *vectors], lr=args.lr, muon=False),

@@ -281,11 +281,18 @@ MUTANTS = [
     Mutant(
         "Muon: the scale of rows forgets",
         "utils/muon.py",
-        "norms.square(), 1 - momentum)",
-        "norms.square(), 1.0)",
-        "test_gpt.py -k muon",
+        "lerp_(squares, 1 - beta2)",
+        "lerp_(squares, 1.0)",
+        "test_gpt.py -k normalized_rows",
     ),
-    Mutant("Muon: even rows move less", "utils/muon.py", "(norms.norm() /", "(1 /", "test_gpt.py -k muon"),
+    Mutant(
+        "Muon: normalized rows change less",
+        "utils/muon.py",
+        "(norms.norm(dim=1, keepdim=True) /",
+        "(1 /",
+        "test_gpt.py -k normalized_rows",
+    ),
+    Mutant("Muon: rows are not normalized", "utils/muon.py", "if beta2:", "if False:", "test_gpt.py -k muon_with_beta2"),
     Mutant("Muon: momentum stays low", "utils/muon.py", 'state["step"] += 1', "pass", "test_gpt.py -k muon"),
     Mutant("Muon: the rest is updated twice", "utils/muon.py", "weight.grad = None", "pass", "test_gpt.py -k muon"),
     Mutant(

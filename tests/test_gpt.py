@@ -29,7 +29,7 @@ from safetensors.torch import load_file
 from utils import topology, weights
 from utils.exits import RunFailed, UserError
 from utils.image_data import as_is
-from utils.muon import MuonAdamW, MuonSGD, even_rows, orthogonalize
+from utils.muon import MuonAdamW, MuonSGD, normalize_rows, orthogonalize
 from utils.text_data import TextStream, Windows, held_out, load_held_out, load_text, synthetic_text
 
 GPT = "scripts/train_gpt.py"
@@ -416,18 +416,30 @@ def test_muon_raises_its_momentum_as_documented_also_after_a_restart():
 
 
 @pytest.mark.parametrize("shape", [(6, 10), (6, 2, 3, 3)])
-def test_muon_moves_all_rows_by_as_much_over_time(shape):
+def test_normalized_rows_have_the_same_size_over_time(shape):
     """After two steps: row i is divided by the root of 0.9 a + b, where a and b are its mean squares in the two steps."""
-    generator, state = torch.Generator().manual_seed(0), {}
-    first, second = (torch.randn(shape, generator=generator).double() for _ in range(2))
-    even = even_rows(state, first, 0.9)
-    norms = even.flatten(1).norm(dim=1)
-    assert torch.allclose(norms, norms.mean().expand(6)) and torch.allclose(even.norm(), first.norm())
-    scale = sum(share * x.flatten(1).square().mean(1) for share, x in ((0.9, first), (1.0, second))).sqrt()
-    expected = second.flatten(1) / scale[:, None]
-    expected *= second.norm() / expected.norm()
-    assert torch.allclose(even_rows(state, second, 0.9).flatten(1), expected)
-    assert not even_rows({}, torch.zeros(shape), 0.9).any()  # as in the first step, behind a weight of zero
+    generator, states = torch.Generator().manual_seed(0), [{}, {}]
+    first, second = (torch.randn(2, *shape, generator=generator).double() for _ in range(2))
+    for update, even in zip(first, normalize_rows(states, list(first), 0.9), strict=True):
+        norms = even.flatten(1).norm(dim=1)
+        assert torch.allclose(norms, norms.mean().expand(6)) and torch.allclose(even.norm(), update.norm())
+    for before, update, even in zip(first, second, normalize_rows(states, list(second), 0.9), strict=True):
+        scale = sum(share * x.flatten(1).square().mean(1) for share, x in ((0.9, before), (1.0, update))).sqrt()
+        expected = update.flatten(1) / scale[:, None]
+        assert torch.allclose(even.flatten(1), expected * update.norm() / expected.norm())
+    assert not normalize_rows([{}], [torch.zeros(shape)], 0.9)[0].any()  # as in the first step, behind a weight of zero
+
+
+def test_muon_with_beta2_changes_all_rows_by_the_same_amount():
+    generator = torch.Generator().manual_seed(0)
+    wide, tall, plain = (torch.nn.Parameter(torch.zeros(shape)) for shape in ((4, 8), (8, 4), (8, 4)))
+    for weight in (wide, tall, plain):
+        weight.grad = torch.randn(weight.shape, generator=generator)
+    common = dict(muon=True, weight_decay=0.0, momentum=0.9)
+    MuonAdamW([dict(params=[wide, tall], beta2=0.95, **common), dict(params=[plain], **common)], lr=0.1).step()
+    for weight, same in ((wide, True), (tall, True), (plain, False)):
+        norms = weight.detach().norm(dim=1)
+        assert torch.allclose(norms, norms[:1]) == same
 
 
 def test_muon_leaves_weights_without_a_gradient_alone():

@@ -10,8 +10,8 @@ class Muon:
     See K. Jordan, kellerjordan.github.io/posts/muon. A group with `muon=True` has `lr`, `weight_decay`, `momentum` (a number,
     or a first value, a last value, and the number of steps in which it rises linearly from one to the other), and may have
     `iterations` (default: 5; with 3 a GPT reaches the same loss). With `fixed_norm` its weights are first scaled to norm
-    sqrt(rows): a batch norm that follows cancels their scale anyway. With `row_momentum` all rows move by about as much: each
-    is divided by the root of the running mean, with this momentum, of its squares (NorMuon, arXiv:2510.05491).
+    sqrt(rows): a batch norm that follows cancels their scale anyway. With `beta2`, each row of an update is divided by the root
+    of a running mean of its squared norm, so that all rows change by about the same amount (NorMuon, arXiv:2510.05491).
     Convolution filters [outputs, inputs, height, width] are treated as matrices with `outputs` rows.
 
     Why not `torch.optim.Muon` and a second optimizer? `torch.optim.Muon` computes in bfloat16, where rounding differences
@@ -37,12 +37,13 @@ class Muon:
                 momentum = state["momentum"].lerp_(weight.grad, 1 - kept)
                 update = weight.grad.lerp(momentum, kept)
                 weight.grad = None  # so that super().step() skips this weight
-                same_shape.setdefault((weight.shape, group.get("iterations", 5)), []).append((weight, update, group))
-        for (shape, iterations), matrices in same_shape.items():
+                alike = weight.shape, group.get("iterations", 5), group.get("beta2")
+                same_shape.setdefault(alike, []).append((weight, update, group))
+        for (shape, iterations, beta2), matrices in same_shape.items():
             updates = orthogonalize_all([update for _, update, _ in matrices], iterations)
+            if beta2:
+                updates = normalize_rows([self.state[weight] for weight, _, _ in matrices], updates, beta2)
             for (weight, _, group), update in zip(matrices, updates, strict=True):
-                if group.get("row_momentum"):
-                    update = even_rows(self.state[weight], update, group["row_momentum"])
                 if group.get("fixed_norm"):
                     weight.mul_(len(weight) ** 0.5 / weight.norm())
                 weight.mul_(1 - group["lr"] * group["weight_decay"])
@@ -75,19 +76,27 @@ def orthogonalize_all(matrices, iterations):
     return [DTensor.from_local(local, placements=first.placements, **like) for local in stack]
 
 
-def even_rows(state, update, momentum):
-    """Divides each row of an update by the root of the running mean of its squared norms, and keeps the norm of the whole.
+def normalize_rows(states, updates, beta2):
+    """Divides each row of an update by the root of a running mean of its squared norm; the norm of the whole update stays.
 
     Args:
-        state (dict): that of the optimizer for this weight; keeps the running means, without a bias correction, which would
-            cancel.
-        update: [rows, ...], whole or sharded.
+        states (list): the optimizer state of each weight. Holds the running means, without a bias correction: it would cancel.
+        updates (list): tensors [rows, ...] of one shape, either all unsharded or all sharded in the same way.
+        beta2 (float): the momentum of the running means.
+
+    Returns:
+        list: the new updates.
     """
-    norms = torch.linalg.vector_norm(update, dim=tuple(range(1, update.ndim)), keepdim=True)
-    if "row_squares" not in state:
-        state["row_squares"] = torch.zeros_like(norms)
-    scale = state["row_squares"].lerp_(norms.square(), 1 - momentum).clamp(min=1e-16).rsqrt()
-    return update * (scale * (norms.norm() / (norms * scale).norm().clamp(min=1e-8)))
+    dims = tuple(range(1, updates[0].ndim))
+    norms = torch.stack([torch.linalg.vector_norm(update, dim=dims, keepdim=True) for update in updates])
+    for state, squares in zip(states, norms.square().unbind(), strict=True):
+        if "row_squares" not in state:
+            state["row_squares"] = torch.zeros_like(squares)
+        state["row_squares"].lerp_(squares, 1 - beta2)
+    scales = torch.stack([state["row_squares"] for state in states]).clamp(min=1e-16).rsqrt()
+    # Of all matrices at once, because each norm is an all-reduce if the rows are sharded.
+    scales = scales * (norms.norm(dim=1, keepdim=True) / (norms * scales).norm(dim=1, keepdim=True).clamp(min=1e-8))
+    return [update * scale for update, scale in zip(updates, scales.unbind(), strict=True)]
 
 
 def orthogonalize(x, iterations=5):

@@ -314,7 +314,7 @@ def main():
         seconds.append(now - start_time)
         start_time = now
     if torch.distributed.is_initialized():
-        torch.distributed.destroy_process_group()  # without it, a process of gloo now and then aborts as it exits
+        torch.distributed.destroy_process_group()  # without it, a process that uses gloo occasionally aborts at exit
     if int(os.environ.get("RANK", 0)) == 0:
         print(json.dumps({"seconds": seconds, "memory": report.memory_bytes(torch.device("cpu"))}))
 

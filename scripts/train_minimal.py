@@ -66,7 +66,7 @@ def main():
     weights.initialize(accelerator, model, run.init_from)
     optimizer = torch.optim.AdamW(model.parameters(), lr=args.lr)
     model, optimizer, train_loader, val_loader = accelerator.prepare(model, optimizer, train_loader, val_loader)
-    topology.set_up_ddp(accelerator, model, data[:2][1].to(accelerator.device))  # so that resuming is exact
+    topology.set_up_ddp(accelerator, model, data[:2][1].to(accelerator.device))  # for an exact resume
     step = run.start()  # accelerator.load_state, if there is a checkpoint
     guard = Guard(accelerator, args.timeout)
     for epoch, todo in plan.epochs(start=step):

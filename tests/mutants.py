@@ -48,8 +48,24 @@ MUTANTS = [
     Mutant("every epoch cut at the same place", GPT, "set_offset(epoch)", "set_offset(0)", "test_gpt.py -k every_epoch_reads"),
     Mutant("skipping ignores accumulation", "utils/plan.py", "done * self.micro_batches", "done", SAME_SAMPLES),
     Mutant("nothing is skipped", CIFAR, "skip_first_batches(train_loader, todo.batches_done)", "train_loader", SAME_SAMPLES),
-    Mutant("batch norm of each process", "utils/topology.py", "not ddp.training", "False", EXACT_METRICS),
-    Mutant("buffers sent in every step", "utils/topology.py", "not ddp.training", "True", "test_mechanisms.py -k ddp_sends"),
+    Mutant(
+        "batch norm of each process", "utils/topology.py", "not all(norm.training for norm in norms)", "False", EXACT_METRICS
+    ),
+    Mutant(
+        "buffers broadcast in every step",
+        "utils/topology.py",
+        "not all(norm.training for norm in norms)",
+        "True",
+        "test_mechanisms.py -k ddp_broadcasts",
+    ),
+    Mutant(
+        "other buffers are not broadcast",
+        "utils/topology.py",
+        "DistributedDataParallel) and only_norms",
+        "DistributedDataParallel)",
+        "test_mechanisms.py -k ddp_broadcasts",
+    ),
+    Mutant("a notebook keeps every run", "utils/exits.py", "if _installed:", "if True:", "test_mechanisms.py -k garbage"),
     Mutant("batch size per process", CIFAR, "split_batches=True", "split_batches=False", TWO_AS_ONE),
     Mutant("no seedable sampler", CIFAR, "use_seedable_sampler=True", "use_seedable_sampler=False", SAME_SAMPLES),
     Mutant("augmentation ignores the epoch", CIFAR, 'batch["ids"], epoch,', 'batch["ids"], 0,', SAME_SAMPLES),

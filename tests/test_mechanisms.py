@@ -344,7 +344,7 @@ def test_batch_norm_over_all_processes_keeps_the_parameters(device, kind, capsys
     assert ("needs GPUs" in capsys.readouterr().err) == (device == "cpu")
 
 
-def test_ddp_sends_the_statistics_of_batch_norm_only_for_an_evaluation():
+def test_ddp_broadcasts_the_statistics_of_batch_norm_only_for_evaluation():
     torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
     try:
         model = torch.nn.parallel.DistributedDataParallel(torch.nn.BatchNorm1d(2))
@@ -352,12 +352,23 @@ def test_ddp_sends_the_statistics_of_batch_norm_only_for_an_evaluation():
         for training in (True, False, True):
             model.train(training)(torch.ones(4, 2))
             assert model.will_sync_module_buffers() == (not training)
+        model.module.eval()  # the wrapper itself stays in training mode
+        model(torch.ones(4, 2))
+        assert model.training and model.will_sync_module_buffers()
+
+        layers = torch.nn.Sequential(torch.nn.BatchNorm1d(2))
+        layers.register_buffer("may_be_read_in_training", torch.ones(2))
+        model = torch.nn.parallel.DistributedDataParallel(layers)
+        topology.set_up_ddp(SimpleNamespace(num_processes=2), model, torch.ones(4, 2))
+        model(torch.ones(4, 2))
+        assert model.will_sync_module_buffers()
     finally:
         torch.distributed.destroy_process_group()
 
 
 def test_garbage_is_collected_again_after_the_imports(monkeypatch):
     monkeypatch.setattr(exits.signal, "signal", lambda *_: None)
+    monkeypatch.setattr(exits, "_installed", False)
     monkeypatch.delenv("ACCELERATE_MIXED_PRECISION", raising=False)
     exits.install()
     seen = [gc.isenabled()]
@@ -365,14 +376,18 @@ def test_garbage_is_collected_again_after_the_imports(monkeypatch):
     assert seen == [False, True]
 
 
-def test_training_starts_without_garbage(monkeypatch):
+@pytest.mark.parametrize("installed", [True, False])  # False: in a notebook
+def test_training_starts_without_garbage(installed, monkeypatch):
     monkeypatch.setattr(exits, "_in_training", False)
+    monkeypatch.setattr(exits, "_installed", installed)
     cycle = argparse.Namespace()
     cycle.itself, seen = cycle, weakref.ref(cycle)
     del cycle
     gc.unfreeze()
     exits.training_starts()
-    assert seen() is None and gc.get_freeze_count() > 1000
+    frozen = gc.get_freeze_count()
+    gc.unfreeze()
+    assert (frozen > 1000) == installed and (seen() is None or not installed)
 
 
 def test_few_samples_for_batch_norm_are_said(capsys):

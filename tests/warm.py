@@ -239,7 +239,7 @@ def _become(request, files):
     if "cores" in request:
         os.sched_setaffinity(0, request["cores"])
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
-    for signum in request.get("handled", ()):  # `exec` resets to the default what the parent handles: SIGHUP, under nohup
+    for signum in request.get("handled", ()):  # as `exec` resets every signal that has a handler
         if signal.getsignal(signum) == signal.SIG_IGN:
             signal.signal(signum, signal.SIG_DFL)
     # From above 2, or one would be overwritten before it is duplicated.

@@ -21,6 +21,7 @@ SAVE_SECONDS = 60  # time to save after that, or after the launcher died if a si
 LOST_CONTACT = "lost contact with another process"
 SAME_COMMAND = "run the same command again to continue"
 
+_installed = False  # not in a notebook
 _signal_name = None
 _in_training = False
 _saving = False
@@ -59,6 +60,8 @@ def install():
 
     Turns off garbage collection until `run`, because it takes a tenth of the time of the imports and finds next to nothing.
     """
+    global _installed
+    _installed = True
     gc.disable()
     sys.stdout.reconfigure(line_buffering=True)  # so that a log file shows every line at once
     for signum in (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT):
@@ -81,12 +84,14 @@ def signal_name():
 def training_starts():
     """Call this when training starts. After it, the loop notices signals and saves; before it, a signal ends the process.
 
-    From then on, garbage collection passes over what exists now, such as modules: going through it takes 0.1 s, for which
-    all processes would wait, and each at another step.
+    Objects that exist now, such as imported modules, are excluded from later garbage collections. Scanning them takes 0.1 s;
+    each process would do it in a different step, and the others would wait. A notebook's process outlives its runs, so there
+    nothing is excluded, and the memory of each run is freed.
     """
     global _in_training
-    gc.collect()
-    gc.freeze()
+    if _installed:
+        gc.collect()
+        gc.freeze()
     _in_training = True
     if _signal_name:
         _exit_at_once()
@@ -133,7 +138,7 @@ def run(main):
     """
     from torch.distributed.elastic.multiprocessing.errors import record  # here, because it imports torch
 
-    gc.freeze()  # garbage collection, turned off by `install`, passes over what the imports created
+    gc.freeze()  # excludes what the imports created from garbage collection, which `install` turned off
     gc.enable()
     rank_variable, retry, lost_contact = None, True, False
     try:

@@ -341,22 +341,28 @@ def describe(accelerator):
 
 
 def set_up_ddp(accelerator, model, example):
-    """Makes DDP sum gradients in the same order after a restart, and send buffers only for an evaluation.
+    """Makes DDP sum gradients in the same order after a restart, and broadcast batch norm's statistics only for evaluation.
 
     DDP first assigns gradients to buckets in reverse parameter order, and after the first backward pass in the order in which
     they became ready. With three or more processes, other buckets mean another order of summation, and the last bits differ.
     Two backward passes bring every run, new or resumed, to the final buckets before its first real step. Buffers are restored,
     and weights do not change.
 
-    By default DDP sends the buffers of the first process to the others before every forward pass. In training, batch norm does
-    not read its running statistics, and an evaluation gets those of the first process nevertheless.
+    By default DDP broadcasts the buffers of rank 0 before every forward pass. Batch norm reads its running statistics only in
+    evaluation mode, so they are broadcast only then, unless the model has other buffers.
 
     Args:
         model: as `prepare` returned it.
         example: an input of `model`.
     """
-    if isinstance(model, torch.nn.parallel.DistributedDataParallel):
-        model.register_forward_pre_hook(lambda ddp, _: setattr(ddp, "broadcast_buffers", not ddp.training))
+    norms = [layer for layer in model.modules() if isinstance(layer, torch.nn.modules.batchnorm._BatchNorm)]
+    only_norms = sum(1 for _ in model.buffers()) == sum(1 for norm in norms for _ in norm.buffers())
+    if isinstance(model, torch.nn.parallel.DistributedDataParallel) and only_norms:
+
+        def broadcast_for_evaluation(ddp, _):
+            ddp.broadcast_buffers = not all(norm.training for norm in norms)
+
+        model.register_forward_pre_hook(broadcast_for_evaluation)
     if accelerator.num_processes < 3:
         return
     buffers = {name: value.clone() for name, value in model.named_buffers()}

@@ -21,7 +21,7 @@ SAVE_SECONDS = 60  # time to save after that, or after the launcher died if a si
 LOST_CONTACT = "lost contact with another process"
 SAME_COMMAND = "run the same command again to continue"
 
-_installed = False  # not in a notebook
+_installed = False  # stays False in a notebook
 _signal_name = None
 _in_training = False
 _saving = False

@@ -315,7 +315,7 @@ def sync_batch_norm(accelerator, model, micro_batch, wanted):
     Returns:
         nn.Module: the model, with the same parameters.
     """
-    if not any(isinstance(layer, torch.nn.modules.batchnorm._BatchNorm) for layer in model.modules()):
+    if not _batch_norms(model):
         return model
     if wanted and accelerator.device.type == "cuda" and accelerator.num_processes > 1:
         return torch.nn.SyncBatchNorm.convert_sync_batchnorm(model)
@@ -327,6 +327,10 @@ def sync_batch_norm(accelerator, model, micro_batch, wanted):
             "from fewer than 32; use a larger --batch_size, --sync_batchnorm on several GPUs, or a model without batch norm"
         )
     return model
+
+
+def _batch_norms(model):
+    return [layer for layer in model.modules() if isinstance(layer, torch.nn.modules.batchnorm._BatchNorm)]
 
 
 def describe(accelerator):
@@ -355,8 +359,8 @@ def set_up_ddp(accelerator, model, example):
         model: as `prepare` returned it.
         example: an input of `model`.
     """
-    norms = [layer for layer in model.modules() if isinstance(layer, torch.nn.modules.batchnorm._BatchNorm)]
-    only_norms = sum(1 for _ in model.buffers()) == sum(1 for norm in norms for _ in norm.buffers())
+    norms = _batch_norms(model)
+    only_norms = set(model.buffers()) == {buffer for norm in norms for buffer in norm.buffers()}
     if isinstance(model, torch.nn.parallel.DistributedDataParallel) and only_norms:
 
         def broadcast_for_evaluation(ddp, _):

@@ -1,18 +1,24 @@
-"""Checks a cluster before a long job: which process runs where, can they communicate, and how fast?
+"""Checks a cluster before a long job: what runs where, can processes communicate, and how fast.
 
     accelerate launch --config_file accelerate_configs/4gpu.yaml scripts/check_topology.py
-    accelerate launch --config_file accelerate_configs/2cpu.yaml scripts/check_topology.py --max_bytes 4194304
-    sbatch --nodes=2 --gpus-per-node=4 scripts/submit.sbatch scripts/check_topology.py --output_dir runs/check_topology
+    accelerate launch --config_file accelerate_configs/2cpu.yaml scripts/check_topology.py \\
+        --max_bytes 4194304
+    sbatch --nodes=2 --gpus-per-node=4 scripts/submit.sbatch scripts/check_topology.py \\
+        --output_dir runs/check_topology
 
-Prints a table of all processes, and stops with one line for each problem: a process that never starts or that the others
-cannot reach, two processes on one GPU, versions or clocks that differ between machines, an output or data folder that
-differs between machines. Then it measures the all-reduce of data parallel training for messages of 1 KiB to --max_bytes,
-and prints how long averaging the gradients takes for models of several sizes. It writes `topology.json` and `allreduce.png`.
+Prints a table of all processes, and stops with one line for each problem: a process that never
+starts or that the others cannot reach, two processes on one GPU, versions or clocks that differ
+between machines, an output or data folder that differs between machines. Then it measures the
+all-reduce of data parallel training for messages of 1 KiB to --max_bytes, and prints how long
+averaging the gradients takes for models of several sizes. It writes `topology.json` and
+`allreduce.png`.
 
-The bus bandwidth is bytes / seconds x 2 (n - 1) / n: what an ideal ring transfers over the link of each of n processes
-(NVIDIA nccl-tests, doc/PERFORMANCE.md). This script cannot detect a launcher that never starts, because the other
-launchers wait for it before they start the script. To limit that wait to 60 s, use --rdzv_conf join_timeout=60 with c10d, or
---rdzv_conf timeout=60 with a static rendezvous.
+The bus bandwidth is bytes / seconds x 2 (n - 1) / n: what an ideal ring transfers over the link of
+each of n processes (NVIDIA nccl-tests, doc/PERFORMANCE.md).
+
+This script cannot detect a launcher that never starts, because the other launchers wait for it
+before they start the script. To limit that wait to 60 s, use --rdzv_conf join_timeout=60 with c10d,
+or --rdzv_conf timeout=60 with a static rendezvous.
 """
 
 import contextlib
@@ -30,59 +36,68 @@ from pathlib import Path
 
 # Finds `utils` next to this script (a copy) or one folder up (the repository).
 sys.path.insert(1, str(Path(__file__).resolve().parents[1]))
-from utils import exits
+from utils.run import process
 
 if __name__ == "__main__":
-    exits.install()
+    process.handle_signals()  # before torch: a signal during the slow imports must not be lost
 
 import psutil
 import torch
 import torch.distributed as dist
 
-from utils import plots, report, topology
-from utils.arguments import Parser, number
-from utils.exits import RunFailed, UserError
+from utils import plots
+from utils.run import launch, metrics
+from utils.run.arguments import Parser, number
+from utils.run.failures import RunFailed, UserError
 
-RANK, WORLD = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
+RANK = int(os.environ.get("RANK", 0))
+LOCAL_RANK = int(os.environ.get("LOCAL_RANK", 0))
+WORLD = int(os.environ.get("WORLD_SIZE", 1))
 
 
-# -------------------------------------------------------------------------------------------------------- processes
+# --------------------------------------------------------------------------------------- a process
 
 
-def describe_process(on_cpu, folder, data):
+def describe_process(on_cpu, folder, dataset):
     """Describes this process, as values that JSON can hold."""
-    local_rank = int(os.environ.get("LOCAL_RANK", 0))
+    packages = {name: version(name) for name in ("torch", "accelerate")}
     description = {
         "rank": RANK,
         "host": socket.gethostname(),
-        "local_rank": local_rank,
+        "local_rank": LOCAL_RANK,
         "device": platform.processor() or platform.machine(),
         "uuid": None,
         "memory_bytes": psutil.virtual_memory().total,
         "backend": "gloo" if on_cpu else "nccl",
-        "versions": {"python": platform.python_version()} | {name: version(name) for name in ("torch", "accelerate")},
+        "versions": {"python": platform.python_version(), **packages},
         "output_dir": read_marker(folder),
-        "data": data_summary(data),
+        "data": data_summary(dataset),
     }
     if not on_cpu:
-        properties = torch.cuda.get_device_properties(local_rank)
-        description |= {"device": properties.name, "uuid": str(properties.uuid), "memory_bytes": properties.total_memory}
-        description["versions"] |= {"cuda": torch.version.cuda, "nccl": ".".join(map(str, torch.cuda.nccl.version()))}
+        properties = torch.cuda.get_device_properties(LOCAL_RANK)
+        description["device"] = properties.name
+        description["uuid"] = str(properties.uuid)
+        description["memory_bytes"] = properties.total_memory
+        description["versions"]["cuda"] = torch.version.cuda
+        description["versions"]["nccl"] = ".".join(map(str, torch.cuda.nccl.version()))
     return description
 
 
 def read_marker(folder):
-    """Reads the random id that the first process writes to `folder`: processes that read equal ids share the folder."""
+    """Reads the random id that the first process writes to `folder`.
+
+    Processes that read the same id share the folder.
+    """
     marker = Path(folder) / ".check_topology"
     try:
         Path(folder).mkdir(parents=True, exist_ok=True)
+        # Written under a unique name and then linked, which is atomic: no process reads an
+        # incomplete marker.
+        own = marker.with_name(f"{marker.name}.{uuid.uuid4().hex}")
         try:
-            # Written under a unique name and then linked, which is atomic: no process reads an incomplete marker.
-            own = marker.with_name(f"{marker.name}.{uuid.uuid4().hex}")
             own.write_text(uuid.uuid4().hex)
-            os.link(own, marker)
-        except FileExistsError:
-            pass
+            with contextlib.suppress(FileExistsError):  # another process was first
+                os.link(own, marker)
         finally:
             own.unlink(missing_ok=True)
         return marker.read_text()
@@ -91,17 +106,48 @@ def read_marker(folder):
 
 
 def remove_marker(folder):
+    """Removes what `read_marker` left in `folder`."""
     with contextlib.suppress(OSError):  # there is none in a folder that cannot be written
         (Path(folder) / ".check_topology").unlink()
 
 
 def data_summary(path):
-    """The number and total size of the files below `path`; None if it is not a local path (a Hub id, `synthetic`)."""
+    """The number and total size of the files below `path`.
+
+    Returns:
+        str | None: None if it is not a local path (a Hub id, `synthetic`).
+    """
     path = Path(path)
     if not path.exists():
         return None
-    files = [path] if path.is_file() else [file for file in sorted(path.rglob("*")) if file.is_file()]
+    files = [path] if path.is_file() else [file for file in path.rglob("*") if file.is_file()]
     return f"{len(files)} file(s), {sum(file.stat().st_size for file in files):,} bytes"
+
+
+# ------------------------------------------------------------------------- all processes, problems
+
+
+def connect_store(timeout):
+    """Connects to the store of the launch, which needs no process group.
+
+    Raises:
+        RunFailed: the store cannot be reached from this machine.
+    """
+    host, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+    # The launcher's agent may already host the store.
+    is_server = RANK == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
+    options = dict(wait_for_workers=False, multi_tenant=True)
+    try:
+        store = dist.TCPStore(host, port, None, is_server, timedelta(seconds=timeout), **options)
+    except (dist.DistNetworkError, dist.DistStoreError) as error:
+        raise RunFailed(
+            f"rank {RANK} on {socket.gethostname()} cannot reach {host}:{port}: open that port on "
+            f"the first machine, and check --main_process_ip ({str(error).splitlines()[0]})",
+            rank_variable="LOCAL_RANK",
+        ) from None
+    # A restarted launch must not read what the attempt before it wrote.
+    run, attempt = (os.environ.get(f"TORCHELASTIC_{name}") for name in ("RUN_ID", "RESTART_COUNT"))
+    return dist.PrefixStore(f"check_topology/{run}/{attempt}", store)
 
 
 def gather_descriptions(store, own, timeout):
@@ -110,7 +156,7 @@ def gather_descriptions(store, own, timeout):
     Uses the store, because a process group cannot be created while a process is missing.
 
     Raises:
-        RunFailed: raised by every process that has started, if others do not start within `timeout` seconds.
+        RunFailed: some processes did not start within `timeout` seconds. Raised by all that did.
     """
     store.set(f"process/{RANK}", json.dumps(own))
     deadline = time.monotonic() + timeout
@@ -121,15 +167,10 @@ def gather_descriptions(store, own, timeout):
             raise RunFailed(store.get("missing").decode())
         if time.monotonic() > deadline:
             present = [json.loads(store.get(key)) for key in keys if store.check([key])]
-            ranks = {process["rank"] for process in present}
-            missing = ", ".join(str(rank) for rank in range(WORLD) if rank not in ranks)
-            hosts = "; ".join(
-                f"{host} has {', '.join(str(process['rank']) for process in present if process['host'] == host)}"
-                for host in dict.fromkeys(process["host"] for process in present)
-            )
-            message = f"rank {missing} of {WORLD} did not start within {timeout} s ({hosts})"
+            message = describe_missing(present, timeout)
             store.set("missing", message)
-            if RANK == min(ranks) != 0:  # rank 0, which prints errors, is missing
+            if RANK == min(entry["rank"] for entry in present) != 0:
+                # Rank 0, which prints errors, is missing.
                 print(f"error: {message}", file=sys.stderr, flush=True)
             leave_store(store, len(present))
             raise RunFailed(message)
@@ -137,8 +178,25 @@ def gather_descriptions(store, own, timeout):
     return [json.loads(store.get(key)) for key in keys]
 
 
+def describe_missing(present, timeout):
+    """The error message for processes that did not start; `present`: those that did."""
+    ranks = [entry["rank"] for entry in present]
+    missing = ", ".join(str(rank) for rank in range(WORLD) if rank not in ranks)
+    ranks_by_host = {}
+    for entry in present:
+        ranks_by_host.setdefault(entry["host"], []).append(str(entry["rank"]))
+    started = "; ".join(f"{host} has {', '.join(own)}" for host, own in ranks_by_host.items())
+    return f"rank {missing} of {WORLD} did not start within {timeout} s (started: {started})"
+
+
 def leave_store(store, present):
-    """Makes rank 0, which may host the store, wait until the other `present` processes have read it; call it before exiting."""
+    """Makes rank 0, which may host the store, wait until the other processes have read it.
+
+    Call it before exiting.
+
+    Args:
+        present (int): number of processes that have started.
+    """
     if RANK:
         store.add("left", 1)
         return
@@ -150,15 +208,15 @@ def leave_store(store, present):
 def clock_skews(store, timeout):
     """Measures how far the clock of each process is ahead of rank 0's clock.
 
-    As in NTP (RFC 5905), rank 0 takes the time when it asks and when the answer arrives; the other process answered at some
-    moment in between. The fastest of 5 answers counts.
+    As in NTP (RFC 5905), rank 0 reads its clock when it asks and when the answer arrives; the other
+    process answered at some moment in between. The fastest of 5 answers counts.
 
     Returns:
         dict: rank -> (seconds ahead, uncertainty in seconds); empty on all ranks but 0.
     """
     skews = {}
     for rank in range(1, WORLD):
-        best = None
+        fastest = None
         for attempt in range(5):
             key = f"clock/{rank}/{attempt}"
             if RANK == 0:
@@ -166,87 +224,141 @@ def clock_skews(store, timeout):
                 store.set(f"{key}/asked", "")
                 store.wait([f"{key}/time"], timedelta(seconds=timeout))
                 answered = time.time()
-                clock = float(store.get(f"{key}/time"))
-                round_trip = answered - asked
-                if best is None or round_trip < best[1]:
-                    best = clock - (asked + answered) / 2, round_trip
+                ahead = float(store.get(f"{key}/time")) - (asked + answered) / 2
+                uncertainty = (answered - asked) / 2
+                if fastest is None or uncertainty < fastest[1]:
+                    fastest = ahead, uncertainty
             elif rank == RANK:
                 store.wait([f"{key}/asked"], timedelta(seconds=timeout * WORLD))
                 store.set(f"{key}/time", repr(time.time()))
         if RANK == 0:
-            skews[rank] = best[0], best[1] / 2
+            skews[rank] = fastest
     return skews
 
 
-def find_problems(processes, skews, args):
-    """Finds the problems of the launch: a list with one line for each."""
-    problems = []
-    by_uuid = {}
-    for process in processes:
-        if process["uuid"]:
-            by_uuid.setdefault(process["uuid"], []).append(process)
-    for shared in by_uuid.values():
-        if len(shared) > 1:
-            ranks = " and ".join(f"rank {process['rank']}" for process in shared)
+def find_problems(entries, skews, args):
+    """Finds the problems of the launch: a list with one line for each.
+
+    Args:
+        entries (list): the descriptions of all processes, by rank.
+        skews (dict): as `clock_skews` returns them.
+    """
+    return [
+        *gpu_problems(entries),
+        *version_problems(entries),
+        *clock_problems(entries, skews, args.max_clock_skew),
+        *folder_problems(entries, args.output_dir),
+        *data_problems(entries, args.dataset),
+    ]
+
+
+def gpu_problems(entries):
+    """GPUs that several processes share, and machines without a GPU among others with GPUs."""
+    problems, by_uuid = [], {}
+    for entry in entries:
+        if entry["uuid"]:
+            by_uuid.setdefault(entry["uuid"], []).append(entry)
+    for sharing in by_uuid.values():
+        if len(sharing) > 1:
+            ranks = " and ".join(f"rank {entry['rank']}" for entry in sharing)
+            gpu = f"GPU {sharing[0]['local_rank']} of {sharing[0]['host']} ({sharing[0]['uuid']})"
             problems.append(
-                f"{ranks} both on GPU {shared[0]['local_rank']} of {shared[0]['host']} ({shared[0]['uuid']}): "
-                "use one process per GPU; check CUDA_VISIBLE_DEVICES and the GPUs that the scheduler assigned to each launcher"
+                f"{ranks} share {gpu}: use one process per GPU; check CUDA_VISIBLE_DEVICES and the "
+                "GPUs that the scheduler assigned to each launcher"
             )
-    without_gpu = dict.fromkeys(process["host"] for process in processes if process["backend"] == "gloo")
-    if without_gpu and any(process["backend"] == "nccl" for process in processes):
-        problems.append(f"no usable GPU on {', '.join(without_gpu)}, but on other machines: check nvidia-smi there")
-    for name in sorted({name for process in processes for name in process["versions"]}):
-        by_version = {}
-        for process in processes:
-            if name in process["versions"]:
-                by_version.setdefault(process["versions"][name], []).append(process["host"])
-        if len(by_version) > 1:
-            listing = ", ".join(f"{version_} on {', '.join(dict.fromkeys(hosts))}" for version_, hosts in by_version.items())
-            problems.append(f"different versions of {name}: {listing}: install the same version on all machines")
-    for rank, (skew, uncertainty) in skews.items():
-        if abs(skew) - uncertainty > args.max_clock_skew:
-            host = processes[rank]["host"]
-            problems.append(f"the clock of {host} (rank {rank}) is {skew:+.1f} s off rank 0's: synchronize both with NTP")
-    unwritable = [process for process in processes if process["output_dir"].startswith("cannot")]
-    if unwritable:
-        problems.append(f"--output_dir {args.output_dir} on {unwritable[0]['host']} {unwritable[0]['output_dir']}")
-    elif len({process["output_dir"] for process in processes}) > 1:
-        others = dict.fromkeys(process["host"] for process in processes if process["output_dir"] != processes[0]["output_dir"])
+    by_backend = hosts_by(entries, "backend")
+    if len(by_backend) > 1:
+        without = ", ".join(by_backend["gloo"])
         problems.append(
-            f"--output_dir {args.output_dir} is another folder on {', '.join(others)} than on {processes[0]['host']}: "
-            "checkpoints need a folder that all machines share"
+            f"no usable GPU on {without}, although other machines have one: run nvidia-smi there"
         )
-    if len({process["data"] for process in processes}) > 1:
-        data_by_host = {process["host"]: process["data"] or "nothing" for process in processes}
-        listing = ", ".join(f"{data} on {host}" for host, data in data_by_host.items())
-        problems.append(f"--dataset {args.dataset} differs: {listing}")
     return problems
 
 
-def table(processes, skews):
+def version_problems(entries):
+    """Packages of which different versions are installed."""
+    problems = []
+    for name in sorted({name for entry in entries for name in entry["versions"]}):
+        installed = [
+            {"host": entry["host"], "version": entry["versions"][name]}
+            for entry in entries
+            if name in entry["versions"]  # machines without a GPU have no CUDA
+        ]
+        by_version = hosts_by(installed, "version")
+        if len(by_version) > 1:
+            listing = ", ".join(f"{key} on {', '.join(on)}" for key, on in by_version.items())
+            problems.append(
+                f"different versions of {name}: {listing}: install the same version on all machines"
+            )
+    return problems
+
+
+def clock_problems(entries, skews, limit):
+    """Clocks that differ from that of rank 0 by more than `limit` seconds."""
+    return [
+        f"the clock of {entries[rank]['host']} (rank {rank}) is {skew:+.1f} s off rank 0's: "
+        "synchronize both with NTP"
+        for rank, (skew, uncertainty) in skews.items()
+        if abs(skew) - uncertainty > limit
+    ]
+
+
+def folder_problems(entries, folder):
+    """An output folder that cannot be written, or that not all machines share."""
+    for entry in entries:
+        if entry["output_dir"].startswith("cannot"):
+            return [f"--output_dir {folder} on {entry['host']} {entry['output_dir']}"]
+    shared, *other = hosts_by(entries, "output_dir").values()
+    if not other:
+        return []
+    others = ", ".join(host for hosts in other for host in hosts)
+    return [
+        f"--output_dir {folder} is a different folder on {others} than on {shared[0]}: checkpoints "
+        "need a folder that all machines share"
+    ]
+
+
+def data_problems(entries, dataset):
+    """Data that differs between machines."""
+    if len({entry["data"] for entry in entries}) == 1:
+        return []
+    data_by_host = {entry["host"]: entry["data"] or "nothing" for entry in entries}
+    listing = ", ".join(f"{data} on {host}" for host, data in data_by_host.items())
+    return [f"--dataset {dataset} differs: {listing}"]
+
+
+def hosts_by(entries, name):
+    """Groups the hosts of `entries`: value of the field `name` -> list of different hosts."""
+    groups = {}
+    for entry in entries:
+        groups.setdefault(entry[name], {})[entry["host"]] = True
+    return {value: list(hosts) for value, hosts in groups.items()}
+
+
+def table(entries, skews):
     """The table of processes, as text."""
     rows = [("rank", "host", "local", "device", "memory", "backend", "torch", "clock")]
-    for process in processes:
-        skew = skews.get(process["rank"], (0.0, 0.0))
-        rows.append(
-            (
-                str(process["rank"]),
-                process["host"],
-                str(process["local_rank"]),
-                process["device"] + (f" {process['uuid'][:13]}" if process["uuid"] else ""),
-                f"{process['memory_bytes'] / 2**30:.0f} GiB",
-                process["backend"],
-                process["versions"]["torch"],
-                f"{skew[0] * 1e3:+.1f} ms",
-            )
+    for entry in entries:
+        skew, _ = skews.get(entry["rank"], (0.0, 0.0))
+        device = f"{entry['device']} {entry['uuid'][:13]}" if entry["uuid"] else entry["device"]
+        row = (
+            str(entry["rank"]),
+            entry["host"],
+            str(entry["local_rank"]),
+            device,
+            f"{entry['memory_bytes'] / 2**30:.0f} GiB",
+            entry["backend"],
+            entry["versions"]["torch"],
+            f"{skew * 1e3:+.1f} ms",
         )
-    return report.columns(rows)
+        rows.append(row)
+    return metrics.columns(rows)
 
 
-# ------------------------------------------------------------------------------------------------------------ speed
+# -------------------------------------------------------------------------- speed of communication
 
 
-def connect(backend, device, timeout, **group):
+def connect(backend, device, timeout, **options):
     """Connects all processes over `backend`, within `timeout` seconds.
 
     Raises:
@@ -254,34 +366,37 @@ def connect(backend, device, timeout, **group):
     """
     watchdog = start_watchdog(timeout, backend)
     try:
-        patience = timedelta(seconds=2 * timeout)
+        patience = timedelta(seconds=2 * timeout)  # longer than that of the watchdog
         create = dist.new_group if dist.is_initialized() else dist.init_process_group
-        group = create(backend=backend, timeout=patience, **group)
+        group = create(backend=backend, timeout=patience, **options)
         dist.all_reduce(torch.ones(1, device=device), group=group)
         if device.type == "cuda":
             torch.cuda.synchronize()
     except (RuntimeError, dist.DistError) as error:
         variable, host = f"{backend.upper()}_SOCKET_IFNAME", socket.gethostname()
-        interface = topology.interface_to(os.environ["MASTER_ADDR"]) or "(see `ip address`)"
+        interface = launch.interface_to(os.environ["MASTER_ADDR"]) or "(see `ip address`)"
         raise RunFailed(
-            f"rank {RANK} on {host} cannot reach the others over {backend}: open all ports between machines, and try "
-            f"export {variable}={interface} on {host} ({str(error).splitlines()[0]})",
+            f"rank {RANK} on {host} cannot reach the others over {backend}: open all ports "
+            f"between machines, and try export {variable}={interface} on {host} "
+            f"({str(error).splitlines()[0]})",
             rank_variable="LOCAL_RANK",
         ) from None
     watchdog.cancel()
 
 
 def start_watchdog(seconds, backend):
-    """Ends this process after `seconds` unless canceled.
+    """Starts a timer that ends this process after `seconds` unless canceled.
 
-    It needs a thread: a process that cannot connect blocks in C++, where Python code of the main thread does not run.
+    It needs a thread: a process that cannot connect blocks in C++, where Python code of the main
+    thread does not run.
     """
 
     def on_timeout():
         if RANK == 0:
             print(
-                f"error: all processes reached rank 0, but not each other over {backend} within {seconds} s: open all ports "
-                f"between machines, and check {backend.upper()}_SOCKET_IFNAME (NCCL_DEBUG=INFO prints details)",
+                f"error: all processes reached rank 0, but not each other over {backend} within "
+                f"{seconds} s: open all ports between machines, and check "
+                f"{backend.upper()}_SOCKET_IFNAME (NCCL_DEBUG=INFO prints details)",
                 file=sys.stderr,
                 flush=True,
             )
@@ -297,33 +412,17 @@ def start_watchdog(seconds, backend):
 def measure_all_reduce(device, max_bytes, seconds):
     """Times the all-reduce of float32 messages of 1 KiB, 4 KiB, ... `max_bytes`.
 
+    Args:
+        seconds (float): how long to repeat each message.
+
     Returns:
-        list of dict: bytes, seconds (the median of repeated calls, each the time of the slowest process),
-        algorithm_bandwidth and bus_bandwidth in bytes per second.
+        list[dict]: for each message `bytes`; `seconds`, the median of repeated calls, each the time
+        of the slowest process; `algorithm_bandwidth` and `bus_bandwidth` in bytes per second.
     """
-    sizes = []
+    rows = []
     size = 1024
     while size <= max_bytes:
-        sizes.append(size)
-        size *= 4
-    rows = []
-    for size in sizes:
-        message = torch.ones(size // 4, device=device)
-        times = []
-        repeats = 5  # the first two are a warm-up; the time of the third determines how many more follow
-        while len(times) < repeats:
-            dist.barrier()
-            start_time = time.perf_counter()
-            dist.all_reduce(message)
-            if device.type == "cuda":
-                torch.cuda.synchronize()
-            slowest = torch.tensor([time.perf_counter() - start_time], device=device)
-            dist.all_reduce(slowest, dist.ReduceOp.MAX)
-            times.append(slowest.item())
-            message.fill_(1)
-            if len(times) == 3:
-                repeats = min(100, max(5, int(seconds / times[-1])))
-        median = sorted(times[2:])[len(times[2:]) // 2]
+        median = time_all_reduce(torch.ones(size // 4, device=device), seconds)
         rows.append(
             {
                 "bytes": size,
@@ -332,99 +431,171 @@ def measure_all_reduce(device, max_bytes, seconds):
                 "bus_bandwidth": size / median * 2 * (WORLD - 1) / WORLD,
             }
         )
+        size *= 4
     return rows
 
 
+def time_all_reduce(message, seconds):
+    """The median time of an all-reduce of `message`, repeated for about `seconds`."""
+    times = []
+    # The first two are a warm-up; the time of the third determines how many more follow.
+    repeats = 5
+    while len(times) < repeats:
+        dist.barrier()
+        start_time = time.perf_counter()
+        dist.all_reduce(message)
+        if message.is_cuda:
+            torch.cuda.synchronize()
+        slowest = torch.tensor([time.perf_counter() - start_time], device=message.device)
+        dist.all_reduce(slowest, dist.ReduceOp.MAX)
+        times.append(slowest.item())
+        message.fill_(1)  # otherwise the sums would grow without bound
+        if len(times) == 3:
+            repeats = min(100, max(5, int(seconds / times[-1])))
+    measured = sorted(times[2:])
+    return measured[len(measured) // 2]
+
+
 def bandwidth_table(rows):
+    """The measured all-reduces, as text."""
     lines = [f"{'message':>10}  {'time':>11}  {'algorithm':>12}  {'bus':>12}"]
     for row in rows:
-        size = f"{row['bytes'] / 2**20:g} MiB" if row["bytes"] >= 2**20 else f"{row['bytes'] // 2**10} KiB"
+        size = f"{row['bytes'] // 2**10} KiB"
+        if row["bytes"] >= 2**20:
+            size = f"{row['bytes'] / 2**20:g} MiB"
         lines.append(
-            f"{size:>10}  {row['seconds'] * 1e3:8.3f} ms  {row['algorithm_bandwidth'] / 1e9:7.2f} GB/s  "
-            f"{row['bus_bandwidth'] / 1e9:7.2f} GB/s"
+            f"{size:>10}  {row['seconds'] * 1e3:8.3f} ms  {row['algorithm_bandwidth'] / 1e9:7.2f} "
+            f"GB/s  {row['bus_bandwidth'] / 1e9:7.2f} GB/s"
         )
     return "\n".join(lines)
 
 
-def summarize(rows, processes):
-    """Describes what the measured all-reduce means for training."""
-    latency, best = rows[0]["seconds"], max(rows, key=lambda row: row["algorithm_bandwidth"])
-    machines = len({process["host"] for process in processes})
-    gradients = {million: latency + million * 4e6 / best["algorithm_bandwidth"] for million in (10, 100, 1000)}
-    times = ", ".join(f"{seconds * 1e3:,.0f} ms for {million:,} million" for million, seconds in gradients.items())
+def summarize(rows, entries):
+    """Describes what the measured all-reduces mean for training."""
+    latency = rows[0]["seconds"]
+    best = max(rows, key=lambda row: row["algorithm_bandwidth"])
+    machines = len({entry["host"] for entry in entries})
+    times = []
+    for millions in (10, 100, 1000):
+        seconds = latency + 4e6 * millions / best["algorithm_bandwidth"]
+        times.append(f"{seconds * 1e3:,.0f} ms for {millions:,} million")
     return (
         f"{WORLD} processes on {machines} machine{'s' * (machines > 1)} can communicate: "
-        f"{latency * 1e6:,.0f} us for the smallest message, {best['bus_bandwidth'] / 1e9:.2f} GB/s bus bandwidth at best.\n"
-        f"Averaging float32 gradients takes about {times} parameters. If the backward pass is longer, it hides "
-        f"this time; if it is shorter, use a larger --batch_size."
+        f"{latency * 1e6:,.0f} us for the smallest message, {best['bus_bandwidth'] / 1e9:.2f} GB/s "
+        f"bus bandwidth at best.\nAveraging float32 gradients takes about {', '.join(times)} "
+        "parameters. A backward pass that takes longer hides this time; if yours is shorter, use a "
+        "larger --batch_size."
     )
 
 
-# ------------------------------------------------------------------------------------------------------------- main
+def draw(path, rows, processes, backend):
+    """Draws time and bus bandwidth of an all-reduce over the message size.
+
+    Args:
+        rows (list): what `measure_all_reduce` returned.
+        processes (int): how many took part.
+    """
+    figure, axes = plots.subplots(1, 2, figsize=(10, 3.6))
+    sizes = [row["bytes"] for row in rows]
+    labels = [f"{s // 2**20} M" if s >= 2**20 else f"{s // 2**10} K" for s in sizes]
+    panels = {
+        "milliseconds": [row["seconds"] * 1e3 for row in rows],
+        "bus bandwidth, GB/s": [row["bus_bandwidth"] / 1e9 for row in rows],
+    }
+    for axis, (label, values) in zip(axes, panels.items(), strict=True):
+        axis.plot(sizes, values, "o-")
+        axis.set_xscale("log", base=2)
+        axis.set_yscale("log")
+        axis.set_xticks(sizes, labels)
+        axis.set_xlabel("message, bytes")
+        axis.set_ylabel(label)
+        axis.grid(alpha=0.3)
+    figure.suptitle(f"All-reduce between {processes} processes over {backend}", fontsize=11)
+    plots.save(figure, path)
+
+
+# -------------------------------------------------------------------------------------------- main
 
 
 def main():
     args = parse_args()
-    on_cpu = topology.check_launch(shards=True)
-    timeout = timedelta(seconds=args.timeout)
+    on_cpu = launch.check(shards=True)
+    store = connect_store(args.timeout) if WORLD > 1 else None
+    own = describe_process(on_cpu, args.output_dir, args.dataset)
     if WORLD == 1:
-        own = describe_process(on_cpu, args.output_dir, args.dataset)
         remove_marker(args.output_dir)
         print(table([own], {}))
         if problems := find_problems([own], {}, args):
             raise UserError("\nerror: ".join(problems))
         print("one process: nothing to measure")
         return
-    # The launcher's agent may already host the store.
-    is_host = RANK == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
-    address = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
-    try:
-        store = dist.TCPStore(*address, None, is_host, timeout, wait_for_workers=False, multi_tenant=True)
-    except (dist.DistNetworkError, dist.DistStoreError) as error:
-        raise RunFailed(
-            f"rank {RANK} on {socket.gethostname()} cannot reach {address[0]}:{address[1]}: open that port on the first "
-            f"machine, and check --main_process_ip ({str(error).splitlines()[0]})",
-            rank_variable="LOCAL_RANK",
-        ) from None
-    # A restarted launch must not read what the previous attempt wrote.
-    attempt = f"{os.environ.get('TORCHELASTIC_RUN_ID')}/{os.environ.get('TORCHELASTIC_RESTART_COUNT')}"
-    store = dist.PrefixStore(f"check_topology/{attempt}", store)
-    processes = gather_descriptions(store, describe_process(on_cpu, args.output_dir, args.dataset), args.timeout)
+    entries = gather_descriptions(store, own, args.timeout)
     skews = clock_skews(store, args.timeout)
     remove_marker(args.output_dir)  # every process has read it
     if RANK == 0:
-        print(table(processes, skews), flush=True)
-        store.set("problems", json.dumps(find_problems(processes, skews, args)))
+        print(table(entries, skews), flush=True)
+        store.set("problems", json.dumps(find_problems(entries, skews, args)))
     if problems := json.loads(store.get("problems")):
         leave_store(store, WORLD)
         raise UserError("\nerror: ".join(problems))
 
-    device = torch.device("cpu") if on_cpu else torch.device("cuda", int(os.environ.get("LOCAL_RANK", 0)))
+    device = torch.device("cpu") if on_cpu else torch.device("cuda", LOCAL_RANK)
     if not on_cpu:
         torch.cuda.set_device(device)
-    group = dict(store=store, rank=RANK, world_size=WORLD, device_id=None if on_cpu else device)
-    connect(processes[0]["backend"], device, args.timeout, **group)
-    if not on_cpu:  # the training scripts also use gloo, to agree when to stop and to wait for work on files
+    options = dict(store=store, rank=RANK, world_size=WORLD, device_id=None if on_cpu else device)
+    connect(own["backend"], device, args.timeout, **options)
+    # The training scripts also use gloo, to agree when to stop and to wait for work on files.
+    if not on_cpu:
         connect("gloo", torch.device("cpu"), args.timeout)
     rows = measure_all_reduce(device, args.max_bytes, args.seconds_per_size)
     if RANK == 0:
-        print(f"\nall-reduce over {dist.get_backend()}\n{bandwidth_table(rows)}\n\n{summarize(rows, processes)}")
-        record = {"processes": processes, "all_reduce": rows}
-        (Path(args.output_dir) / "topology.json").write_text(json.dumps(record, indent=1))
-        plots.bandwidth(Path(args.output_dir) / "allreduce.png", rows, WORLD, dist.get_backend())
+        backend = dist.get_backend()
+        print(f"\nall-reduce over {backend}\n{bandwidth_table(rows)}\n\n{summarize(rows, entries)}")
+        record = {"processes": entries, "all_reduce": rows}
+        folder = Path(args.output_dir)
+        (folder / "topology.json").write_text(json.dumps(record, indent=1))
+        draw(folder / "allreduce.png", rows, WORLD, backend)
     dist.destroy_process_group()
 
 
 def parse_args():
     parser = Parser(description=__doc__.split("\n")[0])
-    parser.add_argument("--output_dir", default="runs/check_topology", help="folder in which the training will write")
-    parser.add_argument("--dataset", default="synthetic", help="data of the training; compared if it is a path")
-    parser.add_argument("--timeout", type=number(int, 1), default=60, help="seconds to wait for the other processes")
-    parser.add_argument("--max_clock_skew", type=number(float, 0), default=1.0, help="largest allowed difference in seconds")
-    parser.add_argument("--max_bytes", type=number(int, 1024), default=2**26, help="size of the largest message")
-    parser.add_argument("--seconds_per_size", type=number(float, 0), default=1.0, help="how long to repeat each message")
+    parser.add_argument(
+        "--output_dir",
+        default="runs/check_topology",
+        help="folder in which the training will write",
+    )
+    parser.add_argument(
+        "--dataset",
+        default="synthetic",
+        help="data of the training; a path is compared between machines",
+    )
+    parser.add_argument(
+        "--timeout",
+        type=number(int, 1),
+        default=60,
+        help="seconds to wait for the other processes",
+    )
+    parser.add_argument(
+        "--max_clock_skew",
+        type=number(float, 0),
+        default=1.0,
+        help="largest allowed difference between two clocks, in seconds",
+    )
+    parser.add_argument(
+        "--max_bytes",
+        type=number(int, 1024),
+        default=2**26,
+        help="size of the largest message",
+    )
+    parser.add_argument(
+        "--seconds_per_size",
+        type=number(float, 0),
+        default=1.0,
+        help="how long to repeat each message, in seconds",
+    )
     return parser.parse_args()
 
 
 if __name__ == "__main__":
-    exits.run(main)
+    process.run(main)

@@ -1,37 +1,47 @@
-"""Does data parallel training compute the same as one process? Compares four runs, and checks the gradients.
+"""Checks that data parallel training computes the same as one process.
 
-    accelerate launch --config_file accelerate_configs/2cpu.yaml scripts/compare_ddp.py --dataset synthetic
+Compares four runs, and gradients with and without the usual mistakes:
+
+    accelerate launch --config_file accelerate_configs/2cpu.yaml scripts/compare_ddp.py \\
+        --dataset synthetic
     accelerate launch --config_file accelerate_configs/4gpu.yaml scripts/compare_ddp.py
 
-All runs train the same network. W is the number of processes, B the batch size, D the data set. Each run with W processes has
-an equivalent with one process:
+All runs train the same network. W is the number of processes, B the batch size, D the data set.
+Each run with W processes has an equivalent with one process:
 
-    replicated          every process iterates over all of D in a different order, B samples at a time: a common mistake,
-                        and W times the work per epoch
+    replicated          every process iterates over all of D in a different order, B samples at a
+                        time: a common mistake, and W times the work per epoch
     replicated_single   one process, W copies of D, batches of W x B
-    ddp                 every process gets its part of each batch of B, as with a loader from `accelerator.prepare`
+    ddp                 every process gets its part of each batch of B, as with a loader from
+                        `accelerator.prepare`
     ddp_single          one process, D, batches of B
 
-Why W processes print W losses, and why one is enough: each process computes the mean loss of its own B/W samples, and DDP
-averages the *gradients*. The mean of W means over equally many samples is the mean over all samples, so the optimizer
-follows the gradient of one loss, that of the whole batch. To print that loss, average the W losses.
+Why W processes print W losses, and why one is enough: each process computes the mean loss of its
+own B/W samples, and DDP averages the *gradients*. The mean of W means over equally many samples is
+the mean over all samples, so the optimizer follows the gradient of one loss, that of the whole
+batch. To print that loss, average the W losses.
 
-This holds under conditions, which this script checks on the gradients, in float32 and in float64 (where differences caused
-by rounding almost disappear):
+This holds under conditions, which this script checks on the gradients, in float32 and in float64
+(where differences caused by rounding almost disappear):
 
     reduction="mean"            nothing to do if all processes have equally many samples
-    reduction="sum"             DDP still divides by W: multiply the loss by W (or the learning rate)
-    gradient accumulation       divide the loss by the number of micro-batches, as `accelerator.backward` does
-    unequal numbers of samples  the mean of means is wrong: multiply the loss by W x own samples / all samples. (Accelerate's
-                                loaders avoid this: they fill up the last batch with samples from the start, or drop it.)
+    reduction="sum"             DDP still divides by W: multiply the loss by W (or the learning
+                                rate)
+    gradient accumulation       divide the loss by the number of micro-batches, as
+                                `accelerator.backward` does
+    unequal numbers of samples  the mean of means is wrong: multiply the loss by W x own samples /
+                                all samples. (Accelerate's loaders avoid this: they fill up the last
+                                batch with samples from the start, or drop it.)
 
-The experiment is the one in the thread "Properly implementing DDP in training loop" at discuss.pytorch.org (2022): B = 64,
-W = 4, two epochs; `ddp` trains for int(0.66 W) times as many epochs, because each is shorter.
+The experiment is the one in the thread "Properly implementing DDP in training loop" at
+discuss.pytorch.org (2022): B = 64, W = 4, two epochs; `ddp` trains for int(0.66 W) times as many
+epochs, because each is shorter.
 
-Measured on 2026-11-21 with --dataset synthetic on 2 cores of an AMD EPYC: with 2cpu.yaml, after 20 steps, the weights of
-`replicated` and its equivalent differ by 2.9e-7 (relative), those of `ddp` and its equivalent by 2.9e-7, and at the end by at
-most 6.7e-6. With 4gpu.yaml (the setting of the thread, over gloo) these values are 3.1e-7, 3.6e-7 and 3.9e-5. The differences
-are rounding errors that grow from step to step: in float64 the gradients agree to 2e-14.
+Measured on 2026-11-21 with --dataset synthetic on 2 cores of an AMD EPYC: with 2cpu.yaml, after 20
+steps, the weights of `replicated` and its equivalent differ by 2.9e-7 (relative), those of `ddp`
+and its equivalent by 2.9e-7, and at the end by at most 6.7e-6. With 4gpu.yaml (the setting of the
+thread, over gloo) these values are 3.1e-7, 3.6e-7 and 3.9e-5. The differences are rounding errors
+that grow from step to step: in float64 the gradients agree to 2e-14.
 """
 
 import contextlib
@@ -39,14 +49,15 @@ import os
 import sys
 import time
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 
 # Finds `utils` next to this script (a copy) or one folder up (the repository).
 sys.path.insert(1, str(Path(__file__).resolve().parents[1]))
-from utils import exits
+from utils.run import process
 
 if __name__ == "__main__":
-    exits.install()  # before torch: a signal during the slow imports below must not be lost
+    process.handle_signals()  # before torch: a signal during the slow imports must not be lost
 
 import torch
 import torch.nn.functional as F
@@ -56,32 +67,43 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 from torch.utils.data import DataLoader, Sampler
 
-from utils import plots, report, topology
-from utils.arguments import Parser, number
-from utils.augment import normalize
-from utils.exits import RunFailed, UserError
-from utils.guard import Guard
-from utils.image_data import BatchedImages, as_is, load_images
-from utils.run_folder import RunFolder
+from utils import plots
+from utils.data.arrays import ArrayBatches, load_arrays
+from utils.data.augment import normalize
+from utils.data.loaders import already_a_batch
+from utils.run import launch
+from utils.run.arguments import Parser, number
+from utils.run.collectives import local_main_first, run_on_main, wait_for_all
+from utils.run.failures import RunFailed, UserError
+from utils.run.folder import RunFolder
+from utils.run.guard import Guard
+from utils.run.metrics import memory_bytes
 
-RUNS = ("replicated", "replicated_single", "ddp", "ddp_single")  # each pair: with W processes, with one
+PAIRS = {"replicated": "replicated_single", "ddp": "ddp_single"}  # W processes: one process
+RUNS = [name for pair in PAIRS.items() for name in pair]
 TOLERANCE = 1e-5  # largest accepted relative difference of float32 weights
 TOLERANCE_FLOAT64 = 1e-10  # the same for float64 gradients
 
 
 class Net(nn.Module):
-    """A smooth version of the network of PyTorch's CIFAR tutorial. [batch, 3, 32, 32] -> [batch, classes].
+    """A smooth version of the network of PyTorch's CIFAR tutorial.
 
-    No batch norm, because its statistics depend on the samples of one process. No ReLU and no max-pooling, because they can
-    turn a difference in the last bit into one in the third digit, so that the runs diverge.
+    [batch, 3, 32, 32] -> [batch, classes].
+
+    No batch norm, because its statistics depend on the samples of one process. No ReLU and no
+    max-pooling, because they can turn a difference in the last bit into one in the third digit, so
+    that the runs diverge.
     """
 
     def __init__(self, classes):
         super().__init__()
         self.conv1, self.conv2 = nn.Conv2d(3, 6, 5), nn.Conv2d(6, 16, 5)
-        self.fc1, self.fc2, self.fc3 = nn.Linear(16 * 5 * 5, 120), nn.Linear(120, 84), nn.Linear(84, classes)
+        self.fc1 = nn.Linear(16 * 5 * 5, 120)
+        self.fc2 = nn.Linear(120, 84)
+        self.fc3 = nn.Linear(84, classes)
         for layer in self.children():
-            # With PyTorch's default initialization, which is smaller, accuracy stays at chance for 150 steps.
+            # With PyTorch's default initialization, which is smaller, accuracy stays at chance for
+            # 150 steps.
             nn.init.kaiming_uniform_(layer.weight, nonlinearity="linear")
 
     def forward(self, x):
@@ -91,8 +113,11 @@ class Net(nn.Module):
         return self.fc3(F.gelu(self.fc2(x)))
 
 
+# ---------------------------------------------------------------------------------------- training
+
+
 class Shuffled(Sampler):
-    """Yields all indices in an order that depends only on the seed and the number of earlier passes."""
+    """Yields all indices in an order that depends only on the seed and the number of passes."""
 
     def __init__(self, samples, seed):
         self.samples, self.generator = samples, torch.Generator().manual_seed(seed)
@@ -104,25 +129,29 @@ class Shuffled(Sampler):
         yield from torch.randperm(self.samples, generator=self.generator).tolist()
 
 
+class Concatenated:
+    """The batches of several loaders, concatenated: those of all processes in `replicated`."""
+
+    def __init__(self, loaders):
+        self.loaders = loaders
+
+    def __iter__(self):
+        for batches in zip(*self.loaders, strict=True):
+            yield {key: torch.cat([batch[key] for batch in batches]) for key in batches[0]}
+
+
 def build_batches(accelerator, split, name, args):
     """Builds an iterable of the batches of this process in the run `name`, one epoch per iteration.
 
-    Drops the last, incomplete batch of an epoch, because it might not divide evenly over the processes.
+    Drops the last, incomplete batch of an epoch, because it might not divide evenly over the
+    processes.
     """
 
     def loader(seed):
-        images = BatchedImages(split)
-        return DataLoader(images, args.batch_size, sampler=Shuffled(len(images), seed), drop_last=True, collate_fn=as_is)
-
-    class Concatenated:
-        """The batches of all processes in `replicated`, concatenated."""
-
-        def __init__(self, loaders):
-            self.loaders = loaders
-
-        def __iter__(self):
-            for batches in zip(*self.loaders, strict=True):
-                yield {key: torch.cat([batch[key] for batch in batches]) for key in batches[0]}
+        dataset = ArrayBatches(split)
+        sampler = Shuffled(len(dataset), seed)
+        options = dict(drop_last=True, collate_fn=already_a_batch)
+        return DataLoader(dataset, args.batch_size, sampler=sampler, **options)
 
     if name == "ddp":
         return accelerator.prepare(loader(args.seed))
@@ -137,164 +166,250 @@ def train(accelerator, name, data, args, should_stop):
     """Trains one of the four runs.
 
     Args:
-        should_stop (Callable): called as `should_stop(step, losses, ids)` after each step; returns whether to stop.
+        should_stop (Callable): called as `should_stop(step, losses, ids)` after each step; returns
+            whether to stop.
 
     Returns:
-        dict | None: `losses` float32 [processes, steps], `seconds` [1], and the weights after `--proof_steps` steps
-        (`proof.*`) and at the end (`final.*`). None if it was stopped.
+        dict | None: `losses` float32 [processes, steps], `seconds` [1], and the weights after
+        `--proof_steps` steps (`proof.*`) and at the end (`final.*`). None if it was stopped.
     """
     set_seed(args.seed)
-    model = Net(len(data.class_names)).to(accelerator.device)
-    if not name.endswith("single"):
+    device, split = accelerator.device, data.splits["train"]
+    model = Net(len(data.class_names)).to(device)
+    if name in PAIRS:
         model = accelerator.prepare(model)
     optimizer = torch.optim.SGD(model.parameters(), lr=args.lr, momentum=args.momentum)
-    batches = build_batches(accelerator, data.train, name, args)
-    mean, std = (x.to(accelerator.device) for x in data.train.mean_and_std())
-    epochs, steps_per_epoch = epochs_of(name, args), len(data.train.labels) // args.batch_size
-    total_steps = min(epochs * steps_per_epoch, args.max_train_steps or sys.maxsize)
+    batches = build_batches(accelerator, split, name, args)
+    mean, std = (value.to(device) for value in split.mean_and_std())
+    total_steps = epochs_of(name, args) * (len(split) // args.batch_size)
+    total_steps = min(total_steps, args.max_train_steps or total_steps)
+    proof_steps = min(args.proof_steps, total_steps)
     losses, record, start_time = [], {}, time.perf_counter()
     while len(losses) < total_steps:
         for batch in batches:
-            images, labels = batch["images"].to(accelerator.device), batch["labels"].to(accelerator.device)
+            images, labels = batch["images"].to(device), batch["labels"].to(device)
             loss = F.cross_entropy(model(normalize(images, mean, std)), labels)
             accelerator.backward(loss)
             optimizer.step()
             optimizer.zero_grad()
             losses.append(loss.detach())
-            if len(losses) == min(args.proof_steps, total_steps):
-                record |= {f"proof.{key}": value for key, value in plain_weights(model).items()}
+            if len(losses) == proof_steps:
+                record |= plain_weights(model, "proof")
             if should_stop(len(losses), [loss.detach()], [batch["ids"]]):
                 return None
             if len(losses) == total_steps:
                 break
     losses = torch.stack(losses)[None].float()
-    if not name.endswith("single"):
+    if name in PAIRS:
         # Gather all losses once, at the end, because a gather in every step would slow it down.
         losses = accelerator.gather(losses)
-    record |= {"losses": losses.cpu(), "seconds": torch.tensor([time.perf_counter() - start_time])}
-    return record | {f"final.{key}": value for key, value in plain_weights(model).items()}
+    seconds = torch.tensor([time.perf_counter() - start_time])
+    return {"losses": losses.cpu(), "seconds": seconds, **record, **plain_weights(model, "final")}
+
+
+def train_all(accelerator, run, data, args, guard):
+    """Trains the four runs, and saves a record of each.
+
+    An interrupted run starts over, because its time would be wrong. Finished runs are kept.
+
+    Returns:
+        str | None: the last run that had already finished before this launch.
+    """
+
+    def train_and_save(name, should_stop):
+        record = train(accelerator, name, data, args, should_stop)
+        if record and accelerator.is_main_process:
+            temporary = run.path / f".{name}.writing"
+            save_file(record, temporary)
+            os.replace(temporary, run.path / f"{name}.safetensors")
+        return record is not None
+
+    def got_signal(*_):
+        return process.signal_name() is not None
+
+    resumed_from = None
+    for name in RUNS:
+        if run_on_main(accelerator, (run.path / f"{name}.safetensors").exists):
+            run.print(f"{name}: already finished")
+            resumed_from = name
+            continue
+        run.print(f"{name} ...")
+        if name in PAIRS:
+            finished = train_and_save(name, guard.should_stop)
+        else:
+            finished = run_on_main(accelerator, partial(train_and_save, name, got_signal))
+        if not finished:
+            run.exit_preempted(f"during {name}, which will start over; the runs before it are kept")
+    return resumed_from
 
 
 def epochs_of(name, args):
+    """The number of epochs of the run `name`."""
     return args.epochs if name.startswith("replicated") else args.ddp_epochs
 
 
-def plain_weights(model):
-    return {name.removeprefix("module."): value.cpu().clone() for name, value in model.state_dict().items()}
+def plain_weights(model, prefix):
+    """Copies of the weights, by their plain names behind `prefix`."""
+    return {
+        f"{prefix}.{name.removeprefix('module.')}": value.cpu().clone()
+        for name, value in model.state_dict().items()
+    }
 
 
-def max_relative_difference(tensors, expected):
-    """The largest difference between two lists of tensors, relative to the largest entry of the expected tensor."""
-    return max(((a - b).abs().max() / b.abs().max()).item() for a, b in zip(tensors, expected, strict=True))
+# --------------------------------------------------------------------------------------- gradients
 
 
-# ----------------------------------------------------------------------------------------- check of the gradients
-
-
-def check_gradients(accelerator, data, args, dtype):
-    """Compares the gradient of DDP with that of one process on the whole batch, with and without the corrections.
+def compare_gradients(accelerator, split, classes, args, dtype):
+    """Compares gradients of DDP with those of one process, with and without the corrections.
 
     Returns:
-        tuple: dict of case -> relative difference; the loss of each process on its samples; the loss of the whole batch.
+        dict: case -> largest relative difference.
     """
     set_seed(args.seed)
     processes, rank = accelerator.num_processes, accelerator.process_index
-    one = Net(len(data.class_names)).to(accelerator.device, dtype)
-    model = Net(len(data.class_names)).to(accelerator.device, dtype)
+    one = Net(classes).to(accelerator.device, dtype)
+    model = Net(classes).to(accelerator.device, dtype)
     model.load_state_dict(one.state_dict())
     model = accelerator.prepare(model)
-    mean, std = data.train.mean_and_std()
-    images = normalize(data.train.images[: args.batch_size], mean, std).to(accelerator.device, dtype)
-    labels = data.train.labels[: args.batch_size].to(accelerator.device)
+    images, labels = first_batch(accelerator, split, args, dtype)
 
     def gradient(network, parts, reduction, factor):
-        """The gradient of the loss summed over `parts`: the indices of each micro-batch of one optimizer step."""
+        """The gradient of `factor` times the loss, summed over `parts`.
+
+        `parts`: the indices of each micro-batch of one optimizer step.
+        """
         network.zero_grad()
         for i, part in enumerate(parts):
             # DDP communicates in the last backward pass only.
-            sync = contextlib.nullcontext() if i == len(parts) - 1 else accelerator.no_sync(network)
-            with sync:
-                (F.cross_entropy(network(images[part]), labels[part], reduction=reduction) * factor).backward()
+            last = i == len(parts) - 1
+            with contextlib.nullcontext() if last else accelerator.no_sync(network):
+                outputs = network(images[part])
+                loss = F.cross_entropy(outputs, labels[part], reduction=reduction)
+                (loss * factor).backward()
         return [weight.grad.clone() for weight in network.parameters()]
 
     everything = torch.arange(args.batch_size)
     share = everything.chunk(processes)[rank]
-    few = torch.arange(min(3 * processes + 1, args.batch_size))  # does not divide evenly: the first process gets one more
+    # Does not divide evenly: the first process gets one more.
+    few = torch.arange(min(3 * processes + 1, args.batch_size))
     few_share = few.tensor_split(processes)[rank]
-    weight, count = processes * len(few_share) / len(few), len(few)
+    count = len(few)
+    correction = processes * len(few_share) / count
+    last_batch = f"mean, last batch of {count}"
+    # The indices of each micro-batch of this process, the reduction, the factor of the loss, and
+    # the indices of the whole batch.
     cases = {
-        "mean": ("mean", [share], 1, everything),
-        "sum, uncorrected": ("sum", [share], 1, everything),
-        "sum, loss x W": ("sum", [share], processes, everything),
-        "mean, accumulated sample by sample": ("mean", share.split(1), 1 / len(share), everything),
-        f"mean, last batch of {count}, uncorrected": ("mean", [few_share], 1, few),
-        f"mean, last batch of {count}, loss x W x share / {count}": ("mean", [few_share], weight, few),
+        "mean": ([share], "mean", 1, everything),
+        "sum, uncorrected": ([share], "sum", 1, everything),
+        "sum, loss x W": ([share], "sum", processes, everything),
+        "mean, accumulated sample by sample": (share.split(1), "mean", 1 / len(share), everything),
+        f"{last_batch}, uncorrected": ([few_share], "mean", 1, few),
+        f"{last_batch}, loss x W x share / {count}": ([few_share], "mean", correction, few),
     }
     differences = {}
-    for case, (reduction, parts, factor, whole) in cases.items():
-        differences[case] = max_relative_difference(
-            gradient(model, parts, reduction, factor), gradient(one, [whole], reduction, 1)
-        )
-    with torch.no_grad():
-        own = accelerator.gather(F.cross_entropy(one(images[share]), labels[share])[None])
-        whole = F.cross_entropy(one(images), labels)
-    return differences, own.tolist(), whole.item()
+    for case, (parts, reduction, factor, whole) in cases.items():
+        own = gradient(model, parts, reduction, factor)
+        expected = gradient(one, [whole], reduction, 1)
+        differences[case] = max_relative_difference(own, expected)
+    return differences
 
 
-# ------------------------------------------------------------------------------------------------- table and plot
+@torch.no_grad()
+def compare_losses(accelerator, split, classes, args):
+    """Computes the loss of one batch on each process, and on one process.
+
+    Returns:
+        tuple[list, float]: the loss of each process on its samples; the loss of the whole batch.
+    """
+    set_seed(args.seed)
+    model = Net(classes).to(accelerator.device, torch.float64)
+    images, labels = first_batch(accelerator, split, args, torch.float64)
+    everything = torch.arange(args.batch_size)
+    share = everything.chunk(accelerator.num_processes)[accelerator.process_index]
+    own = accelerator.gather(F.cross_entropy(model(images[share]), labels[share])[None])
+    return own.tolist(), F.cross_entropy(model(images), labels).item()
+
+
+def first_batch(accelerator, split, args, dtype):
+    """The first `--batch_size` samples of a split: normalized images of `dtype`, and labels."""
+    first = split.first(args.batch_size)
+    images = normalize(first.images, *split.mean_and_std())
+    return images.to(accelerator.device, dtype), first.labels.to(accelerator.device)
+
+
+def max_relative_difference(tensors, expected):
+    """The largest difference between two lists of tensors.
+
+    Each is relative to the largest entry of the expected tensor.
+    """
+    return max(
+        ((a - b).abs().max() / b.abs().max()).item() for a, b in zip(tensors, expected, strict=True)
+    )
+
+
+# ------------------------------------------------------------------------------------- table, plot
 
 
 def row_of(name, record, processes, args):
     """The row of the table for a run, as a dict."""
-    single = name.endswith("single")
-    per_process = {"replicated": args.batch_size, "replicated_single": args.batch_size * processes}.get(
-        name, args.batch_size if single else args.batch_size // processes
-    )
-    steps = record["losses"].shape[1]
+    used = processes if name in PAIRS else 1
+    batch = args.batch_size * processes if name.startswith("replicated") else args.batch_size
+    epochs, losses = epochs_of(name, args), record["losses"]
+    last_epoch = -(-losses.shape[1] // epochs)  # its number of steps
     return {
-        "processes": 1 if single else processes,
-        "batch_per_process": per_process,
-        "effective_batch": per_process * (1 if single else processes),
-        "epochs": epochs_of(name, args),
-        "steps": steps,
-        # Mean over the last epoch and all processes.
-        "final_loss": record["losses"][:, -(-steps // epochs_of(name, args)) * -1 :].mean().item(),
+        "processes": used,
+        "batch_per_process": batch // used,
+        "effective_batch": batch,
+        "epochs": epochs,
+        "steps": losses.shape[1],
+        "final_loss": losses[:, -last_epoch:].mean().item(),  # of all processes
         "seconds": record["seconds"].item(),
     }
 
 
 def table(rows):
-    """The rows as aligned text."""
-    lines = ["run                processes  batch each   total  epochs  steps  final loss  seconds  speed-up  efficiency"]
+    """Formats the rows as lines of text with aligned columns."""
+    lines = [
+        "run                processes  batch each   total  epochs  steps  final loss  seconds  "
+        "speed-up  efficiency"
+    ]
     for name, row in rows.items():
-        speed = f"{row['speed_up']:8.2f}  {row['efficiency']:10.0%}" if "speed_up" in row else f"{'':8}  {'':10}"
-        lines.append(
-            f"{name:17}  {row['processes']:9}  {row['batch_per_process']:10}  {row['effective_batch']:6}  {row['epochs']:6}  "
-            f"{row['steps']:5}  {row['final_loss']:10.4f}  {row['seconds']:7.1f}  {speed}"
+        line = (
+            f"{name:17}  {row['processes']:9}  {row['batch_per_process']:10}  "
+            f"{row['effective_batch']:6}  {row['epochs']:6}  {row['steps']:5}  "
+            f"{row['final_loss']:10.4f}  {row['seconds']:7.1f}"
         )
+        if "speed_up" in row:
+            line += f"  {row['speed_up']:8.2f}  {row['efficiency']:10.0%}"
+        lines.append(line)
     return "\n".join(lines)
 
 
 def draw(path, records, processes):
-    """Loss curves: each pair over steps, and all four over seconds."""
+    """Draws loss curves: those of each pair over steps, and all four over seconds."""
     figure, axes = plots.subplots(1, 3, figsize=(14, 4.2), sharey=True)
     colors = dict(zip(RUNS, ("#d1795b", "#7d2c10", "#6ba3d6", "#0b4884"), strict=True))
     for name, record in records.items():
-        losses, single = record["losses"], name.endswith("single")
-        axis = axes[RUNS.index(name) // 2]
+        parallel, color = name in PAIRS, colors[name]
+        axis = axes[0] if name.startswith("replicated") else axes[1]
+        losses = record["losses"]
+        steps = torch.arange(1, losses.shape[1] + 1)
+        if parallel and processes > 1:
+            label = f"each of the {processes} processes, every step"
+            for line in losses:
+                axis.plot(steps, line, color=color, linewidth=0.5, alpha=0.35, label=label)
+                label = None  # one entry of the legend for all of them
         width = max(1, losses.shape[1] // 40)
-        smooth = losses.unfold(1, width, 1).mean(2)
-        steps = torch.arange(width, losses.shape[1] + 1)
-        style = dict(color=colors[name], linestyle="--" if single else "-", linewidth=1.6 if single else 3)
-        if not single and processes > 1:
-            for rank, line in enumerate(losses):
-                label = f"each of the {processes} processes, every step" if rank == 0 else None
-                axis.plot(torch.arange(1, len(line) + 1), line, color=colors[name], linewidth=0.5, alpha=0.35, label=label)
-        axis.plot(steps, smooth.mean(0), label=f"{name}{'' if single else ', their mean'}", **style)
-        axes[2].plot(steps / losses.shape[1] * record["seconds"].item(), smooth.mean(0), label=name, **style)
-    for axis, title in zip(
-        axes, ("replicated and its equivalent", "ddp and its equivalent", "all four, over time"), strict=True
-    ):
+        smooth = losses.unfold(1, width, 1).mean(2).mean(0)
+        ends = steps[width - 1 :]
+        seconds = ends / len(steps) * record["seconds"].item()
+        look = dict(color=color, linestyle="--", linewidth=1.6)
+        if parallel:
+            look |= dict(linestyle="-", linewidth=3)
+        axis.plot(ends, smooth, label=f"{name}, their mean" if parallel else name, **look)
+        axes[2].plot(seconds, smooth, label=name, **look)
+    titles = ("replicated and its equivalent", "ddp and its equivalent", "all four, over time")
+    for axis, title in zip(axes, titles, strict=True):
         axis.set_title(title, fontsize=11)
         axis.set_xlabel("seconds" if axis is axes[2] else "optimizer step")
         axis.grid(alpha=0.3)
@@ -303,155 +418,211 @@ def draw(path, records, processes):
     plots.save(figure, path)
 
 
-# ------------------------------------------------------------------------------------------------------------- main
+# -------------------------------------------------------------------------------------------- main
 
 
 def main():
     args = parse_args()
-    # float32 whatever the YAML says, and no TF32: bf16 and TF32 are less precise than the tolerance of 1e-5.
+    # float32 whatever the YAML says, and no TF32: bf16 and TF32 are less precise than the tolerance
+    # of 1e-5.
     torch.backends.cudnn.conv.fp32_precision = "ieee"
     accelerator = Accelerator(
-        cpu=topology.check_launch(),
+        cpu=launch.check(),
         mixed_precision="no",
         dataloader_config=DataLoaderConfiguration(split_batches=True),
         # The other processes wait while the main process trains alone.
         kwargs_handlers=[InitProcessGroupKwargs(timeout=timedelta(seconds=args.timeout))],
     )
-    print_main = accelerator.on_main_process(print)  # accelerator.print prints once per machine
     processes = accelerator.num_processes
     args.ddp_epochs = args.ddp_epochs or args.epochs * max(1, int(0.66 * processes))
-    topology.print_banner(accelerator, args.batch_size)
-    data = topology.local_main_first(accelerator, lambda: load_images(args.dataset, args.seed))
-    if args.batch_size > len(data.train.labels):
-        raise UserError(f"--batch_size {args.batch_size} is more than the {len(data.train.labels)} training images")
+    launch.print_banner(accelerator, args.batch_size)
+    data = local_main_first(accelerator, lambda: load_arrays(args.dataset, seed=args.seed))
+    split, classes = data.splits["train"], len(data.class_names)
+    if args.batch_size > len(split):
+        raise UserError(
+            f"--batch_size {args.batch_size} is more than the {len(split)} training images"
+        )
     run = RunFolder(args, accelerator)
     run.open()
     if run.finished:
-        print_main(f"{table(run.finished['runs'])}\nthis comparison has already finished; see {run.path}")
+        run.print(table(run.finished["runs"]))
+        run.print(f"this comparison has already finished; see {run.path}")
         return
     run.start()
     guard = Guard(accelerator, args.timeout)
 
     gradients = {}
     for dtype in (torch.float32, torch.float64):
-        gradients[dtype], own, whole = check_gradients(accelerator, data, args, dtype)
-    print_main(f"\nLargest relative difference between DDP's gradient (W = {processes}) and that of one process:")
-    print_main(f"{'':52}  float32  float64")
-    for case, value in gradients[torch.float32].items():
-        print_main(f"  {case:50}  {value:7.0e}  {gradients[torch.float64][case]:7.0e}")
-    losses = ", ".join(f"{loss:.6f}" for loss in own)
-    print_main(
-        f"\n{processes} processes, {processes} losses of one batch: {losses}\n"
+        name = str(dtype).removeprefix("torch.")
+        gradients[name] = compare_gradients(accelerator, split, classes, args, dtype)
+    own, whole = compare_losses(accelerator, split, classes, args)
+    run.print(
+        f"\nLargest relative difference between DDP's gradient (W = {processes}) and that of one "
+        f"process:\n{'':52}  float32  float64"
+    )
+    for case, value in gradients["float32"].items():
+        run.print(f"  {case:50}  {value:7.0e}  {gradients['float64'][case]:7.0e}")
+    run.print(
+        f"\n{processes} processes, {processes} losses of one batch: "
+        f"{', '.join(f'{loss:.6f}' for loss in own)}\n"
         f"their mean: {sum(own) / processes:.6f}; one process, the whole batch: {whole:.6f}\n"
     )
-
-    def train_and_save(name, should_stop):
-        """Trains one run and saves its record atomically. Returns whether the run finished."""
-        record = train(accelerator, name, data, args, should_stop)
-        if record and accelerator.is_main_process:
-            save_file(record, run.path / f".{name}.writing")
-            os.replace(run.path / f".{name}.writing", run.path / f"{name}.safetensors")
-        return record is not None
-
-    # The four runs. An interrupted run starts over, because its time would be wrong. Finished runs are kept.
-    resumed_from = None
-    for name in RUNS:
-        if topology.run_on_main(accelerator, (run.path / f"{name}.safetensors").exists):
-            print_main(f"{name}: already finished")
-            resumed_from = name
-            continue
-        print_main(f"{name} ...")
-        if name.endswith("single"):
-            done = topology.run_on_main(accelerator, lambda: train_and_save(name, lambda *_: exits.signal_name()))  # noqa: B023
-        else:
-            done = train_and_save(name, guard.should_stop)
-        if not done:
-            run.exit_preempted(f"during {name}, which will start over; the runs before it are kept")
-
+    resumed_from = train_all(accelerator, run, data, args, guard)
     if accelerator.is_main_process:
-        conclude(run, processes, args, gradients, own, whole, accelerator.device, resumed_from)
-    topology.gather(accelerator, None)  # wait: a scheduler may stop the other machines when one exits
+        losses = {"per_process": own, "mean": sum(own) / processes, "one_process": whole}
+        results = {
+            "gradients": gradients,
+            "losses_of_one_batch": losses,
+            "num_processes": processes,
+            "peak_memory_bytes": memory_bytes(accelerator.device),
+            "resumed_from": resumed_from,
+        }
+        conclude(run, args, results)
+    wait_for_all(accelerator)  # a scheduler may stop the other machines when one exits
     accelerator.end_training()
 
 
-def conclude(run, processes, args, gradients, own, whole, device, resumed_from):
-    """Compares the runs of each pair, writes the results, and raises RunFailed if a pair differs."""
+def conclude(run, args, results):
+    """Compares the runs of each pair, and writes the log, the plot and the results.
+
+    Args:
+        results (dict): what else to write to results.json.
+
+    Raises:
+        RunFailed: the runs of a pair differ, or the gradients do.
+    """
+    processes = results["num_processes"]
     records = {name: load_file(run.path / f"{name}.safetensors") for name in RUNS}
-    rows, pairs = {name: row_of(name, record, processes, args) for name, record in records.items()}, {}
-    for name, single in zip(RUNS[::2], RUNS[1::2], strict=True):
-        a, b = records[name], records[single]
+    rows = {name: row_of(name, record, processes, args) for name, record in records.items()}
+    pairs = {}
+    for name, single in PAIRS.items():
         rows[name]["speed_up"] = rows[single]["seconds"] / rows[name]["seconds"]
         rows[name]["efficiency"] = rows[name]["speed_up"] / processes
-        differences = {}
-        for stage in ("proof", "final"):
-            keys = [key for key in b if key.startswith(f"{stage}.")]
-            differences[stage] = max_relative_difference([a[key] for key in keys], [b[key] for key in keys])
-        loss_difference = (a["losses"].mean(0) - b["losses"][0]).abs().max().item()
         steps = min(args.proof_steps, rows[name]["steps"])
-        pairs[name] = {
-            "max_relative_difference": differences["proof"],
-            "after_steps": steps,
-            "max_relative_difference_at_the_end": differences["final"],
-            "max_loss_difference": loss_difference,
-        }
+        pairs[name] = compare_pair(records[name], records[single]) | {"after_steps": steps}
         print(
-            f"{name} and {single}: weights differ by {differences['proof']:.1e} after {steps} steps and by "
-            f"{differences['final']:.1e} at the end, losses by at most {loss_difference:.1e}"
+            f"{name} and {single}: weights differ by {pairs[name]['max_relative_difference']:.1e} "
+            f"after {steps} steps and by {pairs[name]['max_relative_difference_at_the_end']:.1e} "
+            f"at the end, losses by at most {pairs[name]['max_loss_difference']:.1e}"
         )
         for step in range(0, rows[name]["steps"], args.log_every):
             for logged in (name, single):
-                run.write(logged, step + 1, loss=records[logged]["losses"][:, step].mean().item())
+                loss = records[logged]["losses"][:, step].mean().item()
+                run.metrics.write(logged, step + 1, loss=loss)
     print(f"\n{table(rows)}\n")
-    draw(run.path / "loss_curves.png", records, processes)
-    seen = sum(row["steps"] * row["effective_batch"] for row in rows.values())
-    seconds = sum(row["seconds"] for row in rows.values())
-    results = {
-        "pairs": pairs,
-        "runs": rows,
-        "tolerance": TOLERANCE,
-        "gradients": {str(dtype).removeprefix("torch."): cases for dtype, cases in gradients.items()},
-        "losses_of_one_batch": {"per_process": own, "mean": sum(own) / processes, "one_process": whole},
-        "global_step": sum(row["steps"] for row in rows.values()),
-        "samples_seen": seen,
-        "train_seconds": seconds,
-        "samples_per_second": seen / seconds,
-        "num_processes": processes,
-        "peak_memory_bytes": report.memory_bytes(device),
-        "resumed_from": resumed_from,
-    }
-    exact = [value for case, value in gradients[torch.float64].items() if "uncorrected" not in case]
-    if max(exact) > TOLERANCE_FLOAT64:
-        raise RunFailed(f"the gradients differ by {max(exact):.1e} in float64, more than rounding can explain")
+    plot = run.path / "loss_curves.png"
+    draw(plot, records, processes)
+
+    float64 = results["gradients"]["float64"]
+    largest = max(value for case, value in float64.items() if "uncorrected" not in case)
+    if largest > TOLERANCE_FLOAT64:
+        raise RunFailed(
+            f"the gradients differ by {largest:.1e} in float64, more than rounding can explain"
+        )
     difference = max(pair["max_relative_difference"] for pair in pairs.values())
     if difference > TOLERANCE:
         raise RunFailed(
-            f"the weights of a pair differ by {difference:.1e}, more than {TOLERANCE}: this is not the same computation"
+            f"the weights of a pair differ by {difference:.1e}, more than {TOLERANCE}: this is not "
+            "the same computation"
         )
+    samples = sum(row["steps"] * row["effective_batch"] for row in rows.values())
+    seconds = sum(row["seconds"] for row in rows.values())
+    results |= {
+        "pairs": pairs,
+        "runs": rows,
+        "tolerance": TOLERANCE,
+        "global_step": sum(row["steps"] for row in rows.values()),
+        "samples_seen": samples,
+        "train_seconds": seconds,
+        "samples_per_second": samples / seconds,
+    }
     run.write_results(results)
-    print(f"the pairs agree to {difference:.1e} (tolerance {TOLERANCE:.0e}); see {run.path / 'loss_curves.png'}")
+    print(f"the pairs agree to {difference:.1e} (tolerance {TOLERANCE:.0e}); see {plot}")
+
+
+def compare_pair(record, single):
+    """The largest differences between the weights and the losses of two runs."""
+    differences = {}
+    for stage in ("proof", "final"):
+        names = [name for name in single if name.startswith(f"{stage}.")]
+        weights = [record[name] for name in names]
+        expected = [single[name] for name in names]
+        differences[stage] = max_relative_difference(weights, expected)
+    losses = record["losses"].mean(0) - single["losses"][0]
+    return {
+        "max_relative_difference": differences["proof"],
+        "max_relative_difference_at_the_end": differences["final"],
+        "max_loss_difference": losses.abs().max().item(),
+    }
 
 
 def parse_args():
     parser = Parser(description=__doc__.split("\n")[0])
+    at_least_1 = number(int, 1)
     group = parser.add_argument_group("the experiment")
     group.add_argument(
-        "--batch_size", type=number(int, 1), default=64, help="B: samples over all processes in ddp, per process in replicated"
+        "--batch_size",
+        type=at_least_1,
+        default=64,
+        help="B: samples over all processes in ddp, per process in replicated",
     )
-    group.add_argument("--epochs", type=number(int, 1), default=2, help="passes over the data in the replicated pair")
-    group.add_argument("--ddp_epochs", type=number(int, 1), help="of the ddp pair; default: epochs x int(0.66 x processes)")
-    group.add_argument("--max_train_steps", type=number(int, 1), help="maximum number of steps of each run")
-    group.add_argument("--lr", type=number(float, 0), default=0.02, help="learning rate of all four runs")
-    group.add_argument("--momentum", type=number(float, 0), default=0.9, help="momentum of all four runs")
-    group.add_argument("--proof_steps", type=number(int, 1), default=20, help="compare the weights after this many steps")
+    group.add_argument(
+        "--epochs",
+        type=at_least_1,
+        default=2,
+        help="passes over the data in replicated and its equivalent",
+    )
+    group.add_argument(
+        "--ddp_epochs",
+        type=at_least_1,
+        help="passes over the data in ddp and its equivalent; default: epochs x int(0.66 x "
+        "processes)",
+    )
+    group.add_argument("--max_train_steps", type=at_least_1, help="most optimizer steps of a run")
+    group.add_argument(
+        "--lr", type=number(float, 0), default=0.02, help="learning rate of all four runs"
+    )
+    group.add_argument(
+        "--momentum", type=number(float, 0), default=0.9, help="momentum of all four runs"
+    )
+    group.add_argument(
+        "--proof_steps",
+        type=at_least_1,
+        default=20,
+        help="compare the weights after this many steps",
+    )
     group = parser.add_argument_group("run")
-    group.add_argument("--dataset", default="uoft-cs/cifar10", help="Hub id or local folder of 32x32 images, or `synthetic`")
-    group.add_argument("--output_dir", default="runs/compare_ddp", help="folder for everything that the script writes")
-    group.add_argument("--resume", choices=["auto", "never"], default="auto", help="auto: keep the finished runs")
-    group.add_argument("--log_every", type=number(int, 1), default=10, help="steps between two lines of metrics.jsonl")
-    group.add_argument("--seed", type=number(int, 0), default=0, help="seed of the weights and the order of samples")
-    group.add_argument("--timeout", type=number(int, 1), default=1800, help="seconds to wait for another process")
+    group.add_argument(
+        "--dataset",
+        default="uoft-cs/cifar10",
+        help="Hub id, local folder or file of 32x32 images, or `synthetic`",
+    )
+    group.add_argument(
+        "--output_dir",
+        default="runs/compare_ddp",
+        help="folder for everything that the script writes",
+    )
+    group.add_argument(
+        "--resume",
+        choices=["auto", "never"],
+        default="auto",
+        help="auto: keep the runs that have finished; never: stop with an error if output_dir has "
+        "any",
+    )
+    group.add_argument(
+        "--log_every", type=at_least_1, default=10, help="steps between lines of metrics.jsonl"
+    )
+    group.add_argument(
+        "--seed",
+        type=number(int, 0),
+        default=0,
+        help="seed of the weights and the order of samples",
+    )
+    group.add_argument(
+        "--timeout", type=at_least_1, default=1800, help="seconds to wait for another process"
+    )
     return parser.parse_args()
 
 
 if __name__ == "__main__":
-    exits.run(main)
+    process.run(main)

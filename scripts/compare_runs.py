@@ -1,89 +1,175 @@
-"""Compares several runs: overlays their curves, and prints their results and how their arguments differ.
+"""Compares several runs: overlays their curves, prints their results and differing arguments.
 
     python scripts/compare_runs.py runs/a runs/b runs/c
     python scripts/compare_runs.py runs/seed* --metric loss --smoothing 0.98
 
-Writes `compare_runs.png` to `--output_dir`: the training loss, raw and smoothed, and the metric of the evaluations, by
-optimizer step, by sample and by time. Time is that of training: evaluations, checkpoints and interruptions do not count. Prints
-the metric of the last and of the best evaluation, and the arguments that differ. Works while the runs are still training.
+Writes `compare_runs.png` to `--output_dir`: the training loss, raw and smoothed, and the metric of
+the evaluations, by optimizer step, by sample and by time. Time is that of training: evaluations,
+checkpoints and interruptions do not count. Prints the metric of the last and of the highest-scoring
+evaluation, and the arguments that differ. Also works while the runs are still training.
 """
 
-import math
 import sys
 from pathlib import Path
 
 # Finds `utils` next to this script (a copy) or one folder up (the repository).
 sys.path.insert(1, str(Path(__file__).resolve().parents[1]))
-from utils import exits, plots, report
-from utils.arguments import MAY_CHANGE, Parser, number
-from utils.exits import UserError
-from utils.files import read_json, read_json_lines
+from utils import plots
+from utils.run import metrics, process
+from utils.run.arguments import MAY_CHANGE, Parser, number
+from utils.run.failures import UserError
+from utils.run.files import read_json, read_json_lines
+
+NOT_METRICS = {"split", "step", "epoch", "score", "samples", "seconds"}
+LINE_STYLES = ("-", "--", ":", "-.")
 
 
 def read_run(folder):
     """Reads one run.
 
     Returns:
-        dict: `name`; `arguments` (dict, with `processes` and `mixed_precision`); `points`: split -> list of dicts, the lines of
-        that split in metrics.jsonl, each with `samples` and `seconds` (of training) so far.
+        dict: `name`; `arguments` (dict, with `processes` and `mixed_precision`); `points`: split ->
+            list of dicts, the lines of that split in metrics.jsonl, each with the `samples` and the
+            `seconds` of training so far.
     """
     folder = Path(folder)
     record, path = read_json(folder / "args.json"), folder / "metrics.jsonl"
     if record is None or not path.exists():
-        raise UserError(f"{folder} is not the folder of a run: it needs args.json and metrics.jsonl")
-    batch_size, points = record["arguments"]["batch_size"], {}
-    seconds, step = 0.0, 0
+        raise UserError(
+            f"{folder} is not the folder of a run: it needs args.json and metrics.jsonl"
+        )
+    batch_size = record["arguments"]["batch_size"]
+    points, seconds, step = {}, 0.0, 0
     for line in read_json_lines(path):
         if line["split"] == "train":
             seconds += (line["step"] - step) * line["step_seconds"]
             step = line["step"]
-        place = {"samples": line["step"] * batch_size, "seconds": seconds}
-        points.setdefault(line["split"], []).append(line | place)
-    topology = {name: record["topology"][name] for name in ("processes", "mixed_precision")}
-    return {"name": folder.name, "arguments": record["arguments"] | topology, "points": points}
+        line |= {"samples": line["step"] * batch_size, "seconds": seconds}
+        points.setdefault(line["split"], []).append(line)
+    launched = {name: record["topology"][name] for name in ("processes", "mixed_precision")}
+    return {"name": folder.name, "arguments": record["arguments"] | launched, "points": points}
 
 
 def name_apart(runs, folders):
     """Names runs after the last parts of their paths that tell them apart."""
     parts = [Path(folder).resolve().parts for folder in folders]
-    length = next(n for n in range(1, 99) if len({part[-n:] for part in parts}) == len(parts))
+    length = 1
+    while len({part[-length:] for part in parts}) < len(parts):
+        length += 1
     for run, part in zip(runs, parts, strict=True):
         run["name"] = "/".join(part[-length:])
 
 
+def evaluations(run):
+    """The log lines of the evaluations during training: of val, or without a val split of test."""
+    return run["points"].get("val") or run["points"].get("test") or []
+
+
 def choose_metric(runs, wanted):
-    """The evaluation metric that all runs have: `wanted`, or accuracy before loss."""
+    """The evaluation metric that all runs have: `wanted`, or accuracy, or else loss."""
     names = []
     for run in runs:
-        lines = [line for split in ("val", "test") for line in run["points"].get(split, ())]
-        names.append({name for line in lines for name in line} - {"split", "step", "epoch", "score", "samples", "seconds"})
+        names.append({name for line in evaluations(run) for name in line} - NOT_METRICS)
     common = set.intersection(*names)
     for name in [wanted] if wanted else ["accuracy", "loss", *sorted(common)]:
         if name in common:
             return name
     some = ", ".join(sorted(set.union(*names))) or "none"
-    raise UserError(f"the runs have no metric {wanted or ''} of evaluations in common: they have {some}")
+    called = f" {wanted}" if wanted else ""
+    raise UserError(f"the runs have no evaluation metric{called} in common: they have {some}")
 
 
 def table(runs, metric):
-    """Two tables, as text: `metric` of the last and of the best evaluation of each run, and the arguments that differ.
+    """Formats two tables: the results of each run, and the arguments that differ.
 
-    The best evaluation is that with the highest score, whose checkpoint is kept. An argument that some run does not have,
-    because it is of another script, is left out.
+    An argument that some run does not have, because it is of another script, is left out.
     """
     rows = [("run", "steps", "samples", "seconds", f"last {metric}", f"{metric} at best score")]
-    for run in runs:
-        last = run["points"]["train"][-1] if "train" in run["points"] else dict(step=0, samples=0, seconds=0.0)
-        lines = [line for split in ("val", "test") for line in run["points"].get(split, ()) if metric in line]
-        best = max(lines, key=lambda line: line.get("score", -math.inf))
-        length = (f"{last['step']:,}", f"{last['samples']:,}", f"{last['seconds']:.1f}")
-        rows.append((run["name"], *length, f"{lines[-1][metric]:.4f}", f"{best[metric]:.4f}"))
+    rows += [result_row(run, metric) for run in runs]
+    results = metrics.columns(rows)
     shared = set.intersection(*(set(run["arguments"]) for run in runs)) - MAY_CHANGE
-    values = {name: [str(run["arguments"][name]) for run in runs] for name in sorted(shared)}
-    differing = [(name, *own) for name, own in values.items() if len(set(own)) > 1]
+    differing = []
+    for name in sorted(shared):
+        values = [str(run["arguments"][name]) for run in runs]
+        if len(set(values)) > 1:
+            differing.append((name, *values))
     if not differing:
-        return report.columns(rows)
-    return f"{report.columns(rows)}\n\n{report.columns([('argument', *(run['name'] for run in runs)), *differing])}"
+        return results
+    header = ("argument", *(run["name"] for run in runs))
+    return f"{results}\n\n{metrics.columns([header, *differing])}"
+
+
+def result_row(run, metric):
+    """The row of the first table: how long a run was, and `metric` of two of its evaluations.
+
+    They are the last one and the one with the highest score, whose checkpoint is kept. Without
+    scores, as on a test split, which never chooses a checkpoint, both are the last one.
+    """
+    start = {"step": 0, "samples": 0, "seconds": 0.0}
+    now = run["points"].get("train", [start])[-1]
+    evaluated = [line for line in evaluations(run) if metric in line]
+    scored = [line for line in evaluated if "score" in line]
+    best = max(scored, key=lambda line: line["score"]) if scored else evaluated[-1]
+    length = (f"{now['step']:,}", f"{now['samples']:,}", f"{now['seconds']:.1f}")
+    return (run["name"], *length, f"{evaluated[-1][metric]:.4f}", f"{best[metric]:.4f}")
+
+
+def draw(path, runs, metric, smoothing):
+    """Draws the training loss and an evaluation metric of runs, by step, by sample and by time.
+
+    Args:
+        runs (list): dicts, as `read_run` returns them.
+        smoothing (float | None): factor of the exponential moving average of the training loss, per
+            log line; None: one that averages over about a twentieth of each run.
+    """
+    labels = {"step": "optimizer step", "samples": "samples", "seconds": "seconds of training"}
+    figure, axes = plots.subplots(2, 3, figsize=(10.5, 6.5), sharey="row")
+    for column, (unit, label) in enumerate(labels.items()):
+        losses_axis, metric_axis = axes[:, column]
+        for index, run in enumerate(runs):
+            color = plots.COLORS[index % len(plots.COLORS)]
+            style = LINE_STYLES[index // len(plots.COLORS) % len(LINE_STYLES)]
+            look = dict(color=color, label=run["name"])
+            x, losses = curve(run["points"].get("train", []), unit, "loss")
+            factor = 1 - 1 / max(1, len(losses) / 20) if smoothing is None else smoothing
+            losses_axis.plot(x, losses, color=color, alpha=0.4, linewidth=1)
+            losses_axis.plot(x, smooth(losses, factor), style, **look)
+            x, values = curve(evaluations(run), unit, metric)
+            metric_axis.plot(x, values, style, marker="o", markersize=3, clip_on=False, **look)
+        for axis in (losses_axis, metric_axis):
+            axis.locator_params("x", nbins=4)
+            axis.set_xlim(left=0)
+            axis.set_xlabel(label)
+            axis.grid(alpha=0.3)
+    smoothed = any(run["arguments"].get("label_smoothing") for run in runs)
+    axes[0][0].set_ylabel("training loss" + ",\nraised by label smoothing" * smoothed)
+    axes[0][1].set_title("bold: smoothed, pale: each log line", fontsize="medium")
+    axes[1][0].set_ylabel(f"evaluation {metric.replace('_', ' ')}")
+    if metric in plots.SHARES:
+        axes[1][0].set_ylim(top=1)
+    # Below the curves, so that it hides none of them.
+    handles, names = axes[0][0].get_legend_handles_labels()
+    columns = min(4, len(runs))
+    figure.legend(handles, names, loc="lower center", ncols=columns, frameon=False)
+    legend_rows = -(-len(runs) // 4)
+    plots.save(figure, path, rect=(0, 0.03 + 0.03 * legend_rows, 1, 1))
+
+
+def curve(lines, unit, name):
+    """The coordinates of a curve: `unit` and the metric `name` of the log lines that have it."""
+    lines = [line for line in lines if name in line]
+    return [line[unit] for line in lines], [line[name] for line in lines]
+
+
+def smooth(values, factor):
+    """Exponential moving average without a bias towards the first value, as Adam corrects it."""
+    total = weight = 0.0
+    smoothed = []
+    for value in values:
+        total = factor * total + (1 - factor) * value
+        weight = factor * weight + (1 - factor)
+        smoothed.append(total / weight)
+    return smoothed
 
 
 def main():
@@ -92,20 +178,25 @@ def main():
     name_apart(runs, args.runs)
     metric = choose_metric(runs, args.metric)
     print(table(runs, metric))
-    folder = Path(args.output_dir)
-    folder.mkdir(parents=True, exist_ok=True)
-    plots.compare_runs(folder / "compare_runs.png", runs, metric, args.smoothing)
-    print(f"curves: {folder / 'compare_runs.png'}")
+    path = Path(args.output_dir) / "compare_runs.png"
+    path.parent.mkdir(parents=True, exist_ok=True)
+    draw(path, runs, metric, args.smoothing)
+    print(f"curves: {path}")
 
 
 def parse_args():
     parser = Parser(description=__doc__.split("\n")[0])
-    parser.add_argument("runs", nargs="+", metavar="RUN", help="folder of a run (--output_dir of a training script)")
-    parser.add_argument("--metric", help="metric of the evaluations; default: accuracy, or else loss")
+    parser.add_argument(
+        "runs", nargs="+", metavar="RUN", help="folder of a run (--output_dir of a training script)"
+    )
+    parser.add_argument(
+        "--metric", help="metric of the evaluations; default: accuracy, or else loss"
+    )
     parser.add_argument(
         "--smoothing",
         type=number(float, 0, below=1),
-        help="weight of the past in the smoothed training loss, per log line; default: averages over a twentieth of each run",
+        help="weight of the past in the smoothed training loss, per log line; default: averages "
+        "over a twentieth of each run",
     )
     parser.add_argument("--output_dir", default="runs", help="folder for compare_runs.png")
     args = parser.parse_args()
@@ -115,4 +206,4 @@ def parse_args():
 
 
 if __name__ == "__main__":
-    exits.run(main)
+    process.run(main)

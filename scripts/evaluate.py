@@ -1,14 +1,16 @@
-"""Evaluates an image classifier trained by train_cifar.py or train_images.py, or classifies pictures with it.
+"""Evaluates an image classifier trained by train_cifar.py or train_images.py, or classifies images
+with it.
 
     python scripts/evaluate.py --checkpoint runs/train_cifar
     accelerate launch --config_file accelerate_configs/4gpu.yaml scripts/evaluate.py --checkpoint runs/train_cifar --tta
     python scripts/evaluate.py --checkpoint runs/train_images
     python scripts/evaluate.py --checkpoint runs/train_images --images holiday/
 
-Reads a run's folder, one of its checkpoints or a `model.safetensors`, written by any topology. Prints the accuracy per class
-and writes `results.json`, `predictions.png` and `confusion_matrix.png`; with --images, `predictions.csv` and `.json`, with the
-classes of every picture in a folder, and `contact_sheet.png`. Of a run with --ema_decay it takes the averaged weights. Copy it
-together with `train_cifar.py` and `train_images.py`, which hold the models and the evaluation.
+Reads a run's folder, one of its checkpoints or a `model.safetensors`, written by any launch. Prints
+the accuracy per class and writes `results.json`, `predictions.png` and `confusion_matrix.png`; with
+--images, `predictions.csv` and `.json`, with the classes of every image in a folder, and
+`contact_sheet.png`. Of a run with --ema_decay it takes the averaged weights. Copy it together with
+`train_cifar.py`, which holds its models.
 """
 
 import contextlib
@@ -19,184 +21,287 @@ from pathlib import Path
 
 # Finds `utils` next to this script (a copy) or one folder up (the repository).
 sys.path.insert(1, str(Path(__file__).resolve().parents[1]))
-from utils import exits
+from utils.run import process
 
 if __name__ == "__main__":
-    exits.install()  # before torch: a signal during the slow imports below must not be lost
+    process.handle_signals()  # before torch: a signal during the slow imports must not be lost
 
+import numpy as np
 import torch
-import train_images
+import torch.nn.functional as F
 from accelerate import Accelerator, DataLoaderConfiguration
 from torch.utils.data import DataLoader
-from train_cifar import RECIPES, build_model, evaluate
+from utils.data.image_batches import ImageBatches
+from utils.data.image_folder import unlabeled
 
-from utils import plots, pretrained, topology, weights
-from utils.arguments import Parser, number
-from utils.augment import normalize
-from utils.exits import UserError
-from utils.files import read_json, write_json, write_text
-from utils.image_cache import cores_per_process
-from utils.image_data import BatchedImages, as_is, load_images
-from utils.image_files import EvalTransform, ImageBatches
-from utils.image_folder import load_pictures, unlabeled
+from utils import plots, pretrained
+from utils.data.arrays import ArrayBatches, load_arrays
+from utils.data.augment import normalize
+from utils.data.loaders import evaluation_batch_size, loader_options
+from utils.data.sources import find_images
+from utils.data.transforms import EvalTransform
+from utils.run import launch, weights
+from utils.run.arguments import Parser, number
+from utils.run.collectives import local_main_first, run_on_all, run_on_main
+from utils.run.failures import UserError
+from utils.run.files import write_json, write_text
 
 
 def main():
     args = parse_args()
-    accelerator = Accelerator(cpu=topology.check_launch(), dataloader_config=DataLoaderConfiguration(split_batches=True))
-    state, config, file = topology.run_on_main(accelerator, lambda: weights.read(args.checkpoint))
-    trained, saved = topology.run_on_main(accelerator, lambda: records(file))
-    config = config or saved
-    if config and "preprocessing" in config:
-        evaluate_pictures(accelerator, args, state, config, trained, file)
+    loading = DataLoaderConfiguration(split_batches=True)
+    accelerator = Accelerator(cpu=launch.check(), dataloader_config=loading)
+    saved = run_on_main(accelerator, lambda: weights.read(args.checkpoint))
+    if saved.config and "preprocessing" in saved.config:
+        evaluate_images(accelerator, args, saved)
     elif args.images:
-        raise UserError(f"{file} is not from train_images.py: --images needs its record of the preprocessing")
+        raise UserError(
+            f"{saved.file} is not from train_images.py: --images needs its record of the "
+            "preprocessing"
+        )
     else:
-        evaluate_cifar(accelerator, args, state, config, trained, file)
+        evaluate_cifar(accelerator, args, saved)
     accelerator.end_training()
 
 
-# ------------------------------------------------------------------------------------------------- train_cifar.py
+# ---------------------------------------------------------------------------------- train_cifar.py
 
 
-def evaluate_cifar(accelerator, args, state, config, trained, file):
-    """Evaluates a model of train_cifar.py on the test split."""
-    name = args.model or (config or {}).get("model") or trained.get("model")
-    if "n_embd" in (config or trained):
-        raise UserError(f"{file} is a GPT: sample from it with `python scripts/train_gpt.py --sample {args.checkpoint}`")
+def evaluate_cifar(accelerator, args, saved):
+    """Evaluates a model of train_cifar.py on the test split, or else the validation split."""
+    # Here, because the models of train_images.py do not need that script.
+    import train_cifar
+
+    known = (saved.config or {}) | saved.arguments
+    name = args.model or known.get("model")
+    if "n_embd" in known:
+        raise UserError(
+            f"{saved.file} is a GPT: sample from it with `python scripts/train_gpt.py --sample "
+            f"{args.checkpoint}`"
+        )
     if name is None:
-        raise UserError(f"{file} does not name its model: if it is one of train_cifar.py, give --model")
-    if name not in RECIPES:
-        raise UserError(f"{file} is not a model of train_cifar.py or train_images.py, but '{name}'")
-    dataset, seed = args.dataset or trained.get("dataset", "uoft-cs/cifar10"), trained.get("seed", 0)
-    data = topology.local_main_first(accelerator, lambda: load_images(dataset, seed))
+        raise UserError(
+            f"{saved.file} does not name its model: if it is one of train_cifar.py, give --model"
+        )
+    if name not in train_cifar.RECIPES:
+        raise UserError(
+            f"{saved.file} is not a model of train_cifar.py or train_images.py, but '{name}'"
+        )
+    dataset = args.dataset or known.get("dataset", "uoft-cs/cifar10")
+    options = {key: known[key] for key in DATA_OPTIONS if key in known}
+    data = local_main_first(accelerator, lambda: load_arrays(dataset, **options))
+    shown = "test" if "test" in data.splits else "val"
+    split = data.splits[shown]
 
-    model = build_model(name, len(data.class_names))
-    load_state(model, state, file, f"{name} with {len(data.class_names)} classes")
+    model = train_cifar.build_model(name, len(data.class_names))
+    load_state(model, saved, f"{name} with {len(data.class_names)} classes")
     # Each process evaluates its share of every batch.
-    batch = topology.evaluation_batch(accelerator, len(data.test.labels), 250)
-    loader = DataLoader(BatchedImages(data.test), batch, collate_fn=as_is)
+    batch_size = evaluation_batch_size(accelerator, len(split), 250)
+    loader = DataLoader(ArrayBatches(split), batch_size, **loader_options(accelerator))
     model, loader = accelerator.prepare(model, loader)
-    mean, std = (x.to(accelerator.device) for x in data.train.mean_and_std())
-    metrics = evaluate(accelerator, model, loader, mean, std, tta=args.tta)
+    colors = data.splits["train"].mean_and_std()
+    mean, std = (value.to(accelerator.device) for value in colors)
+    metrics = train_cifar.evaluate(accelerator, model, loader, mean, std, tta=args.tta)
+    predictions = metrics.pop("predictions")
 
     if accelerator.is_main_process:
-        results = {"test_accuracy": metrics["accuracy"], "test_loss": metrics["loss"], "tta": args.tta, "weights": str(file)}
-        with writing(args, file, "evaluation") as folder:
-            plots.classification(folder, data, metrics["predictions"])
+        results = {f"{shown}_{key}": value for key, value in metrics.items()}
+        results |= {"tta": args.tta, "weights": str(saved.file)}
+        with writing(args, saved, "evaluation") as folder:
+            plots.classification(folder, split, predictions, data.class_names)
             write_json(folder / "results.json", results)
-        print(plots.class_table(data, metrics["predictions"]))
-        count = len(metrics["predictions"])
-        summary = f"{metrics['accuracy']:.2%} of {count:,} test images correct, loss {metrics['loss']:.4f}"
-        print(f"{file}: {summary}; pictures in {folder}")
+        print(plots.class_table(split.labels, predictions, data.class_names))
+        print_summary(saved, metrics, len(predictions), shown, folder)
 
 
-# ------------------------------------------------------------------------------------------------ train_images.py
+# --------------------------------------------------------------------------------- train_images.py
 
 
-def evaluate_pictures(accelerator, args, state, config, trained, file):
-    """Evaluates a model of train_images.py on its validation split, or classifies the pictures of --images."""
+def evaluate_images(accelerator, args, saved):
+    """Evaluates a model of train_images.py on its validation split, or classifies `--images`."""
     if args.tta or args.model:
         raise UserError("--tta and --model are for models of train_cifar.py")
-    look = EvalTransform(config["preprocessing"])
+    class_names, preprocessing = (saved.config[key] for key in ("class_names", "preprocessing"))
     if args.images:
-        pictures, split = topology.run_on_all(accelerator, lambda: unlabeled(args.images)), None
-        class_names = config["class_names"]
+        images = run_on_all(accelerator, lambda: unlabeled(args.images))
     else:
-        options = {name: trained[name] for name in ("seed", "val_fraction", "image_column", "label_column") if name in trained}
-        dataset = args.dataset or trained.get("dataset")
-        if dataset is None:
-            raise UserError(f"{file} does not name its data set: give --dataset")
-        data = topology.local_main_first(accelerator, lambda: load_pictures(dataset, **options))
-        split, class_names = "val" if "val" in data.splits else "test", data.class_names
-        if class_names != config["class_names"]:
-            raise UserError(
-                f"--dataset {dataset} has other classes than {file}: {describe(class_names, config['class_names'])}"
-            )
-        pictures = data.splits[split]
-    model, averaged = pretrained.build(config), file.parent / "custom_checkpoint_0.pkl"
-    if averaged.exists():  # a checkpoint of a run with --ema_decay
-        saved = topology.run_on_main(accelerator, lambda: torch.load(averaged, map_location="cpu", weights_only=True))
-        state = {name.removeprefix("module."): value for name, value in saved.items() if name.startswith("module.")}
-    load_state(model, state, file, config["model"])
-    dataset = ImageBatches(pictures, look, "skip")
-    workers = dict(num_workers=args.num_workers, collate_fn=as_is, worker_init_fn=exits.worker_init)
-    loader = DataLoader(dataset, topology.evaluation_batch(accelerator, len(dataset), 64), **workers)
+        images = held_out_images(accelerator, args, saved)
+    model = pretrained.build(saved.config)
+    load_state(model, saved, saved.config["model"])
+    dataset = ImageBatches(images, EvalTransform(preprocessing), "skip")
+    batch_size = evaluation_batch_size(accelerator, len(dataset), 64)
+    loader = DataLoader(dataset, batch_size, **loader_options(accelerator, args.num_workers))
     model, loader = accelerator.prepare(model.to(memory_format=torch.channels_last), loader)
-    mean, std = (255 * torch.tensor(config["preprocessing"][name]).to(accelerator.device) for name in ("mean", "std"))
-    if args.images:
-        return classify(accelerator, args, model, loader, mean, std, class_names, file)
-    metrics, details = train_images.evaluate(accelerator, model, None, loader, mean, std)
-    if accelerator.is_main_process:
-        with writing(args, file, "evaluation") as folder:
-            plots.of_pictures(folder, dataset, details, class_names)
-            per_class = plots.class_accuracy(details, class_names)
-            figures = {f"{split}_{name}": value for name, value in metrics.items()}
-            write_json(folder / "results.json", {**figures, "per_class": per_class, "weights": str(file)})
-        width = max(map(len, class_names))
-        print("\n".join(f"  {name:{width}}  {100 * share:6.2f} %" for name, share in per_class.items()))
-        count = (details["labels"] >= 0).sum().item()
-        summary = f"{metrics['accuracy']:.2%} of {count:,} {split} images correct, loss {metrics['loss']:.4f}"
-        print(f"{file}: {summary}; pictures in {folder}")
+    colors = (preprocessing[key] for key in ("mean", "std"))
+    mean, std = (255 * torch.tensor(values).to(accelerator.device) for values in colors)
+    logits, labels = predict(accelerator, model, loader, mean, std)
+    if accelerator.is_main_process and args.images:
+        write_predictions(args, saved, dataset, logits, labels, class_names)
+    elif accelerator.is_main_process:
+        write_evaluation(args, saved, dataset, logits, labels, class_names)
+
+
+def held_out_images(accelerator, args, saved):
+    """The validation images of the data set that the model was trained on, or of `--dataset`."""
+    options = {key: saved.arguments[key] for key in DATA_OPTIONS if key in saved.arguments}
+    dataset = args.dataset or saved.arguments.get("dataset")
+    if dataset is None:
+        raise UserError(f"{saved.file} does not name its data set: give --dataset")
+    data = local_main_first(accelerator, lambda: find_images(dataset, **options))
+    expected = saved.config["class_names"]
+    if data.class_names != expected:
+        difference = first_difference(data.class_names, expected)
+        raise UserError(f"--dataset {dataset} has other classes than {saved.file}: {difference}")
+    return data.splits["val"]
 
 
 @torch.no_grad()
-def classify(accelerator, args, model, loader, mean, std, class_names, file):
-    """Writes the most likely classes of every picture: a CSV file, the same as JSON, and a sheet of the pictures."""
+def predict(accelerator, model, loader, mean, std):
+    """Computes the outputs for each image once, on any number of processes.
+
+    Returns:
+        tuple: logits, float32 [images, classes], and labels, int64 [images], in the order of the
+        data. An unreadable image has the label -1.
+    """
     model.eval()
-    parts, pictures = [], loader.dataset.pictures
+    parts = []
     for batch in loader:
-        top = model(normalize(batch["images"], mean, std)).float().softmax(1).topk(min(5, len(class_names)))
-        gathered = accelerator.gather_for_metrics((batch["ids"], batch["labels"], top.values, top.indices))
+        outputs = model(normalize(batch["images"], mean, std)).float()
+        gathered = accelerator.gather_for_metrics((batch["ids"], outputs, batch["labels"]))
         parts.append([value.cpu() for value in gathered])
-    ids, labels, probabilities, classes = (torch.cat(values) for values in zip(*parts, strict=True))
-    if not torch.equal(ids, torch.arange(len(pictures))):
-        raise RuntimeError(f"classified {len(ids)} of {len(pictures)} pictures, or not in order")
-    if not accelerator.is_main_process:
-        return
+    ids, logits, labels = (torch.cat(values) for values in zip(*parts, strict=True))
+    if not torch.equal(ids, torch.arange(len(loader.dataset))):
+        raise RuntimeError(
+            f"classified {len(ids)} of {len(loader.dataset)} images, or not in order"
+        )
+    return logits, labels
+
+
+def write_evaluation(args, saved, dataset, logits, labels, class_names):
+    """Writes results.json and the plots, and prints the accuracy of each class."""
+    counts, predictions = labels >= 0, logits.argmax(1)
+    losses = F.cross_entropy(logits, labels, reduction="none", ignore_index=-1)
+    hits = logits.topk(min(5, logits.shape[1])).indices == labels[:, None]
+    metrics = {
+        "loss": losses[counts].double().mean().item(),
+        "accuracy": hits[counts, 0].double().mean().item(),
+    }
+    if hits.shape[1] > 4:
+        metrics["top5"] = hits[counts].any(1).double().mean().item()
+    samples = {"labels": labels, "predictions": predictions, "losses": losses}
+    per_class = plots.class_accuracy(samples, class_names)
+    results = {f"val_{key}": value for key, value in metrics.items()}
+    results |= {"per_class": per_class, "weights": str(saved.file)}
+    with writing(args, saved, "evaluation") as folder:
+        plots.of_images(folder, dataset, samples, class_names)
+        write_json(folder / "results.json", results)
+    width = max(map(len, class_names))
+    for name, share in per_class.items():
+        print(f"  {name:{width}}  {100 * share:6.2f} %")
+    print_summary(saved, metrics, counts.sum().item(), "val", folder)
+
+
+def write_predictions(args, saved, dataset, logits, labels, class_names):
+    """Writes the most likely classes of every image: a CSV file, JSON, and a contact sheet."""
+    top = logits.softmax(1).topk(min(5, len(class_names)))
     rows = []
     for index, readable in enumerate((labels >= 0).tolist()):
-        likely = zip(classes[index].tolist(), probabilities[index].tolist(), strict=True) if readable else ()
-        rows.append({"file": pictures.name(index), "classes": [[class_names[c], round(p, 6)] for c, p in likely]})
+        likely = []
+        if readable:
+            likely = zip(top.indices[index].tolist(), top.values[index].tolist(), strict=True)
+        classes = [[class_names[label], round(share, 6)] for label, share in likely]
+        rows.append({"file": dataset.images.name(index), "classes": classes})
     table = io.StringIO()
-    columns = [name for rank in range(1, probabilities.shape[1] + 1) for name in (f"class_{rank}", f"probability_{rank}")]
     writer = csv.writer(table, lineterminator="\n")
-    writer.writerow(["file", *columns])
-    writer.writerows([row["file"], *(value for pair in row["classes"] for value in pair)] for row in rows)
-    with writing(args, file, "predictions") as folder:
+    columns = ["file"]
+    for rank in range(1, top.indices.shape[1] + 1):
+        columns += [f"class_{rank}", f"probability_{rank}"]
+    writer.writerow(columns)
+    for row in rows:
+        writer.writerow([row["file"], *(value for pair in row["classes"] for value in pair)])
+    with writing(args, saved, "predictions") as folder:
         write_text(folder / "predictions.csv", table.getvalue())
         write_json(folder / "predictions.json", rows)
-        plots.contact_sheet(folder / "contact_sheet.png", loader.dataset, rows)
+        draw_contact_sheet(folder / "contact_sheet.png", dataset, rows)
     unreadable = sum(not row["classes"] for row in rows)
     note = f", {unreadable} of them unreadable" if unreadable else ""
-    count = f"{len(rows)} picture{'s' * (len(rows) != 1)}"
+    count = f"{len(rows)} image{'s' * (len(rows) != 1)}"
     print(f"{count}{note}: see predictions.csv, predictions.json and contact_sheet.png in {folder}")
 
 
-# ------------------------------------------------------------------------------------------------------------ both
+def draw_contact_sheet(path, dataset, rows, columns=8, most=64):
+    """Draws up to `most` images, evenly spread over all of them, with their most likely class and
+    its probability.
+
+    Args:
+        dataset: returns a batch of `images`, uint8 [count, 3, size, size], for a list of ids
+            (`__getitems__`).
+        rows (list): for each image a dict with `file` and `classes`, a list of (name, probability);
+            empty: unreadable.
+    """
+    chosen = torch.linspace(0, len(rows) - 1, min(most, len(rows))).long().tolist()
+    images = dataset.__getitems__(chosen)["images"]
+    count, size = len(chosen), images.shape[-1]
+    columns = min(columns, count)
+    rows_of_sheet = -(-count // columns)
+    figure, axes = plots.subplots(
+        rows_of_sheet, columns, figsize=(1.7 * columns, 2.0 * rows_of_sheet + 0.4)
+    )
+    for axis in np.ravel(axes):
+        axis.axis("off")
+    for axis, index, image in zip(np.ravel(axes), chosen, images, strict=False):
+        classes, name = rows[index]["classes"], Path(rows[index]["file"]).name
+        axis.imshow(
+            image.permute(1, 2, 0) if classes else np.full((size, size, 3), 230, np.uint8),
+            interpolation="nearest",
+        )
+        label = f"{classes[0][0][:18]} {classes[0][1]:.0%}" if classes else "unreadable"
+        axis.set_title(
+            f"{name if len(name) <= 20 else name[:9] + '…' + name[-10:]}\n{label}", fontsize=7
+        )
+    figure.suptitle(
+        f"{count} of {len(rows):,} images" if count < len(rows) else f"{count} images", fontsize=10
+    )
+    plots.save(figure, path)
 
 
-def load_state(model, state, file, description):
+# -------------------------------------------------------------------------------------------- both
+
+DATA_OPTIONS = ("seed", "val_fraction", "image_column", "label_column")
+
+
+def print_summary(saved, metrics, count, split, folder):
+    """Prints what was evaluated, how good it is, and where the plots are."""
+    summary = f"{metrics['accuracy']:.2%} of {count:,} {split} images correct"
+    print(f"{saved.file}: {summary}, loss {metrics['loss']:.4f}; plots in {folder}")
+
+
+def load_state(model, saved, description):
     """Loads weights into a model. Raises UserError if they are of another one."""
     try:
-        model.load_state_dict(state)
+        model.load_state_dict(saved.state)
     except RuntimeError as error:
-        raise UserError(f"{file} does not hold a {description}: {str(error).splitlines()[1].strip()}") from None
+        reason = str(error).splitlines()[1].strip()
+        raise UserError(f"{saved.file} does not hold a {description}: {reason}") from None
 
 
-def describe(found, expected):
-    """The first difference between two lists of classes."""
-    first = next((pair for pair in zip(found, expected, strict=False) if pair[0] != pair[1]), None)
-    return f"{first[0]} instead of {first[1]}" if first else f"{len(found)} instead of {len(expected)}"
+def first_difference(found, expected):
+    """Describes the first difference between two lists of classes."""
+    pairs = zip(found, expected, strict=False)
+    first = next((pair for pair in pairs if pair[0] != pair[1]), None)
+    return (
+        f"{first[0]} instead of {first[1]}" if first else f"{len(found)} instead of {len(expected)}"
+    )
 
 
 @contextlib.contextmanager
-def writing(args, file, name):
-    """Yields the folder for the output: --output_dir, or `name` in the run's folder. An error is one line."""
-    parent = file.parent
-    if (parent / "manifest.json").exists():  # a checkpoint: adding files to it would make it invalid
-        parent = parent.parents[1] if parent.parent.name == "checkpoints" else parent.parent
-    folder = Path(args.output_dir or parent / name)
+def writing(args, saved, name):
+    """Yields the folder for the output: `--output_dir`, or `name` in the folder of the run.
+
+    Raises:
+        UserError: it cannot be written to.
+    """
+    folder = Path(args.output_dir or saved.run / name)
     try:
         folder.mkdir(parents=True, exist_ok=True)
         yield folder
@@ -204,30 +309,33 @@ def writing(args, file, name):
         raise UserError(f"cannot write to {folder}: {error.strerror}; give --output_dir") from None
 
 
-def records(file):
-    """The arguments of the run that wrote `file`, and the config that its checkpoints have; {} and None without records."""
-    for record in (file.parent / "manifest.json", file.parent / "args.json"):
-        run = read_json(record)
-        if run:
-            return run["arguments"], run.get("progress", {}).get("config")
-    return {}, None
-
-
 def parse_args():
     parser = Parser(description=__doc__.split("\n")[0])
     parser.add_argument(
-        "--checkpoint", required=True, help="a run's folder (its final weights), a checkpoint's folder or a .safetensors"
+        "--checkpoint",
+        required=True,
+        help="a run's folder (its final weights), a checkpoint's folder or a .safetensors",
     )
-    parser.add_argument("--images", metavar="FOLDER", help="classify the pictures in this folder, or this file")
+    parser.add_argument(
+        "--images", metavar="FOLDER", help="classify the images in this folder, or this file"
+    )
     parser.add_argument("--dataset", help="default: the one that the model was trained on")
     parser.add_argument("--model", help="default: the one in the records of the run")
-    parser.add_argument("--output_dir", help="default: `evaluation` (with --images: `predictions`) in the run's folder")
-    parser.add_argument("--tta", action="store_true", help="use test-time augmentation (train_cifar.py)")
     parser.add_argument(
-        "--num_workers", type=number(int, 0), default=min(8, cores_per_process()), help="processes that decode pictures"
+        "--output_dir",
+        help="default: `evaluation` (with --images: `predictions`) in the run's folder",
+    )
+    parser.add_argument(
+        "--tta", action="store_true", help="use test-time augmentation (train_cifar.py)"
+    )
+    parser.add_argument(
+        "--num_workers",
+        type=number(int, 0),
+        default=min(8, launch.cores_per_process()),
+        help="processes that decode images",
     )
     return parser.parse_args()
 
 
 if __name__ == "__main__":
-    exits.run(main)
+    process.run(main)

@@ -1,70 +1,81 @@
 """A network split over several devices in each process, combined with data parallelism.
 
-    accelerate launch --config_file accelerate_configs/2cpu.yaml scripts/train_model_parallel.py --dataset synthetic --width 16
-    accelerate launch --config_file accelerate_configs/4gpu.yaml --num_processes 2 scripts/train_model_parallel.py
+    accelerate launch --config_file accelerate_configs/2cpu.yaml scripts/train_model_parallel.py \\
+        --dataset synthetic --width 16
+    accelerate launch --config_file accelerate_configs/4gpu.yaml --num_processes 2 \\
+        scripts/train_model_parallel.py
 
-On a machine with 4 GPUs the second command starts two processes. The first has the first half of the network on GPU 0 and
-the second half on GPU 1. The second process uses GPUs 2 and 3 in the same way, and DDP averages their gradients. If two
-processes would share a GPU, the script stops with an error before NCCL starts. Without a GPU all stages are on the CPU.
+On a machine with 4 GPUs the second command starts two processes. The first has the first half of
+the network on GPU 0 and the second half on GPU 1. The second process uses GPUs 2 and 3 in the same
+way, and DDP averages their gradients. If two processes would share a GPU, the script stops with an
+error before NCCL starts. Without a GPU all stages are on the CPU.
 
-Without pipelining, p - 1 of p stages wait while one computes. So a batch is split into m micro-batches, which pass through
-the stages one after the other: at any time, each stage works on a different micro-batch (GPipe, Y. Huang et al.,
-arXiv:1811.06965). The fraction of time that a device is idle, the bubble, is then (p - 1) / (m + p - 1): with two stages it
-is 1/2 for one micro-batch, and 1/5 for four. `Pipeline.forward` implements the schedule. torch.distributed.pipelining runs
-one process per stage; here one process runs all stages: CUDA kernels on different devices run concurrently, and autograd
-uses one thread per device in the backward pass.
+Without pipelining, p - 1 of p stages wait while one computes. So a batch is split into m
+micro-batches, which pass through the stages one after the other: at any time, each stage works on a
+different micro-batch (GPipe, Y. Huang et al., arXiv:1811.06965). The fraction of time that a device
+is idle, the bubble, is then (p - 1) / (m + p - 1): with two stages it is 1/2 for one micro-batch,
+and 1/5 for four. `Pipeline.forward` implements the schedule. torch.distributed.pipelining runs one
+process per stage; here one process runs all stages: CUDA kernels on different devices run
+concurrently, and autograd uses one thread per device in the backward pass.
 
-Prefer FSDP when the weights do not fit on one GPU: it has no bubble, and does not need stages of equal cost:
+Prefer FSDP when the weights do not fit on one GPU: it has no bubble, and does not need stages of
+equal cost:
 
     accelerate launch --config_file accelerate_configs/4gpu_fsdp.yaml scripts/train_gpt.py
 
-Prefer stages when the link between the devices is slow, because only the activations between two stages cross it, not all
-weights, or when activations rather than weights fill the memory of a GPU.
+Prefer stages when the link between the devices is slow, because only the activations between two
+stages cross it, not all weights, or when activations rather than weights fill the memory of a GPU.
 
-Measured on 2026-11-22 with 2cpu.yaml, --dataset synthetic --width 16 --batch_size 128 --max_train_steps 120, on 2 cores of
-an Intel Xeon: 98.1 % test accuracy; four micro-batches run at 0.87 times the speed of one, as expected when both stages
-share the same cores. Not run on GPUs yet.
+Measured on 2026-11-22 with 2cpu.yaml, --dataset synthetic --width 16 --batch_size 128
+--max_train_steps 120, on 2 cores of an Intel Xeon: 98.1 % test accuracy; four micro-batches run at
+0.87 times the speed of one, as expected when both stages share the same cores. Not run on GPUs yet.
 """
 
 import math
 import os
+import socket
 import statistics
 import sys
 import time
-from datetime import timedelta
 from itertools import pairwise
 from pathlib import Path
 
 # Finds `utils` next to this script (a copy) or one folder up (the repository).
 sys.path.insert(1, str(Path(__file__).resolve().parents[1]))
-from utils import exits
+from utils.run import process
 
 if __name__ == "__main__":
-    exits.install()  # before torch: a signal during the slow imports below must not be lost
+    process.handle_signals()  # before torch: a signal during the slow imports must not be lost
 
 import torch
 import torch.nn.functional as F
-from accelerate import Accelerator, DataLoaderConfiguration, skip_first_batches
-from accelerate.utils import GradientAccumulationPlugin, InitProcessGroupKwargs, set_seed
+from accelerate import Accelerator, skip_first_batches
+from accelerate.utils import set_seed
 from torch import nn
 from torch.utils.data import DataLoader
 
-from utils import devices, plots, report, topology, tracking, weights
-from utils.arguments import Parser, number
-from utils.augment import augment, normalize
-from utils.exits import UserError
-from utils.guard import Guard
-from utils.image_data import BatchedImages, as_is, load_images
-from utils.plan import Plan
-from utils.run_folder import RunFolder
+from utils import plots
+from utils.data.arrays import ArrayBatches, load_arrays
+from utils.data.augment import augment, normalize
+from utils.data.loaders import evaluation_batch_size, loader_options
+from utils.run import ddp, launch, weights
+from utils.run.arguments import Parser, number
+from utils.run.collectives import gather, local_main_first
+from utils.run.failures import UserError
+from utils.run.folder import RunFolder
+from utils.run.guard import Guard
+from utils.run.metrics import memory_bytes, start_profiler
+from utils.run.plan import Plan
+from utils.run.seeds import seed_step
 
-# -------------------------------------------------------------------------------------------------------------- model
+# ------------------------------------------------------------------------------------------- model
 
 
 def build_blocks(classes, width):  # EDIT: model
-    """Builds the whole network: eight blocks of about the same cost, then the head. [batch, 3, 32, 32] -> [batch, classes].
+    """Builds the whole network: eight blocks of about the same cost, then the head.
 
-    Group norm, not batch norm: batch statistics would depend on the number of micro-batches.
+    [batch, 3, 32, 32] -> [batch, classes]. Group norm, not batch norm: batch statistics would
+    depend on the number of micro-batches.
     """
 
     def block(inputs, outputs, stride):
@@ -79,11 +90,14 @@ def build_blocks(classes, width):  # EDIT: model
 
 
 class Pipeline(nn.Module):
-    """A sequence of blocks, split into one stage per device. Parameter names are those of the unsplit network.
+    """A sequence of blocks, split into one stage per device.
+
+    Parameter names are those of the unsplit network.
 
     Args:
         blocks (nn.Sequential): the network.
-        devices (list[torch.device]): one per stage, in order. The input may be on any device; the output is on the last.
+        devices (list[torch.device]): one per stage, in order. The input may be on any device; the
+            output is on the last.
         micro_batches (int): number of parts that a batch is split into; 1: no pipelining.
     """
 
@@ -99,12 +113,15 @@ class Pipeline(nn.Module):
         parts = list(x.chunk(self.micro_batches))
         stages = len(self.devices)
         for tick in range(len(parts) + stages - 1):
-            # The last stage first: its input is what the stage before it computed in the previous tick.
+            # The last stage first: its input is what the stage before it computed in the previous
+            # tick.
             for stage in reversed(range(stages)):
                 part = tick - stage
                 if 0 <= part < len(parts):
                     first, end = self.spans[stage]
-                    parts[part] = self.blocks[first:end](parts[part].to(self.devices[stage], non_blocking=True))
+                    parts[part] = self.blocks[first:end](
+                        parts[part].to(self.devices[stage], non_blocking=True)
+                    )
         return torch.cat(parts)
 
 
@@ -112,9 +129,10 @@ def measure(pipeline, images, labels, repeats=3):
     """Times a forward and backward pass with and without pipelining.
 
     Returns:
-        dict: `stages`, `micro_batches`, `seconds` and `seconds_without` (medians), `speed_up`, `bubble_formula`, and
-        `bubble_measured`, the fraction of time that a device is idle, estimated from the two times (None if the stages share
-        a device, as on a CPU).
+        dict: `stages`, `micro_batches`, `seconds` and `seconds_without` (medians), `speed_up`,
+            `bubble_formula`, and
+        `bubble_measured`, the fraction of time that a device is idle, estimated from the two times
+        (None if the stages share a device, as on a CPU).
     """
     micro_batches, stages = pipeline.micro_batches, len(pipeline.devices)
     seconds = {1: [], micro_batches: []}
@@ -145,29 +163,130 @@ def measure(pipeline, images, labels, repeats=3):
 def describe(measured):
     """The result of `measure` as a line of text."""
     bubble = measured["bubble_measured"]
-    measurement = "not measured on a CPU, where all stages share one device" if bubble is None else f"measured {bubble:.0%}"
+    measurement = (
+        "not measured on a CPU, where all stages share one device"
+        if bubble is None
+        else f"measured {bubble:.0%}"
+    )
     return (
         f"{measured['micro_batches']} micro-batches: {measured['speed_up']:.2f}x the speed of one; "
         f"bubble by formula {measured['bubble_formula']:.0%}, {measurement}"
     )
 
 
-def lr_multiplier(step, total_steps):
-    """The learning-rate multiplier at `step`: linear warm-up over a tenth of the steps, then linear decay to zero."""
-    return min((step + 1) / (0.1 * total_steps + 1), (total_steps - step) / (0.9 * total_steps))
+def lr_multiplier(step, plan, args):
+    """The learning-rate multiplier at `step`.
+
+    Linear warm-up over a tenth of the steps, then linear decay to zero.
+    """
+    total = plan.total_steps
+    return min((step + 1) / (0.1 * total + 1), (total - step) / (0.9 * total))
 
 
-# ------------------------------------------------------------------------------------------------- data, evaluation
+# ----------------------------------------------------------------------------------------- devices
 
 
-def build_loaders(accelerator, data, args):  # EDIT: data
-    """Builds loaders of global batches; `prepare` gives every process its share of each, on its first device."""
-    common = dict(num_workers=args.num_workers, collate_fn=as_is, worker_init_fn=exits.worker_init)
-    common["pin_memory"] = accelerator.device.type == "cuda"
-    micro_batch = args.batch_size // args.gradient_accumulation_steps
-    train = DataLoader(BatchedImages(data.train), micro_batch, shuffle=True, drop_last=True, **common)
-    eval_batch = topology.evaluation_batch(accelerator, len(data.test.labels), 250)
-    return train, DataLoader(BatchedImages(data.test), eval_batch, **common)
+def arrange_gpus(gpus, local_processes, per_process):
+    """Reorders the GPUs of a machine so that the first GPU of process r becomes cuda:r; the other
+    GPUs follow.
+
+    This is necessary because Accelerate uses cuda:r for process r. With two processes and two GPUs
+    each, the order is 0 2 1 3: process 1 then has cuda:1 and cuda:3, which are GPUs 2 and 3.
+
+    Returns:
+        list[int]: all GPUs in the new order.
+    """
+    firsts = [rank * per_process for rank in range(local_processes)]
+    others = [gpu for gpu in range(local_processes * per_process) if gpu not in firsts]
+    return firsts + others + list(range(local_processes * per_process, gpus))
+
+
+def refuse_shared(places):
+    """Raises UserError if two ranks would use one device.
+
+    Args:
+        places: (rank, host, device) of every stage of every rank; `device` is unique on its host.
+    """
+    owners = {}
+    for rank, host, device in places:
+        owner = owners.setdefault((host, device), rank)
+        if owner != rank:
+            raise UserError(
+                f"ranks {owner} and {rank} would share {device} on {host}: every rank needs its "
+                "own --devices_per_process GPUs. Start fewer processes (accelerate launch "
+                "--num_processes ...)"
+            )
+
+
+def claim_gpus(per_process):
+    """Assigns GPUs to this process; call it before CUDA is used.
+
+    Returns:
+        list[torch.device]: one for each stage.
+
+    Raises:
+        UserError: there are too few GPUs; the message names two ranks that would share one.
+    """
+    gpus, processes = torch.cuda.device_count(), int(os.environ.get("LOCAL_WORLD_SIZE", 1))
+    rank, first = (
+        int(os.environ.get("LOCAL_RANK", 0)),
+        int(os.environ.get("RANK", 0)) - int(os.environ.get("LOCAL_RANK", 0)),
+    )
+    stages = [(r, stage) for r in range(processes) for stage in range(per_process)]
+    refuse_shared(
+        (first + r, socket.gethostname(), f"GPU {(r * per_process + stage) % gpus}")
+        for r, stage in stages
+    )
+    if per_process > gpus:
+        raise UserError(f"--devices_per_process {per_process}: this machine has {gpus}")
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES", ",".join(map(str, range(gpus)))).split(",")
+    os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(
+        visible[i] for i in arrange_gpus(gpus, processes, per_process)
+    )
+    others = processes + rank * (per_process - 1)  # index of the second GPU of this process
+    return [
+        torch.device("cuda", index) for index in (rank, *range(others, others + per_process - 1))
+    ]
+
+
+def check_gpus(accelerator, devices):
+    """Checks that no two processes share a GPU: NCCL's own error message is unclear."""
+    host = socket.gethostname()
+    uuids = [str(torch.cuda.get_device_properties(device).uuid) for device in devices]
+    places = gather(accelerator, [(accelerator.process_index, host, uuid) for uuid in uuids])
+    refuse_shared(place for of_rank in places for place in of_rank)
+
+
+# -------------------------------------------------------------------------------- data, evaluation
+
+
+def load_data(accelerator, args):  # EDIT: data
+    """Loads the images into memory, and shortens the splits for quick checks.
+
+    Returns:
+        tuple: the data; the name of the split to evaluate, `val` or else `test`.
+    """
+    data = local_main_first(accelerator, lambda: load_arrays(args.dataset, seed=args.seed))
+    held_out = "val" if "val" in data.splits else "test"
+    if args.overfit_batch:
+        batch = data.splits["train"].first(args.batch_size)
+        data.splits = {"train": batch, held_out: batch}
+    elif args.dry_run:
+        data.splits[held_out] = data.splits[held_out].first(500)
+    return data, held_out
+
+
+def build_loaders(accelerator, data, held_out, args):
+    """Builds loaders of global batches; `prepare` splits each over the processes.
+
+    A batch is on the first device of its process.
+    """
+    options = loader_options(accelerator, args.num_workers)
+    batch_size = args.batch_size // args.gradient_accumulation_steps
+    train_set, eval_set = ArrayBatches(data.splits["train"]), ArrayBatches(data.splits[held_out])
+    train_loader = DataLoader(train_set, batch_size, shuffle=True, drop_last=True, **options)
+    batch_size = evaluation_batch_size(accelerator, len(eval_set), 250)
+    return accelerator.prepare(train_loader, DataLoader(eval_set, batch_size, **options))
 
 
 def compute_loss(model, batch, mean, std, epoch, args):  # EDIT: loss
@@ -181,7 +300,11 @@ def compute_loss(model, batch, mean, std, epoch, args):  # EDIT: loss
 
 @torch.no_grad()
 def evaluate(accelerator, model, loader, mean, std):  # EDIT: metric
-    """Computes exact metrics over the test set: each image counts once, on any number of processes."""
+    """Computes exact metrics of a split: each image counts once, on any number of processes.
+
+    Returns:
+        dict: `loss`, `accuracy`.
+    """
     model.eval()
     outputs, labels = [], []
     for batch in loader:
@@ -192,126 +315,156 @@ def evaluate(accelerator, model, loader, mean, std):  # EDIT: metric
     model.train()
     outputs, labels = torch.cat(outputs).cpu(), torch.cat(labels).cpu()
     if len(labels) != len(loader.dataset):
-        raise RuntimeError(f"evaluated {len(labels)} of {len(loader.dataset)} test samples")
-    return {"loss": F.cross_entropy(outputs, labels).item(), "accuracy": (outputs.argmax(1) == labels).double().mean().item()}
+        raise RuntimeError(f"evaluated {len(labels)} of {len(loader.dataset)} samples")
+    correct = outputs.argmax(1) == labels
+    loss = F.cross_entropy(outputs, labels).item()
+    return {"loss": loss, "accuracy": correct.double().mean().item()}
 
 
-# ------------------------------------------------------------------------------------------------------------- main
+# -------------------------------------------------------------------------------------------- main
 
 
 def main():
     args = parse_args()
-    on_cpu = topology.check_launch(training=True)
-    stages = [torch.device("cpu")] * args.devices_per_process if on_cpu else devices.claim_gpus(args.devices_per_process)
+    on_cpu = launch.check(training=True)
+    stages = [torch.device("cpu")] * args.devices_per_process
+    if not on_cpu:
+        stages = claim_gpus(args.devices_per_process)
     # The model is already on several devices: keeps Accelerate from passing `device_ids` to DDP.
     os.environ["ACCELERATE_BYPASS_DEVICE_MAP"] = "true"
-    # --batch_size is global: each batch is split over the processes, so every topology sees the same batches in the same order.
-    loading = DataLoaderConfiguration(split_batches=True, use_seedable_sampler=True, data_seed=args.seed, non_blocking=True)
-    accelerator = Accelerator(
-        cpu=on_cpu,
-        dataloader_config=loading,
-        gradient_accumulation_plugin=GradientAccumulationPlugin(args.gradient_accumulation_steps, sync_with_dataloader=False),
-        kwargs_handlers=[InitProcessGroupKwargs(timeout=timedelta(seconds=args.timeout))],
-        log_with=tracking.trackers(args.track),
-        project_dir=f"{args.output_dir}/tensorboard",
-    )
+    accelerator = Accelerator(cpu=on_cpu, **launch.accelerator_options(args))
     if not on_cpu:
-        devices.check_gpus(accelerator, stages, args.timeout)
-    share = topology.print_banner(accelerator, args.batch_size, args.gradient_accumulation_steps)
-    if share % args.micro_batches:
-        raise UserError(f"--micro_batches {args.micro_batches} does not divide the {share} samples per process and batch")
-    data = topology.local_main_first(accelerator, lambda: load_images(args.dataset, args.seed))
-    if args.overfit_batch:
-        data.train = data.test = data.train.first(args.batch_size)
-    elif args.dry_run:
-        data.test = data.test.first(500)
-    plan = Plan.from_args(args, len(data.train.labels))
+        check_gpus(accelerator, stages)
+    accumulation = args.gradient_accumulation_steps
+    micro_batch_size = launch.print_banner(accelerator, args.batch_size, accumulation)
+    if micro_batch_size % args.micro_batches:
+        raise UserError(
+            f"--micro_batches {args.micro_batches} does not divide the {micro_batch_size} samples "
+            "per process and batch"
+        )
+    data, held_out = load_data(accelerator, args)
+    train_set = data.splits["train"]
+    plan = Plan.from_args(args, len(train_set))
     run = RunFolder(args, accelerator, may_change=["devices_per_process", "micro_batches"])
     run.open(plan)  # the folder is empty, or has a run to continue, or a finished run
     if run.finished:
         return
 
     set_seed(args.seed)
-    mean, std = (x.to(accelerator.device) for x in data.train.mean_and_std())
-    model = Pipeline(build_blocks(len(data.class_names), args.width), stages, args.micro_batches)
+    mean, std = (value.to(accelerator.device) for value in train_set.mean_and_std())
+    blocks = build_blocks(len(data.class_names), args.width)
+    model = Pipeline(blocks, stages, args.micro_batches)
     weights.initialize(accelerator, model, run.init_from)
-    example = normalize(data.train.images[:share].to(accelerator.device), mean, std)
+    images = train_set.images[:micro_batch_size].to(accelerator.device)
     with accelerator.autocast():  # measure in the precision of the training
-        pipelining = measure(model, example, data.train.labels[:share])
+        pipelining = measure(
+            model, normalize(images, mean, std), train_set.labels[:micro_batch_size]
+        )
     optimizer = torch.optim.AdamW(model.parameters(), lr=args.lr, weight_decay=args.weight_decay)
-    scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: lr_multiplier(step, plan.total_steps))
-    model, optimizer, scheduler = accelerator.prepare(model, optimizer, scheduler, device_placement=[False, None, None])
-    train_loader, test_loader = accelerator.prepare(*build_loaders(accelerator, data, args))
-    topology.set_up_ddp(accelerator, model, example[:2])
+    scheduler = torch.optim.lr_scheduler.LambdaLR(
+        optimizer, lambda step: lr_multiplier(step, plan, args)
+    )
+    model, optimizer, scheduler = accelerator.prepare(
+        model, optimizer, scheduler, device_placement=[False, None, None]
+    )
+    train_loader, eval_loader = build_loaders(accelerator, data, held_out, args)
+    first = ArrayBatches(train_set).batch([0, 1], accelerator.device)
+    ddp.warm_up(accelerator, model, lambda: compute_loss(model, first, mean, std, 0, args))
     step = run.start(scheduler)  # accelerator.load_state, if there is a checkpoint
-    run.print(f"stages of the first process on {', '.join(map(str, stages))}; {describe(pipelining)}")
+    devices = ", ".join(map(str, stages))
+    run.print(f"stages of the first process on {devices}; {describe(pipelining)}")
     guard = Guard(accelerator, args.timeout)
     train_loss, metrics = math.inf, None
-    with report.profiler(accelerator, run.path, args.profile) as profiler:
-        for epoch, todo in plan.epochs(start=step):
-            train_loader.set_epoch(epoch)
-            batches = skip_first_batches(train_loader, todo.batches_done)
-            for step, micro_batches in todo.steps(run.timed(batches)):
-                losses, ids, norm = [], [], None
-                for batch in micro_batches:
-                    # Makes a restart draw the same dropout masks. Seeds after loading the batch, which may draw numbers too.
-                    topology.seed_step(accelerator, args.seed, step, len(losses))
-                    with accelerator.accumulate(model):
-                        loss = compute_loss(model, batch, mean, std, epoch, args)
-                        accelerator.backward(loss)
-                        if accelerator.sync_gradients and args.max_grad_norm:
-                            norm = accelerator.clip_grad_norm_(model.parameters(), args.max_grad_norm)
-                        optimizer.step()
-                        scheduler.step()
-                        optimizer.zero_grad()
-                    losses.append(loss.detach().to(accelerator.device))
-                    ids.append(batch["ids"])
-                profiler.step()
-                stop = guard.should_stop(step, losses, ids, norm)  # the same answer on every process
-                if plan.log_due(step):
-                    train_loss = accelerator.reduce(torch.stack(losses).mean(), "mean").item()  # one loss, not one per rank
-                    run.log("train", step, loss=train_loss, grad_norm=norm, lr=scheduler.get_last_lr()[0])
-                if plan.evaluation_due(step):
-                    metrics = evaluate(accelerator, model, test_loader, mean, std)
-                    run.log("test", step, score=metrics["accuracy"], **metrics)
-                if stop or plan.save_due(step, improved=run.improved_at(step)):
-                    guard.check(model)  # a checkpoint never holds a diverged model
-                    with run.checkpoint(step) as folder:
-                        accelerator.save_state(folder)
-                if stop and step < plan.total_steps:
-                    run.exit_preempted(step)
-            if args.overfit_batch and train_loss < 0.01:
-                break
+    profile = start_profiler(accelerator, run.path, args.profile)
+    for epoch, remaining in plan.epochs(start=step):
+        train_loader.set_epoch(epoch)
+        skip = remaining.skip  # batches before an interruption
+        batches = skip_first_batches(train_loader, skip) if skip else train_loader
+        for step, micro_batches in remaining.accumulated(run.timed(batches)):
+            losses, ids, norm = [], [], None
+            for batch in micro_batches:
+                # A restart draws the same dropout masks. Seeds after loading the batch, which may
+                # draw numbers too.
+                seed_step(accelerator, args.seed, step, len(losses))
+                with accelerator.accumulate(model):
+                    loss = compute_loss(model, batch, mean, std, epoch, args)
+                    accelerator.backward(loss)
+                    if accelerator.sync_gradients and args.max_grad_norm:
+                        norm = accelerator.clip_grad_norm_(model.parameters(), args.max_grad_norm)
+                    optimizer.step()
+                    scheduler.step()
+                    optimizer.zero_grad()
+                losses.append(loss.detach().to(accelerator.device))
+                ids.append(batch["ids"])
+            profile.step()
+            stop = guard.should_stop(step, losses, ids, norm)  # the same on every process
+            if plan.log_due(step):
+                mean_loss = torch.stack(losses).mean()
+                train_loss = accelerator.reduce(mean_loss, "mean").item()  # once, not per rank
+                lr = scheduler.get_last_lr()[0]
+                run.log("train", step, loss=train_loss, grad_norm=norm, lr=lr)
+            if plan.evaluation_due(step):
+                metrics = evaluate(accelerator, model, eval_loader, mean, std)
+                # A test split has no score: it must not choose a checkpoint.
+                score = metrics["accuracy"] if held_out == "val" else None
+                run.log(held_out, step, score=score, **metrics)
+            if stop or plan.save_due(step, improved=run.improved_at(step)):
+                guard.check(model)  # a checkpoint never holds a diverged model
+                with run.checkpoint(step) as folder:
+                    accelerator.save_state(folder)
+            if stop and step < plan.total_steps:
+                run.exit_preempted(step)
+        if args.overfit_batch and train_loss < 0.01:
+            break
+    profile.stop()
 
-    if metrics is None or step < plan.total_steps:  # resumed after the last step, or --overfit_batch ended early
-        metrics = evaluate(accelerator, model, test_loader, mean, std)
+    if metrics is None or step < plan.total_steps:  # nothing was left to do, or --overfit_batch
+        metrics = evaluate(accelerator, model, eval_loader, mean, std)
     if accelerator.is_main_process:
         config = {"model": "model_parallel", "width": args.width, "class_names": data.class_names}
         weights.export(run.path, accelerator.unwrap_model(model), config)
         plots.curves(run.path)
-    results = {"test_accuracy": metrics["accuracy"], "test_loss": metrics["loss"], "pipelining": pipelining}
-    memory = [report.memory_bytes(device) for device in stages]
-    run.finish(step, **results, peak_memory_bytes_per_stage=memory)
+    results = {f"{held_out}_{name}": value for name, value in metrics.items()}
+    results["pipelining"] = pipelining
+    results["peak_memory_bytes_per_stage"] = [memory_bytes(device) for device in stages]
+    run.finish(step, **results)
     accelerator.end_training()
 
 
 def parse_args():
     parser = Parser(description=__doc__.split("\n")[0])
     group = parser.add_argument_group("model and training")
-    group.add_argument("--devices_per_process", type=number(int, 1), default=2, help="number of stages, each on its own device")
     group.add_argument(
-        "--micro_batches", type=number(int, 1), default=4, help="parts that a batch is split into; 1: no pipelining"
+        "--devices_per_process",
+        type=number(int, 1),
+        default=2,
+        help="number of stages, each on its own device",
     )
-    group.add_argument("--width", type=number(int, 8), default=64, help="channels of the first blocks, a multiple of 8")
+    group.add_argument(
+        "--micro_batches",
+        type=number(int, 1),
+        default=4,
+        help="parts that a batch is split into; 1: no pipelining",
+    )
+    group.add_argument(
+        "--width",
+        type=number(int, 8),
+        default=64,
+        help="channels of the first blocks, a multiple of 8",
+    )
     parser.add_training_arguments(group, epochs=10, batch_size=512, lr=1e-3)
     parser.add_optimizer_arguments(group, weight_decay=0.05)
     parser.add_run_arguments()
-    parser.add_data_arguments("uoft-cs/cifar10", "Hub id or local folder of a 32x32 image data set, or `synthetic`")
+    parser.add_data_arguments(
+        "uoft-cs/cifar10", "Hub id or local folder of a 32x32 image data set, or `synthetic`"
+    )
     args = parser.parse_training_args()
     if args.devices_per_process > 8 or args.width % 8:
-        raise UserError("--devices_per_process is at most 8, the number of blocks, and --width a multiple of 8")
+        raise UserError(
+            "--devices_per_process is at most 8, the number of blocks, and --width a multiple of 8"
+        )
     return args
 
 
 if __name__ == "__main__":
-    exits.run(main)
+    process.run(main)

@@ -20,35 +20,62 @@ import psutil
 import pytest
 import warm
 
-from utils.chaos import CLOCK
+from scripts.chaos import CLOCK
 
 ROOT = Path(__file__).resolve().parents[1]
 CIFAR = "scripts/train_cifar.py"
 SHARED_DATA = ROOT.parent / "shared" / "data"
+COLD = "PYTEST_COLD"  # the environment variable that tells pytest's own processes of --cold
 LIMIT = 300  # seconds for one launch, so that a hang fails one test and does not block the suite
 
-# A small run with evaluation and checkpoints mid-epoch, without batch norm (so that topologies compute the same).
+# A small run with evaluation and checkpoints mid-epoch, without batch norm (so that topologies
+# compute the same).
 SMALL = (
-    "--dataset synthetic --model net --batch_size 500 --max_train_steps 14 --log_every 1 --eval_every 7 --checkpoint_every 3"
+    "--dataset synthetic --model net --batch_size 500 --max_train_steps 14 --log_every 1 "
+    "--eval_every 7 --checkpoint_every 3"
 )
-ENDLESS = f"{SMALL} --max_train_steps 100000 --eval_every 100000 --checkpoint_every 0"  # saves only when it is stopped
+# Saves only when it is stopped.
+ENDLESS = f"{SMALL} --max_train_steps 100000 --eval_every 100000 --checkpoint_every 0"
+
+
+def pytest_addoption(parser):
+    parser.addoption(
+        "--cold", action="store_true", help="start every process in a new interpreter, by exec"
+    )
 
 
 def pytest_configure(config):
-    """Starts one server of warm processes for the whole test run, parallel test processes included, in a known environment."""
-    # CI: there pytest would print the whole difference of what is not equal, thousands of log lines included.
-    for name in ("OMP_NUM_THREADS", "ACCELERATE_MIXED_PRECISION", "RANK", "WORLD_SIZE", "CI", "BUILD_NUMBER"):
+    """Starts one server of warm processes for the whole test run, parallel test processes included,
+    in a known environment.
+    """
+    # CI: there pytest would print the whole difference of what is not equal, thousands of log lines
+    # included.
+    for name in (
+        "OMP_NUM_THREADS",
+        "ACCELERATE_MIXED_PRECISION",
+        "RANK",
+        "WORLD_SIZE",
+        "CI",
+        "BUILD_NUMBER",
+    ):
         os.environ.pop(name, None)
-    # What a shell starts in the background, and all that it starts in turn, ignores Ctrl-C, which is tested here.
+    # What a shell starts in the background, and all that it starts in turn, ignores Ctrl-C, which
+    # is tested here.
     signal.signal(signal.SIGINT, signal.default_int_handler)
     signal.signal(signal.SIGQUIT, signal.SIG_DFL)
     quick = "not slow" in config.option.markexpr
     if quick and "PYTEST_XDIST_WORKER" in os.environ and hasattr(os, "sched_setaffinity"):
-        # Each of pytest's processes, and all that it starts, has its own cores. Two runs of two threads each on two cores take
-        # several times as long: each thread waits for another that does not run. Slow tests mostly wait, and keep all cores.
-        number, count = int(os.environ["PYTEST_XDIST_WORKER"].removeprefix("gw")), int(os.environ["PYTEST_XDIST_WORKER_COUNT"])
+        # Each of pytest's processes, and all that it starts, has its own cores. Two runs of two
+        # threads each on two cores take several times as long: each thread waits for another that
+        # does not run. Slow tests mostly wait, and keep all cores.
+        number, count = (
+            int(os.environ["PYTEST_XDIST_WORKER"].removeprefix("gw")),
+            int(os.environ["PYTEST_XDIST_WORKER_COUNT"]),
+        )
         cores = sorted(os.sched_getaffinity(0))
         os.sched_setaffinity(0, cores[number::count] or cores[number % len(cores) :][:1])
+    if config.option.cold:
+        os.environ[COLD] = "1"
     if warm.ADDRESS not in os.environ and not config.option.collectonly:
         resources = contextlib.ExitStack()
         config.add_cleanup(resources.close)
@@ -67,13 +94,17 @@ def pytest_runtest_setup():
 
 
 def pytest_collection_modifyitems(items):
-    """SLURM first: its tests take minutes in which they mostly wait, and the other test process can have all else."""
+    """SLURM first: its tests take minutes in which they mostly wait, and the other test process can
+    have all else.
+    """
     items.sort(key=lambda item: "test_slurm" not in item.nodeid)
 
 
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_makereport(item):
-    """Starts the report of a failure with the promise that is broken: the name of the test, and its docstring."""
+    """Starts the report of a failure with the promise that is broken: the name of the test, and its
+    docstring.
+    """
     report = yield
     if report.failed and hasattr(report.longrepr, "reprtraceback"):
         name = item.name.removeprefix("test_").replace("_", " ")
@@ -83,7 +114,8 @@ def pytest_runtest_makereport(item):
 
 
 def command(config, script, arguments, *, output_dir=None, root=ROOT, launcher=(), host=()):
-    """The command line for `script` (a path below `root`); without `config`, it starts Python and `launcher` (if any) directly.
+    """The command line for `script` (a path below `root`); without `config`, it starts Python and
+    `launcher` (if any) directly.
 
     `host`: the words that start a command on another machine.
     """
@@ -94,25 +126,50 @@ def command(config, script, arguments, *, output_dir=None, root=ROOT, launcher=(
             if str(config).endswith(".yaml") and "/" in str(config)
             else ROOT / "accelerate_configs" / f"{config}.yaml"
         )
-        start += ["-m", "accelerate.commands.accelerate_cli", "launch", "--config_file", str(yaml), *launcher]
+        start += [
+            "-m",
+            "accelerate.commands.accelerate_cli",
+            "launch",
+            "--config_file",
+            str(yaml),
+            *launcher,
+        ]
     arguments = arguments.split() if isinstance(arguments, str) else list(arguments)
-    return [*start, str(root / script), *arguments, *(["--output_dir", str(output_dir)] if output_dir else [])]
+    return [
+        *start,
+        str(root / script),
+        *arguments,
+        *(["--output_dir", str(output_dir)] if output_dir else []),
+    ]
 
 
-def run(config, script, arguments="", *, check=True, cold=False, **kwargs):
-    """Runs a script to its end; returns the completed process with its output. `cold`: in a new interpreter, by `exec`."""
-    environment, words = {**os.environ, **kwargs.pop("env", {})}, command(config, script, arguments, **kwargs)
+def run(config, script, arguments="", *, check=True, cold=None, **kwargs):
+    """Runs a script to its end; returns the completed process with its output.
+
+    Args:
+        cold (bool | None): whether to start a new interpreter, by `exec`; None: as `--cold` says.
+    """
+    cold = COLD in os.environ if cold is None else cold
+    environment, words = (
+        {**os.environ, **kwargs.pop("env", {})},
+        command(config, script, arguments, **kwargs),
+    )
     if cold:
         done = subprocess.run(words, capture_output=True, text=True, timeout=LIMIT, env=environment)
     else:
         done = warm.run(words[1:], environment, LIMIT)
     if check and done.returncode:
-        raise AssertionError(f"exit code {done.returncode}\n{done.stdout[-3000:]}\n{done.stderr[-6000:]}")
+        raise AssertionError(
+            f"exit code {done.returncode}\n{done.stdout[-3000:]}\n{done.stderr[-6000:]}"
+        )
     return done
 
 
 class Started:
-    """A running launch, in its own process group. A test reads its output line by line and waits for words, not for a time."""
+    """A running launch, in its own process group.
+
+    A test reads its output line by line and waits for words, not for a time.
+    """
 
     def __init__(self, config, script, arguments, **kwargs):
         environment = {**os.environ, **kwargs.pop("env", {}), "PYTHONUNBUFFERED": "1"}
@@ -120,11 +177,17 @@ class Started:
         reader, writer = os.pipe()
         self.output = os.fdopen(reader, errors="replace")
         with os.fdopen(writer, "w") as writer:
-            if words[0] == sys.executable:
-                self.process = warm.Program(words[1:], environment, writer, writer, start_new_session=True)
-            else:  # on another machine, where there is no server to fork from
+            if words[0] == sys.executable and COLD not in os.environ:
+                self.process = warm.Program(
+                    words[1:], environment, writer, writer, start_new_session=True
+                )
+            else:  # --cold, or on another machine, where there is no server to fork from
                 self.process = subprocess.Popen(
-                    words, stdout=writer, stderr=subprocess.STDOUT, start_new_session=True, env=environment
+                    words,
+                    stdout=writer,
+                    stderr=subprocess.STDOUT,
+                    start_new_session=True,
+                    env=environment,
                 )
         self.lines = []
 
@@ -140,8 +203,13 @@ class Started:
         raise AssertionError(f"'{words}' never came:\n{''.join(self.lines)[-6000:]}")
 
     def kill_all(self):
-        """Sends SIGKILL to the launcher and all its descendants (each worker is in its own session)."""
-        for process in [psutil.Process(self.process.pid), *psutil.Process(self.process.pid).children(recursive=True)]:
+        """Sends SIGKILL to the launcher and all its descendants (each worker is in its own
+        session).
+        """
+        for process in [
+            psutil.Process(self.process.pid),
+            *psutil.Process(self.process.pid).children(recursive=True),
+        ]:
             process.kill()
         self.finish()
 
@@ -170,17 +238,23 @@ def recorded(config, script, arguments, folder, processes=1, accumulation=1):
     """Runs a script, and reads which samples it trained on.
 
     Returns:
-        list: for each optimizer step of this launch, the record of `wrapped.py record`, with the sorted `ids` of all processes.
+        list: for each optimizer step of this launch, the record of `wrapped.py record`, with the
+            sorted `ids` of all processes.
     """
     records = folder.with_name(f"{folder.name}_records")
     records.mkdir()
     launcher = ("--num_processes", str(processes))
-    run(config, "tests/wrapped.py", [f"record@0:{records}", script, *arguments.split()], output_dir=folder, launcher=launcher)
+    run(
+        config,
+        "tests/wrapped.py",
+        [f"record@0:{records}", script, *arguments.split()],
+        output_dir=folder,
+        launcher=launcher,
+    )
     ranks = []
     for rank in range(processes):
-        lines = [json.loads(line) for line in (records / f"{rank}.jsonl").read_text().splitlines()]
-        # With three or more processes, two warm-up passes of DDP come first, on the samples 0 and 1.
-        ranks.append([line for line in lines if line["ids"] != [0, 1]])
+        lines = (records / f"{rank}.jsonl").read_text().splitlines()
+        ranks.append([json.loads(line) for line in lines])
     assert len({len(lines) for lines in ranks}) == 1 and len(ranks[0]) % accumulation == 0
     steps = []
     for first in range(0, len(ranks[0]), accumulation):
@@ -192,9 +266,11 @@ def recorded(config, script, arguments, folder, processes=1, accumulation=1):
 
 
 def all_end(processes, seconds=60):
-    """Whether all of `processes` end long before their runs could; a zombie that its new parent did not collect counts.
+    """Whether all of `processes` end long before their runs could; a zombie that its new parent did
+    not collect counts.
 
-    Kills those that do not, which would otherwise train on, and write to a folder that is being removed.
+    Kills those that do not, which would otherwise train on, and write to a folder that is being
+    removed.
     """
     deadline = time.monotonic() + seconds
     while alive := [p for p in processes if p.is_running() and p.status() != psutil.STATUS_ZOMBIE]:
@@ -227,17 +303,26 @@ def status(folder):
 def metrics(folder, split):
     """The lines of one split in metrics.jsonl, without the values that depend on timing."""
     lines = [json.loads(line) for line in (Path(folder) / "metrics.jsonl").read_text().splitlines()]
-    return [{k: v for k, v in line.items() if k not in CLOCK} for line in lines if line["split"] == split]
+    return [
+        {k: v for k, v in line.items() if k not in CLOCK}
+        for line in lines
+        if line["split"] == split
+    ]
 
 
 def final_weights(folder):
-    """The hash of the exported weights. (Of the bytes themselves a failing `==` would print a difference, for minutes.)"""
+    """The hash of the exported weights.
+
+    (Of the bytes themselves a failing `==` would print a difference, for minutes.)
+    """
     return sha256((Path(folder) / "model.safetensors").read_bytes()).hexdigest()
 
 
 @pytest.fixture(scope="session")
 def made_once(tmp_path_factory):
-    """`made_once(name, make)` returns the result of `make(folder)`; only the first of the parallel test processes calls it."""
+    """`made_once(name, make)` returns the result of `make(folder)`; only the first of the parallel
+    test processes calls it.
+    """
     base = tmp_path_factory.getbasetemp()
     if "PYTEST_XDIST_WORKER" in os.environ:
         base = base.parent
@@ -257,7 +342,9 @@ def made_once(tmp_path_factory):
 
 
 def run_once(made_once, name, *args, **kwargs):
-    """A run that tests share and do not change: the completed process, with its folder as `.folder`."""
+    """A run that tests share and do not change: the completed process, with its folder as
+    `.folder`.
+    """
 
     def make(folder):
         done = run(*args, output_dir=folder, **kwargs)
@@ -269,10 +356,19 @@ def run_once(made_once, name, *args, **kwargs):
 
 @pytest.fixture(scope="session")
 def reference(made_once):
-    """The uninterrupted run of SMALL for a topology: `reference("cpu")` has its output, and its folder as `.folder`."""
+    """The uninterrupted run of SMALL for a topology: `reference("cpu")` has its output, and its
+    folder as `.folder`.
+    """
 
     def get(config, processes=1):
-        return run_once(made_once, f"reference/{config}", config, CIFAR, SMALL, launcher=("--num_processes", str(processes)))
+        return run_once(
+            made_once,
+            f"reference/{config}",
+            config,
+            CIFAR,
+            SMALL,
+            launcher=("--num_processes", str(processes)),
+        )
 
     return get
 
@@ -284,7 +380,9 @@ def odd_folder(made_once):
 
 
 def make_folder(folder, train, test, change=None):
-    """Writes random images to `folder` in the layout of CIFAR-10; `change(split, dataset)` modifies them. Returns `folder`."""
+    """Writes random images to `folder` in the layout of CIFAR-10; `change(split, dataset)` modifies
+    them. Returns `folder`.
+    """
     import datasets  # here, because it takes a second in every test process
     import numpy as np
     from PIL import Image
@@ -292,11 +390,17 @@ def make_folder(folder, train, test, change=None):
     generator = np.random.default_rng(0)
     for split, count in (("train", train), ("test", test)):
         rows = {
-            "img": [Image.fromarray(generator.integers(0, 256, (32, 32, 3), dtype=np.uint8)) for _ in range(count)],
+            "img": [
+                Image.fromarray(generator.integers(0, 256, (32, 32, 3), dtype=np.uint8))
+                for _ in range(count)
+            ],
             "label": [i % 10 for i in range(count)],
         }
         features = datasets.Features(
-            {"img": datasets.Image(), "label": datasets.ClassLabel(names=[f"c{i}" for i in range(10)])}
+            {
+                "img": datasets.Image(),
+                "label": datasets.ClassLabel(names=[f"c{i}" for i in range(10)]),
+            }
         )
         made = datasets.Dataset.from_dict(rows, features=features)
         if change:
@@ -323,9 +427,28 @@ class Machine:
         """Runs a command in its network."""
         subprocess.run(["ip", "netns", "exec", self.name, *words.split()], check=True)
 
-    def started(self, script, arguments, output_dir, *, config="2node_4gpu", launcher=None, env=None, enter=()):
-        """Starts a launcher on this host as a user would, with 2 x 2 processes instead of the 2 x 4 of the YAML."""
-        typed = ("--machine_rank", str(self.rank), "--main_process_ip", "10.77.0.1", "--num_processes", "4")
+    def started(
+        self,
+        script,
+        arguments,
+        output_dir,
+        *,
+        config="2node_4gpu",
+        launcher=None,
+        env=None,
+        enter=(),
+    ):
+        """Starts a launcher on this host as a user would, with 2 x 2 processes instead of the 2 x 4
+        of the YAML.
+        """
+        typed = (
+            "--machine_rank",
+            str(self.rank),
+            "--main_process_ip",
+            "10.77.0.1",
+            "--num_processes",
+            "4",
+        )
         return Started(
             config,
             script,

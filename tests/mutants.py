@@ -1,4 +1,5 @@
-"""Proves the tests: makes one wrong edit at a time in a copy of the project, and fails if the tests named for it pass.
+"""Proves the tests: makes one wrong edit at a time in a copy of the project, and fails if the tests
+named for it pass.
 
 python tests/mutants.py               # all of them, two at a time; prints a table with the test that noticed each
 python tests/mutants.py guard plan    # those whose name or file contains one of the words
@@ -20,7 +21,9 @@ ROOT = Path(__file__).resolve().parents[1]
 SECONDS = 600
 SKIPPED = "skipped here, as its tests are"  # they need SLURM, say
 LEFT_OUT = "left out, because this machine is slow"
-BEGIN_UNTIL = float(os.environ.pop("BEGIN_UNTIL", "inf"))  # see .ci/run; tests of an edit that has begun are all run
+BEGIN_UNTIL = float(
+    os.environ.pop("BEGIN_UNTIL", "inf")
+)  # see .ci/run; tests of an edit that has begun are all run
 
 
 class Mutant(NamedTuple):
@@ -43,32 +46,90 @@ BAD_INPUT = "test_train_cifar.py -k bad_input"
 
 MUTANTS = [
     # ------------------------------------------------------------------------------------- samples and their order
-    Mutant("every epoch in the order of the first", CIFAR, "train_loader.set_epoch(epoch)", "pass", SAME_SAMPLES),
-    Mutant("the same in the GPT", GPT, "loader.set_epoch(epoch)", "pass", "test_gpt.py -k every_epoch_reads"),
-    Mutant("every epoch cut at the same place", GPT, "set_offset(epoch)", "set_offset(0)", "test_gpt.py -k every_epoch_reads"),
-    Mutant("skipping ignores accumulation", "utils/plan.py", "done * self.micro_batches", "done", SAME_SAMPLES),
-    Mutant("nothing is skipped", CIFAR, "skip_first_batches(train_loader, todo.batches_done)", "train_loader", SAME_SAMPLES),
     Mutant(
-        "batch norm of each process", "utils/topology.py", "not all(norm.training for norm in norms)", "False", EXACT_METRICS
+        "every epoch in the order of the first",
+        CIFAR,
+        "train_loader.set_epoch(epoch)",
+        "pass",
+        SAME_SAMPLES,
+    ),
+    Mutant(
+        "the same in the GPT",
+        GPT,
+        "loader.set_epoch(epoch)",
+        "pass",
+        "test_gpt.py -k every_epoch_reads",
+    ),
+    Mutant(
+        "every epoch cut at the same place",
+        GPT,
+        "set_offset(epoch)",
+        "set_offset(0)",
+        "test_gpt.py -k every_epoch_reads",
+    ),
+    Mutant(
+        "skipping ignores accumulation",
+        "utils/run/plan.py",
+        "done * self.accumulation, self",
+        "done, self",
+        SAME_SAMPLES,
+    ),
+    Mutant(
+        "nothing is skipped",
+        CIFAR,
+        "skip_first_batches(train_loader, skip) if skip else train_loader",
+        "train_loader",
+        SAME_SAMPLES,
+    ),
+    Mutant(
+        "batch norm of each process",
+        "utils/run/ddp.py",
+        "not all(norm.training for norm in norms)",
+        "False",
+        EXACT_METRICS,
     ),
     Mutant(
         "buffers broadcast in every step",
-        "utils/topology.py",
+        "utils/run/ddp.py",
         "not all(norm.training for norm in norms)",
         "True",
         "test_mechanisms.py -k ddp_broadcasts",
     ),
     Mutant(
         "other buffers are not broadcast",
-        "utils/topology.py",
+        "utils/run/ddp.py",
         "DistributedDataParallel) and only_norms",
         "DistributedDataParallel)",
         "test_mechanisms.py -k ddp_broadcasts",
     ),
-    Mutant("a notebook keeps every run", "utils/exits.py", "if _installed:", "if True:", "test_mechanisms.py -k garbage"),
-    Mutant("batch size per process", CIFAR, "split_batches=True", "split_batches=False", TWO_AS_ONE),
-    Mutant("no seedable sampler", CIFAR, "use_seedable_sampler=True", "use_seedable_sampler=False", SAME_SAMPLES),
-    Mutant("augmentation ignores the epoch", CIFAR, 'batch["ids"], epoch,', 'batch["ids"], 0,', SAME_SAMPLES),
+    Mutant(
+        "a notebook keeps every run",
+        "utils/run/process.py",
+        "if _handles_signals:",
+        "if True:",
+        "test_mechanisms.py -k garbage",
+    ),
+    Mutant(
+        "batch size per process",
+        "utils/run/launch.py",
+        "split_batches=True",
+        "split_batches=False",
+        TWO_AS_ONE,
+    ),
+    Mutant(
+        "no seedable sampler",
+        "utils/run/launch.py",
+        "use_seedable_sampler=True",
+        "use_seedable_sampler=False",
+        SAME_SAMPLES,
+    ),
+    Mutant(
+        "augmentation ignores the epoch",
+        CIFAR,
+        'batch["ids"], epoch,',
+        'batch["ids"], 0,',
+        SAME_SAMPLES,
+    ),
     Mutant(
         "augmentation ignores the sample",
         CIFAR,
@@ -79,107 +140,102 @@ MUTANTS = [
     Mutant("augmentation ignores the seed", CIFAR, "epoch, args.seed", "epoch, 0", SAME_SAMPLES),
     Mutant(
         "all of augmentation's numbers alike",
-        "utils/augment.py",
+        "utils/data/augment.py",
         "for value in (seed, epoch, stream, ids)",
         "for value in (seed, epoch, ids)",
         "test_mechanisms.py -k random_numbers",
     ),
     Mutant(
         "mirroring does not alternate",
-        "utils/augment.py",
+        "utils/data/augment.py",
         "ids, 2) + epoch) % 2",
         "ids, 2)) % 2",
         "test_mechanisms.py -k mirror",
     ),
-    Mutant("a stream forgets its position", GPT, 'run.progress.get("position")', "None", STREAM_KILLED),
+    Mutant(
+        "a stream forgets its position", GPT, 'run.progress.get("position")', "None", STREAM_KILLED
+    ),
     Mutant(
         "a buffer is read from its start",
-        "utils/text_data.py",
+        "utils/data/text_stream.py",
         'range(start["taken"], self.buffer)',
         "range(0, self.buffer)",
         "test_gpt.py -k any_number_of_processes_streams",
     ),
     Mutant(
         "held-out text is trained on",
-        "utils/text_data.py",
+        "utils/data/text_stream.py",
         "if not held_out(document):",
         "if True:",
         "test_gpt.py -k never_shows",
     ),
-    # ---------------------------------------------------------------------------------------------- pictures, workers
+    # ---------------------------------------------------------------------------------------------- images, workers
     Mutant(
-        "a picture is the same in every epoch",
-        "utils/image_files.py",
+        "an image is the same in every epoch",
+        "utils/data/transforms.py",
         "sample_seed(self._seed, epoch, index)",
         "sample_seed(self._seed, 0, index)",
         "test_train_images.py -k depends_on_seed_epoch",
     ),
     Mutant(
-        "pictures draw from one generator",
-        "utils/image_files.py",
+        "images draw from one generator",
+        "utils/data/transforms.py",
         "torch.default_generator.manual_seed(sample_seed",
         "id(sample_seed",
         "test_train_images.py -k depends_on_seed_epoch",
     ),
     Mutant(
         "checkpoints are uploaded",
-        "utils/hub.py",
+        "utils/run/model_card.py",
         '"checkpoints/*", ',
         "",
         "test_model_card.py -k everything_but",
     ),
     Mutant(
-        "the card of a copy promises the model of the original",
-        "utils/model_card.py",
-        'script == "train_cifar.py" and',
-        "",
-        "test_model_card.py -k promises_no_model",
-    ),
-    Mutant(
         "shared memory is used again at once",
-        "utils/shared_batches.py",
+        "utils/data/shared_batches.py",
         "len(b) > size and not b[-1]",
         "len(b) > size",
         "test_train_images.py -k used_again_only",
     ),
     Mutant(
         "shared memory is never free again",
-        "utils/shared_batches.py",
+        "utils/data/shared_batches.py",
         "lent[1][-1] = 0",
         "lent[1][-1] = 1",
         "test_train_images.py -k used_again_only",
     ),
     Mutant(
         "the epoch does not travel with the index",
-        "utils/image_files.py",
+        "utils/data/loaders.py",
         "((self._epoch, index) for",
         "((0, index) for",
         "test_train_images.py -k an_epoch_has_each",
     ),
     Mutant(
-        "skipped pictures are decoded",
+        "skipped images are decoded",
         IMAGES,
-        'loaders["rest"] = skip_first_batches(loader, batches_done)',
-        "list(loader)[batches_done:]",
+        'loaders["rest"] = skip_first_batches(loader, skip)',
+        "list(loader)[skip:]",
         "test_train_images.py -k skipping_decodes_nothing",
     ),
     Mutant(
         "partners are those of a process",
-        "utils/mixing.py",
+        "utils/data/mixing.py",
         "x.unflatten(0, (-1, 2)).transpose(0, 1)",
         "x.unflatten(0, (2, -1))",
         "test_train_images.py -k mixing_is",
     ),
     Mutant(
         "mixing draws from the generator of dropout",
-        "utils/mixing.py",
+        "utils/data/mixing.py",
         "torch.default_generator.manual_seed(sample_seed(self._seed, step, -2))",
         "pass",
         "test_train_images.py -k mixing_is",
     ),
     Mutant(
-        "pictures are not centered",
-        "utils/augment.py",
+        "images are not centered",
+        "utils/data/augment.py",
         ".mul_(scale).sub_(shift)",
         ".mul_(scale)",
         "test_train_images.py -k normalization",
@@ -199,11 +255,11 @@ MUTANTS = [
         "test_train_images.py -k frozen_batch_norm",
     ),
     Mutant(
-        "an unreadable picture counts as a mistake",
+        "an unreadable image counts as a mistake",
         IMAGES,
         "counts, hits = labels >= 0,",
         "counts, hits = labels >= -1,",
-        "test_train_images.py -k bad_picture_in_a_run",
+        "test_train_images.py -k bad_image_in_a_run",
     ),
     Mutant(
         "the last layer of other classes is kept",
@@ -213,32 +269,53 @@ MUTANTS = [
         "test_train_images.py -k head_for_other_classes",
     ),
     Mutant(
-        "a changed picture stays in the cache",
-        "utils/image_cache.py",
+        "a changed image stays in the cache",
+        "utils/data/image_cache.py",
         "stamps=True",
         "stamps=False",
         "test_train_images.py -k cache_has_what",
     ),
     Mutant(
         "half a cache has its final name",
-        "utils/image_cache.py",
-        'file.with_suffix(f".writing.{os.getpid()}"), []',
+        "utils/data/image_cache.py",
+        'file.with_name(f"{writer}{os.getpid()}"), []',
         "file, []",
         "test_train_images.py -k interrupted_cache",
     ),
     Mutant(
         "the split depends on where the folder is",
-        "utils/image_folder.py",
-        'f"{seed}/{_portable_name(pictures, i)}"',
-        'f"{seed}/{pictures.name(i)}"',
+        "utils/data/sources.py",
+        "train.portable_name",
+        "train.name",
         "test_train_images.py -k splits_by_names",
     ),
     Mutant(
+        "results on test data choose a checkpoint",
+        "utils/data/sources.py",
+        'if "val" not in splits and val_fraction > 0:',
+        "if len(splits) == 1 and val_fraction > 0:",
+        "test_sources.py -k choose_by_test_data",
+    ),
+    Mutant(
+        "a changed table stays decoded",
+        "utils/data/columns.py",
+        'f"{table._fingerprint} {column}"',
+        "column",
+        "test_sources.py -k table_changes",
+    ),
+    Mutant(
+        "a table with two columns of images is read by chance",
+        "utils/data/columns.py",
+        "if len(candidates) == 1:",
+        "if candidates:",
+        "test_sources.py -k told_apart",
+    ),
+    Mutant(
         "photos lie on their side",
-        "utils/image_files.py",
+        "utils/data/images.py",
         "if self._orientation != 1 else image",
         "if False else image",
-        "test_train_images.py -k pictures_of_every_kind",
+        "test_train_images.py -k images_of_every_kind",
     ),
     # ------------------------------------------------------------------------------------------- what is computed
     Mutant(
@@ -251,22 +328,22 @@ MUTANTS = [
     Mutant(
         "no seed for dropout",
         GPT,
-        "topology.seed_step(accelerator, args.seed, step, len(losses))",
+        "seed_step(accelerator, args.seed, step, len(losses))",
         "pass",
         "test_gpt.py -k with_dropout",
     ),
     Mutant(
         "gradients are averaged over one micro-batch too few",
-        CIFAR,
-        "GradientAccumulationPlugin(args.gradient_accumulation_steps,",
-        "GradientAccumulationPlugin(max(1, args.gradient_accumulation_steps - 1),",
+        "utils/run/launch.py",
+        'getattr(args, "gradient_accumulation_steps", 1), sync',
+        'max(1, getattr(args, "gradient_accumulation_steps", 1) - 1), sync',
         "test_train_cifar.py -k accumulation_changes_nothing",
     ),
     Mutant(
         "learning rate off by a step",
         CIFAR,
-        "lr_multiplier(step / plan",
-        "lr_multiplier((step + 1) / plan",
+        "lr_multiplier(step, plan, args)\n    )",
+        "lr_multiplier(step + 1, plan, args)\n    )",
         "test_train_cifar.py -k learning_rate",
     ),
     Mutant(
@@ -283,13 +360,23 @@ MUTANTS = [
         "F.pad(x, (0, 0, 0, back))[:, back:]",
         "test_gpt.py -k later_bytes",
     ),
-    Mutant("Muon: one iteration", "utils/muon.py", "range(iterations)", "range(1)", "test_gpt.py -k muon"),
     Mutant(
-        "Muon: wide matrices diverge", "utils/muon.py", "= factor @ gram @ factor", "= factor @ gram", "test_gpt.py -k muon"
+        "Muon: one iteration",
+        "utils/muon.py",
+        "range(iterations)",
+        "range(1)",
+        "test_gpt.py -k muon",
+    ),
+    Mutant(
+        "Muon: wide matrices diverge",
+        "utils/muon.py",
+        "= factor @ gram @ factor",
+        "= factor @ gram",
+        "test_gpt.py -k muon",
     ),
     Mutant(
         "an evaluation repeats samples up to a full batch",
-        "utils/topology.py",
+        "utils/data/loaders.py",
         "return math.ceil(samples / (batches * processes)) * processes",
         "return most * processes",
         "test_mechanisms.py -k even_batches",
@@ -304,26 +391,50 @@ MUTANTS = [
     Mutant(
         "Muon: normalized rows change less",
         "utils/muon.py",
-        "(norms.norm(dim=1, keepdim=True) /",
-        "(1 /",
+        "norms.norm(dim=1, keepdim=True) / (norms",
+        "1 / (norms",
         "test_gpt.py -k normalized_rows",
     ),
-    Mutant("Muon: rows are not normalized", "utils/muon.py", "if beta2:", "if False:", "test_gpt.py -k muon_with_beta2"),
-    Mutant("Muon: momentum stays low", "utils/muon.py", 'state["step"] += 1', "pass", "test_gpt.py -k muon"),
-    Mutant("Muon: the rest is updated twice", "utils/muon.py", "weight.grad = None", "pass", "test_gpt.py -k muon"),
+    Mutant(
+        "Muon: rows are not normalized",
+        "utils/muon.py",
+        "if beta2:",
+        "if False:",
+        "test_gpt.py -k muon_with_beta2",
+    ),
+    Mutant(
+        "Muon: momentum stays low",
+        "utils/muon.py",
+        'state["step"] += 1',
+        "pass",
+        "test_gpt.py -k muon",
+    ),
+    Mutant(
+        "Muon: the rest is updated twice",
+        "utils/muon.py",
+        "weight.grad = None",
+        "pass",
+        "test_gpt.py -k muon",
+    ),
     Mutant(
         "large tensors are mapped anew in every step",
-        "utils/topology.py",
+        "utils/run/launch.py",
         "libc.mallopt(mmap_max, 0)",
         "pass",
         "test_mechanisms.py -k reuses_the_memory",
     ),
-    Mutant("pixels are not centered", "utils/augment.py", ".sub_(shift.view(3, 1, 1))", "", "test_mechanisms.py -k cutout"),
+    Mutant(
+        "pixels are not centered",
+        "utils/data/augment.py",
+        ".sub_(shift.view(3, 1, 1))",
+        "",
+        "test_mechanisms.py -k cutout",
+    ),
     Mutant(
         "buckets of gradients change after a restart",
-        "utils/topology.py",
-        "accelerator.num_processes < 3",
-        "accelerator.num_processes < 99",
+        "utils/run/ddp.py",
+        "for _ in range(2):",
+        "for _ in range(0):",
         "test_faults.py -k any_number_of_processes",
     ),
     Mutant(
@@ -335,7 +446,7 @@ MUTANTS = [
     ),
     Mutant(
         "padding counts in the loss",
-        "utils/text_data.py",
+        "utils/data/text.py",
         "len(self.text), -100)",
         "len(self.text), 0)",
         "test_gpt.py -k held_out_windows",
@@ -344,8 +455,8 @@ MUTANTS = [
     Mutant(
         "loss of one rank",
         CIFAR,
-        'accelerator.reduce(torch.stack(losses).mean(), "mean").item()',
-        "torch.stack(losses).mean().item()",
+        'accelerator.reduce(mean_loss, "mean").item()',
+        "mean_loss.item()",
         TWO_AS_ONE,
     ),
     Mutant(
@@ -356,7 +467,13 @@ MUTANTS = [
         "test_minimal.py -k whole_batch",
     ),
     Mutant("padding is scored", CIFAR, "gather_for_metrics(", "gather(", EXACT_METRICS),
-    Mutant("padding is scored, GPT", GPT, "gather_for_metrics(", "gather(", "test_gpt.py -k two_processes_compute"),
+    Mutant(
+        "padding is scored, GPT",
+        GPT,
+        "gather_for_metrics(",
+        "gather(",
+        "test_gpt.py -k two_processes_compute",
+    ),
     Mutant(
         "padding is scored, minimal",
         MINIMAL,
@@ -364,7 +481,13 @@ MUTANTS = [
         "accelerator.gather(model",
         "test_minimal.py",
     ),
-    Mutant("evaluation in train mode", CIFAR, "    model.eval()\n    outputs, labels", "    outputs, labels", EXACT_METRICS),
+    Mutant(
+        "evaluation in train mode",
+        CIFAR,
+        "    model.eval()\n    outputs, labels",
+        "    outputs, labels",
+        EXACT_METRICS,
+    ),
     Mutant(
         "evaluation in train mode, GPT",
         GPT,
@@ -373,20 +496,18 @@ MUTANTS = [
         "test_gpt.py -k validation_loss",
     ),
     Mutant(
-        "training in evaluation mode", GPT, "    model.train()\n    if count", "    if count", "test_gpt.py -k with_dropout"
+        "training in evaluation mode",
+        GPT,
+        "    model.train()\n    if count",
+        "    if count",
+        "test_gpt.py -k with_dropout",
     ),
+    Mutant("evaluate.py scores what was trained on", "scripts/evaluate.py", "split = data.splits[shown]", 'split = data.splits["train"]', EXACT_METRICS),
     Mutant(
-        "evaluate.py scores what was trained on",
-        "scripts/evaluate.py",
-        "BatchedImages(data.test)",
-        "BatchedImages(data.train)",
-        EXACT_METRICS,
-    ),
-    Mutant(
-        "every process speaks",
-        "utils/topology.py",
-        "    if accelerator.is_main_process:\n        print(",
-        "    if True:\n        print(",
+        "every process prints",
+        "utils/run/launch.py",
+        "    if not accelerator.is_main_process:",
+        "    if False:",
         "test_train_cifar.py -k one_loss",
     ),
     Mutant(
@@ -396,12 +517,18 @@ MUTANTS = [
         "    outputs, labels",
         "test_train_cifar.py -k evaluation_changes_nothing",
     ),
-    Mutant("module. in the export", CIFAR, "accelerator.unwrap_model(model), config", "model, config", TWO_AS_ONE),
+    Mutant(
+        "module. in the export",
+        CIFAR,
+        "accelerator.unwrap_model(model), config",
+        "model, config",
+        TWO_AS_ONE,
+    ),
     Mutant(
         "a comparison with itself",
         "scripts/compare_ddp.py",
-        "a, b = records[name], records[single]",
-        "a, b = records[name], records[name]",
+        "compare_pair(records[name], records[single])",
+        "compare_pair(records[name], records[name])",
         "test_compare_ddp.py -k pairs",
     ),
     Mutant(
@@ -414,136 +541,141 @@ MUTANTS = [
     # -------------------------------------------------------------------------------------------------- checkpoints
     Mutant(
         "checksums are not compared",
-        "utils/checkpoint.py",
+        "utils/run/checkpoint.py",
         'if (sizes[name], digest) != (files[name]["size"], files[name]["sha256"]):',
         'if sizes[name] != files[name]["size"]:',
         "test_faults.py -k damaged_checkpoint",
     ),
     Mutant(
         "the manifest's seal is not compared",
-        "utils/checkpoint.py",
-        "if checksum != _manifest_checksum(manifest):",
-        "if False:",
+        "utils/run/checkpoint.py",
+        'if manifest.pop("sha256", None) != _manifest_checksum(manifest):',
+        'if not manifest.pop("sha256", None):',
         "test_faults.py -k damaged_checkpoint",
     ),
     Mutant(
         "files are not synced",
-        "utils/checkpoint.py",
+        "utils/run/checkpoint.py",
         "                sync(path)\n",
         "                pass\n",
         "test_mechanisms.py -k has_its_name",
     ),
     Mutant(
         "the manifest is not synced",
-        "utils/checkpoint.py",
+        "utils/run/checkpoint.py",
         "    sync(writing / MANIFEST)\n",
         "",
         "test_mechanisms.py -k has_its_name",
     ),
     Mutant(
-        "the name is not synced", "utils/checkpoint.py", "    sync(target.parent)\n", "", "test_mechanisms.py -k has_its_name"
+        "the name is not synced",
+        "utils/run/checkpoint.py",
+        "    sync(target.parent)\n",
+        "",
+        "test_mechanisms.py -k has_its_name",
     ),
     Mutant(
         "the oldest checkpoint is continued",
-        "utils/checkpoint.py",
-        '"checkpoints/step_*"), reverse=True)',
-        '"checkpoints/step_*"))',
+        "utils/run/checkpoint.py",
+        "all_in(folder)[::-1]",
+        "all_in(folder)",
         "test_faults.py -k one_rank_killed",
     ),
     Mutant(
         "the best checkpoint is deleted",
-        "utils/checkpoint.py",
+        "utils/run/checkpoint.py",
         "if path != kept:",
         "if True:",
         "test_mechanisms.py -k best_are_kept",
     ),
     Mutant(
         "damaged checkpoints are kept",
-        "utils/checkpoint.py",
+        "utils/run/checkpoint.py",
         "in later + paths[:-keep]",
         "in paths[:-keep]",
         "test_faults.py -k later_damaged",
     ),
     Mutant(
         "registered pickles are let through",
-        "utils/checkpoint.py",
+        "utils/run/checkpoint.py",
         'glob("custom_checkpoint_*.pkl")',
         'glob("none")',
         "test_faults.py -k registered",
     ),
     Mutant(
         "sharded pickles are let through",
-        "utils/checkpoint.py",
+        "utils/run/checkpoint.py",
         "            shards.refuse_code(path)\n",
         "",
         "test_faults.py -k registered",
     ),
     Mutant(
         "an index may name any class",
-        "utils/shards.py",
+        "utils/run/shards.py",
         "if name not in KNOWN.get(module, ()):",
         "if False:",
         "test_faults.py -k poisoned_sharded",
     ),
     Mutant(
         "a full disk ends the run",
-        "utils/checkpoint.py",
+        "utils/run/checkpoint.py",
         "isinstance(error, (OSError, SafetensorError))",
         "False",
         "test_faults.py -k full_disk_costs",
     ),
     Mutant(
         "another run's checkpoint is trusted",
-        "utils/checkpoint.py",
+        "utils/run/checkpoint.py",
         "        if not own:\n",
         "        if False:\n",
         "test_faults.py -k registered",
     ),
     Mutant(
         "a folder that is not shared goes unnoticed",
-        "utils/run_folder.py",
-        "        topology.run_on_all(self._accelerator, lambda: self._check_shared(owner))\n",
+        "utils/run/folder.py",
+        "        run_on_all(self._accelerator, lambda: self.is_main or check_shared(self.path, "
+        "owner))\n",
         "",
         "test_faults.py -k not_shared",
     ),
     Mutant(
         "machines may see different files",
-        "utils/checkpoint.py",
+        "utils/run/checkpoint.py",
         "if all(view == views[0] for view in views):",
         "if True:",
         "test_faults.py -k another_machine_does_not_see",
     ),
     Mutant(
         "folders of shards are not synced",
-        "utils/checkpoint.py",
+        "utils/run/checkpoint.py",
         'for path in [*folder.rglob("*"), folder]:',
         'for path in [*folder.glob("*.*"), folder]:',
         "test_mechanisms.py -k all_files_are_synced",
     ),
     Mutant(
         "metrics are not synced",
-        "utils/run_folder.py",
-        "os.fsync(self._metrics.fileno())",
+        "utils/run/metrics.py",
+        "os.fsync(self._file.fileno())",
         "pass",
         "test_mechanisms.py -k metrics_before_a_checkpoint",
     ),
     Mutant(
         "an infinite gradient goes unnoticed until the next save",
-        "utils/guard.py",
+        "utils/run/guard.py",
         "if norm is None or self._skips_infinite_gradients:",
         "if True:",
         "test_faults.py -k infinite_gradient",
     ),
     Mutant(
         "the gradient scaler of fp16 may not skip a step",
-        "utils/guard.py",
+        "utils/run/guard.py",
         "accelerator.scaler is not None",
         "False",
         "test_faults.py -k gradient_scaler",
     ),
     Mutant(
         "persistent workers stay in the first epoch",
-        "utils/text_data.py",
+        "utils/data/text.py",
         "dtype=torch.int64).share_memory_()",
         "dtype=torch.int64)",
         "test_gpt.py -k persistent",
@@ -551,39 +683,45 @@ MUTANTS = [
     Mutant(
         "Muon needs every gradient",
         "utils/muon.py",
-        "                if weight.grad is None:  # frozen or unused\n                    continue\n",
-        "",
+        "if weight.grad is None:",
+        "if False:",
         "test_gpt.py -k without_a_gradient",
     ),
     Mutant(
         "gloo listens on a loopback address",
-        "utils/topology.py",
+        "utils/run/launch.py",
         'if not socket.gethostbyname(socket.gethostname()).startswith("127."):',
         "if True:",
         "test_mechanisms.py -k loopback",
     ),
     Mutant(
         "checkpoints may fail for ever",
-        "utils/run_folder.py",
-        "elif self._failures == self._max_failures:",
-        "elif False:",
+        "utils/run/folder.py",
+        "if self._failed_saves and self._failed_saves == self._args.max_failed_checkpoints:",
+        "if False:",
         "test_faults.py -k keep_failing",
     ),
     Mutant(
         "NaN weights are saved",
-        "utils/guard.py",
+        "utils/run/guard.py",
         "0 if weights_finite else",
         "0 if True else",
         "test_faults.py -k infinite_gradient",
     ),
     Mutant(
         "a checkpoint of NaN is continued",
-        "utils/checkpoint.py",
+        "utils/run/checkpoint.py",
         ".isfinite().all():",
         ".isfinite().any():",
         "test_faults.py -k passed_over",
     ),
-    Mutant("a step that diverged is saved", CIFAR, "guard.check(model)", "pass", "test_faults.py -k diverges_is_not_saved"),
+    Mutant(
+        "a step that diverged is saved",
+        CIFAR,
+        "guard.check(model)",
+        "pass",
+        "test_faults.py -k diverges_is_not_saved",
+    ),
     Mutant(
         "nothing is saved on a signal",
         CIFAR,
@@ -594,29 +732,35 @@ MUTANTS = [
     # -------------------------------------------------------------------------------------------------- the run's folder
     Mutant(
         "no lock",
-        "utils/run_folder.py",
-        "fcntl.lockf(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)",
+        "utils/run/files.py",
+        "fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)",
         "pass",
         "test_faults.py -k second_job",
     ),
     Mutant(
         "a finished run is trained again",
-        "utils/run_folder.py",
-        "if results and (",
-        "if False and (",
+        "utils/run/folder.py",
+        'if earlier and status.read(self.path).get("state") == "finished":',
+        "if False:",
         "test_faults.py -k finished_run",
     ),
     Mutant(
         "lines from after the resumed step stay",
-        "utils/run_folder.py",
-        'if record["step"] <= step:',
+        "utils/run/metrics.py",
+        'if line["step"] <= step:',
         "if True:",
         "test_mechanisms.py -k cut_back",
     ),
-    Mutant("other arguments are not noticed", "utils/run_folder.py", "if before != now and", "if False and", BAD_INPUT),
+    Mutant(
+        "other arguments are not noticed",
+        "utils/run/record.py",
+        "if was != value and",
+        "if False and",
+        BAD_INPUT,
+    ),
     Mutant(
         "a foreign folder is taken",
-        "utils/run_folder.py",
+        "utils/run/claim.py",
         "if any(not entry.name.startswith(own)",
         "if False and any(not entry.name.startswith(own)",
         BAD_INPUT,
@@ -624,67 +768,85 @@ MUTANTS = [
     # ----------------------------------------------------------------------------------------------- signals and deaths
     Mutant(
         "each process decides for itself when to stop",
-        "utils/guard.py",
+        "utils/run/guard.py",
         "dist.ReduceOp.MAX",
         "dist.ReduceOp.MIN",
         "test_faults.py -k signal_to_one_rank",
     ),
     Mutant(
         "orphans live on",
-        "utils/exits.py",
+        "utils/run/process.py",
         "threading.Thread(target=_exit_with_launcher, args=(os.getppid(),), daemon=True).start()",
         "pass",
         "test_faults.py -k launcher_killed",
     ),
     Mutant(
         "Ctrl-C ends loader workers",
-        "utils/exits.py",
+        "utils/run/process.py",
         "signal.signal(signum, signal.SIG_IGN)",
         "signal.signal(signum, signal.SIG_DFL)",
         "test_faults.py -k SIGINT",
     ),
     Mutant(
         "one process has no time to save",
-        "utils/exits.py",
+        "utils/run/process.py",
         "SAVE_SECONDS = 60",
         "SAVE_SECONDS = 1",
         "test_faults.py -k time_to_save",
     ),
     Mutant(
         "two processes have no time to save",
-        "utils/guard.py",
-        "exits.saving_starts()",
+        "utils/run/guard.py",
+        "process.saving_starts()",
         "pass",
         "test_faults.py -k time_to_save",
     ),
     Mutant(
         "only the outer error is looked at",
-        "utils/exits.py",
+        "utils/run/failures.py",
         "error = error.__cause__ or error.__context__",
         "error = None",
         "test_faults.py -k dead_loader_worker",
     ),
-    Mutant("garbage stays", "utils/exits.py", "gc.enable()", "pass", "test_mechanisms.py -k garbage"),
-    Mutant("garbage is kept for ever", "utils/exits.py", "gc.collect()", "pass", "test_mechanisms.py -k garbage"),
-    Mutant("NaN is a number", "utils/guard.py", "0 if math.isfinite(value) else step", "0", "test_faults.py -k diverged_loss"),
+    Mutant(
+        "garbage stays",
+        "utils/run/process.py",
+        "gc.enable()",
+        "pass",
+        "test_mechanisms.py -k garbage",
+    ),
+    Mutant(
+        "garbage is kept for ever",
+        "utils/run/process.py",
+        "gc.collect()",
+        "pass",
+        "test_mechanisms.py -k garbage",
+    ),
+    Mutant(
+        "NaN is a number",
+        "utils/run/guard.py",
+        "0 if math.isfinite(value) else step",
+        "0",
+        "test_faults.py -k diverged_loss",
+    ),
     # ---------------------------------------------------------------------------------------------------- invalid input
     Mutant(
         "every process prints the error",
-        "utils/exits.py",
+        "utils/run/process.py",
         "if rank_variable and int(os.environ.get(rank_variable, 0)) != 0:",
         "if False:",
         "test_train_cifar.py -k printed_once",
     ),
     Mutant(
         "every process that lost contact prints it",
-        "utils/exits.py",
-        "if lost_contact and first:",
-        "if lost_contact:",
+        "utils/run/process.py",
+        "    if not failures.record(line, retry):\n        return\n",
+        "    failures.record(line, retry)\n",
         "test_faults.py -k lost_contact_report",
     ),
     Mutant(
         "processes that lost contact fail too",
-        "utils/exits.py",
+        "utils/run/process.py",
         "_wait_for_launcher(5)",
         "pass",
         "test_faults.py -k lost_contact",
@@ -696,22 +858,44 @@ MUTANTS = [
         "quiet: false",
         "test_train_cifar.py -k last_line",
     ),
-    Mutant("invalid input ends with 1", "utils/exits.py", "1 if isinstance(error, RunFailed) else 2", "1", BAD_INPUT),
-    Mutant("a batch that does not divide", "utils/topology.py", "if batch_size % parts:", "if False:", BAD_INPUT),
     Mutant(
-        "too few GPUs", "utils/topology.py", "if gpus < local_processes:", "if False:", "test_mechanisms.py -k too_few_gpus"
+        "invalid input ends with 1",
+        "utils/run/process.py",
+        "1 if isinstance(error, RunFailed) else 2",
+        "1",
+        BAD_INPUT,
     ),
-    Mutant("fp16 on a CPU", "utils/topology.py", 'elif precision == "fp16":', "elif False:", "test_mechanisms.py -k fp16"),
+    Mutant(
+        "a batch that does not divide",
+        "utils/run/launch.py",
+        "if batch_size % parts:",
+        "if False:",
+        BAD_INPUT,
+    ),
+    Mutant(
+        "too few GPUs",
+        "utils/run/launch.py",
+        "if gpus < processes:",
+        "if False:",
+        "test_mechanisms.py -k too_few_gpus",
+    ),
+    Mutant(
+        "fp16 on a CPU",
+        "utils/run/launch.py",
+        'elif precision == "fp16":',
+        "elif False:",
+        "test_mechanisms.py -k fp16",
+    ),
     Mutant(
         "an FSDP configuration on a CPU falls back to DDP",
-        "utils/topology.py",
+        "utils/run/launch.py",
         "if fsdp.requested():",
         "if False:",
         "test_configs.py -k 4gpu_fsdp",
     ),
     Mutant(
         "nobody notices that the model is not sharded",
-        "utils/fsdp.py",
+        "utils/run/fsdp.py",
         "if requested() and not accelerator.is_fsdp2:",
         "if False:",
         "test_mechanisms.py -k made_to_shard",
@@ -725,7 +909,7 @@ MUTANTS = [
     ),
     Mutant(
         "copies and parts that do not fit the processes",
-        "utils/fsdp.py",
+        "utils/run/fsdp.py",
         "if parts == 1 or copies * parts != processes:",
         "if False:",
         "test_mechanisms.py -k kind_of_sharding",
@@ -733,8 +917,8 @@ MUTANTS = [
     Mutant(
         "weights are gathered once per step",
         "scripts/predict_scaling.py",
-        "return seconds + gather + (layers",
-        "return seconds + (layers",
+        "backward_pass = gather + overlapped",
+        "backward_pass = overlapped",
         "test_predict_scaling.py -k sharded_step",
     ),
     Mutant(
@@ -753,20 +937,32 @@ MUTANTS = [
     ),
     Mutant(
         "only some of the weights are exported from shards",
-        "utils/weights.py",
+        "utils/run/weights.py",
         'state = torch.load(merged, weights_only=True)["model"]',
         'state = dict(list(torch.load(merged, weights_only=True)["model"].items())[1:])',
         "test_gpu.py -k sharded",
     ),
     Mutant(
         "the batch divides over the processes of today only",
-        "utils/topology.py",
+        "utils/run/launch.py",
         "math.lcm(*possible)",
         "accelerator.num_processes",
         "test_elastic.py -k must_divide",
     ),
-    Mutant("a machine without power", "utils/topology.py", "        keep_alive()", "        pass", "test_configs.py -k 2cpu"),
-    Mutant("two ranks on one GPU", "utils/devices.py", "if owner != rank:", "if False:", "test_model_parallel.py -k share"),
+    Mutant(
+        "a machine without power",
+        "utils/run/collectives.py",
+        "        keep_alive()",
+        "        pass",
+        "test_configs.py -k 2cpu",
+    ),
+    Mutant(
+        "two ranks on one GPU",
+        "scripts/train_model_parallel.py",
+        "if owner != rank:",
+        "if False:",
+        "test_model_parallel.py -k share",
+    ),
     # ------------------------------------------------------------------------------------------------------- launching
     Mutant(
         "a YAML starts fewer processes",
@@ -784,16 +980,22 @@ MUTANTS = [
     ),
     Mutant(
         "weights of another run are not loaded",
-        "utils/weights.py",
+        "utils/run/weights.py",
         "model.load_state_dict(loaded, strict=False)",
         "pass",
         "test_init_from.py",
     ),
-    Mutant("a preset sets no option", IMAGES, "random_erasing=0.1,", "random_erase=0.1,", "test_train_images.py -k preset"),
+    Mutant(
+        "a preset sets no option",
+        IMAGES,
+        "random_erasing=0.1,",
+        "random_erase=0.1,",
+        "test_train_images.py -k preset",
+    ),
     Mutant(
         "a stopped benchmark leaves its processes running",
         "scripts/benchmark.py",
-        "lambda *_: sys.exit(exits.PREEMPTED))",
+        "lambda *_: sys.exit(process.PREEMPTED))",
         "signal.SIG_DFL)",
         "test_benchmark.py -m slow -k signal",
     ),
@@ -806,23 +1008,23 @@ MUTANTS = [
     ),
     Mutant(
         "what else changed is not said",
-        "utils/run_folder.py",
-        "for name in now if earlier.get(name) != now[name]",
-        "for name in now if name not in earlier",
+        "utils/run/record.py",
+        "if before.get(name) != now[name]",
+        "if name not in before",
         "test_continue.py -k what_else_changed",
     ),
     Mutant(
         "the folder of another script is compared argument by argument",
-        "utils/run_folder.py",
-        "if scripts[0] != scripts[1] and",
+        "utils/run/claim.py",
+        "if theirs != ours and",
         "if False and",
         "test_continue.py -k another_script",
     ),
     Mutant(
         "the best evaluation is that with the highest metric",
         "scripts/compare_runs.py",
-        'line.get("score", -math.inf)',
-        "line[metric]",
+        'key=lambda line: line["score"]',
+        "key=lambda line: line[metric]",
         "test_compare_runs.py -k differing_arguments",
     ),
     Mutant(
@@ -832,21 +1034,110 @@ MUTANTS = [
         "false",
         "test_slurm.py -m slow -k one_process_saves",
     ),
+    Mutant(
+        "a test split chooses the checkpoint",
+        CIFAR,
+        'score = metrics["accuracy"] if held_out == "val" else None',
+        'score = metrics["accuracy"]',
+        "test_validation.py -k newest_checkpoint",
+    ),
+    Mutant(
+        "a score of a test split is accepted",
+        "utils/run/folder.py",
+        'if split == "test" and score is not None:',
+        "if False:",
+        "test_validation.py -k refused",
+    ),
+    Mutant(
+        "the smallest script seeds no step",
+        MINIMAL,
+        "seed_step(accelerator, args.seed, step)",
+        "pass",
+        "test_copies.py -k dictionaries",
+    ),
+    Mutant("the warm-up runs on three or more processes only", "utils/run/ddp.py", "    for _ in range(2):\n", "    for _ in range(2 if accelerator.num_processes > 2 else 0):\n", "test_mechanisms.py -k warm_up"),
+    Mutant(
+        "buffers keep what the warm-up did",
+        "utils/run/ddp.py",
+        "value.copy_(buffers[name])",
+        "pass",
+        "test_mechanisms.py -k warm_up",
+    ),
+    Mutant(
+        "a script without accumulation may lose steps",
+        "utils/run/plan.py",
+        'raise RuntimeError(f"the loader has no batch for step {step}") from None',
+        "return",
+        "test_plan.py -k ends_early",
+    ),
+    Mutant(
+        "a text decides what failed",
+        "utils/run/failures.py",
+        'if type(error).__name__ == "SafetensorError":',
+        "if True:",
+        "test_mechanisms.py -k full_disk",
+    ),
+    Mutant(
+        "any error with these words is lost contact",
+        "utils/run/failures.py",
+        "return _is_distributed(error) and bool(",
+        "return bool(",
+        "test_mechanisms.py -k decided_by_the_type",
+    ),
+    Mutant(
+        "FSDP2 in fp16",
+        "utils/run/fsdp.py",
+        'if os.environ.get("ACCELERATE_MIXED_PRECISION") == "fp16":',
+        "if False:",
+        "test_mechanisms.py -k kind_of_sharding",
+    ),
+    Mutant(
+        "below one sample a second there is no speed",
+        "utils/run/metrics.py",
+        "if samples_per_second < 1:",
+        "if False:",
+        "test_mechanisms.py -k slow_step",
+    ),
+    Mutant(
+        "Muon loses the value of its closure",
+        "utils/muon.py",
+        "return super().step(closure)",
+        "super().step(closure)",
+        "test_gpt.py -k closure",
+    ),
+    Mutant(
+        "averaged weights are not read from a checkpoint",
+        "utils/run/weights.py",
+        "state = _read_averaged(folder) or state",
+        "pass",
+        "test_train_images.py -k averaged",
+    ),
 ]
 
 
 def outcome(mutant, address):
-    """Applies the edit to a copy and runs its tests; returns the test that noticed, None, `SKIPPED` or `LEFT_OUT`."""
+    """Applies the edit to a copy and runs its tests; returns the test that noticed, None, `SKIPPED`
+    or `LEFT_OUT`.
+    """
     if time.time() > BEGIN_UNTIL:
         return LEFT_OUT
     with tempfile.TemporaryDirectory() as folder:
         copy = Path(folder, "project")
-        shutil.copytree(ROOT, copy, ignore=shutil.ignore_patterns(".git", ".venv", "runs", "__pycache__", ".*_cache"))
-        (Path(folder) / "shared").symlink_to(ROOT.parent / "shared")  # data that some tests use if it is there
+        shutil.copytree(
+            ROOT,
+            copy,
+            ignore=shutil.ignore_patterns(".git", ".venv", "runs", "__pycache__", ".*_cache"),
+        )
+        (Path(folder) / "shared").symlink_to(
+            ROOT.parent / "shared"
+        )  # data that some tests use if it is there
         path = copy / mutant.file
         text = path.read_text()
         if text.count(mutant.old) != 1:
-            raise SystemExit(f"{mutant.name}: what is to be changed stands {text.count(mutant.old)} times in {mutant.file}")
+            raise SystemExit(
+                f"{mutant.name}: what is to be changed stands {text.count(mutant.old)} times in "
+                f"{mutant.file}"
+            )
         path.write_text(text.replace(mutant.old, mutant.new))
         file, *options = re.findall(r"\S+", mutant.tests)
         words = [
@@ -862,29 +1153,48 @@ def outcome(mutant, address):
             f"{folder}/tmp",
             f"tests/{file}",
         ]
-        done = warm.run([*words, *options], {**os.environ, warm.ADDRESS: address}, SECONDS, cwd=str(copy))
+        done = warm.run(
+            [*words, *options], {**os.environ, warm.ADDRESS: address}, SECONDS, cwd=str(copy)
+        )
     noticed = re.search(r"^(?:FAILED|ERROR) (\S+)", done.stdout, re.MULTILINE)
     if done.returncode == 0:
         return None if " passed" in done.stdout else SKIPPED
     if done.returncode != 1 or not noticed:
-        raise SystemExit(f"{mutant.name}: the tests did not run\n{done.stdout[-3000:]}{done.stderr[-3000:]}")
+        raise SystemExit(
+            f"{mutant.name}: the tests did not run\n{done.stdout[-3000:]}{done.stderr[-3000:]}"
+        )
     return noticed[1].removeprefix("tests/")
 
 
 def main():
     words = sys.argv[1:]
-    chosen = [m for m in MUTANTS if not words or any(word in f"{m.name} {m.file}" for word in words)]
-    environment = {**os.environ, "HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false", "OMP_WAIT_POLICY": "passive"}
+    chosen = [
+        m for m in MUTANTS if not words or any(word in f"{m.name} {m.file}" for word in words)
+    ]
+    environment = {
+        **os.environ,
+        "HF_HUB_OFFLINE": "1",
+        "TOKENIZERS_PARALLELISM": "false",
+        "OMP_WAIT_POLICY": "passive",
+    }
     alive, left_out, began = [], 0, time.monotonic()
-    with tempfile.TemporaryDirectory() as home, warm.server({**environment, "HF_HOME": home}) as address:
+    with (
+        tempfile.TemporaryDirectory() as home,
+        warm.server({**environment, "HF_HOME": home}) as address,
+    ):
         os.environ.update(environment, HF_HOME=home, **{warm.ADDRESS: address})
         with ThreadPoolExecutor(2) as pool:
             print("| wrong edit | file | test that noticed |\n|---|---|---|", flush=True)
-            for mutant, noticed in zip(chosen, pool.map(lambda m: outcome(m, address), chosen), strict=True):
+            for mutant, noticed in zip(
+                chosen, pool.map(lambda m: outcome(m, address), chosen), strict=True
+            ):
                 print(f"| {mutant.name} | `{mutant.file}` | {noticed or '**none**'} |", flush=True)
                 alive += [] if noticed else [mutant.name]
                 left_out += noticed == LEFT_OUT
-    print(f"\n{len(alive)} of {len(chosen)} wrong edits were missed, {left_out} left out, in {time.monotonic() - began:.0f} s")
+    print(
+        f"\n{len(alive)} of {len(chosen)} wrong edits were missed, {left_out} left out, in "
+        f"{time.monotonic() - began:.0f} s"
+    )
     if alive:
         raise SystemExit(f"not noticed: {'; '.join(alive)}")
 

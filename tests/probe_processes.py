@@ -1,4 +1,7 @@
-"""Launched by a test: writes its rank, device, an all-reduced sum and how a model is sharded to `<out>/<rank>.json`."""
+"""Launched by a test: describes each process of a launch in `<out>/<rank>.json`.
+
+That is its rank and device, a sum over all processes, and how a model is sharded.
+"""
 
 import contextlib
 import json
@@ -13,17 +16,20 @@ import psutil
 import torch
 from accelerate import Accelerator
 
-from utils import topology
+from utils.run import launch
+from utils.run.collectives import wait_for_all
 
-accelerator = Accelerator(cpu=topology.check_launch(shards=True))
-total = accelerator.reduce(torch.tensor(accelerator.process_index + 1.0, device=accelerator.device), "sum").item()
+accelerator = Accelerator(cpu=launch.check(shards=True))
+own = torch.tensor(accelerator.process_index + 1.0, device=accelerator.device)
+total = accelerator.reduce(own, "sum").item()
 mesh = accelerator.torch_device_mesh
-topology.gather(accelerator, None)
+wait_for_all(accelerator)
 kept_alive = []
 for connection in psutil.Process().net_connections("tcp"):
     address = (connection.fd, connection.family, connection.type)
-    with contextlib.suppress(OSError), socket.fromfd(*address) as shared:  # an error: closed since it was listed
-        shared.getpeername()  # an error for a socket that listens
+    # An error: the connection was closed since it was listed, or its socket listens.
+    with contextlib.suppress(OSError), socket.fromfd(*address) as shared:
+        shared.getpeername()
         kept_alive.append(shared.getsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE) == 1)
 report = {
     "rank": accelerator.process_index,

@@ -1,4 +1,7 @@
-"""Started by a test: writes the state of a process at its start (arguments, environment, signals) to `<out>/<rank>.json`."""
+"""Started by a test: writes the state in which a process starts to `<out>/<rank>.json`.
+
+That is its arguments, environment, signal handlers, open files and more.
+"""
 
 import json
 import os
@@ -6,25 +9,34 @@ import signal
 import sys
 from pathlib import Path
 
-OURS = sorted(name for name in sys.modules if name.split(".")[0] in ("utils", "scripts", "tests", "conftest", "warm"))
+PROJECT = ("utils", "scripts", "tests", "conftest", "warm")
+OURS = sorted(name for name in sys.modules if name.split(".")[0] in PROJECT)
 
 import psutil
 
 this = psutil.Process()
-numbers = signal.valid_signals()
+executed = this.environ()  # what exec handed to the process, before it changed any
+handlers = {number: signal.getsignal(number) for number in signal.valid_signals()}
+open_files = sorted(int(name) for name in os.listdir("/proc/self/fd"))
+output = sys.stdout
 state = {
     "argv": sys.argv,
     "path": sys.path,
     "folder": os.getcwd(),
     "environment": dict(os.environ),
-    "environment in /proc": {name: value for name, value in this.environ().items() if name in os.environ},
+    "environment in /proc": {name: executed[name] for name in executed.keys() & os.environ.keys()},
     "command in /proc": [word for word in this.cmdline() if word],
     "parent's command in /proc": [word for word in this.parent().cmdline() if word],
     "leads a session": os.getsid(0) == os.getpid(),
-    "signal handlers": {str(number): repr(signal.getsignal(number)).split(" at ")[0] for number in numbers},
+    "signal handlers": {str(n): repr(handler).split(" at ")[0] for n, handler in handlers.items()},
     "blocked signals": sorted(signal.pthread_sigmask(signal.SIG_BLOCK, ())),
-    "open files": sorted(int(name) for name in os.listdir("/proc/self/fd"))[:-1],  # without the one that lists them
-    "standard output": [sys.stdout.line_buffering, sys.stdout.write_through, sys.stdout.encoding, sys.stdout.errors],
+    "open files": open_files[:-1],  # without the one that lists them
+    "standard output": [
+        output.line_buffering,
+        output.write_through,
+        output.encoding,
+        output.errors,
+    ],
     "cores": sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else None,
     "threads": this.num_threads() if "torch" in sys.modules else 1,
     "modules of this project": OURS,

@@ -9,16 +9,20 @@ import pytest
 from conftest import Started, all_end, load_script, run
 from PIL import Image
 
-from utils import topology
-from utils.exits import PREEMPTED
+from utils.run import launch
+from utils.run.process import PREEMPTED
 
 SCRIPT = "scripts/benchmark.py"
-PRODUCTS = ["float32", "bf16"] if topology.cpu_has_bf16() else ["float32"]
+PRODUCTS = ["float32", "bf16"] if launch.cpu_has_bf16() else ["float32"]
+LIMITS = [*PRODUCTS, "copy", "cifar_24px", "cifar_28px", "cifar_32px", "gpt"]
 
 
 @pytest.mark.parametrize(
     ("arguments", "says"),
-    [("speed", "no benchmark is called speed: choose from loop_overhead,"), ("gpt", "the benchmark gpt needs data: --text")],
+    [
+        ("speed", "no benchmark is called speed: choose from loop_overhead,"),
+        ("gpt", "the benchmark gpt needs data: --text"),
+    ],
 )
 def test_bad_input_is_one_line(arguments, says, tmp_path):
     done = run(None, SCRIPT, arguments, output_dir=tmp_path / "out", check=False)
@@ -27,24 +31,39 @@ def test_bad_input_is_one_line(arguments, says, tmp_path):
 
 
 def test_the_table_has_every_figure():
-    common = dict(min=1.0, max=2.0, n=3)
-    a, e = (common | dict(command=f"python scripts/benchmark.py {name} --rounds 3") for name in "ae")
-    figures = {name: dict(median=1.234, unit="time, ratio", **a) for name in ("a/b", "a_c")}
-    figures |= {"a/d": dict(median=1.5, unit="ms", **a), "e": dict(median=1.6, unit="ms", **e)}
-    record = {"hardware": "2 cores of X", "versions": {"torch": "2.15.0"}, "date": "2026-11-22", "figures": figures}
+    def figure(benchmark, median, unit):
+        command = f"python scripts/benchmark.py {benchmark} --rounds 3"
+        return dict(median=median, min=1.0, max=2.0, n=3, unit=unit, command=command)
+
+    record = {
+        "hardware": "2 cores of X",
+        "versions": {"torch": "2.15.0"},
+        "date": "2026-11-22",
+        "figures": {
+            "a/b": figure("a", 1.234, "time, ratio"),
+            "a_c": figure("a", 1.234, "time, ratio"),
+            "a/d": figure("a", 1.5, "ms"),
+            "e": figure("e", 1.6, "ms"),
+        },
+    }
     table = load_script("benchmark").table(record)
     assert "2 cores of X, torch 2.15.0, 2026-11-22" in table
     assert "| `a` | b 1.23 (1 to 2), c 1.23 (1 to 2) | 3 | time, ratio |" in table
-    assert "| `a` | d 1.5 (1 to 2) | 3 | ms |" in table and "| `e` | 1.6 (1 to 2) | 3 | ms |" in table
+    assert "| `a` | d 1.5 (1 to 2) | 3 | ms |" in table
+    assert "| `e` | 1.6 (1 to 2) | 3 | ms |" in table
 
 
 def test_counts_the_operations_of_model_and_optimizer():
-    """Those of the model as in the published formula, and of three iterations of Muon, for 16 square matrices and 8 of 4:1."""
+    """Those of the model as in the published formula, and of three iterations of Muon.
+
+    It orthogonalizes 16 square matrices and 8 of the shape 4:1.
+    """
     baselines = load_script("baselines")
     model, _ = baselines.small_gpt()
     product = 2 * 128**3  # of two square matrices
-    # Square: three products in each iteration. 4:1: the Gram matrix and the result; three polynomials, and two products for
-    # the next Gram matrix and one for the product of polynomials after each but the last.
+    # Square: three products in each iteration. 4:1: the Gram matrix and the result; three
+    # polynomials, and two products for the next Gram matrix and one for the product of polynomials
+    # after each but the last.
     muon = 16 * 3 * 3 * product + 8 * (2 * 4 + 3 + 2 * (2 + 1)) * product
     positions = baselines.GPT_BATCH * baselines.GPT["block_size"]
     assert baselines.gpt_flops() == positions * model.flops_per_token() + muon
@@ -75,17 +94,19 @@ def test_a_signal_also_ends_the_processes_that_it_measures(tmp_path):
         ["startup_ratio/train_minimal", "startup_ratio/train_cifar", "startup_ratio/train_gpt"],
         ["picture_loading/our", "picture_loading/cached"],
         ["time_to_accuracy", "time_to_accuracy/flops", "time_to_accuracy/accuracy"],
-        [f"machine_limit/{name}" for name in (*PRODUCTS, "copy", "cifar_24px", "cifar_28px", "cifar_32px", "gpt")],
+        [f"machine_limit/{name}" for name in LIMITS],
     ],
     ids=lambda names: names[0].partition("/")[0],
 )
-def test_writes_figures_a_table_and_a_picture(names, tmp_path):
+def test_writes_figures_a_table_and_a_plot(names, tmp_path):
     benchmarks = list(dict.fromkeys(name.partition("/")[0] for name in names))
-    done = run(None, SCRIPT, ["--quick", "--rounds", "1", "--images", "synthetic", *benchmarks], output_dir=tmp_path)
+    words = ["--quick", "--rounds", "1", "--images", "synthetic", *benchmarks]
+    done = run(None, SCRIPT, words, output_dir=tmp_path)
+    table = (tmp_path / "benchmark.md").read_text()
     record = json.loads((tmp_path / "benchmark.json").read_text())
     assert list(record["figures"]) == names and {"hardware", "versions", "date"} <= record.keys()
     for name, figure in record["figures"].items():
         assert figure["n"] == 1 and figure["min"] == figure["median"] == figure["max"] > 0
         assert figure["command"].startswith(f"python scripts/benchmark.py {name.partition('/')[0]}")
-        assert all(part in (tmp_path / "benchmark.md").read_text() for part in name.split("/")) and name in done.stdout
+        assert name in done.stdout and all(part in table for part in name.split("/"))
     assert min(Image.open(tmp_path / "benchmark.png").size) > 200

@@ -28,13 +28,14 @@ def test_without_problems(tmp_path):
 @pytest.mark.parametrize(
     ("fault", "words"),
     [
-        ("one_gpu@1", "rank 0 and rank 1 both on GPU 0 of"),
+        ("one_gpu@1", "rank 0 and rank 1 share GPU 0 of"),
         ("other_torch@1:1", "different versions of torch"),
         ("clock_ahead@1:1", "s off rank 0's: synchronize both with NTP"),
     ],
 )
 def test_reports_the_problem(fault, words, tmp_path):
-    done = run("2gpu" if "gpu" in fault else "2cpu", "tests/wrapped.py", [fault, CHECK], output_dir=tmp_path, check=False)
+    config = "2gpu" if "gpu" in fault else "2cpu"
+    done = run(config, "tests/wrapped.py", [fault, CHECK], output_dir=tmp_path, check=False)
     assert done.returncode != 0 and "exitcode  : 2" in done.stderr
     assert any(words in line for line in errors_of(done)), done.stderr
     assert len(errors_of(done)) == 1 and 'check_topology.py", line' not in done.stderr
@@ -53,7 +54,8 @@ def test_a_rank_that_starts_but_cannot_be_reached(unreachable, tmp_path):
     arguments = [f"unreachable@1:{unreachable}", CHECK, "--timeout", "3"]
     done = run("2cpu", "tests/wrapped.py", arguments, output_dir=tmp_path, check=False)
     assert len(errors_of(done)) == 1
-    assert "all processes reached rank 0, but not each other over gloo within 3 s" in errors_of(done)[0]
+    words = "all processes reached rank 0, but not each other over gloo within 3 s"
+    assert words in errors_of(done)[0]
 
 
 @pytest.mark.slow
@@ -63,11 +65,12 @@ def test_folders_that_are_not_shared(machines, tmp_path):
     (tmp_path / "data" / "train.parquet").write_bytes(b"x" * 100)
     both = []
     for machine in machines:
-        hide = ("sh", "-c", 'mount -t tmpfs none "$0"; exec "$@"', str(tmp_path)) if machine.rank else ()
+        mount = ("sh", "-c", 'mount -t tmpfs none "$0"; exec "$@"', str(tmp_path))
+        hide = mount if machine.rank else ()
         arguments = f"--dataset {tmp_path / 'data'}"
         both.append(machine.started(CHECK, arguments, tmp_path / "out", enter=hide))
     outcomes = [started.finish() for started in both]
     printed = outcomes[0][1]
     assert [code for code, _ in outcomes] == [1, 1]
-    assert f"is another folder on {machines[1].name} than on {machines[0].name}" in printed
+    assert f"is a different folder on {machines[1].name} than on {machines[0].name}" in printed
     assert f"1 file(s), 100 bytes on {machines[0].name}, nothing on {machines[1].name}" in printed

@@ -1,4 +1,7 @@
-"""compare_ddp.py is itself a test of DDP. These tests check its report, and that it would notice a difference."""
+"""compare_ddp.py is itself a test of DDP; these tests check its report.
+
+They also check that it would notice a difference.
+"""
 
 import os
 import signal
@@ -28,8 +31,9 @@ def test_pairs_agree(compared):
         assert 0 < pair["max_relative_difference"] <= 1e-5  # not 0: they are two computations
         assert pair["max_loss_difference"] < 1e-5
     # The two pairs are different experiments: this fails if weights are compared with themselves.
-    weights = {name: load_file(compared[1] / f"{name}.safetensors")["final.fc1.weight"] for name in RUNS}
-    assert (weights["replicated"] - weights["ddp"]).abs().max() > 1e-4
+    records = [load_file(compared[1] / f"{name}.safetensors") for name in ("replicated", "ddp")]
+    replicated, ddp = (record["final.fc1.weight"] for record in records)
+    assert (replicated - ddp).abs().max() > 1e-4
 
 
 def test_gradients_agree_only_with_the_corrections(compared):
@@ -54,15 +58,17 @@ def test_table_and_plot(compared):
     done, folder = compared
     rows = results(folder)["runs"]
     assert list(rows) == RUNS
-    shape = {name: (row["processes"], row["batch_per_process"], row["effective_batch"]) for name, row in rows.items()}
-    assert shape == {
+    columns = ("processes", "batch_per_process", "effective_batch")
+    shapes = {name: tuple(row[column] for column in columns) for name, row in rows.items()}
+    assert shapes == {
         "replicated": (2, 64, 128),
         "replicated_single": (1, 128, 128),
         "ddp": (2, 32, 64),
         "ddp_single": (1, 64, 64),
     }
     for name, single in (RUNS[:2], RUNS[2:]):
-        assert rows[name]["speed_up"] == pytest.approx(rows[single]["seconds"] / rows[name]["seconds"])
+        speed_up = rows[single]["seconds"] / rows[name]["seconds"]
+        assert rows[name]["speed_up"] == pytest.approx(speed_up)
         assert rows[name]["efficiency"] == pytest.approx(rows[name]["speed_up"] / 2)
         assert done.stdout.count(f"\n{name} ...") == 1
         assert [line["step"] for line in metrics(folder, name)] == [1, 6, 11, 16, 21]
@@ -70,8 +76,10 @@ def test_table_and_plot(compared):
 
 
 def test_one_process_compares_with_itself(tmp_path):
-    run("cpu", COMPARE, "--dataset synthetic --max_train_steps 3 --batch_size 8", output_dir=tmp_path)
-    assert [pair["max_relative_difference"] for pair in results(tmp_path)["pairs"].values()] == [0, 0]
+    arguments = "--dataset synthetic --max_train_steps 3 --batch_size 8"
+    run("cpu", COMPARE, arguments, output_dir=tmp_path)
+    pairs = results(tmp_path)["pairs"].values()
+    assert [pair["max_relative_difference"] for pair in pairs] == [0, 0]
 
 
 @pytest.mark.slow
@@ -81,12 +89,17 @@ def test_killed_comparison_keeps_its_finished_runs(compared, tmp_path):
     for worker in started.workers().values():
         os.kill(worker, signal.SIGKILL)
     started.kill_all()
-    kept = {path.name: path.stat().st_mtime_ns for path in tmp_path.glob("replicated*.safetensors")}
+
+    def times():
+        paths = tmp_path.glob("replicated*.safetensors")
+        return {path.name: path.stat().st_mtime_ns for path in paths}
+
+    kept = times()
     assert len(kept) == 2
     done = run("2cpu", COMPARE, ARGUMENTS, output_dir=tmp_path)
     assert "replicated: already finished" in done.stdout and "ddp_single ..." in done.stdout
-    assert kept == {path.name: path.stat().st_mtime_ns for path in tmp_path.glob("replicated*.safetensors")}
+    assert times() == kept
     for name in RUNS:
-        again, before = (load_file(folder / f"{name}.safetensors") for folder in (tmp_path, compared[1]))
+        again, before = (load_file(out / f"{name}.safetensors") for out in (tmp_path, compared[1]))
         assert all(again[key].equal(before[key]) for key in before if key != "seconds")
     assert metrics(tmp_path, "ddp") == metrics(compared[1], "ddp")

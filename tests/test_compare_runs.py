@@ -1,4 +1,4 @@
-"""compare_runs.py: several runs in one table and one picture."""
+"""compare_runs.py: several runs in one table and one plot."""
 
 import json
 
@@ -6,8 +6,7 @@ import pytest
 from conftest import SMALL, load_script, run
 from PIL import Image
 
-from utils import plots
-from utils.exits import UserError
+from utils.run.failures import UserError
 
 SCRIPT = "scripts/compare_runs.py"
 
@@ -21,13 +20,18 @@ def made_run(folder, seconds=(0.5, 0.25), **arguments):
     topology = {"processes": arguments.pop("processes", 1), "mixed_precision": "no"}
     arguments = {"batch_size": 20, "lr": 0.1, "log_every": 10, **arguments}
     (folder / "args.json").write_text(json.dumps({"arguments": arguments, "topology": topology}))
-    lines = [{"split": "train", "step": 10 * (i + 1), "loss": 2.0 - i, "step_seconds": s} for i, s in enumerate(seconds)]
+    lines = [
+        {"split": "train", "step": 10 * (i + 1), "loss": 2.0 - i, "step_seconds": step_seconds}
+        for i, step_seconds in enumerate(seconds)
+    ]
     lines += [
         {"split": "val", "step": 5, "loss": 1.9, "accuracy": 0.25, "score": 0.25},
         {"split": "val", "step": 10, "loss": 1.5, "accuracy": 0.75, "score": 0.75},
         {"split": "val", "step": 20, "loss": 1.2, "accuracy": 0.5, "score": 0.5},
     ]
-    (folder / "metrics.jsonl").write_text("".join(f"{json.dumps(line)}\n" for line in lines) + '{"split": "tr')
+    cut_off = '{"split": "tr'  # as of a run that was killed while it wrote
+    text = "".join(f"{json.dumps(line)}\n" for line in lines) + cut_off
+    (folder / "metrics.jsonl").write_text(text)
     return folder
 
 
@@ -35,8 +39,10 @@ def test_two_real_runs(reference, tmp_path):
     one, two = reference("cpu").folder, reference("2cpu", 2).folder
     done = run(None, SCRIPT, [str(one), str(two)], output_dir=tmp_path)
     header, first, second, *differing = done.stdout.splitlines()[:-1]
-    assert header.split() == "run steps samples seconds last accuracy accuracy at best score".split()
-    assert [line.split() for line in differing] == [[], ["argument", "cpu", "2cpu"], ["processes", "1", "2"]]
+    names = "run steps samples seconds last accuracy accuracy at best score"
+    assert header.split() == names.split()
+    differing = [line.split() for line in differing]
+    assert differing == [[], ["argument", "cpu", "2cpu"], ["processes", "1", "2"]]
     assert first.split()[:3] == ["cpu", "14", "7,000"] and second.split()[0] == "2cpu"
     assert min(Image.open(tmp_path / "compare_runs.png").size) > 700
     assert "--model net" in SMALL  # so that both have the same accuracy
@@ -49,19 +55,34 @@ def test_time_samples_and_differing_arguments(tmp_path):
     folders = [made_run(tmp_path / "a" / "run"), made_run(tmp_path / "b" / "run", **other)]
     runs = [script.read_run(folder) for folder in folders]
     script.name_apart(runs, folders)
-    assert [(p["samples"], p["seconds"]) for p in runs[0]["points"]["train"]] == [(200, 5.0), (400, 7.5)]
-    _, first, second, _, *differing = (line.split() for line in script.table(runs, "accuracy").splitlines())
+    points = runs[0]["points"]["train"]
+    assert [(p["samples"], p["seconds"]) for p in points] == [(200, 5.0), (400, 7.5)]
+    lines = script.table(runs, "accuracy").splitlines()
+    _, first, second, _, header, *differing = (line.split() for line in lines)
     assert first == ["a/run", "20", "400", "7.5", "0.5000", "0.7500"] and second[0] == "b/run"
     # --log_every does not change results.
-    assert differing == [["argument", "a/run", "b/run"], ["lr", "0.1", "0.3"], ["processes", "1", "2"]]
-    assert script.table(runs, "loss").splitlines()[1].split()[4:] == ["1.2000", "1.5000"]  # of the best score, not loss
+    assert header == ["argument", "a/run", "b/run"]
+    assert differing == [["lr", "0.1", "0.3"], ["processes", "1", "2"]]
+    # At the highest score, not at the lowest loss.
+    assert script.table(runs, "loss").splitlines()[1].split()[4:] == ["1.2000", "1.5000"]
     assert "argument" not in script.table(runs[:1], "accuracy")
 
 
+def test_without_scores_the_last_evaluation_counts(tmp_path):
+    """A test split never chooses a checkpoint, so its lines have no score."""
+    script = load_script("compare_runs")
+    one = script.read_run(made_run(tmp_path / "run"))
+    one["points"]["test"] = one["points"].pop("val")
+    for line in one["points"]["test"]:
+        del line["score"]
+    assert script.table([one], "accuracy").splitlines()[1].split()[4:] == ["0.5000", "0.5000"]
+
+
 def test_smoothing_has_no_bias_towards_the_first_value():
-    assert plots.smooth([4.0, 4.0, 4.0], 0.9) == pytest.approx([4, 4, 4])
-    assert plots.smooth([1.0, 3.0], 0.5) == pytest.approx([1, (1 * 0.25 + 3 * 0.5) / 0.75])
-    assert plots.smooth([1.0, 3.0], 0.0) == [1, 3]
+    smooth = load_script("compare_runs").smooth
+    assert smooth([4.0, 4.0, 4.0], 0.9) == pytest.approx([4, 4, 4])
+    assert smooth([1.0, 3.0], 0.5) == pytest.approx([1, (1 * 0.25 + 3 * 0.5) / 0.75])
+    assert smooth([1.0, 3.0], 0.0) == [1, 3]
 
 
 @pytest.mark.parametrize(
@@ -69,12 +90,13 @@ def test_smoothing_has_no_bias_towards_the_first_value():
     [
         (["{a}", "{a}"], "the same run is given twice"),
         (["{a}", "{empty}"], "is not the folder of a run"),
-        (["{a}", "--metric", "f1"], "no metric f1 of evaluations in common: they have accuracy, loss"),
+        (["{a}", "--metric", "f1"], "no evaluation metric f1 in common: they have accuracy, loss"),
     ],
 )
 def test_bad_input_is_one_line(arguments, says, tmp_path):
     places = {"a": made_run(tmp_path / "a"), "empty": tmp_path}
-    done = run(None, SCRIPT, [word.format(**places) for word in arguments], output_dir=tmp_path / "out", check=False)
+    words = [word.format(**places) for word in arguments]
+    done = run(None, SCRIPT, words, output_dir=tmp_path / "out", check=False)
     assert done.returncode == 2 and says in done.stderr and done.stderr.count("\n") == 1
     assert not (tmp_path / "out").exists()
 

@@ -1,4 +1,6 @@
-"""Every YAML starts its number of processes on this machine, and default batch sizes divide evenly over them."""
+"""Every YAML starts its number of processes on this machine, and default batch sizes divide evenly
+over them.
+"""
 
 import json
 import re
@@ -18,7 +20,8 @@ def test_starts_as_many_processes_as_it_says(path, tmp_path):
     reports = [json.loads(file.read_text()) for file in tmp_path.iterdir()]
     assert sorted(rank["rank"] for rank in reports) == list(range(processes))
     assert {rank["processes"] for rank in reports} == {processes}
-    assert {rank["sum"] for rank in reports} == {processes * (processes + 1) // 2}  # they can communicate
+    # They can communicate.
+    assert {rank["sum"] for rank in reports} == {processes * (processes + 1) // 2}
     assert all(rank["kept_alive"] for rank in reports)  # and notice a machine without power
     assert {rank["sharded"] for rank in reports} == {"fsdp" in path.stem}
     if "cpu" in path.stem:
@@ -41,21 +44,26 @@ def test_hybrid_sharding_shards_over_neighbors_and_replicates_over_the_others(tm
 
 @pytest.mark.parametrize("path", CONFIGS, ids=lambda path: path.stem)
 def test_a_launch_on_one_machine_asks_for_any_free_port(path):
-    """Accelerate would replace a fixed port that is in use, but not for two launches that start in the same moment."""
+    """Accelerate would replace a fixed port that is in use, but not for two launches that start in
+    the same moment.
+    """
     fields = yaml.safe_load(path.read_text())
     assert fields["num_processes"] == 1 or fields["main_process_port"] == 0
 
 
 def test_two_launches_at_once_find_any_free_port(tmp_path):
     (tmp_path / "wait.py").write_text(
-        "import signal\nfrom accelerate import Accelerator\nAccelerator(cpu=True)\nprint('ready', flush=True)\nsignal.pause()\n"
+        "import signal\nfrom accelerate import "
+        "Accelerator\nAccelerator(cpu=True)\nprint('ready', flush=True)\nsignal.pause()\n"
     )
     first = Started("2cpu", "wait.py", "", root=tmp_path)
     first.wait_for("ready")
     (tmp_path / "second").mkdir()
     second = run("2cpu", "tests/probe_processes.py", [str(tmp_path / "second")], check=False)
     first.kill_all()
-    assert second.returncode == 0 and len(list((tmp_path / "second").iterdir())) == 2, second.stderr[-2000:]
+    assert second.returncode == 0 and len(list((tmp_path / "second").iterdir())) == 2, (
+        second.stderr[-2000:]
+    )
 
 
 @pytest.mark.parametrize("path", ALL, ids=lambda path: path.stem)

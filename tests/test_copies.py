@@ -1,12 +1,15 @@
-"""Users start a project with `cp -r scripts/X.py utils/ ~/my_project/`: every script must run there unchanged."""
+"""Users start a project with `cp -r scripts/X.py utils/ ~/my_project/`: every script must run there
+unchanged.
+"""
 
 import shutil
 
 import pytest
-from conftest import ROOT, run
+from conftest import ROOT, final_weights, results, run
 
 # Arguments for a short run of each script. A new script needs an entry here.
 ARGUMENTS = {
+    "chaos": "--help",
     "baselines": 'plain_cifar --options {{"model":"net","batch_size":16,"steps":3}}',
     "benchmark": "--help",
     "check_topology": "--max_bytes 4096",
@@ -22,7 +25,7 @@ ARGUMENTS = {
 }
 # Scripts that they import, and scripts that have to run before.
 COMPANIONS = {
-    "evaluate": ["train_cifar", "train_images"],
+    "evaluate": ["train_cifar"],
     "baselines": ["train_cifar", "train_gpt"],
     "benchmark": ["train_cifar", "train_gpt", "baselines"],
 }
@@ -37,6 +40,74 @@ def test_a_copied_script_runs(script, tmp_path):
         shutil.copy(ROOT / "scripts" / f"{name}.py", project)
     for name in [*BEFORE.get(script, []), script]:
         arguments = ARGUMENTS[name].format(project=project)
-        out = None if "--output_dir" in arguments or name in ("baselines", "benchmark") else tmp_path / name
+        out = (
+            None
+            if "--output_dir" in arguments or name in ("baselines", "benchmark", "chaos")
+            else tmp_path / name
+        )
         config = "cpu" if name.startswith(("train_", "compare_ddp", "check_")) else None
         run(config, f"{name}.py", arguments, root=project, output_dir=out)
+
+
+def test_a_copy_of_the_smallest_script_needs_one_folder(tmp_path):
+    """utils/run, and nothing else of the collection."""
+    ignored = shutil.ignore_patterns("__pycache__")
+    shutil.copytree(ROOT / "utils" / "run", tmp_path / "utils" / "run", ignore=ignored)
+    shutil.copy(ROOT / "scripts" / "train_minimal.py", tmp_path)
+    run("2cpu", "train_minimal.py", "--epochs 1", root=tmp_path, output_dir=tmp_path / "run")
+    assert (tmp_path / "run" / "results.json").exists() and (
+        tmp_path / "run" / "README.md"
+    ).exists()
+
+
+DICT_MODEL = """
+class Classifier(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.Sequential(nn.Linear(2, 64), nn.ReLU(), nn.Dropout(0.2), nn.Linear(64, 2))
+
+    def forward(self, inputs):
+        return {"logits": self.layers(inputs["points"]), "unused": None}
+
+
+def build_model():
+    return Classifier()
+
+
+def compute_loss(model, x, y):
+    outputs = model({"points": x})
+    return nn.functional.cross_entropy(outputs["logits"], y)
+
+
+@torch.no_grad()
+def evaluate(accelerator, model, loader):
+    model.eval()
+    correct = []
+    for _, x, y in loader:
+        logits = model({"points": x})["logits"]
+        correct.append(accelerator.gather_for_metrics(logits.argmax(1) == y))
+    model.train()
+    return {"accuracy": torch.cat(correct).double().mean().item()}
+
+
+def main():"""
+
+
+@pytest.mark.parametrize("processes", [1, 2, 4])
+def test_a_model_with_dictionaries_and_dropout_trains_and_resumes(processes, tmp_path):
+    """What a copier changes must not work on two processes and crash on four."""
+    source = (ROOT / "scripts" / "train_minimal.py").read_text()
+    script = tmp_path / "mine.py"
+    script.write_text(source.replace("\ndef main():", DICT_MODEL, 1))
+    ignored = shutil.ignore_patterns("__pycache__")
+    shutil.copytree(ROOT / "utils", tmp_path / "utils", ignore=ignored)
+    words = ["--max_train_steps", "24", "--checkpoint_every", "8"]
+    options = dict(launcher=("--num_processes", str(processes)), root=ROOT)
+    whole, killed = tmp_path / "whole", tmp_path / "killed"
+    run("2cpu", str(script), words, output_dir=whole, **options)
+    wrapped = ["die_in_step@11", str(script), *words]
+    done = run("2cpu", "tests/wrapped.py", wrapped, output_dir=killed, check=False, **options)
+    assert done.returncode != 0
+    run("2cpu", str(script), words, output_dir=killed, **options)
+    assert results(killed)["resumed_from"] == 8 and results(whole)["num_processes"] == processes
+    assert final_weights(killed) == final_weights(whole)

@@ -8,8 +8,8 @@ import torch
 from conftest import CIFAR, SMALL, Started, final_weights, make_folder, metrics, results, run
 from safetensors.torch import load_file, save_file
 
-from utils import weights
-from utils.exits import UserError
+from utils.run import weights
+from utils.run.failures import UserError
 
 MINIMAL = "scripts/train_minimal.py"
 STILL = "--lr 0 --max_train_steps 1 --batch_size 96"  # one step, which changes no weights
@@ -28,7 +28,9 @@ def build(classes=3):
 def file(tmp_path):
     """Weights of `build()`, all of them 7."""
     path = tmp_path / "weights.safetensors"
-    save_file({name: torch.full_like(value, 7.0) for name, value in build().state_dict().items()}, path)
+    save_file(
+        {name: torch.full_like(value, 7.0) for name, value in build().state_dict().items()}, path
+    )
     return path
 
 
@@ -42,14 +44,18 @@ def test_loads_every_weight(file, capsys):
 def test_without_a_path_the_model_stays_as_it_is():
     model = build()
     weights.initialize(OneProcess, model, None)
-    assert all(torch.equal(a, b) for a, b in zip(model.parameters(), build().parameters(), strict=True))
+    assert all(
+        torch.equal(a, b) for a, b in zip(model.parameters(), build().parameters(), strict=True)
+    )
 
 
 def test_a_head_of_another_size_is_replaced_and_named(file, capsys):
     model, fresh = build(classes=9), build(classes=9)
     weights.initialize(OneProcess, model, str(file))
     assert (model[0].weight == 7).all() and (model[0].bias == 7).all()
-    assert torch.equal(model[2].weight, fresh[2].weight) and torch.equal(model[2].bias, fresh[2].bias)
+    assert torch.equal(model[2].weight, fresh[2].weight) and torch.equal(
+        model[2].bias, fresh[2].bias
+    )
     printed = capsys.readouterr().out
     assert "2 of 4 tensors" in printed and "keeps its initial weights: 2.weight, 2.bias" in printed
 
@@ -69,7 +75,9 @@ def test_another_model_is_refused(change, says, file):
     model = build()
     with pytest.raises(UserError, match=says):
         weights.initialize(OneProcess, model, str(file))
-    assert all(torch.equal(a, b) for a, b in zip(model.parameters(), build().parameters(), strict=True))
+    assert all(
+        torch.equal(a, b) for a, b in zip(model.parameters(), build().parameters(), strict=True)
+    )
 
 
 @pytest.fixture(scope="module")
@@ -83,10 +91,15 @@ def trained(tmp_path_factory):
 @pytest.mark.parametrize("config", ["cpu", "2cpu"])
 def test_a_run_starts_with_the_weights_and_nothing_else(place, config, trained, tmp_path):
     run(config, MINIMAL, f"{STILL} --init_from {trained / place}", output_dir=tmp_path / "run")
-    loaded, expected = (load_file(folder / "model.safetensors") for folder in (tmp_path / "run", trained))
+    loaded, expected = (
+        load_file(folder / "model.safetensors") for folder in (tmp_path / "run", trained)
+    )
     # With a learning rate of 0, AdamW does not change them; so every process had the same weights.
     assert all(torch.equal(loaded[name], expected[name]) for name in expected)
-    assert results(tmp_path / "run")["resumed_from"] == 0 and results(tmp_path / "run")["global_step"] == 1
+    assert (
+        results(tmp_path / "run")["resumed_from"] == 0
+        and results(tmp_path / "run")["global_step"] == 1
+    )
     recorded = json.loads((tmp_path / "run" / "args.json").read_text())["arguments"]["init_from"]
     assert recorded == str((trained / place).resolve())
 
@@ -98,7 +111,10 @@ def test_a_run_that_started_from_weights_resumes_exactly(reference, tmp_path):
     start = f"{SMALL} --seed 1 --init_from {weights}"
     run("cpu", CIFAR, start, output_dir=tmp_path / "whole")
     # It starts from the loss at which the other run ended, not from that of random weights.
-    assert metrics(tmp_path / "whole", "train")[0]["loss"] < metrics(reference("cpu").folder, "train")[0]["loss"]
+    assert (
+        metrics(tmp_path / "whole", "train")[0]["loss"]
+        < metrics(reference("cpu").folder, "train")[0]["loss"]
+    )
     started = Started("cpu", CIFAR, start, output_dir=tmp_path / "killed")
     started.wait_for("step  5/14")
     started.kill_all()

@@ -48,7 +48,9 @@ WAYS = ("python", "torchrun", "accelerate without a file", "accelerate config", 
 
 
 @pytest.mark.parametrize("way", WAYS)
-@pytest.mark.parametrize("script", [pytest.param(s, marks=[pytest.mark.slow] * (s != "train_minimal")) for s in TRAINING])
+@pytest.mark.parametrize(
+    "script", [pytest.param(s, marks=[pytest.mark.slow] * (s != "train_minimal")) for s in TRAINING]
+)
 def test_a_way_to_start_a_script(script, way, tmp_path):
     start(way, script, tmp_path / "run", tmp_path)
     assert results(tmp_path / "run")["global_step"] == 3

@@ -8,6 +8,7 @@ import json
 import os
 import platform
 import resource
+import subprocess
 import weakref
 from pathlib import Path
 from types import SimpleNamespace
@@ -17,31 +18,37 @@ import torch
 from accelerate.state import AcceleratorState
 from conftest import ROOT
 
-from utils import checkpoint, exits, gpu_peaks, guard, topology
-from utils.arguments import Parser, number
-from utils.augment import augment, normalize, random_uint32
-from utils.exits import UserError
-from utils.image_data import BatchedImages, synthetic_images
-from utils.run_folder import RunFolder, moved
+from utils.data import loaders
+from utils.data.arrays import ArrayBatches, synthetic_arrays
+from utils.data.augment import augment, normalize, random_uint32
+from utils.run import checkpoint, ddp, failures, guard, launch, metrics, process, record
+from utils.run.arguments import Parser, number
+from utils.run.claim import claim
+from utils.run.failures import UserError
+from utils.run.folder import RunFolder
+from utils.run.metrics import Metrics
+from utils.run.record import moved
 
 
 @pytest.fixture(scope="module")
 def data():
-    return synthetic_images(0)
+    return synthetic_arrays(0).splits
 
 
 def test_augmentation_depends_on_the_sample_not_on_its_batch(data):
-    images, ids = data.train.images[:64], torch.arange(64)
+    images, ids = data["train"].images[:64], torch.arange(64)
     whole, keep = augment(images, ids, epoch=3, seed=1, padding=2, cutout=8)
     order = torch.randperm(64)
-    shuffled, shuffled_keep = augment(images[order], ids[order], epoch=3, seed=1, padding=2, cutout=8)
+    shuffled, shuffled_keep = augment(
+        images[order], ids[order], epoch=3, seed=1, padding=2, cutout=8
+    )
     assert torch.equal(whole[order], shuffled) and torch.equal(keep[order], shuffled_keep)
     other_epoch, _ = augment(images, ids, epoch=4, seed=1, padding=2, cutout=8)
     assert not torch.equal(whole, other_epoch)
 
 
 def test_augmentation_is_a_crop_with_reflected_border_and_random_mirroring(data):
-    images = data.train.images[:200]
+    images = data["train"].images[:200]
     shifted, _ = augment(images, torch.arange(200), epoch=0, seed=0, padding=2)
     padded = torch.nn.functional.pad(images.float(), (2, 2, 2, 2), mode="reflect").to(torch.uint8)
     seen = set()
@@ -59,7 +66,7 @@ def test_augmentation_is_a_crop_with_reflected_border_and_random_mirroring(data)
 
 
 def test_mirroring_alternates_between_epochs(data):
-    images, ids = data.train.images[:100], torch.arange(100)
+    images, ids = data["train"].images[:100], torch.arange(100)
     first, second = (augment(images, ids, epoch, seed=0, padding=0)[0] for epoch in (0, 1))
     assert torch.equal(first, second.flip(-1)) and 25 < sum(map(torch.equal, first, images)) < 75
 
@@ -68,7 +75,8 @@ def test_cutout_masks_a_square():
     images = torch.full((300, 3, 32, 32), 200, dtype=torch.uint8)
     shifted, keep = augment(images, torch.arange(300), epoch=0, seed=0, padding=0, cutout=8)
     blanked = (keep == 0).sum((1, 2, 3))
-    assert blanked.max() == 64 and blanked.min() >= 16  # complete squares in the interior, partial ones at the border
+    # Complete squares in the interior, partial ones at the border.
+    assert blanked.max() == 64 and blanked.min() >= 16
     mean, std = torch.tensor([100.0] * 3), torch.tensor([50.0] * 3)
     normal = normalize(shifted, mean, std, keep)
     assert normal.is_contiguous(memory_format=torch.channels_last)
@@ -76,48 +84,64 @@ def test_cutout_masks_a_square():
 
 
 def test_random_numbers_are_uniform_and_independent():
-    draws = torch.stack([random_uint32(7, 1, torch.arange(100_000), stream) for stream in range(3)]).double() / 2**32
-    assert draws.mean(1).sub(0.5).abs().max() < 0.005 and draws.var(1).sub(1 / 12).abs().max() < 0.002
+    draws = (
+        torch.stack(
+            [random_uint32(7, 1, torch.arange(100_000), stream) for stream in range(3)]
+        ).double()
+        / 2**32
+    )
+    assert (
+        draws.mean(1).sub(0.5).abs().max() < 0.005 and draws.var(1).sub(1 / 12).abs().max() < 0.002
+    )
     assert torch.corrcoef(draws).fill_diagonal_(0).abs().max() < 0.015
     assert torch.corrcoef(torch.stack([draws[0][1:], draws[0][:-1]]))[0, 1].abs() < 0.015
 
 
 def test_batches_by_index(data):
-    batch = BatchedImages(data.train).__getitems__([5, 3, 5])
-    assert torch.equal(batch["images"], data.train.images[[5, 3, 5]]) and batch["ids"].tolist() == [5, 3, 5]
+    batch = ArrayBatches(data["train"]).__getitems__([5, 3, 5])
+    assert torch.equal(batch["images"], data["train"].images[[5, 3, 5]])
+    assert batch["ids"].tolist() == [5, 3, 5]
 
 
 def test_synthetic_data_is_quick_repeatable_and_disjoint(data):
-    again = synthetic_images(0)
-    assert torch.equal(again.train.images, data.train.images) and torch.equal(again.test.labels, data.test.labels)
-    assert not torch.equal(synthetic_images(1).train.images, data.train.images)
-    train = {image.numpy().tobytes() for image in data.train.images}
-    assert not any(image.numpy().tobytes() in train for image in data.test.images)
+    again = synthetic_arrays(0).splits
+    assert torch.equal(again["train"].images, data["train"].images)
+    assert torch.equal(again["test"].labels, data["test"].labels)
+    assert not torch.equal(synthetic_arrays(1).splits["train"].images, data["train"].images)
+    train = {image.numpy().tobytes() for image in data["train"].images}
+    assert not any(image.numpy().tobytes() in train for image in data["test"].images)
 
 
 def test_a_linear_model_cannot_learn_the_synthetic_data(data):
     """Ridge regression on all pixels stays far below the 95 % of the default model."""
-    x, y = data.train.images.flatten(1).double() / 255, torch.nn.functional.one_hot(data.train.labels).double()
-    x = torch.cat([x, torch.ones(len(x), 1)], 1)
+
+    def pixels(split):
+        pixels = split.images.flatten(1).double() / 255
+        return torch.cat([pixels, torch.ones(len(split), 1)], 1)
+
+    x = pixels(data["train"])
+    y = torch.nn.functional.one_hot(data["train"].labels).double()
     weights = torch.linalg.solve(x.T @ x + 10 * torch.eye(x.shape[1]), x.T @ y)
-    test = torch.cat([data.test.images.flatten(1).double() / 255, torch.ones(len(data.test.labels), 1)], 1)
-    assert ((test @ weights).argmax(1) == data.test.labels).double().mean() < 0.7
+    predictions = (pixels(data["test"]) @ weights).argmax(1)
+    assert (predictions == data["test"].labels).double().mean() < 0.7
 
 
 @pytest.mark.parametrize(
-    ("gpus", "processes", "fits"), [(2, 4, "use 2gpu.yaml"), (1, 8, "use 1gpu.yaml"), (3, 4, "use 2gpu.yaml"), (4, 4, None)]
+    ("gpus", "processes", "fits"),
+    [(2, 4, "use 2gpu.yaml"), (1, 8, "use 1gpu.yaml"), (3, 4, "use 2gpu.yaml"), (4, 4, None)],
 )
 def test_too_few_gpus_is_a_one_line_error(gpus, processes, fits, monkeypatch):
     monkeypatch.setenv("LOCAL_WORLD_SIZE", str(processes))
     monkeypatch.setattr(torch.cuda, "device_count", lambda: gpus)
-    monkeypatch.setattr(topology, "_config_path", lambda: "accelerate_configs/4gpu.yaml")
+    monkeypatch.setattr(launch, "_launcher_option", lambda name: "accelerate_configs/4gpu.yaml")
     if fits is None:
-        assert topology.check_launch() is False
+        assert launch.check() is False
     else:
         with pytest.raises(
-            UserError, match=f"4gpu.yaml starts {processes} processes on this machine, which has {gpus} GPU"
+            UserError,
+            match=f"4gpu.yaml starts {processes} processes on this machine, which has {gpus} GPU",
         ) as error:
-            topology.check_launch()
+            launch.check()
         assert fits in str(error.value)
 
 
@@ -125,15 +149,17 @@ def test_a_cpu_configuration_leaves_the_gpus_alone(monkeypatch):
     """Accelerate's launcher does not pass `use_cpu` on when it starts several processes."""
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 8)
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
-    monkeypatch.setattr(topology, "_config_path", lambda: str(ROOT / "accelerate_configs" / "2cpu.yaml"))
-    assert topology.check_launch() is True
+    monkeypatch.setattr(
+        launch, "_launcher_option", lambda name: str(ROOT / "accelerate_configs" / "2cpu.yaml")
+    )
+    assert launch.check() is True
 
 
 def test_fp16_on_a_cpu_is_refused(monkeypatch):
     monkeypatch.setenv("ACCELERATE_USE_CPU", "true")
     monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", "fp16")
     with pytest.raises(UserError, match="float32"):
-        topology.check_launch()
+        launch.check()
 
 
 HYBRID = {
@@ -148,41 +174,76 @@ HYBRID = {
     [
         ({"FSDP_VERSION": "2"}, False, 4, "does not support"),
         ({"FSDP_VERSION": "1"}, True, 4, "set fsdp_version: 2"),
-        ({"FSDP_VERSION": "2", "FSDP_OFFLOAD_PARAMS": "true"}, True, 0, "set fsdp_offload_params: false"),
-        ({"FSDP_VERSION": "2", "ACCELERATE_MIXED_PRECISION": "fp16", "ACCELERATE_USE_CPU": "true"}, True, 0, "use bf16 or no"),
+        (
+            {"FSDP_VERSION": "2", "FSDP_OFFLOAD_PARAMS": "true"},
+            True,
+            0,
+            "set fsdp_offload_params: false",
+        ),
+        (
+            {
+                "FSDP_VERSION": "2",
+                "ACCELERATE_MIXED_PRECISION": "fp16",
+                "ACCELERATE_USE_CPU": "true",
+            },
+            True,
+            0,
+            "use bf16 or no",
+        ),
+        (
+            {"FSDP_VERSION": "2", "ACCELERATE_MIXED_PRECISION": "fp16"},
+            True,
+            4,
+            "in fp16, which is not supported: use bf16",
+        ),
         ({"FSDP_VERSION": "2", "FSDP_OFFLOAD_PARAMS": "true"}, True, 4, None),
         ({"FSDP_VERSION": "2", **HYBRID, "WORLD_SIZE": "4"}, True, 4, None),
         ({"FSDP_VERSION": "2", **HYBRID, "WORLD_SIZE": "8"}, True, 4, "does not fit 8 processes"),
-        ({"FSDP_VERSION": "2", **HYBRID, "WORLD_SIZE": "2", "PARALLELISM_CONFIG_DP_SHARD_SIZE": "1"}, True, 2, "in 1 parts"),
+        (
+            {
+                "FSDP_VERSION": "2",
+                **HYBRID,
+                "WORLD_SIZE": "2",
+                "PARALLELISM_CONFIG_DP_SHARD_SIZE": "1",
+            },
+            True,
+            2,
+            "in 1 parts",
+        ),
     ],
 )
-def test_a_kind_of_sharding_that_is_not_supported_is_refused(environment, shards, gpus, says, monkeypatch):
+def test_a_kind_of_sharding_that_is_not_supported_is_refused(
+    environment, shards, gpus, says, monkeypatch
+):
     for name, value in {"ACCELERATE_USE_FSDP": "true", **environment}.items():
         monkeypatch.setenv(name, value)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: gpus)
-    monkeypatch.setattr(AcceleratorState, "__init__", AcceleratorState.__init__)  # restored afterwards
+    # Restored afterwards.
+    monkeypatch.setattr(AcceleratorState, "__init__", AcceleratorState.__init__)
     if says is None:
-        assert topology.check_launch(shards=shards) is False
+        assert launch.check(shards=shards) is False
     else:
         with pytest.raises(UserError, match=says):
-            topology.check_launch(shards=shards)
+            launch.check(shards=shards)
 
 
 def test_an_accelerate_that_cannot_be_made_to_shard_on_a_cpu_is_refused(monkeypatch):
-    """Before `Accelerator(...)`, where the place of the decision has gone; after it, where it had no effect."""
+    """Before `Accelerator(...)`, where the place of the decision has gone; after it, where it had
+    no effect.
+    """
     monkeypatch.setenv("ACCELERATE_USE_FSDP", "true")
     monkeypatch.setenv("FSDP_VERSION", "2")
     monkeypatch.setattr(AcceleratorState, "__init__", lambda self, **plugins: None)
     with pytest.raises(UserError, match=r"accelerate \S+ cannot be made to shard"):
-        topology.check_launch(shards=True)
+        launch.check(shards=True)
     accelerator = SimpleNamespace(num_processes=1, is_fsdp2=False, device=torch.device("cpu"))
     with pytest.raises(UserError, match=r"accelerate \S+ would not shard"):
-        topology.print_banner(accelerator, 8)
+        launch.print_banner(accelerator, 8)
 
 
 @pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="a setting of glibc")
 def test_a_step_on_the_cpu_reuses_the_memory_of_the_step_before():
-    topology.keep_freed_memory()
+    launch.keep_freed_memory()
     faults = []
     for _ in range(8):
         before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
@@ -194,18 +255,30 @@ def test_a_step_on_the_cpu_reuses_the_memory_of_the_step_before():
 
 def test_a_batch_that_does_not_divide_names_sizes_that_do():
     accelerator = SimpleNamespace(num_processes=4)
-    assert topology.split_batch(accelerator, 96, 3) == 8
+    assert launch.split_batch(accelerator, 96, 3) == 8
     with pytest.raises(UserError, match="use 96 or 108"):
-        topology.split_batch(accelerator, 100, 3)
+        launch.split_batch(accelerator, 100, 3)
 
 
 @pytest.mark.parametrize(
     ("samples", "processes", "batch"),
-    [(10_000, 1, 250), (10_000, 4, 1000), (10_000, 3, 717), (101, 4, 104), (251, 1, 126), (1, 8, 8)],
+    [
+        (10_000, 1, 250),
+        (10_000, 4, 1000),
+        (10_000, 3, 717),
+        (101, 4, 104),
+        (251, 1, 126),
+        (1, 8, 8),
+    ],
 )
 def test_an_evaluation_has_even_batches(samples, processes, batch):
-    """Accelerate repeats samples to fill up the last batch: with four processes, 101 images become 104 instead of 1000."""
-    assert topology.evaluation_batch(SimpleNamespace(num_processes=processes), samples, 250) == batch
+    """Accelerate repeats samples to fill up the last batch: with four processes, 101 images become
+    104 instead of 1000.
+    """
+    assert (
+        loaders.evaluation_batch_size(SimpleNamespace(num_processes=processes), samples, 250)
+        == batch
+    )
 
 
 def test_numbers_are_checked():
@@ -220,25 +293,40 @@ def test_numbers_are_checked():
 
 
 def folder_of(path, **arguments):
-    args = argparse.Namespace(output_dir=str(path), resume="auto", lr=0.1, log_every=1, batch_size=10, **arguments)
+    args = argparse.Namespace(
+        output_dir=str(path), resume="auto", lr=0.1, log_every=1, batch_size=10, **arguments
+    )
     main = dict(is_main_process=True, is_local_main_process=True, process_index=0, num_processes=1)
-    return RunFolder(args, SimpleNamespace(**main, device=torch.device("cpu"), mixed_precision="no"))
+    return RunFolder(
+        args, SimpleNamespace(**main, device=torch.device("cpu"), mixed_precision="no")
+    )
+
+
+def claimed(run):
+    """Claims the folder of a run, as `open` does.
+
+    Returns args.json of the run in the folder, or None.
+    """
+    run._claim = claim(run.path, run.arguments, run._args.resume, run._may_change)
+    return run._claim.earlier
 
 
 def test_metrics_are_cut_back_to_the_checkpoint_and_never_repeated(tmp_path):
     run = folder_of(tmp_path)
-    assert run.claim() is None
+    assert claimed(run) is None
     run.start()
     for step in (1, 2, 3):
-        run.write("train", step, loss=1.0 / step)
+        run.metrics.write("train", step, loss=1.0 / step)
     with (tmp_path / "metrics.jsonl").open("a") as file:
         file.write('{"split": "train", "st')  # killed while writing
     again = folder_of(tmp_path)
-    again._lock = run._lock  # the same process: locking again would succeed, and closing the file would release the first lock
+    # The same process: locking again would succeed, and closing the file would release the first
+    # lock.
+    again._claim = run._claim
     again.progress = {"step": 2}
     again.start()
-    again.write("train", 2, loss=9.0)
-    again.write("train", 3, loss=0.3)
+    again.metrics.write("train", 2, loss=9.0)
+    again.metrics.write("train", 3, loss=0.3)
     lines = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
     assert [(line["step"], line["loss"]) for line in lines] == [(1, 1.0), (2, 0.5), (3, 0.3)]
 
@@ -249,17 +337,17 @@ def test_a_file_system_without_locks_is_a_warning(number, tmp_path, monkeypatch,
         raise OSError(number, os.strerror(number))
 
     monkeypatch.setattr(fcntl, "lockf", lockf)
-    folder_of(tmp_path).claim()
+    claimed(folder_of(tmp_path))
     assert "has no locks: nothing keeps two jobs from writing" in capsys.readouterr().err
 
 
 def test_other_arguments_are_each_named(tmp_path):
     run = folder_of(tmp_path, model="a", epochs=1)
-    run.claim()
+    claimed(run)
     run.start()
     with pytest.raises(UserError, match=r"--epochs 2 \(was 1\), --model b \(was a\)"):
-        folder_of(tmp_path, model="b", epochs=2).claim()
-    folder_of(tmp_path, model="a", epochs=1, timeout=3).claim()
+        claimed(folder_of(tmp_path, model="b", epochs=2))
+    claimed(folder_of(tmp_path, model="a", epochs=1, timeout=3))
 
 
 def test_a_checkpoint_has_its_name_only_when_all_files_are_synced(tmp_path, monkeypatch):
@@ -282,19 +370,27 @@ def test_a_checkpoint_has_its_name_only_when_all_files_are_synced(tmp_path, monk
 
     monkeypatch.setattr(os, "fsync", fsync)
     monkeypatch.setattr(os, "rename", rename)
-    alone = SimpleNamespace(num_processes=1, process_index=0, is_main_process=True, is_local_main_process=True)
+    alone = SimpleNamespace(
+        num_processes=1, process_index=0, is_main_process=True, is_local_main_process=True
+    )
     assert checkpoint.finish(alone, writing, None, {"progress": {"step": 3}}, keep=2)
     assert synced == [str(tmp_path)]
-    assert checkpoint.verify(target)["files"].keys() == {"model.safetensors", "optimizer.bin", "shards/0.distcp"}
+    assert checkpoint.verify(target)["files"].keys() == {
+        "model.safetensors",
+        "optimizer.bin",
+        "shards/0.distcp",
+    }
 
 
 def test_the_metrics_before_a_checkpoint_are_synced_with_it(tmp_path, monkeypatch):
     """A run that continues from a checkpoint does not write the lines before it again."""
     run, synced = folder_of(tmp_path, keep_checkpoints=2), []
-    run.claim()
+    claimed(run)
     run.start()
-    run.write("train", 1, loss=0.5)
-    monkeypatch.setattr(os, "fsync", lambda descriptor: synced.append(os.readlink(f"/proc/self/fd/{descriptor}")))
+    run.metrics.write("train", 1, loss=0.5)
+    monkeypatch.setattr(
+        os, "fsync", lambda descriptor: synced.append(os.readlink(f"/proc/self/fd/{descriptor}"))
+    )
     with run.checkpoint(1) as folder:
         assert synced == [str(tmp_path / "metrics.jsonl")]
         (Path(folder) / "model.safetensors").write_bytes(b"weights")
@@ -306,49 +402,67 @@ def test_the_newest_checkpoints_and_the_best_are_kept(tmp_path):
     for step, score in scores.items():
         folder = tmp_path / f"step_{step:08d}"
         folder.mkdir()
-        (folder / checkpoint.MANIFEST).write_text(json.dumps({"progress": {"step": step, "score": score}}))
+        (folder / checkpoint.MANIFEST).write_text(
+            json.dumps({"progress": {"step": step, "score": score}})
+        )
     checkpoint._prune(tmp_path, 2, tmp_path / "step_00000050")
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["step_00000020", "step_00000040", "step_00000050"]
+    assert sorted(path.name for path in tmp_path.iterdir()) == [
+        "step_00000020",
+        "step_00000040",
+        "step_00000050",
+    ]
 
 
 def test_a_moved_project_continues(tmp_path):
     assert moved("/no/such/place/cifar10", str(tmp_path / "cifar10"))
     assert not moved("/no/such/place/cifar10", str(tmp_path / "cifar100"))
-    assert not moved(str(tmp_path), f"/elsewhere/{tmp_path.name}")  # both exist, so the data was not moved
+    # Both exist, so the data was not moved.
+    assert not moved(str(tmp_path), f"/elsewhere/{tmp_path.name}")
     assert not moved("uoft-cs/cifar10", str(tmp_path / "cifar10"))
 
 
-def test_a_save_longer_than_the_grace_period_is_said_at_the_next_start(tmp_path, monkeypatch, capsys):
+def test_a_save_longer_than_the_grace_period_is_said_at_the_next_start(
+    tmp_path, monkeypatch, capsys
+):
     """Torchelastic kills its processes 30 s after SIGTERM, unless told otherwise."""
     for launcher, grace, says in ((None, None, ""), ("job", None, "45 s"), ("job", "60", "")):
-        for name, value in (("TORCHELASTIC_RUN_ID", launcher), ("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", grace)):
+        for name, value in (
+            ("TORCHELASTIC_RUN_ID", launcher),
+            ("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", grace),
+        ):
             monkeypatch.setenv(name, value) if value else monkeypatch.delenv(name, raising=False)
         run = folder_of(tmp_path)
         line = {"split": "checkpoint", "step": 3, "seconds": 45.0, "written": True}
         (tmp_path / "metrics.jsonl").write_text(json.dumps(line) + "\n")
-        run._open_metrics(3)
+        run.metrics = Metrics(tmp_path, run._accelerator, None, 10, {}, 3)
         run._warn_of_short_grace()
         printed = capsys.readouterr().out
-        assert says in printed and ("export TORCH_ELASTIC_SHUTDOWN_TIMEOUT=90" in printed) == bool(says)
+        assert says in printed and ("export TORCH_ELASTIC_SHUTDOWN_TIMEOUT=90" in printed) == bool(
+            says
+        )
 
 
-@pytest.mark.parametrize(("device", "kind"), [("cuda", torch.nn.SyncBatchNorm), ("cpu", torch.nn.BatchNorm2d)])
+@pytest.mark.parametrize(
+    ("device", "kind"), [("cuda", torch.nn.SyncBatchNorm), ("cpu", torch.nn.BatchNorm2d)]
+)
 def test_batch_norm_over_all_processes_keeps_the_parameters(device, kind, capsys):
     model = torch.nn.Sequential(torch.nn.Conv2d(3, 4, 1), torch.nn.BatchNorm2d(4))
     model[1].weight.requires_grad_(False)
     before = list(model.parameters())
     two = SimpleNamespace(num_processes=2, is_main_process=True, device=torch.device(device))
-    model = topology.sync_batch_norm(two, model, 250, wanted=True)
+    model = ddp.sync_batch_norm(two, model, 250, wanted=True)
     assert type(model[1]) is kind and not model[1].weight.requires_grad
     assert all(a is b for a, b in zip(before, model.parameters(), strict=True))
     assert ("needs GPUs" in capsys.readouterr().err) == (device == "cpu")
 
 
 def test_ddp_broadcasts_the_statistics_of_batch_norm_only_for_evaluation():
-    torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
+    torch.distributed.init_process_group(
+        "gloo", store=torch.distributed.HashStore(), rank=0, world_size=1
+    )
     try:
         model = torch.nn.parallel.DistributedDataParallel(torch.nn.BatchNorm1d(2))
-        topology.set_up_ddp(SimpleNamespace(num_processes=2), model, torch.ones(4, 2))
+        ddp.warm_up(None, model, lambda: model(torch.ones(4, 2)).sum())
         for training in (True, False, True):
             model.train(training)(torch.ones(4, 2))
             assert model.will_sync_module_buffers() == (not training)
@@ -359,7 +473,7 @@ def test_ddp_broadcasts_the_statistics_of_batch_norm_only_for_evaluation():
         layers = torch.nn.Sequential(torch.nn.BatchNorm1d(2))
         layers.register_buffer("may_be_read_in_training", torch.ones(2))
         model = torch.nn.parallel.DistributedDataParallel(layers)
-        topology.set_up_ddp(SimpleNamespace(num_processes=2), model, torch.ones(4, 2))
+        ddp.warm_up(None, model, lambda: model(torch.ones(4, 2)).sum())
         model(torch.ones(4, 2))
         assert model.will_sync_module_buffers()
     finally:
@@ -367,24 +481,24 @@ def test_ddp_broadcasts_the_statistics_of_batch_norm_only_for_evaluation():
 
 
 def test_garbage_is_collected_again_after_the_imports(monkeypatch):
-    monkeypatch.setattr(exits.signal, "signal", lambda *_: None)
-    monkeypatch.setattr(exits, "_installed", False)
+    monkeypatch.setattr(process.signal, "signal", lambda *_: None)
+    monkeypatch.setattr(process, "_handles_signals", False)
     monkeypatch.delenv("ACCELERATE_MIXED_PRECISION", raising=False)
-    exits.install()
+    process.handle_signals()
     seen = [gc.isenabled()]
-    exits.run(lambda: seen.append(gc.isenabled()))
+    process.run(lambda: seen.append(gc.isenabled()))
     assert seen == [False, True]
 
 
 @pytest.mark.parametrize("installed", [True, False])  # False: in a notebook
 def test_training_starts_without_garbage(installed, monkeypatch):
-    monkeypatch.setattr(exits, "_in_training", False)
-    monkeypatch.setattr(exits, "_installed", installed)
+    monkeypatch.setattr(process, "_in_training", False)
+    monkeypatch.setattr(process, "_handles_signals", installed)
     cycle = argparse.Namespace()
     cycle.itself, seen = cycle, weakref.ref(cycle)
     del cycle
     gc.unfreeze()
-    exits.training_starts()
+    process.training_starts()
     frozen = gc.get_freeze_count()
     gc.unfreeze()
     assert (frozen > 1000) == installed and (seen() is None or not installed)
@@ -392,29 +506,42 @@ def test_training_starts_without_garbage(installed, monkeypatch):
 
 def test_few_samples_for_batch_norm_are_said(capsys):
     one = SimpleNamespace(num_processes=1, is_main_process=True, device=torch.device("cpu"))
-    for samples, layer in ((31, torch.nn.BatchNorm1d(2)), (32, torch.nn.BatchNorm1d(2)), (31, torch.nn.LayerNorm(2))):
-        topology.sync_batch_norm(one, layer, samples, wanted=False)
+    for samples, layer in (
+        (31, torch.nn.BatchNorm1d(2)),
+        (32, torch.nn.BatchNorm1d(2)),
+        (31, torch.nn.LayerNorm(2)),
+    ):
+        ddp.sync_batch_norm(one, layer, samples, wanted=False)
         said = "31 samples" in capsys.readouterr().err
         assert said == (samples == 31 and isinstance(layer, torch.nn.BatchNorm1d))
 
 
 @pytest.mark.parametrize(
     ("resolved", "exported", "expected"),
-    [("127.0.1.1", None, "eth7"), ("192.0.2.5", None, None), (None, None, "eth7"), ("127.0.1.1", "ib0", "ib0")],
+    [
+        ("127.0.1.1", None, "eth7"),
+        ("192.0.2.5", None, None),
+        (None, None, "eth7"),
+        ("127.0.1.1", "ib0", "ib0"),
+    ],
 )
 def test_gloo_does_not_listen_on_a_loopback_address(resolved, exported, expected, monkeypatch):
-    """It listens on the address of the host name, and would tell other machines to connect to 127.0.1.1."""
+    """It listens on the address of the host name, and would tell other machines to connect to
+    127.0.1.1.
+    """
 
     def resolve(_):
         if resolved is None:
             raise OSError("no such host")
         return resolved
 
-    monkeypatch.setattr(topology.socket, "gethostbyname", resolve)
-    monkeypatch.setattr(topology, "interface_to", lambda host: "eth7")
-    environment = {"GROUP_WORLD_SIZE": "2", "MASTER_ADDR": "10.77.0.1"} | ({"GLOO_SOCKET_IFNAME": exported} if exported else {})
-    monkeypatch.setattr(topology.os, "environ", environment)
-    topology.set_gloo_interface()
+    monkeypatch.setattr(launch.socket, "gethostbyname", resolve)
+    monkeypatch.setattr(launch, "interface_to", lambda host: "eth7")
+    environment = {"GROUP_WORLD_SIZE": "2", "MASTER_ADDR": "10.77.0.1"} | (
+        {"GLOO_SOCKET_IFNAME": exported} if exported else {}
+    )
+    monkeypatch.setattr(launch.os, "environ", environment)
+    launch.set_gloo_interface()
     assert environment.get("GLOO_SOCKET_IFNAME") == expected
 
 
@@ -429,11 +556,12 @@ class Event:
 
 
 def test_the_guard_polls_a_gpu_for_a_loss_until_a_timeout(monkeypatch):
-    monkeypatch.setattr(exits, "_in_training", False)
+    monkeypatch.setattr(process, "_in_training", False)
     events = [Event([False, False, True]), Event([False] * 10_000)]
     monkeypatch.setattr(guard, "_to_host", lambda values: (values, events[int(values[0])]))
     watched = guard.Guard(SimpleNamespace(num_processes=1, scaler=None), timeout=600)
-    assert not watched.should_stop(1, [torch.tensor(0.0)], []) and len(events[0].answers) == 3  # only reads the previous loss
+    # Only reads the previous loss.
+    assert not watched.should_stop(1, [torch.tensor(0.0)], []) and len(events[0].answers) == 3
     assert not watched.should_stop(2, [torch.tensor(1.0)], []) and not events[0].answers
     watched._patience = 0.01
     with pytest.raises(TimeoutError, match="step 2"):
@@ -457,12 +585,53 @@ def test_the_guard_polls_a_gpu_for_a_loss_until_a_timeout(monkeypatch):
     ],
 )
 def test_peaks_are_of_exactly_that_gpu(name, peak):
-    assert gpu_peaks.known_tflops(name) == peak
+    assert record.known_tflops(name) == peak
 
 
 def test_an_nccl_error_says_what_happened_instead_of_where():
     text = "NCCL error in: /src/NCCLUtils.cpp:93, invalid usage\nLast error:\nDuplicate GPU detected : rank 0 and rank 1\n"
-    assert exits._known_failure(RuntimeError(text)) == "error: rank 0: NCCL: Duplicate GPU detected : rank 0 and rank 1"
+    error = torch.distributed.DistBackendError(text)
+    assert failures.describe(error) == "rank 0: NCCL: Duplicate GPU detected : rank 0 and rank 1"
+    # Raised elsewhere: its traceback is needed.
+    assert failures.describe(RuntimeError(text)) is None
+
+
+@pytest.mark.parametrize(
+    ("error", "known"),
+    [
+        (
+            RuntimeError(
+                "[/src/gloo/transport/tcp/pair.cc:544] Connection closed by peer [127.0.0.1]:4"
+            ),
+            True,
+        ),
+        (
+            RuntimeError(
+                "[/src/gloo/transport/tcp/unbound_buffer.cc:81] Timed out waiting 10000ms for recv"
+            ),
+            True,
+        ),
+        (torch.distributed.DistNetworkError("The client socket has timed out after 60s"), True),
+        (
+            torch.distributed.DistStoreError("wait timeout after 300000ms, keys: /default_pg/0"),
+            True,
+        ),
+        (failures.LostContact("timed out waiting for the device to finish step 3"), True),
+        (TimeoutError("timed out"), False),  # of an HTTP client, say
+        (ConnectionResetError("Connection reset by peer"), False),  # a tracker's server
+        (subprocess.TimeoutExpired(["git"], 10), False),
+        (RuntimeError("the request timed out"), False),
+        (RuntimeError("NCCL is not installed"), False),
+    ],
+    ids=str,
+)
+def test_lost_contact_is_decided_by_the_type_of_the_error(error, known, monkeypatch):
+    monkeypatch.setenv("RANK", "1")
+    line = failures.describe(error)
+    assert (line or "").startswith("rank 1 lost contact with another process, ") == known
+    assert known or line is None  # its traceback is printed
+    monkeypatch.delenv("RANK")
+    assert failures.describe(error) is None  # a script on its own has no other process
 
 
 def test_a_loader_worker_that_dies_while_sending_a_batch_is_named():
@@ -472,5 +641,46 @@ def test_a_loader_worker_that_dies_while_sending_a_batch_is_named():
     for load, known in ((namespace["load"], True), (lambda: next(iter(())), False)):
         with pytest.raises((EOFError, StopIteration)) as caught:
             load()
-        line = exits._known_failure(caught.value)
-        assert (line == "error: rank 0: a data loader worker died while sending a batch (EOFError)") == known
+        line = failures.describe(caught.value)
+        assert (
+            line == "rank 0: a data loader worker died while sending a batch (EOFError)"
+        ) == known
+
+
+@pytest.mark.parametrize("processes", [1, 2, 3])
+def test_the_warm_up_of_ddp_changes_nothing_on_any_number_of_processes(processes):
+    """It calls the loss twice, wherever it runs, so that a mistake in it shows on one process too."""
+    model = torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.BatchNorm1d(2))
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    calls = []
+
+    def compute_loss():
+        calls.append(1)
+        return model(torch.randn(4, 2)).square().sum()
+
+    ddp.warm_up(SimpleNamespace(num_processes=processes), model, compute_loss)
+    assert len(calls) == 2 and all(weight.grad is None for weight in model.parameters())
+    assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
+    with pytest.raises(TypeError):  # a loss that is none
+        ddp.warm_up(SimpleNamespace(num_processes=processes), model, lambda: {"loss": 1}["loss"] + "")
+
+
+def test_a_full_disk_is_told_by_its_error_number():
+    class SafetensorError(Exception):
+        pass
+
+    full = OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+    in_safetensors = SafetensorError("I/O error: No space left on device (os error 28)")
+    for error in (full, in_safetensors):
+        assert "the disk is full: free some space" in failures.describe(error)
+    for error in (RuntimeError("(os error 28)"), OSError(errno.EACCES, "No space left on device")):
+        assert failures.describe(error) is None
+
+
+def test_a_slow_step_shows_its_seconds():
+    assert metrics.speed(1_234.5, 0.1) == "1,234 samples/s"
+    assert metrics.speed(2.5, 0.4) == "2.5 samples/s"
+    assert metrics.speed(0.04, 50.0) == "50.0 s/step"
+    figures = dict(step=1, epoch=0.5, loss=1.0, lr=0.1, samples_per_second=0.04, step_seconds=50.0)
+    figures |= dict(data_share=0.0, memory_bytes=0, seconds_left=0)
+    assert "  50.0 s/step  " in metrics.train_line(figures, 2)

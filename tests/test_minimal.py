@@ -17,7 +17,10 @@ def test_help_is_printed_once():
 def uninterrupted(tmp_path_factory):
     """configuration -> output and folder of an uninterrupted run."""
     folders = {config: tmp_path_factory.mktemp("minimal") / config for config in ("cpu", "2cpu")}
-    return {config: (run(config, MINIMAL, ARGUMENTS, output_dir=folder), folder) for config, folder in folders.items()}
+    return {
+        config: (run(config, MINIMAL, ARGUMENTS, output_dir=folder), folder)
+        for config, folder in folders.items()
+    }
 
 
 def test_learns_and_says_so_once(uninterrupted):
@@ -35,7 +38,8 @@ def test_validates_every_held_out_point_once(uninterrupted):
         lines = metrics(folder, "val")
         assert [line["step"] for line in lines] == list(range(30, 481, 30))
         for line in lines:
-            # A multiple of 1/997. 997 is prime: with a repeated or missing point the accuracy would not be such a fraction.
+            # A multiple of 1/997. 997 is prime: with a repeated or missing point the accuracy would
+            # not be such a fraction.
             assert line["accuracy"] * 997 == pytest.approx(round(line["accuracy"] * 997), abs=1e-9)
         assert results(folder)["val_accuracy"] == lines[-1]["accuracy"]
 
@@ -77,7 +81,13 @@ def test_killed_and_relaunched_ends_with_the_same_weights(config, uninterrupted,
 
 def faulty(fault, folder):
     """Runs the script with a fault; returns its output."""
-    done = run("2cpu", "tests/wrapped.py", [fault, MINIMAL, *ARGUMENTS.split()], output_dir=folder, check=False)
+    done = run(
+        "2cpu",
+        "tests/wrapped.py",
+        [fault, MINIMAL, *ARGUMENTS.split()],
+        output_dir=folder,
+        check=False,
+    )
     assert done.returncode != 0, done.stdout
     return done.stdout + done.stderr
 
@@ -86,7 +96,8 @@ def test_a_signal_to_one_process_saves_and_stops_both(uninterrupted, tmp_path):
     output = faulty("sigterm_in_step@101:1", tmp_path)
     assert output.count("run the same command again") == 1 and "exitcode  : 75" in output
     run_status = status(tmp_path)
-    assert run_status["state"] == "preempted" and run_status["step"] == 102  # the processes agree one step later
+    # The processes agree one step later.
+    assert run_status["state"] == "preempted" and run_status["step"] == 102
     run("2cpu", MINIMAL, ARGUMENTS, output_dir=tmp_path)
     assert results(tmp_path)["resumed_from"] == 102
     assert final_weights(tmp_path) == final_weights(uninterrupted["2cpu"][1])
@@ -96,18 +107,24 @@ def test_a_signal_to_one_process_saves_and_stops_both(uninterrupted, tmp_path):
 def test_a_non_finite_loss_stops_both(tmp_path):
     output = faulty("nan@64:1", tmp_path)
     assert output.count("error: non-finite loss at step 64;") == 1
-    assert sorted(path.name for path in (tmp_path / "checkpoints").iterdir()) == [f"step_{step:08d}" for step in (30, 60)]
+    assert sorted(path.name for path in (tmp_path / "checkpoints").iterdir()) == [
+        f"step_{step:08d}" for step in (30, 60)
+    ]
 
 
 def test_a_finished_run_stays_as_it_is(uninterrupted):
     _, folder = uninterrupted["cpu"]
     before = {path: path.stat().st_mtime_ns for path in folder.rglob("*") if path.name != ".lock"}
     assert "already finished" in run("cpu", MINIMAL, ARGUMENTS, output_dir=folder).stdout
-    assert before == {path: path.stat().st_mtime_ns for path in folder.rglob("*") if path.name != ".lock"}
+    assert before == {
+        path: path.stat().st_mtime_ns for path in folder.rglob("*") if path.name != ".lock"
+    }
 
 
 def test_a_batch_that_does_not_divide_is_one_line(tmp_path):
     done = run("2cpu", MINIMAL, "--batch_size 101", output_dir=tmp_path, check=False)
-    errors = [line for line in (done.stdout + done.stderr).splitlines() if line.startswith("error:")]
+    errors = [
+        line for line in (done.stdout + done.stderr).splitlines() if line.startswith("error:")
+    ]
     assert len(errors) == 1 and "100 or 102" in errors[0]
     assert not list(tmp_path.iterdir())

@@ -1,4 +1,4 @@
-"""utils/plan.py: which steps are left, and what is due after each step."""
+"""utils/run/plan.py: which steps are left, and what is due after each step."""
 
 import subprocess
 import sys
@@ -7,22 +7,22 @@ from argparse import Namespace
 import pytest
 from conftest import ROOT
 
-from utils.exits import UserError
-from utils.plan import Plan
+from utils.run.failures import UserError
+from utils.run.plan import Plan
 
 
 def walk(plan, start=0):
     """(epoch, step, batches) for every step; batches are numbered within their epoch."""
     seen = []
-    for epoch, todo in plan.epochs(start):
-        batches = range(todo.batches_done, plan.steps_per_epoch * plan.micro_batches)
-        for step, micro_batches in todo.steps(batches):
+    for epoch, remaining in plan.epochs(start):
+        batches = range(remaining.skip, plan.steps_per_epoch * plan.accumulation)
+        for step, micro_batches in remaining.accumulated(batches):
             seen.append((epoch, step, list(micro_batches)))
     return seen
 
 
 def test_every_epoch_has_complete_steps():
-    plan = Plan(total_steps=5, steps_per_epoch=2, micro_batches=3)
+    plan = Plan(total_steps=5, steps_per_epoch=2, accumulation=3)
     assert walk(plan) == [
         (0, 1, [0, 1, 2]),
         (0, 2, [3, 4, 5]),
@@ -34,33 +34,55 @@ def test_every_epoch_has_complete_steps():
 
 @pytest.mark.parametrize("start", range(8))
 def test_continues_at_any_step_with_the_batches_that_are_left(start):
-    plan = Plan(total_steps=7, steps_per_epoch=3, micro_batches=2)
+    plan = Plan(total_steps=7, steps_per_epoch=3, accumulation=2)
     assert walk(plan, start) == walk(plan)[start:]
 
 
 def test_the_loader_may_have_more_batches_than_the_plan_uses():
     plan, loader = Plan(total_steps=2, steps_per_epoch=3), iter(range(10))
-    (_, todo), *others = plan.epochs()
-    assert [list(group) for _, group in todo.steps(loader)] == [[0], [1]] and not others
+    (_, remaining), *others = plan.epochs()
+    assert [list(group) for _, group in remaining.accumulated(loader)] == [[0], [1]] and not others
     assert next(loader) == 2  # nothing was read ahead
 
 
 @pytest.mark.parametrize(("used", "loaded"), [(0, 6), (1, 6), (2, 3)])
 def test_a_step_that_does_not_use_all_micro_batches_is_an_error(used, loaded):
-    ((_, todo),) = Plan(total_steps=2, steps_per_epoch=2, micro_batches=2).epochs()
+    ((_, remaining),) = Plan(total_steps=2, steps_per_epoch=2, accumulation=2).epochs()
     with pytest.raises(RuntimeError, match="of its 2 micro-batches"):
-        for _, group in todo.steps(range(loaded)):
+        for _, group in remaining.accumulated(range(loaded)):
             for _ in range(used):
                 next(group, None)
 
 
 def test_a_loop_may_stop_after_any_step():
-    ((_, todo),) = Plan(total_steps=3, steps_per_epoch=3).epochs()
-    for _step, group in todo.steps(range(3)):
+    ((_, remaining),) = Plan(total_steps=3, steps_per_epoch=3).epochs()
+    for _step, group in remaining.accumulated(range(3)):
         list(group)
         break
     else:
         pytest.fail("no step was taken")
+
+
+def test_a_loop_without_accumulation_gets_a_batch_for_each_step():
+    plan = Plan(total_steps=5, steps_per_epoch=3)
+    seen = [
+        (epoch, step, batch)
+        for epoch, remaining in plan.epochs(start=1)
+        for step, batch in remaining.steps("abc"[remaining.skip :])
+    ]
+    assert seen == [(0, 2, "b"), (0, 3, "c"), (1, 4, "a"), (1, 5, "b")]
+
+
+def test_a_loader_that_ends_early_is_an_error_in_a_loop_without_accumulation():
+    ((_, remaining),) = Plan(total_steps=3, steps_per_epoch=3).epochs()
+    with pytest.raises(RuntimeError, match="no batch for step 3"):
+        list(remaining.steps("ab"))
+
+
+def test_a_loop_without_accumulation_refuses_a_plan_that_accumulates():
+    ((_, remaining),) = Plan(total_steps=2, steps_per_epoch=2, accumulation=2).epochs()
+    with pytest.raises(RuntimeError, match="does not accumulate"):
+        next(remaining.steps("abcd"))
 
 
 def test_what_is_due_when():
@@ -80,17 +102,21 @@ def test_save_every_0_saves_only_at_the_end():
 
 def arguments(**changes):
     values = dict(epochs=3, max_train_steps=None, batch_size=10, gradient_accumulation_steps=2)
-    return Namespace(**(values | dict(log_every=7, eval_every=None, checkpoint_every=None) | changes))
+    return Namespace(
+        **(values | dict(log_every=7, eval_every=None, checkpoint_every=None) | changes)
+    )
 
 
 def test_reads_the_command_line():
     assert Plan.from_args(arguments(), samples=49) == Plan(12, 4, 2, 7, 4, 4)
-    assert Plan.from_args(arguments(max_train_steps=5, eval_every=9, checkpoint_every=0), samples=49) == Plan(5, 4, 2, 7, 9, 0)
+    assert Plan.from_args(
+        arguments(max_train_steps=5, eval_every=9, checkpoint_every=0), samples=49
+    ) == Plan(5, 4, 2, 7, 9, 0)
     assert Plan.from_args(arguments(max_train_steps=50), samples=None) == Plan(50, 50, 2, 7, 50, 50)
     with pytest.raises(UserError, match="--batch_size 10 is more than the 9 training samples"):
         Plan.from_args(arguments(), samples=9)
 
 
 def test_needs_no_torch():
-    code = "import sys; import utils.plan; assert 'torch' not in sys.modules and 'accelerate' not in sys.modules"
+    code = "import sys; import utils.run.plan; assert 'torch' not in sys.modules and 'accelerate' not in sys.modules"
     subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=True)

@@ -6,7 +6,15 @@ from types import SimpleNamespace
 import pytest
 from conftest import run
 
-from scripts.predict_scaling import Link, all_reduce_seconds, buckets, compare, fit_link, sharded_seconds, step_seconds
+from scripts.predict_scaling import (
+    Link,
+    all_reduce_seconds,
+    buckets,
+    compare,
+    fit_link,
+    sharded_seconds,
+    step_seconds,
+)
 
 PREDICT = "scripts/predict_scaling.py"
 
@@ -16,7 +24,8 @@ def test_all_reduce():
     # Two processes: each sends half of the message and receives half of the sum, in two messages.
     assert all_reduce_seconds(2, 1e9, 1e-5, 1e9) == pytest.approx(1 + 2e-5)
     # For a long message the ring is faster, for a short one the tree.
-    assert all_reduce_seconds(1024, 4e9, 1e-6, 1e9) == pytest.approx(2 * 1023 * 1e-6 + 2 * 4 * 1023 / 1024)
+    ring = 2 * 1023 * 1e-6 + 2 * 4 * 1023 / 1024
+    assert all_reduce_seconds(1024, 4e9, 1e-6, 1e9) == pytest.approx(ring)
     assert all_reduce_seconds(1024, 4, 1e-6, 1e9) == pytest.approx(40e-6, rel=0.05)
 
 
@@ -26,7 +35,8 @@ def test_the_fitted_link_predicts_what_it_was_fitted_to(processes):
     rows = []
     for size in (4, 2**30):
         seconds = all_reduce_seconds(processes, size, **link)
-        rows.append({"seconds": seconds, "bus_bandwidth": size / seconds * 2 * (processes - 1) / processes})
+        bandwidth = size / seconds * 2 * (processes - 1) / processes
+        rows.append({"seconds": seconds, "bus_bandwidth": bandwidth})
     assert fit_link(rows, processes) == pytest.approx(tuple(link.values()), rel=0.02)
 
 
@@ -46,15 +56,18 @@ def test_hidden_communication_takes_no_time():
 
 
 def test_a_sharded_step_hides_communication_behind_computation():
-    # Three layers, 1 s forward and 2 s backward each. Fast links: the first gathers and the last reduction show.
+    # Three layers, 1 s forward and 2 s backward each. Over fast links, the first gather of each
+    # pass and the last reduction are not hidden.
     assert sharded_seconds(3, 9.0, gather=0.5, reduce=0.25) == pytest.approx(9 + 2 * 0.5 + 0.25)
-    # Slow ones: forward 2 + 2 * 2 + 1; backward 2 + 2 * (2 + 3) + 2 + 3.
+    # Slow links: forward 2 + 2 * 2 + 1; backward 2 + 2 * (2 + 3) + 2 + 3.
     assert sharded_seconds(3, 9.0, gather=2.0, reduce=3.0) == pytest.approx(7 + 17)
     # The other link is the slowest: forward 1 + 2 * 1 + 1; backward 1 + 2 * 5 + 2 + 1 + 5.
     assert sharded_seconds(3, 9.0, gather=1.0, reduce=1.0, average=5.0) == pytest.approx(4 + 19)
 
 
-MODEL = SimpleNamespace(parameters=10**9, layers=10, step_seconds=1.0, per_machine=8, mixed_precision="bf16")
+MODEL = SimpleNamespace(
+    parameters=10**9, layers=10, step_seconds=1.0, per_machine=8, mixed_precision="bf16"
+)
 
 
 def test_compares_ddp_fsdp_and_hsdp_on_two_machines():
@@ -68,8 +81,9 @@ def test_compares_ddp_fsdp_and_hsdp_on_two_machines():
     assert fsdp["sent_bytes"] == fsdp["network_bytes"] == pytest.approx((2 * 2e9 + 4e9) * 15 / 16)
     assert hsdp["network_bytes"] == pytest.approx(2 * 4e9 / 2)
     assert hsdp["sent_bytes"] == pytest.approx((2 * 2e9 + 4e9) * 7 / 8 + 4e9 / 8)
-    # A layer of 0.2 GB is gathered in 3.75 ms and its gradient of 0.4 GB reduced in 7.5 ms; inside a machine, 8/7 * 8 times as
-    # fast, and its eighth of the gradient is averaged in 8 ms with an eighth of the bandwidth.
+    # A layer of 0.2 GB is gathered in 3.75 ms and its gradient of 0.4 GB reduced in 7.5 ms. Inside
+    # a machine both are 8/7 * 8 times as fast, and the shard of the gradient on each process, an
+    # eighth, is averaged in 8 ms with an eighth of the bandwidth.
     assert fsdp["seconds"] == pytest.approx(1 + 2 * 3.75e-3 + 7.5e-3)
     assert hsdp["seconds"] == pytest.approx(1 + 2 * 0.4375e-3 + 0.875e-3 + 8e-3)
     assert hsdp["efficiency"] == pytest.approx(1 / hsdp["seconds"])
@@ -87,19 +101,23 @@ def test_compares_ddp_and_fsdp_on_one_machine_in_float32():
 
 
 def test_prints_the_comparison_and_what_to_use(tmp_path):
-    model = "--parameters 7e9 --layers 32 --step_seconds 1 --latency 1e-5 --bandwidth 25e9 --inside_latency 1e-6"
-    arguments = f"{model} --inside_bandwidth 300e9 --processes"
+    model = "--parameters 7e9 --layers 32 --step_seconds 1"
+    links = "--latency 1e-5 --bandwidth 25e9 --inside_latency 1e-6 --inside_bandwidth 300e9"
+    arguments = f"{model} {links} --processes"
     done = run(None, PREDICT, f"{arguments} 16", output_dir=tmp_path)
     assert "HSDP is the fastest" in done.stdout and "use FSDP with 2 processes" in done.stdout
     rows = json.loads((tmp_path / "scaling.json").read_text())["comparison"]
-    assert [row["kind"] for row in rows] == ["DDP", "FSDP", "HSDP"] and all(row["efficiency"] < 1 for row in rows)
+    assert [row["kind"] for row in rows] == ["DDP", "FSDP", "HSDP"]
+    assert all(row["efficiency"] < 1 for row in rows)
     wrong = run(None, PREDICT, f"{arguments} 12", output_dir=tmp_path, check=False)
     assert wrong.returncode == 2 and "is not a multiple of --per_machine 8" in wrong.stderr
 
 
 def test_predicts_from_what_was_measured(tmp_path):
-    rows = [{"bytes": size, "seconds": s, "bus_bandwidth": size / s} for size, s in ((1024, 4e-5), (2**26, 2**26 / 1e10))]
-    (tmp_path / "topology.json").write_text(json.dumps({"processes": [{"host": "a"}, {"host": "b"}], "all_reduce": rows}))
+    sizes = {1024: 4e-5, 2**26: 2**26 / 1e10}
+    rows = [{"bytes": n, "seconds": s, "bus_bandwidth": n / s} for n, s in sizes.items()]
+    measured = {"processes": [{"host": "a"}, {"host": "b"}], "all_reduce": rows}
+    (tmp_path / "topology.json").write_text(json.dumps(measured))
     arguments = f"--parameters 11e6 --step_seconds 0.1 --topology {tmp_path}/topology.json"
     done = run(None, PREDICT, arguments, output_dir=tmp_path)
     assert "20.0 us and 10.00 GB/s" in done.stdout and "no need for FSDP" in done.stdout
@@ -109,12 +127,16 @@ def test_predicts_from_what_was_measured(tmp_path):
     assert (tmp_path / "scaling.png").stat().st_size > 10_000
 
 
-@pytest.mark.parametrize("content", ["[]", "{}", '{"processes": [{"host": "a"}], "all_reduce": [{"seconds": 1}]}', "no"])
+INVALID = ("[]", "{}", '{"processes": [{"host": "a"}], "all_reduce": [{"seconds": 1}]}', "no")
+
+
+@pytest.mark.parametrize("content", INVALID)
 def test_an_invalid_topology_file_is_a_one_line_error(content, tmp_path):
     (tmp_path / "topology.json").write_text(content)
     arguments = f"--step_seconds 0.1 --topology {tmp_path}/topology.json"
     done = run(None, PREDICT, arguments, output_dir=tmp_path, check=False)
-    assert done.returncode == 2 and len(done.stderr.splitlines()) == 1 and "is not a result of check_topology.py" in done.stderr
+    assert done.returncode == 2 and done.stderr.count("\n") == 1
+    assert "is not a result of check_topology.py" in done.stderr
 
 
 def test_says_what_is_missing(tmp_path):
@@ -123,8 +145,10 @@ def test_says_what_is_missing(tmp_path):
 
 
 def test_measures_on_real_processes(tmp_path):
-    done = run("2cpu", PREDICT, "--measure --parameters 2e5 --batch 16 --layers 4", output_dir=tmp_path)
+    arguments = "--measure --parameters 2e5 --batch 16 --layers 4"
+    done = run("2cpu", PREDICT, arguments, output_dir=tmp_path)
     measured = json.loads((tmp_path / "measured_2.json").read_text())
     assert measured["gradient_bytes"] == pytest.approx(8e5, rel=0.02)
-    assert 0 < measured["compute_seconds"] <= measured["predicted_overlapped"] <= measured["predicted_in_turn"]
+    assert 0 < measured["compute_seconds"] <= measured["predicted_overlapped"]
+    assert measured["predicted_overlapped"] <= measured["predicted_in_turn"]
     assert "measured" in done.stdout

@@ -10,7 +10,18 @@ from pathlib import Path
 
 import psutil
 import pytest
-from conftest import CIFAR, ENDLESS, LIMIT, ROOT, SMALL, final_weights, metrics, results, run, status
+from conftest import (
+    CIFAR,
+    ENDLESS,
+    LIMIT,
+    ROOT,
+    SMALL,
+    final_weights,
+    metrics,
+    results,
+    run,
+    status,
+)
 
 pytestmark = pytest.mark.slow
 
@@ -62,7 +73,9 @@ class Cluster:
         self.folder, self.daemons = folder, {}
         for name in ("state", "log", "spool.n1", "spool.n2"):
             (folder / name).mkdir()
-        (folder / "slurm.conf").write_text(CONF.format(host=socket.gethostname(), folder=folder, ports=free_ports(3)))
+        (folder / "slurm.conf").write_text(
+            CONF.format(host=socket.gethostname(), folder=folder, ports=free_ports(3))
+        )
         for device in ("gpu0", "gpu1"):  # in place of the devices that a driver creates in /dev
             (folder / device).touch()
         (folder / "gres.conf").write_text(f"NodeName=n[1-2] Name=gpu File={folder}/gpu[0-1]\n")
@@ -74,7 +87,10 @@ class Cluster:
         self.start("slurmctld", "-D")
         for node in ("n1", "n2"):
             self.start_node(node)
-        self.until("both nodes are idle", lambda: self.command("sinfo -h -N -o %T").split() == ["idle", "idle"])
+        self.until(
+            "both nodes are idle",
+            lambda: self.command("sinfo -h -N -o %T").split() == ["idle", "idle"],
+        )
 
     def start_node(self, node):
         # Each node gets its own cores; otherwise the processes of both nodes would use all of them.
@@ -84,10 +100,14 @@ class Cluster:
 
     def start(self, *command):
         log = (self.folder / "log" / f"{command[-1]}.out").open("a")
-        self.daemons[command[-1]] = subprocess.Popen(command, env=self.environment, stdout=log, stderr=log)
+        self.daemons[command[-1]] = subprocess.Popen(
+            command, env=self.environment, stdout=log, stderr=log
+        )
 
     def command(self, words):
-        done = subprocess.run(words.split(), env=self.environment, capture_output=True, text=True, timeout=60)
+        done = subprocess.run(
+            words.split(), env=self.environment, capture_output=True, text=True, timeout=60
+        )
         return done.stdout
 
     def until(self, what, happens):
@@ -102,7 +122,8 @@ class Cluster:
         """Waits until the log of the job contains `words`; fails if the job ends without them."""
 
         def happens():
-            ended = self.state(job) in ("COMPLETED", "FAILED", "TIMEOUT", "CANCELLED")  # checked before the log is read
+            # Checked before the log is read.
+            ended = self.state(job) in ("COMPLETED", "FAILED", "TIMEOUT", "CANCELLED")
             logged = words in self.log(job, node)
             assert logged or not ended, f"job {job} ended without '{words}'\n{self.all_logs()}"
             return logged
@@ -120,8 +141,16 @@ class Cluster:
             project.mkdir()
             for name in ("scripts", "utils", "accelerate_configs"):
                 (project / name).symlink_to(ROOT / name)
-        line = ["sbatch", "--parsable", *options.split(), str(ROOT / "scripts" / "submit.sbatch"), *arguments.split()]
-        done = subprocess.run(line, env=self.environment, capture_output=True, text=True, cwd=project, timeout=60)
+        line = [
+            "sbatch",
+            "--parsable",
+            *options.split(),
+            str(ROOT / "scripts" / "submit.sbatch"),
+            *arguments.split(),
+        ]
+        done = subprocess.run(
+            line, env=self.environment, capture_output=True, text=True, cwd=project, timeout=60
+        )
         assert done.returncode == 0, done.stderr
         return done.stdout.strip()
 
@@ -142,9 +171,13 @@ class Cluster:
 
 @pytest.fixture(scope="module")
 def cluster(tmp_path_factory):
-    missing = [name for name in ("slurmctld", "slurmd", "sbatch", "munged") if not shutil.which(name)]
+    missing = [
+        name for name in ("slurmctld", "slurmd", "sbatch", "munged") if not shutil.which(name)
+    ]
     if missing or os.geteuid() != 0:
-        pytest.skip(f"no SLURM here: {', '.join(missing) or 'not root'} (Debian: slurmctld slurmd slurm-client munge)")
+        pytest.skip(
+            f"no SLURM here: {', '.join(missing) or 'not root'} (Debian: slurmctld slurmd slurm-client munge)"
+        )
     if not any(process.info["name"] == "munged" for process in psutil.process_iter(["name"])):
         Path("/run/munge").mkdir(exist_ok=True)
         shutil.chown("/run/munge", "munge")
@@ -158,9 +191,12 @@ def cluster(tmp_path_factory):
 
 
 def test_signal_lost_node_and_time_limit_cost_nothing(cluster, tmp_path):
-    """A job gets a stop signal, loses a node, reaches its time limit, and ends with the weights of an uninterrupted run."""
-    # On a machine of any speed the time limit of the first attempts, in minutes, leaves time to start, and is shorter than
-    # the run; the last attempt has none, because it may be many times slower than the measured one.
+    """A job gets a stop signal, loses a node, reaches its time limit, and ends with the weights of
+    an uninterrupted run.
+    """
+    # On a machine of any speed the time limit of the first attempts, in minutes, leaves time to
+    # start, and is shorter than the run; the last attempt has none, because it may be many times
+    # slower than the measured one.
     small = "--dataset synthetic --model net --batch_size 500 --checkpoint_every 50 --eval_every 750 --max_train_steps"
     start_time = time.monotonic()
     run("2cpu", CIFAR, f"{small} 500", output_dir=tmp_path / "speed")
@@ -177,7 +213,7 @@ def test_signal_lost_node_and_time_limit_cost_nothing(cluster, tmp_path):
         return lines and lines[-1]["step"] >= step and lines[-1]["step"]
 
     def attempts():
-        return cluster.log(job).count("meeting at")
+        return cluster.log(job).count("rendezvous at")
 
     seen = cluster.until("the run takes some steps", lambda: reached(30))
     cluster.command(f"scancel --batch --signal=USR1 {job}")
@@ -192,7 +228,9 @@ def test_signal_lost_node_and_time_limit_cost_nothing(cluster, tmp_path):
     cluster.daemons["n2"].kill()
     cluster.command("scontrol update nodename=n2 state=down reason=lost")
     cluster.daemons["n2"].wait()
-    cluster.until("the job waits for its node", lambda: cluster.state(job) in ("PENDING", "REQUEUED"))
+    cluster.until(
+        "the job waits for its node", lambda: cluster.state(job) in ("PENDING", "REQUEUED")
+    )
     cluster.start_node("n2")
     cluster.command("scontrol update nodename=n2 state=resume")
 
@@ -205,12 +243,17 @@ def test_signal_lost_node_and_time_limit_cost_nothing(cluster, tmp_path):
 
     last = seen
     while not finished():
-        last = cluster.until("the run finishes or takes further steps", lambda last=last: finished() or reached(last + 1))
+        last = cluster.until(
+            "the run finishes or takes further steps",
+            lambda last=last: finished() or reached(last + 1),
+        )
     cluster.until("the job ends", lambda: cluster.state(job) == "COMPLETED")
     assert results(folder)["resumed_from"] > seen and results(folder)["num_processes"] == 2
     assert final_weights(folder) == final_weights(whole)
     assert metrics(folder, "train") == metrics(whole, "train")
-    assert f"step {steps}/{steps}" in cluster.log(job, node=0) and "step" not in cluster.log(job, node=1)
+    assert f"step {steps}/{steps}" in cluster.log(job, node=0) and "step" not in cluster.log(
+        job, node=1
+    )
 
 
 def ranks(job):
@@ -237,17 +280,25 @@ def test_a_process_that_dies_without_a_status_does_not_end_the_job(cluster):
 
 @pytest.mark.parametrize("nodes", [1, 2])
 def test_as_many_processes_as_gpus(nodes, cluster):
-    """The scheduler counts 2 GPUs per node. They do not exist, so 2 processes per node run over gloo."""
+    """The scheduler counts 2 GPUs per node.
+
+    They do not exist, so 2 processes per node run over gloo.
+    """
     arguments = f"scripts/check_topology.py --max_bytes 4096 --output_dir {cluster.folder}/check%a"
     job = cluster.submit(f"--nodes={nodes} --gpus-per-node=2 --array={nodes}", arguments)
     cluster.until("the job ends", lambda: cluster.state(job) in ("COMPLETED", "FAILED"))
     assert cluster.state(job) == "COMPLETED", cluster.all_logs()
     assert f"{2 * nodes} processes on 1 machine can communicate" in cluster.log(job, node=0)
-    assert "4gpu.yaml" in cluster.log(job) and (cluster.folder / f"check{nodes}" / "topology.json").exists()
+    assert (
+        "4gpu.yaml" in cluster.log(job)
+        and (cluster.folder / f"check{nodes}" / "topology.json").exists()
+    )
 
 
 def test_one_process_saves_and_continues_unless_canceled_or_invalid(cluster):
-    """In the same folder: the status of an earlier run must not be mistaken for that of the next one."""
+    """In the same folder: the status of an earlier run must not be mistaken for that of the next
+    one.
+    """
     folder = cluster.folder / "ended"
     slowly = f"{ROOT}/tests/wrapped.py slow_save {CIFAR} {ENDLESS} --output_dir {folder}"
     job = cluster.submit("--nodes=1", slowly)

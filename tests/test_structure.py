@@ -1,82 +1,119 @@
-"""The structure that CONTRIBUTING.md describes: layers of modules, short scripts, and the loop that the README shows."""
+"""The structure that utils/README.md describes: rooms that depend downwards only, and short loops."""
 
 import ast
 import re
 import sys
-import textwrap
+from graphlib import TopologicalSorter
 
 import pytest
 from conftest import ROOT
 
-LAYERS = [
-    set("__init__ exits augment chaos gpu_peaks model_card muon report sampling shared_batches shards".split()),
-    {"arguments", "devices", "files", "fsdp", "guard", "hub", "image_data", "image_files", "plan", "tracking"},
-    {"image_folder", "mixing", "plots", "topology"},
-    {"checkpoint", "image_cache", "text_data", "weights"},
-    {"pretrained", "run_folder"},
-]
-# Maximum number of lines of the script, of `main`, and of the loop.
+# Each room, and the rooms from which it may import.
+ROOMS = {
+    "utils/run": {"utils.run"},
+    "utils/data": {"utils.data", "utils.run"},
+    "utils": {"utils", "utils.data", "utils.run"},
+}
+# Maximum number of lines of `main` and of its loop. A script may have any length that reads well.
 LIMITS = {
-    "train_minimal": (100, 60, 35),
-    "train_cifar": (330, 100, 35),
-    "train_images": (400, 100, 35),
-    "train_gpt": (400, 120, 35),
-    "train_model_parallel": (330, 100, 35),
+    "train_minimal": (70, 36),
+    "train_cifar": (125, 46),
+    "train_images": (140, 50),
+    "train_gpt": (120, 44),
+    "train_model_parallel": (125, 42),
 }
 
 
+def modules(room):
+    return [path for path in sorted((ROOT / room).glob("*.py")) if path.stem != "__init__"]
+
+
 def imports(path):
-    """The modules of `utils` that a file imports, anywhere in it, and the names of all other modules that it imports."""
-    own, others = set(), set()
+    """The modules that a file imports, anywhere in it."""
+    found = set()
     for node in ast.walk(ast.parse(path.read_text())):
-        if isinstance(node, ast.ImportFrom) and node.module == "utils":
-            own |= {alias.name for alias in node.names}
-        elif isinstance(node, ast.ImportFrom) and node.module.startswith("utils."):
-            own.add(node.module.removeprefix("utils."))
-        elif isinstance(node, ast.ImportFrom):
-            others.add(node.module.partition(".")[0])
+        if isinstance(node, ast.ImportFrom):
+            found.add(node.module)
+            # `from utils.run import weights` imports a module.
+            found |= {f"{node.module}.{alias.name}" for alias in node.names}
         elif isinstance(node, ast.Import):
-            others |= {alias.name.partition(".")[0] for alias in node.names}
-    return own, others
+            found |= {alias.name for alias in node.names}
+    return found
 
 
-def test_every_module_has_a_layer():
-    assert {path.stem for path in (ROOT / "utils").glob("*.py")} == set().union(*LAYERS)
+def own(path):
+    """The modules of `utils` that a file imports, by their dotted names."""
+    known = {
+        ".".join(p.relative_to(ROOT).with_suffix("").parts) for room in ROOMS for p in modules(room)
+    }
+    return imports(path) & known
 
 
-@pytest.mark.parametrize("path", sorted((ROOT / "utils").glob("*.py")), ids=lambda path: path.stem)
-def test_modules_import_from_lower_layers_only_and_no_script(path):
-    own, others = imports(path)
-    layer = next(number for number, names in enumerate(LAYERS) if path.stem in names)
-    assert own <= set().union(*LAYERS[:layer]), path.name
-    assert not others & {script.stem for script in (ROOT / "scripts").glob("*.py")}
+@pytest.mark.parametrize("room", ROOMS)
+def test_nobody_imports_upwards(room):
+    for path in modules(room):
+        rooms = {name.rpartition(".")[0] for name in own(path)}
+        assert rooms <= ROOMS[room], f"{path.name} imports from {rooms - ROOMS[room]}"
+        scripts = {script.stem for script in (ROOT / "scripts").glob("*.py")}
+        assert not imports(path) & (scripts | {"scripts"}), path.name
 
 
-def test_every_package_that_is_imported_is_required():
-    """Packages that come with others may leave with them."""
-    imported = set().union(*(imports(path)[1] for folder in ("scripts", "utils") for path in (ROOT / folder).glob("*.py")))
-    names = {"PIL": "pillow", "yaml": "pyyaml"}
-    own = {path.stem for path in (ROOT / "scripts").glob("*.py")} | {"utils"}
-    needed = {names.get(name, name) for name in imported - own - sys.stdlib_module_names}
+def test_modules_import_each_other_in_no_circle():
+    graph = {}
+    for room in ROOMS:
+        for path in modules(room):
+            name = ".".join(path.relative_to(ROOT).with_suffix("").parts)
+            graph[name] = own(path)
+    assert len(list(TopologicalSorter(graph).static_order())) == len(graph)  # raises CycleError
+
+
+def test_packages_hold_nothing_themselves():
+    for room in ROOMS:
+        assert (ROOT / room / "__init__.py").read_text() == ""
+
+
+def test_what_comes_before_torch_imports_only_the_standard_library():
+    """A signal during the import of torch must not be lost."""
+    for name in ("process", "failures"):
+        for module in imports(ROOT / "utils" / "run" / f"{name}.py"):
+            top = module.split(".")[0]
+            assert top in sys.stdlib_module_names or module.startswith(
+                ("utils.run", "torch.distributed.elastic")
+            )
+
+
+def test_every_module_is_used():
+    used = set().union(*(own(path) for room in (*ROOMS, "scripts") for path in modules(room)))
+    for room in ROOMS:
+        for path in modules(room):
+            assert ".".join(path.relative_to(ROOT).with_suffix("").parts) in used, path.name
+
+
+def test_the_map_of_the_rooms_names_every_module():
+    page = (ROOT / "utils" / "README.md").read_text()
+    for room in ROOMS:
+        for path in modules(room):
+            assert re.search(rf"`{path.stem}`", page), path.name
+
+
+def test_every_dependency_is_required():
+    """`requirements.txt` names each package that is imported."""
+    files = [path for room in (*ROOMS, "scripts") for path in modules(room)]
+    names = {name.split(".")[0] for path in files for name in imports(path) if name}
+    scripts = {path.stem for path in modules("scripts")}
+    names -= scripts | {"utils"} | set(sys.stdlib_module_names)
+    packages = {"PIL": "pillow", "yaml": "pyyaml"}
+    needed = {packages.get(name, name) for name in names}
     required = set(re.findall(r"^[\w-]+", (ROOT / "requirements.txt").read_text(), re.MULTILINE))
     assert needed <= required
 
 
-def loop_of(script):
-    """The source lines of a script, its `main`, and the outermost loop of `main`."""
-    source = (ROOT / "scripts" / f"{script}.py").read_text()
-    main = next(node for node in ast.parse(source).body if isinstance(node, ast.FunctionDef) and node.name == "main")
-    loops = [node for node in ast.walk(main) if isinstance(node, ast.For)]
-    return source.splitlines(), main, max(loops, key=lambda node: node.end_lineno - node.lineno)
-
-
 @pytest.mark.parametrize("script", LIMITS)
-def test_scripts_stay_short(script):
-    lines, main, loop = loop_of(script)
-    counts = (len(lines), main.end_lineno - main.lineno + 1, loop.end_lineno - loop.lineno + 1)
+def test_loops_stay_short(script):
+    source = (ROOT / "scripts" / f"{script}.py").read_text()
+    functions = [node for node in ast.parse(source).body if isinstance(node, ast.FunctionDef)]
+    main = next(node for node in functions if node.name == "main")
+    loops = [node for node in ast.walk(main) if isinstance(node, ast.For)]
+    loop = max(loops, key=lambda node: node.end_lineno - node.lineno)
+    counts = tuple(node.end_lineno - node.lineno + 1 for node in (main, loop))
     assert all(count <= limit for count, limit in zip(counts, LIMITS[script], strict=True)), counts
-
-
-def test_the_readme_shows_the_loop_of_the_smallest_script():
-    lines, _, loop = loop_of("train_minimal")
-    assert textwrap.dedent("\n".join(lines[loop.lineno - 1 : loop.end_lineno])) in (ROOT / "README.md").read_text()

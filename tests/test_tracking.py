@@ -8,8 +8,8 @@ import pytest
 from conftest import CIFAR, SMALL, results, run
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-from utils import tracking
-from utils.exits import UserError
+from utils.run import tracking
+from utils.run.failures import UserError
 
 
 @pytest.fixture(scope="module")
@@ -49,7 +49,9 @@ def wandb(tmp_path_factory):
         """)
     )
     (site / "wandb-0.20.dist-info").mkdir()
-    (site / "wandb-0.20.dist-info" / "METADATA").write_text("Metadata-Version: 2.1\nName: wandb\nVersion: 0.20\n")
+    (site / "wandb-0.20.dist-info" / "METADATA").write_text(
+        "Metadata-Version: 2.1\nName: wandb\nVersion: 0.20\n"
+    )
     return site
 
 
@@ -59,7 +61,14 @@ def calls(path, kind):
 
 def run_and_restart(arguments, folder, **options):
     """Runs to step 6 and dies, continues from step 3, and checks what TensorBoard has of it."""
-    run("cpu", "tests/wrapped.py", ["die_in_step@6", CIFAR, *arguments.split()], output_dir=folder, check=False, **options)
+    run(
+        "cpu",
+        "tests/wrapped.py",
+        ["die_in_step@6", CIFAR, *arguments.split()],
+        output_dir=folder,
+        check=False,
+        **options,
+    )
     run("cpu", CIFAR, arguments, output_dir=folder, **options)
     assert results(folder)["resumed_from"] == 3
     events = EventAccumulator(str(folder / "tensorboard" / "train_cifar")).Reload()
@@ -77,14 +86,23 @@ def test_two_trackers_get_each_record_once_across_a_restart(wandb, tmp_path):
     recorded = tmp_path / "calls"
     environment = {"PYTHONPATH": str(wandb), "WANDB_CALLS": str(recorded)}
     # Started by `exec`, because Accelerate looks for packages when it is imported.
-    run_and_restart(f"{SMALL} --track tensorboard,wandb", tmp_path / "mine", env=environment, cold=True)
+    run_and_restart(
+        f"{SMALL} --track tensorboard,wandb", tmp_path / "mine", env=environment, cold=True
+    )
 
     first, second = (call[0] for call in calls(recorded, "init"))
     assert first == second and first["project"] == "train_cifar" and first["name"] == "mine"
     assert first["id"] == json.loads((tmp_path / "mine" / "args.json").read_text())["run_id"]
     assert calls(recorded, "config")[0][0]["batch_size"] == 500
-    logged = [(name, step) for values, step in calls(recorded, "log") for name in values if name.endswith("/loss")]
-    assert sorted(logged) == sorted([("train/loss", step) for step in range(1, 15)] + [("test/loss", 7), ("test/loss", 14)])
+    logged = [
+        (name, step)
+        for values, step in calls(recorded, "log")
+        for name in values
+        if name.endswith("/loss")
+    ]
+    assert sorted(logged) == sorted(
+        [("train/loss", step) for step in range(1, 15)] + [("test/loss", 7), ("test/loss", 14)]
+    )
 
 
 def test_none_leaves_no_tracker_and_loses_nothing_else(tmp_path):
@@ -102,7 +120,13 @@ def test_none_leaves_no_tracker_and_loses_nothing_else(tmp_path):
     ],
 )
 def test_a_tracker_that_is_not_there_is_one_line(names, says, tmp_path):
-    done = run(None, CIFAR, ["--dataset", "synthetic", "--track", names], output_dir=tmp_path / "run", check=False)
+    done = run(
+        None,
+        CIFAR,
+        ["--dataset", "synthetic", "--track", names],
+        output_dir=tmp_path / "run",
+        check=False,
+    )
     errors = [line for line in done.stderr.splitlines() if not line.startswith("***")]
     assert done.returncode == 2 and len(errors) == 1 and says in errors[0], done.stderr
     assert not (tmp_path / "run").exists()

@@ -1,10 +1,11 @@
-"""Starts Python programs by forking a process that has imported torch and the like: a tenth of a second, not four.
+"""Starts Python programs by forking a process that has imported torch and the like: a tenth of a
+second, not four.
 
-A server imports the libraries once and forks for every program that a test starts; the launchers among those programs
-fork their own processes in turn. Only `exec` and the imports are left out: everything that `accelerate launch` and
-torchelastic do (environment, sessions, signals, restarts) is done by their own code, on real processes with the parents,
-arguments and environment that /proc shows of any other. `test_harness.py` holds such a process beside one that was
-started by `exec`.
+A server imports the libraries once and forks for every program that a test starts; the launchers
+among those programs fork their own processes in turn. Only `exec` and the imports are left out:
+everything that `accelerate launch` and torchelastic do (environment, sessions, signals, restarts)
+is done by their own code, on real processes with the parents, arguments and environment that /proc
+shows of any other. `test_harness.py` holds such a process beside one that was started by `exec`.
 
 Nothing of this project is imported by the server, so a copied script finds its own `utils`.
 """
@@ -30,7 +31,8 @@ from pathlib import Path
 PR_SET_CHILD_SUBREAPER = 36  # from <linux/prctl.h>
 ADDRESS = "WARM_SERVER"  # the environment variable that names the server's socket
 TESTS = Path(__file__).resolve().parent
-# Without them, /proc could not show a program's own arguments and environment in place of the server's.
+# Without them, /proc could not show a program's own arguments and environment in place of the
+# server's.
 ARGUMENT_BYTES, ENVIRONMENT_BYTES = 16_384, 65_536
 HEAVY = [
     "torch._dynamo",
@@ -48,7 +50,7 @@ HEAVY = [
 ]
 
 
-# ------------------------------------------------------------------------------------------------------- the tests' side
+# ---------------------------------------------------------------------------------- the tests' side
 
 
 @contextlib.contextmanager
@@ -64,7 +66,8 @@ def server(environment):
             stdout=subprocess.PIPE,
             start_new_session=True,  # Ctrl-C is for pytest
         )
-        process.stdout.readline()  # it listens now; whoever asks waits until the libraries are imported
+        # It listens now; whoever asks waits until the libraries are imported.
+        process.stdout.readline()
         try:
             yield address
         finally:
@@ -82,7 +85,12 @@ class Program:
 
     def __init__(self, words, environment, stdout, stderr, cwd=None, start_new_session=False):
         self.args, self.returncode = words, None
-        request = {"words": words, "environment": environment, "cwd": cwd or os.getcwd(), "session": start_new_session}
+        request = {
+            "words": words,
+            "environment": environment,
+            "cwd": cwd or os.getcwd(),
+            "session": start_new_session,
+        }
         if hasattr(os, "sched_getaffinity"):
             request["cores"] = sorted(os.sched_getaffinity(0))
         self._socket = socket.socket(socket.AF_UNIX)
@@ -131,7 +139,7 @@ def _receive(connection):
     return (json.loads(connection.makefile("r").readline()), files) if byte else None
 
 
-# ------------------------------------------------------------------------------------------------------ the server's side
+# -------------------------------------------------------------------------------- the server's side
 
 
 def serve(address):
@@ -168,11 +176,13 @@ def _supervise(connection):
 
 
 def _lend_forks():
-    """Has `subprocess.Popen` fork, instead of execute, this Python: for launchers, called before anything else runs.
+    """Has `subprocess.Popen` fork, instead of execute, this Python: for launchers, called before
+    anything else runs.
 
-    A launcher has threads, and a fork in the moment in which one of them holds a lock of the C library would keep that
-    lock for ever. So a process that has none, made here, forks for it. What it forks becomes the launcher's own child,
-    as it has to be: the process between them ends at once, and the launcher is the one to adopt orphans.
+    A launcher has threads, and a fork in the moment in which one of them holds a lock of the C
+    library would keep that lock for ever. So a process that has none, made here, forks for it. What
+    it forks becomes the launcher's own child, as it has to be: the process between them ends at
+    once, and the launcher is the one to adopt orphans.
     """
     ours, theirs = socket.socketpair()
     launcher = os.getpid()
@@ -201,17 +211,33 @@ def _lend_forks():
     def fork_instead(args, executables, close_fds, keep, cwd, environment, *rest):
         words = [os.fsdecode(word) for word in args]
         reads_from, _, _, writes_to, _, complains_to, _, told_here = rest[:8]
-        if words[0] != sys.executable or words[1:2] == ["-c"] or not close_fds or set(keep) != {told_here}:
+        if (
+            words[0] != sys.executable
+            or words[1:2] == ["-c"]
+            or not close_fds
+            or set(keep) != {told_here}
+        ):
             return fork_exec(args, executables, close_fds, keep, cwd, environment, *rest)
-        lines = os.environb.items() if environment is None else (line.split(b"=", 1) for line in environment)
+        lines = (
+            os.environb.items()
+            if environment is None
+            else (line.split(b"=", 1) for line in environment)
+        )
         request = {
             "words": words[1:],
             "environment": {os.fsdecode(name): os.fsdecode(value) for name, value in lines},
             "cwd": cwd or os.getcwd(),
             "session": rest[9],
-            "handled": [int(signum) for signum in signal.valid_signals() if callable(signal.getsignal(signum))],
+            "handled": [
+                int(signum)
+                for signum in signal.valid_signals()
+                if callable(signal.getsignal(signum))
+            ],
         }
-        files = [mine if asked == -1 else asked for mine, asked in enumerate((reads_from, writes_to, complains_to))]
+        files = [
+            mine if asked == -1 else asked
+            for mine, asked in enumerate((reads_from, writes_to, complains_to))
+        ]
         prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
         _send(ours, request, files)
         pid = int(answers.readline())
@@ -254,7 +280,10 @@ def _become(request, files):
     os.environ.update(environment)
     unbuffered = words[0] == "-u" or bool(environment.get("PYTHONUNBUFFERED"))
     words = words[words[0] == "-u" :]
-    like = [dict(encoding=stream.encoding, errors=stream.errors) for stream in (sys.stdin, sys.stdout, sys.stderr)]
+    like = [
+        dict(encoding=stream.encoding, errors=stream.errors)
+        for stream in (sys.stdin, sys.stdout, sys.stderr)
+    ]
     sys.stdin = os.fdopen(0, "r", closefd=False, **like[0])
     sys.stdout = os.fdopen(1, "w", closefd=False, **like[1])
     sys.stdout.reconfigure(write_through=unbuffered)
@@ -263,7 +292,10 @@ def _become(request, files):
     libraries = [path for path in sys.path if path not in ("", str(TESTS), str(TESTS.parent))]
     module = words[1] if words[0] == "-m" else None
     sys.argv = words[1:] if module else words
-    sys.path[:] = [os.getcwd() if module else os.path.dirname(os.path.abspath(words[0])), *libraries]
+    sys.path[:] = [
+        os.getcwd() if module else os.path.dirname(os.path.abspath(words[0])),
+        *libraries,
+    ]
     try:
         if module:
             sys.modules.pop(module, None)  # imported by the server, it would be said to run twice

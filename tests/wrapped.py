@@ -1,7 +1,7 @@
 """Runs a script with an injected fault, for tests: `wrapped.py FAULT SCRIPT [ARGUMENTS ...]`.
 
-The scripts themselves have no test hooks. A fault is `NAME@N`: it happens at the N-th call of the function that it replaces;
-with `NAME@N:RANK` only on that rank.
+The scripts themselves have no test hooks. A fault is `NAME@N`: it happens at the N-th call of the
+function that it replaces; with `NAME@N:RANK` only on that rank.
 """
 
 import contextlib
@@ -19,12 +19,15 @@ sys.path.insert(1, os.path.dirname(sys.path[0]))
 name, _, when = fault.partition("@")
 when, _, rank = when.partition(":")
 calls = 0
+warming_up = False
 afterwards = []  # functions to call when the script has ended without an error
 
 
 def strikes():
     """Counts calls; returns whether this is the one that fails."""
     global calls
+    if warming_up:  # the warm-up of DDP is not a step
+        return False
     if "FAULT_ONCE" in os.environ and os.environ.get("TORCHELASTIC_RESTART_COUNT") != "0":
         return False
     calls += 1
@@ -70,6 +73,20 @@ import accelerate
 import psutil
 import torch
 
+from utils.run import ddp
+
+real_warm_up = ddp.warm_up
+
+
+def warm_up(*args):
+    global warming_up
+    warming_up = True
+    real_warm_up(*args)
+    warming_up = False
+
+
+ddp.warm_up = warm_up
+
 if name == "die_in_step":
     before(accelerate.Accelerator, "backward", die)
 elif name == "die_in_evaluation":
@@ -81,12 +98,15 @@ elif name == "lost_in_step":
 elif name == "lost_in_save":
     before(accelerate.Accelerator, "save_state", lose_machine)
 elif name in ("power_lost_in_step", "power_lost_in_save"):
-    # Nothing tells the other machines: the packets that the kernel sends when processes die do not leave.
+    # Nothing tells the other machines: the packets that the kernel sends when processes die do not
+    # leave.
     def cut():
         subprocess.run(["ip", "link", "set", os.environ["GLOO_SOCKET_IFNAME"], "down"], check=True)
         lose_machine()
 
-    before(accelerate.Accelerator, "backward" if name == "power_lost_in_step" else "save_state", cut)
+    before(
+        accelerate.Accelerator, "backward" if name == "power_lost_in_step" else "save_state", cut
+    )
 elif name in ("die_before_rename", "lost_before_rename"):
     # After save_state, before the checkpoint gets its final name.
     real_rename = os.rename
@@ -137,14 +157,15 @@ elif name == "unreadable":
 elif name == "slow_save":
     before(accelerate.Accelerator, "save_state", lambda: time.sleep(6))
 elif name == "slow_hash":
-    from utils import checkpoint
+    from utils.run import checkpoint
 
     before(checkpoint, "_sha256", lambda: time.sleep(15))
 elif name == "elsewhere":
-    # Not a fault of the script: each rank has a folder of its own below the one after the colon, as without a shared disk.
-    from utils import checkpoint
+    # Not a fault of the script: each rank has a folder of its own below the one after the colon, as
+    # without a shared disk.
+    from utils.run import checkpoint
 
-    script, checkpoint.LOOKS = os.path.abspath(script), 2
+    script, checkpoint.SHARED_CHECKS = os.path.abspath(script), 2
     os.makedirs(os.path.join(rank, os.environ["RANK"]))
     os.chdir(os.path.join(rank, os.environ["RANK"]))
 elif name == "failing_saves":
@@ -190,7 +211,8 @@ elif name == "clock_seed":
 
     accelerate.Accelerator.backward = backward
 elif name == "worker_dies_handing_over":
-    # The worker dies after it has announced a batch, before it has sent the file descriptor of the shared memory.
+    # The worker dies after it has announced a batch, before it has sent the file descriptor of the
+    # shared memory.
     from multiprocessing import resource_sharer
 
     def kill_workers():
@@ -216,21 +238,26 @@ elif name == "other_torch":
 
     real_version = importlib.metadata.version
     if rank == os.environ["RANK"]:
-        importlib.metadata.version = lambda package: "1.0.0" if package == "torch" else real_version(package)
+        importlib.metadata.version = lambda package: (
+            "1.0.0" if package == "torch" else real_version(package)
+        )
 elif name == "clock_ahead":
     real_time = time.time
     if rank == os.environ["RANK"]:
         time.time = lambda: real_time() + 120
 elif name == "record":
-    # Not a fault: writes the samples of each micro-batch of this process to the folder after the colon.
+    # Not a fault: writes the samples of each micro-batch of this process to the folder after the
+    # colon.
     import json
 
-    from utils import augment, text_data
+    from utils.data import augment, text
 
     folder, rank = rank, os.environ.get("RANK", "0")
-    real_augment, real_get = augment.augment, text_data.Windows.__getitems__
+    real_augment, real_get = augment.augment, text.Windows.__getitems__
 
     def write(**record):
+        if warming_up:
+            return
         with open(os.path.join(folder, f"{rank}.jsonl"), "a") as file:
             file.write(json.dumps(record) + "\n")
 
@@ -243,36 +270,52 @@ elif name == "record":
             write(ids=list(indices), shift=int(self.shift))
         return real_get(self, indices)
 
-    augment.augment, text_data.Windows.__getitems__ = recorded_augment, recorded_get
+    augment.augment, text.Windows.__getitems__ = recorded_augment, recorded_get
     from hashlib import sha256
 
-    from utils import mixing
+    from utils.data import mixing
 
     real_mix = mixing.Mix.__call__
 
     def recorded_mix(self, images, labels, step):
         images, labels = real_mix(self, images, labels, step)
         rows = zip(images, labels, strict=True)
-        write(ids=[sha256(b"".join(x.contiguous().numpy().tobytes() for x in row)).hexdigest() for row in rows], step=step)
+        write(
+            ids=[
+                sha256(b"".join(x.contiguous().numpy().tobytes() for x in row)).hexdigest()
+                for row in rows
+            ],
+            step=step,
+        )
         return images, labels
 
     mixing.Mix.__call__ = recorded_mix
 elif name == "record_steps":
-    # Not a fault: each process writes to the folder after the colon which samples it used in which step, and in which attempt.
-    # In an attempt of 2 processes it holds step N (N+M: each of them) until a signal reaches it: until another machine joins.
+    # Not a fault: each process writes to the folder after the colon which samples it used in which
+    # step, and in which attempt. In an attempt of 2 processes it holds step N (N+M: each of them)
+    # until a signal reaches it: until another machine joins.
     import json
 
-    from utils import exits, guard
+    from utils.run import guard, process
 
     folder, rank = rank, ""
     real_should_stop = guard.Guard.should_stop
 
     def should_stop(self, step, losses, ids, *args, **kwargs):
-        while str(step) in when.split("+") and os.environ["WORLD_SIZE"] == "2" and not exits.signal_name():
+        while (
+            str(step) in when.split("+")
+            and os.environ["WORLD_SIZE"] == "2"
+            and not process.signal_name()
+        ):
             time.sleep(0.05)
         attempt = f"{os.environ.get('MASTER_ADDR')}:{os.environ.get('MASTER_PORT')}"
         samples = [i for part in ids for i in part.tolist()]
-        record = {"step": step, "ids": samples, "attempt": attempt, "processes": int(os.environ.get("WORLD_SIZE", 1))}
+        record = {
+            "step": step,
+            "ids": samples,
+            "attempt": attempt,
+            "processes": int(os.environ.get("WORLD_SIZE", 1)),
+        }
         with open(os.path.join(folder, f"{os.getpid()}.jsonl"), "a") as file:
             file.write(json.dumps(record) + "\n")
         return real_should_stop(self, step, losses, ids, *args, **kwargs)
@@ -284,22 +327,24 @@ elif name == "one_gpu":
 
     torch.cuda.device_count = lambda: 4
     torch.cuda.nccl.version = lambda: (2, 27, 3)
-    torch.cuda.get_device_properties = lambda _: SimpleNamespace(name="H200", uuid="1b2c-77", total_memory=1 << 37)
+    torch.cuda.get_device_properties = lambda _: SimpleNamespace(
+        name="H200", uuid="1b2c-77", total_memory=1 << 37
+    )
 elif name == "gpus":
     # This machine has that many.
     torch.cuda.device_count = lambda: int(when)
 elif name == "not_deterministic":
     # Not a fault: the algorithms that PyTorch would choose by itself.
-    from utils import topology
+    from utils.run import launch
 
-    real_check = topology.check_launch
+    real_check = launch.check
 
     def check_launch(*args, **kwargs):
         on_cpu = real_check(*args, **kwargs)
         torch.backends.cudnn.deterministic = False
         return on_cpu
 
-    topology.check_launch, torch.use_deterministic_algorithms = check_launch, lambda *_, **__: None
+    launch.check, torch.use_deterministic_algorithms = check_launch, lambda *_, **__: None
 elif name == "count_compilations":
     # Not a fault: writes how often and how long the script compiled, to the file after the colon.
     import json
@@ -309,7 +354,9 @@ elif name == "count_compilations":
     path, rank = rank, ""
 
     def report():
-        compiled = [record for record in get_compilation_metrics() if record.entire_frame_compile_time_s]
+        compiled = [
+            record for record in get_compilation_metrics() if record.entire_frame_compile_time_s
+        ]
         figures = {
             "graph_breaks": sum(counters["graph_break"].values()),
             "compiled_functions": len({record.compile_id.split("/")[0] for record in compiled}),
@@ -321,12 +368,13 @@ elif name == "count_compilations":
 
     afterwards.append(report)
 elif name == "count_waits":
-    # Not a fault: writes the lines at which steps 6 to 15 made the host wait for the device, to the file after the colon. A
-    # step is all from one return of `should_stop` to the next: loading, computing, and the agreement on stopping.
+    # Not a fault: writes the lines at which steps 6 to 15 made the host wait for the device, to the
+    # file after the colon. A step is all from one return of `should_stop` to the next: loading,
+    # computing, and the agreement on stopping.
     import json
     import warnings
 
-    from utils import guard
+    from utils.run import guard
 
     path, rank = rank, ""
     waits, real_should_stop = [], guard.Guard.should_stop
@@ -343,7 +391,10 @@ elif name == "count_waits":
 
             setattr(torch.Tensor, attribute, read if mode == "warn" else original)
 
-    reading = {attribute: getattr(torch.Tensor, attribute) for attribute in ("item", "tolist", "cpu", "numpy", "__bool__")}
+    reading = {
+        attribute: getattr(torch.Tensor, attribute)
+        for attribute in ("item", "tolist", "cpu", "numpy", "__bool__")
+    }
 
     def remember(message, category, filename, lineno, file=None, line=None):
         if "synchronizing CUDA operation" in str(message):

@@ -1,1 +1,0 @@
-"""Helpers for the training loops: small modules, each with one responsibility."""

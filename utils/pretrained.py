@@ -1,4 +1,4 @@
-"""The classification models of torchvision by name, with weights of torchvision, of a file, or of a run of these scripts."""
+"""The classifiers of torchvision by name, with weights of torchvision, of a file, or of a run."""
 
 import difflib
 import pickle
@@ -10,43 +10,55 @@ import torchvision
 from torch import nn
 from torchvision.transforms import InterpolationMode
 
-from utils import topology, weights
-from utils.exits import UserError
+from utils.run import weights
+from utils.run.collectives import run_on_main
+from utils.run.failures import UserError
 
 # Without the auxiliary classifiers, which torchvision's recipes train and its evaluation ignores.
-OPTIONS = {"googlenet": dict(aux_logits=False, init_weights=True), "inception_v3": dict(aux_logits=False, init_weights=True)}
+OPTIONS = {
+    name: dict(aux_logits=False, init_weights=True) for name in ("googlenet", "inception_v3")
+}
 AUXILIARY = ("aux1.", "aux2.", "AuxLogits.")
 IMAGENET = dict(mean=[0.485, 0.456, 0.406], std=[0.229, 0.224, 0.225])
 SUFFIXES = (".pth", ".pt", ".safetensors")
 
 
 def check_name(name):
-    """Raises UserError if torchvision has no classifier of this name; the message has the nearest ones."""
+    """Raises UserError, with the nearest names, if torchvision has no classifier of this name."""
     known = torchvision.models.list_models(module=torchvision.models)
     if name not in known:
-        raise UserError(f"--model {name}: torchvision has no classifier of this name; {_nearest(name, known)}")
+        nearest = _nearest(name, known)
+        raise UserError(f"--model {name}: torchvision has no classifier of this name; {nearest}")
 
 
 def describe(name, choice, class_names, size=None, resize=None):
-    """What is needed to build a model again and to use it: its `config`.
+    """Describes a model: its `config` is what is needed to build it again and to use it.
 
     Args:
         name (str): the model.
         choice (str | None): the weights to start with, as for `find`.
+        class_names (list[str]): in the order of the labels.
         size, resize (int | None): as for `preprocessing`.
+
+    Returns:
+        dict: `model`, `options`, `class_names`, `preprocessing`.
 
     Raises:
         UserError: as `find` does.
     """
-    preprocess = preprocessing(name, find(name, choice), size, resize)
-    return dict(model=name, options=OPTIONS.get(name, {}), class_names=list(class_names), preprocessing=preprocess)
+    return dict(
+        model=name,
+        options=OPTIONS.get(name, {}),
+        class_names=list(class_names),
+        preprocessing=preprocessing(name, find(name, choice), size, resize),
+    )
 
 
 def build(config):
-    """The model of a config, with random weights."""
-    return torchvision.models.get_model(
-        config["model"], weights=None, num_classes=len(config["class_names"]), **config["options"]
-    )
+    """Builds the model of a config, with random weights."""
+    classes = len(config["class_names"])
+    options = dict(weights=None, num_classes=classes, **config["options"])
+    return torchvision.models.get_model(config["model"], **options)
 
 
 def find(name, choice):
@@ -54,7 +66,8 @@ def find(name, choice):
 
     Args:
         name (str): the model.
-        choice (str | None): a name of torchvision such as DEFAULT or IMAGENET1K_V2; a file; a run's folder or a checkpoint.
+        choice (str | None): a name of torchvision such as DEFAULT or IMAGENET1K_V2; a file; a run's
+            folder or a checkpoint.
 
     Returns:
         torchvision.models.WeightsEnum | Path | None.
@@ -70,28 +83,31 @@ def find(name, choice):
     known = ["DEFAULT", *enum.__members__] if len(enum) else []
     short = choice.rpartition(".")[2]
     if short not in known:
-        raise UserError(f"weights {choice}: torchvision has no such weights of {name}; {_nearest(short, known)}")
+        nearest = _nearest(short, known)
+        raise UserError(f"weights {choice}: torchvision has no such weights of {name}; {nearest}")
     return enum[short] if short in enum.__members__ else enum.DEFAULT
 
 
 def preprocessing(name, found, size=None, resize=None):
-    """What has to be done to a picture before the model sees it, as these weights were trained.
+    """Finds out what is done to an image before the model sees it, as these weights were trained.
 
     Args:
         found: what `find` returned.
-        size, resize (int | None): pixels of the model's input and of the shorter side before the crop; None: as the weights
-            have it, or 224; in the same proportion.
+        size (int | None): pixels of the model's input; None: as the weights have it, or 224.
+        resize (int | None): pixels of the shorter side before the crop; None: in the proportion to
+            `size` that the weights have.
 
     Returns:
         dict: `resize`, `crop` in pixels; `interpolation`; `mean`, `std`, for values from 0 to 1.
     """
     values = dict(resize=256, crop=224, interpolation="bilinear", **IMAGENET)
     if isinstance(found, Path):
-        config = weights.read(found)[1] if found.suffix not in (".pth", ".pt") else None
+        config = weights.read(found).config if found.suffix not in (".pth", ".pt") else None
         values |= (config or {}).get("preprocessing", {})
     elif found is not None:
         presets = found.transforms()
-        values = dict(resize=presets.resize_size[0], crop=presets.crop_size[0], interpolation=presets.interpolation.value)
+        values = dict(resize=presets.resize_size[0], crop=presets.crop_size[0])
+        values["interpolation"] = presets.interpolation.value
         values |= dict(mean=list(presets.mean), std=list(presets.std))
         if values["interpolation"] != InterpolationMode.BICUBIC.value:
             values["interpolation"] = "bilinear"
@@ -104,9 +120,10 @@ def preprocessing(name, found, size=None, resize=None):
 
 
 def initialize(accelerator, model, config, choice):
-    """Loads weights into a model that is not prepared yet; call it on every process. Only the main process loads them.
+    """Loads weights into a model that is not prepared yet; call it on every process.
 
-    The last layer keeps its initial weights if it has another size, or if the weights are of a run with other classes.
+    Only the main process loads them. The last layer keeps its initial weights if it has another
+    size, or if the weights are of a run with other classes.
 
     Args:
         config (dict): what `describe` returned.
@@ -116,7 +133,7 @@ def initialize(accelerator, model, config, choice):
         UserError: they cannot be read or downloaded, or are those of another model.
     """
     if choice is not None:
-        topology.run_on_main(accelerator, lambda: print(_load(model, config, choice)))
+        run_on_main(accelerator, lambda: print(_load(model, config, choice)))
 
 
 def head(model):
@@ -125,7 +142,7 @@ def head(model):
 
 
 def freeze(model):
-    """Keeps everything but the last layer as it is, which `train` then respects. Returns the model."""
+    """Excludes everything but the last layer from training; returns the model."""
     prefix = head(model) + "."
     for name, parameter in model.named_parameters():
         parameter.requires_grad_(name.startswith(prefix))
@@ -133,11 +150,15 @@ def freeze(model):
 
 
 def train(model):
-    """`model.train()`, except for batch norm whose weights are frozen: it would go on to collect statistics."""
+    """Calls `model.train()`, except for batch norm with frozen weights.
+
+    In training mode that would go on to collect statistics.
+    """
     model.train()
     for module in model.modules():
         own = list(module.parameters(recurse=False))
-        if isinstance(module, nn.modules.batchnorm._BatchNorm) and own and not any(p.requires_grad for p in own):
+        frozen = own and not any(parameter.requires_grad for parameter in own)
+        if frozen and isinstance(module, nn.modules.batchnorm._BatchNorm):
             module.eval()
 
 
@@ -146,9 +167,12 @@ def _load(model, config, choice):
     if isinstance(found, Path) and found.suffix in (".pth", ".pt"):
         state, file = _read_pth(found, choice), found
     elif isinstance(found, Path):
-        state, earlier, file = weights.read(found)
-        if (earlier or {}).get("class_names", config["class_names"]) != config["class_names"]:
-            state = {key: value for key, value in state.items() if not key.startswith(head(model) + ".")}
+        saved = weights.read(found)
+        state, file = saved.state, saved.file
+        class_names = (saved.config or {}).get("class_names", config["class_names"])
+        if class_names != config["class_names"]:
+            last = head(model) + "."
+            state = {key: value for key, value in state.items() if not key.startswith(last)}
     else:
         file = Path(torch.hub.get_dir()) / "checkpoints" / found.url.rpartition("/")[2]
         try:
@@ -156,7 +180,8 @@ def _load(model, config, choice):
         except (URLError, OSError, RuntimeError) as error:
             reason = getattr(error, "reason", error)
             raise UserError(
-                f"weights {choice}: cannot download the weights ({reason}): put the file from {found.url} at {file}"
+                f"weights {choice}: cannot download the weights ({reason}): put the file from "
+                f"{found.url} at {file}"
             ) from None
     if config["options"]:
         state = {key: value for key, value in state.items() if not key.startswith(AUXILIARY)}
@@ -167,13 +192,18 @@ def _read_pth(path, choice):
     try:
         state = torch.load(path, map_location="cpu", weights_only=True)
     except (OSError, RuntimeError, pickle.UnpicklingError, EOFError, ValueError) as error:
-        code = "it would execute code when loaded: " if isinstance(error, pickle.UnpicklingError) else ""
+        is_code = isinstance(error, pickle.UnpicklingError)
+        code = "it would execute code when loaded: " if is_code else ""
         reason = str(error).splitlines()[0] if str(error) else type(error).__name__
         raise UserError(f"weights {choice} cannot be read ({code}{reason})") from None
-    for key in ("model", "state_dict"):  # torchvision's and timm's training scripts wrap the weights
+    for key in (
+        "model",
+        "state_dict",
+    ):  # torchvision's and timm's training scripts wrap the weights
         if isinstance(state, dict) and isinstance(state.get(key), dict):
             state = state[key]
-    if not isinstance(state, dict) or not all(isinstance(value, torch.Tensor) for value in state.values()):
+    values = state.values() if isinstance(state, dict) else [None]
+    if not all(isinstance(value, torch.Tensor) for value in values):
         raise UserError(f"weights {choice}: it does not hold the weights of a model by their names")
     return {key.removeprefix("module."): value for key, value in state.items()}
 
@@ -181,4 +211,6 @@ def _read_pth(path, choice):
 def _nearest(name, known):
     close = difflib.get_close_matches(name.lower(), [k.lower() for k in known], n=3, cutoff=0.4)
     close = [k for k in known if k.lower() in close]
-    return f"the nearest: {', '.join(close)}" if close else f"there are: {', '.join(known) or 'none'}"
+    return (
+        f"the nearest: {', '.join(close)}" if close else f"there are: {', '.join(known) or 'none'}"
+    )

@@ -1,0 +1,162 @@
+"""Kills a training run at random times, again and again, and checks that its results are the same.
+
+    python scripts/chaos.py --kills 50 -- \\
+        accelerate launch --config_file accelerate_configs/2cpu.yaml scripts/train_cifar.py \\
+        --dataset synthetic --model net --batch_size 500 --max_train_steps 200 --checkpoint_every 10
+
+First runs the command without interruption. Then runs it in another folder, kills it with SIGKILL
+after a random time (one process, all processes, or only the launcher), and runs the same command
+again, until it finishes. Then compares the final weights, byte for byte, and every logged metric.
+Repeats this until the number of kills is reached. To test your own script, give its launch command
+without `--output_dir`.
+"""
+
+import argparse
+import json
+import random
+import shutil
+import subprocess
+import sys
+import time
+from collections import Counter
+from pathlib import Path
+
+import psutil
+
+# Metrics that depend on the time that steps take.
+CLOCK = {
+    "samples_per_second",
+    "step_seconds",
+    "data_share",
+    "memory_bytes",
+    "seconds_left",
+    "tokens_per_second",
+    "mfu",
+}
+VICTIMS = ("one process", "all processes", "the launcher")
+
+
+def main():
+    args = parse_args()
+    folder, rng = Path(args.folder), random.Random(args.seed)
+    shutil.rmtree(folder, ignore_errors=True)
+    folder.mkdir(parents=True)
+    kills, rounds = Counter(), 0
+    with (folder / "chaos.log").open("w") as log:
+        start_time = time.monotonic()
+        if launch(args.command, folder / "reference", log).wait() != 0:
+            raise SystemExit(f"the command fails without being killed: see {folder}/chaos.log")
+        seconds = time.monotonic() - start_time
+        print(f"uninterrupted: {seconds:.0f} s", flush=True)
+        while kills.total() < args.kills:
+            rounds += 1
+            run = folder / f"round_{rounds}"
+            last_launch = run_with_kills(args, run, seconds, kills, rng, log)
+            # So that the next kill falls within a launch, although relaunches are shorter.
+            seconds = min(seconds, last_launch)
+            difference = compare(folder / "reference", run)
+            so_far = f"round {rounds}, {kills.total()} kills so far"
+            print(f"{so_far}: {difference or 'identical'}", flush=True)
+            if difference:
+                raise SystemExit(1)
+            shutil.rmtree(run)
+    counts = ", ".join(f"{kills[victim]} x {victim}" for victim in VICTIMS if kills[victim])
+    print(
+        f"{kills.total()} kills ({counts}) in {rounds} run(s): each ended with the weights and "
+        "metrics of the uninterrupted run"
+    )
+
+
+def run_with_kills(args, run, seconds, kills, rng, log):
+    """Launches the command again and again in the folder `run`, and kills it, until it finishes.
+
+    Args:
+        seconds (float): about how long a launch takes: sets the times of the kills.
+        kills (Counter): victim -> number of kills; counts those of this run.
+
+    Returns:
+        float: seconds of the last launch, which was not killed.
+    """
+    while True:
+        start_time, launcher = time.monotonic(), launch(args.command, run, log)
+        delay = rng.uniform(0.2, 1.1) * seconds if kills.total() < args.kills else None
+        try:
+            code = launcher.wait(delay)
+        except subprocess.TimeoutExpired:
+            victim = rng.choice(VICTIMS)
+            kills[victim] += kill(launcher, victim, rng)
+            launcher.wait()
+            continue
+        if code != 0:
+            raise SystemExit(
+                f"{run.name}: a relaunch failed without being killed: see {args.folder}/chaos.log"
+            )
+        return time.monotonic() - start_time
+
+
+def launch(command, output_dir, log):
+    """Starts the command in a separate session."""
+    words = [*command, "--output_dir", str(output_dir)]
+    return subprocess.Popen(words, stdout=log, stderr=subprocess.STDOUT, start_new_session=True)
+
+
+def kill(launcher, victim, rng):
+    """Sends SIGKILL to `victim` of a launch; returns whether there was anything to kill."""
+    try:
+        parent = psutil.Process(launcher.pid)
+        workers = [p for p in parent.children(recursive=True) if p.status() != psutil.STATUS_ZOMBIE]
+        victims = [parent]
+        if victim == "one process" and workers:
+            victims = [rng.choice(workers)]
+        elif victim == "all processes":
+            victims = [parent, *workers]
+        for process in victims:
+            process.kill()
+        return True
+    except psutil.NoSuchProcess:
+        return False
+
+
+def compare(reference, run):
+    """Describes the difference between two finished runs; None if there is none."""
+    if (reference / "model.safetensors").read_bytes() != (run / "model.safetensors").read_bytes():
+        return "model.safetensors differs"
+    if logged_metrics(reference) != logged_metrics(run):
+        return "metrics.jsonl differs"
+    return None
+
+
+def logged_metrics(run):
+    """The logged metrics, without those that depend on the time that steps take."""
+    lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    kept = [line for line in lines if line["split"] != "checkpoint"]
+    return [{name: line[name] for name in line.keys() - CLOCK} for line in kept]
+
+
+def parse_args():
+    parser = argparse.ArgumentParser(
+        description=__doc__.split("\n")[0], formatter_class=argparse.ArgumentDefaultsHelpFormatter
+    )
+    parser.add_argument("--kills", type=int, default=50, help="number of kills")
+    parser.add_argument("--folder", default="runs/chaos", help="folder for the runs; emptied first")
+    parser.add_argument(
+        "--seed", type=int, default=0, help="seed of the times, and of which processes are killed"
+    )
+    parser.add_argument(
+        "command", nargs=argparse.REMAINDER, help="-- followed by the launch command"
+    )
+    args = parser.parse_args()
+    if args.command[:1] == ["--"]:
+        args.command = args.command[1:]
+    if not args.command:
+        parser.error("no command to launch: give it after --")
+    folder = Path(args.folder)
+    if folder.exists() and not (folder / "chaos.log").exists():
+        parser.error(
+            f"{folder} exists and does not belong to an earlier chaos run: give another --folder"
+        )
+    return args
+
+
+if __name__ == "__main__":
+    sys.exit(main())

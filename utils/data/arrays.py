@@ -1,0 +1,186 @@
+"""Data sets of 32x32 images in memory, as uint8 tensors, and their batches."""
+
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import torch
+
+from utils.data import image_cache, synthetic
+from utils.data.images import BadImage, Images
+from utils.data.sources import describe, find_images, split_off
+from utils.data.synthetic import SIZE
+from utils.run.failures import UserError
+
+
+@dataclass
+class Split:
+    """images: uint8 [samples, 3, 32, 32]; labels: int64 [samples]."""
+
+    images: torch.Tensor
+    labels: torch.Tensor
+
+    def __len__(self):
+        return len(self.labels)
+
+    def first(self, count):
+        """The first `count` samples."""
+        return Split(self.images[:count], self.labels[:count])
+
+    def select(self, indices):
+        """The samples at `indices` (int64 array) only."""
+        indices = torch.from_numpy(indices)
+        return Split(self.images[indices], self.labels[indices])
+
+    def mean_and_std(self):
+        """Mean and standard deviation of each channel over the first 10,000 images.
+
+        Returns:
+            tuple: float32 [3] each, in units of the uint8 values.
+        """
+        # Counts how often each of the 256 levels occurs: exact, and faster than a copy in float32.
+        channels = self.images[:10_000].unbind(1)
+        counts = [torch.bincount(channel.flatten(), minlength=256) for channel in channels]
+        share, levels = torch.stack(counts).double(), torch.arange(256.0, dtype=torch.float64)
+        share /= share.sum(1, keepdim=True)
+        mean = share @ levels
+        variance = (share * (levels - mean[:, None]).square()).sum(1)
+        return mean.float(), variance.sqrt().float()
+
+
+@dataclass
+class ArrayData:
+    """A data set in memory; the fields are those of `sources.ImageSplits`."""
+
+    splits: dict[str, Split]
+    class_names: list[str]
+    description: str
+
+
+class ArrayBatches(torch.utils.data.Dataset):
+    """Returns whole batches to a `DataLoader`: one index operation instead of a call per sample.
+
+    A batch is a dict: `images` uint8 [batch, 3, 32, 32], `labels` int64 [batch], `ids` int64
+    [batch].
+    """
+
+    def __init__(self, split):
+        self.labels = split.labels
+        # View each image as int64, not uint8: indexing then copies 8 bytes at a time.
+        self.rows = split.images.flatten(1).view(torch.int64)
+        self.shape = split.images.shape[1:]
+
+    def __len__(self):
+        return len(self.labels)
+
+    def __getitems__(self, indices):
+        ids = torch.tensor(indices)
+        images = self.rows.index_select(0, ids).view(torch.uint8).view(-1, *self.shape)
+        return {"images": images, "labels": self.labels[ids], "ids": ids}
+
+    def batch(self, ids, device):
+        """Returns the samples `ids` (list of int) as one batch on `device`."""
+        return {name: value.to(device) for name, value in self.__getitems__(ids).items()}
+
+
+def load_arrays(
+    name, *, seed=0, val_fraction=0.0, image_column=None, label_column=None, cache_dir=None
+):
+    """Loads a data set of 32x32 images into memory.
+
+    Images are decoded once. Later starts, and the other processes of a machine, read the pixels
+    from a file.
+
+    Args:
+        name, seed, val_fraction, image_column, label_column: as for `sources.find_images`.
+        cache_dir (Path | None): folder of that file; None: in the cache of the `datasets` library
+            (HF_DATASETS_CACHE).
+
+    Returns:
+        ArrayData.
+
+    Raises:
+        UserError: the data set cannot be found or has another layout; an image is corrupt or has
+            another size (the message names it); or the file cannot be written.
+    """
+    if name == "synthetic":
+        data = synthetic_arrays(seed)
+        return _with_val(data, seed, val_fraction) if val_fraction > 0 else data
+    columns = dict(image_column=image_column, label_column=label_column)
+    found = find_images(name, seed=seed, val_fraction=val_fraction, **columns)
+    decoded, splits = {}, {}
+    for split, images in found.splits.items():
+        # All images of a source: other choices of the val split then use the same file.
+        source = images.source
+        if source not in decoded:
+            decoded[source] = _decoded(source, cache_dir)
+        pixels = decoded[source]
+        if len(images) < len(source):
+            pixels = pixels[torch.from_numpy(images.rows)]
+        splits[split] = Split(pixels, torch.from_numpy(images.labels))
+    return ArrayData(splits, found.class_names, found.description)
+
+
+def synthetic_arrays(seed, train=5000, test=1000):
+    """Draws images of ten kinds of patterns (`synthetic.draw_patterns`).
+
+    One generator draws both splits, so they have the same distribution and no image in common.
+
+    Args:
+        seed (int): the same seed gives the same images on every machine.
+        train, test (int): number of images.
+
+    Returns:
+        ArrayData: with the splits `train` and `test`.
+    """
+    images, labels = synthetic.draw_patterns(seed, train + test)
+    splits = {
+        "train": Split(images[:train], labels[:train]),
+        "test": Split(images[train:], labels[train:]),
+    }
+    return _described(splits, list(synthetic.CLASSES))
+
+
+def _with_val(data, seed, fraction):
+    """The same data with a `val` split, taken from `train`."""
+    train = data.splits["train"]
+    labels, name_of = train.labels.numpy(), "row {}".format
+    kept, held_out = split_off(labels, name_of, data.class_names, seed, fraction)
+    splits = {"train": train.select(kept), "val": train.select(held_out)}
+    return _described(splits | {"test": data.splits["test"]}, data.class_names)
+
+
+def _described(splits, class_names):
+    checksums = {split: str(samples.labels.tolist()) for split, samples in splits.items()}
+    return ArrayData(splits, class_names, describe(splits, class_names, checksums))
+
+
+def _decoded(source, cache_dir):
+    """All images of a source, uint8 [rows, 3, 32, 32], from a file that is made if it is absent."""
+    if cache_dir is None:
+        import datasets  # here, because it takes a second
+
+        cache_dir = Path(datasets.config.HF_DATASETS_CACHE) / "decoded_images"
+    count = len(source)
+    images = Images(source, np.arange(count), np.zeros(count, dtype=np.int64))
+
+    def decode(index):
+        try:
+            image = images.open(index)
+            if (image.width, image.height) != (SIZE, SIZE):
+                raise UserError(
+                    f"the image in {images.name(index)} is {image.width}x{image.height}: this "
+                    f"script needs {SIZE}x{SIZE}"
+                )
+            return image.pixels()
+        except BadImage as error:
+            raise UserError(f"corrupt image in {images.name(index)}: {error}") from None
+
+    file = image_cache.cache_file(images, SIZE, cache_dir, "not scaled")
+    if not file.exists():
+        what = f"the decoded images to {cache_dir} (see HF_DATASETS_CACHE)"
+        # Without threads: for images of this size, taking turns takes longer than decoding.
+        image_cache.write(file, map(decode, range(count)), count, what)
+    image_cache.read_shapes(file, count)  # is it complete?
+    pixels = np.fromfile(file, np.uint8, count=3 * SIZE * SIZE * count)
+    return torch.from_numpy(pixels.reshape(-1, SIZE, SIZE, 3).transpose(0, 3, 1, 2).copy())

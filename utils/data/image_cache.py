@@ -1,0 +1,237 @@
+"""Keeps decoded images of a split in one file, which all processes of a machine map into memory.
+
+The file is complete or absent: it gets its name when all of it is on disk. It holds the pixels of
+one image after the other, uint8 [height, width, 3], and then the height and width of each, int32
+[samples, 2]; both are 0 if it cannot be read.
+"""
+
+import hashlib
+import itertools
+import os
+import platform
+import shutil
+import time
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import numpy as np
+import psutil
+import torch
+
+from utils.data.images import BadImage
+from utils.run.collectives import gather, local_main_first, run_on_all
+from utils.run.failures import UserError
+from utils.run.launch import cores_per_process
+
+CHUNK = 256  # images
+
+
+class Scaled:
+    """An image in the cache: used like `Encoded`."""
+
+    def __init__(self, pixels):
+        """Args: pixels: uint8 [3, height, width]."""
+        self._pixels = pixels
+        self.height, self.width = pixels.shape[1:]
+
+    def pixels(self, reduction=1):
+        """Returns uint8 [3, height, width], in channels-last memory format.
+
+        There is nothing to decode, so `reduction` changes nothing.
+        """
+        return self._pixels
+
+
+class CachedImages:
+    """The images of a split in the cache `file`; used like `Images`."""
+
+    def __init__(self, images, file):
+        self._images, self._file, self._pixels = images, file, None
+        self.labels = images.labels
+        self._shapes = read_shapes(file, len(images))
+        sizes = 3 * self._shapes.astype(np.int64).prod(1)
+        self._starts = np.cumsum(sizes) - sizes
+
+    def __len__(self):
+        return len(self._images)
+
+    def __getstate__(self):
+        return {**self.__dict__, "_pixels": None}  # each process maps the file itself
+
+    def name(self, index):
+        """The path of an image, as for `Images`."""
+        return self._images.name(index)
+
+    def open(self, index):
+        """An image as `Scaled`. Raises BadImage if it could not be read when the file was made."""
+        height, width = self._shapes[index].tolist()
+        if not height:
+            return self._images.open(index)  # says what is wrong, or has been repaired
+        if self._pixels is None:
+            # Not shared: changes would stay in this process. Nothing is copied.
+            size = os.path.getsize(self._file)
+            self._pixels = torch.from_file(str(self._file), False, size, dtype=torch.uint8)
+        start = int(self._starts[index])
+        pixels = self._pixels[start : start + 3 * height * width]
+        return Scaled(pixels.view(height, width, 3).permute(2, 0, 1))
+
+
+def cached(accelerator, images, split, side, folder, interpolation="bilinear"):
+    """Returns the scaled images of a split from the cache; call it on every process.
+
+    If they are not there, one process per machine decodes and writes them first.
+
+    Args:
+        images (Images): the split.
+        split (str): its name, for messages.
+        side (int): pixels of the shorter side to which images are scaled.
+        folder (Path): on a disk of each machine.
+
+    Returns:
+        CachedImages.
+
+    Raises:
+        UserError: the cache cannot be written, or is damaged.
+    """
+    from utils.data.transforms import shrink  # here, because importing torchvision takes a second
+
+    def decode(index):
+        try:
+            return shrink(images.open(index), side, interpolation)
+        except BadImage:
+            return torch.zeros(3, 0, 0, dtype=torch.uint8)
+
+    def find_or_write():
+        file = cache_file(images, side, folder, interpolation)
+        if not file.exists():
+            start_time, torch_threads = time.perf_counter(), torch.get_num_threads()
+            try:
+                with threads() as pool:
+                    parts = (pool.map(decode, chunk) for chunk in chunks(range(len(images))))
+                    decoded = itertools.chain.from_iterable(parts)
+                    write(file, decoded, len(images), f"the cache to --cache_dir {folder}")
+            finally:
+                torch.set_num_threads(torch_threads)
+            seconds, size = time.perf_counter() - start_time, file.stat().st_size / 2**30
+            count = f"{len(images):,} {split} images"
+            print(f"cached {count} in {file}: {size:.2f} GiB, {seconds:.0f} s")
+        return CachedImages(images, file)
+
+    return local_main_first(accelerator, find_or_write)
+
+
+def cache_file(images, side, folder, interpolation):
+    """The path of the cache of `images`: another one if a file or the table was changed."""
+    version = images.fingerprint(stamps=True)
+    digest = hashlib.sha256(f"1 {side} {interpolation} {version}".encode()).hexdigest()
+    return Path(folder) / f"pixels_{digest[:24]}.bin"
+
+
+def write(file, decoded, count, what):
+    """Writes a cache.
+
+    Args:
+        file (Path): gets this name when it is complete.
+        decoded (iterable): uint8 [3, height, width] for each image; of size 0 if it cannot be read.
+        count (int): number of images.
+        what (str): says in a message what cannot be written, and where.
+
+    Raises:
+        UserError: the file cannot be written.
+    """
+    # On a disk that several machines share, the process id alone names no process.
+    writer = f"{file.stem}.writing.{platform.node()}."
+    temporary, shapes = file.with_name(f"{writer}{os.getpid()}"), []
+    try:
+        file.parent.mkdir(parents=True, exist_ok=True)
+        for left_over in file.parent.glob(f"{writer}*"):
+            if not psutil.pid_exists(int(left_over.suffix[1:])):  # of a process that was killed
+                left_over.unlink(missing_ok=True)
+        with temporary.open("wb") as out:
+            for pixels in decoded:
+                shapes.append(pixels.shape[1:])
+                out.write(pixels.permute(1, 2, 0).contiguous().numpy())
+            out.write(np.array(shapes, dtype=np.int32))
+            out.flush()
+            os.fsync(out.fileno())
+        os.replace(temporary, file)
+    except OSError as error:
+        raise _no_space(error, what, temporary, len(shapes) / count) from None
+    finally:
+        temporary.unlink(missing_ok=True)
+
+
+def read_shapes(file, count):
+    """Reads height and width of the images in a cache, int32 [count, 2].
+
+    Raises:
+        UserError: the file is damaged.
+    """
+    size = os.path.getsize(file)
+    shapes = np.fromfile(file, np.int32, offset=max(0, size - 8 * count)).reshape(-1, 2)
+    pixels = 3 * shapes.astype(np.int64).prod(1)
+    if len(shapes) != count or pixels.sum() + shapes.nbytes != size:
+        raise UserError(f"{file} is damaged: delete it, and it is made again")
+    return shapes
+
+
+def threads():
+    """A pool with the threads of this process' share of the machine.
+
+    Decoding runs outside Python's lock. Each thread computes with one thread of torch, because the
+    pool has as many as there are cores.
+    """
+    one_each = dict(initializer=torch.set_num_threads, initargs=(1,))
+    return ThreadPoolExecutor(cores_per_process(), **one_each)
+
+
+def chunks(indices):
+    """Splits a range: a pool takes all the work that it is given at once, and keeps all results."""
+    return (indices[first : first + CHUNK] for first in range(0, len(indices), CHUNK))
+
+
+def check(accelerator, images, split, on_bad):
+    """Decodes every image of a split once, in all processes, and names those that cannot be read.
+
+    Raises:
+        UserError: there are any, and `on_bad` is `stop`.
+    """
+
+    def broken(index):
+        try:
+            images.open(index).pixels(8)
+            return None
+        except BadImage as error:
+            return f"{images.name(index)} ({error})"
+
+    def check_share():
+        share = range(accelerator.process_index, len(images), accelerator.num_processes)
+        with threads() as pool:
+            return [line for chunk in chunks(share) for line in pool.map(broken, chunk) if line]
+
+    own = run_on_all(accelerator, check_share)
+    everywhere = sorted(line for part in gather(accelerator, own) for line in part)
+    if everywhere:
+        more = f" and {len(everywhere) - 10} more" if len(everywhere) > 10 else ""
+        count = f"{len(everywhere)} of {len(images):,} images of the {split} split"
+        line = f"{count} cannot be read: {', '.join(everywhere[:10])}{more}"
+        if on_bad == "stop":
+            raise UserError(
+                f"{line}; replace or remove them, or leave them out with --on_bad_image skip"
+            )
+        if accelerator.is_main_process:
+            print(f"warning: left out: {line}")
+    elif accelerator.is_main_process:
+        print(f"{split}: all {len(images):,} images can be read")
+
+
+def _no_space(error, what, temporary, share):
+    """The error for a cache of which `share` could be written."""
+    needed, free = "space", 0
+    if share and temporary.exists():
+        needed = f"about {temporary.stat().st_size / share / 2**30:.1f} GiB"
+    if temporary.parent.exists():
+        free = shutil.disk_usage(temporary.parent).free / 2**30
+    return UserError(
+        f"cannot write {what} ({error.strerror}; {free:.1f} GiB free): it needs {needed}"
+    )

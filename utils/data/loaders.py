@@ -1,0 +1,91 @@
+"""Options, batch sizes and orders for the data loaders of all scripts."""
+
+import contextlib
+import math
+
+import torch
+from torch.utils.data import Sampler
+
+from utils.run import process
+from utils.run.seeds import sample_seed
+
+
+def loader_options(accelerator, num_workers=0):
+    """Returns arguments of `DataLoader` for a data set with whole batches (`__getitems__`)."""
+    return dict(
+        collate_fn=already_a_batch,
+        num_workers=num_workers,
+        pin_memory=accelerator.device.type == "cuda",
+        worker_init_fn=process.ignore_signals,
+    )
+
+
+def already_a_batch(batch):
+    """For `DataLoader(collate_fn=...)`: returns the batch unchanged."""
+    return batch
+
+
+def evaluation_batch_size(accelerator, samples, most):
+    """Computes the global batch size for an evaluation.
+
+    All batches get about the same size: Accelerate fills up the last one with repeated samples,
+    which take time.
+
+    Args:
+        samples (int): size of the split.
+        most (int): limit for the samples per process and batch.
+    """
+    processes = accelerator.num_processes
+    batches = math.ceil(samples / (most * processes))
+    return math.ceil(samples / (batches * processes)) * processes
+
+
+class EpochSampler(Sampler):
+    """Yields (epoch, id) for the samples of whole optimizer steps.
+
+    The order is a deterministic function of the seed and the epoch. The epoch reaches the data set
+    together with the id, because workers that live for several epochs never see a change of the
+    data set.
+    """
+
+    def __init__(self, samples, batch_size, seed, shuffle=True):
+        """
+        Args:
+            samples (int): size of the data set.
+            batch_size (int): samples per optimizer step.
+            seed (int): of the order.
+            shuffle (bool): whether the order is random.
+        """
+        self._samples, self._used = samples, samples // batch_size * batch_size
+        self._seed, self._shuffle, self._epoch = seed, shuffle, 0
+
+    def set_epoch(self, epoch):
+        """Sets the next epoch; called by the prepared loader's own `set_epoch`."""
+        self._epoch = epoch
+
+    def __len__(self):
+        return self._used
+
+    def __iter__(self):
+        order = torch.arange(self._samples)
+        if self._shuffle:
+            generator = torch.Generator().manual_seed(sample_seed(self._seed, self._epoch, -1))
+            order = torch.randperm(self._samples, generator=generator)
+        for ids in order[: self._used].split(1024):
+            yield from ((self._epoch, index) for index in ids.tolist())
+
+
+@contextlib.contextmanager
+def ending_workers(loaders):
+    """Ends the persistent workers of the loaders in this dict when the block ends.
+
+    Workers ignore signals, so that the loop can finish its step; at exit Python would wait for
+    them, forever.
+    """
+    try:
+        yield
+    finally:
+        for loader in loaders.values():
+            iterator = getattr(loader, "_iterator", None)
+            if iterator is not None:
+                iterator._shutdown_workers()

@@ -1,0 +1,223 @@
+"""Streams text: an endless, shuffled stream of windows that continues exactly after a restart.
+
+A window has `block_size + 1` bytes, as in `text`.
+"""
+
+import random
+import zlib
+from functools import partial
+
+import torch
+from accelerate.utils import gather_object
+
+from utils.data.sources import first_line
+from utils.data.text import encode, load_column, local_files, synthetic_text
+from utils.run.failures import RunFailed, UserError
+from utils.run.launch import either, possible_processes
+
+HELD_OUT_BYTES = 1 << 20  # bytes of a stream that are held out for evaluation
+HELD_OUT_ONE_IN = 64  # 1 in 64 documents of a stream is held out
+
+
+def held_out(document):
+    """Whether a document is held out for evaluation.
+
+    A deterministic function of its bytes, so it is the same on every process.
+    """
+    return zlib.crc32(document) % HELD_OUT_ONE_IN == 0
+
+
+def load_held_out(name, column, block_size):
+    """Reads the held-out documents of a stream, until they have `HELD_OUT_BYTES` or it ends.
+
+    Returns:
+        uint8 [bytes].
+
+    Raises:
+        UserError: the stream cannot be read, has no such column, or has too little text.
+    """
+    text, documents = bytearray(), 0
+    for document in _documents(open_stream(name, column), column, name, UserError):
+        documents += 1
+        if held_out(document):
+            text += document
+            if len(text) >= HELD_OUT_BYTES:
+                break
+    if len(text) < 2:
+        raise UserError(
+            f"--dataset {name} has {documents} rows, none of which is held out for evaluation (1 "
+            f"in {HELD_OUT_ONE_IN} is): too small to stream, run without --streaming"
+        )
+    return torch.frombuffer(text, dtype=torch.uint8)
+
+
+def open_stream(name, column):
+    """Opens `column` as a `datasets.IterableDataset`, which reads rows as they are needed."""
+    if name == "synthetic":
+        import datasets  # here, because it takes a second
+
+        rows = [{column: line} for line in synthetic_text(0).decode().splitlines()]
+        return datasets.Dataset.from_list(rows).to_iterable_dataset(num_shards=8)
+    splits = load_column(name, column, local_files(name), streaming=True)
+    split = "train" if "train" in splits else next(iter(splits))
+    return splits[split].select_columns([column])
+
+
+class TextStream(torch.utils.data.IterableDataset):
+    """This process' share of an endless, shuffled stream of micro-batches.
+
+    The global batches are the same for any number of processes. For that, the data is split into a
+    fixed number of parts, the `lanes` (by files if the number of files is a multiple of it, else by
+    rows). Every global batch takes the same number of windows from each lane, and each process
+    reads only its own lanes. The number of processes must divide the number of lanes.
+
+    A lane fills a buffer with `buffer` windows, yields them in random order, and then fills the
+    next buffer. Its position is the start of the buffer and the number of windows yielded from it:
+    after a restart the same buffer is read again. In each batch, `position` has the positions of
+    the lanes of this process after the batch.
+
+    Args:
+        micro_batch (int): windows per batch on this process.
+        lanes (int): number of parts.
+        buffer (int): windows among which a lane shuffles.
+        share (tuple[int, int]): index of this process, number of processes.
+        position (dict | None): lane number (as a string) -> position, gathered from all processes
+            after the last batch.
+
+    Raises:
+        UserError: the lanes do not divide over the processes or the batch.
+    """
+
+    def __init__(
+        self, name, column, block_size, micro_batch, *, lanes, buffer, seed, share, position=None
+    ):
+        from datasets.distributed import split_dataset_by_node  # here, because it takes a second
+
+        process, processes = share
+        if lanes % processes or micro_batch * processes % lanes:
+            raise UserError(
+                f"--stream_lanes {lanes} must be a multiple of the {processes} processes and "
+                f"divide the micro-batch of {micro_batch * processes} windows over all of them"
+            )
+        self.micro_batch, self.lanes = micro_batch, {}
+        for number in range(process * lanes // processes, (process + 1) * lanes // processes):
+            # Open the data set once per lane: lanes that are split from one object would share its
+            # reading state.
+            rows = split_dataset_by_node(open_stream(name, column), number, lanes)
+            lane = _Lane(rows, name, column, block_size, buffer, f"{seed} {number}")
+            lane.position = (position or {}).get(str(number)) or lane.position
+            self.lanes[str(number)] = lane
+
+    @classmethod
+    def from_args(cls, args, accelerator, position=None):
+        """Creates the share of this process from the command-line arguments, at `position`."""
+        possible = possible_processes(accelerator)
+        if any(args.stream_lanes % processes for processes in possible):
+            raise UserError(
+                f"--stream_lanes {args.stream_lanes} must be a multiple of the {either(possible)} "
+                "processes"
+            )
+        micro_batch = args.batch_size // args.gradient_accumulation_steps
+        return cls(
+            args.dataset,
+            args.text_column,
+            args.block_size,
+            micro_batch // accelerator.num_processes,
+            lanes=args.stream_lanes,
+            buffer=args.shuffle_buffer,
+            seed=args.seed,
+            share=(accelerator.process_index, accelerator.num_processes),
+            position=position,
+        )
+
+    def __iter__(self):
+        readers = [iter(lane) for lane in self.lanes.values()]
+        per_lane = self.micro_batch // len(readers)
+        while True:
+            rows = [next(reader) for reader in readers for _ in range(per_lane)]
+            windows = torch.stack(rows).long()
+            yield {
+                "inputs": windows[:, :-1],
+                "targets": windows[:, 1:],
+                "ids": torch.arange(len(rows)),
+                "position": {number: dict(lane.position) for number, lane in self.lanes.items()},
+            }
+
+
+def gather_position(batch):
+    """The position of a stream after `batch`, gathered from all processes, for a checkpoint.
+
+    Returns:
+        dict | None: None without a stream.
+    """
+    if "position" not in batch:
+        return None
+    return dict(gather_object(list(batch["position"].items())))
+
+
+class _Lane:
+    """Yields windows from one part of the stream without end; `position` can be stored as JSON."""
+
+    def __init__(self, rows, name, column, block_size, buffer, seed):
+        self.rows, self.name, self.column = rows, name, column
+        self.block_size, self.buffer, self.seed = block_size, buffer, seed
+        # Start of the buffer (state of `rows`; unused bytes, as hex), number of the buffer, and
+        # number of windows yielded ("taken") from it.
+        self.position = {"rows": None, "rest": "", "buffers": 0, "taken": 0}
+
+    def __iter__(self):
+        if self.position["rows"] is not None:
+            # Otherwise `datasets` silently ignores the state.
+            self.rows.set_epoch(self.position["rows"]["epoch"])
+            self.rows.load_state_dict(self.position["rows"])
+        documents = self._documents()
+        while True:
+            start = self.position
+            text = bytearray.fromhex(start["rest"])
+            used = self.buffer * self.block_size
+            while len(text) < used + 1:
+                text += next(documents)
+            data = torch.frombuffer(text[: used + 1], dtype=torch.uint8)
+            windows = data.unfold(0, self.block_size + 1, self.block_size)
+            order = list(range(self.buffer))
+            random.Random(f"{self.seed} {start['buffers']}").shuffle(order)
+            next_start = {
+                "rows": self.rows.state_dict(),
+                "rest": text[used:].hex(),
+                "buffers": start["buffers"] + 1,
+                "taken": 0,
+            }
+            for taken in range(start["taken"], self.buffer):
+                is_last = taken + 1 == self.buffer
+                self.position = next_start if is_last else {**start, "taken": taken + 1}
+                yield windows[order[taken]]
+
+    def _documents(self):
+        """Yields the training documents from the position of `rows` on, pass after pass."""
+        failure = partial(RunFailed, rank_variable=None)  # only this process knows: it prints
+        empty_passes = 0
+        while empty_passes < 2:  # the rest of a resumed pass may be empty
+            empty_passes += 1
+            for document in _documents(self.rows, self.column, self.name, failure):
+                if not held_out(document):
+                    empty_passes = 0
+                    yield document
+            # Without this, the next pass would start from the state that was loaded.
+            self.rows.set_epoch(self.rows.epoch + 1)
+        raise failure(
+            f"--dataset {self.name}: a lane of the stream is empty: use fewer --stream_lanes"
+        )
+
+
+def _documents(rows, column, name, failure):
+    """Yields the rows as bytes, each with a final newline. Raises `failure` if it cannot."""
+    number = 0
+    try:
+        for row in rows:
+            yield encode(row[column], number, f"--dataset {name}", failure) + b"\n"
+            number += 1
+    except UserError:
+        raise
+    except Exception as error:
+        line = f"--dataset {name} cannot be read after row {number}: {first_line(error)}"
+        raise failure(line) from None

@@ -1,0 +1,271 @@
+"""Command-line flags that the training scripts share, and argparse types that check numbers."""
+
+import argparse
+import sys
+from pathlib import Path
+
+from utils.run.failures import UserError
+from utils.run.process import is_main
+
+# The rule for continuing a run: printed by --help and by the error message, and quoted in the
+# README.
+CONTINUE_RULE = (
+    "To continue a run, keep its arguments. You may change --epochs, --max_train_steps, and the "
+    "options for output, logging, checkpoints, workers, compilation and gradient accumulation."
+)
+# The options that may change, of all scripts. They do not change results (gradient accumulation: up
+# to rounding).
+MAY_CHANGE = {
+    "output_dir",
+    "resume",
+    "checkpoint_every",
+    "keep_checkpoints",
+    "max_failed_checkpoints",
+    "log_every",
+    "eval_every",
+    "num_workers",
+    "profile",
+    "timeout",
+    "track",
+    "compile",
+    "gradient_accumulation_steps",
+    "push_to_hub",
+}
+
+
+class Parser(argparse.ArgumentParser):
+    """An ArgumentParser that prints --help, with defaults, on the main process only, and raises
+    `UserError` for mistakes.
+    """
+
+    def __init__(self, **kwargs):
+        super().__init__(allow_abbrev=False, formatter_class=_HelpFormatter, **kwargs)
+
+    def print_help(self, file=None):
+        if is_main():
+            super().print_help(file)
+
+    def error(self, message):
+        raise UserError(f"{message} (see --help)")
+
+    def choice(self, flag):
+        """The value of `--flag`, read before the full parse, because the defaults of other flags
+        depend on it.
+        """
+        parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False, exit_on_error=False)
+        parser.add_argument(f"--{flag}", default=self.get_default(flag), nargs="?")
+        return getattr(parser.parse_known_args()[0], flag)
+
+    def add_training_arguments(self, group, **defaults):
+        """Adds the flags of every training loop; `defaults` are their defaults."""
+        at_least_1 = number(int, 1)
+        group.add_argument("--epochs", type=at_least_1, help="passes over the training set")
+        group.add_argument(
+            "--max_train_steps", type=at_least_1, help="optimizer steps; overrides --epochs"
+        )
+        group.add_argument(
+            "--batch_size", type=at_least_1, help="samples per optimizer step over all processes"
+        )
+        group.add_argument("--lr", type=number(float, 0), help="peak learning rate")
+        self.set_defaults(**defaults)
+
+    def add_optimizer_arguments(self, group, **defaults):
+        """Adds the flags for gradient accumulation, weight decay and clipping; `defaults` are their
+        defaults.
+        """
+        group.add_argument(
+            "--weight_decay", type=number(float, 0), help="weight decay of the optimizer"
+        )
+        group.add_argument(
+            "--max_grad_norm",
+            type=number(float, 0),
+            default=0.0,
+            help="clip gradients to this norm; 0: do not clip",
+        )
+        group.add_argument(
+            "--gradient_accumulation_steps",
+            type=number(int, 1),
+            default=1,
+            help="micro-batches per optimizer step",
+        )
+        self.set_defaults(**defaults)
+
+    def add_run_arguments(self):
+        """Adds the flags for the run, the same in every training script.
+
+        A copy writes to a folder named after itself.
+        """
+        output_dir = f"runs/{Path(sys.argv[0]).stem}"
+        self.epilog = CONTINUE_RULE
+        at_least_0, at_least_1 = number(int, 0), number(int, 1)
+        group = self.add_argument_group("run")
+        group.add_argument(
+            "--output_dir", default=output_dir, help="folder for everything that the run writes"
+        )
+        group.add_argument(
+            "--resume",
+            default="auto",
+            metavar="auto|never|PATH",
+            help="auto: continue the run in output_dir if there is one; never: stop with an "
+            "error if there is one; "
+            "PATH: continue from a checkpoint of another run, and write to output_dir",
+        )
+        group.add_argument(
+            "--init_from",
+            metavar="PATH",
+            help="start a new run with the weights, and only the weights, of a run's folder, a "
+            "checkpoint or a .safetensors",
+        )
+        group.add_argument(
+            "--checkpoint_every",
+            type=at_least_0,
+            help="optimizer steps between checkpoints; 0: only at the end and on preemption",
+        )
+        group.add_argument(
+            "--keep_checkpoints",
+            type=at_least_1,
+            default=2,
+            help="newest checkpoints to keep, besides the highest-scoring one",
+        )
+        group.add_argument(
+            "--max_failed_checkpoints",
+            type=at_least_1,
+            default=3,
+            help="number of checkpoints in a row that may fail to be written before the run ends "
+            "with an error",
+        )
+        group.add_argument(
+            "--push_to_hub",
+            metavar="REPO",
+            help="upload the finished run to this model repository of the Hub",
+        )
+        group.add_argument(
+            "--eval_every", type=at_least_1, help="optimizer steps between evaluations"
+        )
+        group.add_argument("--log_every", type=at_least_1, help="optimizer steps between log lines")
+        group.add_argument(
+            "--seed", type=at_least_0, default=0, help="seed of weights, order and augmentation"
+        )
+        group.add_argument(
+            "--timeout",
+            type=at_least_1,
+            default=600,
+            help="seconds to wait for another process before giving up",
+        )
+
+    def add_data_arguments(self, dataset, data_help):
+        """Adds the flags of every script that trains on a data set.
+
+        Args:
+            dataset (str | None): the default of `--dataset`; None: it must be given.
+            data_help (str): what `--dataset` takes.
+        """
+        group = self.add_argument_group("data and tracking")
+        group.add_argument("--dataset", default=dataset, required=dataset is None, help=data_help)
+        group.add_argument(
+            "--num_workers",
+            type=number(int, 0),
+            default=0,
+            help="processes that load data, per training process",
+        )
+        group.add_argument(
+            "--track",
+            default="tensorboard",
+            help="experiment trackers of Accelerate, separated by commas (wandb, mlflow, ...), "
+            "or none",
+        )
+        group = self.add_argument_group("quick checks (in a separate folder next to output_dir)")
+        group.add_argument(
+            "--dry_run",
+            action="store_true",
+            help="train two steps, with evaluation and checkpoints, then stop",
+        )
+        group.add_argument(
+            "--overfit_batch",
+            action="store_true",
+            help="train on one batch until the loss is about 0: can the model learn at all?",
+        )
+        group.add_argument(
+            "--profile",
+            action="store_true",
+            help="write a torch.profiler trace of three steps to output_dir/profile",
+        )
+
+    def add_image_arguments(self, val_fraction):
+        """Adds the flags of every script that trains on labeled images.
+
+        Args:
+            val_fraction (float): the default of `--val_fraction`.
+        """
+        group = self.add_argument_group("data set")
+        group.add_argument(
+            "--val_fraction",
+            type=number(float, 0, below=1),
+            default=val_fraction,
+            help="share of each class to hold out of the training images, if there is no val split",
+        )
+        group.add_argument("--image_column", help="of a table; default: the only one with images")
+        group.add_argument("--label_column", help="of a table; default: the only one with classes")
+        return group
+
+    def parse_training_args(self):
+        """Parses the command line, and changes the arguments for `--dry_run` and `--overfit_batch`.
+
+        Both write to a folder of their own next to that of the run, which is emptied each time.
+        """
+        args = self.parse_args()
+        if args.init_from and args.resume not in ("auto", "never"):
+            raise UserError(
+                "--init_from starts a new run and --resume PATH continues one: give only one of "
+                "them"
+            )
+        if args.dry_run or args.overfit_batch:
+            args.push_to_hub = None
+        if args.dry_run:
+            args.output_dir = f"{args.output_dir.rstrip('/')}_dry_run"
+            args.max_train_steps, args.eval_every, args.checkpoint_every, args.log_every = (
+                2,
+                1,
+                1,
+                1,
+            )
+        elif args.overfit_batch:
+            args.output_dir = f"{args.output_dir.rstrip('/')}_overfit_batch"
+            args.max_train_steps = args.max_train_steps or 200
+        return args
+
+
+class _HelpFormatter(argparse.ArgumentDefaultsHelpFormatter):
+    """Shows a default unless it is None or False."""
+
+    def _get_help_string(self, action):
+        if action.default is None and action.dest in ("checkpoint_every", "eval_every"):
+            best = ", and at each new highest score" * (action.dest == "checkpoint_every")
+            return f"{action.help} (default: an epoch{best})"
+        if action.default is None and action.dest == "log_every":
+            return f"{action.help} (default: 10, fewer in runs of less than 200 steps)"
+        if action.default is None or action.default is False:
+            return action.help
+        return super()._get_help_string(action)
+
+
+def number(kind, low, *, above=False, below=float("inf")):
+    """An argparse type: a finite number of type `kind` that is at least `low` (above it, if
+    `above`) and less than `below`.
+    """
+
+    def convert(text):
+        try:
+            value = kind(text)
+        except ValueError:
+            raise argparse.ArgumentTypeError(
+                f"'{text}' is not {'an integer' if kind is int else 'a number'}"
+            ) from None
+        if not (value > low if above else value >= low) or value >= below:
+            limit = "finite" if below == float("inf") else f"below {below}"
+            raise argparse.ArgumentTypeError(
+                f"must be {'above' if above else 'at least'} {low} and {limit}, not {text}"
+            )
+        return value
+
+    return convert

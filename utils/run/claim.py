@@ -1,0 +1,123 @@
+"""Claims the folder of a run: one job at a time, and only a run that may write to it."""
+
+import os
+import shutil
+import socket
+import sys
+import time
+from pathlib import Path
+from typing import NamedTuple
+
+from utils.run import checkpoint, process, record
+from utils.run.arguments import CONTINUE_RULE
+from utils.run.failures import UserError
+from utils.run.files import lock, read_json
+
+
+class Claim(NamedTuple):
+    """A folder that this process has locked.
+
+    Attributes:
+        earlier (dict | None): args.json of the run in the folder, if there is one.
+        owner (str): what the lock says: this process and its host.
+        file: the open lock; closing it would release the lock.
+    """
+
+    earlier: dict | None
+    owner: str
+    file: object
+
+
+def claim(path, arguments, resume, may_change):
+    """Locks a folder and checks that this run may use it; main process only.
+
+    Empties a folder that was left by --dry_run or --overfit_batch, if this run has that flag.
+
+    Args:
+        path (Path): the folder; it is made if necessary.
+        arguments (dict): those of this run, as `record.comparable` returns them.
+        resume (str): the value of `--resume`.
+        may_change (set): names of arguments that may differ from those of the run in the folder.
+
+    Raises:
+        UserError: the folder cannot be written, is in use, or holds another run.
+    """
+    owner = f"process {os.getpid()} on {socket.gethostname()}"
+    try:
+        path.mkdir(parents=True, exist_ok=True)
+        # The processes of a killed job may take a few seconds to exit: wait for them.
+        file = lock(path / ".lock", owner, 2 * process.ORPHAN_SECONDS)
+        probe = path / ".probe"
+        probe.write_bytes(bytes(1 << 16))
+        probe.unlink()
+    except OSError as error:
+        reason = error.strerror or error
+        raise UserError(f"cannot write to --output_dir {path}: {reason}") from None
+    earlier = read_json(path / "args.json")
+    checks = ("dry_run", "overfit_batch")
+    if earlier and any(arguments.get(name) and earlier["arguments"].get(name) for name in checks):
+        _empty(path)
+        earlier = None
+    if earlier is None:
+        own = (".lock", ".args.json.", "checkpoints")
+        if any(not entry.name.startswith(own) for entry in path.iterdir()):
+            raise UserError(
+                f"{path} is not empty and does not contain a run of these scripts: use another "
+                "--output_dir"
+            )
+    else:
+        _check_earlier(path, earlier, arguments, resume, may_change)
+    return Claim(earlier, owner, file)
+
+
+def _empty(path):
+    for entry in path.iterdir():
+        if entry.name != ".lock":
+            shutil.rmtree(entry) if entry.is_dir() else entry.unlink()
+
+
+def _check_earlier(path, earlier, arguments, resume, may_change):
+    if resume == "never":
+        raise UserError(
+            f"{path} already contains a run: with --resume never, use another --output_dir"
+        )
+    theirs, ours = (Path(words[0]).name for words in (earlier["command"], sys.argv))
+    if theirs != ours and earlier["arguments"].keys() != arguments.keys():
+        raise UserError(f"{path} holds a run of {theirs}, not {ours}: use another --output_dir")
+    check_same(earlier["arguments"], arguments, path, may_change)
+
+
+def check_same(earlier, arguments, place, may_change):
+    """Raises UserError, which lists each difference, if `earlier` are those of another run.
+
+    Args:
+        earlier (dict): the arguments recorded in `place`, a run's folder or a checkpoint.
+    """
+    differences = record.differences(earlier, arguments, may_change)
+    if differences:
+        same_model = earlier.get("model") == arguments.get("model")
+        weights = f" (from these weights: --init_from {place})" if same_model else ""
+        raise UserError(
+            f"{place} belongs to a run with other arguments: {', '.join(differences)}. "
+            f"{CONTINUE_RULE} Use the earlier values, or start a new run with another "
+            f"--output_dir{weights}"
+        )
+
+
+def check_shared(path, owner):
+    """Checks on every process but the main one that it sees the lock of the main process.
+
+    (The main process must not open its lock again: closing it would release it.)
+
+    Raises:
+        UserError: it does not: this is another folder.
+    """
+    file = path / ".lock"
+    for _ in range(checkpoint.SHARED_CHECKS):
+        if path.is_dir() and file.name in os.listdir(path) and file.read_text() == owner:
+            return
+        time.sleep(0.5)
+    raise UserError(
+        f"--output_dir {path} is another folder on {socket.gethostname()} than for {owner}: use "
+        "one on a file system that all machines share"
+    )

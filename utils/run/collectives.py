@@ -1,0 +1,108 @@
+"""Runs functions on some processes first, and gathers Python values, over gloo.
+
+gloo, because NCCL ends a run in which one process works on files for longer than `--timeout` while
+the others wait.
+"""
+
+import contextlib
+import socket
+import traceback
+from datetime import timedelta
+
+import psutil
+import torch.distributed as dist
+
+from utils.run.failures import UserError
+
+# How long processes wait for one that downloads, decodes, hashes or writes. If it dies instead, its
+# launcher stops them.
+HOST_TIMEOUT = timedelta(hours=3)
+_host_group = None
+
+
+def gather(accelerator, value):
+    """Gathers a picklable value from every process: a list by rank, the same on all of them."""
+    global _host_group
+    if accelerator.num_processes == 1:
+        return [value]
+    if _host_group is None:
+        _host_group = dist.new_group(backend="gloo", timeout=HOST_TIMEOUT)
+        keep_alive()
+    values = [None] * accelerator.num_processes
+    dist.all_gather_object(values, value, group=_host_group)
+    return values
+
+
+def wait_for_all(accelerator):
+    """Waits until every process has called this function."""
+    gather(accelerator, None)
+
+
+def run_on_main(accelerator, function):
+    """Runs `function()` on the main process only; returns its (picklable) result on every process.
+
+    An error is raised on every process.
+    """
+    outcome = _attempt(function) if accelerator.is_main_process else None
+    return _result(gather(accelerator, outcome)[0])
+
+
+def local_main_first(accelerator, function):
+    """Runs `function()` on one process per node first, and then on the others.
+
+    The others can use what the first one cached. An error on any process is raised on every one.
+    """
+    outcome = [None, None]
+    for turn in (True, False):
+        if accelerator.is_local_main_process == turn:
+            outcome = _attempt(function)
+        _all_or_none(accelerator, outcome)
+    return outcome[0]
+
+
+def run_on_all(accelerator, function):
+    """Runs `function()` on every process and returns its result there.
+
+    An error on any of them is raised on every one.
+    """
+    return _all_or_none(accelerator, _attempt(function))
+
+
+def keep_alive():
+    """Turns on TCP keepalive for the connections of this process, those of gloo among them.
+
+    The kernel then reports a machine that lost its power or network, which cannot say so itself,
+    after 40 seconds of silence. Without it a process would wait for `HOST_TIMEOUT`.
+    """
+    for connection in psutil.Process().net_connections("tcp"):
+        if not connection.raddr:
+            continue
+        address = (connection.fd, connection.family, connection.type)
+        # An error: the connection was closed since it was listed.
+        with contextlib.suppress(OSError), socket.fromfd(*address) as shared:
+            shared.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+            for option, value in (("TCP_KEEPIDLE", 20), ("TCP_KEEPINTVL", 5), ("TCP_KEEPCNT", 4)):
+                if hasattr(socket, option):  # other systems have other names, and longer defaults
+                    shared.setsockopt(socket.IPPROTO_TCP, getattr(socket, option), value)
+
+
+def _attempt(function):
+    try:
+        return [function(), None]
+    except UserError as error:
+        return [None, error]
+    except Exception as error:
+        # Here, because the traceback cannot be sent to the other processes.
+        traceback.print_exc()
+        return [None, RuntimeError(f"{type(error).__name__}: {error}")]
+
+
+def _all_or_none(accelerator, outcome):
+    errors = gather(accelerator, outcome[1])
+    return _result([outcome[0], next(filter(None, errors), None)])
+
+
+def _result(outcome):
+    if outcome[1] is not None:
+        raise outcome[1]
+    return outcome[0]

@@ -1,0 +1,201 @@
+"""The errors that end a run: one-line messages, and what is known about the errors of libraries.
+
+Imports only the standard library, because `process` needs it before torch is imported.
+"""
+
+import contextlib
+import errno
+import json
+import os
+import re
+import sys
+import time
+import traceback
+
+SAME_COMMAND = "run the same command again to continue"
+
+_hooks = []
+_micro_batch_size = None
+
+
+class UserError(Exception):
+    """Invalid input that the user can correct: ends the run with a one-line message and exit code
+    2.
+
+    Args:
+        line (str): what is wrong, and what to do.
+        rank_variable (str | None): the process for which this environment variable is 0 prints the
+            message. RANK: every process raises this error. LOCAL_RANK: every process of one machine
+            does. None: only this process does, and prints it.
+    """
+
+    def __init__(self, line, rank_variable="RANK"):
+        super().__init__(line)
+        self.rank_variable = rank_variable
+
+
+class RunFailed(UserError):
+    """The run cannot continue (for example, the loss is not finite): one line, and exit code 1.
+
+    Args:
+        retry (bool): whether the same command may succeed when it is run again.
+    """
+
+    def __init__(self, line, rank_variable="RANK", retry=True):
+        super().__init__(line, rank_variable)
+        self.retry = retry
+
+
+class LostContact(TimeoutError):
+    """Another process, or the device, did not answer within `--timeout`."""
+
+
+def on_failure(hook):
+    """Registers `hook(reason, retry)`, called when the run ends with an error, to record it.
+
+    `retry` (bool): whether the same command may succeed when it is run again. The hook returns
+    whether this process is the first to record a reason.
+    """
+    _hooks.append(hook)
+
+
+def record(reason, retry):
+    """Calls the hooks. Returns whether this process is the first to record why the run failed."""
+    first = True
+    for hook in _hooks:
+        try:
+            first = hook(reason, retry)
+        except (OSError, UserError) as error:  # for example because the disk is full
+            print(
+                f"warning: the run's status was not written: {error}", file=sys.stderr, flush=True
+            )
+    return first
+
+
+def recorded_anywhere():
+    """Whether a hook is registered: the run has a folder, so that it can continue."""
+    return bool(_hooks)
+
+
+def remember_micro_batch_size(samples):
+    """Stores the number of samples per micro-batch and process, for the out-of-memory message."""
+    global _micro_batch_size
+    _micro_batch_size = samples
+
+
+def report_to_launcher(line):
+    """Replaces the traceback that torchelastic's `record` wrote for the launcher's report."""
+    path = os.environ.get("TORCHELASTIC_ERROR_FILE")
+    if path:
+        # Without this file, the report only lacks the reason.
+        with contextlib.suppress(OSError), open(path, "w") as file:
+            json.dump({"message": line, "timestamp": str(int(time.time()))}, file)
+
+
+def causes(error):
+    """Yields the error, then its `__cause__` or `__context__`, and so on."""
+    while error is not None:
+        yield error
+        error = error.__cause__ or error.__context__
+
+
+def describe(error):
+    """A one-line message for an error whose traceback would not help the user.
+
+    Decides by the type of the error and by where it was raised. The text alone never decides:
+    an HTTP client also says "timed out".
+
+    Returns:
+        str | None: None for any other error: show its traceback.
+    """
+    for known in (_out_of_memory, _full_disk, _dead_worker):
+        line = known(error)
+        if line:
+            return line
+    if is_lost_contact(error):
+        return _lost_contact(error)
+    if _is_distributed(error) and "NCCL" in str(error):
+        # The last line says what happened; the first says where in PyTorch.
+        last = [line for line in str(error).splitlines() if line.strip()][-1].strip()
+        return f"rank {_rank()}: NCCL: {last}"
+    return None
+
+
+def is_lost_contact(error):
+    """Whether a collective or the rendezvous failed because another process ended or hangs."""
+    if "RANK" not in os.environ:
+        return False
+    if isinstance(error, LostContact):
+        return True
+    return _is_distributed(error) and bool(re.search(f"{ENDED}|{TIMED_OUT}", str(error)))
+
+
+# How gloo, NCCL and the store of torch.distributed name the two cases.
+ENDED = "Connection closed by peer|Connection reset|Broken pipe|Connection refused|failed to recv"
+TIMED_OUT = "[Tt]imed out|[Ww]ait timeout"
+
+
+def _is_distributed(error):
+    """Whether torch.distributed raised an error: by its type, or by the source line of gloo."""
+    if any(base.__name__ == "DistError" for base in type(error).__mro__):
+        return True
+    # A collective that ends in the background raises from wherever its result is awaited.
+    return type(error) is RuntimeError and bool(re.match(r"\[\S*\bgloo\b\S*:\d+\]", str(error)))
+
+
+def _lost_contact(error):
+    text = str(error).partition("GLHF")[0]  # how gloo ends the advice that follows its reason
+    # Without the source line of gloo before the reason, and its advice behind it.
+    reason = re.sub(r"^\[\S+:\d+\] ", "", text.splitlines()[0]).partition(". This is ")[0]
+    ended = re.search(ENDED, text)
+    why = (
+        "which has ended (the launcher's report names it)"
+        if ended
+        else "and waited for it longer than --timeout"
+    )
+    return f"rank {_rank()} lost contact with another process, {why}: {reason}"
+
+
+def _out_of_memory(error):
+    text = str(error)
+    if not (
+        type(error).__name__ == "OutOfMemoryError"
+        or isinstance(error, MemoryError)
+        or (type(error) is RuntimeError and "DefaultCPUAllocator: can't allocate memory" in text)
+    ):
+        return None
+    return (
+        f"out of memory on rank {_rank()}, which computes {_micro_batch_size} samples at a time: "
+        "a larger --gradient_accumulation_steps splits the same batch into smaller parts "
+        f"({text.splitlines()[0] if text else ''})"
+    )
+
+
+def _full_disk(error):
+    full = isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT)
+    if type(error).__name__ == "SafetensorError":  # has no errno
+        full = f"(os error {errno.ENOSPC})" in str(error)
+    if not full:
+        return None
+    return (
+        f"rank {_rank()}: the disk is full: free some space, then run the same command again "
+        f"({str(error).splitlines()[0]})"
+    )
+
+
+def _dead_worker(error):
+    # A worker that dies while sending a batch also breaks the connection. Either error may be the
+    # context of the other.
+    for cause in causes(error):
+        if type(cause) is RuntimeError and re.match(r"DataLoader worker \(pid", str(cause)):
+            return f"rank {_rank()}: a data loader worker died: {str(cause).splitlines()[0]}"
+    frames = traceback.extract_tb(error.__traceback__)
+    in_loader = any("torch/utils/data/dataloader.py" in frame.filename for frame in frames)
+    if in_loader and isinstance(error, (EOFError, ConnectionError)):
+        name = type(error).__name__
+        return f"rank {_rank()}: a data loader worker died while sending a batch ({name})"
+    return None
+
+
+def _rank():
+    return os.environ.get("RANK", "0")

@@ -1,0 +1,108 @@
+"""Reads and writes small files that survive a power cut, and locks folders."""
+
+import errno
+import fcntl
+import json
+import os
+import sys
+import time
+from pathlib import Path
+
+from utils.run.failures import UserError
+
+
+def read_json(path):
+    """Reads JSON from `path`; None if there is no such file. Raises UserError if it is damaged."""
+    try:
+        return json.loads(Path(path).read_text())
+    except FileNotFoundError:
+        return None
+    except ValueError:
+        raise UserError(f"{path} is damaged: restore it, or move it away") from None
+
+
+def read_json_lines(path):
+    """Reads the JSON values in the lines of `path`.
+
+    Stops at a line that is incomplete because its writer was killed.
+    """
+    values = []
+    for line in Path(path).read_text().splitlines():
+        try:
+            values.append(json.loads(line))
+        except ValueError:
+            break
+    return values
+
+
+def write_json(path, value):
+    """Writes `value` as JSON, atomically: a reader finds either the old file or the new one."""
+    write_text(path, json.dumps(value, indent=2) + "\n")
+
+
+def write_text(path, text):
+    """Like `write_json`, for text."""
+    path = Path(path)
+    # Per process, as several may write the status.
+    temporary = path.with_name(f".{path.name}.{os.getpid()}.writing")
+    with temporary.open("w") as file:
+        file.write(text)
+        file.flush()
+        os.fsync(file.fileno())
+    os.replace(temporary, path)
+    sync(path.parent)
+
+
+def sync(path):
+    """Waits until a file, or the entries of a folder, are on disk and not only in memory."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def lock(path, owner, patience):
+    """Locks the file `path` for this process, and writes `owner` (str) into it.
+
+    A POSIX record lock belongs to the process: the kernel releases it however the process ends, and
+    forked data loader workers do not inherit it. Closing any descriptor of the file releases it.
+
+    Args:
+        patience (float): seconds to wait: the processes of a killed job may take a while to exit.
+
+    Returns:
+        the open file.
+
+    Raises:
+        UserError: another process has the lock.
+    """
+    file = Path(path).open("a+")  # noqa: SIM115 (closing it would release the lock)
+    deadline = time.monotonic() + patience
+    while True:
+        try:
+            fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            break
+        except OSError as error:
+            # Lustre or NFS, mounted without locks.
+            if error.errno in (errno.ENOSYS, errno.ENOLCK, errno.EOPNOTSUPP):
+                line = (
+                    f"warning: the file system of {path.parent} has no locks: nothing keeps two "
+                    "jobs from writing to it"
+                )
+                print(line, file=sys.stderr, flush=True)
+                break
+            if error.errno not in (errno.EAGAIN, errno.EACCES):
+                raise
+            if time.monotonic() > deadline:
+                file.seek(0)
+                other = file.read().strip() or "another process"
+                line = (
+                    f"{path.parent} is in use by {other}: wait for it, or use another --output_dir"
+                )
+                raise UserError(line) from None
+            time.sleep(0.2)
+    file.truncate(0)
+    file.write(owner)
+    file.flush()
+    return file

@@ -1,0 +1,346 @@
+"""The folder of a run: how a run starts, continues, saves checkpoints, and ends.
+
+The folder is locked, so that only one job writes to it.
+"""
+
+import contextlib
+import sys
+import time
+import uuid
+from functools import partial
+from pathlib import Path
+
+from tqdm import tqdm
+
+from utils.run import checkpoint, failures, model_card, process, record, status, tracking
+from utils.run.arguments import MAY_CHANGE
+from utils.run.claim import check_same, check_shared, claim
+from utils.run.collectives import run_on_all, run_on_main, wait_for_all
+from utils.run.failures import RunFailed, UserError
+from utils.run.files import read_json, write_json
+from utils.run.metrics import Metrics, memory_bytes, summary
+
+LENGTH = {"epochs", "max_train_steps"}
+
+
+class RunFolder:
+    """The files of one run. Every process creates one; only the main process touches the files.
+
+    Call `open`, then `start`; in the loop `timed`, `log` and `checkpoint`; and at the end `finish`
+    or `exit_preempted`. It never sees the model and never calls the loop.
+
+    Attributes:
+        path (Path): the folder.
+        finished (dict | None): the results, if this run has already finished: nothing to do.
+        init_from (str | None): the value of `--init_from`; None for a run that continues, which has
+            weights of its own.
+        progress (dict): from the checkpoint to continue from: `step`, the values given to
+            `checkpoint`, and more; {} for a new run.
+        arguments (dict): the arguments of the run as they are recorded and compared.
+        metrics (Metrics): the log, after `start`.
+    """
+
+    def __init__(self, args, accelerator, may_change=()):
+        """Args: may_change: arguments of the script that may change when the run continues."""
+        self.path = Path(args.output_dir)
+        self.arguments = record.comparable(vars(args))
+        self.finished, self.progress = None, {}
+        self.init_from = getattr(args, "init_from", None)
+        self._args, self._accelerator = args, accelerator
+        self.is_main = accelerator.is_main_process
+        self._may_change = MAY_CHANGE | set(may_change)
+        self._plan, self._checkpoint, self._earlier = None, None, None
+        self._run_id, self._record = uuid.uuid4().hex[:8], None
+        self._failed_saves = 0  # in a row
+        self._score, self._improved, self._best = None, False, None
+
+    # ----------------------------------------------------------------------------------- start
+
+    def open(self, plan=None):
+        """Locks the folder and looks for a checkpoint to continue from; writes no records yet.
+
+        Empties a folder that was left by --dry_run or --overfit_batch, if this run has that flag.
+
+        Args:
+            plan (Plan | None): None: a script without checkpoints, whose length may not change.
+
+        Raises:
+            UserError: the folder cannot be written, is in use, or belongs to a run that these
+                arguments do not continue; all checkpoints are damaged; or the run has already taken
+                more steps than `plan` allows.
+        """
+        self._plan = plan
+        outcome = run_on_main(self._accelerator, self._claim_and_find)
+        self.finished, found, self._run_id, owner = outcome
+        run_on_all(self._accelerator, lambda: self.is_main or check_shared(self.path, owner))
+        script = (read_json(self.path / "args.json") or {}).get("script", record.script_hash())
+        if self.is_main and script != record.script_hash():
+            print(
+                f"warning: {sys.argv[0]} has changed since this run started: use another "
+                "--output_dir for a new run"
+            )
+        if self.finished and plan and self.is_main:
+            print(summary(self.finished, self.path, "this run has already finished, nothing to do"))
+            print(
+                "to train longer, run the same command with a larger --epochs or --max_train_steps"
+            )
+            self._upload()
+        if found:
+            self._checkpoint, self._earlier = found
+            self.progress, self.init_from = self._earlier["progress"], None
+
+    def start(self, scheduler=None, rates=None):
+        """Loads the checkpoint that `open` found, if any, and opens the logs.
+
+        Call it on every process, after `prepare`.
+
+        Args:
+            scheduler: the prepared scheduler; its learning rate becomes that of the schedule for
+                the current length.
+            rates (dict | None): name -> amount per sample, of additional rates to log (such as
+                `tokens_per_second`).
+
+        Returns:
+            int: the number of optimizer steps done; 0 for a new run.
+        """
+        if self._checkpoint:
+            own = self._checkpoint.resolve().is_relative_to(self.path.resolve())
+            checkpoint.load(self._accelerator, self._checkpoint, own)  # accelerator.load_state
+        failures.on_failure(partial(status.write_failure, self.path))
+        step = self.progress.get("step", 0)
+        self._resumed_from, self._saved_at = step, step
+        self._best = self.progress.get("best")
+        self._start_time = time.perf_counter()
+        batch_size = self._args.batch_size
+        self.metrics = Metrics(
+            self.path, self._accelerator, self._plan, batch_size, rates or {}, step
+        )
+        if self.is_main:
+            self._write_record(step)
+        if self._checkpoint:
+            self._apply_schedule(scheduler)
+        if self.is_main and self._plan:
+            name = self.path.resolve().name
+            project = Path(sys.argv[0]).stem
+            tracking.start(self._accelerator, project, name, self._run_id, self.arguments, step)
+            self._print_start()
+        return step
+
+    def _claim_and_find(self):
+        repository = getattr(self._args, "push_to_hub", None)
+        if repository:
+            model_card.check_repository(repository)
+        args, may_change = self._args, self._may_change | (LENGTH if self._plan else set())
+        self._claim = claim(self.path, self.arguments, args.resume, may_change)
+        earlier, owner = self._claim.earlier, self._claim.owner
+        if earlier and status.read(self.path).get("state") == "finished":
+            results = read_json(self.path / "results.json")
+            if self._plan is None or results["global_step"] == self._plan.total_steps:
+                return results, None, None, owner
+        found = checkpoint.find(self.path, args.resume) if self._plan else None
+        if found:
+            path, manifest = found
+            check_same(manifest["arguments"], self.arguments, path, may_change)
+            steps_taken = manifest["progress"]["step"]
+            if self._plan.total_steps < steps_taken:
+                raise UserError(
+                    f"--epochs or --max_train_steps ask for {self._plan.total_steps} steps, but "
+                    f"the run has taken {steps_taken} already ({path}): give at least as many, or "
+                    "use another --output_dir"
+                )
+        return None, found, (earlier or {}).get("run_id", self._run_id), owner
+
+    def _write_record(self, step):
+        self._record = {
+            "arguments": self.arguments,
+            "run_id": self._run_id,
+            "total_steps": self._plan and self._plan.total_steps,
+            "topology": record.topology(self._accelerator),
+            "versions": record.versions(),
+            "git_commit": record.git_commit(),
+            "script": record.script_hash(),
+            "command": sys.argv,
+        }
+        starts = (read_json(self.path / "args.json") or {}).get("starts", [])
+        now = {"step": step, "time": record.timestamp(), **self._record["topology"]}
+        write_json(self.path / "args.json", {**self._record, "starts": [*starts, now]})
+        status.write(self.path, "running", f"from step {step}", step=step)
+
+    def _apply_schedule(self, scheduler):
+        # The learning rate in a checkpoint is for the length of the run at that time.
+        step, change = self.progress["step"], "the learning rate does not depend on it"
+        if scheduler is not None:
+            before = scheduler.get_last_lr()[0]
+            checkpoint.apply_schedule(scheduler)
+            after = scheduler.get_last_lr()[0]
+            how = f"changes from {before:.3g} to" if before != after else "stays"
+            change = f"the learning rate at step {step} {how} {after:.3g}"
+        was, now = self._earlier["total_steps"], self._plan.total_steps
+        if was != now:
+            self.print(f"length changed from {was} to {now} steps: {change}")
+
+    def _print_start(self):
+        total, per_epoch = self._plan.total_steps, self._plan.steps_per_epoch
+        self.print(f"{total} steps, {per_epoch} per epoch; output in {self.path}")
+        source = f"continuing from {self._checkpoint}" if self._checkpoint else "starting at step 0"
+        self.print(source)
+        changes = record.changes(self._accelerator, self._earlier) if self._earlier else []
+        if changes:
+            self.print(
+                f"warning: changed since that checkpoint: {', '.join(changes)}. The final weights "
+                "will not be exactly those of an uninterrupted run"
+            )
+        self._warn_of_short_grace()
+
+    def _warn_of_short_grace(self):
+        grace, slowest = process.grace_seconds(), self.metrics.slowest_save
+        if grace is not None and slowest > grace:
+            self.print(
+                f"warning: a checkpoint took {slowest:.0f} s, but the launcher kills its processes "
+                f"{grace:.0f} s after SIGTERM: export "
+                f"TORCH_ELASTIC_SHUTDOWN_TIMEOUT={2 * slowest:.0f}"
+            )
+
+    # -------------------------------------------------------------------------------- the loop
+
+    def timed(self, batches):
+        """Yields `batches`, and measures which share of the time the loop waits for them."""
+        return self.metrics.timed(batches)
+
+    def log(self, split, step, score=None, **figures):
+        """Logs metrics of this step to the screen, to metrics.jsonl and to the trackers.
+
+        Call it on every process.
+
+        Args:
+            split (str): `train` (adds the speed, the memory and the time left), `val`, `test`, ...
+            score (float | None): score of an evaluation, higher is better: the highest-scoring
+                checkpoint is kept. Not of a test split, which would no longer be held out.
+            figures: numbers, scalar tensors or text; None: not measured in this step, left out.
+        """
+        if split == "test" and score is not None:
+            raise ValueError("a test split never chooses a checkpoint: log it without a score")
+        self.metrics.log(split, step, figures, score)
+        if score is not None:
+            self._score = (step, score)
+            self._improved = self._best is None or score > self._best
+            self._best = score if self._improved else self._best
+
+    def improved_at(self, step):
+        """Whether the evaluation after `step`, if there was one, had the highest score so far."""
+        return self._score is not None and self._score[0] == step and self._improved
+
+    def print(self, text):
+        """Prints on the main process, above the progress bar if there is one."""
+        if self.is_main:
+            tqdm.write(text)
+
+    @contextlib.contextmanager
+    def checkpoint(self, step, **state):
+        """Yields the folder for `accelerator.save_state`; it becomes `checkpoints/step_N`
+        atomically.
+
+        Every file is hashed and synced to disk before the folder gets its final name. If writing
+        fails, this prints a warning, and training continues on all processes without this
+        checkpoint; after `--max_failed_checkpoints` failures in a row, the run ends with an error.
+
+        Args:
+            state: values to save with it, as JSON; after a restart they are in `run.progress`.
+        """
+        start_time = time.perf_counter()
+        self.metrics.sync()  # the lines up to a checkpoint are not written again after a power cut
+        score = self._score[1] if self._score and self._score[0] == step else None
+        progress = {"step": step, "score": score, "best": self._best, **state}
+        progress["train_seconds"] = self.train_seconds()
+        folder, error = checkpoint.start(self._accelerator, self.path)
+        try:
+            yield str(folder)
+        except (Exception, checkpoint.CheckpointException) as caught:
+            if not checkpoint.is_write_error(caught):
+                raise
+            error = caught
+        manifest = {"progress": progress, **(self._record or {})}
+        keep = self._args.keep_checkpoints
+        written = checkpoint.finish(self._accelerator, folder, error, manifest, keep)
+        seconds = time.perf_counter() - start_time
+        self.metrics.write("checkpoint", step, seconds=seconds, written=written)
+        self.metrics.restart_clock(step)
+        self._saved_at = step if written else self._saved_at
+        self._failed_saves = 0 if written else self._failed_saves + 1
+        if self._failed_saves and self._failed_saves == self._args.max_failed_checkpoints:
+            raise RunFailed(
+                f"{self._failed_saves} checkpoints in a row could not be written "
+                f"(--max_failed_checkpoints): the last one is of step {self._saved_at}. Make "
+                f"{self.path} writable, with enough free space"
+            )
+
+    def train_seconds(self):
+        """Seconds since the first step, without the time between an interruption and a restart."""
+        return self.progress.get("train_seconds", 0.0) + time.perf_counter() - self._start_time
+
+    # ----------------------------------------------------------------------------------- the end
+
+    def exit_preempted(self, where):
+        """Ends every process after a signal, with exit code `PREEMPTED`, and records why.
+
+        Args:
+            where (int | str): the optimizer step; for a script without checkpoints, a description.
+        """
+        if isinstance(where, int):
+            where = f"at step {where}, saved at step {self._saved_at}"
+        reason = f"stopped by {process.signal_name() or 'a signal to another process'} {where}"
+        again = failures.SAME_COMMAND
+        if self.is_main:
+            status.write(self.path, "preempted", reason, step=self._saved_at, next=again)
+        self.print(f"{reason}: {again}")
+        wait_for_all(self._accelerator)  # a scheduler may stop the other machines when one exits
+        self._accelerator.end_training()
+        sys.exit(process.PREEMPTED)
+
+    def finish(self, step, next_command=None, card=None, **figures):
+        """Writes results.json, the model card and status.json, and prints a summary.
+
+        Waits for all processes.
+
+        Args:
+            next_command (str | None): a command to suggest for looking at the results.
+            card (dict | None): what the model card says about the model, for `model_card.write`.
+            figures: final metrics.
+        """
+        seconds = self.train_seconds()
+        samples = step * self._args.batch_size
+        results = {
+            **figures,
+            "global_step": step,
+            "samples_seen": samples,
+            "train_seconds": seconds,
+            "samples_per_second": samples / seconds,
+            "num_processes": self._accelerator.num_processes,
+            "peak_memory_bytes": memory_bytes(self._accelerator.device),
+            "resumed_from": self._resumed_from,
+        }
+        if self.is_main:
+            best = checkpoint.best(checkpoint.all_in(self.path))
+            results["best_checkpoint"] = best and best.name
+            self.metrics.close_bar()
+            tracking.finish(self._accelerator, self.arguments, figures)
+            if (self.path / "model.safetensors").exists():
+                model_card.write(self.path, self._record, results, **(card or {}))
+            self.write_results(results)
+            print(summary(results, self.path, "done"))
+            self._upload()
+            if next_command:
+                print(f"next: {next_command}")
+        wait_for_all(self._accelerator)  # a scheduler may stop the other machines when one exits
+
+    def write_results(self, results):
+        """Writes results.json, then the status `finished`."""
+        if self.is_main:
+            write_json(self.path / "results.json", results)
+            done = "all steps done"
+            status.write(self.path, "finished", done, step=results["global_step"])
+
+    def _upload(self):
+        repository = getattr(self._args, "push_to_hub", None)
+        if repository:
+            model_card.upload(self.path, repository)

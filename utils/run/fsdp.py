@@ -1,0 +1,113 @@
+"""Checks a launch that shards the model (FSDP), and makes Accelerate shard it on a machine without
+GPUs as well.
+"""
+
+import inspect
+import os
+import sys
+import warnings
+from functools import wraps
+
+import accelerate
+from accelerate.state import AcceleratorState, PartialState
+from accelerate.utils import DistributedType
+
+from utils.run.failures import UserError
+
+
+def requested():
+    """Whether the launcher's configuration asks for a sharded model (`distributed_type: FSDP`)."""
+    return os.environ.get("ACCELERATE_USE_FSDP", "false").lower() == "true"
+
+
+def check(config, supported, on_cpu):
+    """Call it before `Accelerator(...)`: refuses what the scripts do not support, and prepares
+    sharding on a CPU.
+
+    Args:
+        config (str): name of the launcher's configuration, for error messages.
+        supported (bool): whether the script runs with a sharded model.
+        on_cpu (bool): whether the processes run on the CPU.
+
+    Raises:
+        UserError: the script does not shard its model; FSDP1; hybrid sharding (HSDP) of another
+            number of processes; on a CPU also `fsdp_offload_params`, and a release of Accelerate
+            that cannot be made to shard there.
+    """
+    if not supported:
+        script = os.path.basename(sys.argv[0])
+        raise UserError(
+            f"{config} shards the model, which {script} does not support: use a configuration "
+            "without fsdp"
+        )
+    if os.environ.get("FSDP_VERSION") != "2":
+        raise UserError(
+            f"{config} asks for FSDP1, which these scripts do not support: set fsdp_version: 2 in "
+            "fsdp_config"
+        )
+    if os.environ.get("ACCELERATE_USE_PARALLELISM_CONFIG", "false").lower() == "true":
+        copies, parts = (
+            int(os.environ[f"PARALLELISM_CONFIG_DP_{size}_SIZE"]) for size in ("REPLICATE", "SHARD")
+        )
+        processes = int(os.environ.get("WORLD_SIZE", 1))
+        if parts == 1 or copies * parts != processes:
+            raise UserError(
+                f"{config} makes {copies} copies of the model (dp_replicate_size) in {parts} "
+                f"parts (dp_shard_size), which does not fit {processes} processes: set them to "
+                "the number of machines and of processes on each"
+            )
+        # Accelerate's way of getting at a part of the mesh; every process would print it, and a
+        # user can do nothing about it.
+        warnings.filterwarnings("ignore", message="Slicing a flattened dim from root mesh")
+    if not on_cpu:
+        if os.environ.get("ACCELERATE_MIXED_PRECISION") == "fp16":
+            # Loading a checkpoint would also advance the gradient scaler (accelerate#4289).
+            raise UserError(f"{config} shards the model in fp16, which is not supported: use bf16")
+        return
+    if os.environ.get("FSDP_OFFLOAD_PARAMS", "false").lower() == "true":
+        raise UserError(
+            f"{config} offloads parameters to CPU memory, but runs on the CPU: set "
+            "fsdp_offload_params: false"
+        )
+    if "fsdp_plugin" not in inspect.signature(AcceleratorState.__init__).parameters:
+        raise UserError(
+            f"accelerate {accelerate.__version__} cannot be made to shard a model on a CPU: "
+            "install accelerate 1.15, or use 4gpu.yaml instead of an FSDP configuration"
+        )
+    _shard_on_cpu()
+
+
+def check_engaged(accelerator, config):
+    """Call it after `Accelerator(...)`: raises UserError if the launcher asks for a sharded model
+    and it would not be one.
+    """
+    if requested() and not accelerator.is_fsdp2:
+        raise UserError(
+            f"{config} asks for a sharded model, but accelerate {accelerate.__version__} would "
+            f"not shard it on {accelerator.device.type}: install accelerate 1.15, or use "
+            "4gpu.yaml instead"
+        )
+
+
+def _shard_on_cpu():
+    """Takes one decision of Accelerate differently: its state turns to FSDP for processes on the
+    CPU, as it does on GPUs.
+
+    FSDP2 of Accelerate and PyTorch runs over gloo. Accelerate 1.15 does not reach it, because
+    `AcceleratorState` turns to FSDP only where the distributed type is that of several GPUs, and
+    leaves processes on the CPU with DDP.
+    """
+    decide = AcceleratorState.__init__
+
+    @wraps(decide)
+    def decide_for_cpu_too(self, *args, fsdp_plugin=None, **kwargs):
+        decide(self, *args, fsdp_plugin=fsdp_plugin, **kwargs)
+        if fsdp_plugin is not None and self.distributed_type == DistributedType.MULTI_CPU:
+            self.distributed_type = PartialState._shared_state["distributed_type"] = (
+                DistributedType.FSDP
+            )
+            self.fsdp_plugin = fsdp_plugin
+            if self._mixed_precision != "no":
+                fsdp_plugin.set_mixed_precision(self._mixed_precision)
+
+    AcceleratorState.__init__ = decide_for_cpu_too

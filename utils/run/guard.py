@@ -1,0 +1,171 @@
+"""Makes all processes stop at the same step: after a signal to any of them, or when training has
+diverged.
+"""
+
+import math
+import time
+from collections import deque
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+from torch.distributed.tensor import DTensor
+
+from utils.run import process
+from utils.run.failures import LostContact, RunFailed
+
+
+class Guard:
+    """Call `should_stop` once per optimizer step, on every process.
+
+    It never makes the device wait. It reads the loss and the gradient norm of the previous step,
+    which are copied to the host while this step is computed. With several processes, an all-reduce
+    of four integers over gloo also runs in the background, and its result is read in the next step.
+    So with several processes a signal stops the run one step later, and a loss or norm that is not
+    finite two steps later; with one process, a signal at once, a loss or norm one step later. What
+    these steps do to the weights is never saved. The answer is the same on every process.
+    """
+
+    def __init__(self, accelerator, timeout):
+        """Args: timeout: seconds to wait for the other processes before raising an error."""
+        self._group, self._patience = None, math.inf
+        # In fp16 an infinite gradient is normal: the gradient scaler skips that step and scales the
+        # next loss by less.
+        self._skips_infinite_gradients = accelerator.scaler is not None
+        if accelerator.num_processes > 1:
+            self._group = dist.new_group(backend="gloo", timeout=timedelta(seconds=timeout))
+            # Because after `timeout` NCCL's watchdog ends the process without a message.
+            self._patience = 0.9 * timeout
+        # The last steps: (step, [loss, norm], CUDA event of their copy to the host, ids).
+        self._recent = deque(maxlen=4)
+        self._votes, self._handle = None, None
+        process.training_starts()
+
+    def should_stop(self, step, losses, ids, norm=None):
+        """Whether a signal asked any process to stop.
+
+        Args:
+            step (int): the optimizer step that has just finished.
+            losses (list): detached scalar losses of its micro-batches on this process, on the
+                device.
+            ids (list): int64 tensors with the ids of their samples on this process.
+            norm: the gradient norm of the step, as `clip_grad_norm_` returns it; None: not
+                computed.
+
+        Raises:
+            RunFailed: a loss or norm was NaN or infinite; the message names the step and its
+                samples.
+            LostContact: the device did not finish the previous step, or another process did not
+                answer.
+        """
+        loss = losses[0] if len(losses) == 1 else torch.stack(losses).sum()
+        if norm is None or self._skips_infinite_gradients:
+            norm = loss.new_zeros(())
+        elif isinstance(norm, DTensor):
+            # The part of the shards on this process: infinite on one of them, if the norm is.
+            norm = norm.to_local()
+        self._recent.append((step, *_to_host(torch.stack([loss, norm.to(loss)])), ids))
+        if self._group is None:
+            self._vote(self._recent[-2] if len(self._recent) > 1 else None)
+            return self._outcome()
+        stop = self._outcome()
+        self._vote(self._recent[-2] if len(self._recent) > 1 else None)
+        return stop
+
+    def check(self, model):
+        """Checks the newest loss and the weights now; call it before saving: a checkpoint never
+        holds a diverged model.
+
+        An infinite gradient makes weights NaN in a step whose own loss is finite, also when
+        gradients are clipped.
+
+        Args:
+            model: its parameters and buffers may be sharded, or on several devices.
+
+        Raises:
+            RunFailed: the newest loss or a weight is NaN or infinite; names the step and its
+                samples.
+        """
+        self._outcome()
+        self._vote(self._recent[-1] if self._recent else None, all_finite(model))
+        self._outcome()
+
+    def _vote(self, recent, weights_finite=True):
+        loss_at = norm_at = 0
+        if recent:
+            step, values, event, _ = recent
+            deadline = time.monotonic() + self._patience
+            # Poll, because Python cannot handle signals while it waits for a GPU, which may wait
+            # forever for a lost process.
+            while event and not event.query():
+                if time.monotonic() > deadline:
+                    raise LostContact(f"timed out waiting for the device to finish step {step}")
+                time.sleep(0.0005)
+            loss_at, norm_at = (0 if math.isfinite(value) else step for value in values.tolist())
+        weights_at = 0 if weights_finite else self._recent[-1][0]
+        self._votes = [int(process.signal_name() is not None), loss_at, norm_at, weights_at]
+        if self._group is not None:
+            self._votes = torch.tensor(self._votes, dtype=torch.int64)
+            self._handle = dist.all_reduce(
+                self._votes, dist.ReduceOp.MAX, group=self._group, async_op=True
+            )
+
+    def _outcome(self):
+        if self._votes is None:
+            return False
+        if self._handle is not None:
+            self._handle.wait()
+        stop, *failed_steps = self._votes if self._handle is None else self._votes.tolist()
+        self._votes = self._handle = None
+        if any(failed_steps):
+            what = ("loss at", "gradient norm at", "weights after")
+            what, failed_at = next(
+                (what, step) for what, step in zip(what, failed_steps, strict=True) if step
+            )
+            own = [
+                i
+                for step, _, _, ids in self._recent
+                if step == failed_at
+                for i in torch.cat(ids).tolist()
+            ]
+            everyone = [own]
+            if self._group is not None:
+                everyone = [None] * dist.get_world_size()
+                dist.all_gather_object(everyone, own, group=self._group)
+            ids = sorted(i for ids in everyone for i in ids)
+            raise RunFailed(
+                f"non-finite {what} step {failed_at}; no checkpoint includes it. Look for NaN or "
+                "infinity in the data; if there is none, a lower --lr often helps, in another "
+                "--output_dir (--init_from this run's folder starts from its newest checkpoint, "
+                f"if it has one). Samples of that step: {ids}",
+                retry=False,
+            )
+        if stop:
+            process.saving_starts()
+        return bool(stop)
+
+
+@torch.no_grad()
+def all_finite(model):
+    """Whether all parameters and buffers of a model are finite; of sharded ones, the part on this
+    process.
+    """
+    tensors = [*model.parameters(), *model.buffers()]
+    local = [value.to_local() if isinstance(value, DTensor) else value for value in tensors]
+    device = local[0].device  # a model can be on several
+    return torch.stack([value.isfinite().all().to(device) for value in local]).all().item()
+
+
+def _to_host(values):
+    """Copies a small tensor to host memory.
+
+    Returns the copy, and the CUDA event after which it is complete (None: already).
+
+    `values.tolist()` would instead wait for all work queued on the device.
+    """
+    if values.device.type != "cuda":
+        return values, None
+    copy = torch.empty_like(values, device="cpu", pin_memory=True).copy_(values, non_blocking=True)
+    event = torch.cuda.Event()
+    event.record(torch.cuda.current_stream(values.device))
+    return copy, event

@@ -1,0 +1,291 @@
+"""The metrics of a run: log lines, metrics.jsonl, rates, memory, the progress bar, the profiler."""
+
+import json
+import os
+import resource
+import sys
+import time
+
+import torch
+from accelerate.utils import ProfileKwargs
+from torch.distributed.tensor import DTensor
+from tqdm import tqdm
+
+from utils.run import tracking
+from utils.run.files import read_json_lines, write_text
+
+
+class Metrics:
+    """Logs metrics to the screen, to metrics.jsonl and to the trackers.
+
+    Every process creates one; only the main process writes.
+
+    Attributes:
+        slowest_save (float): seconds that the slowest checkpoint took before a restart.
+    """
+
+    def __init__(self, folder, accelerator, plan, batch_size, rates, step):
+        """Opens the log, and drops the lines after `step` (int): they are written again.
+
+        Args:
+            folder (Path): where metrics.jsonl is.
+            plan (Plan | None): None for a script without steps of its own.
+            batch_size (int): samples per optimizer step.
+            rates (dict): name -> amount per sample, of additional rates (`tokens_per_second`, say).
+        """
+        self._accelerator, self._plan = accelerator, plan
+        self._is_main = accelerator.is_main_process
+        self._meter = Meter(accelerator.device, batch_size, rates)
+        self._meter.restart(step)
+        # (split, step) of the lines in metrics.jsonl, and of those that the trackers received
+        # before a restart.
+        self._written, self._sent = set(), set()
+        self.slowest_save = 0.0
+        if self._is_main:
+            self._open(folder / "metrics.jsonl", step)
+            steps = plan.total_steps if plan else 0
+            hidden = plan is None or not sys.stderr.isatty()
+            self._bar = tqdm(
+                total=steps, initial=step, unit="step", dynamic_ncols=True, disable=hidden
+            )
+
+    def _open(self, path, step):
+        kept = []
+        for line in read_json_lines(path) if path.exists() else ():
+            self._sent.add((line["split"], line["step"]))
+            if line["split"] == "checkpoint":
+                self.slowest_save = max(self.slowest_save, line["seconds"])
+            if line["step"] <= step:
+                kept.append(line)
+                self._written.add((line["split"], line["step"]))
+        write_text(path, "".join(f"{json.dumps(line)}\n" for line in kept))
+        self._file = path.open("a")
+
+    def timed(self, batches):
+        """Yields `batches`, and measures which share of the time the loop waits for them."""
+        return self._meter.timed(batches)
+
+    def restart_clock(self, step):
+        """Leaves out what happened since the last log line, such as an evaluation."""
+        self._meter.restart(step)
+
+    def log(self, split, step, figures, score=None):
+        """Logs the metrics of a step; call it on every process.
+
+        For the split `train` this adds the speed, the memory and the time left.
+
+        Args:
+            figures (dict): name -> number, scalar tensor or text; None: not measured, left out.
+            score (float | None): score of an evaluation.
+        """
+        figures = {name: as_number(value) for name, value in figures.items() if value is not None}
+        state = {}
+        if split == "train":
+            speeds, state = self._meter.read(step, self._plan.total_steps)
+            figures |= speeds
+        else:
+            self._meter.restart(step)  # the time of an evaluation does not count as training
+        if not self._is_main:
+            return
+        values = {f"{split}/{name}": value for name, value in figures.items()}
+        sent_before = (split, step) in self._sent
+        tracking.log(self._accelerator, values, step, sent_before=sent_before)
+        scored = {} if score is None else {"score": score}
+        self.write(split, step, epoch=self._plan.epoch_at(step), **figures, **state, **scored)
+        self._show(split, step, figures | state)
+
+    def write(self, split, step, **figures):
+        """Appends a line to metrics.jsonl, unless it was already written before a restart."""
+        if self._is_main and (split, step) not in self._written:
+            self._written.add((split, step))
+            self._file.write(json.dumps({"split": split, "step": step, **figures}) + "\n")
+            self._file.flush()
+
+    def sync(self):
+        """Waits until all lines are on disk."""
+        if self._is_main:
+            os.fsync(self._file.fileno())
+
+    def close_bar(self):
+        """Removes the progress bar."""
+        if self._is_main:
+            self._bar.close()
+
+    def _show(self, split, step, figures):
+        if split == "train":
+            self._bar.update(step - self._bar.n)
+            shown = {"step": step, "epoch": self._plan.epoch_at(step), **figures}
+            if self._bar.disable:  # not a terminal
+                tqdm.write(train_line(shown, self._plan.total_steps))
+            else:
+                self._bar.set_postfix_str(train_summary(shown))
+        elif "text" not in figures:
+            tqdm.write(evaluation_line(split, step, figures))
+
+
+class Meter:
+    """Measures samples per second between two log lines, without evaluation and saving.
+
+    GPU kernels run asynchronously, but reading the loss for each log line waits for them. So the
+    time between two log lines is correct.
+    """
+
+    def __init__(self, device, batch_size, rates):
+        """Args: rates (dict): name -> amount per sample, of additional rates to report."""
+        self._device, self._batch_size, self._rates = device, batch_size, rates
+        self.restart(0)
+
+    def restart(self, step):
+        """Starts counting again at `step`."""
+        self._step, self._since, self._data_seconds = step, time.perf_counter(), 0.0
+
+    def timed(self, batches):
+        """Yields `batches` and adds up the seconds spent waiting for them."""
+        batches = iter(batches)
+        while True:
+            start_time = time.perf_counter()
+            try:
+                batch = next(batches)
+            except StopIteration:
+                return
+            self._data_seconds += time.perf_counter() - start_time
+            yield batch
+
+    def read(self, step, total_steps):
+        """Returns the measurements since the last call, and starts again.
+
+        Returns:
+            tuple[dict, dict]: rates (`samples_per_second` and the additional ones); the state of
+            the run (`step_seconds`, `data_share`, `memory_bytes`, `seconds_left`).
+        """
+        seconds = max(time.perf_counter() - self._since, 1e-9)
+        steps = max(step - self._step, 1)
+        samples_per_second = steps * self._batch_size / seconds
+        speeds = {"samples_per_second": samples_per_second}
+        for name, per_sample in self._rates.items():
+            speeds[name] = samples_per_second * per_sample
+        state = {
+            "step_seconds": seconds / steps,
+            "data_share": self._data_seconds / seconds,
+            "memory_bytes": memory_bytes(self._device),
+            "seconds_left": (total_steps - step) * seconds / steps,
+        }
+        self.restart(step)
+        return speeds, state
+
+
+def memory_bytes(device):
+    """The peak memory so far, in bytes: of tensors on a GPU, or of this process on a CPU."""
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device)
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return peak if sys.platform == "darwin" else peak * 1024  # Linux counts in KiB
+
+
+def as_number(value):
+    """The Python number of a scalar tensor; call it on every process, as a shard is reduced."""
+    if isinstance(value, DTensor):
+        value = value.full_tensor()
+    return value.item() if isinstance(value, torch.Tensor) else value
+
+
+# --------------------------------------------------------------------------------- lines of text
+
+
+def train_line(figures, total_steps):
+    """Formats a training line of metrics.jsonl for printing."""
+    left = int(figures["seconds_left"])
+    mfu = f"  MFU {figures['mfu']:.1%}" if "mfu" in figures else ""
+    return (
+        f"step {figures['step']:>{len(str(total_steps))}}/{total_steps}  "
+        f"epoch {figures['epoch']:.2f}  loss {figures['loss']:.4f}  lr {figures['lr']:.3g}  "
+        f"{speed(figures['samples_per_second'], figures['step_seconds'])}  data {figures['data_share']:.0%}  "
+        f"memory {figures['memory_bytes'] / 2**30:.1f} GiB  "
+        f"left {left // 3600}:{left // 60 % 60:02}:{left % 60:02}{mfu}"
+    )
+
+
+def train_summary(figures):
+    """Formats the figures beside a progress bar, which itself shows the step and the time left."""
+    loss, lr = f"loss {figures['loss']:.4f}", f"lr {figures['lr']:.3g}"
+    return f"{loss}, {lr}, {speed(figures['samples_per_second'], figures['step_seconds'])}"
+
+
+def speed(samples_per_second, step_seconds):
+    """Formats a speed: below one sample per second, as seconds per step."""
+    if samples_per_second < 1:
+        return f"{step_seconds:,.1f} s/step"
+    return f"{samples_per_second:,.{0 if samples_per_second >= 10 else 1}f} samples/s"
+
+
+def evaluation_line(split, step, figures):
+    """Formats the metrics of an evaluation for printing."""
+    parts = [f"{name.replace('_', ' ')} {value:.4f}" for name, value in figures.items()]
+    return f"step {step}  {split} {'  '.join(parts)}"
+
+
+def summary(results, folder, headline):
+    """Formats the final lines of a run from its results."""
+    parts = [
+        f"{name.replace('_', ' ')} {value:.4f}"
+        for name, value in results.items()
+        if name.startswith(("test_", "val_"))
+    ]
+    processes = f"{results['num_processes']} process{'es' * (results['num_processes'] > 1)}"
+    best = results.get("best_checkpoint")
+    best = f"; best checkpoint: {folder}/checkpoints/{best}" if best else ""
+    seconds = results["train_seconds"]
+    step_seconds = seconds / max(results["global_step"], 1)
+    rate = speed(results["samples_per_second"], step_seconds)
+    return (
+        f"{headline}: {', '.join(parts)}\n"
+        f"{results['global_step']} steps, {results['samples_seen']:,} samples in {seconds:.0f} s "
+        f"({rate}), {processes}, peak memory {results['peak_memory_bytes'] / 2**30:.1f} GiB\n"
+        f"output: {folder}{best}"
+    )
+
+
+def columns(rows):
+    """Formats rows of strings as lines of text with aligned columns."""
+    widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
+    lines = (zip(row, widths, strict=True) for row in rows)
+    return "\n".join(
+        "  ".join(cell.ljust(width) for cell, width in line).rstrip() for line in lines
+    )
+
+
+# ------------------------------------------------------------------------------------- the profiler
+
+
+def start_profiler(accelerator, folder, wanted):
+    """Profiles optimizer steps 3 to 5 on the main process.
+
+    Writes `profile/trace.json` (open it at ui.perfetto.dev) and `profile/operators.txt` in
+    `folder`.
+
+    Returns:
+        an object on which to call `step()` after each optimizer step, and `stop()` after the last.
+    """
+    if not wanted or not accelerator.is_main_process:
+        return _NoProfiler()
+
+    def write(profile):
+        target = folder / "profile"
+        target.mkdir(exist_ok=True)
+        profile.export_chrome_trace(str(target / "trace.json"))
+        table = profile.key_averages().table(sort_by="self_cpu_time_total", row_limit=30)
+        (target / "operators.txt").write_text(table)
+
+    schedule = dict(wait=1, warmup=1, active=3, repeat=1)
+    options = ProfileKwargs(schedule_option=schedule, on_trace_ready=write, record_shapes=True)
+    profile = options.build()
+    profile.start()
+    return profile
+
+
+class _NoProfiler:
+    def step(self):
+        """Does nothing."""
+
+    def stop(self):
+        """Does nothing."""

@@ -1,0 +1,150 @@
+"""Computes which optimizer steps are left, and what to do after each of them. Needs no torch."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from itertools import islice
+
+from utils.run.failures import UserError
+
+
+@dataclass(frozen=True)
+class Plan:
+    """The schedule of a run, in optimizer steps. Steps are numbered from 1 to `total_steps`.
+
+    Attributes:
+        total_steps (int): length of the run.
+        steps_per_epoch (int): optimizer steps in one pass over the training data.
+        accumulation (int): micro-batches, which the loader yields, per optimizer step.
+        log_every, evaluate_every, save_every (int): steps between two log lines, evaluations,
+            checkpoints; `save_every` 0: save only after the last step.
+    """
+
+    total_steps: int
+    steps_per_epoch: int
+    accumulation: int = 1
+    log_every: int = 1
+    evaluate_every: int = 1
+    save_every: int = 1
+
+    @classmethod
+    def from_args(cls, args, samples=None):
+        """Builds the plan from the command-line arguments.
+
+        Args:
+            args: `epochs`, `max_train_steps`, `batch_size`, `log_every`, `eval_every` and
+                `checkpoint_every`, as the training scripts define them, and
+                `gradient_accumulation_steps`, if the script has it.
+            samples (int | None): size of the training set; None: a stream, treated as one epoch of
+                `--max_train_steps` steps.
+
+        Raises:
+            UserError: the training set is smaller than a batch.
+        """
+        steps_per_epoch = args.max_train_steps if samples is None else samples // args.batch_size
+        if steps_per_epoch == 0:
+            raise UserError(
+                f"--batch_size {args.batch_size} is more than the {samples} training samples: use "
+                "less, and a smaller --lr"
+            )
+        total_steps = args.max_train_steps or args.epochs * steps_per_epoch
+        save_every = args.checkpoint_every
+        return cls(
+            total_steps=total_steps,
+            steps_per_epoch=steps_per_epoch,
+            accumulation=getattr(args, "gradient_accumulation_steps", 1),
+            log_every=args.log_every or max(1, min(10, total_steps // 20)),
+            evaluate_every=args.eval_every or steps_per_epoch,
+            save_every=steps_per_epoch if save_every is None else save_every,
+        )
+
+    def epochs(self, start=0):
+        """Yields `(epoch, remaining)` for every epoch that is not finished after `start` steps.
+
+        `remaining` (`RemainingSteps`) are the steps of that epoch that are left.
+        """
+        while start < self.total_steps:
+            epoch, done = divmod(start, self.steps_per_epoch)
+            end = min((epoch + 1) * self.steps_per_epoch, self.total_steps)
+            yield epoch, RemainingSteps(start + 1, end, done * self.accumulation, self.accumulation)
+            start = end
+
+    def epoch_at(self, step):
+        """The number of epochs done after `step` steps, as a float."""
+        return step / self.steps_per_epoch
+
+    def log_due(self, step):
+        """Whether to log after `step`: every `log_every` steps and after the last one."""
+        return step % self.log_every == 0 or step == self.total_steps
+
+    def evaluation_due(self, step):
+        """Whether to evaluate after `step`: every `evaluate_every` steps and after the last one."""
+        return step % self.evaluate_every == 0 or step == self.total_steps
+
+    def save_due(self, step, improved=False):
+        """Whether to save after `step`.
+
+        Every `save_every` steps, at a new highest score (`improved`), and after the last one.
+        """
+        if self.save_every == 0:
+            return step == self.total_steps
+        return improved or step % self.save_every == 0 or step == self.total_steps
+
+
+@dataclass(frozen=True)
+class RemainingSteps:
+    """The steps `first` to `last` of an epoch: all of it, or what an interruption left.
+
+    Attributes:
+        skip (int): batches of this epoch that earlier steps used, for `skip_first_batches`.
+        accumulation (int): micro-batches per step.
+    """
+
+    first: int
+    last: int
+    skip: int
+    accumulation: int
+
+    def steps(self, batches):
+        """Yields `(step, batch)`, for a loop without gradient accumulation.
+
+        Raises:
+            RuntimeError: there are fewer batches than steps, or the plan accumulates gradients.
+        """
+        if self.accumulation != 1:
+            raise RuntimeError("a loop over `steps` does not accumulate: use `accumulated`")
+        batches = iter(batches)
+        for step in range(self.first, self.last + 1):
+            try:
+                batch = next(batches)
+            except StopIteration:
+                raise RuntimeError(f"the loader has no batch for step {step}") from None
+            yield step, batch
+
+    def accumulated(self, batches):
+        """Yields `(step, micro_batches)`; `micro_batches` iterates over the batches of that step.
+
+        Raises:
+            RuntimeError: the loop body did not use all micro-batches of a step, or there are fewer
+                batches than the steps need.
+        """
+        batches = iter(batches)
+        for step in range(self.first, self.last + 1):
+            micro_batches = _Counted(islice(batches, self.accumulation))
+            yield step, micro_batches
+            if micro_batches.count != self.accumulation:
+                raise RuntimeError(
+                    f"step {step} used {micro_batches.count} of its {self.accumulation} "
+                    "micro-batches"
+                )
+
+
+class _Counted(Iterator):
+    """Iterates over `items` and counts those used."""
+
+    def __init__(self, items):
+        self._items, self.count = items, 0
+
+    def __next__(self):
+        item = next(self._items)
+        self.count += 1
+        return item

@@ -1,0 +1,151 @@
+"""What a run is: its arguments, versions, topology and script, and how two such records differ."""
+
+import hashlib
+import os
+import platform
+import re
+import subprocess
+import sys
+from datetime import UTC, datetime
+from importlib import metadata
+from pathlib import Path
+
+import torch
+
+PATHS = ("dataset", "init_from")  # arguments that may be paths: compared as absolute paths
+# Dense bf16 (before Ampere: fp16) TFLOPS of the tensor cores, of SXM modules and cards, from
+# NVIDIA's data sheets.
+PEAK_TFLOPS = {
+    "H200": 989,
+    "H100": 989,
+    "A100": 312,
+    "L40S": 362,
+    "L4": 121,
+    "RTX 4090": 165,
+    "V100": 125,
+    "T4": 65,
+}
+
+
+def comparable(arguments):
+    """The arguments that JSON can store. Paths to existing data become absolute."""
+    plain = (str, int, float, bool, type(None))
+    values = {name: value for name, value in arguments.items() if isinstance(value, plain)}
+    for name in PATHS:
+        path = values.get(name)
+        # A dataset may also be a Hub id.
+        if path is not None and (name == "init_from" or Path(path).exists()):
+            values[name] = str(Path(path).resolve())
+    return values
+
+
+def differences(earlier, now, may_change):
+    """Lists the arguments in which two runs differ, except those that may change.
+
+    Returns:
+        list[str]: `--name value (was earlier value)`.
+    """
+    found = []
+    for name in sorted((earlier.keys() | now.keys()) - set(may_change)):
+        was, value = earlier.get(name), now.get(name)
+        if was != value and not (name in PATHS and moved(was, value)):
+            was, value = (repr(text) if "\n" in str(text) else text for text in (was, value))
+            found.append(f"--{name} {value} (was {was})")
+    return found
+
+
+def moved(before, now):
+    """Whether data was moved: `before` no longer exists, and `now` has the same name.
+
+    Allows a whole project to be moved.
+    """
+    before, now = Path(str(before)), Path(str(now))
+    gone = before.is_absolute() and not before.exists()
+    return gone and now.is_absolute() and before.name == now.name
+
+
+def topology(accelerator):
+    """The processes and devices of this launch, for args.json and checkpoints."""
+    on_gpu = accelerator.device.type == "cuda"
+    return {
+        "processes": accelerator.num_processes,
+        "machines": int(os.environ.get("GROUP_WORLD_SIZE", 1)),
+        "device": torch.cuda.get_device_name() if on_gpu else platform.processor() or "cpu",
+        "threads_per_process": torch.get_num_threads(),
+        "mixed_precision": accelerator.mixed_precision,
+    }
+
+
+def versions():
+    """Versions of Python and of the packages that can change results."""
+    installed = {"python": platform.python_version()}
+    for package in ("torch", "torchvision", "accelerate", "datasets"):
+        try:
+            installed[package] = metadata.version(package)
+        except metadata.PackageNotFoundError:
+            installed[package] = None
+    return installed
+
+
+def changes(accelerator, earlier):
+    """Lists how topology and versions differ from those of the record `earlier` (dict)."""
+    now = topology(accelerator) | versions()
+    before = earlier["topology"] | earlier["versions"]
+    return [
+        f"{name.replace('_', ' ')} {before.get(name)} -> {now[name]}"
+        for name in now
+        if before.get(name) != now[name]
+    ]
+
+
+def script_hash():
+    """SHA-256 of the script's file; None in a notebook."""
+    file = Path(sys.argv[0])
+    return hashlib.sha256(file.read_bytes()).hexdigest() if file.is_file() else None
+
+
+def git_commit():
+    """The git commit of the running script, or None outside a repository.
+
+    It ends in `-dirty` if files were changed since.
+    """
+    command = ["git", "describe", "--always", "--dirty", "--abbrev=40", "--exclude=*"]
+    folder = Path(sys.argv[0]).resolve().parent
+    try:
+        done = subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=10)
+    except (OSError, subprocess.TimeoutExpired):
+        return None
+    return done.stdout.strip() if done.returncode == 0 else None
+
+
+def timestamp():
+    """The time now, UTC, in ISO 8601."""
+    return datetime.now(UTC).isoformat(timespec="seconds")
+
+
+def peak_flops(accelerator, tflops=None):
+    """Peak floating-point operations per second of all GPUs together, for MFU.
+
+    Args:
+        tflops (float | None): TFLOPS of one GPU; overrides the table.
+
+    Returns:
+        float | None: None on a CPU, in float32, or for an unknown GPU.
+    """
+    precise = accelerator.mixed_precision in ("bf16", "fp16")
+    if tflops is None and accelerator.device.type == "cuda" and precise:
+        tflops = known_tflops(torch.cuda.get_device_name())
+    return tflops and tflops * 1e12 * accelerator.num_processes
+
+
+def known_tflops(device_name):
+    """Looks up a GPU by its CUDA name.
+
+    Returns:
+        int | None: None if the table lacks it, or for a slower variant or a MIG partition of one.
+    """
+    slower = "MIG|NVL|Laptop|Max-Q|4090 D|[HV]100.PCIe"
+    if re.search(slower, device_name, re.IGNORECASE):
+        return None
+    peaks = PEAK_TFLOPS.items()
+    return next((peak for name, peak in peaks if re.search(rf"\b{name}\b", device_name)), None)

@@ -1,0 +1,196 @@
+"""Writes the final weights to a safetensors file with plain parameter names, and reads weights from
+runs and checkpoints.
+"""
+
+import json
+import os
+import tempfile
+from pathlib import Path
+from pickle import UnpicklingError
+from typing import NamedTuple
+
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
+
+from utils.run import checkpoint, shards
+from utils.run.collectives import run_on_main
+from utils.run.failures import UserError
+from utils.run.files import read_json, sync
+
+SHARDS = "pytorch_model_fsdp_0"  # where Accelerate saves the weights of a sharded model
+AVERAGED = "custom_checkpoint_0.pkl"  # where it saves the first registered object
+
+
+class Saved(NamedTuple):
+    """Weights, and what is known about them.
+
+    Attributes:
+        state (dict): tensors by plain name.
+        config (dict | None): what is needed to build the model again.
+        arguments (dict): those of the run that wrote it; {} if they are not known.
+        file (Path): where the weights are.
+        run (Path): the folder of the run, or that of the file.
+    """
+
+    state: dict
+    config: dict | None
+    arguments: dict
+    file: Path
+    run: Path
+
+
+def export(folder, model, config):
+    """Writes the weights of an unwrapped model (no DDP, no compile wrapper) to `model.safetensors`
+    in `folder`, atomically.
+
+    Args:
+        config (dict): what is needed to build the model again, stored as JSON in the header of the
+            file.
+    """
+    state = {name: value.detach().cpu().contiguous() for name, value in model.state_dict().items()}
+    temporary = Path(folder) / ".model.safetensors.writing"
+    # One key only: safetensors writes several keys in an order that varies from run to run.
+    save_file(state, temporary, metadata={"config": json.dumps(config, sort_keys=True)})
+    sync(temporary)
+    os.replace(temporary, Path(folder) / "model.safetensors")
+    sync(folder)
+
+
+def read(path):
+    """Reads weights from a run's folder, one of its checkpoints, or a `.safetensors` file.
+
+    Any topology may have written them. Of a checkpoint of a run that averages its weights
+    (`AveragedModel`), these are the averaged ones, as they are in the run's final weights.
+
+    Returns:
+        Saved: the weights, the config of the model, and the arguments of the run.
+
+    Raises:
+        UserError: there is no such file, it holds no weights, or loading it would execute code.
+    """
+    file = _find(Path(path))
+    folder = file.parent
+    manifest = checkpoint.read_manifest(folder)
+    try:
+        if (folder / SHARDS).exists() and not file.exists():
+            state, config = _read_shards(folder / SHARDS), None
+        else:
+            with safe_open(file, framework="pt") as opened:
+                names = opened.keys()
+                state = {_plain(name): opened.get_tensor(name) for name in names}
+                config = json.loads((opened.metadata() or {}).get("config", "null"))
+        if manifest:
+            state = _read_averaged(folder) or state
+    except (OSError, SafetensorError, RuntimeError, ValueError, UnpicklingError) as error:
+        reason = "no such file" if not file.exists() else error
+        raise UserError(f"cannot read weights from {file}: {reason}") from None
+    if manifest is None:
+        arguments = (read_json(folder / "args.json") or {}).get("arguments", {})
+        return Saved(state, config, arguments, file, folder)
+    # A checkpoint: runs/NAME/checkpoints/step_N, or a copy of it.
+    run = folder.parents[1] if folder.parent.name == "checkpoints" else folder.parent
+    config = config or manifest["progress"].get("config")
+    return Saved(state, config, manifest.get("arguments", {}), file, run)
+
+
+def _find(path):
+    if not path.is_dir():
+        return path
+    if (path / "model.safetensors").exists() or (path / SHARDS).exists():
+        return path / "model.safetensors"
+    checkpoints = checkpoint.all_in(path)
+    if not checkpoints:
+        raise UserError(f"{path} holds neither model.safetensors nor a checkpoint")
+    return checkpoints[-1] / "model.safetensors"
+
+
+def _read_averaged(folder):
+    """The weights of an `AveragedModel` that was registered for checkpointing; None without one."""
+    if not (folder / AVERAGED).exists():
+        return None
+    saved = torch.load(folder / AVERAGED, map_location="cpu", weights_only=True)
+    if not isinstance(saved, dict) or "n_averaged" not in saved:
+        return None
+    return {_plain(name): value for name, value in saved.items() if name.startswith("module.")}
+
+
+def initialize(accelerator, model, path):
+    """Loads weights, and nothing else, into a model that is not prepared yet; call it on every
+    process.
+
+    Only the main process loads them: `prepare` sends its weights to the others, under DDP and FSDP
+    alike. If the last layer has another size, it keeps its initial weights, and a message names it.
+
+    Args:
+        path (str | None): a run's folder, a checkpoint or a `.safetensors` file; None: the model
+            stays as it is.
+
+    Raises:
+        UserError: the file has no weights, or those of another model.
+    """
+    if path is not None:
+        run_on_main(accelerator, lambda: print(_read_into(model, path)))
+
+
+def _read_into(model, path):
+    saved = read(path)
+    return load_into(model, saved.state, f"--init_from {path}: {saved.file}", saved.file)
+
+
+def load_into(model, state, place, file):
+    """Loads weights into a model.
+
+    If its last layer is missing or has another size, it keeps its initial weights.
+
+    Args:
+        state (dict): tensors by name.
+        place, file: where they are from, for an error and for the message.
+
+    Returns:
+        str: a message about what was loaded.
+
+    Raises:
+        UserError: they are those of another model.
+    """
+    own = model.state_dict()
+    prefix = next(reversed(own)).rpartition(".")[0] + "."
+    last_layer = [name for name in own if name.startswith(prefix)]
+    same_size = all(name in state and state[name].shape == own[name].shape for name in last_layer)
+    replaced = [] if same_size else last_layer
+    for name, value in own.items():
+        if name in replaced:
+            continue
+        if name not in state:
+            raise UserError(f"{place} holds another model: it has no {name}")
+        if state[name].shape != value.shape:
+            shapes = f"{list(state[name].shape)}, not {list(value.shape)}"
+            raise UserError(f"{place} holds another model: its {name} is {shapes}")
+    unknown = sorted(name for name in state.keys() - own.keys() if not name.startswith(prefix))
+    if unknown:
+        raise UserError(f"{place} holds another model: this one has no {unknown[0]}")
+    loaded = {name: state[name] for name in own if name not in replaced}
+    model.load_state_dict(loaded, strict=False)
+    note = (
+        f"; the last layer, for other classes, keeps its initial weights: {', '.join(replaced)}"
+        if replaced
+        else ""
+    )
+    return f"{len(loaded)} of {len(own)} tensors initialized from {file}{note}"
+
+
+def _read_shards(folder):
+    shards.refuse_code(folder)
+    # Not in /tmp, which may be small.
+    with tempfile.TemporaryDirectory(dir=folder.parent.parent) as temporary:
+        merged = Path(temporary) / "merged.pt"
+        dcp_to_torch_save(folder, merged)
+        state = torch.load(merged, weights_only=True)["model"]
+    return {_plain(name): value for name, value in state.items()}
+
+
+def _plain(name):
+    for wrapper in ("module.", "_orig_mod."):
+        name = name.replace(wrapper, "")
+    return name

@@ -1,8 +1,8 @@
-"""Evaluates an image classifier trained by train_cifar.py or train_images.py, or classifies images
-with it.
+"""Evaluates a classifier of train_cifar.py or train_images.py, or classifies images with it.
 
     python scripts/evaluate.py --checkpoint runs/train_cifar
-    accelerate launch --config_file accelerate_configs/4gpu.yaml scripts/evaluate.py --checkpoint runs/train_cifar --tta
+    accelerate launch --config_file accelerate_configs/4gpu.yaml scripts/evaluate.py \\
+        --checkpoint runs/train_cifar --tta
     python scripts/evaluate.py --checkpoint runs/train_images
     python scripts/evaluate.py --checkpoint runs/train_images --images holiday/
 
@@ -31,12 +31,12 @@ import torch
 import torch.nn.functional as F
 from accelerate import Accelerator, DataLoaderConfiguration
 from torch.utils.data import DataLoader
-from utils.data.image_batches import ImageBatches
-from utils.data.image_folder import unlabeled
 
 from utils import plots, pretrained
 from utils.data.arrays import ArrayBatches, load_arrays
 from utils.data.augment import normalize
+from utils.data.image_batches import ImageBatches
+from utils.data.image_folder import unlabeled
 from utils.data.loaders import evaluation_batch_size, loader_options
 from utils.data.sources import find_images
 from utils.data.transforms import EvalTransform
@@ -230,8 +230,9 @@ def write_predictions(args, saved, dataset, logits, labels, class_names):
 
 
 def draw_contact_sheet(path, dataset, rows, columns=8, most=64):
-    """Draws up to `most` images, evenly spread over all of them, with their most likely class and
-    its probability.
+    """Draws up to `most` images, each with its most likely class and the probability.
+
+    The images are evenly spread over all of them.
 
     Args:
         dataset: returns a batch of `images`, uint8 [count, 3, size, size], for a list of ids

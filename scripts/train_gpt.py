@@ -39,11 +39,11 @@ from torch import nn
 from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.utils.checkpoint import checkpoint as recompute
 from torch.utils.data import DataLoader
-from utils.data.text_stream import TextStream, gather_position, load_held_out
 
 from utils import plots
 from utils.data.loaders import evaluation_batch_size, loader_options
 from utils.data.text import Windows, load_text
+from utils.data.text_stream import TextStream, gather_position, load_held_out
 from utils.muon import MuonAdamW
 from utils.run import ddp, launch, weights
 from utils.run.arguments import Parser, number
@@ -186,8 +186,9 @@ class GPT(nn.Module):  # EDIT: model
 
 
 def build_optimizer(model, args):
-    """Muon (or AdamW) for the matrices of the blocks, AdamW without weight decay for all other
-    parameters.
+    """Muon (or AdamW) for the matrices of the blocks; AdamW for all other parameters.
+
+    The other parameters have no weight decay.
     """
     matrices = [weight for weight in model.blocks.parameters() if weight.ndim == 2]
     vectors = [weight for weight in model.parameters() if weight.ndim == 1]

@@ -187,8 +187,7 @@ def lr_multiplier(step, plan, args):
 
 
 def arrange_gpus(gpus, local_processes, per_process):
-    """Reorders the GPUs of a machine so that the first GPU of process r becomes cuda:r; the other
-    GPUs follow.
+    """Reorders the GPUs of a machine: the first GPU of process r becomes cuda:r; the others follow.
 
     This is necessary because Accelerate uses cuda:r for process r. With two processes and two GPUs
     each, the order is 0 2 1 3: process 1 then has cuda:1 and cuda:3, which are GPUs 2 and 3.

@@ -502,7 +502,13 @@ MUTANTS = [
         "    if count",
         "test_gpt.py -k with_dropout",
     ),
-    Mutant("evaluate.py scores what was trained on", "scripts/evaluate.py", "split = data.splits[shown]", 'split = data.splits["train"]', EXACT_METRICS),
+    Mutant(
+        "evaluate.py scores what was trained on",
+        "scripts/evaluate.py",
+        "split = data.splits[shown]",
+        'split = data.splits["train"]',
+        EXACT_METRICS,
+    ),
     Mutant(
         "every process prints",
         "utils/run/launch.py",
@@ -541,35 +547,35 @@ MUTANTS = [
     # -------------------------------------------------------------------------------------------------- checkpoints
     Mutant(
         "checksums are not compared",
-        "utils/run/checkpoint.py",
+        "utils/run/manifest.py",
         'if (sizes[name], digest) != (files[name]["size"], files[name]["sha256"]):',
         'if sizes[name] != files[name]["size"]:',
         "test_faults.py -k damaged_checkpoint",
     ),
     Mutant(
         "the manifest's seal is not compared",
-        "utils/run/checkpoint.py",
-        'if manifest.pop("sha256", None) != _manifest_checksum(manifest):',
+        "utils/run/manifest.py",
+        'if manifest.pop("sha256", None) != _checksum(manifest):',
         'if not manifest.pop("sha256", None):',
         "test_faults.py -k damaged_checkpoint",
     ),
     Mutant(
         "files are not synced",
-        "utils/run/checkpoint.py",
+        "utils/run/manifest.py",
         "                sync(path)\n",
         "                pass\n",
         "test_mechanisms.py -k has_its_name",
     ),
     Mutant(
         "the manifest is not synced",
-        "utils/run/checkpoint.py",
+        "utils/run/manifest.py",
         "    sync(writing / MANIFEST)\n",
         "",
         "test_mechanisms.py -k has_its_name",
     ),
     Mutant(
         "the name is not synced",
-        "utils/run/checkpoint.py",
+        "utils/run/manifest.py",
         "    sync(target.parent)\n",
         "",
         "test_mechanisms.py -k has_its_name",
@@ -640,14 +646,14 @@ MUTANTS = [
     ),
     Mutant(
         "machines may see different files",
-        "utils/run/checkpoint.py",
+        "utils/run/manifest.py",
         "if all(view == views[0] for view in views):",
         "if True:",
         "test_faults.py -k another_machine_does_not_see",
     ),
     Mutant(
         "folders of shards are not synced",
-        "utils/run/checkpoint.py",
+        "utils/run/manifest.py",
         'for path in [*folder.rglob("*"), folder]:',
         'for path in [*folder.glob("*.*"), folder]:',
         "test_mechanisms.py -k all_files_are_synced",
@@ -1055,7 +1061,13 @@ MUTANTS = [
         "pass",
         "test_copies.py -k dictionaries",
     ),
-    Mutant("the warm-up runs on three or more processes only", "utils/run/ddp.py", "    for _ in range(2):\n", "    for _ in range(2 if accelerator.num_processes > 2 else 0):\n", "test_mechanisms.py -k warm_up"),
+    Mutant(
+        "the warm-up runs on three or more processes only",
+        "utils/run/ddp.py",
+        "    for _ in range(2):\n",
+        "    for _ in range(2 if accelerator.num_processes > 2 else 0):\n",
+        "test_mechanisms.py -k warm_up",
+    ),
     Mutant(
         "buffers keep what the warm-up did",
         "utils/run/ddp.py",
@@ -1110,7 +1122,7 @@ MUTANTS = [
         "utils/run/weights.py",
         "state = _read_averaged(folder) or state",
         "pass",
-        "test_train_images.py -k averaged",
+        "test_train_images.py -k leaves_everything",
     ),
 ]
 

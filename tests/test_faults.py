@@ -35,7 +35,7 @@ from conftest import (
 )
 from safetensors.torch import load_file, save_file
 
-from utils.run import checkpoint, failures, guard, process, shards
+from utils.run import checkpoint, failures, guard, manifest, process, shards
 from utils.run.failures import UserError
 
 PREEMPTED = 75
@@ -475,17 +475,17 @@ def test_files_that_another_machine_does_not_see_are_an_error(tmp_path, monkeypa
     """
     (tmp_path / "model.safetensors").write_bytes(b"weights")
     elsewhere = [{}, {"model.safetensors": 7, "rank_1.distcp": 3}]
-    monkeypatch.setattr(checkpoint.time, "sleep", lambda _: None)
+    monkeypatch.setattr(manifest.time, "sleep", lambda _: None)
     monkeypatch.setattr(
         checkpoint, "gather", lambda _, value: [value, elsewhere.pop(0) if elsewhere else {}]
     )
     one_of_two = SimpleNamespace(num_processes=2, process_index=0, is_local_main_process=True)
     with pytest.raises(UserError, match="rank 0 and rank 1 do not see the same model"):
-        checkpoint.hash_and_sync(one_of_two, tmp_path)
+        manifest.hash_and_sync(one_of_two, tmp_path)
     # Late; then nothing was left for the other process to hash.
     views = iter([{}, {"model.safetensors": 7}, {}])
-    monkeypatch.setattr(checkpoint, "gather", lambda _, value: [value, next(views)])
-    described = checkpoint.hash_and_sync(one_of_two, tmp_path)
+    monkeypatch.setattr(manifest, "gather", lambda _, value: [value, next(views)])
+    described = manifest.hash_and_sync(one_of_two, tmp_path)
     assert described == {"model.safetensors": {"size": 7, "sha256": sha256(b"weights").hexdigest()}}
 
 

@@ -21,7 +21,7 @@ from conftest import ROOT
 from utils.data import loaders
 from utils.data.arrays import ArrayBatches, synthetic_arrays
 from utils.data.augment import augment, normalize, random_uint32
-from utils.run import checkpoint, ddp, failures, guard, launch, metrics, process, record
+from utils.run import checkpoint, ddp, failures, guard, launch, manifest, metrics, process, record
 from utils.run.arguments import Parser, number
 from utils.run.claim import claim
 from utils.run.failures import UserError
@@ -375,7 +375,7 @@ def test_a_checkpoint_has_its_name_only_when_all_files_are_synced(tmp_path, monk
     )
     assert checkpoint.finish(alone, writing, None, {"progress": {"step": 3}}, keep=2)
     assert synced == [str(tmp_path)]
-    assert checkpoint.verify(target)["files"].keys() == {
+    assert manifest.verify(target)["files"].keys() == {
         "model.safetensors",
         "optimizer.bin",
         "shards/0.distcp",
@@ -394,7 +394,7 @@ def test_the_metrics_before_a_checkpoint_are_synced_with_it(tmp_path, monkeypatc
     with run.checkpoint(1) as folder:
         assert synced == [str(tmp_path / "metrics.jsonl")]
         (Path(folder) / "model.safetensors").write_bytes(b"weights")
-    assert checkpoint.verify(tmp_path / "checkpoints" / "step_00000001")["progress"]["step"] == 1
+    assert manifest.verify(tmp_path / "checkpoints" / "step_00000001")["progress"]["step"] == 1
 
 
 def test_the_newest_checkpoints_and_the_best_are_kept(tmp_path):
@@ -402,7 +402,7 @@ def test_the_newest_checkpoints_and_the_best_are_kept(tmp_path):
     for step, score in scores.items():
         folder = tmp_path / f"step_{step:08d}"
         folder.mkdir()
-        (folder / checkpoint.MANIFEST).write_text(
+        (folder / manifest.MANIFEST).write_text(
             json.dumps({"progress": {"step": step, "score": score}})
         )
     checkpoint._prune(tmp_path, 2, tmp_path / "step_00000050")
@@ -662,7 +662,9 @@ def test_the_warm_up_of_ddp_changes_nothing_on_any_number_of_processes(processes
     assert len(calls) == 2 and all(weight.grad is None for weight in model.parameters())
     assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
     with pytest.raises(TypeError):  # a loss that is none
-        ddp.warm_up(SimpleNamespace(num_processes=processes), model, lambda: {"loss": 1}["loss"] + "")
+        ddp.warm_up(
+            SimpleNamespace(num_processes=processes), model, lambda: {"loss": 1}["loss"] + ""
+        )
 
 
 def test_a_full_disk_is_told_by_its_error_number():

@@ -29,6 +29,7 @@ from utils.data.loaders import EpochSampler, already_a_batch
 from utils.data.mixing import Mix
 from utils.data.sources import find_images
 from utils.data.transforms import EvalTransform, TrainTransform
+from utils.run import weights
 from utils.run.failures import UserError
 
 pytestmark = pytest.mark.filterwarnings("ignore:The image decoding and encoding:DeprecationWarning")
@@ -546,7 +547,6 @@ def test_reads_a_pth_and_replaces_a_head_of_another_size(wrapped, tmp_path, caps
 
 
 def test_a_head_for_other_classes_is_replaced_though_it_has_the_same_size(tmp_path, capsys):
-    from utils.run import weights
 
     earlier = small(3)
     weights.export(tmp_path, earlier, config() | {"class_names": ["x", "y", "z"]})
@@ -731,6 +731,10 @@ def test_leaves_everything_it_promises(reference_run, photo_folder):
     last = load_file(folder / "without_ema" / "model.safetensors")
     assert averaged.keys() == last.keys()
     assert not torch.equal(averaged["fc.weight"], last["fc.weight"])
+    newest = sorted((folder / "checkpoints").iterdir())[-1]
+    saved = weights.read(newest)
+    assert saved.config == stored and saved.run == folder
+    assert all(torch.equal(saved.state[name], value) for name, value in averaged.items())
 
 
 def test_the_model_card_loads_the_model_without_these_scripts(

@@ -157,15 +157,15 @@ elif name == "unreadable":
 elif name == "slow_save":
     before(accelerate.Accelerator, "save_state", lambda: time.sleep(6))
 elif name == "slow_hash":
-    from utils.run import checkpoint
+    from utils.run import manifest
 
-    before(checkpoint, "_sha256", lambda: time.sleep(15))
+    before(manifest, "_sha256", lambda: time.sleep(15))
 elif name == "elsewhere":
     # Not a fault of the script: each rank has a folder of its own below the one after the colon, as
     # without a shared disk.
-    from utils.run import checkpoint
+    from utils.run import manifest
 
-    script, checkpoint.SHARED_CHECKS = os.path.abspath(script), 2
+    script, manifest.SHARED_CHECKS = os.path.abspath(script), 2
     os.makedirs(os.path.join(rank, os.environ["RANK"]))
     os.chdir(os.path.join(rank, os.environ["RANK"]))
 elif name == "failing_saves":

@@ -5,8 +5,7 @@ from torch.distributed.tensor import DTensor, Shard
 
 
 class Muon:
-    """Updates parameter groups with `muon=True` by orthogonalized momentum, and all others by the
-    step of the other base class.
+    """Muon for groups with `muon=True`; the step of the other base class for all others.
 
     See K. Jordan, kellerjordan.github.io/posts/muon. A group with `muon=True` has `lr`,
     `weight_decay`, `momentum` (a number, or a first value, a last value, and the number of steps in
@@ -71,8 +70,9 @@ class MuonSGD(Muon, torch.optim.SGD):
 
 
 def orthogonalize_all(matrices, iterations):
-    """`orthogonalize` for a list of weights of one shape, either all unsharded or all sharded in
-    the same way.
+    """`orthogonalize` for a list of weights of one shape.
+
+    The weights are either all unsharded or all sharded in the same way.
     """
     first = matrices[0]
     if not isinstance(first, DTensor):
@@ -104,8 +104,9 @@ def orthogonalize_all(matrices, iterations):
 
 
 def normalize_rows(states, updates, beta2):
-    """Divides each row of an update by the root of a running mean of its squared norm; the norm of
-    the whole update stays.
+    """Divides each row of an update by the root of a running mean of its squared norm.
+
+    The norm of the whole update stays.
 
     Args:
         states (list): the optimizer state of each weight. Holds the running means, without a bias
@@ -134,8 +135,10 @@ def normalize_rows(states, updates, beta2):
 
 
 def orthogonalize(x, iterations=5):
-    """Approximates the nearest orthogonal matrix to each of `x` [count, rows, columns]: its
-    singular values are near 1.
+    """Approximates the nearest orthogonal matrix: its singular values are near 1.
+
+    Args:
+        x: [count, rows, columns].
 
     Each Newton-Schulz iteration multiplies X from the left by a polynomial of the Gram matrix G = X
     X^T.

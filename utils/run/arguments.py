@@ -34,8 +34,9 @@ MAY_CHANGE = {
 
 
 class Parser(argparse.ArgumentParser):
-    """An ArgumentParser that prints --help, with defaults, on the main process only, and raises
-    `UserError` for mistakes.
+    """An ArgumentParser for processes that all parse the same command line.
+
+    Prints --help, with defaults, on the main process only, and raises `UserError` for mistakes.
     """
 
     def __init__(self, **kwargs):
@@ -49,9 +50,7 @@ class Parser(argparse.ArgumentParser):
         raise UserError(f"{message} (see --help)")
 
     def choice(self, flag):
-        """The value of `--flag`, read before the full parse, because the defaults of other flags
-        depend on it.
-        """
+        """The value of `--flag`, read before the full parse: other defaults depend on it."""
         parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False, exit_on_error=False)
         parser.add_argument(f"--{flag}", default=self.get_default(flag), nargs="?")
         return getattr(parser.parse_known_args()[0], flag)
@@ -70,9 +69,7 @@ class Parser(argparse.ArgumentParser):
         self.set_defaults(**defaults)
 
     def add_optimizer_arguments(self, group, **defaults):
-        """Adds the flags for gradient accumulation, weight decay and clipping; `defaults` are their
-        defaults.
-        """
+        """Adds the flags for gradient accumulation, weight decay and clipping, with `defaults`."""
         group.add_argument(
             "--weight_decay", type=number(float, 0), help="weight decay of the optimizer"
         )
@@ -250,8 +247,12 @@ class _HelpFormatter(argparse.ArgumentDefaultsHelpFormatter):
 
 
 def number(kind, low, *, above=False, below=float("inf")):
-    """An argparse type: a finite number of type `kind` that is at least `low` (above it, if
-    `above`) and less than `below`.
+    """An argparse type that checks the range of a finite number.
+
+    Args:
+        kind (type): int or float.
+        low: the least value; with `above`, values must be more than that.
+        below: values must be less than that.
     """
 
     def convert(text):

@@ -8,10 +8,11 @@ import time
 from pathlib import Path
 from typing import NamedTuple
 
-from utils.run import checkpoint, process, record
+from utils.run import process, record
 from utils.run.arguments import CONTINUE_RULE
 from utils.run.failures import UserError
 from utils.run.files import lock, read_json
+from utils.run.manifest import SHARED_CHECKS
 
 
 class Claim(NamedTuple):
@@ -113,7 +114,7 @@ def check_shared(path, owner):
         UserError: it does not: this is another folder.
     """
     file = path / ".lock"
-    for _ in range(checkpoint.SHARED_CHECKS):
+    for _ in range(SHARED_CHECKS):
         if path.is_dir() and file.name in os.listdir(path) and file.read_text() == owner:
             return
         time.sleep(0.5)

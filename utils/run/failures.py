@@ -19,8 +19,7 @@ _micro_batch_size = None
 
 
 class UserError(Exception):
-    """Invalid input that the user can correct: ends the run with a one-line message and exit code
-    2.
+    """Invalid input that the user can correct: one line, and exit code 2.
 
     Args:
         line (str): what is wrong, and what to do.

@@ -12,7 +12,7 @@ from pathlib import Path
 
 from tqdm import tqdm
 
-from utils.run import checkpoint, failures, model_card, process, record, status, tracking
+from utils.run import checkpoint, failures, manifest, model_card, process, record, status, tracking
 from utils.run.arguments import MAY_CHANGE
 from utils.run.claim import check_same, check_shared, claim
 from utils.run.collectives import run_on_all, run_on_main, wait_for_all
@@ -116,9 +116,15 @@ class RunFolder:
             self.path, self._accelerator, self._plan, batch_size, rates or {}, step
         )
         if self.is_main:
-            self._write_record(step)
+            own = {"arguments": self.arguments, "run_id": self._run_id}
+            own["total_steps"] = self._plan and self._plan.total_steps
+            self._record = record.write(self.path, self._accelerator, own, step)
+            status.write(self.path, "running", f"from step {step}", step=step)
         if self._checkpoint:
-            self._apply_schedule(scheduler)
+            change = checkpoint.apply_schedule(scheduler, step)
+            was, now = self._earlier["total_steps"], self._plan.total_steps
+            if was != now:
+                self.print(f"length changed from {was} to {now} steps: {change}")
         if self.is_main and self._plan:
             name = self.path.resolve().name
             project = Path(sys.argv[0]).stem
@@ -139,9 +145,9 @@ class RunFolder:
                 return results, None, None, owner
         found = checkpoint.find(self.path, args.resume) if self._plan else None
         if found:
-            path, manifest = found
-            check_same(manifest["arguments"], self.arguments, path, may_change)
-            steps_taken = manifest["progress"]["step"]
+            path, saved = found
+            check_same(saved["arguments"], self.arguments, path, may_change)
+            steps_taken = saved["progress"]["step"]
             if self._plan.total_steps < steps_taken:
                 raise UserError(
                     f"--epochs or --max_train_steps ask for {self._plan.total_steps} steps, but "
@@ -149,35 +155,6 @@ class RunFolder:
                     "use another --output_dir"
                 )
         return None, found, (earlier or {}).get("run_id", self._run_id), owner
-
-    def _write_record(self, step):
-        self._record = {
-            "arguments": self.arguments,
-            "run_id": self._run_id,
-            "total_steps": self._plan and self._plan.total_steps,
-            "topology": record.topology(self._accelerator),
-            "versions": record.versions(),
-            "git_commit": record.git_commit(),
-            "script": record.script_hash(),
-            "command": sys.argv,
-        }
-        starts = (read_json(self.path / "args.json") or {}).get("starts", [])
-        now = {"step": step, "time": record.timestamp(), **self._record["topology"]}
-        write_json(self.path / "args.json", {**self._record, "starts": [*starts, now]})
-        status.write(self.path, "running", f"from step {step}", step=step)
-
-    def _apply_schedule(self, scheduler):
-        # The learning rate in a checkpoint is for the length of the run at that time.
-        step, change = self.progress["step"], "the learning rate does not depend on it"
-        if scheduler is not None:
-            before = scheduler.get_last_lr()[0]
-            checkpoint.apply_schedule(scheduler)
-            after = scheduler.get_last_lr()[0]
-            how = f"changes from {before:.3g} to" if before != after else "stays"
-            change = f"the learning rate at step {step} {how} {after:.3g}"
-        was, now = self._earlier["total_steps"], self._plan.total_steps
-        if was != now:
-            self.print(f"length changed from {was} to {now} steps: {change}")
 
     def _print_start(self):
         total, per_epoch = self._plan.total_steps, self._plan.steps_per_epoch
@@ -237,8 +214,7 @@ class RunFolder:
 
     @contextlib.contextmanager
     def checkpoint(self, step, **state):
-        """Yields the folder for `accelerator.save_state`; it becomes `checkpoints/step_N`
-        atomically.
+        """Yields the folder for `accelerator.save_state`, which becomes `checkpoints/step_N`.
 
         Every file is hashed and synced to disk before the folder gets its final name. If writing
         fails, this prints a warning, and training continues on all processes without this
@@ -259,9 +235,9 @@ class RunFolder:
             if not checkpoint.is_write_error(caught):
                 raise
             error = caught
-        manifest = {"progress": progress, **(self._record or {})}
+        saved = {"progress": progress, **(self._record or {})}
         keep = self._args.keep_checkpoints
-        written = checkpoint.finish(self._accelerator, folder, error, manifest, keep)
+        written = checkpoint.finish(self._accelerator, folder, error, saved, keep)
         seconds = time.perf_counter() - start_time
         self.metrics.write("checkpoint", step, seconds=seconds, written=written)
         self.metrics.restart_clock(step)
@@ -320,7 +296,7 @@ class RunFolder:
             "resumed_from": self._resumed_from,
         }
         if self.is_main:
-            best = checkpoint.best(checkpoint.all_in(self.path))
+            best = manifest.best(manifest.all_in(self.path))
             results["best_checkpoint"] = best and best.name
             self.metrics.close_bar()
             tracking.finish(self._accelerator, self.arguments, figures)

@@ -1,6 +1,4 @@
-"""Checks a launch that shards the model (FSDP), and makes Accelerate shard it on a machine without
-GPUs as well.
-"""
+"""Checks a launch that shards the model (FSDP), and shards it on machines without GPUs, too."""
 
 import inspect
 import os
@@ -21,8 +19,9 @@ def requested():
 
 
 def check(config, supported, on_cpu):
-    """Call it before `Accelerator(...)`: refuses what the scripts do not support, and prepares
-    sharding on a CPU.
+    """Refuses what the scripts do not support, and prepares sharding on a CPU.
+
+    Call it before `Accelerator(...)`.
 
     Args:
         config (str): name of the launcher's configuration, for error messages.
@@ -78,8 +77,9 @@ def check(config, supported, on_cpu):
 
 
 def check_engaged(accelerator, config):
-    """Call it after `Accelerator(...)`: raises UserError if the launcher asks for a sharded model
-    and it would not be one.
+    """Raises UserError if the launcher asks for a sharded model and it would not be one.
+
+    Call it after `Accelerator(...)`.
     """
     if requested() and not accelerator.is_fsdp2:
         raise UserError(
@@ -90,8 +90,7 @@ def check_engaged(accelerator, config):
 
 
 def _shard_on_cpu():
-    """Takes one decision of Accelerate differently: its state turns to FSDP for processes on the
-    CPU, as it does on GPUs.
+    """Lets Accelerate's state turn to FSDP for processes on the CPU, as it does on GPUs.
 
     FSDP2 of Accelerate and PyTorch runs over gloo. Accelerate 1.15 does not reach it, because
     `AcceleratorState` turns to FSDP only where the distributed type is that of several GPUs, and

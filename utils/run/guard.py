@@ -1,6 +1,4 @@
-"""Makes all processes stop at the same step: after a signal to any of them, or when training has
-diverged.
-"""
+"""Makes all processes stop at the same step: after a signal, or when training has diverged."""
 
 import math
 import time
@@ -73,8 +71,9 @@ class Guard:
         return stop
 
     def check(self, model):
-        """Checks the newest loss and the weights now; call it before saving: a checkpoint never
-        holds a diverged model.
+        """Checks the newest loss and the weights now: a checkpoint never holds a diverged model.
+
+        Call it before saving.
 
         An infinite gradient makes weights NaN in a step whose own loss is finite, also when
         gradients are clipped.
@@ -147,8 +146,9 @@ class Guard:
 
 @torch.no_grad()
 def all_finite(model):
-    """Whether all parameters and buffers of a model are finite; of sharded ones, the part on this
-    process.
+    """Whether all parameters and buffers of a model are finite.
+
+    Of sharded ones, looks at the part on this process.
     """
     tensors = [*model.parameters(), *model.buffers()]
     local = [value.to_local() if isinstance(value, DTensor) else value for value in tensors]

@@ -195,11 +195,12 @@ def as_number(value):
 def train_line(figures, total_steps):
     """Formats a training line of metrics.jsonl for printing."""
     left = int(figures["seconds_left"])
+    rate = speed(figures["samples_per_second"], figures["step_seconds"])
     mfu = f"  MFU {figures['mfu']:.1%}" if "mfu" in figures else ""
     return (
         f"step {figures['step']:>{len(str(total_steps))}}/{total_steps}  "
         f"epoch {figures['epoch']:.2f}  loss {figures['loss']:.4f}  lr {figures['lr']:.3g}  "
-        f"{speed(figures['samples_per_second'], figures['step_seconds'])}  data {figures['data_share']:.0%}  "
+        f"{rate}  data {figures['data_share']:.0%}  "
         f"memory {figures['memory_bytes'] / 2**30:.1f} GiB  "
         f"left {left // 3600}:{left // 60 % 60:02}:{left % 60:02}{mfu}"
     )

@@ -12,6 +12,8 @@ from pathlib import Path
 
 import torch
 
+from utils.run.files import read_json, write_json
+
 PATHS = ("dataset", "init_from")  # arguments that may be paths: compared as absolute paths
 # Dense bf16 (before Ampere: fp16) TFLOPS of the tensor cores, of SXM modules and cards, from
 # NVIDIA's data sheets.
@@ -96,6 +98,31 @@ def changes(accelerator, earlier):
         for name in now
         if before.get(name) != now[name]
     ]
+
+
+def write(folder, accelerator, own, step):
+    """Writes args.json, which lists every start of the run.
+
+    Args:
+        folder (Path): that of the run.
+        own (dict): what only the run knows, such as its `arguments`.
+        step (int): optimizer steps done before this start.
+
+    Returns:
+        dict: the record of the run, which also becomes a part of every checkpoint.
+    """
+    own = {
+        **own,
+        "topology": topology(accelerator),
+        "versions": versions(),
+        "git_commit": git_commit(),
+        "script": script_hash(),
+        "command": sys.argv,
+    }
+    starts = (read_json(folder / "args.json") or {}).get("starts", [])
+    starts.append({"step": step, "time": timestamp(), **own["topology"]})
+    write_json(folder / "args.json", {**own, "starts": starts})
+    return own
 
 
 def script_hash():

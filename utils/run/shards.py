@@ -1,6 +1,4 @@
-"""Inspects sharded checkpoints (torch.distributed.checkpoint) from untrusted sources before torch
-loads them.
-"""
+"""Inspects sharded checkpoints from untrusted sources before torch.distributed loads them."""
 
 import io
 import pickle

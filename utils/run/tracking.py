@@ -37,8 +37,7 @@ def trackers(names):
 
 
 def start(accelerator, project, name, run_id, arguments, step):
-    """Starts the trackers, or continues their runs: `accelerator.init_trackers` with what each of
-    them needs.
+    """Starts the trackers, or continues their runs, with what each of them needs.
 
     Args:
         project (str): name of the project, which groups the runs of one script.
@@ -93,9 +92,7 @@ def log_images(accelerator, images, step):
 
 
 def finish(accelerator, arguments, metrics):
-    """Writes TensorBoard's table of hyperparameters: the arguments, and the final `test_` and
-    `val_` metrics.
-    """
+    """Writes TensorBoard's table of hyperparameters: arguments and final metrics."""
     final = {
         f"final/{name}": value
         for name, value in metrics.items()

@@ -1,6 +1,4 @@
-"""Writes the final weights to a safetensors file with plain parameter names, and reads weights from
-runs and checkpoints.
-"""
+"""Writes the final weights to a safetensors file; reads weights from runs and checkpoints."""
 
 import json
 import os
@@ -14,7 +12,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 
-from utils.run import checkpoint, shards
+from utils.run import manifest, shards
 from utils.run.collectives import run_on_main
 from utils.run.failures import UserError
 from utils.run.files import read_json, sync
@@ -42,8 +40,9 @@ class Saved(NamedTuple):
 
 
 def export(folder, model, config):
-    """Writes the weights of an unwrapped model (no DDP, no compile wrapper) to `model.safetensors`
-    in `folder`, atomically.
+    """Writes the weights of an unwrapped model to `model.safetensors` in `folder`, atomically.
+
+    Unwrapped: no DDP and no compile wrapper.
 
     Args:
         config (dict): what is needed to build the model again, stored as JSON in the header of the
@@ -72,7 +71,7 @@ def read(path):
     """
     file = _find(Path(path))
     folder = file.parent
-    manifest = checkpoint.read_manifest(folder)
+    saved = manifest.read(folder)
     try:
         if (folder / SHARDS).exists() and not file.exists():
             state, config = _read_shards(folder / SHARDS), None
@@ -81,18 +80,18 @@ def read(path):
                 names = opened.keys()
                 state = {_plain(name): opened.get_tensor(name) for name in names}
                 config = json.loads((opened.metadata() or {}).get("config", "null"))
-        if manifest:
+        if saved:
             state = _read_averaged(folder) or state
     except (OSError, SafetensorError, RuntimeError, ValueError, UnpicklingError) as error:
         reason = "no such file" if not file.exists() else error
         raise UserError(f"cannot read weights from {file}: {reason}") from None
-    if manifest is None:
+    if saved is None:
         arguments = (read_json(folder / "args.json") or {}).get("arguments", {})
         return Saved(state, config, arguments, file, folder)
     # A checkpoint: runs/NAME/checkpoints/step_N, or a copy of it.
     run = folder.parents[1] if folder.parent.name == "checkpoints" else folder.parent
-    config = config or manifest["progress"].get("config")
-    return Saved(state, config, manifest.get("arguments", {}), file, run)
+    config = config or saved["progress"].get("config")
+    return Saved(state, config, saved.get("arguments", {}), file, run)
 
 
 def _find(path):
@@ -100,7 +99,7 @@ def _find(path):
         return path
     if (path / "model.safetensors").exists() or (path / SHARDS).exists():
         return path / "model.safetensors"
-    checkpoints = checkpoint.all_in(path)
+    checkpoints = manifest.all_in(path)
     if not checkpoints:
         raise UserError(f"{path} holds neither model.safetensors nor a checkpoint")
     return checkpoints[-1] / "model.safetensors"
@@ -117,8 +116,9 @@ def _read_averaged(folder):
 
 
 def initialize(accelerator, model, path):
-    """Loads weights, and nothing else, into a model that is not prepared yet; call it on every
-    process.
+    """Loads weights, and nothing else, into a model that is not prepared yet.
+
+    Call it on every process.
 
     Only the main process loads them: `prepare` sends its weights to the others, under DDP and FSDP
     alike. If the last layer has another size, it keeps its initial weights, and a message names it.

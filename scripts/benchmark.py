@@ -16,7 +16,7 @@ median of the rounds with their range. It writes `benchmark.json`, `benchmark.md
                         loss.item() in every step; and how much each improvement gives
     pipeline_speedup    images per second of the batched augmentation over per-sample transforms in
                         two workers
-    picture_loading     images per second of train_images.py, without and with --cache, over the
+    image_loading     images per second of train_images.py, without and with --cache, over the
                         usual ImageFolder and transforms: 500 x 375 JPEGs, two workers each, to
                         normalized batches of random 224 x 224 crops
     scaling_efficiency  samples per second of two DDP processes with one thread each over two
@@ -299,7 +299,7 @@ def pipeline_speedup(args):
     return {"pipeline_speedup": (ratios_of(speeds["ours"], speeds["usual"]), unit)}
 
 
-def picture_loading(args):
+def image_loading(args):
     passes, count = 4, 160 if args.quick else 960
     speeds = {"usual_images": [], "our_images": [], "cached_images": []}
     with tempfile.TemporaryDirectory() as folder:
@@ -313,7 +313,7 @@ def picture_loading(args):
     print_speeds(speeds, "images/s")
     unit = "images per second over ImageFolder (more is better), ratio"
     return {
-        f"picture_loading/{name}": (
+        f"image_loading/{name}": (
             ratios_of(speeds[f"{name}_images"], speeds["usual_images"]),
             unit,
         )
@@ -552,7 +552,7 @@ BENCHMARKS = {
     "loop_overhead": loop_overhead,
     "tutorial_speedup": tutorial_speedup,
     "pipeline_speedup": pipeline_speedup,
-    "picture_loading": picture_loading,
+    "image_loading": image_loading,
     "scaling_efficiency": scaling_efficiency,
     "startup_ratio": startup_ratio,
     "time_to_accuracy": time_to_accuracy,

@@ -92,7 +92,7 @@ def test_a_signal_also_ends_the_processes_that_it_measures(tmp_path):
     [
         ["pipeline_speedup", "memory"],
         ["startup_ratio/train_minimal", "startup_ratio/train_cifar", "startup_ratio/train_gpt"],
-        ["picture_loading/our", "picture_loading/cached"],
+        ["image_loading/our", "image_loading/cached"],
         ["time_to_accuracy", "time_to_accuracy/flops", "time_to_accuracy/accuracy"],
         [f"machine_limit/{name}" for name in LIMITS],
     ],

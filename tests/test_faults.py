@@ -461,7 +461,7 @@ def test_a_folder_that_is_not_shared_is_an_error_at_the_start(tmp_path):
         output_dir="run",
         check=False,
     )
-    assert done.stderr.count("error: --output_dir run is another folder on") == 1, done.stderr
+    assert done.stderr.count("error: --output_dir run is a different folder on") == 1, done.stderr
     assert (
         not (tmp_path / "0" / "run" / "args.json").exists()
         and not (tmp_path / "1" / "run").exists()

@@ -137,8 +137,8 @@ class TextStream(torch.utils.data.IterableDataset):
             rows = [next(reader) for reader in readers for _ in range(per_lane)]
             windows = torch.stack(rows).long()
             yield {
-                "inputs": windows[:, :-1],
-                "targets": windows[:, 1:],
+                "inputs": windows[:, :-1].contiguous(),
+                "targets": windows[:, 1:].contiguous(),
                 "ids": torch.arange(len(rows)),
                 "position": {number: dict(lane.position) for number, lane in self.lanes.items()},
             }

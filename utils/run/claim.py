@@ -119,6 +119,6 @@ def check_shared(path, owner):
             return
         time.sleep(0.5)
     raise UserError(
-        f"--output_dir {path} is another folder on {socket.gethostname()} than for {owner}: use "
-        "one on a file system that all machines share"
+        f"--output_dir {path} is a different folder on {socket.gethostname()} than for {owner}: "
+        "use one on a file system that all machines share"
     )

@@ -435,7 +435,7 @@ MUTANTS = [
         "utils/run/ddp.py",
         "for _ in range(2):",
         "for _ in range(0):",
-        "test_faults.py -k any_number_of_processes",
+        "test_faults.py -m slow -k any_number_of_processes",
     ),
     Mutant(
         "a stage works on what is not there yet",
@@ -670,7 +670,7 @@ MUTANTS = [
         "utils/run/guard.py",
         "if norm is None or self._skips_infinite_gradients:",
         "if True:",
-        "test_faults.py -k infinite_gradient",
+        "test_faults.py -m slow -k infinite_gradient",
     ),
     Mutant(
         "the gradient scaler of fp16 may not skip a step",
@@ -805,7 +805,7 @@ MUTANTS = [
         "utils/run/guard.py",
         "process.saving_starts()",
         "pass",
-        "test_faults.py -k time_to_save",
+        "test_faults.py -m slow -k time_to_save",
     ),
     Mutant(
         "only the outer error is looked at",

@@ -41,6 +41,7 @@ def test_reports_the_problem(fault, words, tmp_path):
     assert len(errors_of(done)) == 1 and 'check_topology.py", line' not in done.stderr
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("absent", [0, 1])
 def test_a_rank_that_never_starts_is_named(absent, tmp_path):
     arguments = [f"absent@1:{absent}", CHECK, "--timeout", "2"]

@@ -83,9 +83,8 @@ def test_one_rank_killed_again_and_again(reference, tmp_path):
     assert results(tmp_path / "run")["resumed_from"] == 12
 
 
-@pytest.mark.parametrize(
-    "processes", [pytest.param(n, marks=[pytest.mark.slow] * (n != 3)) for n in (1, 3, 4)]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("processes", [1, 3, 4])
 def test_any_number_of_processes(processes, odd_folder, tmp_path):
     """Batch norm, Muon, accumulation and loader workers together.
 
@@ -208,7 +207,7 @@ def test_signal_to_the_launcher(config, number, reference, tmp_path):
     assert output.count("Traceback") <= 1  # that of the launcher, not one per rank
 
 
-@pytest.mark.parametrize("config", ["cpu", "2cpu"])
+@pytest.mark.parametrize("config", ["cpu", pytest.param("2cpu", marks=pytest.mark.slow)])
 def test_time_to_save_without_a_launcher(config, tmp_path):
     """Ctrl-C ends the launcher of one process at once, SIGUSR1 any.
 
@@ -477,7 +476,7 @@ def test_files_that_another_machine_does_not_see_are_an_error(tmp_path, monkeypa
     elsewhere = [{}, {"model.safetensors": 7, "rank_1.distcp": 3}]
     monkeypatch.setattr(manifest.time, "sleep", lambda _: None)
     monkeypatch.setattr(
-        checkpoint, "gather", lambda _, value: [value, elsewhere.pop(0) if elsewhere else {}]
+        manifest, "gather", lambda _, value: [value, elsewhere.pop(0) if elsewhere else {}]
     )
     one_of_two = SimpleNamespace(num_processes=2, process_index=0, is_local_main_process=True)
     with pytest.raises(UserError, match="rank 0 and rank 1 do not see the same model"):
@@ -594,7 +593,10 @@ def test_a_step_that_diverges_is_not_saved(processes, tmp_path):
 
 @pytest.mark.parametrize(
     ("step", "clip", "says"),
-    [(6, "", "weights after"), (4, " --max_grad_norm 1", "gradient norm at")],
+    [
+        (6, "", "weights after"),
+        pytest.param(4, " --max_grad_norm 1", "gradient norm at", marks=pytest.mark.slow),
+    ],
 )
 def test_an_infinite_gradient_is_not_saved_and_the_run_goes_on_from_before_it(
     step, clip, says, made_once, tmp_path
@@ -677,6 +679,7 @@ def test_out_of_memory_says_what_to_do(tmp_path):
     )
 
 
+@pytest.mark.slow
 def test_the_others_give_up_on_a_hung_process(tmp_path):
     done = faulty("hang@5:1", SMALL + " --timeout 6", tmp_path / "run")
     assert "rank 0 lost contact with another process" in done.stderr

@@ -449,7 +449,11 @@ def test_on_the_gpus(check, alone, tmp_path):
 NEEDS_COMPILER = pytest.mark.skipif(
     not shutil.which("g++"), reason="torch.compile needs a C++ compiler"
 )
-REHEARSED_LATER = {compiled: [pytest.mark.slow, NEEDS_COMPILER], kill_and_resume: pytest.mark.slow}
+REHEARSED_LATER = {
+    compiled: [pytest.mark.slow, NEEDS_COMPILER],
+    kill_and_resume: pytest.mark.slow,
+    sharded: pytest.mark.slow,
+}
 
 
 @pytest.mark.parametrize(

@@ -7,10 +7,10 @@
     python scripts/evaluate.py --checkpoint runs/train_images --images holiday/
 
 Reads a run's folder, one of its checkpoints or a `model.safetensors`, written by any launch. Prints
-the accuracy per class and writes `results.json`, `predictions.png` and `confusion_matrix.png`; with
---images, `predictions.csv` and `.json`, with the classes of every image in a folder, and
-`contact_sheet.png`. Of a run with --ema_decay it takes the averaged weights. Copy it together with
-`train_cifar.py`, which holds its models.
+the accuracy per class and writes `results.json`, `predictions.png` and `confusion_matrix.png`. With
+--images, writes `predictions.csv` and `.json`, which list the most likely classes of every image,
+and `contact_sheet.png`. For a run with --ema_decay, uses the averaged weights. If you copy this
+script, also copy `train_cifar.py`, which defines its models.
 """
 
 import contextlib
@@ -69,7 +69,7 @@ def main():
 
 def evaluate_cifar(accelerator, args, saved):
     """Evaluates a model of train_cifar.py on the test split, or else the validation split."""
-    # Here, because the models of train_images.py do not need that script.
+    # Imported here, because models of train_images.py do not need that script.
     import train_cifar
 
     known = (saved.config or {}) | saved.arguments
@@ -278,7 +278,7 @@ def print_summary(saved, metrics, count, split, folder):
 
 
 def load_state(model, saved, description):
-    """Loads weights into a model. Raises UserError if they are of another one."""
+    """Loads weights into a model. Raises UserError if they belong to a different model."""
     try:
         model.load_state_dict(saved.state)
     except RuntimeError as error:

@@ -89,7 +89,7 @@ class Net(nn.Module):
 
 def build_resnet18(classes):
     """torchvision's ResNet-18 with a stem for small images: a 3x3 convolution, no max-pool."""
-    # Here, because it takes as long to import as Accelerate.
+    # Imported here, because this import takes as long as that of Accelerate.
     from torchvision.models import resnet18
 
     model = resnet18(num_classes=classes)
@@ -149,7 +149,7 @@ def build_model(name, classes):  # EDIT: model
 def build_optimizer(model, args):
     """SGD with Nesterov momentum; for fastnet, Muon for the filters.
 
-    The other parameters of fastnet have learning rates of their own.
+    The other parameters of fastnet have separate learning rates.
     """
     common = dict(lr=args.lr, momentum=args.momentum, weight_decay=args.weight_decay, nesterov=True)
     if args.model != "fastnet":
@@ -177,9 +177,9 @@ def lr_multiplier(step, plan, args):
 
 
 def image_size_at(progress, args):
-    """Image size in pixels: small images first save a third of the time.
+    """The image size in pixels: smaller at first, which saves a third of the time.
 
-    The last fifth of the training is at full size.
+    The last fifth of training uses the full size.
     """
     if args.model == "net" or args.lr_schedule == "constant":
         return 32
@@ -220,7 +220,7 @@ def build_loaders(accelerator, data, args):
 def compute_loss(model, batch, mean, std, epoch, size, args):  # EDIT: loss
     """The mean loss of a batch.
 
-    Its augmentation is a deterministic function of the seed, the epoch and the ids of the samples.
+    The augmentation depends only on the seed, the epoch and the ids of the samples.
     """
     images, keep = batch["images"], None
     if not args.overfit_batch:
@@ -377,8 +377,8 @@ def main():
             size = image_size_at(step / plan.total_steps, args)
             losses, ids, norm = [], [], None
             for batch in micro_batches:
-                # A restart draws the same dropout masks. Seeds after loading the batch, which
-                # may draw numbers too.
+                # So that a restart draws the same dropout masks. Seed after loading the batch,
+                # because loading may also draw random numbers.
                 seed_step(accelerator, args.seed, step, len(losses))
                 with accelerator.accumulate(model):
                     loss = compute_loss(model, batch, mean, std, epoch, size, args)
@@ -445,7 +445,8 @@ def parse_args():
     group.add_argument("--model", choices=RECIPES, default="fastnet", help="network to train")
     parser.add_training_arguments(group)
     parser.add_optimizer_arguments(group)
-    group.add_argument("--momentum", type=share, default=0.85, help="momentum of SGD")
+    positive = number(float, 0, above=True, below=1)  # Nesterov momentum needs one
+    group.add_argument("--momentum", type=positive, default=0.85, help="momentum of SGD")
     group.add_argument(
         "--warmup",
         type=share,

@@ -2,7 +2,7 @@
 
 Shows a transformer small enough to read, two update rules in one optimizer, text in memory or
 streamed, and a model sharded over GPUs (FSDP2), all with the loop of train_cifar.py. Tokens are
-bytes: no tokenizer, and losses that can be compared.
+bytes, so there is no tokenizer, and losses are comparable across models.
 
     accelerate launch --config_file accelerate_configs/cpu.yaml scripts/train_gpt.py \\
         --dataset input.txt --n_layer 4 --n_head 4 --n_embd 128 --block_size 64 --batch_size 12 \\
@@ -14,9 +14,8 @@ bytes: no tokenizer, and losses that can be compared.
     python scripts/train_gpt.py --sample runs/train_gpt --prompt "ROMEO:" --top_k 40
 
 Measured on 2026-11-25 with the first command (and --eval_every 2000) on tinyshakespeare, 2 cores of
-an Intel Xeon: validation loss 1.516 nats per byte; 1.740 after 400 steps, where nanoGPT's 2,000
-    steps
-reach 1.880.
+an Intel Xeon: validation loss 1.516 nats per byte; 1.740 after 400 steps. nanoGPT reaches 1.880
+after 2,000 steps.
 """
 
 import contextlib
@@ -73,7 +72,7 @@ def token_shift(x, weights):
 
     Args:
         x: [batch, time, width].
-        weights (list): one [width] per position back: the first for the position before, ...
+        weights (list): tensors [width]: the first is for the previous position, and so on.
     """
     shifted = x
     for back, weight in enumerate(weights, 1):
@@ -122,7 +121,7 @@ class Block(nn.Module):
         batch, length, width = x.shape
         # Normalized queries and keys keep the attention logits bounded at any learning rate
         # (arXiv:2302.05442); 1.5 allows sharper attention. Both are rotated by an angle that grows
-        # with the position: their product depends on the distance.
+        # with the position, so that their product depends on the distance between positions.
         both = torch.stack([self.query(x), self.key(x)])
         both = norm(both.view(2, batch, length, self.heads, -1).transpose(2, 3))
         value = self.value(x).view(batch, length, self.heads, -1).transpose(1, 2)
@@ -310,7 +309,7 @@ def generate(model, args, prompt="\n", temperature=0.8, top_k=None):
     """Continues `prompt` by `--sample_length` bytes, each sampled from the `top_k` most likely.
 
     Under FSDP every process must call this function, because a forward pass needs all shards. All
-    draw the same bytes.
+    processes sample the same bytes.
 
     Args:
         temperature (float): 0: always choose the most likely byte.
@@ -381,8 +380,8 @@ def describe_model(sizes):
 def set_precision(accelerator):
     """Makes attention deterministic on GPUs, and keeps FSDP's gradient reduction in float32."""
     if accelerator.device.type == "cuda":
-        # Without `warn_only`, because only then is the backward pass of attention deterministic. It
-        # is somewhat slower.
+        # The backward pass of attention is deterministic only without `warn_only`. This is somewhat
+        # slower.
         torch.use_deterministic_algorithms(True)
     if accelerator.is_fsdp2 and accelerator.mixed_precision == "bf16":
         # By default Accelerate also reduces gradients in bf16, and casts the angles in `Block`.
@@ -395,8 +394,9 @@ def set_precision(accelerator):
 def build_model(accelerator, sizes, args):
     """Builds the model with random weights; under FSDP only the main process holds them.
 
-    `prepare` sends the shards to the others. They need tensors with distinct addresses, by which
-    Accelerate identifies them. Never written to, these use no physical memory.
+    `prepare` sends the shards to the others. Until then, the others hold empty tensors, because
+    Accelerate identifies tensors by their addresses. These use no physical memory, because they
+    are never written to.
     """
     empty = accelerator.is_fsdp2 and not accelerator.is_main_process
     options = dict(dropout=args.dropout, activation_checkpointing=args.activation_checkpointing)
@@ -456,8 +456,8 @@ def main():
         for step, micro_batches in remaining.accumulated(run.timed(batches)):
             losses, ids, norm = [], [], None
             for batch in micro_batches:
-                # A restart draws the same dropout masks. Seeds after loading the batch, which may
-                # draw numbers too.
+                # So that a restart draws the same dropout masks. Seed after loading the batch,
+                # because loading may also draw random numbers.
                 seed_step(accelerator, args.seed, step, len(losses))
                 with accelerator.accumulate(model):
                     loss = compute_loss(model, batch, accelerator.device)
@@ -568,13 +568,13 @@ def parse_args():
         "--stream_lanes",
         type=number(int, 1),
         default=8,
-        help="parallel parts; a multiple of the process count",
+        help="parts of the stream read in parallel; a multiple of the number of processes",
     )
     group.add_argument(
         "--shuffle_buffer",
         type=number(int, 1),
         default=1000,
-        help="windows per lane (part) of a stream",
+        help="windows in the shuffle buffer of each part of the stream",
     )
     group = parser.add_argument_group("samples")
     group.add_argument(

@@ -1,10 +1,10 @@
-"""Image classification on one's own images, of any size, with any torchvision model.
+"""Image classification on your own images, of any size, with any torchvision classifier.
 
-Trains from scratch, or fine-tunes weights of torchvision, of a file or of an earlier run.
+Trains from scratch, or fine-tunes weights from torchvision, a file or an earlier run.
 
-The images stay encoded on disk. Workers decode and transform them; the random numbers of each image
-are a deterministic function of the seed, the epoch and the image. So this run, too, can be killed
-at any moment and continues exactly, with any number of workers.
+The images stay encoded on disk. Workers decode and transform them; the random numbers for an image
+depend only on the seed, the epoch and the image. A run can therefore be killed at any moment and
+continues exactly, with any number of workers.
 
     accelerate launch --config_file accelerate_configs/cpu.yaml scripts/train_images.py \\
         --dataset synthetic --model resnet18 --image_size 32 --epochs 8 --batch_size 50 --lr 0.02 \\
@@ -79,14 +79,14 @@ PRESETS = {
         train_size=176, image_size=224, eval_resize=232,
     ),
 }  # fmt: skip
-# Besides norms and biases.
+# Parameters without weight decay, in addition to norms and biases.
 NO_DECAY = ("class_token", "pos_embedding", "position_bias_table", "layer_scale")
 
 
 def build_optimizer(model, args):
     """SGD with Nesterov momentum, or AdamW.
 
-    Norms and biases have no weight decay, and the last layer a learning rate of its own.
+    Norms and biases have no weight decay. The last layer has its own learning rate.
     """
     groups, head = {}, pretrained.head(model) + "."
     for name, parameter in model.named_parameters():
@@ -137,7 +137,7 @@ def lr_multiplier(step, plan, args):
 
 
 def load_data(accelerator, args):  # EDIT: data
-    """Finds the images on every machine, which must be the same; shortens them for quick checks."""
+    """Finds the images, which must be the same on every machine; shortens them for quick checks."""
     names = ("seed", "val_fraction", "image_column", "label_column")
     options = {name: getattr(args, name) for name in names}
     data = local_main_first(accelerator, lambda: find_images(args.dataset, **options))
@@ -237,9 +237,9 @@ def evaluate(accelerator, model, ema, loader, mean, std):  # EDIT: metric
         ema (AveragedModel | None): evaluate these weights instead of those of `model`.
 
     Returns:
-        dict: `loss`, `accuracy`, `top5` (of 5 or more classes); and `samples`, with what each image
-        had, in the order of the data: `labels`, `predictions`, int64, and `losses`, float32. An
-        unreadable image has the label -1 and does not count.
+        dict: `loss`, `accuracy`, `top5` (with 5 or more classes); and `samples`, with one value per
+        image, in the order of the data: `labels` and `predictions`, int64, and `losses`, float32.
+        An unreadable image has the label -1 and does not count.
     """
     if ema and accelerator.num_processes > 1:
         for buffer in ema.buffers():
@@ -393,8 +393,8 @@ def main():
             for step, micro_batches in remaining.accumulated(run.timed(batches)):
                 losses, ids, norm = [], [], None
                 for batch in micro_batches:
-                    # A restart draws the same dropout masks. Seeds after loading the batch, which
-                    # may draw numbers too.
+                    # So that a restart draws the same dropout masks. Seed after loading the batch,
+                    # because loading may also draw random numbers.
                     seed_step(accelerator, args.seed, step, len(losses))
                     with accelerator.accumulate(model):
                         loss = compute_loss(model, batch, mean, std, mix, step, args)
@@ -501,7 +501,7 @@ def parse_args():
         "--ema_decay",
         type=share,
         default=0.0,
-        help="decay of averaged weights, to evaluate; 0: none",
+        help="decay of the moving average of the weights, which is evaluated; 0: no average",
     )
     group.add_argument("--compile", action="store_true", help="torch.compile the model")
     group.add_argument(
@@ -523,12 +523,12 @@ def parse_args():
     )
     group.add_argument(
         "--min_scale",
-        type=number(float, 0, above=True),
+        type=number(float, 0, above=True, most=1),
         default=0.08,
-        help="least area of a crop, as a share",
+        help="minimum area of a random crop, as a fraction of the image",
     )
     group.add_argument(
-        "--flip", type=number(float, 0), default=0.5, help="probability of a mirror image"
+        "--flip", type=number(float, 0, most=1), default=0.5, help="probability of a mirror image"
     )
     group.add_argument(
         "--auto_augment",
@@ -546,7 +546,7 @@ def parse_args():
         "--cutmix",
         type=number(float, 0),
         default=0.0,
-        help="alpha of CutMix; with both, a step has one",
+        help="alpha of CutMix; with Mixup as well, each step uses one of the two",
     )
     parser.add_run_arguments()
     parser.add_data_arguments(None, "folder with a sub-folder per class, Hub id, or `synthetic`")

@@ -130,9 +130,8 @@ def measure(pipeline, images, labels, repeats=3):
 
     Returns:
         dict: `stages`, `micro_batches`, `seconds` and `seconds_without` (medians), `speed_up`,
-            `bubble_formula`, and
-        `bubble_measured`, the fraction of time that a device is idle, estimated from the two times
-        (None if the stages share a device, as on a CPU).
+        `bubble_formula`, and `bubble_measured`, the fraction of time that a device is idle,
+        estimated from the two times (None if the stages share a device, as on a CPU).
     """
     micro_batches, stages = pipeline.micro_batches, len(pipeline.devices)
     seconds = {1: [], micro_batches: []}
@@ -329,7 +328,7 @@ def main():
     stages = [torch.device("cpu")] * args.devices_per_process
     if not on_cpu:
         stages = claim_gpus(args.devices_per_process)
-    # The model is already on several devices: keeps Accelerate from passing `device_ids` to DDP.
+    # Keeps Accelerate from passing `device_ids` to DDP: the model is already on several devices.
     os.environ["ACCELERATE_BYPASS_DEVICE_MAP"] = "true"
     accelerator = Accelerator(cpu=on_cpu, **launch.accelerator_options(args))
     if not on_cpu:
@@ -382,8 +381,8 @@ def main():
         for step, micro_batches in remaining.accumulated(run.timed(batches)):
             losses, ids, norm = [], [], None
             for batch in micro_batches:
-                # A restart draws the same dropout masks. Seeds after loading the batch, which may
-                # draw numbers too.
+                # So that a restart draws the same dropout masks. Seed after loading the batch,
+                # because loading may also draw random numbers.
                 seed_step(accelerator, args.seed, step, len(losses))
                 with accelerator.accumulate(model):
                     loss = compute_loss(model, batch, mean, std, epoch, args)

@@ -185,7 +185,7 @@ def test_the_machine_that_writes_is_lost_before_the_checkpoint_has_its_name_and_
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("fault", ["power_lost_in_step@7:2", "power_lost_in_save@2:2"])
+@pytest.mark.parametrize("fault", ["power_lost_in_step@5:2", "power_lost_in_save@2:2"])
 def test_a_machine_without_power_is_given_up(fault, machines, start, tmp_path):
     """In a step after --timeout; while saving after 40 s of silence, or when the kernel gives up
     sending (here: seconds).

@@ -731,7 +731,7 @@ def test_chaos_finds_no_difference_unless_there_is_one(tmp_path):
     launch = command("cpu", CIFAR, SMALL)
     chaos = [
         sys.executable,
-        str(ROOT / "utils" / "chaos.py"),
+        str(ROOT / "scripts" / "chaos.py"),
         "--folder",
         str(tmp_path / "chaos"),
         "--kills",

@@ -290,6 +290,10 @@ def test_numbers_are_checked():
     with pytest.raises(argparse.ArgumentTypeError):
         number(float, 0, above=True)("0")
     assert number(float, 0)("1e-3") == 0.001
+    assert number(float, 0, most=1)("1") == 1 and number(float, 0, below=1)("0.99") == 0.99
+    for bounds in (dict(most=0.9), dict(below=1)):
+        with pytest.raises(argparse.ArgumentTypeError, match="at least 0 and"):
+            number(float, 0, **bounds)("1")
 
 
 def folder_of(path, **arguments):

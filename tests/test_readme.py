@@ -2,11 +2,14 @@
 
 import json
 import re
+import sys
 from functools import cache
 
 import pytest
 import yaml
 from conftest import ROOT, load_script, run
+
+from utils.run.failures import UserError
 
 README = (ROOT / "README.md").read_text()
 FOLDERS = ("scripts", "accelerate_configs", "utils", "tests")
@@ -127,3 +130,24 @@ def test_configs_explain_every_field(path):
     assert all("#" in line for line in lines if not line.endswith(":")), path.name
     fields = yaml.safe_load(path.read_text())
     assert isinstance(fields["mixed_precision"], str), "an unquoted no is read as false"
+
+
+@pytest.mark.parametrize(
+    ("script", "flag", "bad"),
+    [
+        ("train_cifar", "--label_smoothing", "2"),
+        ("train_cifar", "--momentum", "0"),
+        ("train_cifar", "--val_fraction", "-0.1"),
+        ("train_images", "--label_smoothing", "1"),
+        ("train_images", "--flip", "2"),
+        ("train_images", "--min_scale", "1.5"),
+        ("train_gpt", "--dropout", "2"),
+        ("train_gpt", "--dropout", "nan"),
+    ],
+)
+def test_a_probability_that_cannot_be_is_one_line(script, flag, bad, monkeypatch):
+    """Alike in all scripts, and not an error of torch after the data was loaded."""
+    words = [f"{script}.py", "--dataset", "synthetic", flag, bad]
+    monkeypatch.setattr(sys, "argv", words)
+    with pytest.raises(UserError, match=f"{flag}: must be"):
+        load_script(script).parse_args()

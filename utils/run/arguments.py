@@ -201,8 +201,8 @@ class Parser(argparse.ArgumentParser):
             default=val_fraction,
             help="share of each class to hold out of the training images, if there is no val split",
         )
-        group.add_argument("--image_column", help="of a table; default: the only one with images")
-        group.add_argument("--label_column", help="of a table; default: the only one with classes")
+        group.add_argument("--image_column", help="column with the images; default: the only one")
+        group.add_argument("--label_column", help="column with the classes; default: the only one")
         return group
 
     def parse_training_args(self):
@@ -246,13 +246,14 @@ class _HelpFormatter(argparse.ArgumentDefaultsHelpFormatter):
         return super()._get_help_string(action)
 
 
-def number(kind, low, *, above=False, below=float("inf")):
+def number(kind, low, *, above=False, below=float("inf"), most=None):
     """An argparse type that checks the range of a finite number.
 
     Args:
         kind (type): int or float.
         low: the least value; with `above`, values must be more than that.
         below: values must be less than that.
+        most: the greatest value; None: there is none.
     """
 
     def convert(text):
@@ -262,8 +263,10 @@ def number(kind, low, *, above=False, below=float("inf")):
             raise argparse.ArgumentTypeError(
                 f"'{text}' is not {'an integer' if kind is int else 'a number'}"
             ) from None
-        if not (value > low if above else value >= low) or value >= below:
+        too_small = not (value > low if above else value >= low)
+        if too_small or value >= below or (most is not None and value > most):
             limit = "finite" if below == float("inf") else f"below {below}"
+            limit = limit if most is None else f"at most {most}"
             raise argparse.ArgumentTypeError(
                 f"must be {'above' if above else 'at least'} {low} and {limit}, not {text}"
             )

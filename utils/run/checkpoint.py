@@ -143,8 +143,8 @@ def load(accelerator, path, own):
     Call it on every process.
 
     Args:
-        own (bool): whether it is one of this run's folder, which is trusted as the code is. Any
-            other is inspected first, because loading its pickles could execute code.
+        own (bool): whether it is in this run's own folder, which is trusted like the code itself.
+            Any other is inspected first, because loading its pickles could execute code.
 
     Raises:
         UserError: a file would execute code (it is not executed), does not match this run, or is
@@ -157,7 +157,7 @@ def load(accelerator, path, own):
 
 
 def apply_schedule(scheduler, step):
-    """Replaces the learning rates of a checkpoint, which are for the length of the run back then.
+    """Replaces the learning rates of a checkpoint, which were computed for the earlier run length.
 
     Args:
         scheduler: a prepared `LambdaLR`, which computes them for its current step; None: the
@@ -190,8 +190,8 @@ def _load(accelerator, path, own):
             # Accelerate unpickles them without a check.
             for registered in Path(path).glob("custom_checkpoint_*.pkl"):
                 torch.load(registered, weights_only=True, map_location="cpu")
-        # Load to host memory first: each tensor is then copied to the device of the one that it
-        # replaces, and does not need GPU memory twice.
+        # Load to host memory first. Each tensor is then copied into the one that it replaces, so
+        # that the GPU never holds both copies.
         accelerator.load_state(str(path), map_location="cpu")
     except pickle.UnpicklingError as error:
         reason = str(error).splitlines()[0]

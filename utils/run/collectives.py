@@ -1,7 +1,7 @@
 """Runs functions on some processes first, and gathers Python values, over gloo.
 
-gloo, because NCCL ends a run in which one process works on files for longer than `--timeout` while
-the others wait.
+This uses gloo, because NCCL ends a run when one process works on files for longer than `--timeout`
+while the others wait.
 """
 
 import contextlib
@@ -71,8 +71,8 @@ def run_on_all(accelerator, function):
 def keep_alive():
     """Turns on TCP keepalive for the connections of this process, those of gloo among them.
 
-    The kernel then reports a machine that lost its power or network, which cannot say so itself,
-    after 40 seconds of silence. Without it a process would wait for `HOST_TIMEOUT`.
+    If a machine loses its power or network, it cannot close its connections. With keepalive, the
+    kernel reports it after 40 seconds of silence; without, a process would wait `HOST_TIMEOUT`.
     """
     for connection in psutil.Process().net_connections("tcp"):
         if not connection.raddr:

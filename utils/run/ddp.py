@@ -11,10 +11,10 @@ def warm_up(accelerator, model, compute_loss):
     """Makes DDP sum gradients in the same order after a restart, and broadcast fewer buffers.
 
     DDP first assigns gradients to buckets in reverse parameter order, and after the first backward
-    pass in the order in which they became ready. With three or more processes, other buckets mean
-    another order of summation, and the last bits differ. Two backward passes bring every run, new
-    or resumed, to the final buckets before its first real step. Buffers are restored, and weights
-    do not change. It runs on any number of processes, so that a mistake shows on each of them.
+    pass in the order in which they became ready. With three or more processes, different buckets
+    mean a different order of summation, and the last bits differ. Two backward passes make every
+    run, new or resumed, use the final buckets from its first real step on. Buffers are restored,
+    and weights do not change. This also runs on a single process, so that mistakes show up there.
 
     By default DDP broadcasts the buffers of rank 0 before every forward pass. Batch norm reads its
     running statistics only in evaluation mode, so they are broadcast only then, unless the model

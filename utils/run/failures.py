@@ -1,4 +1,4 @@
-"""The errors that end a run: one-line messages, and what is known about the errors of libraries.
+"""The errors that end a run, with one-line messages, also for well-known errors of libraries.
 
 Imports only the standard library, because `process` needs it before torch is imported.
 """
@@ -144,7 +144,7 @@ def _is_distributed(error):
 
 def _lost_contact(error):
     text = str(error).partition("GLHF")[0]  # how gloo ends the advice that follows its reason
-    # Without the source line of gloo before the reason, and its advice behind it.
+    # Remove gloo's source line before the reason, and its advice after the reason.
     reason = re.sub(r"^\[\S+:\d+\] ", "", text.splitlines()[0]).partition(". This is ")[0]
     ended = re.search(ENDED, text)
     why = (

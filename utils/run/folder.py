@@ -95,8 +95,8 @@ class RunFolder:
         Call it on every process, after `prepare`.
 
         Args:
-            scheduler: the prepared scheduler; its learning rate becomes that of the schedule for
-                the current length.
+            scheduler: the prepared scheduler; its learning rate is recomputed for the current
+                length of the run.
             rates (dict | None): name -> amount per sample, of additional rates to log (such as
                 `tokens_per_second`).
 
@@ -192,7 +192,7 @@ class RunFolder:
         Args:
             split (str): `train` (adds the speed, the memory and the time left), `val`, `test`, ...
             score (float | None): score of an evaluation, higher is better: the highest-scoring
-                checkpoint is kept. Not of a test split, which would no longer be held out.
+                checkpoint is kept. Do not give one for a test split: it must not select a model.
             figures: numbers, scalar tensors or text; None: not measured in this step, left out.
         """
         if split == "test" and score is not None:

@@ -55,8 +55,8 @@ def check(config, supported, on_cpu):
                 f"parts (dp_shard_size), which does not fit {processes} processes: set them to "
                 "the number of machines and of processes on each"
             )
-        # Accelerate's way of getting at a part of the mesh; every process would print it, and a
-        # user can do nothing about it.
+        # Caused by how Accelerate gets a submesh. Every process would print it, and users cannot do
+        # anything about it.
         warnings.filterwarnings("ignore", message="Slicing a flattened dim from root mesh")
     if not on_cpu:
         if os.environ.get("ACCELERATE_MIXED_PRECISION") == "fp16":
@@ -77,7 +77,7 @@ def check(config, supported, on_cpu):
 
 
 def check_engaged(accelerator, config):
-    """Raises UserError if the launcher asks for a sharded model and it would not be one.
+    """Raises UserError if the launcher asks for a sharded model, but Accelerate does not shard it.
 
     Call it after `Accelerator(...)`.
     """
@@ -90,11 +90,11 @@ def check_engaged(accelerator, config):
 
 
 def _shard_on_cpu():
-    """Lets Accelerate's state turn to FSDP for processes on the CPU, as it does on GPUs.
+    """Makes Accelerate select FSDP for processes on the CPU, as it does on GPUs.
 
-    FSDP2 of Accelerate and PyTorch runs over gloo. Accelerate 1.15 does not reach it, because
-    `AcceleratorState` turns to FSDP only where the distributed type is that of several GPUs, and
-    leaves processes on the CPU with DDP.
+    FSDP2 works over gloo in both PyTorch and Accelerate. But Accelerate 1.15 does not select it on
+    a CPU: `AcceleratorState` switches to FSDP only if the distributed type is that of several GPUs,
+    and keeps DDP for processes on the CPU.
     """
     decide = AcceleratorState.__init__
 

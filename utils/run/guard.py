@@ -19,9 +19,10 @@ class Guard:
     It never makes the device wait. It reads the loss and the gradient norm of the previous step,
     which are copied to the host while this step is computed. With several processes, an all-reduce
     of four integers over gloo also runs in the background, and its result is read in the next step.
-    So with several processes a signal stops the run one step later, and a loss or norm that is not
-    finite two steps later; with one process, a signal at once, a loss or norm one step later. What
-    these steps do to the weights is never saved. The answer is the same on every process.
+    With several processes, a signal therefore stops the run one step later, and a non-finite loss
+    or norm two steps later. With one process, a signal stops it at once, and a non-finite loss or
+    norm one step later. Weights changed by these extra steps after a non-finite value are never
+    saved. The result is the same on every process.
     """
 
     def __init__(self, accelerator, timeout):
@@ -60,7 +61,8 @@ class Guard:
         if norm is None or self._skips_infinite_gradients:
             norm = loss.new_zeros(())
         elif isinstance(norm, DTensor):
-            # The part of the shards on this process: infinite on one of them, if the norm is.
+            # The partial norm of the shards on this process. If the norm is infinite, so is the
+            # partial norm of at least one process.
             norm = norm.to_local()
         self._recent.append((step, *_to_host(torch.stack([loss, norm.to(loss)])), ids))
         if self._group is None:
@@ -75,7 +77,7 @@ class Guard:
 
         Call it before saving.
 
-        An infinite gradient makes weights NaN in a step whose own loss is finite, also when
+        An infinite gradient turns weights into NaN in a step whose own loss is finite, even if
         gradients are clipped.
 
         Args:

@@ -24,7 +24,8 @@ def check(training=False, shards=False):
     """Checks that the requested processes can run here; call it before `Accelerator(...)`.
 
     Args:
-        training (bool): whether this is a training run, which says if bf16 would be faster.
+        training (bool): whether this is a training run; if so, print a notice if bf16 would be
+            faster.
         shards (bool): whether the script runs with a sharded model; if not, an FSDP configuration
             is refused.
 
@@ -39,9 +40,9 @@ def check(training=False, shards=False):
     """
     set_gloo_interface()
     if importlib.util.find_spec("lomo_optim") is None:
-        # Accelerate searches for this optional package twice in every optimizer step: 0.05 ms in
-        # all on an AMD EPYC (2026-11-26), more where packages are on a slow disk. With None in
-        # sys.modules, Python does not search.
+        # Accelerate looks for this optional package twice in every optimizer step, which takes
+        # 0.05 ms on an AMD EPYC (2026-11-26), and more if packages are on a slow disk. None in
+        # sys.modules makes Python skip the search.
         sys.modules["lomo_optim"] = None
     # The launcher passes `use_cpu` on only if it starts a single process; for several, read it from
     # the YAML file.
@@ -258,10 +259,10 @@ def keep_freed_memory():
 
 
 def set_gloo_interface():
-    """Sets GLOO_SOCKET_IFNAME where the host name is that of a loopback address (127.0.1.1, say).
+    """Sets GLOO_SOCKET_IFNAME if the host name resolves to a loopback address, such as 127.0.1.1.
 
-    Gloo offers the other machines the address of the host name
-    (github.com/pytorch/gloo/issues/223); NCCL finds one itself.
+    Gloo tells the other machines to connect to the address that the host name resolves to
+    (github.com/pytorch/gloo/issues/223). NCCL selects an interface itself.
     """
     if int(os.environ.get("GROUP_WORLD_SIZE", 1)) == 1 or "GLOO_SOCKET_IFNAME" in os.environ:
         return

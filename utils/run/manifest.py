@@ -20,8 +20,8 @@ from utils.run.failures import UserError
 from utils.run.files import sync
 
 MANIFEST = "manifest.json"
-# Processes compare what they see this often, half a second apart: network file systems show new
-# files late.
+# How many times processes compare the files that they see, half a second apart: on network file
+# systems new files become visible late.
 SHARED_CHECKS = 20
 
 

@@ -183,7 +183,7 @@ def memory_bytes(device):
 
 
 def as_number(value):
-    """The Python number of a scalar tensor; call it on every process, as a shard is reduced."""
+    """The Python number of a scalar tensor; call it on every process: a `DTensor` is reduced."""
     if isinstance(value, DTensor):
         value = value.full_tensor()
     return value.item() if isinstance(value, torch.Tensor) else value

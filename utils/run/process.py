@@ -1,4 +1,4 @@
-"""The life of a process: records signals, ends with its launcher, and turns errors into exit codes.
+"""Records signals, exits when the launcher dies, and turns errors into exit codes.
 
 Call `handle_signals()` before importing torch, so that a preemption signal during the slow imports
 is handled. For the same reason this module imports only the standard library.
@@ -171,8 +171,8 @@ def _exit(code):
 def _wait_for_launcher(seconds):
     """Lets the launcher stop this process because of the one that failed first.
 
-    It then exits with 0, so that the launcher's report, which lists all failed processes, names
-    only the first.
+    This process then exits with 0, so that the launcher's report, which lists all failed processes,
+    names only the first one.
     """
     for signum in (signal.SIGTERM, signal.SIGINT):
         signal.signal(signum, lambda *_: os._exit(0))

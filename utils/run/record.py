@@ -1,4 +1,4 @@
-"""What a run is: its arguments, versions, topology and script, and how two such records differ."""
+"""Records the arguments, versions, topology and script of a run, and compares two such records."""
 
 import hashlib
 import os

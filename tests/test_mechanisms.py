@@ -567,7 +567,7 @@ def test_the_guard_polls_a_gpu_for_a_loss_until_a_timeout(monkeypatch):
     # Only reads the previous loss.
     assert not watched.should_stop(1, [torch.tensor(0.0)], []) and len(events[0].answers) == 3
     assert not watched.should_stop(2, [torch.tensor(1.0)], []) and not events[0].answers
-    watched._patience = 0.01
+    watched._device_timeout = 0.01
     with pytest.raises(TimeoutError, match="step 2"):
         watched.should_stop(3, [torch.tensor(1.0)], [])
 

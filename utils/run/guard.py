@@ -19,22 +19,27 @@ class Guard:
     It never makes the device wait. It reads the loss and the gradient norm of the previous step,
     which are copied to the host while this step is computed. With several processes, an all-reduce
     of four integers over gloo also runs in the background, and its result is read in the next step.
-    With several processes, a signal therefore stops the run one step later, and a non-finite loss
-    or norm two steps later. With one process, a signal stops it at once, and a non-finite loss or
-    norm one step later. Weights changed by these extra steps after a non-finite value are never
-    saved. The result is the same on every process.
+    So the run stops with a delay, in steps:
+
+                                     one process    several processes
+        a signal                     0              1
+        a non-finite loss or norm    1              2
+        non-finite weights           0, but only before a save (`check`)
+
+    Weights changed by these extra steps after a non-finite value are never saved. The result is the
+    same on every process.
     """
 
     def __init__(self, accelerator, timeout):
         """Args: timeout: seconds to wait for the other processes before raising an error."""
-        self._group, self._patience = None, math.inf
+        self._group, self._device_timeout = None, math.inf
         # In fp16 an infinite gradient is normal: the gradient scaler skips that step and scales the
         # next loss by less.
         self._skips_infinite_gradients = accelerator.scaler is not None
         if accelerator.num_processes > 1:
             self._group = dist.new_group(backend="gloo", timeout=timedelta(seconds=timeout))
             # Because after `timeout` NCCL's watchdog ends the process without a message.
-            self._patience = 0.9 * timeout
+            self._device_timeout = 0.9 * timeout
         # The last steps: (step, [loss, norm], CUDA event of their copy to the host, ids).
         self._recent = deque(maxlen=4)
         self._votes, self._handle = None, None
@@ -95,7 +100,7 @@ class Guard:
         loss_at = norm_at = 0
         if recent:
             step, values, event, _ = recent
-            deadline = time.monotonic() + self._patience
+            deadline = time.monotonic() + self._device_timeout
             # Poll, because Python cannot handle signals while it waits for a GPU, which may wait
             # forever for a lost process.
             while event and not event.query():

@@ -946,7 +946,7 @@ MUTANTS = [
         "utils/run/weights.py",
         'state = torch.load(merged, weights_only=True)["model"]',
         'state = dict(list(torch.load(merged, weights_only=True)["model"].items())[1:])',
-        "test_gpu.py -k sharded",
+        "test_gpu.py -m slow -k sharded",
     ),
     Mutant(
         "the batch divides over the processes of today only",

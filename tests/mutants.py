@@ -1124,6 +1124,34 @@ MUTANTS = [
         "pass",
         "test_train_images.py -k leaves_everything",
     ),
+    Mutant(
+        "any run empties the folder of a quick check",
+        "utils/run/claim.py",
+        'arguments.get(name) and earlier["arguments"].get(name)',
+        'earlier["arguments"].get(name)',
+        "test_mechanisms.py -k quick_check",
+    ),
+    Mutant(
+        "the oldest checkpoint is sampled from",
+        "utils/run/weights.py",
+        "checkpoints[-1] /",
+        "checkpoints[0] /",
+        "test_mechanisms.py -k newest_checkpoint",
+    ),
+    Mutant(
+        "any argument may move",
+        "utils/run/record.py",
+        "name in PATHS and moved(was, value)",
+        "moved(was, value)",
+        "test_mechanisms.py -k paths_of_data",
+    ),
+    Mutant(
+        "a long run logs twice",
+        "utils/run/plan.py",
+        "total_steps // 20",
+        "total_steps // 2",
+        "test_plan.py -k logs_twenty",
+    ),
 ]
 
 

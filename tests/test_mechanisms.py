@@ -17,11 +17,23 @@ import pytest
 import torch
 from accelerate.state import AcceleratorState
 from conftest import ROOT
+from safetensors.torch import save_file
 
 from utils.data import loaders
 from utils.data.arrays import ArrayBatches, synthetic_arrays
 from utils.data.augment import augment, normalize, random_uint32
-from utils.run import checkpoint, ddp, failures, guard, launch, manifest, metrics, process, record
+from utils.run import (
+    checkpoint,
+    ddp,
+    failures,
+    guard,
+    launch,
+    manifest,
+    metrics,
+    process,
+    record,
+    weights,
+)
 from utils.run.arguments import Parser, number
 from utils.run.claim import claim
 from utils.run.failures import UserError
@@ -690,3 +702,35 @@ def test_a_slow_step_shows_its_seconds():
     figures = dict(step=1, epoch=0.5, loss=1.0, lr=0.1, samples_per_second=0.04, step_seconds=50.0)
     figures |= dict(data_share=0.0, memory_bytes=0, seconds_left=0)
     assert "  50.0 s/step  " in metrics.train_line(figures, 2)
+
+
+@pytest.mark.parametrize("flag", ["dry_run", "overfit_batch"])
+def test_only_a_quick_check_empties_the_folder_that_a_quick_check_left(flag, tmp_path):
+    run = folder_of(tmp_path, **{flag: True})
+    claimed(run)
+    run.start()
+    (tmp_path / "model.safetensors").write_bytes(b"weights")
+    with pytest.raises(UserError, match=f"--{flag} False"):
+        claimed(folder_of(tmp_path, **{flag: False}))
+    assert (tmp_path / "model.safetensors").exists() and (tmp_path / "args.json").exists()
+    assert claimed(folder_of(tmp_path, **{flag: True})) is None
+    assert [path.name for path in tmp_path.iterdir()] == [".lock"]
+
+
+def test_a_run_without_final_weights_has_those_of_its_newest_checkpoint(tmp_path):
+    for step in (3, 12):
+        folder = tmp_path / "checkpoints" / f"step_{step:08d}"
+        folder.mkdir(parents=True)
+        manifest_of = {"progress": {"step": step, "config": {"width": step}}, "arguments": {}}
+        (folder / manifest.MANIFEST).write_text(json.dumps(manifest_of))
+        save_file({"module.bias": torch.full((2,), float(step))}, folder / "model.safetensors")
+    saved = weights.read(tmp_path)
+    assert saved.state["bias"].tolist() == [12, 12] and saved.config == {"width": 12}
+    assert saved.run == tmp_path
+
+
+def test_only_paths_of_data_may_move():
+    earlier, now = {"track": "/gone/a"}, {"track": "/elsewhere/a"}
+    assert record.differences(earlier, now, ()) == ["--track /elsewhere/a (was /gone/a)"]
+    assert not record.differences({"dataset": "/gone/a"}, {"dataset": "/elsewhere/a"}, ())
+    assert not record.differences(earlier, now, {"track"})

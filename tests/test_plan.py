@@ -117,6 +117,13 @@ def test_reads_the_command_line():
         Plan.from_args(arguments(), samples=9)
 
 
+@pytest.mark.parametrize(("steps", "every"), [(1, 1), (39, 1), (40, 2), (199, 9), (5000, 10)])
+def test_a_run_logs_twenty_times_or_every_ten_steps(steps, every):
+    """Not every step of a short epoch: the length of the run counts."""
+    plan = Plan.from_args(arguments(log_every=None, max_train_steps=steps), samples=49)
+    assert plan.log_every == every
+
+
 def test_needs_no_torch():
     code = "import sys; import utils.run.plan; assert 'torch' not in sys.modules and 'accelerate' not in sys.modules"
     subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=True)

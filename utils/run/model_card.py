@@ -63,7 +63,7 @@ def write(
         time=f"{seconds:.0f} s" if seconds < 120 else f"{seconds / 60:.0f} min",
         hardware=f"{record['topology']['processes']} x {record['topology']['device']}",
         figures="\n".join(_rows(results)),
-        about=f"{about} " if about else "",
+        about=f"{about}\n\n" if about else "",
         usage=usage.strip(),
     )
     write_text(Path(folder) / "README.md", card)

@@ -32,7 +32,7 @@ import torch.nn.functional as F
 from accelerate import Accelerator, DataLoaderConfiguration
 from torch.utils.data import DataLoader
 
-from utils import plots, pretrained
+from utils import plots, pretrained, scores
 from utils.data.arrays import ArrayBatches, load_arrays
 from utils.data.augment import normalize
 from utils.data.image_batches import ImageBatches
@@ -179,17 +179,11 @@ def predict(accelerator, model, loader, mean, std):
 
 def write_evaluation(args, saved, dataset, logits, labels, class_names):
     """Writes results.json and the plots, and prints the accuracy of each class."""
-    counts, predictions = labels >= 0, logits.argmax(1)
     losses = F.cross_entropy(logits, labels, reduction="none", ignore_index=-1)
-    hits = logits.topk(min(5, logits.shape[1])).indices == labels[:, None]
-    metrics = {
-        "loss": losses[counts].double().mean().item(),
-        "accuracy": hits[counts, 0].double().mean().item(),
-    }
-    if hits.shape[1] > 4:
-        metrics["top5"] = hits[counts].any(1).double().mean().item()
+    top = logits.topk(min(5, logits.shape[1])).indices
+    metrics, predictions = scores.summarize(labels, losses, top), top[:, 0]
     samples = {"labels": labels, "predictions": predictions, "losses": losses}
-    per_class = plots.class_accuracy(samples, class_names)
+    per_class = scores.class_accuracy(labels, predictions, class_names)
     results = {f"val_{key}": value for key, value in metrics.items()}
     results |= {"per_class": per_class, "weights": str(saved.file)}
     with writing(args, saved, "evaluation") as folder:
@@ -198,7 +192,7 @@ def write_evaluation(args, saved, dataset, logits, labels, class_names):
     width = max(map(len, class_names))
     for name, share in per_class.items():
         print(f"  {name:{width}}  {100 * share:6.2f} %")
-    print_summary(saved, metrics, counts.sum().item(), "val", folder)
+    print_summary(saved, metrics, (labels >= 0).sum().item(), "val", folder)
 
 
 def write_predictions(args, saved, dataset, logits, labels, class_names):

@@ -38,7 +38,7 @@ from accelerate.utils import broadcast, set_seed
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 from torch.utils.data import DataLoader
 
-from utils import plots, pretrained
+from utils import plots, pretrained, scores
 from utils.data import image_cache
 from utils.data.augment import normalize
 from utils.data.image_batches import ImageBatches
@@ -261,15 +261,8 @@ def evaluate(accelerator, model, ema, loader, mean, std):  # EDIT: metric
     ids, labels, losses, top = (torch.cat(values) for values in zip(*parts, strict=True))
     if not torch.equal(ids, torch.arange(len(loader.dataset))):
         raise RuntimeError(f"evaluated {len(ids)} of {len(loader.dataset)} images, or not in order")
-    counts, hits = labels >= 0, top == labels[:, None]
-    metrics = {
-        "loss": losses[counts].double().mean().item(),
-        "accuracy": hits[counts, 0].double().mean().item(),
-    }
-    if top.shape[1] > 4:
-        metrics["top5"] = hits[counts].any(1).double().mean().item()
     samples = {"labels": labels, "predictions": top[:, 0], "losses": losses}
-    return {**metrics, "samples": samples}
+    return {**scores.summarize(labels, losses, top), "samples": samples}
 
 
 def write_outputs(run, config, model, ema, data, split, samples, bad):
@@ -443,7 +436,9 @@ def main():
     unreadable = [("train", index) for index in gather_ids(accelerator, bad)]
     unreadable += [("val", index) for index in (samples["labels"] < 0).nonzero()[:, 0].tolist()]
     results["bad_images"] = len(unreadable)
-    results["per_class"] = plots.class_accuracy(samples, data.class_names)
+    results["per_class"] = scores.class_accuracy(
+        samples["labels"], samples["predictions"], data.class_names
+    )
     if accelerator.is_main_process:
         names = [data.splits[split].name(index) for split, index in unreadable]
         images = write_outputs(run, config, plain, ema, data, "val", samples, names)

@@ -256,7 +256,7 @@ MUTANTS = [
     ),
     Mutant(
         "an unreadable image counts as a mistake",
-        IMAGES,
+        "utils/scores.py",
         "counts, hits = labels >= 0,",
         "counts, hits = labels >= -1,",
         "test_train_images.py -k bad_image_in_a_run",
@@ -1062,10 +1062,10 @@ MUTANTS = [
         "test_copies.py -k dictionaries",
     ),
     Mutant(
-        "the warm-up runs on three or more processes only",
+        "the warm-up runs under DDP only",
         "utils/run/ddp.py",
         "    for _ in range(2):\n",
-        "    for _ in range(2 if accelerator.num_processes > 2 else 0):\n",
+        "    for _ in range(2 if isinstance(model, DistributedDataParallel) else 0):\n",
         "test_mechanisms.py -k warm_up",
     ),
     Mutant(
@@ -1151,6 +1151,13 @@ MUTANTS = [
         "total_steps // 20",
         "total_steps // 2",
         "test_plan.py -k logs_twenty",
+    ),
+    Mutant(
+        "predictions are not those that the accuracy counts",
+        "scripts/evaluate.py",
+        "scores.summarize(labels, losses, top), top[:, 0]",
+        "scores.summarize(labels, losses, top), logits.argmax(1)",
+        "test_train_images.py -k agree",
     ),
 ]
 

@@ -17,10 +17,11 @@ import torch
 from accelerate import Accelerator, DataLoaderConfiguration, skip_first_batches
 from conftest import Started, final_weights, load_script, metrics, recorded, results, run, run_once
 from PIL import Image
-from safetensors.torch import load_file
+from safetensors import safe_open
+from safetensors.torch import load_file, save_file
 from torch.utils.data import DataLoader
 
-from utils import pretrained
+from utils import pretrained, scores
 from utils.data import image_cache, shared_batches, transforms
 from utils.data.augment import normalize
 from utils.data.image_batches import ImageBatches
@@ -760,6 +761,31 @@ def test_the_model_card_loads_the_model_without_these_scripts(
         )
         expected = names["model"](((image - mean) / std)[None]).softmax(1)[0]
     assert torch.allclose(names["probabilities"], expected, atol=0.02)
+
+
+def test_predictions_and_accuracy_agree_where_outputs_are_equal(reference_run, tmp_path):
+    """Of equal outputs `argmax` and `topk` may choose different ones."""
+    model = load_file(reference_run.folder / "model.safetensors")
+    with safe_open(reference_run.folder / "model.safetensors", framework="pt") as file:
+        header = file.metadata()
+    model["fc.weight"].zero_(), model["fc.bias"].zero_()
+    save_file(model, tmp_path / "model.safetensors", metadata=header)
+    shutil.copy(reference_run.folder / "args.json", tmp_path)
+    words = ["--checkpoint", str(tmp_path), "--num_workers", "0"]
+    run(None, "scripts/evaluate.py", words, output_dir=tmp_path / "a")
+    found = results(tmp_path / "a")
+    assert found["val_accuracy"] == pytest.approx(sum(found["per_class"].values()) / 3)
+    assert sorted(found["per_class"].values()) == [0, 0, 1]  # as many images of each class
+
+
+def test_unreadable_images_do_not_count():
+    labels, top = torch.tensor([2, -1, 0, 5]), torch.tensor([[2, 0], [1, 0], [1, 0], [5, 4]])
+    found = scores.summarize(labels, torch.tensor([1.0, 99.0, 2.0, 3.0]), top)
+    assert found == {"loss": 2.0, "accuracy": pytest.approx(2 / 3)}
+    five = torch.cat([top, torch.full((4, 3), 9)], 1)
+    assert scores.summarize(labels, torch.zeros(4), five)["top5"] == 1
+    shares = scores.class_accuracy(labels, top[:, 0], [*"abcdef"])
+    assert list(shares.items()) == [("c", 1), ("f", 1), ("a", 0)]
 
 
 def test_evaluate_finds_the_same_accuracy_and_classifies_a_folder(

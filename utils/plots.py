@@ -184,20 +184,6 @@ def of_images(folder, dataset, samples, class_names):
     return {name: _pixels(folder / f"{name}.png") for name in drawn}
 
 
-def class_accuracy(metrics, class_names):
-    """The accuracy of each class that has images, highest first: name -> share.
-
-    `metrics` as for `of_images`.
-    """
-    labels, hits = metrics["labels"], metrics["predictions"] == metrics["labels"]
-    shares = {
-        n: hits[labels == c].double().mean().item()
-        for c, n in enumerate(class_names)
-        if (labels == c).any()
-    }
-    return dict(sorted(shares.items(), key=lambda item: -item[1]))
-
-
 def _pixels(path):
     return np.asarray(Image.open(path).convert("RGB"))[None]
 

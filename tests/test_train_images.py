@@ -17,8 +17,7 @@ import torch
 from accelerate import Accelerator, DataLoaderConfiguration, skip_first_batches
 from conftest import Started, final_weights, load_script, metrics, recorded, results, run, run_once
 from PIL import Image
-from safetensors import safe_open
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 from torch.utils.data import DataLoader
 
 from utils import pretrained, scores
@@ -763,19 +762,19 @@ def test_the_model_card_loads_the_model_without_these_scripts(
     assert torch.allclose(names["probabilities"], expected, atol=0.02)
 
 
-def test_predictions_and_accuracy_agree_where_outputs_are_equal(reference_run, tmp_path):
-    """Of equal outputs `argmax` and `topk` may choose different ones."""
-    model = load_file(reference_run.folder / "model.safetensors")
-    with safe_open(reference_run.folder / "model.safetensors", framework="pt") as file:
-        header = file.metadata()
-    model["fc.weight"].zero_(), model["fc.bias"].zero_()
-    save_file(model, tmp_path / "model.safetensors", metadata=header)
-    shutil.copy(reference_run.folder / "args.json", tmp_path)
-    words = ["--checkpoint", str(tmp_path), "--num_workers", "0"]
-    run(None, "scripts/evaluate.py", words, output_dir=tmp_path / "a")
-    found = results(tmp_path / "a")
-    assert found["val_accuracy"] == pytest.approx(sum(found["per_class"].values()) / 3)
-    assert sorted(found["per_class"].values()) == [0, 0, 1]  # as many images of each class
+def test_predictions_and_accuracy_agree_where_outputs_are_equal(tmp_path):
+    """Of equal outputs `argmax` and `topk` choose different ones."""
+    labels, names = torch.arange(20) % 10, [*"abcdefghij"]
+    gray = torch.zeros(40, 3, 8, 8, dtype=torch.uint8)
+    dataset = SimpleNamespace(__getitems__=lambda ids: {"images": gray[: len(ids)]})
+    args = SimpleNamespace(output_dir=str(tmp_path))
+    saved = SimpleNamespace(file="model.safetensors", run=tmp_path)
+    logits = torch.zeros(20, 10)
+    load_script("evaluate").write_evaluation(args, saved, dataset, logits, labels, names)
+    found = results(tmp_path)
+    assert found["val_accuracy"] == pytest.approx(0.1)
+    predicted = names[logits.topk(5).indices[0, 0]]
+    assert found["per_class"] == {name: float(name == predicted) for name in names}
 
 
 def test_unreadable_images_do_not_count():

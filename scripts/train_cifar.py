@@ -362,9 +362,7 @@ def main():
     loaders = build_loaders(accelerator, data, args)
     train_loader = loaders["train"]
     first = ArrayBatches(data.splits["train"]).batch([0, 1], accelerator.device)
-    ddp.warm_up(
-        accelerator, model, lambda: compute_loss(model, first, mean, std, 0, None, args)
-    )  # for an exact resume
+    ddp.warm_up(model, lambda: compute_loss(model, first, mean, std, 0, None, args))
     step = run.start(scheduler)  # accelerator.load_state, if there is a checkpoint
     guard = Guard(accelerator, args.timeout)
     train_loss, metrics = math.inf, None

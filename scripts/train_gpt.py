@@ -442,7 +442,7 @@ def main():
     train_loader, eval_loader = build_loaders(accelerator, train_set, held_out, args)
     first = eval_loader.dataset.__getitems__([0])
     first = {name: value[:, :8] for name, value in first.items() if name != "ids"}
-    ddp.warm_up(accelerator, model, lambda: compute_loss(model, first, accelerator.device))
+    ddp.warm_up(model, lambda: compute_loss(model, first, accelerator.device))
     rates, peak = {"tokens_per_second": args.block_size}, peak_flops(accelerator, args.peak_tflops)
     if peak:
         rates["mfu"] = args.block_size * flops / peak

@@ -375,7 +375,7 @@ def main():
         "images": torch.zeros(2, 3, size, size, dtype=torch.uint8, device=accelerator.device),
         "labels": torch.zeros(2, dtype=torch.int64, device=accelerator.device),
     }
-    ddp.warm_up(accelerator, model, lambda: compute_loss(model, first, mean, std, None, 0, args))
+    ddp.warm_up(model, lambda: compute_loss(model, first, mean, std, None, 0, args))
     step = run.start(scheduler)  # accelerator.load_state, if there is a checkpoint
     guard = Guard(accelerator, args.timeout)
     train_loss, metrics, bad = math.inf, None, set(run.progress.get("bad", ()))

@@ -89,7 +89,7 @@ def main():
         model, optimizer, train_loader, val_loader
     )
     _, x, y = (value.to(accelerator.device) for value in val_set[:2])
-    ddp.warm_up(accelerator, model, lambda: compute_loss(model, x, y))  # for an exact resume
+    ddp.warm_up(model, lambda: compute_loss(model, x, y))  # for an exact resume
     step = run.start()  # accelerator.load_state, if there is a checkpoint
     guard = Guard(accelerator, args.timeout)
     for epoch, remaining in plan.epochs(start=step):

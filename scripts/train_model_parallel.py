@@ -367,7 +367,7 @@ def main():
     )
     train_loader, eval_loader = build_loaders(accelerator, data, held_out, args)
     first = ArrayBatches(train_set).batch([0, 1], accelerator.device)
-    ddp.warm_up(accelerator, model, lambda: compute_loss(model, first, mean, std, 0, args))
+    ddp.warm_up(model, lambda: compute_loss(model, first, mean, std, 0, args))
     step = run.start(scheduler)  # accelerator.load_state, if there is a checkpoint
     devices = ", ".join(map(str, stages))
     run.print(f"stages of the first process on {devices}; {describe(pipelining)}")

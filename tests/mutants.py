@@ -1159,6 +1159,13 @@ MUTANTS = [
         "scores.summarize(labels, losses, top), logits.argmax(1)",
         "test_train_images.py -k agree",
     ),
+    Mutant(
+        "a known failure loses its line on the way to the others",
+        "utils/run/collectives.py",
+        "        if line:\n            return [None, RunFailed(line)]\n",
+        "",
+        "test_mechanisms.py -k hear_of_it",
+    ),
 ]
 
 

@@ -24,6 +24,7 @@ from utils.data.arrays import ArrayBatches, synthetic_arrays
 from utils.data.augment import augment, normalize, random_uint32
 from utils.run import (
     checkpoint,
+    collectives,
     ddp,
     failures,
     guard,
@@ -478,7 +479,7 @@ def test_ddp_broadcasts_the_statistics_of_batch_norm_only_for_evaluation():
     )
     try:
         model = torch.nn.parallel.DistributedDataParallel(torch.nn.BatchNorm1d(2))
-        ddp.warm_up(None, model, lambda: model(torch.ones(4, 2)).sum())
+        ddp.warm_up(model, lambda: model(torch.ones(4, 2)).sum())
         for training in (True, False, True):
             model.train(training)(torch.ones(4, 2))
             assert model.will_sync_module_buffers() == (not training)
@@ -489,7 +490,7 @@ def test_ddp_broadcasts_the_statistics_of_batch_norm_only_for_evaluation():
         layers = torch.nn.Sequential(torch.nn.BatchNorm1d(2))
         layers.register_buffer("may_be_read_in_training", torch.ones(2))
         model = torch.nn.parallel.DistributedDataParallel(layers)
-        ddp.warm_up(None, model, lambda: model(torch.ones(4, 2)).sum())
+        ddp.warm_up(model, lambda: model(torch.ones(4, 2)).sum())
         model(torch.ones(4, 2))
         assert model.will_sync_module_buffers()
     finally:
@@ -663,8 +664,7 @@ def test_a_loader_worker_that_dies_while_sending_a_batch_is_named():
         ) == known
 
 
-@pytest.mark.parametrize("processes", [1, 2, 3])
-def test_the_warm_up_of_ddp_changes_nothing_on_any_number_of_processes(processes):
+def test_the_warm_up_of_ddp_changes_nothing_and_runs_without_ddp_too():
     """It calls the loss twice, wherever it runs, so that a mistake in it shows on one process too."""
     model = torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.BatchNorm1d(2))
     before = {name: value.clone() for name, value in model.state_dict().items()}
@@ -674,13 +674,27 @@ def test_the_warm_up_of_ddp_changes_nothing_on_any_number_of_processes(processes
         calls.append(1)
         return model(torch.randn(4, 2)).square().sum()
 
-    ddp.warm_up(SimpleNamespace(num_processes=processes), model, compute_loss)
+    ddp.warm_up(model, compute_loss)
     assert len(calls) == 2 and all(weight.grad is None for weight in model.parameters())
     assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
     with pytest.raises(TypeError):  # a loss that is none
-        ddp.warm_up(
-            SimpleNamespace(num_processes=processes), model, lambda: {"loss": 1}["loss"] + ""
-        )
+        ddp.warm_up(model, lambda: {"loss": 1}["loss"] + "")
+
+
+def test_a_known_failure_is_one_line_also_where_all_processes_hear_of_it(capsys):
+    """What one process meets while the others wait: its line is sent to them, not its traceback."""
+    alone = SimpleNamespace(num_processes=1, is_main_process=True)
+
+    def fill_the_disk():
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    for call in (collectives.run_on_main, collectives.run_on_all):
+        with pytest.raises(failures.RunFailed, match="rank 0: the disk is full: free some space"):
+            call(alone, fill_the_disk)
+        assert "Traceback" not in capsys.readouterr().err
+        with pytest.raises(RuntimeError, match="ZeroDivisionError: "):
+            call(alone, lambda: 1 // 0)
+        assert "Traceback" in capsys.readouterr().err
 
 
 def test_a_full_disk_is_told_by_its_error_number():

@@ -12,7 +12,8 @@ from datetime import timedelta
 import psutil
 import torch.distributed as dist
 
-from utils.run.failures import UserError
+from utils.run import failures
+from utils.run.failures import RunFailed, UserError
 
 # How long processes wait for one that downloads, decodes, hashes or writes. If it dies instead, its
 # launcher stops them.
@@ -92,6 +93,9 @@ def _attempt(function):
     except UserError as error:
         return [None, error]
     except Exception as error:
+        line = failures.describe(error)
+        if line:
+            return [None, RunFailed(line)]
         # Here, because the traceback cannot be sent to the other processes.
         traceback.print_exc()
         return [None, RuntimeError(f"{type(error).__name__}: {error}")]

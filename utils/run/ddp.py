@@ -7,7 +7,7 @@ from torch.nn.parallel import DistributedDataParallel
 from utils.run.launch import notice
 
 
-def warm_up(accelerator, model, compute_loss):
+def warm_up(model, compute_loss):
     """Makes DDP sum gradients in the same order after a restart, and broadcast fewer buffers.
 
     DDP first assigns gradients to buckets in reverse parameter order, and after the first backward

@@ -73,12 +73,6 @@ class RunFolder:
         outcome = run_on_main(self._accelerator, self._claim_and_find)
         self.finished, found, self._run_id, owner = outcome
         run_on_all(self._accelerator, lambda: self.is_main or check_shared(self.path, owner))
-        script = (read_json(self.path / "args.json") or {}).get("script", record.script_hash())
-        if self.is_main and script != record.script_hash():
-            print(
-                f"warning: {sys.argv[0]} has changed since this run started: use another "
-                "--output_dir for a new run"
-            )
         if self.finished and plan and self.is_main:
             print(summary(self.finished, self.path, "this run has already finished, nothing to do"))
             print(
@@ -139,6 +133,12 @@ class RunFolder:
         args, may_change = self._args, self._may_change | (LENGTH if self._plan else set())
         self._claim = claim(self.path, self.arguments, args.resume, may_change)
         earlier, owner = self._claim.earlier, self._claim.owner
+        script = record.script_hash()
+        if earlier and earlier.get("script", script) != script:
+            print(
+                f"warning: {sys.argv[0]} has changed since this run started: use another "
+                "--output_dir for a new run"
+            )
         if earlier and status.read(self.path).get("state") == "finished":
             results = read_json(self.path / "results.json")
             if self._plan is None or results["global_step"] == self._plan.total_steps:

@@ -302,7 +302,7 @@ def test_one_process_saves_and_continues_unless_canceled_or_invalid(cluster):
     folder = cluster.folder / "ended"
     slowly = f"{ROOT}/tests/wrapped.py slow_save {CIFAR} {ENDLESS} --output_dir {folder}"
     job = cluster.submit("--nodes=1", slowly)
-    cluster.until_logged("step ", job, node=0)
+    cluster.until_logged("step      1/", job, node=0)  # not "starting at step 0"
     cluster.command(f"scancel --batch --signal=USR1 {job}")
     cluster.until_logged("attempt 0 ended", job)
     assert "run preempted" in cluster.log(job), cluster.all_logs()

@@ -32,7 +32,7 @@ from utils.data.arrays import ArrayBatches, synthetic_arrays
 from utils.data.augment import augment, normalize
 from utils.data.loaders import already_a_batch
 from utils.data.text import Windows, synthetic_text
-from utils.run import launch
+from utils.run import cpu
 from utils.run.arguments import Parser
 from utils.run.metrics import memory_bytes
 
@@ -295,7 +295,7 @@ def our_images(folder, steps, cache=False):
     from utils.data.transforms import TrainTransform
     from utils.pretrained import preprocessing
 
-    launch.keep_freed_memory()
+    cpu.keep_freed_memory()
     images = find_images(f"{folder}/photos").splits["train"]
     preprocess = preprocessing("resnet50", None)
     if cache:
@@ -359,7 +359,7 @@ def batches(samples, batch_size, steps):
 def connect():
     """Connects the processes of torchrun over gloo; returns (rank, number of processes)."""
     world = int(os.environ.get("WORLD_SIZE", 1))
-    torch.set_num_threads(max(1, launch.cores() // world))
+    torch.set_num_threads(max(1, cpu.cores() // world))
     if world > 1:
         torch.distributed.init_process_group("gloo")
     return int(os.environ.get("RANK", 0)), world

@@ -91,7 +91,7 @@ from utils import plots
 from utils.data.arrays import ArrayBatches, synthetic_arrays
 from utils.data.augment import augment, normalize
 from utils.data.loaders import already_a_batch
-from utils.run import launch
+from utils.run import cpu
 from utils.run.arguments import Parser, number
 from utils.run.failures import UserError
 from utils.run.files import read_json_lines, write_json, write_text
@@ -252,7 +252,7 @@ def overhead(args, command, plain, steps, processes=1):
 
 def tutorial_speedup(args):
     steps, batch = (6, 240) if args.quick else (10, 480)
-    bf16 = launch.cpu_has_bf16()
+    bf16 = cpu.has_bf16()
     improvements = {"batched": dict(batched=True), "channels_last": dict(channels_last=True)}
     if bf16:
         improvements["bf16"] = dict(bf16=True)
@@ -287,7 +287,7 @@ def pipeline_speedup(args):
             kept, mask = augment(loaded["images"], loaded["ids"], 0, 0, padding=4, cutout=8)
             normalize(kept, mean, std, mask)
 
-    launch.keep_freed_memory()  # as all training scripts do; for both sides
+    cpu.keep_freed_memory()  # as all training scripts do; for both sides
     speeds = {"usual": [], "ours": []}
     for _ in each_round(args):
         for name, load in (("usual", usual), ("ours", ours)):
@@ -374,7 +374,7 @@ def side_by_side(command, batch):
 
 
 def time_to_accuracy(args):
-    bf16, batch = launch.cpu_has_bf16(), train_cifar.RECIPES["fastnet"]["batch_size"]
+    bf16, batch = cpu.has_bf16(), train_cifar.RECIPES["fastnet"]["batch_size"]
     record_steps = CIFAR_IMAGES * RECORD_EPOCHS // RECORD_BATCH
     record_flops = record_steps * cifar_flops(RECORD_BATCH, 32)
     command = f"train_cifar.py --dataset {args.images} --tta --eval_every 100000"
@@ -470,7 +470,7 @@ def checkpoint_share(args):
 
 
 def machine_limit(args):
-    bf16, batch = launch.cpu_has_bf16(), train_cifar.RECIPES["fastnet"]["batch_size"]
+    bf16, batch = cpu.has_bf16(), train_cifar.RECIPES["fastnet"]["batch_size"]
     steps, image_sizes = 12 if args.quick else 60, (24, 28, 32)
     run = short_run(steps, log_every=1)
     products = ["float32", "bf16"] if bf16 else ["float32"]
@@ -519,7 +519,7 @@ def gpt(args):
 
     def train(steps, seed):
         length = f"--max_train_steps {steps} --eval_every {steps} --checkpoint_every 0"
-        return measure_script(f"{command} --seed {seed} {length}", bf16=launch.cpu_has_bf16())
+        return measure_script(f"{command} --seed {seed} {length}", bf16=cpu.has_bf16())
 
     steps = 2000
     for seed in each_round(args):
@@ -621,7 +621,7 @@ def hardware():
             if line.startswith("model name"):
                 model = line.partition(":")[2].strip()
                 break
-    return f"{launch.cores()} cores of {model}{', native bf16' * launch.cpu_has_bf16()}"
+    return f"{cpu.cores()} cores of {model}{', native bf16' * cpu.has_bf16()}"
 
 
 # -------------------------------------------------------------------------------------------- main

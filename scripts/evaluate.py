@@ -40,7 +40,7 @@ from utils.data.image_folder import unlabeled
 from utils.data.loaders import evaluation_batch_size, loader_options
 from utils.data.sources import find_images
 from utils.data.transforms import EvalTransform
-from utils.run import launch, weights
+from utils.run import cpu, launch, weights
 from utils.run.arguments import Parser, number
 from utils.run.collectives import local_main_first, run_on_all, run_on_main
 from utils.run.failures import UserError
@@ -101,7 +101,7 @@ def evaluate_cifar(accelerator, args, saved):
     model, loader = accelerator.prepare(model, loader)
     colors = data.splits["train"].mean_and_std()
     mean, std = (value.to(accelerator.device) for value in colors)
-    metrics = train_cifar.evaluate(accelerator, model, loader, mean, std, tta=args.tta)
+    metrics = train_cifar.evaluate(accelerator, model, loader, iter, mean, std, tta=args.tta)
     predictions = metrics.pop("predictions")
 
     if accelerator.is_main_process:
@@ -326,7 +326,7 @@ def parse_args():
     parser.add_argument(
         "--num_workers",
         type=number(int, 0),
-        default=min(8, launch.cores_per_process()),
+        default=min(8, cpu.cores_per_process()),
         help="processes that decode images",
     )
     return parser.parse_args()

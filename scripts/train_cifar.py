@@ -45,6 +45,7 @@ from utils.run.collectives import local_main_first
 from utils.run.folder import RunFolder
 from utils.run.guard import Guard
 from utils.run.metrics import start_profiler
+from utils.run.output import for_markdown
 from utils.run.plan import Plan
 from utils.run.seeds import seed_step
 
@@ -205,7 +206,7 @@ def load_data(accelerator, args):  # EDIT: data
 
 def build_loaders(accelerator, data, args):
     """Builds loaders of global batches, one per split; `prepare` splits each over the processes."""
-    options = loader_options(accelerator, args.num_workers)
+    options = loader_options(accelerator, args.num_workers, args.timeout)
     batch_size = args.batch_size // args.gradient_accumulation_steps
     train_set = ArrayBatches(data.splits["train"])
     train_loader = DataLoader(train_set, batch_size, shuffle=True, drop_last=True, **options)
@@ -231,10 +232,11 @@ def compute_loss(model, batch, mean, std, epoch, size, args):  # EDIT: loss
 
 
 @torch.no_grad()
-def evaluate(accelerator, model, loader, mean, std, *, tta=False, size=32):  # EDIT: metric
+def evaluate(accelerator, model, loader, watch, mean, std, *, tta=False, size=32):  # EDIT: metric
     """Computes exact metrics of a split: each image counts once, on any number of processes.
 
     Args:
+        watch: `guard.watch`, with which a signal ends the evaluation; `iter` without one.
         tta (bool): test-time augmentation: sum the outputs for an image, its mirror image, and both
             shifted by a pixel.
         size (int): resize to this height and width; before the end of training, the size of the
@@ -245,7 +247,7 @@ def evaluate(accelerator, model, loader, mean, std, *, tta=False, size=32):  # E
     """
     model.eval()
     outputs, labels = [], []
-    for batch in loader:
+    for batch in watch(loader):
         images = normalize(batch["images"], mean, std, size=size)
         logits = predict_views(model, images) if tta else model(images).float()
         # Gather per batch and per sample: gather_for_metrics then drops the samples that were
@@ -313,14 +315,14 @@ probabilities = model(x[None]).softmax(1)[0]  # of the classes above
 
 
 def describe_model(config):
-    """What the model card says about a model, for `run.finish`."""
+    """What the model card says about a model, for `run.close`."""
     names = config["class_names"]
     colors = {name: [round(value, 3) for value in config[name]] for name in ("mean", "std")}
     code = (LAYERS[config["model"]] + PREDICT).format(classes=len(names), **colors)
     return {
         "title": f"{config['model']}, {len(names)} classes",
         "task": "image-classification",
-        "about": f"Classes: {', '.join(names)}.",
+        "about": f"Classes: {', '.join(map(for_markdown, names))}.",
         "usage": f"```python\n{IMPORTS}\n{code}```",
     }
 
@@ -365,7 +367,16 @@ def main():
     ddp.warm_up(model, lambda: compute_loss(model, first, mean, std, 0, None, args))
     step = run.start(scheduler)  # accelerator.load_state, if there is a checkpoint
     guard = Guard(accelerator, args.timeout)
-    train_loss, metrics = math.inf, None
+
+    def validate(step):
+        size = image_size_at(step / plan.total_steps, args)
+        metrics = evaluate(accelerator, model, loaders[held_out], guard.watch, mean, std, size=size)
+        score = metrics["accuracy"] if held_out == "val" else None
+        run.log(held_out, step, score=score, loss=metrics["loss"], accuracy=metrics["accuracy"])
+        return metrics
+
+    train_loss = math.inf
+    metrics = validate(step) if run.evaluation_due else None  # due: a signal came first
     profile = start_profiler(accelerator, run.path, args.profile)
     for epoch, remaining in plan.epochs(start=step):
         train_loader.set_epoch(epoch)
@@ -395,42 +406,44 @@ def main():
                 train_loss = accelerator.reduce(mean_loss, "mean").item()  # once, not per rank
                 lr = scheduler.get_last_lr()[0]
                 run.log("train", step, loss=train_loss, grad_norm=norm, lr=lr)
-            if plan.evaluation_due(step):
-                metrics = evaluate(accelerator, model, loaders[held_out], mean, std, size=size)
-                predictions = metrics.pop("predictions")
-                score = metrics["accuracy"] if held_out == "val" else None
-                run.log(held_out, step, score=score, **metrics)
+            if plan.evaluation_due(step) and not stop:
+                try:
+                    metrics = validate(step)
+                except process.Interrupted:  # by a signal: the restart evaluates
+                    stop = True
             if stop or plan.save_due(step, improved=run.improved_at(step)):
                 guard.check(model)  # a checkpoint never holds a diverged model
                 with run.checkpoint(step, config=config) as folder:
                     accelerator.save_state(folder)
-            if stop and step < plan.total_steps:
+            if stop:
                 run.exit_preempted(step)
         if args.overfit_batch and train_loss < 0.01:
             break
     profile.stop()
 
     if metrics is None or step < plan.total_steps:  # nothing was left to do, or --overfit_batch
-        metrics = evaluate(accelerator, model, loaders[held_out], mean, std)
-        predictions = metrics.pop("predictions")
+        metrics = evaluate(accelerator, model, loaders[held_out], guard.watch, mean, std)
+    predictions = metrics.pop("predictions")
     results = {f"{held_out}_{name}": value for name, value in metrics.items()}
     shown = "test" if "test" in loaders else held_out
     if shown != held_out:
-        metrics = evaluate(accelerator, model, loaders["test"], mean, std)
+        metrics = evaluate(accelerator, model, loaders["test"], guard.watch, mean, std)
         predictions = metrics.pop("predictions")
         results |= {f"test_{name}": value for name, value in metrics.items()}
     if args.tta:
-        metrics = evaluate(accelerator, model, loaders[shown], mean, std, tta=True)
+        metrics = evaluate(accelerator, model, loaders[shown], guard.watch, mean, std, tta=True)
         results[f"{shown}_accuracy_tta"] = metrics["accuracy"]
     if accelerator.is_main_process:
         weights.export(run.path, accelerator.unwrap_model(model), config)
+    run.finish(step, **results)
+    if accelerator.is_main_process:
         split = data.splits[shown]
         print(plots.class_table(split.labels, predictions, data.class_names))
         images = plots.classification(run.path, split, predictions, data.class_names)
         tracking.log_images(accelerator, images, step)
         plots.curves(run.path)
     next_command = f"python scripts/evaluate.py --checkpoint {run.path}"
-    run.finish(step, next_command=next_command, card=describe_model(config), **results)
+    run.close(next_command, card=describe_model(config))
     accelerator.end_training()
 
 

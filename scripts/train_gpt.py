@@ -47,7 +47,7 @@ from utils.muon import MuonAdamW
 from utils.run import ddp, launch, weights
 from utils.run.arguments import Parser, number
 from utils.run.collectives import local_main_first, run_on_main
-from utils.run.failures import UserError
+from utils.run.failures import UserError, optional
 from utils.run.files import write_text
 from utils.run.folder import RunFolder
 from utils.run.guard import Guard
@@ -249,9 +249,9 @@ def build_loaders(accelerator, train_set, held_out, args):
     if args.streaming:
         # At most one worker, which prefetches. The position saved with a checkpoint does not
         # include prefetched batches.
-        options["num_workers"] = min(1, args.num_workers)
+        options = loader_options(accelerator, min(1, args.num_workers), args.timeout)
         return DataLoader(train_set, batch_size=None, **options), eval_loader
-    options["num_workers"] = args.num_workers
+    options = loader_options(accelerator, args.num_workers, args.timeout)
     batch_size = args.batch_size // args.gradient_accumulation_steps
     train_loader = DataLoader(train_set, batch_size, shuffle=True, drop_last=True, **options)
     return accelerator.prepare(train_loader), eval_loader
@@ -277,7 +277,7 @@ def compute_loss(model, batch, device):  # EDIT: loss
 
 
 @torch.no_grad()
-def evaluate(accelerator, model, loader):  # EDIT: metric
+def evaluate(accelerator, model, loader, watch):  # EDIT: metric
     """Computes exact metrics: each held-out byte counts once, on any number of processes.
 
     The windows do not overlap, so the first prediction in each window has a context of one byte.
@@ -287,7 +287,7 @@ def evaluate(accelerator, model, loader):  # EDIT: metric
     """
     model.eval()
     total, count = 0.0, 0
-    for batch in loader:
+    for batch in watch(loader):
         logits = model(batch["inputs"]).flatten(0, 1).float()
         losses = F.cross_entropy(logits, batch["targets"].flatten(), reduction="none")
         # Gather per window: this drops the windows that were repeated to fill up the last batch,
@@ -371,7 +371,7 @@ model.load_state_dict(load_file("model.safetensors"))
 
 
 def describe_model(sizes):
-    """What the model card says about a model, for `run.finish`."""
+    """What the model card says about a model, for `run.close`."""
     sizes = ", ".join(f"{name}={value}" for name, value in sizes.items())
     usage = USAGE.format(sizes=sizes, module=Path(sys.argv[0]).stem)
     return {"title": "A byte-level GPT", "task": "text-generation", "usage": usage}
@@ -449,7 +449,16 @@ def main():
     step = run.start(scheduler, rates)  # accelerator.load_state, if there is a checkpoint
     run.print(f"{parameters:,} parameters, {flops / 1e6:.1f} MFLOP per byte of training")
     guard = Guard(accelerator, args.timeout)
-    train_loss, metrics = math.inf, None
+
+    def validate(step):
+        metrics = evaluate(accelerator, model, eval_loader, guard.watch)
+        run.log("val", step, score=-metrics["loss"], **metrics)
+        if not accelerator.is_fsdp2 or args.sample_sharded:
+            run.log("sample", step, text=generate(model, args))
+        return metrics
+
+    train_loss = math.inf
+    metrics = validate(step) if run.evaluation_due else None  # due: a signal came first
     profile = start_profiler(accelerator, run.path, args.profile)
     for epoch, remaining in plan.epochs(start=step):
         batches = epoch_batches(train_loader, epoch, remaining.skip)
@@ -476,39 +485,42 @@ def main():
                 train_loss = accelerator.reduce(mean_loss, "mean").item()  # once, not per rank
                 lr = scheduler.get_last_lr()[0]
                 run.log("train", step, loss=train_loss, grad_norm=norm, lr=lr)
-            if plan.evaluation_due(step):
-                metrics = evaluate(accelerator, model, eval_loader)
-                run.log("val", step, score=-metrics["loss"], **metrics)
-                if not accelerator.is_fsdp2 or args.sample_sharded:
-                    run.log("sample", step, text=generate(model, args))
+            if plan.evaluation_due(step) and not stop:
+                try:
+                    metrics = validate(step)
+                except process.Interrupted:  # by a signal: the restart evaluates
+                    stop = True
             if stop or plan.save_due(step, improved=run.improved_at(step)):
                 guard.check(model)  # a checkpoint never holds a diverged model
                 position = gather_position(batch)
                 with run.checkpoint(step, config=sizes, position=position) as folder:
                     accelerator.save_state(folder)
-            if stop and step < plan.total_steps:
+            if stop:
                 run.exit_preempted(step)
         if args.overfit_batch and train_loss < 0.01:
             break
     profile.stop()
 
     if metrics is None or step < plan.total_steps:  # nothing was left to do, or --overfit_batch
-        metrics = evaluate(accelerator, model, eval_loader)
+        metrics = evaluate(accelerator, model, eval_loader, guard.watch)
     text = generate(model, args)
     state = accelerator.get_state_dict(model)  # under FSDP gathered from all processes
     if accelerator.is_main_process:
         unwrapped = GPT(**sizes)
         unwrapped.load_state_dict(state)
         weights.export(run.path, unwrapped, sizes)
-        write_text(run.path / "sample.txt", text)
-        labels = {"loss": "loss (nats per byte)", "bits_per_byte": "bits per byte"}
-        plots.curves(run.path, labels)
-        print(text)
     results = {f"val_{name}": value for name, value in metrics.items()}
     results |= {"parameters": parameters, "flops_per_token": flops}
     results["tokens_seen"] = step * args.batch_size * args.block_size
+    run.finish(step, **results)
+    if accelerator.is_main_process:
+        with optional("sample.txt"):
+            write_text(run.path / "sample.txt", text)
+        labels = {"loss": "loss (nats per byte)", "bits_per_byte": "bits per byte"}
+        plots.curves(run.path, labels)
+        print(text)
     next_command = f'python scripts/train_gpt.py --sample {run.path} --prompt "The "'
-    run.finish(step, next_command=next_command, card=describe_model(sizes), **results)
+    run.close(next_command, card=describe_model(sizes))
     accelerator.end_training()
 
 

@@ -46,14 +46,15 @@ from utils.data.loaders import EpochSampler, ending_workers, evaluation_batch_si
 from utils.data.mixing import Mix
 from utils.data.sources import find_images
 from utils.data.transforms import EvalTransform, TrainTransform
-from utils.run import ddp, launch, tracking, weights
+from utils.run import cpu, ddp, launch, tracking, weights
 from utils.run.arguments import Parser, number
 from utils.run.collectives import gather, local_main_first, run_on_main
-from utils.run.failures import UserError
+from utils.run.failures import UserError, optional
 from utils.run.files import write_text
 from utils.run.folder import RunFolder
 from utils.run.guard import Guard
 from utils.run.metrics import start_profiler
+from utils.run.output import for_markdown, one_line
 from utils.run.plan import Plan
 from utils.run.seeds import seed_step
 
@@ -165,7 +166,7 @@ def load_data(accelerator, args):  # EDIT: data
 
 def build_loaders(accelerator, data, preprocess, args):
     """Builds loaders of global batches, one per split; `prepare` splits each over the processes."""
-    options = loader_options(accelerator, args.num_workers)
+    options = loader_options(accelerator, args.num_workers, args.timeout)
     train_size = args.train_size or preprocess["crop"]
     if args.cache:
         # A little more than the training size, and at least the size to which the evaluation
@@ -230,10 +231,11 @@ def compute_loss(model, batch, mean, std, mix, step, args):  # EDIT: loss
 
 
 @torch.no_grad()
-def evaluate(accelerator, model, ema, loader, mean, std):  # EDIT: metric
+def evaluate(accelerator, model, ema, loader, watch, mean, std):  # EDIT: metric
     """Computes exact metrics of a split: each image counts once, on any number of processes.
 
     Args:
+        watch: `guard.watch`, with which a signal ends the evaluation.
         ema (AveragedModel | None): evaluate these weights instead of those of `model`.
 
     Returns:
@@ -247,7 +249,7 @@ def evaluate(accelerator, model, ema, loader, mean, std):  # EDIT: metric
     evaluated = ema.module if ema else model
     evaluated.eval()
     parts = []
-    for batch in loader:
+    for batch in watch(loader):
         with accelerator.autocast():
             outputs = evaluated(normalize(batch["images"], mean, std)).float()
         losses = F.cross_entropy(outputs, batch["labels"], reduction="none", ignore_index=-1)
@@ -265,20 +267,25 @@ def evaluate(accelerator, model, ema, loader, mean, std):  # EDIT: metric
     return {**scores.summarize(labels, losses, top), "samples": samples}
 
 
-def write_outputs(run, config, model, ema, data, split, samples, bad):
-    """Writes the weights and the plots of a run; main process only.
+def export(folder, config, model, ema):
+    """Writes the final weights, and with averaged ones also those before averaging."""
+    weights.export(folder, ema.module if ema else model, config)
+    if ema:
+        (folder / "without_ema").mkdir(exist_ok=True)
+        weights.export(folder / "without_ema", model, config)
+
+
+def write_outputs(run, config, data, split, samples, bad):
+    """Writes the plots of a run, and the names of unreadable images; main process only.
 
     Returns:
         dict: images for the trackers.
     """
-    weights.export(run.path, ema.module if ema else model, config)
-    if ema:
-        (run.path / "without_ema").mkdir(exist_ok=True)
-        weights.export(run.path / "without_ema", model, config)
     if bad:
-        write_text(run.path / "bad_images.txt", "".join(f"{name}\n" for name in bad))
-        names = run.path / "bad_images.txt"
-        run.print(f"{len(bad)} images could not be read and were left out: see {names}")
+        lines = "".join(f"{one_line(name)}\n" for name in bad)
+        with optional("bad_images.txt"):
+            write_text(run.path / "bad_images.txt", lines)
+        run.print(f"{len(bad)} images could not be read and were left out: see bad_images.txt")
     plots.curves(run.path)
     dataset = ImageBatches(data.splits[split], EvalTransform(config["preprocessing"]), "skip")
     return plots.of_images(run.path, dataset, samples, data.class_names)
@@ -306,12 +313,12 @@ probabilities = model(x[None]).softmax(1)[0]  # of the classes above
 
 
 def describe_model(config, args):
-    """What the model card says about a model, for `run.finish`."""
+    """What the model card says about a model, for `run.close`."""
     names = config["class_names"]
     options = "".join(f", {name}={value!r}" for name, value in config["options"].items())
     values = dict(model=config["model"], classes=len(names), options=options)
     more = f" and {len(names) - 50} more" if len(names) > 50 else ""
-    about = f"Classes: {', '.join(names[:50])}{more}."
+    about = f"Classes: {', '.join(map(for_markdown, names[:50]))}{more}."
     if args.ema_decay:
         about += f" The weights are averages with a decay of {args.ema_decay}."
     return {
@@ -378,7 +385,15 @@ def main():
     ddp.warm_up(model, lambda: compute_loss(model, first, mean, std, None, 0, args))
     step = run.start(scheduler)  # accelerator.load_state, if there is a checkpoint
     guard = Guard(accelerator, args.timeout)
-    train_loss, metrics, bad = math.inf, None, set(run.progress.get("bad", ()))
+
+    def validate(step):
+        metrics = evaluate(accelerator, model, ema, loaders["val"], guard.watch, mean, std)
+        figures = {name: value for name, value in metrics.items() if name != "samples"}
+        run.log("val", step, score=metrics["accuracy"], **figures)
+        return metrics
+
+    train_loss, bad = math.inf, set(run.progress.get("bad", ()))
+    metrics = validate(step) if run.evaluation_due else None  # due: a signal came first
     profile = start_profiler(accelerator, run.path, args.profile)
     with ending_workers(loaders):
         for epoch, remaining in plan.epochs(start=step):
@@ -410,27 +425,28 @@ def main():
                     train_loss = accelerator.reduce(mean_loss, "mean").item()  # once, not per rank
                     lr = scheduler.get_last_lr()[0]
                     run.log("train", step, loss=train_loss, grad_norm=norm, lr=lr)
-                if plan.evaluation_due(step):
-                    metrics = evaluate(accelerator, model, ema, loaders["val"], mean, std)
-                    samples = metrics.pop("samples")
-                    run.log("val", step, score=metrics["accuracy"], **metrics)
+                if plan.evaluation_due(step) and not stop:
+                    try:
+                        metrics = validate(step)
+                    except process.Interrupted:  # by a signal: the restart evaluates
+                        stop = True
                 if stop or plan.save_due(step, improved=run.improved_at(step)):
                     guard.check(model)  # a checkpoint never holds a diverged model
                     unreadable = gather_ids(accelerator, bad)
                     with run.checkpoint(step, config=config, bad=unreadable) as folder:
                         accelerator.save_state(folder)
-                if stop and step < plan.total_steps:
+                if stop:
                     run.exit_preempted(step)
             if args.overfit_batch and train_loss < 0.01:
                 break
     profile.stop()
 
     if metrics is None or step < plan.total_steps:  # nothing was left to do, or --overfit_batch
-        metrics = evaluate(accelerator, model, ema, loaders["val"], mean, std)
-        samples = metrics.pop("samples")
+        metrics = evaluate(accelerator, model, ema, loaders["val"], guard.watch, mean, std)
+    samples = metrics.pop("samples")
     results = {f"val_{name}": value for name, value in metrics.items()}
     if "test" in loaders:
-        metrics = evaluate(accelerator, model, ema, loaders["test"], mean, std)
+        metrics = evaluate(accelerator, model, ema, loaders["test"], guard.watch, mean, std)
         metrics.pop("samples")
         results |= {f"test_{name}": value for name, value in metrics.items()}
     unreadable = [("train", index) for index in gather_ids(accelerator, bad)]
@@ -440,11 +456,14 @@ def main():
         samples["labels"], samples["predictions"], data.class_names
     )
     if accelerator.is_main_process:
+        export(run.path, config, plain, ema)
+    run.finish(step, **results)
+    if accelerator.is_main_process:
         names = [data.splits[split].name(index) for split, index in unreadable]
-        images = write_outputs(run, config, plain, ema, data, "val", samples, names)
+        images = write_outputs(run, config, data, "val", samples, names)
         tracking.log_images(accelerator, images, step)
     next_command = f"python scripts/evaluate.py --checkpoint {run.path} --images FOLDER"
-    run.finish(step, next_command=next_command, card=describe_model(config, args), **results)
+    run.close(next_command, card=describe_model(config, args))
     accelerator.end_training()
 
 
@@ -567,7 +586,7 @@ def parse_args():
         "--persistent_workers", action=keep, default=True, help="keep workers between epochs"
     )
     parser.set_defaults(
-        num_workers=min(8, launch.cores_per_process()), **PRESETS.get(parser.choice("preset"), {})
+        num_workers=min(8, cpu.cores_per_process()), **PRESETS.get(parser.choice("preset"), {})
     )
     args = parser.parse_training_args()
     pretrained.check_name(args.model)

@@ -54,14 +54,14 @@ def compute_loss(model, x, y):  # EDIT: loss
 
 
 @torch.no_grad()
-def evaluate(accelerator, model, loader):  # EDIT: metric
+def evaluate(accelerator, model, loader, watch):  # EDIT: metric
     """Computes exact metrics: each held-out sample counts once, on any number of processes.
 
     `gather_for_metrics` drops the samples that were repeated to fill up the last batch.
     """
     model.eval()
     correct = []
-    for _, x, y in loader:
+    for _, x, y in watch(loader):
         correct.append(accelerator.gather_for_metrics(model(x).argmax(1) == y))
     model.train()
     return {"accuracy": torch.cat(correct).double().mean().item()}
@@ -92,6 +92,14 @@ def main():
     ddp.warm_up(model, lambda: compute_loss(model, x, y))  # for an exact resume
     step = run.start()  # accelerator.load_state, if there is a checkpoint
     guard = Guard(accelerator, args.timeout)
+
+    def validate(step):
+        metrics = evaluate(accelerator, model, val_loader, guard.watch)
+        # The highest-scoring checkpoint is kept.
+        run.log("val", step, score=metrics["accuracy"], **metrics)  # EDIT: metric
+
+    if run.evaluation_due:  # a signal came first
+        validate(step)
     for epoch, remaining in plan.epochs(start=step):
         train_loader.set_epoch(epoch)  # another order each epoch
         skip = remaining.skip  # batches before an interruption
@@ -106,20 +114,22 @@ def main():
             if plan.log_due(step):
                 mean_loss = accelerator.reduce(loss.detach(), "mean").item()  # once, not per rank
                 run.log("train", step, loss=mean_loss, lr=args.lr)
-            if plan.evaluation_due(step):
-                metrics = evaluate(accelerator, model, val_loader)
-                # The highest-scoring checkpoint is kept.
-                run.log("val", step, score=metrics["accuracy"], **metrics)  # EDIT: metric
+            if plan.evaluation_due(step) and not stop:
+                try:
+                    validate(step)
+                except process.Interrupted:  # by a signal: the restart evaluates
+                    stop = True
             if stop or plan.save_due(step, improved=run.improved_at(step)):
                 guard.check(model)  # a checkpoint never holds a diverged model
                 with run.checkpoint(step) as folder:
                     accelerator.save_state(folder)
-            if stop and step < plan.total_steps:
+            if stop:
                 run.exit_preempted(step)
-    metrics = evaluate(accelerator, model, val_loader)
+    metrics = evaluate(accelerator, model, val_loader, guard.watch)
     if accelerator.is_main_process:
         weights.export(run.path, accelerator.unwrap_model(model), {"model": "minimal"})
     run.finish(step, **{f"val_{name}": value for name, value in metrics.items()})
+    run.close()
     accelerator.end_training()
 
 

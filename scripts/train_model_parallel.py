@@ -279,7 +279,7 @@ def build_loaders(accelerator, data, held_out, args):
 
     A batch is on the first device of its process.
     """
-    options = loader_options(accelerator, args.num_workers)
+    options = loader_options(accelerator, args.num_workers, args.timeout)
     batch_size = args.batch_size // args.gradient_accumulation_steps
     train_set, eval_set = ArrayBatches(data.splits["train"]), ArrayBatches(data.splits[held_out])
     train_loader = DataLoader(train_set, batch_size, shuffle=True, drop_last=True, **options)
@@ -297,7 +297,7 @@ def compute_loss(model, batch, mean, std, epoch, args):  # EDIT: loss
 
 
 @torch.no_grad()
-def evaluate(accelerator, model, loader, mean, std):  # EDIT: metric
+def evaluate(accelerator, model, loader, watch, mean, std):  # EDIT: metric
     """Computes exact metrics of a split: each image counts once, on any number of processes.
 
     Returns:
@@ -305,7 +305,7 @@ def evaluate(accelerator, model, loader, mean, std):  # EDIT: metric
     """
     model.eval()
     outputs, labels = [], []
-    for batch in loader:
+    for batch in watch(loader):
         logits = model(normalize(batch["images"], mean, std)).float().to(accelerator.device)
         logits, target = accelerator.gather_for_metrics((logits, batch["labels"]))
         outputs.append(logits)
@@ -372,7 +372,16 @@ def main():
     devices = ", ".join(map(str, stages))
     run.print(f"stages of the first process on {devices}; {describe(pipelining)}")
     guard = Guard(accelerator, args.timeout)
-    train_loss, metrics = math.inf, None
+
+    def validate(step):
+        metrics = evaluate(accelerator, model, eval_loader, guard.watch, mean, std)
+        # A test split has no score: it must not choose a checkpoint.
+        score = metrics["accuracy"] if held_out == "val" else None
+        run.log(held_out, step, score=score, **metrics)
+        return metrics
+
+    train_loss = math.inf
+    metrics = validate(step) if run.evaluation_due else None  # due: a signal came first
     profile = start_profiler(accelerator, run.path, args.profile)
     for epoch, remaining in plan.epochs(start=step):
         train_loader.set_epoch(epoch)
@@ -401,31 +410,33 @@ def main():
                 train_loss = accelerator.reduce(mean_loss, "mean").item()  # once, not per rank
                 lr = scheduler.get_last_lr()[0]
                 run.log("train", step, loss=train_loss, grad_norm=norm, lr=lr)
-            if plan.evaluation_due(step):
-                metrics = evaluate(accelerator, model, eval_loader, mean, std)
-                # A test split has no score: it must not choose a checkpoint.
-                score = metrics["accuracy"] if held_out == "val" else None
-                run.log(held_out, step, score=score, **metrics)
+            if plan.evaluation_due(step) and not stop:
+                try:
+                    metrics = validate(step)
+                except process.Interrupted:  # by a signal: the restart evaluates
+                    stop = True
             if stop or plan.save_due(step, improved=run.improved_at(step)):
                 guard.check(model)  # a checkpoint never holds a diverged model
                 with run.checkpoint(step) as folder:
                     accelerator.save_state(folder)
-            if stop and step < plan.total_steps:
+            if stop:
                 run.exit_preempted(step)
         if args.overfit_batch and train_loss < 0.01:
             break
     profile.stop()
 
     if metrics is None or step < plan.total_steps:  # nothing was left to do, or --overfit_batch
-        metrics = evaluate(accelerator, model, eval_loader, mean, std)
+        metrics = evaluate(accelerator, model, eval_loader, guard.watch, mean, std)
     if accelerator.is_main_process:
         config = {"model": "model_parallel", "width": args.width, "class_names": data.class_names}
         weights.export(run.path, accelerator.unwrap_model(model), config)
-        plots.curves(run.path)
     results = {f"{held_out}_{name}": value for name, value in metrics.items()}
     results["pipelining"] = pipelining
     results["peak_memory_bytes_per_stage"] = [memory_bytes(device) for device in stages]
     run.finish(step, **results)
+    if accelerator.is_main_process:
+        plots.curves(run.path)
+    run.close()
     accelerator.end_training()
 
 

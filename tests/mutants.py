@@ -418,7 +418,7 @@ MUTANTS = [
     ),
     Mutant(
         "large tensors are mapped anew in every step",
-        "utils/run/launch.py",
+        "utils/run/cpu.py",
         "libc.mallopt(mmap_max, 0)",
         "pass",
         "test_mechanisms.py -k reuses_the_memory",
@@ -603,23 +603,23 @@ MUTANTS = [
     ),
     Mutant(
         "registered pickles are let through",
-        "utils/run/checkpoint.py",
-        'glob("custom_checkpoint_*.pkl")',
-        'glob("none")',
-        "test_faults.py -k registered",
-    ),
-    Mutant(
-        "sharded pickles are let through",
-        "utils/run/checkpoint.py",
-        "            shards.refuse_code(path)\n",
+        "utils/run/shards.py",
+        "    torch.load = load\n",
         "",
         "test_faults.py -k registered",
     ),
     Mutant(
+        "sharded pickles are let through",
+        "utils/run/shards.py",
+        "        module.FileSystemReader = Reader\n",
+        "        pass\n",
+        "test_faults.py -k poisoned_sharded",
+    ),
+    Mutant(
         "an index may name any class",
         "utils/run/shards.py",
-        "if name not in KNOWN.get(module, ()):",
-        "if False:",
+        "if module == METADATA or name in KNOWN.get(module, ()):",
+        "if True:",
         "test_faults.py -k poisoned_sharded",
     ),
     Mutant(
@@ -630,11 +630,11 @@ MUTANTS = [
         "test_faults.py -k full_disk_costs",
     ),
     Mutant(
-        "another run's checkpoint is trusted",
-        "utils/run/checkpoint.py",
-        "        if not own:\n",
-        "        if False:\n",
-        "test_faults.py -k registered",
+        "an index may name a file outside of the checkpoint",
+        "utils/run/shards.py",
+        "if not (beside and",
+        "if not (True and",
+        "test_faults.py -k poisoned_sharded",
     ),
     Mutant(
         "a folder that is not shared goes unnoticed",
@@ -775,8 +775,8 @@ MUTANTS = [
     Mutant(
         "each process decides for itself when to stop",
         "utils/run/guard.py",
-        "dist.ReduceOp.MAX",
-        "dist.ReduceOp.MIN",
+        "self._votes, dist.ReduceOp.MAX",
+        "self._votes, dist.ReduceOp.MIN",
         "test_faults.py -k signal_to_one_rank",
     ),
     Mutant(
@@ -803,8 +803,8 @@ MUTANTS = [
     Mutant(
         "two processes have no time to save",
         "utils/run/guard.py",
-        "process.saving_starts()",
-        "pass",
+        "            process.stopping_starts()\n        return bool(stop)",
+        "            pass\n        return bool(stop)",
         "test_faults.py -m slow -k time_to_save",
     ),
     Mutant(
@@ -944,8 +944,8 @@ MUTANTS = [
     Mutant(
         "only some of the weights are exported from shards",
         "utils/run/weights.py",
-        'state = torch.load(merged, weights_only=True)["model"]',
-        'state = dict(list(torch.load(merged, weights_only=True)["model"].items())[1:])',
+        'state = torch.load(merged)["model"]',
+        'state = dict(list(torch.load(merged)["model"].items())[1:])',
         "test_gpu.py -m slow -k sharded",
     ),
     Mutant(
@@ -1162,7 +1162,7 @@ MUTANTS = [
     Mutant(
         "a known failure loses its line on the way to the others",
         "utils/run/collectives.py",
-        "        if line:\n            return [None, RunFailed(line)]\n",
+        "        if line:\n            return [None, RunFailed(line, retry=failures.may_pass(error))]\n",
         "",
         "test_mechanisms.py -k hear_of_it",
     ),

@@ -9,11 +9,11 @@ import pytest
 from conftest import Started, all_end, load_script, run
 from PIL import Image
 
-from utils.run import launch
+from utils.run import cpu
 from utils.run.process import PREEMPTED
 
 SCRIPT = "scripts/benchmark.py"
-PRODUCTS = ["float32", "bf16"] if launch.cpu_has_bf16() else ["float32"]
+PRODUCTS = ["float32", "bf16"] if cpu.has_bf16() else ["float32"]
 LIMITS = [*PRODUCTS, "copy", "cifar_24px", "cifar_28px", "cifar_32px", "gpt"]
 
 

@@ -80,7 +80,7 @@ def compute_loss(model, x, y):
 
 
 @torch.no_grad()
-def evaluate(accelerator, model, loader):
+def evaluate(accelerator, model, loader, watch):
     model.eval()
     correct = []
     for _, x, y in loader:

@@ -12,7 +12,7 @@ import pytest
 import torch
 from conftest import CIFAR, ROOT, SMALL, Started, metrics, results, run, status
 
-from utils.run import launch
+from utils.run import launch, launcher
 
 WRAPPED = str(ROOT / "tests" / "wrapped.py")
 RUN = f"{SMALL} --max_train_steps 24 --eval_every 24 --checkpoint_every 5"
@@ -133,7 +133,7 @@ def test_the_batch_must_divide_over_every_number_of_processes(tmp_path):
     [("1:3", "2", 4, [2, 4, 6]), ("2", "2", 4, [4]), (None, "2", 4, [4]), ("1:3", "2", 3, [3])],
 )
 def test_possible_numbers_of_processes(nnodes, machines, processes, possible, monkeypatch, capsys):
-    monkeypatch.setattr(launch, "_launcher_option", {"--nnodes": nnodes}.get)
+    monkeypatch.setattr(launcher, "option", {"--nnodes": nnodes}.get)
     monkeypatch.setenv("GROUP_WORLD_SIZE", machines)
     monkeypatch.setenv("WORLD_SIZE", str(processes))
     facts = dict(

@@ -11,12 +11,14 @@ import signal
 import subprocess
 import sys
 from hashlib import sha256
+from pathlib import Path
 from types import SimpleNamespace
 
 import psutil
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
+from accelerate.utils.other import load
 from conftest import (
     CIFAR,
     ENDLESS,
@@ -364,46 +366,61 @@ def test_a_poisoned_checkpoint_executes_nothing(name, interrupted, tmp_path):
     update_manifest(newest)
     done = run(None, CIFAR, f"{SMALL} --resume {newest}", output_dir=tmp_path / "own", check=False)
     assert not (tmp_path / "executed").exists()
-    if name != "random_states_0.pkl":  # not needed, so the run skips it and may succeed
-        assert done.returncode == 2 and done.stderr.count("error: ") == 1, done.stderr
+    assert done.returncode == 2 and done.stderr.count("error: ") == 1, done.stderr
 
 
 def test_registered_state_executes_nothing(tmp_path):
-    """Without the check, Accelerate would unpickle it (`load_custom_state`)."""
+    """Accelerate unpickles it (`load_custom_state`), in a folder of the run's own, too: that may
+    have been downloaded.
+    """
     (tmp_path / "custom_checkpoint_0.pkl").write_bytes(pickle.dumps(Bomb(tmp_path / "executed")))
-    accelerate = SimpleNamespace(
-        num_processes=1, load_state=lambda *_, **__: pytest.fail("it was loaded")
+    counter = torch.nn.BatchNorm1d(1)
+    accelerate = SimpleNamespace(num_processes=1, process_index=0)
+    accelerate.load_state = lambda path, **_: counter.load_state_dict(
+        load(Path(path) / "custom_checkpoint_0.pkl", weights_only=False)
     )
     with pytest.raises(UserError, match="execute code"):
-        checkpoint.load(accelerate, tmp_path, own=False)
+        checkpoint.load(accelerate, tmp_path)
     assert not (tmp_path / "executed").exists()
-    (tmp_path / "custom_checkpoint_0.pkl").unlink()
-    (tmp_path / "pytorch_model_fsdp_0").mkdir()
-    (tmp_path / "pytorch_model_fsdp_0" / ".metadata").write_bytes(
-        pickle.dumps(Bomb(tmp_path / "executed"))
-    )
-    with pytest.raises(UserError, match="execute code"):
-        checkpoint.load(accelerate, tmp_path, own=False)
-    # A new release of torch may use other classes: the run's own checkpoints load all the same.
-    loaded = []
-    accelerate.load_state = lambda path, **_: loaded.append(path)
-    checkpoint.load(accelerate, tmp_path, own=True)
-    assert loaded == [str(tmp_path)]
+    torch.save(torch.nn.BatchNorm1d(1).state_dict(), tmp_path / "custom_checkpoint_0.pkl")
+    checkpoint.load(accelerate, tmp_path)
+    assert torch.load.__name__ == "load" and dcp.FileSystemReader is not shards.Reader
 
 
-def test_a_poisoned_sharded_checkpoint_executes_nothing(tmp_path):
+@pytest.mark.parametrize("poisoned", ["index", "value", "constructor", "elsewhere", None])
+def test_a_poisoned_sharded_checkpoint_executes_nothing(poisoned, tmp_path):
     """Without the check, torch would unpickle the index of such a checkpoint, and every value that
     is not a tensor.
     """
-    state, bomb = {"weight": torch.ones(3), "plain": [1, "two"]}, Bomb(tmp_path / "executed")
-    for name, change in (("good", {}), ("index", {}), ("value", {"plain": bomb})):
-        dcp.save(state | change, checkpoint_id=tmp_path / name, no_dist=True)
-    (tmp_path / "index" / ".metadata").write_bytes(pickle.dumps(bomb))
-    shards.refuse_code(tmp_path / "good")
-    for name in ("index", "value"):
-        with pytest.raises(pickle.UnpicklingError):
-            shards.refuse_code(tmp_path / name)
-    assert not (tmp_path / "executed").exists()
+    bomb, folder = Bomb(tmp_path / "executed"), tmp_path / "shards"
+    state = {"weight": torch.ones(3), "plain": bomb if poisoned == "value" else [1, "two"]}
+    dcp.save(state, checkpoint_id=folder, no_dist=True)
+    if poisoned == "index":
+        (folder / ".metadata").write_bytes(pickle.dumps(bomb))
+    if poisoned == "constructor":  # a function that the module of the data classes imports
+        (folder / ".metadata").write_bytes(
+            b"ctorch.distributed.checkpoint.metadata\ndataclass\n(tR."
+        )
+    if poisoned == "elsewhere":
+        shutil.copy(folder / "__0_0.distcp", tmp_path / "outside")
+        index = pickle.loads((folder / ".metadata").read_bytes())
+        for location in index.storage_data.values():
+            location.relative_path = "../outside"
+        (folder / ".metadata").write_bytes(pickle.dumps(index))
+    loaded = {"weight": torch.zeros(3), "plain": None}
+
+    def load_state(path, **_):
+        reader = dcp.FileSystemReader(path)  # the name by which Accelerate gets it
+        dcp.load(loaded, storage_reader=reader, no_dist=True)
+
+    accelerate = SimpleNamespace(num_processes=1, process_index=0, load_state=load_state)
+    if poisoned is None:
+        checkpoint.load(accelerate, folder)
+        assert loaded["weight"].tolist() == [1, 1, 1] and loaded["plain"] == [1, "two"]
+        return
+    with pytest.raises(UserError, match="execute code"):
+        checkpoint.load(accelerate, folder)
+    assert not (tmp_path / "executed").exists() and loaded["weight"].tolist() == [0, 0, 0]
 
 
 @contextlib.contextmanager
@@ -614,7 +631,7 @@ def test_an_infinite_gradient_is_not_saved_and_the_run_goes_on_from_before_it(
 
 def test_with_a_gradient_scaler_an_infinite_gradient_is_normal(monkeypatch):
     """The scaler of fp16 skips such a step, and the run goes on."""
-    monkeypatch.setattr(process, "_in_training", False)
+    monkeypatch.setattr(process, "_phase", "starting")
     for scaler in (None, object()):
         watched = guard.Guard(SimpleNamespace(num_processes=1, scaler=scaler), timeout=600)
         with (

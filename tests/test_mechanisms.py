@@ -25,10 +25,12 @@ from utils.data.augment import augment, normalize, random_uint32
 from utils.run import (
     checkpoint,
     collectives,
+    cpu,
     ddp,
     failures,
     guard,
     launch,
+    launcher,
     manifest,
     metrics,
     process,
@@ -146,7 +148,7 @@ def test_a_linear_model_cannot_learn_the_synthetic_data(data):
 def test_too_few_gpus_is_a_one_line_error(gpus, processes, fits, monkeypatch):
     monkeypatch.setenv("LOCAL_WORLD_SIZE", str(processes))
     monkeypatch.setattr(torch.cuda, "device_count", lambda: gpus)
-    monkeypatch.setattr(launch, "_launcher_option", lambda name: "accelerate_configs/4gpu.yaml")
+    monkeypatch.setattr(launcher, "option", lambda name: "accelerate_configs/4gpu.yaml")
     if fits is None:
         assert launch.check() is False
     else:
@@ -163,7 +165,7 @@ def test_a_cpu_configuration_leaves_the_gpus_alone(monkeypatch):
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 8)
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
     monkeypatch.setattr(
-        launch, "_launcher_option", lambda name: str(ROOT / "accelerate_configs" / "2cpu.yaml")
+        launcher, "option", lambda name: str(ROOT / "accelerate_configs" / "2cpu.yaml")
     )
     assert launch.check() is True
 
@@ -256,7 +258,7 @@ def test_an_accelerate_that_cannot_be_made_to_shard_on_a_cpu_is_refused(monkeypa
 
 @pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="a setting of glibc")
 def test_a_step_on_the_cpu_reuses_the_memory_of_the_step_before():
-    launch.keep_freed_memory()
+    cpu.keep_freed_memory()
     faults = []
     for _ in range(8):
         before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
@@ -442,12 +444,11 @@ def test_a_save_longer_than_the_grace_period_is_said_at_the_next_start(
     tmp_path, monkeypatch, capsys
 ):
     """Torchelastic kills its processes 30 s after SIGTERM, unless told otherwise."""
-    for launcher, grace, says in ((None, None, ""), ("job", None, "45 s"), ("job", "60", "")):
-        for name, value in (
-            ("TORCHELASTIC_RUN_ID", launcher),
-            ("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", grace),
-        ):
-            monkeypatch.setenv(name, value) if value else monkeypatch.delenv(name, raising=False)
+    for elastic, grace, says in ((False, None, ""), (True, None, "45 s"), (True, "60", "")):
+        monkeypatch.setattr(launcher, "is_elastic", lambda elastic=elastic: elastic)
+        monkeypatch.delenv("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", raising=False)
+        if grace:
+            monkeypatch.setenv("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", grace)
         run = folder_of(tmp_path)
         line = {"split": "checkpoint", "step": 3, "seconds": 45.0, "written": True}
         (tmp_path / "metrics.jsonl").write_text(json.dumps(line) + "\n")
@@ -509,7 +510,7 @@ def test_garbage_is_collected_again_after_the_imports(monkeypatch):
 
 @pytest.mark.parametrize("installed", [True, False])  # False: in a notebook
 def test_training_starts_without_garbage(installed, monkeypatch):
-    monkeypatch.setattr(process, "_in_training", False)
+    monkeypatch.setattr(process, "_phase", "starting")
     monkeypatch.setattr(process, "_handles_signals", installed)
     cycle = argparse.Namespace()
     cycle.itself, seen = cycle, weakref.ref(cycle)
@@ -573,7 +574,7 @@ class Event:
 
 
 def test_the_guard_polls_a_gpu_for_a_loss_until_a_timeout(monkeypatch):
-    monkeypatch.setattr(process, "_in_training", False)
+    monkeypatch.setattr(process, "_phase", "starting")
     events = [Event([False, False, True]), Event([False] * 10_000)]
     monkeypatch.setattr(guard, "_to_host", lambda values: (values, events[int(values[0])]))
     watched = guard.Guard(SimpleNamespace(num_processes=1, scaler=None), timeout=600)

@@ -1,12 +1,17 @@
 """Draws image files with matplotlib; needs no display."""
 
+import contextlib
+import functools
+import warnings
 from pathlib import Path
 
 import numpy as np
 import torch
 from PIL import Image
 
+from utils.run.failures import optional
 from utils.run.files import read_json, read_json_lines
+from utils.run.output import for_plot, one_line
 
 DPI = 110
 # Colors that color-blind people can tell apart (Okabe & Ito, jfly.uni-koeln.de/color).
@@ -14,6 +19,25 @@ COLORS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#00
 SHARES = ("accuracy", "top5")  # metrics that cannot be more than 1
 
 
+def extra(draw):
+    """Decorates a function that draws a plot: an error costs the plot and a warning, not the run.
+
+    It returns whether the plot was drawn.
+    """
+
+    @functools.wraps(draw)
+    def wrapper(*args, **options):
+        with optional(f"a plot ({draw.__name__})"), warnings.catch_warnings():
+            # Of each letter that no font has.
+            warnings.filterwarnings("ignore", message="Glyph .* missing from", category=UserWarning)
+            draw(*args, **options)
+            return True
+        return False
+
+    return wrapper
+
+
+@extra
 def image_grid(path, images, labels, predictions, class_names, columns=8, title=None):
     """Draws images with their predicted classes.
 
@@ -33,18 +57,20 @@ def image_grid(path, images, labels, predictions, class_names, columns=8, title=
     size = (columns * 1.35, rows * 1.35 * cell_height / cell_width + 0.5)
     figure, axis = subplots(1, 1, figsize=size)
     axis.axis("off")
+    names = [for_plot(name) for name in class_names]
+    fonts = fonts_for("".join(names))
     pairs = zip(labels.tolist(), predictions.tolist(), strict=True)
     for index, (label, prediction) in enumerate(pairs):
         row, column = divmod(index, columns)
         y, x = row * cell_height + top, column * cell_width
         sheet[y : y + height, x : x + width] = images[index].permute(1, 2, 0)
-        text, color = class_names[prediction], "#1a7f37"
+        text, color = names[prediction], "#1a7f37"
         if prediction != label:
-            text, color = f"{text}\n(true: {class_names[label]})", "#cf222e"
+            text, color = f"{text}\n(true: {names[label]})", "#cf222e"
         # Only the text in the first and last column can reach the margin, and the layout of text
         # takes time.
         at_edge = column in (0, columns - 1)
-        place = dict(ha="center", va="bottom", linespacing=1.0, in_layout=at_edge)
+        place = dict(ha="center", va="bottom", linespacing=1.0, in_layout=at_edge, family=fonts)
         axis.text(x + width / 2, y - 1, text, fontsize=9, color=color, **place)
     axis.imshow(sheet, interpolation="nearest")
     correct = (labels == predictions).sum().item()
@@ -53,6 +79,7 @@ def image_grid(path, images, labels, predictions, class_names, columns=8, title=
     save(figure, path)
 
 
+@extra
 def confusion_matrix(path, counts, class_names):
     """Draws int64 [true, predicted] counts as percentages of each true class."""
     share = 100 * counts.float() / counts.sum(1, keepdim=True).clamp(min=1)
@@ -66,8 +93,10 @@ def confusion_matrix(path, counts, class_names):
                     color = "white" if share[i, j] > 55 else "black"
                     place = dict(ha="center", va="center", in_layout=False)
                     axis.text(j, i, f"{share[i, j]:.1f}", fontsize=8, color=color, **place)
-    axis.set_xticks(range(count), class_names, rotation=45, ha="right")
-    axis.set_yticks(range(count), class_names)
+    names = [for_plot(name) for name in class_names]
+    fonts = fonts_for("".join(names))
+    axis.set_xticks(range(count), names, rotation=45, ha="right", family=fonts)
+    axis.set_yticks(range(count), names, family=fonts)
     axis.set_xlabel("predicted class")
     axis.set_ylabel("true class")
     accuracy = 100 * counts.diag().sum() / counts.sum().clamp(min=1)
@@ -78,6 +107,7 @@ def confusion_matrix(path, counts, class_names):
     save(figure, path)
 
 
+@extra
 def curves(folder, labels=None):
     """Draws two metrics of each split over steps: `metrics.jsonl` becomes `curves.png`.
 
@@ -128,10 +158,14 @@ def classification(folder, split, predictions, class_names):
     """
     count = min(40, len(predictions))
     images, labels = split.images[:count], split.labels[:count]
-    image_grid(folder / "predictions.png", images, labels, predictions[:count], class_names)
     counts = confusion(split.labels, predictions, len(class_names))
-    confusion_matrix(folder / "confusion_matrix.png", counts, class_names)
-    return {name: _pixels(folder / f"{name}.png") for name in ("predictions", "confusion_matrix")}
+    drawn = []
+    path = folder / "predictions.png"
+    if image_grid(path, images, labels, predictions[:count], class_names):
+        drawn.append("predictions")
+    if confusion_matrix(folder / "confusion_matrix.png", counts, class_names):
+        drawn.append("confusion_matrix")
+    return {name: _pixels(folder / f"{name}.png") for name in drawn}
 
 
 def confusion(labels, predictions, classes):
@@ -175,12 +209,12 @@ def of_images(folder, dataset, samples, class_names):
         if len(ids):
             images = dataset.__getitems__(ids.tolist())["images"]
             path, truth = folder / f"{name}.png", labels[ids]
-            image_grid(path, images, truth, predictions[ids], class_names, title=title)
-            drawn.append(name)
+            if image_grid(path, images, truth, predictions[ids], class_names, title=title):
+                drawn.append(name)
     if len(class_names) <= 50:
         counts = confusion(labels[readable], predictions[readable], len(class_names))
-        confusion_matrix(folder / "confusion_matrix.png", counts, class_names)
-        drawn.append("confusion_matrix")
+        if confusion_matrix(folder / "confusion_matrix.png", counts, class_names):
+            drawn.append("confusion_matrix")
     return {name: _pixels(folder / f"{name}.png") for name in drawn}
 
 
@@ -192,19 +226,49 @@ def class_table(labels, predictions, class_names):
     """A table of the accuracy per class, lowest last; labels, predictions: int64 [samples]."""
     counts = confusion(labels, predictions, len(class_names))
     totals = counts.sum(1)
-    width = max(len(name) for name in class_names)
+    names = [one_line(name) for name in class_names]
+    width = max(len(name) for name in names)
     lines = []
     for i in torch.argsort(-(counts.diag() / totals.clamp(min=1)), stable=True).tolist():
         wrong = counts[i].clone()
         wrong[i] = 0
         mistaken = (
-            f"   most often confused with {class_names[wrong.argmax()]} ({wrong.max()})"
+            f"   most often confused with {names[wrong.argmax()]} ({wrong.max()})"
             if wrong.any()
             else ""
         )
         accuracy = 100 * counts[i, i] / totals[i].clamp(min=1)
-        lines.append(f"  {class_names[i]:{width}}  {accuracy:6.2f} %  of {totals[i]}{mistaken}")
+        lines.append(f"  {names[i]:{width}}  {accuracy:6.2f} %  of {totals[i]}{mistaken}")
     return "\n".join(lines)
+
+
+@functools.cache
+def fonts_for(text):
+    """Finds fonts that together have all letters of `text`, as far as any is installed.
+
+    Returns:
+        list[str]: the usual font first; Matplotlib takes each letter from the first that has it.
+    """
+    from matplotlib import font_manager
+
+    usual = "DejaVu Sans"  # comes with Matplotlib
+    missing = set(map(ord, text)) - _letters(font_manager.findfont(usual))
+    fonts = [usual]
+    for entry in font_manager.fontManager.ttflist if missing else ():
+        covered = missing & _letters(entry.fname)
+        if covered:
+            fonts.append(entry.name)
+            missing -= covered
+    return fonts
+
+
+def _letters(path):
+    """The code points that a font file has."""
+    from matplotlib import font_manager
+
+    with contextlib.suppress(OSError, RuntimeError):  # a font that was removed, or is damaged
+        return set(font_manager.get_font(path).get_charmap())
+    return set()
 
 
 def save(figure, path, rect=(0, 0, 1, 1)):

@@ -20,8 +20,8 @@ import torch
 
 from utils.data.images import BadImage
 from utils.run.collectives import gather, local_main_first, run_on_all
+from utils.run.cpu import cores_per_process
 from utils.run.failures import UserError
-from utils.run.launch import cores_per_process
 
 CHUNK = 256  # images
 

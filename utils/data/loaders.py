@@ -10,13 +10,18 @@ from utils.run import process
 from utils.run.seeds import sample_seed
 
 
-def loader_options(accelerator, num_workers=0):
-    """Returns arguments of `DataLoader` for a data set with whole batches (`__getitems__`)."""
+def loader_options(accelerator, num_workers=0, timeout=600):
+    """Returns arguments of `DataLoader` for a data set with whole batches (`__getitems__`).
+
+    Args:
+        timeout (int): seconds to wait for a batch of a worker that is alive.
+    """
     return dict(
         collate_fn=already_a_batch,
         num_workers=num_workers,
         pin_memory=accelerator.device.type == "cuda",
-        worker_init_fn=process.ignore_signals,
+        worker_init_fn=process.set_up_worker,
+        timeout=timeout if num_workers else 0,
     )
 
 

@@ -5,11 +5,14 @@ The files of `save_state` are hashed and synced to disk before their folder gets
 
 import os
 import pickle
+import random
 import shutil
 import sys
 from pathlib import Path
 
+import numpy as np
 import torch
+from accelerate.utils.other import load as load_plain
 from safetensors import SafetensorError, safe_open
 from torch.distributed.checkpoint import CheckpointException
 
@@ -63,11 +66,12 @@ def finish(accelerator, writing, error, record, keep):
             if accelerator.is_main_process:
                 target = writing.with_name(f"step_{step:08d}")
                 manifest.complete(writing, target, {**record, "files": files})
-                _prune(writing.parent, keep, target)
         except OSError as write_error:
             error = write_error
         # No process continues, or exits, before the checkpoint has its final name.
         problem = _first_problem(accelerator, error)
+    if problem is None and accelerator.is_main_process:
+        _prune(writing.parent, keep, target)
     if problem is not None and accelerator.is_main_process:
         message = f"warning: checkpoint of step {step} not written, training continues: {problem}"
         print(message, file=sys.stderr, flush=True)
@@ -137,20 +141,23 @@ def _verify_and_check(path):
     return found
 
 
-def load(accelerator, path, own):
+def is_own(path, folder):
+    """Whether a checkpoint is in the folder of this run, and not in that of another one."""
+    return Path(path).resolve().is_relative_to(Path(folder).resolve())
+
+
+def load(accelerator, path):
     """Loads a verified checkpoint into everything that was prepared and registered.
 
-    Call it on every process.
-
-    Args:
-        own (bool): whether it is in this run's own folder, which is trusted like the code itself.
-            Any other is inspected first, because loading its pickles could execute code.
+    Call it on every process. No file of it can execute code, in this run's own folder either: the
+    folder may have come from elsewhere. So the state of a registered object must consist of
+    tensors, numbers, strings and containers of these.
 
     Raises:
         UserError: a file would execute code (it is not executed), does not match this run, or is
             missing on a machine; raised on every process.
     """
-    run_on_all(accelerator, lambda: _load(accelerator, path, own))
+    run_on_all(accelerator, lambda: _load(accelerator, Path(path)))
     # Accelerate's counter of micro-batches. A checkpoint is saved between optimizer steps, so the
     # count restarts at 0: after a change of --gradient_accumulation_steps the old one is wrong.
     accelerator.step = 0
@@ -183,21 +190,17 @@ def apply_schedule(scheduler, step):
     return f"the learning rate at step {step} changes from {before:.3g} to {after:.3g}"
 
 
-def _load(accelerator, path, own):
+def _load(accelerator, path):
     try:
-        if not own:
-            shards.refuse_code(path)
-            # Accelerate unpickles them without a check.
-            for registered in Path(path).glob("custom_checkpoint_*.pkl"):
-                torch.load(registered, weights_only=True, map_location="cpu")
-        # Load to host memory first. Each tensor is then copied into the one that it replaces, so
-        # that the GPU never holds both copies.
-        accelerator.load_state(str(path), map_location="cpu")
+        with shards.safe_loading():
+            # Load to host memory first. Each tensor is then copied into the one that it replaces,
+            # so that the GPU never holds both copies.
+            accelerator.load_state(str(path), map_location="cpu")
+            _check_random_states(path / f"random_states_{accelerator.process_index}.pkl")
     except pickle.UnpicklingError as error:
         reason = str(error).splitlines()[0]
         raise UserError(
-            f"checkpoint {path} is refused: loading it could execute code ({reason}). If you "
-            "trust it, continue in the folder of its run: --output_dir"
+            f"checkpoint {path} is refused: loading it could execute code ({reason})"
         ) from None
     except (OSError, RuntimeError, KeyError, ValueError) as error:
         # Of a list of tensors that do not fit, the first.
@@ -208,6 +211,26 @@ def _load(accelerator, path, own):
         ) from None
 
 
+def _check_random_states(path):
+    """Raises ValueError if the random states were not restored: Accelerate only logs that.
+
+    A process that the run did not have before has none. GPUs may be others than before, and each
+    step seeds them anyway.
+    """
+    if not path.exists():
+        return
+    states = load_plain(path)
+    name, keys, *rest = np.random.get_state()
+    saved_name, saved_keys, *saved_rest = states["numpy_random_seed"]
+    if not (
+        torch.equal(torch.get_rng_state(), states["torch_manual_seed"])
+        and random.getstate() == tuple(states["random_state"])
+        and (name, *rest) == (saved_name, *saved_rest)
+        and np.array_equal(keys, saved_keys)
+    ):
+        raise ValueError(f"its random states, {path.name}, could not be restored")
+
+
 def _prune(folder, keep, newest):
     paths = sorted(folder.glob("step_*"))
     end = paths.index(newest) + 1
@@ -216,12 +239,26 @@ def _prune(folder, keep, newest):
     kept = manifest.best(paths)
     for path in later + paths[:-keep]:
         if path != kept:
-            # Rename first, so that a crash during the deletion leaves nothing that looks like a
-            # checkpoint.
-            trash = folder / ".deleting"
-            shutil.rmtree(trash, ignore_errors=True)
-            os.rename(path, trash)
-            shutil.rmtree(trash)
+            _delete(path)
+    for trash in folder.glob(".deleting*"):  # also what could not be deleted earlier
+        shutil.rmtree(trash, ignore_errors=True)
+
+
+def _delete(path):
+    """Deletes an old checkpoint; if that fails, a later save tries again.
+
+    On NFS a deleted file that another process has open lives on as `.nfsXXXX`, and so does its
+    folder. Renaming comes first, so that nothing incomplete looks like a checkpoint.
+    """
+    trash = path.with_name(f".deleting_{path.name}")
+    try:
+        shutil.rmtree(trash, ignore_errors=True)
+        os.rename(path, trash)
+        shutil.rmtree(trash)
+    except OSError as error:
+        reason = error.strerror or error
+        line = f"warning: the old checkpoint {path.name} was not deleted ({reason})"
+        print(f"{line}; the next save tries again", file=sys.stderr, flush=True)
 
 
 def _first_problem(accelerator, error):

@@ -1,5 +1,6 @@
 """Claims the folder of a run: one job at a time, and only a run that may write to it."""
 
+import contextlib
 import os
 import shutil
 import socket
@@ -21,12 +22,23 @@ class Claim(NamedTuple):
     Attributes:
         earlier (dict | None): args.json of the run in the folder, if there is one.
         owner (str): what the lock says: this process and its host.
-        file: the open lock; closing it would release the lock.
+        file: the open lock; closing it releases the lock.
+        made (list[Path]): the folders that were made for it, innermost first.
     """
 
     earlier: dict | None
     owner: str
     file: object
+    made: list
+
+    def undo(self):
+        """Removes what the claim has made, if the run has not written anything yet."""
+        if (Path(self.file.name).parent / "args.json").exists():
+            return
+        with contextlib.suppress(OSError):  # a folder with other files, or gone
+            os.unlink(self.file.name)
+            for folder in self.made:
+                folder.rmdir()
 
 
 def claim(path, arguments, resume, may_change):
@@ -45,6 +57,15 @@ def claim(path, arguments, resume, may_change):
     """
     owner = f"process {os.getpid()} on {socket.gethostname()}"
     try:
+        str(path).encode()
+    except UnicodeEncodeError:
+        raise UserError(
+            f"--output_dir {path} is not valid UTF-8, and weights cannot be written to it: use "
+            "another name"
+        ) from None
+    made = []
+    try:
+        made = [folder for folder in (path, *path.parents) if not folder.exists()]
         path.mkdir(parents=True, exist_ok=True)
         # The processes of a killed job may take a few seconds to exit: wait for them.
         file = lock(path / ".lock", owner, 2 * process.ORPHAN_SECONDS)
@@ -54,6 +75,17 @@ def claim(path, arguments, resume, may_change):
     except OSError as error:
         reason = error.strerror or error
         raise UserError(f"cannot write to --output_dir {path}: {reason}") from None
+    claimed = Claim(None, owner, file, made)
+    try:
+        earlier = _check(path, arguments, resume, may_change)
+    except UserError:
+        claimed.undo()
+        raise
+    return claimed._replace(earlier=earlier)
+
+
+def _check(path, arguments, resume, may_change):
+    """Returns args.json of the run in a folder, which this run may continue; None for a new one."""
     earlier = read_json(path / "args.json")
     checks = ("dry_run", "overfit_batch")
     if earlier and any(arguments.get(name) and earlier["arguments"].get(name) for name in checks):
@@ -68,7 +100,7 @@ def claim(path, arguments, resume, may_change):
             )
     else:
         _check_earlier(path, earlier, arguments, resume, may_change)
-    return Claim(earlier, owner, file)
+    return earlier
 
 
 def _empty(path):

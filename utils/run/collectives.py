@@ -95,7 +95,7 @@ def _attempt(function):
     except Exception as error:
         line = failures.describe(error)
         if line:
-            return [None, RunFailed(line)]
+            return [None, RunFailed(line, retry=failures.may_pass(error))]
         # Here, because the traceback cannot be sent to the other processes.
         traceback.print_exc()
         return [None, RuntimeError(f"{type(error).__name__}: {error}")]

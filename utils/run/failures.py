@@ -12,6 +12,8 @@ import sys
 import time
 import traceback
 
+from utils.run.output import one_line
+
 SAME_COMMAND = "run the same command again to continue"
 
 _hooks = []
@@ -22,14 +24,14 @@ class UserError(Exception):
     """Invalid input that the user can correct: one line, and exit code 2.
 
     Args:
-        line (str): what is wrong, and what to do.
+        line (str): what is wrong, and what to do; control characters in it are escaped.
         rank_variable (str | None): the process for which this environment variable is 0 prints the
             message. RANK: every process raises this error. LOCAL_RANK: every process of one machine
             does. None: only this process does, and prints it.
     """
 
     def __init__(self, line, rank_variable="RANK"):
-        super().__init__(line)
+        super().__init__(one_line(line))
         self.rank_variable = rank_variable
 
 
@@ -82,6 +84,17 @@ def remember_micro_batch_size(samples):
     _micro_batch_size = samples
 
 
+@contextlib.contextmanager
+def optional(what):
+    """A block that writes `what` (str), an extra: an error costs it and a warning, not the run."""
+    try:
+        yield
+    except Exception as error:
+        reason = one_line(str(error).strip() or type(error).__name__)
+        line = f"warning: {what} is missing ({type(error).__name__}: {reason})"
+        print(line, file=sys.stderr, flush=True)
+
+
 def report_to_launcher(line):
     """Replaces the traceback that torchelastic's `record` wrote for the launcher's report."""
     path = os.environ.get("TORCHELASTIC_ERROR_FILE")
@@ -107,7 +120,7 @@ def describe(error):
     Returns:
         str | None: None for any other error: show its traceback.
     """
-    for known in (_out_of_memory, _full_disk, _dead_worker):
+    for known in (_out_of_memory, _full_disk, _silent_loader, _dead_worker):
         line = known(error)
         if line:
             return line
@@ -118,6 +131,15 @@ def describe(error):
         last = [line for line in str(error).splitlines() if line.strip()][-1].strip()
         return f"rank {_rank()}: NCCL: {last}"
     return None
+
+
+def may_pass(error):
+    """Whether the same command may succeed when it is run again.
+
+    So after a full disk, a lost process or a killed worker. Most errors would only come again.
+    """
+    killed = "is killed by signal" in (_dead_worker(error) or "")
+    return bool(killed or _full_disk(error) or is_lost_contact(error) or _is_distributed(error))
 
 
 def is_lost_contact(error):
@@ -182,12 +204,26 @@ def _full_disk(error):
     )
 
 
+def _silent_loader(error):
+    """A loader whose workers live but send nothing."""
+    frames = traceback.extract_tb(error.__traceback__)
+    in_loader = any("torch/utils/data/dataloader.py" in frame.filename for frame in frames)
+    if not (in_loader and re.match("DataLoader timed out after", str(error))):
+        return None
+    return (
+        f"rank {_rank()} waited longer than --timeout for a batch: its data loader workers are "
+        "alive, but send nothing. --num_workers 0 loads in the training process and shows where; "
+        "if the data is only slow, give a longer --timeout"
+    )
+
+
 def _dead_worker(error):
     # A worker that dies while sending a batch also breaks the connection. Either error may be the
     # context of the other.
     for cause in causes(error):
         if type(cause) is RuntimeError and re.match(r"DataLoader worker \(pid", str(cause)):
-            return f"rank {_rank()}: a data loader worker died: {str(cause).splitlines()[0]}"
+            reason = str(cause).splitlines()[0]
+            return f"rank {_rank()}: a data loader worker died: {reason}"
     frames = traceback.extract_tb(error.__traceback__)
     in_loader = any("torch/utils/data/dataloader.py" in frame.filename for frame in frames)
     if in_loader and isinstance(error, (EOFError, ConnectionError)):

@@ -11,13 +11,44 @@ from pathlib import Path
 from utils.run.failures import UserError
 
 
+def regular_file(path):
+    """Follows links to a file that can be read without waiting, as a pipe or device cannot.
+
+    Returns:
+        Path: the file.
+
+    Raises:
+        FileNotFoundError: there is nothing.
+        UserError: it is no regular file, or its path cannot be used.
+    """
+    try:
+        resolved = Path(path).resolve(strict=True)
+        if not resolved.is_file():
+            kind = "folder" if resolved.is_dir() else "device, a pipe or a socket"
+            raise UserError(f"{path} is not a file, but a {kind}")
+    except FileNotFoundError:
+        raise
+    except (OSError, RuntimeError, ValueError) as error:  # a loop of links, too long, a NUL
+        reason = getattr(error, "strerror", None) or error
+        raise UserError(f"cannot read {str(path)[:200]}: {reason}") from None
+    return resolved
+
+
+def is_folder(path):
+    """Whether a path is that of a folder; False also for a path that is too long."""
+    try:
+        return Path(path).is_dir()
+    except (OSError, ValueError):
+        return False
+
+
 def read_json(path):
     """Reads JSON from `path`; None if there is no such file. Raises UserError if it is damaged."""
     try:
-        return json.loads(Path(path).read_text())
+        return json.loads(regular_file(path).read_text(encoding="utf-8"))
     except FileNotFoundError:
         return None
-    except ValueError:
+    except (ValueError, RecursionError):
         raise UserError(f"{path} is damaged: restore it, or move it away") from None
 
 
@@ -51,6 +82,13 @@ def write_text(path, text):
         os.fsync(file.fileno())
     os.replace(temporary, path)
     sync(path.parent)
+
+
+def set_usual_mode(path):
+    """Gives a file the permissions of any new file: safetensors lets only its owner read it."""
+    mask = os.umask(0)  # the only way to read it sets it
+    os.umask(mask)
+    os.chmod(path, 0o666 & ~mask)
 
 
 def sync(path):

@@ -37,6 +37,8 @@ class RunFolder:
         progress (dict): from the checkpoint to continue from: `step`, the values given to
             `checkpoint`, and more; {} for a new run.
         arguments (dict): the arguments of the run as they are recorded and compared.
+        evaluation_due (bool): whether a signal stopped the run before the evaluation that was due
+            after its last step: after `start`, evaluate first.
         metrics (Metrics): the log, after `start`.
     """
 
@@ -44,7 +46,7 @@ class RunFolder:
         """Args: may_change: arguments of the script that may change when the run continues."""
         self.path = Path(args.output_dir)
         self.arguments = record.comparable(vars(args))
-        self.finished, self.progress = None, {}
+        self.finished, self.progress, self.evaluation_due = None, {}, False
         self.init_from = getattr(args, "init_from", None)
         self._args, self._accelerator = args, accelerator
         self.is_main = accelerator.is_main_process
@@ -53,6 +55,7 @@ class RunFolder:
         self._run_id, self._record = uuid.uuid4().hex[:8], None
         self._failed_saves = 0  # in a row
         self._score, self._improved, self._best = None, False, None
+        self._evaluated_at, self._identity = None, None
 
     # ----------------------------------------------------------------------------------- start
 
@@ -73,6 +76,8 @@ class RunFolder:
         outcome = run_on_main(self._accelerator, self._claim_and_find)
         self.finished, found, self._run_id, owner = outcome
         run_on_all(self._accelerator, lambda: self.is_main or check_shared(self.path, owner))
+        seen = self.path.stat()
+        self._identity = (seen.st_dev, seen.st_ino)
         if self.finished and plan and self.is_main:
             print(summary(self.finished, self.path, "this run has already finished, nothing to do"))
             print(
@@ -98,10 +103,12 @@ class RunFolder:
             int: the number of optimizer steps done; 0 for a new run.
         """
         if self._checkpoint:
-            own = self._checkpoint.resolve().is_relative_to(self.path.resolve())
-            checkpoint.load(self._accelerator, self._checkpoint, own)  # accelerator.load_state
+            checkpoint.load(self._accelerator, self._checkpoint)  # accelerator.load_state
         failures.on_failure(partial(status.write_failure, self.path))
+        if self.is_main:
+            process.on_preempted(self._record_preempted)
         step = self.progress.get("step", 0)
+        self.evaluation_due = self.progress.get("evaluation_due", False)
         self._resumed_from, self._saved_at = step, step
         self._best = self.progress.get("best")
         self._start_time = time.perf_counter()
@@ -126,12 +133,29 @@ class RunFolder:
             self._print_start()
         return step
 
+    def _check_folder(self):
+        """Raises RunFailed if the folder of this run was removed or renamed."""
+        if self._identity is None:
+            return
+        try:
+            now = self.path.stat()
+            there = (now.st_dev, now.st_ino) == self._identity
+        except OSError:
+            there = False
+        if not there:
+            raise RunFailed(
+                f"--output_dir {self.path} was removed or renamed while the run was writing to it: "
+                "undo that and run the same command again, or use another --output_dir",
+                retry=False,
+            )
+
     def _claim_and_find(self):
         repository = getattr(self._args, "push_to_hub", None)
         if repository:
             model_card.check_repository(repository)
         args, may_change = self._args, self._may_change | (LENGTH if self._plan else set())
         self._claim = claim(self.path, self.arguments, args.resume, may_change)
+        failures.on_failure(lambda reason, retry: self._claim.undo() or True)
         earlier, owner = self._claim.earlier, self._claim.owner
         script = record.script_hash()
         if earlier and earlier.get("script", script) != script:
@@ -197,11 +221,19 @@ class RunFolder:
         """
         if split == "test" and score is not None:
             raise ValueError("a test split never chooses a checkpoint: log it without a score")
+        self._check_folder()
         self.metrics.log(split, step, figures, score)
+        if split in ("val", "test"):
+            self._evaluated_at = step
         if score is not None:
             self._score = (step, score)
             self._improved = self._best is None or score > self._best
             self._best = score if self._improved else self._best
+        if self.evaluation_due and self._evaluated_at == step:
+            self.evaluation_due = False
+            if self.is_main and checkpoint.is_own(self._checkpoint, self.path):
+                changed = {"score": score, "best": self._best, "evaluation_due": False}
+                manifest.amend(self._checkpoint, changed)
 
     def improved_at(self, step):
         """Whether the evaluation after `step`, if there was one, had the highest score so far."""
@@ -223,21 +255,28 @@ class RunFolder:
         Args:
             state: values to save with it, as JSON; after a restart they are in `run.progress`.
         """
+        self._check_folder()
         start_time = time.perf_counter()
         self.metrics.sync()  # the lines up to a checkpoint are not written again after a power cut
         score = self._score[1] if self._score and self._score[0] == step else None
         progress = {"step": step, "score": score, "best": self._best, **state}
         progress["train_seconds"] = self.train_seconds()
-        folder, error = checkpoint.start(self._accelerator, self.path)
-        try:
-            yield str(folder)
-        except (Exception, checkpoint.CheckpointException) as caught:
-            if not checkpoint.is_write_error(caught):
-                raise
-            error = caught
-        saved = {"progress": progress, **(self._record or {})}
-        keep = self._args.keep_checkpoints
-        written = checkpoint.finish(self._accelerator, folder, error, saved, keep)
+        last = self._plan is not None and step == self._plan.total_steps
+        due = self._plan is not None and self._plan.evaluation_due(step)
+        due = progress["evaluation_due"] = due and self._evaluated_at != step
+        with process.saving():
+            folder, error = checkpoint.start(self._accelerator, self.path)
+            try:
+                yield str(folder)
+            except (Exception, checkpoint.CheckpointException) as caught:
+                if not checkpoint.is_write_error(caught):
+                    raise
+                error = caught
+            saved = {"progress": progress, **(self._record or {})}
+            keep = self._args.keep_checkpoints
+            written = checkpoint.finish(self._accelerator, folder, error, saved, keep)
+        if written and last and not due:
+            process.training_ends()
         seconds = time.perf_counter() - start_time
         self.metrics.write("checkpoint", step, seconds=seconds, written=written)
         self.metrics.restart_clock(step)
@@ -265,24 +304,25 @@ class RunFolder:
         if isinstance(where, int):
             where = f"at step {where}, saved at step {self._saved_at}"
         reason = f"stopped by {process.signal_name() or 'a signal to another process'} {where}"
-        again = failures.SAME_COMMAND
         if self.is_main:
-            status.write(self.path, "preempted", reason, step=self._saved_at, next=again)
-        self.print(f"{reason}: {again}")
+            self._record_preempted(reason)
+        self.print(f"{reason}: {failures.SAME_COMMAND}")
         wait_for_all(self._accelerator)  # a scheduler may stop the other machines when one exits
         self._accelerator.end_training()
         sys.exit(process.PREEMPTED)
 
-    def finish(self, step, next_command=None, card=None, **figures):
-        """Writes results.json, the model card and status.json, and prints a summary.
+    def _record_preempted(self, reason):
+        again = failures.SAME_COMMAND
+        status.write(self.path, "preempted", reason, step=self._saved_at, next=again)
 
-        Waits for all processes.
+    def finish(self, step, **figures):
+        """Writes results.json and the status `finished`; call it once the weights are written.
 
-        Args:
-            next_command (str | None): a command to suggest for looking at the results.
-            card (dict | None): what the model card says about the model, for `model_card.write`.
-            figures: final metrics.
+        Plots, samples and the like come after it: an error in them cannot cost the results.
+
+        Args: figures: final metrics.
         """
+        self._check_folder()
         seconds = self.train_seconds()
         samples = step * self._args.batch_size
         results = {
@@ -299,15 +339,32 @@ class RunFolder:
             best = manifest.best(manifest.all_in(self.path))
             results["best_checkpoint"] = best and best.name
             self.metrics.close_bar()
-            tracking.finish(self._accelerator, self.arguments, figures)
-            if (self.path / "model.safetensors").exists():
-                model_card.write(self.path, self._record, results, **(card or {}))
             self.write_results(results)
-            print(summary(results, self.path, "done"))
+            process.on_preempted(None)  # nothing is left to do
+        self._results = results
+
+    def close(self, next_command=None, card=None):
+        """Finishes the trackers, writes the model card, uploads the run, and prints a summary.
+
+        Waits for all processes.
+
+        Args:
+            next_command (str | None): a command to suggest for looking at the results.
+            card (dict | None): what the model card says about the model, for `model_card.write`.
+        """
+        if self.is_main:
+            tracking.finish(self._accelerator, self.arguments, self._results)
+            with failures.optional("the model card README.md"):
+                if (self.path / "model.safetensors").exists():
+                    model_card.write(self.path, self._record, self._results, **(card or {}))
+            print(summary(self._results, self.path, "done"))
             self._upload()
             if next_command:
                 print(f"next: {next_command}")
+            self.metrics.close()
         wait_for_all(self._accelerator)  # a scheduler may stop the other machines when one exits
+        if self.is_main:
+            self._claim.file.close()
 
     def write_results(self, results):
         """Writes results.json, then the status `finished`."""

@@ -77,6 +77,30 @@ class Guard:
         self._vote(self._recent[-2] if len(self._recent) > 1 else None)
         return stop
 
+    def watch(self, batches):
+        """Yields the batches of an evaluation until a signal asks any process to stop.
+
+        The processes ask each other after the first batch, and then at most once a second.
+
+        Raises:
+            process.Interrupted: on every process, after the same batch.
+        """
+        start_time, asked_at, ask_at = time.monotonic(), 0, 1
+        for count, batch in enumerate(process.wait_for_each(batches, "a batch"), 1):
+            yield batch
+            if count < ask_at:
+                continue
+            seconds = max(time.monotonic() - start_time, 1e-6)
+            wish = [int(process.signal_name() is not None), int((count - asked_at) / seconds) + 1]
+            if self._group is not None:
+                wish = torch.tensor(wish, dtype=torch.int64)
+                dist.all_reduce(wish, dist.ReduceOp.MAX, group=self._group)
+                wish = wish.tolist()
+            if wish[0]:
+                process.stopping_starts()
+                raise process.Interrupted
+            start_time, asked_at, ask_at = time.monotonic(), count, count + wish[1]
+
     def check(self, model):
         """Checks the newest loss and the weights now: a checkpoint never holds a diverged model.
 
@@ -147,7 +171,7 @@ class Guard:
                 retry=False,
             )
         if stop:
-            process.saving_starts()
+            process.stopping_starts()
         return bool(stop)
 
 

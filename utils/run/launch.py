@@ -1,10 +1,8 @@
 """Checks a launch, sets up the devices, and says what runs where."""
 
-import ctypes
 import importlib.util
 import math
 import os
-import platform
 import socket
 import sys
 from datetime import timedelta
@@ -16,7 +14,7 @@ import yaml
 from accelerate import DataLoaderConfiguration
 from accelerate.utils import GradientAccumulationPlugin, InitProcessGroupKwargs
 
-from utils.run import failures, fsdp, process, tracking
+from utils.run import cpu, failures, fsdp, launcher, process, tracking
 from utils.run.failures import UserError
 
 
@@ -155,7 +153,7 @@ def possible_processes(accelerator):
     are not supported.
     """
     machines = int(os.environ.get("GROUP_WORLD_SIZE", 1))
-    nodes = _launcher_option("--nnodes") or os.environ.get("PET_NNODES", "")
+    nodes = launcher.option("--nnodes") or os.environ.get("PET_NNODES", "")
     fewest, _, most = nodes.partition(":")
     if not most or accelerator.num_processes % machines:
         return [accelerator.num_processes]
@@ -198,10 +196,10 @@ def _set_up_gpus(gpus):
 def _set_up_cpu(wants_cpu, training):
     processes = int(os.environ.get("LOCAL_WORLD_SIZE", 1))
     precision = os.environ.get("ACCELERATE_MIXED_PRECISION", "no")
-    torch.set_num_threads(max(1, cores() // processes))
-    keep_freed_memory()
+    torch.set_num_threads(cpu.threads_per_process())
+    cpu.keep_freed_memory()
     if not wants_cpu and "ACCELERATE_MIXED_PRECISION" in os.environ:
-        if precision == "fp16" or (precision == "bf16" and not cpu_has_bf16()):
+        if precision == "fp16" or (precision == "bf16" and not cpu.has_bf16()):
             precision = os.environ["ACCELERATE_MIXED_PRECISION"] = "no"
         if process.is_main():
             notice(
@@ -214,45 +212,16 @@ def _set_up_cpu(wants_cpu, training):
         raise UserError(
             "mixed_precision fp16 silently computes in float32 on a CPU: use bf16 or no"
         )
-    elif process.is_main() and precision == "bf16" and not cpu_has_bf16():
+    elif process.is_main() and precision == "bf16" and not cpu.has_bf16():
         notice(
             "this CPU has no native bf16 and emulates it, which is far slower than float32: use "
             "--mixed_precision no"
         )
-    elif process.is_main() and training and precision == "no" and cpu_has_bf16():
+    elif process.is_main() and training and precision == "no" and cpu.has_bf16():
         notice(
             "this CPU has native bf16, 1.5x to 4x faster for all but small models: accelerate "
             "launch --mixed_precision bf16 ..."
         )
-
-
-def cores():
-    """The number of CPU cores that this process may use."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
-
-
-def cores_per_process():
-    """The cores of this machine divided by its training processes, at least 1."""
-    return max(1, cores() // int(os.environ.get("LOCAL_WORLD_SIZE", 1)))
-
-
-def cpu_has_bf16():
-    """Whether this CPU has native bf16 (AVX-512 BF16 or AMX)."""
-    names = ("_is_avx512_bf16_supported", "_is_amx_tile_supported")
-    return any(check() for name in names if (check := getattr(torch.cpu, name, None)))
-
-
-def keep_freed_memory():
-    """Makes malloc keep freed memory, so that a step on the CPU reuses that of the step before.
-
-    By default glibc returns the memory of large tensors to the system at once. Each step then gets
-    it back page by page, which takes 5 to 10 % of the time.
-    """
-    if platform.libc_ver()[0] == "glibc":
-        trim_threshold, mmap_max = -1, -4  # the numbers of mallopt's parameters in malloc.h
-        libc = ctypes.CDLL(None)
-        libc.mallopt(mmap_max, 0)
-        libc.mallopt(trim_threshold, -1)
 
 
 # ---------------------------------------------------------------------------- network, the launcher
@@ -305,26 +274,14 @@ def interface_to(host):
     return addresses.get(own) or (names.pop() if len(names) == 1 else None)
 
 
-def _launcher_option(name):
-    """The value of an option on the launcher's command line, or None."""
-    try:
-        command = psutil.Process(os.getppid()).cmdline()
-    except psutil.Error:
-        return None
-    for option, value in zip(command, [*command[1:], ""], strict=True):
-        if option.partition("=")[0] == name:
-            return option.partition("=")[2] or value
-    return None
-
-
 def _config_name():
-    return os.path.basename(_launcher_option("--config_file") or "this launch")
+    return os.path.basename(launcher.option("--config_file") or "this launch")
 
 
 def _launch_config():
     """The fields of the launcher's --config_file."""
     try:
-        with open(_launcher_option("--config_file") or os.devnull) as file:
+        with open(launcher.option("--config_file") or os.devnull) as file:
             return yaml.safe_load(file) or {}
     except OSError:
         return {}

@@ -11,18 +11,21 @@ import hashlib
 import json
 import os
 import shutil
+import stat
 import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 from utils.run.collectives import gather
 from utils.run.failures import UserError
-from utils.run.files import sync
+from utils.run.files import is_folder, regular_file, set_usual_mode, sync, write_json
 
 MANIFEST = "manifest.json"
 # How many times processes compare the files that they see, half a second apart: on network file
 # systems new files become visible late.
 SHARED_CHECKS = 20
+# Files that macOS, Windows and NFS add to folders; how their names start.
+JUNK = (".DS_Store", "._", ".nfs", "Thumbs.db", "desktop.ini")
 
 
 def all_in(folder):
@@ -38,11 +41,28 @@ def read(path):
         `topology`, `versions`, `files`, `sha256`; None if it is missing or not one of ours.
     """
     try:
-        manifest = json.loads((Path(path) / MANIFEST).read_text())
-    except (OSError, ValueError):
+        file = regular_file(Path(path) / MANIFEST)
+        manifest = json.loads(file.read_text(encoding="utf-8"))
+    except (OSError, ValueError, RecursionError, UserError):
         return None
-    ours = isinstance(manifest, dict) and isinstance(manifest.get("progress"), dict)
-    return manifest if ours else None
+    return manifest if _is_ours(manifest) else None
+
+
+def _is_ours(manifest):
+    """Whether a JSON value has the types of a manifest."""
+    if not isinstance(manifest, dict):
+        return False
+    progress, files = manifest.get("progress"), manifest.get("files", {})
+    if not (isinstance(progress, dict) and isinstance(files, dict)):
+        return False
+    number = (int, float, type(None))
+    described = files.values()
+    return (
+        type(progress.get("step")) is int
+        and all(isinstance(progress.get(name), number) for name in ("score", "best"))
+        and isinstance(manifest.get("arguments", {}), dict)
+        and all(isinstance(file, dict) and file.keys() >= {"size", "sha256"} for file in described)
+    )
 
 
 def best(paths):
@@ -51,6 +71,16 @@ def best(paths):
     scores = {path: found["progress"].get("score") for path, found in manifests.items() if found}
     scored = {path: score for path, score in scores.items() if score is not None}
     return max(scored, key=scored.get) if scored else None
+
+
+def refuse_links(folder):
+    """Raises UserError if a folder of a checkpoint is a link, or has one, a device or a pipe in it.
+
+    `verify` includes this.
+    """
+    if Path(folder).is_symlink():
+        raise UserError(f"{folder} is refused: it is a link")
+    _sizes(folder)
 
 
 def verify(path):
@@ -63,10 +93,10 @@ def verify(path):
         UserError: a file is missing, damaged or unknown; the message names the first one.
     """
     path = Path(path)
-    if not path.is_dir():
+    if not is_folder(path):
         raise UserError(f"checkpoint {path} does not exist")
     manifest = read(path)
-    if manifest is None or not isinstance(manifest.get("files"), dict):
+    if manifest is None or "files" not in manifest:
         raise UserError(f"{path} is not a checkpoint: its {MANIFEST} is missing or unreadable")
     files = manifest["files"]
     if manifest.pop("sha256", None) != _checksum(manifest):
@@ -83,7 +113,8 @@ def verify(path):
                 raise UserError(f"checkpoint {path} is damaged: {name} does not match its checksum")
     if unknown := sizes.keys() - files.keys() - {MANIFEST}:
         raise UserError(
-            f"checkpoint {path} is refused: {sorted(unknown)[0]} is not in its manifest"
+            f"checkpoint {path} is refused: {sorted(unknown)[0]} is not in its manifest. If it is "
+            "yours, move it elsewhere"
         )
     return manifest
 
@@ -126,6 +157,8 @@ def hash_and_sync(accelerator, folder):
         # Data can only be synced on the machine that wrote it.
         if accelerator.is_local_main_process:
             for path in [*folder.rglob("*"), folder]:
+                if path.is_file():
+                    set_usual_mode(path)
                 sync(path)
         result = {name: {"size": views[0][name], "sha256": _sha256(folder / name)} for name in own}
     except OSError as error:
@@ -149,10 +182,41 @@ def complete(writing, target, manifest):
     sync(target.parent)
 
 
+def amend(path, changed):
+    """Changes values of the progress in a checkpoint's manifest, atomically.
+
+    Args:
+        changed (dict): name -> new value.
+    """
+    manifest = read(path)
+    manifest["progress"] |= changed
+    del manifest["sha256"]
+    manifest["sha256"] = _checksum(manifest)
+    write_json(Path(path) / MANIFEST, manifest)
+
+
 def _sizes(folder):
-    """The files below `folder`: path relative to it -> size in bytes."""
-    files = (file for file in Path(folder).rglob("*") if file.is_file())
-    return {str(file.relative_to(folder)): file.stat().st_size for file in files}
+    """The files below `folder`: path relative to it -> size in bytes.
+
+    Leaves out what systems add on their own, which nothing loads.
+
+    Raises:
+        UserError: there is a link, a device, a pipe or a socket.
+    """
+    sizes = {}
+    for place, folders, files in os.walk(folder):
+        for name in folders + files:
+            path = Path(place, name)
+            found, relative = path.lstat(), str(path.relative_to(folder))
+            if stat.S_ISREG(found.st_mode):
+                if not name.startswith(JUNK):
+                    sizes[relative] = found.st_size
+            elif not stat.S_ISDIR(found.st_mode):
+                raise UserError(
+                    f"{folder} is refused: {relative} is neither a file nor a folder, but a link, "
+                    "a device, a pipe or a socket"
+                )
+    return sizes
 
 
 def _checksum(manifest):

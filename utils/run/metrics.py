@@ -11,7 +11,7 @@ from accelerate.utils import ProfileKwargs
 from torch.distributed.tensor import DTensor
 from tqdm import tqdm
 
-from utils.run import tracking
+from utils.run import process, tracking
 from utils.run.files import read_json_lines, write_text
 
 
@@ -111,6 +111,11 @@ class Metrics:
         if self._is_main:
             self._bar.close()
 
+    def close(self):
+        """Closes metrics.jsonl."""
+        if self._is_main:
+            self._file.close()
+
     def _show(self, split, step, figures):
         if split == "train":
             self._bar.update(step - self._bar.n)
@@ -141,15 +146,11 @@ class Meter:
 
     def timed(self, batches):
         """Yields `batches` and adds up the seconds spent waiting for them."""
-        batches = iter(batches)
-        while True:
-            start_time = time.perf_counter()
-            try:
-                batch = next(batches)
-            except StopIteration:
-                return
+        start_time = time.perf_counter()
+        for batch in process.wait_for_each(batches, "a batch"):
             self._data_seconds += time.perf_counter() - start_time
             yield batch
+            start_time = time.perf_counter()
 
     def read(self, step, total_steps):
         """Returns the measurements since the last call, and starts again.

@@ -5,6 +5,7 @@ from pathlib import Path
 
 from utils.run.failures import UserError
 from utils.run.files import write_text
+from utils.run.output import for_markdown
 
 CARD = """---
 library_name: {library}
@@ -50,7 +51,7 @@ def write(
             the Hub's `library_name` and `pipeline_tag`, a paragraph, and how to load the weights.
     """
     arguments, script = record["arguments"], Path(record["command"][0]).name
-    data = arguments.get("data") or arguments.get("dataset")
+    data = for_markdown(arguments.get("data") or arguments.get("dataset") or "")
     seconds = results["train_seconds"]
     card = CARD.format(
         library=library,

@@ -1,9 +1,23 @@
-"""Records signals, exits when the launcher dies, and turns errors into exit codes.
+"""Handles signals, exits when the launcher dies, and turns errors into exit codes.
 
 Call `handle_signals()` before importing torch, so that a preemption signal during the slow imports
 is handled. For the same reason this module imports only the standard library.
+
+Where a signal finds a process, and what follows:
+
+    before training           exits at once; there is nothing to save
+    in a step                 saves after the step, on every process, then exits
+    waiting for a batch or    as above if the wait ends within `stop_seconds()`, 20 seconds by
+    another process           default; otherwise exits then, without saving
+    in an evaluation          stops it within about a second and saves; the restart evaluates
+    saving                    finishes the checkpoint, then exits
+    after the last save       exits at once; the restart writes the results
+
+The exit code is `PREEMPTED` in each case. A main thread that waits inside C++, for a collective
+say, runs no signal handler: a second thread, which the kernel's notice wakes up, ends the process.
 """
 
+import contextlib
 import gc
 import os
 import signal
@@ -12,35 +26,52 @@ import threading
 import time
 import traceback
 
-from utils.run import failures
+from utils.run import failures, launcher, output
 from utils.run.failures import RunFailed, UserError
 
 PREEMPTED = 75  # EX_TEMPFAIL of sysexits.h: on this exit code a scheduler may requeue the job
+STOPPING = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT, signal.SIGHUP)
 # Time that a process has to agree with the others on a last step after its launcher died.
 ORPHAN_SECONDS = 3.5
 # Time to save after that, or after the launcher died if a signal had arrived before.
 SAVE_SECONDS = 60
+# Time until a process that only waits is ended, with a launcher that says nothing about it.
+STOP_SECONDS = 20
 
 _handles_signals = False  # stays False in a notebook
+_refused = None  # the error to raise, if the environment describes another launch
 _signal_name = None
-_in_training = False
-_saving = False
+_signal_time = None
+_phase = "starting"  # then "training", "saving" while it saves to stop, "finishing"
+_waits_for = None  # what the main thread waits for, in words
+_on_preempted = None
+
+
+class Interrupted(Exception):
+    """A signal asked a process to stop during an evaluation, which ended on all of them."""
 
 
 def handle_signals():
-    """Records SIGTERM, SIGUSR1 and Ctrl-C for `signal_name()`; exits when the launcher dies.
+    """Handles SIGTERM, SIGUSR1, SIGHUP and Ctrl-C; exits when the launcher dies.
 
-    Also turns off garbage collection until `run`: during the imports it takes a tenth of the time
-    and finds next to nothing.
+    SIGHUP stays ignored if it is now, as under `nohup`. This also drops output that cannot be
+    printed, and turns off garbage collection until `run`: during the imports it takes a tenth of
+    the time and finds next to nothing.
     """
-    global _handles_signals
+    global _handles_signals, _refused
     _handles_signals = True
     gc.disable()
-    sys.stdout.reconfigure(line_buffering=True)  # so that a log file shows every line at once
-    for signum in (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT):
-        signal.signal(signum, _on_signal)
-    # Only under a launcher: `nohup python script.py &` must outlive its shell.
-    if "ACCELERATE_MIXED_PRECISION" in os.environ or "TORCHELASTIC_RUN_ID" in os.environ:
+    output.protect()
+    _refused = launcher.drop_variables()
+    reader, writer = os.pipe()
+    os.set_blocking(writer, False)
+    signal.set_wakeup_fd(writer, warn_on_full_buffer=False)
+    os.register_at_fork(after_in_child=lambda: signal.set_wakeup_fd(-1))  # not from loader workers
+    for signum in STOPPING:
+        if signum != signal.SIGHUP or signal.getsignal(signum) != signal.SIG_IGN:
+            signal.signal(signum, _on_signal)
+    threading.Thread(target=_end_if_stuck, args=(reader,), daemon=True).start()
+    if launcher.find():  # without one, `nohup python script.py &` must outlive its shell
         threading.Thread(target=_exit_with_launcher, args=(os.getppid(),), daemon=True).start()
 
 
@@ -54,6 +85,12 @@ def signal_name():
     return _signal_name
 
 
+def on_preempted(hook):
+    """Registers `hook(reason)`, which records that a signal ended the run without saving."""
+    global _on_preempted
+    _on_preempted = hook
+
+
 def training_starts():
     """Call this when training starts: from then on the loop notices signals and saves.
 
@@ -62,35 +99,92 @@ def training_starts():
     a different step, and the others would wait. A notebook's process outlives its runs, so there
     nothing is excluded, and the memory of each run is freed.
     """
-    global _in_training
+    global _phase
     if _handles_signals:
         gc.collect()
         gc.freeze()
-    _in_training = True
+    _phase = "training"
     if _signal_name:
-        _exit_at_once()
+        _exit_at_once(" before training started: nothing to save")
 
 
-def saving_starts():
-    """Call this when all processes have agreed to stop.
+def stopping_starts():
+    """Call this when all processes have agreed to stop: this one gets time to save.
 
-    It gives this one time to save although the launcher may be dead.
+    Its launcher may be dead.
     """
-    global _saving
-    _saving = True
+    global _phase
+    _phase = "saving"
+
+
+@contextlib.contextmanager
+def saving():
+    """Marks a block that writes a checkpoint: a signal ends the process later, not in it."""
+    global _phase, _signal_time
+    before, _phase = _phase, "saving"
+    try:
+        yield
+    finally:
+        _phase = before
+        if _signal_time:  # the next step may take as long as if the signal had arrived now
+            _signal_time = time.monotonic()
+
+
+def training_ends():
+    """Call this when everything is saved: from then on a signal ends the process at once."""
+    global _phase
+    if _phase == "training":
+        _phase = "finishing"
+
+
+def wait_for_each(items, what):
+    """Yields `items`; while the main thread waits for one, a signal ends it after a while.
+
+    Args: what (str): what an item is, for the message.
+    """
+    global _waits_for
+    items = iter(items)
+    while True:
+        _waits_for = what
+        try:
+            item = next(items)
+        except StopIteration:
+            return
+        finally:
+            _waits_for = None
+        yield item
 
 
 def grace_seconds():
     """Seconds between the launcher's SIGTERM and SIGKILL; None without such a launcher."""
-    if "TORCHELASTIC_RUN_ID" not in os.environ:
+    if not launcher.is_elastic():
         return None
     return float(os.environ.get("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", 30))
 
 
-def ignore_signals(_worker_id):
-    """For `DataLoader(worker_init_fn=...)`: so that the loop can finish its step and save."""
-    for signum in (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT):
+def stop_seconds():
+    """Seconds after a signal until a process that does not get to a save is ended."""
+    grace = grace_seconds()
+    return STOP_SECONDS if grace is None else grace * 2 / 3
+
+
+def set_up_worker(_worker_id):
+    """For `DataLoader(worker_init_fn=...)`: ignores signals; an unsendable batch ends the worker.
+
+    The loop can then finish its step and save. Python only prints the error of a batch that cannot
+    be sent (a socket's path that is too long, a full /dev/shm), and the loader would wait forever.
+    """
+    from multiprocessing.queues import Queue
+
+    for signum in STOPPING:
         signal.signal(signum, signal.SIG_IGN)
+    Queue._on_queue_feeder_error = staticmethod(_end_worker)
+
+
+def _end_worker(error, _batch):
+    line = f"{type(error).__name__}: {output.one_line(error)}"
+    print(f"a data loader worker cannot send its batch: {line}", file=sys.stderr, flush=True)
+    os._exit(1)
 
 
 def run(main):
@@ -105,11 +199,15 @@ def run(main):
     gc.freeze()  # excludes what the imports created from garbage collection
     gc.enable()
     try:
+        if _refused:
+            raise _refused
         record(main)()
     except SystemExit as error:
         if error.code == PREEMPTED:
             failures.report_to_launcher("stopped by a signal, as asked")
         raise
+    except Interrupted:
+        _exit_at_once(" in an evaluation, which the restart repeats")
     except UserError as error:
         _end_with_message(error)
     except Exception as error:
@@ -135,7 +233,7 @@ def _end_with_message(error):
 
 
 def _end_with_failure(error):
-    line = failures.describe(error)
+    line, retry = failures.describe(error), failures.may_pass(error)
     if line is None:
         traceback.print_exc()
         text = str(error).strip()
@@ -144,11 +242,11 @@ def _end_with_failure(error):
         failures.report_to_launcher(line)
     if failures.is_lost_contact(error):
         # Only the first of the processes that lost contact prints it.
-        _record(line, retry=True, before=f"error: {line}")
+        _record(line, retry, before=f"error: {line}")
         _wait_for_launcher(5)
     else:
         print(f"error: {line}", file=sys.stderr, flush=True)
-        _record(line, retry=True)
+        _record(line, retry)
     _exit(1)
 
 
@@ -178,36 +276,68 @@ def _wait_for_launcher(seconds):
         signal.signal(signum, lambda *_: os._exit(0))
     if _signal_name is None:
         time.sleep(seconds)
-    elif "TORCHELASTIC_RUN_ID" in os.environ:  # it was the launcher's
+    elif launcher.is_elastic():  # it was the launcher's
         os._exit(0)
 
 
 def _on_signal(signum, _frame):
-    global _signal_name
+    global _signal_name, _signal_time
     if _signal_name is None:
-        _signal_name = signal.Signals(signum).name
-        if not _in_training:
-            _exit_at_once()
+        _signal_name, _signal_time = signal.Signals(signum).name, time.monotonic()
+        if _phase == "starting":
+            _exit_at_once(" before training started: nothing to save")
+        elif _phase == "finishing":
+            _exit_at_once(" after the last step, which is saved")
     elif signum == signal.SIGINT:
         os._exit(PREEMPTED)  # exit immediately on a second Ctrl-C
 
 
-def _exit_at_once():
+def _exit_at_once(where):
+    """Ends the process, also from a signal handler or another thread than the main one."""
+    reason = f"stopped by {_signal_name}{where}"
     if is_main():
-        line = f"stopped by {_signal_name} before training started: nothing to save"
-        print(line, file=sys.stderr, flush=True)
+        again = ""
+        if _on_preempted:
+            again = f": {failures.SAME_COMMAND}"
+            # The folder may be gone; the process ends in any case.
+            with contextlib.suppress(OSError, UserError):
+                _on_preempted(reason)
+        # Not print: the main thread may be in the middle of it.
+        with contextlib.suppress(OSError):
+            os.write(2, f"{reason}{again}\n".encode())
     os._exit(PREEMPTED)
 
 
-def _exit_with_launcher(launcher):
-    while os.getppid() == launcher:
+def _end_if_stuck(reader):
+    """Ends the process if the main thread does not get to it after a signal.
+
+    Args:
+        reader (int): a pipe into which the kernel's handler of a signal writes its number.
+    """
+    global _signal_name, _signal_time
+    while (signum := os.read(reader, 1)[0]) not in STOPPING:
+        pass
+    arrived = time.monotonic()
+    while True:
+        time.sleep(0.25)
+        passed = time.monotonic() - (_signal_time or arrived)
+        # Without a launcher, a single process that computes may finish its step.
+        stuck = _signal_name is None or _waits_for or launcher.is_elastic()
+        if _phase != "saving" and stuck and passed > stop_seconds():
+            _signal_name = _signal_name or signal.Signals(signum).name
+            waits = f", waiting for {_waits_for}" if _waits_for else ", in a step or a collective"
+            _exit_at_once(f"{waits} for {passed:.0f} s: the last checkpoint is valid")
+
+
+def _exit_with_launcher(launcher_id):
+    while os.getppid() == launcher_id:
         time.sleep(0.25)
     # With one process the launcher has no elastic agent: a signal kills it at once, while this
     # process still has to save.
     seconds = ORPHAN_SECONDS if _signal_name is None else SAVE_SECONDS
     os.kill(os.getpid(), signal.SIGTERM)
     time.sleep(seconds)
-    if _saving:
+    if _phase == "saving":
         time.sleep(SAVE_SECONDS)
     # Still running: blocked in a collective with a process that has exited, or in a long step. The
     # last checkpoint is valid.

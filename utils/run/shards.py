@@ -1,25 +1,19 @@
-"""Inspects sharded checkpoints from untrusted sources before torch.distributed loads them."""
+"""Loads checkpoints without executing code: neither Accelerate's pickles nor an index of shards."""
 
-import io
+import contextlib
 import pickle
-from pathlib import Path
+import stat
+from pathlib import Path, PurePosixPath
 
 import torch
-from torch.distributed.checkpoint.metadata import BytesStorageMetadata
+import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint import format_utils
+from torch.distributed.checkpoint.metadata import StorageMeta
 
-INDEX = ".metadata"
-# All names that the index of a checkpoint may refer to: module -> names.
+# The module that defines the data classes of an index; a later release may add some.
+METADATA = "torch.distributed.checkpoint.metadata"
+# What else an index may refer to: module -> names.
 KNOWN = {
-    "torch.distributed.checkpoint.metadata": {
-        "BytesStorageMetadata",
-        "ChunkStorageMetadata",
-        "Metadata",
-        "MetadataIndex",
-        "StorageMeta",
-        "TensorProperties",
-        "TensorStorageMetadata",
-        "_MEM_FORMAT_ENCODING",
-    },
     "torch.distributed.checkpoint.filesystem": {"_StorageInfo"},
     "torch.serialization": {"_get_layout"},
     "torch": {"Size"}
@@ -27,53 +21,87 @@ KNOWN = {
     "pathlib": {"PosixPath", "PurePosixPath"},
     "pathlib._local": {"PosixPath", "PurePosixPath"},  # where Python 3.13 keeps them
 }
+_refusals = []  # the errors with which the present `safe_loading` refused something
 
 
-def refuse_code(folder):
-    """Checks that loading sharded state anywhere below `folder` executes no code.
+@contextlib.contextmanager
+def safe_loading():
+    """While it is active, `torch.load` builds nothing but tensors and plain values.
 
-    torch unpickles the index and all values that are not tensors.
+    Sharded state is read by `Reader`. Accelerate and torch ask for more: `weights_only=False` for
+    registered objects and for values in shards, and `pickle.load` for the index. So there is no
+    check before loading that a file could evade: what is loaded is what is checked.
 
     Raises:
-        pickle.UnpicklingError: loading would execute code, or the index is invalid; the message
-        says what.
+        pickle.UnpicklingError: at the end of the block, if it was asked to build anything else; the
+            message says what. In between, torch turns that error into others.
     """
-    for path in Path(folder).rglob(f"*{INDEX}"):
-        if path.name != INDEX:
-            raise pickle.UnpicklingError(f"{path.name} would be read as an index")
+    original_load = torch.load
+    modules = (dcp, format_utils)
+    readers = [module.FileSystemReader for module in modules]
+
+    def load(*args, **options):
         try:
-            _check(path.parent)
-        except (
-            AttributeError,
-            EOFError,
-            IndexError,
-            KeyError,
-            OSError,
-            TypeError,
-            ValueError,
-        ) as error:
-            raise pickle.UnpicklingError(
-                f"{path} is not an index of sharded state: {error}"
-            ) from None
+            return original_load(*args, **{**options, "weights_only": True})
+        except pickle.UnpicklingError as error:
+            _refusals.append(error)
+            raise
+
+    torch.load = load
+    for module in modules:
+        module.FileSystemReader = Reader
+    _refusals.clear()
+    try:
+        yield
+    except BaseException:
+        if _refusals:
+            raise _refusals[0] from None
+        raise
+    finally:
+        torch.load = original_load
+        for module, reader in zip(modules, readers, strict=True):
+            module.FileSystemReader = reader
 
 
-def _check(folder):
-    with (folder / INDEX).open("rb") as file:
-        index = _Inspector(file).load()
-    if type(index.storage_data) is not dict or type(index.state_dict_metadata) is not dict:
-        # Another type could return other items to torch than here.
-        raise TypeError("it does not hold plain dictionaries")
-    for key, location in index.storage_data.items():
-        if getattr(location, "transform_descriptors", None):
-            raise pickle.UnpicklingError(f"{key.fqn} is stored with a transform")
-        if isinstance(index.state_dict_metadata[key.fqn], BytesStorageMetadata):
-            with (folder / location.relative_path).open("rb") as file:
-                file.seek(location.offset)
-                torch.load(io.BytesIO(file.read(location.length)), weights_only=True)
+class Reader(dcp.FileSystemReader):
+    """Reads sharded state; its index may refer only to data classes and to files beside it."""
+
+    def read_metadata(self, *args, **options):
+        """Reads the index, and checks what it refers to."""
+        path = Path(self._get_metadata_path(options.get("rank")))
+        try:
+            with path.open("rb") as file:
+                index = _Unpickler(file).load()
+            self._check(index)
+        except pickle.UnpicklingError as error:
+            _refusals.append(error)
+            raise
+        except (AttributeError, EOFError, IndexError, KeyError, TypeError, ValueError) as error:
+            reason = f"{path.name} is not an index of sharded state: {error}"
+            _refusals.append(pickle.UnpicklingError(reason))
+            raise _refusals[-1] from None
+        if getattr(index, "storage_meta", None) is None:
+            index.storage_meta = StorageMeta()
+        index.storage_meta.load_id = self.load_id
+        return index
+
+    def _check(self, index):
+        if type(index.storage_data) is not dict or type(index.state_dict_metadata) is not dict:
+            # Another type could return other items to torch than here.
+            raise TypeError("it does not hold plain dictionaries")
+        for key, location in index.storage_data.items():
+            if getattr(location, "transform_descriptors", None):
+                raise pickle.UnpicklingError(f"{key.fqn} is stored with a transform")
+            name = location.relative_path
+            beside = isinstance(name, str) and PurePosixPath(name).name == name
+            if not (beside and stat.S_ISREG((Path(self.path) / name).lstat().st_mode)):
+                raise pickle.UnpicklingError(f"{key.fqn} is not in a file of the checkpoint")
 
 
-class _Inspector(pickle.Unpickler):
+class _Unpickler(pickle.Unpickler):
     def find_class(self, module, name):
-        if name not in KNOWN.get(module, ()):
-            raise pickle.UnpicklingError(f"{INDEX} refers to {module}.{name}")
-        return super().find_class(module, name)
+        if module == METADATA or name in KNOWN.get(module, ()):
+            found = super().find_class(module, name)
+            if module != METADATA or getattr(found, "__module__", None) == METADATA:
+                return found
+        raise pickle.UnpicklingError(f"its index refers to {module}.{name}")

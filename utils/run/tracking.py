@@ -2,7 +2,7 @@
 
 from accelerate.tracking import LOGGER_TYPE_TO_CLASS, get_available_trackers
 
-from utils.run.failures import UserError
+from utils.run.failures import UserError, optional
 
 
 def trackers(names):
@@ -55,8 +55,10 @@ def start(accelerator, project, name, run_id, arguments, step):
         "clearml": {"task_name": name},
         "aim": {"experiment": name},
     }
-    accelerator.init_trackers(project, init_kwargs=options)
-    for tracker in accelerator.trackers:
+    with optional("experiment tracking"):
+        accelerator.init_trackers(project, init_kwargs=options)
+
+    def record_arguments(tracker):
         if tracker.name == "tensorboard":
             # At the next step, so that a later restart purges it. TensorBoard's own table of
             # hyperparameters needs the final metrics: see `finish`.
@@ -64,6 +66,8 @@ def start(accelerator, project, name, run_id, arguments, step):
             tracker.log({"arguments": text}, step=step + 1)
         else:
             tracker.store_init_configuration(arguments)
+
+    _for_each(accelerator, record_arguments)
 
 
 def log(accelerator, values, step, sent_before=False):
@@ -73,9 +77,12 @@ def log(accelerator, values, step, sent_before=False):
         sent_before (bool): the values were sent before an interruption. Then only TensorBoard,
             which has dropped them, gets them again.
     """
-    for tracker in accelerator.trackers:
+
+    def send(tracker):
         if tracker.name == "tensorboard" or not sent_before:
             tracker.log(values, step=step)
+
+    _for_each(accelerator, send)
 
 
 def log_images(accelerator, images, step):
@@ -84,11 +91,14 @@ def log_images(accelerator, images, step):
     Args:
         images (dict): name -> uint8 [1, height, width, 3].
     """
-    for tracker in accelerator.trackers:
+
+    def send(tracker):
         if tracker.name == "tensorboard":
             tracker.log_images(images, step=step, dataformats="NHWC")
         elif tracker.name == "wandb":
             tracker.log_images(images, step=step)
+
+    _for_each(accelerator, send)
 
 
 def finish(accelerator, arguments, metrics):
@@ -98,9 +108,22 @@ def finish(accelerator, arguments, metrics):
         for name, value in metrics.items()
         if name.startswith(("test_", "val_"))
     }
-    for tracker in accelerator.trackers:
+
+    def record_hyperparameters(tracker):
         if tracker.name == "tensorboard":
             hyperparameters = {
                 name: value for name, value in arguments.items() if value is not None
             }
             tracker.tracker.add_hparams(hyperparameters, final, run_name=".")
+
+    _for_each(accelerator, record_hyperparameters)
+
+
+def _for_each(accelerator, function):
+    """Calls `function(tracker)`; one that fails costs a warning, and is not called again."""
+    failed = list(accelerator.trackers)
+    for tracker in accelerator.trackers:
+        with optional(f"what --track {tracker.name} would show from here on"):
+            function(tracker)
+            failed.remove(tracker)
+    accelerator.trackers = [tracker for tracker in accelerator.trackers if tracker not in failed]

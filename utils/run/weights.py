@@ -10,12 +10,12 @@ from typing import NamedTuple
 import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
-from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
+from torch.distributed.checkpoint import format_utils
 
 from utils.run import manifest, shards
 from utils.run.collectives import run_on_main
 from utils.run.failures import UserError
-from utils.run.files import read_json, sync
+from utils.run.files import read_json, regular_file, set_usual_mode, sync
 
 SHARDS = "pytorch_model_fsdp_0"  # where Accelerate saves the weights of a sharded model
 AVERAGED = "custom_checkpoint_0.pkl"  # where it saves the first registered object
@@ -52,6 +52,7 @@ def export(folder, model, config):
     temporary = Path(folder) / ".model.safetensors.writing"
     # One key only: safetensors writes several keys in an order that varies from run to run.
     save_file(state, temporary, metadata={"config": json.dumps(config, sort_keys=True)})
+    set_usual_mode(temporary)
     sync(temporary)
     os.replace(temporary, Path(folder) / "model.safetensors")
     sync(folder)
@@ -76,7 +77,7 @@ def read(path):
         if (folder / SHARDS).exists() and not file.exists():
             state, config = _read_shards(folder / SHARDS), None
         else:
-            with safe_open(file, framework="pt") as opened:
+            with safe_open(regular_file(file), framework="pt") as opened:
                 names = opened.keys()
                 state = {_plain(name): opened.get_tensor(name) for name in names}
                 config = json.loads((opened.metadata() or {}).get("config", "null"))
@@ -109,7 +110,7 @@ def _read_averaged(folder):
     """The weights of an `AveragedModel` that was registered for checkpointing; None without one."""
     if not (folder / AVERAGED).exists():
         return None
-    saved = torch.load(folder / AVERAGED, map_location="cpu", weights_only=True)
+    saved = torch.load(regular_file(folder / AVERAGED), map_location="cpu", weights_only=True)
     if not isinstance(saved, dict) or "n_averaged" not in saved:
         return None
     return {_plain(name): value for name, value in saved.items() if name.startswith("module.")}
@@ -181,12 +182,13 @@ def load_into(model, state, place, file):
 
 
 def _read_shards(folder):
-    shards.refuse_code(folder)
+    manifest.refuse_links(folder)
     # Not in /tmp, which may be small.
     with tempfile.TemporaryDirectory(dir=folder.parent.parent) as temporary:
         merged = Path(temporary) / "merged.pt"
-        dcp_to_torch_save(folder, merged)
-        state = torch.load(merged, weights_only=True)["model"]
+        with shards.safe_loading():
+            format_utils.dcp_to_torch_save(folder, merged)
+            state = torch.load(merged)["model"]
     return {_plain(name): value for name, value in state.items()}
 
 

@@ -65,6 +65,10 @@ def fill(ballast):
             pass
 
 
+def is_first():
+    return os.environ.get("RANK", "0") == "0"
+
+
 def terminate():
     os.kill(os.getpid(), signal.SIGTERM)
 
@@ -119,6 +123,44 @@ elif name in ("die_before_rename", "lost_before_rename"):
     os.rename = rename
 elif name == "sigterm_in_step":
     before(accelerate.Accelerator, "backward", terminate)
+elif name == "sigterm_in_evaluation":
+    before(accelerate.Accelerator, "gather_for_metrics", terminate)
+elif name == "sighup_in_step":
+    before(accelerate.Accelerator, "backward", lambda: os.kill(os.getpid(), signal.SIGHUP))
+elif name == "silent_loader":
+    # A loader whose worker is alive, but sends nothing, from its N-th batch on. A signal ends the
+    # process after a second.
+    from utils.data import arrays
+    from utils.run import process
+
+    process.STOP_SECONDS = 1
+    before(arrays.ArrayBatches, "__getitems__", lambda: time.sleep(3600))
+elif name == "undeletable":
+    # As on NFS while another process has a file open: the folder of that checkpoint stays.
+    import errno
+    import shutil
+
+    real_rmtree, kept = shutil.rmtree, when
+
+    def rmtree(path, ignore_errors=False, **kwargs):
+        if not str(path).endswith(kept):
+            real_rmtree(path, ignore_errors=ignore_errors, **kwargs)
+        elif not ignore_errors and os.path.exists(path):
+            raise OSError(errno.ENOTEMPTY, "Directory not empty")
+
+    shutil.rmtree = rmtree
+elif name == "rename_folder":
+    # The output folder is renamed in that step; the new name is after the colon.
+    target, rank = rank, ""
+    folder = sys.argv[sys.argv.index("--output_dir") + 1]
+    before(accelerate.Accelerator, "backward", lambda: is_first() and os.rename(folder, target))
+elif name == "no_plots":
+    from utils import plots
+
+    def refuse(*_, **__):
+        raise RuntimeError("ESC \x1b[31m is not a letter")
+
+    plots.save = refuse
 elif name == "sigusr1_in_step":
     before(accelerate.Accelerator, "backward", lambda: os.kill(os.getpid(), signal.SIGUSR1))
 elif name == "nan":

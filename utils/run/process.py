@@ -18,6 +18,7 @@ say, runs no signal handler: a second thread, which the kernel's notice wakes up
 """
 
 import contextlib
+import ctypes
 import gc
 import os
 import signal
@@ -37,6 +38,7 @@ ORPHAN_SECONDS = 3.5
 SAVE_SECONDS = 60
 # Time until a process that only waits is ended, with a launcher that says nothing about it.
 STOP_SECONDS = 20
+PR_SET_PDEATHSIG = 1  # from <linux/prctl.h>
 
 _handles_signals = False  # stays False in a notebook
 _refused = None  # the error to raise, if the environment describes another launch
@@ -178,6 +180,9 @@ def set_up_worker(_worker_id):
 
     for signum in STOPPING:
         signal.signal(signum, signal.SIG_IGN)
+    if sys.platform == "linux":
+        # However the training process ends: so does a worker that is stuck.
+        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
     Queue._on_queue_feeder_error = staticmethod(_end_worker)
 
 
@@ -205,6 +210,7 @@ def run(main):
     except SystemExit as error:
         if error.code == PREEMPTED:
             failures.report_to_launcher("stopped by a signal, as asked")
+            _exit(PREEMPTED)  # at once: Python would wait for a loader worker that is stuck
         raise
     except Interrupted:
         _exit_at_once(" in an evaluation, which the restart repeats")

@@ -109,9 +109,9 @@ def test_a_process_without_a_launcher_outlives_whoever_started_it(tmp_path):
 
 
 def test_a_worker_that_sends_nothing_does_not_outlive_a_signal(tmp_path):
-    words = ["silent_loader@5", CIFAR, *ENDLESS.split(), "--num_workers", "1"]
+    words = ["silent_loader@6", CIFAR, *ENDLESS.split(), "--num_workers", "1"]
     started = Started(None, "tests/wrapped.py", words, output_dir=tmp_path)
-    started.wait_for("step      3/")  # the fourth needs the fifth batch
+    started.wait_for("step      3/")  # two more batches are loaded ahead
     workers = psutil.Process(started.process.pid).children(recursive=True)
     os.kill(started.process.pid, signal.SIGTERM)
     code, output = started.finish()

@@ -128,12 +128,9 @@ elif name == "sigterm_in_evaluation":
 elif name == "sighup_in_step":
     before(accelerate.Accelerator, "backward", lambda: os.kill(os.getpid(), signal.SIGHUP))
 elif name == "silent_loader":
-    # A loader whose worker is alive, but sends nothing, from its N-th batch on. A signal ends the
-    # process after a second.
+    # A loader whose worker is alive, but sends nothing, from its N-th batch on.
     from utils.data import arrays
-    from utils.run import process
 
-    process.STOP_SECONDS = 1
     before(arrays.ArrayBatches, "__getitems__", lambda: time.sleep(3600))
 elif name == "undeletable":
     # As on NFS while another process has a file open: the folder of that checkpoint stays.

@@ -12,7 +12,17 @@ from pathlib import Path
 
 from tqdm import tqdm
 
-from utils.run import checkpoint, failures, manifest, model_card, process, record, status, tracking
+from utils.run import (
+    checkpoint,
+    failures,
+    launcher,
+    manifest,
+    model_card,
+    process,
+    record,
+    status,
+    tracking,
+)
 from utils.run.arguments import MAY_CHANGE
 from utils.run.claim import check_same, check_shared, claim
 from utils.run.collectives import run_on_all, run_on_main, wait_for_all
@@ -195,7 +205,7 @@ class RunFolder:
 
     def _warn_of_short_grace(self):
         grace, slowest = process.grace_seconds(), self.metrics.slowest_save
-        if grace is not None and slowest > grace:
+        if launcher.is_elastic() and slowest > grace:
             self.print(
                 f"warning: a checkpoint took {slowest:.0f} s, but the launcher kills its processes "
                 f"{grace:.0f} s after SIGTERM: export "

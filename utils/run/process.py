@@ -7,8 +7,9 @@ Where a signal finds a process, and what follows:
 
     before training           exits at once; there is nothing to save
     in a step                 saves after the step, on every process, then exits
-    waiting for a batch or    as above if the wait ends within `stop_seconds()`, 20 seconds by
-    another process           default; otherwise exits then, without saving
+    in a step that lasts,     exits after `stop_seconds()`, 20 by default, without saving
+    or waiting for a batch
+    or another process
     in an evaluation          stops it within about a second and saves; the restart evaluates
     saving                    finishes the checkpoint, then exits
     after the last save       exits at once; the restart writes the results
@@ -36,8 +37,6 @@ STOPPING = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT, signal.SIGHUP)
 ORPHAN_SECONDS = 3.5
 # Time to save after that, or after the launcher died if a signal had arrived before.
 SAVE_SECONDS = 60
-# Time until a process that only waits is ended, with a launcher that says nothing about it.
-STOP_SECONDS = 20
 PR_SET_PDEATHSIG = 1  # from <linux/prctl.h>
 
 _handles_signals = False  # stays False in a notebook
@@ -158,16 +157,13 @@ def wait_for_each(items, what):
 
 
 def grace_seconds():
-    """Seconds between the launcher's SIGTERM and SIGKILL; None without such a launcher."""
-    if not launcher.is_elastic():
-        return None
+    """Seconds between the launcher's SIGTERM and SIGKILL; schedulers give about as many."""
     return float(os.environ.get("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", 30))
 
 
 def stop_seconds():
     """Seconds after a signal until a process that does not get to a save is ended."""
-    grace = grace_seconds()
-    return STOP_SECONDS if grace is None else grace * 2 / 3
+    return grace_seconds() * 2 / 3 if _phase == "training" else 5
 
 
 def set_up_worker(_worker_id):
@@ -327,12 +323,13 @@ def _end_if_stuck(reader):
     while True:
         time.sleep(0.25)
         passed = time.monotonic() - (_signal_time or arrived)
-        # Without a launcher, a single process that computes may finish its step.
-        stuck = _signal_name is None or _waits_for or launcher.is_elastic()
-        if _phase != "saving" and stuck and passed > stop_seconds():
+        if _phase != "saving" and passed > stop_seconds():
             _signal_name = _signal_name or signal.Signals(signum).name
-            waits = f", waiting for {_waits_for}" if _waits_for else ", in a step or a collective"
-            _exit_at_once(f"{waits} for {passed:.0f} s: the last checkpoint is valid")
+            place = f"waiting for {_waits_for}" if _waits_for else "in a step or a collective"
+            _exit_at_once(
+                f", {place} {passed:.0f} s later: the last checkpoint is valid (for longer steps: "
+                "export TORCH_ELASTIC_SHUTDOWN_TIMEOUT=SECONDS)"
+            )
 
 
 def _exit_with_launcher(launcher_id):

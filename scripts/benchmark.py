@@ -666,7 +666,10 @@ def parse_args():
     )
     parser.add_argument("--quick", action="store_true", help="fewer steps, for a first look")
     parser.add_argument(
-        "--rounds", type=number(int, 1), default=5, help="how often to measure both sides, in turn"
+        "--rounds",
+        type=number(int, 1, most=1000),
+        default=5,
+        help="how often to measure both sides, in turn",
     )
     parser.add_argument(
         "--text", metavar="FILE", help="tinyshakespeare (input.txt), for the benchmark `gpt`"

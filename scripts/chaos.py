@@ -11,7 +11,6 @@ Repeats this until the number of kills is reached. To test your own script, give
 without `--output_dir`.
 """
 
-import argparse
 import json
 import random
 import shutil
@@ -21,7 +20,13 @@ import time
 from collections import Counter
 from pathlib import Path
 
+# Finds `utils` next to this script (a copy) or one folder up (the repository).
+sys.path.insert(1, str(Path(__file__).resolve().parents[1]))
 import psutil
+
+from utils.run import process
+from utils.run.arguments import SEED, Parser, number
+from utils.run.failures import RunFailed, UserError
 
 # Metrics that depend on the time that steps take.
 CLOCK = {
@@ -45,7 +50,7 @@ def main():
     with (folder / "chaos.log").open("w") as log:
         start_time = time.monotonic()
         if launch(args.command, folder / "reference", log).wait() != 0:
-            raise SystemExit(f"the command fails without being killed: see {folder}/chaos.log")
+            raise RunFailed(f"the command fails without being killed: see {folder}/chaos.log")
         seconds = time.monotonic() - start_time
         print(f"uninterrupted: {seconds:.0f} s", flush=True)
         while kills.total() < args.kills:
@@ -88,7 +93,7 @@ def run_with_kills(args, run, seconds, kills, rng, log):
             launcher.wait()
             continue
         if code != 0:
-            raise SystemExit(
+            raise RunFailed(
                 f"{run.name}: a relaunch failed without being killed: see {args.folder}/chaos.log"
             )
         return time.monotonic() - start_time
@@ -134,29 +139,26 @@ def logged_metrics(run):
 
 
 def parse_args():
-    parser = argparse.ArgumentParser(
-        description=__doc__.split("\n")[0], formatter_class=argparse.ArgumentDefaultsHelpFormatter
-    )
-    parser.add_argument("--kills", type=int, default=50, help="number of kills")
+    parser = Parser(description=__doc__.split("\n")[0])
+    kills = number(int, 1, most=100_000)  # each takes seconds
+    parser.add_argument("--kills", type=kills, default=50, help="number of kills")
     parser.add_argument("--folder", default="runs/chaos", help="folder for the runs; emptied first")
     parser.add_argument(
-        "--seed", type=int, default=0, help="seed of the times, and of which processes are killed"
+        "--seed", type=SEED, default=0, help="seed of the times, and of which processes are killed"
     )
-    parser.add_argument(
-        "command", nargs=argparse.REMAINDER, help="-- followed by the launch command"
-    )
+    parser.add_argument("command", nargs="...", type=str, help="-- followed by the launch command")
     args = parser.parse_args()
     if args.command[:1] == ["--"]:
         args.command = args.command[1:]
     if not args.command:
-        parser.error("no command to launch: give it after --")
+        raise UserError("no command to launch: give it after --")
     folder = Path(args.folder)
     if folder.exists() and not (folder / "chaos.log").exists():
-        parser.error(
+        raise UserError(
             f"{folder} exists and does not belong to an earlier chaos run: give another --folder"
         )
     return args
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    process.run(main)

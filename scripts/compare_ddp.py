@@ -72,7 +72,7 @@ from utils.data.arrays import ArrayBatches, load_arrays
 from utils.data.augment import normalize
 from utils.data.loaders import already_a_batch
 from utils.run import launch
-from utils.run.arguments import Parser, number
+from utils.run.arguments import BATCH, SECONDS, SEED, Parser, number
 from utils.run.collectives import local_main_first, run_on_main, wait_for_all
 from utils.run.failures import RunFailed, UserError
 from utils.run.folder import RunFolder
@@ -562,7 +562,7 @@ def parse_args():
     group = parser.add_argument_group("the experiment")
     group.add_argument(
         "--batch_size",
-        type=at_least_1,
+        type=BATCH,
         default=64,
         help="B: samples over all processes in ddp, per process in replicated",
     )
@@ -580,10 +580,13 @@ def parse_args():
     )
     group.add_argument("--max_train_steps", type=at_least_1, help="most optimizer steps of a run")
     group.add_argument(
-        "--lr", type=number(float, 0), default=0.02, help="learning rate of all four runs"
+        "--lr",
+        type=number(float, 0, most=1000),
+        default=0.02,
+        help="learning rate of all four runs",
     )
     group.add_argument(
-        "--momentum", type=number(float, 0), default=0.9, help="momentum of all four runs"
+        "--momentum", type=number(float, 0, below=1), default=0.9, help="momentum of all four runs"
     )
     group.add_argument(
         "--proof_steps",
@@ -614,12 +617,12 @@ def parse_args():
     )
     group.add_argument(
         "--seed",
-        type=number(int, 0),
+        type=SEED,
         default=0,
         help="seed of the weights and the order of samples",
     )
     group.add_argument(
-        "--timeout", type=at_least_1, default=1800, help="seconds to wait for another process"
+        "--timeout", type=SECONDS, default=1800, help="seconds to wait for another process"
     )
     return parser.parse_args()
 

@@ -41,7 +41,7 @@ from utils.data.loaders import evaluation_batch_size, loader_options
 from utils.data.sources import find_images
 from utils.data.transforms import EvalTransform
 from utils.run import cpu, launch, weights
-from utils.run.arguments import Parser, number
+from utils.run.arguments import WORKERS, Parser
 from utils.run.collectives import local_main_first, run_on_all, run_on_main
 from utils.run.failures import UserError
 from utils.run.files import write_json, write_text
@@ -325,7 +325,7 @@ def parse_args():
     )
     parser.add_argument(
         "--num_workers",
-        type=number(int, 0),
+        type=WORKERS,
         default=min(8, cpu.cores_per_process()),
         help="processes that decode images",
     )

@@ -53,7 +53,7 @@ import json
 import math
 import sys
 import time
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
 from typing import NamedTuple
 
@@ -71,7 +71,7 @@ from torch import nn
 
 from utils import plots
 from utils.run import launch
-from utils.run.arguments import Parser, number
+from utils.run.arguments import BATCH, Parser, number
 from utils.run.failures import UserError
 
 FIRST_BUCKET, BUCKET = 2**20, 25 * 2**20
@@ -90,6 +90,7 @@ class Link(NamedTuple):
 # ---------------------------------------------------------------------------------- time of a step
 
 
+@cache  # almost all buckets of a model are alike
 def all_reduce_seconds(processes, size, latency, bandwidth):
     """Seconds of an all-reduce of `size` bytes: the faster one of ring and tree."""
     if processes == 1:
@@ -490,42 +491,60 @@ def write(args, name, record):
         raise UserError(f"cannot write to --output_dir {folder}: {error.strerror}") from None
 
 
-def integer(text):
+class Integer(number):
     """An argparse type: an integer that may be written as 1.5e9."""
-    return int(number(float, 1)(text))
+
+    def __init__(self, low, most):
+        super().__init__(float, low, most=most)
+
+    def __contains__(self, value):
+        return super().__contains__(value) and value == int(value)
+
+    def __call__(self, text):
+        return int(super().__call__(text))
+
+    def __str__(self):
+        return f"an integer, {super().__str__()}"
 
 
 def parse_args():
-    positive = number(float, 0, above=True)
+    seconds = number(float, 0, above=True, most=10**6)
+    bandwidth = number(float, 0, above=True, most=10**15)  # a million times that of Ethernet
     parser = Parser(description=__doc__.split("\n")[0])
     parser.add_argument(
-        "--parameters", type=integer, default=4_000_000, help="size of the model, such as 1.5e9"
+        "--parameters",
+        type=Integer(1, 10**12),  # about the largest published models
+        default=4_000_000,
+        help="size of the model, such as 1.5e9",
     )
-    parser.add_argument("--step_seconds", type=positive, help="time of a step on one process")
+    parser.add_argument("--step_seconds", type=seconds, help="time of a step on one process")
     parser.add_argument("--topology", help="topology.json of check_topology.py")
-    parser.add_argument("--latency", type=positive, help="seconds from one process to another")
-    parser.add_argument("--bandwidth", type=positive, help="bus bandwidth, bytes per second")
-    parser.add_argument("--memory_gib", type=positive, default=80, help="memory of a GPU")
+    parser.add_argument("--latency", type=seconds, help="seconds from one process to another")
+    parser.add_argument("--bandwidth", type=bandwidth, help="bus bandwidth, bytes per second")
+    gib = number(float, 0, above=True, most=10**6)
+    parser.add_argument("--memory_gib", type=gib, default=80, help="memory of a GPU")
     parser.add_argument(
         "--worthwhile",
-        type=positive,
+        type=number(float, 0, above=True, most=1),
         default=0.8,
         help="lowest acceptable efficiency, as a fraction",
     )
     parser.add_argument("--output_dir", default="runs/predict_scaling", help="folder for results")
     parser.add_argument(
         "--layers",
-        type=number(int, 1),
+        type=number(int, 1, most=10_000),
         default=16,
         help="layers of equal size, also of the network that --measure runs",
     )
     group = parser.add_argument_group("comparing DDP, FSDP and HSDP")
     group.add_argument(
         "--processes",
-        type=number(int, 2),
+        type=number(int, 2, most=10**6),
         help="number of processes, one per GPU; default: no comparison",
     )
-    group.add_argument("--per_machine", type=number(int, 1), default=8, help="GPUs of each machine")
+    group.add_argument(
+        "--per_machine", type=number(int, 1, most=10_000), default=8, help="GPUs of each machine"
+    )
     group.add_argument(
         "--mixed_precision",
         choices=["bf16", "no"],
@@ -538,11 +557,11 @@ def parse_args():
         "machines",
     )
     group.add_argument(
-        "--inside_latency", type=positive, help="latency inside a machine, in seconds"
+        "--inside_latency", type=seconds, help="latency inside a machine, in seconds"
     )
     group.add_argument(
         "--inside_bandwidth",
-        type=positive,
+        type=bandwidth,
         help="bus bandwidth inside a machine, bytes per second",
     )
     group = parser.add_argument_group("measuring, under accelerate launch")
@@ -551,9 +570,7 @@ def parse_args():
         action="store_true",
         help="run real steps on these processes, and compare their time with the prediction",
     )
-    group.add_argument(
-        "--batch", type=number(int, 1), default=512, help="samples per process and step"
-    )
+    group.add_argument("--batch", type=BATCH, default=512, help="samples per process and step")
     return parser.parse_args()
 
 

@@ -527,10 +527,13 @@ def main():
 def parse_args():
     parser = Parser(description=__doc__.split("\n")[0])
     group = parser.add_argument_group("model")
-    group.add_argument("--n_layer", type=number(int, 1), default=6, help="number of blocks")
-    group.add_argument("--n_head", type=number(int, 1), default=6, help="attention heads per block")
-    group.add_argument("--n_embd", type=number(int, 2), default=384, help="width of the embedding")
-    group.add_argument("--block_size", type=number(int, 1), default=256, help="bytes of context")
+    # Llama 3.1 405B: 126 blocks of width 16,384 with 128 heads, and a context of 2**17.
+    layers, width = number(int, 1, most=1000), number(int, 2, most=2**14)
+    heads, window = number(int, 1, most=2**13), number(int, 1, most=2**20)
+    group.add_argument("--n_layer", type=layers, default=6, help="number of blocks")
+    group.add_argument("--n_head", type=heads, default=6, help="attention heads per block")
+    group.add_argument("--n_embd", type=width, default=384, help="width of the embedding")
+    group.add_argument("--block_size", type=window, default=256, help="bytes of context")
     group.add_argument(
         "--dropout", type=number(float, 0, below=1), default=0.0, help="dropout probability"
     )
@@ -560,7 +563,7 @@ def parse_args():
     )
     group.add_argument(
         "--peak_tflops",
-        type=number(float, 0, above=True),
+        type=number(float, 0, above=True, most=100_000),  # a hundred times that of an H100
         help="peak of one GPU, for MFU; known for some GPUs",
     )
     parser.add_run_arguments()
@@ -578,13 +581,13 @@ def parse_args():
     )
     group.add_argument(
         "--stream_lanes",
-        type=number(int, 1),
+        type=number(int, 1, most=100_000),  # more than there are processes
         default=8,
         help="parts of the stream read in parallel; a multiple of the number of processes",
     )
     group.add_argument(
         "--shuffle_buffer",
-        type=number(int, 1),
+        type=number(int, 1, most=10**7),  # more than fits into memory
         default=1000,
         help="windows in the shuffle buffer of each part of the stream",
     )
@@ -592,8 +595,9 @@ def parse_args():
     group.add_argument(
         "--sample", metavar="PATH", help="do not train: generate text with the weights of a run"
     )
-    group.add_argument("--prompt", default="\n", help="text to continue")
-    group.add_argument("--sample_length", type=number(int, 1), default=300, help="bytes to sample")
+    group.add_argument("--prompt", type=str, default="\n", help="text to continue")
+    length = number(int, 1, most=10**6)  # each byte takes a forward pass
+    group.add_argument("--sample_length", type=length, default=300, help="bytes to sample")
     group.add_argument(
         "--sample_sharded",
         action="store_true",
@@ -601,12 +605,14 @@ def parse_args():
     )
     group.add_argument(
         "--temperature",
-        type=number(float, 0),
+        type=number(float, 0, most=1000),  # far below that, all bytes are equally likely
         default=0.8,
         help="of sampling; 0: always the most likely byte",
     )
     group.add_argument(
-        "--top_k", type=number(int, 1), help="sample from this many bytes; default: from all"
+        "--top_k",
+        type=number(int, 1, most=256),
+        help="sample from this many bytes; default: from all 256",
     )
     # In steps: an epoch of a small text takes seconds, and the length of a stream's epoch is
     # unknown.

@@ -469,7 +469,11 @@ def main():
 
 def parse_args():
     parser = Parser(description=__doc__.split("\n")[0])
-    share, positive = number(float, 0, below=1), number(int, 1)
+    share = number(float, 0, below=1)
+    # Sizes in pixels. Some models need more than the least: `pretrained.check_sizes`.
+    pixels = number(int, 8, most=4096)
+    # Smaller values make all draws from the beta distribution 0 or 1.
+    alpha = number(float, 0, most=100, least=0.01)
     group = parser.add_argument_group(
         "model and training (the defaults shown are those of the chosen --preset)"
     )
@@ -491,7 +495,7 @@ def parse_args():
     group.add_argument("--freeze", action="store_true", help="train the last layer only")
     group.add_argument(
         "--head_lr_multiplier",
-        type=number(float, 0),
+        type=number(float, 0, most=1000),
         default=1.0,
         help="factor of --lr for the last layer",
     )
@@ -524,20 +528,20 @@ def parse_args():
     group = parser.add_argument_group("images")
     group.add_argument(
         "--image_size",
-        type=positive,
+        type=pixels,
         help="pixels of the model's input; default: that of --weights, or 224",
     )
     group.add_argument(
-        "--train_size", type=positive, help="pixels of the input in training; default: --image_size"
+        "--train_size", type=pixels, help="pixels of the input in training; default: --image_size"
     )
     group.add_argument(
         "--eval_resize",
-        type=positive,
+        type=pixels,
         help="shorter side before center crop; default: 8/7 --image_size",
     )
     group.add_argument(
         "--min_scale",
-        type=number(float, 0, above=True, most=1),
+        type=number(float, 0.0001, most=1),  # of a photo, an area of a few pixels
         default=0.08,
         help="minimum area of a random crop, as a fraction of the image",
     )
@@ -553,12 +557,10 @@ def parse_args():
     group.add_argument(
         "--random_erasing", type=share, default=0.0, help="probability of random erasing"
     )
-    group.add_argument(
-        "--mixup", type=number(float, 0), default=0.0, help="alpha of Mixup; 0: none"
-    )
+    group.add_argument("--mixup", type=alpha, default=0.0, help="alpha of Mixup; 0: none")
     group.add_argument(
         "--cutmix",
-        type=number(float, 0),
+        type=alpha,
         default=0.0,
         help="alpha of CutMix; with Mixup as well, each step uses one of the two",
     )
@@ -590,6 +592,8 @@ def parse_args():
     )
     args = parser.parse_training_args()
     pretrained.check_name(args.model)
+    sizes = {"--image_size": args.image_size, "--train_size": args.train_size}
+    pretrained.check_sizes(args.model, sizes)
     if args.weights and args.init_from:
         raise UserError(
             "--weights and --init_from both name weights to start with: give only one of them"

@@ -1166,6 +1166,48 @@ MUTANTS = [
         "",
         "test_mechanisms.py -k hear_of_it",
     ),
+    Mutant(
+        "a number may be written with fullwidth digits",
+        "utils/run/domains.py",
+        'int: re.compile(r"[+-]?[0-9]+"),',
+        'int: re.compile(r"[+-]?\\d+"),',
+        "test_domains.py -k nonsense",
+    ),
+    Mutant(
+        "a number that is almost zero is accepted",
+        "utils/run/domains.py",
+        "and not 0 < abs(value) < self.least)",
+        ")",
+        "test_domains.py -k number",
+    ),
+    Mutant(
+        "a flag takes any number",
+        "utils/run/arguments.py",
+        "type=SEED,",
+        "type=int,",
+        "test_domains.py -k domain",
+    ),
+    Mutant(
+        "a home folder only in words of a shell",
+        "utils/run/domains.py",
+        'if not value.startswith("~"):',
+        "if True:",
+        "test_domains.py -k home",
+    ),
+    Mutant(
+        "an error of argparse has several lines",
+        "utils/run/arguments.py",
+        'raise UserError(one_line(f"{message} (see --help)"))',
+        'raise UserError(f"{message} (see --help)")',
+        "test_domains.py -k argparse",
+    ),
+    Mutant(
+        "images of any size for every model",
+        "utils/pretrained.py",
+        "            model(torch.empty(2, 3, size, size, device=\"meta\"))",
+        "            pass",
+        "test_domains.py -k cannot_take",
+    ),
 ]
 
 

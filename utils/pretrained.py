@@ -31,6 +31,26 @@ def check_name(name):
         raise UserError(f"--model {name}: torchvision has no classifier of this name; {nearest}")
 
 
+def check_sizes(name, sizes):
+    """Raises UserError if the model cannot take images of one of these sizes; computes nothing.
+
+    Args:
+        name (str): the model.
+        sizes (dict): name of a flag -> pixels, or None: not given.
+    """
+    sizes = {flag: size for flag, size in sizes.items() if size}
+    if not sizes:
+        return
+    with torch.device("meta"):
+        model = torchvision.models.get_model(name, **OPTIONS.get(name, {}))
+    for flag, size in sizes.items():
+        try:
+            model(torch.empty(2, 3, size, size, device="meta"))
+        except (RuntimeError, ValueError, AssertionError) as error:
+            reason = str(error).splitlines()[0]
+            raise UserError(f"{flag} {size}: not a size for {name} ({reason})") from None
+
+
 def describe(name, choice, class_names, size=None, resize=None):
     """Describes a model: its `config` is what is needed to build it again and to use it.
 
@@ -116,6 +136,11 @@ def preprocessing(name, found, size=None, resize=None):
         values |= dict(mean=[0.5] * 3, std=[0.5] * 3)
     if size:
         values |= dict(resize=round(size * values["resize"] / values["crop"]), crop=size)
+    if resize and resize < values["crop"]:
+        raise UserError(
+            f"--eval_resize {resize} is less than the {values['crop']} pixels of the crop "
+            "(--image_size)"
+        )
     return values | ({"resize": resize} if resize else {})
 
 

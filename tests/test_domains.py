@@ -199,6 +199,13 @@ GPT, PARALLEL = "scripts/train_gpt.py", "scripts/train_model_parallel.py"
         (IMAGES, "--dataset synthetic --image_size 1", "--image_size: must be"),
         (IMAGES, "--dataset synthetic --model alexnet --train_size 24", "not a size for alexnet"),
         (GPT, "--dataset synthetic --batch_size 1048576", "is more than the"),
+        (CIFAR, "--dataset synthetic --batch_size 1", "batch norm needs more than the one sample"),
+        (
+            IMAGES,
+            "--dataset synthetic --model resnet18 --image_size 32 --batch_size 4 "
+            "--gradient_accumulation_steps 4",
+            "batch norm needs more than the one sample",
+        ),
         (PARALLEL, "--dataset synthetic --width 12", "--width 12 is not a multiple of 8"),
     ],
 )

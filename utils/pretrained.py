@@ -1,7 +1,6 @@
 """The classifiers of torchvision by name, with weights of torchvision, of a file, or of a run."""
 
 import difflib
-import pickle
 from pathlib import Path
 from urllib.error import URLError
 
@@ -20,7 +19,7 @@ OPTIONS = {
 }
 AUXILIARY = ("aux1.", "aux2.", "AuxLogits.")
 IMAGENET = dict(mean=[0.485, 0.456, 0.406], std=[0.229, 0.224, 0.225])
-SUFFIXES = (".pth", ".pt", ".safetensors")
+SUFFIXES = (*weights.PICKLES, ".safetensors")
 
 
 def check_name(name):
@@ -122,8 +121,7 @@ def preprocessing(name, found, size=None, resize=None):
     """
     values = dict(resize=256, crop=224, interpolation="bilinear", **IMAGENET)
     if isinstance(found, Path):
-        config = weights.read(found).config if found.suffix not in (".pth", ".pt") else None
-        values |= (config or {}).get("preprocessing", {})
+        values |= (weights.read(found).config or {}).get("preprocessing", {})
     elif found is not None:
         presets = found.transforms()
         values = dict(resize=presets.resize_size[0], crop=presets.crop_size[0])
@@ -189,9 +187,7 @@ def train(model):
 
 def _load(model, config, choice):
     found = find(config["model"], choice)
-    if isinstance(found, Path) and found.suffix in (".pth", ".pt"):
-        state, file = _read_pth(found, choice), found
-    elif isinstance(found, Path):
+    if isinstance(found, Path):
         saved = weights.read(found)
         state, file = saved.state, saved.file
         class_names = (saved.config or {}).get("class_names", config["class_names"])
@@ -211,26 +207,6 @@ def _load(model, config, choice):
     if config["options"]:
         state = {key: value for key, value in state.items() if not key.startswith(AUXILIARY)}
     return weights.load_into(model, state, f"weights {choice}: {file}", file)
-
-
-def _read_pth(path, choice):
-    try:
-        state = torch.load(path, map_location="cpu", weights_only=True)
-    except (OSError, RuntimeError, pickle.UnpicklingError, EOFError, ValueError) as error:
-        is_code = isinstance(error, pickle.UnpicklingError)
-        code = "it would execute code when loaded: " if is_code else ""
-        reason = str(error).splitlines()[0] if str(error) else type(error).__name__
-        raise UserError(f"weights {choice} cannot be read ({code}{reason})") from None
-    for key in (
-        "model",
-        "state_dict",
-    ):  # torchvision's and timm's training scripts wrap the weights
-        if isinstance(state, dict) and isinstance(state.get(key), dict):
-            state = state[key]
-    values = state.values() if isinstance(state, dict) else [None]
-    if not all(isinstance(value, torch.Tensor) for value in values):
-        raise UserError(f"weights {choice}: it does not hold the weights of a model by their names")
-    return {key.removeprefix("module."): value for key, value in state.items()}
 
 
 def _nearest(name, known):

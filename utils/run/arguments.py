@@ -120,7 +120,7 @@ class Parser(argparse.ArgumentParser):
             "--init_from",
             metavar="PATH",
             help="start a new run with the weights, and only the weights, of a run's folder, a "
-            "checkpoint or a .safetensors",
+            "checkpoint, a .safetensors or a .pth file",
         )
         group.add_argument(
             "--checkpoint_every",

@@ -216,7 +216,8 @@ class RunFolder:
         Args:
             split (str): `train` (adds the speed, the memory and the time left), `val`, `test`, ...
             score (float | None): score of an evaluation, higher is better: the highest-scoring
-                checkpoint is kept. Do not give one for a test split: it must not select a model.
+                checkpoint is kept (of equal ones, that with the lower `loss`, then the later one).
+                Do not give one for a test split: it must not select a model.
             figures: numbers, scalar tensors or text; None: not measured in this step, left out.
         """
         if split == "test" and score is not None:
@@ -226,14 +227,17 @@ class RunFolder:
         if split in ("val", "test"):
             self._evaluated_at = step
         if score is not None:
-            self._score = (step, score)
-            self._improved = self._best is None or score > self._best
-            self._best = score if self._improved else self._best
+            loss = None if figures.get("loss") is None else float(figures["loss"])
+            self._score = (step, score, loss)
+            rank, best = manifest.rank(score, loss), manifest.rank(*(self._best or (None,)))
+            self._improved = rank >= best
+            self._best = (score, loss) if self._improved else self._best
         if self.evaluation_due and self._evaluated_at == step:
             self.evaluation_due = False
             if self.is_main and checkpoint.is_own(self._checkpoint, self.path):
-                changed = {"score": score, "best": self._best, "evaluation_due": False}
-                manifest.amend(self._checkpoint, changed)
+                loss = self._score[2] if score is not None else None
+                changed = {"score": score, "loss": loss, "best": self._best}
+                manifest.amend(self._checkpoint, {**changed, "evaluation_due": False})
 
     def improved_at(self, step):
         """Whether the evaluation after `step`, if there was one, had the highest score so far."""
@@ -258,8 +262,9 @@ class RunFolder:
         self._check_folder()
         start_time = time.perf_counter()
         self.metrics.sync()  # the lines up to a checkpoint are not written again after a power cut
-        score = self._score[1] if self._score and self._score[0] == step else None
-        progress = {"step": step, "score": score, "best": self._best, **state}
+        evaluated = self._score and self._score[0] == step
+        score, loss = self._score[1:] if evaluated else (None, None)
+        progress = {"step": step, "score": score, "loss": loss, "best": self._best, **state}
         progress["train_seconds"] = self.train_seconds()
         last = self._plan is not None and step == self._plan.total_steps
         due = self._plan is not None and self._plan.evaluation_due(step)

@@ -9,6 +9,7 @@ code.
 
 import hashlib
 import json
+import math
 import os
 import shutil
 import stat
@@ -66,11 +67,27 @@ def _is_ours(manifest):
 
 
 def best(paths):
-    """The first of the highest-scoring checkpoints in `paths`, or None if none has a score."""
-    manifests = {path: read(path) for path in paths}
-    scores = {path: found["progress"].get("score") for path, found in manifests.items() if found}
-    scored = {path: score for path, score in scores.items() if score is not None}
-    return max(scored, key=scored.get) if scored else None
+    """The best of the checkpoints in `paths`, oldest first, or None if none has a score."""
+    manifests = {path: read(path) for path in reversed(paths)}
+    found = {path: manifest["progress"] for path, manifest in manifests.items() if manifest}
+    scored = {
+        path: progress for path, progress in found.items() if progress.get("score") is not None
+    }
+
+    def rank_of(path):
+        return rank(scored[path]["score"], scored[path].get("loss"))
+
+    return max(scored, key=rank_of) if scored else None
+
+
+def rank(score, loss=None):
+    """What to compare evaluations by: the higher score, or of equal ones the lower loss.
+
+    Of two that are equal in both, the later one is better. A score or loss that is missing or not
+    a number is the worst.
+    """
+    values = (score, None if loss is None else -loss)
+    return [-math.inf if value is None or math.isnan(value) else value for value in values]
 
 
 def refuse_links(folder):

@@ -1232,8 +1232,8 @@ MUTANTS = [
     Mutant(
         "of equal scores the first checkpoint is the best",
         "utils/run/manifest.py",
-        "for path in reversed(paths)}",
-        "for path in paths}",
+        "for path in reversed(paths):",
+        "for path in paths:",
         "test_mechanisms.py -k equal_scores",
     ),
     Mutant(

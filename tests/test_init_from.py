@@ -86,7 +86,7 @@ def test_only_what_all_names_share_is_a_prefix():
 def test_an_unknown_prefix_is_named(tmp_path):
     state = {f"backbone.{name}": value for name, value in build().state_dict().items()}
     save_file(state, tmp_path / "w.safetensors")
-    with pytest.raises(UserError, match="all its names begin with `backbone.`") as error:
+    with pytest.raises(UserError, match=r"all its names begin with `backbone\.`") as error:
         weights.initialize(OneProcess, build(), str(tmp_path / "w.safetensors"))
     assert "\n" not in str(error.value)
 

@@ -68,16 +68,12 @@ def _is_ours(manifest):
 
 def best(paths):
     """The best of the checkpoints in `paths`, oldest first, or None if none has a score."""
-    manifests = {path: read(path) for path in reversed(paths)}
-    found = {path: manifest["progress"] for path, manifest in manifests.items() if manifest}
-    scored = {
-        path: progress for path, progress in found.items() if progress.get("score") is not None
-    }
-
-    def rank_of(path):
-        return rank(scored[path]["score"], scored[path].get("loss"))
-
-    return max(scored, key=rank_of) if scored else None
+    ranks = {}
+    for path in reversed(paths):  # `max` returns the first of equal ones
+        progress = (read(path) or {"progress": {}})["progress"]
+        if progress.get("score") is not None:
+            ranks[path] = rank(progress["score"], progress.get("loss"))
+    return max(ranks, key=ranks.get) if ranks else None
 
 
 def rank(score, loss=None):

@@ -158,7 +158,7 @@ def unwrapped(state):
 
 
 def shared_prefix(state, allowed=None):
-    """The first part of all names, such as `module.`; None if they differ or it is not `allowed`."""
+    """The first part of all names, such as `module.`; None if there is none, or none `allowed`."""
     firsts = {name.partition(".")[0] if "." in name else None for name in state}
     first = firsts.pop() if len(firsts) == 1 else None
     return f"{first}." if first and (allowed is None or first in allowed) else None

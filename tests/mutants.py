@@ -1029,8 +1029,8 @@ MUTANTS = [
     Mutant(
         "the best evaluation is that with the highest metric",
         "scripts/compare_runs.py",
-        'key=lambda line: line["score"]',
-        "key=lambda line: line[metric]",
+        '(*manifest.rank(line["score"],',
+        "(*manifest.rank(line[metric],",
         "test_compare_runs.py -k differing_arguments",
     ),
     Mutant(

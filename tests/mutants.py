@@ -1314,6 +1314,92 @@ MUTANTS = [
         "if micro_batch_size == 0:",
         "test_mechanisms.py -k one_sample",
     ),
+    # ------------------------------------------------------------------------------------------ loops, launches
+    Mutant(
+        "failed checkpoints are counted over the whole run",
+        "utils/run/folder.py",
+        "self._failed_saves = 0 if written else self._failed_saves + 1",
+        "self._failed_saves += not written",
+        "test_loops.py -k in_a_row",
+    ),
+    Mutant(
+        "a file that the manifest does not name is loaded",
+        "utils/run/manifest.py",
+        "if unknown := sizes.keys() - files.keys() - {MANIFEST}:",
+        "if unknown := set():",
+        "test_loops.py -k does_not_name",
+    ),
+    Mutant(
+        "a short run logs as seldom as a long one",
+        "utils/run/plan.py",
+        "args.log_every or max(1, min(10, total_steps // 20))",
+        "args.log_every or 10",
+        "test_plan.py",
+    ),
+    Mutant(
+        "weights are averaged after each micro-batch",
+        IMAGES,
+        "                    losses.append(loss.detach())\n",
+        "                    losses.append(loss.detach())\n"
+        "                    ema and len(losses) == 1 and ema.update_parameters(plain)\n",
+        "test_loops.py -k averaged_once",
+    ),
+    Mutant(
+        "a signal in the last step stops a run that is done",
+        MINIMAL,
+        "            if stop and step < plan.total_steps:\n",
+        "            if stop:\n",
+        "test_loops.py -k last_step",
+    ),
+    Mutant(
+        "sampling draws from the generator of dropout",
+        GPT,
+        "torch.multinomial(probabilities, 1, generator=generator)",
+        "torch.multinomial(probabilities, 1)",
+        "test_loops.py -k sampling",
+    ),
+    Mutant(
+        "dropout is off after the first sample",
+        GPT,
+        "    model.train(was_training)\n",
+        "",
+        "test_loops.py -k sampling",
+    ),
+    Mutant(
+        "training goes on in evaluation mode, with images",
+        IMAGES,
+        "    if not ema:\n        pretrained.train(model)\n",
+        "",
+        "test_loops.py -k leaves_the_model",
+    ),
+    Mutant(
+        "each process takes all cores",
+        "utils/run/launch.py",
+        "torch.set_num_threads(max(1, cores() // processes))",
+        "torch.set_num_threads(cores())",
+        "test_loops.py -k share_the_cores",
+    ),
+    Mutant(
+        "a dry run is uploaded",
+        "utils/run/arguments.py",
+        "            args.push_to_hub = None\n",
+        "            pass\n",
+        "test_loops.py -k dry_run",
+    ),
+    Mutant(
+        "the statistics of averaged weights differ between processes",
+        IMAGES,
+        "            broadcast(buffer)",
+        "            pass",
+        "test_loops.py -k trained_ones",
+    ),
+    Mutant(
+        "a byte that fills up the last window counts",
+        GPT,
+        'counts = (batch["targets"] >= 0).sum(1)',
+        'counts = (batch["targets"] >= -100).sum(1)',
+        "test_loops.py -k held_out_byte",
+    ),
 ]
 
 

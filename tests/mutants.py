@@ -1239,8 +1239,8 @@ MUTANTS = [
     Mutant(
         "a checkpoint with an equal score is not saved",
         "utils/run/folder.py",
-        "self._improved = rank >= best",
-        "self._improved = rank > best",
+        "self._improved = manifest.rank(score, loss) >= manifest.rank(*self._best)",
+        "self._improved = manifest.rank(score, loss) > manifest.rank(*self._best)",
         "test_mechanisms.py -k agree_which",
     ),
     Mutant(
@@ -1253,8 +1253,8 @@ MUTANTS = [
     Mutant(
         "a file of torch.save executes code",
         "utils/run/weights.py",
-        'state = torch.load(file, map_location="cpu", weights_only=True)',
-        'state = torch.load(file, map_location="cpu", weights_only=False)',
+        'state = torch.load(regular_file(file), map_location="cpu", weights_only=True)',
+        'state = torch.load(regular_file(file), map_location="cpu", weights_only=False)',
         "test_init_from.py -k anything_else",
     ),
     Mutant(
@@ -1345,10 +1345,10 @@ MUTANTS = [
         "test_loops.py -k averaged_once",
     ),
     Mutant(
-        "a signal in the last step stops a run that is done",
+        "an evaluation that a signal prevented is never done",
         MINIMAL,
-        "            if stop and step < plan.total_steps:\n",
-        "            if stop:\n",
+        "    if run.evaluation_due:  # a signal came first\n",
+        "    if False:\n",
         "test_loops.py -k last_step",
     ),
     Mutant(
@@ -1374,9 +1374,9 @@ MUTANTS = [
     ),
     Mutant(
         "each process takes all cores",
-        "utils/run/launch.py",
-        "torch.set_num_threads(max(1, cores() // processes))",
-        "torch.set_num_threads(cores())",
+        "utils/run/cpu.py",
+        'return max(1, cores() // int(os.environ.get("LOCAL_WORLD_SIZE", 1)))',
+        "return cores()",
         "test_loops.py -k share_the_cores",
     ),
     Mutant(

@@ -6,10 +6,10 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from conftest import load_script, results, run, status
+from conftest import load_script, metrics, results, run, status
 from torch import nn
 
-from utils.run import checkpoint, launch, manifest
+from utils.run import checkpoint, cpu, manifest
 from utils.run.failures import RunFailed, UserError
 from utils.run.folder import RunFolder
 
@@ -62,10 +62,16 @@ def test_a_file_that_the_manifest_does_not_name_is_not_loaded(tmp_path):
         manifest.verify(tmp_path / "step_00000002")
 
 
-def test_a_signal_in_the_last_step_does_not_stop_a_run_that_is_done(tmp_path):
-    words = ["sigterm_in_step@8", MINIMAL, "--max_train_steps", "8"]
-    run("cpu", "tests/wrapped.py", words, output_dir=tmp_path)
+def test_a_signal_in_the_last_step_leaves_its_evaluation_to_the_restart(tmp_path):
+    length = ["--max_train_steps", "8"]
+    words = ["sigterm_in_step@8", MINIMAL, *length]
+    assert run("cpu", "tests/wrapped.py", words, output_dir=tmp_path, check=False).returncode
+    assert status(tmp_path)["state"] == "preempted" and not metrics(tmp_path, "val")
+    run("cpu", MINIMAL, length, output_dir=tmp_path)
     assert status(tmp_path)["state"] == "finished" and results(tmp_path)["global_step"] == 8
+    (line,) = metrics(tmp_path, "val")
+    assert line["step"] == 8 and line["accuracy"] == results(tmp_path)["val_accuracy"]
+    assert results(tmp_path)["best_checkpoint"] == "step_00000008"
 
 
 def test_a_dry_run_uploads_nothing(monkeypatch):
@@ -80,14 +86,10 @@ def test_a_dry_run_uploads_nothing(monkeypatch):
 @pytest.mark.parametrize(("processes", "threads"), [("1", 8), ("2", 4), ("3", 2), ("16", 1)])
 def test_processes_share_the_cores(processes, threads, monkeypatch):
     """Two processes with all cores each take several times as long."""
-    seen = []
     monkeypatch.setenv("LOCAL_WORLD_SIZE", processes)
-    monkeypatch.setenv("ACCELERATE_USE_CPU", "true")
-    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
-    monkeypatch.setattr(launch, "cores", lambda: 8)
-    monkeypatch.setattr(torch, "set_num_threads", seen.append)
-    launch.check()
-    assert seen == [threads]
+    monkeypatch.setattr(cpu, "cores", lambda: 8)
+    monkeypatch.setattr(cpu, "_wanted_threads", lambda: None)
+    assert cpu.threads_per_process() == threads
 
 
 # ------------------------------------------------------------------------------------------ the GPT
@@ -193,7 +195,7 @@ LOSS = (4 * RIGHT + 2 * WRONG) / 6
 def test_an_evaluation_is_exact_and_leaves_the_model_in_training_mode(script):
     module, model = load_script(script), Brightest().train()
     more = (None,) if script == "train_images" else ()
-    metrics = module.evaluate(Alone(6), model, *more, batches_of(LABELS, CHANNELS), ZERO, ONE, **(
+    metrics = module.evaluate(Alone(6), model, *more, batches_of(LABELS, CHANNELS), iter, ZERO, ONE, **(
         {"size": 4} if script == "train_cifar" else {}
     ))  # fmt: skip
     assert metrics["accuracy"] == pytest.approx(4 / 6) and metrics["loss"] == pytest.approx(LOSS)
@@ -202,7 +204,7 @@ def test_an_evaluation_is_exact_and_leaves_the_model_in_training_mode(script):
         predictions = metrics.get("predictions", metrics.get("samples", {}).get("predictions"))
         assert predictions.tolist() == CHANNELS
     with pytest.raises(RuntimeError, match="of 6"):  # a sample is missing
-        module.evaluate(Alone(5), model, *more, batches_of(LABELS, CHANNELS), ZERO, ONE)
+        module.evaluate(Alone(5), model, *more, batches_of(LABELS, CHANNELS), iter, ZERO, ONE)
 
 
 def test_an_evaluation_of_averaged_weights_shows_the_trained_ones_too(monkeypatch):
@@ -219,7 +221,7 @@ def test_an_evaluation_of_averaged_weights_shows_the_trained_ones_too(monkeypatc
         return Alone.gather_for_metrics(gathering, values)
 
     gathering.gather_for_metrics = again
-    metrics = script.evaluate(gathering, model, ema, loader, ZERO, ONE)
+    metrics = script.evaluate(gathering, model, ema, loader, iter, ZERO, ONE)
     assert metrics["trained_accuracy"] == pytest.approx(4 / 6)
     assert metrics["trained_loss"] == pytest.approx(LOSS) and metrics["accuracy"] == 0
     assert model.training and not model.norm.training and not average.training
@@ -227,14 +229,14 @@ def test_an_evaluation_of_averaged_weights_shows_the_trained_ones_too(monkeypatc
     sent = []
     monkeypatch.setattr(script, "broadcast", sent.append)
     gathering.num_processes, gathering._left = 2, 6
-    script.evaluate(gathering, model, ema, loader, ZERO, ONE)
+    script.evaluate(gathering, model, ema, loader, iter, ZERO, ONE)
     assert len(sent) == len(list(average.buffers()))
 
 
 def test_unreadable_images_do_not_count():
     script = load_script("train_images")
     loader = batches_of([0, -1, 2, 0], [0, 1, 2, 1])
-    metrics = script.evaluate(Alone(4), Brightest(), None, loader, ZERO, ONE)
+    metrics = script.evaluate(Alone(4), Brightest(), None, loader, iter, ZERO, ONE)
     assert metrics["accuracy"] == pytest.approx(2 / 3) and "top5" not in metrics
     assert metrics["loss"] == pytest.approx((2 * RIGHT + WRONG) / 3)
     assert metrics["samples"]["labels"].tolist() == [0, -1, 2, 0]
@@ -259,7 +261,7 @@ def test_views_are_weighted_and_mirrored():
     assert torch.equal(outputs, expected)
     batches = batches_of(LABELS, CHANNELS, size=32)
     brightest = Brightest()
-    metrics = script.evaluate(Alone(6), brightest, batches, ZERO, ONE, tta=True)
+    metrics = script.evaluate(Alone(6), brightest, batches, iter, ZERO, ONE, tta=True)
     assert metrics["accuracy"] == pytest.approx(4 / 6) and len(brightest.passes) == 2 * 6
 
 
@@ -287,7 +289,7 @@ def test_every_held_out_byte_counts_once():
     )
     loader = Loader([{"inputs": inputs, "targets": targets}], text)
     model = Bytes().train()
-    metrics = script.evaluate(Alone(2), model, loader)
+    metrics = script.evaluate(Alone(2), model, loader, iter)
     right, wrong = -math.log(math.exp(4) / (math.exp(4) + 255)), math.log(math.exp(4) + 255)
     assert metrics["loss"] == pytest.approx((6 * right + wrong) / 7, rel=1e-6)
     assert (
@@ -295,7 +297,7 @@ def test_every_held_out_byte_counts_once():
     )
     text.text = torch.arange(9)
     with pytest.raises(RuntimeError, match="evaluated 7 of 8 held-out bytes"):
-        script.evaluate(Alone(2), model, loader)
+        script.evaluate(Alone(2), model, loader, iter)
 
 
 # ------------------------------------------------------------------------------------ learning rates

@@ -395,9 +395,14 @@ def test_the_best_survives_a_restart(losses, tmp_path):
     """And equal scores without losses: the later one is better."""
     run = folder_of(tmp_path)
     run.metrics = SimpleNamespace(log=lambda *_: None)
-    run._best = json.loads(json.dumps((0.5, 0.3 if losses else None)))
-    run.log("val", 7, score=0.5, **({"loss": 0.4} if losses else {}))
-    assert run.improved_at(7) == (not losses)
+    run.log("val", 3, score=0.5, **({"loss": 0.3} if losses else {}))
+    saved = json.loads(json.dumps(run._scores_of(3)))
+    assert saved["score"] == saved["best"] == 0.5 and saved["loss"] == saved["best_loss"]
+    assert run._scores_of(4) == saved | {"score": None, "loss": None}
+    again = folder_of(tmp_path)
+    again.metrics, again._best = run.metrics, (saved["best"], saved["best_loss"])
+    again.log("val", 7, score=0.5, **({"loss": 0.4} if losses else {}))
+    assert again.improved_at(7) == (not losses)
 
 
 @pytest.mark.parametrize("number", [errno.ENOSYS, errno.ENOLCK])

@@ -22,6 +22,7 @@ from utils.run.failures import UserError
 from utils.run.files import is_folder, regular_file, set_usual_mode, sync, write_json
 
 MANIFEST = "manifest.json"
+NUMBERS = ("score", "loss", "best", "best_loss")  # of the progress; each may also be missing
 # How many times processes compare the files that they see, half a second apart: on network file
 # systems new files become visible late.
 SHARED_CHECKS = 20
@@ -60,7 +61,7 @@ def _is_ours(manifest):
     described = files.values()
     return (
         type(progress.get("step")) is int
-        and all(isinstance(progress.get(name), number) for name in ("score", "best"))
+        and all(isinstance(progress.get(name), number) for name in NUMBERS)
         and isinstance(manifest.get("arguments", {}), dict)
         and all(isinstance(file, dict) and file.keys() >= {"size", "sha256"} for file in described)
     )

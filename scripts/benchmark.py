@@ -1,12 +1,13 @@
 """Measures the speeds that this collection claims, as ratios in one run on one machine.
 
-    python scripts/benchmark.py --quick                        # those without data, a few minutes
+    python scripts/benchmark.py --quick                        # those without data, 15 minutes
     python scripts/benchmark.py loop_overhead startup_ratio    # some of them
     python scripts/benchmark.py --text input.txt --images cifar10    # all: two of them need data
 
 Each benchmark runs both sides in turn, `--rounds` times, each time in new processes, and gives the
-median of the rounds with their range. It writes `benchmark.json`, `benchmark.md` and
-`benchmark.png` to `--output_dir`.
+median of the rounds with their range. After each benchmark it writes `benchmark.json`,
+`benchmark.md` and `benchmark.png` to `--output_dir`. After an interruption, the same command
+continues with the first round that was not finished.
 
     loop_overhead       a step of train_cifar.py (--model net, default model, two processes) and of
                         train_gpt.py over a plain PyTorch (DDP) loop with the same model, batches,
@@ -58,7 +59,7 @@ import tempfile
 import time
 from collections import Counter
 from datetime import UTC, datetime
-from functools import partial
+from functools import partial, wraps
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -95,6 +96,7 @@ from utils.run import cpu
 from utils.run.arguments import Parser, number
 from utils.run.failures import UserError
 from utils.run.files import read_json_lines, write_json, write_text
+from utils.run.measurements import Measurements, clock
 from utils.run.record import versions
 
 HERE = Path(__file__).resolve().parent
@@ -108,6 +110,83 @@ QUIET = dict(stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
 # --------------------------------------------------------------------------------------- measuring
 
 
+class Rounds:
+    """The rounds of all benchmarks, of which the finished ones are kept.
+
+    A kept round runs again with the answers of its measurements from the file, and what a benchmark
+    makes of them is computed as before. Only whole rounds are kept, because the two sides of a
+    benchmark must be measured at about the same time.
+    """
+
+    def __init__(self, kept, names, rounds):
+        """
+        Args:
+            kept (Measurements): written after each round.
+            names (list): the benchmarks that will run, in this order.
+            rounds (int): of each.
+        """
+        self._kept, self._names, self._rounds = kept, names, rounds
+        self._benchmark, self._count, self._answers, self._known = None, 0, None, None
+
+    def begin(self, benchmark):
+        """Begins with the rounds of a benchmark."""
+        self._benchmark, self._count = benchmark, 0
+
+    def each(self):
+        """Yields the number of each round, from 0, and prints it with the time left."""
+        for index in range(self._rounds):
+            self._count += 1
+            name = f"{self._benchmark} {self._count}"
+            kept = self._kept.values.get(name)
+            note = " (kept)" if kept else self._left()
+            print(f"    round {index + 1} of {self._rounds}{note}", flush=True)
+            self._answers, self._known = [], iter(kept["answers"]) if kept else None
+            start_time = time.perf_counter()
+            yield index
+            if not kept:
+                seconds = time.perf_counter() - start_time
+                self._kept.keep(name, {"seconds": seconds, "answers": self._answers})
+
+    def measure(self, function):
+        """The answer (JSON) of `function()`, or in a kept round the one that it gave then."""
+        if self._known is not None:
+            return next(self._known)
+        self._answers.append(function())
+        return self._answers[-1]
+
+    def _left(self):
+        """How long the rest takes, if it is as fast as the rounds so far beside `SECONDS`."""
+        seconds, expected = 0.0, 0.0
+        for name, kept in self._kept.values.items():
+            seconds += kept["seconds"]
+            expected += seconds_of_round(name.partition(" ")[0])
+        if not expected:
+            return ""
+        following = self._names[self._names.index(self._benchmark) :]
+        rest = self._rounds * sum(SECONDS[name] for name in following)
+        rest -= (self._count - 1) * seconds_of_round(self._benchmark)
+        return f", about {clock(rest * seconds / expected)} left"
+
+
+def seconds_of_round(name):
+    """How long a round of a benchmark takes in comparison with others."""
+    return SECONDS[name] / (4 if name == "loop_overhead" else 1)  # which has four parts
+
+
+_rounds = None  # of this process, once `main` has started
+
+
+def kept(measure):
+    """Decorates a function that measures something: its answer in a finished round is kept."""
+
+    @wraps(measure)
+    def measure_or_recall(*args, **kwargs):
+        return _rounds.measure(partial(measure, *args, **kwargs))
+
+    return measure_or_recall
+
+
+@kept
 def measure_loop(name, processes=1, **options):
     """Runs one of the loops of baselines.py in new processes.
 
@@ -120,6 +199,7 @@ def measure_loop(name, processes=1, **options):
     return answer["seconds"], answer["memory"]
 
 
+@kept
 def measure_script(command, processes=1, bf16=False):
     """Runs a training script in new processes.
 
@@ -134,6 +214,14 @@ def measure_script(command, processes=1, bf16=False):
         subprocess.run(words, check=True, env=environment(bf16), **QUIET)
         lines = read_json_lines(Path(folder) / "metrics.jsonl")
         return lines, json.loads((Path(folder) / "results.json").read_text())
+
+
+@kept
+def seconds_of(function):
+    """Seconds that a call of `function` takes, in this process."""
+    start_time = time.perf_counter()
+    function()
+    return time.perf_counter() - start_time
 
 
 def python(processes):
@@ -185,13 +273,6 @@ def logged_steps(lines, warm_up):
     return [line["step_seconds"] for line in trained if line["step"] > warm_up]
 
 
-def each_round(args):
-    """Yields the number of each round, and prints it, because some take a quarter of an hour."""
-    for index in range(args.rounds):
-        print(f"    round {index + 1} of {args.rounds}", flush=True)
-        yield index
-
-
 def print_speeds(speeds, unit):
     """Prints the median of each list in `speeds` (dict)."""
     for name, values in speeds.items():
@@ -208,7 +289,7 @@ def ratios_of(ours, theirs):
 
 
 def loop_overhead(args):
-    few, many = (24, 200) if args.quick else (60, 500)
+    few, many = (12, 60) if args.quick else (60, 500)
     cifar = "train_cifar.py --batch_size 96"
     gpt_script = f"train_gpt.py {gpt_arguments()} --num_workers 0"
     net = partial(measure_loop, "plain_cifar", model="net", batch_size=96)
@@ -236,7 +317,7 @@ def overhead(args, command, plain, steps, processes=1):
     log_every = 10 if steps >= 200 else 2
     warm_up = steps // 5
     milliseconds, ratios = [], []
-    for _ in each_round(args):
+    for _ in _rounds.each():
         seconds, _ = plain(processes=processes, steps=steps)
         lines, _ = measure_script(f"{command} {short_run(steps, log_every)}", processes)
         # Means over as many steps as a log line of the script.
@@ -259,7 +340,7 @@ def tutorial_speedup(args):
     improvements["small_images_first"] = dict(sizes=(24, 24, 24, 28, 32))
     command = f"train_cifar.py --batch_size {batch} {short_run(steps, log_every=1)}"
     speeds = {name: [] for name in ("tutorial", *improvements, "train_cifar.py")}
-    for _ in each_round(args):
+    for _ in _rounds.each():
         options = dict(steps=steps, batch_size=batch)
         for name in ("tutorial", *improvements):
             options |= improvements.get(name, {})  # on top of those before
@@ -289,11 +370,9 @@ def pipeline_speedup(args):
 
     cpu.keep_freed_memory()  # as all training scripts do; for both sides
     speeds = {"usual": [], "ours": []}
-    for _ in each_round(args):
+    for _ in _rounds.each():
         for name, load in (("usual", usual), ("ours", ours)):
-            start_time = time.perf_counter()
-            load()
-            speeds[name].append(images / (time.perf_counter() - start_time))
+            speeds[name].append(images / seconds_of(load))
     print_speeds(speeds, "images/s")
     unit = "images per second over per-sample transforms (more is better), ratio"
     return {"pipeline_speedup": (ratios_of(speeds["ours"], speeds["usual"]), unit)}
@@ -305,7 +384,7 @@ def image_loading(args):
     with tempfile.TemporaryDirectory() as folder:
         make_photos(Path(folder) / "photos" / "train", count)
         make_photos(Path(folder) / "photos" / "val", 2)
-        for _ in each_round(args):
+        for _ in _rounds.each():
             for name, values in speeds.items():
                 seconds, _ = measure_loop(name, folder=folder, steps=passes)
                 # The first pass starts the workers.
@@ -343,7 +422,7 @@ def scaling_efficiency(args):
     steps, batch = (20 if args.quick else 60), 128
     command = f"train_cifar.py {short_run(steps, log_every=5)} --batch_size"
     together, apart = [], []
-    for _ in each_round(args):
+    for _ in _rounds.each():
         lines, _ = measure_script(f"{command} {2 * batch}", processes=2)
         together.append(2 * batch / statistics.median(logged_steps(lines, 10)))
         apart.append(sum(side_by_side(f"{command} {batch}", batch)))
@@ -351,6 +430,7 @@ def scaling_efficiency(args):
     return {"scaling_efficiency": (ratios_of(together, apart), unit)}
 
 
+@kept
 def side_by_side(command, batch):
     """Runs a script twice at the same time, with one thread each.
 
@@ -380,7 +460,7 @@ def time_to_accuracy(args):
     command = f"train_cifar.py --dataset {args.images} --tta --eval_every 100000"
     command += " --checkpoint_every 0" + " --max_train_steps 4" * args.quick
     times, operations, accuracies = [], [], []
-    for seed in each_round(args):
+    for seed in _rounds.each():
         seconds, _ = measure_loop("record_cifar", steps=2 if args.quick else 6, bf16=bf16)
         record_seconds = record_steps * statistics.median(seconds[1:])
         _, results = measure_script(f"{command} --seed {seed}", bf16=bf16)
@@ -420,7 +500,7 @@ def startup_ratio(args):
     with tempfile.TemporaryDirectory() as folder:
         five_lines = Path(folder) / "five_lines.py"
         five_lines.write_text(FIVE_LINES)
-        for index in each_round(args):
+        for index in _rounds.each():
             seconds["five_lines"].append(seconds_to_first_step([str(five_lines)]))
             for name, command in commands.items():
                 words = script_words(command, f"{folder}/{name}{index}")
@@ -434,6 +514,7 @@ def startup_ratio(args):
     }
 
 
+@kept
 def seconds_to_first_step(words):
     """Launches a script until it prints its first step."""
     launcher = [sys.executable, "-m", "accelerate.commands.accelerate_cli", "launch", "--cpu"]
@@ -460,7 +541,7 @@ def checkpoint_share(args):
     length = "--max_train_steps 8 --checkpoint_every 4 --eval_every 8 --log_every 1"
     every = 250  # the default of train_gpt.py, in steps
     shares = []
-    for _ in each_round(args):
+    for _ in _rounds.each():
         lines, _ = measure_script(f"train_gpt.py --dataset synthetic {model} {length}")
         saves = [line["seconds"] for line in lines if line["split"] == "checkpoint"]
         step_seconds = statistics.median(logged_steps(lines, 2))
@@ -476,7 +557,7 @@ def machine_limit(args):
     products = ["float32", "bf16"] if bf16 else ["float32"]
     limits = {name: [] for name in (*products, "copy")}
     shares = {name: [] for name in (*(f"cifar_{size}px" for size in image_sizes), "gpt")}
-    for _ in each_round(args):
+    for _ in _rounds.each():
         for name in products:
             seconds, _ = measure_loop("matrix_product", steps=2 * steps, bf16=name == "bf16")
             limits[name].append(2e-12 * MATRIX**3 / steady(seconds))
@@ -505,7 +586,7 @@ def machine_limit(args):
 
 def memory(args):
     steps, ratios = 6, []
-    for _ in each_round(args):
+    for _ in _rounds.each():
         _, plain = measure_loop("plain_cifar", model="fastnet", batch_size=480, steps=steps)
         _, results = measure_script(f"train_cifar.py {short_run(steps)}")
         ratios.append(results["peak_memory_bytes"] / plain)
@@ -522,7 +603,7 @@ def gpt(args):
         return measure_script(f"{command} --seed {seed} {length}", bf16=cpu.has_bf16())
 
     steps = 2000
-    for seed in each_round(args):
+    for seed in _rounds.each():
         seconds, _ = measure_loop("usual_gpt", steps=200)
         budget = steps * statistics.median(seconds[20:])
         print(f"    a step of the usual GPT loop: {1e3 * budget / steps:.1f} ms")
@@ -562,6 +643,21 @@ BENCHMARKS = {
     "gpt": gpt,
 }
 NEEDS = {"gpt": "text", "time_to_accuracy": "images"}  # data that must be given
+# How long a round of all parts of each took with --quick, on 2 cores with AVX-512 (2026-11-26); of
+# `gpt`, which --quick does not shorten, an estimate.
+SECONDS = {
+    "loop_overhead": 148,
+    "tutorial_speedup": 119,
+    "pipeline_speedup": 2,
+    "image_loading": 10,
+    "scaling_efficiency": 60,
+    "startup_ratio": 16,
+    "time_to_accuracy": 90,
+    "checkpoint_share": 175,
+    "machine_limit": 230,
+    "memory": 54,
+    "gpt": 3000,
+}
 
 
 # ------------------------------------------------------------------------------------- table, plot
@@ -628,13 +724,19 @@ def hardware():
 
 
 def main():
+    global _rounds
     args = parse_args()
     folder = Path(args.output_dir)
     folder.mkdir(parents=True, exist_ok=True)
     possible = [name for name in BENCHMARKS if name not in NEEDS or getattr(args, NEEDS[name])]
-    figures = {}
-    for name in args.names or possible:
+    names, figures = list(dict.fromkeys(args.names)) or possible, {}
+    chosen = dict(names=names, rounds=args.rounds, quick=args.quick)
+    chosen |= dict(text=args.text, images=args.images)
+    finished = Measurements(folder / "unfinished.json", chosen)
+    _rounds = Rounds(finished, names, args.rounds)
+    for name in names:
         print(f"{name} ...")
+        _rounds.begin(name)
         command = f"python scripts/benchmark.py {name} --rounds {args.rounds}"
         command += " --quick" * args.quick
         command += f" --{NEEDS[name]} PATH" if name in NEEDS else ""
@@ -644,6 +746,13 @@ def main():
             figures[figure] = {**spread, "unit": unit, "command": command}
             rounds = f"({low:.3f} to {high:.3f}, {len(values)} rounds)"
             print(f"  {figure:28} {middle:8.3f}   {rounds}  {unit}")
+        write(folder, figures)
+    finished.finish()
+    print(f"written to {folder}")
+
+
+def write(folder, figures):
+    """Writes the figures so far, a table of them, and a plot."""
     record = {
         "hardware": hardware(),
         "versions": versions(),
@@ -653,7 +762,6 @@ def main():
     write_json(folder / "benchmark.json", record)
     write_text(folder / "benchmark.md", table(record))
     draw(folder / "benchmark.png", figures)
-    print(f"written to {folder}")
 
 
 def parse_args():
@@ -664,9 +772,15 @@ def parse_args():
         metavar="NAME",
         help=f"which benchmarks: {', '.join(BENCHMARKS)}; default: all that the given data allows",
     )
-    parser.add_argument("--quick", action="store_true", help="fewer steps, for a first look")
     parser.add_argument(
-        "--rounds", type=number(int, 1), default=5, help="how often to measure both sides, in turn"
+        "--quick",
+        action="store_true",
+        help="fewer steps, one round, for a first look: a quarter of an hour on 2 cores",
+    )
+    parser.add_argument(
+        "--rounds",
+        type=number(int, 1, most=1000),
+        help="how often to measure both sides, in turn; default: 5, with --quick 1",
     )
     parser.add_argument(
         "--text", metavar="FILE", help="tinyshakespeare (input.txt), for the benchmark `gpt`"
@@ -680,6 +794,7 @@ def parse_args():
         help="folder for the table, the figures as JSON, and a plot",
     )
     args = parser.parse_args()
+    args.rounds = args.rounds or (1 if args.quick else 5)
     for name in args.names:
         if name not in BENCHMARKS:
             raise UserError(f"no benchmark is called {name}: choose from {', '.join(BENCHMARKS)}")

@@ -8,20 +8,30 @@ First runs the command without interruption. Then runs it in another folder, kil
 after a random time (one process, all processes, or only the launcher), and runs the same command
 again, until it finishes. Then compares the final weights, byte for byte, and every logged metric.
 Repeats this until the number of kills is reached. To test your own script, give its launch command
-without `--output_dir`.
+without `--output_dir`. After an interruption, the same command continues with the first round that
+was not finished.
 """
 
-import argparse
+import contextlib
 import json
 import random
 import shutil
+import signal
 import subprocess
 import sys
 import time
 from collections import Counter
+from functools import partial
 from pathlib import Path
 
+# Finds `utils` next to this script (a copy) or one folder up (the repository).
+sys.path.insert(1, str(Path(__file__).resolve().parents[1]))
 import psutil
+
+from utils.run import process
+from utils.run.arguments import SEED, Parser, number
+from utils.run.failures import RunFailed, UserError
+from utils.run.measurements import Measurements, clock
 
 # Metrics that depend on the time that steps take.
 CLOCK = {
@@ -38,33 +48,74 @@ VICTIMS = ("one process", "all processes", "the launcher")
 
 def main():
     args = parse_args()
-    folder, rng = Path(args.folder), random.Random(args.seed)
-    shutil.rmtree(folder, ignore_errors=True)
-    folder.mkdir(parents=True)
+    folder = Path(args.folder)
+    chosen = dict(command=args.command, kills=args.kills, seed=args.seed)
+    kept = Measurements(folder / "unfinished.json", chosen)
+    if not kept.values:
+        shutil.rmtree(folder, ignore_errors=True)
+        folder.mkdir(parents=True)
     kills, rounds = Counter(), 0
-    with (folder / "chaos.log").open("w") as log:
-        start_time = time.monotonic()
-        if launch(args.command, folder / "reference", log).wait() != 0:
-            raise SystemExit(f"the command fails without being killed: see {folder}/chaos.log")
-        seconds = time.monotonic() - start_time
+    with (folder / "chaos.log").open("a") as log:
+        seconds = kept.get("reference", partial(run_reference, args, log))
         print(f"uninterrupted: {seconds:.0f} s", flush=True)
+        start_time, before = time.monotonic(), None
         while kills.total() < args.kills:
             rounds += 1
-            run = folder / f"round_{rounds}"
-            last_launch = run_with_kills(args, run, seconds, kills, rng, log)
-            # So that the next kill falls within a launch, although relaunches are shorter.
-            seconds = min(seconds, last_launch)
-            difference = compare(folder / "reference", run)
-            so_far = f"round {rounds}, {kills.total()} kills so far"
-            print(f"{so_far}: {difference or 'identical'}", flush=True)
-            if difference:
-                raise SystemExit(1)
-            shutil.rmtree(run)
+            name = f"round_{rounds}"
+            if name not in kept.values:
+                before = kills.total() if before is None else before
+                seconds = run_round(args, folder / name, seconds, kills, log)
+                kept.keep(name, {"kills": kills, "seconds": seconds})
+            kills, seconds = Counter(kept.values[name]["kills"]), kept.values[name]["seconds"]
+            left = ""
+            if before is not None and kills.total() > before:
+                per_kill = (time.monotonic() - start_time) / (kills.total() - before)
+                left = f", about {clock(per_kill * max(0, args.kills - kills.total()))} left"
+            print(f"round {rounds}, {kills.total()} kills so far: identical{left}", flush=True)
+    kept.finish()
     counts = ", ".join(f"{kills[victim]} x {victim}" for victim in VICTIMS if kills[victim])
     print(
         f"{kills.total()} kills ({counts}) in {rounds} run(s): each ended with the weights and "
         "metrics of the uninterrupted run"
     )
+
+
+def run_reference(args, log):
+    """Runs the command without interruption; returns the seconds that it took."""
+    reference, start_time = Path(args.folder) / "reference", time.monotonic()
+    shutil.rmtree(reference, ignore_errors=True)
+    with launched(args.command, reference, log) as launcher:
+        code = launcher.wait()
+    if code != 0:
+        raise RunFailed(f"the command fails without being killed: see {args.folder}/chaos.log")
+    return time.monotonic() - start_time
+
+
+def run_round(args, run, seconds, kills, log):
+    """Runs the command with kills in the folder `run`, and compares its results.
+
+    Args:
+        seconds (float): about how long a launch takes.
+        kills (Counter): as for `run_with_kills`.
+
+    Returns:
+        float: about how long a launch takes now: the next kill is to fall within a launch, although
+        relaunches are shorter.
+
+    Raises:
+        SystemExit: the results differ; the folder is left as it is, and the next start begins anew.
+    """
+    shutil.rmtree(run, ignore_errors=True)
+    # A generator for each round: after an interruption the rounds are as without.
+    rng = random.Random(f"{args.seed} {run.name}")
+    last_launch = run_with_kills(args, run, seconds, kills, rng, log)
+    difference = compare(run.parent / "reference", run)
+    if difference:
+        print(f"{run.name}, {kills.total()} kills so far: {difference}", flush=True)
+        (run.parent / "unfinished.json").unlink(missing_ok=True)
+        raise SystemExit(1)
+    shutil.rmtree(run)
+    return min(seconds, last_launch)
 
 
 def run_with_kills(args, run, seconds, kills, rng, log):
@@ -78,17 +129,18 @@ def run_with_kills(args, run, seconds, kills, rng, log):
         float: seconds of the last launch, which was not killed.
     """
     while True:
-        start_time, launcher = time.monotonic(), launch(args.command, run, log)
+        start_time = time.monotonic()
         delay = rng.uniform(0.2, 1.1) * seconds if kills.total() < args.kills else None
-        try:
-            code = launcher.wait(delay)
-        except subprocess.TimeoutExpired:
-            victim = rng.choice(VICTIMS)
-            kills[victim] += kill(launcher, victim, rng)
-            launcher.wait()
-            continue
+        with launched(args.command, run, log) as launcher:
+            try:
+                code = launcher.wait(delay)
+            except subprocess.TimeoutExpired:
+                victim = rng.choice(VICTIMS)
+                kills[victim] += kill(launcher, victim, rng)
+                launcher.wait()
+                continue
         if code != 0:
-            raise SystemExit(
+            raise RunFailed(
                 f"{run.name}: a relaunch failed without being killed: see {args.folder}/chaos.log"
             )
         return time.monotonic() - start_time
@@ -98,6 +150,18 @@ def launch(command, output_dir, log):
     """Starts the command in a separate session."""
     words = [*command, "--output_dir", str(output_dir)]
     return subprocess.Popen(words, stdout=log, stderr=subprocess.STDOUT, start_new_session=True)
+
+
+@contextlib.contextmanager
+def launched(command, output_dir, log):
+    """Starts the command, which does not outlive the block if this script is interrupted."""
+    launcher = launch(command, output_dir, log)
+    try:
+        yield launcher
+    finally:
+        if launcher.poll() is None:
+            kill(launcher, "all processes", None)
+            launcher.wait()
 
 
 def kill(launcher, victim, rng):
@@ -134,29 +198,32 @@ def logged_metrics(run):
 
 
 def parse_args():
-    parser = argparse.ArgumentParser(
-        description=__doc__.split("\n")[0], formatter_class=argparse.ArgumentDefaultsHelpFormatter
-    )
-    parser.add_argument("--kills", type=int, default=50, help="number of kills")
-    parser.add_argument("--folder", default="runs/chaos", help="folder for the runs; emptied first")
+    parser = Parser(description=__doc__.split("\n")[0])
+    kills = number(int, 1, most=100_000)  # each takes seconds
+    parser.add_argument("--kills", type=kills, default=50, help="number of kills")
     parser.add_argument(
-        "--seed", type=int, default=0, help="seed of the times, and of which processes are killed"
+        "--folder",
+        default="runs/chaos",
+        help="folder for the runs; emptied first, unless the same command was interrupted",
     )
     parser.add_argument(
-        "command", nargs=argparse.REMAINDER, help="-- followed by the launch command"
+        "--seed", type=SEED, default=0, help="seed of the times, and of which processes are killed"
     )
+    parser.add_argument("command", nargs="...", type=str, help="-- followed by the launch command")
     args = parser.parse_args()
     if args.command[:1] == ["--"]:
         args.command = args.command[1:]
     if not args.command:
-        parser.error("no command to launch: give it after --")
+        raise UserError("no command to launch: give it after --")
     folder = Path(args.folder)
     if folder.exists() and not (folder / "chaos.log").exists():
-        parser.error(
+        raise UserError(
             f"{folder} exists and does not belong to an earlier chaos run: give another --folder"
         )
     return args
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    # As an exception, which also ends the processes that it has launched.
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(process.PREEMPTED))
+    process.run(main)

@@ -47,7 +47,7 @@ import torch.distributed as dist
 
 from utils import plots
 from utils.run import launch, metrics
-from utils.run.arguments import Parser, number
+from utils.run.arguments import SECONDS, Parser, number
 from utils.run.failures import RunFailed, UserError
 
 RANK = int(os.environ.get("RANK", 0))
@@ -572,7 +572,7 @@ def parse_args():
     )
     parser.add_argument(
         "--timeout",
-        type=number(int, 1),
+        type=SECONDS,
         default=60,
         help="seconds to wait for the other processes",
     )
@@ -584,13 +584,13 @@ def parse_args():
     )
     parser.add_argument(
         "--max_bytes",
-        type=number(int, 1024),
+        type=number(int, 1024, most=2**34),  # 16 GiB: gradients of 4 billion parameters
         default=2**26,
         help="size of the largest message",
     )
     parser.add_argument(
         "--seconds_per_size",
-        type=number(float, 0),
+        type=number(float, 0, most=3600),
         default=1.0,
         help="how long to repeat each message, in seconds",
     )

@@ -72,12 +72,14 @@ from utils.data.arrays import ArrayBatches, load_arrays
 from utils.data.augment import normalize
 from utils.data.loaders import already_a_batch
 from utils.run import launch
-from utils.run.arguments import Parser, number
+from utils.run.arguments import BATCH, SECONDS, SEED, Parser, number
 from utils.run.collectives import local_main_first, run_on_main, wait_for_all
 from utils.run.failures import RunFailed, UserError
 from utils.run.folder import RunFolder
 from utils.run.guard import Guard
+from utils.run.measurements import Measurements, clock
 from utils.run.metrics import memory_bytes
+from utils.run.record import topology
 
 PAIRS = {"replicated": "replicated_single", "ddp": "ddp_single"}  # W processes: one process
 RUNS = [name for pair in PAIRS.items() for name in pair]
@@ -181,8 +183,7 @@ def train(accelerator, name, data, args, should_stop):
     optimizer = torch.optim.SGD(model.parameters(), lr=args.lr, momentum=args.momentum)
     batches = build_batches(accelerator, split, name, args)
     mean, std = (value.to(device) for value in split.mean_and_std())
-    total_steps = epochs_of(name, args) * (len(split) // args.batch_size)
-    total_steps = min(total_steps, args.max_train_steps or total_steps)
+    total_steps = steps_of(name, split, args)
     proof_steps = min(args.proof_steps, total_steps)
     losses, record, start_time = [], {}, time.perf_counter()
     while len(losses) < total_steps:
@@ -210,26 +211,45 @@ def train(accelerator, name, data, args, should_stop):
 def train_all(accelerator, run, data, args, guard):
     """Trains the four runs, and saves a record of each.
 
-    An interrupted run starts over, because its time would be wrong. Finished runs are kept.
+    An interrupted run starts over, because its time would be wrong. Finished runs are kept, unless
+    the machine, the versions or the topology are others: they are compared with each other.
 
     Returns:
         str | None: the last run that had already finished before this launch.
     """
+    split, processes = data.splits["train"], accelerator.num_processes
+    path, here = run.path / "unfinished.json", topology(accelerator)
+    kept = run_on_main(accelerator, partial(Measurements, path, here))
+    # The samples that each process computes in a run.
+    costs = {name: steps_of(name, split, args) * batch_of(name, processes, args) for name in RUNS}
 
     def train_and_save(name, should_stop):
-        record = train(accelerator, name, data, args, should_stop)
-        if record and accelerator.is_main_process:
+        shown = time.monotonic()
+
+        def show_and_ask(step, *figures):
+            nonlocal shown
+            if time.monotonic() > shown + 20:
+                shown = time.monotonic()
+                run.print(f"  step {step} of {steps_of(name, split, args)}")
+            return should_stop(step, *figures)
+
+        trained = train(accelerator, name, data, args, show_and_ask)
+        if trained and accelerator.is_main_process:
             temporary = run.path / f".{name}.writing"
-            save_file(record, temporary)
+            save_file(trained, temporary)
             os.replace(temporary, run.path / f"{name}.safetensors")
-        return record is not None
+            kept.keep(name, trained["seconds"].item())
+            rest = sum(cost for name, cost in costs.items() if name not in kept.values)
+            per_sample = sum(kept.values.values()) / sum(costs[name] for name in kept.values)
+            run.print(f"  {kept.values[name]:.1f} s, about {clock(per_sample * rest)} left")
+        return trained is not None
 
     def got_signal(*_):
         return process.signal_name() is not None
 
     resumed_from = None
     for name in RUNS:
-        if run_on_main(accelerator, (run.path / f"{name}.safetensors").exists):
+        if name in kept.values:
             run.print(f"{name}: already finished")
             resumed_from = name
             continue
@@ -241,6 +261,18 @@ def train_all(accelerator, run, data, args, guard):
         if not finished:
             run.exit_preempted(f"during {name}, which will start over; the runs before it are kept")
     return resumed_from
+
+
+def steps_of(name, split, args):
+    """The number of optimizer steps of the run `name`."""
+    steps = epochs_of(name, args) * (len(split) // args.batch_size)
+    return min(steps, args.max_train_steps or steps)
+
+
+def batch_of(name, processes, args):
+    """The number of samples that each process of the run `name` computes in a step."""
+    total = args.batch_size * (processes if name.startswith("replicated") else 1)
+    return total // (processes if name in PAIRS else 1)
 
 
 def epochs_of(name, args):
@@ -352,14 +384,13 @@ def max_relative_difference(tensors, expected):
 
 def row_of(name, record, processes, args):
     """The row of the table for a run, as a dict."""
-    used = processes if name in PAIRS else 1
-    batch = args.batch_size * processes if name.startswith("replicated") else args.batch_size
+    used, batch = processes if name in PAIRS else 1, batch_of(name, processes, args)
     epochs, losses = epochs_of(name, args), record["losses"]
     last_epoch = -(-losses.shape[1] // epochs)  # its number of steps
     return {
         "processes": used,
-        "batch_per_process": batch // used,
-        "effective_batch": batch,
+        "batch_per_process": batch,
+        "effective_batch": batch * used,
         "epochs": epochs,
         "steps": losses.shape[1],
         "final_loss": losses[:, -last_epoch:].mean().item(),  # of all processes
@@ -537,6 +568,7 @@ def conclude(run, args, results):
         "samples_per_second": samples / seconds,
     }
     run.write_results(results)
+    (run.path / "unfinished.json").unlink(missing_ok=True)
     print(f"the pairs agree to {difference:.1e} (tolerance {TOLERANCE:.0e}); see {plot}")
 
 
@@ -562,7 +594,7 @@ def parse_args():
     group = parser.add_argument_group("the experiment")
     group.add_argument(
         "--batch_size",
-        type=at_least_1,
+        type=BATCH,
         default=64,
         help="B: samples over all processes in ddp, per process in replicated",
     )
@@ -580,10 +612,13 @@ def parse_args():
     )
     group.add_argument("--max_train_steps", type=at_least_1, help="most optimizer steps of a run")
     group.add_argument(
-        "--lr", type=number(float, 0), default=0.02, help="learning rate of all four runs"
+        "--lr",
+        type=number(float, 0, most=1000),
+        default=0.02,
+        help="learning rate of all four runs",
     )
     group.add_argument(
-        "--momentum", type=number(float, 0), default=0.9, help="momentum of all four runs"
+        "--momentum", type=number(float, 0, below=1), default=0.9, help="momentum of all four runs"
     )
     group.add_argument(
         "--proof_steps",
@@ -614,12 +649,12 @@ def parse_args():
     )
     group.add_argument(
         "--seed",
-        type=number(int, 0),
+        type=SEED,
         default=0,
         help="seed of the weights and the order of samples",
     )
     group.add_argument(
-        "--timeout", type=at_least_1, default=1800, help="seconds to wait for another process"
+        "--timeout", type=SECONDS, default=1800, help="seconds to wait for another process"
     )
     return parser.parse_args()
 

@@ -15,7 +15,7 @@ from pathlib import Path
 # Finds `utils` next to this script (a copy) or one folder up (the repository).
 sys.path.insert(1, str(Path(__file__).resolve().parents[1]))
 from utils import plots
-from utils.run import metrics, process
+from utils.run import manifest, metrics, process
 from utils.run.arguments import MAY_CHANGE, Parser, number
 from utils.run.failures import UserError
 from utils.run.files import read_json, read_json_lines
@@ -109,7 +109,9 @@ def result_row(run, metric):
     now = run["points"].get("train", [start])[-1]
     evaluated = [line for line in evaluations(run) if metric in line]
     scored = [line for line in evaluated if "score" in line]
-    best = max(scored, key=lambda line: line["score"]) if scored else evaluated[-1]
+    # Of equal ones the same as `manifest.best` chooses.
+    ranks = [(*manifest.rank(line["score"], line.get("loss")), line["step"]) for line in scored]
+    best = scored[ranks.index(max(ranks))] if scored else evaluated[-1]
     length = (f"{now['step']:,}", f"{now['samples']:,}", f"{now['seconds']:.1f}")
     return (run["name"], *length, f"{evaluated[-1][metric]:.4f}", f"{best[metric]:.4f}")
 

@@ -41,7 +41,7 @@ from utils.data.loaders import evaluation_batch_size, loader_options
 from utils.data.sources import find_images
 from utils.data.transforms import EvalTransform
 from utils.run import cpu, launch, weights
-from utils.run.arguments import Parser, number
+from utils.run.arguments import WORKERS, Parser
 from utils.run.collectives import local_main_first, run_on_all, run_on_main
 from utils.run.failures import UserError
 from utils.run.files import write_json, write_text
@@ -274,9 +274,11 @@ def print_summary(saved, metrics, count, split, folder):
 def load_state(model, saved, description):
     """Loads weights into a model. Raises UserError if they belong to a different model."""
     try:
-        model.load_state_dict(saved.state)
+        model.load_state_dict(weights.fitted(saved.state, model))
     except RuntimeError as error:
         reason = str(error).splitlines()[1].strip()
+        if prefix := weights.shared_prefix(saved.state):
+            reason += f" (all its names begin with `{prefix}`)"
         raise UserError(f"{saved.file} does not hold a {description}: {reason}") from None
 
 
@@ -309,7 +311,7 @@ def parse_args():
     parser.add_argument(
         "--checkpoint",
         required=True,
-        help="a run's folder (its final weights), a checkpoint's folder or a .safetensors",
+        help="a run's folder (its final weights), a checkpoint's folder, a .safetensors or a .pth",
     )
     parser.add_argument(
         "--images", metavar="FOLDER", help="classify the images in this folder, or this file"
@@ -325,7 +327,7 @@ def parse_args():
     )
     parser.add_argument(
         "--num_workers",
-        type=number(int, 0),
+        type=WORKERS,
         default=min(8, cpu.cores_per_process()),
         help="processes that decode images",
     )

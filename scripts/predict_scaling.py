@@ -46,14 +46,15 @@ The model, for W processes and n bytes of gradients over links of latency a and 
   (section 3.2.2 of Zhao et al.).
 
 `--measure` runs a network of `--parameters` on W real processes, and compares the predicted step
-time with the measured one. The README has results.
+time with the measured one; after an interruption, the same command keeps the figures so far. The
+README has results.
 """
 
 import json
 import math
 import sys
 import time
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
 from typing import NamedTuple
 
@@ -71,8 +72,10 @@ from torch import nn
 
 from utils import plots
 from utils.run import launch
-from utils.run.arguments import Parser, number
+from utils.run.arguments import BATCH, Parser, number
+from utils.run.collectives import run_on_main
 from utils.run.failures import UserError
+from utils.run.measurements import Measurements, clock
 
 FIRST_BUCKET, BUCKET = 2**20, 25 * 2**20
 # Share of the memory for weights, gradients and optimizer states; the rest is for activations.
@@ -90,6 +93,7 @@ class Link(NamedTuple):
 # ---------------------------------------------------------------------------------- time of a step
 
 
+@cache  # almost all buckets of a model are alike
 def all_reduce_seconds(processes, size, latency, bandwidth):
     """Seconds of an all-reduce of `size` bytes: the faster one of ring and tree."""
     if processes == 1:
@@ -365,12 +369,18 @@ def measure(args):
         with accelerator.no_sync(model):
             step()
 
-    compute_time = median_seconds(accelerator, compute)
-    step_time = median_seconds(accelerator, step)
     processes, size = accelerator.num_processes, args.layers * width**2 * 4
+    functions = {
+        "compute_seconds": partial(median_seconds, accelerator, compute),
+        "measured_seconds": partial(median_seconds, accelerator, step),
+    }
+    if processes > 1:
+        functions["link"] = partial(measure_link, accelerator)
+    figures = measure_each(accelerator, args, functions)
+    compute_time, step_time = figures["compute_seconds"], figures["measured_seconds"]
     result = {}
     if processes > 1:
-        link = measure_link(accelerator)
+        link = Link(*figures["link"])
         predicted = [
             step_seconds(processes, compute_time, size, *link, overlap=overlap)
             for overlap in (True, False)
@@ -396,6 +406,30 @@ def measure(args):
             )
         write(args, f"measured_{processes}.json", result)
     accelerator.end_training()
+
+
+def measure_each(accelerator, args, functions):
+    """Calls each of the functions (dict) on all processes, and keeps what it returns.
+
+    Returns:
+        dict: name -> figure, those of an interrupted start included.
+    """
+    chosen = dict(parameters=args.parameters, layers=args.layers, batch=args.batch)
+    chosen["processes"] = accelerator.num_processes
+    path = Path(args.output_dir) / "unfinished.json"
+    kept = run_on_main(accelerator, partial(Measurements, path, chosen))
+    start_time, before, figures = time.perf_counter(), len(kept.values), {}
+    for done, (name, function) in enumerate(functions.items()):
+        if name not in kept.values:
+            value = function()
+            kept.values[name] = run_on_main(accelerator, partial(kept.keep, name, value))
+            each = (time.perf_counter() - start_time) / (done + 1 - before)
+            if accelerator.is_main_process and done + 1 < len(functions):
+                left = clock(each * (len(functions) - done - 1))
+                print(f"{done + 1} of {len(functions)} figures, about {left} left", flush=True)
+        figures[name] = kept.values[name]
+    run_on_main(accelerator, kept.finish)
+    return figures
 
 
 def measure_link(accelerator):
@@ -490,42 +524,60 @@ def write(args, name, record):
         raise UserError(f"cannot write to --output_dir {folder}: {error.strerror}") from None
 
 
-def integer(text):
+class Integer(number):
     """An argparse type: an integer that may be written as 1.5e9."""
-    return int(number(float, 1)(text))
+
+    def __init__(self, low, most):
+        super().__init__(float, low, most=most)
+
+    def __contains__(self, value):
+        return super().__contains__(value) and value == int(value)
+
+    def __call__(self, text):
+        return int(super().__call__(text))
+
+    def __str__(self):
+        return f"an integer, {super().__str__()}"
 
 
 def parse_args():
-    positive = number(float, 0, above=True)
+    seconds = number(float, 0, above=True, most=10**6)
+    bandwidth = number(float, 0, above=True, most=10**15)  # a million times that of Ethernet
     parser = Parser(description=__doc__.split("\n")[0])
     parser.add_argument(
-        "--parameters", type=integer, default=4_000_000, help="size of the model, such as 1.5e9"
+        "--parameters",
+        type=Integer(1, 10**12),  # about the largest published models
+        default=4_000_000,
+        help="size of the model, such as 1.5e9",
     )
-    parser.add_argument("--step_seconds", type=positive, help="time of a step on one process")
+    parser.add_argument("--step_seconds", type=seconds, help="time of a step on one process")
     parser.add_argument("--topology", help="topology.json of check_topology.py")
-    parser.add_argument("--latency", type=positive, help="seconds from one process to another")
-    parser.add_argument("--bandwidth", type=positive, help="bus bandwidth, bytes per second")
-    parser.add_argument("--memory_gib", type=positive, default=80, help="memory of a GPU")
+    parser.add_argument("--latency", type=seconds, help="seconds from one process to another")
+    parser.add_argument("--bandwidth", type=bandwidth, help="bus bandwidth, bytes per second")
+    gib = number(float, 0, above=True, most=10**6)
+    parser.add_argument("--memory_gib", type=gib, default=80, help="memory of a GPU")
     parser.add_argument(
         "--worthwhile",
-        type=positive,
+        type=number(float, 0, above=True, most=1),
         default=0.8,
         help="lowest acceptable efficiency, as a fraction",
     )
     parser.add_argument("--output_dir", default="runs/predict_scaling", help="folder for results")
     parser.add_argument(
         "--layers",
-        type=number(int, 1),
+        type=number(int, 1, most=10_000),
         default=16,
         help="layers of equal size, also of the network that --measure runs",
     )
     group = parser.add_argument_group("comparing DDP, FSDP and HSDP")
     group.add_argument(
         "--processes",
-        type=number(int, 2),
+        type=number(int, 2, most=10**6),
         help="number of processes, one per GPU; default: no comparison",
     )
-    group.add_argument("--per_machine", type=number(int, 1), default=8, help="GPUs of each machine")
+    group.add_argument(
+        "--per_machine", type=number(int, 1, most=10_000), default=8, help="GPUs of each machine"
+    )
     group.add_argument(
         "--mixed_precision",
         choices=["bf16", "no"],
@@ -538,11 +590,11 @@ def parse_args():
         "machines",
     )
     group.add_argument(
-        "--inside_latency", type=positive, help="latency inside a machine, in seconds"
+        "--inside_latency", type=seconds, help="latency inside a machine, in seconds"
     )
     group.add_argument(
         "--inside_bandwidth",
-        type=positive,
+        type=bandwidth,
         help="bus bandwidth inside a machine, bytes per second",
     )
     group = parser.add_argument_group("measuring, under accelerate launch")
@@ -551,9 +603,7 @@ def parse_args():
         action="store_true",
         help="run real steps on these processes, and compare their time with the prediction",
     )
-    group.add_argument(
-        "--batch", type=number(int, 1), default=512, help="samples per process and step"
-    )
+    group.add_argument("--batch", type=BATCH, default=512, help="samples per process and step")
     return parser.parse_args()
 
 

@@ -480,7 +480,10 @@ def parse_args():
         "--padding", type=number(int, 0, below=32), default=2, help="largest random shift in pixels"
     )
     group.add_argument(
-        "--cutout", type=number(int, 0), default=0, help="side of the masked square in pixels"
+        "--cutout",
+        type=number(int, 0, below=32),  # an image has 32 x 32 pixels: not all of them
+        default=0,
+        help="side of the masked square in pixels",
     )
     group.add_argument(
         "--tta", action="store_true", help="also report test-time augmented accuracy"

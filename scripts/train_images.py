@@ -109,16 +109,37 @@ def build_optimizer(model, args):
     )
 
 
-def build_ema(accelerator, model, decay):
+def build_ema(accelerator, model, decay, plan):
     """The exponential moving average of all weights and statistics; None without a decay.
 
     It is saved with every checkpoint.
     """
     if not decay:
         return None
-    ema = AveragedModel(model, multi_avg_fn=get_ema_multi_avg_fn(decay), use_buffers=True)
+    window = round(1 / (1 - decay))
+    if window > plan.total_steps and accelerator.is_main_process:
+        launch.notice(
+            f"--ema_decay {decay} averages over about {window:,} steps, more than the "
+            f"{plan.total_steps:,} of this run: its last ninth will be averaged"
+        )
+
+    def average(averaged, trained, _):
+        rising = ema_decay_at(int(ema.n_averaged), decay)  # on the CPU: nothing waits for a GPU
+        get_ema_multi_avg_fn(rising)(averaged, trained, None)
+
+    ema = AveragedModel(model, multi_avg_fn=average, use_buffers=True)
     accelerator.register_for_checkpointing(ema)
     return ema
+
+
+def ema_decay_at(updates, decay):
+    """The decay of the moving average after so many updates, at most `decay`.
+
+    (1 + t) / (10 + t), from TensorFlow's `ExponentialMovingAverage(num_updates=t)`, is an average
+    over about the last ninth of the updates. Without it, a run shorter than the window would end
+    with an average that consists of its initial weights.
+    """
+    return min(decay, (1 + updates) / (10 + updates))
 
 
 def lr_multiplier(step, plan, args):
@@ -236,12 +257,13 @@ def evaluate(accelerator, model, ema, loader, watch, mean, std):  # EDIT: metric
 
     Args:
         watch: `guard.watch`, with which a signal ends the evaluation.
-        ema (AveragedModel | None): evaluate these weights instead of those of `model`.
+        ema (AveragedModel | None): evaluate these weights, and besides them those of `model`.
 
     Returns:
-        dict: `loss`, `accuracy`, `top5` (with 5 or more classes); and `samples`, with one value per
-        image, in the order of the data: `labels` and `predictions`, int64, and `losses`, float32.
-        An unreadable image has the label -1 and does not count.
+        dict: `loss`, `accuracy`, `top5` (with 5 or more classes); with `ema` also `trained_loss`
+        and `trained_accuracy`, of `model`; and `samples`, with one value per image, in the order of
+        the data: `labels` and `predictions`, int64, and `losses`, float32. An unreadable image has
+        the label -1 and does not count.
     """
     if ema and accelerator.num_processes > 1:
         for buffer in ema.buffers():
@@ -263,8 +285,12 @@ def evaluate(accelerator, model, ema, loader, watch, mean, std):  # EDIT: metric
     ids, labels, losses, top = (torch.cat(values) for values in zip(*parts, strict=True))
     if not torch.equal(ids, torch.arange(len(loader.dataset))):
         raise RuntimeError(f"evaluated {len(ids)} of {len(loader.dataset)} images, or not in order")
+    metrics = scores.summarize(labels, losses, top)
+    if ema:  # does the average help?
+        trained = evaluate(accelerator, model, None, loader, watch, mean, std)
+        metrics |= {f"trained_{name}": trained[name] for name in ("loss", "accuracy")}
     samples = {"labels": labels, "predictions": top[:, 0], "losses": losses}
-    return {**scores.summarize(labels, losses, top), "samples": samples}
+    return {**metrics, "samples": samples}
 
 
 def export(folder, config, model, ema):
@@ -320,7 +346,7 @@ def describe_model(config, args):
     more = f" and {len(names) - 50} more" if len(names) > 50 else ""
     about = f"Classes: {', '.join(map(for_markdown, names[:50]))}{more}."
     if args.ema_decay:
-        about += f" The weights are averages with a decay of {args.ema_decay}."
+        about += f" The weights are averages with a decay of up to {args.ema_decay}."
     return {
         "title": f"{config['model']}, {len(names)} classes",
         "library": "torchvision",
@@ -371,7 +397,7 @@ def main():
     model, optimizer, scheduler = accelerator.prepare(model, optimizer, scheduler)
     loaders = build_loaders(accelerator, data, config["preprocessing"], args)
     plain = accelerator.unwrap_model(model)
-    ema = build_ema(accelerator, plain, args.ema_decay)
+    ema = build_ema(accelerator, plain, args.ema_decay, plan)
     colors = (config["preprocessing"][name] for name in ("mean", "std"))
     mean, std = (255 * torch.tensor(values).to(accelerator.device) for values in colors)
     mix = None
@@ -469,7 +495,11 @@ def main():
 
 def parse_args():
     parser = Parser(description=__doc__.split("\n")[0])
-    share, positive = number(float, 0, below=1), number(int, 1)
+    share = number(float, 0, below=1)
+    # Sizes in pixels. Some models need more than the least: `pretrained.check_sizes`.
+    pixels = number(int, 8, most=4096)
+    # Smaller values make all draws from the beta distribution 0 or 1.
+    alpha = number(float, 0, most=100, least=0.01)
     group = parser.add_argument_group(
         "model and training (the defaults shown are those of the chosen --preset)"
     )
@@ -491,7 +521,7 @@ def parse_args():
     group.add_argument("--freeze", action="store_true", help="train the last layer only")
     group.add_argument(
         "--head_lr_multiplier",
-        type=number(float, 0),
+        type=number(float, 0, most=1000),
         default=1.0,
         help="factor of --lr for the last layer",
     )
@@ -515,7 +545,8 @@ def parse_args():
         "--ema_decay",
         type=share,
         default=0.0,
-        help="decay of the moving average of the weights, which is evaluated; 0: no average",
+        help="highest decay of the moving average of the weights, which is evaluated besides the "
+        "trained ones, and exported; 0: no average",
     )
     group.add_argument("--compile", action="store_true", help="torch.compile the model")
     group.add_argument(
@@ -524,20 +555,20 @@ def parse_args():
     group = parser.add_argument_group("images")
     group.add_argument(
         "--image_size",
-        type=positive,
+        type=pixels,
         help="pixels of the model's input; default: that of --weights, or 224",
     )
     group.add_argument(
-        "--train_size", type=positive, help="pixels of the input in training; default: --image_size"
+        "--train_size", type=pixels, help="pixels of the input in training; default: --image_size"
     )
     group.add_argument(
         "--eval_resize",
-        type=positive,
+        type=pixels,
         help="shorter side before center crop; default: 8/7 --image_size",
     )
     group.add_argument(
         "--min_scale",
-        type=number(float, 0, above=True, most=1),
+        type=number(float, 0.0001, most=1),  # of a photo, an area of a few pixels
         default=0.08,
         help="minimum area of a random crop, as a fraction of the image",
     )
@@ -553,12 +584,10 @@ def parse_args():
     group.add_argument(
         "--random_erasing", type=share, default=0.0, help="probability of random erasing"
     )
-    group.add_argument(
-        "--mixup", type=number(float, 0), default=0.0, help="alpha of Mixup; 0: none"
-    )
+    group.add_argument("--mixup", type=alpha, default=0.0, help="alpha of Mixup; 0: none")
     group.add_argument(
         "--cutmix",
-        type=number(float, 0),
+        type=alpha,
         default=0.0,
         help="alpha of CutMix; with Mixup as well, each step uses one of the two",
     )
@@ -590,6 +619,8 @@ def parse_args():
     )
     args = parser.parse_training_args()
     pretrained.check_name(args.model)
+    sizes = {"--image_size": args.image_size, "--train_size": args.train_size}
+    pretrained.check_sizes(args.model, sizes)
     if args.weights and args.init_from:
         raise UserError(
             "--weights and --init_from both name weights to start with: give only one of them"

@@ -38,7 +38,7 @@ from utils.run.seeds import seed_step
 def build_data(args):  # EDIT: data
     """Points in a plane; class 1: both coordinates have the same sign. A sample is (id, x, y)."""
     held_out = 997  # no number of processes divides it
-    points = torch.randn(held_out + max(2880, args.batch_size), 2)
+    points = torch.randn(held_out + 2880, 2)
     labels = (points.prod(1) > 0).long()
     data = TensorDataset(torch.arange(len(points)), points, labels)
     return Subset(data, range(held_out, len(data))), Subset(data, range(held_out))

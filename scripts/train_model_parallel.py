@@ -59,7 +59,7 @@ from utils.data.arrays import ArrayBatches, load_arrays
 from utils.data.augment import augment, normalize
 from utils.data.loaders import evaluation_batch_size, loader_options
 from utils.run import ddp, launch, weights
-from utils.run.arguments import Parser, number
+from utils.run.arguments import BATCH, Parser, number
 from utils.run.collectives import gather, local_main_first
 from utils.run.failures import UserError
 from utils.run.folder import RunFolder
@@ -445,19 +445,19 @@ def parse_args():
     group = parser.add_argument_group("model and training")
     group.add_argument(
         "--devices_per_process",
-        type=number(int, 1),
+        type=number(int, 1, most=8),  # the number of blocks
         default=2,
         help="number of stages, each on its own device",
     )
     group.add_argument(
         "--micro_batches",
-        type=number(int, 1),
+        type=BATCH,
         default=4,
         help="parts that a batch is split into; 1: no pipelining",
     )
     group.add_argument(
         "--width",
-        type=number(int, 8),
+        type=number(int, 8, most=1024),  # already 300 million parameters
         default=64,
         help="channels of the first blocks, a multiple of 8",
     )
@@ -468,10 +468,8 @@ def parse_args():
         "uoft-cs/cifar10", "Hub id or local folder of a 32x32 image data set, or `synthetic`"
     )
     args = parser.parse_training_args()
-    if args.devices_per_process > 8 or args.width % 8:
-        raise UserError(
-            "--devices_per_process is at most 8, the number of blocks, and --width a multiple of 8"
-        )
+    if args.width % 8:
+        raise UserError(f"--width {args.width} is not a multiple of 8")
     return args
 
 

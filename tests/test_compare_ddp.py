@@ -3,6 +3,7 @@
 They also check that it would notice a difference.
 """
 
+import json
 import os
 import signal
 
@@ -80,6 +81,21 @@ def test_one_process_compares_with_itself(tmp_path):
     run("cpu", COMPARE, arguments, output_dir=tmp_path)
     pairs = results(tmp_path)["pairs"].values()
     assert [pair["max_relative_difference"] for pair in pairs] == [0, 0]
+
+
+def test_runs_of_other_versions_are_not_compared(tmp_path):
+    """A run of an interrupted comparison counts only if the machine and the versions are the same."""
+    arguments = "--dataset synthetic --max_train_steps 3 --batch_size 8"
+    run("cpu", COMPARE, arguments, output_dir=tmp_path)
+    (tmp_path / "results.json").unlink()  # as if it had been interrupted before its end
+    (tmp_path / "status.json").write_text('{"state": "running"}')
+    assert not (tmp_path / "unfinished.json").exists()
+    (tmp_path / "unfinished.json").write_text(
+        json.dumps({"conditions": {"versions": {"torch": "0.1"}}, "values": {"ddp": 1.0}})
+    )
+    done = run("cpu", COMPARE, arguments, output_dir=tmp_path)
+    assert "starts over: another " in done.stdout and "already finished" not in done.stdout
+    assert done.stdout.count(" left\n") == 4 and "about 0:00:00 left" in done.stdout
 
 
 @pytest.mark.slow

@@ -41,6 +41,78 @@ def test_loads_every_weight(file, capsys):
     assert "4 of 4 tensors initialized" in capsys.readouterr().out
 
 
+class Wrapped(torch.nn.Module):
+    """Holds a model as `model`, as many training scripts do."""
+
+    def __init__(self):
+        super().__init__()
+        self.model = build()
+
+
+@pytest.mark.parametrize("suffix", [".safetensors", ".pth", ".pt", ".ckpt"])
+@pytest.mark.parametrize("prefix", ["", "module.", "_orig_mod.", "model.", "module._orig_mod."])
+@pytest.mark.parametrize("make", [build, Wrapped])
+def test_the_prefix_of_a_wrapper_does_not_matter(prefix, suffix, make, tmp_path):
+    sevens = {
+        f"{prefix}{name}": torch.full_like(v, 7.0) for name, v in build().state_dict().items()
+    }
+    path = tmp_path / f"weights{suffix}"
+    if suffix == ".safetensors":
+        save_file(sevens, path)
+    else:
+        torch.save({"state_dict": sevens, "epoch": 3} if suffix == ".ckpt" else sevens, path)
+    model = make()
+    weights.initialize(OneProcess, model, str(path))
+    assert all((value == 7).all() for value in model.state_dict().values())
+
+
+def test_only_what_all_names_share_is_a_prefix():
+    """`module.` inside a name, or before some of the names, belongs to the model."""
+    for names in (
+        ["submodule.a", "submodule.b"],
+        ["model.a", "head.b"],
+        ["a", "module.b"],
+        ["model"],
+    ):
+        state = dict.fromkeys(names)
+        assert list(weights.unwrapped(state)) == names
+    assert list(weights.unwrapped({"blocks.0._orig_mod.a": 0, "b": 1})) == ["blocks.0.a", "b"]
+    assert list(weights.unwrapped({"module.model.a": 0, "module.model.b": 1})) == ["a", "b"]
+    assert weights.unwrapped({}) == {} and weights.shared_prefix({}) is None
+    assert weights.shared_prefix({"net.a": 0, "net.b": 0}) == "net."
+    assert weights.shared_prefix({"net.a": 0, "nets.b": 0}) is None
+
+
+def test_an_unknown_prefix_is_named(tmp_path):
+    state = {f"backbone.{name}": value for name, value in build().state_dict().items()}
+    save_file(state, tmp_path / "w.safetensors")
+    with pytest.raises(UserError, match=r"all its names begin with `backbone\.`") as error:
+        weights.initialize(OneProcess, build(), str(tmp_path / "w.safetensors"))
+    assert "\n" not in str(error.value)
+
+
+class Executes:
+    def __reduce__(self):
+        return print, ("executed",)
+
+
+def test_a_pickle_that_holds_anything_else_is_one_line(tmp_path, capsys):
+    path = tmp_path / "w.pth"
+    torch.save(build().state_dict(), path)
+    whole = path.read_bytes()
+    for content in (
+        *({"a": Executes()}, [1, 2], {}, {"model": {"a": 3}}, "text"),
+        *(b"", b"\x80\x02", whole[: len(whole) // 2], b"\x80\x02}q\x00X\xff.", b"not a pickle"),
+    ):
+        path.write_bytes(content) if isinstance(content, bytes) else torch.save(content, path)
+        with pytest.raises(UserError, match="cannot read weights from") as error:
+            weights.read(path)
+        assert "\n" not in str(error.value)
+    assert "executed" not in capsys.readouterr().out
+    with pytest.raises(UserError, match="no such file"):
+        weights.read(tmp_path / "none.pth")
+
+
 def test_without_a_path_the_model_stays_as_it_is():
     model = build()
     weights.initialize(OneProcess, model, None)

@@ -350,6 +350,61 @@ def test_metrics_are_cut_back_to_the_checkpoint_and_never_repeated(tmp_path):
     assert [(line["step"], line["loss"]) for line in lines] == [(1, 1.0), (2, 0.5), (3, 0.3)]
 
 
+def test_of_equal_scores_the_lower_loss_then_the_later_one_is_better(tmp_path):
+    def saved(step, **progress):
+        path = tmp_path / "checkpoints" / f"step_{step:08d}"
+        path.mkdir(parents=True)
+        manifest_file = {"progress": {"step": step, **progress}, "files": {}}
+        (path / "manifest.json").write_text(json.dumps(manifest_file))
+        return path
+
+    saved(1, score=0.5, loss=0.1)
+    assert manifest.best(manifest.all_in(tmp_path)).name == "step_00000001"
+    saved(2, score=0.9, loss=0.4)
+    saved(3, score=0.9, loss=0.3)
+    saved(4, score=0.9, loss=0.3)
+    for step, progress in ((5, dict(score=0.9, loss=0.5)), (6, dict(score=0.9)), (7, {})):
+        saved(step, **progress)
+    saved(8, score=float("nan"), loss=0.0)
+    (tmp_path / "checkpoints" / "step_00000009").mkdir()  # damaged
+    assert manifest.best(manifest.all_in(tmp_path)).name == "step_00000004"
+    assert manifest.best([tmp_path / "checkpoints" / "step_00000007"]) is None
+    assert manifest.best([]) is None
+
+
+def test_a_run_and_its_checkpoints_agree_which_evaluation_is_the_best(tmp_path):
+    """Whether a checkpoint is saved is decided as which one is kept."""
+    run = folder_of(tmp_path)
+    run.metrics = SimpleNamespace(log=lambda *_: None)
+    improved = []
+    for step, (score, loss) in enumerate(
+        [(0.5, 1.0), (0.5, 1.1), (0.5, 0.9), (0.5, 0.9), (0.4, 0.1), (0.6, 2.0), (0.6, None)], 1
+    ):
+        run.log("val", step, score=score, loss=loss)
+        improved.append(run.improved_at(step))
+        assert not run.improved_at(step + 1)
+    assert improved == [True, False, True, True, False, True, False]
+    assert manifest.rank(0.5) < manifest.rank(0.5, 3.0) < manifest.rank(0.5, 2.0)
+    assert manifest.rank(None) < manifest.rank(-1e9, 1e9) < manifest.rank(0.0)
+    run.log("test", 9, loss=0.0)
+    assert run.improved_at(6) is False and run._best == (0.6, 2.0)
+
+
+@pytest.mark.parametrize("losses", [True, False])
+def test_the_best_survives_a_restart(losses, tmp_path):
+    """And equal scores without losses: the later one is better."""
+    run = folder_of(tmp_path)
+    run.metrics = SimpleNamespace(log=lambda *_: None)
+    run.log("val", 3, score=0.5, **({"loss": 0.3} if losses else {}))
+    saved = json.loads(json.dumps(run._scores_of(3)))
+    assert saved["score"] == saved["best"] == 0.5 and saved["loss"] == saved["best_loss"]
+    assert run._scores_of(4) == saved | {"score": None, "loss": None}
+    again = folder_of(tmp_path)
+    again.metrics, again._best = run.metrics, (saved["best"], saved["best_loss"])
+    again.log("val", 7, score=0.5, **({"loss": 0.4} if losses else {}))
+    assert again.improved_at(7) == (not losses)
+
+
 @pytest.mark.parametrize("number", [errno.ENOSYS, errno.ENOLCK])
 def test_a_file_system_without_locks_is_a_warning(number, tmp_path, monkeypatch, capsys):
     def lockf(*_):
@@ -532,6 +587,21 @@ def test_few_samples_for_batch_norm_are_said(capsys):
         ddp.sync_batch_norm(one, layer, samples, wanted=False)
         said = "31 samples" in capsys.readouterr().err
         assert said == (samples == 31 and isinstance(layer, torch.nn.BatchNorm1d))
+
+
+def test_one_sample_for_batch_norm_is_refused():
+    """Not with frozen statistics, and not where batch norm sees the samples of all processes."""
+    one = SimpleNamespace(num_processes=1, is_main_process=True, device=torch.device("cpu"))
+    layer = torch.nn.Sequential(torch.nn.Conv2d(1, 1, 1), torch.nn.BatchNorm2d(1))
+    with pytest.raises(UserError, match="more than the one sample that each process"):
+        ddp.sync_batch_norm(one, layer, 1, wanted=False)
+    assert ddp.sync_batch_norm(one, layer, 2, wanted=False) is layer
+    assert ddp.sync_batch_norm(one, torch.nn.LayerNorm(2), 1, wanted=False)
+    two = SimpleNamespace(num_processes=2, is_main_process=True, device=torch.device("cuda"))
+    synced = ddp.sync_batch_norm(two, layer, 1, wanted=True)
+    assert isinstance(synced[1], torch.nn.SyncBatchNorm)
+    frozen = torch.nn.Sequential(torch.nn.BatchNorm2d(1)).eval()
+    assert ddp.sync_batch_norm(one, frozen, 1, wanted=False) is frozen
 
 
 @pytest.mark.parametrize(

@@ -127,3 +127,11 @@ def test_a_run_logs_twenty_times_or_every_ten_steps(steps, every):
 def test_needs_no_torch():
     code = "import sys; import utils.run.plan; assert 'torch' not in sys.modules and 'accelerate' not in sys.modules"
     subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=True)
+
+
+def test_a_script_without_the_flag_does_not_accumulate():
+    args = Namespace(
+        batch_size=10, epochs=1, max_train_steps=None, log_every=None, eval_every=None,
+        checkpoint_every=None,
+    )  # fmt: skip
+    assert Plan.from_args(args, 100).accumulation == 1

@@ -289,7 +289,7 @@ BAD = {
     "batch_too_large": ("--dataset synthetic --batch_size 6000", "more than the 5000"),
     "zero": ("--dataset synthetic --epochs 0", "at least 1"),
     "negative": ("--dataset synthetic --lr -1", "at least 0"),
-    "not_a_number": ("--dataset synthetic --lr nan", "at least 0"),
+    "not_a_number": ("--dataset synthetic --lr nan", "at least 0 and at most 1000, not 'nan'"),
     "unknown_flag": ("--dataset synthetic --epoch 3", "unrecognized arguments"),
     "unwritable": ("--dataset synthetic --output_dir /proc/nowhere", "cannot write"),
     "no_such_checkpoint": ("--dataset synthetic --resume /nowhere/step_1", "does not exist"),

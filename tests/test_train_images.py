@@ -562,6 +562,48 @@ class Executes:
         return os.system, ("touch /tmp/executed",)
 
 
+class Plan:
+    total_steps = 100
+
+
+class Registers(OneProcess):
+    """Stands for an accelerator."""
+
+    def register_for_checkpointing(self, ema):
+        self.registered = ema
+
+
+def test_the_decay_of_averaged_weights_rises(capsys):
+    """A run shorter than the averaging window must not end with its initial weights."""
+    train_images = load_script("train_images")
+    decays = [train_images.ema_decay_at(t, 0.99998) for t in (1, 8, 90, 10**6)]
+    assert decays == [2 / 11, 9 / 18, 91 / 100, 0.99998]
+    model, accelerator = torch.nn.Linear(1, 1, bias=False), Registers()
+    model.register_buffer("statistics", torch.zeros(1))
+    ema = train_images.build_ema(accelerator, model, 0.9, Plan)
+    assert accelerator.registered is ema
+    expected = None
+    for update in range(40):
+        with torch.no_grad():
+            model.weight.fill_(update + 1.0)
+            model.statistics.fill_(-update)
+        ema.update_parameters(model)
+        decay = min(0.9, (1 + update) / (10 + update))
+        expected = decay * expected + (1 - decay) * (update + 1) if update else 1.0
+        assert ema.module.weight.item() == pytest.approx(expected, rel=1e-5)
+        assert ema.module.statistics.item() == pytest.approx(1 - expected, abs=1e-4)
+    # A restart continues where the count was.
+    again = train_images.build_ema(accelerator, model, 0.9, Plan)
+    again.load_state_dict(ema.state_dict())
+    for average in (ema, again):
+        average.update_parameters(model)
+    assert torch.equal(again.module.weight, ema.module.weight)
+    assert train_images.build_ema(accelerator, model, 0.0, Plan) is None
+    assert capsys.readouterr().err == ""
+    train_images.build_ema(accelerator, model, 0.995, Plan)
+    assert "averages over about 200 steps, more than the 100 of this run" in capsys.readouterr().err
+
+
 def test_unusable_weights_are_refused(tmp_path, monkeypatch):
     torch.save(small(3, "shufflenet_v2_x0_5").state_dict(), tmp_path / "other.pth")
     torch.save({"model": Executes()}, tmp_path / "code.pth")
@@ -571,7 +613,7 @@ def test_unusable_weights_are_refused(tmp_path, monkeypatch):
         ("other.pth", "holds another model"),
         ("code.pth", "it would execute code"),
         ("list.pth", "does not hold the weights"),
-        ("empty.pth", "cannot be read"),
+        ("empty.pth", "cannot read"),
         ("none.pth", "there is no such file"),
         ("IMAGENET1K_V7", "no such weights of squeezenet1_1; the nearest: IMAGENET1K_V1"),
     ):
@@ -727,6 +769,9 @@ def test_leaves_everything_it_promises(reference_run, photo_folder):
     assert stored["preprocessing"] == dict(
         resize=37, crop=32, interpolation="bilinear", **pretrained.IMAGENET
     )
+    figures, lines = results(folder), metrics(folder, "val")
+    assert lines[-1]["trained_accuracy"] == figures["val_trained_accuracy"]
+    assert lines[-1]["trained_loss"] != lines[-1]["loss"] == figures["val_loss"]
     averaged = load_file(folder / "model.safetensors")
     last = load_file(folder / "without_ema" / "model.safetensors")
     assert averaged.keys() == last.keys()

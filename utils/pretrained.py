@@ -1,7 +1,6 @@
 """The classifiers of torchvision by name, with weights of torchvision, of a file, or of a run."""
 
 import difflib
-import pickle
 from pathlib import Path
 from urllib.error import URLError
 
@@ -20,7 +19,7 @@ OPTIONS = {
 }
 AUXILIARY = ("aux1.", "aux2.", "AuxLogits.")
 IMAGENET = dict(mean=[0.485, 0.456, 0.406], std=[0.229, 0.224, 0.225])
-SUFFIXES = (".pth", ".pt", ".safetensors")
+SUFFIXES = (*weights.PICKLES, ".safetensors")
 
 
 def check_name(name):
@@ -29,6 +28,26 @@ def check_name(name):
     if name not in known:
         nearest = _nearest(name, known)
         raise UserError(f"--model {name}: torchvision has no classifier of this name; {nearest}")
+
+
+def check_sizes(name, sizes):
+    """Raises UserError if the model cannot take images of one of these sizes; computes nothing.
+
+    Args:
+        name (str): the model.
+        sizes (dict): name of a flag -> pixels, or None: not given.
+    """
+    sizes = {flag: size for flag, size in sizes.items() if size}
+    if not sizes:
+        return
+    with torch.device("meta"):
+        model = torchvision.models.get_model(name, **OPTIONS.get(name, {}))
+    for flag, size in sizes.items():
+        try:
+            model(torch.empty(2, 3, size, size, device="meta"))
+        except (RuntimeError, ValueError, AssertionError) as error:
+            reason = str(error).splitlines()[0]
+            raise UserError(f"{flag} {size}: not a size for {name} ({reason})") from None
 
 
 def describe(name, choice, class_names, size=None, resize=None):
@@ -102,8 +121,7 @@ def preprocessing(name, found, size=None, resize=None):
     """
     values = dict(resize=256, crop=224, interpolation="bilinear", **IMAGENET)
     if isinstance(found, Path):
-        config = weights.read(found).config if found.suffix not in (".pth", ".pt") else None
-        values |= (config or {}).get("preprocessing", {})
+        values |= (weights.read(found).config or {}).get("preprocessing", {})
     elif found is not None:
         presets = found.transforms()
         values = dict(resize=presets.resize_size[0], crop=presets.crop_size[0])
@@ -116,6 +134,11 @@ def preprocessing(name, found, size=None, resize=None):
         values |= dict(mean=[0.5] * 3, std=[0.5] * 3)
     if size:
         values |= dict(resize=round(size * values["resize"] / values["crop"]), crop=size)
+    if resize and resize < values["crop"]:
+        raise UserError(
+            f"--eval_resize {resize} is less than the {values['crop']} pixels of the crop "
+            "(--image_size)"
+        )
     return values | ({"resize": resize} if resize else {})
 
 
@@ -164,9 +187,7 @@ def train(model):
 
 def _load(model, config, choice):
     found = find(config["model"], choice)
-    if isinstance(found, Path) and found.suffix in (".pth", ".pt"):
-        state, file = _read_pth(found, choice), found
-    elif isinstance(found, Path):
+    if isinstance(found, Path):
         saved = weights.read(found)
         state, file = saved.state, saved.file
         class_names = (saved.config or {}).get("class_names", config["class_names"])
@@ -186,26 +207,6 @@ def _load(model, config, choice):
     if config["options"]:
         state = {key: value for key, value in state.items() if not key.startswith(AUXILIARY)}
     return weights.load_into(model, state, f"weights {choice}: {file}", file)
-
-
-def _read_pth(path, choice):
-    try:
-        state = torch.load(path, map_location="cpu", weights_only=True)
-    except (OSError, RuntimeError, pickle.UnpicklingError, EOFError, ValueError) as error:
-        is_code = isinstance(error, pickle.UnpicklingError)
-        code = "it would execute code when loaded: " if is_code else ""
-        reason = str(error).splitlines()[0] if str(error) else type(error).__name__
-        raise UserError(f"weights {choice} cannot be read ({code}{reason})") from None
-    for key in (
-        "model",
-        "state_dict",
-    ):  # torchvision's and timm's training scripts wrap the weights
-        if isinstance(state, dict) and isinstance(state.get(key), dict):
-            state = state[key]
-    values = state.values() if isinstance(state, dict) else [None]
-    if not all(isinstance(value, torch.Tensor) for value in values):
-        raise UserError(f"weights {choice}: it does not hold the weights of a model by their names")
-    return {key.removeprefix("module."): value for key, value in state.items()}
 
 
 def _nearest(name, known):

@@ -1,9 +1,10 @@
-"""Command-line flags that the training scripts share, and argparse types that check numbers."""
+"""Command-line flags that the training scripts share."""
 
 import argparse
 import sys
 from pathlib import Path
 
+from utils.run.domains import number, one_line, text
 from utils.run.failures import UserError
 from utils.run.process import is_main
 
@@ -33,21 +34,29 @@ MAY_CHANGE = {
 }
 
 
+SEED = number(int, 0, most=2**32 - 1)  # what NumPy takes
+WORKERS = number(int, 0, most=256)  # more than a machine has cores
+BATCH = number(int, 1, most=2**20)  # more than fits into memory, or into most data sets
+SECONDS = number(int, 1, most=30 * 24 * 3600)  # more than a job may take; libraries overflow later
+
+
 class Parser(argparse.ArgumentParser):
     """An ArgumentParser for processes that all parse the same command line.
 
-    Prints --help, with defaults, on the main process only, and raises `UserError` for mistakes.
+    Prints --help, with defaults, on the main process only, and raises `UserError` for mistakes. A
+    flag without a type takes `domains.text`; give `type=str` for one that takes any text.
     """
 
     def __init__(self, **kwargs):
         super().__init__(allow_abbrev=False, formatter_class=_HelpFormatter, **kwargs)
+        self.register("type", None, text)
 
     def print_help(self, file=None):
         if is_main():
             super().print_help(file)
 
     def error(self, message):
-        raise UserError(f"{message} (see --help)")
+        raise UserError(one_line(f"{message} (see --help)"))
 
     def choice(self, flag):
         """The value of `--flag`, read before the full parse: other defaults depend on it."""
@@ -63,15 +72,15 @@ class Parser(argparse.ArgumentParser):
             "--max_train_steps", type=at_least_1, help="optimizer steps; overrides --epochs"
         )
         group.add_argument(
-            "--batch_size", type=at_least_1, help="samples per optimizer step over all processes"
+            "--batch_size", type=BATCH, help="samples per optimizer step over all processes"
         )
-        group.add_argument("--lr", type=number(float, 0), help="peak learning rate")
+        group.add_argument("--lr", type=number(float, 0, most=1000), help="peak learning rate")
         self.set_defaults(**defaults)
 
     def add_optimizer_arguments(self, group, **defaults):
         """Adds the flags for gradient accumulation, weight decay and clipping, with `defaults`."""
         group.add_argument(
-            "--weight_decay", type=number(float, 0), help="weight decay of the optimizer"
+            "--weight_decay", type=number(float, 0, most=100), help="weight decay of the optimizer"
         )
         group.add_argument(
             "--max_grad_norm",
@@ -81,7 +90,7 @@ class Parser(argparse.ArgumentParser):
         )
         group.add_argument(
             "--gradient_accumulation_steps",
-            type=number(int, 1),
+            type=number(int, 1, most=10_000),
             default=1,
             help="micro-batches per optimizer step",
         )
@@ -111,7 +120,7 @@ class Parser(argparse.ArgumentParser):
             "--init_from",
             metavar="PATH",
             help="start a new run with the weights, and only the weights, of a run's folder, a "
-            "checkpoint or a .safetensors",
+            "checkpoint, a .safetensors or a .pth file",
         )
         group.add_argument(
             "--checkpoint_every",
@@ -141,11 +150,11 @@ class Parser(argparse.ArgumentParser):
         )
         group.add_argument("--log_every", type=at_least_1, help="optimizer steps between log lines")
         group.add_argument(
-            "--seed", type=at_least_0, default=0, help="seed of weights, order and augmentation"
+            "--seed", type=SEED, default=0, help="seed of weights, order and augmentation"
         )
         group.add_argument(
             "--timeout",
-            type=at_least_1,
+            type=SECONDS,
             default=600,
             help="seconds to wait for another process before giving up",
         )
@@ -161,7 +170,7 @@ class Parser(argparse.ArgumentParser):
         group.add_argument("--dataset", default=dataset, required=dataset is None, help=data_help)
         group.add_argument(
             "--num_workers",
-            type=number(int, 0),
+            type=WORKERS,
             default=0,
             help="processes that load data, per training process",
         )
@@ -197,7 +206,7 @@ class Parser(argparse.ArgumentParser):
         group = self.add_argument_group("data set")
         group.add_argument(
             "--val_fraction",
-            type=number(float, 0, below=1),
+            type=number(float, 0, below=1, least=1e-6),
             default=val_fraction,
             help="share of each class to hold out of the training images, if there is no val split",
         )
@@ -244,32 +253,3 @@ class _HelpFormatter(argparse.ArgumentDefaultsHelpFormatter):
         if action.default is None or action.default is False:
             return action.help
         return super()._get_help_string(action)
-
-
-def number(kind, low, *, above=False, below=float("inf"), most=None):
-    """An argparse type that checks the range of a finite number.
-
-    Args:
-        kind (type): int or float.
-        low: the least value; with `above`, values must be more than that.
-        below: values must be less than that.
-        most: the greatest value; None: there is none.
-    """
-
-    def convert(text):
-        try:
-            value = kind(text)
-        except ValueError:
-            raise argparse.ArgumentTypeError(
-                f"'{text}' is not {'an integer' if kind is int else 'a number'}"
-            ) from None
-        too_small = not (value > low if above else value >= low)
-        if too_small or value >= below or (most is not None and value > most):
-            limit = "finite" if below == float("inf") else f"below {below}"
-            limit = limit if most is None else f"at most {most}"
-            raise argparse.ArgumentTypeError(
-                f"must be {'above' if above else 'at least'} {low} and {limit}, not {text}"
-            )
-        return value
-
-    return convert

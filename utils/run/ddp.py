@@ -4,6 +4,7 @@ import torch
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.parallel import DistributedDataParallel
 
+from utils.run.failures import UserError
 from utils.run.launch import notice
 
 
@@ -51,12 +52,21 @@ def sync_batch_norm(accelerator, model, micro_batch_size, wanted):
 
     Returns:
         nn.Module: the model, with the same parameters.
+
+    Raises:
+        UserError: that is a single sample, which has no statistics.
     """
-    if not _batch_norms(model):
+    if not any(norm.training for norm in _batch_norms(model)):
         return model
     several = accelerator.num_processes > 1
     if wanted and several and accelerator.device.type == "cuda":
         return torch.nn.SyncBatchNorm.convert_sync_batchnorm(model)
+    if micro_batch_size == 1:
+        raise UserError(
+            "batch norm needs more than the one sample that each process computes at a time: use a "
+            "larger --batch_size, fewer --gradient_accumulation_steps or processes, or a model "
+            "without batch norm"
+        )
     if accelerator.is_main_process and wanted and several:
         notice(
             f"--sync_batchnorm needs GPUs: here batch norm uses the {micro_batch_size} samples of "

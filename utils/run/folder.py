@@ -64,7 +64,7 @@ class RunFolder:
         self._plan, self._checkpoint, self._earlier = None, None, None
         self._run_id, self._record = uuid.uuid4().hex[:8], None
         self._failed_saves = 0  # in a row
-        self._score, self._improved, self._best = None, False, None
+        self._score, self._improved, self._best = None, False, (None, None)
         self._evaluated_at, self._identity = None, None
 
     # ----------------------------------------------------------------------------------- start
@@ -120,7 +120,7 @@ class RunFolder:
         step = self.progress.get("step", 0)
         self.evaluation_due = self.progress.get("evaluation_due", False)
         self._resumed_from, self._saved_at = step, step
-        self._best = self.progress.get("best")
+        self._best = (self.progress.get("best"), self.progress.get("best_loss"))
         self._start_time = time.perf_counter()
         batch_size = self._args.batch_size
         self.metrics = Metrics(
@@ -226,7 +226,8 @@ class RunFolder:
         Args:
             split (str): `train` (adds the speed, the memory and the time left), `val`, `test`, ...
             score (float | None): score of an evaluation, higher is better: the highest-scoring
-                checkpoint is kept. Do not give one for a test split: it must not select a model.
+                checkpoint is kept (of equal ones, that with the lower `loss`, then the later one).
+                Do not give one for a test split: it must not select a model.
             figures: numbers, scalar tensors or text; None: not measured in this step, left out.
         """
         if split == "test" and score is not None:
@@ -236,14 +237,22 @@ class RunFolder:
         if split in ("val", "test"):
             self._evaluated_at = step
         if score is not None:
-            self._score = (step, score)
-            self._improved = self._best is None or score > self._best
-            self._best = score if self._improved else self._best
+            loss = None if figures.get("loss") is None else float(figures["loss"])
+            self._score = (step, score, loss)
+            self._improved = manifest.rank(score, loss) >= manifest.rank(*self._best)
+            self._best = (score, loss) if self._improved else self._best
         if self.evaluation_due and self._evaluated_at == step:
             self.evaluation_due = False
             if self.is_main and checkpoint.is_own(self._checkpoint, self.path):
-                changed = {"score": score, "best": self._best, "evaluation_due": False}
+                changed = {**self._scores_of(step), "evaluation_due": False}
                 manifest.amend(self._checkpoint, changed)
+
+    def _scores_of(self, step):
+        """What a checkpoint records of the evaluation after `step`, and of the best one so far."""
+        evaluated = self._score is not None and self._score[0] == step
+        score, loss = self._score[1:] if evaluated else (None, None)
+        best, best_loss = self._best
+        return {"score": score, "loss": loss, "best": best, "best_loss": best_loss}
 
     def improved_at(self, step):
         """Whether the evaluation after `step`, if there was one, had the highest score so far."""
@@ -268,8 +277,7 @@ class RunFolder:
         self._check_folder()
         start_time = time.perf_counter()
         self.metrics.sync()  # the lines up to a checkpoint are not written again after a power cut
-        score = self._score[1] if self._score and self._score[0] == step else None
-        progress = {"step": step, "score": score, "best": self._best, **state}
+        progress = {"step": step, **self._scores_of(step), **state}
         progress["train_seconds"] = self.train_seconds()
         last = self._plan is not None and step == self._plan.total_steps
         due = self._plan is not None and self._plan.evaluation_due(step)

@@ -77,7 +77,7 @@ def accelerator_options(args):
             getattr(args, "gradient_accumulation_steps", 1), sync_with_dataloader=False
         ),
         kwargs_handlers=[InitProcessGroupKwargs(timeout=timedelta(seconds=args.timeout))],
-        log_with=tracking.trackers(getattr(args, "track", "none")),
+        log_with=tracking.trackers(getattr(args, "track", "none")) or None,
         project_dir=f"{args.output_dir}/tensorboard",
     )
 

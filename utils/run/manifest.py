@@ -9,6 +9,7 @@ code.
 
 import hashlib
 import json
+import math
 import os
 import shutil
 import stat
@@ -21,6 +22,7 @@ from utils.run.failures import UserError
 from utils.run.files import is_folder, regular_file, set_usual_mode, sync, write_json
 
 MANIFEST = "manifest.json"
+NUMBERS = ("score", "loss", "best", "best_loss")  # of the progress; each may also be missing
 # How many times processes compare the files that they see, half a second apart: on network file
 # systems new files become visible late.
 SHARED_CHECKS = 20
@@ -59,18 +61,30 @@ def _is_ours(manifest):
     described = files.values()
     return (
         type(progress.get("step")) is int
-        and all(isinstance(progress.get(name), number) for name in ("score", "best"))
+        and all(isinstance(progress.get(name), number) for name in NUMBERS)
         and isinstance(manifest.get("arguments", {}), dict)
         and all(isinstance(file, dict) and file.keys() >= {"size", "sha256"} for file in described)
     )
 
 
 def best(paths):
-    """The first of the highest-scoring checkpoints in `paths`, or None if none has a score."""
-    manifests = {path: read(path) for path in paths}
-    scores = {path: found["progress"].get("score") for path, found in manifests.items() if found}
-    scored = {path: score for path, score in scores.items() if score is not None}
-    return max(scored, key=scored.get) if scored else None
+    """The best of the checkpoints in `paths`, oldest first, or None if none has a score."""
+    ranks = {}
+    for path in reversed(paths):  # `max` returns the first of equal ones
+        progress = (read(path) or {"progress": {}})["progress"]
+        if progress.get("score") is not None:
+            ranks[path] = rank(progress["score"], progress.get("loss"))
+    return max(ranks, key=ranks.get) if ranks else None
+
+
+def rank(score, loss=None):
+    """What to compare evaluations by: the higher score, or of equal ones the lower loss.
+
+    Of two that are equal in both, the later one is better. A score or loss that is missing or not
+    a number is the worst.
+    """
+    values = (score, None if loss is None else -loss)
+    return [-math.inf if value is None or math.isnan(value) else value for value in values]
 
 
 def refuse_links(folder):

@@ -1,4 +1,4 @@
-"""Writes the final weights to a safetensors file; reads weights from runs and checkpoints."""
+"""Writes the final weights to a safetensors file; reads weights of runs, checkpoints and files."""
 
 import json
 import os
@@ -17,8 +17,13 @@ from utils.run.collectives import run_on_main
 from utils.run.failures import UserError
 from utils.run.files import read_json, regular_file, set_usual_mode, sync
 
+PICKLES = (".pth", ".pt", ".ckpt")
 SHARDS = "pytorch_model_fsdp_0"  # where Accelerate saves the weights of a sharded model
 AVERAGED = "custom_checkpoint_0.pkl"  # where it saves the first registered object
+# Of DDP and AveragedModel, of torch.compile, and of classes that hold a model, such as Lightning's.
+WRAPPERS = ("module", "_orig_mod", "model")
+# Where the training scripts of torchvision and timm, of Lightning and many others, put the weights.
+ENTRIES = ("model", "state_dict", "model_state_dict")
 
 
 class Saved(NamedTuple):
@@ -59,7 +64,7 @@ def export(folder, model, config):
 
 
 def read(path):
-    """Reads weights from a run's folder, one of its checkpoints, or a `.safetensors` file.
+    """Reads weights from a run's folder, one of its checkpoints, a `.safetensors`, `.pth` or `.pt`.
 
     Any topology may have written them. Of a checkpoint of a run that averages its weights
     (`AveragedModel`), these are the averaged ones, as they are in the run's final weights.
@@ -74,17 +79,23 @@ def read(path):
     folder = file.parent
     saved = manifest.read(folder)
     try:
+        config = None
         if (folder / SHARDS).exists() and not file.exists():
-            state, config = _read_shards(folder / SHARDS), None
+            state = _read_shards(folder / SHARDS)
+        elif file.suffix in PICKLES:
+            state = _read_pickle(file)
         else:
             with safe_open(regular_file(file), framework="pt") as opened:
                 names = opened.keys()
-                state = {_plain(name): opened.get_tensor(name) for name in names}
+                state = unwrapped({name: opened.get_tensor(name) for name in names})
                 config = json.loads((opened.metadata() or {}).get("config", "null"))
         if saved:
             state = _read_averaged(folder) or state
-    except (OSError, SafetensorError, RuntimeError, ValueError, UnpicklingError) as error:
-        reason = "no such file" if not file.exists() else error
+    except UnpicklingError as error:
+        reason = f"it would execute code when loaded: {_first_line(error)}"
+        raise UserError(f"cannot read weights from {file}: {reason}") from None
+    except (OSError, EOFError, SafetensorError, RuntimeError, ValueError) as error:
+        reason = _first_line(error) if file.exists() else "no such file"
         raise UserError(f"cannot read weights from {file}: {reason}") from None
     if saved is None:
         arguments = (read_json(folder / "args.json") or {}).get("arguments", {})
@@ -113,7 +124,7 @@ def _read_averaged(folder):
     saved = torch.load(regular_file(folder / AVERAGED), map_location="cpu", weights_only=True)
     if not isinstance(saved, dict) or "n_averaged" not in saved:
         return None
-    return {_plain(name): value for name, value in saved.items() if name.startswith("module.")}
+    return unwrapped({name: value for name, value in saved.items() if name != "n_averaged"})
 
 
 def initialize(accelerator, model, path):
@@ -125,14 +136,38 @@ def initialize(accelerator, model, path):
     alike. If the last layer has another size, it keeps its initial weights, and a message names it.
 
     Args:
-        path (str | None): a run's folder, a checkpoint or a `.safetensors` file; None: the model
-            stays as it is.
+        path (str | None): as for `read`; None: the model stays as it is.
 
     Raises:
         UserError: the file has no weights, or those of another model.
     """
     if path is not None:
         run_on_main(accelerator, lambda: print(_read_into(model, path)))
+
+
+def unwrapped(state):
+    """The state (dict) of the model inside its wrappers.
+
+    Removes their prefixes where all names have them, and the name that `torch.compile` gives to a
+    part of a model.
+    """
+    state = {name.replace("._orig_mod.", "."): value for name, value in state.items()}
+    while prefix := shared_prefix(state, WRAPPERS):
+        state = {name.removeprefix(prefix): value for name, value in state.items()}
+    return state
+
+
+def shared_prefix(state, allowed=None):
+    """The first part of all names, such as `module.`; None if there is none, or none `allowed`."""
+    firsts = {name.partition(".")[0] if "." in name else None for name in state}
+    first = firsts.pop() if len(firsts) == 1 else None
+    return f"{first}." if first and (allowed is None or first in allowed) else None
+
+
+def fitted(state, model):
+    """`state` under the names of `model`, which may have wrappers that `state` lacks."""
+    own = dict(zip(unwrapped(model.state_dict()), model.state_dict(), strict=True))
+    return {own.get(name, name): value for name, value in unwrapped(state).items()}
 
 
 def _read_into(model, path):
@@ -155,7 +190,10 @@ def load_into(model, state, place, file):
     Raises:
         UserError: they are those of another model.
     """
-    own = model.state_dict()
+    own, state = model.state_dict(), fitted(state, model)
+    found = shared_prefix(state)
+    if found and found != shared_prefix(own):
+        place = f"{place} (all its names begin with `{found}`)"
     prefix = next(reversed(own)).rpartition(".")[0] + "."
     last_layer = [name for name in own if name.startswith(prefix)]
     same_size = all(name in state and state[name].shape == own[name].shape for name in last_layer)
@@ -189,10 +227,25 @@ def _read_shards(folder):
         with shards.safe_loading():
             format_utils.dcp_to_torch_save(folder, merged)
             state = torch.load(merged)["model"]
-    return {_plain(name): value for name, value in state.items()}
+    return unwrapped(state)
 
 
-def _plain(name):
-    for wrapper in ("module.", "_orig_mod."):
-        name = name.replace(wrapper, "")
-    return name
+def _read_pickle(file):
+    """The weights in a file of `torch.save`, which may hold more; executes no code."""
+    try:
+        state = torch.load(regular_file(file), map_location="cpu", weights_only=True)
+    except (OSError, EOFError, RuntimeError, ValueError, UnpicklingError):
+        raise
+    except Exception as error:  # a damaged pickle raises errors of any type
+        raise ValueError(f"it is damaged ({type(error).__name__})") from None
+    for key in ENTRIES:
+        if isinstance(state, dict) and isinstance(state.get(key), dict):
+            state = state[key]
+    values = state.values() if isinstance(state, dict) and state else [None]
+    if not all(isinstance(value, torch.Tensor) for value in values):
+        raise ValueError("it does not hold the weights of a model by their names")
+    return unwrapped(state)
+
+
+def _first_line(error):
+    return str(error).partition("\n")[0] or type(error).__name__

@@ -1,0 +1,566 @@
+"""Mutates modules systematically, with the operators of mutmut, and runs the unit tests on each mutant.
+
+python tests/mutation.py utils/run/plan.py       # every mutant of a module; prints the survivors
+python tests/mutation.py scripts/train_gpt.py::lr_multiplier    # of one function
+python tests/mutation.py --table                 # the score of each module, from the runs so far
+python tests/mutation.py --recent 30             # 30 mutants of the lines that the last commits changed
+
+mutmut and cosmic-ray run a command per mutant, in a copy of the project or in place: with this
+project's imports, ten seconds each. Here pytest collects the tests once; for each mutant a forked
+process replaces the mutated function in memory, and runs the unit tests that call it, the quickest
+first: a tenth of a second. A test that starts processes is no unit test, and is skipped.
+
+Verdicts are kept in runs/mutation/, so that an interrupted run continues; a survivor is tried again
+when a test has changed. What survives must stand in survivors.json, with the reason.
+"""
+
+import argparse
+import contextlib
+import hashlib
+import inspect
+import json
+import os
+import select
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+import types
+from pathlib import Path
+from typing import NamedTuple
+
+ROOT = Path(__file__).resolve().parents[1]
+SURVIVORS = ROOT / "tests" / "survivors.json"
+RESULTS = ROOT / "runs" / "mutation"
+# Least shares of mutants that the unit tests notice, equivalent ones not counted.
+CAREFUL, OTHERS = 0.9, 0.8
+GOALS = {
+    "utils/run/plan.py": CAREFUL,
+    "utils/run/seeds.py": CAREFUL,
+    "utils/run/collectives.py": CAREFUL,
+    "utils/run/guard.py": CAREFUL,
+    "utils/run/checkpoint.py": CAREFUL,
+    "utils/run/folder.py": CAREFUL,
+    "utils/run/domains.py": OTHERS,
+    "utils/run/manifest.py": OTHERS,
+    "utils/run/measurements.py": OTHERS,
+    "utils/data/augment.py": OTHERS,
+    "utils/data/loaders.py": OTHERS,
+    "utils/data/mixing.py": OTHERS,
+    "utils/data/shared_batches.py": OTHERS,
+    "utils/muon.py": OTHERS,
+    "utils/scores.py": OTHERS,
+    "scripts/train_cifar.py::lr_multiplier,image_size_at,predict_views,evaluate": OTHERS,
+    "scripts/train_gpt.py::lr_multiplier,evaluate": OTHERS,
+    "scripts/train_images.py::lr_multiplier,build_ema,ema_decay_at,evaluate": OTHERS,
+    "scripts/train_model_parallel.py::lr_multiplier,evaluate": OTHERS,
+}
+SLOWEST = 3.0  # seconds: a test that takes longer is no unit test
+JOBS = 2
+
+
+class Mutant(NamedTuple):
+    """A changed part of a function: `source` is the whole file with the change."""
+
+    file: str
+    function: str  # as Python names it, without what is inside it; "" for a constant of the module
+    line: int
+    old: str
+    new: str
+    source: str
+
+    @property
+    def key(self):
+        """What survivors.json knows it by, wherever the lines stand."""
+        return f"{self.file} | {self.function} | {self.old} | {self.new}"
+
+    @property
+    def name(self):
+        """A hash of the mutated file: any change of the file makes another mutant."""
+        return hashlib.sha256(self.source.encode()).hexdigest()[:16]
+
+
+# ---------------------------------------------------------------------------------------- mutants
+
+
+def mutants_of(file, functions=None):
+    """The mutants of a file, or of some of its functions, in the order of its lines."""
+    import libcst
+    from libcst.metadata import MetadataWrapper, ParentNodeProvider, PositionProvider
+    from mutmut.mutation.mutators import mutation_operators, operator_string
+
+    text = (ROOT / file).read_text()
+    wrapper = MetadataWrapper(libcst.parse_module(text))
+    parents = wrapper.resolve(ParentNodeProvider)
+    positions = wrapper.resolve(PositionProvider)
+    seen, found = {text}, []
+
+    def changes(node):
+        """What the operators make of a node; a call whose result is not used may also be left out."""
+        for kind, operator in mutation_operators:
+            if isinstance(node, kind):
+                changed = list(operator(node))
+                # A string becomes another one, and not three.
+                yield from changed[:1] if operator is operator_string else changed
+        if isinstance(node, libcst.Expr) and isinstance(node.value, libcst.Call):
+            yield libcst.Pass()
+        if isinstance(node, libcst.If):
+            inner = node.test.with_changes(lpar=[libcst.LeftParen()], rpar=[libcst.RightParen()])
+            yield node.with_changes(test=libcst.UnaryOperation(libcst.Not(), inner))
+
+    # The code of each statement of the module: only the one with the change is built anew.
+    module = wrapper.module
+    codes = [module.code_for_node(statement) for statement in module.body]
+    start = text.index("".join(codes))
+    for index, statement in enumerate(module.body):
+        before = text[: start + len("".join(codes[:index]))]
+        after = text[len(before) + len(codes[index]) :]
+        for node, changed in _changes_in(statement, parents, functions, changes):
+            source = before + module.code_for_node(statement.deep_replace(node, changed)) + after
+            function = _place(node, parents)
+            if source not in seen:
+                seen.add(source)
+                old, new = _changed_lines(text, source)
+                found.append(Mutant(file, function, positions[node].start.line, old, new, source))
+    return sorted(found, key=lambda mutant: mutant.line)
+
+
+def _changes_in(statement, parents, functions, changes):
+    """Yields (node, what to put there) for the mutants of a statement of a module."""
+    for node in _walk(statement):
+        function = _place(node, parents)
+        if function is None or (functions and function not in functions):
+            continue
+        for changed in changes(node):
+            yield node, changed
+
+
+def _walk(node):
+    yield node
+    for child in node.children:
+        yield from _walk(child)
+
+
+def _place(node, parents):
+    """The function that a node is in, "" for a constant; None where mutants make no sense.
+
+    These are texts for people (strings with a space, formatted strings, docstrings, what `raise` or
+    `print` show), checks that can only fail by mistake (`strict=`), annotations, decorators, imports,
+    and the body of a class outside its methods.
+    """
+    import libcst
+
+    if isinstance(node, libcst.SimpleString) and (" " in node.value or '"""' in node.value):
+        return None
+    names, child = [], node
+    while child in parents:
+        parent = parents[child]
+        if isinstance(parent, libcst.FormattedString | libcst.Annotation | libcst.Decorator):
+            return None
+        if isinstance(parent, libcst.Raise | libcst.Import | libcst.ImportFrom):
+            return None
+        called = getattr(getattr(parent, "func", None), "value", None)
+        if isinstance(called, str) and called in ("print", "notice", "UserError", "RunFailed"):
+            return None
+        # `zip(strict=True)` raises where two lists differ in length, which they never do.
+        if isinstance(parent, libcst.Arg) and parent.keyword and parent.keyword.value == "strict":
+            return None
+        if isinstance(parent, libcst.FunctionDef | libcst.ClassDef):
+            names.append(parent)
+        child = parent
+    names.reverse()
+    for depth, place in enumerate(names):
+        if isinstance(place, libcst.FunctionDef):
+            return ".".join(part.name.value for part in names[: depth + 1])
+    return None if names or isinstance(node, libcst.If | libcst.Expr) else ""
+
+
+def _changed_lines(text, source):
+    """The lines that differ between two sources, each side as one line."""
+    old, new = text.splitlines(), source.splitlines()
+    while old and new and old[0] == new[0]:
+        del old[0], new[0]
+    while old and new and old[-1] == new[-1]:
+        del old[-1], new[-1]
+    return tuple(" ".join(line.strip() for line in lines) for lines in (old, new))
+
+
+# ------------------------------------------------------------------------- pytest, collected once
+
+
+class Driver:
+    """A plugin of pytest: judges mutants instead of running the tests."""
+
+    def __init__(self, mutants, deadline, keep):
+        self.mutants, self._deadline, self._keep = mutants, deadline, keep
+        self.verdicts, self.left_out = {}, 0
+        self._durations, self._callers = {}, {}
+
+    def pytest_runtestloop(self, session):
+        """Runs all unit tests once, then those that call a mutated function, for each mutant."""
+        self._items = {item.nodeid: item for item in session.items}
+        self._base = session.config._tmp_path_factory.getbasetemp()
+        # A forked process must not write to the terminal.
+        session.config.pluginmanager.unregister(name="terminalreporter")
+        self._terminal = os.dup(2)
+        self._find_callers()
+        self._show(f"{len(self._durations)} unit tests, {len(self.mutants)} mutants\n")
+        running = {}  # read end of a pipe -> (mutant, pid, when to give up)
+        waiting = list(self.mutants)
+        while waiting or running:
+            while waiting and len(running) < JOBS:
+                mutant = waiting.pop(0)
+                if time.time() > self._deadline:
+                    self.left_out += 1
+                    continue
+                tests = self._tests_of(mutant)
+                if not tests:
+                    self._judge(mutant, "not reached")
+                    continue
+                limit = 10 + 10 * sum(self._durations[test] for test in tests)
+                reader, pid = self._fork(lambda m=mutant, t=tests: self._run(t, m))
+                running[reader] = (mutant, pid, time.monotonic() + limit)
+            if running:
+                self._collect(running)
+        return True
+
+    def _collect(self, running):
+        ready, _, _ = select.select(list(running), [], [], 0.5)
+        for reader, (mutant, pid, limit) in list(running.items()):
+            late = time.monotonic() > limit
+            if reader not in ready and not late:
+                continue
+            answer = os.read(reader, 65536).decode() if reader in ready else "takes too long"
+            _end(pid, reader)
+            del running[reader]
+            self._judge(mutant, answer or "the process died")
+
+    def _judge(self, mutant, verdict):
+        self.verdicts[mutant.key] = verdict
+        self._keep(mutant, verdict)
+        self._show("S" if survived(verdict) else ".")
+
+    def _show(self, text):
+        os.write(self._terminal, text.encode())
+
+    def _fork(self, function):
+        """Calls `function()` in a new process; its result, a text, comes through the pipe."""
+        reader, writer = os.pipe()
+        pid = os.fork()
+        if pid:
+            os.close(writer)
+            return reader, pid
+        os.setpgid(0, 0)
+        quiet = os.open(os.devnull, os.O_RDWR)
+        for descriptor in (0, 1, 2):
+            os.dup2(quiet, descriptor)
+        try:
+            answer = function()
+        except BaseException as error:
+            answer = f"error: {error!r}"
+        os.write(writer, answer.encode())
+        os._exit(0)
+
+    def _run(self, tests, mutant):
+        """In a forked process: the first of the tests that fails, or "survived"."""
+        folder = self._base / f"mutant-{os.getpid()}"
+        folder.mkdir()
+        first = self._items[tests[0]]
+        first.config._tmp_path_factory._basetemp = folder
+        try:
+            try:
+                install(mutant)
+            except Exception as error:
+                return f"import: {error!r}"
+            for test in tests:
+                item = self._items[test]
+                item.config.hook.pytest_runtest_protocol(item=item, nextitem=None)
+                if item.session.testsfailed:
+                    return test
+            return "survived"
+        finally:
+            shutil.rmtree(folder, ignore_errors=True)
+
+    def _tests_of(self, mutant):
+        """The tests that call a function, or for a constant anything in its file; quickest first."""
+        places = [mutant.function] if mutant.function else list(self._callers.get(mutant.file, {}))
+        functions = self._callers.get(mutant.file, {})
+        tests = set().union(*(functions.get(place, ()) for place in places))
+        return sorted(tests, key=self._durations.get)
+
+    def _find_callers(self):
+        """Runs every test in a process of its own, and notes which functions it calls."""
+        files = {str(ROOT / mutant.file): mutant.file for mutant in self.mutants}
+        for test, item in self._items.items():
+            reader, pid = self._fork(lambda i=item: json.dumps(self._trace(i, files)))
+            answer = b""
+            limit = time.monotonic() + 60
+            while select.select([reader], [], [], max(0, limit - time.monotonic()))[0]:
+                part = os.read(reader, 65536)
+                if not part:
+                    break
+                answer += part
+            _end(pid, reader)
+            try:
+                seconds, passed, called = json.loads(answer)
+            except (ValueError, TypeError):
+                continue
+            if not passed or seconds > SLOWEST:
+                continue
+            self._durations[test] = seconds
+            for file, function in called:
+                self._callers.setdefault(file, {}).setdefault(function, set()).add(test)
+
+    def _trace(self, item, files):
+        called = set()
+
+        def trace(frame, event, _):
+            if event == "call" and frame.f_code.co_filename in files:
+                name = frame.f_code.co_qualname.partition(".<locals>")[0]
+                called.add((files[frame.f_code.co_filename], name))
+
+        folder = self._base / f"mutant-{os.getpid()}"
+        folder.mkdir()
+        item.config._tmp_path_factory._basetemp = folder
+        outcomes = []
+        item.config.pluginmanager.register(_Reports(outcomes))
+        start_time = time.perf_counter()
+        threading.setprofile(trace)
+        sys.setprofile(trace)
+        item.config.hook.pytest_runtest_protocol(item=item, nextitem=None)
+        sys.setprofile(None)
+        seconds = time.perf_counter() - start_time
+        shutil.rmtree(folder, ignore_errors=True)
+        return seconds, "passed" in outcomes and "failed" not in outcomes, sorted(called)
+
+
+class _Reports:
+    def __init__(self, outcomes):
+        self._outcomes = outcomes
+
+    def pytest_runtest_logreport(self, report):
+        if report.when == "call" or report.outcome != "passed":
+            self._outcomes.append(report.outcome)
+
+
+def _end(pid, reader):
+    os.close(reader)
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(pid, signal.SIGKILL)
+    os.waitpid(pid, 0)
+
+
+def install(mutant):
+    """Replaces a function, or the constants of a module, in the modules that were imported."""
+    path = str(ROOT / mutant.file)
+    code = compile(mutant.source, path, "exec")
+    for module in list(sys.modules.values()):
+        if getattr(module, "__file__", None) != path:
+            continue
+        mutated = types.ModuleType(module.__name__)
+        mutated.__file__ = path
+        exec(code, mutated.__dict__)
+        if not mutant.function:
+            for name, value in mutated.__dict__.items():
+                if not inspect.isfunction(value) and not inspect.isclass(value):
+                    module.__dict__[name] = value
+            continue
+        target, source = (_function(owner, mutant.function) for owner in (module, mutated))
+        target.__code__ = source.__code__
+        target.__defaults__, target.__kwdefaults__ = source.__defaults__, source.__kwdefaults__
+
+
+def _function(owner, name):
+    """The plain function of this dotted name in a module, behind its decorators."""
+    *classes, last = name.split(".")
+    for part in classes:
+        owner = getattr(owner, part)
+    found = vars(owner)[last]
+    found = found.fget if isinstance(found, property) else getattr(found, "__func__", found)
+    return inspect.unwrap(found)
+
+
+# ------------------------------------------------------------------------------------------ verdicts
+
+
+def judge(mutants, deadline=float("inf"), keep=lambda *_: None, tests=()):
+    """Runs the unit tests on mutants.
+
+    Args:
+        deadline (float): seconds since 1970, after which no mutant is begun.
+        keep (Callable): called with each mutant and its verdict.
+        tests (list): what pytest collects; empty: all tests.
+
+    Returns:
+        tuple[dict, int]: key -> the test that noticed the mutant, "survived" or "not reached" (no
+        unit test calls the function); how many mutants were left out.
+    """
+    import pytest
+    import torch
+
+    sys.path.insert(0, str(ROOT / "tests"))
+    os.chdir(ROOT)
+    torch.set_num_threads(1)  # a forked process must not wait for threads that it does not have
+    os.environ.update(WARM_SERVER="none", HF_HUB_OFFLINE="1", OMP_NUM_THREADS="1")
+    driver = Driver(mutants, deadline, keep)
+    with tempfile.TemporaryDirectory() as home:
+        os.environ["HF_HOME"] = home
+        import warm
+
+        def skip(*_, **__):
+            pytest.skip("starts processes")
+
+        warm.run = warm.Program = skip
+        words = ["-q", "-o", "addopts=", "-p", "no:cacheprovider", "-p", "no:xdist"]
+        words += ["-m", "not slow and not gpu", "--basetemp", f"{home}/tmp"]
+        chosen = list(tests) or [str(ROOT / "tests")]
+        code = pytest.main([*words, *chosen], plugins=[driver])
+    print()
+    if code not in (0, 5) or (mutants and not driver.verdicts and not driver.left_out):
+        raise SystemExit("the tests were not collected")
+    return driver.verdicts, driver.left_out
+
+
+def known_survivors():
+    """Key -> reason of the survivors in survivors.json."""
+    entries = json.loads(SURVIVORS.read_text())
+    names = ("file", "function", "line", "mutated")
+    return {" | ".join(entry[name] for name in names): entry["reason"] for entry in entries}
+
+
+def survived(verdict):
+    return verdict in ("survived", "not reached")
+
+
+def select_mutants(words):
+    """The mutants of files, or of functions of a file after `::`, separated by commas."""
+    chosen = []
+    for word in words:
+        file, _, functions = word.partition("::")
+        chosen += mutants_of(file, functions.split(",") if functions else None)
+    return chosen
+
+
+def tests_hash():
+    digest = hashlib.sha256()
+    for path in sorted((ROOT / "tests").glob("*.py")):
+        digest.update(path.read_bytes())
+    return digest.hexdigest()[:16]
+
+
+def recent_mutants(count):
+    """The mutants of the lines that the last ten commits and the working tree changed.
+
+    Where there is no history (a shallow clone), of all lines. Which ones is decided by a hash.
+    """
+
+    def git(*words):
+        done = subprocess.run(["git", *words], cwd=ROOT, capture_output=True, text=True)
+        return done.stdout if done.returncode == 0 else ""
+
+    before = max(0, min(10, int(git("rev-list", "--first-parent", "--count", "HEAD") or 0) - 1))
+    chosen = []
+    for word in GOALS:
+        file = word.partition("::")[0]
+        lines = None
+        if before:
+            lines = set()
+            for row in git("diff", "-U0", f"HEAD~{before}", "--", file).splitlines():
+                if row.startswith("@@"):
+                    first, _, length = row.split("+")[1].split(" ")[0].partition(",")
+                    lines |= set(range(int(first), int(first) + int(length or 1)))
+        if lines is None or lines:
+            chosen += [m for m in select_mutants([word]) if lines is None or m.line in lines]
+    chosen.sort(key=lambda mutant: hashlib.sha256(mutant.key.encode()).digest())
+    return chosen[:count]
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("modules", nargs="*", metavar="FILE[::FUNCTION,...]")
+    parser.add_argument("--recent", type=int, metavar="N", help="mutants of recently changed lines")
+    parser.add_argument(
+        "--seconds", type=float, default=float("inf"), help="start none after these"
+    )
+    parser.add_argument("--table", action="store_true", help="the score of each module so far")
+    parser.add_argument("--tests", nargs="*", default=[], help="only these tests, for a first look")
+    args = parser.parse_args()
+    began = time.time()
+    deadline = min(began + args.seconds, float(os.environ.pop("BEGIN_UNTIL", "inf")))
+    if args.table:
+        return print(table())
+    if args.recent:
+        mutants = recent_mutants(args.recent)
+        verdicts, left_out = (
+            judge(mutants, deadline) if time.time() < deadline else ({}, len(mutants))
+        )
+    else:
+        mutants = select_mutants(args.modules or GOALS)
+        verdicts, left_out = judge_and_keep(mutants, deadline, args.tests)
+    known = known_survivors()
+    new = [m for m in mutants if survived(verdicts.get(m.key, "")) and m.key not in known]
+    for mutant in new:
+        print(
+            f"\n{mutant.file}:{mutant.line} in {mutant.function or 'the module'}, "
+            f"{verdicts[mutant.key]}\n- {mutant.old}\n+ {mutant.new}"
+        )
+    count = sum(survived(verdict) for verdict in verdicts.values())
+    print(
+        f"\n{len(verdicts)} mutants, {count} survived, {len(new)} of them not in survivors.json, "
+        f"{left_out} left out, in {time.time() - began:.0f} s"
+    )
+    return bool(new)
+
+
+def judge_and_keep(mutants, deadline, tests):
+    """Judges the mutants that have no verdict yet, and keeps each verdict as soon as it is known."""
+    RESULTS.mkdir(parents=True, exist_ok=True)
+    kept, now = {file: kept_verdicts(file) for file in {m.file for m in mutants}}, tests_hash()
+    known, rest = {}, []
+    for mutant in mutants:
+        entry = kept[mutant.file].get(mutant.name)
+        if entry and (not survived(entry["verdict"]) or entry["tests"] == now):
+            known[mutant.key] = entry["verdict"]
+        else:
+            rest.append(mutant)
+
+    def keep(mutant, verdict):
+        kept[mutant.file][mutant.name] = {"verdict": verdict, "tests": now}
+        results_of(mutant.file).write_text(json.dumps(kept[mutant.file], indent=1))
+
+    found, left_out = judge(rest, deadline, keep, tests) if rest else ({}, 0)
+    return known | found, left_out
+
+
+def results_of(file):
+    return RESULTS / f"{file.replace('/', '.')}.json"
+
+
+def kept_verdicts(file):
+    """Name of a mutant -> its verdict, and the hash of the tests that gave it."""
+    return json.loads(results_of(file).read_text()) if results_of(file).exists() else {}
+
+
+def table():
+    """The table of tests/README.md."""
+    known, lines = known_survivors(), ["| module | mutants | noticed | equivalent | score | goal |"]
+    lines.append("|---|---|---|---|---|---|")
+    for word, goal in GOALS.items():
+        kept = kept_verdicts(word.partition("::")[0])
+        mutants = [mutant for mutant in select_mutants([word]) if mutant.name in kept]
+        alive = [mutant for mutant in mutants if survived(kept[mutant.name]["verdict"])]
+        equivalent = sum(known.get(m.key, "").startswith("equivalent") for m in alive)
+        noticed = len(mutants) - len(alive)
+        score = noticed / max(1, len(mutants) - equivalent)
+        name = word.replace("::", "`: `").replace(",", "`, `")
+        lines.append(
+            f"| `{name}` | {len(mutants)} | {noticed} | {equivalent} | {score:.0%} | {goal:.0%} |"
+        )
+    return "\n".join(lines)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

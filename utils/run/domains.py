@@ -1,0 +1,97 @@
+"""Types of command-line flags: numbers in a domain, and text of one line in which `~` is a home."""
+
+import argparse
+import math
+import os
+import re
+
+# Nothing that a flag counts comes near this: a larger number is a typing error.
+MOST_COUNTED = 10**9
+# The same for other numbers: rates, factors, seconds.
+MOST = 1e6
+# Numbers closer to zero are typing errors, too. Most would be rounded to 0 in float32.
+LEAST = 1e-12
+
+# What `int` and `float` accept is more: 1_000, spaces, digits of other scripts, nan, infinity.
+PATTERNS = {
+    int: re.compile(r"[+-]?[0-9]+"),
+    float: re.compile(r"[+-]?([0-9]+\.?[0-9]*|\.[0-9]+)([eE][+-]?[0-9]+)?"),
+}
+
+
+class number:
+    """An argparse type: a finite number in a domain. Raises ArgumentTypeError for any other.
+
+    Attributes:
+        kind (type): int or float.
+        low, most: the least and the greatest value; both are finite.
+        above, below (bool): whether `low` and `most` themselves are excluded.
+        least (float): values between 0 and this are refused.
+    """
+
+    def __init__(self, kind, low, *, above=False, below=None, most=None, least=LEAST):
+        """
+        Args:
+            kind (type): int or float.
+            low: the least value; with `above`, values must be more than that.
+            below: values must be less than that.
+            most: the greatest value; without it and `below`: `MOST_COUNTED` or `MOST`.
+            least (float): the least distance from 0 of a float that is not 0.
+        """
+        usual = MOST_COUNTED if kind is int else MOST
+        self.kind, self.low, self.above = kind, low, above
+        self.below, self.least = below is not None, least
+        self.most = usual if below is most is None else below if self.below else most
+
+    def __call__(self, text):
+        # Not longer than any number that makes sense: Python refuses to convert 5,000 digits.
+        if len(text) < 50 and PATTERNS[self.kind].fullmatch(text):
+            value = self.kind(text)
+            if value in self:
+                return value
+            if self.kind is float and 0 < abs(value) < self.least:
+                raise argparse.ArgumentTypeError(
+                    f"must be 0 or at least {self.least:g}, not {text}"
+                )
+        raise argparse.ArgumentTypeError(f"must be {self}, not {shown(text)}")
+
+    def __contains__(self, value):
+        if not (value > self.low if self.above else value >= self.low):
+            return False
+        if not (value < self.most if self.below else value <= self.most):
+            return False
+        return self.kind is int or (math.isfinite(value) and not 0 < abs(value) < self.least)
+
+    def __str__(self):
+        integer = "an integer, " * (self.kind is int)
+        low = f"{'above' if self.above else 'at least'} {self.low}"
+        return f"{integer}{low} and {'below' if self.below else 'at most'} {self.most}"
+
+
+def text(value):
+    """An argparse type: text of one line; a `~` at its start becomes the home folder.
+
+    Names of folders, files, columns and repositories: none of them has control characters, which
+    would also reach the terminal, log files and the lines of error messages.
+    """
+    if not value:
+        raise argparse.ArgumentTypeError("is empty")
+    if one_line(value) != value:
+        raise argparse.ArgumentTypeError(f"has a line break or a control character: {shown(value)}")
+    if not value.startswith("~"):
+        return value
+    path = os.path.expanduser(value)
+    if path.startswith("~/") or path == "~":
+        raise argparse.ArgumentTypeError(f"there is no home folder for {value}: write it in full")
+    return path
+
+
+def one_line(value):
+    """Text with its control characters, line breaks included, as Python escapes them."""
+    return re.sub(r"[\x00-\x1f\x7f-\x9f\u2028\u2029]", lambda found: repr(found[0])[1:-1], value)
+
+
+def shown(value, most=40):
+    """The text of an argument for an error message: quoted, on one line, not longer than `most`."""
+    value = one_line(value)
+    return f"'{value}'" if len(value) <= most else f"'{value[:most]}...'"

@@ -317,7 +317,8 @@ def check_classes(data, dataset, expected, saved):
 
 def print_summary(saved, metrics, count, split, folder):
     """Prints what was evaluated, how good it is, and where the plots are."""
-    summary = f"{metrics['accuracy']:.2%} of {count:,} {split} images correct"
+    images = "images" if split == "all" else f"{split} images"
+    summary = f"{metrics['accuracy']:.2%} of {count:,} {images} correct"
     print(f"{saved.file}: {summary}, loss {metrics['loss']:.4f}; plots in {folder}")
 
 

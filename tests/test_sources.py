@@ -235,26 +235,23 @@ def test_a_second_start_decodes_nothing_until_a_table_changes(tmp_path, decoded)
     assert len(decoded) == 30
     make_table(file, first_seed=50)
     changed = load_arrays(file, val_fraction=0.2, **options)
-    assert len(decoded) == 60 and changed.description == first.description
+    assert len(decoded) == 60 and changed.description != first.description
     row = find_images(file, label_column="kind", val_fraction=0.2).splits["train"].rows[0]
     assert torch.equal(changed.splits["train"].images[0], pixels_of(50 + row))
 
 
 def test_images_that_cannot_be_used_are_named(tmp_path):
     folder = make_folders(tmp_path / "data", ("train", "test"))
-    noise(0, (48, 40)).save(folder / "train" / "cat" / "4.png")
-    with pytest.raises(UserError, match=r"image in .*train/cat/4.png is 48x40: .* needs 32x32"):
-        load_arrays(str(folder), cache_dir=tmp_path / "cache")
     (folder / "train" / "cat" / "4.png").write_bytes(b"a thesis")
     with pytest.raises(UserError, match=r"corrupt image in .*train/cat/4.png: it is not an image"):
         load_arrays(str(folder), cache_dir=tmp_path / "cache")
-    assert not list((tmp_path / "cache").iterdir())
+    assert not (tmp_path / "cache").exists() or not list((tmp_path / "cache").iterdir())
     noise(0).save(folder / "train" / "cat" / "4.png")
     with pytest.raises(UserError, match="cannot write the decoded images to /proc/nowhere"):
         load_arrays(str(folder), cache_dir="/proc/nowhere")
 
 
-def test_a_test_split_without_labels_is_not_used(tmp_path, capsys):
+def test_a_test_split_without_labels_is_not_used(tmp_path):
     for split, labels in (("train", [0, 1] * 5), ("test", [-1] * 10)):
         rows = {"image": [png(noise(i)) for i in range(10)], "label": labels}
         features = datasets.Features(image=datasets.Value("binary"), label=datasets.Value("int64"))
@@ -262,7 +259,7 @@ def test_a_test_split_without_labels_is_not_used(tmp_path, capsys):
         made.to_parquet(str(tmp_path / f"{split}-00000-of-00001.parquet"))
     data = load_arrays(str(tmp_path), val_fraction=0.2)
     assert {split: len(samples) for split, samples in data.splits.items()} == {"train": 8, "val": 2}
-    assert "has no labels" in capsys.readouterr().out
+    assert "images of a test split without classes: 10" in data.details[-1]
 
 
 def test_a_batch_by_ids():
@@ -283,7 +280,7 @@ def test_text_comes_from_the_same_tables(suffix, tmp_path):
         write = {"csv": rows.to_csv, "jsonl": rows.to_json, "parquet": rows.to_parquet}[suffix]
         write(str(tmp_path / "text" / f"part.{suffix}"))
     for path in (tmp_path / "text", next((tmp_path / "text").glob(f"*.{suffix}"))):
-        train, val = load_text(str(path), "body", 4)
-        assert bytes(torch.cat([train, val])) == b"one, two\nthree\nfour\n"
+        text = load_text(str(path), "body", 4)
+        assert bytes(torch.cat([text.train, text.held_out])) == b"one, two\nthree\nfour\n"
         with pytest.raises(UserError, match="give --text_column, one of title, body"):
             load_text(str(path), "text", 4)

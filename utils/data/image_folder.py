@@ -125,7 +125,8 @@ def unlabeled(path, scaling=None):
         seen = "; ".join(left_out.lines())
         raise UserError(f"--images {path}: it has no images{f' ({seen})' if seen else ''}")
     labels = np.zeros(len(files), dtype=np.int64)
-    images, said = Images(Files(root, sorted(files)), np.arange(len(files)), labels), []
+    images = Images(Files(root, sorted(files)), np.arange(len(files)), labels)
+    said = pixels.describe(scaling or {}, "as in training")
     if not scaling:
         scaling, said = pixels.find_scaling(images.subsample(pixels.SAMPLE).headers())
     images.scaling = scaling

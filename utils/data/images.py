@@ -191,7 +191,7 @@ def _open(data):
     try:
         image = open_image(data)
         if image.format == "PNG" and "exif" not in image.info:
-            image.getexif()  # may be behind the pixels, which Pillow then decodes
+            image.load()  # the EXIF data may be behind the pixels
         return data, image
     except (OSError, SyntaxError, ValueError):
         repaired = pixel_values.without_damaged_metadata(data)

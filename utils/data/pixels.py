@@ -85,10 +85,24 @@ def find_scaling(opened):
         declared = said[kind].pop() if len(said[kind]) == 1 else None
         if declared and declared[0] <= low and high <= declared[1] > declared[0]:
             scaling[kind], origin = list(declared), "as the files say"
-        black, white = scaling[kind]
-        kinds = "images with more than 8 bits" if kind == "integer" else "images of floats"
-        lines.append(f"{kinds}: {black:g} is black, {white:g} white ({origin})")
+        lines += describe(scaling, origin, kind)
     return scaling, lines
+
+
+def describe(scaling, origin, *kinds):
+    """A line about each kind of values.
+
+    Args:
+        scaling (dict): of a data set.
+        origin (str): where it is from.
+        kinds (str): only these; none: all.
+    """
+    names = {"integer": "images with more than 8 bits", "float": "images of floats"}
+    return [
+        f"{names[kind]}: {black:g} is black, {white:g} white ({origin})"
+        for kind, (black, white) in scaling.items()
+        if not kinds or kind in kinds
+    ]
 
 
 def without_damaged_metadata(data):

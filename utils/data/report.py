@@ -64,6 +64,7 @@ def describe_images(splits, class_names, fingerprints):
         fingerprints (dict[str, str]): a checksum of each split.
     """
     counts = [f"{len(samples):,} {split}" for split, samples in splits.items()]
+    counts = [count.removesuffix(" all") for count in counts]
     listed = " and ".join([", ".join(counts[:-1]), counts[-1]] if len(counts) > 1 else counts)
     digest = hashlib.sha256(repr(class_names).encode("utf-8", "surrogateescape"))
     for fingerprint in fingerprints.values():

@@ -138,7 +138,7 @@ def _find(name, seed, image_column, label_column, class_names=None):
 
 def _described(splits, class_names, left_out, scaling):
     splits = {s: splits[s] for s in ("train", "val", "test", "all") if s in splits}
-    said = []
+    said = pixels.describe(scaling or {}, "as in training")
     if not scaling:
         sample = next(iter(splits.values())).subsample(pixels.SAMPLE)
         scaling, said = pixels.find_scaling(sample.headers())

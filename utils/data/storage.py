@@ -56,7 +56,8 @@ class Files:
 
     def sizes(self, rows):
         """The sizes of files in bytes, int64; -1: there is no such file."""
-        return _sizes(self.root / self._names[row] for row in rows)
+        root = str(self.root)  # joining strings takes a third of the time
+        return _sizes(f"{root}/{self._names[row]}" for row in rows.tolist())
 
     def stamp(self, row):
         """A value that changes when the file does."""

@@ -19,6 +19,7 @@ READERS = {
     ".csv": "csv",
     ".tsv": "csv",
 }
+STRIPPED = r"(?i)\.[a-z0-9]+(\.(gz|bz2|xz))?$"  # the suffix of a file, as in train.txt.gz
 LISTS = {".jsonl", ".ndjson", ".json", ".csv", ".tsv"}  # tables that a person can read
 # Files that the `datasets` library writes about a data set.
 METADATA = {"dataset_infos.json", "dataset_info.json", "dataset_dict.json", "state.json"}
@@ -58,11 +59,7 @@ def files_by_split(root, files):
     Raises:
         UserError: some names say a split and others do not, or none says train.
     """
-    stems = {file: os.path.basename(file).partition(".")[0] for file in files}
-    if any(re.search(r"\.(train|val|valid|validation|test)\.", file.lower()) for file in files):
-        stems = {
-            file: os.path.basename(file).rpartition(".")[0] for file in files
-        }  # wiki.train.txt
+    stems = {file: re.sub(STRIPPED, "", os.path.basename(file)) for file in files}
     said, found = split_names.assign(sorted(set(stems.values()))), {}
     for file in files:
         folders = map(split_names.split_of, reversed(file.split("/")[:-1]))
@@ -72,11 +69,10 @@ def files_by_split(root, files):
         return {"train": next(iter(found.values()))}
     if None in found:
         first = next(files[0] for split, files in found.items() if split)
-        names = (
-            f"{printable(first.name)} is one of its splits, and {printable(found[None][0].name)}"
-        )
+        other = printable(found[None][0].name)
         raise UserError(
-            f"--dataset {root}: by its name {names} is not: rename or remove one of them "
+            f"--dataset {root}: by its name, {printable(first.name)} is one of its splits, and "
+            f"{other} is not: rename or remove one of them "
             "(train.*, val.* and test.* are splits)"
         )
     if "train" not in found:

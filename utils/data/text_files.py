@@ -2,6 +2,7 @@
 
 import bz2
 import codecs
+import csv
 import gzip
 import json
 import lzma
@@ -166,14 +167,17 @@ def load_column(name, column, files, streaming=False):
     Raises:
         UserError: it cannot be loaded, or has no such column.
     """
-    by_split, lines, options = files and files.by_split, False, {}
+    by_split, lines, columns, options = files and files.by_split, False, None, {}
     if files:
         first = by_split["train"][0]
-        lines = READERS.get(_suffix(first)) == "json" and first_object(first) is not None
-        if lines:
-            options = {"reader": "text"}
-        elif READERS.get(_suffix(first)) == "csv":
-            options = {"converters": {column: str}}  # 007 and NA are text
+        reader = READERS.get(_suffix(first))
+        if reader == "json" and (row := first_object(first)):
+            lines, columns, options = True, list(row), {"reader": "text"}
+        elif reader == "csv":
+            columns = _header(first)
+            # 007 and NA are text.
+            options = dict(usecols=[column], converters={column: str}, keep_default_na=False)
+    _check_column(name, column, columns)
     tables = load_table(
         name, files=by_split, streaming=streaming, alternatives=ALTERNATIVES, **options
     )
@@ -184,16 +188,27 @@ def load_column(name, column, files, streaming=False):
             f"--dataset {name} has no train split, only {', '.join(tables)}; {ALTERNATIVES}"
         )
     train = splits["train"]
-    with loading(name, ALTERNATIVES):  # a stream may know its columns only with its first row
-        columns = train.column_names or list(next(iter(train), {column: None}))
-        if lines:
-            columns = list(first_object(first))
-    if column not in columns:
+    if columns is None:
+        with loading(name, ALTERNATIVES):  # a stream may know its columns only with its first row
+            columns = train.column_names or list(next(iter(train), {column: None}))
+        _check_column(name, column, columns)
+    return TextTable(splits, column, lines, left_out)
+
+
+def _check_column(name, column, columns):
+    """Raises UserError if a table has no such column; `columns` None: they are not known yet."""
+    if columns is not None and column not in columns:
         listed = ", ".join(columns)
         raise UserError(
             f"--dataset {name} has no column {column}: give --text_column, one of {listed}"
         )
-    return TextTable(splits, column, lines, left_out)
+
+
+def _header(path):
+    """The names of the columns of a CSV or TSV file."""
+    separator = "\t" if path.suffix.lower() == ".tsv" else ","
+    with loading(path, ALTERNATIVES), open(path, encoding="utf-8-sig", newline="") as file:
+        return next(csv.reader(file, delimiter=separator), [])
 
 
 def first_object(path):

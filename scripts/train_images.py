@@ -352,11 +352,10 @@ def main():
 
     set_seed(args.seed)
     start_from = None if run.progress else args.weights
-    sizes = (args.image_size, args.eval_resize)
+    wanted = (args.image_size, args.eval_resize, data.scaling)
     config = run.progress.get("config") or run_on_main(
-        accelerator, lambda: pretrained.describe(args.model, start_from, data.class_names, *sizes)
+        accelerator, lambda: pretrained.describe(args.model, start_from, data.class_names, *wanted)
     )
-    config["preprocessing"]["scaling"] = data.scaling  # of pixel values, for evaluate.py
     model = pretrained.build(config).to(memory_format=torch.channels_last)  # EDIT: model
     pretrained.initialize(accelerator, model, config, start_from)
     pretrained.train(pretrained.freeze(model) if args.freeze else model)

@@ -165,7 +165,7 @@ MUTANTS = [
     Mutant(
         "held-out text is trained on",
         "utils/data/text_stream.py",
-        "if not held_out(document):",
+        "if self.use_all or not held_out(document):",
         "if True:",
         "test_gpt.py -k never_shows",
     ),
@@ -313,7 +313,7 @@ MUTANTS = [
     Mutant(
         "photos lie on their side",
         "utils/data/images.py",
-        "if self._orientation != 1 else image",
+        "if turn is not None else image",
         "if False else image",
         "test_train_images.py -k images_of_every_kind",
     ),

@@ -31,7 +31,7 @@ def check_name(name):
         raise UserError(f"--model {name}: torchvision has no classifier of this name; {nearest}")
 
 
-def describe(name, choice, class_names, size=None, resize=None):
+def describe(name, choice, class_names, size=None, resize=None, scaling=None):
     """Describes a model: its `config` is what is needed to build it again and to use it.
 
     Args:
@@ -39,6 +39,7 @@ def describe(name, choice, class_names, size=None, resize=None):
         choice (str | None): the weights to start with, as for `find`.
         class_names (list[str]): in the order of the labels.
         size, resize (int | None): as for `preprocessing`.
+        scaling (dict | None): of pixel values other than 8 bits, see `data.pixels`.
 
     Returns:
         dict: `model`, `options`, `class_names`, `preprocessing`.
@@ -50,7 +51,8 @@ def describe(name, choice, class_names, size=None, resize=None):
         model=name,
         options=OPTIONS.get(name, {}),
         class_names=list(class_names),
-        preprocessing=preprocessing(name, find(name, choice), size, resize),
+        preprocessing=preprocessing(name, find(name, choice), size, resize)
+        | {"scaling": scaling or {}},
     )
 
 

@@ -11,7 +11,7 @@ from PIL import features
 from utils.data import pixels
 from utils.data import splits as split_names
 from utils.data.images import Files, Images
-from utils.data.report import LeftOut, printable
+from utils.data.report import LeftOut
 from utils.data.scan import UNREADABLE, Scanner
 from utils.run.failures import UserError
 
@@ -92,8 +92,7 @@ def find(root, layouts, class_names=None):
         if unknown:
             those = "its train split" if class_names is None else f"those of the model: {names}"
             raise UserError(
-                f"--dataset {root}: class {printable(unknown[0])} of its {split} split is not in "
-                f"{those}"
+                f"--dataset {root}: class {unknown[0]} of its {split} split is not in {those}"
             )
     images = {split: _labeled(root, classes, names) for split, classes in found.items()}
     return Found(images, names, scanner.left_out)
@@ -255,7 +254,7 @@ def _classes(scanner, folder):
         images = [suffix for suffix in others if suffix in UNREADABLE or not suffix]
         if images or (folder and others):
             raise UserError(
-                f"--dataset {scanner.root}: {printable(inside)} has no image that can be read, only"
+                f"--dataset {scanner.root}: {inside} has no image that can be read, only"
                 f" {_listed(others)}: convert them to JPEG or PNG, with such a suffix, or remove it"
             )
         scanner.left_out.add("folders without images", inside)

@@ -5,7 +5,6 @@ import math
 import datasets
 import numpy as np
 
-from utils.data.report import printable
 from utils.run.failures import UserError
 
 
@@ -51,7 +50,7 @@ def read_labels(name, tables, column, class_names=None):
             unknown = value is not None and value not in known and value != -1
             if unknown or (value in known and known[value] not in position):
                 where = "the train split" if class_names is None else "those of the model"
-                shown = printable(str(known.get(value, value)))
+                shown = known.get(value, value)
                 raise UserError(
                     f"--dataset {name}: class {shown} of its {split} split (row {row}) is not in "
                     f"{where}"

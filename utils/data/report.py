@@ -6,6 +6,7 @@ import numpy as np
 
 from utils.run.collectives import gather
 from utils.run.failures import UserError
+from utils.run.output import one_line
 
 CLASSES_SHOWN = 10
 
@@ -28,7 +29,7 @@ class LeftOut:
     def lines(self):
         """One line for each kind."""
         return [
-            f"left out: {kind}: {count:,} ({printable(example)})"
+            f"left out: {kind}: {count:,} ({one_line(example)})"
             for kind, (count, example) in sorted(self._kinds.items())
         ]
 
@@ -84,7 +85,7 @@ def count_classes(splits, class_names):
         labels = np.asarray(samples.labels)
         counts = np.bincount(labels, minlength=len(class_names)).tolist()
         pairs = zip(class_names[:CLASSES_SHOWN], counts, strict=False)
-        listed = ", ".join(f"{printable(name)} {count:,}" for name, count in pairs)
+        listed = ", ".join(f"{one_line(name)} {count:,}" for name, count in pairs)
         more = len(class_names) - CLASSES_SHOWN
         others = f", and {more} more classes" if more > 0 else ""
         lines.append(f"{split:{width}} {len(labels):,}: {listed}{others}")
@@ -101,13 +102,3 @@ def describe_scaling(scaling):
     if not ranges:
         return ""
     return f"  # other than 8 bits: first scale {' or '.join(ranges)} to 0 to 255"
-
-
-def printable(text):
-    """A name or path for the terminal: characters that cannot be printed are shown as escapes."""
-    return "".join(
-        character
-        if character.isprintable()
-        else character.encode("unicode_escape", "surrogatepass").decode()
-        for character in text
-    )

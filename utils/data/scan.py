@@ -8,7 +8,7 @@ import stat
 from collections import Counter
 from pathlib import Path
 
-from utils.data.report import LeftOut, printable
+from utils.data.report import LeftOut
 from utils.data.splits import split_of
 from utils.run.failures import UserError
 
@@ -131,7 +131,7 @@ class Scanner:
         try:
             return function()
         except OSError as error:
-            place = printable(str(error.filename or self.root))
+            place = error.filename or self.root
             raise UserError(f"cannot read {place}: {error.strerror}") from None
 
 

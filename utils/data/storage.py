@@ -125,13 +125,9 @@ class Rows:
             return _sizes(path and self._folder / path for path in paths)
         if isinstance(self._rows, list):
             return np.array([len(self._rows[row]) for row in rows], dtype=np.int64)
-        import pyarrow as pa
-        import pyarrow.compute as pc
-
         column = self._rows.with_format("arrow")[:].column(0)
-        chunks = [c.field("bytes") if pa.types.is_struct(c.type) else c for c in column.chunks]
-        lengths = [pc.fill_null(pc.binary_length(chunk), -1).to_numpy(False) for chunk in chunks]
-        return np.concatenate([*lengths, np.zeros(0)]).astype(np.int64)[rows]
+        lengths = [_lengths(chunk) for chunk in column.chunks if len(chunk)]
+        return np.concatenate(lengths).astype(np.int64)[rows]
 
     def _file(self, path):
         """The file that a row names. Raises ValueError if it is in no folder that is allowed."""
@@ -151,6 +147,15 @@ class Rows:
         if isinstance(value, dict):
             return value.get("bytes"), value.get("path")
         return (None, value) if isinstance(value, str) else (value, None)
+
+
+def _lengths(values):
+    """The length of each value in an Arrow array of bytes, or of a struct with `bytes`."""
+    if hasattr(values, "field"):
+        values = values.field("bytes")
+    kind = np.int64 if "large" in str(values.type) else np.int32
+    offsets = np.frombuffer(values.buffers()[1], kind)  # nothing is copied
+    return np.diff(offsets[values.offset : values.offset + len(values) + 1])
 
 
 def _sizes(paths):

@@ -6,7 +6,6 @@ import re
 from pathlib import Path
 
 from utils.data import splits as split_names
-from utils.data.report import printable
 from utils.run.failures import UserError
 
 # The reader of the `datasets` library for each kind of file.
@@ -69,9 +68,9 @@ def files_by_split(root, files):
         return {"train": next(iter(found.values()))}
     if None in found:
         first = next(files[0] for split, files in found.items() if split)
-        other = printable(found[None][0].name)
+        other = found[None][0].name
         raise UserError(
-            f"--dataset {root}: by its name, {printable(first.name)} is one of its splits, and "
+            f"--dataset {root}: by its name, {first.name} is one of its splits, and "
             f"{other} is not: rename or remove one of them "
             "(train.*, val.* and test.* are splits)"
         )

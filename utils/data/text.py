@@ -11,9 +11,9 @@ from typing import NamedTuple
 
 import torch
 
-from utils.data.report import printable
 from utils.data.text_files import ALTERNATIVES, find_files, load_column, read_text
 from utils.run.failures import UserError
+from utils.run.output import one_line
 from utils.run.process import is_main
 
 
@@ -151,7 +151,7 @@ def _read_splits(name, column, seed):
 def describe_files(files):
     """A line for each split: its files, of which the first is named."""
     return [
-        f"{split}: {len(some):,} file{'s' * (len(some) != 1)} ({printable(some[0].name)})"
+        f"{split}: {len(some):,} file{'s' * (len(some) != 1)} ({one_line(some[0].name)})"
         for split, some in files.by_split.items()
     ]
 

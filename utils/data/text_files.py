@@ -10,7 +10,7 @@ import os
 from pathlib import Path
 from typing import NamedTuple
 
-from utils.data.report import LeftOut, printable
+from utils.data.report import LeftOut
 from utils.data.scan import Scanner, read_regular
 from utils.data.tables import METADATA, READERS, files_by_split, load_table, loading, local_path
 from utils.data.tables import name_splits as splits_of
@@ -85,7 +85,7 @@ def _of_one_kind(name, files, left_out):
     if len(formats) > 1:
         first, second = sorted(formats.values())[:2]
         raise UserError(
-            f"--dataset {name} holds both {printable(first)} and {printable(second)}: give files "
+            f"--dataset {name} holds both {first} and {second}: give files "
             "of one format, or one file"
         )
     return used
@@ -118,7 +118,7 @@ def read_text(path):
             return data.decode("utf-16").encode()
     except (OSError, EOFError, lzma.LZMAError, UnicodeError) as error:
         reason = getattr(error, "strerror", None) or error
-        raise UserError(f"cannot read {printable(str(path))}: {reason}") from None
+        raise UserError(f"cannot read {path}: {reason}") from None
     return data.removeprefix(codecs.BOM_UTF8)
 
 

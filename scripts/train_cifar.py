@@ -491,7 +491,8 @@ def parse_args():
     )
     parser.add_run_arguments()
     parser.add_data_arguments(
-        "uoft-cs/cifar10", "Hub id, local folder or file of 32x32 images, or `synthetic`"
+        "uoft-cs/cifar10",
+        "Hub id, local folder or file of images, which become 32x32, or `synthetic`",
     )
     parser.add_image_arguments(val_fraction=0.0)
     parser.set_defaults(**RECIPES.get(parser.choice("model"), {}))

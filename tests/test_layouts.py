@@ -132,6 +132,7 @@ def test_a_test_split_without_classes_is_left_out(unlabeled_test, tmp_path):
         ("val/cat/ test/cat/ val/dog/ test/dog/", "has no train split, only val, test"),
         ("train/cat/ train/dog/ val/cat/ Valid/dog/", "Valid and val both look like its val split"),
         ("cat/train/ cat/test/ dog/train/ dog/test/", "put the classes into the splits, as t"),
+        ("all/train/cat/ all/train/dog/ all/test/cat/", "test and train in its folder all: give"),
         ("train/cat/ train/dog/ val/", "its val split has no class folder with images"),
         ("train/cat/ train/dog/ test/cat/ test/dog/ test/emu/", "class emu of its test split is n"),
         ("train/cat/ train/dog/ test/cat/", "its test split has no image of class dog"),

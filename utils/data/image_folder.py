@@ -127,7 +127,7 @@ def unlabeled(path, scaling=None):
     images = Images(Files(root, sorted(files)), np.arange(len(files)), labels)
     said = pixels.describe(scaling or {}, "as in training")
     if not scaling:
-        scaling, said = pixels.find_scaling(images.subsample(pixels.SAMPLE).headers())
+        scaling, said = pixels.find_scaling(path, images.subsample(pixels.SAMPLE).headers())
     images.scaling = scaling
     return images, [*said, *left_out.lines()]
 
@@ -268,6 +268,11 @@ def _refuse_splits_in_classes(scanner, classes):
         said = split_names.assign(inside)
         if len(set(said.values())) > 1:
             first, second = list(said)[:2]
+            if len(classes) == 1:
+                raise UserError(
+                    f"--dataset {scanner.root} has {first} and {second} in its folder {name}: give "
+                    f"--dataset {scanner.root / name}"
+                )
             raise UserError(
                 f"--dataset {scanner.root} has splits in its classes, {name}/{first} and "
                 f"{name}/{second}: put the classes into the splits, as {first}/{name}"

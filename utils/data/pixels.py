@@ -7,16 +7,18 @@ the scaling of a data set: a dict with `integer`, `float` or both, each [black, 
 
 import contextlib
 import struct
-import warnings
 import zlib
 
 import numpy as np
 from PIL import Image
 
+from utils.run.failures import UserError
+
 SAMPLE = 64  # images of which the values are read
 PNG = b"\x89PNG\r\n\x1a\n"
 # For an image that is not like those of the sample.
 DEFAULTS = {"integer": [0, 65535], "float": [0, 1]}
+TIFF_BITS = 258  # for each channel
 TIFF_RANGES = ((340, 341), (280, 281))  # smallest and largest value: of each sample, of all
 PNG_COLORS = (2, 4, 6)  # color types with several values per pixel
 
@@ -57,18 +59,25 @@ def to_8_bits(image, data, scaling):
     return Image.fromarray(levels)
 
 
-def find_scaling(opened):
+def find_scaling(name, opened):
     """Decides what is black and what is white in a data set.
 
     Args:
+        name (str): the data set, for messages.
         opened: yields (PIL.Image.Image, bytes) of a sample of its images.
 
     Returns:
         tuple[dict, list[str]]: the scaling, {} if all images have 8 bits; a line about each kind.
+
+    Raises:
+        UserError: the values cannot be read.
     """
-    ranges, said = {}, {}
+    ranges, said, upper = {}, {}, []
     for image, data in opened:
         kind = kind_of(image, data)
+        if _is_deep_tiff(image):
+            with contextlib.suppress(Exception):  # as below
+                upper.append(np.asarray(image).max())
         if kind is None:
             continue
         with contextlib.suppress(Exception):  # whatever the decoders of damaged data stumble over
@@ -78,6 +87,11 @@ def find_scaling(opened):
             least, most = ranges.get(kind, (low, high))
             ranges[kind] = min(low, least), max(high, most)
             said.setdefault(kind, set()).add(_said_range(image))
+    if upper and max(upper) < 128:
+        raise UserError(
+            f"--dataset {name}: of its TIFF images in color with 16 bits Pillow reads the upper 8 "
+            "bits, and they use the lower ones, too: convert them to PNG"
+        )
     scaling, lines = {}, []
     for kind, (low, high) in sorted(ranges.items()):
         choose = _integer_range if kind == "integer" else _float_range
@@ -128,10 +142,8 @@ def _values(image, data):
     import torch
     from torchvision.io import ImageReadMode, decode_png  # Pillow drops the lower 8 bits
 
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # it is deprecated since 0.29
-        encoded = torch.frombuffer(bytearray(data), dtype=torch.uint8)
-        values = decode_png(encoded, ImageReadMode.UNCHANGED).permute(1, 2, 0).numpy()
+    encoded = torch.frombuffer(bytearray(data), dtype=torch.uint8)
+    values = decode_png(encoded, ImageReadMode.UNCHANGED).permute(1, 2, 0).numpy()
     channels = values.shape[2]
     if channels % 2:
         return values, None
@@ -141,6 +153,11 @@ def _values(image, data):
 
 def _is_deep_color(data):
     return data[:8] == PNG and data[24] == 16 and data[25] in PNG_COLORS
+
+
+def _is_deep_tiff(image):
+    bits = getattr(image, "tag_v2", {}).get(TIFF_BITS, ())
+    return image.mode[:1] not in "IF" and max(bits, default=8) > 8
 
 
 def _said_range(image):

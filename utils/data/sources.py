@@ -102,7 +102,7 @@ def find_images(
             raise UserError(
                 f"--dataset {name}: its {split} split has no image of class {missing[0]}{others}"
             )
-    return _described(splits, class_names, left_out, scaling)
+    return _described(name, splits, class_names, left_out, scaling)
 
 
 def find_to_evaluate(name, class_names, *, image_column=None, label_column=None, scaling=None):
@@ -123,7 +123,7 @@ def find_to_evaluate(name, class_names, *, image_column=None, label_column=None,
     used = {"all" if split == "train" else split: splits[split]}
     for other in splits.keys() - {split}:
         left_out.add(f"images of the {other} split", splits[other].name(0), len(splits[other]))
-    return _described(used, class_names, left_out, scaling)
+    return _described(name, used, class_names, left_out, scaling)
 
 
 def _find(name, seed, image_column, label_column, class_names=None):
@@ -136,12 +136,12 @@ def _find(name, seed, image_column, label_column, class_names=None):
     return found or _from_table(name, path, image_column, label_column, class_names)
 
 
-def _described(splits, class_names, left_out, scaling):
+def _described(name, splits, class_names, left_out, scaling):
     splits = {s: splits[s] for s in ("train", "val", "test", "all") if s in splits}
     said = pixels.describe(scaling or {}, "as in training")
     if not scaling:
         sample = next(iter(splits.values())).subsample(pixels.SAMPLE)
-        scaling, said = pixels.find_scaling(sample.headers())
+        scaling, said = pixels.find_scaling(name, sample.headers())
     for images in splits.values():
         images.scaling = scaling
     fingerprints = {split: images.fingerprint() for split, images in splits.items()}

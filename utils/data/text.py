@@ -141,19 +141,23 @@ def _read_splits(name, column, seed):
         used = [split for split in table.splits if split != "test"]
         texts = {split: _join(table, split, f"--dataset {name}") for split in used}
         left_out = table.left_out
-        lines = [f"{split}: {len(rows):,} rows" for split, rows in table.splits.items()]
+        lines = [f"{_say(split)}: {len(rows):,} rows" for split, rows in table.splits.items()]
     if files:
         left_out = files.left_out
         lines = describe_files(files)
-    return texts, [line.replace("test:", "test, not used:") for line in lines] + left_out.lines()
+    return texts, [*lines, *left_out.lines()]
 
 
 def describe_files(files):
     """A line for each split: its files, of which the first is named."""
     return [
-        f"{split}: {len(some):,} file{'s' * (len(some) != 1)} ({one_line(some[0].name)})"
+        f"{_say(split)}: {len(some):,} file{'s' * (len(some) != 1)} ({one_line(some[0].name)})"
         for split, some in files.by_split.items()
     ]
+
+
+def _say(split):
+    return "test, not used" if split == "test" else split
 
 
 def _join(table, split, where):

@@ -54,6 +54,8 @@ def find_files(name):
     if path is None:
         return None
     if not path.is_dir():
+        if not path.is_file():
+            raise UserError(f"--dataset {name} is not a regular file; {ALTERNATIVES}")
         suffix, inner = path.suffix.lower(), _suffix(path)
         if suffix in ARCHIVES or (suffix in DECOMPRESS and inner not in PLAIN):
             raise UserError(f"--dataset {name} is compressed: unpack it first")

@@ -12,6 +12,7 @@ from PIL import Image
 from utils.data import splits as split_names
 from utils.data.arrays import load_arrays
 from utils.data.image_folder import unlabeled
+from utils.data.images import BadImage
 from utils.data.scan import read_regular
 from utils.data.sources import find_images, find_to_evaluate
 from utils.run.failures import UserError
@@ -90,7 +91,7 @@ def test_splits_by_other_names(train, held_out, split, tmp_path):
         assert data.class_names == ["cat", "dog"] and counts(data) == {"train": 6, split: 6}
 
 
-@pytest.mark.parametrize("name", ["train", "test", "test_tube", "train_station", "val"])
+@pytest.mark.parametrize("name", ["train", "test_tube", "train_station", "contest"])
 def test_a_class_may_have_any_name(name, tmp_path):
     split = write(tmp_path / "a", *(f"{s}/{c}/" for s in ("train", "test") for c in ("cat", name)))
     alone = write(tmp_path / "b", "cat/", f"{name}/")
@@ -127,6 +128,7 @@ def test_a_test_split_without_classes_is_left_out(unlabeled_test, tmp_path):
         ("train/ test/", "has images directly in test and train: to be splits, they need one"),
         ("Training/ seg_val/ cat/", "has images directly in Training and seg_val"),
         ("train/", "has images directly in train"),
+        ("cat/ dog/ test/", "is test a class, or a split without classes?"),
         ("train/cat/ train/dog/ bus/", "is train a split or a class? Beside it are images in bus"),
         ("cat/ dog/ test/cat/ test/dog/", "is test a split or a class? It has cat in it, and so"),
         ("val/cat/ test/cat/ val/dog/ test/dog/", "has no train split, only val, test"),
@@ -207,6 +209,18 @@ def test_links_are_followed(tmp_path):
     assert np.bincount(np.concatenate([i.labels for i in data.splits.values()])).tolist() == [6, 4]
     assert len(unlabeled(root)[0]) == 10
     assert all(data.splits["train"].open(i).pixels().shape == (3, 8, 8) for i in range(6))
+
+
+def test_a_link_that_leads_nowhere_is_no_class_and_no_image(tmp_path):
+    root = write(tmp_path, "cat/", "dog/")
+    os.symlink("/nowhere/1.png", tmp_path / "cat" / "linked.png")
+    splits = find_images(root, val_fraction=0.3).splits.values()
+    (linked,) = [(i, k) for i in splits for k in range(len(i)) if "linked" in i.name(k)]
+    with pytest.raises(BadImage, match="No such file"):
+        linked[0].open(linked[1])
+    os.symlink("/nowhere/bird", tmp_path / "bird")
+    with pytest.raises(UserError, match=r"the link .*/bird leads nowhere"):
+        find_images(root)
 
 
 @pytest.mark.parametrize("to", [".", "..", "../cat", "loop"])

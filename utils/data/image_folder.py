@@ -172,6 +172,13 @@ def _without_train(scanner, by_split, is_split, flat, others):
             f"--dataset {scanner.root} has images directly in {names}: to be splits, they need one "
             f"sub-folder per class, as {_top(flat[0])}/cat/1.jpg; if they are classes, rename them"
         )
+    held_out = [folder for folder in flat if folder not in by_split.get("train", ())]
+    if held_out:  # while a class may well be called train
+        name = _top(held_out[0])
+        raise UserError(
+            f"--dataset {scanner.root}: is {name} a class, or a split without classes? If it is a "
+            "class, rename it; if not, move it away, and the classes into a folder train"
+        )
     classes = {os.path.basename(folder.path) for folder in others}
     for folder in is_split:
         inside = {os.path.basename(inner) for inner in scanner.list(folder.path)[1]}

@@ -115,6 +115,8 @@ class Scanner:
                     self.left_out.add("folders of thumbnails or of the system", path)
                 else:
                     folders.append(path)
+            elif kind == "link" and not suffix:
+                raise UserError(f"the link {self.root / path} leads nowhere: remove it")
             elif kind == "special":
                 self.left_out.add("devices, FIFOs or sockets", path)
             elif suffix in self._suffixes:
@@ -136,15 +138,15 @@ class Scanner:
 
 
 def _kind(entry):
-    """Whether a directory entry, or what it links to, is a `folder`, a `file`, or `special`.
+    """Whether a directory entry, or what it links to, is a `folder`, a `file` or `special`.
 
-    A link that leads nowhere counts as a file, which cannot be read.
+    `link`: it leads nowhere. By its suffix it is known whether it was one of an image.
     """
     if entry.is_dir():
         return "folder"
-    if entry.is_file() or not os.path.exists(entry.path):
+    if entry.is_file():
         return "file"
-    return "special"
+    return "special" if os.path.exists(entry.path) else "link"
 
 
 def _describe(suffix):

@@ -95,7 +95,7 @@ def test_text_files_of_every_suffix_are_read_or_named(tmp_path):
     files = dict(a_txt="alpha " * 9, b_TXT="beta " * 9, c_md="gamma " * 9, d_text="delta " * 9)
     files |= dict(e_txt_gz=gzip.compress(b"epsilon"), f_txt_bz2=bz2.compress(b"zeta"))
     files |= dict(g_md_xz=lzma.compress(b"eta"), h__i_txt="theta")
-    files |= dict(README_md="no", j_jsonl_gz=b"no", k_html="no", LICENSE="no")
+    files |= dict(README_md="no", License_txt="no", j_jsonl_gz=b"no", k_html="no", LICENSE="no")
     files |= {"l_ipynb": "no"}
     root = write(tmp_path, **files)
     (tmp_path / ".ipynb_checkpoints").mkdir()
@@ -111,7 +111,7 @@ def test_text_files_of_every_suffix_are_read_or_named(tmp_path):
         "left out: compressed files, other than of text: unpack them: 1 (j.jsonl.gz)",
         "left out: files without a suffix: 1 (LICENSE)",
         "left out: hidden folders: 1 (.ipynb_checkpoints)",
-        "left out: pages about the data: 1 (README.md)",
+        "left out: pages about the data: 2 (License.txt)",
     ]
 
 
@@ -135,12 +135,13 @@ DATES = ["2024-01-01", "2024-01-01T10:00:00Z", "2024-01-01 10:00:00", "007", "1e
 
 @pytest.mark.parametrize("suffix", ["jsonl", "json", "csv", "array.json"])
 @pytest.mark.parametrize("streaming", [False, True])
-def test_what_looks_like_dates_or_numbers_is_text(suffix, streaming, tmp_path):
-    texts = DATES * 40
+@pytest.mark.parametrize("kinds", [DATES, DATES[:1]])
+def test_what_looks_like_dates_or_numbers_is_text(kinds, suffix, streaming, tmp_path):
+    texts = kinds * 70
     if suffix == "csv":
         text = "text\n" + "".join(f"{text}\n" for text in texts)
     elif suffix == "array.json":
-        text = json.dumps([{"text": text} for text in texts])
+        text = json.dumps([{"text": text} for text in texts], indent=1)
     else:
         text = "".join(json.dumps({"text": text}) + "\n" for text in texts)
     path = tmp_path / f"rows.{suffix}"
@@ -148,9 +149,14 @@ def test_what_looks_like_dates_or_numbers_is_text(suffix, streaming, tmp_path):
     if not streaming:
         assert everything(str(path)) == "".join(f"{text}\n" for text in texts)
         return
-    stream = TextStream(str(path), "text", 9, 2, lanes=1, buffer=4, seed=0, share=(0, 1))
-    seen = bytes(next(iter(stream))["inputs"].flatten().tolist()).decode()
-    assert set(seen) <= set("".join(DATES) + "\n")
+    joined = "".join(f"{text}\n" for text in texts) * 2
+    stream = iter(TextStream(str(path), "text", 30, 2, lanes=1, buffer=4, seed=0, share=(0, 1)))
+    for _ in range(4):
+        for window in next(stream)["inputs"].tolist():
+            seen = bytes(window).decode()
+            if len(kinds) == 1:  # of the others, 1 in 64 is missing, as it is held out
+                assert seen in joined
+            assert set(seen) <= set(joined) and "T00" not in seen
 
 
 @pytest.mark.parametrize(

@@ -95,7 +95,9 @@ def _of_one_kind(name, files, left_out):
 
 def _is_page(file, tables):
     stem, suffix = os.path.splitext(os.path.basename(file).lower())
-    return suffix in PLAIN - {".txt", ".text"} and (bool(tables) or stem in PAGES)
+    if tables:
+        return suffix in PLAIN - {".txt", ".text"}
+    return suffix in PLAIN and stem in PAGES
 
 
 def _suffix(file):
@@ -175,6 +177,8 @@ def load_column(name, column, files, streaming=False):
         reader = READERS.get(_suffix(first))
         if reader == "json" and (row := first_object(first)):
             lines, columns, options = True, list(row), {"reader": "text"}
+        elif reader == "json" and (tables := _read_arrays(by_split, column, streaming)):
+            return TextTable(tables, column, False, files.left_out)
         elif reader == "csv":
             columns = _header(first)
             # 007 and NA are text.
@@ -222,6 +226,30 @@ def first_object(path):
     except ValueError:
         return None
     return value if isinstance(value, dict) else None
+
+
+def _read_arrays(by_split, column, streaming):
+    """Files that each hold a list of objects as one JSON text: split -> rows; None: they do not."""
+    import datasets  # here, because it takes a second
+
+    tables = {}
+    for split, some in by_split.items():
+        rows = []
+        for path in some:
+            try:
+                rows += json.loads(read_text(path))
+            except (ValueError, TypeError):  # not JSON, or not a list
+                return None
+        if not rows or not all(isinstance(row, dict) for row in rows):
+            return None
+        _check_column(path, column, list(rows[0]))
+        texts = [row.get(column) for row in rows]
+        for number, text in enumerate(texts):
+            encode(text, number, f"--dataset {path}")
+        table = datasets.Dataset.from_dict({column: texts})
+        shards = min(8, len(rows))
+        tables[split] = table.to_iterable_dataset(num_shards=shards) if streaming else table
+    return tables
 
 
 def _parse(line, column, number, where, failure):

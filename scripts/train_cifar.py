@@ -494,7 +494,7 @@ def parse_args():
         "uoft-cs/cifar10",
         "Hub id, local folder or file of images, which become 32x32, or `synthetic`",
     )
-    parser.add_image_arguments(val_fraction=0.0)
+    parser.add_image_arguments(val_fraction=None)
     parser.set_defaults(**RECIPES.get(parser.choice("model"), {}))
     args = parser.parse_training_args()
     if args.overfit_batch:

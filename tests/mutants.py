@@ -433,9 +433,16 @@ MUTANTS = [
     Mutant(
         "what a file says of its values is not read",
         "utils/data/pixels.py",
-        "if declared and declared[0]",
-        "if False and declared[0]",
+        "if declared and _fits(",
+        "if False and _fits(",
         "test_pixels.py -k any_depth",
+    ),
+    Mutant(
+        "one broken pixel decides what is white",
+        "utils/data/pixels.py",
+        "OUTLIERS = (1e-4, 1 - 1e-4)",
+        "OUTLIERS = (0, 1)",
+        "test_pixels.py -k broken_pixel",
     ),
     Mutant(
         "a cache has the values of another scaling",

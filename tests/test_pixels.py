@@ -124,6 +124,16 @@ def test_values_of_any_depth_are_scaled_alike(kind, tmp_path):
     assert seen == 9 and arrays.scaling == data.scaling
 
 
+def test_a_broken_pixel_or_a_wrong_tag_does_not_decide(tmp_path):
+    for label in ("cat", "dog"):
+        (tmp_path / label).mkdir()
+        for i in range(4):
+            values = levels(i, (64, 64)).astype(np.uint16) * 16
+            values[0, 0] = 65535 if i == 0 else values[0, 0]
+            Image.fromarray(values).save(tmp_path / label / f"{i}.tif", tiffinfo={281: 65535})
+    assert find_images(str(tmp_path), val_fraction=0.3).scaling == {"integer": [0, 4095]}
+
+
 def test_a_model_sees_other_images_as_those_of_its_training(tmp_path):
     for name, brightest in (("train", 16), ("new", 2)):
         for label in ("cat", "dog"):
@@ -185,7 +195,10 @@ def test_a_tiff_of_which_pillow_reads_half_the_bits_is_refused_where_that_matter
 def test_values_that_are_no_numbers_are_black():
     values = np.full((8, 8), np.nan, dtype=np.float32)
     values[0] = [0, 0.5, 1, 2, -1, np.inf, -np.inf, np.nan]
-    decoded = Encoded(encode(Image.fromarray(values), "TIFF"), {"float": [0, 1]}).pixels()
+    data = encode(Image.fromarray(values), "TIFF")
+    nothing = Image.fromarray(np.full((8, 8), np.nan, dtype=np.float32))
+    assert pixels.find_scaling("photos", [(nothing, b"")]) == ({}, [])
+    decoded = Encoded(data, {"float": [0, 1]}).pixels()
     assert decoded[0, 0].tolist() == [0, 128, 255, 255, 0, 255, 0, 0] and not decoded[:, 1:].any()
 
 

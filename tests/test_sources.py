@@ -191,6 +191,7 @@ def test_something_is_held_out(tmp_path):
     for load in (find_images, load_arrays):
         with pytest.raises(UserError, match="no test split and no val split: give --val_fraction"):
             load(folder, val_fraction=0)
+        assert len(load(folder, val_fraction=None).splits["val"]) == 2  # a tenth of each class
 
 
 def test_synthetic_arrays_get_a_val_split_too():

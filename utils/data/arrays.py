@@ -91,7 +91,7 @@ def load_arrays(
     name,
     *,
     seed=0,
-    val_fraction=0.0,
+    val_fraction=None,
     image_column=None,
     label_column=None,
     scaling=None,
@@ -119,7 +119,7 @@ def load_arrays(
     """
     if name == "synthetic":
         data = synthetic_arrays(seed)
-        return _with_val(data, seed, val_fraction) if val_fraction > 0 else data
+        return _with_val(data, seed, val_fraction) if val_fraction else data
     options = dict(image_column=image_column, label_column=label_column, scaling=scaling)
     if class_names:
         found = find_to_evaluate(name, class_names, **options)

@@ -15,6 +15,8 @@ from PIL import Image
 from utils.run.failures import UserError
 
 SAMPLE = 64  # images of which the values are read
+SAMPLED_VALUES = 20_000  # of each
+OUTLIERS = (1e-4, 1 - 1e-4)  # quantiles
 PNG = b"\x89PNG\r\n\x1a\n"
 # For an image that is not like those of the sample.
 DEFAULTS = {"integer": [0, 65535], "float": [0, 1]}
@@ -72,7 +74,7 @@ def find_scaling(name, opened):
     Raises:
         UserError: the values cannot be read.
     """
-    ranges, said, upper = {}, {}, []
+    found, said, upper = {}, {}, []
     for image, data in opened:
         kind = kind_of(image, data)
         if _is_deep_tiff(image):
@@ -81,23 +83,25 @@ def find_scaling(name, opened):
         if kind is None:
             continue
         with contextlib.suppress(Exception):  # whatever the decoders of damaged data stumble over
-            values = _values(image, data)[0]
+            values = _values(image, data)[0].ravel()
             values = values[np.isfinite(values)]
-            low, high = values.min().item(), values.max().item()
-            least, most = ranges.get(kind, (low, high))
-            ranges[kind] = min(low, least), max(high, most)
-            said.setdefault(kind, set()).add(_said_range(image))
+            if len(values):
+                distance = max(1, len(values) // SAMPLED_VALUES)
+                found.setdefault(kind, []).append(values[::distance])
+                said.setdefault(kind, set()).add(_said_range(image))
     if upper and max(upper) < 128:
         raise UserError(
             f"--dataset {name}: of its TIFF images in color with 16 bits Pillow reads the upper 8 "
             "bits, and they use the lower ones, too: convert them to PNG"
         )
     scaling, lines = {}, []
-    for kind, (low, high) in sorted(ranges.items()):
+    for kind, values in sorted(found.items()):
+        # Without the few values of pixels that are broken or in a reflection.
+        low, high = np.quantile(np.concatenate(values), OUTLIERS, method="nearest").tolist()
         choose = _integer_range if kind == "integer" else _float_range
         scaling[kind], origin = choose(low, high), f"values of a sample: {low:g} to {high:g}"
         declared = said[kind].pop() if len(said[kind]) == 1 else None
-        if declared and declared[0] <= low and high <= declared[1] > declared[0]:
+        if declared and _fits(low, high, *declared):
             scaling[kind], origin = list(declared), "as the files say"
         lines += describe(scaling, origin, kind)
     return scaling, lines
@@ -170,6 +174,11 @@ def _said_range(image):
     return None
 
 
+def _fits(low, high, black, white):
+    """Whether values are in a range, and take up a quarter of it or more."""
+    return black <= low and high <= white and high - low >= (white - black) / 4
+
+
 def _integer_range(low, high):
     """All values of as many bits as are used, unless the values take up only a small part."""
     limit = 2 ** max(8, int(high).bit_length()) - 1
@@ -181,6 +190,6 @@ def _integer_range(low, high):
 def _float_range(low, high):
     """The usual range that the values fit into, unless they take up only a small part of it."""
     for black, white in ((0, 1), (-1, 1), (0, 255), (0, 65535)):
-        if black <= low and high <= white and high - low >= (white - black) / 4:
+        if _fits(low, high, black, white):
             return [black, white]
     return [low, high if high > low else low + 1]

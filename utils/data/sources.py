@@ -64,8 +64,9 @@ def find_images(
         name (str): a folder with one sub-folder per class, with or without splits; a Hub id or a
             folder in the Hub's layout; a single file with a table; or `synthetic`.
         seed (int): seed of the split and of `synthetic`.
-        val_fraction (float): share of each class for the split; 0: none. Which images is a
-            deterministic function of the seed and their names.
+        val_fraction (float | None): share of each class for the split; 0: none. None: 0.1 if there
+            is no `test` split either, else 0. Which images is a deterministic function of the seed
+            and their names.
         image_column, label_column (str | None): columns of a table; None: the only ones that have
             images and classes.
         scaling (dict | None): that of other images, see `pixels`; without one, it is decided by
@@ -83,6 +84,8 @@ def find_images(
             f"--dataset {name} has only one class, {class_names[0]}: a classifier needs at least "
             "two"
         )
+    if val_fraction is None:
+        val_fraction = 0.1 if len(splits) == 1 else 0
     if "val" not in splits and val_fraction > 0:
         train = splits["train"]
         kept, held_out = split_off(

@@ -293,8 +293,8 @@ def test_of_a_long_image_the_center_is_seen_and_usual_ones_are_scaled_whole():
     long[:, 198:202] = 255  # the central square
     seen = EvalTransform(PREPROCESS | dict(resize=32))(Encoded(encode(Image.fromarray(long))))
     assert seen.float().mean() > 220 and (transforms.shrink(Encoded(GOOD), 16).shape == (3, 16, 16))
-    image = Encoded(encode(Image.fromarray(levels(0, (160, 20)))))  # eight times as long as high
-    assert transforms.shrink(image, 10).shape == (3, 10, 80)
+    image = Encoded(encode(Image.fromarray(levels(0, (640, 20)))))  # 32 times as long as high
+    assert transforms.shrink(image, 10).shape == (3, 10, 320)
 
 
 def test_images_of_other_sizes_become_32_pixels(tmp_path):

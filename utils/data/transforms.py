@@ -12,7 +12,7 @@ from utils.run.seeds import sample_seed
 REDUCTIONS = (8, 4, 2)  # by which the decoder of JPEG can divide the size, at less work
 # Of an image that is longer than that many times its shorter side, only the middle is scaled: a
 # whole image of 10,000 x 1 pixels would need gigabytes, and its center is cropped in the end.
-LONGEST = 8
+LONGEST = 32
 
 
 def reduction_for(width, height, wanted_width, wanted_height):

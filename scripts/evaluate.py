@@ -299,12 +299,9 @@ def load_data(accelerator, args, saved, load, scaling):
 
     data = local_main_first(accelerator, load_it)
     agree(accelerator, name, data)
-    if (
-        same
-        and accelerator.is_main_process
-        and known.get("data", data.description) != (data.description)
-    ):
-        print(f"warning: trained on other data than that in {name} now: {known['data']}")
+    trained_on = known.get("data", data.description)
+    if same and trained_on != data.description and accelerator.is_main_process:
+        print(f"warning: trained on other data than that in {name} now: {trained_on}")
     return data, name
 
 

@@ -433,10 +433,10 @@ def read_all(file):
 @pytest.mark.parametrize(
     ("path", "says"),
     [
-        ("/dev/zero", "is not in .*, the folder of the table"),
-        ("../outside.png", "is not in .*, the folder of the table"),
-        ("inside/../../outside.png", "is not in .*, the folder of the table"),
-        ("{outside}", "is not in .*, the folder of the table"),
+        ("/dev/zero", "is not in the folder of the table"),
+        ("../outside.png", "is not in the folder of the table"),
+        ("inside/../../outside.png", "is not in the folder of the table"),
+        ("{outside}", "is not in the folder of the table"),
         ("fifo.png", "not a regular file"),
         ("zero.png", "not a regular file"),
         ("nul\0byte", "null|NUL"),
@@ -468,5 +468,8 @@ def test_rows_may_name_files_beside_their_table_and_a_list_any(tmp_path):
     assert len(read_all(rows_with_paths(folder, absolute))) == 8
     for suffix in ("csv", "jsonl"):  # a person can read and write these
         assert len(read_all(rows_with_paths(tmp_path / "lists", absolute, suffix))) == 8
-    with pytest.raises(BadImage, match="the folder of the table"):
+    with pytest.raises(BadImage, match="not in the folder of the table"):
         read_all(rows_with_paths(tmp_path / "tables", absolute))
+    os.symlink(folder, tmp_path / "link")
+    linked = rows_with_paths(tmp_path / "link", absolute)
+    assert len(read_all(linked)) == 8

@@ -155,13 +155,7 @@ def _find_splits(scanner, folders):
             f"--dataset {scanner.root}: is {_top(train[0])} a split or a class? Beside it are "
             f"images in {_top(others[0])}: move all classes into {_top(train[0])}, or rename it"
         )
-    for split, several in by_split.items():
-        if len(several) > 1:
-            raise UserError(
-                f"--dataset {scanner.root}: {_top(several[0])} and {_top(several[1])} both look "
-                f"like its {split} split: rename or move one of them"
-            )
-    return {split: several[0] for split, several in by_split.items()}
+    return _one_each(scanner, by_split)
 
 
 def _without_train(scanner, by_split, is_split, flat, others):
@@ -179,18 +173,29 @@ def _without_train(scanner, by_split, is_split, flat, others):
             f"--dataset {scanner.root}: is {name} a class, or a split without classes? If it is a "
             "class, rename it; if not, move it away, and the classes into a folder train"
         )
+    if is_split and not others:
+        return _one_each(scanner, by_split)
     classes = {os.path.basename(folder.path) for folder in others}
     for folder in is_split:
         inside = {os.path.basename(inner) for inner in scanner.list(folder.path)[1]}
-        if not others or inside & classes:
-            if others:
-                raise UserError(
-                    f"--dataset {scanner.root}: is {_top(folder)} a split or a class? It has "
-                    f"{sorted(inside & classes)[0]} in it, and so has the folder above: move the "
-                    "other classes into a folder train, or rename it"
-                )
-            return {split: several[0] for split, several in by_split.items()}
+        if inside & classes:
+            raise UserError(
+                f"--dataset {scanner.root}: is {_top(folder)} a split or a class? It has "
+                f"{sorted(inside & classes)[0]} in it, and so has the folder above: move the "
+                "other classes into a folder train, or rename it"
+            )
     return {}
+
+
+def _one_each(scanner, by_split):
+    """The only folder of each split. Raises UserError if there are two."""
+    for split, several in by_split.items():
+        if len(several) > 1:
+            raise UserError(
+                f"--dataset {scanner.root}: {_top(several[0])} and {_top(several[1])} both look "
+                f"like its {split} split: rename or move one of them"
+            )
+    return {split: several[0] for split, several in by_split.items()}
 
 
 def _look(scanner, folder, said):

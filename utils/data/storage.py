@@ -74,7 +74,8 @@ class Rows:
         rows: a `datasets.Dataset` with no other column, or a list of bytes.
         place (str): names the table in messages.
         version (str): a value that changes when the table does.
-        folder (Path | None): relative paths start here; None: in the current folder.
+        folder (Path | None): relative paths start here and stay here; None: no file is read, but
+            those in `allowed`.
         in_files (bool): whether the column has paths only.
         allowed (tuple): other folders in which files may be. The rows of somebody else's table must
             not name any file of this machine, whose image could end up in a published plot.
@@ -86,7 +87,9 @@ class Rows:
     ):
         self._rows, self._place, self._version = rows, place, version
         self._folder, self._in_files = Path(os.path.abspath(folder or ".")), in_files
-        self._allowed, self._anywhere = (self._folder, *allowed), anywhere
+        allowed = [os.path.abspath(path) for path in (*allowed, *([folder] if folder else ()))]
+        self._allowed = {*allowed, *map(os.path.realpath, allowed)}
+        self._anywhere = anywhere
 
     def __len__(self):
         return len(self._rows)
@@ -136,7 +139,7 @@ class Rows:
         if self._anywhere and os.path.isabs(path):
             return file
         if not any(file.is_relative_to(folder) for folder in self._allowed):
-            raise ValueError(f"{path} is not in {self._folder}, the folder of the table")
+            raise ValueError(f"{path} is not in the folder of the table")
         return file
 
     def _value(self, row):

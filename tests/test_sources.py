@@ -3,6 +3,7 @@
 import datetime
 import io
 import os
+from decimal import Decimal
 
 import datasets
 import numpy as np
@@ -316,6 +317,7 @@ DAYS = [20240101.0, 20240102.0, 20240103.0, 20240104.0]
         ("int8", [-1, 1], ["-1", "1"]),
         ("float64", [-1.0, 1.0], ["-1", "1"]),
         ("bool", [True, False], ["False", "True"]),
+        ("decimal128(3, 1)", [Decimal("1.0"), Decimal("12.0")], ["1", "12"]),
         ("string", ["b", "-1", "1"], ["-1", "1", "b"]),
         ("date32", [datetime.date(2024, 1, 2), datetime.date(2024, 1, 1)], None),
     ],
@@ -331,7 +333,7 @@ def test_every_value_of_a_label_is_a_class(kind, values, class_names, tmp_path):
     expected = values if isinstance(kind, str) else found.class_names
     for index, row in enumerate(train.rows):
         value = expected[row % len(values)]
-        shown = f"{value:.0f}" if isinstance(value, float) else str(value)
+        shown = f"{value:.0f}" if isinstance(value, float | Decimal) else str(value)
         assert found.class_names[train.labels[index]] == shown
 
 
@@ -344,6 +346,7 @@ def test_every_value_of_a_label_is_a_class(kind, values, class_names, tmp_path):
         ("string", dict(train=["a", " ", "b"] * 4), r"4 of 12 rows .* have no label"),
         ("float64", dict(train=[0.13, 2.5, 0.7] * 4), r"numbers such as 0.13 .* measurements"),
         ("float64", dict(train=[float("inf"), 1.0] * 4), "numbers such as inf"),
+        ("decimal128(3, 1)", dict(train=[Decimal("1.5"), Decimal("2.5")] * 4), "such as 1.5"),
         ("float32", dict(train=DAYS * 4), "float32 values such as 20240100 .* too large to be exa"),
         ("float64", dict(train=[2.0**53 + 2, 1.0] * 4), "too large to be exact"),
         ("int64", dict(train=[None] * 4), "has no labels in its column label"),

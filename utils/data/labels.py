@@ -1,6 +1,7 @@
 """Reads the classes in a column of a table: whatever its type, each value is a class, exactly."""
 
 import math
+from decimal import Decimal
 
 import datasets
 import numpy as np
@@ -75,14 +76,14 @@ def _is_blank(value):
 
 
 def _class_name(value):
-    if isinstance(value, float):
+    if isinstance(value, float | Decimal):
         return str(int(value))
     return value.decode(errors="replace") if isinstance(value, bytes) else str(value)
 
 
 def _refuse_fractions(name, values, column, kind):
     """Raises UserError for floats that are no classes."""
-    floats = [value for value in values if isinstance(value, float)]
+    floats = [value for value in values if isinstance(value, float | Decimal)]
     fraction = next((v for v in floats if not math.isfinite(v) or v != int(v)), None)
     if fraction is not None:
         raise UserError(
@@ -90,7 +91,7 @@ def _refuse_fractions(name, values, column, kind):
             "which look like measurements: if they are classes, store them as text or integers"
         )
     bits = {"float32": 24, "float16": 11}.get(getattr(kind, "dtype", None), 53)
-    large = next((value for value in floats if abs(value) > 2**bits), None)
+    large = next((v for v in floats if isinstance(v, float) and abs(v) > 2**bits), None)
     if large is not None:
         raise UserError(
             f"--label_column {column}: --dataset {name} has {kind.dtype} values such as {large:.0f}"

@@ -71,6 +71,7 @@ from utils import plots
 from utils.data.arrays import ArrayBatches, load_arrays
 from utils.data.augment import normalize
 from utils.data.loaders import already_a_batch
+from utils.data.report import agree
 from utils.run import launch
 from utils.run.arguments import BATCH, SECONDS, SEED, Parser, number
 from utils.run.collectives import local_main_first, run_on_main, wait_for_all
@@ -468,6 +469,7 @@ def main():
     args.ddp_epochs = args.ddp_epochs or args.epochs * max(1, int(0.66 * processes))
     launch.print_banner(accelerator, args.batch_size)
     data = local_main_first(accelerator, lambda: load_arrays(args.dataset, seed=args.seed))
+    args.data = agree(accelerator, args.dataset, data)  # recorded with the results
     split, classes = data.splits["train"], len(data.class_names)
     if args.batch_size > len(split):
         raise UserError(

@@ -38,7 +38,8 @@ from utils.data.augment import normalize
 from utils.data.image_batches import ImageBatches
 from utils.data.image_folder import unlabeled
 from utils.data.loaders import evaluation_batch_size, loader_options
-from utils.data.sources import find_images
+from utils.data.report import agree
+from utils.data.sources import find_images, find_to_evaluate
 from utils.data.transforms import EvalTransform
 from utils.run import cpu, launch, weights
 from utils.run.arguments import WORKERS, Parser
@@ -87,10 +88,10 @@ def evaluate_cifar(accelerator, args, saved):
         raise UserError(
             f"{saved.file} is not a model of train_cifar.py or train_images.py, but '{name}'"
         )
-    dataset = args.dataset or known.get("dataset", "uoft-cs/cifar10")
-    options = {key: known[key] for key in DATA_OPTIONS if key in known}
-    data = local_main_first(accelerator, lambda: load_arrays(dataset, **options))
-    shown = "test" if "test" in data.splits else "val"
+    config = saved.config or {}
+    data, dataset = load_data(accelerator, args, saved, load_arrays, config.get("scaling"))
+    check_classes(data, dataset, config.get("class_names", data.class_names), saved)
+    shown = next(name for name in ("all", "test", "val") if name in data.splits)
     split = data.splits[shown]
 
     model = train_cifar.build_model(name, len(data.class_names))
@@ -99,7 +100,8 @@ def evaluate_cifar(accelerator, args, saved):
     batch_size = evaluation_batch_size(accelerator, len(split), 250)
     loader = DataLoader(ArrayBatches(split), batch_size, **loader_options(accelerator))
     model, loader = accelerator.prepare(model, loader)
-    colors = data.splits["train"].mean_and_std()
+    colors = (torch.tensor(config[key]) for key in ("mean", "std") if key in config)
+    colors = list(colors) or data.splits["train"].mean_and_std()
     mean, std = (value.to(accelerator.device) for value in colors)
     metrics = train_cifar.evaluate(accelerator, model, loader, iter, mean, std, tta=args.tta)
     predictions = metrics.pop("predictions")
@@ -118,14 +120,20 @@ def evaluate_cifar(accelerator, args, saved):
 
 
 def evaluate_images(accelerator, args, saved):
-    """Evaluates a model of train_images.py on its validation split, or classifies `--images`."""
+    """Evaluates a model of train_images.py on labeled images, or classifies `--images`."""
     if args.tta or args.model:
         raise UserError("--tta and --model are for models of train_cifar.py")
     class_names, preprocessing = (saved.config[key] for key in ("class_names", "preprocessing"))
+    scaling, shown = preprocessing.get("scaling"), None
     if args.images:
-        images = run_on_all(accelerator, lambda: unlabeled(args.images))
+        images, details = run_on_all(accelerator, lambda: unlabeled(args.images, scaling))
+        if accelerator.is_main_process:
+            print("\n  ".join([f"{len(images):,} images in {args.images}", *details]))
     else:
-        images = held_out_images(accelerator, args, saved)
+        data, dataset = load_data(accelerator, args, saved, find_images, scaling)
+        check_classes(data, dataset, class_names, saved)
+        shown = "val" if "train" in data.splits else next(iter(data.splits))
+        images = data.splits[shown]
     model = pretrained.build(saved.config)
     load_state(model, saved, saved.config["model"])
     dataset = ImageBatches(images, EvalTransform(preprocessing), "skip")
@@ -138,21 +146,7 @@ def evaluate_images(accelerator, args, saved):
     if accelerator.is_main_process and args.images:
         write_predictions(args, saved, dataset, logits, labels, class_names)
     elif accelerator.is_main_process:
-        write_evaluation(args, saved, dataset, logits, labels, class_names)
-
-
-def held_out_images(accelerator, args, saved):
-    """The validation images of the data set that the model was trained on, or of `--dataset`."""
-    options = {key: saved.arguments[key] for key in DATA_OPTIONS if key in saved.arguments}
-    dataset = args.dataset or saved.arguments.get("dataset")
-    if dataset is None:
-        raise UserError(f"{saved.file} does not name its data set: give --dataset")
-    data = local_main_first(accelerator, lambda: find_images(dataset, **options))
-    expected = saved.config["class_names"]
-    if data.class_names != expected:
-        difference = first_difference(data.class_names, expected)
-        raise UserError(f"--dataset {dataset} has other classes than {saved.file}: {difference}")
-    return data.splits["val"]
+        write_evaluation(args, saved, dataset, logits, labels, class_names, shown)
 
 
 @torch.no_grad()
@@ -177,14 +171,14 @@ def predict(accelerator, model, loader, mean, std):
     return logits, labels
 
 
-def write_evaluation(args, saved, dataset, logits, labels, class_names):
+def write_evaluation(args, saved, dataset, logits, labels, class_names, shown="val"):
     """Writes results.json and the plots, and prints the accuracy of each class."""
     losses = F.cross_entropy(logits, labels, reduction="none", ignore_index=-1)
     top = logits.topk(min(5, logits.shape[1])).indices
     metrics, predictions = scores.summarize(labels, losses, top), top[:, 0]
     samples = {"labels": labels, "predictions": predictions, "losses": losses}
     per_class = scores.class_accuracy(labels, predictions, class_names)
-    results = {f"val_{key}": value for key, value in metrics.items()}
+    results = {f"{shown}_{key}": value for key, value in metrics.items()}
     results |= {"per_class": per_class, "weights": str(saved.file)}
     with writing(args, saved, "evaluation") as folder:
         plots.of_images(folder, dataset, samples, class_names)
@@ -192,7 +186,7 @@ def write_evaluation(args, saved, dataset, logits, labels, class_names):
     width = max(map(len, class_names))
     for name, share in per_class.items():
         print(f"  {name:{width}}  {100 * share:6.2f} %")
-    print_summary(saved, metrics, (labels >= 0).sum().item(), "val", folder)
+    print_summary(saved, metrics, (labels >= 0).sum().item(), shown, folder)
 
 
 def write_predictions(args, saved, dataset, logits, labels, class_names):
@@ -265,9 +259,63 @@ def draw_contact_sheet(path, dataset, rows, columns=8, most=64):
 DATA_OPTIONS = ("seed", "val_fraction", "image_column", "label_column")
 
 
+def load_data(accelerator, args, saved, load, scaling):
+    """Loads the data set that the model was trained on, with its splits, or another one as a whole.
+
+    `--dataset` may name the same one in another place.
+
+    Args:
+        load: `find_images` or `load_arrays`.
+        scaling (dict | None): of pixel values in training.
+
+    Returns:
+        tuple: the data; its name. Of another data set there is one split: `test` or `val`, if it
+        has that split itself, or else `all`.
+    """
+    known = (saved.config or {}) | saved.arguments
+    options = {key: known[key] for key in DATA_OPTIONS if key in known}
+    recorded = known.get("dataset", "uoft-cs/cifar10" if load is load_arrays else None)
+    name = args.dataset or recorded
+    if name is None:
+        raise UserError(f"{saved.file} does not name its data set: give --dataset")
+    same = name == recorded or (recorded and Path(name).resolve() == Path(recorded).resolve())
+
+    def load_it():
+        try:
+            data = load(name, scaling=scaling, **options)
+        except UserError:
+            if same or name == "synthetic":
+                raise
+        else:
+            if same or name == "synthetic" or data.description == known.get("data"):
+                return data
+        columns = {key: options.get(key) for key in ("image_column", "label_column")}
+        class_names = (saved.config or {}).get("class_names")
+        if class_names is None:
+            raise UserError(f"{saved.file} does not name its classes: no other data set fits")
+        if load is find_images:
+            return find_to_evaluate(name, class_names, scaling=scaling, **columns)
+        return load_arrays(name, class_names=class_names, scaling=scaling, **columns)
+
+    data = local_main_first(accelerator, load_it)
+    agree(accelerator, name, data)
+    trained_on = known.get("data", data.description)
+    if same and trained_on != data.description and accelerator.is_main_process:
+        print(f"warning: trained on other data than that in {name} now: {trained_on}")
+    return data, name
+
+
+def check_classes(data, dataset, expected, saved):
+    """Raises UserError if the classes of a data set are not those of the model."""
+    if data.class_names != expected:
+        difference = first_difference(data.class_names, expected)
+        raise UserError(f"--dataset {dataset} has other classes than {saved.file}: {difference}")
+
+
 def print_summary(saved, metrics, count, split, folder):
     """Prints what was evaluated, how good it is, and where the plots are."""
-    summary = f"{metrics['accuracy']:.2%} of {count:,} {split} images correct"
+    images = "images" if split == "all" else f"{split} images"
+    summary = f"{metrics['accuracy']:.2%} of {count:,} {images} correct"
     print(f"{saved.file}: {summary}, loss {metrics['loss']:.4f}; plots in {folder}")
 
 

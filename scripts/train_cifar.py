@@ -38,6 +38,7 @@ from utils import plots
 from utils.data.arrays import ArrayBatches, load_arrays
 from utils.data.augment import augment, normalize
 from utils.data.loaders import evaluation_batch_size, loader_options
+from utils.data.report import agree, describe_scaling
 from utils.muon import MuonSGD
 from utils.run import ddp, launch, tracking, weights
 from utils.run.arguments import Parser, number
@@ -195,6 +196,7 @@ def load_data(accelerator, args):  # EDIT: data
     names = ("seed", "val_fraction", "image_column", "label_column")
     options = {name: getattr(args, name) for name in names}
     data = local_main_first(accelerator, lambda: load_arrays(args.dataset, **options))
+    args.data = agree(accelerator, args.dataset, data)  # a run continues with the same data only
     if args.overfit_batch:
         batch = data.splits["train"].first(args.batch_size)
         data.splits = dict.fromkeys(data.splits, batch)
@@ -283,7 +285,7 @@ def predict_views(model, images):
 IMPORTS = """import torch
 import torchvision
 from collections import OrderedDict
-from PIL import Image
+from PIL import Image, ImageOps
 from safetensors.torch import load_file
 from torch import nn
 from torchvision.transforms import v2
@@ -307,8 +309,9 @@ model = nn.Sequential(OrderedDict(whiten=nn.Conv2d(3, 24, 2), act=nn.GELU(),
 """,
 }
 PREDICT = """model.load_state_dict(load_file("model.safetensors"))
-image = Image.open("image.png").convert("RGB").resize((32, 32))
-pixels = v2.functional.pil_to_tensor(image).float()
+image = ImageOps.exif_transpose(Image.open("image.png")).convert("RGB"){scaled}
+pixels = v2.functional.pil_to_tensor(image)
+pixels = v2.functional.center_crop(v2.functional.resize(pixels, [32]), [32, 32]).float()
 x = v2.functional.normalize(pixels, {mean}, {std})
 probabilities = model(x[None]).softmax(1)[0]  # of the classes above
 """
@@ -318,6 +321,7 @@ def describe_model(config):
     """What the model card says about a model, for `run.close`."""
     names = config["class_names"]
     colors = {name: [round(value, 3) for value in config[name]] for name in ("mean", "std")}
+    colors["scaled"] = describe_scaling(config.get("scaling"))
     code = (LAYERS[config["model"]] + PREDICT).format(classes=len(names), **colors)
     return {
         "title": f"{config['model']}, {len(names)} classes",
@@ -352,7 +356,7 @@ def main():
         model.fit_whitening(normalize(images[:5000], mean.cpu(), std.cpu()))
     weights.initialize(accelerator, model, run.init_from)
     config = {"model": args.model, "class_names": data.class_names}
-    config |= {"mean": mean.tolist(), "std": std.tolist()}
+    config |= {"mean": mean.tolist(), "std": std.tolist(), "scaling": data.scaling}
     if args.compile:
         model.compile()  # in place: torch.compile(model) would add its prefix to every name
     optimizer = build_optimizer(model, args)
@@ -490,9 +494,10 @@ def parse_args():
     )
     parser.add_run_arguments()
     parser.add_data_arguments(
-        "uoft-cs/cifar10", "Hub id, local folder or file of 32x32 images, or `synthetic`"
+        "uoft-cs/cifar10",
+        "Hub id, local folder or file of images, which become 32x32, or `synthetic`",
     )
-    parser.add_image_arguments(val_fraction=0.0)
+    parser.add_image_arguments(val_fraction=None)
     parser.set_defaults(**RECIPES.get(parser.choice("model"), {}))
     args = parser.parse_training_args()
     if args.overfit_batch:

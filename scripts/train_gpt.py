@@ -41,8 +41,9 @@ from torch.utils.data import DataLoader
 
 from utils import plots
 from utils.data.loaders import evaluation_batch_size, loader_options
+from utils.data.report import agree
 from utils.data.text import Windows, load_text
-from utils.data.text_stream import TextStream, gather_position, load_held_out
+from utils.data.text_stream import TextStream, describe_stream, gather_position, load_held_out
 from utils.muon import MuonAdamW
 from utils.run import ddp, launch, weights
 from utils.run.arguments import Parser, number
@@ -224,13 +225,16 @@ def load_data(accelerator, args):  # EDIT: data
     source = (args.dataset, args.text_column, args.block_size)
     if args.streaming:
         train_set, held_out = None, run_on_main(accelerator, lambda: load_held_out(*source))
+        data = run_on_main(accelerator, lambda: describe_stream(args.dataset, held_out))
     else:
-        text, held_out = local_main_first(accelerator, lambda: load_text(*source, args.seed))
+        data = local_main_first(accelerator, lambda: load_text(*source, args.seed))
+        text, held_out = data.train, data.held_out
         if args.overfit_batch:
             text = held_out = text[: args.batch_size * args.block_size + 1]
         # An epoch reads each byte once. All windows have the same length, so micro-batches and
         # processes have equal weight.
         train_set = Windows(text, args.block_size, None if args.overfit_batch else args.seed)
+    args.data = agree(accelerator, args.dataset, data)  # a run continues with the same text only
     if args.dry_run:
         held_out = held_out[: 20 * args.block_size]
     return train_set, held_out

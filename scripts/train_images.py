@@ -44,6 +44,7 @@ from utils.data.augment import normalize
 from utils.data.image_batches import ImageBatches
 from utils.data.loaders import EpochSampler, ending_workers, evaluation_batch_size, loader_options
 from utils.data.mixing import Mix
+from utils.data.report import agree, describe_scaling
 from utils.data.sources import find_images
 from utils.data.transforms import EvalTransform, TrainTransform
 from utils.run import cpu, ddp, launch, tracking, weights
@@ -163,16 +164,12 @@ def load_data(accelerator, args):  # EDIT: data
     names = ("seed", "val_fraction", "image_column", "label_column")
     options = {name: getattr(args, name) for name in names}
     data = local_main_first(accelerator, lambda: find_images(args.dataset, **options))
-    everywhere = sorted(set(gather(accelerator, data.description)))
-    if len(everywhere) > 1:
-        differing = " against ".join(everywhere)
-        raise UserError(f"--dataset {args.dataset} differs between machines: {differing}")
-    args.data = data.description  # a run continues with the same images only
-    held_out = [images for split, images in data.splits.items() if split != "train"]
-    if accelerator.is_main_process:
-        fewest = min(map(len, held_out))
-        share = f"; one of {fewest} is {1 / fewest:.1%} of the held-out accuracy" * (fewest < 100)
-        print(f"data: {data.description}{share}")
+    if "val" not in data.splits:
+        raise UserError("there are no validation images: give --val_fraction 0.1, say")
+    fewest = min(len(images) for split, images in data.splits.items() if split != "train")
+    if fewest < 100:
+        data.details.append(f"one of {fewest} is {1 / fewest:.1%} of the held-out accuracy")
+    args.data = agree(accelerator, args.dataset, data)  # a run continues with the same images only
     if args.overfit_batch:
         batch = data.splits["train"].subsample(args.batch_size)
         data.splits = {"train": batch, "val": batch}
@@ -332,7 +329,7 @@ preprocess = v2.Compose([
     v2.ToDtype(torch.float32, scale=True),
     v2.Normalize({mean}, {std}),
 ])
-image = ImageOps.exif_transpose(Image.open("image.jpg")).convert("RGB")
+image = ImageOps.exif_transpose(Image.open("image.jpg")).convert("RGB"){scaled}
 x = preprocess(v2.functional.pil_to_tensor(image))
 probabilities = model(x[None]).softmax(1)[0]  # of the classes above
 ```"""
@@ -345,6 +342,7 @@ def describe_model(config, args):
     values = dict(model=config["model"], classes=len(names), options=options)
     more = f" and {len(names) - 50} more" if len(names) > 50 else ""
     about = f"Classes: {', '.join(map(for_markdown, names[:50]))}{more}."
+    values["scaled"] = describe_scaling(config["preprocessing"].get("scaling"))
     if args.ema_decay:
         about += f" The weights are averages with a decay of up to {args.ema_decay}."
     return {
@@ -380,9 +378,9 @@ def main():
 
     set_seed(args.seed)
     start_from = None if run.progress else args.weights
-    sizes = (args.image_size, args.eval_resize)
+    wanted = (args.image_size, args.eval_resize, data.scaling)
     config = run.progress.get("config") or run_on_main(
-        accelerator, lambda: pretrained.describe(args.model, start_from, data.class_names, *sizes)
+        accelerator, lambda: pretrained.describe(args.model, start_from, data.class_names, *wanted)
     )
     model = pretrained.build(config).to(memory_format=torch.channels_last)  # EDIT: model
     pretrained.initialize(accelerator, model, config, start_from)

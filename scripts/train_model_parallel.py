@@ -58,6 +58,7 @@ from utils import plots
 from utils.data.arrays import ArrayBatches, load_arrays
 from utils.data.augment import augment, normalize
 from utils.data.loaders import evaluation_batch_size, loader_options
+from utils.data.report import agree
 from utils.run import ddp, launch, weights
 from utils.run.arguments import BATCH, Parser, number
 from utils.run.collectives import gather, local_main_first
@@ -265,6 +266,7 @@ def load_data(accelerator, args):  # EDIT: data
         tuple: the data; the name of the split to evaluate, `val` or else `test`.
     """
     data = local_main_first(accelerator, lambda: load_arrays(args.dataset, seed=args.seed))
+    args.data = agree(accelerator, args.dataset, data)  # a run continues with the same data only
     held_out = "val" if "val" in data.splits else "test"
     if args.overfit_batch:
         batch = data.splits["train"].first(args.batch_size)

@@ -279,7 +279,7 @@ def with_a_corrupt_image(split, rows):
 BAD = {
     "unknown_folder": ("--dataset ./nowhere", "no such file or folder"),
     "unknown_hub_id": ("--dataset nobody/nothing", "--dataset synthetic"),
-    "no_test_split": ("--dataset {without_test_split}", "no test split"),
+    "no_test_split": ("--dataset {without_test_split} --val_fraction 0", "no test split"),
     "no_labels": ("--dataset {without_labels}", "no label column"),
     "corrupt_image": ("--dataset {with_a_corrupt_image}", "row 17"),
     "batch_does_not_divide": (

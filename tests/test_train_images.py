@@ -99,7 +99,7 @@ def test_splits_by_names_and_seed_only(tmp_path):
     assert names(other.splits["val"]) != names(data.splits["val"])
 
 
-def test_a_class_may_be_called_train_and_hidden_files_do_not_count(tmp_path, capsys):
+def test_a_class_may_be_called_train_and_hidden_files_do_not_count(tmp_path):
     make_photos(tmp_path, 3, None, ("train", "bus"))
     (tmp_path / "bus" / "deep").mkdir()
     shutil.move(tmp_path / "bus" / "0.jpg", tmp_path / "bus" / "deep" / "0.JPG")
@@ -109,7 +109,12 @@ def test_a_class_may_be_called_train_and_hidden_files_do_not_count(tmp_path, cap
     data = find_images(str(tmp_path), val_fraction=0.3)
     assert data.class_names == ["bus", "train"] and sum(map(len, data.splits.values())) == 6
     assert "bus/deep/0.JPG" in names(data.splits["train"]) + names(data.splits["val"])
-    assert "1 .heic" in capsys.readouterr().out
+    left_out = [line for line in data.details if line.startswith("left out")]
+    assert left_out == [
+        "left out: .heic files, which Pillow cannot read (convert them to JPEG): 1 (bus/photo.heic)",
+        "left out: hidden files: 1 (bus/._1.jpg)",
+        "left out: hidden folders: 1 (.ipynb_checkpoints)",
+    ]
 
 
 def empty_class(folder):
@@ -767,7 +772,7 @@ def test_leaves_everything_it_promises(reference_run, photo_folder):
     stored = json.loads(header["__metadata__"]["config"])
     assert stored["class_names"] == list(CLASSES) and stored["model"] == "shufflenet_v2_x0_5"
     assert stored["preprocessing"] == dict(
-        resize=37, crop=32, interpolation="bilinear", **pretrained.IMAGENET
+        resize=37, crop=32, interpolation="bilinear", scaling={}, **pretrained.IMAGENET
     )
     figures, lines = results(folder), metrics(folder, "val")
     assert lines[-1]["trained_accuracy"] == figures["val_trained_accuracy"]

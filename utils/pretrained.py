@@ -50,7 +50,7 @@ def check_sizes(name, sizes):
             raise UserError(f"{flag} {size}: not a size for {name} ({reason})") from None
 
 
-def describe(name, choice, class_names, size=None, resize=None):
+def describe(name, choice, class_names, size=None, resize=None, scaling=None):
     """Describes a model: its `config` is what is needed to build it again and to use it.
 
     Args:
@@ -58,6 +58,7 @@ def describe(name, choice, class_names, size=None, resize=None):
         choice (str | None): the weights to start with, as for `find`.
         class_names (list[str]): in the order of the labels.
         size, resize (int | None): as for `preprocessing`.
+        scaling (dict | None): of pixel values other than 8 bits, see `data.pixels`.
 
     Returns:
         dict: `model`, `options`, `class_names`, `preprocessing`.
@@ -69,7 +70,8 @@ def describe(name, choice, class_names, size=None, resize=None):
         model=name,
         options=OPTIONS.get(name, {}),
         class_names=list(class_names),
-        preprocessing=preprocessing(name, find(name, choice), size, resize),
+        preprocessing=preprocessing(name, find(name, choice), size, resize)
+        | {"scaling": scaling or {}},
     )
 
 

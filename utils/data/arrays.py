@@ -1,6 +1,6 @@
 """Data sets of 32x32 images in memory, as uint8 tensors, and their batches."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import numpy as np
@@ -8,7 +8,9 @@ import torch
 
 from utils.data import image_cache, synthetic
 from utils.data.images import BadImage, Images
-from utils.data.sources import describe, find_images, split_off
+from utils.data.pixels import SAMPLE
+from utils.data.report import count_classes, describe_images
+from utils.data.sources import find_images, find_to_evaluate, split_off
 from utils.data.synthetic import SIZE
 from utils.run.failures import UserError
 
@@ -55,6 +57,8 @@ class ArrayData:
     splits: dict[str, Split]
     class_names: list[str]
     description: str
+    details: list[str] = field(default_factory=list)
+    scaling: dict = field(default_factory=dict)
 
 
 class ArrayBatches(torch.utils.data.Dataset):
@@ -84,15 +88,25 @@ class ArrayBatches(torch.utils.data.Dataset):
 
 
 def load_arrays(
-    name, *, seed=0, val_fraction=0.0, image_column=None, label_column=None, cache_dir=None
+    name,
+    *,
+    seed=0,
+    val_fraction=None,
+    image_column=None,
+    label_column=None,
+    scaling=None,
+    class_names=None,
+    cache_dir=None,
 ):
-    """Loads a data set of 32x32 images into memory.
+    """Loads a data set into memory as images of 32x32 pixels.
 
+    Of an image of another size, the shorter side is scaled to 32 pixels and the center is used.
     Images are decoded once. Later starts, and the other processes of a machine, read the pixels
     from a file.
 
     Args:
-        name, seed, val_fraction, image_column, label_column: as for `sources.find_images`.
+        name, seed, val_fraction, image_column, label_column, scaling: as for `sources.find_images`.
+        class_names (list[str] | None): load the one split that `sources.find_to_evaluate` finds.
         cache_dir (Path | None): folder of that file; None: in the cache of the `datasets` library
             (HF_DATASETS_CACHE).
 
@@ -100,25 +114,35 @@ def load_arrays(
         ArrayData.
 
     Raises:
-        UserError: the data set cannot be found or has another layout; an image is corrupt or has
-            another size (the message names it); or the file cannot be written.
+        UserError: the data set cannot be found or has another layout; an image is corrupt (the
+            message names it); or the file cannot be written.
     """
     if name == "synthetic":
         data = synthetic_arrays(seed)
-        return _with_val(data, seed, val_fraction) if val_fraction > 0 else data
-    columns = dict(image_column=image_column, label_column=label_column)
-    found = find_images(name, seed=seed, val_fraction=val_fraction, **columns)
+        return _with_val(data, seed, val_fraction) if val_fraction else data
+    options = dict(image_column=image_column, label_column=label_column, scaling=scaling)
+    if class_names:
+        found = find_to_evaluate(name, class_names, **options)
+    else:
+        found = find_images(name, seed=seed, val_fraction=val_fraction, **options)
     decoded, splits = {}, {}
     for split, images in found.splits.items():
         # All images of a source: other choices of the val split then use the same file.
         source = images.source
         if source not in decoded:
-            decoded[source] = _decoded(source, cache_dir)
+            decoded[source] = _decoded(source, images.scaling, cache_dir)
         pixels = decoded[source]
         if len(images) < len(source):
             pixels = pixels[torch.from_numpy(images.rows)]
         splits[split] = Split(pixels, torch.from_numpy(images.labels))
-    return ArrayData(splits, found.class_names, found.description)
+    details, sample = found.details, found.splits[next(iter(splits))].subsample(SAMPLE)
+    if any(image.size != (SIZE, SIZE) for image, _ in sample.headers()):
+        details = [
+            *details,
+            f"images of other sizes are scaled to a shorter side of {SIZE} pixels, and the central "
+            f"{SIZE}x{SIZE} are used",
+        ]
+    return ArrayData(splits, found.class_names, found.description, details, found.scaling)
 
 
 def synthetic_arrays(seed, train=5000, test=1000):
@@ -152,31 +176,29 @@ def _with_val(data, seed, fraction):
 
 def _described(splits, class_names):
     checksums = {split: str(samples.labels.tolist()) for split, samples in splits.items()}
-    return ArrayData(splits, class_names, describe(splits, class_names, checksums))
+    description = describe_images(splits, class_names, checksums)
+    return ArrayData(splits, class_names, description, count_classes(splits, class_names))
 
 
-def _decoded(source, cache_dir):
+def _decoded(source, scaling, cache_dir):
     """All images of a source, uint8 [rows, 3, 32, 32], from a file that is made if it is absent."""
     if cache_dir is None:
         import datasets  # here, because it takes a second
 
         cache_dir = Path(datasets.config.HF_DATASETS_CACHE) / "decoded_images"
     count = len(source)
-    images = Images(source, np.arange(count), np.zeros(count, dtype=np.int64))
+    images = Images(source, np.arange(count), np.zeros(count, dtype=np.int64), scaling)
 
     def decode(index):
         try:
             image = images.open(index)
-            if (image.width, image.height) != (SIZE, SIZE):
-                raise UserError(
-                    f"the image in {images.name(index)} is {image.width}x{image.height}: this "
-                    f"script needs {SIZE}x{SIZE}"
-                )
-            return image.pixels()
+            if (image.width, image.height) == (SIZE, SIZE):
+                return image.pixels()
+            return _resize(image)
         except BadImage as error:
             raise UserError(f"corrupt image in {images.name(index)}: {error}") from None
 
-    file = image_cache.cache_file(images, SIZE, cache_dir, "not scaled")
+    file = image_cache.cache_file(images, SIZE, cache_dir, "resized")
     if not file.exists():
         what = f"the decoded images to {cache_dir} (see HF_DATASETS_CACHE)"
         # Without threads: for images of this size, taking turns takes longer than decoding.
@@ -184,3 +206,9 @@ def _decoded(source, cache_dir):
     image_cache.read_shapes(file, count)  # is it complete?
     pixels = np.fromfile(file, np.uint8, count=3 * SIZE * SIZE * count)
     return torch.from_numpy(pixels.reshape(-1, SIZE, SIZE, 3).transpose(0, 3, 1, 2).copy())
+
+
+def _resize(image):
+    from utils.data.transforms import EvalTransform  # here: importing torchvision takes a second
+
+    return EvalTransform(dict(resize=SIZE, crop=SIZE, interpolation="bilinear"))(image)

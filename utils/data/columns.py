@@ -1,7 +1,7 @@
-"""Finds the column with images and the one with classes in a table, and reads them."""
+"""Finds the column with images and the one with classes in a table."""
 
 import datasets
-import numpy as np
+from huggingface_hub import constants
 
 from utils.data.images import Rows
 from utils.run.failures import UserError
@@ -46,6 +46,11 @@ def find_label_column(name, features, wanted, image_column):
     named = [column for column in LABEL_NAMES if column in features and column != image_column]
     column = _choose(name, features, "label", wanted, typed or named)
     kind = features[column]
+    if isinstance(kind, datasets.List | datasets.LargeList):
+        raise UserError(
+            f"--label_column {column}: --dataset {name} has lists there, several labels for an "
+            "image: these scripts need one class for each; give another --label_column"
+        )
     if not isinstance(kind, datasets.ClassLabel | datasets.Value):
         raise UserError(
             f"--label_column {column}: --dataset {name} has no classes there, but {kind}"
@@ -53,46 +58,13 @@ def find_label_column(name, features, wanted, image_column):
     return column
 
 
-def read_labels(name, tables, column):
-    """Reads the labels of all splits.
-
-    Args:
-        name (str): the data set, for messages.
-        tables (dict[str, datasets.Dataset]): by split, `train` among them.
-        column (str): of type ClassLabel, or with numbers or strings, of which each different one in
-            `train` is a class.
-
-    Returns:
-        tuple[dict[str, np.ndarray], list[str]]: labels, int64 [rows], -1 where there is none or one
-        that `train` does not have; class names.
-
-    Raises:
-        UserError: `train` has no labels.
-    """
-    values = {split: _values(table, column) for split, table in tables.items()}
-    kind = tables["train"].features[column]
-    if isinstance(kind, datasets.ClassLabel):
-        class_names = list(kind.names)
-        position = {label: label for label in range(len(class_names))}
-    else:
-        kinds = sorted({value for value in values["train"] if value is not None})
-        class_names = [str(kind) for kind in kinds]
-        position = {kind: label for label, kind in enumerate(kinds)}
-    if not class_names:
-        raise UserError(f"--dataset {name} has no labels in its column {column}")
-    labels = {
-        split: np.array([position.get(value, -1) for value in column_values], dtype=np.int64)
-        for split, column_values in values.items()
-    }
-    return labels, class_names
-
-
-def image_rows(table, column, place, folder):
+def image_rows(table, column, place, folder, anywhere=False):
     """The images in a column of a `datasets.Dataset`.
 
     Args:
         place (str): names the table in messages.
         folder (Path | None): relative paths start here.
+        anywhere (bool): absolute paths may name files outside of `folder`.
 
     Returns:
         Rows.
@@ -107,7 +79,10 @@ def image_rows(table, column, place, folder):
         data = rows.with_format("arrow")[:].column(0)
         nulls = sum(chunk.field("bytes").null_count for chunk in data.chunks)
         in_files = nulls == len(rows)
-    return Rows(rows, place, version, folder, in_files)
+    # The files of a data set of the Hub are in its cache.
+    config = datasets.config
+    allowed = (config.HF_CACHE_HOME, config.HF_DATASETS_CACHE, constants.HF_HUB_CACHE)
+    return Rows(rows, place, version, folder, in_files, allowed, anywhere)
 
 
 def _choose(name, features, kind, wanted, candidates):
@@ -139,13 +114,3 @@ def _has_bytes(kind):
 
 def _is_text(kind):
     return isinstance(kind, datasets.Value) and kind.dtype in ("string", "large_string")
-
-
-def _values(table, column):
-    """The values of a column as Python objects; None where there is no label."""
-    if column not in table.features:  # as in the test split of a competition
-        return [None] * len(table)
-    values = table.select_columns([column]).with_format("arrow")[:].column(0).to_pylist()
-    # -1 says that a label is unknown; NaN, the only value that differs from itself, is an empty
-    # cell.
-    return [None if value == -1 or value != value else value for value in values]

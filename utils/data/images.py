@@ -9,140 +9,30 @@ import functools
 import hashlib
 import io
 import os
-from dataclasses import dataclass
-from pathlib import Path
+from dataclasses import dataclass, field
 
 import numpy as np
 import torch
-from PIL import Image, ImageOps
+from PIL import Image, UnidentifiedImageError
+
+from utils.data import pixels as pixel_values
+from utils.data.storage import Files, Rows
 
 ORIENTATION = 0x0112  # the EXIF tag; 5 to 8 exchange width and height
+TURN = Image.Transpose
+# What turns an image of each orientation upright.
+UPRIGHT = {1: None, 2: TURN.FLIP_LEFT_RIGHT, 3: TURN.ROTATE_180, 4: TURN.FLIP_TOP_BOTTOM}
+UPRIGHT |= {5: TURN.TRANSPOSE, 6: TURN.ROTATE_270, 7: TURN.TRANSVERSE, 8: TURN.ROTATE_90}
+# What is tried first, and what needs all plugins of Pillow. Not PostScript, say, for which Pillow
+# starts another program.
+COMMON = ("JPEG", "PNG", "GIF", "BMP", "PPM")
+OTHERS = ("WEBP", "TIFF", "AVIF", "DIB", "TGA", "JPEG2000", "ICO", "PCX")
+SAMPLED = 1000  # images of which a fingerprint reads `SAMPLED_BYTES`
+SAMPLED_BYTES = 1 << 16
 
 
 class BadImage(Exception):
     """The data is not an image, or a damaged one."""
-
-
-# ---------------------------------------------------------------------------------------- sources
-
-
-class Names:
-    """A list of strings in two arrays.
-
-    The workers of a data loader share the memory of arrays. That of Python objects is copied into
-    every worker, because each access changes their reference counts.
-    """
-
-    def __init__(self, names):
-        encoded = [os.fsencode(name) for name in names]
-        self._ends = np.cumsum([len(name) for name in encoded], dtype=np.int64)
-        self._text = np.frombuffer(b"".join(encoded), dtype=np.uint8)
-
-    def __len__(self):
-        return len(self._ends)
-
-    def __getitem__(self, index):
-        start = self._ends[index - 1] if index else 0
-        return os.fsdecode(self._text[start : self._ends[index]].tobytes())
-
-
-class Files:
-    """Images in files.
-
-    Args:
-        root (Path): the folder of the data set.
-        names (list[str]): paths relative to `root`.
-    """
-
-    def __init__(self, root, names):
-        self.root, self._names = root, Names(names)
-
-    def __len__(self):
-        return len(self._names)
-
-    def read(self, row):
-        """The bytes of a file. Raises OSError."""
-        return (self.root / self._names[row]).read_bytes()
-
-    def name(self, row):
-        """The path of a file."""
-        return str(self.root / self._names[row])
-
-    def portable_name(self, row):
-        """The path relative to the folder of the data set, which differs between machines."""
-        return self._names[row]
-
-    def stamp(self, row):
-        """A value that changes when the file does."""
-        return _stamp(self.root / self._names[row])
-
-
-class Rows:
-    """Images in a column of a table.
-
-    A value of the column is the bytes of an image, the path of a file, or a dict with `bytes` and
-    `path`, as the `datasets` library stores images.
-
-    Args:
-        rows: a `datasets.Dataset` with no other column, or a list of bytes.
-        place (str): names the table in messages.
-        version (str): a value that changes when the table does.
-        folder (Path | None): relative paths start here; None: in the current folder.
-        in_files (bool): whether the column has paths only.
-    """
-
-    def __init__(self, rows, place, version, folder=None, in_files=False):
-        self._rows, self._place, self._version = rows, place, version
-        self._folder, self._in_files = Path(folder or "."), in_files
-
-    def __len__(self):
-        return len(self._rows)
-
-    def read(self, row):
-        """The bytes of an image. Raises ValueError if there is none."""
-        data, path = self._value(row)
-        if data is not None:
-            return data
-        if path is None:
-            raise ValueError("the row has no image")
-        try:
-            return (self._folder / path).read_bytes()
-        except OSError as error:
-            raise ValueError(f"{path}: {error.strerror}") from None
-
-    def name(self, row):
-        """The row as messages name it."""
-        return f"row {row} of {self._place}"
-
-    def portable_name(self, row):
-        """The row, without the table, which may have another path on each machine."""
-        return f"row {row}"
-
-    def stamp(self, row):
-        """A value that changes when the table does, or the file that it names."""
-        if not self._in_files:
-            return self._version
-        path = self._value(row)[1]
-        return None if path is None else _stamp(self._folder / path)
-
-    def _value(self, row):
-        """Bytes and path of an image; each may be None."""
-        value = self._rows[int(row)]
-        if isinstance(value, bytes):
-            return value, None
-        (value,) = value.values()
-        if isinstance(value, dict):
-            return value.get("bytes"), value.get("path")
-        return (None, value) if isinstance(value, str) else (value, None)
-
-
-def _stamp(path):
-    """The path of a file, its size and its time of change; None if there is no such file."""
-    try:
-        status = path.stat()
-    except OSError:
-        return None
-    return str(path), status.st_size, status.st_mtime_ns
 
 
 @dataclass
@@ -150,12 +40,13 @@ class Images:
     """One split of a data set.
 
     `source` reads the images. `rows` are their numbers in it and `labels` their classes, both int64
-    [samples].
+    [samples]. `scaling` is that of pixel values other than 8 bits, see `pixels`.
     """
 
     source: Files | Rows
     rows: np.ndarray
     labels: np.ndarray
+    scaling: dict = field(default_factory=dict)
 
     def __len__(self):
         return len(self.rows)
@@ -170,7 +61,7 @@ class Images:
             BadImage: it cannot be read, or is not an image.
         """
         try:
-            return Encoded(self.source.read(self.rows[index]))
+            return Encoded(self.source.read(self.rows[index]), self.scaling)
         except (OSError, ValueError) as error:
             raise BadImage(getattr(error, "strerror", None) or str(error)) from None
 
@@ -184,19 +75,28 @@ class Images:
 
     def select(self, indices):
         """The images at `indices` (int64 array) only."""
-        return Images(self.source, self.rows[indices], self.labels[indices])
+        return Images(self.source, self.rows[indices], self.labels[indices], self.scaling)
 
     def subsample(self, count):
         """At most `count` images, at even distances over all."""
         indices = np.linspace(0, len(self) - 1, min(count, len(self))).astype(np.int64)
         return self.select(indices)
 
+    def headers(self):
+        """Yields (PIL.Image.Image, bytes) of the images that can be opened; decodes nothing."""
+        for row in self.rows:
+            with contextlib.suppress(Exception):  # as for damaged data in `_readable`
+                data = self.source.read(row)
+                yield open_image(data), data
+
     def fingerprint(self, stamps=False):
-        """A checksum of names and labels, the same on every machine.
+        """A checksum of names, labels and sizes, and of a sample of the data.
+
+        It is the same on every machine.
 
         Args:
-            stamps (bool): include the path, size and time of every file, or the version of the
-                table: for this machine only.
+            stamps (bool): of the path, size and time of every file instead, or of the version of
+                the table, and of the scaling: for this machine only.
 
         Returns:
             str: hexadecimal.
@@ -206,6 +106,13 @@ class Images:
             digest.update(os.fsencode(self.source.portable_name(row)) + b"\0")
             if stamps:
                 digest.update(repr(self.source.stamp(row)).encode("utf-8", "surrogateescape"))
+        if stamps:
+            digest.update(repr(self.scaling).encode() if self.scaling else b"")
+            return digest.hexdigest()
+        digest.update(self.source.sizes(self.rows).tobytes())
+        for row in self.subsample(SAMPLED).rows:
+            with contextlib.suppress(OSError, ValueError):  # its name is in the checksum
+                digest.update(self.source.read(row, SAMPLED_BYTES))
         return digest.hexdigest()
 
 
@@ -218,18 +125,19 @@ class Encoded:
     `width` and `height` are in pixels, after the rotation that its EXIF data asks for.
     """
 
-    def __init__(self, data):
+    def __init__(self, data, scaling=None):
         """Reads the header.
 
         Args:
-            data (bytes): a file in any format that Pillow reads.
+            data (bytes): a file in one of the formats `COMMON` and `OTHERS`.
+            scaling (dict | None): as for `Images`.
 
         Raises:
             BadImage: the data is not an image.
         """
-        self._data = data
-        self._image = _readable(lambda: Image.open(io.BytesIO(data)))
-        self._orientation = _readable(lambda: self._image.getexif().get(ORIENTATION, 1))
+        self._scaling = scaling or {}
+        self._data, self._image = _readable(lambda: _open(data))
+        self._orientation = _orientation(self._image)
         width, height = self._image.size
         rotated = self._orientation in (5, 6, 7, 8)
         self.width, self.height = (height, width) if rotated else (width, height)
@@ -258,8 +166,49 @@ class Encoded:
                 return decode(torch.frombuffer(bytearray(self._data), dtype=torch.uint8))
         if is_jpeg and reduction > 1:
             image.draft(image.mode, (image.width // reduction, image.height // reduction))
-        image = _rgb(ImageOps.exif_transpose(image) if self._orientation != 1 else image)
+        image = pixel_values.to_8_bits(image, self._data, self._scaling)
+        turn = UPRIGHT[self._orientation]
+        image = _rgb(image.transpose(turn) if turn is not None else image)
         return torch.from_numpy(np.array(image)).permute(2, 0, 1)
+
+
+def open_image(data):
+    """Opens an image with Pillow, which reads its header. Raises OSError, or what Pillow raises."""
+    try:
+        return Image.open(io.BytesIO(data), formats=COMMON)
+    except UnidentifiedImageError:
+        Image.init()
+        known = [name for name in OTHERS if name in Image.OPEN]
+        return Image.open(io.BytesIO(data), formats=known)
+
+
+def _open(data):
+    """Opens an image. A PNG may have damaged metadata, which viewers do not read.
+
+    Returns:
+        tuple[bytes, PIL.Image.Image]: the data without what is damaged; the image.
+    """
+    try:
+        image = open_image(data)
+        if image.format == "PNG" and "exif" not in image.info:
+            image.load()  # the EXIF data may be behind the pixels
+        return data, image
+    except (OSError, SyntaxError, ValueError):
+        repaired = pixel_values.without_damaged_metadata(data)
+        if repaired == data:
+            raise
+        return repaired, open_image(repaired)
+
+
+def _orientation(image):
+    """The EXIF orientation, 1 to 8; 1, as in viewers, if the EXIF data cannot be read."""
+    if image.format == "TIFF":  # Pillow turns it itself
+        return 1
+    try:
+        orientation = image.getexif().get(ORIENTATION, 1)
+    except Exception:  # whatever the reader of damaged data stumbles over
+        return 1
+    return orientation if orientation in UPRIGHT else 1
 
 
 @functools.cache
@@ -276,9 +225,6 @@ def _jpeg_decoder():
 
 
 def _rgb(image):
-    if image.mode.startswith("I"):  # 16-bit gray: Pillow's own conversion makes it white
-        gray = (np.asarray(image, dtype=np.int64) // 256).clip(0, 255).astype(np.uint8)
-        return Image.fromarray(gray).convert("RGB")
     if "transparency" in image.info or image.mode in ("RGBA", "LA", "PA", "La", "RGBa"):
         image = image.convert("RGBA")
         white = Image.new("RGBA", image.size, "white")

@@ -4,31 +4,30 @@ A new kind of source is one more function here, which returns splits of `Images`
 every script, and evaluate.py, then takes it.
 """
 
-import contextlib
 import hashlib
 import io
-from dataclasses import dataclass
-from pathlib import Path
+from dataclasses import dataclass, field
 
 import numpy as np
 from PIL import Image
 
-from utils.data import image_folder, synthetic
-from utils.data.image_folder import TEST, VAL
-from utils.data.images import Images, Rows
+from utils.data import image_folder, pixels, synthetic
+from utils.data.images import Images
+from utils.data.report import LeftOut, count_classes, describe_images
+from utils.data.scan import Scanner
+from utils.data.storage import Rows
+from utils.data.tables import (
+    LISTS,
+    METADATA,
+    READERS,
+    describes_itself,
+    files_by_split,
+    load_table,
+    local_path,
+    name_splits,
+)
 from utils.run.failures import UserError
-from utils.run.process import is_main
 
-# The reader of the `datasets` library for each kind of file.
-READERS = {
-    ".parquet": "parquet",
-    ".arrow": "arrow",
-    ".jsonl": "json",
-    ".json": "json",
-    ".csv": "csv",
-    ".txt": "text",
-}
-IMAGE_TABLES = [suffix for suffix in READERS if suffix != ".txt"]
 ALTERNATIVES = (
     "use a folder with one sub-folder per class (or train/ and val/ with such sub-folders), a Hub "
     "id such as uoft-cs/cifar10 or a folder in the Hub's layout, a Parquet file, or "
@@ -36,93 +35,27 @@ ALTERNATIVES = (
 )
 
 
-# ----------------------------------------------------------------------------------------- tables
-
-
-def local_path(name, alternatives):
-    """Finds out whether `name` is on this machine.
-
-    Returns:
-        Path | None: None: it may be a Hub id.
-
-    Raises:
-        UserError: it can only be a path, and there is nothing; the message ends with
-            `alternatives`.
-    """
-    path = Path(name).expanduser()
-    if path.exists():
-        return path
-    if name.startswith((".", "/", "~")) or path.suffix.lower() in READERS:
-        raise UserError(f"--dataset {name}: there is no such file or folder; {alternatives}")
-    return None
-
-
-def load_table(name, *, files=None, streaming=False, alternatives=ALTERNATIVES):
-    """Loads rows with the `datasets` library: the one way, for images and for text.
-
-    Args:
-        name (str): a Hub id, a folder in the Hub's layout, or a file with one of the suffixes in
-            `READERS`; files with any other suffix are read as text.
-        files (list[Path] | None): load these instead; all are of one kind.
-        streaming (bool): read rows as they are needed, instead of all of them now.
-        alternatives (str): what else the user can give; an error message ends with it.
-
-    Returns:
-        datasets.DatasetDict | datasets.IterableDatasetDict: by split; files are `train`.
-
-    Raises:
-        UserError: it cannot be loaded.
-    """
-    import datasets  # here, because it takes a second, and folders of images do not need it
-
-    datasets.disable_progress_bars()
-    path = local_path(name, alternatives)
-    if files is None and path and path.is_file():
-        files = [path]
-    if files:
-        reader = READERS.get(files[0].suffix.lower(), "text")
-        source = dict(path=reader, data_files={"train": [str(file) for file in files]})
-    else:
-        source = dict(path=str(path or name))
-    with loading(name, alternatives):
-        return datasets.load_dataset(**source, streaming=streaming)
-
-
-@contextlib.contextmanager
-def loading(name, alternatives=ALTERNATIVES):
-    """Raises UserError, with one line, instead of any error in the block."""
-    try:
-        yield
-    except Exception as error:  # errors of datasets, fsspec, pyarrow or the network
-        reason = first_line(error)
-        raise UserError(f"cannot load --dataset {name} ({reason}); {alternatives}") from None
-
-
-def first_line(error):
-    """The first line of what caused an error, without a period."""
-    text = str(error.__cause__ or error).strip()
-    return text.splitlines()[0].rstrip(".") if text else type(error).__name__
-
-
-# ----------------------------------------------------------------------------------------- images
-
-
 @dataclass
 class ImageSplits:
     """A data set of labeled images.
 
     `splits` has `train`, and `val`, `test` or both. `class_names` are in the order of the labels.
-    `description` is one line with a checksum, which differs if an image was added, removed or
-    renamed.
+    `description` is one line with a checksum, which differs if an image was added, removed, renamed
+    or changed. `details` are more lines: the classes, how values are scaled, what was left out.
+    `scaling` is that of pixel values other than 8 bits, see `pixels`.
     """
 
     splits: dict[str, Images]
     class_names: list[str]
     description: str
+    details: list[str] = field(default_factory=list)
+    scaling: dict = field(default_factory=dict)
 
 
-def find_images(name, *, seed=0, val_fraction=0.1, image_column=None, label_column=None):
-    """Finds the images of a data set and their classes; decodes none of them.
+def find_images(
+    name, *, seed=0, val_fraction=0.1, image_column=None, label_column=None, scaling=None
+):
+    """Finds the images of a data set and their classes; decodes none but a sample.
 
     A data set without a `val` split gets one, from `train`: an equal share of every class. So no
     script has to choose by results on test data.
@@ -131,10 +64,13 @@ def find_images(name, *, seed=0, val_fraction=0.1, image_column=None, label_colu
         name (str): a folder with one sub-folder per class, with or without splits; a Hub id or a
             folder in the Hub's layout; a single file with a table; or `synthetic`.
         seed (int): seed of the split and of `synthetic`.
-        val_fraction (float): share of each class for the split; 0: none. Which images is a
-            deterministic function of the seed and their names.
+        val_fraction (float | None): share of each class for the split; 0: none. None: 0.1 if there
+            is no `test` split either, else 0. Which images is a deterministic function of the seed
+            and their names.
         image_column, label_column (str | None): columns of a table; None: the only ones that have
             images and classes.
+        scaling (dict | None): that of other images, see `pixels`; without one, it is decided by
+            these images.
 
     Returns:
         ImageSplits.
@@ -142,18 +78,14 @@ def find_images(name, *, seed=0, val_fraction=0.1, image_column=None, label_colu
     Raises:
         UserError: there is no such data set, it has another layout, or nothing is held out.
     """
-    path = None if name == "synthetic" else local_path(name, ALTERNATIVES)
-    found = None
-    if name == "synthetic":
-        found = _draw(seed)
-    elif path and path.is_dir():
-        found = image_folder.find(path.resolve(), ALTERNATIVES)
-    splits, class_names = found or _from_table(name, path, image_column, label_column)
+    splits, class_names, left_out = _find(name, seed, image_column, label_column)
     if len(class_names) < 2:
         raise UserError(
             f"--dataset {name} has only one class, {class_names[0]}: a classifier needs at least "
             "two"
         )
+    if val_fraction is None:
+        val_fraction = 0.1 if len(splits) == 1 else 0
     if "val" not in splits and val_fraction > 0:
         train = splits["train"]
         kept, held_out = split_off(
@@ -165,7 +97,6 @@ def find_images(name, *, seed=0, val_fraction=0.1, image_column=None, label_colu
             f"--dataset {name} has no test split and no val split: give --val_fraction 0.1, say, "
             "to hold out a part of train"
         )
-    splits = {split: splits[split] for split in ("train", "val", "test") if split in splits}
     for split, images in splits.items():
         counts = np.bincount(images.labels, minlength=len(class_names))
         missing = [class_names[label] for label in np.flatnonzero(counts == 0)]
@@ -174,8 +105,52 @@ def find_images(name, *, seed=0, val_fraction=0.1, image_column=None, label_colu
             raise UserError(
                 f"--dataset {name}: its {split} split has no image of class {missing[0]}{others}"
             )
+    return _described(name, splits, class_names, left_out, scaling)
+
+
+def find_to_evaluate(name, class_names, *, image_column=None, label_column=None, scaling=None):
+    """Finds labeled images that a trained model has not seen.
+
+    Args:
+        class_names (list[str]): those of the model, of which the data set may lack some.
+        image_column, label_column, scaling: as for `find_images`.
+
+    Returns:
+        ImageSplits: with one split, `test` or else `val`, if the data set has it; else `all`.
+
+    Raises:
+        UserError: there is no such data set, or it has other classes.
+    """
+    splits, _, left_out = _find(name, 0, image_column, label_column, class_names)
+    split = next(split for split in ("test", "val", "train") if split in splits)
+    used = {"all" if split == "train" else split: splits[split]}
+    for other in splits.keys() - {split}:
+        left_out.add(f"images of the {other} split", splits[other].name(0), len(splits[other]))
+    return _described(name, used, class_names, left_out, scaling)
+
+
+def _find(name, seed, image_column, label_column, class_names=None):
+    """Splits, class names and what was left out of any data set."""
+    if name == "synthetic":
+        return _draw(seed)
+    path, found = local_path(name, ALTERNATIVES), None
+    if path and path.is_dir():
+        found = image_folder.find(path.resolve(), ALTERNATIVES, class_names)
+    return found or _from_table(name, path, image_column, label_column, class_names)
+
+
+def _described(name, splits, class_names, left_out, scaling):
+    splits = {s: splits[s] for s in ("train", "val", "test", "all") if s in splits}
+    said = pixels.describe(scaling or {}, "as in training")
+    if not scaling:
+        sample = next(iter(splits.values())).subsample(pixels.SAMPLE)
+        scaling, said = pixels.find_scaling(name, sample.headers())
+    for images in splits.values():
+        images.scaling = scaling
     fingerprints = {split: images.fingerprint() for split, images in splits.items()}
-    return ImageSplits(splits, class_names, describe(splits, class_names, fingerprints))
+    description = describe_images(splits, class_names, fingerprints)
+    details = [*count_classes(splits, class_names), *said, *left_out.lines()]
+    return ImageSplits(splits, class_names, description, details, scaling)
 
 
 def split_off(labels, name_of, class_names, seed, fraction):
@@ -212,68 +187,64 @@ def split_off(labels, name_of, class_names, seed, fraction):
     return np.flatnonzero(~held_out), np.flatnonzero(held_out)
 
 
-def describe(splits, class_names, fingerprints):
-    """One line about a data set.
-
-    Args:
-        splits (dict): of anything that has a length.
-        fingerprints (dict[str, str]): a checksum of each split.
-    """
-    counts = [f"{len(samples):,} {split}" for split, samples in splits.items()]
-    listed = " and ".join([", ".join(counts[:-1]), counts[-1]] if len(counts) > 1 else counts)
-    digest = hashlib.sha256(repr(class_names).encode())
-    for fingerprint in fingerprints.values():
-        digest.update(fingerprint.encode())
-    short = digest.hexdigest()[:12]
-    return f"{listed} images of {len(class_names)} classes (fingerprint {short})"
-
-
-def _from_table(name, path, image_column, label_column):
-    """The splits and class names of a Hub id, a folder in the Hub's layout, or a file."""
-    if path and path.is_file() and path.suffix.lower() not in IMAGE_TABLES:
-        known = ", ".join(IMAGE_TABLES)
+def _from_table(name, path, image_column, label_column, class_names):
+    """What `_find` returns, for a Hub id, a folder in the Hub's layout, or a file."""
+    if path and path.is_file() and path.suffix.lower() not in READERS:
+        known = ", ".join(READERS)
         raise UserError(f"--dataset {name} is a file that does not end in {known}; {ALTERNATIVES}")
-    tables = load_table(name)
-    used = _named_splits(tables)
-    if "train" not in used:
+    left_out, files = LeftOut(), None
+    if path and path.is_dir():
+        files = _table_files(path)
+    tables = load_table(name, files=files, alternatives=ALTERNATIVES)
+    used = name_splits(name, tables, left_out)
+    if "train" not in used and class_names is None:
         raise UserError(
             f"--dataset {name} has no train split, only {', '.join(tables)}; {ALTERNATIVES}"
         )
-    from utils.data import columns  # here, because it imports `datasets`
+    from utils.data import columns, labels  # here, because they import `datasets`
 
-    features = used["train"].features
+    features = next(iter(used.values())).features
     image_column = columns.find_image_column(name, features, image_column)
     label_column = columns.find_label_column(name, features, label_column, image_column)
-    labels, class_names = columns.read_labels(name, used, label_column)
+    read, names = labels.read_labels(name, used, label_column, class_names)
     # Paths in a file start at its folder, as in a list of files that lies next to them.
-    folder = path.parent if path and path.is_file() else None
+    folder = path.parent if path and path.is_file() else path
+    suffix = path.suffix.lower() if path else ""
+    if files:
+        suffix = files["train"][0].suffix.lower()
     splits = {}
-    for split, values in labels.items():
+    for split, values in read.items():
         missing = np.flatnonzero(values < 0)
         if len(missing) == len(values) and split == "test":  # as in data sets of competitions
-            if is_main():
-                print(f"the test split of {name} has no labels: it is not used")
+            place = f"the test split of {name} has no labels"
+            left_out.add("images of a test split without classes", place, len(values))
             continue
         if len(missing):
             raise UserError(
                 f"{len(missing):,} of {len(values):,} rows of the {split} split of {name} have no "
-                "label or one that the train split does not have (the first is row "
-                f"{missing[0]}): filter them out"
+                f"label, or -1, in the column {label_column} (the first is row {missing[0]}): "
+                "filter them out"
             )
-        source = columns.image_rows(used[split], image_column, f"{name}, {split} split", folder)
+        source = columns.image_rows(
+            used[split], image_column, f"{name}, {split} split", folder, suffix in LISTS
+        )
         splits[split] = Images(source, np.arange(len(values)), values)
-    return splits, class_names
+    return splits, names, left_out
 
 
-def _named_splits(tables):
-    """The tables that are used, by split; a single one is `train`, whatever its name."""
-    if len(tables) == 1:
-        return {"train": next(iter(tables.values()))}
-    named = {}
-    for split, aliases in (("train", ("train",)), ("val", VAL), ("test", TEST)):
-        found = [tables[alias] for alias in aliases if alias in tables]
-        named |= {split: found[0]} if found else {}
-    return named
+def _table_files(folder):
+    """The files with rows in a folder, by split; None: the `datasets` library decides.
+
+    Its search for words such as test in the names of files would also find test_tube.parquet, and
+    drop the others.
+    """
+    scanner = Scanner(folder, READERS)
+    tables = [file for file in scanner.below() if file.rpartition("/")[2] not in METADATA]
+    suffixes = {file[file.rindex(".") :].lower() for file in tables}
+    has_images = bool(Scanner(folder, image_folder.EXTENSIONS).below())
+    if len(suffixes) != 1 or has_images or describes_itself(folder):
+        return None
+    return files_by_split(folder, tables)
 
 
 def _draw(seed, train=1000, val=200):
@@ -294,4 +265,4 @@ def _draw(seed, train=1000, val=200):
         source = Rows(encoded, f"synthetic, {split} split", version=f"synthetic {seed}")
         own_labels = labels[first : first + count].numpy()
         splits[split] = Images(source, np.arange(count), own_labels)
-    return splits, list(synthetic.CLASSES)
+    return splits, list(synthetic.CLASSES), LeftOut()

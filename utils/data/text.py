@@ -4,22 +4,29 @@ A window has `block_size + 1` bytes: the inputs are all but the last, the target
 first.
 """
 
+import hashlib
 import random
 import sys
+from typing import NamedTuple
 
 import torch
 
-from utils.data.sources import READERS, load_table, loading, local_path
+from utils.data.text_files import ALTERNATIVES, find_files, load_column, read_text
 from utils.run.failures import UserError
+from utils.run.output import one_line
 from utils.run.process import is_main
 
-# Files that the `datasets` library writes about a data set.
-METADATA = {"dataset_infos.json", "dataset_info.json", "dataset_dict.json", "state.json"}
-COMPRESSED = {".gz", ".bz2", ".xz", ".zst", ".zip", ".tar"}
-ALTERNATIVES = (
-    "use a Hub id such as karpathy/tiny_shakespeare, a local text file or folder, or "
-    "--dataset synthetic"
-)
+
+class Text(NamedTuple):
+    """A text, uint8 [bytes] for training and held out for evaluation.
+
+    `description` is one line with a checksum of both; `details` are more lines about the files.
+    """
+
+    train: torch.Tensor
+    held_out: torch.Tensor
+    description: str
+    details: list
 
 
 class Windows(torch.utils.data.Dataset):
@@ -67,11 +74,11 @@ class Windows(torch.utils.data.Dataset):
 
 
 def load_text(name, column, block_size, seed=0):
-    """Loads a text and splits it: nine tenths for training, the last tenth for evaluation.
+    """Loads a text for training, and one for evaluation: the `val` split or else the last tenth.
 
-    A local `.txt` file, or the `.txt` files of a folder sorted by name, are read byte for byte. Of
-    any other source, the rows of `column` are joined; if there are several, each ends with a
-    newline.
+    Plain text files are read byte for byte, those of a folder sorted by name. Of any other source,
+    the rows of `column` are joined; if there are several, each ends with a newline. A `test` split
+    is not read.
 
     Args:
         name (str): a Hub id, a file, a folder with files of one kind, or `synthetic`.
@@ -80,38 +87,82 @@ def load_text(name, column, block_size, seed=0):
         seed (int): of `synthetic`.
 
     Returns:
-        tuple: uint8 [training bytes], uint8 [held-out bytes].
+        Text.
 
     Raises:
         UserError: the text cannot be found or read, has no such column, or is too short for
             `block_size`.
     """
-    if name == "synthetic":
-        text = synthetic_text(seed)
-    elif (files := local_files(name)) and is_plain(files[0]):
-        try:
-            text = b"".join(file.read_bytes() for file in files)
-        except OSError as error:
-            raise UserError(f"cannot read {error.filename}: {error.strerror}") from None
-    else:
-        splits = load_column(name, column, files)
-        order = [split for split in ("train", "validation", "test") if split in splits]
-        order += [split for split in splits if split not in order]
-        text = b"".join(_join(splits[split][column], f"--dataset {name}") for split in order)
-    if b"\0" in text and is_main():
+    texts, details = _read_splits(name, column, seed)
+    if any(b"\0" in text for text in texts.values()) and is_main():
         line = f"warning: --dataset {name} does not look like text: it has zero bytes"
         print(line, file=sys.stderr, flush=True)
+    text, held_out = texts["train"], texts.get("val")
     if len(text) == 0:
         raise UserError(f"--dataset {name} is empty; {ALTERNATIVES}")
-    cut = len(text) * 9 // 10
+    share = 10 if held_out is None else 9  # ninths of what is trained on
+    cut = len(text) * 9 // share
     if cut < 2 * block_size:
-        needed = -(-2 * block_size * 10 // 9)
+        needed = -(-2 * block_size * share // 9)
         raise UserError(
             f"--dataset {name} has {len(text):,} bytes, too few for --block_size {block_size}: it "
             f"needs {needed:,}, or use --block_size {cut // 2} or less"
         )
+    if held_out is not None and len(held_out) < 2:
+        raise UserError(f"--dataset {name}: its val split has {len(held_out)} bytes: too few")
     data = torch.frombuffer(bytearray(text), dtype=torch.uint8)
-    return data[:cut], data[cut:]
+    train, rest = data[:cut], data[cut:]
+    if held_out is not None:
+        rest = torch.frombuffer(bytearray(held_out), dtype=torch.uint8)
+    short = checksum(text, held_out or b"")
+    description = f"{len(train):,} bytes to train on, {len(rest):,} held out (fingerprint {short})"
+    return Text(train, rest, description, details)
+
+
+def checksum(*texts):
+    """A short checksum of texts."""
+    digest = hashlib.sha256()
+    for text in texts:
+        digest.update(len(text).to_bytes(8, "little"))
+        digest.update(text)
+    return digest.hexdigest()[:12]
+
+
+def _read_splits(name, column, seed):
+    """The bytes of the splits `train` and `val`, and lines about the files."""
+    if name == "synthetic":
+        return {"train": synthetic_text(seed)}, []
+    files = find_files(name)
+    if files and files.is_plain:
+        used = {split: files.by_split[split] for split in files.by_split if split != "test"}
+        texts = {split: b"".join(map(read_text, some)) for split, some in used.items()}
+    else:
+        table = load_column(name, column, files)
+        used = [split for split in table.splits if split != "test"]
+        texts = {split: _join(table, split, f"--dataset {name}") for split in used}
+        left_out = table.left_out
+        lines = [f"{_say(split)}: {len(rows):,} rows" for split, rows in table.splits.items()]
+    if files:
+        left_out = files.left_out
+        lines = describe_files(files)
+    return texts, [*lines, *left_out.lines()]
+
+
+def describe_files(files):
+    """A line for each split: its files, of which the first is named."""
+    return [
+        f"{_say(split)}: {len(some):,} file{'s' * (len(some) != 1)} ({one_line(some[0].name)})"
+        for split, some in files.by_split.items()
+    ]
+
+
+def _say(split):
+    return "test, not used" if split == "test" else split
+
+
+def _join(table, split, where):
+    encoded = list(table.documents(table.splits[split], where))
+    return encoded[0] if len(encoded) == 1 else b"".join(text + b"\n" for text in encoded)
 
 
 def synthetic_text(seed, sentences=4000):
@@ -136,78 +187,3 @@ def synthetic_text(seed, sentences=4000):
             sentence.append(rng.choice(after[sentence[-1]]))
         lines.append(" ".join(sentence).capitalize() + ".\n")
     return "".join(lines).encode()
-
-
-# ---------------------------------------------------------------------------------------- reading
-
-
-def local_files(name):
-    """Lists the files of a local data set.
-
-    Returns:
-        list[Path]: all of one kind, sorted by name; empty if `name` may be a Hub id.
-
-    Raises:
-        UserError: there is no such path, or its files cannot be read as one text.
-    """
-    path = local_path(name, ALTERNATIVES)
-    if path is None:
-        return []
-    if path.is_file():
-        if path.suffix.lower() in COMPRESSED:
-            raise UserError(f"--dataset {name} is compressed: unpack it first")
-        return [path]
-    files = [file for file in path.rglob("*") if file.suffix.lower() in READERS]
-    files = sorted(file for file in files if file.name not in METADATA)
-    for file in files:
-        if file.suffix.lower() != files[0].suffix.lower():
-            raise UserError(
-                f"--dataset {name} holds both {files[0].name} and {file.name}: give files of one "
-                "format, or one file"
-            )
-    if not files:
-        known = ", ".join(READERS)
-        raise UserError(f"--dataset {name} holds no file that ends in {known}; {ALTERNATIVES}")
-    return files
-
-
-def is_plain(file):
-    """Whether a file is read byte for byte: one that is not a table."""
-    return READERS.get(file.suffix.lower(), "text") == "text"
-
-
-def load_column(name, column, files, streaming=False):
-    """Loads a table that has a column of text.
-
-    Args:
-        name, files, streaming: as for `sources.load_table`.
-        column (str): the column.
-
-    Returns:
-        dict: the rows of each split.
-
-    Raises:
-        UserError: it cannot be loaded, or has no such column.
-    """
-    splits = load_table(name, files=files or None, streaming=streaming, alternatives=ALTERNATIVES)
-    first_split = next(iter(splits.values()))
-    with loading(name, ALTERNATIVES):  # a stream may know its columns only with its first row
-        columns = first_split.column_names or list(next(iter(first_split), {column: None}))
-    if column not in columns:
-        listed = ", ".join(columns)
-        raise UserError(
-            f"--dataset {name} has no column {column}: give --text_column, one of {listed}"
-        )
-    return splits
-
-
-def encode(text, number, where, failure=UserError):
-    """The bytes of a row. Raises `failure` if it is not text."""
-    if not isinstance(text, str):
-        raise failure(f"row {number} of {where} is not text but {type(text).__name__}")
-    return text.encode()
-
-
-def _join(texts, where):
-    encoded = [encode(text, number, where) for number, text in enumerate(texts)]
-    return encoded[0] if len(encoded) == 1 else b"".join(text + b"\n" for text in encoded)

@@ -6,17 +6,23 @@ A window has `block_size + 1` bytes, as in `text`.
 import random
 import zlib
 from functools import partial
+from typing import NamedTuple
 
 import torch
 from accelerate.utils import gather_object
 
-from utils.data.sources import first_line
-from utils.data.text import encode, load_column, local_files, synthetic_text
+from utils.data.report import LeftOut
+from utils.data.scan import read_regular
+from utils.data.tables import first_line
+from utils.data.text import checksum, describe_files, synthetic_text
+from utils.data.text_files import TextTable, find_files, load_column
 from utils.run.failures import RunFailed, UserError
 from utils.run.launch import either, possible_processes
 
 HELD_OUT_BYTES = 1 << 20  # bytes of a stream that are held out for evaluation
 HELD_OUT_ONE_IN = 64  # 1 in 64 documents of a stream is held out
+SAMPLED_FILES = 100  # of which a fingerprint reads `SAMPLED_BYTES`
+SAMPLED_BYTES = 1 << 16
 
 
 def held_out(document):
@@ -28,7 +34,9 @@ def held_out(document):
 
 
 def load_held_out(name, column, block_size):
-    """Reads the held-out documents of a stream, until they have `HELD_OUT_BYTES` or it ends.
+    """Reads the documents of a stream that are held out, until they have `HELD_OUT_BYTES`.
+
+    They are those of its `val` split, or else 1 in `HELD_OUT_ONE_IN` of `train`.
 
     Returns:
         uint8 [bytes].
@@ -36,10 +44,12 @@ def load_held_out(name, column, block_size):
     Raises:
         UserError: the stream cannot be read, has no such column, or has too little text.
     """
-    text, documents = bytearray(), 0
-    for document in _documents(open_stream(name, column), column, name, UserError):
+    text, documents, table = bytearray(), 0, open_stream(name, column)
+    whole = "val" in table.splits
+    rows = table.splits["val" if whole else "train"]
+    for document in _documents(table, rows, name, UserError):
         documents += 1
-        if held_out(document):
+        if whole or held_out(document):
             text += document
             if len(text) >= HELD_OUT_BYTES:
                 break
@@ -51,16 +61,47 @@ def load_held_out(name, column, block_size):
     return torch.frombuffer(text, dtype=torch.uint8)
 
 
+class StreamReport(NamedTuple):
+    """What is said about a stream: `description`, with a checksum, and `details`."""
+
+    description: str
+    details: list
+
+
+def describe_stream(name, held_out):
+    """Describes a stream.
+
+    Args:
+        held_out: uint8 [bytes], what `load_held_out` returned.
+
+    Returns:
+        StreamReport: the checksum is of the held-out text; of local files also of their names,
+        sizes and first bytes.
+    """
+    known, details = [bytes(held_out.numpy())], []
+    files = None if name == "synthetic" else find_files(name)
+    for split, some in (files.by_split if files else {}).items():
+        known.append(repr([(split, file.name, file.stat().st_size) for file in some]).encode())
+        distance = max(1, len(some) // SAMPLED_FILES)
+        known += [read_regular(file, SAMPLED_BYTES) for file in some[::distance]]
+    if files:
+        details = [*describe_files(files), *files.left_out.lines()]
+    size = f"a stream, of which {len(held_out):,} bytes are held out"
+    return StreamReport(f"{size} (fingerprint {checksum(*known)})", details)
+
+
 def open_stream(name, column):
-    """Opens `column` as a `datasets.IterableDataset`, which reads rows as they are needed."""
+    """Opens a `TextTable` of `datasets.IterableDataset`, which reads rows as they are needed."""
     if name == "synthetic":
         import datasets  # here, because it takes a second
 
         rows = [{column: line} for line in synthetic_text(0).decode().splitlines()]
-        return datasets.Dataset.from_list(rows).to_iterable_dataset(num_shards=8)
-    splits = load_column(name, column, local_files(name), streaming=True)
-    split = "train" if "train" in splits else next(iter(splits))
-    return splits[split].select_columns([column])
+        stream = datasets.Dataset.from_list(rows).to_iterable_dataset(num_shards=8)
+        return TextTable({"train": stream}, column, False, LeftOut())
+    table = load_column(name, column, find_files(name), streaming=True)
+    used = ["text" if table.lines else column]
+    splits = {split: rows.select_columns(used) for split, rows in table.splits.items()}
+    return table._replace(splits=splits)
 
 
 class TextStream(torch.utils.data.IterableDataset):
@@ -103,8 +144,9 @@ class TextStream(torch.utils.data.IterableDataset):
         for number in range(process * lanes // processes, (process + 1) * lanes // processes):
             # Open the data set once per lane: lanes that are split from one object would share its
             # reading state.
-            rows = split_dataset_by_node(open_stream(name, column), number, lanes)
-            lane = _Lane(rows, name, column, block_size, buffer, f"{seed} {number}")
+            table = open_stream(name, column)
+            rows = split_dataset_by_node(table.splits["train"], number, lanes)
+            lane = _Lane(rows, table, name, block_size, buffer, f"{seed} {number}")
             lane.position = (position or {}).get(str(number)) or lane.position
             self.lanes[str(number)] = lane
 
@@ -158,8 +200,9 @@ def gather_position(batch):
 class _Lane:
     """Yields windows from one part of the stream without end; `position` can be stored as JSON."""
 
-    def __init__(self, rows, name, column, block_size, buffer, seed):
-        self.rows, self.name, self.column = rows, name, column
+    def __init__(self, rows, table, name, block_size, buffer, seed):
+        self.rows, self.name = rows, name
+        self.table, self.use_all = table._replace(splits={}), "val" in table.splits
         self.block_size, self.buffer, self.seed = block_size, buffer, seed
         # Start of the buffer (state of `rows`; unused bytes, as hex), number of the buffer, and
         # number of windows yielded ("taken") from it.
@@ -198,8 +241,8 @@ class _Lane:
         empty_passes = 0
         while empty_passes < 2:  # the rest of a resumed pass may be empty
             empty_passes += 1
-            for document in _documents(self.rows, self.column, self.name, failure):
-                if not held_out(document):
+            for document in _documents(self.table, self.rows, self.name, failure):
+                if self.use_all or not held_out(document):
                     empty_passes = 0
                     yield document
             # Without this, the next pass would start from the state that was loaded.
@@ -209,12 +252,12 @@ class _Lane:
         )
 
 
-def _documents(rows, column, name, failure):
+def _documents(table, rows, name, failure):
     """Yields the rows as bytes, each with a final newline. Raises `failure` if it cannot."""
     number = 0
     try:
-        for row in rows:
-            yield encode(row[column], number, f"--dataset {name}", failure) + b"\n"
+        for document in table.documents(rows, f"--dataset {name}", failure):
+            yield document + b"\n"
             number += 1
     except UserError:
         raise

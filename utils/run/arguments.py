@@ -201,14 +201,16 @@ class Parser(argparse.ArgumentParser):
         """Adds the flags of every script that trains on labeled images.
 
         Args:
-            val_fraction (float): the default of `--val_fraction`.
+            val_fraction (float | None): the default of `--val_fraction`; None: as for
+                `sources.find_images`.
         """
         group = self.add_argument_group("data set")
         group.add_argument(
             "--val_fraction",
             type=number(float, 0, below=1, least=1e-6),
             default=val_fraction,
-            help="share of each class to hold out of the training images, if there is no val split",
+            help="share of each class to hold out of the training images, if there is no val split"
+            + "; default: 0.1 if there is no test split either, else 0" * (val_fraction is None),
         )
         group.add_argument("--image_column", help="column with the images; default: the only one")
         group.add_argument("--label_column", help="column with the classes; default: the only one")

@@ -1,0 +1,315 @@
+"""What the folders of a data set mean: splits, classes, and what is left out, for all scripts."""
+
+import os
+import shutil
+import socket
+import threading
+
+import numpy as np
+import pytest
+from PIL import Image
+
+from utils.data import splits as split_names
+from utils.data.arrays import load_arrays
+from utils.data.image_folder import unlabeled
+from utils.data.images import BadImage
+from utils.data.scan import read_regular
+from utils.data.sources import find_images, find_to_evaluate
+from utils.run.failures import UserError
+
+
+def write(root, *paths, count=3):
+    """Writes small images; of a path that ends in /, several."""
+    for path in paths:
+        names = [f"{path}{i}.png" for i in range(count)] if path.endswith("/") else [path]
+        for name in names:
+            (root / name).parent.mkdir(parents=True, exist_ok=True)
+            seed = sum(map(ord, name))
+            pixels = np.random.default_rng(seed).integers(0, 256, (8, 8, 3), dtype=np.uint8)
+            Image.fromarray(pixels).save(root / name, "PNG")
+    return str(root)
+
+
+def counts(data):
+    return {split: len(images) for split, images in data.splits.items()}
+
+
+def left_out(data):
+    return [line.removeprefix("left out: ") for line in data.details if "left out" in line]
+
+
+# ------------------------------------------------------------------------------------------- names
+
+
+@pytest.mark.parametrize(
+    ("split", "names"),
+    [
+        (
+            "train",
+            "train Training TRAIN seg_train train_set trainset TrainImages train2017 train-00",
+        ),
+        ("val", "val valid Validation validate dev seg_val val_images devset images_val"),
+        ("test", "test Testing seg_test test_set testset Test-Images test1 the_test_data"),
+        (None, "train_station test_tube validator testament devil trains contest 猫_test cat"),
+        (None, "train_test pretrain seg data set 123 _"),
+    ],
+)
+def test_names_of_splits(split, names):
+    for name in names.split():
+        assert split_names.split_of(name) == split, name
+
+
+def test_names_that_differ_in_the_split_only():
+    birds = ["birds_train", "birds_test", "birds_val", "docs"]
+    assert split_names.assign(birds) == dict(
+        birds_train="train", birds_test="test", birds_val="val"
+    )
+    assert split_names.assign(["train_station", "test_tube"]) == {}
+    assert split_names.assign(["station_test", "station"]) == {}
+    assert split_names.assign(["train", "birds_test"]) == {"train": "train"}
+
+
+# ------------------------------------------------------------------------------------------ splits
+
+
+@pytest.mark.parametrize(
+    ("train", "held_out", "split"),
+    [
+        ("Training", "Testing", "test"),
+        ("seg_train", "seg_test", "test"),
+        ("seg_train/seg_train", "seg_test/seg_test", "test"),
+        ("TRAIN", "validate", "val"),
+        ("train_set", "dev_set", "val"),
+        ("asl_alphabet_train", "asl_alphabet_test", "test"),
+    ],
+)
+def test_splits_by_other_names(train, held_out, split, tmp_path):
+    classes = [f"{folder}/{name}/" for folder in (train, held_out) for name in ("cat", "dog")]
+    root = write(tmp_path, *classes)
+    for load in (find_images, load_arrays):
+        data = load(root, val_fraction=0)
+        assert data.class_names == ["cat", "dog"] and counts(data) == {"train": 6, split: 6}
+
+
+@pytest.mark.parametrize("name", ["train", "test_tube", "train_station", "contest"])
+def test_a_class_may_have_any_name(name, tmp_path):
+    split = write(tmp_path / "a", *(f"{s}/{c}/" for s in ("train", "test") for c in ("cat", name)))
+    alone = write(tmp_path / "b", "cat/", f"{name}/")
+    for load in (find_images, load_arrays):
+        data = load(split, val_fraction=0)
+        assert data.class_names == sorted(["cat", name])
+        assert counts(data) == {"train": 6, "test": 6}
+        assert load(alone, val_fraction=0.3).class_names == sorted(["cat", name])
+
+
+def test_strays_and_other_folders_are_left_out_and_named(tmp_path):
+    root = write(tmp_path, "train/cat/", "train/dog/", "val/cat/", "val/dog/", "train/cover.png")
+    write(tmp_path, "extra/", "more/cat/", "logo.png", "val/x.png")
+    data = find_images(root)
+    assert data.class_names == ["cat", "dog"] and counts(data) == {"train": 6, "val": 6}
+    assert left_out(data) == [
+        "images in folders beside the splits: 6 (extra/0.png)",
+        "images that are in no class folder: 3 (train/cover.png)",
+    ]
+
+
+@pytest.mark.parametrize("unlabeled_test", ["test/", "test/unknown/", "Testing/test/"])
+def test_a_test_split_without_classes_is_left_out(unlabeled_test, tmp_path):
+    root = write(tmp_path, "train/cat/", "train/dog/", "val/cat/", "val/dog/", unlabeled_test)
+    data = find_images(root)
+    assert counts(data) == {"train": 6, "val": 6}
+    (line,) = left_out(data)
+    assert line == f"images of a test split without classes: 3 ({unlabeled_test}0.png)"
+
+
+@pytest.mark.parametrize(
+    ("paths", "says"),
+    [
+        ("train/ test/", "has images directly in test and train: to be splits, they need one"),
+        ("Training/ seg_val/ cat/", "has images directly in Training and seg_val"),
+        ("train/", "has images directly in train"),
+        ("cat/ dog/ test/", "is test a class, or a split without classes?"),
+        ("train/cat/ train/dog/ bus/", "is train a split or a class? Beside it are images in bus"),
+        ("cat/ dog/ test/cat/ test/dog/", "is test a split or a class? It has cat in it, and so"),
+        ("val/cat/ test/cat/ val/dog/ test/dog/", "has no train split, only val, test"),
+        ("train/cat/ train/dog/ val/cat/ Valid/dog/", "Valid and val both look like its val split"),
+        ("cat/train/ cat/test/ dog/train/ dog/test/", "put the classes into the splits, as t"),
+        ("all/train/cat/ all/train/dog/ all/test/cat/", "test and train in its folder all: give"),
+        ("train/cat/ train/dog/ val/", "its val split has no class folder with images"),
+        ("train/cat/ train/dog/ test/cat/ test/dog/ test/emu/", "class emu of its test split is n"),
+        ("train/cat/ train/dog/ test/cat/", "its test split has no image of class dog"),
+    ],
+)
+def test_what_is_ambiguous_is_one_line(paths, says, tmp_path):
+    root = write(tmp_path, *paths.split())
+    for load in (find_images, load_arrays):
+        with pytest.raises(UserError) as error:
+            load(root)
+        assert says in str(error.value) and "\n" not in str(error.value)
+
+
+# ---------------------------------------------------------------------------------------- left out
+
+
+def test_what_is_not_an_image_of_a_class_is_named(tmp_path):
+    root = write(tmp_path, "cat/", "dog/", "cat/@eaDir/0.png/", "dog/.thumbs/", "dog/thumbs/")
+    write(tmp_path, "__MACOSX/cat/", ".git/x/", "cat/old/")
+    for name in ("cat/a.HEIC", "cat/b.heic", "dog/IMG_1", "notes.txt", "cat/Thumbs.db"):
+        (tmp_path / name).write_bytes(b"x")
+    (tmp_path / "labels").mkdir()
+    (tmp_path / "labels" / "a.json").write_text("{}")
+    data = find_images(root, val_fraction=0.3)
+    assert data.class_names == ["cat", "dog"] and sum(counts(data).values()) == 9
+    assert set(left_out(data)) == {
+        ".heic files, which Pillow cannot read (convert them to JPEG): 2 (cat/a.HEIC)",
+        ".db files: 1 (cat/Thumbs.db)",
+        ".json files: 1 (labels/a.json)",
+        ".txt files: 1 (notes.txt)",
+        "files without a suffix: 1 (dog/IMG_1)",
+        "folders of thumbnails or of the system: 3 (__MACOSX)",
+        "folders without images: 1 (labels)",
+        "hidden folders: 2 (.git)",
+    }
+
+
+@pytest.mark.parametrize(
+    ("place", "name"),
+    [("bird", "a.heic"), ("bird", "IMG_1"), ("train/bird", "a.heic"), ("train/bird", "a.npy")],
+)
+def test_a_class_that_cannot_be_read_is_one_line(place, name, tmp_path):
+    top = "train/" if "/" in place else ""
+    write(tmp_path, f"{top}cat/", f"{top}dog/")
+    (tmp_path / place).mkdir()
+    (tmp_path / place / name).write_bytes(b"x")
+    with pytest.raises(UserError, match=f"{place} has no image that can be read, only 1"):
+        find_images(str(tmp_path))
+
+
+def test_avif_is_read(tmp_path):
+    write(tmp_path, "cat/", "dog/")
+    try:
+        Image.new("RGB", (40, 30), (200, 10, 10)).save(tmp_path / "cat" / "a.avif")
+    except (OSError, ValueError, KeyError):
+        pytest.skip("this Pillow has no AVIF")
+    data = find_images(str(tmp_path), val_fraction=0.3)
+    assert sum(counts(data).values()) == 7
+    red, green, _ = unlabeled(tmp_path / "cat" / "a.avif")[0].open(0).pixels().float().mean((1, 2))
+    assert red > 180 and green < 40
+
+
+# ----------------------------------------------------------------------------------- links, devices
+
+
+def test_links_are_followed(tmp_path):
+    root = write(tmp_path / "data", "cat/", "dog/")
+    write(tmp_path / "elsewhere", "more/", "one.png")
+    os.symlink(tmp_path / "elsewhere" / "more", tmp_path / "data" / "cat" / "linked")
+    os.symlink(tmp_path / "elsewhere" / "one.png", tmp_path / "data" / "dog" / "9.png")
+    data = find_images(root, val_fraction=0.3)
+    assert np.bincount(np.concatenate([i.labels for i in data.splits.values()])).tolist() == [6, 4]
+    assert len(unlabeled(root)[0]) == 10
+    assert all(data.splits["train"].open(i).pixels().shape == (3, 8, 8) for i in range(6))
+
+
+def test_a_link_that_leads_nowhere_is_no_class_and_no_image(tmp_path):
+    root = write(tmp_path, "cat/", "dog/")
+    os.symlink("/nowhere/1.png", tmp_path / "cat" / "linked.png")
+    splits = find_images(root, val_fraction=0.3).splits.values()
+    (linked,) = [(i, k) for i in splits for k in range(len(i)) if "linked" in i.name(k)]
+    with pytest.raises(BadImage, match="No such file"):
+        linked[0].open(linked[1])
+    os.symlink("/nowhere/bird", tmp_path / "bird")
+    with pytest.raises(UserError, match=r"the link .*/bird leads nowhere"):
+        find_images(root)
+
+
+@pytest.mark.parametrize("to", [".", "..", "../cat", "loop"])
+def test_a_looping_link_is_one_line(to, tmp_path):
+    root = write(tmp_path, "cat/", "dog/")
+    os.symlink(to, tmp_path / "cat" / "loop")
+    for load in (find_images, unlabeled):
+        with pytest.raises(UserError, match=r"cat/loop|symbolic links") as error:
+            load(root)
+        assert "\n" not in str(error.value)
+
+
+def test_two_links_that_loop_together_are_one_line(tmp_path):
+    root = write(tmp_path / "data", "cat/", "dog/")
+    os.symlink(tmp_path / "data" / "dog", tmp_path / "data" / "cat" / "a")
+    os.symlink(tmp_path / "data" / "cat", tmp_path / "data" / "dog" / "b")
+    with pytest.raises(UserError, match="leads to a folder that it is in"):
+        find_images(root)
+
+
+@pytest.mark.skipif(os.name != "posix", reason="has no such files")
+def test_devices_and_fifos_are_never_opened(tmp_path, monkeypatch):
+    root = write(tmp_path / "d", "cat/", "dog/")
+    os.mkfifo(tmp_path / "d" / "cat" / "fifo.png")
+    os.symlink("/dev/zero", tmp_path / "d" / "cat" / "zero.png")
+    with socket.socket(socket.AF_UNIX) as listening:
+        monkeypatch.chdir(tmp_path / "d" / "dog")  # a path of a socket is at most 107 bytes long
+        listening.bind("socket.png")
+    data = find_images(root, val_fraction=0.3)
+    assert sum(counts(data).values()) == 6
+    assert left_out(data) == ["devices, FIFOs or sockets: 3 (cat/fifo.png)"]
+    assert len(unlabeled(root)[0]) == 6
+
+
+def test_what_became_a_device_is_not_read(tmp_path):
+    """Nor does it wait for one who writes."""
+    os.mkfifo(tmp_path / "fifo")
+    for path in (tmp_path / "fifo", "/dev/zero"):
+        seen = []
+        reader = threading.Thread(target=lambda path=path, seen=seen: seen.append(attempt(path)))
+        reader.daemon = True
+        reader.start()
+        reader.join(20)
+        assert seen == ["not a regular file"]
+
+
+def attempt(path):
+    try:
+        return read_regular(path)
+    except OSError as error:
+        return error.strerror
+
+
+# ---------------------------------------------------------------------------- fingerprint, evaluate
+
+
+def test_the_description_tells_data_apart_and_knows_a_copy(tmp_path):
+    root = write(tmp_path / "a", "train/cat/", "train/dog/", "val/cat/", "val/dog/")
+    before = find_images(root).description
+    shutil.copytree(tmp_path / "a", tmp_path / "b")
+    os.utime(tmp_path / "b" / "train" / "cat" / "0.png", (1, 1))
+    assert find_images(str(tmp_path / "b")).description == before
+    assert load_arrays(root, val_fraction=0).description == before
+
+    changed = tmp_path / "a" / "val" / "dog" / "1.png"
+    same_size = bytearray(changed.read_bytes())
+    same_size[-20] ^= 1
+    changed.write_bytes(same_size)
+    assert find_images(root).description != before
+    os.rename(tmp_path / "b" / "val" / "dog" / "1.png", tmp_path / "b" / "val" / "dog" / "9.png")
+    assert find_images(str(tmp_path / "b")).description != before
+
+
+def test_other_data_is_evaluated_as_a_whole_with_the_labels_of_the_model(tmp_path):
+    model = ["bird", "cat", "dog"]
+    whole = write(tmp_path / "whole", "dog/", "cat/")
+    for load in (
+        lambda name: find_to_evaluate(name, model),
+        lambda name: load_arrays(name, class_names=model),
+    ):
+        data = load(whole)
+        assert counts(data) == {"all": 6} and data.class_names == model
+        assert data.splits["all"].labels.tolist() == [1] * 3 + [2] * 3
+        split = write(tmp_path / "split", "train/cat/", "train/dog/", "test/dog/", "test/cat/")
+        assert counts(load(split)) == {"test": 6}
+        only_test = write(tmp_path / "only", "test/cat/", "test/dog/")
+        assert counts(load(only_test)) == {"test": 6}
+        one = write(tmp_path / "one", "cat/")
+        assert counts(load(one)) == {"all": 3}
+        other = write(tmp_path / "other", "cat/", "emu/")
+        with pytest.raises(UserError, match="class emu of its train split is not in those of the"):
+            load(other)

@@ -1,0 +1,187 @@
+"""Where the images of a data set are: in files, or in the rows of a table. Nothing is decoded."""
+
+import os
+from pathlib import Path
+
+import numpy as np
+
+from utils.data.scan import read_regular
+
+
+class Names:
+    """A list of strings in two arrays.
+
+    The workers of a data loader share the memory of arrays. That of Python objects is copied into
+    every worker, because each access changes their reference counts.
+    """
+
+    def __init__(self, names):
+        encoded = [os.fsencode(name) for name in names]
+        self._ends = np.cumsum([len(name) for name in encoded], dtype=np.int64)
+        self._text = np.frombuffer(b"".join(encoded), dtype=np.uint8)
+
+    def __len__(self):
+        return len(self._ends)
+
+    def __getitem__(self, index):
+        start = self._ends[index - 1] if index else 0
+        return os.fsdecode(self._text[start : self._ends[index]].tobytes())
+
+
+class Files:
+    """Images in files.
+
+    Args:
+        root (Path): the folder of the data set.
+        names (list[str]): paths relative to `root`.
+    """
+
+    def __init__(self, root, names):
+        self.root, self._names = root, Names(names)
+
+    def __len__(self):
+        return len(self._names)
+
+    def read(self, row, most=-1):
+        """The bytes of a file, or its first `most`. Raises OSError, as `read_regular` does."""
+        return read_regular(self.root / self._names[row], most)
+
+    def name(self, row):
+        """The path of a file."""
+        return str(self.root / self._names[row])
+
+    def portable_name(self, row):
+        """The path relative to the folder of the data set, which differs between machines."""
+        return self._names[row]
+
+    def sizes(self, rows):
+        """The sizes of files in bytes, int64; -1: there is no such file."""
+        root = str(self.root)  # joining strings takes a third of the time
+        return _sizes(f"{root}/{self._names[row]}" for row in rows.tolist())
+
+    def stamp(self, row):
+        """A value that changes when the file does."""
+        return _stamp(self.root / self._names[row])
+
+
+class Rows:
+    """Images in a column of a table.
+
+    A value of the column is the bytes of an image, the path of a file, or a dict with `bytes` and
+    `path`, as the `datasets` library stores images.
+
+    Args:
+        rows: a `datasets.Dataset` with no other column, or a list of bytes.
+        place (str): names the table in messages.
+        version (str): a value that changes when the table does.
+        folder (Path | None): relative paths start here and stay here; None: no file is read, but
+            those in `allowed`.
+        in_files (bool): whether the column has paths only.
+        allowed (tuple): other folders in which files may be. The rows of somebody else's table must
+            not name any file of this machine, whose image could end up in a published plot.
+        anywhere (bool): absolute paths may name any file: a list that a person wrote.
+    """
+
+    def __init__(
+        self, rows, place, version, folder=None, in_files=False, allowed=(), anywhere=False
+    ):
+        self._rows, self._place, self._version = rows, place, version
+        self._folder, self._in_files = Path(os.path.abspath(folder or ".")), in_files
+        allowed = [os.path.abspath(path) for path in (*allowed, *([folder] if folder else ()))]
+        self._allowed = {*allowed, *map(os.path.realpath, allowed)}
+        self._anywhere = anywhere
+
+    def __len__(self):
+        return len(self._rows)
+
+    def read(self, row, most=-1):
+        """The bytes of an image, or the first `most` of a file. Raises ValueError without one."""
+        data, path = self._value(row)
+        if data is not None:
+            return data
+        if path is None:
+            raise ValueError("the row has no image")
+        try:
+            return read_regular(self._file(path), most)
+        except OSError as error:
+            raise ValueError(f"{path}: {error.strerror}") from None
+
+    def name(self, row):
+        """The row as messages name it."""
+        return f"row {row} of {self._place}"
+
+    def portable_name(self, row):
+        """The row, without the table, which may have another path on each machine."""
+        return f"row {row}"
+
+    def stamp(self, row):
+        """A value that changes when the table does, or the file that it names."""
+        if not self._in_files:
+            return self._version
+        path = self._value(row)[1]
+        return None if path is None else _stamp(self._folder / path)
+
+    def sizes(self, rows):
+        """The sizes of images in bytes, int64; -1: there is none."""
+        if isinstance(self._rows, list):
+            return np.array([len(self._rows[row]) for row in rows], dtype=np.int64)
+        column = self._rows.with_format("arrow")[:].column(0)  # all at once: much faster
+        if self._in_files:
+            values = column.to_pylist()
+            paths = (_path_in(values[row]) for row in rows.tolist())
+            return _sizes(path and self._folder / path for path in paths)
+        lengths = [_lengths(chunk) for chunk in column.chunks if len(chunk)]
+        return np.concatenate(lengths).astype(np.int64)[rows]
+
+    def _file(self, path):
+        """The file that a row names. Raises ValueError if it is in no folder that is allowed."""
+        file = Path(os.path.normpath(self._folder / path))
+        if self._anywhere and os.path.isabs(path):
+            return file
+        if not any(file.is_relative_to(folder) for folder in self._allowed):
+            raise ValueError(f"{path} is not in the folder of the table")
+        return file
+
+    def _value(self, row):
+        """Bytes and path of an image; each may be None."""
+        value = self._rows[int(row)]
+        if isinstance(value, bytes):
+            return value, None
+        (value,) = value.values()
+        if isinstance(value, dict):
+            return value.get("bytes"), value.get("path")
+        return (None, value) if isinstance(value, str) else (value, None)
+
+
+def _path_in(value):
+    return value["path"] if isinstance(value, dict) else value
+
+
+def _lengths(values):
+    """The length of each value in an Arrow array of bytes, or of a struct with `bytes`."""
+    if hasattr(values, "field"):
+        values = values.field("bytes")
+    kind = np.int64 if "large" in str(values.type) else np.int32
+    offsets = np.frombuffer(values.buffers()[1], kind)  # nothing is copied
+    return np.diff(offsets[values.offset : values.offset + len(values) + 1])
+
+
+def _sizes(paths):
+    """The sizes of files, int64; -1 where there is none."""
+    return np.array([_size(path) for path in paths], dtype=np.int64)
+
+
+def _size(path):
+    try:
+        return os.stat(path).st_size if path else -1
+    except (OSError, ValueError):
+        return -1
+
+
+def _stamp(path):
+    """The path of a file, its size and its time of change; None if there is no such file."""
+    try:
+        status = path.stat()
+    except (OSError, ValueError):  # ValueError: a NUL in the path
+        return None
+    return str(path), status.st_size, status.st_mtime_ns

@@ -1,0 +1,168 @@
+"""Loads rows with the `datasets` library: the one way, for images and for text."""
+
+import contextlib
+import os
+import re
+from pathlib import Path
+
+from utils.data import splits as split_names
+from utils.run.failures import UserError
+
+# The reader of the `datasets` library for each kind of file.
+READERS = {
+    ".parquet": "parquet",
+    ".arrow": "arrow",
+    ".jsonl": "json",
+    ".ndjson": "json",
+    ".json": "json",
+    ".csv": "csv",
+    ".tsv": "csv",
+}
+STRIPPED = r"(?i)\.[a-z0-9]+(\.(gz|bz2|xz))?$"  # the suffix of a file, as in train.txt.gz
+LISTS = {".jsonl", ".ndjson", ".json", ".csv", ".tsv"}  # tables that a person can read
+# Files that the `datasets` library writes about a data set.
+METADATA = {"dataset_infos.json", "dataset_info.json", "dataset_dict.json", "state.json"}
+
+
+def local_path(name, alternatives):
+    """Finds out whether `name` is on this machine.
+
+    Returns:
+        Path | None: None: it may be a Hub id.
+
+    Raises:
+        UserError: it can only be a path, and there is nothing; the message ends with
+            `alternatives`.
+    """
+    path = Path(name).expanduser()
+    if path.exists():
+        return path
+    suffix = path.suffix.lower()
+    if name.startswith((".", "/", "~")) or suffix in READERS or suffix == ".txt":
+        raise UserError(f"--dataset {name}: there is no such file or folder; {alternatives}")
+    return None
+
+
+def files_by_split(root, files):
+    """Finds out from names, by the rule of `splits`, which files are those of which split.
+
+    A file says its split itself (`train-00000-of-00002.parquet`, `val.txt`), or its folder does.
+
+    Args:
+        root (Path): the folder of the data set.
+        files (list[str]): paths relative to it.
+
+    Returns:
+        dict[str, list[Path]]: split -> files; all are `train` if no name says a split.
+
+    Raises:
+        UserError: some names say a split and others do not, or none says train.
+    """
+    stems = {file: re.sub(STRIPPED, "", os.path.basename(file)) for file in files}
+    said, found = split_names.assign(sorted(set(stems.values()))), {}
+    for file in files:
+        folders = map(split_names.split_of, reversed(file.split("/")[:-1]))
+        split = said.get(stems[file]) or next(filter(None, folders), None)
+        found.setdefault(split, []).append(Path(root) / file)
+    if list(found) == [None] or len(found) == 1:
+        return {"train": next(iter(found.values()))}
+    if None in found:
+        first = next(files[0] for split, files in found.items() if split)
+        other = found[None][0].name
+        raise UserError(
+            f"--dataset {root}: by its name, {first.name} is one of its splits, and "
+            f"{other} is not: rename or remove one of them "
+            "(train.*, val.* and test.* are splits)"
+        )
+    if "train" not in found:
+        raise UserError(
+            f"--dataset {root} has no train split, only {' and '.join(found)}: name one train"
+        )
+    return {split: found[split] for split in ("train", "val", "test") if split in found}
+
+
+def load_table(name, *, files=None, streaming=False, alternatives="", reader=None, **options):
+    """Loads rows with the `datasets` library.
+
+    Args:
+        name (str): a Hub id, a folder in the Hub's layout, or a file with one of the suffixes in
+            `READERS`; files with any other suffix are read as text.
+        files (dict[str, list[Path]] | None): by split, load these instead; all are of one kind.
+        streaming (bool): read rows as they are needed, instead of all of them now.
+        alternatives (str): what else the user can give; an error message ends with it.
+        reader (str | None): of the library, for files; None: as their suffix says.
+        options: of that reader.
+
+    Returns:
+        datasets.DatasetDict | datasets.IterableDatasetDict: by split; a single file is `train`.
+
+    Raises:
+        UserError: it cannot be loaded.
+    """
+    import datasets  # here, because it takes a second, and folders of images do not need it
+
+    datasets.disable_progress_bars()
+    path = local_path(name, alternatives)
+    if files is None and path and path.is_file():
+        files = {"train": [path]}
+    source = dict(path=str(path or name))
+    if files:
+        suffix = next(iter(files.values()))[0].suffix.lower()
+        named = {split: [str(file) for file in some] for split, some in files.items()}
+        source = dict(path=reader or READERS.get(suffix, "text"), data_files=named, **options)
+        source |= {"sep": "\t"} if suffix == ".tsv" else {}
+    with loading(name, alternatives):
+        return datasets.load_dataset(**source, streaming=streaming)
+
+
+def name_splits(name, tables, left_out):
+    """The tables that are used, by split; a single one is `train`, whatever its name.
+
+    Args:
+        tables (dict): what `load_table` returned.
+        left_out (LeftOut): gets the others.
+
+    Raises:
+        UserError: two of them are called the same, such as valid and validation.
+    """
+    if len(tables) == 1:
+        return {"train": next(iter(tables.values()))}
+    named = {}
+    for own_name in tables:
+        split = split_names.split_of(own_name)
+        if split is None:
+            left_out.add("splits of other names", own_name)
+        elif split in named:
+            raise UserError(
+                f"--dataset {name}: {named[split]} and {own_name} both look like its {split} "
+                "split: remove or rename one of them"
+            )
+        else:
+            named[split] = own_name
+    order = [split for split in ("train", "val", "test") if split in named]
+    return {split: tables[named[split]] for split in order}
+
+
+def describes_itself(folder):
+    """Whether a folder in the Hub's layout says in its README.md which files are which split."""
+    page = Path(folder) / "README.md"
+    if not page.is_file():
+        return False
+    head = page.read_text(errors="replace")[:10_000]
+    return head.startswith("---") and re.search(r"^(configs|dataset_info):", head, re.M) is not None
+
+
+@contextlib.contextmanager
+def loading(name, alternatives):
+    """Raises UserError, with one line, instead of any error in the block."""
+    try:
+        yield
+    except Exception as error:  # errors of datasets, fsspec, pyarrow or the network
+        reason = first_line(error)
+        raise UserError(f"cannot load --dataset {name} ({reason}); {alternatives}") from None
+
+
+def first_line(error):
+    """The first line of what caused an error, without a period."""
+    text = str(error.__cause__ or error).strip()
+    return text.splitlines()[0].rstrip(".") if text else type(error).__name__

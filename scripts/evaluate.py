@@ -46,6 +46,7 @@ from utils.run.arguments import WORKERS, Parser
 from utils.run.collectives import local_main_first, run_on_all, run_on_main
 from utils.run.failures import UserError
 from utils.run.files import write_json, write_text
+from utils.run.output import one_line
 
 
 def main():
@@ -110,8 +111,8 @@ def evaluate_cifar(accelerator, args, saved):
         results = {f"{shown}_{key}": value for key, value in metrics.items()}
         results |= {"tta": args.tta, "weights": str(saved.file)}
         with writing(args, saved, "evaluation") as folder:
-            plots.classification(folder, split, predictions, data.class_names)
             write_json(folder / "results.json", results)
+            plots.classification(folder, split, predictions, data.class_names)
         print(plots.class_table(split.labels, predictions, data.class_names))
         print_summary(saved, metrics, len(predictions), shown, folder)
 
@@ -181,11 +182,11 @@ def write_evaluation(args, saved, dataset, logits, labels, class_names, shown="v
     results = {f"{shown}_{key}": value for key, value in metrics.items()}
     results |= {"per_class": per_class, "weights": str(saved.file)}
     with writing(args, saved, "evaluation") as folder:
-        plots.of_images(folder, dataset, samples, class_names)
         write_json(folder / "results.json", results)
-    width = max(map(len, class_names))
+        plots.of_images(folder, dataset, samples, class_names)
+    width = max(len(one_line(name)) for name in class_names)
     for name, share in per_class.items():
-        print(f"  {name:{width}}  {100 * share:6.2f} %")
+        print(f"  {one_line(name):{width}}  {100 * share:6.2f} %")
     print_summary(saved, metrics, (labels >= 0).sum().item(), shown, folder)
 
 
@@ -217,6 +218,7 @@ def write_predictions(args, saved, dataset, logits, labels, class_names):
     print(f"{count}{note}: see predictions.csv, predictions.json and contact_sheet.png in {folder}")
 
 
+@plots.extra
 def draw_contact_sheet(path, dataset, rows, columns=8, most=64):
     """Draws up to `most` images, each with its most likely class and the probability.
 
@@ -244,10 +246,10 @@ def draw_contact_sheet(path, dataset, rows, columns=8, most=64):
             image.permute(1, 2, 0) if classes else np.full((size, size, 3), 230, np.uint8),
             interpolation="nearest",
         )
+        name = name if len(name) <= 20 else f"{name[:9]}…{name[-10:]}"
         label = f"{classes[0][0][:18]} {classes[0][1]:.0%}" if classes else "unreadable"
-        axis.set_title(
-            f"{name if len(name) <= 20 else name[:9] + '…' + name[-10:]}\n{label}", fontsize=7
-        )
+        title = f"{plots.for_plot(name)}\n{plots.for_plot(label)}"
+        axis.set_title(title, fontsize=7, family=plots.fonts_for(title))
     figure.suptitle(
         f"{count} of {len(rows):,} images" if count < len(rows) else f"{count} images", fontsize=10
     )

@@ -93,7 +93,7 @@ def test_text_that_is_ambiguous_is_one_line(files, says, tmp_path):
 
 def test_text_files_of_every_suffix_are_read_or_named(tmp_path):
     files = dict(a_txt="alpha " * 9, b_TXT="beta " * 9, c_md="gamma " * 9, d_text="delta " * 9)
-    files |= dict(e_txt_gz=gzip.compress(b"epsilon"), f_txt_bz2=bz2.compress(b"zeta"))
+    files |= dict(e_txt_gz=gzip.compress(b"epsilon", mtime=0), f_txt_bz2=bz2.compress(b"zeta"))
     files |= dict(g_md_xz=lzma.compress(b"eta"), h__i_txt="theta")
     files |= dict(README_md="no", License_txt="no", j_jsonl_gz=b"no", k_html="no", LICENSE="no")
     files |= {"l_ipynb": "no"}
@@ -165,7 +165,7 @@ def test_what_looks_like_dates_or_numbers_is_text(kinds, suffix, streaming, tmp_
         codecs.BOM_UTF8 + "ähnlich ".encode() * 20,
         codecs.BOM_UTF16_LE + ("ähnlich " * 20).encode("utf-16-le"),
         codecs.BOM_UTF16_BE + ("ähnlich " * 20).encode("utf-16-be"),
-        gzip.compress(codecs.BOM_UTF8 + "ähnlich ".encode() * 20),
+        gzip.compress(codecs.BOM_UTF8 + "ähnlich ".encode() * 20, mtime=0),
     ],
 )
 def test_a_byte_order_mark_is_not_text(data, tmp_path):

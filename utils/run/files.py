@@ -76,7 +76,8 @@ def write_text(path, text):
     path = Path(path)
     # Per process, as several may write the status.
     temporary = path.with_name(f".{path.name}.{os.getpid()}.writing")
-    with temporary.open("w") as file:
+    # Names of files may hold bytes that are not UTF-8: these are written as they are.
+    with temporary.open("w", encoding="utf-8", errors="surrogateescape") as file:
         file.write(text)
         file.flush()
         os.fsync(file.fileno())

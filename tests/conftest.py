@@ -62,7 +62,8 @@ def pytest_configure(config):
     # What a shell starts in the background, and all that it starts in turn, ignores Ctrl-C, which
     # is tested here.
     signal.signal(signal.SIGINT, signal.default_int_handler)
-    signal.signal(signal.SIGQUIT, signal.SIG_DFL)
+    for signum in (signal.SIGQUIT, signal.SIGHUP):  # the second is ignored under nohup
+        signal.signal(signum, signal.SIG_DFL)
     quick = "not slow" in config.option.markexpr
     if quick and "PYTEST_XDIST_WORKER" in os.environ and hasattr(os, "sched_setaffinity"):
         # Each of pytest's processes, and all that it starts, has its own cores. Two runs of two

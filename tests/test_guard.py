@@ -1,5 +1,6 @@
 """All processes stop after the same step: here threads, whose collectives are exchanges of values."""
 
+# ruff: noqa: F811 (fixtures of other files)
 import math
 import threading
 from datetime import timedelta
@@ -164,7 +165,7 @@ def test_a_gradient_norm_counts_unless_the_scaler_skips_its_step(processes):
     assert processes(1, walk([0.5] * 4, norms=norms), scaler="fp16") == [None]
 
 
-def test_the_norm_of_shards(mesh, processes):  # noqa: F811
+def test_the_norm_of_shards(mesh, processes):
     norm = DTensor.from_local(torch.tensor(math.inf), mesh)
 
     def train(watched, rank, process):
@@ -208,7 +209,7 @@ def test_a_signal_between_two_steps_is_not_lost_by_a_check(processes):
     assert processes(2, train) == [[False, True]] * 2
 
 
-def test_weights_on_several_kinds_of_tensors(mesh):  # noqa: F811
+def test_weights_on_several_kinds_of_tensors(mesh):
     model = nn.Module()
     model.whole = nn.Parameter(torch.ones(2))
     model.shards = nn.Parameter(DTensor.from_local(torch.ones(2, 2), mesh))

@@ -2,12 +2,14 @@
 
 import json
 import os
+import random
 import socket
 import stat
 import subprocess
 import sys
 import warnings
 
+import numpy as np
 import pytest
 import torch
 from conftest import LIMIT, command, run, status
@@ -175,6 +177,26 @@ def test_a_path_that_cannot_be_used_is_one_line(name, tmp_path):
         manifest.verify(tmp_path / name)
     with pytest.raises((UserError, FileNotFoundError)):
         files.regular_file(tmp_path / name)
+
+
+@pytest.mark.parametrize("library", ["torch", "numpy", "random", None])
+def test_random_states_that_were_not_restored_are_an_error(library, tmp_path):
+    """Accelerate only logs that it could not restore them, and trains on with others."""
+    torch.save(
+        {
+            "random_state": random.getstate(),
+            "numpy_random_seed": np.random.get_state(),
+            "torch_manual_seed": torch.get_rng_state(),
+        },
+        tmp_path / "random_states_0.pkl",
+    )
+    draw = {"torch": lambda: torch.rand(1), "numpy": np.random.rand, "random": random.random}
+    draw.get(library, int)()
+    checkpoint._check_random_states(tmp_path / "random_states_1.pkl")  # a process that is new
+    if library is None:
+        return checkpoint._check_random_states(tmp_path / "random_states_0.pkl")
+    with pytest.raises(ValueError, match="could not be restored"):
+        checkpoint._check_random_states(tmp_path / "random_states_0.pkl")
 
 
 def test_a_changed_value_of_a_manifest_keeps_it_valid(saved):

@@ -60,6 +60,8 @@ def test_an_evaluation_is_interrupted_and_done_again(config, faults, uninterrupt
         done = run(config, "tests/wrapped.py", words, output_dir=tmp_path, check=False)
         assert done.returncode != 0 and "stopped by " in done.stdout + done.stderr
         assert status(tmp_path)["state"] == "preempted"
+        if fault == "sigterm_in_step@20":
+            assert not metrics(tmp_path, "val")
     run(config, MINIMAL, SHORT, output_dir=tmp_path)
     assert final_weights(tmp_path) == final_weights(uninterrupted[config])
     for split in ("train", "val"):
@@ -121,6 +123,13 @@ def test_a_worker_that_sends_nothing_does_not_outlive_a_signal(tmp_path):
     assert workers and all_end(workers)
 
 
+def test_a_worker_that_sends_nothing_is_waited_for_as_long_as_for_a_process(tmp_path):
+    words = ["silent_loader@4", CIFAR, *SMALL.split(), "--num_workers", "1", "--timeout", "3"]
+    done = run(None, "tests/wrapped.py", words, output_dir=tmp_path, check=False)
+    assert done.returncode == 1 and done.stderr.count("error: rank 0 waited longer than") == 1
+    assert "--num_workers 0" in done.stderr and "same command again" not in done.stderr
+
+
 def test_a_stopped_process_does_not_keep_the_others_from_ending(tmp_path):
     """The others wait for it in a collective, inside C++, where no handler of Python runs."""
     environment = {"TORCH_ELASTIC_SHUTDOWN_TIMEOUT": "3"}
@@ -143,7 +152,7 @@ def test_a_batch_that_cannot_be_sent_is_an_error_at_once(tmp_path):
     done = run(
         None,
         CIFAR,
-        f"{SMALL} --num_workers 1",
+        f"{SMALL} --num_workers 1 --timeout 20",
         output_dir=tmp_path / "run",
         env={"TMPDIR": str(long)},
         check=False,

@@ -116,7 +116,7 @@ def test_none_leaves_no_tracker_and_loses_nothing_else(tmp_path):
     [
         ("wand", "--track wand: unknown tracker; use none, or one or more of aim, clearml"),
         ("tensorboard,mlflow", "--track mlflow: its package is not installed"),
-        ("", "unknown tracker"),
+        ("", "argument --track: is empty"),
     ],
 )
 def test_a_tracker_that_is_not_there_is_one_line(names, says, tmp_path):

@@ -992,7 +992,7 @@ MUTANTS = [
     ),
     Mutant(
         "Ctrl-C ends loader workers",
-        "utils/run/process.py",
+        "utils/data/loaders.py",
         "signal.signal(signum, signal.SIG_IGN)",
         "signal.signal(signum, signal.SIG_DFL)",
         "test_faults.py -k SIGINT",
@@ -1634,14 +1634,14 @@ MUTANTS = [
     ),
     Mutant(
         "a batch that cannot be sent is waited for",
-        "utils/run/process.py",
+        "utils/data/loaders.py",
         "    Queue._on_queue_feeder_error = staticmethod(_end_worker)\n",
         "",
         "test_signals.py -k cannot_be_sent",
     ),
     Mutant(
         "a stuck worker outlives the run",
-        "utils/run/process.py",
+        "utils/data/loaders.py",
         "        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)\n",
         "        pass\n",
         "test_signals.py -k outlive_a_signal",

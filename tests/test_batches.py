@@ -18,7 +18,6 @@ from utils.data import loaders, shared_batches
 from utils.data.augment import augment, normalize, random_uint32
 from utils.data.mixing import Mix
 from utils.data.shared_batches import SharedBatch
-from utils.run import process
 
 
 def digest(*tensors):
@@ -98,7 +97,7 @@ def test_options_of_loaders(device, pinned):
     options = loaders.loader_options(SimpleNamespace(device=torch.device(device)), 3)
     assert options["num_workers"] == 3 and options["pin_memory"] is pinned
     assert options["collate_fn"] is loaders.already_a_batch
-    assert options["worker_init_fn"] is process.set_up_worker and options["timeout"] == 600
+    assert options["worker_init_fn"] is loaders.set_up_worker and options["timeout"] == 600
     alone = loaders.loader_options(SimpleNamespace(device=torch.device("cpu")))
     assert alone["num_workers"] == alone["timeout"] == 0
     assert loaders.already_a_batch([1, 2]) == [1, 2]

@@ -1,13 +1,21 @@
 """Options, batch sizes and orders for the data loaders of all scripts."""
 
 import contextlib
+import ctypes
 import math
+import os
+import signal
+import sys
+from multiprocessing.queues import Queue
 
 import torch
 from torch.utils.data import Sampler
 
 from utils.run import process
+from utils.run.output import one_line
 from utils.run.seeds import sample_seed
+
+PR_SET_PDEATHSIG = 1  # from <linux/prctl.h>
 
 
 def loader_options(accelerator, num_workers=0, timeout=600):
@@ -20,9 +28,29 @@ def loader_options(accelerator, num_workers=0, timeout=600):
         collate_fn=already_a_batch,
         num_workers=num_workers,
         pin_memory=accelerator.device.type == "cuda",
-        worker_init_fn=process.set_up_worker,
+        worker_init_fn=set_up_worker,
         timeout=timeout if num_workers else 0,
     )
+
+
+def set_up_worker(_worker_id):
+    """For `DataLoader(worker_init_fn=...)`: ignores signals; an unsendable batch ends the worker.
+
+    The loop can then finish its step and save. Python only prints the error of a batch that cannot
+    be sent (a socket's path that is too long, a full /dev/shm), and the loader would wait forever.
+    """
+    for signum in process.STOPPING:
+        signal.signal(signum, signal.SIG_IGN)
+    if sys.platform == "linux":
+        # However the training process ends: so does a worker that is stuck.
+        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+    Queue._on_queue_feeder_error = staticmethod(_end_worker)
+
+
+def _end_worker(error, _batch):
+    line = f"{type(error).__name__}: {one_line(error)}"
+    print(f"a data loader worker cannot send its batch: {line}", file=sys.stderr, flush=True)
+    os._exit(1)
 
 
 def already_a_batch(batch):

@@ -19,7 +19,6 @@ say, runs no signal handler: a second thread, which the kernel's notice wakes up
 """
 
 import contextlib
-import ctypes
 import gc
 import os
 import signal
@@ -37,7 +36,6 @@ STOPPING = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT, signal.SIGHUP)
 ORPHAN_SECONDS = 3.5
 # Time to save after that, or after the launcher died if a signal had arrived before.
 SAVE_SECONDS = 60
-PR_SET_PDEATHSIG = 1  # from <linux/prctl.h>
 
 _handles_signals = False  # stays False in a notebook
 _refused = None  # the error to raise, if the environment describes another launch
@@ -164,28 +162,6 @@ def grace_seconds():
 def stop_seconds():
     """Seconds after a signal until a process that does not get to a save is ended."""
     return grace_seconds() * 2 / 3 if _phase == "training" else 5
-
-
-def set_up_worker(_worker_id):
-    """For `DataLoader(worker_init_fn=...)`: ignores signals; an unsendable batch ends the worker.
-
-    The loop can then finish its step and save. Python only prints the error of a batch that cannot
-    be sent (a socket's path that is too long, a full /dev/shm), and the loader would wait forever.
-    """
-    from multiprocessing.queues import Queue
-
-    for signum in STOPPING:
-        signal.signal(signum, signal.SIG_IGN)
-    if sys.platform == "linux":
-        # However the training process ends: so does a worker that is stuck.
-        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
-    Queue._on_queue_feeder_error = staticmethod(_end_worker)
-
-
-def _end_worker(error, _batch):
-    line = f"{type(error).__name__}: {output.one_line(error)}"
-    print(f"a data loader worker cannot send its batch: {line}", file=sys.stderr, flush=True)
-    os._exit(1)
 
 
 def run(main):

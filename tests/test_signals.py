@@ -101,8 +101,11 @@ def test_a_hangup_that_is_ignored_at_the_start_stays_ignored(tmp_path):
 
 def test_a_process_without_a_launcher_outlives_whoever_started_it(tmp_path):
     """An exported variable does not make the shell a launcher."""
-    words = command(None, MINIMAL, SHORT.replace("60", "3000"), output_dir=tmp_path / "run")
-    line = f"nohup {' '.join(words)} >{tmp_path}/log 2>&1 & echo $!"
+    words = command(None, MINIMAL, SHORT.replace("60", "1000"), output_dir=tmp_path / "run")
+    line = (
+        f"nohup {' '.join(words)} >{tmp_path}/log 2>&1 & echo $!; "
+        f"until grep -q 'starting at step' {tmp_path}/log; do :; done"
+    )
     environment = {**os.environ, "ACCELERATE_MIXED_PRECISION": "no", "PYTHONUNBUFFERED": "1"}
     started = subprocess.run(["sh", "-c", line], env=environment, capture_output=True, text=True)
     process = psutil.Process(int(started.stdout))

@@ -19,6 +19,7 @@ from utils.run import manifest, metrics, process
 from utils.run.arguments import MAY_CHANGE, Parser, number
 from utils.run.failures import UserError
 from utils.run.files import read_json, read_json_lines
+from utils.run.output import for_plot
 
 NOT_METRICS = {"split", "step", "epoch", "score", "samples", "seconds"}
 LINE_STYLES = ("-", "--", ":", "-.")
@@ -131,7 +132,7 @@ def draw(path, runs, metric, smoothing):
         for index, run in enumerate(runs):
             color = plots.COLORS[index % len(plots.COLORS)]
             style = LINE_STYLES[index // len(plots.COLORS) % len(LINE_STYLES)]
-            look = dict(color=color, label=plots.for_plot(run["name"]))
+            look = dict(color=color, label=for_plot(run["name"]))
             x, losses = curve(run["points"].get("train", []), unit, "loss")
             factor = 1 - 1 / max(1, len(losses) / 20) if smoothing is None else smoothing
             losses_axis.plot(x, losses, color=color, alpha=0.4, linewidth=1)

@@ -247,9 +247,9 @@ def draw_contact_sheet(path, dataset, rows, columns=8, most=64):
             interpolation="nearest",
         )
         name = name if len(name) <= 20 else f"{name[:9]}…{name[-10:]}"
-        label = f"{classes[0][0][:18]} {classes[0][1]:.0%}" if classes else "unreadable"
-        title = f"{plots.for_plot(name)}\n{plots.for_plot(label)}"
-        axis.set_title(title, fontsize=7, family=plots.fonts_for(title))
+        label = f"{plots.shorten(classes[0][0])} {classes[0][1]:.0%}" if classes else "unreadable"
+        lines, fonts = plots.drawable([name, label])
+        axis.set_title("\n".join(lines), fontsize=7, family=fonts)
     figure.suptitle(
         f"{count} of {len(rows):,} images" if count < len(rows) else f"{count} images", fontsize=10
     )

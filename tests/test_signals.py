@@ -120,10 +120,10 @@ def test_a_worker_that_sends_nothing_does_not_outlive_a_signal(tmp_path):
     started.wait_for("step      3/")  # two more batches are loaded ahead
     workers = psutil.Process(started.process.pid).children(recursive=True)
     os.kill(started.process.pid, signal.SIGTERM)
+    assert workers and all_end(workers, 20)
     code, output = started.finish()
     assert code == PREEMPTED and "waiting for a batch 1 s later" in output, output
     assert status(tmp_path)["state"] == "preempted"
-    assert workers and all_end(workers)
 
 
 def test_a_worker_that_sends_nothing_is_waited_for_as_long_as_for_a_process(tmp_path):

@@ -2,6 +2,7 @@
 
 import contextlib
 import functools
+import sys
 import warnings
 from pathlib import Path
 
@@ -57,8 +58,7 @@ def image_grid(path, images, labels, predictions, class_names, columns=8, title=
     size = (columns * 1.35, rows * 1.35 * cell_height / cell_width + 0.5)
     figure, axis = subplots(1, 1, figsize=size)
     axis.axis("off")
-    names = [for_plot(name) for name in class_names]
-    fonts = fonts_for("".join(names))
+    names, fonts = drawable(shorten(name) for name in class_names)
     pairs = zip(labels.tolist(), predictions.tolist(), strict=True)
     for index, (label, prediction) in enumerate(pairs):
         row, column = divmod(index, columns)
@@ -93,8 +93,7 @@ def confusion_matrix(path, counts, class_names):
                     color = "white" if share[i, j] > 55 else "black"
                     place = dict(ha="center", va="center", in_layout=False)
                     axis.text(j, i, f"{share[i, j]:.1f}", fontsize=8, color=color, **place)
-    names = [for_plot(name) for name in class_names]
-    fonts = fonts_for("".join(names))
+    names, fonts = drawable(class_names)
     axis.set_xticks(range(count), names, rotation=45, ha="right", family=fonts)
     axis.set_yticks(range(count), names, family=fonts)
     axis.set_xlabel("predicted class")
@@ -242,32 +241,49 @@ def class_table(labels, predictions, class_names):
     return "\n".join(lines)
 
 
-@functools.cache
-def fonts_for(text):
-    """Finds fonts that together have all letters of `text`, as far as any is installed.
+def drawable(texts):
+    """Escapes names for a plot; letters that no installed font has become code points, `\\u732b`.
 
     Returns:
-        list[str]: the usual font first; Matplotlib takes each letter from the first that has it.
+        tuple[list[str], list[str]]: the texts, and the font families that together have their
+        letters: Matplotlib takes each letter from the first that has it.
     """
+    texts = [for_plot(text) for text in texts]
+    fonts, missing = _fonts_for(frozenset("".join(texts)))
+    escapes = {ord(letter): f"\\u{ord(letter):04x}" for letter in missing}
+    return [text.translate(escapes) for text in texts], fonts
+
+
+def shorten(text, most=14):
+    """Shortens a name that would reach into the next image."""
+    return text if len(text) <= most else f"{text[: most - 1]}…"
+
+
+@functools.cache
+def _fonts_for(letters):
     from matplotlib import font_manager
 
     usual = "DejaVu Sans"  # comes with Matplotlib
-    missing = set(map(ord, text)) - _letters(font_manager.findfont(usual))
+    missing = {letter for letter in letters if letter != "\n"}
     fonts = [usual]
+    missing -= _letters(font_manager.findfont(usual))
     for entry in font_manager.fontManager.ttflist if missing else ():
         covered = missing & _letters(entry.fname)
         if covered:
             fonts.append(entry.name)
             missing -= covered
-    return fonts
+    if missing:
+        some = "".join(sorted(missing)[:10])
+        print(f"no font for {some} is installed: plots show code points", file=sys.stderr)
+    return fonts, missing
 
 
 def _letters(path):
-    """The code points that a font file has."""
+    """The letters that a font file has."""
     from matplotlib import font_manager
 
     with contextlib.suppress(OSError, RuntimeError):  # a font that was removed, or is damaged
-        return set(font_manager.get_font(path).get_charmap())
+        return set(map(chr, font_manager.get_font(path).get_charmap()))
     return set()
 
 

@@ -269,7 +269,7 @@ def _fonts_for(letters):
     missing -= _letters(font_manager.findfont(usual))
     for entry in font_manager.fontManager.ttflist if missing else ():
         covered = missing & _letters(entry.fname)
-        if covered:
+        if covered and not entry.name.startswith("Last Resort"):  # has one box for all of a script
             fonts.append(entry.name)
             missing -= covered
     if missing:

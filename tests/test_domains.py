@@ -9,7 +9,7 @@ from conftest import CIFAR, ROOT, load_script, run
 
 from utils import pretrained
 from utils.run.arguments import Parser
-from utils.run.domains import number, one_line, text
+from utils.run.domains import number, one_line, shown, text
 from utils.run.failures import UserError
 
 SCRIPTS = sorted(
@@ -123,6 +123,11 @@ def test_a_number_is_in_its_domain():
     assert number(float, 0)("1e-3") == 0.001 and number(float, 0)(".5") == number(float, 0)("0.5")
     assert number(float, 0, least=0.01)("0.01") == 0.01 and number(float, 0)("0") == 0
     assert type(number(float, 0)("3")) is float
+    assert number(float, 0).most == 1e6 and number(int, 0).most == 10**9
+    assert number(int, 0)("7".zfill(49)) == 7
+    with pytest.raises(argparse.ArgumentTypeError):
+        number(int, 0)("7".zfill(50))
+    assert shown("x" * 40) == f"'{'x' * 40}'" and shown("x" * 41) == f"'{'x' * 40}...'"
     for domain, value, says in (
         (number(int, 1), "0", "must be an integer, at least 1 and at most 1000000000, not '0'"),
         (number(int, 0, below=32), "32", "at least 0 and below 32"),
@@ -144,8 +149,9 @@ def test_the_home_folder(monkeypatch):
     assert text("~") == "/home/ada" and text("~/a") == "/home/ada/a" and text("a/~b") == "a/~b"
     assert text("~no_such_user/a") == "~no_such_user/a"
     monkeypatch.setattr("os.path.expanduser", lambda path: path)  # a user id without an entry
-    with pytest.raises(argparse.ArgumentTypeError, match="no home folder for ~/a"):
-        text("~/a")
+    for path in ("~/a", "~"):
+        with pytest.raises(argparse.ArgumentTypeError, match=f"no home folder for {path}"):
+            text(path)
 
 
 def test_the_control_characters_of_a_line():

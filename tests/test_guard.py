@@ -23,10 +23,15 @@ class Reducing(World):
 
     ReduceOp = SimpleNamespace(MAX="max")
 
+    def __init__(self, size):
+        super().__init__(size)
+        self.in_background = []
+
     def get_world_size(self):
         return self.size
 
     def all_reduce(self, tensor, op, group, async_op=False):
+        self.in_background.append(async_op)
         assert op == "max" and group == "the host group" and tensor.dtype == torch.int64
 
         def wait():
@@ -83,7 +88,7 @@ def processes(monkeypatch):
             return function(Guard(accelerator, timeout), accelerator.process_index, process)
 
         results = world.run(each)
-        run.groups = world.groups
+        run.groups, run.world = world.groups, world
         return results
 
     run.process = process
@@ -188,7 +193,6 @@ def test_nothing_that_diverged_is_saved(size, processes):
         with torch.no_grad():
             model.bias[1] = weight if rank == size - 1 else 1.0
         watched.check(model)
-        watched.check(model)
         return "saved"
 
     assert processes(size, saves) == ["saved"] * size
@@ -196,6 +200,32 @@ def test_nothing_that_diverged_is_saved(size, processes):
         assert "non-finite loss at step 2" in str(error)
     for error in processes(size, lambda *a: saves(*a, weight=math.inf)):
         assert "non-finite weights after step 2" in str(error)
+
+
+@pytest.mark.parametrize("size", [1, 2])
+def test_a_check_waits_for_the_votes_on_the_step_before(size, processes):
+    def saves(watched, rank, process):
+        watched.should_stop(1, [torch.tensor(math.nan)], ids_of(1, rank))
+        if size > 1:
+            watched.should_stop(2, [torch.tensor(0.5)], ids_of(2, rank))
+        watched.check(nn.Linear(1, 1))
+
+    for error in processes(size, saves):
+        assert "non-finite loss at step 1" in str(error)
+
+
+def test_votes_are_exchanged_in_the_background(processes):
+    processes(2, walk([0.5] * 9))
+    assert processes.world.in_background == [True] * 18
+
+
+def test_few_steps_are_remembered(processes):
+    def train(watched, rank, process):
+        for step in range(1, 10):
+            watched.should_stop(step, [torch.tensor(0.5)], ids_of(step))
+        return [step for step, *_ in watched._recent]
+
+    assert processes(1, train) == [[6, 7, 8, 9]]
 
 
 def test_a_signal_between_two_steps_is_not_lost_by_a_check(processes):
@@ -313,6 +343,36 @@ def test_a_device_that_finishes_late_is_waited_for(processes, monkeypatch):
     monkeypatch.setattr(guard.time, "sleep", slept.append)
     monkeypatch.setattr(guard, "_to_host", lambda values: (values, event))
     assert processes(1, walk([0.5] * 3)) == [None] and slept == [0.0005] * 2
+
+
+def test_values_on_a_gpu_are_copied_while_it_computes(monkeypatch):
+    """Into pinned memory, and with an event of the stream that computes them."""
+    calls = []
+
+    class Event:
+        def record(self, stream):
+            calls.append(("record", stream))
+
+    class Copy:
+        def copy_(self, values, non_blocking):
+            calls.append(("copy", values, non_blocking))
+            return self
+
+    def empty_like(values, device, pin_memory):
+        calls.append(("empty", values, device, pin_memory))
+        return Copy()
+
+    values = SimpleNamespace(device=torch.device("cuda", 1))
+    monkeypatch.setattr(torch, "empty_like", empty_like)
+    monkeypatch.setattr(torch.cuda, "Event", Event)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: f"stream of {device}")
+    copy, event = guard._to_host(values)
+    assert isinstance(copy, Copy) and isinstance(event, Event)
+    assert calls == [
+        ("empty", values, "cpu", True),
+        ("copy", values, True),
+        ("record", "stream of cuda:1"),
+    ]
 
 
 def test_values_on_the_host_are_read_as_they_are():

@@ -55,6 +55,18 @@ def test_figures_of_something_else_are_not_mixed(owner, name, says, tmp_path, mo
     assert kept.values == {} and not path.exists()
 
 
+def test_a_condition_that_is_new_or_gone_counts(tmp_path, capsys):
+    path = tmp_path / "a" / "b" / "unfinished.json"
+    Measurements(path, {}).keep("a", 1)
+    kept = json.loads(path.read_text())
+    kept["conditions"]["gpu"] = "H100"
+    path.write_text(json.dumps(kept))
+    assert Measurements(path, {}).values == {} and "another gpu" in capsys.readouterr().out
+    del kept["conditions"]["gpu"], kept["conditions"]["versions"]
+    path.write_text(json.dumps(kept))
+    assert Measurements(path, {}).values == {} and "another versions" in capsys.readouterr().out
+
+
 def test_a_damaged_file_is_one_line(tmp_path):
     (tmp_path / "unfinished.json").write_text("{")
     with pytest.raises(UserError, match="is damaged"):

@@ -31,9 +31,9 @@ def test_the_seed_of_a_step(monkeypatch):
     seed_step(process(2), 10, 100, 3)
     seed = torch.default_generator.initial_seed()
     assert seed == 10 + 1_000_003 * 100 + 7_919 * 2 + 104_729 * 3 and seen == []
-    seed_step(process(0, "cuda"), 2**32 - 1, 5000)
-    assert torch.default_generator.initial_seed() == 705_047_703
-    assert seen == [705_047_703] and 705_047_703 == (2**32 - 1 + 1_000_003 * 5000) % 2**32
+    seed_step(process(0, "cuda"), 2**32 - 1, 1000)
+    assert torch.default_generator.initial_seed() == 1_000_002_999
+    assert seen == [1_000_002_999] and seen[0] + 2**32 == 2**32 - 1 + 1_000_003 * 1000
 
 
 def test_the_seed_of_a_sample():

@@ -2,6 +2,7 @@
 
 import ast
 import importlib.util
+import json
 import re
 import sys
 from graphlib import TopologicalSorter
@@ -114,6 +115,14 @@ def test_every_wrong_edit_applies():
     for mutant in load_mutants().MUTANTS:
         assert (ROOT / mutant.file).read_text().count(mutant.old) == 1, mutant.name
         assert (ROOT / "tests" / mutant.tests.split()[0]).exists(), mutant.name
+
+
+def test_every_survivor_has_a_reason():
+    """Those that behave the same are told from those that no test notices yet."""
+    for entry in json.loads((ROOT / "tests" / "survivors.json").read_text()):
+        assert entry.keys() == {"file", "function", "line", "mutated", "reason"}
+        assert (ROOT / entry["file"]).exists() and len(entry["reason"]) > 20, entry
+        assert entry["reason"].startswith(("equivalent", "accepted")), entry
 
 
 def load_mutants():

@@ -273,9 +273,13 @@ def _fonts_for(letters):
             fonts.append(entry.name)
             missing -= covered
     if missing:
-        some = "".join(sorted(missing)[:10])
-        print(f"no font for {some} is installed: plots show code points", file=sys.stderr)
+        _say_missing("".join(sorted(missing)[:10]))
     return fonts, missing
+
+
+@functools.cache  # says it once
+def _say_missing(letters):
+    print(f"no font for {letters} is installed: plots show code points", file=sys.stderr)
 
 
 def _letters(path):

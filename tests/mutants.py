@@ -1658,7 +1658,7 @@ MUTANTS = [
         "utils/data/loaders.py",
         "timeout=timeout if num_workers else 0",
         "timeout=0",
-        "test_signals.py -k as_long_as",
+        "test_batches.py -k options_of_loaders",
     ),
     Mutant(
         "a step is evaluated before it is saved",
@@ -1724,11 +1724,11 @@ MUTANTS = [
         "test_hostile.py -k system_adds",
     ),
     Mutant(
-        "a manifest is read from a pipe",
+        "a device is read like a file",
         "utils/run/files.py",
         "        if not resolved.is_file():",
         "        if False:",
-        "test_hostile.py -k never_waited",
+        "test_hostile.py -k regular_files",
     ),
     Mutant(
         "an old checkpoint that cannot be deleted ends the run",
@@ -1763,7 +1763,7 @@ MUTANTS = [
         "utils/run/output.py",
         '.replace("$", r"\\$")',
         "",
-        "test_hostile.py -k 'plots or escapes'",
+        "test_hostile.py -k escapes",
     ),
     Mutant(
         "a class name controls the terminal",

@@ -178,6 +178,16 @@ def test_a_manifest_is_never_waited_for(saved):
     assert manifest.read(saved) is None
 
 
+def test_only_regular_files_are_read(tmp_path):
+    (tmp_path / "link").symlink_to("/dev/null")
+    for path in ("/dev/null", tmp_path / "link", tmp_path):
+        with pytest.raises(UserError, match=r"is not a file, but a (device|folder)"):
+            files.regular_file(path)
+    (tmp_path / "file").write_text("{}")
+    (tmp_path / "behind").symlink_to("file")
+    assert files.read_json(tmp_path / "behind") == {}
+
+
 @pytest.mark.parametrize("name", ["x" * 300, "x/" * 3000, "nul\0"])
 def test_a_path_that_cannot_be_used_is_one_line(name, tmp_path):
     with pytest.raises(UserError):

@@ -104,7 +104,7 @@ def training_starts():
         gc.freeze()
     _phase = "training"
     if _signal_name:
-        _exit_at_once(" before training started: nothing to save")
+        _exit_at_once(" before there was anything to save")
 
 
 def stopping_starts():
@@ -263,7 +263,7 @@ def _on_signal(signum, _frame):
     if _signal_name is None:
         _signal_name, _signal_time = signal.Signals(signum).name, time.monotonic()
         if _phase == "starting":
-            _exit_at_once(" before training started: nothing to save")
+            _exit_at_once(" before there was anything to save")
         elif _phase == "finishing":
             _exit_at_once(" after the last step, which is saved")
     elif signum == signal.SIGINT:

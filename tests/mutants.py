@@ -1661,13 +1661,6 @@ MUTANTS = [
         "test_batches.py -k options_of_loaders",
     ),
     Mutant(
-        "a step is evaluated before it is saved",
-        "scripts/train_minimal.py",
-        "if plan.evaluation_due(step) and not stop:",
-        "if plan.evaluation_due(step):",
-        "test_signals.py -k interrupted_and_done",
-    ),
-    Mutant(
         "an evaluation ignores signals",
         "utils/run/guard.py",
         "                raise process.Interrupted\n",

@@ -59,7 +59,7 @@ GOALS = {
     "scripts/train_model_parallel.py::lr_multiplier,evaluate": OTHERS,
 }
 # `zip(strict=True)` raises where two lists differ in length, which they never do.
-CHECKS = re.compile(r",?\s*strict=\w+|,(?=\s*\))")
+CHECKS = re.compile(r",?\s*strict=\w+|,\s*(?=\))")
 SLOWEST = 3.0  # seconds: a test that takes longer is no unit test
 SLOWEST_IN_CI = 10.0  # on a machine that may be slower than the one that made survivors.json
 JOBS = 2

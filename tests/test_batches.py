@@ -5,6 +5,8 @@ What a seed draws stays the same from version to version, because a run must res
 
 import hashlib
 import os
+import signal
+import sys
 from types import SimpleNamespace
 
 import pytest
@@ -292,3 +294,21 @@ def test_top_5_needs_five_classes():
     labels = torch.tensor([0, 9, -1])
     assert scores.summarize(labels, losses, top)["top5"] == 0.5
     assert scores.summarize(labels, losses, top[:, :4]).keys() == {"loss", "accuracy"}
+
+
+def test_a_worker_ignores_signals_and_ends_with_its_process(monkeypatch, capsys):
+    """Or when it cannot send a batch, which would otherwise be awaited without end."""
+    ignored, calls, ended = [], [], []
+    library = SimpleNamespace(prctl=lambda *options: calls.append(options))
+    monkeypatch.setattr(loaders.signal, "signal", lambda *options: ignored.append(options))
+    monkeypatch.setattr(loaders.ctypes, "CDLL", lambda name: library)
+    monkeypatch.setattr(loaders.Queue, "_on_queue_feeder_error", None)
+    monkeypatch.setattr(loaders.os, "_exit", ended.append)
+    loaders.set_up_worker(0)
+    names = {signum.name for signum, handler in ignored if handler == signal.SIG_IGN}
+    assert names >= {"SIGTERM", "SIGINT", "SIGUSR1"} and len(names) == len(ignored)
+    assert calls == ([(1, signal.SIGKILL)] if sys.platform == "linux" else [])
+    loaders.Queue._on_queue_feeder_error(OSError("AF_UNIX path too long\nmore"), "a batch")
+    line = capsys.readouterr().err
+    assert ended == [1] and line.count("\n") == 1
+    assert line.startswith("a data loader worker cannot send its batch: OSError: AF_UNIX path")

@@ -274,27 +274,29 @@ def test_the_image_size_grows():
 
 
 class Bytes(nn.Module):
-    """Logits of the next byte: 4 for the present one plus 1."""
+    """Logits of the next byte: 4 for the present one plus 1. Notes whether it is training."""
+
+    def __init__(self):
+        super().__init__()
+        self.passes = []
 
     def forward(self, x):
+        self.passes.append(self.training)
         return 4.0 * nn.functional.one_hot((x + 1) % 256, 256)
 
 
 def test_every_held_out_byte_counts_once():
     script = load_script("train_gpt")
     text = SimpleNamespace(text=torch.arange(8))  # seven are predicted
-    inputs, targets = (
-        torch.tensor([[0, 1, 2, 3], [4, 5, 6, 0]]),
-        torch.tensor([[1, 2, 3, 4], [5, 6, 9, -100]]),
-    )
-    loader = Loader([{"inputs": inputs, "targets": targets}], text)
-    model = Bytes().train()
+    first = {"inputs": torch.tensor([[0, 1, 2, 3]]), "targets": torch.tensor([[1, 2, 3, 4]])}
+    last = {"inputs": torch.tensor([[254, 255, 6, 0]])}
+    last["targets"] = torch.tensor([[255, 0, 9, -100]])  # the last window is short
+    loader, model = Loader([first, last], text), Bytes().train()
     metrics = script.evaluate(Alone(2), model, loader, iter)
     right, wrong = -math.log(math.exp(4) / (math.exp(4) + 255)), math.log(math.exp(4) + 255)
     assert metrics["loss"] == pytest.approx((6 * right + wrong) / 7, rel=1e-6)
-    assert (
-        metrics["bits_per_byte"] == pytest.approx(metrics["loss"] / math.log(2)) and model.training
-    )
+    assert metrics["bits_per_byte"] == pytest.approx(metrics["loss"] / math.log(2))
+    assert model.passes == [False, False] and model.training
     text.text = torch.arange(9)
     with pytest.raises(RuntimeError, match="evaluated 7 of 8 held-out bytes"):
         script.evaluate(Alone(2), model, loader, iter)

@@ -1400,9 +1400,9 @@ MUTANTS = [
     ),
     Mutant(
         "an error of argparse has several lines",
-        "utils/run/arguments.py",
-        'raise UserError(one_line(f"{message} (see --help)"))',
-        'raise UserError(f"{message} (see --help)")',
+        "utils/run/failures.py",
+        "super().__init__(one_line(line))",
+        "super().__init__(line)",
         "test_domains.py -k argparse",
     ),
     Mutant(

@@ -9,8 +9,9 @@ from conftest import CIFAR, ROOT, load_script, run
 
 from utils import pretrained
 from utils.run.arguments import Parser
-from utils.run.domains import number, one_line, shown, text
+from utils.run.domains import number, shown, text
 from utils.run.failures import UserError
+from utils.run.output import one_line
 
 SCRIPTS = sorted(
     path.stem
@@ -156,7 +157,8 @@ def test_the_home_folder(monkeypatch):
 
 def test_the_control_characters_of_a_line():
     assert one_line("a\nb\x1b[31m\x00\u2028\x9b") == "a\\nb\\x1b[31m\\x00\\u2028\\x9b"
-    assert one_line("über 漢字 $x$ `y` \udcff") == "über 漢字 $x$ `y` \udcff"
+    assert one_line("über 漢字 $x$ `y`") == "über 漢字 $x$ `y`"
+    assert text("photos\udcff") == "photos\udcff"  # a path of bytes that are not UTF-8
 
 
 def test_what_argparse_itself_refuses_is_one_line(monkeypatch):

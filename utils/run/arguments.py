@@ -4,7 +4,7 @@ import argparse
 import sys
 from pathlib import Path
 
-from utils.run.domains import number, one_line, text
+from utils.run.domains import number, text
 from utils.run.failures import UserError
 from utils.run.process import is_main
 
@@ -56,7 +56,7 @@ class Parser(argparse.ArgumentParser):
             super().print_help(file)
 
     def error(self, message):
-        raise UserError(one_line(f"{message} (see --help)"))
+        raise UserError(f"{message} (see --help)")
 
     def choice(self, flag):
         """The value of `--flag`, read before the full parse: other defaults depend on it."""

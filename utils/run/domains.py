@@ -5,6 +5,8 @@ import math
 import os
 import re
 
+from utils.run.output import one_line
+
 # Nothing that a flag counts comes near this: a larger number is a typing error.
 MOST_COUNTED = 10**9
 # The same for other numbers: rates, factors, seconds.
@@ -76,7 +78,8 @@ def text(value):
     """
     if not value:
         raise argparse.ArgumentTypeError("is empty")
-    if one_line(value) != value:
+    readable = value.encode(errors="replace").decode()  # a path need not be UTF-8
+    if one_line(readable) != readable:
         raise argparse.ArgumentTypeError(f"has a line break or a control character: {shown(value)}")
     if not value.startswith("~"):
         return value
@@ -84,11 +87,6 @@ def text(value):
     if path.startswith("~/") or path == "~":
         raise argparse.ArgumentTypeError(f"there is no home folder for {value}: write it in full")
     return path
-
-
-def one_line(value):
-    """Text with its control characters, line breaks included, as Python escapes them."""
-    return re.sub(r"[\x00-\x1f\x7f-\x9f\u2028\u2029]", lambda found: repr(found[0])[1:-1], value)
 
 
 def shown(value, most=40):

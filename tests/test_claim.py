@@ -101,7 +101,9 @@ def test_a_run_is_continued_with_its_own_arguments_only(tmp_path, monkeypatch):
     monkeypatch.setattr(sys, "argv", ["elsewhere/train_a.py"])
     assert claim(tmp_path, OWN, "auto", set()).earlier == earlier
     assert claim(tmp_path, OWN | {"lr": 1}, "auto", {"lr"}).earlier == earlier
-    with pytest.raises(UserError, match=rf"^{tmp_path} already contains a run: with --resume never"):
+    with pytest.raises(
+        UserError, match=rf"^{tmp_path} already contains a run: with --resume never"
+    ):
         claim(tmp_path, OWN, "never", set())
     with pytest.raises(UserError) as error:
         claim(tmp_path, OWN | {"lr": 1}, "auto", set())

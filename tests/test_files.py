@@ -1,0 +1,192 @@
+"""What `utils.run.files` and `utils.run.status` read, write and lock."""
+
+import errno
+import json
+import os
+from types import SimpleNamespace
+
+import pytest
+
+from utils.run import files, status
+from utils.run.failures import SAME_COMMAND, UserError
+
+
+def test_each_kind_of_path_that_is_no_file_is_named(tmp_path):
+    (tmp_path / "file").write_text("x")
+    (tmp_path / "link").symlink_to(tmp_path / "file")
+    assert files.regular_file(str(tmp_path / "link")) == (tmp_path / "file").resolve()
+    os.mkfifo(tmp_path / "pipe")
+    (tmp_path / "loop").symlink_to(tmp_path / "loop")
+    (tmp_path / "dangling").symlink_to(tmp_path / "nothing")
+    for path in (tmp_path / "dangling", tmp_path / "nothing"):
+        with pytest.raises(FileNotFoundError):
+            files.regular_file(path)
+    for path, says in (
+        (tmp_path, f"{tmp_path} is not a file, but a folder"),
+        (tmp_path / "pipe", f"{tmp_path}/pipe is not a file, but a device, a pipe or a socket"),
+        (tmp_path / "file" / "a", f"cannot read {tmp_path}/file/a: Not a directory"),
+        ("x" * 300, f"cannot read {'x' * 200}: File name too long"),
+        ("nul\0", "cannot read nul\\x00: embedded null byte"),
+    ):
+        with pytest.raises(UserError) as error:
+            files.regular_file(path)
+        assert str(error.value) == says
+    with pytest.raises(UserError, match=r"^cannot read .*loop: \S+"):
+        files.regular_file(tmp_path / "loop")
+
+
+def test_a_folder_may_be_any_path(tmp_path):
+    (tmp_path / "file").write_text("")
+    assert files.is_folder(tmp_path) and files.is_folder(str(tmp_path))
+    for path in (tmp_path / "file", tmp_path / "none", "x" * 300, "nul\0"):
+        assert files.is_folder(path) is False
+
+
+def test_json_is_read_as_utf8_whole_or_not_at_all(tmp_path):
+    path = tmp_path / "a.json"
+    assert files.read_json(path) is None
+    path.write_bytes('["é"]'.encode())
+    assert files.read_json(path) == ["é"]
+    for damaged in (b"{", b"", b"[\xff]", b"[" * 100_000):
+        path.write_bytes(damaged)
+        with pytest.raises(UserError, match=r"a.json is damaged: restore it, or move it away"):
+            files.read_json(path)
+
+
+def test_lines_are_read_up_to_the_one_that_was_being_written(tmp_path):
+    (tmp_path / "a.jsonl").write_text('{"step": 1}\n{"step": 2}\n{"st\n{"step": 4}\n')
+    assert files.read_json_lines(str(tmp_path / "a.jsonl")) == [{"step": 1}, {"step": 2}]
+
+
+def test_a_file_is_replaced_only_when_the_new_one_is_on_disk(tmp_path, monkeypatch):
+    """And its name only counts once the folder is on disk, too."""
+    path, calls = tmp_path / "a.json", []
+    path.write_text("old")
+    temporary = f"{tmp_path}/.a.json.{os.getpid()}.writing"
+    replace = os.replace
+
+    def fsync(descriptor):
+        name = os.readlink(f"/proc/self/fd/{descriptor}")
+        calls.append((name, path.read_text()))
+        if name == temporary:
+            assert (tmp_path / os.path.basename(name)).read_text() == '{\n  "a": 1\n}\n'
+
+    monkeypatch.setattr(os, "fsync", fsync)
+    monkeypatch.setattr(os, "replace", lambda *paths: calls.append("replace") or replace(*paths))
+    files.write_json(str(path), {"a": 1})
+    assert calls == [(temporary, "old"), "replace", (str(tmp_path), '{\n  "a": 1\n}\n')]
+    assert os.listdir(tmp_path) == ["a.json"]
+
+
+def test_text_is_utf8_and_keeps_the_bytes_of_names(tmp_path):
+    files.write_text(tmp_path / "a", "é \udce9")
+    assert (tmp_path / "a").read_bytes() == b"\xc3\xa9 \xe9"
+
+
+def test_what_is_synced_is_closed(tmp_path, monkeypatch):
+    def fail(descriptor):
+        closed.append(descriptor)
+        raise OSError(errno.EIO, "Input/output error")
+
+    closed = []
+    monkeypatch.setattr(os, "fsync", fail)
+    with pytest.raises(OSError, match="Input/output"):
+        files.sync(tmp_path)
+    with pytest.raises(OSError, match="Bad file descriptor"):
+        os.fstat(closed[0])
+
+
+# ------------------------------------------------------------------------------------------ locks
+
+
+class Locks:
+    """Stands for `fcntl.lockf` and the clock: the lock is free after `busy` seconds."""
+
+    def __init__(self, monkeypatch, busy, number=errno.EAGAIN):
+        self.now, self.flags, self._busy, self._number = 100.0, [], busy, number
+        clock = SimpleNamespace(monotonic=lambda: self.now, sleep=self._sleep)
+        monkeypatch.setattr(files, "time", clock)
+        monkeypatch.setattr(files.fcntl, "lockf", self._lockf)
+
+    def _sleep(self, seconds):
+        self.now += seconds
+
+    def _lockf(self, file, flags):
+        self.flags.append(flags)
+        assert len(self.flags) < 100
+        if self.now < 100 + self._busy:
+            raise OSError(self._number, os.strerror(self._number))
+
+
+@pytest.mark.parametrize("number", [errno.EAGAIN, errno.EACCES])
+def test_a_lock_is_waited_for(number, tmp_path, monkeypatch):
+    (tmp_path / ".lock").write_text("process 7 on a-host-with-a-long-name\n")
+    locks = Locks(monkeypatch, 2.9, number)
+    with files.lock(tmp_path / ".lock", "process 8 on b", 3) as file:
+        assert file.name == str(tmp_path / ".lock")
+        assert (tmp_path / ".lock").read_text() == "process 8 on b"
+    assert locks.now == pytest.approx(103) and len(locks.flags) == 16
+    assert set(locks.flags) == {files.fcntl.LOCK_EX | files.fcntl.LOCK_NB}
+
+
+@pytest.mark.parametrize(
+    ("owner", "named"), [("process 7 on a\n", "process 7 on a"), ("", "another process")]
+)
+def test_a_lock_that_stays_busy_names_its_owner(owner, named, tmp_path, monkeypatch):
+    (tmp_path / ".lock").write_text(owner)
+    locks = Locks(monkeypatch, 60)
+    with pytest.raises(UserError) as error:
+        files.lock(tmp_path / ".lock", "process 8 on b", 0.5)
+    assert str(error.value) == (
+        f"{tmp_path} is in use by {named}: wait for it, or use another --output_dir"
+    )
+    assert (tmp_path / ".lock").read_text() == owner and locks.now == pytest.approx(100.6)
+
+
+def test_any_other_error_of_a_lock_is_raised(tmp_path, monkeypatch):
+    Locks(monkeypatch, 60, errno.EIO)
+    with pytest.raises(OSError, match="Input/output"):
+        files.lock(tmp_path / ".lock", "me", 3)
+
+
+def test_a_folder_without_locks_is_used_all_the_same(tmp_path, monkeypatch, capsys):
+    locks = Locks(monkeypatch, 60, errno.EOPNOTSUPP)
+    with files.lock(tmp_path / ".lock", "me", 3):
+        assert (tmp_path / ".lock").read_text() == "me" and locks.now == 100
+    printed = capsys.readouterr()
+    assert printed.out == "" and printed.err.startswith(
+        f"warning: the file system of {tmp_path} has no locks: "
+    )
+
+
+# ----------------------------------------------------------------------------------------- status
+
+
+def test_a_status_says_what_why_and_when(tmp_path, monkeypatch):
+    assert status.read(tmp_path) == {}
+    monkeypatch.setattr(status, "timestamp", lambda: "now")
+    status.write(tmp_path, "preempted", "SIGTERM", next="again", step=3)
+    expected = {"state": "preempted", "reason": "SIGTERM", "time": "now", "next": "again"}
+    assert status.read(tmp_path) == expected | {"step": 3}
+    assert json.loads((tmp_path / "status.json").read_text()) == expected | {"step": 3}
+
+
+@pytest.mark.parametrize("locks", [True, False])
+@pytest.mark.parametrize("retry", [True, False])
+def test_the_first_process_to_fail_says_why(retry, locks, tmp_path, monkeypatch):
+    def lockf(file, flags):
+        taken.append((file.name, flags))
+        if not locks:
+            raise OSError(errno.ENOLCK, os.strerror(errno.ENOLCK))
+
+    taken = []
+    monkeypatch.setattr(status.fcntl, "lockf", lockf)
+    assert status.write_failure(tmp_path, "no run yet", retry) is False
+    assert status.read(tmp_path) == {}
+    status.write(tmp_path, "running", None)
+    assert status.write_failure(tmp_path, "the loss is nan", retry) is True
+    assert status.write_failure(tmp_path, "lost contact", retry) is False
+    found = status.read(tmp_path)
+    assert (found["state"], found["reason"]) == ("failed", "the loss is nan")
+    assert found["next"] == (SAME_COMMAND if retry else None)
+    assert taken == [(str(tmp_path / ".lock_status"), status.fcntl.LOCK_EX)] * 3

@@ -1,0 +1,316 @@
+"""What `utils.run.metrics` measures, logs and prints."""
+
+import json
+import os
+import sys
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from utils.run import metrics
+from utils.run.metrics import Meter, Metrics
+
+ALONE = SimpleNamespace(is_main_process=True, device=torch.device("cpu"))
+PLAN = SimpleNamespace(total_steps=100, epoch_at=lambda step: step / 40)
+
+
+class Clock:
+    now = 1000.0
+
+    def perf_counter(self):
+        return self.now
+
+
+@pytest.fixture
+def clock(monkeypatch):
+    clock = Clock()
+    monkeypatch.setattr(metrics, "time", clock)
+    return clock
+
+
+@pytest.fixture
+def sent(monkeypatch):
+    """What the trackers receive: (values, step, sent_before)."""
+    calls = []
+
+    def log(accelerator, values, step, sent_before):
+        calls.append((values, step, sent_before))
+
+    monkeypatch.setattr(metrics.tracking, "log", log)
+    return calls
+
+
+class Bar:
+    """Stands for tqdm."""
+
+    def __init__(self, **options):
+        self.options, self.n, self.calls = options, options["initial"], []
+        self.disable = options["disable"]
+
+    def update(self, count):
+        self.n += count
+
+    def set_postfix_str(self, text):
+        self.calls.append(text)
+
+    def close(self):
+        self.calls.append("closed")
+
+
+@pytest.fixture
+def printed(monkeypatch):
+    lines = []
+    Bar.write = staticmethod(lines.append)
+    monkeypatch.setattr(metrics, "tqdm", Bar)
+    monkeypatch.setattr(metrics, "memory_bytes", lambda device: 3 << 29)
+    return lines
+
+
+def lines_of(folder):
+    return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+
+
+def test_a_meter_counts_the_time_since_the_last_line(clock, monkeypatch):
+    monkeypatch.setattr(metrics, "memory_bytes", {"the device": 7}.__getitem__)
+    meter = Meter("the device", 10, {"tokens_per_second": 100})
+    clock.now += 8
+    speeds, state = meter.read(4, 24)
+    assert speeds == {"samples_per_second": 5.0, "tokens_per_second": 500.0}
+    assert state == dict(step_seconds=2.0, data_share=0.0, memory_bytes=7, seconds_left=40.0)
+    clock.now += 3
+    speeds, state = meter.read(10, 24)
+    assert speeds["samples_per_second"] == 20.0 and state["seconds_left"] == 7.0
+    clock.now += 100
+    meter.restart(12)
+    clock.now += 4
+    assert meter.read(14, 24)[1]["step_seconds"] == 2.0
+    clock.now += 5
+    assert meter.read(14, 24)[1]["step_seconds"] == 5.0  # no step since
+    assert meter.read(15, 24)[1]["step_seconds"] == 1e-9  # a clock that stands still
+
+
+def test_waiting_for_batches_is_a_share_of_the_time(clock, monkeypatch):
+    def load():
+        for seconds in (2, 1):
+            clock.now += seconds
+            yield seconds
+
+    waits = []
+    monkeypatch.setattr(
+        metrics.process, "wait_for_each", lambda batches, what: waits.append(what) or batches
+    )
+    meter = Meter(ALONE.device, 1, {})
+    for _ in meter.timed(load()):
+        clock.now += 3.5
+    state = meter.read(2, 2)[1]
+    assert state["data_share"] == pytest.approx(0.3) and waits == ["a batch"]
+    clock.now += 1
+    assert meter.read(3, 3)[1]["data_share"] == 0
+
+
+def test_a_new_run_counts_from_its_first_step(clock, sent, printed, tmp_path):
+    log = Metrics(tmp_path, ALONE, PLAN, 10, {"tokens_per_second": 5}, 20)
+    assert log.slowest_save == 0
+    assert list(log.timed([1, 2])) == [1, 2]
+    clock.now += 6
+    log.restart_clock(21)
+    clock.now += 3
+    figures = {"loss": torch.tensor(0.5), "lr": 0.1, "grad_norm": None}
+    log.log("train", 24, figures)
+    state = dict(step_seconds=1.0, data_share=0.0, memory_bytes=3 << 29, seconds_left=76.0)
+    speeds = {"samples_per_second": 10.0, "tokens_per_second": 50.0}
+    line = {"split": "train", "step": 24, "epoch": 0.6, "loss": 0.5, "lr": 0.1, **speeds, **state}
+    assert lines_of(tmp_path) == [line]
+    values = {"train/loss": 0.5, "train/lr": 0.1}
+    values |= {f"train/{name}": value for name, value in speeds.items()}
+    assert sent == [(values, 24, False)]
+    assert printed == [metrics.train_line(line, 100)]
+    assert figures["grad_norm"] is None
+    log.sync()
+    log.close()
+    assert log._file.closed
+
+
+def test_an_evaluation_is_no_time_of_training_and_has_a_score(clock, sent, printed, tmp_path):
+    log = Metrics(tmp_path, ALONE, PLAN, 10, {}, 0)
+    clock.now += 50
+    log.log("val", 40, {"accuracy": 0.5, "top5": None}, score=0.5)
+    log.log("test", 40, {"text": "a sample"})
+    assert lines_of(tmp_path) == [
+        {"split": "val", "step": 40, "epoch": 1.0, "accuracy": 0.5, "score": 0.5},
+        {"split": "test", "step": 40, "epoch": 1.0, "text": "a sample"},
+    ]
+    assert sent == [({"val/accuracy": 0.5}, 40, False), ({"test/text": "a sample"}, 40, False)]
+    assert printed == ["step 40  val accuracy 0.5000"]
+    clock.now += 2
+    assert log._meter.read(42, 100)[1]["step_seconds"] == 1.0
+
+
+def test_a_terminal_has_a_bar(clock, sent, printed, tmp_path, monkeypatch):
+    monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
+    log = Metrics(tmp_path, ALONE, PLAN, 10, {}, 20)
+    options = dict(total=100, initial=20, unit="step", dynamic_ncols=True, disable=False)
+    assert log._bar.options == options
+    clock.now += 1
+    log.log("train", 24, {"loss": 0.5, "lr": 0.1})
+    assert log._bar.n == 24 and not printed
+    assert log._bar.calls == ["loss 0.5000, lr 0.1, 40 samples/s"]
+    log.close_bar()
+    assert log._bar.calls[-1] == "closed"
+    without_steps = Metrics(tmp_path, ALONE, None, 10, {}, 0)
+    assert without_steps._bar.disable and without_steps._bar.options["total"] == 0
+    monkeypatch.setattr(sys.stderr, "isatty", lambda: False)
+    assert Metrics(tmp_path, ALONE, PLAN, 10, {}, 0)._bar.disable
+
+
+def test_after_a_restart_each_line_is_written_and_sent_once(sent, printed, tmp_path):
+    """TensorBoard drops what the checkpoint does not have; other trackers keep it."""
+    earlier = [
+        {"split": "checkpoint", "step": 3, "seconds": 40.0},
+        {"split": "val", "step": 6, "loss": 1.0},
+        {"split": "checkpoint", "step": 9, "seconds": 2.5},
+        {"split": "val", "step": 9, "loss": 0.9},
+    ]
+    text = "".join(f"{json.dumps(line)}\n" for line in earlier)
+    (tmp_path / "metrics.jsonl").write_text(text)
+    log = Metrics(tmp_path, ALONE, PLAN, 10, {}, 6)
+    assert lines_of(tmp_path) == earlier[:2] and log.slowest_save == 40.0
+    log.log("val", 6, {"loss": 5.0})
+    log.log("val", 9, {"loss": 0.8})
+    log.log("val", 12, {"loss": 0.7})
+    assert [call[1:] for call in sent] == [(6, True), (9, True), (12, False)]
+    assert [(line["step"], line.get("loss")) for line in lines_of(tmp_path)] == [
+        (3, None),
+        (6, 1.0),
+        (9, 0.8),
+        (12, 0.7),
+    ]
+    log.write("val", 12, loss=0.1)
+    assert len(lines_of(tmp_path)) == 4
+
+
+def test_only_the_main_process_writes(clock, sent, printed, tmp_path):
+    other = SimpleNamespace(is_main_process=False, device=torch.device("cpu"))
+    log = Metrics(tmp_path, other, PLAN, 10, {}, 0)
+    log.log("train", 1, {"loss": 1.0})
+    log.log("val", 1, {"loss": 1.0})
+    for call in (log.sync, log.close_bar, log.close):
+        call()
+    assert not sent and not printed and os.listdir(tmp_path) == []
+
+
+def test_memory_is_that_of_the_gpu_or_of_the_process(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "max_memory_allocated", {torch.device("cuda"): 5}.__getitem__)
+    assert metrics.memory_bytes(torch.device("cuda")) == 5
+    usage = {metrics.resource.RUSAGE_SELF: SimpleNamespace(ru_maxrss=300)}
+    monkeypatch.setattr(metrics.resource, "getrusage", usage.__getitem__)
+    for platform, peak in (("linux", 300 * 1024), ("darwin", 300)):
+        monkeypatch.setattr(sys, "platform", platform)
+        assert metrics.memory_bytes(torch.device("cpu")) == peak
+
+
+def test_a_figure_is_a_number_or_a_text(monkeypatch):
+    class Split(torch.Tensor):
+        def full_tensor(self):
+            return torch.tensor(6.0)
+
+    monkeypatch.setattr(metrics, "DTensor", Split)
+    assert metrics.as_number(torch.tensor(1.0).as_subclass(Split)) == 6.0
+    assert metrics.as_number(torch.tensor([2])) == 2 and metrics.as_number("a text") == "a text"
+    assert type(metrics.as_number(torch.tensor(2.0))) is float and metrics.as_number(3) == 3
+
+
+LINE = dict(step=7, epoch=0.256, loss=1.23456, lr=0.00012345, samples_per_second=1234.5)
+LINE |= dict(
+    step_seconds=0.5, data_share=0.255, memory_bytes=3 << 29, seconds_left=3 * 3600 + 245.9
+)
+
+
+def test_a_line_of_training():
+    line = (
+        "step    7/1000  epoch 0.26  loss 1.2346  lr 0.000123  1,234 samples/s  data 26%  "
+        "memory 1.5 GiB  left 3:04:05"
+    )
+    assert metrics.train_line(LINE, 1000) == line
+    assert metrics.train_line(LINE | {"mfu": 0.4567}, 1000) == line + "  MFU 45.7%"
+    assert metrics.train_summary(LINE) == "loss 1.2346, lr 0.000123, 1,234 samples/s"
+
+
+def test_speeds_are_as_exact_as_they_are_large():
+    assert [metrics.speed(rate, 2000.04) for rate in (0.999, 1, 9.94, 10, 1000)] == [
+        "2,000.0 s/step",
+        "1.0 samples/s",
+        "9.9 samples/s",
+        "10 samples/s",
+        "1,000 samples/s",
+    ]
+
+
+def test_a_line_of_an_evaluation():
+    figures = {"top5_accuracy": 0.5, "loss": 1.25}
+    assert metrics.evaluation_line("val", 30, figures) == (
+        "step 30  val top5 accuracy 0.5000  loss 1.2500"
+    )
+
+
+def test_the_last_lines_of_a_run():
+    results = dict(test_accuracy=0.5, val_top_loss=1.25, train_seconds=61.2, global_step=100)
+    results |= dict(samples_per_second=0.5, samples_seen=12_345, num_processes=2)
+    results |= dict(peak_memory_bytes=3 << 29, best_checkpoint="step_00000100")
+    assert metrics.summary(results, "runs/a", "done") == (
+        "done: test accuracy 0.5000, val top loss 1.2500\n"
+        "100 steps, 12,345 samples in 61 s (0.6 s/step), 2 processes, peak memory 1.5 GiB\n"
+        "output: runs/a; best checkpoint: runs/a/checkpoints/step_00000100"
+    )
+    results |= dict(global_step=0, num_processes=1, best_checkpoint=None)
+    text = metrics.summary(results, "runs/a", "stopped")
+    assert "(61.2 s/step), 1 process, peak" in text and text.endswith("\noutput: runs/a")
+    del results["best_checkpoint"]
+    assert metrics.summary(results, "runs/a", "stopped") == text
+
+
+def test_columns_are_as_wide_as_their_longest_cell():
+    assert metrics.columns([["a", "bb", ""], ["ccc", "d", "e"]]) == "a    bb\nccc  d   e"
+    assert metrics.columns([["a"]]) == "a"
+
+
+class Profile:
+    """Stands for `torch.profiler.profile`."""
+
+    def start(self):
+        self.started = True
+
+    def export_chrome_trace(self, path):
+        self.trace = path
+
+    def key_averages(self):
+        return SimpleNamespace(table=lambda **options: f"the table {options}")
+
+
+def test_the_profiler_records_three_steps(tmp_path, monkeypatch):
+    made, profile = [], Profile()
+
+    def options(**options):
+        made.append(options)
+        return SimpleNamespace(build=lambda: profile)
+
+    monkeypatch.setattr(metrics, "ProfileKwargs", options)
+    assert metrics.start_profiler(ALONE, tmp_path, True) is profile and profile.started
+    write = made[0].pop("on_trace_ready")
+    assert made == [
+        {"schedule_option": dict(wait=1, warmup=1, active=3, repeat=1), "record_shapes": True}
+    ]
+    for _ in range(2):  # the second run of the same command
+        write(profile)
+    assert profile.trace == str(tmp_path / "profile" / "trace.json")
+    expected = f"the table {dict(sort_by='self_cpu_time_total', row_limit=30)}"
+    assert (tmp_path / "profile" / "operators.txt").read_text() == expected
+
+
+def test_without_a_profiler_its_calls_do_nothing(tmp_path):
+    other = SimpleNamespace(is_main_process=False)
+    for accelerator, wanted in ((ALONE, False), (other, True)):
+        profile = metrics.start_profiler(accelerator, tmp_path, wanted)
+        assert profile.step() is None and profile.stop() is None
+    assert os.listdir(tmp_path) == []

@@ -1,0 +1,177 @@
+"""What `utils.run.record` records of a run, and how it compares two records."""
+
+import hashlib
+import json
+import platform
+import subprocess
+import sys
+from datetime import datetime
+from importlib import metadata
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from utils.run import record
+
+CPU = SimpleNamespace(
+    device=torch.device("cpu"), num_processes=4, mixed_precision="bf16", is_main_process=True
+)
+GPU = SimpleNamespace(device=torch.device("cuda"), num_processes=8, mixed_precision="bf16")
+
+
+def test_only_paths_to_data_become_absolute(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "data").mkdir()
+    (tmp_path / "link").symlink_to("data")
+    arguments = {"dataset": "link", "init_from": "w.pth", "output_dir": "data", "lr": 0.1}
+    arguments |= {"seed": 3, "compile": False, "eval_every": None, "tuple": (1, 2), "call": print}
+    absolute = {"dataset": str(tmp_path / "data"), "init_from": str(tmp_path / "w.pth")}
+    plain = {"output_dir": "data", "lr": 0.1, "seed": 3, "compile": False, "eval_every": None}
+    assert record.comparable(arguments) == absolute | plain
+    assert record.comparable({"dataset": "uoft-cs/cifar10", "init_from": None}) == {
+        "dataset": "uoft-cs/cifar10",
+        "init_from": None,
+    }
+    assert arguments["dataset"] == "link"
+
+
+def test_each_difference_is_a_line_in_order():
+    earlier = {"lr": 1, "text": "a\nb", "only_before": 5, "same": 2, "epochs": 3}
+    now = {"lr": 2, "text": "c", "only_now": 6, "same": 2, "epochs": 4}
+    assert record.differences(earlier, now, {"epochs"}) == [
+        "--lr 2 (was 1)",
+        "--only_before None (was 5)",
+        "--only_now 6 (was None)",
+        r"--text c (was 'a\nb')",
+    ]
+
+
+def test_the_topology_of_a_launch(monkeypatch):
+    monkeypatch.delenv("GROUP_WORLD_SIZE", raising=False)
+    monkeypatch.setattr(platform, "processor", lambda: "x86_64")
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "NVIDIA H100 80GB HBM3")
+    on_cpu = {"processes": 4, "machines": 1, "device": "x86_64", "mixed_precision": "bf16"}
+    on_cpu["threads_per_process"] = torch.get_num_threads()
+    assert record.topology(CPU) == on_cpu
+    monkeypatch.setattr(platform, "processor", lambda: "")
+    monkeypatch.setenv("GROUP_WORLD_SIZE", "2")
+    assert record.topology(CPU) == on_cpu | {"machines": 2, "device": "cpu"}
+    on_gpu = {"processes": 8, "machines": 2, "device": "NVIDIA H100 80GB HBM3"}
+    assert record.topology(GPU) == on_cpu | on_gpu
+
+
+def test_a_package_that_is_not_installed_has_no_version(monkeypatch):
+    def version(package):
+        if package == "torchvision":
+            raise metadata.PackageNotFoundError
+        return f"{package} 1"
+
+    monkeypatch.setattr(record.metadata, "version", version)
+    installed = {name: f"{name} 1" for name in ("torch", "accelerate", "datasets")}
+    python = platform.python_version()
+    assert record.versions() == installed | {"python": python, "torchvision": None}
+
+
+def test_each_change_of_a_launch_is_named():
+    earlier = {"topology": record.topology(CPU), "versions": record.versions()}
+    assert record.changes(CPU, earlier) == []
+    earlier["topology"] |= {"processes": 2, "gone": 1}
+    earlier["versions"] |= {"torch": "1.0"}
+    del earlier["topology"]["threads_per_process"]
+    assert record.changes(CPU, earlier) == [
+        "processes 2 -> 4",
+        f"threads per process None -> {torch.get_num_threads()}",
+        f"torch 1.0 -> {metadata.version('torch')}",
+    ]
+
+
+def test_every_start_of_a_run_is_recorded(tmp_path, monkeypatch):
+    for name in ("git_commit", "script_hash", "timestamp"):
+        monkeypatch.setattr(record, name, lambda name=name: f"the {name}")
+    monkeypatch.setattr(sys, "argv", ["scripts/train_a.py", "--lr", "1"])
+    own = {"arguments": {"lr": 1}}
+    written = record.write(tmp_path, CPU, own, 0)
+    assert own == {"arguments": {"lr": 1}} and written == {
+        "arguments": {"lr": 1},
+        "topology": record.topology(CPU),
+        "versions": record.versions(),
+        "git_commit": "the git_commit",
+        "script": "the script_hash",
+        "command": ["scripts/train_a.py", "--lr", "1"],
+    }
+    record.write(tmp_path, CPU, own, 30)
+    start = {"time": "the timestamp"} | record.topology(CPU)
+    starts = [{"step": 0} | start, {"step": 30} | start]
+    assert json.loads((tmp_path / "args.json").read_text()) == written | {"starts": starts}
+
+
+def test_a_script_is_known_by_its_content(tmp_path, monkeypatch):
+    (tmp_path / "script.py").write_bytes(b"print()\n")
+    monkeypatch.setattr(sys, "argv", [str(tmp_path / "script.py"), "/etc/hostname"])
+    assert record.script_hash() == hashlib.sha256(b"print()\n").hexdigest()
+    monkeypatch.setattr(sys, "argv", [str(tmp_path)])  # a notebook has no script
+    assert record.script_hash() is None
+
+
+def test_the_commit_is_that_of_the_script_and_says_if_files_changed(tmp_path, monkeypatch):
+    def git(*words):
+        identity = ["-c", "user.name=a", "-c", "user.email=a@b", "-c", "commit.gpgsign=false"]
+        subprocess.run(["git", *identity, *words], cwd=tmp_path / "a", check=True)
+
+    (tmp_path / "a").mkdir()
+    (tmp_path / "a" / "script.py").write_text("1\n")
+    monkeypatch.setattr(sys, "argv", [str(tmp_path / "a" / "script.py"), "--x"])
+    for name in ("GIT_DIR", "GIT_WORK_TREE"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("GIT_CEILING_DIRECTORIES", str(tmp_path))
+    assert record.git_commit() is None
+    git("init", "-q")
+    git("add", "script.py")
+    git("commit", "-qm", "one")
+    git("tag", "-am", "a tag", "v1")  # a name may move; the hash does not
+    commit = record.git_commit()
+    assert len(commit) == 40 and int(commit, 16)
+    (tmp_path / "a" / "script.py").write_text("2\n")
+    assert record.git_commit() == f"{commit}-dirty"
+
+
+@pytest.mark.parametrize("error", [FileNotFoundError("git"), subprocess.TimeoutExpired("git", 10)])
+def test_a_git_that_is_missing_or_hangs_costs_only_the_commit(error, monkeypatch):
+    def run(command, timeout, **_):
+        assert timeout == 10
+        raise error
+
+    monkeypatch.setattr(record.subprocess, "run", run)
+    assert record.git_commit() is None
+
+
+def test_times_are_utc_to_the_second():
+    time = datetime.fromisoformat(record.timestamp())
+    assert time.utcoffset().total_seconds() == 0 and time.microsecond == 0
+
+
+def test_the_peak_is_that_of_all_gpus_in_half_precision(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "NVIDIA H100 80GB HBM3")
+    for precision in ("bf16", "fp16"):
+        gpus = SimpleNamespace(**vars(GPU) | {"mixed_precision": precision})
+        assert record.peak_flops(gpus) == 8 * 989e12
+    assert record.peak_flops(SimpleNamespace(**vars(GPU) | {"mixed_precision": "no"})) is None
+    assert record.peak_flops(CPU) is None and record.peak_flops(CPU, tflops=0.5) == 2e12
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "NVIDIA RTX A1000")
+    assert record.peak_flops(GPU) is None and record.peak_flops(GPU, tflops=10.0) == 8e13
+
+
+@pytest.mark.parametrize(
+    ("name", "peak"),
+    [
+        ("Tesla V100-SXM2-16GB", 125),
+        ("NVIDIA GeForce RTX 4090", 165),
+        ("NVIDIA GeForce RTX 4090 D", None),
+        ("NVIDIA GeForce RTX 4090 LAPTOP GPU", None),
+        ("NVIDIA H100 NVL", None),
+        ("Tesla V100-PCIE-16GB", None),
+    ],
+)
+def test_slower_variants_have_no_peak(name, peak):
+    assert record.known_tflops(name) == peak

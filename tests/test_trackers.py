@@ -1,0 +1,116 @@
+"""What `utils.run.tracking` sends to each tracker."""
+
+from types import SimpleNamespace
+
+import pytest
+
+from utils.run import tracking
+from utils.run.failures import UserError
+
+
+class Tracker:
+    """Stands for a tracker of Accelerate: notes its calls, and fails in those that it is told."""
+
+    def __init__(self, name, fails=()):
+        self.name, self.calls, self._fails = name, [], fails
+        self.tracker = SimpleNamespace(add_hparams=self._method("add_hparams"))
+        for method in ("log", "log_images", "store_init_configuration"):
+            setattr(self, method, self._method(method))
+
+    def _method(self, name):
+        def call(*arguments, **options):
+            self.calls.append((name, *arguments, options))
+            if name in self._fails:
+                raise ConnectionError(f"{self.name} is away")
+
+        return call
+
+
+class Accelerator:
+    def __init__(self, *trackers, fails=False):
+        self.trackers, self.started, self._fails = list(trackers), [], fails
+
+    def init_trackers(self, project, init_kwargs):
+        self.started.append((project, init_kwargs))
+        if self._fails:
+            raise ConnectionError("no network")
+
+
+def test_trackers_are_those_that_are_installed(monkeypatch):
+    monkeypatch.setattr(tracking, "get_available_trackers", lambda: ["tensorboard", "wandb"])
+    assert tracking.trackers(" tensorboard , wandb") == ["tensorboard", "wandb"]
+    with pytest.raises(UserError) as error:
+        tracking.trackers("tensorboard,mlflow")
+    assert str(error.value) == (
+        "--track mlflow: its package is not installed: pip install mlflow, or use another --track"
+    )
+    with pytest.raises(UserError, match=r"aim, clearml, comet_ml, .*tensorboard.*, separated by"):
+        tracking.trackers("none,tensorboard")
+
+
+def test_each_tracker_continues_its_run_in_its_own_words():
+    accelerator = Accelerator()
+    tracking.start(accelerator, "a project", "a name", "an id", {}, 30)
+    again = {"resume": "allow"}
+    options = {
+        "tensorboard": {"purge_step": 31},
+        "wandb": {"name": "a name", "id": "an id", **again},
+        "trackio": {"name": "a name", **again},
+        "mlflow": {"run_name": "a name"},
+        "swanlab": {"experiment_name": "a name", "id": "an id", **again},
+        "clearml": {"task_name": "a name"},
+        "aim": {"experiment": "a name"},
+    }
+    assert accelerator.started == [("a project", options)]
+
+
+def test_arguments_are_recorded_where_a_restart_purges_them():
+    board, wandb = Tracker("tensorboard"), Tracker("wandb")
+    arguments = {"lr": 0.1, "model": None}
+    tracking.start(Accelerator(board, wandb), "p", "n", "i", arguments, 30)
+    assert board.calls == [("log", {"arguments": "    lr 0.1\n    model None"}, {"step": 31})]
+    assert wandb.calls == [("store_init_configuration", arguments, {})]
+
+
+def test_trackers_that_cannot_be_started_are_a_warning(capsys):
+    tracking.start(Accelerator(fails=True), "p", "n", "i", {}, 0)
+    line = "warning: experiment tracking is missing (ConnectionError: no network)\n"
+    assert capsys.readouterr().err == line
+
+
+def test_what_was_sent_before_an_interruption_is_sent_to_tensorboard_only():
+    board, wandb = Tracker("tensorboard"), Tracker("wandb")
+    accelerator = Accelerator(board, wandb)
+    tracking.log(accelerator, {"loss": 1.0}, 5)
+    tracking.log(accelerator, {"loss": 2.0}, 6, sent_before=True)
+    both = [("log", {"loss": 1.0}, {"step": 5}), ("log", {"loss": 2.0}, {"step": 6})]
+    assert board.calls == both and wandb.calls == both[:1]
+
+
+def test_images_are_sent_to_those_that_show_them():
+    board, wandb, mlflow = (Tracker(name) for name in ("tensorboard", "wandb", "mlflow"))
+    tracking.log_images(Accelerator(board, wandb, mlflow), {"a": "pixels"}, 7)
+    layout = {"dataformats": "NHWC"}
+    assert board.calls == [("log_images", {"a": "pixels"}, {"step": 7, **layout})]
+    assert wandb.calls == [("log_images", {"a": "pixels"}, {"step": 7})] and not mlflow.calls
+
+
+def test_the_table_of_hyperparameters_has_the_final_metrics():
+    board, wandb = Tracker("tensorboard"), Tracker("wandb")
+    arguments = {"lr": 0.1, "model": None, "seed": 0}
+    figures = {"test_loss": 1.0, "val_loss": 2.0, "train_seconds": 3.0}
+    tracking.finish(Accelerator(board, wandb), arguments, figures)
+    final = {"final/test_loss": 1.0, "final/val_loss": 2.0}
+    expected = ("add_hparams", {"lr": 0.1, "seed": 0}, final, {"run_name": "."})
+    assert board.calls == [expected] and not wandb.calls
+
+
+def test_a_tracker_that_fails_is_not_called_again(capsys):
+    first, broken, last = Tracker("a"), Tracker("b", fails={"log"}), Tracker("c")
+    accelerator = Accelerator(first, broken, last)
+    for step in (1, 2):
+        tracking.log(accelerator, {}, step)
+    assert accelerator.trackers == [first, last]
+    assert [len(tracker.calls) for tracker in (first, broken, last)] == [2, 1, 2]
+    line = "warning: what --track b would show from here on is missing (ConnectionError: b is away)"
+    assert capsys.readouterr().err == line + "\n"

@@ -152,7 +152,7 @@ def test_an_elastic_launcher_in_a_step_of_mpi(parents, monkeypatch):
 
 def test_a_process_and_its_parent():
     parent, words = launcher._parent_and_command(os.getpid())
-    lines = Path("/proc/self/cmdline").read_bytes().removesuffix(b"\0").split(b"\0")
+    lines = Path("/proc/self/cmdline").read_bytes().rstrip(b"\0").split(b"\0")
     assert parent == os.getppid() and words == [os.fsdecode(line) for line in lines]
     assert launcher._parent_and_command(2**31) == (0, [])
 

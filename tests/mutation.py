@@ -44,6 +44,7 @@ GOALS = {
     "utils/run/collectives.py": CAREFUL,
     "utils/run/guard.py": CAREFUL,
     "utils/run/checkpoint.py": CAREFUL,
+    "utils/run/folder.py": CAREFUL,
     "utils/run/domains.py": OTHERS,
     "utils/run/manifest.py": OTHERS,
     "utils/run/measurements.py": OTHERS,

@@ -205,6 +205,21 @@ def test_a_run_gets_longer_but_not_shorter_than_it_is(tmp_path, capsys):
         started(tmp_path, Plan(total_steps=13, steps_per_epoch=7), max_train_steps=13)
 
 
+def test_a_run_that_was_killed_after_its_last_step_continues(tmp_path):
+    run, _ = started(tmp_path)
+    assert run.evaluation_due is False and not run.improved_at(0)
+    save(run, 14)
+    let_go(run)
+    assert started(tmp_path)[1] == 14
+
+
+def test_a_run_is_not_continued_against_the_will_of_the_user(tmp_path):
+    run, _ = started(tmp_path)
+    let_go(run)
+    with pytest.raises(UserError, match="already contains a run: with --resume never"):
+        started(tmp_path, resume="never")
+
+
 def test_other_arguments_are_refused(tmp_path):
     run, _ = started(tmp_path)
     save(run, 3)
@@ -324,6 +339,9 @@ def test_another_runs_checkpoint_is_not_changed(tmp_path):
     assert step == 7 and ours.evaluation_due
     ours.log("val", 7, score=0.5)
     assert not ours.evaluation_due and (theirs / "manifest.json").read_bytes() == before
+    assert metrics(tmp_path / "ours", "val")[0]["score"] == 0.5
+    with pytest.raises(UserError, match="step_00000007 belongs to a run with other arguments"):
+        started(tmp_path / "others", resume=str(theirs), lr=0.2)
 
 
 @pytest.mark.parametrize(
@@ -399,6 +417,9 @@ def test_a_folder_that_is_replaced_ends_the_run(tmp_path):
             call()
         assert not caught.value.retry
     assert not list((tmp_path / "mine").iterdir())
+    (tmp_path / "mine").rmdir()
+    with pytest.raises(RunFailed, match="was removed or renamed"):
+        run.finish(1)
 
 
 def test_only_the_main_process_prints(tmp_path, capsys):

@@ -103,7 +103,7 @@ def test_a_package_that_is_not_installed_is_not_searched_again(installed, decide
 
 
 def test_what_every_accelerator_is_given(monkeypatch):
-    monkeypatch.setattr(launch.tracking, "trackers", {"none": [], "wandb": ["wandb"]}.get)
+    monkeypatch.setattr(launch.tracking, "trackers", {"none": [], "wandb": ["wandb"]}.__getitem__)
     args = SimpleNamespace(seed=7, timeout=30, output_dir="runs/a")
     options = launch.accelerator_options(args)
     loaders = options.pop("dataloader_config")
@@ -149,6 +149,9 @@ def test_the_banner_of_several_processes(capsys, options, monkeypatch):
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "NVIDIA H100")
     launch.print_banner(accelerator(2, "cuda"), 48, 2)
     assert "each on NVIDIA H100, precision" in capsys.readouterr().out
+    options["--nnodes"] = "1:2"
+    launch.print_banner(accelerator(2), 48, 2)
+    assert capsys.readouterr().out.endswith("checkpoint with 2 or 4 processes\n")
     launch.print_banner(accelerator(2, is_main_process=False), 48, 2)
     assert capsys.readouterr().out == ""
 
@@ -322,6 +325,8 @@ NETWORK = {"lo": "127.0.0.1", "eth0": "10.0.0.5", "ib0": "10.1.0.5", "down0": "1
     ],
 )
 def test_the_interface_to_a_host(names, own, found, monkeypatch):
+    reached = []
+
     class Probe:
         def __init__(self, *kind):
             assert kind == (socket.AF_INET, socket.SOCK_DGRAM)
@@ -334,6 +339,7 @@ def test_the_interface_to_a_host(names, own, found, monkeypatch):
 
         def connect(self, address):
             assert address == ("head", 9)
+            reached.append(address)
             if own is None:
                 raise OSError("Network is unreachable")
 
@@ -350,7 +356,7 @@ def test_the_interface_to_a_host(names, own, found, monkeypatch):
     )
     up = {name: SimpleNamespace(isup=name != "down0") for name in names}
     monkeypatch.setattr(launch.psutil, "net_if_stats", lambda: up)
-    assert launch.interface_to("head") == found
+    assert launch.interface_to("head") == found and len(reached) == 1
 
 
 # ------------------------------------------------------------------------------------ ddp and fsdp

@@ -162,9 +162,9 @@ def test_a_program_may_have_any_name(tmp_path, monkeypatch):
     (tmp_path / "self").mkdir()
     (tmp_path / "7").mkdir()
     (tmp_path / "7" / "stat").write_text("7 (a) 9 (b) S 5 6 7")
-    (tmp_path / "7" / "cmdline").write_bytes(b"\0a\0b c\0\0")
+    (tmp_path / "7" / "cmdline").write_bytes(b"\0a\0b X\0\0")
     monkeypatch.setattr(launcher, "Path", lambda path: Path(path.replace("/proc", str(tmp_path))))
-    assert launcher._parent_and_command(7) == (5, ["", "a", "b c"])
+    assert launcher._parent_and_command(7) == (5, ["", "a", "b X"])
 
 
 @pytest.mark.parametrize("output", ["  5 python -m torch.distributed.run a.py\n", ""])
@@ -224,10 +224,10 @@ def test_the_cores_of_this_process(monkeypatch):
 def test_where_the_kernel_keeps_the_quota(tmp_path, monkeypatch):
     """The path of a group may have colons; what is not a number is no limit."""
     own, groups = tmp_path / "own", tmp_path / "groups"
-    (groups / "a:b").mkdir(parents=True)
-    own.write_text("0::/a:b\n")
+    (groups / "X:b").mkdir(parents=True)
+    own.write_text("0::/X:b\n")
     for text, cores in (("150000 100000", 1.5), ("0 100000", math.inf), ("1 100000", 1e-5)):
-        (groups / "a:b" / "cpu.max").write_text(text)
+        (groups / "X:b" / "cpu.max").write_text(text)
         assert cpu.quota(groups, own) == cores
     (tmp_path / "cpu.max").write_text("100 100000")  # beside the groups
     assert cpu.quota(groups, own) == 1e-5

@@ -35,6 +35,7 @@ def sent(monkeypatch):
     calls = []
 
     def log(accelerator, values, step, sent_before):
+        assert accelerator is ALONE
         calls.append((values, step, sent_before))
 
     monkeypatch.setattr(metrics.tracking, "log", log)
@@ -63,7 +64,7 @@ def printed(monkeypatch):
     lines = []
     Bar.write = staticmethod(lines.append)
     monkeypatch.setattr(metrics, "tqdm", Bar)
-    monkeypatch.setattr(metrics, "memory_bytes", lambda device: 3 << 29)
+    monkeypatch.setattr(metrics, "memory_bytes", {ALONE.device: 3 << 29}.__getitem__)
     return lines
 
 
@@ -312,5 +313,9 @@ def test_without_a_profiler_its_calls_do_nothing(tmp_path):
     other = SimpleNamespace(is_main_process=False)
     for accelerator, wanted in ((ALONE, False), (other, True)):
         profile = metrics.start_profiler(accelerator, tmp_path, wanted)
-        assert profile.step() is None and profile.stop() is None
+        assert (
+            isinstance(profile, metrics._NoProfiler)
+            and profile.step() is None
+            and profile.stop() is None
+        )
     assert os.listdir(tmp_path) == []

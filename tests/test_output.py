@@ -41,11 +41,24 @@ def test_each_line_is_written_at_once_and_to_its_own_stream(protected, tmp_path)
 
 def test_what_was_printed_before_comes_first(protected, tmp_path, monkeypatch):
     direct(1, tmp_path / "out")
-    monkeypatch.setattr(sys, "stdout", open(1, "w", closefd=False))  # noqa: SIM115
+    stream = open(1, "w", closefd=False)  # noqa: SIM115
+    monkeypatch.setattr(sys, "stdout", stream)
     print("before")
     protected()
     print("after")
-    assert (tmp_path / "out").read_text() == "before\nafter\n"
+    assert (tmp_path / "out").read_text() == "before\nafter\n" and not stream.closed
+
+
+def test_the_descriptors_stay_open_when_a_stream_goes(protected, tmp_path):
+    direct(1, tmp_path / "out")
+    protected()
+    protected()  # drops the first streams
+    print("a line")
+    assert (tmp_path / "out").read_text() == "a line\n"
+
+
+def test_quotation_marks_are_no_markup():
+    assert output.for_markdown("\"a\" 'b'") == "\"a\" 'b'"
 
 
 @pytest.mark.parametrize("encoding", ["ascii", "utf-8", None])

@@ -63,7 +63,6 @@ def claim(path, arguments, resume, may_change):
             f"--output_dir {path} is not valid UTF-8, and weights cannot be written to it: use "
             "another name"
         ) from None
-    made = []
     try:
         made = [folder for folder in (path, *path.parents) if not folder.exists()]
         path.mkdir(parents=True, exist_ok=True)

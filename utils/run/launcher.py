@@ -114,8 +114,8 @@ def drop_variables():
 
 
 def _is_launcher(words):
-    names = [os.path.basename(word) for word in words[:3]]
-    if PROGRAMS & set(names[:2]):  # a program, or a script that Python runs
+    names = [os.path.basename(word) for word in words[:2]]
+    if PROGRAMS & set(names):  # a program, or a script that Python runs
         return True
     return "-m" in words[:3] and bool(MODULES & set(words[1:4]))
 

@@ -71,7 +71,7 @@ def test_a_folder_is_tried_before_the_run(error, reason, tmp_path, monkeypatch):
     with pytest.raises(UserError) as caught:
         claim(tmp_path / "run", OWN, "auto", set())
     assert str(caught.value) == f"cannot write to --output_dir {tmp_path / 'run'}: {reason}"
-    assert tried == [(tmp_path / "run" / ".probe", 65536)]
+    assert tried == [(tmp_path / "run" / ".probe", 65536)] and not (tmp_path / "run").exists()
 
 
 def test_the_processes_of_a_killed_job_are_waited_for(tmp_path, monkeypatch):

@@ -71,12 +71,12 @@ def test_the_nearest_launcher_among_the_parents(parents):
     assert launcher.find() is None
 
 
-def test_a_process_id_of_two_is_as_good_as_any(parents, monkeypatch):
-    """In a container, where the ids start anew."""
-    monkeypatch.setattr(launcher.os, "getppid", lambda: 2)
-    monkeypatch.setattr(launcher, "_parent_and_command", lambda process: (1, TORCHRUN))
+def test_a_launcher_may_be_the_first_process(parents, monkeypatch):
+    """As the entry point of a container, where the ids start anew."""
+    monkeypatch.setattr(launcher.os, "getppid", lambda: 1)
+    monkeypatch.setattr(launcher, "_parent_and_command", lambda process: (0, TORCHRUN))
     launcher.find.cache_clear()
-    assert launcher.find() == 2
+    assert launcher.find() == 1
 
 
 def test_an_elastic_launcher_is_there_and_says_so(parents, monkeypatch):
@@ -127,8 +127,9 @@ def test_variables_of_one_of_several_processes_are_refused_and_gone(name, parent
 
 def test_which_names_mean_several_processes(parents, monkeypatch):
     """`RANK` 0 of `WORLD_SIZE` 1 is a process alone."""
-    for name in {*launcher.RANKS, *launcher.MPI} - {"MPI_LOCALNRANKS"}:
-        alone, other = ("1", "0") if "SIZE" in name else ("0", "1")
+    for name in {*launcher.RANKS, *launcher.MPI}:
+        is_count = "SIZE" in name or name == "MPI_LOCALNRANKS"
+        alone, other = ("1", "0") if is_count else ("0", "1")
         monkeypatch.setenv(name, alone)
         assert launcher.drop_variables() is None, name
         monkeypatch.setenv(name, other)

@@ -33,12 +33,17 @@ class Claim(NamedTuple):
 
     def undo(self):
         """Removes what the claim has made, if the run has not written anything yet."""
-        if (Path(self.file.name).parent / "args.json").exists():
-            return
-        with contextlib.suppress(OSError):  # a folder with other files, or gone
-            os.unlink(self.file.name)
-            for folder in self.made:
-                folder.rmdir()
+        path = Path(self.file.name).parent
+        if not (path / "args.json").exists():
+            _undo(path, self.made)
+
+
+def _undo(path, made):
+    with contextlib.suppress(OSError):  # a folder with other files, or gone
+        for name in (".probe", ".lock"):
+            (path / name).unlink(missing_ok=True)
+        for folder in made:
+            folder.rmdir()
 
 
 def claim(path, arguments, resume, may_change):
@@ -63,6 +68,7 @@ def claim(path, arguments, resume, may_change):
             f"--output_dir {path} is not valid UTF-8, and weights cannot be written to it: use "
             "another name"
         ) from None
+    made = []
     try:
         made = [folder for folder in (path, *path.parents) if not folder.exists()]
         path.mkdir(parents=True, exist_ok=True)
@@ -72,6 +78,8 @@ def claim(path, arguments, resume, may_change):
         probe.write_bytes(bytes(1 << 16))
         probe.unlink()
     except OSError as error:
+        if made:
+            _undo(path, made)
         reason = error.strerror or error
         raise UserError(f"cannot write to --output_dir {path}: {reason}") from None
     claimed = Claim(None, owner, file, made)

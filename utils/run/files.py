@@ -58,7 +58,7 @@ def read_json_lines(path):
     Stops at a line that is incomplete because its writer was killed.
     """
     values = []
-    for line in Path(path).read_text().splitlines():
+    for line in Path(path).read_bytes().splitlines():
         try:
             values.append(json.loads(line))
         except ValueError:

@@ -8,6 +8,7 @@ Imports only the standard library: it comes before torch.
 """
 
 import os
+import re
 import subprocess
 from functools import cache
 from pathlib import Path
@@ -47,7 +48,7 @@ def find():
         int | None: its process id; None: a person or another program started this process.
     """
     process = os.getppid()
-    while process > 1:
+    while process > 0:  # process 1 may be a launcher: the entry point of a container
         parent, words = _parent_and_command(process)
         if _is_launcher(words):
             return process
@@ -101,7 +102,8 @@ def drop_variables():
     """
     mine = MPI if is_elastic() else RANKS + MPI
     dropped = {name: os.environ.pop(name) for name in mine if name in os.environ}
-    several = [name for name, value in dropped.items() if value != ("1" if "SIZE" in name else "0")]
+    alone = {name: "1" if re.search("SIZE|NRANKS", name) else "0" for name in dropped}
+    several = [name for name, value in dropped.items() if value != alone[name]]
     if is_elastic() or not several:  # an `srun` step with one launcher per node sets MPI variables
         return None
     names = ", ".join(several)

@@ -8,6 +8,7 @@ python tests/mutants.py guard plan    # those whose name or file contains one of
 import os
 import re
 import shutil
+import signal
 import sys
 import tempfile
 import time
@@ -1749,7 +1750,7 @@ MUTANTS = [
         "utils/run/folder.py",
         "            there = False\n",
         "            there = True\n",
-        "test_signals.py -k renamed",
+        "test_folder.py -k replaced",
     ),
     Mutant(
         "a class name starts a formula",
@@ -1828,6 +1829,13 @@ MUTANTS = [
         "    return bool(True or ",
         "test_continue.py -k come_again",
     ),
+    Mutant(
+        "a long save is cut off",
+        "utils/run/process.py",
+        '    before, _phase = _phase, "saving"\n',
+        "    before = _phase\n",
+        "test_signals.py -k however_long",
+    ),
 ]
 
 
@@ -1884,6 +1892,9 @@ def outcome(mutant, address):
 
 def main():
     words = sys.argv[1:]
+    # What a shell starts in the background ignores these; the tests send them.
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    signal.signal(signal.SIGHUP, signal.SIG_DFL)
     chosen = [
         m for m in MUTANTS if not words or any(word in f"{m.name} {m.file}" for word in words)
     ]

@@ -215,7 +215,8 @@ def test_time_to_save_without_a_launcher(config, tmp_path):
 
     The processes must still finish a slow save.
     """
-    arguments = ["slow_save", CIFAR, *ENDLESS.split()]
+    fault = "slow_save" if config == "cpu" else "slow_check"
+    arguments = [fault, CIFAR, *ENDLESS.split()]
     started = Started(config, "tests/wrapped.py", arguments, output_dir=tmp_path / "run")
     started.wait_for("step      5/")
     workers = [psutil.Process(pid) for pid in started.workers().values()]

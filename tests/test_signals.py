@@ -148,6 +148,20 @@ def test_a_stopped_process_does_not_keep_the_others_from_ending(tmp_path):
     assert status(tmp_path)["state"] == "preempted" and all_end([stopped])
 
 
+def test_a_save_is_finished_however_long_it_takes(tmp_path):
+    """The signal arrives in a save of six seconds, and may wait only two for anything else."""
+    words = ["slow_save", CIFAR, *ENDLESS.replace("every 0", "every 3").split()]
+    environment = {"TORCH_ELASTIC_SHUTDOWN_TIMEOUT": "3"}
+    started = Started(None, "tests/wrapped.py", words, output_dir=tmp_path, env=environment)
+    started.wait_for("step      3/")
+    while not (tmp_path / "checkpoints" / ".writing").exists():
+        pass
+    os.kill(started.process.pid, signal.SIGTERM)
+    code, output = started.finish()
+    assert code == PREEMPTED and "stopped by SIGTERM at step " in output, output
+    assert manifest.all_in(tmp_path)[0].name == "step_00000003"
+
+
 def test_a_batch_that_cannot_be_sent_is_an_error_at_once(tmp_path):
     """The socket of a worker is in TMPDIR; Python would print the error, and wait forever."""
     long = tmp_path / ("x" * 60) / ("y" * 60)

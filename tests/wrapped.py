@@ -195,6 +195,11 @@ elif name == "unreadable":
     datasets.IterableDataset.__iter__ = rows
 elif name == "slow_save":
     before(accelerate.Accelerator, "save_state", lambda: time.sleep(6))
+elif name == "slow_check":
+    # Between the agreement to stop and the save.
+    from utils.run import guard
+
+    before(guard.Guard, "check", lambda: time.sleep(6))
 elif name == "slow_hash":
     from utils.run import manifest
 

@@ -18,7 +18,8 @@ from utils.run.failures import UserError
 EXTENSIONS = {
     *".jpg .jpeg .jpe .jfif .mpo .png .apng .webp .bmp .dib .gif .tif .tiff .tga".split(),
     *".ppm .pgm .pbm .pnm .jp2 .j2k".split(),
-    *([".avif"] if features.check("avif") else []),
+    # Since Pillow 11.2, if built with it; `check` would warn about a name that it does not know.
+    *([".avif"] if "avif" in features.modules and features.check("avif") else []),
 }
 # Files in which a data set in the Hub's layout keeps its rows.
 TABLES = {*".parquet .arrow .jsonl .ndjson .json .csv .tsv .tar .zip".split()}

@@ -44,9 +44,12 @@ HEAVY = [
     "accelerate.commands.accelerate_cli",
     "datasets",
     "matplotlib.pyplot",
+    "peft",
     "psutil",
     "pytest",
     "tqdm",
+    "transformers.generation",
+    "transformers.models.llama.modeling_llama",
 ]
 
 

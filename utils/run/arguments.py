@@ -96,10 +96,12 @@ class Parser(argparse.ArgumentParser):
         )
         self.set_defaults(**defaults)
 
-    def add_run_arguments(self):
+    def add_run_arguments(self, init_from=True):
         """Adds the flags for the run, the same in every training script.
 
         A copy writes to a folder named after itself.
+
+        Args: init_from: whether the script has `--init_from`.
         """
         output_dir = f"runs/{Path(sys.argv[0]).stem}"
         self.epilog = CONTINUE_RULE
@@ -116,12 +118,13 @@ class Parser(argparse.ArgumentParser):
             "error if there is one; "
             "PATH: continue from a checkpoint of another run, and write to output_dir",
         )
-        group.add_argument(
-            "--init_from",
-            metavar="PATH",
-            help="start a new run with the weights, and only the weights, of a run's folder, a "
-            "checkpoint, a .safetensors or a .pth file",
-        )
+        if init_from:
+            group.add_argument(
+                "--init_from",
+                metavar="PATH",
+                help="start a new run with the weights, and only the weights, of a run's folder, "
+                "a checkpoint, a .safetensors or a .pth file",
+            )
         group.add_argument(
             "--checkpoint_every",
             type=at_least_0,
@@ -159,21 +162,23 @@ class Parser(argparse.ArgumentParser):
             help="seconds to wait for another process before giving up",
         )
 
-    def add_data_arguments(self, dataset, data_help):
+    def add_data_arguments(self, dataset, data_help, workers=True):
         """Adds the flags of every script that trains on a data set.
 
         Args:
             dataset (str | None): the default of `--dataset`; None: it must be given.
             data_help (str): what `--dataset` takes.
+            workers (bool): whether the script has `--num_workers`.
         """
         group = self.add_argument_group("data and tracking")
         group.add_argument("--dataset", default=dataset, required=dataset is None, help=data_help)
-        group.add_argument(
-            "--num_workers",
-            type=WORKERS,
-            default=0,
-            help="processes that load data, per training process",
-        )
+        if workers:
+            group.add_argument(
+                "--num_workers",
+                type=WORKERS,
+                default=0,
+                help="processes that load data, per training process",
+            )
         group.add_argument(
             "--track",
             default="tensorboard",
@@ -222,7 +227,7 @@ class Parser(argparse.ArgumentParser):
         Both write to a folder of their own next to that of the run, which is emptied each time.
         """
         args = self.parse_args()
-        if args.init_from and args.resume not in ("auto", "never"):
+        if getattr(args, "init_from", None) and args.resume not in ("auto", "never"):
             raise UserError(
                 "--init_from starts a new run and --resume PATH continues one: give only one of "
                 "them"

@@ -3,13 +3,15 @@
 import sys
 from pathlib import Path
 
+import yaml
+
 from utils.run.failures import UserError
 from utils.run.files import write_text
 from utils.run.output import for_markdown
 
 CARD = """---
 library_name: {library}
-{task}tags:
+{metadata}tags:
 - {tag}
 ---
 
@@ -22,13 +24,16 @@ Trained with `{script}`{data}: {length}, {time} on {hardware}.
 {figures}
 
 {about}`args.json` has all arguments and versions, `results.json` all figures, and `metrics.jsonl`
-their history. `model.safetensors` has the weights; the settings of the model are in its header, as
-JSON.
+their history. {weights}
 
 ## Use
 
 {usage}
 """
+
+WEIGHTS = (
+    "`model.safetensors` has the weights; the settings of the model are in its header, as\nJSON."
+)
 
 USAGE = """```python
 from safetensors.torch import load_file
@@ -37,25 +42,40 @@ tensors = load_file("model.safetensors")  # name -> tensor
 ```"""
 
 NOT_UPLOADED = ["checkpoints/*", "profile/*", ".*"]
+# Folders in the formats of transformers and peft, which the Hub expects at the top.
+AT_THE_TOP = ("model", "adapter")
 
 
 def write(
-    folder, record, results, *, title=None, library="pytorch", task=None, about="", usage=USAGE
+    folder,
+    record,
+    results,
+    *,
+    title=None,
+    library="pytorch",
+    task=None,
+    metadata=None,
+    about="",
+    weights=WEIGHTS,
+    usage=USAGE,
 ):
     """Writes README.md, in Markdown with metadata for the Hub.
 
     Args:
         folder (Path): that of the run.
         record, results (dict): the contents of args.json and results.json.
-        title, library, task, about, usage (str): what the script says about its model: a headline,
-            the Hub's `library_name` and `pipeline_tag`, a paragraph, and how to load the weights.
+        title, about, weights, usage (str): what the script says about its model: a headline, a
+            paragraph, where the weights are, and how to load them.
+        library, task (str): the Hub's `library_name` and `pipeline_tag`.
+        metadata (dict | None): more fields for the Hub, such as `base_model`.
     """
     arguments, script = record["arguments"], Path(record["command"][0]).name
     data = for_markdown(arguments.get("data") or arguments.get("dataset") or "")
     seconds = results["train_seconds"]
+    fields = {**({"pipeline_tag": task} if task else {}), **(metadata or {})}
     card = CARD.format(
         library=library,
-        task=f"pipeline_tag: {task}\n" if task else "",
+        metadata=yaml.safe_dump(fields, sort_keys=False) if fields else "",
         tag=Path(script).stem,
         title=title or f"A model of {script}",
         script=script,
@@ -65,6 +85,7 @@ def write(
         hardware=f"{record['topology']['processes']} x {record['topology']['device']}",
         figures="\n".join(_rows(results)),
         about=f"{about}\n\n" if about else "",
+        weights=weights,
         usage=usage.strip(),
     )
     write_text(Path(folder) / "README.md", card)
@@ -103,9 +124,11 @@ def upload(folder, repo):
 
     try:
         name = HfApi().create_repo(repo, exist_ok=True).repo_id
-        address = HfApi().upload_folder(
-            repo_id=name, folder_path=folder, ignore_patterns=NOT_UPLOADED
-        )
+        parts = [part for part in AT_THE_TOP if (Path(folder) / part).is_dir()][:1]
+        for part in parts:
+            HfApi().upload_folder(repo_id=name, folder_path=Path(folder) / part)
+        ignored = NOT_UPLOADED + [f"{part}/*" for part in AT_THE_TOP]
+        address = HfApi().upload_folder(repo_id=name, folder_path=folder, ignore_patterns=ignored)
         print(f"uploaded to {address}")
     except Exception as error:  # no network, no permission, no space there: nothing is lost
         reason = str(error).strip().splitlines() or [type(error).__name__]

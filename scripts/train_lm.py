@@ -1,0 +1,635 @@
+"""Language models with tokens and pretrained weights, trained in full or with LoRA.
+
+Shows what a language model of `transformers` needs in the loop of train_cifar.py: documents of very
+different length in one batch, a loss over the tokens of the answers only, adapters, and a model
+sharded over GPUs (FSDP2). Needs more packages: pip install -r scripts/requirements_lm.txt
+
+    python scripts/train_lm.py
+    accelerate launch --config_file accelerate_configs/1gpu.yaml scripts/train_lm.py \\
+        --model HuggingFaceTB/SmolLM2-135M --dataset my_texts/
+    accelerate launch --config_file accelerate_configs/4gpu_fsdp.yaml scripts/train_lm.py \\
+        --model Qwen/Qwen3-8B --dataset chats.jsonl --lora_rank 16
+    accelerate launch --config_file accelerate_configs/4gpu.yaml scripts/train_lm.py \\
+        --model my_config/ --from_scratch --dataset HuggingFaceFW/fineweb-edu --subset sample-10BT
+    python scripts/train_lm.py --generate runs/train_lm --prompt "the third of May, 1994"
+
+The first command needs no network: it trains a small model from scratch to write dates in ISO 8601.
+"""
+
+import importlib.util
+import math
+import sys
+from pathlib import Path
+
+# Finds `utils` next to this script (a copy) or one folder up (the repository).
+sys.path.insert(1, str(Path(__file__).resolve().parents[1]))
+from utils.run import process
+
+if __name__ == "__main__":
+    process.handle_signals()  # before torch: a signal during the slow imports must not be lost
+
+import torch
+from accelerate import Accelerator, skip_first_batches
+from accelerate.utils import set_seed
+from torch.utils.data import DataLoader
+from utils.data.tokens import load_tokens
+
+from utils import plots
+from utils.data.loaders import evaluation_batch_size, loader_options
+from utils.data.report import agree
+from utils.run import ddp, fsdp, launch
+from utils.run.arguments import Parser, number
+from utils.run.collectives import local_main_first, run_on_all
+from utils.run.failures import UserError, optional
+from utils.run.files import write_text
+from utils.run.folder import RunFolder
+from utils.run.guard import Guard
+from utils.run.metrics import start_profiler
+from utils.run.plan import Plan
+from utils.run.seeds import seed_step
+
+MISSING = [name for name in ("transformers", "peft") if importlib.util.find_spec(name) is None]
+if not MISSING:
+    from utils import adapters, causal_lm
+
+ANSWERS = 100  # held-out conversations whose answers are compared, of --dataset synthetic
+
+
+# --------------------------------------------------------------------------------- model and data
+
+
+def build_model(accelerator, args):  # EDIT: model
+    """Loads the model, and adds the adapters of LoRA if --lora_rank asks for them.
+
+    Its forward pass takes `input_ids`, `position_ids` and `targets`, each int64 [batch, time], and
+    returns the sum of the losses of the targets, in nats.
+    """
+    model = causal_lm.load_model(
+        accelerator,
+        args.model,
+        attention=args.attention,
+        dtype=getattr(torch, args.dtype),
+        from_scratch=args.from_scratch,
+        seed=args.seed,
+    )
+    if args.activation_checkpointing:
+        # Keeps only the input of each block and recomputes the rest in the backward pass.
+        model.gradient_checkpointing_enable({"use_reentrant": False})
+    if args.freeze:
+        adapters.freeze(model, args.freeze)
+    if args.adapter:
+        model = adapters.load_adapter(model, args.adapter)
+    elif args.lora_rank:
+        model = adapters.add_lora(
+            model, args.lora_rank, args.lora_alpha, args.lora_dropout, args.lora_targets
+        )
+    causal_lm.chunk_loss(model)
+    return model
+
+
+def build_optimizer(model, args):
+    """AdamW, without weight decay for the embedding and for vectors: norms and biases."""
+    embeddings = [layer for layer in model.modules() if isinstance(layer, torch.nn.Embedding)]
+    looked_up = {weight for layer in embeddings for weight in layer.parameters()}
+    trained = [weight for weight in model.parameters() if weight.requires_grad]
+    decayed = [weight for weight in trained if weight.ndim > 1 and weight not in looked_up]
+    others = [weight for weight in trained if weight.ndim < 2 or weight in looked_up]
+    groups = [dict(params=decayed), dict(params=others, weight_decay=0.0)]
+    return torch.optim.AdamW(
+        [group for group in groups if group["params"]],
+        lr=args.lr,
+        betas=(0.9, 0.95),
+        weight_decay=args.weight_decay,
+        fused=True,
+    )
+
+
+def lr_multiplier(step, plan, args):
+    """The learning-rate multiplier at `step`, after a linear warm-up.
+
+    `cosine` and `linear` fall to 0. `wsd` (arXiv:2404.06395) is constant, and falls linearly to 0
+    over the last fifth: a run can be made longer from any step before that.
+    """
+    progress, warmup = step / plan.total_steps, min(args.warmup_steps, plan.total_steps // 10)
+    decay = {
+        "cosine": 0.5 + 0.5 * math.cos(math.pi * progress),
+        "linear": 1 - progress,
+        "wsd": min(1.0, 5 * (1 - progress)),
+    }[args.lr_schedule]
+    return min(1.0, (step + 1) / (warmup + 1)) * decay
+
+
+def load_data(accelerator, tokenizer, args):  # EDIT: data
+    """Loads the blocks of tokens to train on, and those held out: `val`, or else `test`.
+
+    Returns:
+        tuple: two `Blocks`, and the name of the split that is held out.
+    """
+    data = local_main_first(
+        accelerator,
+        lambda: load_tokens(
+            args.dataset,
+            tokenizer,
+            args.block_size,
+            subset=args.subset,
+            val_fraction=args.val_fraction,
+            seed=args.seed,
+            loss_on=args.loss_on,
+            too_long=args.too_long,
+            packed=args.packed,
+        ),
+    )
+    args.data = agree(accelerator, args.dataset, data)  # a run continues with the same data only
+    args.kind = data.kind
+    held_out = "val" if "val" in data.splits else "test"
+    return data.splits["train"], data.splits[held_out], held_out
+
+
+def build_loaders(accelerator, train_set, eval_set, args):
+    """Builds loaders of global batches; `prepare` splits each over the processes."""
+    options = loader_options(accelerator)
+    most = max(1, 8192 // args.block_size)
+    eval_batch_size = evaluation_batch_size(accelerator, len(eval_set), most)
+    eval_loader = DataLoader(eval_set, eval_batch_size, **options)
+    batch_size = args.batch_size // args.gradient_accumulation_steps
+    train_loader = DataLoader(train_set, batch_size, shuffle=True, drop_last=True, **options)
+    return accelerator.prepare(train_loader, eval_loader)
+
+
+# ----------------------------------------------------------------------- loss, metric and samples
+
+
+def compute_loss(model, batch):  # EDIT: loss
+    """The sum of the losses of a batch's targets, in nats."""
+    return model(
+        input_ids=batch["input_ids"],
+        position_ids=batch["position_ids"],
+        targets=batch["targets"],
+        use_cache=False,
+    )
+
+
+def count_targets(accelerator, batches):
+    """The number of targets in the batches of all processes, a tensor on the device."""
+    count = sum((batch["targets"] >= 0).sum() for batch in batches)
+    return accelerator.reduce(count, "sum").clamp(min=1)
+
+
+@torch.no_grad()
+def evaluate(accelerator, model, loader, watch):  # EDIT: metric
+    """Computes exact metrics: each held-out target counts once, on any number of processes.
+
+    Returns:
+        dict: `loss` in nats per target token, `perplexity`, and for text `bits_per_byte`, which can
+        be compared between tokenizers.
+    """
+    model.eval()
+    blocks, rank = loader.dataset, accelerator.process_index
+    totals = torch.zeros(2, dtype=torch.float64, device=accelerator.device)
+    for index, batch in enumerate(watch(loader)):
+        # The last batch is filled up with repeated blocks, which do not count: they are not where
+        # their ids say.
+        size = len(batch["ids"])
+        first = (index * accelerator.num_processes + rank) * size
+        place = torch.arange(first, first + size, device=batch["ids"].device)
+        batch["targets"][batch["ids"] != place] = -100
+        totals += torch.stack([compute_loss(model, batch), (batch["targets"] >= 0).sum()])
+    total, count = accelerator.reduce(totals, "sum").tolist()
+    model.train()
+    if count != blocks.target_tokens:
+        raise RuntimeError(f"evaluated {count} of {blocks.target_tokens} held-out targets")
+    loss = total / count
+    metrics = {"loss": loss, "perplexity": math.exp(min(loss, 700))}
+    if blocks.bytes:
+        metrics["bits_per_byte"] = total / blocks.bytes / math.log(2)
+    return metrics
+
+
+@torch.no_grad()
+def generate(model, tokenizer, prompts, length):
+    """Continues each prompt greedily by at most `length` tokens.
+
+    Under FSDP every process must call this function, because a forward pass needs all shards.
+
+    Args:
+        prompts (list[list[int]]): token ids.
+
+    Returns:
+        list[str]: the continuations.
+    """
+    was_training = model.training
+    model.eval()
+    device = next(model.parameters()).device
+    texts = []
+    for first in range(0, len(prompts), 25):
+        some = {"input_ids": prompts[first : first + 25]}
+        inputs = tokenizer.pad(some, padding_side="left", return_tensors="pt").to(device)
+        output = model.generate(
+            **inputs, max_new_tokens=length, do_sample=False, **causal_lm.ends(model, tokenizer)
+        )
+        new = output[:, inputs["input_ids"].shape[1] :]
+        texts += tokenizer.batch_decode(new, skip_special_tokens=True)
+    model.train(was_training)
+    return texts
+
+
+def encode_prompt(tokenizer, text, kind):
+    """The token ids of a prompt: of a chat's first turn, or of a text to continue."""
+    if kind == "text":
+        return tokenizer(text)["input_ids"]
+    turns = [{"role": "user", "content": text}]
+    return tokenizer.apply_chat_template(turns, add_generation_prompt=True, return_dict=False)
+
+
+def read_prompts(tokenizer, eval_set, args):
+    """The prompts for samples: the lines of the file --prompts, or the first held-out documents.
+
+    Returns:
+        list[tuple]: token ids; the answer in the data, or None.
+    """
+    if not args.prompts:
+        return eval_set.prompts(3)
+    try:
+        lines = Path(args.prompts).read_text(encoding="utf-8").splitlines()
+    except (OSError, UnicodeError) as error:
+        reason = getattr(error, "strerror", None) or "not UTF-8"
+        raise UserError(f"--prompts {args.prompts} cannot be read: {reason}") from None
+    lines = [line for line in lines if line.strip()]
+    if not lines:
+        raise UserError(f"--prompts {args.prompts} is empty: give one prompt per line")
+    return [(encode_prompt(tokenizer, line, args.kind), None) for line in lines]
+
+
+def show_samples(model, tokenizer, prompts, length):
+    """Prompts with the model's answers, and with those of the data, as text."""
+    parts = []
+    answers = generate(model, tokenizer, [tokens for tokens, _ in prompts], length)
+    for (tokens, expected), answer in zip(prompts, answers, strict=True):
+        parts += [f"> {tokenizer.decode(tokens, skip_special_tokens=True)}", answer]
+        parts += [f"(in the data: {expected})"] if expected is not None else []
+    return "\n".join(parts) + "\n"
+
+
+def share_of_exact(model, tokenizer, prompts, length):
+    """The share of prompts to which the model answers exactly what the data does."""
+    answers = generate(model, tokenizer, [tokens for tokens, _ in prompts], length)
+    pairs = zip(answers, (expected for _, expected in prompts), strict=True)
+    return sum(answer.strip() == expected.strip() for answer, expected in pairs) / len(prompts)
+
+
+def respond(args):
+    """For --generate: prints the continuation of --prompt, or the answer of a chat model."""
+    model, tokenizer, kind = adapters.load_trained(args.generate)
+    model.to("cuda" if torch.cuda.is_available() else "cpu")
+    print(
+        generate(
+            model, tokenizer, [encode_prompt(tokenizer, args.prompt, kind)], args.sample_length
+        )[0]
+    )
+
+
+# --------------------------------------------------------------------------------------------- main
+
+MAY_CHANGE = (
+    "activation_checkpointing",
+    "attention",
+    "prompts",
+    "sample_length",
+    "generate",
+    "prompt",
+    "merge",
+)
+USAGE = {
+    "model": """```python
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+model = AutoModelForCausalLM.from_pretrained("model")
+tokenizer = AutoTokenizer.from_pretrained("model")
+```""",
+    "adapter": """```python
+from peft import AutoPeftModelForCausalLM
+from transformers import AutoTokenizer
+
+model = AutoPeftModelForCausalLM.from_pretrained("adapter")
+tokenizer = AutoTokenizer.from_pretrained("adapter")
+```""",
+}
+
+
+def main():
+    args = parse_args()
+    if args.generate:
+        return respond(args)
+    if args.merge:
+        return print(adapters.merge(args.merge))
+    on_cpu = launch.check(training=True, shards=True)
+    accelerator = Accelerator(cpu=on_cpu, **launch.accelerator_options(args))
+    launch.print_banner(accelerator, args.batch_size, args.gradient_accumulation_steps)
+    fsdp.reduce_in_float32(accelerator)
+    tokenizer = run_on_all(
+        accelerator, lambda: causal_lm.load_tokenizer(args.model, args.chat_template)
+    )
+    config = run_on_all(
+        accelerator, lambda: causal_lm.load_config(args.model, tokenizer, args.block_size)
+    )
+    args.packed = causal_lm.can_pack(config)
+    train_set, eval_set, held_out = load_data(accelerator, tokenizer, args)
+    prompts = run_on_all(accelerator, lambda: read_prompts(tokenizer, eval_set, args))
+    args.base = causal_lm.fingerprint(args.model, args.from_scratch)
+    plan = Plan.from_args(args, len(train_set))
+    run = RunFolder(args, accelerator, MAY_CHANGE)
+    run.open(plan)  # the folder is empty, or has a run to continue, or a finished run
+    if run.finished:
+        return
+
+    set_seed(args.seed)
+    model = build_model(accelerator, args)
+    parameters = sum(weight.numel() for weight in model.parameters())
+    trained = sum(weight.numel() for weight in model.parameters() if weight.requires_grad)
+    optimizer = build_optimizer(model, args)
+    scheduler = torch.optim.lr_scheduler.LambdaLR(
+        optimizer, lambda step: lr_multiplier(step, plan, args)
+    )
+    fsdp.use_model_blocks(accelerator, model)
+    model, optimizer, scheduler = accelerator.prepare(model, optimizer, scheduler)
+    train_loader, eval_loader = build_loaders(accelerator, train_set, eval_set, args)
+    causal_lm.check(accelerator, model)
+    ddp.warm_up(model, lambda: compute_loss(model, causal_lm.small_batch(accelerator)))
+    unwrapped = accelerator.unwrap_model(model)
+    rates = {"tokens_per_second": train_set.tokens / len(train_set)}
+    step = run.start(scheduler, rates)  # accelerator.load_state, if there is a checkpoint
+    run.print(f"{parameters:,} parameters, {trained:,} of them trained")
+    guard = Guard(accelerator, args.timeout)
+
+    def validate(step):
+        metrics = evaluate(accelerator, model, eval_loader, guard.watch)
+        texts = {}
+        if accelerator.is_main_process and not accelerator.is_fsdp2:
+            texts["text"] = show_samples(unwrapped, tokenizer, prompts, args.sample_length)
+            if args.dataset == "synthetic":
+                answers = eval_set.prompts(ANSWERS)
+                metrics["exact_answers"] = share_of_exact(unwrapped, tokenizer, answers, 16)
+        score = -metrics["loss"] if held_out == "val" else None
+        run.log(held_out, step, score=score, **metrics)
+        run.log("sample", step, **texts)
+        return metrics
+
+    accumulation, processes = args.gradient_accumulation_steps, accelerator.num_processes
+    # Before the first step, too: what training has changed is then known.
+    metrics = validate(step) if run.evaluation_due or step == 0 else None
+    train_loss = math.inf
+    profile = start_profiler(accelerator, run.path, args.profile)
+    for epoch, remaining in plan.epochs(start=step):
+        train_loader.set_epoch(epoch)
+        batches = (
+            skip_first_batches(train_loader, remaining.skip) if remaining.skip else train_loader
+        )
+        for step, micro_batches in remaining.accumulated(run.timed(batches)):
+            micro_batches = list(micro_batches)
+            # The loss of a step is the mean over the targets of the whole global batch: documents
+            # differ in length, so micro-batches and processes do not have equal weight.
+            targets = count_targets(accelerator, micro_batches)
+            losses, ids, norm = [], [], None
+            for batch in micro_batches:
+                # So that a restart draws the same dropout masks.
+                seed_step(accelerator, args.seed, step, len(losses))
+                with accelerator.accumulate(model):
+                    loss = compute_loss(model, batch) / targets
+                    # `backward` divides by the accumulation, and DDP averages over processes.
+                    accelerator.backward(loss * accumulation * processes)
+                    if accelerator.sync_gradients and args.max_grad_norm:
+                        norm = accelerator.clip_grad_norm_(model.parameters(), args.max_grad_norm)
+                    optimizer.step()
+                    scheduler.step()
+                    optimizer.zero_grad()
+                losses.append(loss.detach())
+                ids.append(batch["ids"])
+            profile.step()
+            stop = guard.should_stop(step, losses, ids, norm)  # the same on every process
+            if plan.log_due(step):
+                train_loss = accelerator.reduce(torch.stack(losses).sum(), "sum").item()
+                lr = scheduler.get_last_lr()[0]
+                run.log("train", step, loss=train_loss, grad_norm=norm, lr=lr)
+            if plan.evaluation_due(step) and not stop:
+                try:
+                    metrics = validate(step)
+                except process.Interrupted:  # by a signal: the restart evaluates
+                    stop = True
+            if stop or plan.save_due(step, improved=run.improved_at(step)):
+                guard.check(model)  # a checkpoint never holds a diverged model
+                with run.checkpoint(step) as folder:
+                    accelerator.save_state(folder)
+            if stop:
+                run.exit_preempted(step)
+        if args.overfit_batch and train_loss < 0.01:
+            break
+    profile.stop()
+
+    if metrics is None or step < plan.total_steps:  # nothing was left to do, or --overfit_batch
+        metrics = evaluate(accelerator, model, eval_loader, guard.watch)
+    state = accelerator.get_state_dict(model)  # under FSDP gathered from all processes
+    if accelerator.is_main_process:
+        adapters.export(run.path, unwrapped, state, tokenizer)
+    results = {f"{held_out}_{name}": value for name, value in metrics.items()}
+    results |= {"parameters": parameters, "trained_parameters": trained}
+    run.finish(step, **results)
+    with optional("sample.txt"):
+        if accelerator.is_main_process or accelerator.is_fsdp2:
+            text = show_samples(unwrapped, tokenizer, prompts, args.sample_length)
+        if accelerator.is_main_process:
+            write_text(run.path / "sample.txt", text)
+            print(text)
+    if accelerator.is_main_process:
+        plots.curves(run.path, {"loss": "loss (nats per token)", "perplexity": "perplexity"})
+    next_command = f'python scripts/train_lm.py --generate {run.path} --prompt "Hello"'
+    run.close(next_command, card=describe_model(args, run.path))
+    accelerator.end_training()
+
+
+def describe_model(args, folder):
+    """What the model card says about a model, for `run.close`."""
+    part = "adapter" if (folder / "adapter").is_dir() else "model"
+    metadata = {}
+    if args.model != "tiny" and not args.from_scratch:
+        metadata["base_model"] = args.model
+    if args.dataset != "synthetic" and not Path(args.dataset).expanduser().exists():
+        metadata["datasets"] = [args.dataset]
+    return {
+        "title": "A causal language model",
+        "library": "peft" if part == "adapter" else "transformers",
+        "task": "text-generation",
+        "metadata": metadata,
+        "weights": f"The folder `{part}` has the weights and the tokenizer.",
+        "usage": USAGE[part],
+    }
+
+
+def parse_args():
+    parser = Parser(description=__doc__.split("\n")[0])
+    group = parser.add_argument_group("model")
+    group.add_argument(
+        "--model",
+        default="tiny",
+        help="Hub id or folder of a causal language model, or `tiny`: a small Llama with random "
+        "weights, whose tokens are bytes",
+    )
+    group.add_argument(
+        "--from_scratch",
+        action="store_true",
+        help="start with random weights: take only configuration and tokenizer from --model",
+    )
+    group.add_argument(
+        "--dtype",
+        choices=["float32", "bfloat16"],
+        default="float32",
+        help="of the weights; bfloat16 only for the frozen ones beside LoRA's adapters. The "
+        "configuration of the launcher sets the precision of the computation",
+    )
+    group.add_argument(
+        "--attention",
+        choices=["sdpa", "eager", "flex", "flash"],
+        default="sdpa",
+        help="implementation of attention in transformers; flash needs its package",
+    )
+    group.add_argument(
+        "--activation_checkpointing",
+        action="store_true",
+        help="less memory, a third more computation",
+    )
+    group.add_argument(
+        "--freeze",
+        nargs="+",
+        default=[],
+        metavar="PATTERN",
+        help="do not train the parameters whose names match, such as 'model.embed_tokens.*'",
+    )
+    group = parser.add_argument_group("LoRA (adapters beside frozen weights, arXiv:2106.09685)")
+    group.add_argument(
+        "--lora_rank",
+        type=number(int, 0, most=2**14),  # the width of the largest models
+        default=0,
+        help="rank of the adapters; 0: train all weights",
+    )
+    group.add_argument(
+        "--lora_alpha",
+        type=number(float, 0, above=True, most=2**15),
+        help="scale of the adapters, as a multiple of 1 / rank; default: twice the rank",
+    )
+    group.add_argument(
+        "--lora_dropout",
+        type=number(float, 0, below=1),
+        default=0.0,
+        help="dropout probability of the inputs of the adapters",
+    )
+    group.add_argument(
+        "--lora_targets",
+        nargs="+",
+        default=["all-linear"],
+        metavar="NAME",
+        help="layers with adapters, such as q_proj v_proj",
+    )
+    group.add_argument(
+        "--adapter", metavar="PATH", help="continue to train this adapter, with its own settings"
+    )
+    group = parser.add_argument_group("training (a sample is a block of block_size tokens)")
+    parser.add_training_arguments(group)
+    parser.add_optimizer_arguments(group)
+    group.add_argument(
+        "--lr_schedule",
+        choices=["cosine", "linear", "wsd", "constant"],
+        default="cosine",
+        help="after warm-up; wsd: constant, then linear to 0 over the last fifth",
+    )
+    group.add_argument(
+        "--warmup_steps",
+        type=number(int, 0),
+        default=50,
+        help="steps of warm-up, at most a tenth of all",
+    )
+    # --model takes the place of --init_from; tokens in memory-mapped files need no workers.
+    parser.add_run_arguments(init_from=False)
+    parser.add_data_arguments(
+        "synthetic",
+        "Hub id, local file or folder, or `synthetic`: dates in words, to be written in ISO 8601",
+        workers=False,
+    )
+    group = parser.add_argument_group("tokens")
+    group.add_argument("--subset", help="configuration of a data set of the Hub")
+    group.add_argument(
+        "--val_fraction",
+        type=number(float, 0, below=1, above=True),
+        default=0.1,
+        help="share to hold out of the training data, if there is neither a val nor a test split",
+    )
+    group.add_argument(
+        "--block_size",
+        type=number(int, 2, most=2**20),
+        default=1024,
+        help="tokens per block, in which documents are packed",
+    )
+    group.add_argument(
+        "--chat_template", metavar="FILE", help="Jinja template, instead of that of the tokenizer"
+    )
+    group.add_argument(
+        "--loss_on",
+        choices=["answers", "all"],
+        default="answers",
+        help="train on the answers of the assistant (or the completion) only, or on all tokens",
+    )
+    group.add_argument(
+        "--too_long",
+        choices=["truncate", "drop", "error"],
+        default="truncate",
+        help="what to do with conversations of more than block_size tokens; texts are cut",
+    )
+    group = parser.add_argument_group("samples")
+    group.add_argument(
+        "--prompts",
+        metavar="FILE",
+        help="prompts for samples, one per line; default: the first three held-out ones",
+    )
+    group.add_argument(
+        "--sample_length",
+        type=number(int, 1, most=10**5),  # each token takes a forward pass
+        default=64,
+        help="tokens to generate",
+    )
+    group.add_argument(
+        "--generate",
+        metavar="PATH",
+        help="do not train: answer --prompt with the model of a run, or any other model",
+    )
+    group.add_argument("--prompt", type=str, default="Hello", help="for --generate")
+    group.add_argument(
+        "--merge",
+        metavar="PATH",
+        help="do not train: write model/ to the folder of a run with LoRA, its adapter merged",
+    )
+    parser.set_defaults(epochs=1, batch_size=16, max_grad_norm=1.0, weight_decay=0.1)
+    adapters_only = parser.choice("lora_rank") not in (0, "0") or parser.choice("adapter")
+    parser.set_defaults(lr=2e-4 if adapters_only else 2e-5)
+    if parser.choice("model") == "tiny":
+        parser.set_defaults(block_size=256, lr=3e-3, epochs=5)
+    args = parser.parse_training_args()
+    if MISSING:
+        raise UserError(
+            f"train_lm.py needs {' and '.join(MISSING)}: pip install -r scripts/requirements_lm.txt"
+        )
+    args.lora_alpha = args.lora_alpha or 2.0 * args.lora_rank
+    if args.lora_rank and args.adapter:
+        raise UserError("--adapter has a rank of its own: leave out --lora_rank")
+    if args.dtype == "bfloat16" and not (args.lora_rank or args.adapter):
+        # An update of less than 1/256 of a weight would be rounded away.
+        raise UserError(
+            "--dtype bfloat16 is for the frozen weights of LoRA: to compute in bf16 use "
+            "mixed_precision: bf16 in the configuration, which keeps weights in float32"
+        )
+    if args.freeze and (args.lora_rank or args.adapter):
+        raise UserError("--freeze: with LoRA all weights but the adapters are frozen already")
+    if args.overfit_batch:
+        args.lr_schedule, args.lora_dropout = "constant", 0.0
+    return args
+
+
+if __name__ == "__main__":
+    process.run(main)

@@ -1,0 +1,201 @@
+"""train_lm.py: the same losses on every topology, exact resume, LoRA, and what others can load."""
+
+import json
+import math
+from hashlib import sha256
+
+import pytest
+import torch
+from conftest import Started, metrics, results, run, run_once, status
+from safetensors import safe_open
+
+transformers = pytest.importorskip("transformers")
+peft = pytest.importorskip("peft")
+
+LM = "scripts/train_lm.py"
+MODEL = "--block_size 128 --batch_size 8 --sample_length 12"
+SMALL = f"{MODEL} --max_train_steps 12 --log_every 1 --eval_every 6 --checkpoint_every 4"
+LORA = f"{SMALL} --lora_rank 4 --lora_dropout 0.1"
+
+
+@pytest.fixture(scope="session")
+def chats(made_once):
+    """Conversations of very different length, as JSON lines."""
+
+    def make(folder):
+        rows = []
+        for number in range(120):
+            turns = [
+                {"role": "user", "content": f"Say {number} words. " + "Please. " * (number % 5)},
+                {"role": "assistant", "content": "word " * (1 + number * number % 37)},
+            ]
+            rows.append(json.dumps({"messages": turns * (1 + number % 3)}) + "\n")
+        (folder / "chats.jsonl").write_text("".join(rows))
+        return folder / "chats.jsonl"
+
+    return made_once("chats", make)
+
+
+@pytest.fixture(scope="session")
+def lm(chats, made_once):
+    """The uninterrupted run of SMALL: `lm("cpu")` has its output, and its folder as `.folder`."""
+    return lambda config: run_once(
+        made_once, f"lm/{config}", config, LM, f"--dataset {chats} {SMALL}"
+    )
+
+
+def losses(folder, split="train"):
+    return {line["step"]: line["loss"] for line in metrics(folder, split)}
+
+
+def weights(folder):
+    """The hash of what a run exports, and of nothing else."""
+    part = next(folder / part for part in ("model", "adapter") if (folder / part).is_dir())
+    digest = sha256()
+    for file in sorted(part.glob("*.safetensors")):
+        digest.update(file.read_bytes())
+    return digest.hexdigest()
+
+
+def assert_same_losses(one, other, tolerance=1e-4):
+    assert losses(one).keys() == losses(other).keys() and losses(one)
+    for step, loss in losses(one).items():
+        assert losses(other)[step] == pytest.approx(loss, abs=tolerance), step
+
+
+def test_leaves_a_model_that_transformers_loads(lm):
+    done, folder = lm("cpu"), lm("cpu").folder
+    model = transformers.AutoModelForCausalLM.from_pretrained(folder / "model").eval()
+    tokenizer = transformers.AutoTokenizer.from_pretrained(folder / "model")
+    assert tokenizer.chat_template and tokenizer.eos_token_id is not None
+    for name in ("args.json", "metrics.jsonl", "sample.txt", "curves.png", "tensorboard"):
+        assert (folder / name).exists(), name
+    assert status(folder)["state"] == "finished"
+    result = results(folder)
+    assert result["val_loss"] == losses(folder, "val")[12] < losses(folder, "val")[0]
+    assert result["val_perplexity"] == pytest.approx(math.exp(result["val_loss"]))
+    assert result["parameters"] == sum(weight.numel() for weight in model.parameters())
+    card = (folder / "README.md").read_text()
+    assert "library_name: transformers" in card and "pipeline_tag: text-generation" in card
+    assert "of them trained" in done.stdout and "target" in done.stdout
+    said = run(None, LM, f"--generate {folder} --prompt Hello --sample_length 5").stdout
+    assert said.strip() or said == "\n"
+
+
+def test_two_processes_and_two_micro_batches_compute_what_one_does(lm, chats, tmp_path):
+    """Documents differ in length: a mean of means would differ from the first step on."""
+    assert_same_losses(lm("cpu").folder, lm("2cpu").folder)
+    assert results(lm("2cpu").folder)["num_processes"] == 2
+    again = "--gradient_accumulation_steps 2 --activation_checkpointing"
+    run("cpu", LM, f"--dataset {chats} {SMALL} {again}", output_dir=tmp_path / "run")
+    assert_same_losses(lm("cpu").folder, tmp_path / "run")
+    norms = [
+        {line["step"]: line["grad_norm"] for line in metrics(folder, "train")}
+        for folder in (lm("cpu").folder, lm("2cpu").folder, tmp_path / "run")
+    ]
+    assert norms[0][1] == pytest.approx(norms[1][1], rel=1e-5)
+    assert norms[0][1] == pytest.approx(norms[2][1], rel=1e-5)
+    for split in ("val",):
+        one, two = losses(lm("cpu").folder, split), losses(lm("2cpu").folder, split)
+        assert one[0] == pytest.approx(two[0], abs=1e-6)
+
+
+def test_after_a_kill_it_continues_exactly(lm, chats, tmp_path):
+    started = Started("2cpu", LM, f"--dataset {chats} {SMALL}", output_dir=tmp_path)
+    started.wait_for("step  9/12")
+    started.kill_all()
+    again = run("2cpu", LM, f"--dataset {chats} {SMALL}", output_dir=tmp_path)
+    assert "continuing from" in again.stdout
+    assert weights(tmp_path) == weights(lm("2cpu").folder)
+    assert losses(tmp_path) == losses(lm("2cpu").folder)
+    assert losses(tmp_path, "val") == losses(lm("2cpu").folder, "val")
+
+
+def test_lora_trains_and_saves_the_adapter_only(lm, chats, tmp_path):
+    base = lm("cpu").folder / "model"
+    arguments = f"--model {base} --dataset {chats} {LORA}"
+    run("cpu", LM, arguments, output_dir=tmp_path / "whole")
+    started = Started("cpu", LM, arguments, output_dir=tmp_path / "killed")
+    started.wait_for("step  9/12")
+    started.kill_all()
+    run("cpu", LM, arguments, output_dir=tmp_path / "killed")
+    assert results(tmp_path / "killed")["resumed_from"] > 0
+    assert weights(tmp_path / "killed") == weights(tmp_path / "whole")
+    newest = tmp_path / "whole" / "checkpoints" / "step_00000012"
+    with safe_open(newest / "model.safetensors", "pt") as file:
+        assert all("lora_" in name for name in file.keys())  # noqa: SIM118 (not a dict)
+    model = transformers.AutoModelForCausalLM.from_pretrained(base)
+    model = peft.PeftModel.from_pretrained(model, tmp_path / "whole" / "adapter").eval()
+    run(None, LM, f"--merge {tmp_path / 'whole'}")
+    merged = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "whole" / "model").eval()
+    ids = torch.arange(1, 20)[None]
+    with torch.no_grad():
+        assert torch.allclose(model(ids).logits, merged(ids).logits, atol=1e-4)
+        plain = transformers.AutoModelForCausalLM.from_pretrained(base).eval()
+        assert not torch.allclose(plain(ids).logits, merged(ids).logits, atol=1e-4)
+
+
+def test_a_lora_run_refuses_another_base(lm, chats, tmp_path):
+    base = tmp_path / "base"
+    base.mkdir()
+    for file in (lm("cpu").folder / "model").iterdir():
+        (base / file.name).write_bytes(file.read_bytes())
+    arguments = f"--model {base} --dataset {chats} {LORA}"
+    run("cpu", LM, f"{arguments} --max_train_steps 4", output_dir=tmp_path / "run")
+    model = transformers.AutoModelForCausalLM.from_pretrained(base)
+    with torch.no_grad():
+        next(model.parameters()).add_(1)
+    model.save_pretrained(base)
+    done = run("cpu", LM, arguments, output_dir=tmp_path / "run", check=False)
+    assert done.returncode == 2 and "base" in done.stderr, done.stderr
+
+
+BAD = {
+    "no_model": ("--model ./nowhere", "nowhere"),
+    "block_too_long": ("--block_size 100000", "block_size"),
+    "lora_target": ("--lora_rank 4 --lora_targets nothing", "nothing"),
+    "freeze": ("--freeze nothing.*", "nothing"),
+    "bfloat16": ("--dtype bfloat16", "bfloat16"),
+    "both_adapters": ("--lora_rank 4 --adapter x", "--adapter"),
+    "no_prompts": ("--prompts nowhere.txt", "nowhere.txt"),
+    "no_template": ("--chat_template nowhere.jinja", "nowhere.jinja"),
+    "flex": ("--attention flex", "flex"),
+}
+
+
+@pytest.mark.parametrize("name", BAD)
+def test_bad_input_is_one_line(name, chats, tmp_path):
+    arguments, words = BAD[name]
+    arguments = f"--dataset {chats} {MODEL} {arguments}"
+    done = run(None, LM, arguments, output_dir=tmp_path / "run", check=False)
+    errors = [line for line in done.stderr.splitlines() if not line.startswith("***")]
+    assert done.returncode == 2 and len(errors) == 1 and words in errors[0], done.stderr
+    assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.slow
+def test_a_sharded_run_computes_the_same_and_continues_exactly(lm, chats, tmp_path):
+    arguments = f"--dataset {chats} {SMALL}"
+    launcher = ("--mixed_precision", "no", "--num_processes", "2")
+    run("4gpu_fsdp", LM, arguments, output_dir=tmp_path / "whole", launcher=launcher)
+    assert_same_losses(lm("cpu").folder, tmp_path / "whole")
+    killed = Started("4gpu_fsdp", LM, arguments, output_dir=tmp_path / "killed", launcher=launcher)
+    killed.wait_for("step  9/12")
+    killed.kill_all()
+    run("4gpu_fsdp", LM, arguments, output_dir=tmp_path / "killed", launcher=launcher)
+    assert results(tmp_path / "killed")["resumed_from"] > 0
+    assert weights(tmp_path / "killed") == weights(tmp_path / "whole")
+    transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "whole" / "model")
+
+
+@pytest.mark.slow
+def test_a_sharded_lora_run_continues_exactly(lm, chats, tmp_path):
+    arguments = f"--model {lm('cpu').folder / 'model'} --dataset {chats} {LORA}"
+    launcher = ("--mixed_precision", "no", "--num_processes", "2")
+    run("4gpu_fsdp", LM, arguments, output_dir=tmp_path / "whole", launcher=launcher)
+    killed = Started("4gpu_fsdp", LM, arguments, output_dir=tmp_path / "killed", launcher=launcher)
+    killed.wait_for("step  9/12")
+    killed.kill_all()
+    run("4gpu_fsdp", LM, arguments, output_dir=tmp_path / "killed", launcher=launcher)
+    assert results(tmp_path / "killed")["resumed_from"] > 0
+    assert weights(tmp_path / "killed") == weights(tmp_path / "whole")

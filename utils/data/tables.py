@@ -81,12 +81,15 @@ def files_by_split(root, files):
     return {split: found[split] for split in ("train", "val", "test") if split in found}
 
 
-def load_table(name, *, files=None, streaming=False, alternatives="", reader=None, **options):
+def load_table(
+    name, *, subset=None, files=None, streaming=False, alternatives="", reader=None, **options
+):
     """Loads rows with the `datasets` library.
 
     Args:
         name (str): a Hub id, a folder in the Hub's layout, or a file with one of the suffixes in
             `READERS`; files with any other suffix are read as text.
+        subset (str | None): the name of a configuration of a Hub id.
         files (dict[str, list[Path]] | None): by split, load these instead; all are of one kind.
         streaming (bool): read rows as they are needed, instead of all of them now.
         alternatives (str): what else the user can give; an error message ends with it.
@@ -105,7 +108,7 @@ def load_table(name, *, files=None, streaming=False, alternatives="", reader=Non
     path = local_path(name, alternatives)
     if files is None and path and path.is_file():
         files = {"train": [path]}
-    source = dict(path=str(path or name))
+    source = dict(path=str(path or name), name=subset)
     if files:
         suffix = next(iter(files.values()))[0].suffix.lower()
         named = {split: [str(file) for file in some] for split, some in files.items()}

@@ -19,6 +19,7 @@ from utils.run.failures import UserError
 PLAIN = {".txt", ".text", ".md", ".markdown", ".rst"}  # in a folder; a single file may be any
 PAGES = {"readme", "license", "licence", "changelog", "contributing", "notice"}
 DECOMPRESS = {".gz": gzip.decompress, ".bz2": bz2.decompress, ".xz": lzma.decompress}
+OPENERS = {".gz": gzip.open, ".bz2": bz2.open, ".xz": lzma.open}
 ARCHIVES = {".zst", ".zip", ".tar", ".7z", ".rar", ".tgz"}
 UTF16 = (codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)
 ALTERNATIVES = (
@@ -36,13 +37,17 @@ class TextFiles(NamedTuple):
     @property
     def is_plain(self):
         """Whether the files are read byte for byte: they are not tables."""
-        return _suffix(self.by_split["train"][0]) not in READERS
+        return suffix_of(self.by_split["train"][0]) not in READERS
 
 
-def find_files(name):
+def find_files(name, compressed=frozenset()):
     """Finds the files of a local data set.
 
     A folder may have `train.txt`, `val.txt` and `test.txt`, or folders with such names.
+
+    Args:
+        name (str): the value of `--dataset`.
+        compressed: suffixes of the tables that are read when compressed, as plain text is.
 
     Returns:
         TextFiles | None: None: `name` may be a Hub id.
@@ -56,14 +61,15 @@ def find_files(name):
     if not path.is_dir():
         if not path.is_file():
             raise UserError(f"--dataset {name} is not a regular file; {ALTERNATIVES}")
-        suffix, inner = path.suffix.lower(), _suffix(path)
-        if suffix in ARCHIVES or (suffix in DECOMPRESS and inner not in PLAIN):
+        suffix, inner = path.suffix.lower(), suffix_of(path)
+        if suffix in ARCHIVES or (suffix in DECOMPRESS and inner not in {*PLAIN, *compressed}):
             raise UserError(f"--dataset {name} is compressed: unpack it first")
         return TextFiles({"train": [path]}, LeftOut())
     scanner = Scanner(path, {*PLAIN, *READERS, *DECOMPRESS})
     files, left_out = [], scanner.left_out
     for file in scanner.below():
-        if Path(file).suffix.lower() in DECOMPRESS and _suffix(file) not in PLAIN:
+        packed = Path(file).suffix.lower() in DECOMPRESS
+        if packed and suffix_of(file) not in {*PLAIN, *compressed}:
             left_out.add("compressed files, other than of text: unpack them", file)
         elif os.path.basename(file) not in METADATA:
             files.append(file)
@@ -76,14 +82,14 @@ def find_files(name):
 
 def _of_one_kind(name, files, left_out):
     """Leaves out pages about the data. Raises UserError for files of several formats."""
-    tables = [file for file in files if _suffix(file) in READERS]
+    tables = [file for file in files if suffix_of(file) in READERS]
     pages = [file for file in files if _is_page(file, tables)]
     if len(pages) == len(files):
         return files
     for file in pages:
         left_out.add("pages about the data", file)
     used = [file for file in files if file not in pages]
-    formats = {(_suffix(file) if file in tables else "text"): file for file in reversed(used)}
+    formats = {(suffix_of(file) if file in tables else "text"): file for file in reversed(used)}
     if len(formats) > 1:
         first, second = sorted(formats.values())[:2]
         raise UserError(
@@ -100,7 +106,7 @@ def _is_page(file, tables):
     return suffix in PLAIN and stem in PAGES
 
 
-def _suffix(file):
+def suffix_of(file):
     """The suffix in lower case; of a compressed file, that of its content."""
     path = Path(file)
     if path.suffix.lower() in DECOMPRESS:
@@ -151,7 +157,8 @@ class TextTable(NamedTuple):
             if not self.lines:
                 text = row[self.column]
             elif row["text"].strip("\ufeff \t\r"):
-                text = _parse(row["text"], self.column, number, where, failure)
+                value = parse_line(row["text"], number, where, failure)
+                text = value.get(self.column) if isinstance(value, dict) else value
             else:
                 continue
             yield encode(text, number, where, failure)
@@ -174,13 +181,13 @@ def load_column(name, column, files, streaming=False):
     by_split, lines, columns, options = files and files.by_split, False, None, {}
     if files:
         first = by_split["train"][0]
-        reader = READERS.get(_suffix(first))
+        reader = READERS.get(suffix_of(first))
         if reader == "json" and (row := first_object(first)):
             lines, columns, options = True, list(row), {"reader": "text"}
-        elif reader == "json" and (tables := _read_arrays(by_split, column, streaming)):
+        elif reader == "json" and (tables := _read_column(by_split, column, streaming)):
             return TextTable(tables, column, False, files.left_out)
         elif reader == "csv":
-            columns = _header(first)
+            columns = header(first)
             # 007 and NA are text.
             options = dict(usecols=[column], converters={column: str}, keep_default_na=False)
     _check_column(name, column, columns)
@@ -210,7 +217,7 @@ def _check_column(name, column, columns):
         )
 
 
-def _header(path):
+def header(path):
     """The names of the columns of a CSV or TSV file."""
     separator = "\t" if path.suffix.lower() == ".tsv" else ","
     with loading(path, ALTERNATIVES), open(path, encoding="utf-8-sig", newline="") as file:
@@ -219,7 +226,8 @@ def _header(path):
 
 def first_object(path):
     """The object in the first line of a file, if it holds JSON Lines; None if not."""
-    with loading(path, ALTERNATIVES), open(path, encoding="utf-8-sig") as file:
+    opener = OPENERS.get(Path(path).suffix.lower(), open)
+    with loading(path, ALTERNATIVES), opener(path, "rt", encoding="utf-8-sig") as file:
         line = next((line for line in file if line.strip()), "")
     try:
         value = json.loads(line)
@@ -228,10 +236,8 @@ def first_object(path):
     return value if isinstance(value, dict) else None
 
 
-def _read_arrays(by_split, column, streaming):
+def read_arrays(by_split):
     """Files that each hold a list of objects as one JSON text: split -> rows; None: they do not."""
-    import datasets  # here, because it takes a second
-
     tables = {}
     for split, some in by_split.items():
         rows = []
@@ -242,6 +248,17 @@ def _read_arrays(by_split, column, streaming):
                 return None
         if not rows or not all(isinstance(row, dict) for row in rows):
             return None
+        tables[split] = rows
+    return tables
+
+
+def _read_column(by_split, column, streaming):
+    """The column of files as `read_arrays` reads them, as tables; None: they are others."""
+    import datasets  # here, because it takes a second
+
+    found, tables = read_arrays(by_split), {}
+    for split, rows in (found or {}).items():
+        path = by_split[split][-1]
         _check_column(path, column, list(rows[0]))
         texts = [row.get(column) for row in rows]
         for number, text in enumerate(texts):
@@ -249,15 +266,15 @@ def _read_arrays(by_split, column, streaming):
         table = datasets.Dataset.from_dict({column: texts})
         shards = min(8, len(rows))
         tables[split] = table.to_iterable_dataset(num_shards=shards) if streaming else table
-    return tables
+    return tables or None
 
 
-def _parse(line, column, number, where, failure):
+def parse_line(line, number, where, failure):
+    """The value in a line of JSON. Raises `failure` if it is none; `where` names the data set."""
     try:
-        value = json.loads(line.lstrip("\ufeff"))
+        return json.loads(line.lstrip("\ufeff"))
     except ValueError as error:
         raise failure(f"row {number} of {where} is not JSON: {error}") from None
-    return value.get(column) if isinstance(value, dict) else value
 
 
 def encode(text, number, where, failure=UserError):

@@ -1,0 +1,323 @@
+"""Finds the documents of a data set for a language model: conversations, prompts or texts."""
+
+import codecs
+import hashlib
+import io
+import lzma
+import os
+import zlib
+from pathlib import Path
+from typing import NamedTuple
+
+from utils.data.dates import make_conversations
+from utils.data.report import LeftOut
+from utils.data.tables import READERS, load_table, loading, local_path, name_splits
+from utils.data.text_files import (
+    OPENERS,
+    UTF16,
+    find_files,
+    first_object,
+    header,
+    parse_line,
+    read_arrays,
+    read_text,
+    suffix_of,
+)
+from utils.run.failures import UserError
+from utils.run.files import regular_file
+
+SEGMENT = 1_000_000  # bytes of a file that are read at once
+LINE_END = 10_000  # bytes in which a held-out part begins after a line break
+COMPRESSED = {".jsonl", ".ndjson"}  # read when compressed, besides text
+KINDS = {"messages": ("messages",), "prompt": ("prompt", "completion"), "text": ("text",)}
+WANTED = "messages (role and content), prompt and completion, or text"
+ALTERNATIVES = (
+    "use a Hub id such as HuggingFaceTB/smoltalk, a local file or folder, or --dataset synthetic"
+)
+
+
+class Documents(NamedTuple):
+    """The documents of a data set.
+
+    splits: dict, split -> rows, which can be iterated over: dicts. They have `fingerprint` (str),
+        which changes with their content, and `where` (str), which names them. `val` is missing if
+        the data has none; part of `train` is then to be held out.
+    kind: `messages`, `prompt` or `text`: the columns of each row.
+    details: lines about where the documents are from, and what was left out.
+    """
+
+    splits: dict
+    kind: str
+    details: list
+
+
+class Rows(NamedTuple):
+    """Rows that are in memory, or in a table of the `datasets` library.
+
+    `is_lines`: the column `text` of each has a line of JSON.
+    """
+
+    rows: object
+    fingerprint: str
+    where: str
+    is_lines: bool = False
+
+    def __len__(self):
+        return len(self.rows)
+
+    def __iter__(self):
+        for number, row in enumerate(self.rows):
+            if not self.is_lines:
+                yield row
+            elif row["text"].strip("\ufeff \t\r"):
+                value = parse_line(row["text"], number, self.where, UserError)
+                yield value if isinstance(value, dict) else {}
+            else:
+                yield None  # an empty line
+
+
+class Files(NamedTuple):
+    """Files of plain text, each of which is a document.
+
+    `parts`: tuples of a path, and of the first byte and the one behind the last (None: its end).
+    """
+
+    parts: list
+    where: str
+
+    @property
+    def fingerprint(self):
+        known = []
+        for path, *limits in self.parts:
+            status = os.stat(path)
+            known.append([str(Path(path).resolve()), status.st_size, status.st_mtime_ns, limits])
+        return hashlib.sha256(repr(known).encode()).hexdigest()
+
+    def __len__(self):
+        return len(self.parts)
+
+    def __iter__(self):
+        for path, start, stop in self.parts:
+            yield {"text": _segments(path, start, stop)}
+
+
+def find_documents(name, *, subset=None, val_fraction=0.1, seed=0):
+    """Finds the documents of a data set. Its columns decide what they are.
+
+    Args:
+        name (str): a Hub id, a file, a folder, or `synthetic`: dates in words, to be written in
+            ISO 8601. A file of plain text is one document.
+        subset (str | None): a configuration of a Hub id.
+        val_fraction (float): of a single text without a split `val` or `test`, the last part that
+            is held out.
+        seed (int): of `synthetic`.
+
+    Returns:
+        Documents.
+
+    Raises:
+        UserError: they cannot be found or read, or have no columns of a known kind.
+    """
+    if name == "synthetic":
+        rows = make_conversations(seed)
+        splits = {
+            split: Rows(some, f"{split} of dates {seed}", f"--dataset synthetic ({split})")
+            for split, some in rows.items()
+        }
+        return Documents(splits, "messages", [])
+    if subset is not None and local_path(name, ALTERNATIVES):
+        raise UserError(f"--subset {subset}: only a Hub id has subsets, and --dataset is local")
+    files = None if subset else find_files(name, COMPRESSED)
+    left_out = files.left_out if files else LeftOut()
+    if files and files.is_plain:
+        splits, kind = _plain_splits(name, files), "text"
+    else:
+        splits, columns = _load(name, subset, files, left_out)
+        kind = _kind(name, columns)
+    if "val" not in splits and "test" in splits:
+        splits["val"] = splits.pop("test")
+        left_out.add("test splits, not left out but used as val", name)
+    details = [_describe(split, rows) for split, rows in splits.items()]
+    splits = {split: splits[split] for split in ("train", "val") if split in splits}
+    if "val" not in splits and len(splits["train"]) == 1 and val_fraction:
+        splits = _cut(name, splits["train"], kind, val_fraction)
+        details.append(f"val: the last {val_fraction:g} of the only document")
+    return Documents(splits, kind, [*details, *left_out.lines()])
+
+
+def _describe(split, rows):
+    said = f"{split}, not used" if split == "test" else split
+    noun = "file" if isinstance(rows, Files) else "row"
+    return f"{said}: {len(rows):,} {noun}{'s' * (len(rows) != 1)}"
+
+
+def _plain_splits(name, files):
+    """The splits of files of plain text. Raises UserError if one is unreadable."""
+    return {
+        split: Files([(path, 0, None) for path in some], f"--dataset {name}")
+        for split, some in files.by_split.items()
+    }
+
+
+def _load(name, subset, files, left_out):
+    """The rows of each split of a table, and the names of its columns."""
+    options, where = {}, f"--dataset {name}"
+    is_lines = False
+    if files:
+        first = files.by_split["train"][0]
+        reader = READERS[suffix_of(first)]
+        if reader == "json" and (row := first_object(first)):
+            is_lines, columns, options = True, list(row), {"reader": "text"}
+        elif reader == "json":
+            return _arrays(name, files)
+        elif reader == "csv":
+            columns = header(first)
+            used = [column for wanted in KINDS.values() for column in wanted if column in columns]
+            _kind(name, columns)
+            # 007 and NA are text.
+            options = dict(usecols=used, converters=dict.fromkeys(used, str), keep_default_na=False)
+    tables = load_table(
+        name,
+        subset=subset,
+        files=files and files.by_split,
+        alternatives=ALTERNATIVES,
+        **options,
+    )
+    splits = name_splits(name, tables, left_out)
+    if "train" not in splits:
+        raise UserError(f"{where} has no train split, only {', '.join(tables)}; {ALTERNATIVES}")
+    if not is_lines:
+        columns = splits["train"].column_names
+    found = {}
+    for split, table in splits.items():
+        found[split] = Rows(table, table._fingerprint, f"{where} ({split})", is_lines)
+    return found, columns
+
+
+def _arrays(name, files):
+    """The rows of files of JSON that each hold a list of objects, and the names of the columns."""
+    tables = read_arrays(files.by_split)
+    if not tables:
+        first = files.by_split["train"][0]
+        raise UserError(
+            f"--dataset {name}: {first.name} holds neither an object in each line nor one list "
+            "of objects"
+        )
+    found = {}
+    for split, rows in tables.items():
+        parts = Files([(path, 0, None) for path in files.by_split[split]], name)
+        found[split] = Rows(rows, parts.fingerprint, f"--dataset {name} ({split})")
+    return found, list(tables["train"][0])
+
+
+def _kind(name, columns):
+    """What the documents are, by the names of their columns. Raises UserError if it is unknown."""
+    if {"chosen", "rejected"} <= set(columns):
+        raise UserError(
+            f"--dataset {name} has preference data (columns chosen and rejected), which this "
+            f"script does not train on: it reads {WANTED}"
+        )
+    for kind, wanted in KINDS.items():
+        if set(wanted) <= set(columns):
+            return kind
+    listed = ", ".join(map(str, columns)) or "none"
+    raise UserError(f"--dataset {name} has the columns {listed}; one needs {WANTED}")
+
+
+# ------------------------------------------------------------------------------------ plain text
+
+
+def _segments(path, start=0, stop=None):
+    """Yields the text of a file, or of its bytes from `start` to `stop`, as `segments` does.
+
+    Raises:
+        UserError: it cannot be read, or is not UTF-8.
+    """
+    try:
+        with _open(path) as file:
+            yield from segments(_decoded(file, start, stop))
+    except (OSError, EOFError, lzma.LZMAError, zlib.error, UnicodeError) as error:
+        reason = getattr(error, "strerror", None) or error
+        reason = "it is not UTF-8" if isinstance(error, UnicodeError) else reason
+        raise UserError(f"cannot read {path}: {reason}") from None
+
+
+def _decoded(file, start, stop):
+    decoder = codecs.getincrementaldecoder("utf-8")()
+    if file.read(len(codecs.BOM_UTF8)) != codecs.BOM_UTF8 or start > 0:
+        file.seek(start)
+    while data := file.read(SEGMENT if stop is None else min(SEGMENT, stop - file.tell())):
+        yield decoder.decode(data)
+    yield decoder.decode(b"", final=True)
+
+
+def segments(parts):
+    """Joins parts of a text, and yields segments that are about as long and end with a line."""
+    kept = ""
+    for part in parts:
+        if kept and part:
+            end = kept.rfind("\n") + 1 or max(kept.rfind(" "), 0) or len(kept)
+            yield kept[:end]
+            kept = kept[end:]
+        kept += part
+    yield kept
+
+
+def segments_of(text):
+    """Yields the segments of a text in memory."""
+    return segments(text[start : start + SEGMENT] for start in range(0, len(text), SEGMENT))
+
+
+def _open(path):
+    """Opens a file of text, decompressed; UTF-16 becomes UTF-8. The object can seek."""
+    opener = OPENERS.get(Path(path).suffix.lower(), open)
+    file = opener(regular_file(path), "rb")
+    if file.read(2) in UTF16:
+        file.close()
+        return io.BytesIO(read_text(path))
+    file.seek(0)
+    return file
+
+
+def _cut(name, rows, kind, val_fraction):
+    """Divides the only document of a data set: its last part is held out.
+
+    Raises:
+        UserError: it is no text, or too short.
+    """
+    if kind != "text":
+        raise UserError(f"--dataset {name} has one row: none is left to hold out for evaluation")
+    if isinstance(rows, Files):
+        path = rows.parts[0][0]
+        with loading(name, ALTERNATIVES), _open(path) as file:
+            size = file.seek(0, os.SEEK_END)
+            cut = _cut_place(file, size, val_fraction)
+        parts = {"train": (path, 0, cut), "val": (path, cut, None)}
+        found = {split: Files([part], rows.where) for split, part in parts.items()}
+    else:
+        text = next((row["text"] for row in rows if row and isinstance(row["text"], str)), "")
+        data = text.encode("utf-8", "surrogatepass")
+        size, cut = len(data), _cut_place(io.BytesIO(data), len(data), val_fraction)
+        parts = {"train": data[:cut], "val": data[cut:]}
+        found = {
+            split: Rows(
+                [{"text": part.decode("utf-8", "surrogatepass")}],
+                f"{rows.fingerprint} {split} {cut}",
+                rows.where,
+            )
+            for split, part in parts.items()
+        }
+    if not 0 < cut < size:
+        raise UserError(f"--dataset {name} has {size} bytes: too few to hold some out")
+    return found
+
+
+def _cut_place(file, size, val_fraction):
+    """The byte at which the held-out part of a text begins: after a line, if one ends there."""
+    place = size - round(size * val_fraction)
+    file.seek(place)
+    data = file.read(min(LINE_END, (size - place) // 2))
+    line = data.find(b"\n")
+    while line < 0 and data and data[0] & 0xC0 == 0x80:  # within a character
+        place, data = place + 1, data[1:]
+    return place + line + 1

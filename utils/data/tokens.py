@@ -1,0 +1,326 @@
+"""Tokenizes a data set once per machine, into a table of the `datasets` cache that is mapped into
+memory, and makes blocks of it: `load_tokens` is all that a script needs.
+"""
+
+import hashlib
+import tempfile
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+
+from utils.data.conversations import (
+    ANSWERS,
+    Document,
+    Encoder,
+    check_messages,
+    check_tools,
+    check_unicode,
+)
+from utils.data.documents import find_documents, segments_of
+from utils.data.packing import Documents, Stream, cut_text, pack_conversations
+from utils.data.report import LeftOut
+from utils.run.failures import UserError, causes
+from utils.run.seeds import sample_seed
+
+VERSION = 1  # of what a table has: another one makes new tables
+EMPTY, NO_ANSWER = 1, 2  # why a row has no tokens
+REASONS = {EMPTY: "empty documents", NO_ANSWER: "conversations without an answer"}
+NOUNS = {"messages": "conversations", "prompt": "prompts with completions", "text": "documents"}
+SEGMENTS_AT_ONCE = 100  # are kept in memory until they are written
+
+
+class Corpus(NamedTuple):
+    """A tokenized data set.
+
+    splits: dict, `train` and `val` -> Blocks.
+    kind: `messages`, `prompt` or `text`.
+    description: one line, with a checksum of the tokens.
+    details: more lines: documents, tokens, targets, padding, and what was left out.
+    """
+
+    splits: dict
+    kind: str
+    description: str
+    details: list
+
+
+class _Table(NamedTuple):
+    """A tokenized split: its stream, and columns, one element for each document.
+
+    rows: int64, the row that it is from. reasons: int64, why it has no tokens, or 0. digests:
+    int64, a checksum. quotes: whether it contains the name of a special token.
+    """
+
+    stream: Stream
+    documents: Documents
+    rows: np.ndarray
+    reasons: np.ndarray
+    digests: np.ndarray
+    quotes: np.ndarray
+
+    def select(self, chosen):
+        """The documents that a boolean array [documents] chooses."""
+        documents = Documents(*(column[chosen] for column in self.documents))
+        return _Table(self.stream, documents, *(column[chosen] for column in self[2:]))
+
+
+def load_tokens(
+    name,
+    tokenizer,
+    block_size,
+    *,
+    subset=None,
+    val_fraction=0.1,
+    seed=0,
+    chat_template=None,
+    loss_on=ANSWERS,
+    too_long="truncate",
+    packed=True,
+):
+    """Loads a data set as blocks of tokens.
+
+    Args:
+        name (str): a Hub id, a file, a folder, or `synthetic`; see `documents.find_documents`.
+        tokenizer: of the `transformers` library.
+        block_size (int): positions of a block.
+        subset (str | None): a configuration of a Hub id.
+        val_fraction (float): the share of the rows that is held out if the data has neither a
+            split `val` nor `test`; of a single text, its last part.
+        seed (int): decides which rows are held out, and makes `synthetic`.
+        chat_template (str | None): a Jinja template, instead of that of the tokenizer.
+        loss_on (str): `answers` or `all`: which tokens of a conversation are targets.
+        too_long (str): `truncate`, `drop` or `error`: conversations longer than a block.
+        packed (bool): False: each block has positions of one document only.
+
+    Returns:
+        Corpus.
+
+    Raises:
+        UserError: the data cannot be read, has no known columns, or nothing to learn.
+    """
+    documents = find_documents(name, subset=subset, val_fraction=val_fraction, seed=seed)
+    encoder = Encoder(tokenizer, chat_template, loss_on)
+    fingerprint = fingerprint_of(encoder)
+    tables = {
+        split: _tokenize(rows, encoder, documents.kind, fingerprint)
+        for split, rows in documents.splits.items()
+    }
+    if "val" not in tables and val_fraction:
+        train = tables["train"]
+        held_out = hold_out(train.rows, val_fraction, seed)
+        tables = {"train": train.select(~held_out), "val": train.select(held_out)}
+    pad_id = next(
+        number
+        for number in (tokenizer.pad_token_id, tokenizer.eos_token_id, 0)
+        if number is not None
+    )
+    splits, details = {}, [*documents.details]
+    for split, table in tables.items():
+        kept, left_out = table.select(table.reasons == 0), LeftOut()
+        for reason, noun in REASONS.items():
+            found = table.rows[table.reasons == reason]
+            if len(found):
+                left_out.add(noun, f"row {found[0]}", len(found))
+        options = dict(block_size=block_size, pad_id=pad_id, packed=packed)
+        counts = {}
+        if documents.kind == "text":
+            blocks = cut_text(table.stream, kept.documents, **options)
+        else:
+            blocks, counts = pack_conversations(
+                table.stream,
+                kept.documents,
+                **options,
+                decode=tokenizer.decode,
+                too_long=too_long,
+            )
+        if blocks.target_tokens == 0:
+            raise UserError(f"--dataset {name} has no token to predict in its {split} split")
+        splits[split] = blocks
+        details.append(_describe(split, kept, blocks, documents.kind, counts))
+        details += [f"{split}: {line}" for line in left_out.lines()]
+        if kept.quotes.any():
+            details.append(
+                f"{split}: {int(kept.quotes.sum()):,} contain names of special tokens, as text"
+            )
+    if documents.kind == "text" and tokenizer.eos_token_id is None:
+        details.append("the tokenizer has no end token: documents end without one")
+    digest = hashlib.sha256()
+    for table in tables.values():
+        digest.update(len(table.digests).to_bytes(8, "little") + table.digests.tobytes())
+    sizes = [f"{len(np.unique(t.rows[t.reasons == 0])):,} {split}" for split, t in tables.items()]
+    tokens = sum(blocks.tokens for blocks in splits.values())
+    description = (
+        f"{' and '.join(sizes)} {NOUNS[documents.kind]}, {tokens:,} tokens "
+        f"(fingerprint {digest.hexdigest()[:12]})"
+    )
+    return Corpus(splits, documents.kind, description, details)
+
+
+def _describe(split, table, blocks, kind, counts):
+    said = [f"{len(table.rows):,} {NOUNS[kind]}", f"{blocks.tokens:,} tokens"]
+    if kind != "text":
+        said.append(f"{blocks.target_tokens:,} targets")
+    said += [f"{count:,} {what}" for what, count in counts.items() if count]
+    padding = f"{100 * blocks.padding:.1f} % padding"
+    return f"{split}: {', '.join(said)}; {len(blocks):,} blocks, {padding}"
+
+
+def hold_out(rows, fraction, seed):
+    """Which documents are held out: those of the rows with the lowest hashes.
+
+    Args:
+        rows (int64 [documents]): the row of each document.
+        fraction (float): of the rows; at least one row, and not all.
+
+    Returns:
+        bool [documents].
+
+    Raises:
+        UserError: there are fewer than two rows.
+    """
+    unique = np.unique(rows)
+    if len(unique) < 2:
+        raise UserError("the data set has one document: none is left to hold out for evaluation")
+    count = min(max(1, round(len(unique) * fraction)), len(unique) - 1)
+    # As integers of Python: the same on every machine.
+    hashes = np.array([sample_seed(seed, 0, row) for row in unique.tolist()], np.uint64)
+    return np.isin(rows, unique[np.argsort(hashes, kind="stable")[:count]])
+
+
+# ------------------------------------------------------------------------------------- tokenizing
+
+
+def fingerprint_of(encoder):
+    """A checksum of all that decides which tokens a document has: the content of the tokenizer,
+    the template and `loss_on`.
+    """
+    digest = hashlib.sha256(repr([VERSION, encoder.loss_on, encoder.chat_template]).encode())
+    with tempfile.TemporaryDirectory() as folder:
+        encoder.tokenizer.save_pretrained(folder)
+        for file in sorted(Path(folder).iterdir()):
+            digest.update(file.name.encode() + file.read_bytes())
+    return digest.hexdigest()
+
+
+def _tokenize(rows, encoder, kind, fingerprint):
+    """The table of the tokens of `rows`, made or from the cache."""
+    import datasets  # here, because it takes a second
+
+    datasets.disable_progress_bars()
+    value, numbers = datasets.Value, ("row", "answer", "bytes", "digest", "reason")
+    features = {
+        "tokens": datasets.LargeList(value("int32")),
+        **({} if kind == "text" else {"is_target": datasets.LargeList(value("uint8"))}),
+        **{name: value("int64") for name in numbers},
+        **{name: value("bool") for name in ("begins", "quotes")},
+    }
+    key = hashlib.sha256(f"{fingerprint} {kind} {rows.fingerprint}".encode()).hexdigest()[:32]
+    try:
+        table = datasets.Dataset.from_generator(
+            _records,
+            features=datasets.Features(features),
+            gen_kwargs=dict(rows=_Whole(rows), encoder=encoder, kind=kind),
+            fingerprint=key,
+            writer_batch_size=SEGMENTS_AT_ONCE,
+        )
+    except datasets.exceptions.DatasetGenerationError as error:
+        for cause in causes(error):
+            if isinstance(cause, UserError):
+                raise cause from None
+        raise
+    return _open(table, kind)
+
+
+class _Whole(NamedTuple):
+    """Rows that the `datasets` library does not divide into shards, as it does lists."""
+
+    rows: object
+
+
+def _records(rows, encoder, kind):
+    """Yields what is in the table: at least one record for each row."""
+    rows = rows.rows
+    for number, row in enumerate(rows):
+        where = f"row {number} of {rows.where}"
+        found = [] if row is None else _encode(row, encoder, kind, where)
+        count = 0
+        for document in found:
+            count += 1
+            yield _record(document, number, 0, kind)
+        if count == 0:
+            yield _record(_NOTHING, number, EMPTY if kind == "text" else NO_ANSWER, kind)
+
+
+_NOTHING = Document(np.zeros(0, np.int32), np.zeros(0, np.uint8))
+
+
+def _record(document, row, reason, kind):
+    content = document.tokens.tobytes()
+    content += b"" if kind == "text" else document.is_target.tobytes()
+    digest = hashlib.blake2b(content, digest_size=8).digest()
+    return {
+        "tokens": document.tokens,
+        **({} if kind == "text" else {"is_target": document.is_target}),
+        "row": row,
+        "answer": document.answer,
+        "bytes": document.bytes,
+        "digest": int.from_bytes(digest, "little", signed=True),
+        "reason": reason,
+        "begins": document.begins,
+        "quotes": document.quotes,
+    }
+
+
+def _encode(row, encoder, kind, where):
+    """The documents of a row, or the segments of its text."""
+    if kind == "text":
+        text = row.get("text")
+        if isinstance(text, str):
+            check_unicode(text, where)
+            text = segments_of(text)
+        elif text is None or not hasattr(text, "__next__"):
+            raise UserError(f"{where} has no text, but {type(text).__name__}")
+        return encoder.texts(text, where)
+    if kind == "messages":
+        messages, first = check_messages(row.get("messages"), where), 0
+    else:
+        prompt, completion = row.get("prompt"), row.get("completion")
+        if isinstance(prompt, str) and isinstance(completion, str):
+            check_unicode(prompt + completion, where)
+            return filter(None, [encoder.completion(prompt, completion, where)])
+        prompt = check_messages(prompt, where)
+        messages, first = prompt + check_messages(completion, where), len(prompt)
+    if not messages:
+        return []
+    tools = check_tools(row.get("tools"), where)
+    return encoder.conversation(messages, where, first=first, tools=tools)
+
+
+def _open(table, kind):
+    """A `_Table` of a table on disk, without a copy of its tokens."""
+    chunks = table.data.column("tokens").chunks
+    tokens = [chunk.flatten().to_numpy(zero_copy_only=True) for chunk in chunks]
+    is_target = None
+    if kind != "text":
+        parts = table.data.column("is_target").chunks
+        is_target = [part.flatten().to_numpy(zero_copy_only=True) for part in parts]
+    sizes = np.concatenate([np.diff(chunk.offsets.to_numpy()) for chunk in chunks])
+    column = {
+        name: table.data.column(name).to_numpy()
+        for name in ("row", "answer", "bytes", "digest", "reason", "begins", "quotes")
+    }
+    first = np.flatnonzero(column["begins"])  # the first segment of each document
+
+    def total(values):
+        return np.add.reduceat(values, first) if len(first) else values
+
+    starts = np.cumsum(sizes) - sizes
+    documents = Documents(
+        starts[first], total(sizes), column["answer"][first], total(column["bytes"])
+    )
+    with np.errstate(over="ignore"):
+        digests = total(column["digest"])
+    quotes = total(column["quotes"].astype(np.int64)) > 0
+    rows, reasons = column["row"][first], column["reason"][first]
+    return _Table(Stream(tokens, is_target), documents, rows, reasons, digests, quotes)

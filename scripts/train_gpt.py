@@ -40,10 +40,11 @@ from torch.utils.checkpoint import checkpoint as recompute
 from torch.utils.data import DataLoader
 
 from utils import plots
+from utils.data.lanes import gather_position
 from utils.data.loaders import evaluation_batch_size, loader_options
 from utils.data.report import agree
 from utils.data.text import Windows, load_text
-from utils.data.text_stream import TextStream, describe_stream, gather_position, load_held_out
+from utils.data.text_stream import TextStream, describe_stream, load_held_out
 from utils.muon import MuonAdamW
 from utils.run import ddp, launch, weights
 from utils.run.arguments import Parser, number

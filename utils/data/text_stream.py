@@ -9,15 +9,14 @@ from functools import partial
 from typing import NamedTuple
 
 import torch
-from accelerate.utils import gather_object
 
+from utils.data.lanes import LaneStream, check_lanes
 from utils.data.report import LeftOut
 from utils.data.scan import read_regular
 from utils.data.tables import first_line
 from utils.data.text import checksum, describe_files, synthetic_text
 from utils.data.text_files import TextTable, find_files, load_column
 from utils.run.failures import RunFailed, UserError
-from utils.run.launch import either, possible_processes
 
 HELD_OUT_BYTES = 1 << 20  # bytes of a stream that are held out for evaluation
 HELD_OUT_ONE_IN = 64  # 1 in 64 documents of a stream is held out
@@ -104,18 +103,15 @@ def open_stream(name, column):
     return table._replace(splits=splits)
 
 
-class TextStream(torch.utils.data.IterableDataset):
-    """This process' share of an endless, shuffled stream of micro-batches.
+class TextStream(LaneStream):
+    """This process' share of an endless, shuffled stream of micro-batches of windows.
 
-    The global batches are the same for any number of processes. For that, the data is split into a
-    fixed number of parts, the `lanes` (by files if the number of files is a multiple of it, else by
-    rows). Every global batch takes the same number of windows from each lane, and each process
-    reads only its own lanes. The number of processes must divide the number of lanes.
+    The lanes are parts of the data by files, if the number of files is a multiple of theirs, else
+    by rows.
 
     A lane fills a buffer with `buffer` windows, yields them in random order, and then fills the
     next buffer. Its position is the start of the buffer and the number of windows yielded from it:
-    after a restart the same buffer is read again. In each batch, `position` has the positions of
-    the lanes of this process after the batch.
+    after a restart the same buffer is read again.
 
     Args:
         micro_batch (int): windows per batch on this process.
@@ -134,31 +130,17 @@ class TextStream(torch.utils.data.IterableDataset):
     ):
         from datasets.distributed import split_dataset_by_node  # here, because it takes a second
 
-        process, processes = share
-        if lanes % processes or micro_batch * processes % lanes:
-            raise UserError(
-                f"--stream_lanes {lanes} must be a multiple of the {processes} processes and "
-                f"divide the micro-batch of {micro_batch * processes} windows over all of them"
-            )
-        self.micro_batch, self.lanes = micro_batch, {}
-        for number in range(process * lanes // processes, (process + 1) * lanes // processes):
-            # Open the data set once per lane: lanes that are split from one object would share its
-            # reading state.
+        def open_lane(number):
             table = open_stream(name, column)
             rows = split_dataset_by_node(table.splits["train"], number, lanes)
-            lane = _Lane(rows, table, name, block_size, buffer, f"{seed} {number}")
-            lane.position = (position or {}).get(str(number)) or lane.position
-            self.lanes[str(number)] = lane
+            return _Lane(rows, table, name, block_size, buffer, f"{seed} {number}")
+
+        super().__init__(open_lane, micro_batch, lanes=lanes, share=share, position=position)
 
     @classmethod
     def from_args(cls, args, accelerator, position=None):
         """Creates the share of this process from the command-line arguments, at `position`."""
-        possible = possible_processes(accelerator)
-        if any(args.stream_lanes % processes for processes in possible):
-            raise UserError(
-                f"--stream_lanes {args.stream_lanes} must be a multiple of the {either(possible)} "
-                "processes"
-            )
+        check_lanes(accelerator, args.stream_lanes)
         micro_batch = args.batch_size // args.gradient_accumulation_steps
         return cls(
             args.dataset,
@@ -172,29 +154,14 @@ class TextStream(torch.utils.data.IterableDataset):
             position=position,
         )
 
-    def __iter__(self):
-        readers = [iter(lane) for lane in self.lanes.values()]
-        per_lane = self.micro_batch // len(readers)
-        while True:
-            rows = [next(reader) for reader in readers for _ in range(per_lane)]
-            windows = torch.stack(rows).long()
-            yield {
-                "inputs": windows[:, :-1].contiguous(),
-                "targets": windows[:, 1:].contiguous(),
-                "ids": torch.arange(len(rows)),
-                "position": {number: dict(lane.position) for number, lane in self.lanes.items()},
-            }
-
-
-def gather_position(batch):
-    """The position of a stream after `batch`, gathered from all processes, for a checkpoint.
-
-    Returns:
-        dict | None: None without a stream.
-    """
-    if "position" not in batch:
-        return None
-    return dict(gather_object(list(batch["position"].items())))
+    def collate(self, samples):
+        """Inputs and targets of windows."""
+        windows = torch.stack(samples).long()
+        return {
+            "inputs": windows[:, :-1].contiguous(),
+            "targets": windows[:, 1:].contiguous(),
+            "ids": torch.arange(len(samples)),
+        }
 
 
 class _Lane:

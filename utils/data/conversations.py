@@ -147,7 +147,7 @@ class Encoder:
                 f"{where} is a conversation, and the tokenizer has no chat template: give "
                 "--chat_template FILE"
             )
-        messages = [{**message, "content": self._mark(message["content"])} for message in messages]
+        messages, tools = self._mark(messages), self._mark(tools)
         make = self._whole if self.loss_on == ALL else self._chains
         drafts = []
         for texts in make(messages, first, tools, where):
@@ -195,7 +195,7 @@ class Encoder:
 
     def _render(self, messages, ask, tools, where):
         try:
-            return self.tokenizer.apply_chat_template(
+            text = self.tokenizer.apply_chat_template(
                 messages,
                 tools=tools,
                 chat_template=self.chat_template,
@@ -205,15 +205,22 @@ class Encoder:
         except Exception as error:  # of Jinja, or what a template raises
             reason = str(error).strip().splitlines() or [type(error).__name__]
             raise UserError(f"the chat template cannot render {where}: {reason[0]}") from None
+        if ascii(OPEN)[1:-1] in text:  # the template wrote Python or JSON, in ASCII
+            raise UserError(
+                f"the chat template hides the name of a special token in {where}: remove the name"
+            )
+        return text
 
-    def _mark(self, content):
-        """Marks the names of special tokens in the content of a message."""
-        if isinstance(content, str):
-            content = content.replace(OPEN, "").replace(CLOSE, "")
-            return self._name.sub(f"{OPEN}\\g<0>{CLOSE}", content)
-        if isinstance(content, list):
-            return [{**part, "text": self._mark(part["text"])} for part in content]
-        return content
+    def _mark(self, value):
+        """Marks the names of special tokens in the texts of messages."""
+        if isinstance(value, str):
+            value = value.replace(OPEN, "").replace(CLOSE, "")
+            return self._name.sub(f"{OPEN}\\g<0>{CLOSE}", value)
+        if isinstance(value, list):
+            return [self._mark(inner) for inner in value]
+        if isinstance(value, dict):
+            return {key: self._mark(inner) for key, inner in value.items()}
+        return value
 
     # ------------------------------------------------------------------------------------ tokens
 

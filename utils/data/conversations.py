@@ -1,12 +1,13 @@
-"""Turns a text or a conversation into tokens, and finds which of them a model learns to write.
+"""Turns texts and conversations into tokens, and finds which of them a model learns to write.
 
 Of a conversation these are the answers: the turns of the role `assistant`, or the completion, each
 with the token that ends it. They are found by rendering: the messages before an answer, with what
 asks for one (`add_generation_prompt`), and then the messages up to the answer. The first text must
 be the beginning of the second; the rest is what the model writes when it is used. This needs no
-`{% generation %}` marks, which few templates have, and agrees with them where there are any.
+`{% generation %}` marks, which few templates have. Each part is tokenized by itself, so the tokens
+before an answer are those that the model is given when it is used.
 
-A template may render earlier turns differently when others follow (some drop the reasoning). What
+A template may render earlier turns differently when others follow; some drop the reasoning. What
 the model reads before an answer is then no continuation of what it read before: the conversation
 becomes several documents, each of which is what the model reads and writes at that turn.
 
@@ -23,36 +24,56 @@ import numpy as np
 from utils.run.failures import UserError
 
 ANSWERS, ALL = "answers", "all"  # the values of `loss_on`
-SEGMENT = 1_000_000  # characters that are tokenized at once
-EMPTY, NO_ANSWER = "empty documents", "conversations without an answer"
-# Private characters of Unicode, around special tokens in messages while they are rendered.
+# Private characters of Unicode, around the names of special tokens while messages are rendered.
 OPEN, CLOSE = "\uf8f0", "\uf8f1"
 
 
 class Document(NamedTuple):
-    """Tokens of a document, or of a segment of a long one.
+    """Tokens of a document, or of a segment of a long text.
 
     tokens: int32 [tokens].
-    is_target: uint8 [tokens], or None: every token is a target.
-    answer: the number of tokens before the last answer; -1: none.
-    bytes: the UTF-8 bytes that the tokens say, without a first one that nothing predicts.
+    is_target: uint8 [tokens]; of a text, None: every token is a target.
+    answer: the number of tokens before the last answer; -1: there is none.
+    bytes: of a text, the UTF-8 bytes of its tokens, without a first one that nothing predicts.
     begins: whether this is where a document begins.
     quotes: whether it contains the name of a special token, as text.
     """
 
     tokens: np.ndarray
-    is_target: np.ndarray | None = None
+    is_target: np.ndarray | None
     answer: int = -1
     bytes: int = 0
     begins: bool = True
     quotes: bool = False
 
 
-class Piece(NamedTuple):
-    """A part of a document: its text, and whether the model learns to write it."""
+class Part(NamedTuple):
+    """A part of a document that is tokenized by itself.
+
+    as_text: whether the names of special tokens in it are plain text.
+    """
 
     text: str
-    is_answer: bool
+    as_text: bool
+    is_answer: bool = False
+
+
+class Draft(NamedTuple):
+    """A document, or a segment of a text, before it is tokenized.
+
+    where: names it, in messages.
+    begins, ends: whether BOS is to come before it, and EOS after it. A template writes its own.
+    """
+
+    parts: list
+    where: str
+    is_text: bool
+    begins: bool
+    ends: bool
+
+    @property
+    def characters(self):
+        return sum(len(part.text) for part in self.parts)
 
 
 class Encoder:
@@ -66,143 +87,84 @@ class Encoder:
 
     def __init__(self, tokenizer, chat_template=None, loss_on=ANSWERS):
         self.tokenizer, self.loss_on = tokenizer, loss_on
-        self.chat_template = chat_template or getattr(tokenizer, "chat_template", None)
-        self.eos = [] if tokenizer.eos_token_id is None else [tokenizer.eos_token_id]
+        own = getattr(tokenizer, "chat_template", None)
+        self.chat_template = chat_template or (own.get("default") if isinstance(own, dict) else own)
         added = tokenizer.added_tokens_decoder
         special = {str(token): number for number, token in added.items() if token.special}
         special |= dict(zip(tokenizer.all_special_tokens, tokenizer.all_special_ids, strict=True))
-        self._control = np.array(sorted(set(special.values())), np.int32)
+        self._special = np.array(sorted(set(special.values())), np.int32)
         self._added = np.array(sorted({*special.values(), *added}), np.int32)
         longest_first = sorted(special, key=len, reverse=True)
         pattern = "|".join(map(re.escape, longest_first)) or "(?!)"
-        self._quoted = re.compile(pattern)
+        self._name = re.compile(pattern)
         self._marked = re.compile(f"{OPEN}({pattern}){CLOSE}|[{OPEN}{CLOSE}]")
-        plain, bare = self._encode(["a"], False)[0], tokenizer("a").input_ids
-        place = next((i for i in range(len(bare)) if bare[i : i + len(plain)] == plain), 0)
-        self.bos = bare[:place]
-        # A tokenizer of the kind of SentencePiece puts a space before the first word: not so after
-        # a line break, which is removed again.
-        line, both = self._encode(["\n", "\na"], False)
+        plain, line, both = self._tokenize(["a", "\n", "\na"], True).input_ids
+        # A tokenizer of the kind of SentencePiece puts a space before the first word of a text:
+        # not so after a line break, which is removed again.
         self._line = [] if both == line + plain else line
+        whole = tokenizer("a").input_ids
+        before = [place for place in range(len(whole)) if whole[place:][: len(plain)] == plain]
+        self._bos = whole[: before[0]] if before else []
+        self._eos = [] if tokenizer.eos_token_id is None else [tokenizer.eos_token_id]
 
-    def _encode(self, texts, as_text=True):
-        """Lists of tokens; `as_text`: without looking for special tokens."""
-        encoded = self.tokenizer(texts, add_special_tokens=False, split_special_tokens=as_text)
-        return encoded.input_ids
+    # ------------------------------------------------------------------------------------ drafts
 
-    # ------------------------------------------------------------------------------------- texts
-
-    def texts(self, segments, where):
-        """Encodes a text: BOS if the tokenizer adds one, the text, EOS.
-
-        Args:
-            segments: an iterable of str, in order.
-            where (str): names the text, in messages.
-
-        Yields:
-            Document: for each segment, one; for an empty text, none.
-
-        Raises:
-            UserError: the tokenizer writes a special token for its name.
-        """
-        begins, segment = True, None
-        for following in segments:
-            if not following:
-                continue
-            if segment is not None:
-                yield self._text(segment, where, begins, ends=False)
+    def draft_text(self, segments, where):
+        """Yields a `Draft` for each segment (str) of a text; none for an empty text."""
+        begins, before = True, None
+        for segment in segments:
+            if before is not None and segment:
+                yield Draft([Part(before, True)], where, True, begins, False)
                 begins = False
-            segment = following
-        if segment is not None and not (begins and not segment.strip()):
-            yield self._text(segment, where, begins, ends=True)
+            before = segment or before
+        if before is not None and (before.strip() or not begins):
+            yield Draft([Part(before, True)], where, True, begins, True)
 
-    def _text(self, text, where, begins, ends):
-        tokens = self._encode([text])[0] if begins else self._continue(text, True)
-        quotes = self._check(text, tokens, where)
-        before = self.bos if begins else []
-        size = len(text.encode())
-        if begins and not before and tokens:
-            size -= self._first_bytes(text)
-        tokens = np.array([*before, *tokens, *(self.eos if ends else [])], np.int32)
-        return Document(tokens, None, -1, size, begins, quotes)
+    def draft_completion(self, prompt, completion, where):
+        """A list of the `Draft` of a prompt and what follows it, both str; [] if nothing does."""
+        parts = [Part(prompt, True), Part(completion, True, True)]
+        return [Draft(parts, where, False, True, True)] if completion.strip() else []
 
-    def _first_bytes(self, text):
-        """The bytes of the first token of a text. Of a character that is several tokens: all."""
-        start = text[:100]
-        encoded = self.tokenizer(start, add_special_tokens=False, split_special_tokens=True)
-        if not encoded.encodings:  # a tokenizer written in Python does not say where a token is
-            return len(self.tokenizer.decode(encoded.input_ids[:1]).encode())
-        return len(start[: encoded.encodings[0].offsets[0][1]].encode())
-
-    def _check(self, text, tokens, where):
-        """Whether a text contains the name of a special token, which is text in its tokens."""
-        if not self._quoted.search(text):
-            return False
-        found = np.intersect1d(tokens, self._control)
-        found = found[found != self.tokenizer.unk_token_id]
-        if len(found):
-            name = self.tokenizer.convert_ids_to_tokens(int(found[0]))
-            raise UserError(
-                f"{where} contains {name}, which this tokenizer cannot tell from its special "
-                "token: remove it from the text"
-            )
-        return True
-
-    def _continue(self, text, as_text):
-        """The tokens of a text that does not begin a document."""
-        if not self._line:
-            return self._encode([text], as_text)[0]
-        tokens = self._encode(["\n" + text], as_text)[0]
-        if tokens[: len(self._line)] == self._line:
-            return tokens[len(self._line) :]
-        return self._encode([text], as_text)[0]
-
-    # ----------------------------------------------------------------------------- conversations
-
-    def completion(self, prompt, completion, where):
-        """Encodes a prompt and what follows it, both str: BOS, the prompt, the completion, EOS.
-
-        Returns:
-            Document | None: None: there is no completion.
-        """
-        if not completion.strip():
-            return None
-        return self._join([Piece(prompt, False), Piece(completion, True)], where, plain=True)
-
-    def conversation(self, messages, where, *, first=0, tools=None):
-        """Encodes a conversation by the chat template.
+    def draft_conversation(self, messages, where, *, first=0, tools=None):
+        """Renders a conversation by the chat template.
 
         Args:
-            messages (list[dict]): with `role` and `content`, as `check_messages` accepts them.
+            messages (list[dict]): as `check_messages` returns them, at least one.
             where (str): names the conversation, in messages.
             first (int): answers before this message are not learned.
-            tools (list | None): what the template is told of tools.
+            tools (list | None): the tools that the template is told.
 
         Returns:
-            list[Document]: one, or several if the template rewrites earlier turns; [] if there is
-            no answer.
+            list[Draft]: one, or several if the template rewrites earlier turns; [] if there is no
+            answer.
 
         Raises:
-            UserError: the template is missing or refuses the conversation, or what asks for an
-                answer is not what precedes it.
+            UserError: there is no template, it refuses the conversation, or the text that asks for
+                an answer is not the beginning of the text with the answer.
         """
         if not self.chat_template:
             raise UserError(
                 f"{where} is a conversation, and the tokenizer has no chat template: give "
                 "--chat_template FILE"
             )
-        messages = [{**message, "content": self._mark(message["content"])} for message in messages]
-        if self.loss_on == ALL:
-            found = [self._whole(messages, tools, where)]
-        else:
-            found = self._chains(messages, first, tools, where)
-        return [self._join(pieces, where, plain=False) for pieces in found]
+        messages, tools = self._mark(messages), self._mark(tools)
+        make = self._whole if self.loss_on == ALL else self._chains
+        drafts = []
+        for texts in make(messages, first, tools, where):
+            parts = []
+            for text, is_answer in texts:
+                # Alternately what the template or a message says, and a marked name.
+                for number, some in enumerate(self._marked.split(text)):
+                    if some or is_answer:
+                        parts.append(Part(some or "", number % 2 == 1, is_answer))
+            drafts.append(Draft(parts, where, False, False, False))
+        return drafts
 
     def _chains(self, messages, first, tools, where):
-        """The pieces of each document of a conversation."""
+        """A list for each document: texts, alternately before an answer and an answer."""
         chains, before = [], None
         for index, message in enumerate(messages):
-            # An answer that nothing precedes is what the others answer to.
+            # Nobody asked for an answer that nothing precedes.
             if message["role"] != "assistant" or index == 0 or index < first or _is_empty(message):
                 continue
             prompt = self._render(messages[:index], True, tools, where)
@@ -210,76 +172,150 @@ class Encoder:
             if not whole.startswith(prompt):
                 raise UserError(
                     f"the chat template does not begin message {index} of {where} with what asks "
-                    "for an answer: --loss_on all, or give another --chat_template"
+                    "for an answer: use --loss_on all, or another --chat_template"
                 )
-            answer = Piece(whole[len(prompt) :], True)
+            answer = (whole[len(prompt) :], True)
             if before is not None and prompt.startswith(before):
-                chains[-1] += [Piece(prompt[len(before) :], False), answer]
+                chains[-1] += [(prompt[len(before) :], False), answer]
             else:
-                chains.append([Piece(prompt, False), answer])
+                chains.append([(prompt, False), answer])
             before = whole
         return chains
 
-    def _whole(self, messages, tools, where):
-        """The pieces of a conversation of which everything is learned."""
+    def _whole(self, messages, first, tools, where):
+        """As `_chains`: one list, with all messages."""
         whole = self._render(messages, False, tools, where)
         roles = [message["role"] for message in messages]
         if "assistant" in roles[1:]:
             last = len(roles) - 1 - roles[::-1].index("assistant")
             prompt = self._render(messages[:last], True, tools, where)
             if whole.startswith(prompt):
-                return [Piece(prompt, False), Piece(whole[len(prompt) :], True)]
-        return [Piece(whole, False)]
+                return [[(prompt, False), (whole[len(prompt) :], True)]]
+        return [[(whole, False)]]
 
     def _render(self, messages, ask, tools, where):
         try:
-            return self.tokenizer.apply_chat_template(
+            text = self.tokenizer.apply_chat_template(
                 messages,
                 tools=tools,
                 chat_template=self.chat_template,
                 add_generation_prompt=ask,
                 tokenize=False,
             )
-        except Exception as error:  # of Jinja, or of the code of a template
+        except Exception as error:  # of Jinja, or what a template raises
             reason = str(error).strip().splitlines() or [type(error).__name__]
             raise UserError(f"the chat template cannot render {where}: {reason[0]}") from None
+        if ascii(OPEN)[1:-1] in text:  # the template wrote Python or JSON, in ASCII
+            raise UserError(
+                f"the chat template hides the name of a special token in {where}: remove the name"
+            )
+        return text
 
-    def _mark(self, content):
-        """Marks the names of special tokens in the content of a message."""
-        if isinstance(content, str):
-            content = content.replace(OPEN, "").replace(CLOSE, "")
-            return self._quoted.sub(f"{OPEN}\\g<0>{CLOSE}", content)
-        if isinstance(content, list):
-            return [{**part, "text": self._mark(part["text"])} for part in content]
-        return content
+    def _mark(self, value):
+        """Marks the names of special tokens in the texts of messages."""
+        if isinstance(value, str):
+            value = value.replace(OPEN, "").replace(CLOSE, "")
+            return self._name.sub(f"{OPEN}\\g<0>{CLOSE}", value)
+        if isinstance(value, list):
+            return [self._mark(inner) for inner in value]
+        if isinstance(value, dict):
+            return {key: self._mark(inner) for key, inner in value.items()}
+        return value
 
-    def _join(self, pieces, where, plain):
-        """The tokens of pieces; `plain`: those of a prompt and its completion, not of a template.
+    # ------------------------------------------------------------------------------------ tokens
 
-        Each piece is encoded by itself: a prompt as when the model is used, whatever follows it.
+    def encode(self, drafts):
+        """Tokenizes drafts, all at once: a tokenizer in Rust uses all cores.
+
+        Returns:
+            list[Document]: one for each.
+
+        Raises:
+            UserError: the tokenizer makes a special token of its name in a text.
         """
-        tokens, answer, quotes = list(self.bos if plain else []), -1, False
-        is_target, ended = [self.loss_on == ALL] * len(tokens), False
-        for piece in pieces:
-            if piece.is_answer:
+        places = [(draft, number) for draft in drafts for number in range(len(draft.parts))]
+        found = {}
+        for as_text in (True, False):
+            chosen = [i for i, (draft, n) in enumerate(places) if draft.parts[n].as_text == as_text]
+            if not chosen:
+                continue
+            after = [self._line and not _is_first(*places[i]) for i in chosen]
+            texts = [places[i][0].parts[places[i][1]].text for i in chosen]
+            lines = ["\n" * bool(line) + text for line, text in zip(after, texts, strict=True)]
+            encoded = self._tokenize(lines, as_text)
+            for i, line, text, tokens in zip(chosen, after, texts, encoded.input_ids, strict=True):
+                if line and tokens[: len(self._line)] == self._line:
+                    tokens = tokens[len(self._line) :]
+                elif line:
+                    tokens = self._tokenize([text], as_text).input_ids[0]
+                found[i] = tokens
+        following = iter(sorted(found.items()))
+        return [self._finish(draft, [next(following)[1] for _ in draft.parts]) for draft in drafts]
+
+    def _tokenize(self, texts, as_text):
+        # Without `verbose`, it does not say that a text is longer than a model can read.
+        return self.tokenizer(
+            texts, add_special_tokens=False, split_special_tokens=as_text, verbose=False
+        )
+
+    def _finish(self, draft, encoded):
+        """The document of a draft, the parts of which are `encoded` as these tokens."""
+        quotes = False
+        for part, tokens in zip(draft.parts, encoded, strict=True):
+            quotes |= part.as_text and self._check(part.text, tokens, draft.where)
+        if draft.is_text:
+            return self._finish_text(draft, encoded[0], quotes)
+        tokens, learned, answer, ended = [*(self._bos if draft.begins else [])], [], -1, True
+        for number, (part, some) in enumerate(zip(draft.parts, encoded, strict=True)):
+            learned += [False] * (len(tokens) - len(learned))
+            if part.is_answer and not (number and draft.parts[number - 1].is_answer):
                 answer = len(tokens)
-            # Alternately what the template or a message says, and the marked name of a token.
-            texts = [None, piece.text] if plain else self._marked.split(piece.text)
-            for number, text in enumerate(texts):
-                if not text:
-                    continue
-                as_text = number % 2 == 1
-                some = self._continue(text, as_text) if tokens else self._encode([text], as_text)[0]
-                quotes |= as_text and self._check(text, some, where)
-                tokens += some
-            end, ended = self._end(tokens, answer) if piece.is_answer else (len(tokens), True)
-            learned = end if piece.is_answer or self.loss_on == ALL else len(is_target)
-            is_target += [True] * (learned - len(is_target))
-            is_target += [self.loss_on == ALL] * (len(tokens) - len(is_target))
-        if plain or not ended:
-            tokens, is_target = tokens + self.eos, is_target + [True] * len(self.eos)
-        tokens, is_target = np.array(tokens, np.int32), np.array(is_target, np.uint8)
-        return Document(tokens, is_target, answer, 0, True, quotes)
+            tokens += some
+            if part.is_answer and not _continues(draft.parts, number):
+                end, ended = self._end(tokens, answer)
+                learned += [True] * (end - len(learned))
+            elif part.is_answer:
+                learned += [True] * len(some)
+        learned += [False] * (len(tokens) - len(learned))
+        if draft.ends or (answer >= 0 and not ended):
+            tokens, learned = tokens + self._eos, learned + [True] * len(self._eos)
+        is_target = np.array(learned, np.uint8)
+        if self.loss_on == ALL:
+            is_target[:] = 1
+        return Document(np.array(tokens, np.int32), is_target, answer, 0, True, quotes)
+
+    def _finish_text(self, draft, tokens, quotes):
+        text = draft.parts[0].text
+        before, after = self._bos if draft.begins else [], self._eos if draft.ends else []
+        size = len(text.encode())
+        if draft.begins and not before:
+            size -= self._first_bytes(text)
+        whole = np.array([*before, *tokens, *after], np.int32)
+        return Document(whole, None, -1, size, draft.begins, quotes)
+
+    def _first_bytes(self, text):
+        """The bytes of the first token of a text."""
+        encoded = self._tokenize([text[:100]], True)
+        if not encoded.encodings:  # a tokenizer written in Python does not say where its tokens are
+            return len(self.tokenizer.decode(encoded.input_ids[0][:1]).encode())
+        offsets = encoded.encodings[0].offsets
+        # A character of several bytes may be several tokens, all with its place.
+        others = sum(offset == offsets[0] for offset in offsets[1:4])
+        return len(text[: offsets[0][1]].encode()) - others
+
+    def _check(self, text, tokens, where):
+        """Whether a text contains the name of a special token, which is text in its tokens."""
+        if not self._name.search(text):
+            return False
+        found = np.intersect1d(tokens, self._special)
+        found = found[found != self.tokenizer.unk_token_id]
+        if len(found):
+            name = self.tokenizer.convert_ids_to_tokens(int(found[0]))
+            raise UserError(
+                f"{where} contains {name}, which this tokenizer cannot tell from its special "
+                "token: remove it"
+            )
+        return True
 
     def _end(self, tokens, start):
         """Where an answer that begins at `start` ends; and whether a token says so.
@@ -293,11 +329,23 @@ class Encoder:
         return len(tokens), False
 
 
+def _is_first(draft, number):
+    """Whether a part has nothing before it. A text after BOS is tokenized as one alone."""
+    return number == 0 and (draft.begins or not draft.is_text)
+
+
+def _continues(parts, number):
+    return number + 1 < len(parts) and parts[number + 1].is_answer
+
+
 def _is_empty(message):
     content = message["content"]
     if isinstance(content, list):
         content = "".join(part["text"] for part in content)
     return not (content or "").strip() and not message.get("tool_calls")
+
+
+# ------------------------------------------------------------------------------------------ rows
 
 
 def check_messages(messages, where):
@@ -311,7 +359,7 @@ def check_messages(messages, where):
         UserError: they are something else; `where` names the row.
     """
     if not isinstance(messages, (list, tuple)):
-        raise UserError(f"the messages of {where} are no list, but {type(messages).__name__}")
+        raise UserError(f"the messages of {where} are not a list, but {type(messages).__name__}")
     checked = []
     for number, message in enumerate(messages):
         if not isinstance(message, dict) or not isinstance(message.get("role"), str):
@@ -340,12 +388,13 @@ def check_tools(tools, where):
     except ValueError:
         raise UserError(f"the tools of {where} are not JSON") from None
     if not isinstance(tools, list):
-        raise UserError(f"the tools of {where} are no list")
+        raise UserError(f"the tools of {where} are not a list")
     return tools or None
 
 
 def check_unicode(text, where):
+    """Raises UserError for half of a pair, as in "\\ud800"; `where` names the row."""
     try:
         text.encode()
-    except UnicodeEncodeError:  # half of a pair, as in "\ud800"
+    except UnicodeEncodeError:
         raise UserError(f"{where} is not valid Unicode") from None

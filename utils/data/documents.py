@@ -1,6 +1,7 @@
 """Finds the documents of a data set for a language model: conversations, prompts or texts."""
 
 import codecs
+import contextlib
 import hashlib
 import io
 import lzma
@@ -11,7 +12,7 @@ from typing import NamedTuple
 
 from utils.data.dates import make_conversations
 from utils.data.report import LeftOut
-from utils.data.tables import READERS, load_table, loading, local_path, name_splits
+from utils.data.tables import READERS, load_table, local_path, name_splits
 from utils.data.text_files import (
     OPENERS,
     UTF16,
@@ -134,10 +135,12 @@ def find_documents(name, *, subset=None, val_fraction=0.1, seed=0):
     else:
         splits, columns = _load(name, subset, files, left_out)
         kind = _kind(name, columns)
-    if "val" not in splits and "test" in splits:
-        splits["val"] = splits.pop("test")
-        left_out.add("test splits, not left out but used as val", name)
-    details = [_describe(split, rows) for split, rows in splits.items()]
+    named, details = {}, []
+    for split, rows in splits.items():
+        is_val = split == "test" and "val" not in splits
+        named["val" if is_val else split] = rows
+        details.append(_describe(split, rows, is_val))
+    splits = named
     splits = {split: splits[split] for split in ("train", "val") if split in splits}
     if "val" not in splits and len(splits["train"]) == 1 and val_fraction:
         splits = _cut(name, splits["train"], kind, val_fraction)
@@ -145,10 +148,12 @@ def find_documents(name, *, subset=None, val_fraction=0.1, seed=0):
     return Documents(splits, kind, [*details, *left_out.lines()])
 
 
-def _describe(split, rows):
-    said = f"{split}, not used" if split == "test" else split
+def _describe(split, rows, is_val):
     noun = "file" if isinstance(rows, Files) else "row"
-    return f"{said}: {len(rows):,} {noun}{'s' * (len(rows) != 1)}"
+    count = f"{len(rows):,} {noun}{'s' * (len(rows) != 1)}"
+    if is_val:
+        return f"val: {count} (the test split)"
+    return f"{split}{', not used' if split == 'test' else ''}: {count}"
 
 
 def _plain_splits(name, files):
@@ -233,9 +238,15 @@ def _segments(path, start=0, stop=None):
     Raises:
         UserError: it cannot be read, or is not UTF-8.
     """
+    with _reading(path), _open(path) as file:
+        yield from segments(_decoded(file, start, stop))
+
+
+@contextlib.contextmanager
+def _reading(path):
+    """Raises UserError, which names the file, if it cannot be read in the block."""
     try:
-        with _open(path) as file:
-            yield from segments(_decoded(file, start, stop))
+        yield
     except (OSError, EOFError, lzma.LZMAError, zlib.error, UnicodeError) as error:
         reason = getattr(error, "strerror", None) or error
         reason = "it is not UTF-8" if isinstance(error, UnicodeError) else reason
@@ -289,7 +300,7 @@ def _cut(name, rows, kind, val_fraction):
         raise UserError(f"--dataset {name} has one row: none is left to hold out for evaluation")
     if isinstance(rows, Files):
         path = rows.parts[0][0]
-        with loading(name, ALTERNATIVES), _open(path) as file:
+        with _reading(path), _open(path) as file:
             size = file.seek(0, os.SEEK_END)
             cut = _cut_place(file, size, val_fraction)
         parts = {"train": (path, 0, cut), "val": (path, cut, None)}

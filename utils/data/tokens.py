@@ -17,7 +17,7 @@ from utils.data.conversations import (
     check_tools,
     check_unicode,
 )
-from utils.data.documents import find_documents, segments_of
+from utils.data.documents import KINDS, find_documents, segments_of
 from utils.data.packing import Documents, Stream, cut_text, pack_conversations
 from utils.data.report import LeftOut
 from utils.run.failures import UserError, causes
@@ -27,7 +27,8 @@ VERSION = 1  # of what a table has: another one makes new tables
 EMPTY, NO_ANSWER = 1, 2  # why a row has no tokens
 REASONS = {EMPTY: "empty documents", NO_ANSWER: "conversations without an answer"}
 NOUNS = {"messages": "conversations", "prompt": "prompts with completions", "text": "documents"}
-SEGMENTS_AT_ONCE = 100  # are kept in memory until they are written
+# What is tokenized at once, and how many records are kept in memory until they are written.
+CHARACTERS_AT_ONCE, ROWS_AT_ONCE, WRITTEN_AT_ONCE = 4_000_000, 1000, 100
 
 
 class Corpus(NamedTuple):
@@ -108,7 +109,7 @@ def load_tokens(
     }
     if "val" not in tables and val_fraction:
         train = tables["train"]
-        held_out = hold_out(train.rows, val_fraction, seed)
+        held_out = np.isin(train.rows, hold_out(train.rows[train.reasons == 0], val_fraction, seed))
         tables = {"train": train.select(~held_out), "val": train.select(held_out)}
     pad_id = next(
         number
@@ -167,25 +168,25 @@ def _describe(split, table, blocks, kind, counts):
 
 
 def hold_out(rows, fraction, seed):
-    """Which documents are held out: those of the rows with the lowest hashes.
+    """Which rows are held out: those with the lowest hashes.
 
     Args:
-        rows (int64 [documents]): the row of each document.
-        fraction (float): of the rows; at least one row, and not all.
+        rows (int64): the numbers of the rows; the same number may be there several times.
+        fraction (float): of the rows; at least one is held out, and not all.
+        seed (int): of the hash.
 
     Returns:
-        bool [documents].
+        int64: their numbers.
 
     Raises:
         UserError: there are fewer than two rows.
     """
-    unique = np.unique(rows)
-    if len(unique) < 2:
+    rows = np.unique(rows)
+    if len(rows) < 2:
         raise UserError("the data set has one document: none is left to hold out for evaluation")
-    count = min(max(1, round(len(unique) * fraction)), len(unique) - 1)
-    # As integers of Python: the same on every machine.
-    hashes = np.array([sample_seed(seed, 0, row) for row in unique.tolist()], np.uint64)
-    return np.isin(rows, unique[np.argsort(hashes, kind="stable")[:count]])
+    count = min(max(1, round(len(rows) * fraction)), len(rows) - 1)
+    hashes = np.array([sample_seed(seed, 0, row) for row in rows.tolist()], np.uint64)
+    return rows[np.argsort(hashes, kind="stable")[:count]]
 
 
 # ------------------------------------------------------------------------------------- tokenizing
@@ -220,9 +221,9 @@ def _tokenize(rows, encoder, kind, fingerprint):
         table = datasets.Dataset.from_generator(
             _records,
             features=datasets.Features(features),
-            gen_kwargs=dict(rows=_Whole(rows), encoder=encoder, kind=kind),
+            gen_kwargs=dict(rows=rows, encoder=encoder, kind=kind),
             fingerprint=key,
-            writer_batch_size=SEGMENTS_AT_ONCE,
+            writer_batch_size=WRITTEN_AT_ONCE,
         )
     except datasets.exceptions.DatasetGenerationError as error:
         for cause in causes(error):
@@ -232,24 +233,31 @@ def _tokenize(rows, encoder, kind, fingerprint):
     return _open(table, kind)
 
 
-class _Whole(NamedTuple):
-    """Rows that the `datasets` library does not divide into shards, as it does lists."""
-
-    rows: object
-
-
 def _records(rows, encoder, kind):
     """Yields what is in the table: at least one record for each row."""
-    rows = rows.rows
+    waiting, characters = [], 0  # tuples of a row's number and its drafts
     for number, row in enumerate(rows):
-        where = f"row {number} of {rows.where}"
-        found = [] if row is None else _encode(row, encoder, kind, where)
-        count = 0
-        for document in found:
-            count += 1
-            yield _record(document, number, 0, kind)
-        if count == 0:
+        # A long text is drafted segment by segment, so that it is never in memory as a whole.
+        empty = True
+        for draft in _draft(row, encoder, kind, f"row {number} of {rows.where}"):
+            empty, characters = False, characters + draft.characters
+            waiting.append((number, draft))
+            if characters >= CHARACTERS_AT_ONCE or len(waiting) >= ROWS_AT_ONCE:
+                yield from _write(waiting, encoder, kind)
+                waiting, characters = [], 0
+        if empty:
+            waiting.append((number, None))
+    yield from _write(waiting, encoder, kind)
+
+
+def _write(waiting, encoder, kind):
+    """Yields the records of drafts; of None, one without tokens."""
+    documents = iter(encoder.encode([draft for _, draft in waiting if draft is not None]))
+    for number, draft in waiting:
+        if draft is None:
             yield _record(_NOTHING, number, EMPTY if kind == "text" else NO_ANSWER, kind)
+        else:
+            yield _record(next(documents), number, 0, kind)
 
 
 _NOTHING = Document(np.zeros(0, np.int32), np.zeros(0, np.uint8))
@@ -272,29 +280,35 @@ def _record(document, row, reason, kind):
     }
 
 
-def _encode(row, encoder, kind, where):
-    """The documents of a row, or the segments of its text."""
+def _draft(row, encoder, kind, where):
+    """The drafts of a row (dict; None: an empty line), or of the segments of its text."""
+    if row is None:
+        return []
+    columns = KINDS[kind]
+    missing = [column for column in columns if column not in row]
+    if missing:
+        raise UserError(f"{where} has no column {missing[0]}")
+    if any(row[column] is None for column in columns):
+        return []
     if kind == "text":
-        text = row.get("text")
+        text = row["text"]
         if isinstance(text, str):
             check_unicode(text, where)
             text = segments_of(text)
-        elif text is None or not hasattr(text, "__next__"):
+        elif not hasattr(text, "__next__"):
             raise UserError(f"{where} has no text, but {type(text).__name__}")
-        return encoder.texts(text, where)
+        return encoder.draft_text(text, where)
     if kind == "messages":
-        messages, first = check_messages(row.get("messages"), where), 0
+        messages, first = check_messages(row["messages"], where), 0
     else:
-        prompt, completion = row.get("prompt"), row.get("completion")
+        prompt, completion = row["prompt"], row["completion"]
         if isinstance(prompt, str) and isinstance(completion, str):
             check_unicode(prompt + completion, where)
-            return filter(None, [encoder.completion(prompt, completion, where)])
+            return encoder.draft_completion(prompt, completion, where)
         prompt = check_messages(prompt, where)
         messages, first = prompt + check_messages(completion, where), len(prompt)
-    if not messages:
-        return []
     tools = check_tools(row.get("tools"), where)
-    return encoder.conversation(messages, where, first=first, tools=tools)
+    return messages and encoder.draft_conversation(messages, where, first=first, tools=tools)
 
 
 def _open(table, kind):

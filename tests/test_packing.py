@@ -1,0 +1,193 @@
+"""How documents become blocks: which token is a target where, and how few blocks there are."""
+
+import pickle
+
+import numpy as np
+import pytest
+import torch
+
+from utils.data.packing import (
+    IGNORED,
+    PROMPT_TOKENS,
+    Documents,
+    Stream,
+    best_fit,
+    cut_text,
+    pack_conversations,
+)
+from utils.run.failures import UserError
+
+PAD = 999
+
+
+def make(lengths, chunks=1, seed=0, targets=True):
+    """Documents of tokens 0, 1, 2, ... in several arrays, and which of them are targets."""
+    total = sum(lengths)
+    tokens = np.arange(total, dtype=np.int32)
+    is_target = np.random.default_rng(seed).integers(0, 2, total).astype(np.uint8)
+    ends = np.cumsum(lengths)
+    starts = ends - lengths
+    # A text may lie in several arrays, a conversation in one.
+    cuts = np.sort(starts)[:: max(1, len(lengths) // chunks)][1:] if targets else []
+    cuts = cuts if targets else [total // chunks * i for i in range(1, chunks)]
+    parts = np.split(is_target, cuts) if targets else None
+    stream = Stream(np.split(tokens, cuts), parts)
+    zeros = np.zeros(len(lengths), np.int64)
+    documents = Documents(starts, np.array(lengths), zeros + 2, np.array(lengths) - 1)
+    return stream, documents, is_target
+
+
+def everything(blocks):
+    batch = blocks.__getitems__(list(range(len(blocks))))
+    for values in batch.values():
+        assert values.dtype == torch.int64 and values.is_contiguous()
+    assert batch["ids"].tolist() == list(range(len(blocks)))
+    return [batch[name].numpy() for name in ("input_ids", "targets", "position_ids")]
+
+
+def check_pieces(inputs, positions, starts):
+    """Every position that begins anew is padding, or at most once inside of a document."""
+    for row, places in zip(inputs, positions, strict=True):
+        assert places[0] == 0
+        for t in range(1, len(row)):
+            if row[t] == PAD:
+                assert places[t] == (places[t - 1] + 1 if row[t - 1] == PAD else 0)
+            elif row[t] == row[t - 1] + 1 and row[t] not in starts:
+                assert places[t] == places[t - 1] + 1
+            else:
+                assert places[t] == 0
+
+
+@pytest.mark.parametrize("chunks", [1, 3])
+@pytest.mark.parametrize("packed", [True, False])
+@pytest.mark.parametrize("lengths", [[50], [3, 1, 40, 2, 9, 17], [17, 17], [9, 9, 9], [2]])
+def test_each_token_of_a_text_but_the_first_is_a_target_once(lengths, packed, chunks):
+    stream, documents, _ = make(lengths, min(chunks, sum(lengths)), targets=False)
+    blocks = cut_text(stream, documents, 8, PAD, packed=packed)
+    inputs, targets, positions = everything(blocks)
+    used = targets != IGNORED
+    firsts = set(documents.starts.tolist())
+    assert sorted(targets[used]) == sorted(set(range(sum(lengths))) - firsts)
+    assert (inputs[used] == targets[used] - 1).all()  # the token before it, in the same document
+    assert (inputs[~used] == PAD).all()
+    check_pieces(inputs, positions, firsts)
+    assert blocks.tokens == blocks.target_tokens == used.sum()
+    assert blocks.block_targets.tolist() == used.sum(1).tolist()
+    assert blocks.padding == pytest.approx(1 - used.mean())
+    assert blocks.bytes == sum(length - 1 for length in lengths)
+    if packed:
+        assert used.ravel()[: used.sum()].all()  # only the last block has padding
+    else:
+        for row in targets:
+            owners = np.searchsorted(documents.starts, row[row != IGNORED], side="right")
+            assert len(set(owners.tolist())) == 1
+
+
+@pytest.mark.parametrize("packed", [True, False])
+@pytest.mark.parametrize("too_long", ["truncate", "drop"])
+@pytest.mark.parametrize("chunks", [1, 4])
+def test_conversations_keep_their_targets(packed, too_long, chunks):
+    lengths = np.random.default_rng(1).integers(1, 30, 60).tolist()
+    stream, documents, is_target = make(lengths, chunks)
+    blocks, counts = pack_conversations(
+        stream, documents, 16, PAD, decode=str, too_long=too_long, packed=packed
+    )
+    inputs, targets, positions = everything(blocks)
+    expected, truncated, dropped, empty = [], 0, 0, 0
+    for start, length in zip(documents.starts.tolist(), lengths, strict=True):
+        kept = range(start + 1, start + min(length, 17))
+        learned = [token for token in kept if is_target[token]]
+        if length > 17 and too_long == "drop":
+            dropped += 1
+        elif not learned:
+            empty += 1
+        else:
+            expected += learned
+            truncated += length > 17
+    assert sorted(targets[targets != IGNORED]) == expected
+    assert counts == {"truncated": truncated, "dropped": dropped, "no targets": empty}
+    assert min(truncated or dropped, empty) > 0
+    learned = targets != IGNORED
+    assert (inputs[learned] == targets[learned] - 1).all()
+    assert (inputs == PAD).any() and not learned[inputs == PAD].any()
+    check_pieces(inputs, positions, set(documents.starts.tolist()))
+    assert blocks.target_tokens == len(expected) and blocks.bytes is None
+    assert blocks.tokens == (inputs != PAD).sum()
+    assert blocks.block_targets.tolist() == learned.sum(1).tolist()
+    if not packed:
+        assert len(blocks) == len(lengths) - dropped - empty
+
+
+def test_a_conversation_that_is_too_long_is_an_error_if_asked():
+    stream, documents, _ = make([17, 18, 3, 40])
+    with pytest.raises(
+        UserError, match=r"2 of 4 conversations have more than --block_size 16 .* 39:"
+    ):
+        pack_conversations(stream, documents, 16, PAD, decode=str, too_long="error")
+    stream, documents, _ = make([17, 9])
+    _, counts = pack_conversations(stream, documents, 16, PAD, decode=str, too_long="error")
+    assert counts["truncated"] == 0
+
+
+@pytest.mark.parametrize("size", [1, 7, 64, 2048])
+def test_best_fit(size):
+    lengths = np.random.default_rng(size).integers(1, size + 1, 500)
+    bins = best_fit(lengths, size)
+    filled = np.bincount(bins, lengths)
+    assert filled.max() <= size and filled.min() > 0
+    # Of any two bins, the contents do not fit into one: the simplest of its guarantees.
+    assert len(filled) < 2 or np.sort(filled)[:2].sum() > size
+    # The rule, as it is defined.
+    space, expected = [], []
+    for item in np.argsort(-lengths, kind="stable"):
+        fitting = [free for free in space if free >= lengths[item]]
+        place = space.index(min(fitting)) if fitting else len(space)
+        space += [] if fitting else [size]
+        space[place] -= lengths[item]
+        expected.append(place)
+    assert sorted(size - filled.astype(int)) == sorted(map(int, space))
+    assert (best_fit(lengths, size) == bins).all()
+    assert len(best_fit(np.zeros(0, np.int64), size)) == 0
+
+
+def test_targets_are_counted_across_arrays():
+    stream, documents, is_target = make([5, 1, 1, 7, 2, 4], 3)
+    lengths = np.maximum(documents.lengths - 1, 0)
+    expected = [
+        is_target[s + 1 : s + 1 + n].sum() for s, n in zip(documents.starts, lengths, strict=True)
+    ]
+    assert stream.count_targets(documents.starts + 1, lengths).tolist() == expected
+    whole = [is_target[s : s + n].sum() for s, n in zip(*documents[:2], strict=True)]
+    assert stream.count_targets(*documents[:2]).tolist() == whole
+
+
+def test_prompts_end_where_the_last_answer_begins():
+    stream, documents, is_target = make([20, 6, 9, 4], seed=1)
+    documents = documents._replace(answers=np.array([5, 4, -1, 2]))
+    blocks, _ = pack_conversations(
+        stream, documents, 12, PAD, decode=lambda ids, skip_special_tokens: f" {ids} "
+    )
+    (prompt, answer), (last, _) = blocks.prompts(5)  # of the first, the end is cut off
+    assert prompt == [20, 21, 22, 23]
+    assert answer == str([token for token in (24, 25) if is_target[token]])
+    assert last == [35, 36]
+    assert len(blocks.prompts(1)) == 1
+
+
+def test_prompts_of_a_text_are_its_first_tokens():
+    stream, documents, _ = make([10, 300], targets=False)
+    prompts = cut_text(stream, documents, 100, PAD).prompts(2)
+    assert prompts == [(list(range(10, 42)), None), (list(range(101, 101 + PROMPT_TOKENS)), None)]
+    stream, documents, _ = make([6, 4], targets=False)
+    assert cut_text(stream, documents, 100, PAD).prompts(9) == [([0, 1, 2, 3, 4], None)]
+
+
+def test_blocks_can_be_sent_to_workers_and_be_empty():
+    stream, documents, _ = make([6, 4], targets=False)
+    blocks = cut_text(stream, documents, 5, PAD)
+    copy = pickle.loads(pickle.dumps(blocks))
+    assert torch.equal(copy.__getitems__([1])["targets"], blocks.__getitems__([1])["targets"])
+    assert copy[1]["input_ids"].shape == (5,)
+    stream, documents, _ = make([1, 1], targets=False)
+    empty = cut_text(stream, documents, 5, PAD)
+    assert (len(empty), empty.target_tokens, empty.prompts(3)) == (0, 0, [])

@@ -35,7 +35,6 @@ import torch.nn.functional as F
 from accelerate import Accelerator, skip_first_batches
 from accelerate.utils import set_seed
 from torch import nn
-from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.utils.checkpoint import checkpoint as recompute
 from torch.utils.data import DataLoader
 
@@ -46,7 +45,7 @@ from utils.data.report import agree
 from utils.data.text import Windows, load_text
 from utils.data.text_stream import TextStream, describe_stream, load_held_out
 from utils.muon import MuonAdamW
-from utils.run import ddp, launch, weights
+from utils.run import ddp, fsdp, launch, weights
 from utils.run.arguments import Parser, number
 from utils.run.collectives import local_main_first, run_on_main
 from utils.run.failures import UserError, optional
@@ -142,6 +141,8 @@ class GPT(nn.Module):  # EDIT: model
 
     int64 [batch, time <= block_size] -> float [batch, time, 256].
     """
+
+    _no_split_modules = ("Block",)  # what FSDP gathers at a time
 
     def __init__(
         self, n_layer, n_head, n_embd, block_size, dropout=0.0, activation_checkpointing=False
@@ -382,18 +383,13 @@ def describe_model(sizes):
     return {"title": "A byte-level GPT", "task": "text-generation", "usage": usage}
 
 
-def set_precision(accelerator):
-    """Makes attention deterministic on GPUs, and keeps FSDP's gradient reduction in float32."""
+def make_attention_deterministic(accelerator):
+    """On GPUs the backward pass of attention is deterministic only without `warn_only`.
+
+    This is somewhat slower.
+    """
     if accelerator.device.type == "cuda":
-        # The backward pass of attention is deterministic only without `warn_only`. This is somewhat
-        # slower.
         torch.use_deterministic_algorithms(True)
-    if accelerator.is_fsdp2 and accelerator.mixed_precision == "bf16":
-        # By default Accelerate also reduces gradients in bf16, and casts the angles in `Block`.
-        policy = MixedPrecisionPolicy(
-            param_dtype=torch.bfloat16, reduce_dtype=torch.float32, cast_forward_inputs=False
-        )
-        accelerator.state.fsdp_plugin.mixed_precision_policy = policy
 
 
 def build_model(accelerator, sizes, args):
@@ -417,7 +413,8 @@ def main():
     on_cpu = launch.check(training=True, shards=True)
     accelerator = Accelerator(cpu=on_cpu, **launch.accelerator_options(args))
     launch.print_banner(accelerator, args.batch_size, args.gradient_accumulation_steps)
-    set_precision(accelerator)
+    make_attention_deterministic(accelerator)
+    fsdp.reduce_in_float32(accelerator)
     train_set, held_out = load_data(accelerator, args)
     plan = Plan.from_args(args, None if args.streaming else len(train_set))
     run = RunFolder(args, accelerator, MAY_CHANGE)
@@ -443,6 +440,7 @@ def main():
     scheduler = torch.optim.lr_scheduler.LambdaLR(
         optimizer, lambda step: lr_multiplier(step, plan, args)
     )
+    fsdp.use_model_blocks(accelerator, model)
     model, optimizer, scheduler = accelerator.prepare(model, optimizer, scheduler)
     train_loader, eval_loader = build_loaders(accelerator, train_set, held_out, args)
     first = eval_loader.dataset.__getitems__([0])

@@ -32,11 +32,11 @@ import torch
 from accelerate import Accelerator, skip_first_batches
 from accelerate.utils import set_seed
 from torch.utils.data import DataLoader
-from utils.data.tokens import load_tokens
 
 from utils import plots
 from utils.data.loaders import evaluation_batch_size, loader_options
 from utils.data.report import agree
+from utils.data.tokens import load_tokens
 from utils.run import ddp, fsdp, launch
 from utils.run.arguments import Parser, number
 from utils.run.collectives import local_main_first, run_on_all
@@ -58,7 +58,7 @@ ANSWERS = 100  # held-out conversations whose answers are compared, of --dataset
 # --------------------------------------------------------------------------------- model and data
 
 
-def build_model(accelerator, args):  # EDIT: model
+def build_model(accelerator, config, args):  # EDIT: model
     """Loads the model, and adds the adapters of LoRA if --lora_rank asks for them.
 
     Its forward pass takes `input_ids`, `position_ids` and `targets`, each int64 [batch, time], and
@@ -67,6 +67,7 @@ def build_model(accelerator, args):  # EDIT: model
     model = causal_lm.load_model(
         accelerator,
         args.model,
+        config,
         attention=args.attention,
         dtype=getattr(torch, args.dtype),
         from_scratch=args.from_scratch,
@@ -165,7 +166,6 @@ def compute_loss(model, batch):  # EDIT: loss
         input_ids=batch["input_ids"],
         position_ids=batch["position_ids"],
         targets=batch["targets"],
-        use_cache=False,
     )
 
 
@@ -335,7 +335,9 @@ def main():
     args.packed = causal_lm.can_pack(config)
     train_set, eval_set, held_out = load_data(accelerator, tokenizer, args)
     prompts = run_on_all(accelerator, lambda: read_prompts(tokenizer, eval_set, args))
-    args.base = causal_lm.fingerprint(args.model, args.from_scratch)
+    args.base = causal_lm.fingerprint(
+        args.model, config
+    )  # a run continues with the same model only
     plan = Plan.from_args(args, len(train_set))
     run = RunFolder(args, accelerator, MAY_CHANGE)
     run.open(plan)  # the folder is empty, or has a run to continue, or a finished run
@@ -343,7 +345,7 @@ def main():
         return
 
     set_seed(args.seed)
-    model = build_model(accelerator, args)
+    model = run_on_all(accelerator, lambda: build_model(accelerator, config, args))
     parameters = sum(weight.numel() for weight in model.parameters())
     trained = sum(weight.numel() for weight in model.parameters() if weight.requires_grad)
     optimizer = build_optimizer(model, args)
@@ -353,8 +355,8 @@ def main():
     fsdp.use_model_blocks(accelerator, model)
     model, optimizer, scheduler = accelerator.prepare(model, optimizer, scheduler)
     train_loader, eval_loader = build_loaders(accelerator, train_set, eval_set, args)
-    causal_lm.check(accelerator, model)
-    ddp.warm_up(model, lambda: compute_loss(model, causal_lm.small_batch(accelerator)))
+    ddp.warm_up(model, lambda: compute_loss(model, causal_lm.small_batch(accelerator, model)))
+    causal_lm.check(accelerator, model, args.packed)
     unwrapped = accelerator.unwrap_model(model)
     rates = {"tokens_per_second": train_set.tokens / len(train_set)}
     step = run.start(scheduler, rates)  # accelerator.load_state, if there is a checkpoint

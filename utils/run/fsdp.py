@@ -7,8 +7,11 @@ import warnings
 from functools import wraps
 
 import accelerate
+import torch
 from accelerate.state import AcceleratorState, PartialState
 from accelerate.utils import DistributedType
+from accelerate.utils.versions import is_torch_version
+from torch.distributed.fsdp import MixedPrecisionPolicy
 
 from utils.run.failures import UserError
 
@@ -86,6 +89,52 @@ def check_engaged(accelerator, config):
             f"{config} asks for a sharded model, but accelerate {accelerate.__version__} would "
             f"not shard it on {accelerator.device.type}: install accelerate 1.15, or use "
             "4gpu.yaml instead"
+        )
+
+
+def reduce_in_float32(accelerator):
+    """Keeps the reduction of gradients in float32, and inputs as they are; call before `prepare`.
+
+    By default Accelerate also reduces gradients in bf16, and casts floating-point inputs.
+    """
+    if accelerator.is_fsdp2 and accelerator.mixed_precision == "bf16":
+        policy = MixedPrecisionPolicy(
+            param_dtype=torch.bfloat16, reduce_dtype=torch.float32, cast_forward_inputs=False
+        )
+        accelerator.state.fsdp_plugin.mixed_precision_policy = policy
+
+
+def use_model_blocks(accelerator, model):
+    """Chooses the layers that are gathered one at a time; call it before `prepare`.
+
+    These are the classes that the model names in `_no_split_modules`, as those of `transformers`
+    do, unless the launcher's configuration has `fsdp_transformer_layer_cls_to_wrap`.
+
+    Raises:
+        UserError: the model has no such layer: it would be gathered all at once.
+    """
+    if not accelerator.is_fsdp2:
+        return
+    plugin, name = accelerator.state.fsdp_plugin, type(model).__name__
+    own = {type(layer).__name__ for layer in model.modules()}
+    listed = plugin.transformer_cls_names_to_wrap
+    missing = sorted(set(listed or []) - own)
+    if missing:
+        raise UserError(
+            f"fsdp_transformer_layer_cls_to_wrap: {name} has no {missing[0]}: leave the field out"
+        )
+    found = sorted(own & set(listed or getattr(model, "_no_split_modules", None) or []))
+    if not found:
+        raise UserError(
+            f"{name} does not name its blocks, so it would be gathered all at once: set "
+            "fsdp_transformer_layer_cls_to_wrap in fsdp_config to the class of a block"
+        )
+    plugin.transformer_cls_names_to_wrap = found
+    tied = getattr(getattr(model, "config", None), "tie_word_embeddings", False)
+    if tied and is_torch_version("<", "2.13"):
+        raise UserError(
+            f"torch {torch.__version__} unties the embeddings of this model under FSDP2: install "
+            "torch 2.13 or later"
         )
 
 

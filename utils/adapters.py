@@ -1,0 +1,207 @@
+"""LoRA by `peft`, frozen weights, and the folders that a language model is exported to.
+
+Needs the packages in scripts/requirements_lm.txt.
+"""
+
+import fnmatch
+import json
+import os
+import shutil
+from pathlib import Path
+
+import torch
+from peft import LoraConfig, PeftModel, get_peft_model
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from utils import causal_lm
+from utils.run.failures import UserError
+from utils.run.files import read_json, set_usual_mode, sync
+
+MODEL, ADAPTER = "model", "adapter"  # folders in that of a run
+SHARD_SIZE = "5GB"
+
+
+def add_lora(model, rank, alpha, dropout, targets):
+    """Freezes a model, and adds adapters of low rank to its layers (arXiv:2106.09685).
+
+    Args:
+        rank (int), alpha (float), dropout (float): of the adapters, scaled by alpha / rank.
+        targets (list[str]): names of layers; `all-linear`: all but the last.
+
+    Returns:
+        PeftModel: its adapters are float32.
+
+    Raises:
+        UserError: no layer has such a name.
+    """
+    layers = [name for name, layer in model.named_modules() if _is_matrix(layer)]
+    for target in targets:
+        if target != "all-linear" and not any(f".{name}".endswith(f".{target}") for name in layers):
+            known = ", ".join(sorted({name.rpartition(".")[2] for name in layers}))
+            raise UserError(f"--lora_targets {target} matches no layer; there are {known}")
+    config = LoraConfig(
+        r=rank,
+        lora_alpha=alpha,
+        lora_dropout=dropout,
+        target_modules="all-linear" if "all-linear" in targets else targets,
+        task_type="CAUSAL_LM",
+    )
+    return save_trained_only(get_peft_model(model, config))
+
+
+def _is_matrix(layer):
+    weight = getattr(layer, "weight", None)
+    if isinstance(layer, torch.nn.Embedding) or not isinstance(weight, torch.Tensor):
+        return False
+    return weight.ndim == 2
+
+
+def load_adapter(model, path):
+    """Freezes a model, and adds the adapter in a folder, to train it further.
+
+    Raises:
+        UserError: there is none, or it is that of another model.
+    """
+    folder = Path(path).expanduser()
+    folder = folder / ADAPTER if (folder / ADAPTER).is_dir() else folder
+    if not (folder / "adapter_model.safetensors").is_file():
+        raise UserError(f"--adapter {path} holds no adapter_model.safetensors")
+    try:
+        return save_trained_only(PeftModel.from_pretrained(model, folder, is_trainable=True))
+    except (ValueError, RuntimeError, KeyError, TypeError) as error:
+        reason = " ".join(str(error).split())[:200]
+        raise UserError(f"--adapter {path} does not fit the model: {reason}") from None
+
+
+def freeze(model, patterns):
+    """Freezes the parameters whose names match a pattern, as names of files do.
+
+    Raises:
+        UserError: a pattern matches none, or together they match all.
+    """
+    names = [name for name, _ in model.named_parameters()]
+    for pattern in patterns:
+        if not fnmatch.filter(names, pattern):
+            raise UserError(f"--freeze {pattern} matches no parameter; there are {names[0]}, ...")
+    for name, weight in model.named_parameters():
+        if any(fnmatch.fnmatchcase(name, pattern) for pattern in patterns):
+            weight.requires_grad_(False)
+    if not any(weight.requires_grad for weight in model.parameters()):
+        raise UserError("--freeze leaves no parameter to train")
+
+
+def save_trained_only(model):
+    """Leaves frozen parameters out of a model's state: checkpoints then hold the adapter only.
+
+    This works for `save_state` on one process, with DDP and with FSDP, because all of them call
+    `state_dict` and `load_state_dict`. Loading still requires everything that is trained.
+    """
+
+    def drop_frozen(module, state, prefix, _metadata):
+        for name in _frozen(module):
+            state.pop(prefix + name, None)
+
+    def allow_missing_frozen(module, incompatible):
+        frozen = _frozen(module)
+        missing = [name for name in incompatible.missing_keys if name not in frozen]
+        incompatible.missing_keys[:] = missing
+
+    model.register_state_dict_post_hook(drop_frozen)
+    model.register_load_state_dict_post_hook(allow_missing_frozen)
+    return model
+
+
+def _frozen(module):
+    weights = module.named_parameters(remove_duplicate=False)
+    return {name for name, weight in weights if not weight.requires_grad}
+
+
+# ----------------------------------------------------------------------------------------- folders
+
+
+def export(folder, model, state, tokenizer):
+    """Writes `model/` for `AutoModelForCausalLM`, or `adapter/` for `PeftModel`, to a run's folder.
+
+    Args:
+        folder (Path): that of the run.
+        model: unwrapped; a `PeftModel` has an adapter.
+        state (dict): its weights, or those of the adapter, by name.
+    """
+    is_adapter = isinstance(model, PeftModel)
+    part = ADAPTER if is_adapter else MODEL
+    writing, target = folder / f".{part}.writing", folder / part
+    shutil.rmtree(writing, ignore_errors=True)
+    state = {name: value.detach().cpu() for name, value in state.items()}
+    options = {} if is_adapter else {"max_shard_size": SHARD_SIZE}
+    model.save_pretrained(writing, state_dict=state, **options)
+    tokenizer.save_pretrained(writing)
+    (writing / "README.md").unlink(missing_ok=True)  # of peft; the run has one
+    for file in writing.iterdir():
+        set_usual_mode(file)
+        sync(file)
+    shutil.rmtree(target, ignore_errors=True)
+    os.replace(writing, target)
+    sync(folder)
+
+
+def load_trained(path):
+    """Loads the model of a run, or any other one, to generate text.
+
+    Returns:
+        tuple: the model, its tokenizer, and what it was trained on: `messages`, `prompt` or `text`.
+
+    Raises:
+        UserError: there is none.
+    """
+    folder = Path(path).expanduser()
+    arguments = (read_json(folder / "args.json") or {}).get("arguments", {})
+    if (folder / ADAPTER).is_dir() and not (folder / MODEL).is_dir():
+        model, tokenizer = load_merged(folder)
+    else:
+        model, tokenizer = _load(path)
+    tokenizer.pad_token = tokenizer.pad_token or tokenizer.eos_token
+    kind = arguments.get("kind") or ("messages" if tokenizer.chat_template else "text")
+    return model, tokenizer, kind
+
+
+def load_merged(folder):
+    """The base model of a LoRA run with its adapter merged, and the tokenizer.
+
+    Raises:
+        UserError: the base model is not there.
+    """
+    settings = json.loads((folder / ADAPTER / "adapter_config.json").read_text())
+    base = settings.get("base_model_name_or_path")
+    if not base:
+        raise UserError(f"{folder / ADAPTER} does not say what its base model is")
+    model, _ = _load(base)
+    model = PeftModel.from_pretrained(model, folder / ADAPTER).merge_and_unload()
+    return model, AutoTokenizer.from_pretrained(folder / ADAPTER)
+
+
+def _load(name):
+    found = causal_lm.find(name)
+    source = found if any(found.glob("*.safetensors")) else name  # of the Hub: downloads them
+    try:
+        model = AutoModelForCausalLM.from_pretrained(source, use_safetensors=True)
+        return model, AutoTokenizer.from_pretrained(found)
+    except (OSError, ValueError) as error:
+        reason = " ".join(str(error).split())[:200]
+        raise UserError(f"{name}: cannot load the model ({reason})") from None
+
+
+def merge(path):
+    """Writes `model/` to the folder of a LoRA run: its base model with the adapter merged.
+
+    Returns:
+        str: what was written.
+
+    Raises:
+        UserError: there is no adapter.
+    """
+    folder = Path(path).expanduser()
+    if not (folder / ADAPTER).is_dir():
+        raise UserError(f"--merge {path}: it has no {ADAPTER}/, as the folder of a LoRA run does")
+    model, tokenizer = load_merged(folder)
+    export(folder, model, model.state_dict(), tokenizer)
+    return f"written to {folder / MODEL}"

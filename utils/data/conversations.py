@@ -15,7 +15,6 @@ Strings such as <|im_end|> in a text or message are plain text: only the templat
 tokens.
 """
 
-import json
 import re
 from typing import NamedTuple
 
@@ -70,10 +69,6 @@ class Draft(NamedTuple):
     is_text: bool
     begins: bool
     ends: bool
-
-    @property
-    def characters(self):
-        return sum(len(part.text) for part in self.parts)
 
 
 class Encoder:
@@ -239,9 +234,9 @@ class Encoder:
             chosen = [i for i, (draft, n) in enumerate(places) if draft.parts[n].as_text == as_text]
             if not chosen:
                 continue
-            after = [self._line and not _is_first(*places[i]) for i in chosen]
+            after = [bool(self._line) and not _is_first(*places[i]) for i in chosen]
             texts = [places[i][0].parts[places[i][1]].text for i in chosen]
-            lines = ["\n" * bool(line) + text for line, text in zip(after, texts, strict=True)]
+            lines = ["\n" * line + text for line, text in zip(after, texts, strict=True)]
             encoded = self._tokenize(lines, as_text)
             for i, line, text, tokens in zip(chosen, after, texts, encoded.input_ids, strict=True):
                 if line and tokens[: len(self._line)] == self._line:
@@ -343,58 +338,3 @@ def _is_empty(message):
     if isinstance(content, list):
         content = "".join(part["text"] for part in content)
     return not (content or "").strip() and not message.get("tool_calls")
-
-
-# ------------------------------------------------------------------------------------------ rows
-
-
-def check_messages(messages, where):
-    """The messages of a row, checked.
-
-    Returns:
-        list[dict]: each with `role` (str) and `content` (str, list of texts, or None next to
-        `tool_calls`).
-
-    Raises:
-        UserError: they are something else; `where` names the row.
-    """
-    if not isinstance(messages, (list, tuple)):
-        raise UserError(f"the messages of {where} are not a list, but {type(messages).__name__}")
-    checked = []
-    for number, message in enumerate(messages):
-        if not isinstance(message, dict) or not isinstance(message.get("role"), str):
-            raise UserError(f"message {number} of {where} has no role and content")
-        content = message.get("content")
-        texts = content if isinstance(content, list) else [content]
-        if isinstance(content, list):
-            texts = [part.get("text") if isinstance(part, dict) else None for part in content]
-        elif content is None and message.get("tool_calls"):
-            texts = []
-        if not all(isinstance(text, str) for text in texts):
-            kind = "parts that are not text" if isinstance(content, list) else repr(content)[:40]
-            raise UserError(f"message {number} of {where} has no text as content, but {kind}")
-        for text in texts:
-            check_unicode(text, where)
-        checked.append({**message, "content": content})
-    return checked
-
-
-def check_tools(tools, where):
-    """The tools of a row: a list, or JSON of one. Raises UserError if they are something else."""
-    if not tools:
-        return None
-    try:
-        tools = json.loads(tools) if isinstance(tools, str) else tools
-    except ValueError:
-        raise UserError(f"the tools of {where} are not JSON") from None
-    if not isinstance(tools, list):
-        raise UserError(f"the tools of {where} are not a list")
-    return tools or None
-
-
-def check_unicode(text, where):
-    """Raises UserError for half of a pair, as in "\\ud800"; `where` names the row."""
-    try:
-        text.encode()
-    except UnicodeEncodeError:
-        raise UserError(f"{where} is not valid Unicode") from None

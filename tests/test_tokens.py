@@ -2,6 +2,7 @@
 
 import json
 import os
+import pickle
 
 import numpy as np
 import pytest
@@ -209,6 +210,14 @@ def test_the_held_out_rows_are_chosen_by_the_seed():
     assert set(hold_out(rows, 0.1, 1).tolist()) != set(chosen.tolist())
     assert set(chosen.tolist()) < set(hold_out(rows, 0.2, 0).tolist())
     assert len(hold_out(rows[:4], 0.01, 0)) == len(hold_out(rows[:4], 0.99, 0)) == 1
+
+
+def test_workers_get_the_name_of_a_file_instead_of_its_tokens(tokenizer, tmp_path):
+    rows = [{"text": f"the date is {number} " * 200} for number in range(100)]
+    blocks = load_tokens(write(tmp_path / "a.jsonl", rows), tokenizer, 64).splits["train"]
+    sent = pickle.dumps(blocks)
+    assert len(sent) < 2 * blocks.tokens  # the tokens are of four bytes
+    assert targets(pickle.loads(sent)) == targets(blocks)
 
 
 def test_synthetic_is_read_at_once(tokenizer):

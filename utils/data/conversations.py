@@ -15,6 +15,7 @@ Strings such as <|im_end|> in a text or message are plain text: only the templat
 tokens.
 """
 
+import itertools
 import re
 from typing import NamedTuple
 
@@ -248,10 +249,9 @@ class Encoder:
         return [self._finish(draft, [next(following)[1] for _ in draft.parts]) for draft in drafts]
 
     def _tokenize(self, texts, as_text):
-        # Without `verbose`, it does not say that a text is longer than a model can read.
-        return self.tokenizer(
-            texts, add_special_tokens=False, split_special_tokens=as_text, verbose=False
-        )
+        options = dict(add_special_tokens=False, return_attention_mask=False)
+        options["verbose"] = False  # it would warn of texts that are longer than a model can read
+        return self.tokenizer(texts, split_special_tokens=as_text, **options)
 
     def _finish(self, draft, encoded):
         """The document of a draft, the parts of which are `encoded` as these tokens."""
@@ -260,19 +260,17 @@ class Encoder:
             quotes |= part.as_text and self._check(part.text, tokens, draft.where)
         if draft.is_text:
             return self._finish_text(draft, encoded[0], quotes)
-        tokens, learned, answer, ended = [*(self._bos if draft.begins else [])], [], -1, True
-        for number, (part, some) in enumerate(zip(draft.parts, encoded, strict=True)):
-            learned += [False] * (len(tokens) - len(learned))
-            if part.is_answer and not (number and draft.parts[number - 1].is_answer):
-                answer = len(tokens)
-            tokens += some
-            if part.is_answer and not _continues(draft.parts, number):
-                end, ended = self._end(tokens, answer)
-                learned += [True] * (end - len(learned))
-            elif part.is_answer:
-                learned += [True] * len(some)
+        tokens, learned, answer, ended = self._bos if draft.begins else [], [], -1, True
+        for is_answer, some in itertools.groupby(
+            zip(draft.parts, encoded, strict=True), lambda pair: pair[0].is_answer
+        ):
+            before, tokens = len(tokens), sum((inner for _, inner in some), tokens)
+            learned += [False] * (before - len(learned))
+            if is_answer:
+                answer, (end, ended) = before, self._end(tokens, before)
+                learned += [True] * (end - before)
         learned += [False] * (len(tokens) - len(learned))
-        if draft.ends or (answer >= 0 and not ended):
+        if draft.ends or not ended:
             tokens, learned = tokens + self._eos, learned + [True] * len(self._eos)
         is_target = np.array(learned, np.uint8)
         if self.loss_on == ALL:
@@ -327,10 +325,6 @@ class Encoder:
 def _is_first(draft, number):
     """Whether a part has nothing before it. A text after BOS is tokenized as one alone."""
     return number == 0 and (draft.begins or not draft.is_text)
-
-
-def _continues(parts, number):
-    return number + 1 < len(parts) and parts[number + 1].is_answer
 
 
 def _is_empty(message):

@@ -2,6 +2,7 @@
 memory, and makes blocks of it: `load_tokens` is all that a script needs.
 """
 
+import functools
 import hashlib
 import tempfile
 from pathlib import Path
@@ -22,7 +23,7 @@ EMPTY, NO_ANSWER = 1, 2  # why a row has no tokens
 REASONS = {EMPTY: "empty documents", NO_ANSWER: "conversations without an answer"}
 NOUNS = {"messages": "conversations", "prompt": "prompts with completions", "text": "documents"}
 # What is tokenized at once, and how many records are kept in memory until they are written.
-CHARACTERS_AT_ONCE, ROWS_AT_ONCE, WRITTEN_AT_ONCE = 4_000_000, 1000, 100
+CHARACTERS_AT_ONCE, ROWS_AT_ONCE, WRITTEN_AT_ONCE = 2_000_000, 1000, 100
 
 
 class Corpus(NamedTuple):
@@ -219,7 +220,7 @@ def _tokenize(rows, encoder, kind, fingerprint):
             if isinstance(cause, UserError):
                 raise cause from None
         raise
-    return _open(table, kind)
+    return _open(table)
 
 
 def _records(rows, encoder, kind):
@@ -269,14 +270,9 @@ def _record(document, row, reason, kind):
     }
 
 
-def _open(table, kind):
+def _open(table):
     """A `_Table` of a table on disk, without a copy of its tokens."""
     chunks = table.data.column("tokens").chunks
-    tokens = [chunk.flatten().to_numpy(zero_copy_only=True) for chunk in chunks]
-    is_target = None
-    if kind != "text":
-        parts = table.data.column("is_target").chunks
-        is_target = [part.flatten().to_numpy(zero_copy_only=True) for part in parts]
     sizes = np.concatenate([np.diff(chunk.offsets.to_numpy()) for chunk in chunks])
     column = {
         name: table.data.column(name).to_numpy()
@@ -295,4 +291,15 @@ def _open(table, kind):
         digests = total(column["digest"])
     quotes = total(column["quotes"].astype(np.int64)) > 0
     rows, reasons = column["row"][first], column["reason"][first]
-    return _Table(Stream(tokens, is_target), documents, rows, reasons, digests, quotes)
+    return _Table(_open_stream(table), documents, rows, reasons, digests, quotes)
+
+
+def _open_stream(table):
+    """The stream of the tokens of a table: views of its memory-mapped file."""
+
+    def views(column):
+        chunks = table.data.column(column).chunks
+        return [chunk.flatten().to_numpy(zero_copy_only=True) for chunk in chunks]
+
+    is_target = views("is_target") if "is_target" in table.column_names else None
+    return Stream(views("tokens"), is_target, functools.partial(_open_stream, table))

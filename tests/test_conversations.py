@@ -6,7 +6,8 @@ import random
 import numpy as np
 import pytest
 
-from utils.data.conversations import ALL, Encoder, check_messages, check_tools
+from utils.data.conversations import ALL, Encoder
+from utils.data.messages import check_messages, check_tools
 from utils.run.failures import UserError
 
 transformers = pytest.importorskip("transformers")

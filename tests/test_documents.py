@@ -3,6 +3,7 @@
 import bz2
 import codecs
 import gzip
+import itertools
 import json
 
 import pytest
@@ -132,7 +133,7 @@ def test_long_texts_are_read_in_segments(tmp_path, monkeypatch):
         parts = list(module._segments(path))
         assert "".join(parts) == text and max(map(len, parts)) <= 20
         if " " in text:
-            ends = zip(parts, parts[1:], strict=False)
+            ends = itertools.pairwise(parts)
             assert all(part.endswith("\n") or after.startswith(" ") for part, after in ends)
         assert list(module._segments(path, 0, 4)) == list(segments([text.encode()[:4].decode()]))
         assert "".join(segments_of(text)) == text

@@ -15,7 +15,7 @@ Strings such as <|im_end|> in a text or message are plain text: only the templat
 tokens.
 """
 
-import json
+import itertools
 import re
 from typing import NamedTuple
 
@@ -70,10 +70,6 @@ class Draft(NamedTuple):
     is_text: bool
     begins: bool
     ends: bool
-
-    @property
-    def characters(self):
-        return sum(len(part.text) for part in self.parts)
 
 
 class Encoder:
@@ -239,9 +235,9 @@ class Encoder:
             chosen = [i for i, (draft, n) in enumerate(places) if draft.parts[n].as_text == as_text]
             if not chosen:
                 continue
-            after = [self._line and not _is_first(*places[i]) for i in chosen]
+            after = [bool(self._line) and not _is_first(*places[i]) for i in chosen]
             texts = [places[i][0].parts[places[i][1]].text for i in chosen]
-            lines = ["\n" * bool(line) + text for line, text in zip(after, texts, strict=True)]
+            lines = ["\n" * line + text for line, text in zip(after, texts, strict=True)]
             encoded = self._tokenize(lines, as_text)
             for i, line, text, tokens in zip(chosen, after, texts, encoded.input_ids, strict=True):
                 if line and tokens[: len(self._line)] == self._line:
@@ -253,10 +249,9 @@ class Encoder:
         return [self._finish(draft, [next(following)[1] for _ in draft.parts]) for draft in drafts]
 
     def _tokenize(self, texts, as_text):
-        # Without `verbose`, it does not say that a text is longer than a model can read.
-        return self.tokenizer(
-            texts, add_special_tokens=False, split_special_tokens=as_text, verbose=False
-        )
+        options = dict(add_special_tokens=False, return_attention_mask=False)
+        options["verbose"] = False  # it would warn of texts that are longer than a model can read
+        return self.tokenizer(texts, split_special_tokens=as_text, **options)
 
     def _finish(self, draft, encoded):
         """The document of a draft, the parts of which are `encoded` as these tokens."""
@@ -265,19 +260,17 @@ class Encoder:
             quotes |= part.as_text and self._check(part.text, tokens, draft.where)
         if draft.is_text:
             return self._finish_text(draft, encoded[0], quotes)
-        tokens, learned, answer, ended = [*(self._bos if draft.begins else [])], [], -1, True
-        for number, (part, some) in enumerate(zip(draft.parts, encoded, strict=True)):
-            learned += [False] * (len(tokens) - len(learned))
-            if part.is_answer and not (number and draft.parts[number - 1].is_answer):
-                answer = len(tokens)
-            tokens += some
-            if part.is_answer and not _continues(draft.parts, number):
-                end, ended = self._end(tokens, answer)
-                learned += [True] * (end - len(learned))
-            elif part.is_answer:
-                learned += [True] * len(some)
+        tokens, learned, answer, ended = self._bos if draft.begins else [], [], -1, True
+        for is_answer, some in itertools.groupby(
+            zip(draft.parts, encoded, strict=True), lambda pair: pair[0].is_answer
+        ):
+            before, tokens = len(tokens), sum((inner for _, inner in some), tokens)
+            learned += [False] * (before - len(learned))
+            if is_answer:
+                answer, (end, ended) = before, self._end(tokens, before)
+                learned += [True] * (end - before)
         learned += [False] * (len(tokens) - len(learned))
-        if draft.ends or (answer >= 0 and not ended):
+        if draft.ends or not ended:
             tokens, learned = tokens + self._eos, learned + [True] * len(self._eos)
         is_target = np.array(learned, np.uint8)
         if self.loss_on == ALL:
@@ -334,67 +327,8 @@ def _is_first(draft, number):
     return number == 0 and (draft.begins or not draft.is_text)
 
 
-def _continues(parts, number):
-    return number + 1 < len(parts) and parts[number + 1].is_answer
-
-
 def _is_empty(message):
     content = message["content"]
     if isinstance(content, list):
         content = "".join(part["text"] for part in content)
     return not (content or "").strip() and not message.get("tool_calls")
-
-
-# ------------------------------------------------------------------------------------------ rows
-
-
-def check_messages(messages, where):
-    """The messages of a row, checked.
-
-    Returns:
-        list[dict]: each with `role` (str) and `content` (str, list of texts, or None next to
-        `tool_calls`).
-
-    Raises:
-        UserError: they are something else; `where` names the row.
-    """
-    if not isinstance(messages, (list, tuple)):
-        raise UserError(f"the messages of {where} are not a list, but {type(messages).__name__}")
-    checked = []
-    for number, message in enumerate(messages):
-        if not isinstance(message, dict) or not isinstance(message.get("role"), str):
-            raise UserError(f"message {number} of {where} has no role and content")
-        content = message.get("content")
-        texts = content if isinstance(content, list) else [content]
-        if isinstance(content, list):
-            texts = [part.get("text") if isinstance(part, dict) else None for part in content]
-        elif content is None and message.get("tool_calls"):
-            texts = []
-        if not all(isinstance(text, str) for text in texts):
-            kind = "parts that are not text" if isinstance(content, list) else repr(content)[:40]
-            raise UserError(f"message {number} of {where} has no text as content, but {kind}")
-        for text in texts:
-            check_unicode(text, where)
-        checked.append({**message, "content": content})
-    return checked
-
-
-def check_tools(tools, where):
-    """The tools of a row: a list, or JSON of one. Raises UserError if they are something else."""
-    if not tools:
-        return None
-    try:
-        tools = json.loads(tools) if isinstance(tools, str) else tools
-    except ValueError:
-        raise UserError(f"the tools of {where} are not JSON") from None
-    if not isinstance(tools, list):
-        raise UserError(f"the tools of {where} are not a list")
-    return tools or None
-
-
-def check_unicode(text, where):
-    """Raises UserError for half of a pair, as in "\\ud800"; `where` names the row."""
-    try:
-        text.encode()
-    except UnicodeEncodeError:
-        raise UserError(f"{where} is not valid Unicode") from None

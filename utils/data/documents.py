@@ -27,7 +27,7 @@ from utils.data.text_files import (
 from utils.run.failures import UserError
 from utils.run.files import regular_file
 
-SEGMENT = 1_000_000  # bytes of a file that are read at once
+SEGMENT = 250_000  # bytes of a file that are read at once
 LINE_END = 10_000  # bytes in which a held-out part begins after a line break
 COMPRESSED = {".jsonl", ".ndjson"}  # read when compressed, besides text
 KINDS = {"messages": ("messages",), "prompt": ("prompt", "completion"), "text": ("text",)}
@@ -166,8 +166,7 @@ def _plain_splits(name, files):
 
 def _load(name, subset, files, left_out):
     """The rows of each split of a table, and the names of its columns."""
-    options, where = {}, f"--dataset {name}"
-    is_lines = False
+    options, is_lines, where = {}, False, f"--dataset {name}"
     if files:
         first = files.by_split["train"][0]
         reader = READERS[suffix_of(first)]
@@ -181,13 +180,8 @@ def _load(name, subset, files, left_out):
             _kind(name, columns)
             # 007 and NA are text.
             options = dict(usecols=used, converters=dict.fromkeys(used, str), keep_default_na=False)
-    tables = load_table(
-        name,
-        subset=subset,
-        files=files and files.by_split,
-        alternatives=ALTERNATIVES,
-        **options,
-    )
+    options |= dict(files=files and files.by_split, alternatives=ALTERNATIVES)
+    tables = load_table(name, subset=subset, **options)
     splits = name_splits(name, tables, left_out)
     if "train" not in splits:
         raise UserError(f"{where} has no train split, only {', '.join(tables)}; {ALTERNATIVES}")

@@ -49,11 +49,15 @@ class Stream:
     Args:
         tokens (list): of int32 arrays.
         is_target (list | None): of uint8 arrays of the same lengths; None: every token is a target.
+        reopen: makes the same stream in another process, to which it is sent instead of the arrays.
     """
 
-    def __init__(self, tokens, is_target=None):
-        self._tokens, self._is_target = tokens, is_target
+    def __init__(self, tokens, is_target=None, reopen=None):
+        self._tokens, self._is_target, self._reopen = tokens, is_target, reopen
         self._starts = np.cumsum([0, *map(len, tokens)]).tolist()
+
+    def __reduce__(self):
+        return (self._reopen, ()) if self._reopen else (Stream, (self._tokens, self._is_target))
 
     def tokens(self, start, count):
         """int32 [count], the tokens from place `start` on."""

@@ -2,6 +2,7 @@
 memory, and makes blocks of it: `load_tokens` is all that a script needs.
 """
 
+import functools
 import hashlib
 import tempfile
 from pathlib import Path
@@ -9,15 +10,9 @@ from typing import NamedTuple
 
 import numpy as np
 
-from utils.data.conversations import (
-    ANSWERS,
-    Document,
-    Encoder,
-    check_messages,
-    check_tools,
-    check_unicode,
-)
-from utils.data.documents import KINDS, find_documents, segments_of
+from utils.data.conversations import ANSWERS, Document, Encoder
+from utils.data.documents import find_documents
+from utils.data.messages import draft_row
 from utils.data.packing import Documents, Stream, cut_text, pack_conversations
 from utils.data.report import LeftOut
 from utils.run.failures import UserError, causes
@@ -28,7 +23,7 @@ EMPTY, NO_ANSWER = 1, 2  # why a row has no tokens
 REASONS = {EMPTY: "empty documents", NO_ANSWER: "conversations without an answer"}
 NOUNS = {"messages": "conversations", "prompt": "prompts with completions", "text": "documents"}
 # What is tokenized at once, and how many records are kept in memory until they are written.
-CHARACTERS_AT_ONCE, ROWS_AT_ONCE, WRITTEN_AT_ONCE = 4_000_000, 1000, 100
+CHARACTERS_AT_ONCE, ROWS_AT_ONCE, WRITTEN_AT_ONCE = 2_000_000, 1000, 100
 
 
 class Corpus(NamedTuple):
@@ -111,60 +106,55 @@ def load_tokens(
         train = tables["train"]
         held_out = np.isin(train.rows, hold_out(train.rows[train.reasons == 0], val_fraction, seed))
         tables = {"train": train.select(~held_out), "val": train.select(held_out)}
-    pad_id = next(
-        number
-        for number in (tokenizer.pad_token_id, tokenizer.eos_token_id, 0)
-        if number is not None
-    )
+    known = tokenizer.pad_token_id, tokenizer.eos_token_id, 0
+    options = dict(block_size=block_size, packed=packed)
+    options["pad_id"] = next(number for number in known if number is not None)
+    if documents.kind != "text":
+        options |= dict(decode=tokenizer.decode, too_long=too_long)
     splits, details = {}, [*documents.details]
     for split, table in tables.items():
-        kept, left_out = table.select(table.reasons == 0), LeftOut()
-        for reason, noun in REASONS.items():
-            found = table.rows[table.reasons == reason]
-            if len(found):
-                left_out.add(noun, f"row {found[0]}", len(found))
-        options = dict(block_size=block_size, pad_id=pad_id, packed=packed)
-        counts = {}
-        if documents.kind == "text":
-            blocks = cut_text(table.stream, kept.documents, **options)
-        else:
-            blocks, counts = pack_conversations(
-                table.stream,
-                kept.documents,
-                **options,
-                decode=tokenizer.decode,
-                too_long=too_long,
-            )
-        if blocks.target_tokens == 0:
+        splits[split], lines = _make_blocks(table, documents.kind, options)
+        if splits[split].target_tokens == 0:
             raise UserError(f"--dataset {name} has no token to predict in its {split} split")
-        splits[split] = blocks
-        details.append(_describe(split, kept, blocks, documents.kind, counts))
-        details += [f"{split}: {line}" for line in left_out.lines()]
-        if kept.quotes.any():
-            details.append(
-                f"{split}: {int(kept.quotes.sum()):,} contain names of special tokens, as text"
-            )
+        details += [f"{split}: {line}" for line in lines]
     if documents.kind == "text" and tokenizer.eos_token_id is None:
         details.append("the tokenizer has no end token: documents end without one")
+    return Corpus(splits, documents.kind, _describe(tables, splits, documents.kind), details)
+
+
+def _make_blocks(table, kind, options):
+    """The blocks of a split, and lines about them."""
+    kept, counts = table.select(table.reasons == 0), {}
+    if kind == "text":
+        blocks = cut_text(kept.stream, kept.documents, **options)
+    else:
+        blocks, counts = pack_conversations(kept.stream, kept.documents, **options)
+    said = [f"{len(kept.rows):,} {NOUNS[kind]}", f"{blocks.tokens:,} tokens"]
+    if kind != "text":
+        said.append(f"{blocks.target_tokens:,} targets")
+    said += [f"{count:,} {what}" for what, count in counts.items() if count]
+    padding = f"{100 * blocks.padding:.1f} % padding"
+    lines = [f"{', '.join(said)}; {len(blocks):,} blocks, {padding}"]
+    left_out = LeftOut()
+    for reason, noun in REASONS.items():
+        rows = table.rows[table.reasons == reason]
+        if len(rows):
+            left_out.add(noun, f"row {rows[0]}", len(rows))
+    lines += left_out.lines()
+    if kept.quotes.any():
+        lines.append(f"{int(kept.quotes.sum()):,} contain names of special tokens, as text")
+    return blocks, lines
+
+
+def _describe(tables, splits, kind):
+    """One line, with a checksum of the tokens of all splits."""
     digest = hashlib.sha256()
     for table in tables.values():
         digest.update(len(table.digests).to_bytes(8, "little") + table.digests.tobytes())
     sizes = [f"{len(np.unique(t.rows[t.reasons == 0])):,} {split}" for split, t in tables.items()]
     tokens = sum(blocks.tokens for blocks in splits.values())
-    description = (
-        f"{' and '.join(sizes)} {NOUNS[documents.kind]}, {tokens:,} tokens "
-        f"(fingerprint {digest.hexdigest()[:12]})"
-    )
-    return Corpus(splits, documents.kind, description, details)
-
-
-def _describe(split, table, blocks, kind, counts):
-    said = [f"{len(table.rows):,} {NOUNS[kind]}", f"{blocks.tokens:,} tokens"]
-    if kind != "text":
-        said.append(f"{blocks.target_tokens:,} targets")
-    said += [f"{count:,} {what}" for what, count in counts.items() if count]
-    padding = f"{100 * blocks.padding:.1f} % padding"
-    return f"{split}: {', '.join(said)}; {len(blocks):,} blocks, {padding}"
+    short = digest.hexdigest()[:12]
+    return f"{' and '.join(sizes)} {NOUNS[kind]}, {tokens:,} tokens (fingerprint {short})"
 
 
 def hold_out(rows, fraction, seed):
@@ -230,7 +220,7 @@ def _tokenize(rows, encoder, kind, fingerprint):
             if isinstance(cause, UserError):
                 raise cause from None
         raise
-    return _open(table, kind)
+    return _open(table)
 
 
 def _records(rows, encoder, kind):
@@ -239,8 +229,8 @@ def _records(rows, encoder, kind):
     for number, row in enumerate(rows):
         # A long text is drafted segment by segment, so that it is never in memory as a whole.
         empty = True
-        for draft in _draft(row, encoder, kind, f"row {number} of {rows.where}"):
-            empty, characters = False, characters + draft.characters
+        for draft in draft_row(row, encoder, kind, f"row {number} of {rows.where}"):
+            empty, characters = False, characters + sum(len(part.text) for part in draft.parts)
             waiting.append((number, draft))
             if characters >= CHARACTERS_AT_ONCE or len(waiting) >= ROWS_AT_ONCE:
                 yield from _write(waiting, encoder, kind)
@@ -280,45 +270,9 @@ def _record(document, row, reason, kind):
     }
 
 
-def _draft(row, encoder, kind, where):
-    """The drafts of a row (dict; None: an empty line), or of the segments of its text."""
-    if row is None:
-        return []
-    columns = KINDS[kind]
-    missing = [column for column in columns if column not in row]
-    if missing:
-        raise UserError(f"{where} has no column {missing[0]}")
-    if any(row[column] is None for column in columns):
-        return []
-    if kind == "text":
-        text = row["text"]
-        if isinstance(text, str):
-            check_unicode(text, where)
-            text = segments_of(text)
-        elif not hasattr(text, "__next__"):
-            raise UserError(f"{where} has no text, but {type(text).__name__}")
-        return encoder.draft_text(text, where)
-    if kind == "messages":
-        messages, first = check_messages(row["messages"], where), 0
-    else:
-        prompt, completion = row["prompt"], row["completion"]
-        if isinstance(prompt, str) and isinstance(completion, str):
-            check_unicode(prompt + completion, where)
-            return encoder.draft_completion(prompt, completion, where)
-        prompt = check_messages(prompt, where)
-        messages, first = prompt + check_messages(completion, where), len(prompt)
-    tools = check_tools(row.get("tools"), where)
-    return messages and encoder.draft_conversation(messages, where, first=first, tools=tools)
-
-
-def _open(table, kind):
+def _open(table):
     """A `_Table` of a table on disk, without a copy of its tokens."""
     chunks = table.data.column("tokens").chunks
-    tokens = [chunk.flatten().to_numpy(zero_copy_only=True) for chunk in chunks]
-    is_target = None
-    if kind != "text":
-        parts = table.data.column("is_target").chunks
-        is_target = [part.flatten().to_numpy(zero_copy_only=True) for part in parts]
     sizes = np.concatenate([np.diff(chunk.offsets.to_numpy()) for chunk in chunks])
     column = {
         name: table.data.column(name).to_numpy()
@@ -337,4 +291,15 @@ def _open(table, kind):
         digests = total(column["digest"])
     quotes = total(column["quotes"].astype(np.int64)) > 0
     rows, reasons = column["row"][first], column["reason"][first]
-    return _Table(Stream(tokens, is_target), documents, rows, reasons, digests, quotes)
+    return _Table(_open_stream(table), documents, rows, reasons, digests, quotes)
+
+
+def _open_stream(table):
+    """The stream of the tokens of a table: views of its memory-mapped file."""
+
+    def views(column):
+        chunks = table.data.column(column).chunks
+        return [chunk.flatten().to_numpy(zero_copy_only=True) for chunk in chunks]
+
+    is_target = views("is_target") if "is_target" in table.column_names else None
+    return Stream(views("tokens"), is_target, functools.partial(_open_stream, table))

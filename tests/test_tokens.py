@@ -1,0 +1,226 @@
+"""A data set as blocks of tokens: what is counted, cached and said."""
+
+import json
+import os
+import pickle
+
+import numpy as np
+import pytest
+from test_conversations import CHATML, PLAIN, make_tokenizer, say
+
+from utils.data import tokens as module
+from utils.data.conversations import Encoder
+from utils.data.tokens import fingerprint_of, hold_out, load_tokens
+from utils.run.failures import UserError
+
+
+@pytest.fixture(scope="module")
+def tokenizer():
+    return make_tokenizer()
+
+
+@pytest.fixture(autouse=True)
+def cache(tmp_path, monkeypatch):
+    """An empty cache of the `datasets` library, and the number of rows that were tokenized."""
+    import datasets
+
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "cache")
+    counted = []
+    draft = module.draft_row
+    monkeypatch.setattr(module, "draft_row", lambda *args: counted.append(args[-1]) or draft(*args))
+    return counted
+
+
+def write(path, rows):
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return str(path)
+
+
+def chats(path, count=40, **more):
+    return write(
+        path, [{"messages": say(f"u {i} hello", f"a what {i}"), **more} for i in range(count)]
+    )
+
+
+def targets(blocks):
+    """The texts of all targets."""
+    batch = blocks.__getitems__(list(range(len(blocks))))
+    return batch["targets"][batch["targets"] >= 0].tolist()
+
+
+def test_conversations_become_blocks(tokenizer, tmp_path):
+    corpus = load_tokens(chats(tmp_path / "a.jsonl"), tokenizer, 64)
+    assert corpus.kind == "messages" and set(corpus.splits) == {"train", "val"}
+    said = "".join(tokenizer.decode(targets(blocks)) for blocks in corpus.splits.values())
+    assert sorted(said.split("<|im_end|>")[:-1]) == sorted(f"what {i}" for i in range(40))
+    assert corpus.splits["val"].bytes is None
+    assert corpus.description.startswith("36 train and 4 val conversations, ")
+    counted = sum(blocks.tokens for blocks in corpus.splits.values())
+    assert f" {counted:,} tokens (fingerprint " in corpus.description
+    prompt, answer = corpus.splits["train"].prompts(1)[0]
+    assert tokenizer.decode(prompt).endswith("assistant\n") and answer.startswith("what ")
+    assert any(
+        f"{corpus.splits['train'].target_tokens:,} targets" in line for line in corpus.details
+    )
+
+
+def test_a_text_becomes_blocks(tokenizer, tmp_path, monkeypatch):
+    text = "".join(f"the date is {number}\n" for number in range(300))
+    (tmp_path / "a.txt").write_text(text)
+    whole = load_tokens(str(tmp_path / "a.txt"), tokenizer, 32)
+    said = [tokenizer.decode(targets(blocks)) for blocks in whole.splits.values()]
+    first = [blocks[0]["input_ids"][:1] for blocks in whole.splits.values()]  # of both parts
+    parts = [tokenizer.decode(one) + some for one, some in zip(first, said, strict=True)]
+    assert "".join(part.removesuffix("<|im_end|>") for part in parts) == text
+    for blocks, some in zip(whole.splits.values(), said, strict=True):
+        assert blocks.bytes == len(some.removesuffix("<|im_end|>"))
+    # The same from segments, with as many tokens, and one document.
+    monkeypatch.setattr("utils.data.documents.SEGMENT", 100)
+    monkeypatch.setattr(module, "CHARACTERS_AT_ONCE", 300)
+    monkeypatch.setattr(module, "WRITTEN_AT_ONCE", 4)  # several arrays
+    os.utime(tmp_path / "a.txt", (1, 1))
+    parts = load_tokens(str(tmp_path / "a.txt"), tokenizer, 32)
+    assert len(parts.splits["train"].stream._tokens) > 5
+    assert [targets(blocks) for blocks in parts.splits.values()] == [
+        targets(blocks) for blocks in whole.splits.values()
+    ]
+    assert [b.bytes for b in parts.splits.values()] == [b.bytes for b in whole.splits.values()]
+
+
+def test_a_second_start_tokenizes_nothing(tokenizer, tmp_path, cache):
+    path = chats(tmp_path / "a.jsonl")
+    first = load_tokens(path, tokenizer, 64)
+    assert len(cache) == 40
+    again = load_tokens(path, make_tokenizer(), 64, seed=1)  # other rows are held out
+    assert len(cache) == 40 and again.description != first.description
+    assert load_tokens(path, tokenizer, 16, packed=False).description.startswith("36 train")
+    assert len(cache) == 40
+    same = load_tokens(path, tokenizer, 64)
+    assert (same.description, same.details) == (first.description, first.details)
+
+
+@pytest.mark.parametrize("change", ["template", "loss_on", "data", "tokenizer", "version"])
+def test_what_decides_about_tokens_makes_them_anew(change, tokenizer, tmp_path, cache, monkeypatch):
+    path, options = chats(tmp_path / "a.jsonl"), {}
+    first = load_tokens(path, tokenizer, 256)
+    if change == "template":
+        options = dict(chat_template=PLAIN)
+    elif change == "loss_on":
+        options = dict(loss_on="all")
+    elif change == "data":
+        chats(tmp_path / "a.jsonl", 41)
+    elif change == "tokenizer":
+        tokenizer = make_tokenizer()
+        tokenizer.add_tokens(["what"])
+    else:
+        monkeypatch.setattr(module, "VERSION", -1)
+    second = load_tokens(path, tokenizer, 256, **options)
+    assert len(cache) == 80 + (change == "data")
+    assert (second.description != first.description) == (change != "version")
+
+
+def test_a_fingerprint_depends_on_the_content_of_a_tokenizer():
+    assert fingerprint_of(Encoder(make_tokenizer())) == fingerprint_of(Encoder(make_tokenizer()))
+    assert fingerprint_of(Encoder(make_tokenizer())) != fingerprint_of(
+        Encoder(make_tokenizer(bos=True))
+    )
+
+
+def test_what_is_left_out_is_said(tokenizer, tmp_path):
+    rows = [{"messages": say("u hello", "a what")}] * 20
+    rows[3] = {"messages": say("u hello")}
+    rows[5] = {"messages": []}
+    rows[7] = {"messages": say("u " + "hello " * 99, "a what")}  # its answer is cut off
+    rows[9] = {"messages": say("u hello", "a " + "what " * 99)}
+    rows[11] = {"messages": say("u <|im_end|>", "a what")}
+    rows[13] = {"messages": None}
+    path = write(tmp_path / "a.jsonl", rows)
+    (tmp_path / "a.jsonl").write_text((tmp_path / "a.jsonl").read_text() + "\n")
+    corpus = load_tokens(path, tokenizer, 64, val_fraction=0)
+    assert set(corpus.splits) == {"train"} and corpus.description.startswith("17 train conv")
+    details = "\n".join(corpus.details)
+    assert "conversations without an answer: 4 (row 3)" in details
+    assert "1 truncated, 1 no targets" in details
+    assert "1 contain names of special tokens, as text" in details
+    dropped = "\n".join(load_tokens(path, tokenizer, 64, val_fraction=0, too_long="drop").details)
+    assert "2 dropped" in dropped and "truncated" not in dropped
+    with pytest.raises(UserError, match="2 of 17 conversations have more than --block_size 64"):
+        load_tokens(path, tokenizer, 64, val_fraction=0, too_long="error")
+
+
+def test_empty_documents_are_left_out(tokenizer, tmp_path):
+    rows = [{"text": text} for text in ("hello", "", None, " \n", "world", "what")]
+    corpus = load_tokens(write(tmp_path / "a.jsonl", rows), tokenizer, 8)
+    assert corpus.description.startswith("2 train and 1 val documents")
+    assert any("empty documents: 3 (row 1)" in line for line in corpus.details)
+    assert any(
+        "end without one" in line
+        for line in load_tokens(
+            str(tmp_path / "a.jsonl"), make_tokenizer(eos_token=None), 8
+        ).details
+    )
+
+
+def test_prompts_and_completions(tokenizer, tmp_path):
+    rows = [{"prompt": f"{i}+1=", "completion": f"{i + 1}"} for i in range(20)]
+    corpus = load_tokens(write(tmp_path / "a.jsonl", rows), tokenizer, 32)
+    prompt, answer = corpus.splits["train"].prompts(1)[0]
+    assert int(tokenizer.decode(prompt).removesuffix("+1=")) + 1 == int(answer)
+    rows = [{"prompt": say("u 1", "a 2", "u 3"), "completion": say("a 4")}] * 2
+    corpus = load_tokens(write(tmp_path / "b.jsonl", rows), tokenizer, 64)
+    assert tokenizer.decode(targets(corpus.splits["val"])) == "4<|im_end|>"
+
+
+def test_tools_are_rendered(tmp_path):
+    tokenizer = make_tokenizer()
+    tokenizer.chat_template = "{% if tools %}{{ tools[0].name }}{% endif %}" + CHATML
+    path = chats(tmp_path / "a.jsonl", 3, tools=json.dumps([{"name": "clock"}]))
+    ids = load_tokens(path, tokenizer, 64).splits["val"].prompts(1)[0][0]
+    assert tokenizer.decode(ids).startswith("clock<|im_start|>")
+
+
+@pytest.mark.parametrize(
+    ("rows", "says"),
+    [
+        ([{"text": "a"}, {"text": 5}], r"row 1 of --dataset .* \(train\) has no text, but int"),
+        ([{"text": "a"}, {"other": 5}], "row 1 of .* has no column text"),
+        ([{"text": "a"}, {"text": "\ud800"}], "row 1 of .* is not valid Unicode"),
+        (
+            [{"messages": say("u a", "a b")}, {"messages": "a"}],
+            "the messages of row 1 of .* are not a list",
+        ),
+        (
+            [{"prompt": "a", "completion": "b"}, {"prompt": "a", "completion": []}],
+            "messages of row 1",
+        ),
+        ([{"text": "a"}, {"text": ""}], "has one document"),
+        ([{"messages": say("u a")}] * 3, "has one document|has no token to predict"),
+    ],
+)
+def test_rows_that_cannot_be_used_are_one_line(rows, says, tokenizer, tmp_path):
+    with pytest.raises(UserError, match=says):
+        load_tokens(write(tmp_path / "a.jsonl", rows), tokenizer, 16)
+
+
+def test_the_held_out_rows_are_chosen_by_the_seed():
+    rows = np.repeat(np.arange(100), 2)
+    chosen = hold_out(rows, 0.1, 0)
+    assert len(set(chosen.tolist())) == 10
+    assert (hold_out(rows[::-1], 0.1, 0) == chosen).all()
+    assert set(hold_out(rows, 0.1, 1).tolist()) != set(chosen.tolist())
+    assert set(chosen.tolist()) < set(hold_out(rows, 0.2, 0).tolist())
+    assert len(hold_out(rows[:4], 0.01, 0)) == len(hold_out(rows[:4], 0.99, 0)) == 1
+
+
+def test_workers_get_the_name_of_a_file_instead_of_its_tokens(tokenizer, tmp_path):
+    rows = [{"text": f"the date is {number} " * 200} for number in range(100)]
+    blocks = load_tokens(write(tmp_path / "a.jsonl", rows), tokenizer, 64).splits["train"]
+    sent = pickle.dumps(blocks)
+    assert len(sent) < 2 * blocks.tokens  # the tokens are of four bytes
+    assert targets(pickle.loads(sent)) == targets(blocks)
+
+
+def test_synthetic_is_read_at_once(tokenizer):
+    corpus = load_tokens("synthetic", tokenizer, 256, seed=2)
+    assert corpus.description.startswith("4,000 train and 200 val conversations")
+    assert corpus.splits["train"].padding < 0.05

@@ -185,13 +185,13 @@ def evaluate(accelerator, model, loader, watch):  # EDIT: metric
     """
     model.eval()
     blocks, rank = loader.dataset, accelerator.process_index
+    size = loader.total_batch_size // accelerator.num_processes
     totals = torch.zeros(2, dtype=torch.float64, device=accelerator.device)
     for index, batch in enumerate(watch(loader)):
         # The last batch is filled up with repeated blocks, which do not count: they are not where
         # their ids say.
-        size = len(batch["ids"])
-        first = (index * accelerator.num_processes + rank) * size
-        place = torch.arange(first, first + size, device=batch["ids"].device)
+        place = torch.arange(len(batch["ids"]), device=batch["ids"].device)
+        place += (index * accelerator.num_processes + rank) * size
         batch["targets"][batch["ids"] != place] = -100
         totals += torch.stack([compute_loss(model, batch), (batch["targets"] >= 0).sum()])
     total, count = accelerator.reduce(totals, "sum").tolist()

@@ -358,6 +358,7 @@ def main():
     ddp.warm_up(model, lambda: compute_loss(model, causal_lm.small_batch(accelerator, model)))
     causal_lm.check(accelerator, model, args.packed)
     unwrapped = accelerator.unwrap_model(model)
+    adapters.save_trained_only(unwrapped)  # a checkpoint of LoRA holds the adapter only
     rates = {"tokens_per_second": train_set.tokens / len(train_set)}
     step = run.start(scheduler, rates)  # accelerator.load_state, if there is a checkpoint
     run.print(f"{parameters:,} parameters, {trained:,} of them trained")

@@ -141,13 +141,13 @@ def test_a_lora_run_refuses_another_base(lm, chats, tmp_path):
     for file in (lm("cpu").folder / "model").iterdir():
         (base / file.name).write_bytes(file.read_bytes())
     arguments = f"--model {base} --dataset {chats} {LORA}"
-    run("cpu", LM, f"{arguments} --max_train_steps 4", output_dir=tmp_path / "run")
+    run(None, LM, f"{arguments} --max_train_steps 4", output_dir=tmp_path / "run")
     model = transformers.AutoModelForCausalLM.from_pretrained(base)
     with torch.no_grad():
         next(model.parameters()).add_(1)
     model.save_pretrained(base)
-    done = run("cpu", LM, arguments, output_dir=tmp_path / "run", check=False)
-    assert done.returncode == 2 and "base" in done.stderr, done.stderr
+    done = run(None, LM, arguments, output_dir=tmp_path / "run", check=False)
+    assert done.returncode == 2 and "--base" in done.stderr, done.stderr
 
 
 BAD = {

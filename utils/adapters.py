@@ -46,7 +46,7 @@ def add_lora(model, rank, alpha, dropout, targets):
         target_modules="all-linear" if "all-linear" in targets else targets,
         task_type="CAUSAL_LM",
     )
-    return save_trained_only(get_peft_model(model, config))
+    return get_peft_model(model, config)
 
 
 def _is_matrix(layer):
@@ -67,7 +67,7 @@ def load_adapter(model, path):
     if not (folder / "adapter_model.safetensors").is_file():
         raise UserError(f"--adapter {path} holds no adapter_model.safetensors")
     try:
-        return save_trained_only(PeftModel.from_pretrained(model, folder, is_trainable=True))
+        return PeftModel.from_pretrained(model, folder, is_trainable=True)
     except (ValueError, RuntimeError, KeyError, TypeError) as error:
         reason = " ".join(str(error).split())[:200]
         raise UserError(f"--adapter {path} does not fit the model: {reason}") from None
@@ -93,9 +93,15 @@ def freeze(model, patterns):
 def save_trained_only(model):
     """Leaves frozen parameters out of a model's state: checkpoints then hold the adapter only.
 
-    This works for `save_state` on one process, with DDP and with FSDP, because all of them call
-    `state_dict` and `load_state_dict`. Loading still requires everything that is trained.
+    Call it after `prepare`, which sends the whole state to all processes. It works for `save_state`
+    on one process, with DDP and with FSDP, because all of them call `state_dict` and
+    `load_state_dict`. Loading still requires everything that is trained.
+
+    Args:
+        model: unwrapped; without an adapter, nothing is left out.
     """
+    if not isinstance(model, PeftModel):
+        return
 
     def drop_frozen(module, state, prefix, _metadata):
         for name in _frozen(module):
@@ -108,7 +114,6 @@ def save_trained_only(model):
 
     model.register_state_dict_post_hook(drop_frozen)
     model.register_load_state_dict_post_hook(allow_missing_frozen)
-    return model
 
 
 def _frozen(module):

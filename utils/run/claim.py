@@ -135,7 +135,7 @@ def check_same(earlier, arguments, place, may_change):
     """
     differences = record.differences(earlier, arguments, may_change)
     if differences:
-        same_model = earlier.get("model") == arguments.get("model")
+        same_model = earlier.get("model") == arguments.get("model") and "init_from" in arguments
         weights = f" (from these weights: --init_from {place})" if same_model else ""
         raise UserError(
             f"{place} belongs to a run with other arguments: {', '.join(differences)}. "

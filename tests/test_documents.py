@@ -120,7 +120,7 @@ def test_the_end_of_a_single_text_is_held_out(pack, tmp_path):
 
 @pytest.mark.parametrize("fraction", [0.1, 0.3, 0.5, 0.9])
 def test_a_text_without_lines_is_cut_between_characters(fraction, tmp_path):
-    text = "äöü€😀" * 20
+    text = "äöü€😀" * 21 + "€"
     _, splits = load(write(tmp_path, a_txt=text), val_fraction=fraction)
     assert splits["train"][0]["text"] + splits["val"][0]["text"] == text
     assert 0 < len(splits["val"][0]["text"]) < len(text)

@@ -215,6 +215,18 @@ def test_a_subset_is_passed_on(monkeypatch):
     assert asked == dict(path="owner/name", name="sample-10BT")
 
 
+def test_subsets_are_listed_where_one_is_missing(monkeypatch):
+    import datasets
+
+    def load_dataset(path, name=None, **options):
+        raise ValueError("Config name is missing.\nPlease pick one")
+
+    monkeypatch.setattr(datasets, "load_dataset", load_dataset)
+    monkeypatch.setattr(datasets, "get_dataset_config_names", lambda name: ["de", "en"])
+    with pytest.raises(UserError, match="has several subsets: give --subset, such as de, en"):
+        find_documents("owner/name")
+
+
 # ---------------------------------------------------------------------------------------- dates
 
 

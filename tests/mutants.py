@@ -2027,10 +2027,10 @@ MUTANTS = [
         "test_documents.py -k between_characters",
     ),
     Mutant(
-        "the test split is not used as val",
+        "a test split is read next to val",
         "utils/data/documents.py",
-        'is_val = split == "test" and "val" not in splits',
-        "is_val = False",
+        'if "val" in splits and "test" in splits:',
+        "if False:",
         "test_documents.py -k splits_of_the_data",
     ),
     Mutant(

@@ -42,8 +42,8 @@ class Documents(NamedTuple):
     """The documents of a data set.
 
     splits: dict, split -> rows, which can be iterated over: dicts. They have `fingerprint` (str),
-        which changes with their content, and `where` (str), which names them. `val` is missing if
-        the data has none; part of `train` is then to be held out.
+        which changes with their content, and `where` (str), which names them. `train`, and `val`
+        or else `test` if the data has one; if not, a part of `train` is to be held out.
     kind: `messages`, `prompt` or `text`: the columns of each row.
     details: lines about where the documents are from, and what was left out.
     """
@@ -138,25 +138,18 @@ def find_documents(name, *, subset=None, val_fraction=0.1, seed=0):
     else:
         splits, columns = _load(name, subset, files, left_out)
         kind = _kind(name, columns)
-    named, details = {}, []
-    for split, rows in splits.items():
-        is_val = split == "test" and "val" not in splits
-        named["val" if is_val else split] = rows
-        details.append(_describe(split, rows, is_val))
-    splits = named
-    splits = {split: splits[split] for split in ("train", "val") if split in splits}
-    if "val" not in splits and len(splits["train"]) == 1 and val_fraction:
+    if "val" in splits and "test" in splits:
+        left_out.add("rows or files of the test split", name, len(splits.pop("test")))
+    details = [_describe(split, rows) for split, rows in splits.items()]
+    if len(splits) == 1 and len(splits["train"]) == 1 and val_fraction:
         splits = _cut(name, splits["train"], kind, val_fraction)
         details.append(f"val: the last {val_fraction:g} of the only document")
     return Documents(splits, kind, [*details, *left_out.lines()])
 
 
-def _describe(split, rows, is_val):
+def _describe(split, rows):
     noun = "file" if isinstance(rows, Files) else "row"
-    count = f"{len(rows):,} {noun}{'s' * (len(rows) != 1)}"
-    if is_val:
-        return f"val: {count} (the test split)"
-    return f"{split}{', not used' if split == 'test' else ''}: {count}"
+    return f"{split}: {len(rows):,} {noun}{'s' * (len(rows) != 1)}"
 
 
 def _load(name, subset, files, left_out):

@@ -84,11 +84,11 @@ def test_splits_of_the_data(names, tmp_path):
     data = find_documents(str(tmp_path))
     assert {split: read(rows)[0]["text"] for split, rows in data.splits.items()} == {
         "train": "train",
-        "val": names[1],
+        {"dev": "val"}.get(names[1], names[1]): names[1],
     }
     said = " ".join(data.details)
-    assert ("test, not used" in said) == (len(names) == 3)
-    assert ("val: 2 rows (the test split)" in said) == (names[1] == "test")
+    assert ("left out: rows or files of the test split: 2" in said) == (len(names) == 3)
+    assert ("test: 2 rows" in said) == (names[1] == "test")
 
 
 def test_each_file_of_plain_text_is_a_document(tmp_path):
@@ -120,7 +120,7 @@ def test_the_end_of_a_single_text_is_held_out(pack, tmp_path):
 
 @pytest.mark.parametrize("fraction", [0.1, 0.3, 0.5, 0.9])
 def test_a_text_without_lines_is_cut_between_characters(fraction, tmp_path):
-    text = "äöü€😀" * 20
+    text = "äöü€😀" * 21 + "€"
     _, splits = load(write(tmp_path, a_txt=text), val_fraction=fraction)
     assert splits["train"][0]["text"] + splits["val"][0]["text"] == text
     assert 0 < len(splits["val"][0]["text"]) < len(text)
@@ -213,6 +213,18 @@ def test_a_subset_is_passed_on(monkeypatch):
     monkeypatch.setattr(datasets, "load_dataset", load_dataset)
     assert load("owner/name", subset="sample-10BT") == ("text", {"train": [TEXT] * 3})
     assert asked == dict(path="owner/name", name="sample-10BT")
+
+
+def test_subsets_are_listed_where_one_is_missing(monkeypatch):
+    import datasets
+
+    def load_dataset(path, name=None, **options):
+        raise ValueError("Config name is missing.\nPlease pick one")
+
+    monkeypatch.setattr(datasets, "load_dataset", load_dataset)
+    monkeypatch.setattr(datasets, "get_dataset_config_names", lambda name: ["de", "en"])
+    with pytest.raises(UserError, match="has several subsets: give --subset, such as de, en"):
+        find_documents("owner/name")
 
 
 # ---------------------------------------------------------------------------------------- dates

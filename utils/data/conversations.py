@@ -83,7 +83,7 @@ class Encoder:
 
     def __init__(self, tokenizer, chat_template=None, loss_on=ANSWERS):
         self.tokenizer, self.loss_on = tokenizer, loss_on
-        own = getattr(tokenizer, "chat_template", None)
+        own = tokenizer.chat_template
         self.chat_template = chat_template or (own.get("default") if isinstance(own, dict) else own)
         added = tokenizer.added_tokens_decoder
         special = {str(token): number for number, token in added.items() if token.special}
@@ -235,7 +235,9 @@ class Encoder:
             chosen = [i for i, (draft, n) in enumerate(places) if draft.parts[n].as_text == as_text]
             if not chosen:
                 continue
-            after = [bool(self._line) and not _is_first(*places[i]) for i in chosen]
+            # A text after BOS is tokenized as one alone.
+            first = [n == 0 and (d.begins or not d.is_text) for d, n in (places[i] for i in chosen)]
+            after = [bool(self._line) and not begins for begins in first]
             texts = [places[i][0].parts[places[i][1]].text for i in chosen]
             lines = ["\n" * line + text for line, text in zip(after, texts, strict=True)]
             encoded = self._tokenize(lines, as_text)
@@ -272,9 +274,7 @@ class Encoder:
         learned += [False] * (len(tokens) - len(learned))
         if draft.ends or not ended:
             tokens, learned = tokens + self._eos, learned + [True] * len(self._eos)
-        is_target = np.array(learned, np.uint8)
-        if self.loss_on == ALL:
-            is_target[:] = 1
+        is_target = np.array(learned, np.uint8) | np.uint8(self.loss_on == ALL)
         return Document(np.array(tokens, np.int32), is_target, answer, 0, True, quotes)
 
     def _finish_text(self, draft, tokens, quotes):
@@ -320,11 +320,6 @@ class Encoder:
         if len(added) and not self.tokenizer.decode(tokens[end:]).strip():
             return end, True
         return len(tokens), False
-
-
-def _is_first(draft, number):
-    """Whether a part has nothing before it. A text after BOS is tokenized as one alone."""
-    return number == 0 and (draft.begins or not draft.is_text)
 
 
 def _is_empty(message):

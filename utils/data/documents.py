@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 from utils.data.dates import make_conversations
 from utils.data.report import LeftOut
-from utils.data.tables import READERS, load_table, local_path, name_splits
+from utils.data.tables import READERS, load_table, loading, local_path, name_splits
 from utils.data.text_files import (
     OPENERS,
     UTF16,
@@ -28,6 +28,7 @@ from utils.run.failures import UserError
 from utils.run.files import regular_file
 
 SEGMENT = 250_000  # bytes of a file that are read at once
+SUBSETS_SHOWN = 10
 LINE_END = 10_000  # bytes in which a held-out part begins after a line break
 COMPRESSED = {".jsonl", ".ndjson"}  # read when compressed, besides text
 KINDS = {"messages": ("messages",), "prompt": ("prompt", "completion"), "text": ("text",)}
@@ -41,8 +42,8 @@ class Documents(NamedTuple):
     """The documents of a data set.
 
     splits: dict, split -> rows, which can be iterated over: dicts. They have `fingerprint` (str),
-        which changes with their content, and `where` (str), which names them. `val` is missing if
-        the data has none; part of `train` is then to be held out.
+        which changes with their content, and `where` (str), which names them. `train`, and `val`
+        or else `test` if the data has one; if not, a part of `train` is to be held out.
     kind: `messages`, `prompt` or `text`: the columns of each row.
     details: lines about where the documents are from, and what was left out.
     """
@@ -131,41 +132,30 @@ def find_documents(name, *, subset=None, val_fraction=0.1, seed=0):
     files = None if subset else find_files(name, COMPRESSED)
     left_out = files.left_out if files else LeftOut()
     if files and files.is_plain:
-        splits, kind = _plain_splits(name, files), "text"
+        whole = {k: [(path, 0, None) for path in some] for k, some in files.by_split.items()}
+        splits = {split: Files(parts, f"--dataset {name}") for split, parts in whole.items()}
+        kind = "text"
     else:
         splits, columns = _load(name, subset, files, left_out)
         kind = _kind(name, columns)
-    named, details = {}, []
-    for split, rows in splits.items():
-        is_val = split == "test" and "val" not in splits
-        named["val" if is_val else split] = rows
-        details.append(_describe(split, rows, is_val))
-    splits = named
-    splits = {split: splits[split] for split in ("train", "val") if split in splits}
-    if "val" not in splits and len(splits["train"]) == 1 and val_fraction:
+    if "val" in splits and "test" in splits:
+        left_out.add("rows or files of the test split", name, len(splits.pop("test")))
+    details = [_describe(split, rows) for split, rows in splits.items()]
+    if len(splits) == 1 and len(splits["train"]) == 1 and val_fraction:
         splits = _cut(name, splits["train"], kind, val_fraction)
         details.append(f"val: the last {val_fraction:g} of the only document")
     return Documents(splits, kind, [*details, *left_out.lines()])
 
 
-def _describe(split, rows, is_val):
+def _describe(split, rows):
     noun = "file" if isinstance(rows, Files) else "row"
-    count = f"{len(rows):,} {noun}{'s' * (len(rows) != 1)}"
-    if is_val:
-        return f"val: {count} (the test split)"
-    return f"{split}{', not used' if split == 'test' else ''}: {count}"
-
-
-def _plain_splits(name, files):
-    """The splits of files of plain text. Raises UserError if one is unreadable."""
-    return {
-        split: Files([(path, 0, None) for path in some], f"--dataset {name}")
-        for split, some in files.by_split.items()
-    }
+    return f"{split}: {len(rows):,} {noun}{'s' * (len(rows) != 1)}"
 
 
 def _load(name, subset, files, left_out):
     """The rows of each split of a table, and the names of its columns."""
+    import datasets  # here, because it takes a second
+
     options, is_lines, where = {}, False, f"--dataset {name}"
     if files:
         first = files.by_split["train"][0]
@@ -181,16 +171,23 @@ def _load(name, subset, files, left_out):
             # 007 and NA are text.
             options = dict(usecols=used, converters=dict.fromkeys(used, str), keep_default_na=False)
     options |= dict(files=files and files.by_split, alternatives=ALTERNATIVES)
-    tables = load_table(name, subset=subset, **options)
+    try:
+        tables = load_table(name, subset=subset, **options)
+    except UserError as error:
+        if "Config name is missing" not in str(error):
+            raise
+        with loading(name, ALTERNATIVES):
+            subsets = ", ".join(datasets.get_dataset_config_names(name)[:SUBSETS_SHOWN])
+        raise UserError(f"{where} has several subsets: give --subset, such as {subsets}") from None
     splits = name_splits(name, tables, left_out)
     if "train" not in splits:
         raise UserError(f"{where} has no train split, only {', '.join(tables)}; {ALTERNATIVES}")
     if not is_lines:
         columns = splits["train"].column_names
-    found = {}
-    for split, table in splits.items():
-        found[split] = Rows(table, table._fingerprint, f"{where} ({split})", is_lines)
-    return found, columns
+    return {
+        split: Rows(table, table._fingerprint, f"{where} ({split})", is_lines)
+        for split, table in splits.items()
+    }, columns
 
 
 def _arrays(name, files):

@@ -29,7 +29,7 @@ CHARACTERS_AT_ONCE, ROWS_AT_ONCE, WRITTEN_AT_ONCE = 2_000_000, 1000, 100
 class Corpus(NamedTuple):
     """A tokenized data set.
 
-    splits: dict, `train` and `val` -> Blocks.
+    splits: dict, `train`, and `val` or else `test` -> Blocks.
     kind: `messages`, `prompt` or `text`.
     description: one line, with a checksum of the tokens.
     details: more lines: documents, tokens, targets, padding, and what was left out.
@@ -102,7 +102,7 @@ def load_tokens(
         split: _tokenize(rows, encoder, documents.kind, fingerprint)
         for split, rows in documents.splits.items()
     }
-    if "val" not in tables and val_fraction:
+    if len(tables) == 1 and val_fraction:
         train = tables["train"]
         held_out = np.isin(train.rows, hold_out(train.rows[train.reasons == 0], val_fraction, seed))
         tables = {"train": train.select(~held_out), "val": train.select(held_out)}

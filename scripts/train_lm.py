@@ -490,9 +490,10 @@ def parse_args():
     )
     group.add_argument(
         "--attention",
-        choices=["sdpa", "eager", "flex", "flash"],
-        default="sdpa",
-        help="implementation of attention in transformers; flash needs its package",
+        choices=["auto", "sdpa", "eager", "flex", "flash"],
+        default="auto",
+        help="implementation of attention in transformers: sdpa if the model has it; flash needs "
+        "a package",
     )
     group.add_argument(
         "--activation_checkpointing",

@@ -25,6 +25,7 @@ from utils.run.launch import notice
 
 TINY = "tiny"
 ATTENTION = {
+    "auto": None,  # sdpa, or eager for the models that lack it
     "sdpa": "sdpa",
     "eager": "eager",
     "flex": "flex_attention",
@@ -287,12 +288,12 @@ def chunk_loss(model):
     causal.own_loss = backbone is causal or causal.get_output_embeddings() is None
 
     def logits_of(hidden, outputs, **kwargs):
-        result = type(outputs)(last_hidden_state=hidden, **kwargs)
+        result, computes = type(outputs)(last_hidden_state=hidden, **kwargs), backbone.forward
         backbone.forward = lambda *_, **__: result
         try:
             return original(input_ids=None, use_cache=False)
         finally:
-            del backbone.forward
+            backbone.forward = computes
 
     def loss_of(hidden, targets, outputs):
         logits = logits_of(hidden[None], outputs).logits[0].float()

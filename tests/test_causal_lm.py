@@ -1,0 +1,285 @@
+"""Language models: the loss is the model's own, and packed documents do not see each other."""
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+transformers = pytest.importorskip("transformers")
+
+from accelerate import Accelerator
+from peft import LoraConfig, get_peft_model
+
+from utils import adapters, causal_lm
+from utils.run.failures import UserError
+
+VOCABULARY = 300
+SMALL = dict(
+    vocab_size=VOCABULARY,
+    hidden_size=32,
+    intermediate_size=48,
+    num_hidden_layers=2,
+    num_attention_heads=4,
+    num_key_value_heads=2,
+    max_position_embeddings=64,
+    head_dim=8,
+    pad_token_id=0,
+    bos_token_id=1,
+    eos_token_id=2,
+)
+EXPERTS = dict(num_experts=4, num_local_experts=4, num_experts_per_tok=2)
+CONFIGS = {
+    "llama": lambda: transformers.LlamaConfig(**SMALL, tie_word_embeddings=True),
+    "qwen3": lambda: transformers.Qwen3Config(**SMALL),
+    "gpt2": lambda: transformers.GPT2Config(
+        vocab_size=VOCABULARY, n_embd=32, n_layer=2, n_head=4, n_positions=64
+    ),
+    "gemma2": lambda: transformers.Gemma2Config(
+        **SMALL, sliding_window=4, final_logit_softcapping=2.0, query_pre_attn_scalar=8
+    ),
+    "granite": lambda: transformers.GraniteConfig(**SMALL, logits_scaling=4.0),
+    "cohere": lambda: transformers.CohereConfig(**SMALL, logit_scale=0.25),
+    "mistral": lambda: transformers.MistralConfig(**SMALL, sliding_window=4),
+    "mixtral": lambda: transformers.MixtralConfig(
+        **SMALL, num_local_experts=4, num_experts_per_tok=2, output_router_logits=True
+    ),
+}
+
+
+def build(name, attention=None, chunked=True):
+    torch.manual_seed(0)
+    config = CONFIGS[name]()
+    model = transformers.AutoModelForCausalLM.from_config(config, attn_implementation=attention)
+    with torch.no_grad():  # so that a token that sees another document has another loss
+        for weight in model.parameters():
+            if weight.ndim > 1:
+                weight.mul_(4)
+    if chunked:
+        causal_lm.chunk_loss(model)
+    return model.eval()
+
+
+def document(length=17):
+    return torch.randint(3, VOCABULARY, (1, length), generator=torch.Generator().manual_seed(1))
+
+
+def batch(tokens):
+    positions = torch.arange(tokens.shape[1] - 1)[None]
+    targets = tokens[:, 1:]
+    return dict(input_ids=tokens[:, :-1], position_ids=positions, targets=targets)
+
+
+@pytest.mark.parametrize("size", [1, 5, 2**26])
+@pytest.mark.parametrize("name", CONFIGS)
+def test_the_loss_and_its_gradients_are_the_models_own(name, size, monkeypatch):
+    """In chunks of one, of five positions and of all."""
+    monkeypatch.setattr(causal_lm, "LOGITS", size * VOCABULARY)
+    tokens, model, own = document(), build(name), build(name, chunked=False)
+    loss = model(**batch(tokens))
+    expected = own(input_ids=tokens, labels=tokens, use_cache=False).loss
+    # The model's own forward pass has one position more, which balances experts a little otherwise.
+    if name == "mixtral":
+        inputs = batch(tokens)
+        targets = inputs.pop("targets")
+        expected = own(**inputs, labels=targets, shift_labels=targets, use_cache=False).loss
+    assert loss.item() == pytest.approx(16 * expected.item(), rel=1e-5)
+    loss.backward()
+    (16 * expected).backward()
+    for (place, weight), other in zip(model.named_parameters(), own.parameters(), strict=True):
+        if other.grad is None:
+            assert weight.grad is None, place
+            continue
+        assert torch.allclose(weight.grad, other.grad, rtol=1e-4, atol=2e-4), place
+
+
+def test_the_auxiliary_loss_of_experts_counts():
+    tokens = document()
+    with_it = build("mixtral")(**batch(tokens)).item()
+    model = build("mixtral")
+    model.config.output_router_logits = False
+    assert with_it > model(**batch(tokens)).item() * (1 + 1e-6)
+
+
+@pytest.mark.parametrize("attention", [None, "eager"])
+@pytest.mark.parametrize("name", CONFIGS)
+def test_packed_documents_have_the_loss_that_they_have_alone(name, attention):
+    model = build(name, attention)
+    model.config.output_router_logits = False  # which is a function of all that is in a batch
+    first, second = document(9), document(21)
+    one, two = batch(first), batch(second)
+    packed = {key: torch.cat([one[key], two[key]], dim=1) for key in one}
+    # The first token of a document is no target.
+    alone = model(**one).item() + model(**two).item()
+    assert model(**packed).item() == pytest.approx(alone, rel=1e-5)
+    packed["position_ids"] = torch.arange(packed["input_ids"].shape[1])[None]
+    assert model(**packed).item() != pytest.approx(alone, rel=1e-5)
+
+
+def test_the_start_check_refuses_a_model_whose_packed_documents_see_each_other(monkeypatch):
+    accelerator, model = Accelerator(cpu=True), build("llama")
+    causal_lm.check(accelerator, model, packed=True)
+    assert not model.own_loss
+    forward = model.base_model.forward
+
+    def forgetful(*args, position_ids=None, **kwargs):
+        return forward(*args, **kwargs)
+
+    model.base_model.forward = forgetful
+    causal_lm.check(accelerator, model, packed=False)
+    with pytest.raises(UserError, match="attend to each other"):
+        causal_lm.check(accelerator, model, packed=True)
+
+
+def test_a_model_with_another_loss_computes_its_own(capsys):
+    model = build("llama", chunked=False)
+    model.loss_function = lambda logits, **kwargs: logits.square().mean()
+    causal_lm.chunk_loss(model)
+    causal_lm.check(Accelerator(cpu=True), model, packed=False)
+    assert model.own_loss and "computes its own loss" in capsys.readouterr().err
+    inputs = batch(document())
+    logits = model(input_ids=inputs["input_ids"]).logits
+    assert model(**inputs).item() == pytest.approx(16 * logits.square().mean().item(), rel=1e-5)
+
+
+def test_the_largest_logits_are_those_of_a_chunk(monkeypatch):
+    """Also in the backward pass; and none are computed where there is no target."""
+    monkeypatch.setattr(causal_lm, "LOGITS", 5 * VOCABULARY)
+    model, seen = build("llama"), []
+    model.lm_head.register_forward_hook(lambda _, args, __: seen.append(args[0].shape[-2]))
+    inputs = batch(document())
+    inputs["targets"] = inputs["targets"].clone()
+    inputs["targets"][:, ::4] = -100
+    model(**inputs).backward()
+    assert max(seen) == 5 and sum(seen) == 2 * 12  # computed again for the backward pass
+
+
+def test_a_batch_without_targets_has_a_loss_of_zero_and_gradients():
+    inputs = batch(document())
+    inputs["targets"] = torch.full_like(inputs["targets"], -100)
+    model = build("llama")
+    loss = model(**inputs)
+    loss.backward()
+    assert loss.item() == 0 and model.lm_head.weight.grad is not None
+
+
+def test_names_tying_and_generation_stay_as_they_were():
+    model, plain = build("llama"), build("llama", chunked=False)
+    assert list(model.state_dict()) == list(plain.state_dict())
+    assert model.lm_head.weight is model.model.embed_tokens.weight
+    tokens = document(6)
+    options = dict(max_new_tokens=5, do_sample=False)
+    assert torch.equal(model.generate(tokens, **options), plain.generate(tokens, **options))
+
+
+def test_a_model_with_states_is_not_packed():
+    assert causal_lm.can_pack(CONFIGS["llama"]()) and causal_lm.can_pack(CONFIGS["gpt2"]())
+    assert causal_lm.can_pack(CONFIGS["gemma2"]())
+    assert not causal_lm.can_pack(transformers.MambaConfig())
+    assert not causal_lm.can_pack(transformers.Qwen3NextConfig())
+
+
+def test_other_processes_of_a_sharded_run_hold_no_weights(tmp_path):
+    """But the same names, tied weights and real angles of the positions."""
+    config = CONFIGS["llama"]()
+    options = dict(attention="sdpa", dtype=torch.float32, from_scratch=True, seed=0)
+    main = SimpleNamespace(is_fsdp2=True, is_main_process=True, device=torch.device("cpu"))
+    other = SimpleNamespace(is_fsdp2=True, is_main_process=False, device=torch.device("cpu"))
+    model, empty = (causal_lm.load_model(who, "x", config, **options) for who in (main, other))
+    assert list(model.state_dict()) == list(empty.state_dict())
+    assert empty.lm_head.weight is empty.model.embed_tokens.weight
+    for (name, one), two in zip(model.named_buffers(), empty.buffers(), strict=True):
+        assert torch.equal(one, two), name
+    assert all(weight.device.type == "cpu" for weight in empty.parameters())
+
+
+def test_the_byte_tokenizer_keeps_any_text(tmp_path):
+    tokenizer = causal_lm.byte_tokenizer()
+    tokenizer.save_pretrained(tmp_path)
+    loaded = transformers.AutoTokenizer.from_pretrained(tmp_path)
+    for text in ("Hello, world", "  two  spaces\n\n", "naïve 日本 🙂\t", "<|not special|>"):
+        ids = tokenizer(text)["input_ids"]
+        assert len(ids) == len(text.encode()) and tokenizer.decode(ids) == text
+        assert loaded(text)["input_ids"] == ids
+    assert len(tokenizer) == causal_lm.tiny_config(len(tokenizer)).vocab_size == 259
+    assert tokenizer.convert_tokens_to_ids(["<|endoftext|>", "<|im_end|>"]) == [256, 258]
+
+
+def test_a_fingerprint_tells_models_apart(tmp_path):
+    model = build("llama", chunked=False)
+    prints = []
+    for change in (0, 0, 1):
+        with torch.no_grad():
+            model.lm_head.weight[0, 0] += change
+        model.save_pretrained(tmp_path)
+        prints.append(causal_lm.fingerprint(str(tmp_path), model.config))
+    assert prints[0] == prints[1] != prints[2]
+
+
+# ------------------------------------------------------------------------------------------- LoRA
+
+
+def test_the_state_of_lora_is_the_adapter():
+    model = adapters.add_lora(build("llama"), 4, 8.0, 0.0, ["all-linear"])
+    whole = model.state_dict()
+    adapters.save_trained_only(model)
+    state = model.state_dict()
+    assert state and all("lora_" in name for name in state) and len(whole) > len(state)
+    changed = {name: value + 1 for name, value in state.items()}
+    model.load_state_dict(changed)
+    assert all(torch.equal(value, changed[name]) for name, value in model.state_dict().items())
+    changed.pop(next(iter(changed)))
+    with pytest.raises(RuntimeError, match="Missing key"):
+        model.load_state_dict(changed)
+    with pytest.raises(RuntimeError, match="Unexpected key"):
+        model.load_state_dict({**state, "other": torch.zeros(1)})
+
+
+def test_lora_of_a_bfloat16_base_is_float32():
+    model = build("llama").to(torch.bfloat16)
+    model = adapters.add_lora(model, 4, 8.0, 0.0, ["q_proj"])
+    kinds = {weight.dtype for weight in model.parameters() if weight.requires_grad}
+    assert kinds == {torch.float32}
+    names = [name for name, weight in model.named_parameters() if weight.requires_grad]
+    assert names and all("q_proj.lora_" in name for name in names)
+
+
+def test_the_loss_under_the_wrapper_of_peft_is_that_of_the_model():
+    tokens = document()
+    wrapped = get_peft_model(build("qwen3", chunked=False), LoraConfig(r=2, task_type="CAUSAL_LM"))
+    causal_lm.chunk_loss(wrapped)
+    expected = build("qwen3")(**batch(tokens)).item()  # an adapter starts as zero
+    assert wrapped(**batch(tokens)).item() == pytest.approx(expected, rel=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("call", "words"),
+    [
+        (lambda m: adapters.add_lora(m, 2, 2.0, 0.0, ["nothing"]), "nothing matches no layer"),
+        (lambda m: adapters.freeze(m, ["nothing.*"]), "nothing.* matches no parameter"),
+        (lambda m: adapters.freeze(m, ["*"]), "leaves no parameter"),
+        (lambda m: adapters.load_adapter(m, "nowhere"), "adapter_model.safetensors"),
+        (lambda m: adapters.merge("nowhere"), "has no adapter/"),
+    ],
+)
+def test_what_matches_nothing_is_one_line(call, words):
+    with pytest.raises(UserError) as error:
+        call(build("llama"))
+    assert words in str(error.value)
+
+
+def test_what_is_frozen_stays(tmp_path):
+    model = build("gpt2")
+    adapters.freeze(model, ["transformer.wte.*", "*.ln_1.*"])
+    frozen = [name for name, weight in model.named_parameters() if not weight.requires_grad]
+    assert len(frozen) == 5 and "transformer.wte.weight" in frozen
+
+
+def test_an_adapter_is_exported_with_its_settings(tmp_path):
+    model = adapters.add_lora(build("llama"), 4, 8.0, 0.0, ["q_proj"])
+    tokenizer = causal_lm.byte_tokenizer()
+    adapters.export(tmp_path, model, model.state_dict(), tokenizer)
+    names = {file.name for file in (tmp_path / "adapter").iterdir()}
+    assert {"adapter_config.json", "adapter_model.safetensors", "tokenizer.json"} <= names
+    again = adapters.load_adapter(build("llama"), tmp_path)
+    trained = [name for name, weight in again.named_parameters() if weight.requires_grad]
+    assert trained and all("q_proj.lora_" in name for name in trained)

@@ -383,13 +383,13 @@ def describe_model(sizes):
     return {"title": "A byte-level GPT", "task": "text-generation", "usage": usage}
 
 
-def make_attention_deterministic(accelerator):
-    """On GPUs the backward pass of attention is deterministic only without `warn_only`.
-
-    This is somewhat slower.
-    """
+def set_precision(accelerator):
+    """Makes attention deterministic on GPUs, and keeps FSDP's gradient reduction in float32."""
     if accelerator.device.type == "cuda":
+        # The backward pass of attention is deterministic only without `warn_only`. This is somewhat
+        # slower.
         torch.use_deterministic_algorithms(True)
+    fsdp.reduce_in_float32(accelerator)
 
 
 def build_model(accelerator, sizes, args):
@@ -403,6 +403,7 @@ def build_model(accelerator, sizes, args):
     options = dict(dropout=args.dropout, activation_checkpointing=args.activation_checkpointing)
     with torch.device("meta") if empty else contextlib.nullcontext():
         model = GPT(**sizes, **options)
+    fsdp.use_model_blocks(accelerator, model)
     return model.to_empty(device="cpu") if empty else model
 
 
@@ -413,8 +414,7 @@ def main():
     on_cpu = launch.check(training=True, shards=True)
     accelerator = Accelerator(cpu=on_cpu, **launch.accelerator_options(args))
     launch.print_banner(accelerator, args.batch_size, args.gradient_accumulation_steps)
-    make_attention_deterministic(accelerator)
-    fsdp.reduce_in_float32(accelerator)
+    set_precision(accelerator)
     train_set, held_out = load_data(accelerator, args)
     plan = Plan.from_args(args, None if args.streaming else len(train_set))
     run = RunFolder(args, accelerator, MAY_CHANGE)
@@ -440,7 +440,6 @@ def main():
     scheduler = torch.optim.lr_scheduler.LambdaLR(
         optimizer, lambda step: lr_multiplier(step, plan, args)
     )
-    fsdp.use_model_blocks(accelerator, model)
     model, optimizer, scheduler = accelerator.prepare(model, optimizer, scheduler)
     train_loader, eval_loader = build_loaders(accelerator, train_set, held_out, args)
     first = eval_loader.dataset.__getitems__([0])

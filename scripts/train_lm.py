@@ -30,16 +30,18 @@ if __name__ == "__main__":
 
 import torch
 from accelerate import Accelerator, skip_first_batches
-from accelerate.utils import set_seed
+from accelerate.utils import send_to_device, set_seed
 from torch.utils.data import DataLoader
 
 from utils import plots
+from utils.data.lanes import gather_position
 from utils.data.loaders import evaluation_batch_size, loader_options
 from utils.data.report import agree
+from utils.data.token_stream import TokenStream, load_held_out
 from utils.data.tokens import load_tokens
 from utils.run import ddp, fsdp, launch
 from utils.run.arguments import Parser, number
-from utils.run.collectives import local_main_first, run_on_all
+from utils.run.collectives import local_main_first, run_on_all, run_on_main
 from utils.run.failures import UserError, optional
 from utils.run.files import write_text
 from utils.run.folder import RunFolder
@@ -56,6 +58,15 @@ ANSWERS = 100  # held-out conversations whose answers are compared, of --dataset
 
 
 # --------------------------------------------------------------------------------- model and data
+
+
+def load_settings(args):
+    """The tokenizer and the configuration of the model, and what depends on them."""
+    tokenizer = causal_lm.load_tokenizer(args.model, args.chat_template)
+    config = causal_lm.load_config(args.model, tokenizer, args.block_size)
+    args.packed = causal_lm.can_pack(config)
+    args.base = causal_lm.fingerprint(args.model, config)  # a run keeps to the same model
+    return tokenizer, config
 
 
 def build_model(accelerator, config, args):  # EDIT: model
@@ -85,6 +96,7 @@ def build_model(accelerator, config, args):  # EDIT: model
             model, args.lora_rank, args.lora_alpha, args.lora_dropout, args.lora_targets
         )
     causal_lm.chunk_loss(model)
+    fsdp.use_model_blocks(accelerator, model)
     return model
 
 
@@ -116,6 +128,7 @@ def lr_multiplier(step, plan, args):
         "cosine": 0.5 + 0.5 * math.cos(math.pi * progress),
         "linear": 1 - progress,
         "wsd": min(1.0, 5 * (1 - progress)),
+        "constant": 1.0,
     }[args.lr_schedule]
     return min(1.0, (step + 1) / (warmup + 1)) * decay
 
@@ -124,37 +137,50 @@ def load_data(accelerator, tokenizer, args):  # EDIT: data
     """Loads the blocks of tokens to train on, and those held out: `val`, or else `test`.
 
     Returns:
-        tuple: two `Blocks`, and the name of the split that is held out.
+        tuple: `Blocks`, or None for a stream, which is opened later; the held-out `Blocks`; and the
+        name of their split.
     """
-    data = local_main_first(
-        accelerator,
-        lambda: load_tokens(
-            args.dataset,
-            tokenizer,
-            args.block_size,
-            subset=args.subset,
-            val_fraction=args.val_fraction,
-            seed=args.seed,
-            loss_on=args.loss_on,
-            too_long=args.too_long,
-            packed=args.packed,
-        ),
-    )
+    options = dict(subset=args.subset, loss_on=args.loss_on)
+    options |= dict(too_long=args.too_long, packed=args.packed)
+    source = (args.dataset, tokenizer, args.block_size)
+    if args.streaming:
+        data = run_on_main(accelerator, lambda: load_held_out(*source, **options))
+    else:
+        options |= dict(val_fraction=args.val_fraction, seed=args.seed)
+        data = local_main_first(accelerator, lambda: load_tokens(*source, **options))
     args.data = agree(accelerator, args.dataset, data)  # a run continues with the same data only
     args.kind = data.kind
     held_out = "val" if "val" in data.splits else "test"
-    return data.splits["train"], data.splits[held_out], held_out
+    train_set, eval_set = data.splits.get("train"), data.splits[held_out]
+    if args.overfit_batch:
+        train_set = eval_set = train_set.first(args.batch_size)
+    if args.dry_run:
+        eval_set = eval_set.first(20)
+    return train_set, eval_set, held_out
 
 
 def build_loaders(accelerator, train_set, eval_set, args):
-    """Builds loaders of global batches; `prepare` splits each over the processes."""
+    """Builds loaders of global batches; `prepare` splits each over the processes.
+
+    A stream yields only the share of this process, so it needs no `prepare`.
+    """
     options = loader_options(accelerator)
     most = max(1, 8192 // args.block_size)
     eval_batch_size = evaluation_batch_size(accelerator, len(eval_set), most)
-    eval_loader = DataLoader(eval_set, eval_batch_size, **options)
+    eval_loader = accelerator.prepare(DataLoader(eval_set, eval_batch_size, **options))
+    if args.streaming:
+        return DataLoader(train_set, batch_size=None, **options), eval_loader
     batch_size = args.batch_size // args.gradient_accumulation_steps
     train_loader = DataLoader(train_set, batch_size, shuffle=True, drop_last=True, **options)
-    return accelerator.prepare(train_loader, eval_loader)
+    return accelerator.prepare(train_loader), eval_loader
+
+
+def epoch_batches(loader, epoch, skip):
+    """The batches of `epoch` after the first `skip`; a stream continues at its own position."""
+    if isinstance(loader.dataset, TokenStream):
+        return loader
+    loader.set_epoch(epoch)
+    return skip_first_batches(loader, skip) if skip else loader
 
 
 # ----------------------------------------------------------------------- loss, metric and samples
@@ -326,23 +352,19 @@ def main():
     accelerator = Accelerator(cpu=on_cpu, **launch.accelerator_options(args))
     launch.print_banner(accelerator, args.batch_size, args.gradient_accumulation_steps)
     fsdp.reduce_in_float32(accelerator)
-    tokenizer = run_on_all(
-        accelerator, lambda: causal_lm.load_tokenizer(args.model, args.chat_template)
-    )
-    config = run_on_all(
-        accelerator, lambda: causal_lm.load_config(args.model, tokenizer, args.block_size)
-    )
-    args.packed = causal_lm.can_pack(config)
+    tokenizer, config = local_main_first(accelerator, lambda: load_settings(args))
     train_set, eval_set, held_out = load_data(accelerator, tokenizer, args)
     prompts = run_on_all(accelerator, lambda: read_prompts(tokenizer, eval_set, args))
-    args.base = causal_lm.fingerprint(
-        args.model, config
-    )  # a run continues with the same model only
-    plan = Plan.from_args(args, len(train_set))
+    plan = Plan.from_args(args, None if args.streaming else len(train_set))
     run = RunFolder(args, accelerator, MAY_CHANGE)
     run.open(plan)  # the folder is empty, or has a run to continue, or a finished run
     if run.finished:
         return
+    if args.streaming:
+        position = run.progress.get("position")
+        train_set = local_main_first(
+            accelerator, lambda: TokenStream.from_args(args, accelerator, tokenizer, position)
+        )
 
     set_seed(args.seed)
     model = run_on_all(accelerator, lambda: build_model(accelerator, config, args))
@@ -352,14 +374,13 @@ def main():
     scheduler = torch.optim.lr_scheduler.LambdaLR(
         optimizer, lambda step: lr_multiplier(step, plan, args)
     )
-    fsdp.use_model_blocks(accelerator, model)
     model, optimizer, scheduler = accelerator.prepare(model, optimizer, scheduler)
     train_loader, eval_loader = build_loaders(accelerator, train_set, eval_set, args)
     ddp.warm_up(model, lambda: compute_loss(model, causal_lm.small_batch(accelerator, model)))
     causal_lm.check(accelerator, model, args.packed)
     unwrapped = accelerator.unwrap_model(model)
     adapters.save_trained_only(unwrapped)  # a checkpoint of LoRA holds the adapter only
-    rates = {"tokens_per_second": train_set.tokens / len(train_set)}
+    rates = {"tokens_per_second": args.block_size}  # of positions; those of padding count, too
     step = run.start(scheduler, rates)  # accelerator.load_state, if there is a checkpoint
     run.print(f"{parameters:,} parameters, {trained:,} of them trained")
     guard = Guard(accelerator, args.timeout)
@@ -383,12 +404,9 @@ def main():
     train_loss = math.inf
     profile = start_profiler(accelerator, run.path, args.profile)
     for epoch, remaining in plan.epochs(start=step):
-        train_loader.set_epoch(epoch)
-        batches = (
-            skip_first_batches(train_loader, remaining.skip) if remaining.skip else train_loader
-        )
+        batches = epoch_batches(train_loader, epoch, remaining.skip)
         for step, micro_batches in remaining.accumulated(run.timed(batches)):
-            micro_batches = list(micro_batches)
+            micro_batches = send_to_device(list(micro_batches), accelerator.device, True)
             # The loss of a step is the mean over the targets of the whole global batch: documents
             # differ in length, so micro-batches and processes do not have equal weight.
             targets = count_targets(accelerator, micro_batches)
@@ -420,7 +438,8 @@ def main():
                     stop = True
             if stop or plan.save_due(step, improved=run.improved_at(step)):
                 guard.check(model)  # a checkpoint never holds a diverged model
-                with run.checkpoint(step) as folder:
+                position = gather_position(batch)
+                with run.checkpoint(step, position=position) as folder:
                     accelerator.save_state(folder)
             if stop:
                 run.exit_preempted(step)
@@ -560,6 +579,11 @@ def parse_args():
     group = parser.add_argument_group("tokens")
     group.add_argument("--subset", help="configuration of a data set of the Hub")
     group.add_argument(
+        "--streaming",
+        action="store_true",
+        help="read and tokenize during training; needs --max_train_steps",
+    )
+    group.add_argument(
         "--val_fraction",
         type=number(float, 0, below=1, above=True),
         default=0.1,
@@ -630,6 +654,10 @@ def parse_args():
         )
     if args.freeze and (args.lora_rank or args.adapter):
         raise UserError("--freeze: with LoRA all weights but the adapters are frozen already")
+    if args.streaming and (args.overfit_batch or not args.max_train_steps):
+        raise UserError(
+            "--streaming needs --max_train_steps, and cannot be combined with --overfit_batch"
+        )
     if args.overfit_batch:
         args.lr_schedule, args.lora_dropout = "constant", 0.0
     return args

@@ -147,12 +147,43 @@ def find_documents(name, *, subset=None, val_fraction=0.1, seed=0):
     return Documents(splits, kind, [*details, *left_out.lines()])
 
 
+def open_documents(name, subset=None):
+    """Opens the documents of a data set as a stream: rows are read as they are needed.
+
+    Args:
+        name, subset: as for `find_documents`.
+
+    Returns:
+        Documents: `rows.rows` of each split is a `datasets.IterableDataset`.
+
+    Raises:
+        UserError: as `find_documents`; or the files are no tables.
+    """
+    import datasets  # here, because it takes a second
+
+    if name == "synthetic":
+        splits = {
+            split: Rows(
+                datasets.Dataset.from_list(rows).to_iterable_dataset(num_shards=8), "", "synthetic"
+            )
+            for split, rows in make_conversations(0).items()
+        }
+        return Documents(splits, "messages", [])
+    files = None if subset else find_files(name, COMPRESSED)
+    if files and files.is_plain:
+        raise UserError(
+            f"--dataset {name} is plain text, which is mapped into memory: leave out --streaming"
+        )
+    splits, columns = _load(name, subset, files, LeftOut(), streaming=True)
+    return Documents(splits, _kind(name, columns), [])
+
+
 def _describe(split, rows):
     noun = "file" if isinstance(rows, Files) else "row"
     return f"{split}: {len(rows):,} {noun}{'s' * (len(rows) != 1)}"
 
 
-def _load(name, subset, files, left_out):
+def _load(name, subset, files, left_out, streaming=False):
     """The rows of each split of a table, and the names of its columns."""
     import datasets  # here, because it takes a second
 
@@ -162,6 +193,8 @@ def _load(name, subset, files, left_out):
         reader = READERS[suffix_of(first)]
         if reader == "json" and (row := first_object(first)):
             is_lines, columns, options = True, list(row), {"reader": "text"}
+        elif reader == "json" and streaming:
+            raise UserError(f"{where} is one list, which is read whole: leave out --streaming")
         elif reader == "json":
             return _arrays(name, files)
         elif reader == "csv":
@@ -172,7 +205,7 @@ def _load(name, subset, files, left_out):
             options = dict(usecols=used, converters=dict.fromkeys(used, str), keep_default_na=False)
     options |= dict(files=files and files.by_split, alternatives=ALTERNATIVES)
     try:
-        tables = load_table(name, subset=subset, **options)
+        tables = load_table(name, subset=subset, streaming=streaming, **options)
     except UserError as error:
         if "Config name is missing" not in str(error):
             raise
@@ -183,9 +216,11 @@ def _load(name, subset, files, left_out):
     if "train" not in splits:
         raise UserError(f"{where} has no train split, only {', '.join(tables)}; {ALTERNATIVES}")
     if not is_lines:
-        columns = splits["train"].column_names
+        train = splits["train"]
+        with loading(name, ALTERNATIVES):  # a stream may know its columns only with its first row
+            columns = train.column_names or list(next(iter(train), {}))
     return {
-        split: Rows(table, table._fingerprint, f"{where} ({split})", is_lines)
+        split: Rows(table, getattr(table, "_fingerprint", ""), f"{where} ({split})", is_lines)
         for split, table in splits.items()
     }, columns
 

@@ -163,6 +163,13 @@ class Blocks(torch.utils.data.Dataset):
         batch = {name: torch.from_numpy(values) for name, values in batch.items()}
         return {**batch, "ids": torch.tensor(indices, dtype=torch.int64)}
 
+    def first(self, count):
+        """The first `count` blocks, as `Blocks` whose number of bytes is not known."""
+        end = self._firsts[min(count, len(self))]
+        pieces = Pieces(*(column[:end] for column in self.pieces))
+        options = dict(decode=self._decode, answers=self._answers)
+        return Blocks(self.stream, pieces, self.block_size, self.pad_id, **options)
+
     def __getitem__(self, index):
         return {name: values[0] for name, values in self.__getitems__([index]).items()}
 

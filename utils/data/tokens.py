@@ -106,11 +106,7 @@ def load_tokens(
         train = tables["train"]
         held_out = np.isin(train.rows, hold_out(train.rows[train.reasons == 0], val_fraction, seed))
         tables = {"train": train.select(~held_out), "val": train.select(held_out)}
-    known = tokenizer.pad_token_id, tokenizer.eos_token_id, 0
-    options = dict(block_size=block_size, packed=packed)
-    options["pad_id"] = next(number for number in known if number is not None)
-    if documents.kind != "text":
-        options |= dict(decode=tokenizer.decode, too_long=too_long)
+    options = packing_options(tokenizer, documents.kind, block_size, too_long, packed)
     splits, details = {}, [*documents.details]
     for split, table in tables.items():
         splits[split], lines = _make_blocks(table, documents.kind, options)
@@ -120,6 +116,14 @@ def load_tokens(
     if documents.kind == "text" and tokenizer.eos_token_id is None:
         details.append("the tokenizer has no end token: documents end without one")
     return Corpus(splits, documents.kind, _describe(tables, splits, documents.kind), details)
+
+
+def packing_options(tokenizer, kind, block_size, too_long, packed):
+    """The arguments of `cut_text`, or of `pack_conversations`, beside the documents."""
+    known = tokenizer.pad_token_id, tokenizer.eos_token_id, 0
+    pad_id = next(number for number in known if number is not None)
+    options = dict(block_size=block_size, packed=packed, pad_id=pad_id)
+    return options if kind == "text" else options | dict(decode=tokenizer.decode, too_long=too_long)
 
 
 def _make_blocks(table, kind, options):

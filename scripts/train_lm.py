@@ -54,6 +54,7 @@ MISSING = [name for name in ("transformers", "peft") if importlib.util.find_spec
 if not MISSING:
     from utils import adapters, causal_lm
 
+SAMPLE_TOKENS, ANSWER_TOKENS = 64, 512  # generated at most: during training, for --generate
 ANSWERS = 100  # held-out conversations whose answers are compared, of --dataset synthetic
 
 
@@ -260,8 +261,8 @@ def generate(model, tokenizer, prompts, length):
 
 
 def encode_prompt(tokenizer, text, kind):
-    """The token ids of a prompt: of a chat's first turn, or of a text to continue."""
-    if kind == "text":
+    """The token ids of a prompt: of a conversation's first turn, or of a text to continue."""
+    if kind != "messages":
         return tokenizer(text)["input_ids"]
     turns = [{"role": "user", "content": text}]
     return tokenizer.apply_chat_template(turns, add_generation_prompt=True, return_dict=False)
@@ -286,19 +287,19 @@ def read_prompts(tokenizer, eval_set, args):
     return [(encode_prompt(tokenizer, line, args.kind), None) for line in lines]
 
 
-def show_samples(model, tokenizer, prompts, length):
+def show_samples(model, tokenizer, prompts):
     """Prompts with the model's answers, and with those of the data, as text."""
     parts = []
-    answers = generate(model, tokenizer, [tokens for tokens, _ in prompts], length)
+    answers = generate(model, tokenizer, [tokens for tokens, _ in prompts], SAMPLE_TOKENS)
     for (tokens, expected), answer in zip(prompts, answers, strict=True):
         parts += [f"> {tokenizer.decode(tokens, skip_special_tokens=True)}", answer]
         parts += [f"(in the data: {expected})"] if expected is not None else []
     return "\n".join(parts) + "\n"
 
 
-def share_of_exact(model, tokenizer, prompts, length):
+def share_of_exact(model, tokenizer, prompts):
     """The share of prompts to which the model answers exactly what the data does."""
-    answers = generate(model, tokenizer, [tokens for tokens, _ in prompts], length)
+    answers = generate(model, tokenizer, [tokens for tokens, _ in prompts], SAMPLE_TOKENS)
     pairs = zip(answers, (expected for _, expected in prompts), strict=True)
     return sum(answer.strip() == expected.strip() for answer, expected in pairs) / len(prompts)
 
@@ -308,9 +309,7 @@ def respond(args):
     model, tokenizer, kind = adapters.load_trained(args.generate)
     model.to("cuda" if torch.cuda.is_available() else "cpu")
     print(
-        generate(
-            model, tokenizer, [encode_prompt(tokenizer, args.prompt, kind)], args.sample_length
-        )[0]
+        generate(model, tokenizer, [encode_prompt(tokenizer, args.prompt, kind)], ANSWER_TOKENS)[0]
     )
 
 
@@ -320,7 +319,6 @@ MAY_CHANGE = (
     "activation_checkpointing",
     "attention",
     "prompts",
-    "sample_length",
     "generate",
     "prompt",
     "merge",
@@ -389,10 +387,10 @@ def main():
         metrics = evaluate(accelerator, model, eval_loader, guard.watch)
         texts = {}
         if accelerator.is_main_process and not accelerator.is_fsdp2:
-            texts["text"] = show_samples(unwrapped, tokenizer, prompts, args.sample_length)
+            texts["text"] = show_samples(unwrapped, tokenizer, prompts)
             if args.dataset == "synthetic":
                 answers = eval_set.prompts(ANSWERS)
-                metrics["exact_answers"] = share_of_exact(unwrapped, tokenizer, answers, 16)
+                metrics["exact_answers"] = share_of_exact(unwrapped, tokenizer, answers)
         score = -metrics["loss"] if held_out == "val" else None
         run.log(held_out, step, score=score, **metrics)
         run.log("sample", step, **texts)
@@ -457,7 +455,7 @@ def main():
     run.finish(step, **results)
     with optional("sample.txt"):
         if accelerator.is_main_process or accelerator.is_fsdp2:
-            text = show_samples(unwrapped, tokenizer, prompts, args.sample_length)
+            text = show_samples(unwrapped, tokenizer, prompts)
         if accelerator.is_main_process:
             write_text(run.path / "sample.txt", text)
             print(text)
@@ -570,7 +568,7 @@ def parse_args():
         help="steps of warm-up, at most a tenth of all",
     )
     # --model takes the place of --init_from; tokens in memory-mapped files need no workers.
-    parser.add_run_arguments(init_from=False)
+    parser.add_run_arguments(leave_out=("init_from", "max_failed_checkpoints"))
     parser.add_data_arguments(
         "synthetic",
         "Hub id, local file or folder, or `synthetic`: dates in words, to be written in ISO 8601",
@@ -615,12 +613,6 @@ def parse_args():
         "--prompts",
         metavar="FILE",
         help="prompts for samples, one per line; default: the first three held-out ones",
-    )
-    group.add_argument(
-        "--sample_length",
-        type=number(int, 1, most=10**5),  # each token takes a forward pass
-        default=64,
-        help="tokens to generate",
     )
     group.add_argument(
         "--generate",

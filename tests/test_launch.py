@@ -449,3 +449,53 @@ def test_accelerate_is_made_to_shard_on_a_cpu(kind, plugin, shards, precision, m
     assert state.distributed_type == PartialState._shared_state["distributed_type"] == expected
     assert state.fsdp_plugin is (plugin if shards else None)
     assert precisions == (["bf16"] if shards and precision == "bf16" else [])
+
+
+def test_the_blocks_to_gather_are_those_that_the_model_names():
+    class Block(torch.nn.Linear):
+        pass
+
+    class Net(torch.nn.Sequential):
+        _no_split_modules = ("Block", "Absent")
+
+    def chosen(model, listed=None, sharded=True):
+        plugin = SimpleNamespace(transformer_cls_names_to_wrap=listed)
+        state = SimpleNamespace(fsdp_plugin=plugin)
+        fsdp.use_model_blocks(SimpleNamespace(is_fsdp2=sharded, state=state), model)
+        return plugin.transformer_cls_names_to_wrap
+
+    net = Net(Block(1, 1), torch.nn.ReLU())
+    assert chosen(net) == ["Block"] and chosen(net, sharded=False) is None
+    assert chosen(net, ["ReLU"]) == ["ReLU"]
+    with pytest.raises(UserError, match="Net has no Other: leave the field out"):
+        chosen(net, ["Block", "Other"])
+    for model in (torch.nn.Sequential(Block(1, 1)), Net(torch.nn.ReLU())):
+        with pytest.raises(UserError, match="gathered all at once"):
+            chosen(model)
+
+
+def test_tied_weights_are_sharded_only_where_they_stay_tied(monkeypatch):
+    class Net(torch.nn.Linear):
+        _no_split_modules = ("Net",)
+        config = SimpleNamespace(tie_word_embeddings=True)
+
+    state = SimpleNamespace(fsdp_plugin=SimpleNamespace(transformer_cls_names_to_wrap=None))
+    sharded = SimpleNamespace(is_fsdp2=True, state=state)
+    monkeypatch.setattr(fsdp, "is_torch_version", lambda *_: False)
+    fsdp.use_model_blocks(sharded, Net(1, 1))
+    monkeypatch.setattr(fsdp, "is_torch_version", lambda *how: how == ("<", "2.13"))
+    with pytest.raises(UserError, match=r"install torch 2\.13"):
+        fsdp.use_model_blocks(sharded, Net(1, 1))
+
+
+@pytest.mark.parametrize(("precision", "changed"), [("bf16", True), ("no", False)])
+def test_gradients_of_a_sharded_model_are_reduced_in_float32(precision, changed):
+    plugin = SimpleNamespace(mixed_precision_policy="default")
+    state = SimpleNamespace(fsdp_plugin=plugin)
+    fsdp.reduce_in_float32(SimpleNamespace(is_fsdp2=True, mixed_precision=precision, state=state))
+    policy = plugin.mixed_precision_policy
+    assert (policy != "default") == changed
+    if changed:
+        assert (policy.param_dtype, policy.reduce_dtype) == (torch.bfloat16, torch.float32)
+        assert policy.cast_forward_inputs is False
+    fsdp.reduce_in_float32(SimpleNamespace(is_fsdp2=False, mixed_precision="bf16"))

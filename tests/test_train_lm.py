@@ -13,7 +13,7 @@ transformers = pytest.importorskip("transformers")
 peft = pytest.importorskip("peft")
 
 LM = "scripts/train_lm.py"
-MODEL = "--block_size 128 --batch_size 8 --sample_length 12"
+MODEL = "--block_size 128 --batch_size 8"
 SMALL = f"{MODEL} --max_train_steps 12 --log_every 1 --eval_every 6 --checkpoint_every 4"
 LORA = f"{SMALL} --lora_rank 4 --lora_dropout 0.1"
 
@@ -78,7 +78,7 @@ def test_leaves_a_model_that_transformers_loads(lm):
     card = (folder / "README.md").read_text()
     assert "library_name: transformers" in card and "pipeline_tag: text-generation" in card
     assert "of them trained" in done.stdout and "target" in done.stdout
-    said = run(None, LM, f"--generate {folder} --prompt Hello --sample_length 5").stdout
+    said = run(None, LM, f"--generate {folder} --prompt Hello").stdout
     assert said.strip() or said == "\n"
 
 
@@ -171,6 +171,17 @@ def test_bad_input_is_one_line(name, chats, tmp_path):
     errors = [line for line in done.stderr.splitlines() if not line.startswith("***")]
     assert done.returncode == 2 and len(errors) == 1 and words in errors[0], done.stderr
     assert not (tmp_path / "run").exists()
+
+
+def test_a_stream_continues_exactly_also_on_another_number_of_processes(chats, tmp_path):
+    arguments = f"--dataset {chats} --streaming {SMALL}"
+    run("cpu", LM, arguments, output_dir=tmp_path / "one")
+    started = Started("2cpu", LM, arguments, output_dir=tmp_path / "two")
+    started.wait_for("step  9/12")
+    started.kill_all()
+    run("cpu", LM, arguments, output_dir=tmp_path / "two")
+    assert results(tmp_path / "two")["resumed_from"] > 0
+    assert_same_losses(tmp_path / "one", tmp_path / "two")
 
 
 @pytest.mark.slow

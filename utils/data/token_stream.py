@@ -9,7 +9,7 @@ import numpy as np
 import torch
 
 from utils.data.conversations import ANSWERS, Encoder
-from utils.data.documents import open_documents
+from utils.data.documents import Rows, open_documents
 from utils.data.lanes import LaneStream, check_lanes
 from utils.data.messages import draft_row
 from utils.data.packing import Documents, Stream, cut_text, pack_conversations
@@ -122,7 +122,8 @@ class TokenStream(LaneStream):
         def open_lane(number):
             source = open_documents(name, subset)
             train = source.splits["train"]
-            rows = train._replace(rows=split_dataset_by_node(train.rows, number, lanes))
+            own = split_dataset_by_node(train.rows, number, lanes)
+            rows = Rows(own, train.fingerprint, train.where, train.is_lines)
             pack = partial(
                 _pack,
                 kind=source.kind,

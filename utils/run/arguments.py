@@ -96,12 +96,12 @@ class Parser(argparse.ArgumentParser):
         )
         self.set_defaults(**defaults)
 
-    def add_run_arguments(self, init_from=True):
+    def add_run_arguments(self, leave_out=()):
         """Adds the flags for the run, the same in every training script.
 
         A copy writes to a folder named after itself.
 
-        Args: init_from: whether the script has `--init_from`.
+        Args: leave_out: of `init_from` and `max_failed_checkpoints`, flags that a script lacks.
         """
         output_dir = f"runs/{Path(sys.argv[0]).stem}"
         self.epilog = CONTINUE_RULE
@@ -118,7 +118,7 @@ class Parser(argparse.ArgumentParser):
             "error if there is one; "
             "PATH: continue from a checkpoint of another run, and write to output_dir",
         )
-        if init_from:
+        if "init_from" not in leave_out:
             group.add_argument(
                 "--init_from",
                 metavar="PATH",
@@ -136,13 +136,15 @@ class Parser(argparse.ArgumentParser):
             default=2,
             help="newest checkpoints to keep, besides the highest-scoring one",
         )
-        group.add_argument(
-            "--max_failed_checkpoints",
-            type=at_least_1,
-            default=3,
-            help="number of checkpoints in a row that may fail to be written before the run ends "
-            "with an error",
-        )
+        self.set_defaults(max_failed_checkpoints=3)
+        if "max_failed_checkpoints" not in leave_out:
+            group.add_argument(
+                "--max_failed_checkpoints",
+                type=at_least_1,
+                default=3,
+                help="number of checkpoints in a row that may fail to be written before the run "
+                "ends with an error",
+            )
         group.add_argument(
             "--push_to_hub",
             metavar="REPO",

@@ -1,0 +1,118 @@
+"""Streamed documents: the same batches on any number of processes, from any position."""
+
+import json
+
+import pytest
+from test_conversations import CHATML, make_tokenizer, say
+
+from utils.data.documents import open_documents
+from utils.data.token_stream import TokenStream, load_held_out
+from utils.run.failures import RunFailed, UserError
+
+LANES, BLOCK = 6, 48
+
+
+@pytest.fixture(scope="module")
+def tokenizer():
+    made = make_tokenizer()
+    made.chat_template = CHATML
+    return made
+
+
+@pytest.fixture(scope="module")
+def chats(tmp_path_factory):
+    """Conversations of different lengths, some without an answer, in three files."""
+    folder = tmp_path_factory.mktemp("chats")
+    for part in range(3):
+        rows = [
+            {
+                "messages": say(
+                    f"u ask {part} {number}",
+                    "a " + "word " * (0 if number % 9 == 5 else 1 + number % 7),
+                )
+            }
+            for number in range(150)
+        ]
+        text = "".join(json.dumps(row) + "\n" for row in rows)
+        (folder / f"part-{part}.jsonl").write_text(text)
+    return str(folder)
+
+
+def batches(name, tokenizer, processes, count, position=None):
+    """The blocks of `count` global batches, and the position that a checkpoint would store."""
+    options = dict(lanes=LANES, buffer=4, seed=0, position=position)
+    readers = [
+        iter(TokenStream(name, tokenizer, BLOCK, 12 // processes, share=(p, processes), **options))
+        for p in range(processes)
+    ]
+    found = []
+    for _ in range(count):
+        parts = [next(reader) for reader in readers]
+        position = {lane: place for part in parts for lane, place in part["position"].items()}
+        blocks = [
+            (inputs, targets, positions)
+            for part in parts
+            for inputs, targets, positions in zip(
+                part["input_ids"].tolist(),
+                part["targets"].tolist(),
+                part["position_ids"].tolist(),
+                strict=True,
+            )
+        ]
+        found.append(sorted(blocks))
+    return found, json.loads(json.dumps(position))
+
+
+def test_any_number_of_processes_streams_the_same_blocks_from_any_position(chats, tokenizer):
+    whole, _ = batches(chats, tokenizer, 1, 40)
+    assert batches(chats, tokenizer, 3, 40)[0] == whole
+    for stop in (1, 2, 3, 17, 35):
+        before, position = batches(chats, tokenizer, 2, stop)
+        assert before + batches(chats, tokenizer, 6, 40 - stop, position)[0] == whole, stop
+        middle, position = batches(chats, tokenizer, 2, 3, position)  # resumed twice
+        rest, _ = batches(chats, tokenizer, 2, 37 - stop, position)
+        assert before + middle + rest == whole, stop
+
+
+def test_held_out_documents_are_never_trained_on(chats, tokenizer):
+    held = load_held_out(chats, tokenizer, BLOCK)
+    blocks = held.splits["val"]
+    answered = set(map(repr, blocks.prompts(100)))
+    assert held.kind == "messages" and len(answered) >= 2 and "fingerprint" in held.description
+
+    def prompts(rows):
+        return {
+            tuple(inputs[start : start + 12])
+            for inputs, _, positions in rows
+            for start in [i for i, place in enumerate(positions) if place == 0]
+        }
+
+    trained = prompts(block for batch in batches(chats, tokenizer, 1, 60)[0] for block in batch)
+    for ids, _ in blocks.prompts(100):
+        assert tuple(ids[:12]) not in trained
+
+
+def test_a_validation_split_is_held_out_as_a_whole(tmp_path, tokenizer):
+    for split, count in (("train", 20), ("val", 5)):
+        rows = [{"text": f"{split} text {number}"} for number in range(count)]
+        text = "".join(json.dumps(row) + "\n" for row in rows)
+        (tmp_path / f"{split}.jsonl").write_text(text)
+    held = load_held_out(str(tmp_path), tokenizer, 16)
+    said = tokenizer.decode(held.splits["val"].__getitems__([0])["input_ids"][0].tolist())
+    assert held.kind == "text" and "val text" in said and "train" not in said
+
+
+def test_what_cannot_be_streamed_is_one_line(tmp_path, tokenizer):
+    (tmp_path / "a.txt").write_text("some text")
+    with pytest.raises(UserError, match="leave out --streaming"):
+        open_documents(str(tmp_path))
+    (tmp_path / "a.txt").unlink()
+    (tmp_path / "a.jsonl").write_text('{"text": "one"}\n')
+    with pytest.raises(UserError, match="too small to stream"):
+        load_held_out(str(tmp_path), tokenizer, 16)
+    (tmp_path / "a.jsonl").write_text('{"text": "one"}\n{"text": 5}\n')
+    stream = TokenStream(str(tmp_path), tokenizer, 16, 1, share=(0, 1), lanes=1, buffer=4)
+    with pytest.raises(RunFailed, match="row 1"):
+        next(iter(stream))
+    with pytest.raises(UserError, match="multiple of the 2 processes"):
+        TokenStream(str(tmp_path), tokenizer, 16, 1, share=(0, 2), lanes=3)

@@ -89,12 +89,12 @@ def build_model(accelerator, config, args):  # EDIT: model
         # Keeps only the input of each block and recomputes the rest in the backward pass.
         model.gradient_checkpointing_enable({"use_reentrant": False})
     if args.freeze:
-        adapters.freeze(model, args.freeze)
+        adapters.freeze(model, args.freeze.split(","))
     if args.adapter:
         model = adapters.load_adapter(model, args.adapter)
     elif args.lora_rank:
         model = adapters.add_lora(
-            model, args.lora_rank, args.lora_alpha, args.lora_dropout, args.lora_targets
+            model, args.lora_rank, args.lora_alpha, args.lora_dropout, args.lora_targets.split(",")
         )
     causal_lm.chunk_loss(model)
     fsdp.use_model_blocks(accelerator, model)
@@ -388,7 +388,7 @@ def main():
         texts = {}
         if accelerator.is_main_process and not accelerator.is_fsdp2:
             texts["text"] = show_samples(unwrapped, tokenizer, prompts)
-            if args.dataset == "synthetic":
+            if args.dataset == "synthetic" and not args.dry_run:
                 answers = eval_set.prompts(ANSWERS)
                 metrics["exact_answers"] = share_of_exact(unwrapped, tokenizer, answers)
         score = -metrics["loss"] if held_out == "val" else None
@@ -519,10 +519,9 @@ def parse_args():
     )
     group.add_argument(
         "--freeze",
-        nargs="+",
-        default=[],
-        metavar="PATTERN",
-        help="do not train the parameters whose names match, such as 'model.embed_tokens.*'",
+        metavar="PATTERNS",
+        help="do not train parameters whose names match one of these, separated by commas, such "
+        "as 'model.embed_tokens.*'",
     )
     group = parser.add_argument_group("LoRA (adapters beside frozen weights, arXiv:2106.09685)")
     group.add_argument(
@@ -544,10 +543,9 @@ def parse_args():
     )
     group.add_argument(
         "--lora_targets",
-        nargs="+",
-        default=["all-linear"],
-        metavar="NAME",
-        help="layers with adapters, such as q_proj v_proj",
+        default="all-linear",
+        metavar="NAMES",
+        help="layers with adapters, separated by commas, such as q_proj,v_proj",
     )
     group.add_argument(
         "--adapter", metavar="PATH", help="continue to train this adapter, with its own settings"

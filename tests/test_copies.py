@@ -20,6 +20,7 @@ ARGUMENTS = {
     "train_cifar": "--dataset synthetic --model net --dry_run --output_dir {project}/cifar",
     "train_gpt": "--dataset synthetic --n_layer 1 --n_head 1 --n_embd 16 --block_size 16 --batch_size 8 --dry_run",
     "train_images": "--dataset synthetic --model squeezenet1_1 --image_size 32 --batch_size 8 --dry_run",
+    "train_lm": "--block_size 128 --batch_size 8 --dry_run",
     "train_minimal": "--epochs 1 --output_dir {project}/minimal",
     "train_model_parallel": "--dataset synthetic --width 8 --batch_size 32 --micro_batches 2 --dry_run",
 }

@@ -44,13 +44,22 @@ continues with the first round that was not finished.
     gpt_at_equal_time   validation loss of train_gpt.py after that time
     gpt_loss, gpt_step  validation loss of train_gpt.py after 2,000 steps, and the milliseconds of a
                         step
+    lm                  train_lm.py against TRL's SFTTrainer (skipped if `trl` is not installed), on
+                        the same Llama with random weights and a vocabulary of 49,152, the same
+                        prompts and completions, AdamW, precision and device. /loss_difference: the
+                        largest between the losses of 20 steps that see the same documents; the
+                        others compare an epoch of each at its best: /speed: target tokens per
+                        second; /memory: the peak; /start: seconds to the first step
 
 Copy it together with `baselines.py`, `train_cifar.py` and `train_gpt.py`.
 """
 
+import importlib.util
 import json
 import os
 import platform
+import random
+import re
 import signal
 import statistics
 import subprocess
@@ -515,14 +524,15 @@ def startup_ratio(args):
 
 
 @kept
-def seconds_to_first_step(words):
-    """Launches a script until it prints its first step."""
-    launcher = [sys.executable, "-m", "accelerate.commands.accelerate_cli", "launch", "--cpu"]
+def seconds_to_first_step(words, launch=True):
+    """Runs a script until it prints its first step; `launch`: by `accelerate launch`."""
+    launcher = [sys.executable]
+    launcher += ["-m", "accelerate.commands.accelerate_cli", "launch", "--cpu"] if launch else []
     pipes = dict(stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True)
     start_time = time.perf_counter()
     started = subprocess.Popen([*launcher, *words], env=environment(), **pipes)
     for line in started.stdout:
-        if line.startswith("step "):
+        if re.match("step +1(/|$)", line):
             break
     else:
         raise RuntimeError(f"{words[0]} ended before its first step")
@@ -629,6 +639,113 @@ def gpt(args):
     return {name: (rounds, units[name]) for name, rounds in values.items()}
 
 
+LM_MODEL = """
+import sys
+from transformers import LlamaConfig, LlamaForCausalLM
+from utils.causal_lm import byte_tokenizer
+sizes = dict(hidden_size=256, intermediate_size=768, num_hidden_layers=4, num_attention_heads=4)
+config = LlamaConfig(vocab_size=49_152, eos_token_id=258, pad_token_id=256, **sizes)
+LlamaForCausalLM(config).save_pretrained(sys.argv[1])
+byte_tokenizer().save_pretrained(sys.argv[1])
+"""
+# Its loss never has all logits in memory, as ours.
+TRL = """
+import json, resource, sys, time
+begin = float(sys.argv[2])
+from datasets import load_dataset
+from transformers import TrainerCallback
+from trl import SFTConfig, SFTTrainer
+options, ends = json.loads(sys.argv[1]), []
+class Clock(TrainerCallback):
+    def on_step_end(self, *_, **__):
+        ends.append(time.time())
+data = load_dataset("json", data_files=options.pop("data"), split="train")
+model = options.pop("model")
+config = SFTConfig(report_to=[], save_strategy="no", logging_steps=1, use_cpu=True,
+    gradient_checkpointing=False, adam_beta2=0.95, weight_decay=0.0, disable_tqdm=True,
+    lr_scheduler_type="constant", model_init_kwargs={"dtype": "float32"}, **options)
+trainer = SFTTrainer(model=model, args=config, train_dataset=data, callbacks=[Clock()])
+started = time.time()
+trainer.train()
+print(json.dumps({
+    "losses": [line["loss"] for line in trainer.state.log_history if "loss" in line],
+    "start": ends[0] - begin, "seconds": ends[-1] - started,
+    "memory": 1024 * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss,
+}))
+"""
+
+
+def lm(args):
+    if importlib.util.find_spec("trl") is None:
+        print("    skipped: trl is not installed (pip install trl)")
+        return {}
+    bf16 = cpu.has_bf16()
+    values = {name: [] for name in ("loss_difference", "speed", "memory", "start")}
+    with tempfile.TemporaryDirectory() as folder:
+        model = f"{folder}/model"
+        words = [sys.executable, "-c", LM_MODEL, model]
+        subprocess.run(words, check=True, cwd=HERE.parent, env=environment(), **QUIET)
+        few, many = (write_completions(f"{folder}/{n}", n) for n in (16, 64 if args.quick else 256))
+        ours = f"train_lm.py --model {model} --lr_schedule constant --warmup_steps 0 --lr 1e-3"
+        ours += (
+            " --weight_decay 0 --log_every 1 --eval_every 1000 --checkpoint_every 0 --track none"
+        )
+        for index in _rounds.each():
+            # All documents are in one batch, so that their order does not matter.
+            same = f"{ours} --dataset {few} --block_size 2048 --batch_size 1 --epochs 20"
+            lines, _ = measure_script(same)
+            options = dict(model=model, data=few + "/train.jsonl", learning_rate=1e-3)
+            whole = dict(per_device_train_batch_size=16, num_train_epochs=20, max_length=None)
+            theirs = measure_trl({**options, **whole, "output_dir": f"{folder}/trl"})
+            losses = [line["loss"] for line in lines if line["split"] == "train"]
+            pairs = zip(losses, theirs["losses"], strict=True)
+            values["loss_difference"].append(max(abs(a - b) for a, b in pairs))
+
+            best = f"{ours} --dataset {many} --block_size 1024 --batch_size 4"
+            _, mine = measure_script(best, bf16=bf16)
+            options = {**options, "data": many + "/train.jsonl", "bf16": bf16, "max_length": 1024}
+            packed = {**options, "packing": True, "per_device_train_batch_size": 4}
+            padded = {**options, "per_device_train_batch_size": 16}
+            peers = {
+                name: measure_trl({**how, "output_dir": f"{folder}/trl"})
+                for name, how in (("packed", packed), ("padded", padded))
+            }
+            first = seconds_to_first_step(script_words(best, f"{folder}/ours{index}"), launch=False)
+            for name, peer in peers.items():
+                print(f"    TRL, {name}: {peer['seconds']:.1f} s, {peer['memory'] / 2**30:.2f} GiB")
+            fastest = min(peers.values(), key=lambda peer: peer["seconds"])
+            seconds, memory = mine["train_seconds"], mine["peak_memory_bytes"]
+            print(f"    train_lm.py: {seconds:.1f} s, {memory / 2**30:.2f} GiB")
+            values["speed"].append(fastest["seconds"] / seconds)
+            values["memory"].append(memory / fastest["memory"])
+            values["start"].append(first / fastest["start"])
+    units = dict.fromkeys(values, "over TRL (less is better), ratio")
+    units["loss_difference"] = "nats per token"
+    units["speed"] = "target tokens per second over TRL (more is better), ratio"
+    return {f"lm/{name}": (rounds, units[name]) for name, rounds in values.items()}
+
+
+def write_completions(folder, count):
+    """Writes `count` prompts with completions of very different length; returns the folder."""
+    rng, rows = random.Random(0), []
+    for _ in range(count):
+        sizes = [min(400, round(rng.lognormvariate(3.6, 0.8))) for _ in range(2)]
+        prompt, completion = ("".join(rng.choices("abcdefgh ", k=size)) for size in sizes)
+        rows.append(json.dumps({"prompt": prompt, "completion": completion + "."}) + "\n")
+    Path(folder).mkdir()
+    Path(folder, "train.jsonl").write_text("".join(rows))
+    Path(folder, "val.jsonl").write_text(rows[0])
+    return folder
+
+
+@kept
+def measure_trl(options):
+    """Trains with TRL in a new process: a dict of `losses`, `start`, `seconds` and `memory`."""
+    words = [sys.executable, "-c", TRL, json.dumps(options), str(time.time())]
+    done = subprocess.run(words, check=True, capture_output=True, text=True, env=environment())
+    return json.loads(done.stdout.strip().splitlines()[-1])
+
+
 BENCHMARKS = {
     "loop_overhead": loop_overhead,
     "tutorial_speedup": tutorial_speedup,
@@ -641,6 +758,7 @@ BENCHMARKS = {
     "machine_limit": machine_limit,
     "memory": memory,
     "gpt": gpt,
+    "lm": lm,
 }
 NEEDS = {"gpt": "text", "time_to_accuracy": "images"}  # data that must be given
 # How long a round of all parts of each took with --quick, on 2 cores with AVX-512 (2026-11-26); of
@@ -657,6 +775,7 @@ SECONDS = {
     "machine_limit": 230,
     "memory": 54,
     "gpt": 3000,
+    "lm": 200,
 }
 
 

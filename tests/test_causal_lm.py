@@ -283,3 +283,67 @@ def test_an_adapter_is_exported_with_its_settings(tmp_path):
     again = adapters.load_adapter(build("llama"), tmp_path)
     trained = [name for name, weight in again.named_parameters() if weight.requires_grad]
     assert trained and all("q_proj.lora_" in name for name in trained)
+
+
+# -------------------------------------------------------------------------------------- bad models
+
+
+def saved(folder, config):
+    config.save_pretrained(folder)
+    causal_lm.byte_tokenizer().save_pretrained(folder)
+    return str(folder)
+
+
+def test_a_model_that_cannot_be_trained_is_one_line(tmp_path, monkeypatch):
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    tokenizer = causal_lm.byte_tokenizer()
+    llama, bert = tmp_path / "llama", tmp_path / "bert"
+    saved(llama, CONFIGS["llama"]())
+    saved(bert, transformers.BertConfig(**{"vocab_size": 300, "is_decoder": False}))
+    small = saved(tmp_path / "small", transformers.LlamaConfig(**{**SMALL, "vocab_size": 200}))
+    t5 = saved(tmp_path / "t5", transformers.T5Config(vocab_size=300))
+    broken = tmp_path / "broken"
+    broken.mkdir()
+    (broken / "config.json").write_text("{")
+    empty = tmp_path / "empty"
+    empty.mkdir()
+    cases = [
+        (str(llama), 65, "--block_size 65"),
+        (small, 16, "259 tokens and"),
+        (t5, 16, "no causal language model, but t5"),
+        (str(broken), 16, "cannot load its configuration"),
+        (str(empty), 16, "has no config.json"),
+        (f"{tmp_path}/nowhere", 16, "there is no such folder"),
+        ("someone/not-there", 16, "not to be had from the Hub"),
+        ("not a/name/at all", 16, "--model not a/name/at all"),
+    ]
+    for name, block_size, words in cases:
+        with pytest.raises(UserError) as error:
+            causal_lm.load_config(name, tokenizer, block_size)
+        assert words in str(error.value), name
+    causal_lm.load_config(str(llama), tokenizer, 64)
+
+
+def test_weights_are_safetensors_or_refused(tmp_path):
+    config = CONFIGS["llama"]()
+    folder = saved(tmp_path, config)
+    torch.save(build("llama", chunked=False).state_dict(), tmp_path / "pytorch_model.bin")
+    accelerator = SimpleNamespace(is_fsdp2=False, is_main_process=True, device=torch.device("cpu"))
+    options = dict(attention="auto", dtype=torch.float32, seed=0)
+    with pytest.raises(UserError, match="cannot load its model"):
+        causal_lm.load_model(accelerator, folder, config, from_scratch=False, **options)
+    with pytest.raises(UserError, match="flex does not train on a CPU"):
+        options["attention"] = "flex"
+        causal_lm.load_model(accelerator, folder, config, from_scratch=True, **options)
+
+
+def test_code_in_a_model_is_not_run(tmp_path):
+    """`auto_map` names a class in a file next to the weights."""
+    folder = saved(tmp_path, CONFIGS["llama"]())
+    (tmp_path / "mine.py").write_text(f"open({str(tmp_path / 'ran')!r}, 'w')")
+    text = (tmp_path / "config.json").read_text()
+    text = text.replace('"model_type": "llama"', '"model_type": "mine"').rstrip().rstrip("}")
+    (tmp_path / "config.json").write_text(text + ', "auto_map": {"AutoConfig": "mine.Config"}}')
+    with pytest.raises(UserError):
+        causal_lm.load_config(folder, causal_lm.byte_tokenizer(), 16)
+    assert not (tmp_path / "ran").exists()

@@ -183,8 +183,19 @@ def kill(launcher, victim, rng):
 
 def compare(reference, run):
     """Describes the difference between two finished runs; None if there is none."""
-    if (reference / "model.safetensors").read_bytes() != (run / "model.safetensors").read_bytes():
-        return "model.safetensors differs"
+    names, others = (
+        [
+            file.relative_to(folder)
+            for part in ("", "model", "adapter")
+            for file in sorted((folder / part).glob("*.safetensors"))
+        ]
+        for folder in (reference, run)
+    )
+    if not names or names != others:
+        return "the weights are in other files"
+    for name in names:
+        if (reference / name).read_bytes() != (run / name).read_bytes():
+            return f"{name} differs"
     if logged_metrics(reference) != logged_metrics(run):
         return "metrics.jsonl differs"
     return None

@@ -151,8 +151,10 @@ def test_everything_but_the_checkpoints_is_uploaded(tmp_path, monkeypatch, capsy
         "tensorboard/a/events",
         "sample.txt",
     )
+    top = ("config.json", "adapter_model.safetensors")  # where transformers and peft look for them
     for name in (
         *wanted,
+        *(f"adapter/{name}" for name in top),
         ".lock",
         "checkpoints/step_00000001/model.safetensors",
         "profile/trace.json",
@@ -166,18 +168,19 @@ def test_everything_but_the_checkpoints_is_uploaded(tmp_path, monkeypatch, capsy
             assert exist_ok
             return huggingface_hub.RepoUrl(f"https://huggingface.co/{repo}")
 
-        def upload_folder(self, repo_id, folder_path, ignore_patterns):
+        def upload_folder(self, repo_id, folder_path, ignore_patterns=()):
             files = [
                 str(path.relative_to(folder_path))
                 for path in Path(folder_path).rglob("*")
                 if path.is_file()
             ]
-            uploaded[repo_id] = set(filter_repo_objects(files, ignore_patterns=ignore_patterns))
+            files = set(filter_repo_objects(files, ignore_patterns=ignore_patterns))
+            uploaded.setdefault(repo_id, set()).update(files)
             return "https://huggingface.co/me/model"
 
     monkeypatch.setattr(huggingface_hub, "HfApi", Api)
     model_card.upload(tmp_path, "me/model")
     assert (
-        uploaded == {"me/model": set(wanted)}
+        uploaded == {"me/model": {*wanted, *top}}
         and "uploaded to https://huggingface.co/me/model" in capsys.readouterr().out
     )

@@ -636,6 +636,8 @@ def parse_args():
     args.lora_alpha = args.lora_alpha or 2.0 * args.lora_rank
     if args.lora_rank and args.adapter:
         raise UserError("--adapter has a rank of its own: leave out --lora_rank")
+    if (args.lora_rank or args.adapter) and (args.from_scratch or args.model == "tiny"):
+        raise UserError("LoRA adapts pretrained weights: give a --model that has some")
     if args.dtype == "bfloat16" and not (args.lora_rank or args.adapter):
         # An update of less than 1/256 of a weight would be rounded away.
         raise UserError(

@@ -347,3 +347,31 @@ def test_code_in_a_model_is_not_run(tmp_path):
     with pytest.raises(UserError):
         causal_lm.load_config(folder, causal_lm.byte_tokenizer(), 16)
     assert not (tmp_path / "ran").exists()
+
+
+def test_a_model_of_the_hub_is_loaded_from_its_cache(tmp_path, monkeypatch):
+    """Its fingerprint is the commit, before and after the weights are there."""
+    from huggingface_hub import constants
+
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path))
+    commit = "a" * 40
+    folder = tmp_path / "models--someone--model"
+    (folder / "refs").mkdir(parents=True)
+    (folder / "refs" / "main").write_text(commit)
+    snapshot = folder / "snapshots" / commit
+    config = CONFIGS["llama"]()
+    saved(snapshot, config)
+    name, accelerator = "someone/model", SimpleNamespace(is_fsdp2=False, device=torch.device("cpu"))
+    tokenizer = causal_lm.load_tokenizer(name)
+    loaded = causal_lm.load_config(name, tokenizer, 16)
+    before = causal_lm.fingerprint(name, loaded)
+    build("llama", chunked=False).save_pretrained(snapshot)
+    assert causal_lm.fingerprint(name, loaded) == before and causal_lm.find(name) == snapshot
+    options = dict(attention="auto", dtype=torch.float32, from_scratch=False, seed=0)
+    model = causal_lm.load_model(accelerator, name, loaded, **options)
+    assert model.name_or_path == name  # which an adapter records
+    adapter = adapters.add_lora(model, 2, 4.0, 0.0, ["q_proj"])
+    adapters.export(tmp_path, adapter, adapter.state_dict(), tokenizer)
+    assert f'"{name}"' in (tmp_path / "adapter" / "adapter_config.json").read_text()
+    adapters.merge(tmp_path)
+    assert (tmp_path / "model" / "model.safetensors").exists()

@@ -69,8 +69,12 @@ def test_a_package_that_is_not_installed_has_no_version(monkeypatch):
 
     monkeypatch.setattr(record.metadata, "version", version)
     installed = {name: f"{name} 1" for name in ("torch", "accelerate", "datasets")}
-    python = platform.python_version()
-    assert record.versions() == installed | {"python": python, "torchvision": None}
+    installed |= {"python": platform.python_version(), "torchvision": None}
+    for name in ("transformers", "peft"):
+        monkeypatch.delitem(sys.modules, name, raising=False)
+    assert record.versions() == installed
+    monkeypatch.setitem(sys.modules, "peft", None)  # imported: it can change results
+    assert record.versions() == installed | {"peft": "peft 1"}
 
 
 def test_each_change_of_a_launch_is_named():

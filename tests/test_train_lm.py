@@ -153,7 +153,9 @@ def test_a_lora_run_refuses_another_base(lm, chats, tmp_path):
 BAD = {
     "no_model": ("--model ./nowhere", "nowhere"),
     "block_too_long": ("--block_size 100000", "block_size"),
-    "lora_target": ("--lora_rank 4 --lora_targets nothing", "nothing"),
+    "lora_target": ("--model {model} --lora_rank 4 --lora_targets nothing", "nothing"),
+    "lora_of_nothing": ("--lora_rank 4", "pretrained"),
+    "other_adapter": ("--model {model} --adapter nowhere", "nowhere"),
     "freeze": ("--freeze nothing.*", "nothing"),
     "bfloat16": ("--dtype bfloat16", "bfloat16"),
     "both_adapters": ("--lora_rank 4 --adapter x", "--adapter"),
@@ -164,8 +166,9 @@ BAD = {
 
 
 @pytest.mark.parametrize("name", BAD)
-def test_bad_input_is_one_line(name, chats, tmp_path):
+def test_bad_input_is_one_line(name, lm, chats, tmp_path):
     arguments, words = BAD[name]
+    arguments = arguments.format(model=lm("cpu").folder / "model")
     arguments = f"--dataset {chats} {MODEL} {arguments}"
     done = run(None, LM, arguments, output_dir=tmp_path / "run", check=False)
     errors = [line for line in done.stderr.splitlines() if not line.startswith("***")]
@@ -173,8 +176,8 @@ def test_bad_input_is_one_line(name, chats, tmp_path):
     assert not (tmp_path / "run").exists()
 
 
-def test_a_stream_continues_exactly_also_on_another_number_of_processes(chats, tmp_path):
-    arguments = f"--dataset {chats} --streaming {SMALL}"
+def test_a_stream_continues_exactly_also_on_another_number_of_processes(tmp_path):
+    arguments = f"--dataset synthetic --streaming {SMALL}"
     run("cpu", LM, arguments, output_dir=tmp_path / "one")
     started = Started("2cpu", LM, arguments, output_dir=tmp_path / "two")
     started.wait_for("step  9/12")

@@ -185,11 +185,11 @@ def load_merged(folder):
 
 
 def _load(name):
-    found = causal_lm.find(name)
-    source = found if any(found.glob("*.safetensors")) else name  # of the Hub: downloads them
+    source = causal_lm.source(name)
+    causal_lm.find(name)  # raises UserError
     try:
         model = AutoModelForCausalLM.from_pretrained(source, use_safetensors=True)
-        return model, AutoTokenizer.from_pretrained(found)
+        return model, AutoTokenizer.from_pretrained(source)
     except (OSError, ValueError) as error:
         reason = " ".join(str(error).split())[:200]
         raise UserError(f"{name}: cannot load the model ({reason})") from None

@@ -5,6 +5,7 @@ Needs the packages in scripts/requirements_lm.txt.
 
 import hashlib
 import json
+import logging
 import os
 import warnings
 from pathlib import Path
@@ -22,6 +23,11 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 from utils.run.failures import UserError
 from utils.run.launch import notice
+
+# Every process would draw a bar for each file of weights, and each save would warn that tied weights
+# are saved once, as they should be.
+transformers.utils.logging.disable_progress_bar()
+logging.getLogger("accelerate.utils.other").setLevel(logging.ERROR)
 
 TINY = "tiny"
 ATTENTION = {
@@ -88,6 +94,14 @@ def find(name):
             f"--model {name} is no folder, and not to be had from the Hub ({reason}): on a machine "
             f"with a network run `hf download {name} --local-dir FOLDER`, and give that folder"
         ) from None
+
+
+def source(name):
+    """What to load the weights from: the folder of a local model, or the Hub id itself.
+
+    The model remembers it, and so does an adapter.
+    """
+    return find(name) if Path(name).expanduser().is_dir() else name
 
 
 def load_config(name, tokenizer, block_size):
@@ -169,11 +183,8 @@ def load_model(accelerator, name, config, *, attention, dtype, from_scratch, see
         if from_scratch or name == TINY:
             torch.manual_seed(seed)
             return AutoModelForCausalLM.from_config(config, **options)
-        folder = find(name)
-        if not any(folder.glob("*.safetensors")):
-            folder = name  # of the Hub: only now the weights are downloaded
         return AutoModelForCausalLM.from_pretrained(
-            folder, config=config, use_safetensors=True, **options
+            source(name), config=config, use_safetensors=True, **options
         )
 
     model = _attempt(name, "model", load)
@@ -213,10 +224,15 @@ def can_pack(config):
 
 
 def fingerprint(name, config):
-    """What identifies a model: its configuration, and sizes and samples of its files of weights."""
+    """What identifies a model: its configuration, and its weights.
+
+    Of a folder, these are sizes and samples of its files; of a Hub id, the commit.
+    """
     settings = {key: value for key, value in config.to_dict().items() if key != "dtype"}
     digest = hashlib.sha256(json.dumps(settings, sort_keys=True, default=str).encode())
-    if name != TINY:
+    if name != TINY and source(name) == name:
+        digest.update(find(name).name.encode())
+    elif name != TINY:
         for file in sorted(find(name).glob("*.safetensors")):
             size = os.path.getsize(file)
             digest.update(size.to_bytes(8, "little"))

@@ -81,7 +81,8 @@ def topology(accelerator):
 def versions():
     """Versions of Python and of the packages that can change results."""
     installed = {"python": platform.python_version()}
-    for package in ("torch", "torchvision", "accelerate", "datasets"):
+    optional = [package for package in ("transformers", "peft") if package in sys.modules]
+    for package in ("torch", "torchvision", "accelerate", "datasets", *optional):
         try:
             installed[package] = metadata.version(package)
         except metadata.PackageNotFoundError:

@@ -6,7 +6,7 @@ from hashlib import sha256
 
 import pytest
 import torch
-from conftest import Started, metrics, results, run, run_once, status
+from conftest import ROOT, Started, metrics, results, run, run_once, status
 from safetensors import safe_open
 
 transformers = pytest.importorskip("transformers")
@@ -213,3 +213,51 @@ def test_a_sharded_lora_run_continues_exactly(lm, chats, tmp_path):
     run("4gpu_fsdp", LM, arguments, output_dir=tmp_path / "killed", launcher=launcher)
     assert results(tmp_path / "killed")["resumed_from"] > 0
     assert weights(tmp_path / "killed") == weights(tmp_path / "whole")
+
+
+def configuration(folder, name):
+    """A folder with the configuration of a small model, and a tokenizer."""
+    from test_causal_lm import CONFIGS
+
+    from utils import causal_lm
+
+    config = CONFIGS[name]()
+    config.max_position_embeddings = config.n_positions = 128
+    config.save_pretrained(folder)
+    causal_lm.byte_tokenizer().save_pretrained(folder)
+    return folder
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["gpt2", "qwen3", "mixtral", "gemma2"])
+def test_other_architectures_from_scratch_continue_exactly(name, chats, tmp_path):
+    """GPT-2 has dropout, Conv1D and tied weights."""
+    folder = configuration(tmp_path / "config", name)
+    arguments = (
+        f"--model {folder} --from_scratch --activation_checkpointing --dataset {chats} {SMALL}"
+    )
+    run("cpu", LM, arguments, output_dir=tmp_path / "one")
+    run("2cpu", LM, arguments, output_dir=tmp_path / "whole")
+    killed = Started("2cpu", LM, arguments, output_dir=tmp_path / "killed")
+    killed.wait_for("step  9/12")
+    killed.kill_all()
+    run("2cpu", LM, arguments, output_dir=tmp_path / "killed")
+    assert results(tmp_path / "killed")["resumed_from"] > 0
+    assert weights(tmp_path / "killed") == weights(tmp_path / "whole")
+    if name in ("qwen3", "gemma2"):  # dropout and the balance of experts depend on the topology
+        assert_same_losses(tmp_path / "one", tmp_path / "whole")
+    transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "whole" / "model")
+
+
+@pytest.mark.slow
+def test_lora_of_a_bfloat16_base_is_sharded(lm, chats, tmp_path):
+    """With float32 adapters, computed in bf16."""
+    config = (ROOT / "accelerate_configs" / "4gpu_fsdp.yaml").read_text()
+    (tmp_path / "config.yaml").write_text(config.replace("use_cpu: false", "use_cpu: true"))
+    arguments = f"--model {lm('cpu').folder / 'model'} --dataset {chats} {LORA} --dtype bfloat16"
+    launcher = ("--num_processes", "2")
+    run(tmp_path / "config.yaml", LM, arguments, output_dir=tmp_path / "run", launcher=launcher)
+    found = losses(tmp_path / "run", "val")
+    assert found[12] < found[0]
+    base = transformers.AutoModelForCausalLM.from_pretrained(lm("cpu").folder / "model")
+    peft.PeftModel.from_pretrained(base, tmp_path / "run" / "adapter")

@@ -24,8 +24,8 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 from utils.run.failures import UserError
 from utils.run.launch import notice
 
-# Every process would draw a bar for each file of weights, and each save would warn that tied weights
-# are saved once, as they should be.
+# Every process would draw a bar for each file of weights, and each save would warn that tied
+# weights are saved once, as they should be.
 transformers.utils.logging.disable_progress_bar()
 logging.getLogger("accelerate.utils.other").setLevel(logging.ERROR)
 

@@ -52,7 +52,7 @@ from utils.run.seeds import seed_step
 
 MISSING = [name for name in ("transformers", "peft") if importlib.util.find_spec(name) is None]
 if not MISSING:
-    from utils import adapters, causal_lm
+    from utils import adapters, causal_lm, lm_loss
 
 SAMPLE_TOKENS, ANSWER_TOKENS = 64, 512  # generated at most: during training, for --generate
 ANSWERS = 100  # held-out conversations whose answers are compared, of --dataset synthetic
@@ -96,7 +96,7 @@ def build_model(accelerator, config, args):  # EDIT: model
         model = adapters.add_lora(
             model, args.lora_rank, args.lora_alpha, args.lora_dropout, args.lora_targets.split(",")
         )
-    causal_lm.chunk_loss(model)
+    lm_loss.chunk_loss(model)
     fsdp.use_model_blocks(accelerator, model)
     return model
 
@@ -374,8 +374,8 @@ def main():
     )
     model, optimizer, scheduler = accelerator.prepare(model, optimizer, scheduler)
     train_loader, eval_loader = build_loaders(accelerator, train_set, eval_set, args)
-    ddp.warm_up(model, lambda: compute_loss(model, causal_lm.small_batch(accelerator, model)))
-    causal_lm.check(accelerator, model, args.packed)
+    ddp.warm_up(model, lambda: compute_loss(model, lm_loss.small_batch(accelerator, model)))
+    lm_loss.check(accelerator, model, args.packed)
     unwrapped = accelerator.unwrap_model(model)
     adapters.save_trained_only(unwrapped)  # a checkpoint of LoRA holds the adapter only
     rates = {"tokens_per_second": args.block_size}  # of positions; those of padding count, too

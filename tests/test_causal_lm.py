@@ -10,7 +10,7 @@ transformers = pytest.importorskip("transformers")
 from accelerate import Accelerator
 from peft import LoraConfig, get_peft_model
 
-from utils import adapters, causal_lm
+from utils import adapters, causal_lm, lm_loss
 from utils.run.failures import UserError
 
 VOCABULARY = 300
@@ -55,7 +55,7 @@ def build(name, attention=None, chunked=True):
             if weight.ndim > 1:
                 weight.mul_(4)
     if chunked:
-        causal_lm.chunk_loss(model)
+        lm_loss.chunk_loss(model)
     return model.eval()
 
 
@@ -73,7 +73,7 @@ def batch(tokens):
 @pytest.mark.parametrize("name", CONFIGS)
 def test_the_loss_and_its_gradients_are_the_models_own(name, size, monkeypatch):
     """In chunks of one, of five positions and of all."""
-    monkeypatch.setattr(causal_lm, "LOGITS", size * VOCABULARY)
+    monkeypatch.setattr(lm_loss, "LOGITS", size * VOCABULARY)
     tokens, model, own = document(), build(name), build(name, chunked=False)
     loss = model(**batch(tokens))
     expected = own(input_ids=tokens, labels=tokens, use_cache=False).loss
@@ -117,7 +117,7 @@ def test_packed_documents_have_the_loss_that_they_have_alone(name, attention):
 
 def test_the_start_check_refuses_a_model_whose_packed_documents_see_each_other(monkeypatch):
     accelerator, model = Accelerator(cpu=True), build("llama")
-    causal_lm.check(accelerator, model, packed=True)
+    lm_loss.check(accelerator, model, packed=True)
     assert not model.own_loss
     forward = model.base_model.forward
 
@@ -125,16 +125,24 @@ def test_the_start_check_refuses_a_model_whose_packed_documents_see_each_other(m
         return forward(*args, **kwargs)
 
     model.base_model.forward = forgetful
-    causal_lm.check(accelerator, model, packed=False)
+    lm_loss.check(accelerator, model, packed=False)
     with pytest.raises(UserError, match="attend to each other"):
-        causal_lm.check(accelerator, model, packed=True)
+        lm_loss.check(accelerator, model, packed=True)
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_the_start_check_accepts_every_architecture_and_leaves_it_as_it_was(name):
+    model = build(name)
+    before = model.config.to_dict()
+    lm_loss.check(Accelerator(cpu=True), model, packed=True)
+    assert not model.own_loss and not model.training and model.config.to_dict() == before
 
 
 def test_a_model_with_another_loss_computes_its_own(capsys):
     model = build("llama", chunked=False)
     model.loss_function = lambda logits, **kwargs: logits.square().mean()
-    causal_lm.chunk_loss(model)
-    causal_lm.check(Accelerator(cpu=True), model, packed=False)
+    lm_loss.chunk_loss(model)
+    lm_loss.check(Accelerator(cpu=True), model, packed=False)
     assert model.own_loss and "computes its own loss" in capsys.readouterr().err
     inputs = batch(document())
     logits = model(input_ids=inputs["input_ids"]).logits
@@ -143,7 +151,7 @@ def test_a_model_with_another_loss_computes_its_own(capsys):
 
 def test_the_largest_logits_are_those_of_a_chunk(monkeypatch):
     """Also in the backward pass; and none are computed where there is no target."""
-    monkeypatch.setattr(causal_lm, "LOGITS", 5 * VOCABULARY)
+    monkeypatch.setattr(lm_loss, "LOGITS", 5 * VOCABULARY)
     model, seen = build("llama"), []
     model.lm_head.register_forward_hook(lambda _, args, __: seen.append(args[0].shape[-2]))
     inputs = batch(document())
@@ -246,7 +254,7 @@ def test_lora_of_a_bfloat16_base_is_float32():
 def test_the_loss_under_the_wrapper_of_peft_is_that_of_the_model():
     tokens = document()
     wrapped = get_peft_model(build("qwen3", chunked=False), LoraConfig(r=2, task_type="CAUSAL_LM"))
-    causal_lm.chunk_loss(wrapped)
+    lm_loss.chunk_loss(wrapped)
     expected = build("qwen3")(**batch(tokens)).item()  # an adapter starts as zero
     assert wrapped(**batch(tokens)).item() == pytest.approx(expected, rel=1e-6)
 

@@ -627,7 +627,7 @@ def parse_args():
     adapters_only = parser.choice("lora_rank") not in (0, "0") or parser.choice("adapter")
     parser.set_defaults(lr=2e-4 if adapters_only else 2e-5)
     if parser.choice("model") == "tiny":
-        parser.set_defaults(block_size=256, lr=3e-3, epochs=5)
+        parser.set_defaults(block_size=256, batch_size=8, lr=4e-3, epochs=2)
     args = parser.parse_training_args()
     if MISSING:
         raise UserError(

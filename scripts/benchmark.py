@@ -703,7 +703,8 @@ def lm(args):
 
             best = f"{ours} --dataset {many} --block_size 1024 --batch_size 4"
             _, mine = measure_script(best, bf16=bf16)
-            options = {**options, "data": many + "/train.jsonl", "bf16": bf16, "max_length": 1024}
+            options |= {"data": many + "/train.jsonl", "bf16": bf16, "max_length": 1024}
+            options["num_train_epochs"] = 1
             packed = {**options, "packing": True, "per_device_train_batch_size": 4}
             padded = {**options, "per_device_train_batch_size": 16}
             peers = {

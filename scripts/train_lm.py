@@ -251,9 +251,9 @@ def generate(model, tokenizer, prompts, length):
     for first in range(0, len(prompts), 25):
         some = {"input_ids": prompts[first : first + 25]}
         inputs = tokenizer.pad(some, padding_side="left", return_tensors="pt").to(device)
-        output = model.generate(
-            **inputs, max_new_tokens=length, do_sample=False, **causal_lm.ends(model, tokenizer)
-        )
+        options = causal_lm.ends(model, tokenizer) | dict(max_new_tokens=length, do_sample=False)
+        with fsdp.gathered(model):
+            output = model.generate(**inputs, **options)
         new = output[:, inputs["input_ids"].shape[1] :]
         texts += tokenizer.batch_decode(new, skip_special_tokens=True)
     model.train(was_training)

@@ -6,6 +6,7 @@ import socket
 import sys
 import warnings
 from datetime import timedelta
+from functools import partial
 from types import SimpleNamespace
 
 import pytest
@@ -458,8 +459,8 @@ def test_the_blocks_to_gather_are_those_that_the_model_names():
     class Net(torch.nn.Sequential):
         _no_split_modules = ("Block", "Absent")
 
-    def chosen(model, listed=None, sharded=True):
-        plugin = SimpleNamespace(transformer_cls_names_to_wrap=listed)
+    def chosen(model, listed=None, sharded=True, policy=fsdp.transformer_auto_wrap_policy):
+        plugin = SimpleNamespace(transformer_cls_names_to_wrap=listed, auto_wrap_policy=policy)
         state = SimpleNamespace(fsdp_plugin=plugin)
         fsdp.use_model_blocks(SimpleNamespace(is_fsdp2=sharded, state=state), model)
         return plugin.transformer_cls_names_to_wrap
@@ -467,6 +468,9 @@ def test_the_blocks_to_gather_are_those_that_the_model_names():
     net = Net(Block(1, 1), torch.nn.ReLU())
     assert chosen(net) == ["Block"] and chosen(net, sharded=False) is None
     assert chosen(net, ["ReLU"]) == ["ReLU"]
+    assert chosen(net, policy=partial(fsdp.transformer_auto_wrap_policy, 1)) == ["Block"]
+    with pytest.raises(UserError, match="set fsdp_auto_wrap_policy: TRANSFORMER_BASED_WRAP"):
+        chosen(net, policy=None)
     with pytest.raises(UserError, match="Net has no Other: leave the field out"):
         chosen(net, ["Block", "Other"])
     for model in (torch.nn.Sequential(Block(1, 1)), Net(torch.nn.ReLU())):
@@ -479,7 +483,9 @@ def test_tied_weights_are_sharded_only_where_they_stay_tied(monkeypatch):
         _no_split_modules = ("Net",)
         config = SimpleNamespace(tie_word_embeddings=True)
 
-    state = SimpleNamespace(fsdp_plugin=SimpleNamespace(transformer_cls_names_to_wrap=None))
+    policy = fsdp.transformer_auto_wrap_policy
+    plugin = SimpleNamespace(transformer_cls_names_to_wrap=None, auto_wrap_policy=policy)
+    state = SimpleNamespace(fsdp_plugin=plugin)
     sharded = SimpleNamespace(is_fsdp2=True, state=state)
     monkeypatch.setattr(fsdp, "is_torch_version", lambda *_: False)
     fsdp.use_model_blocks(sharded, Net(1, 1))

@@ -10,8 +10,9 @@ import shutil
 from pathlib import Path
 
 import torch
-from peft import LoraConfig, PeftModel, get_peft_model
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from peft import LoraConfig, PeftModel, get_peft_model, get_peft_model_state_dict
+from safetensors import safe_open
+from transformers import AutoConfig, AutoTokenizer
 
 from utils import causal_lm
 from utils.run.failures import UserError
@@ -66,11 +67,26 @@ def load_adapter(model, path):
     folder = folder / ADAPTER if (folder / ADAPTER).is_dir() else folder
     if not (folder / "adapter_model.safetensors").is_file():
         raise UserError(f"--adapter {path} holds no adapter_model.safetensors")
+    return _attach(model, folder, is_trainable=True)
+
+
+def _attach(model, folder, **options):
+    """Adds the adapter in a folder: all of it, and to all layers that it is for."""
     try:
-        return PeftModel.from_pretrained(model, folder, is_trainable=True)
+        model = PeftModel.from_pretrained(model, folder, **options)
     except (ValueError, RuntimeError, KeyError, TypeError) as error:
         reason = " ".join(str(error).split())[:200]
-        raise UserError(f"--adapter {path} does not fit the model: {reason}") from None
+        raise UserError(f"the adapter {folder} does not fit the model: {reason}") from None
+    # Of names that one of them lacks, peft only warns.
+    with safe_open(folder / "adapter_model.safetensors", framework="pt") as file:
+        saved = {name for name in file.keys() if "lora_" in name}  # noqa: SIM118 (not a dict)
+    state = get_peft_model_state_dict(model, save_embedding_layers=False)
+    own = {name for name in state if "lora_" in name}
+    if saved != own:
+        where = "the adapter" if saved - own else "the model"
+        name = sorted(saved ^ own)[0]
+        raise UserError(f"the adapter {folder} is that of another model: only {where} has {name}")
+    return model
 
 
 def freeze(model, patterns):
@@ -137,6 +153,12 @@ def export(folder, model, state, tokenizer):
     writing, target = folder / f".{part}.writing", folder / part
     shutil.rmtree(writing, ignore_errors=True)
     state = {name: value.detach().cpu() for name, value in state.items()}
+    # Copies of weights from other devices and processes no longer share memory: tied ones would be
+    # written twice.
+    first = {}
+    for name, weight in model.named_parameters(remove_duplicate=False):
+        if name in state:
+            state[name] = state[first.setdefault(id(weight), name)]
     options = {} if is_adapter else {"max_shard_size": SHARD_SIZE}
     model.save_pretrained(writing, state_dict=state, **options)
     tokenizer.save_pretrained(writing)
@@ -161,7 +183,7 @@ def load_trained(path):
     folder = Path(path).expanduser()
     arguments = (read_json(folder / "args.json") or {}).get("arguments", {})
     if (folder / ADAPTER).is_dir() and not (folder / MODEL).is_dir():
-        model, tokenizer = load_merged(folder)
+        model, tokenizer = _load_adapted(folder)
     else:
         model, tokenizer = _load(path)
     tokenizer.pad_token = tokenizer.pad_token or tokenizer.eos_token
@@ -169,26 +191,28 @@ def load_trained(path):
     return model, tokenizer, kind
 
 
-def load_merged(folder):
-    """The base model of a LoRA run with its adapter merged, and the tokenizer.
+def _load_adapted(folder, **options):
+    """The base model of a LoRA run with its adapter, and the tokenizer.
 
     Raises:
-        UserError: the base model is not there.
+        UserError: the base model is not there, or has changed since.
     """
     settings = json.loads((folder / ADAPTER / "adapter_config.json").read_text())
     base = settings.get("base_model_name_or_path")
     if not base:
         raise UserError(f"{folder / ADAPTER} does not say what its base model is")
-    model, _ = _load(base)
-    model = PeftModel.from_pretrained(model, folder / ADAPTER).merge_and_unload()
-    return model, AutoTokenizer.from_pretrained(folder / ADAPTER)
+    model, _ = _load(base, **options)
+    trained_on = (read_json(folder / "args.json") or {}).get("arguments", {}).get("base")
+    config = AutoConfig.from_pretrained(causal_lm.find(base)).get_text_config()
+    if trained_on and trained_on != causal_lm.fingerprint(base, config):
+        raise UserError(f"{folder / ADAPTER} was trained on another model than {base} is now")
+    return _attach(model, folder / ADAPTER), AutoTokenizer.from_pretrained(folder / ADAPTER)
 
 
-def _load(name):
+def _load(name, **options):
     source = causal_lm.source(name)
-    causal_lm.find(name)  # raises UserError
     try:
-        model = AutoModelForCausalLM.from_pretrained(source, use_safetensors=True)
+        model = causal_lm.load_weights(name, **options)
         return model, AutoTokenizer.from_pretrained(source)
     except (OSError, ValueError) as error:
         reason = " ".join(str(error).split())[:200]
@@ -202,11 +226,13 @@ def merge(path):
         str: what was written.
 
     Raises:
-        UserError: there is no adapter.
+        UserError: there is no adapter, or not its base model.
     """
     folder = Path(path).expanduser()
     if not (folder / ADAPTER).is_dir():
         raise UserError(f"--merge {path}: it has no {ADAPTER}/, as the folder of a LoRA run does")
-    model, tokenizer = load_merged(folder)
+    # In float32: a small change of a weight would be rounded away in bfloat16.
+    model, tokenizer = _load_adapted(folder, dtype=torch.float32)
+    model = model.merge_and_unload()
     export(folder, model, model.state_dict(), tokenizer)
     return f"written to {folder / MODEL}"

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import torch
 import transformers
-from accelerate import init_empty_weights
+from accelerate import PartialState, init_empty_weights
 from huggingface_hub import snapshot_download
 from huggingface_hub.errors import HFValidationError, LocalEntryNotFoundError
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
@@ -20,10 +20,12 @@ from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 from utils.run.failures import UserError
+from utils.run.launch import notice
 
-# Every process would draw a bar for each file of weights, and each save would warn that tied
-# weights are saved once, as they should be.
+# Every process would draw a bar for each file of weights, and report at length which weights are
+# missing (see `load_weights`). Each save would warn that tied weights are saved only once.
 transformers.utils.logging.disable_progress_bar()
+transformers.utils.logging.set_verbosity_error()
 logging.getLogger("accelerate.utils.other").setLevel(logging.ERROR)
 
 TINY = "tiny"
@@ -179,14 +181,25 @@ def load_model(accelerator, name, config, *, attention, dtype, from_scratch, see
         if from_scratch or name == TINY:
             torch.manual_seed(seed)
             return AutoModelForCausalLM.from_config(config, **options)
-        return AutoModelForCausalLM.from_pretrained(
-            source(name), config=config, use_safetensors=True, **options
-        )
+        return load_weights(name, config=config, **options)
 
-    model = _attempt(name, "model", load)
-    unsupported = [weight for weight in model.parameters() if weight.is_meta]
-    if unsupported:
-        raise UserError(f"--model {name}: weights are missing in its files")
+    return _attempt(name, "model", load)
+
+
+def load_weights(name, **options):
+    """A model with all its weights: `transformers` draws those that are missing at random.
+
+    Raises:
+        UserError: the files have no weight of some name.
+    """
+    options |= dict(use_safetensors=True, output_loading_info=True)
+    model, found = AutoModelForCausalLM.from_pretrained(source(name), **options)
+    unknown = sorted(found["unexpected_keys"])
+    if unknown and PartialState().is_main_process:  # of a vision tower, say
+        notice(f"{name}: weights that the model does not have, such as {unknown[0]}, are left out")
+    missing = sorted(found["missing_keys"])
+    if missing:
+        raise UserError(f"{name}: its files have no {missing[0]} ({len(missing)} are missing)")
     return model
 
 
@@ -224,7 +237,10 @@ def fingerprint(name, config):
 
     Of a folder, these are sizes and samples of its files; of a Hub id, the commit.
     """
-    settings = {key: value for key, value in config.to_dict().items() if key != "dtype"}
+    # Without what depends on where a model lies, and on the release of transformers.
+    settings = config.to_diff_dict()
+    for key in ("dtype", "transformers_version", "_name_or_path"):
+        settings.pop(key, None)
     digest = hashlib.sha256(json.dumps(settings, sort_keys=True, default=str).encode())
     if name != TINY and source(name) == name:
         digest.update(find(name).name.encode())

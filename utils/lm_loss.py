@@ -53,7 +53,9 @@ def chunk_loss(model):
             kwargs, targets = _flat(kwargs), targets.flatten()[None]
         if causal.own_loss:
             count = (targets >= 0).sum().clamp(min=1)
-            return original(**kwargs, labels=targets, shift_labels=targets).loss * count
+            # A cache would make `transformers` forget that packed documents are several.
+            own = {**kwargs, "use_cache": False, "labels": targets, "shift_labels": targets}
+            return original(**own).loss * count
         experts = getattr(causal.config, "output_router_logits", False)
         extra = {"output_router_logits": True} if experts else {}
         outputs = backbone(**{**kwargs, **extra, "use_cache": False})

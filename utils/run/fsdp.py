@@ -1,5 +1,7 @@
 """Checks a launch that shards the model (FSDP), and shards it on machines without GPUs, too."""
 
+import contextlib
+import functools
 import inspect
 import os
 import sys
@@ -11,7 +13,8 @@ import torch
 from accelerate.state import AcceleratorState, PartialState
 from accelerate.utils import DistributedType
 from accelerate.utils.versions import is_torch_version
-from torch.distributed.fsdp import MixedPrecisionPolicy
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy
+from torch.distributed.fsdp.wrap import transformer_auto_wrap_policy
 
 from utils.run.failures import UserError
 
@@ -111,11 +114,20 @@ def use_model_blocks(accelerator, model):
     do, unless the launcher's configuration has `fsdp_transformer_layer_cls_to_wrap`.
 
     Raises:
-        UserError: the model has no such layer: it would be gathered all at once.
+        UserError: the model has no such layer, or the configuration does not ask for layers: it
+            would be gathered all at once.
     """
     if not accelerator.is_fsdp2:
         return
     plugin, name = accelerator.state.fsdp_plugin, type(model).__name__
+    policy = plugin.auto_wrap_policy
+    if isinstance(policy, functools.partial):
+        policy = policy.func
+    if policy is not transformer_auto_wrap_policy:
+        raise UserError(
+            f"{name} would be gathered all at once: set fsdp_auto_wrap_policy: "
+            "TRANSFORMER_BASED_WRAP in fsdp_config"
+        )
     own = {type(layer).__name__ for layer in model.modules()}
     listed = plugin.transformer_cls_names_to_wrap
     missing = sorted(set(listed or []) - own)
@@ -136,6 +148,23 @@ def use_model_blocks(accelerator, model):
             f"torch {torch.__version__} unties the embeddings of this model under FSDP2: install "
             "torch 2.13 or later"
         )
+
+
+@contextlib.contextmanager
+def gathered(model):
+    """While it is active, each process has the parameters that belong to no block.
+
+    For methods other than `forward` that use them: FSDP gathers them only for a call of the model.
+    Of a model that is not sharded, this changes nothing.
+    """
+    sharded = isinstance(model, FSDPModule)
+    if sharded:
+        model.unshard()
+    try:
+        yield
+    finally:
+        if sharded:
+            model.reshard()
 
 
 def _shard_on_cpu():

@@ -505,3 +505,22 @@ def test_gradients_of_a_sharded_model_are_reduced_in_float32(precision, changed)
         assert (policy.param_dtype, policy.reduce_dtype) == (torch.bfloat16, torch.float32)
         assert policy.cast_forward_inputs is False
     fsdp.reduce_in_float32(SimpleNamespace(is_fsdp2=False, mixed_precision="bf16"))
+
+
+def test_a_sharded_model_is_gathered_for_a_while(monkeypatch):
+    calls = []
+
+    class Sharded:
+        def unshard(self):
+            calls.append("unshard")
+
+        def reshard(self):
+            calls.append("reshard")
+
+    monkeypatch.setattr(fsdp, "FSDPModule", Sharded)
+    with contextlib.suppress(ValueError), fsdp.gathered(Sharded()):
+        assert calls == ["unshard"]
+        raise ValueError
+    assert calls == ["unshard", "reshard"]
+    with fsdp.gathered(torch.nn.Linear(1, 1)):  # has neither method
+        pass

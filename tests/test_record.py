@@ -73,8 +73,10 @@ def test_a_package_that_is_not_installed_has_no_version(monkeypatch):
     for name in ("transformers", "peft"):
         monkeypatch.delitem(sys.modules, name, raising=False)
     assert record.versions() == installed
-    monkeypatch.setitem(sys.modules, "peft", None)  # imported: it can change results
-    assert record.versions() == installed | {"peft": "peft 1"}
+    for name in ("transformers", "peft"):
+        monkeypatch.setitem(sys.modules, name, None)  # imported: it can change results
+        installed[name] = f"{name} 1"
+        assert record.versions() == installed
 
 
 def test_each_change_of_a_launch_is_named():

@@ -44,6 +44,7 @@ tensors = load_file("model.safetensors")  # name -> tensor
 NOT_UPLOADED = ["checkpoints/*", "profile/*", ".*"]
 # Folders in the formats of transformers and peft, which the Hub expects at the top.
 AT_THE_TOP = ("model", "adapter")
+WEIGHT_NAMES = ("model.safetensors", *AT_THE_TOP)
 
 
 def write(

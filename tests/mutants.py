@@ -176,7 +176,7 @@ MUTANTS = [
         "scripts/train_lm.py",
         'position_ids=batch["position_ids"],',
         "",
-        "test_train_lm.py -k two_processes",
+        "test_train_lm.py -k document_alone",
     ),
     Mutant(
         "the loss is a mean of means",
@@ -190,7 +190,7 @@ MUTANTS = [
         "scripts/train_lm.py",
         'batch["targets"][batch["ids"] != place] = -100',
         "pass",
-        "test_train_lm.py -k two_processes",
+        "test_train_lm.py -k document_alone",
     ),
     Mutant(
         "a stream of documents forgets its position",

@@ -15,6 +15,7 @@ peft = pytest.importorskip("peft")
 LM = "scripts/train_lm.py"
 MODEL = "--block_size 128 --batch_size 8"
 SMALL = f"{MODEL} --max_train_steps 12 --log_every 1 --eval_every 6 --checkpoint_every 4"
+COUNT = 210  # conversations
 LORA = f"{SMALL} --lora_rank 4 --lora_dropout 0.1"
 
 
@@ -24,12 +25,12 @@ def chats(made_once):
 
     def make(folder):
         rows = []
-        for number in range(120):
+        for number in range(COUNT):
             turns = [
-                {"role": "user", "content": f"Say {number} words. " + "Please. " * (number % 5)},
-                {"role": "assistant", "content": "word " * (1 + number * number % 37)},
+                {"role": "user", "content": f"Say {number}." + " Do!" * (number % 5)},
+                {"role": "assistant", "content": "w " * (1 + number * number % 17)},
             ]
-            rows.append(json.dumps({"messages": turns * (1 + number % 3)}) + "\n")
+            rows.append(json.dumps({"messages": turns * (1 + (number % 7 == 0))}) + "\n")
         (folder / "chats.jsonl").write_text("".join(rows))
         return folder / "chats.jsonl"
 
@@ -261,3 +262,28 @@ def test_lora_of_a_bfloat16_base_is_sharded(lm, chats, tmp_path):
     assert found[12] < found[0]
     base = transformers.AutoModelForCausalLM.from_pretrained(lm("cpu").folder / "model")
     peft.PeftModel.from_pretrained(base, tmp_path / "run" / "adapter")
+
+
+def test_the_validation_loss_is_that_of_each_document_alone(lm, chats):
+    """Computed again by transformers, from what the run exported, one conversation at a time."""
+    from utils.data.packing import IGNORED
+    from utils.data.tokens import load_tokens
+
+    folder = lm("2cpu").folder
+    model = transformers.AutoModelForCausalLM.from_pretrained(folder / "model").eval()
+    tokenizer = transformers.AutoTokenizer.from_pretrained(folder / "model")
+    packed = load_tokens(str(chats), tokenizer, 128).splits["val"]
+    assert len(packed) % 2, "no evaluation batch of two processes is filled up"
+    alone = load_tokens(str(chats), tokenizer, 128, packed=False).splits["val"]
+    assert len(alone) > 1.3 * len(packed) and len(packed) > 2
+    total = 0.0
+    for index in range(len(alone)):
+        block = alone[index]
+        with torch.no_grad():
+            logits = model(input_ids=block["input_ids"][None]).logits[0].double()
+        losses = torch.nn.functional.cross_entropy(
+            logits, block["targets"], ignore_index=IGNORED, reduction="sum"
+        )
+        total += losses.item()
+    expected = total / alone.target_tokens
+    assert results(folder)["val_loss"] == pytest.approx(expected, rel=1e-5)

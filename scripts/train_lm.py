@@ -89,7 +89,7 @@ def build_model(accelerator, config, args):  # EDIT: model
     )
     if args.activation_checkpointing:
         # Keeps only the input of each block and recomputes the rest in the backward pass.
-        model.gradient_checkpointing_enable({"use_reentrant": False})
+        model.activation_checkpointing_enable({"use_reentrant": False})
     if args.freeze:
         adapters.freeze(model, args.freeze.split(","))
     if args.adapter:

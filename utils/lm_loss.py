@@ -47,8 +47,10 @@ def chunk_loss(model):
 
     def forward(*args, targets=None, **kwargs):
         kwargs = {name: value for name, value in kwargs.items() if value is not None}
+        experts = getattr(causal.config, "output_router_logits", False)
         if targets is None:
-            return original(*args, **kwargs)
+            # `generate` fails if it is asked for the balance of experts, too.
+            return original(*args, **({"output_router_logits": False} if experts else {}), **kwargs)
         if _flattens(causal):
             kwargs, targets = _flat(kwargs), targets.flatten()[None]
         if causal.own_loss:
@@ -56,7 +58,6 @@ def chunk_loss(model):
             # A cache would make `transformers` forget that packed documents are several.
             own = {**kwargs, "use_cache": False, "labels": targets, "shift_labels": targets}
             return original(**own).loss * count
-        experts = getattr(causal.config, "output_router_logits", False)
         extra = {"output_router_logits": True} if experts else {}
         outputs = backbone(**{**kwargs, **extra, "use_cache": False})
         chosen = (targets >= 0).flatten().nonzero()[:, 0]

@@ -274,14 +274,14 @@ MUTANTS = [
         "utils/lm_loss.py",
         "or not _computes_logits(causal, logits_of)",
         "or False",
-        "test_causal_lm.py -k 'models_own and opt'",
+        "test_causal_lm.py -k accepts_every",
     ),
     Mutant(
         "a cache is made beside the model's own loss",
         "utils/lm_loss.py",
         '"use_cache": False, "labels"',
         '"labels"',
-        "test_causal_lm.py -k 'packed_documents and opt'",
+        "test_causal_lm.py -k cache_beside",
     ),
     Mutant(
         "missing weights are drawn at random",
@@ -324,6 +324,13 @@ MUTANTS = [
         "if trained_on and trained_on !=",
         "if False and trained_on !=",
         "test_causal_lm.py -k merged_in_float32",
+    ),
+    Mutant(
+        "documents are packed for models whose masks ignore positions",
+        "utils/causal_lm.py",
+        "or config.model_type in IGNORE_POSITIONS",
+        "or False",
+        "test_causal_lm.py -k accepts_every",
     ),
     Mutant(
         "tied weights are not tied again",

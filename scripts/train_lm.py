@@ -395,7 +395,8 @@ def main():
                 metrics["exact_answers"] = share_of_exact(unwrapped, tokenizer, answers)
         score = -metrics["loss"] if held_out == "val" else None
         run.log(held_out, step, score=score, **metrics)
-        run.log("sample", step, **texts)
+        if not accelerator.is_fsdp2:  # else there are samples at the end only
+            run.log("sample", step, **texts)
         return metrics
 
     accumulation, processes = args.gradient_accumulation_steps, accelerator.num_processes

@@ -1,5 +1,6 @@
 """Language models: the loss is the model's own, and packed documents do not see each other."""
 
+import json
 from types import SimpleNamespace
 
 import pytest
@@ -9,6 +10,7 @@ transformers = pytest.importorskip("transformers")
 
 from accelerate import Accelerator
 from peft import LoraConfig, get_peft_model
+from safetensors.torch import load_file, save_file
 
 from utils import adapters, causal_lm, lm_loss
 from utils.run.failures import UserError
@@ -39,11 +41,21 @@ CONFIGS = {
     ),
     "granite": lambda: transformers.GraniteConfig(**SMALL, logits_scaling=4.0),
     "cohere": lambda: transformers.CohereConfig(**SMALL, logit_scale=0.25),
+    "opt": lambda: transformers.OPTConfig(
+        vocab_size=VOCABULARY,
+        hidden_size=32,
+        ffn_dim=48,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        max_position_embeddings=64,
+        word_embed_proj_dim=32,
+    ),
     "mistral": lambda: transformers.MistralConfig(**SMALL, sliding_window=4),
     "mixtral": lambda: transformers.MixtralConfig(
         **SMALL, num_local_experts=4, num_experts_per_tok=2, output_router_logits=True
     ),
 }
+PACKED = [name for name in CONFIGS if name != "opt"]
 
 
 def build(name, attention=None, chunked=True):
@@ -75,6 +87,8 @@ def test_the_loss_and_its_gradients_are_the_models_own(name, size, monkeypatch):
     """In chunks of one, of five positions and of all."""
     monkeypatch.setattr(lm_loss, "LOGITS", size * VOCABULARY)
     tokens, model, own = document(), build(name), build(name, chunked=False)
+    # That of OPT takes its hidden states from a part of the backbone.
+    assert model.own_loss == (name == "opt")
     loss = model(**batch(tokens))
     expected = own(input_ids=tokens, labels=tokens, use_cache=False).loss
     # The model's own forward pass has one position more, which balances experts a little otherwise.
@@ -101,7 +115,7 @@ def test_the_auxiliary_loss_of_experts_counts():
 
 
 @pytest.mark.parametrize("attention", [None, "eager"])
-@pytest.mark.parametrize("name", CONFIGS)
+@pytest.mark.parametrize("name", PACKED)
 def test_packed_documents_have_the_loss_that_they_have_alone(name, attention):
     model = build(name, attention)
     model.config.output_router_logits = False  # which is a function of all that is in a batch
@@ -134,8 +148,80 @@ def test_the_start_check_refuses_a_model_whose_packed_documents_see_each_other(m
 def test_the_start_check_accepts_every_architecture_and_leaves_it_as_it_was(name):
     model = build(name)
     before = model.config.to_dict()
-    lm_loss.check(Accelerator(cpu=True), model, packed=True)
-    assert not model.own_loss and not model.training and model.config.to_dict() == before
+    packed = causal_lm.can_pack(model.config)
+    assert packed == (name in PACKED)
+    lm_loss.check(Accelerator(cpu=True), model, packed)
+    assert model.own_loss == (name == "opt")
+    assert not model.training and model.config.to_dict() == before
+
+
+def test_a_model_whose_masks_ignore_positions_cannot_be_packed():
+    """If it can, after an update of transformers, `IGNORE_POSITIONS` need not list it."""
+    with pytest.raises(UserError, match="attend to each other"):
+        lm_loss.check(Accelerator(cpu=True), build("opt"), packed=True)
+
+
+def test_the_start_check_notices_the_smallest_leak_in_bfloat16():
+    """Weights are random: what a token sees of another document changes its loss by a trifle."""
+    torch.manual_seed(0)
+    config = causal_lm.tiny_config(259)
+    model = transformers.AutoModelForCausalLM.from_config(config).eval()
+    lm_loss.chunk_loss(model)
+    accelerator = SimpleNamespace(
+        num_processes=1, mixed_precision="bf16", device="cpu", is_main_process=True
+    )
+    accelerator.unwrap_model = lambda model: model
+    with torch.autocast("cpu", torch.bfloat16):
+        lm_loss.check(accelerator, model, packed=True)
+        forward = model.base_model.forward
+
+        def all_see_all(*args, position_ids, **kwargs):
+            # A mask of ones: the positions still start anew.
+            kwargs["attention_mask"] = torch.ones_like(kwargs["input_ids"])
+            return forward(*args, position_ids=position_ids, **kwargs)
+
+        model.base_model.forward = all_see_all
+        lm_loss.check(accelerator, model, packed=False)
+        with pytest.raises(UserError, match="attend to each other"):
+            lm_loss.check(accelerator, model, packed=True)
+
+
+def test_a_model_whose_tokens_attend_to_later_ones_is_refused():
+    config = transformers.BertConfig(
+        vocab_size=VOCABULARY,
+        hidden_size=32,
+        num_hidden_layers=1,
+        num_attention_heads=4,
+        intermediate_size=48,
+    )
+    model = transformers.AutoModelForCausalLM.from_config(config)
+    lm_loss.chunk_loss(model)
+    with pytest.raises(UserError, match="no causal language model"):
+        lm_loss.check(Accelerator(cpu=True), model, packed=False)
+
+
+def test_there_is_no_cache_beside_the_models_own_loss():
+    """With one, `transformers` would not look for several documents in a block."""
+    model = build("llama")
+    model.own_loss = True
+    one, two = batch(document(9)), batch(document(21))
+    packed = {key: torch.cat([one[key], two[key]], dim=1) for key in one}
+    alone = model(**one).item() + model(**two).item()
+    assert model(**packed).item() == pytest.approx(alone, rel=1e-5)
+
+
+def test_a_loss_that_shifts_the_targets_once_more_is_refused():
+    """It knows nothing of `shift_labels`, as those of older models."""
+    model = build("llama", chunked=False)
+
+    def loss(logits, labels, **kwargs):
+        return torch.nn.functional.cross_entropy(logits[0, :-1], labels[0, 1:])
+
+    model.loss_function = loss
+    lm_loss.chunk_loss(model)
+    model.own_loss = True
+    with pytest.raises(UserError, match="shifts the targets once more"):
+        lm_loss.check(Accelerator(cpu=True), model, packed=False)
 
 
 def test_a_model_with_another_loss_computes_its_own(capsys):
@@ -215,7 +301,7 @@ def test_the_byte_tokenizer_keeps_any_text(tmp_path):
     assert tokenizer.convert_tokens_to_ids(["<|endoftext|>", "<|im_end|>"]) == [256, 258]
 
 
-def test_a_fingerprint_tells_models_apart(tmp_path):
+def test_a_fingerprint_tells_models_apart(tmp_path, monkeypatch):
     model = build("llama", chunked=False)
     prints = []
     for change in (0, 0, 1):
@@ -224,6 +310,14 @@ def test_a_fingerprint_tells_models_apart(tmp_path):
         model.save_pretrained(tmp_path)
         prints.append(causal_lm.fingerprint(str(tmp_path), model.config))
     assert prints[0] == prints[1] != prints[2]
+    # It lies elsewhere, and was read by another release of transformers.
+    moved = tmp_path.rename(tmp_path.with_name("moved"))
+    config = transformers.AutoConfig.from_pretrained(moved)
+    with monkeypatch.context() as patch:
+        patch.setattr(transformers.configuration_utils, "__version__", "5.99")
+        assert causal_lm.fingerprint(str(moved), config) == prints[2]
+    config.rms_norm_eps *= 2
+    assert causal_lm.fingerprint(str(moved), config) != prints[2]
 
 
 # ------------------------------------------------------------------------------------------- LoRA
@@ -346,6 +440,80 @@ def test_weights_are_safetensors_or_refused(tmp_path):
     with pytest.raises(UserError, match="flex does not train on a CPU"):
         options["attention"] = "flex"
         causal_lm.load_model(accelerator, folder, config, from_scratch=True, **options)
+
+
+def without(file, word):
+    """Leaves the tensors out of a file whose names contain a word; returns their names."""
+    state = load_file(file)
+    dropped = [name for name in state if word in name]
+    kept = {name: value for name, value in state.items() if name not in dropped}
+    save_file(kept, file, metadata={"format": "pt"})
+    return dropped
+
+
+def test_a_weight_that_the_files_lack_is_not_drawn_at_random(tmp_path, capfd):
+    model = build("qwen3", chunked=False)
+    model.save_pretrained(tmp_path)
+    model.config.num_hidden_layers = 1
+    loaded = causal_lm.load_weights(str(tmp_path), config=model.config)
+    assert len(loaded.model.layers) == 1
+    assert "model.layers.1" in capfd.readouterr().err.replace("NOTE", "")  # left out, and said
+    (name,) = without(tmp_path / "model.safetensors", "layers.0.mlp.up_proj")
+    with pytest.raises(UserError) as error:
+        causal_lm.load_weights(str(tmp_path), config=model.config)
+    assert f"have no {name} (1 are missing)" in str(error.value)
+    assert "MISSING" not in capfd.readouterr().err  # the report of transformers, a page long
+
+
+@pytest.mark.parametrize(("word", "where"), [("layers.1", "the model"), (None, "the adapter")])
+def test_an_adapter_of_other_layers_is_refused(word, where, tmp_path):
+    """Of layers that one of them lacks, peft only warns."""
+    model = adapters.add_lora(build("llama"), 2, 4.0, 0.0, ["q_proj"])
+    model.save_pretrained(tmp_path)
+    if word:
+        assert without(tmp_path / "adapter_model.safetensors", word)
+    smaller = build("llama")
+    if not word:
+        del smaller.model.layers[1]
+    with pytest.raises(UserError, match=f"another model: only {where} has .*layers.1"):
+        adapters.load_adapter(smaller, tmp_path)
+
+
+def test_tied_weights_are_written_once(tmp_path):
+    """Gathered from other processes, they come as two copies."""
+    model = build("llama")
+    state = {name: value.clone() for name, value in model.state_dict().items()}
+    adapters.export(tmp_path, model, state, causal_lm.byte_tokenizer())
+    written = load_file(tmp_path / "model" / "model.safetensors")
+    assert len(written) == len(state) - 1 and "lm_head.weight" not in written
+
+
+def test_an_adapter_is_merged_in_float32_with_the_base_that_it_was_trained_on(tmp_path):
+    """In bfloat16 most of these changes would be rounded away."""
+    base, run = tmp_path / "base", tmp_path / "run"
+    run.mkdir()
+    model = build("llama", chunked=False).to(torch.bfloat16)
+    model.save_pretrained(base)
+    tokenizer = causal_lm.byte_tokenizer()
+    tokenizer.save_pretrained(base)
+    fingerprint = causal_lm.fingerprint(str(base), model.config)
+    (run / "args.json").write_text(json.dumps({"arguments": {"base": fingerprint}}))
+    adapter = adapters.add_lora(causal_lm.load_weights(str(base)), 4, 8.0, 0.0, ["q_proj"])
+    for name, weight in adapter.named_parameters():
+        if "lora_B" in name:
+            torch.nn.init.normal_(weight, std=1e-5)
+    adapters.export(run, adapter, adapter.state_dict(), tokenizer)
+    adapters.merge(run)
+    merged = load_file(run / "model" / "model.safetensors")
+    for name, weight in model.state_dict().items():
+        if "q_proj" in name:
+            changed = (merged[name] != weight.float()).float().mean()
+            assert merged[name].dtype == torch.float32 and changed > 0.5
+    with torch.no_grad():
+        model.model.norm.weight.add_(1)
+    model.save_pretrained(base)
+    with pytest.raises(UserError, match="was trained on another model"):
+        adapters.merge(run)
 
 
 def test_code_in_a_model_is_not_run(tmp_path):

@@ -7,6 +7,7 @@ import fnmatch
 import json
 import os
 import shutil
+import warnings
 from pathlib import Path
 
 import torch
@@ -17,6 +18,9 @@ from transformers import AutoConfig, AutoTokenizer
 from utils import causal_lm
 from utils.run.failures import UserError
 from utils.run.files import read_json, set_usual_mode, sync
+
+# Of peft, about its own call of transformers; every process would print it.
+warnings.filterwarnings("ignore", "`is_gradient_checkpointing` is deprecated", FutureWarning)
 
 MODEL, ADAPTER = "model", "adapter"  # folders in that of a run
 SHARD_SIZE = "5GB"

@@ -36,6 +36,8 @@ ATTENTION = {
     "flex": "flex_attention",
     "flash": "flash_attention_2",
 }
+# Their masks do not depend on the positions (transformers 5.24).
+IGNORE_POSITIONS = {"afmoe", "biogpt", "bloom", "gpt_oss", "mpt", "openai-gpt", "opt", "xglm"}
 CONFIGURATION = ["*.json", "*.jinja", "*.model", "*.txt"]  # files of a model without its weights
 SAMPLED = 16, 1 << 16  # for a fingerprint: places in a file of weights, and bytes at each
 SPECIAL = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
@@ -224,12 +226,16 @@ def _allocate(model):
 
 
 def can_pack(config):
-    """Whether attention keeps packed documents apart; states of other layers would not."""
+    """Whether attention keeps packed documents apart; states of other layers would not.
+
+    `lm_loss.check` finds out whether it is true.
+    """
     kinds = set(getattr(config, "layer_types", None) or [])
-    with init_empty_weights():
-        model_class = AutoModelForCausalLM._model_mapping[type(config)]
+    model_class = AutoModelForCausalLM._model_mapping[type(config)]
     stateful = getattr(model_class, "_is_stateful", False)
-    return not stateful and kinds <= {"full_attention", "sliding_attention", "chunked_attention"}
+    if stateful or config.model_type in IGNORE_POSITIONS:
+        return False
+    return kinds <= {"full_attention", "sliding_attention", "chunked_attention"}
 
 
 def fingerprint(name, config):

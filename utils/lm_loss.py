@@ -3,9 +3,15 @@
 Needs the packages in scripts/requirements_lm.txt.
 """
 
+import contextlib
+
 import torch
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint as recompute
+from transformers.modeling_outputs import (
+    BaseModelOutputWithPastAndCrossAttentions,
+    MoeModelOutputWithPast,
+)
 
 from utils.run.collectives import gather
 from utils.run.failures import UserError
@@ -31,10 +37,9 @@ def chunk_loss(model):
     """
     causal = _causal(model)
     original, backbone = causal.forward, causal.base_model
-    causal.own_loss = backbone is causal or causal.get_output_embeddings() is None
 
-    def logits_of(hidden, outputs, **kwargs):
-        result, computes = type(outputs)(last_hidden_state=hidden, **kwargs), backbone.forward
+    def logits_of(hidden, kind, **kwargs):
+        result, computes = kind(last_hidden_state=hidden, **kwargs), backbone.forward
         backbone.forward = lambda *_, **__: result
         try:
             return original(input_ids=None, use_cache=False)
@@ -42,7 +47,7 @@ def chunk_loss(model):
             backbone.forward = computes
 
     def loss_of(hidden, targets, outputs):
-        logits = logits_of(hidden[None], outputs).logits[0].float()
+        logits = logits_of(hidden[None], type(outputs)).logits[0].float()
         return F.cross_entropy(logits, targets, reduction="sum")
 
     def forward(*args, targets=None, **kwargs):
@@ -72,11 +77,30 @@ def chunk_loss(model):
         if not parts:
             total = hidden.sum().float()  # zero, with a gradient for DDP
         if experts:  # counts as often as there are targets, as the loss itself does
-            balance = logits_of(hidden[None, :1], outputs, router_logits=outputs.router_logits)
+            routers = dict(router_logits=outputs.router_logits)
+            balance = logits_of(hidden[None, :1], type(outputs), **routers)
             total = total + causal.router_aux_loss_coef * balance.aux_loss * len(targets)
         return total
 
+    causal.own_loss = backbone is causal or not _computes_logits(causal, logits_of)
     causal.forward = forward
+
+
+def _computes_logits(causal, logits_of):
+    """Whether a forward pass takes its hidden states from the backbone, and not from a part of it.
+
+    That of OPT, for example, calls the decoder in the backbone.
+    """
+    head = causal.get_output_embeddings()
+    if head is None:
+        return False
+    width, weight = causal.config.get_text_config().hidden_size, head.weight
+    hidden = torch.zeros(1, 1, width, dtype=weight.dtype, device=weight.device)
+    # What a model reads of its backbone's outputs besides the hidden states.
+    for kind in (BaseModelOutputWithPastAndCrossAttentions, MoeModelOutputWithPast):
+        with torch.no_grad(), contextlib.suppress(Exception):  # of any type, from any model
+            return logits_of(hidden, kind).logits.shape[:2] == (1, 1)
+    return False
 
 
 def _causal(model):
@@ -111,43 +135,71 @@ def small_batch(accelerator, model):
 def check(accelerator, model, packed):
     """Compares the loss of a small batch with what it must be; call it on every process.
 
-    Of two documents in a block, the second has the loss that it has alone: otherwise its tokens
-    attend to the first. And the loss is the model's own: if not, that is used from now on.
+    No token may attend to a later one. Of two documents in a block, the second may not depend on
+    the first, and has the loss that it has alone. And the loss is the model's own: if not, that is
+    used from now on.
 
     Args:
         model: as `prepare` returned it.
         packed (bool): whether blocks will have several documents.
 
     Raises:
-        UserError: packed documents attend to each other.
+        UserError: tokens attend to later ones, or to another document; or the model's own loss is
+            not that of the targets that it is given.
     """
     was_training = model.training
     model.eval()
     causal = _causal(accelerator.unwrap_model(model))
+    name, config = type(causal).__name__, causal.config
     exact = accelerator.mixed_precision == "no" and causal.dtype == torch.float32
+    rounding = 1e-4 if exact else 2e-2
+    batch = small_batch(accelerator, model)
+    alone = {key: value[:, 5:] for key, value in batch.items()}
+    second = _changed(batch, "targets", slice(0, 5), -100)
 
-    def differ(one, other):
-        far = abs(one / other - 1) > (1e-4 if exact else 2e-2)
+    def differ(one, other, tolerance=rounding):
+        far = abs(model(**one).item() / model(**other).item() - 1) > tolerance
         return any(gather(accelerator, far))  # the same on every process
 
-    batch = small_batch(accelerator, model)
-    alone = {name: value[:, 5:] for name, value in batch.items()}
-    second = {**batch, "targets": batch["targets"].clone()}
-    second["targets"][:, :5] = -100
-    experts = getattr(causal.config, "output_router_logits", False)
-    if experts:
-        causal.config.output_router_logits = False  # their balance depends on the whole batch
-    if packed and differ(model(**second).item(), model(**alone).item()):
+    def depends(scored, place):
+        # What a token does not attend to has no effect at all, in any precision and even if the
+        # weights are random and the losses differ little. But experts take tokens together.
+        return differ(scored, _changed(scored, "input_ids", place), *sensitive)
+
+    sensitive = [] if _has_experts(config) else [1e-6]
+    balanced = getattr(config, "output_router_logits", False)
+    if balanced:
+        config.output_router_logits = False  # their balance depends on the whole batch
+    if depends(_changed(alone, "targets", slice(5, None), -100), slice(6, None)):
+        raise UserError(f"{name} is no causal language model: its tokens attend to later ones")
+    if packed and (depends(second, slice(0, 5)) or differ(second, alone)):
         raise UserError(
-            f"{type(causal).__name__} with --attention {causal.config._attn_implementation} lets "
-            "packed documents attend to each other: use another --attention"
+            f"{name} with --attention {config._attn_implementation} lets packed documents attend "
+            "to each other: use another --attention, or another model"
         )
-    if experts:
-        causal.config.output_router_logits = True
+    if balanced:
+        config.output_router_logits = True
     if not causal.own_loss:
         expected = model(**alone).item()
         causal.own_loss = True
-        causal.own_loss = differ(model(**alone).item(), expected)
-    if causal.own_loss and accelerator.is_main_process:
-        notice(f"{type(causal).__name__} computes its own loss, with all logits in memory at once")
+        far = abs(model(**alone).item() / expected - 1) > rounding
+        causal.own_loss = any(gather(accelerator, far))
+    if causal.own_loss:
+        first, next_one = (differ(alone, _changed(alone, "targets", t), 1e-6) for t in (0, 1))
+        if next_one and not first:
+            raise UserError(f"{name} cannot be trained: its loss shifts the targets once more")
+        if accelerator.is_main_process:
+            notice(f"{name} computes its own loss, with all logits in memory at once")
     model.train(was_training)
+
+
+def _changed(batch, key, place, value=None):
+    """A copy of a batch with `value`, or else with other tokens, at a place of `key`."""
+    tensor = batch[key].clone()
+    tensor[:, place] = (tensor[:, place] + 1) % tensor.max() if value is None else value
+    return {**batch, key: tensor}
+
+
+def _has_experts(config):
+    values = config.get_text_config().to_dict().items()
+    return any("experts" in key and isinstance(value, int) and value > 1 for key, value in values)

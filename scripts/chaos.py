@@ -32,6 +32,7 @@ from utils.run import process
 from utils.run.arguments import SEED, Parser, number
 from utils.run.failures import RunFailed, UserError
 from utils.run.measurements import Measurements, clock
+from utils.run.model_card import weight_files
 
 # Metrics that depend on the time that steps take.
 CLOCK = {
@@ -183,15 +184,8 @@ def kill(launcher, victim, rng):
 
 def compare(reference, run):
     """Describes the difference between two finished runs; None if there is none."""
-    names, others = (
-        [
-            file.relative_to(folder)
-            for part in ("", "model", "adapter")
-            for file in sorted((folder / part).glob("*.safetensors"))
-        ]
-        for folder in (reference, run)
-    )
-    if not names or names != others:
+    names = weight_files(reference)
+    if not names or names != weight_files(run):
         return "the weights are in other files"
     for name in names:
         if (reference / name).read_bytes() != (run / name).read_bytes():

@@ -573,7 +573,7 @@ def parse_args():
     parser.add_data_arguments(
         "synthetic",
         "Hub id, local file or folder, or `synthetic`: dates in words, to be written in ISO 8601",
-        workers=False,
+        leave_out=("num_workers",),
     )
     group = parser.add_argument_group("tokens")
     group.add_argument("--subset", help="configuration of a data set of the Hub")

@@ -18,11 +18,11 @@ from transformers import AutoConfig, AutoTokenizer
 from utils import causal_lm
 from utils.run.failures import UserError
 from utils.run.files import read_json, set_usual_mode, sync
+from utils.run.model_card import ADAPTER, MODEL
 
 # Of peft, about its own call of transformers; every process would print it.
 warnings.filterwarnings("ignore", "`is_gradient_checkpointing` is deprecated", FutureWarning)
 
-MODEL, ADAPTER = "model", "adapter"  # folders in that of a run
 SHARD_SIZE = "5GB"
 
 

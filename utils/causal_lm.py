@@ -21,6 +21,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 from utils.run.failures import UserError
 from utils.run.launch import notice
+from utils.run.model_card import ADAPTER, MODEL
 
 # Every process would draw a bar for each file of weights, and report at length which weights are
 # missing (see `load_weights`). Each save would warn that tied weights are saved only once.
@@ -73,13 +74,13 @@ def find(name):
     """
     path = Path(name).expanduser()
     if path.is_dir():
-        for folder in (path, path / "model"):
+        for folder in (path, path / MODEL):
             if (folder / "config.json").is_file():
                 return folder
-        if (path / "adapter").is_dir():
+        if (path / ADAPTER).is_dir():
             raise UserError(
                 f"--model {name} has an adapter only: give its base model, and --adapter "
-                f"{path / 'adapter'}; or make a model of both with --merge {name}"
+                f"{path / ADAPTER}; or make a model of both with --merge {name}"
             )
         raise UserError(f"--model {name} has no config.json: it is no model of transformers")
     if path.exists() or name.startswith((".", "/", "~")):

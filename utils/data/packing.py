@@ -32,6 +32,28 @@ class Documents(NamedTuple):
     bytes: np.ndarray
 
 
+def sum_segments(first, values):
+    """The sum of `values` over the segments of each document, int64 [documents].
+
+    Args:
+        first (int64 [documents]): the first segment of each.
+        values (int64 [segments]): one for each segment.
+    """
+    return np.add.reduceat(values, first) if len(first) else values
+
+
+def join_segments(first, lengths, answers, sizes):
+    """The `Documents` of segments that follow each other in a stream.
+
+    Args:
+        first (int64 [documents]): the first segment of each.
+        lengths, answers, sizes (int64 [segments]): tokens, answer and bytes of each segment.
+    """
+    starts = np.cumsum(lengths) - lengths
+    lengths, sizes = sum_segments(first, lengths), sum_segments(first, sizes)
+    return Documents(starts[first], lengths, answers[first], sizes)
+
+
 class Pieces(NamedTuple):
     """Runs of positions: the place of the first token, the number of positions, the block.
 

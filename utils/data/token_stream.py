@@ -3,7 +3,6 @@
 import hashlib
 import random
 from functools import partial
-from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -12,24 +11,15 @@ from utils.data.conversations import ANSWERS, Encoder
 from utils.data.documents import Rows, open_documents
 from utils.data.lanes import LaneStream, check_lanes
 from utils.data.messages import draft_row
-from utils.data.packing import Documents, Stream, cut_text, pack_conversations
+from utils.data.packing import Stream, cut_text, join_segments, pack_conversations
 from utils.data.tables import first_line
-from utils.data.tokens import packing_options
+from utils.data.tokens import Corpus, packing_options
 from utils.run.failures import RunFailed, UserError
 
 LANES = 8  # parts of a stream
 BUFFER = 64  # blocks among which a lane packs and shuffles
 HELD_OUT_BLOCKS = 64  # of a stream, at most
 HELD_OUT_ONE_IN = 64  # 1 in 64 documents is held out, if there is no split `val`
-
-
-class Held(NamedTuple):
-    """What `load_held_out` returns: the protocol of `tokens.Corpus`, with the split `val` only."""
-
-    splits: dict
-    kind: str
-    description: str
-    details: list
 
 
 def load_held_out(
@@ -50,7 +40,7 @@ def load_held_out(
         arguments: as for `tokens.load_tokens`.
 
     Returns:
-        Held: the checksum is of the held-out tokens.
+        Corpus: with the split `val` only; the checksum is of its tokens.
 
     Raises:
         UserError: the stream cannot be read, or none of its documents is held out.
@@ -74,7 +64,7 @@ def load_held_out(
     blocks = _pack(held, source.kind, encoder, block_size, too_long, packed)
     digest = hashlib.sha256(b"".join(document.tokens.tobytes() for document in held)).hexdigest()
     said = f"a stream, of which {blocks.tokens:,} tokens are held out"
-    return Held({"val": blocks}, source.kind, f"{said} (fingerprint {digest[:12]})", [])
+    return Corpus({"val": blocks}, source.kind, f"{said} (fingerprint {digest[:12]})", [])
 
 
 def is_held_out(documents):
@@ -235,16 +225,9 @@ def _pack(documents, kind, encoder, block_size, too_long, packed):
     """Blocks of documents that are in memory; a text may be divided into segments."""
     tokens = [document.tokens for document in documents]
     is_target = None if kind == "text" else [document.is_target for document in documents]
-    begins = np.array([document.begins for document in documents])
-    first = np.flatnonzero(begins)
-
-    def total(values):
-        return np.add.reduceat(np.array(values, np.int64), first)
-
-    lengths = total([len(some) for some in tokens])
-    answers = np.array([document.answer for document in documents], np.int64)[first]
-    sizes = total([document.bytes for document in documents])
-    found = Documents(np.cumsum(lengths) - lengths, lengths, answers, sizes)
+    columns = [(d.begins, len(d.tokens), d.answer, d.bytes) for d in documents]
+    begins, *others = (np.array(column, np.int64) for column in zip(*columns, strict=True))
+    found = join_segments(np.flatnonzero(begins), *others)
     # One array, because a document must not lie in several.
     joined = None if is_target is None else [np.concatenate(is_target)]
     stream = Stream([np.concatenate(tokens)], joined)

@@ -13,7 +13,14 @@ import numpy as np
 from utils.data.conversations import ANSWERS, Document, Encoder
 from utils.data.documents import find_documents
 from utils.data.messages import draft_row
-from utils.data.packing import Documents, Stream, cut_text, pack_conversations
+from utils.data.packing import (
+    Documents,
+    Stream,
+    cut_text,
+    join_segments,
+    pack_conversations,
+    sum_segments,
+)
 from utils.data.report import LeftOut
 from utils.run.failures import UserError, causes
 from utils.run.seeds import sample_seed
@@ -283,17 +290,10 @@ def _open(table):
         for name in ("row", "answer", "bytes", "digest", "reason", "begins", "quotes")
     }
     first = np.flatnonzero(column["begins"])  # the first segment of each document
-
-    def total(values):
-        return np.add.reduceat(values, first) if len(first) else values
-
-    starts = np.cumsum(sizes) - sizes
-    documents = Documents(
-        starts[first], total(sizes), column["answer"][first], total(column["bytes"])
-    )
+    documents = join_segments(first, sizes, column["answer"], column["bytes"])
     with np.errstate(over="ignore"):
-        digests = total(column["digest"])
-    quotes = total(column["quotes"].astype(np.int64)) > 0
+        digests = sum_segments(first, column["digest"])
+    quotes = sum_segments(first, column["quotes"].astype(np.int64)) > 0
     rows, reasons = column["row"][first], column["reason"][first]
     return _Table(_open_stream(table), documents, rows, reasons, digests, quotes)
 

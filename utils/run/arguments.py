@@ -136,12 +136,11 @@ class Parser(argparse.ArgumentParser):
             default=2,
             help="newest checkpoints to keep, besides the highest-scoring one",
         )
-        self.set_defaults(max_failed_checkpoints=3)
+        self.set_defaults(max_failed_checkpoints=3)  # also of a script that leaves the flag out
         if "max_failed_checkpoints" not in leave_out:
             group.add_argument(
                 "--max_failed_checkpoints",
                 type=at_least_1,
-                default=3,
                 help="number of checkpoints in a row that may fail to be written before the run "
                 "ends with an error",
             )
@@ -164,17 +163,17 @@ class Parser(argparse.ArgumentParser):
             help="seconds to wait for another process before giving up",
         )
 
-    def add_data_arguments(self, dataset, data_help, workers=True):
+    def add_data_arguments(self, dataset, data_help, leave_out=()):
         """Adds the flags of every script that trains on a data set.
 
         Args:
             dataset (str | None): the default of `--dataset`; None: it must be given.
             data_help (str): what `--dataset` takes.
-            workers (bool): whether the script has `--num_workers`.
+            leave_out: `num_workers`, if a script lacks it.
         """
         group = self.add_argument_group("data and tracking")
         group.add_argument("--dataset", default=dataset, required=dataset is None, help=data_help)
-        if workers:
+        if "num_workers" not in leave_out:
             group.add_argument(
                 "--num_workers",
                 type=WORKERS,

@@ -373,7 +373,7 @@ class RunFolder:
         if self.is_main:
             tracking.finish(self._accelerator, self.arguments, self._results)
             with failures.optional("the model card README.md"):
-                if any((self.path / name).exists() for name in model_card.WEIGHT_NAMES):
+                if model_card.weight_files(self.path):
                     model_card.write(self.path, self._record, self._results, **(card or {}))
             print(summary(self._results, self.path, "done"))
             self._upload()

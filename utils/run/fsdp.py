@@ -1,12 +1,11 @@
 """Checks a launch that shards the model (FSDP), and shards it on machines without GPUs, too."""
 
 import contextlib
-import functools
 import inspect
 import os
 import sys
 import warnings
-from functools import wraps
+from functools import partial, wraps
 
 import accelerate
 import torch
@@ -121,7 +120,7 @@ def use_model_blocks(accelerator, model):
         return
     plugin, name = accelerator.state.fsdp_plugin, type(model).__name__
     policy = plugin.auto_wrap_policy
-    if isinstance(policy, functools.partial):
+    if isinstance(policy, partial):
         policy = policy.func
     if policy is not transformer_auto_wrap_policy:
         raise UserError(

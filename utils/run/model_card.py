@@ -43,8 +43,15 @@ tensors = load_file("model.safetensors")  # name -> tensor
 
 NOT_UPLOADED = ["checkpoints/*", "profile/*", ".*"]
 # Folders in the formats of transformers and peft, which the Hub expects at the top.
-AT_THE_TOP = ("model", "adapter")
-WEIGHT_NAMES = ("model.safetensors", *AT_THE_TOP)
+AT_THE_TOP = MODEL, ADAPTER = "model", "adapter"
+
+
+def weight_files(folder):
+    """The files with the final weights of a run, relative to its folder (Path), sorted."""
+    parts = (folder, *(folder / part for part in AT_THE_TOP))
+    return [
+        file.relative_to(folder) for part in parts for file in sorted(part.glob("*.safetensors"))
+    ]
 
 
 def write(

@@ -9,6 +9,7 @@ import torch
 transformers = pytest.importorskip("transformers")
 
 from accelerate import Accelerator
+from conftest import load_script
 from peft import LoraConfig, get_peft_model
 from safetensors.torch import load_file, save_file
 
@@ -272,6 +273,7 @@ def test_a_model_with_states_is_not_packed():
     assert causal_lm.can_pack(CONFIGS["llama"]()) and causal_lm.can_pack(CONFIGS["gpt2"]())
     assert causal_lm.can_pack(CONFIGS["gemma2"]())
     assert not causal_lm.can_pack(transformers.MambaConfig())
+    assert not causal_lm.can_pack(transformers.RwkvConfig())  # which does not list its layers
     assert not causal_lm.can_pack(transformers.Qwen3NextConfig())
 
 
@@ -554,3 +556,19 @@ def test_a_model_of_the_hub_is_loaded_from_its_cache(tmp_path, monkeypatch):
     assert f'"{name}"' in (tmp_path / "adapter" / "adapter_config.json").read_text()
     adapters.merge(tmp_path)
     assert (tmp_path / "model" / "model.safetensors").exists()
+
+
+@pytest.mark.parametrize("name", ["llama", "qwen3", "gpt2"])
+def test_embeddings_and_vectors_have_no_weight_decay(name):
+    """Tied to the output or not."""
+    model = build(name)
+    args = SimpleNamespace(lr=1.0, weight_decay=0.1)
+    decayed, others = load_script("train_lm").build_optimizer(model, args).param_groups
+    assert (decayed["weight_decay"], others["weight_decay"]) == (0.1, 0.0)
+    names = {weight: name for name, weight in model.named_parameters()}
+    vectors = {name for name, weight in model.named_parameters() if weight.ndim == 1}
+    embeddings = {"model.embed_tokens.weight", "transformer.wte.weight", "transformer.wpe.weight"}
+    assert {names[weight] for weight in others["params"]} == vectors | embeddings & set(
+        names.values()
+    )
+    assert len(decayed["params"]) + len(others["params"]) == len(names)

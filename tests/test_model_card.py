@@ -184,3 +184,12 @@ def test_everything_but_the_checkpoints_is_uploaded(tmp_path, monkeypatch, capsy
         uploaded == {"me/model": {*wanted, *top}}
         and "uploaded to https://huggingface.co/me/model" in capsys.readouterr().out
     )
+
+
+def test_weights_are_found_in_every_format(tmp_path):
+    names = ["b.safetensors", "model/a.safetensors", "model/c.safetensors", "adapter/d.safetensors"]
+    for name in (*names, "checkpoints/step_1/e.safetensors", "model/config.json"):
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text("x")
+    assert [str(name) for name in model_card.weight_files(tmp_path)] == names
+    assert model_card.weight_files(tmp_path / "nowhere") == []

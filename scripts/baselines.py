@@ -342,6 +342,34 @@ def copy(steps):
         yield
 
 
+# ---------------------------------------------------------------------------------- language models
+
+
+def lm_loss(model, chunked, steps):
+    """Forward and backward passes of the causal language model in a folder, on 4 blocks of 1,024
+    tokens: with its own loss, or with that of train_lm.py.
+    """
+    from transformers import AutoModelForCausalLM
+
+    from utils.lm_loss import chunk_loss
+
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    model = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32).to(device)
+    tokens = torch.randint(256, (4, 1024), device=device)
+    targets = tokens.roll(-1, dims=1)
+    if chunked:
+        chunk_loss(model)
+    for _ in range(steps):
+        with torch.autocast(device.type, torch.bfloat16, enabled=device.type == "cuda"):
+            if chunked:
+                loss = model(input_ids=tokens, targets=targets) / targets.numel()
+            else:
+                loss = model(input_ids=tokens, labels=tokens, shift_labels=targets).loss
+        loss.backward()
+        model.zero_grad()
+        yield loss.item()
+
+
 # -------------------------------------------------------------------------------------------- main
 
 
@@ -378,6 +406,7 @@ LOOPS = {
         cached_images,
         matrix_product,
         copy,
+        lm_loss,
     )
 }
 
@@ -396,7 +425,8 @@ def main():
         # Without it, a process that uses gloo occasionally aborts at exit.
         torch.distributed.destroy_process_group()
     if process.is_main():
-        print(json.dumps({"seconds": seconds, "memory": memory_bytes(torch.device("cpu"))}))
+        device = torch.device("cuda" if torch.cuda.is_initialized() else "cpu")
+        print(json.dumps({"seconds": seconds, "memory": memory_bytes(device)}))
 
 
 if __name__ == "__main__":

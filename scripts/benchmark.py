@@ -82,6 +82,7 @@ if __name__ == "__main__":
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(process.PREEMPTED))
 
 import numpy as np
+import torch
 import train_cifar
 from baselines import (
     COPIED,
@@ -639,11 +640,14 @@ def gpt(args):
     return {name: (rounds, units[name]) for name, rounds in values.items()}
 
 
+# On a GPU of the size of SmolLM2-135M.
 LM_MODEL = """
-import sys
+import sys, torch
 from transformers import LlamaConfig, LlamaForCausalLM
 from utils.causal_lm import byte_tokenizer
-sizes = dict(hidden_size=256, intermediate_size=768, num_hidden_layers=4, num_attention_heads=4)
+names = "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads"
+sizes = (576, 1536, 30, 9) if torch.cuda.is_available() else (256, 768, 4, 4)
+sizes = dict(zip(names, sizes), tie_word_embeddings=True)
 config = LlamaConfig(vocab_size=49_152, eos_token_id=258, pad_token_id=256, **sizes)
 LlamaForCausalLM(config).save_pretrained(sys.argv[1])
 byte_tokenizer().save_pretrained(sys.argv[1])
@@ -652,6 +656,7 @@ byte_tokenizer().save_pretrained(sys.argv[1])
 TRL = """
 import json, resource, sys, time
 begin = float(sys.argv[2])
+import torch
 from datasets import load_dataset
 from transformers import TrainerCallback
 from trl import SFTConfig, SFTTrainer
@@ -661,8 +666,9 @@ class Clock(TrainerCallback):
         ends.append(time.time())
 data = load_dataset("json", data_files=options.pop("data"), split="train")
 model = options.pop("model")
-config = SFTConfig(report_to=[], save_strategy="no", logging_steps=1, use_cpu=True,
-    gradient_checkpointing=False, adam_beta2=0.95, weight_decay=0.0, disable_tqdm=True,
+config = SFTConfig(report_to=[], save_strategy="no", logging_steps=1,
+    use_cpu=not torch.cuda.is_available(), gradient_checkpointing=False, adam_beta2=0.95,
+    weight_decay=0.0, disable_tqdm=True,
     lr_scheduler_type="constant", model_init_kwargs={"dtype": "float32"}, **options)
 trainer = SFTTrainer(model=model, args=config, train_dataset=data, callbacks=[Clock()])
 started = time.time()
@@ -670,7 +676,8 @@ trainer.train()
 print(json.dumps({
     "losses": [line["loss"] for line in trainer.state.log_history if "loss" in line],
     "start": ends[0] - begin, "seconds": ends[-1] - started,
-    "memory": 1024 * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss,
+    "memory": torch.cuda.max_memory_allocated() or
+    1024 * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss,
 }))
 """
 
@@ -679,13 +686,16 @@ def lm(args):
     if importlib.util.find_spec("trl") is None:
         print("    skipped: trl is not installed (pip install trl)")
         return {}
-    bf16 = cpu.has_bf16()
-    values = {name: [] for name in ("loss_difference", "speed", "memory", "start")}
+    gpu = torch.cuda.is_available()
+    bf16, rows, documents = gpu or cpu.has_bf16(), 16 if gpu else 4, 4096 if gpu else 256
+    if args.quick:
+        documents //= 4
+    values = {name: [] for name in ("loss_difference", "speed", "memory", "start", "logits")}
     with tempfile.TemporaryDirectory() as folder:
         model = f"{folder}/model"
         words = [sys.executable, "-c", LM_MODEL, model]
         subprocess.run(words, check=True, cwd=HERE.parent, env=environment(), **QUIET)
-        few, many = (write_completions(f"{folder}/{n}", n) for n in (16, 64 if args.quick else 256))
+        few, many = (write_completions(f"{folder}/{n}", n) for n in (16, documents))
         ours = f"train_lm.py --model {model} --lr_schedule constant --warmup_steps 0 --lr 1e-3"
         ours += (
             " --weight_decay 0 --log_every 1 --eval_every 1000 --checkpoint_every 0 --track none"
@@ -694,19 +704,19 @@ def lm(args):
             # All documents are in one batch, so that their order does not matter.
             same = f"{ours} --dataset {few} --block_size 2048 --batch_size 1 --epochs 20"
             lines, _ = measure_script(same)
-            options = dict(model=model, data=few + "/train.jsonl", learning_rate=1e-3)
+            options = dict(model=model, data=few + "/train.jsonl", learning_rate=1e-3, bf16=False)
             whole = dict(per_device_train_batch_size=16, num_train_epochs=20, max_length=None)
             theirs = measure_trl({**options, **whole, "output_dir": f"{folder}/trl"})
             losses = [line["loss"] for line in lines if line["split"] == "train"]
             pairs = zip(losses, theirs["losses"], strict=True)
             values["loss_difference"].append(max(abs(a - b) for a, b in pairs))
 
-            best = f"{ours} --dataset {many} --block_size 1024 --batch_size 4"
+            best = f"{ours} --dataset {many} --block_size 1024 --batch_size {rows}"
             _, mine = measure_script(best, bf16=bf16)
             options |= {"data": many + "/train.jsonl", "bf16": bf16, "max_length": 1024}
             options["num_train_epochs"] = 1
-            packed = {**options, "packing": True, "per_device_train_batch_size": 4}
-            padded = {**options, "per_device_train_batch_size": 16}
+            packed = {**options, "packing": True, "per_device_train_batch_size": rows}
+            padded = {**options, "per_device_train_batch_size": 4 * rows}
             peers = {
                 name: measure_trl({**how, "output_dir": f"{folder}/trl"})
                 for name, how in (("packed", packed), ("padded", padded))
@@ -720,7 +730,14 @@ def lm(args):
             values["speed"].append(fastest["seconds"] / seconds)
             values["memory"].append(memory / fastest["memory"])
             values["start"].append(first / fastest["start"])
+            chunked, own = (
+                measure_loop("lm_loss", model=model, chunked=chunked, steps=2)[1]
+                for chunked in (True, False)
+            )
+            print(f"    peak memory of a step: {chunked / 2**30:.2f} of {own / 2**30:.2f} GiB")
+            values["logits"].append(chunked / own)
     units = dict.fromkeys(values, "over TRL (less is better), ratio")
+    units["logits"] = "peak memory over that with all logits (less is better), ratio"
     units["loss_difference"] = "nats per token"
     units["speed"] = "target tokens per second over TRL (more is better), ratio"
     return {f"lm/{name}": (rounds, units[name]) for name, rounds in values.items()}

@@ -28,7 +28,7 @@ from torch import nn
 from torch.utils.data import DataLoader, Dataset
 from torch.utils.flop_counter import FlopCounterMode
 
-from utils.data.arrays import ArrayBatches, synthetic_arrays
+from utils.data.arrays import synthetic_arrays
 from utils.data.augment import augment, normalize
 from utils.data.loaders import already_a_batch
 from utils.data.text import Windows, synthetic_text
@@ -111,7 +111,7 @@ def tutorial(steps, batch_size, batched=False, channels_last=False, bf16=False, 
         model = model.to(memory_format=torch.contiguous_format)
     options = dict(batch_size=batch_size, shuffle=True, drop_last=True)
     if batched:
-        loader = DataLoader(ArrayBatches(split), collate_fn=already_a_batch, **options)
+        loader = DataLoader(range(len(split)), **options)
     else:
         loader = DataLoader(PerSample(split), num_workers=2, persistent_workers=True, **options)
     step = 0
@@ -119,6 +119,7 @@ def tutorial(steps, batch_size, batched=False, channels_last=False, bf16=False, 
         for batch in loader:
             size = sizes[step * len(sizes) // steps]
             if batched:
+                batch = split.batch(batch)
                 labels = batch["labels"]
                 images, keep = augment(batch["images"], batch["ids"], 0, 0, padding=2)
                 images = normalize(images, mean, std, keep, size)

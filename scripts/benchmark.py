@@ -99,9 +99,8 @@ from PIL import Image
 from torch.utils.data import DataLoader
 
 from utils import plots
-from utils.data.arrays import ArrayBatches, synthetic_arrays
+from utils.data.arrays import synthetic_arrays
 from utils.data.augment import augment, normalize
-from utils.data.loaders import already_a_batch
 from utils.run import cpu
 from utils.run.arguments import Parser, number
 from utils.run.failures import UserError
@@ -367,14 +366,14 @@ def pipeline_speedup(args):
     images, batch = (5_000 if args.quick else 20_000), 1000
     split = synthetic_arrays(0, train=images, test=0).splits["train"]
     mean, std = split.mean_and_std()
-    per_sample, batched = PerSample(split, cutout=True), ArrayBatches(split)
+    per_sample = PerSample(split, cutout=True)
 
     def usual():
         for _ in DataLoader(per_sample, batch, shuffle=True, num_workers=2):
             pass
 
     def ours():
-        for loaded in DataLoader(batched, batch, shuffle=True, collate_fn=already_a_batch):
+        for loaded in map(split.batch, DataLoader(range(len(split)), batch, shuffle=True)):
             kept, mask = augment(loaded["images"], loaded["ids"], 0, 0, padding=4, cutout=8)
             normalize(kept, mean, std, mask)
 

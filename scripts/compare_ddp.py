@@ -68,9 +68,8 @@ from torch import nn
 from torch.utils.data import DataLoader, Sampler
 
 from utils import plots
-from utils.data.arrays import ArrayBatches, load_arrays
+from utils.data.arrays import load_arrays, on_device
 from utils.data.augment import normalize
-from utils.data.loaders import already_a_batch
 from utils.data.report import agree
 from utils.run import launch
 from utils.run.arguments import BATCH, SECONDS, SEED, Parser, number
@@ -133,31 +132,29 @@ class Shuffled(Sampler):
 
 
 class Concatenated:
-    """The batches of several loaders, concatenated: those of all processes in `replicated`."""
+    """The ids of several loaders, concatenated: those of all processes in `replicated`."""
 
     def __init__(self, loaders):
         self.loaders = loaders
 
     def __iter__(self):
-        for batches in zip(*self.loaders, strict=True):
-            yield {key: torch.cat([batch[key] for batch in batches]) for key in batches[0]}
+        yield from map(torch.cat, zip(*self.loaders, strict=True))
 
 
 def build_batches(accelerator, split, name, args):
-    """Builds an iterable of the batches of this process in the run `name`, one epoch per iteration.
+    """Builds an iterable of the ids of this process's batches in the run `name`, for an epoch.
 
     Drops the last, incomplete batch of an epoch, because it might not divide evenly over the
     processes.
     """
 
     def loader(seed):
-        dataset = ArrayBatches(split)
-        sampler = Shuffled(len(dataset), seed)
-        options = dict(drop_last=True, collate_fn=already_a_batch)
-        return DataLoader(dataset, args.batch_size, sampler=sampler, **options)
+        samples = range(len(split))
+        sampler = Shuffled(len(samples), seed)
+        return DataLoader(samples, args.batch_size, sampler=sampler, drop_last=True)
 
     if name == "ddp":
-        return accelerator.prepare(loader(args.seed))
+        return accelerator.prepare_data_loader(loader(args.seed), device_placement=False)
     if name == "ddp_single":
         return loader(args.seed)
     if name == "replicated":
@@ -177,20 +174,19 @@ def train(accelerator, name, data, args, should_stop):
         `--proof_steps` steps (`proof.*`) and at the end (`final.*`). None if it was stopped.
     """
     set_seed(args.seed)
-    device, split = accelerator.device, data.splits["train"]
+    device, split = accelerator.device, on_device(accelerator, data.splits)["train"]
     model = Net(len(data.class_names)).to(device)
     if name in PAIRS:
         model = accelerator.prepare(model)
     optimizer = torch.optim.SGD(model.parameters(), lr=args.lr, momentum=args.momentum)
     batches = build_batches(accelerator, split, name, args)
-    mean, std = (value.to(device) for value in split.mean_and_std())
+    mean, std = (value.to(device) for value in data.splits["train"].mean_and_std())
     total_steps = steps_of(name, split, args)
     proof_steps = min(args.proof_steps, total_steps)
     losses, record, start_time = [], {}, time.perf_counter()
     while len(losses) < total_steps:
-        for batch in batches:
-            images, labels = batch["images"].to(device), batch["labels"].to(device)
-            loss = F.cross_entropy(model(normalize(images, mean, std)), labels)
+        for batch in map(split.batch, batches):
+            loss = F.cross_entropy(model(normalize(batch["images"], mean, std)), batch["labels"])
             accelerator.backward(loss)
             optimizer.step()
             optimizer.zero_grad()

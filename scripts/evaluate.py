@@ -33,7 +33,7 @@ from accelerate import Accelerator, DataLoaderConfiguration
 from torch.utils.data import DataLoader
 
 from utils import plots, pretrained, scores
-from utils.data.arrays import ArrayBatches, load_arrays
+from utils.data.arrays import load_arrays, on_device
 from utils.data.augment import normalize
 from utils.data.image_batches import ImageBatches
 from utils.data.image_folder import unlabeled
@@ -99,12 +99,14 @@ def evaluate_cifar(accelerator, args, saved):
     load_state(model, saved, f"{name} with {len(data.class_names)} classes")
     # Each process evaluates its share of every batch.
     batch_size = evaluation_batch_size(accelerator, len(split), 250)
-    loader = DataLoader(ArrayBatches(split), batch_size, **loader_options(accelerator))
-    model, loader = accelerator.prepare(model, loader)
+    loader = DataLoader(range(len(split)), batch_size)
+    loader = accelerator.prepare_data_loader(loader, device_placement=False)
+    model = accelerator.prepare(model)
     colors = (torch.tensor(config[key]) for key in ("mean", "std") if key in config)
     colors = list(colors) or data.splits["train"].mean_and_std()
     mean, std = (value.to(accelerator.device) for value in colors)
-    metrics = train_cifar.evaluate(accelerator, model, loader, iter, mean, std, tta=args.tta)
+    data_set = on_device(accelerator, {shown: split})[shown], loader
+    metrics = train_cifar.evaluate(accelerator, model, *data_set, iter, mean, std, tta=args.tta)
     predictions = metrics.pop("predictions")
 
     if accelerator.is_main_process:

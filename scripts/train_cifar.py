@@ -35,9 +35,9 @@ from torch import nn
 from torch.utils.data import DataLoader
 
 from utils import plots
-from utils.data.arrays import ArrayBatches, load_arrays
+from utils.data.arrays import load_arrays, on_device
 from utils.data.augment import augment, normalize
-from utils.data.loaders import evaluation_batch_size, loader_options
+from utils.data.loaders import evaluation_batch_size
 from utils.data.report import agree, describe_scaling
 from utils.muon import MuonSGD
 from utils.run import ddp, launch, tracking, weights
@@ -207,17 +207,25 @@ def load_data(accelerator, args):  # EDIT: data
 
 
 def build_loaders(accelerator, data, args):
-    """Builds loaders of global batches, one per split; `prepare` splits each over the processes."""
-    options = loader_options(accelerator, args.num_workers, args.timeout)
+    """Builds loaders of global batches; `prepare` splits each over the processes.
+
+    They yield the ids of the samples, on the CPU: `Split.batch` then makes the batch.
+
+    Returns:
+        dict: the name of each split -> (Split, loader).
+    """
+    splits = on_device(accelerator, data.splits)
     batch_size = args.batch_size // args.gradient_accumulation_steps
-    train_set = ArrayBatches(data.splits["train"])
-    train_loader = DataLoader(train_set, batch_size, shuffle=True, drop_last=True, **options)
-    loaders = {"train": accelerator.prepare(train_loader)}
-    for split in sorted(data.splits.keys() - {"train"}):
-        held_out = ArrayBatches(data.splits[split])
-        batch_size = evaluation_batch_size(accelerator, len(held_out), 250)
-        loaders[split] = accelerator.prepare(DataLoader(held_out, batch_size, **options))
-    return loaders
+    samples = range(len(splits["train"]))
+    loaders = {"train": DataLoader(samples, batch_size, shuffle=True, drop_last=True)}
+    for name in sorted(splits.keys() - {"train"}):
+        samples = range(len(splits[name]))
+        batch_size = evaluation_batch_size(accelerator, len(samples), 250)
+        loaders[name] = DataLoader(samples, batch_size)
+    return {
+        name: (splits[name], accelerator.prepare_data_loader(loader, device_placement=False))
+        for name, loader in loaders.items()
+    }
 
 
 def compute_loss(model, batch, mean, std, epoch, size, args):  # EDIT: loss
@@ -234,10 +242,12 @@ def compute_loss(model, batch, mean, std, epoch, size, args):  # EDIT: loss
 
 
 @torch.no_grad()
-def evaluate(accelerator, model, loader, watch, mean, std, *, tta=False, size=32):  # EDIT: metric
+def evaluate(accelerator, model, split, loader, watch, mean, std, *, tta=False, size=32):
     """Computes exact metrics of a split: each image counts once, on any number of processes.
 
     Args:
+        split (Split): the images.
+        loader: yields their ids.
         watch: `guard.watch`, with which a signal ends the evaluation; `iter` without one.
         tta (bool): test-time augmentation: sum the outputs for an image, its mirror image, and both
             shifted by a pixel.
@@ -248,8 +258,8 @@ def evaluate(accelerator, model, loader, watch, mean, std, *, tta=False, size=32
         dict: `loss`, `accuracy`, and `predictions`, int64 [samples] in the order of the data.
     """
     model.eval()
-    outputs, labels = [], []
-    for batch in watch(loader):
+    outputs, labels = [], []  # EDIT: metric
+    for batch in map(split.batch, watch(loader)):
         images = normalize(batch["images"], mean, std, size=size)
         logits = predict_views(model, images) if tta else model(images).float()
         # Gather per batch and per sample: gather_for_metrics then drops the samples that were
@@ -259,8 +269,8 @@ def evaluate(accelerator, model, loader, watch, mean, std, *, tta=False, size=32
         labels.append(target)
     model.train()
     outputs, labels = torch.cat(outputs).cpu(), torch.cat(labels).cpu()
-    if len(labels) != len(loader.dataset):
-        raise RuntimeError(f"evaluated {len(labels)} of {len(loader.dataset)} samples")
+    if len(labels) != len(split):
+        raise RuntimeError(f"evaluated {len(labels)} of {len(split)} samples")
     predictions = outputs.argmax(1)
     return {
         "loss": F.cross_entropy(outputs, labels).item(),
@@ -366,15 +376,15 @@ def main():
     )
     model, optimizer, scheduler = accelerator.prepare(model, optimizer, scheduler)
     loaders = build_loaders(accelerator, data, args)
-    train_loader = loaders["train"]
-    first = ArrayBatches(data.splits["train"]).batch([0, 1], accelerator.device)
+    train_set, train_loader = loaders["train"]
+    first = train_set.batch(torch.arange(2))
     ddp.warm_up(model, lambda: compute_loss(model, first, mean, std, 0, None, args))
     step = run.start(scheduler)  # accelerator.load_state, if there is a checkpoint
     guard = Guard(accelerator, args.timeout)
 
     def validate(step):
-        size = image_size_at(step / plan.total_steps, args)
-        metrics = evaluate(accelerator, model, loaders[held_out], guard.watch, mean, std, size=size)
+        data, size = loaders[held_out], image_size_at(step / plan.total_steps, args)
+        metrics = evaluate(accelerator, model, *data, guard.watch, mean, std, size=size)
         score = metrics["accuracy"] if held_out == "val" else None
         run.log(held_out, step, score=score, loss=metrics["loss"], accuracy=metrics["accuracy"])
         return metrics
@@ -389,7 +399,7 @@ def main():
         for step, micro_batches in remaining.accumulated(run.timed(batches)):
             size = image_size_at(step / plan.total_steps, args)
             losses, ids, norm = [], [], None
-            for batch in micro_batches:
+            for batch in map(train_set.batch, micro_batches):
                 # So that a restart draws the same dropout masks. Seed after loading the batch,
                 # because loading may also draw random numbers.
                 seed_step(accelerator, args.seed, step, len(losses))
@@ -426,16 +436,16 @@ def main():
     profile.stop()
 
     if metrics is None or step < plan.total_steps:  # nothing was left to do, or --overfit_batch
-        metrics = evaluate(accelerator, model, loaders[held_out], guard.watch, mean, std)
+        metrics = evaluate(accelerator, model, *loaders[held_out], guard.watch, mean, std)
     predictions = metrics.pop("predictions")
     results = {f"{held_out}_{name}": value for name, value in metrics.items()}
     shown = "test" if "test" in loaders else held_out
     if shown != held_out:
-        metrics = evaluate(accelerator, model, loaders["test"], guard.watch, mean, std)
+        metrics = evaluate(accelerator, model, *loaders["test"], guard.watch, mean, std)
         predictions = metrics.pop("predictions")
         results |= {f"test_{name}": value for name, value in metrics.items()}
     if args.tta:
-        metrics = evaluate(accelerator, model, loaders[shown], guard.watch, mean, std, tta=True)
+        metrics = evaluate(accelerator, model, *loaders[shown], guard.watch, mean, std, tta=True)
         results[f"{shown}_accuracy_tta"] = metrics["accuracy"]
     if accelerator.is_main_process:
         weights.export(run.path, accelerator.unwrap_model(model), config)
@@ -496,6 +506,7 @@ def parse_args():
     parser.add_data_arguments(
         "uoft-cs/cifar10",
         "Hub id, local folder or file of images, which become 32x32, or `synthetic`",
+        leave_out=("num_workers",),
     )
     parser.add_image_arguments(val_fraction=None)
     parser.set_defaults(**RECIPES.get(parser.choice("model"), {}))

@@ -55,9 +55,9 @@ from torch import nn
 from torch.utils.data import DataLoader
 
 from utils import plots
-from utils.data.arrays import ArrayBatches, load_arrays
+from utils.data.arrays import load_arrays, on_device
 from utils.data.augment import augment, normalize
-from utils.data.loaders import evaluation_batch_size, loader_options
+from utils.data.loaders import evaluation_batch_size
 from utils.data.report import agree
 from utils.run import ddp, launch, weights
 from utils.run.arguments import BATCH, Parser, number
@@ -277,16 +277,24 @@ def load_data(accelerator, args):  # EDIT: data
 
 
 def build_loaders(accelerator, data, held_out, args):
-    """Builds loaders of global batches; `prepare` splits each over the processes.
+    """Builds two loaders of global batches; `prepare` splits each over the processes.
 
-    A batch is on the first device of its process.
+    They yield the ids of the samples, on the CPU: `Split.batch` then makes the batch, on the first
+    device of its process.
+
+    Returns:
+        list: (Split, loader) of the training data and of the held-out ones.
     """
-    options = loader_options(accelerator, args.num_workers, args.timeout)
+    splits = on_device(accelerator, data.splits)
+    train_set, eval_set = splits["train"], splits[held_out]
     batch_size = args.batch_size // args.gradient_accumulation_steps
-    train_set, eval_set = ArrayBatches(data.splits["train"]), ArrayBatches(data.splits[held_out])
-    train_loader = DataLoader(train_set, batch_size, shuffle=True, drop_last=True, **options)
+    train_loader = DataLoader(range(len(train_set)), batch_size, shuffle=True, drop_last=True)
     batch_size = evaluation_batch_size(accelerator, len(eval_set), 250)
-    return accelerator.prepare(train_loader, DataLoader(eval_set, batch_size, **options))
+    eval_loader = DataLoader(range(len(eval_set)), batch_size)
+    return [
+        (split, accelerator.prepare_data_loader(loader, device_placement=False))
+        for split, loader in ((train_set, train_loader), (eval_set, eval_loader))
+    ]
 
 
 def compute_loss(model, batch, mean, std, epoch, args):  # EDIT: loss
@@ -299,7 +307,7 @@ def compute_loss(model, batch, mean, std, epoch, args):  # EDIT: loss
 
 
 @torch.no_grad()
-def evaluate(accelerator, model, loader, watch, mean, std):  # EDIT: metric
+def evaluate(accelerator, model, split, loader, watch, mean, std):  # EDIT: metric
     """Computes exact metrics of a split: each image counts once, on any number of processes.
 
     Returns:
@@ -307,15 +315,15 @@ def evaluate(accelerator, model, loader, watch, mean, std):  # EDIT: metric
     """
     model.eval()
     outputs, labels = [], []
-    for batch in watch(loader):
+    for batch in map(split.batch, watch(loader)):
         logits = model(normalize(batch["images"], mean, std)).float().to(accelerator.device)
         logits, target = accelerator.gather_for_metrics((logits, batch["labels"]))
         outputs.append(logits)
         labels.append(target)
     model.train()
     outputs, labels = torch.cat(outputs).cpu(), torch.cat(labels).cpu()
-    if len(labels) != len(loader.dataset):
-        raise RuntimeError(f"evaluated {len(labels)} of {len(loader.dataset)} samples")
+    if len(labels) != len(split):
+        raise RuntimeError(f"evaluated {len(labels)} of {len(split)} samples")
     correct = outputs.argmax(1) == labels
     loss = F.cross_entropy(outputs, labels).item()
     return {"loss": loss, "accuracy": correct.double().mean().item()}
@@ -367,8 +375,8 @@ def main():
     model, optimizer, scheduler = accelerator.prepare(
         model, optimizer, scheduler, device_placement=[False, None, None]
     )
-    train_loader, eval_loader = build_loaders(accelerator, data, held_out, args)
-    first = ArrayBatches(train_set).batch([0, 1], accelerator.device)
+    (train_set, train_loader), eval_data = build_loaders(accelerator, data, held_out, args)
+    first = train_set.batch(torch.arange(2))
     ddp.warm_up(model, lambda: compute_loss(model, first, mean, std, 0, args))
     step = run.start(scheduler)  # accelerator.load_state, if there is a checkpoint
     devices = ", ".join(map(str, stages))
@@ -376,7 +384,7 @@ def main():
     guard = Guard(accelerator, args.timeout)
 
     def validate(step):
-        metrics = evaluate(accelerator, model, eval_loader, guard.watch, mean, std)
+        metrics = evaluate(accelerator, model, *eval_data, guard.watch, mean, std)
         # A test split has no score: it must not choose a checkpoint.
         score = metrics["accuracy"] if held_out == "val" else None
         run.log(held_out, step, score=score, **metrics)
@@ -391,7 +399,7 @@ def main():
         batches = skip_first_batches(train_loader, skip) if skip else train_loader
         for step, micro_batches in remaining.accumulated(run.timed(batches)):
             losses, ids, norm = [], [], None
-            for batch in micro_batches:
+            for batch in map(train_set.batch, micro_batches):
                 # So that a restart draws the same dropout masks. Seed after loading the batch,
                 # because loading may also draw random numbers.
                 seed_step(accelerator, args.seed, step, len(losses))
@@ -428,7 +436,7 @@ def main():
     profile.stop()
 
     if metrics is None or step < plan.total_steps:  # nothing was left to do, or --overfit_batch
-        metrics = evaluate(accelerator, model, eval_loader, guard.watch, mean, std)
+        metrics = evaluate(accelerator, model, *eval_data, guard.watch, mean, std)
     if accelerator.is_main_process:
         config = {"model": "model_parallel", "width": args.width, "class_names": data.class_names}
         weights.export(run.path, accelerator.unwrap_model(model), config)
@@ -467,7 +475,9 @@ def parse_args():
     parser.add_optimizer_arguments(group, weight_decay=0.05)
     parser.add_run_arguments()
     parser.add_data_arguments(
-        "uoft-cs/cifar10", "Hub id or local folder of a 32x32 image data set, or `synthetic`"
+        "uoft-cs/cifar10",
+        "Hub id or local folder of a 32x32 image data set, or `synthetic`",
+        leave_out=("num_workers",),
     )
     args = parser.parse_training_args()
     if args.width % 8:

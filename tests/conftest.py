@@ -23,7 +23,7 @@ import warm
 from scripts.chaos import CLOCK
 
 ROOT = Path(__file__).resolve().parents[1]
-CIFAR = "scripts/train_cifar.py"
+CIFAR, GPT = "scripts/train_cifar.py", "scripts/train_gpt.py"
 SHARED_DATA = ROOT.parent / "shared" / "data"
 COLD = "PYTEST_COLD"  # the environment variable that tells pytest's own processes of --cold
 LIMIT = 300  # seconds for one launch, so that a hang fails one test and does not block the suite
@@ -36,6 +36,12 @@ SMALL = (
 )
 # Saves only when it is stopped.
 ENDLESS = f"{SMALL} --max_train_steps 100000 --eval_every 100000 --checkpoint_every 0"
+# For train_gpt.py, the smallest of the scripts whose loader has workers.
+GPT_WITH_A_WORKER = (
+    "--dataset synthetic --n_layer 1 --n_head 1 --n_embd 16 --block_size 16 --batch_size 4 "
+    "--num_workers 1 --max_train_steps 100000 --eval_every 100000 --checkpoint_every 0 "
+    "--log_every 1"
+)
 
 
 def pytest_addoption(parser):

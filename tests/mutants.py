@@ -766,7 +766,7 @@ MUTANTS = [
     Mutant(
         "Muon: tall matrices move too little",
         "utils/muon.py",
-        "max(1, shape[0] / shape[1:].numel()) ** 0.5",
+        "max(1, len(weight) / weight.shape[1:].numel())",
         "1",
         "test_gpt.py -k tall_matrix",
     ),
@@ -787,8 +787,8 @@ MUTANTS = [
     Mutant(
         "Muon: wide matrices diverge",
         "utils/muon.py",
-        "= factor @ gram @ factor",
-        "= factor @ gram",
+        "_times(terms, _times(terms, gram))",
+        "_times(terms, gram)",
         "test_gpt.py -k muon",
     ),
     Mutant(
@@ -820,9 +820,23 @@ MUTANTS = [
         "test_gpt.py -k muon_with_beta2",
     ),
     Mutant(
+        "Muon: rounding errors of half precision grow",
+        "utils/muon.py",
+        "if half or x.size(2) < 1.5 * x.size(1):",
+        "if x.size(2) < 1.5 * x.size(1):",
+        "test_batches.py -k half_precision",
+    ),
+    Mutant(
+        "Muon: filters keep the zeros that filled them up",
+        "utils/muon.py",
+        "result[:, : matrix[0].numel()]",
+        "result[:, -matrix[0].numel() :]",
+        "test_batches.py -k filled_up",
+    ),
+    Mutant(
         "Muon: momentum stays low",
         "utils/muon.py",
-        'state["step"] += 1',
+        'torch._foreach_add_([state["step"] for state in states], 1)',
         "pass",
         "test_gpt.py -k muon",
     ),
@@ -1106,8 +1120,8 @@ MUTANTS = [
     Mutant(
         "Muon needs every gradient",
         "utils/muon.py",
-        "if weight.grad is None:",
-        "if False:",
+        'group["params"] if weight.grad is not None]',
+        'group["params"]]',
         "test_gpt.py -k without_a_gradient",
     ),
     Mutant(

@@ -255,6 +255,27 @@ def test_an_orthogonal_matrix_has_singular_values_near_one(shape):
     assert torch.allclose(muon.orthogonalize(x), slow, atol=1e-9)
 
 
+@pytest.mark.parametrize("shape", [(32, 32), (32, 96), (96, 32)])
+def test_half_precision_stays_near_the_exact_result(shape):
+    """Also if most singular values are tiny, as those of gradients are."""
+    torch.manual_seed(0)
+    left, _, right = torch.linalg.svd(torch.randn(1, *shape), full_matrices=False)
+    x = left * torch.arange(1, 33).float() ** -2 @ right
+    exact = muon.orthogonalize(x.double())
+    half = muon.orthogonalize(x, half=True)
+    assert half.dtype == torch.float32 and not torch.equal(half, muon.orthogonalize(x))
+    assert (half - exact).norm() < 0.05 * exact.norm()
+
+
+def test_filters_that_are_filled_up_are_updated_as_on_their_own():
+    torch.manual_seed(0)
+    filters = [torch.randn(4, width, 3, 3, dtype=torch.float64) for width in (2, 5, 1)]
+    together = muon._orthogonalize_alike(filters, 3)
+    for matrix, update in zip(filters, together, strict=True):
+        alone = muon.orthogonalize(matrix.flatten(1)[None], 3)[0]
+        assert torch.allclose(update.flatten(1), alone, atol=1e-9)
+
+
 def test_rows_of_a_tiny_update_are_normalized():
     torch.manual_seed(0)
     update = 1e-3 * torch.randn(4, 8, dtype=torch.float64)

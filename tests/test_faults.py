@@ -22,6 +22,8 @@ from accelerate.utils.other import load
 from conftest import (
     CIFAR,
     ENDLESS,
+    GPT,
+    GPT_WITH_A_WORKER,
     LIMIT,
     ROOT,
     SMALL,
@@ -43,12 +45,12 @@ from utils.run.failures import UserError
 PREEMPTED = 75
 
 
-def faulty(fault, arguments, output_dir, config="2cpu", **kwargs):
-    """Runs train_cifar.py with a fault; the run must fail."""
+def faulty(fault, arguments, output_dir, config="2cpu", script=CIFAR, **kwargs):
+    """Runs a script with a fault; the run must fail."""
     done = run(
         config,
         "tests/wrapped.py",
-        [fault, CIFAR, *arguments.split()],
+        [fault, script, *arguments.split()],
         output_dir=output_dir,
         check=False,
         **kwargs,
@@ -88,14 +90,13 @@ def test_one_rank_killed_again_and_again(reference, tmp_path):
 @pytest.mark.slow
 @pytest.mark.parametrize("processes", [1, 3, 4])
 def test_any_number_of_processes(processes, odd_folder, tmp_path):
-    """Batch norm, Muon, accumulation and loader workers together.
+    """Batch norm, Muon and accumulation together.
 
     With 3 or more processes the order of summation matters.
     """
     arguments = (
         f"--dataset {odd_folder} --model fastnet --batch_size 24 --max_train_steps 5 "
-        "--checkpoint_every 2 --eval_every 1000 --log_every 1 --gradient_accumulation_steps 2 "
-        "--num_workers 2"
+        "--checkpoint_every 2 --eval_every 1000 --log_every 1 --gradient_accumulation_steps 2"
     )
     config, launcher = (
         ("cpu", ()) if processes == 1 else ("2cpu", ("--num_processes", str(processes)))
@@ -188,11 +189,9 @@ def test_signal_to_the_launcher(config, number, reference, tmp_path):
     """Preemption, or Ctrl-C (which a terminal sends to every process)."""
     # With loader workers, because a terminal sends the signal to them too: they must continue
     # loading until the run is saved.
-    arguments = SMALL.replace(
-        "--max_train_steps 14", f"--max_train_steps 20000 --num_workers {int(number == 'SIGINT')}"
-    )
-    started = Started(config, CIFAR, arguments, output_dir=tmp_path / "run")
-    started.wait_for("step     5/")
+    script, arguments = (GPT, GPT_WITH_A_WORKER) if number == "SIGINT" else (CIFAR, ENDLESS)
+    started = Started(config, script, arguments, output_dir=tmp_path / "run")
+    started.wait_for("step      5/")
     workers = [psutil.Process(pid) for pid in started.workers().values()]
     if number == "SIGINT":
         os.killpg(started.process.pid, signal.SIGINT)
@@ -703,11 +702,8 @@ def test_the_others_give_up_on_a_hung_process(tmp_path):
     assert "rank 0 lost contact with another process" in done.stderr
 
 
-WITH_A_WORKER = f"{ENDLESS} --num_workers 1"
-
-
 def test_a_dead_loader_worker_is_an_error(tmp_path):
-    started = Started("cpu", CIFAR, WITH_A_WORKER, output_dir=tmp_path / "run")
+    started = Started("cpu", GPT, GPT_WITH_A_WORKER, output_dir=tmp_path / "run")
     started.wait_for("step      3/")
     psutil.Process(started.workers()[0]).children()[0].kill()
     code, output = started.finish()
@@ -718,7 +714,8 @@ def test_a_dead_loader_worker_is_an_error(tmp_path):
 @pytest.mark.parametrize("config", ["cpu", "2cpu"])
 def test_a_loader_worker_that_dies_while_sending_a_batch_is_the_same_error(config, tmp_path):
     rank = int(config == "2cpu")
-    done = faulty(f"worker_dies_handing_over@20:{rank}", WITH_A_WORKER, tmp_path / "run", config)
+    fault = f"worker_dies_handing_over@20:{rank}"
+    done = faulty(fault, GPT_WITH_A_WORKER, tmp_path / "run", config, script=GPT)
     assert done.stderr.count(f"error: rank {rank}: a data loader worker died") == 1, done.stderr
     assert "Traceback" not in done.stderr.split("error: rank")[0]
 

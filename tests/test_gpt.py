@@ -13,6 +13,7 @@ import datasets
 import pytest
 import torch
 from conftest import (
+    GPT,
     ROOT,
     SHARED_DATA,
     Started,
@@ -36,7 +37,6 @@ from utils.muon import MuonAdamW, MuonSGD, normalize_rows, orthogonalize
 from utils.run import weights
 from utils.run.failures import RunFailed, UserError
 
-GPT = "scripts/train_gpt.py"
 SHAKESPEARE = SHARED_DATA / "tinyshakespeare" / "input.txt"
 MODEL = "--n_layer 2 --n_head 2 --n_embd 32 --block_size 32 --batch_size 12 --sample_length 40"
 SMALL = f"{MODEL} --max_train_steps 40 --log_every 1 --eval_every 20 --checkpoint_every 10"

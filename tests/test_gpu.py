@@ -1,9 +1,12 @@
-"""What only real hardware can show, measured on the GPUs of this machine: `python -m pytest -m
-gpu`.
+"""What only real hardware can show, measured on the GPUs of this machine:
+
+    python -m pytest -m gpu -n 0 -k first     # the promises, about four minutes
+    python -m pytest -m gpu -n 0 -k second    # prices: compilation, determinism, shards, ...
 
 Each check is a function that runs the scripts, fails if a promise is broken, and returns what it
-measured. With `-m gpu` it runs at full size, one check at a time; all of them should take less than
-ten minutes on one modern GPU. Its figures go to `gpu.json` and `gpu.md` in the folder GPU_RESULTS
+measured. With `-m gpu` it runs at full size, one check at a time, the most telling first: most of
+the time are imports (15 s a launch on a machine with an H100), so launches whose speed is not
+measured run together. Its figures go to `gpu.json` and `gpu.md` in the folder GPU_RESULTS
 (default: runs/gpu). The ordinary tests rehearse every check on the CPU, at a small size, so that
 they are tested code before they meet a GPU.
 
@@ -13,13 +16,16 @@ GPU_PEAK_TFLOPS: the peak of one GPU in bf16, if `utils/run/record.py` does not 
 """
 
 import fcntl
+import importlib.util
 import json
 import os
 import platform
 import shutil
 import statistics
 import time
+from concurrent.futures import ThreadPoolExecutor
 from datetime import UTC, datetime
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -27,12 +33,12 @@ import accelerate
 import pytest
 import torch
 import warm
-from conftest import CIFAR, LIMIT, ROOT, final_weights, results, run, status
+from conftest import CIFAR, GPT, LIMIT, ROOT, final_weights, results, run, status
 from safetensors.torch import load_file
 
 from utils.run import weights
 
-GPT = "scripts/train_gpt.py"
+IMAGES, LM = "scripts/train_images.py", "scripts/train_lm.py"
 DATASET = os.environ.get("GPU_DATASET", "synthetic")
 PEAK = os.environ.get("GPU_PEAK_TFLOPS")
 RESULTS = Path(os.environ.get("GPU_RESULTS", ROOT / "runs" / "gpu"))
@@ -44,6 +50,12 @@ REAL = SimpleNamespace(
     gpt="--dataset synthetic --dropout 0.2 --sample_length 20 --eval_every 100000",
     large_gpt="--dataset synthetic --n_layer 12 --n_head 12 --n_embd 768 --block_size 1024 "
     "--batch_size 16 --sample_length 20",
+    images="--dataset synthetic --model resnet50 --image_size 224 --batch_size 64 --ema_decay 0.99 "
+    "--mixup 0.2 --num_workers 4",
+    # Of the size of SmolLM2-135M.
+    llama=dict(
+        hidden_size=576, intermediate_size=1536, num_hidden_layers=30, num_attention_heads=9
+    ),
     steps=120,
     # After two epochs; in float32 on a CPU the synthetic images give 100 %.
     accuracy=0.9 if DATASET == "synthetic" else 0.5,
@@ -62,6 +74,9 @@ REHEARSAL = SimpleNamespace(
     "--sample_length 4 --eval_every 100000",
     large_gpt="--dataset synthetic --n_layer 2 --n_head 2 --n_embd 16 --block_size 16 "
     "--batch_size 8 --sample_length 4",
+    images="--dataset synthetic --model squeezenet1_1 --image_size 32 --batch_size 8 "
+    "--ema_decay 0.99 --mixup 0.2",
+    llama=dict(hidden_size=32, intermediate_size=64, num_hidden_layers=1, num_attention_heads=2),
     steps=18,
     accuracy=0.2,  # twice that of chance
     precision="no",
@@ -73,9 +88,11 @@ REHEARSAL = SimpleNamespace(
 # ------------------------------------------------------------------------------------------ helpers
 
 
-def launch(place, script, arguments, folder, *, config="1gpu", launcher=(), check=True):
-    """Runs a script to its end, in the precision of `place`."""
-    typed = ("--mixed_precision", place.precision, *launcher)
+def launch(
+    place, script, arguments, folder, *, config="1gpu", launcher=(), check=True, precision=None
+):
+    """Runs a script to its end, in the precision of `place` or another."""
+    typed = ("--mixed_precision", precision or place.precision, *launcher)
     return run(
         config, script, arguments, output_dir=folder, launcher=typed, check=check, **place.launch
     )
@@ -83,6 +100,12 @@ def launch(place, script, arguments, folder, *, config="1gpu", launcher=(), chec
 
 def wrapped(place, fault, script, arguments, folder, **more):
     return launch(place, "tests/wrapped.py", [fault, script, *arguments.split()], folder, **more)
+
+
+def together(*launches):
+    """Calls functions at the same time; returns their results."""
+    with ThreadPoolExecutor(len(launches)) as pool:
+        return [future.result() for future in [pool.submit(launch) for launch in launches]]
 
 
 def train_lines(folder):
@@ -130,30 +153,86 @@ def default_recipe(place, folder):
 
 
 def kill_and_resume(place, folder):
-    """A killed run ends with the bytes of an uninterrupted one.
-
-    What the deterministic algorithms that this takes cost.
+    """A killed run ends with the bytes of an uninterrupted one: CIFAR, GPT, averaged weights with
+    Mixup, and LoRA.
     """
+    scripts = {
+        "cifar": (CIFAR, place.cifar),
+        "gpt": (GPT, place.gpt),
+        "images": (IMAGES, place.images),
+    }
+    if all(map(importlib.util.find_spec, ("transformers", "peft"))):
+        scripts["lm"] = (LM, lora(place, folder))
+
+    def whole(name, script, arguments):
+        launch(place, script, arguments, folder / f"{name}_whole")
+
+    def killed(name, script, arguments):
+        fault, run_folder = f"die_in_step@{place.steps * 2 // 3 + 2}", folder / f"{name}_killed"
+        died = wrapped(place, fault, script, arguments, run_folder, check=False)
+        assert died.returncode != 0 and status(run_folder)["state"] == "running", died.stderr
+        launch(place, script, arguments, run_folder)
+
+    runs = [
+        partial(part, name, script, f"{arguments} {frequent(place)}")
+        for name, (script, arguments) in scripts.items()
+        for part in (whole, killed)
+    ]
+    together(*runs)
+    figures = {}
+    for name in scripts:
+        one, other = folder / f"{name}_whole", folder / f"{name}_killed"
+        assert results(other)["resumed_from"] == place.steps * 2 // 3
+        assert exported(one) == exported(other), name
+        figures[f"{name}_peak_memory_gib"] = results(one)["peak_memory_bytes"] / 2**30
+    return figures
+
+
+def lora(place, folder):
+    """Arguments of train_lm.py for LoRA on a Llama with random weights, which this makes."""
+    import transformers
+
+    from utils.causal_lm import byte_tokenizer
+
+    tokenizer = byte_tokenizer()
+    ends = dict(eos_token_id=tokenizer.eos_token_id, pad_token_id=tokenizer.pad_token_id)
+    config = transformers.LlamaConfig(vocab_size=49_152, **ends, **place.llama)
+    transformers.LlamaForCausalLM(config).save_pretrained(folder / "llama")
+    tokenizer.save_pretrained(folder / "llama")
+    return f"--model {folder / 'llama'} --block_size 256 --batch_size 8 --lora_rank 8"
+
+
+def exported(folder):
+    """The bytes of the weights that a run leaves."""
+    adapter = folder / "adapter" / "adapter_model.safetensors"
+    return adapter.read_bytes() if adapter.exists() else final_weights(folder)
+
+
+def determinism(place, folder):
+    """What the deterministic algorithms that identical bytes take cost."""
     figures = {}
     for name, script, arguments in (("cifar", CIFAR, place.cifar), ("gpt", GPT, place.gpt)):
         arguments = f"{arguments} {frequent(place)}"
-        whole, killed, fast = (
-            folder / f"{name}_{run}" for run in ("whole", "killed", "not_deterministic")
-        )
-        launch(place, script, arguments, whole)
-        died = wrapped(
-            place, f"die_in_step@{place.steps * 2 // 3 + 2}", script, arguments, killed, check=False
-        )
-        assert died.returncode != 0 and status(killed)["state"] == "running"
-        launch(place, script, arguments, killed)
-        assert results(killed)["resumed_from"] == place.steps * 2 // 3
-        assert final_weights(killed) == final_weights(whole), script
-        wrapped(place, "not_deterministic", script, arguments, fast)
-        figures[f"{name}_step_ms"] = step_milliseconds(whole)
-        figures[f"{name}_step_ms_not_deterministic"] = step_milliseconds(fast)
-        figures[f"{name}_cost_of_determinism"] = (
-            step_milliseconds(whole) / step_milliseconds(fast) - 1
-        )
+        one, other = folder / f"{name}_deterministic", folder / f"{name}_not_deterministic"
+        launch(place, script, arguments, one)
+        wrapped(place, "not_deterministic", script, arguments, other)
+        with_, without = step_milliseconds(one), step_milliseconds(other)
+        figures[f"{name}_step_ms"], figures[f"{name}_step_ms_not_deterministic"] = with_, without
+        figures[f"{name}_cost_of_determinism"] = with_ / without - 1
+    return figures
+
+
+def precisions(place, folder):
+    """Float32, bf16 and fp16 learn alike."""
+    figures = {}
+    for name, script, arguments in (("cifar", CIFAR, place.cifar), ("gpt", GPT, place.gpt)):
+        losses = {}
+        for precision in ("no", "bf16", "fp16") if place.gpu else ("no", "bf16"):
+            run_folder = folder / f"{name}_{precision}"
+            launch(place, script, f"{arguments} {frequent(place)}", run_folder, precision=precision)
+            losses[precision] = train_lines(run_folder)[-1]["loss"]
+            figures[f"{name}_step_ms_{precision}"] = step_milliseconds(run_folder)
+        assert max(losses.values()) < 1.1 * min(losses.values()), losses
     return figures
 
 
@@ -269,10 +348,20 @@ def copies_in(events):
 
 def waits(place, folder):
     """No step makes the host wait for the device (`torch.cuda.set_sync_debug_mode`)."""
-    figures = {}
-    for name, script, arguments in (("cifar", CIFAR, place.cifar), ("gpt", GPT, place.gpt)):
-        arguments = f"{arguments} --max_train_steps 16 --log_every 100 --checkpoint_every 0 --eval_every 100"
-        wrapped(place, f"count_waits@0:{folder}/{name}.json", script, arguments, folder / name)
+    figures, length = (
+        {},
+        "--max_train_steps 16 --log_every 100 --checkpoint_every 0 --eval_every 100",
+    )
+    scripts = {"cifar": (CIFAR, place.cifar), "gpt": (GPT, place.gpt)}
+    if place.gpu:
+        scripts["images"] = (IMAGES, place.images)
+
+    def count(name, script, arguments):
+        fault = f"count_waits@0:{folder}/{name}.json"
+        wrapped(place, fault, script, f"{arguments} {length}", folder / name)
+
+    together(*(partial(count, name, *how) for name, how in scripts.items()))
+    for name in scripts:
         where = json.loads((folder / f"{name}.json").read_text())
         if not place.gpu:
             # The guard reads a loss that has been copied to the host, and the loader makes indices.
@@ -346,17 +435,11 @@ def shared_gpu(place, folder):
     return {"refused_with": errors[0].removeprefix("error: ")}
 
 
-CHECKS = [
-    default_recipe,
-    kill_and_resume,
-    compiled,
-    sharded,
-    copies,
-    waits,
-    tokens,
-    activation_checkpointing,
-    shared_gpu,
-]
+HALVES = {
+    "first": [default_recipe, kill_and_resume, waits, tokens, copies, shared_gpu],
+    "second": [compiled, determinism, precisions, sharded, activation_checkpointing],
+}
+CHECKS = {check: f"{half}-{check.__name__}" for half, part in HALVES.items() for check in part}
 
 
 # ------------------------------------------------------------------------------------------ results
@@ -439,7 +522,7 @@ def alone():
     not torch.cuda.is_available(),
     reason="no GPU here (the ordinary tests rehearse this on the CPU)",
 )
-@pytest.mark.parametrize("check", CHECKS, ids=lambda check: check.__name__)
+@pytest.mark.parametrize("check", CHECKS, ids=CHECKS.get)
 def test_on_the_gpus(check, alone, tmp_path):
     start_time = time.perf_counter()
     figures = check(REAL, tmp_path)
@@ -452,6 +535,8 @@ NEEDS_COMPILER = pytest.mark.skipif(
 REHEARSED_LATER = {
     compiled: [pytest.mark.slow, NEEDS_COMPILER],
     kill_and_resume: pytest.mark.slow,
+    determinism: pytest.mark.slow,
+    precisions: pytest.mark.slow,
     sharded: pytest.mark.slow,
 }
 
@@ -459,7 +544,7 @@ REHEARSED_LATER = {
 @pytest.mark.parametrize(
     "check",
     [pytest.param(check, marks=REHEARSED_LATER.get(check, ())) for check in CHECKS],
-    ids=lambda check: check.__name__,
+    ids=CHECKS.get,
 )
 def test_rehearsed_on_the_cpu(check, tmp_path):
     figures = check(REHEARSAL, tmp_path / "check")

@@ -172,6 +172,16 @@ class Brightest(nn.Module):
         return 3 * x.mean((2, 3))
 
 
+class Whole:
+    """A split whose loader yields the batches instead of ids."""
+
+    def batch(self, batch):
+        return batch
+
+    def __len__(self):
+        return len(LABELS)
+
+
 def batches_of(labels, channels, size=4, batch=4, ids=True):
     """Images whose channel `channels[i]` is bright, in batches; the last one is filled up."""
     images = torch.zeros(len(labels), 3, size, size, dtype=torch.uint8)
@@ -194,7 +204,7 @@ LOSS = (4 * RIGHT + 2 * WRONG) / 6
 @pytest.mark.parametrize("script", ["train_cifar", "train_model_parallel", "train_images"])
 def test_an_evaluation_is_exact_and_leaves_the_model_in_training_mode(script):
     module, model = load_script(script), Brightest().train()
-    more = (None,) if script == "train_images" else ()
+    more = (None,) if script == "train_images" else (Whole(),)
     metrics = module.evaluate(Alone(6), model, *more, batches_of(LABELS, CHANNELS), iter, ZERO, ONE, **(
         {"size": 4} if script == "train_cifar" else {}
     ))  # fmt: skip
@@ -261,7 +271,7 @@ def test_views_are_weighted_and_mirrored():
     assert torch.equal(outputs, expected)
     batches = batches_of(LABELS, CHANNELS, size=32)
     brightest = Brightest()
-    metrics = script.evaluate(Alone(6), brightest, batches, iter, ZERO, ONE, tta=True)
+    metrics = script.evaluate(Alone(6), brightest, Whole(), batches, iter, ZERO, ONE, tta=True)
     assert metrics["accuracy"] == pytest.approx(4 / 6) and len(brightest.passes) == 2 * 6
 
 

@@ -20,7 +20,7 @@ from conftest import ROOT
 from safetensors.torch import save_file
 
 from utils.data import loaders
-from utils.data.arrays import ArrayBatches, synthetic_arrays
+from utils.data.arrays import synthetic_arrays
 from utils.data.augment import augment, normalize, random_uint32
 from utils.run import (
     checkpoint,
@@ -110,12 +110,6 @@ def test_random_numbers_are_uniform_and_independent():
     )
     assert torch.corrcoef(draws).fill_diagonal_(0).abs().max() < 0.015
     assert torch.corrcoef(torch.stack([draws[0][1:], draws[0][:-1]]))[0, 1].abs() < 0.015
-
-
-def test_batches_by_index(data):
-    batch = ArrayBatches(data["train"]).__getitems__([5, 3, 5])
-    assert torch.equal(batch["images"], data["train"].images[[5, 3, 5]])
-    assert batch["ids"].tolist() == [5, 3, 5]
 
 
 def test_synthetic_data_is_quick_repeatable_and_disjoint(data):

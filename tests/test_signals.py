@@ -10,6 +10,8 @@ import pytest
 from conftest import (
     CIFAR,
     ENDLESS,
+    GPT,
+    GPT_WITH_A_WORKER,
     LIMIT,
     SMALL,
     Started,
@@ -114,7 +116,7 @@ def test_a_process_without_a_launcher_outlives_whoever_started_it(tmp_path):
 
 
 def test_a_worker_that_sends_nothing_does_not_outlive_a_signal(tmp_path):
-    words = ["silent_loader@6", CIFAR, *ENDLESS.split(), "--num_workers", "1"]
+    words = ["silent_loader@6", GPT, *GPT_WITH_A_WORKER.split()]
     environment = {"TORCH_ELASTIC_SHUTDOWN_TIMEOUT": "1.5"}
     started = Started(None, "tests/wrapped.py", words, output_dir=tmp_path, env=environment)
     started.wait_for("step      3/")  # two more batches are loaded ahead
@@ -127,7 +129,7 @@ def test_a_worker_that_sends_nothing_does_not_outlive_a_signal(tmp_path):
 
 
 def test_a_worker_that_sends_nothing_is_waited_for_as_long_as_for_a_process(tmp_path):
-    words = ["silent_loader@4", CIFAR, *SMALL.split(), "--num_workers", "1", "--timeout", "3"]
+    words = ["silent_loader@4", GPT, *GPT_WITH_A_WORKER.split(), "--timeout", "3"]
     done = run(None, "tests/wrapped.py", words, output_dir=tmp_path, check=False)
     assert done.returncode == 1 and done.stderr.count("error: rank 0 waited longer than") == 1
     assert "--num_workers 0" in done.stderr and "same command again" not in done.stderr
@@ -168,8 +170,8 @@ def test_a_batch_that_cannot_be_sent_is_an_error_at_once(tmp_path):
     long.mkdir(parents=True)
     done = run(
         None,
-        CIFAR,
-        f"{SMALL} --num_workers 1 --timeout 20",
+        GPT,
+        f"{GPT_WITH_A_WORKER} --timeout 20",
         output_dir=tmp_path / "run",
         env={"TMPDIR": str(long)},
         check=False,

@@ -11,7 +11,7 @@ import pytest
 import torch
 from PIL import Image
 
-from utils.data.arrays import ArrayBatches, load_arrays, synthetic_arrays
+from utils.data.arrays import load_arrays, synthetic_arrays
 from utils.data.images import BadImage, Encoded
 from utils.data.sources import find_images
 from utils.data.text import load_text
@@ -267,7 +267,7 @@ def test_a_test_split_without_labels_is_not_used(tmp_path):
 
 def test_a_batch_by_ids():
     data = synthetic_arrays(0, train=10, test=0).splits["train"]
-    batch = ArrayBatches(data).batch([4, 2], torch.device("cpu"))
+    batch = data.batch(torch.tensor([4, 2]))
     assert batch["ids"].tolist() == [4, 2] and torch.equal(batch["labels"], data.labels[[4, 2]])
     assert torch.equal(batch["images"], data.images[[4, 2]])
     assert len(data.first(3)) == 3

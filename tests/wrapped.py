@@ -129,9 +129,9 @@ elif name == "sighup_in_step":
     before(accelerate.Accelerator, "backward", lambda: os.kill(os.getpid(), signal.SIGHUP))
 elif name == "silent_loader":
     # A loader whose worker is alive, but sends nothing, from its N-th batch on.
-    from utils.data import arrays
+    from utils.data import text
 
-    before(arrays.ArrayBatches, "__getitems__", lambda: time.sleep(3600))
+    before(text.Windows, "__getitems__", lambda: time.sleep(3600))
 elif name == "undeletable":
     # As on NFS while another process has a file open: the folder of that checkpoint stays.
     import errno

@@ -1,4 +1,4 @@
-"""Data sets of 32x32 images in memory, as uint8 tensors, and their batches."""
+"""Data sets of 32x32 images in memory, of the host or of a GPU, and their batches."""
 
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -8,19 +8,22 @@ import torch
 
 from utils.data import image_cache, synthetic
 from utils.data.images import BadImage, Images
+from utils.data.loaders import to_device
 from utils.data.pixels import SAMPLE
 from utils.data.report import count_classes, describe_images
 from utils.data.sources import find_images, find_to_evaluate, split_off
 from utils.data.synthetic import SIZE
 from utils.run.failures import UserError
+from utils.run.launch import notice
 
 
 @dataclass
 class Split:
-    """images: uint8 [samples, 3, 32, 32]; labels: int64 [samples]."""
+    """images: uint8 [samples, 3, 32, 32]; labels: int64 [samples]; device: that of its batches."""
 
     images: torch.Tensor
     labels: torch.Tensor
+    device: torch.device = field(default_factory=lambda: torch.device("cpu"))
 
     def __len__(self):
         return len(self.labels)
@@ -28,6 +31,18 @@ class Split:
     def first(self, count):
         """The first `count` samples."""
         return Split(self.images[:count], self.labels[:count])
+
+    def batch(self, ids):
+        """The samples `ids`, int64 [batch] on the CPU, as a batch.
+
+        A dict: `images` uint8 [batch, 3, 32, 32], `labels` int64 [batch], and `ids` as given.
+        """
+        at_hand = to_device(ids, self.labels.device)
+        # View each image as int64, not uint8: indexing then copies 8 bytes at a time.
+        rows = self.images.flatten(1).view(torch.int64).index_select(0, at_hand)
+        images = to_device(rows.view(torch.uint8).view(-1, *self.images.shape[1:]), self.device)
+        labels = to_device(self.labels.index_select(0, at_hand), self.device)
+        return {"images": images, "labels": labels, "ids": ids}
 
     def select(self, indices):
         """The samples at `indices` (int64 array) only."""
@@ -61,30 +76,29 @@ class ArrayData:
     scaling: dict = field(default_factory=dict)
 
 
-class ArrayBatches(torch.utils.data.Dataset):
-    """Returns whole batches to a `DataLoader`: one index operation instead of a call per sample.
+def on_device(accelerator, splits):
+    """The same splits, with batches on this process's device.
 
-    A batch is a dict: `images` uint8 [batch, 3, 32, 32], `labels` int64 [batch], `ids` int64
-    [batch].
+    The images are copied to the memory of a GPU, where a batch is then made by one kernel. If they
+    would take more than half of what is free there, each batch is copied instead.
+
+    Args:
+        splits (dict): name -> Split.
     """
-
-    def __init__(self, split):
-        self.labels = split.labels
-        # View each image as int64, not uint8: indexing then copies 8 bytes at a time.
-        self.rows = split.images.flatten(1).view(torch.int64)
-        self.shape = split.images.shape[1:]
-
-    def __len__(self):
-        return len(self.labels)
-
-    def __getitems__(self, indices):
-        ids = torch.tensor(indices)
-        images = self.rows.index_select(0, ids).view(torch.uint8).view(-1, *self.shape)
-        return {"images": images, "labels": self.labels[ids], "ids": ids}
-
-    def batch(self, ids, device):
-        """Returns the samples `ids` (list of int) as one batch on `device`."""
-        return {name: value.to(device) for name, value in self.__getitems__(ids).items()}
+    device, home = accelerator.device, torch.device("cpu")
+    if device.type == "cuda":
+        size, home = sum(split.images.nbytes for split in splits.values()), device
+        if size > torch.cuda.mem_get_info(device)[0] / 2:
+            home = torch.device("cpu")
+            if accelerator.is_main_process:
+                notice(
+                    f"the images take {size / 2**30:.1f} GiB, more than half of the free memory of "
+                    "the GPU: they stay in that of the host, and each batch is copied"
+                )
+    return {
+        name: Split(split.images.to(home), split.labels.to(home), device)
+        for name, split in splits.items()
+    }
 
 
 def load_arrays(

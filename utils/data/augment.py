@@ -1,4 +1,4 @@
-"""Random crop, flip and cutout of a whole batch at once, on the device of the batch.
+"""Random crop, flip and cutout of a whole batch at once, on the device of its images.
 
 The augmentation of a sample is a deterministic function of the seed, the epoch and the id of the
 sample. So a sample looks the same in a given epoch on any number of processes, in any batch, before
@@ -7,6 +7,8 @@ and after a restart.
 
 import torch
 import torch.nn.functional as F
+
+from utils.data.loaders import to_device
 
 MASK = 0xFFFFFFFF
 
@@ -42,7 +44,8 @@ def augment(images, ids, epoch, seed, *, padding=2, cutout=0):
 
     Args:
         images: uint8 [batch, channels, height, width].
-        ids: int64 [batch], the samples' ids in the data set.
+        ids: int64 [batch], the samples' ids in the data set. The random numbers are drawn where
+            they are: on the CPU, a GPU runs no kernels for them.
         padding (int): the largest shift in pixels.
         cutout (int): side of the masked square, in pixels (T. DeVries, arXiv:1708.04552); 0: none.
 
@@ -60,7 +63,10 @@ def augment(images, ids, epoch, seed, *, padding=2, cutout=0):
     columns = _reflect(mirrored + left[:, None], width)
     # The flat index from which each pixel is copied: shift, reflection and flip are then a single
     # gather of bytes.
-    source = (rows[:, :, None] * width + columns[:, None, :]).flatten(1)
+    rows, columns = to_device(torch.cat([rows * width, columns], 1), images.device).split(
+        [height, width], 1
+    )
+    source = (rows[:, :, None] + columns[:, None, :]).flatten(1)
     source = source[:, None].expand(-1, images.shape[1], -1)
     images = images.flatten(2).gather(2, source).view(images.shape)
     if not cutout:
@@ -70,7 +76,8 @@ def augment(images, ids, epoch, seed, *, padding=2, cutout=0):
     inside = []  # per axis: whether a position is inside the square
     for positions, center in ((down, y), (across, x)):
         offset = positions - center[:, None] + cutout // 2
-        inside.append(((offset >= 0) & (offset < cutout)).float())
+        within = (offset >= 0) & (offset < cutout)
+        inside.append(to_device(within, images.device).float())
     return images, 1 - (inside[0][:, :, None] * inside[1][:, None, :])[:, None]
 
 

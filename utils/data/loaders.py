@@ -58,6 +58,13 @@ def already_a_batch(batch):
     return batch
 
 
+def to_device(tensor, device):
+    """Copies a tensor to a GPU from pinned memory: the host does not wait."""
+    if device.type == "cuda" and tensor.device.type == "cpu":
+        tensor = tensor.pin_memory()
+    return tensor.to(device, non_blocking=True)
+
+
 def evaluation_batch_size(accelerator, samples, most):
     """Computes the global batch size for an evaluation.
 

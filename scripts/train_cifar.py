@@ -368,7 +368,7 @@ def main():
     config = {"model": args.model, "class_names": data.class_names}
     config |= {"mean": mean.tolist(), "std": std.tolist(), "scaling": data.scaling}
     if args.compile:
-        model.compile()  # in place: torch.compile(model) would add its prefix to every name
+        model.compile(dynamic=False)  # in place: names stay; for each image size on its own
     optimizer = build_optimizer(model, args)
     model = ddp.sync_batch_norm(accelerator, model, micro_batch_size, args.sync_batchnorm)
     scheduler = torch.optim.lr_scheduler.LambdaLR(

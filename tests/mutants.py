@@ -820,6 +820,13 @@ MUTANTS = [
         "test_gpt.py -k muon_with_beta2",
     ),
     Mutant(
+        "the last image sizes run kernels for any size",
+        CIFAR,
+        "model.compile(dynamic=False)",
+        "model.compile()",
+        "test_train_cifar.py -m slow -k each_image_size",
+    ),
+    Mutant(
         "Muon: rounding errors of half precision grow",
         "utils/muon.py",
         "if half or x.size(2) < 1.5 * x.size(1):",

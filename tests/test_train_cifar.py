@@ -1,5 +1,6 @@
 """train_cifar.py with the real launcher: the same results with one process and with several."""
 
+import json
 import shutil
 
 import datasets
@@ -191,6 +192,19 @@ def test_a_compiled_run_computes_the_same_and_saves_plain_names(reference, tmp_p
     assert not any(
         "_orig_mod" in name for name in load_file(tmp_path / "run" / "model.safetensors")
     )
+
+
+@pytest.mark.slow
+def test_each_image_size_is_compiled_once(tmp_path):
+    """Three sizes in training, two in evaluations, and the shifted views of test-time augmentation,
+    whose memory has another layout.
+    """
+    arguments = "--dataset synthetic --batch_size 20 --max_train_steps 10 --eval_every 5 --tta"
+    words = [f"count_compilations@1:{tmp_path}/counts.json", CIFAR, *arguments.split(), "--compile"]
+    run(None, "tests/wrapped.py", words, output_dir=tmp_path / "run")
+    counts = json.loads((tmp_path / "counts.json").read_text())
+    assert counts["graph_breaks"] == 0 and counts["compiled_functions"] == 1, counts
+    assert counts["recompilations"] == 5, counts
 
 
 def test_a_dry_run_takes_two_steps_in_a_separate_folder_and_is_profiled(tmp_path):

@@ -827,6 +827,13 @@ MUTANTS = [
         "test_train_cifar.py -m slow -k each_image_size",
     ),
     Mutant(
+        "images fill the memory of a GPU",
+        "utils/data/arrays.py",
+        "torch.cuda.mem_get_info(device)[0] / 2",
+        "torch.cuda.mem_get_info(device)[0]",
+        "test_sources.py -k half_of_its_free_memory",
+    ),
+    Mutant(
         "Muon: rounding errors of half precision grow",
         "utils/muon.py",
         "if half or x.size(2) < 1.5 * x.size(1):",

@@ -4,14 +4,16 @@ import datetime
 import io
 import os
 from decimal import Decimal
+from types import SimpleNamespace
 
 import datasets
 import numpy as np
 import pytest
 import torch
 from PIL import Image
+from torch._subclasses.fake_tensor import FakeTensorMode
 
-from utils.data.arrays import load_arrays, synthetic_arrays
+from utils.data.arrays import load_arrays, on_device, synthetic_arrays
 from utils.data.images import BadImage, Encoded
 from utils.data.sources import find_images
 from utils.data.text import load_text
@@ -263,6 +265,24 @@ def test_a_test_split_without_labels_is_not_used(tmp_path):
     data = load_arrays(str(tmp_path), val_fraction=0.2)
     assert {split: len(samples) for split, samples in data.splits.items()} == {"train": 8, "val": 2}
     assert "images of a test split without classes: 10" in data.details[-1]
+
+
+def test_images_are_kept_on_a_gpu_if_they_fit_in_half_of_its_free_memory(monkeypatch, capsys):
+    data = synthetic_arrays(0, train=10, test=5)
+    accelerator = SimpleNamespace(device=torch.device("cuda", 0), is_main_process=True)
+    size = 15 * 3 * 32 * 32
+    for free, home in ((2 * size, "cuda"), (2 * size - 1, "cpu")):
+        monkeypatch.setattr(torch.cuda, "mem_get_info", lambda _, free=free: (free, None))
+        with FakeTensorMode(allow_non_fake_inputs=True):
+            splits = on_device(accelerator, data.splits)
+        assert {split.images.device.type for split in splits.values()} == {home}
+        assert {split.labels.device.type for split in splits.values()} == {home}
+        assert splits["train"].device == accelerator.device
+    assert capsys.readouterr().err.count("stay in that of the host") == 1
+    accelerator.device = torch.device("cpu")
+    assert torch.equal(
+        on_device(accelerator, data.splits)["test"].images, data.splits["test"].images
+    )
 
 
 def test_a_batch_by_ids():

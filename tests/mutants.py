@@ -1634,9 +1634,9 @@ MUTANTS = [
     ),
     Mutant(
         "a restart begins to average anew",
-        IMAGES,
-        "rising = ema_decay_at(int(ema.n_averaged), decay)",
-        "rising = ema_decay_at(1, decay)",
+        "utils/ema.py",
+        'self.updates = int(state["n_averaged"])',
+        "self.updates = 0",
         "test_train_images.py -k decay_of_averaged",
     ),
     Mutant(
@@ -2251,6 +2251,34 @@ MUTANTS = [
         "days = rng.sample(range((LAST - FIRST).days + 1), 2 * (count + held_out))",
         "days = rng.choices(range((LAST - FIRST).days + 1), k=2 * (count + held_out))",
         "test_documents.py -k share_no_date",
+    ),
+    Mutant(
+        "averaged statistics are sent from the host",
+        IMAGES,
+        "            broadcast(buffer)  # the",
+        "            broadcast(buffer.cpu())  # the",
+        "test_gpu_rules.py -k train_images",
+    ),
+    Mutant(
+        "outputs are sent from the host",
+        CIFAR,
+        'accelerator.gather_for_metrics((logits, batch["labels"]))',
+        'accelerator.gather_for_metrics((logits.cpu(), batch["labels"]))',
+        "test_gpu_rules.py -k train_cifar",
+    ),
+    Mutant(
+        "the guard votes over NCCL",
+        "utils/run/guard.py",
+        "self._votes, dist.ReduceOp.MAX, group=self._group, async_op=True",
+        "self._votes, dist.ReduceOp.MAX, async_op=True",
+        "test_gpu_rules.py -k train_minimal",
+    ),
+    Mutant(
+        "the number of batches is averaged",
+        "utils/ema.py",
+        "        if counts:",
+        "        if False:",
+        "test_gpu_rules.py -k averages_are",
     ),
 ]
 

@@ -457,6 +457,24 @@ elif name == "count_waits":
         return answer
 
     guard.Guard.should_stop = should_stop
+elif name == "gpu_rules":
+    # Not a fault: the rules of GPUs, and deterministic algorithms only. Writes what was computed on
+    # the device to the file after the colon.
+    import json
+
+    sys.path.append(os.path.dirname(os.path.abspath(__file__)))
+    import gpu_rules
+
+    path, rank = rank, ""
+    rules = gpu_rules.apply()
+    torch.use_deterministic_algorithms(True)
+
+    def report():
+        if is_first():
+            with open(path, "w") as file:
+                json.dump([rules.collectives, sorted(rules.operations)], file)
+
+    afterwards.append(report)
 else:
     raise SystemExit(f"unknown fault {fault}")
 

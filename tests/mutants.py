@@ -2280,6 +2280,48 @@ MUTANTS = [
         "        if False:",
         "test_gpu_rules.py -k averages_are",
     ),
+    Mutant(
+        "in fp16 a fused optimizer steps in secret",
+        "utils/run/launch.py",
+        "optimizer._step_supports_amp_scaling = False",
+        "pass",
+        "test_fp16.py -k overflow",
+    ),
+    Mutant(
+        "a skipped step is averaged",
+        IMAGES,
+        "if ema and not accelerator.optimizer_step_was_skipped:",
+        "if ema:",
+        "test_fp16.py -k resumes_exactly",
+    ),
+    Mutant(
+        "an infinite norm is logged",
+        "utils/run/metrics.py",
+        "if self._accelerator.optimizer_step_was_skipped:",
+        "if False:",
+        "test_metrics.py -k skipped",
+    ),
+    Mutant(
+        "a run in bf16 cannot go on in fp16",
+        "utils/run/checkpoint.py",
+        "accelerator.scaler = None  # the run",
+        "pass  # the run",
+        "test_fp16.py -k goes_on",
+    ),
+    Mutant(
+        "the scale begins anew after a restart",
+        "utils/run/checkpoint.py",
+        "if not (path / SCALER_NAME).exists():",
+        "if True:",
+        "test_fp16.py -k resumes_exactly",
+    ),
+    Mutant(
+        "bf16 on a T4",
+        "utils/run/launch.py",
+        "torch.cuda.get_device_capability(device) < (8, 0):",
+        "torch.cuda.get_device_capability(device) < (7, 0):",
+        "test_launch.py -k compute_in_it",
+    ),
 ]
 
 

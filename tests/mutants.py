@@ -2322,6 +2322,13 @@ MUTANTS = [
         "torch.cuda.get_device_capability(device) < (7, 0):",
         "test_launch.py -k compute_in_it",
     ),
+    Mutant(
+        "Muon: shards are orthogonalized alone",
+        "utils/muon.py",
+        "stack.redistribute(placements=whole).to_local()",
+        "stack.to_local()",
+        "test_gpu_rules.py -k muon",
+    ),
 ]
 
 

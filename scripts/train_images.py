@@ -22,6 +22,7 @@ import argparse
 import math
 import os
 import sys
+from functools import partial
 from pathlib import Path
 
 # Finds `utils` next to this script (a copy) or one folder up (the repository).
@@ -35,7 +36,6 @@ import torch
 import torch.nn.functional as F
 from accelerate import Accelerator, skip_first_batches
 from accelerate.utils import broadcast, set_seed
-from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 from torch.utils.data import DataLoader
 
 from utils import plots, pretrained, scores
@@ -47,6 +47,7 @@ from utils.data.mixing import Mix
 from utils.data.report import agree, describe_scaling
 from utils.data.sources import find_images
 from utils.data.transforms import EvalTransform, TrainTransform
+from utils.ema import MovingAverage
 from utils.run import cpu, ddp, launch, tracking, weights
 from utils.run.arguments import Parser, number
 from utils.run.collectives import gather, local_main_first, run_on_main
@@ -124,11 +125,7 @@ def build_ema(accelerator, model, decay, plan):
             f"{plan.total_steps:,} of this run: its last ninth will be averaged"
         )
 
-    def average(averaged, trained, _):
-        rising = ema_decay_at(int(ema.n_averaged), decay)  # on the CPU: nothing waits for a GPU
-        get_ema_multi_avg_fn(rising)(averaged, trained, None)
-
-    ema = AveragedModel(model, multi_avg_fn=average, use_buffers=True)
+    ema = MovingAverage(model, partial(ema_decay_at, decay=decay))
     accelerator.register_for_checkpointing(ema)
     return ema
 
@@ -254,7 +251,7 @@ def evaluate(accelerator, model, ema, loader, watch, mean, std):  # EDIT: metric
 
     Args:
         watch: `guard.watch`, with which a signal ends the evaluation.
-        ema (AveragedModel | None): evaluate these weights, and besides them those of `model`.
+        ema (MovingAverage | None): evaluate these weights, and besides them those of `model`.
 
     Returns:
         dict: `loss`, `accuracy`, `top5` (with 5 or more classes); with `ema` also `trained_loss`
@@ -263,7 +260,7 @@ def evaluate(accelerator, model, ema, loader, watch, mean, std):  # EDIT: metric
         the label -1 and does not count.
     """
     if ema and accelerator.num_processes > 1:
-        for buffer in ema.buffers():
+        for buffer in ema.module.buffers():
             broadcast(buffer)  # the statistics of batch norm: as in DDP, those of the first process
     evaluated = ema.module if ema else model
     evaluated.eval()
@@ -440,8 +437,8 @@ def main():
                         optimizer.zero_grad()
                     losses.append(loss.detach())
                     ids.append(batch["ids"])
-                if ema:
-                    ema.update_parameters(plain)
+                if ema and not accelerator.optimizer_step_was_skipped:  # fp16 may skip one
+                    ema.update(plain)
                 profile.step()
                 stop = guard.should_stop(step, losses, ids, norm)  # the same on every process
                 if plan.log_due(step):

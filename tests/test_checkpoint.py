@@ -233,9 +233,20 @@ def test_weights_that_are_not_finite_are_not_continued(bad, tmp_path, capsys):
 
 
 def loading(monkeypatch, load_state, rank=0):
-    accelerator = SimpleNamespace(**vars(ALONE) | {"process_index": rank}, step=7)
+    accelerator = SimpleNamespace(**vars(ALONE) | {"process_index": rank}, step=7, scaler=None)
     accelerator.load_state = load_state
     return accelerator
+
+
+def test_a_checkpoint_without_a_scale_is_loaded_in_fp16(tmp_path, monkeypatch):
+    """The scaler itself is kept, and gets the scale of a checkpoint that has one."""
+    seen = []
+    accelerator = loading(monkeypatch, lambda *_, **__: seen.append(accelerator.scaler))
+    accelerator.scaler = scaler = object()
+    checkpoint.load(accelerator, tmp_path)
+    (tmp_path / "scaler.pt").touch()
+    checkpoint.load(accelerator, tmp_path)
+    assert seen == [None, scaler] and accelerator.scaler is scaler
 
 
 def test_loading_counts_micro_batches_anew_and_names_what_does_not_fit(tmp_path, monkeypatch):

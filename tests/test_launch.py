@@ -228,6 +228,37 @@ def test_gpus_compute_the_same_bits_after_a_restart(monkeypatch):
     assert os.environ["CUBLAS_WORKSPACE_CONFIG"] == ":16:8"  # a person's choice
 
 
+@pytest.mark.parametrize(
+    ("precision", "capabilities", "sharded", "says"),
+    [
+        ("bf16", [(7, 5)], False, "set mixed_precision: fp16"),
+        ("bf16", [(8, 0), (7, 0)], False, "set mixed_precision: fp16"),
+        ("bf16", [(7, 5)], True, 'set mixed_precision: "no"'),
+        ("bf16", [(8, 0)], False, None),
+        ("bf16", [(12, 0), (7, 5)], False, None),  # the second is not used
+        ("fp16", [(7, 5)], False, None),
+        ("no", [(7, 5)], False, None),
+    ],
+)
+def test_bf16_needs_gpus_that_compute_in_it(precision, capabilities, sharded, says, monkeypatch):
+    """PyTorch also calls a GPU that emulates it able to compute in it."""
+    monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", precision)
+    monkeypatch.setenv("ACCELERATE_USE_FSDP", str(sharded).lower())
+    used = 2 if says and len(capabilities) > 1 else 1
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", str(used))
+    monkeypatch.setattr(torch.cuda, "get_device_capability", capabilities.__getitem__)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: f"GPU {device}")
+    monkeypatch.setattr(torch, "use_deterministic_algorithms", lambda *how, **more: None)
+    monkeypatch.setattr(torch.backends.cudnn, "deterministic", False)
+    monkeypatch.setattr(torch.amp.GradScaler, "step", torch.amp.GradScaler.step)
+    if says is None:
+        launch._set_up_gpus(len(capabilities))
+        return
+    with pytest.raises(UserError, match=f"GPU {used - 1} only emulates.*{says}$") as error:
+        launch._set_up_gpus(len(capabilities))
+    assert error.value.rank_variable == "LOCAL_RANK"
+
+
 @pytest.fixture
 def cpu(monkeypatch):
     """What `_set_up_cpu` asks of the CPU, which has native bf16 if `bf16` is true."""

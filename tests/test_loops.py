@@ -130,7 +130,7 @@ def test_weights_are_averaged_once_per_step_however_many_micro_batches(tmp_path)
     run("cpu", "scripts/train_images.py", words, output_dir=tmp_path)
     (newest,) = (tmp_path / "checkpoints").iterdir()
     saved = torch.load(newest / "custom_checkpoint_0.pkl", weights_only=True)
-    assert saved["n_averaged"].item() == 3
+    assert saved["n_averaged"] == 3
 
 
 class Alone:

@@ -203,7 +203,7 @@ HYBRID = {
             {"FSDP_VERSION": "2", "ACCELERATE_MIXED_PRECISION": "fp16"},
             True,
             4,
-            "in fp16, which is not supported: use bf16",
+            "in fp16, which is not supported: set mixed_precision: bf16",
         ),
         ({"FSDP_VERSION": "2", "FSDP_OFFLOAD_PARAMS": "true"}, True, 4, None),
         ({"FSDP_VERSION": "2", **HYBRID, "WORLD_SIZE": "4"}, True, 4, None),

@@ -11,7 +11,9 @@ import torch
 from utils.run import metrics
 from utils.run.metrics import Meter, Metrics
 
-ALONE = SimpleNamespace(is_main_process=True, device=torch.device("cpu"))
+ALONE = SimpleNamespace(
+    is_main_process=True, device=torch.device("cpu"), optimizer_step_was_skipped=False
+)
 PLAN = SimpleNamespace(total_steps=100, epoch_at=lambda step: step / 40)
 
 
@@ -191,8 +193,20 @@ def test_after_a_restart_each_line_is_written_and_sent_once(sent, printed, tmp_p
     assert len(lines_of(tmp_path)) == 4
 
 
+@pytest.mark.parametrize("skipped", [False, True])
+def test_a_step_that_was_skipped_has_no_gradient_norm(
+    skipped, clock, sent, printed, tmp_path, monkeypatch
+):
+    """In fp16, where it is infinite; JSON has no such number."""
+    monkeypatch.setattr(ALONE, "optimizer_step_was_skipped", skipped)
+    log = Metrics(tmp_path, ALONE, PLAN, 10, {}, 0)
+    log.log("train", 1, {"loss": 1.0, "lr": 0.1, "grad_norm": torch.tensor(2.0)})
+    (line,) = lines_of(tmp_path)
+    assert ("grad_norm" in line) is not skipped and line["loss"] == 1.0
+
+
 def test_only_the_main_process_writes(clock, sent, printed, tmp_path):
-    other = SimpleNamespace(is_main_process=False, device=torch.device("cpu"))
+    other = SimpleNamespace(**vars(ALONE) | {"is_main_process": False})
     log = Metrics(tmp_path, other, PLAN, 10, {}, 0)
     log.log("train", 1, {"loss": 1.0})
     log.log("val", 1, {"loss": 1.0})

@@ -592,7 +592,7 @@ def test_the_decay_of_averaged_weights_rises(capsys):
         with torch.no_grad():
             model.weight.fill_(update + 1.0)
             model.statistics.fill_(-update)
-        ema.update_parameters(model)
+        ema.update(model)
         decay = min(0.9, (1 + update) / (10 + update))
         expected = decay * expected + (1 - decay) * (update + 1) if update else 1.0
         assert ema.module.weight.item() == pytest.approx(expected, rel=1e-5)
@@ -601,7 +601,7 @@ def test_the_decay_of_averaged_weights_rises(capsys):
     again = train_images.build_ema(accelerator, model, 0.9, Plan)
     again.load_state_dict(ema.state_dict())
     for average in (ema, again):
-        average.update_parameters(model)
+        average.update(model)
     assert torch.equal(again.module.weight, ema.module.weight)
     assert train_images.build_ema(accelerator, model, 0.0, Plan) is None
     assert capsys.readouterr().err == ""

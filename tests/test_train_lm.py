@@ -45,6 +45,15 @@ def lm(chats, made_once):
     )
 
 
+@pytest.mark.slow
+def test_two_processes_send_only_what_nccl_takes(chats, tmp_path):
+    """As `test_gpu_rules.py` does for the other scripts."""
+    words = [f"gpu_rules@0:{tmp_path}/seen.json", LM, "--dataset", str(chats), *MODEL.split()]
+    words += ["--max_train_steps", "2", "--gradient_accumulation_steps", "2"]
+    run("2cpu", "tests/wrapped.py", words, output_dir=tmp_path / "run")
+    assert json.loads((tmp_path / "seen.json").read_text())[0] >= 5
+
+
 def losses(folder, split="train"):
     return {line["step"]: line["loss"] for line in metrics(folder, split)}
 

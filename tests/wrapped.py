@@ -375,8 +375,41 @@ elif name == "one_gpu":
         name="H200", uuid="1b2c-77", total_memory=1 << 37
     )
 elif name == "gpus":
-    # This machine has that many.
+    # This machine has that many, of the compute capability after the colon.
+    capability, rank = rank, ""
     torch.cuda.device_count = lambda: int(when)
+    torch.cuda.get_device_name = lambda *_: "Tesla T4"
+    torch.cuda.get_device_capability = lambda *_: tuple(map(int, capability.split(".")))
+elif name == "fp16":
+    # Not a fault of the script: gradients are scaled as in fp16 on a GPU (but computed in float32),
+    # those of the N-th step overflow, and the process dies in the step after the colon.
+    from utils.run import launch
+
+    dies, rank = rank, ""
+    real_start, real_backward = accelerate.Accelerator.__init__, accelerate.Accelerator.backward
+
+    def start(self, *args, **kwargs):
+        real_start(self, *args, **kwargs)
+        self.scaler = torch.amp.GradScaler("cpu", init_scale=2.0**10, growth_interval=3)
+
+    def backward(self, loss):
+        real_backward(self, loss)
+        if strikes():
+            gradients = [weight.grad for weight in self._models[0].parameters()]
+            next(gradient for gradient in gradients if gradient is not None).fill_(float("inf"))
+        if str(calls) == dies:
+            die()
+
+    real_unscale = accelerate.Accelerator.unscale_gradients
+
+    def unscale_gradients(self, optimizer=None):
+        self.native_amp, self.state._mixed_precision = True, "fp16"
+        real_unscale(self, optimizer)
+        self.native_amp, self.state._mixed_precision = False, "no"
+
+    accelerate.Accelerator.__init__, accelerate.Accelerator.backward = start, backward
+    accelerate.Accelerator.unscale_gradients = unscale_gradients
+    launch._skip_whole_steps()
 elif name == "not_deterministic":
     # Not a fault: the algorithms that PyTorch would choose by itself.
     from utils.run import launch
@@ -462,6 +495,24 @@ elif name == "count_waits":
         return answer
 
     guard.Guard.should_stop = should_stop
+elif name == "gpu_rules":
+    # Not a fault: the rules of GPUs, and deterministic algorithms only. Writes what was computed on
+    # the device to the file after the colon.
+    import json
+
+    sys.path.append(os.path.dirname(os.path.abspath(__file__)))
+    import gpu_rules
+
+    path, rank = rank, ""
+    rules = gpu_rules.apply()
+    torch.use_deterministic_algorithms(True)
+
+    def report():
+        if is_first():
+            with open(path, "w") as file:
+                json.dump([rules.collectives, sorted(rules.operations)], file)
+
+    afterwards.append(report)
 else:
     raise SystemExit(f"unknown fault {fault}")
 

@@ -12,6 +12,7 @@ from pathlib import Path
 
 import numpy as np
 import torch
+from accelerate.utils import SCALER_NAME
 from accelerate.utils.other import load as load_plain
 from safetensors import SafetensorError, safe_open
 from torch.distributed.checkpoint import CheckpointException
@@ -191,6 +192,9 @@ def apply_schedule(scheduler, step):
 
 
 def _load(accelerator, path):
+    scaler = accelerator.scaler
+    if not (path / SCALER_NAME).exists():
+        accelerator.scaler = None  # the run has not been in fp16 so far: its scale begins anew
     try:
         with shards.safe_loading():
             # Load to host memory first. Each tensor is then copied into the one that it replaces,
@@ -209,6 +213,8 @@ def _load(accelerator, path):
             f"checkpoint {path} does not fit this run: {reason}. If the script has changed, use "
             "another --output_dir"
         ) from None
+    finally:
+        accelerator.scaler = scaler
 
 
 def _check_random_states(path):

@@ -66,7 +66,10 @@ def check(config, supported, on_cpu):
     if not on_cpu:
         if os.environ.get("ACCELERATE_MIXED_PRECISION") == "fp16":
             # Loading a checkpoint would also advance the gradient scaler (accelerate#4289).
-            raise UserError(f"{config} shards the model in fp16, which is not supported: use bf16")
+            raise UserError(
+                f"{config} shards the model in fp16, which is not supported: set mixed_precision: "
+                'bf16, or "no" on GPUs older than Ampere (2020)'
+            )
         return
     if os.environ.get("FSDP_OFFLOAD_PARAMS", "false").lower() == "true":
         raise UserError(

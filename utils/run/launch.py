@@ -6,6 +6,7 @@ import os
 import socket
 import sys
 from datetime import timedelta
+from functools import wraps
 
 import psutil
 import torch
@@ -184,6 +185,11 @@ def _set_up_gpus(gpus):
             f"GPU{'s' * (gpus > 1)}: use {fits}gpu.yaml",
             rank_variable="LOCAL_RANK",
         )
+    precision = os.environ.get("ACCELERATE_MIXED_PRECISION", "no")
+    if precision == "bf16":
+        _check_bf16(processes)
+    if precision == "fp16":
+        _skip_whole_steps()
     # Deterministic algorithms make a resumed run identical bit for bit. An operation that has none
     # prints a warning. They also keep NCCL from reducing inside NVLink switches, where the order of
     # summation varies.
@@ -191,6 +197,36 @@ def _set_up_gpus(gpus):
     torch.backends.cudnn.deterministic = True
     torch.use_deterministic_algorithms(True, warn_only=True)
     torch.utils.deterministic.fill_uninitialized_memory = False  # for speed
+
+
+def _check_bf16(processes):
+    """Refuses bf16 on GPUs that lack it: `torch.cuda.is_bf16_supported` also counts emulation."""
+    for device in range(processes):
+        if torch.cuda.get_device_capability(device) < (8, 0):
+            # A model that is sharded cannot be trained in fp16, see `fsdp.check`.
+            other = '"no"' if fsdp.requested() else "fp16"
+            raise UserError(
+                f"{_config_name()} asks for bf16, which {torch.cuda.get_device_name(device)} only "
+                f"emulates, slowly (it is older than Ampere, 2020): set mixed_precision: {other}",
+                rank_variable="LOCAL_RANK",
+            )
+
+
+def _skip_whole_steps():
+    """Makes the gradient scaler of fp16 skip all of a step whose gradients overflow.
+
+    By default it lets a fused optimizer decide on the device, so the host does not learn that the
+    weights stayed as they were: the schedule and averaged weights would move on. Reading it makes
+    the host wait once per step.
+    """
+    scaled_step = torch.amp.GradScaler.step
+
+    @wraps(scaled_step)
+    def step(self, optimizer, *args, **kwargs):
+        optimizer._step_supports_amp_scaling = False
+        return scaled_step(self, optimizer, *args, **kwargs)
+
+    torch.amp.GradScaler.step = step
 
 
 def _set_up_cpu(wants_cpu, training):

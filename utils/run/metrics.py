@@ -81,6 +81,8 @@ class Metrics:
         figures = {name: as_number(value) for name, value in figures.items() if value is not None}
         state = {}
         if split == "train":
+            if self._accelerator.optimizer_step_was_skipped:  # in fp16: its gradients overflowed
+                figures.pop("grad_norm", None)
             speeds, state = self._meter.read(step, self._plan.total_steps)
             figures |= speeds
         else:

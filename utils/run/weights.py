@@ -20,7 +20,8 @@ from utils.run.files import read_json, regular_file, set_usual_mode, sync
 PICKLES = (".pth", ".pt", ".ckpt")
 SHARDS = "pytorch_model_fsdp_0"  # where Accelerate saves the weights of a sharded model
 AVERAGED = "custom_checkpoint_0.pkl"  # where it saves the first registered object
-# Of DDP and AveragedModel, of torch.compile, and of classes that hold a model, such as Lightning's.
+# Of DDP and averaged weights, of torch.compile, and of classes that hold a model, such as
+# Lightning's.
 WRAPPERS = ("module", "_orig_mod", "model")
 # Where the training scripts of torchvision and timm, of Lightning and many others, put the weights.
 ENTRIES = ("model", "state_dict", "model_state_dict")
@@ -67,7 +68,7 @@ def read(path):
     """Reads weights from a run's folder, one of its checkpoints, a `.safetensors`, `.pth` or `.pt`.
 
     Any topology may have written them. Of a checkpoint of a run that averages its weights
-    (`AveragedModel`), these are the averaged ones, as they are in the run's final weights.
+    (`utils/ema.py`), these are the averaged ones, as they are in the run's final weights.
 
     Returns:
         Saved: the weights, the config of the model, and the arguments of the run.
@@ -118,7 +119,7 @@ def _find(path):
 
 
 def _read_averaged(folder):
-    """The weights of an `AveragedModel` that was registered for checkpointing; None without one."""
+    """The averaged weights that were registered for checkpointing; None without any."""
     if not (folder / AVERAGED).exists():
         return None
     saved = torch.load(regular_file(folder / AVERAGED), map_location="cpu", weights_only=True)

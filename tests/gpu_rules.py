@@ -1,0 +1,164 @@
+"""The rules of GPUs on a machine without any: `apply()` makes a process obey them.
+
+The device is `cpu:0`, which PyTorch tells from `cpu`: what moves there is copied, as to a GPU. From
+then on its memory counts as that of the device, and so does that of all that is computed from it.
+A group of processes takes tensors of the device only, as NCCL does, unless it was created for gloo.
+"""
+
+import contextlib
+
+import torch
+import torch.distributed as dist
+from accelerate import data_loader
+from accelerate.state import PartialState
+from torch.distributed import distributed_c10d
+from torch.nn.parallel import DistributedDataParallel as DDP
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+DEVICE = torch.device("cpu", 0)
+COLLECTIVES = ("c10d", "_c10d_functional", "_dtensor")
+
+
+class Rules(TorchDispatchMode):
+    """Follows which memory is the device's, and refuses the collectives that NCCL would refuse.
+
+    Attributes:
+        operations (set): the names of all that were called with tensors of the device.
+        collectives (int): how many were on a group of the device.
+    """
+
+    def __init__(self):
+        super().__init__()
+        self.operations, self.collectives, self._trusts = set(), 0, False
+        # Address -> a reference that keeps the address from being used again.
+        self._memory, self._gloo_groups = {}, set()
+
+    def holds(self, tensor):
+        """Whether a tensor is on the device."""
+        return tensor.untyped_storage()._cdata in self._memory
+
+    def place(self, tensor, there=True):
+        """Makes the memory of a tensor that of the device, or of the host."""
+        storage = tensor.untyped_storage()
+        if there:
+            self._memory[storage._cdata] = storage._weak_ref()
+        else:
+            self._memory.pop(storage._cdata, None)
+
+    def created_for(self, group, backend):
+        """Remembers the backend that a new group was asked to have."""
+        if backend == "gloo":
+            self._gloo_groups.add(group.group_name)
+
+    def is_gloo(self, group):
+        """Whether a group, or one of this name, takes tensors of the host."""
+        name = group.group_name if isinstance(group, dist.ProcessGroup) else group
+        return isinstance(name, str) and name in self._gloo_groups
+
+    @contextlib.contextmanager
+    def trust(self, model=None):
+        """While it is active, all may be sent: what C++ allocates where the tensors of `model` are,
+        which must be on the device.
+        """
+        for name, tensor in model.state_dict(keep_vars=True).items() if model else ():
+            if not self.holds(tensor):
+                raise RuntimeError(f"{name}: No backend type associated with device type cpu")
+        self._trusts = True
+        yield
+        self._trusts = False
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        kwargs = kwargs or {}
+        given = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
+        there = [self.holds(tensor) for tensor in given]
+        if function.namespace in COLLECTIVES:
+            self._check(function, args, kwargs, all(there))
+        result = function(*args, **kwargs)
+        device, name = kwargs.get("device"), function._schema.name
+        if name == "aten::copy_":
+            return result
+        on_device = any(there) if device is None else device == DEVICE
+        if on_device:
+            self.operations.add(name)
+        for tensor in tree_leaves(result):
+            if isinstance(tensor, torch.Tensor) and (on_device or device is not None):
+                self.place(tensor, on_device)
+        return result
+
+    def _check(self, function, args, kwargs, there):
+        for value in (*args, *kwargs.values()):
+            if isinstance(value, torch.ScriptObject) and "ProcessGroup" in str(value._type()):
+                value = dist.ProcessGroup.unbox(value)
+            if self.is_gloo(value):
+                return
+        self.collectives += 1
+        if not (there or self._trusts):
+            raise RuntimeError(f"{function}: No backend type associated with device type cpu")
+
+
+def apply():
+    """Makes this process obey the rules from now on.
+
+    Returns:
+        Rules: what was seen.
+    """
+    rules = Rules()
+    _move_by_the_rules(rules)
+    initialize, new_group = PartialState.__init__, dist.new_group
+    device_of_objects = distributed_c10d._get_object_coll_device
+    wrap_model, prepare_forward = DDP.__init__, DDP._pre_forward
+    synchronize = data_loader.synchronize_rng_states
+
+    def initialize_there(self, *args, **kwargs):
+        initialize(self, *args, **kwargs)
+        self.device = DEVICE
+
+    def new_group_of(*args, backend=None, **kwargs):
+        group = new_group(*args, backend=backend, **kwargs)
+        rules.created_for(group, backend)
+        return group
+
+    def synchronize_there(*args, **kwargs):
+        with rules.trust():  # on GPUs, Accelerate moves the state to send it
+            synchronize(*args, **kwargs)
+
+    def wrap(self, module, *args, **kwargs):
+        with rules.trust(module):
+            wrap_model(self, module, *args, **kwargs)
+
+    def before_forward(self, *args, **kwargs):
+        with rules.trust(self):  # sends how it assigns gradients to buckets
+            return prepare_forward(self, *args, **kwargs)
+
+    PartialState.__init__, dist.new_group = initialize_there, new_group_of
+    data_loader.synchronize_rng_states = synchronize_there
+    DDP.__init__, DDP._pre_forward = wrap, before_forward
+    distributed_c10d._get_object_coll_device = lambda group=None: (
+        device_of_objects(group) if rules.is_gloo(group) else DEVICE
+    )
+    rules.__enter__()
+    return rules
+
+
+def _move_by_the_rules(rules):
+    """Replaces what reads or changes the device of a tensor, where PyTorch sees one CPU only."""
+    to, device_of = torch.Tensor.to, torch.Tensor.device
+
+    def move(self, *args, **kwargs):
+        first = args[0] if args else None
+        named = {name: value for name, value in kwargs.items() if name != "copy"}
+        if isinstance(first, torch.Tensor):
+            target = first.device
+        else:
+            target = torch._C._nn._parse_to(*args, **named)[0]
+        result = to(self, *args, **kwargs)
+        if target is not None and rules.holds(result) != (target == DEVICE):
+            result = result.clone() if result.data_ptr() == self.data_ptr() else result
+            rules.place(result, target == DEVICE)
+        return result
+
+    torch.Tensor.to, torch.Tensor.cpu = move, lambda self, *_, **__: self.to("cpu")
+    torch.Tensor.device = property(
+        lambda self: DEVICE if rules.holds(self) else device_of.__get__(self)
+    )

@@ -2320,7 +2320,7 @@ MUTANTS = [
         IMAGES,
         "if ema and not accelerator.optimizer_step_was_skipped:",
         "if ema:",
-        "test_fp16.py -k resumes_exactly",
+        "test_fp16.py -m slow -k resumes_exactly",
     ),
     Mutant(
         "an infinite norm is logged",
@@ -2341,7 +2341,7 @@ MUTANTS = [
         "utils/run/checkpoint.py",
         "if not (path / SCALER_NAME).exists():",
         "if True:",
-        "test_fp16.py -k resumes_exactly",
+        "test_fp16.py -m slow -k resumes_exactly",
     ),
     Mutant(
         "bf16 on a T4",

@@ -67,6 +67,7 @@ def state(folder, step, name):
     return torch.load(path, weights_only=True)
 
 
+@pytest.mark.slow
 def test_a_run_in_fp16_resumes_exactly(tmp_path):
     """With its scale; and in a skipped step, neither averages nor schedule move."""
     whole, killed = tmp_path / "whole", tmp_path / "killed"

@@ -19,7 +19,13 @@ SCRIPTS = {
 }
 
 
-@pytest.mark.parametrize("script", SCRIPTS)
+@pytest.mark.parametrize(
+    "script",
+    [
+        pytest.param(script, marks=[pytest.mark.slow] * (script == "train_cifar"))
+        for script in SCRIPTS
+    ],
+)
 def test_two_processes_send_only_what_nccl_takes(script, tmp_path):
     """From tensors on the CPU it could not: averages, statistics, ids, losses, all of a step."""
     words = [f"gpu_rules@0:{tmp_path}/seen.json", f"scripts/{script}.py", *SCRIPTS[script].split()]

@@ -2357,6 +2357,41 @@ MUTANTS = [
         "stack.to_local()",
         "test_gpu_rules.py -k muon",
     ),
+    Mutant(
+        "arrays may hold pickles",
+        "utils/data/array_files.py",
+        "np.load(file, allow_pickle=False)",
+        "np.load(file, allow_pickle=True)",
+        "test_array_files.py -k executed",
+    ),
+    Mutant(
+        "channels are not moved to the end",
+        "utils/data/array_files.py",
+        "images.transpose(0, 2, 3, 1)",
+        "images.reshape(len(images), *images.shape[2:], 3)",
+        "test_array_files.py -k as_written",
+    ),
+    Mutant(
+        "classes of a model by number",
+        "utils/data/array_files.py",
+        "np.array([position[known] for known in names], dtype=np.int64)",
+        "np.arange(len(names))",
+        "test_array_files.py -k own_classes",
+    ),
+    Mutant(
+        "more images than labels",
+        "utils/data/array_files.py",
+        "if len(pixels) != len(values):",
+        "if False:",
+        "test_array_files.py -k fewer",
+    ),
+    Mutant(
+        "a test module needs datasets",
+        "tests/test_sources.py",
+        'datasets = pytest.importorskip("datasets")',
+        "import datasets",
+        "test_structure.py -k few_need",
+    ),
 ]
 
 

@@ -9,7 +9,6 @@ import re
 import shutil
 from types import SimpleNamespace
 
-import datasets
 import pytest
 import torch
 from conftest import (
@@ -36,6 +35,8 @@ from utils.data.text_stream import TextStream, held_out, load_held_out
 from utils.muon import MuonAdamW, MuonSGD, normalize_rows, orthogonalize
 from utils.run import weights
 from utils.run.failures import RunFailed, UserError
+
+datasets = pytest.importorskip("datasets")
 
 SHAKESPEARE = SHARED_DATA / "tinyshakespeare" / "input.txt"
 MODEL = "--n_layer 2 --n_head 2 --n_embd 32 --block_size 32 --batch_size 12 --sample_length 40"

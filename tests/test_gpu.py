@@ -1,7 +1,10 @@
 """What only real hardware can show, measured on the GPUs of this machine:
 
+    pip install torch torchvision accelerate pytest pytest-xdist
     python -m pytest -m gpu -n 0 -k first     # the promises, about four minutes
     python -m pytest -m gpu -n 0 -k second    # prices: compilation, determinism, shards, ...
+
+These packages are enough; tests of others that are missing are skipped with a line each.
 
 Each check is a function that runs the scripts, fails if a promise is broken, and returns what it
 measured. With `-m gpu` it runs at full size, one check at a time, the most telling first: most of
@@ -10,8 +13,8 @@ measured run together. Its figures go to `gpu.json` and `gpu.md` in the folder G
 (default: runs/gpu). The ordinary tests rehearse every check on the CPU, at a small size, so that
 they are tested code before they meet a GPU.
 
-GPU_DATASET: a folder with CIFAR-10, as `--dataset` of train_cifar.py takes it; default: synthetic
-    images.
+GPU_DATASET: CIFAR-10 as `--dataset` of train_cifar.py takes it; default: synthetic images. A file
+    with arrays needs no other package, see `utils/data/array_files.py`.
 GPU_PEAK_TFLOPS: the peak of one GPU in bf16, if `utils/run/record.py` does not know it.
 """
 
@@ -46,11 +49,11 @@ RESULTS = Path(os.environ.get("GPU_RESULTS", ROOT / "runs" / "gpu"))
 # Sizes on a GPU. nanoGPT's GPU setting is the default of train_gpt.py.
 REAL = SimpleNamespace(
     gpu=True,
-    cifar=f"--dataset {DATASET}",
-    gpt="--dataset synthetic --dropout 0.2 --sample_length 20 --eval_every 100000",
-    large_gpt="--dataset synthetic --n_layer 12 --n_head 12 --n_embd 768 --block_size 1024 "
+    cifar=f"--dataset {DATASET} --track none",
+    gpt="--dataset synthetic --track none --dropout 0.2 --sample_length 20 --eval_every 100000",
+    large_gpt="--dataset synthetic --track none --n_layer 12 --n_head 12 --n_embd 768 --block_size 1024 "
     "--batch_size 16 --sample_length 20",
-    images="--dataset synthetic --model resnet50 --image_size 224 --batch_size 64 --ema_decay 0.99 "
+    images="--dataset synthetic --track none --model resnet50 --image_size 224 --batch_size 64 --ema_decay 0.99 "
     "--mixup 0.2 --num_workers 4",
     # Of the size of SmolLM2-135M.
     llama=dict(

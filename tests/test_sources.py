@@ -6,7 +6,6 @@ import os
 from decimal import Decimal
 from types import SimpleNamespace
 
-import datasets
 import numpy as np
 import pytest
 import torch
@@ -18,6 +17,8 @@ from utils.data.images import BadImage, Encoded
 from utils.data.sources import find_images
 from utils.data.text import load_text
 from utils.run.failures import UserError
+
+datasets = pytest.importorskip("datasets")
 
 KINDS = ["cat", "dog", "yak"]
 

@@ -33,15 +33,15 @@ def modules(room):
 
 def imports(path):
     """The modules that a file imports, anywhere in it."""
-    found = set()
-    for node in ast.walk(ast.parse(path.read_text())):
-        if isinstance(node, ast.ImportFrom):
-            found.add(node.module)
-            # `from utils.run import weights` imports a module.
-            found |= {f"{node.module}.{alias.name}" for alias in node.names}
-        elif isinstance(node, ast.Import):
-            found |= {alias.name for alias in node.names}
-    return found
+    return set().union(*(imports_of(node) for node in ast.walk(ast.parse(path.read_text()))))
+
+
+def imports_of(node):
+    """The modules that a statement imports."""
+    if isinstance(node, ast.ImportFrom):
+        # `from utils.run import weights` imports a module.
+        return {node.module, *(f"{node.module}.{alias.name}" for alias in node.names)}
+    return {alias.name for alias in node.names} if isinstance(node, ast.Import) else set()
 
 
 def own(path):
@@ -117,6 +117,33 @@ def test_every_dependency_is_required():
         importing |= {path.stem for _ in needed & for_lm}
     users = {path.stem for path in files if imports(path) & {f"utils.{name}" for name in importing}}
     assert users <= {"train_lm"} | importing
+
+
+def imports_at_once(path, seen):
+    """The packages that importing a file of this project imports, through its own modules too."""
+    found = set()
+    for node in ast.parse(path.read_text()).body:
+        if not isinstance(node, ast.Import | ast.ImportFrom):
+            continue
+        for name in imports_of(node):
+            own_file = ROOT / f"{name.replace('.', '/')}.py"
+            if own_file.exists() and own_file not in seen:
+                seen.add(own_file)
+                found |= imports_at_once(own_file, seen)
+            elif not own_file.exists():
+                found.add(name.split(".")[0])
+    return found
+
+
+def test_the_tests_are_collected_without_packages_that_few_need():
+    """On a machine with GPUs, torch, torchvision and accelerate are enough for `-m gpu`."""
+    few = {"datasets", "tensorboard", "matplotlib", "transformers", "peft", "trl"}
+    for path in sorted((ROOT / "tests").glob("*.py")):
+        skips = set(
+            re.findall(r'^\w+ = pytest.importorskip\("(\w+)', path.read_text(), re.MULTILINE)
+        )
+        if not skips:
+            assert not imports_at_once(path, set()) & few, path.name
 
 
 def test_every_wrong_edit_applies():

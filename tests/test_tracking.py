@@ -6,10 +6,11 @@ import textwrap
 
 import pytest
 from conftest import CIFAR, SMALL, results, run
-from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from utils.run import tracking
 from utils.run.failures import UserError
+
+event_accumulator = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
 
 
 @pytest.fixture(scope="module")
@@ -71,7 +72,9 @@ def run_and_restart(arguments, folder, **options):
     )
     run("cpu", CIFAR, arguments, output_dir=folder, **options)
     assert results(folder)["resumed_from"] == 3
-    events = EventAccumulator(str(folder / "tensorboard" / "train_cifar")).Reload()
+    events = event_accumulator.EventAccumulator(
+        str(folder / "tensorboard" / "train_cifar")
+    ).Reload()
     assert [event.step for event in events.Scalars("train/loss")] == list(range(1, 15))
     assert [event.step for event in events.Scalars("test/accuracy")] == [7, 14]
     assert {"predictions", "confusion_matrix"} <= set(events.Tags()["images"])

@@ -3,7 +3,6 @@
 import json
 import shutil
 
-import datasets
 import pytest
 import torch
 from conftest import (
@@ -23,6 +22,8 @@ from PIL import Image
 from safetensors.torch import load_file
 
 from utils.data.arrays import load_arrays
+
+datasets = pytest.importorskip("datasets")
 
 
 def test_leaves_everything_it_promises(reference):

@@ -1,10 +1,12 @@
 """Data sets of 32x32 images in memory, of the host or of a GPU, and their batches."""
 
+import os
 from dataclasses import dataclass, field
 from pathlib import Path
 
 import numpy as np
 import torch
+from huggingface_hub import constants
 
 from utils.data import image_cache, synthetic
 from utils.data.images import BadImage, Images
@@ -12,6 +14,7 @@ from utils.data.loaders import to_device
 from utils.data.pixels import SAMPLE
 from utils.data.report import count_classes, describe_images
 from utils.data.sources import find_images, find_to_evaluate, split_off
+from utils.data.storage import Pixels
 from utils.data.synthetic import SIZE
 from utils.run.failures import UserError
 from utils.run.launch import notice
@@ -196,10 +199,11 @@ def _described(splits, class_names):
 
 def _decoded(source, scaling, cache_dir):
     """All images of a source, uint8 [rows, 3, 32, 32], from a file that is made if it is absent."""
+    if isinstance(source, Pixels) and source.images.shape[1:3] == (SIZE, SIZE):
+        return torch.from_numpy(source.images.transpose(0, 3, 1, 2).copy())
     if cache_dir is None:
-        import datasets  # here, because it takes a second
-
-        cache_dir = Path(datasets.config.HF_DATASETS_CACHE) / "decoded_images"
+        library = os.environ.get("HF_DATASETS_CACHE") or Path(constants.HF_HOME) / "datasets"
+        cache_dir = Path(library).expanduser() / "decoded_images"
     count = len(source)
     images = Images(source, np.arange(count), np.zeros(count, dtype=np.int64), scaling)
 

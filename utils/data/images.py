@@ -16,7 +16,7 @@ import torch
 from PIL import Image, UnidentifiedImageError
 
 from utils.data import pixels as pixel_values
-from utils.data.storage import Files, Rows
+from utils.data.storage import Files, Pixels, Rows
 
 ORIENTATION = 0x0112  # the EXIF tag; 5 to 8 exchange width and height
 TURN = Image.Transpose
@@ -43,7 +43,7 @@ class Images:
     [samples]. `scaling` is that of pixel values other than 8 bits, see `pixels`.
     """
 
-    source: Files | Rows
+    source: Files | Rows | Pixels
     rows: np.ndarray
     labels: np.ndarray
     scaling: dict = field(default_factory=dict)

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 import numpy as np
 from PIL import Image
 
-from utils.data import image_folder, pixels, synthetic
+from utils.data import array_files, image_folder, pixels, synthetic
 from utils.data.images import Images
 from utils.data.report import LeftOut, count_classes, describe_images
 from utils.data.scan import Scanner
@@ -30,8 +30,8 @@ from utils.run.failures import UserError
 
 ALTERNATIVES = (
     "use a folder with one sub-folder per class (or train/ and val/ with such sub-folders), a Hub "
-    "id such as uoft-cs/cifar10 or a folder in the Hub's layout, a Parquet file, or "
-    "--dataset synthetic"
+    "id such as uoft-cs/cifar10 or a folder in the Hub's layout, a Parquet file, an .npz or "
+    ".safetensors file with arrays, or --dataset synthetic"
 )
 
 
@@ -62,7 +62,8 @@ def find_images(
 
     Args:
         name (str): a folder with one sub-folder per class, with or without splits; a Hub id or a
-            folder in the Hub's layout; a single file with a table; or `synthetic`.
+            folder in the Hub's layout; a single file with a table, or with arrays (see
+            `array_files`); or `synthetic`.
         seed (int): seed of the split and of `synthetic`.
         val_fraction (float | None): share of each class for the split; 0: none. None: 0.1 if there
             is no `test` split either, else 0. Which images is a deterministic function of the seed
@@ -134,6 +135,8 @@ def _find(name, seed, image_column, label_column, class_names=None):
     if name == "synthetic":
         return _draw(seed)
     path, found = local_path(name, ALTERNATIVES), None
+    if path and path.is_file() and path.suffix.lower() in array_files.SUFFIXES:
+        return *array_files.find(name, path, class_names), LeftOut()
     if path and path.is_dir():
         found = image_folder.find(path.resolve(), ALTERNATIVES, class_names)
     return found or _from_table(name, path, image_column, label_column, class_names)
@@ -190,7 +193,7 @@ def split_off(labels, name_of, class_names, seed, fraction):
 def _from_table(name, path, image_column, label_column, class_names):
     """What `_find` returns, for a Hub id, a folder in the Hub's layout, or a file."""
     if path and path.is_file() and path.suffix.lower() not in READERS:
-        known = ", ".join(READERS)
+        known = ", ".join([*READERS, *array_files.SUFFIXES])
         raise UserError(f"--dataset {name} is a file that does not end in {known}; {ALTERNATIVES}")
     left_out, files = LeftOut(), None
     if path and path.is_dir():

@@ -1,4 +1,7 @@
-"""Where the images of a data set are: in files, or in the rows of a table. Nothing is decoded."""
+"""Where the images of a data set are: in files, in the rows of a table, or in an array.
+
+Nothing is decoded.
+"""
 
 import os
 from pathlib import Path
@@ -151,6 +154,44 @@ class Rows:
         if isinstance(value, dict):
             return value.get("bytes"), value.get("path")
         return (None, value) if isinstance(value, str) else (value, None)
+
+
+class Pixels:
+    """Images in an array.
+
+    Args:
+        images: uint8 array [images, height, width, 3].
+        place (str): names it in messages.
+        version (str): a value that changes when its file does.
+    """
+
+    def __init__(self, images, place, version):
+        self.images, self._place, self._version = images, place, version
+
+    def __len__(self):
+        return len(self.images)
+
+    def read(self, row, most=-1):
+        """An image as a PPM file, which has its values as they are; or the first `most` bytes."""
+        _, height, width, _ = self.images.shape
+        data = b"P6 %d %d 255\n" % (width, height) + self.images[int(row)].tobytes()
+        return data if most < 0 else data[:most]
+
+    def name(self, row):
+        """The number of an image, and where it is."""
+        return f"image {row} of {self._place}"
+
+    def portable_name(self, row):
+        """The number of an image."""
+        return f"row {row}"
+
+    def stamp(self, row):
+        """A value that changes when the file of the array does."""
+        return self._version
+
+    def sizes(self, rows):
+        """The sizes of images in bytes, int64."""
+        return np.full(len(rows), self.images[0].size, dtype=np.int64)
 
 
 def _path_in(value):

@@ -37,8 +37,8 @@ def local_path(name, alternatives):
     path = Path(name).expanduser()
     if path.exists():
         return path
-    suffix = path.suffix.lower()
-    if name.startswith((".", "/", "~")) or suffix in READERS or suffix == ".txt":
+    known = {*READERS, ".txt", ".npz", ".safetensors"}
+    if name.startswith((".", "/", "~")) or path.suffix.lower() in known:
         raise UserError(f"--dataset {name}: there is no such file or folder; {alternatives}")
     return None
 

@@ -346,7 +346,7 @@ def describe_model(config):
 
 def main():
     args = parse_args()
-    accelerator = Accelerator(cpu=launch.check(training=True), **launch.accelerator_options(args))
+    accelerator = Accelerator(cpu=launch.check(args), **launch.accelerator_options(args))
     accumulation = args.gradient_accumulation_steps
     micro_batch_size = launch.print_banner(accelerator, args.batch_size, accumulation)
     data = load_data(accelerator, args)

@@ -385,7 +385,7 @@ def describe_model(sizes):
 
 def set_precision(accelerator):
     """Makes attention deterministic on GPUs, and keeps FSDP's gradient reduction in float32."""
-    if accelerator.device.type == "cuda":
+    if torch.are_deterministic_algorithms_enabled():  # on GPUs, by `launch.check`
         # The backward pass of attention is deterministic only without `warn_only`. This is somewhat
         # slower.
         torch.use_deterministic_algorithms(True)
@@ -411,7 +411,7 @@ def main():
     args = parse_args()
     if args.sample:
         return sample(args)
-    on_cpu = launch.check(training=True, shards=True)
+    on_cpu = launch.check(args, shards=True)
     accelerator = Accelerator(cpu=on_cpu, **launch.accelerator_options(args))
     launch.print_banner(accelerator, args.batch_size, args.gradient_accumulation_steps)
     set_precision(accelerator)

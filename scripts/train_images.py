@@ -358,7 +358,7 @@ MAY_CHANGE = ("cache_dir", "check_images", "on_bad_image", "persistent_workers")
 
 def main():
     args = parse_args()
-    accelerator = Accelerator(cpu=launch.check(training=True), **launch.accelerator_options(args))
+    accelerator = Accelerator(cpu=launch.check(args), **launch.accelerator_options(args))
     accumulation = args.gradient_accumulation_steps
     micro_batch_size = launch.print_banner(accelerator, args.batch_size, accumulation)
     if (args.mixup or args.cutmix) and micro_batch_size % 2:

@@ -348,7 +348,7 @@ def main():
         return respond(args)
     if args.merge:
         return print(adapters.merge(args.merge))
-    on_cpu = launch.check(training=True, shards=True)
+    on_cpu = launch.check(args, shards=True)
     accelerator = Accelerator(cpu=on_cpu, **launch.accelerator_options(args))
     launch.print_banner(accelerator, args.batch_size, args.gradient_accumulation_steps)
     fsdp.reduce_in_float32(accelerator)

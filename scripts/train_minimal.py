@@ -71,7 +71,7 @@ def main():
     args = parse_args()
     # --batch_size is global: each batch is split over the processes, so every topology sees the
     # same batches in the same order.
-    accelerator = Accelerator(cpu=launch.check(training=True), **launch.accelerator_options(args))
+    accelerator = Accelerator(cpu=launch.check(args), **launch.accelerator_options(args))
     launch.print_banner(accelerator, args.batch_size)
     set_seed(args.seed)  # the same points and weights on every process
     train_set, val_set = build_data(args)

@@ -334,7 +334,7 @@ def evaluate(accelerator, model, split, loader, watch, mean, std):  # EDIT: metr
 
 def main():
     args = parse_args()
-    on_cpu = launch.check(training=True)
+    on_cpu = launch.check(args)
     stages = [torch.device("cpu")] * args.devices_per_process
     if not on_cpu:
         stages = claim_gpus(args.devices_per_process)

@@ -2310,7 +2310,7 @@ MUTANTS = [
     ),
     Mutant(
         "in fp16 a fused optimizer steps in secret",
-        "utils/run/launch.py",
+        "utils/run/gpu.py",
         "optimizer._step_supports_amp_scaling = False",
         "pass",
         "test_fp16.py -k overflow",
@@ -2345,7 +2345,7 @@ MUTANTS = [
     ),
     Mutant(
         "bf16 on a T4",
-        "utils/run/launch.py",
+        "utils/run/gpu.py",
         "torch.cuda.get_device_capability(device) < (8, 0):",
         "torch.cuda.get_device_capability(device) < (7, 0):",
         "test_launch.py -k compute_in_it",
@@ -2391,6 +2391,34 @@ MUTANTS = [
         'datasets = pytest.importorskip("datasets")',
         "import datasets",
         "test_structure.py -k few_need",
+    ),
+    Mutant(
+        "--nondeterministic changes nothing",
+        "utils/run/launch.py",
+        "    if not deterministic:",
+        "    if False:",
+        "test_launch.py -k fastest_algorithms",
+    ),
+    Mutant(
+        "the GPT is deterministic all the same",
+        GPT,
+        "if torch.are_deterministic_algorithms_enabled():",
+        "if True:",
+        "test_gpu_rules.py -k gpt_has",
+    ),
+    Mutant(
+        "VGG has the pooling of PyTorch",
+        "utils/pretrained.py",
+        "layer.output_size not in (1, (1, 1)):",
+        "layer.output_size in (1, (1, 1)):",
+        "test_gpu_rules.py -k deterministic",
+    ),
+    Mutant(
+        "bins of a pooling do not overlap",
+        "utils/pretrained.py",
+        "-(-(i + 1) * length // bins)",
+        "(i + 1) * length // bins",
+        "test_gpu_rules.py -k average_pool",
     ),
 ]
 

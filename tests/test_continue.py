@@ -5,6 +5,7 @@ in the error message.
 import json
 import math
 import shutil
+from types import SimpleNamespace
 
 import pytest
 from conftest import CIFAR, ROOT, SMALL, final_weights, metrics, results, run, status
@@ -214,7 +215,7 @@ def test_scripts_that_only_run_models_say_nothing_about_bf16(monkeypatch, capsys
     monkeypatch.delenv("ACCELERATE_MIXED_PRECISION", raising=False)
     launch.check()
     assert capsys.readouterr().err == ""
-    launch.check(training=True)
+    launch.check(SimpleNamespace())
     assert "1.5x to 4x faster" in capsys.readouterr().err
 
 

@@ -176,6 +176,7 @@ def test_what_argparse_itself_refuses_is_one_line(monkeypatch):
         ("vit_b_16", {"--image_size": None, "--train_size": 64}, "--train_size 64: not a size"),
         ("resnet18", {"--image_size": 8, "--train_size": None}, None),
         ("inception_v3", {"--image_size": 96}, None),
+        ("regnet_x_400mf", {"--image_size": 64}, None),
     ],
 )
 def test_a_size_that_a_model_cannot_take_is_one_line(name, sizes, says):

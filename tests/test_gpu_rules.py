@@ -1,12 +1,50 @@
 """What GPUs would refuse, on a machine without any: see `gpu_rules.py`."""
 
 import json
+import re
+from types import SimpleNamespace
 
 import pytest
 import torch
-from conftest import run
+import torchvision
+from conftest import load_script, run
+from gpu_rules import Rules
 
+from utils import pretrained
 from utils.ema import MovingAverage
+
+# What `torch.use_deterministic_algorithms` documents to have no deterministic algorithm on GPUs,
+# and the operations of which that is true.
+NOT_DETERMINISTIC = {
+    "nn.AvgPool3d": ["avg_pool3d_backward"],
+    "nn.AdaptiveAvgPool2d": ["_adaptive_avg_pool2d_backward"],
+    "nn.AdaptiveAvgPool3d": ["_adaptive_avg_pool3d_backward"],
+    "nn.AdaptiveMaxPool2d": ["adaptive_max_pool2d_backward"],
+    "nn.FractionalMaxPool2d": ["fractional_max_pool2d_backward"],
+    "nn.FractionalMaxPool3d": ["fractional_max_pool3d_backward"],
+    "nn.MaxUnpool1d": ["max_unpool2d"],
+    "nn.MaxUnpool2d": ["max_unpool2d"],
+    "nn.MaxUnpool3d": ["max_unpool3d"],
+    "nn.functional.interpolate": [
+        *("upsample_linear1d_backward", "upsample_trilinear3d_backward"),
+        *("upsample_bilinear2d_backward", "_upsample_bilinear2d_aa_backward"),
+        *("upsample_bicubic2d_backward", "_upsample_bicubic2d_aa_backward"),
+    ],
+    "nn.ReflectionPad1d": ["reflection_pad1d_backward"],
+    "nn.ReflectionPad2d": ["reflection_pad2d_backward"],
+    "nn.ReflectionPad3d": ["reflection_pad3d_backward"],
+    "nn.NLLLoss": ["nll_loss2d_forward"],  # of images: that of rows is deterministic
+    "nn.CTCLoss": ["_ctc_loss_backward", "_cudnn_ctc_loss"],
+    "nn.EmbeddingBag": ["_embedding_bag_backward", "_embedding_bag_dense_backward"],
+    "Tensor.put_": ["put_"],
+    "histc": ["histc"],
+    "bincount": ["bincount"],  # with weights
+    "median": ["median"],  # with indices
+    "nn.functional.grid_sample": ["grid_sampler_2d_backward", "grid_sampler_3d_backward"],
+    "Tensor.scatter_reduce": ["scatter_reduce", "scatter_reduce_"],
+    "Tensor.resize_": [],  # of quantized tensors
+}
+FORBIDDEN = {f"aten::{name}" for names in NOT_DETERMINISTIC.values() for name in names}
 
 STEPS = "--max_train_steps 2 --eval_every 2 --checkpoint_every 2 --log_every 1"
 SCRIPTS = {
@@ -33,7 +71,11 @@ def test_two_processes_send_only_what_nccl_takes(script, tmp_path):
     collectives, operations = json.loads((tmp_path / "seen.json").read_text())
     # So the rules were in force: gradients, log lines, evaluations.
     assert collectives >= 5
-    assert {"c10d::allreduce_", "c10d::allgather_", "aten::_log_softmax"} <= set(operations)
+    assert {"c10d::allreduce_", "c10d::allgather_", "aten::_log_softmax_backward_data"} <= set(
+        operations
+    )
+    # And no step does what GPUs cannot do twice in the same way.
+    assert not set(operations) & FORBIDDEN
 
 
 def test_shards_of_muon_are_exchanged_as_on_gpus(tmp_path):
@@ -43,6 +85,73 @@ def test_shards_of_muon_are_exchanged_as_on_gpus(tmp_path):
     for rank in range(3):
         found = json.loads((tmp_path / f"{rank}.json").read_text())
         assert found["exchanges"] == 10 and found["difference"] < 1e-5
+
+
+# ---------------------------------------------------------------------------------- determinism
+
+
+def test_the_documented_list_of_pytorch_is_the_known_one():
+    """A release that adds an operation has to be looked at."""
+    page = torch.use_deterministic_algorithms.__doc__
+    listed = page.partition(":class:`RuntimeError` when ``mode=True``:")[2].partition("In addition")
+    names = re.findall(r"^ +\* :(?:class|func):`torch\.([\w.]+)`", listed[0], re.MULTILINE)
+    assert set(names) == NOT_DETERMINISTIC.keys()
+    known = {schema.name for schema in torch._C._jit_get_all_schemas()}
+    assert known >= FORBIDDEN
+
+
+def kinds_of_classifiers():
+    """The first name of each module of torchvision that defines classifiers."""
+    kinds = {}
+    for name in torchvision.models.list_models(module=torchvision.models):
+        kinds.setdefault(torchvision.models.get_model_builder(name).__module__, name)
+    kinds[torchvision.models.regnet.__name__] = "regnet_x_400mf"
+    quick = ("alexnet", "vgg11", "squeezenet1_0")
+    return [
+        pytest.param(name, marks=() if name in quick else pytest.mark.slow)
+        for name in kinds.values()
+    ]
+
+
+@pytest.mark.parametrize("name", kinds_of_classifiers())
+def test_a_step_of_every_classifier_is_deterministic_on_gpus(name):
+    model = pretrained.with_deterministic_pools(pretrained.without_weights(name))
+    side = 224 if "vit" in name else 288
+    with Rules() as rules, torch.random.fork_rng():
+        images = torch.empty(2, 3, side, side, device="meta")
+        rules.place(images)
+        model(images).sum().backward()
+    assert len(rules.operations) > 10 and not rules.operations & FORBIDDEN
+
+
+@pytest.mark.parametrize("length", [1, 5, 6, 7, 9, 14, 20])
+def test_an_average_pool_is_that_of_pytorch(length):
+    torch.manual_seed(0)
+    x = torch.randn(2, 3, length, 11, dtype=torch.float64, requires_grad=True)
+    ours = pretrained.AveragePool((7, 6))(x)
+    theirs = torch.nn.functional.adaptive_avg_pool2d(x, (7, 6))
+    assert torch.allclose(ours, theirs)
+    gradient = torch.randn_like(theirs)
+    (own,), (other,) = (torch.autograd.grad(y, x, gradient) for y in (ours, theirs))
+    assert torch.allclose(own, other)
+
+
+def test_another_pool_changes_no_name_of_a_weight():
+    with torch.device("meta"):
+        model = pretrained.build(dict(model="vgg11", options={}, class_names=["a", "b"]))
+        theirs = torchvision.models.vgg11()
+    assert isinstance(model.avgpool, pretrained.AveragePool)
+    assert list(model.state_dict()) == list(theirs.state_dict())
+
+
+@pytest.mark.parametrize("deterministic", [True, False])
+def test_the_gpt_has_no_algorithm_that_was_not_asked_for(deterministic, monkeypatch):
+    calls = []
+    monkeypatch.setattr(torch, "are_deterministic_algorithms_enabled", lambda: deterministic)
+    monkeypatch.setattr(torch, "use_deterministic_algorithms", lambda *how: calls.append(how))
+    accelerator = SimpleNamespace(is_fsdp2=False, device=torch.device("cuda"))
+    load_script("train_gpt").set_precision(accelerator)
+    assert calls == [(True,)] * deterministic
 
 
 # ------------------------------------------------------------------------------------- averages

@@ -47,16 +47,24 @@ def decided(monkeypatch):
     """What `check` decides: which devices are set up, and how."""
     calls = []
     monkeypatch.setattr(launch, "set_gloo_interface", lambda: calls.append("gloo"))
-    monkeypatch.setattr(launch, "_set_up_gpus", lambda gpus: calls.append(("gpus", gpus)))
-    monkeypatch.setattr(launch, "_set_up_cpu", lambda *how: calls.append(("cpu", *how)))
+    monkeypatch.setattr(
+        launch,
+        "_set_up_gpus",
+        lambda gpus, deterministic: calls.append(("gpus", gpus, deterministic)),
+    )
+    monkeypatch.setattr(
+        launch, "_set_up_cpu", lambda wanted, training: calls.append(("cpu", wanted, training))
+    )
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
     return calls
 
 
 def test_where_there_are_gpus_they_are_used(decided, options, monkeypatch):
-    assert launch.check() is False and decided == ["gloo", ("gpus", 2)]
+    assert launch.check() is False and decided == ["gloo", ("gpus", 2, True)]
+    launch.check(SimpleNamespace(nondeterministic=True))
+    assert decided.pop() == ("gpus", 2, False) and decided.pop() == "gloo"
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
-    assert launch.check(training=True) is True and decided[3] == ("cpu", False, True)
+    assert launch.check(SimpleNamespace()) is True and decided[3] == ("cpu", False, True)
 
 
 @pytest.mark.parametrize("how", ["environment", "configuration"])
@@ -148,8 +156,14 @@ def test_the_banner_of_several_processes(capsys, options, monkeypatch):
         "checkpoint with 2, 4 or 6 processes\n"
     )
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "NVIDIA H100")
-    launch.print_banner(accelerator(2, "cuda"), 48, 2)
-    assert "each on NVIDIA H100, precision" in capsys.readouterr().out
+    for deterministic in (True, False):
+        monkeypatch.setattr(
+            torch, "are_deterministic_algorithms_enabled", lambda on=deterministic: on
+        )
+        launch.print_banner(accelerator(2, "cuda"), 48, 2)
+        said = capsys.readouterr().out
+        assert "each on NVIDIA H100, precision" in said
+        assert ("the fastest algorithms (--nondeterministic)" in said) is not deterministic
     options["--nnodes"] = "1:2"
     launch.print_banner(accelerator(2), 48, 2)
     assert capsys.readouterr().out.endswith("checkpoint with 2 or 4 processes\n")
@@ -226,6 +240,18 @@ def test_gpus_compute_the_same_bits_after_a_restart(monkeypatch):
     os.environ["CUBLAS_WORKSPACE_CONFIG"] = ":16:8"
     launch._set_up_gpus(1)
     assert os.environ["CUBLAS_WORKSPACE_CONFIG"] == ":16:8"  # a person's choice
+
+
+def test_the_fastest_algorithms_if_they_are_asked_for(monkeypatch):
+    def refuse(*_, **__):
+        raise AssertionError
+
+    monkeypatch.setattr(torch, "use_deterministic_algorithms", refuse)
+    monkeypatch.setattr(torch.backends.cudnn, "benchmark", False)
+    launch._set_up_gpus(1, deterministic=False)
+    assert torch.backends.cudnn.benchmark is True
+    assert torch.backends.cudnn.deterministic is False
+    assert "CUBLAS_WORKSPACE_CONFIG" not in os.environ
 
 
 @pytest.mark.parametrize(

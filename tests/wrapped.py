@@ -383,7 +383,7 @@ elif name == "gpus":
 elif name == "fp16":
     # Not a fault of the script: gradients are scaled as in fp16 on a GPU (but computed in float32),
     # those of the N-th step overflow, and the process dies in the step after the colon.
-    from utils.run import launch
+    from utils.run import gpu
 
     dies, rank = rank, ""
     real_start, real_backward = accelerate.Accelerator.__init__, accelerate.Accelerator.backward
@@ -409,19 +409,7 @@ elif name == "fp16":
 
     accelerate.Accelerator.__init__, accelerate.Accelerator.backward = start, backward
     accelerate.Accelerator.unscale_gradients = unscale_gradients
-    launch._skip_whole_steps()
-elif name == "not_deterministic":
-    # Not a fault: the algorithms that PyTorch would choose by itself.
-    from utils.run import launch
-
-    real_check = launch.check
-
-    def check_launch(*args, **kwargs):
-        on_cpu = real_check(*args, **kwargs)
-        torch.backends.cudnn.deterministic = False
-        return on_cpu
-
-    launch.check, torch.use_deterministic_algorithms = check_launch, lambda *_, **__: None
+    gpu.skip_whole_steps()
 elif name == "count_compilations":
     # Not a fault: writes how often and how long the script compiled, to the file after the colon.
     # @1: with a backend that only counts, in seconds instead of minutes.

@@ -40,14 +40,23 @@ def check_sizes(name, sizes):
     sizes = {flag: size for flag, size in sizes.items() if size}
     if not sizes:
         return
-    with torch.device("meta"):
-        model = torchvision.models.get_model(name, **OPTIONS.get(name, {}))
+    model = without_weights(name)
     for flag, size in sizes.items():
         try:
             model(torch.empty(2, 3, size, size, device="meta"))
         except (RuntimeError, ValueError, AssertionError) as error:
             reason = str(error).splitlines()[0]
             raise UserError(f"{flag} {size}: not a size for {name} ({reason})") from None
+
+
+def without_weights(name):
+    """A model on the meta device: it computes shapes, and nothing else."""
+    options = OPTIONS.get(name, {})
+    try:
+        with torch.device("meta"):
+            return torchvision.models.get_model(name, **options)
+    except NotImplementedError:  # RegNets compute their widths in tensors
+        return torchvision.models.get_model(name, **options).to("meta")
 
 
 def describe(name, choice, class_names, size=None, resize=None, scaling=None):
@@ -79,7 +88,40 @@ def build(config):
     """Builds the model of a config, with random weights."""
     classes = len(config["class_names"])
     options = dict(weights=None, num_classes=classes, **config["options"])
-    return torchvision.models.get_model(config["model"], **options)
+    return with_deterministic_pools(torchvision.models.get_model(config["model"], **options))
+
+
+def with_deterministic_pools(model):
+    """Replaces layers of a model whose backward pass on GPUs has no deterministic algorithm."""
+    for name, layer in list(model.named_modules()):
+        if isinstance(layer, nn.AdaptiveAvgPool2d) and layer.output_size not in (1, (1, 1)):
+            model.set_submodule(name, AveragePool(layer.output_size))
+    return model
+
+
+class AveragePool(nn.Module):
+    """`nn.AdaptiveAvgPool2d`, whose backward pass on GPUs has no deterministic algorithm.
+
+    AlexNet and the VGGs have one. Computes the same, as means over rows and then over columns;
+    where the size of its input is that of its output, as for images of 224 pixels, it does nothing.
+
+    Args:
+        size (tuple[int, int]): height and width of the output.
+    """
+
+    def __init__(self, size):
+        super().__init__()
+        self.size = size
+
+    def forward(self, x):
+        for dim, bins in zip((-2, -1), self.size, strict=True):
+            length = x.size(dim)
+            if length == bins:
+                continue
+            ends = [(i * length // bins, -(-(i + 1) * length // bins)) for i in range(bins)]
+            parts = [x.narrow(dim, a, b - a).mean(dim, keepdim=True) for a, b in ends]
+            x = torch.cat(parts, dim)
+        return x
 
 
 def find(name, choice):

@@ -12,7 +12,8 @@ from utils.run.process import is_main
 # README.
 CONTINUE_RULE = (
     "To continue a run, keep its arguments. You may change --epochs, --max_train_steps, and the "
-    "options for output, logging, checkpoints, workers, compilation and gradient accumulation."
+    "options for output, logging, checkpoints, workers, compilation, determinism and gradient "
+    "accumulation."
 )
 # The options that may change, of all scripts. They do not change results (gradient accumulation: up
 # to rounding).
@@ -29,6 +30,7 @@ MAY_CHANGE = {
     "timeout",
     "track",
     "compile",
+    "nondeterministic",
     "gradient_accumulation_steps",
     "push_to_hub",
 }
@@ -155,6 +157,12 @@ class Parser(argparse.ArgumentParser):
         group.add_argument("--log_every", type=at_least_1, help="optimizer steps between log lines")
         group.add_argument(
             "--seed", type=SEED, default=0, help="seed of weights, order and augmentation"
+        )
+        group.add_argument(
+            "--nondeterministic",
+            action="store_true",
+            help="on GPUs, use the fastest algorithms: the same samples, but not the same bytes "
+            "after a restart",
         )
         group.add_argument(
             "--timeout",

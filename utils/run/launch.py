@@ -6,7 +6,6 @@ import os
 import socket
 import sys
 from datetime import timedelta
-from functools import wraps
 
 import psutil
 import torch
@@ -15,16 +14,17 @@ import yaml
 from accelerate import DataLoaderConfiguration
 from accelerate.utils import GradientAccumulationPlugin, InitProcessGroupKwargs
 
-from utils.run import cpu, failures, fsdp, launcher, process, tracking
+from utils.run import cpu, failures, fsdp, gpu, launcher, process, tracking
 from utils.run.failures import UserError
 
 
-def check(training=False, shards=False):
+def check(args=None, shards=False):
     """Checks that the requested processes can run here; call it before `Accelerator(...)`.
 
     Args:
-        training (bool): whether this is a training run; if so, print a notice if bf16 would be
-            faster.
+        args (Namespace | None): the arguments of a training run, for which a notice is printed if
+            bf16 would be faster, and which has deterministic algorithms unless `--nondeterministic`
+            is given; None: this is no training run.
         shards (bool): whether the script runs with a sharded model; if not, an FSDP configuration
             is refused.
 
@@ -51,9 +51,9 @@ def check(training=False, shards=False):
     if fsdp.requested():
         fsdp.check(_config_name(), shards, on_cpu=not gpus)
     if gpus:
-        _set_up_gpus(gpus)
+        _set_up_gpus(gpus, deterministic=not getattr(args, "nondeterministic", False))
     else:
-        _set_up_cpu(wants_cpu, training)
+        _set_up_cpu(wants_cpu, training=args is not None)
     return not gpus
 
 
@@ -115,6 +115,11 @@ def print_banner(accelerator, batch_size, gradient_accumulation_steps=1):
     precision = accelerator.mixed_precision
     print(f"{script}: {processes}{backend}, each on {device}, precision {precision}")
     print(f"global batch {batch_size} = {processes} x {micro_batch_size} samples x {steps}")
+    if accelerator.device.type == "cuda" and not torch.are_deterministic_algorithms_enabled():
+        print(
+            "the fastest algorithms (--nondeterministic): the same samples in every step, but "
+            "other last bits in every run"
+        )
     possible = possible_processes(accelerator)
     if len(possible) > 1:
         print(
@@ -176,7 +181,7 @@ def notice(text):
 # ----------------------------------------------------------------------------------- GPUs and CPUs
 
 
-def _set_up_gpus(gpus):
+def _set_up_gpus(gpus, deterministic=True):
     processes = int(os.environ.get("LOCAL_WORLD_SIZE", 1))
     if gpus < processes:
         fits = max(size for size in (1, 2, 4, 8) if size <= gpus)
@@ -187,9 +192,12 @@ def _set_up_gpus(gpus):
         )
     precision = os.environ.get("ACCELERATE_MIXED_PRECISION", "no")
     if precision == "bf16":
-        _check_bf16(processes)
+        gpu.check_bf16(_config_name(), processes)
     if precision == "fp16":
-        _skip_whole_steps()
+        gpu.skip_whole_steps()
+    if not deterministic:
+        torch.backends.cudnn.benchmark = True  # times its algorithms, and takes the fastest
+        return
     # Deterministic algorithms make a resumed run identical bit for bit. An operation that has none
     # prints a warning. They also keep NCCL from reducing inside NVLink switches, where the order of
     # summation varies.
@@ -197,36 +205,6 @@ def _set_up_gpus(gpus):
     torch.backends.cudnn.deterministic = True
     torch.use_deterministic_algorithms(True, warn_only=True)
     torch.utils.deterministic.fill_uninitialized_memory = False  # for speed
-
-
-def _check_bf16(processes):
-    """Refuses bf16 on GPUs that lack it: `torch.cuda.is_bf16_supported` also counts emulation."""
-    for device in range(processes):
-        if torch.cuda.get_device_capability(device) < (8, 0):
-            # A model that is sharded cannot be trained in fp16, see `fsdp.check`.
-            other = '"no"' if fsdp.requested() else "fp16"
-            raise UserError(
-                f"{_config_name()} asks for bf16, which {torch.cuda.get_device_name(device)} only "
-                f"emulates, slowly (it is older than Ampere, 2020): set mixed_precision: {other}",
-                rank_variable="LOCAL_RANK",
-            )
-
-
-def _skip_whole_steps():
-    """Makes the gradient scaler of fp16 skip all of a step whose gradients overflow.
-
-    By default it lets a fused optimizer decide on the device, so the host does not learn that the
-    weights stayed as they were: the schedule and averaged weights would move on. Reading it makes
-    the host wait once per step.
-    """
-    scaled_step = torch.amp.GradScaler.step
-
-    @wraps(scaled_step)
-    def step(self, optimizer, *args, **kwargs):
-        optimizer._step_supports_amp_scaling = False
-        return scaled_step(self, optimizer, *args, **kwargs)
-
-    torch.amp.GradScaler.step = step
 
 
 def _set_up_cpu(wants_cpu, training):

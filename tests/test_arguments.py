@@ -36,7 +36,7 @@ TEXTS = {
     "image_column": None,
     "label_column": None,
 }
-SWITCHES = ("dry_run", "overfit_batch", "profile")
+SWITCHES = ("dry_run", "overfit_batch", "profile", "nondeterministic")
 
 
 @pytest.fixture

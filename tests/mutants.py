@@ -2420,6 +2420,13 @@ MUTANTS = [
         "(i + 1) * length // bins",
         "test_gpu_rules.py -k average_pool",
     ),
+    Mutant(
+        "a Ti has the peak of the card without",
+        "utils/run/record.py",
+        "[345]090 (D|Ti)",
+        "[345]090 (D)",
+        "test_record.py -k variants",
+    ),
 ]
 
 

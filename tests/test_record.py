@@ -177,7 +177,27 @@ def test_the_peak_is_that_of_all_gpus_in_half_precision(monkeypatch):
         ("NVIDIA GeForce RTX 4090 LAPTOP GPU", None),
         ("NVIDIA H100 NVL", None),
         ("Tesla V100-PCIE-16GB", None),
+        ("NVIDIA A100-SXM4-80GB", 312),
+        ("NVIDIA A100-SXM4-40GB MIG 1g.5gb", None),
+        ("NVIDIA A10", 125),
+        ("NVIDIA A10G", None),
+        ("NVIDIA A10-24Q", None),
+        ("NVIDIA A40", 149.7),
+        ("NVIDIA B200", 2250),
+        ("NVIDIA GB200", None),
+        ("NVIDIA H20-3e", 148),
+        ("NVIDIA H200", 989),
+        ("NVIDIA H800", 989),
+        ("NVIDIA H800 PCIe", None),
+        ("NVIDIA GeForce RTX 3090", 71),
+        ("NVIDIA GeForce RTX 3090 Ti", None),
+        ("NVIDIA GeForce RTX 5090", 209.5),
+        ("NVIDIA GeForce RTX 5090 D", None),
+        ("NVIDIA RTX 6000 Ada Generation", 364),
+        ("NVIDIA RTX PRO 6000 Blackwell Server Edition", None),
+        ("NVIDIA L40S", 362),
+        ("NVIDIA L4", 121),
     ],
 )
-def test_slower_variants_have_no_peak(name, peak):
+def test_other_variants_have_no_peak(name, peak):
     assert record.known_tflops(name) == peak

@@ -15,18 +15,29 @@ import torch
 from utils.run.files import read_json, write_json
 
 PATHS = ("dataset", "init_from")  # arguments that may be paths: compared as absolute paths
-# Dense bf16 (before Ampere: fp16) TFLOPS of the tensor cores, of SXM modules and cards, from
-# NVIDIA's data sheets.
+# Dense bf16 (before Ampere: fp16) TFLOPS of the tensor cores, summed in float32, of SXM modules and
+# cards. From NVIDIA's data sheets, which often show twice as much, for sparse matrices; of GeForce
+# cards, from the white papers of their architectures (GA102, Ada, RTX Blackwell).
 PEAK_TFLOPS = {
+    "B200": 2250,
     "H200": 989,
     "H100": 989,
+    "H800": 989,  # an H100 with fewer NVLinks
+    "H20": 148,
     "A100": 312,
+    "A40": 149.7,
+    "A10": 125,
     "L40S": 362,
     "L4": 121,
+    "RTX 6000 Ada": 364,
+    "RTX 5090": 209.5,
     "RTX 4090": 165,
+    "RTX 3090": 71,
     "V100": 125,
     "T4": 65,
 }
+# What the names of variants have, and of partitions, whose peak is another one.
+VARIANTS = r"MIG|NVL|Laptop|Max-Q|[345]090 (D|Ti)\b|[HV][18]00.PCIe|-\d+[ABCQ]\b"
 
 
 def comparable(arguments):
@@ -170,10 +181,10 @@ def known_tflops(device_name):
     """Looks up a GPU by its CUDA name.
 
     Returns:
-        int | None: None if the table lacks it, or for a slower variant or a MIG partition of one.
+        float | None: None if the table lacks it, or for another variant or a partition of one: by
+        MIG, or a virtual GPU.
     """
-    slower = "MIG|NVL|Laptop|Max-Q|4090 D|[HV]100.PCIe"
-    if re.search(slower, device_name, re.IGNORECASE):
+    if re.search(VARIANTS, device_name, re.IGNORECASE):
         return None
     peaks = PEAK_TFLOPS.items()
     return next((peak for name, peak in peaks if re.search(rf"\b{name}\b", device_name)), None)

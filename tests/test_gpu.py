@@ -39,6 +39,7 @@ import warm
 from conftest import CIFAR, GPT, LIMIT, ROOT, final_weights, results, run, status
 from safetensors.torch import load_file
 
+from utils.muon import orthogonalize
 from utils.run import weights
 
 IMAGES, LM = "scripts/train_images.py", "scripts/train_lm.py"
@@ -239,6 +240,96 @@ def precisions(place, folder):
     return figures
 
 
+def other_ends(place, folder):
+    """A signal, a NaN and too little memory end runs as on a CPU; the smallest script and
+    `evaluate.py` run.
+    """
+    signaled, nan, memory = folder / "signaled", folder / "nan", folder / "memory"
+    arguments = f"{place.cifar} {frequent(place)}"
+
+    def stop_and_continue():
+        done = wrapped(place, "sigterm_in_step@5", CIFAR, arguments, signaled, check=False)
+        assert done.returncode != 0 and status(signaled)["state"] == "preempted", done.stderr
+        launch(place, CIFAR, arguments, signaled)
+        evaluate = ["scripts/evaluate.py", "--checkpoint", str(signaled)]
+        launch(place, evaluate[0], evaluate[1:], folder / "evaluation")
+
+    def fail(fault, run_folder, says):
+        done = wrapped(place, fault, CIFAR, arguments, run_folder, check=False)
+        assert done.returncode != 0 and says in done.stderr, done.stderr[-2000:]
+        assert says in status(run_folder)["reason"]
+
+    def smallest():
+        launch(place, "scripts/train_minimal.py", "--max_train_steps 60", folder / "minimal")
+
+    together(
+        stop_and_continue,
+        partial(fail, "nan@5", nan, "non-finite"),
+        partial(fail, "out_of_memory@5", memory, "out of memory"),
+        smallest,
+    )
+    evaluated = json.loads((folder / "evaluation" / "results.json").read_text())
+    assert evaluated["test_accuracy"] == pytest.approx(results(signaled)["test_accuracy"], abs=0.01)
+    return {"minimal_val_accuracy": results(folder / "minimal")["val_accuracy"]}
+
+
+def cpu_and_gpu(place, folder):
+    """The same seed gives the same first losses on a CPU and on a GPU, and a run moves from one to
+    the other.
+    """
+    arguments = f"{place.cifar} --batch_size 100 --log_every 1 --checkpoint_every 5"
+    gpu, cpu = folder / "gpu", folder / "cpu"
+    first = f"{arguments} --max_train_steps 5"
+    launch(place, CIFAR, first, gpu, precision="no")
+    launch(place, CIFAR, first, cpu, config="cpu", precision="no")
+    ours, theirs = ([line["loss"] for line in train_lines(run_folder)] for run_folder in (gpu, cpu))
+    assert ours == pytest.approx(theirs, rel=2e-2) and ours[0] == pytest.approx(theirs[0], rel=1e-3)
+    longer = f"{arguments} --max_train_steps 7"
+    launch(place, CIFAR, longer, gpu, config="cpu", precision="no")
+    assert results(gpu)["resumed_from"] == 5 and results(gpu)["global_step"] == 7
+    return {"largest_difference": max(abs(a / b - 1) for a, b in zip(ours, theirs, strict=True))}
+
+
+def orthogonalization(place, folder):
+    """Muon's iterations in float32, TF32 and float16: milliseconds, and the distance from float64.
+
+    On the matrices of the default GPT, with singular values that decay.
+    """
+    device = torch.device("cuda" if place.gpu else "cpu")
+    count, rows, columns = (12, 384, 1536) if place.gpu else (2, 16, 64)
+    torch.manual_seed(0)
+    left, _, right = torch.linalg.svd(torch.randn(count, rows, columns), full_matrices=False)
+    x = (left / torch.arange(1, rows + 1) @ right).to(device)
+    exact, figures = orthogonalize(x.double(), half=False), {}
+    matmul = torch.backends.cuda.matmul
+    for name, half in (("float32", False), ("tf32", False), ("float16", True)):
+        matmul.allow_tf32 = name == "tf32"
+        seconds = []
+        for _ in range(10):
+            start_time = time.perf_counter()
+            made = orthogonalize(x, half=half)
+            if place.gpu:
+                torch.cuda.synchronize()
+            seconds.append(time.perf_counter() - start_time)
+        figures[f"{name}_ms"] = 1e3 * statistics.median(seconds[3:])
+        figures[f"{name}_distance"] = ((made - exact).norm() / exact.norm()).item()
+    matmul.allow_tf32 = False
+    assert figures["float32_distance"] < 1e-2 and figures["float16_distance"] < 0.1, figures
+    return figures
+
+
+def batch_sizes(place, folder):
+    """CIFAR at three batch sizes, eager and compiled: what a larger batch and fewer launches save."""
+    figures = {}
+    for size in (480, 1000, 2000) if place.gpu else (50, 100):
+        for flag in ("", "--compile") if place.gpu else ("",):
+            run_folder = folder / f"{size}{flag}"
+            arguments = f"{place.cifar} --batch_size {size} {flag} {frequent(place)}"
+            launch(place, CIFAR, arguments, run_folder)
+            figures[f"step_ms_{size}{flag.replace('--', '_')}"] = step_milliseconds(run_folder)
+    return figures
+
+
 def compiled(place, folder):
     """`--compile`: how often the model is cut and compiled again, how long that takes, and what it
     saves per step.
@@ -255,6 +346,11 @@ def compiled(place, folder):
             f"{arguments} --compile",
             folder / f"{name}_compiled",
         )
+        killed = folder / f"{name}_killed"
+        fault, again = f"die_in_step@{place.steps * 2 // 3 + 2}", f"{arguments} --compile"
+        assert wrapped(place, fault, script, again, killed, check=False).returncode != 0
+        launch(place, script, again, killed)
+        assert final_weights(killed) == final_weights(folder / f"{name}_compiled")
         counted = json.loads(report.read_text())
         assert counted["compiled_functions"] >= 1 and counted["graph_breaks"] == 0, counted
         figures |= {f"{name}_{figure}": value for figure, value in counted.items()}
@@ -439,8 +535,25 @@ def shared_gpu(place, folder):
 
 
 HALVES = {
-    "first": [default_recipe, kill_and_resume, waits, tokens, copies, shared_gpu],
-    "second": [compiled, determinism, precisions, sharded, activation_checkpointing],
+    "first": [
+        default_recipe,
+        kill_and_resume,
+        waits,
+        tokens,
+        copies,
+        orthogonalization,
+        other_ends,
+        cpu_and_gpu,
+        shared_gpu,
+    ],
+    "second": [
+        compiled,
+        determinism,
+        sharded,
+        precisions,
+        batch_sizes,
+        activation_checkpointing,
+    ],
 }
 CHECKS = {check: f"{half}-{check.__name__}" for half, part in HALVES.items() for check in part}
 
@@ -540,6 +653,9 @@ REHEARSED_LATER = {
     kill_and_resume: pytest.mark.slow,
     determinism: pytest.mark.slow,
     precisions: pytest.mark.slow,
+    other_ends: pytest.mark.slow,
+    cpu_and_gpu: pytest.mark.slow,
+    batch_sizes: pytest.mark.slow,
     sharded: pytest.mark.slow,
 }
 

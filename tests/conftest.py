@@ -299,6 +299,18 @@ def load_script(name):
         sys.path.pop(0)
 
 
+def kinds_of_classifiers():
+    """The name of one model of each module of torchvision that defines classifiers."""
+    from torchvision import models  # here, because it takes a second
+
+    kinds = {}
+    for name in models.list_models(module=models):
+        kinds.setdefault(models.get_model_builder(name).__module__, name)
+    # The first of them is a hundred times as large.
+    kinds[models.regnet.__name__] = "regnet_x_400mf"
+    return list(kinds.values())
+
+
 def results(folder):
     return json.loads((Path(folder) / "results.json").read_text())
 

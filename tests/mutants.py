@@ -2427,6 +2427,20 @@ MUTANTS = [
         "[345]090 (D)",
         "test_record.py -k variants",
     ),
+    Mutant(
+        "an MNASNet cannot continue",
+        "utils/pretrained.py",
+        '{"version": MNASNET_VERSION} | metadata',
+        "metadata",
+        "test_train_images.py -k from_safetensors",
+    ),
+    Mutant(
+        "the card of an MNASNet",
+        IMAGES,
+        'if config["model"].startswith("mnasnet"):',
+        "if False:",
+        "test_train_images.py -k card_of_an_mnasnet",
+    ),
 ]
 
 

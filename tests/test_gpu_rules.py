@@ -7,7 +7,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 import torchvision
-from conftest import load_script, run
+from conftest import kinds_of_classifiers, load_script, run
 from gpu_rules import Rules
 
 from utils import pretrained
@@ -100,20 +100,16 @@ def test_the_documented_list_of_pytorch_is_the_known_one():
     assert known >= FORBIDDEN
 
 
-def kinds_of_classifiers():
-    """The first name of each module of torchvision that defines classifiers."""
-    kinds = {}
-    for name in torchvision.models.list_models(module=torchvision.models):
-        kinds.setdefault(torchvision.models.get_model_builder(name).__module__, name)
-    kinds[torchvision.models.regnet.__name__] = "regnet_x_400mf"
-    quick = ("alexnet", "vgg11", "squeezenet1_0")
-    return [
-        pytest.param(name, marks=() if name in quick else pytest.mark.slow)
-        for name in kinds.values()
-    ]
+QUICK = ("alexnet", "vgg11", "squeezenet1_0")
 
 
-@pytest.mark.parametrize("name", kinds_of_classifiers())
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param(name, marks=() if name in QUICK else pytest.mark.slow)
+        for name in kinds_of_classifiers()
+    ],
+)
 def test_a_step_of_every_classifier_is_deterministic_on_gpus(name):
     model = pretrained.with_deterministic_pools(pretrained.without_weights(name))
     side = 224 if "vit" in name else 288

@@ -14,8 +14,19 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
+import torchvision
 from accelerate import Accelerator, DataLoaderConfiguration, skip_first_batches
-from conftest import Started, final_weights, load_script, metrics, recorded, results, run, run_once
+from conftest import (
+    Started,
+    final_weights,
+    kinds_of_classifiers,
+    load_script,
+    metrics,
+    recorded,
+    results,
+    run,
+    run_once,
+)
 from PIL import Image
 from safetensors.torch import load_file
 from torch.utils.data import DataLoader
@@ -29,6 +40,7 @@ from utils.data.loaders import EpochSampler, already_a_batch
 from utils.data.mixing import Mix
 from utils.data.sources import find_images
 from utils.data.transforms import EvalTransform, TrainTransform
+from utils.ema import MovingAverage
 from utils.run import weights
 from utils.run.failures import UserError
 
@@ -607,6 +619,32 @@ def test_the_decay_of_averaged_weights_rises(capsys):
     assert capsys.readouterr().err == ""
     train_images.build_ema(accelerator, model, 0.995, Plan)
     assert "averages over about 200 steps, more than the 100 of this run" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("name", kinds_of_classifiers())
+def test_every_classifier_takes_weights_from_safetensors(name):
+    """Such a file has no place for what some classes save with their weights."""
+    model = pretrained.without_weights(name)
+    model.load_state_dict(dict(model.state_dict()))
+    average = MovingAverage(model, lambda updates: 0.9)
+    average.load_state_dict(average.state_dict())
+
+
+def test_the_model_card_of_an_mnasnet_loads_its_weights(tmp_path, monkeypatch):
+    described = pretrained.describe("mnasnet0_5", None, ["a", "b"])
+    model = pretrained.build(described)
+    weights.export(tmp_path, model, described)
+    args = SimpleNamespace(ema_decay=0)
+    usage = load_script("train_images").describe_model(described, args)["usage"]
+    # As on another machine, without this project.
+    classes = torchvision.models.MNASNet
+    monkeypatch.setattr(classes, "_load_from_state_dict", pretrained.load_mnasnet)
+    monkeypatch.chdir(tmp_path)
+    code = usage.removeprefix("```python\n").partition("preprocess =")[0]
+    found = {}
+    exec(code, found)
+    loaded = found["model"].state_dict()
+    assert all(torch.equal(value, loaded[key]) for key, value in model.state_dict().items())
 
 
 def test_unusable_weights_are_refused(tmp_path, monkeypatch):

@@ -20,6 +20,18 @@ OPTIONS = {
 AUXILIARY = ("aux1.", "aux2.", "AuxLogits.")
 IMAGENET = dict(mean=[0.485, 0.456, 0.406], std=[0.229, 0.224, 0.225])
 SUFFIXES = (*weights.PICKLES, ".safetensors")
+# MNASNet refuses weights that do not come with the version of its class in which they were saved,
+# and safetensors files have no place for it. All that torchvision saves today has this version.
+MNASNET_VERSION = 2
+load_mnasnet = torchvision.models.MNASNet._load_from_state_dict
+
+
+def load_mnasnet_of_any_file(self, state, prefix, metadata, *rest):
+    """Loads weights into an MNASNet."""
+    load_mnasnet(self, state, prefix, {"version": MNASNET_VERSION} | metadata, *rest)
+
+
+torchvision.models.MNASNet._load_from_state_dict = load_mnasnet_of_any_file
 
 
 def check_name(name):

@@ -55,6 +55,20 @@ MUTANTS = [
         SAME_SAMPLES,
     ),
     Mutant(
+        "windows are copied through pageable memory",
+        "utils/data/text.py",
+        "windows[:, :-1].contiguous()",
+        "windows[:, :-1]",
+        "test_gpt.py -k contiguous",
+    ),
+    Mutant(
+        "streamed windows are copied through pageable memory",
+        "utils/data/text_stream.py",
+        "windows[:, 1:].contiguous()",
+        "windows[:, 1:]",
+        "test_gpt.py -k contiguous",
+    ),
+    Mutant(
         "the same in the GPT",
         GPT,
         "loader.set_epoch(epoch)",

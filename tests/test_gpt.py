@@ -445,6 +445,16 @@ def test_held_out_windows_predict_every_byte_once():
     assert torch.equal(batch["inputs"][:-1, 1:], batch["targets"][:-1, :-1])
 
 
+def test_batches_are_contiguous(shards):
+    """A pinned batch that is not would be copied to the GPU through pageable memory, with a wait."""
+    windows = Windows(torch.arange(101, dtype=torch.uint8), 16, seed=0)
+    options = dict(lanes=1, buffer=4, seed=0, share=(0, 1))
+    streamed = next(iter(TextStream(str(shards), "text", 16, 4, **options)))
+    for batch in (windows.__getitems__(range(4)), streamed):
+        for name in ("inputs", "targets", "ids"):
+            assert batch[name].is_contiguous(), name
+
+
 def test_an_epoch_reads_every_byte_once_at_another_offset_than_the_one_before():
     data = torch.arange(250, dtype=torch.uint8)
     windows, cuts = Windows(data, 16, seed=3), set()

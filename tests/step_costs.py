@@ -15,7 +15,6 @@ Fake CUDA tensors change the process for good (`fake_cuda`), so tests start this
 """
 
 import contextlib
-import functools
 import importlib
 import json
 import math
@@ -26,7 +25,9 @@ from unittest import mock
 
 import torch
 import torch.nn.functional as F
+import torchvision
 from accelerate.utils import convert_outputs_to_fp32
+from torch import nn
 from torch._functorch.aot_autograd import make_boxed_func
 from torch._inductor import config as inductor_config
 from torch._inductor.compile_fx import compile_fx, compile_fx_inner
@@ -37,9 +38,11 @@ from torch.optim import optimizer as torch_optimizer
 from torch.utils import _foreach_utils
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
-from torch.utils.backend_registration import _setup_privateuseone_for_python_backend
 
 ROOT = Path(__file__).resolve().parents[1]
+sys.path[:0] = [str(ROOT), str(ROOT / "scripts")]
+from utils.data.arrays import Split
+
 CUDA = torch.device("cuda", 0)
 # The host waits until the device has computed what they read, or how large their result is.
 WAITING = {"_local_scalar_dense", "_unique2", "equal", "is_nonzero", "masked_select", "nonzero"}
@@ -96,6 +99,8 @@ class Costs(TorchDispatchMode):
             result = 1.0 if args[0].is_floating_point() else 1
         elif name == "nonzero" and isinstance(args[0], FakeTensor):
             result = args[0].new_empty((args[0].numel(), args[0].dim()), dtype=torch.int64)
+        elif name.startswith("_fused_") and func._schema.is_mutable and _are_fake(inputs):
+            result = None  # an optimizer, which changes its arguments
         else:
             result = func(*args, **kwargs)
         outputs = _tensors(result)
@@ -104,13 +109,13 @@ class Costs(TorchDispatchMode):
             return result
         if self._device != "cpu" and len(devices) > 1:
             if "copy" not in name and len({x.device.type for x in inputs if x.dim()}) > 1:
-                self.mixed.append((name, _line()))
+                self.mixed.append((name, line()))
             blocking = not (kwargs.get("non_blocking") or True in args[2:3])
             if "copy" in name and blocking and any(x.dim() for x in inputs):
-                self.waits.append((name, _line()))
+                self.waits.append((name, line()))
         if name in WAITING:
             if self._device != "cpu":
-                self.waits.append((name, _line()))
+                self.waits.append((name, line()))
         elif name not in FREE and (func._schema.is_mutable or not _is_view(inputs, outputs)):
             self.launches[name] += 1
             self.bytes[name] += _bytes(func, args, kwargs, outputs)
@@ -134,6 +139,10 @@ class Costs(TorchDispatchMode):
 
 def _tensors(values):
     return [value for value in tree_leaves(values) if isinstance(value, torch.Tensor)]
+
+
+def _are_fake(tensors):
+    return any(isinstance(x, FakeTensor) for x in tensors)
 
 
 def _is_view(inputs, outputs):
@@ -169,12 +178,12 @@ def _size(x):
     return x.element_size() * math.prod(sides) if x.numel() else 0
 
 
-def _line():
+def line():
     """The innermost line of the project that is being executed."""
     frame = sys._getframe(1)
     while frame:
         path = Path(frame.f_code.co_filename)
-        if path.is_relative_to(ROOT) and path != Path(__file__):
+        if path.is_relative_to(ROOT) and path.name not in ("step_costs.py", "gpu_rules.py"):
             return f"{path.relative_to(ROOT)}:{frame.f_lineno}"
         frame = frame.f_back
     return "?"
@@ -197,6 +206,8 @@ class _FakeCuda(TorchDispatchMode):
         if func is torch.ops.prim.device.default:
             device = args[0].fake_device
             return torch.device("meta") if self.backward and device.type == "cuda" else device
+        if func is torch.ops.aten._pin_memory.default:
+            return args[0]
         device = kwargs.get("device")
         if device is not None and device.type == "meta":
             kwargs = {**kwargs, "device": CUDA}
@@ -232,6 +243,8 @@ def fake_cuda():
     """
     if torch.cuda.is_available():
         raise RuntimeError("fake CUDA tensors are for machines without a GPU")
+    from torch.utils.backend_registration import _setup_privateuseone_for_python_backend
+
     _setup_privateuseone_for_python_backend("no_device")
     torch._C._ensureCUDADeviceGuardSet()
     mode, run_backward = _FakeCuda(), torch.Tensor.backward
@@ -264,13 +277,6 @@ def fake_cuda():
         stack.enter_context(fake_cpu())
         stack.enter_context(mode)
         yield
-
-
-def bf16(model, device):
-    """Wraps the forward pass of a model as `Accelerator.prepare` does with `mixed_precision: bf16`."""
-    autocast = torch.autocast(device.type, torch.bfloat16)
-    model.forward = convert_outputs_to_fp32(autocast(model.forward))
-    return model
 
 
 # ----------------------------------------------------------------------------------- compiled code
@@ -324,21 +330,95 @@ def _count_kernels(graph, inputs, **options):
 # ----------------------------------------------------------------------------- the steps of the scripts
 
 
-def gpt_step(script, args, device):
-    sizes = {name: getattr(args, name) for name in script.SIZES}
-    model = script.GPT(**sizes, dropout=args.dropout)
-    if args.compile:
-        model.compile(backend=inductor)
-    bf16(model, device)
-    shape = (args.batch_size, args.block_size)
-    batch = {name: torch.zeros(shape, dtype=torch.int64, device="cpu") for name in INPUTS}
-    compute_loss = functools.partial(script.compute_loss, model, batch, device)
-    return compute_loss, model, script.build_optimizer(model, args)
+# For each script: a function that builds its model, and one that returns its optimizer and a function
+# that computes the loss of a batch. Batches come from the memory of the host, as from a loader.
 
 
-# A script's model, its optimizer, and a function that computes the loss of a batch.
-STEPS = {"train_gpt": gpt_step}
-INPUTS = ("inputs", "targets")
+def minimal_step(script, args, model, device):
+    x, y = on_host(args.batch_size, 2).float(), on_host(args.batch_size)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=args.lr)
+    return optimizer, lambda: script.compute_loss(model, to(x, device), to(y, device))
+
+
+def cifar_step(script, args, model, device):
+    images, labels = on_host(1000, 3, 32, 32).to(torch.uint8), on_host(1000)
+    split = Split(to(images, device), to(labels, device), device)
+    ids, (mean, std) = on_host(args.batch_size), torch.ones(2, 3, device=device)
+
+    def compute_loss():
+        return script.compute_loss(model, split.batch(ids), mean, std, 0, 32, args)
+
+    return script.build_optimizer(model, args), compute_loss
+
+
+def images_step(script, args, model, device):
+    """Without Mixup and CutMix, which need random numbers."""
+    size = args.image_size or 224
+    images = on_host(args.batch_size, 3, size, size).to(torch.uint8)
+    labels, (mean, std) = on_host(args.batch_size), torch.ones(2, 3, device=device)
+
+    def compute_loss():
+        batch = {"images": to(images, device), "labels": to(labels, device)}
+        return script.compute_loss(model, batch, mean, std, None, 1, args)
+
+    return script.build_optimizer(model, args), compute_loss
+
+
+def gpt_step(script, args, model, device):
+    windows = on_host(args.batch_size, args.block_size)
+    batch = {"inputs": windows, "targets": windows}
+    optimizer = script.build_optimizer(model, args)
+    return optimizer, lambda: script.compute_loss(model, batch, device)
+
+
+def build_gpt(script, args):
+    return script.GPT(*(getattr(args, name) for name in script.SIZES), dropout=args.dropout)
+
+
+def build_classifier(script, args):
+    model = torchvision.models.get_model(args.model, num_classes=10)
+    return model.to(memory_format=torch.channels_last)
+
+
+STEPS = {
+    "train_minimal": (lambda script, args: script.build_model(), minimal_step),
+    "train_cifar": (lambda script, args: script.build_model(args.model, 10), cifar_step),
+    "train_images": (build_classifier, images_step),
+    "train_gpt": (build_gpt, gpt_step),
+}
+
+
+def on_host(*shape):
+    """A tensor int64 in the memory of the host."""
+    return torch.zeros(shape, dtype=torch.int64)
+
+
+def to(tensor, device):
+    """Copies a batch to the device as a prepared loader does, from pinned memory."""
+    return tensor.to(device, non_blocking=True)
+
+
+def make_fake(model, device):
+    """Replaces the parameters and buffers of a model by fake ones on a device."""
+
+    def fake(tensor):
+        layout = dict(dtype=tensor.dtype, device=device)
+        return torch.empty_strided(tensor.size(), tensor.stride(), **layout)
+
+    for layer in model.modules():
+        for name, weight in layer._parameters.items():
+            if weight is not None:
+                layer._parameters[name] = nn.Parameter(fake(weight), weight.requires_grad)
+        for name, buffer in layer._buffers.items():
+            if buffer is not None:
+                layer._buffers[name] = fake(buffer)
+    return model
+
+
+def prepare(model, device):
+    """Wraps the forward pass as `Accelerator.prepare` does with `mixed_precision: bf16`."""
+    autocast = torch.autocast(device.type, torch.bfloat16)
+    model.forward = convert_outputs_to_fp32(autocast(model.forward))
 
 
 def count(name, words=()):
@@ -346,14 +426,17 @@ def count(name, words=()):
 
     With `--compile` the step runs on fake CPU tensors, otherwise on fake CUDA tensors.
     """
-    sys.path.insert(0, str(ROOT / "scripts"))
-    script = importlib.import_module(name)
+    script, (build_model, build_step) = importlib.import_module(name), STEPS[name]
     with mock.patch.object(sys, "argv", [f"{name}.py", *words]):
         args = script.parse_args()
-    device = torch.device("cpu") if args.compile else CUDA
-    with fake_cpu() if args.compile else fake_cuda():
-        with device:
-            compute_loss, model, optimizer = STEPS[name](script, args, device)
+    model, compiled = build_model(script, args), getattr(args, "compile", False)
+    device = torch.device("cpu") if compiled else CUDA
+    with fake_cpu() if compiled else fake_cuda():
+        make_fake(model, device)
+        if compiled:
+            model.compile(backend=inductor)
+        optimizer, compute_loss = build_step(script, args, model, device)
+        prepare(model, device)
         for _ in range(2):  # the first step creates the state of the optimizer
             with Costs(device.type) as costs:
                 compute_loss().backward()

@@ -38,7 +38,7 @@ from utils.run import weights
 from utils.run.failures import RunFailed, UserError
 
 SHAKESPEARE = SHARED_DATA / "tinyshakespeare" / "input.txt"
-MODEL = "--n_layer 2 --n_head 2 --n_embd 32 --block_size 32 --batch_size 12 --sample_length 40"
+MODEL = "--n_layer 2 --n_head 2 --n_embd 32 --block_size 32 --batch_size 12 --sample_length 40 --sample_every 20"
 SMALL = f"{MODEL} --max_train_steps 40 --log_every 1 --eval_every 20 --checkpoint_every 10"
 
 

@@ -13,20 +13,39 @@ import pytest
 import torch
 import torch.nn.functional as F
 import warm
-from conftest import LIMIT, ROOT, load_script
+from conftest import LIMIT, ROOT, load_script, run
 from step_costs import Costs
 
 from utils.run import compilation
 
+# Short runs, with a log line, an evaluation and a save before step 3 and after step 6 only.
+STEPS = "--max_train_steps 8 --log_every 100 --eval_every 100 --checkpoint_every 0"
+RUNS = {
+    "train_minimal": STEPS,
+    "train_cifar": f"--dataset synthetic --model net --batch_size 20 --max_grad_norm 1 {STEPS}",
+    "train_images": "--dataset synthetic --model squeezenet1_1 --image_size 32 --batch_size 8 "
+    f"--lr 1e-3 --mixup 0.2 --ema_decay 0.9 --num_workers 0 {STEPS}",
+    "train_gpt": "--dataset synthetic --n_layer 1 --n_head 2 --n_embd 16 --block_size 16 "
+    f"--batch_size 8 --sample_length 2 {STEPS}",
+}
 PAGE = (ROOT / "scripts" / "README.md").read_text()
-ARGUMENTS = {"train_gpt": "--dataset synthetic"}
+ARGUMENTS = {
+    "train_minimal": "",
+    "train_cifar": "--dataset synthetic",
+    "train_images": "--dataset synthetic",
+    "train_gpt": "--dataset synthetic",
+}
+HIDDEN = {**os.environ, "CUDA_VISIBLE_DEVICES": ""}  # fake GPUs need that there is no real one
+counts = pytest.mark.skipif(
+    torch.__version__ < "2.13", reason="earlier releases of PyTorch have no fake GPUs, or others"
+)
 
 
 @functools.cache
 def counted(script, more=""):
     """What step_costs.py reports of a step of a script, at its default size."""
     words = [str(ROOT / "tests" / "step_costs.py"), script, *ARGUMENTS[script].split()]
-    done = warm.run([*words, *more.split()], dict(os.environ), LIMIT, cwd=str(ROOT))
+    done = warm.run([*words, *more.split()], HIDDEN, LIMIT, cwd=str(ROOT))
     assert done.returncode == 0, done.stderr[-3000:]
     return json.loads(done.stdout)
 
@@ -37,6 +56,7 @@ def budget(script, way):
     return int(row[1].replace(",", "")), float(row[2])
 
 
+@counts
 @pytest.mark.parametrize("script", ARGUMENTS)
 def test_a_step_on_a_gpu_never_waits_and_keeps_to_its_budget(script):
     costs = counted(script)
@@ -46,7 +66,9 @@ def test_a_step_on_a_gpu_never_waits_and_keeps_to_its_budget(script):
     assert 0.9 * gigabytes <= costs["bytes"] / 1e9 <= gigabytes
 
 
+@counts
 def test_a_compiled_step_keeps_to_its_budget():
+    """By the kernels that Inductor plans for a CPU, where attention is float32."""
     costs = counted("train_gpt", "--compile")
     launches, gigabytes = budget("train_gpt", "compiled")
     assert 0.9 * launches <= costs["launches"] <= launches
@@ -55,11 +77,28 @@ def test_a_compiled_step_keeps_to_its_budget():
     assert "_scaled_dot_product_flash_attention_for_cpu" not in costs["launches_by_op"]
 
 
+@counts
 def test_the_logits_have_no_float32_copy():
     """Which Accelerate makes of what a model returns; with a larger vocabulary that is a lot."""
     eager, compiled = (counted("train_gpt", more)["casts"] for more in ("", "--compile"))
     assert eager["float32 (16384, 256)"] == 1 and "float32 (64, 256, 256)" not in eager
     assert not [cast for cast in compiled if cast.endswith(" 256)")]
+
+
+@pytest.mark.parametrize(
+    "script",
+    [
+        pytest.param(script, marks=[pytest.mark.slow] * (script in ("train_cifar", "train_images")))
+        for script in RUNS
+    ],
+)
+def test_a_step_of_the_real_loop_never_waits(script, tmp_path):
+    """The loop with its loader, the guard, and all that Accelerate does, under the rules of GPUs."""
+    words = [f"step_waits@0:{tmp_path}/waits.json", f"scripts/{script}.py", *RUNS[script].split()]
+    run("cpu", "tests/wrapped.py", words, output_dir=tmp_path / "run")
+    waits = json.loads((tmp_path / "waits.json").read_text())
+    # `one_hot` checks its input, on a CPU only.
+    assert [where for _, where in waits if "mixing.py" not in where] == []
 
 
 # -------------------------------------------------------------------------------------- the counting
@@ -150,10 +189,11 @@ print(json.dumps(seen))
 """
 
 
+@counts
 def test_fake_cuda_tensors_show_what_a_gpu_would_wait_for(tmp_path):
     (tmp_path / "seen.py").write_text(SEEN)
     (tmp_path / "step_costs.py").symlink_to(ROOT / "tests" / "step_costs.py")
-    done = warm.run([str(tmp_path / "seen.py")], dict(os.environ), LIMIT, cwd=str(tmp_path))
+    done = warm.run([str(tmp_path / "seen.py")], HIDDEN, LIMIT, cwd=str(tmp_path))
     assert done.returncode == 0, done.stderr[-3000:]
     assert json.loads(done.stdout) == {
         "cast": {"bfloat16 (8, 8)": 1, "float32 (8, 8)": 1},  # `square` is float32
@@ -245,6 +285,31 @@ def test_the_loss_of_a_model_is_the_cross_entropy_of_its_logits(gpt):
     batch = {"inputs": text[:1], "targets": targets[:1]}
     loss = script.compute_loss(model, batch, torch.device("cpu"))
     assert torch.allclose(loss, F.cross_entropy(model(text[:1])[0], targets[0]))
+
+
+def test_samples_of_the_gpt_take_one_percent_of_the_time(monkeypatch):
+    """On an A100 that does nothing but read and write during a step, and launch during a sample."""
+    monkeypatch.setattr("sys.argv", ["train_gpt.py", "--dataset", "synthetic"])
+    script = load_script("train_gpt")
+    args = script.parse_args()
+    model = script.GPT(args.n_layer, n_head=1, n_embd=8, block_size=64)
+
+    def launches(length):
+        options = SimpleNamespace(seed=0, sample_length=length, block_size=64)
+        return costs_of(lambda: script.generate(model, options)).launches.total()
+
+    per_byte = (launches(20) - launches(10)) / 10
+    step = budget("train_gpt", "compiled")[1] * 1e9 / 2e12
+    assert args.sample_length * per_byte * 5e-6 < 0.01 * args.sample_every * step
+
+
+def test_a_sample_follows_the_first_evaluation_after_so_many_steps():
+    script, args = load_script("train_gpt"), SimpleNamespace(sample_every=50)
+    plan = SimpleNamespace(evaluate_every=20, total_steps=160)
+    evaluated = range(20, 161, 20)
+    assert [step for step in evaluated if script.sample_due(step, plan, args)] == [60, 100]
+    args.sample_every = 10
+    assert [step for step in evaluated if script.sample_due(step, plan, args)] == [*evaluated][:-1]
 
 
 # ------------------------------------------------------------------------------------------ compiling

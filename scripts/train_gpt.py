@@ -21,6 +21,7 @@ after 2,000 steps.
 import contextlib
 import math
 import sys
+from argparse import BooleanOptionalAction
 from pathlib import Path
 
 # Finds `utils` next to this script (a copy) or one folder up (the repository).
@@ -45,7 +46,7 @@ from utils.data.report import agree
 from utils.data.text import Windows, load_text
 from utils.data.text_stream import TextStream, describe_stream, load_held_out
 from utils.muon import MuonAdamW
-from utils.run import ddp, fsdp, launch, weights
+from utils.run import compilation, ddp, fsdp, launch, weights
 from utils.run.arguments import Parser, number
 from utils.run.collectives import local_main_first, run_on_main
 from utils.run.failures import UserError, optional
@@ -65,31 +66,69 @@ RECIPES = {"muon": dict(lr=0.02, weight_decay=0.1), "adamw": dict(lr=0.01, weigh
 
 def norm(x):
     """Layer norm over the last dimension, without scale and bias."""
-    return F.layer_norm(x, (x.size(-1),))
+    with torch.autocast(x.device.type, enabled=False):  # on GPUs it would return float32
+        return F.layer_norm(x, (x.size(-1),))
 
 
-def token_shift(x, weights):
+def cast(x):
+    """`x` in the dtype in which autocast multiplies matrices.
+
+    A GPU takes most of its time to read and write activations. So cast them before they are
+    normalized and shifted, and once for all layers that read them.
+    """
+    device = x.device.type
+    return x.to(torch.get_autocast_dtype(device)) if torch.is_autocast_enabled(device) else x
+
+
+def token_shift(x, weights, known):
     """Adds the channels of earlier positions, each with a weight of its own (arXiv:2305.13048).
 
     Args:
         x: [batch, time, width].
         weights (list): tensors [width]: the first is for the previous position, and so on.
+        known: [batch, time, width]: `x` behind the positions before it: as many as there are
+            weights, or fewer at the start.
     """
-    shifted = x
+    length, count = x.size(1), len(weights)
+    missing = length + count - known.size(1)
+    padded = F.pad(known, (0, 0, missing, 0)) if missing else known
     for back, weight in enumerate(weights, 1):
-        shifted = shifted + weight * F.pad(x, (0, 0, back, 0))[:, : x.size(1)]
-    return shifted
+        x = x + weight.to(x.dtype) * padded[:, count - back : count - back + length]
+    return x
 
 
-def rotations(length, size, device):
+def rotations(first, length, size, device):
     """Rotary position embedding (J. Su, arXiv:2104.09864).
 
+    Args: first: the position of the first of `length` bytes.
+
     Returns:
-        tuple: cos and sin of the angles, float32 [time, size] each.
+        tuple: cos and sin of the angles, float32 [time, 1, 1, size] each.
     """
     frequency = 10_000.0 ** (-torch.arange(0, size, 2, device=device) / size)
-    angle = torch.outer(torch.arange(length, device=device), frequency)
-    return torch.cat([angle.cos(), angle.cos()], 1), torch.cat([-angle.sin(), angle.sin()], 1)
+    angle = torch.outer(torch.arange(first, first + length, device=device), frequency)
+    cos, sin = angle.cos()[:, None, None], angle.sin()[:, None, None]
+    return torch.cat([cos, cos], -1), torch.cat([-sin, sin], -1)
+
+
+class Cache:
+    """What a GPT has computed for the bytes before those that it is given next.
+
+    It is no list or dict, because DDP and FSDP pass copies of these to the model.
+    """
+
+    def __init__(self):
+        self.length, self._kept = 0, {}
+
+    def join(self, name, new, most=0):
+        """Appends `new`, [batch, time, ...], to what is kept under `name`.
+
+        Returns all of it, and keeps the last `most` positions for the next time (0: all).
+        """
+        if name in self._kept:
+            new = torch.cat([self._kept[name], new], 1)
+        self._kept[name] = new[:, -most:]
+        return new
 
 
 class Block(nn.Module):
@@ -111,29 +150,41 @@ class Block(nn.Module):
         # Two for the attention, two for the MLP.
         self.shifts = nn.ParameterList(torch.zeros(width) for _ in range(4))
 
-    def forward(self, x, cos, sin):
+    def forward(self, x, first, skip, cos, sin, cache=None):
         dropout = self.dropout * self.training
-        y = self.attention(token_shift(norm(x), self.shifts[:2]), cos, sin, dropout)
+        x = x + skip * first
+        y = self.attention(self.shifted(norm(cast(x)), 0, cache), cos, sin, dropout, cache)
         x = x + F.dropout(self.out_proj(y), dropout)
-        y = self.up(token_shift(norm(x), self.shifts[2:]))
-        return x + F.dropout(self.down(F.relu(y).square()), dropout)
+        y = F.relu(self.up(self.shifted(norm(cast(x)), 2, cache)))
+        # Not `y.square()`, which autocast computes in float32 on GPUs.
+        return x + F.dropout(self.down(y * y), dropout)
 
-    def attention(self, x, cos, sin, dropout):
+    def shifted(self, x, first, cache):
+        weights = self.shifts[first : first + 2]
+        known = x if cache is None else cache.join((self, first), x, most=len(weights))
+        return token_shift(x, weights, known)
+
+    def attention(self, x, cos, sin, dropout, cache):
         batch, length, width = x.shape
         # Normalized queries and keys keep the attention logits bounded at any learning rate
         # (arXiv:2302.05442); 1.5 allows sharper attention. Both are rotated by an angle that grows
         # with the position, so that their product depends on the distance between positions.
-        both = torch.stack([self.query(x), self.key(x)])
-        both = norm(both.view(2, batch, length, self.heads, -1).transpose(2, 3))
-        value = self.value(x).view(batch, length, self.heads, -1).transpose(1, 2)
-        # The angles are float32 in any precision; attention needs a single dtype. On CPUs its bf16
-        # backward pass is slow.
-        both = both * cos + both.roll(both.size(-1) // 2, -1) * sin
-        query, key = both.to(torch.float32 if x.is_cpu else value.dtype)
-        options = dict(is_causal=True, scale=1.5 * key.size(-1) ** -0.5, dropout_p=dropout)
+        both = F.linear(x, torch.cat([self.query.weight, self.key.weight]))
+        both = norm(both.view(batch, length, 2, self.heads, -1))
+        cos, sin = cos.to(both.dtype), sin.to(both.dtype)
+        both = torch.addcmul(both * cos, both.roll(both.size(-1) // 2, -1), sin)
+        value = self.value(x).view(batch, length, self.heads, -1)
+        # On CPUs the backward pass of attention is slow in bf16.
+        query, key = both.to(torch.float32 if x.is_cpu else value.dtype).unbind(2)
+        value = value.to(key.dtype)
+        if cache is not None:
+            key, value = cache.join((self, "key"), key), cache.join((self, "value"), value)
+        heads_first = (part.transpose(1, 2) for part in (query, key, value))
+        # A single byte attends to all that are known.
+        options = dict(is_causal=length > 1, scale=1.5 * key.size(-1) ** -0.5, dropout_p=dropout)
         with torch.autocast("cpu", enabled=False):
-            y = F.scaled_dot_product_attention(query, key, value.to(key.dtype), **options)
-        return y.to(value.dtype).transpose(1, 2).reshape(batch, length, width)
+            y = F.scaled_dot_product_attention(*heads_first, **options)
+        return y.to(both.dtype).transpose(1, 2).reshape(batch, length, width)
 
 
 class GPT(nn.Module):  # EDIT: model
@@ -161,19 +212,45 @@ class GPT(nn.Module):  # EDIT: model
             elif weight.ndim == 2:
                 nn.init.normal_(weight, std=1.0 if name == "embed.weight" else n_embd**-0.5)
 
-    def forward(self, x):
+    def forward(self, x, targets=None, cache=None):
+        """With `targets`, int64 [batch, time], returns their losses, float32 [batch, time].
+
+        The loss is in nats per byte, and 0 for a target of -100. With a `cache`, `x` are the bytes
+        after those of earlier calls; only the first call may have several.
+        """
         head_size = self.embed.embedding_dim // self.blocks[0].heads
-        cos, sin = rotations(x.size(1), head_size, x.device)
-        x = first = norm(self.embed(x))
+        known = 0 if cache is None else cache.length
+        cos, sin = rotations(known, x.size(1), head_size, x.device)
+        if cache is not None:
+            cache.length += x.size(1)
+        first = norm(self.embed(x))
+        x = first.view_as(first)  # if it were the same tensor, the first block would compile anew
         for block, skip in zip(self.blocks, self.skips, strict=True):
-            x = x + skip * first
             if self.activation_checkpointing and self.training:
                 # Keeps only the input of the block and recomputes the rest in the backward pass: a
                 # third more computation.
-                x = recompute(block, x, cos, sin, use_reentrant=False)
+                x = recompute(block, x, first, skip, cos, sin, use_reentrant=False)
             else:
-                x = block(x, cos, sin)
-        return self.head(norm(x))
+                x = block(x, first, skip, cos, sin, cache)
+        return self.logits(x) if targets is None else self.losses(x, targets)
+
+    def logits(self, x):
+        return self.head(norm(cast(x)))
+
+    def losses(self, x, targets):
+        # Here and not behind the model, because Accelerate makes a float32 copy of what a model
+        # returns. Compiled, this makes none.
+        logits = self.logits(x).flatten(0, 1).float()
+        return F.cross_entropy(logits, targets.flatten(), reduction="none").view_as(targets)
+
+    def compile(self, **options):
+        """Compiles the blocks, which are all alike, and the loss, with options of `torch.compile`.
+
+        Not all at once, because the hooks of FSDP run between blocks.
+        """
+        for block in self.blocks:
+            block.compile(**options)
+        self.losses = torch.compile(self.losses, **options)
 
     def flops_per_token(self):
         """FLOPs of the forward and backward pass per token: 6 N + 12 L H Q T.
@@ -276,10 +353,10 @@ def epoch_batches(loader, epoch, skip):
 
 
 def compute_loss(model, batch, device):  # EDIT: loss
-    """The mean loss in nats per byte of a batch of windows; targets of -100 do not count."""
+    """The mean loss in nats per byte of a batch of full windows."""
     inputs = batch["inputs"].to(device, non_blocking=True)
     targets = batch["targets"].to(device, non_blocking=True)
-    return F.cross_entropy(model(inputs).flatten(0, 1).float(), targets.flatten())
+    return model(inputs, targets).mean()
 
 
 @torch.no_grad()
@@ -292,27 +369,28 @@ def evaluate(accelerator, model, loader, watch):  # EDIT: metric
         dict: `loss` in nats per byte, `bits_per_byte`.
     """
     model.eval()
-    total, count = 0.0, 0
+    totals = 0
     for batch in watch(loader):
-        logits = model(batch["inputs"]).flatten(0, 1).float()
-        losses = F.cross_entropy(logits, batch["targets"].flatten(), reduction="none")
         # Gather per window: this drops the windows that were repeated to fill up the last batch,
         # and counts the bytes of a short one.
-        losses = losses.view_as(batch["targets"]).sum(1)
+        losses = model(batch["inputs"], batch["targets"]).sum(1)
         counts = (batch["targets"] >= 0).sum(1)
         losses, counts = accelerator.gather_for_metrics((losses, counts))
-        total += losses.double().sum().item()
-        count += counts.sum().item()
+        totals = totals + torch.stack([losses.double().sum(), counts.double().sum()])
+    total, count = totals.tolist()  # the only wait for the device
     model.train()
-    if count != len(loader.dataset.text) - 1:
-        raise RuntimeError(f"evaluated {count} of {len(loader.dataset.text) - 1} held-out bytes")
+    held_out = len(loader.dataset.text) - 1
+    if count != held_out:
+        raise RuntimeError(f"evaluated {count:.0f} of {held_out} held-out bytes")
     return {"loss": total / count, "bits_per_byte": total / count / math.log(2)}
 
 
 @torch.compiler.set_stance("force_eager")  # because each text length would be compiled separately
 @torch.no_grad()
-def generate(model, args, prompt="\n", temperature=0.8, top_k=None):
+def generate(model, args, prompt="\n", temperature=0.8, top_k=None, cached=True):
     """Continues `prompt` by `--sample_length` bytes, each sampled from the `top_k` most likely.
+
+    The context has at most `block_size` bytes. When it is full, it goes on with its last half.
 
     Under FSDP every process must call this function, because a forward pass needs all shards. All
     processes sample the same bytes.
@@ -320,24 +398,43 @@ def generate(model, args, prompt="\n", temperature=0.8, top_k=None):
     Args:
         temperature (float): 0: always choose the most likely byte.
         top_k (int | None): None: sample from all bytes.
+        cached (bool): whether to keep what was computed for earlier bytes; if not, this is slower,
+            and the same up to rounding.
 
     Returns:
         str: the prompt and its continuation; bytes that are not UTF-8 are replaced.
     """
-    was_training = model.training
+    was_training, device = model.training, next(model.parameters()).device
     model.eval()
     # Its own generator: sampling must not change training's random numbers.
-    generator = torch.Generator().manual_seed(args.seed)
-    device = next(model.parameters()).device
-    text = torch.tensor([list(prompt.encode())], device=device)
-    for _ in range(args.sample_length):
-        logits = model(text[:, -args.block_size :])[0, -1].float().cpu()
-        top = logits.topk(min(top_k or 256, 256))
-        probabilities = (top.values / max(temperature, 1e-6)).softmax(0)
-        choice = top.indices[torch.multinomial(probabilities, 1, generator=generator)]
-        text = torch.cat([text, choice.view(1, 1).to(device)], 1)
+    generator = torch.Generator(device).manual_seed(args.seed)
+    prompt = torch.tensor([list(prompt.encode())])
+    text = F.pad(prompt, (0, args.sample_length)).to(device)
+    start, cache = max(0, prompt.size(1) - args.block_size), Cache()
+    # Autocast casts the weights once for all of it, not for each byte.
+    with torch.autocast(device.type, enabled=False):
+        for end in range(prompt.size(1), text.size(1)):
+            if end - start > args.block_size:
+                start, cache = end - (args.block_size + 1) // 2, Cache()
+            if not cached:
+                cache = Cache()
+            logits = model(text[:, start + cache.length : end], cache=cache)[0, -1].float()
+            top = logits.topk(min(top_k or 256, 256))
+            probabilities = (top.values / max(temperature, 1e-6)).softmax(0)
+            # This is what `torch.multinomial` computes. But it waits for the device.
+            noise = torch.empty_like(probabilities).exponential_(generator=generator)
+            text[:, end] = top.indices[(probabilities / noise).argmax(0, keepdim=True)]
     model.train(was_training)
     return bytes(text[0].tolist()).decode(errors="replace")
+
+
+def sample_due(step, plan, args):
+    """Whether a sample follows the evaluation after `step`.
+
+    The first evaluation after each `--sample_every` steps has one. That of the run's end has none,
+    because the finished run has one.
+    """
+    return step % args.sample_every < plan.evaluate_every and step < plan.total_steps
 
 
 def sample(args):
@@ -359,6 +456,7 @@ SIZES = ("n_layer", "n_head", "n_embd", "block_size")
 MAY_CHANGE = (
     "activation_checkpointing",
     "peak_tflops",
+    "sample_every",
     "sample_length",
     "sample_sharded",
     "prompt",
@@ -433,9 +531,7 @@ def main():
     weights.initialize(accelerator, model, run.init_from)
     parameters = sum(weight.numel() for weight in model.parameters())
     flops = model.flops_per_token()
-    if args.compile:
-        for block in model.blocks:  # all alike, so compiled once; FSDP's hooks run between them
-            block.compile()
+    compilation.compile_model(accelerator, model, args.compile)
     optimizer = build_optimizer(model, args)
     scheduler = torch.optim.lr_scheduler.LambdaLR(
         optimizer, lambda step: lr_multiplier(step, plan, args)
@@ -455,7 +551,8 @@ def main():
     def validate(step):
         metrics = evaluate(accelerator, model, eval_loader, guard.watch)
         run.log("val", step, score=-metrics["loss"], **metrics)
-        if not accelerator.is_fsdp2 or args.sample_sharded:
+        whole = not accelerator.is_fsdp2 or args.sample_sharded
+        if whole and sample_due(step, plan, args):
             run.log("sample", step, text=generate(model, args))
         return metrics
 
@@ -506,6 +603,7 @@ def main():
     if metrics is None or step < plan.total_steps:  # nothing was left to do, or --overfit_batch
         metrics = evaluate(accelerator, model, eval_loader, guard.watch)
     text = generate(model, args)
+    run.log("sample", step, text=text)
     state = accelerator.get_state_dict(model)  # under FSDP gathered from all processes
     if accelerator.is_main_process:
         unwrapped = GPT(**sizes)
@@ -544,7 +642,11 @@ def parse_args():
         action="store_true",
         help="less memory, a third more computation",
     )
-    group.add_argument("--compile", action="store_true", help="torch.compile the model")
+    group.add_argument(
+        "--compile",
+        action=BooleanOptionalAction,
+        help="torch.compile the model, or not; default: on GPUs",
+    )
     group = parser.add_argument_group("training (a sample is a window of block_size bytes)")
     group.add_argument(
         "--optimizer", choices=RECIPES, default="muon", help="for the weight matrices of the blocks"
@@ -600,6 +702,13 @@ def parse_args():
     group.add_argument("--prompt", type=str, default="\n", help="text to continue")
     length = number(int, 1, most=10**6)  # each byte takes a forward pass
     group.add_argument("--sample_length", type=length, default=300, help="bytes to sample")
+    # A byte takes as long as a fifth of a step on a GPU: together they take 1 % of the time.
+    group.add_argument(
+        "--sample_every",
+        type=number(int, 1),
+        default=5000,
+        help="steps between samples, which follow an evaluation; the end of the run has one, too",
+    )
     group.add_argument(
         "--sample_sharded",
         action="store_true",

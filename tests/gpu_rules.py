@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 from accelerate import data_loader
 from accelerate.state import PartialState
+from step_costs import WAITING, line
 from torch.distributed import distributed_c10d
 from torch.nn.parallel import DistributedDataParallel as DDP
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -26,11 +27,14 @@ class Rules(TorchDispatchMode):
     Attributes:
         operations (set): the names of all that were called with tensors of the device.
         collectives (int): how many were on a group of the device.
+        waits (list): what made the host wait for the device, as (name, line of this project): it
+            read a result, or copied without `non_blocking`.
     """
 
     def __init__(self):
         super().__init__()
         self.operations, self.collectives, self._trusts = set(), 0, False
+        self.waits = []
         # Address -> a reference that keeps the address from being used again.
         self._memory, self._gloo_groups = {}, set()
 
@@ -76,6 +80,8 @@ class Rules(TorchDispatchMode):
             self._check(function, args, kwargs, all(there))
         result = function(*args, **kwargs)
         device, name = kwargs.get("device"), function._schema.name
+        if any(there) and name.removeprefix("aten::") in WAITING:
+            self.waits.append((name, line()))
         if name == "aten::copy_":
             return result
         on_device = any(there) if device is None else device == DEVICE
@@ -153,6 +159,9 @@ def _move_by_the_rules(rules):
         else:
             target = torch._C._nn._parse_to(*args, **named)[0]
         result = to(self, *args, **kwargs)
+        moves = target is not None and rules.holds(self) != (target == DEVICE)
+        if moves and self.dim() and not (named.get("non_blocking") or True in args[1:3]):
+            rules.waits.append(("to", line()))
         if target is not None and rules.holds(result) != (target == DEVICE):
             result = result.clone() if result.data_ptr() == self.data_ptr() else result
             rules.place(result, target == DEVICE)

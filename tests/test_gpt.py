@@ -39,7 +39,7 @@ from utils.run.failures import RunFailed, UserError
 datasets = pytest.importorskip("datasets")
 
 SHAKESPEARE = SHARED_DATA / "tinyshakespeare" / "input.txt"
-MODEL = "--n_layer 2 --n_head 2 --n_embd 32 --block_size 32 --batch_size 12 --sample_length 40"
+MODEL = "--n_layer 2 --n_head 2 --n_embd 32 --block_size 32 --batch_size 12 --sample_length 40 --sample_every 20"
 SMALL = f"{MODEL} --max_train_steps 40 --log_every 1 --eval_every 20 --checkpoint_every 10"
 
 
@@ -444,6 +444,16 @@ def test_held_out_windows_predict_every_byte_once():
     batch = windows.__getitems__(range(len(windows)))
     assert batch["targets"][batch["targets"] >= 0].tolist() == list(range(1, 101))
     assert torch.equal(batch["inputs"][:-1, 1:], batch["targets"][:-1, :-1])
+
+
+def test_batches_are_contiguous(shards):
+    """A pinned batch that is not would be copied to the GPU through pageable memory, with a wait."""
+    windows = Windows(torch.arange(101, dtype=torch.uint8), 16, seed=0)
+    options = dict(lanes=1, buffer=4, seed=0, share=(0, 1))
+    streamed = next(iter(TextStream(str(shards), "text", 16, 4, **options)))
+    for batch in (windows.__getitems__(range(4)), streamed):
+        for name in ("inputs", "targets", "ids"):
+            assert batch[name].is_contiguous(), name
 
 
 def test_an_epoch_reads_every_byte_once_at_another_offset_than_the_one_before():

@@ -290,9 +290,11 @@ class Bytes(nn.Module):
         super().__init__()
         self.passes = []
 
-    def forward(self, x):
+    def forward(self, x, targets):
         self.passes.append(self.training)
-        return 4.0 * nn.functional.one_hot((x + 1) % 256, 256)
+        scores = 4.0 * nn.functional.one_hot((x + 1) % 256, 256).flatten(0, 1)
+        losses = nn.functional.cross_entropy(scores, targets.flatten(), reduction="none")
+        return losses.view_as(targets)
 
 
 def test_every_held_out_byte_counts_once():

@@ -483,6 +483,29 @@ elif name == "count_waits":
         return answer
 
     guard.Guard.should_stop = should_stop
+elif name == "step_waits":
+    # Not a fault: the rules of GPUs. Writes what made the host wait for the device in steps 3 to 6
+    # to the file after the colon. A step is all from one return of `should_stop` to the next.
+    import json
+
+    sys.path.append(os.path.dirname(os.path.abspath(__file__)))
+    import gpu_rules
+
+    from utils.run import guard
+
+    path, rank = rank, ""
+    rules, real_should_stop = gpu_rules.apply(), guard.Guard.should_stop
+
+    def should_stop(self, step, *args, **kwargs):
+        answer = real_should_stop(self, step, *args, **kwargs)
+        if step == 2:
+            rules.waits.clear()
+        elif step == 6:
+            with open(path, "w") as file:
+                json.dump(rules.waits, file)
+        return answer
+
+    guard.Guard.should_stop = should_stop
 elif name == "gpu_rules":
     # Not a fault: the rules of GPUs, and deterministic algorithms only. Writes what was computed on
     # the device to the file after the colon.

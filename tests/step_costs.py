@@ -1,0 +1,451 @@
+"""Counts what a training step costs a GPU, on a machine without one: launches, bytes, waits.
+
+    python tests/step_costs.py train_gpt --dropout 0.2    # with arguments of the script; prints JSON
+
+The step of a script runs on fake CUDA tensors (`FakeTensorMode`): they have shapes, dtypes and a
+device, and no data, so PyTorch takes the path of a GPU (autocast's, flash attention, foreach
+optimizers) and computes nothing. `Costs` sees each operation of the forward pass, the backward pass
+and the optimizer:
+
+- launches: operations that are not views. A few of them start more than one kernel.
+- bytes: each input is read once and each output written once, as if no cache helped.
+- waits: operations for which the host waits for the device.
+
+Fake CUDA tensors change the process for good (`fake_cuda`), so tests start this file as a process.
+"""
+
+import contextlib
+import importlib
+import json
+import math
+import sys
+from collections import Counter
+from pathlib import Path
+from unittest import mock
+
+import torch
+import torch.nn.functional as F
+import torchvision
+from accelerate.utils import convert_outputs_to_fp32
+from torch import nn
+from torch._functorch.aot_autograd import make_boxed_func
+from torch._inductor import config as inductor_config
+from torch._inductor.compile_fx import compile_fx, compile_fx_inner
+from torch._inductor.exc import InductorError
+from torch._inductor.graph import GraphLowering
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch.optim import optimizer as torch_optimizer
+from torch.utils import _foreach_utils
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+ROOT = Path(__file__).resolve().parents[1]
+sys.path[:0] = [str(ROOT), str(ROOT / "scripts")]
+from utils.data.arrays import Split
+
+CUDA = torch.device("cuda", 0)
+# The host waits until the device has computed what they read, or how large their result is.
+WAITING = {"_local_scalar_dense", "_unique2", "equal", "is_nonzero", "masked_select", "nonzero"}
+# They start no kernel: they reserve memory, or keep books.
+FREE = {"empty", "empty_like", "empty_strided", "lift_fresh", "new_empty", "new_empty_strided"}
+# They write their argument without reading it.
+FILLING = {"copy_", "fill_", "zero_", "normal_", "uniform_", "exponential_", "random_"}
+# Of the first of their inputs they read only the rows that they return.
+GATHERING = {"embedding", "gather", "index", "index_select", "take"}
+
+
+# ---------------------------------------------------------------------------------------- counting
+
+
+class Costs(TorchDispatchMode):
+    """Counts the operations of a block that involve a device.
+
+    Attributes:
+        launches, bytes (Counter): by the name of the operation.
+        casts (Counter): copies to another dtype, such as "float32 (64, 256)", by what they make.
+        waits (list): (name, line of this project) of operations for which the host waits: those
+            that need a result of the device, and copies to or from it that are not `non_blocking`.
+        mixed (list): the same of operations on tensors of several devices; a scalar may be on the
+            CPU.
+    """
+
+    counting = None  # the one that is active
+
+    def __init__(self, device="cuda"):
+        super().__init__()
+        self._device, self.paused = device, False
+        self.launches, self.bytes, self.casts = Counter(), Counter(), Counter()
+        self.waits, self.mixed = [], []
+
+    @classmethod
+    def ignore_compile_internals(cls):
+        return True  # it does not keep torch.compile from compiling
+
+    def __enter__(self):
+        Costs.counting = self
+        return super().__enter__()
+
+    def __exit__(self, *error):
+        Costs.counting = None
+        return super().__exit__(*error)
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        kwargs = kwargs or {}
+        if func.namespace == "prim" or self.paused:
+            return func(*args, **kwargs)
+        inputs, name = _tensors((args, kwargs)), func._schema.name.split("::")[1]
+        # A fake tensor has no values: any number will do, and all of its elements are not zero.
+        if name == "_local_scalar_dense" and getattr(args[0], "constant", True) is None:
+            result = 1.0 if args[0].is_floating_point() else 1
+        elif name == "nonzero" and isinstance(args[0], FakeTensor):
+            result = args[0].new_empty((args[0].numel(), args[0].dim()), dtype=torch.int64)
+        elif name.startswith("_fused_") and func._schema.is_mutable and _are_fake(inputs):
+            result = None  # an optimizer, which changes its arguments
+        else:
+            result = func(*args, **kwargs)
+        outputs = _tensors(result)
+        devices = {x.device.type for x in (*inputs, *outputs)}
+        if self._device not in devices:
+            return result
+        if self._device != "cpu" and len(devices) > 1:
+            if "copy" not in name and len({x.device.type for x in inputs if x.dim()}) > 1:
+                self.mixed.append((name, line()))
+            blocking = not (kwargs.get("non_blocking") or True in args[2:3])
+            if "copy" in name and blocking and any(x.dim() for x in inputs):
+                self.waits.append((name, line()))
+        if name in WAITING:
+            if self._device != "cpu":
+                self.waits.append((name, line()))
+        elif name not in FREE and (func._schema.is_mutable or not _is_view(inputs, outputs)):
+            self.launches[name] += 1
+            self.bytes[name] += _bytes(func, args, kwargs, outputs)
+        if name == "_to_copy" and outputs[0].dtype != inputs[0].dtype:
+            made = f"{str(outputs[0].dtype).removeprefix('torch.')} {tuple(outputs[0].shape)}"
+            self.casts[made] += 1
+        return result
+
+    def report(self):
+        """The counts as a dict for JSON."""
+        return {
+            "launches": self.launches.total(),
+            "bytes": self.bytes.total(),
+            "launches_by_op": dict(self.launches.most_common()),
+            "bytes_by_op": dict(self.bytes.most_common()),
+            "casts": dict(self.casts.most_common()),
+            "waits": self.waits,
+            "mixed": self.mixed,
+        }
+
+
+def _tensors(values):
+    return [value for value in tree_leaves(values) if isinstance(value, torch.Tensor)]
+
+
+def _are_fake(tensors):
+    return any(isinstance(x, FakeTensor) for x in tensors)
+
+
+def _is_view(inputs, outputs):
+    """Whether all outputs are in the memory of inputs."""
+    storages = {x.untyped_storage()._cdata for x in inputs}
+    return all(x.untyped_storage()._cdata in storages for x in outputs)
+
+
+def _bytes(func, args, kwargs, outputs):
+    name = func._schema.name.split("::")[1]
+    read, written = {}, {_place(x): _size(x) for x in outputs}
+    for place, argument in enumerate(func._schema.arguments):
+        value = args[place] if place < len(args) else kwargs.get(argument.name)
+        sizes = {_place(x): _size(x) for x in _tensors(value)}
+        writes = argument.alias_info is not None and argument.alias_info.is_write
+        if writes:
+            written |= sizes
+        if place == 0 and name in GATHERING:
+            sizes = {key: min(size, sum(written.values())) for key, size in sizes.items()}
+        shape_only = name.startswith("new_") or name.endswith("_like")
+        if not shape_only and not (writes and name in FILLING):
+            read |= sizes
+    return sum(read.values()) + sum(written.values())
+
+
+def _place(x):
+    return x.untyped_storage()._cdata, x.storage_offset(), x.shape, x.stride()
+
+
+def _size(x):
+    """Bytes of the elements of a tensor; an expanded one has fewer than its shape says."""
+    sides = (side for side, stride in zip(x.shape, x.stride(), strict=True) if stride)
+    return x.element_size() * math.prod(sides) if x.numel() else 0
+
+
+def line():
+    """The innermost line of the project that is being executed."""
+    frame = sys._getframe(1)
+    while frame:
+        path = Path(frame.f_code.co_filename)
+        if path.is_relative_to(ROOT) and path.name not in ("step_costs.py", "gpu_rules.py"):
+            return f"{path.relative_to(ROOT)}:{frame.f_lineno}"
+        frame = frame.f_back
+    return "?"
+
+
+# ----------------------------------------------------------------------------------- a GPU that is not there
+
+
+class _FakeCuda(TorchDispatchMode):
+    """Makes the autograd engine work with fake CUDA tensors.
+
+    During the backward pass it tells the C++ side that tensors are on the device `meta`, because
+    the engine would ask the CUDA driver for streams, and creates what it then asks for on the GPU.
+    """
+
+    backward = False
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        kwargs = kwargs or {}
+        if func is torch.ops.prim.device.default:
+            device = args[0].fake_device
+            return torch.device("meta") if self.backward and device.type == "cuda" else device
+        if func is torch.ops.aten._pin_memory.default:
+            return args[0]
+        device = kwargs.get("device")
+        if device is not None and device.type == "meta":
+            kwargs = {**kwargs, "device": CUDA}
+        return func(*args, **kwargs)
+
+
+@contextlib.contextmanager
+def foreach():
+    """Within this block, optimizers update lists of fake tensors, as they do with those of a GPU."""
+    with contextlib.ExitStack() as stack:
+        for module in (torch_optimizer, _foreach_utils):
+            types = [*module._foreach_supported_types, FakeTensor]
+            stack.enter_context(mock.patch.object(module, "_foreach_supported_types", types))
+        devices = mock.patch.object(
+            torch_optimizer, "_get_foreach_kernels_supported_devices", lambda: ["cuda", "cpu"]
+        )
+        stack.enter_context(devices)
+        yield
+
+
+@contextlib.contextmanager
+def fake_cpu():
+    with foreach(), FakeTensorMode(allow_non_fake_inputs=True):
+        yield
+
+
+@contextlib.contextmanager
+def fake_cuda():
+    """Within this block, tensors on "cuda" are fake, and PyTorch takes the paths of a GPU for them.
+
+    It changes the process for good: PyTorch believes in another accelerator, of which no tensor is,
+    and so the autograd engine does not wait for streams.
+    """
+    if torch.cuda.is_available():
+        raise RuntimeError("fake CUDA tensors are for machines without a GPU")
+    from torch.utils.backend_registration import _setup_privateuseone_for_python_backend
+
+    _setup_privateuseone_for_python_backend("no_device")
+    torch._C._ensureCUDADeviceGuardSet()
+    mode, run_backward = _FakeCuda(), torch.Tensor.backward
+    attention = F.scaled_dot_product_attention
+
+    def backward(*args, **kwargs):
+        mode.backward = True
+        try:
+            with torch.autograd.set_multithreading_enabled(False):
+                run_backward(*args, **kwargs)
+        finally:
+            mode.backward = False
+
+    def flash_attention(query, key, value, attn_mask=None, dropout_p=0.0, is_causal=False, **more):
+        """What PyTorch chooses on GPUs for half precision; here it cannot ask one."""
+        if attn_mask is not None or query.dtype == torch.float32:
+            return attention(query, key, value, attn_mask, dropout_p, is_causal, **more)
+        options = dict(scale=more.get("scale"))
+        flash = torch.ops.aten._scaled_dot_product_flash_attention
+        return flash(query, key, value, dropout_p, is_causal, **options)[0]
+
+    with contextlib.ExitStack() as stack:
+        for owner, name, value in (
+            (torch.cuda, "is_available", lambda: True),
+            (torch.cuda, "is_bf16_supported", lambda *_, **__: True),
+            (torch.Tensor, "backward", backward),
+            (F, "scaled_dot_product_attention", flash_attention),
+        ):
+            stack.enter_context(mock.patch.object(owner, name, value))
+        stack.enter_context(fake_cpu())
+        stack.enter_context(mode)
+        yield
+
+
+# ----------------------------------------------------------------------------------- compiled code
+
+
+class _Planned(Exception):
+    """Inductor has planned the kernels of a graph."""
+
+
+def inductor(graph, inputs):
+    """A backend for `torch.compile` that stops when Inductor has planned its kernels.
+
+    The graph then runs operation by operation, and counts as these kernels: each reads its inputs
+    and writes what it does not keep to itself, by Inductor's own metadata. On the CPU, whose
+    backend fuses much like that for GPUs; Triton's needs a GPU.
+    """
+    return compile_fx(graph, inputs, inner_compile=_count_kernels)
+
+
+def _count_kernels(graph, inputs, **options):
+    kind, kernels = "backward" if options.get("is_backward") else "forward", []
+
+    def plan(lowered):
+        lowered._update_scheduler()
+        kernels.extend(node.get_read_write_buffers_sizes() for node in lowered.scheduler.nodes)
+        raise _Planned
+
+    try:
+        with (
+            mock.patch.object(GraphLowering, "compile_to_module", plan),
+            inductor_config.patch(fx_graph_cache=False),
+        ):
+            compile_fx_inner(graph, inputs, **options)
+    except InductorError as error:  # its cause is _Planned
+        if not kernels:
+            raise error
+
+    def run(*arguments):
+        costs = Costs.counting
+        costs.launches[f"compiled {kind}"] += sum(size > 0 for size in kernels)
+        costs.bytes[f"compiled {kind}"] += sum(kernels)
+        costs.paused = True
+        try:
+            return graph(*arguments)
+        finally:
+            costs.paused = False
+
+    return make_boxed_func(run)
+
+
+# ----------------------------------------------------------------------------- the steps of the scripts
+
+
+# For each script: a function that builds its model, and one that returns its optimizer and a function
+# that computes the loss of a batch. Batches come from the memory of the host, as from a loader.
+
+
+def minimal_step(script, args, model, device):
+    x, y = on_host(args.batch_size, 2).float(), on_host(args.batch_size)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=args.lr)
+    return optimizer, lambda: script.compute_loss(model, to(x, device), to(y, device))
+
+
+def cifar_step(script, args, model, device):
+    images, labels = on_host(1000, 3, 32, 32).to(torch.uint8), on_host(1000)
+    split = Split(to(images, device), to(labels, device), device)
+    ids, (mean, std) = on_host(args.batch_size), torch.ones(2, 3, device=device)
+
+    def compute_loss():
+        return script.compute_loss(model, split.batch(ids), mean, std, 0, 32, args)
+
+    return script.build_optimizer(model, args), compute_loss
+
+
+def images_step(script, args, model, device):
+    """Without Mixup and CutMix, which need random numbers."""
+    size = args.image_size or 224
+    images = on_host(args.batch_size, 3, size, size).to(torch.uint8)
+    labels, (mean, std) = on_host(args.batch_size), torch.ones(2, 3, device=device)
+
+    def compute_loss():
+        batch = {"images": to(images, device), "labels": to(labels, device)}
+        return script.compute_loss(model, batch, mean, std, None, 1, args)
+
+    return script.build_optimizer(model, args), compute_loss
+
+
+def gpt_step(script, args, model, device):
+    windows = on_host(args.batch_size, args.block_size)
+    batch = {"inputs": windows, "targets": windows}
+    optimizer = script.build_optimizer(model, args)
+    return optimizer, lambda: script.compute_loss(model, batch, device)
+
+
+def build_gpt(script, args):
+    return script.GPT(*(getattr(args, name) for name in script.SIZES), dropout=args.dropout)
+
+
+def build_classifier(script, args):
+    model = torchvision.models.get_model(args.model, num_classes=10)
+    return model.to(memory_format=torch.channels_last)
+
+
+STEPS = {
+    "train_minimal": (lambda script, args: script.build_model(), minimal_step),
+    "train_cifar": (lambda script, args: script.build_model(args.model, 10), cifar_step),
+    "train_images": (build_classifier, images_step),
+    "train_gpt": (build_gpt, gpt_step),
+}
+
+
+def on_host(*shape):
+    """A tensor int64 in the memory of the host."""
+    return torch.zeros(shape, dtype=torch.int64)
+
+
+def to(tensor, device):
+    """Copies a batch to the device as a prepared loader does, from pinned memory."""
+    return tensor.to(device, non_blocking=True)
+
+
+def make_fake(model, device):
+    """Replaces the parameters and buffers of a model by fake ones on a device."""
+
+    def fake(tensor):
+        layout = dict(dtype=tensor.dtype, device=device)
+        return torch.empty_strided(tensor.size(), tensor.stride(), **layout)
+
+    for layer in model.modules():
+        for name, weight in layer._parameters.items():
+            if weight is not None:
+                layer._parameters[name] = nn.Parameter(fake(weight), weight.requires_grad)
+        for name, buffer in layer._buffers.items():
+            if buffer is not None:
+                layer._buffers[name] = fake(buffer)
+    return model
+
+
+def prepare(model, device):
+    """Wraps the forward pass as `Accelerator.prepare` does with `mixed_precision: bf16`."""
+    autocast = torch.autocast(device.type, torch.bfloat16)
+    model.forward = convert_outputs_to_fp32(autocast(model.forward))
+
+
+def count(name, words=()):
+    """The costs of a step of a script at its default size, or with the arguments in `words`.
+
+    With `--compile` the step runs on fake CPU tensors, otherwise on fake CUDA tensors.
+    """
+    script, (build_model, build_step) = importlib.import_module(name), STEPS[name]
+    with mock.patch.object(sys, "argv", [f"{name}.py", *words]):
+        args = script.parse_args()
+    model, compiled = build_model(script, args), getattr(args, "compile", False)
+    device = torch.device("cpu") if compiled else CUDA
+    with fake_cpu() if compiled else fake_cuda():
+        make_fake(model, device)
+        if compiled:
+            model.compile(backend=inductor)
+        optimizer, compute_loss = build_step(script, args, model, device)
+        prepare(model, device)
+        for _ in range(2):  # the first step creates the state of the optimizer
+            with Costs(device.type) as costs:
+                compute_loss().backward()
+                if getattr(args, "max_grad_norm", 0):
+                    torch.nn.utils.clip_grad_norm_(model.parameters(), args.max_grad_norm)
+                optimizer.step()
+                optimizer.zero_grad()
+    return costs
+
+
+if __name__ == "__main__":
+    print(json.dumps(count(sys.argv[1], sys.argv[2:]).report(), indent=1))

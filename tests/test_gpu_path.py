@@ -1,0 +1,364 @@
+"""The path of a training step on a GPU, seen without one: launches, bytes, waits (step_costs.py).
+
+The budgets stand in scripts/README.md. Whoever needs more says there what it buys.
+"""
+
+import functools
+import json
+import os
+import re
+from types import SimpleNamespace
+
+import pytest
+import torch
+import torch.nn.functional as F
+import warm
+from conftest import LIMIT, ROOT, load_script, run
+from step_costs import Costs
+
+from utils.run import compilation
+
+# Short runs, with a log line, an evaluation and a save before step 3 and after step 6 only.
+STEPS = "--max_train_steps 8 --log_every 100 --eval_every 100 --checkpoint_every 0"
+RUNS = {
+    "train_minimal": STEPS,
+    "train_cifar": f"--dataset synthetic --model net --batch_size 20 --max_grad_norm 1 {STEPS}",
+    "train_images": "--dataset synthetic --model squeezenet1_1 --image_size 32 --batch_size 8 "
+    f"--lr 1e-3 --mixup 0.2 --ema_decay 0.9 --num_workers 0 {STEPS}",
+    "train_gpt": "--dataset synthetic --n_layer 1 --n_head 2 --n_embd 16 --block_size 16 "
+    f"--batch_size 8 --sample_length 2 {STEPS}",
+}
+PAGE = (ROOT / "scripts" / "README.md").read_text()
+ARGUMENTS = {
+    "train_minimal": "",
+    "train_cifar": "--dataset synthetic",
+    "train_images": "--dataset synthetic",
+    "train_gpt": "--dataset synthetic",
+}
+HIDDEN = {**os.environ, "CUDA_VISIBLE_DEVICES": ""}  # fake GPUs need that there is no real one
+counts = pytest.mark.skipif(
+    torch.__version__ < "2.13", reason="earlier releases of PyTorch have no fake GPUs, or others"
+)
+
+
+@functools.cache
+def counted(script, more=""):
+    """What step_costs.py reports of a step of a script, at its default size."""
+    words = [str(ROOT / "tests" / "step_costs.py"), script, *ARGUMENTS[script].split()]
+    done = warm.run([*words, *more.split()], HIDDEN, LIMIT, cwd=str(ROOT))
+    assert done.returncode == 0, done.stderr[-3000:]
+    return json.loads(done.stdout)
+
+
+def budget(script, way):
+    """Launches and GB of a step, from the table on the page."""
+    row = re.search(rf"^\| `{script}.py`, {way} \| ([\d,]+) \| ([\d.]+) \|", PAGE, re.MULTILINE)
+    return int(row[1].replace(",", "")), float(row[2])
+
+
+@counts
+@pytest.mark.parametrize("script", ARGUMENTS)
+def test_a_step_on_a_gpu_never_waits_and_keeps_to_its_budget(script):
+    costs = counted(script)
+    assert costs["waits"] == [] and costs["mixed"] == []
+    launches, gigabytes = budget(script, "eager")
+    assert 0.9 * launches <= costs["launches"] <= launches
+    assert 0.9 * gigabytes <= costs["bytes"] / 1e9 <= gigabytes
+
+
+@counts
+def test_a_compiled_step_keeps_to_its_budget():
+    """By the kernels that Inductor plans for a CPU, where attention is float32."""
+    costs = counted("train_gpt", "--compile")
+    launches, gigabytes = budget("train_gpt", "compiled")
+    assert 0.9 * launches <= costs["launches"] <= launches
+    assert 0.9 * gigabytes <= costs["bytes"] / 1e9 <= gigabytes
+    # Each block is one graph, and no operation of a block runs by itself.
+    assert "_scaled_dot_product_flash_attention_for_cpu" not in costs["launches_by_op"]
+
+
+@counts
+def test_the_logits_have_no_float32_copy():
+    """Which Accelerate makes of what a model returns; with a larger vocabulary that is a lot."""
+    eager, compiled = (counted("train_gpt", more)["casts"] for more in ("", "--compile"))
+    assert eager["float32 (16384, 256)"] == 1 and "float32 (64, 256, 256)" not in eager
+    assert not [cast for cast in compiled if cast.endswith(" 256)")]
+
+
+@pytest.mark.parametrize(
+    "script",
+    [
+        pytest.param(script, marks=[pytest.mark.slow] * (script in ("train_cifar", "train_images")))
+        for script in RUNS
+    ],
+)
+def test_a_step_of_the_real_loop_never_waits(script, tmp_path):
+    """The loop with its loader, the guard, and all that Accelerate does, under the rules of GPUs."""
+    words = [f"step_waits@0:{tmp_path}/waits.json", f"scripts/{script}.py", *RUNS[script].split()]
+    run("cpu", "tests/wrapped.py", words, output_dir=tmp_path / "run")
+    waits = json.loads((tmp_path / "waits.json").read_text())
+    # `one_hot` checks its input, on a CPU only.
+    assert [where for _, where in waits if "mixing.py" not in where] == []
+
+
+# -------------------------------------------------------------------------------------- the counting
+
+
+def costs_of(function):
+    with Costs("cpu") as costs:
+        function()
+    return costs
+
+
+READING = ("__bool__", "__float__", "__int__", "cpu", "item", "numpy", "tolist")
+
+
+def recorded(name, method, seen):
+    def read(*args, **kwargs):
+        seen.append(name)
+        return method(*args, **kwargs)
+
+    return read
+
+
+def reads(function, monkeypatch):
+    """The names of the methods with which a function reads tensors, in their order."""
+    seen = []
+    for name in READING:
+        monkeypatch.setattr(torch.Tensor, name, recorded(name, getattr(torch.Tensor, name), seen))
+    function()
+    return seen
+
+
+X, Y = torch.ones(10, 6), torch.ones(10, 6)  # of 240 bytes each
+BYTES = {
+    "view": (lambda: X.view(60).t().detach()[2:].expand(3, 58), 0, 0),
+    "reserve": (lambda: torch.empty_like(X), 0, 0),
+    "add": (lambda: X + Y, 1, 3 * 240),
+    "add to itself": (lambda: X + X, 1, 2 * 240),
+    "add in place": (lambda: X.add_(Y), 1, 3 * 240),
+    "add a list": (lambda: torch._foreach_add_([X, Y], 1.0), 1, 4 * 240),
+    "add a row": (lambda: X + Y[0], 1, 2 * 240 + 24),
+    "add an expanded row": (lambda: X + Y[:1].expand(10, 6), 1, 2 * 240 + 24),
+    "fill": (lambda: X.fill_(1), 1, 240),
+    "zeros": (lambda: torch.zeros_like(X), 1, 240),
+    "copy": (lambda: X.copy_(Y), 1, 2 * 240),
+    "cast": (lambda: X.bfloat16(), 1, 240 + 120),
+    "sum": (lambda: X.sum(), 1, 240 + 4),
+    "rows": (lambda: X[torch.tensor([3, 4])], 1, 48 + 48 + 16),
+}
+
+
+@pytest.mark.parametrize("name", BYTES)
+def test_what_an_operation_costs(name):
+    function, launches, size = BYTES[name]
+    costs = costs_of(function)
+    assert (costs.launches.total(), costs.bytes.total()) == (launches, size), costs.bytes
+
+
+SEEN = """
+import json
+import torch
+from step_costs import Costs, fake_cuda
+with fake_cuda():
+    weight = torch.ones(8, 8, device="cuda", requires_grad=True)
+    host, pinned = torch.ones(8, device="cpu"), torch.ones(8, device="cpu")
+    with Costs() as costs, torch.autocast("cuda", torch.bfloat16):
+        loss = (weight @ weight).square().sum()
+    seen = {"cast": costs.casts}
+    loss.backward()
+    seen["gradient"] = str(weight.grad.device)
+    x = weight.detach()
+    def waits(function):
+        with Costs() as costs:
+            function()
+        return [name for name, _ in costs.waits]
+    seen["item"] = waits(lambda: x.sum().item())
+    seen["cpu"] = waits(lambda: x.cpu())
+    seen["cuda"] = waits(lambda: host.to("cuda"))
+    seen["non_blocking"] = waits(lambda: host.to("cuda", non_blocking=True))
+    seen["nonzero"] = waits(lambda: x.nonzero())
+    seen["scalar"] = waits(lambda: x * torch.tensor(2.0, device="cpu"))
+    seen["bool"] = waits(lambda: bool((x > 0).all()))
+    seen["state"] = waits(lambda: torch.zeros((), device="cpu").item())
+    try:
+        x + host
+    except Exception as error:
+        seen["mixed"] = "device" in str(error)
+print(json.dumps(seen))
+"""
+
+
+@counts
+def test_fake_cuda_tensors_show_what_a_gpu_would_wait_for(tmp_path):
+    (tmp_path / "seen.py").write_text(SEEN)
+    (tmp_path / "step_costs.py").symlink_to(ROOT / "tests" / "step_costs.py")
+    done = warm.run([str(tmp_path / "seen.py")], HIDDEN, LIMIT, cwd=str(tmp_path))
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert json.loads(done.stdout) == {
+        "cast": {"bfloat16 (8, 8)": 1, "float32 (8, 8)": 1},  # `square` is float32
+        "gradient": "cuda:0",
+        "item": ["_local_scalar_dense"],
+        "cpu": ["_to_copy"],
+        "cuda": ["_to_copy"],
+        "non_blocking": [],
+        "nonzero": ["nonzero"],
+        "scalar": [],
+        "bool": ["_local_scalar_dense"],
+        "state": [],
+        "mixed": True,
+    }
+
+
+# ------------------------------------------------------------------------------------- evaluation, samples
+
+
+@pytest.fixture(scope="module")
+def gpt():
+    torch.manual_seed(0)
+    script = load_script("train_gpt")
+    model = script.GPT(n_layer=2, n_head=2, n_embd=16, block_size=12)
+    with torch.no_grad():
+        for weight in model.parameters():
+            weight.normal_(std=0.3)
+    return script, model
+
+
+class Alone:
+    """An accelerator with one process."""
+
+    def gather_for_metrics(self, values):
+        return values
+
+
+def test_an_evaluation_waits_once(gpt, monkeypatch):
+    script, model = gpt
+    batch = {name: torch.randint(256, (3, 12)) for name in ("inputs", "targets")}
+
+    class Batches(list):
+        dataset = SimpleNamespace(text=range(4 * 36 + 1))
+
+    batches = Batches([batch] * 4)
+    assert reads(lambda: script.evaluate(Alone(), model, batches, iter), monkeypatch) == ["tolist"]
+
+
+@pytest.mark.parametrize("prompt", ["a", "To be, or", "more than what fits into a context"])
+@pytest.mark.parametrize("temperature, top_k", [(0.8, None), (0, None), (1.5, 7)])
+def test_a_sample_is_the_same_with_and_without_a_cache(prompt, temperature, top_k, gpt):
+    """Also where the context is full, several times, and goes on with its last half."""
+    script, model = gpt
+    args = SimpleNamespace(seed=5, sample_length=40, block_size=12)
+    texts = [script.generate(model, args, prompt, temperature, top_k, cached) for cached in (1, 0)]
+    assert texts[0] == texts[1] and texts[0].startswith(prompt)
+
+
+def test_a_cached_pass_computes_what_a_whole_one_does(gpt):
+    script, model = gpt
+    text, cache = torch.randint(256, (2, 12)), script.Cache()
+    with torch.no_grad():
+        parts = [model(part, cache=cache) for part in text.split([1, 1, 1, *[1] * 9], 1)]
+        assert torch.allclose(torch.cat(parts, 1), model(text), atol=1e-5)
+        cache = script.Cache()
+        first, last = model(text[:, :5], cache=cache), model(text[:, 5:6], cache=cache)
+    assert torch.allclose(torch.cat([first, last], 1), model(text[:, :6]), atol=1e-5)
+
+
+def test_samples_wait_for_the_device_once_and_compute_each_byte_once(gpt, monkeypatch):
+    script, model = gpt
+    seen = []
+    hook = model.register_forward_pre_hook(lambda _, args: seen.append(args[0].size(1)))
+    args = SimpleNamespace(seed=5, sample_length=20, block_size=12)
+    waits = reads(lambda: script.generate(model, args, "abcd"), monkeypatch)
+    hook.remove()
+    # The prompt, eight bytes until the context is full, then its last half and six more bytes.
+    assert seen == [4, *[1] * 8, 6, *[1] * 6, 6, *[1] * 3]
+    assert waits == ["tolist"]
+
+
+def test_the_loss_of_a_model_is_the_cross_entropy_of_its_logits(gpt):
+    script, model = gpt
+    text, targets = torch.randint(256, (2, 3, 12))
+    targets[1, 7:] = -100
+    losses = model(text, targets)
+    expected = F.cross_entropy(model(text).flatten(0, 1), targets.flatten(), reduction="none")
+    assert torch.allclose(losses.flatten(), expected) and (losses[1, 7:] == 0).all()
+    batch = {"inputs": text[:1], "targets": targets[:1]}
+    loss = script.compute_loss(model, batch, torch.device("cpu"))
+    assert torch.allclose(loss, F.cross_entropy(model(text[:1])[0], targets[0]))
+
+
+def test_samples_of_the_gpt_take_one_percent_of_the_time(monkeypatch):
+    """On an A100 that does nothing but read and write during a step, and launch during a sample."""
+    monkeypatch.setattr("sys.argv", ["train_gpt.py", "--dataset", "synthetic"])
+    script = load_script("train_gpt")
+    args = script.parse_args()
+    model = script.GPT(args.n_layer, n_head=1, n_embd=8, block_size=64)
+
+    def launches(length):
+        options = SimpleNamespace(seed=0, sample_length=length, block_size=64)
+        return costs_of(lambda: script.generate(model, options)).launches.total()
+
+    per_byte = (launches(20) - launches(10)) / 10
+    step = budget("train_gpt", "compiled")[1] * 1e9 / 2e12
+    assert args.sample_length * per_byte * 5e-6 < 0.01 * args.sample_every * step
+
+
+def test_a_sample_follows_the_first_evaluation_after_so_many_steps():
+    script, args = load_script("train_gpt"), SimpleNamespace(sample_every=50)
+    plan = SimpleNamespace(evaluate_every=20, total_steps=160)
+    evaluated = range(20, 161, 20)
+    assert [step for step in evaluated if script.sample_due(step, plan, args)] == [60, 100]
+    args.sample_every = 10
+    assert [step for step in evaluated if script.sample_due(step, plan, args)] == [*evaluated][:-1]
+
+
+# ------------------------------------------------------------------------------------------ compiling
+
+
+@pytest.mark.parametrize(
+    "device, flag, missing, compiles, says",
+    [
+        ("cpu", None, (), False, ""),
+        ("cpu", True, (), True, "compiling: the first step"),
+        ("cuda", None, (), True, "compiling: the first step"),
+        ("cuda", False, (), False, ""),
+        ("cuda", None, ("triton",), False, "not compiled, which is slower: the package triton not"),
+        ("cuda", None, ("cc",), False, "not compiled, which is slower: a C compiler not found"),
+        ("cuda", True, ("cc", "triton"), True, "compiling: the first step"),
+    ],
+)
+def test_a_model_is_compiled_on_gpus_and_on_request(
+    device, flag, missing, compiles, says, monkeypatch, capsys
+):
+    accelerator = SimpleNamespace(device=torch.device(device), is_main_process=True, print=print)
+    found = lambda name: name not in missing or None  # noqa: E731
+    monkeypatch.setattr(compilation.importlib.util, "find_spec", found)
+    monkeypatch.setattr(compilation.shutil, "which", lambda _: "cc" not in missing or None)
+    calls = []
+    model = SimpleNamespace(compile=lambda: calls.append(1))
+    compilation.compile_model(accelerator, model, flag)
+    printed = "".join(capsys.readouterr())
+    assert len(calls) == compiles and says in printed and printed.count("\n") == bool(says)
+
+
+def test_no_compile_is_a_flag(monkeypatch):
+    script = load_script("train_gpt")
+    for words, expected in (([], None), (["--compile"], True), (["--no-compile"], False)):
+        monkeypatch.setattr("sys.argv", ["train_gpt.py", "--dataset", "synthetic", *words])
+        assert script.parse_args().compile is expected
+
+
+def test_a_compiled_gpt_has_the_same_names_and_parts(gpt):
+    script, _ = gpt
+    model, calls = script.GPT(n_layer=2, n_head=2, n_embd=16, block_size=12), []
+
+    def backend(graph, _):
+        calls.append(graph)
+        return graph
+
+    names = list(model.state_dict())
+    model.compile(backend=backend)
+    assert list(model.state_dict()) == names
+    text = torch.randint(256, (2, 12))
+    model(text, text).mean().backward()
+    assert len(calls) == 2  # a block, of which all are alike, and the loss

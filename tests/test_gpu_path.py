@@ -66,6 +66,7 @@ def test_a_step_on_a_gpu_never_waits_and_keeps_to_its_budget(script):
     assert 0.9 * gigabytes <= costs["bytes"] / 1e9 <= gigabytes
 
 
+@pytest.mark.slow
 @counts
 def test_a_compiled_step_keeps_to_its_budget():
     """By the kernels that Inductor plans for a CPU, where attention is float32."""

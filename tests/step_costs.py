@@ -371,6 +371,24 @@ def gpt_step(script, args, model, device):
     return optimizer, lambda: script.compute_loss(model, batch, device)
 
 
+def lm_step(script, args, model, device):
+    shape, optimizer = (args.batch_size, args.block_size), script.build_optimizer(model, args)
+    positions = torch.arange(args.block_size).expand(shape).contiguous()
+    batch = {"input_ids": on_host(*shape), "position_ids": positions, "targets": on_host(*shape)}
+
+    def compute_loss():
+        return script.compute_loss(model, {key: to(value, device) for key, value in batch.items()})
+
+    return optimizer, compute_loss
+
+
+def build_lm(script, args):
+    _, config = script.load_settings(args)
+    model = script.causal_lm.transformers.AutoModelForCausalLM.from_config(config)
+    script.lm_loss.chunk_loss(model)
+    return model
+
+
 def build_gpt(script, args):
     return script.GPT(*(getattr(args, name) for name in script.SIZES), dropout=args.dropout)
 
@@ -385,6 +403,7 @@ STEPS = {
     "train_cifar": (lambda script, args: script.build_model(args.model, 10), cifar_step),
     "train_images": (build_classifier, images_step),
     "train_gpt": (build_gpt, gpt_step),
+    "train_lm": (build_lm, lm_step),
 }
 
 

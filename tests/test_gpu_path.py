@@ -34,7 +34,10 @@ ARGUMENTS = {
     "train_cifar": "--dataset synthetic",
     "train_images": "--dataset synthetic",
     "train_gpt": "--dataset synthetic",
+    "train_lm": "",
 }
+# How many of a batch's tokens are targets decides how large the logits are.
+WAITS = {"train_lm": ["nonzero"]}
 HIDDEN = {**os.environ, "CUDA_VISIBLE_DEVICES": ""}  # fake GPUs need that there is no real one
 counts = pytest.mark.skipif(
     torch.__version__ < "2.13", reason="earlier releases of PyTorch have no fake GPUs, or others"
@@ -59,8 +62,10 @@ def budget(script, way):
 @counts
 @pytest.mark.parametrize("script", ARGUMENTS)
 def test_a_step_on_a_gpu_never_waits_and_keeps_to_its_budget(script):
+    if script == "train_lm":
+        pytest.importorskip("transformers")
     costs = counted(script)
-    assert costs["waits"] == [] and costs["mixed"] == []
+    assert [name for name, _ in costs["waits"]] == WAITS.get(script, []) and costs["mixed"] == []
     launches, gigabytes = budget(script, "eager")
     assert 0.9 * launches <= costs["launches"] <= launches
     assert 0.9 * gigabytes <= costs["bytes"] / 1e9 <= gigabytes

@@ -227,7 +227,10 @@ def gpt():
     with torch.no_grad():
         for weight in model.parameters():
             weight.normal_(std=0.3)
-    return script, model
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)  # several wait for each other where other processes run
+    yield script, model
+    torch.set_num_threads(threads)
 
 
 class Alone:

@@ -486,7 +486,9 @@ def tokens(place, folder):
     launch(
         place,
         GPT,
-        f"{place.gpt} {place.peak or ''} --max_train_steps {place.steps} --log_every 3",
+        # On a GPU compiled, as by default.
+        f"{place.gpt} {place.peak or ''} --max_train_steps {place.steps} --log_every 3"
+        f"{' --compile' * place.gpu}",
         folder / "run",
     )
     lines, result = train_lines(folder / "run"), results(folder / "run")

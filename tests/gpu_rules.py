@@ -18,6 +18,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 DEVICE = torch.device("cpu", 0)
+# The types that NCCL sends, apart from 8-bit floats.
+SENT = {torch.uint8, torch.int8, torch.int32, torch.int64, torch.bool}
+SENT |= {torch.float16, torch.bfloat16, torch.float32, torch.float64}
 COLLECTIVES = ("c10d", "_c10d_functional", "_dtensor")
 
 
@@ -77,7 +80,7 @@ class Rules(TorchDispatchMode):
         given = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
         there = [self.holds(tensor) for tensor in given]
         if function.namespace in COLLECTIVES:
-            self._check(function, args, kwargs, all(there))
+            self._check(function, args, kwargs, given)
         result = function(*args, **kwargs)
         device, name = kwargs.get("device"), function._schema.name
         if any(there) and name.removeprefix("aten::") in WAITING:
@@ -92,15 +95,21 @@ class Rules(TorchDispatchMode):
                 self.place(tensor, on_device)
         return result
 
-    def _check(self, function, args, kwargs, there):
+    def _check(self, function, args, kwargs, given):
         for value in (*args, *kwargs.values()):
             if isinstance(value, torch.ScriptObject) and "ProcessGroup" in str(value._type()):
                 value = dist.ProcessGroup.unbox(value)
             if self.is_gloo(value):
                 return
         self.collectives += 1
-        if not (there or self._trusts):
-            raise RuntimeError(f"{function}: No backend type associated with device type cpu")
+        for tensor in given:
+            layout = torch._prims_common.suggest_memory_format(tensor)
+            if not (self._trusts or self.holds(tensor)):
+                raise RuntimeError(f"{function}: No backend type associated with device type cpu")
+            if not tensor.is_contiguous(memory_format=layout):
+                raise ValueError(f"{function}: Tensors must be contiguous")
+            if tensor.dtype not in SENT:
+                raise TypeError(f"{function}: Input tensor data type is not supported for NCCL")
 
 
 def apply():

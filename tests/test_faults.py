@@ -375,7 +375,7 @@ def test_registered_state_executes_nothing(tmp_path):
     """
     (tmp_path / "custom_checkpoint_0.pkl").write_bytes(pickle.dumps(Bomb(tmp_path / "executed")))
     counter = torch.nn.BatchNorm1d(1)
-    accelerate = SimpleNamespace(num_processes=1, process_index=0)
+    accelerate = SimpleNamespace(num_processes=1, process_index=0, scaler=None)
     accelerate.load_state = lambda path, **_: counter.load_state_dict(
         load(Path(path) / "custom_checkpoint_0.pkl", weights_only=False)
     )
@@ -413,7 +413,9 @@ def test_a_poisoned_sharded_checkpoint_executes_nothing(poisoned, tmp_path):
         reader = dcp.FileSystemReader(path)  # the name by which Accelerate gets it
         dcp.load(loaded, storage_reader=reader, no_dist=True)
 
-    accelerate = SimpleNamespace(num_processes=1, process_index=0, load_state=load_state)
+    accelerate = SimpleNamespace(
+        num_processes=1, process_index=0, scaler=None, load_state=load_state
+    )
     if poisoned is None:
         checkpoint.load(accelerate, folder)
         assert loaded["weight"].tolist() == [1, 1, 1] and loaded["plain"] == [1, "two"]

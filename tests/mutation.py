@@ -66,7 +66,6 @@ GOALS = {
     "utils/data/loaders.py": OTHERS,
     "utils/data/mixing.py": OTHERS,
     "utils/data/shared_batches.py": OTHERS,
-    "utils/data/array_files.py": OTHERS,
     "utils/ema.py": OTHERS,
     "utils/muon.py": OTHERS,
     "utils/scores.py": OTHERS,

@@ -38,10 +38,12 @@ def test_a_step_whose_gradients_overflow_changes_nothing(build, monkeypatch):
         else:
             plain.grad = gradient.clone()
             without.step()
-        scaler.step(with_scaler)
+        assert scaler.step(with_scaler, lambda: 7) == (7 if step != 2 else None)
         scaler.update()
         with_scaler.zero_grad()
         assert torch.equal(scaled, plain)
+    with pytest.raises(RuntimeError, match="Closure use is not currently supported"):
+        scaler.step(with_scaler, closure=lambda: 7)
     assert taken == {0, 1, 3} and scaler.get_scale() == 2.0
     states = (optimizer.state_dict()["state"][0] for optimizer in (with_scaler, without))
     ours, theirs = states

@@ -12,8 +12,10 @@ from types import SimpleNamespace
 import pytest
 import torch
 import torch.distributed as dist
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard
+from torch.utils.flop_counter import FlopCounterMode
 
 from utils import muon, scores
 from utils.data import loaders, shared_batches
@@ -253,6 +255,63 @@ def test_an_orthogonal_matrix_has_singular_values_near_one(shape):
         factor = 3.4445 * torch.eye(len(gram[0])) - 4.7750 * gram + 2.0315 * gram @ gram
         slow = factor @ slow if shape[0] <= shape[1] else slow @ factor
     assert torch.allclose(muon.orthogonalize(x), slow, atol=1e-9)
+
+
+@pytest.mark.parametrize("iterations", [3, 5])
+def test_two_steps_of_muon_by_hand(iterations):
+    """Only in the second step do the gradient and its average point in different directions."""
+    weight = torch.nn.Parameter(torch.zeros(3, 4, dtype=torch.float64))
+    more = {"iterations": 3} if iterations == 3 else {}
+    optimizer = steps_of(2, [weight], **more)
+    gradients = []
+    for step in (1, 2):
+        torch.manual_seed(100 * step)
+        gradients.append(torch.randn_like(weight))
+    expected, momentum = torch.zeros_like(weight), torch.zeros_like(weight)
+    for gradient in gradients:
+        momentum = 0.9 * momentum + 0.1 * gradient
+        update = 0.1 * gradient + 0.9 * momentum
+        update = muon.orthogonalize(update[None], iterations)[0]
+        expected = (1 - 0.1 * 0.2) * expected - 0.1 * update
+    assert torch.allclose(weight, expected)
+    assert torch.allclose(optimizer.state[weight]["momentum"], momentum)
+
+
+def test_a_gpu_computes_filters_of_as_many_outputs_together_and_in_half_precision(monkeypatch):
+    groups, types = [], []
+    times = muon._times
+    monkeypatch.setattr(muon, "_times", lambda terms, x: types.append(x.dtype) or times(terms, x))
+    with FakeTensorMode():
+        filters = [torch.empty(4, width, 3, 3, device="cuda") for width in (2, 5)]
+        matrices = [torch.empty(4, width, device="cuda") for width in (8, 9)]
+        assert all(result.shape == x.shape for result, x in zip(
+            muon.orthogonalize_all([*filters, *matrices], 2), [*filters, *matrices], strict=True
+        ))  # fmt: skip
+        assert set(types) == {torch.float16}
+        types.clear()
+        muon.orthogonalize_all([x.cpu() for x in filters], 2)
+        assert set(types) == {torch.float32}
+        monkeypatch.setattr(
+            muon, "_orthogonalize_alike", lambda alike, _: groups.append(len(alike)) or alike
+        )
+        muon.orthogonalize_all([*filters, *matrices], 2)
+        assert groups == [2, 1, 1]
+        muon.orthogonalize_all([x.cpu() for x in filters], 2)
+        assert groups == [2, 1, 1, 1, 1]
+        monkeypatch.setattr(muon, "normalize_rows", lambda states, updates, beta2: updates)
+        muon.orthogonalize_all(filters, 2, 0.9, [{}, {}])
+        assert groups[5:] == [1, 1]  # which normalizes rows of one shape
+
+
+@pytest.mark.parametrize(("shape", "operations"), [
+    ((8, 8), 3 * 3 * 2 * 8**3),  # each iteration: Gram matrix, its square, product
+    ((8, 16), 2 * 8 * 8 * (2 * 16 + 3 * 8 + 2 * 3 * 8)),
+    ((16, 8), 2 * 8 * 8 * (2 * 16 + 3 * 8 + 2 * 3 * 8)),
+])  # fmt: skip
+def test_the_cheaper_of_two_ways_is_taken(shape, operations):
+    with FlopCounterMode(display=False) as counter:
+        muon.orthogonalize(torch.randn(1, *shape), 3)
+    assert counter.get_total_flops() == operations
 
 
 @pytest.mark.parametrize("shape", [(32, 32), (32, 96), (96, 32)])

@@ -34,6 +34,8 @@ ARGUMENTS |= dict(max_failed_checkpoints=2, epochs=2, track="none", push_to_hub=
 class Accelerator(SimpleNamespace):
     """One process: it records what it is asked to load, and saves a file."""
 
+    scaler, optimizer_step_was_skipped = None, False
+
     def save_state(self, path):
         if self.failing:
             raise OSError("the file server is away")

@@ -372,7 +372,7 @@ elif name == "one_gpu":
     torch.cuda.device_count = lambda: 4
     torch.cuda.nccl.version = lambda: (2, 27, 3)
     torch.cuda.get_device_properties = lambda _: SimpleNamespace(
-        name="H200", uuid="1b2c-77", total_memory=1 << 37
+        name="H200", uuid="1b2c-77", total_memory=1 << 37, major=9, minor=0
     )
 elif name == "gpus":
     # This machine has that many, of the compute capability after the colon.

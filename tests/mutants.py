@@ -337,7 +337,7 @@ MUTANTS = [
         "scripts/train_lm.py",
         'position = run.progress.get("position")',
         "position = None",
-        "test_train_lm.py -k stream_continues",
+        "test_train_lm.py -m slow -k stream_continues",
     ),
     Mutant(
         "frozen weights are part of a checkpoint of LoRA",
@@ -1593,7 +1593,7 @@ MUTANTS = [
     Mutant(
         "the backward pass is not counted",
         "scripts/baselines.py",
-        "F.cross_entropy(model(windows).flatten(0, 1), windows.flatten()).backward()",
+        "model(windows, windows).mean().backward()",
         "F.cross_entropy(model(windows).flatten(0, 1), windows.flatten())",
         "test_benchmark.py -k counts",
     ),
@@ -2011,7 +2011,7 @@ MUTANTS = [
         "utils/run/process.py",
         "if launcher.find():  #",
         'if "ACCELERATE_MIXED_PRECISION" in os.environ:  #',
-        "test_signals.py -k outlives_whoever",
+        "test_signals.py -m slow -k outlives_whoever",
     ),
     Mutant(
         "a batch that cannot be sent is waited for",
@@ -2425,14 +2425,14 @@ MUTANTS = [
         IMAGES,
         "            broadcast(buffer)  # the",
         "            broadcast(buffer.cpu())  # the",
-        "test_gpu_rules.py -k train_images",
+        "test_gpu_rules.py -m slow -k train_images",
     ),
     Mutant(
         "outputs are sent from the host",
         CIFAR,
         'accelerator.gather_for_metrics((logits, batch["labels"]))',
         'accelerator.gather_for_metrics((logits.cpu(), batch["labels"]))',
-        "test_gpu_rules.py -k train_cifar",
+        "test_gpu_rules.py -m slow -k train_cifar",
     ),
     Mutant(
         "the guard votes over NCCL",

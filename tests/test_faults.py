@@ -74,6 +74,7 @@ def relaunch_and_compare(reference, folder, arguments=SMALL, config="2cpu", **kw
     return again
 
 
+@pytest.mark.slow
 def test_one_rank_killed_again_and_again(reference, tmp_path):
     """All kills in one run: each continues from the files that the previous one left."""
     for fault in (

@@ -83,6 +83,7 @@ def test_a_compiled_step_keeps_to_its_budget():
     assert "_scaled_dot_product_flash_attention_for_cpu" not in costs["launches_by_op"]
 
 
+@pytest.mark.slow
 @counts
 def test_the_logits_have_no_float32_copy():
     """Which Accelerate makes of what a model returns; with a larger vocabulary that is a lot."""

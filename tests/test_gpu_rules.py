@@ -86,7 +86,7 @@ def test_the_rules_refuse_what_nccl_refuses():
 @pytest.mark.parametrize(
     "script",
     [
-        pytest.param(script, marks=[pytest.mark.slow] * (script == "train_cifar"))
+        pytest.param(script, marks=[pytest.mark.slow] * (script in ("train_cifar", "train_images")))
         for script in SCRIPTS
     ],
 )

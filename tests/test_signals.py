@@ -101,6 +101,7 @@ def test_a_hangup_that_is_ignored_at_the_start_stays_ignored(tmp_path):
     assert status(tmp_path)["state"] == "finished"
 
 
+@pytest.mark.slow
 def test_a_process_without_a_launcher_outlives_whoever_started_it(tmp_path):
     """An exported variable does not make the shell a launcher."""
     words = command(None, MINIMAL, SHORT.replace("60", "1000"), output_dir=tmp_path / "run")

@@ -984,6 +984,7 @@ def test_killed_mid_accumulation_with_workers_ends_with_the_same_bytes(
         assert metrics(tmp_path / "run", split) == metrics(reference_run.folder, split)
 
 
+@pytest.mark.slow
 def test_every_step_mixes_the_same_images_on_any_number_of_processes_and_after_a_kill(
     photo_folder, tmp_path
 ):

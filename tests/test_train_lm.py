@@ -188,6 +188,7 @@ def test_bad_input_is_one_line(name, lm, chats, tmp_path):
     assert not (tmp_path / "run").exists()
 
 
+@pytest.mark.slow
 def test_a_stream_continues_exactly_also_on_another_number_of_processes(tmp_path):
     arguments = f"--dataset synthetic --streaming {SMALL}"
     run("cpu", LM, arguments, output_dir=tmp_path / "one")

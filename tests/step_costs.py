@@ -183,7 +183,9 @@ def line():
     frame = sys._getframe(1)
     while frame:
         path = Path(frame.f_code.co_filename)
-        if path.is_relative_to(ROOT) and path.name not in ("step_costs.py", "gpu_rules.py"):
+        # A virtual environment may be in the folder of the project.
+        ours = path.is_relative_to(ROOT) and "site-packages" not in path.parts
+        if ours and path.name not in ("step_costs.py", "gpu_rules.py"):
             return f"{path.relative_to(ROOT)}:{frame.f_lineno}"
         frame = frame.f_back
     return "?"

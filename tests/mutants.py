@@ -1170,7 +1170,7 @@ MUTANTS = [
         "utils/run/checkpoint.py",
         "all_in(folder)[::-1]",
         "all_in(folder)",
-        "test_faults.py -k one_rank_killed",
+        "test_faults.py -m slow -k one_rank_killed",
     ),
     Mutant(
         "the best checkpoint is deleted",

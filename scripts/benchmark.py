@@ -49,7 +49,8 @@ continues with the first round that was not finished.
                         prompts and completions, AdamW, precision and device. /loss_difference: the
                         largest between the losses of 20 steps that see the same documents; the
                         others compare an epoch of each at its best: /speed: target tokens per
-                        second; /memory: the peak; /start: seconds to the first step
+                        second; /memory: the peak; /start: seconds to the first step; /logits: peak
+                        memory of a step, over that with all logits at once
 
 Copy it together with `baselines.py`, `train_cifar.py` and `train_gpt.py`.
 """

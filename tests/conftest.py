@@ -44,6 +44,11 @@ GPT_WITH_A_WORKER = (
 )
 
 
+def some_slow(names, *slow):
+    """Parameters for a test, of which those in `slow` are marked so."""
+    return [pytest.param(name, marks=[pytest.mark.slow] * (name in slow)) for name in names]
+
+
 def pytest_addoption(parser):
     parser.addoption(
         "--cold", action="store_true", help="start every process in a new interpreter, by exec"

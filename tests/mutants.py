@@ -974,6 +974,13 @@ MUTANTS = [
         "test_sources.py -k half_of_its_free_memory",
     ),
     Mutant(
+        "batches are copied through pageable memory",
+        "utils/data/loaders.py",
+        "tensor = tensor.pin_memory()",
+        "pass",
+        "test_batches.py -k pinned_memory",
+    ),
+    Mutant(
         "Muon: rounding errors of half precision grow",
         "utils/muon.py",
         "if half or x.size(2) < 1.5 * x.size(1):",

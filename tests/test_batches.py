@@ -107,6 +107,16 @@ def test_options_of_loaders(device, pinned):
     assert loaders.already_a_batch([1, 2]) == [1, 2]
 
 
+def test_a_batch_is_copied_to_a_gpu_from_pinned_memory(monkeypatch):
+    pinned, cpu, gpu = [], torch.device("cpu"), torch.device("cuda", 0)
+    monkeypatch.setattr(torch.Tensor, "pin_memory", lambda self: pinned.append(self) or self)
+    with FakeTensorMode():
+        there = loaders.to_device(torch.zeros(3), gpu)
+        assert there.device == gpu and len(pinned) == 1
+        assert loaders.to_device(there, gpu) is there
+        assert loaders.to_device(torch.zeros(3), cpu).device == cpu and len(pinned) == 1
+
+
 def test_the_order_of_an_epoch_stays_the_same():
     sampler = loaders.EpochSampler(2500, 100, seed=3)
     first = list(sampler)

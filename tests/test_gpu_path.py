@@ -13,7 +13,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 import warm
-from conftest import LIMIT, ROOT, load_script, run
+from conftest import LIMIT, ROOT, load_script, run, some_slow
 from step_costs import Costs
 
 from utils.run import compilation
@@ -92,13 +92,7 @@ def test_the_logits_have_no_float32_copy():
     assert not [cast for cast in compiled if cast.endswith(" 256)")]
 
 
-@pytest.mark.parametrize(
-    "script",
-    [
-        pytest.param(script, marks=[pytest.mark.slow] * (script in ("train_cifar", "train_images")))
-        for script in RUNS
-    ],
-)
+@pytest.mark.parametrize("script", some_slow(RUNS, "train_cifar", "train_images"))
 def test_a_step_of_the_real_loop_never_waits(script, tmp_path):
     """The loop with its loader, the guard, and all that Accelerate does, under the rules of GPUs."""
     words = [f"step_waits@0:{tmp_path}/waits.json", f"scripts/{script}.py", *RUNS[script].split()]

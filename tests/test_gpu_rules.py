@@ -8,7 +8,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torchvision
-from conftest import kinds_of_classifiers, load_script, run
+from conftest import kinds_of_classifiers, load_script, run, some_slow
 from gpu_rules import DEVICE, Rules
 
 from utils import pretrained
@@ -83,13 +83,7 @@ def test_the_rules_refuse_what_nccl_refuses():
         dist.destroy_process_group()
 
 
-@pytest.mark.parametrize(
-    "script",
-    [
-        pytest.param(script, marks=[pytest.mark.slow] * (script in ("train_cifar", "train_images")))
-        for script in SCRIPTS
-    ],
-)
+@pytest.mark.parametrize("script", some_slow(SCRIPTS, "train_cifar", "train_images"))
 def test_two_processes_send_only_what_nccl_takes(script, tmp_path):
     """From tensors on the CPU it could not: averages, statistics, ids, losses, all of a step."""
     words = [f"gpu_rules@0:{tmp_path}/seen.json", f"scripts/{script}.py", *SCRIPTS[script].split()]

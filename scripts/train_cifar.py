@@ -43,6 +43,7 @@ from utils.muon import MuonSGD
 from utils.run import ddp, launch, tracking, weights
 from utils.run.arguments import Parser, number
 from utils.run.collectives import local_main_first
+from utils.run.compilation import compile_model
 from utils.run.folder import RunFolder
 from utils.run.guard import Guard
 from utils.run.metrics import start_profiler
@@ -153,7 +154,8 @@ def build_optimizer(model, args):
 
     The other parameters of fastnet have separate learning rates.
     """
-    common = dict(lr=args.lr, momentum=args.momentum, weight_decay=args.weight_decay, nesterov=True)
+    common = dict(lr=args.lr, momentum=args.momentum, weight_decay=args.weight_decay)
+    common |= dict(nesterov=True, fused=True)
     if args.model != "fastnet":
         return torch.optim.SGD(model.parameters(), **common)
     filters = [layer.weight for layer in model.blocks.modules() if isinstance(layer, nn.Conv2d)]
@@ -265,7 +267,7 @@ def evaluate(accelerator, model, split, loader, watch, mean, std, *, tta=False, 
         # Gather per batch and per sample: gather_for_metrics then drops the samples that were
         # repeated to fill up the last batch.
         logits, target = accelerator.gather_for_metrics((logits, batch["labels"]))
-        outputs.append(logits)
+        outputs.append(logits.clone())  # a CUDA graph (--compile reduce-overhead) overwrites them
         labels.append(target)
     model.train()
     outputs, labels = torch.cat(outputs).cpu(), torch.cat(labels).cpu()
@@ -285,7 +287,8 @@ def predict_views(model, images):
     views = ((0.25, images), (0.125, padded[:, :, :-2, :-2]), (0.125, padded[:, :, 2:, 2:]))
     outputs = 0
     for weight, view in views:
-        outputs = outputs + weight * (model(view).float() + model(view.flip(-1)).float())
+        for image in (view, view.flip(-1)):
+            outputs = outputs + weight * model(image).float()
     return outputs
 
 
@@ -367,8 +370,7 @@ def main():
     weights.initialize(accelerator, model, run.init_from)
     config = {"model": args.model, "class_names": data.class_names}
     config |= {"mean": mean.tolist(), "std": std.tolist(), "scaling": data.scaling}
-    if args.compile:
-        model.compile(dynamic=False)  # in place: names stay; for each image size on its own
+    compile_model(accelerator, model, args.compile, dynamic=False)  # each image size on its own
     optimizer = build_optimizer(model, args)
     model = ddp.sync_batch_norm(accelerator, model, micro_batch_size, args.sync_batchnorm)
     scheduler = torch.optim.lr_scheduler.LambdaLR(
@@ -484,7 +486,7 @@ def parse_args():
         default="linear",
         help="constant: no warm-up either",
     )
-    group.add_argument("--compile", action="store_true", help="torch.compile the model")
+    parser.add_compile_argument(group, "never")
     group.add_argument(
         "--sync_batchnorm", action="store_true", help="batch norm over all processes; on GPUs"
     )

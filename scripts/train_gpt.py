@@ -21,7 +21,6 @@ after 2,000 steps.
 import contextlib
 import math
 import sys
-from argparse import BooleanOptionalAction
 from pathlib import Path
 
 # Finds `utils` next to this script (a copy) or one folder up (the repository).
@@ -46,9 +45,10 @@ from utils.data.report import agree
 from utils.data.text import Windows, load_text
 from utils.data.text_stream import TextStream, describe_stream, load_held_out
 from utils.muon import MuonAdamW
-from utils.run import compilation, ddp, fsdp, launch, weights
+from utils.run import ddp, fsdp, launch, weights
 from utils.run.arguments import Parser, number
 from utils.run.collectives import local_main_first, run_on_main
+from utils.run.compilation import compile_model
 from utils.run.failures import UserError, optional
 from utils.run.files import write_text
 from utils.run.folder import RunFolder
@@ -531,7 +531,7 @@ def main():
     weights.initialize(accelerator, model, run.init_from)
     parameters = sum(weight.numel() for weight in model.parameters())
     flops = model.flops_per_token()
-    compilation.compile_model(accelerator, model, args.compile)
+    compile_model(accelerator, model, args.compile, on_gpus=True)
     optimizer = build_optimizer(model, args)
     scheduler = torch.optim.lr_scheduler.LambdaLR(
         optimizer, lambda step: lr_multiplier(step, plan, args)
@@ -642,11 +642,7 @@ def parse_args():
         action="store_true",
         help="less memory, a third more computation",
     )
-    group.add_argument(
-        "--compile",
-        action=BooleanOptionalAction,
-        help="torch.compile the model, or not; default: on GPUs",
-    )
+    parser.add_compile_argument(group, "default on GPUs")
     group = parser.add_argument_group("training (a sample is a window of block_size bytes)")
     group.add_argument(
         "--optimizer", choices=RECIPES, default="muon", help="for the weight matrices of the blocks"

@@ -51,6 +51,7 @@ from utils.ema import MovingAverage
 from utils.run import cpu, ddp, launch, tracking, weights
 from utils.run.arguments import Parser, number
 from utils.run.collectives import gather, local_main_first, run_on_main
+from utils.run.compilation import compile_model
 from utils.run.failures import UserError, optional
 from utils.run.files import write_text
 from utils.run.folder import RunFolder
@@ -392,8 +393,7 @@ def main():
     model = pretrained.build(config).to(memory_format=torch.channels_last)  # EDIT: model
     pretrained.initialize(accelerator, model, config, start_from)
     pretrained.train(pretrained.freeze(model) if args.freeze else model)
-    if args.compile:
-        model.compile()  # in place: torch.compile(model) would add its prefix to every name
+    compile_model(accelerator, model, args.compile)
     optimizer = build_optimizer(model, args)
     model = ddp.sync_batch_norm(accelerator, model, micro_batch_size, args.sync_batchnorm)
     scheduler = torch.optim.lr_scheduler.LambdaLR(
@@ -553,7 +553,7 @@ def parse_args():
         help="highest decay of the moving average of the weights, which is evaluated besides the "
         "trained ones, and exported; 0: no average",
     )
-    group.add_argument("--compile", action="store_true", help="torch.compile the model")
+    parser.add_compile_argument(group, "never")
     group.add_argument(
         "--sync_batchnorm", action="store_true", help="batch norm over all processes; on GPUs"
     )

@@ -962,8 +962,8 @@ MUTANTS = [
     Mutant(
         "the last image sizes run kernels for any size",
         CIFAR,
-        "model.compile(dynamic=False)",
-        "model.compile()",
+        "args.compile, dynamic=False)",
+        "args.compile)",
         "test_train_cifar.py -m slow -k each_image_size",
     ),
     Mutant(

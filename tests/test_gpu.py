@@ -53,9 +53,9 @@ REAL = SimpleNamespace(
     cifar=f"--dataset {DATASET} --track none",
     # Not compiled: for so few steps that would take longer than it saves.
     gpt="--dataset synthetic --track none --dropout 0.2 --sample_length 20 --eval_every 100000 "
-    "--no-compile",
+    "--compile never",
     large_gpt="--dataset synthetic --track none --n_layer 12 --n_head 12 --n_embd 768 "
-    "--block_size 1024 --batch_size 16 --sample_length 20 --no-compile",
+    "--block_size 1024 --batch_size 16 --sample_length 20 --compile never",
     images="--dataset synthetic --track none --model resnet50 --image_size 224 --batch_size 64 "
     "--ema_decay 0.99 "
     "--mixup 0.2 --num_workers 4",

@@ -17,6 +17,7 @@ from conftest import LIMIT, ROOT, load_script, run, some_slow
 from step_costs import Costs
 
 from utils.run import compilation
+from utils.run.failures import UserError
 
 # Short runs, with a log line, an evaluation and a save before step 3 and after step 6 only.
 STEPS = "--max_train_steps 8 --log_every 100 --eval_every 100 --checkpoint_every 0"
@@ -320,36 +321,47 @@ def test_a_sample_follows_the_first_evaluation_after_so_many_steps():
 
 
 @pytest.mark.parametrize(
-    "device, flag, missing, compiles, says",
+    "device, mode, missing, compiles, says",
     [
         ("cpu", None, (), False, ""),
-        ("cpu", True, (), True, "compiling: the first step"),
+        ("cpu", "max-autotune", (), True, "compiling: the first step"),
         ("cuda", None, (), True, "compiling: the first step"),
-        ("cuda", False, (), False, ""),
+        ("cuda", "never", (), False, ""),
         ("cuda", None, ("triton",), False, "not compiled, which is slower: the package triton not"),
         ("cuda", None, ("cc",), False, "not compiled, which is slower: a C compiler not found"),
-        ("cuda", True, ("cc", "triton"), True, "compiling: the first step"),
+        ("cuda", "default", ("cc", "triton"), True, "compiling: the first step"),
     ],
 )
 def test_a_model_is_compiled_on_gpus_and_on_request(
-    device, flag, missing, compiles, says, monkeypatch, capsys
+    device, mode, missing, compiles, says, monkeypatch, capsys
 ):
     accelerator = SimpleNamespace(device=torch.device(device), is_main_process=True, print=print)
     found = lambda name: name not in missing or None  # noqa: E731
     monkeypatch.setattr(compilation.importlib.util, "find_spec", found)
     monkeypatch.setattr(compilation.shutil, "which", lambda _: "cc" not in missing or None)
     calls = []
-    model = SimpleNamespace(compile=lambda: calls.append(1))
-    compilation.compile_model(accelerator, model, flag)
+    model = SimpleNamespace(compile=lambda **options: calls.append(options))
+    compilation.compile_model(accelerator, model, mode, on_gpus=True, dynamic=False)
     printed = "".join(capsys.readouterr())
-    assert len(calls) == compiles and says in printed and printed.count("\n") == bool(says)
+    assert calls == [{"mode": mode or "default", "dynamic": False}] * compiles
+    assert says in printed and printed.count("\n") == bool(says)
 
 
-def test_no_compile_is_a_flag(monkeypatch):
-    script = load_script("train_gpt")
-    for words, expected in (([], None), (["--compile"], True), (["--no-compile"], False)):
-        monkeypatch.setattr("sys.argv", ["train_gpt.py", "--dataset", "synthetic", *words])
-        assert script.parse_args().compile is expected
+def test_a_model_is_compiled_by_default_only_where_the_script_says_so():
+    accelerator = SimpleNamespace(device=torch.device("cuda"))
+    compilation.compile_model(accelerator, None, None)
+
+
+@pytest.mark.parametrize("name", ["train_cifar", "train_images", "train_gpt"])
+def test_compile_takes_a_mode(name, monkeypatch):
+    script = load_script(name)
+    modes = {"": None, "--compile": "default", "--compile reduce-overhead": "reduce-overhead"}
+    for words, mode in modes.items():
+        monkeypatch.setattr("sys.argv", [name, "--dataset", "synthetic", *words.split()])
+        assert script.parse_args().compile == mode
+    monkeypatch.setattr("sys.argv", [name, "--dataset", "synthetic", "--compile", "fast"])
+    with pytest.raises(UserError, match="argument --compile: invalid choice: 'fast'"):
+        script.parse_args()
 
 
 def test_a_compiled_gpt_has_the_same_names_and_parts(gpt):

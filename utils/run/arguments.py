@@ -36,6 +36,8 @@ MAY_CHANGE = {
 }
 
 
+# Of torch.compile. They choose among kernels that compute the same, up to rounding.
+COMPILE_MODES = ("default", "reduce-overhead", "max-autotune", "never")
 SEED = number(int, 0, most=2**32 - 1)  # what NumPy takes
 WORKERS = number(int, 0, most=256)  # more than a machine has cores
 BATCH = number(int, 1, most=2**20)  # more than fits into memory, or into most data sets
@@ -97,6 +99,18 @@ class Parser(argparse.ArgumentParser):
             help="micro-batches per optimizer step",
         )
         self.set_defaults(**defaults)
+
+    def add_compile_argument(self, group, default):
+        """Adds `--compile`; `default` (str) says what happens without it."""
+        group.add_argument(
+            "--compile",
+            nargs="?",
+            const="default",
+            choices=COMPILE_MODES,
+            metavar="MODE",
+            help="torch.compile the model, in this mode; reduce-overhead records CUDA graphs, for "
+            f"steps that wait for the host; without the flag: {default}",
+        )
 
     def add_run_arguments(self, leave_out=()):
         """Adds the flags for the run, the same in every training script.

@@ -7,20 +7,25 @@ import shutil
 from utils.run.launch import notice
 
 
-def compile_model(accelerator, model, flag):
-    """Calls `model.compile()`, as `--compile` or `--no-compile` say, and announces the wait.
+def compile_model(accelerator, model, mode, on_gpus=False, **options):
+    """Calls `model.compile(mode=...)`, as `--compile` says, and announces the wait.
 
-    Without a flag: on GPUs, where a step of many small operations is limited by memory and by the
-    host. There `torch.compile` needs Triton and a C compiler; if one is missing, a notice says so.
+    The optimizer is not compiled: each process computes its own update of the same weights. Kernels
+    that are chosen by their speed may round differently on two GPUs, and the weights would differ.
 
     Args:
-        flag (bool | None): None: neither flag was given.
+        mode (str | None): a mode of `torch.compile`; "never"; None: the flag was not given.
+        on_gpus (bool): whether to compile on GPUs if the flag was not given. That needs Triton and
+            a C compiler; if one is missing, a notice says so.
+        options: of `torch.compile`, such as `dynamic`.
     """
-    if flag is None:
-        flag = accelerator.device.type == "cuda" and _can_compile(accelerator)
-    if flag:
-        model.compile()  # in place: torch.compile(model) would add its prefix to every name
-        accelerator.print("compiling: the first step takes up to a minute (--no-compile: no wait)")
+    if mode is None and on_gpus and accelerator.device.type == "cuda" and _can_compile(accelerator):
+        mode = "default"
+    if mode in (None, "never"):
+        return
+    # In place: torch.compile(model) would add its prefix to every name.
+    model.compile(mode=mode, **options)
+    accelerator.print("compiling: the first step takes up to a minute")
 
 
 def _can_compile(accelerator):

@@ -51,23 +51,24 @@ from utils.run.output import for_markdown
 from utils.run.plan import Plan
 from utils.run.seeds import seed_step
 
-# The defaults of each model; flags override them. 480 is divisible by the usual numbers of GPUs:
-# 1 to 6, 8, 10, 12, 16, 20, 24.
+# The defaults of each model; flags override those that have one. 480 is divisible by the usual
+# numbers of GPUs: 1 to 6, 8, 10, 12, 16, 20, 24. `warmup`: fraction of the steps in which the
+# learning rate rises. `padding`: largest random shift, and `cutout`: side of the masked square, in
+# pixels.
 RECIPES = {
     "fastnet": dict(
-        epochs=14, batch_size=480, lr=0.12, warmup=0.0, weight_decay=0.012, label_smoothing=0.2
+        epochs=14, batch_size=480, lr=0.12, momentum=0.85, weight_decay=0.012, warmup=0.0,
+        label_smoothing=0.2, padding=2, cutout=0,
     ),
     "resnet18": dict(
-        epochs=30,
-        batch_size=480,
-        lr=0.4,
-        weight_decay=5e-4,
-        label_smoothing=0.1,
-        padding=4,
-        cutout=8,
+        epochs=30, batch_size=480, lr=0.4, momentum=0.85, weight_decay=5e-4, warmup=0.2,
+        label_smoothing=0.1, padding=4, cutout=8,
     ),
-    "net": dict(epochs=20, batch_size=96, lr=0.04, weight_decay=5e-4),
-}
+    "net": dict(
+        epochs=20, batch_size=96, lr=0.04, momentum=0.85, weight_decay=5e-4, warmup=0.2,
+        label_smoothing=0.0, padding=2, cutout=0,
+    ),
+}  # fmt: skip
 
 
 class Net(nn.Module):
@@ -472,14 +473,6 @@ def parse_args():
     group.add_argument("--model", choices=RECIPES, default="fastnet", help="network to train")
     parser.add_training_arguments(group)
     parser.add_optimizer_arguments(group)
-    positive = number(float, 0, above=True, below=1)  # Nesterov momentum needs one
-    group.add_argument("--momentum", type=positive, default=0.85, help="momentum of SGD")
-    group.add_argument(
-        "--warmup",
-        type=share,
-        default=0.2,
-        help="fraction of the steps with a rising learning rate",
-    )
     group.add_argument(
         "--lr_schedule",
         choices=["linear", "constant"],
@@ -490,17 +483,7 @@ def parse_args():
     group.add_argument(
         "--sync_batchnorm", action="store_true", help="batch norm over all processes; on GPUs"
     )
-    group = parser.add_argument_group("augmentation and evaluation")
-    group.add_argument("--label_smoothing", type=share, default=0.0, help="0: none")
-    group.add_argument(
-        "--padding", type=number(int, 0, below=32), default=2, help="largest random shift in pixels"
-    )
-    group.add_argument(
-        "--cutout",
-        type=number(int, 0, below=32),  # an image has 32 x 32 pixels: not all of them
-        default=0,
-        help="side of the masked square in pixels",
-    )
+    group.add_argument("--label_smoothing", type=share, help="0: none")
     group.add_argument(
         "--tta", action="store_true", help="also report test-time augmented accuracy"
     )

@@ -11,7 +11,7 @@ bytes, so there is no tokenizer, and losses are comparable across models.
     accelerate launch --config_file accelerate_configs/4gpu_fsdp.yaml scripts/train_gpt.py \\
         --dataset HuggingFaceFW/fineweb-edu --streaming --max_train_steps 5000 --n_layer 24 \\
         --n_head 16 --n_embd 2048 --block_size 2048 --activation_checkpointing
-    python scripts/train_gpt.py --sample runs/train_gpt --prompt "ROMEO:" --top_k 40
+    python scripts/train_gpt.py --sample runs/train_gpt --prompt "ROMEO:"
 
 Measured on 2026-11-25 with the first command (and --eval_every 2000) on tinyshakespeare, 2 cores of
 an Intel Xeon: validation loss 1.516 nats per byte; 1.740 after 400 steps. nanoGPT reaches 1.880
@@ -447,7 +447,7 @@ def sample(args):
         raise UserError(f"{saved.file} does not hold a model of this script") from None
     model.to("cuda" if torch.cuda.is_available() else "cpu")
     args.block_size = model.block_size
-    print(generate(model, args, args.prompt, args.temperature, args.top_k))
+    print(generate(model, args, args.prompt, args.temperature))
 
 
 # --------------------------------------------------------------------------------------------- main
@@ -458,10 +458,8 @@ MAY_CHANGE = (
     "peak_tflops",
     "sample_every",
     "sample_length",
-    "sample_sharded",
     "prompt",
     "temperature",
-    "top_k",
 )
 USAGE = """Next to `{module}.py` and `utils/`: `python {module}.py --sample . --prompt "The "`, or
 
@@ -551,8 +549,7 @@ def main():
     def validate(step):
         metrics = evaluate(accelerator, model, eval_loader, guard.watch)
         run.log("val", step, score=-metrics["loss"], **metrics)
-        whole = not accelerator.is_fsdp2 or args.sample_sharded
-        if whole and sample_due(step, plan, args):
+        if sample_due(step, plan, args):
             run.log("sample", step, text=generate(model, args))
         return metrics
 
@@ -706,20 +703,10 @@ def parse_args():
         help="steps between samples, which follow an evaluation; the end of the run has one, too",
     )
     group.add_argument(
-        "--sample_sharded",
-        action="store_true",
-        help="sample at evaluations with FSDP too, which is slow",
-    )
-    group.add_argument(
         "--temperature",
         type=number(float, 0, most=1000),  # far below that, all bytes are equally likely
         default=0.8,
         help="of sampling; 0: always the most likely byte",
-    )
-    group.add_argument(
-        "--top_k",
-        type=number(int, 1, most=256),
-        help="sample from this many bytes; default: from all 256",
     )
     # In steps: an epoch of a small text takes seconds, and the length of a stream's epoch is
     # unknown.

@@ -18,7 +18,6 @@ continues exactly, with any number of workers.
 `my_photos` has one sub-folder per class, or train/ and val/ with such sub-folders.
 """
 
-import argparse
 import math
 import os
 import sys
@@ -61,9 +60,10 @@ from utils.run.output import for_markdown, one_line
 from utils.run.plan import Plan
 from utils.run.seeds import seed_step
 
-# The defaults of each --preset; flags override them. `small` trains from scratch on hundreds of
-# images. `torchvision` is the recipe of its references/classification for ResNet-50 (80.9 % on
-# ImageNet there, 8 GPUs), without repeated augmentation.
+# The defaults of each --preset; flags override those that have one. The last layer learns at
+# `head_lr_multiplier` times --lr. `small` trains from scratch on hundreds of images. `torchvision`
+# is the recipe of its references/classification for ResNet-50 (80.9 % on ImageNet there, 8 GPUs),
+# without repeated augmentation.
 PRESETS = {
     "scratch": dict(
         epochs=90, batch_size=256, optimizer="sgd", lr=0.2, weight_decay=5e-5, warmup_epochs=5,
@@ -203,7 +203,7 @@ def build_loaders(accelerator, data, preprocess, args):
         args.batch_size // args.gradient_accumulation_steps,
         sampler=EpochSampler(len(train_set), args.batch_size, args.seed),
         drop_last=True,
-        persistent_workers=args.persistent_workers and args.num_workers > 0,
+        persistent_workers=args.num_workers > 0,
         **options,
     )
     loaders = {"train": accelerator.prepare(train_loader)}
@@ -364,7 +364,7 @@ def describe_model(config, args):
 
 # -------------------------------------------------------------------------------------------- main
 
-MAY_CHANGE = ("cache_dir", "check_images", "on_bad_image", "persistent_workers")
+MAY_CHANGE = ("cache_dir", "check_images", "on_bad_image")
 
 
 def main():
@@ -524,16 +524,9 @@ def parse_args():
         ".safetensors file, or a run's folder",
     )
     group.add_argument("--freeze", action="store_true", help="train the last layer only")
-    group.add_argument(
-        "--head_lr_multiplier",
-        type=number(float, 0, most=1000),
-        default=1.0,
-        help="factor of --lr for the last layer",
-    )
     parser.add_training_arguments(group)
     parser.add_optimizer_arguments(group)
     group.add_argument("--optimizer", choices=["sgd", "adamw"], help="update rule")
-    group.add_argument("--momentum", type=share, default=0.9, help="of SGD")
     group.add_argument(
         "--lr_schedule",
         choices=["cosine", "linear", "constant"],
@@ -608,21 +601,24 @@ def parse_args():
         default="stop",
         help="what to do if one cannot be read",
     )
+    home = Path(os.environ.get("HF_HOME", "~/.cache/huggingface")).expanduser()
     group.add_argument(
-        "--cache", action="store_true", help="scale all images once, and keep them in --cache_dir"
-    )
-    cache_dir = (
-        Path(os.environ.get("HF_HOME", "~/.cache/huggingface")).expanduser() / "train_images"
-    )
-    group.add_argument("--cache_dir", default=str(cache_dir), help="on a disk of each machine")
-    keep = argparse.BooleanOptionalAction
-    group.add_argument(
-        "--persistent_workers", action=keep, default=True, help="keep workers between epochs"
+        "--cache",
+        nargs="?",
+        metavar="FOLDER",
+        const=str(home / "train_images"),
+        help="scale all images once, and keep them in this folder on a disk of each machine, or in "
+        f"{home}/train_images",
     )
     parser.set_defaults(
-        num_workers=min(8, cpu.cores_per_process()), **PRESETS.get(parser.choice("preset"), {})
+        num_workers=min(8, cpu.cores_per_process()), momentum=0.9, head_lr_multiplier=1.0
     )
+    parser.set_defaults(**PRESETS.get(parser.choice("preset"), {}))
     args = parser.parse_training_args()
+    args.cache, args.cache_dir = (
+        args.cache is not None,
+        args.cache,
+    )  # another folder changes nothing
     pretrained.check_name(args.model)
     sizes = {"--image_size": args.image_size, "--train_size": args.train_size}
     pretrained.check_sizes(args.model, sizes)

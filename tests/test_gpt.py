@@ -429,8 +429,6 @@ def test_a_copied_script_overfits_and_samples(text, tmp_path):
     ]
     done = run(None, "train_gpt.py", [*sample, "0"], root=tmp_path / "mine")
     assert done.stdout.rstrip("\n") == memorized[:32]
-    one = run(None, "train_gpt.py", [*sample, "9", "--top_k", "1"], root=tmp_path / "mine")
-    assert one.stdout == done.stdout  # the most likely byte, whatever the temperature
     hot = run(None, "train_gpt.py", [*sample, "9"], root=tmp_path / "mine")
     assert hot.stdout != done.stdout
 

@@ -136,7 +136,6 @@ def test_configs_explain_every_field(path):
     ("script", "flag", "bad"),
     [
         ("train_cifar", "--label_smoothing", "2"),
-        ("train_cifar", "--momentum", "0"),
         ("train_cifar", "--val_fraction", "-0.1"),
         ("train_images", "--label_smoothing", "1"),
         ("train_images", "--flip", "2"),

@@ -962,7 +962,7 @@ def test_shared_memory_is_used_again_only_when_a_batch_is_gone(data):
     "resumed_with",
     [
         "--num_workers 0",
-        pytest.param("--num_workers 1 --no-persistent_workers", marks=pytest.mark.slow),
+        pytest.param("--num_workers 1", marks=pytest.mark.slow),
         pytest.param("--num_workers 3", marks=pytest.mark.slow),
     ],
 )
@@ -1047,8 +1047,8 @@ BAD = {
         "2 of 12 images of the train split cannot be read",
     ),
     "no_cache": (
-        "--cache --cache_dir /proc/nowhere",
-        "cannot write the cache to --cache_dir /proc/nowhere",
+        "--cache /proc/nowhere",
+        "cannot write the cache to /proc/nowhere",
     ),
 }
 

@@ -109,7 +109,7 @@ def cached(accelerator, images, split, side, folder, interpolation="bilinear"):
                 with threads() as pool:
                     parts = (pool.map(decode, chunk) for chunk in chunks(range(len(images))))
                     decoded = itertools.chain.from_iterable(parts)
-                    write(file, decoded, len(images), f"the cache to --cache_dir {folder}")
+                    write(file, decoded, len(images), f"the cache to {folder}")
             finally:
                 torch.set_num_threads(torch_threads)
             seconds, size = time.perf_counter() - start_time, file.stat().st_size / 2**30

@@ -46,6 +46,35 @@ STREAM_KILLED = "test_gpt.py -k streaming_killed"
 BAD_INPUT = "test_train_cifar.py -k bad_input"
 
 MUTANTS = [
+    # ------------------------------------------------------------------------------------- recipes
+    Mutant(
+        "the script has moved on from its recipes",
+        MINIMAL,
+        "layers = [nn.Linear(2, 64), nn.ReLU()",
+        "layers = [nn.Linear(2, 64), nn.GELU()",
+        "test_recipes.py -k as_written",
+    ),
+    Mutant(
+        "a recipe draws from the global generator",
+        "scripts/recipes/rare_classes.diff",
+        "replacement=True, generator=generator)",
+        "replacement=True)",
+        "test_recipes.py -m slow -k same_bytes[rare_classes]",
+    ),
+    Mutant(
+        "a recipe draws without weights",
+        "scripts/recipes/rare_classes.diff",
+        "1 / labels.bincount()[labels].double()",
+        "torch.ones(len(labels))",
+        "test_recipes.py -k as_often",
+    ),
+    Mutant(
+        "a recipe does not save its average",
+        "scripts/recipes/ema.diff",
+        "+    accelerator.register_for_checkpointing(ema)",
+        "+    pass",
+        "test_recipes.py -m slow -k same_bytes[ema]",
+    ),
     # ------------------------------------------------------------------------------------- samples and their order
     Mutant(
         "every epoch in the order of the first",

@@ -57,8 +57,7 @@ def plain_cifar(model, batch_size, steps):
     split = data.splits["train"]
     mean, std = split.mean_and_std()
     torch.manual_seed(0)
-    options = {"warmup": 0.2, "label_smoothing": 0.0, **train_cifar.RECIPES[model]}
-    args = SimpleNamespace(model=model, momentum=0.85, lr_schedule="linear", **options)
+    args = SimpleNamespace(model=model, lr_schedule="linear", **train_cifar.RECIPES[model])
     plan = SimpleNamespace(total_steps=steps)
     network = train_cifar.build_model(model, len(data.class_names))
     optimizer = train_cifar.build_optimizer(network, args)
@@ -169,7 +168,7 @@ class PerSample(Dataset):
 def fastnet():
     """Builds the default model of train_cifar.py and its optimizer."""
     model = train_cifar.build_model("fastnet", 10)
-    args = SimpleNamespace(model="fastnet", momentum=0.85, **train_cifar.RECIPES["fastnet"])
+    args = SimpleNamespace(model="fastnet", **train_cifar.RECIPES["fastnet"])
     return model, train_cifar.build_optimizer(model, args)
 
 

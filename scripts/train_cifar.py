@@ -40,10 +40,11 @@ from utils.data.augment import augment, normalize
 from utils.data.loaders import evaluation_batch_size
 from utils.data.report import agree, describe_scaling
 from utils.muon import MuonSGD
-from utils.run import ddp, launch, tracking, weights
+from utils.run import ddp, launch, schedule, tracking, weights
 from utils.run.arguments import Parser, number
 from utils.run.collectives import local_main_first
 from utils.run.compilation import compile_model
+from utils.run.failures import UserError
 from utils.run.folder import RunFolder
 from utils.run.guard import Guard
 from utils.run.metrics import start_profiler
@@ -172,13 +173,9 @@ def build_optimizer(model, args):
 
 
 def lr_multiplier(step, plan, args):
-    """The learning-rate multiplier at `step`: linear warm-up and decay to zero, or constant."""
-    if args.lr_schedule == "constant":
-        return 1.0
-    progress = step / plan.total_steps
-    if progress < args.warmup:
-        return (progress + 0.01) / (args.warmup + 0.01)
-    return (1 - progress) / (1 - args.warmup)
+    """The learning-rate multiplier at `step`."""
+    total = plan.total_steps
+    return schedule.multiplier(args.lr_schedule, step, total, warmup=args.warmup * total)
 
 
 def image_size_at(progress, args):
@@ -199,6 +196,8 @@ def load_data(accelerator, args):  # EDIT: data
     names = ("seed", "val_fraction", "image_column", "label_column")
     options = {name: getattr(args, name) for name in names}
     data = local_main_first(accelerator, lambda: load_arrays(args.dataset, **options))
+    if args.patience and "val" not in data.splits:
+        raise UserError("--patience needs held-out images: give --val_fraction 0.1, say")
     args.data = agree(accelerator, args.dataset, data)  # a run continues with the same data only
     if args.overfit_batch:
         batch = data.splits["train"].first(args.batch_size)
@@ -395,7 +394,7 @@ def main():
     train_loss = math.inf
     metrics = validate(step) if run.evaluation_due else None  # due: a signal came first
     profile = start_profiler(accelerator, run.path, args.profile)
-    for epoch, remaining in plan.epochs(start=step):
+    for epoch, remaining in plan.epochs(start=step, done=run.out_of_patience):
         train_loader.set_epoch(epoch)
         skip = remaining.skip  # batches before an interruption
         batches = skip_first_batches(train_loader, skip) if skip else train_loader
@@ -428,7 +427,7 @@ def main():
                     metrics = validate(step)
                 except process.Interrupted:  # by a signal: the restart evaluates
                     stop = True
-            if stop or plan.save_due(step, improved=run.improved_at(step)):
+            if stop or run.save_due(step):
                 guard.check(model)  # a checkpoint never holds a diverged model
                 with run.checkpoint(step, config=config) as folder:
                     accelerator.save_state(folder)
@@ -438,7 +437,7 @@ def main():
             break
     profile.stop()
 
-    if metrics is None or step < plan.total_steps:  # nothing was left to do, or --overfit_batch
+    if metrics is None or args.overfit_batch:  # nothing was left to do, or it ended early
         metrics = evaluate(accelerator, model, *loaders[held_out], guard.watch, mean, std)
     predictions = metrics.pop("predictions")
     results = {f"{held_out}_{name}": value for name, value in metrics.items()}
@@ -473,12 +472,7 @@ def parse_args():
     group.add_argument("--model", choices=RECIPES, default="fastnet", help="network to train")
     parser.add_training_arguments(group)
     parser.add_optimizer_arguments(group)
-    group.add_argument(
-        "--lr_schedule",
-        choices=["linear", "constant"],
-        default="linear",
-        help="constant: no warm-up either",
-    )
+    parser.add_schedule_argument(group, "linear")
     parser.add_compile_argument(group, "never")
     group.add_argument(
         "--sync_batchnorm", action="store_true", help="batch norm over all processes; on GPUs"
@@ -497,7 +491,7 @@ def parse_args():
     parser.set_defaults(**RECIPES.get(parser.choice("model"), {}))
     args = parser.parse_training_args()
     if args.overfit_batch:
-        args.lr_schedule, args.label_smoothing = "constant", 0.0
+        args.lr_schedule, args.warmup, args.label_smoothing = "constant", 0.0, 0.0
     return args
 
 

@@ -45,7 +45,7 @@ from utils.data.report import agree
 from utils.data.text import Windows, load_text
 from utils.data.text_stream import TextStream, describe_stream, load_held_out
 from utils.muon import MuonAdamW
-from utils.run import ddp, fsdp, launch, weights
+from utils.run import ddp, fsdp, launch, schedule, weights
 from utils.run.arguments import Parser, number
 from utils.run.collectives import local_main_first, run_on_main
 from utils.run.compilation import compile_model
@@ -281,14 +281,9 @@ def build_optimizer(model, args):
 
 
 def lr_multiplier(step, plan, args):
-    """The learning-rate multiplier at `step`.
-
-    Linear warm-up (at most a tenth of all steps), then linear or cosine decay, or constant.
-    """
-    progress, warmup = step / plan.total_steps, min(args.warmup_steps, plan.total_steps // 10)
-    cosine = 0.5 + 0.5 * math.cos(math.pi * progress)
-    decay = {"linear": 1 - progress, "cosine": cosine, "constant": 1.0}[args.lr_schedule]
-    return min(1.0, (step + 1) / (warmup + 1)) * decay
+    """The learning-rate multiplier at `step`; the warm-up takes at most a tenth of all steps."""
+    warmup = min(args.warmup_steps, plan.total_steps // 10)
+    return schedule.multiplier(args.lr_schedule, step, plan.total_steps, warmup)
 
 
 # --------------------------------------------------------------------- data, evaluation, sampling
@@ -556,7 +551,7 @@ def main():
     train_loss = math.inf
     metrics = validate(step) if run.evaluation_due else None  # due: a signal came first
     profile = start_profiler(accelerator, run.path, args.profile)
-    for epoch, remaining in plan.epochs(start=step):
+    for epoch, remaining in plan.epochs(start=step, done=run.out_of_patience):
         batches = epoch_batches(train_loader, epoch, remaining.skip)
         for step, micro_batches in remaining.accumulated(run.timed(batches)):
             losses, ids, norm = [], [], None
@@ -586,7 +581,7 @@ def main():
                     metrics = validate(step)
                 except process.Interrupted:  # by a signal: the restart evaluates
                     stop = True
-            if stop or plan.save_due(step, improved=run.improved_at(step)):
+            if stop or run.save_due(step):
                 guard.check(model)  # a checkpoint never holds a diverged model
                 position = gather_position(batch)
                 with run.checkpoint(step, config=sizes, position=position) as folder:
@@ -597,7 +592,7 @@ def main():
             break
     profile.stop()
 
-    if metrics is None or step < plan.total_steps:  # nothing was left to do, or --overfit_batch
+    if metrics is None or args.overfit_batch:  # nothing was left to do, or it ended early
         metrics = evaluate(accelerator, model, eval_loader, guard.watch)
     text = generate(model, args)
     run.log("sample", step, text=text)
@@ -646,12 +641,7 @@ def parse_args():
     )
     parser.add_training_arguments(group)
     parser.add_optimizer_arguments(group)
-    group.add_argument(
-        "--lr_schedule",
-        choices=["linear", "cosine", "constant"],
-        default="linear",
-        help="after warm-up",
-    )
+    parser.add_schedule_argument(group, "linear")
     group.add_argument(
         "--warmup_steps",
         type=number(int, 0),

@@ -47,7 +47,7 @@ from utils.data.report import agree, describe_scaling
 from utils.data.sources import find_images
 from utils.data.transforms import EvalTransform, TrainTransform
 from utils.ema import MovingAverage
-from utils.run import cpu, ddp, launch, tracking, weights
+from utils.run import cpu, ddp, launch, schedule, tracking, weights
 from utils.run.arguments import Parser, number
 from utils.run.collectives import gather, local_main_first, run_on_main
 from utils.run.compilation import compile_model
@@ -142,16 +142,9 @@ def ema_decay_at(updates, decay):
 
 
 def lr_multiplier(step, plan, args):
-    """The learning-rate multiplier at `step`.
-
-    Linear warm-up (at most a fifth of the run), then cosine, linear or no decay.
-    """
+    """The learning-rate multiplier at `step`; the warm-up takes at most a fifth of the run."""
     warmup = min(args.warmup_epochs * plan.steps_per_epoch, plan.total_steps / 5)
-    if step < warmup:
-        return (step + 1) / (warmup + 1)
-    progress = min(1.0, (step - warmup) / (plan.total_steps - warmup))
-    cosine = 0.5 + 0.5 * math.cos(math.pi * progress)
-    return {"cosine": cosine, "linear": 1 - progress, "constant": 1.0}[args.lr_schedule]
+    return schedule.multiplier(args.lr_schedule, step, plan.total_steps, warmup)
 
 
 # -------------------------------------------------------------------------------- data, evaluation
@@ -427,7 +420,7 @@ def main():
     metrics = validate(step) if run.evaluation_due else None  # due: a signal came first
     profile = start_profiler(accelerator, run.path, args.profile)
     with ending_workers(loaders):
-        for epoch, remaining in plan.epochs(start=step):
+        for epoch, remaining in plan.epochs(start=step, done=run.out_of_patience):
             batches = epoch_batches(loaders, epoch, remaining.skip, bad)
             for step, micro_batches in remaining.accumulated(run.timed(batches)):
                 losses, ids, norm = [], [], None
@@ -461,7 +454,7 @@ def main():
                         metrics = validate(step)
                     except process.Interrupted:  # by a signal: the restart evaluates
                         stop = True
-                if stop or plan.save_due(step, improved=run.improved_at(step)):
+                if stop or run.save_due(step):
                     guard.check(model)  # a checkpoint never holds a diverged model
                     unreadable = gather_ids(accelerator, bad)
                     with run.checkpoint(step, config=config, bad=unreadable) as folder:
@@ -472,7 +465,7 @@ def main():
                 break
     profile.stop()
 
-    if metrics is None or step < plan.total_steps:  # nothing was left to do, or --overfit_batch
+    if metrics is None or args.overfit_batch:  # nothing was left to do, or it ended early
         metrics = evaluate(accelerator, model, ema, loaders["val"], guard.watch, mean, std)
     samples = metrics.pop("samples")
     results = {f"val_{name}": value for name, value in metrics.items()}
@@ -527,12 +520,7 @@ def parse_args():
     parser.add_training_arguments(group)
     parser.add_optimizer_arguments(group)
     group.add_argument("--optimizer", choices=["sgd", "adamw"], help="update rule")
-    group.add_argument(
-        "--lr_schedule",
-        choices=["cosine", "linear", "constant"],
-        default="cosine",
-        help="after warm-up",
-    )
+    parser.add_schedule_argument(group, "cosine")
     group.add_argument(
         "--warmup_epochs", type=number(float, 0), help="epochs of warm-up, at most a fifth of all"
     )

@@ -41,7 +41,7 @@ from utils.data.loaders import evaluation_batch_size, loader_options
 from utils.data.report import agree
 from utils.data.token_stream import TokenStream, load_held_out
 from utils.data.tokens import load_tokens
-from utils.run import ddp, fsdp, launch
+from utils.run import ddp, fsdp, launch, schedule
 from utils.run.arguments import Parser, number
 from utils.run.collectives import local_main_first, run_on_all, run_on_main
 from utils.run.failures import UserError, optional
@@ -121,19 +121,9 @@ def build_optimizer(model, args):
 
 
 def lr_multiplier(step, plan, args):
-    """The learning-rate multiplier at `step`, after a linear warm-up.
-
-    `cosine` and `linear` fall to 0. `wsd` (arXiv:2404.06395) is constant, and falls linearly to 0
-    over the last fifth: a run can be made longer from any step before that.
-    """
-    progress, warmup = step / plan.total_steps, min(args.warmup_steps, plan.total_steps // 10)
-    decay = {
-        "cosine": 0.5 + 0.5 * math.cos(math.pi * progress),
-        "linear": 1 - progress,
-        "wsd": min(1.0, 5 * (1 - progress)),
-        "constant": 1.0,
-    }[args.lr_schedule]
-    return min(1.0, (step + 1) / (warmup + 1)) * decay
+    """The learning-rate multiplier at `step`; the warm-up takes at most a tenth of all steps."""
+    warmup = min(args.warmup_steps, plan.total_steps // 10)
+    return schedule.multiplier(args.lr_schedule, step, plan.total_steps, warmup)
 
 
 def load_data(accelerator, tokenizer, args):  # EDIT: data
@@ -154,6 +144,8 @@ def load_data(accelerator, tokenizer, args):  # EDIT: data
     args.data = agree(accelerator, args.dataset, data)  # a run continues with the same data only
     args.kind = data.kind
     held_out = "val" if "val" in data.splits else "test"
+    if args.patience and held_out == "test":
+        raise UserError("--patience needs a validation split: give --val_fraction 0.05, say")
     train_set, eval_set = data.splits.get("train"), data.splits[held_out]
     if args.overfit_batch:
         train_set = eval_set = train_set.first(args.batch_size)
@@ -404,7 +396,7 @@ def main():
     metrics = validate(step) if run.evaluation_due or step == 0 else None
     train_loss = math.inf
     profile = start_profiler(accelerator, run.path, args.profile)
-    for epoch, remaining in plan.epochs(start=step):
+    for epoch, remaining in plan.epochs(start=step, done=run.out_of_patience):
         batches = epoch_batches(train_loader, epoch, remaining.skip)
         for step, micro_batches in remaining.accumulated(run.timed(batches)):
             micro_batches = send_to_device(list(micro_batches), accelerator.device, True)
@@ -437,7 +429,7 @@ def main():
                     metrics = validate(step)
                 except process.Interrupted:  # by a signal: the restart evaluates
                     stop = True
-            if stop or plan.save_due(step, improved=run.improved_at(step)):
+            if stop or run.save_due(step):
                 guard.check(model)  # a checkpoint never holds a diverged model
                 position = gather_position(batch)
                 with run.checkpoint(step, position=position) as folder:
@@ -448,7 +440,7 @@ def main():
             break
     profile.stop()
 
-    if metrics is None or step < plan.total_steps:  # nothing was left to do, or --overfit_batch
+    if metrics is None or args.overfit_batch:  # nothing was left to do, or it ended early
         metrics = evaluate(accelerator, model, eval_loader, guard.watch)
     state = accelerator.get_state_dict(model)  # under FSDP gathered from all processes
     if accelerator.is_main_process:
@@ -556,12 +548,7 @@ def parse_args():
     group = parser.add_argument_group("training (a sample is a block of block_size tokens)")
     parser.add_training_arguments(group)
     parser.add_optimizer_arguments(group)
-    group.add_argument(
-        "--lr_schedule",
-        choices=["cosine", "linear", "wsd", "constant"],
-        default="cosine",
-        help="after warm-up; wsd: constant, then linear to 0 over the last fifth",
-    )
+    parser.add_schedule_argument(group, "cosine")
     group.add_argument(
         "--warmup_steps",
         type=number(int, 0),

@@ -119,7 +119,7 @@ def main():
                     validate(step)
                 except process.Interrupted:  # by a signal: the restart evaluates
                     stop = True
-            if stop or plan.save_due(step, improved=run.improved_at(step)):
+            if stop or run.save_due(step):
                 guard.check(model)  # a checkpoint never holds a diverged model
                 with run.checkpoint(step) as folder:
                     accelerator.save_state(folder)
@@ -136,7 +136,7 @@ def main():
 def parse_args():
     parser = Parser(description=__doc__.split("\n")[0])
     parser.add_training_arguments(parser, epochs=10, batch_size=96, lr=0.005)
-    parser.add_run_arguments()
+    parser.add_run_arguments(leave_out=["patience"])
     return parser.parse_args()
 
 

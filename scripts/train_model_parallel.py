@@ -59,7 +59,7 @@ from utils.data.arrays import load_arrays, on_device
 from utils.data.augment import augment, normalize
 from utils.data.loaders import evaluation_batch_size
 from utils.data.report import agree
-from utils.run import ddp, launch, weights
+from utils.run import ddp, launch, schedule, weights
 from utils.run.arguments import BATCH, Parser, number
 from utils.run.collectives import gather, local_main_first
 from utils.run.failures import UserError
@@ -175,12 +175,8 @@ def describe(measured):
 
 
 def lr_multiplier(step, plan, args):
-    """The learning-rate multiplier at `step`.
-
-    Linear warm-up over a tenth of the steps, then linear decay to zero.
-    """
-    total = plan.total_steps
-    return min((step + 1) / (0.1 * total + 1), (total - step) / (0.9 * total))
+    """The learning-rate multiplier at `step`: the warm-up takes a tenth of all steps."""
+    return schedule.multiplier("linear", step, plan.total_steps, warmup=plan.total_steps / 10)
 
 
 # ----------------------------------------------------------------------------------------- devices
@@ -425,7 +421,7 @@ def main():
                     metrics = validate(step)
                 except process.Interrupted:  # by a signal: the restart evaluates
                     stop = True
-            if stop or plan.save_due(step, improved=run.improved_at(step)):
+            if stop or run.save_due(step):
                 guard.check(model)  # a checkpoint never holds a diverged model
                 with run.checkpoint(step) as folder:
                     accelerator.save_state(folder)
@@ -435,7 +431,7 @@ def main():
             break
     profile.stop()
 
-    if metrics is None or step < plan.total_steps:  # nothing was left to do, or --overfit_batch
+    if metrics is None or args.overfit_batch:  # nothing was left to do, or it ended early
         metrics = evaluate(accelerator, model, *eval_data, guard.watch, mean, std)
     if accelerator.is_main_process:
         config = {"model": "model_parallel", "width": args.width, "class_names": data.class_names}
@@ -473,7 +469,7 @@ def parse_args():
     )
     parser.add_training_arguments(group, epochs=10, batch_size=512, lr=1e-3)
     parser.add_optimizer_arguments(group, weight_decay=0.05)
-    parser.add_run_arguments()
+    parser.add_run_arguments(leave_out=["patience"])
     parser.add_data_arguments(
         "uoft-cs/cifar10",
         "Hub id or local folder of a 32x32 image data set, or `synthetic`",

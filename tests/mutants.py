@@ -46,6 +46,56 @@ STREAM_KILLED = "test_gpt.py -k streaming_killed"
 BAD_INPUT = "test_train_cifar.py -k bad_input"
 
 MUTANTS = [
+    # ------------------------------------------------------------------------------------- patience and schedules
+    Mutant(
+        "patience is not in the checkpoint",
+        "utils/run/best.py",
+        '{**recorded, "stale": self.stale}',
+        "recorded",
+        "test_best.py -k same_step",
+    ),
+    Mutant(
+        "a better score does not renew the patience",
+        "utils/run/best.py",
+        "0 if self._improved else self.stale + 1",
+        "self.stale + 1",
+        "test_best.py -k so_many",
+    ),
+    Mutant(
+        "a longer run has no new patience",
+        "utils/run/best.py",
+        "0 if longer else progress",
+        "progress",
+        "test_best.py -k in_the_checkpoint",
+    ),
+    Mutant(
+        "no checkpoint where a run ends early",
+        "utils/run/folder.py",
+        "self._plan.save_due(step, improved) or self.out_of_patience()",
+        "self._plan.save_due(step, improved)",
+        "test_best.py -k is_finished",
+    ),
+    Mutant(
+        "a run that ended early begins again",
+        "utils/run/folder.py",
+        'early["total_steps"] == total and early["patience"] >= patience',
+        "False",
+        "test_best.py -k is_finished",
+    ),
+    Mutant(
+        "a run ends early only with its epoch",
+        "utils/run/plan.py",
+        "            if self.done():\n                return\n",
+        "",
+        "test_best.py -k is_finished",
+    ),
+    Mutant(
+        "wsd falls from the start",
+        "utils/run/schedule.py",
+        "left = min(1.0, max(0, total - step) / (DECAY * total))",
+        "left = max(0, total - step) / total",
+        "test_schedule.py -k longer",
+    ),
     # ------------------------------------------------------------------------------------- recipes
     Mutant(
         "the script has moved on from its recipes",
@@ -240,8 +290,8 @@ MUTANTS = [
     Mutant(
         "skipping ignores accumulation",
         "utils/run/plan.py",
-        "done * self.accumulation, self",
-        "done, self",
+        "skip = used * self.accumulation",
+        "skip = used",
         SAME_SAMPLES,
     ),
     Mutant(
@@ -1352,8 +1402,8 @@ MUTANTS = [
     Mutant(
         "nothing is saved on a signal",
         CIFAR,
-        "if stop or plan.save_due",
-        "if plan.save_due",
+        "if stop or run.save_due",
+        "if run.save_due",
         "test_faults.py -k signal_to_one_rank",
     ),
     # -------------------------------------------------------------------------------------------------- the run's folder
@@ -1859,7 +1909,7 @@ MUTANTS = [
     ),
     Mutant(
         "a checkpoint with an equal score is not saved",
-        "utils/run/folder.py",
+        "utils/run/best.py",
         "self._improved = manifest.rank(score, loss) >= manifest.rank(*self._best)",
         "self._improved = manifest.rank(score, loss) > manifest.rank(*self._best)",
         "test_mechanisms.py -k agree_which",
@@ -2003,8 +2053,8 @@ MUTANTS = [
     Mutant(
         "a dry run is uploaded",
         "utils/run/arguments.py",
-        "            args.push_to_hub = None\n",
-        "            pass\n",
+        "args.push_to_hub = args.patience = None",
+        "args.patience = None",
         "test_loops.py -k dry_run",
     ),
     Mutant(

@@ -62,6 +62,8 @@ GOALS = {
     "utils/run/gpu.py": OTHERS,
     "utils/run/ddp.py": OTHERS,
     "utils/run/fsdp.py": OTHERS,
+    "utils/run/schedule.py": OTHERS,
+    "utils/run/best.py": OTHERS,
     "utils/data/augment.py": OTHERS,
     "utils/data/loaders.py": OTHERS,
     "utils/data/mixing.py": OTHERS,

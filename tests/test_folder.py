@@ -187,9 +187,10 @@ def test_a_run_continues(tmp_path, calls, capsys):
     assert [start["step"] for start in now["starts"]] == [0, 7]
     assert called(calls, "start")[0][0][3:] == (before["run_id"], again.arguments, 7)
     assert status(tmp_path)["reason"] == "from step 7" and status(tmp_path)["step"] == 7
-    assert again._best == (0.5, 0.25) and not again.evaluation_due
+    best = again._best.record(7)
+    assert (best["best"], best["best_loss"]) == (0.5, 0.25) and not again.evaluation_due
     again.log("val", 8, score=0.4)
-    assert not again.improved_at(8)
+    assert not again._best.improved_at(8)
 
 
 def test_a_run_gets_longer_but_not_shorter_than_it_is(tmp_path, capsys):
@@ -209,7 +210,7 @@ def test_a_run_gets_longer_but_not_shorter_than_it_is(tmp_path, capsys):
 
 def test_a_run_that_was_killed_after_its_last_step_continues(tmp_path):
     run, _ = started(tmp_path)
-    assert run.evaluation_due is False and not run.improved_at(0)
+    assert run.evaluation_due is False and not run._best.improved_at(0)
     save(run, 14)
     let_go(run)
     assert started(tmp_path)[1] == 14
@@ -290,6 +291,7 @@ def test_what_a_checkpoint_records(tmp_path, monkeypatch):
         "loss": None,
         "best": None,
         "best_loss": None,
+        "stale": 0,
         "position": [5],
         "train_seconds": 30.0,
         "evaluation_due": False,
@@ -326,7 +328,7 @@ def test_an_evaluation_that_a_signal_prevented_is_due(evaluated, due, tmp_path, 
     again.log("train", 7, loss=1.0, lr=0.1)
     assert again.evaluation_due is due
     again.log("val", 7, score=0.5, loss=0.25)
-    assert not again.evaluation_due and again.improved_at(7)
+    assert not again.evaluation_due and again._best.improved_at(7)
     progress = manifest.verify(tmp_path / "checkpoints" / "step_00000007")["progress"]
     assert progress["score"] == (0.5 if due else None) and progress["evaluation_due"] is False
 
@@ -402,7 +404,7 @@ def test_a_test_split_has_no_score(tmp_path):
     with pytest.raises(ValueError, match="a test split never chooses"):
         run.log("test", 7, score=0.5)
     run.log("test", 7, accuracy=0.5)
-    assert not run.improved_at(7) and run._evaluated_at == 7
+    assert not run._best.improved_at(7) and run._evaluated_at == 7
     assert metrics(tmp_path, "test")[0]["accuracy"] == 0.5
 
 

@@ -375,13 +375,16 @@ def test_a_run_and_its_checkpoints_agree_which_evaluation_is_the_best(tmp_path):
         [(0.5, 1.0), (0.5, 1.1), (0.5, 0.9), (0.5, 0.9), (0.4, 0.1), (0.6, 2.0), (0.6, None)], 1
     ):
         run.log("val", step, score=score, loss=loss)
-        improved.append(run.improved_at(step))
-        assert not run.improved_at(step + 1)
+        improved.append(run._best.improved_at(step))
+        assert not run._best.improved_at(step + 1)
     assert improved == [True, False, True, True, False, True, False]
     assert manifest.rank(0.5) < manifest.rank(0.5, 3.0) < manifest.rank(0.5, 2.0)
     assert manifest.rank(None) < manifest.rank(-1e9, 1e9) < manifest.rank(0.0)
     run.log("test", 9, loss=0.0)
-    assert run.improved_at(6) is False and run._best == (0.6, 2.0)
+    assert run._best.improved_at(6) is False and (
+        run._best.record(6)["best"],
+        run._best.record(6)["best_loss"],
+    ) == (0.6, 2.0)
 
 
 @pytest.mark.parametrize("losses", [True, False])
@@ -390,13 +393,14 @@ def test_the_best_survives_a_restart(losses, tmp_path):
     run = folder_of(tmp_path)
     run.metrics = SimpleNamespace(log=lambda *_: None)
     run.log("val", 3, score=0.5, **({"loss": 0.3} if losses else {}))
-    saved = json.loads(json.dumps(run._scores_of(3)))
+    saved = json.loads(json.dumps(run._best.record(3)))
     assert saved["score"] == saved["best"] == 0.5 and saved["loss"] == saved["best_loss"]
-    assert run._scores_of(4) == saved | {"score": None, "loss": None}
+    assert run._best.record(4) == saved | {"score": None, "loss": None}
     again = folder_of(tmp_path)
-    again.metrics, again._best = run.metrics, (saved["best"], saved["best_loss"])
+    again.metrics = run.metrics
+    again._best.restore(saved, longer=False)
     again.log("val", 7, score=0.5, **({"loss": 0.4} if losses else {}))
-    assert again.improved_at(7) == (not losses)
+    assert again._best.improved_at(7) == (not losses)
 
 
 @pytest.mark.parametrize("number", [errno.ENOSYS, errno.ENOLCK])

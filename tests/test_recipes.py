@@ -72,9 +72,10 @@ def arguments(name, folder):
 
 @pytest.mark.parametrize("recipe", recipes.RECIPES, ids=lambda recipe: recipe.stem)
 def test_a_recipe_is_short_and_as_written_against_the_script(recipe):
-    """`python tests/recipes.py` writes it anew."""
+    """`python tests/recipes.py` writes it anew. Lines may have moved."""
     text = recipe.read_text()
-    assert text == recipes.renewed(recipe)
+    lines, renewed = (re.sub(r"(?m)^@@ .*", "@@", diff) for diff in (text, recipes.renewed(recipe)))
+    assert lines == renewed
     assert len(re.findall(r"^\+(?!\+\+)", text, re.MULTILINE)) <= 35
     wish = text.partition("\n")[0]
     row = rf"^\| {re.escape(wish[0].lower() + wish[1:])} \| `recipes/{recipe.name}` \|"

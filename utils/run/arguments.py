@@ -7,6 +7,7 @@ from pathlib import Path
 from utils.run.domains import number, text
 from utils.run.failures import UserError
 from utils.run.process import is_main
+from utils.run.schedule import schedule
 
 # The rule for continuing a run: printed by --help and by the error message, and quoted in the
 # README.
@@ -25,6 +26,7 @@ MAY_CHANGE = {
     "max_failed_checkpoints",
     "log_every",
     "eval_every",
+    "patience",
     "num_workers",
     "profile",
     "timeout",
@@ -100,6 +102,17 @@ class Parser(argparse.ArgumentParser):
         )
         self.set_defaults(**defaults)
 
+    def add_schedule_argument(self, group, default):
+        """Adds `--lr_schedule`, with this default."""
+        group.add_argument(
+            "--lr_schedule",
+            type=schedule,
+            default=default,
+            metavar="NAME[:LOWEST]",
+            help="after warm-up: cosine, linear, constant, or wsd (constant, then linear over the "
+            "last fifth); cosine:0.1 falls to a tenth of --lr instead of 0",
+        )
+
     def add_compile_argument(self, group, default):
         """Adds `--compile`; `default` (str) says what happens without it."""
         group.add_argument(
@@ -117,7 +130,9 @@ class Parser(argparse.ArgumentParser):
 
         A copy writes to a folder named after itself.
 
-        Args: leave_out: of `init_from` and `max_failed_checkpoints`, flags that a script lacks.
+        Args:
+            leave_out: of `init_from`, `max_failed_checkpoints` and `patience`, flags that a script
+                lacks.
         """
         output_dir = f"runs/{Path(sys.argv[0]).stem}"
         self.epilog = CONTINUE_RULE
@@ -168,6 +183,12 @@ class Parser(argparse.ArgumentParser):
         group.add_argument(
             "--eval_every", type=at_least_1, help="optimizer steps between evaluations"
         )
+        if "patience" not in leave_out:
+            group.add_argument(
+                "--patience",
+                type=at_least_1,
+                help="end the run after this many evaluations without a better score",
+            )
         group.add_argument("--log_every", type=at_least_1, help="optimizer steps between log lines")
         group.add_argument(
             "--seed", type=SEED, default=0, help="seed of weights, order and augmentation"
@@ -256,7 +277,7 @@ class Parser(argparse.ArgumentParser):
                 "them"
             )
         if args.dry_run or args.overfit_batch:
-            args.push_to_hub = None
+            args.push_to_hub = args.patience = None
         if args.dry_run:
             args.output_dir = f"{args.output_dir.rstrip('/')}_dry_run"
             args.max_train_steps, args.eval_every, args.checkpoint_every, args.log_every = (

@@ -4,6 +4,7 @@ The folder is locked, so that only one job writes to it.
 """
 
 import contextlib
+import math
 import sys
 import time
 import uuid
@@ -24,6 +25,7 @@ from utils.run import (
     tracking,
 )
 from utils.run.arguments import MAY_CHANGE
+from utils.run.best import Best
 from utils.run.claim import check_same, check_shared, claim
 from utils.run.collectives import run_on_all, run_on_main, wait_for_all
 from utils.run.failures import RunFailed, UserError
@@ -64,7 +66,7 @@ class RunFolder:
         self._plan, self._checkpoint, self._earlier = None, None, None
         self._run_id, self._record = uuid.uuid4().hex[:8], None
         self._failed_saves = 0  # in a row
-        self._score, self._improved, self._best = None, False, (None, None)
+        self._best = Best(getattr(args, "patience", None))
         self._evaluated_at, self._identity = None, None
 
     # ----------------------------------------------------------------------------------- start
@@ -92,6 +94,7 @@ class RunFolder:
             print(summary(self.finished, self.path, "this run has already finished, nothing to do"))
             print(
                 "to train longer, run the same command with a larger --epochs or --max_train_steps"
+                + ", or a larger --patience" * ("stopped_early" in self.finished)
             )
             self._upload()
         if found:
@@ -120,7 +123,9 @@ class RunFolder:
         step = self.progress.get("step", 0)
         self.evaluation_due = self.progress.get("evaluation_due", False)
         self._resumed_from, self._saved_at = step, step
-        self._best = (self.progress.get("best"), self.progress.get("best_loss"))
+        if self._checkpoint:
+            longer = self._earlier["total_steps"] != self._plan.total_steps
+            self._best.restore(self.progress, longer)
         self._start_time = time.perf_counter()
         batch_size = self._args.batch_size
         self.metrics = Metrics(
@@ -175,7 +180,7 @@ class RunFolder:
             )
         if earlier and status.read(self.path).get("state") == "finished":
             results = read_json(self.path / "results.json")
-            if self._plan is None or results["global_step"] == self._plan.total_steps:
+            if self._plan is None or self._has_ended(results):
                 return results, None, None, owner
         found = checkpoint.find(self.path, args.resume) if self._plan else None
         if found:
@@ -189,6 +194,14 @@ class RunFolder:
                     "use another --output_dir"
                 )
         return None, found, (earlier or {}).get("run_id", self._run_id), owner
+
+    def _has_ended(self, results):
+        """Whether a finished run is one for these arguments, too, or goes on."""
+        early, total = results.get("stopped_early"), self._plan.total_steps
+        if early:
+            patience = getattr(self._args, "patience", None) or math.inf
+            return early["total_steps"] == total and early["patience"] >= patience
+        return results["global_step"] == total
 
     def _print_start(self):
         total, per_epoch = self._plan.total_steps, self._plan.steps_per_epoch
@@ -238,25 +251,21 @@ class RunFolder:
             self._evaluated_at = step
         if score is not None:
             loss = None if figures.get("loss") is None else float(figures["loss"])
-            self._score = (step, score, loss)
-            self._improved = manifest.rank(score, loss) >= manifest.rank(*self._best)
-            self._best = (score, loss) if self._improved else self._best
+            self._best.add(step, score, loss)
         if self.evaluation_due and self._evaluated_at == step:
             self.evaluation_due = False
             if self.is_main and checkpoint.is_own(self._checkpoint, self.path):
-                changed = {**self._scores_of(step), "evaluation_due": False}
+                changed = {**self._best.record(step), "evaluation_due": False}
                 manifest.amend(self._checkpoint, changed)
 
-    def _scores_of(self, step):
-        """What a checkpoint records of the evaluation after `step`, and of the best one so far."""
-        evaluated = self._score is not None and self._score[0] == step
-        score, loss = self._score[1:] if evaluated else (None, None)
-        best, best_loss = self._best
-        return {"score": score, "loss": loss, "best": best, "best_loss": best_loss}
+    def out_of_patience(self):
+        """Whether `--patience` evaluations in a row had no better score: the run ends."""
+        return self._best.out_of_patience()
 
-    def improved_at(self, step):
-        """Whether the evaluation after `step`, if there was one, had the highest score so far."""
-        return self._score is not None and self._score[0] == step and self._improved
+    def save_due(self, step):
+        """Whether to save after `step`: as planned, at a new highest score, and at the end."""
+        improved = self._best.improved_at(step)
+        return self._plan.save_due(step, improved) or self.out_of_patience()
 
     def print(self, text):
         """Prints on the main process, above the progress bar if there is one."""
@@ -277,9 +286,9 @@ class RunFolder:
         self._check_folder()
         start_time = time.perf_counter()
         self.metrics.sync()  # the lines up to a checkpoint are not written again after a power cut
-        progress = {"step": step, **self._scores_of(step), **state}
+        progress = {"step": step, **self._best.record(step), **state}
         progress["train_seconds"] = self.train_seconds()
-        last = self._plan is not None and step == self._plan.total_steps
+        last = (self._plan is not None and step == self._plan.total_steps) or self.out_of_patience()
         due = self._plan is not None and self._plan.evaluation_due(step)
         due = progress["evaluation_due"] = due and self._evaluated_at != step
         with process.saving():
@@ -353,6 +362,9 @@ class RunFolder:
             "peak_memory_bytes": memory_bytes(self._accelerator.device),
             "resumed_from": self._resumed_from,
         }
+        if self.out_of_patience():
+            early = {"patience": self._args.patience, "total_steps": self._plan.total_steps}
+            results["stopped_early"] = early
         if self.is_main:
             best = manifest.best(manifest.all_in(self.path))
             results["best_checkpoint"] = best and best.name
@@ -375,7 +387,8 @@ class RunFolder:
             with failures.optional("the model card README.md"):
                 if model_card.weight_files(self.path):
                     model_card.write(self.path, self._record, self._results, **(card or {}))
-            print(summary(self._results, self.path, "done"))
+            ended = f"finished: {self._best.reason()}" if self.out_of_patience() else "done"
+            print(summary(self._results, self.path, ended))
             self._upload()
             if next_command:
                 print(f"next: {next_command}")
@@ -388,7 +401,7 @@ class RunFolder:
         """Writes results.json, then the status `finished`."""
         if self.is_main:
             write_json(self.path / "results.json", results)
-            done = "all steps done"
+            done = self._best.reason()
             status.write(self.path, "finished", done, step=results["global_step"])
 
     def _upload(self):

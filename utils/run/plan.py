@@ -1,6 +1,6 @@
 """Computes which optimizer steps are left, and what to do after each of them. Needs no torch."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from itertools import islice
 
@@ -57,15 +57,17 @@ class Plan:
             save_every=steps_per_epoch if save_every is None else save_every,
         )
 
-    def epochs(self, start=0):
+    def epochs(self, start=0, done=lambda: False):
         """Yields `(epoch, remaining)` for every epoch that is not finished after `start` steps.
 
-        `remaining` (`RemainingSteps`) are the steps of that epoch that are left.
+        `remaining` (`RemainingSteps`) are the steps of that epoch that are left. Both end early,
+        before the next step, once `done()` is true.
         """
-        while start < self.total_steps:
-            epoch, done = divmod(start, self.steps_per_epoch)
+        while start < self.total_steps and not done():
+            epoch, used = divmod(start, self.steps_per_epoch)
             end = min((epoch + 1) * self.steps_per_epoch, self.total_steps)
-            yield epoch, RemainingSteps(start + 1, end, done * self.accumulation, self.accumulation)
+            skip = used * self.accumulation
+            yield epoch, RemainingSteps(start + 1, end, skip, self.accumulation, done)
             start = end
 
     def epoch_at(self, step):
@@ -97,12 +99,14 @@ class RemainingSteps:
     Attributes:
         skip (int): batches of this epoch that earlier steps used, for `skip_first_batches`.
         accumulation (int): micro-batches per step.
+        done (Callable): whether to end before the next step.
     """
 
     first: int
     last: int
     skip: int
     accumulation: int
+    done: Callable = lambda: False
 
     def steps(self, batches):
         """Yields `(step, batch)`, for a loop without gradient accumulation.
@@ -113,7 +117,7 @@ class RemainingSteps:
         if self.accumulation != 1:
             raise RuntimeError("a loop over `steps` does not accumulate: use `accumulated`")
         batches = iter(batches)
-        for step in range(self.first, self.last + 1):
+        for step in self._numbers():
             try:
                 batch = next(batches)
             except StopIteration:
@@ -128,7 +132,7 @@ class RemainingSteps:
                 batches than the steps need.
         """
         batches = iter(batches)
-        for step in range(self.first, self.last + 1):
+        for step in self._numbers():
             micro_batches = _Counted(islice(batches, self.accumulation))
             yield step, micro_batches
             if micro_batches.count != self.accumulation:
@@ -136,6 +140,12 @@ class RemainingSteps:
                     f"step {step} used {micro_batches.count} of its {self.accumulation} "
                     "micro-batches"
                 )
+
+    def _numbers(self):
+        for step in range(self.first, self.last + 1):
+            if self.done():
+                return
+            yield step
 
 
 class _Counted(Iterator):

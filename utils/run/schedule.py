@@ -1,0 +1,48 @@
+"""The learning rate schedules of all training scripts."""
+
+import argparse
+import math
+
+from utils.run.domains import number, shown
+
+NAMES = ("cosine", "linear", "wsd", "constant")
+DECAY = 0.2  # the share of all steps in which `wsd` falls
+LOWEST = number(float, 0, most=1)
+
+
+def schedule(value):
+    """An argparse type: one of `NAMES`, or `NAME:LOWEST` with the lowest multiplier."""
+    name, colon, lowest = value.partition(":")
+    if name not in NAMES or (colon and name == "constant"):
+        raise argparse.ArgumentTypeError(
+            f"must be {', '.join(NAMES[:-1])} or {NAMES[-1]}, or a name and a lowest multiplier, "
+            f"such as cosine:0.1, not {shown(value)}"
+        )
+    if colon:
+        LOWEST(lowest)
+    return value
+
+
+def multiplier(value, step, total, warmup=0.0):
+    """What `--lr` is multiplied by after `step` of `total` optimizer steps.
+
+    It rises linearly over the warm-up. Then it falls to the lowest multiplier (default: 0) at
+    `total`: `cosine` as half a cosine wave, `linear` along a line, `wsd` (arXiv:2404.06395) along a
+    line over the last fifth of all steps, and `constant` not at all. With `wsd`, a run can be made
+    longer without a jump from any step before its last fifth.
+
+    Args:
+        value (str): as `schedule` accepts it.
+        warmup (float): steps of warm-up, less than `total`.
+    """
+    if step < warmup:
+        return (step + 1) / (warmup + 1)
+    name, _, lowest = value.partition(":")
+    lowest, left = float(lowest or 0), max(0.0, (total - step) / (total - warmup))
+    if name == "constant":
+        return 1.0
+    if name == "wsd":
+        left = min(1.0, max(0, total - step) / (DECAY * total))
+    if name == "cosine":
+        left = 0.5 - 0.5 * math.cos(math.pi * left)
+    return lowest + (1 - lowest) * left

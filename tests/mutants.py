@@ -96,6 +96,20 @@ MUTANTS = [
         "left = max(0, total - step) / total",
         "test_schedule.py -k longer",
     ),
+    Mutant(
+        "a value is read as a file of arguments",
+        "utils/run/argument_files.py",
+        "if values == 0 and word",
+        "if word",
+        "test_argument_files.py -k place_of_a_flag",
+    ),
+    Mutant(
+        "a preset in a file of arguments is ignored",
+        "utils/run/arguments.py",
+        "parser.parse_known_args(words)[0], flag)",
+        "parser.parse_known_args()[0], flag)",
+        "test_argument_files.py -k preset",
+    ),
     # ------------------------------------------------------------------------------------- recipes
     Mutant(
         "the script has moved on from its recipes",

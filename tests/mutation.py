@@ -64,6 +64,7 @@ GOALS = {
     "utils/run/fsdp.py": OTHERS,
     "utils/run/schedule.py": OTHERS,
     "utils/run/best.py": OTHERS,
+    "utils/run/argument_files.py": OTHERS,
     "utils/data/augment.py": OTHERS,
     "utils/data/loaders.py": OTHERS,
     "utils/data/mixing.py": OTHERS,

@@ -20,6 +20,7 @@ FLAGS = {
     "keep_checkpoints": (2, 1, None),
     "max_failed_checkpoints": (3, 1, None),
     "eval_every": (None, 1, None),
+    "patience": (None, 1, None),
     "log_every": (None, 1, None),
     "seed": (0, 0, 2**32 - 1),
     "timeout": (600, 1, 30 * 24 * 3600),

@@ -4,6 +4,7 @@ import argparse
 import sys
 from pathlib import Path
 
+from utils.run.argument_files import expand
 from utils.run.domains import number, text
 from utils.run.failures import UserError
 from utils.run.process import is_main
@@ -15,6 +16,10 @@ CONTINUE_RULE = (
     "To continue a run, keep its arguments. You may change --epochs, --max_train_steps, and the "
     "options for output, logging, checkpoints, workers, compilation, determinism and gradient "
     "accumulation."
+)
+FILES = (
+    "An argument @FILE stands for the arguments in a file: one flag and its value a line, later "
+    "ones win, # begins a comment."
 )
 # The options that may change, of all scripts. They do not change results (gradient accumulation: up
 # to rounding).
@@ -68,7 +73,13 @@ class Parser(argparse.ArgumentParser):
         """The value of `--flag`, read before the full parse: other defaults depend on it."""
         parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False, exit_on_error=False)
         parser.add_argument(f"--{flag}", default=self.get_default(flag), nargs="?")
-        return getattr(parser.parse_known_args()[0], flag)
+        words = expand(sys.argv[1:], self._option_string_actions)
+        return getattr(parser.parse_known_args(words)[0], flag)
+
+    def parse_known_args(self, args=None, namespace=None):
+        """As in argparse, which `parse_args` calls; `@FILE` is replaced by what is in the file."""
+        words = sys.argv[1:] if args is None else list(args)
+        return super().parse_known_args(expand(words, self._option_string_actions), namespace)
 
     def add_training_arguments(self, group, **defaults):
         """Adds the flags of every training loop; `defaults` are their defaults."""
@@ -135,7 +146,7 @@ class Parser(argparse.ArgumentParser):
                 lacks.
         """
         output_dir = f"runs/{Path(sys.argv[0]).stem}"
-        self.epilog = CONTINUE_RULE
+        self.epilog = f"{FILES} {CONTINUE_RULE}"
         at_least_0, at_least_1 = number(int, 0), number(int, 1)
         group = self.add_argument_group("run")
         group.add_argument(

@@ -180,6 +180,9 @@ elif name == "infinite_gradient":
 elif name == "hang":
     # This rank never reaches its next collective; the others must give up on their own.
     before(accelerate.Accelerator, "backward", signal.pause)
+elif name == "stop":
+    # As a debugger does, or a machine that swaps: the process is there, and none of its threads runs.
+    before(accelerate.Accelerator, "backward", lambda: os.kill(os.getpid(), signal.SIGSTOP))
 elif name == "unreadable":
     # Reading a row of the stream fails on this rank.
     import datasets

@@ -12,8 +12,9 @@ from datetime import timedelta
 import psutil
 import torch.distributed as dist
 
-from utils.run import failures
+from utils.run import failures, process
 from utils.run.failures import RunFailed, UserError
+from utils.run.stacks import place
 
 # How long processes wait for one that downloads, decodes, hashes or writes. If it dies instead, its
 # launcher stops them.
@@ -30,7 +31,9 @@ def gather(accelerator, value):
         _host_group = dist.new_group(backend="gloo", timeout=HOST_TIMEOUT)
         keep_alive()
     values = [None] * accelerator.num_processes
-    dist.all_gather_object(values, value, group=_host_group)
+    with process.waiting_for("the other processes"):
+        dist.all_gather_object(values, value, group=_host_group)
+    place.moved()
     return values
 
 

@@ -18,6 +18,7 @@ SAME_COMMAND = "run the same command again to continue"
 
 _hooks = []
 _micro_batch_size = None
+_stacks = None
 
 
 class UserError(Exception):
@@ -82,6 +83,12 @@ def remember_micro_batch_size(samples):
     """Stores the number of samples per micro-batch and process, for the out-of-memory message."""
     global _micro_batch_size
     _micro_batch_size = samples
+
+
+def remember_stacks(folder):
+    """Stores where the stacks of a run that hangs were written, for the message of its time-out."""
+    global _stacks
+    _stacks = folder
 
 
 @contextlib.contextmanager
@@ -174,7 +181,8 @@ def _lost_contact(error):
         if ended
         else "and waited for it longer than --timeout"
     )
-    return f"rank {_rank()} lost contact with another process, {why}: {reason}"
+    where = f" (where every process was: {_stacks})" if _stacks else ""
+    return f"rank {_rank()} lost contact with another process, {why}: {reason}{where}"
 
 
 def _out_of_memory(error):

@@ -21,6 +21,7 @@ from utils.run import (
     model_card,
     process,
     record,
+    stacks,
     status,
     tracking,
 )
@@ -118,6 +119,10 @@ class RunFolder:
         if self._checkpoint:
             checkpoint.load(self._accelerator, self._checkpoint)  # accelerator.load_state
         failures.on_failure(partial(status.write_failure, self.path))
+        accelerator, seconds = self._accelerator, getattr(self._args, "timeout", 600) / 2
+        stacks.Watcher(
+            self.path, accelerator.process_index, accelerator.num_processes, seconds
+        ).start()
         if self.is_main:
             process.on_preempted(self._record_preempted)
         step = self.progress.get("step", 0)

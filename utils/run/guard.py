@@ -11,6 +11,7 @@ from torch.distributed.tensor import DTensor
 
 from utils.run import process
 from utils.run.failures import LostContact, RunFailed
+from utils.run.stacks import place
 
 
 class Guard:
@@ -87,6 +88,7 @@ class Guard:
         """
         start_time, asked_at, ask_at = time.monotonic(), 0, 1
         for count, batch in enumerate(process.wait_for_each(batches, "a batch"), 1):
+            place.moved()
             yield batch
             if count < ask_at:
                 continue
@@ -144,7 +146,9 @@ class Guard:
         if self._votes is None:
             return False
         if self._handle is not None:
-            self._handle.wait()
+            with process.waiting_for("the other processes"):
+                self._handle.wait()
+            place.agreed = self._recent[-1][0] if self._recent else 0
         stop, *failed_steps = self._votes if self._handle is None else self._votes.tolist()
         self._votes = self._handle = None
         if any(failed_steps):

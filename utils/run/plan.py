@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from itertools import islice
 
 from utils.run.failures import UserError
+from utils.run.stacks import place
 
 
 @dataclass(frozen=True)
@@ -145,6 +146,7 @@ class RemainingSteps:
         for step in range(self.first, self.last + 1):
             if self.done():
                 return
+            place.moved(step)
             yield step
 
 
@@ -157,4 +159,5 @@ class _Counted(Iterator):
     def __next__(self):
         item = next(self._items)
         self.count += 1
+        place.moved(place.step, self.count)
         return item

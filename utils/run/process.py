@@ -44,6 +44,7 @@ _signal_time = None
 _phase = "starting"  # then "training", "saving" while it saves to stop, "finishing"
 _waits_for = None  # what the main thread waits for, in words
 _on_preempted = None
+_on_quit = None
 
 
 class Interrupted(Exception):
@@ -53,6 +54,7 @@ class Interrupted(Exception):
 def handle_signals():
     """Handles SIGTERM, SIGUSR1, SIGHUP and Ctrl-C; exits when the launcher dies.
 
+    SIGQUIT (Ctrl-\\) calls the function registered by `on_quit`, and ends nothing from then on.
     SIGHUP stays ignored if it is now, as under `nohup`. This also drops output that cannot be
     printed, and turns off garbage collection until `run`: during the imports it takes a tenth of
     the time and finds next to nothing.
@@ -82,6 +84,30 @@ def is_main():
 def signal_name():
     """The name of the first signal that asked this process to stop, or None."""
     return _signal_name
+
+
+def on_quit(hook):
+    """Registers `hook()`, which a thread calls on SIGQUIT, whatever the main thread does."""
+    global _on_quit
+    _on_quit = hook
+    if _handles_signals:
+        signal.signal(signal.SIGQUIT, lambda *_: None)
+
+
+def waits_for():
+    """What the main thread waits for, in words, or None."""
+    return _waits_for
+
+
+@contextlib.contextmanager
+def waiting_for(what):
+    """Marks a block in which the main thread waits for `what` (str), for messages."""
+    global _waits_for
+    before, _waits_for = _waits_for, what
+    try:
+        yield
+    finally:
+        _waits_for = before
 
 
 def on_preempted(hook):
@@ -141,16 +167,13 @@ def wait_for_each(items, what):
 
     Args: what (str): what an item is, for the message.
     """
-    global _waits_for
     items = iter(items)
     while True:
-        _waits_for = what
-        try:
-            item = next(items)
-        except StopIteration:
-            return
-        finally:
-            _waits_for = None
+        with waiting_for(what):
+            try:
+                item = next(items)
+            except StopIteration:
+                return
         yield item
 
 
@@ -294,7 +317,8 @@ def _end_if_stuck(reader):
     """
     global _signal_name, _signal_time
     while (signum := os.read(reader, 1)[0]) not in STOPPING:
-        pass
+        if signum == signal.SIGQUIT and _on_quit:
+            _on_quit()
     arrived = time.monotonic()
     while True:
         time.sleep(0.25)

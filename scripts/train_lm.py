@@ -429,7 +429,7 @@ def main():
                     metrics = validate(step)
                 except process.Interrupted:  # by a signal: the restart evaluates
                     stop = True
-            if stop or run.save_due(step):
+            if stop or guard.save_asked or run.save_due(step):
                 guard.check(model)  # a checkpoint never holds a diverged model
                 position = gather_position(batch)
                 with run.checkpoint(step, position=position) as folder:

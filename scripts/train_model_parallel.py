@@ -421,7 +421,7 @@ def main():
                     metrics = validate(step)
                 except process.Interrupted:  # by a signal: the restart evaluates
                     stop = True
-            if stop or run.save_due(step):
+            if stop or guard.save_asked or run.save_due(step):
                 guard.check(model)  # a checkpoint never holds a diverged model
                 with run.checkpoint(step) as folder:
                     accelerator.save_state(folder)

@@ -110,6 +110,56 @@ MUTANTS = [
         "parser.parse_known_args()[0], flag)",
         "test_argument_files.py -k preset",
     ),
+    # ------------------------------------------------------------------------------------- a run that hangs
+    Mutant(
+        "progress is not noticed",
+        "utils/run/plan.py",
+        "            place.moved(step)\n",
+        "",
+        "test_stacks.py -m slow -k that_hangs",
+    ),
+    Mutant(
+        "a stall is reported every second",
+        "utils/run/stacks.py",
+        "and place.moved_at != self._reported",
+        "",
+        "test_stacks.py -k reported_once",
+    ),
+    Mutant(
+        "a process that does not answer is waited for forever",
+        "utils/run/stacks.py",
+        "len(states) < self._ranks and time.monotonic() < deadline",
+        "len(states) < self._ranks",
+        "test_stacks.py -k does_not_answer",
+    ),
+    Mutant(
+        "SIGQUIT ends a process",
+        "utils/run/process.py",
+        "signal.signal(signal.SIGQUIT, lambda *_: None)",
+        "pass",
+        "test_stacks.py -k person_asks[signal]",
+    ),
+    Mutant(
+        "a checkpoint that a person asked for is one of this process only",
+        "utils/run/guard.py",
+        "self.save_asked = bool(save)",
+        "self.save_asked = place.save_asked",
+        "test_stacks.py -k save_now",
+    ),
+    Mutant(
+        "a person who asked once gets a checkpoint after every step",
+        "utils/run/guard.py",
+        "save, place.save_asked = int(place.save_asked), False",
+        "save = int(place.save_asked)",
+        "test_stacks.py -k save_now",
+    ),
+    Mutant(
+        "the message of a time-out does not name the stacks",
+        "utils/run/failures.py",
+        "if _stacks else",
+        "if not _stacks else",
+        "test_stacks.py -k asks_all",
+    ),
     # ------------------------------------------------------------------------------------- recipes
     Mutant(
         "the script has moved on from its recipes",
@@ -1416,8 +1466,8 @@ MUTANTS = [
     Mutant(
         "nothing is saved on a signal",
         CIFAR,
-        "if stop or run.save_due",
-        "if run.save_due",
+        "if stop or guard.save_asked or run.save_due",
+        "if guard.save_asked or run.save_due",
         "test_faults.py -k signal_to_one_rank",
     ),
     # -------------------------------------------------------------------------------------------------- the run's folder

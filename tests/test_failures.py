@@ -5,18 +5,19 @@ import json
 import os
 import pickle
 import re
+from types import SimpleNamespace
 
 import pytest
 import torch
 
-from utils.run import failures
+from utils.run import failures, memory
 from utils.run.failures import RunFailed, UserError
 
 
 @pytest.fixture(autouse=True)
 def alone(monkeypatch):
     monkeypatch.setattr(failures, "_hooks", [])
-    monkeypatch.setattr(failures, "_micro_batch_size", None)
+    monkeypatch.setattr(memory, "_micro_batch_size", None)
     for name in ("RANK", "TORCHELASTIC_ERROR_FILE"):
         monkeypatch.delenv(name, raising=False)
 
@@ -138,7 +139,8 @@ def test_a_lost_contact_says_why_without_the_place_or_the_advice(monkeypatch):
 
 def test_out_of_memory_names_the_samples_at_a_time(monkeypatch):
     monkeypatch.setenv("RANK", "1")
-    failures.remember_micro_batch_size(250)
+    memory.remember_micro_batch_size(250)
+    memory.remember(SimpleNamespace(gradient_accumulation_steps=1), shards=False)
     allocator = (
         "[enforce fail at alloc_cpu.cpp:127] DefaultCPUAllocator: can't allocate memory: you"
     )
@@ -148,8 +150,10 @@ def test_out_of_memory_names_the_samples_at_a_time(monkeypatch):
         (RuntimeError(f"{allocator}\nmore"), allocator),
     ):
         assert failures.describe(error) == (
-            "out of memory on rank 1, which computes 250 samples at a time: a larger "
-            f"--gradient_accumulation_steps splits the same batch into smaller parts ({text})"
+            "out of memory on rank 1, which computes 250 samples at a time. What lowers it, "
+            "cheapest first: a larger --gradient_accumulation_steps splits the same batch into "
+            "smaller parts; mixed_precision: bf16 (activations take half as much); a smaller "
+            f"--batch_size or model (another result) ({text})"
         )
     assert failures.describe(ValueError(allocator)) is None
     assert failures.describe(RuntimeError("out of memory")) is None

@@ -15,7 +15,7 @@ from accelerate.state import AcceleratorState, PartialState
 from accelerate.utils import DistributedType
 from conftest import ROOT
 
-from utils.run import ddp, failures, fsdp, launch
+from utils.run import ddp, fsdp, launch, memory
 from utils.run.failures import UserError
 
 
@@ -133,9 +133,9 @@ def test_what_every_accelerator_is_given(monkeypatch):
 
 
 def test_the_banner_of_one_process(capsys, monkeypatch):
-    monkeypatch.setattr(failures, "_micro_batch_size", None)
+    monkeypatch.setattr(memory, "_micro_batch_size", None)
     monkeypatch.setattr(torch, "get_num_threads", lambda: 1)
-    assert launch.print_banner(accelerator(), 32) == 32 and failures._micro_batch_size == 32
+    assert launch.print_banner(accelerator(), 32) == 32 and memory._micro_batch_size == 32
     assert capsys.readouterr().out == (
         "train_a: 1 process, each on CPU, 1 thread, precision bf16\n"
         "global batch 32 = 1 process x 32 samples x 1 accumulation step\n"

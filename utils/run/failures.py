@@ -12,12 +12,12 @@ import sys
 import time
 import traceback
 
+from utils.run import memory
 from utils.run.output import one_line
 
 SAME_COMMAND = "run the same command again to continue"
 
 _hooks = []
-_micro_batch_size = None
 _stacks = None
 
 
@@ -77,12 +77,6 @@ def record(reason, retry):
 def recorded_anywhere():
     """Whether a hook is registered: the run has a folder, so that it can continue."""
     return bool(_hooks)
-
-
-def remember_micro_batch_size(samples):
-    """Stores the number of samples per micro-batch and process, for the out-of-memory message."""
-    global _micro_batch_size
-    _micro_batch_size = samples
 
 
 def remember_stacks(folder):
@@ -176,11 +170,11 @@ def _lost_contact(error):
     # Remove gloo's source line before the reason, and its advice after the reason.
     reason = re.sub(r"^\[\S+:\d+\] ", "", text.splitlines()[0]).partition(". This is ")[0]
     ended = re.search(ENDED, text)
-    why = (
-        "which has ended (the launcher's report names it)"
-        if ended
-        else "and waited for it longer than --timeout"
-    )
+    why = "and waited for it longer than --timeout"
+    if ended:
+        why = "which has ended (the launcher's report names it)"
+    if ended and memory.kills() > memory.KILLS_BEFORE:
+        why = "which the kernel ended because the machine or container ran out of memory"
     where = f" (where every process was: {_stacks})" if _stacks else ""
     return f"rank {_rank()} lost contact with another process, {why}: {reason}{where}"
 
@@ -193,11 +187,7 @@ def _out_of_memory(error):
         or (type(error) is RuntimeError and "DefaultCPUAllocator: can't allocate memory" in text)
     ):
         return None
-    return (
-        f"out of memory on rank {_rank()}, which computes {_micro_batch_size} samples at a time: "
-        "a larger --gradient_accumulation_steps splits the same batch into smaller parts "
-        f"({text.splitlines()[0] if text else ''})"
-    )
+    return memory.message(_rank(), text.splitlines()[0] if text else "")
 
 
 def _full_disk(error):

@@ -18,6 +18,7 @@ from utils.run import (
     failures,
     launcher,
     manifest,
+    memory,
     model_card,
     process,
     record,
@@ -119,6 +120,7 @@ class RunFolder:
         if self._checkpoint:
             checkpoint.load(self._accelerator, self._checkpoint)  # accelerator.load_state
         failures.on_failure(partial(status.write_failure, self.path))
+        memory.remember_folder(self.path)
         accelerator, seconds = self._accelerator, getattr(self._args, "timeout", 600) / 2
         stacks.Watcher(
             self.path, accelerator.process_index, accelerator.num_processes, seconds
@@ -307,6 +309,8 @@ class RunFolder:
             saved = {"progress": progress, **(self._record or {})}
             keep = self._args.keep_checkpoints
             written = checkpoint.finish(self._accelerator, folder, error, saved, keep)
+            if self.is_main and stacks.answer_save(self.path):
+                self.print(f"asked by the file save_now: checkpoint of step {step}")
         if written and last and not due:
             process.training_ends()
         seconds = time.perf_counter() - start_time

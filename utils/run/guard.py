@@ -19,7 +19,7 @@ class Guard:
 
     It never makes the device wait. It reads the loss and the gradient norm of the previous step,
     which are copied to the host while this step is computed. With several processes, an all-reduce
-    of four integers over gloo also runs in the background, and its result is read in the next step.
+    of five integers over gloo also runs in the background, and its result is read in the next step.
     So the run stops with a delay, in steps:
 
                                      one process    several processes
@@ -29,6 +29,9 @@ class Guard:
 
     Weights changed by these extra steps after a non-finite value are never saved. The result is the
     same on every process.
+
+    Attributes:
+        save_asked (bool): whether to save after this step, because a person asked (`stacks`).
     """
 
     def __init__(self, accelerator, timeout):
@@ -44,6 +47,7 @@ class Guard:
         # The last steps: (step, [loss, norm], CUDA event of their copy to the host, ids).
         self._recent = deque(maxlen=4)
         self._votes, self._handle = None, None
+        self.save_asked = False
         process.training_starts()
 
     def should_stop(self, step, losses, ids, norm=None):
@@ -135,7 +139,8 @@ class Guard:
                 time.sleep(0.0005)
             loss_at, norm_at = (0 if math.isfinite(value) else step for value in values.tolist())
         weights_at = 0 if weights_finite else self._recent[-1][0]
-        self._votes = [int(process.signal_name() is not None), loss_at, norm_at, weights_at]
+        save, place.save_asked = int(place.save_asked), False
+        self._votes = [int(process.signal_name() is not None), save, loss_at, norm_at, weights_at]
         if self._group is not None:
             self._votes = torch.tensor(self._votes, dtype=torch.int64)
             self._handle = dist.all_reduce(
@@ -149,8 +154,9 @@ class Guard:
             with process.waiting_for("the other processes"):
                 self._handle.wait()
             place.agreed = self._recent[-1][0] if self._recent else 0
-        stop, *failed_steps = self._votes if self._handle is None else self._votes.tolist()
+        stop, save, *failed_steps = self._votes if self._handle is None else self._votes.tolist()
         self._votes = self._handle = None
+        self.save_asked = bool(save)
         if any(failed_steps):
             what = ("loss at", "gradient norm at", "weights after")
             what, failed_at = next(

@@ -14,7 +14,7 @@ import yaml
 from accelerate import DataLoaderConfiguration
 from accelerate.utils import GradientAccumulationPlugin, InitProcessGroupKwargs
 
-from utils.run import cpu, failures, fsdp, gpu, launcher, process, tracking
+from utils.run import cpu, fsdp, gpu, launcher, memory, process, tracking
 from utils.run.failures import UserError
 
 
@@ -38,6 +38,7 @@ def check(args=None, shards=False):
             that is not supported.
     """
     set_gloo_interface()
+    memory.remember(args, shards)
     if importlib.util.find_spec("lomo_optim") is None:
         # Accelerate looks for this optional package twice in every optimizer step, which takes
         # 0.05 ms on an AMD EPYC (2026-11-26), and more if packages are on a slow disk. None in
@@ -100,7 +101,7 @@ def print_banner(accelerator, batch_size, gradient_accumulation_steps=1):
         )
     fsdp.check_engaged(accelerator, _config_name())
     micro_batch_size = split_batch(accelerator, batch_size, gradient_accumulation_steps)
-    failures.remember_micro_batch_size(micro_batch_size)
+    memory.remember_micro_batch_size(micro_batch_size)
     if not accelerator.is_main_process:
         return micro_batch_size
     script = os.path.basename(sys.argv[0]).removesuffix(".py")

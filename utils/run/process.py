@@ -90,8 +90,9 @@ def on_quit(hook):
     """Registers `hook()`, which a thread calls on SIGQUIT, whatever the main thread does."""
     global _on_quit
     _on_quit = hook
-    if _handles_signals:
-        signal.signal(signal.SIGQUIT, lambda *_: None)
+    if not _handles_signals:  # in a notebook
+        return
+    signal.signal(signal.SIGQUIT, lambda *_: None)
 
 
 def waits_for():

@@ -1,8 +1,9 @@
-"""Where every process is: its Python stacks, written when the run hangs or a person asks.
+"""What a person, or a process that waits, asks of a run: where every process is, or a checkpoint.
 
 A thread in each process looks into the folder of the run once a second: a main thread that waits
 inside C++ runs nothing. A process that makes no progress creates the file `dump_stacks`, as a
 person may do. Every process then writes `stacks/rank_N.txt`, and one says where all of them are.
+With the file `save_now`, all processes save after the same step, and go on.
 
 Imports only the standard library, as `process`, which notices SIGQUIT, does.
 """
@@ -32,11 +33,12 @@ class Place:
         step, micro_batch (int): the optimizer step and micro-batch that it is in.
         agreed (int): the last step after which all processes agreed to go on.
         moved_at (float): when it last made progress, by `time.monotonic`.
+        save_asked (bool): a person asked for a checkpoint, and no vote has said so yet.
     """
 
     def __init__(self):
         self.step = self.micro_batch = self.agreed = 0
-        self.moved_at = time.monotonic()
+        self.moved_at, self.save_asked = time.monotonic(), False
 
     def moved(self, step=None, micro_batch=0):
         """The process makes progress; `step` (int | None): None: in the same step as before."""
@@ -59,8 +61,8 @@ class Watcher:
             seconds (float): without progress for so long, a process asks all for their stacks.
         """
         self._folder, self._rank, self._ranks, self._seconds = Path(folder), rank, ranks, seconds
-        self._request = self._folder / "dump_stacks"
-        self._answered = self._reported = None
+        self._request, self._save = self._folder / "dump_stacks", self._folder / "save_now"
+        self._answered = self._reported = self._save_seen = None
 
     def start(self):
         """Starts the thread; it ends with the process."""
@@ -94,6 +96,10 @@ class Watcher:
             if request != self._answered:
                 self._answered = request
                 self._answer(request)
+        with contextlib.suppress(OSError):
+            request = self._save.stat().st_mtime_ns if self._rank == 0 else None
+            if request != self._save_seen:
+                self._save_seen, place.save_asked = request, True
 
     def _answer(self, request):
         reason = self._request.read_text().strip() or "asked by the file dump_stacks"
@@ -133,6 +139,15 @@ class Watcher:
 
     def _path(self, rank):
         return self._folder / "stacks" / f"rank_{rank}.txt"
+
+
+def answer_save(folder):
+    """Removes the file with which a person asked for a checkpoint; returns whether it was there."""
+    try:
+        (Path(folder) / "save_now").unlink()
+    except OSError:
+        return False
+    return True
 
 
 def main_thread():

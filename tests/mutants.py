@@ -1606,6 +1606,13 @@ MUTANTS = [
         "test_predict_scaling.py -k on_two_machines",
     ),
     Mutant(
+        "the buckets of DDP take no memory",
+        "scripts/predict_scaling.py",
+        'row("DDP", states + gradients,',
+        'row("DDP", states,',
+        "test_gpu.py -k predicted_memory",
+    ),
+    Mutant(
         "every step waits for the device",
         CIFAR,
         "losses.append(loss.detach())",

@@ -9,6 +9,8 @@ sharded over GPUs (FSDP2). Needs more packages: pip install -r scripts/requireme
         --model HuggingFaceTB/SmolLM2-135M --dataset my_texts/
     accelerate launch --config_file accelerate_configs/4gpu_fsdp.yaml scripts/train_lm.py \\
         --model Qwen/Qwen3-8B --dataset chats.jsonl --lora_rank 16
+    accelerate launch --config_file accelerate_configs/1gpu.yaml scripts/train_lm.py \\
+        --dataset chats.jsonl my_texts/ --mixture 0.7 0.3 --max_train_steps 10000
     accelerate launch --config_file accelerate_configs/4gpu.yaml scripts/train_lm.py \\
         --model my_config/ --from_scratch --dataset HuggingFaceFW/fineweb-edu --subset sample-10BT
     python scripts/train_lm.py --generate runs/train_lm --prompt "the third of May, 1994"
@@ -21,6 +23,8 @@ Measured on 2026-11-26 on 2 cores of an AMD EPYC: 75 s, validation loss 1.02 nat
 import importlib.util
 import math
 import sys
+from functools import partial
+from itertools import zip_longest
 from pathlib import Path
 
 # Finds `utils` next to this script (a copy) or one folder up (the repository).
@@ -38,6 +42,7 @@ from torch.utils.data import DataLoader
 from utils import plots
 from utils.data.lanes import gather_position
 from utils.data.loaders import evaluation_batch_size, loader_options
+from utils.data.mixture import SourceLog, labels
 from utils.data.report import agree
 from utils.data.token_stream import TokenStream, load_held_out
 from utils.data.tokens import load_tokens
@@ -130,44 +135,67 @@ def load_data(accelerator, tokenizer, args):  # EDIT: data
     """Loads the blocks of tokens to train on, and those held out: `val`, or else `test`.
 
     Returns:
-        tuple: `Blocks`, or None for a stream, which is opened later; the held-out `Blocks`; and the
-        name of their split.
+        tuple: `Blocks`, or the list of sources of a stream, which is opened later; the held-out
+        `Blocks` of each source (dict); and the name of their split.
     """
     options = dict(subset=args.subset, loss_on=args.loss_on)
     options |= dict(too_long=args.too_long, packed=args.packed)
-    source = (args.dataset, tokenizer, args.block_size)
-    if args.streaming:
-        data = run_on_main(accelerator, lambda: load_held_out(*source, **options))
-    else:
-        options |= dict(val_fraction=args.val_fraction, seed=args.seed)
-        data = local_main_first(accelerator, lambda: load_tokens(*source, **options))
-    args.data = agree(accelerator, args.dataset, data)  # a run continues with the same data only
-    args.kind = data.kind
-    held_out = "val" if "val" in data.splits else "test"
+    in_memory = dict(val_fraction=args.val_fraction, seed=args.seed)
+
+    def load(name):
+        source = (name, tokenizer, args.block_size)
+        if args.streaming:
+            return run_on_main(accelerator, lambda: load_held_out(*source, **options))
+        return local_main_first(accelerator, lambda: load_tokens(*source, **options, **in_memory))
+
+    found = [load(name) for name in args.sources]
+    # A run continues with the same data only.
+    said = [agree(accelerator, *pair) for pair in zip(args.sources, found, strict=True)]
+    args.data, args.kind = "; ".join(said), found[0].kind
+    held_out = "val" if all("val" in data.splits for data in found) else "test"
     if args.patience and held_out == "test":
         raise UserError("--patience needs a validation split: give --val_fraction 0.05, say")
-    train_set, eval_set = data.splits.get("train"), data.splits[held_out]
+    names = labels(args.sources)
+    eval_sets = {
+        name: data.splits.get("val") or data.splits["test"]
+        for name, data in zip(names, found, strict=True)
+    }
+    pairs = zip(args.sources, found, strict=True)
+    train_sets = [data.splits.get("train", name) for name, data in pairs]
     if args.overfit_batch:
-        train_set = eval_set = train_set.first(args.batch_size)
+        train_sets = [train_sets[0].first(args.batch_size)]
+        eval_sets = {names[0]: train_sets[0]}
     if args.dry_run:
-        eval_set = eval_set.first(20)
-    return train_set, eval_set, held_out
+        eval_sets = {name: blocks.first(20) for name, blocks in eval_sets.items()}
+    return train_sets if args.streaming or args.mixture else train_sets[0], eval_sets, held_out
 
 
-def build_loaders(accelerator, train_set, eval_set, args):
+def open_stream(accelerator, tokenizer, train_set, position, args):
+    """Opens the stream of a list of sources at a position; `Blocks` are returned as they are."""
+    if not isinstance(train_set, list):
+        return train_set
+    return TokenStream.from_args(args, accelerator, tokenizer, train_set, position)
+
+
+def build_loaders(accelerator, train_set, eval_sets, args):
     """Builds loaders of global batches; `prepare` splits each over the processes.
 
     A stream yields only the share of this process, so it needs no `prepare`.
+
+    Returns:
+        tuple: the loader of the training set; a dict of those of `eval_sets`.
     """
     options = loader_options(accelerator)
     most = max(1, 8192 // args.block_size)
-    eval_batch_size = evaluation_batch_size(accelerator, len(eval_set), most)
-    eval_loader = accelerator.prepare(DataLoader(eval_set, eval_batch_size, **options))
-    if args.streaming:
-        return DataLoader(train_set, batch_size=None, **options), eval_loader
+    eval_loaders = {}
+    for name, blocks in eval_sets.items():
+        eval_batch_size = evaluation_batch_size(accelerator, len(blocks), most)
+        eval_loaders[name] = accelerator.prepare(DataLoader(blocks, eval_batch_size, **options))
+    if isinstance(train_set, TokenStream):
+        return DataLoader(train_set, batch_size=None, **options), eval_loaders
     batch_size = args.batch_size // args.gradient_accumulation_steps
     train_loader = DataLoader(train_set, batch_size, shuffle=True, drop_last=True, **options)
-    return accelerator.prepare(train_loader), eval_loader
+    return accelerator.prepare(train_loader), eval_loaders
 
 
 def epoch_batches(loader, epoch, skip):
@@ -197,13 +225,30 @@ def count_targets(accelerator, batches):
 
 
 @torch.no_grad()
-def evaluate(accelerator, model, loader, watch):  # EDIT: metric
+def evaluate(accelerator, model, loaders, watch):  # EDIT: metric
     """Computes exact metrics: each held-out target counts once, on any number of processes.
+
+    Args:
+        loaders (dict): of the held-out blocks of each source.
 
     Returns:
         dict: `loss` in nats per target token, `perplexity`, and for text `bits_per_byte`, which can
-        be compared between tokenizers.
+        be compared between tokenizers; of several sources, also `loss/NAME` of each.
     """
+    totals = [evaluate_source(accelerator, model, loader, watch) for loader in loaders.values()]
+    total, count = (sum(some) for some in zip(*totals, strict=True))
+    metrics = {"loss": total / count, "perplexity": math.exp(min(total / count, 700))}
+    sizes = [loader.dataset.bytes for loader in loaders.values()]
+    if all(sizes):
+        metrics["bits_per_byte"] = total / sum(sizes) / math.log(2)
+    if len(loaders) > 1:
+        pairs = zip(loaders, totals, strict=True)
+        metrics |= {f"loss/{name}": total / count for name, (total, count) in pairs}
+    return metrics
+
+
+def evaluate_source(accelerator, model, loader, watch):
+    """The sum of the losses of all targets of a loader, in nats, and their number."""
     model.eval()
     blocks, rank = loader.dataset, accelerator.process_index
     size = loader.total_batch_size // accelerator.num_processes
@@ -219,11 +264,7 @@ def evaluate(accelerator, model, loader, watch):  # EDIT: metric
     model.train()
     if count != blocks.target_tokens:
         raise RuntimeError(f"evaluated {count} of {blocks.target_tokens} held-out targets")
-    loss = total / count
-    metrics = {"loss": loss, "perplexity": math.exp(min(loss, 700))}
-    if blocks.bytes:
-        metrics["bits_per_byte"] = total / blocks.bytes / math.log(2)
-    return metrics
+    return total, count
 
 
 @torch.no_grad()
@@ -262,14 +303,16 @@ def encode_prompt(tokenizer, text, kind):
     return tokenizer.apply_chat_template(turns, add_generation_prompt=True, return_dict=False)
 
 
-def read_prompts(tokenizer, eval_set, args):
+def read_prompts(tokenizer, eval_sets, args):
     """The prompts for samples: the lines of the file --prompts, or the first held-out documents.
 
     Returns:
         list[tuple]: token ids; the answer in the data, or None.
     """
     if not args.prompts:
-        return eval_set.prompts(3)
+        # Of several sources, those of each in turn.
+        prompts = [blocks.prompts(3) for blocks in eval_sets.values()]
+        return [prompt for turn in zip_longest(*prompts) for prompt in turn if prompt][:3]
     try:
         lines = Path(args.prompts).read_text(encoding="utf-8").splitlines()
     except (OSError, UnicodeError) as error:
@@ -345,18 +388,17 @@ def main():
     launch.print_banner(accelerator, args.batch_size, args.gradient_accumulation_steps)
     fsdp.reduce_in_float32(accelerator)
     tokenizer, config = local_main_first(accelerator, lambda: load_settings(args))
-    train_set, eval_set, held_out = load_data(accelerator, tokenizer, args)
-    prompts = run_on_all(accelerator, lambda: read_prompts(tokenizer, eval_set, args))
-    plan = Plan.from_args(args, None if args.streaming else len(train_set))
+    train_set, eval_sets, held_out = load_data(accelerator, tokenizer, args)
+    prompts = run_on_all(accelerator, lambda: read_prompts(tokenizer, eval_sets, args))
+    plan = Plan.from_args(args, None if isinstance(train_set, list) else len(train_set))
     run = RunFolder(args, accelerator, MAY_CHANGE)
     run.open(plan)  # the folder is empty, or has a run to continue, or a finished run
     if run.finished:
         return
-    if args.streaming:
-        position = run.progress.get("position")
-        train_set = local_main_first(
-            accelerator, lambda: TokenStream.from_args(args, accelerator, tokenizer, position)
-        )
+    position = run.progress.get("position")
+    open_train_set = partial(open_stream, accelerator, tokenizer, train_set, position, args)
+    train_set = local_main_first(accelerator, open_train_set)
+    sources = SourceLog(args.sources, position)
 
     set_seed(args.seed)
     model = run_on_all(accelerator, lambda: build_model(accelerator, config, args))
@@ -367,7 +409,7 @@ def main():
         optimizer, lambda step: lr_multiplier(step, plan, args)
     )
     model, optimizer, scheduler = accelerator.prepare(model, optimizer, scheduler)
-    train_loader, eval_loader = build_loaders(accelerator, train_set, eval_set, args)
+    train_loader, eval_loaders = build_loaders(accelerator, train_set, eval_sets, args)
     ddp.warm_up(model, lambda: compute_loss(model, lm_loss.small_batch(accelerator, model)))
     lm_loss.check(accelerator, model, args.packed)
     unwrapped = accelerator.unwrap_model(model)
@@ -378,12 +420,12 @@ def main():
     guard = Guard(accelerator, args.timeout)
 
     def validate(step):
-        metrics = evaluate(accelerator, model, eval_loader, guard.watch)
+        metrics = evaluate(accelerator, model, eval_loaders, guard.watch)
         texts = {}
         if accelerator.is_main_process and not accelerator.is_fsdp2:
             texts["text"] = show_samples(unwrapped, tokenizer, prompts)
             if args.dataset == "synthetic" and not args.dry_run:
-                answers = eval_set.prompts(ANSWERS)
+                answers = eval_sets["synthetic"].prompts(ANSWERS)
                 metrics["exact_answers"] = share_of_exact(unwrapped, tokenizer, answers)
         score = -metrics["loss"] if held_out == "val" else None
         run.log(held_out, step, score=score, **metrics)
@@ -423,7 +465,8 @@ def main():
             if plan.log_due(step):
                 train_loss = accelerator.reduce(torch.stack(losses).sum(), "sum").item()
                 lr = scheduler.get_last_lr()[0]
-                run.log("train", step, loss=train_loss, grad_norm=norm, lr=lr)
+                seen = sources.figures(batch, run.print)
+                run.log("train", step, loss=train_loss, grad_norm=norm, lr=lr, **seen)
             if plan.evaluation_due(step) and not stop:
                 try:
                     metrics = validate(step)
@@ -441,7 +484,7 @@ def main():
     profile.stop()
 
     if metrics is None or args.overfit_batch:  # nothing was left to do, or it ended early
-        metrics = evaluate(accelerator, model, eval_loader, guard.watch)
+        metrics = evaluate(accelerator, model, eval_loaders, guard.watch)
     state = accelerator.get_state_dict(model)  # under FSDP gathered from all processes
     if accelerator.is_main_process:
         adapters.export(run.path, unwrapped, state, tokenizer)
@@ -467,8 +510,9 @@ def describe_model(args, folder):
     metadata = {}
     if args.model != "tiny" and not args.from_scratch:
         metadata["base_model"] = args.model
-    if args.dataset != "synthetic" and not Path(args.dataset).expanduser().exists():
-        metadata["datasets"] = [args.dataset]
+    local = ("synthetic", *filter(lambda name: Path(name).expanduser().exists(), args.sources))
+    if hub := [name for name in args.sources if name not in local]:
+        metadata["datasets"] = hub
     return {
         "title": "A causal language model",
         "library": "peft" if part == "adapter" else "transformers",
@@ -561,8 +605,17 @@ def parse_args():
         "synthetic",
         "Hub id, local file or folder, or `synthetic`: dates in words, to be written in ISO 8601",
         leave_out=("num_workers",),
+        several=True,
     )
     group = parser.add_argument_group("tokens")
+    group.add_argument(
+        "--mixture",
+        nargs="+",
+        type=number(float, 0, above=True, most=10**6),
+        metavar="SHARE",
+        help="for several data sets: how many of the documents are from each, such as 0.7 0.3; "
+        "one that is exhausted repeats; needs --max_train_steps",
+    )
     group.add_argument("--subset", help="configuration of a data set of the Hub")
     group.add_argument(
         "--streaming",
@@ -640,6 +693,23 @@ def parse_args():
         raise UserError(
             "--streaming needs --max_train_steps, and cannot be combined with --overfit_batch"
         )
+    args.sources, args.weights = args.dataset, args.mixture
+    args.dataset = " ".join(args.sources)  # what a run continues with; its shares, too
+    args.mixture = args.mixture and " ".join(map(str, args.mixture))
+    if len(args.sources) != len(args.weights or [1]):
+        raise UserError(
+            f"--dataset has {len(args.sources)} data sets and --mixture {len(args.weights or [])} "
+            "shares: give one share for each, such as --dataset a b --mixture 0.7 0.3"
+        )
+    if args.mixture and (args.overfit_batch or not args.max_train_steps):
+        raise UserError(
+            "--mixture needs --max_train_steps, since exhausted data sets repeat, and cannot be "
+            "combined with --overfit_batch"
+        )
+    if len(set(args.sources)) < len(args.sources):
+        raise UserError("--dataset has the same data set twice: give it once, with a larger share")
+    if args.subset and len(args.sources) > 1:
+        raise UserError("--subset is of a single --dataset: leave it out of a mixture")
     if args.overfit_batch:
         args.lr_schedule, args.lora_dropout = "constant", 0.0
     return args

@@ -36,12 +36,17 @@ import accelerate
 import pytest
 import torch
 import warm
-from conftest import CIFAR, GPT, LIMIT, ROOT, final_weights, results, run, status
+from conftest import CIFAR, GPT, LIMIT, ROOT, final_weights, load_script, results, run, status
 from safetensors.torch import load_file
+from torch.utils.flop_counter import FlopCounterMode
+from torchvision.models import ResNet50_Weights, get_model
 
+from utils.data.augment import augment
 from utils.muon import orthogonalize
 from utils.run import weights
+from utils.run.record import known_tflops
 
+train_cifar = load_script("train_cifar")
 IMAGES, LM = "scripts/train_images.py", "scripts/train_lm.py"
 DATASET = os.environ.get("GPU_DATASET", "synthetic")
 PEAK = os.environ.get("GPU_PEAK_TFLOPS")
@@ -125,6 +130,55 @@ def step_milliseconds(folder):
     """The median over the log lines of the second half of a run."""
     lines = train_lines(folder)
     return 1e3 * statistics.median(line["step_seconds"] for line in lines[len(lines) // 2 :])
+
+
+def device(place):
+    return torch.device("cuda" if place.gpu else "cpu")
+
+
+def step_flops(name, batch_size, size):
+    """FLOPs of the forward and backward pass of a classifier, without those of its optimizer.
+
+    PyTorch counts them, without computing anything: two for a multiplication and addition.
+
+    Args:
+        name (str): a network of train_cifar.py or of torchvision.
+        batch_size (int): images.
+        size (int): their height and width.
+    """
+    own = name in train_cifar.RECIPES
+    with torch.device("meta"), FlopCounterMode(display=False) as counter:
+        model = train_cifar.build_model(name, 10) if own else get_model(name, num_classes=10)
+        model(torch.empty(batch_size, 3, size, size)).sum().backward()
+    return counter.get_total_flops()
+
+
+def peak_flops(place):
+    """Of one GPU, per second; None: it is not known."""
+    known = float(PEAK) if PEAK else place.gpu and known_tflops(torch.cuda.get_device_name())
+    tflops = known if place.gpu else float(place.peak.split()[-1])
+    return tflops and tflops * 1e12
+
+
+def utilization(place, folder, name, batch_size, size_at):
+    """The share of the GPU's peak that the median log line of a run of a classifier reached.
+
+    Args:
+        size_at: the share of the steps that were done -> the height and width of the images.
+
+    Returns:
+        dict: `mfu`, or nothing where the peak is not known.
+    """
+    peak, lines = peak_flops(place), train_lines(folder)
+    if not peak:
+        return {}
+    flops = {
+        line["step"]: step_flops(name, batch_size, size_at(line["step"] / lines[-1]["step"]))
+        for line in lines[1:]
+    }
+    reached = [flops[line["step"]] / line["step_seconds"] / peak for line in lines[1:]]
+    assert min(reached) > 0 and (not place.gpu or max(reached) < 1), reached
+    return {"mfu": statistics.median(reached)}
 
 
 def frequent(place):
@@ -277,9 +331,14 @@ def other_ends(place, folder):
 
 
 def cpu_and_gpu(place, folder):
-    """The same seed gives the same first losses on a CPU and on a GPU, and a run moves from one to
-    the other.
+    """The same seed gives the same augmentation on a CPU and on a GPU, and the same first losses; a
+    run moves from one to the other.
     """
+    images = torch.randint(256, (100, 3, 32, 32), dtype=torch.uint8)
+    ids = torch.randperm(100)
+    on_cpu = augment(images, ids, 3, 0, padding=4, cutout=8)
+    on_gpu = augment(images.to(device(place)), ids, 3, 0, padding=4, cutout=8)
+    assert all(torch.equal(a, b.cpu()) for a, b in zip(on_cpu, on_gpu, strict=True))
     arguments = f"{place.cifar} --batch_size 100 --log_every 1 --checkpoint_every 5"
     gpu, cpu = folder / "gpu", folder / "cpu"
     first = f"{arguments} --max_train_steps 5"
@@ -298,11 +357,10 @@ def orthogonalization(place, folder):
 
     On the matrices of the default GPT, with singular values that decay.
     """
-    device = torch.device("cuda" if place.gpu else "cpu")
     count, rows, columns = (12, 384, 1536) if place.gpu else (2, 16, 64)
     torch.manual_seed(0)
     left, _, right = torch.linalg.svd(torch.randn(count, rows, columns), full_matrices=False)
-    x = (left / torch.arange(1, rows + 1) @ right).to(device)
+    x = (left / torch.arange(1, rows + 1) @ right).to(device(place))
     exact, figures = orthogonalize(x.double(), half=False), {}
     matmul = torch.backends.cuda.matmul
     for name, half in (("float32", False), ("tf32", False), ("float16", True)):
@@ -322,15 +380,47 @@ def orthogonalization(place, folder):
 
 
 def batch_sizes(place, folder):
-    """CIFAR at three batch sizes, eager and compiled: what a larger batch and fewer launches save."""
-    figures = {}
+    """CIFAR at three batch sizes, eager and compiled: what a larger batch and fewer launches save.
+
+    `seconds`: of the steps of the default recipe's epochs of 50,000 images; `busy_share`: of the
+    time in which the GPU computed.
+    """
+    figures, name = {}, "fastnet" if place.gpu else "net"
+    recipe = SimpleNamespace(model=name, lr_schedule="linear")
     for size in (480, 1000, 2000) if place.gpu else (50, 100):
         for flag in ("", "--compile") if place.gpu else ("",):
-            run_folder = folder / f"{size}{flag}"
-            arguments = f"{place.cifar} --batch_size {size} {flag} {frequent(place)}"
-            launch(place, CIFAR, arguments, run_folder)
-            figures[f"step_ms_{size}{flag.replace('--', '_')}"] = step_milliseconds(run_folder)
+            run_folder, key = folder / f"{size}{flag}", f"{size}{flag.replace('--', '_')}"
+            arguments = f"{place.cifar} --batch_size {size} {flag}"
+            launch(place, CIFAR, f"{arguments} {frequent(place)}", run_folder)
+            profiled = f"{arguments} --max_train_steps 8 --log_every 100 --profile"
+            launch(place, CIFAR, profiled, folder / f"{key}_profiled")
+            trace = json.loads((folder / f"{key}_profiled/profile/trace.json").read_text())
+            figures[f"{key}_step_ms"] = step_milliseconds(run_folder)
+            # Without the first line, in which kernels are chosen or compiled.
+            seconds = statistics.mean(line["step_seconds"] for line in train_lines(run_folder)[1:])
+            steps = train_cifar.RECIPES["fastnet"]["epochs"] * (50_000 // size)
+            figures[f"{key}_seconds"] = seconds * steps
+            figures[f"{key}_busy_share"] = copies_in(trace["traceEvents"])["busy_share"]
+            size_at = partial(train_cifar.image_size_at, args=recipe)
+            reached = utilization(place, run_folder, name, size, size_at)
+            figures |= {f"{key}_{figure}": value for figure, value in reached.items()}
     return figures
+
+
+def images(place, folder):
+    """Images per second of a classifier of torchvision, and the share of the GPU's peak (MFU)."""
+    words = place.images.split()
+    name, size, batch_size = (
+        words[words.index(flag) + 1] for flag in ("--model", "--image_size", "--batch_size")
+    )
+    launch(place, IMAGES, f"{place.images} {frequent(place)}", folder / "run")
+    lines, result = train_lines(folder / "run"), results(folder / "run")
+    reached = utilization(place, folder / "run", name, int(batch_size), lambda _: int(size))
+    return {
+        "images_per_second": statistics.median(line["samples_per_second"] for line in lines[1:]),
+        **reached,
+        "peak_memory_gib": result["peak_memory_bytes"] / 2**30,
+    }
 
 
 def compiled(place, folder):
@@ -539,12 +629,68 @@ def shared_gpu(place, folder):
     return {"refused_with": errors[0].removeprefix("error: ")}
 
 
+def one_device(place, folder):
+    """Two processes on one GPU learn what one does, and a killed run of theirs ends with the same
+    bytes.
+
+    Over gloo: NCCL refuses two processes on one device.
+    """
+    arguments, steps = f"{place.gpt} --dropout 0 {frequent(place)}", place.steps
+    two = dict(config="2gpu", launcher=("--num_processes", "2"), precision="no")
+    alone, whole, killed = folder / "one", folder / "two", folder / "two_killed"
+
+    def kill():
+        fault = f"tests/wrapped.py die_in_step@{steps * 2 // 3 + 2}:1 {GPT} {arguments}"
+        script, *words = fault.split()
+        died = wrapped(place, "one_device", script, " ".join(words), killed, check=False, **two)
+        assert died.returncode != 0 and "exitcode: -9" in died.stderr, died.stderr
+        wrapped(place, "one_device", GPT, arguments, killed, **two)
+
+    together(
+        partial(launch, place, GPT, arguments, alone, precision="no"),
+        partial(wrapped, place, "one_device", GPT, arguments, whole, **two),
+        kill,
+    )
+    assert results(whole)["num_processes"] == 2 and results(killed)["num_processes"] == 2
+    assert results(killed)["resumed_from"] == steps * 2 // 3
+    assert final_weights(killed) == final_weights(whole)
+    ours, theirs = ([line["loss"] for line in train_lines(some)] for some in (whole, alone))
+    # Muon orthogonalizes in float16 on a GPU.
+    assert ours == pytest.approx(theirs, rel=2e-2 if place.gpu else 1e-4)
+    return {"largest_difference": max(abs(a / b - 1) for a, b in zip(ours, theirs, strict=True))}
+
+
+def predicted_memory(place, folder):
+    """The peak memory of a process of DDP is what predict_scaling.py says, to 10 %.
+
+    With windows so short that activations take next to nothing.
+    """
+    arguments = (
+        f"{place.large_gpt} --block_size 16 --batch_size 2 --optimizer adamw --max_train_steps 3 "
+        "--checkpoint_every 0 --eval_every 100000"
+    )
+    two = dict(config="2gpu", launcher=("--num_processes", "2"))
+    wrapped(place, "one_device", GPT, arguments, folder / "run", **two)
+    result = results(folder / "run")
+    link = "--step_seconds 1 --latency 1e-6 --bandwidth 1e9 --processes 2"
+    predict = f"--parameters {result['parameters']} {link}"
+    launch(place, "scripts/predict_scaling.py", predict, folder / "prediction")
+    made = json.loads((folder / "prediction" / "scaling.json").read_text())
+    predicted = made["comparison"][0]["memory_bytes"]
+    assert made["comparison"][0]["kind"] == "DDP" and predicted == 20 * result["parameters"]
+    error = result["peak_memory_bytes"] / predicted - 1
+    assert abs(error) < 0.1 or not place.gpu, error
+    return {"predicted_gib": predicted / 2**30, "error": error}
+
+
 HALVES = {
     "first": [
         default_recipe,
         kill_and_resume,
+        one_device,
         waits,
         tokens,
+        images,
         copies,
         orthogonalization,
         other_ends,
@@ -556,6 +702,7 @@ HALVES = {
         determinism,
         sharded,
         precisions,
+        predicted_memory,
         batch_sizes,
         activation_checkpointing,
     ],
@@ -612,7 +759,7 @@ def table(record):
 
 def shown(name, value):
     if isinstance(value, float) and any(
-        word in name for word in ("share", "cost", "mfu", "accuracy")
+        word in name for word in ("share", "cost", "mfu", "accuracy", "error")
     ):
         return f"{value:.1%}"
     return (
@@ -656,6 +803,8 @@ NEEDS_COMPILER = pytest.mark.skipif(
 REHEARSED_LATER = {
     compiled: [pytest.mark.slow, NEEDS_COMPILER],
     kill_and_resume: pytest.mark.slow,
+    one_device: pytest.mark.slow,
+    images: pytest.mark.slow,
     determinism: pytest.mark.slow,
     precisions: pytest.mark.slow,
     other_ends: pytest.mark.slow,
@@ -699,6 +848,24 @@ def test_what_a_trace_says_about_copies():
     assert found["busy_share"] == pytest.approx(0.9) and found["exposed_share"] == pytest.approx(
         0.11
     )
+
+
+def test_mfu_is_that_of_the_median_line_at_the_size_of_its_images(tmp_path):
+    published = 2 * 1e9 * ResNet50_Weights.DEFAULT.meta["_ops"]  # counts additions with products
+    # The backward pass takes twice as many operations; none for the gradient of the images.
+    assert step_flops("resnet50", 2, 224) == pytest.approx(2 * 3 * published, rel=0.02)
+    lines = [
+        dict(split="train", step=10, step_seconds=9.0),  # with the choice of kernels
+        dict(split="val", step=15),
+        *(dict(split="train", step=step, step_seconds=0.5) for step in (20, 30, 40)),
+    ]
+    text = "".join(json.dumps(line) + "\n" for line in lines)
+    (tmp_path / "metrics.jsonl").write_text(text)
+    small, large = (step_flops("resnet18", 8, size) / 0.5 / 1e9 for size in (32, 64))
+    assert large > 2 * small
+    sizes = {0.5: 32, 0.75: 64, 1: 32}
+    reached = utilization(REHEARSAL, tmp_path, "resnet18", 8, sizes.get)
+    assert reached == {"mfu": pytest.approx(small)}
 
 
 def test_the_table_keeps_the_other_checks(tmp_path):

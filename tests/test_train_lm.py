@@ -3,6 +3,7 @@
 import json
 import math
 from hashlib import sha256
+from itertools import pairwise
 
 import pytest
 import torch
@@ -174,6 +175,9 @@ BAD = {
     "no_prompts": ("--prompts nowhere.txt", "nowhere.txt"),
     "no_template": ("--chat_template nowhere.jinja", "nowhere.jinja"),
     "flex": ("--attention flex", "flex"),
+    "shares": ("--mixture 0.5 0.5 --max_train_steps 4", "--mixture"),
+    "no_end": ("--mixture 1", "--max_train_steps"),
+    "twice": ("--dataset a.txt a.txt --mixture 1 1 --max_train_steps 4", "twice"),
 }
 
 
@@ -186,6 +190,46 @@ def test_bad_input_is_one_line(name, lm, chats, tmp_path):
     errors = [line for line in done.stderr.splitlines() if not line.startswith("***")]
     assert done.returncode == 2 and len(errors) == 1 and words in errors[0], done.stderr
     assert not (tmp_path / "run").exists()
+
+
+@pytest.fixture
+def mixture(chats, tmp_path):
+    """Arguments for the conversations and short texts, three to one."""
+    rows = [{"text": f"text {number} of some words " * (1 + number % 9)} for number in range(400)]
+    (tmp_path / "texts.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return f"--dataset {chats} {tmp_path}/texts.jsonl --mixture 3 1 {SMALL}"
+
+
+def test_a_mixture_logs_the_tokens_and_the_loss_of_each_source(mixture, tmp_path):
+    done = run("2cpu", LM, f"{mixture} --max_train_steps 4", output_dir=tmp_path / "run")
+    assert done.stdout.count("chats.jsonl is exhausted and repeats") == 1
+    lines, last = metrics(tmp_path / "run", "train"), metrics(tmp_path / "run", "val")[-1]
+    seen = [[line[f"tokens_seen/{name}.jsonl"] for name in ("chats", "texts")] for line in lines]
+    assert all(0 < sum(b) - sum(a) <= 8 * 128 for a, b in pairwise(seen))
+    assert min(seen[-1]) > 0
+    parts = [last[f"loss/{name}.jsonl"] for name in ("chats", "texts")]
+    assert min(parts) < last["loss"] < max(parts)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("flag", ["", "--streaming"])
+def test_a_mixture_continues_exactly_also_on_another_number_of_processes(
+    flag, mixture, chats, tmp_path
+):
+    if flag:  # held out of a stream is 1 in 64
+        mixture = mixture.replace(str(chats), "synthetic")
+    run("cpu", LM, f"{mixture} {flag}", output_dir=tmp_path / "one")
+    started = Started("2cpu", LM, f"{mixture} {flag}", output_dir=tmp_path / "two")
+    started.wait_for("step  9/12")
+    started.kill_all()
+    other = mixture.replace("--mixture 3 1", "--mixture 1 1")
+    refused = run("cpu", LM, f"{other} {flag}", output_dir=tmp_path / "two", check=False)
+    assert refused.returncode != 0 and "--mixture 1.0 1.0 (was 3.0 1.0)" in refused.stderr
+    run("cpu", LM, f"{mixture} {flag}", output_dir=tmp_path / "two")
+    assert results(tmp_path / "two")["resumed_from"] > 0
+    assert_same_losses(tmp_path / "one", tmp_path / "two")
+    last = [metrics(tmp_path / name, "train")[-1] for name in ("one", "two")]
+    assert last[0]["tokens_seen/texts.jsonl"] == last[1]["tokens_seen/texts.jsonl"] > 0
 
 
 @pytest.mark.slow

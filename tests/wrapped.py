@@ -377,6 +377,17 @@ elif name == "one_gpu":
     torch.cuda.get_device_properties = lambda _: SimpleNamespace(
         name="H200", uuid="1b2c-77", total_memory=1 << 37, major=9, minor=0
     )
+elif name == "one_device":
+    # Not a fault: all processes share the first GPU, as if each were alone on a machine with it.
+    # NCCL refuses that, gloo does not.
+    os.environ |= {"LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"}
+    real_prepare = accelerate.PartialState._prepare_backend
+
+    def prepare_backend(self, *args, **kwargs):
+        backend, kind = real_prepare(self, *args, **kwargs)
+        return backend and "gloo", kind
+
+    accelerate.PartialState._prepare_backend = prepare_backend
 elif name == "gpus":
     # This machine has that many, of the compute capability after the colon.
     capability, rank = rank, ""

@@ -158,6 +158,10 @@ class Blocks(torch.utils.data.Dataset):
         """The share of the positions that are padding."""
         return 1 - self.tokens / max(1, len(self) * self.block_size)
 
+    def tokens_of(self, index):
+        """The positions of a block without padding (int)."""
+        return int(self.pieces.lengths[self._firsts[index] : self._firsts[index + 1]].sum())
+
     def __len__(self):
         return len(self._firsts) - 1
 

@@ -11,6 +11,7 @@ from utils.data.conversations import ANSWERS, Encoder
 from utils.data.documents import Rows, open_documents
 from utils.data.lanes import LaneStream, check_lanes
 from utils.data.messages import draft_row
+from utils.data.mixture import MemoryReader, Shuffled, next_source
 from utils.data.packing import Stream, cut_text, join_segments, pack_conversations
 from utils.data.tables import first_line
 from utils.data.tokens import Corpus, packing_options
@@ -82,19 +83,26 @@ class TokenStream(LaneStream):
     order, and then fills the next buffer. Its position is the start of the buffer and the number of
     blocks yielded from it: after a restart the same buffer is read again.
 
+    Of several sources, a lane takes documents in fixed proportions, each in turn; a block has
+    documents of one of them. A source that ends begins again.
+
     Args:
-        name, tokenizer, block_size, subset, loss_on, too_long, packed: as for `load_held_out`.
+        sources: the name of a data set, as for `load_held_out`, or a list; a data set in memory is
+            given as its `Blocks`.
+        tokenizer, block_size, subset, loss_on, too_long, packed: as for `load_held_out`.
+        weights (list[float] | None): the proportions of the documents; None: of one source.
         micro_batch, share, position: as for `LaneStream`.
         seed (int): of the order.
     """
 
     def __init__(
         self,
-        name,
+        sources,
         tokenizer,
         block_size,
         micro_batch,
         *,
+        weights=None,
         subset=None,
         loss_on=ANSWERS,
         too_long="truncate",
@@ -105,39 +113,42 @@ class TokenStream(LaneStream):
         lanes=LANES,
         buffer=BUFFER,
     ):
-        from datasets.distributed import split_dataset_by_node  # here, because it takes a second
-
+        sources = [sources] if isinstance(sources, str) else sources
         encoder = Encoder(tokenizer, loss_on=loss_on)
+        weights = weights or [1.0]
+        weights = [weight / sum(weights) for weight in weights]
+        in_memory = {
+            number: Shuffled(source, seed, number)
+            for number, source in enumerate(sources)
+            if not isinstance(source, str)
+        }
 
-        def open_lane(number):
-            source = open_documents(name, subset)
-            train = source.splits["train"]
-            own = split_dataset_by_node(train.rows, number, lanes)
-            rows = Rows(own, train.fingerprint, train.where, train.is_lines)
-            pack = partial(
-                _pack,
-                kind=source.kind,
-                encoder=encoder,
-                block_size=block_size,
-                too_long=too_long,
-                packed=packed,
-            )
-            encode = partial(_documents, encoder=encoder, kind=source.kind)
-            use_all = "val" in source.splits
-            return _Lane(rows, encode, pack, buffer * block_size, use_all, f"{seed} {number}")
+        def open_source(number, lane):
+            if number in in_memory:
+                shuffled = in_memory[number]
+                return MemoryReader(shuffled, lane, lanes), shuffled.kind
+            return _open_rows(sources[number], subset, encoder, lane, lanes)
+
+        def open_lane(lane):
+            opened = [open_source(number, lane) for number in range(len(sources))]
+            options = dict(encoder=encoder, block_size=block_size, too_long=too_long, packed=packed)
+            packs = [partial(_pack, kind=kind, **options) for _, kind in opened]
+            readers = [reader for reader, _ in opened]
+            return _Lane(readers, packs, weights, buffer * block_size, lane, f"{seed} {lane}")
 
         super().__init__(open_lane, micro_batch, lanes=lanes, share=share, position=position)
 
     @classmethod
-    def from_args(cls, args, accelerator, tokenizer, position=None):
+    def from_args(cls, args, accelerator, tokenizer, sources, position=None):
         """Creates the share of this process from the command-line arguments, at `position`."""
         check_lanes(accelerator, LANES)
         micro_batch = args.batch_size // args.gradient_accumulation_steps
         return cls(
-            args.dataset,
+            sources,
             tokenizer,
             args.block_size,
             micro_batch // accelerator.num_processes,
+            weights=args.weights,
             subset=args.subset,
             loss_on=args.loss_on,
             too_long=args.too_long,
@@ -154,44 +165,86 @@ class TokenStream(LaneStream):
 
 
 class _Lane:
-    """Yields blocks from one part of the stream without end; `position` can be stored as JSON."""
+    """Yields blocks without end; `position` can be stored as JSON.
 
-    def __init__(self, rows, encode, pack, tokens, use_all, seed):
-        self.rows, self.encode, self.pack = rows, encode, pack
-        self.tokens, self.use_all, self.seed = tokens, use_all, seed
-        # The start of the buffer (state of `rows`), its number, and the blocks taken from it.
-        self.position = {"rows": None, "buffers": 0, "taken": 0}
+    Args:
+        readers (list): of each source, yields lists of documents.
+        packs (list): of each source, makes `Blocks` of documents.
+        weights (list[float]): how many of the lists are those of each source.
+        tokens (int): of a buffer.
+        number (int): of the lane.
+        seed (str): of the order.
+    """
+
+    def __init__(self, readers, packs, weights, tokens, number, seed):
+        self.readers, self.packs, self.weights = readers, packs, weights
+        self.tokens, self.number, self.seed = tokens, number, seed
+        none = [0] * len(readers)
+        # Where the buffer starts: the position of each reader, and how many lists were taken from
+        # each; the number of the buffer, and the blocks taken from it. And of each source, the
+        # tokens in all blocks so far, and the passes that are complete.
+        self.position = {"readers": [None] * len(readers), "documents": none, "buffers": 0}
+        self.position |= {"taken": 0, "tokens": none, "epochs": none}
 
     def __iter__(self):
-        stream = self.rows.rows
-        if self.position["rows"] is not None:
-            # Otherwise `datasets` silently ignores the state.
-            stream.set_epoch(self.position["rows"]["epoch"])
-            stream.load_state_dict(self.position["rows"])
-        documents = self._documents()
+        for reader, place in zip(self.readers, self.position["readers"], strict=True):
+            reader.seek(place)
+        documents = [iter(reader) for reader in self.readers]
         while True:
-            start, held, tokens = self.position, [], 0
+            start, held, tokens = self.position, [[] for _ in documents], 0
+            counts, seen = list(start["documents"]), list(start["tokens"])
             while tokens < self.tokens:
-                # All documents of a row: the state of `rows` is between two rows.
-                held += next(documents)
-                tokens = sum(len(document.tokens) for document in held)
-            blocks = self.pack(held)
-            order = list(range(len(blocks)))
+                source = next_source(self.weights, counts, self.number)
+                counts[source] += 1
+                # All documents of a row: the state of a reader is between two rows.
+                found = next(documents[source])
+                held[source] += found
+                tokens += sum(len(document.tokens) for document in found)
+            blocks = [
+                pack(some) if some else [] for pack, some in zip(self.packs, held, strict=True)
+            ]
+            order = [(source, i) for source, some in enumerate(blocks) for i in range(len(some))]
             random.Random(f"{self.seed} {start['buffers']}").shuffle(order)
-            following = {
-                "rows": stream.state_dict(),
-                "buffers": start["buffers"] + 1,
-                "taken": 0,
-            }
+            epochs = [reader.epoch for reader in self.readers]
+            following = {"readers": [reader.position for reader in self.readers]}
+            following |= {"documents": counts, "buffers": start["buffers"] + 1, "taken": 0}
             for taken in range(start["taken"], len(order)):
-                is_last = taken + 1 == len(order)
-                self.position = following if is_last else {**start, "taken": taken + 1}
-                yield blocks[order[taken]]
+                source, index = order[taken]
+                seen[source] += blocks[source].tokens_of(index)
+                place = following if taken + 1 == len(order) else {**start, "taken": taken + 1}
+                self.position = {**place, "tokens": list(seen), "epochs": epochs}
+                yield blocks[source][index]
             if not order:  # too long for a block, or nothing to learn
-                self.position = following
+                self.position = {**following, "tokens": seen, "epochs": epochs}
 
-    def _documents(self):
-        """Yields the documents of each row that is trained on, pass after pass."""
+
+class _RowReader:
+    """Yields the documents of each row of a part of a stream that is trained on, without end.
+
+    Attributes:
+        position (dict): the state of the rows, between two of them.
+        epoch (int): passes that are complete.
+    """
+
+    def __init__(self, rows, encode, use_all):
+        self.rows, self.encode, self.use_all = rows, encode, use_all
+
+    @property
+    def position(self):
+        return self.rows.rows.state_dict()
+
+    @property
+    def epoch(self):
+        return self.rows.rows.epoch
+
+    def seek(self, position):
+        """Continues at a position; None: at the beginning."""
+        if position is not None:
+            # Otherwise `datasets` silently ignores the state.
+            self.rows.rows.set_epoch(position["epoch"])
+            self.rows.rows.load_state_dict(position)
+
+    def __iter__(self):
         failure = partial(RunFailed, rank_variable=None)  # only this process knows: it prints
         empty_passes = 0
         while empty_passes < 2:  # the rest of a resumed pass may be empty
@@ -203,6 +256,18 @@ class _Lane:
             # Without this, the next pass would start from the state that was loaded.
             self.rows.rows.set_epoch(self.rows.rows.epoch + 1)
         raise failure(f"{self.rows.where}: one of the {LANES} lanes of the stream has no documents")
+
+
+def _open_rows(name, subset, encoder, lane, lanes):
+    """The reader of a lane's part of a stream, and the kind of its documents."""
+    from datasets.distributed import split_dataset_by_node  # here, because it takes a second
+
+    source = open_documents(name, subset)
+    train = source.splits["train"]
+    own = split_dataset_by_node(train.rows, lane, lanes)
+    rows = Rows(own, train.fingerprint, train.where, train.is_lines)
+    encode = partial(_documents, encoder=encoder, kind=source.kind)
+    return _RowReader(rows, encode, "val" in source.splits), source.kind
 
 
 def _documents(rows, encoder, kind, failure):

@@ -217,16 +217,19 @@ class Parser(argparse.ArgumentParser):
             help="seconds to wait for another process before giving up",
         )
 
-    def add_data_arguments(self, dataset, data_help, leave_out=()):
+    def add_data_arguments(self, dataset, data_help, leave_out=(), several=False):
         """Adds the flags of every script that trains on a data set.
 
         Args:
             dataset (str | None): the default of `--dataset`; None: it must be given.
             data_help (str): what `--dataset` takes.
             leave_out: `num_workers`, if a script lacks it.
+            several (bool): whether `--dataset` takes several, which `args` has as a list.
         """
         group = self.add_argument_group("data and tracking")
-        group.add_argument("--dataset", default=dataset, required=dataset is None, help=data_help)
+        options = dict(default=dataset, required=dataset is None, help=data_help)
+        options |= dict(default=[dataset], nargs="+") if several else {}
+        group.add_argument("--dataset", **options)
         if "num_workers" not in leave_out:
             group.add_argument(
                 "--num_workers",

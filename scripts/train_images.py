@@ -227,16 +227,33 @@ def gather_ids(accelerator, ids):
     return sorted(set().union(*gather(accelerator, ids)))
 
 
-def compute_loss(model, batch, mean, std, mix, step, args):  # EDIT: loss
+def class_weights(data, device, args):
+    """Weights of the classes with which each counts as much in the mean loss as the others.
+
+    Returns:
+        float32 [classes]: inverse to the number of images; the mean weight of a training image is
+        1. None: `--class_weights none`.
+    """
+    if args.class_weights == "none":
+        return None
+    labels, classes = data.splits["train"].labels, len(data.class_names)
+    counts = torch.from_numpy(labels).bincount(minlength=classes).clamp(min=1)
+    return (len(labels) / (classes * counts)).float().to(device)
+
+
+def compute_loss(model, batch, mean, std, mix, step, args, balance=None):  # EDIT: loss
     """The mean loss of a micro-batch.
 
     Mixup and CutMix are a deterministic function of the seed, the step and the positions in the
-    global batch.
+    global batch. With class weights (`balance`), the sum of the weighted losses is divided by the
+    number of images and not by the sum of their weights, which would weigh an image by the others
+    on its process.
     """
     images, labels = normalize(batch["images"], mean, std), batch["labels"]
     if mix:
         images, labels = mix(images, labels, step)
-    return F.cross_entropy(model(images), labels, label_smoothing=args.label_smoothing)
+    options = dict(weight=balance, label_smoothing=args.label_smoothing, reduction="sum")
+    return F.cross_entropy(model(images), labels, **options) / len(labels)
 
 
 @torch.no_grad()
@@ -401,6 +418,7 @@ def main():
     mix = None
     if args.mixup or args.cutmix:
         mix = Mix(args.mixup, args.cutmix, len(data.class_names), args.seed)
+    balance = class_weights(data, accelerator.device, args)
     size = loaders["train"].dataset.size
     first = {
         "images": torch.zeros(2, 3, size, size, dtype=torch.uint8, device=accelerator.device),
@@ -413,7 +431,7 @@ def main():
     def validate(step):
         metrics = evaluate(accelerator, model, ema, loaders["val"], guard.watch, mean, std)
         figures = {name: value for name, value in metrics.items() if name != "samples"}
-        run.log("val", step, score=metrics["accuracy"], **figures)
+        run.log("val", step, score=scores.score(metrics, args.score), **figures)
         return metrics
 
     train_loss, bad = math.inf, set(run.progress.get("bad", ()))
@@ -429,7 +447,7 @@ def main():
                     # because loading may also draw random numbers.
                     seed_step(accelerator, args.seed, step, len(losses))
                     with accelerator.accumulate(model):
-                        loss = compute_loss(model, batch, mean, std, mix, step, args)
+                        loss = compute_loss(model, batch, mean, std, mix, step, args, balance)
                         accelerator.backward(loss)
                         if accelerator.sync_gradients and args.max_grad_norm:
                             norm = accelerator.clip_grad_norm_(
@@ -476,9 +494,9 @@ def main():
     unreadable = [("train", index) for index in gather_ids(accelerator, bad)]
     unreadable += [("val", index) for index in (samples["labels"] < 0).nonzero()[:, 0].tolist()]
     results["bad_images"] = len(unreadable)
-    results["per_class"] = scores.class_accuracy(
-        samples["labels"], samples["predictions"], data.class_names
-    )
+    per_class = (samples["labels"], samples["predictions"], data.class_names)
+    results["per_class"] = scores.class_accuracy(*per_class)
+    results["per_class_precision"] = scores.class_precision(*per_class)
     if accelerator.is_main_process:
         export(run.path, config, plain, ema)
     run.finish(step, **results)
@@ -526,6 +544,19 @@ def parse_args():
     )
     group.add_argument(
         "--label_smoothing", type=share, default=0.1, help="label smoothing; 0: none"
+    )
+    group.add_argument(
+        "--class_weights",
+        choices=["none", "balanced"],
+        default="none",
+        help="balanced: every class counts as much in the loss, however rare its images are",
+    )
+    group.add_argument(
+        "--score",
+        choices=["accuracy", "balanced_accuracy", "macro_f1", "loss"],
+        default="accuracy",
+        help="metric of the held-out images by which the best checkpoint is kept, and --patience "
+        "counts",
     )
     group.add_argument(
         "--ema_decay",

@@ -160,6 +160,21 @@ MUTANTS = [
         "if not _stacks else",
         "test_stacks.py -k asks_all",
     ),
+    # ------------------------------------------------------------------------------------- rare classes
+    Mutant(
+        "class weights are normalized over the images of a process",
+        IMAGES,
+        'label_smoothing=args.label_smoothing, reduction="sum")\n    return F.cross_entropy(model(images), labels, **options) / len(labels)',
+        "label_smoothing=args.label_smoothing)\n    return F.cross_entropy(model(images), labels, **options)",
+        "test_train_images.py -k class_weights",
+    ),
+    Mutant(
+        "the score is always the accuracy",
+        "utils/scores.py",
+        'return -metrics[name] if name == "loss" else metrics[name]',
+        'return metrics["accuracy"]',
+        "test_train_images.py -k rare_classes",
+    ),
     # ------------------------------------------------------------------------------------- recipes
     Mutant(
         "the script has moved on from its recipes",

@@ -869,11 +869,56 @@ def test_predictions_and_accuracy_agree_where_outputs_are_equal(tmp_path):
 def test_unreadable_images_do_not_count():
     labels, top = torch.tensor([2, -1, 0, 5]), torch.tensor([[2, 0], [1, 0], [1, 0], [5, 4]])
     found = scores.summarize(labels, torch.tensor([1.0, 99.0, 2.0, 3.0]), top)
-    assert found == {"loss": 2.0, "accuracy": pytest.approx(2 / 3)}
+    # Of the classes 0, 2 and 5, and of the predictions 1, 2 and 5.
+    assert found == pytest.approx(
+        {"loss": 2.0, "accuracy": 2 / 3, "balanced_accuracy": 2 / 3, "macro_f1": 2 / 4}
+    )
     five = torch.cat([top, torch.full((4, 3), 9)], 1)
     assert scores.summarize(labels, torch.zeros(4), five)["top5"] == 1
     shares = scores.class_accuracy(labels, top[:, 0], [*"abcdef"])
     assert list(shares.items()) == [("c", 1), ("f", 1), ("a", 0)]
+
+
+def test_rare_classes_count_as_much():
+    """Values of scikit-learn's balanced_accuracy_score, f1_score and precision_score."""
+    labels, predictions = torch.tensor([0] * 8 + [1, 1]), torch.tensor([0] * 6 + [1] * 3 + [0])
+    found = scores.summarize(labels, torch.zeros(10), predictions[:, None])
+    assert found["accuracy"] == pytest.approx(0.7)
+    assert found["balanced_accuracy"] == pytest.approx(0.625)
+    assert found["macro_f1"] == pytest.approx(0.6)
+    assert scores.class_precision(labels, predictions, ["a", "b"]) == pytest.approx(
+        {"a": 6 / 7, "b": 1 / 3}
+    )
+    assert scores.score(found, "macro_f1") == found["macro_f1"]
+    assert scores.score({"loss": 2.0}, "loss") == -2.0
+
+
+def test_class_weights_do_not_depend_on_the_other_images():
+    """So that the loss is the same on any number of processes and micro-batches."""
+    module = load_script("train_images")
+    labels = np.array([0] * 90 + [2] * 10)
+    train = SimpleNamespace(labels=labels)
+    data = SimpleNamespace(splits={"train": train}, class_names=["a", "b", "c"])
+    args = SimpleNamespace(class_weights="none", label_smoothing=0.0)
+    assert module.class_weights(data, "cpu", args) is None
+    args.class_weights = "balanced"
+    weights = module.class_weights(data, "cpu", args)
+    assert weights[labels].mean() == pytest.approx(2 / 3)  # a class has no images
+    assert weights[0] * 90 == pytest.approx(weights[2] * 10)
+    images = torch.randint(256, (6, 3, 2, 2), dtype=torch.uint8)
+    batch = {"images": images, "labels": torch.tensor([0, 0, 2, 0, 2, 0])}
+    color, model = torch.ones(3), torch.nn.Sequential(torch.nn.Flatten(), torch.nn.Linear(12, 3))
+
+    def loss(part):
+        some = {name: values[part] for name, values in batch.items()}
+        return module.compute_loss(model, some, color, color, None, 1, args, weights)
+
+    halves = (loss(slice(0, 3)) + loss(slice(3, 6))) / 2
+    assert loss(slice(0, 6)).item() == pytest.approx(halves.item(), rel=1e-5)
+    one = torch.nn.functional.cross_entropy(
+        model(module.normalize(images[2:3], color, color)), batch["labels"][2:3]
+    )
+    assert loss(slice(2, 3)).item() == pytest.approx(weights[2].item() * one.item(), rel=1e-5)
 
 
 def test_evaluate_finds_the_same_accuracy_and_classifies_a_folder(

@@ -600,7 +600,7 @@ def parse_args():
         help="steps of warm-up, at most a tenth of all",
     )
     # --model takes the place of --init_from; tokens in memory-mapped files need no workers.
-    parser.add_run_arguments(leave_out=("init_from", "max_failed_checkpoints"))
+    parser.add_run_arguments(leave_out=["init_from"])
     parser.add_data_arguments(
         "synthetic",
         "Hub id, local file or folder, or `synthetic`: dates in words, to be written in ISO 8601",

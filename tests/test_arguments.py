@@ -18,7 +18,6 @@ FLAGS = {
     "gradient_accumulation_steps": (1, 1, 10_000),
     "checkpoint_every": (None, 0, None),
     "keep_checkpoints": (2, 1, None),
-    "max_failed_checkpoints": (3, 1, None),
     "eval_every": (None, 1, None),
     "patience": (None, 1, None),
     "log_every": (None, 1, None),

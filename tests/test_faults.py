@@ -513,9 +513,9 @@ def test_checkpoints_that_keep_failing_end_the_run(reference, tmp_path):
 
     The run continues from its last checkpoint once writing works again.
     """
-    done = faulty("failing_saves@2:1", SMALL + " --max_failed_checkpoints 2", tmp_path / "run")
-    assert done.stderr.count("warning: checkpoint of step") == 2
-    assert done.stderr.count("error: 2 checkpoints in a row could not be written") == 1
+    done = faulty("failing_saves@2:1", SMALL, tmp_path / "run")
+    assert done.stderr.count("warning: checkpoint of step") == 3
+    assert done.stderr.count("error: 3 checkpoints in a row could not be written") == 1
     assert (
         status(tmp_path / "run")["state"] == "failed"
         and "of step 3" in status(tmp_path / "run")["reason"]
@@ -528,7 +528,7 @@ def test_a_disk_that_stays_full_ends_the_run_with_a_one_line_error(reference, tm
     with small_disk(tmp_path, "2200k") as disk:
         done = faulty(
             f"full_disk@5:{disk}",
-            SMALL + " --max_failed_checkpoints 99",
+            SMALL + " --checkpoint_every 7",
             disk / "run",
             config="cpu",
         )

@@ -28,7 +28,7 @@ from utils.run.plan import Plan
 
 PLAN = Plan(total_steps=14, steps_per_epoch=7, evaluate_every=7, save_every=3)
 ARGUMENTS = dict(resume="auto", lr=0.1, batch_size=10, keep_checkpoints=2)
-ARGUMENTS |= dict(max_failed_checkpoints=2, epochs=2, track="none", push_to_hub=None)
+ARGUMENTS |= dict(epochs=2, track="none", push_to_hub=None)
 
 
 class Accelerator(SimpleNamespace):

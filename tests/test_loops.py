@@ -22,9 +22,7 @@ MINIMAL = "scripts/train_minimal.py"
 @pytest.fixture
 def saving(tmp_path, monkeypatch):
     """A run of which each checkpoint is written or not, as `.outcomes` (an iterator) says."""
-    args = SimpleNamespace(
-        output_dir=str(tmp_path), resume="auto", keep_checkpoints=2, max_failed_checkpoints=2
-    )
+    args = SimpleNamespace(output_dir=str(tmp_path), resume="auto", keep_checkpoints=2)
     run = RunFolder(args, SimpleNamespace(is_main_process=True, num_processes=1))
     nothing = lambda *_, **__: None  # noqa: E731
     run.metrics = SimpleNamespace(sync=nothing, write=nothing, restart_clock=nothing)

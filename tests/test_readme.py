@@ -122,6 +122,16 @@ def test_files_named_in_the_readme_exist():
         assert (ROOT / name).exists() or (ROOT / "scripts" / name).exists(), name
 
 
+# A feature is a flag only where most people who launch that script set it: the rest are recipes.
+MOST_FLAGS = {"minimal": 15, "cifar": 34, "gpt": 45, "images": 54, "model_parallel": 27, "lm": 48}
+
+
+@pytest.mark.parametrize("script", MOST_FLAGS)
+def test_a_script_has_few_flags(script):
+    flags = known_flags(f"scripts/train_{script}.py") - {"--help"}
+    assert len(flags) <= MOST_FLAGS[script], sorted(flags)
+
+
 @pytest.mark.parametrize(
     "path", sorted((ROOT / "accelerate_configs").glob("*.yaml")), ids=lambda path: path.name
 )

@@ -28,7 +28,6 @@ MAY_CHANGE = {
     "resume",
     "checkpoint_every",
     "keep_checkpoints",
-    "max_failed_checkpoints",
     "log_every",
     "eval_every",
     "patience",
@@ -142,8 +141,7 @@ class Parser(argparse.ArgumentParser):
         A copy writes to a folder named after itself.
 
         Args:
-            leave_out: of `init_from`, `max_failed_checkpoints` and `patience`, flags that a script
-                lacks.
+            leave_out: of `init_from`, `patience` and `push_to_hub`, flags that a script lacks.
         """
         output_dir = f"runs/{Path(sys.argv[0]).stem}"
         self.epilog = f"{FILES} {CONTINUE_RULE}"
@@ -178,19 +176,12 @@ class Parser(argparse.ArgumentParser):
             default=2,
             help="newest checkpoints to keep, besides the highest-scoring one",
         )
-        self.set_defaults(max_failed_checkpoints=3)  # also of a script that leaves the flag out
-        if "max_failed_checkpoints" not in leave_out:
+        if "push_to_hub" not in leave_out:
             group.add_argument(
-                "--max_failed_checkpoints",
-                type=at_least_1,
-                help="number of checkpoints in a row that may fail to be written before the run "
-                "ends with an error",
+                "--push_to_hub",
+                metavar="REPO",
+                help="upload the finished run to this model repository of the Hub",
             )
-        group.add_argument(
-            "--push_to_hub",
-            metavar="REPO",
-            help="upload the finished run to this model repository of the Hub",
-        )
         group.add_argument(
             "--eval_every", type=at_least_1, help="optimizer steps between evaluations"
         )

@@ -34,6 +34,7 @@ from utils.run.failures import RunFailed, UserError
 from utils.run.files import read_json, write_json
 from utils.run.metrics import Metrics, memory_bytes, summary
 
+FAILED_SAVES = 3  # in a row that end a run: it would lose more and more work
 LENGTH = {"epochs", "max_train_steps"}
 
 
@@ -285,7 +286,7 @@ class RunFolder:
 
         Every file is hashed and synced to disk before the folder gets its final name. If writing
         fails, this prints a warning, and training continues on all processes without this
-        checkpoint; after `--max_failed_checkpoints` failures in a row, the run ends with an error.
+        checkpoint; after `FAILED_SAVES` failures in a row, the run ends with an error.
 
         Args:
             state: values to save with it, as JSON; after a restart they are in `run.progress`.
@@ -318,10 +319,10 @@ class RunFolder:
         self.metrics.restart_clock(step)
         self._saved_at = step if written else self._saved_at
         self._failed_saves = 0 if written else self._failed_saves + 1
-        if self._failed_saves and self._failed_saves == self._args.max_failed_checkpoints:
+        if self._failed_saves and self._failed_saves == FAILED_SAVES:
             raise RunFailed(
-                f"{self._failed_saves} checkpoints in a row could not be written "
-                f"(--max_failed_checkpoints): the last one is of step {self._saved_at}. Make "
+                f"{self._failed_saves} checkpoints in a row could not be written: "
+                f"the last one is of step {self._saved_at}. Make "
                 f"{self.path} writable, with enough free space"
             )
 

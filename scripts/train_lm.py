@@ -210,12 +210,19 @@ def epoch_batches(loader, epoch, skip):
 
 
 def compute_loss(model, batch):  # EDIT: loss
-    """The sum of the losses of a batch's targets, in nats."""
-    return model(
+    """The sum of the losses of a batch's targets, in nats.
+
+    Of a stream, the batch gets the sum of each block as `block_losses`, for the log.
+    """
+    loss = model(
         input_ids=batch["input_ids"],
         position_ids=batch["position_ids"],
         targets=batch["targets"],
+        per_block="source" in batch,
     )
+    if "source" in batch:
+        loss, batch["block_losses"] = loss
+    return loss
 
 
 def count_targets(accelerator, batches):
@@ -465,7 +472,7 @@ def main():
             if plan.log_due(step):
                 train_loss = accelerator.reduce(torch.stack(losses).sum(), "sum").item()
                 lr = scheduler.get_last_lr()[0]
-                seen = sources.figures(batch, run.print)
+                seen = sources.figures(accelerator, micro_batches, run.print)
                 run.log("train", step, loss=train_loss, grad_norm=norm, lr=lr, **seen)
             if plan.evaluation_due(step) and not stop:
                 try:

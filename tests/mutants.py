@@ -667,6 +667,13 @@ MUTANTS = [
         "test_token_stream.py -k any_number",
     ),
     Mutant(
+        "the losses of blocks are shifted by one position",
+        "utils/lm_loss.py",
+        "(chosen // length)",
+        "((chosen + 1) // length).clamp(max=count - 1)",
+        "test_causal_lm.py -k losses_of_blocks",
+    ),
+    Mutant(
         "the sources of a mixture begin again at a resume",
         "utils/data/token_stream.py",
         "reader.seek(place)",

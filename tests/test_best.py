@@ -111,17 +111,17 @@ def test_patience_needs_held_out_data(script, tmp_path, monkeypatch):
     module = load_script(script)
     data = type("Data", (), {"splits": {"train": None, "test": None}, "kind": "text"})
     monkeypatch.setattr(module, "local_main_first", lambda *_: data)
-    monkeypatch.setattr(module, "agree", lambda *_: None)
+    monkeypatch.setattr(module, "agree", lambda *_: "")
     names = (
         "subset",
         "loss_on",
         "too_long",
         "packed",
-        "dataset",
         "block_size",
         "val_fraction",
         "seed",
     )
-    args = type("Args", (), {**dict.fromkeys(names), "streaming": False, "patience": 1})
+    given = {"sources": ["a"], "streaming": False, "patience": 1}
+    args = type("Args", (), {**dict.fromkeys(names), **given})
     with pytest.raises(UserError, match="--patience needs a validation split"):
         module.load_data(None, None, args)

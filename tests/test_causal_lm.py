@@ -248,6 +248,25 @@ def test_the_largest_logits_are_those_of_a_chunk(monkeypatch):
     assert max(seen) == 5 and sum(seen) == 2 * 12  # computed again for the backward pass
 
 
+def test_the_losses_of_blocks_are_those_of_each_alone(monkeypatch):
+    monkeypatch.setattr(lm_loss, "LOGITS", 5 * VOCABULARY)  # a chunk ends within a block
+    model, inputs = build("llama"), batch(torch.cat([document(), document().flip(1)]))
+    inputs["position_ids"] = inputs["position_ids"].expand(2, -1)
+    inputs["targets"] = inputs["targets"].clone()
+    inputs["targets"][0, 1::3] = -100
+    total, losses = model(**inputs, per_block=True)
+    total.backward()
+    gradient = model.lm_head.weight.grad.clone()
+    model.zero_grad()
+    alone = [model(**{name: rows[i : i + 1] for name, rows in inputs.items()}) for i in (0, 1)]
+    assert losses.tolist() == pytest.approx([loss.item() for loss in alone], rel=1e-5)
+    assert losses.sum().item() == pytest.approx(total.item(), rel=1e-5) and not losses.requires_grad
+    sum(alone).backward()
+    assert torch.allclose(model.lm_head.weight.grad, gradient, atol=1e-5)
+    inputs["targets"] = torch.full_like(inputs["targets"], -100)
+    assert model(**inputs, per_block=True)[1].tolist() == [0, 0]
+
+
 def test_a_batch_without_targets_has_a_loss_of_zero_and_gradients():
     inputs = batch(document())
     inputs["targets"] = torch.full_like(inputs["targets"], -100)

@@ -2,8 +2,10 @@
 
 import json
 import random
+from types import SimpleNamespace
 
 import pytest
+import torch
 from test_conversations import CHATML, make_tokenizer, say
 
 from utils.data.mixture import MemoryReader, Shuffled, SourceLog, labels, next_source
@@ -148,18 +150,29 @@ def test_tokens_of_each_source_are_those_of_the_blocks(blocks, tokenizer):
 
 
 def test_the_log_has_the_tokens_and_says_once_what_repeats():
+    accelerator, said = SimpleNamespace(reduce=lambda values, _: values), []
+
     def batch(*epochs):
         places = {"0": {"tokens": [10, 5], "epochs": [0, 0]}}
-        return {"position": places | {"1": {"tokens": [7, 0], "epochs": list(epochs)}}}
+        places |= {"1": {"tokens": [7, 0], "epochs": list(epochs)}}
+        blocks = dict(source=torch.tensor([0, 0]), targets=torch.tensor([[1, -100], [1, 2]]))
+        return {"position": places, **blocks, "block_losses": torch.tensor([1.0, 2.0])}
 
-    said, log = [], SourceLog(["data/chats.jsonl", "org/texts"])
+    def figures(log, *batches):
+        return log.figures(accelerator, list(batches), said.append)
+
+    log = SourceLog(["data/chats.jsonl", "org/texts"])
     expected = {"tokens_seen/chats.jsonl": 17, "tokens_seen/texts": 5}
-    assert log.figures(batch(0, 0), said.append) == expected and not said
+    expected |= {"loss/chats.jsonl": 1.0, "loss/texts": None}
+    assert figures(log, batch(0, 0)) == expected and not said
+    other = batch(0, 0) | {"source": torch.tensor([1, 0])}
+    both = figures(log, batch(0, 0), other)
+    assert both["loss/texts"] == 1.0 and both["loss/chats.jsonl"] == 5 / 5
     for _ in range(2):
-        log.figures(batch(2, 0), said.append)
+        figures(log, batch(2, 0))
         assert said == ["--dataset data/chats.jsonl is exhausted and repeats: pass 3"]
     continued = SourceLog(["data/chats.jsonl", "org/texts"], batch(2, 0)["position"])
-    continued.figures(batch(2, 1), said.append)
+    figures(continued, batch(2, 1))
     assert said[1:] == ["--dataset org/texts is exhausted and repeats: pass 2"]
-    assert SourceLog(["synthetic"]).figures({}, said.append) == {}
+    assert figures(SourceLog(["synthetic"]), {}) == {}
     assert labels(["a/x.jsonl", "b/x.jsonl", "c"]) == ["x.jsonl", "x.jsonl_2", "c"]

@@ -4,6 +4,7 @@ Needs the packages in scripts/requirements_lm.txt.
 """
 
 import contextlib
+import math
 
 import torch
 from torch.nn import functional as F
@@ -26,7 +27,9 @@ def chunk_loss(model):
     `targets`, int64 [batch, time], are the tokens that follow: -100 is none. The result is the sum
     of their cross entropies in nats, a float32 scalar. The logits of a large vocabulary never exist
     at once: only of positions with a target, some at a time, and the backward pass computes them
-    again. Without `targets`, as in `generate`, the forward pass is as before.
+    again. Without `targets`, as in `generate`, the forward pass is as before. With `per_block`, the
+    result is a tuple: the sum, and float32 [batch], that of each block, without a gradient (NaN if
+    the model computes its own loss).
 
     This happens within the forward pass of the prepared model, so that the hooks of DDP and FSDP
     run. Between the last hidden states and the logits a model may scale or cap them, so its own
@@ -46,23 +49,38 @@ def chunk_loss(model):
         finally:
             backbone.forward = computes
 
-    def loss_of(hidden, targets, outputs):
+    def loss_of(hidden, targets, outputs, reduction="sum"):
         logits = logits_of(hidden[None], type(outputs)).logits[0].float()
-        return F.cross_entropy(logits, targets, reduction="sum")
+        return F.cross_entropy(logits, targets, reduction=reduction)
 
-    def forward(*args, targets=None, **kwargs):
+    def losses_of(hidden, targets, blocks, outputs, count):
+        losses = loss_of(hidden, targets, outputs, "none")
+        of_block = F.one_hot(blocks, count) * losses.detach()[:, None]
+        return losses.sum(), of_block.sum(0)
+
+    def forward_per_block(outputs, parts, blocks, count):
+        sums = [
+            recompute(losses_of, *part, some, outputs, count, use_reentrant=False)
+            for part, some in zip(parts, blocks, strict=True)
+        ]
+        return [sum(some) for some in zip(*sums, strict=True)]
+
+    def forward(*args, targets=None, per_block=False, **kwargs):
         kwargs = {name: value for name, value in kwargs.items() if value is not None}
         experts = getattr(causal.config, "output_router_logits", False)
         if targets is None:
             # `generate` fails if it is asked for the balance of experts, too.
             return original(*args, **({"output_router_logits": False} if experts else {}), **kwargs)
+        count, length = targets.shape
+        of_blocks = targets.new_zeros(count, dtype=torch.float32)
         if _flattens(causal):
             kwargs, targets = _flat(kwargs), targets.flatten()[None]
         if causal.own_loss:
-            count = (targets >= 0).sum().clamp(min=1)
+            number = (targets >= 0).sum().clamp(min=1)
             # A cache would make `transformers` forget that packed documents are several.
             own = {**kwargs, "use_cache": False, "labels": targets, "shift_labels": targets}
-            return original(**own).loss * count
+            total = original(**own).loss * number
+            return (total, of_blocks + math.nan) if per_block else total
         extra = {"output_router_logits": True} if experts else {}
         outputs = backbone(**{**kwargs, **extra, "use_cache": False})
         chosen = (targets >= 0).flatten().nonzero()[:, 0]
@@ -70,7 +88,10 @@ def chunk_loss(model):
         targets = targets.flatten()[chosen]
         size = max(1, LOGITS // causal.config.get_text_config().vocab_size)
         parts = list(zip(hidden.split(size), targets.split(size), strict=True))
-        if len(parts) == 1 or not torch.is_grad_enabled():
+        if per_block and len(targets):
+            blocks = (chosen // length).split(size)
+            total, of_blocks = forward_per_block(outputs, parts, blocks, count)
+        elif len(parts) == 1 or not torch.is_grad_enabled():
             total = sum(loss_of(*part, outputs) for part in parts)
         else:
             total = sum(recompute(loss_of, *part, outputs, use_reentrant=False) for part in parts)
@@ -80,7 +101,7 @@ def chunk_loss(model):
             routers = dict(router_logits=outputs.router_logits)
             balance = logits_of(hidden[None, :1], type(outputs), **routers)
             total = total + causal.router_aux_loss_coef * balance.aux_loss * len(targets)
-        return total
+        return (total, of_blocks) if per_block else total
 
     causal.own_loss = backbone is causal or not _computes_logits(causal, logits_of)
     causal.forward = forward

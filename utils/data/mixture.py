@@ -6,6 +6,7 @@ import math
 from pathlib import Path
 
 import torch
+from torch.nn.functional import one_hot
 
 from utils.data.conversations import Document
 from utils.data.lanes import gather_position
@@ -112,22 +113,32 @@ class SourceLog:
         self._said = [0] * len(names)
         self._announce(position or {}, lambda line: None)
 
-    def figures(self, batch, say):
-        """Gathers how many tokens of each source were seen; call it on every process.
+    def figures(self, accelerator, batches, say):
+        """Gathers the loss and the tokens seen of each source; call it on every process.
 
         Args:
-            batch (dict): the newest batch.
+            batches (list[dict]): of the newest step. `block_losses` of each: the sums of the losses
+                of its blocks, in nats.
             say: prints a line, if a source begins another pass.
 
         Returns:
-            dict: `tokens_seen/LABEL` -> int.
+            dict: `tokens_seen/LABEL` -> int; `loss/LABEL` -> float, nats per target of the step;
+            None if it has no target of that source, or the model computes its own loss.
         """
         if len(self._names) == 1:
             return {}
-        position = gather_position(batch)
+        totals = 0
+        for batch in batches:
+            columns = torch.stack([batch["block_losses"], (batch["targets"] >= 0).sum(1)], 1)
+            of_source = one_hot(batch["source"], len(self._names)).double()
+            totals = totals + of_source.T @ columns.double()
+        totals = accelerator.reduce(totals, "sum").tolist()
+        losses = [t / count if count and math.isfinite(t) else None for t, count in totals]
+        position = gather_position(batches[-1])
         self._announce(position, say)
         seen = [sum(some) for some in zip(*(p["tokens"] for p in position.values()), strict=True)]
-        return {f"tokens_seen/{label}": n for label, n in zip(self.labels, seen, strict=True)}
+        named = {f"tokens_seen/{label}": n for label, n in zip(self.labels, seen, strict=True)}
+        return named | {f"loss/{label}": x for label, x in zip(self.labels, losses, strict=True)}
 
     def _announce(self, position, say):
         for source, name in enumerate(self._names):

@@ -159,7 +159,7 @@ class TokenStream(LaneStream):
         )
 
     def collate(self, samples):
-        """Tensors of blocks; `ids` are their places in this batch."""
+        """Tensors of blocks; `ids` are their places in this batch, `source` where they are from."""
         batch = {name: torch.stack([sample[name] for sample in samples]) for name in samples[0]}
         return {**batch, "ids": torch.arange(len(samples))}
 
@@ -213,7 +213,7 @@ class _Lane:
                 seen[source] += blocks[source].tokens_of(index)
                 place = following if taken + 1 == len(order) else {**start, "taken": taken + 1}
                 self.position = {**place, "tokens": list(seen), "epochs": epochs}
-                yield blocks[source][index]
+                yield {**blocks[source][index], "source": torch.tensor(source)}
             if not order:  # too long for a block, or nothing to learn
                 self.position = {**following, "tokens": seen, "epochs": epochs}
 

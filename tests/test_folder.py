@@ -369,8 +369,9 @@ def test_failed_checkpoints_are_counted_in_a_row(tmp_path, capsys):
     save(run, 9)
     run._accelerator.failing = True
     save(run, 12)
+    save(run, 13)
     with pytest.raises(
-        RunFailed, match=r"2 checkpoints in a row could .* is of step 9. Make"
+        RunFailed, match=r"3 checkpoints in a row could .* is of step 9. Make"
     ) as it:
         save(run, 14)
     assert it.value.retry and str(tmp_path) in str(it.value)
@@ -378,6 +379,7 @@ def test_failed_checkpoints_are_counted_in_a_row(tmp_path, capsys):
         True,
         False,
         True,
+        False,
         False,
         False,
     ]

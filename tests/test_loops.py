@@ -40,10 +40,10 @@ def save(run, outcomes):
 
 
 def test_only_failures_in_a_row_end_a_run(saving):
-    save(saving, [False, True] * 5 + [False])
-    with pytest.raises(RunFailed, match="2 checkpoints in a row could not be written") as error:
+    save(saving, [False, False, True] * 5 + [False, False])
+    with pytest.raises(RunFailed, match="3 checkpoints in a row could not be written") as error:
         save(saving, [False])
-    assert "the last one is of step 10" in str(error.value)
+    assert "the last one is of step 15" in str(error.value)
 
 
 def test_a_file_that_the_manifest_does_not_name_is_not_loaded(tmp_path):

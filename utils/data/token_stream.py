@@ -142,6 +142,11 @@ class TokenStream(LaneStream):
     def from_args(cls, args, accelerator, tokenizer, sources, position=None):
         """Creates the share of this process from the command-line arguments, at `position`."""
         check_lanes(accelerator, LANES)
+        if any("readers" not in place for place in (position or {}).values()):
+            raise UserError(
+                "this run with --streaming was begun by an earlier version, whose position in the "
+                "data cannot be continued: use another --output_dir"
+            )
         micro_batch = args.batch_size // args.gradient_accumulation_steps
         return cls(
             sources,

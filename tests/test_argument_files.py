@@ -60,6 +60,8 @@ def test_only_in_the_place_of_a_flag_is_it_a_file(parse, tmp_path):
     assert args.mixture == ["@x", "y"] and args.lr == 0.1
     args = parse(["--size", "1", "2", "@a.args"])
     assert args.size == [1, 2] and args.lr == 0.1
+    with pytest.raises(UserError, match="argument --size: invalid int value"):
+        parse(["--size", "1", "@a.args"])  # its second value
     for words in (["--flag", "@a.args"], ["--compile", "@a.args"]):
         assert parse(words).lr == 0.1
     assert parse(["--", "@a.args"]).rest == ["@a.args"]
@@ -70,6 +72,7 @@ def test_only_in_the_place_of_a_flag_is_it_a_file(parse, tmp_path):
     [
         ("lr 0.1", "line 1: must be one flag and its value, such as --lr 0.1, not 'lr 0.1'"),
         ("\n--lr 0.1 --flag", "line 2: must be one flag and its value"),
+        ("--flag --lr", "line 1: must be one flag and its value"),
         ("@b.args", "line 1: must be one flag"),
         ("--prompt 'a", "line 1: No closing quotation"),
         ("--speed 3", "unrecognized arguments: --speed"),

@@ -24,6 +24,13 @@ def test_a_run_ends_after_so_many_evaluations_without_a_better_score():
     assert scored(Best(1), 0.5, float("nan")) == [False, True]
 
 
+def test_nothing_is_the_best_before_the_first_evaluation():
+    best = Best(1)
+    assert not best.improved_at(0) and not best.improved_at(None) and not best.out_of_patience()
+    best.add(4, 0.5, 1.0)
+    assert best.improved_at(4) and not best.improved_at(5)
+
+
 def test_the_count_is_in_the_checkpoint():
     best = Best(3)
     scored(best, 0.5, 0.4, 0.3)

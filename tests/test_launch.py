@@ -248,6 +248,7 @@ def test_the_fastest_algorithms_if_they_are_asked_for(monkeypatch):
 
     monkeypatch.setattr(torch, "use_deterministic_algorithms", refuse)
     monkeypatch.setattr(torch.backends.cudnn, "benchmark", False)
+    monkeypatch.setattr(torch.backends.cudnn, "deterministic", False)  # as PyTorch starts
     launch._set_up_gpus(1, deterministic=False)
     assert torch.backends.cudnn.benchmark is True
     assert torch.backends.cudnn.deterministic is False

@@ -1,5 +1,6 @@
 """What is said when memory runs out."""
 
+import sys
 from types import SimpleNamespace
 
 import pytest
@@ -10,8 +11,8 @@ from utils.run import failures, memory
 
 @pytest.fixture(autouse=True)
 def restored(monkeypatch):
-    for name in ("_ways", "_micro_batch_size", "_folder"):
-        monkeypatch.setattr(memory, name, getattr(memory, name))
+    for name, value in (("_ways", []), ("_micro_batch_size", None), ("_folder", None)):
+        monkeypatch.setattr(memory, name, value)
 
 
 def test_what_lowers_memory_depends_on_the_script_and_comes_cheapest_first(monkeypatch):
@@ -29,6 +30,9 @@ def test_what_lowers_memory_depends_on_the_script_and_comes_cheapest_first(monke
     memory.remember(args, shards=False)
     line = memory.message(3, "why")
     assert "bf16" in line and not any(word in line for word in ("--activation", "--lora", "FSDP"))
+    monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", "")
+    memory.remember(args, shards=False)
+    assert "bf16" in memory.message(3, "why")
     memory.remember(SimpleNamespace(), shards=False)
     assert "--gradient" not in memory.message(3, "why")
 
@@ -50,7 +54,15 @@ def test_the_memory_of_a_gpu_and_its_snapshot_are_named(tmp_path, monkeypatch):
     memory.remember_folder(tmp_path)
     assert f"{usage}; {path} for pytorch.org/memory_viz)" in memory.message(2, "")
     assert written == [path]
+
+    def full(path):
+        raise OSError("no space left")
+
+    gpu.memory._dump_snapshot = full
+    assert f"{usage})" in memory.message(2, "")
     gpu.is_initialized = lambda: False
+    assert "GiB" not in memory.message(2, "")
+    monkeypatch.delitem(sys.modules, "torch")
     assert "GiB" not in memory.message(2, "")
 
 
@@ -66,6 +78,9 @@ def test_processes_that_the_kernel_ended_are_counted(tmp_path):
     (job / "memory.events").write_text("oom_kill many\n")
     assert memory.kills(tmp_path / "groups", own) == 0
     assert memory.kills(tmp_path / "groups", tmp_path / "nowhere") == 0
+    (tmp_path / "groups" / "memory.events").write_text("oom_kill 4\n")  # of the root
+    own.write_text("0::/elsewhere\n")
+    assert memory.kills(tmp_path / "groups", own) == 4
     own.write_text("3:memory:/other\n")  # version 1
     assert memory.kills(tmp_path / "groups", own) == 0
 

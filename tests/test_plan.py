@@ -38,6 +38,23 @@ def test_continues_at_any_step_with_the_batches_that_are_left(start):
     assert walk(plan, start) == walk(plan)[start:]
 
 
+def test_it_ends_before_the_next_step_once_all_is_done():
+    plan, seen = Plan(total_steps=7, steps_per_epoch=3), []
+    for epoch, remaining in plan.epochs(done=lambda: len(seen) == 4):
+        for step, _ in remaining.steps(range(3)):
+            seen.append((epoch, step))
+    assert seen == [(0, 1), (0, 2), (0, 3), (1, 4)]
+    assert list(plan.epochs(done=lambda: True)) == []
+
+
+def test_where_it_is_can_be_seen(monkeypatch):
+    moves = []
+    monkeypatch.setattr("utils.run.plan.place.moved", lambda *where: moves.append(where))
+    monkeypatch.setattr("utils.run.plan.place.step", 9)
+    walk(Plan(total_steps=2, steps_per_epoch=2, accumulation=2))
+    assert moves == [(1,), (9, 1), (9, 2), (2,), (9, 1), (9, 2)]
+
+
 def test_the_loader_may_have_more_batches_than_the_plan_uses():
     plan, loader = Plan(total_steps=2, steps_per_epoch=3), iter(range(10))
     (_, remaining), *others = plan.epochs()

@@ -41,6 +41,7 @@ def test_a_run_goes_on_longer_without_a_jump():
 
 def test_a_warm_up_may_be_a_fraction_of_steps():
     assert rates("linear", 5, 0.5)[:2] == [0.6667, round(4 / 4.5, 4)]
+    assert multiplier("linear", 2, 10, 2) == 1  # the first step after it
 
 
 @pytest.mark.parametrize("value", [*NAMES, "cosine:0.1", "wsd:0", "linear:1"])

@@ -90,7 +90,7 @@ def kills(groups="/sys/fs/cgroup", own="/proc/self/cgroup"):
     with contextlib.suppress(OSError, ValueError, StopIteration):
         lines = Path(own).read_text().splitlines()
         path = next(line for line in lines if line.startswith("0::"))[3:]
-        folder = Path(groups, path.lstrip("/"))
+        folder = Path(f"{groups}{path}")
         # In a container the path may be that on its host: then its root shows the events.
         for group in (folder, *folder.parents):
             if group.is_relative_to(groups) and (group / "memory.events").exists():

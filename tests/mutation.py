@@ -65,7 +65,6 @@ GOALS = {
     "utils/run/schedule.py": OTHERS,
     "utils/run/best.py": OTHERS,
     "utils/run/argument_files.py": OTHERS,
-    "utils/run/stacks.py": OTHERS,
     "utils/run/memory.py": OTHERS,
     "utils/data/augment.py": OTHERS,
     "utils/data/loaders.py": OTHERS,

@@ -160,6 +160,28 @@ MUTANTS = [
         "if not _stacks else",
         "test_stacks.py -k asks_all",
     ),
+    # ------------------------------------------------------------------------------------- metadata.csv
+    Mutant(
+        "a table names files outside of its folder",
+        "utils/data/metadata.py",
+        "if os.path.isabs(path) or path.split(os.sep)[0] == os.pardir:",
+        "if os.path.isabs(path):",
+        "test_metadata.py -k outside",
+    ),
+    Mutant(
+        "rows without an image are kept",
+        "utils/data/metadata.py",
+        "enumerate(own) if path in images]",
+        "enumerate(own)]",
+        "test_metadata.py -k no_partner",
+    ),
+    Mutant(
+        "the split of a row is ignored",
+        "utils/data/metadata.py",
+        'if split or "split" not in table.features:',
+        "if True:",
+        "test_metadata.py -k says_the_split",
+    ),
     # ------------------------------------------------------------------------------------- rare classes
     Mutant(
         "class weights are normalized over the images of a process",

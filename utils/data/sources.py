@@ -11,11 +11,11 @@ from dataclasses import dataclass, field
 import numpy as np
 from PIL import Image
 
-from utils.data import array_files, image_folder, pixels, synthetic
+from utils.data import array_files, image_folder, metadata, pixels, synthetic
 from utils.data.images import Images
 from utils.data.report import LeftOut, count_classes, describe_images
 from utils.data.scan import Scanner
-from utils.data.storage import Rows
+from utils.data.storage import Files, Rows
 from utils.data.tables import (
     LISTS,
     METADATA,
@@ -61,9 +61,9 @@ def find_images(
     script has to choose by results on test data.
 
     Args:
-        name (str): a folder with one sub-folder per class, with or without splits; a Hub id or a
-            folder in the Hub's layout; a single file with a table, or with arrays (see
-            `array_files`); or `synthetic`.
+        name (str): a folder with one sub-folder per class, with or without splits, or with
+            `metadata.csv` (see `metadata`); a Hub id or a folder in the Hub's layout; a single file
+            with a table, or with arrays (see `array_files`); or `synthetic`.
         seed (int): seed of the split and of `synthetic`.
         val_fraction (float | None): share of each class for the split; 0: none. None: 0.1 if there
             is no `test` split either, else 0. Which images is a deterministic function of the seed
@@ -138,7 +138,8 @@ def _find(name, seed, image_column, label_column, class_names=None):
     if path and path.is_file() and path.suffix.lower() in array_files.SUFFIXES:
         return *array_files.find(name, path, class_names), LeftOut()
     if path and path.is_dir():
-        found = image_folder.find(path.resolve(), ALTERNATIVES, class_names)
+        found = _from_metadata(name, path.resolve(), image_column, label_column, class_names)
+        found = found or image_folder.find(path.resolve(), ALTERNATIVES, class_names)
     return found or _from_table(name, path, image_column, label_column, class_names)
 
 
@@ -204,17 +205,53 @@ def _from_table(name, path, image_column, label_column, class_names):
         raise UserError(
             f"--dataset {name} has no train split, only {', '.join(tables)}; {ALTERNATIVES}"
         )
-    from utils.data import columns, labels  # here, because they import `datasets`
+    from utils.data import columns  # here, because it imports `datasets`
 
     features = next(iter(used.values())).features
     image_column = columns.find_image_column(name, features, image_column)
     label_column = columns.find_label_column(name, features, label_column, image_column)
-    read, names = labels.read_labels(name, used, label_column, class_names)
     # Paths in a file start at its folder, as in a list of files that lies next to them.
     folder = path.parent if path and path.is_file() else path
     suffix = path.suffix.lower() if path else ""
     if files:
         suffix = files["train"][0].suffix.lower()
+
+    def source_of(split):
+        place = f"{name}, {split} split"
+        return columns.image_rows(used[split], image_column, place, folder, suffix in LISTS)
+
+    return _labeled(name, used, label_column, class_names, source_of, left_out)
+
+
+def _from_metadata(name, root, image_column, label_column, class_names):
+    """What `_find` returns, for a folder whose metadata has a column of classes; None: another."""
+    files = {} if describes_itself(root) else metadata.find(root)
+    if not files:
+        return None
+    left_out = LeftOut()
+    tables, paths = metadata.read(name, root, files, image_column or "file_name", left_out)
+    if not tables:
+        return None
+    if "train" not in tables and class_names is None:
+        raise UserError(f"--dataset {name} has no train split, only {', '.join(tables)}")
+    from utils.data import columns  # here, because it imports `datasets`
+
+    features = next(iter(tables.values())).features
+    if label_column is None and not any(label in features for label in columns.LABEL_NAMES):
+        return None  # the classes are the folders
+    label_column = columns.find_label_column(name, features, label_column, image_column)
+
+    def source_of(split):
+        return Files(root, paths[split])
+
+    return _labeled(name, tables, label_column, class_names, source_of, left_out)
+
+
+def _labeled(name, tables, label_column, class_names, source_of, left_out):
+    """What `_find` returns, for tables by split; `source_of(split)` reads the images of one."""
+    from utils.data import labels  # here, because it imports `datasets`
+
+    read, names = labels.read_labels(name, tables, label_column, class_names)
     splits = {}
     for split, values in read.items():
         missing = np.flatnonzero(values < 0)
@@ -228,10 +265,7 @@ def _from_table(name, path, image_column, label_column, class_names):
                 f"label, or -1, in the column {label_column} (the first is row {missing[0]}): "
                 "filter them out"
             )
-        source = columns.image_rows(
-            used[split], image_column, f"{name}, {split} split", folder, suffix in LISTS
-        )
-        splits[split] = Images(source, np.arange(len(values)), values)
+        splits[split] = Images(source_of(split), np.arange(len(values)), values)
     return splits, names, left_out
 
 

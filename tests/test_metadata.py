@@ -1,0 +1,107 @@
+"""Folders of images whose classes are in metadata.csv."""
+
+import json
+
+import pytest
+from PIL import Image
+
+from utils.data.sources import find_images, find_to_evaluate
+from utils.run.failures import UserError
+
+KINDS = ["cat", "dog"]
+
+
+def make(root, files):
+    for number, file in enumerate(files):
+        (root / file).parent.mkdir(parents=True, exist_ok=True)
+        Image.new("RGB", (20, 20), (number, 0, 0)).save(root / file)
+
+
+def rows(files, header="file_name,label", more=lambda i: ""):
+    lines = [f"{file},{KINDS[i % 2]}{more(i)}" for i, file in enumerate(files)]
+    return "\n".join([header, *lines]) + "\n"
+
+
+FLAT = [f"{i}.png" for i in range(20)]
+
+
+@pytest.mark.parametrize("folder", ["", "images/", "by_day/monday/"])
+def test_the_classes_are_in_the_table_and_not_in_the_folders(folder, tmp_path):
+    files = [f"{folder}{file}" for file in FLAT]
+    make(tmp_path, files)
+    (tmp_path / "metadata.csv").write_text(rows(files))
+    data = find_images(str(tmp_path), val_fraction=0.2)
+    assert data.class_names == KINDS and not any("left out" in line for line in data.details)
+    assert {split: len(images) for split, images in data.splits.items()} == {"train": 16, "val": 4}
+    for images in data.splits.values():
+        for index, label in enumerate(images.labels):
+            number = int(images.portable_name(index).removeprefix(folder).removesuffix(".png"))
+            assert label == number % 2
+            assert images.open(index).pixels()[0, 0, 0] == number
+
+
+def test_a_column_says_the_split(tmp_path):
+    make(tmp_path, FLAT)
+    split = ["train", "validation", "test", "train"]
+    table = rows(FLAT, "file_name,label,split", lambda i: f",{split[i // 2 % 4]}")
+    (tmp_path / "metadata.csv").write_text(table)
+    data = find_images(str(tmp_path))
+    sizes = {split: len(images) for split, images in data.splits.items()}
+    assert sizes == {"train": 10, "val": 6, "test": 4}
+    assert find_to_evaluate(str(tmp_path), KINDS).splits.keys() == {"test"}
+    (tmp_path / "metadata.csv").write_text(table.replace("validation", "holdout"))
+    with pytest.raises(UserError, match=r"is holdout: it must be train, val or test"):
+        find_images(str(tmp_path))
+
+
+def test_each_split_may_have_a_table(tmp_path):
+    for split in ("train", "test"):
+        make(tmp_path / split, FLAT)
+        lines = [{"file_name": file, "label": i % 2} for i, file in enumerate(FLAT)]
+        text = "".join(json.dumps(line) + "\n" for line in lines)
+        (tmp_path / split / "metadata.jsonl").write_text(text)
+    data = find_images(str(tmp_path), val_fraction=None)
+    assert data.class_names == ["0", "1"]
+    assert {split: len(images) for split, images in data.splits.items()} == {
+        "train": 20,
+        "test": 20,
+    }
+    assert data.splits["test"].portable_name(3) == "test/3.png"
+
+
+def test_what_has_no_partner_is_counted_and_named(tmp_path):
+    make(tmp_path, [*FLAT, "z/extra.png", "z/other.png"])
+    (tmp_path / "metadata.csv").write_text(rows([*FLAT, "gone.png"]))
+    data = find_images(str(tmp_path))
+    assert "left out: rows of metadata.csv without an image: 1 (gone.png)" in data.details
+    assert "left out: images without a row of metadata: 2 (z/extra.png)" in data.details
+    (tmp_path / "metadata.csv").write_text(rows(["gone.png", "lost.png"]))
+    with pytest.raises(UserError, match=r"no row of .*metadata\.csv names an image in its folder"):
+        find_images(str(tmp_path))
+
+
+def test_a_table_without_classes_leaves_them_to_the_folders(tmp_path):
+    files = [f"{KINDS[i % 2]}/{i}.png" for i in range(20)]
+    make(tmp_path, files)
+    text = "\n".join(["file_name,author", *(f"{file},me" for file in files)])
+    (tmp_path / "metadata.csv").write_text(text)
+    assert find_images(str(tmp_path)).class_names == KINDS
+    (tmp_path / "metadata.csv").write_text("path,label\nhere,x\n")
+    assert find_images(str(tmp_path)).class_names == KINDS
+
+
+@pytest.mark.parametrize("path", ["../1.png", "/etc/1.png", "a/../../1.png"])
+def test_no_file_outside_of_the_folder_is_read(path, tmp_path):
+    make(tmp_path, ["1.png"])
+    make(tmp_path / "photos", FLAT)
+    (tmp_path / "photos" / "metadata.csv").write_text(rows([*FLAT, path]))
+    with pytest.raises(UserError, match="which is not in the folder"):
+        find_images(str(tmp_path / "photos"))
+
+
+def test_two_tables_are_an_error(tmp_path):
+    make(tmp_path, FLAT)
+    (tmp_path / "metadata.csv").write_text(rows(FLAT))
+    (tmp_path / "metadata.jsonl").write_text("{}")
+    with pytest.raises(UserError, match=r"has metadata\.csv and metadata\.jsonl: remove"):
+        find_images(str(tmp_path))

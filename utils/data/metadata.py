@@ -1,0 +1,107 @@
+"""A folder of images with a table of their classes, as the `imagefolder` of `datasets` defines it.
+
+    photos/metadata.csv    file_name,label,split    paths start at the folder of the table
+    photos/a/1.jpg
+
+The split is optional. Instead, folders of splits may have a table each: `train/metadata.csv`.
+"""
+
+import os
+
+from utils.data import splits as split_names
+from utils.data.image_folder import EXTENSIONS
+from utils.data.scan import Scanner
+from utils.data.tables import load_table
+from utils.run.failures import UserError
+
+NAMES = ("metadata.csv", "metadata.jsonl", "metadata.parquet")
+
+
+def find(root):
+    """Finds the tables of a folder.
+
+    Returns:
+        dict[str | None, Path]: split -> file; None: a table of the whole folder. {}: there is none.
+
+    Raises:
+        UserError: a folder has two.
+    """
+    whole = _in(root)
+    if whole:
+        return {None: whole}
+    folders = [entry.name for entry in os.scandir(root) if entry.is_dir()]
+    said = split_names.assign(sorted(folders))
+    found = {split: file for name, split in said.items() if (file := _in(root / name))}
+    return found if "train" in found else {}
+
+
+def _in(folder):
+    found = [folder / name for name in NAMES if (folder / name).is_file()]
+    if len(found) > 1:
+        raise UserError(
+            f"{folder} has {found[0].name} and {found[1].name}: remove or rename one of them"
+        )
+    return found[0] if found else None
+
+
+def read(name, root, files, column, left_out):
+    """Reads the rows whose images exist.
+
+    Args:
+        name (str): the data set, for messages.
+        root (Path): its folder.
+        files (dict): what `find` returned.
+        column (str): the one with paths.
+        left_out (LeftOut): gets rows without a file, and images without a row.
+
+    Returns:
+        tuple[dict, dict]: by split, `datasets.Dataset`; and the paths of its images, relative to
+        the root. ({}, {}): a table has no such column.
+
+    Raises:
+        UserError: a path leaves the folder, a split is none, or no row has an image.
+    """
+    images, tables, paths = set(Scanner(root, EXTENSIONS).below()), {}, {}
+    for split, file in files.items():
+        table = load_table(str(file))["train"]
+        if column not in table.features:
+            return {}, {}
+        place = os.path.relpath(file.parent, root)
+        own = [_path(name, file, place, value) for value in table[column]]
+        there = [row for row, path in enumerate(own) if path in images]
+        absent = [path for path in own if path not in images]
+        if absent:
+            left_out.add(f"rows of {file.name} without an image", absent[0], len(absent))
+        if not there:
+            raise UserError(f"--dataset {name}: no row of {file} names an image in its folder")
+        table, own = table.select(there), [own[row] for row in there]
+        for part, rows in _by_split(name, table, file, split).items():
+            tables[part], paths[part] = table.select(rows), [own[row] for row in rows]
+    without = sorted(images.difference(*paths.values()))
+    if without:
+        left_out.add("images without a row of metadata", without[0], len(without))
+    return tables, paths
+
+
+def _path(name, file, place, value):
+    """A path as the root sees it."""
+    path = os.path.normpath(os.path.join(place, str(value)))
+    if os.path.isabs(path) or path.split(os.sep)[0] == os.pardir:
+        raise UserError(f"--dataset {name}: {file} names {value}, which is not in the folder")
+    return path
+
+
+def _by_split(name, table, file, split):
+    """The rows of each split: by the folder of the table, or by its column `split`."""
+    if split or "split" not in table.features:
+        return {split or "train": range(len(table))}
+    found = {}
+    for row, value in enumerate(table["split"]):
+        part = split_names.split_of(str(value))
+        if part is None:
+            raise UserError(
+                f"--dataset {name}: the split of {table[row]} in {file} is {value}: it must be "
+                "train, val or test"
+            )
+        found.setdefault(part, []).append(row)
+    return {part: found[part] for part in ("train", "val", "test") if part in found}

@@ -7,10 +7,11 @@
     python scripts/evaluate.py --checkpoint runs/train_images --images holiday/
 
 Reads a run's folder, one of its checkpoints or a `model.safetensors`, written by any launch. Prints
-the accuracy per class and writes `results.json`, `predictions.png` and `confusion_matrix.png`. With
---images, writes `predictions.csv` and `.json`, which list the most likely classes of every image,
-and `contact_sheet.png`. For a run with --ema_decay, uses the averaged weights. If you copy this
-script, also copy `train_cifar.py`, which defines its models.
+the accuracy per class and writes `results.json`, `predictions.png` and `confusion_matrix.png`. For
+train_images.py it also writes `predictions.csv`: the true and the most likely classes of every
+image. With --images, writes `predictions.csv` and `.json`, which list the most likely classes, and
+`contact_sheet.png`. For a run with --ema_decay, uses the averaged weights. If you copy this script,
+also copy `train_cifar.py`, which defines its models.
 """
 
 import contextlib
@@ -175,7 +176,7 @@ def predict(accelerator, model, loader, mean, std):
 
 
 def write_evaluation(args, saved, dataset, logits, labels, class_names, shown="val"):
-    """Writes results.json and the plots, and prints the accuracy of each class."""
+    """Writes results.json, predictions.csv and the plots; prints the accuracy of each class."""
     losses = F.cross_entropy(logits, labels, reduction="none", ignore_index=-1)
     top = logits.topk(min(5, logits.shape[1])).indices
     metrics, predictions = scores.summarize(labels, losses, top), top[:, 0]
@@ -183,17 +184,34 @@ def write_evaluation(args, saved, dataset, logits, labels, class_names, shown="v
     per_class = scores.class_accuracy(labels, predictions, class_names)
     results = {f"{shown}_{key}": value for key, value in metrics.items()}
     results |= {"per_class": per_class, "weights": str(saved.file)}
+    results["per_class_precision"] = scores.class_precision(labels, predictions, class_names)
+    rows = list_predictions(dataset.images, logits, labels, class_names)
+    for row, label in zip(rows, labels.tolist(), strict=True):
+        row["true_class"] = class_names[label] if label >= 0 else ""
     with writing(args, saved, "evaluation") as folder:
         write_json(folder / "results.json", results)
+        write_text(folder / "predictions.csv", as_csv(rows))
         plots.of_images(folder, dataset, samples, class_names)
     width = max(len(one_line(name)) for name in class_names)
     for name, share in per_class.items():
         print(f"  {one_line(name):{width}}  {100 * share:6.2f} %")
+    for row in rows:
+        if not row["classes"]:
+            print(f"unreadable, and left out: {one_line(row['file'])}")
     print_summary(saved, metrics, (labels >= 0).sum().item(), shown, folder)
 
 
-def write_predictions(args, saved, dataset, logits, labels, class_names):
-    """Writes the most likely classes of every image: a CSV file, JSON, and a contact sheet."""
+def list_predictions(images, logits, labels, class_names):
+    """The most likely classes of each image.
+
+    Args:
+        images (Images): of which each has a name.
+        logits: float32 [images, classes].
+        labels: int64 [images]; -1: the image is unreadable.
+
+    Returns:
+        list[dict]: `file`; `classes`, up to five lists of a name and its probability.
+    """
     top = logits.softmax(1).topk(min(5, len(class_names)))
     rows = []
     for index, readable in enumerate((labels >= 0).tolist()):
@@ -201,17 +219,30 @@ def write_predictions(args, saved, dataset, logits, labels, class_names):
         if readable:
             likely = zip(top.indices[index].tolist(), top.values[index].tolist(), strict=True)
         classes = [[class_names[label], round(share, 6)] for label, share in likely]
-        rows.append({"file": dataset.images.name(index), "classes": classes})
-    table = io.StringIO()
+        rows.append({"file": images.name(index), "classes": classes})
+    return rows
+
+
+def as_csv(rows):
+    """What `list_predictions` returns as a table, with `true_class` if the rows have it."""
+    table, ranks = io.StringIO(), max(len(row["classes"]) for row in rows)
+    known = ["file", *(["true_class"] if "true_class" in rows[0] else [])]
     writer = csv.writer(table, lineterminator="\n")
-    columns = ["file"]
-    for rank in range(1, top.indices.shape[1] + 1):
-        columns += [f"class_{rank}", f"probability_{rank}"]
-    writer.writerow(columns)
+    names = [f"{name}_{rank}" for rank in range(1, ranks + 1) for name in ("class", "probability")]
+    writer.writerow([*known, *names])
     for row in rows:
-        writer.writerow([row["file"], *(value for pair in row["classes"] for value in pair)])
+        values = [value for pair in row["classes"] for value in pair]
+        writer.writerow(
+            [*(row[name] for name in known), *values, *[""] * (len(names) - len(values))]
+        )
+    return table.getvalue()
+
+
+def write_predictions(args, saved, dataset, logits, labels, class_names):
+    """Writes the most likely classes of every image: a CSV file, JSON, and a contact sheet."""
+    rows = list_predictions(dataset.images, logits, labels, class_names)
     with writing(args, saved, "predictions") as folder:
-        write_text(folder / "predictions.csv", table.getvalue())
+        write_text(folder / "predictions.csv", as_csv(rows))
         write_json(folder / "predictions.json", rows)
         draw_contact_sheet(folder / "contact_sheet.png", dataset, rows)
     unreadable = sum(not row["classes"] for row in rows)
@@ -320,7 +351,7 @@ def print_summary(saved, metrics, count, split, folder):
     """Prints what was evaluated, how good it is, and where the plots are."""
     images = "images" if split == "all" else f"{split} images"
     summary = f"{metrics['accuracy']:.2%} of {count:,} {images} correct"
-    print(f"{saved.file}: {summary}, loss {metrics['loss']:.4f}; plots in {folder}")
+    print(f"{saved.file}: {summary}, loss {metrics['loss']:.4f}; results and plots in {folder}")
 
 
 def load_state(model, saved, description):

@@ -9,6 +9,7 @@ import os
 import platform
 import shutil
 import sys
+from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
@@ -855,7 +856,8 @@ def test_predictions_and_accuracy_agree_where_outputs_are_equal(tmp_path):
     """Of equal outputs `argmax` and `topk` choose different ones."""
     labels, names = torch.arange(20) % 10, [*"abcdefghij"]
     gray = torch.zeros(40, 3, 8, 8, dtype=torch.uint8)
-    dataset = SimpleNamespace(__getitems__=lambda ids: {"images": gray[: len(ids)]})
+    images = SimpleNamespace(name="image {}".format)
+    dataset = SimpleNamespace(__getitems__=lambda ids: {"images": gray[: len(ids)]}, images=images)
     args = SimpleNamespace(output_dir=str(tmp_path))
     saved = SimpleNamespace(file="model.safetensors", run=tmp_path)
     logits = torch.zeros(20, 10)
@@ -864,6 +866,24 @@ def test_predictions_and_accuracy_agree_where_outputs_are_equal(tmp_path):
     assert found["val_accuracy"] == pytest.approx(0.1)
     predicted = names[logits.topk(5).indices[0, 0]]
     assert found["per_class"] == {name: float(name == predicted) for name in names}
+    rows = list(csv.DictReader((tmp_path / "predictions.csv").open()))
+    assert [row["class_1"] for row in rows] == [predicted] * 20
+    assert [row["true_class"] for row in rows] == [*names, *names] and rows[3]["file"] == "image 3"
+
+
+def test_unreadable_images_are_named_by_evaluate(tmp_path, capsys):
+    labels, names = torch.tensor([0, -1, 1]), ["a", "b"]
+    images = SimpleNamespace(name="image {}".format)
+    gray = torch.zeros(40, 3, 8, 8, dtype=torch.uint8)
+    dataset = SimpleNamespace(__getitems__=lambda ids: {"images": gray[: len(ids)]}, images=images)
+    args = SimpleNamespace(output_dir=str(tmp_path))
+    saved = SimpleNamespace(file="model.safetensors", run=tmp_path)
+    logits = torch.tensor([[2.0, 0.0]] * 3)
+    load_script("evaluate").write_evaluation(args, saved, dataset, logits, labels, names)
+    assert "unreadable, and left out: image 1\n" in capsys.readouterr().out
+    rows = list(csv.DictReader((tmp_path / "predictions.csv").open()))
+    assert [row["true_class"] for row in rows] == ["a", "", "b"]
+    assert [row["class_1"] for row in rows] == ["a", "", "a"]
 
 
 def test_unreadable_images_do_not_count():
@@ -934,6 +954,12 @@ def test_evaluate_finds_the_same_accuracy_and_classifies_a_folder(
     )
     assert results(tmp_path / "a")["val_accuracy"] == done["val_accuracy"]
     assert results(tmp_path / "a")["per_class"] == done["per_class"] and len(done["per_class"]) == 3
+    scored = list(csv.DictReader((tmp_path / "a" / "predictions.csv").open()))
+    assert list(scored[0])[:4] == ["file", "true_class", "class_1", "probability_1"]
+    assert len(scored) == 24 and {Path(row["file"]).parent.name for row in scored} == set(CLASSES)
+    assert all(Path(row["file"]).parent.name == row["true_class"] for row in scored)
+    right = sum(row["true_class"] == row["class_1"] for row in scored)
+    assert right / len(scored) == pytest.approx(done["val_accuracy"])
     checkpoint = reference_run.folder / "checkpoints" / "step_00000008"
     run(None, "scripts/evaluate.py", ["--checkpoint", str(checkpoint)], output_dir=tmp_path / "c")
     assert results(tmp_path / "c")["val_loss"] == pytest.approx(done["val_loss"], rel=1e-5)

@@ -129,6 +129,23 @@ def test_a_signal_to_any_process_stops_all_after_the_same_step(size, delay, proc
     assert len(processes.process.stopping) == size
 
 
+@pytest.mark.parametrize("size", [1, 2, 3])
+def test_all_save_after_the_same_step_if_one_is_asked(size, processes, monkeypatch):
+    monkeypatch.setattr(guard.place, "save_asked", False)
+
+    def train(watched, rank, process):
+        saved = []
+        for step in range(1, 9):
+            if rank == 0 and step == 3:
+                guard.place.save_asked = True
+            watched.should_stop(step, [torch.tensor(0.5)], ids_of(step, rank))
+            saved += [step] * watched.save_asked
+        return saved
+
+    first, *others = processes(size, train)
+    assert len(first) == 1 and 3 <= first[0] <= 5 and others == [first] * (size - 1)
+
+
 def test_the_group_is_of_the_host_and_waits_as_long_as_asked(processes):
     processes(2, walk([0.5]), timeout=77)
     assert processes.groups == [{"backend": "gloo", "timeout": timedelta(seconds=77)}] * 2

@@ -133,13 +133,6 @@ MUTANTS = [
         "test_stacks.py -k does_not_answer",
     ),
     Mutant(
-        "SIGQUIT ends a process",
-        "utils/run/process.py",
-        "signal.signal(signal.SIGQUIT, lambda *_: None)",
-        "pass",
-        "test_stacks.py -k person_asks[signal]",
-    ),
-    Mutant(
         "a checkpoint that a person asked for is one of this process only",
         "utils/run/guard.py",
         "self.save_asked = bool(save)",

@@ -212,12 +212,13 @@ def list_predictions(images, logits, labels, class_names):
     Returns:
         list[dict]: `file`; `classes`, up to five lists of a name and its probability.
     """
-    top = logits.softmax(1).topk(min(5, len(class_names)))
+    top = logits.topk(min(5, len(class_names))).indices  # as the accuracy is computed
+    shares = logits.softmax(1).gather(1, top)
     rows = []
     for index, readable in enumerate((labels >= 0).tolist()):
         likely = []
         if readable:
-            likely = zip(top.indices[index].tolist(), top.values[index].tolist(), strict=True)
+            likely = zip(top[index].tolist(), shares[index].tolist(), strict=True)
         classes = [[class_names[label], round(share, 6)] for label, share in likely]
         rows.append({"file": images.name(index), "classes": classes})
     return rows

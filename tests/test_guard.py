@@ -146,6 +146,23 @@ def test_all_save_after_the_same_step_if_one_is_asked(size, processes, monkeypat
     assert len(first) == 1 and 3 <= first[0] <= 5 and others == [first] * (size - 1)
 
 
+@pytest.mark.parametrize("size", [1, 2])
+def test_who_asks_while_a_save_begins_gets_that_one_only(size, processes, monkeypatch):
+    monkeypatch.setattr(guard.place, "save_asked", False)
+
+    def train(watched, rank, process):
+        watched.should_stop(1, [torch.tensor(0.5)], ids_of(1, rank))
+        guard.place.save_asked = rank == 0 or guard.place.save_asked
+        watched.check(torch.nn.Linear(1, 1))
+        asked = []
+        for step in (2, 3):
+            watched.should_stop(step, [torch.tensor(0.5)], ids_of(step, rank))
+            asked.append(watched.save_asked)
+        return asked
+
+    assert processes(size, train) == [[False, False]] * size
+
+
 def test_the_group_is_of_the_host_and_waits_as_long_as_asked(processes):
     processes(2, walk([0.5]), timeout=77)
     assert processes.groups == [{"backend": "gloo", "timeout": timedelta(seconds=77)}] * 2

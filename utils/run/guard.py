@@ -125,6 +125,7 @@ class Guard:
         self._outcome()
         self._vote(self._recent[-1] if self._recent else None, all_finite(model))
         self._outcome()
+        self.save_asked = False  # the save that follows is the one
 
     def _vote(self, recent, weights_finite=True):
         loss_at = norm_at = 0

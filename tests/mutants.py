@@ -1531,7 +1531,7 @@ MUTANTS = [
     Mutant(
         "checkpoints may fail for ever",
         "utils/run/folder.py",
-        "if self._failed_saves and self._failed_saves == FAILED_SAVES:",
+        "if self._failed_saves == FAILED_SAVES:",
         "if False:",
         "test_faults.py -k keep_failing",
     ),

@@ -6,7 +6,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from test_conversations import CHATML, make_tokenizer, say
+from test_conversations import make_tokenizer, say
 
 from utils.data.mixture import MemoryReader, Shuffled, SourceLog, labels, next_source
 from utils.data.token_stream import TokenStream
@@ -18,9 +18,7 @@ LANES, BLOCK, WEIGHTS = 4, 48, [0.75, 0.25]
 
 @pytest.fixture(scope="module")
 def tokenizer():
-    made = make_tokenizer()
-    made.chat_template = CHATML
-    return made
+    return make_tokenizer()
 
 
 @pytest.fixture(scope="module")

@@ -3,7 +3,7 @@
 import json
 
 import pytest
-from test_conversations import CHATML, make_tokenizer, say
+from test_conversations import make_tokenizer, say
 
 from utils.data.documents import open_documents
 from utils.data.token_stream import TokenStream, load_held_out
@@ -14,9 +14,7 @@ LANES, BLOCK = 6, 48
 
 @pytest.fixture(scope="module")
 def tokenizer():
-    made = make_tokenizer()
-    made.chat_template = CHATML
-    return made
+    return make_tokenizer()
 
 
 @pytest.fixture(scope="module")

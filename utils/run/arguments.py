@@ -308,4 +308,6 @@ class _HelpFormatter(argparse.ArgumentDefaultsHelpFormatter):
             return f"{action.help} (default: 10, fewer in runs of less than 200 steps)"
         if action.default is None or action.default is False:
             return action.help
+        if isinstance(action.default, list):
+            return f"{action.help} (default: {' '.join(action.default)})"
         return super()._get_help_string(action)

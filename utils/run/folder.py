@@ -319,7 +319,7 @@ class RunFolder:
         self.metrics.restart_clock(step)
         self._saved_at = step if written else self._saved_at
         self._failed_saves = 0 if written else self._failed_saves + 1
-        if self._failed_saves and self._failed_saves == FAILED_SAVES:
+        if self._failed_saves == FAILED_SAVES:
             raise RunFailed(
                 f"{self._failed_saves} checkpoints in a row could not be written: "
                 f"the last one is of step {self._saved_at}. Make "

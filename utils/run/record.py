@@ -18,8 +18,9 @@ PATHS = ("dataset", "init_from")  # arguments that may be paths: compared as abs
 # Dense bf16 (before Ampere: fp16) TFLOPS of the tensor cores, summed in float32, of SXM modules and
 # cards. From NVIDIA's data sheets, which often show twice as much, for sparse matrices (that of the
 # RTX 6000 Ada four times as much: 1457, for sparse fp8). Of GeForce cards, which sum in float32 at
-# half the speed, from the row "Peak BF16 Tensor TFLOPS with FP32 Accumulate" of the white papers of
-# their architectures: GA102 (3090), Ada (4090), RTX Blackwell (5090).
+# half the speed, from "Peak BF16 Tensor TFLOPS with FP32 Accumulate" of the white papers of their
+# architectures, as other projects quote them: Ada (4090), RTX Blackwell (5090). That of the 3090 is
+# in tables of other projects only.
 PEAK_TFLOPS = {
     "B200": 2250,
     "H200": 989,

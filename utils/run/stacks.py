@@ -107,7 +107,6 @@ class Watcher:
         states = self._others(request)
         if min(states) == self._rank:
             self._request.unlink(missing_ok=True)
-            failures.remember_stacks(self._folder / "stacks")
             print(f"{reason}: {describe(states, self._ranks)}", file=sys.stderr, flush=True)
             print(f"all stacks: {self._folder}/stacks", file=sys.stderr, flush=True)
 

@@ -126,6 +126,13 @@ MUTANTS = [
         "test_stacks.py -k reported_once",
     ),
     Mutant(
+        "who asks while a save begins gets two",
+        "utils/run/guard.py",
+        "self.save_asked = False  # the save that follows is the one",
+        "pass",
+        "test_guard.py -k who_asks_while",
+    ),
+    Mutant(
         "only the first process says where all are",
         "utils/run/stacks.py",
         "if min(states) == self._rank:",

@@ -925,6 +925,7 @@ def test_class_weights_do_not_depend_on_the_other_images():
     weights = module.class_weights(data, "cpu", args)
     assert weights[labels].mean() == pytest.approx(2 / 3)  # a class has no images
     assert weights[0] * 90 == pytest.approx(weights[2] * 10)
+    assert weights[1] == pytest.approx(100 / 3)  # as of a single image
     images = torch.randint(256, (6, 3, 2, 2), dtype=torch.uint8)
     batch = {"images": images, "labels": torch.tensor([0, 0, 2, 0, 2, 0])}
     color, model = torch.ones(3), torch.nn.Sequential(torch.nn.Flatten(), torch.nn.Linear(12, 3))

@@ -663,14 +663,13 @@ def parse_args():
     )
     group.add_argument(
         "--streaming",
-        action="store_true",
-        help="read the text during training; needs --max_train_steps",
-    )
-    group.add_argument(
-        "--stream_lanes",
+        nargs="?",
+        const=8,
+        default=False,
         type=number(int, 1, most=100_000),  # more than there are processes
-        default=8,
-        help="parts of the stream read in parallel; a multiple of the number of processes",
+        metavar="LANES",
+        help="read the text during training, in so many parallel parts, 8 if not given: a multiple "
+        "of the number of processes; needs --max_train_steps",
     )
     group.add_argument(
         "--shuffle_buffer",

@@ -95,8 +95,6 @@ def build_model(accelerator, config, args):  # EDIT: model
     if args.activation_checkpointing:
         # Keeps only the input of each block and recomputes the rest in the backward pass.
         model.activation_checkpointing_enable({"use_reentrant": False})
-    if args.freeze:
-        adapters.freeze(model, args.freeze.split(","))
     if args.adapter:
         model = adapters.load_adapter(model, args.adapter)
     elif args.lora_rank:
@@ -563,12 +561,6 @@ def parse_args():
         action="store_true",
         help="less memory, a third more computation",
     )
-    group.add_argument(
-        "--freeze",
-        metavar="PATTERNS",
-        help="do not train parameters whose names match one of these, separated by commas, such "
-        "as 'model.embed_tokens.*'",
-    )
     group = parser.add_argument_group("LoRA (adapters beside frozen weights, arXiv:2106.09685)")
     group.add_argument(
         "--lora_rank",
@@ -694,8 +686,6 @@ def parse_args():
             "--dtype bfloat16 is for the frozen weights of LoRA: to compute in bf16 use "
             "mixed_precision: bf16 in the configuration, which keeps weights in float32"
         )
-    if args.freeze and (args.lora_rank or args.adapter):
-        raise UserError("--freeze: with LoRA all weights but the adapters are frozen already")
     if args.streaming and (args.overfit_batch or not args.max_train_steps):
         raise UserError(
             "--streaming needs --max_train_steps, and cannot be combined with --overfit_batch"

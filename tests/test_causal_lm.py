@@ -381,8 +381,6 @@ def test_the_loss_under_the_wrapper_of_peft_is_that_of_the_model():
     ("call", "words"),
     [
         (lambda m: adapters.add_lora(m, 2, 2.0, 0.0, ["nothing"]), "nothing matches no layer"),
-        (lambda m: adapters.freeze(m, ["nothing.*"]), "nothing.* matches no parameter"),
-        (lambda m: adapters.freeze(m, ["*"]), "leaves no parameter"),
         (lambda m: adapters.load_adapter(m, "nowhere"), "adapter_model.safetensors"),
         (lambda m: adapters.merge("nowhere"), "has no adapter/"),
     ],
@@ -391,13 +389,6 @@ def test_what_matches_nothing_is_one_line(call, words):
     with pytest.raises(UserError) as error:
         call(build("llama"))
     assert words in str(error.value)
-
-
-def test_what_is_frozen_stays(tmp_path):
-    model = build("gpt2")
-    adapters.freeze(model, ["transformer.wte.*", "*.ln_1.*"])
-    frozen = [name for name, weight in model.named_parameters() if not weight.requires_grad]
-    assert len(frozen) == 5 and "transformer.wte.weight" in frozen
 
 
 def test_an_adapter_is_exported_with_its_settings(tmp_path):

@@ -64,7 +64,7 @@ SCRIPTS = {
     ),
     "train_gpt.py": (f"{SMALL_GPT} --track none --checkpoint_every 1", write_lines, change_a_line),
     "train_gpt.py --streaming": (
-        f"--streaming --stream_lanes 1 --shuffle_buffer 4 {SMALL_GPT} --track none",
+        f"--streaming 1 --shuffle_buffer 4 {SMALL_GPT} --track none",
         write_lines,
         change_a_line,
     ),

@@ -360,7 +360,7 @@ def test_a_stream_starts_again_at_its_end_and_never_shows_held_out_text(tmp_path
 
 def test_streaming_killed_continues_exactly_also_on_another_topology(shards, tmp_path):
     # --num_workers 1: batches that the worker has prefetched must not be skipped.
-    arguments = f"--dataset {shards} --streaming --stream_lanes 6 --shuffle_buffer 20 --num_workers 1 {SMALL}"
+    arguments = f"--dataset {shards} --streaming 6 --shuffle_buffer 20 --num_workers 1 {SMALL}"
     run("cpu", GPT, arguments, output_dir=tmp_path / "one")
     started = Started("2cpu", GPT, arguments, output_dir=tmp_path / "two")
     started.wait_for("step 25/40")
@@ -373,7 +373,7 @@ def test_streaming_killed_continues_exactly_also_on_another_topology(shards, tmp
 @pytest.mark.slow
 @pytest.mark.parametrize("workers", [0, 1])
 def test_an_error_that_only_one_process_meets_is_printed_by_it(workers, shards, tmp_path):
-    arguments = f"--dataset {shards} --streaming --stream_lanes 6 --shuffle_buffer 4 --num_workers {workers} {SMALL}"
+    arguments = f"--dataset {shards} --streaming 6 --shuffle_buffer 4 --num_workers {workers} {SMALL}"
     wrapped = ["unreadable@40:1", GPT, *arguments.split()]
     done = run("2cpu", "tests/wrapped.py", wrapped, output_dir=tmp_path, check=False)
     errors = [
@@ -703,7 +703,7 @@ def test_a_stream_that_fails_midway_ends_the_run(tmp_path):
         ("2cpu", "--dataset ./nowhere.txt", "no such file or folder"),
         (
             "2cpu",
-            "--dataset synthetic --streaming --max_train_steps 9 --stream_lanes 3",
+            "--dataset synthetic --streaming 3 --max_train_steps 9",
             "multiple of the 2 processes",
         ),
         (None, "--dataset synthetic --streaming", "needs --max_train_steps"),

@@ -23,6 +23,7 @@ ARGUMENTS = {
     f"--track none {MINIMAL}",
     "ema": MINIMAL,
     "export": MINIMAL,
+    "freezing": f"--batch_size 4 --track none {MINIMAL}",
     "folds": f"--dataset synthetic --fold 1 {IMAGES}",
     "layer_decay": f"--dataset synthetic {IMAGES}",
     "model_output": MINIMAL,
@@ -34,7 +35,7 @@ ARGUMENTS = {
     "tracker": MINIMAL,
     "unfreezing": f"--dataset synthetic {IMAGES}",
 }
-PACKAGES = {"model_output": "transformers", "optimizer": "schedulefree"}
+PACKAGES = {"freezing": "peft", "model_output": "transformers", "optimizer": "schedulefree"}
 PACKAGES |= {"several_labels": "torchmetrics"}
 
 

@@ -169,7 +169,6 @@ BAD = {
     "lora_target": ("--model {model} --lora_rank 4 --lora_targets nothing", "nothing"),
     "lora_of_nothing": ("--lora_rank 4", "pretrained"),
     "other_adapter": ("--model {model} --adapter nowhere", "nowhere"),
-    "freeze": ("--freeze nothing.*", "nothing"),
     "bfloat16": ("--dtype bfloat16", "bfloat16"),
     "both_adapters": ("--lora_rank 4 --adapter x", "--adapter"),
     "no_prompts": ("--prompts nowhere.txt", "nowhere.txt"),

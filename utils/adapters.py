@@ -3,7 +3,6 @@
 Needs the packages in scripts/requirements_lm.txt.
 """
 
-import fnmatch
 import json
 import os
 import shutil
@@ -91,23 +90,6 @@ def _attach(model, folder, **options):
         name = sorted(saved ^ own)[0]
         raise UserError(f"the adapter {folder} is that of another model: only {where} has {name}")
     return model
-
-
-def freeze(model, patterns):
-    """Freezes the parameters whose names match a pattern, as names of files do.
-
-    Raises:
-        UserError: a pattern matches none, or together they match all.
-    """
-    names = [name for name, _ in model.named_parameters()]
-    for pattern in patterns:
-        if not fnmatch.filter(names, pattern):
-            raise UserError(f"--freeze {pattern} matches no parameter; there are {names[0]}, ...")
-    for name, weight in model.named_parameters():
-        if any(fnmatch.fnmatchcase(name, pattern) for pattern in patterns):
-            weight.requires_grad_(False)
-    if not any(weight.requires_grad for weight in model.parameters()):
-        raise UserError("--freeze leaves no parameter to train")
 
 
 def save_trained_only(model):

@@ -34,7 +34,7 @@ class LaneStream(torch.utils.data.IterableDataset):
         process, processes = share
         if lanes % processes or micro_batch * processes % lanes:
             raise UserError(
-                f"--stream_lanes {lanes} must be a multiple of the {processes} processes and "
+                f"--streaming: {lanes} lanes must be a multiple of the {processes} processes and "
                 f"divide the micro-batch of {micro_batch * processes} windows over all of them"
             )
         self.micro_batch, self.lanes = micro_batch, {}
@@ -63,7 +63,7 @@ def check_lanes(accelerator, lanes):
     possible = possible_processes(accelerator)
     if any(lanes % processes for processes in possible):
         raise UserError(
-            f"--stream_lanes {lanes} must be a multiple of the {either(possible)} processes"
+            f"--streaming: {lanes} lanes must be a multiple of the {either(possible)} processes"
         )
 
 

@@ -140,14 +140,14 @@ class TextStream(LaneStream):
     @classmethod
     def from_args(cls, args, accelerator, position=None):
         """Creates the share of this process from the command-line arguments, at `position`."""
-        check_lanes(accelerator, args.stream_lanes)
+        check_lanes(accelerator, args.streaming)
         micro_batch = args.batch_size // args.gradient_accumulation_steps
         return cls(
             args.dataset,
             args.text_column,
             args.block_size,
             micro_batch // accelerator.num_processes,
-            lanes=args.stream_lanes,
+            lanes=args.streaming,
             buffer=args.shuffle_buffer,
             seed=args.seed,
             share=(accelerator.process_index, accelerator.num_processes),
@@ -215,7 +215,7 @@ class _Lane:
             # Without this, the next pass would start from the state that was loaded.
             self.rows.set_epoch(self.rows.epoch + 1)
         raise failure(
-            f"--dataset {self.name}: a lane of the stream is empty: use fewer --stream_lanes"
+            f"--dataset {self.name}: a lane of the stream is empty: use fewer, --streaming LANES"
         )
 
 

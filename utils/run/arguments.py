@@ -28,6 +28,7 @@ MAY_CHANGE = {
     "resume",
     "checkpoint_every",
     "keep_checkpoints",
+    "wait_for_checkpoints",
     "log_every",
     "eval_every",
     "patience",
@@ -175,6 +176,12 @@ class Parser(argparse.ArgumentParser):
             type=at_least_1,
             default=2,
             help="newest checkpoints to keep, besides the highest-scoring one",
+        )
+        group.add_argument(
+            "--wait_for_checkpoints",
+            action="store_true",
+            help="train on only when a checkpoint is on disk, instead of writing a copy of the "
+            "state beside the training; less memory by that copy",
         )
         if "push_to_hub" not in leave_out:
             group.add_argument(

@@ -44,7 +44,7 @@ def start(accelerator, folder):
     return writing, error if accelerator.is_main_process else None
 
 
-def finish(accelerator, writing, error, record, keep):
+def finish(accelerator, writing, error, record, keep, group=None):
     """Turns what `save_state` wrote into `checkpoints/step_N`; call it on every process.
 
     If writing fails (a full disk, for example), this prints a warning, and training continues
@@ -55,22 +55,23 @@ def finish(accelerator, writing, error, record, keep):
         record (dict): values to save with it, as JSON. `record["progress"]` has its `step`, and its
             `score` (higher is better, or None), which decides what is kept.
         keep (int): newest checkpoints to keep, besides the highest-scoring one.
+        group: as for `collectives.gather`.
 
     Returns:
         bool: whether the checkpoint was written; the same on every process.
     """
     step = record["progress"]["step"]
-    problem = _first_problem(accelerator, error)
+    problem = _first_problem(accelerator, error, group)
     if problem is None:
         try:
-            files = manifest.hash_and_sync(accelerator, writing)
+            files = manifest.hash_and_sync(accelerator, writing, group)
             if accelerator.is_main_process:
                 target = writing.with_name(f"step_{step:08d}")
                 manifest.complete(writing, target, {**record, "files": files})
         except OSError as write_error:
             error = write_error
-        # No process continues, or exits, before the checkpoint has its final name.
-        problem = _first_problem(accelerator, error)
+        # On no process is it written before the checkpoint has its final name.
+        problem = _first_problem(accelerator, error, group)
     if problem is None and accelerator.is_main_process:
         _prune(writing.parent, keep, target)
     if problem is not None and accelerator.is_main_process:
@@ -267,7 +268,7 @@ def _delete(path):
         print(f"{line}; the next save tries again", file=sys.stderr, flush=True)
 
 
-def _first_problem(accelerator, error):
+def _first_problem(accelerator, error, group):
     """One line about the error of the lowest rank that has one; None: no process has one."""
     line = None if error is None else (str(error).splitlines() or [type(error).__name__])[0]
-    return next((line for line in gather(accelerator, line) if line is not None), None)
+    return next((line for line in gather(accelerator, line, group) if line is not None), None)

@@ -22,19 +22,33 @@ HOST_TIMEOUT = timedelta(hours=3)
 _host_group = None
 
 
-def gather(accelerator, value):
-    """Gathers a picklable value from every process: a list by rank, the same on all of them."""
+def gather(accelerator, value, group=None):
+    """Gathers a picklable value from every process: a list by rank, the same on all of them.
+
+    Args: group: one of `new_group`, for a thread other than the main one.
+    """
     global _host_group
     if accelerator.num_processes == 1:
         return [value]
-    if _host_group is None:
-        _host_group = dist.new_group(backend="gloo", timeout=HOST_TIMEOUT)
-        keep_alive()
     values = [None] * accelerator.num_processes
+    if group is not None:
+        dist.all_gather_object(values, value, group=group)
+        return values
+    if _host_group is None:
+        _host_group = new_group(accelerator)
     with process.waiting_for("the other processes"):
         dist.all_gather_object(values, value, group=_host_group)
     place.moved()
     return values
+
+
+def new_group(accelerator):
+    """Creates a group of all processes for collectives on the CPU; None for a single process."""
+    if accelerator.num_processes == 1:
+        return None
+    group = dist.new_group(backend="gloo", timeout=HOST_TIMEOUT)
+    keep_alive()
+    return group
 
 
 def wait_for_all(accelerator):

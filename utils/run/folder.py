@@ -8,6 +8,8 @@ import math
 import sys
 import time
 import uuid
+from concurrent.futures import Future
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
@@ -22,6 +24,7 @@ from utils.run import (
     model_card,
     process,
     record,
+    saving,
     stacks,
     status,
     tracking,
@@ -36,6 +39,22 @@ from utils.run.metrics import Metrics, memory_bytes, summary
 
 FAILED_SAVES = 3  # in a row that end a run: it would lose more and more work
 LENGTH = {"epochs", "max_train_steps"}
+
+
+@dataclass
+class Save:
+    """A checkpoint that is being written.
+
+    Attributes:
+        future: of whether it was written, and after how many seconds.
+        asked (bool): by the file `save_now`.
+        blocked_seconds (float): how long the training waited for it, at most.
+    """
+
+    step: int
+    future: Future
+    asked: bool
+    blocked_seconds: float
 
 
 class RunFolder:
@@ -69,6 +88,7 @@ class RunFolder:
         self._plan, self._checkpoint, self._earlier = None, None, None
         self._run_id, self._record = uuid.uuid4().hex[:8], None
         self._failed_saves = 0  # in a row
+        self._save = None  # the checkpoint that is being written
         self._best = Best(getattr(args, "patience", None))
         self._evaluated_at, self._identity = None, None
 
@@ -126,6 +146,7 @@ class RunFolder:
         stacks.Watcher(
             self.path, accelerator.process_index, accelerator.num_processes, seconds
         ).start()
+        self._writer = saving.Writer(accelerator)
         if self.is_main:
             process.on_preempted(self._record_preempted)
         step = self.progress.get("step", 0)
@@ -226,11 +247,12 @@ class RunFolder:
 
     def _warn_of_short_grace(self):
         grace, slowest = process.grace_seconds(), self.metrics.slowest_save
-        if launcher.is_elastic() and slowest > grace:
+        # One checkpoint may be under way when the signal comes, and the last one follows.
+        if launcher.is_elastic() and 2 * slowest > grace:
             self.print(
                 f"warning: a checkpoint took {slowest:.0f} s, but the launcher kills its processes "
                 f"{grace:.0f} s after SIGTERM: export "
-                f"TORCH_ELASTIC_SHUTDOWN_TIMEOUT={2 * slowest:.0f}"
+                f"TORCH_ELASTIC_SHUTDOWN_TIMEOUT={3 * slowest:.0f}"
             )
 
     # -------------------------------------------------------------------------------- the loop
@@ -271,7 +293,13 @@ class RunFolder:
         return self._best.out_of_patience()
 
     def save_due(self, step):
-        """Whether to save after `step`: as planned, at a new highest score, and at the end."""
+        """Whether to save after `step`: as planned, at a new highest score, and at the end.
+
+        Call it after each step: it also notes that the checkpoint before is on disk.
+        """
+        future = self._save and self._save.future
+        if future and future.done() and not future.exception():
+            self._note_save()
         improved = self._best.improved_at(step)
         return self._plan.save_due(step, improved) or self.out_of_patience()
 
@@ -284,47 +312,93 @@ class RunFolder:
     def checkpoint(self, step, **state):
         """Yields the folder for `accelerator.save_state`, which becomes `checkpoints/step_N`.
 
-        Every file is hashed and synced to disk before the folder gets its final name. If writing
-        fails, this prints a warning, and training continues on all processes without this
-        checkpoint; after `FAILED_SAVES` failures in a row, the run ends with an error.
+        Waits until the state is copied; a thread then writes it, unless this is the last checkpoint
+        or `--wait_for_checkpoints` is given. Only one checkpoint is written at a time: waits for
+        the one before. Every file is hashed and synced to disk before the folder gets its final
+        name. If writing fails, prints a warning, and training continues on all processes without
+        this checkpoint; after `FAILED_SAVES` failures in a row, the run ends with an error.
 
         Args:
             state: values to save with it, as JSON; after a restart they are in `run.progress`.
         """
         self._check_folder()
         start_time = time.perf_counter()
+        with process.saving():
+            self._finish_save()
         self.metrics.sync()  # the lines up to a checkpoint are not written again after a power cut
         progress = {"step": step, **self._best.record(step), **state}
         progress["train_seconds"] = self.train_seconds()
         last = (self._plan is not None and step == self._plan.total_steps) or self.out_of_patience()
         due = self._plan is not None and self._plan.evaluation_due(step)
         due = progress["evaluation_due"] = due and self._evaluated_at != step
+        wait = last or process.is_stopping() or self._args.wait_for_checkpoints
         with process.saving():
             folder, error = checkpoint.start(self._accelerator, self.path)
+            asked = self.is_main and stacks.answer_save(self.path)
+            writes = []
             try:
-                yield str(folder)
+                with contextlib.nullcontext(writes) if wait else self._writer.captured() as writes:
+                    yield str(folder)
             except (Exception, checkpoint.CheckpointException) as caught:
                 if not checkpoint.is_write_error(caught):
                     raise
                 error = caught
             saved = {"progress": progress, **(self._record or {})}
-            keep = self._args.keep_checkpoints
-            written = checkpoint.finish(self._accelerator, folder, error, saved, keep)
-            if self.is_main and stacks.answer_save(self.path):
-                self.print(f"asked by the file save_now: checkpoint of step {step}")
-        if written and last and not due:
+            finish = partial(self._complete, folder, error, saved, start_time)
+            future = self._writer.start(writes, finish)
+            blocked = math.inf if wait else time.perf_counter() - start_time
+            self._save = Save(step, future, asked, blocked)
+            if wait:
+                self._finish_save()
+        if last and not due and self._saved_at == step:
             process.training_ends()
-        seconds = time.perf_counter() - start_time
-        self.metrics.write("checkpoint", step, seconds=seconds, written=written)
         self.metrics.restart_clock(step)
-        self._saved_at = step if written else self._saved_at
+
+    def _complete(self, folder, error, saved, start_time, write_error):
+        """Turns what was written to `folder` into a checkpoint; runs in the writer's thread.
+
+        Returns:
+            tuple[bool, float]: whether it was written; the seconds since `start_time`.
+        """
+        try:
+            error = error or write_error
+            if error is not None and not checkpoint.is_write_error(error):
+                raise error
+            keep, group = self._args.keep_checkpoints, self._writer.group
+            written = checkpoint.finish(self._accelerator, folder, error, saved, keep, group)
+            if not written and self._failed_saves + 1 == FAILED_SAVES:
+                raise RunFailed(
+                    f"{FAILED_SAVES} checkpoints in a row could not be written: the last one is of "
+                    f"step {self._saved_at}. Make {self.path} writable, with enough free space"
+                )
+        except Exception:
+            stacks.place.save_asked = True  # all processes go to `checkpoint`, which raises this
+            raise
+        return written, time.perf_counter() - start_time
+
+    def _finish_save(self):
+        """Waits for the checkpoint that is being written, if there is one."""
+        if self._save is not None:
+            with process.waiting_for("the checkpoint to be written"):
+                saving.wait_for_newest()
+            stacks.place.moved()
+            self._note_save()
+
+    def _note_save(self):
+        """Notes that a checkpoint is on disk, or was not written."""
+        save, self._save = self._save, None
+        written, seconds = save.future.result()
+        self.metrics.write(
+            "checkpoint",
+            save.step,
+            seconds=seconds,
+            blocked_seconds=min(save.blocked_seconds, seconds),
+            written=written,
+        )
+        self._saved_at = save.step if written else self._saved_at
         self._failed_saves = 0 if written else self._failed_saves + 1
-        if self._failed_saves == FAILED_SAVES:
-            raise RunFailed(
-                f"{self._failed_saves} checkpoints in a row could not be written: "
-                f"the last one is of step {self._saved_at}. Make "
-                f"{self.path} writable, with enough free space"
-            )
+        if written and save.asked:
+            self.print(f"asked by the file save_now: checkpoint of step {save.step}")
 
     def train_seconds(self):
         """Seconds since the first step, without the time between an interruption and a restart."""
@@ -360,6 +434,7 @@ class RunFolder:
         Args: figures: final metrics.
         """
         self._check_folder()
+        self._finish_save()
         seconds = self.train_seconds()
         samples = step * self._args.batch_size
         results = {

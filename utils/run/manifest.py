@@ -133,10 +133,12 @@ def verify(path):
     return manifest
 
 
-def hash_and_sync(accelerator, folder):
+def hash_and_sync(accelerator, folder, group=None):
     """Hashes the files in `folder` and syncs them to disk, spread over all processes.
 
     Call it on every process.
+
+    Args: group: as for `collectives.gather`.
 
     Returns:
         dict: name -> `size` in bytes and `sha256`.
@@ -151,7 +153,7 @@ def hash_and_sync(accelerator, folder):
             view = _sizes(folder)
         except OSError as error:  # a file disappeared, or the file system answers later
             view = {str(error): 0}
-        views = gather(accelerator, view)
+        views = gather(accelerator, view, group)
         if all(view == views[0] for view in views):
             break
         time.sleep(0.5)
@@ -177,7 +179,7 @@ def hash_and_sync(accelerator, folder):
         result = {name: {"size": views[0][name], "sha256": _sha256(folder / name)} for name in own}
     except OSError as error:
         result = error
-    results = gather(accelerator, result)
+    results = gather(accelerator, result, group)
     if error := next((result for result in results if isinstance(result, OSError)), None):
         raise error
     return {name: described for result in results for name, described in result.items()}

@@ -14,8 +14,10 @@ Where a signal finds a process, and what follows:
     saving                    finishes the checkpoint, then exits
     after the last save       exits at once; the restart writes the results
 
-The exit code is `PREEMPTED` in each case. A main thread that waits inside C++, for a collective
-say, runs no signal handler: a second thread, which the kernel's notice wakes up, ends the process.
+However a process ends, it first finishes a checkpoint that a thread is writing (`before_exit`), if
+there is time. The exit code is `PREEMPTED` in each case. A main thread that waits inside C++, for a
+collective say, runs no signal handler: a second thread, which the kernel's notice wakes up, ends
+the process.
 """
 
 import contextlib
@@ -34,7 +36,8 @@ PREEMPTED = 75  # EX_TEMPFAIL of sysexits.h: on this exit code a scheduler may r
 STOPPING = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT, signal.SIGHUP)
 # Time that a process has to agree with the others on a last step after its launcher died.
 ORPHAN_SECONDS = 3.5
-# Time to save after that, or after the launcher died if a signal had arrived before.
+# Time to save after that, or after the launcher died if a signal had arrived before; also to finish
+# a checkpoint after an error.
 SAVE_SECONDS = 60
 
 _handles_signals = False  # stays False in a notebook
@@ -45,6 +48,7 @@ _phase = "starting"  # then "training", "saving" while it saves to stop, "finish
 _waits_for = None  # what the main thread waits for, in words
 _on_preempted = None
 _on_quit = None
+_before_exit = None
 
 
 class Interrupted(Exception):
@@ -117,6 +121,12 @@ def on_preempted(hook):
     _on_preempted = hook
 
 
+def before_exit(wait):
+    """Registers `wait(seconds)`, which waits for so long (float) for what must not be cut off."""
+    global _before_exit
+    _before_exit = wait
+
+
 def training_starts():
     """Call this when training starts: from then on the loop notices signals and saves.
 
@@ -141,6 +151,14 @@ def stopping_starts():
     """
     global _phase
     _phase = "saving"
+
+
+def is_stopping():
+    """Whether all processes have agreed to stop: the next checkpoint is the last one.
+
+    Within `saving()`, always.
+    """
+    return _phase == "saving"
 
 
 @contextlib.contextmanager
@@ -264,8 +282,14 @@ def _record(line, retry, before=None):
 
 def _exit(code):
     sys.stdout.flush()
+    _finish_writing(SAVE_SECONDS)
     # Not sys.exit: the destructor of a process group may wait forever for processes that exited.
     os._exit(code)
+
+
+def _finish_writing(seconds):
+    if _before_exit:
+        _before_exit(seconds)
 
 
 def _wait_for_launcher(seconds):
@@ -307,6 +331,7 @@ def _exit_at_once(where):
         # Not print: the main thread may be in the middle of it.
         with contextlib.suppress(OSError):
             os.write(2, f"{reason}{again}\n".encode())
+    _finish_writing(grace_seconds() - (time.monotonic() - _signal_time) - 1)
     os._exit(PREEMPTED)
 
 
@@ -326,6 +351,7 @@ def _end_if_stuck(reader):
         passed = time.monotonic() - (_signal_time or arrived)
         if _phase != "saving" and passed > stop_seconds():
             _signal_name = _signal_name or signal.Signals(signum).name
+            _signal_time = _signal_time or arrived
             place = f"waiting for {_waits_for}" if _waits_for else "in a step or a collective"
             _exit_at_once(
                 f", {place} {passed:.0f} s later: the last checkpoint is valid (for longer steps: "
@@ -345,4 +371,5 @@ def _exit_with_launcher(launcher_id):
         time.sleep(SAVE_SECONDS)
     # Still running: blocked in a collective with a process that has exited, or in a long step. The
     # last checkpoint is valid.
+    _finish_writing(SAVE_SECONDS)
     os._exit(PREEMPTED)

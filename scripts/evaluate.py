@@ -1,24 +1,35 @@
-"""Evaluates a classifier of train_cifar.py or train_images.py, or classifies images with it.
+"""Evaluates the model of a run on what it held out, or on another data set; classifies images.
 
-    python scripts/evaluate.py --checkpoint runs/train_cifar
+    python scripts/evaluate.py runs/train_cifar
     accelerate launch --config_file accelerate_configs/4gpu.yaml scripts/evaluate.py \\
-        --checkpoint runs/train_cifar --tta
-    python scripts/evaluate.py --checkpoint runs/train_images
-    python scripts/evaluate.py --checkpoint runs/train_images --images holiday/
+        runs/train_cifar --tta
+    python scripts/evaluate.py runs/train_images
+    python scripts/evaluate.py runs/train_images --images holiday/
+    python scripts/evaluate.py runs/train_gpt --dataset another.txt
+    python scripts/evaluate.py runs/train_lm
 
-Reads a run's folder, one of its checkpoints or a `model.safetensors`, written by any launch. Prints
-the accuracy per class and writes `results.json`, `predictions.png` and `confusion_matrix.png`. For
-train_images.py it also writes `predictions.csv`: the true and the most likely classes of every
-image. With --images, writes `predictions.csv` and `.json`, which list the most likely classes, and
-`contact_sheet.png`. For a run with --ema_decay, uses the averaged weights. If you copy this script,
-also copy `train_cifar.py`, which defines its models.
+Reads a run's folder, one of its checkpoints or a `model.safetensors`, written by any launch; of
+train_lm.py, the folder of a finished run. Writes `results.json`.
+
+Of a classifier, prints the accuracy per class, and writes `predictions.png`,
+`confusion_matrix.png`, and for train_images.py `predictions.csv`: the true and the most likely
+classes of every image. With --images, writes `predictions.csv` and `.json`, which list the most
+likely classes, and `contact_sheet.png`. For a run with --ema_decay, uses the averaged weights.
+
+Of a language model, prints the loss per byte (train_gpt.py) with its standard error, or per token
+(train_lm.py) with the perplexity, and bits per byte.
+
+If you copy this script, also copy the script of the run, which defines its model (not
+train_images.py).
 """
 
 import contextlib
 import csv
 import io
+import math
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 # Finds `utils` next to this script (a copy) or one folder up (the repository).
 sys.path.insert(1, str(Path(__file__).resolve().parents[1]))
@@ -41,12 +52,14 @@ from utils.data.image_folder import unlabeled
 from utils.data.loaders import evaluation_batch_size, loader_options
 from utils.data.report import agree
 from utils.data.sources import find_images, find_to_evaluate
+from utils.data.text import load_to_evaluate
 from utils.data.transforms import EvalTransform
 from utils.run import cpu, launch, weights
 from utils.run.arguments import WORKERS, Parser
 from utils.run.collectives import local_main_first, run_on_all, run_on_main
 from utils.run.failures import UserError
-from utils.run.files import write_json, write_text
+from utils.run.files import read_json, write_json, write_text
+from utils.run.model_card import AT_THE_TOP
 from utils.run.output import one_line
 
 
@@ -54,17 +67,32 @@ def main():
     args = parse_args()
     loading = DataLoaderConfiguration(split_batches=True)
     accelerator = Accelerator(cpu=launch.check(), dataloader_config=loading)
-    saved = run_on_main(accelerator, lambda: weights.read(args.checkpoint))
-    if saved.config and "preprocessing" in saved.config:
+    if any((Path(args.run) / name).is_dir() for name in AT_THE_TOP):
+        evaluate_lm(accelerator, args, Path(args.run))
+    else:
+        evaluate_weights(accelerator, args)
+    accelerator.end_training()
+
+
+def evaluate_weights(accelerator, args):
+    """Evaluates a model of which this project wrote `model.safetensors` or a checkpoint."""
+    saved = run_on_main(accelerator, lambda: weights.read(args.run))
+    known = (saved.config or {}) | saved.arguments
+    if "preprocessing" in (saved.config or {}):
         evaluate_images(accelerator, args, saved)
     elif args.images:
         raise UserError(
             f"{saved.file} is not from train_images.py: --images needs its record of the "
             "preprocessing"
         )
+    elif "n_embd" in known:
+        evaluate_gpt(accelerator, args, saved)
+    elif "lora_rank" in known:
+        raise UserError(
+            f"{saved.file} is a checkpoint of train_lm.py: give the folder of a finished run"
+        )
     else:
         evaluate_cifar(accelerator, args, saved)
-    accelerator.end_training()
 
 
 # ---------------------------------------------------------------------------------- train_cifar.py
@@ -77,11 +105,6 @@ def evaluate_cifar(accelerator, args, saved):
 
     known = (saved.config or {}) | saved.arguments
     name = args.model or known.get("model")
-    if "n_embd" in known:
-        raise UserError(
-            f"{saved.file} is a GPT: sample from it with `python scripts/train_gpt.py --sample "
-            f"{args.checkpoint}`"
-        )
     if name is None:
         raise UserError(
             f"{saved.file} does not name its model: if it is one of train_cifar.py, give --model"
@@ -113,7 +136,7 @@ def evaluate_cifar(accelerator, args, saved):
     if accelerator.is_main_process:
         results = {f"{shown}_{key}": value for key, value in metrics.items()}
         results |= {"tta": args.tta, "weights": str(saved.file)}
-        with writing(args, saved, "evaluation") as folder:
+        with writing(args, saved.run, "evaluation") as folder:
             write_json(folder / "results.json", results)
             plots.classification(folder, split, predictions, data.class_names)
         print(plots.class_table(split.labels, predictions, data.class_names))
@@ -188,7 +211,7 @@ def write_evaluation(args, saved, dataset, logits, labels, class_names, shown="v
     rows = list_predictions(dataset.images, logits, labels, class_names)
     for row, label in zip(rows, labels.tolist(), strict=True):
         row["true_class"] = class_names[label] if label >= 0 else ""
-    with writing(args, saved, "evaluation") as folder:
+    with writing(args, saved.run, "evaluation") as folder:
         write_json(folder / "results.json", results)
         write_text(folder / "predictions.csv", as_csv(rows))
         plots.of_images(folder, dataset, samples, class_names)
@@ -242,7 +265,7 @@ def as_csv(rows):
 def write_predictions(args, saved, dataset, logits, labels, class_names):
     """Writes the most likely classes of every image: a CSV file, JSON, and a contact sheet."""
     rows = list_predictions(dataset.images, logits, labels, class_names)
-    with writing(args, saved, "predictions") as folder:
+    with writing(args, saved.run, "predictions") as folder:
         write_text(folder / "predictions.csv", as_csv(rows))
         write_json(folder / "predictions.json", rows)
         draw_contact_sheet(folder / "contact_sheet.png", dataset, rows)
@@ -290,7 +313,158 @@ def draw_contact_sheet(path, dataset, rows, columns=8, most=64):
     plots.save(figure, path)
 
 
-# -------------------------------------------------------------------------------------------- both
+# ------------------------------------------------------------------------------------ train_gpt.py
+
+
+def evaluate_gpt(accelerator, args, saved):
+    """Evaluates a model of train_gpt.py on what its run held out, or on another text."""
+    import train_gpt
+
+    refuse_options_of_classifiers(args)
+    model = train_gpt.load_model(saved)
+    text, shown = load_text(accelerator, args, saved)
+    loader = train_gpt.build_eval_loader(accelerator, text, model.block_size)
+    windows = train_gpt.score_windows(accelerator, accelerator.prepare(model), loader, iter)
+    losses, counts = windows.cpu()
+    loss, error = mean_and_error(losses, counts)
+    results = {"loss": loss, "loss_standard_error": error, "bits_per_byte": loss / math.log(2)}
+    spread = "" if error is None else f" ± {error:.4f}"
+    said = f"loss {loss:.4f}{spread} nats per byte, {loss / math.log(2):.4f} bits per byte"
+    said += f", on {int(counts.sum()):,} bytes"
+    results["bytes"] = int(counts.sum())
+    write_figures(accelerator, args, saved.run, saved.file, shown, results, said)
+
+
+def load_text(accelerator, args, saved):
+    """Loads the text to evaluate a model of train_gpt.py on.
+
+    Returns:
+        tuple: uint8 [bytes]; `val`, what the run held out. Of another data set its split `test`, or
+        else `val`, or else `all` of it.
+    """
+    import train_gpt
+
+    recorded = saved.arguments.get("dataset")
+    name = args.dataset or recorded
+    if name is None:
+        raise UserError(f"{saved.file} does not name its data set: give --dataset")
+    trained = SimpleNamespace(**saved.arguments | {"dataset": name})
+
+    def was_moved():  # the data of the run to another place
+        try:
+            return train_gpt.read_text(accelerator, trained)[0].description == trained.data
+        except UserError:  # it is too short to train on, say
+            return False
+
+    if is_same(name, recorded) or (recorded and was_moved()):
+        _, held_out = train_gpt.load_data(accelerator, trained)
+        warn_if_changed(accelerator, name, saved.arguments.get("data"), trained.data)
+        return held_out, "val"
+    column = saved.arguments.get("text_column", "text")
+    shown, data = local_main_first(accelerator, lambda: load_to_evaluate(name, column))
+    agree(accelerator, name, data)
+    return data.held_out, shown
+
+
+def mean_and_error(sums, counts):
+    """The mean loss over all bytes, and its standard error as if windows were independent.
+
+    Args:
+        sums: float64 [windows], the losses of each, of
+        counts: float64 [windows] bytes.
+
+    Returns:
+        tuple[float, float | None]: None: of a single window there is no error.
+    """
+    mean, many = sums.sum() / counts.sum(), len(sums)
+    if many == 1:
+        return mean.item(), None
+    # Of a ratio: windows with fewer bytes than others count less.
+    squares = (sums - mean * counts).square().sum() * many / (many - 1)
+    return mean.item(), (squares.sqrt() / counts.sum()).item()
+
+
+# ------------------------------------------------------------------------------------- train_lm.py
+
+
+def evaluate_lm(accelerator, args, run):
+    """Evaluates a run of train_lm.py on what it held out, or on another data set."""
+    import train_lm
+
+    train_lm.check_packages()
+    refuse_options_of_classifiers(args)
+    recorded = (read_json(run / "args.json") or {}).get("arguments")
+    if not recorded:
+        raise UserError(f"{run} has no args.json, as a run of train_lm.py does")
+    trained = SimpleNamespace(**recorded)
+    model, tokenizer = run_on_all(accelerator, lambda: train_lm.load_trained(run, trained))
+    blocks, shown = load_blocks(accelerator, args, tokenizer, trained)
+    loaders = train_lm.build_eval_loaders(accelerator, blocks, trained.block_size)
+    model = accelerator.prepare(model)
+    train_lm.lm_loss.check(accelerator, model, trained.packed)
+    results = train_lm.evaluate(accelerator, model, loaders, iter)
+    results["tokens"] = sum(some.target_tokens for some in blocks.values())
+    said = f"loss {results['loss']:.4f} nats per token, perplexity {results['perplexity']:.4g}"
+    if "bits_per_byte" in results:
+        said += f", {results['bits_per_byte']:.4f} bits per byte"
+    said += f", on {results['tokens']:,} tokens"
+    file = next(run / name for name in AT_THE_TOP if (run / name).is_dir())
+    write_figures(accelerator, args, run, file, shown, results, said)
+
+
+def load_blocks(accelerator, args, tokenizer, trained):
+    """Loads the blocks of tokens to evaluate a model of train_lm.py on.
+
+    Args:
+        trained: the arguments of the run.
+
+    Returns:
+        tuple: the `Blocks` of each source (dict); `val` or `test`, what the run evaluated. Of
+        another data set its split `test`, or else `val`, or else `all` of it.
+    """
+    import train_lm
+
+    trained.sources = trained.dataset.split() if trained.mixture else [trained.dataset]
+    name, recorded = args.dataset or trained.dataset, trained.data
+    if is_same(name, trained.dataset):
+        _, blocks, shown = train_lm.load_data(accelerator, tokenizer, trained)
+        warn_if_changed(accelerator, name, recorded, trained.data)
+        return blocks, shown
+    try:
+        data = train_lm.load_source(accelerator, tokenizer, name, trained)
+    except UserError:  # it has too few documents to hold some out, say
+        data = None
+    if data is None or data.description != recorded:  # else it was moved
+        trained.subset, trained.streaming, trained.val_fraction = None, False, 0
+        data = train_lm.load_source(accelerator, tokenizer, name, trained)
+    agree(accelerator, name, data)
+    shown = next(split for split in ("test", "val", "train") if split in data.splits)
+    if data.description == recorded and "val" in data.splits:
+        shown = "val"
+    return {name: data.splits[shown]}, "all" if shown == "train" else shown
+
+
+# ------------------------------------------------------------------------------------ both of text
+
+
+def refuse_options_of_classifiers(args):
+    """Raises UserError if an option is given that has no meaning for a language model."""
+    for name in ("images", "tta", "model"):
+        if getattr(args, name):
+            raise UserError(f"{args.run} is a language model: --{name} is for classifiers")
+
+
+def write_figures(accelerator, args, run, file, shown, results, said):
+    """Writes results.json, and prints `said` and where it is; main process only."""
+    if accelerator.is_main_process:
+        figures = {f"{shown}_{name}": value for name, value in results.items()}
+        with writing(args, run, "evaluation") as folder:
+            write_json(folder / "results.json", figures | {"weights": str(file)})
+        split = "all of the data" if shown == "all" else f"split {shown}"
+        print(f"{file}: {said} ({split}); results in {folder}")
+
+
+# --------------------------------------------------------------------------------------------- all
 
 DATA_OPTIONS = ("seed", "val_fraction", "image_column", "label_column")
 
@@ -314,7 +488,7 @@ def load_data(accelerator, args, saved, load, scaling):
     name = args.dataset or recorded
     if name is None:
         raise UserError(f"{saved.file} does not name its data set: give --dataset")
-    same = name == recorded or (recorded and Path(name).resolve() == Path(recorded).resolve())
+    same = is_same(name, recorded)
 
     def load_it():
         try:
@@ -335,10 +509,20 @@ def load_data(accelerator, args, saved, load, scaling):
 
     data = local_main_first(accelerator, load_it)
     agree(accelerator, name, data)
-    trained_on = known.get("data", data.description)
-    if same and trained_on != data.description and accelerator.is_main_process:
-        print(f"warning: trained on other data than that in {name} now: {trained_on}")
+    if same:
+        warn_if_changed(accelerator, name, known.get("data"), data.description)
     return data, name
+
+
+def is_same(name, recorded):
+    """Whether `name` is the data set that a run was trained on, by its Hub id or path."""
+    return name == recorded or (recorded and Path(name).resolve() == Path(recorded).resolve())
+
+
+def warn_if_changed(accelerator, name, trained_on, found):
+    """Prints a warning if the descriptions of a data set in training and now differ."""
+    if trained_on not in (None, found) and accelerator.is_main_process:
+        print(f"warning: trained on other data than that in {name} now: {trained_on}")
 
 
 def check_classes(data, dataset, expected, saved):
@@ -376,13 +560,13 @@ def first_difference(found, expected):
 
 
 @contextlib.contextmanager
-def writing(args, saved, name):
-    """Yields the folder for the output: `--output_dir`, or `name` in the folder of the run.
+def writing(args, run, name):
+    """Yields the folder for the output: `--output_dir`, or `name` in `run`, the folder of the run.
 
     Raises:
         UserError: it cannot be written to.
     """
-    folder = Path(args.output_dir or saved.run / name)
+    folder = Path(args.output_dir or run / name)
     try:
         folder.mkdir(parents=True, exist_ok=True)
         yield folder
@@ -392,11 +576,14 @@ def writing(args, saved, name):
 
 def parse_args():
     parser = Parser(description=__doc__.split("\n")[0])
-    parser.add_argument(
-        "--checkpoint",
-        required=True,
+    group = parser.add_mutually_exclusive_group(required=True)
+    group.add_argument(
+        "run",
+        nargs="?",
+        metavar="RUN",
         help="a run's folder (its final weights), a checkpoint's folder, a .safetensors or a .pth",
     )
+    group.add_argument("--checkpoint", metavar="RUN", help="the same")
     parser.add_argument(
         "--images", metavar="FOLDER", help="classify the images in this folder, or this file"
     )
@@ -415,7 +602,9 @@ def parse_args():
         default=min(8, cpu.cores_per_process()),
         help="processes that decode images",
     )
-    return parser.parse_args()
+    args = parser.parse_args()
+    args.run = args.run or args.checkpoint
+    return args
 
 
 if __name__ == "__main__":

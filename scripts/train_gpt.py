@@ -296,13 +296,9 @@ def load_data(accelerator, args):  # EDIT: data
         tuple: the training set, `Windows`, or None for a stream, which is opened later; the
         held-out bytes, uint8.
     """
-    source = (args.dataset, args.text_column, args.block_size)
-    if args.streaming:
-        train_set, held_out = None, run_on_main(accelerator, lambda: load_held_out(*source))
-        data = run_on_main(accelerator, lambda: describe_stream(args.dataset, held_out))
-    else:
-        data = local_main_first(accelerator, lambda: load_text(*source, args.seed))
-        text, held_out = data.train, data.held_out
+    data, text, held_out = read_text(accelerator, args)
+    train_set = None
+    if not args.streaming:
         if args.overfit_batch:
             text = held_out = text[: args.batch_size * args.block_size + 1]
         # An epoch reads each byte once. All windows have the same length, so micro-batches and
@@ -314,16 +310,28 @@ def load_data(accelerator, args):  # EDIT: data
     return train_set, held_out
 
 
+def read_text(accelerator, args):
+    """Reads the text.
+
+    Returns:
+        tuple: its `description` and `details`; the bytes to train on, uint8, or None for a stream;
+        the held-out bytes, uint8.
+    """
+    source = (args.dataset, args.text_column, args.block_size)
+    if args.streaming:
+        held_out = run_on_main(accelerator, lambda: load_held_out(*source))
+        report = run_on_main(accelerator, lambda: describe_stream(args.dataset, held_out))
+        return report, None, held_out
+    data = local_main_first(accelerator, lambda: load_text(*source, args.seed))
+    return data, data.train, data.held_out
+
+
 def build_loaders(accelerator, train_set, held_out, args):
     """Builds loaders of global batches; `prepare` splits each over the processes.
 
     A stream yields only the share of this process, so it needs no `prepare`.
     """
-    options = loader_options(accelerator)
-    eval_set = Windows(held_out, args.block_size)
-    windows = max(1, 16_384 // args.block_size)
-    eval_batch_size = evaluation_batch_size(accelerator, len(eval_set), windows)
-    eval_loader = accelerator.prepare(DataLoader(eval_set, eval_batch_size, **options))
+    eval_loader = build_eval_loader(accelerator, held_out, args.block_size)
     if args.streaming:
         # At most one worker, which prefetches. The position saved with a checkpoint does not
         # include prefetched batches.
@@ -333,6 +341,14 @@ def build_loaders(accelerator, train_set, held_out, args):
     batch_size = args.batch_size // args.gradient_accumulation_steps
     train_loader = DataLoader(train_set, batch_size, shuffle=True, drop_last=True, **options)
     return accelerator.prepare(train_loader), eval_loader
+
+
+def build_eval_loader(accelerator, held_out, block_size):
+    """Builds the loader of all windows of a text, uint8 [bytes], in their order."""
+    eval_set = Windows(held_out, block_size)
+    windows = max(1, 16_384 // block_size)
+    batch_size = evaluation_batch_size(accelerator, len(eval_set), windows)
+    return accelerator.prepare(DataLoader(eval_set, batch_size, **loader_options(accelerator)))
 
 
 def epoch_batches(loader, epoch, skip):
@@ -354,30 +370,39 @@ def compute_loss(model, batch, device):  # EDIT: loss
     return model(inputs, targets).mean()
 
 
-@torch.no_grad()
 def evaluate(accelerator, model, loader, watch):  # EDIT: metric
     """Computes exact metrics: each held-out byte counts once, on any number of processes.
-
-    The windows do not overlap, so the first prediction in each window has a context of one byte.
 
     Returns:
         dict: `loss` in nats per byte, `bits_per_byte`.
     """
-    model.eval()
-    totals = 0
-    for batch in watch(loader):
-        # Gather per window: this drops the windows that were repeated to fill up the last batch,
-        # and counts the bytes of a short one.
-        losses = model(batch["inputs"], batch["targets"]).sum(1)
-        counts = (batch["targets"] >= 0).sum(1)
-        losses, counts = accelerator.gather_for_metrics((losses, counts))
-        totals = totals + torch.stack([losses.double().sum(), counts.double().sum()])
-    total, count = totals.tolist()  # the only wait for the device
-    model.train()
+    windows = score_windows(accelerator, model, loader, watch)
+    total, count = windows.sum(1).tolist()  # the only wait for the device
     held_out = len(loader.dataset.text) - 1
     if count != held_out:
         raise RuntimeError(f"evaluated {count:.0f} of {held_out} held-out bytes")
     return {"loss": total / count, "bits_per_byte": total / count / math.log(2)}
+
+
+@torch.no_grad()
+def score_windows(accelerator, model, loader, watch):
+    """Computes the loss of each held-out window, on any number of processes.
+
+    The windows do not overlap, so the first prediction in each window has a context of one byte.
+
+    Returns:
+        float64 [2, windows]: the sum of the losses in nats, and the number of bytes.
+    """
+    model.eval()
+    parts = []
+    for batch in watch(loader):
+        losses = model(batch["inputs"], batch["targets"]).sum(1)
+        counts = (batch["targets"] >= 0).sum(1)  # a window may be short
+        # This drops the windows that were repeated to fill up the last batch.
+        gathered = accelerator.gather_for_metrics((losses, counts))
+        parts.append(torch.stack([value.double() for value in gathered]))
+    model.train()
+    return torch.cat(parts, 1)
 
 
 @torch.compiler.set_stance("force_eager")  # because each text length would be compiled separately
@@ -432,14 +457,19 @@ def sample_due(step, plan, args):
     return step % args.sample_every < plan.evaluate_every and step < plan.total_steps
 
 
-def sample(args):
-    """For --sample: prints text generated by a run, one of its checkpoints or a weights file."""
-    saved = weights.read(args.sample)
+def load_model(saved):
+    """The model whose weights `weights.read` returned."""
     try:
         model = GPT(**{name: saved.config[name] for name in SIZES})
         model.load_state_dict(weights.fitted(saved.state, model))
     except (KeyError, TypeError, RuntimeError):
-        raise UserError(f"{saved.file} does not hold a model of this script") from None
+        raise UserError(f"{saved.file} does not hold a model of train_gpt.py") from None
+    return model
+
+
+def sample(args):
+    """For --sample: prints text generated by a run, one of its checkpoints or a weights file."""
+    model = load_model(weights.read(args.sample))
     model.to("cuda" if torch.cuda.is_available() else "cpu")
     args.block_size = model.block_size
     print(generate(model, args, args.prompt, args.temperature))

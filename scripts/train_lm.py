@@ -61,6 +61,15 @@ MISSING = [name for name in ("transformers", "peft") if importlib.util.find_spec
 if not MISSING:
     from utils import adapters, causal_lm, lm_loss
 
+
+def check_packages():
+    """Raises UserError if a package is missing that only this script needs."""
+    if MISSING:
+        raise UserError(
+            f"train_lm.py needs {' and '.join(MISSING)}: pip install -r scripts/requirements_lm.txt"
+        )
+
+
 SAMPLE_TOKENS, ANSWER_TOKENS = 64, 512  # generated at most: during training, for --generate
 ANSWERS = 100  # held-out conversations whose answers are compared, of --dataset synthetic
 
@@ -136,17 +145,7 @@ def load_data(accelerator, tokenizer, args):  # EDIT: data
         tuple: `Blocks`, or the list of sources of a stream, which is opened later; the held-out
         `Blocks` of each source (dict); and the name of their split.
     """
-    options = dict(subset=args.subset, loss_on=args.loss_on)
-    options |= dict(too_long=args.too_long, packed=args.packed)
-    in_memory = dict(val_fraction=args.val_fraction, seed=args.seed)
-
-    def load(name):
-        source = (name, tokenizer, args.block_size)
-        if args.streaming:
-            return run_on_main(accelerator, lambda: load_held_out(*source, **options))
-        return local_main_first(accelerator, lambda: load_tokens(*source, **options, **in_memory))
-
-    found = [load(name) for name in args.sources]
+    found = [load_source(accelerator, tokenizer, name, args) for name in args.sources]
     # A run continues with the same data only.
     said = [agree(accelerator, *pair) for pair in zip(args.sources, found, strict=True)]
     args.data, args.kind = "; ".join(said), found[0].kind
@@ -168,6 +167,17 @@ def load_data(accelerator, tokenizer, args):  # EDIT: data
     return train_sets if args.streaming or args.mixture else train_sets[0], eval_sets, held_out
 
 
+def load_source(accelerator, tokenizer, name, args):
+    """Loads the `Corpus` of one data set; of a stream, its held-out blocks only."""
+    source = (name, tokenizer, args.block_size)
+    options = dict(subset=args.subset, loss_on=args.loss_on)
+    options |= dict(too_long=args.too_long, packed=args.packed)
+    if args.streaming:
+        return run_on_main(accelerator, lambda: load_held_out(*source, **options))
+    options |= dict(val_fraction=args.val_fraction, seed=args.seed)
+    return local_main_first(accelerator, lambda: load_tokens(*source, **options))
+
+
 def open_stream(accelerator, tokenizer, train_set, position, args):
     """Opens the stream of a list of sources at a position; `Blocks` are returned as they are."""
     if not isinstance(train_set, list):
@@ -184,16 +194,22 @@ def build_loaders(accelerator, train_set, eval_sets, args):
         tuple: the loader of the training set; a dict of those of `eval_sets`.
     """
     options = loader_options(accelerator)
-    most = max(1, 8192 // args.block_size)
-    eval_loaders = {}
-    for name, blocks in eval_sets.items():
-        eval_batch_size = evaluation_batch_size(accelerator, len(blocks), most)
-        eval_loaders[name] = accelerator.prepare(DataLoader(blocks, eval_batch_size, **options))
+    eval_loaders = build_eval_loaders(accelerator, eval_sets, args.block_size)
     if isinstance(train_set, TokenStream):
         return DataLoader(train_set, batch_size=None, **options), eval_loaders
     batch_size = args.batch_size // args.gradient_accumulation_steps
     train_loader = DataLoader(train_set, batch_size, shuffle=True, drop_last=True, **options)
     return accelerator.prepare(train_loader), eval_loaders
+
+
+def build_eval_loaders(accelerator, eval_sets, block_size):
+    """Builds the loaders of the held-out `Blocks` of each source (dict)."""
+    most, loaders = max(1, 8192 // block_size), {}
+    for name, blocks in eval_sets.items():
+        batch_size = evaluation_batch_size(accelerator, len(blocks), most)
+        loader = DataLoader(blocks, batch_size, **loader_options(accelerator))
+        loaders[name] = accelerator.prepare(loader)
+    return loaders
 
 
 def epoch_batches(loader, epoch, skip):
@@ -344,6 +360,18 @@ def share_of_exact(model, tokenizer, prompts):
     answers = generate(model, tokenizer, [tokens for tokens, _ in prompts], SAMPLE_TOKENS)
     pairs = zip(answers, (expected for _, expected in prompts), strict=True)
     return sum(answer.strip() == expected.strip() for answer, expected in pairs) / len(prompts)
+
+
+def load_trained(folder, args):
+    """The model and the tokenizer of a finished run, as `compute_loss` takes it.
+
+    Args: folder (Path): that of the run, with its `args`.
+    """
+    dtype, attention = getattr(torch, args.dtype), causal_lm.ATTENTION[args.attention]
+    options = dict(dtype=dtype, attn_implementation=attention)
+    model, tokenizer, _ = adapters.load_trained(folder, **options)
+    lm_loss.chunk_loss(model)
+    return model, tokenizer
 
 
 def respond(args):
@@ -671,10 +699,7 @@ def parse_args():
     if parser.choice("model") == "tiny":
         parser.set_defaults(block_size=256, lr=4e-3, epochs=2)
     args = parser.parse_training_args()
-    if MISSING:
-        raise UserError(
-            f"train_lm.py needs {' and '.join(MISSING)}: pip install -r scripts/requirements_lm.txt"
-        )
+    check_packages()
     args.lora_alpha = args.lora_alpha or 2.0 * args.lora_rank
     if args.lora_rank and args.adapter:
         raise UserError("--adapter has a rank of its own: leave out --lora_rank")

@@ -157,8 +157,11 @@ def export(folder, model, state, tokenizer):
     sync(folder)
 
 
-def load_trained(path):
-    """Loads the model of a run, or any other one, to generate text.
+def load_trained(path, **options):
+    """Loads the model of a run, or any other one, to generate or to evaluate text.
+
+    Args:
+        options: of `from_pretrained`, for the model or the base model of an adapter.
 
     Returns:
         tuple: the model, its tokenizer, and what it was trained on: `messages`, `prompt` or `text`.
@@ -169,9 +172,9 @@ def load_trained(path):
     folder = Path(path).expanduser()
     arguments = (read_json(folder / "args.json") or {}).get("arguments", {})
     if (folder / ADAPTER).is_dir() and not (folder / MODEL).is_dir():
-        model, tokenizer = _load_adapted(folder)
+        model, tokenizer = _load_adapted(folder, **options)
     else:
-        model, tokenizer = _load(path)
+        model, tokenizer = _load(path, **options)
     tokenizer.pad_token = tokenizer.pad_token or tokenizer.eos_token
     kind = arguments.get("kind") or ("messages" if tokenizer.chat_template else "text")
     return model, tokenizer, kind
@@ -200,7 +203,7 @@ def _load(name, **options):
     try:
         model = causal_lm.load_weights(name, **options)
         return model, AutoTokenizer.from_pretrained(source)
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, ImportError) as error:  # ImportError: of an attention
         reason = " ".join(str(error).split())[:200]
         raise UserError(f"{name}: cannot load the model ({reason})") from None
 

@@ -93,7 +93,7 @@ def load_text(name, column, block_size, seed=0):
         UserError: the text cannot be found or read, has no such column, or is too short for
             `block_size`.
     """
-    texts, details = _read_splits(name, column, seed)
+    texts, details = _read_splits(name, column, seed, without_test)
     if any(b"\0" in text for text in texts.values()) and is_main():
         line = f"warning: --dataset {name} does not look like text: it has zero bytes"
         print(line, file=sys.stderr, flush=True)
@@ -119,6 +119,37 @@ def load_text(name, column, block_size, seed=0):
     return Text(train, rest, description, details)
 
 
+def load_to_evaluate(name, column, seed=0):
+    """Loads a text to evaluate a model on: its split `test`, or else `val`, or else all of it.
+
+    Args:
+        name, column, seed: as for `load_text`.
+
+    Returns:
+        tuple[str, Text]: `test`, `val` or `all`; the text is held out, and none is to train on.
+
+    Raises:
+        UserError: it cannot be found or read, has no such column, or has less than two bytes.
+    """
+    texts, details = _read_splits(name, column, seed, only_one)
+    [(split, text)] = texts.items()
+    if len(text) < 2:
+        raise UserError(f"--dataset {name} has {len(text)} bytes: too few")
+    held_out = torch.frombuffer(bytearray(text), dtype=torch.uint8)
+    description = f"{len(text):,} bytes (fingerprint {checksum(text)})"
+    return "all" if split == "train" else split, Text(held_out[:0], held_out, description, details)
+
+
+def without_test(splits):
+    """Which splits training reads: all but `test`."""
+    return [split for split in splits if split != "test"]
+
+
+def only_one(splits):
+    """Which split an evaluation reads: `test`, or else `val`, or else `train`."""
+    return [next(split for split in ("test", "val", "train") if split in splits)]
+
+
 def checksum(*texts):
     """A short checksum of texts."""
     digest = hashlib.sha256()
@@ -128,36 +159,40 @@ def checksum(*texts):
     return digest.hexdigest()[:12]
 
 
-def _read_splits(name, column, seed):
-    """The bytes of the splits `train` and `val`, and lines about the files."""
+def _read_splits(name, column, seed, choose):
+    """The bytes of the splits that `choose` returns of all splits, and lines about the files."""
     if name == "synthetic":
         return {"train": synthetic_text(seed)}, []
     files = find_files(name)
     if files and files.is_plain:
-        used = {split: files.by_split[split] for split in files.by_split if split != "test"}
-        texts = {split: b"".join(map(read_text, some)) for split, some in used.items()}
+        used = choose(files.by_split)
+        texts = {split: b"".join(map(read_text, files.by_split[split])) for split in used}
     else:
         table = load_column(name, column, files)
-        used = [split for split in table.splits if split != "test"]
+        used = choose(table.splits)
         texts = {split: _join(table, split, f"--dataset {name}") for split in used}
         left_out = table.left_out
-        lines = [f"{_say(split)}: {len(rows):,} rows" for split, rows in table.splits.items()]
+        lines = [f"{_say(split, used)}: {len(rows):,} rows" for split, rows in table.splits.items()]
     if files:
         left_out = files.left_out
-        lines = describe_files(files)
+        lines = describe_files(files, used)
     return texts, [*lines, *left_out.lines()]
 
 
-def describe_files(files):
-    """A line for each split: its files, of which the first is named."""
+def describe_files(files, used):
+    """A line for each split: its files, of which the first is named; and whether it is `used`."""
     return [
-        f"{_say(split)}: {len(some):,} file{'s' * (len(some) != 1)} ({one_line(some[0].name)})"
+        f"{_say(split, used)}: {_count(some)} ({one_line(some[0].name)})"
         for split, some in files.by_split.items()
     ]
 
 
-def _say(split):
-    return "test, not used" if split == "test" else split
+def _say(split, used):
+    return split if split in used else f"{split}, not used"
+
+
+def _count(files):
+    return f"{len(files):,} file{'s' * (len(files) != 1)}"
 
 
 def _join(table, split, where):

@@ -14,7 +14,7 @@ from utils.data.lanes import LaneStream, check_lanes
 from utils.data.report import LeftOut
 from utils.data.scan import read_regular
 from utils.data.tables import first_line
-from utils.data.text import checksum, describe_files, synthetic_text
+from utils.data.text import checksum, describe_files, synthetic_text, without_test
 from utils.data.text_files import TextTable, find_files, load_column
 from utils.run.failures import RunFailed, UserError
 
@@ -84,7 +84,7 @@ def describe_stream(name, held_out):
         distance = max(1, len(some) // SAMPLED_FILES)
         known += [read_regular(file, SAMPLED_BYTES) for file in some[::distance]]
     if files:
-        details = [*describe_files(files), *files.left_out.lines()]
+        details = [*describe_files(files, without_test(files.by_split)), *files.left_out.lines()]
     size = f"a stream, of which {len(held_out):,} bytes are held out"
     return StreamReport(f"{size} (fingerprint {checksum(*known)})", details)
 

@@ -1117,6 +1117,41 @@ MUTANTS = [
         "if True or data.description",
         "test_data_of_a_run.py -k scored_as_a_whole",
     ),
+    Mutant(
+        "a text that was moved is scored with what it trained on",
+        "scripts/evaluate.py",
+        "or (recorded and was_moved())",
+        "",
+        "test_gpt.py -k another_text",
+    ),
+    Mutant(
+        "the standard error is that of a sum",
+        "scripts/evaluate.py",
+        "(squares.sqrt() / counts.sum())",
+        "squares.sqrt()",
+        "test_gpt.py -k standard_error",
+    ),
+    Mutant(
+        "training text is scored beside a test split",
+        "utils/data/text.py",
+        'in ("test", "val", "train") if',
+        'in ("train", "val", "test") if',
+        "test_text.py -k splits_of_text",
+    ),
+    Mutant(
+        "conversations that were moved are scored with what was trained on",
+        "scripts/evaluate.py",
+        "if data is None or data.description != recorded:",
+        "if True:",
+        "test_train_lm.py -k scores_other_data",
+    ),
+    Mutant(
+        "only the held-out part of other documents is scored",
+        "scripts/evaluate.py",
+        "trained.subset, trained.streaming, trained.val_fraction = None, False, 0",
+        "trained.subset, trained.streaming = None, False",
+        "test_train_lm.py -k scores_other_data",
+    ),
     # ------------------------------------------------------------------------------------------- what is computed
     Mutant(
         "attention in bf16 on a CPU",
@@ -1326,15 +1361,15 @@ MUTANTS = [
     Mutant(
         "evaluation in train mode, GPT",
         GPT,
-        "    model.eval()\n    totals = 0",
-        "    totals = 0",
+        "    model.eval()\n    parts = []",
+        "    parts = []",
         "test_gpt.py -k validation_loss",
     ),
     Mutant(
         "training in evaluation mode",
         GPT,
-        "    model.train()\n    held_out",
-        "    held_out",
+        "    model.train()\n    return torch.cat(parts, 1)",
+        "    return torch.cat(parts, 1)",
         "test_gpt.py -k with_dropout",
     ),
     Mutant(

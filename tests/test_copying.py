@@ -156,8 +156,4 @@ def test_evaluate_names_a_run_that_it_cannot_read(tmp_path):
     )
     weights.export(tmp_path / "run", torch.nn.Linear(2, 2), {"n_embd": 2})
     done = run(None, "scripts/evaluate.py", ["--checkpoint", str(tmp_path / "run")], check=False)
-    assert (
-        done.returncode == 2
-        and f"is a GPT: sample from it with `python scripts/train_gpt.py --sample {tmp_path}"
-        in done.stderr
-    )
+    assert done.returncode == 2 and "does not hold a model of train_gpt.py" in done.stderr

@@ -39,6 +39,7 @@ from utils.run.failures import RunFailed, UserError
 datasets = pytest.importorskip("datasets")
 
 SHAKESPEARE = SHARED_DATA / "tinyshakespeare" / "input.txt"
+EVALUATE = "scripts/evaluate.py"
 MODEL = "--n_layer 2 --n_head 2 --n_embd 32 --block_size 32 --batch_size 12 --sample_length 40 --sample_every 20"
 SMALL = f"{MODEL} --max_train_steps 40 --log_every 1 --eval_every 20 --checkpoint_every 10"
 
@@ -213,6 +214,46 @@ def test_the_validation_loss_is_that_of_the_exported_weights_without_dropout(tex
                 model(window[None, :-1])[0], window[1:], reduction="sum"
             ).item()
     assert results(tmp_path)["val_loss"] == pytest.approx(total / (len(held_out) - 1), rel=1e-5)
+
+
+@pytest.mark.parametrize("what", ["own", "moved", "another"])
+def test_evaluate_finds_the_same_loss_and_scores_another_text(what, gpt, text, tmp_path):
+    folder, config, words = gpt("cpu").folder, None, []
+    if what == "own":
+        config = "2cpu"
+    elif what == "moved":
+        words = ["--dataset", str(shutil.copy(text, tmp_path / "moved.txt"))]
+    else:  # its test split, and not what it has to train on
+        words = ["--dataset", str(tmp_path / "text")]
+        for split, count in {"train": 20, "test": 3}.items():
+            (tmp_path / "text" / split).mkdir(parents=True)
+            (tmp_path / "text" / split / "a.txt").write_text("To be, or not. " * count)
+    done = run(config, EVALUATE, [str(folder), *words], output_dir=tmp_path / "scores")
+    found = results(tmp_path / "scores")
+    if what == "another":
+        assert found["test_bytes"] == 3 * 15 - 1 and found["test_loss"] > 0
+        assert "train, not used: 1 file" in done.stdout
+        return
+    assert found["val_loss"] == pytest.approx(results(folder)["val_loss"], rel=1e-6)
+    assert found["val_bits_per_byte"] == pytest.approx(found["val_loss"] / math.log(2))
+    assert found["val_bytes"] == len(load_text(str(text), "text", 32).held_out) - 1
+    last = done.stdout.splitlines()[-1]
+    figure = f"loss {found['val_loss']:.4f} ± {found['val_loss_standard_error']:.4f} nats per byte"
+    assert figure in last and last.endswith(f"results in {tmp_path / 'scores'}")
+
+
+def test_the_standard_error_is_that_of_windows():
+    """Of equal windows it is that of a mean; a short one counts less."""
+    script, losses = load_script("evaluate"), torch.tensor([4.0, 8.0, 6.0, 2.0]).double()
+    mean, error = script.mean_and_error(losses, torch.full_like(losses, 4))
+    assert mean == pytest.approx(1.25)
+    assert error == pytest.approx((losses / 4).std().item() / math.sqrt(4))
+    short = torch.tensor([4.0, 4.0, 4.0, 1.0]).double()
+    mean, error = script.mean_and_error(losses, short)
+    assert mean == pytest.approx(20 / 13)
+    terms = [(loss - mean * count) ** 2 for loss, count in zip(losses, short, strict=True)]
+    assert error == pytest.approx(math.sqrt(sum(terms) * 4 / 3) / 13)
+    assert script.mean_and_error(losses[:1], short[:1]) == (1.0, None)
 
 
 # ------------------------------------------------------------------------------------------ sharded

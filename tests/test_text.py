@@ -9,7 +9,7 @@ import os
 
 import pytest
 
-from utils.data.text import load_text
+from utils.data.text import load_text, load_to_evaluate
 from utils.data.text_stream import TextStream, describe_stream, load_held_out
 from utils.run.failures import UserError
 
@@ -61,11 +61,19 @@ def test_splits_of_text(make, names, folders, tmp_path):
     assert set(held_out) <= set("beta 0123456789\n") and len(held_out) >= 180
     details = load_text(str(tmp_path), "text", 4).details
     assert [line.split(":")[0] for line in details] == ["train", "val", "test, not used"]
+    split, scored = load_to_evaluate(str(tmp_path), "text")
+    assert split == "test" and set(bytes(scored.held_out.numpy())) <= set(b"gamma 0123456789\n")
+    details = [line.split(":")[0] for line in scored.details]
+    assert details == ["train, not used", "val, not used", "test"]
 
 
 def test_without_validation_text_the_last_tenth_of_train_is_held_out(tmp_path):
     train, held_out = both(write(tmp_path, train_txt="0123456789" * 10, test_txt="no" * 100))
     assert (train + held_out, len(held_out)) == ("0123456789" * 10, 10)
+    split, scored = load_to_evaluate(write(tmp_path / "all", train_txt="0123456789"), "text")
+    assert split == "all" and bytes(scored.held_out.numpy()) == b"0123456789"
+    with pytest.raises(UserError, match="has 1 bytes: too few"):
+        load_to_evaluate(write(tmp_path / "short", train_txt="0"), "text")
     alone, rest = both(write(tmp_path / "one", train_txt="0123456789" * 10))
     assert (alone, rest) == (train, held_out)
 

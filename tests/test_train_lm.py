@@ -2,19 +2,23 @@
 
 import json
 import math
+import shutil
 from hashlib import sha256
 from itertools import pairwise
+from types import SimpleNamespace
 
 import pytest
 import torch
-from conftest import ROOT, Started, metrics, results, run, run_once, status
+from conftest import ROOT, Started, load_script, metrics, results, run, run_once, status
 from safetensors import safe_open
 from test_gpu_rules import FORBIDDEN
+
+from utils.run.failures import UserError
 
 transformers = pytest.importorskip("transformers")
 peft = pytest.importorskip("peft")
 
-LM = "scripts/train_lm.py"
+LM, EVALUATE = "scripts/train_lm.py", "scripts/evaluate.py"
 MODEL = "--block_size 128 --batch_size 8"
 SMALL = f"{MODEL} --max_train_steps 12 --log_every 1 --eval_every 6 --checkpoint_every 4"
 COUNT = 210  # conversations
@@ -137,6 +141,10 @@ def test_lora_trains_and_saves_the_adapter_only(lm, chats, tmp_path):
     newest = tmp_path / "whole" / "checkpoints" / "step_00000012"
     with safe_open(newest / "model.safetensors", "pt") as file:
         assert all("lora_" in name for name in file.keys())  # noqa: SIM118 (not a dict)
+    run(None, EVALUATE, str(tmp_path / "whole"), output_dir=tmp_path / "scores")
+    found, expected = results(tmp_path / "scores"), results(tmp_path / "whole")
+    assert found["val_loss"] == pytest.approx(expected["val_loss"], rel=1e-6)
+    assert found["val_loss"] != pytest.approx(results(lm("cpu").folder)["val_loss"], rel=1e-6)
     model = transformers.AutoModelForCausalLM.from_pretrained(base)
     model = peft.PeftModel.from_pretrained(model, tmp_path / "whole" / "adapter").eval()
     run(None, LM, f"--merge {tmp_path / 'whole'}")
@@ -146,6 +154,45 @@ def test_lora_trains_and_saves_the_adapter_only(lm, chats, tmp_path):
         assert torch.allclose(model(ids).logits, merged(ids).logits, atol=1e-4)
         plain = transformers.AutoModelForCausalLM.from_pretrained(base).eval()
         assert not torch.allclose(plain(ids).logits, merged(ids).logits, atol=1e-4)
+
+
+@pytest.mark.parametrize("what", ["own", "moved", "another"])
+def test_evaluate_finds_the_same_loss_and_scores_other_data(what, lm, chats, tmp_path):
+    folder, config, words = lm("cpu").folder, None, []
+    if what == "own":
+        config = "2cpu"
+    elif what == "moved":
+        words = ["--dataset", str(shutil.copy(chats, tmp_path / "moved.jsonl"))]
+    else:
+        (tmp_path / "a.txt").write_text("ab" * 150)
+        words = ["--dataset", str(tmp_path / "a.txt")]
+    done = run(config, EVALUATE, [str(folder), *words], output_dir=tmp_path / "scores")
+    found = results(tmp_path / "scores")
+    if what == "another":  # all of its 300 bytes, and the end; the first is not predicted
+        assert found["all_tokens"] == 300
+        expected = found["all_loss"] * 300 / 299 / math.log(2)
+        assert found["all_bits_per_byte"] == pytest.approx(expected)
+        return
+    assert found["val_loss"] == pytest.approx(results(folder)["val_loss"], rel=1e-6)
+    assert found["val_perplexity"] == pytest.approx(math.exp(found["val_loss"]))
+    last = done.stdout.splitlines()[-1]
+    assert f"loss {found['val_loss']:.4f} nats per token" in last
+    assert f"on {found['val_tokens']:,} tokens" in last and str(tmp_path / "scores") in last
+
+
+def test_evaluate_names_what_it_needs_for_a_language_model(lm, tmp_path, monkeypatch):
+    folder, script = lm("cpu").folder, load_script("evaluate")
+    (tmp_path / "model").mkdir()
+    for run_folder, words, says in (
+        (tmp_path, [], "has no args.json"),
+        (folder, ["--tta"], "--tta is for classifiers"),
+        (folder / "checkpoints" / "step_00000012", [], "give the folder of a finished run"),
+    ):
+        done = run(None, EVALUATE, [str(run_folder), *words], check=False)
+        assert done.returncode == 2 and says in done.stderr and done.stderr.count("\n") == 1
+    monkeypatch.setattr(load_script("train_lm"), "MISSING", ["transformers"])
+    with pytest.raises(UserError, match="needs transformers: pip install -r"):
+        script.evaluate_lm(None, SimpleNamespace(), folder)
 
 
 def test_a_lora_run_refuses_another_base(lm, chats, tmp_path):

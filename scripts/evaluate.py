@@ -12,8 +12,8 @@ Reads a run's folder, one of its checkpoints or a `model.safetensors`, written b
 train_lm.py, the folder of a finished run. Writes `results.json`.
 
 Of a classifier, prints the accuracy per class, and writes `predictions.png`,
-`confusion_matrix.png`, and for train_images.py `predictions.csv`: the true and the most likely
-classes of every image. With --images, writes `predictions.csv` and `.json`, which list the most
+`confusion_matrix.png`, and `predictions.csv`: the true and the most likely classes of every image,
+with their probabilities. With --images, writes `predictions.csv` and `.json`, which list the most
 likely classes, and `contact_sheet.png`. For a run with --ema_decay, uses the averaged weights.
 
 Of a language model, prints the loss per byte (train_gpt.py) with its standard error, or per token
@@ -130,16 +130,22 @@ def evaluate_cifar(accelerator, args, saved):
     colors = list(colors) or data.splits["train"].mean_and_std()
     mean, std = (value.to(accelerator.device) for value in colors)
     data_set = on_device(accelerator, {shown: split})[shown], loader
-    metrics = train_cifar.evaluate(accelerator, model, *data_set, iter, mean, std, tta=args.tta)
-    predictions = metrics.pop("predictions")
+    outputs = train_cifar.predict(accelerator, model, *data_set, iter, mean, std, tta=args.tta)
 
     if accelerator.is_main_process:
+        readable = outputs[1] >= 0
+        metrics = train_cifar.summarize(*(values[readable] for values in outputs))
+        predictions = metrics.pop("predictions")
+        rows = list_scored(split, *outputs, data.class_names)
+        split = split.select(readable.nonzero()[:, 0].numpy())
         results = {f"{shown}_{key}": value for key, value in metrics.items()}
         results |= {"tta": args.tta, "weights": str(saved.file)}
         with writing(args, saved.run, "evaluation") as folder:
             write_json(folder / "results.json", results)
+            write_text(folder / "predictions.csv", as_csv(rows))
             plots.classification(folder, split, predictions, data.class_names)
         print(plots.class_table(split.labels, predictions, data.class_names))
+        print_unreadable(rows)
         print_summary(saved, metrics, len(predictions), shown, folder)
 
 
@@ -208,9 +214,7 @@ def write_evaluation(args, saved, dataset, logits, labels, class_names, shown="v
     results = {f"{shown}_{key}": value for key, value in metrics.items()}
     results |= {"per_class": per_class, "weights": str(saved.file)}
     results["per_class_precision"] = scores.class_precision(labels, predictions, class_names)
-    rows = list_predictions(dataset.images, logits, labels, class_names)
-    for row, label in zip(rows, labels.tolist(), strict=True):
-        row["true_class"] = class_names[label] if label >= 0 else ""
+    rows = list_scored(dataset.images, logits, labels, class_names)
     with writing(args, saved.run, "evaluation") as folder:
         write_json(folder / "results.json", results)
         write_text(folder / "predictions.csv", as_csv(rows))
@@ -218,9 +222,7 @@ def write_evaluation(args, saved, dataset, logits, labels, class_names, shown="v
     width = max(len(one_line(name)) for name in class_names)
     for name, share in per_class.items():
         print(f"  {one_line(name):{width}}  {100 * share:6.2f} %")
-    for row in rows:
-        if not row["classes"]:
-            print(f"unreadable, and left out: {one_line(row['file'])}")
+    print_unreadable(rows)
     print_summary(saved, metrics, (labels >= 0).sum().item(), shown, folder)
 
 
@@ -228,7 +230,7 @@ def list_predictions(images, logits, labels, class_names):
     """The most likely classes of each image.
 
     Args:
-        images (Images): of which each has a name.
+        images (Images | Split): of which each has a name.
         logits: float32 [images, classes].
         labels: int64 [images]; -1: the image is unreadable.
 
@@ -245,6 +247,23 @@ def list_predictions(images, logits, labels, class_names):
         classes = [[class_names[label], round(share, 6)] for label, share in likely]
         rows.append({"file": images.name(index), "classes": classes})
     return rows
+
+
+def list_scored(images, logits, labels, class_names):
+    """As `list_predictions`, with the `true_class` of each image; "": it is unreadable."""
+    rows = list_predictions(images, logits, labels, class_names)
+    for row, label in zip(rows, labels.tolist(), strict=True):
+        row["true_class"] = class_names[label] if label >= 0 else ""
+    return rows
+
+
+def print_unreadable(rows):
+    """Names the images that could not be read, and counts them."""
+    unreadable = [one_line(row["file"]) for row in rows if not row["classes"]]
+    for name in unreadable:
+        print(f"unreadable, and left out: {name}")
+    if unreadable:
+        print(f"{len(unreadable):,} of {len(rows):,} images could not be read")
 
 
 def as_csv(rows):

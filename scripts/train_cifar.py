@@ -243,9 +243,21 @@ def compute_loss(model, batch, mean, std, epoch, size, args):  # EDIT: loss
     return F.cross_entropy(outputs, batch["labels"], label_smoothing=args.label_smoothing)
 
 
-@torch.no_grad()
-def evaluate(accelerator, model, split, loader, watch, mean, std, *, tta=False, size=32):
+def evaluate(accelerator, model, split, loader, watch, mean, std, **options):  # EDIT: metric
     """Computes exact metrics of a split: each image counts once, on any number of processes.
+
+    Args:
+        split, loader, watch, options: as for `predict`.
+
+    Returns:
+        dict: `loss`, `accuracy`, and `predictions`, int64 [samples] in the order of the data.
+    """
+    return summarize(*predict(accelerator, model, split, loader, watch, mean, std, **options))
+
+
+@torch.no_grad()
+def predict(accelerator, model, split, loader, watch, mean, std, *, tta=False, size=32):
+    """Computes the outputs for each image of a split once, on any number of processes.
 
     Args:
         split (Split): the images.
@@ -257,10 +269,11 @@ def evaluate(accelerator, model, split, loader, watch, mean, std, *, tta=False, 
             current training images.
 
     Returns:
-        dict: `loss`, `accuracy`, and `predictions`, int64 [samples] in the order of the data.
+        tuple: outputs, float32 [samples, classes], and labels, int64 [samples], in the order of the
+        data.
     """
     model.eval()
-    outputs, labels = [], []  # EDIT: metric
+    outputs, labels = [], []
     for batch in map(split.batch, watch(loader)):
         images = normalize(batch["images"], mean, std, size=size)
         logits = predict_views(model, images) if tta else model(images).float()
@@ -273,6 +286,11 @@ def evaluate(accelerator, model, split, loader, watch, mean, std, *, tta=False, 
     outputs, labels = torch.cat(outputs).cpu(), torch.cat(labels).cpu()
     if len(labels) != len(split):
         raise RuntimeError(f"evaluated {len(labels)} of {len(split)} samples")
+    return outputs, labels
+
+
+def summarize(outputs, labels):
+    """The metrics of `evaluate`, from what `predict` returns."""
     predictions = outputs.argmax(1)
     return {
         "loss": F.cross_entropy(outputs, labels).item(),

@@ -1152,6 +1152,34 @@ MUTANTS = [
         "trained.subset, trained.streaming = None, False",
         "test_train_lm.py -k scores_other_data",
     ),
+    Mutant(
+        "training takes an image as black that an evaluation could not read",
+        "utils/data/arrays.py",
+        "    if not skip:",
+        "    if False:",
+        "test_sources.py -k what_training_refuses",
+    ),
+    Mutant(
+        "an image that cannot be read counts as a black one",
+        "utils/data/arrays.py",
+        "np.where(readable[images.rows], images.labels, -1)",
+        "images.labels",
+        "test_data_of_a_run.py -k scored_as_a_whole",
+    ),
+    Mutant(
+        "chosen samples have the names of others",
+        "utils/data/arrays.py",
+        "self.source and self.source.select(indices)",
+        "self.source",
+        "test_sources.py -k what_training_refuses",
+    ),
+    Mutant(
+        "the table of predictions lacks the true classes",
+        "scripts/evaluate.py",
+        'class_names[label] if label >= 0 else ""',
+        '""',
+        "test_data_of_a_run.py -k scored_as_a_whole",
+    ),
     # ------------------------------------------------------------------------------------------- what is computed
     Mutant(
         "attention in bf16 on a CPU",

@@ -73,8 +73,8 @@ GOALS = {
     "utils/ema.py": OTHERS,
     "utils/muon.py": OTHERS,
     "utils/scores.py": OTHERS,
-    "scripts/train_cifar.py::lr_multiplier,image_size_at,predict_views,evaluate": OTHERS,
-    "scripts/train_gpt.py::lr_multiplier,evaluate": OTHERS,
+    "scripts/train_cifar.py::lr_multiplier,image_size_at,predict_views,evaluate,predict,summarize": OTHERS,
+    "scripts/train_gpt.py::lr_multiplier,evaluate,score_windows": OTHERS,
     "scripts/train_images.py::lr_multiplier,build_ema,ema_decay_at,evaluate": OTHERS,
     "scripts/train_model_parallel.py::lr_multiplier,evaluate": OTHERS,
 }

@@ -1,9 +1,11 @@
 """A run continues with the data that it started with; evaluate.py scores all of another data set."""
 
+import csv
 import io
 import json
 import os
 import shutil
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -120,7 +122,20 @@ def test_another_data_set_is_scored_as_a_whole_with_the_values_of_the_training(n
     assert "of 10 images correct" in output and found.keys() >= {"all_loss", "all_accuracy"}
     assert "0 is black, 4095 white (as in training)" in output
     shutil.rmtree(new / "cat")
-    assert "of 5 images correct" in score(new)[0]
+    (new / "dog" / "broken.png").write_bytes(b"no image")
+    output, found = score(new)
+    assert "of 5 images correct" in output and "1 of 6 images could not be read" in output
+    assert f"unreadable, and left out: {new / 'dog' / 'broken.png'}\n" in output
+    rows = list(csv.DictReader((tmp_path / "scores" / "predictions.csv").open()))
+    assert [Path(row["file"]).name for row in rows] == [
+        *(f"{i}.png" for i in range(5)),
+        "broken.png",
+    ]
+    assert [row["true_class"] for row in rows] == ["dog"] * 5 + [""] and rows[5]["class_1"] == ""
+    right = sum(row["class_1"] == "dog" for row in rows)
+    assert right / 5 == pytest.approx(found["all_accuracy"])
+    shares = [float(row[f"probability_{rank}"]) for row in rows[:5] for rank in (1, 2)]
+    assert sum(shares) == pytest.approx(5, abs=1e-4) and min(shares) >= 0
     change_an_image(folder)
     assert "warning: trained on other data" in score(folder)[0]
 

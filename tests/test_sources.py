@@ -257,6 +257,24 @@ def test_images_that_cannot_be_used_are_named(tmp_path):
         load_arrays(str(folder), cache_dir="/proc/nowhere")
 
 
+def test_an_evaluation_leaves_out_what_training_refuses(tmp_path):
+    """Also if the evaluation came first, and decoded the images for both."""
+    folder, cache = make_folders(tmp_path / "data", ("train",)) / "train", tmp_path / "cache"
+    (folder / "cat" / "4.png").write_bytes(b"a thesis")
+    split = load_arrays(str(folder), class_names=["cat", "dog"], cache_dir=cache).splits["all"]
+    place = [split.name(i) for i in range(20)].index(str(folder / "cat" / "4.png"))
+    assert (split.labels < 0).nonzero().flatten().tolist() == [place]
+    assert not split.images[place].any() and split.images.flatten(1).any(1).sum() == 19
+    chosen = split.select(np.array([place + 1]))
+    assert chosen.name(0) == split.name(place + 1) and chosen.labels[0] == 0
+    with pytest.raises(UserError, match=r"corrupt image in .*cat/4.png: it is not an image"):
+        load_arrays(str(folder), val_fraction=0.2, cache_dir=cache)
+    noise(9).save(folder / "cat" / "4.png")
+    repaired = load_arrays(str(folder), class_names=["cat", "dog"], cache_dir=cache).splits["all"]
+    others = torch.arange(20) != place
+    assert torch.equal(repaired.images[others], split.images[others]) and repaired.labels.min() == 0
+
+
 def test_a_test_split_without_labels_is_not_used(tmp_path):
     for split, labels in (("train", [0, 1] * 5), ("test", [-1] * 10)):
         rows = {"image": [png(noise(i)) for i in range(10)], "label": labels}

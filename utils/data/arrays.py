@@ -22,18 +22,27 @@ from utils.run.launch import notice
 
 @dataclass
 class Split:
-    """images: uint8 [samples, 3, 32, 32]; labels: int64 [samples]; device: that of its batches."""
+    """Samples in memory.
+
+    images: uint8 [samples, 3, 32, 32]. labels: int64 [samples]; -1: the image cannot be read.
+    device: that of its batches. source: what they are from; None: they are generated.
+    """
 
     images: torch.Tensor
     labels: torch.Tensor
     device: torch.device = field(default_factory=lambda: torch.device("cpu"))
+    source: Images | None = None
 
     def __len__(self):
         return len(self.labels)
 
+    def name(self, index):
+        """The path of an image, or the row in which it is."""
+        return self.source.name(index) if self.source else f"row {index}"
+
     def first(self, count):
         """The first `count` samples."""
-        return Split(self.images[:count], self.labels[:count])
+        return Split(self.images[:count], self.labels[:count], source=self.source)
 
     def batch(self, ids):
         """The samples `ids`, int64 [batch] on the CPU, as a batch.
@@ -49,8 +58,9 @@ class Split:
 
     def select(self, indices):
         """The samples at `indices` (int64 array) only."""
+        source = self.source and self.source.select(indices)
         indices = torch.from_numpy(indices)
-        return Split(self.images[indices], self.labels[indices])
+        return Split(self.images[indices], self.labels[indices], source=source)
 
     def mean_and_std(self):
         """Mean and standard deviation of each channel over the first 10,000 images.
@@ -99,7 +109,7 @@ def on_device(accelerator, splits):
                     "the GPU: they stay in that of the host, and each batch is copied"
                 )
     return {
-        name: Split(split.images.to(home), split.labels.to(home), device)
+        name: Split(split.images.to(home), split.labels.to(home), device, split.source)
         for name, split in splits.items()
     }
 
@@ -123,7 +133,8 @@ def load_arrays(
 
     Args:
         name, seed, val_fraction, image_column, label_column, scaling: as for `sources.find_images`.
-        class_names (list[str] | None): load the one split that `sources.find_to_evaluate` finds.
+        class_names (list[str] | None): load the one split that `sources.find_to_evaluate` finds; an
+            image in it that cannot be read has the label -1.
         cache_dir (Path | None): folder of that file; None: in the cache of the `datasets` library
             (HF_DATASETS_CACHE).
 
@@ -131,8 +142,8 @@ def load_arrays(
         ArrayData.
 
     Raises:
-        UserError: the data set cannot be found or has another layout; an image is corrupt (the
-            message names it); or the file cannot be written.
+        UserError: the data set cannot be found or has another layout; an image to train with is
+            corrupt (the message names it); or the file cannot be written.
     """
     if name == "synthetic":
         data = synthetic_arrays(seed)
@@ -147,11 +158,12 @@ def load_arrays(
         # All images of a source: other choices of the val split then use the same file.
         source = images.source
         if source not in decoded:
-            decoded[source] = _decoded(source, images.scaling, cache_dir)
-        pixels = decoded[source]
+            decoded[source] = _decoded(source, images.scaling, cache_dir, skip=bool(class_names))
+        pixels, readable = decoded[source]
         if len(images) < len(source):
             pixels = pixels[torch.from_numpy(images.rows)]
-        splits[split] = Split(pixels, torch.from_numpy(images.labels))
+        labels = np.where(readable[images.rows], images.labels, -1)
+        splits[split] = Split(pixels, torch.from_numpy(labels), source=images)
     details, sample = found.details, found.splits[next(iter(splits))].subsample(SAMPLE)
     if any(image.size != (SIZE, SIZE) for image, _ in sample.headers()):
         details = [
@@ -197,14 +209,20 @@ def _described(splits, class_names):
     return ArrayData(splits, class_names, description, count_classes(splits, class_names))
 
 
-def _decoded(source, scaling, cache_dir):
-    """All images of a source, uint8 [rows, 3, 32, 32], from a file that is made if it is absent."""
+def _decoded(source, scaling, cache_dir, skip):
+    """All images of a source, from a file that is made if it is absent.
+
+    Returns:
+        tuple: uint8 [rows, 3, 32, 32]; which can be read, bool array [rows]: without `skip` all can,
+        or it raises UserError.
+    """
+    count = len(source)
     if isinstance(source, Pixels) and source.images.shape[1:3] == (SIZE, SIZE):
-        return torch.from_numpy(source.images.transpose(0, 3, 1, 2).copy())
+        pixels = torch.from_numpy(source.images.transpose(0, 3, 1, 2).copy())
+        return pixels, np.ones(count, dtype=bool)
     if cache_dir is None:
         library = os.environ.get("HF_DATASETS_CACHE") or Path(constants.HF_HOME) / "datasets"
         cache_dir = Path(library).expanduser() / "decoded_images"
-    count = len(source)
     images = Images(source, np.arange(count), np.zeros(count, dtype=np.int64), scaling)
 
     def decode(index):
@@ -214,6 +232,8 @@ def _decoded(source, scaling, cache_dir):
                 return image.pixels()
             return _resize(image)
         except BadImage as error:
+            if skip:
+                return torch.zeros(3, 0, 0, dtype=torch.uint8)
             raise UserError(f"corrupt image in {images.name(index)}: {error}") from None
 
     file = image_cache.cache_file(images, SIZE, cache_dir, "resized")
@@ -221,9 +241,17 @@ def _decoded(source, scaling, cache_dir):
         what = f"the decoded images to {cache_dir} (see HF_DATASETS_CACHE)"
         # Without threads: for images of this size, taking turns takes longer than decoding.
         image_cache.write(file, map(decode, range(count)), count, what)
-    image_cache.read_shapes(file, count)  # is it complete?
-    pixels = np.fromfile(file, np.uint8, count=3 * SIZE * SIZE * count)
-    return torch.from_numpy(pixels.reshape(-1, SIZE, SIZE, 3).transpose(0, 3, 1, 2).copy())
+    readable = image_cache.read_shapes(file, count)[:, 0] > 0  # is it complete?
+    if not skip:
+        for index in np.flatnonzero(~readable):
+            decode(index)  # says what is wrong
+    stored = np.fromfile(file, np.uint8, count=3 * SIZE * SIZE * int(readable.sum()))
+    stored = torch.from_numpy(stored.reshape(-1, SIZE, SIZE, 3).transpose(0, 3, 1, 2).copy())
+    if readable.all():
+        return stored, readable
+    pixels = torch.zeros(count, 3, SIZE, SIZE, dtype=torch.uint8)
+    pixels[torch.from_numpy(readable)] = stored
+    return pixels, readable
 
 
 def _resize(image):

@@ -40,7 +40,7 @@ from torch.utils.data import DataLoader
 
 from utils import plots
 from utils.data.lanes import gather_position
-from utils.data.loaders import evaluation_batch_size, loader_options
+from utils.data.loaders import KeyedSampler, evaluation_batch_size, loader_options
 from utils.data.report import agree
 from utils.data.text import Windows, load_text
 from utils.data.text_stream import TextStream, describe_stream, load_held_out
@@ -339,7 +339,8 @@ def build_loaders(accelerator, train_set, held_out, args):
         return DataLoader(train_set, batch_size=None, **options), eval_loader
     options = loader_options(accelerator, args.num_workers, args.timeout)
     batch_size = args.batch_size // args.gradient_accumulation_steps
-    train_loader = DataLoader(train_set, batch_size, shuffle=True, drop_last=True, **options)
+    order = KeyedSampler(len(train_set), args.seed)
+    train_loader = DataLoader(train_set, batch_size, sampler=order, drop_last=True, **options)
     return accelerator.prepare(train_loader), eval_loader
 
 

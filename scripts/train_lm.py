@@ -41,7 +41,7 @@ from torch.utils.data import DataLoader
 
 from utils import plots
 from utils.data.lanes import gather_position
-from utils.data.loaders import evaluation_batch_size, loader_options
+from utils.data.loaders import KeyedSampler, evaluation_batch_size, loader_options
 from utils.data.mixture import SourceLog, labels
 from utils.data.report import agree
 from utils.data.token_stream import TokenStream, load_held_out
@@ -198,7 +198,8 @@ def build_loaders(accelerator, train_set, eval_sets, args):
     if isinstance(train_set, TokenStream):
         return DataLoader(train_set, batch_size=None, **options), eval_loaders
     batch_size = args.batch_size // args.gradient_accumulation_steps
-    train_loader = DataLoader(train_set, batch_size, shuffle=True, drop_last=True, **options)
+    order = KeyedSampler(len(train_set), args.seed)
+    train_loader = DataLoader(train_set, batch_size, sampler=order, drop_last=True, **options)
     return accelerator.prepare(train_loader), eval_loaders
 
 

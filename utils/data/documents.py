@@ -1,31 +1,26 @@
 """Finds the documents of a data set for a language model: conversations, prompts or texts."""
 
 import codecs
-import contextlib
 import hashlib
 import io
-import lzma
 import os
-import zlib
-from pathlib import Path
 from typing import NamedTuple
 
 from utils.data.dates import make_conversations
 from utils.data.report import LeftOut
 from utils.data.tables import READERS, load_table, loading, local_path, name_splits
 from utils.data.text_files import (
-    OPENERS,
-    UTF16,
     find_files,
     first_object,
     header,
+    open_text,
     parse_line,
     read_arrays,
-    read_text,
+    reading,
+    stamp,
     suffix_of,
 )
 from utils.run.failures import UserError
-from utils.run.files import regular_file
 
 SEGMENT = 250_000  # bytes of a file that are read at once
 SUBSETS_SHOWN = 10
@@ -91,8 +86,7 @@ class Files(NamedTuple):
     def fingerprint(self):
         known = []
         for path, *limits in self.parts:
-            status = os.stat(path)
-            known.append([str(Path(path).resolve()), status.st_size, status.st_mtime_ns, limits])
+            known.append([*stamp(path), limits])
         return hashlib.sha256(repr(known).encode()).hexdigest()
 
     def __len__(self):
@@ -264,19 +258,8 @@ def _segments(path, start=0, stop=None):
     Raises:
         UserError: it cannot be read, or is not UTF-8.
     """
-    with _reading(path), _open(path) as file:
+    with reading(path), open_text(path) as file:
         yield from segments(_decoded(file, start, stop))
-
-
-@contextlib.contextmanager
-def _reading(path):
-    """Raises UserError, which names the file, if it cannot be read in the block."""
-    try:
-        yield
-    except (OSError, EOFError, lzma.LZMAError, zlib.error, UnicodeError) as error:
-        reason = getattr(error, "strerror", None) or error
-        reason = "it is not UTF-8" if isinstance(error, UnicodeError) else reason
-        raise UserError(f"cannot read {path}: {reason}") from None
 
 
 def _decoded(file, start, stop):
@@ -305,17 +288,6 @@ def segments_of(text):
     return segments(text[start : start + SEGMENT] for start in range(0, len(text), SEGMENT))
 
 
-def _open(path):
-    """Opens a file of text, decompressed; UTF-16 becomes UTF-8. The object can seek."""
-    opener = OPENERS.get(Path(path).suffix.lower(), open)
-    file = opener(regular_file(path), "rb")
-    if file.read(2) in UTF16:
-        file.close()
-        return io.BytesIO(read_text(path))
-    file.seek(0)
-    return file
-
-
 def _cut(name, rows, kind, val_fraction):
     """Divides the only document of a data set: its last part is held out.
 
@@ -326,7 +298,7 @@ def _cut(name, rows, kind, val_fraction):
         raise UserError(f"--dataset {name} has one row: none is left to hold out for evaluation")
     if isinstance(rows, Files):
         path = rows.parts[0][0]
-        with _reading(path), _open(path) as file:
+        with reading(path), open_text(path) as file:
             size = file.seek(0, os.SEEK_END)
             cut = _cut_place(file, size, val_fraction)
         parts = {"train": (path, 0, cut), "val": (path, cut, None)}

@@ -8,16 +8,14 @@ one image after the other, uint8 [height, width, 3], and then the height and wid
 import hashlib
 import itertools
 import os
-import platform
-import shutil
 import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import numpy as np
-import psutil
 import torch
 
+from utils.data.cache_files import complete_or_absent, no_space
 from utils.data.images import BadImage
 from utils.run.collectives import gather, local_main_first, run_on_all
 from utils.run.cpu import cores_per_process
@@ -139,26 +137,16 @@ def write(file, decoded, count, what):
     Raises:
         UserError: the file cannot be written.
     """
-    # On a disk that several machines share, the process id alone names no process.
-    writer = f"{file.stem}.writing.{platform.node()}."
-    temporary, shapes = file.with_name(f"{writer}{os.getpid()}"), []
+    shapes, written = [], 0
     try:
-        file.parent.mkdir(parents=True, exist_ok=True)
-        for left_over in file.parent.glob(f"{writer}*"):
-            if not psutil.pid_exists(int(left_over.suffix[1:])):  # of a process that was killed
-                left_over.unlink(missing_ok=True)
-        with temporary.open("wb") as out:
+        with complete_or_absent(file) as out:
             for pixels in decoded:
                 shapes.append(pixels.shape[1:])
-                out.write(pixels.permute(1, 2, 0).contiguous().numpy())
+                written += out.write(pixels.permute(1, 2, 0).contiguous().numpy())
             out.write(np.array(shapes, dtype=np.int32))
-            out.flush()
-            os.fsync(out.fileno())
-        os.replace(temporary, file)
     except OSError as error:
-        raise _no_space(error, what, temporary, len(shapes) / count) from None
-    finally:
-        temporary.unlink(missing_ok=True)
+        needed = f"about {written * count / len(shapes) / 2**30:.1f} GiB" if written else "space"
+        raise no_space(error, what, file.parent, needed) from None
 
 
 def read_shapes(file, count):
@@ -223,15 +211,3 @@ def check(accelerator, images, split, on_bad):
             print(f"warning: left out: {line}")
     elif accelerator.is_main_process:
         print(f"{split}: all {len(images):,} images can be read")
-
-
-def _no_space(error, what, temporary, share):
-    """The error for a cache of which `share` could be written."""
-    needed, free = "space", 0
-    if share and temporary.exists():
-        needed = f"about {temporary.stat().st_size / share / 2**30:.1f} GiB"
-    if temporary.parent.exists():
-        free = shutil.disk_usage(temporary.parent).free / 2**30
-    return UserError(
-        f"cannot write {what} ({error.strerror}; {free:.1f} GiB free): it needs {needed}"
-    )

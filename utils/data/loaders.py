@@ -8,13 +8,16 @@ import signal
 import sys
 from multiprocessing.queues import Queue
 
+import numpy as np
 import torch
 from torch.utils.data import Sampler
 
+from utils.data.permutation import Permutation
 from utils.run import process
 from utils.run.output import one_line
 from utils.run.seeds import sample_seed
 
+IDS_AT_ONCE = 4096  # of a random order
 PR_SET_PDEATHSIG = 1  # from <linux/prctl.h>
 
 
@@ -113,6 +116,33 @@ class EpochSampler(Sampler):
             order = torch.randperm(self._samples, generator=generator)
         for ids in order[: self._used].split(1024):
             yield from ((self._epoch, index) for index in ids.tolist())
+
+
+class KeyedSampler(Sampler):
+    """Yields the ids of samples in a random order that takes no memory, for a prepared loader.
+
+    The order is a deterministic function of the seed and the epoch.
+
+    Args:
+        samples (int): size of the data set.
+        seed (int): of the order.
+    """
+
+    def __init__(self, samples, seed):
+        self._samples, self._seed, self._epoch = samples, seed, 0
+
+    def set_epoch(self, epoch):
+        """Sets the next epoch; called by the prepared loader's own `set_epoch`."""
+        self._epoch = epoch
+
+    def __len__(self):
+        return self._samples
+
+    def __iter__(self):
+        order = Permutation(self._samples, self._seed, self._epoch)
+        for start in range(0, self._samples, IDS_AT_ONCE):
+            places = np.arange(start, min(start + IDS_AT_ONCE, self._samples))
+            yield from order(places).tolist()
 
 
 @contextlib.contextmanager

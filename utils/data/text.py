@@ -1,20 +1,37 @@
-"""Loads text as bytes, into memory, and splits it into windows.
+"""Loads text as bytes, mapped into memory, and splits it into windows.
 
 A window has `block_size + 1` bytes: the inputs are all but the last, the targets are all but the
 first.
 """
 
 import hashlib
+import itertools
+import os
 import random
 import sys
+from pathlib import Path
 from typing import NamedTuple
 
+import numpy as np
 import torch
+from huggingface_hub.constants import HF_HOME
 
-from utils.data.text_files import ALTERNATIVES, find_files, load_column, read_text
+from utils.data.cache_files import complete_or_absent, map_bytes, no_space
+from utils.data.text_files import (
+    ALTERNATIVES,
+    find_files,
+    load_column,
+    map_text,
+    read_parts,
+    stamp,
+)
 from utils.run.failures import UserError
 from utils.run.output import one_line
 from utils.run.process import is_main
+
+IN_MEMORY = 1 << 26  # bytes: a longer text is mapped
+# Of a text that is longer than both together, a checksum reads so many parts of so many bytes.
+SAMPLED_PARTS, SAMPLED_BYTES = 1 << 10, 1 << 16
 
 
 class Text(NamedTuple):
@@ -80,6 +97,10 @@ def load_text(name, column, block_size, seed=0):
     the rows of `column` are joined; if there are several, each ends with a newline. A `test` split
     is not read.
 
+    A plain file is mapped into memory. Any other text of more than `IN_MEMORY` bytes is first
+    written to a file in the cache of the `datasets` library, once per machine: call this function
+    on one process first.
+
     Args:
         name (str): a Hub id, a file, a folder with files of one kind, or `synthetic`.
         column (str): the column of a table that has the text.
@@ -94,7 +115,8 @@ def load_text(name, column, block_size, seed=0):
             `block_size`.
     """
     texts, details = _read_splits(name, column, seed, without_test)
-    if any(b"\0" in text for text in texts.values()) and is_main():
+    parts = itertools.chain.from_iterable(map(_sample, texts.values()))
+    if any(b"\0" in bytes(part) for part in parts) and is_main():
         line = f"warning: --dataset {name} does not look like text: it has zero bytes"
         print(line, file=sys.stderr, flush=True)
     text, held_out = texts["train"], texts.get("val")
@@ -110,11 +132,8 @@ def load_text(name, column, block_size, seed=0):
         )
     if held_out is not None and len(held_out) < 2:
         raise UserError(f"--dataset {name}: its val split has {len(held_out)} bytes: too few")
-    data = torch.frombuffer(bytearray(text), dtype=torch.uint8)
-    train, rest = data[:cut], data[cut:]
-    if held_out is not None:
-        rest = torch.frombuffer(bytearray(held_out), dtype=torch.uint8)
-    short = checksum(text, held_out or b"")
+    train, rest = text[:cut], text[cut:] if held_out is None else held_out
+    short = checksum(text.numpy(), b"" if held_out is None else held_out.numpy())
     description = f"{len(train):,} bytes to train on, {len(rest):,} held out (fingerprint {short})"
     return Text(train, rest, description, details)
 
@@ -135,9 +154,8 @@ def load_to_evaluate(name, column, seed=0):
     [(split, text)] = texts.items()
     if len(text) < 2:
         raise UserError(f"--dataset {name} has {len(text)} bytes: too few")
-    held_out = torch.frombuffer(bytearray(text), dtype=torch.uint8)
-    description = f"{len(text):,} bytes (fingerprint {checksum(text)})"
-    return "all" if split == "train" else split, Text(held_out[:0], held_out, description, details)
+    description = f"{len(text):,} bytes (fingerprint {checksum(text.numpy())})"
+    return "all" if split == "train" else split, Text(text[:0], text, description, details)
 
 
 def without_test(splits):
@@ -151,32 +169,91 @@ def only_one(splits):
 
 
 def checksum(*texts):
-    """A short checksum of texts."""
+    """A short checksum of texts (bytes, or uint8 arrays); of a long one, of its size and a sample.
+
+    So it takes the same time for any size.
+    """
     digest = hashlib.sha256()
     for text in texts:
         digest.update(len(text).to_bytes(8, "little"))
-        digest.update(text)
+        for part in _sample(text):
+            digest.update(part)
     return digest.hexdigest()[:12]
 
 
+def _sample(text):
+    """Yields parts of a text, spread evenly; of a short one, all of it."""
+    distance = max(SAMPLED_BYTES, len(text) // SAMPLED_PARTS)
+    return (text[start : start + SAMPLED_BYTES] for start in range(0, len(text), distance))
+
+
 def _read_splits(name, column, seed, choose):
-    """The bytes of the splits that `choose` returns of all splits, and lines about the files."""
+    """The text of the splits that `choose` returns of all splits, and lines about the files.
+
+    A text is uint8 [bytes].
+    """
     if name == "synthetic":
-        return {"train": synthetic_text(seed)}, []
+        return {"train": _keep([synthetic_text(seed)])}, []
     files = find_files(name)
     if files and files.is_plain:
         used = choose(files.by_split)
-        texts = {split: b"".join(map(read_text, files.by_split[split])) for split in used}
+        texts = {split: _read_files(files.by_split[split]) for split in used}
     else:
         table = load_column(name, column, files)
         used = choose(table.splits)
-        texts = {split: _join(table, split, f"--dataset {name}") for split in used}
         left_out = table.left_out
         lines = [f"{_say(split, used)}: {len(rows):,} rows" for split, rows in table.splits.items()]
+        texts = {}
+        for split in used:
+            rows = table.splits[split]
+            known = [*map(stamp, files.by_split[split])] if files else rows._fingerprint
+            texts[split] = _keep(_join(table, rows, f"--dataset {name}"), [column, known])
     if files:
         left_out = files.left_out
         lines = describe_files(files, used)
     return texts, [*lines, *left_out.lines()]
+
+
+def _read_files(files):
+    """The text of plain files, uint8 [bytes]."""
+    mapped = map_text(files[0]) if len(files) == 1 else None
+    if mapped is not None:
+        return mapped
+    return _keep(itertools.chain.from_iterable(map(read_parts, files)), [*map(stamp, files)])
+
+
+def _keep(parts, version=None):
+    """Joins the parts of a text in memory, or if it is long in a file of the cache.
+
+    Args:
+        parts (iterable): of bytes.
+        version: a value that changes with the text. None: it is short.
+
+    Returns:
+        uint8 [bytes].
+
+    Raises:
+        UserError: the file cannot be written.
+    """
+    folder = Path(os.environ.get("HF_DATASETS_CACHE") or Path(HF_HOME, "datasets"), "text")
+    file = folder / f"{hashlib.sha256(repr(version).encode()).hexdigest()[:32]}.bin"
+    if version and file.exists():
+        return map_bytes(file)
+    parts, start = iter(parts), bytearray()
+    for part in parts:
+        start += part
+        if version and len(start) > IN_MEMORY:
+            break
+    else:
+        return torch.from_numpy(np.frombuffer(start, np.uint8))
+    try:
+        with complete_or_absent(file) as out:
+            for part in itertools.chain([start], parts):
+                out.write(part)
+    except OSError as error:
+        what = f"the text to {folder} (set HF_DATASETS_CACHE to use another folder)"
+        raise no_space(error, what, folder) from None
+    return map_bytes(file)
 
 
 def describe_files(files, used):
@@ -195,9 +272,12 @@ def _count(files):
     return f"{len(files):,} file{'s' * (len(files) != 1)}"
 
 
-def _join(table, split, where):
-    encoded = list(table.documents(table.splits[split], where))
-    return encoded[0] if len(encoded) == 1 else b"".join(text + b"\n" for text in encoded)
+def _join(table, rows, where):
+    """Yields the texts of rows, each with a newline if there are several."""
+    for number, text in enumerate(table.documents(rows, where)):
+        if number == 1:
+            yield b"\n"  # behind the first
+        yield text + b"\n" * (number > 0)
 
 
 def synthetic_text(seed, sentences=4000):

@@ -2,25 +2,31 @@
 
 import bz2
 import codecs
+import contextlib
 import csv
 import gzip
+import io
 import json
 import lzma
 import os
+import zlib
 from pathlib import Path
 from typing import NamedTuple
 
+from utils.data.cache_files import map_bytes
 from utils.data.report import LeftOut
 from utils.data.scan import Scanner, read_regular
 from utils.data.tables import METADATA, READERS, files_by_split, load_table, loading, local_path
 from utils.data.tables import name_splits as splits_of
 from utils.run.failures import UserError
+from utils.run.files import regular_file
 
 PLAIN = {".txt", ".text", ".md", ".markdown", ".rst"}  # in a folder; a single file may be any
 PAGES = {"readme", "license", "licence", "changelog", "contributing", "notice"}
 DECOMPRESS = {".gz": gzip.decompress, ".bz2": bz2.decompress, ".xz": lzma.decompress}
 OPENERS = {".gz": gzip.open, ".bz2": bz2.open, ".xz": lzma.open}
 ARCHIVES = {".zst", ".zip", ".tar", ".7z", ".rar", ".tgz"}
+PART = 1 << 20  # bytes of a file that are read at once
 UTF16 = (codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)
 ALTERNATIVES = (
     "use a Hub id such as karpathy/tiny_shakespeare, a local text file or folder, or "
@@ -130,6 +136,58 @@ def read_text(path):
         reason = getattr(error, "strerror", None) or error
         raise UserError(f"cannot read {path}: {reason}") from None
     return data.removeprefix(codecs.BOM_UTF8)
+
+
+@contextlib.contextmanager
+def reading(path):
+    """Raises UserError, which names the file, if it cannot be read in the block."""
+    try:
+        yield
+    except (OSError, EOFError, lzma.LZMAError, zlib.error, UnicodeError) as error:
+        reason = getattr(error, "strerror", None) or error
+        reason = "it is not UTF-8" if isinstance(error, UnicodeError) else reason
+        raise UserError(f"cannot read {path}: {reason}") from None
+
+
+def open_text(path):
+    """Opens a file of text, decompressed; UTF-16 becomes UTF-8. The object can seek."""
+    opener = OPENERS.get(Path(path).suffix.lower(), open)
+    file = opener(regular_file(path), "rb")
+    if file.read(2) in UTF16:
+        file.close()
+        return io.BytesIO(read_text(path))
+    file.seek(0)
+    return file
+
+
+def read_parts(path):
+    """Yields parts of what `read_text` returns. Raises UserError as it does."""
+    with reading(path), open_text(path) as file:
+        data = file.read(PART).removeprefix(codecs.BOM_UTF8)
+        while data:
+            yield data
+            data = file.read(PART)
+
+
+def map_text(path):
+    """What `read_text` returns, uint8 [bytes], mapped into memory; None: the file has other bytes.
+
+    Raises:
+        UserError: it cannot be read.
+    """
+    with reading(path):
+        file = regular_file(path)
+        with file.open("rb") as opened:
+            start = opened.read(len(codecs.BOM_UTF8))
+        if Path(path).suffix.lower() in DECOMPRESS or start.startswith(UTF16):
+            return None
+        return map_bytes(file)[3 if start == codecs.BOM_UTF8 else 0 :]
+
+
+def stamp(path):
+    """The path of a file, its size and its time of change."""
+    status = os.stat(path)
+    return [str(Path(path).resolve()), status.st_size, status.st_mtime_ns]
 
 
 # ------------------------------------------------------------------------------------------- rows

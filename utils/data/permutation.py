@@ -1,0 +1,62 @@
+"""Random orders of any number of samples, of which each element is computed on its own.
+
+`torch.randperm` needs 8 bytes per sample, and a list of its ids 36. This needs no memory, whatever
+the number of samples.
+"""
+
+import math
+
+import numpy as np
+
+from utils.run.seeds import sample_seed
+
+ROUNDS = 8
+
+
+class Permutation:
+    """A random order of the numbers below `size`, decided by the seed and the epoch.
+
+    It is a Feistel network: a number is written as two digits, and in turn each of them is
+    increased by a hash of the other one and of a key, which can be undone. The digits can express
+    about a square root more numbers than there are: one of those goes through the network again,
+    until it is below `size` ("cycle walking", Black & Rogaway, "Ciphers with Arbitrary Finite
+    Domains", 2002).
+
+    Args:
+        size (int): 1 or more, below 2**62.
+    """
+
+    def __init__(self, size, seed, epoch):
+        self._size = size
+        left = math.isqrt(size - 1) + 1
+        self._bases = left, -(-size // left)
+        self._keys = [sample_seed(seed, epoch, -1 - number) for number in range(ROUNDS)]
+
+    def __call__(self, places):
+        """The numbers at `places` of the order, int64, for an int64 array of any length."""
+        numbers = self._network(places.astype(np.uint64))
+        while len(beyond := np.flatnonzero(numbers >= self._size)):
+            numbers[beyond] = self._network(numbers[beyond])
+        return numbers.astype(np.int64)
+
+    def _network(self, numbers):
+        changing, other = np.divmod(numbers, np.uint64(self._bases[1]))
+        for number, key in enumerate(self._keys):
+            base = np.uint64(self._bases[number % 2])
+            changing += (_hash(other, np.uint64(key)) * base) >> np.uint64(32)
+            changing[changing >= base] -= base
+            changing, other = other, changing
+        return changing * np.uint64(self._bases[1]) + other
+
+
+def _hash(numbers, key):
+    """Hashes numbers below 2**32, with a key of 64 bits, to 32 bits: the finalizer of MurmurHash3.
+
+    A number and the result are uint64.
+    """
+    numbers = numbers + key
+    numbers ^= numbers >> np.uint64(33)
+    numbers *= np.uint64(0xFF51AFD7ED558CCD)
+    numbers ^= numbers >> np.uint64(33)
+    numbers *= np.uint64(0xC4CEB9FE1A85EC53)
+    return numbers >> np.uint64(32)

@@ -29,9 +29,8 @@ from utils.run.failures import UserError
 from utils.run.output import one_line
 from utils.run.process import is_main
 
-IN_MEMORY = 1 << 26  # bytes: a longer text is mapped
-# Of a text that is longer than both together, a checksum reads so many parts of so many bytes.
-SAMPLED_PARTS, SAMPLED_BYTES = 1 << 10, 1 << 16
+SHORT = 1 << 26  # bytes: a longer text is mapped, and a checksum reads some parts of it
+SAMPLED_PARTS, SAMPLED_BYTES = 100, 1 << 16
 
 
 class Text(NamedTuple):
@@ -97,7 +96,7 @@ def load_text(name, column, block_size, seed=0):
     the rows of `column` are joined; if there are several, each ends with a newline. A `test` split
     is not read.
 
-    A plain file is mapped into memory. Any other text of more than `IN_MEMORY` bytes is first
+    A plain file is mapped into memory. Any other text of more than `SHORT` bytes is first
     written to a file in the cache of the `datasets` library, once per machine: call this function
     on one process first.
 
@@ -116,7 +115,7 @@ def load_text(name, column, block_size, seed=0):
     """
     texts, details = _read_splits(name, column, seed, without_test)
     parts = itertools.chain.from_iterable(map(_sample, texts.values()))
-    if any(b"\0" in bytes(part) for part in parts) and is_main():
+    if not all(part.all() for part in parts) and is_main():
         line = f"warning: --dataset {name} does not look like text: it has zero bytes"
         print(line, file=sys.stderr, flush=True)
     text, held_out = texts["train"], texts.get("val")
@@ -183,7 +182,7 @@ def checksum(*texts):
 
 def _sample(text):
     """Yields parts of a text, spread evenly; of a short one, all of it."""
-    distance = max(SAMPLED_BYTES, len(text) // SAMPLED_PARTS)
+    distance = SAMPLED_BYTES if len(text) <= SHORT else len(text) // SAMPLED_PARTS
     return (text[start : start + SAMPLED_BYTES] for start in range(0, len(text), distance))
 
 
@@ -242,7 +241,7 @@ def _keep(parts, version=None):
     parts, start = iter(parts), bytearray()
     for part in parts:
         start += part
-        if version and len(start) > IN_MEMORY:
+        if version and len(start) > SHORT:
             break
     else:
         return torch.from_numpy(np.frombuffer(start, np.uint8))

@@ -14,14 +14,19 @@ from utils.data.lanes import LaneStream, check_lanes
 from utils.data.report import LeftOut
 from utils.data.scan import read_regular
 from utils.data.tables import first_line
-from utils.data.text import checksum, describe_files, synthetic_text, without_test
+from utils.data.text import (
+    SAMPLED_BYTES,
+    checksum,
+    describe_files,
+    synthetic_text,
+    without_test,
+)
 from utils.data.text_files import TextTable, find_files, load_column
 from utils.run.failures import RunFailed, UserError
 
 HELD_OUT_BYTES = 1 << 20  # bytes of a stream that are held out for evaluation
 HELD_OUT_ONE_IN = 64  # 1 in 64 documents of a stream is held out
 SAMPLED_FILES = 100  # of which a fingerprint reads `SAMPLED_BYTES`
-SAMPLED_BYTES = 1 << 16
 
 
 def held_out(document):

@@ -2,6 +2,9 @@
 
 import contextlib
 import functools
+import json
+import os
+import re
 import sys
 import warnings
 from pathlib import Path
@@ -11,12 +14,13 @@ import torch
 from PIL import Image
 
 from utils.run.failures import optional
-from utils.run.files import read_json, read_json_lines
+from utils.run.files import read_json
 from utils.run.output import for_plot, one_line
 
 DPI = 110
 # Colors that color-blind people can tell apart (Okabe & Ito, jfly.uni-koeln.de/color).
 COLORS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000")
+PARTS = 2000  # of a long log, from which a curve has some points each
 SHARES = ("accuracy", "top5")  # metrics that cannot be more than 1
 
 
@@ -116,15 +120,15 @@ def curves(folder, labels=None):
     """
     labels = labels or {"loss": "loss", "accuracy": "accuracy"}
     folder = Path(folder)
-    lines = read_json_lines(folder / "metrics.jsonl")
     arguments = (read_json(folder / "args.json") or {}).get("arguments", {})
     smoothing = arguments.get("label_smoothing")
+    # The same color in both panels.
+    styles = {"train": ("-", COLORS[0]), "val": ("o-", COLORS[1]), "test": ("o-", COLORS[1])}
+    curves = read_curves(folder / "metrics.jsonl", styles, labels)
     figure, axes = subplots(1, 2, figsize=(10, 3.6))
     for axis, name in zip(axes, labels, strict=True):
-        # The same color in both panels.
-        styles = {"train": ("-", COLORS[0]), "val": ("o-", COLORS[1]), "test": ("o-", COLORS[1])}
         for split, (style, color) in styles.items():
-            points = [(r["step"], r[name]) for r in lines if r["split"] == split and name in r]
+            points = curves.get((split, name))
             if not points:
                 continue
             label = f"{split} (last: {points[-1][1]:.4g})"
@@ -142,6 +146,41 @@ def curves(folder, labels=None):
         # Above the curves, to hide none.
         axis.legend(loc="lower center", bbox_to_anchor=(0.5, 1), ncols=2, frameon=False)
     save(figure, folder / "curves.png")
+
+
+def read_curves(path, splits, names):
+    """Reads some metrics of `metrics.jsonl`: all points of a short one, and a part of a long one.
+
+    The file is read in `PARTS` parts. Of each of them this keeps the lowest, the highest and the
+    last value. Only those lines are parsed: of a million, all would take half a minute.
+
+    Args:
+        splits, names: of the curves.
+
+    Returns:
+        dict: (split, name) -> list of (step, value).
+    """
+    points = {}
+    starts = {split: f'{{"split": "{split}"'.encode() for split in splits}
+    # A quote within a text has a backslash before it, so this is always the name of a metric.
+    keys = {name: f'"{name}": '.encode() for name in names}
+    with open(path, "rb") as file:
+        size = os.fstat(file.fileno()).st_size // PARTS + 1
+        while lines := file.readlines(size):
+            for split, start in starts.items():
+                own = [line for line in lines if line.startswith(start)]
+                for name, key in keys.items():
+                    values = re.findall(re.escape(key) + b"([^,}]+)[,}]", b"".join(own))
+                    if not values:
+                        continue
+                    values = np.array(values).astype(float)
+                    logged = (
+                        own if len(values) == len(own) else [line for line in own if key in line]
+                    )
+                    for index in sorted({values.argmin(), values.argmax(), len(values) - 1}):
+                        line = json.loads(logged[index])
+                        points.setdefault((split, name), []).append((line["step"], line[name]))
+    return points
 
 
 def classification(folder, split, predictions, class_names):

@@ -10,6 +10,8 @@ from pathlib import Path
 
 from utils.run.failures import UserError
 
+LAST_BYTES = 1 << 20  # of a file of JSON lines: some thousand lines
+
 
 def regular_file(path):
     """Follows links to a file that can be read without waiting, as a pipe or device cannot.
@@ -57,13 +59,49 @@ def read_json_lines(path):
 
     Stops at a line that is incomplete because its writer was killed.
     """
-    values = []
-    for line in Path(path).read_bytes().splitlines():
-        try:
-            values.append(json.loads(line))
-        except ValueError:
+    return [value for value, _ in json_lines(path)]
+
+
+def json_lines(path, start=0):
+    """Yields what `read_json_lines` returns, line by line: the value, and where its line ends.
+
+    Args:
+        start (int): the byte of the file at which a line begins, the first one to read.
+    """
+    with open(path, "rb") as file:
+        file.seek(start)
+        for line in file:
+            start += len(line)
+            try:
+                value = json.loads(line)
+            except ValueError:
+                return
+            yield value, start
+
+
+def last_lines(path, earlier):
+    """Finds the last lines of a file of JSON lines without reading the others.
+
+    Args:
+        earlier (Callable): whether the value of a line comes before those that are looked for.
+
+    Returns:
+        int: the byte at which a line begins that is `earlier`, or the first line of the file; at
+        least `LAST_BYTES` follow, if the file has as many.
+    """
+    size = Path(path).stat().st_size
+    distance = LAST_BYTES
+    while distance < size:
+        with open(path, "rb") as file:
+            file.seek(size - distance)
+            file.readline()  # the rest of a line
+            start = file.tell()
+        for value, _ in json_lines(path, start):
+            if earlier(value):
+                return start
             break
-    return values
+        distance *= 2
+    return 0
 
 
 def write_json(path, value):

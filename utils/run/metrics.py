@@ -12,7 +12,7 @@ from torch.distributed.tensor import DTensor
 from tqdm import tqdm
 
 from utils.run import process, tracking
-from utils.run.files import read_json_lines, write_text
+from utils.run.files import json_lines, last_lines
 
 
 class Metrics:
@@ -21,7 +21,7 @@ class Metrics:
     Every process creates one; only the main process writes.
 
     Attributes:
-        slowest_save (float): seconds that the slowest checkpoint took before a restart.
+        slowest_save (float): seconds that the slowest recent checkpoint took before a restart.
     """
 
     def __init__(self, folder, accelerator, plan, batch_size, rates, step):
@@ -50,15 +50,17 @@ class Metrics:
             )
 
     def _open(self, path, step):
-        kept = []
-        for line in read_json_lines(path) if path.exists() else ():
+        # Lines are in the order of their steps, so the last ones are enough.
+        path.touch()
+        kept = start = last_lines(path, lambda line: line["step"] < step)
+        for line, end in json_lines(path, start):
             self._sent.add((line["split"], line["step"]))
             if line["split"] == "checkpoint":
                 self.slowest_save = max(self.slowest_save, line["seconds"])
             if line["step"] <= step:
-                kept.append(line)
+                kept = end
                 self._written.add((line["split"], line["step"]))
-        write_text(path, "".join(f"{json.dumps(line)}\n" for line in kept))
+        os.truncate(path, kept)
         self._file = path.open("a")
 
     def timed(self, batches):

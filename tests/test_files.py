@@ -60,6 +60,26 @@ def test_lines_are_read_up_to_the_one_that_was_being_written(tmp_path):
     assert files.read_json_lines(tmp_path / "b.jsonl") == [{"step": 1}]
 
 
+def test_the_last_lines_are_found_without_reading_the_others(tmp_path, monkeypatch):
+    monkeypatch.setattr(files, "LAST_BYTES", 40)
+    path = tmp_path / "a.jsonl"
+    path.write_text("".join(f'{{"step": {step:03}}}\n'.replace(": 00", ": ") for step in range(9)))
+    lines = list(files.json_lines(path))
+    assert [value["step"] for value, _ in lines] == list(range(9))
+    assert [end for _, end in lines] == [12 * (step + 1) for step in range(9)]
+    read = []
+
+    def earlier(than):
+        return lambda value: read.append(value["step"]) or value["step"] < than
+
+    assert files.last_lines(path, earlier(8)) == 72 and read == [6]
+    assert [value["step"] for value, _ in files.json_lines(path, 72)] == [6, 7, 8]
+    assert files.last_lines(path, earlier(6)) == 36 and read[1:] == [6, 3]
+    assert files.last_lines(path, earlier(3)) == 0 and read[3:] == [6, 3]
+    path.write_text("")
+    assert files.last_lines(path, earlier(3)) == 0
+
+
 def test_a_file_is_replaced_only_when_the_new_one_is_on_disk(tmp_path, monkeypatch):
     """And its name only counts once the folder is on disk, too."""
     path, calls = tmp_path / "a.json", []

@@ -8,7 +8,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from utils.run import metrics
+from utils.run import files, metrics
 from utils.run.metrics import Meter, Metrics
 
 ALONE = SimpleNamespace(
@@ -191,6 +191,39 @@ def test_after_a_restart_each_line_is_written_and_sent_once(sent, printed, tmp_p
     ]
     log.write("val", 12, loss=0.1)
     assert len(lines_of(tmp_path)) == 4
+
+
+@pytest.mark.parametrize("torn", [b"", b'{"split": "train", "st', bytes(500)])
+def test_a_restart_reads_the_end_of_a_long_log(torn, sent, printed, tmp_path, monkeypatch):
+    monkeypatch.setattr(files, "LAST_BYTES", 300)
+    lines = [{"split": split, "step": step} for step in range(50) for split in ("train", "val")]
+    text = [f"{json.dumps(line)}\n".encode() for line in lines]
+    path = tmp_path / "metrics.jsonl"
+    path.write_bytes(b"".join(text) + torn)
+    read, loads = [], json.loads
+    monkeypatch.setattr(json, "loads", lambda line: read.append(line) or loads(line))
+    log = Metrics(tmp_path, ALONE, PLAN, 10, {}, 40)
+    assert path.read_bytes() == b"".join(text[:82]) and len(read) < 60
+    monkeypatch.undo()
+    log.write("train", 40)
+    for step in (40, 41, 50):
+        log.write("val", step)
+    assert lines_of(tmp_path) == [*lines[:82], lines[83], {"split": "val", "step": 50}]
+    assert ("train", 49) in log._sent and ("val", 50) not in log._sent
+
+
+def test_a_log_that_a_person_edited_has_whole_lines(sent, printed, tmp_path):
+    (tmp_path / "metrics.jsonl").write_text('{"split": "val", "step": 3}')
+    Metrics(tmp_path, ALONE, PLAN, 10, {}, 6).write("val", 9)
+    assert [line["step"] for line in lines_of(tmp_path)] == [3, 9]
+
+
+def test_a_long_run_does_not_remember_all_lines(sent, printed, tmp_path):
+    log = Metrics(tmp_path, ALONE, PLAN, 10, {}, 0)
+    for step in range(100):
+        for split in ("train", "val", "train"):
+            log.write(split, step)
+    assert len(lines_of(tmp_path)) == 200 and len(log._written) == 2
 
 
 @pytest.mark.parametrize("skipped", [False, True])

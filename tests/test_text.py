@@ -3,13 +3,16 @@
 import bz2
 import codecs
 import gzip
+import hashlib
 import json
 import lzma
 import os
 
 import pytest
+import torch
 
-from utils.data.text import load_text, load_to_evaluate
+from utils.data import text as text_module
+from utils.data.text import Windows, checksum, load_text, load_to_evaluate
 from utils.data.text_stream import TextStream, describe_stream, load_held_out
 from utils.run.failures import UserError
 
@@ -196,6 +199,78 @@ def test_a_text_that_is_a_fifo_is_not_waited_for(tmp_path):
     assert everything(str(tmp_path)) == "words " * 20
     with pytest.raises(UserError, match="not a regular file"):
         load_text(str(tmp_path / "b.txt"), "text", 4)
+
+
+# ------------------------------------------------------------------------------------ mapped, cached
+
+
+def test_a_text_file_is_mapped_and_not_copied(tmp_path):
+    file = tmp_path / "a.txt"
+    file.write_bytes(codecs.BOM_UTF8 + b"0123456789" * 20)
+    text = load_text(str(file), "text", 4)
+    with file.open("r+b") as opened:
+        opened.seek(3)
+        opened.write(b"abc")
+    assert bytes(text.train[:5].tolist()) == b"abc34" and len(text.held_out) == 20
+    assert first_window(text.train) == [list(b"abc34567"), list(b"bc345678")]
+
+
+def first_window(text):
+    batch = Windows(text, 8).__getitems__([0])
+    return [batch[name][0].tolist() for name in ("inputs", "targets")]
+
+
+@pytest.mark.parametrize("kind", ["files", "compressed", "rows"])
+def test_a_long_text_is_written_to_the_cache_once(kind, tmp_path, monkeypatch):
+    short = [load_text(*source_of(kind, tmp_path / "data"), 4) for _ in range(2)][1]
+    cache = tmp_path / "cache" / "text"
+    monkeypatch.setenv("HF_DATASETS_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setattr(text_module, "SHORT", 100)
+    made = load_text(*source_of(kind, tmp_path / "data"), 4)
+    (file,) = cache.iterdir()
+    assert file.suffix == ".bin" and torch.equal(made.train, short.train)
+    assert torch.equal(made.held_out, short.held_out) and made.details == short.details
+    with monkeypatch.context() as patched:  # the second process reads nothing but the cache
+        patched.setattr(text_module, "complete_or_absent", None)
+        again = load_text(*source_of(kind, tmp_path / "data"), 4)
+    assert again.description == made.description and torch.equal(again.train, made.train)
+    with file.open("r+b") as opened:
+        opened.write(b"!")
+    assert again.train[0] == ord("!")
+    os.utime(next(path for path in (tmp_path / "data").iterdir()), (1, 1))
+    load_text(*source_of(kind, tmp_path / "data"), 4)
+    assert len(list(cache.iterdir())) == 2
+
+
+def source_of(kind, folder):
+    if not folder.exists():
+        if kind == "rows":
+            write(folder, a_jsonl=as_lines("words "))
+        elif kind == "compressed":
+            write(folder, a_txt_gz=gzip.compress(b"0123456789" * 20, mtime=0))
+        else:
+            write(folder, a_txt="0123456789" * 10, b_txt="abcdefghij" * 10)
+    return str(folder), "text"
+
+
+def test_a_cache_that_cannot_be_written_is_one_line(tmp_path, monkeypatch):
+    (tmp_path / "cache").write_text("a file")
+    monkeypatch.setenv("HF_DATASETS_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setattr(text_module, "SHORT", 100)
+    with pytest.raises(UserError, match=r"cannot write the text to .*set HF_DATASETS_CACHE"):
+        load_text(*source_of("files", tmp_path / "data"), 4)
+
+
+def test_the_checksum_of_a_long_text_has_its_size_and_parts_of_it(tmp_path, monkeypatch):
+    monkeypatch.setattr(text_module, "SHORT", 1000)
+    monkeypatch.setattr(text_module, "SAMPLED_BYTES", 5)
+    monkeypatch.setattr(text_module, "SAMPLED_PARTS", 10)
+    text = bytes(range(1, 101)) * 10
+    assert checksum(text) == hashlib.sha256((1000).to_bytes(8, "little") + text).hexdigest()[:12]
+    text *= 2
+    parts = b"".join(text[start : start + 5] for start in range(0, 2000, 200))
+    known = hashlib.sha256((2000).to_bytes(8, "little") + parts).hexdigest()[:12]
+    assert checksum(text) == known != checksum(text + b"x")
 
 
 # ----------------------------------------------------------------------------- streams, fingerprint

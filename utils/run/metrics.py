@@ -60,7 +60,11 @@ class Metrics:
             if line["step"] <= step:
                 kept = end
                 self._written.add((line["split"], line["step"]))
-        os.truncate(path, kept)
+        with path.open("r+b") as file:
+            file.truncate(kept)
+            file.seek(max(kept - 1, 0))
+            if file.read() not in (b"", b"\n"):  # a person has edited it
+                file.write(b"\n")
         self._file = path.open("a")
 
     def timed(self, batches):
@@ -101,7 +105,8 @@ class Metrics:
     def write(self, split, step, **figures):
         """Appends a line to metrics.jsonl, unless it was already written before a restart."""
         if self._is_main and (split, step) not in self._written:
-            self._written.add((split, step))
+            # Steps only grow, so those of earlier ones are not needed again.
+            self._written = {(split, step), *(known for known in self._written if known[1] == step)}
             self._file.write(json.dumps({"split": split, "step": step, **figures}) + "\n")
             self._file.flush()
 

@@ -14,6 +14,7 @@ import torch
 
 from utils.run.files import read_json, write_json
 
+STARTS = 1000  # which args.json lists, besides the first one
 PATHS = ("dataset", "init_from")  # arguments that may be paths: compared as absolute paths
 # Dense bf16 (before Ampere: fp16) TFLOPS of the tensor cores, summed in float32, of SXM modules and
 # cards. From NVIDIA's data sheets, which often show twice as much, for sparse matrices (that of the
@@ -116,7 +117,7 @@ def changes(accelerator, earlier):
 
 
 def write(folder, accelerator, own, step):
-    """Writes args.json, which lists every start of the run.
+    """Writes args.json, which lists the starts of the run: the first one and the last `STARTS`.
 
     Args:
         folder (Path): that of the run.
@@ -136,7 +137,8 @@ def write(folder, accelerator, own, step):
     }
     starts = (read_json(folder / "args.json") or {}).get("starts", [])
     starts.append({"step": step, "time": timestamp(), **own["topology"]})
-    write_json(folder / "args.json", {**own, "starts": starts})
+    kept = starts[:1] + starts[1:][-STARTS:]
+    write_json(folder / "args.json", {**own, "starts": kept})
     return own
 
 

@@ -1,0 +1,48 @@
+"""Which points of a log the curves have."""
+
+import json
+
+import pytest
+
+from utils import plots
+
+
+def read(folder, lines, torn=""):
+    path = folder / "metrics.jsonl"
+    path.write_text("".join(f"{json.dumps(line)}\n" for line in lines) + torn)
+    return plots.read_curves(path, ["train", "val", "test"], ["loss", "accuracy"])
+
+
+def test_a_short_log_is_drawn_point_by_point(tmp_path):
+    text = 'said {"split": "val", "step": 1, "loss": 7}'
+    lines = [
+        {"split": "train", "step": 1, "epoch": 0.1, "loss": 2.5, "lr": 0.1},
+        {"split": "val", "step": 1, "epoch": 0.1, "accuracy": 0.5, "loss": 2},
+        {"split": "train", "step": 2, "epoch": 0.2, "loss": 1e-5, "lr": 0.1, "train_loss": 9.0},
+        {"split": "sample", "step": 2, "text": text},
+        {"split": "val", "step": 2, "text": text},
+        {"split": "val", "step": 2, "accuracy": 0.75},
+    ]
+    assert read(tmp_path, lines, torn='{"split": "train", "step": 3, "loss": 4') == {
+        ("train", "loss"): [(1, 2.5), (2, 1e-5)],
+        ("val", "loss"): [(1, 2)],
+        ("val", "accuracy"): [(1, 0.5), (2, 0.75)],
+    }
+    assert read(tmp_path, []) == {}
+
+
+@pytest.mark.parametrize("every", [1, 7])
+def test_a_long_log_keeps_its_extremes_and_its_end(every, tmp_path, monkeypatch):
+    monkeypatch.setattr(plots, "PARTS", 10)
+    values = [(37 * step) % 101 / 100 for step in range(1, 1001)]
+    values[499], values[700], values[-1] = 50.0, -50.0, 0.5
+    lines = [
+        {"split": "train" if step % every == 0 else "val", "step": step, "loss": value}
+        for step, value in enumerate(values, 1)
+    ]
+    points = read(tmp_path, lines)
+    found = [point for split in points.values() for point in split]
+    assert {(500, 50.0), (701, -50.0), (1000, 0.5)} <= set(found) <= set(enumerate(values, 1))
+    assert len(found) <= 3 * 2 * 11
+    for split in points.values():
+        assert split == sorted(set(split))

@@ -414,7 +414,9 @@ def test_streaming_killed_continues_exactly_also_on_another_topology(shards, tmp
 @pytest.mark.slow
 @pytest.mark.parametrize("workers", [0, 1])
 def test_an_error_that_only_one_process_meets_is_printed_by_it(workers, shards, tmp_path):
-    arguments = f"--dataset {shards} --streaming 6 --shuffle_buffer 4 --num_workers {workers} {SMALL}"
+    arguments = (
+        f"--dataset {shards} --streaming 6 --shuffle_buffer 4 --num_workers {workers} {SMALL}"
+    )
     wrapped = ["unreadable@40:1", GPT, *arguments.split()]
     done = run("2cpu", "tests/wrapped.py", wrapped, output_dir=tmp_path, check=False)
     errors = [

@@ -213,8 +213,8 @@ def _decoded(source, scaling, cache_dir, skip):
     """All images of a source, from a file that is made if it is absent.
 
     Returns:
-        tuple: uint8 [rows, 3, 32, 32]; which can be read, bool array [rows]: without `skip` all can,
-        or it raises UserError.
+        tuple: uint8 [rows, 3, 32, 32]; which can be read, bool array [rows]: all, or without `skip`
+        it raises UserError.
     """
     count = len(source)
     if isinstance(source, Pixels) and source.images.shape[1:3] == (SIZE, SIZE):

@@ -265,8 +265,8 @@ MUTANTS = [
     Mutant(
         "an evaluation waits for each batch",
         GPT,
-        "counts.double().sum()])",
-        "counts.double().sum()]).cpu()",
+        "torch.stack([value.double() for value in gathered])",
+        "torch.stack([value.double() for value in gathered]).cpu()",
         "test_gpu_path.py -k evaluation_waits",
     ),
     Mutant(

@@ -36,7 +36,7 @@ TEXTS = {
     "image_column": None,
     "label_column": None,
 }
-SWITCHES = ("dry_run", "overfit_batch", "profile", "nondeterministic")
+SWITCHES = ("dry_run", "overfit_batch", "profile", "nondeterministic", "wait_for_checkpoints")
 
 
 @pytest.fixture

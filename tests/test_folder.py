@@ -28,7 +28,7 @@ from utils.run.plan import Plan
 
 PLAN = Plan(total_steps=14, steps_per_epoch=7, evaluate_every=7, save_every=3)
 ARGUMENTS = dict(resume="auto", lr=0.1, batch_size=10, keep_checkpoints=2)
-ARGUMENTS |= dict(epochs=2, track="none", push_to_hub=None)
+ARGUMENTS |= dict(epochs=2, track="none", push_to_hub=None, wait_for_checkpoints=True)
 
 
 class Accelerator(SimpleNamespace):
@@ -564,7 +564,7 @@ def test_a_slow_save_is_said_when_a_run_starts(elastic, says, tmp_path, capsys, 
     printed = capsys.readouterr().out
     assert (
         "warning: a checkpoint took 45 s, but the launcher kills its processes 30 s after SIGTERM: "
-        "export TORCH_ELASTIC_SHUTDOWN_TIMEOUT=90\n" in printed
+        "export TORCH_ELASTIC_SHUTDOWN_TIMEOUT=135\n" in printed
     ) == says
 
 

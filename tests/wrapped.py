@@ -47,11 +47,14 @@ def before(owner, attribute, act):
 
 
 def die():
+    # The checkpoint that is being written is complete: a test knows from which step it goes on.
+    saving.wait_for_newest()
     os.kill(os.getpid(), signal.SIGKILL)
 
 
 def lose_machine():
     """Kills everything that this process's launcher started, and the launcher, at once."""
+    saving.wait_for_newest()
     launcher = psutil.Process(os.getppid())
     for process in [launcher, *launcher.children(recursive=True)]:
         if process.pid != os.getpid():
@@ -77,7 +80,7 @@ import accelerate
 import psutil
 import torch
 
-from utils.run import ddp
+from utils.run import ddp, saving
 
 real_warm_up = ddp.warm_up
 
@@ -117,6 +120,7 @@ elif name in ("die_before_rename", "lost_before_rename"):
 
     def rename(source, target, **kwargs):
         if str(source).endswith(".writing") and strikes():
+            saving.wait_for_newest = lambda: None  # this is the thread that writes it
             die() if name == "die_before_rename" else lose_machine()
         real_rename(source, target, **kwargs)
 
@@ -235,19 +239,18 @@ elif name == "full_disk":
 elif name == "fill_disk":
     # The path after the colon is a small file system: full for this checkpoint only.
     ballast, rank = os.path.join(rank, "ballast"), ""
-    save_state = accelerate.Accelerator.save_state
+    real_start = saving.Writer.start
 
-    def save_on_full_disk(*args, **kwargs):
+    def start_on_full_disk(*args):
         full = strikes()
         if full:
             fill(ballast)
-        try:
-            return save_state(*args, **kwargs)
-        finally:
-            if full:
-                os.remove(ballast)
+        future = real_start(*args)
+        if full:
+            future.add_done_callback(lambda _: os.remove(ballast))
+        return future
 
-    accelerate.Accelerator.save_state = save_on_full_disk
+    saving.Writer.start = start_on_full_disk
 elif name == "clock_seed":
     # Simulates a mistake in a script: its weights depend on the clock.
     real_backward = accelerate.Accelerator.backward

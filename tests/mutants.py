@@ -1976,8 +1976,8 @@ MUTANTS = [
     Mutant(
         "a machine without power",
         "utils/run/collectives.py",
-        "        keep_alive()",
-        "        pass",
+        "    keep_alive()",
+        "    pass",
         "test_configs.py -k 2cpu",
     ),
     Mutant(

@@ -47,8 +47,12 @@ def before(owner, attribute, act):
 
 
 def die():
-    # The checkpoint that is being written is complete: a test knows from which step it goes on.
+    # The checkpoint before is complete: a test knows from which step the run goes on.
     saving.wait_for_newest()
+    kill()
+
+
+def kill():
     os.kill(os.getpid(), signal.SIGKILL)
 
 
@@ -79,6 +83,7 @@ def terminate():
 import accelerate
 import psutil
 import torch
+from torch.distributed.checkpoint.staging import DefaultStager
 
 from utils.run import ddp, saving
 
@@ -114,15 +119,26 @@ elif name in ("power_lost_in_step", "power_lost_in_save"):
     before(
         accelerate.Accelerator, "backward" if name == "power_lost_in_step" else "save_state", cut
     )
-elif name in ("die_before_rename", "lost_before_rename"):
-    # After save_state, before the checkpoint gets its final name.
+elif name == "die_while_copied":
+    before(DefaultStager, "stage", kill)
+elif name == "die_while_written":
+    before(torch, "save", kill)
+elif name == "sigterm_while_written":
+    before(torch, "save", terminate)
+elif name in ("die_before_rename", "lost_before_rename", "die_after_rename"):
+    # Around the moment at which the checkpoint gets its final name.
     real_rename = os.rename
 
     def rename(source, target, **kwargs):
-        if str(source).endswith(".writing") and strikes():
+        strike = str(source).endswith(".writing") and strikes()
+        if strike and name == "lost_before_rename":
             saving.wait_for_newest = lambda: None  # this is the thread that writes it
-            die() if name == "die_before_rename" else lose_machine()
+            lose_machine()
+        elif strike and name == "die_before_rename":
+            kill()
         real_rename(source, target, **kwargs)
+        if strike:
+            kill()
 
     os.rename = rename
 elif name == "sigterm_in_step":

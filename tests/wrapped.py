@@ -113,6 +113,7 @@ elif name in ("power_lost_in_step", "power_lost_in_save"):
     # Nothing tells the other machines: the packets that the kernel sends when processes die do not
     # leave.
     def cut():
+        saving.wait_for_newest()
         subprocess.run(["ip", "link", "set", os.environ["GLOO_SOCKET_IFNAME"], "down"], check=True)
         lose_machine()
 

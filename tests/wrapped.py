@@ -201,6 +201,18 @@ elif name == "infinite_gradient":
 elif name == "hang":
     # This rank never reaches its next collective; the others must give up on their own.
     before(accelerate.Accelerator, "backward", signal.pause)
+elif name == "slow_loader":
+    # The batches of that rank come late.
+    from utils.data import text
+
+    real_get = text.Windows.__getitems__
+
+    def late(self, indices):
+        if rank == os.environ["RANK"]:
+            time.sleep(0.05)
+        return real_get(self, indices)
+
+    text.Windows.__getitems__ = late
 elif name == "stop":
     # As a debugger does, or a machine that swaps: the process is there, and none of its threads runs.
     before(accelerate.Accelerator, "backward", lambda: os.kill(os.getpid(), signal.SIGSTOP))

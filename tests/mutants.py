@@ -46,6 +46,98 @@ STREAM_KILLED = "test_gpt.py -k streaming_killed"
 BAD_INPUT = "test_train_cifar.py -k bad_input"
 
 MUTANTS = [
+    # ------------------------------------------------------------------------------------- who is slow
+    Mutant(
+        "an evaluation counts as own time",
+        "utils/run/pace.py",
+        "        if torch.is_grad_enabled():\n            self._spans",
+        "        if True:\n            self._spans",
+        "test_pace.py -k own_time",
+    ),
+    Mutant(
+        "own time is that of the last micro-batch",
+        "utils/run/pace.py",
+        "sum(_seconds(*span) for span in spans if len(span) == 2)",
+        "sum(_seconds(*span) for span in spans[-1:] if len(span) == 2)",
+        "test_pace.py -k own_time",
+    ),
+    Mutant(
+        "the wait for batches is nobody's time",
+        "utils/run/pace.py",
+        "        self._waited += seconds\n",
+        "        pass\n",
+        "test_pace.py",
+    ),
+    Mutant(
+        "events are read before they have happened",
+        "utils/run/pace.py",
+        "waited, spans = self._laps[0]",
+        "waited, spans = self._laps[-1]",
+        "test_pace.py -k own_time",
+    ),
+    Mutant(
+        "a process is named after one slow step",
+        "utils/run/pace.py",
+        "if self._in_a_row >= max(steps, STEPS):",
+        "if self._in_a_row:",
+        "test_pace.py -k every_step",
+    ),
+    Mutant(
+        "a process is named that was not the slowest all the time",
+        "utils/run/pace.py",
+        "if self._in_a_row >= max(steps, STEPS):",
+        "if self._in_a_row >= STEPS:",
+        "test_pace.py -k every_step",
+    ),
+    Mutant(
+        "a process that is hardly slower is named",
+        "utils/run/pace.py",
+        "if behind <= BEHIND:",
+        "if behind <= 0:",
+        "test_pace.py -k every_step",
+    ),
+    Mutant(
+        "steps are counted for another process",
+        "utils/run/pace.py",
+        "self._in_a_row + 1 if slowest == self._slowest else 1",
+        "self._in_a_row + 1",
+        "test_pace.py -k every_step",
+    ),
+    Mutant(
+        "unknown times are those of fast steps",
+        "utils/run/pace.py",
+        "        if not any(times):\n            return\n",
+        "",
+        "test_pace.py -k every_step",
+    ),
+    Mutant(
+        "the spread adds up from line to line",
+        "utils/run/pace.py",
+        "self._sums, self._steps, [], 0\n",
+        "self._sums, self._steps, self._sums, 0\n",
+        "test_pace.py -k spread",
+    ),
+    Mutant(
+        "of two processes, the slower one is compared with both",
+        "utils/run/pace.py",
+        "statistics.median_low(times)",
+        "statistics.median(times)",
+        "test_pace.py -k spread",
+    ),
+    Mutant(
+        "all processes tell the time of rank 0",
+        "utils/run/guard.py",
+        "times[self._rank] = pace.microseconds()",
+        "times[0] = pace.microseconds()",
+        "test_pace.py -k log_line",
+    ),
+    Mutant(
+        "a log line does not name the slow process",
+        "utils/run/metrics.py",
+        "figures |= speeds | pace.read()",
+        "figures |= speeds",
+        "test_pace.py -k log_line",
+    ),
     # ------------------------------------------------------------------------------------- saving beside the training
     Mutant(
         "the copy of a checkpoint is the state itself",

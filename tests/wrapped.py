@@ -209,7 +209,7 @@ elif name == "slow_loader":
 
     def late(self, indices):
         if rank == os.environ["RANK"]:
-            time.sleep(0.05)
+            time.sleep(0.3)
         return real_get(self, indices)
 
     text.Windows.__getitems__ = late

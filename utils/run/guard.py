@@ -38,6 +38,7 @@ class Guard:
     def __init__(self, accelerator, timeout):
         """Args: timeout: seconds to wait for the other processes before raising an error."""
         self._group, self._device_timeout = None, math.inf
+        self._rank, self._ranks = accelerator.process_index, accelerator.num_processes
         # In fp16 an infinite gradient is normal: the gradient scaler skips that step and scales the
         # next loss by less.
         self._skips_infinite_gradients = accelerator.scaler is not None
@@ -145,9 +146,9 @@ class Guard:
         save, place.save_asked = int(place.save_asked), False
         self._votes = [int(process.signal_name() is not None), save, loss_at, norm_at, weights_at]
         if self._group is not None:
-            times = [0] * dist.get_world_size()
+            times = [0] * self._ranks
             if weights_finite is None:  # after a step
-                times[dist.get_rank()] = pace.microseconds()
+                times[self._rank] = pace.microseconds()
             self._votes = torch.tensor([*self._votes, *times], dtype=torch.int64)
             self._handle = dist.all_reduce(
                 self._votes, dist.ReduceOp.MAX, group=self._group, async_op=True

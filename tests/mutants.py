@@ -48,17 +48,17 @@ BAD_INPUT = "test_train_cifar.py -k bad_input"
 MUTANTS = [
     # ------------------------------------------------------------------------------------- who is slow
     Mutant(
-        "an evaluation counts as own time",
+        "a pass begins when the last one ended",
         "utils/run/pace.py",
-        "        if torch.is_grad_enabled():\n            self._spans",
-        "        if True:\n            self._spans",
+        "        self._start = self._now()\n",
+        "        self._start = self._spans[-1][1] if self._spans else self._now()\n",
         "test_pace.py -k own_time",
     ),
     Mutant(
         "own time is that of the last micro-batch",
         "utils/run/pace.py",
-        "sum(_seconds(*span) for span in spans if len(span) == 2)",
-        "sum(_seconds(*span) for span in spans[-1:] if len(span) == 2)",
+        "sum(_seconds(*span) for span in spans)",
+        "sum(_seconds(*span) for span in spans[-1:])",
         "test_pace.py -k own_time",
     ),
     Mutant(
@@ -1747,8 +1747,8 @@ MUTANTS = [
     Mutant(
         "of the lines of the resumed step a restart may miss some",
         "utils/run/metrics.py",
-        'line["step"] < step)',
-        'line["step"] <= step)',
+        'line["step"] < step and',
+        'line["step"] <= step and',
         "test_metrics.py -k end_of_a_long_log",
     ),
     Mutant(

@@ -53,7 +53,7 @@ class Pace:
         if len(self._laps) < 2:
             return 0
         waited, spans = self._laps[0]
-        return round(1e6 * (waited + sum(_seconds(*span) for span in spans if len(span) == 2)))
+        return round(1e6 * (waited + sum(_seconds(*span) for span in spans)))
 
     def add(self, times):
         """Adds the own times of all processes in one step.
@@ -86,21 +86,20 @@ class Pace:
             figures["slow_rank"] = self._slowest
         return figures
 
-    def _begin(self, module, _):
-        if torch.is_grad_enabled():
-            self._spans.append([self._now()])
+    def _begin(self, *_):
+        self._start = self._now()
 
     def _follow(self, module, _, output):
         tensors = [value for value in tree_leaves(output) if isinstance(value, torch.Tensor)]
         tensor = next((tensor for tensor in tensors if tensor.requires_grad), None)
         if tensor is not None:
-            span = self._spans[-1]
+            start = self._start
+
+            def end():
+                self._spans.append((start, self._now()))
+
             # What is queued when the backward pass begins runs at its end, before DDP's wait.
-            tensor.register_hook(
-                lambda _: Variable._execution_engine.queue_callback(
-                    lambda: span.append(self._now())
-                )
-            )
+            tensor.register_hook(lambda _: Variable._execution_engine.queue_callback(end))
 
 
 pace = Pace()

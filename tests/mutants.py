@@ -214,7 +214,7 @@ MUTANTS = [
         "utils/run/saving.py",
         "wait([_newest], seconds)",
         "wait([_newest])",
-        "test_saving.py -k at_once",
+        "test_saving.py -k waiting_ends",
     ),
     Mutant(
         "nothing waits for a checkpoint at the exit",
@@ -235,7 +235,7 @@ MUTANTS = [
         "utils/run/process.py",
         "    _finish_writing(grace_seconds() - (time.monotonic() - _signal_time) - 1)\n",
         "",
-        "test_saving.py -k 'ends_when or what_is_left'",
+        "test_saving.py -k left_of_its_time",
     ),
     Mutant(
         "a process without a launcher cuts off a checkpoint",
@@ -326,7 +326,7 @@ MUTANTS = [
         "utils/run/folder.py",
         "                stacks.place.save_asked = True\n        return written",
         "                pass\n        return written",
-        "test_folder.py -k 'error_beside or failure_beside'",
+        "test_folder.py -k error_beside",
     ),
     Mutant(
         "each failure beside the training makes all processes save",
@@ -2045,8 +2045,8 @@ MUTANTS = [
     Mutant(
         "NaN weights are saved",
         "utils/run/guard.py",
-        "0 if weights_finite else",
-        "0 if True else",
+        "if weights_finite is False else 0",
+        "if False else 0",
         "test_faults.py -k infinite_gradient",
     ),
     Mutant(

@@ -2,7 +2,6 @@
 
 import os
 import threading
-from concurrent import futures
 from functools import partial
 from hashlib import sha256
 from types import SimpleNamespace
@@ -256,10 +255,10 @@ def test_a_process_that_must_end_at_once_waits_for_what_is_left_of_its_time(monk
     assert waited == [24.0]
 
 
-def test_waiting_ends_with_its_time(writer):
-    let_go = threading.Event()
-    future = writer.start([let_go.wait], lambda error: None)
-    saving.wait_for_newest(0.0)
-    assert not future.done()
-    let_go.set()
-    futures.wait([future])
+def test_waiting_ends_with_its_time(writer, monkeypatch):
+    waits = []
+    monkeypatch.setattr(saving, "wait", lambda *args: waits.append(args))
+    saving.wait_for_newest(1.0)  # nothing was saved yet
+    future = writer.start([], lambda error: None)
+    saving.wait_for_newest(2.5)
+    assert waits == [([future], 2.5)]

@@ -266,13 +266,6 @@ MUTANTS = [
         "test_folder.py -k beside_the_training",
     ),
     Mutant(
-        "a checkpoint is noted before it is on disk",
-        "utils/run/folder.py",
-        "if future and future.done() and",
-        "if future and",
-        "test_folder.py -k beside_the_training",
-    ),
-    Mutant(
         "hashing has the collectives of the training",
         "utils/run/folder.py",
         "self._args.keep_checkpoints, self._writer.group",

@@ -406,7 +406,7 @@ def test_a_save_is_not_training_time(tmp_path, monkeypatch):
 
 @pytest.fixture
 def beside(tmp_path, monkeypatch):
-    """A run with a checkpoint of step 3 that is written only when `.let_go` is set."""
+    """A run with a checkpoint of step 3, written when `.let_go` is set or somebody waits for it."""
     run, _ = started(tmp_path, wait_for_checkpoints=False)
     run.let_go, begun, real_finish = threading.Event(), threading.Event(), checkpoint.finish
     run.groups = []
@@ -418,6 +418,13 @@ def beside(tmp_path, monkeypatch):
         run.let_go.wait()
         return real_finish(*args)
 
+    real_wait = saving.wait
+
+    def wait(*args):
+        run.let_go.set()
+        return real_wait(*args)
+
+    monkeypatch.setattr(saving, "wait", wait)
     monkeypatch.setattr(checkpoint, "finish", finish)
     monkeypatch.setattr(run._writer, "group", "its own")
     save(run, 3)
@@ -426,25 +433,13 @@ def beside(tmp_path, monkeypatch):
     run.let_go.set()
 
 
-def when_waited_for(monkeypatch, act):
-    """Calls `act()` when a thread waits for a checkpoint."""
-    real_wait = saving.wait
-
-    def wait(*args):
-        act()
-        return real_wait(*args)
-
-    monkeypatch.setattr(saving, "wait", wait)
-
-
 def written(run):
     return [line["step"] for line in metrics(run.path, "checkpoint") if line["written"]]
 
 
-def test_a_checkpoint_is_written_beside_the_training(beside, monkeypatch):
+def test_a_checkpoint_is_written_beside_the_training(beside):
     assert not beside.save_due(4) and written(beside) == [] and beside._saved_at == 0
     assert not list(beside.path.glob("checkpoints/step_*"))
-    beside.let_go.set()
     saving.wait_for_newest()
     assert not beside.save_due(5) and written(beside) == [3] and beside._saved_at == 3
     [line] = metrics(beside.path, "checkpoint")
@@ -453,8 +448,7 @@ def test_a_checkpoint_is_written_beside_the_training(beside, monkeypatch):
 
 
 @pytest.mark.parametrize("then", ["checkpoint", "finish"])
-def test_one_checkpoint_is_written_at_a_time(then, beside, monkeypatch):
-    when_waited_for(monkeypatch, beside.let_go.set)
+def test_one_checkpoint_is_written_at_a_time(then, beside):
     if then == "finish":
         beside.finish(3)
     else:

@@ -167,13 +167,16 @@ def read_curves(path, splits, names):
     with open(path, "rb") as file:
         size = os.fstat(file.fileno()).st_size // PARTS + 1
         while lines := file.readlines(size):
+            text = b"".join(lines)
             for split, start in starts.items():
+                if start not in text:  # most parts have lines of one split only
+                    continue
                 own = [line for line in lines if line.startswith(start)]
                 for name, key in keys.items():
                     values = re.findall(re.escape(key) + b"([^,}]+)[,}]", b"".join(own))
                     if not values:
                         continue
-                    values = np.array(values).astype(float)
+                    values = np.array([*map(float, values)])
                     logged = (
                         own if len(values) == len(own) else [line for line in own if key in line]
                     )

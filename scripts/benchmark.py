@@ -28,12 +28,23 @@ continues with the first round that was not finished.
                         seed in each round, over that of the recipe of airbench94_muon: the same
                         network, 8 epochs of 50,000 images at full size; /flops: the same for
                         floating-point operations; /accuracy: what train_cifar.py reaches
+    imbalance           train_images.py on CIFAR-10 (--images) made imbalanced: 5,000 images of the
+                        first class, 50 of the last, and powers between. Plain, with --class_weights
+                        balanced, and with the recipe rare_classes.diff (needs `patch`), with
+                        another seed in each round, on the whole test set: the accuracy (all
+                        classes have as many test images: it is the balanced accuracy, too), the
+                        macro F1 score, and the mean recall of the three rarest classes
     checkpoint_share    part of the time that checkpoints of a state of 450 MB block train_gpt.py at
                         its default cadence
     checkpoint_blocking  how long a checkpoint of 680 MB stops the training of train_gpt.py, over
                         the same with --wait_for_checkpoints; /steps: seconds of the steps while it
                         is written, over those of the others; /memory: how much more the peak is, in
                         sizes of the checkpoint
+    growth              what a run costs as something grows: text, images, lines of the log,
+                        restarts, parameters, processes. Seconds to the first step, the most memory
+                        that one process has to itself, time of a step, of a checkpoint and of the
+                        end of the run, and the factor of each per tenfold size. The fastest of the
+                        rounds are in `growth.md`
     machine_limit       what the machine can do: operations per second of a matrix product, bytes
                         per second that a copy reads and writes; and the share of those operations
                         that a step of train_cifar.py, with its three image sizes, and of
@@ -56,20 +67,25 @@ continues with the first round that was not finished.
                         second; /memory: the peak; /start: seconds to the first step; /logits: peak
                         memory of a step, over that with all logits at once
 
-Copy it together with `baselines.py`, `train_cifar.py` and `train_gpt.py`.
+Copy it together with `baselines.py`, `train_cifar.py` and `train_gpt.py`, and with the other
+scripts and the recipe that a benchmark runs.
 """
 
+import contextlib
 import importlib.util
 import json
+import math
 import os
 import platform
 import random
 import re
+import shutil
 import signal
 import statistics
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 from collections import Counter
 from datetime import UTC, datetime
@@ -87,6 +103,7 @@ if __name__ == "__main__":
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(process.PREEMPTED))
 
 import numpy as np
+import psutil
 import torch
 import train_cifar
 from baselines import (
@@ -104,12 +121,13 @@ from PIL import Image
 from torch.utils.data import DataLoader
 
 from utils import plots
-from utils.data.arrays import synthetic_arrays
+from utils.data.arrays import load_arrays, synthetic_arrays
 from utils.data.augment import augment, normalize
+from utils.data.text import synthetic_text
 from utils.run import cpu
 from utils.run.arguments import Parser, number
 from utils.run.failures import UserError
-from utils.run.files import read_json_lines, write_json, write_text
+from utils.run.files import json_lines, last_lines, read_json_lines, write_json, write_text
 from utils.run.measurements import Measurements, clock
 from utils.run.record import versions
 
@@ -417,20 +435,20 @@ def image_loading(args):
     }
 
 
-def make_photos(folder, count):
-    """Writes JPEGs of 500 x 375 pixels to two class folders.
+def make_photos(folder, count, width=500, height=375, classes=2):
+    """Writes JPEGs to class folders.
 
-    They have noise of all sizes, as photos do, and 60 kB each.
+    They have noise of all sizes, as photos do, and 60 kB each at the default size.
     """
     rng = np.random.default_rng(0)
     for index in range(count):
         pixels = 0
         for scale in (2**k for k in range(7)):
-            noise = rng.integers(0, 256, (375 // scale, 500 // scale, 3), dtype=np.uint8)
-            layer = Image.fromarray(noise).resize((500, 375), Image.BICUBIC)
+            noise = rng.integers(0, 256, (height // scale, width // scale, 3), dtype=np.uint8)
+            layer = Image.fromarray(noise).resize((width, height), Image.BICUBIC)
             pixels = pixels + scale * np.float32(layer)
         photo = Image.fromarray((pixels / 127).astype(np.uint8))  # 127: the sum of the scales
-        path = folder / str(index % 2) / f"{index}.jpg"
+        path = folder / str(index % classes) / f"{index}.jpg"
         path.parent.mkdir(parents=True, exist_ok=True)
         photo.save(path, quality=90)
 
@@ -494,6 +512,68 @@ def time_to_accuracy(args):
         "time_to_accuracy/flops": (operations, ratio),
         "time_to_accuracy/accuracy": (accuracies, "test accuracy (more is better)"),
     }
+
+
+def imbalance(args):
+    names = ("accuracy", "macro_f1", "rare_recall")
+    model = "--model shufflenet_v2_x0_5 --image_size 64 --min_scale 0.35 --eval_resize 64"
+    length = "--batch_size 64 --optimizer adamw --lr 2e-3 --weight_decay 0.05 --epochs 8"
+    length += " --max_train_steps 4" * args.quick
+    options = (
+        f"{model} {length} --warmup_epochs 1 --eval_every 100000 --checkpoint_every 0 --track none"
+    )
+    with tempfile.TemporaryDirectory() as folder:
+        data, rarest = write_imbalanced(args.images, folder)
+        sampled = write_recipe("rare_classes", folder)
+        ways = {
+            "plain": f"train_images.py --dataset {data} {options}",
+            "weights": f"train_images.py --dataset {data} {options} --class_weights balanced",
+            "sampler": f"{sampled} --dataset {data} {options}",
+        }
+        values = {f"{name}_{way}": [] for name in names for way in ways}
+        for seed in _rounds.each():
+            for way, command in ways.items():
+                _, results = measure_script(f"{command} --seed {seed}")
+                recalls = [results["per_class"][name] for name in rarest]
+                figures = [results["val_accuracy"], results["val_macro_f1"]]
+                shown = ", ".join(f"{value:.3f}" for value in figures + recalls)
+                print(f"    {way}: {shown} ({', '.join(rarest)})", flush=True)
+                figures.append(statistics.mean(recalls))
+                for name, value in zip(names, figures, strict=True):
+                    values[f"{name}_{way}"].append(value)
+    unit = "on the test set (more is better)"
+    return {f"imbalance/{name}": (rounds, unit) for name, rounds in values.items()}
+
+
+def write_imbalanced(images, folder):
+    """Writes CIFAR-10 with 100 times as many training images of the first class as of the last.
+
+    The test set stays as it is. It has the name of the split that train_images.py evaluates at
+    the end, by which this benchmark selects nothing.
+
+    Returns:
+        tuple[str, list]: the file, for `--dataset`; the names of the three rarest classes.
+    """
+    data = load_arrays(images)
+    train, test = data.splits["train"], data.splits["test"]
+    of_classes = [(train.labels == label).nonzero()[:, 0] for label in range(10)]
+    most = min(map(len, of_classes))
+    kept = [ids[: round(most * 0.01 ** (label / 9))] for label, ids in enumerate(of_classes)]
+    train = train.select(torch.cat(kept).numpy())
+    path = Path(folder) / "imbalanced.npz"
+    arrays = dict(train_images=train.images, train_labels=train.labels)
+    arrays |= dict(val_images=test.images, val_labels=test.labels)
+    np.savez(path, class_names=data.class_names, **arrays)
+    return str(path), data.class_names[-3:]
+
+
+def write_recipe(name, folder):
+    """Writes train_images.py as a recipe changes it to `folder`; returns the file."""
+    changed, recipe = Path(folder) / "train_changed.py", HERE / "recipes" / f"{name}.diff"
+    words = ["patch", "-o", changed, HERE / "train_images.py", recipe]
+    subprocess.run(words, check=True, **QUIET)
+    (Path(folder) / "utils").symlink_to(Path(process.__file__).resolve().parents[1])
+    return str(changed)
 
 
 FIVE_LINES = """
@@ -608,6 +688,217 @@ def slowdown_beside_saves(lines):
             step += 1
     others = [seconds for step, seconds in steps.items() if step > 2 and step not in beside]
     return statistics.mean(steps[step] for step in beside) / statistics.mean(others)
+
+
+def growth(args):
+    measured = {}  # (what grows, cost) -> size -> one value per round
+    for _ in _rounds.each():
+        for what, (prepare, sizes) in GROWTH.items():
+            for size in sizes[:2] if args.quick else sizes:
+                found = costs(prepare, size)
+                shown = ", ".join(f"{name} {value:.4g}" for name, value in found.items())
+                print(f"    {what} {size:,}: {shown}", flush=True)
+                for cost, value in found.items():
+                    measured.setdefault((what, cost), {}).setdefault(size, []).append(value)
+            write_text(Path(args.output_dir) / "growth.md", growth_table(measured))
+    unit = "cost over that of a tenth of the size (less is better), ratio"
+    return {
+        f"growth/{what.replace(' ', '_')}_{cost}": (per_tenfold(by_size), unit)
+        for (what, cost), by_size in measured.items()
+    }
+
+
+def per_tenfold(by_size):
+    """By which factor a cost grows with ten times the size: of each round.
+
+    Args:
+        by_size (dict): size -> one value per round, from the smallest size to the largest.
+    """
+    least, most = min(by_size), max(by_size)
+    ratios = ratios_of(by_size[most], by_size[least])
+    return [ratio ** (1 / math.log10(most / least)) for ratio in ratios]
+
+
+def growth_table(measured):
+    """Formats costs as a table in Markdown: of each the lowest of the rounds, and the factor.
+
+    Args:
+        measured (dict): (what grows, name of a cost) -> size -> one value per round.
+    """
+    lines = ["| what grows | " + " | ".join(COSTS.values()) + " |", "|---" * (len(COSTS) + 1) + "|"]
+    for what in dict.fromkeys(what for what, _ in measured):
+        sizes = next(by_size for (name, _), by_size in measured.items() if name == what)
+        cells = [f"{what}: {', '.join(f'{size:,}' for size in sizes)}"]
+        for cost in COSTS:
+            lowest = {size: [min(v)] for size, v in measured.get((what, cost), {}).items()}
+            values = ", ".join(f"{v:,.0f}" if v > 99 else f"{v:.3g}" for (v,) in lowest.values())
+            cells.append(f"{values} (x{per_tenfold(lowest)[0]:.2f})" if lowest else "")
+        lines.append(f"| {' | '.join(cells)} |")
+    return "\n".join(lines) + "\n"
+
+
+COSTS = {
+    "start": "seconds to the first step",
+    "memory": "MB of a process",
+    "step": "ms per step",
+    "checkpoint": "seconds per checkpoint",
+    "end": "seconds after the last step",
+}
+
+
+@kept
+def costs(prepare, size):
+    """Runs a training script to its end.
+
+    Args:
+        prepare (Callable): called with a folder and `size`; returns a command, which writes to the
+            folder `run` in it, and the number of its processes.
+
+    Returns:
+        dict: of the names in `COSTS`; without `checkpoint` if the script saves only at the end.
+    """
+    with tempfile.TemporaryDirectory() as folder:
+        command, processes = prepare(Path(folder), size)
+        run, numbers, times, memory = Path(folder) / "run", [], [], [0]
+        words = python(processes) + script_words(command, run)
+        start_time = time.perf_counter()
+        pipes = dict(stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True)
+        running = subprocess.Popen(words, env=environment(), **pipes)
+        watching = watch(running, memory, lambda all_sizes: max(size.uss for size in all_sizes))
+        for line in running.stdout:
+            if step := re.match(r"step +(\d+)/", line):
+                numbers.append(int(step[1]))
+                times.append(time.perf_counter())
+        if running.wait() or not times:
+            raise RuntimeError(f"{command} failed")
+        end_time = time.perf_counter()
+        watching.join()
+        log = run / "metrics.jsonl"
+        lines = [line for line, _ in json_lines(log, last_lines(log, lambda _: True))]
+        lines = [line for line in lines if line["step"] >= numbers[0]]
+    found = {"start": times[0] - start_time, "memory": memory[0] / 1e6}
+    found["step"] = 1e3 * steady(logged_steps(lines, numbers[0]))
+    saves = [line["seconds"] for line in lines if line["split"] == "checkpoint"]
+    if len(saves) > 1:
+        found["checkpoint"] = min(saves)
+    return {**found, "end": end_time - times[-1]}
+
+
+def watch(running, most, measure):
+    """Watches the memory of a process and of those that it starts until it ends.
+
+    Args:
+        running (subprocess.Popen): the process.
+        most (list): its only number is raised to what `measure` returns.
+        measure (Callable): called with what psutil says of each process.
+
+    Returns:
+        threading.Thread: the watching one.
+    """
+
+    def look():
+        while running.poll() is None:
+            with contextlib.suppress(psutil.Error):
+                root = psutil.Process(running.pid)
+                found = (root, *root.children(recursive=True))
+                most[0] = max(most[0], measure([one.memory_full_info() for one in found]))
+            time.sleep(0.1)
+
+    watching = threading.Thread(target=look, daemon=True)
+    watching.start()
+    return watching
+
+
+TINY_GPT = "train_gpt.py --block_size 64 --batch_size 16 --sample_length 1 --log_every 1"
+TINY_GPT += " --max_train_steps 20"
+TINY = "--n_layer 1 --n_head 2 --n_embd 64"
+
+
+def more_text(folder, megabytes):
+    """A text of so many MB."""
+    return f"{TINY_GPT} {TINY} --dataset {write_text_of(folder, megabytes)}", 1
+
+
+def write_text_of(folder, megabytes):
+    """Writes a text of so many MB, and 1 kB to evaluate on; returns its folder."""
+    text = synthetic_text(0)
+    (folder / "text").mkdir()
+    (folder / "text" / "val.txt").write_bytes(text[:1000])
+    with open(folder / "text" / "train.txt", "wb") as file:
+        for _ in range(math.ceil(megabytes * 10**6 / len(text))):
+            file.write(text)
+    return folder / "text"
+
+
+def more_images(folder, count):
+    """So many image files; what is held out does not grow."""
+    pixels = np.random.default_rng(0).integers(0, 256, (32, 32, 3), dtype=np.uint8)
+    for split, images in (("train", count), ("val", 100)):
+        for index in range(images):
+            path = folder / "images" / split / str(index % 10) / f"{index}.jpg"
+            if index < 10:
+                path.parent.mkdir(parents=True)
+                Image.fromarray(pixels).save(path)
+            else:  # a link takes no space
+                os.link(path.with_name(f"{index % 10}.jpg"), path)
+    model = "--model squeezenet1_1 --image_size 32 --batch_size 16 --log_every 1"
+    return f"train_images.py --dataset {folder / 'images'} {model} --max_train_steps 20", 1
+
+
+def finished_run(folder):
+    """A finished run, and the command that continues it with as many steps."""
+    command = f"{TINY_GPT} {TINY} --dataset {write_text_of(folder, 1)}"
+    words = python(1) + script_words(command, folder / "run")
+    subprocess.run(words, check=True, env=environment(), **QUIET)
+    return folder / "run", f"{command} --max_train_steps 40"
+
+
+def more_lines(folder, count):
+    """A run with so many log lines, to continue."""
+    run, command = finished_run(folder)
+    log = run / "metrics.jsonl"
+    first, *rest = log.read_text().splitlines(keepends=True)
+    line = json.loads(first)
+    with log.open("w") as file:
+        for index in range(count):
+            file.write(json.dumps({**line, "step": 1 + index / count}) + "\n")
+        file.writelines(rest)
+    return command, 1
+
+
+def more_starts(folder, count):
+    """A run that was started so many times, to continue."""
+    run, command = finished_run(folder)
+    record = json.loads((run / "args.json").read_text())
+    write_json(run / "args.json", {**record, "starts": count * record["starts"]})
+    events = next((run / "tensorboard").rglob("events*"))
+    for index in range(count):
+        shutil.copy(events, events.with_name(f"{events.name}.{index}"))
+    return command, 1
+
+
+def more_parameters(folder, millions):
+    """A model of so many million parameters."""
+    width = {1: 200, 10: 640, 100: 2040}[millions]  # 24 width^2 in two blocks
+    model = f"--n_layer 2 --n_head 4 --n_embd {width} --optimizer adamw"
+    size = "--block_size 16 --batch_size 1 --max_train_steps 8 --checkpoint_every 4"
+    return f"{TINY_GPT} {model} {size} --dataset {write_text_of(folder, 1)}", 1
+
+
+def more_processes(folder, processes):
+    """So many processes, which share the batch and the cores."""
+    data = write_text_of(folder, 1)
+    return f"{TINY_GPT} {TINY} --dataset {data} --checkpoint_every 10", processes
+
+
+GROWTH = {
+    "MB of text": (more_text, (10, 100, 1000)),
+    "image files": (more_images, (1000, 10_000, 100_000)),
+    "lines in the log": (more_lines, (10_000, 100_000, 1_000_000)),
+    "restarts": (more_starts, (10, 100, 1000)),
+    "million parameters": (more_parameters, (1, 10, 100)),
+    "processes": (more_processes, (2, 4, 8)),
+}
 
 
 def machine_limit(args):
@@ -813,6 +1104,127 @@ def measure_trl(options):
     return json.loads(done.stdout.strip().splitlines()[-1])
 
 
+# name -> model, pixels, steps, width and height of the photos
+PEER_CASES = {
+    "decoding": ("mobilenet_v3_small", 64, 15, (2000, 1500)),
+    "resnet18": ("resnet18", 224, 6, (500, 375)),
+    "resnet50": ("resnet50", 224, 4, (500, 375)),
+}
+PEER_BATCH, PEER_CLASSES = 32, 8
+STEP = re.compile(r"step +\d+/|Train: 0 \[|Epoch: \[0\]  \[")  # of us, timm, torchvision
+
+
+def peers(args):
+    found = {
+        name: script
+        for name, script in (
+            ("timm", Path(args.peers, "pytorch-image-models", "train.py")),
+            ("torchvision", Path(args.peers, "vision", "references", "classification", "train.py")),
+        )
+        if script.exists() or print(f"    skipped {name}: there is no {script}")
+    }
+    if not found:
+        return {}
+    measured = {}
+    with tempfile.TemporaryDirectory() as folder:
+        for case, (_, _, steps, size) in PEER_CASES.items():
+            train = Path(folder) / case / "train"
+            make_photos(train, 2 * PEER_CLASSES, *size, PEER_CLASSES)
+            shutil.copytree(train, train.with_name("val"))
+            repeat_files(train, PEER_BATCH * steps // (2 * PEER_CLASSES))
+        for _ in _rounds.each():
+            for case, (model, pixels, steps, _) in PEER_CASES.items():
+                data = Path(folder) / case
+                usual = ours_words(data, model, pixels, steps)
+                sides = {"train_images.py": (usual, True)}
+                if case == "decoding":
+                    sides["cached"] = ([*usual, "--cache", f"{folder}/cache"], True)
+                    first_steps(*sides["cached"], 1)  # fills the cache
+                if "timm" in found:
+                    sides["timm"] = (timm_words(found["timm"], data, model, pixels), False)
+                if "torchvision" in found:
+                    words = torchvision_words(found["torchvision"], data, model, pixels)
+                    sides["torchvision"] = (words, False)
+                results = {}
+                for name, (words, ours) in sides.items():
+                    results[name] = first_steps(words, ours, 4 if args.quick else steps)
+                    shown = "{speed:.1f} images/s, {start:.1f} s, {memory:.0f} MB"
+                    print(f"    {case}, {name}: {shown.format(**results[name])}", flush=True)
+                for ours in ("train_images.py", "cached"):
+                    label = case if ours != "cached" else ours
+                    for peer in found if ours in results else ():
+                        for figure, value in results[ours].items():
+                            name = f"peers/{label}_{figure}_{peer}"
+                            ratio = value / results[peer][figure]
+                            measured.setdefault(name, []).append(ratio)
+    more = "images per second over the peer (more is better), ratio"
+    less = "seconds to the first step, peak memory, over the peer (less is better), ratio"
+    return {
+        name: (values, more if "_speed_" in name else less) for name, values in measured.items()
+    }
+
+
+def repeat_files(folder, times):
+    """Links each file in the folders of `folder` so often that there are `times` as many."""
+    for path in list(folder.rglob("*.jpg")):
+        for index in range(1, times):
+            os.link(path, path.with_stem(f"{path.stem}_{index}"))
+
+
+def ours_words(data, model, pixels, steps):
+    run = f"--max_train_steps {steps} --log_every 1 --eval_every 1000 --checkpoint_every 0"
+    command = f"train_images.py --dataset {data} --model {model} --image_size {pixels} {run}"
+    command += f" --batch_size {PEER_BATCH} --num_workers 2 --auto_augment none"
+    return [str(HERE / "train_images.py"), *command.split()[1:]]
+
+
+def timm_words(script, data, model, pixels):
+    model = {"mobilenet_v3_small": "mobilenetv3_small_100"}.get(model, model)
+    command = f"--data-dir {data} --val-split val --model {model} --num-classes {PEER_CLASSES}"
+    command += f" --img-size {pixels} -b {PEER_BATCH} -j 2 --color-jitter 0 --channels-last"
+    command += " --epochs 1 --device cpu --log-interval 1 --output {out}"
+    if cpu.has_bf16():
+        command += " --amp --amp-dtype bfloat16"
+    return [str(script), *command.split()]
+
+
+def torchvision_words(script, data, model, pixels):
+    command = f"--data-path {data} --model {model} --train-crop-size {pixels} -b {PEER_BATCH}"
+    command += " -j 2 --epochs 1 --device cpu --print-freq 1 --output-dir {out}"
+    return [str(script), *command.split()]
+
+
+@kept
+def first_steps(words, ours, steps):
+    """Runs a script until it prints so many steps.
+
+    Returns:
+        dict: `speed`, images per second after the first third of the steps; `start`, seconds to the
+        first step; `memory`, the most MB that all its processes used, shared memory once.
+    """
+    with tempfile.TemporaryDirectory() as folder:
+        words = [sys.executable, *(word.replace("{out}", folder) for word in words)]
+        words += ["--output_dir", f"{folder}/run"] if ours else []
+        env = environment(ours and cpu.has_bf16()) | {"PYTHONUNBUFFERED": "1"}
+        pipes = dict(stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+        start_time, times, memory = time.perf_counter(), [], [0]
+        running = subprocess.Popen(words, env=env, cwd=folder, **pipes)
+        watching = watch(running, memory, lambda all_sizes: sum(size.pss for size in all_sizes))
+        for line in running.stdout:
+            if STEP.search(line):
+                times.append(time.perf_counter())
+                if len(times) == steps:
+                    break
+        running.terminate()
+        running.communicate()
+        watching.join()
+    if len(times) < steps:
+        raise RuntimeError(f"{words[1]} ended after {len(times)} of {steps} steps: {line}")
+    counted = times[steps // 3 :]
+    speed = PEER_BATCH * (len(counted) - 1) / (counted[-1] - counted[0]) if steps > 1 else 0
+    return {"speed": speed, "start": times[0] - start_time, "memory": memory[0] / 1e6}
+
+
 BENCHMARKS = {
     "loop_overhead": loop_overhead,
     "tutorial_speedup": tutorial_speedup,
@@ -821,16 +1233,24 @@ BENCHMARKS = {
     "scaling_efficiency": scaling_efficiency,
     "startup_ratio": startup_ratio,
     "time_to_accuracy": time_to_accuracy,
+    "imbalance": imbalance,
     "checkpoint_share": checkpoint_share,
     "checkpoint_blocking": checkpoint_blocking,
+    "growth": growth,
     "machine_limit": machine_limit,
     "memory": memory,
     "gpt": gpt,
     "lm": lm,
+    "peers": peers,
 }
-NEEDS = {"gpt": "text", "time_to_accuracy": "images"}  # data that must be given
+NEEDS = {  # data that must be given
+    "gpt": "text",
+    "time_to_accuracy": "images",
+    "imbalance": "images",
+    "peers": "peers",
+}
 # How long a round of all parts of each took with --quick, on 2 cores with AVX-512 (2026-11-26); of
-# `gpt`, which --quick does not shorten, an estimate.
+# `gpt`, which --quick does not shorten, `imbalance`, `growth` and `peers`, an estimate.
 SECONDS = {
     "loop_overhead": 148,
     "tutorial_speedup": 119,
@@ -839,12 +1259,15 @@ SECONDS = {
     "scaling_efficiency": 60,
     "startup_ratio": 16,
     "time_to_accuracy": 90,
+    "imbalance": 60,
     "checkpoint_share": 175,
     "checkpoint_blocking": 100,
+    "growth": 180,
     "machine_limit": 230,
     "memory": 54,
     "gpt": 3000,
     "lm": 200,
+    "peers": 200,
 }
 
 
@@ -919,7 +1342,7 @@ def main():
     possible = [name for name in BENCHMARKS if name not in NEEDS or getattr(args, NEEDS[name])]
     names, figures = list(dict.fromkeys(args.names)) or possible, {}
     chosen = dict(names=names, rounds=args.rounds, quick=args.quick)
-    chosen |= dict(text=args.text, images=args.images)
+    chosen |= dict(text=args.text, images=args.images, peers=args.peers)
     finished = Measurements(folder / "unfinished.json", chosen)
     _rounds = Rounds(finished, names, args.rounds)
     for name in names:
@@ -974,7 +1397,14 @@ def parse_args():
         "--text", metavar="FILE", help="tinyshakespeare (input.txt), for the benchmark `gpt`"
     )
     parser.add_argument(
-        "--images", metavar="PATH", help="CIFAR-10, as for train_cifar.py, for `time_to_accuracy`"
+        "--images",
+        metavar="PATH",
+        help="CIFAR-10, as for train_cifar.py, for `time_to_accuracy` and `imbalance`",
+    )
+    parser.add_argument(
+        "--peers",
+        metavar="FOLDER",
+        help="with clones of pytorch-image-models and vision (torchvision), for `peers`",
     )
     parser.add_argument(
         "--output_dir",

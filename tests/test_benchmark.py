@@ -3,7 +3,10 @@
 import json
 import os
 import signal
+from pathlib import Path
+from types import SimpleNamespace
 
+import numpy as np
 import psutil
 import pytest
 from conftest import Started, all_end, load_script, run
@@ -14,6 +17,7 @@ from utils.run.process import PREEMPTED
 
 SCRIPT = "scripts/benchmark.py"
 PRODUCTS = ["float32", "bf16"] if cpu.has_bf16() else ["float32"]
+SCORES = ["accuracy", "macro_f1", "rare_recall"]
 LIMITS = [*PRODUCTS, "copy", "cifar_24px", "cifar_28px", "cifar_32px", "gpt"]
 
 
@@ -22,6 +26,7 @@ LIMITS = [*PRODUCTS, "copy", "cifar_24px", "cifar_28px", "cifar_32px", "gpt"]
     [
         ("speed", "no benchmark is called speed: choose from loop_overhead,"),
         ("gpt", "the benchmark gpt needs data: --text"),
+        ("peers", "the benchmark peers needs data: --peers"),
     ],
 )
 def test_bad_input_is_one_line(arguments, says, tmp_path):
@@ -73,6 +78,88 @@ def test_a_steady_step_is_never_faster_than_the_fastest():
     assert load_script("benchmark").steady([2.0, 3.0]) >= 2.0
 
 
+def test_imbalanced_data_keep_the_test_set(tmp_path):
+    path, rarest = load_script("benchmark").write_imbalanced("synthetic", tmp_path)
+    arrays = np.load(path)
+    counts = np.bincount(arrays["train_labels"])
+    assert counts[0] > 400 and counts[9] == round(counts[0] / 100)
+    steps = np.log(counts[:-1] / counts[1:])
+    assert np.allclose(steps, np.log(100) / 9, atol=0.1)  # they are rounded
+    assert len(arrays["val_labels"]) == 1000 and list(arrays["class_names"][-3:]) == rarest
+
+
+def test_a_recipe_that_is_measured_finds_the_library(tmp_path):
+    script = Path(load_script("benchmark").write_recipe("rare_classes", tmp_path))
+    assert "BalancedSampler(data" in script.read_text()
+    assert (script.parent / "utils" / "run").is_dir()  # where a script looks for it
+
+
+# Prints what a training script does, and writes its log. Its argument: the first word of its lines.
+STUB = """
+import json, pathlib, sys
+folder = pathlib.Path(sys.argv[sys.argv.index("--output_dir") + 1])
+folder.mkdir()
+with open(folder / "metrics.jsonl", "w") as log:
+    for step in range(4, 10):
+        print(f"{sys.argv[1]}{step:4}/9 (100%)", flush=True)
+        log.write(json.dumps({"split": "train", "step": step, "step_seconds": 1 + step}) + "\\n")
+        if step > 7:
+            save = {"split": "checkpoint", "step": step, "seconds": step}
+            log.write(json.dumps(save) + "\\n")
+"""
+
+
+def test_what_a_run_costs(tmp_path):
+    script = tmp_path / "stub.py"
+    script.write_text(STUB)
+    measure = load_script("benchmark").costs.__wrapped__
+    found = measure(lambda _, size: (f"{script} step", size), 1)
+    assert found["start"] > 0 and found["memory"] > 0 and found["end"] > 0
+    assert found["checkpoint"] == 8  # the faster one
+    # Milliseconds, without the first step (4), and close to the fastest of the others.
+    assert 6000 <= found["step"] < 7000
+
+
+@pytest.mark.parametrize(
+    "begin",
+    ["step ", "Train: 0 [", "Epoch: [0]  ["],
+    ids=["ours", "timm", "torchvision"],
+)
+def test_the_first_steps_of_any_script(begin, tmp_path):
+    script = tmp_path / "stub.py"
+    script.write_text(STUB)
+    benchmark = load_script("benchmark")
+    words = [str(script), begin, "--output_dir", "{out}/run"]
+    found = benchmark.first_steps.__wrapped__(words, False, 6)
+    assert min(found.values()) > 0
+    with pytest.raises(RuntimeError, match="ended after 6 of 7 steps"):
+        benchmark.first_steps.__wrapped__(words, False, 7)
+
+
+def test_growth_is_per_tenfold_size():
+    benchmark = load_script("benchmark")
+    assert benchmark.per_tenfold({1: [2.0, 3.0], 100: [8.0, 3.0]}) == [2.0, 1.0]
+    measured = {
+        ("images", "start"): {10: [3.0, 2.0], 100: [2.5, 4.0]},
+        ("images", "end"): {10: [1.0, 1.0], 100: [1.0, 1.0]},
+        ("restarts", "start"): {1: [1.0, 1.0], 1000: [8.0, 8.0]},
+    }
+    rows = benchmark.growth_table(measured).splitlines()
+    assert rows[2:] == [
+        "| images: 10, 100 | 2, 2.5 (x1.25) |  |  |  | 1, 1 (x1.00) |",
+        "| restarts: 1, 1,000 | 1, 8 (x2.00) |  |  |  |  |",
+    ]
+
+
+def test_a_peer_that_is_not_there_is_skipped(tmp_path, capsys):
+    assert load_script("benchmark").peers(SimpleNamespace(peers=tmp_path)) == {}
+    lines = capsys.readouterr().out.splitlines()
+    assert [line.split()[:2] for line in lines] == [
+        ["skipped", "timm:"],
+        ["skipped", "torchvision:"],
+    ]
+
+
 @pytest.mark.slow
 def test_a_signal_also_ends_the_processes_that_it_measures(tmp_path):
     started = Started(None, SCRIPT, "scaling_efficiency --quick --rounds 1", output_dir=tmp_path)
@@ -93,6 +180,7 @@ def test_a_signal_also_ends_the_processes_that_it_measures(tmp_path):
         ["pipeline_speedup", "memory"],
         ["startup_ratio/train_minimal", "startup_ratio/train_cifar", "startup_ratio/train_gpt"],
         ["image_loading/our", "image_loading/cached"],
+        [f"imbalance/{name}_{way}" for name in SCORES for way in ("plain", "weights", "sampler")],
         ["time_to_accuracy", "time_to_accuracy/flops", "time_to_accuracy/accuracy"],
         [f"machine_limit/{name}" for name in LIMITS],
     ],

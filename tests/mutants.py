@@ -265,8 +265,8 @@ MUTANTS = [
     Mutant(
         "an evaluation waits for each batch",
         GPT,
-        "counts.double().sum()])",
-        "counts.double().sum()]).cpu()",
+        "accelerator.gather_for_metrics((losses, counts)))",
+        "accelerator.gather_for_metrics((losses, counts))).cpu()",
         "test_gpu_path.py -k evaluation_waits",
     ),
     Mutant(
@@ -321,15 +321,15 @@ MUTANTS = [
     Mutant(
         "samples where an evaluation is never due",
         GPT,
-        "step % args.sample_every < plan.evaluate_every",
-        "step % args.sample_every == 0",
+        "step % SAMPLE_EVERY < plan.evaluate_every",
+        "step % SAMPLE_EVERY == 0",
         "test_gpu_path.py -k first_evaluation_after",
     ),
     Mutant(
         "a sample at every evaluation",
         GPT,
-        "default=5000",
-        "default=250",
+        "SAMPLE_EVERY = 5000",
+        "SAMPLE_EVERY = 250",
         "test_gpu_path.py -k one_percent",
     ),
     Mutant(
@@ -1126,9 +1126,9 @@ MUTANTS = [
     ),
     Mutant(
         "the standard error is that of a sum",
-        "scripts/evaluate.py",
-        "(squares.sqrt() / counts.sum())",
-        "squares.sqrt()",
+        "utils/scores.py",
+        "(many - 1)) / total,",
+        "(many - 1)),",
         "test_gpt.py -k standard_error",
     ),
     Mutant(
@@ -1502,15 +1502,15 @@ MUTANTS = [
     Mutant(
         "evaluation in train mode, GPT",
         GPT,
-        "    model.eval()\n    parts = []",
-        "    parts = []",
+        "    model.eval()\n    sums = 0",
+        "    sums = 0",
         "test_gpt.py -k validation_loss",
     ),
     Mutant(
         "training in evaluation mode",
         GPT,
-        "    model.train()\n    return torch.cat(parts, 1)",
-        "    return torch.cat(parts, 1)",
+        "    model.train()\n    loss, error",
+        "    loss, error",
         "test_gpt.py -k with_dropout",
     ),
     Mutant(

@@ -116,9 +116,9 @@ def test_other_tables_are_data_sets_too(suffix, tmp_path):
 @pytest.mark.parametrize(
     ("options", "says"),
     [
-        ({}, "has several image columns, photo, mask: give --image_column"),
+        ({}, "has several image columns, photo, mask: give --columns IMAGE LABEL"),
         ({"image_column": "photo"}, "has no label column that is recognized, only photo, kind"),
-        ({"image_column": "score"}, "--image_column score: .* has no images there, but Value"),
+        ({"image_column": "score"}, "the column score of .* has no images, but Value"),
         ({"image_column": "photo", "label_column": "class"}, "has the columns photo, kind, mask"),
         (
             {"image_column": "kind", "label_column": "score"},

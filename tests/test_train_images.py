@@ -223,11 +223,11 @@ def test_unusable_columns_are_refused(tmp_path):
         find_images(hub_folder(make_folder(tmp_path / "a"), no_labels))
     several = hub_folder(make_folder(tmp_path / "b"), second_label)
     with pytest.raises(
-        UserError, match="several label columns, fine_label, coarse: give --label_column"
+        UserError, match="several label columns, fine_label, coarse: give --columns IMAGE LABEL"
     ):
         find_images(several)
     assert find_images(several, label_column="coarse").class_names == list(CLASSES)
-    with pytest.raises(UserError, match=r"--image_column photo: .* has the columns img"):
+    with pytest.raises(UserError, match=r"--columns photo: .* has the columns img"):
         find_images(several, image_column="photo")
 
 

@@ -22,7 +22,7 @@ LM, EVALUATE = "scripts/train_lm.py", "scripts/evaluate.py"
 MODEL = "--block_size 128 --batch_size 8"
 SMALL = f"{MODEL} --max_train_steps 12 --log_every 1 --eval_every 6 --checkpoint_every 4"
 COUNT = 210  # conversations
-LORA = f"{SMALL} --lora_rank 4 --lora_dropout 0.1"
+LORA = f"{SMALL} --lora_rank 4"
 
 
 @pytest.fixture(scope="session")

@@ -891,7 +891,8 @@ def test_unreadable_images_do_not_count():
     found = scores.summarize(labels, torch.tensor([1.0, 99.0, 2.0, 3.0]), top)
     # Of the classes 0, 2 and 5, and of the predictions 1, 2 and 5.
     assert found == pytest.approx(
-        {"loss": 2.0, "accuracy": 2 / 3, "balanced_accuracy": 2 / 3, "macro_f1": 2 / 4}
+        {"loss": 2.0, "accuracy": 2 / 3, "balanced_accuracy": 2 / 3, "macro_f1": 2 / 4, "images": 3}
+        | {"loss_standard_error": 3**-0.5, "accuracy_standard_error": 1 / 3}
     )
     five = torch.cat([top, torch.full((4, 3), 9)], 1)
     assert scores.summarize(labels, torch.zeros(4), five)["top5"] == 1

@@ -176,7 +176,8 @@ def test_evaluate_finds_the_same_loss_and_scores_other_data(what, lm, chats, tmp
     assert found["val_loss"] == pytest.approx(results(folder)["val_loss"], rel=1e-6)
     assert found["val_perplexity"] == pytest.approx(math.exp(found["val_loss"]))
     last = done.stdout.splitlines()[-1]
-    assert f"loss {found['val_loss']:.4f} nats per token" in last
+    error = found["val_loss_standard_error"]
+    assert f"loss {found['val_loss']:.4f} ± {error:.4f} nats per token" in last
     assert f"on {found['val_tokens']:,} tokens" in last and str(tmp_path / "scores") in last
 
 

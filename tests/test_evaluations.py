@@ -1,13 +1,11 @@
 """Evaluations cost a bounded share: the same held-out samples each time, all of them at the end."""
 
-import math
 from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import torch
 from accelerate.data_loader import prepare_data_loader
-from conftest import metrics, results, run, status
 from torch.utils.data import DataLoader
 
 from utils.data import subset
@@ -18,9 +16,6 @@ from utils.data.text import Windows
 from utils.run import progress
 from utils.run.metrics import evaluation_line
 from utils.run.plan import Plan
-
-GPT = "scripts/train_gpt.py"
-
 
 # ------------------------------------------------------------------------------------- how many
 
@@ -234,67 +229,3 @@ def test_metrics_are_printed_with_their_error_and_number():
     figures = {"images": 2000, "loss": 1.25, "loss_standard_error": 0.01, "top5": 0.5}
     line = "step 3  val loss 1.2500 ± 0.0100  top5 0.5000  2,000 images"
     assert evaluation_line("val", 3, figures) == line
-
-
-# ------------------------------------------------------------------------------------ whole runs
-
-
-def test_a_text_is_evaluated_in_part_and_at_the_end_whole(tmp_path):
-    """The weights do not change, so the same windows have the same loss: after a signal in the last
-    evaluation, on two processes, in a longer run that evaluates at other steps.
-    """
-    model = "--n_layer 1 --n_head 1 --n_embd 16 --block_size 32 --batch_size 4 --sample_length 5"
-    first, folder = tmp_path / "first", tmp_path / "run"
-    run("cpu", GPT, f"--dataset synthetic {model} --max_train_steps 2", output_dir=first)
-    words = (
-        f"--dataset synthetic {model} --log_every 1 --eval_samples 30 --init_from {first} --lr 0"
-    )
-    short = f"{words} --weight_decay 0 --max_train_steps 4 --eval_every 2"
-    fault = ["sigterm_in_evaluation@3", GPT, *short.split()]
-    done = run("cpu", "tests/wrapped.py", fault, output_dir=folder, check=False)
-    assert "evaluations: 30 of 4" in done.stdout
-    assert "after the last step, which is saved" in done.stderr
-    assert status(folder)["state"] == "preempted" and (folder / "model.safetensors").exists()
-    longer = short.replace("steps 4 --eval_every 2", "steps 7 --eval_every 3")
-    done = run("2cpu", GPT, longer, output_dir=folder)
-    assert "the last evaluation takes all" not in done.stdout  # it is short
-    lines, whole = metrics(folder, "val"), results(folder)
-    assert [line["step"] for line in lines] == [2, 4, 6, 7]
-    losses = [line["loss"] for line in lines]
-    assert losses == pytest.approx([losses[0]] * 4, rel=1e-6)
-    assert {line["bytes"] for line in lines} == {30 * 32}
-    assert whole["val_bytes"] == results(first)["val_bytes"] > 13_000
-    assert whole["val_loss"] == pytest.approx(results(first)["val_loss"], rel=1e-6)
-    assert abs(whole["val_loss"] - losses[0]) > 1e-5
-    assert whole["val_loss_standard_error"] < lines[0]["loss_standard_error"]
-    assert whole["best_checkpoint"] == "step_00000007"  # by the scores of the 30 windows
-    said = f"± {whole['val_loss_standard_error']:.4f}, val bits per byte"
-    assert said in done.stdout and f"{whole['val_bytes']:,} val bytes" in done.stdout
-
-
-def test_images_are_evaluated_in_part_and_at_the_end_whole(tmp_path):
-    words = "--dataset synthetic --model squeezenet1_1 --image_size 32 --batch_size 50 --lr 0.01"
-    words += " --num_workers 0 --max_train_steps 2 --eval_every 1 --eval_samples 40"
-    done = run("cpu", "scripts/train_images.py", words, output_dir=tmp_path)
-    whole, lines = results(tmp_path), metrics(tmp_path, "val")
-    assert f"40 of {whole['val_images']} held-out samples" in done.stdout
-    assert [line["images"] for line in lines] == [40, 40] and whole["val_images"] == 200
-    accuracy = whole["val_accuracy"]
-    error = math.sqrt(accuracy * (1 - accuracy) / 199)
-    assert whole["val_accuracy_standard_error"] == pytest.approx(error)
-
-
-def test_tokens_are_evaluated_in_part_and_at_the_end_whole(tmp_path):
-    pytest.importorskip("transformers")
-    lines = (f"The number {n} is followed by {n + 1}." * (1 + n % 5) for n in range(400))
-    (tmp_path / "text.jsonl").write_text("".join(f'{{"text": "{line}"}}\n' for line in lines))
-    words = f"--dataset {tmp_path}/text.jsonl --block_size 64 --batch_size 4 --max_train_steps 1"
-    folder = tmp_path / "run"
-    done = run("cpu", "scripts/train_lm.py", f"{words} --eval_samples 20", output_dir=folder)
-    whole, lines = results(folder), metrics(folder, "val")
-    assert "evaluations: 20 of 43 held-out samples" in done.stdout
-    assert [line["tokens"] for line in lines] == [20 * 64] * 2
-    assert whole["val_tokens"] > 42 * 64
-    # The bytes of a part are estimated by its tokens, each of which is a byte here.
-    assert whole["val_bits_per_byte"] * math.log(2) == pytest.approx(whole["val_loss"], rel=0.05)
-    assert 0 < whole["val_loss_standard_error"] < lines[-1]["loss_standard_error"]

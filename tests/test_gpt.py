@@ -217,6 +217,38 @@ def test_the_validation_loss_is_that_of_the_exported_weights_without_dropout(tex
     assert results(tmp_path)["val_loss"] == pytest.approx(total / (len(held_out) - 1), rel=1e-5)
 
 
+def test_evaluations_take_some_windows_always_the_same_and_the_last_one_all(gpt, text, tmp_path):
+    """The weights do not change, so the same windows have the same loss: after a signal in the last
+    evaluation, on two processes, in a longer run that evaluates at other steps.
+    """
+    first, folder = gpt("cpu").folder, tmp_path / "run"
+    words = f"--dataset {text} {MODEL} --init_from {first} --lr 0 --weight_decay 0 --log_every 1"
+    short = f"{words} --eval_samples 30 --max_train_steps 4 --eval_every 2"
+    fault = ["sigterm_in_evaluation@3", GPT, *short.split()]
+    done = run("cpu", "tests/wrapped.py", fault, output_dir=folder, check=False)
+    windows = math.ceil(results(first)["val_bytes"] / 32)
+    assert f"evaluations: 30 of {windows:,} held-out samples, always the same" in done.stdout
+    assert "after the last step, which is saved" in done.stderr
+    assert status(folder)["state"] == "preempted" and (folder / "model.safetensors").exists()
+    longer = short.replace("steps 4 --eval_every 2", "steps 7 --eval_every 3")
+    done = run("2cpu", GPT, longer, output_dir=folder)
+    lines, whole = metrics(folder, "val"), results(folder)
+    assert [line["step"] for line in lines] == [2, 4, 6, 7]
+    assert {line["bytes"] for line in lines} == {30 * 32}
+    few = lines[0]["loss"]
+    assert [line["loss"] for line in lines] == pytest.approx([few] * 4, rel=1e-6)
+    assert whole["val_bytes"] == results(first)["val_bytes"]
+    assert whole["val_loss"] == pytest.approx(results(first)["val_loss"], rel=1e-6)
+    assert abs(whole["val_loss"] - few) > 1e-4
+    assert whole["val_loss_standard_error"] < lines[0]["loss_standard_error"]
+    # By the scores of the 30 windows, not by the metrics of all.
+    assert whole["best_checkpoint"] == "step_00000007"
+    best = json.loads((folder / "checkpoints/step_00000007/manifest.json").read_text())
+    assert best["progress"]["score"] == pytest.approx(-few, rel=1e-6)
+    said = f"± {whole['val_loss_standard_error']:.4f}, val bits per byte"
+    assert said in done.stdout and f"{whole['val_bytes']:,} val bytes" in done.stdout
+
+
 @pytest.mark.parametrize("what", ["own", "moved", "another"])
 def test_evaluate_finds_the_same_loss_and_scores_another_text(what, gpt, text, tmp_path):
     folder, config, words = gpt("cpu").folder, None, []

@@ -211,4 +211,7 @@ def test_only_one_process_prints_the_help(monkeypatch, capsys):
 def test_what_may_change_are_flags():
     names = set(FLAGS) | set(TEXTS) | set(SWITCHES) | {"compile"}
     assert names >= MAY_CHANGE
-    assert "eval_samples" not in MAY_CHANGE  # scores of other samples cannot be compared
+
+
+def test_a_run_keeps_what_its_scores_are_of():
+    assert not MAY_CHANGE & {"eval_samples", "seed", "val_fraction"}

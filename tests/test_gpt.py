@@ -245,6 +245,7 @@ def test_evaluations_take_some_windows_always_the_same_and_the_last_one_all(gpt,
     assert whole["best_checkpoint"] == "step_00000007"
     best = json.loads((folder / "checkpoints/step_00000007/manifest.json").read_text())
     assert best["progress"]["score"] == pytest.approx(-few, rel=1e-6)
+    assert best["progress"]["eval_samples"] == 30
     said = f"± {whole['val_loss_standard_error']:.4f}, val bits per byte"
     assert said in done.stdout and f"{whole['val_bytes']:,} val bytes" in done.stdout
 

@@ -502,6 +502,10 @@ def test_the_cache_has_what_the_evaluation_sees(data, tmp_path):
     assert torch.equal(loaded["images"], expected["images"]) and torch.equal(
         loaded["labels"], expected["labels"]
     )
+    few = np.array([2, 5, 9])
+    some = ImageBatches(cached.select(few), EvalTransform(PREPROCESS)).__getitems__([0, 1, 2])
+    assert all(torch.equal(some[name], expected[name][few]) for name in ("images", "labels"))
+    assert cached.select(few).name(1) == val.name(5)
     assert cached.open(3).pixels().is_contiguous(memory_format=torch.contiguous_format) is False
     before = file.stat().st_mtime_ns
     image_cache.cached(OneProcess, val, "val", 36, tmp_path)

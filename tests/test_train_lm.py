@@ -66,6 +66,24 @@ def test_evaluations_take_some_blocks_always_the_same_and_the_last_one_all(lm):
         assert [line[name] for line in others] == pytest.approx(expected, abs=1e-4), name
 
 
+def test_a_model_with_its_own_loss_is_evaluated_without_a_standard_error():
+    """It returns the sum of its losses, and not that of each block."""
+    script = load_script("train_lm")
+
+    class Model(torch.nn.Module):
+        def forward(self, targets, per_block, **_):
+            return 2.0 * (targets >= 0).sum(), torch.full((len(targets),), math.nan)
+
+    class Loader(list):
+        dataset, total_batch_size = SimpleNamespace(target_tokens=5, bytes=None), 2
+
+    batch = dict(input_ids=None, position_ids=None, ids=torch.arange(2))
+    batch["targets"] = torch.tensor([[1, 2, 3], [4, 5, -100]])
+    alone = SimpleNamespace(num_processes=1, process_index=0, reduce=lambda value, _: value)
+    found = script.evaluate(alone, Model(), {"a": Loader([batch])}, iter)
+    assert found == {"loss": 2.0, "perplexity": math.exp(2), "tokens": 5}
+
+
 @pytest.mark.slow
 def test_two_processes_send_only_what_nccl_takes(chats, tmp_path):
     """As `test_gpu_rules.py` does for the other scripts."""

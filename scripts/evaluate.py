@@ -16,8 +16,8 @@ Of a classifier, prints the accuracy per class, and writes `predictions.png`,
 with their probabilities. With --images, writes `predictions.csv` and `.json`, which list the most
 likely classes, and `contact_sheet.png`. For a run with --ema_decay, uses the averaged weights.
 
-Of a language model, prints the loss per byte (train_gpt.py) with its standard error, or per token
-(train_lm.py) with the perplexity, and bits per byte.
+Of a language model, prints the loss per byte (train_gpt.py), or per token (train_lm.py) with the
+perplexity, its standard error, and bits per byte.
 
 If you copy this script, also copy the script of the run, which defines its model (not
 train_images.py).

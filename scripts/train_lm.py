@@ -558,7 +558,7 @@ def main():
     if eval_samples < blocks or metrics is None or args.overfit_batch:
         progress.announce(blocks, run.path)
         eval_loaders = build_eval_loaders(accelerator, eval_sets, args.block_size)
-        metrics = evaluate(accelerator, model, eval_loaders, progress)
+        metrics = (metrics or {}) | evaluate(accelerator, model, eval_loaders, progress)
     results = {f"{held_out}_{name}": value for name, value in metrics.items()}
     results |= {"parameters": parameters, "trained_parameters": trained}
     run.finish(step, **results)

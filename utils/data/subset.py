@@ -28,7 +28,7 @@ def count_evaluated(run, plan, args, held_out):
     Returns:
         int: at most `held_out`.
     """
-    at_least = TOKENS // args.block_size if hasattr(args, "block_size") else IMAGES
+    at_least = max(1, TOKENS // args.block_size) if hasattr(args, "block_size") else IMAGES
     trained = args.batch_size * min(plan.evaluate_every, plan.total_steps)  # before an evaluation
     count = args.eval_samples
     if count is None:

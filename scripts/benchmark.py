@@ -30,6 +30,10 @@ continues with the first round that was not finished.
                         floating-point operations; /accuracy: what train_cifar.py reaches
     checkpoint_share    part of the time that checkpoints of a state of 450 MB block train_gpt.py at
                         its default cadence
+    checkpoint_blocking  how long a checkpoint of 680 MB stops the training of train_gpt.py, over
+                        the same with --wait_for_checkpoints; /steps: seconds of the steps while it
+                        is written, over those of the others; /memory: how much more the peak is, in
+                        sizes of the checkpoint
     machine_limit       what the machine can do: operations per second of a matrix product, bytes
                         per second that a copy reads and writes; and the share of those operations
                         that a step of train_cifar.py, with its three image sizes, and of
@@ -113,6 +117,9 @@ HERE = Path(__file__).resolve().parent
 # github.com/karpathy/nanoGPT, README: validation loss of the CPU setting after 2,000 steps.
 NANOGPT_LOSS = 1.88
 CIFAR_IMAGES = 50_000
+# A GPT with 57 million parameters, on little text.
+LARGE_STATE = "--dataset synthetic --n_layer 2 --n_head 8 --n_embd 1536 --block_size 32"
+LARGE_STATE += " --batch_size 4 --sample_length 1"
 DEFAULTS = SimpleNamespace(model="fastnet", lr_schedule="linear")  # of train_cifar.py
 QUIET = dict(stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
 
@@ -546,19 +553,61 @@ def seconds_to_first_step(words, launch=True):
 def checkpoint_share(args):
     """Saves weights and momentum of 57 million parameters.
 
-    Eight steps show how long a step takes, and the last one saves.
+    Sixteen steps show how long a step takes. The last checkpoint is not written beside them.
     """
-    model = "--n_layer 2 --n_head 8 --n_embd 1536 --block_size 32 --batch_size 4 --sample_length 1"
-    length = "--max_train_steps 8 --checkpoint_every 4 --eval_every 8 --log_every 1"
+    length = "--max_train_steps 16 --checkpoint_every 5 --eval_every 16 --log_every 1"
     every = 250  # the default of train_gpt.py, in steps
     shares = []
     for _ in _rounds.each():
-        lines, _ = measure_script(f"train_gpt.py --dataset synthetic {model} {length}")
-        saves = [line["seconds"] for line in lines if line["split"] == "checkpoint"]
+        lines, _ = measure_script(f"train_gpt.py {LARGE_STATE} {length}")
+        blocked = [line["blocked_seconds"] for line in saves_beside(lines)]
         step_seconds = statistics.median(logged_steps(lines, 2))
-        shares.append(statistics.median(saves) / (every * step_seconds))
-    print(f"    a checkpoint takes {statistics.median(saves):.2f} s")
+        shares.append(statistics.median(blocked) / (every * step_seconds))
+    print(f"    a checkpoint stops the training for {statistics.median(blocked):.2f} s")
     return {"checkpoint_share": (shares, "share of the training time (less is better)")}
+
+
+def checkpoint_blocking(args):
+    """Saves weights and moments of 57 million parameters, five times."""
+    command = f"train_gpt.py {LARGE_STATE} --optimizer adamw --lr 0.001 --log_every 1"
+    command += " --max_train_steps 51 --checkpoint_every 10 --eval_every 51 --keep_checkpoints 1"
+    blocking, slower, memory = [], [], []
+    for _ in _rounds.each():
+        beside, results = measure_script(command)
+        waiting, plain = measure_script(f"{command} --wait_for_checkpoints")
+        blocked, whole = (
+            statistics.median(line["blocked_seconds"] for line in saves_beside(lines))
+            for lines in (beside, waiting)
+        )
+        blocking.append(blocked / whole)
+        slower.append(slowdown_beside_saves(beside))
+        more = results["peak_memory_bytes"] - plain["peak_memory_bytes"]
+        memory.append(more / (12 * results["parameters"]))
+        print(f"    a checkpoint stops the training for {blocked:.2f} s, or waiting {whole:.2f} s")
+    return {
+        "checkpoint_blocking": (blocking, "of the time with --wait_for_checkpoints, ratio"),
+        "checkpoint_blocking/steps": (slower, "seconds of a step during a save over others, ratio"),
+        "checkpoint_blocking/memory": (memory, "more memory, in sizes of the checkpoint"),
+    }
+
+
+def saves_beside(lines):
+    """The lines of all checkpoints but the last, which training never continues beside."""
+    return [line for line in lines if line["split"] == "checkpoint"][:-1]
+
+
+def slowdown_beside_saves(lines):
+    """The mean time of a step while a checkpoint is written, over that of the other steps."""
+    steps = {line["step"]: line["step_seconds"] for line in lines if line["split"] == "train"}
+    beside = []
+    for save in saves_beside(lines):
+        step, left = save["step"] + 1, save["seconds"] - save["blocked_seconds"]
+        while left > 0 and step in steps:
+            left -= steps[step]
+            beside.append(step)
+            step += 1
+    others = [seconds for step, seconds in steps.items() if step > 2 and step not in beside]
+    return statistics.mean(steps[step] for step in beside) / statistics.mean(others)
 
 
 def machine_limit(args):
@@ -773,6 +822,7 @@ BENCHMARKS = {
     "startup_ratio": startup_ratio,
     "time_to_accuracy": time_to_accuracy,
     "checkpoint_share": checkpoint_share,
+    "checkpoint_blocking": checkpoint_blocking,
     "machine_limit": machine_limit,
     "memory": memory,
     "gpt": gpt,
@@ -790,6 +840,7 @@ SECONDS = {
     "startup_ratio": 16,
     "time_to_accuracy": 90,
     "checkpoint_share": 175,
+    "checkpoint_blocking": 100,
     "machine_limit": 230,
     "memory": 54,
     "gpt": 3000,

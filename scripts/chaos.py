@@ -43,6 +43,8 @@ CLOCK = {
     "seconds_left",
     "tokens_per_second",
     "mfu",
+    "slowest_behind",
+    "slow_rank",
 }
 VICTIMS = ("one process", "all processes", "the launcher")
 

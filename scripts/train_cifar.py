@@ -289,6 +289,7 @@ def predict(accelerator, model, split, loader, watch, mean, std, *, tta=False, s
     return outputs, labels
 
 
+@torch.no_grad()
 def summarize(outputs, labels):
     """The metrics of `evaluate`, from what `predict` returns."""
     predictions = outputs.argmax(1)

@@ -35,7 +35,7 @@ TEXTS = {
     "dataset": "me/data",
     "track": "tensorboard",
 }
-SWITCHES = ("dry_run", "overfit_batch", "profile", "nondeterministic")
+SWITCHES = ("dry_run", "overfit_batch", "profile", "nondeterministic", "wait_for_checkpoints")
 
 
 @pytest.fixture

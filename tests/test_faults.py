@@ -89,6 +89,25 @@ def test_one_rank_killed_again_and_again(reference, tmp_path):
 
 
 @pytest.mark.slow
+def test_killed_at_each_moment_of_a_save_beside_the_training(reference, tmp_path):
+    """All kills in one run; SMALL saves after steps 3, 6, 7, ..."""
+    for fault, newest in (
+        ("die_after_rename@1:0", 3),
+        ("die_while_copied@1:1", 3),
+        ("die_while_written@1:0", 3),
+        ("die_before_rename@1:0", 3),
+        ("die_after_rename@1:0", 6),
+        ("die_while_written@1:1", 6),
+    ):
+        faulty(fault, SMALL, tmp_path / "run")
+        steps = sorted(path.name for path in (tmp_path / "run" / "checkpoints").glob("step_*"))
+        assert steps[-1] == f"step_{newest:08d}", fault
+    faulty("sigterm_while_written@1:1", SMALL, tmp_path / "run")
+    relaunch_and_compare(reference("2cpu", 2).folder, tmp_path / "run")
+    assert results(tmp_path / "run")["resumed_from"] > 6
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("processes", [1, 3, 4])
 def test_any_number_of_processes(processes, odd_folder, tmp_path):
     """Batch norm, Muon and accumulation together.

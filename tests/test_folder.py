@@ -3,6 +3,7 @@
 import argparse
 import json
 import sys
+import threading
 import time
 from pathlib import Path
 from types import SimpleNamespace
@@ -20,6 +21,8 @@ from utils.run import (
     model_card,
     process,
     record,
+    saving,
+    stacks,
     tracking,
 )
 from utils.run.failures import RunFailed, UserError
@@ -28,7 +31,7 @@ from utils.run.plan import Plan
 
 PLAN = Plan(total_steps=14, steps_per_epoch=7, evaluate_every=7, save_every=3)
 ARGUMENTS = dict(resume="auto", lr=0.1, batch_size=10, keep_checkpoints=2)
-ARGUMENTS |= dict(epochs=2, track="none", push_to_hub=None)
+ARGUMENTS |= dict(epochs=2, track="none", push_to_hub=None, wait_for_checkpoints=True)
 
 
 class Accelerator(SimpleNamespace):
@@ -401,6 +404,125 @@ def test_a_save_is_not_training_time(tmp_path, monkeypatch):
     assert restarted == [3] and phases == ["saving"] and process._phase != "saving"
 
 
+@pytest.fixture
+def beside(tmp_path, monkeypatch):
+    """A run with a checkpoint of step 3 that is written only when `.let_go` is set."""
+    run, _ = started(tmp_path, wait_for_checkpoints=False)
+    run.let_go, begun, real_finish = threading.Event(), threading.Event(), checkpoint.finish
+    run.groups = []
+    monkeypatch.setattr(stacks.place, "save_asked", False)
+
+    def finish(*args):
+        run.groups.append(args[-1])
+        begun.set()
+        run.let_go.wait()
+        return real_finish(*args)
+
+    monkeypatch.setattr(checkpoint, "finish", finish)
+    monkeypatch.setattr(run._writer, "group", "its own")
+    save(run, 3)
+    begun.wait()
+    yield run
+    run.let_go.set()
+
+
+def when_waited_for(monkeypatch, act):
+    """Calls `act()` when a thread waits for a checkpoint."""
+    real_wait = saving.wait
+
+    def wait(*args):
+        act()
+        return real_wait(*args)
+
+    monkeypatch.setattr(saving, "wait", wait)
+
+
+def written(run):
+    return [line["step"] for line in metrics(run.path, "checkpoint") if line["written"]]
+
+
+def test_a_checkpoint_is_written_beside_the_training(beside, monkeypatch):
+    assert not beside.save_due(4) and written(beside) == [] and beside._saved_at == 0
+    assert not list(beside.path.glob("checkpoints/step_*"))
+    beside.let_go.set()
+    saving.wait_for_newest()
+    assert not beside.save_due(5) and written(beside) == [3] and beside._saved_at == 3
+    [line] = metrics(beside.path, "checkpoint")
+    assert line["blocked_seconds"] < line["seconds"] and beside.groups == ["its own"]
+    assert not beside.save_due(5) and written(beside) == [3]  # noted once
+
+
+@pytest.mark.parametrize("then", ["checkpoint", "finish"])
+def test_one_checkpoint_is_written_at_a_time(then, beside, monkeypatch):
+    when_waited_for(monkeypatch, beside.let_go.set)
+    if then == "finish":
+        beside.finish(3)
+    else:
+        with beside.checkpoint(6):
+            assert written(beside) == [3]
+            assert process._phase == "saving"
+            beside._accelerator.save_state(beside.path / "checkpoints" / ".writing")
+    assert written(beside)[0] == 3
+
+
+@pytest.mark.parametrize("reason", ["the last", "stopping", "patience"])
+def test_the_last_checkpoint_is_waited_for(reason, tmp_path, calls, monkeypatch):
+    run, _ = started(tmp_path, wait_for_checkpoints=False)
+    if reason == "stopping":
+        monkeypatch.setattr(process, "_phase", "saving")
+    elif reason == "patience":
+        monkeypatch.setattr(run, "out_of_patience", lambda: True)
+    step = run._evaluated_at = 14 if reason == "the last" else 5
+    save(run, step)
+    assert written(run) == [step] and run._save is None
+    assert bool(called(calls, "training_ends")) == (reason != "stopping")
+
+
+def test_a_failure_beside_the_training_is_counted(beside, monkeypatch, capsys):
+    monkeypatch.setattr(checkpoint, "finish", lambda *_: False)
+    beside.let_go.set()
+    save(beside, 4)
+    save(beside, 5)
+    assert beside._failed_saves == 1 and not stacks.place.save_asked
+    save(beside, 6)
+    saving.wait_for_newest()
+    assert not beside.save_due(8)
+    assert beside._failed_saves == 2 and stacks.place.save_asked  # all processes come to save
+    with pytest.raises(RunFailed, match=r"3 checkpoints in a row .* is of step 3\. Make"):
+        save(beside, 7)
+    assert [line["written"] for line in metrics(beside.path, "checkpoint")] == [True] + [False] * 3
+
+
+def test_an_error_beside_the_training_is_raised_at_the_next_save(beside, monkeypatch):
+    def finish(*_):
+        raise ZeroDivisionError
+
+    monkeypatch.setattr(checkpoint, "finish", finish)
+    beside.let_go.set()
+    save(beside, 4)
+    saving.wait_for_newest()
+    assert not beside.save_due(5) and stacks.place.save_asked
+    with pytest.raises(ZeroDivisionError):
+        save(beside, 5)
+
+
+def test_a_write_that_fails_beside_the_training_costs_the_checkpoint(tmp_path, monkeypatch, capsys):
+    run, _ = started(tmp_path, wait_for_checkpoints=False)
+
+    def save(*_):
+        raise OSError("the disk is full")
+
+    monkeypatch.setattr(torch, "save", save)
+    with run.checkpoint(3) as path:
+        torch.save(1, f"{path}/state.bin")
+    run.finish(3)
+    assert [line["written"] for line in metrics(tmp_path, "checkpoint")] == [False]
+    assert (
+        "checkpoint of step 3 not written, training continues: the disk is full"
+        in capsys.readouterr().err
+    )
+
+
 def test_a_test_split_has_no_score(tmp_path):
     run, _ = started(tmp_path)
     with pytest.raises(ValueError, match="a test split never chooses"):
@@ -564,7 +686,7 @@ def test_a_slow_save_is_said_when_a_run_starts(elastic, says, tmp_path, capsys, 
     printed = capsys.readouterr().out
     assert (
         "warning: a checkpoint took 45 s, but the launcher kills its processes 30 s after SIGTERM: "
-        "export TORCH_ELASTIC_SHUTDOWN_TIMEOUT=90\n" in printed
+        "export TORCH_ELASTIC_SHUTDOWN_TIMEOUT=135\n" in printed
     ) == says
 
 

@@ -149,7 +149,7 @@ def test_after_a_kill_it_continues_exactly_also_on_another_topology(gpt, text, t
     shutil.copytree(two, tmp_path / "one")
     assert "continuing from" in run("2cpu", GPT, arguments, output_dir=two).stdout
     # An earlier checkpoint, because a kill saves nothing.
-    assert results(two)["resumed_from"] in (20, 30)
+    assert results(two)["resumed_from"] in (10, 20, 30)
     assert final_weights(two) == final_weights(gpt("2cpu").folder)
     for split in ("train", "val", "sample"):
         clock = {"tokens_per_second"}
@@ -170,7 +170,7 @@ def test_after_a_kill_on_one_process_with_dropout_it_continues_exactly(text, tmp
     arguments = f"--dataset {text} {SMALL} --dropout 0.1"
     run("cpu", GPT, arguments, output_dir=tmp_path / "whole")
     started = Started("cpu", GPT, arguments, output_dir=tmp_path / "killed")
-    started.wait_for("step 15/40")
+    started.wait_for("step 25/40")
     started.kill_all()
     # More frequent evaluation must not change the weights either.
     run("cpu", GPT, f"{arguments} --eval_every 13", output_dir=tmp_path / "killed")
@@ -308,7 +308,7 @@ def test_a_sharded_run_computes_the_same_also_after_a_change_of_the_number_of_pr
     launcher = ("--mixed_precision", "no", "--num_processes")
     started = Started("4gpu_fsdp", GPT, arguments, output_dir=folder, launcher=(*launcher, "2"))
     started.wait_for("2 processes over gloo, the model sharded over them")
-    started.wait_for("step 15/40")
+    started.wait_for("step 25/40")
     started.kill_all()
     # A file for each process.
     assert len(list(folder.glob("checkpoints/step_*/pytorch_model_fsdp_0/*.distcp"))) >= 2
@@ -335,7 +335,7 @@ def test_a_sharded_run_killed_continues_bit_for_bit_on_as_many_processes(text, t
     started = Started(
         "4gpu_fsdp", GPT, arguments, output_dir=tmp_path / "killed", launcher=launcher
     )
-    started.wait_for("step 15/40")
+    started.wait_for("step 25/40")
     started.kill_all()
     run("4gpu_fsdp", GPT, arguments, output_dir=tmp_path / "killed", launcher=launcher)
     assert results(tmp_path / "killed")["resumed_from"] > 0

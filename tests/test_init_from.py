@@ -188,7 +188,7 @@ def test_a_run_that_started_from_weights_resumes_exactly(reference, tmp_path):
         < metrics(reference("cpu").folder, "train")[0]["loss"]
     )
     started = Started("cpu", CIFAR, start, output_dir=tmp_path / "killed")
-    started.wait_for("step  5/14")
+    started.wait_for("step  7/14")
     started.kill_all()
     weights.unlink()
     run("cpu", CIFAR, start, output_dir=tmp_path / "killed")

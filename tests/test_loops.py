@@ -13,6 +13,7 @@ from utils.data.text import Windows
 from utils.run import checkpoint, cpu, manifest
 from utils.run.failures import RunFailed, UserError
 from utils.run.folder import RunFolder
+from utils.run.saving import Writer
 
 MINIMAL = "scripts/train_minimal.py"
 
@@ -24,10 +25,13 @@ MINIMAL = "scripts/train_minimal.py"
 def saving(tmp_path, monkeypatch):
     """A run of which each checkpoint is written or not, as `.outcomes` (an iterator) says."""
     args = SimpleNamespace(output_dir=str(tmp_path), resume="auto", keep_checkpoints=2)
-    run = RunFolder(args, SimpleNamespace(is_main_process=True, num_processes=1))
+    args.wait_for_checkpoints = True
+    alone = dict(is_main_process=True, num_processes=1, device=torch.device("cpu"))
+    run = RunFolder(args, SimpleNamespace(**alone))
     nothing = lambda *_, **__: None  # noqa: E731
     run.metrics = SimpleNamespace(sync=nothing, write=nothing, restart_clock=nothing)
     run._start_time, run._saved_at = 0.0, 0
+    run._writer = Writer(run._accelerator)
     monkeypatch.setattr(checkpoint, "start", lambda *_: (tmp_path / ".writing", None))
     monkeypatch.setattr(checkpoint, "finish", lambda *_: next(run.outcomes))
     return run

@@ -456,7 +456,7 @@ def test_a_checkpoint_has_its_name_only_when_all_files_are_synced(tmp_path, monk
 
 def test_the_metrics_before_a_checkpoint_are_synced_with_it(tmp_path, monkeypatch):
     """A run that continues from a checkpoint does not write the lines before it again."""
-    run, synced = folder_of(tmp_path, keep_checkpoints=2), []
+    run, synced = folder_of(tmp_path, keep_checkpoints=2, wait_for_checkpoints=True), []
     claimed(run)
     run.start()
     run.metrics.write("train", 1, loss=0.5)
@@ -497,7 +497,7 @@ def test_a_save_longer_than_the_grace_period_is_said_at_the_next_start(
     tmp_path, monkeypatch, capsys
 ):
     """Torchelastic kills its processes 30 s after SIGTERM, unless told otherwise."""
-    for elastic, grace, says in ((False, None, ""), (True, None, "45 s"), (True, "60", "")):
+    for elastic, grace, says in ((False, None, ""), (True, "89", "45 s"), (True, "90", "")):
         monkeypatch.setattr(launcher, "is_elastic", lambda elastic=elastic: elastic)
         monkeypatch.delenv("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", raising=False)
         if grace:
@@ -508,7 +508,7 @@ def test_a_save_longer_than_the_grace_period_is_said_at_the_next_start(
         run.metrics = Metrics(tmp_path, run._accelerator, None, 10, {}, 3)
         run._warn_of_short_grace()
         printed = capsys.readouterr().out
-        assert says in printed and ("export TORCH_ELASTIC_SHUTDOWN_TIMEOUT=90" in printed) == bool(
+        assert says in printed and ("export TORCH_ELASTIC_SHUTDOWN_TIMEOUT=135" in printed) == bool(
             says
         )
 

@@ -193,6 +193,18 @@ def test_after_a_restart_each_line_is_written_and_sent_once(sent, printed, tmp_p
     assert len(lines_of(tmp_path)) == 4
 
 
+def test_the_line_of_a_checkpoint_comes_behind_those_of_later_steps(sent, printed, tmp_path):
+    """It is written beside the training: a restart drops the later steps, not this line."""
+    names = [("train", 6), ("checkpoint", 3), ("train", 7), ("checkpoint", 6), ("train", 8)]
+    lines = [{"split": split, "step": step, "seconds": 1.0} for split, step in names]
+    text = "".join(f"{json.dumps(line)}\n" for line in lines)
+    (tmp_path / "metrics.jsonl").write_text(text)
+    log = Metrics(tmp_path, ALONE, PLAN, 10, {}, 6)
+    log.write("train", 7, seconds=2.0)
+    log.sync()
+    assert lines_of(tmp_path) == [lines[0], lines[1], lines[3], {**lines[2], "seconds": 2.0}]
+
+
 @pytest.mark.parametrize("torn", [b"", b'{"split": "train", "st', bytes(500)])
 def test_a_restart_reads_the_end_of_a_long_log(torn, sent, printed, tmp_path, monkeypatch):
     monkeypatch.setattr(files, "LAST_BYTES", 300)

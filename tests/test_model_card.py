@@ -15,7 +15,11 @@ from utils.data.augment import normalize
 from utils.run import model_card, weights
 from utils.run.failures import UserError
 
-MINIMAL = "scripts/train_minimal.py"
+GPT = "scripts/train_gpt.py"
+SMALL = (
+    "--dataset synthetic --n_layer 1 --n_head 1 --n_embd 8 --block_size 8 --batch_size 4 "
+    "--max_train_steps 2 --push_to_hub me/model"
+)
 
 
 def card_of(folder, script, card, **figures):
@@ -96,11 +100,10 @@ def test_a_run_without_a_token_ends_before_anything_is_written(tmp_path):
     }
     command = [
         sys.executable,
-        str(ROOT / MINIMAL),
+        str(ROOT / GPT),
         "--output_dir",
         str(tmp_path / "out"),
-        "--push_to_hub",
-        "me/model",
+        *SMALL.split(),
     ]
     done = subprocess.run(command, env=environment, capture_output=True, text=True)
     assert done.returncode == 2 and not (tmp_path / "out").exists()
@@ -121,9 +124,7 @@ def test_without_a_network_the_run_is_complete_and_can_be_uploaded_later(tmp_pat
     monkeypatch.setenv("HF_TOKEN", "hf_x")
     monkeypatch.setenv("HF_ENDPOINT", "http://127.0.0.1:9")
     for says in ("done", "already finished"):
-        done = run(
-            None, MINIMAL, "--max_train_steps 2 --push_to_hub me/model", output_dir=tmp_path / "out"
-        )
+        done = run(None, GPT, SMALL, output_dir=tmp_path / "out")
         warnings = [
             line
             for line in done.stderr.splitlines()

@@ -154,7 +154,7 @@ def test_number_of_stages_changes_no_result(uninterrupted, tmp_path):
 @pytest.mark.parametrize("config", ["cpu", "2cpu"])
 def test_killed_and_relaunched_ends_with_the_same_weights(config, uninterrupted, tmp_path):
     started = Started(config, SCRIPT, ARGUMENTS, output_dir=tmp_path)
-    started.wait_for("step  5/12")
+    started.wait_for("step  7/12")
     started.kill_all()
     assert not (tmp_path / "results.json").exists()
     run(config, SCRIPT, ARGUMENTS, output_dir=tmp_path)

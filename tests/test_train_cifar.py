@@ -168,7 +168,7 @@ def test_evaluation_changes_nothing_in_training(odd_folder, tmp_path):
 
 def test_resumes_mid_epoch_as_if_never_stopped(reference, tmp_path):
     started = Started("2cpu", CIFAR, SMALL, output_dir=tmp_path / "run")
-    started.wait_for("step  5/14")
+    started.wait_for("step  7/14")
     started.kill_all()
     again = run("2cpu", CIFAR, SMALL, output_dir=tmp_path / "run")
     assert "continuing from" in again.stdout
@@ -183,7 +183,7 @@ def test_resumes_mid_epoch_as_if_never_stopped(reference, tmp_path):
 def test_a_compiled_run_computes_the_same_and_saves_plain_names(reference, tmp_path):
     arguments = f"{SMALL} --compile"
     started = Started("cpu", CIFAR, arguments, output_dir=tmp_path / "run")
-    started.wait_for("step  5/14")
+    started.wait_for("step  7/14")
     started.kill_all()
     run("2cpu", CIFAR, arguments, output_dir=tmp_path / "run")
     assert 0 < results(tmp_path / "run")["resumed_from"] < 14

@@ -47,11 +47,18 @@ def before(owner, attribute, act):
 
 
 def die():
+    # The checkpoint before is complete: a test knows from which step the run goes on.
+    saving.wait_for_newest()
+    kill()
+
+
+def kill():
     os.kill(os.getpid(), signal.SIGKILL)
 
 
 def lose_machine():
     """Kills everything that this process's launcher started, and the launcher, at once."""
+    saving.wait_for_newest()
     launcher = psutil.Process(os.getppid())
     for process in [launcher, *launcher.children(recursive=True)]:
         if process.pid != os.getpid():
@@ -76,8 +83,9 @@ def terminate():
 import accelerate
 import psutil
 import torch
+from torch.distributed.checkpoint.staging import DefaultStager
 
-from utils.run import ddp
+from utils.run import ddp, saving
 
 real_warm_up = ddp.warm_up
 
@@ -105,20 +113,33 @@ elif name in ("power_lost_in_step", "power_lost_in_save"):
     # Nothing tells the other machines: the packets that the kernel sends when processes die do not
     # leave.
     def cut():
+        saving.wait_for_newest()
         subprocess.run(["ip", "link", "set", os.environ["GLOO_SOCKET_IFNAME"], "down"], check=True)
         lose_machine()
 
     before(
         accelerate.Accelerator, "backward" if name == "power_lost_in_step" else "save_state", cut
     )
-elif name in ("die_before_rename", "lost_before_rename"):
-    # After save_state, before the checkpoint gets its final name.
+elif name == "die_while_copied":
+    before(DefaultStager, "stage", kill)
+elif name == "die_while_written":
+    before(torch, "save", kill)
+elif name == "sigterm_while_written":
+    before(torch, "save", terminate)
+elif name in ("die_before_rename", "lost_before_rename", "die_after_rename"):
+    # Around the moment at which the checkpoint gets its final name.
     real_rename = os.rename
 
     def rename(source, target, **kwargs):
-        if str(source).endswith(".writing") and strikes():
-            die() if name == "die_before_rename" else lose_machine()
+        strike = str(source).endswith(".writing") and strikes()
+        if strike and name == "lost_before_rename":
+            saving.wait_for_newest = lambda: None  # this is the thread that writes it
+            lose_machine()
+        elif strike and name == "die_before_rename":
+            kill()
         real_rename(source, target, **kwargs)
+        if strike:
+            kill()
 
     os.rename = rename
 elif name == "sigterm_in_step":
@@ -180,6 +201,18 @@ elif name == "infinite_gradient":
 elif name == "hang":
     # This rank never reaches its next collective; the others must give up on their own.
     before(accelerate.Accelerator, "backward", signal.pause)
+elif name == "slow_loader":
+    # The batches of that rank come late.
+    from utils.data import text
+
+    real_get = text.Windows.__getitems__
+
+    def late(self, indices):
+        if rank == os.environ["RANK"]:
+            time.sleep(0.3)
+        return real_get(self, indices)
+
+    text.Windows.__getitems__ = late
 elif name == "stop":
     # As a debugger does, or a machine that swaps: the process is there, and none of its threads runs.
     before(accelerate.Accelerator, "backward", lambda: os.kill(os.getpid(), signal.SIGSTOP))
@@ -235,19 +268,18 @@ elif name == "full_disk":
 elif name == "fill_disk":
     # The path after the colon is a small file system: full for this checkpoint only.
     ballast, rank = os.path.join(rank, "ballast"), ""
-    save_state = accelerate.Accelerator.save_state
+    real_start = saving.Writer.start
 
-    def save_on_full_disk(*args, **kwargs):
+    def start_on_full_disk(*args):
         full = strikes()
         if full:
             fill(ballast)
-        try:
-            return save_state(*args, **kwargs)
-        finally:
-            if full:
-                os.remove(ballast)
+        future = real_start(*args)
+        if full:
+            future.add_done_callback(lambda _: os.remove(ballast))
+        return future
 
-    accelerate.Accelerator.save_state = save_on_full_disk
+    saving.Writer.start = start_on_full_disk
 elif name == "clock_seed":
     # Simulates a mistake in a script: its weights depend on the clock.
     real_backward = accelerate.Accelerator.backward

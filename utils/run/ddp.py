@@ -6,6 +6,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from utils.run.failures import UserError
 from utils.run.launch import notice
+from utils.run.pace import pace
 
 
 def warm_up(model, compute_loss):
@@ -42,6 +43,7 @@ def warm_up(model, compute_loss):
         model.zero_grad()
     for name, value in model.named_buffers():
         value.copy_(buffers[name])
+    pace.watch(model)
 
 
 def sync_batch_norm(accelerator, model, micro_batch_size, wanted):

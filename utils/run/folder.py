@@ -299,7 +299,7 @@ class RunFolder:
         Call it after each step: it also notes that the checkpoint before is on disk.
         """
         future = self._save and self._save.future
-        if future and future.done() and not future.exception():
+        if future and future.done() and not future.exception() and future.result()[0]:
             self._note_save()
         improved = self._best.improved_at(step)
         return self._plan.save_due(step, improved) or self.out_of_patience()
@@ -361,20 +361,17 @@ class RunFolder:
         Returns:
             tuple[bool, float]: whether it was written; the seconds since `start_time`.
         """
+        goes_on = False
         try:
             error = error or write_error
             if error is not None and not checkpoint.is_write_error(error):
                 raise error
             keep, group = self._args.keep_checkpoints, self._writer.group
             written = checkpoint.finish(self._accelerator, folder, error, saved, keep, group)
-            if not written and self._failed_saves + 1 == FAILED_SAVES:
-                raise RunFailed(
-                    f"{FAILED_SAVES} checkpoints in a row could not be written: the last one is of "
-                    f"step {self._saved_at}. Make {self.path} writable, with enough free space"
-                )
-        except Exception:
-            stacks.place.save_asked = True  # all processes go to `checkpoint`, which raises this
-            raise
+            goes_on = written or self._failed_saves + 1 < FAILED_SAVES
+        finally:
+            if not goes_on:  # all processes call `checkpoint` after their next step, which raises
+                stacks.place.save_asked = True
         return written, time.perf_counter() - start_time
 
     def _finish_save(self):
@@ -398,6 +395,11 @@ class RunFolder:
         )
         self._saved_at = save.step if written else self._saved_at
         self._failed_saves = 0 if written else self._failed_saves + 1
+        if self._failed_saves == FAILED_SAVES:
+            raise RunFailed(
+                f"{FAILED_SAVES} checkpoints in a row could not be written: the last one is of "
+                f"step {self._saved_at}. Make {self.path} writable, with enough free space"
+            )
         if written and save.asked:
             self.print(f"asked by the file save_now: checkpoint of step {save.step}")
 

@@ -11,6 +11,7 @@ from torch.distributed.tensor import DTensor
 
 from utils.run import process
 from utils.run.failures import LostContact, RunFailed
+from utils.run.pace import pace
 from utils.run.stacks import place
 
 
@@ -19,7 +20,7 @@ class Guard:
 
     It never makes the device wait. It reads the loss and the gradient norm of the previous step,
     which are copied to the host while this step is computed. With several processes, an all-reduce
-    of five integers over gloo also runs in the background, and its result is read in the next step.
+    of some integers over gloo also runs in the background, and its result is read in the next step.
     So the run stops with a delay, in steps:
 
                                      one process    several processes
@@ -37,6 +38,7 @@ class Guard:
     def __init__(self, accelerator, timeout):
         """Args: timeout: seconds to wait for the other processes before raising an error."""
         self._group, self._device_timeout = None, math.inf
+        self._rank, self._ranks = accelerator.process_index, accelerator.num_processes
         # In fp16 an infinite gradient is normal: the gradient scaler skips that step and scales the
         # next loss by less.
         self._skips_infinite_gradients = accelerator.scaler is not None
@@ -75,6 +77,7 @@ class Guard:
             # partial norm of at least one process.
             norm = norm.to_local()
         self._recent.append((step, *_to_host(torch.stack([loss, norm.to(loss)])), ids))
+        pace.end_step()
         if self._group is None:
             self._vote(self._recent[-2] if len(self._recent) > 1 else None)
             return self._outcome()
@@ -127,7 +130,7 @@ class Guard:
         self._outcome()
         self.save_asked = False  # the save that follows is the one
 
-    def _vote(self, recent, weights_finite=True):
+    def _vote(self, recent, weights_finite=None):
         loss_at = norm_at = 0
         if recent:
             step, values, event, _ = recent
@@ -139,11 +142,14 @@ class Guard:
                     raise LostContact(f"timed out waiting for the device to finish step {step}")
                 time.sleep(0.0005)
             loss_at, norm_at = (0 if math.isfinite(value) else step for value in values.tolist())
-        weights_at = 0 if weights_finite else self._recent[-1][0]
+        weights_at = self._recent[-1][0] if weights_finite is False else 0
         save, place.save_asked = int(place.save_asked), False
         self._votes = [int(process.signal_name() is not None), save, loss_at, norm_at, weights_at]
         if self._group is not None:
-            self._votes = torch.tensor(self._votes, dtype=torch.int64)
+            times = [0] * self._ranks
+            if weights_finite is None:  # after a step
+                times[self._rank] = pace.microseconds()
+            self._votes = torch.tensor([*self._votes, *times], dtype=torch.int64)
             self._handle = dist.all_reduce(
                 self._votes, dist.ReduceOp.MAX, group=self._group, async_op=True
             )
@@ -155,7 +161,9 @@ class Guard:
             with process.waiting_for("the other processes"):
                 self._handle.wait()
             place.agreed = self._recent[-1][0] if self._recent else 0
-        stop, save, *failed_steps = self._votes if self._handle is None else self._votes.tolist()
+        votes = self._votes if self._handle is None else self._votes.tolist()
+        stop, save, *failed_steps = votes[:5]
+        pace.add(votes[5:])
         self._votes = self._handle = None
         self.save_asked = bool(save)
         if any(failed_steps):

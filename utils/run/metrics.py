@@ -13,6 +13,7 @@ from tqdm import tqdm
 
 from utils.run import process, tracking
 from utils.run.files import json_lines, last_lines
+from utils.run.pace import pace
 
 
 class Metrics:
@@ -50,21 +51,30 @@ class Metrics:
             )
 
     def _open(self, path, step):
-        # Lines are in the order of their steps, so the last ones are enough.
+        # Lines are in the order of their steps, so the last ones are enough. Only the line of a
+        # checkpoint comes when it is complete, behind those of later steps.
         path.touch()
-        kept = start = last_lines(path, lambda line: line["step"] < step)
+        kept = start = last_lines(
+            path, lambda line: line["step"] < step and line["split"] != "checkpoint"
+        )
+        later, late = False, []
         for line, end in json_lines(path, start):
             self._sent.add((line["split"], line["step"]))
             if line["split"] == "checkpoint":
                 self.slowest_save = max(self.slowest_save, line["seconds"])
+            later = later or line["step"] > step
             if line["step"] <= step:
-                kept = end
                 self._written.add((line["split"], line["step"]))
+                if later:
+                    late.append(line)
+                else:
+                    kept = end
         with path.open("r+b") as file:
             file.truncate(kept)
             file.seek(max(kept - 1, 0))
             if file.read() not in (b"", b"\n"):  # a person has edited it
                 file.write(b"\n")
+            file.writelines(json.dumps(line).encode() + b"\n" for line in late)
         self._file = path.open("a")
 
     def timed(self, batches):
@@ -90,7 +100,7 @@ class Metrics:
             if self._accelerator.optimizer_step_was_skipped:  # in fp16: its gradients overflowed
                 figures.pop("grad_norm", None)
             speeds, state = self._meter.read(step, self._plan.total_steps)
-            figures |= speeds
+            figures |= speeds | pace.read()
         else:
             self._meter.restart(step)  # the time of an evaluation does not count as training
         if not self._is_main:
@@ -157,7 +167,9 @@ class Meter:
         """Yields `batches` and adds up the seconds spent waiting for them."""
         start_time = time.perf_counter()
         for batch in process.wait_for_each(batches, "a batch"):
-            self._data_seconds += time.perf_counter() - start_time
+            waited = time.perf_counter() - start_time
+            self._data_seconds += waited
+            pace.waited(waited)
             yield batch
             start_time = time.perf_counter()
 
@@ -207,12 +219,15 @@ def train_line(figures, total_steps):
     left = int(figures["seconds_left"])
     rate = speed(figures["samples_per_second"], figures["step_seconds"])
     mfu = f"  MFU {figures['mfu']:.1%}" if "mfu" in figures else ""
+    slow = ""
+    if "slow_rank" in figures:
+        slow = f"  rank {figures['slow_rank']} is {figures['slowest_behind']:.0%} slower"
     return (
         f"step {figures['step']:>{len(str(total_steps))}}/{total_steps}  "
         f"epoch {figures['epoch']:.2f}  loss {figures['loss']:.4f}  lr {figures['lr']:.3g}  "
         f"{rate}  data {figures['data_share']:.0%}  "
         f"memory {figures['memory_bytes'] / 2**30:.1f} GiB  "
-        f"left {left // 3600}:{left // 60 % 60:02}:{left % 60:02}{mfu}"
+        f"left {left // 3600}:{left // 60 % 60:02}:{left % 60:02}{mfu}{slow}"
     )
 
 

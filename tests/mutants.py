@@ -179,6 +179,7 @@ MUTANTS = [
         'elif not name.endswith("_standard_error"):',
         "else:",
         "test_evaluations.py -k printed",
+    ),
     # ------------------------------------------------------------------------------------- who is slow
     Mutant(
         "a pass begins when the last one ended",

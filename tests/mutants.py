@@ -725,8 +725,6 @@ MUTANTS = [
         GPT,
         "accelerator.gather_for_metrics((losses, counts)))",
         "accelerator.gather_for_metrics((losses, counts))).cpu()",
-        "torch.stack([value.double() for value in gathered])",
-        "torch.stack([value.double() for value in gathered]).cpu()",
         "test_gpu_path.py -k evaluation_waits",
     ),
     Mutant(

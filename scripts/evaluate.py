@@ -16,8 +16,8 @@ Of a classifier, prints the accuracy per class, and writes `predictions.png`,
 with their probabilities. With --images, writes `predictions.csv` and `.json`, which list the most
 likely classes, and `contact_sheet.png`. For a run with --ema_decay, uses the averaged weights.
 
-Of a language model, prints the loss per byte (train_gpt.py) with its standard error, or per token
-(train_lm.py) with the perplexity, and bits per byte.
+Of a language model, prints the loss per byte (train_gpt.py), or per token (train_lm.py) with the
+perplexity, its standard error, and bits per byte.
 
 If you copy this script, also copy the script of the run, which defines its model (not
 train_images.py).
@@ -26,7 +26,6 @@ train_images.py).
 import contextlib
 import csv
 import io
-import math
 import sys
 from pathlib import Path
 from types import SimpleNamespace
@@ -61,6 +60,7 @@ from utils.run.failures import UserError
 from utils.run.files import read_json, write_json, write_text
 from utils.run.model_card import AT_THE_TOP
 from utils.run.output import one_line
+from utils.run.progress import Progress
 
 
 def main():
@@ -130,7 +130,8 @@ def evaluate_cifar(accelerator, args, saved):
     colors = list(colors) or data.splits["train"].mean_and_std()
     mean, std = (value.to(accelerator.device) for value in colors)
     data_set = on_device(accelerator, {shown: split})[shown], loader
-    outputs = train_cifar.predict(accelerator, model, *data_set, iter, mean, std, tta=args.tta)
+    progress = Progress(accelerator)
+    outputs = train_cifar.predict(accelerator, model, *data_set, progress, mean, std, tta=args.tta)
 
     if accelerator.is_main_process:
         readable = outputs[1] >= 0
@@ -192,7 +193,7 @@ def predict(accelerator, model, loader, mean, std):
     """
     model.eval()
     parts = []
-    for batch in loader:
+    for batch in Progress(accelerator)(loader):
         outputs = model(normalize(batch["images"], mean, std)).float()
         gathered = accelerator.gather_for_metrics((batch["ids"], outputs, batch["labels"]))
         parts.append([value.cpu() for value in gathered])
@@ -210,17 +211,16 @@ def write_evaluation(args, saved, dataset, logits, labels, class_names, shown="v
     top = logits.topk(min(5, logits.shape[1])).indices
     metrics, predictions = scores.summarize(labels, losses, top), top[:, 0]
     samples = {"labels": labels, "predictions": predictions, "losses": losses}
-    per_class = scores.class_accuracy(labels, predictions, class_names)
     results = {f"{shown}_{key}": value for key, value in metrics.items()}
-    results |= {"per_class": per_class, "weights": str(saved.file)}
-    results["per_class_precision"] = scores.class_precision(labels, predictions, class_names)
+    results |= {"weights": str(saved.file)}
+    results |= scores.per_class(labels, predictions, class_names)
     rows = list_scored(dataset.images, logits, labels, class_names)
     with writing(args, saved.run, "evaluation") as folder:
         write_json(folder / "results.json", results)
         write_text(folder / "predictions.csv", as_csv(rows))
         plots.of_images(folder, dataset, samples, class_names)
     width = max(len(one_line(name)) for name in class_names)
-    for name, share in per_class.items():
+    for name, share in results["per_class"].items():
         print(f"  {one_line(name):{width}}  {100 * share:6.2f} %")
     print_unreadable(rows)
     print_summary(saved, metrics, (labels >= 0).sum().item(), shown, folder)
@@ -341,16 +341,12 @@ def evaluate_gpt(accelerator, args, saved):
 
     refuse_options_of_classifiers(args)
     model = train_gpt.load_model(saved)
-    text, shown = load_text(accelerator, args, saved)
-    loader = train_gpt.build_eval_loader(accelerator, text, model.block_size)
-    windows = train_gpt.score_windows(accelerator, accelerator.prepare(model), loader, iter)
-    losses, counts = windows.cpu()
-    loss, error = mean_and_error(losses, counts)
-    results = {"loss": loss, "loss_standard_error": error, "bits_per_byte": loss / math.log(2)}
-    spread = "" if error is None else f" ± {error:.4f}"
-    said = f"loss {loss:.4f}{spread} nats per byte, {loss / math.log(2):.4f} bits per byte"
-    said += f", on {int(counts.sum()):,} bytes"
-    results["bytes"] = int(counts.sum())
+    windows, shown = load_text(accelerator, args, saved)
+    loader = train_gpt.build_eval_loader(accelerator, windows)
+    model = accelerator.prepare(model)
+    results = train_gpt.evaluate(accelerator, model, loader, Progress(accelerator))
+    said = f"{loss_of(results)} nats per byte, {results['bits_per_byte']:.4f} bits per byte"
+    said += f", on {results['bytes']:,} bytes"
     write_figures(accelerator, args, saved.run, saved.file, shown, results, said)
 
 
@@ -358,7 +354,7 @@ def load_text(accelerator, args, saved):
     """Loads the text to evaluate a model of train_gpt.py on.
 
     Returns:
-        tuple: uint8 [bytes]; `val`, what the run held out. Of another data set its split `test`, or
+        tuple: `Windows`; `val`, what the run held out. Of another data set its split `test`, or
         else `val`, or else `all` of it.
     """
     import train_gpt
@@ -382,25 +378,7 @@ def load_text(accelerator, args, saved):
     column = saved.arguments.get("text_column", "text")
     shown, data = local_main_first(accelerator, lambda: load_to_evaluate(name, column))
     agree(accelerator, name, data)
-    return data.held_out, shown
-
-
-def mean_and_error(sums, counts):
-    """The mean loss over all bytes, and its standard error as if windows were independent.
-
-    Args:
-        sums: float64 [windows], the losses of each, of
-        counts: float64 [windows] bytes.
-
-    Returns:
-        tuple[float, float | None]: None: of a single window there is no error.
-    """
-    mean, many = sums.sum() / counts.sum(), len(sums)
-    if many == 1:
-        return mean.item(), None
-    # Of a ratio: windows with fewer bytes than others count less.
-    squares = (sums - mean * counts).square().sum() * many / (many - 1)
-    return mean.item(), (squares.sqrt() / counts.sum()).item()
+    return train_gpt.Windows(data.held_out, saved.config["block_size"]), shown
 
 
 # ------------------------------------------------------------------------------------- train_lm.py
@@ -421,9 +399,8 @@ def evaluate_lm(accelerator, args, run):
     loaders = train_lm.build_eval_loaders(accelerator, blocks, trained.block_size)
     model = accelerator.prepare(model)
     train_lm.lm_loss.check(accelerator, model, trained.packed)
-    results = train_lm.evaluate(accelerator, model, loaders, iter)
-    results["tokens"] = sum(some.target_tokens for some in blocks.values())
-    said = f"loss {results['loss']:.4f} nats per token, perplexity {results['perplexity']:.4g}"
+    results = train_lm.evaluate(accelerator, model, loaders, Progress(accelerator))
+    said = f"{loss_of(results)} nats per token, perplexity {results['perplexity']:.4g}"
     if "bits_per_byte" in results:
         said += f", {results['bits_per_byte']:.4f} bits per byte"
     said += f", on {results['tokens']:,} tokens"
@@ -471,6 +448,12 @@ def refuse_options_of_classifiers(args):
     for name in ("images", "tta", "model"):
         if getattr(args, name):
             raise UserError(f"{args.run} is a language model: --{name} is for classifiers")
+
+
+def loss_of(results):
+    """The loss with its standard error, as text."""
+    error = results.get("loss_standard_error")
+    return f"loss {results['loss']:.4f}" + ("" if error is None else f" ± {error:.4f}")
 
 
 def write_figures(accelerator, args, run, file, shown, results, said):

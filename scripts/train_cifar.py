@@ -500,7 +500,7 @@ def parse_args():
     group.add_argument(
         "--tta", action="store_true", help="also report test-time augmented accuracy"
     )
-    parser.add_run_arguments()
+    parser.add_run_arguments(leave_out=["eval_samples"])
     parser.add_data_arguments(
         "uoft-cs/cifar10",
         "Hub id, local folder or file of images, which become 32x32, or `synthetic`",

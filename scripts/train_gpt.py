@@ -38,7 +38,8 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint as recompute
 from torch.utils.data import DataLoader
 
-from utils import plots
+from utils import plots, scores
+from utils.data import subset
 from utils.data.lanes import gather_position
 from utils.data.loaders import KeyedSampler, evaluation_batch_size, loader_options
 from utils.data.report import agree
@@ -55,6 +56,7 @@ from utils.run.folder import RunFolder
 from utils.run.guard import Guard
 from utils.run.metrics import start_profiler
 from utils.run.plan import Plan
+from utils.run.progress import Progress
 from utils.run.record import peak_flops
 from utils.run.seeds import seed_step
 
@@ -294,7 +296,7 @@ def load_data(accelerator, args):  # EDIT: data
 
     Returns:
         tuple: the training set, `Windows`, or None for a stream, which is opened later; the
-        held-out bytes, uint8.
+        held-out `Windows`.
     """
     data, text, held_out = read_text(accelerator, args)
     train_set = None
@@ -307,7 +309,7 @@ def load_data(accelerator, args):  # EDIT: data
     args.data = agree(accelerator, args.dataset, data)  # a run continues with the same text only
     if args.dry_run:
         held_out = held_out[: 20 * args.block_size]
-    return train_set, held_out
+    return train_set, Windows(held_out, args.block_size)
 
 
 def read_text(accelerator, args):
@@ -326,12 +328,12 @@ def read_text(accelerator, args):
     return data, data.train, data.held_out
 
 
-def build_loaders(accelerator, train_set, held_out, args):
+def build_loaders(accelerator, train_set, eval_set, args):
     """Builds loaders of global batches; `prepare` splits each over the processes.
 
     A stream yields only the share of this process, so it needs no `prepare`.
     """
-    eval_loader = build_eval_loader(accelerator, held_out, args.block_size)
+    eval_loader = build_eval_loader(accelerator, eval_set)
     if args.streaming:
         # At most one worker, which prefetches. The position saved with a checkpoint does not
         # include prefetched batches.
@@ -344,12 +346,11 @@ def build_loaders(accelerator, train_set, held_out, args):
     return accelerator.prepare(train_loader), eval_loader
 
 
-def build_eval_loader(accelerator, held_out, block_size):
-    """Builds the loader of all windows of a text, uint8 [bytes], in their order."""
-    eval_set = Windows(held_out, block_size)
-    windows = max(1, 16_384 // block_size)
-    batch_size = evaluation_batch_size(accelerator, len(eval_set), windows)
-    return accelerator.prepare(DataLoader(eval_set, batch_size, **loader_options(accelerator)))
+def build_eval_loader(accelerator, windows):
+    """Builds the loader of held-out `Windows`, in their order."""
+    most = max(1, 16_384 // windows.block_size)
+    batch_size = evaluation_batch_size(accelerator, len(windows), most)
+    return accelerator.prepare(DataLoader(windows, batch_size, **loader_options(accelerator)))
 
 
 def epoch_batches(loader, epoch, skip):
@@ -371,39 +372,28 @@ def compute_loss(model, batch, device):  # EDIT: loss
     return model(inputs, targets).mean()
 
 
+@torch.no_grad()
 def evaluate(accelerator, model, loader, watch):  # EDIT: metric
     """Computes exact metrics: each held-out byte counts once, on any number of processes.
 
     Returns:
-        dict: `loss` in nats per byte, `bits_per_byte`.
-    """
-    windows = score_windows(accelerator, model, loader, watch)
-    total, count = windows.sum(1).tolist()  # the only wait for the device
-    held_out = len(loader.dataset.text) - 1
-    if count != held_out:
-        raise RuntimeError(f"evaluated {count:.0f} of {held_out} held-out bytes")
-    return {"loss": total / count, "bits_per_byte": total / count / math.log(2)}
-
-
-@torch.no_grad()
-def score_windows(accelerator, model, loader, watch):
-    """Computes the loss of each held-out window, on any number of processes.
-
-    The windows do not overlap, so the first prediction in each window has a context of one byte.
-
-    Returns:
-        float64 [2, windows]: the sum of the losses in nats, and the number of bytes.
+        dict: `loss` in nats per byte, with its standard error; `bits_per_byte`; the number of
+        `bytes`.
     """
     model.eval()
-    parts = []
+    sums = 0
     for batch in watch(loader):
+        # The windows do not overlap: the first prediction in each has a context of one byte.
         losses = model(batch["inputs"], batch["targets"]).sum(1)
         counts = (batch["targets"] >= 0).sum(1)  # a window may be short
         # This drops the windows that were repeated to fill up the last batch.
-        gathered = accelerator.gather_for_metrics((losses, counts))
-        parts.append(torch.stack([value.double() for value in gathered]))
+        sums = sums + scores.moments(*accelerator.gather_for_metrics((losses, counts)))
     model.train()
-    return torch.cat(parts, 1)
+    loss, error, count = scores.mean_and_error(sums)
+    if count != loader.dataset.targets:
+        raise RuntimeError(f"evaluated {count} of {loader.dataset.targets} held-out bytes")
+    metrics = scores.with_error("loss", loss, error)
+    return {**metrics, "bits_per_byte": loss / math.log(2), "bytes": count}
 
 
 @torch.compiler.set_stance("force_eager")  # because each text length would be compiled separately
@@ -449,13 +439,13 @@ def generate(model, args, prompt="\n", temperature=0.8, top_k=None, cached=True)
     return bytes(text[0].tolist()).decode(errors="replace")
 
 
-def sample_due(step, plan, args):
+def sample_due(step, plan):
     """Whether a sample follows the evaluation after `step`.
 
-    The first evaluation after each `--sample_every` steps has one. That of the run's end has none,
+    The first evaluation after each `SAMPLE_EVERY` steps has one. That of the run's end has none,
     because the finished run has one.
     """
-    return step % args.sample_every < plan.evaluate_every and step < plan.total_steps
+    return step % SAMPLE_EVERY < plan.evaluate_every and step < plan.total_steps
 
 
 def load_model(saved):
@@ -479,10 +469,12 @@ def sample(args):
 # --------------------------------------------------------------------------------------------- main
 
 SIZES = ("n_layer", "n_head", "n_embd", "block_size")
+# Steps between samples. A byte takes as long as a fifth of a step on a GPU: together they take 1 %
+# of the time.
+SAMPLE_EVERY = 5000
 MAY_CHANGE = (
     "activation_checkpointing",
     "peak_tflops",
-    "sample_every",
     "sample_length",
     "prompt",
     "temperature",
@@ -529,6 +521,21 @@ def build_model(accelerator, sizes, args):
     return model.to_empty(device="cpu") if empty else model
 
 
+def rates_per_window(accelerator, flops, args):
+    """What is logged besides the windows per second, for `run.start`: bytes, and if known MFU."""
+    peak = peak_flops(accelerator, args.peak_tflops)
+    mfu = {"mfu": args.block_size * flops / peak} if peak else {}
+    return {"tokens_per_second": args.block_size, **mfu}
+
+
+def write_outputs(run, text):
+    """Writes and prints the sample of a finished run, and draws its curves; main process only."""
+    with optional("sample.txt"):
+        write_text(run.path / "sample.txt", text)
+    plots.curves(run.path, {"loss": "loss (nats per byte)", "bits_per_byte": "bits per byte"})
+    print(text)
+
+
 def main():
     args = parse_args()
     if args.sample:
@@ -543,6 +550,7 @@ def main():
     run.open(plan)  # the folder is empty, or has a run to continue, or a finished run
     if run.finished:
         return
+    eval_samples = subset.count_evaluated(run, plan, args, len(held_out))
     if args.streaming:
         position = run.progress.get("position")
         train_set = local_main_first(
@@ -561,21 +569,21 @@ def main():
         optimizer, lambda step: lr_multiplier(step, plan, args)
     )
     model, optimizer, scheduler = accelerator.prepare(model, optimizer, scheduler)
-    train_loader, eval_loader = build_loaders(accelerator, train_set, held_out, args)
+    eval_set = subset.choose(held_out, eval_samples, args.seed)
+    train_loader, eval_loader = build_loaders(accelerator, train_set, eval_set, args)
     first = eval_loader.dataset.__getitems__([0])
     first = {name: value[:, :8] for name, value in first.items() if name != "ids"}
     ddp.warm_up(model, lambda: compute_loss(model, first, accelerator.device))
-    rates, peak = {"tokens_per_second": args.block_size}, peak_flops(accelerator, args.peak_tflops)
-    if peak:
-        rates["mfu"] = args.block_size * flops / peak
+    rates = rates_per_window(accelerator, flops, args)
     step = run.start(scheduler, rates)  # accelerator.load_state, if there is a checkpoint
     run.print(f"{parameters:,} parameters, {flops / 1e6:.1f} MFLOP per byte of training")
     guard = Guard(accelerator, args.timeout)
+    progress = Progress(accelerator, guard.watch)
 
     def validate(step):
-        metrics = evaluate(accelerator, model, eval_loader, guard.watch)
+        metrics = evaluate(accelerator, model, eval_loader, progress)
         run.log("val", step, score=-metrics["loss"], **metrics)
-        if sample_due(step, plan, args):
+        if sample_due(step, plan):
             run.log("sample", step, text=generate(model, args))
         return metrics
 
@@ -623,8 +631,6 @@ def main():
             break
     profile.stop()
 
-    if metrics is None or args.overfit_batch:  # nothing was left to do, or it ended early
-        metrics = evaluate(accelerator, model, eval_loader, guard.watch)
     text = generate(model, args)
     run.log("sample", step, text=text)
     state = accelerator.get_state_dict(model)  # under FSDP gathered from all processes
@@ -632,16 +638,16 @@ def main():
         unwrapped = GPT(**sizes)
         unwrapped.load_state_dict(state)
         weights.export(run.path, unwrapped, sizes)
+    # Or nothing was left to do, or it ended early. The weights are written.
+    if eval_samples < len(held_out) or metrics is None or args.overfit_batch:
+        progress.announce(len(held_out), run.path)
+        metrics = evaluate(accelerator, model, build_eval_loader(accelerator, held_out), progress)
     results = {f"val_{name}": value for name, value in metrics.items()}
     results |= {"parameters": parameters, "flops_per_token": flops}
     results["tokens_seen"] = step * args.batch_size * args.block_size
     run.finish(step, **results)
     if accelerator.is_main_process:
-        with optional("sample.txt"):
-            write_text(run.path / "sample.txt", text)
-        labels = {"loss": "loss (nats per byte)", "bits_per_byte": "bits per byte"}
-        plots.curves(run.path, labels)
-        print(text)
+        write_outputs(run, text)
     next_command = f'python scripts/train_gpt.py --sample {run.path} --prompt "The "'
     run.close(next_command, card=describe_model(sizes))
     accelerator.end_training()
@@ -715,13 +721,6 @@ def parse_args():
     group.add_argument("--prompt", type=str, default="\n", help="text to continue")
     length = number(int, 1, most=10**6)  # each byte takes a forward pass
     group.add_argument("--sample_length", type=length, default=300, help="bytes to sample")
-    # A byte takes as long as a fifth of a step on a GPU: together they take 1 % of the time.
-    group.add_argument(
-        "--sample_every",
-        type=number(int, 1),
-        default=5000,
-        help="steps between samples, which follow an evaluation; the end of the run has one, too",
-    )
     group.add_argument(
         "--temperature",
         type=number(float, 0, most=1000),  # far below that, all bytes are equally likely

@@ -38,7 +38,7 @@ from accelerate.utils import broadcast, set_seed
 from torch.utils.data import DataLoader
 
 from utils import plots, pretrained, scores
-from utils.data import image_cache
+from utils.data import image_cache, subset
 from utils.data.augment import normalize
 from utils.data.image_batches import ImageBatches
 from utils.data.loaders import EpochSampler, ending_workers, evaluation_batch_size, loader_options
@@ -58,6 +58,7 @@ from utils.run.guard import Guard
 from utils.run.metrics import start_profiler
 from utils.run.output import for_markdown, one_line
 from utils.run.plan import Plan
+from utils.run.progress import Progress
 from utils.run.seeds import seed_step
 
 # The defaults of each --preset; flags override those that have one. The last layer learns at
@@ -173,8 +174,11 @@ def load_data(accelerator, args):  # EDIT: data
     return data
 
 
-def build_loaders(accelerator, data, preprocess, args):
-    """Builds loaders of global batches, one per split; `prepare` splits each over the processes."""
+def build_loaders(accelerator, data, preprocess, eval_samples, args):
+    """Builds loaders of global batches, one per split; `prepare` splits each over the processes.
+
+    There is also `some`, of `eval_samples` of the validation images.
+    """
     options = loader_options(accelerator, args.num_workers, args.timeout)
     train_size = args.train_size or preprocess["crop"]
     if args.cache:
@@ -200,11 +204,20 @@ def build_loaders(accelerator, data, preprocess, args):
         **options,
     )
     loaders = {"train": accelerator.prepare(train_loader)}
-    for split in sorted(data.splits.keys() - {"train"}):
-        dataset = ImageBatches(data.splits[split], eval_transform, args.on_bad_image)
+    some = subset.choose(data.splits["val"], eval_samples, args.seed)
+    for split, images in {**data.splits, "some": some}.items():
+        if split == "train":
+            continue
+        dataset = ImageBatches(images, eval_transform, args.on_bad_image)
         batch_size = evaluation_batch_size(accelerator, len(dataset), 64)
         loaders[split] = accelerator.prepare(DataLoader(dataset, batch_size, **options))
     return loaders
+
+
+def blank_batch(size, device):
+    """Two black images of `size` pixels, for a first forward pass."""
+    images = torch.zeros(2, 3, size, size, dtype=torch.uint8, device=device)
+    return {"images": images, "labels": torch.zeros(2, dtype=torch.int64, device=device)}
 
 
 def epoch_batches(loaders, epoch, skip, bad):
@@ -265,8 +278,8 @@ def evaluate(accelerator, model, ema, loader, watch, mean, std):  # EDIT: metric
         ema (MovingAverage | None): evaluate these weights, and besides them those of `model`.
 
     Returns:
-        dict: `loss`, `accuracy`, `top5` (with 5 or more classes); with `ema` also `trained_loss`
-        and `trained_accuracy`, of `model`; and `samples`, with one value per image, in the order of
+        dict: what `scores.summarize` returns; with `ema` also `trained_loss` and
+        `trained_accuracy`, of `model`; and `samples`, with one value per image, in the order of
         the data: `labels` and `predictions`, int64, and `losses`, float32. An unreadable image has
         the label -1 and does not count.
     """
@@ -394,6 +407,7 @@ def main():
     if run.finished:
         return
 
+    eval_samples = subset.count_evaluated(run, plan, args, len(data.splits["val"]))
     set_seed(args.seed)
     start_from = None if run.progress else args.weights
     wanted = (args.image_size, args.eval_resize, data.scaling)
@@ -410,7 +424,7 @@ def main():
         optimizer, lambda step: lr_multiplier(step, plan, args)
     )
     model, optimizer, scheduler = accelerator.prepare(model, optimizer, scheduler)
-    loaders = build_loaders(accelerator, data, config["preprocessing"], args)
+    loaders = build_loaders(accelerator, data, config["preprocessing"], eval_samples, args)
     plain = accelerator.unwrap_model(model)
     ema = build_ema(accelerator, plain, args.ema_decay, plan)
     colors = (config["preprocessing"][name] for name in ("mean", "std"))
@@ -419,17 +433,14 @@ def main():
     if args.mixup or args.cutmix:
         mix = Mix(args.mixup, args.cutmix, len(data.class_names), args.seed)
     balance = class_weights(data, accelerator.device, args)
-    size = loaders["train"].dataset.size
-    first = {
-        "images": torch.zeros(2, 3, size, size, dtype=torch.uint8, device=accelerator.device),
-        "labels": torch.zeros(2, dtype=torch.int64, device=accelerator.device),
-    }
+    first = blank_batch(loaders["train"].dataset.size, accelerator.device)
     ddp.warm_up(model, lambda: compute_loss(model, first, mean, std, None, 0, args))
     step = run.start(scheduler)  # accelerator.load_state, if there is a checkpoint
     guard = Guard(accelerator, args.timeout)
+    progress = Progress(accelerator, guard.watch)
 
     def validate(step):
-        metrics = evaluate(accelerator, model, ema, loaders["val"], guard.watch, mean, std)
+        metrics = evaluate(accelerator, model, ema, loaders["some"], progress, mean, std)
         figures = {name: value for name, value in metrics.items() if name != "samples"}
         run.log("val", step, score=scores.score(metrics, args.score), **figures)
         return metrics
@@ -483,22 +494,22 @@ def main():
                 break
     profile.stop()
 
-    if metrics is None or args.overfit_batch:  # nothing was left to do, or it ended early
-        metrics = evaluate(accelerator, model, ema, loaders["val"], guard.watch, mean, std)
+    if accelerator.is_main_process:
+        export(run.path, config, plain, ema)
+    # Or nothing was left to do, or it ended early. The weights are written.
+    if eval_samples < len(data.splits["val"]) or metrics is None or args.overfit_batch:
+        progress.announce(len(data.splits["val"]), run.path, passes=2 if ema else 1)
+        metrics = evaluate(accelerator, model, ema, loaders["val"], progress, mean, std)
     samples = metrics.pop("samples")
     results = {f"val_{name}": value for name, value in metrics.items()}
     if "test" in loaders:
-        metrics = evaluate(accelerator, model, ema, loaders["test"], guard.watch, mean, std)
+        metrics = evaluate(accelerator, model, ema, loaders["test"], progress, mean, std)
         metrics.pop("samples")
         results |= {f"test_{name}": value for name, value in metrics.items()}
     unreadable = [("train", index) for index in gather_ids(accelerator, bad)]
     unreadable += [("val", index) for index in (samples["labels"] < 0).nonzero()[:, 0].tolist()]
     results["bad_images"] = len(unreadable)
-    per_class = (samples["labels"], samples["predictions"], data.class_names)
-    results["per_class"] = scores.class_accuracy(*per_class)
-    results["per_class_precision"] = scores.class_precision(*per_class)
-    if accelerator.is_main_process:
-        export(run.path, config, plain, ema)
+    results |= scores.per_class(samples["labels"], samples["predictions"], data.class_names)
     run.finish(step, **results)
     if accelerator.is_main_process:
         names = [data.splits[split].name(index) for split, index in unreadable]

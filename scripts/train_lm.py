@@ -39,7 +39,8 @@ from accelerate import Accelerator, skip_first_batches
 from accelerate.utils import send_to_device, set_seed
 from torch.utils.data import DataLoader
 
-from utils import plots
+from utils import plots, scores
+from utils.data import subset
 from utils.data.lanes import gather_position
 from utils.data.loaders import KeyedSampler, evaluation_batch_size, loader_options
 from utils.data.mixture import SourceLog, labels
@@ -55,6 +56,7 @@ from utils.run.folder import RunFolder
 from utils.run.guard import Guard
 from utils.run.metrics import start_profiler
 from utils.run.plan import Plan
+from utils.run.progress import Progress
 from utils.run.seeds import seed_step
 
 MISSING = [name for name in ("transformers", "peft") if importlib.util.find_spec(name) is None]
@@ -71,6 +73,7 @@ def check_packages():
 
 
 SAMPLE_TOKENS, ANSWER_TOKENS = 64, 512  # generated at most: during training, for --generate
+LORA_DROPOUT = 0.0  # of the inputs of LoRA's adapters
 ANSWERS = 100  # held-out conversations whose answers are compared, of --dataset synthetic
 
 
@@ -108,7 +111,7 @@ def build_model(accelerator, config, args):  # EDIT: model
         model = adapters.load_adapter(model, args.adapter)
     elif args.lora_rank:
         model = adapters.add_lora(
-            model, args.lora_rank, args.lora_alpha, args.lora_dropout, args.lora_targets.split(",")
+            model, args.lora_rank, args.lora_alpha, LORA_DROPOUT, args.lora_targets.split(",")
         )
     lm_loss.chunk_loss(model)
     fsdp.use_model_blocks(accelerator, model)
@@ -203,6 +206,14 @@ def build_loaders(accelerator, train_set, eval_sets, args):
     return accelerator.prepare(train_loader), eval_loaders
 
 
+def choose_blocks(eval_sets, count, seed):
+    """About `count` of the held-out `Blocks`: of each source (dict) its share of all."""
+    total, some = sum(map(len, eval_sets.values())), {}
+    for name, blocks in eval_sets.items():
+        some[name] = subset.choose(blocks, -(-count * len(blocks) // total), seed)
+    return some
+
+
 def build_eval_loaders(accelerator, eval_sets, block_size):
     """Builds the loaders of the held-out `Blocks` of each source (dict)."""
     most, loaders = max(1, 8192 // block_size), {}
@@ -224,18 +235,19 @@ def epoch_batches(loader, epoch, skip):
 # ----------------------------------------------------------------------- loss, metric and samples
 
 
-def compute_loss(model, batch):  # EDIT: loss
+def compute_loss(model, batch, per_block=False):  # EDIT: loss
     """The sum of the losses of a batch's targets, in nats.
 
-    Of a stream, the batch gets the sum of each block as `block_losses`, for the log.
+    With `per_block`, and of a stream, the batch gets the sum of each block as `block_losses`.
     """
+    per_block = per_block or "source" in batch
     loss = model(
         input_ids=batch["input_ids"],
         position_ids=batch["position_ids"],
         targets=batch["targets"],
-        per_block="source" in batch,
+        per_block=per_block,
     )
-    if "source" in batch:
+    if per_block:
         loss, batch["block_losses"] = loss
     return loss
 
@@ -254,39 +266,45 @@ def evaluate(accelerator, model, loaders, watch):  # EDIT: metric
         loaders (dict): of the held-out blocks of each source.
 
     Returns:
-        dict: `loss` in nats per target token, `perplexity`, and for text `bits_per_byte`, which can
-        be compared between tokenizers; of several sources, also `loss/NAME` of each.
+        dict: `loss` in nats per target token, with its standard error; `perplexity`; for text
+        `bits_per_byte`, which can be compared between tokenizers; of several sources, also
+        `loss/NAME` of each; and the number of `tokens`.
     """
-    totals = [evaluate_source(accelerator, model, loader, watch) for loader in loaders.values()]
-    total, count = (sum(some) for some in zip(*totals, strict=True))
-    metrics = {"loss": total / count, "perplexity": math.exp(min(total / count, 700))}
+    sources = [evaluate_source(accelerator, model, loader, watch) for loader in loaders.values()]
+    loss, error, count = scores.mean_and_error(sum(sources))
+    metrics = scores.with_error("loss", loss, error)
+    metrics["perplexity"] = math.exp(min(loss, 700))
     sizes = [loader.dataset.bytes for loader in loaders.values()]
     if all(sizes):
-        metrics["bits_per_byte"] = total / sum(sizes) / math.log(2)
+        metrics["bits_per_byte"] = loss * count / sum(sizes) / math.log(2)
     if len(loaders) > 1:
-        pairs = zip(loaders, totals, strict=True)
-        metrics |= {f"loss/{name}": total / count for name, (total, count) in pairs}
-    return metrics
+        pairs = zip(loaders, sources, strict=True)
+        metrics |= {f"loss/{name}": scores.mean_and_error(sums)[0] for name, sums in pairs}
+    return {**metrics, "tokens": count}
 
 
 def evaluate_source(accelerator, model, loader, watch):
-    """The sum of the losses of all targets of a loader, in nats, and their number."""
+    """The `scores.moments` of the losses of all blocks of a loader, in nats."""
     model.eval()
     blocks, rank = loader.dataset, accelerator.process_index
     size = loader.total_batch_size // accelerator.num_processes
-    totals = torch.zeros(2, dtype=torch.float64, device=accelerator.device)
+    sums = 0
     for index, batch in enumerate(watch(loader)):
         # The last batch is filled up with repeated blocks, which do not count: they are not where
         # their ids say.
         place = torch.arange(len(batch["ids"]), device=batch["ids"].device)
         place += (index * accelerator.num_processes + rank) * size
         batch["targets"][batch["ids"] != place] = -100
-        totals += torch.stack([compute_loss(model, batch), (batch["targets"] >= 0).sum()])
-    total, count = accelerator.reduce(totals, "sum").tolist()
+        total = compute_loss(model, batch, per_block=True)
+        part = scores.moments(batch["block_losses"], (batch["targets"] >= 0).sum(1))
+        part[2] = total  # also of a model that computes its own loss, not that of each block
+        sums = sums + part
+    sums = accelerator.reduce(sums, "sum")
     model.train()
+    count = int(sums[1])
     if count != blocks.target_tokens:
         raise RuntimeError(f"evaluated {count} of {blocks.target_tokens} held-out targets")
-    return total, count
+    return sums
 
 
 @torch.no_grad()
@@ -411,6 +429,18 @@ tokenizer = AutoTokenizer.from_pretrained("adapter")
 }
 
 
+def write_outputs(accelerator, run, model, tokenizer, prompts):
+    """Writes and prints the samples of a finished run, and draws its curves."""
+    with optional("sample.txt"):
+        if accelerator.is_main_process or accelerator.is_fsdp2:
+            text = show_samples(model, tokenizer, prompts)
+        if accelerator.is_main_process:
+            write_text(run.path / "sample.txt", text)
+            print(text)
+    if accelerator.is_main_process:
+        plots.curves(run.path, {"loss": "loss (nats per token)", "perplexity": "perplexity"})
+
+
 def main():
     args = parse_args()
     if args.generate:
@@ -429,6 +459,8 @@ def main():
     run.open(plan)  # the folder is empty, or has a run to continue, or a finished run
     if run.finished:
         return
+    blocks = sum(map(len, eval_sets.values()))
+    eval_samples = subset.count_evaluated(run, plan, args, blocks)
     position = run.progress.get("position")
     open_train_set = partial(open_stream, accelerator, tokenizer, train_set, position, args)
     train_set = local_main_first(accelerator, open_train_set)
@@ -443,7 +475,8 @@ def main():
         optimizer, lambda step: lr_multiplier(step, plan, args)
     )
     model, optimizer, scheduler = accelerator.prepare(model, optimizer, scheduler)
-    train_loader, eval_loaders = build_loaders(accelerator, train_set, eval_sets, args)
+    chosen = choose_blocks(eval_sets, eval_samples, args.seed)
+    train_loader, eval_loaders = build_loaders(accelerator, train_set, chosen, args)
     ddp.warm_up(model, lambda: compute_loss(model, lm_loss.small_batch(accelerator, model)))
     lm_loss.check(accelerator, model, args.packed)
     unwrapped = accelerator.unwrap_model(model)
@@ -452,9 +485,10 @@ def main():
     step = run.start(scheduler, rates)  # accelerator.load_state, if there is a checkpoint
     run.print(f"{parameters:,} parameters, {trained:,} of them trained")
     guard = Guard(accelerator, args.timeout)
+    progress = Progress(accelerator, guard.watch)
 
     def validate(step):
-        metrics = evaluate(accelerator, model, eval_loaders, guard.watch)
+        metrics = evaluate(accelerator, model, eval_loaders, progress)
         texts = {}
         if accelerator.is_main_process and not accelerator.is_fsdp2:
             texts["text"] = show_samples(unwrapped, tokenizer, prompts)
@@ -517,22 +551,18 @@ def main():
             break
     profile.stop()
 
-    if metrics is None or args.overfit_batch:  # nothing was left to do, or it ended early
-        metrics = evaluate(accelerator, model, eval_loaders, guard.watch)
     state = accelerator.get_state_dict(model)  # under FSDP gathered from all processes
     if accelerator.is_main_process:
         adapters.export(run.path, unwrapped, state, tokenizer)
+    # Or nothing was left to do, or it ended early. The weights are written.
+    if eval_samples < blocks or metrics is None or args.overfit_batch:
+        progress.announce(blocks, run.path)
+        eval_loaders = build_eval_loaders(accelerator, eval_sets, args.block_size)
+        metrics = (metrics or {}) | evaluate(accelerator, model, eval_loaders, progress)
     results = {f"{held_out}_{name}": value for name, value in metrics.items()}
     results |= {"parameters": parameters, "trained_parameters": trained}
     run.finish(step, **results)
-    with optional("sample.txt"):
-        if accelerator.is_main_process or accelerator.is_fsdp2:
-            text = show_samples(unwrapped, tokenizer, prompts)
-        if accelerator.is_main_process:
-            write_text(run.path / "sample.txt", text)
-            print(text)
-    if accelerator.is_main_process:
-        plots.curves(run.path, {"loss": "loss (nats per token)", "perplexity": "perplexity"})
+    write_outputs(accelerator, run, unwrapped, tokenizer, prompts)
     next_command = f'python scripts/train_lm.py --generate {run.path} --prompt "Hello"'
     run.close(next_command, card=describe_model(args, run.path))
     accelerator.end_training()
@@ -601,12 +631,6 @@ def parse_args():
         "--lora_alpha",
         type=number(float, 0, above=True, most=2**15),
         help="scale of the adapters, as a multiple of 1 / rank; default: twice the rank",
-    )
-    group.add_argument(
-        "--lora_dropout",
-        type=number(float, 0, below=1),
-        default=0.0,
-        help="dropout probability of the inputs of the adapters",
     )
     group.add_argument(
         "--lora_targets",
@@ -734,7 +758,7 @@ def parse_args():
     if args.subset and len(args.sources) > 1:
         raise UserError("--subset is of a single --dataset: leave it out of a mixture")
     if args.overfit_batch:
-        args.lr_schedule, args.lora_dropout = "constant", 0.0
+        args.lr_schedule = "constant"
     return args
 
 

@@ -136,7 +136,7 @@ def main():
 def parse_args():
     parser = Parser(description=__doc__.split("\n")[0])
     parser.add_training_arguments(parser, epochs=10, batch_size=96, lr=0.005)
-    parser.add_run_arguments(leave_out=["patience", "push_to_hub"])
+    parser.add_run_arguments(leave_out=["patience", "push_to_hub", "eval_samples"])
     return parser.parse_args()
 
 

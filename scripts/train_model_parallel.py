@@ -469,7 +469,7 @@ def parse_args():
     )
     parser.add_training_arguments(group, epochs=10, batch_size=512, lr=1e-3)
     parser.add_optimizer_arguments(group, weight_decay=0.05)
-    parser.add_run_arguments(leave_out=["patience"])
+    parser.add_run_arguments(leave_out=["patience", "eval_samples"])
     parser.add_data_arguments(
         "uoft-cs/cifar10",
         "Hub id or local folder of a 32x32 image data set, or `synthetic`",

@@ -19,6 +19,7 @@ FLAGS = {
     "checkpoint_every": (None, 0, None),
     "keep_checkpoints": (2, 1, None),
     "eval_every": (None, 1, None),
+    "eval_samples": (None, 0, None),
     "patience": (None, 1, None),
     "log_every": (None, 1, None),
     "seed": (0, 0, 2**32 - 1),
@@ -33,8 +34,6 @@ TEXTS = {
     "push_to_hub": None,
     "dataset": "me/data",
     "track": "tensorboard",
-    "image_column": None,
-    "label_column": None,
 }
 SWITCHES = ("dry_run", "overfit_batch", "profile", "nondeterministic", "wait_for_checkpoints")
 
@@ -64,7 +63,15 @@ def built(val_fraction=0.1, dataset="me/data"):
 
 def test_defaults(parse):
     defaults = {name: default for name, (default, _, _) in FLAGS.items()}
-    assert vars(parse()) == defaults | TEXTS | dict.fromkeys(SWITCHES, False)
+    columns = {"image_column": None, "label_column": None}
+    assert vars(parse()) == defaults | TEXTS | columns | dict.fromkeys(SWITCHES, False)
+
+
+def test_both_columns_are_given_at_once(parse):
+    args = parse("--columns", "photo", "kind")
+    assert (args.image_column, args.label_column) == ("photo", "kind") and "columns" not in args
+    with pytest.raises(UserError, match="argument --columns: expected 2 arguments"):
+        parse("--columns", "photo")
 
 
 @pytest.mark.parametrize("flag", FLAGS)
@@ -204,3 +211,7 @@ def test_only_one_process_prints_the_help(monkeypatch, capsys):
 def test_what_may_change_are_flags():
     names = set(FLAGS) | set(TEXTS) | set(SWITCHES) | {"compile"}
     assert names >= MAY_CHANGE
+
+
+def test_a_run_keeps_what_its_scores_are_of():
+    assert not MAY_CHANGE & {"eval_samples", "seed", "val_fraction"}

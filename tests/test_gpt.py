@@ -28,6 +28,7 @@ from conftest import (
 from PIL import Image
 from safetensors.torch import load_file
 
+from utils import scores
 from utils.data import loaders
 from utils.data.loaders import already_a_batch
 from utils.data.text import Windows, load_text, synthetic_text
@@ -40,7 +41,7 @@ datasets = pytest.importorskip("datasets")
 
 SHAKESPEARE = SHARED_DATA / "tinyshakespeare" / "input.txt"
 EVALUATE = "scripts/evaluate.py"
-MODEL = "--n_layer 2 --n_head 2 --n_embd 32 --block_size 32 --batch_size 12 --sample_length 40 --sample_every 20"
+MODEL = "--n_layer 2 --n_head 2 --n_embd 32 --block_size 32 --batch_size 12 --sample_length 40"
 SMALL = f"{MODEL} --max_train_steps 40 --log_every 1 --eval_every 20 --checkpoint_every 10"
 
 
@@ -103,7 +104,7 @@ def test_leaves_everything_it_promises(gpt):
     # The peak of a CPU is not known.
     assert not any("mfu" in line for line in metrics(folder, "train"))
     assert (
-        samples(folder).keys() == {20, 40}
+        samples(folder).keys() == {40}
         and (folder / "sample.txt").read_bytes().decode() == samples(folder)[40]
     )
     assert "global batch 12 = 1 process x 12 samples" in done.stdout
@@ -216,6 +217,39 @@ def test_the_validation_loss_is_that_of_the_exported_weights_without_dropout(tex
     assert results(tmp_path)["val_loss"] == pytest.approx(total / (len(held_out) - 1), rel=1e-5)
 
 
+def test_evaluations_take_some_windows_always_the_same_and_the_last_one_all(gpt, text, tmp_path):
+    """The weights do not change, so the same windows have the same loss: after a signal in the last
+    evaluation, on two processes, in a longer run that evaluates at other steps.
+    """
+    first, folder = gpt("cpu").folder, tmp_path / "run"
+    words = f"--dataset {text} {MODEL} --init_from {first} --lr 0 --weight_decay 0 --log_every 1"
+    short = f"{words} --eval_samples 30 --max_train_steps 4 --eval_every 2"
+    fault = ["sigterm_in_evaluation@3", GPT, *short.split()]
+    done = run("cpu", "tests/wrapped.py", fault, output_dir=folder, check=False)
+    windows = math.ceil(results(first)["val_bytes"] / 32)
+    assert f"evaluations: 30 of {windows:,} held-out samples, always the same" in done.stdout
+    assert "after the last step, which is saved" in done.stderr
+    assert status(folder)["state"] == "preempted" and (folder / "model.safetensors").exists()
+    longer = short.replace("steps 4 --eval_every 2", "steps 7 --eval_every 3")
+    done = run("2cpu", GPT, longer, output_dir=folder)
+    lines, whole = metrics(folder, "val"), results(folder)
+    assert [line["step"] for line in lines] == [2, 4, 6, 7]
+    assert {line["bytes"] for line in lines} == {30 * 32}
+    few = lines[0]["loss"]
+    assert [line["loss"] for line in lines] == pytest.approx([few] * 4, rel=1e-6)
+    assert whole["val_bytes"] == results(first)["val_bytes"]
+    assert whole["val_loss"] == pytest.approx(results(first)["val_loss"], rel=1e-6)
+    assert abs(whole["val_loss"] - few) > 1e-4
+    assert whole["val_loss_standard_error"] < lines[0]["loss_standard_error"]
+    # By the scores of the 30 windows, not by the metrics of all.
+    assert whole["best_checkpoint"] == "step_00000007"
+    best = json.loads((folder / "checkpoints/step_00000007/manifest.json").read_text())
+    assert best["progress"]["score"] == pytest.approx(-few, rel=1e-6)
+    assert best["progress"]["eval_samples"] == 30
+    said = f"± {whole['val_loss_standard_error']:.4f}, val bits per byte"
+    assert said in done.stdout and f"{whole['val_bytes']:,} val bytes" in done.stdout
+
+
 @pytest.mark.parametrize("what", ["own", "moved", "another"])
 def test_evaluate_finds_the_same_loss_and_scores_another_text(what, gpt, text, tmp_path):
     folder, config, words = gpt("cpu").folder, None, []
@@ -244,16 +278,24 @@ def test_evaluate_finds_the_same_loss_and_scores_another_text(what, gpt, text, t
 
 def test_the_standard_error_is_that_of_windows():
     """Of equal windows it is that of a mean; a short one counts less."""
-    script, losses = load_script("evaluate"), torch.tensor([4.0, 8.0, 6.0, 2.0]).double()
-    mean, error = script.mean_and_error(losses, torch.full_like(losses, 4))
-    assert mean == pytest.approx(1.25)
+    losses = torch.tensor([4.0, 8.0, 6.0, 2.0])
+    of_four = scores.moments(losses, torch.full_like(losses, 4))
+    mean, error, count = scores.mean_and_error(of_four)
+    assert mean == pytest.approx(1.25) and count == 16
     assert error == pytest.approx((losses / 4).std().item() / math.sqrt(4))
-    short = torch.tensor([4.0, 4.0, 4.0, 1.0]).double()
-    mean, error = script.mean_and_error(losses, short)
-    assert mean == pytest.approx(20 / 13)
+    short = torch.tensor([4.0, 4.0, 4.0, 1.0])
+    # In two parts, with a repeated window, which has no bytes left.
+    parts = scores.moments(losses[:3], short[:3])
+    parts += scores.moments(torch.tensor([2.0, 0.0]), torch.tensor([1, 0]))
+    mean, error, count = scores.mean_and_error(parts)
+    assert mean == pytest.approx(20 / 13) and count == 13
     terms = [(loss - mean * count) ** 2 for loss, count in zip(losses, short, strict=True)]
     assert error == pytest.approx(math.sqrt(sum(terms) * 4 / 3) / 13)
-    assert script.mean_and_error(losses[:1], short[:1]) == (1.0, None)
+    assert scores.mean_and_error(scores.moments(losses[:1], short[:1])) == (1.0, None, 4)
+    assert scores.with_error("loss", 1.0, None) == {"loss": 1.0}
+    unknown = scores.moments(torch.full((2,), math.nan), short[:2])  # of a model with its own loss
+    unknown[2] = 6.0
+    assert scores.mean_and_error(unknown) == (0.75, None, 8)
 
 
 # ------------------------------------------------------------------------------------------ sharded

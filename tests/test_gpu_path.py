@@ -241,7 +241,7 @@ def test_an_evaluation_waits_once(gpt, monkeypatch):
     batch = {name: torch.randint(256, (3, 12)) for name in ("inputs", "targets")}
 
     class Batches(list):
-        dataset = SimpleNamespace(text=range(4 * 36 + 1))
+        dataset = SimpleNamespace(targets=4 * 36)
 
     batches = Batches([batch] * 4)
     assert reads(lambda: script.evaluate(Alone(), model, batches, iter), monkeypatch) == ["tolist"]
@@ -305,16 +305,17 @@ def test_samples_of_the_gpt_take_one_percent_of_the_time(monkeypatch):
 
     per_byte = (launches(20) - launches(10)) / 10
     step = budget("train_gpt", "compiled")[1] * 1e9 / 2e12
-    assert args.sample_length * per_byte * 5e-6 < 0.01 * args.sample_every * step
+    assert args.sample_length * per_byte * 5e-6 < 0.01 * script.SAMPLE_EVERY * step
 
 
-def test_a_sample_follows_the_first_evaluation_after_so_many_steps():
-    script, args = load_script("train_gpt"), SimpleNamespace(sample_every=50)
+def test_a_sample_follows_the_first_evaluation_after_so_many_steps(monkeypatch):
+    script = load_script("train_gpt")
+    monkeypatch.setattr(script, "SAMPLE_EVERY", 50)
     plan = SimpleNamespace(evaluate_every=20, total_steps=160)
     evaluated = range(20, 161, 20)
-    assert [step for step in evaluated if script.sample_due(step, plan, args)] == [60, 100]
-    args.sample_every = 10
-    assert [step for step in evaluated if script.sample_due(step, plan, args)] == [*evaluated][:-1]
+    assert [step for step in evaluated if script.sample_due(step, plan)] == [60, 100]
+    monkeypatch.setattr(script, "SAMPLE_EVERY", 10)
+    assert [step for step in evaluated if script.sample_due(step, plan)] == [*evaluated][:-1]
 
 
 # ------------------------------------------------------------------------------------------ compiling

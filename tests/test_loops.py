@@ -9,6 +9,7 @@ import torch
 from conftest import load_script, metrics, results, run, status
 from torch import nn
 
+from utils.data.text import Windows
 from utils.run import checkpoint, cpu, manifest
 from utils.run.failures import RunFailed, UserError
 from utils.run.folder import RunFolder
@@ -301,7 +302,7 @@ class Bytes(nn.Module):
 
 def test_every_held_out_byte_counts_once():
     script = load_script("train_gpt")
-    text = SimpleNamespace(text=torch.arange(8))  # seven are predicted
+    text = Windows(torch.arange(8, dtype=torch.uint8), 4)  # seven bytes are predicted
     first = {"inputs": torch.tensor([[0, 1, 2, 3]]), "targets": torch.tensor([[1, 2, 3, 4]])}
     last = {"inputs": torch.tensor([[254, 255, 6, 0]])}
     last["targets"] = torch.tensor([[255, 0, 9, -100]])  # the last window is short
@@ -311,7 +312,7 @@ def test_every_held_out_byte_counts_once():
     assert metrics["loss"] == pytest.approx((6 * right + wrong) / 7, rel=1e-6)
     assert metrics["bits_per_byte"] == pytest.approx(metrics["loss"] / math.log(2))
     assert model.passes == [False, False] and model.training
-    text.text = torch.arange(9)
+    loader.dataset = Windows(torch.arange(9, dtype=torch.uint8), 4)
     with pytest.raises(RuntimeError, match="evaluated 7 of 8 held-out bytes"):
         script.evaluate(Alone(2), model, loader, iter)
 

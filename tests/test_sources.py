@@ -116,9 +116,9 @@ def test_other_tables_are_data_sets_too(suffix, tmp_path):
 @pytest.mark.parametrize(
     ("options", "says"),
     [
-        ({}, "has several image columns, photo, mask: give --image_column"),
+        ({}, "has several image columns, photo, mask: give --columns IMAGE LABEL"),
         ({"image_column": "photo"}, "has no label column that is recognized, only photo, kind"),
-        ({"image_column": "score"}, "--image_column score: .* has no images there, but Value"),
+        ({"image_column": "score"}, "the column score of .* has no images, but Value"),
         ({"image_column": "photo", "label_column": "class"}, "has the columns photo, kind, mask"),
         (
             {"image_column": "kind", "label_column": "score"},
@@ -383,10 +383,14 @@ def test_every_value_of_a_label_is_a_class(kind, values, class_names, tmp_path):
         (datasets.List(datasets.Value("int64")), dict(train=[[0], [0, 1]] * 4), "several labels"),
         ("int64", dict(train=[-1, 0, 1] * 4), r"4 of 12 rows .* have no label, or -1"),
         ("string", dict(train=["a", " ", "b"] * 4), r"4 of 12 rows .* have no label"),
-        ("float64", dict(train=[0.13, 2.5, 0.7] * 4), r"numbers such as 0.13 .* measurements"),
+        ("float64", dict(train=[0.13, 2.5, 0.7] * 4), r"numbers such as 0.13, .* measurements"),
         ("float64", dict(train=[float("inf"), 1.0] * 4), "numbers such as inf"),
         ("decimal128(3, 1)", dict(train=[Decimal("1.5"), Decimal("2.5")] * 4), "such as 1.5"),
-        ("float32", dict(train=DAYS * 4), "float32 values such as 20240100 .* too large to be exa"),
+        (
+            "float32",
+            dict(train=DAYS * 4),
+            "float32 values such as 20240100, .* too large to be exa",
+        ),
         ("float64", dict(train=[2.0**53 + 2, 1.0] * 4), "too large to be exact"),
         ("int64", dict(train=[None] * 4), "has no labels in its column label"),
         ("int64", dict(train=[0, 1] * 4, test=[0, 1, 2]), r"class 2 of its test split \(row 2\)"),

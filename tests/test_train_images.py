@@ -5,6 +5,7 @@ import contextlib
 import csv
 import io
 import json
+import math
 import os
 import platform
 import shutil
@@ -223,11 +224,11 @@ def test_unusable_columns_are_refused(tmp_path):
         find_images(hub_folder(make_folder(tmp_path / "a"), no_labels))
     several = hub_folder(make_folder(tmp_path / "b"), second_label)
     with pytest.raises(
-        UserError, match="several label columns, fine_label, coarse: give --label_column"
+        UserError, match="several label columns, fine_label, coarse: give --columns IMAGE LABEL"
     ):
         find_images(several)
     assert find_images(several, label_column="coarse").class_names == list(CLASSES)
-    with pytest.raises(UserError, match=r"--image_column photo: .* has the columns img"):
+    with pytest.raises(UserError, match=r"--columns photo: .* has the columns img"):
         find_images(several, image_column="photo")
 
 
@@ -501,6 +502,10 @@ def test_the_cache_has_what_the_evaluation_sees(data, tmp_path):
     assert torch.equal(loaded["images"], expected["images"]) and torch.equal(
         loaded["labels"], expected["labels"]
     )
+    few = np.array([2, 5, 9])
+    some = ImageBatches(cached.select(few), EvalTransform(PREPROCESS)).__getitems__([0, 1, 2])
+    assert all(torch.equal(some[name], expected[name][few]) for name in ("images", "labels"))
+    assert cached.select(few).name(1) == val.name(5)
     assert cached.open(3).pixels().is_contiguous(memory_format=torch.contiguous_format) is False
     before = file.stat().st_mtime_ns
     image_cache.cached(OneProcess, val, "val", 36, tmp_path)
@@ -781,7 +786,7 @@ RECIPE = (
     "--model shufflenet_v2_x0_5 --image_size 32 --batch_size 8 --gradient_accumulation_steps 2 "
     "--lr 0.02 --max_train_steps 8 --log_every 1 --eval_every 4 --checkpoint_every 3 "
     "--ema_decay 0.5 --mixup 0.2 --cutmix 1 --auto_augment trivial --random_erasing 0.3 "
-    "--track none"
+    "--track none --eval_samples 10"
 )
 TINY = "--model squeezenet1_1 --image_size 32 --batch_size 6"
 
@@ -796,6 +801,16 @@ def reference_run(made_once, photo_folder):
     """Two processes with a worker each, killed by nobody: 24 images, 3 steps in an epoch."""
     arguments = f"--dataset {photo_folder} {RECIPE}"
     return run_once(made_once, "images_reference", "2cpu", IMAGES, f"{arguments} --num_workers 1")
+
+
+def test_evaluations_take_some_images_always_the_same_and_the_last_one_all(reference_run):
+    whole, lines = results(reference_run.folder), metrics(reference_run.folder, "val")
+    assert "evaluations: 10 of 24 held-out samples, always the same" in reference_run.stdout
+    assert [line["images"] for line in lines] == [10, 10] and whole["val_images"] == 24
+    accuracy = whole["val_accuracy"]
+    error = math.sqrt(accuracy * (1 - accuracy) / 23)
+    assert whole["val_accuracy_standard_error"] == pytest.approx(error)
+    assert f"val accuracy {accuracy:.4f} ± {error:.4f}" in reference_run.stdout
 
 
 def test_leaves_everything_it_promises(reference_run, photo_folder):
@@ -815,8 +830,8 @@ def test_leaves_everything_it_promises(reference_run, photo_folder):
         resize=37, crop=32, interpolation="bilinear", scaling={}, **pretrained.IMAGENET
     )
     figures, lines = results(folder), metrics(folder, "val")
-    assert lines[-1]["trained_accuracy"] == figures["val_trained_accuracy"]
-    assert lines[-1]["trained_loss"] != lines[-1]["loss"] == figures["val_loss"]
+    assert lines[-1]["trained_loss"] != lines[-1]["loss"]
+    assert figures["val_trained_loss"] != figures["val_loss"]
     averaged = load_file(folder / "model.safetensors")
     last = load_file(folder / "without_ema" / "model.safetensors")
     assert averaged.keys() == last.keys()
@@ -891,7 +906,8 @@ def test_unreadable_images_do_not_count():
     found = scores.summarize(labels, torch.tensor([1.0, 99.0, 2.0, 3.0]), top)
     # Of the classes 0, 2 and 5, and of the predictions 1, 2 and 5.
     assert found == pytest.approx(
-        {"loss": 2.0, "accuracy": 2 / 3, "balanced_accuracy": 2 / 3, "macro_f1": 2 / 4}
+        {"loss": 2.0, "accuracy": 2 / 3, "balanced_accuracy": 2 / 3, "macro_f1": 2 / 4, "images": 3}
+        | {"loss_standard_error": 3**-0.5, "accuracy_standard_error": 1 / 3}
     )
     five = torch.cat([top, torch.full((4, 3), 9)], 1)
     assert scores.summarize(labels, torch.zeros(4), five)["top5"] == 1

@@ -6,6 +6,7 @@ from huggingface_hub import constants
 from utils.data.images import Rows
 from utils.run.failures import UserError
 
+GIVE = "give --columns IMAGE LABEL"
 # Names of the label column in tables that do not say what their columns mean.
 LABEL_NAMES = ("label", "labels", "class", "cls", "target", "fine_label")
 
@@ -30,9 +31,7 @@ def find_image_column(name, features, wanted):
     column = _choose(name, features, "image", wanted, typed or binary)
     kind = features[column]
     if not (isinstance(kind, datasets.Image) or _has_bytes(kind) or _is_text(kind)):
-        raise UserError(
-            f"--image_column {column}: --dataset {name} has no images there, but {kind}"
-        )
+        raise UserError(f"the column {column} of --dataset {name} has no images, but {kind}")
     return column
 
 
@@ -48,13 +47,11 @@ def find_label_column(name, features, wanted, image_column):
     kind = features[column]
     if isinstance(kind, datasets.List | datasets.LargeList):
         raise UserError(
-            f"--label_column {column}: --dataset {name} has lists there, several labels for an "
-            "image: these scripts need one class for each; give another --label_column"
+            f"the column {column} of --dataset {name} has lists, several labels for an image: "
+            f"these scripts need one class for each; {GIVE} to take another one"
         )
     if not isinstance(kind, datasets.ClassLabel | datasets.Value):
-        raise UserError(
-            f"--label_column {column}: --dataset {name} has no classes there, but {kind}"
-        )
+        raise UserError(f"the column {column} of --dataset {name} has no classes, but {kind}")
     return column
 
 
@@ -90,18 +87,17 @@ def _choose(name, features, kind, wanted, candidates):
     if wanted is not None:
         if wanted not in features:
             listed = ", ".join(features)
-            raise UserError(f"--{kind}_column {wanted}: --dataset {name} has the columns {listed}")
+            raise UserError(f"--columns {wanted}: --dataset {name} has the columns {listed}")
         return wanted
     if len(candidates) == 1:
         return candidates[0]
     if candidates:
         raise UserError(
-            f"--dataset {name} has several {kind} columns, {', '.join(candidates)}: give "
-            f"--{kind}_column"
+            f"--dataset {name} has several {kind} columns, {', '.join(candidates)}: {GIVE}"
         )
     raise UserError(
         f"--dataset {name} has no {kind} column that is recognized, only {', '.join(features)}: "
-        f"give --{kind}_column"
+        + GIVE
     )
 
 

@@ -5,6 +5,7 @@ one image after the other, uint8 [height, width, 3], and then the height and wid
 [samples, 2]; both are 0 if it cannot be read.
 """
 
+import copy
 import hashlib
 import itertools
 import os
@@ -55,6 +56,13 @@ class CachedImages:
 
     def __getstate__(self):
         return {**self.__dict__, "_pixels": None}  # each process maps the file itself
+
+    def select(self, indices):
+        """As for `Images`."""
+        some = copy.copy(self)
+        some._images, some.labels = self._images.select(indices), self.labels[indices]
+        some._shapes, some._starts = self._shapes[indices], self._starts[indices]
+        return some
 
     def name(self, index):
         """The path of an image, as for `Images`."""

@@ -87,13 +87,13 @@ def _refuse_fractions(name, values, column, kind):
     fraction = next((v for v in floats if not math.isfinite(v) or v != int(v)), None)
     if fraction is not None:
         raise UserError(
-            f"--label_column {column}: --dataset {name} has numbers such as {fraction:g} there, "
+            f"the column {column} of --dataset {name} has numbers such as {fraction:g}, "
             "which look like measurements: if they are classes, store them as text or integers"
         )
     bits = {"float32": 24, "float16": 11}.get(getattr(kind, "dtype", None), 53)
     large = next((v for v in floats if isinstance(v, float) and abs(v) > 2**bits), None)
     if large is not None:
         raise UserError(
-            f"--label_column {column}: --dataset {name} has {kind.dtype} values such as {large:.0f}"
-            " there, which are too large to be exact: store them as integers or text"
+            f"the column {column} of --dataset {name} has {kind.dtype} values such as {large:.0f}"
+            ", which are too large to be exact: store them as integers or text"
         )

@@ -138,7 +138,7 @@ class Blocks(torch.utils.data.Dataset):
 
     Attributes:
         tokens, target_tokens (int): positions without padding; targets, over all blocks.
-        bytes (int | None): of texts, the UTF-8 bytes that the targets predict.
+        bytes (float | None): of texts, the UTF-8 bytes that the targets predict.
         block_targets (int64 [blocks]): the number of targets of each block.
     """
 
@@ -189,12 +189,22 @@ class Blocks(torch.utils.data.Dataset):
         batch = {name: torch.from_numpy(values) for name, values in batch.items()}
         return {**batch, "ids": torch.tensor(indices, dtype=torch.int64)}
 
-    def first(self, count):
-        """The first `count` blocks, as `Blocks` whose number of bytes is not known."""
-        end = self._firsts[min(count, len(self))]
-        pieces = Pieces(*(column[:end] for column in self.pieces))
+    def select(self, indices):
+        """The blocks at `indices` (int64 array, ascending), as `Blocks`.
+
+        Their number of bytes is estimated, from that of all blocks, by their targets.
+        """
+        kept = np.isin(self.pieces.blocks, indices)
+        starts, lengths, blocks = (column[kept] for column in self.pieces)
+        pieces = Pieces(starts, lengths, np.searchsorted(indices, blocks))
         options = dict(decode=self._decode, answers=self._answers)
-        return Blocks(self.stream, pieces, self.block_size, self.pad_id, **options)
+        some = Blocks(self.stream, pieces, self.block_size, self.pad_id, **options)
+        some.bytes = self.bytes and self.bytes * some.target_tokens / self.target_tokens
+        return some
+
+    def first(self, count):
+        """The first `count` blocks, as `select` returns them."""
+        return self.select(np.arange(min(count, len(self))))
 
     def __getitem__(self, index):
         return {name: values[0] for name, values in self.__getitems__([index]).items()}

@@ -55,17 +55,30 @@ class Windows(torch.utils.data.Dataset):
         seed (int | None): for training, the seed of the offset at which the windows of an epoch
             start. None, for evaluation: every byte except the first is a target exactly once;
             targets past the end are -100, which the loss ignores.
+        chosen (int64 [windows] | None): for evaluation, only these of all windows.
+
+    Attributes:
+        targets (int): for evaluation, the number of bytes that are targets.
     """
 
-    def __init__(self, text, block_size, seed=None):
-        self.text, self.block_size, self.seed = text, block_size, seed
+    def __init__(self, text, block_size, seed=None, chosen=None):
+        self.text, self.block_size, self.seed, self.chosen = text, block_size, seed, chosen
         # In shared memory, because the persistent workers of a loader would otherwise keep the
         # offset of the first epoch.
         self.shift = torch.zeros((), dtype=torch.int64).share_memory_()
         full, rest = divmod(len(text) - 1, block_size)
         self.count = full + (rest > 0)
+        self.targets = len(text) - 1
         if seed is not None:  # an offset uses up to block_size - 1 bytes
             self.count = (len(text) - block_size) // block_size
+        if chosen is not None:
+            missing = self.count * block_size - self.targets  # in the last window
+            self.targets = len(chosen) * block_size - missing * int((chosen == full).any())
+            self.count = len(chosen)
+
+    def select(self, indices):
+        """Of all windows of a text to evaluate, those at `indices` (int64 array) only."""
+        return Windows(self.text, self.block_size, chosen=torch.from_numpy(indices))
 
     def set_offset(self, epoch):
         """Sets the offset for `epoch`, a deterministic function of the seed and the epoch.
@@ -81,7 +94,8 @@ class Windows(torch.utils.data.Dataset):
 
     def __getitems__(self, indices):
         ids = torch.tensor(indices)
-        starts = ids[:, None] * self.block_size + self.shift
+        windows = ids if self.chosen is None else self.chosen[ids]
+        starts = windows[:, None] * self.block_size + self.shift
         places = starts + torch.arange(self.block_size + 1)
         windows = self.text[places.clamp(max=len(self.text) - 1)].long()
         targets = windows[:, 1:].masked_fill(places[:, 1:] >= len(self.text), -100)

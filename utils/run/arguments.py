@@ -22,7 +22,7 @@ FILES = (
     "ones win, # begins a comment."
 )
 # The options that may change, of all scripts. They do not change results (gradient accumulation: up
-# to rounding).
+# to rounding). `eval_samples` may not: scores of other samples cannot be compared.
 MAY_CHANGE = {
     "output_dir",
     "resume",
@@ -142,7 +142,8 @@ class Parser(argparse.ArgumentParser):
         A copy writes to a folder named after itself.
 
         Args:
-            leave_out: of `init_from`, `patience` and `push_to_hub`, flags that a script lacks.
+            leave_out: of `init_from`, `patience`, `push_to_hub` and `eval_samples`, flags that a
+                script lacks.
         """
         output_dir = f"runs/{Path(sys.argv[0]).stem}"
         self.epilog = f"{FILES} {CONTINUE_RULE}"
@@ -192,6 +193,13 @@ class Parser(argparse.ArgumentParser):
         group.add_argument(
             "--eval_every", type=at_least_1, help="optimizer steps between evaluations"
         )
+        if "eval_samples" not in leave_out:
+            group.add_argument(
+                "--eval_samples",
+                type=at_least_0,
+                help="held-out samples that an evaluation takes, always the same; 0: all; default: "
+                "so many that evaluations cost about 10 %% of the training. The last one takes all",
+            )
         if "patience" not in leave_out:
             group.add_argument(
                 "--patience",
@@ -273,8 +281,12 @@ class Parser(argparse.ArgumentParser):
             help="share of each class to hold out of the training images, if there is no val split"
             + "; default: 0.1 if there is no test split either, else 0" * (val_fraction is None),
         )
-        group.add_argument("--image_column", help="column with the images; default: the only one")
-        group.add_argument("--label_column", help="column with the classes; default: the only one")
+        group.add_argument(
+            "--columns",
+            nargs=2,
+            metavar=("IMAGE", "LABEL"),
+            help="the columns of a table with the images and the classes; default: the only ones",
+        )
         return group
 
     def parse_training_args(self):
@@ -283,6 +295,9 @@ class Parser(argparse.ArgumentParser):
         Both write to a folder of their own next to that of the run, which is emptied each time.
         """
         args = self.parse_args()
+        if hasattr(args, "columns"):
+            args.image_column, args.label_column = args.columns or (None, None)
+            del args.columns  # a run records the two
         if getattr(args, "init_from", None) and args.resume not in ("auto", "never"):
             raise UserError(
                 "--init_from starts a new run and --resume PATH continues one: give only one of "

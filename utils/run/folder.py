@@ -70,6 +70,7 @@ class RunFolder:
             weights of its own.
         progress (dict): from the checkpoint to continue from: `step`, the values given to
             `checkpoint`, and more; {} for a new run.
+        kept (dict): values of which every checkpoint has a copy in its `progress`.
         arguments (dict): the arguments of the run as they are recorded and compared.
         evaluation_due (bool): whether a signal stopped the run before the evaluation that was due
             after its last step: after `start`, evaluate first.
@@ -80,7 +81,7 @@ class RunFolder:
         """Args: may_change: arguments of the script that may change when the run continues."""
         self.path = Path(args.output_dir)
         self.arguments = record.comparable(vars(args))
-        self.finished, self.progress, self.evaluation_due = None, {}, False
+        self.finished, self.progress, self.kept, self.evaluation_due = None, {}, {}, False
         self.init_from = getattr(args, "init_from", None)
         self._args, self._accelerator = args, accelerator
         self.is_main = accelerator.is_main_process
@@ -326,7 +327,7 @@ class RunFolder:
         with process.saving():
             self._finish_save()
         self.metrics.sync()  # the lines up to a checkpoint are not written again after a power cut
-        progress = {"step": step, **self._best.record(step), **state}
+        progress = {"step": step, **self._best.record(step), **self.kept, **state}
         progress["train_seconds"] = self.train_seconds()
         last = (self._plan is not None and step == self._plan.total_steps) or self.out_of_patience()
         due = self._plan is not None and self._plan.evaluation_due(step)

@@ -246,17 +246,30 @@ def speed(samples_per_second, step_seconds):
 
 def evaluation_line(split, step, figures):
     """Formats the metrics of an evaluation for printing."""
-    parts = [f"{name.replace('_', ' ')} {value:.4f}" for name, value in figures.items()]
-    return f"step {step}  {split} {'  '.join(parts)}"
+    return f"step {step}  {split} {'  '.join(in_words(figures))}"
+
+
+def in_words(figures):
+    """Formats metrics, each with its standard error if there is one, and numbers of samples last.
+
+    Args: figures (dict): name -> float; `NAME_standard_error`; or an int, such as `images`.
+
+    Returns:
+        list[str].
+    """
+    metrics, counts = [], []
+    for name, value in figures.items():
+        words, error = name.replace("_", " "), figures.get(f"{name}_standard_error")
+        if isinstance(value, int):
+            counts.append(f"{value:,} {words}")
+        elif not name.endswith("_standard_error"):
+            metrics.append(f"{words} {value:.4f}" + ("" if error is None else f" ± {error:.4f}"))
+    return metrics + counts
 
 
 def summary(results, folder, headline):
     """Formats the final lines of a run from its results."""
-    parts = [
-        f"{name.replace('_', ' ')} {value:.4f}"
-        for name, value in results.items()
-        if name.startswith(("test_", "val_"))
-    ]
+    figures = {name: results[name] for name in results if name.startswith(("test_", "val_"))}
     processes = f"{results['num_processes']} process{'es' * (results['num_processes'] > 1)}"
     best = results.get("best_checkpoint")
     best = f"; best checkpoint: {folder}/checkpoints/{best}" if best else ""
@@ -264,7 +277,7 @@ def summary(results, folder, headline):
     step_seconds = seconds / max(results["global_step"], 1)
     rate = speed(results["samples_per_second"], step_seconds)
     return (
-        f"{headline}: {', '.join(parts)}\n"
+        f"{headline}: {', '.join(in_words(figures))}\n"
         f"{results['global_step']} steps, {results['samples_seen']:,} samples in {seconds:.0f} s "
         f"({rate}), {processes}, peak memory {results['peak_memory_bytes'] / 2**30:.1f} GiB\n"
         f"output: {folder}{best}"

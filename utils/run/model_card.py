@@ -101,7 +101,8 @@ def write(
 
 def _rows(results):
     for name, value in results.items():
-        if name.startswith(("test_", "val_")) and isinstance(value, float):
+        shown = name.startswith(("test_", "val_")) and not name.endswith("_standard_error")
+        if shown and isinstance(value, float):
             share = "accuracy" in name or "top5" in name
             yield f"| {name.replace('_', ' ')} | {f'{value:.2%}' if share else f'{value:.4f}'} |"
 

@@ -1,0 +1,62 @@
+"""Shows how far a long evaluation is, and how much time is left."""
+
+import sys
+import time
+
+from tqdm import tqdm
+
+from utils.run.measurements import clock
+
+SECONDS = 5  # of an evaluation, until something is shown
+
+
+class Progress:
+    """Iterates over the batches of evaluations, in place of `guard.watch`.
+
+    Of an evaluation that takes more than `SECONDS`, the main process shows a bar with the time
+    left. Without a terminal it prints a line instead, and then one after each tenth.
+    """
+
+    def __init__(self, accelerator, watch=iter):
+        """Args: watch: yields the batches of a loader, as `guard.watch` does."""
+        self._watch, self._is_main = watch, accelerator.is_main_process
+        self._speed = None  # samples per second of the last evaluation
+
+    def __call__(self, loader):
+        """Yields the batches of a prepared `DataLoader`."""
+        total, start_time = len(loader), time.monotonic()
+        said_at, tenths = start_time, -1
+        terminal = sys.stderr.isatty()
+        look = dict(desc="evaluation", unit="batch", leave=False, dynamic_ncols=True)
+        hidden = not (self._is_main and terminal)
+        with tqdm(total=total, delay=SECONDS, disable=hidden, **look) as bar:
+            for done, batch in enumerate(self._watch(loader), 1):
+                yield batch
+                bar.update()
+                now = time.monotonic()
+                tenth = 10 * done // total
+                if tenths < tenth < 10 and now - said_at >= SECONDS and not terminal:
+                    said_at, tenths = now, tenth
+                    self._print(done / total, now - start_time)
+        self._speed = len(loader.dataset) / max(time.monotonic() - start_time, 1e-9)
+
+    def _print(self, share, seconds):
+        if self._is_main:
+            left = clock(seconds * (1 - share) / share)
+            tqdm.write(f"evaluation: {share:.0%}, left {left}")
+
+    def announce(self, samples, folder, passes=1):
+        """Says that the last evaluation follows, and how long it will take: if it is known, long.
+
+        Args:
+            samples (int): all that are held out.
+            folder (Path): that of the run, whose weights are written.
+            passes (int): over the samples.
+        """
+        seconds = passes * samples / self._speed if self._speed else None
+        if self._is_main and (seconds is None or seconds > SECONDS):
+            about = "" if seconds is None else f", about {clock(seconds)}"
+            tqdm.write(
+                f"the last evaluation takes all {samples:,} held-out samples{about}. If it is "
+                f"stopped, the same command repeats it, or python scripts/evaluate.py {folder}"
+            )

@@ -702,7 +702,6 @@ def parse_args():
         "--streaming",
         nargs="?",
         const=8,
-        default=False,
         type=number(int, 1, most=100_000),  # more than there are processes
         metavar="LANES",
         help="read the text during training, in so many parallel parts, 8 if not given: a multiple "

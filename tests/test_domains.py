@@ -105,6 +105,12 @@ def test_nonsense_is_refused_in_one_line(script, monkeypatch):
             assert parsed == float(value), (flag, value)  # and not a number near it
 
 
+def given(action, value):
+    """The words that give a flag this value; one that takes two gets it twice."""
+    flag = action.option_strings[0]
+    return [flag, *[value] * action.nargs] if action.nargs == 2 else [f"{flag}={value}"]
+
+
 @pytest.mark.parametrize("script", SCRIPTS)
 def test_text_is_one_line_and_a_home_is_found(script, monkeypatch):
     """`--output_dir=~/runs/a`: a shell expands only a `~` at the start of a word."""
@@ -116,10 +122,10 @@ def test_text_is_one_line_and_a_home_is_found(script, monkeypatch):
         flag = action.option_strings[0]
         for value in ("", "a\nb", "a\x1b[2Jb", "a\x00b", "a\rb", "a\u2028b"):
             with pytest.raises(UserError, match=f"argument {flag}: ") as error:
-                parser.parse_args([*before, f"{flag}={value}", *after])
+                parser.parse_args([*before, *given(action, value), *after])
             assert str(error.value).isprintable(), error.value
         if not action.choices:
-            args = parser.parse_args([*before, f"{flag}=~/runs/a", *after])
+            args = parser.parse_args([*before, *given(action, "~/runs/a"), *after])
             assert only(getattr(args, action.dest)) == "/home/ada/runs/a", flag
 
 

@@ -515,14 +515,14 @@ def test_files_that_another_machine_does_not_see_are_an_error(tmp_path, monkeypa
     elsewhere = [{}, {"model.safetensors": 7, "rank_1.distcp": 3}]
     monkeypatch.setattr(manifest.time, "sleep", lambda _: None)
     monkeypatch.setattr(
-        manifest, "gather", lambda _, value: [value, elsewhere.pop(0) if elsewhere else {}]
+        manifest, "gather", lambda _, value, group: [value, elsewhere.pop(0) if elsewhere else {}]
     )
     one_of_two = SimpleNamespace(num_processes=2, process_index=0, is_local_main_process=True)
     with pytest.raises(UserError, match="rank 0 and rank 1 do not see the same model"):
         manifest.hash_and_sync(one_of_two, tmp_path)
     # Late; then nothing was left for the other process to hash.
     views = iter([{}, {"model.safetensors": 7}, {}])
-    monkeypatch.setattr(manifest, "gather", lambda _, value: [value, next(views)])
+    monkeypatch.setattr(manifest, "gather", lambda _, value, group: [value, next(views)])
     described = manifest.hash_and_sync(one_of_two, tmp_path)
     assert described == {"model.safetensors": {"size": 7, "sha256": sha256(b"weights").hexdigest()}}
 
@@ -655,7 +655,9 @@ def test_with_a_gradient_scaler_an_infinite_gradient_is_normal(monkeypatch):
     """The scaler of fp16 skips such a step, and the run goes on."""
     monkeypatch.setattr(process, "_phase", "starting")
     for scaler in (None, object()):
-        watched = guard.Guard(SimpleNamespace(num_processes=1, scaler=scaler), timeout=600)
+        watched = guard.Guard(
+            SimpleNamespace(num_processes=1, process_index=0, scaler=scaler), timeout=600
+        )
         with (
             contextlib.nullcontext()
             if scaler

@@ -645,7 +645,9 @@ def test_the_guard_polls_a_gpu_for_a_loss_until_a_timeout(monkeypatch):
     monkeypatch.setattr(process, "_phase", "starting")
     events = [Event([False, False, True]), Event([False] * 10_000)]
     monkeypatch.setattr(guard, "_to_host", lambda values: (values, events[int(values[0])]))
-    watched = guard.Guard(SimpleNamespace(num_processes=1, scaler=None), timeout=600)
+    watched = guard.Guard(
+        SimpleNamespace(num_processes=1, process_index=0, scaler=None), timeout=600
+    )
     # Only reads the previous loss.
     assert not watched.should_stop(1, [torch.tensor(0.0)], []) and len(events[0].answers) == 3
     assert not watched.should_stop(2, [torch.tensor(1.0)], []) and not events[0].answers

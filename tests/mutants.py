@@ -129,7 +129,7 @@ MUTANTS = [
         "scripts/train_lm.py",
         "if eval_samples < blocks or metrics",
         "if metrics",
-        "test_train_lm.py -k last_one_all",
+        "test_train_lm.py -k last_one_all -m slow",
     ),
     Mutant(
         "the last evaluation takes a part, images",
@@ -1137,7 +1137,7 @@ MUTANTS = [
         "utils/data/token_stream.py",
         'range(start["taken"], len(order))',
         "range(0, len(order))",
-        "test_token_stream.py -k any_number",
+        "test_token_stream.py -k any_number -m slow",
     ),
     Mutant(
         "the losses of blocks are shifted by one position",
@@ -1292,7 +1292,7 @@ MUTANTS = [
         IMAGES,
         "accelerator.register_for_checkpointing(ema)",
         "pass",
-        "test_train_images.py -k killed_mid_accumulation",
+        "test_train_images.py -k killed_mid_accumulation -m slow",
     ),
     Mutant(
         "frozen batch norm collects statistics",
@@ -1644,7 +1644,7 @@ MUTANTS = [
         GPT,
         "seed_step(accelerator, args.seed, step, len(losses))",
         "pass",
-        "test_gpt.py -k with_dropout",
+        "test_gpt.py -k with_dropout -m slow",
     ),
     Mutant(
         "gradients are averaged over one micro-batch too few",
@@ -1955,14 +1955,14 @@ MUTANTS = [
         GPT,
         "    model.eval()\n    sums = 0",
         "    sums = 0",
-        "test_gpt.py -k validation_loss",
+        "test_gpt.py -k validation_loss -m slow",
     ),
     Mutant(
         "training in evaluation mode",
         GPT,
         "    model.train()\n    loss, error",
         "    loss, error",
-        "test_gpt.py -k with_dropout",
+        "test_gpt.py -k with_dropout -m slow",
     ),
     Mutant(
         "evaluate.py scores what was trained on",
@@ -1983,7 +1983,7 @@ MUTANTS = [
         CIFAR,
         "    model.train()\n    outputs, labels",
         "    outputs, labels",
-        "test_train_cifar.py -k evaluation_changes_nothing",
+        "test_train_cifar.py -k evaluation_changes_nothing -m slow",
     ),
     Mutant(
         "module. in the export",
@@ -2195,7 +2195,7 @@ MUTANTS = [
         CIFAR,
         "if stop or guard.save_asked or run.save_due",
         "if guard.save_asked or run.save_due",
-        "test_faults.py -k signal_to_one_rank",
+        "test_faults.py -k signal_to_one_rank -m slow",
     ),
     # -------------------------------------------------------------------------------------------------- the run's folder
     Mutant(
@@ -2239,7 +2239,7 @@ MUTANTS = [
         "utils/run/guard.py",
         "self._votes, dist.ReduceOp.MAX",
         "self._votes, dist.ReduceOp.MIN",
-        "test_faults.py -k signal_to_one_rank",
+        "test_faults.py -k signal_to_one_rank -m slow",
     ),
     Mutant(
         "orphans live on",
@@ -2260,7 +2260,7 @@ MUTANTS = [
         "utils/run/process.py",
         "SAVE_SECONDS = 60",
         "SAVE_SECONDS = 1",
-        "test_faults.py -k time_to_save",
+        "test_faults.py -k time_to_save -m slow",
     ),
     Mutant(
         "two processes have no time to save",

@@ -35,6 +35,7 @@ def made_run(folder, seconds=(0.5, 0.25), **arguments):
     return folder
 
 
+@pytest.mark.slow
 def test_two_real_runs(reference, tmp_path):
     one, two = reference("cpu").folder, reference("2cpu", 2).folder
     done = run(None, SCRIPT, [str(one), str(two)], output_dir=tmp_path)

@@ -5,7 +5,7 @@ unchanged.
 import shutil
 
 import pytest
-from conftest import ROOT, final_weights, results, run
+from conftest import ROOT, final_weights, results, run, some_slow
 
 # Arguments for a short run of each script. A new script needs an entry here.
 ARGUMENTS = {
@@ -94,7 +94,7 @@ def evaluate(accelerator, model, loader, watch):
 def main():"""
 
 
-@pytest.mark.parametrize("processes", [1, 2, 4])
+@pytest.mark.parametrize("processes", some_slow([1, 2, 4], 1, 4))
 def test_a_model_with_dictionaries_and_dropout_trains_and_resumes(processes, tmp_path):
     """What a copier changes must not work on two processes and crash on four."""
     source = (ROOT / "scripts" / "train_minimal.py").read_text()

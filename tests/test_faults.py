@@ -35,6 +35,7 @@ from conftest import (
     results,
     run,
     run_once,
+    some_slow,
     status,
 )
 from safetensors.torch import load_file, save_file
@@ -189,6 +190,7 @@ def test_restarted_by_its_launcher(reference, tmp_path):
     assert metrics(tmp_path / "run", "train") == metrics(reference("2cpu", 2).folder, "train")
 
 
+@pytest.mark.slow
 def test_signal_to_one_rank_stops_all_at_one_step(reference, tmp_path):
     # The signal comes in step 5, then in the 4th step after the restart; the processes agree to
     # stop one step later.
@@ -228,7 +230,8 @@ def test_signal_to_the_launcher(config, number, reference, tmp_path):
     assert output.count("Traceback") <= 1  # that of the launcher, not one per rank
 
 
-@pytest.mark.parametrize("config", ["cpu", pytest.param("2cpu", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("config", ["cpu", "2cpu"])
 def test_time_to_save_without_a_launcher(config, tmp_path):
     """Ctrl-C ends the launcher of one process at once, SIGUSR1 any.
 
@@ -600,6 +603,7 @@ def test_another_number_of_processes_trains_on_the_same_samples(before, after, r
         assert a["step"] == b["step"] and a["loss"] == pytest.approx(b["loss"], abs=1e-4)
 
 
+@pytest.mark.slow
 def test_a_finished_run_trains_longer_with_a_constant_schedule(tmp_path):
     constant = SMALL + " --lr_schedule constant"
     run(
@@ -691,7 +695,7 @@ def test_weights_are_looked_at_before_saving(part):
     assert guard.all_finite(model) == (part is None)
 
 
-@pytest.mark.parametrize("processes", [1, 2])
+@pytest.mark.parametrize("processes", some_slow([1, 2], 1))
 def test_diverged_loss_stops_the_run_and_names_the_samples(processes, reference, tmp_path):
     config = "cpu" if processes == 1 else "2cpu"
     done = faulty(f"nan@8:{processes - 1}", SMALL, tmp_path / "run", config=config)

@@ -166,6 +166,7 @@ def test_after_a_kill_it_continues_exactly_also_on_another_topology(gpt, text, t
     assert_same_losses(gpt("cpu").folder, tmp_path / "one")
 
 
+@pytest.mark.slow
 def test_after_a_kill_on_one_process_with_dropout_it_continues_exactly(text, tmp_path):
     arguments = f"--dataset {text} {SMALL} --dropout 0.1"
     run("cpu", GPT, arguments, output_dir=tmp_path / "whole")
@@ -195,6 +196,7 @@ def test_every_epoch_reads_the_text_in_another_order_and_from_another_place(tmp_
     assert epochs[0][0]["ids"] != epochs[1][0]["ids"] != epochs[2][0]["ids"]
 
 
+@pytest.mark.slow
 def test_the_validation_loss_is_that_of_the_exported_weights_without_dropout(text, tmp_path):
     """Computes the loss again with plain PyTorch, over every byte of the last tenth except the
     first.

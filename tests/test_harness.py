@@ -7,7 +7,7 @@ import os
 import signal
 
 import pytest
-from conftest import CIFAR, SMALL, Started, command, final_weights, metrics, run
+from conftest import CIFAR, SMALL, Started, command, final_weights, metrics, run, some_slow
 
 from scripts.chaos import launch
 
@@ -16,7 +16,7 @@ from scripts.chaos import launch
 OF_ONE_LAUNCH = {"MASTER_PORT", "TORCHELASTIC_RUN_ID", "TORCHELASTIC_ERROR_FILE", "PADDING", "_"}
 
 
-@pytest.mark.parametrize("config", [None, "cpu", "2cpu"])
+@pytest.mark.parametrize("config", some_slow([None, "cpu", "2cpu"], "cpu"))
 def test_a_forked_process_starts_in_the_same_state_as_an_executed_one(config, tmp_path):
     states = {}
     for cold in (False, True):

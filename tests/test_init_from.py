@@ -176,6 +176,7 @@ def test_a_run_starts_with_the_weights_and_nothing_else(place, config, trained, 
     assert recorded == str((trained / place).resolve())
 
 
+@pytest.mark.slow
 def test_a_run_that_started_from_weights_resumes_exactly(reference, tmp_path):
     """Also after the file that it started from was deleted: its checkpoints hold its own weights."""
     weights = tmp_path / "weights.safetensors"

@@ -7,7 +7,7 @@ import re
 import numpy as np
 import pytest
 import recipes
-from conftest import ROOT, final_weights, load_script, metrics, results, run, status
+from conftest import ROOT, final_weights, load_script, metrics, results, run, some_slow, status
 from PIL import Image
 
 from utils.run import weights
@@ -83,7 +83,7 @@ def test_a_recipe_is_short_and_as_written_against_the_script(recipe):
     assert re.search(row, (ROOT / "scripts" / "README.md").read_text(), re.MULTILINE), wish
 
 
-@pytest.mark.parametrize("name", ARGUMENTS)
+@pytest.mark.parametrize("name", some_slow(ARGUMENTS, "freezing"))
 def test_a_recipe_trains(name, folder, tmp_path):
     words, made = arguments(name, folder), tmp_path / "run"
     run(None, f"train_{name}.py", words, root=folder, output_dir=made)

@@ -158,7 +158,8 @@ def test_each_collective_of_a_save_is_in_its_group(tmp_path, monkeypatch):
     assert groups == ["of the thread"] * 4
 
 
-@pytest.mark.parametrize("config", ["2cpu", pytest.param("4gpu_fsdp", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("config", ["2cpu", "4gpu_fsdp"])
 def test_a_checkpoint_has_the_same_bytes_either_way(config, tmp_path):
     arguments = (
         "--dataset synthetic --n_layer 1 --n_head 1 --n_embd 16 --block_size 16 --batch_size 4 "

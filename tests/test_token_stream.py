@@ -61,6 +61,7 @@ def batches(name, tokenizer, processes, count, position=None):
     return found, json.loads(json.dumps(position))
 
 
+@pytest.mark.slow
 def test_any_number_of_processes_streams_the_same_blocks_from_any_position(chats, tokenizer):
     whole, _ = batches(chats, tokenizer, 1, 40)
     assert batches(chats, tokenizer, 3, 40)[0] == whole

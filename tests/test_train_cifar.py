@@ -16,6 +16,7 @@ from conftest import (
     recorded,
     results,
     run,
+    some_slow,
     status,
 )
 from PIL import Image
@@ -158,6 +159,7 @@ def test_metrics_are_exact_on_an_odd_test_set(odd_folder, tmp_path):
         assert (tmp_path / "evaluation" / "confusion_matrix.png").exists()
 
 
+@pytest.mark.slow
 def test_evaluation_changes_nothing_in_training(odd_folder, tmp_path):
     """It changes neither batch norm nor the random numbers."""
     arguments = f"--dataset {odd_folder} --model fastnet --batch_size 24 --lr 0.02 --max_train_steps 4 --checkpoint_every 0"
@@ -223,9 +225,7 @@ def test_a_dry_run_takes_two_steps_in_a_separate_folder_and_is_profiled(tmp_path
     ).exists()
 
 
-@pytest.mark.parametrize(
-    "model", ["fastnet", pytest.param("resnet18", marks=pytest.mark.slow), "net"]
-)
+@pytest.mark.parametrize("model", some_slow(["fastnet", "resnet18", "net"], "fastnet", "resnet18"))
 def test_overfits_one_batch(model, tmp_path):
     size = {"fastnet": 20, "resnet18": 10, "net": 40}[model]
     lr = {"fastnet": 0.05, "resnet18": 0.02, "net": 0.02}[model]

@@ -1047,12 +1047,13 @@ def test_shared_memory_is_used_again_only_when_a_batch_is_gone(data):
     assert torch.equal(kept, expected[0]["images"])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "resumed_with",
     [
         "--num_workers 0",
-        pytest.param("--num_workers 1", marks=pytest.mark.slow),
-        pytest.param("--num_workers 3", marks=pytest.mark.slow),
+        "--num_workers 1",
+        "--num_workers 3",
     ],
 )
 def test_killed_mid_accumulation_with_workers_ends_with_the_same_bytes(

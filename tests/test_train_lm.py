@@ -51,6 +51,7 @@ def lm(chats, made_once):
     )
 
 
+@pytest.mark.slow
 def test_evaluations_take_some_blocks_always_the_same_and_the_last_one_all(lm):
     whole, lines = results(lm("cpu").folder), metrics(lm("cpu").folder, "val")
     assert "evaluations: 3 of " in lm("cpu").stdout and [line["step"] for line in lines] == [

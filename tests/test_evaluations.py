@@ -8,6 +8,7 @@ import torch
 from accelerate.data_loader import prepare_data_loader
 from torch.utils.data import DataLoader
 
+from utils import scores
 from utils.data import subset
 from utils.data.images import Images
 from utils.data.loaders import already_a_batch, evaluation_batch_size
@@ -223,6 +224,11 @@ def test_the_batches_are_those_that_the_guard_yields(clock):
     with pytest.raises(InterruptedError):
         evaluate(main, clock, 1)
     assert seen == [0, 1, 2] and clock.bars[0].closed
+
+
+def test_results_have_the_accuracy_and_the_precision_of_each_class():
+    found = scores.per_class(torch.tensor([0, 0, 1, -1]), torch.tensor([0, 1, 1, 1]), ["a", "b"])
+    assert found == {"per_class": {"b": 1.0, "a": 0.5}, "per_class_precision": {"a": 1.0, "b": 0.5}}
 
 
 def test_metrics_are_printed_with_their_error_and_number():

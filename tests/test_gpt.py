@@ -294,7 +294,10 @@ def test_the_standard_error_is_that_of_windows():
     terms = [(loss - mean * count) ** 2 for loss, count in zip(losses, short, strict=True)]
     assert error == pytest.approx(math.sqrt(sum(terms) * 4 / 3) / 13)
     assert scores.mean_and_error(scores.moments(losses[:1], short[:1])) == (1.0, None, 4)
+    two = scores.moments(torch.tensor([1.0, 3.0]), torch.ones(2))
+    assert scores.mean_and_error(two) == (2.0, pytest.approx(1.0), 2)
     assert scores.with_error("loss", 1.0, None) == {"loss": 1.0}
+    assert scores.with_error("loss", 1.0, 0.5) == {"loss": 1.0, "loss_standard_error": 0.5}
     unknown = scores.moments(torch.full((2,), math.nan), short[:2])  # of a model with its own loss
     unknown[2] = 6.0
     assert scores.mean_and_error(unknown) == (0.75, None, 8)

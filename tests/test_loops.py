@@ -311,6 +311,7 @@ def test_every_held_out_byte_counts_once():
     right, wrong = -math.log(math.exp(4) / (math.exp(4) + 255)), math.log(math.exp(4) + 255)
     assert metrics["loss"] == pytest.approx((6 * right + wrong) / 7, rel=1e-6)
     assert metrics["bits_per_byte"] == pytest.approx(metrics["loss"] / math.log(2))
+    assert metrics["bytes"] == 7 and metrics["loss_standard_error"] > 0
     assert model.passes == [False, False] and model.training
     loader.dataset = Windows(torch.arange(9, dtype=torch.uint8), 4)
     with pytest.raises(RuntimeError, match="evaluated 7 of 8 held-out bytes"):

@@ -230,7 +230,8 @@ def test_a_process_ends_when_nothing_is_written(ends, held, monkeypatch):
 
     monkeypatch.setattr(os, "_exit", end)
     monkeypatch.setattr(process, "_signal_time", 0.0)
-    monkeypatch.setattr(process.time, "monotonic", lambda: 1.0)
+    clock = SimpleNamespace(monotonic=lambda: 1.0, sleep=lambda seconds: None)
+    monkeypatch.setattr(process, "time", clock)
     with pytest.raises(Ended):
         if ends == "exit":
             process._exit(3)
@@ -238,7 +239,6 @@ def test_a_process_ends_when_nothing_is_written(ends, held, monkeypatch):
             process._exit_at_once("")
         else:
             monkeypatch.setattr(os, "kill", lambda *_: None)
-            monkeypatch.setattr(process.time, "sleep", lambda seconds: None)
             process._exit_with_launcher(-1)
     assert held == ["waits", "written", 3 if ends == "exit" else process.PREEMPTED]
 
@@ -248,7 +248,7 @@ def test_a_process_that_must_end_at_once_waits_for_what_is_left_of_its_time(monk
     monkeypatch.setattr(process, "_before_exit", waited.append)
     monkeypatch.setattr(os, "_exit", lambda code: None)
     monkeypatch.setattr(process, "_signal_time", 10.0)
-    monkeypatch.setattr(process.time, "monotonic", lambda: 15.0)
+    monkeypatch.setattr(process, "time", SimpleNamespace(monotonic=lambda: 15.0))
     monkeypatch.setattr(process, "grace_seconds", lambda: 30.0)
     process._exit_at_once("")
     assert waited == [24.0]

@@ -21,7 +21,7 @@ from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
 from utils.run import process
 from utils.run.collectives import new_group
 
-NICENESS = 10  # of the thread: training comes first where there are few cores
+NICENESS = 10  # more, of the thread: training comes first where there are few cores
 _newest = None  # the future of the checkpoint that was started last
 
 
@@ -111,4 +111,6 @@ def _write(writes, finish):
 
 def _give_way():
     if sys.platform == "linux":  # elsewhere a priority belongs to the process
-        os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), NICENESS)
+        thread = threading.get_native_id()
+        niceness = os.getpriority(os.PRIO_PROCESS, thread) + NICENESS
+        os.setpriority(os.PRIO_PROCESS, thread, min(niceness, 19))  # less takes a privilege

@@ -194,7 +194,9 @@ def test_writes_figures_a_table_and_a_plot(names, tmp_path):
     record = json.loads((tmp_path / "benchmark.json").read_text())
     assert list(record["figures"]) == names and {"hardware", "versions", "date"} <= record.keys()
     for name, figure in record["figures"].items():
-        assert figure["n"] == 1 and figure["min"] == figure["median"] == figure["max"] > 0
+        assert figure["n"] == 1 and figure["min"] == figure["median"] == figure["max"]
+        # After four steps, rare classes may not be recognized.
+        assert figure["median"] > 0 or (figure["median"] == 0 and "rare_recall" in name)
         assert figure["command"].startswith(f"python scripts/benchmark.py {name.partition('/')[0]}")
         assert name in done.stdout and all(part in table for part in name.split("/"))
     assert min(Image.open(tmp_path / "benchmark.png").size) > 200

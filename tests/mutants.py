@@ -276,7 +276,7 @@ MUTANTS = [
     Mutant(
         "the copy of a checkpoint is the state itself",
         "utils/run/saving.py",
-        "writes, copy = [], self._stager.stage",
+        "writes, copy = [], self._copy",
         "writes, copy = [], lambda state: state",
         "test_saving.py -k moment_of_the_call",
     ),

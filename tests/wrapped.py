@@ -83,7 +83,7 @@ def terminate():
 import accelerate
 import psutil
 import torch
-from torch.distributed.checkpoint.staging import DefaultStager
+from torch.distributed.checkpoint._state_dict_stager import StateDictStager
 
 from utils.run import ddp, saving
 
@@ -121,7 +121,7 @@ elif name in ("power_lost_in_step", "power_lost_in_save"):
         accelerate.Accelerator, "backward" if name == "power_lost_in_step" else "save_state", cut
     )
 elif name == "die_while_copied":
-    before(DefaultStager, "stage", kill)
+    before(StateDictStager, "stage", kill)
 elif name == "die_while_written":
     before(torch, "save", kill)
 elif name == "sigterm_while_written":

@@ -16,7 +16,9 @@ from functools import partial
 import torch
 import torch.distributed.checkpoint as dcp
 from accelerate.utils import other
-from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
+
+# `DefaultStager`, which uses it, forgets its memory in torch 2.11 after each copy.
+from torch.distributed.checkpoint._state_dict_stager import StateDictStager
 
 from utils.run import process
 from utils.run.collectives import new_group
@@ -36,14 +38,9 @@ class Writer:
     def __init__(self, accelerator):
         """Call it on every process."""
         self.group = new_group(accelerator)
-        on_gpu = accelerator.device.type == "cuda"
-        options = StagingOptions(
-            use_pinned_memory=on_gpu,
-            use_shared_memory=False,  # containers have little
-            use_async_staging=False,
-            use_non_blocking_copy=on_gpu,
-        )
-        self._stager = DefaultStager(options)
+        self._on_gpu = accelerator.device.type == "cuda"
+        # Not in shared memory, of which containers have little.
+        self._stager = StateDictStager(pin_memory=self._on_gpu, share_memory=False)
         self._thread = ThreadPoolExecutor(1, "checkpoint", _give_way)
         process.before_exit(wait_for_newest)
 
@@ -54,7 +51,7 @@ class Writer:
         `torch.save`, `safetensors.torch.save_file` as Accelerate calls it, and `dcp.save` copy what
         they are given; on a GPU they wait for the copy. Everything else is written in the block.
         """
-        writes, copy = [], self._stager.stage
+        writes, copy = [], self._copy
         save, save_file, save_shards = torch.save, other.safe_save_file, dcp.save
 
         def save_later(state, file, *args, **options):
@@ -74,6 +71,12 @@ class Writer:
             yield writes
         finally:
             torch.save, other.safe_save_file, dcp.save = save, save_file, save_shards
+
+    def _copy(self, state):
+        copied = self._stager.stage(state, non_blocking=self._on_gpu)
+        if self._on_gpu:
+            torch.cuda.synchronize()  # the copies are complete
+        return copied
 
     def start(self, writes, finish):
         """Calls `writes`, a list of `captured`, and then `finish`, in the thread.

@@ -26,7 +26,7 @@ ROOT = Path(__file__).resolve().parents[1]
 CIFAR, GPT = "scripts/train_cifar.py", "scripts/train_gpt.py"
 SHARED_DATA = ROOT.parent / "shared" / "data"
 COLD = "PYTEST_COLD"  # the environment variable that tells pytest's own processes of --cold
-LIMIT = 300  # seconds for one launch, so that a hang fails one test and does not block the suite
+LIMIT = 450  # seconds for one launch, so that a hang fails one test and does not block the suite
 
 # A small run with evaluation and checkpoints mid-epoch, without batch norm (so that topologies
 # compute the same).

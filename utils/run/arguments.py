@@ -181,8 +181,8 @@ class Parser(argparse.ArgumentParser):
         group.add_argument(
             "--wait_for_checkpoints",
             action="store_true",
-            help="train on only when a checkpoint is on disk, instead of writing a copy of the "
-            "state beside the training; less memory by that copy",
+            help="wait until each checkpoint is on disk, instead of writing a copy of the state in "
+            "the background; saves the memory of the copy",
         )
         if "push_to_hub" not in leave_out:
             group.add_argument(

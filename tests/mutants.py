@@ -205,8 +205,8 @@ MUTANTS = [
     Mutant(
         "events are read before they have happened",
         "utils/run/pace.py",
-        "waited, spans = self._laps[0]",
-        "waited, spans = self._laps[-1]",
+        "waited, spans = self._laps.popleft()",
+        "waited, spans = self._laps.pop()",
         "test_pace.py -k own_time",
     ),
     Mutant(
@@ -2172,8 +2172,8 @@ MUTANTS = [
     Mutant(
         "NaN weights are saved",
         "utils/run/guard.py",
-        "if weights_finite is False else 0",
-        "if False else 0",
+        "0 if weights_finite else",
+        "0 if True else",
         "test_faults.py -k infinite_gradient",
     ),
     Mutant(

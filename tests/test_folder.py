@@ -469,6 +469,8 @@ def test_the_last_checkpoint_is_waited_for(reason, tmp_path, calls, monkeypatch)
     step = run._evaluated_at = 14 if reason == "the last" else 5
     save(run, step)
     assert written(run) == [step] and run._save is None
+    [line] = metrics(tmp_path, "checkpoint")
+    assert line["blocked_seconds"] == line["seconds"]
     assert bool(called(calls, "training_ends")) == (reason != "stopping")
 
 

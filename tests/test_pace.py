@@ -56,6 +56,7 @@ def test_own_time_is_that_of_batches_and_passes(alone, clock):
         if waited == 0.25:
             assert pace.microseconds() == 0  # its events may not have happened
     assert pace.microseconds() == 3_250_000
+    assert pace.microseconds() == 0  # a save votes again after the same step
     pace.end_step()
     assert pace.microseconds() == 3_500_000
     pace.end_step()

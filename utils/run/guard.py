@@ -130,7 +130,7 @@ class Guard:
         self._outcome()
         self.save_asked = False  # the save that follows is the one
 
-    def _vote(self, recent, weights_finite=None):
+    def _vote(self, recent, weights_finite=True):
         loss_at = norm_at = 0
         if recent:
             step, values, event, _ = recent
@@ -142,13 +142,12 @@ class Guard:
                     raise LostContact(f"timed out waiting for the device to finish step {step}")
                 time.sleep(0.0005)
             loss_at, norm_at = (0 if math.isfinite(value) else step for value in values.tolist())
-        weights_at = self._recent[-1][0] if weights_finite is False else 0
+        weights_at = 0 if weights_finite else self._recent[-1][0]
         save, place.save_asked = int(place.save_asked), False
         self._votes = [int(process.signal_name() is not None), save, loss_at, norm_at, weights_at]
         if self._group is not None:
             times = [0] * self._ranks
-            if weights_finite is None:  # after a step
-                times[self._rank] = pace.microseconds()
+            times[self._rank] = pace.microseconds()
             self._votes = torch.tensor([*self._votes, *times], dtype=torch.int64)
             self._handle = dist.all_reduce(
                 self._votes, dist.ReduceOp.MAX, group=self._group, async_op=True

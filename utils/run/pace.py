@@ -46,13 +46,13 @@ class Pace:
         self._waited, self._spans = 0.0, []
 
     def microseconds(self):
-        """The own time of this process in the step before the last one (int); 0: unknown.
+        """The own time of this process in the step before the last one (int); 0: unknown, or told.
 
         The events of that step have happened.
         """
         if len(self._laps) < 2:
             return 0
-        waited, spans = self._laps[0]
+        waited, spans = self._laps.popleft()
         return round(1e6 * (waited + sum(_seconds(*span) for span in spans)))
 
     def add(self, times):

@@ -15,12 +15,15 @@ import threading
 import time
 from hashlib import sha256
 from pathlib import Path
+from uuid import uuid4
 
+import numpy as np
 import psutil
 import pytest
 import warm
 
 from scripts.chaos import CLOCK
+from utils.run import stacks
 
 ROOT = Path(__file__).resolve().parents[1]
 CIFAR, GPT = "scripts/train_cifar.py", "scripts/train_gpt.py"
@@ -28,10 +31,12 @@ SHARED_DATA = ROOT.parent / "shared" / "data"
 COLD = "PYTEST_COLD"  # the environment variable that tells pytest's own processes of --cold
 LIMIT = 450  # seconds for one launch, so that a hang fails one test and does not block the suite
 
+# A data set of 600 images and 100 to test with, for all test processes and the runs that they start.
+IMAGES = Path(tempfile.gettempdir(), os.environ.setdefault("TEST_IMAGES", f"{uuid4().hex}.npz"))
 # A small run with evaluation and checkpoints mid-epoch, without batch norm (so that topologies
 # compute the same).
 SMALL = (
-    "--dataset synthetic --model net --batch_size 500 --max_train_steps 14 --log_every 1 "
+    f"--dataset {IMAGES} --model net --batch_size 60 --max_train_steps 14 --log_every 1 "
     "--eval_every 7 --checkpoint_every 3"
 )
 # Saves only when it is stopped.
@@ -68,6 +73,7 @@ def pytest_configure(config):
         "WORLD_SIZE",
         "CI",
         "BUILD_NUMBER",
+        "PYTHONDONTWRITEBYTECODE",  # every process would compile all modules of the project
     ):
         os.environ.pop(name, None)
     # What a shell starts in the background, and all that it starts in turn, ignores Ctrl-C, which
@@ -88,6 +94,9 @@ def pytest_configure(config):
         os.sched_setaffinity(0, cores[number::count] or cores[number % len(cores) :][:1])
     if config.option.cold:
         os.environ[COLD] = "1"
+    if not IMAGES.exists():
+        config.add_cleanup(IMAGES.unlink)
+        write_images(IMAGES)
     if warm.ADDRESS not in os.environ and not config.option.collectonly:
         resources = contextlib.ExitStack()
         config.add_cleanup(resources.close)
@@ -343,6 +352,12 @@ def final_weights(folder):
     return sha256(next(path for path in found if path.exists()).read_bytes()).hexdigest()
 
 
+@pytest.fixture(autouse=True)
+def unwatched(monkeypatch):
+    """A run that a test starts in its own process does not watch over the tests that follow."""
+    monkeypatch.setattr(stacks.Watcher, "start", lambda watcher: None)
+
+
 @pytest.fixture(scope="session")
 def made_once(tmp_path_factory):
     """`made_once(name, make)` returns the result of `make(folder)`; only the first of the parallel
@@ -396,6 +411,17 @@ def reference(made_once):
         )
 
     return get
+
+
+def write_images(path, train=600, test=100):
+    """Writes noisy images to an .npz file; the brightness of an image depends on its class."""
+    generator, arrays = np.random.default_rng(0), {}
+    for split, count in (("train", train), ("test", test)):
+        labels = generator.integers(0, 10, count)
+        noise = generator.integers(0, 100, (count, 32, 32, 3))
+        images = (noise + 15 * labels[:, None, None, None]).astype(np.uint8)
+        arrays |= {f"{split}_images": images, f"{split}_labels": labels}
+    np.savez(path, **arrays)
 
 
 @pytest.fixture(scope="session")

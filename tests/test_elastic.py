@@ -156,7 +156,7 @@ def test_a_machine_is_lost_in_a_step_comes_back_and_is_lost_while_saving(machine
     first = start(machines[0])
     first.wait_for("step  2/24")
     second = start(machines[1], "lost_in_step@5:2")  # in step 9, the fifth of this attempt
-    first.wait_for("global batch 500 = 4 processes x 125 samples")
+    first.wait_for("global batch 60 = 4 processes x 15 samples")
     assert second.finish()[0] == -SIGKILL
     first.wait_for("step 11/24")  # alone again, it holds step 12 until the other machine is back
     second = start(machines[1], "lost_in_save@1:2")  # of step 15
@@ -177,7 +177,7 @@ def test_the_machine_that_writes_is_lost_before_the_checkpoint_has_its_name_and_
     first.wait_for("step  2/24")
     second = start(machines[1])
     assert first.finish()[0] == -SIGKILL
-    second.wait_for("global batch 500 = 2 processes x 250 samples")
+    second.wait_for("global batch 60 = 2 processes x 30 samples")
     second.wait_for("step 11/24")
     outcomes = [started.finish() for started in (start(machines[0]), second)]
     assert [code for code, _ in outcomes] == [0, 0], outcomes

@@ -489,7 +489,15 @@ def test_a_slow_file_system_is_waited_for(tmp_path):
     """
     # A new run hashes a checkpoint first; one that continues first verifies its checkpoint.
     for steps in ("14", "16"):
-        arguments = ["slow_hash@1:0", CIFAR, *SMALL.replace("14", steps).split(), "--timeout", "10"]
+        arguments = [
+            "slow_hash@1:0",
+            CIFAR,
+            *SMALL.split(),
+            "--max_train_steps",
+            steps,
+            "--timeout",
+            "10",
+        ]
         run("2cpu", "tests/wrapped.py", arguments, output_dir=tmp_path / "run")
     assert results(tmp_path / "run")["resumed_from"] == 14
 
@@ -704,7 +712,7 @@ def test_diverged_loss_stops_the_run_and_names_the_samples(processes, reference,
         for line in done.stderr.splitlines()
         if line.startswith("error: non-finite loss at step 8")
     )
-    assert len(json.loads(error[error.index("[") :])) == 500  # the samples of all processes
+    assert len(json.loads(error[error.index("[") :])) == 60  # the samples of all processes
     assert (
         status(tmp_path / "run")["state"] == "failed"
         and "step 8" in status(tmp_path / "run")["reason"]
@@ -714,7 +722,7 @@ def test_diverged_loss_stops_the_run_and_names_the_samples(processes, reference,
 
 def test_out_of_memory_says_what_to_do(tmp_path):
     done = faulty("out_of_memory@3:1", SMALL, tmp_path / "run")
-    assert "out of memory on rank 1, which computes 250 samples at a time" in done.stderr
+    assert "out of memory on rank 1, which computes 30 samples at a time" in done.stderr
     assert (
         "out of memory on rank 1" in status(tmp_path / "run")["reason"]
     )  # the reason of the first process to fail, not of those that lost contact with it

@@ -339,9 +339,9 @@ def test_plots_that_cannot_be_drawn_cost_no_result(tmp_path):
 
 
 def test_a_tracker_that_cannot_write_costs_no_result(tmp_path):
-    run(None, CIFAR, SMALL.replace("14", "3"), output_dir=tmp_path)
+    run(None, CIFAR, f"{SMALL} --max_train_steps 3", output_dir=tmp_path)
     shutil.rmtree(tmp_path / "tensorboard")
     (tmp_path / "tensorboard").write_text("not a folder")
-    done = run(None, CIFAR, SMALL.replace("14", "5"), output_dir=tmp_path)
+    done = run(None, CIFAR, f"{SMALL} --max_train_steps 5", output_dir=tmp_path)
     assert "warning: experiment tracking is missing" in done.stderr, done.stderr
     assert status(tmp_path)["state"] == "finished"

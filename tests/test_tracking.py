@@ -96,7 +96,7 @@ def test_two_trackers_get_each_record_once_across_a_restart(wandb, tmp_path):
     first, second = (call[0] for call in calls(recorded, "init"))
     assert first == second and first["project"] == "train_cifar" and first["name"] == "mine"
     assert first["id"] == json.loads((tmp_path / "mine" / "args.json").read_text())["run_id"]
-    assert calls(recorded, "config")[0][0]["batch_size"] == 500
+    assert calls(recorded, "config")[0][0]["batch_size"] == 60
     logged = [
         (name, step)
         for values, step in calls(recorded, "log")

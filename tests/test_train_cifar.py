@@ -44,7 +44,7 @@ def test_leaves_everything_it_promises(reference):
     result = results(folder)
     assert (
         result["global_step"] == 14
-        and result["samples_seen"] == 14 * 500
+        and result["samples_seen"] == 14 * 60
         and result["num_processes"] == 1
     )
     assert [line["step"] for line in metrics(folder, "train")] == list(range(1, 15))
@@ -53,7 +53,7 @@ def test_leaves_everything_it_promises(reference):
     assert {"step_00000012", "step_00000014"} <= {
         path.name for path in (folder / "checkpoints").iterdir()
     }
-    assert "global batch 500 = 1 process x 500 samples x 1 accumulation step" in done.stdout
+    assert "global batch 60 = 1 process x 60 samples x 1 accumulation step" in done.stdout
 
 
 def test_two_processes_compute_what_one_does(reference):
@@ -84,7 +84,7 @@ def test_prints_one_loss_per_step_not_one_per_rank(reference):
     output = reference("2cpu", 2).stdout
     for step in range(1, 15):
         assert output.count(f"step {step:>2}/14 ") == 1
-    assert output.count("global batch 500 = 2 processes x 250 samples") == 1
+    assert output.count("global batch 60 = 2 processes x 30 samples") == 1
 
 
 def test_accumulation_changes_nothing(reference, tmp_path):
@@ -311,7 +311,7 @@ BAD = {
     "no_such_checkpoint": ("--dataset synthetic --resume /nowhere/step_1", "does not exist"),
     "other_model": ("--dataset synthetic --resume {checkpoint}", "--model resnet18 (was net)"),
     "other_run": (
-        SMALL.replace("--batch_size 500", "--batch_size 250 --seed 9") + " --output_dir {run}",
+        f"{SMALL} --batch_size 30 --seed 9" + " --output_dir {run}",
         "--seed 9 (was 0)",
     ),
     "never_over_a_run": (SMALL + " --resume never --output_dir {run}", "already contains a run"),

@@ -41,8 +41,8 @@ CIFAR, GPT, MINIMAL = "scripts/train_cifar.py", "scripts/train_gpt.py", "scripts
 PARALLEL, IMAGES = "scripts/train_model_parallel.py", "scripts/train_images.py"
 SAME_SAMPLES = "test_train_cifar.py -k every_step_sees_the_same_samples"
 TWO_AS_ONE = "test_train_cifar.py -k two_processes_compute_what_one_does"
-EXACT_METRICS = "test_train_cifar.py -k metrics_are_exact"
-STREAM_KILLED = "test_gpt.py -k streaming_killed"
+EXACT_METRICS = "test_train_cifar.py -k metrics_are_exact -m slow"
+STREAM_KILLED = "test_gpt.py -k streaming_killed -m slow"
 BAD_INPUT = "test_train_cifar.py -k bad_input"
 
 MUTANTS = [
@@ -503,7 +503,7 @@ MUTANTS = [
         "utils/run/best.py",
         '{**recorded, "stale": self.stale}',
         "recorded",
-        "test_best.py -k same_step",
+        "test_best.py -k same_step -m slow",
     ),
     Mutant(
         "a better score does not renew the patience",
@@ -788,7 +788,7 @@ MUTANTS = [
         GPT,
         "losses.append(loss.detach())",
         "losses.append(loss.detach() + 0 * loss.item())",
-        "test_gpu_path.py -k never_waits[train_gpt]",
+        "test_gpu_path.py -k never_waits[train_gpt] -m slow",
     ),
     Mutant(
         "compiled on a CPU, too",
@@ -954,7 +954,7 @@ MUTANTS = [
         "scripts/train_lm.py",
         "targets = count_targets(accelerator, micro_batches)",
         'targets = sum((b["targets"] >= 0).sum() for b in micro_batches) * processes',
-        "test_train_lm.py -k two_processes",
+        "test_train_lm.py -k two_processes -m slow",
     ),
     Mutant(
         "repeated blocks of an evaluation count",
@@ -975,7 +975,7 @@ MUTANTS = [
         "scripts/train_lm.py",
         "adapters.save_trained_only(unwrapped)",
         "pass",
-        "test_train_lm.py -k lora_trains",
+        "test_train_lm.py -k lora_trains -m slow",
     ),
     Mutant(
         "a run of LoRA continues with another base",
@@ -2167,7 +2167,7 @@ MUTANTS = [
         "utils/run/folder.py",
         "if self._failed_saves == FAILED_SAVES:",
         "if False:",
-        "test_faults.py -k keep_failing",
+        "test_faults.py -k keep_failing -m slow",
     ),
     Mutant(
         "NaN weights are saved",
@@ -2203,7 +2203,7 @@ MUTANTS = [
         "utils/run/files.py",
         "fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)",
         "pass",
-        "test_faults.py -k second_job",
+        "test_faults.py -k second_job -m slow",
     ),
     Mutant(
         "a finished run is trained again",
@@ -2951,7 +2951,7 @@ MUTANTS = [
         "utils/run/process.py",
         "if signum != signal.SIGHUP or signal.getsignal(signum) != signal.SIG_IGN:",
         "if True:",
-        "test_signals.py -k hangup",
+        "test_signals.py -k hangup -m slow",
     ),
     Mutant(
         "a closed terminal kills",
@@ -3168,7 +3168,7 @@ MUTANTS = [
         "utils/run/process.py",
         '    before, _phase = _phase, "saving"\n',
         "    before = _phase\n",
-        "test_signals.py -k however_long",
+        "test_signals.py -k however_long -m slow",
     ),
     # ------------------------------------------------------------------------------------ tokens of language models
     Mutant(
@@ -3393,7 +3393,7 @@ MUTANTS = [
         "utils/run/guard.py",
         "self._votes, dist.ReduceOp.MAX, group=self._group, async_op=True",
         "self._votes, dist.ReduceOp.MAX, async_op=True",
-        "test_gpu_rules.py -k train_minimal",
+        "test_gpu_rules.py -k train_minimal -m slow",
     ),
     Mutant(
         "the number of batches is averaged",

@@ -206,6 +206,7 @@ def test_names_of_classes_are_strings(names, tmp_path):
         load_arrays(write(tmp_path / "b.npz", arrays(), ["cat", "dog", "cat"]))
 
 
+@pytest.mark.slow
 def test_a_run_needs_no_other_package(tmp_path):
     """Torch, torchvision and Accelerate are enough, with what they need themselves."""
     for package in ("datasets", "tensorboard", "matplotlib"):

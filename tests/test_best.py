@@ -91,6 +91,7 @@ def test_it_goes_on_with_more_patience_or_more_steps(longer, ended, tmp_path):
     assert results(tmp_path / "run")["global_step"] > step
 
 
+@pytest.mark.slow
 def test_a_killed_run_ends_at_the_same_step(ended, tmp_path):
     _, step = ended
     arguments = f"{WORSE} --patience 2 --checkpoint_every 1"

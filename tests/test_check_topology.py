@@ -4,7 +4,7 @@ import json
 import re
 
 import pytest
-from conftest import run
+from conftest import run, some_slow
 
 CHECK = "scripts/check_topology.py"
 QUICK = "--max_bytes 65536 --seconds_per_size 0.05"
@@ -50,7 +50,7 @@ def test_a_rank_that_never_starts_is_named(absent, tmp_path):
     assert f"error: rank {absent} of 2 did not start within 2 s" in errors_of(done)[0]
 
 
-@pytest.mark.parametrize("unreachable", [0, 1])
+@pytest.mark.parametrize("unreachable", some_slow([0, 1], 1))
 def test_a_rank_that_starts_but_cannot_be_reached(unreachable, tmp_path):
     arguments = [f"unreachable@1:{unreachable}", CHECK, "--timeout", "3"]
     done = run("2cpu", "tests/wrapped.py", arguments, output_dir=tmp_path, check=False)

@@ -100,6 +100,7 @@ def test_the_schedule_spans_the_new_length_from_the_first_step_on(finished, tmp_
     assert results(folder)["resumed_from"] == 8 and results(folder)["global_step"] == 14
 
 
+@pytest.mark.slow
 def test_a_run_killed_after_it_was_made_longer_ends_with_the_same_weights(finished, tmp_path):
     folder, other = copy(finished["cifar"], tmp_path), tmp_path / "other"
     shutil.copytree(folder, other, ignore=shutil.ignore_patterns(".lock"))

@@ -33,7 +33,14 @@ COMPANIONS = {
 BEFORE = {"compare_runs": ["train_cifar", "train_minimal"], "evaluate": ["train_cifar"]}
 
 
-@pytest.mark.parametrize("script", sorted(path.stem for path in (ROOT / "scripts").glob("*.py")))
+@pytest.mark.parametrize(
+    "script",
+    some_slow(
+        sorted(path.stem for path in (ROOT / "scripts").glob("*.py")),
+        # `evaluate` runs the second, too.
+        *("compare_runs", "train_cifar", "train_images", "train_lm"),
+    ),
+)
 def test_a_copied_script_runs(script, tmp_path):
     project = tmp_path / "project"
     shutil.copytree(ROOT / "utils", project / "utils", ignore=shutil.ignore_patterns("__pycache__"))

@@ -67,6 +67,7 @@ def test_the_worked_example_is_short_and_trains(tmp_path):
     )
 
 
+@pytest.mark.slow
 def test_a_schedule_and_accumulation_in_a_copy_of_the_smallest_script(tmp_path):
     """The recipe applies, does not change the result of a step, and resumes exactly."""
     project = tmp_path / "project"

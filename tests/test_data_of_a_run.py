@@ -9,7 +9,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from conftest import metrics, results, run
+from conftest import metrics, results, run, some_slow
 from PIL import Image
 
 EVALUATE = "scripts/evaluate.py"
@@ -95,7 +95,9 @@ def test_a_run_continues_with_the_same_data_only(name, tmp_path):
     assert "belongs to a run with other arguments: --data " in done.stderr
 
 
-@pytest.mark.parametrize("name", ["train_cifar.py", "train_images.py"])
+@pytest.mark.parametrize(
+    "name", some_slow(["train_cifar.py", "train_images.py"], "train_images.py")
+)
 def test_another_data_set_is_scored_as_a_whole_with_the_values_of_the_training(name, tmp_path):
     """Also if its images are darker, in a folder that is a link, and in one of the classes only."""
     folder = write_images(tmp_path / "data", brightest=16)

@@ -538,6 +538,7 @@ def test_files_that_another_machine_does_not_see_are_an_error(tmp_path, monkeypa
     assert described == {"model.safetensors": {"size": 7, "sha256": sha256(b"weights").hexdigest()}}
 
 
+@pytest.mark.slow
 def test_checkpoints_that_keep_failing_end_the_run(reference, tmp_path):
     """On all processes, even if only one cannot write.
 
@@ -588,6 +589,7 @@ def test_finished_run_is_left_alone(reference):
     }
 
 
+@pytest.mark.slow
 def test_second_job_in_the_same_folder_is_refused(tmp_path):
     arguments = SMALL.replace("--max_train_steps 14", "--max_train_steps 100000")
     first = Started("cpu", CIFAR, arguments, output_dir=tmp_path / "run")

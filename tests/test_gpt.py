@@ -306,6 +306,7 @@ def test_the_standard_error_is_that_of_windows():
 # ------------------------------------------------------------------------------------------ sharded
 
 
+@pytest.mark.slow
 def test_a_sharded_run_computes_the_same_also_after_a_change_of_the_number_of_processes(
     gpt, text, tmp_path
 ):
@@ -446,6 +447,7 @@ def test_a_stream_starts_again_at_its_end_and_never_shows_held_out_text(tmp_path
     assert len(load_held_out(str(tmp_path), "text", length)) == len(kept) * length
 
 
+@pytest.mark.slow
 def test_streaming_killed_continues_exactly_also_on_another_topology(shards, tmp_path):
     # --num_workers 1: batches that the worker has prefetched must not be skipped.
     arguments = f"--dataset {shards} --streaming 6 --shuffle_buffer 20 --num_workers 1 {SMALL}"

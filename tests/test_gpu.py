@@ -810,6 +810,8 @@ REHEARSED_LATER = {
     other_ends: pytest.mark.slow,
     cpu_and_gpu: pytest.mark.slow,
     batch_sizes: pytest.mark.slow,
+    default_recipe: pytest.mark.slow,
+    activation_checkpointing: pytest.mark.slow,
     sharded: pytest.mark.slow,
 }
 

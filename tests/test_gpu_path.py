@@ -93,7 +93,7 @@ def test_the_logits_have_no_float32_copy():
     assert not [cast for cast in compiled if cast.endswith(" 256)")]
 
 
-@pytest.mark.parametrize("script", some_slow(RUNS, "train_cifar", "train_images"))
+@pytest.mark.parametrize("script", some_slow(RUNS, "train_cifar", "train_gpt", "train_images"))
 def test_a_step_of_the_real_loop_never_waits(script, tmp_path):
     """The loop with its loader, the guard, and all that Accelerate does, under the rules of GPUs."""
     words = [f"step_waits@0:{tmp_path}/waits.json", f"scripts/{script}.py", *RUNS[script].split()]

@@ -83,7 +83,9 @@ def test_the_rules_refuse_what_nccl_refuses():
         dist.destroy_process_group()
 
 
-@pytest.mark.parametrize("script", some_slow(SCRIPTS, "train_cifar", "train_images"))
+@pytest.mark.parametrize(
+    "script", some_slow(SCRIPTS, "train_cifar", "train_images", "train_minimal")
+)
 def test_two_processes_send_only_what_nccl_takes(script, tmp_path):
     """From tensors on the CPU it could not: averages, statistics, ids, losses, all of a step."""
     words = [f"gpu_rules@0:{tmp_path}/seen.json", f"scripts/{script}.py", *SCRIPTS[script].split()]

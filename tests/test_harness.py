@@ -16,7 +16,7 @@ from scripts.chaos import launch
 OF_ONE_LAUNCH = {"MASTER_PORT", "TORCHELASTIC_RUN_ID", "TORCHELASTIC_ERROR_FILE", "PADDING", "_"}
 
 
-@pytest.mark.parametrize("config", some_slow([None, "cpu", "2cpu"], "cpu"))
+@pytest.mark.parametrize("config", some_slow([None, "cpu", "2cpu"], "cpu", "2cpu"))
 def test_a_forked_process_starts_in_the_same_state_as_an_executed_one(config, tmp_path):
     states = {}
     for cold in (False, True):

@@ -274,6 +274,7 @@ def test_the_quota_of_a_container_limits_the_cores(own, quotas, cores, tmp_path,
     assert cpu.cores() == max(1, min(8, int(min(cores, 8))))
 
 
+@pytest.mark.slow
 def test_few_files_may_be_open_and_there_is_no_home(tmp_path):
     words = " ".join(command(None, MINIMAL, "--max_train_steps 20", output_dir=tmp_path / "run"))
     line = f"ulimit -n 64; unset HOME; exec {words}"
@@ -283,6 +284,7 @@ def test_few_files_may_be_open_and_there_is_no_home(tmp_path):
     assert status(tmp_path / "run")["state"] == "finished"
 
 
+@pytest.mark.slow
 def test_a_user_without_a_name(tmp_path):
     """As in a container that runs with a user id that it does not know."""
     unshare = ["unshare", "--user", "--map-user=54321"]
@@ -293,6 +295,7 @@ def test_a_user_without_a_name(tmp_path):
     assert done.returncode == 0, done.stderr
 
 
+@pytest.mark.slow
 def test_a_folder_whose_name_is_not_text_is_refused_at_the_start(tmp_path):
     """safetensors could not write the weights there, after all the training."""
     folder = os.fsencode(tmp_path) + b"/caf\xe9"

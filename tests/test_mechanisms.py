@@ -121,6 +121,7 @@ def test_synthetic_data_is_quick_repeatable_and_disjoint(data):
     assert not any(image.numpy().tobytes() in train for image in data["test"].images)
 
 
+@pytest.mark.slow
 def test_a_linear_model_cannot_learn_the_synthetic_data(data):
     """Ridge regression on all pixels stays far below the 95 % of the default model."""
 

@@ -88,6 +88,7 @@ def test_a_closed_terminal_saves(tmp_path):
     assert done.returncode != 0 and "stopped by SIGHUP at step 30, saved at step 30" in done.stdout
 
 
+@pytest.mark.slow
 def test_a_hangup_that_is_ignored_at_the_start_stays_ignored(tmp_path):
     """As under `nohup`, also where a variable of a launcher is left over."""
     words = command(None, "tests/wrapped.py", ["sighup_in_step@30", MINIMAL, *SHORT.split()])
@@ -152,6 +153,7 @@ def test_a_stopped_process_does_not_keep_the_others_from_ending(tmp_path):
     assert status(tmp_path)["state"] == "preempted" and all_end([stopped])
 
 
+@pytest.mark.slow
 def test_a_save_is_finished_however_long_it_takes(tmp_path):
     """The signal arrives in a save of six seconds, and may wait only two for anything else."""
     words = ["slow_save", CIFAR, *ENDLESS.replace("every 0", "every 3").split()]
@@ -193,8 +195,10 @@ def test_a_batch_that_cannot_be_sent_is_an_error_at_once(tmp_path):
     some_slow(
         [">&-", "2>&-", ">&- 2>&-", ">/dev/full", "| true", "2>&1 | true"],
         "2>&-",
+        ">&-",
         ">&- 2>&-",
         "| true",
+        "2>&1 | true",
     ),
 )
 def test_output_that_cannot_be_printed_costs_nothing(closed, uninterrupted, tmp_path):
@@ -205,6 +209,7 @@ def test_output_that_cannot_be_printed_costs_nothing(closed, uninterrupted, tmp_
     assert metrics(tmp_path / "run", "val") == metrics(uninterrupted["cpu"], "val")
 
 
+@pytest.mark.slow
 def test_an_error_is_found_in_the_status_if_nobody_reads_it(tmp_path):
     words = " ".join(
         command(None, "tests/wrapped.py", f"nan@30 {MINIMAL} {SHORT}", output_dir=tmp_path / "run")
@@ -320,6 +325,7 @@ def test_an_error_before_training_leaves_no_folder(arguments, tmp_path):
     assert done.returncode == 2 and not (tmp_path / "runs").exists()
 
 
+@pytest.mark.slow
 def test_nothing_is_left_open(tmp_path):
     environment = {"PYTHONWARNINGS": "error::ResourceWarning"}
     done = run(None, MINIMAL, SHORT, output_dir=tmp_path / "run", env=environment, cold=True)

@@ -1,6 +1,7 @@
 """The structure that utils/README.md describes: rooms that depend downwards only, and short loops."""
 
 import ast
+import functools
 import importlib.util
 import json
 import re
@@ -33,7 +34,7 @@ def modules(room):
 
 def imports(path):
     """The modules that a file imports, anywhere in it."""
-    return set().union(*(imports_of(node) for node in ast.walk(ast.parse(path.read_text()))))
+    return set().union(*(imports_of(node) for node in ast.walk(parsed(path))))
 
 
 def imports_of(node):
@@ -119,10 +120,15 @@ def test_every_dependency_is_required():
     assert users <= {"train_lm"} | importing
 
 
+@functools.cache
+def parsed(path):
+    return ast.parse(path.read_text())
+
+
 def imports_at_once(path, seen):
     """The packages that importing a file of this project imports, through its own modules too."""
     found = set()
-    for node in ast.parse(path.read_text()).body:
+    for node in parsed(path).body:
         if not isinstance(node, ast.Import | ast.ImportFrom):
             continue
         for name in imports_of(node):

@@ -131,6 +131,7 @@ def test_every_step_sees_the_same_samples_on_any_number_of_processes_and_after_a
     assert rest == steps[6:]
 
 
+@pytest.mark.slow
 def test_metrics_are_exact_on_an_odd_test_set(odd_folder, tmp_path):
     # fastnet, because its batch norm would change the results if evaluation used the statistics of
     # a batch.

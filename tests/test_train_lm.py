@@ -133,6 +133,7 @@ def test_leaves_a_model_that_transformers_loads(lm):
     assert said.strip() or said == "\n"
 
 
+@pytest.mark.slow
 def test_two_processes_and_two_micro_batches_compute_what_one_does(lm, chats, tmp_path):
     """Documents differ in length: a mean of means would differ from the first step on."""
     assert_same_losses(lm("cpu").folder, lm("2cpu").folder)
@@ -162,6 +163,7 @@ def test_after_a_kill_it_continues_exactly(lm, chats, tmp_path):
     assert losses(tmp_path, "val") == losses(lm("2cpu").folder, "val")
 
 
+@pytest.mark.slow
 def test_lora_trains_and_saves_the_adapter_only(lm, chats, tmp_path):
     base = lm("cpu").folder / "model"
     arguments = f"--model {base} --dataset {chats} {LORA}"
@@ -281,6 +283,7 @@ def mixture(chats, tmp_path):
     return f"--dataset {chats} {tmp_path}/texts.jsonl --mixture 3 1 {SMALL}"
 
 
+@pytest.mark.slow
 def test_a_mixture_logs_the_tokens_and_the_loss_of_each_source(mixture, tmp_path):
     done = run("2cpu", LM, f"{mixture} --max_train_steps 4", output_dir=tmp_path / "run")
     assert done.stdout.count("chats.jsonl is exhausted and repeats") == 1

@@ -333,10 +333,10 @@ def _letters(path):
     return set()
 
 
-def save(figure, path, rect=(0, 0, 1, 1)):
+def save(figure, path, rect=None):
     """Writes a figure to a PNG file; the same figure gives the same bytes.
 
-    `rect`: the part of the figure for its axes.
+    `rect`: the part of the figure for its axes; None: all of it, without a second layout.
     """
     figure.tight_layout(rect=rect)
     # `savefig` would draw everything twice. Fast compression: the files are a little larger.

@@ -3126,7 +3126,7 @@ MUTANTS = [
         "utils/run/output.py",
         "            os.open(os.devnull, os.O_RDWR)",
         "            pass",
-        "test_signals.py -k cannot_be_printed",
+        "test_signals.py -k cannot_be_printed -m slow",
     ),
     Mutant(
         "variables of another launch are believed",

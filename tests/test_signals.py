@@ -179,7 +179,6 @@ def test_a_batch_that_cannot_be_sent_is_an_error_at_once(tmp_path):
         output_dir=tmp_path / "run",
         env={"TMPDIR": str(long)},
         check=False,
-        cold=True,  # `tempfile` remembers the folder
     )
     assert done.returncode == 1, done.stdout + done.stderr
     assert done.stderr.count("a data loader worker cannot send its batch: OSError: AF_UNIX") == 1

@@ -300,6 +300,7 @@ def _become(request, files):
     _show([sys.executable, *words], environment)
     os.environ.clear()
     os.environ.update(environment)
+    tempfile.tempdir = None  # it is that of the server
     unbuffered = words[0] == "-u" or bool(environment.get("PYTHONUNBUFFERED"))
     words = words[words[0] == "-u" :]
     like = [

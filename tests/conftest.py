@@ -31,12 +31,12 @@ SHARED_DATA = ROOT.parent / "shared" / "data"
 COLD = "PYTEST_COLD"  # the environment variable that tells pytest's own processes of --cold
 LIMIT = 450  # seconds for one launch, so that a hang fails one test and does not block the suite
 
-# A data set of 600 images and 100 to test with, for all test processes and the runs that they start.
-IMAGES = Path(tempfile.gettempdir(), os.environ.setdefault("TEST_IMAGES", f"{uuid4().hex}.npz"))
+# A data set with 600 images to train on and 100 to test with. All test processes share it.
+SMALL_DATA = Path(tempfile.gettempdir(), os.environ.setdefault("SMALL_DATA", f"{uuid4().hex}.npz"))
 # A small run with evaluation and checkpoints mid-epoch, without batch norm (so that topologies
 # compute the same).
 SMALL = (
-    f"--dataset {IMAGES} --model net --batch_size 60 --max_train_steps 14 --log_every 1 "
+    f"--dataset {SMALL_DATA} --model net --batch_size 60 --max_train_steps 14 --log_every 1 "
     "--eval_every 7 --checkpoint_every 3"
 )
 # Saves only when it is stopped.
@@ -94,9 +94,9 @@ def pytest_configure(config):
         os.sched_setaffinity(0, cores[number::count] or cores[number % len(cores) :][:1])
     if config.option.cold:
         os.environ[COLD] = "1"
-    if not IMAGES.exists():
-        config.add_cleanup(IMAGES.unlink)
-        write_images(IMAGES)
+    if not SMALL_DATA.exists():
+        config.add_cleanup(SMALL_DATA.unlink)
+        write_small_data()
     if warm.ADDRESS not in os.environ and not config.option.collectonly:
         resources = contextlib.ExitStack()
         config.add_cleanup(resources.close)
@@ -413,15 +413,15 @@ def reference(made_once):
     return get
 
 
-def write_images(path, train=600, test=100):
-    """Writes noisy images to an .npz file; the brightness of an image depends on its class."""
+def write_small_data():
+    """Writes `SMALL_DATA`: noise, whose brightness depends on the class."""
     generator, arrays = np.random.default_rng(0), {}
-    for split, count in (("train", train), ("test", test)):
+    for split, count in (("train", 600), ("test", 100)):
         labels = generator.integers(0, 10, count)
         noise = generator.integers(0, 100, (count, 32, 32, 3))
         images = (noise + 15 * labels[:, None, None, None]).astype(np.uint8)
         arrays |= {f"{split}_images": images, f"{split}_labels": labels}
-    np.savez(path, **arrays)
+    np.savez(SMALL_DATA, **arrays)
 
 
 @pytest.fixture(scope="session")

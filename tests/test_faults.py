@@ -489,15 +489,7 @@ def test_a_slow_file_system_is_waited_for(tmp_path):
     """
     # A new run hashes a checkpoint first; one that continues first verifies its checkpoint.
     for steps in ("14", "16"):
-        arguments = [
-            "slow_hash@1:0",
-            CIFAR,
-            *SMALL.split(),
-            "--max_train_steps",
-            steps,
-            "--timeout",
-            "10",
-        ]
+        arguments = f"slow_hash@1:0 {CIFAR} {SMALL} --max_train_steps {steps} --timeout 10"
         run("2cpu", "tests/wrapped.py", arguments, output_dir=tmp_path / "run")
     assert results(tmp_path / "run")["resumed_from"] == 14
 

@@ -93,16 +93,13 @@ def test_machines_with_different_numbers_of_processes(machines, tmp_path):
     """`accelerate launch` divides processes evenly over machines; torchrun starts a given number on
     each.
     """
-    arguments = SMALL
-    run("2cpu", CIFAR, arguments, output_dir=tmp_path / "one", launcher=("--num_processes", "3"))
+    run("2cpu", CIFAR, SMALL, output_dir=tmp_path / "one", launcher=("--num_processes", "3"))
     both = []
     for machine in machines:
         torchrun = f"-m torch.distributed.run --nnodes 2 --node_rank {machine.rank} --nproc_per_node {machine.rank + 1}"
         torchrun += f" --master_addr {machines[0].address} --master_port 29500"
         both.append(
-            machine.started(
-                CIFAR, arguments, tmp_path / "two", launcher=torchrun.split(), config=None
-            )
+            machine.started(CIFAR, SMALL, tmp_path / "two", launcher=torchrun.split(), config=None)
         )
     outcomes = [started.finish() for started in both]
     assert [code for code, _ in outcomes] == [0, 0], outcomes

@@ -1,4 +1,4 @@
-"""Which points of a log the curves have."""
+"""Which points of a log the curves have, and how much of a figure its axes fill."""
 
 import json
 
@@ -46,3 +46,13 @@ def test_a_long_log_keeps_its_extremes_and_its_end(every, tmp_path, monkeypatch)
     assert len(found) <= 3 * 2 * 11
     for split in points.values():
         assert split == sorted(set(split))
+
+
+@pytest.mark.parametrize(
+    ("options", "least", "most"), [({}, 0.85, 1), ({"rect": (0, 0, 0.5, 1)}, 0.35, 0.5)]
+)
+def test_the_axes_fill_their_part_of_the_figure(options, least, most, tmp_path):
+    figure, axis = plots.subplots(1, 1, figsize=(6, 4))
+    plots.save(figure, tmp_path / "figure.png", **options)
+    place = axis.get_position()
+    assert least < place.width < most and place.x1 < most and place.height > 0.8

@@ -92,6 +92,24 @@ def test_the_files_are_those_of_the_moment_of_the_call(tmp_path, writer):
     assert later == now and len(now) >= 4 and not writes
 
 
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+def test_only_a_gpu_has_pinned_copies_and_is_waited_for(device, tmp_path, monkeypatch):
+    calls = []
+
+    def stager(**options):
+        calls.append(options)
+        return SimpleNamespace(stage=lambda state, **how: calls.append(how) or {**state})
+
+    monkeypatch.setattr(saving, "StateDictStager", stager)
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: calls.append("complete"))
+    writer = saving.Writer(SimpleNamespace(num_processes=1, device=torch.device(device)))
+    with writer.captured():
+        torch.save({"step": 3}, tmp_path / "state")
+    gpu = device == "cuda"
+    options = {"pin_memory": gpu, "share_memory": False}  # containers have little of the latter
+    assert calls == [options, {"non_blocking": gpu}, *["complete"] * gpu]
+
+
 def test_shards_are_copied_too(tmp_path, writer):
     state = {"weights": torch.ones(2, 3), "step": 4}
     with writer.captured() as writes:

@@ -312,7 +312,7 @@ BAD = {
     "no_such_checkpoint": ("--dataset synthetic --resume /nowhere/step_1", "does not exist"),
     "other_model": ("--dataset synthetic --resume {checkpoint}", "--model resnet18 (was net)"),
     "other_run": (
-        f"{SMALL} --batch_size 30 --seed 9" + " --output_dir {run}",
+        SMALL + " --batch_size 30 --seed 9 --output_dir {run}",
         "--seed 9 (was 0)",
     ),
     "never_over_a_run": (SMALL + " --resume never --output_dir {run}", "already contains a run"),

@@ -169,9 +169,9 @@ def serve(address):
 
 
 def _use_huge_pages():
-    """Moves this process's memory into pages of 2 MB: forking it then takes half the time.
+    """Moves this process's memory into pages of 2 MB, which halves the time of a fork.
 
-    A kernel before 6.1 does not, and costs nothing but that time.
+    A kernel before 6.1 refuses this, and forks take as long as before.
     """
     madvise = ctypes.CDLL(None).madvise
     madvise.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
@@ -300,7 +300,7 @@ def _become(request, files):
     _show([sys.executable, *words], environment)
     os.environ.clear()
     os.environ.update(environment)
-    tempfile.tempdir = None  # it is that of the server
+    tempfile.tempdir = None  # what the server found with its own environment
     unbuffered = words[0] == "-u" or bool(environment.get("PYTHONUNBUFFERED"))
     words = words[words[0] == "-u" :]
     like = [

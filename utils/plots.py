@@ -336,7 +336,7 @@ def _letters(path):
 def save(figure, path, rect=None):
     """Writes a figure to a PNG file; the same figure gives the same bytes.
 
-    `rect`: the part of the figure for its axes; None: all of it, without a second layout.
+    `rect`: the part of the figure for its axes; None: all of it, in one layout.
     """
     figure.tight_layout(rect=rect)
     # `savefig` would draw everything twice. Fast compression: the files are a little larger.

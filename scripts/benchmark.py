@@ -6,8 +6,8 @@
 
 Each benchmark runs both sides in turn, `--rounds` times, each time in new processes, and gives the
 median of the rounds with their range. After each benchmark it writes `benchmark.json`,
-`benchmark.md` and `benchmark.png` to `--output_dir`. After an interruption, the same command
-continues with the first round that was not finished.
+`benchmark.md` and, if there are ratios, `benchmark.png` to `--output_dir`. After an interruption,
+the same command continues with the first round that was not finished.
 
     loop_overhead       a step of train_cifar.py (--model net, default model, two processes) and of
                         train_gpt.py over a plain PyTorch (DDP) loop with the same model, batches,
@@ -1291,7 +1291,7 @@ def table(record):
 
 
 def draw(path, figures):
-    """Draws the figures that are ratios: the median of each, with its range.
+    """Draws the figures that are ratios, if there are any: the median of each, with its range.
 
     Args:
         figures (dict): name -> `median`, `min`, `max` and `unit`.
@@ -1299,7 +1299,9 @@ def draw(path, figures):
     from matplotlib.ticker import LogLocator, NullLocator
 
     ratios = {name: values for name, values in figures.items() if values["unit"].endswith("ratio")}
-    figure, axis = plots.subplots(1, 1, figsize=(8, 0.4 * max(len(ratios), 1) + 1.3))
+    if not ratios:
+        return
+    figure, axis = plots.subplots(1, 1, figsize=(8, 0.4 * len(ratios) + 1.3))
     for row, values in enumerate(reversed(ratios.values())):
         middle = values["median"]
         axis.plot([values["min"], values["max"]], [row, row], color="C0", linewidth=2)

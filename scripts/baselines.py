@@ -6,6 +6,7 @@ Prints the seconds of each step and the peak memory, as JSON. With torchrun, `pl
 over gloo.
 """
 
+import hashlib
 import json
 import os
 import sys
@@ -316,9 +317,42 @@ def cached_images(folder, steps):
     return our_images(folder, steps, cache=True)
 
 
-def passes(loader, count, use):
-    """Calls `use` on all batches of `loader`, `count` times; yields after each pass."""
-    torch.set_num_threads(1)  # of this process, which only normalizes: the workers have the cores
+@torch.no_grad()
+def plain_scoring(folder, run, steps, forward):
+    """Loads the photos in `folder` as evaluate.py does, with what it reads in the folder `run`, and
+    with `forward` classifies them; yields after each pass.
+    """
+    from utils import pretrained
+    from utils.data.image_batches import ImageBatches
+    from utils.data.sources import find_to_evaluate
+    from utils.data.transforms import EvalTransform
+    from utils.run import weights
+
+    cpu.keep_freed_memory()
+    config = weights.read(run).config
+    preprocess, model = config["preprocessing"], pretrained.build(config)
+    model = model.to(memory_format=torch.channels_last).eval()
+    mean, std = (255 * torch.tensor(preprocess[name]) for name in ("mean", "std"))
+    split = find_to_evaluate(folder, config["class_names"]).splits["test"]
+    dataset = ImageBatches(split, EvalTransform(preprocess))
+    options = IMAGE_LOADER | {"batch_size": 64}
+    loader = DataLoader(dataset, collate_fn=already_a_batch, **options)
+
+    def classify(batch):
+        model(normalize(batch["images"], mean, std)).argmax(1)
+
+    yield from passes(loader, steps, classify if forward else lambda batch: batch, None)
+
+
+def passes(loader, count, use, threads=1):
+    """Calls `use` on all batches of `loader`, `count` times; yields after each pass.
+
+    Args:
+        threads (int | None): of this process; 1: it only normalizes, and the workers have the
+            cores; None: the default.
+    """
+    if threads:
+        torch.set_num_threads(threads)
     for _ in range(count):
         for batch in loader:
             use(batch)
@@ -342,6 +376,14 @@ def copy(steps):
     target = torch.zeros_like(source)
     for _ in range(steps):
         target.copy_(source)
+        yield
+
+
+def sha256(steps):
+    """Hashes `COPIED` bytes, as of a checkpoint, on one core; yields after each time."""
+    source = bytes(COPIED)
+    for _ in range(steps):
+        hashlib.sha256(source).digest()
         yield
 
 
@@ -407,8 +449,10 @@ LOOPS = {
         usual_images,
         our_images,
         cached_images,
+        plain_scoring,
         matrix_product,
         copy,
+        sha256,
         lm_loss,
     )
 }

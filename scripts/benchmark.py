@@ -20,6 +20,9 @@ the same command continues with the first round that was not finished.
     image_loading     images per second of train_images.py, without and with --cache, over the
                         usual ImageFolder and transforms: 500 x 375 JPEGs, two workers each, to
                         normalized batches of random 224 x 224 crops
+    scoring             images per second of evaluate.py, from its start to its end, on 100,000
+                        500 x 375 JPEGs, with two workers and a small model at 64 pixels: over its
+                        loader alone, and over a plain loop of this loader and the model
     scaling_efficiency  samples per second of two DDP processes with one thread each over two
                         independent runs side by side
     startup_ratio       time from `accelerate launch` to the first step over a five-line script for
@@ -46,7 +49,8 @@ the same command continues with the first round that was not finished.
                         end of the run, and the factor of each per tenfold size. The fastest of the
                         rounds are in `growth.md`
     machine_limit       what the machine can do: operations per second of a matrix product, bytes
-                        per second that a copy reads and writes; and the share of those operations
+                        per second that a copy reads and writes, and that one core hashes with
+                        SHA-256, as checkpoints are; and the share of those operations
                         that a step of train_cifar.py, with its three image sizes, and of
                         train_gpt.py reach, optimizer included (in bf16 where the CPU has it; the
                         GPT in float32)
@@ -433,6 +437,34 @@ def image_loading(args):
         )
         for name in ("our", "cached")
     }
+
+
+def scoring(args):
+    files, different = (2000, 100) if args.quick else (100_000, 1000)
+    speeds = {"loader": [], "loader_and_model": [], "evaluate.py": []}
+    with tempfile.TemporaryDirectory() as folder:
+        few, many, run = f"{folder}/few", f"{folder}/many", f"{folder}/run"
+        for data, split, count in ((few, "train", 8), (few, "val", 2), (many, "test", different)):
+            make_photos(Path(data, split), count)
+        repeat_files(Path(many, "test"), files // different)
+        options = "--model mobilenet_v3_small --image_size 64 --batch_size 8 --max_train_steps 1"
+        train_words = script_words(f"train_images.py --dataset {few} {options}", run)
+        subprocess.run([sys.executable, *train_words], check=True, env=environment(), **QUIET)
+        words = script_words(f"evaluate.py {run} --dataset {many} --num_workers 2", f"{folder}/out")
+
+        def evaluate():
+            subprocess.run([sys.executable, *words], check=True, env=environment(), **QUIET)
+
+        for _ in _rounds.each():
+            for name in ("loader", "loader_and_model"):
+                options = dict(folder=many, run=run, forward=name != "loader", steps=1)
+                (seconds,), _ = measure_loop("plain_scoring", **options)
+                speeds[name].append(files / seconds)
+            speeds["evaluate.py"].append(files / seconds_of(evaluate))
+    print_speeds(speeds, "images/s")
+    ours = speeds.pop("evaluate.py")
+    unit = "images per second over a plain loop (more is better), ratio"
+    return {f"scoring/{name}": (ratios_of(ours, theirs), unit) for name, theirs in speeds.items()}
 
 
 def make_photos(folder, count, width=500, height=375, classes=2):
@@ -906,7 +938,7 @@ def machine_limit(args):
     steps, image_sizes = 12 if args.quick else 60, (24, 28, 32)
     run = short_run(steps, log_every=1)
     products = ["float32", "bf16"] if bf16 else ["float32"]
-    limits = {name: [] for name in (*products, "copy")}
+    limits = {name: [] for name in (*products, "copy", "sha256")}
     shares = {name: [] for name in (*(f"cifar_{size}px" for size in image_sizes), "gpt")}
     for _ in _rounds.each():
         for name in products:
@@ -914,6 +946,8 @@ def machine_limit(args):
             limits[name].append(2e-12 * MATRIX**3 / steady(seconds))
         seconds, _ = measure_loop("copy", steps=steps)
         limits["copy"].append(2e-12 * COPIED / steady(seconds))
+        seconds, _ = measure_loop("sha256", steps=steps)
+        limits["sha256"].append(1e-12 * COPIED / steady(seconds))
 
         lines, _ = measure_script(f"train_cifar.py {run}", bf16=bf16)
         limit = limits[products[-1]][-1]
@@ -929,7 +963,7 @@ def machine_limit(args):
         lines, _ = measure_script(f"train_gpt.py {run} {gpt_arguments()} --sample_length 1")
         reached = 1e-12 * gpt_flops() / steady(logged_steps(lines, steps // 2))
         shares["gpt"].append(reached / limits["float32"][-1])
-    absolute = "10^12 operations (copy: bytes) per second"
+    absolute = "10^12 operations (copy, sha256: bytes) per second"
     ratio = "operations per second over a matrix product (more is better), ratio"
     measured = {f"machine_limit/{name}": (values, absolute) for name, values in limits.items()}
     return measured | {f"machine_limit/{name}": (values, ratio) for name, values in shares.items()}
@@ -1230,6 +1264,7 @@ BENCHMARKS = {
     "tutorial_speedup": tutorial_speedup,
     "pipeline_speedup": pipeline_speedup,
     "image_loading": image_loading,
+    "scoring": scoring,
     "scaling_efficiency": scaling_efficiency,
     "startup_ratio": startup_ratio,
     "time_to_accuracy": time_to_accuracy,
@@ -1256,6 +1291,7 @@ SECONDS = {
     "tutorial_speedup": 119,
     "pipeline_speedup": 2,
     "image_loading": 10,
+    "scoring": 40,
     "scaling_efficiency": 60,
     "startup_ratio": 16,
     "time_to_accuracy": 90,

@@ -137,7 +137,8 @@ def evaluate_cifar(accelerator, args, saved):
         readable = outputs[1] >= 0
         metrics = train_cifar.summarize(*(values[readable] for values in outputs))
         predictions = metrics.pop("predictions")
-        rows = list_scored(split, *outputs, data.class_names)
+        top, shares = most_likely(outputs[0])
+        rows = list_scored(split, outputs[1], top, shares, data.class_names)
         split = split.select(readable.nonzero()[:, 0].numpy())
         results = {f"{shown}_{key}": value for key, value in metrics.items()}
         results |= {"tta": args.tta, "weights": str(saved.file)}
@@ -176,45 +177,67 @@ def evaluate_images(accelerator, args, saved):
     model, loader = accelerator.prepare(model.to(memory_format=torch.channels_last), loader)
     colors = (preprocessing[key] for key in ("mean", "std"))
     mean, std = (255 * torch.tensor(values).to(accelerator.device) for values in colors)
-    logits, labels = predict(accelerator, model, loader, mean, std)
+    outputs = predict(accelerator, model, loader, mean, std)
     if accelerator.is_main_process and args.images:
-        write_predictions(args, saved, dataset, logits, labels, class_names)
+        write_predictions(args, saved, dataset, outputs, class_names)
     elif accelerator.is_main_process:
-        write_evaluation(args, saved, dataset, logits, labels, class_names, shown)
+        write_evaluation(args, saved, dataset, outputs, class_names, shown)
 
 
 @torch.no_grad()
 def predict(accelerator, model, loader, mean, std):
-    """Computes the outputs for each image once, on any number of processes.
+    """Computes what `of_each_image` returns, for each image once, on any number of processes.
 
     Returns:
-        tuple: logits, float32 [images, classes], and labels, int64 [images], in the order of the
-        data. An unreadable image has the label -1.
+        list: its values for all images, in the order of the data.
     """
     model.eval()
     parts = []
     for batch in Progress(accelerator)(loader):
-        outputs = model(normalize(batch["images"], mean, std)).float()
-        gathered = accelerator.gather_for_metrics((batch["ids"], outputs, batch["labels"]))
-        parts.append([value.cpu() for value in gathered])
-    ids, logits, labels = (torch.cat(values) for values in zip(*parts, strict=True))
+        logits = model(normalize(batch["images"], mean, std)).float()
+        values = (batch["ids"], *of_each_image(logits, batch["labels"]))
+        parts.append([value.cpu() for value in accelerator.gather_for_metrics(values)])
+    ids, *outputs = (torch.cat(values) for values in zip(*parts, strict=True))
     if not torch.equal(ids, torch.arange(len(loader.dataset))):
         raise RuntimeError(
             f"classified {len(ids)} of {len(loader.dataset)} images, or not in order"
         )
-    return logits, labels
+    return outputs
 
 
-def write_evaluation(args, saved, dataset, logits, labels, class_names, shown="val"):
-    """Writes results.json, predictions.csv and the plots; prints the accuracy of each class."""
+def of_each_image(logits, labels):
+    """What is kept of the outputs for a batch: as much for a thousand classes as for five.
+
+    Args:
+        logits: float32 [images, classes].
+        labels: int64 [images]; -1: the image is unreadable.
+
+    Returns:
+        tuple: the labels; losses, float32 [images]; and what `most_likely` returns.
+    """
     losses = F.cross_entropy(logits, labels, reduction="none", ignore_index=-1)
-    top = logits.topk(min(5, logits.shape[1])).indices
+    return labels, losses, *most_likely(logits)
+
+
+def most_likely(logits):
+    """Up to five classes of each image, the likeliest first, and their probabilities.
+
+    Returns:
+        tuple: int64 and float32 [images, up to 5].
+    """
+    top = logits.topk(min(5, logits.shape[1])).indices  # as the accuracy is computed
+    return top, logits.softmax(1).gather(1, top)
+
+
+def write_evaluation(args, saved, dataset, outputs, class_names, shown="val"):
+    """Writes results.json, predictions.csv and the plots; prints the accuracy of each class."""
+    labels, losses, top, shares = outputs
     metrics, predictions = scores.summarize(labels, losses, top), top[:, 0]
     samples = {"labels": labels, "predictions": predictions, "losses": losses}
     results = {f"{shown}_{key}": value for key, value in metrics.items()}
     results |= {"weights": str(saved.file)}
     results |= scores.per_class(labels, predictions, class_names)
-    rows = list_scored(dataset.images, logits, labels, class_names)
+    rows = list_scored(dataset.images, labels, top, shares, class_names)
     with writing(args, saved.run, "evaluation") as folder:
         write_json(folder / "results.json", results)
         write_text(folder / "predictions.csv", as_csv(rows))
@@ -226,19 +249,17 @@ def write_evaluation(args, saved, dataset, logits, labels, class_names, shown="v
     print_summary(saved, metrics, (labels >= 0).sum().item(), shown, folder)
 
 
-def list_predictions(images, logits, labels, class_names):
+def list_predictions(images, labels, top, shares, class_names):
     """The most likely classes of each image.
 
     Args:
         images (Images | Split): of which each has a name.
-        logits: float32 [images, classes].
         labels: int64 [images]; -1: the image is unreadable.
+        top, shares: what `most_likely` returns.
 
     Returns:
         list[dict]: `file`; `classes`, up to five lists of a name and its probability.
     """
-    top = logits.topk(min(5, len(class_names))).indices  # as the accuracy is computed
-    shares = logits.softmax(1).gather(1, top)
     rows = []
     for index, readable in enumerate((labels >= 0).tolist()):
         likely = []
@@ -249,9 +270,9 @@ def list_predictions(images, logits, labels, class_names):
     return rows
 
 
-def list_scored(images, logits, labels, class_names):
+def list_scored(images, labels, top, shares, class_names):
     """As `list_predictions`, with the `true_class` of each image; "": it is unreadable."""
-    rows = list_predictions(images, logits, labels, class_names)
+    rows = list_predictions(images, labels, top, shares, class_names)
     for row, label in zip(rows, labels.tolist(), strict=True):
         row["true_class"] = class_names[label] if label >= 0 else ""
     return rows
@@ -281,9 +302,10 @@ def as_csv(rows):
     return table.getvalue()
 
 
-def write_predictions(args, saved, dataset, logits, labels, class_names):
+def write_predictions(args, saved, dataset, outputs, class_names):
     """Writes the most likely classes of every image: a CSV file, JSON, and a contact sheet."""
-    rows = list_predictions(dataset.images, logits, labels, class_names)
+    labels, _, top, shares = outputs
+    rows = list_predictions(dataset.images, labels, top, shares, class_names)
     with writing(args, saved.run, "predictions") as folder:
         write_text(folder / "predictions.csv", as_csv(rows))
         write_json(folder / "predictions.json", rows)

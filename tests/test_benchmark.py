@@ -18,7 +18,7 @@ from utils.run.process import PREEMPTED
 SCRIPT = "scripts/benchmark.py"
 PRODUCTS = ["float32", "bf16"] if cpu.has_bf16() else ["float32"]
 SCORES = ["accuracy", "macro_f1", "rare_recall"]
-LIMITS = [*PRODUCTS, "copy", "cifar_24px", "cifar_28px", "cifar_32px", "gpt"]
+LIMITS = [*PRODUCTS, "copy", "sha256", "cifar_24px", "cifar_28px", "cifar_32px", "gpt"]
 
 
 @pytest.mark.parametrize(
@@ -180,6 +180,7 @@ def test_a_signal_also_ends_the_processes_that_it_measures(tmp_path):
         ["pipeline_speedup", "memory"],
         ["startup_ratio/train_minimal", "startup_ratio/train_cifar", "startup_ratio/train_gpt"],
         ["image_loading/our", "image_loading/cached"],
+        ["scoring/loader", "scoring/loader_and_model"],
         [f"imbalance/{name}_{way}" for name in SCORES for way in ("plain", "weights", "sampler")],
         ["time_to_accuracy", "time_to_accuracy/flops", "time_to_accuracy/accuracy"],
         [f"machine_limit/{name}" for name in LIMITS],

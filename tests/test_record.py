@@ -45,6 +45,11 @@ def test_each_difference_is_a_line_in_order():
         "--only_now 6 (was None)",
         r"--text c (was 'a\nb')",
     ]
+    both = {"image_column": "photo", "label_column": "kind"}
+    assert record.differences({}, both, ()) == [
+        "--columns photo (was None)",
+        "--columns kind (was None)",
+    ]
 
 
 def test_the_topology_of_a_launch(monkeypatch):

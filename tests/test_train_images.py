@@ -876,7 +876,9 @@ def test_predictions_and_accuracy_agree_where_outputs_are_equal(tmp_path):
     args = SimpleNamespace(output_dir=str(tmp_path))
     saved = SimpleNamespace(file="model.safetensors", run=tmp_path)
     logits = torch.zeros(20, 10)
-    load_script("evaluate").write_evaluation(args, saved, dataset, logits, labels, names)
+    evaluate = load_script("evaluate")
+    outputs = evaluate.of_each_image(logits, labels)
+    evaluate.write_evaluation(args, saved, dataset, outputs, names)
     found = results(tmp_path)
     assert found["val_accuracy"] == pytest.approx(0.1)
     predicted = names[logits.topk(5).indices[0, 0]]
@@ -894,7 +896,9 @@ def test_unreadable_images_are_named_by_evaluate(tmp_path, capsys):
     args = SimpleNamespace(output_dir=str(tmp_path))
     saved = SimpleNamespace(file="model.safetensors", run=tmp_path)
     logits = torch.tensor([[2.0, 0.0]] * 3)
-    load_script("evaluate").write_evaluation(args, saved, dataset, logits, labels, names)
+    evaluate = load_script("evaluate")
+    outputs = evaluate.of_each_image(logits, labels)
+    evaluate.write_evaluation(args, saved, dataset, outputs, names)
     assert "unreadable, and left out: image 1\n" in capsys.readouterr().out
     rows = list(csv.DictReader((tmp_path / "predictions.csv").open()))
     assert [row["true_class"] for row in rows] == ["a", "", "b"]

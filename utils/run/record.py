@@ -16,6 +16,7 @@ from utils.run.files import read_json, write_json
 
 STARTS = 1000  # which args.json lists, besides the first one
 PATHS = ("dataset", "init_from")  # arguments that may be paths: compared as absolute paths
+FLAGS = {"image_column": "columns", "label_column": "columns"}  # if it is not --name
 # Dense bf16 (before Ampere: fp16) TFLOPS of the tensor cores, summed in float32, of SXM modules and
 # cards. From NVIDIA's data sheets, which often show twice as much, for sparse matrices (that of the
 # RTX 6000 Ada four times as much: 1457, for sparse fp8). Of GeForce cards, which sum in float32 at
@@ -67,7 +68,7 @@ def differences(earlier, now, may_change):
         was, value = earlier.get(name), now.get(name)
         if was != value and not (name in PATHS and moved(was, value)):
             was, value = (repr(text) if "\n" in str(text) else text for text in (was, value))
-            found.append(f"--{name} {value} (was {was})")
+            found.append(f"--{FLAGS.get(name, name)} {value} (was {was})")
     return found
 
 

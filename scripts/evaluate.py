@@ -341,7 +341,7 @@ def draw_contact_sheet(path, dataset, rows, columns=8, most=64):
     for axis, index, image in zip(np.ravel(axes), chosen, images, strict=False):
         classes, name = rows[index]["classes"], Path(rows[index]["file"]).name
         axis.imshow(
-            image.permute(1, 2, 0) if classes else np.full((size, size, 3), 230, np.uint8),
+            image.permute(1, 2, 0).numpy() if classes else np.full((size, size, 3), 230, np.uint8),
             interpolation="nearest",
         )
         name = name if len(name) <= 20 else f"{name[:9]}…{name[-10:]}"

@@ -189,8 +189,10 @@ def test_a_byte_order_mark_is_not_text(data, tmp_path):
 def test_a_byte_order_mark_of_a_table_is_not_text(tmp_path):
     (tmp_path / "a.jsonl").write_bytes(codecs.BOM_UTF8 + as_lines("x").encode())
     (tmp_path / "b.csv").write_bytes(codecs.BOM_UTF8 + b"text\n" + b"x\n" * 30)
+    (tmp_path / "c.json").write_bytes(codecs.BOM_UTF8 + json.dumps([{"text": "x"}] * 30).encode())
     assert everything(str(tmp_path / "a.jsonl")) == "".join(f"x{i}\n" for i in range(30))
     assert everything(str(tmp_path / "b.csv")) == "x\n" * 30
+    assert everything(str(tmp_path / "c.json")) == "x\n" * 30
 
 
 def test_a_text_that_is_a_fifo_is_not_waited_for(tmp_path):

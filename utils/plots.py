@@ -86,7 +86,7 @@ def image_grid(path, images, labels, predictions, class_names, columns=8, title=
 @extra
 def confusion_matrix(path, counts, class_names):
     """Draws int64 [true, predicted] counts as percentages of each true class."""
-    share = 100 * counts.float() / counts.sum(1, keepdim=True).clamp(min=1)
+    share = (100 * counts.float() / counts.sum(1, keepdim=True).clamp(min=1)).numpy()
     count = len(class_names)
     figure, axis = subplots(1, 1, figsize=(max(0.62 * count + 2, 6.2), 0.58 * count + 1.6))
     axis.imshow(share, cmap="Blues", vmin=0, vmax=100)

@@ -121,7 +121,7 @@ def suffix_of(file):
 
 
 def read_text(path):
-    """The bytes of a file, decompressed, without a byte order mark; UTF-16 becomes UTF-8.
+    """The bytes of a file, decompressed; UTF-16 becomes UTF-8.
 
     Raises:
         UserError: it cannot be read.
@@ -130,12 +130,10 @@ def read_text(path):
         data = read_regular(path)
         decompress = DECOMPRESS.get(path.suffix.lower())
         data = decompress(data) if decompress else data
-        if data.startswith(UTF16):
-            return data.decode("utf-16").encode()
+        return data.decode("utf-16").encode() if data.startswith(UTF16) else data
     except (OSError, EOFError, lzma.LZMAError, UnicodeError) as error:
         reason = getattr(error, "strerror", None) or error
         raise UserError(f"cannot read {path}: {reason}") from None
-    return data.removeprefix(codecs.BOM_UTF8)
 
 
 @contextlib.contextmanager
@@ -161,7 +159,7 @@ def open_text(path):
 
 
 def read_parts(path):
-    """Yields parts of what `read_text` returns. Raises UserError as it does."""
+    """Yields parts of what `read_text` returns, without a byte order mark; raises as it does."""
     with reading(path), open_text(path) as file:
         data = file.read(PART).removeprefix(codecs.BOM_UTF8)
         while data:
@@ -170,7 +168,7 @@ def read_parts(path):
 
 
 def map_text(path):
-    """What `read_text` returns, uint8 [bytes], mapped into memory; None: the file has other bytes.
+    """The parts of `read_parts`, uint8 [bytes], mapped into memory; None: the file has other bytes.
 
     Raises:
         UserError: it cannot be read.

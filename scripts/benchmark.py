@@ -1241,16 +1241,21 @@ def first_steps(words, ours, steps):
         words += ["--output_dir", f"{folder}/run"] if ours else []
         env = environment(ours and cpu.has_bf16()) | {"PYTHONUNBUFFERED": "1"}
         pipes = dict(stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+        pipes |= dict(start_new_session=True)
         start_time, times, memory = time.perf_counter(), [], [0]
         running = subprocess.Popen(words, env=env, cwd=folder, **pipes)
         watching = watch(running, memory, lambda all_sizes: sum(size.pss for size in all_sizes))
-        for line in running.stdout:
-            if STEP.search(line):
-                times.append(time.perf_counter())
-                if len(times) == steps:
-                    break
-        running.terminate()
-        running.communicate()
+        try:
+            for line in running.stdout:
+                if STEP.search(line):
+                    times.append(time.perf_counter())
+                    if len(times) == steps:
+                        break
+        finally:
+            # All of them: the workers of other scripts can outlive these, and keep the pipe open.
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(running.pid, signal.SIGKILL)
+            running.communicate()
         watching.join()
     if len(times) < steps:
         raise RuntimeError(f"{words[1]} ended after {len(times)} of {steps} steps: {line}")

@@ -1140,7 +1140,7 @@ def measure_trl(options):
 
 # name -> model, pixels, steps, width and height of the photos
 PEER_CASES = {
-    "decoding": ("mobilenet_v3_small", 64, 15, (2000, 1500)),
+    "decoding": ("mobilenet_v3_small", 32, 15, (2000, 1500)),
     "resnet18": ("resnet18", 224, 6, (500, 375)),
     "resnet50": ("resnet50", 224, 4, (500, 375)),
 }

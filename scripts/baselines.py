@@ -341,7 +341,8 @@ def plain_scoring(folder, run, steps, forward):
     def classify(batch):
         model(normalize(batch["images"], mean, std)).argmax(1)
 
-    yield from passes(loader, steps, classify if forward else lambda batch: batch, None)
+    use = classify if forward else lambda batch: batch
+    yield from passes(loader, steps, use, threads=None)
 
 
 def passes(loader, count, use, threads=1):

@@ -50,10 +50,9 @@ the same command continues with the first round that was not finished.
                         rounds are in `growth.md`
     machine_limit       what the machine can do: operations per second of a matrix product, bytes
                         per second that a copy reads and writes, and that one core hashes with
-                        SHA-256, as checkpoints are; and the share of those operations
-                        that a step of train_cifar.py, with its three image sizes, and of
-                        train_gpt.py reach, optimizer included (in bf16 where the CPU has it; the
-                        GPT in float32)
+                        SHA-256, as checkpoints are; and the share of those operations that a
+                        step of train_cifar.py, with its three image sizes, and of train_gpt.py
+                        reach, optimizer included (in bf16 where the CPU has it; the GPT in float32)
     memory              peak memory of train_cifar.py over that of a plain loop which holds the same
                         data
     gpt                 on tinyshakespeare (--text), in nanoGPT's CPU setting, ours in bf16 where

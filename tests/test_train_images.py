@@ -885,6 +885,8 @@ def test_predictions_and_accuracy_agree_where_outputs_are_equal(tmp_path):
     assert found["per_class"] == {name: float(name == predicted) for name in names}
     rows = list(csv.DictReader((tmp_path / "predictions.csv").open()))
     assert [row["class_1"] for row in rows] == [predicted] * 20
+    assert [float(rows[0][f"probability_{rank}"]) for rank in range(1, 6)] == [0.1] * 5
+    assert found["val_top5"] == pytest.approx(0.5) and "class_6" not in rows[0]
     assert [row["true_class"] for row in rows] == [*names, *names] and rows[3]["file"] == "image 3"
 
 

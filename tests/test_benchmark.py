@@ -18,6 +18,8 @@ from utils.run.process import PREEMPTED
 SCRIPT = "scripts/benchmark.py"
 PRODUCTS = ["float32", "bf16"] if cpu.has_bf16() else ["float32"]
 SCORES = ["accuracy", "macro_f1", "rare_recall"]
+ACCURACIES = ["airbench", "airbench_flops", "hiverge", "hiverge_flops"]
+ACCURACIES += [f"{way}{of}" for way in ("accuracy", "tta") for of in ("", "_airbench", "_hiverge")]
 LIMITS = [*PRODUCTS, "copy", "sha256", "cifar_24px", "cifar_28px", "cifar_32px", "gpt"]
 
 
@@ -72,6 +74,32 @@ def test_counts_the_operations_of_model_and_optimizer():
     muon = 16 * 3 * 3 * product + 8 * (2 * 4 + 3 + 2 * (2 + 1)) * product
     positions = baselines.GPT_BATCH * baselines.GPT["block_size"]
     assert baselines.gpt_flops() == positions * model.flops_per_token() + muon
+
+
+@pytest.mark.parametrize(
+    ("name", "lengths"), [("airbench", (25, 200, 75)), ("hiverge", (32, 243, 7))]
+)
+def test_the_records_take_the_published_steps(name, lengths):
+    """Those of an epoch, of the training, and those in which the first layer's bias is trained."""
+    baselines = load_script("baselines")
+    assert baselines.record_steps(SimpleNamespace(**baselines.RECORDS[name]), 50_000) == lengths
+
+
+def test_a_record_trains_its_first_bias_as_long_as_published(monkeypatch):
+    baselines, changed = load_script("baselines"), []
+
+    class Watched(baselines.MuonSGD):
+        def step(self):
+            (bias,) = self.param_groups[1]["params"]
+            before = bias.tolist()
+            super().step()
+            changed.append(bias.tolist() != before)
+
+    monkeypatch.setattr(baselines, "MuonSGD", Watched)
+    short = dict(batch_size=50, epochs=0.06, whiten_epochs=0.02)
+    monkeypatch.setitem(baselines.RECORDS, "hiverge", baselines.RECORDS["hiverge"] | short)
+    assert len(list(baselines.record("hiverge", "synthetic", 0, False))) == 1 + 6
+    assert changed == [True, True, False, False, False, False]
 
 
 def test_a_steady_step_is_never_faster_than_the_fastest():
@@ -182,7 +210,7 @@ def test_a_signal_also_ends_the_processes_that_it_measures(tmp_path):
         ["image_loading/our", "image_loading/cached"],
         ["scoring/loader", "scoring/loader_and_model"],
         [f"imbalance/{name}_{way}" for name in SCORES for way in ("plain", "weights", "sampler")],
-        ["time_to_accuracy", "time_to_accuracy/flops", "time_to_accuracy/accuracy"],
+        [f"time_to_accuracy/{name}" for name in ACCURACIES],
         [f"machine_limit/{name}" for name in LIMITS],
     ],
     ids=lambda names: names[0].partition("/")[0],

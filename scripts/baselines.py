@@ -152,6 +152,8 @@ def record(name, images, seed, bf16, steps=None):
         loss.backward()
         optimizer.step()
         optimizer.zero_grad()
+        if device.type == "cuda" and step + 1 == (steps or total):
+            torch.cuda.synchronize()  # the time of this step includes what the GPU has left to do
         yield
     model.eval()
     with torch.no_grad(), precision:

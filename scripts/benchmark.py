@@ -522,7 +522,8 @@ def side_by_side(command, batch):
 
 
 def time_to_accuracy(args):
-    bf16, batch = cpu.has_bf16(), train_cifar.RECIPES["fastnet"]["batch_size"]
+    bf16 = torch.cuda.is_available() or cpu.has_bf16()
+    batch = train_cifar.RECIPES["fastnet"]["batch_size"]
     command = f"train_cifar.py --dataset {args.images} --tta --eval_every 100000"
     command += " --checkpoint_every 0" + " --max_train_steps 4" * args.quick
     shortened = {"steps": 2} if args.quick else {}

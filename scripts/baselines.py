@@ -105,13 +105,14 @@ def plain_cifar(model, batch_size, steps):
         yield
 
 
-def record(name, images, seed, bf16, steps=None):
+def record(recipe, images, seed, bf16, steps=None):
     """Trains by one of `RECORDS`; yields before the first step and after each.
 
     Our own writing: filters are orthogonalized with the coefficients of utils/muon.py, and the
     whole filter decays before its update, not after.
 
     Args:
+        recipe (str): a name in `RECORDS`.
         images (str): CIFAR-10, as for train_cifar.py.
         steps (int | None): those of a shortened run.
 
@@ -119,7 +120,7 @@ def record(name, images, seed, bf16, steps=None):
         dict: `accuracy` on the test set, and `accuracy_tta` with views of the least certain images.
     """
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    recipe, splits = SimpleNamespace(**RECORDS[name]), load_arrays(images, seed=seed).splits
+    published, splits = SimpleNamespace(**RECORDS[recipe]), load_arrays(images, seed=seed).splits
     train, test = (
         Split(splits[split].images.to(device), splits[split].labels.to(device), device)
         for split in ("train", "test")
@@ -127,19 +128,19 @@ def record(name, images, seed, bf16, steps=None):
     mean, std = (value.to(device) for value in train.mean_and_std())
     precision = torch.autocast(device.type, torch.bfloat16, enabled=bf16)
     torch.manual_seed(seed)
-    model, optimizer = record_network(name)
+    model, optimizer = record_network(recipe)
     model.fit_whitening(normalize(train.images[:5000], mean, std).cpu())
     model.to(device)
-    per_epoch, total, whiten_steps = record_steps(recipe, len(train))
+    per_epoch, total, whiten_steps = record_steps(published, len(train))
     filters, whitening = optimizer.param_groups[:2]
     rates = [group["lr"] for group in optimizer.param_groups]
-    first, more = recipe.norm_every
+    first, more = published.norm_every
     normed = 0  # steps since the last scaling of the filters
     yield
-    for step, ids in enumerate(batches(len(train), recipe.batch_size, steps or total)):
+    for step, ids in enumerate(batches(len(train), published.batch_size, steps or total)):
         batch = train.batch(ids)
         shown, _ = augment(batch["images"], ids, step // per_epoch, seed, padding=2)
-        shown = jitter(normalize(shown, mean, std), recipe.brightness, recipe.contrast)
+        shown = jitter(normalize(shown, mean, std), published.brightness, published.contrast)
         model.whiten.bias.requires_grad_(step < whiten_steps)
         for group, rate in zip(optimizer.param_groups, rates, strict=True):
             group["lr"] = rate * (1 - step / (whiten_steps if group is whitening else total))
@@ -147,7 +148,7 @@ def record(name, images, seed, bf16, steps=None):
         filters["fixed_norm"] = normed >= first + int(more * (step + 1) / total)
         normed *= not filters["fixed_norm"]
         with precision:
-            smoothing = dict(label_smoothing=recipe.label_smoothing, reduction="sum")
+            smoothing = dict(label_smoothing=published.label_smoothing, reduction="sum")
             loss = F.cross_entropy(model(shown), batch["labels"], **smoothing)
         loss.backward()
         optimizer.step()
@@ -160,8 +161,8 @@ def record(name, images, seed, bf16, steps=None):
         shown = normalize(test.images, mean, std)
         outputs = torch.cat([model(part).float() for part in shown.split(2000)])
         certainty = outputs.softmax(1).amax(1)
-        again = certainty.topk(int(recipe.viewed * len(test)), largest=False).indices
-        views = [view_all(model, shown[some], recipe.views) for some in again.split(2000)]
+        again = certainty.topk(int(published.viewed * len(test)), largest=False).indices
+        views = [view_all(model, shown[some], published.views) for some in again.split(2000)]
         with_views = outputs.index_copy(0, again, torch.cat(views))
     right = {"accuracy": outputs, "accuracy_tta": with_views}
     return {k: (v.argmax(1) == test.labels).double().mean().item() for k, v in right.items()}

@@ -543,7 +543,7 @@ def time_to_accuracy(args):
         values["accuracy"].append(results["test_accuracy"])
         values["tta"].append(results["test_accuracy_tta"])
         for name in RECORDS:
-            options = dict(name=name, images=args.images, seed=seed, bf16=bf16, **shortened)
+            options = dict(recipe=name, images=args.images, seed=seed, bf16=bf16, **shortened)
             record = measure_loop("record", **options)
             values[name].append(results["train_seconds"] / sum(record["seconds"][1:]))
             values[f"{name}_flops"].append(flops / record_flops(name))

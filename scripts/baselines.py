@@ -106,7 +106,7 @@ def plain_cifar(model, batch_size, steps):
 
 
 def record(recipe, images, seed, bf16, steps=None):
-    """Trains by one of `RECORDS`; yields before the first step and after each.
+    """Trains by one of `RECORDS`; yields before the first step, after each, and after the test.
 
     Our own writing: filters are orthogonalized with the coefficients of utils/muon.py, and the
     whole filter decays before its update, not after.
@@ -120,6 +120,7 @@ def record(recipe, images, seed, bf16, steps=None):
         dict: `accuracy` on the test set, and `accuracy_tta` with views of the least certain images.
     """
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    cpu.keep_freed_memory()
     published, splits = SimpleNamespace(**RECORDS[recipe]), load_arrays(images, seed=seed).splits
     train, test = (
         Split(splits[split].images.to(device), splits[split].labels.to(device), device)
@@ -164,8 +165,10 @@ def record(recipe, images, seed, bf16, steps=None):
         again = certainty.topk(int(published.viewed * len(test)), largest=False).indices
         views = [view_all(model, shown[some], published.views) for some in again.split(2000)]
         with_views = outputs.index_copy(0, again, torch.cat(views))
-    right = {"accuracy": outputs, "accuracy_tta": with_views}
-    return {k: (v.argmax(1) == test.labels).double().mean().item() for k, v in right.items()}
+    found = {"accuracy": outputs, "accuracy_tta": with_views}
+    right = {k: (v.argmax(1) == test.labels).double().mean().item() for k, v in found.items()}
+    yield
+    return right
 
 
 def record_steps(recipe, samples):

@@ -2545,6 +2545,13 @@ MUTANTS = [
         "test_benchmark.py -k skipped",
     ),
     Mutant(
+        "the maximum of each filter has no place",
+        "scripts/train_cifar.py",
+        "F.max_pool2d(x, x.shape[2:]).flatten(1)",
+        "x.amax((2, 3))",
+        "test_train_cifar.py -m slow -k compiled_gradients",
+    ),
+    Mutant(
         "the backward pass is not counted",
         "scripts/baselines.py",
         "model(windows, windows).mean().backward()",

@@ -98,7 +98,7 @@ def test_a_record_trains_its_first_bias_as_long_as_published(monkeypatch):
     monkeypatch.setattr(baselines, "MuonSGD", Watched)
     short = dict(batch_size=50, epochs=0.06, whiten_epochs=0.02)
     monkeypatch.setitem(baselines.RECORDS, "hiverge", baselines.RECORDS["hiverge"] | short)
-    assert len(list(baselines.record("hiverge", "synthetic", 0, False))) == 1 + 6
+    assert len(list(baselines.record("hiverge", "synthetic", 0, False))) == 1 + 6 + 1
     assert changed == [True, True, False, False, False, False]
 
 

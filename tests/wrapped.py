@@ -456,6 +456,20 @@ elif name == "fp16":
     accelerate.Accelerator.__init__, accelerate.Accelerator.backward = start, backward
     accelerate.Accelerator.unscale_gradients = unscale_gradients
     gpu.skip_whole_steps()
+elif name == "muon_precision":
+    # Not a fault: the precision in which Muon orthogonalizes follows the colon.
+    from utils import muon
+
+    precision, rank = rank, ""
+    real_orthogonalize = muon.orthogonalize
+
+    def orthogonalize(x, iterations=5, half=None):
+        torch.backends.cuda.matmul.allow_tf32 = precision == "tf32"
+        done = real_orthogonalize(x, iterations, precision == "float16")
+        torch.backends.cuda.matmul.allow_tf32 = False
+        return done
+
+    muon.orthogonalize = orthogonalize
 elif name == "count_compilations":
     # Not a fault: writes how often and how long the script compiled, to the file after the colon.
     # @1: with a backend that only counts, in seconds instead of minutes.

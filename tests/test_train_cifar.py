@@ -204,7 +204,7 @@ def test_a_compiled_run_computes_the_same_and_saves_plain_names(reference, tmp_p
 @pytest.mark.slow
 @pytest.mark.skipif(not shutil.which("g++"), reason="torch.compile needs a C++ compiler on a CPU")
 @pytest.mark.parametrize("name", ["net", "resnet18", "fastnet"])
-def test_compiled_gradients_in_bf16_are_nearly_the_same(name):
+def test_compiled_gradients_in_bf16_are_as_near_to_those_in_float32(name):
     """A compiled backward pass computes some values of the forward pass again, in float32.
 
     If it looks for those that equal a maximum which was rounded to bf16, as the gradient of `amax`
@@ -214,16 +214,16 @@ def test_compiled_gradients_in_bf16_are_nearly_the_same(name):
     model = load_script("train_cifar").build_model(name, 10)
     images, labels = torch.randn(16, 3, 32, 32), torch.arange(16) % 10
 
-    def gradients():
+    def gradients(half=True):
         model.zero_grad()
-        with torch.autocast("cpu", torch.bfloat16):
+        with torch.autocast("cpu", torch.bfloat16, enabled=half):
             F.cross_entropy(model(images).float(), labels).backward()
         found = [weight.grad for weight in model.parameters() if weight.requires_grad]
         return torch.cat([gradient.flatten() for gradient in found])
 
-    eager = gradients()
+    exact, eager = gradients(half=False), gradients()
     model.compile(dynamic=False)
-    assert (gradients() - eager).norm() < 0.2 * eager.norm()
+    assert (gradients() - exact).norm() < 1.5 * (eager - exact).norm()
 
 
 @pytest.mark.slow

@@ -181,6 +181,22 @@ def utilization(place, folder, name, batch_size, size_at):
     return {"mfu": statistics.median(reached)}
 
 
+def mean_step_seconds(lines, size_at):
+    """The mean over a run, of which each log line counts as the median one with images of its size.
+
+    Each size begins with the choice of its kernels, or with their compilation.
+
+    Args:
+        lines (list): log lines of training, after equally many steps each.
+        size_at: as for `utilization`.
+    """
+    by_size = {}
+    for line in lines:
+        size = size_at(line["step"] / lines[-1]["step"])
+        by_size.setdefault(size, []).append(line["step_seconds"])
+    return sum(statistics.median(found) * len(found) for found in by_size.values()) / len(lines)
+
+
 def frequent(place):
     """Arguments for the length of a run of `place`, with a checkpoint after each third, and six log
     lines.
@@ -399,15 +415,14 @@ def whole_recipe(place, folder):
     Those are of one A100, to 94 % on CIFAR-10 as published: the images and the GPU differ.
     """
     figures = dict(airbench94_muon_published_seconds=2.59, hiverge_published_seconds=1.99)
+    recipe = SimpleNamespace(model="fastnet" if place.gpu else "net", lr_schedule="linear")
+    size_at = partial(train_cifar.image_size_at, args=recipe)
     for name, flag in (("eager", ""), ("compiled", "--compile")) if place.gpu else (("eager", ""),):
         length = "" if place.gpu else "--max_train_steps 60 --lr 0.1"
         arguments = f"{place.cifar} {length} {flag} --tta --eval_every 100000 --checkpoint_every 0"
-        launch(place, CIFAR, f"{arguments} --log_every 20", folder / name)
+        launch(place, CIFAR, f"{arguments} --log_every 5", folder / name)
         lines, result = train_lines(folder / name), results(folder / name)
-        # Those of the first line include the choice of kernels and compilation.
-        figures[f"{name}_seconds"] = result["global_step"] * statistics.mean(
-            line["step_seconds"] for line in lines[1:] or lines
-        )
+        figures[f"{name}_seconds"] = mean_step_seconds(lines, size_at) * result["global_step"]
         for figure in ("test_accuracy", "test_accuracy_tta"):
             assert result[figure] > place.accuracy
             figures[f"{name}_{figure}"] = result[figure]
@@ -422,21 +437,21 @@ def batch_sizes(place, folder):
     """
     figures, name = {}, "fastnet" if place.gpu else "net"
     recipe = SimpleNamespace(model=name, lr_schedule="linear")
+    size_at = partial(train_cifar.image_size_at, args=recipe)
     for size in (480, 1000, 2000) if place.gpu else (50, 100):
         for flag in ("", "--compile") if place.gpu else ("",):
             run_folder, key = folder / f"{size}{flag}", f"{size}{flag.replace('--', '_')}"
             arguments = f"{place.cifar} --batch_size {size} {flag}"
-            launch(place, CIFAR, f"{arguments} {frequent(place)}", run_folder)
+            often = f"{frequent(place)} --log_every {max(1, place.steps // 30)}"
+            launch(place, CIFAR, f"{arguments} {often}", run_folder)
             profiled = f"{arguments} --max_train_steps 8 --log_every 100 --profile"
             launch(place, CIFAR, profiled, folder / f"{key}_profiled")
             trace = json.loads((folder / f"{key}_profiled/profile/trace.json").read_text())
             figures[f"{key}_step_ms"] = step_milliseconds(run_folder)
-            # Without the first line, in which kernels are chosen or compiled.
-            seconds = statistics.mean(line["step_seconds"] for line in train_lines(run_folder)[1:])
             steps = train_cifar.RECIPES["fastnet"]["epochs"] * (50_000 // size)
+            seconds = mean_step_seconds(train_lines(run_folder), size_at)
             figures[f"{key}_seconds"] = seconds * steps
             figures[f"{key}_busy_share"] = copies_in(trace["traceEvents"])["busy_share"]
-            size_at = partial(train_cifar.image_size_at, args=recipe)
             reached = utilization(place, run_folder, name, size, size_at)
             figures |= {f"{key}_{figure}": value for figure, value in reached.items()}
     return figures
@@ -907,6 +922,12 @@ def test_mfu_is_that_of_the_median_line_at_the_size_of_its_images(tmp_path):
     sizes = {0.5: 32, 0.75: 64, 1: 32}
     reached = utilization(REHEARSAL, tmp_path, "resnet18", 8, sizes.get)
     assert reached == {"mfu": pytest.approx(small)}
+
+
+def test_a_mean_step_leaves_out_the_lines_in_which_kernels_are_compiled():
+    seconds = [9.0, 1.0, 1.0, 9.0, 3.0, 3.0]
+    lines = [dict(step=4 * n, step_seconds=s) for n, s in enumerate(seconds, 1)]
+    assert mean_step_seconds(lines, lambda done: 24 if done <= 0.5 else 32) == 2.0
 
 
 def test_the_table_keeps_the_other_checks(tmp_path):

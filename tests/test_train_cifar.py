@@ -201,6 +201,16 @@ def test_a_compiled_run_computes_the_same_and_saves_plain_names(reference, tmp_p
     )
 
 
+@torch.no_grad()
+def test_fastnet_classifies_by_the_maximum_of_each_filter():
+    model, seen = load_script("train_cifar").build_model("fastnet", 10).eval(), []
+    model.blocks.register_forward_hook(lambda module, inputs, output: seen.append(output))
+    model.head.register_forward_pre_hook(lambda module, inputs: seen.append(inputs[0]))
+    model(torch.randn(2, 3, 32, 32))
+    features, pooled = seen
+    assert features.shape == (2, 256, 3, 3) and torch.equal(pooled, features.amax((2, 3)))
+
+
 @pytest.mark.slow
 @pytest.mark.skipif(not shutil.which("g++"), reason="torch.compile needs a C++ compiler on a CPU")
 @pytest.mark.parametrize("name", ["net", "resnet18", "fastnet"])

@@ -47,7 +47,7 @@ from utils.data.mixture import SourceLog, labels
 from utils.data.report import agree
 from utils.data.token_stream import TokenStream, load_held_out
 from utils.data.tokens import load_tokens
-from utils.run import ddp, fsdp, launch, schedule
+from utils.run import ddp, fsdp, gpu, launch, schedule
 from utils.run.arguments import Parser, number
 from utils.run.collectives import local_main_first, run_on_all, run_on_main
 from utils.run.failures import UserError, optional
@@ -114,6 +114,7 @@ def build_model(accelerator, config, args):  # EDIT: model
             model, args.lora_rank, args.lora_alpha, LORA_DROPOUT, args.lora_targets.split(",")
         )
     lm_loss.chunk_loss(model)
+    gpu.deterministic_attention()
     fsdp.use_model_blocks(accelerator, model)
     return model
 
@@ -605,7 +606,7 @@ def parse_args():
         "--dtype",
         choices=["float32", "bfloat16"],
         default="float32",
-        help="of the weights; bfloat16 only for the frozen ones beside LoRA's adapters. The "
+        help="dtype of the weights; bfloat16 only with LoRA, for the frozen ones. The "
         "configuration of the launcher sets the precision of the computation",
     )
     group.add_argument(
@@ -649,7 +650,7 @@ def parse_args():
         "--warmup_steps",
         type=number(int, 0),
         default=50,
-        help="steps of warm-up, at most a tenth of all",
+        help="steps of warm-up, at most a tenth of the run",
     )
     # --model takes the place of --init_from; tokens in memory-mapped files need no workers.
     parser.add_run_arguments(leave_out=["init_from"])

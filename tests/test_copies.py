@@ -2,7 +2,9 @@
 unchanged.
 """
 
+import re
 import shutil
+import subprocess
 
 import pytest
 from conftest import ROOT, final_weights, results, run, some_slow
@@ -58,14 +60,22 @@ def test_a_copied_script_runs(script, tmp_path):
 
 
 def test_a_copy_of_the_smallest_script_needs_one_folder(tmp_path):
-    """utils/run, and nothing else of the collection."""
+    """utils/run: by the commands of the README, inside the repository, whose library it ignores."""
+    commands = re.findall(
+        r"^       (mkdir .*\n       cp .*)", (ROOT / "README.md").read_text(), re.M
+    )
     ignored = shutil.ignore_patterns("__pycache__")
-    shutil.copytree(ROOT / "utils" / "run", tmp_path / "utils" / "run", ignore=ignored)
-    shutil.copy(ROOT / "scripts" / "train_minimal.py", tmp_path)
-    run("2cpu", "train_minimal.py", "--epochs 1", root=tmp_path, output_dir=tmp_path / "run")
-    assert (tmp_path / "run" / "results.json").exists() and (
-        tmp_path / "run" / "README.md"
-    ).exists()
+    for name in ("utils", "accelerate_configs"):
+        shutil.copytree(ROOT / name, tmp_path / name, ignore=ignored)
+    (tmp_path / "scripts").mkdir()
+    for name in ("scripts/train_minimal.py", "requirements.txt"):
+        shutil.copy(ROOT / name, tmp_path / name)
+    subprocess.run(["bash", "-ec", *commands], cwd=tmp_path, check=True)
+    shutil.rmtree(tmp_path / "utils" / "run")
+    project = tmp_path / "my_project"
+    run("2cpu", "train_minimal.py", "--epochs 1", root=project, output_dir=tmp_path / "run")
+    assert (tmp_path / "run" / "results.json").exists()
+    assert (tmp_path / "run" / "README.md").exists()
 
 
 DICT_MODEL = """

@@ -194,6 +194,15 @@ def test_the_last_line_of_nccl_that_is_not_empty():
     assert failures.describe(torch.distributed.DistBackendError("another backend")) is None
 
 
+def test_what_is_not_deterministic_is_named_with_the_way_out():
+    text = "histc_cuda does not have a deterministic implementation, but you set 'torch.use"
+    line = failures.describe(RuntimeError(text))
+    assert line.startswith("rank 0: histc_cuda has no deterministic algorithm on GPUs")
+    assert line.endswith("give --nondeterministic")
+    for error in (ValueError(text), RuntimeError(f"it says: {text}")):
+        assert failures.describe(error) is None
+
+
 def test_causes_are_followed_to_the_first():
     first, second, third = ValueError("1"), KeyError("2"), OSError("3")
     second.__context__, third.__context__, third.__cause__ = first, ValueError("no"), second

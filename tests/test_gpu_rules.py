@@ -2,17 +2,17 @@
 
 import json
 import re
-from types import SimpleNamespace
 
 import pytest
 import torch
 import torch.distributed as dist
 import torchvision
-from conftest import kinds_of_classifiers, load_script, run, some_slow
+from conftest import kinds_of_classifiers, run, some_slow
 from gpu_rules import DEVICE, Rules
 
 from utils import pretrained
 from utils.ema import MovingAverage
+from utils.run import gpu
 
 # What `torch.use_deterministic_algorithms` documents to have no deterministic algorithm on GPUs,
 # and the operations of which that is true.
@@ -55,6 +55,7 @@ SCRIPTS = {
     f"--lr 1e-3 --mixup 0.2 --cutmix 1 --ema_decay 0.9 --num_workers 0 {STEPS}",
     "train_gpt": "--dataset synthetic --n_layer 1 --n_head 2 --n_embd 16 --block_size 16 "
     f"--batch_size 8 --sample_length 2 --max_grad_norm 1 {STEPS}",
+    "train_lm": f"--block_size 128 --batch_size 8 {STEPS}",
 }
 
 
@@ -84,20 +85,24 @@ def test_the_rules_refuse_what_nccl_refuses():
 
 
 @pytest.mark.parametrize(
-    "script", some_slow(SCRIPTS, "train_cifar", "train_images", "train_minimal")
+    "script",
+    some_slow(SCRIPTS, *(name for name in SCRIPTS if name != "train_gpt")),
 )
 def test_two_processes_send_only_what_nccl_takes(script, tmp_path):
     """From tensors on the CPU it could not: averages, statistics, ids, losses, all of a step."""
+    if script == "train_lm":
+        pytest.importorskip("transformers")
     words = [f"gpu_rules@0:{tmp_path}/seen.json", f"scripts/{script}.py", *SCRIPTS[script].split()]
     run("2cpu", "tests/wrapped.py", words, output_dir=tmp_path / "run")
-    collectives, operations = json.loads((tmp_path / "seen.json").read_text())
+    collectives, operations, strict = json.loads((tmp_path / "seen.json").read_text())
     # So the rules were in force: gradients, log lines, evaluations.
     assert collectives >= 5
-    assert {"c10d::allreduce_", "c10d::allgather_", "aten::_log_softmax_backward_data"} <= set(
-        operations
-    )
+    assert {"c10d::allreduce_", "aten::_log_softmax_backward_data"} <= set(operations)
+    assert "c10d::allgather_" in operations or script == "train_lm"  # it sums its losses
     # And no step does what GPUs cannot do twice in the same way.
     assert not set(operations) & FORBIDDEN
+    assert strict == any("attention" in name for name in operations)
+    assert strict == (script in ("train_gpt", "train_lm"))
 
 
 def test_shards_of_muon_are_exchanged_as_on_gpus(tmp_path):
@@ -163,13 +168,17 @@ def test_another_pool_changes_no_name_of_a_weight():
 
 
 @pytest.mark.parametrize("deterministic", [True, False])
-def test_the_gpt_has_no_algorithm_that_was_not_asked_for(deterministic, monkeypatch):
+def test_attention_is_deterministic_unless_nobody_asked_for_it(deterministic, monkeypatch):
     calls = []
     monkeypatch.setattr(torch, "are_deterministic_algorithms_enabled", lambda: deterministic)
     monkeypatch.setattr(torch, "use_deterministic_algorithms", lambda *how: calls.append(how))
-    accelerator = SimpleNamespace(is_fsdp2=False, device=torch.device("cuda"))
-    load_script("train_gpt").set_precision(accelerator)
+    gpu.deterministic_attention()
     assert calls == [(True,)] * deterministic
+    for name, has_attention in (("vit_b_16", True), ("resnet18", False)):
+        calls.clear()
+        with torch.device("meta"):
+            pretrained.build(dict(model=name, options={}, class_names=["a", "b"]))
+        assert calls == [(True,)] * (deterministic and has_attention)
 
 
 # ------------------------------------------------------------------------------------- averages

@@ -1,5 +1,6 @@
 """Checkpoints that a thread writes: what is written, who waits for it, and what an error does."""
 
+import inspect
 import os
 import threading
 from functools import partial
@@ -93,21 +94,22 @@ def test_the_files_are_those_of_the_moment_of_the_call(tmp_path, writer):
 
 
 @pytest.mark.parametrize("device", ["cpu", "cuda"])
-def test_only_a_gpu_has_pinned_copies_and_is_waited_for(device, tmp_path, monkeypatch):
+def test_only_a_gpu_has_pinned_copies_and_each_is_waited_for(device, tmp_path, monkeypatch):
+    """Of several GPUs, too: the copies of a pipeline come from all of them."""
     calls = []
+    waits = inspect.signature(saving.StateDictStager.stage).parameters["non_blocking"]
+    assert waits.default is False
 
     def stager(**options):
         calls.append(options)
         return SimpleNamespace(stage=lambda state, **how: calls.append(how) or {**state})
 
     monkeypatch.setattr(saving, "StateDictStager", stager)
-    monkeypatch.setattr(torch.cuda, "synchronize", lambda: calls.append("complete"))
     writer = saving.Writer(SimpleNamespace(num_processes=1, device=torch.device(device)))
     with writer.captured():
         torch.save({"step": 3}, tmp_path / "state")
-    gpu = device == "cuda"
-    options = {"pin_memory": gpu, "share_memory": False}  # containers have little of the latter
-    assert calls == [options, {"non_blocking": gpu}, *["complete"] * gpu]
+    # Containers have little shared memory.
+    assert calls == [{"pin_memory": device == "cuda", "share_memory": False}, {}]
 
 
 def test_shards_are_copied_too(tmp_path, writer):
@@ -217,6 +219,14 @@ def test_all_writes_are_tried_and_the_first_error_is_passed_on(writer):
     writes = [partial(fail, "first"), partial(fail, "second"), partial(done.append, "third")]
     error = writer.start(writes, lambda error: error).result()
     assert str(error) == "first" and done == ["first", "second", "third"]
+
+
+def test_an_error_of_shards_is_passed_on_though_it_is_no_exception(writer):
+    def fail():
+        raise dcp.CheckpointException("save", {1: (OSError(28, "No space left"), None)})
+
+    error = writer.start([fail], lambda error: error).result()
+    assert checkpoint.is_write_error(error) and not isinstance(error, Exception)
 
 
 def test_the_thread_gives_way_to_the_training(writer):

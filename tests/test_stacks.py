@@ -104,6 +104,18 @@ def test_a_process_that_does_not_answer_is_named(watchers, tmp_path, monkeypatch
     assert capsys.readouterr().err == ""
 
 
+def test_folders_are_listed_before_files_are_looked_for(watchers, tmp_path, monkeypatch):
+    """Else NFS may say for a minute that a file which another machine made is not there."""
+    listed = []
+    monkeypatch.setattr(os, "listdir", lambda folder: listed.append(folder))
+    watchers[1].look()
+    assert listed == [tmp_path]
+    (tmp_path / "dump_stacks").touch()
+    monkeypatch.setattr(stacks, "ANSWER_SECONDS", 0.0001)
+    watchers[1].look()
+    assert listed == [tmp_path] * 2 + [tmp_path / "stacks"]
+
+
 def test_a_folder_that_is_gone_ends_nothing(tmp_path):
     watcher = Watcher(tmp_path / "gone", 0, 1, 0)
     watcher.look()

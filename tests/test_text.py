@@ -12,6 +12,7 @@ import pytest
 import torch
 
 from utils.data import text as text_module
+from utils.data.cache_files import complete_or_absent
 from utils.data.text import Windows, checksum, load_text, load_to_evaluate
 from utils.data.text_stream import TextStream, describe_stream, load_held_out
 from utils.run.failures import UserError
@@ -253,6 +254,26 @@ def source_of(kind, folder):
         else:
             write(folder, a_txt="0123456789" * 10, b_txt="abcdefghij" * 10)
     return str(folder), "text"
+
+
+@pytest.mark.parametrize("links", [True, False])
+def test_a_file_that_another_machine_made_meanwhile_is_kept(links, tmp_path, monkeypatch):
+    """Its processes have mapped it: on NFS, those pages would be gone."""
+    if not links:
+
+        def link(*_):
+            raise PermissionError(1, "Operation not permitted")
+
+        monkeypatch.setattr(os, "link", link)
+    file = tmp_path / "text.bin"
+    with complete_or_absent(file) as out:
+        out.write(b"text")
+        assert not file.exists()
+    assert file.read_bytes() == b"text"
+    before = file.stat().st_ino
+    with complete_or_absent(file) as out:
+        out.write(b"text")
+    assert (file.stat().st_ino == before) == links and list(tmp_path.iterdir()) == [file]
 
 
 def test_a_cache_that_cannot_be_written_is_one_line(tmp_path, monkeypatch):

@@ -147,6 +147,33 @@ def test_an_index_keeps_its_other_data(checkpoint):
     assert list(index.state_dict_metadata) == ["a"]
 
 
+def test_shards_that_cannot_be_read_are_one_line(checkpoint, tmp_path, monkeypatch):
+    """Of whichever process the error is; and a run that may only be read is read."""
+    state = {"model": {"a": torch.ones(2, 3)}}
+    dcp.save(state, checkpoint_id=checkpoint.writing / weights.SHARDS, no_dist=True)
+    folder = checkpoint()
+    monkeypatch.setattr(os, "access", lambda path, mode: False)
+    made = []
+    temporary = weights.tempfile.TemporaryDirectory
+    monkeypatch.setattr(
+        weights.tempfile,
+        "TemporaryDirectory",
+        lambda dir: made.append(dir) or temporary(dir=tmp_path),
+    )
+    assert torch.equal(weights.read(folder).state["a"], torch.ones(2, 3)) and made == [None]
+    (shard,) = (folder / weights.SHARDS).glob("*.distcp")
+    shard.write_bytes(shard.read_bytes()[:100])
+    with pytest.raises(UserError, match=f"cannot read weights from .*{weights.SHARDS}: ") as caught:
+        weights.read(folder)
+    assert "no such file" not in str(caught.value)
+
+
+def test_an_error_of_some_processes_is_theirs():
+    for kind in (RuntimeError, OSError):
+        with pytest.raises(kind, match="no a"), shards.safe_loading():
+            raise dcp.CheckpointException("load", {3: (kind("no a"), None)})
+
+
 def test_without_weights_it_is_one_line(tmp_path):
     for path, says in (
         (tmp_path, "holds neither model.safetensors nor a checkpoint"),

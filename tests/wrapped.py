@@ -567,8 +567,8 @@ elif name == "step_waits":
 
     guard.Guard.should_stop = should_stop
 elif name == "gpu_rules":
-    # Not a fault: the rules of GPUs, and deterministic algorithms only. Writes what was computed on
-    # the device to the file after the colon.
+    # Not a fault: the rules of GPUs, and deterministic algorithms as there. Writes what was computed
+    # on the device, and whether all of it had to be deterministic, to the file after the colon.
     import json
 
     sys.path.append(os.path.dirname(os.path.abspath(__file__)))
@@ -576,12 +576,13 @@ elif name == "gpu_rules":
 
     path, rank = rank, ""
     rules = gpu_rules.apply()
-    torch.use_deterministic_algorithms(True)
+    torch.use_deterministic_algorithms(True, warn_only=True)
 
     def report():
         if is_first():
+            strict = not torch.is_deterministic_algorithms_warn_only_enabled()
             with open(path, "w") as file:
-                json.dump([rules.collectives, sorted(rules.operations)], file)
+                json.dump([rules.collectives, sorted(rules.operations), strict], file)
 
     afterwards.append(report)
 else:

@@ -9,7 +9,7 @@ import torchvision
 from torch import nn
 from torchvision.transforms import InterpolationMode
 
-from utils.run import weights
+from utils.run import gpu, weights
 from utils.run.collectives import run_on_main
 from utils.run.failures import UserError
 
@@ -100,7 +100,10 @@ def build(config):
     """Builds the model of a config, with random weights."""
     classes = len(config["class_names"])
     options = dict(weights=None, num_classes=classes, **config["options"])
-    return with_deterministic_pools(torchvision.models.get_model(config["model"], **options))
+    model = with_deterministic_pools(torchvision.models.get_model(config["model"], **options))
+    if any(isinstance(layer, nn.MultiheadAttention) for layer in model.modules()):
+        gpu.deterministic_attention()
+    return model
 
 
 def with_deterministic_pools(model):

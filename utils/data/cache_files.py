@@ -33,7 +33,13 @@ def complete_or_absent(file):
             yield out
             out.flush()
             os.fsync(out.fileno())
-        os.replace(temporary, file)
+        try:
+            # Another machine may have made the same file, and map it by now: keep that one.
+            os.link(temporary, file)
+        except FileExistsError:
+            pass
+        except OSError:  # no links on this file system
+            os.replace(temporary, file)
     finally:
         with contextlib.suppress(OSError):
             temporary.unlink()

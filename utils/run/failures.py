@@ -41,11 +41,12 @@ class RunFailed(UserError):
 
     Args:
         retry (bool): whether the same command may succeed when it is run again.
+        more (str): what is too long for the line: only the run's `status.json` has it.
     """
 
-    def __init__(self, line, rank_variable="RANK", retry=True):
+    def __init__(self, line, rank_variable="RANK", retry=True, more=""):
         super().__init__(line, rank_variable)
-        self.retry = retry
+        self.retry, self.more = retry, more
 
 
 class LostContact(TimeoutError):
@@ -121,7 +122,7 @@ def describe(error):
     Returns:
         str | None: None for any other error: show its traceback.
     """
-    for known in (_out_of_memory, _full_disk, _silent_loader, _dead_worker):
+    for known in (_out_of_memory, _full_disk, _silent_loader, _dead_worker, _not_deterministic):
         line = known(error)
         if line:
             return line
@@ -228,6 +229,16 @@ def _dead_worker(error):
         name = type(error).__name__
         return f"rank {_rank()}: a data loader worker died while sending a batch ({name})"
     return None
+
+
+def _not_deterministic(error):
+    found = re.match(r"(\S+) does not have a deterministic implementation", str(error))
+    if not (found and type(error) is RuntimeError):
+        return None
+    return (
+        f"rank {_rank()}: {found[1]} has no deterministic algorithm on GPUs, so restarts would not "
+        "be exact: replace it, or give --nondeterministic"
+    )
 
 
 def _rank():

@@ -182,4 +182,5 @@ def lock(path, owner, patience):
     file.truncate(0)
     file.write(owner)
     file.flush()
+    os.fsync(file.fileno())  # other machines read it, and NFS keeps back what is written
     return file

@@ -30,6 +30,16 @@ def check_bf16(config, processes):
             )
 
 
+def deterministic_attention():
+    """Makes the backward pass of attention deterministic on GPUs, where `launch.check` asks for it.
+
+    With `warn_only`, attention is the one operation that has a deterministic algorithm and does not
+    take it. This is somewhat slower. An operation that has none is an error from now on.
+    """
+    if torch.are_deterministic_algorithms_enabled():
+        torch.use_deterministic_algorithms(True)
+
+
 def skip_whole_steps():
     """Makes the gradient scaler of fp16 skip all of a step whose gradients overflow.
 

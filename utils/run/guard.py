@@ -14,6 +14,8 @@ from utils.run.failures import LostContact, RunFailed
 from utils.run.pace import pace
 from utils.run.stacks import place
 
+SHOWN_IDS = 20  # of the samples of a step that failed
+
 
 class Guard:
     """Call `should_stop` once per optimizer step, on every process.
@@ -181,12 +183,17 @@ class Guard:
                 everyone = [None] * dist.get_world_size()
                 dist.all_gather_object(everyone, own, group=self._group)
             ids = sorted(i for ids in everyone for i in ids)
+            samples, more = str(ids[:SHOWN_IDS]), ""
+            if len(ids) > SHOWN_IDS:
+                samples += f" and {len(ids) - SHOWN_IDS:,} more, listed in status.json"
+                more = f": {ids[SHOWN_IDS:]}"
             raise RunFailed(
                 f"non-finite {what} step {failed_at}; no checkpoint includes it. Look for NaN or "
                 "infinity in the data; if there is none, a lower --lr often helps, in another "
                 "--output_dir (--init_from this run's folder starts from its newest checkpoint, "
-                f"if it has one). Samples of that step: {ids}",
+                f"if it has one). Samples of that step: {samples}",
                 retry=False,
+                more=more,
             )
         if stop:
             process.stopping_starts()

@@ -44,10 +44,7 @@ def check(args=None, shards=False):
         # 0.05 ms on an AMD EPYC (2026-11-26), and more if packages are on a slow disk. None in
         # sys.modules makes Python skip the search.
         sys.modules["lomo_optim"] = None
-    # The launcher passes `use_cpu` on only if it starts a single process; for several, read it from
-    # the YAML file.
-    wants_cpu = os.environ.get("ACCELERATE_USE_CPU", "false").lower() == "true"
-    wants_cpu = wants_cpu or _launch_config().get("use_cpu", False)
+    wants_cpu = asks_for_cpu()
     gpus = 0 if wants_cpu else torch.cuda.device_count()
     if fsdp.requested():
         fsdp.check(_config_name(), shards, on_cpu=not gpus)
@@ -56,6 +53,14 @@ def check(args=None, shards=False):
     else:
         _set_up_cpu(wants_cpu, training=args is not None)
     return not gpus
+
+
+def asks_for_cpu():
+    """Whether this launch is to run on the CPU even if there are GPUs."""
+    # The launcher passes `use_cpu` on only if it starts a single process; for several, read it from
+    # the YAML file.
+    asked = os.environ.get("ACCELERATE_USE_CPU", "false").lower() == "true"
+    return asked or _launch_config().get("use_cpu", False)
 
 
 def accelerator_options(args):

@@ -247,8 +247,7 @@ def _end_with_message(error):
         _wait_for_launcher(10)  # rank 0 prints the same error
     else:
         print(f"error: {line}", file=sys.stderr, flush=True)
-        retry = getattr(error, "retry", False)
-        _record(line, retry)
+        _record(line + getattr(error, "more", ""), getattr(error, "retry", False))
     _exit(1 if isinstance(error, RunFailed) else 2)
 
 

@@ -38,9 +38,9 @@ class Writer:
     def __init__(self, accelerator):
         """Call it on every process."""
         self.group = new_group(accelerator)
-        self._on_gpu = accelerator.device.type == "cuda"
         # Not in shared memory, of which containers have little.
-        self._stager = StateDictStager(pin_memory=self._on_gpu, share_memory=False)
+        pinned = accelerator.device.type == "cuda"
+        self._stager = StateDictStager(pin_memory=pinned, share_memory=False)
         self._thread = ThreadPoolExecutor(1, "checkpoint", _give_way)
         process.before_exit(wait_for_newest)
 
@@ -49,9 +49,10 @@ class Writer:
         """Yields a list of functions; each writes a file that this block would have written.
 
         `torch.save`, `safetensors.torch.save_file` as Accelerate calls it, and `dcp.save` copy what
-        they are given; on a GPU they wait for the copy. Everything else is written in the block.
+        they are given. Everything else is written in the block.
         """
-        writes, copy = [], self._copy
+        # Waits for the copy of each tensor, on whichever GPU it is.
+        writes, copy = [], self._stager.stage
         save, save_file, save_shards = torch.save, other.safe_save_file, dcp.save
 
         def save_later(state, file, *args, **options):
@@ -71,12 +72,6 @@ class Writer:
             yield writes
         finally:
             torch.save, other.safe_save_file, dcp.save = save, save_file, save_shards
-
-    def _copy(self, state):
-        copied = self._stager.stage(state, non_blocking=self._on_gpu)
-        if self._on_gpu:
-            torch.cuda.synchronize()  # the copies are complete
-        return copied
 
     def start(self, writes, finish):
         """Calls `writes`, a list of `captured`, and then `finish`, in the thread.
@@ -107,7 +102,7 @@ def _write(writes, finish):
     while writes:  # each releases its copy; all, because others may wait in a collective one
         try:
             writes.pop(0)()
-        except Exception as error:
+        except (Exception, dcp.CheckpointException) as error:  # the latter is no Exception
             first = first or error
     return finish(first)
 

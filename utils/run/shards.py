@@ -35,6 +35,7 @@ def safe_loading():
     Raises:
         pickle.UnpicklingError: at the end of the block, if it was asked to build anything else; the
             message says what. In between, torch turns that error into others.
+        Exception: that of a process for which sharded state could not be loaded.
     """
     original_load = torch.load
     modules = (dcp, format_utils)
@@ -53,9 +54,11 @@ def safe_loading():
     _refusals.clear()
     try:
         yield
-    except BaseException:
+    except BaseException as error:
         if _refusals:
             raise _refusals[0] from None
+        if isinstance(error, dcp.CheckpointException):  # no Exception: the error of each process
+            raise next(iter(error.failures.values()))[0] from None
         raise
     finally:
         torch.load = original_load

@@ -87,6 +87,7 @@ class Watcher:
 
     def look(self):
         """Asks if there was no progress, and answers a new request."""
+        _refresh(self._folder)
         passed = time.monotonic() - place.moved_at
         if passed > self._seconds and place.moved_at != self._reported:
             self._reported = place.moved_at
@@ -128,6 +129,7 @@ class Watcher:
         """The states of all processes that answer in time: rank -> dict."""
         deadline, states = time.monotonic() + ANSWER_SECONDS, {}
         while len(states) < self._ranks and time.monotonic() < deadline:
+            _refresh(self._folder / "stacks")
             for rank in range(self._ranks):
                 with contextlib.suppress(OSError, ValueError):
                     state = json.loads(self._path(rank).read_text().partition("\n")[0])
@@ -138,6 +140,12 @@ class Watcher:
 
     def _path(self, rank):
         return self._folder / "stacks" / f"rank_{rank}.txt"
+
+
+def _refresh(folder):
+    """Lists a folder: until then, NFS may remember for a minute that a file in it did not exist."""
+    with contextlib.suppress(OSError):
+        os.listdir(folder)
 
 
 def answer_save(folder):

@@ -79,10 +79,12 @@ def read(path):
     file = _find(Path(path))
     folder = file.parent
     saved = manifest.read(folder)
+    sharded = (folder / SHARDS).exists() and not file.exists()
+    place = folder / SHARDS if sharded else file
     try:
         config = None
-        if (folder / SHARDS).exists() and not file.exists():
-            state = _read_shards(folder / SHARDS)
+        if sharded:
+            state = _read_shards(place)
         elif file.suffix in PICKLES:
             state = _read_pickle(file)
         else:
@@ -94,10 +96,10 @@ def read(path):
             state = _read_averaged(folder) or state
     except UnpicklingError as error:
         reason = f"it would execute code when loaded: {_first_line(error)}"
-        raise UserError(f"cannot read weights from {file}: {reason}") from None
+        raise UserError(f"cannot read weights from {place}: {reason}") from None
     except (OSError, EOFError, SafetensorError, RuntimeError, ValueError) as error:
-        reason = _first_line(error) if file.exists() else "no such file"
-        raise UserError(f"cannot read weights from {file}: {reason}") from None
+        reason = _first_line(error) if place.exists() else "no such file"
+        raise UserError(f"cannot read weights from {place}: {reason}") from None
     if saved is None:
         arguments = (read_json(folder / "args.json") or {}).get("arguments", {})
         return Saved(state, config, arguments, file, folder)
@@ -222,8 +224,10 @@ def load_into(model, state, place, file):
 
 def _read_shards(folder):
     manifest.refuse_links(folder)
-    # Not in /tmp, which may be small.
-    with tempfile.TemporaryDirectory(dir=folder.parent.parent) as temporary:
+    # In /tmp, which may be small, only if the run belongs to somebody else.
+    beside = folder.parent.parent
+    beside = beside if os.access(beside, os.W_OK) else None
+    with tempfile.TemporaryDirectory(dir=beside) as temporary:
         merged = Path(temporary) / "merged.pt"
         with shards.safe_loading():
             format_utils.dcp_to_torch_save(folder, merged)

@@ -78,6 +78,7 @@ def plain_cifar(model, batch_size, steps):
 
     With DDP, if there are several processes.
     """
+    cpu.keep_freed_memory()  # as the scripts do: what is compared is the loop
     rank, world = connect()
     data = synthetic_arrays(0)
     split = data.splits["train"]
@@ -348,6 +349,7 @@ def evaluation_flops(count):
 
 def plain_gpt(steps):
     """train_gpt.py as a plain PyTorch loop, in nanoGPT's CPU setting; yields after each step."""
+    cpu.keep_freed_memory()
     torch.manual_seed(0)
     model, optimizer = small_gpt()
     args = SimpleNamespace(lr_schedule="linear", warmup_steps=50)

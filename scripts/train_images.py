@@ -13,7 +13,7 @@ continues exactly, with any number of workers.
         --dataset my_photos
     accelerate launch --config_file accelerate_configs/1gpu.yaml scripts/train_images.py \\
         --dataset my_photos --preset finetune --weights DEFAULT
-    python scripts/evaluate.py --checkpoint runs/train_images --images holiday/
+    python scripts/evaluate.py runs/train_images --images holiday/
 
 `my_photos` has one sub-folder per class, or train/ and val/ with such sub-folders.
 """
@@ -515,7 +515,7 @@ def main():
         names = [data.splits[split].name(index) for split, index in unreadable]
         images = write_outputs(run, config, data, "val", samples, names)
         tracking.log_images(accelerator, images, step)
-    next_command = f"python scripts/evaluate.py --checkpoint {run.path} --images FOLDER"
+    next_command = f"python scripts/evaluate.py {run.path} --images FOLDER"
     run.close(next_command, card=describe_model(config, args))
     accelerator.end_training()
 
@@ -551,7 +551,7 @@ def parse_args():
     group.add_argument("--optimizer", choices=["sgd", "adamw"], help="update rule")
     parser.add_schedule_argument(group, "cosine")
     group.add_argument(
-        "--warmup_epochs", type=number(float, 0), help="epochs of warm-up, at most a fifth of all"
+        "--warmup_epochs", type=number(float, 0), help="warm-up epochs, at most a fifth of the run"
     )
     group.add_argument(
         "--label_smoothing", type=share, default=0.1, help="label smoothing; 0: none"
@@ -560,14 +560,13 @@ def parse_args():
         "--class_weights",
         choices=["none", "balanced"],
         default="none",
-        help="balanced: every class counts as much in the loss, however rare its images are",
+        help="balanced: every class counts equally in the loss",
     )
     group.add_argument(
         "--score",
         choices=["accuracy", "balanced_accuracy", "macro_f1", "loss"],
         default="accuracy",
-        help="metric of the held-out images by which the best checkpoint is kept, and --patience "
-        "counts",
+        help="held-out metric for the best checkpoint and for --patience",
     )
     group.add_argument(
         "--ema_decay",

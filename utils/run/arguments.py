@@ -18,7 +18,7 @@ CONTINUE_RULE = (
     "accumulation."
 )
 FILES = (
-    "An argument @FILE stands for the arguments in a file: one flag and its value a line, later "
+    "An argument @FILE stands for the arguments in a file: one flag and its value per line, later "
     "ones win, # begins a comment."
 )
 # The options that may change, of all scripts. They do not change results (gradient accumulation: up

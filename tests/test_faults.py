@@ -484,6 +484,26 @@ def test_a_full_disk_costs_a_checkpoint_not_the_run(reference, tmp_path):
 
 
 @pytest.mark.slow
+def test_a_full_disk_costs_a_sharded_run_a_checkpoint(tmp_path):
+    """torch.distributed.checkpoint then raises what is no Exception, on every process."""
+    arguments = (
+        "--dataset synthetic --n_layer 1 --n_head 1 --n_embd 16 --block_size 16 --batch_size 4 "
+        "--max_train_steps 12 --eval_every 12 --checkpoint_every 3 --track none"
+    )
+    with small_disk(tmp_path, "8m") as disk:
+        done = run(
+            "4gpu_fsdp",
+            "tests/wrapped.py",
+            [f"fill_disk@2:{disk}", GPT, *arguments.split()],
+            output_dir=disk / "run",
+            launcher=("--num_processes", "2"),
+        )
+        assert done.stderr.count("warning: checkpoint of step 6 not written") == 1, done.stderr
+        written = {line["step"]: line["written"] for line in metrics(disk / "run", "checkpoint")}
+    assert written == {3: True, 6: False, 9: True, 12: True}
+
+
+@pytest.mark.slow
 def test_a_slow_file_system_is_waited_for(tmp_path):
     """Longer than --timeout, which is for computing: otherwise rank 1 would give up while rank 0
     hashes a checkpoint.

@@ -6,6 +6,7 @@ function that it replaces; with `NAME@N:RANK` only on that rank.
 
 import contextlib
 import os
+import pathlib
 import runpy
 import signal
 import subprocess
@@ -276,7 +277,7 @@ elif name == "fill_disk":
             fill(ballast)
         future = real_start(*args)
         if full:
-            future.add_done_callback(lambda _: os.remove(ballast))
+            future.add_done_callback(lambda _: pathlib.Path(ballast).unlink(missing_ok=True))
         return future
 
     saving.Writer.start = start_on_full_disk

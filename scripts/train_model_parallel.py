@@ -330,10 +330,10 @@ def evaluate(accelerator, model, split, loader, watch, mean, std):  # EDIT: metr
 
 def main():
     args = parse_args()
+    on_cpu = launch.check(args)
     stages = [torch.device("cpu")] * args.devices_per_process
-    if torch.cuda.device_count() and not launch.asks_for_cpu():
+    if not on_cpu:
         stages = claim_gpus(args.devices_per_process)
-    on_cpu = launch.check(args)  # uses CUDA, to learn whether it has bf16
     # Keeps Accelerate from passing `device_ids` to DDP: the model is already on several devices.
     os.environ["ACCELERATE_BYPASS_DEVICE_MAP"] = "true"
     accelerator = Accelerator(cpu=on_cpu, **launch.accelerator_options(args))

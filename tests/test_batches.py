@@ -102,8 +102,11 @@ def test_options_of_loaders(device, pinned):
     assert options["num_workers"] == 3 and options["pin_memory"] is pinned
     assert options["collate_fn"] is loaders.already_a_batch
     assert options["worker_init_fn"] is loaders.set_up_worker and options["timeout"] == 600
+    # A worker of a server that forks would outlive a killed process.
+    assert options["multiprocessing_context"] == ("fork" if sys.platform == "linux" else None)
     alone = loaders.loader_options(SimpleNamespace(device=torch.device("cpu")))
     assert alone["num_workers"] == alone["timeout"] == 0
+    assert alone["multiprocessing_context"] is None
     assert loaders.already_a_batch([1, 2]) == [1, 2]
 
 

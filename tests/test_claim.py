@@ -88,8 +88,9 @@ def test_the_processes_of_a_killed_job_are_waited_for(tmp_path, monkeypatch):
 
 
 def test_a_folder_that_is_not_empty_is_no_place_for_a_run(tmp_path):
-    for name in (".lock", ".args.json.7.writing", "checkpoints"):
-        (tmp_path / name).write_text("")  # left by a start that was killed
+    # Left by a start that was killed; and by the Finder of macOS.
+    for name in (".lock", ".args.json.7.writing", "checkpoints", ".DS_Store"):
+        (tmp_path / name).write_text("")
     assert claim(tmp_path, OWN, "auto", set()).earlier is None
     (tmp_path / "photo.png").write_text("")
     with pytest.raises(UserError, match="is not empty and does not contain a run of these"):

@@ -4,6 +4,8 @@ import ctypes
 import math
 import os
 import platform
+import subprocess
+import sys
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -168,17 +170,17 @@ def test_a_program_may_have_any_name(tmp_path, monkeypatch):
     assert launcher._parent_and_command(7) == (5, ["", "a", "b X"])
 
 
-@pytest.mark.parametrize("output", ["  5 python -m torch.distributed.run a.py\n", ""])
-def test_a_system_without_proc_asks_ps(output, tmp_path, monkeypatch):
-    def run(line, **options):
-        assert line == ["ps", "-o", "ppid=,command=", "-p", "7"]
-        assert options == {"capture_output": True, "text": True}
-        return SimpleNamespace(stdout=output)
-
+def test_a_system_without_proc_asks_psutil(tmp_path, monkeypatch):
+    """It gives each word as it is: a path may have spaces."""
     monkeypatch.setattr(launcher, "Path", lambda path: Path(path.replace("/proc", str(tmp_path))))
-    monkeypatch.setattr(launcher.subprocess, "run", run)
-    expected = (5, ["python", "-m", "torch.distributed.run", "a.py"]) if output else (0, [])
-    assert launcher._parent_and_command(7) == expected
+    words = [sys.executable, "-c", "input()", "a b"]
+    child = subprocess.Popen(words, stdin=subprocess.PIPE, env={**os.environ, "A": "b=c"})
+    assert launcher._parent_and_command(child.pid) == (os.getpid(), words)
+    monkeypatch.setattr(launcher, "find", lambda: child.pid)
+    assert launcher.variable("A") == "b=c" and launcher.variable("NOT_SET") is None
+    child.communicate(b"\n")
+    assert launcher._parent_and_command(child.pid) == (0, [])
+    assert launcher.variable("A") is None
 
 
 # -------------------------------------------------------------------------------------------- cpu
@@ -214,7 +216,10 @@ def test_the_cores_of_this_process(monkeypatch):
     monkeypatch.setattr(cpu.os, "cpu_count", lambda: 7)
     assert cpu.cores() == 2
     monkeypatch.delattr(cpu.os, "sched_getaffinity")  # macOS
-    assert cpu.cores() == 7
+    for output, count in (("4\n", 4), ("", 7)):  # the second: an Intel Mac
+        answer = SimpleNamespace(stdout=output)
+        monkeypatch.setattr(cpu.subprocess, "run", lambda *_, answer=answer, **__: answer)
+        assert cpu.cores() == count
     monkeypatch.delenv("LOCAL_WORLD_SIZE", raising=False)
     assert cpu.cores_per_process() == 7
     for processes, cores in (("2", 3), ("4", 1), ("16", 1)):

@@ -28,6 +28,7 @@ from utils.run import (
     cpu,
     ddp,
     failures,
+    fsdp,
     guard,
     launch,
     launcher,
@@ -247,8 +248,25 @@ def test_an_accelerate_that_cannot_be_made_to_shard_on_a_cpu_is_refused(monkeypa
     with pytest.raises(UserError, match=r"accelerate \S+ cannot be made to shard"):
         launch.check(shards=True)
     accelerator = SimpleNamespace(num_processes=1, is_fsdp2=False, device=torch.device("cpu"))
+    monkeypatch.setattr(launch, "_on_gpus", False)  # as another test may have left it
     with pytest.raises(UserError, match=r"accelerate \S+ would not shard"):
         launch.print_banner(accelerator, 8)
+
+
+def test_processes_on_the_cpu_shard_over_the_cpu(monkeypatch):
+    """Also on a machine that has another device, as a Mac has."""
+    seen = []
+    for owner, name, value in (
+        (torch.distributed.fsdp, "fully_shard", lambda module, **options: seen.append(options)),
+        (torch.distributed, "get_world_size", lambda: 4),
+        (fsdp, "init_device_mesh", lambda *what: what),
+        (AcceleratorState, "__init__", AcceleratorState.__init__),
+    ):
+        monkeypatch.setattr(owner, name, value)
+    fsdp._shard_on_cpu()
+    torch.distributed.fsdp.fully_shard(None, offload_policy=1)
+    torch.distributed.fsdp.fully_shard(None, mesh="of HSDP")
+    assert seen == [{"mesh": ("cpu", (4,)), "offload_policy": 1}, {"mesh": "of HSDP"}]
 
 
 @pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="a setting of glibc")

@@ -3,7 +3,6 @@ ranks share a GPU.
 """
 
 import os
-import sys
 
 import pytest
 import torch
@@ -96,28 +95,6 @@ def test_each_process_claims_its_own_gpus(script, monkeypatch, gpus, processes, 
         assert [numbered[device.index] for device in claimed] == names[
             rank * per_process : (rank + 1) * per_process
         ]
-
-
-@pytest.mark.parametrize(
-    ("gpus", "asks", "calls"),
-    [(2, False, ["claim", "check"]), (2, True, ["check"]), (0, False, ["check"])],
-)
-def test_gpus_are_claimed_before_the_check_uses_them(script, monkeypatch, gpus, asks, calls):
-    """CUDA_VISIBLE_DEVICES changes nothing afterwards."""
-    called = []
-
-    def check(args):
-        called.append("check")
-        raise InterruptedError
-
-    monkeypatch.setattr(sys, "argv", ["train_model_parallel.py"])
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: gpus)
-    monkeypatch.setattr(script, "claim_gpus", lambda _: called.append("claim"))
-    monkeypatch.setattr(script.launch, "asks_for_cpu", lambda: asks)
-    monkeypatch.setattr(script.launch, "check", check)
-    with pytest.raises(InterruptedError):
-        script.main()
-    assert called == calls
 
 
 def test_too_few_gpus_name_two_ranks_and_the_gpu(script, monkeypatch):

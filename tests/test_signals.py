@@ -4,6 +4,7 @@ import os
 import shutil
 import signal
 import subprocess
+import sys
 
 import psutil
 import pytest
@@ -13,6 +14,7 @@ from conftest import (
     GPT,
     GPT_WITH_A_WORKER,
     LIMIT,
+    ROOT,
     SMALL,
     Started,
     all_end,
@@ -206,6 +208,29 @@ def test_output_that_cannot_be_printed_costs_nothing(closed, uninterrupted, tmp_
     done = subprocess.run(["sh", "-c", line], capture_output=True, text=True, timeout=LIMIT)
     assert (tmp_path / "code").read_text() == "0\n", done.stderr
     assert metrics(tmp_path / "run", "val") == metrics(uninterrupted["cpu"], "val")
+
+
+def test_a_worker_that_is_spawned_ignores_ctrl_c(tmp_path):
+    """From its import of the script on: a terminal sends it to all (macOS)."""
+    script = tmp_path / "script.py"
+    script.write_text(f"""
+import multiprocessing, signal, sys
+sys.path.insert(1, {str(ROOT)!r})
+from utils.run import process
+
+def report(queue):
+    queue.put([signal.getsignal(signum) is signal.SIG_IGN for signum in process.STOPPING])
+
+if __name__ == "__main__":
+    context = multiprocessing.get_context("spawn")
+    queue = context.SimpleQueue()
+    worker = context.Process(target=report, args=(queue,))
+    worker.start()
+    print(queue.get(), signal.getsignal(signal.SIGTERM) is signal.SIG_DFL)
+    worker.join()
+""")
+    done = subprocess.run([sys.executable, str(script)], capture_output=True, text=True)
+    assert done.stdout == "[True, True, True, True] True\n", done.stderr
 
 
 @pytest.mark.slow

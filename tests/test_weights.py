@@ -1,8 +1,10 @@
 """Weights of any file: a run, a checkpoint, a sharded or an averaged one; none of it executes code."""
 
+import io
 import json
 import os
 import pickle
+from pathlib import PurePosixPath
 
 import pytest
 import torch
@@ -172,6 +174,14 @@ def test_an_error_of_some_processes_is_theirs():
     for kind in (RuntimeError, OSError):
         with pytest.raises(kind, match="no a"), shards.safe_loading():
             raise dcp.CheckpointException("load", {3: (kind("no a"), None)})
+
+
+def test_a_path_in_an_index_of_python_3_13_is_read():
+    """It pickles `pathlib.PosixPath` as `pathlib._local.PosixPath`."""
+    pickled = pickle.dumps(PurePosixPath("a/b"), protocol=2)
+    assert pickled.count(b"cpathlib\n") == 1
+    newer = pickled.replace(b"cpathlib\n", b"cpathlib._local\n")
+    assert shards._Unpickler(io.BytesIO(newer)).load() == PurePosixPath("a/b")
 
 
 def test_without_weights_it_is_one_line(tmp_path):

@@ -33,6 +33,9 @@ def loader_options(accelerator, num_workers=0, timeout=600):
         pin_memory=accelerator.device.type == "cuda",
         worker_init_fn=set_up_worker,
         timeout=timeout if num_workers else 0,
+        # From Python 3.14 on, the default is a server that forks the workers. They would outlive a
+        # process that is killed, and it would not notice when one of them dies.
+        multiprocessing_context="fork" if num_workers and sys.platform == "linux" else None,
     )
 
 

@@ -13,7 +13,7 @@ from utils.run import process, record
 from utils.run.arguments import CONTINUE_RULE
 from utils.run.failures import UserError
 from utils.run.files import lock, read_json
-from utils.run.manifest import SHARED_CHECKS
+from utils.run.manifest import JUNK, SHARED_CHECKS
 
 
 class Claim(NamedTuple):
@@ -99,7 +99,7 @@ def _check(path, arguments, resume, may_change):
         _empty(path)
         earlier = None
     if earlier is None:
-        own = (".lock", ".args.json.", "checkpoints")
+        own = (".lock", ".args.json.", "checkpoints", *JUNK)
         if any(not entry.name.startswith(own) for entry in path.iterdir()):
             raise UserError(
                 f"{path} is not empty and does not contain a run of these scripts: use another "

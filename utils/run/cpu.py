@@ -4,6 +4,7 @@ import ctypes
 import math
 import os
 import platform
+import subprocess
 from pathlib import Path
 
 import torch
@@ -28,8 +29,16 @@ def _wanted_threads():
 
 
 def cores():
-    """The number of CPU cores that this process may use: its affinity, or its container's quota."""
-    count = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+    """The number of CPU cores that this process may use: its affinity, or its container's quota.
+
+    Of Apple's processors, those for performance: parallel loops would wait for the other ones.
+    """
+    if hasattr(os, "sched_getaffinity"):
+        count = len(os.sched_getaffinity(0))
+    else:  # macOS
+        line = ["sysctl", "-n", "hw.perflevel0.physicalcpu"]
+        output = subprocess.run(line, capture_output=True, text=True).stdout
+        count = int(output) if output.strip() else os.cpu_count()
     return max(1, int(min(count, quota())))
 
 

@@ -12,6 +12,7 @@ import torch
 from accelerate.state import AcceleratorState, PartialState
 from accelerate.utils import DistributedType
 from accelerate.utils.versions import is_torch_version
+from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy
 from torch.distributed.fsdp.wrap import transformer_auto_wrap_policy
 
@@ -174,7 +175,7 @@ def _shard_on_cpu():
 
     FSDP2 works over gloo in both PyTorch and Accelerate. But Accelerate 1.15 does not select it on
     a CPU: `AcceleratorState` switches to FSDP only if the distributed type is that of several GPUs,
-    and keeps DDP for processes on the CPU.
+    and keeps DDP for processes on the CPU. And it does not say that the model is there.
     """
     decide = AcceleratorState.__init__
 
@@ -190,3 +191,12 @@ def _shard_on_cpu():
                 fsdp_plugin.set_mixed_precision(self._mixed_precision)
 
     AcceleratorState.__init__ = decide_for_cpu_too
+    shard = torch.distributed.fsdp.fully_shard
+
+    @wraps(shard)
+    def shard_there(module, *, mesh=None, **options):
+        # By default torch shards over the accelerator of the machine, such as that of a Mac.
+        mesh = mesh or init_device_mesh("cpu", (torch.distributed.get_world_size(),))
+        return shard(module, mesh=mesh, **options)
+
+    torch.distributed.fsdp.fully_shard = shard_there

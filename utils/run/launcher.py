@@ -9,7 +9,6 @@ Imports only the standard library: it comes before torch.
 
 import os
 import re
-import subprocess
 from functools import cache
 from pathlib import Path
 
@@ -84,6 +83,8 @@ def variable(name):
     """
     if find() is None:
         return os.environ.get(name)
+    if not Path("/proc/self").exists():  # macOS
+        return _ask_psutil(find(), lambda process: process.environ().get(name), None)
     try:
         lines = Path(f"/proc/{find()}/environ").read_bytes().split(b"\0")
     except OSError:
@@ -125,13 +126,21 @@ def _is_launcher(words):
 def _parent_and_command(process):
     """The parent's process id and the command line of a process; 0 and [] if it has ended."""
     folder = Path(f"/proc/{process}")
+    if not folder.parent.joinpath("self").exists():  # macOS
+        return _ask_psutil(process, lambda process: (process.ppid(), process.cmdline()), (0, []))
     try:
-        if folder.parent.joinpath("self").exists():
-            parent = int((folder / "stat").read_text().rpartition(")")[2].split()[1])
-            words = (folder / "cmdline").read_bytes().rstrip(b"\0").split(b"\0")
-            return parent, [os.fsdecode(word) for word in words]
-        line = ["ps", "-o", "ppid=,command=", "-p", str(process)]  # macOS
-        parent, *words = subprocess.run(line, capture_output=True, text=True).stdout.split()
-        return int(parent), words
+        parent = int((folder / "stat").read_text().rpartition(")")[2].split()[1])
+        words = (folder / "cmdline").read_bytes().rstrip(b"\0").split(b"\0")
+        return parent, [os.fsdecode(word) for word in words]
     except (OSError, ValueError):
         return 0, []
+
+
+def _ask_psutil(number, question, otherwise):
+    """What a function of a `psutil.Process` returns; `otherwise` if the process has ended."""
+    import psutil  # Linux does without: this module is imported before anything that takes time
+
+    try:
+        return question(psutil.Process(number))
+    except psutil.Error:
+        return otherwise

@@ -22,6 +22,7 @@ the process.
 
 import contextlib
 import gc
+import multiprocessing
 import os
 import signal
 import sys
@@ -39,6 +40,12 @@ ORPHAN_SECONDS = 3.5
 # Time to save after that, or after the launcher died if a signal had arrived before; also to finish
 # a checkpoint after an error.
 SAVE_SECONDS = 60
+
+if getattr(multiprocessing.current_process(), "_inheriting", False):
+    # This is a loader worker that was spawned (macOS) and now imports the script: the main process
+    # handles Ctrl-C, which a terminal sends to all.
+    for _signum in STOPPING:
+        signal.signal(_signum, signal.SIG_IGN)
 
 _handles_signals = False  # stays False in a notebook
 _refused = None  # the error to raise, if the environment describes another launch

@@ -19,7 +19,6 @@ KNOWN = {
     "torch": {"Size"}
     | {name for name, value in vars(torch).items() if isinstance(value, torch.dtype)},
     "pathlib": {"PosixPath", "PurePosixPath"},
-    "pathlib._local": {"PosixPath", "PurePosixPath"},  # where Python 3.13 keeps them
 }
 _refusals = []  # the errors with which the present `safe_loading` refused something
 
@@ -55,15 +54,21 @@ def safe_loading():
     try:
         yield
     except BaseException as error:
-        if _refusals:
-            raise _refusals[0] from None
-        if isinstance(error, dcp.CheckpointException):  # no Exception: the error of each process
-            raise next(iter(error.failures.values()))[0] from None
-        raise
+        cause = _refusals[0] if _refusals else first_cause(error)
+        if cause is error:
+            raise
+        raise cause from None
     finally:
         torch.load = original_load
         for module, reader in zip(modules, readers, strict=True):
             module.FileSystemReader = reader
+
+
+def first_cause(error):
+    """The first error of a process, in place of the `CheckpointException` about those of all."""
+    if isinstance(error, dcp.CheckpointException):
+        return next(iter(error.failures.values()))[0]
+    return error
 
 
 class Reader(dcp.FileSystemReader):
@@ -103,6 +108,7 @@ class Reader(dcp.FileSystemReader):
 
 class _Unpickler(pickle.Unpickler):
     def find_class(self, module, name):
+        module = "pathlib" if module == "pathlib._local" else module  # of Python 3.13
         if module == METADATA or name in KNOWN.get(module, ()):
             found = super().find_class(module, name)
             if module != METADATA or getattr(found, "__module__", None) == METADATA:

@@ -190,6 +190,14 @@ def test_only_a_failed_write_lets_training_go_on(error, is_write_error):
     assert checkpoint.is_write_error(error) == is_write_error
 
 
+def test_a_failure_of_every_process_says_why(monkeypatch):
+    monkeypatch.setattr(checkpoint, "gather", lambda accelerator, line, group: [None, line])
+    error = CheckpointException("save", {1: (OSError(28, "No space left on device"), None)})
+    says = "[Errno 28] No space left on device"
+    assert checkpoint._first_problem(None, error, None) == says
+    assert checkpoint._first_problem(None, None, None) is None
+
+
 # ---------------------------------------------------------------------------------- finding, loading
 
 

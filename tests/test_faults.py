@@ -498,7 +498,9 @@ def test_a_full_disk_costs_a_sharded_run_a_checkpoint(tmp_path):
             output_dir=disk / "run",
             launcher=("--num_processes", "2"),
         )
-        assert done.stderr.count("warning: checkpoint of step 6 not written") == 1, done.stderr
+        warning = "warning: checkpoint of step 6 not written, training continues: "
+        (why,) = re.findall(f"{warning}(.*)", done.stderr)
+        assert "Exception" not in why, why
         written = {line["step"]: line["written"] for line in metrics(disk / "run", "checkpoint")}
     assert written == {3: True, 6: False, 9: True, 12: True}
 

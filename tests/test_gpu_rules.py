@@ -1,6 +1,7 @@
 """What GPUs would refuse, on a machine without any: see `gpu_rules.py`."""
 
 import json
+import os
 import re
 
 import pytest
@@ -172,8 +173,11 @@ def test_attention_is_deterministic_unless_nobody_asked_for_it(deterministic, mo
     calls = []
     monkeypatch.setattr(torch, "are_deterministic_algorithms_enabled", lambda: deterministic)
     monkeypatch.setattr(torch, "use_deterministic_algorithms", lambda *how: calls.append(how))
+    monkeypatch.setenv("FLASH_ATTENTION_DETERMINISTIC", "")  # so that it is restored
+    monkeypatch.delenv("FLASH_ATTENTION_DETERMINISTIC")
     gpu.deterministic_attention()
     assert calls == [(True,)] * deterministic
+    assert os.environ.get("FLASH_ATTENTION_DETERMINISTIC") == ("1" if deterministic else None)
     for name, has_attention in (("vit_b_16", True), ("resnet18", False)):
         calls.clear()
         with torch.device("meta"):

@@ -31,6 +31,7 @@ def options(monkeypatch):
         monkeypatch.setenv(name, "")  # so that it is restored if the code sets it
         monkeypatch.delenv(name)
     monkeypatch.setattr(sys, "argv", ["scripts/train_a.py", "--lr", "1"])
+    monkeypatch.setattr(launch, "_on_gpus", False)
     return given
 
 
@@ -232,6 +233,9 @@ def test_gpus_compute_the_same_bits_after_a_restart(monkeypatch):
     )
     monkeypatch.setattr(torch.backends.cudnn, "deterministic", False)
     monkeypatch.setattr(torch.utils.deterministic, "fill_uninitialized_memory", True)
+    # CUDA is not used yet: train_model_parallel.py changes afterwards which GPUs it sees.
+    monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", "bf16")
+    monkeypatch.setattr(torch.cuda, "get_device_capability", None)
     launch._set_up_gpus(1)
     assert calls == [((True,), {"warn_only": True})]
     assert torch.backends.cudnn.deterministic is True
@@ -273,16 +277,20 @@ def test_bf16_needs_gpus_that_compute_in_it(precision, capabilities, sharded, sa
     monkeypatch.setenv("ACCELERATE_USE_FSDP", str(sharded).lower())
     used = 2 if says and len(capabilities) > 1 else 1
     monkeypatch.setenv("LOCAL_WORLD_SIZE", str(used))
+    monkeypatch.setenv("WORLD_SIZE", "1")
+    one = accelerator(mixed_precision=precision, is_main_process=False)
     monkeypatch.setattr(torch.cuda, "get_device_capability", capabilities.__getitem__)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: f"GPU {device}")
     monkeypatch.setattr(torch, "use_deterministic_algorithms", lambda *how, **more: None)
     monkeypatch.setattr(torch.backends.cudnn, "deterministic", False)
     monkeypatch.setattr(torch.amp.GradScaler, "step", torch.amp.GradScaler.step)
+    monkeypatch.setattr(launch.fsdp, "check_engaged", lambda *_: None)
+    launch._set_up_gpus(len(capabilities))
     if says is None:
-        launch._set_up_gpus(len(capabilities))
+        assert launch.print_banner(one, 8) == 8
         return
     with pytest.raises(UserError, match=f"GPU {used - 1} only emulates.*{says}$") as error:
-        launch._set_up_gpus(len(capabilities))
+        launch.print_banner(one, 8)
     assert error.value.rank_variable == "LOCAL_RANK"
 
 

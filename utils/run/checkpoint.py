@@ -270,5 +270,6 @@ def _delete(path):
 
 def _first_problem(accelerator, error, group):
     """One line about the error of the lowest rank that has one; None: no process has one."""
+    error = shards.first_cause(error)
     line = None if error is None else (str(error).splitlines() or [type(error).__name__])[0]
     return next((line for line in gather(accelerator, line, group) if line is not None), None)

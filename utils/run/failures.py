@@ -232,7 +232,7 @@ def _dead_worker(error):
 
 
 def _not_deterministic(error):
-    found = re.match(r"(\S+) does not have a deterministic implementation", str(error))
+    found = re.match(r"(.+?) does not have a deterministic implementation", str(error))
     if not (found and type(error) is RuntimeError):
         return None
     return (

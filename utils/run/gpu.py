@@ -1,5 +1,6 @@
 """What GPUs need in each precision."""
 
+import os
 from functools import wraps
 
 import torch
@@ -38,6 +39,8 @@ def deterministic_attention():
     """
     if torch.are_deterministic_algorithms_enabled():
         torch.use_deterministic_algorithms(True)
+        # For the package flash-attn, as transformers calls it.
+        os.environ.setdefault("FLASH_ATTENTION_DETERMINISTIC", "1")
 
 
 def skip_whole_steps():

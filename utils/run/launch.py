@@ -17,6 +17,8 @@ from accelerate.utils import GradientAccumulationPlugin, InitProcessGroupKwargs
 from utils.run import cpu, fsdp, gpu, launcher, memory, process, tracking
 from utils.run.failures import UserError
 
+_on_gpus = False  # what `check` decided
+
 
 def check(args=None, shards=False):
     """Checks that the requested processes can run here; call it before `Accelerator(...)`.
@@ -35,7 +37,7 @@ def check(args=None, shards=False):
 
     Raises:
         UserError: fewer GPUs than processes on this machine, or a precision or kind of sharding
-            that is not supported.
+            that is not supported. (`print_banner` checks bf16.)
     """
     set_gloo_interface()
     memory.remember(args, shards)
@@ -44,7 +46,10 @@ def check(args=None, shards=False):
         # 0.05 ms on an AMD EPYC (2026-11-26), and more if packages are on a slow disk. None in
         # sys.modules makes Python skip the search.
         sys.modules["lomo_optim"] = None
-    wants_cpu = asks_for_cpu()
+    # The launcher passes `use_cpu` on only if it starts a single process; for several, read it from
+    # the YAML file.
+    wants_cpu = os.environ.get("ACCELERATE_USE_CPU", "false").lower() == "true"
+    wants_cpu = wants_cpu or _launch_config().get("use_cpu", False)
     gpus = 0 if wants_cpu else torch.cuda.device_count()
     if fsdp.requested():
         fsdp.check(_config_name(), shards, on_cpu=not gpus)
@@ -53,14 +58,6 @@ def check(args=None, shards=False):
     else:
         _set_up_cpu(wants_cpu, training=args is not None)
     return not gpus
-
-
-def asks_for_cpu():
-    """Whether this launch is to run on the CPU even if there are GPUs."""
-    # The launcher passes `use_cpu` on only if it starts a single process; for several, read it from
-    # the YAML file.
-    asked = os.environ.get("ACCELERATE_USE_CPU", "false").lower() == "true"
-    return asked or _launch_config().get("use_cpu", False)
 
 
 def accelerator_options(args):
@@ -90,14 +87,18 @@ def accelerator_options(args):
 
 
 def print_banner(accelerator, batch_size, gradient_accumulation_steps=1):
-    """Checks that the global batch divides evenly, and prints once what runs where.
+    """Checks precision and division of the global batch, and prints once what runs where.
 
     Returns:
         int: samples per process and micro-batch.
 
     Raises:
-        UserError: `batch_size` does not divide evenly, or Accelerate did not connect the processes.
+        UserError: a GPU lacks bf16, `batch_size` does not divide evenly, or Accelerate did not
+            connect the processes.
     """
+    if _on_gpus and accelerator.mixed_precision == "bf16":
+        # Not in `check`, after which a script may still choose its GPUs: this initializes CUDA.
+        gpu.check_bf16(_config_name(), int(os.environ.get("LOCAL_WORLD_SIZE", 1)))
     launched = int(os.environ.get("WORLD_SIZE", 1))
     if accelerator.num_processes != launched:
         raise UserError(
@@ -188,6 +189,7 @@ def notice(text):
 
 
 def _set_up_gpus(gpus, deterministic=True):
+    global _on_gpus
     processes = int(os.environ.get("LOCAL_WORLD_SIZE", 1))
     if gpus < processes:
         fits = max(size for size in (1, 2, 4, 8) if size <= gpus)
@@ -196,10 +198,8 @@ def _set_up_gpus(gpus, deterministic=True):
             f"GPU{'s' * (gpus > 1)}: use {fits}gpu.yaml",
             rank_variable="LOCAL_RANK",
         )
-    precision = os.environ.get("ACCELERATE_MIXED_PRECISION", "no")
-    if precision == "bf16":
-        gpu.check_bf16(_config_name(), processes)
-    if precision == "fp16":
+    _on_gpus = True
+    if os.environ.get("ACCELERATE_MIXED_PRECISION") == "fp16":
         gpu.skip_whole_steps()
     if not deterministic:
         torch.backends.cudnn.benchmark = True  # times its algorithms, and takes the fastest

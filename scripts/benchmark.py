@@ -358,7 +358,7 @@ def overhead(args, command, plain, steps, processes=1):
     warm_up = steps // 5
     milliseconds, ratios = [], []
     for _ in _rounds.each():
-        seconds, _ = plain(processes=processes, steps=steps)
+        seconds = plain(processes=processes, steps=steps)["seconds"]
         lines, _ = measure_script(f"{command} {short_run(steps, log_every)}", processes)
         # Means over as many steps as a log line of the script.
         starts = range(warm_up, steps, log_every)

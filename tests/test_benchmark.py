@@ -207,6 +207,7 @@ def test_a_signal_also_ends_the_processes_that_it_measures(tmp_path):
 @pytest.mark.parametrize(
     "names",
     [
+        [f"loop_overhead/{name}" for name in ("net", "default", "two_processes", "gpt")],
         ["pipeline_speedup", "memory"],
         ["startup_ratio/train_minimal", "startup_ratio/train_cifar", "startup_ratio/train_gpt"],
         ["image_loading/our", "image_loading/cached"],
@@ -226,8 +227,9 @@ def test_writes_figures_a_table_and_a_plot(names, tmp_path):
     assert list(record["figures"]) == names and {"hardware", "versions", "date"} <= record.keys()
     for name, figure in record["figures"].items():
         assert figure["n"] == 1 and figure["min"] == figure["median"] == figure["max"]
-        # After four steps, rare classes may not be recognized.
-        assert figure["median"] > 0 or (figure["median"] == 0 and "rare_recall" in name)
+        # After four steps, rare classes may not be recognized; a difference may be negative.
+        rare = figure["median"] == 0 and "rare_recall" in name
+        assert figure["median"] > 0 or rare or figure["unit"].startswith("ms per step above")
         assert figure["command"].startswith(f"python scripts/benchmark.py {name.partition('/')[0]}")
         assert name in done.stdout and all(part in table for part in name.split("/"))
     picture = tmp_path / "benchmark.png"

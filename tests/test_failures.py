@@ -46,7 +46,11 @@ def test_an_error_says_who_prints_it_and_whether_to_try_again():
         assert kind("a\nb").rank_variable == "RANK" and str(kind("a\nb")) == r"a\nb"
         assert kind("a", None).rank_variable is None
         assert kind("a", rank_variable="LOCAL_RANK").rank_variable == "LOCAL_RANK"
-    assert RunFailed("a").retry is True and RunFailed("a", retry=False).retry is False
+    assert (
+        RunFailed("a").more == ""
+        and RunFailed("a").retry is True
+        and RunFailed("a", retry=False).retry is False
+    )
 
 
 def test_every_hook_records_a_reason(capsys):

@@ -193,6 +193,22 @@ def test_a_loss_that_is_not_finite_names_its_step_and_samples(size, noticed, bad
     assert not errors[0].retry and len({str(error) for error in errors}) == 1
 
 
+@pytest.mark.parametrize(("count", "more"), [(20, ""), (21, "[20]"), (1500, None)])
+def test_of_many_samples_the_first_are_shown(count, more, processes):
+    def train(watched, rank, process):
+        for step in (1, 2, 3):
+            watched.should_stop(step, [torch.tensor(math.nan)], [torch.arange(count).flip(0)])
+
+    (error,) = processes(1, train)
+    line, shown = str(error), str(list(range(20)))
+    if count == 20:
+        assert line.endswith(f"Samples of that step: {shown}") and error.more == ""
+    else:
+        says = f"{shown} and {count - 20:,} more, listed in status.json"
+        assert line.endswith(f"Samples of that step: {says}")
+        assert error.more == f": {more or list(range(20, count))}"
+
+
 def test_every_micro_batch_counts(processes):
     """The sum of the losses is not finite if one of them is not."""
     for losses in (

@@ -285,7 +285,9 @@ def test_bf16_needs_gpus_that_compute_in_it(precision, capabilities, sharded, sa
     monkeypatch.setattr(torch.backends.cudnn, "deterministic", False)
     monkeypatch.setattr(torch.amp.GradScaler, "step", torch.amp.GradScaler.step)
     monkeypatch.setattr(launch.fsdp, "check_engaged", lambda *_: None)
+    before = torch.amp.GradScaler.step
     launch._set_up_gpus(len(capabilities))
+    assert (torch.amp.GradScaler.step is not before) == (precision == "fp16")
     if says is None:
         assert launch.print_banner(one, 8) == 8
         return

@@ -217,9 +217,16 @@ def test_the_cores_of_this_process(monkeypatch):
     assert cpu.cores() == 2
     monkeypatch.delattr(cpu.os, "sched_getaffinity")  # macOS
     for output, count in (("4\n", 4), ("", 7)):  # the second: an Intel Mac
-        answer = SimpleNamespace(stdout=output)
-        monkeypatch.setattr(cpu.subprocess, "run", lambda *_, answer=answer, **__: answer)
+        asked = []
+
+        def run(line, output=output, asked=asked, **options):
+            asked.append((line, options))
+            return SimpleNamespace(stdout=output)
+
+        monkeypatch.setattr(cpu.subprocess, "run", run)
         assert cpu.cores() == count
+        line = ["sysctl", "-n", "hw.perflevel0.physicalcpu"]
+        assert asked == [(line, {"capture_output": True, "text": True})]
     monkeypatch.delenv("LOCAL_WORLD_SIZE", raising=False)
     assert cpu.cores_per_process() == 7
     for processes, cores in (("2", 3), ("4", 1), ("16", 1)):

@@ -2181,7 +2181,7 @@ MUTANTS = [
         "scripts/train_lm.py",
         "    gpu.deterministic_attention()\n",
         "",
-        "test_gpu_rules.py -m slow -k train_lm",
+        "test_train_lm.py -m slow -k nccl_takes",
     ),
     Mutant(
         "emulated bf16 is noticed by nobody",

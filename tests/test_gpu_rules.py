@@ -56,7 +56,6 @@ SCRIPTS = {
     f"--lr 1e-3 --mixup 0.2 --cutmix 1 --ema_decay 0.9 --num_workers 0 {STEPS}",
     "train_gpt": "--dataset synthetic --n_layer 1 --n_head 2 --n_embd 16 --block_size 16 "
     f"--batch_size 8 --sample_length 2 --max_grad_norm 1 {STEPS}",
-    "train_lm": f"--block_size 128 --batch_size 8 {STEPS}",
 }
 
 
@@ -91,19 +90,18 @@ def test_the_rules_refuse_what_nccl_refuses():
 )
 def test_two_processes_send_only_what_nccl_takes(script, tmp_path):
     """From tensors on the CPU it could not: averages, statistics, ids, losses, all of a step."""
-    if script == "train_lm":
-        pytest.importorskip("transformers")
     words = [f"gpu_rules@0:{tmp_path}/seen.json", f"scripts/{script}.py", *SCRIPTS[script].split()]
     run("2cpu", "tests/wrapped.py", words, output_dir=tmp_path / "run")
     collectives, operations, strict = json.loads((tmp_path / "seen.json").read_text())
     # So the rules were in force: gradients, log lines, evaluations.
     assert collectives >= 5
-    assert {"c10d::allreduce_", "aten::_log_softmax_backward_data"} <= set(operations)
-    assert "c10d::allgather_" in operations or script == "train_lm"  # it sums its losses
+    assert {"c10d::allreduce_", "c10d::allgather_", "aten::_log_softmax_backward_data"} <= set(
+        operations
+    )
     # And no step does what GPUs cannot do twice in the same way.
     assert not set(operations) & FORBIDDEN
     assert strict == any("attention" in name for name in operations)
-    assert strict == (script in ("train_gpt", "train_lm"))
+    assert strict == (script == "train_gpt")
 
 
 def test_shards_of_muon_are_exchanged_as_on_gpus(tmp_path):

@@ -85,8 +85,7 @@ def test_the_rules_refuse_what_nccl_refuses():
 
 
 @pytest.mark.parametrize(
-    "script",
-    some_slow(SCRIPTS, *(name for name in SCRIPTS if name != "train_gpt")),
+    "script", some_slow(SCRIPTS, "train_cifar", "train_images", "train_minimal")
 )
 def test_two_processes_send_only_what_nccl_takes(script, tmp_path):
     """From tensors on the CPU it could not: averages, statistics, ids, losses, all of a step."""

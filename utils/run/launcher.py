@@ -4,7 +4,7 @@
 are looked up among the parents of this process, because variables say little: `RANK` may be left
 over from another job, and whatever a training process starts inherits `TORCHELASTIC_RUN_ID`.
 
-Imports only the standard library: it comes before torch.
+Imports only the standard library (psutil where there is no /proc): it comes before torch.
 """
 
 import os

@@ -31,7 +31,6 @@ def options(monkeypatch):
         monkeypatch.setenv(name, "")  # so that it is restored if the code sets it
         monkeypatch.delenv(name)
     monkeypatch.setattr(sys, "argv", ["scripts/train_a.py", "--lr", "1"])
-    monkeypatch.setattr(launch, "_on_gpus", False)
     return given
 
 
@@ -157,6 +156,7 @@ def test_the_banner_of_several_processes(capsys, options, monkeypatch):
         "checkpoint with 2, 4 or 6 processes\n"
     )
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "NVIDIA H100")
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
     for deterministic in (True, False):
         monkeypatch.setattr(
             torch, "are_deterministic_algorithms_enabled", lambda on=deterministic: on
@@ -278,7 +278,7 @@ def test_bf16_needs_gpus_that_compute_in_it(precision, capabilities, sharded, sa
     used = 2 if says and len(capabilities) > 1 else 1
     monkeypatch.setenv("LOCAL_WORLD_SIZE", str(used))
     monkeypatch.setenv("WORLD_SIZE", "1")
-    one = accelerator(mixed_precision=precision, is_main_process=False)
+    one = accelerator(1, "cuda", mixed_precision=precision, is_main_process=False)
     monkeypatch.setattr(torch.cuda, "get_device_capability", capabilities.__getitem__)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: f"GPU {device}")
     monkeypatch.setattr(torch, "use_deterministic_algorithms", lambda *how, **more: None)

@@ -248,7 +248,6 @@ def test_an_accelerate_that_cannot_be_made_to_shard_on_a_cpu_is_refused(monkeypa
     with pytest.raises(UserError, match=r"accelerate \S+ cannot be made to shard"):
         launch.check(shards=True)
     accelerator = SimpleNamespace(num_processes=1, is_fsdp2=False, device=torch.device("cpu"))
-    monkeypatch.setattr(launch, "_on_gpus", False)  # as another test may have left it
     with pytest.raises(UserError, match=r"accelerate \S+ would not shard"):
         launch.print_banner(accelerator, 8)
 

@@ -427,6 +427,14 @@ elif name == "gpus":
     torch.cuda.device_count = lambda: int(when)
     torch.cuda.get_device_name = lambda *_: "Tesla T4"
     torch.cuda.get_device_capability = lambda *_: tuple(map(int, capability.split(".")))
+    real_start = accelerate.Accelerator.__init__
+
+    def start_there(self, *args, **kwargs):
+        real_start(self, *args, **kwargs)
+        if capability:  # there is no such GPU
+            accelerate.Accelerator.device = torch.device("cuda")
+
+    accelerate.Accelerator.__init__ = start_there
 elif name == "fp16":
     # Not a fault of the script: gradients are scaled as in fp16 on a GPU (but computed in float32),
     # those of the N-th step overflow, and the process dies in the step after the colon.

@@ -17,8 +17,6 @@ from accelerate.utils import GradientAccumulationPlugin, InitProcessGroupKwargs
 from utils.run import cpu, fsdp, gpu, launcher, memory, process, tracking
 from utils.run.failures import UserError
 
-_on_gpus = False  # what `check` decided
-
 
 def check(args=None, shards=False):
     """Checks that the requested processes can run here; call it before `Accelerator(...)`.
@@ -96,7 +94,7 @@ def print_banner(accelerator, batch_size, gradient_accumulation_steps=1):
         UserError: a GPU lacks bf16, `batch_size` does not divide evenly, or Accelerate did not
             connect the processes.
     """
-    if _on_gpus and accelerator.mixed_precision == "bf16":
+    if accelerator.device.type == "cuda" and accelerator.mixed_precision == "bf16":
         # Not in `check`, after which a script may still choose its GPUs: this initializes CUDA.
         gpu.check_bf16(_config_name(), int(os.environ.get("LOCAL_WORLD_SIZE", 1)))
     launched = int(os.environ.get("WORLD_SIZE", 1))
@@ -189,7 +187,6 @@ def notice(text):
 
 
 def _set_up_gpus(gpus, deterministic=True):
-    global _on_gpus
     processes = int(os.environ.get("LOCAL_WORLD_SIZE", 1))
     if gpus < processes:
         fits = max(size for size in (1, 2, 4, 8) if size <= gpus)
@@ -198,7 +195,6 @@ def _set_up_gpus(gpus, deterministic=True):
             f"GPU{'s' * (gpus > 1)}: use {fits}gpu.yaml",
             rank_variable="LOCAL_RANK",
         )
-    _on_gpus = True
     if os.environ.get("ACCELERATE_MIXED_PRECISION") == "fp16":
         gpu.skip_whole_steps()
     if not deterministic:

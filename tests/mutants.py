@@ -295,6 +295,13 @@ MUTANTS = [
         "test_saving.py -k shards_are_copied",
     ),
     Mutant(
+        "the state of shards is copied twice on a GPU",
+        "utils/run/fsdp.py",
+        "state_dict_config.offload_to_cpu = False",
+        "state_dict_config.offload_to_cpu = True",
+        "test_saving.py -k copied_once",
+    ),
+    Mutant(
         "shards are written with the collectives of the training",
         "utils/run/saving.py",
         '            options["process_group"] = self.group\n',

@@ -11,15 +11,15 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from accelerate import Accelerator
-from accelerate.utils import other
+from accelerate import Accelerator, FullyShardedDataParallelPlugin
+from accelerate.utils import fsdp_utils, other
 from conftest import GPT, metrics, run
 from safetensors.torch import load_file
 from torch import nn
 
 from utils.run import checkpoint, collectives, manifest, process, saving
 
-ALONE = SimpleNamespace(num_processes=1, device=torch.device("cpu"))
+ALONE = SimpleNamespace(num_processes=1, device=torch.device("cpu"), is_fsdp2=False)
 
 
 @pytest.fixture
@@ -105,11 +105,23 @@ def test_only_a_gpu_has_pinned_copies_and_each_is_waited_for(device, tmp_path, m
         return SimpleNamespace(stage=lambda state, **how: calls.append(how) or {**state})
 
     monkeypatch.setattr(saving, "StateDictStager", stager)
-    writer = saving.Writer(SimpleNamespace(num_processes=1, device=torch.device(device)))
+    writer = saving.Writer(SimpleNamespace(**vars(ALONE) | {"device": torch.device(device)}))
     with writer.captured():
         torch.save({"step": 3}, tmp_path / "state")
     # Containers have little shared memory.
     assert calls == [{"pin_memory": device == "cuda", "share_memory": False}, {}]
+
+
+def test_the_state_of_shards_is_copied_once(monkeypatch):
+    """Not first by Accelerate, from a GPU to memory that is not pinned."""
+    plugin = FullyShardedDataParallelPlugin(fsdp_version=2, state_dict_type="SHARDED_STATE_DICT")
+    assert fsdp_utils._prepare_sd_options(plugin).cpu_offload
+    saving.Writer(
+        SimpleNamespace(
+            **vars(ALONE) | {"is_fsdp2": True}, state=SimpleNamespace(fsdp_plugin=plugin)
+        )
+    )
+    assert not fsdp_utils._prepare_sd_options(plugin).cpu_offload
 
 
 def test_shards_are_copied_too(tmp_path, writer):

@@ -110,6 +110,15 @@ def reduce_in_float32(accelerator):
         accelerator.state.fsdp_plugin.mixed_precision_policy = policy
 
 
+def save_from_gpus(accelerator):
+    """Leaves the state of a sharded model where it is, for whoever writes or copies it.
+
+    By default Accelerate first copies all of it to memory of the host that is not pinned.
+    """
+    if accelerator.is_fsdp2:
+        accelerator.state.fsdp_plugin.state_dict_config.offload_to_cpu = False
+
+
 def use_model_blocks(accelerator, model):
     """Chooses the layers that are gathered one at a time; call it before `prepare`.
 

@@ -20,7 +20,7 @@ from accelerate.utils import other
 # `DefaultStager`, which uses it, forgets its memory in torch 2.11 after each copy.
 from torch.distributed.checkpoint._state_dict_stager import StateDictStager
 
-from utils.run import process
+from utils.run import fsdp, process
 from utils.run.collectives import new_group
 
 NICENESS = 10  # more, of the thread: training comes first where there are few cores
@@ -38,6 +38,7 @@ class Writer:
     def __init__(self, accelerator):
         """Call it on every process."""
         self.group = new_group(accelerator)
+        fsdp.save_from_gpus(accelerator)
         # Not in shared memory, of which containers have little.
         pinned = accelerator.device.type == "cuda"
         self._stager = StateDictStager(pin_memory=pinned, share_memory=False)

@@ -5,6 +5,7 @@ import codecs
 import gzip
 import itertools
 import json
+import os
 
 import pytest
 
@@ -49,6 +50,31 @@ def read(rows):
 def load(path, **options):
     data = find_documents(str(path), **options)
     return data.kind, {split: read(rows) for split, rows in data.splits.items()}
+
+
+@pytest.mark.parametrize("place", ["chats[1].jsonl", "what?.jsonl", "[2024] x/a*.jsonl"])
+def test_names_that_look_like_patterns(tmp_path, place):
+    """Beside files that they would match."""
+    for name in (place, "chats1.jsonl", "what1.jsonl", "2 x/ab.jsonl"):
+        file = tmp_path / name
+        file.parent.mkdir(exist_ok=True)
+        file.write_text(lines([{"text": name}] * 2))
+    assert load(tmp_path / place)[1] == {"train": [{"text": place}] * 2}
+    if "/" in place:
+        assert load((tmp_path / place).parent)[1] == {"train": [{"text": place}] * 2}
+
+
+def test_a_name_that_looks_like_an_archive(tmp_path):
+    (tmp_path / "a::b.jsonl").write_text(lines([TEXT]))
+    with pytest.raises(UserError, match=r"rename .*a::b.jsonl, because"):
+        find_documents(str(tmp_path))
+
+
+def test_a_file_of_another_size_and_the_same_time_is_read_again(tmp_path):
+    for count in (2, 3):
+        write(tmp_path, a_jsonl=lines([TEXT] * count))
+        os.utime(tmp_path / "a.jsonl", (1, 1))
+        assert len(load(tmp_path)[1]["train"]) == count
 
 
 def write_table(path, rows):
@@ -164,6 +190,14 @@ def test_rows_change_their_fingerprint_with_their_content(tmp_path):
         (dict(a_jsonl=lines([{**CHAT, "chosen": "b", "rejected": "c"}])), "preference data"),
         (dict(a_jsonl=lines([{"prompt": "a"}])), "columns prompt; one needs"),
         (dict(a_csv="id,title\n1,2\n"), "columns id, title; one needs"),
+        (
+            dict(a_csv="prompt,completion\nWhat is 1, plus 1?,2\n"),
+            "its first row has 3 fields: name",
+        ),
+        (dict(a_csv="\ntext,label\n\nhello,1,\n"), "names 2 columns, and its first row has 3"),
+        (dict(a_tsv="text\nb\tc\n"), "names 1 columns"),
+        (dict(a_csv="text;label\nb;1\n"), "a.csv are separated by ';': convert it to CSV"),
+        (dict(a_jsonl="[" * 100_000), "holds neither an object in each line nor one list"),
         (dict(a_json="{\n}"), "holds neither an object in each line nor one list"),
         (dict(a_json="[1, 2]"), "holds neither"),
         (dict(a_jsonl=lines([CHAT])), "has one row: none is left to hold out"),
@@ -185,6 +219,7 @@ def test_data_that_cannot_be_used_is_one_line(files, says, tmp_path):
         ("a_txt", b"caf\xe9 latin", "a.txt: it is not UTF-8"),
         ("a_txt_gz", b"\x1f\x8bbroken", "a.txt.gz"),
         ("a_jsonl", lines([TEXT]).encode() + b"{", "row 1 of .* is not JSON"),
+        ("a_jsonl", lines([TEXT]).encode() + b"[" * 100_000, "row 1 of .* is not JSON"),
     ],
 )
 def test_files_that_cannot_be_read_are_one_line(name, content, says, tmp_path):

@@ -169,6 +169,11 @@ def test_a_full_disk_shows_the_first_line_of_the_error():
         "rank 0: the disk is full: free some space, then run the same command again "
         f"([Errno {errno.EDQUOT}] Disk quota exceeded)"
     )
+    outer = ValueError("An error occurred")
+    outer.__cause__ = error  # `raise ... from error`
+    assert failures.describe(outer) == failures.describe(error) and failures.may_pass(outer)
+    outer.__cause__, outer.__context__ = None, error  # it was handled
+    assert failures.describe(outer) is None
 
 
 def test_a_silent_loader_is_told_by_where_it_was_raised():

@@ -8,11 +8,10 @@ from typing import NamedTuple
 
 from utils.data.dates import make_conversations
 from utils.data.report import LeftOut
-from utils.data.tables import READERS, load_table, loading, local_path, name_splits
+from utils.data.tables import READERS, header, load_table, loading, local_path, name_splits
 from utils.data.text_files import (
     find_files,
     first_object,
-    header,
     open_text,
     parse_line,
     read_arrays,

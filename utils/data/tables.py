@@ -1,12 +1,15 @@
 """Loads rows with the `datasets` library: the one way, for images and for text."""
 
 import contextlib
+import csv
+import glob
+import hashlib
 import os
 import re
 from pathlib import Path
 
 from utils.data import splits as split_names
-from utils.run.failures import UserError
+from utils.run.failures import UserError, full_disk
 
 # The reader of the `datasets` library for each kind of file.
 READERS = {
@@ -100,7 +103,7 @@ def load_table(
         datasets.DatasetDict | datasets.IterableDatasetDict: by split; a single file is `train`.
 
     Raises:
-        UserError: it cannot be loaded.
+        UserError: it cannot be loaded, or a file of it is no table.
     """
     import datasets  # here, because it takes a second, and folders of images do not need it
 
@@ -111,11 +114,42 @@ def load_table(
     source = dict(path=str(path or name), name=subset)
     if files:
         suffix = next(iter(files.values()))[0].suffix.lower()
-        named = {split: [str(file) for file in some] for split, some in files.items()}
-        source = dict(path=reader or READERS.get(suffix, "text"), data_files=named, **options)
+        reader = reader or READERS.get(suffix, "text")
+        for file in (file for some in files.values() for file in some):
+            if reader == "csv":
+                header(file)
+            if "::" in str(file):  # the library takes what follows for a path in an archive
+                raise UserError(f"--dataset {name}: rename {file}, because of the `::`")
+        # The library takes names for patterns. It knows files by their time of change; and here by
+        # their sizes, because images of containers give all files the same time.
+        named = {split: [glob.escape(str(file)) for file in some] for split, some in files.items()}
+        sizes = [file.stat().st_size for some in files.values() for file in some]
+        version = hashlib.sha256(repr(sizes).encode()).hexdigest()[:16]
+        source = dict(path=reader, name=version, data_files=named, **options)
         source |= {"sep": "\t"} if suffix == ".tsv" else {}
     with loading(name, alternatives):
         return datasets.load_dataset(**source, streaming=streaming)
+
+
+def header(path):
+    """The names of the columns of a CSV or TSV file.
+
+    Raises:
+        UserError: it cannot be read, has another separator, or a first row with more fields than
+            names: pandas would take the first field for the name of the row.
+    """
+    separator = "\t" if path.suffix.lower() == ".tsv" else ","
+    with loading(path, ""), open(path, encoding="utf-8-sig", newline="") as file:
+        rows = filter(None, csv.reader(file, delimiter=separator))
+        names, first = next(rows, []), next(rows, [])
+    if len(names) == 1 and (other := re.search(r"[;\t]", names[0])):
+        raise UserError(f"the columns of {path} are separated by {other[0]!r}: convert it to CSV")
+    if len(first) > len(names):
+        raise UserError(
+            f"{path} names {len(names)} columns, and its first row has {len(first)} fields: name "
+            "each column, and quote a text that contains the separator"
+        )
+    return names
 
 
 def name_splits(name, tables, left_out):
@@ -157,12 +191,14 @@ def describes_itself(folder):
 
 @contextlib.contextmanager
 def loading(name, alternatives):
-    """Raises UserError, with one line, instead of any error in the block."""
+    """Raises UserError, with one line, instead of any error but that of a full disk."""
     try:
         yield
     except Exception as error:  # errors of datasets, fsspec, pyarrow or the network
-        reason = first_line(error)
-        raise UserError(f"cannot load --dataset {name} ({reason}); {alternatives}") from None
+        if full_disk(error):
+            raise
+        ending = f"; {alternatives}" if alternatives else ""
+        raise UserError(f"cannot load --dataset {name} ({first_line(error)}){ending}") from None
 
 
 def first_line(error):

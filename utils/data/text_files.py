@@ -3,7 +3,6 @@
 import bz2
 import codecs
 import contextlib
-import csv
 import gzip
 import io
 import json
@@ -16,7 +15,15 @@ from typing import NamedTuple
 from utils.data.cache_files import map_bytes
 from utils.data.report import LeftOut
 from utils.data.scan import Scanner, read_regular
-from utils.data.tables import METADATA, READERS, files_by_split, load_table, loading, local_path
+from utils.data.tables import (
+    METADATA,
+    READERS,
+    files_by_split,
+    header,
+    load_table,
+    loading,
+    local_path,
+)
 from utils.data.tables import name_splits as splits_of
 from utils.run.failures import UserError
 from utils.run.files import regular_file
@@ -273,13 +280,6 @@ def _check_column(name, column, columns):
         )
 
 
-def header(path):
-    """The names of the columns of a CSV or TSV file."""
-    separator = "\t" if path.suffix.lower() == ".tsv" else ","
-    with loading(path, ALTERNATIVES), open(path, encoding="utf-8-sig", newline="") as file:
-        return next(csv.reader(file, delimiter=separator), [])
-
-
 def first_object(path):
     """The object in the first line of a file, if it holds JSON Lines; None if not."""
     opener = OPENERS.get(Path(path).suffix.lower(), open)
@@ -287,7 +287,7 @@ def first_object(path):
         line = next((line for line in file if line.strip()), "")
     try:
         value = json.loads(line)
-    except ValueError:
+    except (ValueError, RecursionError):
         return None
     return value if isinstance(value, dict) else None
 
@@ -300,7 +300,7 @@ def read_arrays(by_split):
         for path in some:
             try:
                 rows += json.loads(read_text(path))
-            except (ValueError, TypeError):  # not JSON, or not a list
+            except (ValueError, TypeError, RecursionError):  # not JSON, or not a list
                 return None
         if not rows or not all(isinstance(row, dict) for row in rows):
             return None
@@ -329,7 +329,7 @@ def parse_line(line, number, where, failure):
     """The value in a line of JSON. Raises `failure` if it is none; `where` names the data set."""
     try:
         return json.loads(line.lstrip("\ufeff"))
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise failure(f"row {number} of {where} is not JSON: {error}") from None
 
 

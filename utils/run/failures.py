@@ -191,11 +191,17 @@ def _out_of_memory(error):
     return memory.message(_rank(), text.splitlines()[0] if text else "")
 
 
-def _full_disk(error):
+def full_disk(error):
+    """The error, or that from which it was raised, that says that a disk is full; None: neither."""
     full = isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT)
     if type(error).__name__ == "SafetensorError":  # has no errno
         full = f"(os error {errno.ENOSPC})" in str(error)
-    if not full:
+    return error if full or error is None else full_disk(error.__cause__)
+
+
+def _full_disk(error):
+    error = full_disk(error)
+    if error is None:
         return None
     return (
         f"rank {_rank()}: the disk is full: free some space, then run the same command again "

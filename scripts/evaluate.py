@@ -26,6 +26,7 @@ train_images.py).
 import contextlib
 import csv
 import io
+import shlex
 import sys
 from pathlib import Path
 from types import SimpleNamespace
@@ -442,7 +443,7 @@ def load_blocks(accelerator, args, tokenizer, trained):
     """
     import train_lm
 
-    trained.sources = trained.dataset.split() if trained.mixture else [trained.dataset]
+    trained.sources = shlex.split(trained.dataset) if trained.mixture else [trained.dataset]
     name, recorded = args.dataset or trained.dataset, trained.data
     if is_same(name, trained.dataset):
         _, blocks, shown = train_lm.load_data(accelerator, tokenizer, trained)

@@ -22,6 +22,7 @@ import contextlib
 import math
 import sys
 from pathlib import Path
+from types import MethodType
 
 # Finds `utils` next to this script (a copy) or one folder up (the repository).
 sys.path.insert(1, str(Path(__file__).resolve().parents[1]))
@@ -252,7 +253,8 @@ class GPT(nn.Module):  # EDIT: model
         """
         for block in self.blocks:
             block.compile(**options)
-        self.losses = torch.compile(self.losses, **options)
+        # A method, so that a copy of the model computes with its own weights.
+        self.losses = MethodType(torch.compile(GPT.losses, **options), self)
 
     def flops_per_token(self):
         """FLOPs of the forward and backward pass per token: 6 N + 12 L H Q T.

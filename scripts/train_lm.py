@@ -22,6 +22,7 @@ Measured on 2026-11-26 on 2 cores of an AMD EPYC: 75 s, validation loss 1.02 nat
 
 import importlib.util
 import math
+import shlex
 import sys
 from functools import partial
 from itertools import zip_longest
@@ -41,6 +42,7 @@ from torch.utils.data import DataLoader
 
 from utils import plots, scores
 from utils.data import subset
+from utils.data.conversations import Encoder
 from utils.data.lanes import gather_position
 from utils.data.loaders import KeyedSampler, evaluation_batch_size, loader_options
 from utils.data.mixture import SourceLog, labels
@@ -158,7 +160,7 @@ def load_data(accelerator, tokenizer, args):  # EDIT: data
         raise UserError("--patience needs a validation split: give --val_fraction 0.05, say")
     names = labels(args.sources)
     eval_sets = {
-        name: data.splits.get("val") or data.splits["test"]
+        name: data.splits["val" if "val" in data.splits else "test"]
         for name, data in zip(names, found, strict=True)
     }
     pairs = zip(args.sources, found, strict=True)
@@ -323,25 +325,24 @@ def generate(model, tokenizer, prompts, length):
     was_training = model.training
     model.eval()
     device = next(model.parameters()).device
+    # A model with a fixed number of positions reads the end of a longer prompt.
+    most = getattr(model.config.get_text_config(), "max_position_embeddings", None) or math.inf
+    length = int(min(length, most // 2))
+    prompts = [prompt[-int(min(len(prompt), most - length)) :] for prompt in prompts]
+    options = causal_lm.ends(model, tokenizer) | dict(max_new_tokens=length, do_sample=False)
     texts = []
     for first in range(0, len(prompts), 25):
-        some = {"input_ids": prompts[first : first + 25]}
-        inputs = tokenizer.pad(some, padding_side="left", return_tensors="pt").to(device)
-        options = causal_lm.ends(model, tokenizer) | dict(max_new_tokens=length, do_sample=False)
+        some = prompts[first : first + 25]
+        width = max(map(len, some))
+        inputs = torch.full((len(some), width), options["pad_token_id"])
+        for row, prompt in zip(inputs, some, strict=True):
+            row[width - len(prompt) :] = torch.tensor(prompt)
+        mask = torch.tensor([[0] * (width - len(prompt)) + [1] * len(prompt) for prompt in some])
         with fsdp.gathered(model):
-            output = model.generate(**inputs, **options)
-        new = output[:, inputs["input_ids"].shape[1] :]
-        texts += tokenizer.batch_decode(new, skip_special_tokens=True)
+            output = model.generate(inputs.to(device), attention_mask=mask.to(device), **options)
+        texts += tokenizer.batch_decode(output[:, width:], skip_special_tokens=True)
     model.train(was_training)
     return texts
-
-
-def encode_prompt(tokenizer, text, kind):
-    """The token ids of a prompt: of a conversation's first turn, or of a text to continue."""
-    if kind != "messages":
-        return tokenizer(text)["input_ids"]
-    turns = [{"role": "user", "content": text}]
-    return tokenizer.apply_chat_template(turns, add_generation_prompt=True, return_dict=False)
 
 
 def read_prompts(tokenizer, eval_sets, args):
@@ -362,7 +363,8 @@ def read_prompts(tokenizer, eval_sets, args):
     lines = [line for line in lines if line.strip()]
     if not lines:
         raise UserError(f"--prompts {args.prompts} is empty: give one prompt per line")
-    return [(encode_prompt(tokenizer, line, args.kind), None) for line in lines]
+    encoder = Encoder(tokenizer)
+    return [(encoder.encode_prompt(line, args.kind), None) for line in lines]
 
 
 def show_samples(model, tokenizer, prompts):
@@ -398,9 +400,10 @@ def respond(args):
     """For --generate: prints the continuation of --prompt, or the answer of a chat model."""
     model, tokenizer, kind = adapters.load_trained(args.generate)
     model.to("cuda" if torch.cuda.is_available() else "cpu")
-    print(
-        generate(model, tokenizer, [encode_prompt(tokenizer, args.prompt, kind)], ANSWER_TOKENS)[0]
-    )
+    prompt = Encoder(tokenizer).encode_prompt(args.prompt, kind)
+    if not prompt:
+        raise UserError("--prompt is empty, and this model has no token that begins a text")
+    print(generate(model, tokenizer, [prompt], ANSWER_TOKENS)[0])
 
 
 # --------------------------------------------------------------------------------------------- main
@@ -569,14 +572,18 @@ def main():
     accelerator.end_training()
 
 
+def is_on_hub(name):
+    """Whether a model or data set is neither on this machine nor made by a script."""
+    return name not in ("tiny", "synthetic") and not Path(name).expanduser().exists()
+
+
 def describe_model(args, folder):
     """What the model card says about a model, for `run.close`."""
     part = "adapter" if (folder / "adapter").is_dir() else "model"
     metadata = {}
-    if args.model != "tiny" and not args.from_scratch:
+    if is_on_hub(args.model) and not args.from_scratch:
         metadata["base_model"] = args.model
-    local = ("synthetic", *filter(lambda name: Path(name).expanduser().exists(), args.sources))
-    if hub := [name for name in args.sources if name not in local]:
+    if hub := list(filter(is_on_hub, args.sources)):
         metadata["datasets"] = hub
     return {
         "title": "A causal language model",
@@ -742,7 +749,8 @@ def parse_args():
             "--streaming needs --max_train_steps, and cannot be combined with --overfit_batch"
         )
     args.sources, args.weights = args.dataset, args.mixture
-    args.dataset = " ".join(args.sources)  # what a run continues with; its shares, too
+    # What a run continues with; its shares, too.
+    args.dataset = shlex.join(args.sources) if args.mixture else args.sources[0]
     args.mixture = args.mixture and " ".join(map(str, args.mixture))
     if len(args.sources) != len(args.weights or [1]):
         raise UserError(

@@ -1,5 +1,6 @@
 """Language models: the loss is the model's own, and packed documents do not see each other."""
 
+import copy
 import json
 from types import SimpleNamespace
 
@@ -10,7 +11,7 @@ transformers = pytest.importorskip("transformers")
 
 from accelerate import Accelerator
 from conftest import load_script
-from peft import LoraConfig, get_peft_model
+from peft import LoraConfig, PeftModel, get_peft_model
 from safetensors.torch import load_file, save_file
 
 from utils import adapters, causal_lm, lm_loss
@@ -276,6 +277,17 @@ def test_a_batch_without_targets_has_a_loss_of_zero_and_gradients():
     assert loss.item() == 0 and model.lm_head.weight.grad is not None
 
 
+@pytest.mark.parametrize("prepared", [False, True])
+def test_the_copy_of_a_model_computes_with_its_own_weights(prepared):
+    model, inputs = build("llama"), batch(document())
+    model = Accelerator(cpu=True).prepare(model) if prepared else model
+    twin, before = copy.deepcopy(model), model(**inputs).item()
+    with torch.no_grad():
+        for weight in model.parameters():
+            weight.mul_(2)
+    assert twin(**inputs).item() == before != model(**inputs).item()
+
+
 @pytest.mark.parametrize("name", ["llama", "gpt2", "mixtral"])
 def test_names_tying_and_generation_stay_as_they_were(name):
     model, plain = build(name), build(name, chunked=False)
@@ -310,6 +322,19 @@ def test_other_processes_of_a_sharded_run_hold_no_weights(tmp_path):
     assert all(weight.device.type == "cpu" for weight in empty.parameters())
 
 
+@pytest.mark.parametrize("name", ["llama", "gpt2"])
+def test_prompts_of_any_length_are_answered_as_each_alone(name):
+    """Of one that leaves no position for an answer, the end is read. No token is for padding."""
+    generate, model = load_script("train_lm").generate, build(name)
+    model.generation_config.eos_token_id = None
+    tokenizer = causal_lm.byte_tokenizer()
+    tokenizer.pad_token = tokenizer.eos_token = None
+    prompts = [document(80)[0].tolist(), document(9)[0].tolist(), [5]]
+    expected = [generate(model, tokenizer, [prompt[-32:]], 64)[0] for prompt in prompts]
+    assert generate(model, tokenizer, prompts, 64) == expected and len(set(expected)) == 3
+    assert tokenizer.pad_token is None
+
+
 def test_the_byte_tokenizer_keeps_any_text(tmp_path):
     tokenizer = causal_lm.byte_tokenizer()
     tokenizer.save_pretrained(tmp_path)
@@ -331,6 +356,16 @@ def test_a_fingerprint_tells_models_apart(tmp_path, monkeypatch):
         model.save_pretrained(tmp_path)
         prints.append(causal_lm.fingerprint(str(tmp_path), model.config))
     assert prints[0] == prints[1] != prints[2]
+    # A small part of each weight is read.
+    with monkeypatch.context() as patch:
+        patch.setattr(causal_lm, "SAMPLED", (2, 8))
+        for weight in model.parameters():
+            with torch.no_grad():
+                weight.add_(1)
+            model.save_pretrained(tmp_path)
+            prints.append(causal_lm.fingerprint(str(tmp_path), model.config))
+    assert len(set(prints)) == 2 + len(list(model.parameters()))
+    prints[2] = causal_lm.fingerprint(str(tmp_path), model.config)
     # It lies elsewhere, and was read by another release of transformers.
     moved = tmp_path.rename(tmp_path.with_name("moved"))
     config = transformers.AutoConfig.from_pretrained(moved)
@@ -426,7 +461,7 @@ def test_a_model_that_cannot_be_trained_is_one_line(tmp_path, monkeypatch):
     empty.mkdir()
     cases = [
         (str(llama), 65, "--block_size 65"),
-        (small, 16, "259 tokens and"),
+        (small, 16, "has a token 258, and"),
         (t5, 16, "no causal language model, but t5"),
         (str(broken), 16, "cannot load its configuration"),
         (str(empty), 16, "has no config.json"),
@@ -439,6 +474,9 @@ def test_a_model_that_cannot_be_trained_is_one_line(tmp_path, monkeypatch):
             causal_lm.load_config(name, tokenizer, block_size)
         assert words in str(error.value), name
     causal_lm.load_config(str(llama), tokenizer, 64)
+    sparse = SimpleNamespace(get_vocab=lambda: {"a": 0, "b": VOCABULARY})
+    with pytest.raises(UserError, match=f"has a token {VOCABULARY}, and"):
+        causal_lm.load_config(str(llama), sparse, 64)
 
 
 def test_weights_are_safetensors_or_refused(tmp_path):
@@ -521,6 +559,9 @@ def test_an_adapter_is_merged_in_float32_with_the_base_that_it_was_trained_on(tm
         if "q_proj" in name:
             changed = (merged[name] != weight.float()).float().mean()
             assert merged[name].dtype == torch.float32 and changed > 0.5
+    # An adapter that is trained further is not evaluated with what was merged before.
+    adapters.export(run, adapter, adapter.state_dict(), tokenizer)
+    assert isinstance(adapters.load_trained(run)[0], PeftModel)
     with torch.no_grad():
         model.model.norm.weight.add_(1)
     model.save_pretrained(base)

@@ -181,6 +181,67 @@ def test_only_the_completion_is_learned(tokenizer):
     assert learned(tokenizer, document) == ["world<|im_end|>"]
 
 
+# Templates of transformers that read a text only, or only parts of a content.
+TRIMMED = CHATML.replace("m['content']", "(m['content'] | string | trim)")
+STRINGS = CHATML.replace("m['content']", "(m['content'] if m['content'] is string else '')")
+PARTS = CHATML.replace("m['content']", "(m['content'] | map(attribute='text') | join)")
+
+
+@pytest.mark.parametrize("template", [CHATML, TRIMMED, STRINGS, PARTS])
+def test_a_content_is_a_text_or_parts_of_one(template, tokenizer):
+    expected = encode(tokenizer, say("u hi you", "a hello world"))[0].tokens.tolist()
+    parts = [
+        [dict(type="text", text=some) for some in two] for two in (["hi ", "you"], ["hello world"])
+    ]
+    messages = [
+        dict(role=role, content=some)
+        for role, some in zip(["user", "assistant"], parts, strict=True)
+    ]
+    for given in (say("u hi you", "a hello world"), messages):
+        (document,) = encode(tokenizer, check_messages(given, "row 0"), template)
+        assert document.tokens.tolist() == expected
+    encoder = Encoder(tokenizer, template)
+    prompt = encoder.encode_prompt("hi you", "messages")
+    assert prompt == expected[: len(prompt)] and "assistant\n" in tokenizer.decode(prompt)
+
+
+def test_tools_have_a_template_of_their_own():
+    tokenizer = make_tokenizer()
+    tokenizer.chat_template = {"default": CHATML, "tool_use": "{{ tools[0].name }}" + CHATML}
+    for tools, words in (
+        (None, "<|im_start|>user"),
+        ([dict(name="weather")], "weather<|im_start|>"),
+    ):
+        (document,) = encode(tokenizer, say("u hi", "a hello"), tools=tools)
+        assert text_of(tokenizer, document).startswith(words)
+    (document,) = encode(tokenizer, say("u hi", "a hello"), PLAIN, tools=[dict(name="weather")])
+    assert text_of(tokenizer, document).startswith("user: hi")
+
+
+def test_the_date_is_always_the_same(tokenizer, monkeypatch):
+    asked = "{{ strftime_now( '%d %b %Y' ) }} {{ strftime_now(\"%Y\") }} "
+    (document,) = encode(tokenizer, say("u hi", "a hello"), asked + CHATML)
+    assert text_of(tokenizer, document).startswith("01 Jan 2026 2026 <|im_start|>")
+    assert Encoder(tokenizer).chat_template == CHATML
+
+
+def test_a_role_may_be_called_as_a_special_token():
+    tokenizer = make_tokenizer(extra_special_tokens=["assistant", "user"])
+    (document,) = encode(tokenizer, say("u hi", "a hello"))
+    assert learned(tokenizer, document) == ["hello<|im_end|>"]
+
+
+def test_a_token_in_an_answer_does_not_end_it():
+    """Added ones that the template writes after each answer do, though they are not special."""
+    tokenizer = make_tokenizer()
+    tokenizer.add_tokens(["</call>", "<over>"])
+    (document,) = encode(tokenizer, say("u hi", "a hello</call>"), PLAIN)
+    assert learned(tokenizer, document) == ["hello</call>\n<|im_end|>"]
+    template = PLAIN.replace("m['content'] + '\n'", "m['content'] + '<over>\n'")
+    (document,) = encode(tokenizer, say("u hi", "a hello"), template)
+    assert learned(tokenizer, document) == ["hello<over>"]
+
+
 # ------------------------------------------------------------------------------- special tokens
 
 
@@ -266,7 +327,34 @@ def test_a_prompt_and_its_completion():
         assert encoder.draft_completion("what?", " \n", "row 0") == []
 
 
+@pytest.mark.parametrize("bos", [False, True])
+def test_a_prompt_is_that_before_an_answer_or_the_beginning_of_a_text(bos):
+    """A tokenizer may end each text that it is given."""
+    from tokenizers import processors
+
+    tokenizer = make_tokenizer("bytes", bos, bos_token="<s>")
+    end = ("<|im_end|>", tokenizer.eos_token_id)
+    template = f"{'<s> ' * bos}$A <|im_end|>"
+    special = [("<s>", tokenizer.bos_token_id), end]
+    core = processors.TemplateProcessing(single=template, special_tokens=special)
+    tokenizer.backend_tokenizer.post_processor = core
+    encoder = Encoder(tokenizer)
+    (text,) = texts(tokenizer, ["hello world"])
+    assert encoder.encode_prompt("hello world", "text") == text.tokens[:-1].tolist()
+    (pair,) = encoder.encode(encoder.draft_completion("what?", "hello", "row 0"))
+    assert encoder.encode_prompt("what?", "prompt") == pair.tokens[: pair.answer].tolist()
+    (chat,) = encode(tokenizer, say("u what?<|im_end|>", "a hello"))
+    expected = chat.tokens[: chat.answer].tolist()
+    assert encoder.encode_prompt("what?<|im_end|>", "messages") == expected
+    assert encoder.encode_prompt("", "text") == [tokenizer.bos_token_id] * bos
+    tokenizer.chat_template = None
+    with pytest.raises(UserError, match="no chat template: give --chat_template"):
+        Encoder(tokenizer).encode_prompt("what?", "messages")
+
+
 def test_bytes_are_those_that_the_targets_predict():
+    from tokenizers import pre_tokenizers
+
     tokenizer = make_tokenizer()
     (document,) = texts(tokenizer, ["hello wörld"])
     first = tokenizer.decode(document.tokens[:1])
@@ -276,6 +364,12 @@ def test_bytes_are_those_that_the_targets_predict():
     (document,) = texts(make_tokenizer("bytes", True, bos_token="<s>"), ["hello wörld"])
     assert document.bytes == 12
     assert sum(part.bytes for part in texts(tokenizer, ["hello\n", "x\n"])) == 8 - len(first)
+    dropping = make_tokenizer()  # blanks, as tokenizers of whole words do
+    dropping.backend_tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    (document,) = texts(dropping, [" " * 300 + "hello world"])
+    assert document.bytes == 311 - 300 - len(dropping.decode(document.tokens[:1]))
+    (document,) = texts(dropping, ["\u3000" * 3 + "x"])
+    assert document.bytes == 0
 
 
 @pytest.mark.parametrize("segments", [[], [""], [" \n"]])
@@ -339,7 +433,6 @@ def test_templates_that_cannot_be_used_are_one_line(template, says):
         ([{"role": "user"}], "message 0 of row 3 has no text as content, but None"),
         ([{"role": "user", "content": 5}], "message 0 of row 3 has no text as content, but 5"),
         ([{"role": "user", "content": [{"type": "image"}]}], "parts that are not text"),
-        ([{"role": "user", "content": "\ud800"}], "row 3 is not valid Unicode"),
     ],
 )
 def test_messages_of_other_types_are_one_line(messages, says):
@@ -355,3 +448,11 @@ def test_tools_are_a_list_or_json():
             check_tools(wrong, "row")
     calls = [dict(role="assistant", content=None, tool_calls=[{}])]
     assert check_messages(calls, "row") == calls
+
+
+def test_half_a_character_is_one_line(tokenizer):
+    """Also in the arguments of a tool."""
+    template = CHATML.replace("m['content']", "(m['content'] or m['tool_calls'][0].name)")
+    for more in (dict(content="\ud800"), dict(content=None, tool_calls=[dict(name="\ud800")])):
+        with pytest.raises(UserError, match="row 0 is not valid Unicode"):
+            encode(tokenizer, [*say("u hi"), dict(role="assistant", **more)], template)

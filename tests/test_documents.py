@@ -17,7 +17,7 @@ from utils.data.dates import (
     ordinal_in_words,
     year_in_words,
 )
-from utils.data.documents import find_documents, segments, segments_of
+from utils.data.documents import find_documents, open_documents, segments, segments_of
 from utils.run.failures import UserError
 
 CHAT = {"messages": [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "hello"}]}
@@ -50,6 +50,34 @@ def read(rows):
 def load(path, **options):
     data = find_documents(str(path), **options)
     return data.kind, {split: read(rows) for split, rows in data.splits.items()}
+
+
+def test_a_table_has_no_fields_of_other_rows(tmp_path):
+    """Parquet has the fields of all rows in each of them; a missing content stays missing."""
+    calls = [
+        {"function": {"name": "weather", "arguments": {"city": "Rome"}}},
+        {"function": {"name": "add", "arguments": {"a": 1}}},
+    ]
+    said = [dict(role="assistant", tool_calls=[call]) for call in calls]
+    rows = [{"messages": [*CHAT["messages"], message], "tools": None} for message in said]
+    rows[0]["tools"] = [{"name": "weather", "parameters": {"city": {"type": "string"}}}]
+    rows.append({"messages": None, "tools": None})
+    write_table(tmp_path / "a.parquet", rows)
+    assert load(tmp_path / "a.parquet")[1] == {"train": rows}
+
+
+@pytest.mark.parametrize("suffix", ["jsonl", "parquet"])
+def test_how_a_model_is_asked(tmp_path, suffix):
+    prompt, completion = ([message] for message in CHAT["messages"])
+    chats = [{"prompt": prompt, "completion": completion}] * 2
+    for rows, asked in (([CHAT] * 2, "messages"), ([PAIR] * 2, "prompt"), (chats, "messages")):
+        empty = dict.fromkeys(rows[0])
+        file = tmp_path / f"a.{suffix}"
+        if suffix == "parquet":
+            write_table(file, [empty, *rows])
+        else:
+            file.write_text(lines([empty, *rows]))
+        assert find_documents(str(file)).asked == asked == open_documents(str(file)).asked
 
 
 @pytest.mark.parametrize("place", ["chats[1].jsonl", "what?.jsonl", "[2024] x/a*.jsonl"])

@@ -2,6 +2,7 @@
 that it writes.
 """
 
+import copy
 import json
 import math
 import random
@@ -691,6 +692,16 @@ def test_muon_updates_are_orthogonal(shape):
     assert values.min() > 0.6 and values.max() < 1.3
 
 
+def test_the_copy_of_a_compiled_model_computes_with_its_own_weights():
+    model, tokens = load_script("train_gpt").GPT(1, 2, 16, 8), torch.arange(8)[None]
+    model.compile(backend="eager")
+    twin, before = copy.deepcopy(model), model(tokens, tokens).tolist()
+    with torch.no_grad():
+        for weight in model.parameters():
+            weight.normal_()
+    assert twin(tokens, tokens).tolist() == before != model(tokens, tokens).tolist()
+
+
 @pytest.mark.parametrize("shape", [(3, 24, 96), (3, 96, 24), (3, 24, 24)])
 def test_muon_iterations_change_only_the_singular_values_each_by_the_published_polynomial(shape):
     x = torch.randn(shape, generator=torch.Generator().manual_seed(0))
@@ -796,7 +807,7 @@ def test_a_stream_that_fails_midway_ends_the_run(tmp_path):
         (
             "2cpu",
             "--dataset synthetic --streaming 3 --max_train_steps 9",
-            "multiple of the 2 processes",
+            "2 processes cannot share",
         ),
         (None, "--dataset synthetic --streaming", "needs --max_train_steps"),
         (

@@ -152,6 +152,8 @@ def export(folder, model, state, tokenizer):
     for file in writing.iterdir():
         set_usual_mode(file)
         sync(file)
+    if is_adapter:
+        shutil.rmtree(folder / MODEL, ignore_errors=True)  # an earlier adapter, merged
     shutil.rmtree(target, ignore_errors=True)
     os.replace(writing, target)
     sync(folder)
@@ -175,7 +177,6 @@ def load_trained(path, **options):
         model, tokenizer = _load_adapted(folder, **options)
     else:
         model, tokenizer = _load(path, **options)
-    tokenizer.pad_token = tokenizer.pad_token or tokenizer.eos_token
     kind = arguments.get("kind") or ("messages" if tokenizer.chat_template else "text")
     return model, tokenizer, kind
 

@@ -6,7 +6,6 @@ Needs the packages in scripts/requirements_lm.txt.
 import hashlib
 import json
 import logging
-import os
 import warnings
 from pathlib import Path
 
@@ -40,7 +39,7 @@ ATTENTION = {
 # Their masks do not depend on the positions (transformers 5.24).
 IGNORE_POSITIONS = {"afmoe", "biogpt", "bloom", "gpt_oss", "mpt", "openai-gpt", "opt", "xglm"}
 CONFIGURATION = ["*.json", "*.jinja", "*.model", "*.txt"]  # files of a model without its weights
-SAMPLED = 16, 1 << 16  # for a fingerprint: places in a file of weights, and bytes at each
+SAMPLED = 4, 1 << 10  # for a fingerprint: places in a tensor, and bytes at each
 SPECIAL = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
 TEMPLATE = """\
 {%- for message in messages -%}
@@ -119,10 +118,11 @@ def load_config(name, tokenizer, block_size):
         if type(config) not in AutoModelForCausalLM._model_mapping:
             raise UserError(f"--model {name} is no causal language model, but {config.model_type}")
         config = config.get_text_config()
-    if len(tokenizer) > config.vocab_size:
+    largest = max(tokenizer.get_vocab().values())
+    if largest >= config.vocab_size:
         raise UserError(
-            f"the tokenizer has {len(tokenizer):,} tokens and --model {name} only "
-            f"{config.vocab_size:,}: they do not belong together"
+            f"the tokenizer has a token {largest:,}, and --model {name} only {config.vocab_size:,} "
+            "tokens: they do not belong together"
         )
     most = getattr(config, "max_position_embeddings", None)
     if most and block_size > most:
@@ -150,8 +150,6 @@ def load_tokenizer(name, chat_template=None):
         except (OSError, UnicodeError) as error:
             reason = getattr(error, "strerror", None) or "it is not UTF-8"
             raise UserError(f"--chat_template {chat_template} cannot be read: {reason}") from None
-    if tokenizer.pad_token is None:  # for samples; training never looks at padding
-        tokenizer.pad_token = tokenizer.eos_token or tokenizer.convert_ids_to_tokens(0)
     return tokenizer
 
 
@@ -242,7 +240,7 @@ def can_pack(config):
 def fingerprint(name, config):
     """What identifies a model: its configuration, and its weights.
 
-    Of a folder, these are sizes and samples of its files; of a Hub id, the commit.
+    Of a folder, these are names, shapes and samples of all tensors; of a Hub id, the commit.
     """
     # Without what depends on where a model lies, and on the release of transformers.
     settings = config.to_diff_dict()
@@ -253,12 +251,16 @@ def fingerprint(name, config):
         digest.update(find(name).name.encode())
     elif name != TINY:
         for file in sorted(find(name).glob("*.safetensors")):
-            size = os.path.getsize(file)
-            digest.update(size.to_bytes(8, "little"))
             with file.open("rb") as opened:
-                for number in range(SAMPLED[0]):
-                    opened.seek(size * number // SAMPLED[0])
-                    digest.update(opened.read(SAMPLED[1]))
+                header = opened.read(int.from_bytes(opened.read(8), "little"))
+                digest.update(header)
+                start = opened.tell()
+                for tensor in json.loads(header).values():
+                    first, end = tensor.get("data_offsets", (0, 0))  # those of the metadata: none
+                    for number in range(SAMPLED[0]):
+                        place = first + (end - first) * number // SAMPLED[0]
+                        opened.seek(start + place)
+                        digest.update(opened.read(min(SAMPLED[1], end - place)))
     return digest.hexdigest()[:12]
 
 
@@ -305,4 +307,6 @@ def ends(model, tokenizer):
     configured = model.generation_config.eos_token_id
     found = configured if isinstance(configured, list) else [configured]
     found = {token for token in (*found, tokenizer.eos_token_id) if token is not None}
-    return {"eos_token_id": sorted(found) or None, "pad_token_id": tokenizer.pad_token_id}
+    known = tokenizer.pad_token_id, tokenizer.eos_token_id, 0
+    pad = next(token for token in known if token is not None)
+    return {"eos_token_id": sorted(found) or None, "pad_token_id": pad}

@@ -4,7 +4,9 @@ Needs the packages in scripts/requirements_lm.txt.
 """
 
 import contextlib
+import functools
 import math
+import types
 
 import torch
 from torch.nn import functional as F
@@ -39,75 +41,87 @@ def chunk_loss(model):
         model: a causal language model of `transformers`, or one of `peft` around it.
     """
     causal = _causal(model)
-    original, backbone = causal.forward, causal.base_model
 
-    def logits_of(hidden, kind, **kwargs):
-        result, computes = kind(last_hidden_state=hidden, **kwargs), backbone.forward
-        backbone.forward = lambda *_, **__: result
-        try:
-            return original(input_ids=None, use_cache=False)
-        finally:
-            backbone.forward = computes
+    # Methods, so that those of a copy of the model compute with the weights of the copy.
+    @functools.wraps(type(causal).forward)  # `generate` reads the names of the arguments
+    def forward(self, *args, targets=None, per_block=False, **kwargs):
+        kwargs = {name: value for name, value in kwargs.items() if value is not None}
+        if targets is not None:
+            return _sum_of_losses(self, targets, per_block, kwargs)
+        # `generate` fails if it is asked for the balance of experts, too.
+        experts = getattr(self.config, "output_router_logits", False)
+        return self.own_forward(
+            *args, **({"output_router_logits": False} if experts else {}), **kwargs
+        )
 
-    def loss_of(hidden, targets, outputs, reduction="sum"):
-        logits = logits_of(hidden[None], type(outputs)).logits[0].float()
-        return F.cross_entropy(logits, targets, reduction=reduction)
+    causal.own_forward = causal.forward
+    causal.own_loss = causal.base_model is causal or not _computes_logits(causal)
+    causal.forward = types.MethodType(forward, causal)
 
-    def losses_of(hidden, targets, blocks, outputs, count):
-        losses = loss_of(hidden, targets, outputs, "none")
-        of_block = F.one_hot(blocks, count) * losses.detach()[:, None]
-        return losses.sum(), of_block.sum(0)
 
-    def forward_per_block(outputs, parts, blocks, count):
+def _sum_of_losses(causal, targets, per_block, kwargs):
+    count, length = targets.shape
+    of_blocks = targets.new_zeros(count, dtype=torch.float32)
+    if _flattens(causal):
+        kwargs, targets = _flat(kwargs), targets.flatten()[None]
+    if causal.own_loss:
+        number = (targets >= 0).sum().clamp(min=1)
+        # A cache would make `transformers` forget that packed documents are several.
+        own = {**kwargs, "use_cache": False, "labels": targets, "shift_labels": targets}
+        total = causal.own_forward(**own).loss * number
+        return (total, of_blocks + math.nan) if per_block else total
+    experts = getattr(causal.config, "output_router_logits", False)
+    extra = {"output_router_logits": True} if experts else {}
+    outputs = causal.base_model(**{**kwargs, **extra, "use_cache": False})
+    chosen = (targets >= 0).flatten().nonzero()[:, 0]
+    hidden = outputs.last_hidden_state.flatten(0, 1)[chosen]
+    targets = targets.flatten()[chosen]
+    size = max(1, LOGITS // causal.config.get_text_config().vocab_size)
+    parts = list(zip(hidden.split(size), targets.split(size), strict=True))
+    if per_block and len(targets):
+        blocks = (chosen // length).split(size)
         sums = [
-            recompute(losses_of, *part, some, outputs, count, use_reentrant=False)
+            recompute(_losses_of, causal, *part, some, outputs, count, use_reentrant=False)
             for part, some in zip(parts, blocks, strict=True)
         ]
-        return [sum(some) for some in zip(*sums, strict=True)]
-
-    def forward(*args, targets=None, per_block=False, **kwargs):
-        kwargs = {name: value for name, value in kwargs.items() if value is not None}
-        experts = getattr(causal.config, "output_router_logits", False)
-        if targets is None:
-            # `generate` fails if it is asked for the balance of experts, too.
-            return original(*args, **({"output_router_logits": False} if experts else {}), **kwargs)
-        count, length = targets.shape
-        of_blocks = targets.new_zeros(count, dtype=torch.float32)
-        if _flattens(causal):
-            kwargs, targets = _flat(kwargs), targets.flatten()[None]
-        if causal.own_loss:
-            number = (targets >= 0).sum().clamp(min=1)
-            # A cache would make `transformers` forget that packed documents are several.
-            own = {**kwargs, "use_cache": False, "labels": targets, "shift_labels": targets}
-            total = original(**own).loss * number
-            return (total, of_blocks + math.nan) if per_block else total
-        extra = {"output_router_logits": True} if experts else {}
-        outputs = backbone(**{**kwargs, **extra, "use_cache": False})
-        chosen = (targets >= 0).flatten().nonzero()[:, 0]
-        hidden = outputs.last_hidden_state.flatten(0, 1)[chosen]
-        targets = targets.flatten()[chosen]
-        size = max(1, LOGITS // causal.config.get_text_config().vocab_size)
-        parts = list(zip(hidden.split(size), targets.split(size), strict=True))
-        if per_block and len(targets):
-            blocks = (chosen // length).split(size)
-            total, of_blocks = forward_per_block(outputs, parts, blocks, count)
-        elif len(parts) == 1 or not torch.is_grad_enabled():
-            total = sum(loss_of(*part, outputs) for part in parts)
-        else:
-            total = sum(recompute(loss_of, *part, outputs, use_reentrant=False) for part in parts)
-        if not parts:
-            total = hidden.sum().float()  # zero, with a gradient for DDP
-        if experts:  # counts as often as there are targets, as the loss itself does
-            routers = dict(router_logits=outputs.router_logits)
-            balance = logits_of(hidden[None, :1], type(outputs), **routers)
-            total = total + causal.router_aux_loss_coef * balance.aux_loss * len(targets)
-        return (total, of_blocks) if per_block else total
-
-    causal.own_loss = backbone is causal or not _computes_logits(causal, logits_of)
-    causal.forward = forward
+        total, of_blocks = (sum(some) for some in zip(*sums, strict=True))
+    elif len(parts) == 1 or not torch.is_grad_enabled():
+        total = sum(_loss_of(causal, *part, outputs) for part in parts)
+    else:
+        total = sum(
+            recompute(_loss_of, causal, *part, outputs, use_reentrant=False) for part in parts
+        )
+    if not parts:
+        total = hidden.sum().float()  # zero, with a gradient for DDP
+    if experts:  # counts as often as there are targets, as the loss itself does
+        routers = dict(router_logits=outputs.router_logits)
+        balance = _logits_of(causal, hidden[None, :1], type(outputs), **routers)
+        total = total + causal.router_aux_loss_coef * balance.aux_loss * len(targets)
+    return (total, of_blocks) if per_block else total
 
 
-def _computes_logits(causal, logits_of):
+def _logits_of(causal, hidden, kind, **kwargs):
+    """What a model returns for these hidden states in place of those of its backbone."""
+    backbone, result = causal.base_model, kind(last_hidden_state=hidden, **kwargs)
+    computes, backbone.forward = backbone.forward, lambda *_, **__: result
+    try:
+        return causal.own_forward(input_ids=None, use_cache=False)
+    finally:
+        backbone.forward = computes
+
+
+def _loss_of(causal, hidden, targets, outputs, reduction="sum"):
+    logits = _logits_of(causal, hidden[None], type(outputs)).logits[0].float()
+    return F.cross_entropy(logits, targets, reduction=reduction)
+
+
+def _losses_of(causal, hidden, targets, blocks, outputs, count):
+    losses = _loss_of(causal, hidden, targets, outputs, "none")
+    of_block = F.one_hot(blocks, count) * losses.detach()[:, None]
+    return losses.sum(), of_block.sum(0)
+
+
+def _computes_logits(causal):
     """Whether a forward pass takes its hidden states from the backbone, and not from a part of it.
 
     That of OPT, for example, calls the decoder in the backbone.
@@ -120,7 +134,7 @@ def _computes_logits(causal, logits_of):
     # What a model reads of its backbone's outputs besides the hidden states.
     for kind in (BaseModelOutputWithPastAndCrossAttentions, MoeModelOutputWithPast):
         with torch.no_grad(), contextlib.suppress(Exception):  # of any type, from any model
-            return logits_of(hidden, kind).logits.shape[:2] == (1, 1)
+            return _logits_of(causal, hidden, kind).logits.shape[:2] == (1, 1)
     return False
 
 

@@ -13,9 +13,15 @@ becomes several documents, each of which is what the model reads and writes at t
 
 Strings such as <|im_end|> in a text or message are plain text: only the template writes special
 tokens.
+
+Where a template writes the date, that is always `TODAY`: the same data gives the same tokens on
+every day and machine.
 """
 
+import datetime
+import functools
 import itertools
+import json
 import re
 from typing import NamedTuple
 
@@ -26,6 +32,10 @@ from utils.run.failures import UserError
 ANSWERS, ALL = "answers", "all"  # the values of `loss_on`
 # Private characters of Unicode, around the names of special tokens while messages are rendered.
 OPEN, CLOSE = "\uf8f0", "\uf8f1"
+TODAY = datetime.datetime(2026, 1, 1)
+# How templates ask for the date, as those of Llama 3.2 and SmolLM3 do.
+CLOCK = re.compile(r"""strftime_now\(\s*(["'])(.*?)\1\s*\)""")
+PROBE = "wxyz"  # a content, to see what a template makes of it
 
 
 class Document(NamedTuple):
@@ -83,8 +93,11 @@ class Encoder:
 
     def __init__(self, tokenizer, chat_template=None, loss_on=ANSWERS):
         self.tokenizer, self.loss_on = tokenizer, loss_on
-        own = tokenizer.chat_template
-        self.chat_template = chat_template or (own.get("default") if isinstance(own, dict) else own)
+        own = chat_template or tokenizer.chat_template
+        templates = own if isinstance(own, dict) else {"default": own}
+        templates = {name: _without_clock(text) for name, text in templates.items() if text}
+        self.chat_template = templates.get("default")
+        self.tools_template = templates.get("tool_use", self.chat_template)
         added = tokenizer.added_tokens_decoder
         special = {str(token): number for number, token in added.items() if token.special}
         special |= dict(zip(tokenizer.all_special_tokens, tokenizer.all_special_ids, strict=True))
@@ -143,18 +156,45 @@ class Encoder:
                 f"{where} is a conversation, and the tokenizer has no chat template: give "
                 "--chat_template FILE"
             )
-        messages, tools = self._mark(messages), self._mark(tools)
+        # A role is a name that the template knows.
+        marked = [{**self._mark(message), "role": message["role"]} for message in messages]
+        messages, tools = self._contents(marked), self._mark(tools)
         make = self._whole if self.loss_on == ALL else self._chains
         drafts = []
         for texts in make(messages, first, tools, where):
-            parts = []
-            for text, is_answer in texts:
-                # Alternately what the template or a message says, and a marked name.
-                for number, some in enumerate(self._marked.split(text)):
-                    if some or is_answer:
-                        parts.append(Part(some or "", number % 2 == 1, is_answer))
+            parts = [part for text, is_answer in texts for part in self._parts(text, is_answer)]
             drafts.append(Draft(parts, where, False, False, False))
         return drafts
+
+    def encode_prompt(self, text, kind):
+        """The tokens of what a model is asked, as before an answer or a text that it learned.
+
+        Args:
+            text (str): a conversation's first turn, a prompt, or the beginning of a text.
+            kind (str): `messages`, `prompt` or `text`.
+
+        Returns:
+            list[int].
+
+        Raises:
+            UserError: the template refuses it, or there is none.
+        """
+        if kind != "messages":
+            draft = Draft([Part(text, True)], "the prompt", kind == "text", True, False)
+        elif not self.chat_template:
+            raise UserError("the tokenizer has no chat template: give --chat_template FILE")
+        else:
+            turn = self._contents([{"role": "user", "content": self._mark(text)}])
+            asked = self._render(turn, True, None, "the prompt")
+            draft = Draft([*self._parts(asked, False)], "the prompt", False, False, False)
+        (document,) = self.encode([draft])
+        return document.tokens.tolist()
+
+    def _parts(self, text, is_answer):
+        """Yields a `Part` for what the template or a message says, and for each marked name."""
+        for number, some in enumerate(self._marked.split(text)):
+            if some or is_answer:
+                yield Part(some or "", number % 2 == 1, is_answer)
 
     def _chains(self, messages, first, tools, where):
         """A list for each document: texts, alternately before an answer and an answer."""
@@ -189,12 +229,41 @@ class Encoder:
                 return [[(prompt, False), (whole[len(prompt) :], True)]]
         return [[(whole, False)]]
 
+    def _contents(self, messages):
+        """The messages, with the content as a list of parts if the template reads only that."""
+        if not self._reads_parts:
+            return messages
+        return [{**message, "content": _as_parts(message["content"])} for message in messages]
+
+    @functools.cached_property
+    def _reads_parts(self):
+        return not self._reads(PROBE) and self._reads(_as_parts(PROBE))
+
+    def _reads(self, content):
+        try:
+            turn = [{"role": "user", "content": content}]
+            return PROBE in self._render(turn, False, None, "a message")
+        except UserError:
+            return False
+
+    @functools.cached_property
+    def _ends(self):
+        """Ids of tokens that end an answer: special ones, and added ones that a template writes."""
+        turns = [("user", PROBE), ("assistant", PROBE)]
+        messages = [{"role": role, "content": content} for role, content in turns]
+        try:
+            text = self._render(self._contents(messages), False, None, "a message")
+        except UserError:  # it takes other conversations only
+            return self._added
+        after = self._tokenize([text.rpartition(PROBE)[2]], False).input_ids[0]
+        return np.union1d(self._special, np.intersect1d(after, self._added))
+
     def _render(self, messages, ask, tools, where):
         try:
             text = self.tokenizer.apply_chat_template(
                 messages,
                 tools=tools,
-                chat_template=self.chat_template,
+                chat_template=self.tools_template if tools else self.chat_template,
                 add_generation_prompt=ask,
                 tokenize=False,
             )
@@ -205,6 +274,7 @@ class Encoder:
             raise UserError(
                 f"the chat template hides the name of a special token in {where}: remove the name"
             )
+        check_unicode(text, where)
         return text
 
     def _mark(self, value):
@@ -266,7 +336,7 @@ class Encoder:
         for is_answer, some in itertools.groupby(
             zip(draft.parts, encoded, strict=True), lambda pair: pair[0].is_answer
         ):
-            before, tokens = len(tokens), sum((inner for _, inner in some), tokens)
+            before, tokens = len(tokens), [*tokens, *itertools.chain(*(inner for _, inner in some))]
             learned += [False] * (before - len(learned))
             if is_answer:
                 answer, (end, ended) = before, self._end(tokens, before)
@@ -288,10 +358,13 @@ class Encoder:
 
     def _first_bytes(self, text):
         """The bytes of the first token of a text."""
-        encoded = self._tokenize([text[:100]], True)
+        head = text[: len(text) - len(text.lstrip()) + 100]  # some tokenizers drop what is blank
+        encoded = self._tokenize([head], True)
         if not encoded.encodings:  # a tokenizer written in Python does not say where its tokens are
             return len(self.tokenizer.decode(encoded.input_ids[0][:1]).encode())
         offsets = encoded.encodings[0].offsets
+        if not offsets:  # nothing but what is blank
+            return 0
         # A character of several bytes may be several tokens, all with its place.
         others = sum(offset == offsets[0] for offset in offsets[1:4])
         return len(text[: offsets[0][1]].encode()) - others
@@ -315,7 +388,8 @@ class Encoder:
 
         That is an added token such as <|im_end|>; templates follow it with a line break.
         """
-        added = np.flatnonzero(np.isin(tokens[start:], self._added))
+        ends = self._ends if self.chat_template else self._special
+        added = np.flatnonzero(np.isin(tokens[start:], ends))
         end = start + int(added[-1]) + 1 if len(added) else start
         if len(added) and not self.tokenizer.decode(tokens[end:]).strip():
             return end, True
@@ -327,3 +401,20 @@ def _is_empty(message):
     if isinstance(content, list):
         content = "".join(part["text"] for part in content)
     return not (content or "").strip() and not message.get("tool_calls")
+
+
+def _as_parts(content):
+    return [] if content is None else [{"type": "text", "text": content}]
+
+
+def _without_clock(template):
+    """A template with `TODAY` in place of the date that it asks for."""
+    return CLOCK.sub(lambda call: json.dumps(TODAY.strftime(call[2])), template)
+
+
+def check_unicode(text, where):
+    """Raises UserError for half of a pair, as in "\\ud800"; `where` names the row."""
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        raise UserError(f"{where} is not valid Unicode") from None

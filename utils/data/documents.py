@@ -39,12 +39,21 @@ class Documents(NamedTuple):
         which changes with their content, and `where` (str), which names them. `train`, and `val`
         or else `test` if the data has one; if not, a part of `train` is to be held out.
     kind: `messages`, `prompt` or `text`: the columns of each row.
+    asked: how the model is asked, as `kind`: `messages` also for prompts that are conversations.
     details: lines about where the documents are from, and what was left out.
     """
 
     splits: dict
     kind: str
     details: list
+
+    @property
+    def asked(self):
+        if self.kind != "prompt":
+            return self.kind
+        prompts = (row.get("prompt") for row in self.splits["train"] if row)
+        first = next((prompt for prompt in prompts if prompt is not None), "")
+        return "prompt" if isinstance(first, str) else "messages"
 
 
 class Rows(NamedTuple):
@@ -62,14 +71,22 @@ class Rows(NamedTuple):
         return len(self.rows)
 
     def __iter__(self):
+        in_memory = isinstance(self.rows, list)
         for number, row in enumerate(self.rows):
             if not self.is_lines:
-                yield row
+                yield row if in_memory else {key: _given(value) for key, value in row.items()}
             elif row["text"].strip("\ufeff \t\r"):
                 value = parse_line(row["text"], number, self.where, UserError)
                 yield value if isinstance(value, dict) else {}
             else:
                 yield None  # an empty line
+
+
+def _given(value):
+    """A value of a row without null fields: a table has the fields of all rows in each of them."""
+    if isinstance(value, dict):
+        return {key: _given(inner) for key, inner in value.items() if inner is not None}
+    return [_given(inner) for inner in value] if isinstance(value, list) else value
 
 
 class Files(NamedTuple):
@@ -120,9 +137,7 @@ def find_documents(name, *, subset=None, val_fraction=0.1, seed=0):
             for split, some in rows.items()
         }
         return Documents(splits, "messages", [])
-    if subset is not None and local_path(name, ALTERNATIVES):
-        raise UserError(f"--subset {subset}: only a Hub id has subsets, and --dataset is local")
-    files = None if subset else find_files(name, COMPRESSED)
+    files = _find_files(name, subset)
     left_out = files.left_out if files else LeftOut()
     if files and files.is_plain:
         whole = {k: [(path, 0, None) for path in some] for k, some in files.by_split.items()}
@@ -162,13 +177,20 @@ def open_documents(name, subset=None):
             for split, rows in make_conversations(0).items()
         }
         return Documents(splits, "messages", [])
-    files = None if subset else find_files(name, COMPRESSED)
+    files = _find_files(name, subset)
     if files and files.is_plain:
         raise UserError(
             f"--dataset {name} is plain text, which is mapped into memory: leave out --streaming"
         )
     splits, columns = _load(name, subset, files, LeftOut(), streaming=True)
     return Documents(splits, _kind(name, columns), [])
+
+
+def _find_files(name, subset):
+    """The `TextFiles` of a local data set; None: `name` may be a Hub id."""
+    if subset is not None and local_path(name, ALTERNATIVES):
+        raise UserError(f"--subset {subset}: only a Hub id has subsets, and --dataset is local")
+    return find_files(name, COMPRESSED) if subset is None else None
 
 
 def _describe(split, rows):

@@ -32,10 +32,12 @@ class LaneStream(torch.utils.data.IterableDataset):
 
     def __init__(self, open_lane, micro_batch, *, lanes, share, position=None):
         process, processes = share
-        if lanes % processes or micro_batch * processes % lanes:
+        _check_processes(lanes, [processes])
+        if micro_batch * processes % lanes:
             raise UserError(
-                f"--streaming: {lanes} lanes must be a multiple of the {processes} processes and "
-                f"divide the micro-batch of {micro_batch * processes} windows over all of them"
+                f"a stream has {lanes} lanes, so the size of a micro-batch must be a multiple of "
+                f"{lanes}, not {micro_batch * processes}: change --batch_size or "
+                "--gradient_accumulation_steps"
             )
         self.micro_batch, self.lanes = micro_batch, {}
         for number in range(process * lanes // processes, (process + 1) * lanes // processes):
@@ -60,10 +62,14 @@ class LaneStream(torch.utils.data.IterableDataset):
 
 def check_lanes(accelerator, lanes):
     """Raises UserError if `lanes` is no multiple of a number of processes of this launch."""
-    possible = possible_processes(accelerator)
+    _check_processes(lanes, possible_processes(accelerator))
+
+
+def _check_processes(lanes, possible):
     if any(lanes % processes for processes in possible):
         raise UserError(
-            f"--streaming: {lanes} lanes must be a multiple of the {either(possible)} processes"
+            f"a stream has {lanes} lanes, which {either(possible)} processes cannot share evenly: "
+            f"use a number of processes that divides {lanes}"
         )
 
 

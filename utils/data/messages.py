@@ -2,6 +2,7 @@
 
 import json
 
+from utils.data.conversations import check_unicode
 from utils.data.documents import KINDS, segments_of
 from utils.run.failures import UserError
 
@@ -51,8 +52,8 @@ def check_messages(messages, where):
     """The messages of a row, checked.
 
     Returns:
-        list[dict]: each with `role` (str) and `content` (str, list of texts, or None next to
-        `tool_calls`).
+        list[dict]: each with `role` (str) and `content`: str, also of a list of texts; None only
+        next to `tool_calls`.
 
     Raises:
         UserError: they are something else; `where` names the row.
@@ -72,8 +73,7 @@ def check_messages(messages, where):
         if not all(isinstance(text, str) for text in texts):
             kind = "parts that are not text" if isinstance(content, list) else repr(content)[:40]
             raise UserError(f"message {number} of {where} has no text as content, but {kind}")
-        for text in texts:
-            check_unicode(text, where)
+        content = None if content is None else "".join(texts)
         checked.append({**message, "content": content})
     return checked
 
@@ -89,11 +89,3 @@ def check_tools(tools, where):
     if not isinstance(tools, list):
         raise UserError(f"the tools of {where} are not a list")
     return tools or None
-
-
-def check_unicode(text, where):
-    """Raises UserError for half of a pair, as in "\\ud800"; `where` names the row."""
-    try:
-        text.encode()
-    except UnicodeEncodeError:
-        raise UserError(f"{where} is not valid Unicode") from None

@@ -152,7 +152,10 @@ def labels(names):
     """A short, different label for each name: the last part of a path or Hub id."""
     found = []
     for name in names:
-        label = Path(name).name or name
-        same = sum(Path(other).name == label for other in names[: len(found)])
-        found.append(f"{label}_{same + 1}" if same else label)
+        label = short = Path(name).name or name
+        count = 1
+        while label in found:
+            count += 1
+            label = f"{short}_{count}"
+        found.append(label)
     return found

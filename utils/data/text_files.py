@@ -33,6 +33,7 @@ PAGES = {"readme", "license", "licence", "changelog", "contributing", "notice"}
 DECOMPRESS = {".gz": gzip.decompress, ".bz2": bz2.decompress, ".xz": lzma.decompress}
 OPENERS = {".gz": gzip.open, ".bz2": bz2.open, ".xz": lzma.open}
 ARCHIVES = {".zst", ".zip", ".tar", ".7z", ".rar", ".tgz"}
+SAMPLED_FILES, SAMPLED_BYTES = 100, 1 << 16  # of a split, and of each of them
 PART = 1 << 20  # bytes of a file that are read at once
 UTF16 = (codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)
 ALTERNATIVES = (
@@ -187,6 +188,20 @@ def map_text(path):
         if Path(path).suffix.lower() in DECOMPRESS or start.startswith(UTF16):
             return None
         return map_bytes(file)[3 if start == codecs.BOM_UTF8 else 0 :]
+
+
+def samples(files):
+    """What a checksum of large `TextFiles` reads: names, sizes, and the first bytes of some files.
+
+    Returns:
+        list[bytes].
+    """
+    known = []
+    for split, some in files.by_split.items():
+        known.append(repr([(split, file.name, file.stat().st_size) for file in some]).encode())
+        distance = max(1, len(some) // SAMPLED_FILES)
+        known += [read_regular(file, SAMPLED_BYTES) for file in some[::distance]]
+    return known
 
 
 def stamp(path):

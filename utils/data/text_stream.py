@@ -12,21 +12,18 @@ import torch
 
 from utils.data.lanes import LaneStream, check_lanes
 from utils.data.report import LeftOut
-from utils.data.scan import read_regular
 from utils.data.tables import first_line
 from utils.data.text import (
-    SAMPLED_BYTES,
     checksum,
     describe_files,
     synthetic_text,
     without_test,
 )
-from utils.data.text_files import TextTable, find_files, load_column
+from utils.data.text_files import TextTable, find_files, load_column, samples
 from utils.run.failures import RunFailed, UserError
 
 HELD_OUT_BYTES = 1 << 20  # bytes of a stream that are held out for evaluation
 HELD_OUT_ONE_IN = 64  # 1 in 64 documents of a stream is held out
-SAMPLED_FILES = 100  # of which a fingerprint reads `SAMPLED_BYTES`
 
 
 def held_out(document):
@@ -84,11 +81,8 @@ def describe_stream(name, held_out):
     """
     known, details = [bytes(held_out.numpy())], []
     files = None if name == "synthetic" else find_files(name)
-    for split, some in (files.by_split if files else {}).items():
-        known.append(repr([(split, file.name, file.stat().st_size) for file in some]).encode())
-        distance = max(1, len(some) // SAMPLED_FILES)
-        known += [read_regular(file, SAMPLED_BYTES) for file in some[::distance]]
     if files:
+        known += samples(files)
         details = [*describe_files(files, without_test(files.by_split)), *files.left_out.lines()]
     size = f"a stream, of which {len(held_out):,} bytes are held out"
     return StreamReport(f"{size} (fingerprint {checksum(*known)})", details)

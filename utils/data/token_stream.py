@@ -8,12 +8,13 @@ import numpy as np
 import torch
 
 from utils.data.conversations import ANSWERS, Encoder
-from utils.data.documents import Rows, open_documents
+from utils.data.documents import COMPRESSED, Rows, open_documents
 from utils.data.lanes import LaneStream, check_lanes
 from utils.data.messages import draft_row
 from utils.data.mixture import MemoryReader, Shuffled, next_source
 from utils.data.packing import Stream, cut_text, join_segments, pack_conversations
 from utils.data.tables import first_line
+from utils.data.text_files import find_files, samples
 from utils.data.tokens import Corpus, packing_options
 from utils.run.failures import RunFailed, UserError
 
@@ -41,10 +42,11 @@ def load_held_out(
         arguments: as for `tokens.load_tokens`.
 
     Returns:
-        Corpus: with the split `val` only; the checksum is of its tokens.
+        Corpus: with the split `val` only; the checksum is of its tokens, and of local files
+        (`samples`).
 
     Raises:
-        UserError: the stream cannot be read, or none of its documents is held out.
+        UserError: the stream cannot be read, or nothing to learn is held out.
     """
     source, encoder = open_documents(name, subset), Encoder(tokenizer, loss_on=loss_on)
     whole = "val" in source.splits
@@ -57,15 +59,19 @@ def load_held_out(
             positions += sum(len(document.tokens) for document in documents)
         if positions >= HELD_OUT_BLOCKS * block_size:
             break
-    if not held:
+    if not held and not whole:
         raise UserError(
             f"--dataset {name} has {count} documents, none of which is held out for evaluation (1 "
             f"in {HELD_OUT_ONE_IN} is): too small to stream, run without --streaming"
         )
-    blocks = _pack(held, source.kind, encoder, block_size, too_long, packed)
-    digest = hashlib.sha256(b"".join(document.tokens.tobytes() for document in held)).hexdigest()
+    blocks = held and _pack(held, source.kind, encoder, block_size, too_long, packed)
+    if not blocks or blocks.target_tokens == 0:
+        raise UserError(f"--dataset {name} has no token to predict in what is held out")
+    files = None if name == "synthetic" else find_files(name, COMPRESSED)
+    known = [document.tokens.tobytes() for document in held] + (samples(files) if files else [])
+    digest = hashlib.sha256(b"".join(known)).hexdigest()
     said = f"a stream, of which {blocks.tokens:,} tokens are held out"
-    return Corpus({"val": blocks}, source.kind, f"{said} (fingerprint {digest[:12]})", [])
+    return Corpus({"val": blocks}, source.asked, f"{said} (fingerprint {digest[:12]})", [])
 
 
 def is_held_out(documents):
@@ -195,6 +201,7 @@ class _Lane:
         for reader, place in zip(self.readers, self.position["readers"], strict=True):
             reader.seek(place)
         documents = [iter(reader) for reader in self.readers]
+        passes = max(reader.epoch for reader in self.readers)  # at the last block
         while True:
             start, held, tokens = self.position, [[] for _ in documents], 0
             counts, seen = list(start["documents"]), list(start["tokens"])
@@ -219,7 +226,16 @@ class _Lane:
                 place = following if taken + 1 == len(order) else {**start, "taken": taken + 1}
                 self.position = {**place, "tokens": list(seen), "epochs": epochs}
                 yield {**blocks[source][index], "source": torch.tensor(source)}
-            if not order:  # too long for a block, or nothing to learn
+            if order:
+                passes = max(epochs)
+            elif max(epochs) > passes + 1:
+                raise RunFailed(
+                    f"lane {self.number} of {LANES} of the stream has nothing to learn: its "
+                    "documents have no answers, or none that fits in a block",
+                    retry=False,
+                    rank_variable=None,
+                )
+            else:  # too long for a block, or nothing to learn
                 self.position = {**following, "tokens": seen, "epochs": epochs}
 
 

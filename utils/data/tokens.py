@@ -22,10 +22,10 @@ from utils.data.packing import (
     sum_segments,
 )
 from utils.data.report import LeftOut
-from utils.run.failures import UserError, causes
+from utils.run.failures import UserError, causes, full_disk
 from utils.run.seeds import sample_seed
 
-VERSION = 1  # of what a table has: another one makes new tables
+VERSION = 2  # of what a table has: another one makes new tables
 EMPTY, NO_ANSWER = 1, 2  # why a row has no tokens
 REASONS = {EMPTY: "empty documents", NO_ANSWER: "conversations without an answer"}
 NOUNS = {"messages": "conversations", "prompt": "prompts with completions", "text": "documents"}
@@ -37,7 +37,7 @@ class Corpus(NamedTuple):
     """A tokenized data set.
 
     splits: dict, `train`, and `val` or else `test` -> Blocks.
-    kind: `messages`, `prompt` or `text`.
+    kind: how a model of it is asked: `messages`, `prompt` or `text`.
     description: one line, with a checksum of the tokens.
     details: more lines: documents, tokens, targets, padding, and what was left out.
     """
@@ -122,7 +122,7 @@ def load_tokens(
         details += [f"{split}: {line}" for line in lines]
     if documents.kind == "text" and tokenizer.eos_token_id is None:
         details.append("the tokenizer has no end token: documents end without one")
-    return Corpus(splits, documents.kind, _describe(tables, splits, documents.kind), details)
+    return Corpus(splits, documents.asked, _describe(tables, splits, documents.kind), details)
 
 
 def packing_options(tokenizer, kind, block_size, too_long, packed):
@@ -226,10 +226,15 @@ def _tokenize(rows, encoder, kind, fingerprint):
             fingerprint=key,
             writer_batch_size=WRITTEN_AT_ONCE,
         )
-    except datasets.exceptions.DatasetGenerationError as error:
+    except (datasets.exceptions.DatasetGenerationError, OSError) as error:
         for cause in causes(error):
             if isinstance(cause, UserError):
                 raise cause from None
+            if isinstance(cause, OSError) and not full_disk(cause):
+                folder = datasets.config.HF_DATASETS_CACHE
+                raise UserError(
+                    f"cannot write tokens to {folder}: {cause.strerror} (see HF_DATASETS_CACHE)"
+                ) from None
         raise
     return _open(table)
 

@@ -402,8 +402,8 @@ MUTANTS = [
     Mutant(
         "a stream without held-out targets is evaluated",
         "utils/data/token_stream.py",
-        "if not blocks or blocks.target_tokens == 0:",
-        "if not blocks:",
+        "if not held or blocks.target_tokens == 0:",
+        "if not held:",
         "test_token_stream.py -k of_one_token",
     ),
     Mutant(

@@ -65,7 +65,7 @@ def load_held_out(
             f"in {HELD_OUT_ONE_IN} is): too small to stream, run without --streaming"
         )
     blocks = held and _pack(held, source.kind, encoder, block_size, too_long, packed)
-    if not blocks or blocks.target_tokens == 0:
+    if not held or blocks.target_tokens == 0:
         raise UserError(f"--dataset {name} has no token to predict in what is held out")
     files = None if name == "synthetic" else find_files(name, COMPRESSED)
     known = [document.tokens.tobytes() for document in held] + (samples(files) if files else [])

@@ -7,9 +7,11 @@
 First runs the command without interruption. Then runs it in another folder, kills it with SIGKILL
 after a random time (one process, all processes, or only the launcher), and runs the same command
 again, until it finishes. Then compares the final weights, byte for byte, and every logged metric.
-Repeats this until the number of kills is reached. To test your own script, give its launch command
-without `--output_dir`. After an interruption, the same command continues with the first round that
-was not finished.
+Repeats this until the number of kills is reached. If none of these runs continued from a
+checkpoint, nothing was tested, and this script fails: take more steps, or save more often.
+
+To test your own script, give its launch command without `--output_dir`. After an interruption, the
+same command continues with the first round that was not finished.
 """
 
 import contextlib
@@ -57,53 +59,77 @@ def main():
     if not kept.values:
         shutil.rmtree(folder, ignore_errors=True)
         folder.mkdir(parents=True)
-    kills, rounds = Counter(), 0
+    kills, rounds, continued = Counter(), 0, 0
     with (folder / "chaos.log").open("a") as log:
         seconds = kept.get("reference", partial(run_reference, args, log))
-        print(f"uninterrupted: {seconds:.0f} s", flush=True)
+        print(f"uninterrupted: {sum(seconds):.0f} s", flush=True)
         start_time, before = time.monotonic(), None
         while kills.total() < args.kills:
             rounds += 1
             name = f"round_{rounds}"
             if name not in kept.values:
                 before = kills.total() if before is None else before
-                seconds = run_round(args, folder / name, seconds, kills, log)
-                kept.keep(name, {"kills": kills, "seconds": seconds})
-            kills, seconds = Counter(kept.values[name]["kills"]), kept.values[name]["seconds"]
+                step = run_round(args, folder / name, seconds, kills, log)
+                kept.keep(name, {"kills": kills, "continued_from": step})
+            kills = Counter(kept.values[name]["kills"])
+            continued += kept.values[name]["continued_from"] > 0
             left = ""
             if before is not None and kills.total() > before:
                 per_kill = (time.monotonic() - start_time) / (kills.total() - before)
                 left = f", about {clock(per_kill * max(0, args.kills - kills.total()))} left"
             print(f"round {rounds}, {kills.total()} kills so far: identical{left}", flush=True)
     kept.finish()
+    if not continued:
+        raise RunFailed(
+            f"{kills.total()} kills, and no run continued from a checkpoint: give the command more "
+            "steps or a smaller --checkpoint_every, or give more --kills"
+        )
     counts = ", ".join(f"{kills[victim]} x {victim}" for victim in VICTIMS if kills[victim])
     print(
-        f"{kills.total()} kills ({counts}) in {rounds} run(s): each ended with the weights and "
-        "metrics of the uninterrupted run"
+        f"{kills.total()} kills ({counts}) in {rounds} run(s), {continued} of which continued from "
+        "a checkpoint: each ended with the weights and metrics of the uninterrupted run"
     )
 
 
 def run_reference(args, log):
-    """Runs the command without interruption; returns the seconds that it took."""
+    """Runs the command without interruption.
+
+    Returns:
+        tuple[float, float]: seconds until the first line of its log, and from then to its end.
+    """
     reference, start_time = Path(args.folder) / "reference", time.monotonic()
     shutil.rmtree(reference, ignore_errors=True)
     with launched(args.command, reference, log) as launcher:
+        wait_for_line(launcher, reference)
+        first_line = time.monotonic()
         code = launcher.wait()
     if code != 0:
         raise RunFailed(f"the command fails without being killed: see {args.folder}/chaos.log")
-    return time.monotonic() - start_time
+    return first_line - start_time, time.monotonic() - first_line
+
+
+def wait_for_line(launcher, run):
+    """Waits until a launch has written to its metrics.jsonl, or has ended."""
+
+    def size():
+        try:
+            return (run / "metrics.jsonl").stat().st_size
+        except FileNotFoundError:
+            return None
+
+    before = size()
+    while launcher.poll() is None and size() == before:
+        time.sleep(0.02)
 
 
 def run_round(args, run, seconds, kills, log):
     """Runs the command with kills in the folder `run`, and compares its results.
 
     Args:
-        seconds (float): about how long a launch takes.
-        kills (Counter): as for `run_with_kills`.
+        seconds, kills: as for `run_with_kills`.
 
     Returns:
-        float: about how long a launch takes now: the next kill is to fall within a launch, although
-        relaunches are shorter.
+        int: the step from which the last launch continued, or 0.
 
     Raises:
         SystemExit: the results differ; the folder is left as it is, and the next start begins anew.
@@ -111,30 +137,35 @@ def run_round(args, run, seconds, kills, log):
     shutil.rmtree(run, ignore_errors=True)
     # A generator for each round: after an interruption the rounds are as without.
     rng = random.Random(f"{args.seed} {run.name}")
-    last_launch = run_with_kills(args, run, seconds, kills, rng, log)
+    run_with_kills(args, run, seconds, kills, rng, log)
     difference = compare(run.parent / "reference", run)
     if difference:
         print(f"{run.name}, {kills.total()} kills so far: {difference}", flush=True)
         (run.parent / "unfinished.json").unlink(missing_ok=True)
         raise SystemExit(1)
+    step = json.loads((run / "results.json").read_text())["resumed_from"]
     shutil.rmtree(run)
-    return min(seconds, last_launch)
+    return step
 
 
 def run_with_kills(args, run, seconds, kills, rng, log):
     """Launches the command again and again in the folder `run`, and kills it, until it finishes.
 
-    Args:
-        seconds (float): about how long a launch takes: sets the times of the kills.
-        kills (Counter): victim -> number of kills; counts those of this run.
+    A quarter of the kills come while it starts, the others while it trains, or after that.
 
-    Returns:
-        float: seconds of the last launch, which was not killed.
+    Args:
+        seconds (tuple[float, float]): what `run_reference` returned.
+        kills (Counter): victim -> number of kills; counts those of this run.
     """
+    start, training = seconds
     while True:
-        start_time = time.monotonic()
-        delay = rng.uniform(0.2, 1.1) * seconds if kills.total() < args.kills else None
+        delay = None
         with launched(args.command, run, log) as launcher:
+            if kills.total() < args.kills:
+                while_starting = rng.random() < 0.25
+                delay = rng.uniform(0.1, 1) * start if while_starting else rng.random() * training
+                if not while_starting:
+                    wait_for_line(launcher, run)
             try:
                 code = launcher.wait(delay)
             except subprocess.TimeoutExpired:
@@ -146,13 +177,16 @@ def run_with_kills(args, run, seconds, kills, rng, log):
             raise RunFailed(
                 f"{run.name}: a relaunch failed without being killed: see {args.folder}/chaos.log"
             )
-        return time.monotonic() - start_time
+        return
 
 
 def launch(command, output_dir, log):
     """Starts the command in a separate session."""
     words = [*command, "--output_dir", str(output_dir)]
-    return subprocess.Popen(words, stdout=log, stderr=subprocess.STDOUT, start_new_session=True)
+    try:
+        return subprocess.Popen(words, stdout=log, stderr=subprocess.STDOUT, start_new_session=True)
+    except OSError as error:
+        raise UserError(f"cannot start {command[0]}: {error.strerror}") from None
 
 
 @contextlib.contextmanager

@@ -25,6 +25,7 @@ train_images.py).
 
 import contextlib
 import csv
+import importlib
 import io
 import shlex
 import sys
@@ -96,13 +97,24 @@ def evaluate_weights(accelerator, args):
         evaluate_cifar(accelerator, args, saved)
 
 
+def beside(name):
+    """The module of the script that trained a model; only that script needs to be there."""
+    try:
+        return importlib.import_module(name)
+    except ModuleNotFoundError as error:
+        if error.name != name:
+            raise
+        raise UserError(
+            f"evaluate.py needs {name}.py in its folder, to evaluate what that script trains"
+        ) from None
+
+
 # ---------------------------------------------------------------------------------- train_cifar.py
 
 
 def evaluate_cifar(accelerator, args, saved):
     """Evaluates a model of train_cifar.py on the test split, or else the validation split."""
-    # Imported here, because models of train_images.py do not need that script.
-    import train_cifar
+    train_cifar = beside("train_cifar")
 
     known = (saved.config or {}) | saved.arguments
     name = args.model or known.get("model")
@@ -360,7 +372,7 @@ def draw_contact_sheet(path, dataset, rows, columns=8, most=64):
 
 def evaluate_gpt(accelerator, args, saved):
     """Evaluates a model of train_gpt.py on what its run held out, or on another text."""
-    import train_gpt
+    train_gpt = beside("train_gpt")
 
     refuse_options_of_classifiers(args)
     model = train_gpt.load_model(saved)
@@ -380,7 +392,7 @@ def load_text(accelerator, args, saved):
         tuple: `Windows`; `val`, what the run held out. Of another data set its split `test`, or
         else `val`, or else `all` of it.
     """
-    import train_gpt
+    train_gpt = beside("train_gpt")
 
     recorded = saved.arguments.get("dataset")
     name = args.dataset or recorded
@@ -409,7 +421,7 @@ def load_text(accelerator, args, saved):
 
 def evaluate_lm(accelerator, args, run):
     """Evaluates a run of train_lm.py on what it held out, or on another data set."""
-    import train_lm
+    train_lm = beside("train_lm")
 
     train_lm.check_packages()
     refuse_options_of_classifiers(args)
@@ -441,7 +453,7 @@ def load_blocks(accelerator, args, tokenizer, trained):
         tuple: the `Blocks` of each source (dict); `val` or `test`, what the run evaluated. Of
         another data set its split `test`, or else `val`, or else `all` of it.
     """
-    import train_lm
+    train_lm = beside("train_lm")
 
     trained.sources = shlex.split(trained.dataset) if trained.mixture else [trained.dataset]
     name, recorded = args.dataset or trained.dataset, trained.data

@@ -477,7 +477,7 @@ def main():
         images = plots.classification(run.path, split, predictions, data.class_names)
         tracking.log_images(accelerator, images, step)
         plots.curves(run.path)
-    next_command = f"python scripts/evaluate.py {run.path}"
+    next_command = f"evaluate.py {run.path}"
     run.close(next_command, card=describe_model(config))
     accelerator.end_training()
 

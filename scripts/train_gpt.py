@@ -642,7 +642,7 @@ def main():
     run.finish(step, **results)
     if accelerator.is_main_process:
         write_outputs(run, text)
-    next_command = f'python scripts/train_gpt.py --sample {run.path} --prompt "The "'
+    next_command = f'{Path(__file__).name} --sample {run.path} --prompt "The "'
     run.close(next_command, card=describe_model(sizes))
     accelerator.end_training()
 

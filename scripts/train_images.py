@@ -34,7 +34,7 @@ if __name__ == "__main__":
 import torch
 import torch.nn.functional as F
 from accelerate import Accelerator, skip_first_batches
-from accelerate.utils import broadcast, set_seed
+from accelerate.utils import set_seed
 from torch.utils.data import DataLoader
 
 from utils import plots, pretrained, scores
@@ -283,9 +283,8 @@ def evaluate(accelerator, model, ema, loader, watch, mean, std):  # EDIT: metric
         the data: `labels` and `predictions`, int64, and `losses`, float32. An unreadable image has
         the label -1 and does not count.
     """
-    if ema and accelerator.num_processes > 1:
-        for buffer in ema.module.buffers():
-            broadcast(buffer)  # the statistics of batch norm: as in DDP, those of the first process
+    if ema:
+        ema.broadcast_buffers()
     evaluated = ema.module if ema else model
     evaluated.eval()
     parts = []
@@ -515,7 +514,7 @@ def main():
         names = [data.splits[split].name(index) for split, index in unreadable]
         images = write_outputs(run, config, data, "val", samples, names)
         tracking.log_images(accelerator, images, step)
-    next_command = f"python scripts/evaluate.py {run.path} --images FOLDER"
+    next_command = f"evaluate.py {run.path} --images FOLDER"
     run.close(next_command, card=describe_model(config, args))
     accelerator.end_training()
 

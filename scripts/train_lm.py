@@ -567,7 +567,7 @@ def main():
     results |= {"parameters": parameters, "trained_parameters": trained}
     run.finish(step, **results)
     write_outputs(accelerator, run, unwrapped, tokenizer, prompts)
-    next_command = f'python scripts/train_lm.py --generate {run.path} --prompt "Hello"'
+    next_command = f'{Path(__file__).name} --generate {run.path} --prompt "Hello"'
     run.close(next_command, card=describe_model(args, run.path))
     accelerator.end_training()
 

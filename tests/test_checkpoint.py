@@ -2,10 +2,13 @@
 
 # ruff: noqa: F811 (fixtures of other files)
 import errno
+import io
 import os
 import pickle
 import random
 import shutil
+from collections import Counter, deque
+from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
@@ -14,6 +17,7 @@ import torch
 from safetensors import SafetensorError
 from safetensors.torch import save_file
 from test_collectives import world  # noqa: F401 (a fixture)
+from torch import nn
 from torch.distributed.checkpoint import CheckpointException
 
 from utils.run import checkpoint, manifest
@@ -325,10 +329,51 @@ def test_the_learning_rate_follows_the_length_of_the_run():
         optimizer.step()
         schedule.step()
     prepared = SimpleNamespace(scheduler=schedule, get_last_lr=schedule.get_last_lr)
-    assert checkpoint.apply_schedule(prepared, 5) == "the learning rate at step 5 stays 0.5"
+    alone = SimpleNamespace(_schedulers=[prepared])
+    assert checkpoint.apply_schedule(alone, prepared, 5) == "the learning rate at step 5 stays 0.5"
     length.steps = 20
     change = "the learning rate at step 5 changes from 0.5 to 0.75"
-    assert checkpoint.apply_schedule(prepared, 5) == change
+    assert checkpoint.apply_schedule(alone, prepared, 5) == change
     assert [group["lr"] for group in optimizer.param_groups] == [0.75, 0.375]
     assert schedule.get_last_lr() == [0.75, 0.375]
-    assert "does not depend" in checkpoint.apply_schedule(None, 5)
+    assert "follows the schedule of the earlier" in checkpoint.apply_schedule(alone, None, 5)
+    alone._schedulers = []
+    assert "does not depend" in checkpoint.apply_schedule(alone, None, 5)
+
+
+class Registered:
+    """What a script registers for checkpointing."""
+
+    def __init__(self, **state):
+        self.state_dict = lambda: state
+
+
+def test_what_no_checkpoint_could_give_back_is_refused_at_the_start():
+    accelerator = SimpleNamespace()
+    weights = nn.Linear(2, 2).state_dict()
+    plain = [1, 2.0, "a", b"b", None, True, torch.ones(2), (weights, [torch.float32]), {1}]
+    plain.append(Counter("a"))
+    accelerator._custom_objects = [Registered(values=plain, size=torch.Size([1]))]
+    checkpoint.check_objects(accelerator)
+    values = [np.zeros(3), np.float64(1), deque([1]), Path("a"), [{"a": (np.ones(1),)}]]
+    for value in values:
+        accelerator._custom_objects[1:] = [Registered(value=value)]
+        with pytest.raises(
+            UserError, match=r"the registered Registered has a .*, and no checkpoint"
+        ):
+            checkpoint.check_objects(accelerator)
+        with pytest.raises(pickle.UnpicklingError):  # or it would be wrong to refuse it
+            file = io.BytesIO()
+            torch.save(value, file)
+            torch.load(io.BytesIO(file.getvalue()), weights_only=True)
+
+
+def test_only_a_prepared_lambda_schedule_is_recomputed():
+    optimizer = torch.optim.SGD([nn.Parameter(torch.ones(1))])
+    accelerator = SimpleNamespace(_custom_objects=[])
+    of_lambda = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1.0)
+    checkpoint.check_objects(accelerator, SimpleNamespace(scheduler=of_lambda))
+    by_steps = SimpleNamespace(scheduler=torch.optim.lr_scheduler.StepLR(optimizer, 1))
+    for scheduler, name in ((by_steps, "StepLR"), (of_lambda, "LambdaLR")):
+        with pytest.raises(UserError, match=f"a prepared LambdaLR, and was given a {name}: leave"):
+            checkpoint.check_objects(accelerator, scheduler)

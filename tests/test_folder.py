@@ -1,7 +1,9 @@
 """The life of a run in its folder, in this process: what each call writes, prints and refuses."""
 
+# ruff: noqa: F811 (fixtures of other files)
 import argparse
 import json
+import math
 import sys
 import threading
 import time
@@ -11,6 +13,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from conftest import metrics, results, status
+from test_collectives import world  # noqa: F401 (a fixture)
 
 from utils.run import (
     checkpoint,
@@ -38,6 +41,7 @@ class Accelerator(SimpleNamespace):
     """One process: it records what it is asked to load, and saves a file."""
 
     scaler, optimizer_step_was_skipped = None, False
+    _custom_objects, _schedulers = (), ()
 
     def save_state(self, path):
         if self.failing:
@@ -519,6 +523,26 @@ def test_a_write_that_fails_beside_the_training_costs_the_checkpoint(tmp_path, m
     )
 
 
+def test_the_processes_decide_by_the_score_of_the_first(world):
+    """It may be a tensor, and differ by rounding; if it differs more, a gather is missing."""
+
+    def agree(values):
+        return world(2).run(
+            lambda accelerator: RunFolder._agree(
+                SimpleNamespace(_accelerator=accelerator), *values[accelerator.process_index]
+            )
+        )
+
+    nan = math.nan
+    for values in ([(0.5, 2.0), (0.5 + 1e-7, 2.0)], [(torch.tensor(0.5), None)] * 2):
+        first = [None if value is None else float(value) for value in values[0]]
+        assert agree(values) == [first, first]
+    for values in ([(0.5, None), (0.6, None)], [(0.5, 2.0), (0.5, 2.1)], [(nan, 1.0), (0.5, 1.0)]):
+        for error in agree(values):
+            assert isinstance(error, RunFailed) and "gather_for_metrics" in str(error)
+    assert all(isinstance(both, list) for both in agree([(nan, 1.0), (nan, 1.0)]))
+
+
 def test_a_test_split_has_no_score(tmp_path):
     run, _ = started(tmp_path)
     with pytest.raises(ValueError, match="a test split never chooses"):
@@ -606,10 +630,12 @@ def test_a_finished_run(tmp_path, calls, capsys, monkeypatch):
     assert calls == [("on_preempted", (None,), {})]
     capsys.readouterr()
     calls.clear()
-    run.close("python look.py", card={"title": "it"})
+    monkeypatch.setattr(sys, "argv", [str(tmp_path / "train_it.py"), "--flag"])
+    (tmp_path / "look.py").touch()
+    run.close("look.py here", card={"title": "it"})
     printed = capsys.readouterr().out
     assert printed.startswith("done: val accuracy 0.5000\n14 steps, 140 samples in 20 s")
-    assert printed.endswith("next: python look.py\n")
+    assert printed.endswith(f"next: python {tmp_path}/look.py here\n")
     assert [name for name, _, _ in calls] == ["finish", "upload"]  # no weights, so no card
     assert calls[0][1] == (run._accelerator, run.arguments, results(tmp_path))
     assert calls[1][1] == (tmp_path, "me/it")
@@ -648,7 +674,7 @@ def test_a_card_that_fails_costs_a_warning(tmp_path, calls, capsys, monkeypatch)
     run, _ = started(tmp_path / "other")
     (tmp_path / "other" / "model.safetensors").write_bytes(b"")
     run.finish(14)
-    run.close()
+    run.close("look.py here")  # not there
     output = capsys.readouterr()
     assert "warning: the model card README.md is missing" in output.err
     assert output.out.count("done: ") == 2 and "next" not in output.out
@@ -692,14 +718,15 @@ def test_a_scheduler_gets_the_learning_rate_of_the_present_length(tmp_path, monk
     let_go(run)
     asked = []
 
-    def apply(scheduler, step):
+    def apply(accelerator, scheduler, step):
         asked.append((scheduler, step))
         return "the rate"
 
     monkeypatch.setattr(checkpoint, "apply_schedule", apply)
     again = new_run(tmp_path, epochs=4)
     again.open(Plan(total_steps=28, steps_per_epoch=7))
-    again.start("scheduler", rates={"tokens_per_second": 4})
-    assert asked == [("scheduler", 7)]
+    scheduler = SimpleNamespace(scheduler=SimpleNamespace(lr_lambdas=[]))
+    again.start(scheduler, rates={"tokens_per_second": 4})
+    assert asked == [(scheduler, 7)]
     assert "length changed from 14 to 28 steps: the rate" in capsys.readouterr().out
     assert again.metrics._meter._rates == {"tokens_per_second": 4}

@@ -10,6 +10,7 @@ from conftest import load_script, metrics, results, run, status
 from torch import nn
 
 from utils.data.text import Windows
+from utils.ema import MovingAverage
 from utils.run import checkpoint, cpu, manifest
 from utils.run.failures import RunFailed, UserError
 from utils.run.folder import RunFolder
@@ -27,6 +28,7 @@ def saving(tmp_path, monkeypatch):
     args = SimpleNamespace(output_dir=str(tmp_path), resume="auto", keep_checkpoints=2)
     args.wait_for_checkpoints = True
     alone = dict(is_main_process=True, num_processes=1, device=torch.device("cpu"))
+    alone["is_fsdp2"] = False
     run = RunFolder(args, SimpleNamespace(**alone))
     nothing = lambda *_, **__: None  # noqa: E731
     run.metrics = SimpleNamespace(sync=nothing, write=nothing, restart_clock=nothing)
@@ -224,7 +226,8 @@ def test_an_evaluation_of_averaged_weights_shows_the_trained_ones_too(monkeypatc
     script, model, average = load_script("train_images"), Brightest().train(), Brightest()
     for parameter in model.norm.parameters():
         parameter.requires_grad_(False)  # frozen: it must not go on to collect statistics
-    ema = SimpleNamespace(module=average, buffers=average.buffers)
+    ema = MovingAverage(average, None)
+    ema.module = average
     average.forward = lambda x: 3 * x.mean((2, 3)).roll(1, 1)  # always wrong
     loader = batches_of(LABELS, CHANNELS)
     gathering = Alone(6)
@@ -240,7 +243,7 @@ def test_an_evaluation_of_averaged_weights_shows_the_trained_ones_too(monkeypatc
     assert model.training and not model.norm.training and not average.training
     assert metrics["samples"]["losses"].shape == (6,)
     sent = []
-    monkeypatch.setattr(script, "broadcast", sent.append)
+    monkeypatch.setattr("utils.ema.broadcast", sent.append)
     gathering.num_processes, gathering._left = 2, 6
     script.evaluate(gathering, model, ema, loader, iter, ZERO, ONE)
     assert len(sent) == len(list(average.buffers()))

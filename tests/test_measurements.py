@@ -8,7 +8,7 @@ from types import SimpleNamespace
 import pytest
 from conftest import load_script
 
-from utils.run.failures import UserError
+from utils.run.failures import RunFailed, UserError
 from utils.run.measurements import Measurements, clock
 
 
@@ -173,6 +173,7 @@ folder.mkdir(parents=True, exist_ok=True)
 time.sleep(0.2)
 (folder / "metrics.jsonl").write_text(json.dumps({"split": "train", "step": 1}) + "\\n")
 (folder / "model.safetensors").write_text("CONTENT")
+(folder / "results.json").write_text(json.dumps({"resumed_from": 5}))
 """
 
 
@@ -205,8 +206,19 @@ def test_an_interrupted_chaos_run_continues(chaos, monkeypatch, capsys):
     assert (folder / "reference" / "model.safetensors").stat().st_mtime_ns == before
     assert rounds == ["round_1", "round_2", "round_2", "round_3"]
     out = capsys.readouterr().out
-    assert "continues: 2 figures are kept" in out and "3 kills (3 x one process) in 3 run(s)" in out
+    assert "continues: 2 figures are kept" in out
+    assert "3 kills (3 x one process) in 3 run(s), 3 of which continued from a checkpoint" in out
     assert "left" in out and not (folder / "unfinished.json").exists()
+
+
+def test_chaos_fails_if_no_run_continued(chaos, monkeypatch):
+    script, folder = chaos
+    (folder.parent / "script.py").write_text(RUN.replace('"resumed_from": 5', '"resumed_from": 0'))
+    with pytest.raises(RunFailed, match="3 kills, and no run continued from a checkpoint: give"):
+        script.main()
+    monkeypatch.setattr(sys, "argv", [*sys.argv[:6], "accelrate", "launch"])
+    with pytest.raises(UserError, match="cannot start accelrate: No such file"):
+        script.main()
 
 
 def test_chaos_starts_over_after_a_difference_and_ends_what_it_launched(chaos, monkeypatch, capsys):

@@ -1,6 +1,7 @@
 """Unit tests of `utils`: augmentation, data, run folders, checks of a launch."""
 
 import argparse
+import contextlib
 import errno
 import fcntl
 import gc
@@ -328,8 +329,9 @@ def folder_of(path, **arguments):
         output_dir=str(path), resume="auto", lr=0.1, log_every=1, batch_size=10, **arguments
     )
     main = dict(is_main_process=True, is_local_main_process=True, process_index=0, num_processes=1)
+    nothing = dict(_custom_objects=[], _schedulers=[], is_fsdp2=False)
     return RunFolder(
-        args, SimpleNamespace(**main, device=torch.device("cpu"), mixed_precision="no")
+        args, SimpleNamespace(**main, **nothing, device=torch.device("cpu"), mixed_precision="no")
     )
 
 
@@ -768,6 +770,64 @@ def test_the_warm_up_of_ddp_changes_nothing_and_runs_without_ddp_too():
     assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
     with pytest.raises(TypeError):  # a loss that is none
         ddp.warm_up(model, lambda: {"loss": 1}["loss"] + "")
+
+
+class Counting(torch.nn.Module):
+    """Counts its forward passes in a buffer, and makes another one in the first of them."""
+
+    def __init__(self, persistent):
+        super().__init__()
+        self.layer, self.unused = torch.nn.Linear(2, 2), torch.nn.Linear(2, 2)
+        self.register_buffer("calls", torch.zeros(()), persistent=persistent)
+
+    def forward(self, x):
+        self.calls += 1
+        self.register_buffer("mask", torch.ones(2), persistent=False)
+        return self.layer(x)
+
+
+@pytest.mark.parametrize("persistent", [True, False])
+def test_the_warm_up_names_what_a_restart_or_ddp_would_not_take(persistent, capsys):
+    model = Counting(persistent)
+    ddp.warm_up(model, lambda: model(torch.ones(3, 2)).sum())
+    said = capsys.readouterr().err
+    assert model.calls == 0 and model.mask.tolist() == [1, 1]
+    assert said.count("no gradient reaches unused.weight (2 without): several processes") == 1
+    assert said.count("buffer calls changes in the forward pass") == (not persistent)
+    model.unused.requires_grad_(False)
+    ddp.warm_up(model, lambda: model(torch.ones(3, 2)).sum())
+    assert "no gradient" not in capsys.readouterr().err
+
+
+def test_ddp_refuses_an_unused_parameter_in_one_line(capsys):
+    torch.distributed.init_process_group(
+        "gloo", store=torch.distributed.HashStore(), rank=0, world_size=1
+    )
+    try:
+        for look in (True, False):
+            model = torch.nn.parallel.DistributedDataParallel(
+                Counting(True), find_unused_parameters=look
+            )
+            outcome = contextlib.nullcontext()
+            if not look:
+                outcome = pytest.raises(
+                    UserError, match=r"reaches module.unused.weight .*find_unused"
+                )
+            with outcome:
+                ddp.warm_up(model, lambda: model(torch.ones(3, 2)).sum())  # noqa: B023
+    finally:
+        torch.distributed.destroy_process_group()
+    assert "no gradient" not in capsys.readouterr().err
+
+
+def test_the_warm_up_of_two_models_leaves_no_gradient_in_either():
+    """The loss of the generator of a GAN has gradients for the discriminator, too."""
+    models = [torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.BatchNorm1d(2)) for _ in range(2)]
+    before = [{k: v.clone() for k, v in model.state_dict().items()} for model in models]
+    ddp.warm_up(models, lambda: models[1](models[0](torch.randn(4, 2))).sum())
+    for model, values in zip(models, before, strict=True):
+        assert all(weight.grad is None for weight in model.parameters())
+        assert all(torch.equal(value, values[k]) for k, value in model.state_dict().items())
 
 
 def test_a_known_failure_is_one_line_also_where_all_processes_hear_of_it(capsys):

@@ -62,6 +62,32 @@ def test_what_is_exported(tmp_path, monkeypatch):
     assert file.read_bytes() == before
 
 
+class Tied(torch.nn.Module):
+    """A language model's embedding and head, which are one matrix."""
+
+    def __init__(self):
+        super().__init__()
+        self.embed, self.head = torch.nn.Embedding(5, 4), torch.nn.Linear(4, 5, bias=False)
+        self.head.weight = self.embed.weight
+        self.norm = torch.nn.LayerNorm(4)
+
+
+def test_tied_weights_are_exported_under_both_names_and_read_from_one(tmp_path, capsys):
+    model = Tied()
+    weights.export(tmp_path, model, {})
+    saved = load_file(tmp_path / "model.safetensors")
+    assert saved.keys() == model.state_dict().keys()
+    assert torch.equal(saved["embed.weight"], saved["head.weight"])
+    for removed in ("embed.weight", "head.weight"):  # as in what `save_state` writes
+        once = {name: value for name, value in saved.items() if name != removed}
+        save_file(once, tmp_path / "once.safetensors")
+        alone, other = type("One", (), dict(is_main_process=True, num_processes=1)), Tied()
+        weights.initialize(alone, other, tmp_path / "once.safetensors")
+        assert "4 of 4 tensors initialized" in capsys.readouterr().out
+        assert torch.equal(other.head.weight, model.embed.weight)
+        assert other.head.weight is other.embed.weight
+
+
 def test_the_weights_of_a_run(tmp_path):
     weights.export(tmp_path, torch.nn.Linear(2, 3), {"model": "net"})
     saved = weights.read(tmp_path)

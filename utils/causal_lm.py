@@ -82,7 +82,8 @@ def find(name):
                 f"{path / ADAPTER}; or make a model of both with --merge {name}"
             )
         raise UserError(f"--model {name} has no config.json: it is no model of transformers")
-    if path.exists() or name.startswith((".", "/", "~")):
+    beside = path.parent != Path() and path.parent.is_dir()  # runs/mine beside runs/yours
+    if path.exists() or beside or name.startswith((".", "/", "~")):
         raise UserError(f"--model {name}: there is no such folder")
     try:
         return Path(snapshot_download(name, allow_patterns=CONFIGURATION))

@@ -3,6 +3,7 @@
 import copy
 
 import torch
+from accelerate.utils import broadcast
 
 
 class MovingAverage:
@@ -37,6 +38,11 @@ class MovingAverage:
         if counts:
             torch._foreach_copy_(counts, new_counts)
         self.updates += 1
+
+    def broadcast_buffers(self):
+        """Gives every process the buffers of the first, as DDP does: statistics of batch norm."""
+        for buffer in self.module.buffers():
+            broadcast(buffer)
 
     def state_dict(self):
         """The state in the format of `AveragedModel`, by which `weights.read` recognizes it."""

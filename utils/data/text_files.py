@@ -345,7 +345,8 @@ def parse_line(line, number, where, failure):
     try:
         return json.loads(line.lstrip("\ufeff"))
     except (ValueError, RecursionError) as error:
-        raise failure(f"row {number} of {where} is not JSON: {error}") from None
+        reason = getattr(error, "msg", error)  # without a line of its own count
+        raise failure(f"row {number} of {where} is not JSON: {reason}") from None
 
 
 def encode(text, number, where, failure=UserError):

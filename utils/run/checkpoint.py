@@ -8,6 +8,7 @@ import pickle
 import random
 import shutil
 import sys
+from collections import Counter, OrderedDict
 from pathlib import Path
 
 import numpy as np
@@ -20,6 +21,9 @@ from torch.distributed.checkpoint import CheckpointException
 from utils.run import manifest, shards
 from utils.run.collectives import gather, run_on_all, run_on_main
 from utils.run.failures import UserError
+
+# What `torch.load` knows besides Python's own types.
+PLAIN_TYPES = (torch.dtype, torch.device, torch.Size)
 
 
 def start(accelerator, folder):
@@ -165,16 +169,55 @@ def load(accelerator, path):
     accelerator.step = 0
 
 
-def apply_schedule(scheduler, step):
+def check_objects(accelerator, scheduler=None):
+    """Checks, before anything is saved, that what is registered for checkpointing can be loaded.
+
+    Args:
+        scheduler: what `RunFolder.start` was given.
+
+    Raises:
+        UserError: a state has values that could only be loaded by executing code, or the scheduler
+            is no prepared `LambdaLR`.
+    """
+    for registered in accelerator._custom_objects:
+        unknown = _unknown_type(registered.state_dict())
+        if unknown:
+            raise UserError(
+                f"the state of the registered {type(registered).__name__} has a {unknown}, and no "
+                "checkpoint with it could be loaded: use tensors, numbers, strings, and lists or "
+                "dicts of these"
+            )
+    inner = getattr(scheduler, "scheduler", scheduler)
+    if scheduler is not None and not (hasattr(inner, "lr_lambdas") and inner is not scheduler):
+        raise UserError(
+            f"run.start takes a prepared LambdaLR, and was given a {type(inner).__name__}: leave "
+            "it out, since every prepared scheduler is saved and restored"
+        )
+
+
+def _unknown_type(value):
+    """The name of the type of what `torch.load` would refuse in `value`; None: nothing."""
+    if isinstance(value, torch.Tensor):
+        return None
+    if type(value) in (dict, OrderedDict, Counter, list, tuple, set):
+        parts = [*value, *value.values()] if isinstance(value, dict) else value
+        return next(filter(None, map(_unknown_type, parts)), None)
+    known = value is None or type(value) in (bool, int, float, complex, str, bytes)
+    return None if known or isinstance(value, PLAIN_TYPES) else type(value).__name__
+
+
+def apply_schedule(accelerator, scheduler, step):
     """Replaces the learning rates of a checkpoint, which were computed for the earlier run length.
 
     Args:
-        scheduler: a prepared `LambdaLR`, which computes them for its current step; None: the
-            learning rate is constant.
+        scheduler: a prepared `LambdaLR`, which computes them for its current step; None: there is
+            none.
 
     Returns:
         str: how the learning rate at `step` changes.
     """
+    if scheduler is None and accelerator._schedulers:
+        return "the learning rate follows the schedule of the earlier length (see RunFolder.start)"
     if scheduler is None:
         return "the learning rate does not depend on it"
     before = scheduler.get_last_lr()[0]

@@ -1,32 +1,80 @@
 """What DistributedDataParallel needs for an exact resume, and batch norm over several processes."""
 
 import torch
+from torch.distributed.fsdp import FSDPModule
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.parallel import DistributedDataParallel
 
+from utils.run import process
 from utils.run.failures import UserError
 from utils.run.launch import notice
 from utils.run.pace import pace
 
 
-def warm_up(model, compute_loss):
+def warm_up(models, compute_loss):
     """Makes DDP sum gradients in the same order after a restart, and broadcast fewer buffers.
 
     DDP first assigns gradients to buckets in reverse parameter order, and after the first backward
     pass in the order in which they became ready. With three or more processes, different buckets
     mean a different order of summation, and the last bits differ. Two backward passes make every
     run, new or resumed, use the final buckets from its first real step on. Buffers are restored,
-    and weights do not change. This also runs on a single process, so that mistakes show up there.
+    and weights do not change. This also runs on a single process, so that mistakes show up there:
+    a notice names a parameter without a gradient, and a buffer that a checkpoint would not have.
 
     By default DDP broadcasts the buffers of rank 0 before every forward pass. Batch norm reads its
     running statistics only in evaluation mode, so they are broadcast only then, unless the model
     has other buffers.
 
     Args:
-        model: as `prepare` returned it.
-        compute_loss (Callable): a function without arguments that returns a loss of `model`, such
-            as `lambda: compute_loss(model, batch)` with a small batch.
+        models: as `prepare` returned it; or a list of all models that take part, as of a GAN.
+        compute_loss (Callable): a function without arguments that returns a loss of all of them,
+            such as `lambda: compute_loss(model, batch)` with a small batch.
+
+    Raises:
+        UserError: a parameter gets no gradient, and DDP was not told to look for such.
     """
+    models = models if isinstance(models, list) else [models]
+    for model in models:
+        _broadcast_less(model)
+    buffers = [{name: b.clone() for name, b in model.named_buffers()} for model in models]
+    for first in (True, False):
+        # Eager: otherwise kernels would also be compiled for the shape of this batch.
+        with torch.compiler.set_stance("force_eager"):
+            compute_loss().backward()
+        for model in models:
+            if first:
+                _check_gradients(model)
+            model.zero_grad()
+    for model, before in zip(models, buffers, strict=True):
+        saved = model.state_dict().keys()
+        for name, value in model.named_buffers():
+            if name not in before:  # made by the forward pass
+                continue
+            if name not in saved and process.is_main() and not torch.equal(value, before[name]):
+                notice(
+                    f"the buffer {name} changes in the forward pass, and a restart begins with its "
+                    "first value: register it with persistent=True"
+                )
+            value.copy_(before[name])
+    pace.watch(models[0])
+
+
+def _check_gradients(model):
+    """Raises UserError if DDP would refuse the model; without DDP, a notice says so."""
+    unused = [n for n, w in model.named_parameters() if w.requires_grad and w.grad is None]
+    if not unused or isinstance(model, FSDPModule):
+        return
+    line = f"no gradient reaches {unused[0]} ({len(unused)} without): "
+    if isinstance(model, DistributedDataParallel) and not model.find_unused_parameters:
+        raise UserError(
+            f"{line}remove or freeze what the loss does not use, or add DistributedDataParallel"
+            "Kwargs(find_unused_parameters=True) to the kwargs_handlers of the Accelerator"
+        )
+    if process.is_main() and not isinstance(model, DistributedDataParallel):
+        notice(f"{line}several processes with DDP would refuse this model")
+
+
+def _broadcast_less(model):
     norms = _batch_norms(model)
     only_norms = set(model.buffers()) == {buffer for norm in norms for buffer in norm.buffers()}
     if isinstance(model, DistributedDataParallel) and only_norms:
@@ -35,15 +83,6 @@ def warm_up(model, compute_loss):
             ddp.broadcast_buffers = not all(norm.training for norm in norms)
 
         model.register_forward_pre_hook(broadcast_for_evaluation)
-    buffers = {name: value.clone() for name, value in model.named_buffers()}
-    for _ in range(2):
-        # Eager: otherwise kernels would also be compiled for the shape of this batch.
-        with torch.compiler.set_stance("force_eager"):
-            compute_loss().backward()
-        model.zero_grad()
-    for name, value in model.named_buffers():
-        value.copy_(buffers[name])
-    pace.watch(model)
 
 
 def sync_batch_norm(accelerator, model, micro_batch_size, wanted):

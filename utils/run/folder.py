@@ -32,7 +32,7 @@ from utils.run import (
 from utils.run.arguments import MAY_CHANGE
 from utils.run.best import Best
 from utils.run.claim import check_same, check_shared, claim
-from utils.run.collectives import run_on_all, run_on_main, wait_for_all
+from utils.run.collectives import gather, run_on_all, run_on_main, wait_for_all
 from utils.run.failures import RunFailed, UserError
 from utils.run.files import read_json, write_json
 from utils.run.metrics import Metrics, memory_bytes, summary
@@ -131,14 +131,15 @@ class RunFolder:
         Call it on every process, after `prepare`.
 
         Args:
-            scheduler: the prepared scheduler; its learning rate is recomputed for the current
-                length of the run.
+            scheduler: the prepared `LambdaLR`; its learning rate is recomputed for the current
+                length of the run. Other schedulers are saved and restored without being given here.
             rates (dict | None): name -> amount per sample, of additional rates to log (such as
                 `tokens_per_second`).
 
         Returns:
             int: the number of optimizer steps done; 0 for a new run.
         """
+        checkpoint.check_objects(self._accelerator, scheduler)
         if self._checkpoint:
             checkpoint.load(self._accelerator, self._checkpoint)  # accelerator.load_state
         failures.on_failure(partial(status.write_failure, self.path))
@@ -167,7 +168,7 @@ class RunFolder:
             self._record = record.write(self.path, self._accelerator, own, step)
             status.write(self.path, "running", f"from step {step}", step=step)
         if self._checkpoint:
-            change = checkpoint.apply_schedule(scheduler, step)
+            change = checkpoint.apply_schedule(self._accelerator, scheduler, step)
             was, now = self._earlier["total_steps"], self._plan.total_steps
             if was != now:
                 self.print(f"length changed from {was} to {now} steps: {change}")
@@ -277,17 +278,34 @@ class RunFolder:
         if split == "test" and score is not None:
             raise ValueError("a test split never chooses a checkpoint: log it without a score")
         self._check_folder()
+        score = None if score is None else float(score)  # a tensor, say
         self.metrics.log(split, step, figures, score)
         if split in ("val", "test"):
             self._evaluated_at = step
         if score is not None:
-            loss = None if figures.get("loss") is None else float(figures["loss"])
-            self._best.add(step, score, loss)
+            self._best.add(step, *self._agree(score, figures.get("loss")))
         if self.evaluation_due and self._evaluated_at == step:
             self.evaluation_due = False
             if self.is_main and checkpoint.is_own(self._checkpoint, self.path):
                 changed = {**self._best.record(step), "evaluation_due": False}
                 manifest.amend(self._checkpoint, changed)
+
+    def _agree(self, *values):
+        """The values of the first process. Raises RunFailed if others differ in more than rounding.
+
+        The processes decide by them when to save and when to stop.
+        """
+        own = [None if value is None else float(value) for value in values]
+        first, *others = gather(self._accelerator, own)
+        for other in others:
+            for one, same in zip(first, other, strict=True):
+                if str(one) != str(same) and not math.isclose(one, same, rel_tol=1e-5):
+                    raise RunFailed(
+                        f"the processes have different results, such as {one:.6g} and {same:.6g}: "
+                        "gather those of an evaluation with accelerator.gather_for_metrics",
+                        retry=False,
+                    )
+        return first
 
     def out_of_patience(self):
         """Whether `--patience` evaluations in a row had no better score: the run ends."""
@@ -467,7 +485,8 @@ class RunFolder:
         Waits for all processes.
 
         Args:
-            next_command (str | None): a command to suggest for looking at the results.
+            next_command (str | None): the name of a script and its arguments, to suggest for
+                looking at the results; not of one that is not beside this script, as in a copy.
             card (dict | None): what the model card says about the model, for `model_card.write`.
         """
         if self.is_main:
@@ -479,7 +498,10 @@ class RunFolder:
             print(summary(self._results, self.path, ended))
             self._upload()
             if next_command:
-                print(f"next: {next_command}")
+                name, _, arguments = next_command.partition(" ")
+                script = Path(sys.argv[0]).with_name(name)
+                if script.exists():
+                    print(f"next: python {script} {arguments}")
             self.metrics.close()
         wait_for_all(self._accelerator)  # a scheduler may stop the other machines when one exits
         if self.is_main:

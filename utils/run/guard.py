@@ -176,7 +176,7 @@ class Guard:
                 i
                 for step, _, _, ids in self._recent
                 if step == failed_at
-                for i in torch.cat(ids).tolist()
+                for i in torch.cat([torch.as_tensor(some).flatten() for some in ids]).tolist()
             ]
             everyone = [own]
             if self._group is not None:

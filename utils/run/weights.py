@@ -54,7 +54,13 @@ def export(folder, model, config):
         config (dict): what is needed to build the model again, stored as JSON in the header of the
             file.
     """
-    state = {name: value.detach().cpu().contiguous() for name, value in model.state_dict().items()}
+    state, seen = {}, set()
+    for name, value in model.state_dict().items():
+        value = value.detach().cpu().contiguous()
+        storage = value.untyped_storage().data_ptr()
+        # safetensors refuses tensors that share memory, such as tied weights.
+        state[name] = value.clone() if storage in seen else value
+        seen.add(storage)
     temporary = Path(folder) / ".model.safetensors.writing"
     # One key only: safetensors writes several keys in an order that varies from run to run.
     save_file(state, temporary, metadata={"config": json.dumps(config, sort_keys=True)})
@@ -169,8 +175,14 @@ def shared_prefix(state, allowed=None):
 
 def fitted(state, model):
     """`state` under the names of `model`, which may have wrappers that `state` lacks."""
-    own = dict(zip(unwrapped(model.state_dict()), model.state_dict(), strict=True))
-    return {own.get(name, name): value for name, value in unwrapped(state).items()}
+    values = model.state_dict()
+    own = dict(zip(unwrapped(values), values, strict=True))
+    found = {own.get(name, name): value for name, value in unwrapped(state).items()}
+    places = {value.data_ptr(): name for name, value in values.items() if name in found}
+    for name, value in values.items():  # a checkpoint has tied weights once
+        if name not in found and value.data_ptr() and value.data_ptr() in places:
+            found[name] = found[places[value.data_ptr()]]
+    return found
 
 
 def _read_into(model, path):

@@ -95,25 +95,28 @@ def run_reference(args, log):
     """Runs the command without interruption.
 
     Returns:
-        tuple[float, float]: seconds until the first line of its log, and from then to its end.
+        tuple[float, float]: seconds until the first line of its log, and from then until its
+        results are written.
     """
     reference, start_time = Path(args.folder) / "reference", time.monotonic()
     shutil.rmtree(reference, ignore_errors=True)
     with launched(args.command, reference, log) as launcher:
-        wait_for_line(launcher, reference)
+        wait_for_change(launcher, reference / "metrics.jsonl")
         first_line = time.monotonic()
+        wait_for_change(launcher, reference / "results.json")
+        last_line = time.monotonic()
         code = launcher.wait()
     if code != 0:
         raise RunFailed(f"the command fails without being killed: see {args.folder}/chaos.log")
-    return first_line - start_time, time.monotonic() - first_line
+    return first_line - start_time, last_line - first_line
 
 
-def wait_for_line(launcher, run):
-    """Waits until a launch has written to its metrics.jsonl, or has ended."""
+def wait_for_change(launcher, file):
+    """Waits until a launch has written to a file, or has ended."""
 
     def size():
         try:
-            return (run / "metrics.jsonl").stat().st_size
+            return file.stat().st_size
         except FileNotFoundError:
             return None
 
@@ -151,7 +154,7 @@ def run_round(args, run, seconds, kills, log):
 def run_with_kills(args, run, seconds, kills, rng, log):
     """Launches the command again and again in the folder `run`, and kills it, until it finishes.
 
-    A quarter of the kills come while it starts, the others while it trains, or after that.
+    A quarter of the kills come while it starts, the others while it trains.
 
     Args:
         seconds (tuple[float, float]): what `run_reference` returned.
@@ -165,7 +168,7 @@ def run_with_kills(args, run, seconds, kills, rng, log):
                 while_starting = rng.random() < 0.25
                 delay = rng.uniform(0.1, 1) * start if while_starting else rng.random() * training
                 if not while_starting:
-                    wait_for_line(launcher, run)
+                    wait_for_change(launcher, run / "metrics.jsonl")
             try:
                 code = launcher.wait(delay)
             except subprocess.TimeoutExpired:

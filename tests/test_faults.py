@@ -796,7 +796,7 @@ def test_full_output_folder_is_refused(tmp_path):
 
 @pytest.mark.slow
 def test_chaos_finds_no_difference_unless_there_is_one(tmp_path):
-    launch = command("cpu", CIFAR, SMALL)
+    launch = command("cpu", CIFAR, f"{SMALL} --max_train_steps 120 --checkpoint_every 5")
     chaos = [
         sys.executable,
         str(ROOT / "scripts" / "chaos.py"),

@@ -147,7 +147,7 @@ def evaluate_cifar(accelerator, args, saved):
     outputs = train_cifar.predict(accelerator, model, *data_set, progress, mean, std, tta=args.tta)
 
     if accelerator.is_main_process:
-        readable = outputs[1] >= 0
+        readable = scores.readable(outputs[1])
         metrics = train_cifar.summarize(*(values[readable] for values in outputs))
         predictions = metrics.pop("predictions")
         top, shares = most_likely(outputs[0])

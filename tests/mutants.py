@@ -1558,8 +1558,8 @@ MUTANTS = [
     Mutant(
         "an unreadable image counts as a mistake",
         "utils/scores.py",
-        "counts, hits = labels >= 0,",
-        "counts, hits = labels >= -1,",
+        "found = labels >= 0",
+        "found = labels >= -1",
         "test_train_images.py -k bad_image_in_a_run",
     ),
     Mutant(
@@ -1870,6 +1870,20 @@ MUTANTS = [
         "np.where(readable[images.rows], images.labels, -1)",
         "images.labels",
         "test_data_of_a_run.py -k scored_as_a_whole",
+    ),
+    Mutant(
+        "train_cifar.py: the accuracy of no image is computed",
+        "scripts/evaluate.py",
+        "readable = scores.readable(outputs[1])",
+        "readable = outputs[1] >= 0",
+        "test_data_of_a_run.py -k scored_as_a_whole",
+    ),
+    Mutant(
+        "the accuracy of no image is computed",
+        "utils/scores.py",
+        "if not found.any():",
+        "if False:",
+        "test_train_images.py -k unreadable_images_do_not_count",
     ),
     Mutant(
         "chosen samples have the names of others",

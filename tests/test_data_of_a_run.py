@@ -106,10 +106,10 @@ def test_another_data_set_is_scored_as_a_whole_with_the_values_of_the_training(n
     assert "0 is black, 4095 white" in trained.stdout
     assert metrics(tmp_path / "run", "val")
 
-    def score(data):
+    def score(data, check=True):
         words = ["--checkpoint", str(tmp_path / "run"), "--dataset", str(data)]
-        done = run(None, EVALUATE, words, output_dir=tmp_path / "scores")
-        return done.stdout, results(tmp_path / "scores")
+        done = run(None, EVALUATE, words, output_dir=tmp_path / "scores", check=check)
+        return (done.stdout, results(tmp_path / "scores")) if check else done
 
     shutil.copytree(folder, tmp_path / "copy")
     for same in (folder, tmp_path / "copy"):
@@ -138,6 +138,10 @@ def test_another_data_set_is_scored_as_a_whole_with_the_values_of_the_training(n
     assert right / 5 == pytest.approx(found["all_accuracy"])
     shares = [float(row[f"probability_{rank}"]) for row in rows[:5] for rank in (1, 2)]
     assert sum(shares) == pytest.approx(5, abs=1e-4) and min(shares) >= 0
+    for image in (new / "dog").glob("?.png"):
+        image.write_bytes(b"no image")
+    done = score(new, check=False)
+    assert done.returncode == 2 and "error: none of the 6 images can be read\n" in done.stderr
     change_an_image(folder)
     assert "warning: trained on other data" in score(folder)[0]
 

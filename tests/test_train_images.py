@@ -917,6 +917,8 @@ def test_unreadable_images_do_not_count():
     )
     five = torch.cat([top, torch.full((4, 3), 9)], 1)
     assert scores.summarize(labels, torch.zeros(4), five)["top5"] == 1
+    with pytest.raises(UserError, match="none of the 4 images can be read"):
+        scores.summarize(torch.full((4,), -1), torch.zeros(4), top)
     shares = scores.class_accuracy(labels, top[:, 0], [*"abcdef"])
     assert list(shares.items()) == [("c", 1), ("f", 1), ("a", 0)]
 

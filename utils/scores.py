@@ -4,6 +4,8 @@ import math
 
 import torch
 
+from utils.run.failures import UserError
+
 
 def summarize(labels, losses, top):
     """Computes the mean loss, the accuracy, and metrics in which rare classes count as much.
@@ -18,8 +20,11 @@ def summarize(labels, losses, top):
         `top5`; `balanced_accuracy`, the mean of the accuracy of each class; `macro_f1`, the mean of
         the F1 score of each class; and the number of `images`. A class without images, and for the
         F1 score also without predictions, does not count.
+
+    Raises:
+        UserError: there is no image.
     """
-    counts, hits = labels >= 0, top == labels[:, None]
+    counts, hits = readable(labels), top == labels[:, None]
     metrics, many = {}, int(counts.sum())
     for name, values in {"loss": losses[counts], "accuracy": hits[counts, 0]}.items():
         mean, error, _ = mean_and_error(moments(values, torch.ones(many)))
@@ -31,6 +36,14 @@ def summarize(labels, losses, top):
     some = true + predicted > 0
     metrics["macro_f1"] = (2 * right / (true + predicted))[some].mean().item()
     return {**metrics, "images": many}
+
+
+def readable(labels):
+    """Which labels are not -1, bool [samples]. Raises UserError if none is: there is no image."""
+    found = labels >= 0
+    if not found.any():
+        raise UserError(f"none of the {len(labels):,} images can be read")
+    return found
 
 
 def moments(sums, counts):

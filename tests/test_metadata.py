@@ -5,6 +5,7 @@ import json
 import pytest
 from PIL import Image
 
+from utils.data.images import BadImage
 from utils.data.sources import find_images, find_to_evaluate
 from utils.run.failures import UserError
 
@@ -38,6 +39,78 @@ def test_the_classes_are_in_the_table_and_not_in_the_folders(folder, tmp_path):
             number = int(images.portable_name(index).removeprefix(folder).removesuffix(".png"))
             assert label == number % 2
             assert images.open(index).pixels()[0, 0, 0] == number
+
+
+@pytest.mark.parametrize(
+    ("values", "class_names"),
+    [
+        (["None", "NA", "Ring"], ["NA", "None", "Ring"]),
+        (["007", "7", "0070"], ["007", "0070", "7"]),
+        (["1E5", "2E5"], ["1E5", "2E5"]),
+        (["10", "9", "-3"], ["-3", "9", "10"]),  # in the order of numbers
+        (["2.0", "10", "9007199254740993.0"], ["2", "10", "9007199254740993"]),
+        (["-1", "+1"], ["-1", "1"]),
+        (["-1", "a"], ["-1", "a"]),
+    ],
+)
+def test_a_class_is_what_is_written(values, class_names, tmp_path):
+    """pandas would read 007 as a number, and NA as nothing."""
+    make(tmp_path, FLAT)
+    lines = [f"{file},{values[i % len(values)]}" for i, file in enumerate(FLAT)]
+    (tmp_path / "metadata.csv").write_text("\n".join(["file_name,label", *lines]))
+    assert find_images(str(tmp_path)).class_names == class_names
+    text = "\n".join(["image,label", *lines]).replace(",", "\t")
+    (tmp_path / "metadata.csv").rename(tmp_path / "list.tsv").write_text(text)
+    data = find_images(str(tmp_path / "list.tsv"), image_column="image", label_column="label")
+    assert data.class_names == class_names
+
+
+@pytest.mark.parametrize(
+    ("values", "says"),
+    [
+        (["-1", "0", "1"], "7 of 20 rows .* have no label, or -1"),
+        (["a", "", "b"], "7 of 20 rows .* have no label"),
+        (["0.5", "1e-05", "2"], "numbers such as 0.5, which look like measurements"),
+    ],
+)
+def test_what_is_no_class_is_refused(values, says, tmp_path):
+    make(tmp_path, FLAT)
+    lines = [f"{file},{values[i % 3]}" for i, file in enumerate(FLAT)]
+    (tmp_path / "metadata.csv").write_text("\n".join(["file_name,label", *lines]))
+    with pytest.raises(UserError, match=says):
+        find_images(str(tmp_path))
+
+
+def test_the_values_of_one_split_do_not_decide_what_a_class_is(tmp_path):
+    for split, values in {"train": "12x", "val": "12x", "test": "12"}.items():
+        make(tmp_path / split, FLAT)
+        lines = [f"{file},{values[i % len(values)]}" for i, file in enumerate(FLAT)]
+        (tmp_path / split / "metadata.csv").write_text("\n".join(["file_name,label", *lines]))
+    with pytest.raises(UserError, match="its test split has no image of class x"):
+        find_images(str(tmp_path))
+    assert len(find_to_evaluate(str(tmp_path), ["1", "2", "x"]).splits["test"]) == 20
+
+
+def test_rows_with_more_values_than_columns(tmp_path):
+    """pandas would take the first value for an index, and shift the others."""
+    make(tmp_path, FLAT)
+    for more in (lambda i: ",", lambda i: "," * (i == 3)):
+        (tmp_path / "metadata.csv").write_text(rows(FLAT, more=more))
+        assert find_images(str(tmp_path)).class_names == KINDS
+    for more in (lambda i: ",me", lambda i: ",me" * (i == 3)):
+        (tmp_path / "metadata.csv").write_text(rows(FLAT, more=more))
+        with pytest.raises(UserError, match=r"line [25] of .*csv has more values than the 2 col"):
+            find_images(str(tmp_path))
+
+
+def test_an_empty_cell_is_no_image(tmp_path):
+    make(tmp_path, FLAT)
+    table = rows(FLAT).replace("\n3.png", "\n")
+    (tmp_path / "list.csv").write_text(table)
+    name, options = str(tmp_path / "list.csv"), dict(image_column="file_name")
+    images = find_to_evaluate(name, KINDS, **options).splits["all"]
+    with pytest.raises(BadImage, match="the row has no image"):
+        images.open(3)
 
 
 def test_a_column_says_the_split(tmp_path):

@@ -1,15 +1,59 @@
 """Reads the classes in a column of a table: whatever its type, each value is a class, exactly."""
 
+import csv
 import math
+import re
 from decimal import Decimal
 
 import datasets
 import numpy as np
 
+from utils.data.tables import READERS, load_table, loading
 from utils.run.failures import UserError
 
+# 007 and 1E5 are codes, but 2.0 and 1e-05 are numbers, as programs write them.
+NUMBER = re.compile(r"\s*[+-]?(0|[1-9]\d*)(\.\d*)?(e-\d+)?\s*", re.ASCII)
 
-def read_labels(name, tables, column, class_names=None):
+
+def load_rows(name, files=None, alternatives=""):
+    """As `load_table`, but all values of CSV files are strings, exactly as they are written.
+
+    Raises:
+        UserError: they cannot be loaded, or a row has more values than there are columns.
+    """
+    some = [file for part in (files or {}).values() for file in part if is_csv(file)]
+    options = {}
+    for file in some:
+        with loading(name, alternatives):
+            columns, line = _columns_and_longer_line(file)
+        if line:
+            raise UserError(
+                f"line {line} of {file} has more values than the {columns} columns in its header: "
+                "quote a value that has the separator in it"
+            )
+        # By number, as names may be empty or there twice. With a comma at the end of each row,
+        # pandas would take the first value for an index, and shift the others.
+        used = list(range(columns))
+        options = dict(converters=dict.fromkeys(used, str), keep_default_na=False)
+        options |= dict(usecols=used, index_col=False)
+    return load_table(name, files=files, alternatives=alternatives, **options)
+
+
+def is_csv(file):
+    """Whether a file is a table that does not say the types of its values."""
+    return READERS.get(file.suffix.lower()) == "csv"
+
+
+def _columns_and_longer_line(file):
+    """How many columns a CSV file has; the first line with more values that are not empty."""
+    separator = "\t" if file.suffix.lower() == ".tsv" else ","
+    with open(file, encoding="utf-8-sig", newline="") as opened:
+        rows = csv.reader(opened, delimiter=separator)
+        columns = len(next(filter(None, rows), []))
+        return columns, next((rows.line_num for row in rows if any(row[columns:])), None)
+
+
+def read_labels(name, tables, column, class_names=None, from_csv=False):
     """Reads the labels of all splits.
 
     Args:
@@ -19,6 +63,7 @@ def read_labels(name, tables, column, class_names=None):
             `train` is a class. Whole floats are integers. -1 says that a label is unknown, unless
             all labels are -1 and 1.
         class_names (list[str] | None): the classes; None: those in `train`.
+        from_csv (bool): the values are strings, but numbers if all of them look like numbers.
 
     Returns:
         tuple[dict[str, np.ndarray], list[str]]: labels, int64 [rows], -1 where there is none; class
@@ -29,6 +74,8 @@ def read_labels(name, tables, column, class_names=None):
             large to be told apart; or a split has a class that is not in `train`.
     """
     values = {split: _values(table, column) for split, table in tables.items()}
+    if from_csv:
+        values = _numbers(values)
     first = "train" if "train" in values else next(iter(values))
     kind = tables[first].features[column]
     for split_values in values.values():
@@ -69,6 +116,17 @@ def _values(table, column):
     values = table.select_columns([column]).with_format("arrow")[:].column(0).to_pylist()
     # NaN, the only value that differs from itself, is an empty cell.
     return [None if value != value or _is_blank(value) else value for value in values]
+
+
+def _numbers(values):
+    """The strings of all splits as numbers, if each of them is one."""
+    strings = [value for some in values.values() for value in some if isinstance(value, str)]
+    if not all(map(NUMBER.fullmatch, strings)):
+        return values
+    return {
+        split: [Decimal(value) if isinstance(value, str) else value for value in some]
+        for split, some in values.items()
+    }
 
 
 def _is_blank(value):

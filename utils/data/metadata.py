@@ -11,7 +11,6 @@ import os
 from utils.data import splits as split_names
 from utils.data.image_folder import EXTENSIONS
 from utils.data.scan import Scanner
-from utils.data.tables import load_table
 from utils.run.failures import UserError
 
 NAMES = ("metadata.csv", "metadata.jsonl", "metadata.parquet")
@@ -61,9 +60,11 @@ def read(name, root, files, column, left_out):
     Raises:
         UserError: a path leaves the folder, a split is none, or no row has an image.
     """
+    from utils.data.labels import load_rows  # here, because it imports `datasets`
+
     images, tables, paths = set(Scanner(root, EXTENSIONS).below()), {}, {}
     for split, file in files.items():
-        table = load_table(str(file))["train"]
+        table = load_rows(str(file), {"train": [file]})["train"]
         if column not in table.features:
             return {}, {}
         place = os.path.relpath(file.parent, root)

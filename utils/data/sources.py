@@ -22,7 +22,6 @@ from utils.data.tables import (
     READERS,
     describes_itself,
     files_by_split,
-    load_table,
     local_path,
     name_splits,
 )
@@ -196,31 +195,32 @@ def _from_table(name, path, image_column, label_column, class_names):
     if path and path.is_file() and path.suffix.lower() not in READERS:
         known = ", ".join([*READERS, *array_files.SUFFIXES])
         raise UserError(f"--dataset {name} is a file that does not end in {known}; {ALTERNATIVES}")
+    from utils.data import columns, labels  # here, because they import `datasets`
+
     left_out, files = LeftOut(), None
     if path and path.is_dir():
         files = _table_files(path)
-    tables = load_table(name, files=files, alternatives=ALTERNATIVES)
+    elif path and path.is_file():
+        files = {"train": [path]}
+    tables = labels.load_rows(name, files, ALTERNATIVES)
     used = name_splits(name, tables, left_out)
     if "train" not in used and class_names is None:
         raise UserError(
             f"--dataset {name} has no train split, only {', '.join(tables)}; {ALTERNATIVES}"
         )
-    from utils.data import columns  # here, because it imports `datasets`
-
     features = next(iter(used.values())).features
     image_column = columns.find_image_column(name, features, image_column)
     label_column = columns.find_label_column(name, features, label_column, image_column)
     # Paths in a file start at its folder, as in a list of files that lies next to them.
     folder = path.parent if path and path.is_file() else path
-    suffix = path.suffix.lower() if path else ""
-    if files:
-        suffix = files["train"][0].suffix.lower()
+    suffix = files["train"][0].suffix.lower() if files else ""
 
     def source_of(split):
         place = f"{name}, {split} split"
         return columns.image_rows(used[split], image_column, place, folder, suffix in LISTS)
 
-    return _labeled(name, used, label_column, class_names, source_of, left_out)
+    from_csv = READERS.get(suffix) == "csv"
+    return _labeled(name, used, label_column, class_names, source_of, left_out, from_csv)
 
 
 def _from_metadata(name, root, image_column, label_column, class_names):
@@ -234,7 +234,7 @@ def _from_metadata(name, root, image_column, label_column, class_names):
         return None
     if "train" not in tables and class_names is None:
         raise UserError(f"--dataset {name} has no train split, only {', '.join(tables)}")
-    from utils.data import columns  # here, because it imports `datasets`
+    from utils.data import columns, labels  # here, because they import `datasets`
 
     features = next(iter(tables.values())).features
     if label_column is None and not any(label in features for label in columns.LABEL_NAMES):
@@ -244,14 +244,15 @@ def _from_metadata(name, root, image_column, label_column, class_names):
     def source_of(split):
         return Files(root, paths[split])
 
-    return _labeled(name, tables, label_column, class_names, source_of, left_out)
+    from_csv = any(map(labels.is_csv, files.values()))
+    return _labeled(name, tables, label_column, class_names, source_of, left_out, from_csv)
 
 
-def _labeled(name, tables, label_column, class_names, source_of, left_out):
+def _labeled(name, tables, label_column, class_names, source_of, left_out, from_csv):
     """What `_find` returns, for tables by split; `source_of(split)` reads the images of one."""
     from utils.data import labels  # here, because it imports `datasets`
 
-    read, names = labels.read_labels(name, tables, label_column, class_names)
+    read, names = labels.read_labels(name, tables, label_column, class_names, from_csv)
     splits = {}
     for split, values in read.items():
         missing = np.flatnonzero(values < 0)

@@ -153,7 +153,7 @@ class Rows:
         (value,) = value.values()
         if isinstance(value, dict):
             return value.get("bytes"), value.get("path")
-        return (None, value) if isinstance(value, str) else (value, None)
+        return (None, value or None) if isinstance(value, str) else (value, None)
 
 
 class Pixels:

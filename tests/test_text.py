@@ -2,17 +2,21 @@
 
 import bz2
 import codecs
+import errno
+import fcntl
 import gzip
 import hashlib
 import json
 import lzma
 import os
+import re
+import shutil
 
 import pytest
 import torch
 
 from utils.data import text as text_module
-from utils.data.cache_files import complete_or_absent
+from utils.data.cache_files import cannot_write, complete_or_absent
 from utils.data.text import Windows, checksum, load_text, load_to_evaluate
 from utils.data.text_stream import TextStream, describe_stream, load_held_out
 from utils.run.failures import UserError
@@ -276,12 +280,70 @@ def test_a_file_that_another_machine_made_meanwhile_is_kept(links, tmp_path, mon
     assert (file.stat().st_ino == before) == links and list(tmp_path.iterdir()) == [file]
 
 
+def test_two_writers_with_the_same_process_id_do_not_meet(tmp_path):
+    """As in two containers of a machine, which may share a name, too."""
+    file = tmp_path / "text.bin"
+    with complete_or_absent(file) as first:
+        first.write(b"te")
+        with complete_or_absent(file) as second:
+            second.write(b"text")
+            assert len(list(tmp_path.glob("text.writing.*"))) == 2
+        first.write(b"xt")
+    assert file.read_bytes() == b"text" and list(tmp_path.iterdir()) == [file]
+
+
+def test_a_file_that_was_taken_for_a_left_over(tmp_path, monkeypatch):
+    """Before it was locked, or where locks are not seen: of another one that is complete."""
+    lock, removed = fcntl.flock, []
+
+    def late_lock(file, kind):
+        if not removed:
+            os.unlink(file.name)
+            removed.append(file.name)
+        lock(file, kind)
+
+    monkeypatch.setattr(fcntl, "flock", late_lock)
+    with complete_or_absent(tmp_path / "a.bin") as out:
+        out.write(b"text")
+    assert removed and (tmp_path / "a.bin").read_bytes() == b"text"
+    with complete_or_absent(tmp_path / "b.bin") as out:
+        os.unlink(out.name)
+        (tmp_path / "b.bin").write_bytes(b"text")
+    assert len(list(tmp_path.iterdir())) == 2
+    with pytest.raises(FileNotFoundError), complete_or_absent(tmp_path / "c.bin") as out:
+        os.unlink(out.name)
+
+
+def test_without_locks_nothing_is_removed(tmp_path, monkeypatch):
+    def no_locks(*_):
+        raise OSError(errno.ENOLCK, "No locks available")
+
+    monkeypatch.setattr(fcntl, "flock", no_locks)
+    with complete_or_absent(tmp_path / "a.bin"):
+        (other,) = tmp_path.iterdir()
+        with complete_or_absent(tmp_path / "a.bin"):
+            assert other.exists()
+    assert list(tmp_path.iterdir()) == [tmp_path / "a.bin"]
+
+
 def test_a_cache_that_cannot_be_written_is_one_line(tmp_path, monkeypatch):
     (tmp_path / "cache").write_text("a file")
     monkeypatch.setenv("HF_DATASETS_CACHE", str(tmp_path / "cache"))
     monkeypatch.setattr(text_module, "SHORT", 100)
-    with pytest.raises(UserError, match=r"cannot write the text to .*set HF_DATASETS_CACHE"):
+    with pytest.raises(UserError, match=r"cannot write the text to .*set HF_DATASETS_CACHE") as e:
         load_text(*source_of("files", tmp_path / "data"), 4)
+    assert str(e.value).endswith(" (Not a directory)")  # not for want of space
+
+
+@pytest.mark.parametrize("number", [errno.ENOSPC, errno.EDQUOT])
+def test_a_full_disk_says_how_much_space_there_is(number, tmp_path):
+    """Also if the folder could not be made."""
+    error = cannot_write(OSError(number, "full"), "the text", tmp_path / "a" / "b", "2 GiB")
+    free = shutil.disk_usage(tmp_path).free / 2**30
+    said = re.fullmatch(
+        r"cannot write the text \(full; (.*) GiB free\): it needs 2 GiB", str(error)
+    )
+    assert float(said[1]) == pytest.approx(free, abs=1)
 
 
 def test_the_checksum_of_a_long_text_has_its_size_and_parts_of_it(tmp_path, monkeypatch):

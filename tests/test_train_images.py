@@ -537,9 +537,10 @@ def test_an_interrupted_cache_is_absent(data, tmp_path, monkeypatch):
     others = {"old", f"{file.stem}.writing.elsewhere.999999999"}
     assert {path.name for path in tmp_path.iterdir()} == {file.name} | others
     with file.open("r+b") as opened:
-        opened.truncate(file.stat().st_size - 100)
-    with pytest.raises(UserError, match="is damaged: delete it"):
-        image_cache.cached(OneProcess, data.splits["val"], "val", 36, tmp_path)
+        for size in (file.stat().st_size - 100, 100, 4, 0):
+            opened.truncate(size)
+            with pytest.raises(UserError, match="is damaged: delete it"):
+                image_cache.cached(OneProcess, data.splits["val"], "val", 36, tmp_path)
 
 
 # ------------------------------------------------------------------------------------------ weights

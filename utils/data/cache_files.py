@@ -1,14 +1,15 @@
 """Files that one process of a machine makes, and all of them map into memory."""
 
 import contextlib
+import errno
+import fcntl
 import os
 import platform
+import secrets
 import shutil
 import warnings
-from pathlib import Path
 
 import numpy as np
-import psutil
 import torch
 
 from utils.run.failures import UserError
@@ -21,33 +22,65 @@ def complete_or_absent(file):
     Args:
         file (Path): its folder is made if necessary.
     """
-    # On a disk that several machines share, the process id alone names no process.
+    # Only left-overs of this machine: not every disk tells others that a file is locked.
     writer = f"{file.stem}.writing.{platform.node()}."
-    temporary = file.with_name(f"{writer}{os.getpid()}")
+    file.parent.mkdir(parents=True, exist_ok=True)
+    for left_over in file.parent.glob(f"{writer}*"):
+        _remove_unlocked(left_over)
+    temporary, out = _open_locked(file.with_name(writer))
     try:
-        file.parent.mkdir(parents=True, exist_ok=True)
-        for left_over in file.parent.glob(f"{writer}*"):
-            if not psutil.pid_exists(int(left_over.suffix[1:])):  # of a process that was killed
-                left_over.unlink(missing_ok=True)
-        with temporary.open("wb") as out:
+        with out:
             yield out
             out.flush()
             os.fsync(out.fileno())
-        try:
-            # Another machine may have made the same file, and map it by now: keep that one.
-            os.link(temporary, file)
-        except FileExistsError:
-            pass
-        except OSError:  # no links on this file system
-            os.replace(temporary, file)
+            try:
+                # Another machine may have made the same file, and map it by now: keep that one.
+                os.link(temporary, file)
+            except FileExistsError:
+                pass
+            except OSError:  # no links on this file system, or another machine has removed it
+                if temporary.exists() or not file.exists():
+                    os.replace(temporary, file)
     finally:
         with contextlib.suppress(OSError):
             temporary.unlink()
 
 
-def no_space(error, what, folder, needed="space"):
-    """The UserError for an OSError in `complete_or_absent`; `what` says what cannot be written."""
-    free = shutil.disk_usage(folder).free / 2**30 if Path(folder).exists() else 0
+def _open_locked(prefix):
+    """Makes a file, locked until it is closed: process ids may be those of other containers.
+
+    Returns:
+        tuple[Path, file]: its path, which begins with `prefix`.
+    """
+    while True:
+        path = prefix.with_name(f"{prefix.name}{secrets.token_hex(8)}")
+        out = path.open("xb")
+        with contextlib.suppress(OSError):  # no locks on this file system
+            fcntl.flock(out, fcntl.LOCK_EX)
+        if path.exists():  # nobody has taken it for a left-over meanwhile
+            return path, out
+        out.close()
+
+
+def _remove_unlocked(path):
+    """Removes a file whose writer was killed; keeps it where there are no locks."""
+    with contextlib.suppress(OSError), path.open("r+b") as left_over:
+        fcntl.flock(left_over, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        path.unlink()
+
+
+def cannot_write(error, what, folder, needed="space"):
+    """The UserError for an OSError in `complete_or_absent`.
+
+    Args:
+        what (str): says what cannot be written, and where.
+        folder (Path): that of the file.
+        needed (str): how much space, for a full disk.
+    """
+    if error.errno not in (errno.ENOSPC, errno.EDQUOT):
+        return UserError(f"cannot write {what} ({error.strerror})")
+    existing = next(path for path in (folder, *folder.parents) if path.exists())
+    free = shutil.disk_usage(existing).free / 2**30
     return UserError(
         f"cannot write {what} ({error.strerror}; {free:.1f} GiB free): it needs {needed}"
     )

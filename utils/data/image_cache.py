@@ -16,7 +16,7 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from utils.data.cache_files import complete_or_absent, no_space
+from utils.data.cache_files import cannot_write, complete_or_absent
 from utils.data.images import BadImage
 from utils.run.collectives import gather, local_main_first, run_on_all
 from utils.run.cpu import cores_per_process
@@ -154,7 +154,7 @@ def write(file, decoded, count, what):
             out.write(np.array(shapes, dtype=np.int32))
     except OSError as error:
         needed = f"about {written * count / len(shapes) / 2**30:.1f} GiB" if written else "space"
-        raise no_space(error, what, file.parent, needed) from None
+        raise cannot_write(error, what, file.parent, needed) from None
 
 
 def read_shapes(file, count):
@@ -163,12 +163,12 @@ def read_shapes(file, count):
     Raises:
         UserError: the file is damaged.
     """
-    size = os.path.getsize(file)
-    shapes = np.fromfile(file, np.int32, offset=max(0, size - 8 * count)).reshape(-1, 2)
-    pixels = 3 * shapes.astype(np.int64).prod(1)
-    if len(shapes) != count or pixels.sum() + shapes.nbytes != size:
-        raise UserError(f"{file} is damaged: delete it, and it is made again")
-    return shapes
+    start = os.path.getsize(file) - 8 * count
+    if start >= 0:
+        shapes = np.fromfile(file, np.int32, offset=start).reshape(-1, 2)
+        if 3 * shapes.astype(np.int64).prod(1).sum() == start:
+            return shapes
+    raise UserError(f"{file} is damaged: delete it, and it is made again")
 
 
 def threads():

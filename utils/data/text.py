@@ -16,7 +16,7 @@ import numpy as np
 import torch
 from huggingface_hub.constants import HF_HOME
 
-from utils.data.cache_files import complete_or_absent, map_bytes, no_space
+from utils.data.cache_files import cannot_write, complete_or_absent, map_bytes
 from utils.data.text_files import (
     ALTERNATIVES,
     find_files,
@@ -265,7 +265,7 @@ def _keep(parts, version=None):
                 out.write(part)
     except OSError as error:
         what = f"the text to {folder} (set HF_DATASETS_CACHE to use another folder)"
-        raise no_space(error, what, folder) from None
+        raise cannot_write(error, what, folder) from None
     return map_bytes(file)
 
 

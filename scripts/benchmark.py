@@ -133,7 +133,14 @@ from utils.data.text import synthetic_text
 from utils.run import cpu
 from utils.run.arguments import Parser, number
 from utils.run.failures import UserError
-from utils.run.files import json_lines, last_lines, read_json_lines, write_json, write_text
+from utils.run.files import (
+    json_lines,
+    last_lines,
+    read_json_lines,
+    write_json,
+    write_text,
+    writing_to,
+)
 from utils.run.measurements import Measurements, clock
 from utils.run.record import versions
 
@@ -1392,8 +1399,8 @@ def hardware():
 def main():
     global _rounds
     args = parse_args()
-    folder = Path(args.output_dir)
-    folder.mkdir(parents=True, exist_ok=True)
+    with writing_to(args.output_dir) as folder:
+        pass  # if it cannot be made, say so before hours of measuring
     possible = [name for name in BENCHMARKS if name not in NEEDS or getattr(args, NEEDS[name])]
     names, figures = list(dict.fromkeys(args.names)) or possible, {}
     chosen = dict(names=names, rounds=args.rounds, quick=args.quick)

@@ -9,8 +9,11 @@ checkpoints and interruptions do not count. Prints the metric of the last and of
 evaluation, and the arguments that differ. Also works while the runs are still training.
 """
 
+import json
 import sys
 from pathlib import Path
+
+import numpy as np
 
 # Finds `utils` next to this script (a copy) or one folder up (the repository).
 sys.path.insert(1, str(Path(__file__).resolve().parents[1]))
@@ -18,7 +21,7 @@ from utils import plots
 from utils.run import manifest, metrics, process
 from utils.run.arguments import MAY_CHANGE, Parser, number
 from utils.run.failures import UserError
-from utils.run.files import read_json, read_json_lines
+from utils.run.files import read_json, writing_to
 from utils.run.output import for_plot
 
 NOT_METRICS = {"split", "step", "epoch", "score", "samples", "seconds"}
@@ -26,12 +29,13 @@ LINE_STYLES = ("-", "--", ":", "-.")
 
 
 def read_run(folder):
-    """Reads one run.
+    """Reads one run. Of each line of its training it keeps three numbers: there may be a million.
 
     Returns:
-        dict: `name`; `arguments` (dict, with `processes` and `mixed_precision`); `points`: split ->
-            list of dicts, the lines of that split in metrics.jsonl, each with the `samples` and the
-            `seconds` of training so far.
+        dict: `name`; `arguments` (dict, with `processes` and `mixed_precision`); `train`, the
+            `step` and `loss` of each log line, float64 arrays; `evaluations`, the log lines (dicts)
+            of val, or without a val split of test. Both have the `samples` and the `seconds` of
+            training so far.
     """
     folder = Path(folder)
     record, path = read_json(folder / "args.json"), folder / "metrics.jsonl"
@@ -40,15 +44,25 @@ def read_run(folder):
             f"{folder} is not the folder of a run: it needs args.json and metrics.jsonl"
         )
     batch_size = record["arguments"]["batch_size"]
-    points, seconds, step = {}, 0.0, 0
-    for line in read_json_lines(path):
-        if line["split"] == "train":
-            seconds += (line["step"] - step) * line["step_seconds"]
-            step = line["step"]
-        line |= {"samples": line["step"] * batch_size, "seconds": seconds}
-        points.setdefault(line["split"], []).append(line)
+    columns = {name: [np.empty(0)] for name in ("step", "loss", "step_seconds")}
+    evaluated = {"val": [], "test": []}
+    for split, lines in plots.read_parts(path, ("train", *evaluated)):
+        if split in evaluated:
+            evaluated[split] += map(json.loads, lines)
+            continue
+        for name, parts in columns.items():
+            parts.append(plots.values(lines, name))
+    step, loss, step_seconds = map(np.concatenate, columns.values())
+    seconds = (np.diff(step, prepend=0) * step_seconds).cumsum()
+    train = {"step": step, "loss": loss, "samples": step * batch_size, "seconds": seconds}
+    evaluations = evaluated["val"] or evaluated["test"]
+    steps = [line["step"] for line in evaluations]
+    passed = np.interp(steps, np.append(0, step), np.append(0, seconds)).tolist()
+    for line, so_far in zip(evaluations, passed, strict=True):
+        line |= {"samples": line["step"] * batch_size, "seconds": so_far}
     launched = {name: record["topology"][name] for name in ("processes", "mixed_precision")}
-    return {"name": folder.name, "arguments": record["arguments"] | launched, "points": points}
+    arguments = record["arguments"] | launched
+    return dict(name=folder.name, arguments=arguments, train=train, evaluations=evaluations)
 
 
 def name_apart(runs, folders):
@@ -61,16 +75,15 @@ def name_apart(runs, folders):
         run["name"] = "/".join(part[-length:])
 
 
-def evaluations(run):
-    """The log lines of the evaluations during training: of val, or without a val split of test."""
-    return run["points"].get("val") or run["points"].get("test") or []
-
-
 def choose_metric(runs, wanted):
-    """The evaluation metric that all runs have: `wanted`, or accuracy, or else loss."""
-    names = []
-    for run in runs:
-        names.append({name for line in evaluations(run) for name in line} - NOT_METRICS)
+    """The evaluation metric that all runs have: `wanted`, or accuracy, or else loss.
+
+    A run without an evaluation so far does not count.
+    """
+    evaluated = [run["evaluations"] for run in runs if run["evaluations"]]
+    names = [{name for line in lines for name in line} - NOT_METRICS for lines in evaluated]
+    if not names:
+        return wanted or "loss"
     common = set.intersection(*names)
     for name in [wanted] if wanted else ["accuracy", "loss", *sorted(common)]:
         if name in common:
@@ -106,14 +119,17 @@ def result_row(run, metric):
     They are the last one and the one with the highest score, whose checkpoint is kept. Without
     scores, as on a test split, which never chooses a checkpoint, both are the last one.
     """
-    start = {"step": 0, "samples": 0, "seconds": 0.0}
-    now = run["points"].get("train", [start])[-1]
-    evaluated = [line for line in evaluations(run) if metric in line]
+    steps, samples, seconds = (
+        run["train"][unit].max(initial=0) for unit in ("step", "samples", "seconds")
+    )
+    length = (f"{steps:,.0f}", f"{samples:,.0f}", f"{seconds:.1f}")
+    evaluated = [line for line in run["evaluations"] if metric in line]
+    if not evaluated:
+        return (run["name"], *length, "-", "-")
     scored = [line for line in evaluated if "score" in line]
     # Of equal ones the same as `manifest.best` chooses.
     ranks = [(*manifest.rank(line["score"], line.get("loss")), line["step"]) for line in scored]
     best = scored[ranks.index(max(ranks))] if scored else evaluated[-1]
-    length = (f"{now['step']:,}", f"{now['samples']:,}", f"{now['seconds']:.1f}")
     return (run["name"], *length, f"{evaluated[-1][metric]:.4f}", f"{best[metric]:.4f}")
 
 
@@ -133,11 +149,12 @@ def draw(path, runs, metric, smoothing):
             color = plots.COLORS[index % len(plots.COLORS)]
             style = LINE_STYLES[index // len(plots.COLORS) % len(LINE_STYLES)]
             look = dict(color=color, label=for_plot(run["name"]))
-            x, losses = curve(run["points"].get("train", []), unit, "loss")
+            x, losses = run["train"][unit], run["train"]["loss"]
             factor = 1 - 1 / max(1, len(losses) / 20) if smoothing is None else smoothing
             losses_axis.plot(x, losses, color=color, alpha=0.4, linewidth=1)
             losses_axis.plot(x, smooth(losses, factor), style, **look)
-            x, values = curve(evaluations(run), unit, metric)
+            evaluated = [line for line in run["evaluations"] if metric in line]
+            x, values = ([line[name] for line in evaluated] for name in (unit, metric))
             metric_axis.plot(x, values, style, marker="o", markersize=3, clip_on=False, **look)
         for axis in (losses_axis, metric_axis):
             axis.locator_params("x", nbins=4)
@@ -158,12 +175,6 @@ def draw(path, runs, metric, smoothing):
     plots.save(figure, path, rect=(0, 0.03 + 0.03 * legend_rows, 1, 1))
 
 
-def curve(lines, unit, name):
-    """The coordinates of a curve: `unit` and the metric `name` of the log lines that have it."""
-    lines = [line for line in lines if name in line]
-    return [line[unit] for line in lines], [line[name] for line in lines]
-
-
 def smooth(values, factor):
     """Exponential moving average without a bias towards the first value, as Adam corrects it."""
     total = weight = 0.0
@@ -181,9 +192,9 @@ def main():
     name_apart(runs, args.runs)
     metric = choose_metric(runs, args.metric)
     print(table(runs, metric))
-    path = Path(args.output_dir) / "compare_runs.png"
-    path.parent.mkdir(parents=True, exist_ok=True)
-    draw(path, runs, metric, args.smoothing)
+    with writing_to(args.output_dir) as folder:
+        path = folder / "compare_runs.png"
+        draw(path, runs, metric, args.smoothing)
     print(f"curves: {path}")
 
 

@@ -23,7 +23,6 @@ If you copy this script, also copy the script of the run, which defines its mode
 train_images.py).
 """
 
-import contextlib
 import csv
 import importlib
 import io
@@ -59,7 +58,7 @@ from utils.run import cpu, launch, weights
 from utils.run.arguments import WORKERS, Parser
 from utils.run.collectives import local_main_first, run_on_all, run_on_main
 from utils.run.failures import UserError
-from utils.run.files import read_json, write_json, write_text
+from utils.run.files import read_json, write_json, write_text, writing_to
 from utils.run.model_card import AT_THE_TOP
 from utils.run.output import one_line
 from utils.run.progress import Progress
@@ -155,7 +154,7 @@ def evaluate_cifar(accelerator, args, saved):
         split = split.select(readable.nonzero()[:, 0].numpy())
         results = {f"{shown}_{key}": value for key, value in metrics.items()}
         results |= {"tta": args.tta, "weights": str(saved.file)}
-        with writing(args, saved.run, "evaluation") as folder:
+        with writing_to(args.output_dir or saved.run / "evaluation") as folder:
             write_json(folder / "results.json", results)
             write_text(folder / "predictions.csv", as_csv(rows))
             plots.classification(folder, split, predictions, data.class_names)
@@ -251,7 +250,7 @@ def write_evaluation(args, saved, dataset, outputs, class_names, shown="val"):
     results |= {"weights": str(saved.file)}
     results |= scores.per_class(labels, predictions, class_names)
     rows = list_scored(dataset.images, labels, top, shares, class_names)
-    with writing(args, saved.run, "evaluation") as folder:
+    with writing_to(args.output_dir or saved.run / "evaluation") as folder:
         write_json(folder / "results.json", results)
         write_text(folder / "predictions.csv", as_csv(rows))
         plots.of_images(folder, dataset, samples, class_names)
@@ -319,7 +318,7 @@ def write_predictions(args, saved, dataset, outputs, class_names):
     """Writes the most likely classes of every image: a CSV file, JSON, and a contact sheet."""
     labels, _, top, shares = outputs
     rows = list_predictions(dataset.images, labels, top, shares, class_names)
-    with writing(args, saved.run, "predictions") as folder:
+    with writing_to(args.output_dir or saved.run / "predictions") as folder:
         write_text(folder / "predictions.csv", as_csv(rows))
         write_json(folder / "predictions.json", rows)
         draw_contact_sheet(folder / "contact_sheet.png", dataset, rows)
@@ -495,7 +494,7 @@ def write_figures(accelerator, args, run, file, shown, results, said):
     """Writes results.json, and prints `said` and where it is; main process only."""
     if accelerator.is_main_process:
         figures = {f"{shown}_{name}": value for name, value in results.items()}
-        with writing(args, run, "evaluation") as folder:
+        with writing_to(args.output_dir or run / "evaluation") as folder:
             write_json(folder / "results.json", figures | {"weights": str(file)})
         split = "all of the data" if shown == "all" else f"split {shown}"
         print(f"{file}: {said} ({split}); results in {folder}")
@@ -594,21 +593,6 @@ def first_difference(found, expected):
     return (
         f"{first[0]} instead of {first[1]}" if first else f"{len(found)} instead of {len(expected)}"
     )
-
-
-@contextlib.contextmanager
-def writing(args, run, name):
-    """Yields the folder for the output: `--output_dir`, or `name` in `run`, the folder of the run.
-
-    Raises:
-        UserError: it cannot be written to.
-    """
-    folder = Path(args.output_dir or run / name)
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        yield folder
-    except OSError as error:
-        raise UserError(f"cannot write to {folder}: {error.strerror}; give --output_dir") from None
 
 
 def parse_args():

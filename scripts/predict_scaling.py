@@ -75,6 +75,7 @@ from utils.run import launch
 from utils.run.arguments import BATCH, Parser, number
 from utils.run.collectives import run_on_main
 from utils.run.failures import UserError
+from utils.run.files import writing_to
 from utils.run.measurements import Measurements, clock
 
 FIRST_BUCKET, BUCKET = 2**20, 25 * 2**20
@@ -516,12 +517,8 @@ def read_link(args, prefix):
 
 def write(args, name, record):
     """Writes `record` as JSON to the file `name` in `--output_dir`."""
-    folder = Path(args.output_dir)
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
+    with writing_to(args.output_dir) as folder:
         (folder / name).write_text(json.dumps(record, indent=1))
-    except OSError as error:
-        raise UserError(f"cannot write to --output_dir {folder}: {error.strerror}") from None
 
 
 class Integer(number):

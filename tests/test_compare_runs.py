@@ -1,6 +1,8 @@
 """compare_runs.py: several runs in one table and one plot."""
 
 import json
+import re
+import tracemalloc
 
 import pytest
 from conftest import SMALL, load_script, run
@@ -29,7 +31,7 @@ def made_run(folder, seconds=(0.5, 0.25), **arguments):
         {"split": "val", "step": 10, "loss": 1.5, "accuracy": 0.75, "score": 0.75},
         {"split": "val", "step": 20, "loss": 1.2, "accuracy": 0.5, "score": 0.5},
     ]
-    cut_off = '{"split": "tr'  # as of a run that was killed while it wrote
+    cut_off = '{"split": "train", "step": 30, "loss": 2.'  # it was killed while it wrote
     text = "".join(f"{json.dumps(line)}\n" for line in lines) + cut_off
     (folder / "metrics.jsonl").write_text(text)
     return folder
@@ -56,8 +58,10 @@ def test_time_samples_and_differing_arguments(tmp_path):
     folders = [made_run(tmp_path / "a" / "run"), made_run(tmp_path / "b" / "run", **other)]
     runs = [script.read_run(folder) for folder in folders]
     script.name_apart(runs, folders)
-    points = runs[0]["points"]["train"]
-    assert [(p["samples"], p["seconds"]) for p in points] == [(200, 5.0), (400, 7.5)]
+    train, evaluations = runs[0]["train"], runs[0]["evaluations"]
+    assert train["samples"].tolist() == [200, 400] and train["seconds"].tolist() == [5.0, 7.5]
+    times = [(line["samples"], line["seconds"]) for line in evaluations]
+    assert times == [(100, 2.5), (200, 5.0), (400, 7.5)]
     lines = script.table(runs, "accuracy").splitlines()
     _, first, second, _, header, *differing = (line.split() for line in lines)
     assert first == ["a/run", "20", "400", "7.5", "0.5000", "0.7500"] and second[0] == "b/run"
@@ -72,10 +76,9 @@ def test_time_samples_and_differing_arguments(tmp_path):
 def test_without_scores_the_last_evaluation_counts(tmp_path):
     """A test split never chooses a checkpoint, so its lines have no score."""
     script = load_script("compare_runs")
-    one = script.read_run(made_run(tmp_path / "run"))
-    one["points"]["test"] = one["points"].pop("val")
-    for line in one["points"]["test"]:
-        del line["score"]
+    log = made_run(tmp_path / "run") / "metrics.jsonl"
+    log.write_text(re.sub(r', "score": [\d.]+', "", log.read_text().replace('"val"', '"test"')))
+    one = script.read_run(tmp_path / "run")
     assert script.table([one], "accuracy").splitlines()[1].split()[4:] == ["0.5000", "0.5000"]
 
 
@@ -105,6 +108,42 @@ def test_bad_input_is_one_line(arguments, says, tmp_path):
 def test_nothing_in_common(tmp_path):
     script = load_script("compare_runs")
     runs = [script.read_run(made_run(tmp_path / name)) for name in "ab"]
-    runs[0]["points"].pop("val")
-    with pytest.raises(UserError, match="in common"):
+    runs[0]["evaluations"] = [{"split": "val", "step": 1, "f1": 0.5}]
+    with pytest.raises(UserError, match="in common: they have accuracy, f1, loss"):
         script.choose_metric(runs, None)
+
+
+@pytest.mark.parametrize("evaluated", ["b", ""])
+def test_runs_without_an_evaluation_or_a_step_so_far(evaluated, tmp_path):
+    for name in "ab":
+        log = made_run(tmp_path / name) / "metrics.jsonl"
+        if name not in evaluated:
+            log.write_text(log.read_text().splitlines()[0] + "\n")
+    (made_run(tmp_path / "new") / "metrics.jsonl").write_text("")
+    words = [str(tmp_path / name) for name in ("a", "b", "new")]
+    done = run(None, SCRIPT, words, output_dir=tmp_path / "out")
+    header, *lines = done.stdout.splitlines()
+    assert header.split()[5] == ("accuracy" if evaluated else "loss")
+    assert lines[0].split() == ["a", "10", "200", "5.0", "-", "-"]
+    assert (lines[1].split()[4:] == ["0.5000", "0.7500"]) == bool(evaluated)
+    assert lines[2].split() == ["new", "0", "0", "0.0", "-", "-"]
+    assert min(Image.open(tmp_path / "out" / "compare_runs.png").size) > 700
+
+
+def test_a_long_log_takes_three_numbers_of_memory_a_line(tmp_path):
+    script, count = load_script("compare_runs"), 20_000
+    folder = made_run(tmp_path / "run", seconds=[0.1] * count)
+    tracemalloc.start()
+    one = script.read_run(folder)
+    _, peak = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert len(one["train"]["loss"]) == count and peak < 200 * count
+
+
+def test_an_output_folder_that_cannot_be_made_is_one_line(tmp_path):
+    (tmp_path / "file").write_text("x")
+    folder = tmp_path / "file" / "out"
+    words = [str(made_run(tmp_path / "a"))]
+    done = run(None, SCRIPT, words, output_dir=folder, check=False)
+    says = f"error: cannot write to {folder}: Not a directory; give another --output_dir\n"
+    assert done.returncode == 2 and done.stderr == says

@@ -161,29 +161,48 @@ def read_curves(path, splits, names):
         dict: (split, name) -> list of (step, value).
     """
     points = {}
+    for split, lines in read_parts(path, splits):
+        for name in names:
+            found = values(lines, name)
+            if not len(found):
+                continue
+            logged = lines
+            if len(found) < len(lines):
+                logged = [line for line in lines if _key(name) in line]
+            for index in sorted({found.argmin(), found.argmax(), len(found) - 1}):
+                line = json.loads(logged[index])
+                points.setdefault((split, name), []).append((line["step"], line[name]))
+    return points
+
+
+def read_parts(path, splits):
+    """Yields the lines of some splits of `metrics.jsonl`, in `PARTS` parts: (split, lines).
+
+    A line that its writer has not completed is left out.
+    """
     starts = {split: f'{{"split": "{split}"'.encode() for split in splits}
-    # A quote within a text has a backslash before it, so this is always the name of a metric.
-    keys = {name: f'"{name}": '.encode() for name in names}
     with open(path, "rb") as file:
         size = os.fstat(file.fileno()).st_size // PARTS + 1
         while lines := file.readlines(size):
+            if not lines[-1].endswith(b"}\n"):
+                del lines[-1]
             text = b"".join(lines)
             for split, start in starts.items():
-                if start not in text:  # most parts have lines of one split only
-                    continue
-                own = [line for line in lines if line.startswith(start)]
-                for name, key in keys.items():
-                    values = re.findall(re.escape(key) + b"([^,}]+)[,}]", b"".join(own))
-                    if not values:
-                        continue
-                    values = np.array([*map(float, values)])
-                    logged = (
-                        own if len(values) == len(own) else [line for line in own if key in line]
-                    )
-                    for index in sorted({values.argmin(), values.argmax(), len(values) - 1}):
-                        line = json.loads(logged[index])
-                        points.setdefault((split, name), []).append((line["step"], line[name]))
-    return points
+                if start in text:  # most parts have lines of one split only
+                    own = [line for line in lines if line.startswith(start)]
+                    if own:
+                        yield split, own
+
+
+def values(lines, name):
+    """A metric of those lines of `metrics.jsonl` that have it, float64, without parsing them."""
+    found = re.findall(re.escape(_key(name)) + b"([^,}]+)[,}]", b"".join(lines))
+    return np.array([*map(float, found)])
+
+
+def _key(name):
+    # A quote within a text has a backslash before it, so this is always the name of a metric.
+    return f'"{name}": '.encode()
 
 
 def classification(folder, split, predictions, class_names):

@@ -1,5 +1,6 @@
 """Reads and writes small files that survive a power cut, and locks folders."""
 
+import contextlib
 import errno
 import fcntl
 import json
@@ -102,6 +103,22 @@ def last_lines(path, earlier):
             break
         distance *= 2
     return 0
+
+
+@contextlib.contextmanager
+def writing_to(folder):
+    """Makes the folder of a script's output, and yields its path.
+
+    Raises:
+        UserError: an OSError in the block, as one line.
+    """
+    folder = Path(folder)
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        yield folder
+    except OSError as error:
+        reason = error.strerror or error
+        raise UserError(f"cannot write to {folder}: {reason}; give another --output_dir") from None
 
 
 def write_json(path, value):

@@ -3981,9 +3981,30 @@ MUTANTS = [
     Mutant(
         "channels are not moved to the end",
         "utils/data/array_files.py",
-        "images.transpose(0, 2, 3, 1)",
-        "images.reshape(len(images), *images.shape[2:], 3)",
+        "found.transpose(0, 2, 3, 1)",
+        "found.reshape(len(found), *found.shape[2:], channels)",
         "test_array_files.py -k as_written",
+    ),
+    Mutant(
+        "a gray image of 32 x 28 is refused",
+        "utils/data/array_files.py",
+        "for channels in (3, 1):",
+        "for channels in (3,):",
+        "test_array_files.py -k gray_images",
+    ),
+    Mutant(
+        "a column of labels is refused",
+        "utils/data/array_files.py",
+        "        labels = labels[:, 0]\n",
+        "        pass\n",
+        "test_array_files.py -k gray_images",
+    ),
+    Mutant(
+        "arrays of other names are not named",
+        "utils/data/array_files.py",
+        "sorted(keys)[:SHOWN]",
+        "sorted(arrays)",
+        "test_array_files.py -k arrays_are_named",
     ),
     Mutant(
         "classes of a model by number",

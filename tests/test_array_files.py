@@ -58,6 +58,18 @@ def test_pixels_and_labels_are_as_written(kind, channels_first, tmp_path):
     assert images.name(3) == f"image 3 of {name}, test split"
 
 
+@pytest.mark.parametrize("kind", ["npz", "safetensors"])
+@pytest.mark.parametrize("shape", [(32, 28), (32, 28, 1), (1, 32, 28)])
+def test_gray_images_and_a_column_of_labels(shape, kind, tmp_path):
+    """As in MNIST and MedMNIST."""
+    made = arrays(shape=shape)
+    expected = np.repeat(made["test_images"].reshape(-1, 1, 32, 28), 3, 1)
+    column = {f"{split}_labels": made[f"{split}_labels"][:, None] for split in ("train", "test")}
+    found = find_images(write(tmp_path / f"a.{kind}", made | column)).splits["test"]
+    assert found.labels.tolist() == made["test_labels"].tolist()
+    assert all(np.array_equal(found.open(i).pixels(), expected[i]) for i in range(12))
+
+
 def test_a_val_split_may_be_there_or_be_held_out(tmp_path):
     own = arrays(val_images=np.ones((6, 32, 32, 3), np.uint8), val_labels=np.arange(6) % 3)
     data = load_arrays(write(tmp_path / "own.npz", own, names=None))
@@ -111,7 +123,8 @@ class Bomb:
 
 WRONG = {
     "float": (dict(train_images=np.ones((30, 32, 32, 3))), "train_images is float64 .*not uint8"),
-    "gray": (dict(train_images=np.ones((30, 32, 32), np.uint8)), "not uint8 .*, 3"),
+    "flat": (dict(train_images=np.ones((30, 3072), np.uint8)), "not uint8 .*, 3"),
+    "two channels": (dict(train_images=np.ones((30, 32, 32, 2), np.uint8)), "not uint8 .*, 3"),
     "one hot": (dict(train_labels=np.eye(30, dtype=int)), "train_labels is int64 .30, 30., not"),
     "negative": (dict(train_labels=np.arange(30) - 1), "integers .images. from 0 on"),
     "fractions": (dict(train_labels=np.arange(30) / 3), "train_labels is float64"),
@@ -133,13 +146,18 @@ def test_missing_arrays_are_named(kind, tmp_path):
     made = arrays()
     del made["train_images"]
     with pytest.raises(UserError, match="has no array train_images, only test_images, test_labels"):
-        load_arrays(write(tmp_path / f"a.{kind}", made))
+        load_arrays(write(tmp_path / f"a.{kind}", made, None))
     made = arrays()
     del made["test_labels"]
     with pytest.raises(UserError, match="has test_images, but no test_labels"):
         load_arrays(write(tmp_path / f"b.{kind}", made))
+    with pytest.raises(
+        UserError, match="images, only x_train, y_train: save its arrays as train_i"
+    ):
+        other = dict(y_train=np.ones(3), x_train=np.ones(3))
+        load_arrays(write(tmp_path / f"c.{kind}", other, None))
     with pytest.raises(UserError, match="has no array train_images, nothing"):
-        load_arrays(write(tmp_path / f"c.{kind}", {"x": np.ones(3)}))
+        load_arrays(write(tmp_path / f"d.{kind}", {}, None))
     with pytest.raises(UserError, match="there is no such file"):
         load_arrays(f"none.{kind}")
 

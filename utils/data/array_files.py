@@ -1,7 +1,8 @@
 """Reads a data set of images from arrays in one .npz or .safetensors file.
 
-    train_images, train_labels   uint8 [images, height, width, 3] or [images, 3, height, width];
-                                 integers [images]
+    train_images, train_labels   uint8 [images, height, width, 3] or [images, 3, height, width], or
+                                 gray [images, height, width], also with 1 in place of 3;
+                                 integers [images] or [images, 1]
     val_images, val_labels,      likewise; either split may be absent
     test_images, test_labels
     class_names                  strings [classes], in the order of the labels; without it, the
@@ -26,6 +27,7 @@ from utils.run.files import regular_file
 
 SUFFIXES = (".npz", ".safetensors")
 SPLITS = ("train", "val", "test")
+SHOWN = 10  # names of arrays in a message
 # What the two libraries raise for a file that is damaged or of another kind.
 DAMAGE = (
     *(OSError, ValueError, KeyError, EOFError, RuntimeError, MemoryError, NotImplementedError),
@@ -49,14 +51,17 @@ def find(name, path, class_names=None):
     """
     try:
         read = {".npz": _read_npz, ".safetensors": _read_safetensors}[path.suffix.lower()]
-        arrays, own_names = read(regular_file(path))
+        keys, arrays, own_names = read(regular_file(path))
     except DAMAGE as error:
         reason = (str(error) or type(error).__name__).splitlines()[0]
         raise UserError(f"--dataset {name} cannot be read: {reason}") from None
     used = [split for split in SPLITS if f"{split}_images" in arrays]
     if not used or (class_names is None and "train" not in used):
-        found = f"only {', '.join(sorted(arrays))}" if arrays else "nothing"
-        raise UserError(f"--dataset {name} has no array train_images, {found}")
+        found = f"only {', '.join(sorted(keys)[:SHOWN])}" if keys else "nothing"
+        raise UserError(
+            f"--dataset {name} has no array train_images, {found}: save its arrays as "
+            "train_images, train_labels, test_images, test_labels"
+        )
     labels = {split: _labels(name, split, arrays) for split in used}
     count = 1 + max(int(values.max()) for values in labels.values())
     names = _names(name, own_names, class_names, count)
@@ -80,26 +85,27 @@ def find(name, path, class_names=None):
 
 
 def _read_npz(file):
-    """The arrays of a file, and its names of classes or None."""
+    """The names of all arrays of a file, the arrays that are used, its classes or None."""
     with np.load(file, allow_pickle=False) as opened:
         if not isinstance(opened, np.lib.npyio.NpzFile):
             raise ValueError("it is not an .npz file")
-        wanted = _wanted(opened.files)
-        arrays = {key: opened[key] for key in wanted}
-        names = opened["class_names"] if "class_names" in opened.files else None
+        keys = opened.files
+        arrays = {key: opened[key] for key in _wanted(keys)}
+        names = opened["class_names"] if "class_names" in keys else None
     if names is not None and (names.ndim != 1 or names.dtype.kind != "U"):
         raise ValueError("class_names is not a list of strings")
-    return arrays, None if names is None else names.tolist()
+    return keys, arrays, None if names is None else names.tolist()
 
 
 def _read_safetensors(file):
     with safe_open(file, framework="np") as opened:
-        arrays = {key: opened.get_tensor(key) for key in _wanted(opened.keys())}
+        keys = list(opened.keys())
+        arrays = {key: opened.get_tensor(key) for key in _wanted(keys)}
         names = json.loads((opened.metadata() or {}).get("class_names", "null"))
     valid = isinstance(names, list) and all(isinstance(value, str) for value in names)
     if names is not None and not valid:
         raise ValueError("class_names in its metadata is not a list of strings")
-    return arrays, names
+    return keys, arrays, names
 
 
 def _wanted(keys):
@@ -110,14 +116,17 @@ def _wanted(keys):
 def _images(name, split, arrays):
     """The images of a split, uint8 [images, height, width, 3]."""
     images = arrays[f"{split}_images"]
-    if images.dtype == np.uint8 and images.ndim == 4 and images.size:
-        if images.shape[3] == 3:
-            return np.ascontiguousarray(images)
-        if images.shape[1] == 3:
-            return np.ascontiguousarray(images.transpose(0, 2, 3, 1))
+    found = images[..., None] if images.ndim == 3 else images
+    if found.dtype == np.uint8 and found.ndim == 4 and found.size:
+        for channels in (3, 1):
+            if channels not in (found.shape[1], found.shape[3]):
+                continue
+            if found.shape[3] != channels:
+                found = found.transpose(0, 2, 3, 1)
+            return np.ascontiguousarray(np.broadcast_to(found, (*found.shape[:3], 3)))
     raise UserError(
         f"--dataset {name}: {split}_images is {images.dtype} {list(images.shape)}, not uint8 "
-        "[images, height, width, 3] or [images, 3, height, width]"
+        "[images, height, width, 3], [images, 3, height, width] or [images, height, width]"
     )
 
 
@@ -126,6 +135,8 @@ def _labels(name, split, arrays):
     labels = arrays.get(f"{split}_labels")
     if labels is None:
         raise UserError(f"--dataset {name} has {split}_images, but no {split}_labels")
+    if labels.ndim == 2 and labels.shape[1] == 1:
+        labels = labels[:, 0]
     if labels.dtype.kind not in "iu" or labels.ndim != 1 or not labels.size or labels.min() < 0:
         raise UserError(
             f"--dataset {name}: {split}_labels is {labels.dtype} {list(labels.shape)}, not "

@@ -1816,6 +1816,20 @@ MUTANTS = [
         "test_layouts.py -k tells_data_apart",
     ),
     Mutant(
+        "most images of an array may change unnoticed",
+        "utils/data/storage.py",
+        "zlib.crc32(self.images)",
+        "zlib.crc32(self.images[:5])",
+        "test_array_files.py -k changed_pixels",
+    ),
+    Mutant(
+        "images may change their shape unnoticed",
+        "utils/data/storage.py",
+        'f"{self.images.shape} {zlib',
+        'f"{zlib',
+        "test_array_files.py -k changed_pixels",
+    ),
+    Mutant(
         "damaged metadata hides an image",
         "utils/data/images.py",
         "repaired = pixel_values.without_damaged_metadata(data)",

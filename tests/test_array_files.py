@@ -11,6 +11,7 @@ import torch
 from conftest import CIFAR, results, run
 from safetensors.numpy import save_file
 
+from utils.data import images as images_module
 from utils.data.arrays import load_arrays
 from utils.data.sources import find_images, find_to_evaluate
 from utils.run.failures import UserError
@@ -85,12 +86,17 @@ def test_a_val_split_may_be_there_or_be_held_out(tmp_path):
     assert list(load_arrays(write(tmp_path / "train.npz", without)).splits) == ["train", "val"]
 
 
-def test_changed_pixels_are_another_data_set(tmp_path):
+def test_changed_pixels_are_another_data_set(tmp_path, monkeypatch):
+    monkeypatch.setattr(images_module, "SAMPLED", 2)  # which images in files have
     before = load_arrays(write(tmp_path / "a.npz", arrays())).description
     assert load_arrays(write(tmp_path / "moved.safetensors", arrays())).description == before
     changed = arrays()
-    changed["test_images"][3, 5, 5, 1] ^= 1
+    changed["test_images"][7, 5, 5, 1] ^= 1
     assert load_arrays(write(tmp_path / "b.npz", changed)).description != before
+    shapes = [(20, 10, 3), (10, 20, 3)]
+    names = [write(tmp_path / f"{i}.npz", arrays(shape=shape)) for i, shape in enumerate(shapes)]
+    one, other = (find_to_evaluate(name, NAMES).description for name in names)
+    assert one != other
 
 
 def test_a_model_is_evaluated_on_its_own_classes(tmp_path):

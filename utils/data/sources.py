@@ -40,8 +40,9 @@ class ImageSplits:
 
     `splits` has `train`, and `val`, `test` or both. `class_names` are in the order of the labels.
     `description` is one line with a checksum, which differs if an image was added, removed, renamed
-    or changed. `details` are more lines: the classes, how values are scaled, what was left out.
-    `scaling` is that of pixel values other than 8 bits, see `pixels`.
+    or changed (`Images.fingerprint` says what it does not see of a thousand files). `details` are
+    more lines: the classes, how values are scaled, what was left out. `scaling` is that of pixel
+    values other than 8 bits, see `pixels`.
     """
 
     splits: dict[str, Images]

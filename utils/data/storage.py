@@ -4,6 +4,7 @@ Nothing is decoded.
 """
 
 import os
+import zlib
 from pathlib import Path
 
 import numpy as np
@@ -189,9 +190,9 @@ class Pixels:
         """A value that changes when the file of the array does."""
         return self._version
 
-    def sizes(self, rows):
-        """The sizes of images in bytes, int64."""
-        return np.full(len(rows), self.images[0].size, dtype=np.int64)
+    def checksum(self):
+        """A checksum of all images: it takes a fraction of the time in which they were loaded."""
+        return f"{self.images.shape} {zlib.crc32(self.images)}"
 
 
 def _path_in(value):

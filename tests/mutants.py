@@ -1224,6 +1224,27 @@ MUTANTS = [
         "test_gpt.py -k any_number_of_processes_streams",
     ),
     Mutant(
+        "a stream continues at the beginning of a row",
+        "utils/data/text_stream.py",
+        'document[self.position["offset"] :]',
+        "document",
+        "test_gpt.py -k long_row",
+    ),
+    Mutant(
+        "a stream continues some rows before",
+        "utils/data/text_stream.py",
+        'range(self.position["skip"])',
+        "range(0)",
+        "test_gpt.py -k long_row",
+    ),
+    Mutant(
+        "a position of an earlier version is a traceback",
+        "utils/data/text_stream.py",
+        'if any("offset" not in place',
+        'if any("rows" not in place',
+        "test_gpt.py -k earlier_version",
+    ),
+    Mutant(
         "held-out text is trained on",
         "utils/data/text_stream.py",
         "if self.use_all or not held_out(document):",

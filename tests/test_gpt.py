@@ -3,6 +3,7 @@ that it writes.
 """
 
 import copy
+import itertools
 import json
 import math
 import random
@@ -425,6 +426,32 @@ def test_any_number_of_processes_streams_the_same_batches_from_any_position(shar
         assert before + middle + batches(shards, 2, 115 - stop, position)[0] == whole, stop
     windows = [tuple(window) for batch in whole for window in batch]
     assert len(set(windows)) > 0.9 * len(windows)
+
+
+def test_a_position_in_a_long_row_takes_no_more_space(tmp_path):
+    """It is a number, and not the rest of the row."""
+    texts = [" ".join(map(str, range(count))) for count in (9, 40_000, 3, 12_000, 0)]
+    data = tmp_path / "text.jsonl"
+    data.write_text("".join(json.dumps({"text": text}) + "\n" for text in texts * 3))
+
+    def stream(count, position=None):
+        options = dict(lanes=2, buffer=30, seed=0, share=(0, 1), position=position)
+        read = list(itertools.islice(TextStream(str(data), "text", 200, 20, **options), count))
+        return [batch["inputs"].tolist() for batch in read], json.dumps(read[-1]["position"])
+
+    whole, _ = stream(300)  # more than one pass
+    for stop in (1, 2, 3, 40, 110, 111, 112, 113, 114, 250):
+        before, position = stream(stop)
+        middle, again = stream(7, json.loads(position))
+        assert before + middle + stream(293 - stop, json.loads(again))[0] == whole, stop
+        assert len(position) < 1000
+
+
+def test_a_position_of_an_earlier_version_is_refused(tmp_path):
+    args = SimpleNamespace(streaming=1)
+    old = {"0": {"rows": None, "rest": "", "buffers": 0, "taken": 0}}
+    with pytest.raises(UserError, match="was begun by an earlier version"):
+        TextStream.from_args(args, SimpleNamespace(num_processes=1), old)
 
 
 def test_a_stream_starts_again_at_its_end_and_never_shows_held_out_text(tmp_path):

@@ -140,6 +140,11 @@ class TextStream(LaneStream):
     def from_args(cls, args, accelerator, position=None):
         """Creates the share of this process from the command-line arguments, at `position`."""
         check_lanes(accelerator, args.streaming)
+        if any("offset" not in place for place in (position or {}).values()):
+            raise UserError(
+                "this run with --streaming was begun by an earlier version, whose position in the "
+                "data cannot be continued: use another --output_dir"
+            )
         micro_batch = args.batch_size // args.gradient_accumulation_steps
         return cls(
             args.dataset,
@@ -170,9 +175,10 @@ class _Lane:
         self.rows, self.name = rows, name
         self.table, self.use_all = table._replace(splits={}), "val" in table.splits
         self.block_size, self.buffer, self.seed = block_size, buffer, seed
-        # Start of the buffer (state of `rows`; unused bytes, as hex), number of the buffer, and
-        # number of windows yielded ("taken") from it.
-        self.position = {"rows": None, "rest": "", "buffers": 0, "taken": 0}
+        # Start of the buffer: state of `rows`, how many documents to skip from there on, and the
+        # byte of the next one; number of the buffer, and of windows yielded ("taken") from it. Not
+        # what is left of the document: each checkpoint of each lane would have it.
+        self.position = {"rows": None, "skip": 0, "offset": 0, "buffers": 0, "taken": 0}
 
     def __iter__(self):
         if self.position["rows"] is not None:
@@ -180,22 +186,25 @@ class _Lane:
             self.rows.set_epoch(self.position["rows"]["epoch"])
             self.rows.load_state_dict(self.position["rows"])
         documents = self._documents()
+        for _ in range(self.position["skip"]):
+            next(documents)
+        document = next(documents)
+        text = bytearray(document[self.position["offset"] :])
+        used = self.buffer * self.block_size
         while True:
-            start = self.position
-            text = bytearray.fromhex(start["rest"])
-            used = self.buffer * self.block_size
+            start, rows, read = self.position, self.rows.state_dict(), 0
+            next_start = {**start, "buffers": start["buffers"] + 1, "taken": 0}
             while len(text) < used + 1:
-                text += next(documents)
+                document = next(documents)
+                text += document
+                next_start |= {"rows": rows, "skip": read}
+                read += 1
+            next_start["offset"] = len(document) - len(text) + used
             data = torch.frombuffer(text[: used + 1], dtype=torch.uint8)
+            del text[:used]
             windows = data.unfold(0, self.block_size + 1, self.block_size)
             order = list(range(self.buffer))
             random.Random(f"{self.seed} {start['buffers']}").shuffle(order)
-            next_start = {
-                "rows": self.rows.state_dict(),
-                "rest": text[used:].hex(),
-                "buffers": start["buffers"] + 1,
-                "taken": 0,
-            }
             for taken in range(start["taken"], self.buffer):
                 is_last = taken + 1 == self.buffer
                 self.position = next_start if is_last else {**start, "taken": taken + 1}

@@ -1790,9 +1790,23 @@ MUTANTS = [
     Mutant(
         "of two signs one is no class",
         "utils/data/labels.py",
-        "        if not signs:\n",
+        "        if kinds != {-1, 1}:\n",
         "        if True:\n",
         "test_sources.py -k every_value",
+    ),
+    Mutant(
+        "a data set with a class that it never uses is refused",
+        "utils/data/labels.py",
+        "for value in declared if value in kinds}",
+        "for value in declared}",
+        "test_sources.py -k declared_class",
+    ),
+    Mutant(
+        "a class is left out without a word",
+        "utils/data/sources.py",
+        "if unused and class_names is None:",
+        "if False:",
+        "test_sources.py -k declared_class",
     ),
     Mutant(
         "measurements are classes",

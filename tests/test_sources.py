@@ -14,7 +14,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from utils.data.arrays import load_arrays, on_device, synthetic_arrays
 from utils.data.images import BadImage, Encoded
-from utils.data.sources import find_images
+from utils.data.sources import find_images, find_to_evaluate
 from utils.data.text import load_text
 from utils.run.failures import UserError
 
@@ -374,6 +374,21 @@ def test_every_value_of_a_label_is_a_class(kind, values, class_names, tmp_path):
         value = expected[row % len(values)]
         shown = f"{value:.0f}" if isinstance(value, float | Decimal) else str(value)
         assert found.class_names[train.labels[index]] == shown
+
+
+def test_a_declared_class_without_images_is_left_out_and_named(tmp_path):
+    kind = datasets.ClassLabel(names=["cat", "bird", "cow", "dog"])
+    name = make_labels(tmp_path / "d", kind, train=[3, 0] * 6, test=[0, 3])
+    data = find_images(name)
+    assert data.class_names == ["cat", "dog"]
+    assert data.splits["test"].labels.tolist() == [0, 1]
+    left_out = [line for line in data.details if "left out" in line]
+    assert left_out == ["left out: classes without images to train with: 2 (bird)"]
+    found = find_to_evaluate(name, ["dog", "cat"])
+    assert found.splits["test"].labels.tolist() == [1, 0] and len(found.details) == 2
+    name = make_labels(tmp_path / "other", kind, train=[3, 0] * 6, test=[0, 3, 1])
+    with pytest.raises(UserError, match=r"class bird of its test split \(row 2\) is not in the tr"):
+        find_images(name)
 
 
 @pytest.mark.parametrize(

@@ -59,7 +59,7 @@ def read_labels(name, tables, column, class_names=None, from_csv=False):
     Args:
         name (str): the data set, for messages.
         tables (dict[str, datasets.Dataset]): by split.
-        column (str): of type ClassLabel, or with numbers or strings, of which each different one in
+        column (str): of type ClassLabel, or with numbers or strings: each different value in
             `train` is a class. Whole floats are integers. -1 says that a label is unknown, unless
             all labels are -1 and 1.
         class_names (list[str] | None): the classes; None: those in `train`.
@@ -80,13 +80,14 @@ def read_labels(name, tables, column, class_names=None, from_csv=False):
     kind = tables[first].features[column]
     for split_values in values.values():
         _refuse_fractions(name, split_values, column, kind)
+    kinds = {value for value in values[first] if value is not None}
     if isinstance(kind, datasets.ClassLabel):
-        known = dict(enumerate(kind.names))
+        declared = known = dict(enumerate(kind.names))
+        if class_names is None:
+            known = {value: declared[value] for value in declared if value in kinds}
     else:
-        kinds = {value for value in values[first] if value is not None}
-        signs = not isinstance(kind, datasets.ClassLabel) and kinds == {-1, 1}
-        known = {value: _class_name(value) for value in sorted(kinds)}
-        if not signs:
+        declared = known = {value: _class_name(value) for value in sorted(kinds)}
+        if kinds != {-1, 1}:
             known.pop(-1, None)
     if not known:
         raise UserError(f"--dataset {name} has no labels in its column {column}")
@@ -98,7 +99,7 @@ def read_labels(name, tables, column, class_names=None, from_csv=False):
             unknown = value is not None and value not in known and value != -1
             if unknown or (value in known and known[value] not in position):
                 where = "the train split" if class_names is None else "those of the model"
-                shown = known.get(value, value)
+                shown = declared.get(value, value)
                 raise UserError(
                     f"--dataset {name}: class {shown} of its {split} split (row {row}) is not in "
                     f"{where}"

@@ -254,6 +254,10 @@ def _labeled(name, tables, label_column, class_names, source_of, left_out, from_
     from utils.data import labels  # here, because it imports `datasets`
 
     read, names = labels.read_labels(name, tables, label_column, class_names, from_csv)
+    kind = next(iter(tables.values())).features[label_column]
+    unused = [known for known in getattr(kind, "names", ()) if known not in names]
+    if unused and class_names is None:
+        left_out.add("classes without images to train with", unused[0], len(unused))
     splits = {}
     for split, values in read.items():
         missing = np.flatnonzero(values < 0)

@@ -42,10 +42,6 @@ class _Folder(NamedTuple):
     direct: int
     nested: int
 
-    @property
-    def is_flat(self):
-        return self.direct > 0 and self.nested == 0
-
 
 def find(root, layouts, class_names=None):
     """Finds the splits and classes of a folder. Decodes nothing.

@@ -214,3 +214,17 @@ def test_the_first_process_to_fail_says_why(retry, locks, tmp_path, monkeypatch)
     assert (found["state"], found["reason"]) == ("failed", "the loss is nan")
     assert found["next"] == (SAME_COMMAND if retry else None)
     assert taken == [(str(tmp_path / ".lock_status"), status.fcntl.LOCK_EX)] * 3
+
+
+def test_a_folder_that_cannot_be_written_is_one_line(tmp_path):
+    with files.writing_to(str(tmp_path / "a" / "b")) as folder:
+        (folder / "file").write_text("kept")
+    with files.writing_to(folder) as again:
+        assert again == tmp_path / "a" / "b" and (again / "file").read_text() == "kept"
+    for error in (OSError(errno.EROFS, "Read-only file system"), OSError("Read-only file system")):
+        with pytest.raises(UserError) as caught, files.writing_to(folder):
+            raise error
+        line = f"cannot write to {folder}: Read-only file system; give another --output_dir"
+        assert str(caught.value) == line
+    with pytest.raises(UserError, match="file: File exists"), files.writing_to(folder / "file"):
+        pass

@@ -116,7 +116,7 @@ def load_table(
         suffix = next(iter(files.values()))[0].suffix.lower()
         reader = reader or READERS.get(suffix, "text")
         for file in (file for some in files.values() for file in some):
-            if reader == "csv":
+            if reader == "csv" and "index_col" not in options:
                 header(file)
             if "::" in str(file):  # the library takes what follows for a path in an archive
                 raise UserError(f"--dataset {name}: rename {file}, because of the `::`")

@@ -61,15 +61,15 @@ def main():
         folder.mkdir(parents=True)
     kills, rounds, continued = Counter(), 0, 0
     with (folder / "chaos.log").open("a") as log:
-        seconds = kept.get("reference", partial(run_reference, args, log))
-        print(f"uninterrupted: {sum(seconds):.0f} s", flush=True)
+        reference = kept.get("reference", partial(run_reference, args, log))
+        print(f"uninterrupted: {sum(reference[:2]):.0f} s", flush=True)
         start_time, before = time.monotonic(), None
         while kills.total() < args.kills:
             rounds += 1
             name = f"round_{rounds}"
             if name not in kept.values:
                 before = kills.total() if before is None else before
-                step = run_round(args, folder / name, seconds, kills, log)
+                step = run_round(args, folder / name, reference, kills, log)
                 kept.keep(name, {"kills": kills, "continued_from": step})
             kills = Counter(kept.values[name]["kills"])
             continued += kept.values[name]["continued_from"] > 0
@@ -95,41 +95,39 @@ def run_reference(args, log):
     """Runs the command without interruption.
 
     Returns:
-        tuple[float, float]: seconds until the first line of its log, and from then until its
-        results are written.
+        tuple: seconds until the first line of its log, and from then to its end (floats); and the
+        number of lines.
     """
     reference, start_time = Path(args.folder) / "reference", time.monotonic()
     shutil.rmtree(reference, ignore_errors=True)
     with launched(args.command, reference, log) as launcher:
-        wait_for_change(launcher, reference / "metrics.jsonl")
+        wait_for_lines(launcher, reference, 1)
         first_line = time.monotonic()
-        wait_for_change(launcher, reference / "results.json")
-        last_line = time.monotonic()
         code = launcher.wait()
     if code != 0:
         raise RunFailed(f"the command fails without being killed: see {args.folder}/chaos.log")
-    return first_line - start_time, last_line - first_line
+    return first_line - start_time, time.monotonic() - first_line, log_lines(reference)
 
 
-def wait_for_change(launcher, file):
-    """Waits until a launch has written to a file, or has ended."""
+def log_lines(run):
+    """The number of lines in the log of a run."""
+    try:
+        return (run / "metrics.jsonl").read_bytes().count(b"\n")
+    except FileNotFoundError:
+        return 0
 
-    def size():
-        try:
-            return file.stat().st_size
-        except FileNotFoundError:
-            return None
 
-    before = size()
-    while launcher.poll() is None and size() == before:
+def wait_for_lines(launcher, run, count):
+    """Waits until the log of a run has so many lines, or a launch has ended."""
+    while launcher.poll() is None and log_lines(run) < count:
         time.sleep(0.02)
 
 
-def run_round(args, run, seconds, kills, log):
+def run_round(args, run, reference, kills, log):
     """Runs the command with kills in the folder `run`, and compares its results.
 
     Args:
-        seconds, kills: as for `run_with_kills`.
+        reference, kills: as for `run_with_kills`.
 
     Returns:
         int: the step from which the last launch continued, or 0.
@@ -140,7 +138,7 @@ def run_round(args, run, seconds, kills, log):
     shutil.rmtree(run, ignore_errors=True)
     # A generator for each round: after an interruption the rounds are as without.
     rng = random.Random(f"{args.seed} {run.name}")
-    run_with_kills(args, run, seconds, kills, rng, log)
+    run_with_kills(args, run, reference, kills, rng, log)
     difference = compare(run.parent / "reference", run)
     if difference:
         print(f"{run.name}, {kills.total()} kills so far: {difference}", flush=True)
@@ -151,24 +149,25 @@ def run_round(args, run, seconds, kills, log):
     return step
 
 
-def run_with_kills(args, run, seconds, kills, rng, log):
+def run_with_kills(args, run, reference, kills, rng, log):
     """Launches the command again and again in the folder `run`, and kills it, until it finishes.
 
-    A quarter of the kills come while it starts, the others while it trains.
+    A quarter of the kills come while it starts, the others when its log has reached a random line:
+    the speed of a machine may change.
 
     Args:
-        seconds (tuple[float, float]): what `run_reference` returned.
+        reference (tuple): what `run_reference` returned.
         kills (Counter): victim -> number of kills; counts those of this run.
     """
-    start, training = seconds
+    start, training, lines = reference
     while True:
-        delay = None
+        delay, logged = None, log_lines(run)
         with launched(args.command, run, log) as launcher:
-            if kills.total() < args.kills:
-                while_starting = rng.random() < 0.25
-                delay = rng.uniform(0.1, 1) * start if while_starting else rng.random() * training
-                if not while_starting:
-                    wait_for_change(launcher, run / "metrics.jsonl")
+            if kills.total() < args.kills and rng.random() < 0.25:
+                delay = rng.uniform(0.1, 1) * start
+            elif kills.total() < args.kills and logged < lines:
+                wait_for_lines(launcher, run, rng.randint(logged + 1, lines))
+                delay = rng.random() * training / lines
             try:
                 code = launcher.wait(delay)
             except subprocess.TimeoutExpired:

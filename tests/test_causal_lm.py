@@ -474,6 +474,10 @@ def test_a_model_that_cannot_be_trained_is_one_line(tmp_path, monkeypatch):
             causal_lm.load_config(name, tokenizer, block_size)
         assert words in str(error.value), name
     causal_lm.load_config(str(llama), tokenizer, 64)
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "runs").mkdir()
+    with pytest.raises(UserError, match="the model runs/nowhere: there is no such folder"):
+        adapters.load_trained("runs/nowhere")
     sparse = SimpleNamespace(get_vocab=lambda: {"a": 0, "b": VOCABULARY})
     with pytest.raises(UserError, match=f"has a token {VOCABULARY}, and"):
         causal_lm.load_config(str(llama), sparse, 64)

@@ -200,6 +200,7 @@ def _load_adapted(folder, **options):
 
 
 def _load(name, **options):
+    causal_lm.find(name, "the model")  # or says what is missing
     source = causal_lm.source(name)
     try:
         model = causal_lm.load_weights(name, **options)

@@ -58,12 +58,13 @@ TEMPLATE = """\
 # ---------------------------------------------------------------------------------------- loading
 
 
-def find(name):
+def find(name, flag="--model"):
     """Finds the files of a model.
 
     Args:
         name (str): a folder, the folder of a run, or a Hub id. Of the Hub, the configuration and
             the tokenizer are downloaded now.
+        flag (str): what gave the name, for messages.
 
     Returns:
         Path: a folder with `config.json`.
@@ -78,21 +79,21 @@ def find(name):
                 return folder
         if (path / ADAPTER).is_dir():
             raise UserError(
-                f"--model {name} has an adapter only: give its base model, and --adapter "
+                f"{flag} {name} has an adapter only: give its base model, and --adapter "
                 f"{path / ADAPTER}; or make a model of both with --merge {name}"
             )
-        raise UserError(f"--model {name} has no config.json: it is no model of transformers")
+        raise UserError(f"{flag} {name} has no config.json: it is no model of transformers")
     beside = path.parent != Path() and path.parent.is_dir()  # runs/mine beside runs/yours
     if path.exists() or beside or name.startswith((".", "/", "~")):
-        raise UserError(f"--model {name}: there is no such folder")
+        raise UserError(f"{flag} {name}: there is no such folder")
     try:
         return Path(snapshot_download(name, allow_patterns=CONFIGURATION))
     except HFValidationError as error:
-        raise UserError(f"--model {name}: {str(error).splitlines()[0]}") from None
+        raise UserError(f"{flag} {name}: {str(error).splitlines()[0]}") from None
     except (LocalEntryNotFoundError, OSError) as error:
         reason = str(error).strip().splitlines()[0][:200]
         raise UserError(
-            f"--model {name} is no folder, and not to be had from the Hub ({reason}): on a machine "
+            f"{flag} {name} is no folder, and not to be had from the Hub ({reason}): on a machine "
             f"with a network run `hf download {name} --local-dir FOLDER`, and give that folder"
         ) from None
 

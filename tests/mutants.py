@@ -498,6 +498,13 @@ MUTANTS = [
         "                if True:\n",
         "test_folder.py -k card_that_fails",
     ),
+    Mutant(
+        "processes with different weights go on without a word",
+        "utils/run/guard.py",
+        "self._told = bounds[0] != -bounds[1]",
+        "self._told = False",
+        "test_guard.py -k different_weights",
+    ),
     # ------------------------------------------------------------------------------------- saving beside the training
     Mutant(
         "the copy of a checkpoint is the state itself",

@@ -287,6 +287,28 @@ def test_few_steps_are_remembered(processes):
     assert processes(1, train) == [[6, 7, 8, 9]]
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
+def test_processes_with_different_weights_are_told_once(dtype, processes, monkeypatch, capsys):
+    monkeypatch.setattr(guard, "DistributedDataParallel", nn.Linear)
+
+    def train(watched, rank, process):
+        model = nn.Linear(2, 2).to(dtype)
+        for change in (0, rank * torch.finfo(dtype).eps, 0):  # the last bit
+            for weight in model.parameters():
+                weight.data.fill_(1.0).add_(change)
+            watched.should_stop(1, [torch.tensor(1.0)], ids_of(1))
+            watched.check(model)
+            said.append((rank, bool(change), bool(watched._told)))
+
+    said = []
+    processes(2, train)
+    assert (1, True, True) in said and (0, False, False) in said
+    assert capsys.readouterr().err.count("the processes have different weights") == 1
+    monkeypatch.setattr(guard, "DistributedDataParallel", nn.Conv2d)
+    processes(2, train)  # parts of a model differ
+    assert "different" not in capsys.readouterr().err
+
+
 def test_a_signal_between_two_steps_is_not_lost_by_a_check(processes):
     def train(watched, rank, process):
         watched.should_stop(1, [torch.tensor(0.5)], ids_of(1))

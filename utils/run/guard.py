@@ -8,9 +8,11 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 from torch.distributed.tensor import DTensor
+from torch.nn.parallel import DistributedDataParallel
 
 from utils.run import process
 from utils.run.failures import LostContact, RunFailed
+from utils.run.launch import notice
 from utils.run.pace import pace
 from utils.run.stacks import place
 
@@ -51,7 +53,7 @@ class Guard:
         # The last steps: (step, [loss, norm], CUDA event of their copy to the host, ids).
         self._recent = deque(maxlen=4)
         self._votes, self._handle = None, None
-        self.save_asked = False
+        self.save_asked = self._told = False
         process.training_starts()
 
     def should_stop(self, step, losses, ids, norm=None):
@@ -130,7 +132,22 @@ class Guard:
         self._outcome()
         self._vote(self._recent[-1] if self._recent else None, all_finite(model))
         self._outcome()
+        self._compare(model)
         self.save_asked = False  # the save that follows is the one
+
+    def _compare(self, model):
+        """Prints a notice, once, if the processes of DDP have different weights."""
+        if not isinstance(model, DistributedDataParallel) or self._group is None or self._told:
+            return
+        total = checksum(model)
+        bounds = torch.tensor([total, -total])
+        dist.all_reduce(bounds, dist.ReduceOp.MAX, group=self._group)
+        self._told = bounds[0] != -bounds[1]
+        if self._told and self._rank == 0:
+            notice(
+                "the processes have different weights, so their gradients were not averaged: "
+                "compute the loss with the model that `prepare` returned, not with the one inside"
+            )
 
     def _vote(self, recent, weights_finite=True):
         loss_at = norm_at = 0
@@ -198,6 +215,14 @@ class Guard:
         if stop:
             process.stopping_starts()
         return bool(stop)
+
+
+@torch.no_grad()
+def checksum(model):
+    """The sum of the bits of all parameters, read as integers (int): in any order the same."""
+    integers = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+    views = [weight.view(integers[weight.element_size()]) for weight in model.parameters()]
+    return torch.stack([view.sum() for view in views]).sum().item()
 
 
 @torch.no_grad()

@@ -456,7 +456,8 @@ def main():
             break
     profile.stop()
 
-    if metrics is None or args.overfit_batch:  # nothing was left to do, or it ended early
+    # Nothing was left to do, or it ended early, perhaps with smaller images.
+    if metrics is None or args.overfit_batch or image_size_at(step / plan.total_steps, args) < 32:
         metrics = evaluate(accelerator, model, *loaders[held_out], guard.watch, mean, std)
     predictions = metrics.pop("predictions")
     results = {f"{held_out}_{name}": value for name, value in metrics.items()}

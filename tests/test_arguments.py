@@ -1,6 +1,7 @@
 """The flags that the training scripts share: their defaults, their limits and what `--help` says."""
 
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -144,7 +145,10 @@ def test_a_quick_run_has_its_own_folder_and_is_not_published(parse):
     )
     args = parse("--overfit_batch", "--output_dir", "runs/a/", "--push_to_hub", "me/it")
     assert args.output_dir == "runs/a_overfit_batch" and args.push_to_hub is None
-    assert args.max_train_steps == 200 and args.eval_every is None
+    assert args.max_train_steps == args.eval_every == 200 and args.checkpoint_every == 0
+    own = parse("--overfit_batch", "--eval_every", 9, "--checkpoint_every", 8)
+    assert (own.eval_every, own.checkpoint_every) == (9, 8)
+    assert parse("--dry_run", "--output_dir", ".").output_dir == f"{Path.cwd()}_dry_run"
     assert parse("--overfit_batch", "--max_train_steps", 7).max_train_steps == 7
     args = parse("--dry_run", "--overfit_batch", "--output_dir", "runs/a")
     assert args.output_dir == "runs/a_dry_run"

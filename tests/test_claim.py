@@ -43,6 +43,38 @@ def test_a_claim_is_undone_only_where_nothing_was_written(other, tmp_path):
     assert (tmp_path / "run" / other).exists()
 
 
+@pytest.mark.parametrize("left", [["status.json"], [".status.json.123"], ["status.json", ".lock"]])
+def test_a_run_that_was_stopped_before_its_args_json_can_start_again(left, tmp_path):
+    for name in left:
+        (tmp_path / name).write_text("{}")
+    assert claim(tmp_path, OWN, "auto", set()).earlier is None
+    (tmp_path / "metrics.jsonl").write_text("")
+    with pytest.raises(UserError, match="is not empty and does not contain a run"):
+        claim(tmp_path, OWN, "auto", set())
+
+
+@pytest.mark.parametrize("content", ['{"lr": 1}', "[1]", '"text"', '{"arguments": {}}'])
+def test_the_args_json_of_another_program_is_one_line(content, tmp_path):
+    (tmp_path / "args.json").write_text(content)
+    with pytest.raises(UserError, match=r"has an args.json of another program: use another"):
+        claim(tmp_path, OWN, "auto", set())
+
+
+def test_a_quick_check_empties_its_folder_and_removes_args_json_last(tmp_path, monkeypatch):
+    run_in(tmp_path, {"dry_run": True})
+    for name in ("a.png", "metrics.jsonl", "z.txt"):
+        (tmp_path / name).touch()
+    removed, unlink = [], type(tmp_path).unlink
+    monkeypatch.setattr(
+        type(tmp_path),
+        "unlink",
+        lambda self, **more: removed.append(self.name) or unlink(self, **more),
+    )
+    claim(tmp_path, {"dry_run": True}, "auto", set())
+    assert {"a.png", "metrics.jsonl", "z.txt"} < set(removed)
+    assert [name for name in removed if name != ".probe"][-1] == "args.json"
+
+
 def test_the_folders_that_were_there_stay(tmp_path):
     claimed = claim(tmp_path, OWN, "auto", set())
     claimed.undo()

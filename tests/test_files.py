@@ -167,6 +167,26 @@ def test_a_lock_that_stays_busy_names_its_owner(owner, named, tmp_path, monkeypa
     assert (tmp_path / ".lock").read_text() == owner and locks.now == pytest.approx(100.6)
 
 
+def test_a_lock_that_was_removed_meanwhile_is_made_again(tmp_path):
+    """By the job that had it, with the folder that it had made: two jobs would hold it otherwise."""
+    path, waits = tmp_path / "run" / ".lock", []
+    real_lockf = files.fcntl.lockf
+
+    def lockf(file, flags):
+        if not waits:
+            waits.append(1)
+            path.unlink()
+            path.parent.rmdir()
+        return real_lockf(file, flags)
+
+    path.parent.mkdir()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(files.fcntl, "lockf", lockf)
+        file = files.lock(path, "process 8 on b", 3)
+    assert path.read_text() == "process 8 on b" and os.fstat(file.fileno()).st_nlink == 1
+    file.close()
+
+
 def test_any_other_error_of_a_lock_is_raised(tmp_path, monkeypatch):
     Locks(monkeypatch, 60, errno.EIO)
     with pytest.raises(OSError, match="Input/output"):

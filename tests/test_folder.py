@@ -4,6 +4,7 @@
 import argparse
 import json
 import math
+import shutil
 import sys
 import threading
 import time
@@ -657,6 +658,32 @@ def test_a_finished_run(tmp_path, calls, capsys, monkeypatch):
     uploaded = new_run(tmp_path, push_to_hub="me/it")
     uploaded.open(PLAN)
     assert len(called(calls, "upload")) == 2
+    uploaded._claim.file.close()
+    (tmp_path / "results.json").rename(tmp_path / "removed")
+    restored = new_run(tmp_path)
+    restored.open(PLAN)  # it writes the results again
+    assert restored.finished is None and restored.progress["step"] == 14
+    restored._claim.file.close()
+    (tmp_path / "removed").rename(tmp_path / "results.json")
+    shutil.rmtree(tmp_path / "checkpoints")
+    longer = new_run(tmp_path, epochs=4)
+    with pytest.raises(UserError, match="checkpoints are gone: train its weights further in anoth"):
+        longer.open(Plan(total_steps=28, steps_per_epoch=7))
+
+
+def test_a_batch_script_learns_which_folder_it_is(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("RUN_FOLDER_FILE", str(tmp_path / "job.folder"))
+    run, _ = started("my run")
+    assert (tmp_path / "job.folder").read_text() == f"{tmp_path}/my run\n0\n"
+    save(run, 7)
+    let_go(run)
+    run, _ = started("my run")
+    assert (tmp_path / "job.folder").read_text() == f"{tmp_path}/my run\n7\n"
+    let_go(run)
+    monkeypatch.setenv("RUN_FOLDER_FILE", str(tmp_path / "gone" / "job.folder"))
+    started("my run")
+    assert "by which a job is requeued, is missing" in capsys.readouterr().err
 
 
 def test_a_card_that_fails_costs_a_warning(tmp_path, calls, capsys, monkeypatch):

@@ -287,6 +287,27 @@ def test_few_steps_are_remembered(processes):
     assert processes(1, train) == [[6, 7, 8, 9]]
 
 
+@pytest.mark.parametrize("size", [1, 2])
+@pytest.mark.parametrize("signal_at", [1, 2, 3, 4])
+@pytest.mark.parametrize("save_every", [1, 2])
+def test_a_check_does_not_swallow_a_signal(size, signal_at, save_every, processes):
+    """It exchanges votes, too: those of a signal during the step in which it saves."""
+
+    def train(watched, rank, process):
+        for step in range(1, 20):
+            if step == signal_at and rank == size - 1:
+                process.signal()
+            stop = watched.should_stop(step, [torch.tensor(0.5)], ids_of(step))
+            assert stop == (threading.get_ident() in process.stopping)  # not before it stops
+            if stop or step % save_every == 0:
+                watched.check(nn.Linear(1, 1))
+            if stop:
+                return step
+
+    expected = signal_at if size == 1 else signal_at + 1
+    assert processes(size, train) == [expected] * size
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
 def test_processes_with_different_weights_are_told_once(dtype, processes, monkeypatch, capsys):
     monkeypatch.setattr(guard, "DistributedDataParallel", nn.Linear)

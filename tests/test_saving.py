@@ -283,7 +283,7 @@ def test_a_process_ends_when_nothing_is_written(ends, held, monkeypatch):
     assert held == ["waits", "written", 3 if ends == "exit" else process.PREEMPTED]
 
 
-def test_a_process_that_must_end_at_once_waits_for_what_is_left_of_its_time(monkeypatch):
+def test_a_process_that_must_end_at_once_waits_for_what_is_left_of_its_time(monkeypatch, capfd):
     waited = []
     monkeypatch.setattr(process, "_before_exit", waited.append)
     monkeypatch.setattr(os, "_exit", lambda code: None)
@@ -291,7 +291,10 @@ def test_a_process_that_must_end_at_once_waits_for_what_is_left_of_its_time(monk
     monkeypatch.setattr(process, "time", SimpleNamespace(monotonic=lambda: 15.0))
     monkeypatch.setattr(process, "grace_seconds", lambda: 30.0)
     process._exit_at_once("")
-    assert waited == [24.0]
+    monkeypatch.setattr(process, "_signal_time", None)  # another process got it
+    process._exit_at_once(" in an evaluation")
+    assert waited == [24.0, 29.0]
+    assert "stopped by a signal to another process in an evaluation" in capfd.readouterr().err
 
 
 def test_waiting_ends_with_its_time(writer, monkeypatch):

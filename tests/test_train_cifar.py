@@ -406,3 +406,20 @@ def test_bad_input_is_printed_once_by_several_processes(arguments, tmp_path):
     assert done.stderr.count("error: ") == 1
     # Of rank 0, in the launcher's report; the launcher itself always exits with 1.
     assert "exitcode  : 2" in done.stderr
+
+
+@pytest.mark.slow
+def test_what_is_reported_is_measured_at_full_size_also_if_the_run_ends_early(tmp_path):
+    """While the images are small, so are those of the evaluations; a restart evaluates anew."""
+    words = (
+        "--dataset synthetic --val_fraction 0.1 --patience 1 --lr 0 --batch_size 64 --eval_every 2"
+    )
+    run("cpu", CIFAR, f"{words} --max_train_steps 40", output_dir=tmp_path)
+    last = [line for line in metrics(tmp_path) if line["split"] == "val"][-1]
+    (tmp_path / "results.json").rename(tmp_path / "before.json")
+    assert last["step"] < 24
+    run("cpu", CIFAR, f"{words} --max_train_steps 40", output_dir=tmp_path)
+    before = json.loads((tmp_path / "before.json").read_text())
+    for name in ("val_loss", "val_accuracy", "test_loss"):
+        assert before[name] == results(tmp_path)[name], name
+    assert before["val_loss"] != last["loss"]

@@ -22,7 +22,7 @@ FILES = (
     "ones win, # begins a comment."
 )
 # The options that may change, of all scripts. They do not change results (gradient accumulation: up
-# to rounding). `eval_samples` may not: scores of other samples cannot be compared.
+# to rounding, and to the masks of dropout). `eval_samples` may not: scores of other samples cannot be compared.
 MAY_CHANGE = {
     "output_dir",
     "resume",
@@ -249,6 +249,11 @@ class Parser(argparse.ArgumentParser):
             help="experiment trackers of Accelerate, separated by commas (wandb, mlflow, ...), "
             "or none",
         )
+        group.add_argument(
+            "--profile",
+            action="store_true",
+            help="write a torch.profiler trace of three steps to output_dir/profile",
+        )
         group = self.add_argument_group("quick checks (in a separate folder next to output_dir)")
         group.add_argument(
             "--dry_run",
@@ -259,11 +264,6 @@ class Parser(argparse.ArgumentParser):
             "--overfit_batch",
             action="store_true",
             help="train on one batch until the loss is about 0: can the model learn at all?",
-        )
-        group.add_argument(
-            "--profile",
-            action="store_true",
-            help="write a torch.profiler trace of three steps to output_dir/profile",
         )
 
     def add_image_arguments(self, val_fraction):
@@ -306,7 +306,7 @@ class Parser(argparse.ArgumentParser):
         if args.dry_run or args.overfit_batch:
             args.push_to_hub = args.patience = None
         if args.dry_run:
-            args.output_dir = f"{args.output_dir.rstrip('/')}_dry_run"
+            args.output_dir = f"{_folder(args.output_dir)}_dry_run"
             args.max_train_steps, args.eval_every, args.checkpoint_every, args.log_every = (
                 2,
                 1,
@@ -314,9 +314,18 @@ class Parser(argparse.ArgumentParser):
                 1,
             )
         elif args.overfit_batch:
-            args.output_dir = f"{args.output_dir.rstrip('/')}_overfit_batch"
+            args.output_dir = f"{_folder(args.output_dir)}_overfit_batch"
             args.max_train_steps = args.max_train_steps or 200
+            # By default an epoch, which is one step.
+            args.checkpoint_every = args.checkpoint_every or 0
+            args.eval_every = args.eval_every or args.max_train_steps
         return args
+
+
+def _folder(name):
+    """The name of a folder to which a suffix can be added; of `.` and such, the whole path."""
+    path = Path(name)
+    return path if path.name not in ("", "..") else path.resolve()
 
 
 class _HelpFormatter(argparse.ArgumentDefaultsHelpFormatter):

@@ -94,12 +94,16 @@ def claim(path, arguments, resume, may_change):
 def _check(path, arguments, resume, may_change):
     """Returns args.json of the run in a folder, which this run may continue; None for a new one."""
     earlier = read_json(path / "args.json")
+    known = isinstance(earlier, dict) and {"arguments", "command"} <= earlier.keys()
+    if earlier is not None and not known:
+        raise UserError(f"{path} has an args.json of another program: use another --output_dir")
     checks = ("dry_run", "overfit_batch")
     if earlier and any(arguments.get(name) and earlier["arguments"].get(name) for name in checks):
         _empty(path)
         earlier = None
     if earlier is None:
-        own = (".lock", ".args.json.", "checkpoints", *JUNK)
+        # What a run has before its args.json, if it is stopped there.
+        own = (".lock", ".args.json.", "checkpoints", "status.json", ".status.json.", *JUNK)
         if any(not entry.name.startswith(own) for entry in path.iterdir()):
             raise UserError(
                 f"{path} is not empty and does not contain a run of these scripts: use another "
@@ -111,7 +115,8 @@ def _check(path, arguments, resume, may_change):
 
 
 def _empty(path):
-    for entry in path.iterdir():
+    # args.json last: if this is killed, the folder still says whose it is.
+    for entry in sorted(path.iterdir(), key=lambda entry: entry.name == "args.json"):
         if entry.name != ".lock":
             shutil.rmtree(entry) if entry.is_dir() else entry.unlink()
 

@@ -5,6 +5,8 @@ The folder is locked, so that only one job writes to it.
 
 import contextlib
 import math
+import os
+import shlex
 import sys
 import time
 import uuid
@@ -34,7 +36,7 @@ from utils.run.best import Best
 from utils.run.claim import check_same, check_shared, claim
 from utils.run.collectives import gather, run_on_all, run_on_main, wait_for_all
 from utils.run.failures import RunFailed, UserError
-from utils.run.files import read_json, write_json
+from utils.run.files import read_json, write_json, write_text
 from utils.run.metrics import Metrics, memory_bytes, summary
 
 FAILED_SAVES = 3  # in a row that end a run: it would lose more and more work
@@ -158,15 +160,16 @@ class RunFolder:
             longer = self._earlier["total_steps"] != self._plan.total_steps
             self._best.restore(self.progress, longer)
         self._start_time = time.perf_counter()
-        batch_size = self._args.batch_size
-        self.metrics = Metrics(
-            self.path, self._accelerator, self._plan, batch_size, rates or {}, step
-        )
-        if self.is_main:
+        if self.is_main:  # first, since it says whose folder this is
             own = {"arguments": self.arguments, "run_id": self._run_id}
             own["total_steps"] = self._plan and self._plan.total_steps
             self._record = record.write(self.path, self._accelerator, own, step)
             status.write(self.path, "running", f"from step {step}", step=step)
+            _tell_batch_script(self.path, step)
+        batch_size = self._args.batch_size
+        self.metrics = Metrics(
+            self.path, self._accelerator, self._plan, batch_size, rates or {}, step
+        )
         if self._checkpoint:
             change = checkpoint.apply_schedule(self._accelerator, scheduler, step)
             was, now = self._earlier["total_steps"], self._plan.total_steps
@@ -211,8 +214,13 @@ class RunFolder:
             )
         if earlier and status.read(self.path).get("state") == "finished":
             results = read_json(self.path / "results.json")
-            if self._plan is None or self._has_ended(results):
+            if results and (self._plan is None or self._has_ended(results)):
                 return results, None, None, owner
+            if results and not manifest.all_in(self.path):
+                raise UserError(
+                    f"the run in {self.path} has finished, and its checkpoints are gone: train its "
+                    "weights further in another --output_dir"
+                )
         found = checkpoint.find(self.path, args.resume) if self._plan else None
         if found:
             path, saved = found
@@ -501,6 +509,7 @@ class RunFolder:
                 name, _, arguments = next_command.partition(" ")
                 script = Path(sys.argv[0]).with_name(name)
                 if script.exists():
+                    arguments = arguments.replace(str(self.path), shlex.quote(str(self.path)))
                     print(f"next: python {script} {arguments}")
             self.metrics.close()
         wait_for_all(self._accelerator)  # a scheduler may stop the other machines when one exits
@@ -518,3 +527,11 @@ class RunFolder:
         repository = getattr(self._args, "push_to_hub", None)
         if repository:
             model_card.upload(self.path, repository)
+
+
+def _tell_batch_script(path, step):
+    """Tells submit.sbatch, which does not parse our arguments, where the status of this run is."""
+    file = os.environ.get("RUN_FOLDER_FILE")
+    if file:
+        with failures.optional(f"{file}, by which a job is requeued,"):
+            write_text(file, f"{path.resolve()}\n{step}\n")

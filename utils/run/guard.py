@@ -53,7 +53,7 @@ class Guard:
         # The last steps: (step, [loss, norm], CUDA event of their copy to the host, ids).
         self._recent = deque(maxlen=4)
         self._votes, self._handle = None, None
-        self.save_asked = self._told = False
+        self.save_asked = self._told = self._agreed_to_stop = False
         process.training_starts()
 
     def should_stop(self, step, losses, ids, norm=None):
@@ -82,12 +82,16 @@ class Guard:
             norm = norm.to_local()
         self._recent.append((step, *_to_host(torch.stack([loss, norm.to(loss)])), ids))
         pace.end_step()
+        before = self._recent[-2] if len(self._recent) > 1 else None
         if self._group is None:
-            self._vote(self._recent[-2] if len(self._recent) > 1 else None)
-            return self._outcome()
-        stop = self._outcome()
-        self._vote(self._recent[-2] if len(self._recent) > 1 else None)
-        return stop
+            self._vote(before)
+            self._outcome()
+        else:
+            self._outcome()
+            self._vote(before)
+        if self._agreed_to_stop:
+            process.stopping_starts()
+        return self._agreed_to_stop
 
     def watch(self, batches):
         """Yields the batches of an evaluation until a signal asks any process to stop.
@@ -174,7 +178,7 @@ class Guard:
 
     def _outcome(self):
         if self._votes is None:
-            return False
+            return
         if self._handle is not None:
             with process.waiting_for("the other processes"):
                 self._handle.wait()
@@ -212,9 +216,8 @@ class Guard:
                 retry=False,
                 more=more,
             )
-        if stop:
-            process.stopping_starts()
-        return bool(stop)
+        # Also if a check before a save hears of it: the next step is then the last one.
+        self._agreed_to_stop = bool(stop)
 
 
 @torch.no_grad()

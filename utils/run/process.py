@@ -326,7 +326,8 @@ def _on_signal(signum, _frame):
 
 def _exit_at_once(where):
     """Ends the process, also from a signal handler or another thread than the main one."""
-    reason = f"stopped by {_signal_name}{where}"
+    # In an evaluation another process may have got it.
+    reason = f"stopped by {_signal_name or 'a signal to another process'}{where}"
     if is_main():
         again = ""
         if _on_preempted:
@@ -337,7 +338,8 @@ def _exit_at_once(where):
         # Not print: the main thread may be in the middle of it.
         with contextlib.suppress(OSError):
             os.write(2, f"{reason}{again}\n".encode())
-    _finish_writing(grace_seconds() - (time.monotonic() - _signal_time) - 1)
+    passed = time.monotonic() - _signal_time if _signal_time else 0
+    _finish_writing(grace_seconds() - passed - 1)
     os._exit(PREEMPTED)
 
 

@@ -6,7 +6,7 @@
 
 First runs the command without interruption. Then runs it in another folder, kills it with SIGKILL
 after a random time (one process, all processes, or only the launcher), and runs the same command
-again, until it finishes. Then compares the final weights, byte for byte, and every logged metric.
+again, until it finishes. Then compares the final weights, byte for byte, and every metric.
 Repeats this until the number of kills is reached. If none of these runs continued from a
 checkpoint, nothing was tested, and this script fails: take more steps, or save more often.
 
@@ -48,6 +48,8 @@ CLOCK = {
     "slowest_behind",
     "slow_rank",
 }
+# Results that depend on it, or on where the last start was.
+OF_A_START = {"train_seconds", "peak_memory_bytes", "resumed_from"}
 VICTIMS = ("one process", "all processes", "the launcher")
 
 
@@ -230,6 +232,8 @@ def compare(reference, run):
             return f"{name} differs"
     if logged_metrics(reference) != logged_metrics(run):
         return "metrics.jsonl differs"
+    if results(reference) != results(run):
+        return "results.json differs"
     return None
 
 
@@ -238,6 +242,12 @@ def logged_metrics(run):
     lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
     kept = [line for line in lines if line["split"] != "checkpoint"]
     return [{name: line[name] for name in line.keys() - CLOCK} for line in kept]
+
+
+def results(run):
+    """The results, without those that depend on the time that steps take, or on the last start."""
+    found = json.loads((run / "results.json").read_text())
+    return {name: found[name] for name in found.keys() - CLOCK - OF_A_START}
 
 
 def parse_args():

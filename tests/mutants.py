@@ -589,6 +589,13 @@ MUTANTS = [
         "",
         "test_arguments.py -k quick_run",
     ),
+    Mutant(
+        "chaos.py overlooks other results",
+        "scripts/chaos.py",
+        "    if results(reference) != results(run):",
+        "    if False:",
+        "test_measurements.py -k compares_all_results",
+    ),
     # ------------------------------------------------------------------------------------- saving beside the training
     Mutant(
         "the copy of a checkpoint is the state itself",

@@ -75,6 +75,12 @@ def test_a_quick_check_empties_its_folder_and_removes_args_json_last(tmp_path, m
     assert [name for name in removed if name != ".probe"][-1] == "args.json"
 
 
+def test_a_file_is_no_folder(tmp_path):
+    (tmp_path / "run").touch()
+    with pytest.raises(UserError, match=r"cannot write to --output_dir .*/run: it is a file"):
+        claim(tmp_path / "run", OWN, "auto", set())
+
+
 def test_the_folders_that_were_there_stay(tmp_path):
     claimed = claim(tmp_path, OWN, "auto", set())
     claimed.undo()

@@ -172,6 +172,12 @@ def test_a_manifest_that_is_not_json(text, saved):
         manifest.verify(saved)
 
 
+def test_the_folder_of_a_run_is_no_checkpoint_but_has_one(saved):
+    run = saved.parents[1]
+    with pytest.raises(UserError, match=f"the newest one in it is {saved}"):
+        manifest.verify(run)
+
+
 def test_a_manifest_is_never_waited_for(saved):
     (saved / "manifest.json").unlink()
     os.mkfifo(saved / "manifest.json")

@@ -211,6 +211,21 @@ def test_an_interrupted_chaos_run_continues(chaos, monkeypatch, capsys):
     assert "left" in out and not (folder / "unfinished.json").exists()
 
 
+def test_chaos_compares_all_results_but_those_of_a_start(tmp_path):
+    script = load_script("chaos")
+    for name, seconds, accuracy in (("a", 1, 0.5), ("b", 2, 0.5), ("c", 1, 0.6)):
+        folder = tmp_path / name
+        folder.mkdir()
+        (folder / "model.safetensors").write_text("the same")
+        (folder / "metrics.jsonl").write_text(json.dumps({"split": "train", "loss": 1}) + "\n")
+        figures = {"train_seconds": seconds, "resumed_from": seconds, "val_accuracy": accuracy}
+        (folder / "results.json").write_text(json.dumps(figures))
+    assert script.compare(tmp_path / "a", tmp_path / "b") is None
+    assert script.compare(tmp_path / "a", tmp_path / "c") == "results.json differs"
+    (tmp_path / "b" / "metrics.jsonl").write_text("")
+    assert script.compare(tmp_path / "a", tmp_path / "b") == "metrics.jsonl differs"
+
+
 def test_chaos_fails_if_no_run_continued(chaos, monkeypatch):
     script, folder = chaos
     (folder.parent / "script.py").write_text(RUN.replace('"resumed_from": 5', '"resumed_from": 0'))

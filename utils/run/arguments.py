@@ -22,7 +22,8 @@ FILES = (
     "ones win, # begins a comment."
 )
 # The options that may change, of all scripts. They do not change results (gradient accumulation: up
-# to rounding, and to the masks of dropout). `eval_samples` may not: scores of other samples cannot be compared.
+# to rounding, and to the masks of dropout). `eval_samples` may not: scores of other samples cannot
+# be compared.
 MAY_CHANGE = {
     "output_dir",
     "resume",

@@ -80,7 +80,7 @@ def claim(path, arguments, resume, may_change):
     except OSError as error:
         if made:
             _undo(path, made)
-        reason = error.strerror or error
+        reason = "it is a file" if path.is_file() else error.strerror or error
         raise UserError(f"cannot write to --output_dir {path}: {reason}") from None
     claimed = Claim(None, owner, file, made)
     try:

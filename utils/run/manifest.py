@@ -111,7 +111,11 @@ def verify(path):
         raise UserError(f"checkpoint {path} does not exist")
     manifest = read(path)
     if manifest is None or "files" not in manifest:
-        raise UserError(f"{path} is not a checkpoint: its {MANIFEST} is missing or unreadable")
+        inside = all_in(path)  # of the folder of a run
+        hint = f" (the newest one in it is {inside[-1]})" if inside else ""
+        raise UserError(
+            f"{path} is not a checkpoint: its {MANIFEST} is missing or unreadable{hint}"
+        )
     files = manifest["files"]
     if manifest.pop("sha256", None) != _checksum(manifest):
         raise UserError(f"checkpoint {path} is damaged: {MANIFEST} was changed")

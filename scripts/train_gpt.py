@@ -20,6 +20,7 @@ many steps.
 
 import contextlib
 import math
+import os
 import sys
 from pathlib import Path
 from types import MethodType
@@ -421,7 +422,7 @@ def generate(model, args, prompt="\n", temperature=0.8, top_k=None, cached=True)
     model.eval()
     # Its own generator: sampling must not change training's random numbers.
     generator = torch.Generator(device).manual_seed(args.seed)
-    prompt = torch.tensor([list(prompt.encode())])
+    prompt = torch.tensor([list(os.fsencode(prompt))])  # as typed: bytes that are not UTF-8, too
     text = F.pad(prompt, (0, args.sample_length)).to(device)
     start, cache = max(0, prompt.size(1) - args.block_size), Cache()
     # Autocast casts the weights once for all of it, not for each byte.
@@ -465,7 +466,9 @@ def sample(args):
     model = load_model(weights.read(args.sample))
     model.to("cuda" if torch.cuda.is_available() else "cpu")
     args.block_size = model.block_size
-    print(generate(model, args, args.prompt, args.temperature))
+    text = generate(model, args, args.prompt, args.temperature)
+    if process.is_main():
+        print(text)
 
 
 # --------------------------------------------------------------------------------------------- main
@@ -578,7 +581,7 @@ def main():
         metrics = evaluate(accelerator, model, eval_loader, progress)
         run.log("val", step, score=-metrics["loss"], **metrics)
         if sample_due(step, plan):
-            run.log("sample", step, text=generate(model, args))
+            run.log("sample", step, text=generate(model, args, args.prompt, args.temperature))
         return metrics
 
     train_loss = math.inf
@@ -625,7 +628,7 @@ def main():
             break
     profile.stop()
 
-    text = generate(model, args)
+    text = generate(model, args, args.prompt, args.temperature)
     run.log("sample", step, text=text)
     state = accelerator.get_state_dict(model)  # under FSDP gathered from all processes
     if accelerator.is_main_process:

@@ -596,6 +596,27 @@ MUTANTS = [
         "    if False:",
         "test_measurements.py -k compares_all_results",
     ),
+    Mutant(
+        "a value in a file of arguments ends at a #",
+        "utils/run/argument_files.py",
+        'lexer.whitespace_split, lexer.commenters = True, ""',
+        "lexer.whitespace_split = True",
+        "test_argument_files.py -k comment_begins",
+    ),
+    Mutant(
+        "options of the launcher with dashes are not found",
+        "utils/run/launcher.py",
+        'words, name = command(), name.replace("_", "-")',
+        "words = command()",
+        "test_launcher.py -k options_of",
+    ),
+    Mutant(
+        "--prompt is for --sample only",
+        GPT,
+        "    text = generate(model, args, args.prompt, args.temperature)\n    run.log",
+        "    text = generate(model, args)\n    run.log",
+        "test_gpt.py -k continue_the_prompt",
+    ),
     # ------------------------------------------------------------------------------------- saving beside the training
     Mutant(
         "the copy of a checkpoint is the state itself",

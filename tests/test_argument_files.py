@@ -42,6 +42,22 @@ def test_a_file_has_a_flag_and_its_value_on_each_line(parse, tmp_path):
     assert vars(parse(["@a.args", "@b.args"])) == {**vars(args), "lr": 0.2, "compile": "default"}
 
 
+@pytest.mark.parametrize(
+    ("line", "value"),
+    [
+        ("--prompt runs/exp#3", "runs/exp#3"),
+        ("--prompt data#v2 # a comment", "data#v2"),
+        ("--prompt '#3' #4", "#3"),
+        ("--prompt a'#'b#c\t# x", "a#b#c"),
+        ("--prompt=a#b", "a#b"),
+    ],
+)
+def test_a_comment_begins_where_a_word_could(line, value, parse, tmp_path):
+    (tmp_path / "a.args").write_text(f"#--lr 0.2\n  # --lr 0.3\n{line}\n")
+    args = parse(["@a.args"])
+    assert (args.prompt, args.lr) == (value, 1)
+
+
 def test_later_flags_win(parse, tmp_path):
     (tmp_path / "a.args").write_text("--lr 0.1\n--lr 0.2\n")
     assert parse(["--lr", "0.3", "@a.args"]).lr == 0.2

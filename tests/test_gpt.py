@@ -719,6 +719,13 @@ def test_muon_updates_are_orthogonal(shape):
     assert values.min() > 0.6 and values.max() < 1.3
 
 
+def test_samples_of_the_training_continue_the_prompt(tmp_path):
+    run(
+        "cpu", GPT, f"{MODEL} --max_train_steps 2 --prompt abc --temperature 0", output_dir=tmp_path
+    )
+    assert (tmp_path / "sample.txt").read_text().startswith("abc")
+
+
 def test_the_copy_of_a_compiled_model_computes_with_its_own_weights():
     model, tokens = load_script("train_gpt").GPT(1, 2, 16, 8), torch.arange(8)[None]
     model.compile(backend="eager")

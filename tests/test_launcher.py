@@ -96,6 +96,7 @@ def test_options_of_the_launcher(parents):
     assert launcher.option("--nnodes") == "1:3" and launcher.option("--nproc_per_node") == "2"
     assert launcher.option("--a") == "b=c" and launcher.option("--last") == ""
     assert launcher.option("--nproc") is None
+    assert launcher.option("--nproc-per-node") == "2"
 
 
 def test_variables_before_the_launcher_changed_them(parents, monkeypatch):

@@ -36,6 +36,18 @@ def _needed(action):
     return 1 if action.nargs in (None, "+") else 0
 
 
+def _split(line):
+    """The words of a line, as in a shell: a # begins a comment only where a word could begin."""
+    lexer, words = shlex.shlex(line, posix=True), []
+    lexer.whitespace_split, lexer.commenters = True, ""
+    while not line[lexer.instream.tell() :].lstrip().startswith("#"):
+        word = lexer.get_token()
+        if word is None:
+            break
+        words.append(word)
+    return words
+
+
 def _read(name):
     """The arguments in a file. Each line has a flag and its value, quoted as in a shell."""
     try:
@@ -46,7 +58,7 @@ def _read(name):
     arguments = []
     for number, line in enumerate(text.splitlines(), 1):
         try:
-            words = shlex.split(line, comments=True)
+            words = _split(line)
         except ValueError as error:
             raise UserError(f"@{name}, line {number}: {error}") from None
         if words and (words[0][:2] != "--" or any(word[:2] == "--" for word in words[1:])):

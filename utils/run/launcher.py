@@ -66,11 +66,14 @@ def command():
 
 
 def option(name):
-    """The value of an option on the launcher's command line; None without it."""
-    words = command()
+    """The value of an option on the launcher's command line; None without it.
+
+    A name may have dashes in place of underscores, as launchers accept both.
+    """
+    words, name = command(), name.replace("_", "-")
     for position, word in enumerate(words):
         flag, _, value = word.partition("=")
-        if flag == name:
+        if flag.replace("_", "-") == name:
             return value or "".join(words[position + 1 : position + 2])
     return None
 

@@ -207,8 +207,6 @@ def compare(args, inside, between):
     gathered = args.parameters * (2 if args.mixed_precision == "bf16" else 4)
     # A ring over all processes is as fast as its slowest link.
     ring = between if machines > 1 else inside
-    # Two layers are gathered at a time, and the gradient of one waits to be reduced.
-    transient = (2 * gathered + gradients) / layers
 
     def row(kind, memory, sent, network, seconds):
         return dict(
@@ -232,7 +230,7 @@ def compare(args, inside, between):
     gather = layer_seconds(gathered, processes, ring)
     reduce = layer_seconds(gradients, processes, ring)
     seconds = sharded_seconds(layers, compute, gather, reduce)
-    rows.append(row("FSDP", states / processes + transient, sent, sent, seconds))
+    rows.append(row("FSDP", sharded_bytes(args, processes), sent, sent, seconds))
 
     if machines > 1:
         shards = args.per_machine
@@ -244,8 +242,17 @@ def compare(args, inside, between):
         shared = Link(between.latency, between.bandwidth / shards)
         average = all_reduce_seconds(machines, gradients / layers / shards, *shared)
         seconds = sharded_seconds(layers, compute, gather, reduce, average)
-        rows.append(row("HSDP", states / shards + transient, sent, network, seconds))
+        rows.append(row("HSDP", sharded_bytes(args, shards), sent, network, seconds))
     return rows
+
+
+def sharded_bytes(args, shards):
+    """The memory of a process for one of so many shards, in bytes, without activations.
+
+    Two layers are gathered at a time, and the gradient of one waits to be reduced.
+    """
+    gathered = args.parameters * (2 if args.mixed_precision == "bf16" else 4)
+    return args.parameters * 16 / shards + (2 * gathered + args.parameters * 4) / args.layers
 
 
 # ------------------------------------------------------------------------------------ tables, plot
@@ -289,17 +296,22 @@ def summarize(args, rows):
         if not good or max(good) < rows[-1]["processes"]:
             line += f" Beyond that, {remedy}."
         lines.append(line)
-    replicated, sharded = args.parameters * 20 / 2**30, args.parameters * 16 / 2**30
-    room = args.memory_gib * ROOM
+    replicated, room = args.parameters * 20 / 2**30, args.memory_gib * ROOM
     what = "With DDP, weights, gradients, their buckets and Adam states take"
     if replicated <= room:
         lines.append(f"{what} {replicated:,.1f} of {args.memory_gib:g} GiB: no need for FSDP.")
     else:
-        fewest = 2 ** max(1, math.ceil(math.log2(sharded / room)))
-        lines.append(
-            f"{what} {replicated:,.0f} GiB, too much for {args.memory_gib:g} GiB with activations: "
+        counts = (2**power for power in range(1, 21))
+        fewest = next((n for n in counts if sharded_bytes(args, n) <= room * 2**30), None)
+        advice = (
             f"use FSDP with {fewest} processes or more (accelerate_configs/4gpu_fsdp.yaml); "
             "--processes compares DDP, FSDP and HSDP."
+        )
+        if fewest is None:
+            advice = f"FSDP does not help, as each of {args.layers} --layers is too large."
+        lines.append(
+            f"{what} {replicated:,.0f} GiB, too much for {args.memory_gib:g} GiB with activations: "
+            f"{advice}"
         )
     return "\n".join(lines)
 
@@ -503,6 +515,11 @@ def read_link(args, prefix):
     """
     names = ("topology", "latency", "bandwidth")
     path, latency, bandwidth = (getattr(args, prefix + name) for name in names)
+    given = [name for name in names if getattr(args, prefix + name)]
+    if given not in ([], ["topology"], ["latency", "bandwidth"]):
+        raise UserError(
+            f"give --{prefix}topology, or both --{prefix}latency and --{prefix}bandwidth"
+        )
     if not path:
         return (Link(latency, bandwidth) if latency and bandwidth else None), None
     try:

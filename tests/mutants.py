@@ -617,6 +617,20 @@ MUTANTS = [
         "    text = generate(model, args)\n    run.log",
         "test_gpt.py -k continue_the_prompt",
     ),
+    Mutant(
+        "half a link is left out of a prediction",
+        "scripts/predict_scaling.py",
+        'if given not in ([], ["topology"], ["latency", "bandwidth"]):',
+        "if False:",
+        "test_predict_scaling.py -k half_a_link",
+    ),
+    Mutant(
+        "layers that are gathered take no memory",
+        "scripts/predict_scaling.py",
+        "+ (2 * gathered + args.parameters * 4) / args.layers",
+        "",
+        "test_predict_scaling.py",
+    ),
     # ------------------------------------------------------------------------------------- saving beside the training
     Mutant(
         "the copy of a checkpoint is the state itself",

@@ -4,7 +4,7 @@ import json
 from types import SimpleNamespace
 
 import pytest
-from conftest import run
+from conftest import load_script, run
 
 from scripts.predict_scaling import (
     Link,
@@ -12,9 +12,11 @@ from scripts.predict_scaling import (
     buckets,
     compare,
     fit_link,
+    predict,
     sharded_seconds,
     step_seconds,
 )
+from utils.run.failures import UserError
 
 PREDICT = "scripts/predict_scaling.py"
 
@@ -152,3 +154,37 @@ def test_measures_on_real_processes(tmp_path):
     assert 0 < measured["compute_seconds"] <= measured["predicted_overlapped"]
     assert measured["predicted_overlapped"] <= measured["predicted_in_turn"]
     assert "measured" in done.stdout
+
+
+@pytest.mark.parametrize(
+    ("words", "says"),
+    [
+        ("--latency 1e-5", "give --topology, or both --latency and --bandwidth"),
+        ("--latency 1e-5 --bandwidth 1e9 --topology t", "give --topology, or both --latency"),
+        (
+            "--latency 1e-5 --bandwidth 1e9 --inside_bandwidth 1e9",
+            "give --inside_topology, or both",
+        ),
+    ],
+)
+def test_half_a_link_is_refused(words, says, monkeypatch):
+    script = load_script("predict_scaling")
+    arguments = "--parameters 7e9 --step_seconds 1 --processes 16"
+    monkeypatch.setattr("sys.argv", ["predict_scaling.py", *f"{arguments} {words}".split()])
+    with pytest.raises(UserError, match=says):
+        script.main()
+
+
+@pytest.mark.parametrize("layers", [1, 2, 8, 32])
+@pytest.mark.parametrize("parameters", [5_000_000_000, 7_400_000_000, 30_000_000_000])
+def test_the_number_of_processes_that_fsdp_needs_fits_the_comparison(layers, parameters):
+    script = load_script("predict_scaling")
+    args = SimpleNamespace(**vars(MODEL) | dict(parameters=parameters, layers=layers))
+    args.worthwhile, args.memory_gib, args.per_machine = 0.8, 80.0, 2**20
+    fits = []
+    for args.processes in (2**power for power in range(1, 9)):
+        fsdp = compare(args, Link(1e-5, 4e11), Link(1e-5, 4e11))[1]
+        fits += [args.processes] if fsdp["memory_bytes"] <= 0.7 * 80 * 2**30 else []
+    said = script.summarize(args, predict(args, Link(1e-5, 4e11)))
+    expected = f"use FSDP with {fits[0]} processes" if fits else "FSDP does not help, as each of"
+    assert expected in said

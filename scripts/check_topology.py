@@ -49,6 +49,7 @@ from utils import plots
 from utils.run import launch, metrics
 from utils.run.arguments import SECONDS, Parser, number
 from utils.run.failures import RunFailed, UserError
+from utils.run.files import publish
 
 RANK = int(os.environ.get("RANK", 0))
 LOCAL_RANK = int(os.environ.get("LOCAL_RANK", 0))
@@ -96,8 +97,7 @@ def read_marker(folder):
         own = marker.with_name(f"{marker.name}.{uuid.uuid4().hex}")
         try:
             own.write_text(uuid.uuid4().hex)
-            with contextlib.suppress(FileExistsError):  # another process was first
-                os.link(own, marker)
+            publish(own, marker)  # unless another process was first
         finally:
             own.unlink(missing_ok=True)
         return marker.read_text()
@@ -517,6 +517,15 @@ def draw(path, rows, processes, backend):
 # -------------------------------------------------------------------------------------------- main
 
 
+def refuse(problems):
+    """Prints a line for each problem, and raises UserError with the last one; not without any."""
+    for problem in problems[:-1]:
+        if RANK == 0:
+            print(f"error: {problem}", file=sys.stderr, flush=True)
+    if problems:
+        raise UserError(problems[-1])
+
+
 def main():
     args = parse_args()
     on_cpu = launch.check(shards=True)
@@ -525,8 +534,7 @@ def main():
     if WORLD == 1:
         remove_marker(args.output_dir)
         print(table([own], {}))
-        if problems := find_problems([own], {}, args):
-            raise UserError("\nerror: ".join(problems))
+        refuse(find_problems([own], {}, args))
         print("one process: nothing to measure")
         return
     entries = gather_descriptions(store, own, args.timeout)
@@ -537,7 +545,7 @@ def main():
         store.set("problems", json.dumps(find_problems(entries, skews, args)))
     if problems := json.loads(store.get("problems")):
         leave_store(store, WORLD)
-        raise UserError("\nerror: ".join(problems))
+        refuse(problems)
 
     device = torch.device("cpu") if on_cpu else torch.device("cuda", LOCAL_RANK)
     if not on_cpu:

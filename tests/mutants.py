@@ -631,6 +631,20 @@ MUTANTS = [
         "",
         "test_predict_scaling.py",
     ),
+    Mutant(
+        "a file system without links has no requests",
+        "utils/run/files.py",
+        "        if not target.exists():\n            os.replace(own, target)",
+        "        pass",
+        "test_files.py -k published",
+    ),
+    Mutant(
+        "only the last problem of a topology is told",
+        "scripts/check_topology.py",
+        "    for problem in problems[:-1]:",
+        "    for problem in []:",
+        "test_check_topology.py -k problem_is_a_line",
+    ),
     # ------------------------------------------------------------------------------------- saving beside the training
     Mutant(
         "the copy of a checkpoint is the state itself",

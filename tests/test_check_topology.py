@@ -4,7 +4,9 @@ import json
 import re
 
 import pytest
-from conftest import run, some_slow
+from conftest import load_script, run, some_slow
+
+from utils.run.failures import UserError
 
 CHECK = "scripts/check_topology.py"
 QUICK = "--max_bytes 65536 --seconds_per_size 0.05"
@@ -75,3 +77,13 @@ def test_folders_that_are_not_shared(machines, tmp_path):
     assert [code for code, _ in outcomes] == [1, 1]
     assert f"is a different folder on {machines[1].name} than on {machines[0].name}" in printed
     assert f"1 file(s), 100 bytes on {machines[0].name}, nothing on {machines[1].name}" in printed
+
+
+def test_each_problem_is_a_line(monkeypatch, capsys):
+    script = load_script("check_topology")
+    script.refuse([])
+    for rank, printed in ((0, "error: one\nerror: two\n"), (1, "")):
+        monkeypatch.setattr(script, "RANK", rank)
+        with pytest.raises(UserError, match=r"^three$"):
+            script.refuse(["one", "two", "three"])
+        assert capsys.readouterr().err == printed

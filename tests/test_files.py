@@ -248,3 +248,18 @@ def test_a_folder_that_cannot_be_written_is_one_line(tmp_path):
         assert str(caught.value) == line
     with pytest.raises(UserError, match="file: File exists"), files.writing_to(folder / "file"):
         pass
+
+
+@pytest.mark.parametrize("links", [True, False])
+def test_what_is_published_is_complete_and_stays(links, tmp_path, monkeypatch):
+    def refuse(*_):
+        raise OSError(errno.EPERM, os.strerror(errno.EPERM))
+
+    if not links:
+        monkeypatch.setattr(os, "link", refuse)
+    for text in ("first", "second"):
+        own = tmp_path / text
+        own.write_text(text)
+        files.publish(own, tmp_path / "target")
+        own.unlink(missing_ok=True)
+    assert (tmp_path / "target").read_text() == "first" and os.listdir(tmp_path) == ["target"]

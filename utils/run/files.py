@@ -105,6 +105,20 @@ def last_lines(path, earlier):
     return 0
 
 
+def publish(own, target):
+    """Gives a complete file the name `target`, unless a file has it: nobody reads a part of it.
+
+    Args: own, target (Path): in one folder. `own` may stay under its name, too.
+    """
+    try:
+        os.link(own, target)
+    except FileExistsError:
+        pass
+    except OSError:  # no links on this file system
+        if not target.exists():
+            os.replace(own, target)
+
+
 @contextlib.contextmanager
 def writing_to(folder):
     """Makes the folder of a script's output, and yields its path.

@@ -18,6 +18,7 @@ import time
 from pathlib import Path
 
 from utils.run import failures, process
+from utils.run.files import publish
 
 ANSWER_SECONDS = 5.0  # for the other processes to write their files
 # Parts of a path in which no code of a project is.
@@ -76,7 +77,7 @@ class Watcher:
         # An error: another process was first, or the folder is gone, with the run.
         with contextlib.suppress(OSError):
             writing.write_text(reason)
-            os.link(writing, self._request)  # with its text: others may look at any moment
+            publish(writing, self._request)  # with its text: others may look at any moment
         with contextlib.suppress(OSError):
             writing.unlink()
 

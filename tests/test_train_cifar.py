@@ -415,7 +415,7 @@ def test_what_is_reported_is_measured_at_full_size_also_if_the_run_ends_early(tm
         "--dataset synthetic --val_fraction 0.1 --patience 1 --lr 0 --batch_size 64 --eval_every 2"
     )
     run("cpu", CIFAR, f"{words} --max_train_steps 40", output_dir=tmp_path)
-    last = [line for line in metrics(tmp_path) if line["split"] == "val"][-1]
+    last = metrics(tmp_path, "val")[-1]
     (tmp_path / "results.json").rename(tmp_path / "before.json")
     assert last["step"] < 24
     run("cpu", CIFAR, f"{words} --max_train_steps 40", output_dir=tmp_path)

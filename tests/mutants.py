@@ -645,6 +645,20 @@ MUTANTS = [
         "    for problem in []:",
         "test_check_topology.py -k problem_is_a_line",
     ),
+    Mutant(
+        "shards cannot be read with the Python of Debian 12",
+        "utils/run/shards.py",
+        '        if (module, name) == ("builtins", "getattr"):\n            return _member\n',
+        "",
+        "test_weights.py -k member_of_an",
+    ),
+    Mutant(
+        "an index may refer to any attribute",
+        "utils/run/shards.py",
+        "    return kind[name]",
+        "    return getattr(kind, name)",
+        "test_weights.py -k member_of_an",
+    ),
     # ------------------------------------------------------------------------------------- saving beside the training
     Mutant(
         "the copy of a checkpoint is the state itself",

@@ -721,7 +721,10 @@ def test_muon_updates_are_orthogonal(shape):
 
 def test_samples_of_the_training_continue_the_prompt(tmp_path):
     run(
-        "cpu", GPT, f"{MODEL} --max_train_steps 2 --prompt abc --temperature 0", output_dir=tmp_path
+        "cpu",
+        GPT,
+        f"--dataset synthetic {MODEL} --max_train_steps 2 --prompt abc --temperature 0",
+        output_dir=tmp_path,
     )
     assert (tmp_path / "sample.txt").read_text().startswith("abc")
 

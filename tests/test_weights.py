@@ -11,6 +11,7 @@ import torch
 import torch.distributed.checkpoint as dcp
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
+from torch.distributed.checkpoint import metadata
 
 from utils.run import manifest, model_card, shards, weights
 from utils.run.failures import UserError
@@ -208,6 +209,30 @@ def test_a_path_in_an_index_of_python_3_13_is_read():
     assert pickled.count(b"cpathlib\n") == 1
     newer = pickled.replace(b"cpathlib\n", b"cpathlib._local\n")
     assert shards._Unpickler(io.BytesIO(newer)).load() == PurePosixPath("a/b")
+
+
+class OfPython311:
+    """What Python 3.11.0 to 3.11.3, that of Debian 12, pickles for a member of an enumeration."""
+
+    def __init__(self, kind, name):
+        self.parts = kind, name
+
+    def __reduce__(self):
+        return getattr, self.parts
+
+
+def test_a_member_of_an_enumeration_is_read_and_no_other_attribute():
+    kind = metadata._MEM_FORMAT_ENCODING
+    for member in kind:
+        pickled = pickle.dumps(OfPython311(kind, member.name))
+        assert shards._Unpickler(io.BytesIO(pickled)).load() is member
+    for wrong in (
+        (kind, "__init__"),
+        (metadata.Metadata, "__init__"),
+        (kind.TORCH_CHANNELS_LAST, "name"),
+    ):
+        with pytest.raises((pickle.UnpicklingError, KeyError)):
+            shards._Unpickler(io.BytesIO(pickle.dumps(OfPython311(*wrong)))).load()
 
 
 def test_without_weights_it_is_one_line(tmp_path):

@@ -1,6 +1,7 @@
 """Loads checkpoints without executing code: neither Accelerate's pickles nor an index of shards."""
 
 import contextlib
+import enum
 import pickle
 import stat
 from pathlib import Path, PurePosixPath
@@ -106,9 +107,18 @@ class Reader(dcp.FileSystemReader):
                 raise pickle.UnpicklingError(f"{key.fqn} is not in a file of the checkpoint")
 
 
+def _member(kind, name):
+    """A member of an enumeration, which Python 3.11.0 to 3.11.3 pickles as getattr(kind, name)."""
+    if not (isinstance(kind, type) and issubclass(kind, enum.Enum)):
+        raise pickle.UnpicklingError(f"its index refers to getattr of {kind!r}")
+    return kind[name]
+
+
 class _Unpickler(pickle.Unpickler):
     def find_class(self, module, name):
         module = "pathlib" if module == "pathlib._local" else module  # of Python 3.13
+        if (module, name) == ("builtins", "getattr"):
+            return _member
         if module == METADATA or name in KNOWN.get(module, ()):
             found = super().find_class(module, name)
             if module != METADATA or getattr(found, "__module__", None) == METADATA:

@@ -424,8 +424,8 @@ MUTANTS = [
     Mutant(
         "a buffer made in the forward pass stops the run",
         "utils/run/ddp.py",
-        "            if name not in before:  # made by the forward pass\n                continue\n",
-        "",
+        "            if name not in before or value.shape != before[name].shape:",
+        "            if False:",
         "test_mechanisms.py -k would_not_take",
     ),
     Mutant(
@@ -438,8 +438,8 @@ MUTANTS = [
     Mutant(
         "DDP refuses an unused parameter with a traceback",
         "utils/run/ddp.py",
-        "if isinstance(model, DistributedDataParallel) and not model.find_unused_parameters:",
-        "if False:",
+        "    if isinstance(model, DistributedDataParallel) and not looks:",
+        "    if False:",
         "test_mechanisms.py -k unused_parameter_in_one_line",
     ),
     Mutant(
@@ -658,6 +658,27 @@ MUTANTS = [
         "    return kind[name]",
         "    return getattr(kind, name)",
         "test_weights.py -k member_of_an",
+    ),
+    Mutant(
+        "the checksum of a model on several devices is a traceback",
+        "utils/run/guard.py",
+        "torch.stack([view.sum().to(device) for view in views])",
+        "torch.stack([view.sum() for view in views])",
+        "test_guard.py -k several_devices",
+    ),
+    Mutant(
+        "longer rows of a CSV file are cut off",
+        "utils/data/documents.py",
+        "options = dict(converters=dict.fromkeys(columns, str), keep_default_na=False)",
+        "options = dict(usecols=[c for c in columns if c in str(KINDS)], converters=dict.fromkeys(columns, str))",
+        "test_documents.py -k cannot_be_used",
+    ),
+    Mutant(
+        "-1 is a class if others are text",
+        "utils/data/labels.py",
+        'unknown = ("-1", "-1.0")',
+        "unknown = ()",
+        "test_metadata.py -k no_class_is_refused",
     ),
     # ------------------------------------------------------------------------------------- saving beside the training
     Mutant(

@@ -224,6 +224,11 @@ def test_rows_change_their_fingerprint_with_their_content(tmp_path):
         ),
         (dict(a_csv="\ntext,label\n\nhello,1,\n"), "names 2 columns, and its first row has 3"),
         (dict(a_tsv="text\nb\tc\n"), "names 1 columns"),
+        (
+            dict(a_csv="text\n" + "b\n" * 30 + "b, and more\n"),
+            "Expected 1 fields in line 32, saw 2",
+        ),
+        (dict(a_csv="text,label\n" + "b,1\n" * 30 + "b, more,1\n"), "Expected 2 fields in line 32"),
         (dict(a_csv="text;label\nb;1\n"), "a.csv are separated by ';': convert it to CSV"),
         (dict(a_jsonl="[" * 100_000), "holds neither an object in each line nor one list"),
         (dict(a_json="{\n}"), "holds neither an object in each line nor one list"),

@@ -287,6 +287,14 @@ def test_few_steps_are_remembered(processes):
     assert processes(1, train) == [[6, 7, 8, 9]]
 
 
+def test_the_parts_of_a_model_may_be_on_several_devices(monkeypatch):
+    model, moved = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2)), []
+    real_to = torch.Tensor.to
+    monkeypatch.setattr(torch.Tensor, "to", lambda x, d: moved.append(d) or real_to(x, d))
+    guard.checksum(model)
+    assert moved == [torch.device("cpu")] * 4  # the sum of each part is moved to the first
+
+
 @pytest.mark.parametrize("size", [1, 2])
 @pytest.mark.parametrize("signal_at", [1, 2, 3, 4])
 @pytest.mark.parametrize("save_every", [1, 2])

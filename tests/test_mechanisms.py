@@ -779,10 +779,12 @@ class Counting(torch.nn.Module):
         super().__init__()
         self.layer, self.unused = torch.nn.Linear(2, 2), torch.nn.Linear(2, 2)
         self.register_buffer("calls", torch.zeros(()), persistent=persistent)
+        self.register_buffer("cache", torch.empty(0), persistent=False)
 
     def forward(self, x):
         self.calls += 1
         self.register_buffer("mask", torch.ones(2), persistent=False)
+        self.cache = torch.ones(len(x))  # longer than before
         return self.layer(x)
 
 
@@ -804,12 +806,10 @@ def test_ddp_refuses_an_unused_parameter_in_one_line(capsys):
         "gloo", store=torch.distributed.HashStore(), rank=0, world_size=1
     )
     try:
-        for look in (True, False):
-            model = torch.nn.parallel.DistributedDataParallel(
-                Counting(True), find_unused_parameters=look
-            )
+        for how in (dict(find_unused_parameters=True), dict(static_graph=True), {}):
+            model = torch.nn.parallel.DistributedDataParallel(Counting(True), **how)
             outcome = contextlib.nullcontext()
-            if not look:
+            if not how:
                 outcome = pytest.raises(
                     UserError, match=r"reaches module.unused.weight .*find_unused"
                 )
@@ -824,7 +824,7 @@ def test_the_warm_up_of_two_models_leaves_no_gradient_in_either():
     """The loss of the generator of a GAN has gradients for the discriminator, too."""
     models = [torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.BatchNorm1d(2)) for _ in range(2)]
     before = [{k: v.clone() for k, v in model.state_dict().items()} for model in models]
-    ddp.warm_up(models, lambda: models[1](models[0](torch.randn(4, 2))).sum())
+    ddp.warm_up(tuple(models), lambda: models[1](models[0](torch.randn(4, 2))).sum())
     for model, values in zip(models, before, strict=True):
         assert all(weight.grad is None for weight in model.parameters())
         assert all(torch.equal(value, values[k]) for k, value in model.state_dict().items())

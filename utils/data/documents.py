@@ -214,10 +214,9 @@ def _load(name, subset, files, left_out, streaming=False):
             return _arrays(name, files)
         elif reader == "csv":
             columns = header(first)
-            used = [column for wanted in KINDS.values() for column in wanted if column in columns]
             _kind(name, columns)
-            # 007 and NA are text.
-            options = dict(usecols=used, converters=dict.fromkeys(used, str), keep_default_na=False)
+            # 007 and NA are text. All columns: with `usecols`, pandas cuts off longer rows.
+            options = dict(converters=dict.fromkeys(columns, str), keep_default_na=False)
     options |= dict(files=files and files.by_split, alternatives=ALTERNATIVES)
     try:
         tables = load_table(name, subset=subset, streaming=streaming, **options)

@@ -123,7 +123,8 @@ def _numbers(values):
     """The strings of all splits as numbers, if each of them is one."""
     strings = [value for some in values.values() for value in some if isinstance(value, str)]
     if not all(map(NUMBER.fullmatch, strings)):
-        return values
+        unknown = ("-1", "-1.0")
+        return {k: [None if v in unknown else v for v in some] for k, some in values.items()}
     return {
         split: [Decimal(value) if isinstance(value, str) else value for value in some]
         for split, some in values.items()

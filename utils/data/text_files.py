@@ -266,8 +266,8 @@ def load_column(name, column, files, streaming=False):
             return TextTable(tables, column, False, files.left_out)
         elif reader == "csv":
             columns = header(first)
-            # 007 and NA are text.
-            options = dict(usecols=[column], converters={column: str}, keep_default_na=False)
+            # 007 and NA are text. All columns: with `usecols`, pandas cuts off longer rows.
+            options = dict(converters=dict.fromkeys(columns, str), keep_default_na=False)
     _check_column(name, column, columns)
     tables = load_table(
         name, files=by_split, streaming=streaming, alternatives=ALTERNATIVES, **options

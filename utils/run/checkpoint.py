@@ -217,7 +217,7 @@ def apply_schedule(accelerator, scheduler, step):
         str: how the learning rate at `step` changes.
     """
     if scheduler is None and accelerator._schedulers:
-        return "the learning rate follows the schedule of the earlier length (see RunFolder.start)"
+        return "the scheduler continues as it was saved (RunFolder.start recomputes a LambdaLR)"
     if scheduler is None:
         return "the learning rate does not depend on it"
     before = scheduler.get_last_lr()[0]

@@ -33,7 +33,7 @@ def warm_up(models, compute_loss):
     Raises:
         UserError: a parameter gets no gradient, and DDP was not told to look for such.
     """
-    models = models if isinstance(models, list) else [models]
+    models = models if isinstance(models, list | tuple) else [models]
     for model in models:
         _broadcast_less(model)
     buffers = [{name: b.clone() for name, b in model.named_buffers()} for model in models]
@@ -48,7 +48,7 @@ def warm_up(models, compute_loss):
     for model, before in zip(models, buffers, strict=True):
         saved = model.state_dict().keys()
         for name, value in model.named_buffers():
-            if name not in before:  # made by the forward pass
+            if name not in before or value.shape != before[name].shape:  # made in the forward pass
                 continue
             if name not in saved and process.is_main() and not torch.equal(value, before[name]):
                 notice(
@@ -65,7 +65,8 @@ def _check_gradients(model):
     if not unused or isinstance(model, FSDPModule):
         return
     line = f"no gradient reaches {unused[0]} ({len(unused)} without): "
-    if isinstance(model, DistributedDataParallel) and not model.find_unused_parameters:
+    looks = getattr(model, "find_unused_parameters", False) or getattr(model, "static_graph", False)
+    if isinstance(model, DistributedDataParallel) and not looks:
         raise UserError(
             f"{line}remove or freeze what the loss does not use, or add DistributedDataParallel"
             "Kwargs(find_unused_parameters=True) to the kwargs_handlers of the Accelerator"

@@ -307,7 +307,9 @@ class RunFolder:
         first, *others = gather(self._accelerator, own)
         for other in others:
             for one, same in zip(first, other, strict=True):
-                if str(one) != str(same) and not math.isclose(one, same, rel_tol=1e-5):
+                if str(one) != str(same) and not math.isclose(
+                    one, same, rel_tol=1e-5, abs_tol=1e-9
+                ):
                     raise RunFailed(
                         f"the processes have different results, such as {one:.6g} and {same:.6g}: "
                         "gather those of an evaluation with accelerator.gather_for_metrics",
@@ -510,7 +512,7 @@ class RunFolder:
                 script = Path(sys.argv[0]).with_name(name)
                 if script.exists():
                     arguments = arguments.replace(str(self.path), shlex.quote(str(self.path)))
-                    print(f"next: python {script} {arguments}")
+                    print(f"next: python {shlex.quote(str(script))} {arguments}")
             self.metrics.close()
         wait_for_all(self._accelerator)  # a scheduler may stop the other machines when one exits
         if self.is_main:

@@ -225,7 +225,8 @@ def checksum(model):
     """The sum of the bits of all parameters, read as integers (int): in any order the same."""
     integers = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
     views = [weight.view(integers[weight.element_size()]) for weight in model.parameters()]
-    return torch.stack([view.sum() for view in views]).sum().item()
+    device = views[0].device  # a model can be on several
+    return torch.stack([view.sum().to(device) for view in views]).sum().item()
 
 
 @torch.no_grad()

@@ -38,6 +38,7 @@ if __name__ == "__main__":
 import torch
 from accelerate import Accelerator, skip_first_batches
 from accelerate.utils import send_to_device, set_seed
+from torch.nn.utils.rnn import pad_sequence
 from torch.utils.data import DataLoader
 
 from utils import plots, scores
@@ -332,15 +333,14 @@ def generate(model, tokenizer, prompts, length):
     options = causal_lm.ends(model, tokenizer) | dict(max_new_tokens=length, do_sample=False)
     texts = []
     for first in range(0, len(prompts), 25):
-        some = prompts[first : first + 25]
-        width = max(map(len, some))
-        inputs = torch.full((len(some), width), options["pad_token_id"])
-        for row, prompt in zip(inputs, some, strict=True):
-            row[width - len(prompt) :] = torch.tensor(prompt)
-        mask = torch.tensor([[0] * (width - len(prompt)) + [1] * len(prompt) for prompt in some])
+        some = [torch.tensor(prompt, device=device) for prompt in prompts[first : first + 25]]
+        pad = partial(pad_sequence, batch_first=True, padding_side="left")
+        inputs = pad(some, padding_value=options["pad_token_id"])
+        mask = pad([torch.ones_like(prompt) for prompt in some])
         with fsdp.gathered(model):
-            output = model.generate(inputs.to(device), attention_mask=mask.to(device), **options)
-        texts += tokenizer.batch_decode(output[:, width:], skip_special_tokens=True)
+            output = model.generate(inputs, attention_mask=mask, **options)
+        new = output[:, inputs.size(1) :]
+        texts += tokenizer.batch_decode(new, skip_special_tokens=True)
     model.train(was_training)
     return texts
 

@@ -1,7 +1,6 @@
 """Files that one process of a machine makes, and all of them map into memory."""
 
 import contextlib
-import errno
 import fcntl
 import os
 import platform
@@ -12,7 +11,7 @@ import warnings
 import numpy as np
 import torch
 
-from utils.run.failures import UserError
+from utils.run.failures import UserError, full_disk
 
 
 @contextlib.contextmanager
@@ -77,7 +76,7 @@ def cannot_write(error, what, folder, needed="space"):
         folder (Path): that of the file.
         needed (str): how much space, for a full disk.
     """
-    if error.errno not in (errno.ENOSPC, errno.EDQUOT):
+    if not full_disk(error):
         return UserError(f"cannot write {what} ({error.strerror})")
     existing = next(path for path in (folder, *folder.parents) if path.exists())
     free = shutil.disk_usage(existing).free / 2**30

@@ -305,7 +305,7 @@ class RunFolder:
         """
         own = [None if value is None else float(value) for value in values]
         first, *others = gather(self._accelerator, own)
-        for other in others:
+        for other in others:  # as texts, NaN equals NaN
             for one, same in zip(first, other, strict=True):
                 if str(one) != str(same) and not math.isclose(
                     one, same, rel_tol=1e-5, abs_tol=1e-9

@@ -56,7 +56,7 @@ def test_a_table_has_no_fields_of_other_rows(tmp_path):
     """Parquet has the fields of all rows in each of them; a missing content stays missing."""
     calls = [
         {"function": {"name": "weather", "arguments": {"city": "Rome"}}},
-        {"function": {"name": "add", "arguments": {"a": 1}}},
+        {"function": {"name": "add", "arguments": {"a": 0, "b": "", "c": False}}},
     ]
     said = [dict(role="assistant", tool_calls=[call]) for call in calls]
     rows = [{"messages": [*CHAT["messages"], message], "tools": None} for message in said]

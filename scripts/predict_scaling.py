@@ -480,6 +480,7 @@ def main():
         measure(args)
         return
     link, machines = read_link(args, "")
+    inside, _ = read_link(args, "inside_")
     if args.step_seconds is None or link is None:
         raise UserError("give --step_seconds, and --topology or both --latency and --bandwidth")
     if machines == 1 and (args.processes is None or args.processes > args.per_machine):
@@ -496,7 +497,6 @@ def main():
     print(f"\n{summarize(args, rows)}")
     record = {"latency": link.latency, "bandwidth": link.bandwidth, "rows": rows}
     if args.processes:
-        inside, _ = read_link(args, "inside_")
         record["comparison"] = compare(args, inside or link, link)
         print_comparison(args, record["comparison"])
     write(args, "scaling.json", record)

@@ -618,6 +618,27 @@ MUTANTS = [
         "test_gpt.py -k continue_the_prompt",
     ),
     Mutant(
+        "every process prints the sample",
+        GPT,
+        "    if process.is_main():\n        print(text)",
+        "    print(text)",
+        "test_gpt.py -k prints_a_sample",
+    ),
+    Mutant(
+        "a prompt that is not UTF-8 ends with a traceback",
+        GPT,
+        "list(os.fsencode(prompt))",
+        "list(prompt.encode())",
+        "test_gpt.py -k prints_a_sample",
+    ),
+    Mutant(
+        "half a link is refused after the prediction",
+        "scripts/predict_scaling.py",
+        '    inside, _ = read_link(args, "inside_")\n    if args.step_seconds is None or link is None:',
+        "    inside = None\n    if args.step_seconds is None or link is None:",
+        "test_predict_scaling.py -k half_a_link",
+    ),
+    Mutant(
         "half a link is left out of a prediction",
         "scripts/predict_scaling.py",
         'if given not in ([], ["topology"], ["latency", "bandwidth"]):',

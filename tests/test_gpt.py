@@ -719,6 +719,18 @@ def test_muon_updates_are_orthogonal(shape):
     assert values.min() > 0.6 and values.max() < 1.3
 
 
+def test_one_process_prints_a_sample_also_of_bytes_that_are_not_text(monkeypatch, tmp_path, capsys):
+    script = load_script("train_gpt")
+    sizes = dict(n_layer=1, n_head=1, n_embd=8, block_size=8)
+    monkeypatch.setattr(script.weights, "read", lambda path: None)
+    monkeypatch.setattr(script, "load_model", lambda saved: script.GPT(**sizes))
+    args = SimpleNamespace(sample="run", prompt="a\udcff", temperature=0, sample_length=2, seed=0)
+    for rank, printed in (("0", True), ("1", False)):
+        monkeypatch.setenv("RANK", rank)
+        script.sample(args)
+        assert capsys.readouterr().out.startswith("a\ufffd") == printed
+
+
 def test_samples_of_the_training_continue_the_prompt(tmp_path):
     run(
         "cpu",

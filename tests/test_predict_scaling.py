@@ -167,12 +167,13 @@ def test_measures_on_real_processes(tmp_path):
         ),
     ],
 )
-def test_half_a_link_is_refused(words, says, monkeypatch):
+def test_half_a_link_is_refused(words, says, monkeypatch, capsys):
     script = load_script("predict_scaling")
     arguments = "--parameters 7e9 --step_seconds 1 --processes 16"
     monkeypatch.setattr("sys.argv", ["predict_scaling.py", *f"{arguments} {words}".split()])
     with pytest.raises(UserError, match=says):
         script.main()
+    assert not capsys.readouterr().out
 
 
 @pytest.mark.parametrize("layers", [1, 2, 8, 32])

@@ -654,9 +654,12 @@ def parse_args():
         raise UserError(
             "--weights and --init_from both name weights to start with: give only one of them"
         )
-    args.weights = args.weights or args.init_from
-    if args.weights and (Path(args.weights).exists() or args.weights.endswith(pretrained.SUFFIXES)):
-        args.weights = str(Path(args.weights).resolve())
+    given = args.weights or args.init_from
+    # A path also if nothing is there any more: a run that continues does not read it.
+    is_path = given and (
+        "/" in given or given.endswith(pretrained.SUFFIXES) or Path(given).exists()
+    )
+    args.weights = str(Path(given).resolve()) if is_path or args.init_from else given
     if args.overfit_batch:
         args.lr_schedule, args.label_smoothing, args.mixup, args.cutmix, args.ema_decay = (
             "constant",

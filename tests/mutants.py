@@ -3450,6 +3450,20 @@ MUTANTS = [
         "test_mechanisms.py -k newest_checkpoint",
     ),
     Mutant(
+        "weights to start with may not move",
+        "utils/run/record.py",
+        'PATHS = ("dataset", "init_from", "weights")',
+        'PATHS = ("dataset", "init_from")',
+        "test_train_images.py -k moved_or_gone",
+    ),
+    Mutant(
+        "the folder of weights that was deleted is a name",
+        "scripts/train_images.py",
+        '"/" in given or given.endswith',
+        "given.endswith",
+        "test_train_images.py -k same_path_as_before",
+    ),
+    Mutant(
         "any argument may move",
         "utils/run/record.py",
         "name in PATHS and moved(was, value)",

@@ -554,6 +554,35 @@ def config(model="squeezenet1_1", classes=3):
     return dict(model=model, options={}, class_names=list("abcdefgh")[:classes])
 
 
+@pytest.mark.parametrize("flag", ["--weights", "--init_from"])
+def test_a_run_continues_where_its_first_weights_are_moved_or_gone(flag, photo_folder, tmp_path):
+    (tmp_path / "old" / "source").mkdir(parents=True)
+    weights.export(tmp_path / "old" / "source", small(), config())
+
+    def train(place, steps):
+        words = f"--dataset {photo_folder} {TINY} {flag} {place / 'source'} --num_workers 0"
+        run(None, IMAGES, f"{words} --max_train_steps {steps}", output_dir=place / "run")
+
+    train(tmp_path / "old", 1)
+    (tmp_path / "old").rename(tmp_path / "new")
+    train(tmp_path / "new", 2)
+    shutil.rmtree(tmp_path / "new" / "source")
+    train(tmp_path / "new", 3)
+    assert results(tmp_path / "new" / "run")["resumed_from"] == 2
+
+
+@pytest.mark.parametrize(
+    ("words", "path"),
+    [("--weights runs/a", "runs/a"), ("--weights a.pth", "a.pth"), ("--init_from a", "a")]
+    + [("--weights DEFAULT", None)],
+)
+def test_weights_that_are_gone_have_the_same_path_as_before(words, path, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "argv", ["train_images.py", "--dataset", "a", *words.split()])
+    parsed = load_script("train_images").parse_args().weights
+    assert parsed == (str(tmp_path / path) if path else "DEFAULT")
+
+
 @pytest.mark.parametrize("wrapped", [False, True])
 def test_reads_a_pth_and_replaces_a_head_of_another_size(wrapped, tmp_path, capsys):
     state = small(5).state_dict()

@@ -15,7 +15,8 @@ import torch
 from utils.run.files import read_json, write_json
 
 STARTS = 1000  # which args.json lists, besides the first one
-PATHS = ("dataset", "init_from")  # arguments that may be paths: compared as absolute paths
+# Arguments that may be paths: compared as absolute paths.
+PATHS = ("dataset", "init_from", "weights")
 FLAGS = {"image_column": "columns", "label_column": "columns"}  # if it is not --name
 # Dense bf16 (before Ampere: fp16) TFLOPS of the tensor cores, summed in float32, of SXM modules and
 # cards. From NVIDIA's data sheets, which often show twice as much, for sparse matrices (that of the
@@ -51,7 +52,7 @@ def comparable(arguments):
     values = {name: value for name, value in arguments.items() if isinstance(value, plain)}
     for name in PATHS:
         path = values.get(name)
-        # A dataset may also be a Hub id.
+        # A dataset may also be a Hub id, and weights a name.
         if path is not None and (name == "init_from" or Path(path).exists()):
             values[name] = str(Path(path).resolve())
     return values

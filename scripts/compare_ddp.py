@@ -80,6 +80,7 @@ from utils.run.guard import Guard
 from utils.run.measurements import Measurements, clock
 from utils.run.metrics import memory_bytes
 from utils.run.record import topology
+from utils.run.stacks import place
 
 PAIRS = {"replicated": "replicated_single", "ddp": "ddp_single"}  # W processes: one process
 RUNS = [name for pair in PAIRS.items() for name in pair]
@@ -186,6 +187,7 @@ def train(accelerator, name, data, args, should_stop):
     losses, record, start_time = [], {}, time.perf_counter()
     while len(losses) < total_steps:
         for batch in map(split.batch, batches):
+            place.moved(len(losses) + 1)
             loss = F.cross_entropy(model(normalize(batch["images"], mean, std)), batch["labels"])
             accelerator.backward(loss)
             optimizer.step()
@@ -262,8 +264,13 @@ def train_all(accelerator, run, data, args, guard):
 
 def steps_of(name, split, args):
     """The number of optimizer steps of the run `name`."""
-    steps = epochs_of(name, args) * (len(split) // args.batch_size)
+    steps = epochs_of(name, args) * epoch_steps(split, args)
     return min(steps, args.max_train_steps or steps)
+
+
+def epoch_steps(split, args):
+    """The number of optimizer steps of an epoch, which is the same in all runs."""
+    return len(split) // args.batch_size
 
 
 def batch_of(name, processes, args):
@@ -379,18 +386,19 @@ def max_relative_difference(tensors, expected):
 # ------------------------------------------------------------------------------------- table, plot
 
 
-def row_of(name, record, processes, args):
+def row_of(name, record, processes, steps_per_epoch, args):
     """The row of the table for a run, as a dict."""
     used, batch = processes if name in PAIRS else 1, batch_of(name, processes, args)
-    epochs, losses = epochs_of(name, args), record["losses"]
-    last_epoch = -(-losses.shape[1] // epochs)  # its number of steps
+    losses = record["losses"]
+    steps = losses.shape[1]
     return {
         "processes": used,
         "batch_per_process": batch,
         "effective_batch": batch * used,
-        "epochs": epochs,
-        "steps": losses.shape[1],
-        "final_loss": losses[:, -last_epoch:].mean().item(),  # of all processes
+        "epochs": round(steps / steps_per_epoch, 3),
+        "steps": steps,
+        # Of all processes, over the last epoch: all steps of a run that is shorter than that.
+        "final_loss": losses[:, -steps_per_epoch:].mean().item(),
         "seconds": record["seconds"].item(),
     }
 
@@ -404,7 +412,7 @@ def table(rows):
     for name, row in rows.items():
         line = (
             f"{name:17}  {row['processes']:9}  {row['batch_per_process']:10}  "
-            f"{row['effective_batch']:6}  {row['epochs']:6}  {row['steps']:5}  "
+            f"{row['effective_batch']:6}  {row['epochs']:6g}  {row['steps']:5}  "
             f"{row['final_loss']:10.4f}  {row['seconds']:7.1f}"
         )
         if "speed_up" in row:
@@ -506,12 +514,12 @@ def main():
             "peak_memory_bytes": memory_bytes(accelerator.device),
             "resumed_from": resumed_from,
         }
-        conclude(run, args, results)
+        conclude(run, epoch_steps(split, args), args, results)
     wait_for_all(accelerator)  # a scheduler may stop the other machines when one exits
     accelerator.end_training()
 
 
-def conclude(run, args, results):
+def conclude(run, steps_per_epoch, args, results):
     """Compares the runs of each pair, and writes the log, the plot and the results.
 
     Args:
@@ -522,7 +530,8 @@ def conclude(run, args, results):
     """
     processes = results["num_processes"]
     records = {name: load_file(run.path / f"{name}.safetensors") for name in RUNS}
-    rows = {name: row_of(name, record, processes, args) for name, record in records.items()}
+    shape = (processes, steps_per_epoch, args)
+    rows = {name: row_of(name, record, *shape) for name, record in records.items()}
     pairs = {}
     for name, single in PAIRS.items():
         rows[name]["speed_up"] = rows[single]["seconds"] / rows[name]["seconds"]

@@ -2576,6 +2576,27 @@ MUTANTS = [
         "test_compare_ddp.py -k pairs",
     ),
     Mutant(
+        "a comparison has all the epochs that its flags allow",
+        "scripts/compare_ddp.py",
+        '"epochs": round(steps / steps_per_epoch, 3)',
+        '"epochs": epochs_of(name, args)',
+        "test_compare_ddp.py -k those_of_the_steps",
+    ),
+    Mutant(
+        "the final loss of a comparison is that of its last two steps",
+        "scripts/compare_ddp.py",
+        "losses[:, -steps_per_epoch:]",
+        "losses[:, -2:]",
+        "test_compare_ddp.py -k those_of_the_steps",
+    ),
+    Mutant(
+        "a comparison makes no progress",
+        "scripts/compare_ddp.py",
+        "            place.moved(len(losses) + 1)\n",
+        "",
+        "test_compare_ddp.py -k each_step_is_progress",
+    ),
+    Mutant(
         "all-reduce sends once",
         "scripts/predict_scaling.py",
         "2 * (processes - 1) * latency",

@@ -6,9 +6,11 @@ They also check that it would notice a difference.
 import json
 import os
 import signal
+from types import SimpleNamespace
 
 import pytest
-from conftest import Started, metrics, results, run, status
+import torch
+from conftest import Started, load_script, metrics, results, run, status
 from PIL import Image
 from safetensors.torch import load_file
 
@@ -74,6 +76,32 @@ def test_table_and_plot(compared):
         assert done.stdout.count(f"\n{name} ...") == 1
         assert [line["step"] for line in metrics(folder, name)] == [1, 6, 11, 16, 21]
     assert Image.open(folder / "loss_curves.png").width > 800
+
+
+@pytest.mark.parametrize(
+    ("steps", "epochs", "final_loss"), [(4, 0.4, 2.5), (10, 1, 5.5), (25, 2.5, 20.5)]
+)
+def test_epochs_and_final_loss_are_those_of_the_steps(steps, epochs, final_loss):
+    args = SimpleNamespace(batch_size=64, epochs=5, ddp_epochs=2)
+    record = {"losses": torch.arange(1.0, steps + 1)[None], "seconds": torch.ones(1)}
+    script = load_script("compare_ddp")
+    row = script.row_of("ddp_single", record, 2, 10, args)
+    assert (row["steps"], row["epochs"], row["final_loss"]) == (steps, epochs, final_loss)
+    assert f"  {epochs:6g}  {steps:5}  " in script.table({"ddp_single": row})
+
+
+def test_each_step_is_progress():
+    script, steps = load_script("compare_ddp"), []
+    args = SimpleNamespace(dataset="synthetic", batch_size=8, ddp_epochs=1, max_train_steps=3)
+    args.seed, args.lr, args.momentum, args.proof_steps = 0, 0.1, 0.9, 1
+
+    def should_stop(step, *_):
+        steps.append((script.place.step, step))
+
+    data = script.load_arrays("synthetic", seed=0)
+    accelerator = SimpleNamespace(device=torch.device("cpu"), backward=lambda loss: loss.backward())
+    script.train(accelerator, "ddp_single", data, args, should_stop)
+    assert steps == [(1, 1), (2, 2), (3, 3)]
 
 
 def test_one_process_compares_with_itself(tmp_path):

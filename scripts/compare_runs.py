@@ -39,11 +39,16 @@ def read_run(folder):
     """
     folder = Path(folder)
     record, path = read_json(folder / "args.json"), folder / "metrics.jsonl"
+    try:  # other projects have files of this name, too
+        arguments, batch_size = record["arguments"], record["arguments"]["batch_size"]
+        launched = {name: record["topology"][name] for name in ("processes", "mixed_precision")}
+    except (KeyError, TypeError):
+        record = None
     if record is None or not path.exists():
         raise UserError(
-            f"{folder} is not the folder of a run: it needs args.json and metrics.jsonl"
+            f"{folder} is not the folder of a run: it needs args.json and metrics.jsonl of a "
+            "training script"
         )
-    batch_size = record["arguments"]["batch_size"]
     columns = {name: [np.empty(0)] for name in ("step", "loss", "step_seconds")}
     evaluated = {"val": [], "test": []}
     for split, lines in plots.read_parts(path, ("train", *evaluated)):
@@ -60,8 +65,7 @@ def read_run(folder):
     passed = np.interp(steps, np.append(0, step), np.append(0, seconds)).tolist()
     for line, so_far in zip(evaluations, passed, strict=True):
         line |= {"samples": line["step"] * batch_size, "seconds": so_far}
-    launched = {name: record["topology"][name] for name in ("processes", "mixed_precision")}
-    arguments = record["arguments"] | launched
+    arguments |= launched
     return dict(name=folder.name, arguments=arguments, train=train, evaluations=evaluations)
 
 

@@ -3324,6 +3324,13 @@ MUTANTS = [
         "test_continue.py -k another_script",
     ),
     Mutant(
+        "the folder of another project ends with a traceback",
+        "scripts/compare_runs.py",
+        "    except (KeyError, TypeError):\n        record = None",
+        "    except IndexError:\n        record = None",
+        "test_compare_runs.py -k another_project",
+    ),
+    Mutant(
         "the best evaluation is that with the highest metric",
         "scripts/compare_runs.py",
         '(*manifest.rank(line["score"],',

@@ -105,6 +105,15 @@ def test_bad_input_is_one_line(arguments, says, tmp_path):
     assert not (tmp_path / "out").exists()
 
 
+@pytest.mark.parametrize(
+    "record", [{"arguments": {"lr": 1}}, {"arguments": {"batch_size": 1}}, {"arguments": 3}, [], 3]
+)
+def test_the_folder_of_another_project_is_one_line(record, tmp_path):
+    (made_run(tmp_path / "run") / "args.json").write_text(json.dumps(record))
+    with pytest.raises(UserError, match="run is not the folder of a run"):
+        load_script("compare_runs").read_run(tmp_path / "run")
+
+
 def test_nothing_in_common(tmp_path):
     script = load_script("compare_runs")
     runs = [script.read_run(made_run(tmp_path / name)) for name in "ab"]

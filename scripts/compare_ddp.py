@@ -530,8 +530,10 @@ def conclude(run, steps_per_epoch, args, results):
     """
     processes = results["num_processes"]
     records = {name: load_file(run.path / f"{name}.safetensors") for name in RUNS}
-    shape = (processes, steps_per_epoch, args)
-    rows = {name: row_of(name, record, *shape) for name, record in records.items()}
+    rows = {
+        name: row_of(name, record, processes, steps_per_epoch, args)
+        for name, record in records.items()
+    }
     pairs = {}
     for name, single in PAIRS.items():
         rows[name]["speed_up"] = rows[single]["seconds"] / rows[name]["seconds"]

@@ -438,7 +438,7 @@ MUTANTS = [
     Mutant(
         "DDP refuses an unused parameter with a traceback",
         "utils/run/ddp.py",
-        "    if isinstance(model, DistributedDataParallel) and not looks:",
+        "    if in_ddp and not (model.find_unused_parameters or model.static_graph):",
         "    if False:",
         "test_mechanisms.py -k unused_parameter_in_one_line",
     ),

@@ -295,6 +295,11 @@ def test_the_parts_of_a_model_may_be_on_several_devices(monkeypatch):
     assert moved == [torch.device("cpu")] * 4  # the sum of each part is moved to the first
 
 
+def test_the_checksum_of_a_single_parameter_is_the_sum_of_its_bits():
+    weight = torch.tensor([3, 5], dtype=torch.int32).view(torch.float32)
+    assert guard.checksum(nn.ParameterList([weight])) == 8
+
+
 @pytest.mark.parametrize("size", [1, 2])
 @pytest.mark.parametrize("signal_at", [1, 2, 3, 4])
 @pytest.mark.parametrize("save_every", [1, 2])

@@ -65,13 +65,13 @@ def _check_gradients(model):
     if not unused or isinstance(model, FSDPModule):
         return
     line = f"no gradient reaches {unused[0]} ({len(unused)} without): "
-    looks = getattr(model, "find_unused_parameters", False) or getattr(model, "static_graph", False)
-    if isinstance(model, DistributedDataParallel) and not looks:
+    in_ddp = isinstance(model, DistributedDataParallel)
+    if in_ddp and not (model.find_unused_parameters or model.static_graph):
         raise UserError(
             f"{line}remove or freeze what the loss does not use, or add DistributedDataParallel"
             "Kwargs(find_unused_parameters=True) to the kwargs_handlers of the Accelerator"
         )
-    if process.is_main() and not isinstance(model, DistributedDataParallel):
+    if process.is_main() and not in_ddp:
         notice(f"{line}several processes with DDP would refuse this model")
 
 

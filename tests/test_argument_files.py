@@ -50,6 +50,7 @@ def test_a_file_has_a_flag_and_its_value_on_each_line(parse, tmp_path):
         ("--prompt '#3' #4", "#3"),
         ("--prompt a'#'b#c\t# x", "a#b#c"),
         ("--prompt=a#b", "a#b"),
+        ("--prompt 0XFF", "0XFF"),
     ],
 )
 def test_a_comment_begins_where_a_word_could(line, value, parse, tmp_path):

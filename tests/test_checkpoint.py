@@ -356,10 +356,11 @@ def test_what_no_checkpoint_could_give_back_is_refused_at_the_start():
     accelerator._custom_objects = [Registered(values=plain, size=torch.Size([1]))]
     checkpoint.check_objects(accelerator)
     values = [np.zeros(3), np.float64(1), deque([1]), Path("a"), [{"a": (np.ones(1),)}]]
-    for value in values:
+    names = ["ndarray", "float64", "deque", type(Path("a")).__name__, "ndarray"]
+    for value, name in zip(values, names, strict=True):
         accelerator._custom_objects[1:] = [Registered(value=value)]
         with pytest.raises(
-            UserError, match=r"the registered Registered has a .*, and no checkpoint"
+            UserError, match=f"the registered Registered has a {name}, and no checkpoint"
         ):
             checkpoint.check_objects(accelerator)
         with pytest.raises(pickle.UnpicklingError):  # or it would be wrong to refuse it

@@ -4,6 +4,7 @@
 import argparse
 import json
 import math
+import shlex
 import shutil
 import sys
 import threading
@@ -535,7 +536,8 @@ def test_the_processes_decide_by_the_score_of_the_first(world):
         )
 
     nan = math.nan
-    for values in ([(0.5, 2.0), (0.5 + 1e-7, 2.0)], [(torch.tensor(0.5), None)] * 2):
+    close = [(0.5, 0.0), (0.5 + 1e-7, 1e-12)]
+    for values in (close, [(torch.tensor(0.5), None)] * 2):
         first = [None if value is None else float(value) for value in values[0]]
         assert agree(values) == [first, first]
     for values in ([(0.5, None), (0.6, None)], [(0.5, 2.0), (0.5, 2.1)], [(nan, 1.0), (0.5, 1.0)]):
@@ -705,6 +707,23 @@ def test_a_card_that_fails_costs_a_warning(tmp_path, calls, capsys, monkeypatch)
     output = capsys.readouterr()
     assert "warning: the model card README.md is missing" in output.err
     assert output.out.count("done: ") == 2 and "next" not in output.out
+
+
+def test_the_next_command_can_be_copied_into_a_shell(tmp_path, calls, capsys, monkeypatch):
+    run, _ = started(tmp_path / "my run")
+    run.finish(14)
+    monkeypatch.setattr(sys, "argv", [str(tmp_path / "train_it.py")])
+    (tmp_path / "look.py").touch()
+    run.close(f"look.py {run.path} --words more")
+    words = ["next:", "python", f"{tmp_path}/look.py", f"{tmp_path}/my run", "--words", "more"]
+    assert shlex.split(capsys.readouterr().out.splitlines()[-1]) == words
+
+
+def test_a_run_starts_only_with_a_schedule_that_it_can_recompute(tmp_path, calls):
+    run = new_run(tmp_path)
+    run.open(PLAN)
+    with pytest.raises(UserError, match="takes a prepared LambdaLR"):
+        run.start(SimpleNamespace())
 
 
 def test_another_process_writes_nothing(tmp_path, calls, capsys):

@@ -295,9 +295,19 @@ def test_the_parts_of_a_model_may_be_on_several_devices(monkeypatch):
     assert moved == [torch.device("cpu")] * 4  # the sum of each part is moved to the first
 
 
-def test_the_checksum_of_a_single_parameter_is_the_sum_of_its_bits():
-    weight = torch.tensor([3, 5], dtype=torch.int32).view(torch.float32)
-    assert guard.checksum(nn.ParameterList([weight])) == 8
+@pytest.mark.parametrize(
+    ("integers", "dtype"),
+    [
+        (torch.int8, torch.float8_e4m3fn),
+        (torch.int16, torch.bfloat16),
+        (torch.int32, torch.float32),
+        (torch.int64, torch.float64),
+    ],
+)
+def test_the_checksum_of_a_single_parameter_is_the_sum_of_its_bits(integers, dtype):
+    weight = torch.tensor([3, 5], dtype=integers).view(dtype)
+    model = nn.ParameterList([nn.Parameter(weight, requires_grad=False)])
+    assert guard.checksum(model) == 8
 
 
 @pytest.mark.parametrize("size", [1, 2])
@@ -325,9 +335,19 @@ def test_a_check_does_not_swallow_a_signal(size, signal_at, save_every, processe
 def test_processes_with_different_weights_are_told_once(dtype, processes, monkeypatch, capsys):
     monkeypatch.setattr(guard, "DistributedDataParallel", nn.Linear)
 
+    ranks, tellers = {}, []
+    real_notice = guard.notice
+
+    def notice(line):
+        tellers.append(ranks[threading.get_ident()])
+        real_notice(line)
+
+    monkeypatch.setattr(guard, "notice", notice)
+
     def train(watched, rank, process):
-        model = nn.Linear(2, 2).to(dtype)
-        for change in (0, rank * torch.finfo(dtype).eps, 0):  # the last bit
+        ranks[threading.get_ident()] = rank
+        model, last_bit = nn.Linear(2, 2).to(dtype), torch.finfo(dtype).eps
+        for change in (0, rank * last_bit, rank * last_bit):
             for weight in model.parameters():
                 weight.data.fill_(1.0).add_(change)
             watched.should_stop(1, [torch.tensor(1.0)], ids_of(1))
@@ -338,6 +358,7 @@ def test_processes_with_different_weights_are_told_once(dtype, processes, monkey
     processes(2, train)
     assert (1, True, True) in said and (0, False, False) in said
     assert capsys.readouterr().err.count("the processes have different weights") == 1
+    assert tellers == [0]
     monkeypatch.setattr(guard, "DistributedDataParallel", nn.Conv2d)
     processes(2, train)  # parts of a model differ
     assert "different" not in capsys.readouterr().err

@@ -246,7 +246,7 @@ def test_an_evaluation_of_averaged_weights_shows_the_trained_ones_too(monkeypatc
     monkeypatch.setattr("utils.ema.broadcast", sent.append)
     gathering.num_processes, gathering._left = 2, 6
     script.evaluate(gathering, model, ema, loader, iter, ZERO, ONE)
-    assert len(sent) == len(list(average.buffers()))
+    assert all(one is other for one, other in zip(sent, average.buffers(), strict=True))
 
 
 def test_unreadable_images_do_not_count():

@@ -778,8 +778,8 @@ class Counting(torch.nn.Module):
     def __init__(self, persistent):
         super().__init__()
         self.layer, self.unused = torch.nn.Linear(2, 2), torch.nn.Linear(2, 2)
-        self.register_buffer("calls", torch.zeros(()), persistent=persistent)
         self.register_buffer("cache", torch.empty(0), persistent=False)
+        self.register_buffer("calls", torch.zeros(()), persistent=persistent)
 
     def forward(self, x):
         self.calls += 1
@@ -801,6 +801,13 @@ def test_the_warm_up_names_what_a_restart_or_ddp_would_not_take(persistent, caps
     assert "no gradient" not in capsys.readouterr().err
 
 
+def test_the_shards_of_a_model_may_have_no_gradient(monkeypatch, capsys):
+    monkeypatch.setattr(ddp, "FSDPModule", Counting)
+    model = Counting(True)
+    ddp.warm_up(model, lambda: model(torch.ones(3, 2)).sum())
+    assert capsys.readouterr().err == ""
+
+
 def test_ddp_refuses_an_unused_parameter_in_one_line(capsys):
     torch.distributed.init_process_group(
         "gloo", store=torch.distributed.HashStore(), rank=0, world_size=1
@@ -820,14 +827,17 @@ def test_ddp_refuses_an_unused_parameter_in_one_line(capsys):
     assert "no gradient" not in capsys.readouterr().err
 
 
-def test_the_warm_up_of_two_models_leaves_no_gradient_in_either():
+def test_the_warm_up_of_two_models_leaves_no_gradient_in_either(monkeypatch):
     """The loss of the generator of a GAN has gradients for the discriminator, too."""
+    watched = []
+    monkeypatch.setattr(ddp.pace, "watch", watched.append)
     models = [torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.BatchNorm1d(2)) for _ in range(2)]
     before = [{k: v.clone() for k, v in model.state_dict().items()} for model in models]
     ddp.warm_up(tuple(models), lambda: models[1](models[0](torch.randn(4, 2))).sum())
     for model, values in zip(models, before, strict=True):
         assert all(weight.grad is None for weight in model.parameters())
         assert all(torch.equal(value, values[k]) for k, value in model.state_dict().items())
+    assert watched == models[:1]  # only the time of its passes is measured
 
 
 def test_a_known_failure_is_one_line_also_where_all_processes_hear_of_it(capsys):

@@ -26,13 +26,13 @@ def test_only_paths_to_data_become_absolute(tmp_path, monkeypatch):
     (tmp_path / "link").symlink_to("data")
     arguments = {"dataset": "link", "init_from": "w.pth", "output_dir": "data", "lr": 0.1}
     arguments |= {"seed": 3, "compile": False, "eval_every": None, "tuple": (1, 2), "call": print}
-    absolute = {"dataset": str(tmp_path / "data"), "init_from": str(tmp_path / "w.pth")}
+    arguments["weights"] = "link"
+    absolute = {name: str(tmp_path / "data") for name in ("dataset", "weights")}
+    absolute["init_from"] = str(tmp_path / "w.pth")
     plain = {"output_dir": "data", "lr": 0.1, "seed": 3, "compile": False, "eval_every": None}
     assert record.comparable(arguments) == absolute | plain
-    assert record.comparable({"dataset": "uoft-cs/cifar10", "init_from": None}) == {
-        "dataset": "uoft-cs/cifar10",
-        "init_from": None,
-    }
+    names = {"dataset": "uoft-cs/cifar10", "init_from": None, "weights": "DEFAULT"}
+    assert record.comparable(names) == names
     assert arguments["dataset"] == "link"
 
 

@@ -121,7 +121,7 @@ def test_the_state_of_shards_is_copied_once(monkeypatch):
             **vars(ALONE) | {"is_fsdp2": True}, state=SimpleNamespace(fsdp_plugin=plugin)
         )
     )
-    assert not fsdp_utils._prepare_sd_options(plugin).cpu_offload
+    assert fsdp_utils._prepare_sd_options(plugin).cpu_offload is False
 
 
 def test_shards_are_copied_too(tmp_path, writer):

@@ -748,13 +748,13 @@ def parse_args():
         raise UserError(
             "--streaming needs --max_train_steps, and cannot be combined with --overfit_batch"
         )
-    args.sources, args.weights = args.dataset, args.mixture
+    args.sources, args.shares = args.dataset, args.mixture
     # What a run continues with; its shares, too.
     args.dataset = shlex.join(args.sources) if args.mixture else args.sources[0]
     args.mixture = args.mixture and " ".join(map(str, args.mixture))
-    if len(args.sources) != len(args.weights or [1]):
+    if len(args.sources) != len(args.shares or [1]):
         raise UserError(
-            f"--dataset has {len(args.sources)} data sets and --mixture {len(args.weights or [])} "
+            f"--dataset has {len(args.sources)} data sets and --mixture {len(args.shares or [])} "
             "shares: give one share for each, such as --dataset a b --mixture 0.7 0.3"
         )
     if args.mixture and (args.overfit_batch or not args.max_train_steps):

@@ -1,5 +1,6 @@
 """Language models: the loss is the model's own, and packed documents do not see each other."""
 
+import contextlib
 import copy
 import json
 from types import SimpleNamespace
@@ -89,6 +90,7 @@ def test_the_loss_and_its_gradients_are_the_models_own(name, size, monkeypatch):
     """In chunks of one, of five positions and of all."""
     monkeypatch.setattr(lm_loss, "LOGITS", size * VOCABULARY)
     tokens, model, own = document(), build(name), build(name, chunked=False)
+    tokens[0, 9] = 0  # a token like any other
     # That of OPT takes its hidden states from a part of the backbone.
     assert model.own_loss == (name == "opt")
     loss = model(**batch(tokens))
@@ -152,9 +154,11 @@ def test_the_start_check_accepts_every_architecture_and_leaves_it_as_it_was(name
     before = model.config.to_dict()
     packed = causal_lm.can_pack(model.config)
     assert packed == (name in PACKED)
-    lm_loss.check(Accelerator(cpu=True), model, packed)
-    assert model.own_loss == (name == "opt")
-    assert not model.training and model.config.to_dict() == before
+    for training in (False, True):  # with dropout, in GPT-2 and OPT
+        model.train(training)
+        lm_loss.check(Accelerator(cpu=True), model, packed)
+        assert model.own_loss == (name == "opt")
+        assert model.training == training and model.config.to_dict() == before
 
 
 def test_a_model_whose_masks_ignore_positions_cannot_be_packed():
@@ -247,6 +251,14 @@ def test_the_largest_logits_are_those_of_a_chunk(monkeypatch):
     inputs["targets"][:, ::4] = -100
     model(**inputs).backward()
     assert max(seen) == 5 and sum(seen) == 2 * 12  # computed again for the backward pass
+    seen.clear()
+    with torch.no_grad():
+        model(**inputs)
+    assert max(seen) == 5 and sum(seen) == 12
+    seen.clear()
+    monkeypatch.setattr(lm_loss, "LOGITS", 12 * VOCABULARY)
+    model(**inputs).backward()
+    assert seen == [12]  # a single chunk is kept
 
 
 def test_the_losses_of_blocks_are_those_of_each_alone(monkeypatch):
@@ -266,6 +278,103 @@ def test_the_losses_of_blocks_are_those_of_each_alone(monkeypatch):
     assert torch.allclose(model.lm_head.weight.grad, gradient, atol=1e-5)
     inputs["targets"] = torch.full_like(inputs["targets"], -100)
     assert model(**inputs, per_block=True)[1].tolist() == [0, 0]
+
+
+def test_a_models_own_loss_is_not_that_of_each_block():
+    model, inputs = build("opt"), batch(torch.cat([document(), document().flip(1)]))
+    total, losses = model(**inputs, per_block=True)
+    assert total.item() == model(**inputs).item() and losses.dtype == torch.float32
+    assert losses.shape == (2,) and losses.isnan().all()
+    inputs["targets"] = torch.full_like(inputs["targets"], -100)
+    inputs["targets"][0, 3] = 7
+    alone = model(**inputs).item()  # of a single target
+    inputs["targets"][0, 5] = 9
+    assert model(**inputs).item() > alone
+
+
+@pytest.mark.parametrize("own_loss", [False, True])
+def test_flash_attention_is_given_all_blocks_in_one_row(own_loss, monkeypatch):
+    """There positions tell packed documents apart in a batch of one row only."""
+    model, inputs = build("llama"), batch(torch.cat([document(), document().flip(1)]))
+    inputs["position_ids"] = inputs["position_ids"].repeat(2, 1)
+    model.own_loss = own_loss
+    expected, losses = model(**inputs), model(**inputs, per_block=True)[1]
+    rows, forward = [], model.base_model.forward
+
+    def look(*args, **kwargs):
+        rows.append((kwargs["input_ids"].shape, kwargs["position_ids"].shape))
+        return forward(*args, **kwargs)
+
+    model.base_model.forward = look
+    kinds = {None: False, "sdpa": False, "flash_attention_2": True}
+    for attention, flattens in kinds.items():
+        config = SimpleNamespace(_attn_implementation=attention)
+        assert lm_loss._flattens(SimpleNamespace(config=config)) == flattens
+    monkeypatch.setattr(lm_loss, "_flattens", lambda causal: True)
+    assert model(**inputs).item() == pytest.approx(expected.item(), rel=1e-6)
+    assert rows == [((1, 32), (1, 32))]
+    total, again = model(**inputs, per_block=True)
+    assert total.item() == pytest.approx(expected.item(), rel=1e-6)
+    assert own_loss or again.tolist() == pytest.approx(losses.tolist(), rel=1e-5)
+
+
+def test_whether_a_model_computes_logits_is_known_in_any_precision_and_place():
+    for move in (dict(dtype=torch.bfloat16), dict(device="meta")):
+        model = build("llama", chunked=False).to(**move)
+        lm_loss.chunk_loss(model)
+        assert not model.own_loss
+    model.get_output_embeddings = lambda: None
+    lm_loss.chunk_loss(model)
+    assert model.own_loss
+
+
+def test_a_small_batch_has_two_documents():
+    def small(vocabulary):
+        config = transformers.LlamaConfig(**{**SMALL, "vocab_size": vocabulary})
+        inside = SimpleNamespace(config=config)
+        wrapped = SimpleNamespace(get_base_model=lambda: inside)
+        accelerator = SimpleNamespace(unwrap_model=lambda model: wrapped, device="meta")
+        assert all(v.device.type == "meta" for v in lm_loss.small_batch(accelerator, None).values())
+        accelerator.device = "cpu"
+        return lm_loss.small_batch(accelerator, None)
+
+    one, two = small(VOCABULARY), small(3)
+    assert one["position_ids"].tolist() == [[*range(5), *range(11)]]
+    assert (one["targets"] == -100).nonzero().tolist() == [[0, 4]]  # not of another document
+    following = one["input_ids"][:, 1:]
+    assert ((one["targets"][:, :-1] == following) | (one["targets"][:, :-1] == -100)).all()
+    assert two["input_ids"].max() < 3 and two["input_ids"].unique().numel() > 1
+    assert all(torch.equal(value, small(VOCABULARY)[name]) for name, value in one.items())
+
+
+@pytest.mark.parametrize(
+    ("precision", "dtype", "error", "refused"),
+    [
+        ("no", torch.float32, 1e-5, False),
+        ("no", torch.float32, 1e-3, True),
+        ("bf16", torch.float32, 1e-3, False),
+        ("no", torch.bfloat16, 1e-3, False),
+        ("bf16", torch.bfloat16, 0.1, True),
+    ],
+)
+def test_packed_documents_have_the_loss_that_they_have_alone_but_for_rounding(
+    precision, dtype, error, refused
+):
+    model = build("llama").to(dtype)
+    forward = model.forward
+
+    def off(**inputs):  # where two documents are in a block
+        return forward(**inputs) * (1 + error * (inputs["input_ids"].shape[1] == 16))
+
+    model.forward = off
+    accelerator = SimpleNamespace(num_processes=1, mixed_precision=precision, device="cpu")
+    accelerator.unwrap_model, accelerator.is_main_process = lambda model: model, True
+    lm_loss.check(accelerator, model, packed=False)
+    outcome = contextlib.nullcontext()
+    if refused:
+        outcome = pytest.raises(UserError, match=r"LlamaForCausalLM with .* attend to each other")
+    with outcome:
+        lm_loss.check(accelerator, model, packed=True)
 
 
 def test_a_batch_without_targets_has_a_loss_of_zero_and_gradients():

@@ -162,7 +162,7 @@ def test_turns_in_any_order(turns, expected, tokenizer):
 
 @pytest.mark.parametrize("turns", [["u hi"], ["a hello"], ["u hi", "a  "], ["s x", "u y"]])
 def test_conversations_without_an_answer(turns, tokenizer):
-    assert encode(tokenizer, say(*turns)) == []
+    assert encode(tokenizer, say(*turns)) == encode(tokenizer, say(*turns), PARTS) == []
 
 
 def test_everything_is_learned_if_asked(tokenizer):
@@ -184,7 +184,10 @@ def test_only_the_completion_is_learned(tokenizer):
 # Templates of transformers that read a text only, or only parts of a content.
 TRIMMED = CHATML.replace("m['content']", "(m['content'] | string | trim)")
 STRINGS = CHATML.replace("m['content']", "(m['content'] if m['content'] is string else '')")
-PARTS = CHATML.replace("m['content']", "(m['content'] | map(attribute='text') | join)")
+PARTS = CHATML.replace(
+    "m['content']",
+    "(m['content'] | selectattr('type', 'equalto', 'text') | map(attribute='text') | join)",
+)
 
 
 @pytest.mark.parametrize("template", [CHATML, TRIMMED, STRINGS, PARTS])
@@ -205,6 +208,18 @@ def test_a_content_is_a_text_or_parts_of_one(template, tokenizer):
     assert prompt == expected[: len(prompt)] and "assistant\n" in tokenizer.decode(prompt)
 
 
+@pytest.mark.parametrize("template", [CHATML, PARTS])
+def test_an_answer_may_be_a_call_of_a_tool_without_a_text(template, tokenizer):
+    calls = "{{ m.tool_calls[0].name if m.tool_calls }}<|im_end|>"
+    template = template.replace("m['content']", "(m['content'] or '')", 1).replace(
+        "'<|im_end|>\n' }}", "'' }}" + calls
+    )
+    call = dict(role="assistant", content=None, tool_calls=[dict(name="weather")])
+    messages = [*say("u hi"), call, *say("t 20", "a hello")]
+    (document,) = encode(tokenizer, messages, template)
+    assert learned(tokenizer, document) == ["weather<|im_end|>", "hello<|im_end|>"]
+
+
 def test_tools_have_a_template_of_their_own():
     tokenizer = make_tokenizer()
     tokenizer.chat_template = {"default": CHATML, "tool_use": "{{ tools[0].name }}" + CHATML}
@@ -216,6 +231,11 @@ def test_tools_have_a_template_of_their_own():
         assert text_of(tokenizer, document).startswith(words)
     (document,) = encode(tokenizer, say("u hi", "a hello"), PLAIN, tools=[dict(name="weather")])
     assert text_of(tokenizer, document).startswith("user: hi")
+    tools = [dict(name="weather")]
+    (document,) = encode(tokenizer, say("u hi", "a hello"), tools=tools, loss_on=ALL)
+    assert text_of(tokenizer, document).startswith("weather<|im_start|>")
+    before = tokenizer.decode(document.tokens[: document.answer])
+    assert before.startswith("weather<|im_start|>") and before.endswith("assistant\n")
 
 
 def test_the_date_is_always_the_same(tokenizer, monkeypatch):
@@ -303,7 +323,7 @@ def test_a_text_begins_and_ends_once(kind, bos):
     inner = tokenizer("hello world", add_special_tokens=False).input_ids
     before = [tokenizer.bos_token_id] * bos
     assert document.tokens.tolist() == [*before, *inner, tokenizer.eos_token_id]
-    assert document.is_target is None and document.begins
+    assert document.is_target is None and document.begins and document.answer == -1
     # Of the segments of a text, only the first begins, and only the last ends.
     parts = texts(tokenizer, ["hello\n", "world\n", "what"])
     assert [part.begins for part in parts] == [True, False, False]
@@ -319,9 +339,10 @@ def test_a_prompt_and_its_completion():
     for kind in ("bytes", "spaces"):
         tokenizer = make_tokenizer(kind, True, bos_token="<s>")
         encoder = Encoder(tokenizer)
-        drafts = encoder.draft_completion("what?<|im_end|>", " hello", "row 0")
+        drafts = encoder.draft_completion("what?<|im_end|>", " hello<s>", "row 0")
         (document,) = encoder.encode(drafts)
-        assert learned(tokenizer, document)[0].strip() == "hello<|im_end|>"
+        assert learned(tokenizer, document)[0].strip() == "hello<s><|im_end|>"
+        assert (document.tokens == tokenizer.bos_token_id).sum() == 1
         assert document.tokens[0] == tokenizer.bos_token_id and not document.is_target[0]
         assert (document.tokens == tokenizer.eos_token_id).sum() == 1
         assert encoder.draft_completion("what?", " \n", "row 0") == []
@@ -339,11 +360,12 @@ def test_a_prompt_is_that_before_an_answer_or_the_beginning_of_a_text(bos):
     core = processors.TemplateProcessing(single=template, special_tokens=special)
     tokenizer.backend_tokenizer.post_processor = core
     encoder = Encoder(tokenizer)
-    (text,) = texts(tokenizer, ["hello world"])
-    assert encoder.encode_prompt("hello world", "text") == text.tokens[:-1].tolist()
-    (pair,) = encoder.encode(encoder.draft_completion("what?", "hello", "row 0"))
-    assert encoder.encode_prompt("what?", "prompt") == pair.tokens[: pair.answer].tolist()
+    (text,) = texts(tokenizer, ["hello<s> world"])
+    assert encoder.encode_prompt("hello<s> world", "text") == text.tokens[:-1].tolist()
+    (pair,) = encoder.encode(encoder.draft_completion("what?<s>", "hello", "row 0"))
+    assert encoder.encode_prompt("what?<s>", "prompt") == pair.tokens[: pair.answer].tolist()
     (chat,) = encode(tokenizer, say("u what?<|im_end|>", "a hello"))
+    assert tokenizer.decode(chat.tokens[:1]) == "<|im_start|>"  # the template begins as it likes
     expected = chat.tokens[: chat.answer].tolist()
     assert encoder.encode_prompt("what?<|im_end|>", "messages") == expected
     assert encoder.encode_prompt("", "text") == [tokenizer.bos_token_id] * bos
@@ -362,7 +384,9 @@ def test_bytes_are_those_that_the_targets_predict():
     (document,) = texts(tokenizer, ["öx"])  # its first token is one of two bytes
     assert document.bytes == 2
     (document,) = texts(make_tokenizer("bytes", True, bos_token="<s>"), ["hello wörld"])
-    assert document.bytes == 12
+    assert document.bytes == 12 and document.tokens.dtype == np.int32 and not document.quotes
+    (document,) = texts(tokenizer, ["hello<|im_end|>"])
+    assert document.quotes
     assert sum(part.bytes for part in texts(tokenizer, ["hello\n", "x\n"])) == 8 - len(first)
     dropping = make_tokenizer()  # blanks, as tokenizers of whole words do
     dropping.backend_tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()

@@ -164,6 +164,10 @@ def test_the_end_of_a_single_text_is_held_out(pack, tmp_path):
     text = "".join(f"line {number} of ä text\n" for number in range(100))
     path = write(tmp_path, **{"a_txt" if pack is bytes else "a_txt_gz": pack(text.encode())})
     kind, splits = load(path, val_fraction=0.25)
+    assert (
+        "val: the last 0.25 of the only document"
+        in find_documents(str(path), val_fraction=0.25).details
+    )
     (train,), (val,) = [[row["text"] for row in splits[split]] for split in ("train", "val")]
     assert train + val == text and train.endswith("\n")
     assert len(val) == pytest.approx(len(text) / 4, abs=30)
@@ -330,6 +334,12 @@ def test_synthetic_conversations_are_all_different_and_share_no_date():
     everything = dates["train"] + dates["val"]
     assert len(set(everything)) == len(everything) > 4000
     assert shapes == {"ua", "sua", "uaua", "suaua"}
+
+
+def test_a_stream_of_synthetic_conversations_has_those_of_seed_0():
+    stream = open_documents("synthetic")
+    assert (stream.kind, stream.asked, stream.details) == ("messages", "messages", [])
+    assert {split: list(rows) for split, rows in stream.splits.items()} == make_conversations(0)
 
 
 def test_all_ways_to_say_a_date_are_used():

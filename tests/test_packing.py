@@ -114,6 +114,7 @@ def test_conversations_keep_their_targets(packed, too_long, chunks):
     assert blocks.target_tokens == len(expected) and blocks.bytes is None
     assert blocks.tokens == (inputs != PAD).sum()
     assert blocks.block_targets.tolist() == learned.sum(1).tolist()
+    assert blocks.block_targets.dtype == np.int64
     if not packed:
         assert len(blocks) == len(lengths) - dropped - empty
 
@@ -150,13 +151,16 @@ def test_best_fit(size):
     assert len(best_fit(np.zeros(0, np.int64), size)) == 0
 
 
-def test_targets_are_counted_across_arrays():
-    stream, documents, is_target = make([5, 1, 1, 7, 2, 4], 3)
+@pytest.mark.parametrize("seed", range(10))
+def test_targets_are_counted_across_arrays(seed):
+    lengths = np.random.default_rng(seed).integers(1, 6, 12).tolist()
+    stream, documents, is_target = make(lengths, 6, seed)
     lengths = np.maximum(documents.lengths - 1, 0)
     expected = [
         is_target[s + 1 : s + 1 + n].sum() for s, n in zip(documents.starts, lengths, strict=True)
     ]
-    assert stream.count_targets(documents.starts + 1, lengths).tolist() == expected
+    counts = stream.count_targets(documents.starts + 1, lengths)
+    assert counts.tolist() == expected and counts.dtype == np.int64
     whole = [is_target[s : s + n].sum() for s, n in zip(*documents[:2], strict=True)]
     assert stream.count_targets(*documents[:2]).tolist() == whole
 
@@ -172,6 +176,7 @@ def test_prompts_end_where_the_last_answer_begins():
     assert answer == str([token for token in (24, 25) if is_target[token]])
     assert last == [35, 36]
     assert len(blocks.prompts(1)) == 1
+    assert blocks.first(1).prompts(5) == blocks.prompts(5)  # whatever is evaluated
 
 
 def test_prompts_of_a_text_are_its_first_tokens():

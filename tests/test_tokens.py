@@ -1,5 +1,6 @@
 """A data set as blocks of tokens: what is counted, cached and said."""
 
+import errno
 import json
 import os
 import pickle
@@ -210,6 +211,70 @@ def test_the_held_out_rows_are_chosen_by_the_seed():
     assert set(hold_out(rows, 0.1, 1).tolist()) != set(chosen.tolist())
     assert set(chosen.tolist()) < set(hold_out(rows, 0.2, 0).tolist())
     assert len(hold_out(rows[:4], 0.01, 0)) == len(hold_out(rows[:4], 0.99, 0)) == 1
+
+
+def test_what_is_read_and_packed_is_as_asked(tokenizer, tmp_path, monkeypatch):
+    asked, real = [], module.find_documents
+    monkeypatch.setattr(
+        module, "find_documents", lambda *name, **how: asked.append((name, how)) or real(*name)
+    )
+    path = chats(tmp_path / "a.jsonl")
+    alone = load_tokens(
+        path, tokenizer, 64, subset="de", val_fraction=0.25, seed=3, packed=False
+    ).splits
+    assert asked == [((path,), dict(subset="de", val_fraction=0.25, seed=3))]
+    assert (len(alone["train"]), len(alone["val"])) == (30, 10)  # a block for each
+    packed = load_tokens(path, tokenizer, 64, val_fraction=0.25, seed=3).splits
+    assert len(packed["train"]) < 30 and sorted(targets(packed["train"])) == sorted(
+        targets(alone["train"])
+    )
+
+
+def test_rows_are_tokenized_some_at_a_time(tokenizer, tmp_path, monkeypatch):
+    """As many as have so many characters, or so many rows."""
+    sizes, encode = [], Encoder.encode
+    monkeypatch.setattr(
+        Encoder, "encode", lambda self, drafts: sizes.append(len(drafts)) or encode(self, drafts)
+    )
+    rows = [{"text": "x" * 10}] * 9 + [{"text": ""}]
+    for characters, most, expected in ((30, 99, [3, 3, 3, 0]), (10**6, 4, [4, 4, 1])):
+        monkeypatch.setattr(module, "CHARACTERS_AT_ONCE", characters)
+        monkeypatch.setattr(module, "ROWS_AT_ONCE", most)
+        sizes.clear()
+        path = write(tmp_path / f"{most}.jsonl", rows)
+        blocks = load_tokens(path, tokenizer, 16, val_fraction=0).splits["train"]
+        assert sizes == expected and blocks.bytes > 0
+
+
+def test_a_cache_that_cannot_be_written_is_one_line(tokenizer, tmp_path, monkeypatch):
+    import datasets
+
+    def refuse(*_, **__):
+        try:
+            raise PermissionError(errno.EACCES, "Permission denied")
+        except OSError as error:
+            raise datasets.exceptions.DatasetGenerationError("no") from error
+
+    path = chats(tmp_path / "a.jsonl")
+    monkeypatch.setattr(datasets.Dataset, "from_generator", refuse)
+    with pytest.raises(UserError, match=f"cannot write tokens to {tmp_path}/cache: Permission"):
+        load_tokens(path, tokenizer, 64)
+
+    def fail(*_, **__):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(datasets.Dataset, "from_generator", fail)
+    with pytest.raises(OSError, match="No space left"):  # which failures.py knows
+        load_tokens(path, tokenizer, 64)
+
+
+def test_only_texts_without_an_end_are_said(tokenizer, tmp_path):
+    said = "the tokenizer has no end token: documents end without one"
+    path = write(tmp_path / "a.jsonl", [{"text": "the date"}] * 4)
+    assert said not in load_tokens(path, tokenizer, 16).details
+    assert said in load_tokens(path, make_tokenizer(eos_token=None), 16).details
+    path = chats(tmp_path / "b.jsonl")
+    assert said not in load_tokens(path, make_tokenizer(eos_token=None), 64).details
 
 
 def test_workers_get_the_name_of_a_file_instead_of_its_tokens(tokenizer, tmp_path):

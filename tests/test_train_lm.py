@@ -67,6 +67,30 @@ def test_evaluations_take_some_blocks_always_the_same_and_the_last_one_all(lm):
         assert [line[name] for line in others] == pytest.approx(expected, abs=1e-4), name
 
 
+class Losses(torch.nn.Module):
+    """The loss of each target is the token itself."""
+
+    def forward(self, targets, per_block=False, **_):
+        assert not self.training
+        losses = targets.clamp(min=0).sum(1).float()
+        return (losses.sum(), losses) if per_block else losses.sum()
+
+
+class Loader(list):
+    """Batches of `size` blocks each, on one of two processes."""
+
+    def __init__(self, batches, size, bytes=None):
+        super().__init__(batches)
+        self.total_batch_size = 2 * size
+        self.dataset = SimpleNamespace(bytes=bytes, target_tokens=0)
+
+
+def held_out(ids, targets):
+    targets = torch.tensor(targets)
+    empty = torch.zeros_like(targets)
+    return dict(input_ids=empty, position_ids=empty, targets=targets, ids=torch.tensor(ids))
+
+
 def test_a_model_with_its_own_loss_is_evaluated_without_a_standard_error():
     """It returns the sum of its losses, and not that of each block."""
     script = load_script("train_lm")
@@ -75,14 +99,133 @@ def test_a_model_with_its_own_loss_is_evaluated_without_a_standard_error():
         def forward(self, targets, per_block, **_):
             return 2.0 * (targets >= 0).sum(), torch.full((len(targets),), math.nan)
 
-    class Loader(list):
-        dataset, total_batch_size = SimpleNamespace(target_tokens=5, bytes=None), 2
-
-    batch = dict(input_ids=None, position_ids=None, ids=torch.arange(2))
-    batch["targets"] = torch.tensor([[1, 2, 3], [4, 5, -100]])
+    loader = Loader([held_out([0, 1], [[1, 2, 3], [4, 5, -100]])], 1)
+    loader.dataset.target_tokens = 5
     alone = SimpleNamespace(num_processes=1, process_index=0, reduce=lambda value, _: value)
-    found = script.evaluate(alone, Model(), {"a": Loader([batch])}, iter)
+    found = script.evaluate(alone, Model(), {"a": loader}, iter)
     assert found == {"loss": 2.0, "perplexity": math.exp(2), "tokens": 5}
+
+
+def test_each_held_out_target_counts_once_on_any_process():
+    """The second of two processes has blocks 1, 3 and, to fill the last batch up, 0 once more."""
+    script, model = load_script("train_lm"), Losses().train()
+    second = SimpleNamespace(num_processes=2, process_index=1, reduce=lambda value, _: value)
+
+    def loaders():
+        batches = [held_out([i], [row]) for i, row in ((1, [0, 2]), (3, [-100, 7]), (0, [5, 5]))]
+        one, two = Loader(batches, 1), Loader([held_out([2, 3], [[4, 0], [6, -100]])], 2)
+        one.dataset.target_tokens = two.dataset.target_tokens = 3
+        one.dataset.bytes = two.dataset.bytes = 4
+        return {"one": one, "two": two}
+
+    found = script.evaluate(second, model, loaders(), iter)
+    assert found["loss"] == pytest.approx(19 / 6) and found["tokens"] == 6
+    assert found["perplexity"] == pytest.approx(math.exp(19 / 6))
+    assert found["bits_per_byte"] == pytest.approx(19 / 8 / math.log(2))
+    assert (found["loss/one"], found["loss/two"]) == pytest.approx((9 / 3, 10 / 3))
+    assert found["loss_standard_error"] > 0 and model.training
+    one = loaders()["one"]
+    one.dataset.bytes = None
+    assert set(script.evaluate(second, model, {"one": one}, iter)) == {
+        "loss", "loss_standard_error", "perplexity", "tokens"
+    }  # fmt: skip
+    one = loaders()["one"]
+    one.dataset.target_tokens = 4
+    with pytest.raises(RuntimeError, match="evaluated 3 of 4 held-out targets"):
+        script.evaluate(second, model, {"one": one}, iter)
+
+
+def test_targets_are_counted_over_processes_and_never_none():
+    script, kinds = load_script("train_lm"), []
+    two = SimpleNamespace(reduce=lambda count, kind: kinds.append(kind) or 2 * count)
+    batches = [held_out([0], [[0, -100, 3]]), held_out([1], [[-100, -100, 1]])]
+    assert script.count_targets(two, batches).item() == 6
+    assert script.count_targets(two, [held_out([0], [[-100]])]).item() == 1
+    assert kinds == ["sum", "sum"]
+
+
+def test_each_source_has_its_share_of_the_evaluated_blocks():
+    script = load_script("train_lm")
+
+    class Blocks(list):
+        def select(self, indices):
+            return [self[i] for i in indices]
+
+    sets = {"many": Blocks(range(90)), "few": Blocks(range(10)), "one": Blocks([0])}
+    chosen = script.choose_blocks(sets, 20, seed=3)
+    assert {name: len(blocks) for name, blocks in chosen.items()} == dict(many=18, few=2, one=1)
+    assert chosen == script.choose_blocks(sets, 20, 3) != script.choose_blocks(sets, 20, 4)
+    assert script.choose_blocks(sets, 101, 3) == sets
+
+
+def test_prompts_are_those_of_each_source_in_turn_or_of_a_file(tmp_path, monkeypatch):
+    script, asked = load_script("train_lm"), []
+
+    class Encoder:
+        def __init__(self, tokenizer):
+            assert tokenizer == "tokenizer"
+
+        def encode_prompt(self, line, kind):
+            asked.append((line, kind))
+            return [len(line)]
+
+    monkeypatch.setattr(script, "Encoder", Encoder)
+    args = SimpleNamespace(prompts=None, kind="messages")
+    sets = {
+        name: SimpleNamespace(prompts=lambda count, name=name: [(name, i) for i in range(count)])
+        for name in "ab"
+    }
+    sets["c"] = SimpleNamespace(prompts=lambda count: [])
+    read = lambda: script.read_prompts("tokenizer", sets, args)  # noqa: E731
+    assert read() == [("a", 0), ("b", 0), ("a", 1)]
+    args.prompts = str(tmp_path / "prompts.txt")
+    for content, says in (
+        (None, "cannot be read: No such file"),
+        (b"caf\xe9", "cannot be read: not UTF-8"),
+        (b" \n", "is empty: give one prompt per line"),
+    ):
+        if content:
+            (tmp_path / "prompts.txt").write_bytes(content)
+        with pytest.raises(UserError, match=says):
+            read()
+    (tmp_path / "prompts.txt").write_text("who?\n\n höw\n")
+    assert read() == [([4], None), ([4], None)]
+    assert asked == [("who?", "messages"), (" höw", "messages")]
+
+
+def test_samples_show_the_prompt_the_answer_and_that_of_the_data(monkeypatch):
+    script = load_script("train_lm")
+
+    def generate(model, tokenizer, prompts, length):
+        assert (model, length, prompts) == ("model", script.SAMPLE_TOKENS, [[1], [2], [3]])
+        return [" yes ", "no", "yes"]
+
+    monkeypatch.setattr(script, "generate", generate)
+    tokenizer = SimpleNamespace(decode=lambda tokens, skip_special_tokens: f"prompt {tokens}")
+    prompts = [([1], "yes"), ([2], "yes "), ([3], "yes")]
+    assert script.share_of_exact("model", tokenizer, prompts) == pytest.approx(2 / 3)
+    prompts[1] = ([2], None)
+    assert script.show_samples("model", tokenizer, prompts) == (
+        "> prompt [1]\n yes \n(in the data: yes)\n> prompt [2]\nno\n"
+        "> prompt [3]\nyes\n(in the data: yes)\n"
+    )
+
+
+@pytest.mark.parametrize("part", ["model", "adapter"])
+def test_the_card_names_what_is_on_the_hub(part, tmp_path, monkeypatch):
+    script = load_script("train_lm")
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / part).mkdir()
+    (tmp_path / "mine").mkdir()
+    args = SimpleNamespace(model="a/b", from_scratch=False, sources=["mine", "synthetic", "c/d"])
+    card = script.describe_model(args, tmp_path)
+    assert card["metadata"] == {"base_model": "a/b", "datasets": ["c/d"]}
+    assert card["library"] == {"model": "transformers", "adapter": "peft"}[part]
+    assert f'from_pretrained("{part}")' in card["usage"] and f"`{part}`" in card["weights"]
+    args.from_scratch, args.sources = True, ["mine"]
+    assert script.describe_model(args, tmp_path)["metadata"] == {}
+    args.from_scratch, args.model = False, "mine"
+    assert script.describe_model(args, tmp_path)["metadata"] == {}
 
 
 @pytest.mark.slow

@@ -66,6 +66,7 @@ def _sum_of_losses(causal, targets, per_block, kwargs):
         kwargs, targets = _flat(kwargs), targets.flatten()[None]
     if causal.own_loss:
         number = (targets >= 0).sum().clamp(min=1)
+        targets = targets.contiguous()  # `transformers` calls `view`
         # A cache would make `transformers` forget that packed documents are several.
         own = {**kwargs, "use_cache": False, "labels": targets, "shift_labels": targets}
         total = causal.own_forward(**own).loss * number
@@ -91,8 +92,6 @@ def _sum_of_losses(causal, targets, per_block, kwargs):
         total = sum(
             recompute(_loss_of, causal, *part, outputs, use_reentrant=False) for part in parts
         )
-    if not parts:
-        total = hidden.sum().float()  # zero, with a gradient for DDP
     if experts:  # counts as often as there are targets, as the loss itself does
         routers = dict(router_logits=outputs.router_logits)
         balance = _logits_of(causal, hidden[None, :1], type(outputs), **routers)

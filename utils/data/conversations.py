@@ -180,7 +180,7 @@ class Encoder:
             UserError: the template refuses it, or there is none.
         """
         if kind != "messages":
-            draft = Draft([Part(text, True)], "the prompt", kind == "text", True, False)
+            draft = Draft([Part(text, True)], "the prompt", True, True, False)
         elif not self.chat_template:
             raise UserError("the tokenizer has no chat template: give --chat_template FILE")
         else:

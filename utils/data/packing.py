@@ -39,7 +39,7 @@ def sum_segments(first, values):
         first (int64 [documents]): the first segment of each.
         values (int64 [segments]): one for each segment.
     """
-    return np.add.reduceat(values, first) if len(first) else values
+    return np.add.reduceat(values, first)
 
 
 def join_segments(first, lengths, answers, sizes):
@@ -150,7 +150,7 @@ class Blocks(torch.utils.data.Dataset):
         count = int(pieces.blocks[-1]) + 1 if len(pieces.blocks) else 0
         self._firsts = np.searchsorted(pieces.blocks, np.arange(count + 1))
         targets = stream.count_targets(pieces.starts + 1, pieces.lengths)
-        self.block_targets = np.bincount(pieces.blocks, targets, count).astype(np.int64)
+        self.block_targets = np.bincount(pieces.blocks, targets).astype(np.int64)
         self.tokens, self.target_tokens = int(pieces.lengths.sum()), int(targets.sum())
 
     @property

@@ -159,7 +159,7 @@ class TokenStream(LaneStream):
             tokenizer,
             args.block_size,
             micro_batch // accelerator.num_processes,
-            weights=args.weights,
+            weights=args.shares,
             subset=args.subset,
             loss_on=args.loss_on,
             too_long=args.too_long,

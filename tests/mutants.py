@@ -360,8 +360,8 @@ MUTANTS = [
     Mutant(
         "a prompt ends like a text",
         "utils/data/conversations.py",
-        '"the prompt", kind == "text", True, False)',
-        '"the prompt", kind == "text", True, True)',
+        '"the prompt", True, True, False)',
+        '"the prompt", True, True, True)',
         "test_conversations.py -k before_an_answer_or",
     ),
     Mutant(

@@ -727,7 +727,10 @@ def test_embeddings_and_vectors_have_no_weight_decay(name):
     """Tied to the output or not."""
     model = build(name)
     args = SimpleNamespace(lr=1.0, weight_decay=0.1)
-    decayed, others = load_script("train_lm").build_optimizer(model, args).param_groups
+    optimizer = load_script("train_lm").build_optimizer(model, args)
+    assert optimizer.defaults["betas"] == (0.9, 0.95) and optimizer.defaults["fused"] is True
+    decayed, others = optimizer.param_groups
+    assert (decayed["lr"], others["lr"]) == (1.0, 1.0)
     assert (decayed["weight_decay"], others["weight_decay"]) == (0.1, 0.0)
     names = {weight: name for name, weight in model.named_parameters()}
     vectors = {name for name, weight in model.named_parameters() if weight.ndim == 1}

@@ -158,6 +158,21 @@ def test_options_of_a_stream_decide_about_its_blocks(held_out, tmp_path, tokeniz
     assert not any("long" in text for text in read(too_long="drop")[0])
 
 
+def test_a_subset_is_streamed(tmp_path, tokenizer, monkeypatch):
+    (tmp_path / "a.jsonl").write_text('{"text": "some text"}\n' * 4)
+    asked, real = [], module.open_documents
+
+    def opened(name, subset):
+        asked.append(subset)
+        return real(name)
+
+    monkeypatch.setattr(module, "open_documents", opened)
+    monkeypatch.setattr(module, "HELD_OUT_ONE_IN", 1)
+    load_held_out(str(tmp_path), tokenizer, 16, subset="de")
+    TokenStream(str(tmp_path), tokenizer, 16, 2, subset="de", lanes=2)
+    assert asked == ["de"] * 3
+
+
 def test_a_stream_is_as_the_arguments_say():
     made = []
 
@@ -190,10 +205,15 @@ def test_a_buffer_is_shuffled_by_the_seed_and_other_lanes_begin_elsewhere(tmp_pa
         blocks = [block for _ in range(count) for block in next(stream)["input_ids"].tolist()]
         return [tokenizer.decode(block) for block in blocks]
 
+    (lane,) = TokenStream(names, tokenizer, 16, 2, weights=[1.0, 1.0], lanes=1).lanes.values()
+    none = {"readers": [None, None], "documents": [0, 0], "tokens": [0, 0], "epochs": [0, 0]}
+    assert lane.position == none | {"buffers": 0, "taken": 0}
     first, again, other = (read(names[0], seed, 10, lanes=1) for seed in (0, 0, 1))
     assert first == again != other and sorted(first) == sorted(other)
     stream = TokenStream(names, tokenizer, 16, 8, weights=[1.0, 1.0], lanes=8, buffer=0.01)
-    assert 0 < next(iter(stream))["source"].sum() < 8  # documents of both
+    batch = next(iter(stream))
+    assert 0 < batch["source"].sum() < 8  # documents of both
+    assert batch["ids"].tolist() == list(range(8))
     alike = TokenStream(names, tokenizer, 16, 8, weights=[2.0, 6.0], lanes=8, buffer=4)
     quarters = TokenStream(names, tokenizer, 16, 8, weights=[0.25, 0.75], lanes=8, buffer=4)
     one, two = next(iter(alike)), next(iter(quarters))

@@ -1,5 +1,6 @@
 """train_lm.py: the same losses on every topology, exact resume, LoRA, and what others can load."""
 
+import contextlib
 import json
 import math
 import shutil
@@ -12,6 +13,7 @@ import torch
 from conftest import ROOT, Started, load_script, metrics, results, run, run_once, status
 from safetensors import safe_open
 from test_gpu_rules import FORBIDDEN
+from torch.utils.data import DataLoader
 
 from utils.run.failures import UserError
 
@@ -109,7 +111,8 @@ def test_a_model_with_its_own_loss_is_evaluated_without_a_standard_error():
 def test_each_held_out_target_counts_once_on_any_process():
     """The second of two processes has blocks 1, 3 and, to fill the last batch up, 0 once more."""
     script, model = load_script("train_lm"), Losses().train()
-    second = SimpleNamespace(num_processes=2, process_index=1, reduce=lambda value, _: value)
+    second, kinds = SimpleNamespace(num_processes=2, process_index=1), []
+    second.reduce = lambda value, kind: kinds.append(kind) or value
 
     def loaders():
         batches = [held_out([i], [row]) for i, row in ((1, [0, 2]), (3, [-100, 7]), (0, [5, 5]))]
@@ -120,6 +123,7 @@ def test_each_held_out_target_counts_once_on_any_process():
 
     found = script.evaluate(second, model, loaders(), iter)
     assert found["loss"] == pytest.approx(19 / 6) and found["tokens"] == 6
+    assert kinds == ["sum", "sum"]
     assert found["perplexity"] == pytest.approx(math.exp(19 / 6))
     assert found["bits_per_byte"] == pytest.approx(19 / 8 / math.log(2))
     assert (found["loss/one"], found["loss/two"]) == pytest.approx((9 / 3, 10 / 3))
@@ -133,6 +137,72 @@ def test_each_held_out_target_counts_once_on_any_process():
     one.dataset.target_tokens = 4
     with pytest.raises(RuntimeError, match="evaluated 3 of 4 held-out targets"):
         script.evaluate(second, model, {"one": one}, iter)
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_the_losses_of_blocks_are_computed_where_they_are_needed(stream):
+    script, asked = load_script("train_lm"), []
+
+    def model(**inputs):
+        asked.append(inputs)
+        return ("sum", "of blocks") if inputs["per_block"] else "sum"
+
+    batch = dict(input_ids=1, position_ids=2, targets=3) | ({"source": 4} if stream else {})
+    for per_block in (False, True):
+        assert script.compute_loss(model, batch, per_block=per_block) == "sum"
+        assert ("block_losses" in batch) == (per_block or stream)
+    expected = dict(input_ids=1, position_ids=2, targets=3)
+    assert asked == [expected | {"per_block": stream}, expected | {"per_block": True}]
+    script.compute_loss(model, batch)
+    assert asked[2]["per_block"] == stream
+
+
+def test_an_epoch_begins_with_the_batches_that_are_left():
+    script = load_script("train_lm")
+    loader, epochs = DataLoader(list(range(6)), batch_size=2), []
+    loader.set_epoch = epochs.append
+    assert script.epoch_batches(loader, 3, 0) is loader
+    left = [batch.tolist() for batch in script.epoch_batches(loader, 4, 2)]
+    assert left == [[4, 5]] and epochs == [3, 4]
+    stream = SimpleNamespace(dataset=object.__new__(script.TokenStream))
+    assert script.epoch_batches(stream, 5, 2) is stream  # it continues at its own position
+
+
+@pytest.mark.parametrize("training", [False, True])
+def test_prompts_are_answered_25_at_a_time(training, monkeypatch):
+    script, calls, gathered = load_script("train_lm"), [], []
+
+    class Model(torch.nn.Linear):
+        config = SimpleNamespace(get_text_config=lambda: SimpleNamespace())
+
+        def generate(self, inputs, **options):
+            assert not self.training
+            calls.append((inputs, options))
+            return torch.cat([inputs, inputs[:, -1:] + 1], 1)
+
+    def gather(model):
+        gathered.append(model)
+        return contextlib.nullcontext()
+
+    monkeypatch.setattr(script.fsdp, "gathered", gather)
+    monkeypatch.setattr(script.causal_lm, "ends", lambda *both: dict(pad_token_id=9, ends=both))
+    tokenizer = SimpleNamespace()
+    tokenizer.batch_decode = lambda new, skip_special_tokens: [
+        f"{some} {skip_special_tokens}" for some in new.tolist()
+    ]
+    model = Model(1, 1).train(training)
+    prompts = [list(range(1 + number % 7)) for number in range(60)]
+    answers = script.generate(model, tokenizer, prompts, 12)
+    assert answers == [f"{[prompt[-1] + 1]} True" for prompt in prompts]
+    assert [len(inputs) for inputs, _ in calls] == [25, 25, 10] and gathered == [model] * 3
+    assert model.training == training
+    rows = [row for inputs, _ in calls for row in inputs]
+    masks = [mask for _, options in calls for mask in options.pop("attention_mask")]
+    for prompt, row, mask in zip(prompts, rows, masks, strict=True):
+        assert row[mask.bool()].tolist() == prompt and mask.tolist() == sorted(mask.tolist())
+        assert (row[~mask.bool()] == 9).all()
+    expected = dict(pad_token_id=9, ends=(model, tokenizer), max_new_tokens=12, do_sample=False)
+    assert [options for _, options in calls] == [expected] * 3
 
 
 def test_targets_are_counted_over_processes_and_never_none():
@@ -196,8 +266,9 @@ def test_prompts_are_those_of_each_source_in_turn_or_of_a_file(tmp_path, monkeyp
 def test_samples_show_the_prompt_the_answer_and_that_of_the_data(monkeypatch):
     script = load_script("train_lm")
 
-    def generate(model, tokenizer, prompts, length):
+    def generate(model, given, prompts, length):
         assert (model, length, prompts) == ("model", script.SAMPLE_TOKENS, [[1], [2], [3]])
+        assert given is tokenizer
         return [" yes ", "no", "yes"]
 
     monkeypatch.setattr(script, "generate", generate)
@@ -224,8 +295,10 @@ def test_the_card_names_what_is_on_the_hub(part, tmp_path, monkeypatch):
     assert f'from_pretrained("{part}")' in card["usage"] and f"`{part}`" in card["weights"]
     args.from_scratch, args.sources = True, ["mine"]
     assert script.describe_model(args, tmp_path)["metadata"] == {}
-    args.from_scratch, args.model = False, "mine"
-    assert script.describe_model(args, tmp_path)["metadata"] == {}
+    for args.model in ("mine", "tiny"):
+        args.from_scratch = False
+        assert script.describe_model(args, tmp_path)["metadata"] == {}
+    assert card["task"] == "text-generation" and "language model" in card["title"]
 
 
 @pytest.mark.slow

@@ -45,7 +45,8 @@ def test_own_time_is_that_of_batches_and_passes(alone, clock):
     pace, model = Pace(), DistributedDataParallel(Layer(2, 2))
     pace.watch(model)
     for waited in (0.25, 0.5):
-        pace.waited(waited)
+        pace.waited(waited / 2)
+        pace.waited(waited / 2)  # for the next micro-batch
         for _ in range(3):  # micro-batches
             forward(model).backward()
             with torch.no_grad():
@@ -61,6 +62,22 @@ def test_own_time_is_that_of_batches_and_passes(alone, clock):
     assert pace.microseconds() == 3_500_000
     pace.end_step()
     assert pace.microseconds() == 0
+
+
+def test_on_a_gpu_times_are_those_between_events(monkeypatch):
+    class Event:
+        def __init__(self, enable_timing):
+            assert enable_timing
+
+        def record(self):
+            Layer.now += 1.0
+            self.at = Layer.now
+
+        def elapsed_time(self, end):
+            return 1000 * (end.at - self.at)  # milliseconds
+
+    monkeypatch.setattr(torch.cuda, "Event", Event)
+    assert module._seconds(module._event(), module._event()) == 1.0
 
 
 def test_only_waits_for_batches_are_measured_elsewhere():

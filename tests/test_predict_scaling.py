@@ -102,6 +102,73 @@ def test_compares_ddp_and_fsdp_on_one_machine_in_float32():
     assert fsdp["seconds"] == pytest.approx(1 + 3 * layer)
 
 
+def test_predicts_weak_and_strong_scaling():
+    model = SimpleNamespace(parameters=10**8, step_seconds=0.8)
+    link = Link(1e-5, 10e9)
+    rows = predict(model, link)
+    assert [row["processes"] for row in rows] == [8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096]
+    for row in rows:
+        n = row["processes"]
+        weak, strong = (step_seconds(n, 0.8 / share, 4 * 10**8, *link) for share in (1, n))
+        assert (row["weak_seconds"], row["strong_seconds"]) == (weak, strong)
+        assert row["weak_efficiency"] == pytest.approx(0.8 / weak)
+        assert row["strong_efficiency"] == pytest.approx(0.8 / n / strong)
+
+
+def test_tables_have_the_units_that_they_name(capsys):
+    script, gib = load_script("predict_scaling"), 2**30
+    args = SimpleNamespace(parameters=2 * gib, step_seconds=0.5, memory_gib=80.0, worthwhile=0.9)
+    args.layers, args.mixed_precision, args.processes, args.per_machine = 32, "bf16", 16, 8
+    row = {"processes": 8, "weak_seconds": 0.0015, "weak_efficiency": 0.9}
+    rows = [row | {"strong_seconds": 2.0, "strong_efficiency": 0.125}]
+    rows.append(rows[0] | {"processes": 4096, "weak_efficiency": 0.4})
+    script.print_prediction(args, Link(2e-5, 3e9), rows)
+    shown = capsys.readouterr().out
+    assert "2,147,483,648 parameters, 0.5 s per step on one process, 20.0 us and 3.00 GB/s" in shown
+    line = ["8", "1.50", "ms", "90.0%", "2000.00", "ms", "12.5%"]
+    assert [text.split() for text in shown.splitlines()][4] == line
+    said = script.summarize(args, rows).splitlines()
+    assert said[0].startswith(
+        "With the same batch per process DDP keeps 90% of its efficiency up to 8 "
+    )
+    assert "Beyond that, use a larger batch per process" in said[0]
+    assert "for fewer than 8 processes only. Beyond that, use a larger global batch" in said[1]
+    assert said[2].startswith(
+        "With DDP, weights, gradients, their buckets and Adam states take 40.0 of 80 GiB"
+    )
+    rows[1]["weak_efficiency"] = 0.95
+    assert script.summarize(args, rows).splitlines()[0].endswith("up to 4,096 processes.")
+    args.memory_gib = 40.01 / script.ROOM
+    assert script.summarize(args, rows).endswith("no need for FSDP.")
+    args.memory_gib = 39.99 / script.ROOM
+    assert "take 40 GiB, too much" in script.summarize(args, rows)
+    kinds = {"DDP": (40, 1, 1, 0.3), "FSDP": (3, 2, 2, 0.2), "HSDP": (5, 3, 0.5, 0.1)}
+    names = ("memory_bytes", "sent_bytes", "network_bytes")
+    compared = [
+        {name: size * gib for name, size in zip(names, sizes, strict=True)}
+        | {"kind": kind, "seconds": seconds, "efficiency": 0.5}
+        for kind, (*sizes, seconds) in kinds.items()
+    ]
+    configs = {"HSDP": "2node_8gpu_fsdp", "FSDP": "8gpu_fsdp"}
+    room = f"leaves {1 - script.ROOM:.0%} of"
+    # The memory that is enough for a kind is that of its states, and room for activations.
+    for memory, best in ((100, "HSDP"), (5.01, "HSDP"), (4.99, "FSDP"), (2.99, None)):
+        args.memory_gib = memory / script.ROOM
+        script.print_comparison(args, compared)
+        shown = capsys.readouterr().out
+        last = shown.splitlines()[-1]
+        if best:
+            assert last.startswith(f"{best} is the fastest that {room}") and configs[best] in last
+        else:
+            assert last.startswith(f"None of these {room}") and "use more processes" in last
+    assert "16 processes, 8 on each machine" in shown
+    ddp = "DDP 40.00 GiB 1.00 GiB 1.00 GiB 300.00 ms 50.0%"
+    assert ddp in [" ".join(text.split()) for text in shown.splitlines()]
+    args.memory_gib, compared[0]["seconds"] = 100, 0.05
+    script.print_comparison(args, compared)
+    assert "adapt accelerate_configs/8gpu.yaml" in capsys.readouterr().out
+
+
 def test_prints_the_comparison_and_what_to_use(tmp_path):
     model = "--parameters 7e9 --layers 32 --step_seconds 1"
     links = "--latency 1e-5 --bandwidth 25e9 --inside_latency 1e-6 --inside_bandwidth 300e9"

@@ -981,8 +981,9 @@ def test_class_weights_do_not_depend_on_the_other_images():
     assert weights[0] * 90 == pytest.approx(weights[2] * 10)
     assert weights[1] == pytest.approx(100 / 3)  # as of a single image
     images = torch.randint(256, (6, 3, 2, 2), dtype=torch.uint8)
-    batch = {"images": images, "labels": torch.tensor([0, 0, 2, 0, 2, 0])}
-    color, model = torch.ones(3), torch.nn.Sequential(torch.nn.Flatten(), torch.nn.Linear(12, 3))
+    batch = {"images": images, "labels": torch.tensor([0, 0, 2, 0, 0, 0])}
+    model = torch.nn.Sequential(torch.nn.Flatten(), torch.nn.Linear(12, 3))
+    color = 255 * torch.ones(3)  # so that no probability is 0 or 1
 
     def loss(part):
         some = {name: values[part] for name, values in batch.items()}

@@ -6,6 +6,7 @@ import importlib
 import json
 import os
 import pickle
+import random
 import shutil
 import signal
 import subprocess
@@ -20,6 +21,7 @@ from uuid import uuid4
 import numpy as np
 import psutil
 import pytest
+import torch
 import warm
 
 from scripts.chaos import CLOCK
@@ -356,6 +358,14 @@ def final_weights(folder):
 def unwatched(monkeypatch):
     """A run that a test starts in its own process does not watch over the tests that follow."""
     monkeypatch.setattr(stacks.Watcher, "start", lambda watcher: None)
+
+
+@pytest.fixture(autouse=True)
+def seeded():
+    """The random numbers of a test do not depend on the tests before it in the same process."""
+    random.seed(0)
+    np.random.seed(0)
+    torch.manual_seed(0)
 
 
 @pytest.fixture(scope="session")

@@ -79,13 +79,14 @@ def test_table_and_plot(compared):
 
 
 @pytest.mark.parametrize(
-    ("steps", "epochs", "final_loss"), [(4, 0.4, 2.5), (10, 1, 5.5), (25, 2.5, 20.5)]
+    ("steps", "steps_per_epoch", "epochs", "final_loss"),
+    [(4, 10, 0.4, 2.5), (10, 10, 1, 5.5), (25, 10, 2.5, 20.5), (1, 32, 0.031, 1)],
 )
-def test_epochs_and_final_loss_are_those_of_the_steps(steps, epochs, final_loss):
+def test_epochs_and_final_loss_are_those_of_the_steps(steps, steps_per_epoch, epochs, final_loss):
     args = SimpleNamespace(batch_size=64, epochs=5, ddp_epochs=2)
     record = {"losses": torch.arange(1.0, steps + 1)[None], "seconds": torch.ones(1)}
     script = load_script("compare_ddp")
-    row = script.row_of("ddp_single", record, 2, 10, args)
+    row = script.row_of("ddp_single", record, 2, steps_per_epoch, args)
     assert (row["steps"], row["epochs"], row["final_loss"]) == (steps, epochs, final_loss)
     assert f"  {epochs:6g}  {steps:5}  " in script.table({"ddp_single": row})
 

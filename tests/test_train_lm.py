@@ -13,6 +13,7 @@ import torch
 from conftest import ROOT, Started, load_script, metrics, results, run, run_once, status
 from safetensors import safe_open
 from test_gpu_rules import FORBIDDEN
+from test_loops import Loader
 from torch.utils.data import DataLoader
 
 from utils.run.failures import UserError
@@ -78,13 +79,11 @@ class Losses(torch.nn.Module):
         return (losses.sum(), losses) if per_block else losses.sum()
 
 
-class Loader(list):
-    """Batches of `size` blocks each, on one of two processes."""
-
-    def __init__(self, batches, size, bytes=None):
-        super().__init__(batches)
-        self.total_batch_size = 2 * size
-        self.dataset = SimpleNamespace(bytes=bytes, target_tokens=0)
+def loader_of(batches, size, target_tokens, bytes=None):
+    """The loader of one of two processes, with batches of `size` blocks."""
+    loader = Loader(batches, SimpleNamespace(target_tokens=target_tokens, bytes=bytes))
+    loader.total_batch_size = 2 * size
+    return loader
 
 
 def held_out(ids, targets):
@@ -101,8 +100,7 @@ def test_a_model_with_its_own_loss_is_evaluated_without_a_standard_error():
         def forward(self, targets, per_block, **_):
             return 2.0 * (targets >= 0).sum(), torch.full((len(targets),), math.nan)
 
-    loader = Loader([held_out([0, 1], [[1, 2, 3], [4, 5, -100]])], 1)
-    loader.dataset.target_tokens = 5
+    loader = loader_of([held_out([0, 1], [[1, 2, 3], [4, 5, -100]])], 1, 5)
     alone = SimpleNamespace(num_processes=1, process_index=0, reduce=lambda value, _: value)
     found = script.evaluate(alone, Model(), {"a": loader}, iter)
     assert found == {"loss": 2.0, "perplexity": math.exp(2), "tokens": 5}
@@ -114,29 +112,23 @@ def test_each_held_out_target_counts_once_on_any_process():
     second, kinds = SimpleNamespace(num_processes=2, process_index=1), []
     second.reduce = lambda value, kind: kinds.append(kind) or value
 
-    def loaders():
-        batches = [held_out([i], [row]) for i, row in ((1, [0, 2]), (3, [-100, 7]), (0, [5, 5]))]
-        one, two = Loader(batches, 1), Loader([held_out([2, 3], [[4, 0], [6, -100]])], 2)
-        one.dataset.target_tokens = two.dataset.target_tokens = 3
-        one.dataset.bytes = two.dataset.bytes = 4
-        return {"one": one, "two": two}
+    def one(target_tokens=3, bytes=None):
+        blocks = ((1, [0, 2]), (3, [-100, 7]), (0, [5, 5]))
+        return loader_of([held_out([i], [row]) for i, row in blocks], 1, target_tokens, bytes)
 
-    found = script.evaluate(second, model, loaders(), iter)
+    two = loader_of([held_out([2, 3], [[4, 0], [6, -100]])], 2, 3, bytes=4)
+    found = script.evaluate(second, model, {"one": one(bytes=4), "two": two}, iter)
     assert found["loss"] == pytest.approx(19 / 6) and found["tokens"] == 6
     assert kinds == ["sum", "sum"]
     assert found["perplexity"] == pytest.approx(math.exp(19 / 6))
     assert found["bits_per_byte"] == pytest.approx(19 / 8 / math.log(2))
     assert (found["loss/one"], found["loss/two"]) == pytest.approx((9 / 3, 10 / 3))
     assert found["loss_standard_error"] > 0 and model.training
-    one = loaders()["one"]
-    one.dataset.bytes = None
-    assert set(script.evaluate(second, model, {"one": one}, iter)) == {
+    assert set(script.evaluate(second, model, {"one": one()}, iter)) == {
         "loss", "loss_standard_error", "perplexity", "tokens"
     }  # fmt: skip
-    one = loaders()["one"]
-    one.dataset.target_tokens = 4
     with pytest.raises(RuntimeError, match="evaluated 3 of 4 held-out targets"):
-        script.evaluate(second, model, {"one": one}, iter)
+        script.evaluate(second, model, {"one": one(target_tokens=4)}, iter)
 
 
 @pytest.mark.parametrize("stream", [False, True])

@@ -439,7 +439,7 @@ def judge(mutants, deadline, keep=lambda *_: None, tests=(), slowest=SLOWEST):
     driver = Driver(mutants, deadline, keep, slowest)
     with tempfile.TemporaryDirectory() as home:
         os.environ["HF_HOME"] = home
-        import warm
+        from harness import warm
 
         def skip(*_, **__):
             pytest.skip("starts processes")
@@ -477,7 +477,7 @@ def select_mutants(words):
 
 def tests_hash():
     digest = hashlib.sha256()
-    for path in sorted((ROOT / "tests").glob("*.py")):
+    for path in sorted((ROOT / "tests").rglob("*.py")):
         digest.update(path.read_bytes())
     return digest.hexdigest()[:16]
 

@@ -35,8 +35,18 @@ from types import SimpleNamespace
 import accelerate
 import pytest
 import torch
-import warm
-from conftest import CIFAR, GPT, LIMIT, ROOT, final_weights, load_script, results, run, status
+from harness import warm
+from harness.launches import (
+    CIFAR,
+    GPT,
+    LIMIT,
+    ROOT,
+    final_weights,
+    load_script,
+    results,
+    run,
+    status,
+)
 from safetensors.torch import load_file
 from torch.utils.flop_counter import FlopCounterMode
 from torchvision.models import ResNet50_Weights, get_model
@@ -111,7 +121,9 @@ def launch(
 
 
 def wrapped(place, fault, script, arguments, folder, **more):
-    return launch(place, "tests/wrapped.py", [fault, script, *arguments.split()], folder, **more)
+    return launch(
+        place, "tests/harness/wrapped.py", [fault, script, *arguments.split()], folder, **more
+    )
 
 
 def together(*launches):
@@ -697,7 +709,7 @@ def one_device(place, folder):
     alone, whole, killed = folder / "one", folder / "two", folder / "two_killed"
 
     def kill():
-        fault = f"tests/wrapped.py die_in_step@{steps * 2 // 3 + 2}:1 {GPT} {arguments}"
+        fault = f"tests/harness/wrapped.py die_in_step@{steps * 2 // 3 + 2}:1 {GPT} {arguments}"
         script, *words = fault.split()
         died = wrapped(place, "one_device", script, " ".join(words), killed, check=False, **two)
         assert died.returncode != 0 and "exitcode: -9" in died.stderr, died.stderr

@@ -12,8 +12,8 @@ from types import SimpleNamespace
 import pytest
 import torch
 import torch.nn.functional as F
-import warm
-from conftest import LIMIT, ROOT, load_script, run, some_slow
+from harness import warm
+from harness.launches import LIMIT, ROOT, load_script, run, some_slow
 from step_costs import Costs
 
 from utils.run import compilation
@@ -97,7 +97,7 @@ def test_the_logits_have_no_float32_copy():
 def test_a_step_of_the_real_loop_never_waits(script, tmp_path):
     """The loop with its loader, the guard, and all that Accelerate does, under the rules of GPUs."""
     words = [f"step_waits@0:{tmp_path}/waits.json", f"scripts/{script}.py", *RUNS[script].split()]
-    run("cpu", "tests/wrapped.py", words, output_dir=tmp_path / "run")
+    run("cpu", "tests/harness/wrapped.py", words, output_dir=tmp_path / "run")
     waits = json.loads((tmp_path / "waits.json").read_text())
     # `one_hot` checks its input, on a CPU only.
     assert [where for _, where in waits if "mixing.py" not in where] == []

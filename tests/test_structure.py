@@ -9,7 +9,7 @@ import sys
 from graphlib import TopologicalSorter
 
 import pytest
-from conftest import ROOT
+from harness.launches import ROOT
 
 # Each room, and the rooms from which it may import.
 ROOMS = {
@@ -144,7 +144,7 @@ def imports_at_once(path, seen):
 def test_the_tests_are_collected_without_packages_that_few_need():
     """On a machine with GPUs, torch, torchvision and accelerate are enough for `-m gpu`."""
     few = {"datasets", "tensorboard", "matplotlib", "transformers", "peft", "trl"}
-    for path in sorted((ROOT / "tests").glob("*.py")):
+    for path in sorted((ROOT / "tests").rglob("*.py")):
         skips = set(
             re.findall(r'^\w+ = pytest.importorskip\("(\w+)', path.read_text(), re.MULTILINE)
         )

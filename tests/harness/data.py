@@ -1,0 +1,75 @@
+"""Small data that the tests make themselves."""
+
+import os
+import tempfile
+from pathlib import Path
+from uuid import uuid4
+
+import numpy as np
+
+SHARED_DATA = Path(__file__).resolve().parents[3] / "shared" / "data"
+
+# A data set with 600 images to train on and 100 to test with. All test processes share it.
+SMALL_DATA = Path(tempfile.gettempdir(), os.environ.setdefault("SMALL_DATA", f"{uuid4().hex}.npz"))
+
+
+def kinds_of_classifiers():
+    """The name of one model of each module of torchvision that defines classifiers."""
+    from torchvision import models  # here, because it takes a second
+
+    kinds = {}
+    for name in models.list_models(module=models):
+        kinds.setdefault(models.get_model_builder(name).__module__, name)
+    # The first of them is a hundred times as large.
+    kinds[models.regnet.__name__] = "regnet_x_400mf"
+    return list(kinds.values())
+
+
+def write_small_data():
+    """Writes `SMALL_DATA`: noise, whose brightness depends on the class."""
+    generator, arrays = np.random.default_rng(0), {}
+    for split, count in (("train", 600), ("test", 100)):
+        labels = generator.integers(0, 10, count)
+        noise = generator.integers(0, 100, (count, 32, 32, 3))
+        images = (noise + 15 * labels[:, None, None, None]).astype(np.uint8)
+        arrays |= {f"{split}_images": images, f"{split}_labels": labels}
+    np.savez(SMALL_DATA, **arrays)
+
+
+def make_folder(folder, train, test, change=None):
+    """Writes random images to `folder` in the layout of CIFAR-10; `change(split, dataset)` modifies
+    them. Returns `folder`.
+    """
+    import datasets  # here, because it takes a second in every test process
+    import numpy as np
+    from PIL import Image
+
+    generator = np.random.default_rng(0)
+    for split, count in (("train", train), ("test", test)):
+        rows = {
+            "img": [
+                Image.fromarray(generator.integers(0, 256, (32, 32, 3), dtype=np.uint8))
+                for _ in range(count)
+            ],
+            "label": [i % 10 for i in range(count)],
+        }
+        features = datasets.Features(
+            {
+                "img": datasets.Image(),
+                "label": datasets.ClassLabel(names=[f"c{i}" for i in range(10)]),
+            }
+        )
+        made = datasets.Dataset.from_dict(rows, features=features)
+        if change:
+            made = change(split, made)
+        if made is not None:
+            made.to_parquet(str(folder / f"{split}-00000-of-00001.parquet"))
+    return folder
+
+
+class Loader(list):
+    """Batches with the data set that they are from."""
+
+    def __init__(self, batches, samples):
+        super().__init__(batches)
+        self.dataset = samples

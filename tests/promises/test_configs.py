@@ -1,0 +1,82 @@
+"""Every YAML starts its number of processes on this machine, and default batch sizes divide evenly
+over them.
+"""
+
+import json
+import re
+
+import pytest
+import yaml
+from harness.launches import ROOT, Started, run
+
+ALL = sorted((ROOT / "accelerate_configs").glob("*.yaml"))
+CONFIGS = [path for path in ALL if "node" not in path.name]
+
+
+@pytest.mark.parametrize("path", CONFIGS, ids=lambda path: path.stem)
+def test_starts_as_many_processes_as_it_says(path, tmp_path):
+    processes = int(re.search(r"num_processes: (\d+)", path.read_text())[1])
+    done = run(str(path), "tests/harness/probe_processes.py", [str(tmp_path)])
+    reports = [json.loads(file.read_text()) for file in tmp_path.iterdir()]
+    assert sorted(rank["rank"] for rank in reports) == list(range(processes))
+    assert {rank["processes"] for rank in reports} == {processes}
+    # They can communicate.
+    assert {rank["sum"] for rank in reports} == {processes * (processes + 1) // 2}
+    assert all(rank["kept_alive"] for rank in reports)  # and notice a machine without power
+    assert {rank["sharded"] for rank in reports} == {"fsdp" in path.stem}
+    if "cpu" in path.stem:
+        assert {rank["device"] for rank in reports} == {"cpu"} and "NO GPU" not in done.stderr
+    if "gpu" in path.stem and reports[0]["device"] == "cpu":
+        assert done.stderr.count("NO GPU FOUND") == 1
+        assert f"{path.name} runs on the CPU" in done.stderr
+
+
+def test_hybrid_sharding_shards_over_neighbors_and_replicates_over_the_others(tmp_path):
+    """2 x 2 processes on this machine; test_machines.py has two machines."""
+    typed = "--num_machines 1 --num_processes 4 --main_process_port 0 --parallelism_config_dp_shard_size 2"
+    run(
+        "2node_8gpu_fsdp",
+        "tests/harness/probe_processes.py",
+        [str(tmp_path)],
+        launcher=typed.split(),
+    )
+    reports = [json.loads((tmp_path / f"{rank}.json").read_text()) for rank in range(4)]
+    assert all(report["sharded"] for report in reports)
+    assert [report["mesh"] for report in reports] == [
+        {"dp_replicate": copy, "dp_shard": part} for copy in (0, 1) for part in (0, 1)
+    ]
+
+
+@pytest.mark.parametrize("path", CONFIGS, ids=lambda path: path.stem)
+def test_a_launch_on_one_machine_asks_for_any_free_port(path):
+    """Accelerate would replace a fixed port that is in use, but not for two launches that start in
+    the same moment.
+    """
+    fields = yaml.safe_load(path.read_text())
+    assert fields["num_processes"] == 1 or fields["main_process_port"] == 0
+
+
+def test_two_launches_at_once_find_any_free_port(tmp_path):
+    (tmp_path / "wait.py").write_text(
+        "import signal\nfrom accelerate import "
+        "Accelerator\nAccelerator(cpu=True)\nprint('ready', flush=True)\nsignal.pause()\n"
+    )
+    first = Started("2cpu", "wait.py", "", root=tmp_path)
+    first.wait_for("ready")
+    (tmp_path / "second").mkdir()
+    second = run(
+        "2cpu", "tests/harness/probe_processes.py", [str(tmp_path / "second")], check=False
+    )
+    first.kill_all()
+    assert second.returncode == 0 and len(list((tmp_path / "second").iterdir())) == 2, (
+        second.stderr[-2000:]
+    )
+
+
+@pytest.mark.parametrize("path", ALL, ids=lambda path: path.stem)
+def test_default_batches_divide_over_its_processes(path):
+    """Otherwise the first run of a new user would end with an error."""
+    processes = int(re.search(r"num_processes: (\d+)", path.read_text())[1])
+    for script in (ROOT / "scripts").glob("train_*.py"):
+        sizes = re.findall(r'\bbatch_size(?:=|".*?default=)(\d+)', script.read_text())
+        assert sizes and not [size for size in sizes if int(size) % processes], script.name

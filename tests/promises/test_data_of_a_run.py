@@ -1,0 +1,159 @@
+"""A run continues with the data that it started with; evaluate.py scores all of another data set."""
+
+import csv
+import io
+import json
+import os
+import shutil
+from pathlib import Path
+
+import numpy as np
+import pytest
+from harness.launches import metrics, results, run, some_slow
+from PIL import Image
+
+EVALUATE = "scripts/evaluate.py"
+SMALL_GPT = "--n_layer 1 --n_head 1 --n_embd 16 --block_size 16 --sample_length 4"
+
+
+def write_images(root, count=8, brightest=1):
+    """Two classes that are told apart at once; values up to 255 times `brightest`."""
+    for label, name in enumerate(("cat", "dog")):
+        (root / name).mkdir(parents=True, exist_ok=True)
+        for i in range(count):
+            values = np.random.default_rng(100 * label + i).integers(0, 60, (40, 48))
+            values[20 * label : 20 * label + 20] += 190
+            deep = values.astype(np.uint16) * brightest if brightest > 1 else values
+            Image.fromarray(deep.astype(np.uint16 if brightest > 1 else np.uint8)).save(
+                root / name / f"{i}.png"
+            )
+    return root
+
+
+def change_an_image(folder):
+    """Another image under the same name."""
+    file = folder / "dog" / "3.png"
+    values = np.array(Image.open(file))[::-1]
+    buffer = io.BytesIO()
+    Image.fromarray(values).save(buffer, "PNG")
+    file.write_bytes(buffer.getvalue())
+
+
+def write_lines(folder):
+    folder.mkdir()
+    rows = [json.dumps({"text": f"the text of row {i} is short"}) + "\n" for i in range(400)]
+    (folder / "a.jsonl").write_text("".join(rows))
+    return folder
+
+
+def change_a_line(folder):
+    text = (folder / "a.jsonl").read_text()
+    (folder / "a.jsonl").write_text(text.replace("row 7 is", "row 7 at"))
+
+
+IMAGES = "--batch_size 4 --checkpoint_every 1 --track none --val_fraction 0.25"
+SCRIPTS = {
+    "train_cifar.py": (f"--model net {IMAGES}", write_images, change_an_image),
+    "train_images.py": (
+        f"--model squeezenet1_1 --image_size 32 --lr 0.01 {IMAGES}",
+        write_images,
+        change_an_image,
+    ),
+    "train_model_parallel.py": (
+        "--width 8 --batch_size 4 --track none --checkpoint_every 1",
+        lambda folder: write_images(folder / "train").parent,
+        lambda folder: change_an_image(folder / "train"),
+    ),
+    "train_gpt.py": (f"{SMALL_GPT} --track none --checkpoint_every 1", write_lines, change_a_line),
+    "train_gpt.py --streaming": (
+        f"--streaming 1 --shuffle_buffer 4 {SMALL_GPT} --track none",
+        write_lines,
+        change_a_line,
+    ),
+}
+
+
+@pytest.mark.parametrize("name", SCRIPTS)
+def test_a_run_continues_with_the_same_data_only(name, tmp_path):
+    arguments, make, change = SCRIPTS[name]
+    folder = make(tmp_path / "data")
+    if name == "train_model_parallel.py":
+        shutil.copytree(folder / "train", folder / "test")
+    script = f"scripts/{name.split()[0]}"
+
+    def attempt(check=True):
+        words = f"--dataset {folder} {arguments} --max_train_steps 1"
+        return run(None, script, words, output_dir=tmp_path / "run", check=check)
+
+    first = attempt()
+    assert first.stdout.count("data: ") == 1 and "(fingerprint " in first.stdout
+    os.utime(next(folder.rglob("*.*")), (1, 1))  # the same data, copied
+    assert "this run has already finished" in attempt().stdout
+    change(folder)
+    done = attempt(check=False)
+    assert done.returncode == 2 and done.stderr.count("error: ") == 1
+    assert "belongs to a run with other arguments: --data " in done.stderr
+
+
+@pytest.mark.parametrize(
+    "name", some_slow(["train_cifar.py", "train_images.py"], "train_images.py")
+)
+def test_another_data_set_is_scored_as_a_whole_with_the_values_of_the_training(name, tmp_path):
+    """Also if its images are darker, in a folder that is a link, and in one of the classes only."""
+    folder = write_images(tmp_path / "data", brightest=16)
+    arguments = f"--dataset {folder} {SCRIPTS[name][0]} --max_train_steps 8"
+    trained = run(None, f"scripts/{name}", arguments, output_dir=tmp_path / "run")
+    assert "0 is black, 4095 white" in trained.stdout
+    assert metrics(tmp_path / "run", "val")
+
+    def score(data, check=True):
+        words = ["--checkpoint", str(tmp_path / "run"), "--dataset", str(data)]
+        done = run(None, EVALUATE, words, output_dir=tmp_path / "scores", check=check)
+        return (done.stdout, results(tmp_path / "scores")) if check else done
+
+    shutil.copytree(folder, tmp_path / "copy")
+    for same in (folder, tmp_path / "copy"):
+        output, found = score(same)
+        assert "of 4 val images correct" in output
+        assert found["val_loss"] == pytest.approx(results(tmp_path / "run")["val_loss"], abs=1e-4)
+
+    new = write_images(tmp_path / "new", count=5, brightest=12)
+    shutil.move(new / "dog", tmp_path / "elsewhere")
+    os.symlink(tmp_path / "elsewhere", new / "dog")
+    output, found = score(new)
+    assert "of 10 images correct" in output and found.keys() >= {"all_loss", "all_accuracy"}
+    assert "0 is black, 4095 white (as in training)" in output
+    shutil.rmtree(new / "cat")
+    (new / "dog" / "broken.png").write_bytes(b"no image")
+    output, found = score(new)
+    assert "of 5 images correct" in output and "1 of 6 images could not be read" in output
+    assert f"unreadable, and left out: {new / 'dog' / 'broken.png'}\n" in output
+    rows = list(csv.DictReader((tmp_path / "scores" / "predictions.csv").open()))
+    assert [Path(row["file"]).name for row in rows] == [
+        *(f"{i}.png" for i in range(5)),
+        "broken.png",
+    ]
+    assert [row["true_class"] for row in rows] == ["dog"] * 5 + [""] and rows[5]["class_1"] == ""
+    right = sum(row["class_1"] == "dog" for row in rows)
+    assert right / 5 == pytest.approx(found["all_accuracy"])
+    shares = [float(row[f"probability_{rank}"]) for row in rows[:5] for rank in (1, 2)]
+    assert sum(shares) == pytest.approx(5, abs=1e-4) and min(shares) >= 0
+    for image in (new / "dog").glob("?.png"):
+        image.write_bytes(b"no image")
+    done = score(new, check=False)
+    assert done.returncode == 2 and "error: none of the 6 images can be read\n" in done.stderr
+    change_an_image(folder)
+    assert "warning: trained on other data" in score(folder)[0]
+
+
+def test_images_in_linked_folders_are_classified_and_others_named(tmp_path):
+    folder = write_images(tmp_path / "data")
+    words = f"--dataset {folder} {SCRIPTS['train_images.py'][0]} --max_train_steps 2"
+    run(None, "scripts/train_images.py", words, output_dir=tmp_path / "run")
+    (tmp_path / "holiday").mkdir()
+    os.symlink(folder, tmp_path / "holiday" / "linked")
+    (tmp_path / "holiday" / "a.heic").write_bytes(b"x")
+    words = ["--checkpoint", str(tmp_path / "run"), "--images", str(tmp_path / "holiday")]
+    done = run(None, EVALUATE, words, output_dir=tmp_path / "out")
+    assert "16 images in" in done.stdout and "left out: .heic files, which Pillow" in done.stdout
+    assert len(json.loads((tmp_path / "out" / "predictions.json").read_text())) == 16

@@ -1,0 +1,210 @@
+"""torchrun with a range of machines: the run goes on with those that are left, and takes a machine
+back when it returns.
+"""
+
+import json
+import re
+from collections import defaultdict
+from signal import SIGKILL
+from types import SimpleNamespace
+
+import pytest
+import torch
+from harness.launches import CIFAR, ROOT, SMALL, Started, metrics, results, run, status
+
+from utils.run import launch, launcher
+
+WRAPPED = str(ROOT / "tests" / "wrapped.py")
+RUN = f"{SMALL} --max_train_steps 24 --eval_every 24 --checkpoint_every 5"
+# The rendezvous store of the launchers, as the page starts it. It outlives the loss of any machine.
+RENDEZVOUS_STORE = re.search(
+    r'python -c "(.*TCPStore.*)"', (ROOT / "accelerate_configs" / "README.md").read_text()
+)[1]
+
+
+@pytest.fixture
+def start(machines, tmp_path):
+    """`start(machine, *fault)` starts a launcher with two processes on a machine, as torchrun's
+    elastic launch.
+    """
+    (tmp_path / "records").mkdir()
+    store = Started(None, "", [], launcher=("-c", RENDEZVOUS_STORE), host=machines[0].enter)
+
+    def launch(machine, *fault, arguments=RUN):
+        conf = "is_host=0,join_timeout=200,last_call_timeout=3,keep_alive_interval=1"
+        torchrun = "-m torch.distributed.run --nnodes 1:2 --nproc_per_node 2 --max_restarts 5 --rdzv_backend c10d"
+        torchrun += f" --rdzv_id {tmp_path.name} --rdzv_endpoint {machines[0].address}:29400 --rdzv_conf {conf}"
+        torchrun += f" --local_addr {machine.address}"
+        words = [
+            f"record_steps@3+12:{tmp_path}/records",
+            *(word for name in fault for word in (WRAPPED, name)),
+            CIFAR,
+        ]
+        env = {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1", "ACCELERATE_MIXED_PRECISION": "no"}
+        options = dict(config=None, launcher=torchrun.split(), env=env)
+        return machine.started(
+            "tests/harness/wrapped.py", [*words, *arguments.split()], tmp_path / "run", **options
+        )
+
+    yield launch
+    store.kill_all()
+
+
+def attempts(folder):
+    """What was recorded, in the order of time: a list of (processes, {step: sorted ids}), with
+    whole steps only.
+    """
+    parts = defaultdict(lambda: defaultdict(list))
+    files = sorted((folder / "records").iterdir(), key=lambda file: file.stat().st_mtime)
+    for line in (json.loads(line) for file in files for line in file.read_text().splitlines()):
+        parts[line["attempt"], line["processes"]][line["step"]].append(line["ids"])
+    return [
+        (
+            processes,
+            {
+                step: sorted(i for part in ids for i in part)
+                for step, ids in steps.items()
+                if len(ids) == processes
+            },
+        )
+        for (_, processes), steps in parts.items()
+    ]
+
+
+def undisturbed(folder):
+    """The run with one process: its folder, and the ids of each step."""
+    records = folder / "one_records"
+    records.mkdir()
+    wrapped = [f"record_steps@0:{records}", CIFAR, *RUN.split()]
+    run("cpu", "tests/harness/wrapped.py", wrapped, output_dir=folder / "one")
+    (file,) = records.iterdir()
+    return folder / "one", {
+        line["step"]: sorted(line["ids"]) for line in map(json.loads, file.read_text().splitlines())
+    }
+
+
+def check(folder):
+    """Every step that was computed, in every attempt, used the samples of an undisturbed run, and
+    the losses are its losses.
+    """
+    one, expected = undisturbed(folder)
+    found = attempts(folder)
+    for _, steps in found:
+        for step, ids in steps.items():
+            assert ids == expected[step], step
+    assert set().union(*(steps for _, steps in found)) == expected.keys() == set(range(1, 25))
+    assert (
+        status(folder / "run")["state"] == "finished"
+        and results(folder / "run")["global_step"] == 24
+    )
+    for ours, theirs in zip(metrics(folder / "run", "train"), metrics(one, "train"), strict=True):
+        assert ours == pytest.approx(theirs, abs=1e-4)
+    return [(processes, min(steps), max(steps)) for processes, steps in found if steps]
+
+
+def test_the_batch_must_divide_over_every_number_of_processes(tmp_path):
+    conf = (
+        "--rdzv_backend",
+        "c10d",
+        "--rdzv_endpoint",
+        "localhost:0",
+        "--rdzv_conf",
+        "last_call_timeout=1",
+    )
+    torchrun = ("-m", "torch.distributed.run", "--nnodes=1:3", "--nproc_per_node", "2", *conf)
+    done = run(
+        None,
+        CIFAR,
+        f"{SMALL} --batch_size 500",
+        launcher=torchrun,
+        output_dir=tmp_path / "run",
+        check=False,
+    )
+    errors = [line for line in done.stderr.splitlines() if line.startswith("error: ")]
+    assert errors == [
+        "error: --batch_size 500 does not divide evenly over 2, 4 or 6 process(es) x 1 "
+        "accumulation step(s): use 492 or 504"
+    ]
+    assert done.returncode != 0 and not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize(
+    ("nnodes", "machines", "processes", "possible"),
+    [("1:3", "2", 4, [2, 4, 6]), ("2", "2", 4, [4]), (None, "2", 4, [4]), ("1:3", "2", 3, [3])],
+)
+def test_possible_numbers_of_processes(nnodes, machines, processes, possible, monkeypatch, capsys):
+    monkeypatch.setattr(launcher, "option", {"--nnodes": nnodes}.get)
+    monkeypatch.setenv("GROUP_WORLD_SIZE", machines)
+    monkeypatch.setenv("WORLD_SIZE", str(processes))
+    facts = dict(
+        is_fsdp2=False, is_main_process=True, mixed_precision="no", device=torch.device("cpu")
+    )
+    accelerator = SimpleNamespace(num_processes=processes, **facts)
+    assert launch.possible_processes(accelerator) == possible
+    monkeypatch.setattr(torch.distributed, "get_backend", lambda: "gloo")
+    assert launch.print_banner(accelerator, 24, 2) == 24 // processes // 2
+    said = "continues from its last checkpoint with 2, 4 or 6 processes" in capsys.readouterr().out
+    assert said == (len(possible) > 1)
+
+
+# The second machine joins while the first one, alone, holds step 3. A signal stops the run one step
+# later, so 4 is saved.
+
+
+@pytest.mark.slow
+def test_a_machine_is_lost_in_a_step_comes_back_and_is_lost_while_saving(machines, start, tmp_path):
+    first = start(machines[0])
+    first.wait_for("step  2/24")
+    second = start(machines[1], "lost_in_step@5:2")  # in step 9, the fifth of this attempt
+    first.wait_for("global batch 60 = 4 processes x 15 samples")
+    assert second.finish()[0] == -SIGKILL
+    first.wait_for("step 11/24")  # alone again, it holds step 12 until the other machine is back
+    second = start(machines[1], "lost_in_save@1:2")  # of step 15
+    assert second.finish()[0] == -SIGKILL
+    code, printed = first.finish()
+    assert code == 0, printed[-5000:]
+    # A lost machine costs the steps since the last checkpoint, and one that comes back costs
+    # nothing.
+    assert check(tmp_path) == [(2, 1, 4), (4, 5, 8), (2, 6, 13), (4, 14, 15), (2, 14, 24)]
+
+
+@pytest.mark.slow
+def test_the_machine_that_writes_is_lost_before_the_checkpoint_has_its_name_and_comes_back(
+    machines, start, tmp_path
+):
+    # The second checkpoint of an attempt: of step 10.
+    first = start(machines[0], "lost_before_rename@2:0")
+    first.wait_for("step  2/24")
+    second = start(machines[1])
+    assert first.finish()[0] == -SIGKILL
+    second.wait_for("global batch 60 = 2 processes x 30 samples")
+    second.wait_for("step 11/24")
+    outcomes = [started.finish() for started in (start(machines[0]), second)]
+    assert [code for code, _ in outcomes] == [0, 0], outcomes
+    before, (processes, begin, end), *after = check(tmp_path)
+    assert before == (2, 1, 4) and after == [(2, 6, 13), (4, 14, 24)]
+    assert (processes, begin) == (4, 5) and end >= 10  # it trains on while that is written
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("fault", ["power_lost_in_step@5:2", "power_lost_in_save@2:2"])
+def test_a_machine_without_power_is_given_up(fault, machines, start, tmp_path):
+    """In a step after --timeout; while saving after 40 s of silence, or when the kernel gives up
+    sending (here: seconds).
+    """
+    arguments = f"{RUN} --timeout 20"
+    machines[0].execute("sysctl -q -w net.ipv4.tcp_retries2=5")
+    first = start(machines[0], arguments=arguments)
+    first.wait_for("step  2/24")
+    try:
+        second = start(machines[1], fault, arguments=arguments)
+        assert second.finish()[0] == -SIGKILL
+        first.wait_for("step 11/24")
+        machines[1].connect()
+        second = start(machines[1], arguments=arguments)
+        outcomes = [started.finish() for started in (first, second)]
+    finally:
+        machines[1].connect()
+    assert [code for code, _ in outcomes] == [0, 0], outcomes
+    lost = [(4, 5, 8)] if "step" in fault else [(4, 5, 10)]
+    assert check(tmp_path) == [(2, 1, 4), *lost, (2, 6, 13), (4, 14, 24)]

@@ -1,0 +1,108 @@
+"""A process that the tests start by `fork` has the same environment as one started by `exec`, and
+computes the same.
+"""
+
+import json
+import os
+import signal
+
+import pytest
+from harness.launches import CIFAR, SMALL, Started, command, final_weights, metrics, run, some_slow
+
+from scripts.chaos import launch
+
+# Variables that differ between launches: ports, run ids, error files. (_ is set by the shell,
+# PADDING by the server.)
+OF_ONE_LAUNCH = {"MASTER_PORT", "TORCHELASTIC_RUN_ID", "TORCHELASTIC_ERROR_FILE", "PADDING", "_"}
+
+
+@pytest.mark.parametrize("config", some_slow([None, "cpu", "2cpu"], "cpu", "2cpu"))
+def test_a_forked_process_starts_in_the_same_state_as_an_executed_one(config, tmp_path):
+    states = {}
+    for cold in (False, True):
+        out = tmp_path / ("cold" if cold else "warm")
+        out.mkdir()
+        run(
+            config,
+            "tests/harness/probe_start.py",
+            [str(out), "--flag", "a word  with  spaces"],
+            cold=cold,
+        )
+        states[cold] = {
+            file.name: json.loads(file.read_text().replace(str(out), "OUT"))
+            for file in out.iterdir()
+        }
+    assert states[True].keys() == states[False].keys() and len(states[True]) == (
+        2 if config == "2cpu" else 1
+    )
+    for rank, executed in states[True].items():
+        forked = states[False][rank]
+        for kind in ("environment", "environment in /proc"):
+            for name in OF_ONE_LAUNCH:
+                assert (executed[kind].pop(name, None) is None) == (
+                    forked[kind].pop(name, None) is None
+                ) or name == "PADDING"
+        if config is None:  # its parent is the server, or this process
+            executed["parent's command in /proc"] = forked["parent's command in /proc"]
+        for fact in executed:
+            assert forked[fact] == executed[fact], fact
+        assert executed["modules of this project"] == []
+
+
+@pytest.mark.parametrize(
+    ("line", "code"),
+    [
+        ("pass", 0),
+        ("import sys; sys.exit(3)", 3),
+        ("import sys; sys.exit('some words')", 1),
+        ("raise ValueError('some words')", 1),
+        ("import os, signal; os.kill(os.getpid(), signal.SIGKILL)", -9),
+        ("import os, signal; os.kill(os.getpid(), signal.SIGTERM)", -15),
+        ("import atexit; atexit.register(print, 'some words')", 0),
+        (
+            "import threading, time; threading.Thread(target=lambda: (time.sleep(0.1), print('some words'))).start()",
+            0,
+        ),
+    ],
+)
+def test_a_forked_process_ends_as_an_executed_one_does(line, code, tmp_path):
+    (tmp_path / "script.py").write_text(line)
+    forked, executed = (
+        run(None, "script.py", root=tmp_path, check=False, cold=cold) for cold in (False, True)
+    )
+    assert forked.returncode == executed.returncode == code
+    assert forked.stdout == executed.stdout
+    assert ("some words" in forked.stdout + forked.stderr) == ("some words" in line)
+    assert forked.stderr.splitlines()[-1:] == executed.stderr.splitlines()[-1:]
+
+
+@pytest.mark.slow
+def test_an_executed_run_ends_with_the_bytes_of_a_forked_one(reference, tmp_path):
+    run("2cpu", CIFAR, SMALL, output_dir=tmp_path / "cold", cold=True)
+    assert final_weights(tmp_path / "cold") == final_weights(reference("2cpu", 2).folder)
+    assert metrics(tmp_path / "cold", "train") == metrics(reference("2cpu", 2).folder, "train")
+
+
+@pytest.mark.slow
+def test_an_executed_run_is_killed_and_continues_like_a_forked_one(reference, tmp_path):
+    """Two new interpreters, each with its own hash seed: one before the kill, one after it."""
+    with (tmp_path / "log").open("w") as log:
+        launcher = launch(
+            command("cpu", "tests/harness/wrapped.py", ["die_in_step@9", CIFAR, *SMALL.split()]),
+            tmp_path / "run",
+            log,
+        )
+        assert launcher.wait() != 0
+    assert (tmp_path / "run" / "checkpoints" / "step_00000006").exists()
+    run("cpu", CIFAR, SMALL, output_dir=tmp_path / "run", cold=True)
+    assert final_weights(tmp_path / "run") == final_weights(reference("cpu").folder)
+
+
+def test_a_forked_process_can_be_stopped_by_a_signal_to_its_group(tmp_path):
+    (tmp_path / "script.py").write_text(
+        "print('ready', flush=True)\nimport signal\nsignal.pause()\n"
+    )
+    started = Started(None, "script.py", "", root=tmp_path)
+    started.wait_for("ready")
+    os.killpg(started.process.pid, signal.SIGTERM)
+    assert started.finish()[0] == -signal.SIGTERM

@@ -1,0 +1,154 @@
+"""Each recipe applies to the script as it is, and the changed script trains and resumes exactly."""
+
+import importlib
+import json
+import re
+
+import numpy as np
+import pytest
+import recipes
+from harness.launches import (
+    ROOT,
+    final_weights,
+    load_script,
+    metrics,
+    results,
+    run,
+    some_slow,
+    status,
+)
+from PIL import Image
+
+from utils.run import weights
+
+MINIMAL = "--max_train_steps 6 --eval_every 3 --checkpoint_every 2 --log_every 1"
+IMAGES = (
+    "--model squeezenet1_1 --image_size 32 --batch_size 8 --lr 1e-3 --num_workers 0 --epochs 1 "
+    f"--track none {MINIMAL}"
+)
+ARGUMENTS = {
+    "compression": MINIMAL,
+    "distillation": "--dataset synthetic --model net --batch_size 20 --teacher {folder}/teacher "
+    f"--track none {MINIMAL}",
+    "ema": MINIMAL,
+    "export": MINIMAL,
+    "freezing": f"--batch_size 4 --track none {MINIMAL}",
+    "folds": f"--dataset synthetic --fold 1 {IMAGES}",
+    "layer_decay": f"--dataset synthetic {IMAGES}",
+    "model_output": MINIMAL,
+    "optimizer": MINIMAL,
+    "rare_classes": f"--dataset synthetic {IMAGES}",
+    "regression": f"--csv {{folder}}/table.csv {MINIMAL}",
+    "schedule_and_accumulation": f"--gradient_accumulation_steps 2 {MINIMAL}",
+    "several_labels": f"--dataset {{folder}}/photos {IMAGES}",
+    "tracker": MINIMAL,
+    "unfreezing": f"--dataset synthetic {IMAGES}",
+}
+PACKAGES = {"freezing": "peft", "model_output": "transformers", "optimizer": "schedulefree"}
+PACKAGES |= {"several_labels": "torchmetrics"}
+
+
+@pytest.fixture(scope="session")
+def folder(tmp_path_factory):
+    """Data for the recipes, and a project with the changed scripts."""
+    folder = tmp_path_factory.mktemp("recipes")
+    (folder / "utils").symlink_to(ROOT / "utils")
+    for recipe in recipes.RECIPES:
+        recipes.apply(recipe, folder / f"train_{recipe.stem}.py")
+    rows = "".join(f"{i % 31},{i % 17},{i % 31 * (i % 17)}\n" for i in range(1000))
+    (folder / "table.csv").write_text(f"a,b,product\n{rows}")
+    for camera in "ab":
+        (folder / "photos" / camera).mkdir(parents=True)
+    lines, random = ["name,red,green,blue"], np.random.default_rng(0)
+    for number in range(60):
+        on = random.integers(0, 2, 3)
+        Image.new("RGB", (40, 40), tuple(int(200 * x) for x in on)).save(
+            folder / "photos" / "ab"[number % 2] / f"{number}.png"
+        )
+        lines.append(f"{number}.png,{on[0]},{on[1]},{on[2]}")
+    (folder / "photos" / "labels.csv").write_text("\n".join(lines) + "\n")
+    return folder
+
+
+def arguments(name, folder):
+    if name in PACKAGES:
+        pytest.importorskip(PACKAGES[name])
+    if name == "distillation" and not (folder / "teacher").exists():
+        model = load_script("train_cifar").build_model("resnet18", 10)
+        (folder / "teacher").mkdir()
+        weights.export(folder / "teacher", model, {"model": "resnet18"})
+    return ARGUMENTS[name].format(folder=folder)
+
+
+@pytest.mark.parametrize("recipe", recipes.RECIPES, ids=lambda recipe: recipe.stem)
+def test_a_recipe_is_short_and_as_written_against_the_script(recipe):
+    """`python tests/recipes.py` writes it anew. Lines may have moved."""
+    text = recipe.read_text()
+    lines, renewed = (re.sub(r"(?m)^@@ .*", "@@", diff) for diff in (text, recipes.renewed(recipe)))
+    assert lines == renewed
+    assert len(re.findall(r"^\+(?!\+\+)", text, re.MULTILINE)) <= 35
+    wish = text.partition("\n")[0]
+    row = rf"^\| {re.escape(wish[0].lower() + wish[1:])} \| `recipes/{recipe.name}` \|"
+    assert re.search(row, (ROOT / "scripts" / "README.md").read_text(), re.MULTILINE), wish
+
+
+@pytest.mark.parametrize("name", some_slow(ARGUMENTS, "freezing"))
+def test_a_recipe_trains(name, folder, tmp_path):
+    words, made = arguments(name, folder), tmp_path / "run"
+    run(None, f"train_{name}.py", words, root=folder, output_dir=made)
+    assert status(made)["state"] == "finished"
+    losses = [line["loss"] for line in metrics(made, "train")]
+    assert len(losses) == 6 and all(map(np.isfinite, losses))
+    if name in EFFECTS:
+        EFFECTS[name](made)
+
+
+def exported(folder):
+    import torch
+
+    program = torch.export.load(folder / "model.pt2").module()
+    assert program(torch.zeros(5, 2)).shape == (5, 2)
+
+
+def tracked(folder):
+    lines = [json.loads(line) for line in (folder / "lines.jsonl").read_text().splitlines()]
+    assert [line["step"] for line in lines if "train/loss" in line] == [1, 2, 3, 4, 5, 6]
+
+
+def labeled(folder):
+    assert results(folder)["per_label_f1"].keys() == {"red", "green", "blue"}
+    assert 0 <= results(folder)["val_map"] <= 1
+
+
+def test_rare_classes_are_drawn_as_often_as_the_others(folder, monkeypatch):
+    monkeypatch.syspath_prepend(folder)
+    sampler = importlib.import_module("train_rare_classes").BalancedSampler
+    labels = np.array([0] * 990 + [1] * 10)
+    orders = []
+    for epoch in (0, 1):
+        drawn = sampler(labels, 50, seed=3)
+        drawn.set_epoch(epoch)
+        orders.append(list(drawn))
+        assert {epoch} == {at for at, _ in orders[-1]}
+        share = np.mean([labels[index] for _, index in orders[-1]])
+        assert len(orders[-1]) == 1000 and 0.45 < share < 0.55
+    assert [index for _, index in orders[0]] != [index for _, index in orders[1]]
+
+
+EFFECTS = {"export": exported, "tracker": tracked, "several_labels": labeled}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ARGUMENTS)
+def test_a_killed_recipe_ends_with_the_same_bytes(name, folder, tmp_path):
+    words, script = arguments(name, folder), folder / f"train_{name}.py"
+    run("2cpu", script.name, words, root=folder, output_dir=tmp_path / "whole")
+    accumulation = 2 if name == "schedule_and_accumulation" else 1
+    fault = [f"die_in_step@{4 * accumulation}", str(script), *words.split()]
+    done = run(
+        "2cpu", "tests/harness/wrapped.py", fault, output_dir=tmp_path / "killed", check=False
+    )
+    assert done.returncode != 0
+    run("2cpu", script.name, words, root=folder, output_dir=tmp_path / "killed")
+    assert 0 < results(tmp_path / "killed")["resumed_from"] < 4
+    assert final_weights(tmp_path / "killed") == final_weights(tmp_path / "whole")

@@ -1,0 +1,317 @@
+"""submit.sbatch on a real SLURM cluster: a controller and two node daemons on this machine."""
+
+import contextlib
+import os
+import shutil
+import socket
+import subprocess
+import time
+from pathlib import Path
+
+import psutil
+import pytest
+from harness.launches import (
+    CIFAR,
+    ENDLESS,
+    LIMIT,
+    ROOT,
+    SMALL,
+    final_weights,
+    metrics,
+    results,
+    run,
+    status,
+)
+
+pytestmark = pytest.mark.slow
+
+CONF = """
+ClusterName=test
+SlurmctldHost={host}(127.0.0.1)
+SlurmUser=root
+SlurmdUser=root
+AuthType=auth/munge
+AuthInfo=cred_expire=5
+SlurmctldPort={ports[0]}
+SlurmctldPidFile={folder}/slurmctld.pid
+SlurmdPidFile={folder}/slurmd.%n.pid
+SlurmdSpoolDir={folder}/spool.%n
+StateSaveLocation={folder}/state
+SlurmctldLogFile={folder}/log/slurmctld.log
+SlurmdLogFile={folder}/log/slurmd.%n.log
+ProctrackType=proctrack/linuxproc
+TaskPlugin=task/none
+JobAcctGatherType=jobacct_gather/none
+AccountingStorageType=accounting_storage/none
+MpiDefault=none
+SwitchType=switch/none
+SelectType=select/cons_tres
+SelectTypeParameters=CR_Core
+SchedulerParameters=batch_sched_delay=0,sched_interval=2,bf_interval=2
+ReturnToService=2
+KillWait=20
+SlurmdTimeout=10
+SlurmdParameters=config_overrides
+GresTypes=gpu
+NodeName=n[1-2] NodeHostname={host} NodeAddr=127.0.0.1 Port=[{ports[1]},{ports[2]}] CPUs=2 SocketsPerBoard=1 CoresPerSocket=2 \
+ThreadsPerCore=1 RealMemory=4000 Gres=gpu:2
+PartitionName=debug Nodes=n[1-2] Default=YES MaxTime=INFINITE State=UP
+"""
+
+
+def free_ports(count):
+    """Finds ports that no process listens on."""
+    with contextlib.ExitStack() as stack:
+        sockets = [stack.enter_context(socket.socket()) for _ in range(count)]
+        for each in sockets:
+            each.bind(("127.0.0.1", 0))
+        return sorted(each.getsockname()[1] for each in sockets)
+
+
+class Cluster:
+    def __init__(self, folder):
+        self.folder, self.daemons = folder, {}
+        for name in ("state", "log", "spool.n1", "spool.n2"):
+            (folder / name).mkdir()
+        (folder / "slurm.conf").write_text(
+            CONF.format(host=socket.gethostname(), folder=folder, ports=free_ports(3))
+        )
+        for device in ("gpu0", "gpu1"):  # in place of the devices that a driver creates in /dev
+            (folder / device).touch()
+        (folder / "gres.conf").write_text(f"NodeName=n[1-2] Name=gpu File={folder}/gpu[0-1]\n")
+        self.environment = {**os.environ, "SLURM_CONF": str(folder / "slurm.conf")}
+        # Jobs use the same Python as the tests.
+        self.environment["PATH"] = f"{Path(os.sys.executable).parent}:{os.environ['PATH']}"
+
+    def open(self):
+        self.start("slurmctld", "-D")
+        for node in ("n1", "n2"):
+            self.start_node(node)
+        self.until(
+            "both nodes are idle",
+            lambda: self.command("sinfo -h -N -o %T").split() == ["idle", "idle"],
+        )
+
+    def start_node(self, node):
+        # Each node gets its own cores; otherwise the processes of both nodes would use all of them.
+        cores = sorted(os.sched_getaffinity(0))
+        mine = cores[: len(cores) // 2 or 1] if node == "n1" else cores[len(cores) // 2 :]
+        self.start("taskset", "--cpu-list", ",".join(map(str, mine)), "slurmd", "-D", "-N", node)
+
+    def start(self, *command):
+        log = (self.folder / "log" / f"{command[-1]}.out").open("a")
+        self.daemons[command[-1]] = subprocess.Popen(
+            command, env=self.environment, stdout=log, stderr=log
+        )
+
+    def command(self, words):
+        done = subprocess.run(
+            words.split(), env=self.environment, capture_output=True, text=True, timeout=60
+        )
+        return done.stdout
+
+    def until(self, what, happens):
+        """Polls until `happens()`: a cluster executes commands with a delay."""
+        deadline = time.monotonic() + LIMIT
+        while not (answer := happens()):
+            assert time.monotonic() < deadline, f"{what} never came true\n{self.all_logs()}"
+            time.sleep(0.2)
+        return answer
+
+    def until_logged(self, words, job, node=None):
+        """Waits until the log of the job contains `words`; fails if the job ends without them."""
+
+        def happens():
+            # Checked before the log is read.
+            ended = self.state(job) in ("COMPLETED", "FAILED", "TIMEOUT", "CANCELLED")
+            logged = words in self.log(job, node)
+            assert logged or not ended, f"job {job} ended without '{words}'\n{self.all_logs()}"
+            return logged
+
+        self.until(f"'{words}' is logged", happens)
+
+    def all_logs(self):
+        logs = [*self.folder.glob("log/*.log"), *self.folder.glob("job/*.out")]
+        return "\n".join(f"--- {log.name}\n{log.read_text()[-3000:]}" for log in logs)
+
+    def submit(self, options, arguments):
+        """Submits submit.sbatch from a separate project folder; returns the job id."""
+        project = self.folder / "job"
+        if not project.exists():
+            project.mkdir()
+            for name in ("scripts", "utils", "accelerate_configs"):
+                (project / name).symlink_to(ROOT / name)
+        line = [
+            "sbatch",
+            "--parsable",
+            *options.split(),
+            str(ROOT / "scripts" / "submit.sbatch"),
+            *arguments.split(),
+        ]
+        done = subprocess.run(
+            line, env=self.environment, capture_output=True, text=True, cwd=project, timeout=60
+        )
+        assert done.returncode == 0, done.stderr
+        return done.stdout.strip()
+
+    def log(self, job, node=None):
+        path = self.folder / "job" / f"slurm-{job}{'' if node is None else f'.node{node}'}.out"
+        return path.read_text() if path.exists() else ""
+
+    def state(self, job):
+        return self.command(f"squeue -h -j {job} -t all -o %T").strip()
+
+    def close(self):
+        self.command("scancel -u root")
+        for daemon in self.daemons.values():
+            for process in [*psutil.Process(daemon.pid).children(recursive=True), daemon]:
+                process.kill()
+            daemon.wait()
+
+
+@pytest.fixture(scope="module")
+def cluster(tmp_path_factory):
+    missing = [
+        name for name in ("slurmctld", "slurmd", "sbatch", "munged") if not shutil.which(name)
+    ]
+    if missing or os.geteuid() != 0:
+        pytest.skip(
+            f"no SLURM here: {', '.join(missing) or 'not root'} (Debian: slurmctld slurmd slurm-client munge)"
+        )
+    if not any(process.info["name"] == "munged" for process in psutil.process_iter(["name"])):
+        Path("/run/munge").mkdir(exist_ok=True)
+        shutil.chown("/run/munge", "munge")
+        subprocess.run(["runuser", "-u", "munge", "--", "munged"], check=True, timeout=60)
+    made = Cluster(tmp_path_factory.mktemp("slurm"))
+    try:
+        made.open()
+        yield made
+    finally:
+        made.close()
+
+
+def test_signal_lost_node_and_time_limit_cost_nothing(cluster, tmp_path):
+    """A job gets a stop signal, loses a node, reaches its time limit, and ends with the weights of
+    an uninterrupted run.
+    """
+    # On a machine of any speed the time limit of the first attempts, in minutes, leaves time to
+    # start, and is shorter than the run; the last attempt has none, because it may be many times
+    # slower than the measured one.
+    small = "--dataset synthetic --model net --batch_size 500 --checkpoint_every 50 --eval_every 750 --max_train_steps"
+    start_time = time.monotonic()
+    run("2cpu", CIFAR, f"{small} 500", output_dir=tmp_path / "speed")
+    train_seconds = results(tmp_path / "speed")["train_seconds"]
+    minutes = 1 + int(2 * (time.monotonic() - start_time - train_seconds) / 60)
+    steps = 500 + int(500 * 60 * minutes / train_seconds)
+    arguments, whole = f"{small} {steps}", tmp_path / "whole"
+    run("2cpu", CIFAR, arguments, output_dir=whole)
+    folder = cluster.folder / "job" / "runs" / "train_cifar"
+    job = cluster.submit(f"--nodes=2 --time={minutes} --signal=B:USR1@1", f"{CIFAR} {arguments}")
+
+    def reached(step):
+        lines = metrics(folder, "train") if (folder / "metrics.jsonl").exists() else []
+        return lines and lines[-1]["step"] >= step and lines[-1]["step"]
+
+    def attempts():
+        return cluster.log(job).count("rendezvous at")
+
+    seen = cluster.until("the run takes some steps", lambda: reached(30))
+    cluster.command(f"scancel --batch --signal=USR1 {job}")
+    cluster.until_logged("run preempted", job)
+    assert "asking the run to save" in cluster.log(job)
+
+    cluster.until_logged("continuing from", job, node=0)
+    seen = cluster.until("and takes some steps", lambda: reached(seen + 30))
+    before = attempts()
+    for process in psutil.Process(cluster.daemons["n2"].pid).children(recursive=True):
+        process.kill()
+    cluster.daemons["n2"].kill()
+    cluster.command("scontrol update nodename=n2 state=down reason=lost")
+    cluster.daemons["n2"].wait()
+    cluster.until(
+        "the job waits for its node", lambda: cluster.state(job) in ("PENDING", "REQUEUED")
+    )
+    cluster.start_node("n2")
+    cluster.command("scontrol update nodename=n2 state=resume")
+
+    cluster.until("the third attempt starts", lambda: attempts() > before)
+    cluster.until("it runs out of time, and the fourth starts", lambda: attempts() > before + 1)
+    cluster.command(f"scontrol update jobid={job} timelimit=UNLIMITED")
+
+    def finished():
+        return status(folder)["state"] == "finished"
+
+    last = seen
+    while not finished():
+        last = cluster.until(
+            "the run finishes or takes further steps",
+            lambda last=last: finished() or reached(last + 1),
+        )
+    cluster.until("the job ends", lambda: cluster.state(job) == "COMPLETED")
+    assert results(folder)["resumed_from"] > seen and results(folder)["num_processes"] == 2
+    assert final_weights(folder) == final_weights(whole)
+    assert metrics(folder, "train") == metrics(whole, "train")
+    assert f"step {steps}/{steps}" in cluster.log(job, node=0) and "step" not in cluster.log(
+        job, node=1
+    )
+
+
+def ranks(job):
+    """The training processes of a job, by rank."""
+    by_rank = {}
+    for process in psutil.process_iter():
+        with contextlib.suppress(psutil.Error):
+            environment = process.environ()
+            if environment.get("SLURM_JOB_ID") == job and "RANK" in environment:
+                by_rank[int(environment["RANK"])] = process
+    return by_rank
+
+
+def test_a_process_that_dies_without_a_status_does_not_end_the_job(cluster):
+    """As when a node is lost and SLURM has not noticed yet."""
+    arguments = f"{CIFAR} {SMALL} --max_train_steps 100000 --eval_every 100000 --output_dir {cluster.folder}/wordless"
+    job = cluster.submit("--nodes=2", arguments)
+    cluster.until_logged("step      7", job, node=0)
+    ranks(job)[1].kill()
+    cluster.until_logged("continuing from", job, node=0)
+    cluster.command(f"scancel {job}")
+    cluster.until("the job is canceled", lambda: cluster.state(job) == "CANCELLED")
+
+
+@pytest.mark.parametrize("nodes", [1, 2])
+def test_as_many_processes_as_gpus(nodes, cluster):
+    """The scheduler counts 2 GPUs per node.
+
+    They do not exist, so 2 processes per node run over gloo.
+    """
+    arguments = f"scripts/check_topology.py --max_bytes 4096 --output_dir {cluster.folder}/check%a"
+    job = cluster.submit(f"--nodes={nodes} --gpus-per-node=2 --array={nodes}", arguments)
+    cluster.until("the job ends", lambda: cluster.state(job) in ("COMPLETED", "FAILED"))
+    assert cluster.state(job) == "COMPLETED", cluster.all_logs()
+    assert f"{2 * nodes} processes on 1 machine can communicate" in cluster.log(job, node=0)
+    assert (
+        "4gpu.yaml" in cluster.log(job)
+        and (cluster.folder / f"check{nodes}" / "topology.json").exists()
+    )
+
+
+def test_one_process_saves_and_continues_unless_canceled_or_invalid(cluster):
+    """In the same folder: the status of an earlier run must not be mistaken for that of the next
+    one.
+    """
+    folder = cluster.folder / "ended"
+    slowly = f"{ROOT}/tests/harness/wrapped.py slow_save {CIFAR} {ENDLESS} --output_dir {folder}"
+    job = cluster.submit("--nodes=1", slowly)
+    cluster.until_logged("step      1/", job, node=0)  # not "starting at step 0"
+    cluster.command(f"scancel --batch --signal=USR1 {job}")
+    cluster.until_logged("attempt 0 ended", job)
+    assert "run preempted" in cluster.log(job), cluster.all_logs()
+    cluster.until_logged("continuing from", job, node=0)
+    cluster.command(f"scancel {job}")
+    cluster.until("the job is canceled", lambda: cluster.state(job) == "CANCELLED")
+    assert status(folder)["state"] == "preempted" and "attempt 2" not in cluster.log(job)
+
+    job = cluster.submit("--nodes=1", f"{CIFAR} {SMALL} --lr 3 --output_dir {folder}")
+    cluster.until("the job ends", lambda: cluster.state(job) in ("COMPLETED", "FAILED"))
+    assert cluster.state(job) == "FAILED" and "attempt 1" not in cluster.log(job)
+    assert "error: " in cluster.log(job, node=0)

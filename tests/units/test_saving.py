@@ -1,0 +1,306 @@
+"""Checkpoints that a thread writes: what is written, who waits for it, and what an error does."""
+
+import inspect
+import os
+import threading
+from functools import partial
+from hashlib import sha256
+from types import SimpleNamespace
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from accelerate import Accelerator, FullyShardedDataParallelPlugin
+from accelerate.utils import fsdp_utils, other
+from harness.launches import GPT, metrics, run
+from safetensors.torch import load_file
+from torch import nn
+
+from utils.run import checkpoint, collectives, manifest, process, saving
+
+ALONE = SimpleNamespace(num_processes=1, device=torch.device("cpu"), is_fsdp2=False)
+
+
+@pytest.fixture
+def writer(monkeypatch):
+    monkeypatch.setattr(saving, "_newest", None)
+    return saving.Writer(ALONE)
+
+
+@pytest.fixture
+def held(writer, monkeypatch):
+    """A save that is written only when somebody waits for it: the list gets "written" then."""
+    let_go, done = threading.Event(), []
+    real_wait = saving.wait
+
+    def wait(*args):
+        done.append("waits")
+        let_go.set()
+        return real_wait(*args)
+
+    monkeypatch.setattr(saving, "wait", wait)
+    writer.start([let_go.wait], lambda error: done.append("written"))
+    yield done
+    let_go.set()
+
+
+def digests(folder):
+    return {
+        path.relative_to(folder): sha256(path.read_bytes()).hexdigest()
+        for path in folder.rglob("*")
+        if path.is_file()
+    }
+
+
+def tensors_in(value):
+    if isinstance(value, torch.Tensor):
+        yield value
+    elif isinstance(value, dict | list | tuple):
+        for part in value.values() if isinstance(value, dict) else value:
+            yield from tensors_in(part)
+
+
+# --------------------------------------------------------------------------------- what is written
+
+
+def test_the_files_are_those_of_the_moment_of_the_call(tmp_path, writer):
+    """Every tensor, the learning rate and the random states change before anything is written."""
+    accelerator = Accelerator(cpu=True)
+    model = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4))
+    model.tied = model[0].weight  # one storage under two names
+    optimizer = torch.optim.AdamW(model.parameters())
+    schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1 / (step + 1))
+    prepared = accelerator.prepare(model, optimizer, schedule)
+
+    def step():
+        prepared[0](torch.randn(8, 3)).square().sum().backward()
+        prepared[1].step()
+        prepared[2].step()
+
+    step()
+    accelerator.save_state(str(tmp_path / "now"), safe_serialization=True)
+    with writer.captured() as writes:
+        accelerator.save_state(str(tmp_path / "later"), safe_serialization=True)
+    files = {path.name for path in (tmp_path / "later").iterdir()}
+    assert not files & {"model.safetensors", "optimizer.bin", "random_states_0.pkl"}
+    step()
+    with torch.no_grad():
+        for tensor in tensors_in([model.state_dict(), optimizer.state_dict()]):
+            tensor.fill_(7)
+    writer.start(writes, lambda error: error).result()
+    now, later = digests(tmp_path / "now"), digests(tmp_path / "later")
+    assert later == now and len(now) >= 4 and not writes
+
+
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+def test_only_a_gpu_has_pinned_copies_and_each_is_waited_for(device, tmp_path, monkeypatch):
+    """Of several GPUs, too: the copies of a pipeline come from all of them."""
+    calls = []
+    waits = inspect.signature(saving.StateDictStager.stage).parameters["non_blocking"]
+    assert waits.default is False
+
+    def stager(**options):
+        calls.append(options)
+        return SimpleNamespace(stage=lambda state, **how: calls.append(how) or {**state})
+
+    monkeypatch.setattr(saving, "StateDictStager", stager)
+    writer = saving.Writer(SimpleNamespace(**vars(ALONE) | {"device": torch.device(device)}))
+    with writer.captured():
+        torch.save({"step": 3}, tmp_path / "state")
+    # Containers have little shared memory.
+    assert calls == [{"pin_memory": device == "cuda", "share_memory": False}, {}]
+
+
+def test_the_state_of_shards_is_copied_once(monkeypatch):
+    """Not first by Accelerate, from a GPU to memory that is not pinned."""
+    plugin = FullyShardedDataParallelPlugin(fsdp_version=2, state_dict_type="SHARDED_STATE_DICT")
+    assert fsdp_utils._prepare_sd_options(plugin).cpu_offload
+    saving.Writer(
+        SimpleNamespace(
+            **vars(ALONE) | {"is_fsdp2": True}, state=SimpleNamespace(fsdp_plugin=plugin)
+        )
+    )
+    assert fsdp_utils._prepare_sd_options(plugin).cpu_offload is False
+
+
+def test_shards_are_copied_too(tmp_path, writer):
+    state = {"weights": torch.ones(2, 3), "step": 4}
+    with writer.captured() as writes:
+        dcp.save(state, storage_writer=dcp.FileSystemWriter(tmp_path), no_dist=True)
+    state["weights"].fill_(7)
+    assert not list(tmp_path.iterdir())
+    assert writer.start(writes, lambda error: error).result() is None
+    loaded = {"weights": torch.zeros(2, 3), "step": 0}
+    dcp.load(loaded, storage_reader=dcp.FileSystemReader(tmp_path), no_dist=True)
+    assert loaded["step"] == 4 and torch.equal(loaded["weights"], torch.ones(2, 3))
+
+
+def test_only_files_are_written_later_and_only_in_the_block(tmp_path, writer):
+    before = torch.save, other.safe_save_file, dcp.save
+    with pytest.raises(ZeroDivisionError), writer.captured() as writes:
+        with open(tmp_path / "open", "wb") as file:
+            torch.save(1, file)
+        assert torch.load(tmp_path / "open") == 1 and not writes
+        other.safe_save_file({"a": torch.ones(1)}, tmp_path / "a.safetensors")
+        assert len(writes) == 1 and torch.save is not before[0]
+        1 / 0  # noqa: B018
+    assert (torch.save, other.safe_save_file, dcp.save) == before
+    writes.pop()()
+    assert load_file(tmp_path / "a.safetensors")["a"] == 1
+
+
+def test_the_collectives_of_shards_have_their_own_group(writer, monkeypatch):
+    asked = []
+    monkeypatch.setattr(dcp, "save", lambda state, **options: asked.append(options))
+    writer.group = "its own"
+    with writer.captured() as writes:
+        dcp.save({}, process_group=None)
+    writes[0]()
+    assert asked == [{"process_group": "its own"}]
+
+
+def test_a_group_that_is_given_is_used(monkeypatch):
+    def all_gather(values, value, group):
+        values[:] = [(value, group)] * 2
+
+    monkeypatch.setattr(dist, "all_gather_object", all_gather)
+    monkeypatch.setattr(collectives, "_host_group", "of the training")
+    two = SimpleNamespace(num_processes=2)
+    assert collectives.gather(two, 5, "of the thread")[0] == (5, "of the thread")
+    assert collectives.gather(two, 5)[0] == (5, "of the training")
+
+
+def test_each_collective_of_a_save_is_in_its_group(tmp_path, monkeypatch):
+    groups = []
+
+    def gather(accelerator, value, group=None):
+        groups.append(group)
+        return [value]
+
+    monkeypatch.setattr(checkpoint, "gather", gather)
+    monkeypatch.setattr(manifest, "gather", gather)
+    main = dict(is_main_process=True, is_local_main_process=True, process_index=0)
+    accelerator = SimpleNamespace(**main, num_processes=1)
+    writing = tmp_path / ".writing"
+    writing.mkdir()
+    (writing / "state").write_text("state")
+    record = {"progress": {"step": 3}}
+    assert checkpoint.finish(accelerator, writing, None, record, 2, "of the thread")
+    assert groups == ["of the thread"] * 4
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("config", ["2cpu", "4gpu_fsdp"])
+def test_a_checkpoint_has_the_same_bytes_either_way(config, tmp_path):
+    arguments = (
+        "--dataset synthetic --n_layer 1 --n_head 1 --n_embd 16 --block_size 16 --batch_size 4 "
+        "--max_train_steps 12 --eval_every 100 --checkpoint_every 3 --keep_checkpoints 9"
+    )
+    launcher = ("--num_processes", "2") if config == "4gpu_fsdp" else ()
+    for kind, more in (("beside", ""), ("waiting", "--wait_for_checkpoints")):
+        run(config, GPT, f"{arguments} {more}", output_dir=tmp_path / kind, launcher=launcher)
+    beside, waiting = (
+        {
+            name: digest
+            for name, digest in digests(tmp_path / kind / "checkpoints").items()
+            if name.name not in ("manifest.json", ".metadata")  # the latter has a random name
+        }
+        for kind in ("beside", "waiting")
+    )
+    assert beside == waiting and len(beside) > 8
+    lines = metrics(tmp_path / "beside", "checkpoint")
+    assert [(line["step"], line["written"]) for line in lines] == [
+        (step, True) for step in (3, 6, 9, 12)
+    ]
+    for line in [*metrics(tmp_path / "waiting", "checkpoint"), lines[-1]]:
+        assert line["blocked_seconds"] == line["seconds"]
+
+
+# -------------------------------------------------------------------------------- who waits for it
+
+
+def test_all_writes_are_tried_and_the_first_error_is_passed_on(writer):
+    """Other processes may wait in one of them for this process."""
+    done = []
+
+    def fail(line):
+        done.append(line)
+        raise OSError(line)
+
+    writes = [partial(fail, "first"), partial(fail, "second"), partial(done.append, "third")]
+    error = writer.start(writes, lambda error: error).result()
+    assert str(error) == "first" and done == ["first", "second", "third"]
+
+
+def test_an_error_of_shards_is_passed_on_though_it_is_no_exception(writer):
+    def fail():
+        raise dcp.CheckpointException("save", {1: (OSError(28, "No space left"), None)})
+
+    error = writer.start([fail], lambda error: error).result()
+    assert checkpoint.is_write_error(error) and not isinstance(error, Exception)
+
+
+def test_the_thread_gives_way_to_the_training(writer):
+    def priority(_):
+        return os.getpriority(os.PRIO_PROCESS, threading.get_native_id())
+
+    here = priority(None)
+    assert writer.start([], priority).result() == min(here + saving.NICENESS, 19)
+    assert priority(None) == here
+
+
+def test_a_process_is_forked_when_nothing_is_written(held):
+    """A lock that the thread holds would stay locked in the new process."""
+    child = os.fork()
+    if child == 0:
+        os._exit(0)
+    os.waitpid(child, 0)
+    assert held == ["waits", "written"]
+
+
+@pytest.mark.parametrize("ends", ["exit", "at once", "with the launcher"])
+def test_a_process_ends_when_nothing_is_written(ends, held, monkeypatch):
+    class Ended(Exception):
+        pass
+
+    def end(code):
+        held.append(code)
+        raise Ended
+
+    monkeypatch.setattr(os, "_exit", end)
+    monkeypatch.setattr(process, "_signal_time", 0.0)
+    clock = SimpleNamespace(monotonic=lambda: 1.0, sleep=lambda seconds: None)
+    monkeypatch.setattr(process, "time", clock)
+    with pytest.raises(Ended):
+        if ends == "exit":
+            process._exit(3)
+        elif ends == "at once":
+            process._exit_at_once("")
+        else:
+            monkeypatch.setattr(os, "kill", lambda *_: None)
+            process._exit_with_launcher(-1)
+    assert held == ["waits", "written", 3 if ends == "exit" else process.PREEMPTED]
+
+
+def test_a_process_that_must_end_at_once_waits_for_what_is_left_of_its_time(monkeypatch, capfd):
+    waited = []
+    monkeypatch.setattr(process, "_before_exit", waited.append)
+    monkeypatch.setattr(os, "_exit", lambda code: None)
+    monkeypatch.setattr(process, "_signal_time", 10.0)
+    monkeypatch.setattr(process, "time", SimpleNamespace(monotonic=lambda: 15.0))
+    monkeypatch.setattr(process, "grace_seconds", lambda: 30.0)
+    process._exit_at_once("")
+    monkeypatch.setattr(process, "_signal_time", None)  # another process got it
+    process._exit_at_once(" in an evaluation")
+    assert waited == [24.0, 29.0]
+    assert "stopped by a signal to another process in an evaluation" in capfd.readouterr().err
+
+
+def test_waiting_ends_with_its_time(writer, monkeypatch):
+    waits = []
+    monkeypatch.setattr(saving, "wait", lambda *args: waits.append(args))
+    saving.wait_for_newest(1.0)  # nothing was saved yet
+    future = writer.start([], lambda error: None)
+    saving.wait_for_newest(2.5)
+    assert waits == [([future], 2.5)]

@@ -224,7 +224,9 @@ class Driver:
         self._items = {item.nodeid: item for item in session.items}
         scripts = {Path(mutant.file) for mutant in self.mutants if "scripts/" in mutant.file}
         for script in scripts:
-            sys.modules["conftest"].load_script(script.stem)  # once, and not in each process
+            sys.modules["harness.launches"].load_script(
+                script.stem
+            )  # once, and not in each process
         self._base = session.config._tmp_path_factory.getbasetemp()
         # A forked process must not write to the terminal.
         session.config.pluginmanager.unregister(name="terminalreporter")

@@ -1,0 +1,25 @@
+"""What stands in for an `Accelerator` where a test needs only its facts: no group, no device."""
+
+from types import SimpleNamespace
+
+import torch
+
+
+def accelerator(processes=1, rank=0, device="cpu", registered=(), schedulers=(), **more):
+    """The facts of an `Accelerator` that `utils` reads; `more` replaces or adds some.
+
+    The objects and schedulers that Accelerate keeps for checkpoints have no public names there.
+    """
+    facts = {
+        "num_processes": processes,
+        "process_index": rank,
+        "is_main_process": rank == 0,
+        "is_local_main_process": rank == 0,
+        "device": torch.device(device),
+        "mixed_precision": "no",
+        "is_fsdp2": False,
+        "scaler": None,
+        "_custom_objects": list(registered),
+        "_schedulers": list(schedulers),
+    }
+    return SimpleNamespace(**facts | more)

@@ -2,6 +2,7 @@
 
 import contextlib
 import fcntl
+import importlib.util
 import os
 import pickle
 import random
@@ -20,6 +21,17 @@ from harness.launches import CIFAR, COLD, SMALL, run_once
 from harness.machines import Machine
 
 from utils.run import stacks
+
+if importlib.util.find_spec("hypothesis"):
+    import hypothesis
+
+    # The same examples in every run, nothing left behind, no verdict that depends on the clock.
+    hypothesis.settings.register_profile(
+        "tests", derandomize=True, deadline=None, database=None, max_examples=50
+    )
+    hypothesis.settings.load_profile("tests")
+else:  # on a machine for `-m gpu` only
+    collect_ignore = ["properties"]
 
 
 def pytest_addoption(parser):

@@ -1,0 +1,61 @@
+"""Chat templates, conversations and small tokenizers, for tests of language models."""
+
+CHATML = (
+    "{% for m in messages %}{{ '<|im_start|>' + m['role'] + '\n' + m['content'] + '<|im_end|>\n' }}"
+    "{% endfor %}{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
+)
+# With marks around what the assistant says.
+MARKED = (
+    "{% for m in messages %}{{ '<|im_start|>' + m['role'] + '\n' }}{% if m['role'] == 'assistant' %}"
+    "{% generation %}{{ m['content'] + '<|im_end|>' }}{% endgeneration %}{% else %}"
+    "{{ m['content'] + '<|im_end|>' }}{% endif %}{{ '\n' }}"
+    "{% endfor %}{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
+)
+# The last answer has a block for its reasoning, earlier ones have none.
+REASONING = (
+    "{% for m in messages %}{{ '<|im_start|>' + m['role'] + '\n' }}"
+    "{% if loop.last and m['role'] == 'assistant' %}{{ '<think>\n\n</think>\n\n' }}{% endif %}"
+    "{{ m['content'] + '<|im_end|>\n' }}"
+    "{% endfor %}{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
+)
+# Without special tokens.
+PLAIN = (
+    "{% for m in messages %}{{ m['role'] + ': ' + m['content'] + '\n' }}"
+    "{% endfor %}{% if add_generation_prompt %}{{ 'assistant: ' }}{% endif %}"
+)
+ROLES = {"s": "system", "u": "user", "a": "assistant", "t": "tool"}
+
+
+def say(*turns):
+    """`say("u hi", "a hello")`"""
+    return [dict(role=ROLES[turn[0]], content=turn[2:]) for turn in turns]
+
+
+def make_tokenizer(kind="bytes", bos=False, **special):
+    """A tokenizer trained on the spot, of bytes or of words that begin with a space."""
+    import transformers
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
+
+    special = {"eos_token": "<|im_end|>", **special}
+    names = ["<|im_start|>", "<|im_end|>", "<pad>", "<s>", "<unk>"]
+    texts = ["user assistant system\nthe date is hello world, what?\n\n"] * 8
+    if kind == "bytes":
+        core = Tokenizer(models.BPE())
+        core.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+        core.decoder = decoders.ByteLevel()
+        alphabet = pre_tokenizers.ByteLevel.alphabet()
+    else:
+        core = Tokenizer(models.BPE(byte_fallback=True, unk_token="<unk>"))
+        core.pre_tokenizer = pre_tokenizers.Metaspace()
+        core.decoder = decoders.Metaspace()
+        alphabet = list("abcdefghijklmnopqrstuvwxyz\n<|_>:,?")
+    trainer = trainers.BpeTrainer(
+        vocab_size=330, special_tokens=names, initial_alphabet=alphabet, show_progress=False
+    )
+    core.train_from_iterator(texts, trainer)
+    if bos:
+        pair = [("<s>", core.token_to_id("<s>"))]
+        core.post_processor = processors.TemplateProcessing(single="<s> $A", special_tokens=pair)
+    tokenizer = transformers.PreTrainedTokenizerFast(tokenizer_object=core, **special)
+    tokenizer.chat_template = CHATML
+    return tokenizer

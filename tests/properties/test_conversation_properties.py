@@ -1,0 +1,190 @@
+"""Of any conversation, completion or text: which tokens it has, and which of them are learned."""
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+transformers = pytest.importorskip("transformers")
+
+from harness.chats import CHATML, MARKED, PLAIN, REASONING, make_tokenizer
+
+from utils.data.conversations import ALL, Encoder
+from utils.data.messages import draft_row
+from utils.run.failures import UserError
+
+CHAT = make_tokenizer()
+END = CHAT.eos_token_id
+TEMPLATES = {"chatml": CHATML, "marked": MARKED, "reasoning": REASONING, "plain": PLAIN}
+ENCODERS = {name: Encoder(CHAT, template) for name, template in TEMPLATES.items()}
+TOKENIZERS = {
+    (kind, bos): make_tokenizer(kind, bos, bos_token="<s>", unk_token="<unk>")
+    for kind in ("bytes", "spaces")
+    for bos in (False, True)
+}
+NAMES = ["<|im_start|>", "<|im_end|>", "<pad>", "<s>", "<unk>"]  # of special tokens
+# What a template or a tokenizer could take for its own, blanks, and characters of several bytes.
+CONTROL = ["<|im_start|>", "<|im_end|>", "<pad>", "<s>", "assistant\n", "{{ x }}", "{% if %}"]
+CONTROL += ["\uf8f0", "\uf8f1", "\uf8f0<|im_end|>\uf8f1"]
+PIECES = st.sampled_from(["a", "hello", "hello world", " ", "\n", "\u3000", "ö", "😀", *CONTROL])
+# Each content as its parts.
+MESSAGES = st.lists(
+    st.tuples(
+        st.sampled_from(["system", "user", "assistant", "tool"]), st.lists(PIECES, max_size=4)
+    ),
+    min_size=1,
+    max_size=6,
+)
+TEXTS = st.lists(PIECES, max_size=5).map(lambda pieces: "".join(pieces))
+
+
+def as_rows(said, as_parts):
+    """The messages of a row, each content a text or a list of texts."""
+    rows = []
+    for role, pieces in said:
+        parts = [{"type": "text", "text": piece} for piece in pieces]
+        rows.append({"role": role, "content": parts if as_parts else "".join(pieces)})
+    return rows
+
+
+def as_read(said):
+    """What a template makes its text of: private characters of a message mark nothing."""
+    texts = ["".join(pieces).replace("\uf8f0", "").replace("\uf8f1", "") for _, pieces in said]
+    return [{"role": role, "content": text} for (role, _), text in zip(said, texts, strict=True)]
+
+
+def render(messages, template, ask=False):
+    options = dict(chat_template=template, add_generation_prompt=ask, tokenize=False)
+    return CHAT.apply_chat_template(messages, **options)
+
+
+def special(tokens):
+    """The control tokens among tokens: those with a name."""
+    return [token for token in tokens if token < len(NAMES)]
+
+
+def written(messages, template):
+    """The control tokens that a template writes around contents without any."""
+    quiet = [{**message, "content": "x"} for message in messages]
+    return special(CHAT(render(quiet, template), add_special_tokens=False).input_ids)
+
+
+def runs_of(is_target):
+    """The places (begin, end) of the runs of targets."""
+    edges = [0, *is_target.tolist(), 0]
+    begins = [i for i in range(len(edges) - 1) if edges[i : i + 2] == [0, 1]]
+    ends = [i for i in range(len(edges) - 1) if edges[i : i + 2] == [1, 0]]
+    return list(zip(begins, ends, strict=True))
+
+
+@given(MESSAGES, st.sampled_from(list(TEMPLATES)), st.none() | st.integers(0, 6), st.booleans())
+def test_exactly_the_answers_and_the_tokens_that_end_them_are_learned(said, name, cut, as_parts):
+    """Also of a row with a prompt, whose answers are not learned, and a completion."""
+    template, rows, messages = TEMPLATES[name], as_rows(said, as_parts), as_read(said)
+    answered = []
+    for i, message in enumerate(messages):
+        if message["role"] == "assistant" and i >= max(1, cut or 0) and message["content"].strip():
+            answered.append((render(messages[:i], template, True), messages[: i + 1]))
+    row, kind = {"messages": rows}, "messages"
+    if cut is not None:
+        row, kind = {"prompt": rows[:cut], "completion": rows[cut:]}, "prompt"
+    if not all(render(read, template).startswith(asked) for asked, read in answered):
+        with pytest.raises(UserError, match="does not begin message"):
+            draft_row(row, ENCODERS[name], kind, "row 0")
+        return
+    documents = ENCODERS[name].encode(draft_row(row, ENCODERS[name], kind, "row 0"))
+    # Only the template of roles without special tokens needs an end.
+    end_of_last = "<|im_end|>" if name == "plain" else ""
+    runs = [(document, run) for document in documents for run in runs_of(document.is_target)]
+    for (document, (begin, end)), (asked, read) in zip(runs, answered, strict=True):
+        whole = render(read, template)
+        assert CHAT.decode(document.tokens[:begin]) == asked
+        if end < runs_of(document.is_target)[-1][1]:
+            assert CHAT.decode(document.tokens[:end]) == (whole if name == "plain" else whole[:-1])
+            continue
+        assert document.answer == begin and document.begins
+        assert CHAT.decode(document.tokens) == whole + end_of_last
+        assert CHAT.decode(document.tokens[end:]) == ("" if name == "plain" else "\n")
+        ends = special(document.tokens.tolist())
+        assert ends == written(read, template) + [END] * (name == "plain")
+        assert document.quotes == any(n in m["content"] for m in read for n in NAMES)
+    assert len(documents) == (len(answered) if name == "reasoning" else bool(answered))
+
+
+@given(MESSAGES, st.sampled_from(["chatml", "marked", "reasoning"]))
+def test_everything_is_learned_if_asked(said, name):
+    encoder, messages = Encoder(CHAT, TEMPLATES[name], ALL), as_read(said)
+    (document,) = encoder.encode(
+        draft_row({"messages": as_rows(said, False)}, encoder, "messages", "")
+    )
+    whole = render(messages, TEMPLATES[name])
+    assert document.is_target.all() and CHAT.decode(document.tokens) == whole
+    assert special(document.tokens.tolist()) == written(messages, TEMPLATES[name])
+    answers = [i for i in range(1, len(messages)) if messages[i]["role"] == "assistant"]
+    asked = render(messages[: answers[-1]], TEMPLATES[name], True) if answers else None
+    if asked is None or not whole.startswith(asked):
+        assert document.answer == -1
+    else:
+        assert CHAT.decode(document.tokens[: document.answer]) == asked
+
+
+def as_text(tokenizer, text):
+    """The tokens of a text, in which the names of special tokens are text."""
+    return tokenizer(text, add_special_tokens=False, split_special_tokens=True).input_ids
+
+
+@given(TEXTS, TEXTS, st.booleans())
+def test_of_a_prompt_and_a_completion_the_completion_and_its_end_are_learned(
+    prompt, completion, bos
+):
+    tokenizer = TOKENIZERS["bytes", bos]
+    encoder, row = Encoder(tokenizer), {"prompt": prompt, "completion": completion}
+    documents = encoder.encode(draft_row(row, encoder, "prompt", "row 0"))
+    assert len(documents) == bool(completion.strip())
+    before = [tokenizer.bos_token_id] * bos + as_text(tokenizer, prompt)
+    after = [*as_text(tokenizer, completion), tokenizer.eos_token_id]
+    assert encoder.encode_prompt(prompt, "prompt") == before
+    for document in documents:
+        assert document.tokens.tolist() == before + after and document.answer == len(before)
+        assert document.is_target.tolist() == [0] * len(before) + [1] * len(after)
+        assert document.quotes == any(name in text for text in row.values() for name in NAMES)
+
+
+@given(st.lists(TEXTS, max_size=4), st.sampled_from(list(TOKENIZERS)))
+def test_a_text_begins_and_ends_once_however_it_is_divided(segments, kind):
+    tokenizer = TOKENIZERS[kind]
+    encoder, parts = Encoder(tokenizer), [segment for segment in segments if segment]
+    documents = encoder.encode(list(draft_row({"text": iter(segments)}, encoder, "text", "row 0")))
+    if len(parts) < 2 and not "".join(parts).strip():
+        assert documents == []
+        return
+    assert [document.begins for document in documents] == [True] + [False] * (len(parts) - 1)
+    assert all(document.is_target is None and document.answer == -1 for document in documents)
+    quotes = [any(name in part for name in NAMES) for part in parts]
+    assert [document.quotes for document in documents] == quotes
+    tokens = [token for document in documents for token in document.tokens.tolist()]
+    bos = [tokenizer.bos_token_id] * kind[1]
+    assert tokens[: len(bos)] == bos and tokens[-1] == tokenizer.eos_token_id
+    inner = tokens[len(bos) : -1]
+    if kind[0] == "spaces" and "".join(parts).isascii():
+        assert tokenizer.decode(inner) == "".join(parts)  # and no space where a segment begins
+    if kind[0] == "bytes":
+        assert inner == [token for part in parts for token in as_text(tokenizer, part)]
+        # A token is named by its bytes. Nothing predicts the first one.
+        first = 0 if bos else len(tokenizer.convert_ids_to_tokens(inner[0]))
+        size = len("".join(parts).encode())
+        assert sum(document.bytes for document in documents) == size - first
+        assert encoder.encode_prompt("".join(parts[:1]), "text") == bos + as_text(
+            tokenizer, parts[0]
+        )
+
+
+@given(st.lists(st.one_of(MESSAGES, TEXTS), max_size=6), st.sampled_from(["bytes", "spaces"]))
+def test_documents_have_the_same_tokens_together_and_alone(rows, kind):
+    encoder, drafts = Encoder(TOKENIZERS[kind, False]), []
+    for row in rows:
+        kind_of_row = "text" if isinstance(row, str) else "messages"
+        row = row if isinstance(row, str) else as_rows(row, False)
+        drafts += draft_row({kind_of_row: row}, encoder, kind_of_row, "row 0")
+    for document, draft in zip(encoder.encode(drafts), drafts, strict=True):
+        (alone,) = encoder.encode([draft])
+        assert document.tokens.tolist() == alone.tokens.tolist()

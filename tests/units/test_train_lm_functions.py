@@ -1,0 +1,322 @@
+"""The functions of train_lm.py: what is evaluated, generated, asked and refused."""
+
+import math
+import sys
+from types import SimpleNamespace
+
+import pytest
+import torch
+from harness import fakes
+from harness.data import Loader
+from harness.launches import load_script
+from torch.utils.data import DataLoader
+
+from utils.run.failures import UserError
+
+transformers = pytest.importorskip("transformers")
+pytest.importorskip("peft")
+
+from utils import causal_lm
+
+
+@pytest.fixture(scope="module")
+def script():
+    return load_script("train_lm")
+
+
+# -------------------------------------------------------------------------------- loss and metric
+
+
+class Losses(torch.nn.Module):
+    """The loss of each target is the token itself."""
+
+    def forward(self, targets, per_block=False, **_):
+        assert not self.training
+        losses = targets.clamp(min=0).sum(1).float()
+        return (losses.sum(), losses) if per_block else losses.sum()
+
+
+class OwnLoss(torch.nn.Module):
+    """Returns the sum of its losses, and not that of each block."""
+
+    def forward(self, targets, per_block, **_):
+        return 2.0 * (targets >= 0).sum(), torch.full((len(targets),), math.nan)
+
+
+def loader_of(batches, size, target_tokens, bytes=None):
+    """The loader of one of two processes, with batches of `size` blocks."""
+    loader = Loader(batches, SimpleNamespace(target_tokens=target_tokens, bytes=bytes))
+    loader.total_batch_size = 2 * size
+    return loader
+
+
+def held_out(ids, targets):
+    targets = torch.tensor(targets)
+    empty = torch.zeros_like(targets)
+    return dict(input_ids=empty, position_ids=empty, targets=targets, ids=torch.tensor(ids))
+
+
+def summing(kinds, factor=1):
+    """Stands for `accelerator.reduce` of processes that all have the same."""
+    return lambda value, kind: kinds.append(kind) or factor * value
+
+
+def test_each_held_out_target_counts_once_on_any_process(script):
+    """The second of two processes has blocks 1, 3 and, to fill the last batch up, 0 once more."""
+    model, kinds = Losses().train(), []
+    second = fakes.accelerator(2, 1, reduce=summing(kinds))
+
+    def one(target_tokens=3, bytes=None):
+        blocks = ((1, [0, 2]), (3, [-100, 7]), (0, [5, 5]))
+        return loader_of([held_out([i], [row]) for i, row in blocks], 1, target_tokens, bytes)
+
+    two = loader_of([held_out([2, 3], [[4, 0], [6, -100]])], 2, 3, bytes=4)
+    found = script.evaluate(second, model, {"one": one(bytes=4), "two": two}, iter)
+    assert found.pop("loss_standard_error") > 0 and model.training and kinds == ["sum", "sum"]
+    expected = {"loss": 19 / 6, "perplexity": math.exp(19 / 6), "tokens": 6}
+    expected |= {"bits_per_byte": 19 / 8 / math.log(2), "loss/one": 9 / 3, "loss/two": 10 / 3}
+    assert found == pytest.approx(expected)
+    names = {"loss", "loss_standard_error", "perplexity", "tokens"}
+    assert set(script.evaluate(second, model, {"one": one()}, iter)) == names
+    with pytest.raises(RuntimeError, match="evaluated 3 of 4 held-out targets"):
+        script.evaluate(second, model, {"one": one(target_tokens=4)}, iter)
+
+
+def test_a_model_with_its_own_loss_is_evaluated_without_a_standard_error(script):
+    loader = loader_of([held_out([0, 1], [[1, 2, 3], [4, 5, -100]])], 1, 5)
+    alone = fakes.accelerator(reduce=summing([]))
+    found = script.evaluate(alone, OwnLoss(), {"a": loader}, iter)
+    assert found == {"loss": 2.0, "perplexity": math.exp(2), "tokens": 5}
+
+
+def test_the_losses_of_blocks_are_computed_where_they_are_needed(script):
+    """For an evaluation, and in the training on a stream."""
+    seen = []
+
+    def model(**inputs):
+        seen.append(inputs)
+        return ("sum", "of blocks") if inputs["per_block"] else "sum"
+
+    inputs = dict(input_ids=1, position_ids=2, targets=3)
+    for batch, asked in (
+        (dict(inputs), False),
+        (dict(inputs), True),
+        ({**inputs, "source": 4}, False),
+    ):
+        needed = asked or "source" in batch
+        assert script.compute_loss(model, batch, per_block=asked) == "sum"
+        assert seen.pop() == inputs | {"per_block": needed}
+        assert batch.get("block_losses") == ("of blocks" if needed else None)
+
+
+def test_targets_are_counted_over_processes_and_never_none(script):
+    kinds = []
+    two = fakes.accelerator(2, reduce=summing(kinds, 2))
+    batches = [held_out([0], [[0, -100, 3]]), held_out([1], [[-100, -100, 1]])]
+    assert script.count_targets(two, batches).item() == 6
+    assert script.count_targets(two, [held_out([0], [[-100]])]).item() == 1
+    assert kinds == ["sum", "sum"]
+
+
+# ------------------------------------------------------------------------------------------- data
+
+
+def test_an_epoch_begins_with_the_batches_that_are_left(script):
+    loader, epochs = DataLoader(list(range(6)), batch_size=2), []
+    loader.set_epoch = epochs.append
+    assert script.epoch_batches(loader, 3, 0) is loader
+    left = [batch.tolist() for batch in script.epoch_batches(loader, 4, 2)]
+    assert left == [[4, 5]] and epochs == [3, 4]
+    stream = SimpleNamespace(dataset=object.__new__(script.TokenStream))
+    assert script.epoch_batches(stream, 5, 2) is stream  # it continues at its own position
+
+
+class Blocks(list):
+    def select(self, indices):
+        return Blocks(self[i] for i in indices)
+
+    def prompts(self, count):
+        return self[:count]
+
+
+def test_each_source_has_its_share_of_the_evaluated_blocks(script):
+    sets = {"many": Blocks(range(90)), "few": Blocks(range(10)), "one": Blocks([0])}
+    chosen = script.choose_blocks(sets, 20, seed=3)
+    assert {name: len(blocks) for name, blocks in chosen.items()} == dict(many=18, few=2, one=1)
+    assert chosen == script.choose_blocks(sets, 20, 3) != script.choose_blocks(sets, 20, 4)
+    assert script.choose_blocks(sets, 101, 3) == sets
+
+
+def test_prompts_are_those_of_each_source_in_turn_or_of_a_file(script, tmp_path):
+    tokenizer, file = causal_lm.byte_tokenizer(), tmp_path / "prompts.txt"
+    args = SimpleNamespace(prompts=None, kind="text")
+    sets = {"a": Blocks(["a0", "a1", "a2"]), "b": Blocks(["b0", "b1"]), "c": Blocks()}
+    assert script.read_prompts(tokenizer, sets, args) == ["a0", "b0", "a1"]
+    args.prompts = str(file)
+    for content, says in (
+        (None, "cannot be read: No such file"),
+        (b"caf\xe9", "cannot be read: not UTF-8"),
+        (b" \n", "is empty: give one prompt per line"),
+    ):
+        if content:
+            file.write_bytes(content)
+        with pytest.raises(UserError, match=says):
+            script.read_prompts(tokenizer, sets, args)
+    file.write_text("who?\n\n höw\n")
+    expected = [(tokenizer(line).input_ids, None) for line in ("who?", " höw")]
+    assert script.read_prompts(tokenizer, sets, args) == expected
+    args.kind = "messages"
+    (chat, _), _ = script.read_prompts(tokenizer, sets, args)
+    assert tokenizer.decode(chat) == "<|im_start|>user\nwho?<|im_end|>\n<|im_start|>assistant\n"
+
+
+# ---------------------------------------------------------------------------------------- samples
+
+
+def test_samples_show_the_prompt_the_answer_and_that_of_the_data(script, monkeypatch):
+    def generate(model, given, prompts, length):
+        assert (model, length, prompts) == ("model", script.SAMPLE_TOKENS, [[1], [2], [3]])
+        assert given is tokenizer
+        return [" yes ", "no", "yes"]
+
+    monkeypatch.setattr(script, "generate", generate)
+    tokenizer = SimpleNamespace(decode=lambda tokens, skip_special_tokens: f"prompt {tokens}")
+    prompts = [([1], "yes"), ([2], "yes "), ([3], "yes")]
+    assert script.share_of_exact("model", tokenizer, prompts) == pytest.approx(2 / 3)
+    prompts[1] = ([2], None)
+    assert script.show_samples("model", tokenizer, prompts) == (
+        "> prompt [1]\n yes \n(in the data: yes)\n> prompt [2]\nno\n"
+        "> prompt [3]\nyes\n(in the data: yes)\n"
+    )
+
+
+@pytest.mark.parametrize("kind", ["llama", "gpt2"])
+def test_prompts_of_any_length_are_answered_as_each_alone(script, kind, monkeypatch):
+    """25 at a time, with all weights of a sharded model; no token is for padding."""
+    sizes = dict(vocab_size=259, num_hidden_layers=1, hidden_size=16, num_attention_heads=2)
+    sizes |= dict(max_position_embeddings=64, bos_token_id=None, eos_token_id=None)
+    config = transformers.AutoConfig.for_model(kind, **sizes, tie_word_embeddings=False)
+    model = transformers.AutoModelForCausalLM.from_config(config)
+    with torch.no_grad():
+        for weight in model.parameters():
+            weight.mul_(20 if weight.ndim > 1 else 1)
+        model.lm_head.weight[:250] = 0  # it often writes special tokens
+    tokenizer = causal_lm.byte_tokenizer()
+    tokenizer.pad_token = tokenizer.eos_token = None
+    gathered, of_fsdp = [], script.fsdp.gathered
+    monkeypatch.setattr(script.fsdp, "gathered", lambda m: gathered.append(m) or of_fsdp(m))
+    # Of one that leaves no position for an answer, the end is read.
+    prompts = [list(range(3, 83)), *([40 + i] * (1 + i % 7) for i in range(26))]
+    answers = script.generate(model.train(), tokenizer, prompts, 64)
+    assert model.training and gathered == [model] * 2 and len(answers) == 27
+    options = dict(max_new_tokens=32, do_sample=False, pad_token_id=0)
+    special = set()
+    for number in (0, 1, 6, 24, 25, 26):
+        inputs = torch.tensor([prompts[number][-32:]])
+        new = model.eval().generate(inputs, **options)[0, inputs.shape[1] :]
+        special |= set(new.tolist()) & {256, 257, 258}
+        assert answers[number] == tokenizer.decode(new, skip_special_tokens=True)
+    assert special and len(set(answers)) > 2
+    one = script.generate(model, tokenizer, prompts[1:2], 5)
+    assert answers[1].startswith(one[0]) and not model.training and tokenizer.pad_token is None
+
+
+@pytest.mark.parametrize("part", ["model", "adapter"])
+def test_the_card_names_what_is_on_the_hub(script, part, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / part).mkdir()
+    (tmp_path / "mine").mkdir()
+    args = SimpleNamespace(model="a/b", from_scratch=False, sources=["mine", "synthetic", "c/d"])
+    card = script.describe_model(args, tmp_path)
+    assert card["metadata"] == {"base_model": "a/b", "datasets": ["c/d"]}
+    assert card["library"] == {"model": "transformers", "adapter": "peft"}[part]
+    assert f'from_pretrained("{part}")' in card["usage"] and f"`{part}`" in card["weights"]
+    assert card["task"] == "text-generation" and "language model" in card["title"]
+    for args.model, args.from_scratch in (("a/b", True), ("mine", False), ("tiny", False)):
+        assert script.describe_model(args, tmp_path)["metadata"] == {"datasets": ["c/d"]}
+
+
+# -------------------------------------------------------------------------------------- arguments
+
+
+def parse(script, monkeypatch, words):
+    monkeypatch.setattr(sys, "argv", ["train_lm.py", *words.split()])
+    return script.parse_args()
+
+
+LORA = "--model m --lora_rank 4"
+
+
+@pytest.mark.parametrize(
+    ("words", "expected"),
+    [
+        ("", dict(lr=4e-3, epochs=2, block_size=256, lora_alpha=0.0, max_grad_norm=1.0)),
+        ("--model m", dict(lr=2e-5, epochs=1, block_size=1024, batch_size=16, weight_decay=0.1)),
+        (LORA, dict(lr=2e-4, lora_alpha=8.0, dtype="float32")),
+        (f"{LORA} --lora_alpha 3 --dtype bfloat16", dict(lora_alpha=3.0, dtype="bfloat16")),
+        ("--model m --adapter a --dtype bfloat16", dict(lr=2e-4, lora_rank=0)),
+        ("--model m --lora_rank 0", dict(lr=2e-5)),
+        ("--overfit_batch", dict(lr_schedule="constant", max_train_steps=200)),
+        ("--dataset a", dict(dataset="a", sources=["a"], mixture=None, lr_schedule="cosine")),
+        (
+            "--dataset a b --mixture 3 1 --max_train_steps 4",
+            dict(dataset="a b", sources=["a", "b"], shares=[3.0, 1.0], mixture="3.0 1.0"),
+        ),
+        ("--subset x --mixture 2 --max_train_steps 4", dict(subset="x", shares=[2.0])),
+        ("--streaming --max_train_steps 4", dict(streaming=True)),
+    ],
+)
+def test_what_is_not_given_follows_from_the_rest(script, words, expected, monkeypatch):
+    args = vars(parse(script, monkeypatch, words))
+    assert {name: args[name] for name in expected} == expected
+
+
+@pytest.mark.parametrize(
+    ("words", "says"),
+    [
+        ("--model m --lora_rank 4 --adapter a", "--adapter has a rank of its own"),
+        ("--lora_rank 4", "LoRA adapts pretrained weights"),
+        ("--adapter a", "LoRA adapts pretrained weights"),
+        (f"{LORA} --from_scratch", "LoRA adapts pretrained weights"),
+        ("--model m --dtype bfloat16", "--dtype bfloat16 is for the frozen weights"),
+        ("--streaming", "--streaming needs --max_train_steps"),
+        ("--streaming --max_train_steps 4 --overfit_batch", "--streaming needs"),
+        ("--dataset a b", "2 data sets and --mixture 0 shares"),
+        ("--mixture 1 1 --max_train_steps 4", "1 data sets and --mixture 2 shares"),
+        ("--mixture 1", "--mixture needs --max_train_steps"),
+        ("--mixture 1 --max_train_steps 4 --overfit_batch", "--mixture needs"),
+        ("--dataset a a --mixture 1 1 --max_train_steps 4", "the same data set twice"),
+        ("--dataset a b --mixture 1 1 --max_train_steps 4 --subset x", "--subset is of a single"),
+    ],
+)
+def test_arguments_that_contradict_each_other_are_refused(script, words, says, monkeypatch):
+    with pytest.raises(UserError, match=says):
+        parse(script, monkeypatch, words)
+
+
+def test_what_is_not_installed_is_named(script, monkeypatch):
+    monkeypatch.setattr(script, "MISSING", ["transformers", "peft"])
+    with pytest.raises(UserError, match="needs transformers and peft: pip install -r"):
+        parse(script, monkeypatch, "")
+    with pytest.raises(UserError, match="needs transformers and peft: pip install -r"):
+        load_script("evaluate").evaluate_lm(None, SimpleNamespace(), None)
+
+
+@pytest.mark.parametrize("tied", [False, True])
+@pytest.mark.parametrize("kind", ["llama", "gpt2"])
+def test_embeddings_and_vectors_have_no_weight_decay(script, kind, tied):
+    sizes = dict(vocab_size=9, num_hidden_layers=1, hidden_size=8, num_attention_heads=2)
+    config = transformers.AutoConfig.for_model(kind, **sizes, tie_word_embeddings=tied)
+    model = transformers.AutoModelForCausalLM.from_config(config)
+    frozen = next(weight for weight in model.parameters() if weight.ndim == 1).requires_grad_(False)
+    optimizer = script.build_optimizer(model, SimpleNamespace(lr=1.0, weight_decay=0.1))
+    assert optimizer.defaults["betas"] == (0.9, 0.95) and optimizer.defaults["fused"] is True
+    decayed, others = optimizer.param_groups
+    assert (decayed["lr"], others["lr"]) == (1.0, 1.0)
+    assert (decayed["weight_decay"], others["weight_decay"]) == (0.1, 0.0)
+    trained = {name: weight for name, weight in model.named_parameters() if weight is not frozen}
+    looked_up = ("embed_tokens.weight", "wte.weight", "wpe.weight")
+    for name, weight in trained.items():
+        group = others if weight.ndim == 1 or name.endswith(looked_up) else decayed
+        assert any(weight is some for some in group["params"]), name
+    assert len(decayed["params"]) + len(others["params"]) == len(trained)

@@ -1,0 +1,131 @@
+"""The loop of train_lm.py, in this process: accumulation, the logged loss, clipping, dropout, sources."""
+
+import json
+import shlex
+import sys
+from itertools import pairwise
+
+import pytest
+import torch
+from harness.chats import make_tokenizer
+from harness.launches import load_script, metrics, results
+from safetensors.torch import load_file
+
+transformers = pytest.importorskip("transformers")
+pytest.importorskip("peft")
+
+STEPS = "--block_size 32 --batch_size 4 --lr 0.01 --max_train_steps 4 --log_every 1 --eval_every 2"
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    """Conversations of very different length, texts, and models with and without dropout."""
+    folder = tmp_path_factory.mktemp("train_lm")
+    chats, texts = [], []
+    for number in range(120):
+        turns = [
+            {"role": "user", "content": f"Say {number}."},
+            {"role": "assistant", "content": "w " * (1 + number * number % 17)},
+        ]
+        chats.append(json.dumps({"messages": turns}) + "\n")
+        texts.append(json.dumps({"text": f"text {number} of words " * (1 + number % 3)}) + "\n")
+    (folder / "chats.jsonl").write_text("".join(chats))
+    (folder / "texts.jsonl").write_text("".join(texts))
+    sizes = dict(vocab_size=330, n_embd=16, n_layer=1, n_head=2, n_positions=64)
+    for name, dropout in (("plain", 0.0), ("dropout", 0.2)):
+        parts = dict.fromkeys(("resid_pdrop", "embd_pdrop", "attn_pdrop"), dropout)
+        transformers.GPT2Config(**sizes, **parts).save_pretrained(folder / name)
+        make_tokenizer().save_pretrained(folder / name)
+    return folder
+
+
+@pytest.fixture
+def train(folder, tmp_path, monkeypatch):
+    """`train(name, words)` runs the script; returns the folder of the run."""
+
+    def run(name, words="", model="plain", data="chats.jsonl"):
+        files = " ".join(str(folder / file) for file in data.split())
+        words = f"--model {folder / model} --from_scratch --dataset {files} {STEPS} {words}"
+        words = [*shlex.split(words), "--output_dir", str(tmp_path / name)]
+        monkeypatch.setattr(sys, "argv", ["train_lm.py", *words])
+        load_script("train_lm").main()
+        return tmp_path / name
+
+    return run
+
+
+def column(run, name, split="train"):
+    return [line.get(name) for line in metrics(run, split)]
+
+
+def test_micro_batches_compute_what_one_batch_does(train):
+    """Conversations differ in length: a mean of means would differ from the first step on."""
+    clipped = "--max_grad_norm 0.3"
+    whole, parts = (
+        train("whole", clipped),
+        train("parts", f"{clipped} --gradient_accumulation_steps 2"),
+    )
+    assert len(column(whole, "loss")) == 4 and min(column(whole, "grad_norm")) > 0.3
+    for name in ("loss", "grad_norm", "lr"):
+        assert column(parts, name) == pytest.approx(column(whole, name), rel=1e-4), name
+    assert column(parts, "loss", "val") == pytest.approx(column(whole, "loss", "val"), rel=1e-5)
+    weights, others = (load_file(run / "model" / "model.safetensors") for run in (whole, parts))
+    for name, weight in weights.items():
+        assert torch.allclose(weight, others[name], atol=1e-4), name
+
+
+def test_the_logged_loss_is_that_of_the_targets_of_the_batch(train):
+    """An evaluation on the batch that is learned finds the loss that the next step logs."""
+    run = train(
+        "run", "--overfit_batch --eval_every 2 --gradient_accumulation_steps 2 --max_grad_norm 0"
+    )
+    run = run.with_name("run_overfit_batch")
+    trained, evaluated = column(run, "loss"), column(run, "loss", "val")
+    assert trained[0] == pytest.approx(evaluated[0], rel=1e-5)  # before step 1
+    assert trained[2] == pytest.approx(evaluated[1], rel=1e-5)  # after step 2
+    assert trained[0] > trained[1] > trained[2] > trained[3]
+    assert column(run, "grad_norm") == [None] * 4
+
+
+def test_a_restart_draws_the_same_dropout_masks(train, monkeypatch):
+    """Which differ for each micro-batch and each step."""
+    script, drawn = load_script("train_lm"), []
+    compute = script.compute_loss
+    words = "--gradient_accumulation_steps 2 --checkpoint_every 1"
+    words += " --wait_for_checkpoints"
+
+    def compute_loss(model, batch, per_block=False):
+        if model.training:
+            drawn.append(torch.rand(1).item())
+            if len(drawn) == fails_at:
+                raise KeyboardInterrupt
+        return compute(model, batch, per_block)
+
+    monkeypatch.setattr(script, "compute_loss", compute_loss)
+    fails_at = None
+    whole = train("whole", words, "dropout")
+    masks = drawn[-8:]
+    assert len(set(masks)) == 8
+    fails_at, drawn[:] = len(drawn) - 8 + 6, []  # in step 3
+    with pytest.raises(KeyboardInterrupt):
+        train("stopped", words, "dropout")
+    fails_at, drawn[:] = None, []
+    stopped = train("stopped", words, "dropout")
+    assert results(stopped)["resumed_from"] == 2 and drawn[-4:] == masks[-4:]
+    assert column(stopped, "loss") == column(whole, "loss")
+    weights, others = (load_file(run / "model" / "model.safetensors") for run in (whole, stopped))
+    assert all(torch.equal(weight, others[name]) for name, weight in weights.items())
+    assert column(stopped, "loss", "val") == column(whole, "loss", "val")
+
+
+def test_a_mixture_logs_the_tokens_and_the_loss_of_each_source(train, capsys):
+    words = "--mixture 3 1 --batch_size 8 --max_train_steps 30 --log_every 10 --eval_every 30"
+    run = train("run", words, data="chats.jsonl texts.jsonl")
+    assert capsys.readouterr().out.count("chats.jsonl is exhausted and repeats") == 1
+    seen = [column(run, f"tokens_seen/{name}.jsonl") for name in ("chats", "texts")]
+    totals = [0, *map(sum, zip(*seen, strict=True))]
+    assert all(0 < after - before <= 10 * 8 * 32 for before, after in pairwise(totals))
+    assert seen[0][0] > 0 and seen[1][0] > 0
+    for line in (metrics(run, "train")[-1], metrics(run, "val")[-1]):
+        parts = [line[f"loss/{name}.jsonl"] for name in ("chats", "texts")]
+        assert min(parts) < line["loss"] < max(parts)

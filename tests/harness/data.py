@@ -1,5 +1,6 @@
 """Small data that the tests make themselves."""
 
+import io
 import os
 import tempfile
 from pathlib import Path
@@ -73,3 +74,33 @@ class Loader(list):
     def __init__(self, batches, samples):
         super().__init__(batches)
         self.dataset = samples
+
+
+def noise(seed, size=(32, 32)):
+    """An image of random pixels."""
+    from PIL import Image  # here, because most tests need no images
+
+    pixels = np.random.default_rng(seed).integers(0, 256, (size[1], size[0], 3), dtype=np.uint8)
+    return Image.fromarray(pixels)
+
+
+def encoded(image, kind="PNG", **options):
+    """The bytes of a file with this image."""
+    buffer = io.BytesIO()
+    image.save(buffer, kind, **options)
+    return buffer.getvalue()
+
+
+def make_photos(folder, per_class=8, splits=("train", "val"), classes=("cat", "dog", "yak")):
+    """Writes JPEGs of several sizes; with the split "", the class folders are at the top.
+
+    Returns `folder`.
+    """
+    for place, split in enumerate(splits):
+        for label, name in enumerate(classes):
+            (folder / split / name).mkdir(parents=True)
+            for i in range(per_class):
+                photo = noise(1000 * place + 100 * label + i, (4, 3))
+                photo = photo.resize((50 + 3 * i, 60 - 2 * i))  # smooth
+                (folder / split / name / f"{i}.jpg").write_bytes(encoded(photo, "JPEG"))
+    return folder

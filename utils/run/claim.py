@@ -12,7 +12,7 @@ from typing import NamedTuple
 from utils.run import process, record
 from utils.run.arguments import CONTINUE_RULE
 from utils.run.failures import UserError
-from utils.run.files import lock, read_json
+from utils.run.files import lock, read_json, sync
 from utils.run.manifest import JUNK, SHARED_CHECKS
 
 
@@ -77,6 +77,8 @@ def claim(path, arguments, resume, may_change):
         probe = path / ".probe"
         probe.write_bytes(bytes(1 << 16))
         probe.unlink()
+        for folder in made:  # a power cut would lose them with all that they hold
+            sync(folder.parent)
     except OSError as error:
         if made:
             _undo(path, made)

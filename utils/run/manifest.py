@@ -198,6 +198,7 @@ def complete(writing, target, manifest):
     sync(writing)
     if target.exists():  # damaged, so that the run continued from an older one
         shutil.rmtree(target)
+    sync(target.parent.parent)  # which the first checkpoint gave the folder of checkpoints
     os.rename(writing, target)
     sync(target.parent)
 

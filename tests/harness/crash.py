@@ -1,0 +1,272 @@
+"""The file operations of a run, and what a disk may hold after a crash at each of them.
+
+This is how SQLite is tested, and what "All File Systems Are Not Created Equal" (OSDI 2014) does to
+databases. strace records what a process does to the files of a folder, whoever asks for it: Python,
+the C++ of torch, the Rust of safetensors. From any prefix of the operations, `states` rebuilds what
+can be on the disk: everything that was done, if only the process died; if the machine lost power,
+at least what an fsync has covered.
+
+`crash_operations.jsonl` has the operations of one run, for machines without strace, and for the
+quick test. Delete it, and the slow test records it anew.
+"""
+
+import json
+import os
+import re
+import subprocess
+from pathlib import Path
+
+RECORDED = Path(__file__).with_name("crash_operations.jsonl")
+CALLS = (
+    "openat,write,writev,pwrite64,lseek,fsync,fdatasync,rename,renameat,renameat2,unlink,unlinkat,"
+    "link,linkat,mkdir,mkdirat,rmdir,ftruncate,copy_file_range,sendfile,truncate"
+)
+CALL = re.compile(r"^\d+ +(\w+)\((.*)\) += (\d+)")
+TEXT = re.compile(r'"((?:\\x[0-9a-f]{2})*)"')
+OPEN_FILE = re.compile(r"(\d+)<((?:\\x[0-9a-f]{2})+)>")
+VARIANTS = ("process killed", "data lost", "names lost", "all lost but removals")
+
+
+def record(command, folder):
+    """Runs a command under strace; returns the operations on what is below `folder`, in order.
+
+    Returns:
+        list[tuple]: as arguments of `Disk.apply`.
+    """
+    trace = Path(f"{folder}.trace")
+    words = ["strace", "-f", "--seccomp-bpf", "-y", "-xx", "-s", "10000000", "-e", f"trace={CALLS}"]
+    words += ["-o", trace, *command]
+    subprocess.run(words, capture_output=True, text=True, timeout=450, check=True)
+    operations = list(_operations(trace, str(folder)))
+    disk = Disk()
+    for operation in operations:
+        disk.apply(*operation)
+    assert disk.files("process killed") == read(folder), "strace missed an operation"
+    return operations
+
+
+def _operations(trace, folder):
+    """Reads what strace has written."""
+    begun, offsets, appending, sizes = {}, {}, set(), {}
+    for line in trace.open():
+        process = line.split()[0]
+        if "<unfinished ...>" in line:
+            begun[process] = line.partition("<unfinished ...>")[0].rstrip()
+            continue
+        if "resumed>" in line:  # it counts from the moment at which it has happened
+            line = begun.pop(process) + line.partition("resumed>")[2]
+        match = CALL.match(line)
+        if not match:  # it failed
+            continue
+        call, words, result = match[1], match[2], int(match[3])
+        texts = [_decoded(text) for text in TEXT.findall(words)]
+        files = [
+            (int(number), os.fsdecode(_decoded(at))) for number, at in OPEN_FILE.findall(words)
+        ]
+        if call in ("write", "writev", "pwrite64", "lseek", "fsync", "fdatasync", "ftruncate"):
+            number, path = files[0] if files else (0, "")
+            if path != folder and not path.startswith(f"{folder}/"):
+                continue
+            path = os.path.relpath(path, folder)
+            last_word = words.rpartition(",")[2]
+            if call == "lseek":
+                offsets[number] = result
+            elif call in ("fsync", "fdatasync"):
+                yield ("fsync", path)
+            elif call == "ftruncate":
+                sizes[path] = int(last_word)
+                yield ("truncate", path, sizes[path])
+            else:
+                data = b"".join(texts)[:result]
+                offset = sizes.get(path, 0) if number in appending else offsets.get(number, 0)
+                if call == "pwrite64":
+                    offset = int(last_word)
+                else:
+                    offsets[number] = offset + len(data)
+                sizes[path] = max(sizes.get(path, 0), offset + len(data))
+                yield ("write", path, offset, data)
+            continue
+        # A path may be relative to an open folder.
+        at = files[0][1] if files and call.endswith("at") else "/"
+        paths = [os.path.join(at, os.fsdecode(text)) for text in texts]
+        below = [os.path.relpath(path, folder) for path in paths if path.startswith(f"{folder}/")]
+        if not below:
+            continue
+        if call == "openat":
+            offsets[result] = 0
+            appending.discard(result)
+            if "O_APPEND" in words:
+                appending.add(result)
+            if "O_CREAT" in words:
+                sizes[below[0]] = 0 if "O_TRUNC" in words else sizes.get(below[0], 0)
+                yield ("open", below[0], "O_TRUNC" in words)
+        elif call in ("mkdir", "mkdirat"):
+            yield ("mkdir", below[0])
+        elif call in ("unlink", "unlinkat", "rmdir"):
+            yield ("remove", below[0])
+        elif call.startswith(("rename", "link")) and len(below) == 2:
+            sizes[below[1]] = sizes.get(below[0], 0)
+            yield ("link" if call.startswith("link") else "rename", *below)
+        else:
+            raise AssertionError(f"not replayed: {line[:300]}")
+
+
+def _decoded(text):
+    return bytes.fromhex(text.replace("\\x", ""))
+
+
+class File:
+    """Its bytes now, and those that an fsync has covered."""
+
+    def __init__(self):
+        self.now, self.synced = b"", b""
+
+
+class Folder:
+    """Name -> `File` or `Folder`: now, and at its last fsync."""
+
+    def __init__(self):
+        self.now, self.synced = {}, {}
+
+
+class Disk:
+    """A folder whose operations are applied one by one."""
+
+    def __init__(self):
+        self.root = Folder()
+
+    def find(self, path):
+        """The `File` or `Folder` at a path."""
+        node = self.root
+        for part in Path(path).parts:
+            node = node.now[part]
+        return node
+
+    def walk(self, synced=False):
+        """Yields (path, `File` or `Folder`) of all that is there, folders first."""
+        waiting = [("", self.root)]
+        for place, folder in waiting:
+            for name, node in (folder.synced if synced else folder.now).items():
+                yield place + name, node
+                if isinstance(node, Folder):
+                    waiting.append((f"{place}{name}/", node))
+
+    def apply(self, operation, path, *more):
+        """("open", path, whether it is emptied), ("write", path, offset, data), ("truncate", path,
+        size), ("fsync", path), ("rename", path, new), ("link", path, new), ("remove", path) or
+        ("mkdir", path).
+        """
+        if operation == "fsync":
+            node = self.find(path)
+            node.synced = dict(node.now) if isinstance(node, Folder) else node.now
+            return
+        place, name = self.find(Path(path).parent), Path(path).name
+        node = place.now.get(name)
+        if operation == "mkdir":
+            place.now[name] = Folder()
+        elif operation == "open":
+            node = place.now.setdefault(name, File())
+            if more[0]:
+                node.now = b""
+        elif operation == "write":
+            offset, data = more
+            before = node.now[:offset].ljust(offset, b"\0")
+            node.now = before + data + node.now[offset + len(data) :]
+        elif operation == "truncate":
+            node.now = node.now[: more[0]].ljust(more[0], b"\0")
+        elif operation == "remove":
+            del place.now[name]
+        else:
+            if operation == "rename":
+                del place.now[name]
+            self.find(Path(more[0]).parent).now[Path(more[0]).name] = node
+
+    def files(self, variant):
+        """What is on the disk: path -> bytes, or None for a folder.
+
+        Args:
+            variant (str): "process killed": everything. "data lost": of each file what an fsync has
+                covered, of names all. "names lost": of each folder, too. "all lost but removals":
+                the same, but what was removed has gone.
+        """
+        alive = {node for _, node in self.walk()}
+        found = {}
+        for path, node in self.walk(synced=variant in VARIANTS[2:]):
+            if variant == "all lost but removals" and node not in alive:
+                continue
+            if isinstance(node, Folder):
+                found[path] = None
+            else:
+                found[path] = node.now if variant == "process killed" else node.synced
+        return found
+
+
+def states(operations):
+    """Every state that a crash can leave.
+
+    Yields:
+        tuple: the operations that had been done, the name of the variant, the files (see
+        `Disk.files`).
+    """
+    disk = Disk()
+    for count, operation in enumerate(operations, 1):
+        disk.apply(*operation)
+        for variant in VARIANTS:
+            yield operations[:count], variant, disk.files(variant)
+
+
+def save_record(operations):
+    """Writes operations to `crash_operations.jsonl`; of data only the size, but for the status."""
+    with RECORDED.open("w") as file:
+        for name, path, *more in operations:
+            if name == "write":
+                more[1] = more[1].decode() if "status" in path else len(more[1])
+            file.write(json.dumps([name, path, *more]) + "\n")
+
+
+def load_record(files):
+    """The operations in `crash_operations.jsonl`, with the data of another run of the same command.
+
+    Args:
+        files (dict): what that run has left (see `read`), all checkpoints included.
+    """
+    operations = [json.loads(line) for line in RECORDED.read_text().splitlines()]
+    disk, writes, names = Disk(), [], {}
+    for operation in operations:
+        if operation[0] == "write":
+            data = operation[3]
+            if isinstance(data, int):
+                writes.append((operation, disk.find(operation[1])))
+            operation[3] = bytes(data) if isinstance(data, int) else data.encode()
+        disk.apply(*operation)
+        # Most files get their final names later.
+        names |= {node: path for path, node in disk.walk() if files.get(path) is not None}
+    for node, path in names.items():
+        own, data = [operation for operation, writer in writes if writer is node], files[path]
+        # Lines may have other lengths than when they were recorded; each was one write.
+        lines = data.splitlines(keepends=True) if path.endswith(".jsonl") else None
+        written = 0
+        for number, operation in enumerate(own, 1):
+            size = len(lines[number - 1] if lines else operation[3])
+            end = len(data) if number == len(own) else written + size
+            operation[2:] = written, data[written:end]
+            written = end
+    return operations
+
+
+def read(folder):
+    """What is below a folder: path -> bytes, or None for a folder."""
+    return {
+        str(path.relative_to(folder)): path.read_bytes() if path.is_file() else None
+        for path in folder.rglob("*")
+    }
+
+
+def write(files, folder):
+    """Makes a folder with these files."""
+    for path, data in files.items():
+        if data is None:
+            (folder / path).mkdir(parents=True, exist_ok=True)
+        else:
+            (folder / path).parent.mkdir(parents=True, exist_ok=True)
+            (folder / path).write_bytes(data)

@@ -1,58 +1,15 @@
-"""What `utils.run.collectives` does with several processes: here threads, which exchange values."""
+"""What `utils.run.collectives` does with several processes."""
 
 import socket
 import threading
-from datetime import timedelta
-from types import SimpleNamespace
 
 import pytest
+import torch.distributed as dist
+from harness.fakes import accelerator
+from harness.worlds import World, in_forks
 
 from utils.run import collectives
 from utils.run.failures import RunFailed, UserError
-
-
-class World:
-    """Stands for torch.distributed: `size` threads with an accelerator each."""
-
-    def __init__(self, size, machines=1):
-        self.size, self.machines, self.groups, self.order = size, machines, [], []
-        self._values, self._barrier = [None] * size, threading.Barrier(size, timeout=20)
-        self._rank = threading.local()
-
-    def new_group(self, **options):
-        self.groups.append(options)
-        return "the host group"
-
-    def all_gather_object(self, values, value, group):
-        assert group == "the host group" and values == [None] * self.size
-        self._values[self._rank.number] = value
-        self._barrier.wait()
-        values[:] = self._values
-        self._barrier.wait()
-
-    def run(self, function):
-        """Calls `function(accelerator)` on every rank; the results, or the errors, by rank."""
-        results = [None] * self.size
-
-        def process(rank):
-            self._rank.number = rank
-            accelerator = SimpleNamespace(
-                num_processes=self.size,
-                process_index=rank,
-                is_main_process=rank == 0,
-                is_local_main_process=rank % (self.size // self.machines) == 0,
-            )
-            try:
-                results[rank] = function(accelerator)
-            except Exception as error:
-                results[rank] = error
-
-        threads = [threading.Thread(target=process, args=(rank,)) for rank in range(self.size)]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join(30)
-        return results
 
 
 @pytest.fixture
@@ -62,142 +19,126 @@ def world(monkeypatch):
     def make(size, machines=1):
         made = World(size, machines)
         monkeypatch.setattr(collectives, "dist", made)
-        # One group for all threads, which in a process of its own each rank would make.
-        monkeypatch.setattr(collectives, "_host_group", "the host group" if size > 1 else None)
         return made
 
     return make
 
 
-def test_values_are_gathered_by_rank(world):
-    results = world(3).run(
-        lambda accelerator: collectives.gather(accelerator, accelerator.process_index)
-    )
-    assert results == [[0, 1, 2]] * 3
-    assert world(1).run(lambda accelerator: collectives.gather(accelerator, "x")) == [["x"]]
+def test_real_processes_exchange_values_over_gloo(tmp_path):
+    """The group is made once. It waits for hours, and notices a machine that is gone within 40 s:
+    20 s without a word, then four probes, 5 s apart.
+    """
 
-
-def test_the_group_for_values_is_made_once_and_outlives_long_work(world, monkeypatch):
-    """Over gloo, also on GPUs: NCCL would end the run while one process works on files."""
-    made = world(2)
-    calls = []
-    monkeypatch.setattr(collectives, "_host_group", None)
-    monkeypatch.setattr(collectives, "keep_alive", lambda: calls.append("keep alive"))
-    monkeypatch.setattr(made, "all_gather_object", lambda values, value, group: calls.append(group))
-    accelerator = SimpleNamespace(num_processes=2)
-    assert collectives.gather(accelerator, 7) == [None, None]  # filled by torch
-    collectives.wait_for_all(accelerator)
-    assert made.groups == [{"backend": "gloo", "timeout": timedelta(hours=3)}]
-    assert calls == ["keep alive", "the host group", "the host group"]
-
-
-def test_waits_for_every_process(world):
-    arrived = []
-
-    def wait(accelerator):
-        arrived.append(accelerator.process_index)
-        collectives.wait_for_all(accelerator)
-        return len(arrived)
-
-    assert world(4).run(wait) == [4] * 4
-
-
-def test_the_main_process_runs_a_function_for_all(world):
-    ran = []
-
-    def on_main(accelerator):
-        return collectives.run_on_main(
-            accelerator, lambda: ran.append(accelerator.process_index) or "made"
+    def process(rank):
+        dist.init_process_group(
+            "gloo", init_method=f"file://{tmp_path}/store", rank=rank, world_size=2
         )
+        made, new_group = [], dist.new_group
+        dist.new_group = lambda **options: made.append(options) or new_group(**options)
+        mine = accelerator(2, rank)
+        results = [collectives.gather(mine, [rank]), collectives.gather(mine, rank)]
+        collectives.wait_for_all(mine)
+        group = collectives.new_group(mine)
+        dist.all_gather_object = lambda values, value, group: results.append(group)
+        collectives.gather(mine, 0, group)
+        ends = []
+        for connection in collectives.psutil.Process().net_connections("tcp"):
+            if connection.raddr:
+                with socket.fromfd(connection.fd, connection.family, connection.type) as end:
+                    options = (socket.TCP_KEEPIDLE, socket.TCP_KEEPINTVL, socket.TCP_KEEPCNT)
+                    values = [end.getsockopt(socket.IPPROTO_TCP, option) for option in options]
+                    ends.append([end.getsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE), *values])
+        return made, results[:2], results[2] is group, [1, 20, 5, 4] in ends
 
-    assert world(3).run(on_main) == ["made"] * 3 and ran == [0]
-
-
-def test_an_error_on_the_main_process_is_raised_on_every_one(world):
-    def fail(accelerator):
-        collectives.run_on_main(
-            accelerator, lambda: (_ for _ in ()).throw(UserError("no such file"))
-        )
-
-    errors = world(3).run(fail)
-    assert all(type(error) is UserError and str(error) == "no such file" for error in errors)
-
-
-def test_one_process_of_each_machine_goes_first(world):
-    order, lock = [], threading.Lock()
-
-    def cached(accelerator):
-        def function():
-            with lock:
-                order.append(accelerator.process_index)
-            return accelerator.process_index * 10
-
-        return collectives.local_main_first(accelerator, function)
-
-    assert world(4, machines=2).run(cached) == [0, 10, 20, 30]
-    assert sorted(order[:2]) == [0, 2] and sorted(order[2:]) == [1, 3]
+    for made, results, is_its_own, kept_alive in in_forks(process, 2):
+        assert [(options["backend"], options["timeout"].seconds) for options in made] == [
+            ("gloo", 3 * 3600)
+        ] * 2
+        assert results == [[[0], [1]], [0, 1]] and is_its_own and kept_alive
 
 
-@pytest.mark.parametrize("bad", [0, 1])
-@pytest.mark.parametrize("run", [collectives.local_main_first, collectives.run_on_all])
-def test_an_error_on_any_process_is_raised_on_every_one(run, bad, world):
-    """And of several errors that of the lowest rank."""
-
-    def function(accelerator):
-        def fail():
-            if accelerator.process_index >= bad:
-                raise UserError(f"of rank {accelerator.process_index}")
-            return "fine"
-
-        return run(accelerator, fail)
-
-    errors = world(2).run(function)
-    assert all(type(error) is UserError for error in errors), errors
-    assert {str(error) for error in errors} == {f"of rank {bad}"}
+def test_one_process_asks_nobody():
+    assert collectives.gather(accelerator(), "x") == ["x"]
+    assert collectives.new_group(accelerator()) is None
 
 
-def test_every_process_runs_a_function(world):
-    def function(accelerator):
-        return collectives.run_on_all(accelerator, lambda: accelerator.process_index)
-
-    assert world(3).run(function) == [0, 1, 2]
-
-
-def test_an_unknown_error_keeps_its_name_and_a_known_one_its_line(world, capsys):
-    """The traceback cannot be sent: it is printed where the error was raised."""
-
-    def function(accelerator):
-        collectives.run_on_main(accelerator, lambda: {}["missing"])
-
-    errors = world(2).run(function)
-    assert [(type(error), str(error)) for error in errors] == [
-        (RuntimeError, "KeyError: 'missing'")
-    ] * 2
-    assert capsys.readouterr().err.count("Traceback") == 1
-
-    def full(accelerator):
-        def write():
-            raise OSError(28, "No space left on device")
-
-        collectives.run_on_main(accelerator, write)
-
-    errors = world(2).run(full)
-    assert all(type(error) is RunFailed and "the disk is full" in str(error) for error in errors)
-
-
-def test_connections_notice_a_machine_that_is_gone():
-    """Within 40 s: 20 s without a word, then four probes, 5 s apart."""
+def test_only_connections_are_kept_alive():
     with socket.create_server(("127.0.0.1", 0)) as server:
         with socket.create_connection(server.getsockname()) as one, server.accept()[0] as other:
             collectives.keep_alive()
             for end in (one, other):
                 assert end.getsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE) == 1
-                options = (socket.TCP_KEEPIDLE, socket.TCP_KEEPINTVL, socket.TCP_KEEPCNT)
-                assert [end.getsockopt(socket.IPPROTO_TCP, option) for option in options] == [
-                    20,
-                    5,
-                    4,
-                ]
             one.sendall(b"still connected")
             assert other.recv(100) == b"still connected"
         assert server.getsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE) == 0  # nobody at its end
+
+
+def test_who_runs_a_function_and_when_and_who_has_its_result(world):
+    order, arrived, lock = [], [], threading.Lock()
+
+    def call(run):
+        def process(mine):
+            def function():
+                with lock:
+                    order.append(mine.process_index)
+                return mine.process_index * 10
+
+            return run(mine, function)
+
+        order.clear()
+        return process
+
+    def wait(mine):
+        arrived.append(mine.process_index)
+        collectives.wait_for_all(mine)
+        return len(arrived)
+
+    assert world(4).run(wait) == [4] * 4
+    assert world(3).run(call(collectives.run_on_main)) == [0] * 3 and order == [0]
+    assert world(3).run(call(collectives.run_on_all)) == [0, 10, 20]
+    assert world(4, machines=2).run(call(collectives.local_main_first)) == [0, 10, 20, 30]
+    assert sorted(order[:2]) == [0, 2] and sorted(order[2:]) == [1, 3]
+
+
+@pytest.mark.parametrize("bad", [0, 1])
+@pytest.mark.parametrize(
+    "run", [collectives.run_on_main, collectives.local_main_first, collectives.run_on_all]
+)
+def test_an_error_on_any_process_is_raised_on_every_one(run, bad, world):
+    """And of several errors that of the lowest rank."""
+
+    def process(mine):
+        def fail():
+            if mine.process_index >= bad:
+                raise UserError(f"of rank {mine.process_index}")
+            return "fine"
+
+        return run(mine, fail)
+
+    results = world(2).run(process)
+    if bad and run is collectives.run_on_main:
+        assert results == ["fine", "fine"]
+    else:
+        assert [(type(error), str(error)) for error in results] == [
+            (UserError, f"of rank {bad}")
+        ] * 2
+
+
+@pytest.mark.parametrize("run", [collectives.run_on_main, collectives.run_on_all])
+def test_an_unknown_error_keeps_its_name_and_a_known_one_its_line(run, world, capsys):
+    """A traceback cannot be sent: it is printed where the error was raised."""
+
+    def process(error):
+        def fail():
+            raise error
+
+        return lambda mine: run(mine, fail if mine.is_main_process else int)
+
+    errors = world(2).run(process(KeyError("missing")))
+    assert [(type(e), str(e)) for e in errors] == [(RuntimeError, "KeyError: 'missing'")] * 2
+    assert capsys.readouterr().err.count("Traceback") == 1
+    for error, retry in ((OSError(28, "No space left on device"), True), (MemoryError(), False)):
+        errors = world(2).run(process(error))
+        assert [(type(e), e.retry) for e in errors] == [(RunFailed, retry)] * 2
+        assert ("disk is full" in str(errors[1])) == retry
+    assert capsys.readouterr().err == ""

@@ -1,0 +1,180 @@
+"""Several processes in one test: threads that exchange values, or forked processes."""
+
+import contextlib
+import os
+import pickle
+import threading
+from types import SimpleNamespace
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from harness.fakes import accelerator
+from utils.run import guard
+
+
+class World:
+    """Stands for torch.distributed: `size` threads, each a process with an accelerator.
+
+    `group` is what `new_group` returns. By default nothing: `utils.run.collectives` keeps it.
+
+    Attributes:
+        groups (list): the options of the groups that were created.
+        in_background (list): of each reduction, whether it was.
+    """
+
+    ReduceOp = SimpleNamespace(MAX="max")
+
+    def __init__(self, size, machines=1, group=None):
+        self.size, self.machines, self.group = size, machines, group
+        self.groups, self.in_background = [], []
+        self._values, self._barrier = [None] * size, threading.Barrier(size, timeout=20)
+        self._own = threading.local()
+
+    def rank(self):
+        """The number of the process that this thread stands for."""
+        return self._own.rank
+
+    def get_world_size(self):
+        return self.size
+
+    def new_group(self, **options):
+        self.groups.append(options)
+        return self.group
+
+    def all_gather_object(self, values, value, group):
+        assert group == self.group and values == [None] * self.size
+        self._values[self.rank()] = value
+        self._barrier.wait()
+        values[:] = self._values
+        self._barrier.wait()
+
+    def all_reduce(self, tensor, op, group, async_op=False):
+        self.in_background.append(async_op)
+        assert op == "max" and tensor.dtype == torch.int64
+
+        def wait():
+            values = [None] * self.size
+            self.all_gather_object(values, tensor.clone(), group)
+            tensor.copy_(torch.stack(values).max(0).values)
+
+        if async_op:
+            return SimpleNamespace(wait=wait)
+        wait()
+
+    def run(self, function):
+        """Calls `function(accelerator)` on every rank; the results, or the errors, by rank."""
+        results = [None] * self.size
+
+        def process(rank):
+            self._own.rank = rank
+            first = rank % (self.size // self.machines) == 0
+            try:
+                results[rank] = function(accelerator(self.size, rank, is_local_main_process=first))
+            except Exception as error:
+                results[rank] = error
+
+        threads = [threading.Thread(target=process, args=(rank,)) for rank in range(self.size)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join(30)
+        return results
+
+
+class Process(threading.local):
+    """Stands for `utils.run.process`: each thread has signals of its own."""
+
+    signaled = started = stopping = False
+
+    class Interrupted(Exception):
+        pass
+
+    def training_starts(self):
+        self.started = True
+
+    def stopping_starts(self):
+        self.stopping = True
+
+    def waiting_for(self, what):
+        assert what == "the other processes"
+        return contextlib.nullcontext()
+
+    def signal_name(self):
+        return "SIGTERM" if self.signaled else None
+
+    def wait_for_each(self, batches, what):
+        assert what == "a batch"
+        return iter(batches)
+
+
+class Place(threading.local):
+    """Stands for `utils.run.stacks.place`: where each thread is in its run."""
+
+    save_asked, agreed, moves = False, 0, 0
+
+    def moved(self):
+        self.moves += 1
+
+
+def run_guards(size, function, timeout=600, scaler=None):
+    """Calls `function(guard, rank)` with a Guard on each of so many processes.
+
+    `utils.run.guard` has a Process and a Place there, and `notice` returns who gave which.
+
+    Returns:
+        World: with what the functions returned, or the errors they raised, as `results`.
+    """
+    world = World(size, group="a group of the host")
+    world.notices = []
+
+    def each(mine):
+        mine.scaler = scaler
+        return function(guard.Guard(mine, timeout), mine.process_index)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(guard, "dist", world)
+        patch.setattr(guard, "process", Process())
+        patch.setattr(guard, "place", Place())
+        patch.setattr(guard, "notice", lambda line: world.notices.append((world.rank(), line)))
+        world.results = world.run(each)
+    return world
+
+
+def in_forks(function, count=1):
+    """What `function(rank)` returns, or the error that it raises, in each of so many processes.
+
+    They are forked from this one, which keeps its variables, modules and signals as they are.
+    """
+    children = []
+    for rank in range(count):
+        reader, writer = os.pipe()
+        child = os.fork()
+        if child == 0:
+            try:
+                torch.set_num_threads(1)  # the threads of this process are not in its forks
+                result = function(rank)
+            except BaseException as error:
+                result = error
+            with os.fdopen(writer, "wb") as file:
+                pickle.dump(result, file)
+            os._exit(0)
+        os.close(writer)
+        children.append((child, reader))
+    results = []
+    for child, reader in children:
+        with os.fdopen(reader, "rb") as file:
+            results.append(pickle.loads(file.read()))
+        os.waitpid(child, 0)
+    return results
+
+
+@contextlib.contextmanager
+def group_of_one():
+    """A process group of this process alone."""
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        yield
+    finally:
+        dist.destroy_process_group()

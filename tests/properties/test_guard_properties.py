@@ -1,0 +1,115 @@
+"""Whatever happens to any process: all stop and save after the same step, and nothing that diverged
+is saved.
+"""
+
+import math
+
+import torch
+from harness.worlds import run_guards
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import nn
+
+from utils.run import guard
+from utils.run.failures import RunFailed
+
+STEPS = 6
+BAD = [math.nan, math.inf, -math.inf]
+
+
+@st.composite
+def runs(draw):
+    """What happens in a run of some processes; a step of None: never."""
+    size = draw(st.integers(1, 3))
+    step, rank = st.none() | st.integers(1, STEPS), st.integers(0, size - 1)
+    return {
+        "size": size,
+        "scaler": draw(st.sampled_from([None, None, "fp16"])),
+        "loss": (draw(step), draw(rank), draw(st.sampled_from(BAD)), draw(st.integers(0, 1))),
+        "norm": (draw(step), draw(rank), draw(st.sampled_from(BAD))),
+        "weight": (draw(step), draw(rank), draw(st.sampled_from(BAD))),
+        "signal": (draw(step), draw(rank)),
+        "asked": draw(step),
+        "checks": draw(st.sets(st.integers(1, STEPS), max_size=2)),
+        "norms": draw(st.booleans()),
+    }
+
+
+def train(happens, watched, rank):
+    """The steps after which this process saved, and the one after which it stopped, or the error."""
+    saved, model = [], nn.Linear(1, 2)
+    try:
+        for step in range(1, STEPS + 1):
+            guard.process.signaled |= happens["signal"] == (step, rank)
+            guard.place.save_asked |= rank == 0 and happens["asked"] == step
+            losses, norm = [torch.tensor(0.5), torch.tensor(0.25)], None
+            at, on, value, part = happens["loss"]
+            if (at, on) == (step, rank):
+                losses[part].fill_(value)
+            if happens["norms"]:
+                norm = torch.tensor(
+                    happens["norm"][2] if happens["norm"][:2] == (step, rank) else 1.0
+                )
+            at, on, value = happens["weight"]
+            if (at, on) == (step, rank):
+                model.bias.data[1] = value
+            ids = [torch.tensor([10 * step + rank])]
+            stops = watched.should_stop(step, losses, ids, norm)
+            assert stops == guard.process.stopping
+            if stops or watched.save_asked or step in happens["checks"]:
+                watched.check(model)
+                saved.append(step)
+            if stops:
+                return saved, step, None
+    except RunFailed as error:
+        assert not error.retry
+        return saved, step, str(error)
+    return saved, None, None
+
+
+def expected(happens):
+    """As the documentation of Guard has it."""
+    delay = int(happens["size"] > 1)
+    never = STEPS + 10
+    stop = (happens["signal"][0] or never) + delay
+    saves = {*happens["checks"], stop}
+    asked = happens["asked"] or never
+    if not (delay and asked in saves):  # else the save of that step is the one
+        saves.add(asked + delay)
+    bad = {"loss at": happens["loss"][0] or never}
+    if happens["norms"] and happens["scaler"] is None:
+        bad["gradient norm at"] = happens["norm"][0] or never
+    what = min(bad, key=bad.get)  # of two in one step, the loss
+    weights = min(
+        (step for step in saves if step >= (happens["weight"][0] or never)), default=never
+    )
+    checked = min((step for step in saves if step >= bad[what]), default=never)
+    ends = min(bad[what] + 1 + delay, checked)
+    named = bad[what]
+    if weights < ends:
+        what, ends, named = "weights after", weights, weights
+    if ends <= min(stop, STEPS):
+        return sorted(step for step in saves if step < ends), ends, (what, named)
+    last = min(stop, STEPS)
+    return sorted(step for step in saves if step <= last), stop if stop <= STEPS else None, None
+
+
+@settings(max_examples=150)
+@given(runs())
+def test_all_processes_agree_and_save_nothing_that_diverged(happens):
+    results = run_guards(
+        happens["size"],
+        lambda watched, rank: train(happens, watched, rank),
+        scaler=happens["scaler"],
+    ).results
+    saved, last, failure = expected(happens)
+    assert results == [results[0]] * happens["size"]
+    assert results[0][:2] == (saved, last)
+    if failure is None:
+        assert results[0][2] is None
+    else:
+        what, step = failure
+        samples = [10 * step + rank for rank in range(happens["size"])]
+        line = results[0][2]
+        assert line.startswith(f"non-finite {what} step {step}; no checkpoint includes it")
+        assert line.endswith(f"Samples of that step: {samples}")

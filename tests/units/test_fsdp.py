@@ -1,0 +1,233 @@
+"""Which sharded launches `utils.run.fsdp` takes, and how it makes Accelerate shard on a CPU."""
+
+import contextlib
+import os
+import sys
+import warnings
+from functools import partial
+from types import SimpleNamespace
+
+import pytest
+import torch
+from accelerate import Accelerator
+from accelerate.state import AcceleratorState
+from accelerate.utils import DistributedType
+from harness.fakes import accelerator
+from harness.worlds import group_of_one, in_forks
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+from utils.run import fsdp
+from utils.run.failures import UserError
+
+POLICY = fsdp.transformer_auto_wrap_policy
+NAMES = (
+    "ACCELERATE_USE_FSDP FSDP_VERSION FSDP_OFFLOAD_PARAMS ACCELERATE_MIXED_PRECISION WORLD_SIZE "
+    "ACCELERATE_USE_PARALLELISM_CONFIG PARALLELISM_CONFIG_DP_REPLICATE_SIZE "
+    "PARALLELISM_CONFIG_DP_SHARD_SIZE"
+).split()
+
+
+@pytest.fixture(autouse=True)
+def environment(monkeypatch):
+    """Sets these variables of a launch and no others; gives back what the check changes."""
+    monkeypatch.setattr(AcceleratorState, "__init__", AcceleratorState.__init__)
+    monkeypatch.setattr(torch.distributed.fsdp, "fully_shard", torch.distributed.fsdp.fully_shard)
+    monkeypatch.setattr(sys, "argv", ["scripts/train_a.py"])
+
+    def give(values):
+        for name in NAMES:
+            monkeypatch.delenv(name, raising=False)
+        for name, value in values.items():
+            monkeypatch.setenv(name, value)
+
+    give({})
+    return give
+
+
+def test_a_sharded_model_is_gathered_for_a_while():
+    with group_of_one():
+        mesh = torch.distributed.init_device_mesh("cpu", (1,))
+        model = torch.distributed.fsdp.fully_shard(nn.Linear(1, 1), mesh=mesh)
+        with contextlib.suppress(ValueError), fsdp.gathered(model):
+            assert not isinstance(model.weight, DTensor)
+            raise ValueError
+        assert isinstance(model.weight, DTensor)
+    with fsdp.gathered(nn.Linear(1, 1)):  # has no such methods
+        pass
+
+
+def copies(number, parts, **more):
+    """The variables of FSDP2 with so many copies of the model in so many parts."""
+    return {
+        "FSDP_VERSION": "2",
+        "ACCELERATE_USE_PARALLELISM_CONFIG": "TRUE",
+        "PARALLELISM_CONFIG_DP_REPLICATE_SIZE": str(number),
+        "PARALLELISM_CONFIG_DP_SHARD_SIZE": str(parts),
+        **more,
+    }
+
+
+FP16 = {"FSDP_VERSION": "2", "ACCELERATE_MIXED_PRECISION": "fp16"}
+OFFLOADED = {"FSDP_VERSION": "2", "FSDP_OFFLOAD_PARAMS": "True"}
+
+
+@pytest.mark.parametrize(
+    ("variables", "supported", "on_cpu", "says"),
+    [
+        ({"FSDP_VERSION": "2"}, False, False, "shards the model, which train_a.py does not supp"),
+        ({"FSDP_VERSION": "1"}, True, False, "asks for FSDP1, .* set fsdp_version: 2"),
+        ({}, True, False, "asks for FSDP1"),
+        (OFFLOADED, True, True, "set fsdp_offload_params: false"),
+        (OFFLOADED, True, False, None),
+        (FP16, True, False, "in fp16, which is not supported: set mixed_precision: bf16"),
+        (FP16, True, True, None),  # `launch` refuses it on any CPU
+        (copies(2, 2, WORLD_SIZE="4"), True, False, None),
+        (copies(2, 2, WORLD_SIZE="8"), True, False, "2 copies .* in 2 parts .* fit 8 processes"),
+        (copies(2, 1, WORLD_SIZE="2"), True, False, "2 copies of the model .* in 1 parts"),
+        (copies(1, 2), True, False, "does not fit 1 processes"),
+    ],
+)
+def test_a_kind_of_sharding_that_is_not_supported_is_refused(
+    variables, supported, on_cpu, says, environment
+):
+    environment(variables)
+    with (
+        contextlib.nullcontext() if says is None else pytest.raises(UserError, match=says) as error
+    ):
+        fsdp.check("a.yaml", supported, on_cpu)
+    assert says is None or str(error.value).startswith("a.yaml ")
+
+
+def test_a_warning_that_nobody_can_answer_is_not_shown(environment):
+    environment(copies(1, 2, WORLD_SIZE="2"))
+    with warnings.catch_warnings(record=True) as shown:
+        warnings.simplefilter("always")
+        fsdp.check("a.yaml", True, on_cpu=False)
+        warnings.warn("Slicing a flattened dim from root mesh will be deprecated", stacklevel=1)
+        warnings.warn("another", stacklevel=1)
+    assert [str(warning.message) for warning in shown] == ["another"]
+
+
+@pytest.mark.parametrize(
+    ("asked", "distributed", "precision", "kind", "computes_in"),
+    [
+        (True, True, "bf16", DistributedType.FSDP, torch.bfloat16),
+        (True, True, "no", DistributedType.FSDP, None),
+        (False, True, "bf16", DistributedType.MULTI_CPU, None),
+        (True, False, "no", DistributedType.NO, None),
+    ],
+)
+def test_accelerate_is_made_to_shard_on_a_cpu(asked, distributed, precision, kind, computes_in):
+    """Over the CPU also on a machine that has another device, as a Mac has."""
+
+    def process(_rank):
+        os.environ |= {"FSDP_VERSION": "2", "ACCELERATE_USE_FSDP": str(asked).lower()}
+        if distributed:
+            os.environ |= {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1"}
+        with group_of_one() if distributed else contextlib.nullcontext():
+            fsdp.check("a.yaml", True, on_cpu=True)
+            mine = Accelerator(cpu=True, mixed_precision=precision)
+            state = mine.distributed_type, mine.is_fsdp2
+            if kind != DistributedType.FSDP:
+                return *state, None, None
+            used = mine.state.fsdp_plugin.mixed_precision_policy
+            model = nn.Linear(2, 2)
+            torch.distributed.fsdp.fully_shard(model)
+            weight = next(model.parameters())
+            assert isinstance(weight, DTensor)
+            return *state, used and used.param_dtype, weight.device_mesh.device_type
+
+    sharded = kind == DistributedType.FSDP
+    expected = (kind, sharded, computes_in, "cpu" if sharded else None)
+    assert in_forks(process) == [expected]
+
+
+def test_a_mesh_that_is_given_is_used(environment, monkeypatch):
+    seen = []
+    monkeypatch.setattr(
+        torch.distributed.fsdp, "fully_shard", lambda module, **options: seen.append(options)
+    )
+    environment({"FSDP_VERSION": "2"})
+    fsdp.check("a.yaml", True, on_cpu=True)
+    torch.distributed.fsdp.fully_shard(None, mesh="of HSDP", offload_policy=1)
+    assert seen == [{"mesh": "of HSDP", "offload_policy": 1}]
+
+
+def test_an_accelerate_that_cannot_be_made_to_shard_is_refused(environment, monkeypatch):
+    """Before `Accelerator(...)`, where the place of the decision has gone; after it, where it had
+    no effect.
+    """
+    monkeypatch.setattr(AcceleratorState, "__init__", lambda self, **plugins: None)
+    environment({"FSDP_VERSION": "2"})
+    with pytest.raises(UserError, match=r"accelerate \S+ cannot be made to shard"):
+        fsdp.check("a.yaml", True, on_cpu=True)
+    fsdp.check_engaged(accelerator(), "a.yaml")
+    environment({"ACCELERATE_USE_FSDP": "TRUE"})
+    fsdp.check_engaged(accelerator(is_fsdp2=True), "a.yaml")
+    with pytest.raises(UserError, match=r"^a.yaml .*accelerate \S+ would not shard it on cpu"):
+        fsdp.check_engaged(accelerator(), "a.yaml")
+
+
+# ---------------------------------------------------------------------- what the model is made of
+
+
+class Block(nn.Linear):
+    pass
+
+
+class Net(nn.Sequential):
+    _no_split_modules = ("Block", "Absent")
+
+
+def plugin_of(model, listed=None, policy=POLICY, **facts):
+    plugin = SimpleNamespace(
+        transformer_cls_names_to_wrap=listed,
+        auto_wrap_policy=policy,
+        mixed_precision_policy="default",
+        state_dict_config=SimpleNamespace(offload_to_cpu=True),
+    )
+    state = SimpleNamespace(fsdp_plugin=plugin)
+    mine = accelerator(**{"is_fsdp2": True, **facts}, state=state)
+    if model is not None:
+        fsdp.use_model_blocks(mine, model)
+    fsdp.reduce_in_float32(mine)
+    fsdp.save_from_gpus(mine)
+    return plugin
+
+
+def test_the_blocks_to_gather_are_those_that_the_model_names(monkeypatch):
+    def chosen(*args, **more):
+        return plugin_of(*args, **more).transformer_cls_names_to_wrap
+
+    net = Net(Block(1, 1), nn.ReLU())
+    assert chosen(net) == ["Block"] and chosen(net, is_fsdp2=False) is None
+    assert chosen(net, ["ReLU"]) == ["ReLU"]
+    assert chosen(net, policy=partial(POLICY, 1)) == ["Block"]
+    with pytest.raises(UserError, match="set fsdp_auto_wrap_policy: TRANSFORMER_BASED_WRAP"):
+        chosen(net, policy=None)
+    with pytest.raises(UserError, match="Net has no Other: leave the field out"):
+        chosen(net, ["Block", "Other"])
+    for model in (nn.Sequential(Block(1, 1)), Net(nn.ReLU())):
+        with pytest.raises(UserError, match="gathered all at once"):
+            chosen(model)
+    net.config = SimpleNamespace(tie_word_embeddings=True)
+    for old in (False, True):  # tied weights stay tied only in a new release
+        monkeypatch.setattr(
+            fsdp, "is_torch_version", lambda *how, old=old: old and how == ("<", "2.13")
+        )
+        with pytest.raises(UserError, match=r"2\.13") if old else contextlib.nullcontext():
+            chosen(net)
+    net.config.tie_word_embeddings = False
+    assert chosen(net) == ["Block"]
+
+
+def test_gradients_are_reduced_in_float32_and_shards_saved_where_they_are():
+    plugin = plugin_of(None, mixed_precision="bf16")
+    policy = plugin.mixed_precision_policy
+    assert (policy.param_dtype, policy.reduce_dtype) == (torch.bfloat16, torch.float32)
+    assert policy.cast_forward_inputs is False
+    assert plugin.state_dict_config.offload_to_cpu is False
+    assert plugin_of(None, mixed_precision="no").mixed_precision_policy == "default"
+    plugin = plugin_of(None, mixed_precision="bf16", is_fsdp2=False)
+    assert plugin.mixed_precision_policy == "default" and plugin.state_dict_config.offload_to_cpu

@@ -1,0 +1,164 @@
+"""A checkpoint has the files that its manifest names, and nothing else: it may come from anywhere."""
+
+import json
+import os
+import socket
+from hashlib import sha256
+from types import SimpleNamespace
+
+import pytest
+
+from utils.run import checkpoint, manifest
+from utils.run.failures import UserError
+
+ALONE = SimpleNamespace(num_processes=1, process_index=0, is_local_main_process=True)
+
+
+@pytest.fixture
+def saved(tmp_path):
+    """A complete checkpoint with two files, one of them in a folder, as a sharded one has."""
+    for step in (1, 3):
+        writing = tmp_path / "checkpoints" / ".writing"
+        (writing / "shards").mkdir(parents=True)
+        (writing / "shards" / "0.distcp").write_bytes(b"shard")
+        (writing / "optimizer.bin").write_bytes(b"state of it")
+        described = manifest.hash_and_sync(ALONE, writing)
+        target = writing.with_name(f"step_{step:08d}")
+        record = {"progress": {"step": step, "score": None, "best": None}, "arguments": {}}
+        manifest.complete(writing, target, {**record, "files": described})
+        assert manifest.verify(target)["progress"]["step"] == step
+    return target
+
+
+def test_new_files_have_the_usual_permissions(tmp_path):
+    """torch and safetensors may write them for the owner only."""
+    (tmp_path / "file").write_bytes(b"")
+    os.chmod(tmp_path / "file", 0o600)
+    before = os.umask(0o027)
+    try:
+        manifest.hash_and_sync(ALONE, tmp_path)
+        assert os.umask(0o027) == 0o027
+    finally:
+        os.umask(before)
+    assert (tmp_path / "file").stat().st_mode & 0o777 == 0o640
+
+
+def truncate(path):
+    path.write_bytes(path.read_bytes()[:-1])
+
+
+def flip(path):
+    data = bytearray(path.read_bytes())
+    data[len(data) // 2] ^= 1
+    path.write_bytes(data)
+
+
+def alter(path):
+    """A change that leaves a valid manifest, of another run."""
+    path.write_text(path.read_text().replace('"step": 3', '"step": 4'))
+
+
+def replace_by_link(path):
+    path.rename(path.parents[1] / "elsewhere")
+    path.symlink_to(path.parents[1] / "elsewhere")
+
+
+def add_socket(path):
+    here = os.getcwd()
+    os.chdir(path.parent)  # the path of a socket is short
+    try:
+        socket.socket(socket.AF_UNIX).bind(path.name)
+    finally:
+        os.chdir(here)
+
+
+@pytest.mark.parametrize(
+    ("change", "name", "says"),
+    [
+        (truncate, "optimizer.bin", "optimizer.bin does not match its checksum"),
+        (flip, "shards/0.distcp", "shards/0.distcp does not match its checksum"),
+        (os.remove, "shards/0.distcp", "shards/0.distcp is missing"),
+        (alter, "manifest.json", "manifest.json was changed"),
+        (os.remove, "manifest.json", "manifest.json is missing or unreadable"),
+        (lambda path: path.write_text("{"), "manifest.json", "is missing or unreadable"),
+        (lambda path: path.write_text("[" * 100_000), "manifest.json", "missing or unreadable"),
+        (lambda path: path.write_bytes(b""), "other.bin", "other.bin is not in its manifest"),
+        (replace_by_link, "shards", "shards is neither a file nor a folder"),
+        (replace_by_link, "shards/0.distcp", "0.distcp is neither"),
+        (lambda path: path.symlink_to("nowhere"), "dangling", "dangling is neither"),
+        (os.mkfifo, "pipe", "pipe is neither"),
+        (add_socket, "socket", "socket is neither"),
+    ],
+)
+def test_a_checkpoint_has_only_the_files_that_were_saved(change, name, says, saved, capsys):
+    """Anything else is found before it is loaded; the checkpoint before it is used."""
+    change(saved / name)
+    with pytest.raises(UserError, match=says):
+        manifest.verify(saved)
+    assert checkpoint.find(saved.parents[1], "auto")[0].name == "step_00000001"
+    warning = capsys.readouterr().err
+    assert warning.count("warning: ") == 1 and "; trying the one before it" in warning
+
+
+@pytest.mark.parametrize("name", [".DS_Store", "._0.distcp", ".nfs0000001", "shards/Thumbs.db"])
+def test_what_a_system_adds_is_ignored(name, saved, tmp_path):
+    (saved / name).write_bytes(b"\0")
+    (tmp_path / "link").symlink_to(saved)  # a link to it is not a link in it
+    assert manifest.verify(tmp_path / "link")["progress"]["step"] == 3
+
+
+@pytest.mark.parametrize(
+    "value",
+    [
+        [],
+        "text",
+        {"progress": [], "files": {}},
+        {"progress": {"step": "3"}, "files": {}},
+        {"progress": {"step": True}, "files": {}},
+        {"progress": {"step": 3, "score": "high"}, "files": {}},
+        {"progress": {"step": 3}, "files": []},
+        {"progress": {"step": 3}, "files": {"a": 5}},
+        {"progress": {"step": 3}, "files": {"a": {"size": 5}}},
+        {"progress": {"step": 3}, "files": {}, "arguments": []},
+    ],
+)
+def test_a_manifest_of_other_types_is_not_a_manifest(value, saved):
+    (saved / "manifest.json").write_text(json.dumps(value))
+    assert manifest.read(saved) is None and manifest.best([saved]) is None
+    with pytest.raises(UserError, match="is not a checkpoint"):
+        manifest.verify(saved)
+
+
+def test_a_manifest_is_never_waited_for(saved):
+    (saved / "manifest.json").unlink()
+    os.mkfifo(saved / "manifest.json")
+    assert manifest.read(saved) is None
+
+
+def test_the_folder_of_a_run_is_no_checkpoint_but_has_one(saved):
+    with pytest.raises(UserError, match=f"the newest one in it is {saved}"):
+        manifest.verify(saved.parents[1])
+
+
+@pytest.mark.parametrize("name", ["x" * 300, "x/" * 3000, "nul\0", "gone"])
+def test_a_path_that_cannot_be_used_is_one_line(name, tmp_path):
+    with pytest.raises(UserError, match="does not exist"):
+        manifest.verify(tmp_path / name)
+
+
+def test_changed_values_of_a_manifest_keep_it_valid(saved):
+    manifest.amend(saved, {"score": 0.5})
+    manifest.amend(saved, {"best": 3})
+    assert manifest.verify(saved)["progress"] == {"step": 3, "score": 0.5, "best": 3}
+
+
+def test_a_file_that_another_machine_sees_late_is_waited_for(tmp_path, monkeypatch):
+    """As over NFS."""
+    (tmp_path / "model.safetensors").write_bytes(b"weights")
+    slept, views = [], iter([{}, {}, {"model.safetensors": 7}, {}])  # the last: what it hashed
+    monkeypatch.setattr(manifest.time, "sleep", slept.append)
+    monkeypatch.setattr(manifest, "gather", lambda _, value, group: [value, next(views)])
+    one_of_two = SimpleNamespace(num_processes=2, process_index=0, is_local_main_process=True)
+    described = manifest.hash_and_sync(one_of_two, tmp_path)
+    assert described == {"model.safetensors": {"size": 7, "sha256": sha256(b"weights").hexdigest()}}
+    assert slept == [0.5, 0.5]

@@ -1,0 +1,74 @@
+"""Names of files and classes come from outside: whatever they hold is shown in one line."""
+
+import unicodedata
+import warnings
+
+import pytest
+import torch
+from hypothesis import example, given
+from hypothesis import strategies as st
+
+from utils import plots
+from utils.run import failures, output
+
+NAMES = [
+    "$\\frac{1}{$",
+    "back`tick` *bold* <b>",
+    "\x1b[31mred\nnext",
+    "\u202egpj.exe",
+    "pipe | [link](x) # head",
+    "\udce9t\udce9",
+]
+
+
+# Controls, halves of letters, ends of lines, and changes of the direction of writing.
+OBEYED = {"Cc", "Cs", "Zl", "Zp", "LRE", "RLE", "LRO", "RLO", "PDF", "LRI", "RLI", "FSI", "PDI"}
+
+
+@given(st.text() | st.sampled_from(NAMES))
+@example("a\tb\x1b\x85é 中")
+def test_a_name_is_one_line_wherever_it_is_shown(name):
+    for escape in (output.one_line, output.for_markdown, output.for_plot):
+        escaped = escape(name)
+        assert escaped.encode() is not None
+        for fact in (unicodedata.category, unicodedata.bidirectional):
+            assert not set(map(fact, escaped)) & OBEYED
+    if name.isprintable():
+        assert output.one_line(name) == name
+    assert str(failures.UserError(f"class {name}")) == f"class {output.one_line(name)}"
+
+
+def test_escapes_show_what_was_there():
+    assert output.one_line("a\tb\x1b\x85é 中") == r"a\tb\x1b\x85é 中"
+    assert output.for_markdown("a_b|c`d`<e>") == r"a\_b\|c\`d\`&lt;e&gt;"
+    assert output.for_plot("$x$") == r"\$x\$"
+
+
+def test_plots_draw_any_name(tmp_path, capsys):
+    """`$` would start a formula, and each letter that a font lacks would be a warning."""
+    names = [*NAMES, "猫", "कुत्ता"]
+    images = torch.zeros(len(names), 3, 8, 8, dtype=torch.uint8)
+    labels = torch.arange(len(names))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", UserWarning)
+        assert plots.image_grid(tmp_path / "a.png", images, labels, labels.roll(1), names)
+        assert plots.confusion_matrix(tmp_path / "b.png", torch.eye(len(names)).long(), names)
+    assert (tmp_path / "a.png").exists() and (tmp_path / "b.png").exists()
+    assert "\x1b" not in plots.class_table(labels, labels.roll(1), names)
+    assert capsys.readouterr().err.count("\n") <= 1  # no font has some letter, said once
+
+
+def test_letters_that_no_font_has_are_told_apart():
+    """Boxes would be the same for all classes."""
+    names, fonts = plots.drawable(["cat", "\U000f0123", "\U000f0124x"])  # private use
+    assert names == ["cat", r"\uf0123", r"\uf0124x"] and fonts[0] == "DejaVu Sans"
+    assert plots.shorten("a" * 14) == "a" * 14 and plots.shorten("a" * 15) == "a" * 13 + "…"
+
+
+def test_an_extra_that_fails_is_one_line(capsys):
+    with failures.optional("the plot"):
+        raise RuntimeError("no letter\n\x1b[31m")
+    line = "warning: the plot is missing (RuntimeError: no letter\\n\\x1b[31m)\n"
+    assert capsys.readouterr().err == line
+    with pytest.raises(KeyboardInterrupt), failures.optional("the plot"):
+        raise KeyboardInterrupt

@@ -1,0 +1,175 @@
+"""LoRA: what is trained, saved, merged and refused; and the folders that a model is exported to."""
+
+import json
+
+import pytest
+import torch
+from harness.language_models import make_model
+from safetensors.torch import load_file, save_file
+
+transformers = pytest.importorskip("transformers")
+
+from peft import PeftModel
+
+from utils import adapters, causal_lm
+from utils.run.failures import UserError
+
+
+def lora(targets=("q_proj",), model=None):
+    return adapters.add_lora(model or make_model("llama"), 4, 8.0, 0.0, list(targets))
+
+
+def trained(model):
+    return {name for name, weight in model.named_parameters() if weight.requires_grad}
+
+
+def test_the_state_of_lora_is_the_adapter():
+    model = lora(["all-linear"])
+    whole = model.state_dict()
+    adapters.save_trained_only(model)
+    state = model.state_dict()
+    assert state and all("lora_" in name for name in state) and len(whole) > len(state)
+    changed = {name: value + 1 for name, value in state.items()}
+    model.load_state_dict(changed)
+    assert all(torch.equal(value, changed[name]) for name, value in model.state_dict().items())
+    changed.pop(next(iter(changed)))
+    with pytest.raises(RuntimeError, match="Missing key"):
+        model.load_state_dict(changed)
+    with pytest.raises(RuntimeError, match="Unexpected key"):
+        model.load_state_dict({**state, "other": torch.zeros(1)})
+    plain = make_model("llama")
+    adapters.save_trained_only(plain.requires_grad_(False))
+    assert plain.state_dict()
+
+
+@pytest.mark.parametrize(("targets", "dropout"), [("q_proj,v_proj", 0.5), ("all-linear", 0.0)])
+def test_lora_has_its_settings_and_trains_only_adapters_in_float32(targets, dropout):
+    base = make_model("llama").to(torch.bfloat16)
+    model = adapters.add_lora(base, 4, 8.0, dropout, targets.split(","))
+    config = model.peft_config["default"]
+    assert (config.r, config.lora_alpha, config.lora_dropout) == (4, 8.0, dropout)
+    assert config.task_type == "CAUSAL_LM"
+    weights = {name: weight for name, weight in model.named_parameters() if weight.requires_grad}
+    assert {weight.dtype for weight in weights.values()} == {torch.float32}
+    layers = {name.split(".lora_")[0].rpartition(".")[2] for name in weights}
+    of_all = {"q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"}
+    assert layers == (of_all if targets == "all-linear" else {"q_proj", "v_proj"})
+    assert all(".lora_" in name for name in weights)
+
+
+@pytest.mark.parametrize(
+    ("call", "says"),
+    [
+        (lambda: lora(["nothing"]), "--lora_targets nothing matches no layer; .* o_proj, q_proj"),
+        (lambda: lora(["q_proj", "proj"]), "--lora_targets proj matches no layer"),
+        (lambda: lora(["embed_tokens"]), "--lora_targets embed_tokens matches no layer"),
+        (
+            lambda: adapters.load_adapter(make_model("llama"), "nowhere"),
+            "adapter_model.safetensors",
+        ),
+        (lambda: adapters.merge("nowhere"), "has no adapter/"),
+    ],
+)
+def test_what_matches_nothing_is_one_line(call, says):
+    with pytest.raises(UserError, match=says):
+        call()
+
+
+def test_an_adapter_is_exported_with_its_settings_and_trained_further(tmp_path):
+    model = lora()
+    (tmp_path / "model").mkdir()  # an earlier adapter, merged
+    adapters.export(tmp_path, model, model.state_dict(), causal_lm.byte_tokenizer())
+    names = {file.name for file in (tmp_path / "adapter").iterdir()}
+    assert {"adapter_config.json", "adapter_model.safetensors", "tokenizer.json"} <= names
+    assert "README.md" not in names and [path.name for path in tmp_path.iterdir()] == ["adapter"]
+    for folder in (tmp_path, tmp_path / "adapter"):
+        again = adapters.load_adapter(make_model("llama"), folder)
+        assert trained(again) == trained(model) != set()
+
+
+def without(file, word):
+    """Leaves the tensors out of a file whose names contain a word."""
+    state = load_file(file)
+    kept = {name: value for name, value in state.items() if word not in name}
+    assert len(kept) < len(state)
+    save_file(kept, file, metadata={"format": "pt"})
+
+
+@pytest.mark.parametrize("where", ["the model", "the adapter"])
+def test_an_adapter_of_other_layers_is_refused(where, tmp_path):
+    """Of layers that one of them lacks, peft only warns."""
+    lora().save_pretrained(tmp_path)
+    other = make_model("llama")
+    if where == "the model":
+        without(tmp_path / "adapter_model.safetensors", "layers.1")
+    else:
+        del other.model.layers[1]
+    with pytest.raises(UserError, match=f"another model: only {where} has .*layers.1"):
+        adapters.load_adapter(other, tmp_path)
+    with pytest.raises(UserError, match=r"does not fit the model: .*size mismatch"):
+        adapters.load_adapter(make_model("llama", hidden_size=16), tmp_path)
+
+
+def test_tied_weights_are_written_once(tmp_path):
+    """Gathered from other processes, they come as two copies."""
+    model = make_model("llama")
+    state = {name: value.clone() + 1 for name, value in model.state_dict().items()}
+    (tmp_path / "model").mkdir()
+    (tmp_path / "model" / "old").touch()
+    (tmp_path / ".model.writing").mkdir()
+    (tmp_path / ".model.writing" / "older").touch()
+    adapters.export(tmp_path, model, state, causal_lm.byte_tokenizer())
+    written = load_file(tmp_path / "model" / "model.safetensors")
+    assert {*written, "lm_head.weight"} == set(state) and "lm_head.weight" not in written
+    assert all(torch.equal(value, state[name]) for name, value in written.items())
+    assert {path.name for path in tmp_path.iterdir()} == {"model"}
+    assert not {path.name for path in (tmp_path / "model").iterdir()} & {"old", "older"}
+
+
+@pytest.mark.parametrize("kind", ["prompt", None])
+def test_a_run_says_what_its_model_was_trained_on(kind, tmp_path):
+    model, tokenizer = make_model("llama"), causal_lm.byte_tokenizer()
+    if kind:
+        (tmp_path / "args.json").write_text(json.dumps({"arguments": {"kind": kind}}))
+    adapters.export(tmp_path, model, model.state_dict(), tokenizer)
+    loaded, known, found = adapters.load_trained(tmp_path, dtype=torch.bfloat16)
+    assert found == (kind or "messages") and known.get_vocab() == tokenizer.get_vocab()
+    assert loaded.dtype == torch.bfloat16
+    tokenizer.chat_template = None
+    adapters.export(tmp_path, model, model.state_dict(), tokenizer)
+    assert adapters.load_trained(tmp_path)[2] == (kind or "text")
+
+
+def test_an_adapter_is_merged_in_float32_with_the_base_that_it_was_trained_on(tmp_path):
+    """In bfloat16 most of these changes would be rounded away."""
+    base, run = tmp_path / "base", tmp_path / "run"
+    run.mkdir()
+    model, tokenizer = make_model("llama").to(torch.bfloat16), causal_lm.byte_tokenizer()
+    model.save_pretrained(base)
+    tokenizer.save_pretrained(base)
+    fingerprint = causal_lm.fingerprint(str(base), model.config)
+    (run / "args.json").write_text(json.dumps({"arguments": {"base": fingerprint}}))
+    adapter = lora(model=causal_lm.load_weights(str(base)))
+    for name, weight in adapter.named_parameters():
+        if "lora_B" in name:
+            torch.nn.init.normal_(weight, std=1e-5)
+    adapters.export(run, adapter, adapter.state_dict(), tokenizer)
+    assert adapters.merge(run) == f"written to {run / 'model'}"
+    merged = load_file(run / "model" / "model.safetensors")
+    for name, weight in model.state_dict().items():
+        if "q_proj" in name:
+            changed = (merged[name] != weight.float()).float().mean()
+            assert merged[name].dtype == torch.float32 and changed > 0.5
+    # An adapter that is trained further is not evaluated with what was merged before.
+    adapters.export(run, adapter, adapter.state_dict(), tokenizer)
+    loaded, _, _ = adapters.load_trained(run, dtype=torch.float32)
+    assert isinstance(loaded, PeftModel) and loaded.get_base_model().dtype == torch.float32
+    with torch.no_grad():
+        model.model.norm.weight.add_(1)
+    model.save_pretrained(base)
+    with pytest.raises(UserError, match="was trained on another model"):
+        adapters.merge(run)
+    settings = run / "adapter" / "adapter_config.json"
+    settings.write_text(settings.read_text().replace(f'"{base}"', "null"))
+    with pytest.raises(UserError, match="does not say what its base model is"):
+        adapters.merge(run)

@@ -1,0 +1,277 @@
+"""The loss of a language model: in chunks, or the model's own; and what the start refuses."""
+
+import contextlib
+import copy
+from types import SimpleNamespace
+
+import pytest
+import torch
+from harness import fakes
+from harness.language_models import OWN, PACKED, VOCABULARY, batch, document, make_model, packed
+
+transformers = pytest.importorskip("transformers")
+
+from accelerate import Accelerator
+from peft import LoraConfig, get_peft_model
+
+from utils import causal_lm, lm_loss
+from utils.run.failures import UserError
+
+
+def build(name, attention=None, **changes):
+    model = make_model(name, attention, **changes)
+    lm_loss.chunk_loss(model)
+    return model
+
+
+def start_check(model, pack, precision="no"):
+    accelerator = fakes.accelerator(mixed_precision=precision, unwrap_model=lambda model: model)
+    lm_loss.check(accelerator, model, packed=pack)
+
+
+# ------------------------------------------------------------------------------------------- loss
+
+
+@pytest.mark.parametrize("size", [1, 5, 2**26])
+@pytest.mark.parametrize("name", ["opt", "mixtral"])
+def test_the_loss_and_its_gradients_are_the_models_own(name, size, monkeypatch):
+    """Also of a model whose forward pass skips its backbone, and of one whose experts balance."""
+    monkeypatch.setattr(lm_loss, "LOGITS", size * VOCABULARY)
+    model, own, inputs = build(name), make_model(name), batch(document())
+    assert model.own_loss == (name == "opt")
+    targets = inputs["targets"]
+    told = {key: value for key, value in inputs.items() if key != "targets"}
+    expected = 16 * own(**told, labels=targets, shift_labels=targets, use_cache=False).loss
+    loss = model(**inputs)
+    assert loss.item() == pytest.approx(expected.item(), rel=1e-5)
+    loss.backward()
+    expected.backward()
+    for (place, weight), other in zip(model.named_parameters(), own.parameters(), strict=True):
+        assert (weight.grad is None) == (other.grad is None), place
+        if weight.grad is not None:
+            assert torch.allclose(weight.grad, other.grad, rtol=1e-4, atol=2e-4), place
+    model.config.output_router_logits = False
+    assert name == "opt" or loss.item() > model(**inputs).item() * (1 + 1e-6)
+
+
+def test_the_largest_logits_are_those_of_a_chunk(monkeypatch):
+    """Also in the backward pass; and none are computed where there is no target."""
+    monkeypatch.setattr(lm_loss, "LOGITS", 5 * VOCABULARY)
+    model, seen, inputs = build("llama"), [], batch(document())
+    model.lm_head.register_forward_hook(lambda _, args, __: seen.append(args[0].shape[-2]))
+    inputs["targets"][:, ::4] = -100
+    model(**inputs).backward()
+    assert max(seen) == 5 and sum(seen) == 2 * 12  # computed again for the backward pass
+    seen.clear()
+    with torch.no_grad():
+        model(**inputs)
+    assert max(seen) == 5 and sum(seen) == 12
+    seen.clear()
+    monkeypatch.setattr(lm_loss, "LOGITS", 12 * VOCABULARY)
+    model(**inputs).backward()
+    assert seen == [12]  # a single chunk is kept
+
+
+def test_a_models_own_loss_is_not_that_of_each_block():
+    model, inputs = build("opt"), batch(torch.cat([document(), document().flip(1)]))
+    total, losses = model(**inputs, per_block=True)
+    assert total.item() == model(**inputs).item() and losses.dtype == torch.float32
+    assert losses.shape == (2,) and losses.isnan().all()
+    inputs["targets"] = torch.full_like(inputs["targets"], -100)
+    inputs["targets"][0, 3] = 7
+    alone = model(**inputs).item()  # of a single target
+    inputs["targets"][0, 5] = 9
+    assert model(**inputs).item() > alone
+
+
+def test_there_is_no_cache_beside_the_models_own_loss():
+    """With one, `transformers` would not look for several documents in a block."""
+    model, one, two = build("llama"), document(9), document(21)
+    model.own_loss = True
+    alone = model(**batch(one)).item() + model(**batch(two)).item()
+    assert model(**packed(one, two)).item() == pytest.approx(alone, rel=1e-5)
+
+
+@pytest.mark.parametrize("own_loss", [False, True])
+@pytest.mark.parametrize("attention", ["sdpa", "like_flash"])
+def test_flash_attention_is_given_all_blocks_in_one_row(attention, own_loss):
+    """There positions tell packed documents apart in a batch of one row only."""
+    functions, masks = transformers.AttentionInterface(), transformers.AttentionMaskInterface()
+    transformers.AttentionInterface.register("like_flash", functions["sdpa"])
+    transformers.AttentionMaskInterface.register("like_flash", masks["sdpa"])
+    plain, model, rows = build("llama"), build("llama"), []
+    model.config._attn_implementation = attention  # of transformers, which finds no such package
+    plain.own_loss = model.own_loss = own_loss
+    inputs = batch(torch.cat([document(), document().flip(1)]))
+
+    def look(_, __, told):
+        if told["input_ids"] is not None:  # else it only computes logits
+            rows.append((told["input_ids"].shape, told["position_ids"].shape))
+
+    model.base_model.register_forward_pre_hook(look, with_kwargs=True)
+    total, losses = model(**inputs, per_block=True)
+    expected, of_blocks = plain(**inputs, per_block=True)
+    assert rows == [((1, 32), (1, 32)) if attention == "like_flash" else ((2, 16), (2, 16))]
+    assert total.item() == pytest.approx(expected.item(), rel=1e-6)
+    assert own_loss or losses.tolist() == pytest.approx(of_blocks.tolist(), rel=1e-5)
+
+
+def test_whether_a_model_computes_logits_is_known_in_any_precision_and_place():
+    for move in (dict(dtype=torch.bfloat16), dict(device="meta")):
+        model = make_model("llama").to(**move)
+        lm_loss.chunk_loss(model)
+        assert not model.own_loss
+    model.get_output_embeddings = lambda: None
+    lm_loss.chunk_loss(model)
+    assert model.own_loss
+
+
+@pytest.mark.parametrize("prepared", [False, True])
+def test_the_copy_of_a_model_computes_with_its_own_weights(prepared):
+    model, inputs = build("llama"), batch(document())
+    model = Accelerator(cpu=True).prepare(model) if prepared else model
+    twin, before = copy.deepcopy(model), model(**inputs).item()
+    with torch.no_grad():
+        for weight in model.parameters():
+            weight.mul_(2)
+    assert twin(**inputs).item() == before != model(**inputs).item()
+
+
+@pytest.mark.parametrize("name", ["llama", "gpt2", "mixtral"])
+def test_names_tying_and_generation_stay_as_they_were(name):
+    model, plain = build(name), make_model(name)
+    assert list(model.state_dict()) == list(plain.state_dict())
+    tied = model.get_output_embeddings().weight is model.get_input_embeddings().weight
+    assert tied == (name != "mixtral")
+    plain.config.output_router_logits = False  # with which `generate` fails
+    options = dict(max_new_tokens=5, do_sample=False)
+    expected = plain.generate(document(6), **options)
+    assert torch.equal(model.generate(document(6), **options), expected)
+
+
+def test_the_loss_under_the_wrapper_of_peft_is_that_of_the_model():
+    wrapped = get_peft_model(make_model("qwen3"), LoraConfig(r=2, task_type="CAUSAL_LM"))
+    lm_loss.chunk_loss(wrapped)
+    expected = build("qwen3")(**batch(document())).item()  # an adapter starts as zero
+    assert wrapped(**batch(document())).item() == pytest.approx(expected, rel=1e-6)
+
+
+# ---------------------------------------------------------------------------------------- refusals
+
+
+@pytest.mark.parametrize("name", OWN)
+def test_the_start_check_accepts_every_architecture_and_leaves_it_as_it_was(name):
+    model = build(name)
+    before, pack = model.config.to_dict(), causal_lm.can_pack(model.config)
+    assert pack == (name in PACKED)
+    for training in (False, True):  # with dropout, in GPT-2 and OPT
+        model.train(training)
+        start_check(model, pack)
+        assert model.own_loss == (name == "opt")
+        assert model.training == training and model.config.to_dict() == before
+
+
+def test_a_model_whose_masks_ignore_positions_cannot_be_packed():
+    """If it can, after an update of transformers, `IGNORE_POSITIONS` need not list it."""
+    with pytest.raises(UserError, match="attend to each other"):
+        start_check(build("opt"), True)
+
+
+@pytest.mark.parametrize("leak", ["positions are forgotten", "masks are left out"])
+def test_a_model_whose_packed_documents_see_each_other_is_refused(leak):
+    """However small the leak is: weights are random, and in bfloat16 losses hardly differ."""
+    config = causal_lm.tiny_config(259)
+    model = transformers.AutoModelForCausalLM.from_config(config).eval()
+    lm_loss.chunk_loss(model)
+
+    def spoil(_, args, told):
+        if told["input_ids"] is None:  # it only computes logits
+            return None
+        if leak == "positions are forgotten":
+            return args, told | {"position_ids": None}
+        return args, told | {"attention_mask": torch.ones_like(told["input_ids"])}
+
+    with torch.autocast("cpu", torch.bfloat16):
+        start_check(model, True, "bf16")
+        assert not model.own_loss
+        model.base_model.register_forward_pre_hook(spoil, with_kwargs=True)
+        start_check(model, False, "bf16")
+        with pytest.raises(UserError, match=r"LlamaForCausalLM with .* attend to each other"):
+            start_check(model, True, "bf16")
+
+
+@pytest.mark.parametrize(
+    ("precision", "dtype", "error", "refused"),
+    [
+        ("no", torch.float32, 1e-5, False),
+        ("no", torch.float32, 1e-3, True),
+        ("bf16", torch.float32, 1e-3, False),
+        ("no", torch.bfloat16, 1e-3, False),
+        ("bf16", torch.bfloat16, 0.1, True),
+    ],
+)
+def test_packed_documents_have_the_loss_that_they_have_alone_but_for_rounding(
+    precision, dtype, error, refused
+):
+    model = build("llama").to(dtype)
+    forward = model.forward
+
+    def off(**inputs):  # where two documents are in a block
+        return forward(**inputs) * (1 + error * (inputs["input_ids"].shape[1] == 16))
+
+    model.forward = off
+    start_check(model, False, precision)
+    outcome = pytest.raises(UserError, match="attend to each other")
+    with outcome if refused else contextlib.nullcontext():
+        start_check(model, True, precision)
+
+
+def test_a_model_whose_tokens_attend_to_later_ones_is_refused():
+    sizes = dict(vocab_size=300, hidden_size=32, num_hidden_layers=1, num_attention_heads=4)
+    config = transformers.BertConfig(**sizes, intermediate_size=48)
+    model = transformers.AutoModelForCausalLM.from_config(config)
+    lm_loss.chunk_loss(model)
+    with pytest.raises(UserError, match="no causal language model"):
+        start_check(model, False)
+
+
+def test_a_loss_that_shifts_the_targets_once_more_is_refused():
+    """It knows nothing of `shift_labels`, as those of older models."""
+    model = make_model("llama")
+
+    def loss(logits, labels, **kwargs):
+        return torch.nn.functional.cross_entropy(logits[0, :-1], labels[0, 1:])
+
+    model.loss_function = loss
+    lm_loss.chunk_loss(model)
+    model.own_loss = True
+    with pytest.raises(UserError, match="shifts the targets once more"):
+        start_check(model, False)
+
+
+def test_a_model_with_another_loss_computes_its_own(capsys):
+    model = make_model("llama")
+    model.loss_function = lambda logits, **kwargs: logits.square().mean()
+    lm_loss.chunk_loss(model)
+    start_check(model, False)
+    assert model.own_loss and "computes its own loss" in capsys.readouterr().err
+    inputs = batch(document())
+    logits = model(input_ids=inputs["input_ids"]).logits
+    assert model(**inputs).item() == pytest.approx(16 * logits.square().mean().item(), rel=1e-5)
+
+
+def test_a_small_batch_has_two_documents():
+    def small(vocabulary, device):
+        inside = SimpleNamespace(config=transformers.LlamaConfig(vocab_size=vocabulary))
+        wrapped = SimpleNamespace(get_base_model=lambda: inside)
+        accelerator = fakes.accelerator(device=device, unwrap_model=lambda model: wrapped)
+        return lm_loss.small_batch(accelerator, None)
+
+    assert {value.device.type for value in small(300, "meta").values()} == {"meta"}
+    one, two = small(300, "cpu"), small(3, "cpu")
+    assert one["position_ids"].tolist() == [[*range(5), *range(11)]]
+    assert (one["targets"] == -100).nonzero().tolist() == [[0, 4]]  # not of another document
+    following = one["input_ids"][:, 1:]
+    assert ((one["targets"][:, :-1] == following) | (one["targets"][:, :-1] == -100)).all()
+    assert two["input_ids"].max() < 3 and two["input_ids"].unique().numel() > 1
+    assert all(torch.equal(value, small(300, "cpu")[name]) for name, value in one.items())

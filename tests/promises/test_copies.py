@@ -1,5 +1,5 @@
 """Users start a project with `cp -r scripts/X.py utils/ ~/my_project/`: every script must run there
-unchanged.
+unchanged, and has marked places to edit.
 """
 
 import re
@@ -20,11 +20,14 @@ ARGUMENTS = {
     "evaluate": "--checkpoint {project}/cifar_dry_run",
     "predict_scaling": "--parameters 1e6 --step_seconds 0.1 --latency 1e-5 --bandwidth 1e9",
     "train_cifar": "--dataset synthetic --model net --dry_run --output_dir {project}/cifar",
-    "train_gpt": "--dataset synthetic --n_layer 1 --n_head 1 --n_embd 16 --block_size 16 --batch_size 8 --dry_run",
-    "train_images": "--dataset synthetic --model squeezenet1_1 --image_size 32 --batch_size 8 --dry_run",
+    "train_gpt": "--dataset synthetic --n_layer 1 --n_head 1 --n_embd 16 --block_size 16 "
+    "--batch_size 8 --dry_run",
+    "train_images": "--dataset synthetic --model squeezenet1_1 --image_size 32 --batch_size 8 "
+    "--dry_run",
     "train_lm": "--block_size 128 --batch_size 8 --dry_run",
     "train_minimal": "--epochs 1 --output_dir {project}/minimal",
-    "train_model_parallel": "--dataset synthetic --width 8 --batch_size 32 --micro_batches 2 --dry_run",
+    "train_model_parallel": "--dataset synthetic --width 8 --batch_size 32 --micro_batches 2 "
+    "--dry_run",
 }
 # Scripts that they import, and scripts that have to run before.
 COMPANIONS = {
@@ -33,49 +36,88 @@ COMPANIONS = {
     "benchmark": ["train_cifar", "train_gpt", "baselines"],
 }
 BEFORE = {"compare_runs": ["train_cifar", "train_minimal"], "evaluate": ["train_cifar"]}
+SCRIPTS = sorted(path.stem for path in (ROOT / "scripts").glob("*.py"))
 
 
+def project_with(folder, *scripts, library="utils"):
+    """Copies scripts and the library to `folder`, as a user does."""
+    ignored = shutil.ignore_patterns("__pycache__")
+    shutil.copytree(ROOT / library, folder / library, ignore=ignored)
+    for name in scripts:
+        shutil.copy(ROOT / "scripts" / f"{name}.py", folder)
+    return folder
+
+
+# `evaluate` runs train_cifar.py, too.
 @pytest.mark.parametrize(
-    "script",
-    some_slow(
-        sorted(path.stem for path in (ROOT / "scripts").glob("*.py")),
-        # `evaluate` runs the second, too.
-        *("compare_runs", "train_cifar", "train_images", "train_lm"),
-    ),
+    "script", some_slow(SCRIPTS, "compare_runs", "train_cifar", "train_images", "train_lm")
 )
 def test_a_copied_script_runs(script, tmp_path):
-    project = tmp_path / "project"
-    shutil.copytree(ROOT / "utils", project / "utils", ignore=shutil.ignore_patterns("__pycache__"))
-    for name in {*COMPANIONS.get(script, []), *BEFORE.get(script, []), script}:
-        shutil.copy(ROOT / "scripts" / f"{name}.py", project)
+    needed = {*COMPANIONS.get(script, []), *BEFORE.get(script, []), script}
+    project = project_with(tmp_path / "project", *needed)
     for name in [*BEFORE.get(script, []), script]:
         arguments = ARGUMENTS[name].format(project=project)
-        out = (
-            None
-            if "--output_dir" in arguments or name in ("baselines", "benchmark", "chaos")
-            else tmp_path / name
-        )
+        chosen = "--output_dir" in arguments or name in ("baselines", "benchmark", "chaos")
         config = "cpu" if name.startswith(("train_", "compare_ddp", "check_")) else None
+        out = None if chosen else tmp_path / name
         run(config, f"{name}.py", arguments, root=project, output_dir=out)
 
 
 def test_a_copy_of_the_smallest_script_needs_one_folder(tmp_path):
     """utils/run: by the commands of the README, inside the repository, whose library it ignores."""
-    commands = re.findall(
-        r"^       (mkdir .*\n       cp .*)", (ROOT / "README.md").read_text(), re.M
-    )
-    ignored = shutil.ignore_patterns("__pycache__")
-    for name in ("utils", "accelerate_configs"):
-        shutil.copytree(ROOT / name, tmp_path / name, ignore=ignored)
-    (tmp_path / "scripts").mkdir()
-    for name in ("scripts/train_minimal.py", "requirements.txt"):
-        shutil.copy(ROOT / name, tmp_path / name)
+    readme = (ROOT / "README.md").read_text()
+    commands = re.findall(r"^       (mkdir .*\n       cp .*)", readme, re.M)
+    project_with(tmp_path)
+    project_with(tmp_path / "scripts", "train_minimal", library="accelerate_configs")
+    shutil.move(tmp_path / "scripts" / "accelerate_configs", tmp_path)
+    shutil.copy(ROOT / "requirements.txt", tmp_path)
     subprocess.run(["bash", "-ec", *commands], cwd=tmp_path, check=True)
     shutil.rmtree(tmp_path / "utils" / "run")
     project = tmp_path / "my_project"
     run("2cpu", "train_minimal.py", "--epochs 1", root=project, output_dir=tmp_path / "run")
-    assert (tmp_path / "run" / "results.json").exists()
-    assert (tmp_path / "run" / "README.md").exists()
+    for name in ("results.json", "README.md"):
+        assert (tmp_path / "run" / name).exists()
+
+
+@pytest.mark.parametrize("script", [name for name in SCRIPTS if name.startswith("train_")])
+def test_the_places_to_edit_are_marked_in_every_script(script):
+    source = (ROOT / "scripts" / f"{script}.py").read_text()
+    marks = re.findall(r"  # EDIT: (\w+)", source)
+    assert set(marks) == {"data", "loss", "metric", "model"}
+    # The metric that is the score is named in the loop, too, if the script has a score.
+    in_the_loop = "score=metrics[" in source and script == "train_minimal"
+    assert marks.count("metric") == 1 + in_the_loop
+
+
+def test_a_change_of_the_script_is_said(tmp_path):
+    """A finished run has nothing to do, and says so: that would hide the change.
+
+    Without --output_dir, a copy writes to a folder of its own name.
+    """
+    project = project_with(tmp_path, "train_minimal")
+    copy = shutil.move(project / "train_minimal.py", project / "mine.py")
+    assert "runs/mine" in run(None, "mine.py", "--help", root=project).stdout
+
+    def again(steps, **options):
+        words = f"--max_train_steps {steps}"
+        return run(None, "mine.py", words, root=project, output_dir=project / "run", **options)
+
+    assert "has changed" not in again(2).stdout + again(2).stdout
+    source = copy.read_text().replace("nn.Linear(64, 64)", "nn.Linear(64, 32)")
+    copy.write_text(source.replace("Linear(64, 2)", "Linear(32, 2)"))
+    done = again(2)
+    says = "mine.py has changed since this run started: use another --output_dir"
+    assert says in done.stdout and "finished" in done.stdout
+    done = again(4, check=False)
+    assert done.returncode == 2 and "size mismatch for 2.weight" in done.stderr
+    assert "use another --output_dir" in done.stderr
+
+
+def test_evaluate_names_a_run_that_it_cannot_read(tmp_path):
+    run(None, "scripts/train_minimal.py", "--max_train_steps 2", output_dir=tmp_path)
+    done = run(None, "scripts/evaluate.py", ["--checkpoint", str(tmp_path)], check=False)
+    says = "is not a model of train_cifar.py or train_images.py, but 'minimal'"
+    assert done.returncode == 2 and says in done.stderr
 
 
 DICT_MODEL = """
@@ -114,20 +156,19 @@ def main():"""
 @pytest.mark.parametrize("processes", some_slow([1, 2, 4], 1, 4))
 def test_a_model_with_dictionaries_and_dropout_trains_and_resumes(processes, tmp_path):
     """What a copier changes must not work on two processes and crash on four."""
-    source = (ROOT / "scripts" / "train_minimal.py").read_text()
-    script = tmp_path / "mine.py"
-    script.write_text(source.replace("\ndef main():", DICT_MODEL, 1))
-    ignored = shutil.ignore_patterns("__pycache__")
-    shutil.copytree(ROOT / "utils", tmp_path / "utils", ignore=ignored)
-    words = ["--max_train_steps", "24", "--checkpoint_every", "8"]
-    options = dict(launcher=("--num_processes", str(processes)), root=ROOT)
+    script = project_with(tmp_path, "train_minimal") / "train_minimal.py"
+    script.write_text(script.read_text().replace("\ndef main():", DICT_MODEL, 1))
+    words = [str(script), "--max_train_steps", "24", "--checkpoint_every", "8"]
+    launcher = ("--num_processes", str(processes))
     whole, killed = tmp_path / "whole", tmp_path / "killed"
-    run("2cpu", str(script), words, output_dir=whole, **options)
-    wrapped = ["die_in_step@11", str(script), *words]
-    done = run(
-        "2cpu", "tests/harness/wrapped.py", wrapped, output_dir=killed, check=False, **options
-    )
-    assert done.returncode != 0
-    run("2cpu", str(script), words, output_dir=killed, **options)
+
+    def train(script, words, folder, check=True):
+        options = dict(output_dir=folder, launcher=launcher, check=check)
+        return run("2cpu", script, words, **options)
+
+    train(words[0], words[1:], whole)
+    died = train("tests/harness/wrapped.py", ["die_in_step@11", *words], killed, check=False)
+    assert died.returncode != 0
+    train(words[0], words[1:], killed)
     assert results(killed)["resumed_from"] == 8 and results(whole)["num_processes"] == processes
     assert final_weights(killed) == final_weights(whole)

@@ -7,20 +7,11 @@ import re
 import numpy as np
 import pytest
 import recipes
-from harness.launches import (
-    ROOT,
-    final_weights,
-    load_script,
-    metrics,
-    results,
-    run,
-    some_slow,
-    status,
-)
+from harness.data import SMALL_DATA
+from harness.launches import ROOT, final_weights, metrics, results, run, some_slow, status
 from PIL import Image
 
-from utils.run import weights
-
+CIFAR = f"--dataset {SMALL_DATA} --batch_size 20 --track none"
 MINIMAL = "--max_train_steps 6 --eval_every 3 --checkpoint_every 2 --log_every 1"
 IMAGES = (
     "--model squeezenet1_1 --image_size 32 --batch_size 8 --lr 1e-3 --num_workers 0 --epochs 1 "
@@ -28,8 +19,7 @@ IMAGES = (
 )
 ARGUMENTS = {
     "compression": MINIMAL,
-    "distillation": "--dataset synthetic --model net --batch_size 20 --teacher {folder}/teacher "
-    f"--track none {MINIMAL}",
+    "distillation": f"{CIFAR} --model net --teacher {{folder}}/teacher {MINIMAL}",
     "ema": MINIMAL,
     "export": MINIMAL,
     "freezing": f"--batch_size 4 --track none {MINIMAL}",
@@ -55,16 +45,16 @@ def folder(tmp_path_factory):
     (folder / "utils").symlink_to(ROOT / "utils")
     for recipe in recipes.RECIPES:
         recipes.apply(recipe, folder / f"train_{recipe.stem}.py")
-    rows = "".join(f"{i % 31},{i % 17},{i % 31 * (i % 17)}\n" for i in range(1000))
-    (folder / "table.csv").write_text(f"a,b,product\n{rows}")
+    # With a column that is the same in all rows.
+    rows = "".join(f"{i % 31},{i % 17},7,{i % 31 * (i % 17)}\n" for i in range(1000))
+    (folder / "table.csv").write_text(f"a,b,c,product\n{rows}")
     for camera in "ab":
         (folder / "photos" / camera).mkdir(parents=True)
     lines, random = ["name,red,green,blue"], np.random.default_rng(0)
     for number in range(60):
         on = random.integers(0, 2, 3)
-        Image.new("RGB", (40, 40), tuple(int(200 * x) for x in on)).save(
-            folder / "photos" / "ab"[number % 2] / f"{number}.png"
-        )
+        image = Image.new("RGB", (40, 40), tuple(int(200 * x) for x in on))
+        image.save(folder / "photos" / "ab"[number % 2] / f"{number}.png")
         lines.append(f"{number}.png,{on[0]},{on[1]},{on[2]}")
     (folder / "photos" / "labels.csv").write_text("\n".join(lines) + "\n")
     return folder
@@ -74,9 +64,8 @@ def arguments(name, folder):
     if name in PACKAGES:
         pytest.importorskip(PACKAGES[name])
     if name == "distillation" and not (folder / "teacher").exists():
-        model = load_script("train_cifar").build_model("resnet18", 10)
-        (folder / "teacher").mkdir()
-        weights.export(folder / "teacher", model, {"model": "resnet18"})
+        teacher = f"{CIFAR} --model resnet18 --max_train_steps 1"
+        run(None, "scripts/train_cifar.py", teacher, output_dir=folder / "teacher")
     return ARGUMENTS[name].format(folder=folder)
 
 
@@ -120,6 +109,38 @@ def labeled(folder):
     assert 0 <= results(folder)["val_map"] <= 1
 
 
+def scheduled(folder):
+    rates = [line["lr"] for line in metrics(folder, "train")]
+    assert rates == sorted(rates, reverse=True) and rates[-1] == 0
+
+
+EFFECTS = {"export": exported, "tracker": tracked, "several_labels": labeled}
+EFFECTS |= {"schedule_and_accumulation": scheduled}
+
+
+def test_the_regression_learns_and_its_file_has_what_it_is_used_with(folder, tmp_path):
+    words = f"--csv {folder / 'table.csv'} --epochs 30"
+    run("2cpu", "train_regression.py", words, root=folder, output_dir=tmp_path)
+    errors = [line["rmse"] for line in metrics(tmp_path, "val")]
+    # A tenth of the standard deviation of the products.
+    assert 0.5 < results(tmp_path)["val_rmse"] == errors[-1] < 10
+    header = (tmp_path / "model.safetensors").read_bytes()[:2000]
+    assert b"mean" in header and b"std" in header
+
+
+@pytest.mark.slow
+def test_accumulation_does_not_change_a_step(folder, tmp_path):
+    script, words = "train_schedule_and_accumulation.py", f"{MINIMAL} --max_grad_norm 1"
+    lines = []
+    for config, count in (("cpu", 1), ("2cpu", 4)):
+        accumulated = f"{words} --gradient_accumulation_steps {count}"
+        run(config, script, accumulated, root=folder, output_dir=tmp_path / config)
+        lines.append(metrics(tmp_path / config, "train"))
+    for one, several in zip(*lines, strict=True):
+        assert several["loss"] == pytest.approx(one["loss"], rel=1e-3)
+        assert several["lr"] == one["lr"]
+
+
 def test_rare_classes_are_drawn_as_often_as_the_others(folder, monkeypatch):
     monkeypatch.syspath_prepend(folder)
     sampler = importlib.import_module("train_rare_classes").BalancedSampler
@@ -135,9 +156,6 @@ def test_rare_classes_are_drawn_as_often_as_the_others(folder, monkeypatch):
     assert [index for _, index in orders[0]] != [index for _, index in orders[1]]
 
 
-EFFECTS = {"export": exported, "tracker": tracked, "several_labels": labeled}
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ARGUMENTS)
 def test_a_killed_recipe_ends_with_the_same_bytes(name, folder, tmp_path):
@@ -145,10 +163,9 @@ def test_a_killed_recipe_ends_with_the_same_bytes(name, folder, tmp_path):
     run("2cpu", script.name, words, root=folder, output_dir=tmp_path / "whole")
     accumulation = 2 if name == "schedule_and_accumulation" else 1
     fault = [f"die_in_step@{4 * accumulation}", str(script), *words.split()]
-    done = run(
-        "2cpu", "tests/harness/wrapped.py", fault, output_dir=tmp_path / "killed", check=False
-    )
+    killed = tmp_path / "killed"
+    done = run("2cpu", "tests/harness/wrapped.py", fault, output_dir=killed, check=False)
     assert done.returncode != 0
-    run("2cpu", script.name, words, root=folder, output_dir=tmp_path / "killed")
-    assert 0 < results(tmp_path / "killed")["resumed_from"] < 4
-    assert final_weights(tmp_path / "killed") == final_weights(tmp_path / "whole")
+    run("2cpu", script.name, words, root=folder, output_dir=killed)
+    assert 0 < results(killed)["resumed_from"] < 4
+    assert final_weights(killed) == final_weights(tmp_path / "whole")

@@ -2,14 +2,15 @@
 
 import bz2
 import codecs
+import datetime
 import gzip
-import itertools
 import json
 import os
+import random
+from collections import Counter
 
 import pytest
 
-from utils.data import documents as module
 from utils.data.dates import (
     date_in_words,
     make_conversations,
@@ -17,7 +18,7 @@ from utils.data.dates import (
     ordinal_in_words,
     year_in_words,
 )
-from utils.data.documents import find_documents, open_documents, segments, segments_of
+from utils.data.documents import find_documents, open_documents
 from utils.run.failures import UserError
 
 CHAT = {"messages": [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "hello"}]}
@@ -159,43 +160,19 @@ def test_each_file_of_plain_text_is_a_document(tmp_path):
     assert any(".pdf files" in line for line in data.details)
 
 
-@pytest.mark.parametrize("pack", [bytes, gzip.compress])
-def test_the_end_of_a_single_text_is_held_out(pack, tmp_path):
-    text = "".join(f"line {number} of ä text\n" for number in range(100))
-    path = write(tmp_path, **{"a_txt" if pack is bytes else "a_txt_gz": pack(text.encode())})
-    kind, splits = load(path, val_fraction=0.25)
-    assert (
-        "val: the last 0.25 of the only document"
-        in find_documents(str(path), val_fraction=0.25).details
-    )
-    (train,), (val,) = [[row["text"] for row in splits[split]] for split in ("train", "val")]
-    assert train + val == text and train.endswith("\n")
-    assert len(val) == pytest.approx(len(text) / 4, abs=30)
-    assert set(load(path, val_fraction=0)[1]) == {"train"}
-    table = write(tmp_path / "t", a_jsonl=lines([{"text": text}]))
-    assert load(table, val_fraction=0.25) == (kind, splits)
-
-
-@pytest.mark.parametrize("fraction", [0.1, 0.3, 0.5, 0.9])
-def test_a_text_without_lines_is_cut_between_characters(fraction, tmp_path):
-    text = "äöü€😀" * 21 + "€"
-    _, splits = load(write(tmp_path, a_txt=text), val_fraction=fraction)
-    assert splits["train"][0]["text"] + splits["val"][0]["text"] == text
-    assert 0 < len(splits["val"][0]["text"]) < len(text)
-
-
-def test_long_texts_are_read_in_segments(tmp_path, monkeypatch):
-    monkeypatch.setattr(module, "SEGMENT", 10)
-    for text in ("one two\nthree\nfour five six seven\n", "ä" * 33, "a " * 20, "", "x"):
-        path = write(tmp_path, a_txt=text) / "a.txt"
-        parts = list(module._segments(path))
-        assert "".join(parts) == text and max(map(len, parts)) <= 20
-        if " " in text:
-            ends = itertools.pairwise(parts)
-            assert all(part.endswith("\n") or after.startswith(" ") for part, after in ends)
-        assert list(module._segments(path, 0, 4)) == list(segments([text.encode()[:4].decode()]))
-        assert "".join(segments_of(text)) == text
-    assert list(segments(["a b", "c\nd", "e"])) == ["a", " bc\n", "de"]
+def test_the_end_of_a_single_text_is_held_out(tmp_path):
+    """Of a file and of a row alike; after a line, unless none ends for a long time."""
+    for place in (9_000, 11_000):
+        text = "b" * 60_000 + "a" * place + "\n" + "a" * (60_000 - place)
+        folder = tmp_path / str(place)
+        found = load(write(folder / "file", a_txt=text), val_fraction=0.5)
+        (train,), (val,) = found[1]["train"], found[1]["val"]
+        assert train["text"] + val["text"] == text
+        assert train["text"].endswith("\n") == (place < 10_000)
+        row = write(folder / "row", a_jsonl=lines([{"text": text}]))
+        assert load(row, val_fraction=0.5) == found
+    said = "val: the last 0.25 of the only document"
+    assert said in find_documents(str(folder / "file"), val_fraction=0.25).details
 
 
 def test_rows_change_their_fingerprint_with_their_content(tmp_path):
@@ -265,75 +242,79 @@ def test_files_that_cannot_be_read_are_one_line(name, content, says, tmp_path):
             read(rows)
 
 
-def test_a_subset_is_of_the_hub(tmp_path):
-    write(tmp_path, a_txt="text")
-    with pytest.raises(UserError, match="--subset de: only a Hub id has subsets"):
-        find_documents(str(tmp_path), subset="de")
-    with pytest.raises(UserError, match="there is no such file"):
-        find_documents("./missing.jsonl")
-
-
-def test_a_subset_is_passed_on(monkeypatch):
+def test_a_subset_is_of_the_hub(tmp_path, monkeypatch):
     import datasets
 
     asked = {}
 
     def load_dataset(path, name=None, **options):
         asked.update(path=path, name=name)
+        if name is None:
+            raise ValueError("Config name is missing.\nPlease pick one")
         return datasets.DatasetDict(train=datasets.Dataset.from_list([TEXT] * 3))
 
     monkeypatch.setattr(datasets, "load_dataset", load_dataset)
+    monkeypatch.setattr(datasets, "get_dataset_config_names", lambda name: [*"abcdefghijkl"])
     assert load("owner/name", subset="sample-10BT") == ("text", {"train": [TEXT] * 3})
     assert asked == dict(path="owner/name", name="sample-10BT")
-
-
-def test_subsets_are_listed_where_one_is_missing(monkeypatch):
-    import datasets
-
-    def load_dataset(path, name=None, **options):
-        raise ValueError("Config name is missing.\nPlease pick one")
-
-    monkeypatch.setattr(datasets, "load_dataset", load_dataset)
-    monkeypatch.setattr(datasets, "get_dataset_config_names", lambda name: ["de", "en"])
-    with pytest.raises(UserError, match="has several subsets: give --subset, such as de, en"):
-        find_documents("owner/name")
+    for name, subset, says in (
+        (
+            "owner/name",
+            None,
+            "several subsets: give --subset, such as a, b, c, d, e, f, g, h, i, j$",
+        ),
+        (str(write(tmp_path, a_txt="text")), "de", "--subset de: only a Hub id has subsets"),
+        ("./missing.jsonl", None, "there is no such file"),
+    ):
+        with pytest.raises(UserError, match=says):
+            find_documents(name, subset=subset)
 
 
 # ---------------------------------------------------------------------------------------- dates
 
 
 def test_dates_in_words():
-    assert [ordinal_in_words(n) for n in (1, 12, 20, 22, 30, 31)] == (
-        "first twelfth twentieth twenty-second thirtieth thirty-first".split()
-    )
-    assert [ordinal(n) for n in (1, 2, 3, 4, 11, 12, 13, 21, 22, 31)] == (
-        "1st 2nd 3rd 4th 11th 12th 13th 21st 22nd 31st".split()
+    days = {1: "first", 2: "second", 3: "third", 5: "fifth", 8: "eighth", 9: "ninth"}
+    days |= {12: "twelfth", 13: "thirteenth", 20: "twentieth", 22: "twenty-second", 30: "thirtieth"}
+    assert {day: ordinal_in_words(day) for day in days} == days
+    assert [ordinal(day) for day in (1, 2, 3, 4, 11, 12, 13, 21, 22, 23, 31)] == (
+        "1st 2nd 3rd 4th 11th 12th 13th 21st 22nd 23rd 31st".split()
     )
     said = {1600: "sixteen hundred", 1905: "nineteen oh five", 1994: "nineteen ninety-four"}
     said |= {2000: "two thousand", 2007: "two thousand and seven", 2024: "twenty twenty-four"}
+    said |= {
+        1910: "nineteen ten",
+        2010: "twenty ten",
+        1740: "seventeen forty",
+        1850: "eighteen fifty",
+    }
+    said |= {1660: "sixteen sixty", 1770: "seventeen seventy", 1880: "eighteen eighty"}
     assert {year: year_in_words(year) for year in said} == said
+    assert len({year_in_words(year) for year in range(1600, 2100)}) == 500
 
 
 def test_synthetic_conversations_are_all_different_and_share_no_date():
     data = find_documents("synthetic", seed=3)
-    assert (data.kind, set(data.splits)) == ("messages", {"train", "val"})
+    assert (data.kind, set(data.splits), data.asked) == ("messages", {"train", "val"}, "messages")
     splits = {split: list(rows) for split, rows in data.splits.items()}
+    assert {split: len(rows) for split, rows in splits.items()} == {"train": 4000, "val": 200}
     assert splits == make_conversations(3) and splits != make_conversations(4)
-    assert (
-        data.splits["train"].fingerprint
-        != find_documents("synthetic", seed=4).splits["train"].fingerprint
-    )
-    dates, shapes = {}, set()
-    for split, rows in splits.items():
-        for row in rows:
-            roles = [message["role"] for message in row["messages"]]
-            shapes.add("".join(role[0] for role in roles))
-            answers = [m["content"] for m in row["messages"] if m["role"] == "assistant"]
-            assert all(len(answer) == 10 for answer in answers)
-            dates.setdefault(split, []).extend(answers)
-    everything = dates["train"] + dates["val"]
-    assert len(set(everything)) == len(everything) > 4000
-    assert shapes == {"ua", "sua", "uaua", "suaua"}
+    other = find_documents("synthetic", seed=4)
+    prints = {rows.fingerprint for some in (data, other) for rows in some.splits.values()}
+    assert len(prints) == 4
+    shapes, answers = Counter(), []
+    for row in [*splits["train"], *splits["val"]]:
+        shapes["".join(message["role"][0] for message in row["messages"])] += 1
+        for message in row["messages"]:
+            if message["role"] == "assistant":
+                answers.append(message["content"])
+    assert len(set(answers)) == len(answers) > 4000
+    assert {datetime.date.fromisoformat(answer).year for answer in answers} == {*range(1600, 2100)}
+    shares = {shape: count / 4200 for shape, count in shapes.items()}
+    expected = dict(ua=4 / 9, sua=2 / 9, uaua=2 / 9, suaua=1 / 9)
+    assert shares == pytest.approx(expected, abs=0.03)
+    few = make_conversations(3, count=5, held_out=2)
+    assert (len(few["train"]), len(few["val"])) == (5, 2)
 
 
 def test_a_stream_of_synthetic_conversations_has_those_of_seed_0():
@@ -342,11 +323,8 @@ def test_a_stream_of_synthetic_conversations_has_those_of_seed_0():
     assert {split: list(rows) for split, rows in stream.splits.items()} == make_conversations(0)
 
 
-def test_all_ways_to_say_a_date_are_used():
-    import datetime
-    import random
-
-    rng = random.Random(0)
+def test_there_are_six_ways_to_say_a_date():
+    rng, (day, year) = random.Random(0), ("the third", "nineteen ninety-four")
     said = {date_in_words(datetime.date(1994, 3, 3), rng) for _ in range(200)}
-    assert "the third of March, nineteen ninety-four" in said and "March 3rd, 1994" in said
-    assert len(said) == 6
+    expected = {f"{day} of March, {year}", f"March {day}, {year}", "the 3rd of March 1994"}
+    assert said == expected | {"March 3rd, 1994", f"3 Mar {year}", f"March 3, {year}"}

@@ -1,0 +1,56 @@
+"""A text is read whole, in segments that end with a line, and only its end is held out."""
+
+import codecs
+import gzip
+import itertools
+import tempfile
+from pathlib import Path
+from unittest import mock
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from utils.data import documents
+
+PIECES = st.sampled_from(["one two", "three", " ", "\n", "\n\n", "ä", "€", "😀", "line\n"])
+# So long that the held-out tenth has a whole character in its first half.
+TEXTS = st.lists(PIECES, min_size=90, max_size=150).map("".join)
+
+
+def read(path, **options):
+    """The segments of each split of a file that is one document."""
+    splits = documents.find_documents(str(path), **options).splits
+    assert all(len(rows) == 1 for rows in splits.values())
+    return {split: list(next(iter(rows))["text"]) for split, rows in splits.items()}
+
+
+@given(
+    TEXTS,
+    st.sampled_from([codecs.BOM_UTF8, b""]),
+    st.booleans(),
+    st.integers(4, 300),
+    st.floats(0.1, 0.9),
+)
+def test_a_text_is_read_whole_in_segments_and_only_its_end_is_held_out(
+    text, mark, packed, segment, fraction
+):
+    data = mark + text.encode()
+    with tempfile.TemporaryDirectory() as folder, mock.patch.object(documents, "SEGMENT", segment):
+        path = Path(folder) / ("a.txt.gz" if packed else "a.txt")
+        path.write_bytes(gzip.compress(data) if packed else data)
+        whole, parts = read(path, val_fraction=0), read(path, val_fraction=fraction)
+        assert "".join(documents.segments_of(text)) == text
+    assert whole.keys() == {"train"} and parts.keys() == {"train", "val"}
+    assert "".join(whole["train"]) == text == "".join(parts["train"] + parts["val"])
+    for segments in (whole["train"], parts["train"], parts["val"]):
+        assert max(map(len, segments)) <= 2 * segment
+        for one, following in itertools.pairwise(segments):
+            assert one.endswith("\n") or "\n" not in one  # no line is cut that could end here
+            assert one.endswith("\n") or following.startswith(" ") or " " not in one[1:]
+    begins = len(data) - round(len(data) * fraction)
+    held_out = len("".join(parts["val"]).encode())
+    first_half = data[begins : begins + (len(data) - begins) // 2]
+    if b"\n" in first_half:
+        assert held_out == len(data) - begins - first_half.index(b"\n") - 1
+    else:
+        assert 0 <= len(data) - begins - held_out < 4

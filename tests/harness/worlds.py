@@ -29,12 +29,12 @@ class World:
     def __init__(self, size, machines=1, group=None):
         self.size, self.machines, self.group = size, machines, group
         self.groups, self.in_background = [], []
-        self._values, self._barrier = [None] * size, threading.Barrier(size, timeout=20)
-        self._own = threading.local()
+        self.exchanged, self.barrier = [None] * size, threading.Barrier(size, timeout=20)
+        self.own = threading.local()
 
     def rank(self):
         """The number of the process that this thread stands for."""
-        return self._own.rank
+        return self.own.rank
 
     def get_world_size(self):
         return self.size
@@ -45,10 +45,10 @@ class World:
 
     def all_gather_object(self, values, value, group):
         assert group == self.group and values == [None] * self.size
-        self._values[self.rank()] = value
-        self._barrier.wait()
-        values[:] = self._values
-        self._barrier.wait()
+        self.exchanged[self.rank()] = value
+        self.barrier.wait()
+        values[:] = self.exchanged
+        self.barrier.wait()
 
     def all_reduce(self, tensor, op, group, async_op=False):
         self.in_background.append(async_op)
@@ -68,7 +68,7 @@ class World:
         results = [None] * self.size
 
         def process(rank):
-            self._own.rank = rank
+            self.own.rank = rank
             first = rank % (self.size // self.machines) == 0
             try:
                 results[rank] = function(accelerator(self.size, rank, is_local_main_process=first))

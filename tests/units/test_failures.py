@@ -2,43 +2,38 @@
 
 import errno
 import json
-import os
 import pickle
-import re
+import subprocess
+import sys
 from types import SimpleNamespace
 
 import pytest
 import torch
+from harness.launches import ROOT
+from harness.worlds import in_forks
 
 from utils.run import failures, memory
-from utils.run.failures import RunFailed, UserError
+from utils.run.failures import LostContact, RunFailed, UserError
 
 
 @pytest.fixture(autouse=True)
-def alone(monkeypatch):
-    monkeypatch.setattr(failures, "_hooks", [])
-    monkeypatch.setattr(memory, "_micro_batch_size", None)
-    for name in ("RANK", "TORCHELASTIC_ERROR_FILE"):
-        monkeypatch.delenv(name, raising=False)
+def environment(monkeypatch):
+    monkeypatch.setenv("RANK", "1")
+    monkeypatch.delenv("TORCHELASTIC_ERROR_FILE", raising=False)
 
 
-def in_loader(error):
-    """The error, raised in torch's module of data loaders."""
-    code = compile("def fail(error):\n    raise error", "/x/torch/utils/data/dataloader.py", "exec")
+def raised(error, file="/x/train.py"):
+    """The error, raised in that file."""
     names = {}
-    exec(code, names)
+    exec(compile("def fail(error):\n    raise error", file, "exec"), names)
     try:
         names["fail"](error)
     except type(error) as caught:
         return caught
 
 
-def raised(error):
-    """The error, raised here."""
-    try:
-        raise error
-    except type(error) as caught:
-        return caught
+def in_loader(error):
+    return raised(error, "/x/torch/utils/data/dataloader.py")
 
 
 def test_an_error_says_who_prints_it_and_whether_to_try_again():
@@ -46,44 +41,53 @@ def test_an_error_says_who_prints_it_and_whether_to_try_again():
         assert kind("a\nb").rank_variable == "RANK" and str(kind("a\nb")) == r"a\nb"
         assert kind("a", None).rank_variable is None
         assert kind("a", rank_variable="LOCAL_RANK").rank_variable == "LOCAL_RANK"
-    assert (
-        RunFailed("a").more == ""
-        and RunFailed("a").retry is True
-        and RunFailed("a", retry=False).retry is False
-    )
+    assert (RunFailed("a").more, RunFailed("a").retry) == ("", True)
+    assert RunFailed("a", retry=False, more="b").retry is False
+    # A data loader worker sends its error to the training process as its text.
+    again = pickle.loads(pickle.dumps(UserError("a\x1b")))
+    assert str(again) == r"a\x1b" and again.rank_variable == "RANK"
 
 
 def test_every_hook_records_a_reason(capsys):
-    assert not failures.recorded_anywhere() and failures.record("why", True) is True
-    calls = []
+    def process(_rank):
+        calls, results = [], []
+        for answer in (
+            True,
+            False,
+            OSError(28, "No space left on device"),
+            UserError("status.json is damaged"),
+        ):
 
-    def hook(answer):
-        def called(*reason):
-            calls.append(reason)
-            if isinstance(answer, Exception):
-                raise answer
-            return answer
+            def hook(*reason, answer=answer):
+                calls.append(reason)
+                if isinstance(answer, Exception):
+                    raise answer
+                return answer
 
-        return called
+            failures.on_failure(hook)
+            results.append(failures.record("why", False))
+        return failures.recorded_anywhere(), calls, results, capsys.readouterr().err
 
-    failures.on_failure(hook(True))
-    failures.on_failure(hook(False))
-    assert failures.recorded_anywhere() is True
-    assert failures.record("why", False) is False and calls == [("why", False)] * 2
-    failures.on_failure(hook(OSError(28, "No space left on device")))
-    failures.on_failure(hook(UserError("status.json is damaged")))
-    assert failures.record("why", True) is False and len(calls) == 6
-    printed = capsys.readouterr()
-    assert printed.out == "" and printed.err.splitlines() == [
-        "warning: the run's status was not written: [Errno 28] No space left on device",
-        "warning: the run's status was not written: status.json is damaged",
-    ]
+    (recorded, calls, results, said) = in_forks(process)[0]
+    assert recorded is True and calls == [("why", False)] * (1 + 2 + 3 + 4)
+    assert results == [True, False, False, False]
+    assert said.endswith(
+        "warning: the run's status was not written: [Errno 28] No space left on device\n"
+        "warning: the run's status was not written: status.json is damaged\n"
+    )
+
+
+def test_without_a_hook_nothing_was_recorded_before():
+    code = "from utils.run import failures as f; print(f.recorded_anywhere(), f.record('a', True))"
+    command = [sys.executable, "-c", code]
+    assert subprocess.check_output(command, cwd=ROOT, text=True) == "False True\n"
 
 
 def test_an_extra_that_fails_without_a_text_is_named_by_its_type(capsys):
     with failures.optional("the plot"):
         raise ZeroDivisionError
-    assert capsys.readouterr().err.endswith("(ZeroDivisionError: ZeroDivisionError)\n")
+    line = "warning: the plot is missing (ZeroDivisionError: ZeroDivisionError)\n"
+    assert capsys.readouterr().err == line
 
 
 def test_the_report_of_the_launcher_has_the_line(tmp_path, monkeypatch):
@@ -92,135 +96,139 @@ def test_the_report_of_the_launcher_has_the_line(tmp_path, monkeypatch):
     (tmp_path / "error.json").write_text("a traceback " * 100)
     monkeypatch.setattr(failures.time, "time", lambda: 1234.9)
     failures.report_to_launcher("the loss is nan")
-    assert json.loads((tmp_path / "error.json").read_text()) == {
-        "message": "the loss is nan",
-        "timestamp": "1234",
-    }
+    report = {"message": "the loss is nan", "timestamp": "1234"}
+    assert json.loads((tmp_path / "error.json").read_text()) == report
     monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(tmp_path / "none" / "error.json"))
     failures.report_to_launcher("the folder is gone")
 
 
-def test_what_may_pass_is_tried_again(monkeypatch):
-    monkeypatch.setenv("RANK", "2")
-    gloo = "[/src/gloo/transport/tcp/pair.cc:544] "
-    killed = "DataLoader worker (pid 7) is killed by signal: Killed. "
-    for error in (
-        RuntimeError(killed),
-        OSError(errno.ENOSPC, os.strerror(errno.ENOSPC)),
-        OSError(errno.EDQUOT, os.strerror(errno.EDQUOT)),
-        failures.LostContact("timed out"),
-        RuntimeError(gloo + "anything"),
-        torch.distributed.DistBackendError("NCCL error"),
-    ):
-        assert failures.may_pass(error) is True, error
-    for error in (
-        RuntimeError("DataLoader worker (pid 7) exited unexpectedly with exit code 1. "),
-        in_loader(EOFError()),
-        OSError(errno.EACCES, os.strerror(errno.EACCES)),
-        ValueError(gloo + "anything"),
-        KeyError("a"),
-    ):
-        assert failures.may_pass(error) is False, error
-    monkeypatch.delenv("RANK")
-    assert failures.may_pass(failures.LostContact("timed out")) is False
-    assert failures.may_pass(RuntimeError(gloo + "anything")) is True
+GLOO = "[/src/gloo/transport/tcp/pair.cc:544] "
+ADVICE = ". This is usually due to a failure. Connection refused GLHF, read timed out\nmore"
+LOST = "rank 1 lost contact with another process, "
+ENDED = f"{LOST}which has ended (the launcher's report names it): "
+WAITED = f"{LOST}and waited for it longer than --timeout: "
+KILLED = "DataLoader worker (pid 7) is killed by signal: Killed. "
+DIED = "rank 1: a data loader worker died"
+CLOSED = "Connection closed by peer [::1]:4"
+NCCL = "NCCL error in: /src/NCCLUtils.cpp:93, invalid usage\nLast error:\n Duplicate GPU\n\n"
+HISTC = "_histc_cuda with floating point input"
+NONE = f"{HISTC} does not have a deterministic implementation, but you set 'torch.use"
+ALLOCATOR = "[enforce fail at alloc_cpu.cpp:127] DefaultCPUAllocator: can't allocate memory: you"
+FULL = "rank 1: the disk is full: free some space, then run the same command again "
+DIST = torch.distributed
 
 
-def test_a_lost_contact_says_why_without_the_place_or_the_advice(monkeypatch):
-    monkeypatch.setenv("RANK", "3")
-    place = "[/src/gloo/transport/tcp/pair.cc:544] "
-    advice = ". This is usually due to a failure. Connection refused GLHF, read timed out\nmore"
-    before = "rank 3 lost contact with another process, "
-    ended = f"{before}which has ended (the launcher's report names it): "
-    waited = f"{before}and waited for it longer than --timeout: "
-    for text, line in (
-        ("Connection closed by peer [::1]:4" + advice, ended + "Connection closed by peer [::1]:4"),
-        ("Timed out waiting 10ms\nfor recv", waited + "Timed out waiting 10ms"),
-        ("Timed out GLHF Connection refused", waited + "Timed out "),
-    ):
-        assert failures.describe(RuntimeError(place + text)) == line
+class SafetensorError(Exception):
+    pass
 
 
-def test_out_of_memory_names_the_samples_at_a_time(monkeypatch):
-    monkeypatch.setenv("RANK", "1")
+# The error, the whole line or its start, and whether the same command may succeed.
+@pytest.mark.parametrize(
+    ("error", "line", "passes"),
+    [
+        # Lost contact is decided by the type of the error.
+        (RuntimeError(f"{GLOO}{CLOSED}{ADVICE}"), ENDED + CLOSED, True),
+        (RuntimeError(f"{GLOO}Timed out waiting 10ms\nfor recv"), f"{WAITED}Timed out wait", True),
+        (RuntimeError(f"{GLOO}Timed out GLHF Connection refused"), f"{WAITED}Timed out ", True),
+        (DIST.DistNetworkError("The client socket has timed out after 60s"), WAITED, True),
+        (DIST.DistStoreError("wait timeout after 300000ms, keys: /default_pg/0"), WAITED, True),
+        (LostContact("timed out waiting for the device"), WAITED, True),
+        (RuntimeError(f"{GLOO}anything"), None, True),
+        (ValueError(f"{GLOO}{CLOSED}"), None, False),
+        (TimeoutError("timed out"), None, False),  # of an HTTP client, say
+        (ConnectionResetError("Connection reset by peer"), None, False),  # a tracker's server
+        (subprocess.TimeoutExpired(["git"], 10), None, False),
+        (RuntimeError("the request timed out"), None, False),
+        # NCCL says what happened in its last line, and before it where.
+        (DIST.DistBackendError(NCCL), "rank 1: NCCL: Duplicate GPU", True),
+        (DIST.DistBackendError("another backend"), None, True),
+        (RuntimeError(NCCL), None, False),
+        (RuntimeError("NCCL is not installed"), None, False),
+        # A worker is told by its error, or by where the connection broke.
+        (RuntimeError(f"{KILLED}\nIt is possible"), f"{DIED}: {KILLED}", True),
+        (RuntimeError("DataLoader worker (pid 7) exited with code 1. "), f"{DIED}: D", False),
+        (ValueError(KILLED), None, False),
+        (in_loader(EOFError()), f"{DIED} while sending a batch (EOFError)", False),
+        (in_loader(ConnectionResetError()), f"{DIED} while sending a batch (Connection", False),
+        (raised(EOFError()), None, False),
+        (in_loader(KeyError("label")), None, False),
+        (
+            in_loader(RuntimeError("DataLoader timed out after 600.0 seconds")),
+            "rank 1 waited longer than --timeout for a batch: its data loader workers are alive",
+            False,
+        ),
+        (raised(RuntimeError("DataLoader timed out after 600.0 seconds")), None, False),
+        (in_loader(RuntimeError("the DataLoader timed out after 600.0")), None, False),
+        # A full disk is told by its number.
+        (OSError(errno.ENOSPC, "No space\nmore"), f"{FULL}([Errno {errno.ENOSPC}] No space)", True),
+        (OSError(errno.EDQUOT, "Quota"), f"{FULL}([Errno {errno.EDQUOT}] Quota)", True),
+        (SafetensorError("I/O error: No space left on device (os error 28)"), FULL, True),
+        (RuntimeError("(os error 28)"), None, False),
+        (OSError(errno.EACCES, "No space left on device"), None, False),
+        # What is not deterministic is named, with the way out.
+        (RuntimeError(NONE), f"rank 1: {HISTC} has no deterministic algorithm on GPUs", False),
+        (ValueError(NONE), None, False),
+        (RuntimeError(f"this is\n{NONE}"), None, False),
+        # Memory
+        (
+            torch.OutOfMemoryError("CUDA out of memory. Tried\nmore"),
+            "out of memory on rank 1",
+            False,
+        ),
+        (MemoryError(), "out of memory on rank 1", False),
+        (RuntimeError(f"{ALLOCATOR}\nmore"), "out of memory on rank 1", False),
+        (ValueError(ALLOCATOR), None, False),
+        (RuntimeError("out of memory"), None, False),
+        (KeyError("a"), None, False),
+    ],
+    ids=lambda value: type(value).__name__ if isinstance(value, Exception) else None,
+)
+def test_a_known_error_is_one_line_and_may_pass_or_not(error, line, passes):
+    said = failures.describe(error)
+    assert said is None if line is None else said.startswith(line) and "\n" not in said
+    assert failures.may_pass(error) is passes
+
+
+def test_the_end_of_a_line_has_the_reason_and_the_way_out():
     memory.remember_micro_batch_size(250)
-    memory.remember(SimpleNamespace(gradient_accumulation_steps=1), shards=False)
-    allocator = (
-        "[enforce fail at alloc_cpu.cpp:127] DefaultCPUAllocator: can't allocate memory: you"
-    )
-    for error, text in (
-        (torch.OutOfMemoryError("CUDA out of memory. Tried\nmore"), "CUDA out of memory. Tried"),
-        (MemoryError(), ""),
-        (RuntimeError(f"{allocator}\nmore"), allocator),
+    memory.remember(SimpleNamespace(), shards=False)
+    for error, reason in (
+        (torch.OutOfMemoryError("CUDA out of memory. Tried\nmore"), "(CUDA out of memory. Tried)"),
+        (MemoryError(), "()"),
+        (RuntimeError(f"{ALLOCATOR}\nmore"), f"({ALLOCATOR})"),
+        (RuntimeError(NONE), "give --nondeterministic"),
+        (RuntimeError(f"{GLOO}{CLOSED}{ADVICE}"), CLOSED),
+        (RuntimeError(f"{GLOO}Timed out waiting 10ms\nfor recv"), "Timed out waiting 10ms"),
+        (RuntimeError(f"{GLOO}Timed out GLHF Connection refused"), "--timeout: Timed out "),
     ):
-        assert failures.describe(error) == (
-            "out of memory on rank 1, which computes 250 samples at a time. What lowers it, "
-            "cheapest first: a larger --gradient_accumulation_steps splits the same batch into "
-            "smaller parts; mixed_precision: bf16 (activations take half as much); a smaller "
-            f"--batch_size or model (another result) ({text})"
-        )
-    assert failures.describe(ValueError(allocator)) is None
-    assert failures.describe(RuntimeError("out of memory")) is None
+        assert failures.describe(error).endswith(reason), error
+    assert "250 samples at a time" in failures.describe(MemoryError())
 
 
-def test_a_full_disk_shows_the_first_line_of_the_error():
-    error = OSError(errno.EDQUOT, "Disk quota exceeded\nmore")
-    assert failures.describe(error) == (
-        "rank 0: the disk is full: free some space, then run the same command again "
-        f"([Errno {errno.EDQUOT}] Disk quota exceeded)"
-    )
-    outer = ValueError("An error occurred")
-    outer.__cause__ = error  # `raise ... from error`
-    assert failures.describe(outer) == failures.describe(error) and failures.may_pass(outer)
-    outer.__cause__, outer.__context__ = None, error  # it was handled
-    assert failures.describe(outer) is None
+def test_a_script_on_its_own_has_no_other_process(monkeypatch):
+    monkeypatch.delenv("RANK")
+    for error in (LostContact("timed out"), RuntimeError(f"{GLOO}{CLOSED}")):
+        assert failures.describe(error) is None and not failures.is_lost_contact(error)
+    assert failures.may_pass(LostContact("timed out")) is False
+    assert failures.describe(OSError(errno.ENOSPC, "a")).startswith("rank 0: the disk is full")
 
 
-def test_a_silent_loader_is_told_by_where_it_was_raised():
-    text = "DataLoader timed out after 600.0 seconds"
-    line = failures.describe(in_loader(RuntimeError(text)))
-    assert line.startswith("rank 0 waited longer than --timeout for a batch: its data loader wor")
-    assert failures.describe(raised(RuntimeError(text))) is None
-    assert failures.describe(in_loader(RuntimeError("the " + text))) is None
+def test_the_message_of_a_time_out_names_the_stacks():
+    def process(_rank):
+        failures.remember_stacks("/run/stacks")
+        return failures.describe(LostContact("timed out"))
 
-
-def test_a_dead_worker_is_told_by_its_error_or_by_where_the_connection_broke():
-    text = "DataLoader worker (pid 7) is killed by signal: Killed. \nIt is possible"
-    line = (
-        "rank 0: a data loader worker died: DataLoader worker (pid 7) is killed by signal: Killed. "
-    )
-    assert failures.describe(RuntimeError(text)) == line
-    for kind in (EOFError, ConnectionResetError):
-        line = f"rank 0: a data loader worker died while sending a batch ({kind.__name__})"
-        assert failures.describe(in_loader(kind())) == line
-        assert failures.describe(raised(kind())) is None
-    assert failures.describe(in_loader(KeyError("label"))) is None
-
-
-def test_the_last_line_of_nccl_that_is_not_empty():
-    error = torch.distributed.DistBackendError("NCCL error in: a.cpp:93\n  Last error: \n\n")
-    assert failures.describe(error) == "rank 0: NCCL: Last error:"
-    assert failures.describe(torch.distributed.DistBackendError("another backend")) is None
-
-
-def test_what_is_not_deterministic_is_named_with_the_way_out():
-    name = "_histc_cuda with floating point input"
-    text = f"{name} does not have a deterministic implementation, but you set 'torch.use"
-    line = failures.describe(RuntimeError(text))
-    assert line.startswith(f"rank 0: {name} has no deterministic algorithm on GPUs")
-    assert line.endswith("give --nondeterministic")
-    for error in (ValueError(text), RuntimeError(f"this is\n{text}")):
-        assert failures.describe(error) is None
+    (line,) = in_forks(process)
+    assert line == f"{WAITED}timed out (where every process was: /run/stacks)"
 
 
 def test_causes_are_followed_to_the_first():
-    first, second, third = ValueError("1"), KeyError("2"), OSError("3")
-    second.__context__, third.__context__, third.__cause__ = first, ValueError("no"), second
+    first, second, third = OSError(errno.ENOSPC, "full"), KeyError("2"), ValueError("3")
+    second.__context__, third.__context__, third.__cause__ = first, EOFError("no"), second
     assert list(failures.causes(third)) == [third, second, first]
-
-
-def test_errors_cross_processes():
-    """A data loader worker sends its error to the training process as its text."""
-    again = pickle.loads(pickle.dumps(UserError("a\x1b")))
-    assert str(again) == r"a\x1b" and again.rank_variable == "RANK"
-    assert re.fullmatch("run the same command again to continue", failures.SAME_COMMAND)
+    assert failures.describe(third) is None  # the full disk was handled
+    second.__cause__ = first  # `raise ... from error`
+    assert failures.describe(third) == failures.describe(first) and failures.may_pass(third)
+    worker = EOFError()
+    worker.__context__ = RuntimeError(KILLED)
+    assert failures.describe(worker) == f"{DIED}: {KILLED}"

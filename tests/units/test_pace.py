@@ -1,12 +1,12 @@
-"""Which process is slow: what is measured, and when a line names a process."""
+"""Which process is slow: what is measured, and when one is named. (promises/test_hangs.py has the
+line of the log.)
+"""
 
-import json
 from types import SimpleNamespace
 
 import pytest
 import torch
-import torch.distributed as dist
-from harness.launches import GPT, run
+from harness.worlds import group_of_one
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
@@ -14,70 +14,63 @@ from utils.run import pace as module
 from utils.run.pace import Pace
 
 
-@pytest.fixture
-def alone(tmp_path):
-    """A process group of this process."""
-    dist.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
-    yield
-    dist.destroy_process_group()
+class Clock:
+    now = 0.0
 
 
 class Layer(nn.Linear):
-    """Its forward pass takes a second of the clock `now`."""
-
-    now = 0.0
+    """Its forward pass takes a second of the clock."""
 
     def forward(self, x):
-        Layer.now += 1.0
+        Clock.now += 1.0
         return {"ids": torch.arange(2), "logits": [super().forward(x)]}
 
 
-@pytest.fixture
-def clock(monkeypatch):
-    monkeypatch.setattr(module, "time", SimpleNamespace(perf_counter=lambda: Layer.now))
+class Event:
+    """Stands for an event of a GPU, which tells milliseconds."""
+
+    def __init__(self, enable_timing):
+        assert enable_timing
+
+    def record(self):
+        self.at = Clock.now
+
+    def elapsed_time(self, end):
+        return 1000 * (end.at - self.at)
 
 
-def forward(model):
-    return model(torch.ones(1, 2))["logits"][0].sum()
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+def test_own_time_is_that_of_batches_and_passes(device, monkeypatch):
+    monkeypatch.setattr(module, "time", SimpleNamespace(perf_counter=lambda: Clock.now))
+    monkeypatch.setattr(torch.cuda, "Event", Event)
 
+    def forward():
+        return model(torch.ones(1, 2))["logits"][0].sum()
 
-def test_own_time_is_that_of_batches_and_passes(alone, clock):
-    pace, model = Pace(), DistributedDataParallel(Layer(2, 2))
-    pace.watch(model)
-    for waited in (0.25, 0.5):
-        pace.waited(waited / 2)
-        pace.waited(waited / 2)  # for the next micro-batch
-        for _ in range(3):  # micro-batches
-            forward(model).backward()
-            with torch.no_grad():
-                forward(model)
-        Layer.now += 10.0
-        forward(model)  # without a backward pass
-        pace.end_step()
-        if waited == 0.25:
-            assert pace.microseconds() == 0  # its events may not have happened
+    with group_of_one():
+        pace, model = Pace(), DistributedDataParallel(Layer(2, 2))
+        if device == "cuda":
+            there = SimpleNamespace(device=torch.device(device))
+            model.parameters = lambda: iter([there])
+        pace.watch(model)
+        for waited in (0.25, 0.5):
+            pace.waited(waited / 2)
+            pace.waited(waited / 2)  # for the next micro-batch
+            for _ in range(3):  # micro-batches
+                forward().backward()
+                with torch.no_grad():
+                    forward()
+            Clock.now += 10.0
+            forward()  # without a backward pass
+            pace.end_step()
+            if waited == 0.25:
+                assert pace.microseconds() == 0  # its events may not have happened
     assert pace.microseconds() == 3_250_000
     assert pace.microseconds() == 0  # a save votes again after the same step
     pace.end_step()
     assert pace.microseconds() == 3_500_000
     pace.end_step()
     assert pace.microseconds() == 0
-
-
-def test_on_a_gpu_times_are_those_between_events(monkeypatch):
-    class Event:
-        def __init__(self, enable_timing):
-            assert enable_timing
-
-        def record(self):
-            Layer.now += 1.0
-            self.at = Layer.now
-
-        def elapsed_time(self, end):
-            return 1000 * (end.at - self.at)  # milliseconds
-
-    monkeypatch.setattr(torch.cuda, "Event", Event)
-    assert module._seconds(module._event(), module._event()) == 1.0
 
 
 def test_only_waits_for_batches_are_measured_elsewhere():
@@ -127,21 +120,3 @@ def test_short_intervals_name_a_process_after_some_steps():
         pace.add([10, 10, 12])
         named.append(pace.read().get("slow_rank"))
     assert named == [None] * 4 + [2, 2]
-
-
-def test_a_slow_process_is_named_in_the_log_line(tmp_path):
-    """The loader of rank 1 is late, and rank 0 waits for it in each backward pass."""
-    arguments = (
-        "--dataset synthetic --n_layer 1 --n_head 1 --n_embd 16 --block_size 16 --batch_size 4 "
-        "--num_workers 0 --max_train_steps 8 --log_every 8 --eval_every 100"
-    )
-    done = run(
-        "2cpu",
-        "tests/harness/wrapped.py",
-        ["slow_loader@0:1", GPT, *arguments.split()],
-        output_dir=tmp_path,
-    )
-    lines = (tmp_path / "metrics.jsonl").read_text().splitlines()
-    (line,) = (json.loads(line) for line in lines if '"split": "train"' in line)
-    assert line["slow_rank"] == 1 and line["slowest_behind"] > 0.5
-    assert f"left 0:00:00  rank 1 is {line['slowest_behind']:.0%} slower\n" in done.stdout

@@ -1,0 +1,75 @@
+"""A run that hangs, waits or is slow says which process is to blame, and answers a person."""
+
+import json
+import os
+import signal
+
+import pytest
+from harness.launches import CIFAR, ENDLESS, GPT, GPT_WITH_A_WORKER, SMALL, Started, run
+
+
+def test_a_person_asks_where_the_processes_are_and_for_a_checkpoint(tmp_path):
+    """With files, or with SIGQUIT to one of the processes; the run goes on."""
+    folder = tmp_path / "run"
+    started = Started("2cpu", CIFAR, ENDLESS, output_dir=folder)
+    started.wait_for("step      2/")
+    (folder / "save_now").touch()
+    step = int(started.wait_for("asked by the file save_now: checkpoint of step").split()[-1])
+    assert not (folder / "save_now").exists()
+    (folder / "dump_stacks").touch()
+    assert "rank" in started.wait_for("asked by the file dump_stacks: ")
+    started.wait_for("all stacks: ")
+    for rank in (0, 1):
+        path = folder / "stacks" / f"rank_{rank}.txt"
+        text = path.read_text()
+        assert '"does"' in text and "in main\n" in text
+        path.unlink()
+    os.kill(started.workers()[1], signal.SIGQUIT)
+    assert "rank" in started.wait_for("SIGQUIT: ")
+    started.wait_for("all stacks: ")
+    for _ in range(5):  # it trains on, and saves no more
+        started.wait_for("step ")
+    started.kill_all()
+    assert all((folder / "stacks" / f"rank_{rank}.txt").exists() for rank in (0, 1))
+    saved = [path.name for path in (folder / "checkpoints").glob("step_*")]
+    assert saved == [f"step_{step:08d}"]
+
+
+def test_a_slow_process_is_named_in_the_log_line(tmp_path):
+    """The loader of rank 1 is late, and rank 0 waits for it in each backward pass."""
+    arguments = (
+        "--dataset synthetic --n_layer 1 --n_head 1 --n_embd 16 --block_size 16 --batch_size 4 "
+        "--num_workers 0 --max_train_steps 8 --log_every 8 --eval_every 100"
+    )
+    words = ["slow_loader@0:1", GPT, *arguments.split()]
+    done = run("2cpu", "tests/harness/wrapped.py", words, output_dir=tmp_path)
+    lines = (tmp_path / "metrics.jsonl").read_text().splitlines()
+    (line,) = (json.loads(line) for line in lines if '"split": "train"' in line)
+    assert line["slow_rank"] == 1 and line["slowest_behind"] > 0.5
+    assert f"left 0:00:00  rank 1 is {line['slowest_behind']:.0%} slower\n" in done.stdout
+
+
+LOADER = f"{GPT_WITH_A_WORKER} --num_workers 0 --batch_size 6"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("fault", "script", "arguments", "says"),
+    [
+        ("hang@5:1", CIFAR, SMALL, "rank 1 is in"),
+        ("stop@5:1", CIFAR, SMALL, "rank 1 did not answer: stopped, or lost"),
+        ("silent_loader@5:1", GPT, LOADER, "rank 1 waits for a batch"),
+    ],
+)
+def test_a_process_that_hangs_is_named_before_the_time_out(
+    fault, script, arguments, says, tmp_path
+):
+    """One of three; they wait at most 14 seconds."""
+    words = [fault, script, *arguments.split(), "--timeout", "14"]
+    options = dict(launcher=("--num_processes", "3"), output_dir=tmp_path / "run", check=False)
+    errors = run("2cpu", "tests/harness/wrapped.py", words, **options).stderr
+    line = next(line for line in errors.splitlines() if line.startswith("no progress for"))
+    assert "ranks 0, 2 " in line and says in line, line
+    if fault.startswith("hang"):
+        assert "in step 5" in line
+        assert f"(where every process was: {tmp_path}/run/stacks)" in errors

@@ -15,6 +15,7 @@ Fake CUDA tensors change the process for good (`fake_cuda`), so tests start this
 """
 
 import contextlib
+import functools
 import importlib
 import json
 import math
@@ -38,6 +39,7 @@ from torch.optim import optimizer as torch_optimizer
 from torch.utils import _foreach_utils
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
+from torch.utils.backend_registration import _setup_privateuseone_for_python_backend
 
 ROOT = Path(__file__).resolve().parents[1]
 sys.path[:0] = [str(ROOT), str(ROOT / "scripts")]
@@ -58,15 +60,12 @@ GATHERING = {"embedding", "gather", "index", "index_select", "take"}
 
 
 class Costs(TorchDispatchMode):
-    """Counts the operations of a block that involve a device.
+    """Counts the operations of a block that involve a device: `launches` and `bytes` by the name of
+    the operation, and `casts` to another dtype by what they make, such as "float32 (64, 256)".
 
-    Attributes:
-        launches, bytes (Counter): by the name of the operation.
-        casts (Counter): copies to another dtype, such as "float32 (64, 256)", by what they make.
-        waits (list): (name, line of this project) of operations for which the host waits: those
-            that need a result of the device, and copies to or from it that are not `non_blocking`.
-        mixed (list): the same of operations on tensors of several devices; a scalar may be on the
-            CPU.
+    `waits`: (name, line of this project) of operations for which the host waits: those that need a
+    result of the device, and copies to or from it that are not `non_blocking`. `mixed`: the same of
+    operations on tensors of several devices; a scalar may be on the CPU.
     """
 
     counting = None  # the one that is active
@@ -99,7 +98,7 @@ class Costs(TorchDispatchMode):
             result = 1.0 if args[0].is_floating_point() else 1
         elif name == "nonzero" and isinstance(args[0], FakeTensor):
             result = args[0].new_empty((args[0].numel(), args[0].dim()), dtype=torch.int64)
-        elif name.startswith("_fused_") and func._schema.is_mutable and _are_fake(inputs):
+        elif name.startswith("_fused_") and any(isinstance(x, FakeTensor) for x in inputs):
             result = None  # an optimizer, which changes its arguments
         else:
             result = func(*args, **kwargs)
@@ -126,23 +125,14 @@ class Costs(TorchDispatchMode):
 
     def report(self):
         """The counts as a dict for JSON."""
-        return {
-            "launches": self.launches.total(),
-            "bytes": self.bytes.total(),
-            "launches_by_op": dict(self.launches.most_common()),
-            "bytes_by_op": dict(self.bytes.most_common()),
-            "casts": dict(self.casts.most_common()),
-            "waits": self.waits,
-            "mixed": self.mixed,
-        }
+        counted = dict(launches_by_op=self.launches, bytes_by_op=self.bytes, casts=self.casts)
+        ordered = {name: dict(counter.most_common()) for name, counter in counted.items()}
+        totals = dict(launches=self.launches.total(), bytes=self.bytes.total())
+        return {**totals, **ordered, "waits": self.waits, "mixed": self.mixed}
 
 
 def _tensors(values):
     return [value for value in tree_leaves(values) if isinstance(value, torch.Tensor)]
-
-
-def _are_fake(tensors):
-    return any(isinstance(x, FakeTensor) for x in tensors)
 
 
 def _is_view(inputs, outputs):
@@ -216,23 +206,25 @@ class _FakeCuda(TorchDispatchMode):
         return func(*args, **kwargs)
 
 
-@contextlib.contextmanager
-def foreach():
-    """Within this block, optimizers update lists of fake tensors, as they do with those of a GPU."""
-    with contextlib.ExitStack() as stack:
-        for module in (torch_optimizer, _foreach_utils):
-            types = [*module._foreach_supported_types, FakeTensor]
-            stack.enter_context(mock.patch.object(module, "_foreach_supported_types", types))
-        devices = mock.patch.object(
-            torch_optimizer, "_get_foreach_kernels_supported_devices", lambda: ["cuda", "cpu"]
-        )
-        stack.enter_context(devices)
-        yield
+@functools.cache
+def _believe_in_another_accelerator():
+    if torch.cuda.is_available():
+        raise RuntimeError("fake CUDA tensors are for machines without a GPU")
+    _setup_privateuseone_for_python_backend("no_device")
+    torch._C._ensureCUDADeviceGuardSet()
 
 
 @contextlib.contextmanager
 def fake_cpu():
-    with foreach(), FakeTensorMode(allow_non_fake_inputs=True):
+    """Within this block, tensors are fake, and optimizers update lists of them, as on a GPU."""
+    listed = [torch.Tensor, nn.Parameter, FakeTensor]
+    types, supported = "_foreach_supported_types", "_get_foreach_kernels_supported_devices"
+    with (
+        mock.patch.object(torch_optimizer, types, listed),
+        mock.patch.object(_foreach_utils, types, listed),
+        mock.patch.object(torch_optimizer, supported, lambda: ["cuda", "cpu"]),
+        FakeTensorMode(allow_non_fake_inputs=True),
+    ):
         yield
 
 
@@ -243,12 +235,7 @@ def fake_cuda():
     It changes the process for good: PyTorch believes in another accelerator, of which no tensor is,
     and so the autograd engine does not wait for streams.
     """
-    if torch.cuda.is_available():
-        raise RuntimeError("fake CUDA tensors are for machines without a GPU")
-    from torch.utils.backend_registration import _setup_privateuseone_for_python_backend
-
-    _setup_privateuseone_for_python_backend("no_device")
-    torch._C._ensureCUDADeviceGuardSet()
+    _believe_in_another_accelerator()
     mode, run_backward = _FakeCuda(), torch.Tensor.backward
     attention = F.scaled_dot_product_attention
 
@@ -268,16 +255,15 @@ def fake_cuda():
         flash = torch.ops.aten._scaled_dot_product_flash_attention
         return flash(query, key, value, dropout_p, is_causal, **options)[0]
 
-    with contextlib.ExitStack() as stack:
-        for owner, name, value in (
-            (torch.cuda, "is_available", lambda: True),
-            (torch.cuda, "is_bf16_supported", lambda *_, **__: True),
-            (torch.Tensor, "backward", backward),
-            (F, "scaled_dot_product_attention", flash_attention),
-        ):
-            stack.enter_context(mock.patch.object(owner, name, value))
-        stack.enter_context(fake_cpu())
-        stack.enter_context(mode)
+    replaced = mock.patch.object
+    with (
+        replaced(torch.cuda, "is_available", lambda: True),
+        replaced(torch.cuda, "is_bf16_supported", lambda *_, **__: True),
+        replaced(torch.Tensor, "backward", backward),
+        replaced(F, "scaled_dot_product_attention", flash_attention),
+        fake_cpu(),
+        mode,
+    ):
         yield
 
 
@@ -355,13 +341,12 @@ def cifar_step(script, args, model, device):
 
 def images_step(script, args, model, device):
     """Without Mixup and CutMix, which need random numbers."""
-    size = args.image_size or 224
+    size, (mean, std) = args.image_size or 224, torch.ones(2, 3, device=device)
     images = on_host(args.batch_size, 3, size, size).to(torch.uint8)
-    labels, (mean, std) = on_host(args.batch_size), torch.ones(2, 3, device=device)
+    batch = {"images": images, "labels": on_host(args.batch_size)}
 
     def compute_loss():
-        batch = {"images": to(images, device), "labels": to(labels, device)}
-        return script.compute_loss(model, batch, mean, std, None, 1, args)
+        return script.compute_loss(model, all_to(batch, device), mean, std, None, 1, args)
 
     return script.build_optimizer(model, args), compute_loss
 
@@ -377,11 +362,7 @@ def lm_step(script, args, model, device):
     shape, optimizer = (args.batch_size, args.block_size), script.build_optimizer(model, args)
     positions = torch.arange(args.block_size).expand(shape).contiguous()
     batch = {"input_ids": on_host(*shape), "position_ids": positions, "targets": on_host(*shape)}
-
-    def compute_loss():
-        return script.compute_loss(model, {key: to(value, device) for key, value in batch.items()})
-
-    return optimizer, compute_loss
+    return optimizer, lambda: script.compute_loss(model, all_to(batch, device))
 
 
 def build_lm(script, args):
@@ -417,6 +398,10 @@ def on_host(*shape):
 def to(tensor, device):
     """Copies a batch to the device as a prepared loader does, from pinned memory."""
     return tensor.to(device, non_blocking=True)
+
+
+def all_to(batch, device):
+    return {name: to(tensor, device) for name, tensor in batch.items()}
 
 
 def make_fake(model, device):

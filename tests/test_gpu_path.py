@@ -3,18 +3,22 @@
 The budgets stand in scripts/README.md. Whoever needs more says there what it buys.
 """
 
-import functools
+import importlib.util
 import json
 import os
 import re
+import shutil
 from types import SimpleNamespace
 
 import pytest
 import torch
 import torch.nn.functional as F
 from harness import warm
+from harness.data import Loader
+from harness.fakes import accelerator
 from harness.launches import LIMIT, ROOT, load_script, run, some_slow
 from step_costs import Costs
+from torch.overrides import TorchFunctionMode
 
 from utils.run import compilation
 from utils.run.failures import UserError
@@ -30,67 +34,113 @@ RUNS = {
     f"--batch_size 8 --sample_length 2 {STEPS}",
 }
 PAGE = (ROOT / "scripts" / "README.md").read_text()
-ARGUMENTS = {
-    "train_minimal": "",
-    "train_cifar": "--dataset synthetic",
-    "train_images": "--dataset synthetic",
-    "train_gpt": "--dataset synthetic",
-    "train_lm": "",
-}
+TOOL = ROOT / "tests" / "step_costs.py"
+SCRIPTS = ("train_minimal", "train_cifar", "train_images", "train_gpt", "train_lm")
 # How many of a batch's tokens are targets decides how large the logits are.
 WAITS = {"train_lm": ["nonzero"]}
-HIDDEN = {**os.environ, "CUDA_VISIBLE_DEVICES": ""}  # fake GPUs need that there is no real one
 counts = pytest.mark.skipif(
     torch.__version__ < "2.13", reason="earlier releases of PyTorch have no fake GPUs, or others"
 )
+COUNT = """
+import importlib.util
+from step_costs import count
+costs = {}
+for script in sys.argv[1:]:
+    if script != "train_lm" or importlib.util.find_spec("transformers"):
+        synthetic = script in ("train_cifar", "train_images", "train_gpt")
+        costs[script] = count(script, ["--dataset", "synthetic"] * synthetic).report()
+print(json.dumps(costs))
+"""
+SEEN = """
+import torch
+from step_costs import Costs, fake_cuda
+with fake_cuda():
+    weight = torch.ones(8, 8, device="cuda", requires_grad=True)
+    host, x = torch.ones(8, device="cpu"), weight.detach()
+    with Costs() as costs, torch.autocast("cuda", torch.bfloat16):
+        loss = (weight @ weight).square().sum()
+    loss.backward()
+    seen = {"cast": costs.casts, "gradient": str(weight.grad.device)}
+    def waits(function):
+        with Costs() as costs:
+            function()
+        return [name for name, _ in costs.waits]
+    seen["item"] = waits(lambda: x.sum().item())
+    seen["cpu"] = waits(lambda: x.cpu())
+    seen["cuda"] = waits(lambda: host.to("cuda"))
+    seen["non_blocking"] = waits(lambda: host.to("cuda", non_blocking=True))
+    seen["nonzero"] = waits(lambda: x.nonzero())
+    seen["scalar"] = waits(lambda: x * torch.tensor(2.0, device="cpu"))
+    seen["bool"] = waits(lambda: bool((x > 0).all()))
+    seen["state"] = waits(lambda: torch.zeros((), device="cpu").item())
+    try:
+        x + host
+    except Exception as error:
+        seen["mixed"] = "device" in str(error)
+print(json.dumps(seen))
+"""
 
 
-@functools.cache
-def counted(script, more=""):
-    """What step_costs.py reports of a step of a script, at its default size."""
-    words = [str(ROOT / "tests" / "step_costs.py"), script, *ARGUMENTS[script].split()]
-    done = warm.run([*words, *more.split()], HIDDEN, LIMIT, cwd=str(ROOT))
+def output_of(script, *words):
+    """The JSON that a Python script prints in a process without a real GPU."""
+    environment = {**os.environ, "CUDA_VISIBLE_DEVICES": ""}
+    done = warm.run([str(script), *words], environment, LIMIT, cwd=str(ROOT))
     assert done.returncode == 0, done.stderr[-3000:]
     return json.loads(done.stdout)
 
 
-def budget(script, way):
-    """Launches and GB of a step, from the table on the page."""
-    row = re.search(rf"^\| `{script}.py`, {way} \| ([\d,]+) \| ([\d.]+) \|", PAGE, re.MULTILINE)
-    return int(row[1].replace(",", "")), float(row[2])
+def output_of_code(folder, code, *words):
+    """The same of code that may import step_costs.py."""
+    path = f"import json, sys\nsys.path.insert(1, {str(TOOL.parent)!r})\n"
+    (folder / "code.py").write_text(path + code)
+    return output_of(folder / "code.py", *words)
+
+
+@pytest.fixture(scope="module")
+def counted(made_once):
+    """What a step of each script costs at its default size."""
+    return made_once("counted", lambda folder: output_of_code(folder, COUNT, *SCRIPTS))
+
+
+def check_budget(costs, row):
+    """Holds the launches and GB of a step to the table on the page."""
+    found = re.search(rf"^\| {row} \| ([\d,]+) \| ([\d.]+) \|", PAGE, re.MULTILINE)
+    launches, gigabytes = int(found[1].replace(",", "")), float(found[2])
+    assert 0.9 * launches <= costs["launches"] <= launches
+    assert 0.9 * gigabytes <= costs["bytes"] / 1e9 <= gigabytes
 
 
 @counts
-@pytest.mark.parametrize("script", ARGUMENTS)
-def test_a_step_on_a_gpu_never_waits_and_keeps_to_its_budget(script):
-    if script == "train_lm":
-        pytest.importorskip("transformers")
-    costs = counted(script)
+@pytest.mark.parametrize("script", SCRIPTS)
+def test_a_step_on_a_gpu_never_waits_and_keeps_to_its_budget(script, counted):
+    if script not in counted:
+        pytest.skip("needs transformers")
+    costs = counted[script]
     assert [name for name, _ in costs["waits"]] == WAITS.get(script, []) and costs["mixed"] == []
-    launches, gigabytes = budget(script, "eager")
-    assert 0.9 * launches <= costs["launches"] <= launches
-    assert 0.9 * gigabytes <= costs["bytes"] / 1e9 <= gigabytes
+    check_budget(costs, f"`{script}.py`, eager")
 
 
 @pytest.mark.slow
 @counts
-def test_a_compiled_step_keeps_to_its_budget():
+def test_a_compiled_step_keeps_to_its_budget(counted):
     """By the kernels that Inductor plans for a CPU, where attention is float32."""
-    costs = counted("train_gpt", "--compile")
-    launches, gigabytes = budget("train_gpt", "compiled")
-    assert 0.9 * launches <= costs["launches"] <= launches
-    assert 0.9 * gigabytes <= costs["bytes"] / 1e9 <= gigabytes
+    costs = output_of(TOOL, *"train_gpt --dataset synthetic --compile".split())
+    check_budget(costs, "`train_gpt.py`, compiled")
     # Each block is one graph, and no operation of a block runs by itself.
     assert "_scaled_dot_product_flash_attention_for_cpu" not in costs["launches_by_op"]
-
-
-@pytest.mark.slow
-@counts
-def test_the_logits_have_no_float32_copy():
-    """Which Accelerate makes of what a model returns; with a larger vocabulary that is a lot."""
-    eager, compiled = (counted("train_gpt", more)["casts"] for more in ("", "--compile"))
+    # The logits have no float32 copy, which Accelerate makes of what a model returns; with a larger
+    # vocabulary that is a lot.
+    eager = counted["train_gpt"]["casts"]
     assert eager["float32 (16384, 256)"] == 1 and "float32 (64, 256, 256)" not in eager
-    assert not [cast for cast in compiled if cast.endswith(" 256)")]
+    assert not [cast for cast in costs["casts"] if cast.endswith(" 256)")]
+
+
+@counts
+def test_the_tool_prints_the_costs_of_other_arguments():
+    costs = output_of(TOOL, "train_minimal", "--batch_size", "7")
+    names = ["launches", "bytes", "launches_by_op", "bytes_by_op", "casts", "waits", "mixed"]
+    assert list(costs) == names and costs["launches"] == sum(costs["launches_by_op"].values()) > 10
+    assert "bfloat16 (7, 2)" in costs["casts"]
 
 
 @pytest.mark.parametrize("script", some_slow(RUNS, "train_cifar", "train_gpt", "train_images"))
@@ -110,26 +160,6 @@ def costs_of(function):
     with Costs("cpu") as costs:
         function()
     return costs
-
-
-READING = ("__bool__", "__float__", "__int__", "cpu", "item", "numpy", "tolist")
-
-
-def recorded(name, method, seen):
-    def read(*args, **kwargs):
-        seen.append(name)
-        return method(*args, **kwargs)
-
-    return read
-
-
-def reads(function, monkeypatch):
-    """The names of the methods with which a function reads tensors, in their order."""
-    seen = []
-    for name in READING:
-        monkeypatch.setattr(torch.Tensor, name, recorded(name, getattr(torch.Tensor, name), seen))
-    function()
-    return seen
 
 
 X, Y = torch.ones(10, 6), torch.ones(10, 6)  # of 240 bytes each
@@ -158,46 +188,9 @@ def test_what_an_operation_costs(name):
     assert (costs.launches.total(), costs.bytes.total()) == (launches, size), costs.bytes
 
 
-SEEN = """
-import json
-import torch
-from step_costs import Costs, fake_cuda
-with fake_cuda():
-    weight = torch.ones(8, 8, device="cuda", requires_grad=True)
-    host, pinned = torch.ones(8, device="cpu"), torch.ones(8, device="cpu")
-    with Costs() as costs, torch.autocast("cuda", torch.bfloat16):
-        loss = (weight @ weight).square().sum()
-    seen = {"cast": costs.casts}
-    loss.backward()
-    seen["gradient"] = str(weight.grad.device)
-    x = weight.detach()
-    def waits(function):
-        with Costs() as costs:
-            function()
-        return [name for name, _ in costs.waits]
-    seen["item"] = waits(lambda: x.sum().item())
-    seen["cpu"] = waits(lambda: x.cpu())
-    seen["cuda"] = waits(lambda: host.to("cuda"))
-    seen["non_blocking"] = waits(lambda: host.to("cuda", non_blocking=True))
-    seen["nonzero"] = waits(lambda: x.nonzero())
-    seen["scalar"] = waits(lambda: x * torch.tensor(2.0, device="cpu"))
-    seen["bool"] = waits(lambda: bool((x > 0).all()))
-    seen["state"] = waits(lambda: torch.zeros((), device="cpu").item())
-    try:
-        x + host
-    except Exception as error:
-        seen["mixed"] = "device" in str(error)
-print(json.dumps(seen))
-"""
-
-
 @counts
 def test_fake_cuda_tensors_show_what_a_gpu_would_wait_for(tmp_path):
-    (tmp_path / "seen.py").write_text(SEEN)
-    (tmp_path / "step_costs.py").symlink_to(ROOT / "tests" / "step_costs.py")
-    done = warm.run([str(tmp_path / "seen.py")], HIDDEN, LIMIT, cwd=str(tmp_path))
-    assert done.returncode == 0, done.stderr[-3000:]
-    assert json.loads(done.stdout) == {
+    assert output_of_code(tmp_path, SEEN) == {
         "cast": {"bfloat16 (8, 8)": 1, "float32 (8, 8)": 1},  # `square` is float32
         "gradient": "cuda:0",
         "item": ["_local_scalar_dense"],
@@ -210,6 +203,22 @@ def test_fake_cuda_tensors_show_what_a_gpu_would_wait_for(tmp_path):
         "state": [],
         "mixed": True,
     }
+
+
+class Reads(TorchFunctionMode):
+    """Notes with which methods the values of tensors are read, in their order."""
+
+    def __init__(self):
+        super().__init__()
+        self.seen = []
+
+    def __torch_function__(self, function, types, args=(), kwargs=None):
+        if function.__name__ in READING:
+            self.seen.append(function.__name__)
+        return function(*args, **(kwargs or {}))
+
+
+READING = ("__bool__", "__float__", "__int__", "cpu", "item", "numpy", "tolist")
 
 
 # ------------------------------------------------------------------------------------- evaluation, samples
@@ -229,22 +238,13 @@ def gpt():
     torch.set_num_threads(threads)
 
 
-class Alone:
-    """An accelerator with one process."""
-
-    def gather_for_metrics(self, values):
-        return values
-
-
-def test_an_evaluation_waits_once(gpt, monkeypatch):
+def test_an_evaluation_waits_once(gpt):
     script, model = gpt
     batch = {name: torch.randint(256, (3, 12)) for name in ("inputs", "targets")}
-
-    class Batches(list):
-        dataset = SimpleNamespace(targets=4 * 36)
-
-    batches = Batches([batch] * 4)
-    assert reads(lambda: script.evaluate(Alone(), model, batches, iter), monkeypatch) == ["tolist"]
+    batches = Loader([batch] * 4, SimpleNamespace(targets=4 * 36))
+    with Reads() as reads:
+        script.evaluate(accelerator(gather_for_metrics=lambda values: values), model, batches, iter)
+    assert reads.seen == ["tolist"]
 
 
 @pytest.mark.parametrize("prompt", ["a", "To be, or", "more than what fits into a context"])
@@ -259,25 +259,25 @@ def test_a_sample_is_the_same_with_and_without_a_cache(prompt, temperature, top_
 
 def test_a_cached_pass_computes_what_a_whole_one_does(gpt):
     script, model = gpt
-    text, cache = torch.randint(256, (2, 12)), script.Cache()
-    with torch.no_grad():
-        parts = [model(part, cache=cache) for part in text.split([1, 1, 1, *[1] * 9], 1)]
-        assert torch.allclose(torch.cat(parts, 1), model(text), atol=1e-5)
+    text = torch.randint(256, (2, 12))
+    for lengths in ([1] * 12, [5, *[1] * 7]):
         cache = script.Cache()
-        first, last = model(text[:, :5], cache=cache), model(text[:, 5:6], cache=cache)
-    assert torch.allclose(torch.cat([first, last], 1), model(text[:, :6]), atol=1e-5)
+        with torch.no_grad():
+            parts = [model(part, cache=cache) for part in text.split(lengths, 1)]
+            assert torch.allclose(torch.cat(parts, 1), model(text), atol=1e-5)
 
 
-def test_samples_wait_for_the_device_once_and_compute_each_byte_once(gpt, monkeypatch):
+def test_samples_wait_for_the_device_once_and_compute_each_byte_once(gpt):
     script, model = gpt
     seen = []
     hook = model.register_forward_pre_hook(lambda _, args: seen.append(args[0].size(1)))
     args = SimpleNamespace(seed=5, sample_length=20, block_size=12)
-    waits = reads(lambda: script.generate(model, args, "abcd"), monkeypatch)
+    with Reads() as reads:
+        script.generate(model, args, "abcd")
     hook.remove()
     # The prompt, eight bytes until the context is full, then its last half and six more bytes.
     assert seen == [4, *[1] * 8, 6, *[1] * 6, 6, *[1] * 3]
-    assert waits == ["tolist"]
+    assert reads.seen == ["tolist"]
 
 
 def test_the_loss_of_a_model_is_the_cross_entropy_of_its_logits(gpt):
@@ -304,7 +304,7 @@ def test_samples_of_the_gpt_take_one_percent_of_the_time(monkeypatch):
         return costs_of(lambda: script.generate(model, options)).launches.total()
 
     per_byte = (launches(20) - launches(10)) / 10
-    step = budget("train_gpt", "compiled")[1] * 1e9 / 2e12
+    step = float(re.search(r"`train_gpt.py`, compiled \| [\d,]+ \| ([\d.]+)", PAGE)[1]) * 1e9 / 2e12
     assert args.sample_length * per_byte * 5e-6 < 0.01 * script.SAMPLE_EVERY * step
 
 
@@ -336,21 +336,16 @@ def test_a_sample_follows_the_first_evaluation_after_so_many_steps(monkeypatch):
 def test_a_model_is_compiled_on_gpus_and_on_request(
     device, mode, missing, compiles, says, monkeypatch, capsys
 ):
-    accelerator = SimpleNamespace(device=torch.device(device), is_main_process=True, print=print)
-    found = lambda name: name not in missing or None  # noqa: E731
-    monkeypatch.setattr(compilation.importlib.util, "find_spec", found)
-    monkeypatch.setattr(compilation.shutil, "which", lambda _: "cc" not in missing or None)
-    calls = []
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: name not in missing or None)
+    monkeypatch.setattr(shutil, "which", lambda _: "cc" not in missing or None)
+    fake, calls = accelerator(device=device, print=print), []
     model = SimpleNamespace(compile=lambda **options: calls.append(options))
-    compilation.compile_model(accelerator, model, mode, on_gpus=True, dynamic=False)
-    printed = "".join(capsys.readouterr())
+    compilation.compile_model(fake, model, mode, on_gpus=True, dynamic=False)
+    told = "".join(capsys.readouterr())
     assert calls == [{"mode": mode or "default", "dynamic": False}] * compiles
-    assert says in printed and printed.count("\n") == bool(says)
-
-
-def test_a_model_is_compiled_by_default_only_where_the_script_says_so():
-    accelerator = SimpleNamespace(device=torch.device("cuda"))
-    compilation.compile_model(accelerator, None, None)
+    assert says in told and told.count("\n") == bool(says)
+    if mode is None:  # by default only where the script says so
+        compilation.compile_model(fake, None, None)
 
 
 @pytest.mark.parametrize("name", ["train_cifar", "train_images", "train_gpt"])

@@ -1,6 +1,7 @@
 """Small data that the tests make themselves."""
 
 import io
+import json
 import os
 import tempfile
 from pathlib import Path
@@ -103,4 +104,27 @@ def make_photos(folder, per_class=8, splits=("train", "val"), classes=("cat", "d
                 photo = noise(1000 * place + 100 * label + i, (4, 3))
                 photo = photo.resize((50 + 3 * i, 60 - 2 * i))  # smooth
                 (folder / split / name / f"{i}.jpg").write_bytes(encoded(photo, "JPEG"))
+    return folder
+
+
+def made_run(folder, seconds=(0.5, 0.25), **arguments):
+    """Writes the files of a run with two log lines, ten steps apart, and three evaluations.
+
+    The best score has neither the highest nor the lowest loss.
+    """
+    folder.mkdir(parents=True)
+    topology = {"processes": arguments.pop("processes", 1), "mixed_precision": "no"}
+    arguments = {"batch_size": 20, "lr": 0.1, "log_every": 10, **arguments}
+    (folder / "args.json").write_text(json.dumps({"arguments": arguments, "topology": topology}))
+    lines = [
+        {"split": "train", "step": 10 * (i + 1), "loss": 2.0 - i, "step_seconds": step_seconds}
+        for i, step_seconds in enumerate(seconds)
+    ]
+    for step, loss, score in ((5, 1.9, 0.25), (10, 1.5, 0.75), (20, 1.2, 0.5)):
+        lines.append(
+            {"split": "val", "step": step, "loss": loss, "accuracy": score, "score": score}
+        )
+    cut_off = '{"split": "train", "step": 30, "loss": 2.'  # it was killed while it wrote
+    text = "".join(f"{json.dumps(line)}\n" for line in lines) + cut_off
+    (folder / "metrics.jsonl").write_text(text)
     return folder

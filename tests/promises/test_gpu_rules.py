@@ -1,20 +1,12 @@
 """What GPUs would refuse, on a machine without any: see `gpu_rules.py`."""
 
 import json
-import os
-import re
 
 import pytest
 import torch
 import torch.distributed as dist
-import torchvision
-from harness.data import kinds_of_classifiers
-from harness.gpu_rules import DEVICE, FORBIDDEN, NOT_DETERMINISTIC, Rules
+from harness.gpu_rules import DEVICE, FORBIDDEN, Rules
 from harness.launches import run, some_slow
-
-from utils import pretrained
-from utils.ema import MovingAverage
-from utils.run import gpu
 
 STEPS = "--max_train_steps 2 --eval_every 2 --checkpoint_every 2 --log_every 1"
 SCRIPTS = {
@@ -78,101 +70,3 @@ def test_shards_of_muon_are_exchanged_as_on_gpus(tmp_path):
     for rank in range(3):
         found = json.loads((tmp_path / f"{rank}.json").read_text())
         assert found["exchanges"] == 10 and found["difference"] < 1e-5
-
-
-# ---------------------------------------------------------------------------------- determinism
-
-
-def test_the_documented_list_of_pytorch_is_the_known_one():
-    """A release that adds an operation has to be looked at."""
-    page = torch.use_deterministic_algorithms.__doc__
-    listed = page.partition(":class:`RuntimeError` when ``mode=True``:")[2].partition("In addition")
-    names = re.findall(r"^ +\* :(?:class|func):`torch\.([\w.]+)`", listed[0], re.MULTILINE)
-    assert set(names) == NOT_DETERMINISTIC.keys()
-    known = {schema.name for schema in torch._C._jit_get_all_schemas()}
-    assert known >= FORBIDDEN
-
-
-QUICK = ("alexnet", "vgg11", "squeezenet1_0")
-
-
-@pytest.mark.parametrize(
-    "name",
-    [
-        pytest.param(name, marks=() if name in QUICK else pytest.mark.slow)
-        for name in kinds_of_classifiers()
-    ],
-)
-def test_a_step_of_every_classifier_is_deterministic_on_gpus(name):
-    model = pretrained.with_deterministic_pools(pretrained.without_weights(name))
-    side = 224 if "vit" in name else 288
-    with Rules() as rules, torch.random.fork_rng():
-        images = torch.empty(2, 3, side, side, device="meta")
-        rules.place(images)
-        model(images).sum().backward()
-    assert len(rules.operations) > 10 and not rules.operations & FORBIDDEN
-
-
-@pytest.mark.parametrize("length", [1, 5, 6, 7, 9, 14, 20])
-def test_an_average_pool_is_that_of_pytorch(length):
-    torch.manual_seed(0)
-    x = torch.randn(2, 3, length, 11, dtype=torch.float64, requires_grad=True)
-    ours = pretrained.AveragePool((7, 6))(x)
-    theirs = torch.nn.functional.adaptive_avg_pool2d(x, (7, 6))
-    assert torch.allclose(ours, theirs)
-    gradient = torch.randn_like(theirs)
-    (own,), (other,) = (torch.autograd.grad(y, x, gradient) for y in (ours, theirs))
-    assert torch.allclose(own, other)
-
-
-def test_another_pool_changes_no_name_of_a_weight():
-    with torch.device("meta"):
-        model = pretrained.build(dict(model="vgg11", options={}, class_names=["a", "b"]))
-        theirs = torchvision.models.vgg11()
-    assert isinstance(model.avgpool, pretrained.AveragePool)
-    assert list(model.state_dict()) == list(theirs.state_dict())
-
-
-@pytest.mark.parametrize("deterministic", [True, False])
-def test_attention_is_deterministic_unless_nobody_asked_for_it(deterministic, monkeypatch):
-    calls = []
-    monkeypatch.setattr(torch, "are_deterministic_algorithms_enabled", lambda: deterministic)
-    monkeypatch.setattr(torch, "use_deterministic_algorithms", lambda *how: calls.append(how))
-    monkeypatch.setenv("FLASH_ATTENTION_DETERMINISTIC", "")  # so that it is restored
-    monkeypatch.delenv("FLASH_ATTENTION_DETERMINISTIC")
-    gpu.deterministic_attention()
-    assert calls == [(True,)] * deterministic
-    assert os.environ.get("FLASH_ATTENTION_DETERMINISTIC") == ("1" if deterministic else None)
-    for name, has_attention in (("vit_b_16", True), ("resnet18", False)):
-        calls.clear()
-        with torch.device("meta"):
-            pretrained.build(dict(model=name, options={}, class_names=["a", "b"]))
-        assert calls == [(True,)] * (deterministic and has_attention)
-
-
-# ------------------------------------------------------------------------------------- averages
-
-
-def test_averages_are_those_of_pytorch():
-    """Bit for bit, over the weights and statistics of a network."""
-    torch.manual_seed(0)
-    model = torch.nn.Sequential(torch.nn.Conv2d(3, 8, 3), torch.nn.BatchNorm2d(8))
-    average = torch.optim.swa_utils.get_ema_multi_avg_fn(0.9)
-    theirs = torch.optim.swa_utils.AveragedModel(model, multi_avg_fn=average, use_buffers=True)
-    ours = MovingAverage(model, lambda updates: 0.9)
-    for _ in range(5):
-        with torch.no_grad():
-            for weight in model.parameters():
-                weight.add_(torch.randn_like(weight))
-            model(torch.randn(2, 3, 5, 5))
-        theirs.update_parameters(model)
-        ours.update(model)
-    expected, state = theirs.state_dict(), ours.state_dict()
-    assert list(state) == list(expected) and state["n_averaged"] == 5
-    # It is the number of batches, of which PyTorch computes an average.
-    assert state.pop("module.1.num_batches_tracked") == 5
-    assert all(torch.equal(state[name], expected[name]) for name in state if "module" in name)
-    # A checkpoint of an earlier version has its count in a tensor.
-    again = MovingAverage(model, lambda updates: 0.9)
-    again.load_state_dict(expected)
-    assert again.updates == 5 and torch.equal(again.module[0].weight, ours.module[0].weight)

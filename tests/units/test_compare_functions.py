@@ -1,0 +1,124 @@
+"""Functions of compare_runs.py and compare_ddp.py."""
+
+import json
+import re
+import tracemalloc
+from types import SimpleNamespace
+
+import pytest
+import torch
+from harness.data import made_run
+from harness.launches import load_script
+
+from utils.run.failures import UserError
+
+compare_runs, compare_ddp = load_script("compare_runs"), load_script("compare_ddp")
+
+
+# ------------------------------------------------------------------------------------ compare_runs.py
+
+
+def test_time_samples_and_differing_arguments(tmp_path):
+    other = dict(lr=0.3, log_every=5, another_scripts=True, processes=2)
+    folders = [made_run(tmp_path / "a" / "run"), made_run(tmp_path / "b" / "run", **other)]
+    runs = [compare_runs.read_run(folder) for folder in folders]
+    compare_runs.name_apart(runs, folders)
+    train = {name: values.tolist() for name, values in runs[0]["train"].items()}
+    seconds, samples = [5.0, 7.5], [200, 400]
+    assert train == dict(step=[10, 20], loss=[2.0, 1.0], samples=samples, seconds=seconds)
+    times = [(line["samples"], line["seconds"]) for line in runs[0]["evaluations"]]
+    assert times == [(100, 2.5), (200, 5.0), (400, 7.5)]
+    lines = compare_runs.table(runs, "accuracy").splitlines()
+    _, first, second, _, header, *differing = (line.split() for line in lines)
+    assert first == ["a/run", "20", "400", "7.5", "0.5000", "0.7500"] and second[0] == "b/run"
+    # --log_every does not change results.
+    assert header == ["argument", "a/run", "b/run"]
+    assert differing == [["lr", "0.1", "0.3"], ["processes", "1", "2"]]
+    # At the highest score, not at the lowest loss.
+    assert compare_runs.table(runs, "loss").splitlines()[1].split()[4:] == ["1.2000", "1.5000"]
+    assert "argument" not in compare_runs.table(runs[:1], "accuracy")
+    # A test split never chooses a checkpoint, so its lines have no score: the last one counts.
+    log = folders[0] / "metrics.jsonl"
+    log.write_text(re.sub(r', "score": [\d.]+', "", log.read_text().replace('"val"', '"test"')))
+    tested = compare_runs.table([compare_runs.read_run(folders[0])], "accuracy").splitlines()
+    assert tested[1].split()[4:] == ["0.5000", "0.5000"]
+
+
+def test_smoothing_has_no_bias_towards_the_first_value():
+    smooth = compare_runs.smooth
+    assert smooth([4.0, 4.0, 4.0], 0.9) == pytest.approx([4, 4, 4])
+    assert smooth([1.0, 3.0], 0.5) == pytest.approx([1, (1 * 0.25 + 3 * 0.5) / 0.75])
+    assert smooth([1.0, 3.0], 0.0) == [1, 3]
+
+
+@pytest.mark.parametrize(
+    "record", [{"arguments": {"lr": 1}}, {"arguments": {"batch_size": 1}}, {"arguments": 3}, [], 3]
+)
+def test_the_folder_of_another_project_is_one_line(record, tmp_path):
+    (made_run(tmp_path / "run") / "args.json").write_text(json.dumps(record))
+    with pytest.raises(UserError, match="run is not the folder of a run"):
+        compare_runs.read_run(tmp_path / "run")
+
+
+@pytest.mark.parametrize(
+    ("evaluations", "wanted", "chosen"),
+    [
+        ([{"f1": 1, "loss": 1, "accuracy": 1}, {"accuracy": 1, "loss": 1}], None, "accuracy"),
+        ([{"f1": 1, "loss": 1}, {"accuracy": 1, "loss": 1}], None, "loss"),
+        ([{"f1": 1, "step": 1}, {"f1": 1, "step": 1, "score": 1}], None, "f1"),
+        ([{"f1": 1, "loss": 1}, {"f1": 1, "loss": 1}], "f1", "f1"),
+        ([{"f1": 1}, None], None, "f1"),
+        ([None, None], None, "loss"),
+    ],
+)
+def test_the_metric_is_one_that_all_runs_have(evaluations, wanted, chosen):
+    runs = [{"evaluations": [line] if line else []} for line in evaluations]
+    assert compare_runs.choose_metric(runs, wanted) == chosen
+
+
+def test_nothing_in_common():
+    runs = [{"evaluations": [{"f1": 1, "step": 1}]}, {"evaluations": [{"accuracy": 1, "loss": 1}]}]
+    for wanted, says in ((None, ""), ("f1", " f1")):
+        with pytest.raises(
+            UserError, match=f"metric{says} in common: they have accuracy, f1, loss"
+        ):
+            compare_runs.choose_metric(runs, wanted)
+
+
+def test_a_long_log_takes_three_numbers_of_memory_a_line(tmp_path):
+    count = 20_000
+    folder = made_run(tmp_path / "run", seconds=[0.1] * count)
+    tracemalloc.start()
+    one = compare_runs.read_run(folder)
+    _, peak = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert len(one["train"]["loss"]) == count and peak < 200 * count
+
+
+# ------------------------------------------------------------------------------------- compare_ddp.py
+
+
+@pytest.mark.parametrize(
+    ("steps", "steps_per_epoch", "epochs", "final_loss"),
+    [(4, 10, 0.4, 2.5), (10, 10, 1, 5.5), (25, 10, 2.5, 20.5), (1, 32, 0.031, 1)],
+)
+def test_epochs_and_final_loss_are_those_of_the_steps(steps, steps_per_epoch, epochs, final_loss):
+    args = SimpleNamespace(batch_size=64, epochs=5, ddp_epochs=2)
+    record = {"losses": torch.arange(1.0, steps + 1)[None], "seconds": torch.ones(1)}
+    row = compare_ddp.row_of("ddp_single", record, 2, steps_per_epoch, args)
+    assert (row["steps"], row["epochs"], row["final_loss"]) == (steps, epochs, final_loss)
+    assert f"  {epochs:6g}  {steps:5}  " in compare_ddp.table({"ddp_single": row})
+
+
+def test_each_step_is_progress():
+    steps = []
+    args = SimpleNamespace(dataset="synthetic", batch_size=8, ddp_epochs=1, max_train_steps=3)
+    args.seed, args.lr, args.momentum, args.proof_steps = 0, 0.1, 0.9, 1
+
+    def should_stop(step, *_):
+        steps.append((compare_ddp.place.step, step))
+
+    data = compare_ddp.load_arrays("synthetic", seed=0)
+    accelerator = SimpleNamespace(device=torch.device("cpu"), backward=lambda loss: loss.backward())
+    compare_ddp.train(accelerator, "ddp_single", data, args, should_stop)
+    assert steps == [(1, 1), (2, 2), (3, 3)]

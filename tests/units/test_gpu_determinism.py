@@ -1,0 +1,74 @@
+"""Which operations GPUs compute twice in the same way, and how the models avoid the others."""
+
+import os
+import re
+
+import pytest
+import torch
+import torchvision
+from harness.data import kinds_of_classifiers
+from harness.gpu_rules import FORBIDDEN, NOT_DETERMINISTIC, Rules
+from harness.launches import some_slow
+
+from utils import pretrained
+from utils.run import gpu
+
+
+def test_the_documented_list_of_pytorch_is_the_known_one():
+    """A release that adds an operation has to be looked at."""
+    page = torch.use_deterministic_algorithms.__doc__
+    listed = page.partition(":class:`RuntimeError` when ``mode=True``:")[2].partition("In addition")
+    names = re.findall(r"^ +\* :(?:class|func):`torch\.([\w.]+)`", listed[0], re.MULTILINE)
+    assert set(names) == NOT_DETERMINISTIC.keys()
+    assert all(hasattr(torch.ops.aten, name.removeprefix("aten::")) for name in FORBIDDEN)
+
+
+KINDS = kinds_of_classifiers()
+SLOW = set(KINDS) - {"alexnet", "vgg11", "squeezenet1_0"}
+
+
+@pytest.mark.parametrize("name", some_slow(KINDS, *SLOW))
+def test_a_step_of_every_classifier_is_deterministic_on_gpus(name):
+    model = pretrained.with_deterministic_pools(pretrained.without_weights(name))
+    side = 224 if "vit" in name else 288
+    with Rules() as rules, torch.random.fork_rng():
+        images = torch.empty(2, 3, side, side, device="meta")
+        rules.place(images)
+        model(images).sum().backward()
+    assert len(rules.operations) > 10 and not rules.operations & FORBIDDEN
+
+
+@pytest.mark.parametrize("length", [1, 5, 6, 7, 9, 14, 20])
+def test_an_average_pool_is_that_of_pytorch(length):
+    x = torch.randn(2, 3, length, 11, dtype=torch.float64, requires_grad=True)
+    ours = pretrained.AveragePool((7, 6))(x)
+    theirs = torch.nn.functional.adaptive_avg_pool2d(x, (7, 6))
+    assert torch.allclose(ours, theirs)
+    gradient = torch.randn_like(theirs)
+    (own,), (other,) = (torch.autograd.grad(y, x, gradient) for y in (ours, theirs))
+    assert torch.allclose(own, other)
+
+
+def test_another_pool_changes_no_name_of_a_weight():
+    with torch.device("meta"):
+        model = pretrained.build(dict(model="vgg11", options={}, class_names=["a", "b"]))
+        theirs = torchvision.models.vgg11()
+    assert isinstance(model.avgpool, pretrained.AveragePool)
+    assert list(model.state_dict()) == list(theirs.state_dict())
+
+
+@pytest.mark.parametrize("deterministic", [True, False])
+def test_attention_is_deterministic_unless_nobody_asked_for_it(deterministic, monkeypatch):
+    calls = []
+    monkeypatch.setattr(torch, "are_deterministic_algorithms_enabled", lambda: deterministic)
+    monkeypatch.setattr(torch, "use_deterministic_algorithms", lambda *how: calls.append(how))
+    monkeypatch.setenv("FLASH_ATTENTION_DETERMINISTIC", "")  # so that it is restored
+    monkeypatch.delenv("FLASH_ATTENTION_DETERMINISTIC")
+    gpu.deterministic_attention()
+    assert calls == [(True,)] * deterministic
+    assert os.environ.get("FLASH_ATTENTION_DETERMINISTIC") == ("1" if deterministic else None)
+    for name, has_attention in (("vit_b_16", True), ("resnet18", False)):
+        calls.clear()
+        with torch.device("meta"):
+            pretrained.build(dict(model=name, options={}, class_names=["a", "b"]))
+        assert calls == [(True,)] * (deterministic and has_attention)

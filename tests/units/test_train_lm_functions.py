@@ -80,12 +80,9 @@ def test_each_held_out_target_counts_once_on_any_process(script):
     assert set(script.evaluate(second, model, {"one": one()}, iter)) == names
     with pytest.raises(RuntimeError, match="evaluated 3 of 4 held-out targets"):
         script.evaluate(second, model, {"one": one(target_tokens=4)}, iter)
-
-
-def test_a_model_with_its_own_loss_is_evaluated_without_a_standard_error(script):
+    # A model with its own loss has no standard error.
     loader = loader_of([held_out([0, 1], [[1, 2, 3], [4, 5, -100]])], 1, 5)
-    alone = fakes.accelerator(reduce=summing([]))
-    found = script.evaluate(alone, OwnLoss(), {"a": loader}, iter)
+    found = script.evaluate(fakes.accelerator(reduce=summing([])), OwnLoss(), {"a": loader}, iter)
     assert found == {"loss": 2.0, "perplexity": math.exp(2), "tokens": 5}
 
 
@@ -201,6 +198,7 @@ def test_prompts_of_any_length_are_answered_as_each_alone(script, kind, monkeypa
         for weight in model.parameters():
             weight.mul_(20 if weight.ndim > 1 else 1)
         model.lm_head.weight[:250] = 0  # it often writes special tokens
+    script.lm_loss.chunk_loss(model)
     tokenizer = causal_lm.byte_tokenizer()
     tokenizer.pad_token = tokenizer.eos_token = None
     gathered, of_fsdp = [], script.fsdp.gathered

@@ -18,7 +18,9 @@ GPU_DATASET: CIFAR-10 as `--dataset` of train_cifar.py takes it; default: synthe
 GPU_PEAK_TFLOPS: the peak of one GPU in bf16, if `utils/run/record.py` does not know it.
 """
 
+import contextlib
 import fcntl
+import functools
 import importlib.util
 import json
 import os
@@ -36,17 +38,7 @@ import accelerate
 import pytest
 import torch
 from harness import warm
-from harness.launches import (
-    CIFAR,
-    GPT,
-    LIMIT,
-    ROOT,
-    final_weights,
-    load_script,
-    results,
-    run,
-    status,
-)
+from harness.launches import CIFAR, GPT, LIMIT, ROOT, final_weights, load_script, results, run
 from safetensors.torch import load_file
 from torch.utils.flop_counter import FlopCounterMode
 from torchvision.models import ResNet50_Weights, get_model
@@ -58,6 +50,7 @@ from utils.run.record import known_tflops
 
 train_cifar = load_script("train_cifar")
 IMAGES, LM = "scripts/train_images.py", "scripts/train_lm.py"
+WRAPPED = "tests/harness/wrapped.py"
 DATASET = os.environ.get("GPU_DATASET", "synthetic")
 PEAK = os.environ.get("GPU_PEAK_TFLOPS")
 RESULTS = Path(os.environ.get("GPU_RESULTS", ROOT / "runs" / "gpu"))
@@ -72,8 +65,7 @@ REAL = SimpleNamespace(
     large_gpt="--dataset synthetic --track none --n_layer 12 --n_head 12 --n_embd 768 "
     "--block_size 1024 --batch_size 16 --sample_length 20 --compile never",
     images="--dataset synthetic --track none --model resnet50 --image_size 224 --batch_size 64 "
-    "--ema_decay 0.99 "
-    "--mixup 0.2 --num_workers 4",
+    "--ema_decay 0.99 --mixup 0.2 --num_workers 4",
     # Of the size of SmolLM2-135M.
     llama=dict(
         hidden_size=576, intermediate_size=1536, num_hidden_layers=30, num_attention_heads=9
@@ -92,8 +84,7 @@ REHEARSAL = SimpleNamespace(
     gpu=False,
     cifar="--dataset synthetic --model net --batch_size 100",
     gpt="--dataset synthetic --n_layer 1 --n_head 2 --n_embd 16 --block_size 16 --batch_size 8 "
-    "--dropout 0.2 "
-    "--sample_length 4 --eval_every 100000",
+    "--dropout 0.2 --sample_length 4 --eval_every 100000",
     large_gpt="--dataset synthetic --n_layer 2 --n_head 2 --n_embd 16 --block_size 16 "
     "--batch_size 8 --sample_length 4",
     images="--dataset synthetic --model squeezenet1_1 --image_size 32 --batch_size 8 "
@@ -105,31 +96,64 @@ REHEARSAL = SimpleNamespace(
     launch=dict(env={"CUDA_VISIBLE_DEVICES": ""}),
     peak="--peak_tflops 0.001",
 )
+PROFILE = "--max_train_steps 8 --log_every 100 --profile"
 
 
 # ------------------------------------------------------------------------------------------ helpers
 
 
 def launch(
-    place, script, arguments, folder, *, config="1gpu", launcher=(), check=True, precision=None
+    place, script, arguments, folder, *faults, config="1gpu", processes=1, check=True, precision=""
 ):
-    """Runs a script to its end, in the precision of `place` or another."""
-    typed = ("--mixed_precision", precision or place.precision, *launcher)
-    return run(
-        config, script, arguments, output_dir=folder, launcher=typed, check=check, **place.launch
-    )
+    """Runs a script to its end, in the precision of `place` or another; `faults`: of wrapped.py."""
+    first, *words = [word for fault in faults for word in (WRAPPED, fault)] + [script]
+    launcher = ["--mixed_precision", precision or place.precision]
+    if config != "1gpu":
+        launcher += ["--num_processes", str(processes)]
+    words += arguments.split()
+    how = dict(launcher=launcher, check=check, **place.launch)
+    return run(config, first, words, output_dir=folder, **how)
 
 
-def wrapped(place, fault, script, arguments, folder, **more):
-    return launch(
-        place, "tests/harness/wrapped.py", [fault, script, *arguments.split()], folder, **more
-    )
+def kill_and_continue(place, script, arguments, folder, *faults, rank="", **how):
+    """Kills a run two steps after two thirds of its length; from the checkpoint there the same
+    command goes on.
+    """
+    saved = place.steps * 2 // 3
+    death = f"die_in_step@{saved + 2}{rank}"
+    died = launch(place, script, arguments, folder, *faults, death, check=False, **how)
+    killed = read(folder / "status.json")["state"] == "running" or "exitcode: -9" in died.stderr
+    assert died.returncode != 0 and killed, died.stderr
+    launch(place, script, arguments, folder, *faults, **how)
+    assert results(folder)["resumed_from"] == saved
 
 
 def together(*launches):
-    """Calls functions at the same time; returns their results."""
+    """Calls functions at the same time."""
     with ThreadPoolExecutor(len(launches)) as pool:
-        return [future.result() for future in [pool.submit(launch) for launch in launches]]
+        for future in [pool.submit(launch) for launch in launches]:
+            future.result()
+
+
+def both(place, more=""):
+    """Name, script and arguments of the two scripts that most checks run."""
+    return [("cifar", CIFAR, f"{place.cifar} {more}"), ("gpt", GPT, f"{place.gpt} {more}")]
+
+
+def frequent(place):
+    """Arguments for the length of a run of `place`, with a checkpoint after each third, and six log
+    lines.
+    """
+    steps = place.steps
+    return f"--max_train_steps {steps} --checkpoint_every {steps // 3} --log_every {steps // 6}"
+
+
+def device(place):
+    return torch.device("cuda" if place.gpu else "cpu")
+
+
+def read(path):
+    return json.loads(path.read_text())
 
 
 def train_lines(folder):
@@ -138,25 +162,51 @@ def train_lines(folder):
     return [line for line in lines if line["split"] == "train"]
 
 
+def second_half(folder):
+    lines = train_lines(folder)
+    return lines[len(lines) // 2 :]
+
+
+def median_of(lines, name):
+    return statistics.median(line[name] for line in lines)
+
+
+def losses_of(folder):
+    return [line["loss"] for line in train_lines(folder)]
+
+
+def farthest(losses, others):
+    """The largest relative difference of two lists."""
+    return max(abs(a / b - 1) for a, b in zip(losses, others, strict=True))
+
+
 def step_milliseconds(folder):
     """The median over the log lines of the second half of a run."""
-    lines = train_lines(folder)
-    return 1e3 * statistics.median(line["step_seconds"] for line in lines[len(lines) // 2 :])
+    return 1e3 * median_of(second_half(folder), "step_seconds")
 
 
-def device(place):
-    return torch.device("cuda" if place.gpu else "cpu")
+def peak_gib(folder):
+    return results(folder)["peak_memory_bytes"] / 2**30
 
 
+def prefixed(name, figures):
+    return {f"{name}_{figure}": value for figure, value in figures.items()}
+
+
+def exported(folder):
+    """The bytes of the weights that a run leaves."""
+    adapter = folder / "adapter" / "adapter_model.safetensors"
+    return adapter.read_bytes() if adapter.exists() else final_weights(folder)
+
+
+def trace_of(folder):
+    return copies_in(read(folder / "profile" / "trace.json")["traceEvents"])
+
+
+@functools.cache
 def step_flops(name, batch_size, size):
-    """FLOPs of the forward and backward pass of a classifier, without those of its optimizer.
-
-    PyTorch counts them, without computing anything: two for a multiplication and addition.
-
-    Args:
-        name (str): a network of train_cifar.py or of torchvision.
-        batch_size (int): images.
-        size (int): their height and width.
+    """FLOPs of the forward and backward pass of a classifier of train_cifar.py or torchvision, without
+    its optimizer. PyTorch counts them and computes nothing: two for a multiplication and addition.
     """
     own = name in train_cifar.RECIPES
     with torch.device("meta"), FlopCounterMode(display=False) as counter:
@@ -167,28 +217,23 @@ def step_flops(name, batch_size, size):
 
 def peak_flops(place):
     """Of one GPU, per second; None: it is not known."""
-    known = float(PEAK) if PEAK else place.gpu and known_tflops(torch.cuda.get_device_name())
-    tflops = known if place.gpu else float(place.peak.split()[-1])
-    return tflops and tflops * 1e12
+    if place.peak:
+        return float(place.peak.split()[-1]) * 1e12
+    known = known_tflops(torch.cuda.get_device_name())
+    return known and known * 1e12
 
 
 def utilization(place, folder, name, batch_size, size_at):
-    """The share of the GPU's peak that the median log line of a run of a classifier reached.
-
-    Args:
-        size_at: the share of the steps that were done -> the height and width of the images.
-
-    Returns:
-        dict: `mfu`, or nothing where the peak is not known.
+    """`mfu`: the share of the GPU's peak, if it is known, that the median log line of a classifier's
+    run reached. `size_at`: the share of the steps that were done -> the side of the images.
     """
     peak, lines = peak_flops(place), train_lines(folder)
     if not peak:
         return {}
-    flops = {
-        line["step"]: step_flops(name, batch_size, size_at(line["step"] / lines[-1]["step"]))
-        for line in lines[1:]
-    }
-    reached = [flops[line["step"]] / line["step_seconds"] / peak for line in lines[1:]]
+    reached = []
+    for line in lines[1:]:
+        size = size_at(line["step"] / lines[-1]["step"])
+        reached.append(step_flops(name, batch_size, size) / line["step_seconds"] / peak)
     assert min(reached) > 0 and (not place.gpu or max(reached) < 1), reached
     return {"mfu": statistics.median(reached)}
 
@@ -200,13 +245,9 @@ def sizes_of(name):
 
 
 def mean_step_seconds(lines, size_at):
-    """The mean over a run, of which each log line counts as the median one with images of its size.
-
-    Each size begins with the choice of its kernels, or with their compilation.
-
-    Args:
-        lines (list): log lines of training, after equally many steps each.
-        size_at: as for `utilization`.
+    """The mean over a run of log lines after equally many steps each, of which each counts as the
+    median one with images of its size: a size begins with the choice of its kernels, or with their
+    compilation.
     """
     by_size = {}
     for line in lines:
@@ -215,35 +256,22 @@ def mean_step_seconds(lines, size_at):
     return sum(statistics.median(found) * len(found) for found in by_size.values()) / len(lines)
 
 
-def frequent(place):
-    """Arguments for the length of a run of `place`, with a checkpoint after each third, and six log
-    lines.
-    """
-    steps = place.steps
-    return f"--max_train_steps {steps} --checkpoint_every {steps // 3} --log_every {steps // 6}"
-
-
 # ------------------------------------------------------------------------------------------- checks
 
 
 def default_recipe(place, folder):
     """The default recipe for two epochs: it learns."""
     length = "--epochs 2" if place.gpu else "--max_train_steps 60 --lr 0.1"
-    launch(place, CIFAR, f"{place.cifar} {length} --log_every 5", folder / "run")
-    result = results(folder / "run")
+    launch(place, CIFAR, f"{place.cifar} {length} --log_every 5", folder)
+    result = results(folder)
     assert result["test_accuracy"] > place.accuracy
-    assert (
-        json.loads((folder / "run" / "args.json").read_text())["topology"]["mixed_precision"]
-        == place.precision
-    )
+    assert read(folder / "args.json")["topology"]["mixed_precision"] == place.precision
     return {
         "data": DATASET if place.gpu else "synthetic",
         "test_accuracy": result["test_accuracy"],
         "steps": result["global_step"],
-        "samples_per_second": max(
-            line["samples_per_second"] for line in train_lines(folder / "run")
-        ),
-        "peak_memory_gib": result["peak_memory_bytes"] / 2**30,
+        "samples_per_second": max(line["samples_per_second"] for line in train_lines(folder)),
+        "peak_memory_gib": peak_gib(folder),
     }
 
 
@@ -251,36 +279,19 @@ def kill_and_resume(place, folder):
     """A killed run ends with the bytes of an uninterrupted one: CIFAR, GPT, averaged weights with
     Mixup, and LoRA.
     """
-    scripts = {
-        "cifar": (CIFAR, place.cifar),
-        "gpt": (GPT, place.gpt),
-        "images": (IMAGES, place.images),
-    }
+    scripts = [*both(place), ("images", IMAGES, place.images)]
     if all(map(importlib.util.find_spec, ("transformers", "peft"))):
-        scripts["lm"] = (LM, lora(place, folder))
-
-    def whole(name, script, arguments):
-        launch(place, script, arguments, folder / f"{name}_whole")
-
-    def killed(name, script, arguments):
-        fault, run_folder = f"die_in_step@{place.steps * 2 // 3 + 2}", folder / f"{name}_killed"
-        died = wrapped(place, fault, script, arguments, run_folder, check=False)
-        assert died.returncode != 0 and status(run_folder)["state"] == "running", died.stderr
-        launch(place, script, arguments, run_folder)
-
+        scripts.append(("lm", LM, lora(place, folder)))
     runs = [
-        partial(part, name, script, f"{arguments} {frequent(place)}")
-        for name, (script, arguments) in scripts.items()
-        for part in (whole, killed)
+        partial(part, place, script, f"{arguments} {frequent(place)}", folder / f"{name}_{end}")
+        for name, script, arguments in scripts
+        for end, part in (("whole", launch), ("killed", kill_and_continue))
     ]
     together(*runs)
-    figures = {}
-    for name in scripts:
-        one, other = folder / f"{name}_whole", folder / f"{name}_killed"
-        assert results(other)["resumed_from"] == place.steps * 2 // 3
-        assert exported(one) == exported(other), name
-        figures[f"{name}_peak_memory_gib"] = results(one)["peak_memory_bytes"] / 2**30
-    return figures
+    for name, _, _ in scripts:
+        whole, killed = folder / f"{name}_whole", folder / f"{name}_killed"
+        assert exported(whole) == exported(killed), name
+    return {f"{name}_peak_memory_gib": peak_gib(folder / f"{name}_whole") for name, _, _ in scripts}
 
 
 def lora(place, folder):
@@ -297,35 +308,28 @@ def lora(place, folder):
     return f"--model {folder / 'llama'} --block_size 256 --batch_size 8 --lora_rank 8"
 
 
-def exported(folder):
-    """The bytes of the weights that a run leaves."""
-    adapter = folder / "adapter" / "adapter_model.safetensors"
-    return adapter.read_bytes() if adapter.exists() else final_weights(folder)
-
-
 def determinism(place, folder):
     """What the deterministic algorithms that identical bytes take cost."""
     figures = {}
-    for name, script, arguments in (("cifar", CIFAR, place.cifar), ("gpt", GPT, place.gpt)):
-        arguments = f"{arguments} {frequent(place)}"
-        one, other = folder / f"{name}_deterministic", folder / f"{name}_not_deterministic"
-        launch(place, script, arguments, one)
-        launch(place, script, f"{arguments} --nondeterministic", other)
-        with_, without = step_milliseconds(one), step_milliseconds(other)
-        figures[f"{name}_step_ms"], figures[f"{name}_step_ms_not_deterministic"] = with_, without
-        figures[f"{name}_cost_of_determinism"] = with_ / without - 1
+    for name, script, arguments in both(place, frequent(place)):
+        for end, flag in (("", ""), ("_not_deterministic", "--nondeterministic")):
+            run_folder = folder / f"{name}{end}"
+            launch(place, script, f"{arguments} {flag}", run_folder)
+            figures[f"{name}_step_ms{end}"] = step_milliseconds(run_folder)
+        ratio = figures[f"{name}_step_ms"] / figures[f"{name}_step_ms_not_deterministic"]
+        figures[f"{name}_cost_of_determinism"] = ratio - 1
     return figures
 
 
 def precisions(place, folder):
     """Float32, bf16 and fp16 learn alike."""
     figures = {}
-    for name, script, arguments in (("cifar", CIFAR, place.cifar), ("gpt", GPT, place.gpt)):
+    for name, script, arguments in both(place, frequent(place)):
         losses = {}
         for precision in ("no", "bf16", "fp16") if place.gpu else ("no", "bf16"):
             run_folder = folder / f"{name}_{precision}"
-            launch(place, script, f"{arguments} {frequent(place)}", run_folder, precision=precision)
-            losses[precision] = train_lines(run_folder)[-1]["loss"]
+            launch(place, script, arguments, run_folder, precision=precision)
+            losses[precision] = losses_of(run_folder)[-1]
             figures[f"{name}_step_ms_{precision}"] = step_milliseconds(run_folder)
         assert max(losses.values()) < 1.1 * min(losses.values()), losses
     return figures
@@ -335,32 +339,31 @@ def other_ends(place, folder):
     """A signal, a NaN and too little memory end runs as on a CPU; the smallest script and
     `evaluate.py` run.
     """
-    signaled, nan, memory = folder / "signaled", folder / "nan", folder / "memory"
     arguments = f"{place.cifar} {frequent(place)}"
 
-    def stop_and_continue():
-        done = wrapped(place, "sigterm_in_step@5", CIFAR, arguments, signaled, check=False)
-        assert done.returncode != 0 and status(signaled)["state"] == "preempted", done.stderr
-        launch(place, CIFAR, arguments, signaled)
-        evaluate = ["scripts/evaluate.py", "--checkpoint", str(signaled)]
-        launch(place, evaluate[0], evaluate[1:], folder / "evaluation")
-
-    def fail(fault, run_folder, says):
-        done = wrapped(place, fault, CIFAR, arguments, run_folder, check=False)
+    def end(fault, name, state, says=""):
+        done = launch(place, CIFAR, arguments, folder / name, fault, check=False)
         assert done.returncode != 0 and says in done.stderr, done.stderr[-2000:]
-        assert says in status(run_folder)["reason"]
+        ended = read(folder / name / "status.json")
+        assert ended["state"] == state and says in ended["reason"]
 
-    def smallest():
-        launch(place, "scripts/train_minimal.py", "--max_train_steps 60", folder / "minimal")
+    def stop_and_continue():
+        signaled = folder / "signaled"
+        end("sigterm_in_step@5", signaled.name, "preempted")
+        launch(place, CIFAR, arguments, signaled)
+        launch(place, "scripts/evaluate.py", f"--checkpoint {signaled}", folder / "evaluation")
 
     together(
         stop_and_continue,
-        partial(fail, "nan@5", nan, "non-finite"),
-        partial(fail, "out_of_memory@5", memory, "out of memory"),
-        smallest,
+        partial(end, "nan@5", "nan", "failed", "non-finite"),
+        partial(end, "out_of_memory@5", "memory", "failed", "out of memory"),
+        partial(
+            launch, place, "scripts/train_minimal.py", "--max_train_steps 60", folder / "minimal"
+        ),
     )
-    evaluated = json.loads((folder / "evaluation" / "results.json").read_text())
-    assert evaluated["test_accuracy"] == pytest.approx(results(signaled)["test_accuracy"], abs=0.01)
+    runs = (folder / name for name in ("evaluation", "signaled"))
+    evaluated, trained = (results(run_folder)["test_accuracy"] for run_folder in runs)
+    assert evaluated == pytest.approx(trained, abs=0.01)
     return {"minimal_val_accuracy": results(folder / "minimal")["val_accuracy"]}
 
 
@@ -374,16 +377,14 @@ def cpu_and_gpu(place, folder):
     on_gpu = augment(images.to(device(place)), ids, 3, 0, padding=4, cutout=8)
     assert all(torch.equal(a, b.cpu()) for a, b in zip(on_cpu, on_gpu, strict=True))
     arguments = f"{place.cifar} --batch_size 100 --log_every 1 --checkpoint_every 5"
-    gpu, cpu = folder / "gpu", folder / "cpu"
-    first = f"{arguments} --max_train_steps 5"
-    launch(place, CIFAR, first, gpu, precision="no")
-    launch(place, CIFAR, first, cpu, config="cpu", precision="no")
-    ours, theirs = ([line["loss"] for line in train_lines(run_folder)] for run_folder in (gpu, cpu))
+    gpu, cpu, length = folder / "gpu", folder / "cpu", "--max_train_steps"
+    launch(place, CIFAR, f"{arguments} {length} 5", gpu, precision="no")
+    launch(place, CIFAR, f"{arguments} {length} 5", cpu, config="cpu", precision="no")
+    ours, theirs = losses_of(gpu), losses_of(cpu)
     assert ours == pytest.approx(theirs, rel=2e-2) and ours[0] == pytest.approx(theirs[0], rel=1e-3)
-    longer = f"{arguments} --max_train_steps 7"
-    launch(place, CIFAR, longer, gpu, config="cpu", precision="no")
+    launch(place, CIFAR, f"{arguments} {length} 7", gpu, config="cpu", precision="no")
     assert results(gpu)["resumed_from"] == 5 and results(gpu)["global_step"] == 7
-    return {"largest_difference": max(abs(a / b - 1) for a, b in zip(ours, theirs, strict=True))}
+    return {"largest_difference": farthest(ours, theirs)}
 
 
 def orthogonalization(place, folder):
@@ -415,16 +416,16 @@ def orthogonalization(place, folder):
 
 def muon_precisions(place, folder):
     """A GPT learns alike whether Muon orthogonalizes in float32, TF32 or float16."""
-
-    arguments = f"{place.gpt} {frequent(place)}"
-    precisions = ("float32", "tf32", "float16")
-    faults = {name: f"muon_precision@0:{name}" for name in precisions}
+    arguments, names = f"{place.gpt} {frequent(place)}", ("float32", "tf32", "float16")
     together(
         partial(launch, place, GPT, arguments, folder / "usual"),
-        *(partial(wrapped, place, faults[p], GPT, arguments, folder / p) for p in precisions),
+        *(
+            partial(launch, place, GPT, arguments, folder / name, f"muon_precision@0:{name}")
+            for name in names
+        ),
     )
-    usual, *losses = (train_lines(folder / p)[-1]["loss"] for p in ("usual", *precisions))
-    figures = {f"{p}_loss": loss for p, loss in zip(precisions, losses, strict=True)}
+    usual, *losses = (losses_of(folder / name)[-1] for name in ("usual", *names))
+    figures = {f"{name}_loss": loss for name, loss in zip(names, losses, strict=True)}
     assert usual == figures["float16_loss" if place.gpu else "float32_loss"], figures
     assert len(set(losses)) > 1 and max(losses) < 1.05 * min(losses), figures
     return figures
@@ -456,39 +457,35 @@ def batch_sizes(place, folder):
     time in which the GPU computed.
     """
     figures, name = {}, "fastnet" if place.gpu else "net"
-    size_at = sizes_of(name)
+    size_at, often = sizes_of(name), f"{frequent(place)} --log_every {max(1, place.steps // 30)}"
     for size in (480, 1000, 2000) if place.gpu else (50, 100):
         for flag in ("", "--compile") if place.gpu else ("",):
-            run_folder, key = folder / f"{size}{flag}", f"{size}{flag.replace('--', '_')}"
+            key = f"{size}{flag.replace('--', '_')}"
+            plain, profiled = folder / key, folder / f"{key}_profiled"
             arguments = f"{place.cifar} --batch_size {size} {flag}"
-            often = f"{frequent(place)} --log_every {max(1, place.steps // 30)}"
-            launch(place, CIFAR, f"{arguments} {often}", run_folder)
-            profiled = f"{arguments} --max_train_steps 8 --log_every 100 --profile"
-            launch(place, CIFAR, profiled, folder / f"{key}_profiled")
-            trace = json.loads((folder / f"{key}_profiled/profile/trace.json").read_text())
-            figures[f"{key}_step_ms"] = step_milliseconds(run_folder)
+            launch(place, CIFAR, f"{arguments} {often}", plain)
+            launch(place, CIFAR, f"{arguments} {PROFILE}", profiled)
             steps = train_cifar.RECIPES["fastnet"]["epochs"] * (50_000 // size)
-            seconds = mean_step_seconds(train_lines(run_folder), size_at)
-            figures[f"{key}_seconds"] = seconds * steps
-            figures[f"{key}_busy_share"] = copies_in(trace["traceEvents"])["busy_share"]
-            reached = utilization(place, run_folder, name, size, size_at)
-            figures |= {f"{key}_{figure}": value for figure, value in reached.items()}
+            measured = {
+                "step_ms": step_milliseconds(plain),
+                "seconds": mean_step_seconds(train_lines(plain), size_at) * steps,
+                "busy_share": trace_of(profiled)["busy_share"],
+            }
+            measured |= utilization(place, plain, name, size, size_at)
+            figures |= prefixed(key, measured)
     return figures
 
 
 def images(place, folder):
     """Images per second of a classifier of torchvision, and the share of the GPU's peak (MFU)."""
     words = place.images.split()
-    name, size, batch_size = (
-        words[words.index(flag) + 1] for flag in ("--model", "--image_size", "--batch_size")
-    )
-    launch(place, IMAGES, f"{place.images} {frequent(place)}", folder / "run")
-    lines, result = train_lines(folder / "run"), results(folder / "run")
-    reached = utilization(place, folder / "run", name, int(batch_size), lambda _: int(size))
+    given = dict(zip(words[::2], words[1::2], strict=True))
+    name, size, batch_size = given["--model"], given["--image_size"], given["--batch_size"]
+    launch(place, IMAGES, f"{place.images} {frequent(place)}", folder)
     return {
-        "images_per_second": statistics.median(line["samples_per_second"] for line in lines[1:]),
-        **reached,
-        "peak_memory_gib": result["peak_memory_bytes"] / 2**30,
+        "images_per_second": median_of(train_lines(folder)[1:], "samples_per_second"),
+        **utilization(place, folder, name, int(batch_size), lambda _: int(size)),
+        "peak_memory_gib": peak_gib(folder),
     }
 
 
@@ -497,27 +494,18 @@ def compiled(place, folder):
     saves per step.
     """
     figures = {}
-    for name, script, arguments in (("cifar", CIFAR, place.cifar), ("gpt", GPT, place.gpt)):
-        arguments = f"{arguments} {frequent(place)}"
+    for name, script, arguments in both(place, frequent(place)):
+        again, report = f"{arguments} --compile", folder / f"{name}.json"
+        whole, killed = folder / f"{name}_compiled", folder / f"{name}_killed"
         launch(place, script, arguments, folder / name)
-        report = folder / f"{name}.json"
-        wrapped(
-            place,
-            f"count_compilations@0:{report}",
-            script,
-            f"{arguments} --compile",
-            folder / f"{name}_compiled",
-        )
-        killed = folder / f"{name}_killed"
-        fault, again = f"die_in_step@{place.steps * 2 // 3 + 2}", f"{arguments} --compile"
-        assert wrapped(place, fault, script, again, killed, check=False).returncode != 0
-        launch(place, script, again, killed)
-        assert final_weights(killed) == final_weights(folder / f"{name}_compiled")
-        counted = json.loads(report.read_text())
+        launch(place, script, again, whole, f"count_compilations@0:{report}")
+        kill_and_continue(place, script, again, killed)
+        assert final_weights(killed) == final_weights(whole)
+        counted = read(report)
         assert counted["compiled_functions"] >= 1 and counted["graph_breaks"] == 0, counted
-        figures |= {f"{name}_{figure}": value for figure, value in counted.items()}
-        figures[f"{name}_step_ms"] = step_milliseconds(folder / name)
-        figures[f"{name}_step_ms_compiled"] = step_milliseconds(folder / f"{name}_compiled")
+        counted["step_ms"] = step_milliseconds(folder / name)
+        counted["step_ms_compiled"] = step_milliseconds(whole)
+        figures |= prefixed(name, counted)
     return figures
 
 
@@ -528,25 +516,19 @@ def sharded(place, folder):
     processes = max(2**i for i in range(4) if 2**i <= torch.cuda.device_count()) if place.gpu else 2
     arguments, figures = f"{place.gpt} {frequent(place)}", {"processes": processes}
     for count in sorted({1, processes}):
-        several = dict(config="4gpu_fsdp", launcher=("--num_processes", str(count)))
+        several = dict(config="4gpu_fsdp", processes=count)
         whole, killed = folder / f"whole{count}", folder / f"killed{count}"
         launch(place, GPT, arguments, whole, **several)
-        fault = f"die_in_step@{place.steps * 2 // 3 + 2}:0"
-        assert wrapped(place, fault, GPT, arguments, killed, check=False, **several).returncode != 0
-        last = killed / "checkpoints" / f"step_{place.steps * 2 // 3:08}"
-        assert len(list((last / weights.SHARDS).glob("*.distcp"))) == count
-        launch(place, GPT, arguments, killed, **several)
-        assert (
-            results(killed)["resumed_from"] == place.steps * 2 // 3
-            and results(killed)["num_processes"] == count
-        )
+        kill_and_continue(place, GPT, arguments, killed, rank=":0", **several)
+        assert results(killed)["num_processes"] == count
         assert final_weights(killed) == final_weights(whole)
-        exported = load_file(whole / "model.safetensors")
-        in_shards = weights.read(whole / "checkpoints" / f"step_{place.steps:08}").state
+        last = whole / "checkpoints" / f"step_{place.steps:08}"
+        assert len(list((last / weights.SHARDS).glob("*.distcp"))) == count
+        exported, in_shards = load_file(whole / "model.safetensors"), weights.read(last).state
         assert exported.keys() == in_shards.keys()
         assert all(torch.equal(in_shards[name], exported[name]) for name in exported)
         figures[f"step_ms_{count}"] = step_milliseconds(whole)
-        figures[f"peak_memory_gib_{count}"] = results(whole)["peak_memory_bytes"] / 2**30
+        figures[f"peak_memory_gib_{count}"] = peak_gib(whole)
     return figures
 
 
@@ -555,23 +537,13 @@ def copies(place, folder):
     of it is visible.
     """
     figures = {}
-    for name, script, arguments in (("cifar", CIFAR, place.cifar), ("gpt", GPT, place.gpt)):
-        launch(
-            place,
-            script,
-            f"{arguments} --max_train_steps 8 --log_every 100 --profile",
-            folder / name,
-        )
-        found = copies_in(
-            json.loads((folder / name / "profile" / "trace.json").read_text())["traceEvents"]
-        )
+    for name, script, arguments in both(place, PROFILE):
+        launch(place, script, arguments, folder / name)
+        found = trace_of(folder / name)
         if place.gpu:
-            assert (
-                found["copies"] >= 3
-                and found["from_pageable_memory"] == 0
-                and found["exposed_share"] < 0.05
-            ), found
-        figures |= {f"{name}_{figure}": value for figure, value in found.items()}
+            assert found["copies"] >= 3 and found["from_pageable_memory"] == 0, found
+            assert found["exposed_share"] < 0.05, found
+        figures |= prefixed(name, found)
     return figures
 
 
@@ -580,25 +552,19 @@ def copies_in(events):
 
     Returns:
         dict: `copies`; how many came `from_pageable_memory`, for which the host waits; and of the
-            time from the first kernel to
-        the last, the shares in which the GPU computed (`busy_share`), and only copied
-        (`exposed_share`).
+            time from the first kernel to the last, the shares in which the GPU computed
+            (`busy_share`), and only copied (`exposed_share`).
     """
     kernels = sorted((e["ts"], e["ts"] + e["dur"]) for e in events if e.get("cat") == "kernel")
-    found = [
-        e
-        for e in events
-        if e.get("cat") == "gpu_memcpy" and "HtoD" in e["name"] and e["args"].get("bytes", 0) > 4096
-    ]
+    moves = [e for e in events if e.get("cat") == "gpu_memcpy" and "HtoD" in e["name"]]
+    found = [e for e in moves if e["args"].get("bytes", 0) > 4096]
     busy, exposed = 0.0, sum(e["dur"] for e in found)
-    end = float("-inf")
+    end = start = kernels[0][0] if kernels else 0.0
     for first, last in kernels:
         first, end = max(first, end), max(last, end)  # kernels may overlap
         busy += max(0.0, last - first)
         exposed -= sum(max(0.0, min(last, e["ts"] + e["dur"]) - max(first, e["ts"])) for e in found)
-    span = max((last for _, last in kernels), default=0.0) - min(
-        (first for first, _ in kernels), default=0.0
-    )
+    span = end - start
     return {
         "copies": len(found),
         "from_pageable_memory": sum("Pageable" in e["name"] for e in found),
@@ -609,30 +575,25 @@ def copies_in(events):
 
 def waits(place, folder):
     """No step makes the host wait for the device (`torch.cuda.set_sync_debug_mode`)."""
-    figures, length = (
-        {},
-        "--max_train_steps 16 --log_every 100 --checkpoint_every 0 --eval_every 100",
-    )
-    scripts = {"cifar": (CIFAR, place.cifar), "gpt": (GPT, place.gpt)}
+    length = "--max_train_steps 16 --log_every 100 --checkpoint_every 0 --eval_every 100"
+    scripts = both(place, length)
     if place.gpu:
-        scripts["images"] = (IMAGES, place.images)
-
-    def count(name, script, arguments):
-        fault = f"count_waits@0:{folder}/{name}.json"
-        wrapped(place, fault, script, f"{arguments} {length}", folder / name)
-
-    together(*(partial(count, name, *how) for name, how in scripts.items()))
-    for name in scripts:
-        where = json.loads((folder / f"{name}.json").read_text())
+        scripts.append(("images", IMAGES, f"{place.images} {length}"))
+    together(
+        *(
+            partial(launch, place, *how, folder / name, f"count_waits@0:{folder}/{name}.json")
+            for name, *how in scripts
+        )
+    )
+    figures = {}
+    for name, _, _ in scripts:
+        where = read(folder / f"{name}.json")
         if not place.gpu:
             # The guard reads a loss that has been copied to the host, and the loader makes indices.
             # So the others would be seen.
             assert where.count(next((line for line in where if "guard" in line), None)) >= 10
-            where = [
-                line
-                for line in where
-                if line.split(":")[0] in ("train_cifar.py", "train_gpt.py", "augment.py")
-            ]
+            ours = ("train_cifar.py", "train_gpt.py", "augment.py")
+            where = [line for line in where if line.startswith(ours)]
         assert not where, sorted(set(where))
         figures[f"{name}_waits_in_10_steps"] = len(where)
     return figures
@@ -642,59 +603,45 @@ def tokens(place, folder):
     """Tokens per second of nanoGPT's GPU setting, and the share of the GPU's peak that this is
     (MFU).
     """
-    launch(
-        place,
-        GPT,
-        # On a GPU compiled, as by default.
-        f"{place.gpt} {place.peak or ''} --max_train_steps {place.steps} --log_every 3"
-        f"{' --compile' * place.gpu}",
-        folder / "run",
-    )
-    lines, result = train_lines(folder / "run"), results(folder / "run")
-    lines = lines[len(lines) // 2 :]
-    figures = {"tokens_per_second": statistics.median(line["tokens_per_second"] for line in lines)}
+    # On a GPU compiled, as by default.
+    more = f"{place.peak or ''} {'--compile' * place.gpu}"
+    launch(place, GPT, f"{place.gpt} --max_train_steps {place.steps} --log_every 3 {more}", folder)
+    lines, result = second_half(folder), results(folder)
+    figures = {"tokens_per_second": median_of(lines, "tokens_per_second")}
     if "mfu" in lines[0]:  # the peak is known
-        figures["mfu"] = statistics.median(line["mfu"] for line in lines)
+        figures["mfu"] = median_of(lines, "mfu")
         per_flop = figures["mfu"] / (figures["tokens_per_second"] * result["flops_per_token"])
         assert 0 < figures["mfu"] < 1 or not place.gpu
         assert place.gpu or per_flop == pytest.approx(1 / 1e9, rel=1e-6)  # 0.001 TFLOPS
-    figures["peak_memory_gib"] = result["peak_memory_bytes"] / 2**30
-    return figures
+    return {**figures, "peak_memory_gib": peak_gib(folder)}
 
 
 def activation_checkpointing(place, folder):
     """Recomputing activations saves memory and costs time."""
     figures = {}
+    length = f"--max_train_steps {place.steps // 3} --log_every 2 --checkpoint_every 0"
     for name, flag in (("without", ""), ("with", "--activation_checkpointing")):
-        arguments = f"{place.large_gpt} {flag} --max_train_steps {place.steps // 3} --log_every 2 --checkpoint_every 0"
-        launch(place, GPT, arguments, folder / name)
-        figures[f"{name}_peak_memory_gib"] = results(folder / name)["peak_memory_bytes"] / 2**30
+        launch(place, GPT, f"{place.large_gpt} {flag} {length}", folder / name)
+        figures[f"{name}_peak_memory_gib"] = peak_gib(folder / name)
         figures[f"{name}_step_ms"] = step_milliseconds(folder / name)
-    without, with_ = (
-        [line["loss"] for line in train_lines(folder / name)] for name in ("without", "with")
-    )
+    without, with_ = (losses_of(folder / name) for name in ("without", "with"))
     assert with_ == pytest.approx(without, abs=0.02 if place.gpu else 1e-5)
-    assert (
-        not place.gpu or figures["with_peak_memory_gib"] < 0.7 * figures["without_peak_memory_gib"]
-    ), figures
+    saved = figures["with_peak_memory_gib"] < 0.7 * figures["without_peak_memory_gib"]
+    assert saved or not place.gpu, figures
     return figures
 
 
 def shared_gpu(place, folder):
     """More processes than GPUs are refused with one line, before anything is written."""
     gpus = torch.cuda.device_count() if place.gpu else 1
-    started = {"config": "2gpu", "launcher": ("--num_processes", str(gpus + 1)), "check": False}
+    started = dict(config="2gpu", processes=gpus + 1, check=False)
+    faults = () if place.gpu else ("gpus@1",)
     arguments = f"{place.cifar} --max_train_steps 2"
-    if place.gpu:
-        done = launch(place, CIFAR, arguments, folder / "run", **started)
-    else:
-        done = wrapped(place, "gpus@1", CIFAR, arguments, folder / "run", **started)
+    done = launch(place, CIFAR, arguments, folder / "run", *faults, **started)
     errors = [line for line in done.stderr.splitlines() if line.startswith("error: ")]
-    assert done.returncode != 0 and not (folder / "run").exists()
-    assert (
-        len(errors) == 1
-        and f"starts {gpus + 1} processes on this machine, which has {gpus} GPU" in errors[0]
-    ), done.stderr
+    assert done.returncode != 0 and not (folder / "run").exists() and len(errors) == 1, done.stderr
+    says = f"starts {gpus + 1} processes on this machine, which has {gpus} GPU"
+    assert says in errors[0]
     return {"refused_with": errors[0].removeprefix("error: ")}
 
 
@@ -704,29 +651,20 @@ def one_device(place, folder):
 
     Over gloo: NCCL refuses two processes on one device.
     """
-    arguments, steps = f"{place.gpt} --dropout 0 {frequent(place)}", place.steps
-    two = dict(config="2gpu", launcher=("--num_processes", "2"), precision="no")
+    run_gpt = partial(launch, place, GPT, f"{place.gpt} --dropout 0 {frequent(place)}")
     alone, whole, killed = folder / "one", folder / "two", folder / "two_killed"
-
-    def kill():
-        fault = f"tests/harness/wrapped.py die_in_step@{steps * 2 // 3 + 2}:1 {GPT} {arguments}"
-        script, *words = fault.split()
-        died = wrapped(place, "one_device", script, " ".join(words), killed, check=False, **two)
-        assert died.returncode != 0 and "exitcode: -9" in died.stderr, died.stderr
-        wrapped(place, "one_device", GPT, arguments, killed, **two)
-
+    two = dict(config="2gpu", processes=2, precision="no")
     together(
-        partial(launch, place, GPT, arguments, alone, precision="no"),
-        partial(wrapped, place, "one_device", GPT, arguments, whole, **two),
-        kill,
+        partial(run_gpt, alone, precision="no"),
+        partial(run_gpt, whole, "one_device", **two),
+        partial(kill_and_continue, *run_gpt.args, killed, "one_device", rank=":1", **two),
     )
     assert results(whole)["num_processes"] == 2 and results(killed)["num_processes"] == 2
-    assert results(killed)["resumed_from"] == steps * 2 // 3
     assert final_weights(killed) == final_weights(whole)
-    ours, theirs = ([line["loss"] for line in train_lines(some)] for some in (whole, alone))
+    ours, theirs = losses_of(whole), losses_of(alone)
     # Muon orthogonalizes in float16 on a GPU.
     assert ours == pytest.approx(theirs, rel=2e-2 if place.gpu else 1e-4)
-    return {"largest_difference": max(abs(a / b - 1) for a, b in zip(ours, theirs, strict=True))}
+    return {"largest_difference": farthest(ours, theirs)}
 
 
 def predicted_memory(place, folder):
@@ -738,15 +676,14 @@ def predicted_memory(place, folder):
         f"{place.large_gpt} --block_size 16 --batch_size 2 --optimizer adamw --max_train_steps 3 "
         "--checkpoint_every 0 --eval_every 100000"
     )
-    two = dict(config="2gpu", launcher=("--num_processes", "2"))
-    wrapped(place, "one_device", GPT, arguments, folder / "run", **two)
+    launch(place, GPT, arguments, folder / "run", "one_device", config="2gpu", processes=2)
     result = results(folder / "run")
     link = "--step_seconds 1 --latency 1e-6 --bandwidth 1e9 --processes 2"
     predict = f"--parameters {result['parameters']} {link}"
     launch(place, "scripts/predict_scaling.py", predict, folder / "prediction")
-    made = json.loads((folder / "prediction" / "scaling.json").read_text())
-    predicted = made["comparison"][0]["memory_bytes"]
-    assert made["comparison"][0]["kind"] == "DDP" and predicted == 20 * result["parameters"]
+    ddp = read(folder / "prediction" / "scaling.json")["comparison"][0]
+    predicted = ddp["memory_bytes"]
+    assert ddp["kind"] == "DDP" and predicted == 20 * result["parameters"]
     error = result["peak_memory_bytes"] / predicted - 1
     assert abs(error) < 0.1 or not place.gpu, error
     return {"predicted_gib": predicted / 2**30, "error": error}
@@ -754,30 +691,14 @@ def predicted_memory(place, folder):
 
 HALVES = {
     "first": [
-        default_recipe,
-        kill_and_resume,
-        one_device,
-        waits,
-        tokens,
-        images,
-        copies,
-        orthogonalization,
-        other_ends,
-        cpu_and_gpu,
-        shared_gpu,
+        default_recipe, kill_and_resume, one_device, waits, tokens, images, copies,
+        orthogonalization, other_ends, cpu_and_gpu, shared_gpu,
     ],
     "second": [
-        compiled,
-        determinism,
-        sharded,
-        precisions,
-        predicted_memory,
-        muon_precisions,
-        whole_recipe,
-        batch_sizes,
-        activation_checkpointing,
+        compiled, determinism, sharded, precisions, predicted_memory, muon_precisions,
+        whole_recipe, batch_sizes, activation_checkpointing,
     ],
-}
+}  # fmt: skip
 CHECKS = {check: f"{half}-{check.__name__}" for half, part in HALVES.items() for check in part}
 
 
@@ -786,32 +707,40 @@ CHECKS = {check: f"{half}-{check.__name__}" for half, part in HALVES.items() for
 
 def hardware():
     """What the figures were measured on."""
-    gpu = torch.cuda.get_device_properties(0) if torch.cuda.is_available() else None
+    described = "none"
+    if torch.cuda.is_available():
+        gpu = torch.cuda.get_device_properties(0)
+        memory = f"{gpu.total_memory / 2**30:.0f} GiB"
+        described = f"{torch.cuda.device_count()} x {gpu.name}, {memory}"
+    versions = (f"torch {torch.__version__}", f"CUDA {torch.version.cuda}")
     return {
-        "gpu": f"{torch.cuda.device_count()} x {gpu.name}, {gpu.total_memory / 2**30:.0f} GiB"
-        if gpu
-        else "none",
+        "gpu": described,
         "cpu": f"{os.cpu_count()} cores, {platform.machine()}",
-        "versions": f"torch {torch.__version__}, CUDA {torch.version.cuda}, accelerate {accelerate.__version__}",
+        "versions": ", ".join((*versions, f"accelerate {accelerate.__version__}")),
         "date": datetime.now(UTC).date().isoformat(),
     }
+
+
+@contextlib.contextmanager
+def locked(folder, name):
+    """Waits until no other process holds the file `name` in a folder, which is made, and holds it."""
+    folder.mkdir(parents=True, exist_ok=True)
+    with (folder / name).open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        yield
 
 
 def store(folder, check, figures, seconds):
     """Adds the figures of a check to gpu.json, and writes the table again; the checks may run in
     several processes.
     """
-    folder.mkdir(parents=True, exist_ok=True)
-    path = folder / "gpu.json"
-    with (folder / ".lock").open("w") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)
-        record = json.loads(path.read_text()) if path.exists() else {"checks": {}}
-        record |= {"hardware": hardware()}
-        record["checks"][check.__name__] = {
-            "promise": check.__doc__.splitlines()[0],
-            "seconds": seconds,
-            "figures": figures,
-        }
+    with locked(folder, ".lock"):
+        path = folder / "gpu.json"
+        record = read(path) if path.exists() else {"checks": {}}
+        record["hardware"] = hardware()
+        promise = check.__doc__.splitlines()[0]
+        measured = {"promise": promise, "seconds": seconds, "figures": figures}
+        record["checks"][check.__name__] = measured
         path.write_text(json.dumps(record, indent=1))
         (folder / "gpu.md").write_text(table(record))
 
@@ -820,26 +749,19 @@ def table(record):
     """gpu.json as a Markdown table."""
     lines = [", ".join(record["hardware"].values()), "", "| check | measured |", "|---|---|"]
     for check in record["checks"].values():
-        figures = "; ".join(
-            f"{name.replace('_', ' ')}: {shown(name, value)}"
-            for name, value in check["figures"].items()
+        named = (
+            f"{name.replace('_', ' ')}: {shown(name, v)}" for name, v in check["figures"].items()
         )
-        lines.append(f"| {check['promise']} | {figures} |")
+        lines.append(f"| {check['promise']} | {'; '.join(named)} |")
     return "\n".join(lines) + "\n"
 
 
 def shown(name, value):
-    if isinstance(value, float) and any(
-        word in name for word in ("share", "cost", "mfu", "accuracy", "error")
-    ):
+    if not isinstance(value, float):
+        return value
+    if any(word in name for word in ("share", "cost", "mfu", "accuracy", "error")):
         return f"{value:.1%}"
-    return (
-        f"{value:,.4g}"
-        if isinstance(value, float) and value < 1000
-        else f"{value:,.0f}"
-        if isinstance(value, float)
-        else value
-    )
+    return f"{value:,.4g}" if value < 1000 else f"{value:,.0f}"
 
 
 # -------------------------------------------------------------------------------------------- tests
@@ -850,17 +772,15 @@ def alone():
     """The GPU for one check at a time, however many processes share the tests: else they would slow
     each other down.
     """
-    RESULTS.mkdir(parents=True, exist_ok=True)
-    with (RESULTS / ".alone").open("w") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)
+    with locked(RESULTS, ".alone"):
         yield
 
 
+NO_GPU = "no GPU here (the ordinary tests rehearse this on the CPU)"
+
+
 @pytest.mark.gpu
-@pytest.mark.skipif(
-    not torch.cuda.is_available(),
-    reason="no GPU here (the ordinary tests rehearse this on the CPU)",
-)
+@pytest.mark.skipif(not torch.cuda.is_available(), reason=NO_GPU)
 @pytest.mark.parametrize("check", CHECKS, ids=CHECKS.get)
 def test_on_the_gpus(check, alone, tmp_path):
     start_time = time.perf_counter()
@@ -868,36 +788,22 @@ def test_on_the_gpus(check, alone, tmp_path):
     store(RESULTS, check, figures, time.perf_counter() - start_time)
 
 
-NEEDS_COMPILER = pytest.mark.skipif(
-    not shutil.which("g++"), reason="torch.compile needs a C++ compiler"
-)
-REHEARSED_LATER = {
-    compiled: [pytest.mark.slow, NEEDS_COMPILER],
-    kill_and_resume: pytest.mark.slow,
-    one_device: pytest.mark.slow,
-    images: pytest.mark.slow,
-    determinism: pytest.mark.slow,
-    precisions: pytest.mark.slow,
-    other_ends: pytest.mark.slow,
-    cpu_and_gpu: pytest.mark.slow,
-    batch_sizes: pytest.mark.slow,
-    muon_precisions: pytest.mark.slow,
-    whole_recipe: pytest.mark.slow,
-    default_recipe: pytest.mark.slow,
-    activation_checkpointing: pytest.mark.slow,
-    sharded: pytest.mark.slow,
-}
+def rehearsal(check):
+    marks = [pytest.mark.slow] * (check not in REHEARSED_EVERY_TIME)
+    if check is compiled:
+        reason = "torch.compile needs a C++ compiler"
+        marks.append(pytest.mark.skipif(not shutil.which("g++"), reason=reason))
+    return pytest.param(check, marks=marks, id=CHECKS[check])
 
 
-@pytest.mark.parametrize(
-    "check",
-    [pytest.param(check, marks=REHEARSED_LATER.get(check, ())) for check in CHECKS],
-    ids=CHECKS.get,
-)
+REHEARSED_EVERY_TIME = (waits, tokens, orthogonalization, shared_gpu, predicted_memory)
+
+
+@pytest.mark.parametrize("check", map(rehearsal, CHECKS))
 def test_rehearsed_on_the_cpu(check, tmp_path):
     figures = check(REHEARSAL, tmp_path / "check")
     store(tmp_path / "results", check, figures, 1.0)
-    record = json.loads((tmp_path / "results" / "gpu.json").read_text())
+    record = read(tmp_path / "results" / "gpu.json")
     assert record["checks"][check.__name__]["figures"] == figures and figures
     assert check.__doc__.splitlines()[0] in (tmp_path / "results" / "gpu.md").read_text()
 
@@ -919,10 +825,8 @@ def test_what_a_trace_says_about_copies():
         {"ph": "M", "name": "process_name"},
     ]
     found = copies_in(events)
-    assert found["copies"] == 3 and found["from_pageable_memory"] == 1
-    assert found["busy_share"] == pytest.approx(0.9) and found["exposed_share"] == pytest.approx(
-        0.11
-    )
+    shares = {"busy_share": pytest.approx(0.9), "exposed_share": pytest.approx(0.11)}
+    assert found == {"copies": 3, "from_pageable_memory": 1, **shares}
 
 
 def test_mfu_is_that_of_the_median_line_at_the_size_of_its_images(tmp_path):
@@ -960,22 +864,7 @@ def test_the_table_keeps_the_other_checks(tmp_path):
 
 def test_there_is_a_reason_where_there_is_no_gpu():
     """`-m gpu` on such a machine skips every check, and says why."""
-    words = [
-        "-m",
-        "pytest",
-        "-m",
-        "gpu",
-        "-n",
-        "0",
-        "-rs",
-        "-q",
-        "-p",
-        "no:cacheprovider",
-        str(ROOT / "tests" / "test_gpu.py"),
-    ]
+    words = ["-m", "pytest", *"-m gpu -n 0 -rs -q -p no:cacheprovider tests/test_gpu.py".split()]
     done = warm.run(words, {**os.environ, "CUDA_VISIBLE_DEVICES": ""}, LIMIT, cwd=str(ROOT))
-    assert (
-        done.returncode == 0
-        and f"{len(CHECKS)} skipped" in done.stdout
-        and "no GPU here" in done.stdout
-    ), done.stdout
+    skipped = f"{len(CHECKS)} skipped" in done.stdout and "no GPU here" in done.stdout
+    assert done.returncode == 0 and skipped, done.stdout

@@ -10,7 +10,7 @@ import pytest
 import torch
 from harness.chats import make_tokenizer
 from harness.gpu_rules import FORBIDDEN
-from harness.launches import ROOT, Started, metrics, results, run, run_once, status
+from harness.launches import Started, metrics, results, run, run_once, status
 from safetensors import safe_open
 
 transformers = pytest.importorskip("transformers")
@@ -157,29 +157,32 @@ def test_after_a_kill_it_continues_exactly(lm, chats, tmp_path):
         assert column(tmp_path, "loss", split) == column(lm("2cpu").folder, "loss", split)
 
 
-@pytest.mark.parametrize("what", ["own", "moved", "another"])
-def test_evaluate_finds_the_same_loss_and_scores_other_data(what, lm, chats, tmp_path):
-    folder, config, words = lm("cpu").folder, None, []
-    if what == "own":
-        config = "2cpu"
-    elif what == "moved":
-        words = ["--dataset", str(shutil.copytree(chats, tmp_path / "moved"))]
-    else:
-        (tmp_path / "a.txt").write_text("ab" * 150)
-        words = ["--dataset", str(tmp_path / "a.txt")]
-    done = run(config, EVALUATE, [str(folder), *words], output_dir=tmp_path / "scores")
+@pytest.mark.parametrize("config", [None, "2cpu"])
+def test_evaluate_finds_the_same_loss(config, lm, chats, tmp_path):
+    """Also where the data was moved."""
+    folder, words = lm("cpu").folder, [str(lm("cpu").folder)]
+    if config is None:
+        words += ["--dataset", str(shutil.copytree(chats, tmp_path / "moved"))]
+    done = run(config, EVALUATE, words, output_dir=tmp_path / "scores")
     found = results(tmp_path / "scores")
-    if what == "another":  # all of its 300 bytes, and the end; the first is not predicted
-        assert found["all_tokens"] == 300
-        expected = found["all_loss"] * 300 / 299 / math.log(2)
-        assert found["all_bits_per_byte"] == pytest.approx(expected)
-        return
     assert found["val_loss"] == pytest.approx(results(folder)["val_loss"], rel=1e-6)
     assert found["val_perplexity"] == pytest.approx(math.exp(found["val_loss"]))
-    last = done.stdout.splitlines()[-1]
     error = found["val_loss_standard_error"]
-    assert f"loss {found['val_loss']:.4f} ± {error:.4f} nats per token" in last
-    assert f"on {found['val_tokens']:,} tokens" in last and str(tmp_path / "scores") in last
+    said = f"loss {found['val_loss']:.4f} ± {error:.4f} nats per token"
+    last = done.stdout.splitlines()[-1]
+    assert said in last and f"on {found['val_tokens']:,} tokens" in last
+    assert str(tmp_path / "scores") in last
+
+
+def test_evaluate_scores_other_data(lm, tmp_path):
+    """All of its 300 bytes, and the end; the first is not predicted."""
+    (tmp_path / "a.txt").write_text("ab" * 150)
+    words = [str(lm("cpu").folder), "--dataset", str(tmp_path / "a.txt")]
+    run(None, EVALUATE, words, output_dir=tmp_path / "scores")
+    found = results(tmp_path / "scores")
+    expected = found["all_loss"] * 300 / 299 / math.log(2)
+    assert found["all_tokens"] == 300
+    assert found["all_bits_per_byte"] == pytest.approx(expected)
 
 
 def test_lora_saves_the_adapter_only_and_refuses_another_base(lm, chats, tmp_path):
@@ -235,11 +238,16 @@ def test_two_processes_send_only_what_nccl_takes(chats, tmp_path):
     assert strict and collectives >= 5 and not set(operations) & FORBIDDEN
 
 
-SHARDED = dict(launcher=("--mixed_precision", "no", "--num_processes", "2"))
+SHARDED, SHARDED_BF16 = (
+    dict(launcher=("--mixed_precision", precision, "--num_processes", "2"))
+    for precision in ("no", "bf16")
+)
 CONTINUED = {
     "lora": ("cpu", f"--model {{base}} {LORA}", {}),
     "sharded": ("4gpu_fsdp", SMALL, SHARDED),
     "sharded_lora": ("4gpu_fsdp", f"--model {{base}} {LORA}", SHARDED),
+    # Frozen weights in bfloat16 and adapters in float32, computed in bf16.
+    "bfloat16": ("4gpu_fsdp", f"--model {{base}} {LORA} --dtype bfloat16", SHARDED_BF16),
     # GPT-2 has dropout, Conv1D and tied weights.
     "gpt2": ("2cpu", f"{SMALL} {IN_PARTS}", {}),
     **dict.fromkeys(["qwen3", "mixtral", "gemma2"], ("2cpu", f"{SMALL} {IN_PARTS}", {})),
@@ -269,6 +277,10 @@ def test_every_kind_of_model_continues_exactly(name, lm, chats, tmp_path):
     if name in ("qwen3", "gemma2"):  # dropout and the balance of experts depend on the topology
         run("cpu", LM, words, output_dir=tmp_path / "one")
         assert column(whole, "loss") == pytest.approx(column(tmp_path / "one", "loss"), abs=1e-4)
+    if name == "bfloat16":
+        peft.PeftModel.from_pretrained(load(lm("cpu").folder / "model"), whole / "adapter")
+        found = column(whole, "loss", "val")
+        assert found[12] < found[0]
     if name == "lora":
         run(None, EVALUATE, str(whole), output_dir=tmp_path / "scores")
         found, expected = results(tmp_path / "scores"), results(whole)
@@ -296,17 +308,3 @@ def test_streams_continue_exactly_also_on_another_number_of_processes(name, tmp_
         other = words.replace("--mixture 3 1", "--mixture 1 1")
         refused = run("cpu", LM, other, output_dir=tmp_path / "two", check=False)
         assert refused.returncode and "--mixture 1.0 1.0 (was 3.0 1.0)" in refused.stderr
-
-
-@pytest.mark.slow
-def test_lora_of_a_bfloat16_base_is_sharded(lm, chats, tmp_path):
-    """With float32 adapters, computed in bf16."""
-    config = (ROOT / "accelerate_configs" / "4gpu_fsdp.yaml").read_text()
-    (tmp_path / "config.yaml").write_text(config.replace("use_cpu: false", "use_cpu: true"))
-    arguments = f"--model {lm('cpu').folder / 'model'} --dataset {chats} {LORA} --dtype bfloat16"
-    launcher = ("--num_processes", "2")
-    run(tmp_path / "config.yaml", LM, arguments, output_dir=tmp_path / "run", launcher=launcher)
-    found = column(tmp_path / "run", "loss", "val")
-    assert found[12] < found[0]
-    base = transformers.AutoModelForCausalLM.from_pretrained(lm("cpu").folder / "model")
-    peft.PeftModel.from_pretrained(base, tmp_path / "run" / "adapter")

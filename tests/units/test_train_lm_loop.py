@@ -1,6 +1,7 @@
 """The loop of train_lm.py, in this process: accumulation, the logged loss, clipping, dropout, sources."""
 
 import json
+import re
 import shlex
 import sys
 from itertools import pairwise
@@ -65,6 +66,9 @@ def test_micro_batches_compute_what_one_batch_does(train):
         train("whole", clipped),
         train("parts", f"{clipped} --gradient_accumulation_steps 2"),
     )
+    sample = (whole / "sample.txt").read_text()
+    assert len(re.findall(r"^\(in the data: (w )*w\)$", sample, re.MULTILINE)) == 3
+    assert re.match(r"> user\nSay \d+\.\nassistant\n\n", sample)
     assert len(column(whole, "loss")) == 4 and min(column(whole, "grad_norm")) > 0.3
     for name in ("loss", "grad_norm", "lr"):
         assert column(parts, name) == pytest.approx(column(whole, name), rel=1e-4), name
@@ -118,8 +122,9 @@ def test_a_restart_draws_the_same_dropout_masks(train, monkeypatch):
     assert column(stopped, "loss", "val") == column(whole, "loss", "val")
 
 
-def test_a_mixture_logs_the_tokens_and_the_loss_of_each_source(train, capsys):
-    words = "--mixture 3 1 --batch_size 8 --max_train_steps 30 --log_every 10 --eval_every 30"
+def test_a_mixture_logs_the_tokens_and_the_loss_of_each_source(train, folder, capsys):
+    (folder / "prompts.txt").write_text("who?")
+    words = f"--prompts {folder}/prompts.txt --mixture 3 1 --batch_size 8 --max_train_steps 30 --log_every 10 --eval_every 30"
     run = train("run", words, data="chats.jsonl texts.jsonl")
     assert capsys.readouterr().out.count("chats.jsonl is exhausted and repeats") == 1
     seen = [column(run, f"tokens_seen/{name}.jsonl") for name in ("chats", "texts")]
@@ -129,3 +134,5 @@ def test_a_mixture_logs_the_tokens_and_the_loss_of_each_source(train, capsys):
     for line in (metrics(run, "train")[-1], metrics(run, "val")[-1]):
         parts = [line[f"loss/{name}.jsonl"] for name in ("chats", "texts")]
         assert min(parts) < line["loss"] < max(parts)
+    sample = (run / "sample.txt").read_text()
+    assert sample.startswith("> user\nwho?\nassistant\n") and "in the data" not in sample

@@ -2,8 +2,6 @@
 
 import ast
 import functools
-import importlib.util
-import json
 import re
 import sys
 from graphlib import TopologicalSorter
@@ -45,12 +43,13 @@ def imports_of(node):
     return {alias.name for alias in node.names} if isinstance(node, ast.Import) else set()
 
 
+def dotted(path):
+    return ".".join(path.relative_to(ROOT).with_suffix("").parts)
+
+
 def own(path):
     """The modules of `utils` that a file imports, by their dotted names."""
-    known = {
-        ".".join(p.relative_to(ROOT).with_suffix("").parts) for room in ROOMS for p in modules(room)
-    }
-    return imports(path) & known
+    return imports(path) & {dotted(module) for room in ROOMS for module in modules(room)}
 
 
 @pytest.mark.parametrize("room", ROOMS)
@@ -63,17 +62,8 @@ def test_nobody_imports_upwards(room):
 
 
 def test_modules_import_each_other_in_no_circle():
-    graph = {}
-    for room in ROOMS:
-        for path in modules(room):
-            name = ".".join(path.relative_to(ROOT).with_suffix("").parts)
-            graph[name] = own(path)
+    graph = {dotted(path): own(path) for room in ROOMS for path in modules(room)}
     assert len(list(TopologicalSorter(graph).static_order())) == len(graph)  # raises CycleError
-
-
-def test_packages_hold_nothing_themselves():
-    for room in ROOMS:
-        assert (ROOT / room / "__init__.py").read_text() == ""
 
 
 def test_what_comes_before_torch_imports_only_the_standard_library():
@@ -86,18 +76,13 @@ def test_what_comes_before_torch_imports_only_the_standard_library():
             )
 
 
-def test_every_module_is_used():
+def test_every_module_is_used_and_on_the_map_of_the_rooms():
     used = set().union(*(own(path) for room in (*ROOMS, "scripts") for path in modules(room)))
-    for room in ROOMS:
-        for path in modules(room):
-            assert ".".join(path.relative_to(ROOT).with_suffix("").parts) in used, path.name
-
-
-def test_the_map_of_the_rooms_names_every_module():
     page = (ROOT / "utils" / "README.md").read_text()
     for room in ROOMS:
+        assert (ROOT / room / "__init__.py").read_text() == ""
         for path in modules(room):
-            assert re.search(rf"`{path.stem}`", page), path.name
+            assert dotted(path) in used and f"`{path.stem}`" in page, path.name
 
 
 def test_every_dependency_is_required():
@@ -152,26 +137,86 @@ def test_the_tests_are_collected_without_packages_that_few_need():
             assert not imports_at_once(path, set()) & few, path.name
 
 
-def test_every_wrong_edit_applies():
-    """What each of tests/mutants.py changes stands once in its file, and its tests exist."""
-    for mutant in load_mutants().MUTANTS:
-        assert (ROOT / mutant.file).read_text().count(mutant.old) == 1, mutant.name
-        assert (ROOT / "tests" / mutant.tests.split()[0]).exists(), mutant.name
+# ------------------------------------------------------------------------------------ the tests
+
+KNOWN = set(
+    "README.md requirements.txt conftest.py harness promises properties units test_gpu.py "
+    "test_gpu_path.py test_structure.py canaries.py mutation.py plot_topologies.py recipes.py "
+    "step_costs.py".split()
+)
+# Private names of libraries that tests need, because there is no public one.
+LIBRARY_NAMES = {
+    "_dynamo": "says what was compiled",
+    "_exit": "ends a process as the product does",
+    "_jit_get_all_schemas": "lists the operators of torch",
+    "_orig_mod": "prefixes the weights of a compiled model",
+    "_replace": "is public in a namedtuple",
+    "_subclasses": "has tensors without data",
+}
+# They may reach into the product: they replace parts of it, or stand for Accelerate.
+REACH_INSIDE = {"wrapped.py", "fakes.py"}
 
 
-def test_every_survivor_has_a_reason():
-    """Those that behave the same are told from those that no test notices yet."""
-    for entry in json.loads((ROOT / "tests" / "survivors.json").read_text()):
-        assert entry.keys() == {"file", "function", "line", "mutated", "reason"}
-        assert (ROOT / entry["file"]).exists() and len(entry["reason"]) > 20, entry
-        assert entry["reason"].startswith(("equivalent", "accepted")), entry
+def files_of_tests(*rooms):
+    return [path for room in rooms for path in sorted((ROOT / "tests" / room).glob("*.py"))]
 
 
-def load_mutants():
-    spec = importlib.util.spec_from_file_location("mutants", ROOT / "tests" / "mutants.py")
-    sys.modules["mutants"] = module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+def private_names(path, of_the_product):
+    """What a file reads, sets, replaces or imports that is private: "file:line name"."""
+    parts_of_words = set()  # of f-strings: f"{rank}_of" names nothing
+    for node in ast.walk(parsed(path)):
+        names = []
+        if isinstance(node, ast.JoinedStr):
+            parts_of_words |= set(node.values)
+        elif isinstance(node, ast.Attribute):
+            own = isinstance(node.value, ast.Name) and node.value.id in ("self", "cls")
+            names = [] if own else [node.attr]
+        elif isinstance(node, ast.Import | ast.ImportFrom):
+            names = [part for name in imports_of(node) for part in name.split(".")]
+        elif isinstance(node, ast.keyword):
+            names = [node.arg or ""]
+        elif isinstance(node, ast.Constant) and node not in parts_of_words:
+            # As in `setattr(x, "_y")` and `monkeypatch.setattr("utils.run.x._y", ...)`.
+            named = re.fullmatch(r"[\w.]+", str(node.value))
+            names = of_the_product.intersection(str(node.value).split(".")) if named else []
+        for name in names:
+            if re.fullmatch(r"_[a-zA-Z]\w*", name) and name not in LIBRARY_NAMES:
+                yield f"{path.name}:{node.lineno} {name}"
+
+
+def test_tests_use_no_private_name():
+    """So the inside of the product can be rebuilt under the same tests."""
+    product = [path for room in (*ROOMS, "scripts") for path in modules(room)]
+    names = {name for p in product for name in re.findall(r"\b_[a-zA-Z]\w*", p.read_text())}
+    found = []
+    for path in files_of_tests("promises", "properties", "units"):
+        found += private_names(path, names)
+    for path in files_of_tests("harness"):  # nor through a wrapper
+        if path.name not in REACH_INSIDE:
+            found += [use for use in private_names(path, names) if use.split()[1] in names]
+    assert not found, f"{len(found)} uses: {', '.join(found)}"
+
+
+def test_promises_know_commands_and_files_only():
+    """What a script or a module does inside is for the other rooms."""
+    scripts, found = {path.stem for path in modules("scripts")}, []
+    for path in files_of_tests("promises"):
+        names = {name for name in imports(path) if name.split(".")[0] in {"utils", *scripts}}
+        names |= {"load_script"} & {n.id for n in ast.walk(parsed(path)) if isinstance(n, ast.Name)}
+        found += [f"{path.name}: {name}" for name in names]
+    assert not found, sorted(found)
+
+
+def test_every_test_is_in_its_room():
+    unknown = {path.name for path in (ROOT / "tests").iterdir()} - KNOWN
+    assert not {name for name in unknown if not name.startswith((".", "__"))}
+    names = [
+        path.name for path in files_of_tests(".", "harness", "promises", "properties", "units")
+    ]
+    assert len(names) == len(set(names)), "two files have the same name"
+
+
+# ----------------------------------------------------------------------------------- the scripts
 
 
 @pytest.mark.parametrize("script", LIMITS)

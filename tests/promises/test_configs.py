@@ -10,13 +10,14 @@ import yaml
 from harness.launches import ROOT, Started, run
 
 ALL = sorted((ROOT / "accelerate_configs").glob("*.yaml"))
+PROBE = "tests/harness/probe_processes.py"
 CONFIGS = [path for path in ALL if "node" not in path.name]
 
 
 @pytest.mark.parametrize("path", CONFIGS, ids=lambda path: path.stem)
 def test_starts_as_many_processes_as_it_says(path, tmp_path):
     processes = int(re.search(r"num_processes: (\d+)", path.read_text())[1])
-    done = run(str(path), "tests/harness/probe_processes.py", [str(tmp_path)])
+    done = run(str(path), PROBE, [str(tmp_path)])
     reports = [json.loads(file.read_text()) for file in tmp_path.iterdir()]
     assert sorted(rank["rank"] for rank in reports) == list(range(processes))
     assert {rank["processes"] for rank in reports} == {processes}
@@ -33,13 +34,9 @@ def test_starts_as_many_processes_as_it_says(path, tmp_path):
 
 def test_hybrid_sharding_shards_over_neighbors_and_replicates_over_the_others(tmp_path):
     """2 x 2 processes on this machine; test_machines.py has two machines."""
-    typed = "--num_machines 1 --num_processes 4 --main_process_port 0 --parallelism_config_dp_shard_size 2"
-    run(
-        "2node_8gpu_fsdp",
-        "tests/harness/probe_processes.py",
-        [str(tmp_path)],
-        launcher=typed.split(),
-    )
+    typed = "--num_machines 1 --num_processes 4 --main_process_port 0"
+    typed += " --parallelism_config_dp_shard_size 2"
+    run("2node_8gpu_fsdp", PROBE, [str(tmp_path)], launcher=typed.split())
     reports = [json.loads((tmp_path / f"{rank}.json").read_text()) for rank in range(4)]
     assert all(report["sharded"] for report in reports)
     assert [report["mesh"] for report in reports] == [
@@ -56,21 +53,17 @@ def test_a_launch_on_one_machine_asks_for_any_free_port(path):
     assert fields["num_processes"] == 1 or fields["main_process_port"] == 0
 
 
+@pytest.mark.slow
 def test_two_launches_at_once_find_any_free_port(tmp_path):
-    (tmp_path / "wait.py").write_text(
-        "import signal\nfrom accelerate import "
-        "Accelerator\nAccelerator(cpu=True)\nprint('ready', flush=True)\nsignal.pause()\n"
-    )
-    first = Started("2cpu", "wait.py", "", root=tmp_path)
+    script, second = tmp_path / "wait.py", tmp_path / "second"
+    second.mkdir()
+    wait = "Accelerator(cpu=True)\nprint('ready', flush=True)\nsignal.pause()\n"
+    script.write_text(f"import signal\nfrom accelerate import Accelerator\n{wait}")
+    first = Started("2cpu", script.name, "", root=tmp_path)
     first.wait_for("ready")
-    (tmp_path / "second").mkdir()
-    second = run(
-        "2cpu", "tests/harness/probe_processes.py", [str(tmp_path / "second")], check=False
-    )
+    done = run("2cpu", PROBE, [str(second)], check=False)
     first.kill_all()
-    assert second.returncode == 0 and len(list((tmp_path / "second").iterdir())) == 2, (
-        second.stderr[-2000:]
-    )
+    assert done.returncode == 0 and len(list(second.iterdir())) == 2, done.stderr[-2000:]
 
 
 @pytest.mark.parametrize("path", ALL, ids=lambda path: path.stem)
@@ -80,3 +73,11 @@ def test_default_batches_divide_over_its_processes(path):
     for script in (ROOT / "scripts").glob("train_*.py"):
         sizes = re.findall(r'\bbatch_size(?:=|".*?default=)(\d+)', script.read_text())
         assert sizes and not [size for size in sizes if int(size) % processes], script.name
+
+
+@pytest.mark.parametrize("path", ALL, ids=lambda path: path.stem)
+def test_every_field_is_explained(path):
+    lines = [line for line in path.read_text().splitlines() if line and not line.startswith("#")]
+    assert all("#" in line for line in lines if not line.endswith(":")), path.name
+    fields = yaml.safe_load(path.read_text())
+    assert isinstance(fields["mixed_precision"], str), "an unquoted no is read as false"

@@ -6,15 +6,11 @@ import json
 import re
 from collections import defaultdict
 from signal import SIGKILL
-from types import SimpleNamespace
 
 import pytest
-import torch
 from harness.launches import CIFAR, ROOT, SMALL, Started, metrics, results, run, status
 
-from utils.run import launch, launcher
-
-WRAPPED = str(ROOT / "tests" / "wrapped.py")
+WRAPPED = "tests/harness/wrapped.py"
 RUN = f"{SMALL} --max_train_steps 24 --eval_every 24 --checkpoint_every 5"
 # The rendezvous store of the launchers, as the page starts it. It outlives the loss of any machine.
 RENDEZVOUS_STORE = re.search(
@@ -32,19 +28,15 @@ def start(machines, tmp_path):
 
     def launch(machine, *fault, arguments=RUN):
         conf = "is_host=0,join_timeout=200,last_call_timeout=3,keep_alive_interval=1"
-        torchrun = "-m torch.distributed.run --nnodes 1:2 --nproc_per_node 2 --max_restarts 5 --rdzv_backend c10d"
-        torchrun += f" --rdzv_id {tmp_path.name} --rdzv_endpoint {machines[0].address}:29400 --rdzv_conf {conf}"
-        torchrun += f" --local_addr {machine.address}"
-        words = [
-            f"record_steps@3+12:{tmp_path}/records",
-            *(word for name in fault for word in (WRAPPED, name)),
-            CIFAR,
-        ]
+        torchrun = "-m torch.distributed.run --nnodes 1:2 --nproc_per_node 2 --max_restarts 5"
+        torchrun += f" --rdzv_id {tmp_path.name} --rdzv_endpoint {machines[0].address}:29400"
+        torchrun += f" --rdzv_backend c10d --rdzv_conf {conf} --local_addr {machine.address}"
+        faults = [word for name in fault for word in (str(ROOT / WRAPPED), name)]
+        words = [f"record_steps@3+12:{tmp_path}/records", *faults, CIFAR]
         env = {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1", "ACCELERATE_MIXED_PRECISION": "no"}
         options = dict(config=None, launcher=torchrun.split(), env=env)
-        return machine.started(
-            "tests/harness/wrapped.py", [*words, *arguments.split()], tmp_path / "run", **options
-        )
+        words += arguments.split()
+        return machine.started(WRAPPED, words, tmp_path / "run", **options)
 
     yield launch
     store.kill_all()
@@ -58,29 +50,23 @@ def attempts(folder):
     files = sorted((folder / "records").iterdir(), key=lambda file: file.stat().st_mtime)
     for line in (json.loads(line) for file in files for line in file.read_text().splitlines()):
         parts[line["attempt"], line["processes"]][line["step"]].append(line["ids"])
-    return [
-        (
-            processes,
-            {
-                step: sorted(i for part in ids for i in part)
-                for step, ids in steps.items()
-                if len(ids) == processes
-            },
-        )
-        for (_, processes), steps in parts.items()
-    ]
+    found = []
+    for (_, processes), steps in parts.items():
+        whole = {step: ids for step, ids in steps.items() if len(ids) == processes}
+        whole = {step: sorted(i for part in ids for i in part) for step, ids in whole.items()}
+        found.append((processes, whole))
+    return found
 
 
 def undisturbed(folder):
     """The run with one process: its folder, and the ids of each step."""
     records = folder / "one_records"
     records.mkdir()
-    wrapped = [f"record_steps@0:{records}", CIFAR, *RUN.split()]
-    run("cpu", "tests/harness/wrapped.py", wrapped, output_dir=folder / "one")
+    words = [f"record_steps@0:{records}", CIFAR, *RUN.split()]
+    run("cpu", WRAPPED, words, output_dir=folder / "one")
     (file,) = records.iterdir()
-    return folder / "one", {
-        line["step"]: sorted(line["ids"]) for line in map(json.loads, file.read_text().splitlines())
-    }
+    lines = map(json.loads, file.read_text().splitlines())
+    return folder / "one", {line["step"]: sorted(line["ids"]) for line in lines}
 
 
 def check(folder):
@@ -93,58 +79,25 @@ def check(folder):
         for step, ids in steps.items():
             assert ids == expected[step], step
     assert set().union(*(steps for _, steps in found)) == expected.keys() == set(range(1, 25))
-    assert (
-        status(folder / "run")["state"] == "finished"
-        and results(folder / "run")["global_step"] == 24
-    )
+    assert status(folder / "run")["state"] == "finished"
+    assert results(folder / "run")["global_step"] == 24
     for ours, theirs in zip(metrics(folder / "run", "train"), metrics(one, "train"), strict=True):
         assert ours == pytest.approx(theirs, abs=1e-4)
     return [(processes, min(steps), max(steps)) for processes, steps in found if steps]
 
 
+@pytest.mark.slow
 def test_the_batch_must_divide_over_every_number_of_processes(tmp_path):
-    conf = (
-        "--rdzv_backend",
-        "c10d",
-        "--rdzv_endpoint",
-        "localhost:0",
-        "--rdzv_conf",
-        "last_call_timeout=1",
-    )
-    torchrun = ("-m", "torch.distributed.run", "--nnodes=1:3", "--nproc_per_node", "2", *conf)
-    done = run(
-        None,
-        CIFAR,
-        f"{SMALL} --batch_size 500",
-        launcher=torchrun,
-        output_dir=tmp_path / "run",
-        check=False,
-    )
+    torchrun = "-m torch.distributed.run --nnodes=1:3 --nproc_per_node 2 --rdzv_backend c10d "
+    torchrun += "--rdzv_endpoint localhost:0 --rdzv_conf last_call_timeout=1"
+    options = dict(launcher=torchrun.split(), output_dir=tmp_path / "run", check=False)
+    done = run(None, CIFAR, f"{SMALL} --batch_size 500", **options)
     errors = [line for line in done.stderr.splitlines() if line.startswith("error: ")]
     assert errors == [
         "error: --batch_size 500 does not divide evenly over 2, 4 or 6 process(es) x 1 "
         "accumulation step(s): use 492 or 504"
     ]
     assert done.returncode != 0 and not (tmp_path / "run").exists()
-
-
-@pytest.mark.parametrize(
-    ("nnodes", "machines", "processes", "possible"),
-    [("1:3", "2", 4, [2, 4, 6]), ("2", "2", 4, [4]), (None, "2", 4, [4]), ("1:3", "2", 3, [3])],
-)
-def test_possible_numbers_of_processes(nnodes, machines, processes, possible, monkeypatch, capsys):
-    monkeypatch.setattr(launcher, "option", {"--nnodes": nnodes}.get)
-    monkeypatch.setenv("GROUP_WORLD_SIZE", machines)
-    monkeypatch.setenv("WORLD_SIZE", str(processes))
-    facts = dict(
-        is_fsdp2=False, is_main_process=True, mixed_precision="no", device=torch.device("cpu")
-    )
-    accelerator = SimpleNamespace(num_processes=processes, **facts)
-    assert launch.possible_processes(accelerator) == possible
-    monkeypatch.setattr(torch.distributed, "get_backend", lambda: "gloo")
-    assert launch.print_banner(accelerator, 24, 2) == 24 // processes // 2
-    said = "continues from its last checkpoint with 2, 4 or 6 processes" in capsys.readouterr().out
-    assert said == (len(possible) > 1)
 
 
 # The second machine joins while the first one, alone, holds step 3. A signal stops the run one step

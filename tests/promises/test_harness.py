@@ -7,13 +7,12 @@ import os
 import signal
 
 import pytest
-from harness.launches import CIFAR, SMALL, Started, command, final_weights, metrics, run, some_slow
-
-from scripts.chaos import launch
+from harness.launches import CIFAR, SMALL, Started, final_weights, metrics, run, some_slow
 
 # Variables that differ between launches: ports, run ids, error files. (_ is set by the shell,
 # PADDING by the server.)
 OF_ONE_LAUNCH = {"MASTER_PORT", "TORCHELASTIC_RUN_ID", "TORCHELASTIC_ERROR_FILE", "PADDING", "_"}
+LATE = "lambda: (time.sleep(0.1), print('some words'))"
 
 
 @pytest.mark.parametrize("config", some_slow([None, "cpu", "2cpu"], "cpu", "2cpu"))
@@ -22,26 +21,19 @@ def test_a_forked_process_starts_in_the_same_state_as_an_executed_one(config, tm
     for cold in (False, True):
         out = tmp_path / ("cold" if cold else "warm")
         out.mkdir()
-        run(
-            config,
-            "tests/harness/probe_start.py",
-            [str(out), "--flag", "a word  with  spaces"],
-            cold=cold,
-        )
-        states[cold] = {
-            file.name: json.loads(file.read_text().replace(str(out), "OUT"))
-            for file in out.iterdir()
-        }
-    assert states[True].keys() == states[False].keys() and len(states[True]) == (
-        2 if config == "2cpu" else 1
-    )
+        words = [str(out), "--flag", "a word  with  spaces"]
+        run(config, "tests/harness/probe_start.py", words, cold=cold)
+        texts = {file.name: file.read_text().replace(str(out), "OUT") for file in out.iterdir()}
+        states[cold] = {name: json.loads(text) for name, text in texts.items()}
+    assert states[True].keys() == states[False].keys()
+    assert len(states[True]) == (2 if config == "2cpu" else 1)
     for rank, executed in states[True].items():
         forked = states[False][rank]
         for kind in ("environment", "environment in /proc"):
             for name in OF_ONE_LAUNCH:
-                assert (executed[kind].pop(name, None) is None) == (
-                    forked[kind].pop(name, None) is None
-                ) or name == "PADDING"
+                alike = (name in executed[kind]) == (name in forked[kind])
+                assert alike or name == "PADDING"
+                executed[kind].pop(name, None), forked[kind].pop(name, None)
         if config is None:  # its parent is the server, or this process
             executed["parent's command in /proc"] = forked["parent's command in /proc"]
         for fact in executed:
@@ -59,10 +51,7 @@ def test_a_forked_process_starts_in_the_same_state_as_an_executed_one(config, tm
         ("import os, signal; os.kill(os.getpid(), signal.SIGKILL)", -9),
         ("import os, signal; os.kill(os.getpid(), signal.SIGTERM)", -15),
         ("import atexit; atexit.register(print, 'some words')", 0),
-        (
-            "import threading, time; threading.Thread(target=lambda: (time.sleep(0.1), print('some words'))).start()",
-            0,
-        ),
+        (f"import threading, time; threading.Thread(target={LATE}).start()", 0),
     ],
 )
 def test_a_forked_process_ends_as_an_executed_one_does(line, code, tmp_path):
@@ -77,25 +66,15 @@ def test_a_forked_process_ends_as_an_executed_one_does(line, code, tmp_path):
 
 
 @pytest.mark.slow
-def test_an_executed_run_ends_with_the_bytes_of_a_forked_one(reference, tmp_path):
-    run("2cpu", CIFAR, SMALL, output_dir=tmp_path / "cold", cold=True)
-    assert final_weights(tmp_path / "cold") == final_weights(reference("2cpu", 2).folder)
-    assert metrics(tmp_path / "cold", "train") == metrics(reference("2cpu", 2).folder, "train")
-
-
-@pytest.mark.slow
-def test_an_executed_run_is_killed_and_continues_like_a_forked_one(reference, tmp_path):
+def test_an_executed_run_ends_with_the_bytes_of_a_forked_one_also_after_a_kill(reference, tmp_path):
     """Two new interpreters, each with its own hash seed: one before the kill, one after it."""
-    with (tmp_path / "log").open("w") as log:
-        launcher = launch(
-            command("cpu", "tests/harness/wrapped.py", ["die_in_step@9", CIFAR, *SMALL.split()]),
-            tmp_path / "run",
-            log,
-        )
-        assert launcher.wait() != 0
-    assert (tmp_path / "run" / "checkpoints" / "step_00000006").exists()
-    run("cpu", CIFAR, SMALL, output_dir=tmp_path / "run", cold=True)
-    assert final_weights(tmp_path / "run") == final_weights(reference("cpu").folder)
+    folder, words = tmp_path / "run", ["die_in_step@9:1", CIFAR, *SMALL.split()]
+    options = dict(output_dir=folder, cold=True)
+    assert run("2cpu", "tests/harness/wrapped.py", words, check=False, **options).returncode != 0
+    assert (folder / "checkpoints" / "step_00000006").exists()
+    run("2cpu", CIFAR, SMALL, **options)
+    assert final_weights(folder) == final_weights(reference("2cpu", 2).folder)
+    assert metrics(folder, "train") == metrics(reference("2cpu", 2).folder, "train")
 
 
 def test_a_forked_process_can_be_stopped_by_a_signal_to_its_group(tmp_path):

@@ -1,0 +1,83 @@
+"""chaos.py with a command that does next to nothing: it kills, continues, compares and cleans up."""
+
+import json
+import os
+import signal
+import sys
+
+import psutil
+import pytest
+from harness.launches import Started, all_end, run
+
+CHAOS = "scripts/chaos.py"
+# Behaves as plan.json says for the folder of a run: it fails, waits, or ends with other weights.
+COMMAND = """
+import json, os, pathlib, sys, time
+folder = pathlib.Path(sys.argv[sys.argv.index("--output_dir") + 1])
+here = pathlib.Path(__file__).parent
+plan = json.loads((here / "plan.json").read_text())
+if plan.get("fails") == folder.name:
+    sys.exit(3)
+folder.mkdir(parents=True, exist_ok=True)
+(folder / "metrics.jsonl").write_text(json.dumps({"split": "train", "step": 1}) + "\\n")
+if plan.get("waits") == folder.name:
+    (here / "pid").write_text(str(os.getpid()))
+    time.sleep(1000)
+time.sleep(0.3)
+(folder / "model.safetensors").write_text(str(plan.get("differs") == folder.name))
+(folder / "results.json").write_text(json.dumps({"resumed_from": plan["from"]}))
+"""
+
+
+@pytest.fixture
+def words(tmp_path):
+    """The arguments of chaos.py, given the plan of its command."""
+    (tmp_path / "command.py").write_text(COMMAND)
+
+    def write(**plan):
+        (tmp_path / "plan.json").write_text(json.dumps({"from": 5} | plan))
+        command = ["--", sys.executable, "-S", str(tmp_path / "command.py")]
+        return ["--kills", "3", "--folder", str(tmp_path / "chaos"), *command]
+
+    return write
+
+
+def test_an_interrupted_chaos_run_continues_with_the_round_that_was_not_finished(words, tmp_path):
+    folder = tmp_path / "chaos"
+    first = run(None, CHAOS, words(fails="round_2"), check=False)
+    assert (
+        first.returncode == 1 and "round_2: a relaunch failed without being killed" in first.stderr
+    )
+    kept = (folder / "reference" / "model.safetensors").stat().st_mtime_ns
+    second = run(None, CHAOS, words())
+    assert (folder / "reference" / "model.safetensors").stat().st_mtime_ns == kept
+    assert "continues: 2 figures are kept" in second.stdout and "left" in second.stdout
+    last = second.stdout.splitlines()[-1]
+    rounds = second.stdout.count("identical")
+    assert last.startswith("3 kills (") and f"in {rounds} run(s), {rounds} of which contin" in last
+    assert not (folder / "unfinished.json").exists() and not (folder / "round_1").exists()
+
+
+def test_chaos_fails_if_no_run_continued_or_nothing_starts(words, tmp_path):
+    done = run(None, CHAOS, words(**{"from": 0}), check=False)
+    assert done.returncode == 1
+    assert "3 kills, and no run continued from a checkpoint: give" in done.stderr
+    missing = [*words()[:4], "--", "accelrate", "launch"]
+    done = run(None, CHAOS, missing, check=False)
+    assert done.returncode == 2 and "cannot start accelrate: No such file" in done.stderr
+
+
+def test_chaos_starts_over_after_a_difference(words, tmp_path):
+    done = run(None, CHAOS, words(differs="round_1"), check=False)
+    assert done.returncode == 1 and "model.safetensors differs" in done.stdout
+    folder = tmp_path / "chaos"
+    assert (folder / "round_1").exists() and not (folder / "unfinished.json").exists()
+
+
+def test_what_chaos_launches_ends_with_it(words, tmp_path):
+    os.mkfifo(tmp_path / "pid")
+    started = Started(None, CHAOS, words(waits="reference"))
+    launched = psutil.Process(int((tmp_path / "pid").read_text()))
+    os.kill(started.process.pid, signal.SIGTERM)
+    code, _ = started.finish()
+    assert code != 0 and all_end([launched])

@@ -1,0 +1,136 @@
+"""What flags take: any value of their domain as it is, and nothing else; `@FILE` for any words."""
+
+import argparse
+import math
+import re
+import shlex
+import tempfile
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from utils.run.arguments import Parser
+from utils.run.domains import number, shown, text
+from utils.run.failures import UserError
+
+CONTROLS = re.compile("[\x00-\x1f\x7f-\x9f\u2028\u2029]")  # what a terminal or a log would obey
+INTEGERS = st.integers(-(10**12), 10**12)
+FLOATS = st.floats(-1e7, 1e7) | st.sampled_from([0.0, 1e-12, -1e-12, 1e-13, 5e-324, 1.0, -1.0])
+
+
+def parsed(domain, word):
+    """The value of a flag, or None if its error is one line that names the flag."""
+    parser = Parser()
+    parser.add_argument("--flag", type=domain)
+    try:
+        return parser.parse_args([f"--flag={word}"]).flag
+    except UserError as error:
+        line = str(error)
+        assert (
+            line.startswith("argument --flag: ") and not CONTROLS.search(line) and len(line) < 200
+        )
+        return None
+
+
+@given(INTEGERS, INTEGERS, st.sampled_from(["", "+", "0"]), st.sampled_from(["most", "below", ""]))
+def test_an_integer_is_taken_exactly_if_it_is_in_its_domain(value, bound, sign, kind):
+    low, high = sorted((bound, 7))
+    domain = number(int, low, **{kind: high} if kind else {})
+    most = {"most": high, "below": high - 1, "": 10**9}[kind]
+    for near in (value, low - 1, low, high - 1, high, high + 1, most, most + 1):
+        word = f"{sign if near >= 0 else ''}{near}"
+        assert parsed(domain, word) == (near if low <= near <= most else None), word
+
+
+@given(FLOATS, FLOATS, st.booleans(), st.sampled_from(["most", "below", ""]), st.booleans())
+def test_a_float_is_taken_exactly_if_it_is_in_its_domain(value, bound, above, kind, coarse):
+    low, high = sorted((bound, 0.5))
+    least = 0.01 if coarse else 1e-12
+    domain = number(float, low, above=above, least=least, **{kind: high} if kind else {})
+    for near in (value, low, high, 0.0, least, -least, least / 2, 1e6, 1.1e6):
+        inside = near > low if above else near >= low
+        inside &= {"most": near <= high, "below": near < high, "": near <= 1e6}[kind]
+        inside &= near == 0 or abs(near) >= least
+        found = parsed(domain, repr(near))
+        assert found == (near if inside else None) and type(found) in (float, type(None)), near
+
+
+@given(st.text() | st.sampled_from(["1_0", "１", "٣", "½", "nan", "inf", "1 ", "0x1", "1e", "--1"]))
+def test_what_is_not_written_as_a_number_is_none(word):
+    """`int` and `float` read more: underscores, spaces, digits of other scripts, infinity."""
+    plain = word.isascii() and "_" not in word and word == word.strip()
+    for kind in (int, float):
+        try:
+            value = kind(word) if plain else math.nan
+        except ValueError:
+            value = math.nan
+        value = value if abs(value) < 1000 and (kind is int or not 0 < abs(value) < 1e-12) else None
+        assert parsed(number(kind, -1000), word) == value
+
+
+@given(st.text(min_size=1, max_size=60))
+def test_text_is_one_printable_line_and_comes_back(word):
+    found = parsed(text, word)
+    if CONTROLS.search(word):
+        assert found is None
+    elif not word.startswith("~"):
+        assert found == word
+        assert shown(word) == (f"'{word}'" if len(word) <= 40 else f"'{word[:40]}...'")
+
+
+WORD = st.text(st.characters(exclude_categories=["Cs", "Cc", "Zl", "Zp"]), max_size=12).filter(
+    lambda word: not word.startswith("-")
+)
+NAMES = ("--a", "--b", "--c")
+FLAGS = st.lists(st.tuples(st.sampled_from(NAMES), WORD), max_size=6)
+
+
+def parser_of_words():
+    parser = Parser()
+    for name in NAMES:
+        parser.add_argument(name, type=str, action="append")
+    parser.add_argument("--both", type=str, nargs=2)
+    parser.add_argument("--some", type=str, nargs="+")
+    parser.add_argument("--switch", action="store_true")
+    return parser
+
+
+@given(FLAGS, FLAGS, FLAGS, st.sampled_from(["{} {}  # comment {}", "{}={}", "\t{} {} \t#{}"]))
+def test_the_words_in_a_file_stand_where_it_is_named(before, inside, after, line):
+    def words(flags):
+        return [f"{name}={value}" for name, value in flags]
+
+    lines = ["# a comment", "", "  # --a 1"]
+    for name, value in inside:
+        lines.append(line.format(name, shlex.quote(value), "'"))
+    parser = parser_of_words()
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder, "words.args")
+        path.write_text("\n".join(lines), encoding="utf-8")
+        found = parser.parse_args([*words(before), f"@{path}", *words(after)])
+        assert found == parser.parse_args(words(before + inside + after))
+        # Where a value is needed, it is no file.
+        name = f"@{path}"
+        values = ["--a", name, "--both", name, name, "--some", name, "--switch", name]
+        found = parser.parse_args(values)
+        assert (found.both, found.some) == ([name, name], [name])
+        assert found.a == [name, *(value for flag, value in inside if flag == "--a")]
+
+
+@given(st.text(max_size=20))
+def test_any_file_is_read_or_refused_in_one_line(content):
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder, "words.args")
+        path.write_bytes(content.encode(errors="surrogatepass"))
+        try:
+            parser_of_words().parse_args([f"@{path}"])
+        except UserError as error:
+            assert not CONTROLS.search(str(error))
+
+
+def test_an_error_quotes_at_most_forty_characters():
+    assert shown("x" * 40) == f"'{'x' * 40}'" and shown("x" * 41) == f"'{'x' * 40}...'"
+    with pytest.raises(argparse.ArgumentTypeError, match="line break or a control"):
+        text("a\nb")

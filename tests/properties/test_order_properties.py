@@ -1,0 +1,197 @@
+"""Which samples a step sees: the same on any number of processes, from any position."""
+
+import math
+
+import numpy as np
+import pytest
+import torch
+from accelerate.data_loader import prepare_data_loader, skip_first_batches
+from harness.fakes import accelerator
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch.utils.data import DataLoader, Dataset
+
+from utils.data.lanes import LaneStream
+from utils.data.loaders import EpochSampler, KeyedSampler, already_a_batch, evaluation_batch_size
+from utils.data.permutation import Permutation
+from utils.data.subset import choose
+from utils.run.failures import UserError
+from utils.run.launch import split_batch
+
+SEEDS, EPOCHS = st.integers(0, 2**32 - 1), st.integers(0, 1000)
+
+
+def order(size, seed=0, epoch=0):
+    return Permutation(size, seed, epoch)(np.arange(size)).tolist()
+
+
+@given(st.integers(1, 3000), SEEDS, EPOCHS)
+def test_an_order_has_every_number_once_and_any_part_of_it_can_be_computed(size, seed, epoch):
+    whole = order(size, seed, epoch)
+    assert sorted(whole) == list(range(size))
+    places = np.arange(size)[seed % size :: 7]
+    assert Permutation(size, seed, epoch)(places).tolist() == [whole[place] for place in places]
+    if size > 20:
+        assert whole != order(size, seed, epoch + 1) and whole != order(size, seed + 1, epoch)
+
+
+@pytest.mark.parametrize("sampler_of", [
+    lambda size, batch, seed: EpochSampler(size, batch, seed),
+    lambda size, batch, seed: KeyedSampler(size, seed),
+])  # fmt: skip
+def test_a_sampler_has_another_order_in_each_epoch_and_reaches_every_sample(sampler_of):
+    @given(st.integers(20, 200), st.integers(1, 20), SEEDS, EPOCHS)
+    @settings(max_examples=20)
+    def check(size, batch, seed, epoch):
+        sampler, seen = sampler_of(size, batch, seed), set()
+        keyed = isinstance(sampler, KeyedSampler)  # the loader leaves out the rest
+        used = size if keyed else size // batch * batch
+        orders = []
+        for number in range(epoch, epoch + 40):
+            sampler.set_epoch(number)
+            keys = list(sampler)
+            ids = keys if keyed else [index for _, index in keys]
+            assert keyed or {epoch for epoch, _ in keys} == {number}
+            assert len(ids) == len(set(ids)) == len(sampler) == used
+            assert list(sampler) == keys
+            orders.append(tuple(ids))
+            seen |= set(ids)
+        assert seen == set(range(size)) and len(set(orders)) == 40
+        if keyed:
+            assert orders[0] == tuple(order(size, seed, epoch))
+
+    check()
+
+
+class Ids(Dataset):
+    """A data set whose batches are the keys that a sampler yields."""
+
+    def __init__(self, size):
+        self.size = size
+
+    def __len__(self):
+        return self.size
+
+    def __getitems__(self, keys):
+        return {"keys": torch.tensor([key if isinstance(key, tuple) else (0, key) for key in keys])}
+
+    def select(self, indices):
+        return indices
+
+
+def shares(loader_of, processes):
+    """What each of some processes reads, joined as they are gathered: one list per batch."""
+    options = dict(num_processes=processes, split_batches=True, put_on_device=False)
+    read = [
+        [batch["keys"] for batch in prepare_data_loader(loader_of(), process_index=rank, **options)]
+        for rank in range(processes)
+    ]
+    return [torch.cat(parts).tolist() for parts in zip(*read, strict=True)]
+
+
+@given(st.integers(8, 100), st.integers(1, 3), st.sampled_from([1, 2]), SEEDS, st.integers(0, 3))
+@settings(max_examples=20)
+def test_global_batches_are_the_same_on_any_processes_and_after_a_restart(
+    size, parts, accumulation, seed, skip
+):
+    batch = 4 * parts * accumulation
+    if batch > size:
+        return
+    sampler = EpochSampler(size, batch, seed)
+
+    def loader():
+        return DataLoader(
+            Ids(size), batch // accumulation, sampler=sampler, collate_fn=already_a_batch
+        )
+
+    whole = shares(loader, 1)
+    assert whole == shares(loader, 2) == shares(loader, 4)
+    assert [key for part in whole for key in part] == [list(key) for key in sampler]
+    left = [rest["keys"].tolist() for rest in skip_first_batches(loader(), skip)]
+    assert left == whole[skip:]
+
+
+@given(st.integers(1, 120), st.integers(1, 5), st.integers(1, 40))
+def test_an_evaluation_has_even_batches_and_few_repeats(size, processes, most):
+    batch = evaluation_batch_size(accelerator(processes), size, most)
+    batches = math.ceil(size / batch)
+    assert batch % processes == 0 and batch <= most * processes
+    assert batches == math.ceil(size / (most * processes))  # no more than it must take
+    assert batches * batch - size < batches * processes  # less than one repeat per share
+    read = shares(lambda: DataLoader(Ids(size), batch, collate_fn=already_a_batch), processes)
+    assert [index for part in read for _, index in part][:size] == list(range(size))
+
+
+@given(st.integers(1, 300), st.integers(1, 320), SEEDS)
+def test_evaluated_samples_are_a_random_part_in_order_and_more_contain_fewer(size, count, seed):
+    whole = Ids(size)
+    if count >= size:
+        assert choose(whole, count, seed) is whole
+        return
+    chosen = choose(whole, count, seed).tolist()
+    assert chosen == sorted(order(size, seed)[:count])
+    fewer = choose(whole, max(1, count // 2), seed).tolist()
+    assert set(fewer) <= set(chosen)
+
+
+@given(st.integers(1, 10_000), st.integers(1, 16), st.integers(1, 64))
+def test_a_batch_is_split_evenly_or_the_error_names_the_nearest_sizes(batch, processes, micro):
+    parts = processes * micro
+    if batch % parts == 0:
+        assert split_batch(accelerator(processes), batch, micro) * parts == batch
+        return
+    with pytest.raises(UserError) as error:
+        split_batch(accelerator(processes), batch, micro)
+    named = [int(word) for word in str(error.value).rpartition(": use ")[2].split(" or ")]
+    near = [
+        size for size in range(batch - parts + 1, batch + parts) if size > 0 and size % parts == 0
+    ]
+    assert named == near
+
+
+class Lane:
+    """Yields numbers from `position` on, forever, with the number of the lane."""
+
+    def __init__(self, number):
+        self.number, self.position = number, {"next": 0}
+
+    def __iter__(self):
+        while True:
+            self.position["next"] += 1
+            yield self.number, self.position["next"] - 1
+
+
+class Lanes(LaneStream):
+    def collate(self, samples):
+        return {"samples": samples}
+
+
+def batches_of_lanes(lanes, batch, processes, count, position=None):
+    """The global batches of a stream, and the position of all processes after each."""
+    streams = [
+        iter(
+            Lanes(Lane, batch // processes, lanes=lanes, share=(rank, processes), position=position)
+        )
+        for rank in range(processes)
+    ]
+    for _ in range(count):
+        parts = [next(stream) for stream in streams]
+        samples = sorted(sample for part in parts for sample in part["samples"])
+        yield samples, {name: at for part in parts for name, at in part["position"].items()}
+
+
+@given(st.data(), st.sampled_from([4, 8, 12]), st.integers(1, 3), st.integers(0, 4))
+def test_a_stream_has_the_same_batches_on_any_processes_from_any_position(
+    data, lanes, per_lane, skip
+):
+    first, second = (data.draw(st.sampled_from([1, 2, 4])) for _ in range(2))
+    batch = lanes * per_lane
+    whole = list(batches_of_lanes(lanes, batch, 1, skip + 3))
+    expected = []
+    for step in range(skip + 3):
+        of_a_lane = range(step * per_lane, (step + 1) * per_lane)
+        expected.append([(lane, index) for lane in range(lanes) for index in of_a_lane])
+    assert [samples for samples, _ in whole] == expected
+    assert list(batches_of_lanes(lanes, batch, first, skip + 3)) == whole
+    position = whole[skip - 1][1] if skip else None
+    assert list(batches_of_lanes(lanes, batch, second, 3, position)) == whole[skip:]

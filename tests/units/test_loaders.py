@@ -1,0 +1,79 @@
+"""utils/data/loaders.py: options and workers; orders and batch sizes are in tests/properties."""
+
+import signal
+import sys
+from multiprocessing.queues import Queue
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+from harness.fakes import accelerator
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils.data import DataLoader
+
+from utils.data import loaders
+from utils.data.permutation import Permutation
+
+
+@pytest.mark.parametrize(("device", "pinned"), [("cpu", False), ("cuda", True)])
+def test_options_of_loaders(device, pinned):
+    expected = dict(
+        collate_fn=loaders.already_a_batch,
+        num_workers=3,
+        pin_memory=pinned,
+        worker_init_fn=loaders.set_up_worker,
+        timeout=600,
+        # A worker of a server that forks would outlive a killed process.
+        multiprocessing_context="fork" if sys.platform == "linux" else None,
+    )
+    assert loaders.loader_options(accelerator(device=device), 3) == expected
+    alone = dict(num_workers=0, timeout=0, multiprocessing_context=None)
+    assert loaders.loader_options(accelerator(device=device)) == expected | alone
+    assert loaders.already_a_batch([1, 2]) == [1, 2]
+
+
+def test_a_batch_is_copied_to_a_gpu_from_pinned_memory(monkeypatch):
+    pinned, cpu, gpu = [], torch.device("cpu"), torch.device("cuda", 0)
+    monkeypatch.setattr(torch.Tensor, "pin_memory", lambda self: pinned.append(self) or self)
+    with FakeTensorMode():
+        there = loaders.to_device(torch.zeros(3), gpu)
+        assert there.device == gpu and len(pinned) == 1
+        assert loaders.to_device(there, gpu) is there
+        assert loaders.to_device(torch.zeros(3), cpu).device == cpu and len(pinned) == 1
+
+
+def test_the_order_of_an_epoch_stays_the_same():
+    """A run that an earlier version began continues with the same samples."""
+    first = list(loaders.EpochSampler(2599, 100, seed=3))
+    assert len(first) == 2500
+    sampler = loaders.EpochSampler(2500, 100, seed=3)
+    assert [index for _, index in sampler][:4] == [1631, 1293, 1039, 583]
+    plain = loaders.EpochSampler(2599, 100, seed=3, shuffle=False)
+    assert list(plain) == [(0, index) for index in range(2500)]
+    size = loaders.IDS_AT_ONCE + 100
+    keyed = loaders.KeyedSampler(size, 3)
+    assert list(keyed) == Permutation(size, 3, 0)(np.arange(size)).tolist()
+
+
+def test_workers_end_with_the_block():
+    """Also after an error, and of those loaders only that have any."""
+    kept = dict(num_workers=1, persistent_workers=True, multiprocessing_context="fork")
+    used = {"train": DataLoader(range(4), **kept), "val": DataLoader(range(4)), "x": 1}
+    with pytest.raises(KeyError), loaders.ending_workers(used):
+        assert len(list(used["train"])) == len(list(used["val"])) == 4
+        (worker,) = torch.multiprocessing.active_children()
+        raise KeyError
+    assert not worker.is_alive()
+
+
+def test_a_worker_ignores_signals_and_ends_with_its_process(monkeypatch):
+    ignored, calls = [], []
+    library = SimpleNamespace(prctl=lambda *options: calls.append(options))
+    monkeypatch.setattr(loaders.signal, "signal", lambda *options: ignored.append(options))
+    monkeypatch.setattr(loaders.ctypes, "CDLL", lambda name: library)
+    monkeypatch.setattr(Queue, "_on_queue_feeder_error", None)  # restored afterwards
+    loaders.set_up_worker(0)
+    names = {signum.name for signum, handler in ignored if handler == signal.SIG_IGN}
+    assert names >= {"SIGTERM", "SIGINT", "SIGUSR1"} and len(names) == len(ignored)
+    assert calls == ([(1, signal.SIGKILL)] if sys.platform == "linux" else [])

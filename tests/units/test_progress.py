@@ -1,0 +1,98 @@
+"""A long evaluation shows how far it is, and the last one how long it will take."""
+
+from types import SimpleNamespace
+
+import pytest
+from harness.fakes import accelerator
+
+from utils.run import progress
+
+
+@pytest.fixture
+def clock(monkeypatch):
+    """A clock that a test moves, and what is printed, and drawn as a bar."""
+    state = SimpleNamespace(now=100.0, lines=[], bars=[])
+
+    class Bar:
+        def __init__(self, **options):
+            state.bars.append(SimpleNamespace(**options, n=0, closed=False))
+
+        write = staticmethod(state.lines.append)
+
+        def __enter__(self):
+            return self
+
+        def update(self):
+            state.bars[-1].n += 1
+
+        def __exit__(self, *_):
+            state.bars[-1].closed = True
+
+    monkeypatch.setattr(progress.time, "monotonic", lambda: state.now)
+    monkeypatch.setattr(progress, "tqdm", Bar)
+    return state
+
+
+class Loader(list):
+    dataset = range(600)
+
+
+def evaluate(watch, clock, seconds, batches=60):
+    for _ in watch(Loader(range(batches))):
+        clock.now += seconds
+
+
+def test_a_long_evaluation_says_how_much_is_left(clock):
+    main = progress.Progress(accelerator())
+    evaluate(main, clock, 4.9 / 60)
+    assert clock.lines == [] and all(bar.disable for bar in clock.bars)
+    evaluate(main, clock, 2)  # after five seconds, then after each tenth
+    assert clock.lines[0] == "evaluation: 5%, left 0:01:54"
+    assert clock.lines[1] == "evaluation: 10%, left 0:01:48" and len(clock.lines) == 10
+    assert clock.lines[-1] == "evaluation: 90%, left 0:00:12"
+    clock.lines.clear()
+    evaluate(main, clock, 0.1)  # six seconds: one line
+    assert clock.lines == ["evaluation: 85%, left 0:00:01"]
+    evaluate(progress.Progress(accelerator(2, rank=1)), clock, 2)
+    assert len(clock.lines) == 1
+
+
+def test_a_terminal_has_a_bar(clock, monkeypatch):
+    monkeypatch.setattr(progress.sys, "stderr", SimpleNamespace(isatty=lambda: True))
+    evaluate(progress.Progress(accelerator()), clock, 2)
+    evaluate(progress.Progress(accelerator(2, rank=1)), clock, 2)
+    main, other = clock.bars
+    assert not main.disable and main.delay == 5 and main.total == main.n == 60 and main.closed
+    assert (main.desc, main.unit, main.leave) == ("evaluation", "batch", False)
+    assert other.disable and not clock.lines
+
+
+def test_the_last_evaluation_says_how_long_it_will_take(clock):
+    main = progress.Progress(accelerator())
+    main.announce(9_000_000, "runs/a")
+    evaluate(main, clock, 0.01)  # 1,000 samples per second
+    main.announce(9_000_000, "runs/a")
+    main.announce(9_000_000, "runs/a", passes=2)
+    says = (
+        "the last evaluation takes all 9,000,000 held-out samples{}. If it is stopped, the same "
+        "command repeats it, or python scripts/evaluate.py runs/a"
+    ).format
+    assert clock.lines == [says(""), says(", about 2:30:00"), says(", about 5:00:00")]
+    main.announce(4000, "runs/a")
+    progress.Progress(accelerator(2, rank=1)).announce(10**9, "runs/a")
+    assert len(clock.lines) == 3
+
+
+def test_the_batches_are_those_that_the_guard_yields(clock):
+    seen = []
+
+    def watch(loader):
+        for batch in loader:
+            yield batch
+            seen.append(batch)
+            if batch == 2:
+                raise InterruptedError
+
+    with pytest.raises(InterruptedError):
+        evaluate(progress.Progress(accelerator(), watch), clock, 1)
+    assert seen == [0, 1, 2] and clock.bars[0].closed

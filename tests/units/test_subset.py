@@ -1,0 +1,89 @@
+"""Evaluations cost a bounded share: the same held-out samples each time, all of them at the end."""
+
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+
+from utils.data import subset
+from utils.data.images import Images
+from utils.data.packing import Documents, Stream, cut_text
+from utils.data.text import Windows
+from utils.run.plan import Plan
+
+
+def count(held_out, wanted=None, steps=10_000, every=1000, saved=None, **text):
+    """What `count_evaluated` returns, keeps for the checkpoints, and prints."""
+    printed = []
+    run = SimpleNamespace(progress=saved or {}, kept={}, print=printed.append)
+    args = SimpleNamespace(batch_size=64, eval_samples=wanted, **text)
+    plan = Plan(total_steps=steps, steps_per_epoch=100, evaluate_every=every)
+    found = subset.count_evaluated(run, plan, args, held_out)
+    assert run.kept == {"eval_samples": found}
+    return found, *printed
+
+
+def test_evaluations_take_a_tenth_of_the_training():
+    """A forward pass is a third of a step: 19,200 samples cost as much as 6,400 of 64,000."""
+    found, line = count(2_600_000)
+    assert found == 19_200 and line == (
+        "evaluations: 19,200 of 2,600,000 held-out samples, always the same, about 10% of the cost "
+        "of training; the last one takes all (--eval_samples)"
+    )
+    assert count(2_600_000, steps=500)[0] == 9600  # one evaluation, after all of the training
+    assert count(19_200) == (19_200,)
+    # Never so few that the score is not stable: of images, and of text.
+    found, line = count(2_600_000, every=2)
+    assert found == 2000 and "about 521% of the cost" in line
+    assert count(2_600_000, every=2, block_size=64)[0] == 2048
+    assert count(2_600_000, every=1, block_size=2**18)[0] == 19
+    assert count(1900, every=2) == (1900,)
+
+
+def test_a_number_of_samples_may_be_given():
+    found, line = count(1000, 40)
+    assert found == 40 and "40 of 1,000 held-out samples" in line
+    assert count(1000, 0) == (1000,) and count(1000, 5000) == (1000,)
+
+
+def test_a_run_keeps_its_samples_if_it_gets_longer_or_evaluates_more_often():
+    saved = {"step": 10, "eval_samples": 19_200}
+    assert count(2_600_000, every=5, steps=20_000, saved=saved)[0] == 19_200
+    assert count(2_600_000, saved={"step": 10}) == (2_600_000,)  # of an earlier version
+    assert count(2_600_000, 0, saved={"step": 10, "eval_samples": 2_600_000}) == (2_600_000,)
+
+
+def test_windows_know_how_many_bytes_they_predict():
+    text = torch.randint(256, (100,), generator=torch.Generator().manual_seed(1)).byte()
+    whole = Windows(text, 16)  # six windows, and three bytes in the last
+    assert whole.targets == 99
+    for indices, targets in (([0, 2], 32), ([1, 6], 19), ([6], 3)):
+        some = whole.select(np.array(indices))
+        batch = some.__getitems__(list(range(len(some))))
+        assert some.targets == targets == (batch["targets"] >= 0).sum()
+        assert torch.equal(batch["inputs"], whole.__getitems__(indices)["inputs"])
+        assert batch["ids"].tolist() == list(range(len(some)))
+    assert Windows(text[:97], 16).select(np.array([0, 5])).targets == 32  # all are full
+
+
+def test_chosen_blocks_are_those_of_all():
+    lengths = np.array([30, 7, 50, 23])
+    starts = np.cumsum(lengths) - lengths
+    documents = Documents(starts, lengths, np.full(4, -1), 2 * (lengths - 1))
+    tokens = np.arange(lengths.sum(), dtype=np.int32)
+    whole = cut_text(Stream([tokens]), documents, 8, pad_id=0)
+    some, indices = whole.select(np.array([1, 4, 13])), [1, 4, 13]
+    assert len(whole) == 14 and len(some) == 3
+    batch, expected = some.__getitems__([0, 1, 2]), whole.__getitems__(indices)
+    for name in ("input_ids", "targets", "position_ids"):
+        assert torch.equal(batch[name], expected[name]), name
+    assert some.block_targets.tolist() == whole.block_targets[indices].tolist() == [8, 8, 2]
+    assert whole.bytes == 212 and some.bytes == pytest.approx(212 * 18 / 106)
+
+
+def test_chosen_images_have_their_names_and_labels():
+    source = SimpleNamespace(name=lambda row: f"{row}.png")
+    whole = Images(source, np.arange(100, 140), np.arange(40))
+    some = subset.choose(whole, 7, seed=0)
+    assert [some.name(i) for i in range(7)] == [f"{100 + label}.png" for label in some.labels]

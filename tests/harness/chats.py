@@ -48,7 +48,7 @@ def make_tokenizer(kind="bytes", bos=False, **special):
         core = Tokenizer(models.BPE(byte_fallback=True, unk_token="<unk>"))
         core.pre_tokenizer = pre_tokenizers.Metaspace()
         core.decoder = decoders.Metaspace()
-        alphabet = list("abcdefghijklmnopqrstuvwxyz\n<|_>:,?")
+        alphabet = list("abcdefghijklmnopqrstuvwxyz\n<|_>:,?{}%")
     trainer = trainers.BpeTrainer(
         vocab_size=330, special_tokens=names, initial_alphabet=alphabet, show_progress=False
     )

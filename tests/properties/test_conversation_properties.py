@@ -136,21 +136,26 @@ def as_text(tokenizer, text):
     return tokenizer(text, add_special_tokens=False, split_special_tokens=True).input_ids
 
 
-@given(TEXTS, TEXTS, st.booleans())
+@given(TEXTS, TEXTS, st.sampled_from(list(TOKENIZERS)))
 def test_of_a_prompt_and_a_completion_the_completion_and_its_end_are_learned(
-    prompt, completion, bos
+    prompt, completion, kind
 ):
-    tokenizer = TOKENIZERS["bytes", bos]
+    tokenizer = TOKENIZERS[kind]
     encoder, row = Encoder(tokenizer), {"prompt": prompt, "completion": completion}
     documents = encoder.encode(draft_row(row, encoder, "prompt", "row 0"))
     assert len(documents) == bool(completion.strip())
-    before = [tokenizer.bos_token_id] * bos + as_text(tokenizer, prompt)
-    after = [*as_text(tokenizer, completion), tokenizer.eos_token_id]
-    assert encoder.encode_prompt(prompt, "prompt") == before
     for document in documents:
-        assert document.tokens.tolist() == before + after and document.answer == len(before)
-        assert document.is_target.tolist() == [0] * len(before) + [1] * len(after)
+        tokens, answer = document.tokens.tolist(), document.answer
+        bos = [tokenizer.bos_token_id] * kind[1]
+        assert tokens[: len(bos)] == bos and tokens[-1] == tokenizer.eos_token_id
+        assert encoder.encode_prompt(prompt, "prompt") == tokens[:answer]
+        assert document.is_target.tolist() == [0] * answer + [1] * (len(tokens) - answer)
         assert document.quotes == any(name in text for text in row.values() for name in NAMES)
+        if kind[0] == "bytes":
+            assert tokens[len(bos) : answer] == as_text(tokenizer, prompt)
+            assert tokens[answer:-1] == as_text(tokenizer, completion)
+        elif (prompt + completion).isascii():  # and no space where the completion begins
+            assert tokenizer.decode(tokens[len(bos) : -1]) == prompt + completion
 
 
 @given(st.lists(TEXTS, max_size=4), st.sampled_from(list(TOKENIZERS)))
@@ -163,6 +168,7 @@ def test_a_text_begins_and_ends_once_however_it_is_divided(segments, kind):
         return
     assert [document.begins for document in documents] == [True] + [False] * (len(parts) - 1)
     assert all(document.is_target is None and document.answer == -1 for document in documents)
+    assert all(document.tokens.dtype == "int32" for document in documents)
     quotes = [any(name in part for name in NAMES) for part in parts]
     assert [document.quotes for document in documents] == quotes
     tokens = [token for document in documents for token in document.tokens.tolist()]

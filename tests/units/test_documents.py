@@ -128,7 +128,13 @@ def test_columns_decide_in_files_of_every_format(row, kind, asked, suffix, tmp_p
     assert found == kind and set(splits) == {"train"}
     assert [{key: some[key] for key in row} for some in splits["train"][-3:]] == [row] * 3
     assert find_documents(str(path)).asked == asked
-    assert suffix == "array" or open_documents(str(path)).asked == asked
+    if suffix == "array":
+        with pytest.raises(UserError, match="is one list, which is read whole: leave out"):
+            open_documents(str(path))
+        return
+    stream = open_documents(str(path))
+    assert (stream.kind, stream.asked) == (kind, asked)
+    assert not hasattr(stream.splits["train"].rows, "__len__")  # rows are read one by one
 
 
 @pytest.mark.parametrize("names", [("train", "val"), ("train", "test"), ("train", "dev", "test")])
@@ -157,6 +163,8 @@ def test_each_file_of_plain_text_is_a_document(tmp_path):
     )
     assert any("train: 6 files" in line for line in data.details)
     assert any(".pdf files" in line for line in data.details)
+    with pytest.raises(UserError, match=r"is plain text, .*: leave out --streaming"):
+        open_documents(str(tmp_path))
 
 
 def test_the_end_of_a_single_text_is_held_out(tmp_path):

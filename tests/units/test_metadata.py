@@ -1,44 +1,53 @@
 """Folders of images whose classes are in metadata.csv."""
 
 import json
+from pathlib import Path
 
 import pytest
 from PIL import Image
 
 from utils.data.images import BadImage
+from utils.data.labels import is_csv
 from utils.data.sources import find_images, find_to_evaluate
 from utils.run.failures import UserError
 
 KINDS = ["cat", "dog"]
+FLAT = [f"{i}.png" for i in range(20)]
 
 
-def make(root, files):
+def make(root, files=FLAT):
     for number, file in enumerate(files):
         (root / file).parent.mkdir(parents=True, exist_ok=True)
         Image.new("RGB", (20, 20), (number, 0, 0)).save(root / file)
 
 
-def rows(files, header="file_name,label", more=lambda i: ""):
-    lines = [f"{file},{KINDS[i % 2]}{more(i)}" for i, file in enumerate(files)]
-    return "\n".join([header, *lines]) + "\n"
+def table(root, values=KINDS, files=FLAT, header="file_name,label", more=lambda i: ""):
+    """Writes metadata.csv with these values for the files, again and again; returns the folder."""
+    lines = [f"{file},{values[i % len(values)]}{more(i)}" for i, file in enumerate(files)]
+    (root / "metadata.csv").write_text("\n".join([header, *lines]) + "\n")
+    return str(root)
 
 
-FLAT = [f"{i}.png" for i in range(20)]
+def sizes(data):
+    return {split: len(images) for split, images in data.splits.items()}
+
+
+def refused(says, name):
+    with pytest.raises(UserError, match=says):
+        find_images(str(name))
 
 
 @pytest.mark.parametrize("folder", ["", "images/", "by_day/monday/"])
 def test_the_classes_are_in_the_table_and_not_in_the_folders(folder, tmp_path):
     files = [f"{folder}{file}" for file in FLAT]
     make(tmp_path, files)
-    (tmp_path / "metadata.csv").write_text(rows(files))
-    data = find_images(str(tmp_path), val_fraction=0.2)
+    data = find_images(table(tmp_path, files=files), val_fraction=0.2)
     assert data.class_names == KINDS and not any("left out" in line for line in data.details)
-    assert {split: len(images) for split, images in data.splits.items()} == {"train": 16, "val": 4}
+    assert sizes(data) == {"train": 16, "val": 4}
     for images in data.splits.values():
         for index, label in enumerate(images.labels):
             number = int(images.portable_name(index).removeprefix(folder).removesuffix(".png"))
-            assert label == number % 2
-            assert images.open(index).pixels()[0, 0, 0] == number
+            assert label == number % 2 and images.open(index).pixels()[0, 0, 0] == number
 
 
 @pytest.mark.parametrize(
@@ -54,11 +63,10 @@ def test_the_classes_are_in_the_table_and_not_in_the_folders(folder, tmp_path):
 )
 def test_a_class_is_what_is_written(values, class_names, tmp_path):
     """pandas would read 007 as a number, and NA as nothing."""
-    make(tmp_path, FLAT)
-    lines = [f"{file},{values[i % len(values)]}" for i, file in enumerate(FLAT)]
-    (tmp_path / "metadata.csv").write_text("\n".join(["file_name,label", *lines]))
-    assert find_images(str(tmp_path)).class_names == class_names
-    text = "\n".join(["image,label", *lines]).replace(",", "\t")
+    make(tmp_path)
+    assert is_csv(Path("a.TSV")) and is_csv(Path("a.csv")) and not is_csv(Path("a.jsonl"))
+    assert find_images(table(tmp_path, values)).class_names == class_names
+    text = (tmp_path / "metadata.csv").read_text().replace("file_name", "image").replace(",", "\t")
     (tmp_path / "metadata.csv").rename(tmp_path / "list.tsv").write_text(text)
     data = find_images(str(tmp_path / "list.tsv"), image_column="image", label_column="label")
     assert data.class_names == class_names
@@ -74,107 +82,88 @@ def test_a_class_is_what_is_written(values, class_names, tmp_path):
     ],
 )
 def test_what_is_no_class_is_refused(values, says, tmp_path):
-    make(tmp_path, FLAT)
-    lines = [f"{file},{values[i % 3]}" for i, file in enumerate(FLAT)]
-    (tmp_path / "metadata.csv").write_text("\n".join(["file_name,label", *lines]))
-    with pytest.raises(UserError, match=says):
-        find_images(str(tmp_path))
+    make(tmp_path)
+    refused(says, table(tmp_path, values))
 
 
 def test_the_values_of_one_split_do_not_decide_what_a_class_is(tmp_path):
     for split, values in {"train": "12x", "val": "12x", "test": "12"}.items():
-        make(tmp_path / split, FLAT)
-        lines = [f"{file},{values[i % len(values)]}" for i, file in enumerate(FLAT)]
-        (tmp_path / split / "metadata.csv").write_text("\n".join(["file_name,label", *lines]))
-    with pytest.raises(UserError, match="its test split has no image of class x"):
-        find_images(str(tmp_path))
+        make(tmp_path / split)
+        table(tmp_path / split, values)
+    refused("its test split has no image of class x", tmp_path)
     assert len(find_to_evaluate(str(tmp_path), ["1", "2", "x"]).splits["test"]) == 20
 
 
 def test_rows_with_more_values_than_columns(tmp_path):
     """pandas would take the first value for an index, and shift the others."""
-    make(tmp_path, FLAT)
+    make(tmp_path)
     for more in (lambda i: ",", lambda i: "," * (i == 3)):
-        (tmp_path / "metadata.csv").write_text(rows(FLAT, more=more))
-        assert find_images(str(tmp_path)).class_names == KINDS
-    for more in (lambda i: ",me", lambda i: ",me" * (i == 3)):
-        (tmp_path / "metadata.csv").write_text(rows(FLAT, more=more))
-        with pytest.raises(UserError, match=r"line [25] of .*csv has more values than the 2 col"):
-            find_images(str(tmp_path))
+        assert find_images(table(tmp_path, more=more)).class_names == KINDS
+    for line, more in ((2, lambda i: ",me"), (5, lambda i: ",me" * (i == 3))):
+        refused(rf"line {line} of .*csv has more values than the 2 col", table(tmp_path, more=more))
 
 
 def test_an_empty_cell_is_no_image(tmp_path):
-    make(tmp_path, FLAT)
-    table = rows(FLAT).replace("\n3.png", "\n")
-    (tmp_path / "list.csv").write_text(table)
-    name, options = str(tmp_path / "list.csv"), dict(image_column="file_name")
-    images = find_to_evaluate(name, KINDS, **options).splits["all"]
+    make(tmp_path)
+    text = (tmp_path / table(tmp_path) / "metadata.csv").read_text()
+    (tmp_path / "list.csv").write_text(text.replace("\n3.png", "\n"))
+    found = find_to_evaluate(str(tmp_path / "list.csv"), KINDS, image_column="file_name")
     with pytest.raises(BadImage, match="the row has no image"):
-        images.open(3)
+        found.splits["all"].open(3)
 
 
 def test_a_column_says_the_split(tmp_path):
-    make(tmp_path, FLAT)
+    make(tmp_path)
+    columns = "file_name,label,split"
     split = ["train", "validation", "test", "train"]
-    table = rows(FLAT, "file_name,label,split", lambda i: f",{split[i // 2 % 4]}")
-    (tmp_path / "metadata.csv").write_text(table)
-    data = find_images(str(tmp_path))
-    sizes = {split: len(images) for split, images in data.splits.items()}
-    assert sizes == {"train": 10, "val": 6, "test": 4}
-    assert find_to_evaluate(str(tmp_path), KINDS).splits.keys() == {"test"}
-    (tmp_path / "metadata.csv").write_text(table.replace("validation", "holdout"))
-    with pytest.raises(UserError, match=r"is holdout: it must be train, val or test"):
-        find_images(str(tmp_path))
+    name = table(tmp_path, header=columns, more=lambda i: f",{split[i // 2 % 4]}")
+    assert sizes(find_images(name)) == {"train": 10, "val": 6, "test": 4}
+    assert sizes(find_to_evaluate(name, KINDS)) == {"test": 4}
+    split[1] = "holdout"
+    table(tmp_path, header=columns, more=lambda i: f",{split[i // 2 % 4]}")
+    refused("is holdout: it must be train, val or test", name)
 
 
 def test_each_split_may_have_a_table(tmp_path):
     for split in ("train", "test"):
-        make(tmp_path / split, FLAT)
+        make(tmp_path / split)
         lines = [{"file_name": file, "label": i % 2} for i, file in enumerate(FLAT)]
         text = "".join(json.dumps(line) + "\n" for line in lines)
         (tmp_path / split / "metadata.jsonl").write_text(text)
     data = find_images(str(tmp_path), val_fraction=None)
-    assert data.class_names == ["0", "1"]
-    assert {split: len(images) for split, images in data.splits.items()} == {
-        "train": 20,
-        "test": 20,
-    }
+    assert data.class_names == ["0", "1"] and sizes(data) == {"train": 20, "test": 20}
     assert data.splits["test"].portable_name(3) == "test/3.png"
+    (tmp_path / "test").rename(tmp_path / "test_of_spring")
+    (tmp_path / "train").rename(tmp_path / "val")
+    refused("has no class folder|is val a class", tmp_path)
 
 
 def test_what_has_no_partner_is_counted_and_named(tmp_path):
     make(tmp_path, [*FLAT, "z/extra.png", "z/other.png"])
-    (tmp_path / "metadata.csv").write_text(rows([*FLAT, "gone.png"]))
-    data = find_images(str(tmp_path))
-    assert "left out: rows of metadata.csv without an image: 1 (gone.png)" in data.details
-    assert "left out: images without a row of metadata: 2 (z/extra.png)" in data.details
-    (tmp_path / "metadata.csv").write_text(rows(["gone.png", "lost.png"]))
-    with pytest.raises(UserError, match=r"no row of .*metadata\.csv names an image in its folder"):
-        find_images(str(tmp_path))
+    data = find_images(table(tmp_path, files=[*FLAT, "gone.png"]))
+    assert data.details[-2:] == [
+        "left out: images without a row of metadata: 2 (z/extra.png)",
+        "left out: rows of metadata.csv without an image: 1 (gone.png)",
+    ]
+    table(tmp_path, files=["gone.png", "lost.png"])
+    refused(r"no row of .*metadata\.csv names an image in its folder", tmp_path)
 
 
 def test_a_table_without_classes_leaves_them_to_the_folders(tmp_path):
     files = [f"{KINDS[i % 2]}/{i}.png" for i in range(20)]
     make(tmp_path, files)
-    text = "\n".join(["file_name,author", *(f"{file},me" for file in files)])
-    (tmp_path / "metadata.csv").write_text(text)
-    assert find_images(str(tmp_path)).class_names == KINDS
-    (tmp_path / "metadata.csv").write_text("path,label\nhere,x\n")
-    assert find_images(str(tmp_path)).class_names == KINDS
+    for header in ("file_name,author", "path,label"):
+        assert find_images(table(tmp_path, ["me"], files, header)).class_names == KINDS
 
 
 @pytest.mark.parametrize("path", ["../1.png", "/etc/1.png", "a/../../1.png"])
 def test_no_file_outside_of_the_folder_is_read(path, tmp_path):
     make(tmp_path, ["1.png"])
-    make(tmp_path / "photos", FLAT)
-    (tmp_path / "photos" / "metadata.csv").write_text(rows([*FLAT, path]))
-    with pytest.raises(UserError, match="which is not in the folder"):
-        find_images(str(tmp_path / "photos"))
+    make(tmp_path / "photos")
+    refused("which is not in the folder", table(tmp_path / "photos", files=[*FLAT, path]))
 
 
 def test_two_tables_are_an_error(tmp_path):
-    make(tmp_path, FLAT)
-    (tmp_path / "metadata.csv").write_text(rows(FLAT))
+    make(tmp_path)
     (tmp_path / "metadata.jsonl").write_text("{}")
-    with pytest.raises(UserError, match=r"has metadata\.csv and metadata\.jsonl: remove"):
-        find_images(str(tmp_path))
+    refused(r"has metadata\.csv and metadata\.jsonl: remove", table(tmp_path))

@@ -1,0 +1,246 @@
+"""Scores are those of plain formulas, however samples are divided over processes and batches."""
+
+import contextlib
+import itertools
+import math
+import threading
+from concurrent.futures import ThreadPoolExecutor
+
+import numpy as np
+import pytest
+import torch
+from harness.data import Loader
+from harness.fakes import accelerator
+from harness.launches import load_script
+from hypothesis import assume, given, settings
+from hypothesis import strategies as st
+
+from utils import scores
+from utils.run.failures import UserError
+
+LABELS = st.lists(st.integers(-1, 6), min_size=1, max_size=30)  # of seven classes, or unreadable
+SEEDS = st.integers(0, 2**32 - 1)
+COLORS = (torch.zeros(3), torch.full((3,), 255.0))
+
+
+def drawn(labels, seed, classes=7):
+    """Logits float64 [samples, classes] and the labels, for a formula and for the scripts alike."""
+    logits = np.random.default_rng(seed).normal(size=(len(labels), classes)) * 3
+    return logits.astype(np.float32), np.array(labels)
+
+
+def plain_losses(logits, labels):
+    """The cross-entropy of each sample."""
+    rows = zip(logits.astype(float), labels, strict=True)
+    return np.array([np.log(np.exp(row).sum()) - row[label] for row, label in rows])
+
+
+def ranked(logits):
+    return np.argsort(-logits, axis=1)
+
+
+def plain_metrics(logits, labels):
+    """What `scores.summarize` promises, class by class and image by image."""
+    logits, labels = logits[labels >= 0], labels[labels >= 0]
+    losses, top = plain_losses(logits, labels), ranked(logits)
+    right, many = (top[:, 0] == labels).astype(float), len(labels)
+    recalls, f1_scores = [], []
+    for label in range(logits.shape[1]):
+        hits = np.sum((labels == label) & (top[:, 0] == label))
+        true, predicted = np.sum(labels == label), np.sum(top[:, 0] == label)
+        if true:
+            recalls.append(hits / true)
+        if true + predicted:
+            f1_scores.append(2 * hits / (true + predicted))
+    expected = {
+        "loss": losses.mean(),
+        "accuracy": right.mean(),
+        "top5": np.mean([label in row[:5] for label, row in zip(labels, top, strict=True)]),
+        "balanced_accuracy": np.mean(recalls),
+        "macro_f1": np.mean(f1_scores),
+        "images": many,
+    }
+    if many > 1:
+        expected["loss_standard_error"] = losses.std(ddof=1) / math.sqrt(many)
+        expected["accuracy_standard_error"] = right.std(ddof=1) / math.sqrt(many)
+    return expected
+
+
+def near(expected):
+    return pytest.approx(expected, rel=1e-4, abs=1e-5)
+
+
+@given(LABELS, SEEDS, st.sampled_from([2, 4, 5, 7]))
+def test_a_summary_is_that_of_plain_formulas(labels, seed, classes):
+    labels = [min(label, classes - 1) for label in labels]
+    assume(max(labels) >= 0)
+    logits, labels = drawn(labels, seed, classes)
+    top, right = ranked(logits), ranked(logits)[:, 0] == labels
+    tensors = [torch.from_numpy(x) for x in (labels, plain_losses(logits, labels), top[:, :5])]
+    found, expected = scores.summarize(*tensors), plain_metrics(logits, labels)
+    if classes < 5:
+        del expected["top5"]
+    assert found == near(expected)
+    for name, value in found.items():
+        assert scores.score(found, name) == (-value if name == "loss" else value)
+    counted = np.where(labels >= 0, top[:, 0], -1)
+    shares = [
+        {f"class {i}": right[some == i].mean() for i in range(classes) if i in some}
+        for some in (labels, counted)
+    ]
+    names = [f"class {i}" for i in range(classes)]
+    found = scores.per_class(tensors[0], tensors[2][:, 0], names)
+    assert found == {"per_class": near(shares[0]), "per_class_precision": near(shares[1])}
+    for part in found.values():
+        assert list(part.values()) == sorted(part.values(), reverse=True)
+
+
+def test_the_score_of_no_image_is_refused():
+    with pytest.raises(UserError, match="none of the 2 images can be read"):
+        scores.summarize(torch.tensor([-1, -1]), torch.zeros(2), torch.zeros(2, 2))
+
+
+@given(st.lists(st.tuples(st.floats(0, 50), st.integers(0, 9)), max_size=20), st.integers(0, 20))
+def test_moments_of_parts_add_up_to_a_mean_over_tokens_and_its_error(samples, place):
+    sums = torch.tensor([loss * count for loss, count in samples], dtype=torch.float64)
+    counts = torch.tensor([count for _, count in samples], dtype=torch.int64)
+    assume(counts.sum() > 0)
+    parts = scores.moments(sums[:place], counts[:place])
+    parts = parts + scores.moments(sums[place:], counts[place:])
+    mean, error, total = scores.mean_and_error(parts)
+    used, n = (counts > 0).numpy(), counts.numpy()
+    assert (mean, total) == (near(sums.numpy().sum() / n.sum()), n.sum())
+    if used.sum() < 2:
+        assert error is None
+    else:
+        residuals = (sums.numpy() - mean * n)[used]
+        factor = used.sum() / (used.sum() - 1)
+        plain = math.sqrt(np.square(residuals).sum() * factor) / n.sum()
+        assert error == pytest.approx(plain, rel=1e-4, abs=1e-3)
+    assert scores.with_error("loss", mean, None) == {"loss": mean}
+    assert scores.with_error("loss", mean, 2.0) == {"loss": mean, "loss_standard_error": 2.0}
+
+
+# ------------------------------------------------------------------ what the scripts report
+
+
+class Exchange:
+    """Lets threads gather tensors, as processes do."""
+
+    def __init__(self, processes):
+        self.barrier, self.parts = threading.Barrier(processes), [None] * processes
+
+    def gather(self, rank, values):
+        self.parts[rank] = values if isinstance(values, tuple) else (values,)
+        self.barrier.wait(20)
+        whole = tuple(torch.cat(values) for values in zip(*self.parts, strict=True))
+        self.barrier.wait(20)
+        return whole
+
+
+class Pixels(torch.nn.Module):
+    """Takes the logits from the image: exactly, as they are multiples of 1/255."""
+
+    def forward(self, x):
+        return 8 * x.flatten(1)
+
+
+class Batches:
+    """Samples of train_cifar.py that are loaded as batches already."""
+
+    def __init__(self, samples):
+        self.samples = samples
+
+    def batch(self, batch):
+        return batch
+
+    def __len__(self):
+        return len(self.samples)
+
+
+def on_processes(processes, images, labels, cuts, evaluate):
+    """What each of some processes returns that share each batch unevenly, down to nothing."""
+    exchange, ends = Exchange(processes), [0, *sorted(cuts), len(labels)]
+
+    def one(rank):
+        shares = []
+        for start, end in itertools.pairwise(ends):
+            bounds = [start + (end - start) * r**2 // processes**2 for r in (rank, rank + 1)]
+            ids = torch.arange(*bounds)
+            shares.append({"images": images[ids], "labels": labels[ids], "ids": ids})
+        alone = accelerator(processes=processes, rank=rank, autocast=contextlib.nullcontext)
+        alone.gather_for_metrics = lambda values: exchange.gather(rank, values)
+        return evaluate(alone, Pixels(), Loader(shares, labels))
+
+    with ThreadPoolExecutor(processes) as pool:
+        return list(pool.map(one, range(processes)))
+
+
+@settings(max_examples=20)
+@given(LABELS, SEEDS, st.integers(1, 3), st.sets(st.integers(1, 30), max_size=4))
+def test_what_scripts_report_does_not_depend_on_processes_and_batches(labels, seed, many, cuts):
+    """Also with classes that no image has, and images that cannot be read."""
+    assume(max(labels) >= 0)
+    cuts = {cut for cut in cuts if cut < len(labels)}
+    generator = np.random.default_rng(seed)
+    images = torch.from_numpy(generator.permuted(np.tile(np.arange(12), (len(labels), 1)), axis=1))
+    images = (20 * images).to(torch.uint8).view(-1, 3, 2, 2)
+    logits, labels = 8 * (images.flatten(1).numpy() / 255), torch.tensor(labels)
+
+    def of_images(alone, model, loader):
+        script = load_script("train_images")
+        return script.evaluate(alone, model, None, loader, iter, *COLORS)
+
+    expected = plain_metrics(logits, labels.numpy())
+    for found in on_processes(many, images, labels, cuts, of_images):
+        samples = found.pop("samples")
+        assert found == near(expected)
+        assert samples["labels"].equal(labels)
+        assert samples["predictions"].tolist() == logits.argmax(1).tolist()
+        losses = np.where(labels >= 0, plain_losses(logits, labels.numpy()), 0)
+        assert samples["losses"].numpy() == near(losses)
+
+    known = labels.clamp(min=0)  # train_cifar.py refuses images that cannot be read
+
+    def of_cifar(alone, model, loader):
+        script, split = load_script("train_cifar"), Batches(labels)
+        return script.evaluate(alone, model, split, loader, iter, *COLORS, size=2)
+
+    expected = plain_metrics(logits, known.numpy())
+    for found in on_processes(many, images, known, cuts, of_cifar):
+        assert found.pop("predictions").tolist() == logits.argmax(1).tolist()
+        assert found == near({name: expected[name] for name in found})
+        assert {"loss", "accuracy"} <= found.keys()
+
+
+@settings(max_examples=20)
+@given(
+    st.lists(st.integers(0, 2), min_size=2, max_size=12),
+    st.integers(0, 12),
+    st.sampled_from([0.0, 0.1]),
+    SEEDS,
+)
+def test_a_weighted_loss_is_that_of_any_micro_batches(labels, place, smoothing, seed):
+    """Every class that has images counts as much as the others, and a missing one changes none."""
+    script, place = load_script("train_images"), place % (len(labels) - 1) + 1
+    generator, labels = np.random.default_rng(seed), np.array(labels)
+    images = torch.from_numpy(generator.integers(0, 256, (len(labels), 3, 1, 1), dtype=np.uint8))
+    args = accelerator(class_weights="balanced", label_smoothing=smoothing)
+    data = accelerator(splits={"train": accelerator(labels=labels)}, class_names=list("abc"))
+    weights = script.class_weights(data, "cpu", args)
+    counts = np.maximum(np.bincount(labels, minlength=3), 1)
+    assert weights.tolist() == near(len(labels) / (3 * counts))
+
+    def loss(part):
+        batch = {"images": images[part], "labels": torch.from_numpy(labels)[part]}
+        return script.compute_loss(Pixels(), batch, *COLORS, None, 1, args, weights).item()
+
+    logits = 8 * (images.flatten(1).numpy() / 255)
+    targets = np.eye(3)[labels] * (1 - smoothing) + smoothing / 3
+    logs = logits - np.log(np.exp(logits).sum(1, keepdims=True))
+    losses = -(targets * logs * weights.numpy()).sum(1)
+    assert loss(slice(None)) == near(losses.mean())
+    parts = [loss(slice(place)) * place, loss(slice(place, None)) * (len(labels) - place)]
+    assert sum(parts) / len(labels) == near(losses.mean())
+    args.class_weights = "none"
+    assert script.class_weights(data, "cpu", args) is None

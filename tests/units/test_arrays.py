@@ -1,0 +1,109 @@
+"""Images of 32x32 pixels in memory: decoded once, and on a GPU where they fit."""
+
+import numpy as np
+import pytest
+import torch
+from harness.data import noise
+from harness.fakes import accelerator
+
+from utils.data.arrays import load_arrays, on_device, synthetic_arrays
+from utils.data.images import Encoded
+from utils.run.failures import UserError
+
+CLASSES = ["cat", "dog"]
+
+
+def make_folders(root, *splits, size=(32, 32)):
+    """Writes ten PNGs of each class and split, with random pixels."""
+    for place, split in enumerate(splits):
+        for label, name in enumerate(CLASSES):
+            (root / split / name).mkdir(parents=True)
+            for i in range(10):
+                noise(1000 * place + 100 * label + i, size).save(root / split / name / f"{i}.png")
+    return root
+
+
+@pytest.fixture
+def decoded(monkeypatch):
+    """Counts the images that are decoded."""
+    seen, real_pixels = [], Encoded.pixels
+    monkeypatch.setattr(Encoded, "pixels", lambda self: seen.append(self) or real_pixels(self))
+    return seen
+
+
+def test_a_second_start_decodes_nothing_until_a_file_changes(tmp_path, decoded):
+    folder, cache = make_folders(tmp_path / "data", "train", "test"), tmp_path / "cache"
+    first = load_arrays(str(folder), cache_dir=cache)
+    assert len(decoded) == 40
+    again = load_arrays(str(folder), cache_dir=cache, val_fraction=0.2)
+    assert len(decoded) == 40 and list(again.splits) == ["train", "val", "test"]
+    assert torch.equal(again.splits["test"].images, first.splits["test"].images)
+    noise(77).save(folder / "test" / "dog" / "3.png")
+    changed = load_arrays(str(folder), cache_dir=cache)
+    assert len(decoded) == 60  # one split
+    expected = torch.from_numpy(np.array(noise(77))).permute(2, 0, 1)
+    assert torch.equal(changed.splits["test"].images[13], expected)
+
+
+def test_images_that_cannot_be_used_are_named(tmp_path):
+    folder = make_folders(tmp_path / "data", "train", "test")
+    (folder / "train" / "cat" / "4.png").write_bytes(b"a thesis")
+    with pytest.raises(UserError, match=r"corrupt image in .*train/cat/4.png: it is not an image"):
+        load_arrays(str(folder), cache_dir=tmp_path / "cache")
+    assert not (tmp_path / "cache").exists() or not list((tmp_path / "cache").iterdir())
+    noise(0).save(folder / "train" / "cat" / "4.png")
+    with pytest.raises(UserError, match="cannot write the decoded images to /proc/nowhere"):
+        load_arrays(str(folder), cache_dir="/proc/nowhere")
+
+
+def test_an_evaluation_leaves_out_what_training_refuses(tmp_path):
+    """Also if the evaluation came first, and decoded the images for both."""
+    folder, cache = make_folders(tmp_path / "data", "train") / "train", tmp_path / "cache"
+
+    def to_evaluate():
+        return load_arrays(str(folder), class_names=CLASSES, cache_dir=cache).splits["all"]
+
+    (folder / "cat" / "4.png").write_bytes(b"a thesis")
+    split = to_evaluate()
+    place = [split.name(i) for i in range(20)].index(str(folder / "cat" / "4.png"))
+    assert (split.labels < 0).nonzero().flatten().tolist() == [place]
+    assert not split.images[place].any() and split.images.flatten(1).any(1).sum() == 19
+    chosen = split.select(np.array([place + 1]))
+    assert chosen.name(0) == split.name(place + 1) and chosen.labels[0] == 0
+    with pytest.raises(UserError, match=r"corrupt image in .*cat/4.png: it is not an image"):
+        load_arrays(str(folder), val_fraction=0.2, cache_dir=cache)
+    noise(9).save(folder / "cat" / "4.png")
+    repaired, others = to_evaluate(), torch.arange(20) != place
+    assert torch.equal(repaired.images[others], split.images[others]) and repaired.labels.min() == 0
+
+
+def test_synthetic_arrays_get_a_val_split_too():
+    whole, data = synthetic_arrays(3), load_arrays("synthetic", seed=3, val_fraction=0.1)
+    assert list(whole.splits) == ["train", "test"]
+    assert [len(data.splits[split]) for split in ("train", "val", "test")] == [4500, 500, 1000]
+    assert torch.equal(data.splits["test"].images, whole.splits["test"].images)
+    seen = {image.numpy().tobytes() for image in data.splits["train"].images}
+    assert not any(image.numpy().tobytes() in seen for image in data.splits["val"].images)
+    assert data.description != load_arrays("synthetic", seed=3).description
+
+
+def test_images_are_kept_on_a_gpu_if_they_fit_in_half_of_its_free_memory(monkeypatch, capsys):
+    """The device `meta` stands for its memory."""
+    data, gpu = synthetic_arrays(0, train=10, test=5).splits, torch.device("cuda", 0)
+    batch = data["train"].batch(torch.tensor([4, 2]))
+    assert batch["ids"].tolist() == [4, 2] and len(data["train"].first(3)) == 3
+    assert torch.equal(batch["labels"], data["train"].labels[[4, 2]])
+    assert torch.equal(batch["images"], data["train"].images[[4, 2]])
+    real_to = torch.Tensor.to
+    monkeypatch.setattr(
+        torch.Tensor, "to", lambda self, home: real_to(self, "meta" if home == gpu else home)
+    )
+    size = 15 * 3 * 32 * 32
+    for free, home in ((2 * size, "meta"), (2 * size - 1, "cpu")):
+        monkeypatch.setattr(torch.cuda, "mem_get_info", lambda _, free=free: (free, None))
+        splits = on_device(accelerator(device=gpu), data)
+        assert {split.images.device.type for split in splits.values()} == {home}
+        assert {split.labels.device.type for split in splits.values()} == {home}
+        assert splits["train"].device == gpu
+    assert capsys.readouterr().err.count("stay in that of the host") == 1
+    assert torch.equal(on_device(accelerator(), data)["test"].images, data["test"].images)

@@ -1,0 +1,128 @@
+"""Each value of a column of labels is a class, exactly, whatever its type."""
+
+import datetime
+from decimal import Decimal
+
+import numpy as np
+import pytest
+from harness.data import encoded, noise
+
+from utils.data import labels as of_tables
+from utils.data.arrays import load_arrays
+from utils.data.sources import find_images, find_to_evaluate
+from utils.run.failures import UserError
+
+datasets = pytest.importorskip("datasets")
+
+NAMED = datasets.ClassLabel(names=["cat", "dog"])
+DECLARED = datasets.ClassLabel(names=["cat", "bird", "cow", "dog"])
+DAYS = [20240101.0, 20240102.0, 20240103.0, 20240104.0]
+DATES = [datetime.date(2024, 1, 2), datetime.date(2024, 1, 1)]
+BIG = 2**62
+
+
+def make_labels(folder, kind, **labels):
+    """Writes a Parquet file for each keyword, a split, with a column `label` of this type."""
+    folder.mkdir(exist_ok=True)
+    kind = datasets.Value(kind) if isinstance(kind, str) else kind
+    features = datasets.Features(image=datasets.Value("binary"), label=kind)
+    for split, values in labels.items():
+        rows = {"image": [encoded(noise(i)) for i in range(len(values))], "label": values}
+        made = datasets.Dataset.from_dict(rows, features=features)
+        made.to_parquet(str(folder / f"{split}-00000-of-00001.parquet"))
+    return str(folder)
+
+
+@pytest.mark.parametrize(
+    ("kind", "values", "class_names", "labels"),
+    [
+        (NAMED, [0, 1], ["cat", "dog"], [0, 1]),
+        ("float64", DAYS, [f"{day:.0f}" for day in DAYS], [0, 1, 2, 3]),
+        ("float32", [7.0, 0.0, 1.0], ["0", "1", "7"], [2, 0, 1]),
+        ("int64", [BIG, BIG + 1], [str(BIG), str(BIG + 1)], [0, 1]),
+        ("int8", [1, -1], ["-1", "1"], [1, 0]),
+        ("float64", [-1.0, 1.0], ["-1", "1"], [0, 1]),
+        ("bool", [True, False], ["False", "True"], [1, 0]),
+        ("decimal128(3, 1)", [Decimal("12.0"), Decimal("1.0")], ["1", "12"], [1, 0]),
+        ("string", ["b", "-1", "1"], ["-1", "1", "b"], [2, 0, 1]),
+        ("date32", DATES, ["2024-01-01", "2024-01-02"], [1, 0]),
+    ],
+)
+def test_every_value_of_a_label_is_a_class(kind, values, class_names, labels, tmp_path):
+    found = find_images(make_labels(tmp_path / "d", kind, train=values * 6), val_fraction=0.2)
+    assert found.class_names == class_names
+    for images in found.splits.values():
+        assert images.labels.tolist() == [labels[row % len(values)] for row in images.rows]
+    every = np.concatenate([images.labels for images in found.splits.values()])
+    assert np.bincount(every).tolist() == [6] * len(values)
+
+
+def test_a_model_has_its_own_order_of_classes():
+    """A class that it does not have is named, with its row."""
+    rows = datasets.Dataset.from_dict({"label": ["dog", "cat", None, "dog"]})
+    empty = datasets.Dataset.from_dict({"other": [1, 2]})
+    tables, model = {"test": rows, "val": empty}, ["dog", "yak", "cat"]
+    found, names = of_tables.read_labels("d", tables, "label", model)
+    assert names == model and found["test"].tolist() == [0, 2, -1, 0]
+    assert found["val"].tolist() == [-1, -1] and found["val"].dtype == np.int64
+    with pytest.raises(
+        UserError, match=r"class cat of its test split \(row 1\) is not in those of"
+    ):
+        of_tables.read_labels("d", tables, "label", ["dog", "yak"])
+    text = datasets.Dataset.from_dict({"label": ["1", "x", "-1", " "]})
+    found, names = of_tables.read_labels("d", {"train": text}, "label", from_csv=True)
+    assert names == ["1", "x"] and found["train"].tolist() == [0, 1, -1, -1]
+    numbers = datasets.Dataset.from_dict({"label": [2048.0, 2050.0]})
+    numbers = numbers.cast_column("label", datasets.Value("float16"))
+    with pytest.raises(UserError, match="float16 values such as 2050, which are too large"):
+        of_tables.read_labels("d", {"train": numbers}, "label")
+
+
+def test_a_declared_class_without_images_is_left_out_and_named(tmp_path):
+    name = make_labels(tmp_path / "d", DECLARED, train=[3, 0] * 6, test=[0, 3])
+    data = find_images(name)
+    assert data.class_names == ["cat", "dog"] and data.splits["test"].labels.tolist() == [0, 1]
+    left_out = [line for line in data.details if "left out" in line]
+    assert left_out == ["left out: classes without images to train with: 2 (bird)"]
+    found = find_to_evaluate(name, ["dog", "cat"])
+    assert found.splits["test"].labels.tolist() == [1, 0] and len(found.details) == 2
+
+
+@pytest.mark.parametrize(
+    ("kind", "labels", "says"),
+    [
+        (NAMED, dict(train=[0, 1, None] * 4), r"4 of 12 rows of the train split .* have no label"),
+        (NAMED, dict(train=[0, 1, -1] * 4), r"or -1, in the column label \(the first is row 2\)"),
+        (datasets.List(datasets.Value("int64")), dict(train=[[0], [0, 1]] * 4), "several labels"),
+        ("int64", dict(train=[-1, 0, 1] * 4), r"4 of 12 rows .* have no label, or -1"),
+        ("string", dict(train=["a", " ", "b"] * 4), r"4 of 12 rows .* have no label"),
+        ("float64", dict(train=[0.13, 2.5, 0.7] * 4), r"numbers such as 0.13, .* measurements"),
+        ("float64", dict(train=[float("inf"), 1.0] * 4), "numbers such as inf"),
+        ("decimal128(3, 1)", dict(train=[Decimal("1.5"), Decimal("2.5")] * 4), "such as 1.5"),
+        ("float32", dict(train=DAYS * 4), "float32 values such as 20240100, .* too large to be"),
+        ("float64", dict(train=[2.0**53 + 2, 1.0] * 4), "too large to be exact"),
+        ("int64", dict(train=[None] * 4), "has no labels in its column label"),
+        ("int64", dict(train=[0, 1] * 4, test=[0, 1, 2]), r"class 2 of its test split \(row 2\)"),
+        ("string", dict(train=["a", "b"] * 4, validation=["c"]), "class c of its val split"),
+        (DECLARED, dict(train=[3, 0] * 6, test=[0, 3, 1]), r"class bird of its test split \(row 2"),
+    ],
+)
+def test_labels_that_are_no_classes_are_one_line(kind, labels, says, tmp_path):
+    name = make_labels(tmp_path / "d", kind, **labels)
+    for load in (find_images, load_arrays):
+        with pytest.raises(UserError, match=says) as error:
+            load(name, val_fraction=0.2)
+        assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize(("test", "labels"), [([1, -1, 1], [1, 0, 1]), ([-1] * 3, None)])
+def test_a_test_split_without_labels_is_left_out(test, labels, tmp_path):
+    """But of two signs, -1 is one."""
+    train = [-1, 1] * 6 if labels else [0, 1] * 6
+    name = make_labels(tmp_path / "d", "int64", train=train, test=test)
+    found = find_images(name, val_fraction=0.2)
+    if labels:
+        assert found.splits["test"].labels.tolist() == labels
+    else:
+        assert list(found.splits) == ["train", "val"]
+        assert "images of a test split without classes: 3" in found.details[-1]

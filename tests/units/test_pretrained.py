@@ -1,0 +1,172 @@
+"""The classifiers of torchvision: names, weights, preprocessing, and what is frozen."""
+
+import contextlib
+import os
+
+import pytest
+import torch
+import torchvision
+from harness.data import kinds_of_classifiers
+from harness.fakes import accelerator
+from harness.launches import some_slow
+
+from utils import pretrained
+from utils.ema import MovingAverage
+from utils.run import weights
+from utils.run.failures import UserError
+
+SQUEEZENET = "squeezenet1_1"
+
+
+def config(model=SQUEEZENET, classes=3):
+    return dict(model=model, options={}, class_names=list("abcdefgh")[:classes])
+
+
+def small(classes=3, name=SQUEEZENET):
+    return pretrained.build(config(name, classes))
+
+
+KINDS = kinds_of_classifiers()
+
+
+@pytest.mark.parametrize("name", some_slow(KINDS, *(k for k in KINDS if "mnas" not in k)))
+def test_every_classifier_takes_weights_from_safetensors(name):
+    """Such a file has no place for what some classes save with their weights."""
+    model = pretrained.without_weights(name)
+    model.load_state_dict(dict(model.state_dict()))
+    average = MovingAverage(model, lambda updates: 0.9)
+    average.load_state_dict(average.state_dict())
+
+
+@pytest.mark.parametrize("wrapped", [False, True])
+def test_reads_a_pth_and_replaces_a_head_of_another_size(wrapped, tmp_path, capsys):
+    state, file, model = small(5).state_dict(), tmp_path / "weights.pth", small(3)
+    names = {f"module.{name}": value for name, value in state.items()}
+    torch.save({"model": names, "epoch": 3} if wrapped else state, file)
+    pretrained.initialize(accelerator(), model, config(), str(file))
+    assert torch.equal(model.features[0].weight, state["features.0.weight"])
+    assert "keeps its initial weights: classifier.1.weight" in capsys.readouterr().out
+    before = model.features[0].weight.clone()
+    pretrained.initialize(accelerator(), model, config(), None)
+    assert torch.equal(model.features[0].weight, before) and not capsys.readouterr().out
+
+
+def test_a_head_for_other_classes_is_replaced_though_it_has_the_same_size(tmp_path, capsys):
+    earlier, model = small(3), small(3)
+    weights.export(tmp_path, earlier, config() | {"class_names": ["x", "y", "z"]})
+    pretrained.initialize(accelerator(), model, config(), str(tmp_path))
+    assert "keeps its initial weights: classifier.1.weight" in capsys.readouterr().out
+    assert not torch.equal(model.classifier[1].weight, earlier.classifier[1].weight)
+    assert torch.equal(model.features[0].weight, earlier.features[0].weight)
+
+
+def test_a_model_of_auxiliary_classifiers_is_built_without_them(tmp_path):
+    """And takes weights of one that has them."""
+    name = "googlenet"
+    described = pretrained.describe(name, None, ["a", "b"], size=64, scaling={"float": [0, 1]})
+    options = dict(aux_logits=False, init_weights=True)
+    assert described["options"] == options and described["class_names"] == ["a", "b"]
+    values = dict(resize=73, crop=64, interpolation="bilinear", mean=[0.5] * 3, std=[0.5] * 3)
+    assert described["preprocessing"] == values | {"scaling": {"float": [0, 1]}}
+    model = pretrained.build(described)
+    state = model.state_dict() | {"aux1.conv.conv.weight": torch.ones(1), "fc.bias": torch.ones(2)}
+    torch.save(state, tmp_path / "a.pth")
+    pretrained.initialize(accelerator(), model, described, str(tmp_path / "a.pth"))
+    assert model.fc.bias.tolist() == [1, 1]
+
+
+class Executes:
+    def __init__(self, path):
+        self.path = path
+
+    def __reduce__(self):
+        return os.mkdir, (str(self.path),)
+
+
+def test_unusable_weights_are_refused(tmp_path, monkeypatch):
+    torch.save(small(3, "shufflenet_v2_x0_5").state_dict(), tmp_path / "other.pth")
+    torch.save({"model": Executes(tmp_path / "executed")}, tmp_path / "code.pth")
+    torch.save([1, 2], tmp_path / "list.pth")
+    (tmp_path / "empty.pth").write_bytes(b"")
+    for name, says in (
+        ("other.pth", "holds another model"),
+        ("code.pth", "it would execute code"),
+        ("list.pth", "does not hold the weights"),
+        ("empty.pth", "cannot read"),
+        ("none.pth", "there is no such file"),
+        ("IMAGENET1K_V7", "no such weights of squeezenet1_1; the nearest: IMAGENET1K_V1"),
+        ("xyz", "no such weights of squeezenet1_1; there are: DEFAULT, IMAGENET1K_V1"),
+    ):
+        choice = str(tmp_path / name) if name.endswith(".pth") else name
+        with pytest.raises(UserError, match=says):
+            pretrained.initialize(accelerator(), small(3), config(), choice)
+    assert not (tmp_path / "executed").exists()
+    with pytest.raises(UserError, match=r"no classifier of this name; the nearest: .*resnet50"):
+        pretrained.check_name("resnet_50")
+
+    def no_network(*_, **__):
+        raise OSError("no network")
+
+    # The message says where to put the file.
+    monkeypatch.setenv("TORCH_HOME", str(tmp_path))
+    monkeypatch.setattr(torch.hub, "download_url_to_file", no_network)
+    says = rf"cannot download .no network: put .* from https://.* at {tmp_path}/hub/checkpoints/sq"
+    with pytest.raises(UserError, match=says.replace(".no network", ".*no network.")):
+        pretrained.initialize(accelerator(), small(3), config(), "DEFAULT")
+
+
+def test_the_preprocessing_is_that_of_the_weights(tmp_path):
+    enum = pretrained.find("resnet50", "IMAGENET1K_V2")
+    expected = dict(resize=232, crop=224, interpolation="bilinear", **pretrained.IMAGENET)
+    assert pretrained.preprocessing("resnet50", enum) == expected
+    half = dict(resize=128, crop=112)
+    assert pretrained.preprocessing("resnet50", None, size=112) == expected | half
+    assert pretrained.preprocessing("resnet50", enum, resize=224)["resize"] == 224
+    with pytest.raises(
+        UserError, match="--eval_resize 223 is less than the 224 pixels of the crop"
+    ):
+        pretrained.preprocessing("resnet50", enum, resize=223)
+    assert pretrained.find("resnet50", "ResNet50_Weights.DEFAULT") == enum
+    inception = pretrained.preprocessing("inception_v3", pretrained.find("inception_v3", "DEFAULT"))
+    values = dict(mean=[0.5] * 3, std=[0.5] * 3)
+    assert inception == dict(resize=342, crop=299, interpolation="bilinear", **values)
+    bicubic = pretrained.find("swin_t", "DEFAULT")
+    assert pretrained.preprocessing("swin_t", bicubic)["interpolation"] == "bicubic"
+    # Of a run, it is that of the run, whatever the model.
+    own = dict(resize=40, crop=32, interpolation="bicubic", mean=[0.1] * 3, std=[0.2] * 3)
+    weights.export(tmp_path, small(), config() | {"preprocessing": own | {"scaling": {}}})
+    described = pretrained.describe(SQUEEZENET, str(tmp_path), "abc", resize=36)
+    assert described["preprocessing"] == own | {"resize": 36, "scaling": {}}
+    found = pretrained.find("inception_v3", str(tmp_path))
+    assert pretrained.preprocessing("inception_v3", found)["std"] == [0.2] * 3
+
+
+def test_frozen_batch_norm_stays_in_evaluation_mode():
+    model = pretrained.freeze(small(3, "shufflenet_v2_x0_5"))
+    pretrained.train(model)
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    model(torch.randn(2, 3, 32, 32)).sum().backward()
+    assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
+    trained = [name for name, weight in model.named_parameters() if weight.grad is not None]
+    assert trained == ["fc.weight", "fc.bias"]
+    model.requires_grad_(True)
+    pretrained.train(model)
+    assert all(module.training for module in model.modules())
+
+
+@pytest.mark.slow
+def test_the_last_layer_of_every_model_is_found():
+    """Without allocating weights; but RegNet and MaxViT need them: the smallest stand for all."""
+    looked_at = 0
+    for name in torchvision.models.list_models(module=torchvision.models):
+        real = name in ("regnet_x_400mf", "regnet_y_400mf", "maxvit_t")
+        if name.startswith(("regnet", "maxvit")) and not real:
+            continue
+        options = {"options": pretrained.OPTIONS.get(name, {})}
+        with contextlib.nullcontext() if real else torch.device("meta"):
+            one, two = (pretrained.build(config(name, classes) | options) for classes in (3, 7))
+        a, b, head = one.state_dict(), two.state_dict(), pretrained.head(one)
+        differ = {key for key in a if a[key].shape != b[key].shape}
+        assert differ == {key for key in a if key.startswith(head + ".")}, name
+        looked_at += 1
+    assert looked_at > 50

@@ -1,0 +1,103 @@
+"""Images in files and in rows that name files: which may be read, and what their names are."""
+
+import os
+
+import numpy as np
+import pytest
+from harness.data import encoded, noise
+
+from utils.data.arrays import load_arrays
+from utils.data.images import BadImage
+from utils.data.sources import find_images
+from utils.data.storage import Files, Names, Pixels, Rows
+from utils.run.failures import UserError
+
+datasets = pytest.importorskip("datasets")
+
+
+def rows_with_paths(folder, paths, suffix="parquet"):
+    folder.mkdir(exist_ok=True)
+    rows = {"image": [str(path) for path in paths], "label": [0, 1] * (len(paths) // 2)}
+    file = folder / f"list.{suffix}"
+    table = datasets.Dataset.from_dict(rows)
+    {"parquet": table.to_parquet, "csv": table.to_csv, "jsonl": table.to_json}[suffix](str(file))
+    return str(file)
+
+
+def read_all(file):
+    found = find_images(file, image_column="image", val_fraction=0.25)
+    return [i.open(k).pixels() for i in found.splits.values() for k in range(len(i))]
+
+
+@pytest.mark.parametrize(
+    ("path", "says"),
+    [
+        ("/dev/zero", "is not in the folder of the table"),
+        ("../outside.png", "is not in the folder of the table"),
+        ("inside/../../outside.png", "is not in the folder of the table"),
+        ("{outside}", "is not in the folder of the table"),
+        ("fifo.png", "not a regular file"),
+        ("zero.png", "not a regular file"),
+        ("nul\0byte", "null|NUL"),
+    ],
+)
+def test_rows_name_regular_files_of_their_folder_only(path, says, tmp_path):
+    folder = tmp_path / "d"
+    folder.mkdir()
+    noise(0).save(tmp_path / "outside.png")
+    os.mkfifo(folder / "fifo.png")
+    os.symlink("/dev/zero", folder / "zero.png")
+    file = rows_with_paths(folder, [path.format(outside=tmp_path / "outside.png")] * 8)
+    with pytest.raises(BadImage, match=says):
+        read_all(file)
+    with pytest.raises(UserError, match=says) as error:
+        load_arrays(file, image_column="image", val_fraction=0.25, cache_dir=tmp_path / "c")
+    assert "\n" not in str(error.value)
+
+
+def test_rows_may_name_files_beside_their_table_and_a_list_any(tmp_path):
+    folder = tmp_path / "d"
+    (folder / "in").mkdir(parents=True)
+    for i in range(8):
+        noise(i).save(folder / "in" / f"{i}.png")
+    relative = [f"in/{i}.png" for i in range(8)]
+    absolute = [folder / name for name in relative]
+    assert len(read_all(rows_with_paths(folder, relative))) == 8
+    assert len(read_all(rows_with_paths(folder, absolute))) == 8
+    for suffix in ("csv", "jsonl"):  # a person can read and write these
+        assert len(read_all(rows_with_paths(tmp_path / "lists", absolute, suffix))) == 8
+    with pytest.raises(BadImage, match="not in the folder of the table"):
+        read_all(rows_with_paths(tmp_path / "tables", absolute))
+    os.symlink(folder, tmp_path / "link")
+    assert len(read_all(rows_with_paths(tmp_path / "link", absolute))) == 8
+
+
+def test_files_rows_and_arrays_say_the_same_of_an_image(tmp_path):
+    images = [noise(i, (5 + i, 4)) for i in range(3)]
+    listed = ["ä 0.png", "b/1.png", "2.png"]
+    (tmp_path / "b").mkdir()
+    for name, image in zip(listed, images, strict=True):
+        image.save(tmp_path / name)
+    data = [encoded(image) for image in images]
+    files, rows = Files(tmp_path, listed), Rows(data, "a table", "version 1")
+    table = datasets.Dataset.from_dict(
+        {"image": data}, features=datasets.Features(image=datasets.Value("binary"))
+    )
+    bytes_of = [len(value) for value in data]
+    for source in (files, rows, Rows(table, "a table", "version 1")):
+        assert [source.read(i) for i in range(len(source))] == data
+        assert source.sizes(np.array([2, 0])).tolist() == [bytes_of[2], bytes_of[0]]
+    assert files.read(1, 7) == data[1][:7]
+    assert [files.portable_name(i) for i in range(3)] == listed
+    assert files.name(1) == str(tmp_path / "b/1.png") and rows.name(1) == "row 1 of a table"
+    assert rows.stamp(0) == "version 1" and files.stamp(0) != files.stamp(2)
+    before = files.stamp(0)
+    os.utime(tmp_path / listed[0], (1, 1))
+    assert files.stamp(0) != before
+    (tmp_path / listed[0]).unlink()
+    assert files.stamp(0) is None and files.sizes(np.arange(2)).tolist() == [-1, bytes_of[1]]
+    assert list(Names([])) == [] and len(Names(listed)) == 3
+    array = Pixels(np.stack([np.array(noise(i)) for i in range(2)]), "photos.npz", "v")
+    assert array.read(1).startswith(b"P6 32 32 255\n") and len(array.read(1, 5)) == 5
+    assert array.read(1)[13:] == np.array(noise(1)).tobytes()
+    assert (array.name(1), array.portable_name(1)) == ("image 1 of photos.npz", "row 1")

@@ -1,0 +1,207 @@
+"""Functions of train_images.py: options, optimizer, averages, loaders, and the model card."""
+
+import math
+import sys
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+from harness.data import encoded, make_photos, noise
+from harness.fakes import accelerator
+from harness.launches import load_script, run
+
+from utils import pretrained
+from utils.data.images import Images
+from utils.data.sources import find_images
+from utils.data.storage import Rows
+from utils.run import weights
+from utils.run.failures import UserError
+
+script = load_script("train_images")
+HUNDRED_STEPS = SimpleNamespace(steps_per_epoch=10, total_steps=100)
+
+
+@pytest.fixture
+def parse(monkeypatch):
+    """Parses the words of a command line."""
+
+    def parsed(words):
+        monkeypatch.setattr(sys, "argv", ["train_images.py", *words.split()])
+        return script.parse_args()
+
+    return parsed
+
+
+@pytest.mark.parametrize(
+    ("words", "path"),
+    [("--weights runs/a", "runs/a"), ("--weights a.pth", "a.pth"), ("--init_from a", "a")]
+    + [("--weights DEFAULT", None), ("--weights here", "here")],
+)
+def test_weights_that_are_gone_have_the_same_path_as_before(
+    words, path, parse, tmp_path, monkeypatch
+):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "here").mkdir()
+    expected = str(tmp_path / path) if path else "DEFAULT"
+    assert parse(f"--dataset a {words}").weights == expected
+
+
+@pytest.mark.parametrize("preset", ["scratch", "finetune", "small", "torchvision"])
+def test_a_preset_is_a_set_of_known_options_that_flags_override(preset, parse, capsys):
+    wanted = {**script.PRESETS[preset], "epochs": 7}
+    args = vars(parse(f"--dataset synthetic --preset {preset} --epochs 7"))
+    assert wanted.items() <= args.items() and not args["cache"] and args["momentum"] == 0.9
+    with pytest.raises(SystemExit):
+        parse("--help")
+    flags = {f"--{name}" for name in wanted.keys() - {"head_lr_multiplier"}}
+    assert flags <= set(capsys.readouterr().out.split())
+
+
+def test_options_that_exclude_each_other(parse):
+    for words, says in (
+        ("--model resnet_50", "the nearest: "),
+        ("--weights a.pth --init_from b", "both name weights"),
+        ("--model squeezenet1_1 --image_size 8", "--image_size 8: not a size for squeezenet1_1"),
+    ):
+        with pytest.raises(UserError, match=says):
+            parse(f"--dataset a {words}")
+    one_batch = parse("--dataset a --preset torchvision --overfit_batch --lr_schedule linear")
+    names = ("lr_schedule", "label_smoothing", "mixup", "cutmix", "ema_decay")
+    assert [getattr(one_batch, name) for name in names] == ["constant", 0, 0, 0, 0]
+    cached = parse("--dataset a --cache /data")
+    assert (cached.cache, cached.cache_dir) == (True, "/data")
+    assert parse("--dataset a --cache").cache_dir.endswith("/train_images")
+
+
+@pytest.mark.parametrize("optimizer", ["sgd", "adamw"])
+def test_weight_decay_and_learning_rates_of_the_groups(optimizer):
+    model = torch.nn.Sequential()
+    model.body, model.pos_embedding = torch.nn.Conv2d(3, 4, 1), torch.nn.Parameter(torch.ones(2, 2))
+    model.norm, model.fc = torch.nn.BatchNorm2d(4), torch.nn.Linear(4, 3)
+    model.body.bias.requires_grad_(False)
+    args = SimpleNamespace(
+        lr=0.1, head_lr_multiplier=10, weight_decay=0.3, optimizer=optimizer, momentum=0.9
+    )
+    made = script.build_optimizer(model, args)
+    groups = {id(p): group for group in made.param_groups for p in group["params"]}
+    found = {
+        name: (groups[id(p)]["lr"], groups[id(p)]["weight_decay"])
+        for name, p in model.named_parameters()
+        if id(p) in groups
+    }
+    assert found == {
+        "pos_embedding": (0.1, 0.0),
+        "body.weight": (0.1, 0.3),
+        "norm.weight": (0.1, 0.0),
+        "norm.bias": (0.1, 0.0),
+        "fc.weight": (1.0, 0.3),
+        "fc.bias": (1.0, 0.0),
+    }
+    kinds = {"sgd": torch.optim.SGD, "adamw": torch.optim.AdamW}
+    assert isinstance(made, kinds[optimizer]) and made.defaults["fused"]
+    assert optimizer == "adamw" or (made.defaults["momentum"], made.defaults["nesterov"]) == (
+        0.9,
+        1,
+    )
+
+
+def test_the_decay_of_averaged_weights_rises(capsys):
+    """A run shorter than the averaging window must not end with its initial weights."""
+    decays = [script.ema_decay_at(t, 0.99998) for t in (1, 8, 90, 10**6)]
+    assert decays == [2 / 11, 9 / 18, 91 / 100, 0.99998]
+    model, registered = torch.nn.Linear(1, 1, bias=False), []
+    process = accelerator(register_for_checkpointing=registered.append)
+    ema = script.build_ema(process, model, 0.9, HUNDRED_STEPS)
+    assert registered == [ema]
+    expected = None
+    for update in range(20):
+        with torch.no_grad():
+            model.weight.fill_(update + 1.0)
+        ema.update(model)
+        decay = min(0.9, (1 + update) / (10 + update))
+        expected = decay * expected + (1 - decay) * (update + 1) if update else 1.0
+        assert ema.module.weight.item() == pytest.approx(expected, rel=1e-5)
+    assert script.build_ema(process, model, 0.0, HUNDRED_STEPS) is None
+    script.build_ema(process, model, 0.99, HUNDRED_STEPS)
+    assert capsys.readouterr().err == ""
+    script.build_ema(process, model, 0.995, HUNDRED_STEPS)
+    assert "averages over about 200 steps, more than the 100 of this run" in capsys.readouterr().err
+
+
+def test_the_learning_rate_rises_and_falls():
+    for schedule, middle, end in (("cosine", 0.5, 0), ("linear", 0.5, 0), ("constant", 1, 1)):
+        args = SimpleNamespace(warmup_epochs=1, lr_schedule=schedule)
+        found = [script.lr_multiplier(step, HUNDRED_STEPS, args) for step in (0, 9, 10, 55, 100)]
+        assert found == pytest.approx([1 / 11, 10 / 11, 1, middle, end])
+        args.warmup_epochs = 90  # at most a fifth of the run
+        assert script.lr_multiplier(20, HUNDRED_STEPS, args) == 1
+
+
+def test_unreadable_images_of_all_processes_are_reported(monkeypatch):
+    monkeypatch.setattr(script, "gather", lambda _, own: [own, {9, 2}, set()])
+    assert script.gather_ids(accelerator(3, 0), {5, 2}) == [2, 5, 9]
+
+
+def options(parse, *words):
+    small = "--dataset a --model squeezenet1_1 --batch_size 4 --num_workers 0"
+    return parse(" ".join([small, *words]))
+
+
+def data_of(folder):
+    return find_images(str(make_photos(folder, 4)))
+
+
+def test_data_is_shortened_for_quick_checks(parse, tmp_path, capsys, monkeypatch):
+    folder = data_of(tmp_path / "d") and str(tmp_path / "d")
+    args = options(parse, "--dataset", folder, "--overfit_batch")
+    data = script.load_data(accelerator(), args)
+    assert data.splits["train"].rows.tolist() == data.splits["val"].rows.tolist() == [0, 3, 7, 11]
+    assert data.details[-1] == "one of 12 is 8.3% of the held-out accuracy"
+    assert args.data == data.description and args.data in capsys.readouterr().out
+    rows = Images(Rows([encoded(noise(0))], "", ""), np.zeros(700, int), np.arange(700) % 2)
+    large = SimpleNamespace(splits={"train": rows, "val": rows}, description="d", details=[])
+    monkeypatch.setattr(script, "find_images", lambda name, **more: large)
+    large = script.load_data(accelerator(), options(parse, "--dry_run"))
+    assert {split: len(part) for split, part in large.splits.items()} == {"train": 700, "val": 500}
+    assert large.details == []
+
+
+def test_loaders_have_the_sizes_that_options_say(parse, tmp_path):
+    data, prepared = data_of(tmp_path / "d"), []
+    preprocess = dict(resize=36, crop=32, interpolation="bilinear", **pretrained.IMAGENET)
+    process = accelerator(prepare=lambda loader: prepared.append(loader) or loader)
+    accumulate = "--gradient_accumulation_steps 2 --train_size 48"
+    args = options(parse, accumulate, "--cache", str(tmp_path / "cache"))
+    loaders = script.build_loaders(process, data, preprocess, 5, args)
+    assert set(loaders) == {"train", "val", "some"} and len(prepared) == 3
+    assert len(loaders["some"].dataset) == 5 and len(loaders["val"].dataset) == 12
+    batches = list(loaders["train"])
+    assert len(batches) == 6 and all(batch["images"].shape == (2, 3, 48, 48) for batch in batches)
+    assert next(iter(loaders["val"]))["images"].shape[1:] == (3, 32, 32)
+    assert min(data.splits["train"].open(0).pixels().shape[1:]) == 55  # 1.15 * 48
+    # One batch, again and again, looks as in an evaluation.
+    data.splits["train"] = data.splits["val"]
+    args = options(parse, "--overfit_batch")
+    plain = script.build_loaders(process, data, preprocess, 12, args)
+    whole = torch.cat([batch["images"] for batch in plain["val"]])
+    for batch in plain["train"]:
+        assert torch.equal(batch["images"], whole[batch["ids"]])
+    assert script.blank_batch(8, "cpu")["images"].shape == (2, 3, 8, 8)
+
+
+def test_the_model_card_of_an_mnasnet_loads_its_weights_without_this_project(tmp_path, monkeypatch):
+    described = pretrained.describe("mnasnet0_5", None, ["a", "b|c"])
+    model = pretrained.build(described)
+    weights.export(tmp_path, model, described)
+    card = script.describe_model(described, SimpleNamespace(ema_decay=0.9))
+    assert (card["title"], card["library"]) == ("mnasnet0_5, 2 classes", "torchvision")
+    assert card["about"].startswith("Classes: a, b") and "a decay of up to 0.9" in card["about"]
+    code = card["usage"].removeprefix("```python\n").partition("preprocess =")[0]
+    (tmp_path / "card.py").write_text(f"{code}\nprint(float(model.classifier[1].weight.sum()))")
+    monkeypatch.chdir(tmp_path)
+    done = run(None, "card.py", root=tmp_path)
+    assert math.isclose(float(done.stdout), model.classifier[1].weight.sum().item(), rel_tol=1e-5)
+    many = dict(described, class_names=[f"c{i}" for i in range(53)])
+    about = script.describe_model(many, SimpleNamespace(ema_decay=0))["about"]
+    assert about.endswith("c49 and 3 more.")

@@ -35,23 +35,12 @@ TESTS = Path(__file__).resolve().parents[1]
 # Without them, /proc could not show a program's own arguments and environment in place of the
 # server's.
 ARGUMENT_BYTES, ENVIRONMENT_BYTES = 16_384, 65_536
-HEAVY = [
-    "torch._dynamo",
-    "torch.distributed.checkpoint.format_utils",
-    "torch.distributed.fsdp",
-    "torch.distributed.run",
-    "torch.utils.tensorboard",
-    "torchvision",
-    "accelerate.commands.accelerate_cli",
-    "datasets",
-    "matplotlib.pyplot",
-    "peft",
-    "psutil",
-    "pytest",
-    "tqdm",
-    "transformers.generation",
-    "transformers.models.llama.modeling_llama",
-]
+HEAVY = """
+torch._dynamo torch.distributed.checkpoint.format_utils torch.distributed.fsdp
+torch.distributed.run torch.utils.tensorboard torchvision accelerate.commands.accelerate_cli
+datasets matplotlib.pyplot peft psutil pytest tqdm transformers.generation
+transformers.models.llama.modeling_llama
+""".split()
 
 
 # ---------------------------------------------------------------------------------- the tests' side
@@ -89,12 +78,8 @@ class Program:
 
     def __init__(self, words, environment, stdout, stderr, cwd=None, start_new_session=False):
         self.args, self.returncode = words, None
-        request = {
-            "words": words,
-            "environment": environment,
-            "cwd": cwd or os.getcwd(),
-            "session": start_new_session,
-        }
+        request = dict(words=words, environment=environment, session=start_new_session)
+        request["cwd"] = cwd or os.getcwd()
         if hasattr(os, "sched_getaffinity"):
             request["cores"] = sorted(os.sched_getaffinity(0))
         self._socket = socket.socket(socket.AF_UNIX)
@@ -233,33 +218,22 @@ def _lend_forks():
     def fork_instead(args, executables, close_fds, keep, cwd, environment, *rest):
         words = [os.fsdecode(word) for word in args]
         reads_from, _, _, writes_to, _, complains_to, _, told_here = rest[:8]
-        if (
-            words[0] != sys.executable
-            or words[1:2] == ["-c"]
-            or not close_fds
-            or set(keep) != {told_here}
-        ):
+        other_program = words[0] != sys.executable or words[1:2] == ["-c"]
+        if other_program or not close_fds or set(keep) != {told_here}:
             return fork_exec(args, executables, close_fds, keep, cwd, environment, *rest)
-        lines = (
-            os.environb.items()
-            if environment is None
-            else (line.split(b"=", 1) for line in environment)
-        )
+        lines = os.environb.items()
+        if environment is not None:
+            lines = (line.split(b"=", 1) for line in environment)
+        numbers = map(int, signal.valid_signals())
         request = {
             "words": words[1:],
             "environment": {os.fsdecode(name): os.fsdecode(value) for name, value in lines},
             "cwd": cwd or os.getcwd(),
             "session": rest[9],
-            "handled": [
-                int(signum)
-                for signum in signal.valid_signals()
-                if callable(signal.getsignal(signum))
-            ],
+            "handled": [number for number in numbers if callable(signal.getsignal(number))],
         }
-        files = [
-            mine if asked == -1 else asked
-            for mine, asked in enumerate((reads_from, writes_to, complains_to))
-        ]
+        asked = enumerate((reads_from, writes_to, complains_to))
+        files = [own if number == -1 else number for own, number in asked]
         prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
         _send(ours, request, files)
         pid = int(answers.readline())
@@ -303,26 +277,18 @@ def _become(request, files):
     tempfile.tempdir = None  # what the server found with its own environment
     unbuffered = words[0] == "-u" or bool(environment.get("PYTHONUNBUFFERED"))
     words = words[words[0] == "-u" :]
-    like = [
-        dict(encoding=stream.encoding, errors=stream.errors)
-        for stream in (sys.stdin, sys.stdout, sys.stderr)
-    ]
+    streams = (sys.stdin, sys.stdout, sys.stderr)
+    like = [dict(encoding=stream.encoding, errors=stream.errors) for stream in streams]
     sys.stdin = os.fdopen(0, "r", closefd=False, **like[0])
     sys.stdout = os.fdopen(1, "w", closefd=False, **like[1])
     sys.stdout.reconfigure(write_through=unbuffered)
     sys.stderr = os.fdopen(2, "w", buffering=1, closefd=False, **like[2])
     sys.__stdout__, sys.__stderr__ = sys.stdout, sys.stderr
-    libraries = [
-        path
-        for path in sys.path
-        if path not in ("", str(TESTS / "harness"), str(TESTS), str(TESTS.parent))
-    ]
+    ours = ("", str(TESTS / "harness"), str(TESTS), str(TESTS.parent))
     module = words[1] if words[0] == "-m" else None
     sys.argv = words[1:] if module else words
-    sys.path[:] = [
-        os.getcwd() if module else os.path.dirname(os.path.abspath(words[0])),
-        *libraries,
-    ]
+    first = os.getcwd() if module else os.path.dirname(os.path.abspath(words[0]))
+    sys.path[:] = [first, *(path for path in sys.path if path not in ours)]
     try:
         if module:
             sys.modules.pop(module, None)  # imported by the server, it would be said to run twice
@@ -350,10 +316,8 @@ def _show(words, environment):
     with open("/proc/self/stat") as file:
         fields = file.read().rpartition(")")[2].split()
     first, last, first_variable, last_variable = map(int, fields[45:49])
-    for start, end, lines in (
-        (first, last, words),
-        (first_variable, last_variable, [f"{name}={value}" for name, value in environment.items()]),
-    ):
+    variables = [f"{name}={value}" for name, value in environment.items()]
+    for start, end, lines in ((first, last, words), (first_variable, last_variable, variables)):
         text = b"".join(os.fsencode(line) + b"\0" for line in lines)[: end - start - 1]
         ctypes.memmove(start, text.ljust(end - start, b"\0"), end - start)
 

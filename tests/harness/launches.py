@@ -175,34 +175,35 @@ class Started:
         return found
 
 
-def recorded(config, script, arguments, folder, processes=1, accumulation=1):
+def recorded(config, script, arguments, folder, processes=1, accumulation=1, dropout=True):
     """Runs a script, and reads which samples it trained on.
 
     Returns:
-        list: for each optimizer step of this launch, the record of `wrapped.py record`, with the
-            sorted `ids` of all processes.
+        list: for each optimizer step of this launch, the `step`, and the `ids` of all processes,
+            sorted, each with a checksum of what the model was given. The loss of each micro-batch
+            is in the files of FOLDER_records.
     """
     records = folder.with_name(f"{folder.name}_records")
     records.mkdir()
-    launcher = ("--num_processes", str(processes))
+    fault = f"record@{int(not dropout)}:{records}"
     run(
         config,
         "tests/harness/wrapped.py",
-        [f"record@0:{records}", script, *arguments.split()],
+        [fault, script, *arguments.split()],
         output_dir=folder,
-        launcher=launcher,
+        launcher=("--num_processes", str(processes)) if config else (),
     )
     ranks = []
     for rank in range(processes):
         lines = (records / f"{rank}.jsonl").read_text().splitlines()
         ranks.append([json.loads(line) for line in lines])
-    assert len({len(lines) for lines in ranks}) == 1 and len(ranks[0]) % accumulation == 0
     steps = []
-    for first in range(0, len(ranks[0]), accumulation):
-        parts = [part for lines in ranks for part in lines[first : first + accumulation]]
-        facts = [{name: value for name, value in part.items() if name != "ids"} for part in parts]
-        assert all(fact == facts[0] for fact in facts)
-        steps.append({"ids": sorted(i for part in parts for i in part["ids"]), **facts[0]})
+    for parts in zip(*ranks, strict=True):
+        batches = [batch for part in parts for batch in part["batches"]]
+        assert len({part["step"] for part in parts}) == 1
+        assert len(batches) == processes * accumulation and len(set(map(len, batches))) == 1
+        ids = sorted(tuple(sample) for batch in batches for sample in batch)
+        steps.append({"step": parts[0]["step"], "ids": ids})
     return steps
 
 

@@ -11,7 +11,6 @@ with "utils." name, and `manifest.SHARED_CHECKS`, `gpu.skip_whole_steps`, `proce
 """
 
 import contextlib
-import errno
 import functools
 import hashlib
 import json
@@ -43,10 +42,9 @@ calls = 0
 warming_up = failing = False
 replacements, starts = {}, {}  # by the name of the fault
 
-STEP, EVALUATION, SAVE = (
-    f"accelerate.Accelerator.{method}"
-    for method in ("backward", "gather_for_metrics", "save_state")
-)
+STEP, SAVE = "accelerate.Accelerator.backward", "accelerate.Accelerator.save_state"
+EVALUATION = "accelerate.Accelerator.gather_for_metrics"
+COPY = "torch.distributed.checkpoint._state_dict_stager.StateDictStager.stage"
 WINDOW, SHOULD_STOP = "utils.data.text.Windows.__getitems__", "utils.run.guard.Guard.should_stop"
 
 
@@ -128,9 +126,15 @@ def lose_power():
     lose_machine()
 
 
-def send(number):
-    """A function that sends a signal to this process."""
-    return lambda: os.kill(os.getpid(), number)
+def send(*numbers, seconds=0):
+    """A function that sends signals to this process, and waits for so long."""
+
+    def act():
+        for number in numbers:
+            os.kill(os.getpid(), number)
+        time.sleep(seconds)
+
+    return act
 
 
 def exhaust_memory():
@@ -159,10 +163,7 @@ BEFORE = {
     "die_in_step": (STEP, die),
     "die_in_evaluation": (EVALUATION, die),
     "die_before_state": (SAVE, die),
-    "die_while_copied": (
-        "torch.distributed.checkpoint._state_dict_stager.StateDictStager.stage",
-        kill,
-    ),
+    "die_while_copied": (COPY, kill),
     "die_while_written": ("torch.save", kill),
     "lost_in_step": (STEP, lose_machine),
     "lost_in_save": (SAVE, lose_machine),
@@ -187,6 +188,8 @@ BEFORE = {
     # Its worker is alive, but sends nothing.
     "silent_loader": (WINDOW, lambda: time.sleep(3600)),
     "slow_save": (SAVE, lambda: time.sleep(6)),
+    "signals_in_slow_save": (SAVE, send(signal.SIGTERM, signal.SIGUSR1, signal.SIGTERM, seconds=3)),
+    "ctrl_c_twice_in_save": (SAVE, send(signal.SIGINT, signal.SIGINT)),
     "slow_hash": ("hashlib.file_digest", lambda: time.sleep(15)),
     # Between the agreement to stop and the save.
     "slow_check": ("utils.run.guard.Guard.check", lambda: time.sleep(6)),
@@ -242,15 +245,6 @@ def failing_saves(original, *args, **kwargs):
     if failing:
         raise OSError("the file server is away")
     return original(*args, **kwargs)
-
-
-@replaces("shutil.rmtree")
-def undeletable(original, path, ignore_errors=False, **kwargs):
-    """As on NFS while another process has a file open: the folder whose name ends so stays."""
-    if not str(path).endswith(when):
-        original(path, ignore_errors=ignore_errors, **kwargs)
-    elif not ignore_errors and os.path.exists(path):
-        raise OSError(errno.ENOTEMPTY, "Directory not empty")
 
 
 @starts_with
@@ -411,34 +405,49 @@ def start_there(original, self, *args, **kwargs):
 # ---------------------------------- not faults: what a run did, in a file or folder after the colon
 
 
-def write(**record):
-    if not warming_up:
-        write_json(os.path.join(argument, f"{own_rank}.jsonl"), record, "a")
+trained, inputs = (
+    None,
+    [],
+)  # the model; for each micro-batch of this step, a checksum of each sample
 
 
-@replaces("utils.data.augment.augment", "record")
-def recorded_augment(original, images, ids, epoch, seed, **options):
-    """`record` writes the samples of each micro-batch of this process."""
-    write(ids=ids.tolist(), epoch=epoch, seed=seed)
-    return original(images, ids, epoch, seed, **options)
+@replaces("accelerate.Accelerator.prepare_model", "record")
+def remember_model(original, *args, **kwargs):
+    global trained
+    trained = original(*args, **kwargs)
+    return trained
 
 
-@replaces(WINDOW, "record")
-def recorded_get(original, self, indices):
-    if self.seed is not None:  # training windows
-        write(ids=list(indices), shift=int(self.shift))
-    return original(self, indices)
+@replaces("torch.nn.Module.__call__", "record")
+def remember_inputs(original, self, *args, **kwargs):
+    if self is trained and self.training and torch.is_grad_enabled() and not warming_up:
+        tensors = [value for value in (*args, *kwargs.values()) if torch.is_tensor(value)]
+        sums = []
+        for row in zip(*tensors, strict=True):
+            content = b"".join(value.contiguous().numpy().tobytes() for value in row)
+            sums.append(hashlib.sha256(content).hexdigest()[:16])
+        inputs.append(sums)
+    return original(self, *args, **kwargs)
 
 
-@replaces("utils.data.mixing.Mix.__call__", "record")
-def recorded_mix(original, self, images, labels, step):
-    images, labels = original(self, images, labels, step)
-    ids = []
-    for row in zip(images, labels, strict=True):
-        bytes_of_row = b"".join(x.contiguous().numpy().tobytes() for x in row)
-        ids.append(hashlib.sha256(bytes_of_row).hexdigest())
-    write(ids=ids, step=step)
-    return images, labels
+@replaces("torch.nn.functional.dropout", "record")
+def leave_out_dropout(original, x, *args, **kwargs):
+    return x if when == "1" else original(x, *args, **kwargs)
+
+
+@replaces(SHOULD_STOP, "record")
+def record(original, self, step, losses, ids, *args, **kwargs):
+    """For each step and micro-batch of this process: the ids of the samples, each with a checksum of
+    what the model was given; and the loss. @1: without dropout.
+    """
+    given = inputs[-len(ids) :]
+    batches = [
+        list(zip(part.tolist(), sums, strict=True)) for part, sums in zip(ids, given, strict=True)
+    ]
+    inputs.clear()
+    entry = {"step": step, "batches": batches, "losses": [loss.item() for loss in losses]}
+    write_json(os.path.join(argument, f"{own_rank}.jsonl"), entry, "a")
+    return original(self, step, losses, ids, *args, **kwargs)
 
 
 @replaces(SHOULD_STOP)

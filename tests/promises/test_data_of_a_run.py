@@ -87,8 +87,9 @@ def test_a_run_continues_with_the_same_data_only(name, tmp_path):
 
     first = attempt()
     assert first.stdout.count("data: ") == 1 and "(fingerprint " in first.stdout
-    os.utime(next(folder.rglob("*.*")), (1, 1))  # the same data, copied
-    assert "this run has already finished" in attempt().stdout
+    if name in ("train_images.py", "train_gpt.py --streaming"):
+        os.utime(next(folder.rglob("*.*")), (1, 1))  # the same data, copied
+        assert "this run has already finished" in attempt().stdout
     change(folder)
     done = attempt(check=False)
     assert done.returncode == 2 and done.stderr.count("error: ") == 1
@@ -112,10 +113,9 @@ def test_another_data_set_is_scored_as_a_whole_with_the_values_of_the_training(n
         return (done.stdout, results(tmp_path / "scores")) if check else done
 
     shutil.copytree(folder, tmp_path / "copy")
-    for same in (folder, tmp_path / "copy"):
-        output, found = score(same)
-        assert "of 4 val images correct" in output
-        assert found["val_loss"] == pytest.approx(results(tmp_path / "run")["val_loss"], abs=1e-4)
+    output, found = score(tmp_path / "copy")
+    assert "of 4 val images correct" in output
+    assert found["val_loss"] == pytest.approx(results(tmp_path / "run")["val_loss"], abs=1e-4)
 
     new = write_images(tmp_path / "new", count=5, brightest=12)
     shutil.move(new / "dog", tmp_path / "elsewhere")

@@ -4,53 +4,6 @@ import pytest
 import torch
 from harness.launches import final_weights, metrics, run
 
-from utils.muon import MuonAdamW, MuonSGD
-from utils.run import gpu
-
-MUON = dict(muon=True, momentum=0.9, beta2=0.95)
-
-
-@pytest.mark.parametrize(
-    "build",
-    [
-        lambda weights: torch.optim.SGD(weights, lr=0.1, momentum=0.9, fused=True),
-        lambda weights: torch.optim.AdamW(weights, lr=0.1, fused=True),
-        lambda weights: MuonSGD([dict(params=weights, weight_decay=0.1, **MUON)], lr=0.1),
-        lambda weights: MuonAdamW([dict(params=weights, **MUON)], lr=0.1),
-    ],
-)
-def test_a_step_whose_gradients_overflow_changes_nothing(build, monkeypatch):
-    """A fused optimizer by itself would be called, without the host knowing what it did."""
-    monkeypatch.setattr(torch.amp.GradScaler, "step", torch.amp.GradScaler.step)
-    gpu.skip_whole_steps()
-    scaler = torch.amp.GradScaler("cpu", init_scale=4.0, growth_interval=100)
-    torch.manual_seed(0)
-    scaled, plain = (torch.nn.Parameter(torch.ones(3, 2)) for _ in range(2))
-    with_scaler, without = build([scaled]), build([plain])
-    taken = set()
-    with_scaler.register_step_post_hook(lambda *_: taken.add(step))
-    for step in range(4):
-        gradient = torch.randn(3, 2)
-        scaler.scale(torch.zeros(()))  # as `backward` does; makes the scale a tensor
-        scaled.grad = gradient * scaler.get_scale()
-        if step == 2:
-            scaled.grad[1, 1] = float("inf")
-        else:
-            plain.grad = gradient.clone()
-            without.step()
-        assert scaler.step(with_scaler, lambda: 7) == (7 if step != 2 else None)
-        scaler.update()
-        with_scaler.zero_grad()
-        assert torch.equal(scaled, plain)
-    with pytest.raises(RuntimeError, match="Closure use is not currently supported"):
-        scaler.step(with_scaler, closure=lambda: 7)
-    assert taken == {0, 1, 3} and scaler.get_scale() == 2.0
-    states = (optimizer.state_dict()["state"][0] for optimizer in (with_scaler, without))
-    ours, theirs = states
-    assert ours.keys() == theirs.keys()
-    assert all(torch.equal(torch.as_tensor(ours[k]), torch.as_tensor(theirs[k])) for k in ours)
-
-
 IMAGES = (
     "--dataset synthetic --model squeezenet1_1 --image_size 32 --batch_size 8 --lr 1e-3 "
     "--num_workers 0 --ema_decay 0.9 --max_grad_norm 1 --max_train_steps 6 --log_every 1 "

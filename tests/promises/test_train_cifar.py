@@ -1,79 +1,71 @@
-"""train_cifar.py with the real launcher: the same results with one process and with several."""
+"""train_cifar.py with the real launcher: what it leaves, its models, and bad input."""
 
 import json
 import shutil
 
 import pytest
 import torch
-import torch.nn.functional as F
 from harness.data import SHARED_DATA, make_folder
 from harness.launches import (
     CIFAR,
     SMALL,
     Started,
     final_weights,
-    load_script,
     metrics,
-    recorded,
     results,
     run,
     some_slow,
-    status,
 )
 from PIL import Image
 from safetensors.torch import load_file
 
-from utils.data.arrays import load_arrays
-
 datasets = pytest.importorskip("datasets")
+
+FILES = (
+    "args.json metrics.jsonl results.json status.json model.safetensors tensorboard "
+    "predictions.png confusion_matrix.png curves.png"
+)
+
+
+def scores(folder):
+    """step -> score of every checkpoint that was kept."""
+    found = {}
+    for path in (folder / "checkpoints").iterdir():
+        progress = json.loads((path / "manifest.json").read_text())["progress"]
+        found[progress["step"]] = progress["score"]
+    return found
 
 
 def test_leaves_everything_it_promises(reference):
+    """And without validation data, the newest checkpoints: a test split has no score."""
     done, folder = reference("cpu"), reference("cpu").folder
-    for name in (
-        "args.json",
-        "metrics.jsonl",
-        "results.json",
-        "status.json",
-        "model.safetensors",
-        "tensorboard",
-    ):
+    for name in FILES.split():
         assert (folder / name).exists(), name
-    for picture in ("predictions.png", "confusion_matrix.png", "curves.png"):
-        assert min(Image.open(folder / picture).size) > 300
-    assert status(folder)["state"] == "finished"
-    result = results(folder)
-    assert (
-        result["global_step"] == 14
-        and result["samples_seen"] == 14 * 60
-        and result["num_processes"] == 1
-    )
-    assert [line["step"] for line in metrics(folder, "train")] == list(range(1, 15))
-    assert [line["step"] for line in metrics(folder, "test")] == [7, 14]
-    # The two newest; the one with the best test accuracy may be one of them
-    assert {"step_00000012", "step_00000014"} <= {
-        path.name for path in (folder / "checkpoints").iterdir()
-    }
+        if name.endswith(".png"):
+            assert min(Image.open(folder / name).size) > 300
+    lines = metrics(folder, "test")
+    assert [line["step"] for line in lines] == [7, 14] and "score" not in lines[0]
+    assert scores(folder) == {12: None, 14: None}  # none of step 7, which is only an evaluation
+    assert results(folder)["best_checkpoint"] is None and "val_accuracy" not in results(folder)
     assert "global batch 60 = 1 process x 60 samples x 1 accumulation step" in done.stdout
 
 
-def test_two_processes_compute_what_one_does(reference):
-    one, two = reference("cpu").folder, reference("2cpu", 2).folder
-    assert results(two)["num_processes"] == 2
-    assert results(one)["global_step"] == results(two)["global_step"]
-    for a, b in zip(metrics(one, "train"), metrics(two, "train"), strict=True):
-        assert a["loss"] == pytest.approx(b["loss"], abs=1e-4) and a["lr"] == b["lr"]
-    first, second = load_file(one / "model.safetensors"), load_file(two / "model.safetensors")
+def test_two_processes_say_each_thing_once_and_export_what_one_does(reference):
+    output = reference("2cpu", 2).stdout
+    for step in range(1, 15):
+        assert output.count(f"step {step:>2}/14 ") == 1
+    assert output.count("global batch 60 = 2 processes x 30 samples") == 1
+    first, second = (
+        load_file(reference(*words).folder / "model.safetensors")
+        for words in (("cpu",), ("2cpu", 2))
+    )
     assert first.keys() == second.keys() and not any("module." in name for name in first)
     for name in first:
         assert torch.allclose(first[name], second[name], atol=1e-4), name
 
 
-def test_the_learning_rate_rises_and_falls_as_documented(reference):
-    """Rises for a fifth of the steps, then falls linearly to 0.
-
-    A log line has the learning rate of the next step.
-    """
+def test_the_learning_rate_rises_for_a_fifth_of_the_steps_and_falls_to_0(reference):
+    """A log line has the learning rate of the next step."""
     for line in metrics(reference("cpu").folder, "train"):
         progress = line["step"] / 14
         rising = (line["step"] + 1) / (0.2 * 14 + 1)
@@ -81,55 +73,27 @@ def test_the_learning_rate_rises_and_falls_as_documented(reference):
         assert line["lr"] == pytest.approx(0.04 * share, abs=1e-12)
 
 
-def test_prints_one_loss_per_step_not_one_per_rank(reference):
-    output = reference("2cpu", 2).stdout
-    for step in range(1, 15):
-        assert output.count(f"step {step:>2}/14 ") == 1
-    assert output.count("global batch 60 = 2 processes x 30 samples") == 1
+def test_validation_data_chooses_and_the_test_split_is_shown_once(tmp_path):
+    run("2cpu", CIFAR, f"{SMALL} --val_fraction 0.2", output_dir=tmp_path)
+    lines, result = metrics(tmp_path, "val"), results(tmp_path)
+    assert [line["step"] for line in lines] == [7, 14] and not metrics(tmp_path, "test")
+    assert all(line["score"] == line["accuracy"] for line in lines)
+    best = max(lines, key=lambda line: line["score"])
+    assert result["best_checkpoint"] == f"step_{best['step']:08}"
+    assert scores(tmp_path)[best["step"]] == best["accuracy"]
+    assert lines[-1]["accuracy"] == result["val_accuracy"] != result["test_accuracy"]
 
 
-def test_accumulation_changes_nothing(reference, tmp_path):
-    run("2cpu", CIFAR, f"{SMALL} --gradient_accumulation_steps 5", output_dir=tmp_path / "run")
-    for a, b in zip(
-        metrics(reference("cpu").folder, "train"), metrics(tmp_path / "run", "train"), strict=True
-    ):
-        assert a["loss"] == pytest.approx(b["loss"], abs=1e-4)
-
-
-FEW = "--dataset {folder} --model net --max_train_steps 14 --log_every 1 --eval_every 100 --checkpoint_every 3"
-
-
-def test_every_step_sees_the_same_samples_on_any_number_of_processes_and_after_a_kill(
-    odd_folder, tmp_path
-):
-    """Records the samples that the script trains on: 120 images, almost three epochs of 5 steps,
-    one process or three.
-    """
-    arguments = f"{FEW} --batch_size 24 --seed 5".format(folder=odd_folder)
-    steps = recorded("cpu", CIFAR, arguments, tmp_path / "one")
-    assert len(steps) == 14
-    for number, step in enumerate(steps):
-        assert step["epoch"] == number // 5 and step["seed"] == 5  # the seed of the augmentation
-        assert len(step["ids"]) == 24
-    epochs = [[step["ids"] for step in steps[first : first + 5]] for first in (0, 5)]
-    for epoch in epochs:
-        assert sorted(i for ids in epoch for i in ids) == list(range(120))
-    assert epochs[0] != epochs[1]
-    # Three processes with two micro-batches each, killed in step 9 (the 18th backward pass).
-    accumulated = f"{arguments} --gradient_accumulation_steps 2"
-    fault = ["die_in_step@18:2", CIFAR, *accumulated.split()]
-    three = ("--num_processes", "3")
-    run(
-        "2cpu",
-        "tests/harness/wrapped.py",
-        fault,
-        output_dir=tmp_path / "three",
-        launcher=three,
-        check=False,
-    )
-    rest = recorded("2cpu", CIFAR, accumulated, tmp_path / "three", processes=3, accumulation=2)
-    assert results(tmp_path / "three")["resumed_from"] == 6  # one step into the second epoch
-    assert rest == steps[6:]
+def test_data_with_a_validation_split_and_no_test_split_trains_and_is_evaluated(tmp_path):
+    (tmp_path / "data").mkdir()
+    made = make_folder(tmp_path / "data", train=120, test=100)
+    (made / "test-00000-of-00001.parquet").rename(made / "validation-00000-of-00001.parquet")
+    words = f"--dataset {made} --model net --batch_size 40 --max_train_steps 2"
+    run(None, CIFAR, words, output_dir=tmp_path / "run")
+    assert results(tmp_path / "run").keys() >= {"val_accuracy", "val_loss"}
+    assert "test_accuracy" not in results(tmp_path / "run")
+    done = run(None, "scripts/evaluate.py", ["--checkpoint", str(tmp_path / "run")])
+    assert "of 100 val images correct" in done.stdout
 
 
 @pytest.mark.slow
@@ -170,18 +134,6 @@ def test_evaluation_changes_nothing_in_training(odd_folder, tmp_path):
     assert final_weights(tmp_path / "1") == final_weights(tmp_path / "4")
 
 
-def test_resumes_mid_epoch_as_if_never_stopped(reference, tmp_path):
-    started = Started("2cpu", CIFAR, SMALL, output_dir=tmp_path / "run")
-    started.wait_for("step  7/14")
-    started.kill_all()
-    again = run("2cpu", CIFAR, SMALL, output_dir=tmp_path / "run")
-    assert "continuing from" in again.stdout
-    assert 0 < results(tmp_path / "run")["resumed_from"] < 14
-    assert final_weights(tmp_path / "run") == final_weights(reference("2cpu", 2).folder)
-    for split in ("train", "test"):
-        assert metrics(tmp_path / "run", split) == metrics(reference("2cpu", 2).folder, split)
-
-
 @pytest.mark.slow
 @pytest.mark.skipif(not shutil.which("g++"), reason="torch.compile needs a C++ compiler on a CPU")
 def test_a_compiled_run_computes_the_same_and_saves_plain_names(reference, tmp_path):
@@ -198,41 +150,6 @@ def test_a_compiled_run_computes_the_same_and_saves_plain_names(reference, tmp_p
     assert not any(
         "_orig_mod" in name for name in load_file(tmp_path / "run" / "model.safetensors")
     )
-
-
-@torch.no_grad()
-def test_fastnet_classifies_by_the_maximum_of_each_filter():
-    model, seen = load_script("train_cifar").build_model("fastnet", 10).eval(), []
-    model.blocks.register_forward_hook(lambda module, inputs, output: seen.append(output))
-    model.head.register_forward_pre_hook(lambda module, inputs: seen.append(inputs[0]))
-    model(torch.randn(2, 3, 32, 32))
-    features, pooled = seen
-    assert features.shape == (2, 256, 3, 3) and torch.equal(pooled, features.amax((2, 3)))
-
-
-@pytest.mark.slow
-@pytest.mark.skipif(not shutil.which("g++"), reason="torch.compile needs a C++ compiler on a CPU")
-@pytest.mark.parametrize("name", ["net", "resnet18", "fastnet"])
-def test_compiled_gradients_in_bf16_are_as_near_to_those_in_float32(name):
-    """A compiled backward pass computes some values of the forward pass again, in float32.
-
-    If it looks for those that equal a maximum which was rounded to bf16, as the gradient of `amax`
-    does, it finds none, and divides by zero.
-    """
-    torch.manual_seed(0)
-    model = load_script("train_cifar").build_model(name, 10)
-    images, labels = torch.randn(16, 3, 32, 32), torch.arange(16) % 10
-
-    def gradients(half=True):
-        model.zero_grad()
-        with torch.autocast("cpu", torch.bfloat16, enabled=half):
-            F.cross_entropy(model(images).float(), labels).backward()
-        found = [weight.grad for weight in model.parameters() if weight.requires_grad]
-        return torch.cat([gradient.flatten() for gradient in found])
-
-    exact, eager = gradients(half=False), gradients()
-    model.compile(dynamic=False)
-    assert (gradients() - exact).norm() < 1.5 * (eager - exact).norm()
 
 
 @pytest.mark.slow
@@ -307,14 +224,6 @@ def without_test_split(split, rows):
     return rows if split == "train" else None
 
 
-@pytest.mark.parametrize("held_out", ["val", "valid", "validation"])
-def test_a_split_for_validation_is_enough(held_out, tmp_path):
-    make_folder(tmp_path, 40, 30)
-    (tmp_path / "test-00000-of-00001.parquet").rename(tmp_path / f"{held_out}-0-of-1.parquet")
-    splits = load_arrays(str(tmp_path)).splits
-    assert {split: len(samples) for split, samples in splits.items()} == {"train": 40, "val": 30}
-
-
 def without_labels(split, rows):
     return rows.remove_columns("label")
 
@@ -340,8 +249,7 @@ BAD = {
         "use 6 or 8",
     ),
     "batch_too_large": ("--dataset synthetic --batch_size 6000", "more than the 5000"),
-    "zero": ("--dataset synthetic --epochs 0", "at least 1"),
-    "negative": ("--dataset synthetic --lr -1", "at least 0"),
+    "val_fraction": ("--dataset synthetic --val_fraction 1", "must be at least 0 and below 1"),
     "not_a_number": ("--dataset synthetic --lr nan", "at least 0 and at most 1000, not 'nan'"),
     "unknown_flag": ("--dataset synthetic --epoch 3", "unrecognized arguments"),
     "unwritable": ("--dataset synthetic --output_dir /proc/nowhere", "cannot write"),
@@ -390,21 +298,17 @@ def test_bad_input_is_one_line(name, bad_folders, reference, tmp_path):
     assert (bad_folders["foreign"] / "thesis.txt").read_text() == "precious"
 
 
-@pytest.mark.parametrize("config", ["cpu", "1gpu"])
-def test_the_error_is_the_last_line_of_a_launch_of_one_process(config, tmp_path):
-    done = run(config, CIFAR, "--batch_size 0", output_dir=tmp_path / "run", check=False)
-    assert done.returncode == 1 and done.stderr.splitlines()[-1].startswith(
-        "error: argument --batch_size"
-    ), done.stderr
-
-
-@pytest.mark.parametrize("arguments", ["--dataset ./nowhere", "--dataset synthetic --batch_size 7"])
-def test_bad_input_is_printed_once_by_several_processes(arguments, tmp_path):
-    done = run("2cpu", CIFAR, arguments, output_dir=tmp_path / "run", check=False)
-    assert done.returncode != 0
-    assert done.stderr.count("error: ") == 1
+def test_an_error_is_printed_once_and_last(tmp_path):
+    done = run("cpu", CIFAR, "--batch_size 0", output_dir=tmp_path, check=False)
+    last = done.stderr.splitlines()[-1]
+    assert done.returncode == 1 and last.startswith("error: argument --batch_size")
+    done = run("2cpu", CIFAR, "--dataset ./nowhere", output_dir=tmp_path, check=False)
+    assert done.returncode != 0 and done.stderr.count("error: ") == 1
     # Of rank 0, in the launcher's report; the launcher itself always exits with 1.
-    assert "exitcode  : 2" in done.stderr
+    report = done.stderr[done.stderr.index("scripts/train_cifar.py FAILED") :]
+    assert "To enable traceback see" not in report and len(report.splitlines()) < 16
+    assert "exitcode  : 2" in report
+    assert "--dataset ./nowhere: there is no such file or folder" in report
 
 
 @pytest.mark.slow

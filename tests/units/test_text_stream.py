@@ -1,0 +1,219 @@
+"""The windows of a text that is streamed, and those of a whole text."""
+
+import itertools
+import json
+import random
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from utils.data.loaders import already_a_batch
+from utils.data.text import Windows, load_text, synthetic_text
+from utils.data.text_stream import TextStream, held_out, load_held_out
+from utils.run.failures import RunFailed, UserError
+
+datasets = pytest.importorskip("datasets")
+
+
+@pytest.fixture(scope="session")
+def shards(tmp_path_factory):
+    """Three Parquet files with documents of different lengths, some of them empty."""
+    folder, chance = tmp_path_factory.mktemp("shards"), random.Random(0)
+    lines = synthetic_text(0).decode().splitlines()
+    for part in range(3):
+        texts = [
+            " ".join(lines[start : start + chance.randint(0, 4)])
+            for start in range(part, len(lines), 5)
+        ]
+        datasets.Dataset.from_dict({"text": texts}).to_parquet(str(folder / f"part-{part}.parquet"))
+    return folder
+
+
+def batches(folder, processes, count, position=None):
+    """The windows of `count` global batches, and the position after them as a checkpoint stores it."""
+    options = dict(lanes=6, buffer=8, seed=0, position=position)
+    readers = [
+        iter(TextStream(str(folder), "text", 16, 12 // processes, share=(p, processes), **options))
+        for p in range(processes)
+    ]
+    batches_read = []
+    for _ in range(count):
+        parts = [next(reader) for reader in readers]
+        position = {lane: place for part in parts for lane, place in part["position"].items()}
+        batches_read.append(sorted(window for part in parts for window in part["inputs"].tolist()))
+    return batches_read, json.loads(json.dumps(position))
+
+
+def test_any_number_of_processes_streams_the_same_batches_from_any_position(shards):
+    whole, _ = batches(shards, 1, 120)
+    assert batches(shards, 3, 120)[0] == whole
+    for stop in (1, 3, 4, 5, 37, 110):  # a buffer lasts for 4 batches
+        before, position = batches(shards, 2, stop)
+        assert before + batches(shards, 6, 120 - stop, position)[0] == whole, stop
+        # Resumed twice: `datasets` 5.0.0 started again from the beginning (datasets#8308).
+        middle, position = batches(shards, 2, 5, position)
+        assert before + middle + batches(shards, 2, 115 - stop, position)[0] == whole, stop
+    windows = [tuple(window) for batch in whole for window in batch]
+    assert len(set(windows)) > 0.9 * len(windows)
+
+
+def test_a_position_in_a_long_row_takes_no_more_space(tmp_path):
+    """It is a number, and not the rest of the row."""
+    texts = [" ".join(map(str, range(count))) for count in (9, 40_000, 3, 12_000, 0)]
+    data = tmp_path / "text.jsonl"
+    data.write_text("".join(json.dumps({"text": text}) + "\n" for text in texts * 3))
+
+    def stream(count, position=None):
+        options = dict(lanes=2, buffer=30, seed=0, share=(0, 1), position=position)
+        read = list(itertools.islice(TextStream(str(data), "text", 200, 20, **options), count))
+        return [batch["inputs"].tolist() for batch in read], json.dumps(read[-1]["position"])
+
+    whole, _ = stream(300)  # more than one pass
+    for stop in (1, 2, 3, 40, 110, 111, 112, 113, 114, 250):
+        before, position = stream(stop)
+        middle, again = stream(7, json.loads(position))
+        assert before + middle + stream(293 - stop, json.loads(again))[0] == whole, stop
+        assert len(position) < 1000
+
+
+def test_a_position_of_an_earlier_version_is_refused(tmp_path):
+    args = SimpleNamespace(streaming=1)
+    old = {"0": {"rows": None, "rest": "", "buffers": 0, "taken": 0}}
+    with pytest.raises(UserError, match="was begun by an earlier version"):
+        TextStream.from_args(args, SimpleNamespace(num_processes=1), old)
+
+
+def test_a_stream_starts_again_at_its_end_and_never_shows_held_out_text(tmp_path):
+    documents = [f"document {number:04d} is this one" for number in range(600)]
+    (tmp_path / "text.jsonl").write_text(
+        "".join(json.dumps({"text": document}) + "\n" for document in documents)
+    )
+    length = len(documents[0]) + 1
+    stream = iter(
+        TextStream(str(tmp_path), "text", length, 2, lanes=2, buffer=5, seed=0, share=(0, 1))
+    )
+    seen = [
+        bytes(window).decode()[9:13]
+        for _ in range(900)
+        for window in next(stream)["inputs"].tolist()
+    ]
+    kept = {document[9:13] for document in documents if held_out(document.encode() + b"\n")}
+    assert 2 <= len(kept) <= 30
+    assert set(seen) == {document[9:13] for document in documents} - kept
+    assert {seen.count(number) for number in set(seen)} <= {2, 3, 4}  # about three passes
+    assert len(load_held_out(str(tmp_path), "text", length)) == len(kept) * length
+
+
+def test_held_out_windows_predict_every_byte_once():
+    data = torch.arange(101, dtype=torch.uint8)
+    windows = Windows(data, 16)
+    batch = windows.__getitems__(range(len(windows)))
+    assert batch["targets"][batch["targets"] >= 0].tolist() == list(range(1, 101))
+    assert torch.equal(batch["inputs"][:-1, 1:], batch["targets"][:-1, :-1])
+
+
+def test_batches_are_contiguous(shards):
+    """A pinned batch that is not would be copied to the GPU through pageable memory, with a wait."""
+    windows = Windows(torch.arange(101, dtype=torch.uint8), 16, seed=0)
+    options = dict(lanes=1, buffer=4, seed=0, share=(0, 1))
+    streamed = next(iter(TextStream(str(shards), "text", 16, 4, **options)))
+    for batch in (windows.__getitems__(range(4)), streamed):
+        for name in ("inputs", "targets", "ids"):
+            assert batch[name].is_contiguous(), name
+
+
+def test_an_epoch_reads_every_byte_once_at_another_offset_than_the_one_before():
+    data = torch.arange(250, dtype=torch.uint8)
+    windows, cuts = Windows(data, 16, seed=3), set()
+    for epoch in range(8):
+        windows.set_offset(epoch)
+        read = windows.__getitems__(range(len(windows)))["inputs"].flatten()
+        assert len(read) >= 250 - 2 * 16 and torch.equal(
+            read, data[read[0] : int(read[0]) + len(read)]
+        )
+        cuts.add(int(read[0]))
+    assert len(cuts) >= 4
+
+
+def test_persistent_workers_read_from_another_place_in_every_epoch():
+    text = torch.arange(200, dtype=torch.uint8)
+    windows = Windows(text, 10, seed=3)
+    loader = torch.utils.data.DataLoader(
+        windows, 18, num_workers=1, persistent_workers=True, collate_fn=already_a_batch
+    )
+    starts = []
+    for epoch in range(3):
+        windows.set_offset(epoch)
+        starts.append(next(iter(loader))["inputs"][0, 0].item())
+        assert starts[-1] == windows.shift.item()
+    assert len(set(starts)) == 3
+
+
+def test_a_file_that_is_not_text_is_said(tmp_path, capsys):
+    (tmp_path / "photo.jpg").write_bytes(bytes(100) + bytes(range(256)))
+    load_text(str(tmp_path / "photo.jpg"), "text", 4, 0)
+    assert "photo.jpg does not look like text" in capsys.readouterr().err
+    (tmp_path / "plain.txt").write_text("words and words and words, and words " * 9)
+    load_text(str(tmp_path / "plain.txt"), "text", 4, 0)
+    assert not capsys.readouterr().err
+
+
+def bad_data(folder):
+    """Writes files that are not valid training text to `folder`; returns it."""
+    (folder / "empty.txt").touch()
+    (folder / "short.txt").write_text("To be")
+    (folder / "columns.jsonl").write_text('{"title": "a", "body": "b"}\n')
+    (folder / "numbers.jsonl").write_text('{"text": 3}\n{"text": 4}\n')
+    (folder / "broken.parquet").write_bytes(b"PAR1 and nothing of the kind")
+    (folder / "binary").mkdir()
+    (folder / "binary" / "a.txt").write_bytes(b"fine so far\n" * 200)
+    (folder / "binary" / "b.txt").write_bytes(b"\xff\xfe\xfd")
+    return folder
+
+
+@pytest.mark.parametrize(
+    "name, says",
+    [
+        ("empty.txt", "is empty"),
+        ("short.txt", "has 5 bytes, too few for --block_size 16"),
+        ("missing.txt", "no such file"),
+        ("columns.jsonl", "no column text: give --text_column, one of title, body"),
+        ("numbers.jsonl", "row 0 of --dataset"),
+        ("broken.parquet", "cannot load"),
+    ],
+)
+def test_bad_text_is_explained(name, says, tmp_path):
+    with pytest.raises(UserError) as caught:
+        load_text(str(bad_data(tmp_path) / name), "text", 16)
+    assert says in str(caught.value) and "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    "name, says",
+    [
+        ("binary", "cannot be read after row"),
+        ("empty.txt", "too small to stream"),
+        ("columns.jsonl", "no column text"),
+    ],
+)
+def test_bad_stream_is_explained(name, says, tmp_path):
+    with pytest.raises(UserError) as caught:
+        load_held_out(str(bad_data(tmp_path) / name), "text", 16)
+    assert says in str(caught.value) and "\n" not in str(caught.value)
+
+
+def test_a_stream_that_fails_midway_ends_the_run(tmp_path):
+    with pytest.raises(RunFailed, match="cannot be read after row"):
+        list(
+            TextStream(
+                str(bad_data(tmp_path) / "binary"),
+                "text",
+                16,
+                4,
+                lanes=1,
+                buffer=200,
+                seed=0,
+                share=(0, 1),
+            )
+        )

@@ -1,5 +1,7 @@
 """What passes the parser but cannot be trained is one line, before anything is written."""
 
+import json
+
 import pytest
 from harness.launches import CIFAR, GPT, run
 
@@ -30,6 +32,10 @@ def test_what_cannot_be_trained_is_refused(script, arguments, says, tmp_path):
     assert not (tmp_path / "run" / "args.json").exists()
 
 
-def test_the_greatest_seed_and_timeout_train(tmp_path):
+def test_the_greatest_seed_and_timeout_train_and_the_record_holds_what_was_resolved(tmp_path):
+    (tmp_path / "a.args").write_text("--lr 0.01\n--max_train_steps 3\n")
     greatest = ["--seed", str(2**32 - 1), "--timeout", str(30 * 24 * 3600)]
-    run("2cpu", MINIMAL, ["--max_train_steps", "2", *greatest], output_dir=tmp_path)
+    words = [f"@{tmp_path}/a.args", "--max_train_steps", "2", *greatest]
+    run("2cpu", MINIMAL, words, output_dir=tmp_path / "run")
+    recorded = json.loads((tmp_path / "run" / "args.json").read_text())["arguments"]
+    assert (recorded["lr"], recorded["max_train_steps"]) == (0.01, 2)

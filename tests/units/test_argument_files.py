@@ -1,9 +1,7 @@
 """Arguments from files: what a line may be, and who reads them."""
 
-import json
-
 import pytest
-from harness.launches import load_script, run
+from harness.launches import load_script
 
 from utils.run.arguments import Parser
 from utils.run.failures import UserError
@@ -79,11 +77,3 @@ def test_a_preset_in_a_file_decides_the_defaults(tmp_path, monkeypatch):
     monkeypatch.setattr("sys.argv", ["train_images.py", "@~/a.args", "--lr", "0.5"])
     args = load_script("train_images").parse_args()
     assert (args.preset, args.optimizer, args.lr) == ("finetune", "adamw", 0.5)
-
-
-def test_the_record_holds_what_was_resolved(tmp_path):
-    (tmp_path / "a.args").write_text("--lr 0.01\n--max_train_steps 3\n")
-    arguments = [f"@{tmp_path}/a.args", "--max_train_steps", "2"]
-    run("cpu", "scripts/train_minimal.py", arguments, output_dir=tmp_path / "run")
-    recorded = json.loads((tmp_path / "run" / "args.json").read_text())["arguments"]
-    assert (recorded["lr"], recorded["max_train_steps"]) == (0.01, 2)

@@ -30,7 +30,8 @@ def runs(draw):
         "weight": (draw(step), draw(rank), draw(st.sampled_from(BAD))),
         "signal": (draw(step), draw(rank)),
         "asked": draw(step),
-        "checks": draw(st.sets(st.integers(1, STEPS), max_size=2)),
+        "late": draw(st.booleans()),  # after the vote of that step, when its save may begin
+        "checks": draw(st.sets(st.integers(0, STEPS), max_size=2)),
         "norms": draw(st.booleans()),
     }
 
@@ -38,10 +39,13 @@ def runs(draw):
 def train(happens, watched, rank):
     """The steps after which this process saved, and the one after which it stopped, or the error."""
     saved, model = [], nn.Linear(1, 2)
+    if 0 in happens["checks"]:
+        watched.check(model)
     try:
         for step in range(1, STEPS + 1):
             guard.process.signaled |= happens["signal"] == (step, rank)
-            guard.place.save_asked |= rank == 0 and happens["asked"] == step
+            asks = rank == 0 and happens["asked"] == step
+            guard.place.save_asked |= asks and not happens["late"]
             losses, norm = [torch.tensor(0.5), torch.tensor(0.25)], None
             at, on, value, part = happens["loss"]
             if (at, on) == (step, rank):
@@ -56,6 +60,9 @@ def train(happens, watched, rank):
             ids = [torch.tensor([10 * step + rank])]
             stops = watched.should_stop(step, losses, ids, norm)
             assert stops == guard.process.stopping
+            agreed = (step, step - 1) if happens["size"] > 1 else (0,)
+            assert guard.place.agreed in agreed
+            guard.place.save_asked |= asks and happens["late"]
             if stops or watched.save_asked or step in happens["checks"]:
                 watched.check(model)
                 saved.append(step)
@@ -72,9 +79,13 @@ def expected(happens):
     delay = int(happens["size"] > 1)
     never = STEPS + 10
     stop = (happens["signal"][0] or never) + delay
-    saves = {*happens["checks"], stop}
+    saves = {*happens["checks"], stop} - {0}
     asked = happens["asked"] or never
-    if not (delay and asked in saves):  # else the save of that step is the one
+    if happens["late"] and asked not in saves:
+        asked += 1
+    elif happens["late"]:  # the save of that step is the one
+        asked = never
+    if asked not in saves or not delay:
         saves.add(asked + delay)
     bad = {"loss at": happens["loss"][0] or never}
     if happens["norms"] and happens["scaler"] is None:

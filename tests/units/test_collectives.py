@@ -2,13 +2,14 @@
 
 import socket
 import threading
+from datetime import timedelta
 
 import pytest
 import torch.distributed as dist
 from harness.fakes import accelerator
 from harness.worlds import World, in_forks
 
-from utils.run import collectives
+from utils.run import collectives, process
 from utils.run.failures import RunFailed, UserError
 
 
@@ -29,18 +30,23 @@ def test_real_processes_exchange_values_over_gloo(tmp_path):
     20 s without a word, then four probes, 5 s apart.
     """
 
-    def process(rank):
+    def run(rank):
         dist.init_process_group(
             "gloo", init_method=f"file://{tmp_path}/store", rank=rank, world_size=2
         )
-        made, new_group = [], dist.new_group
+        made, waits, new_group, exchange = [], [], dist.new_group, dist.all_gather_object
+
+        def noted_exchange(values, value, group):
+            waits.append(process.waits_for())
+            exchange(values, value, group=group)
+
         dist.new_group = lambda **options: made.append(options) or new_group(**options)
-        mine = accelerator(2, rank)
+        dist.all_gather_object = noted_exchange
+        mine, collectives.place.moved_at = accelerator(2, rank), 0
         results = [collectives.gather(mine, [rank]), collectives.gather(mine, rank)]
         collectives.wait_for_all(mine)
-        group = collectives.new_group(mine)
-        dist.all_gather_object = lambda values, value, group: results.append(group)
-        collectives.gather(mine, 0, group)
+        moved = collectives.place.moved_at > 0  # an exchange is progress
+        results.append(collectives.gather(mine, -rank, collectives.new_group(mine)))
         ends = []
         for connection in collectives.psutil.Process().net_connections("tcp"):
             if connection.raddr:
@@ -48,13 +54,12 @@ def test_real_processes_exchange_values_over_gloo(tmp_path):
                     options = (socket.TCP_KEEPIDLE, socket.TCP_KEEPINTVL, socket.TCP_KEEPCNT)
                     values = [end.getsockopt(socket.IPPROTO_TCP, option) for option in options]
                     ends.append([end.getsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE), *values])
-        return made, results[:2], results[2] is group, [1, 20, 5, 4] in ends
+        return made, results, waits, moved, [1, 20, 5, 4] in ends
 
-    for made, results, is_its_own, kept_alive in in_forks(process, 2):
-        assert [(options["backend"], options["timeout"].seconds) for options in made] == [
-            ("gloo", 3 * 3600)
-        ] * 2
-        assert results == [[[0], [1]], [0, 1]] and is_its_own and kept_alive
+    for made, results, waits, moved, kept_alive in in_forks(run, 2):
+        assert made == [{"backend": "gloo", "timeout": timedelta(hours=3)}] * 2
+        assert results == [[[0], [1]], [0, 1], [0, -1]] and moved and kept_alive
+        assert waits == ["the other processes"] * 3 + [None]  # the last one: of another thread
 
 
 def test_one_process_asks_nobody():

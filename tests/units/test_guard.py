@@ -40,32 +40,6 @@ def test_the_group_is_of_the_host_and_votes_in_the_background():
     assert run_guards(2, lambda *_: guard.process.started).results == [True] * 2
 
 
-@pytest.mark.parametrize("size", [1, 2, 3])
-def test_who_asks_while_a_save_begins_gets_that_one_only(size):
-    together = threading.Barrier(size)
-
-    def train(watched, rank):
-        watched.should_stop(1, [torch.tensor(0.5)], [torch.arange(2)])
-        together.wait()  # all have voted
-        guard.place.save_asked = rank == 0
-        watched.check(nn.Linear(1, 1))
-        asked = []
-        for step in (2, 3):
-            watched.should_stop(step, [torch.tensor(0.5)], [torch.arange(2)])
-            asked.append(watched.save_asked)
-        return asked
-
-    assert run_guards(size, train).results == [[False, False]] * size
-
-
-def test_a_check_before_the_first_step_looks_at_the_weights_only():
-    def check(watched, _rank):
-        watched.check(nn.Linear(1, 1))
-        return watched.should_stop(1, [torch.tensor(0.5)], [torch.arange(2)])
-
-    assert run_guards(2, check).results == [False, False]
-
-
 @pytest.mark.parametrize(("count", "more"), [(20, ""), (21, ": [20]"), (1500, None)])
 def test_of_many_samples_the_first_are_shown(count, more):
     ids = list(range(count))[::-1]

@@ -347,6 +347,7 @@ def test_a_batch_must_fit_every_number_of_processes(launched):
 @pytest.mark.parametrize(
     ("machines", "resolved", "exported", "reached_by", "expected"),
     [
+        (None, "127.0.1.1", None, "eth7", None),
         ("1", "127.0.1.1", None, "eth7", None),
         ("2", "127.0.1.1", None, "eth7", "eth7"),
         ("2", "192.0.2.5", None, "eth7", None),
@@ -370,9 +371,8 @@ def test_gloo_does_not_listen_on_a_loopback_address(
     monkeypatch.setattr(socket, "gethostname", lambda: "me")
     monkeypatch.setattr(socket, "gethostbyname", resolve)
     monkeypatch.setattr(launch, "interface_to", {"10.77.0.1": reached_by}.__getitem__)
-    launched(GROUP_WORLD_SIZE=machines, MASTER_ADDR="10.77.0.1")
-    if exported:
-        launched(GLOO_SOCKET_IFNAME=exported)
+    given = {"GROUP_WORLD_SIZE": machines, "GLOO_SOCKET_IFNAME": exported}
+    launched(MASTER_ADDR="10.77.0.1", **{name: value for name, value in given.items() if value})
     launch.set_gloo_interface()
     assert os.environ.get("GLOO_SOCKET_IFNAME") == expected
     said = capsys.readouterr().err

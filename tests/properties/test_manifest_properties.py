@@ -1,0 +1,202 @@
+"""A checkpoint is accepted exactly as it was written; and which of several is the best."""
+
+import json
+import math
+import os
+import tempfile
+from pathlib import Path
+
+import pytest
+from harness import fakes
+from hypothesis import assume, given
+from hypothesis import strategies as st
+
+from utils.run import manifest
+from utils.run.best import Best
+from utils.run.failures import UserError
+
+CONTENTS = {"model.safetensors": b"weights", "optimizer.bin": b"momenta", "shards/0.distcp": b"0"}
+SAVED = {"progress": {"step": 3, "score": 0.5, "position": [7]}, "arguments": {"lr": 0.1}}
+SYSTEM_FILES = [".DS_Store", "._model", ".nfs0001", "Thumbs.db", "desktop.ini"]
+
+
+def write(folder, contents=CONTENTS, **saved):
+    writing, path = folder / ".writing", folder / "checkpoints" / "step_00000003"
+    for name, content in contents.items():
+        (writing / name).parent.mkdir(parents=True, exist_ok=True)
+        (writing / name).write_bytes(content)
+    path.parent.mkdir(exist_ok=True)
+    files = manifest.hash_and_sync(fakes.accelerator(), writing)
+    assert {name: described["size"] for name, described in files.items()} == {
+        name: len(content) for name, content in contents.items()
+    }
+    manifest.complete(writing, path, {**SAVED, **saved, "files": files})
+    return path
+
+
+@pytest.fixture(scope="module")
+def path(tmp_path_factory):
+    """A checkpoint, which every test leaves as it was."""
+    return write(tmp_path_factory.mktemp("run"))
+
+
+def refused(path, match=None):
+    with pytest.raises(UserError, match=match):
+        manifest.verify(path)
+    return True
+
+
+@st.composite
+def edits(draw, content):
+    """Another content: bytes are flipped, cut off, taken out or added."""
+    start = draw(st.integers(0, len(content)))
+    end = draw(st.integers(start, len(content)))
+    return content[:start] + draw(st.binary(max_size=4)) + content[end:]
+
+
+@given(st.data())
+def test_no_byte_of_a_file_may_change(path, data):
+    name = data.draw(st.sampled_from(sorted(CONTENTS)))
+    content = data.draw(edits(CONTENTS[name]))
+    assume(content != CONTENTS[name])
+    (path / name).write_bytes(content)
+    assert refused(path, f"is damaged: {name} does not match its checksum")
+    (path / name).write_bytes(CONTENTS[name])
+    assert manifest.verify(path)["progress"] == SAVED["progress"]
+
+
+@given(st.data())
+def test_nothing_that_the_manifest_says_may_change(path, data):
+    """Spaces between its values may."""
+    file, before = path / manifest.MANIFEST, manifest.verify(path)
+    content = file.read_bytes()
+    try:
+        file.write_bytes(data.draw(edits(content)))
+        assert manifest.verify(path) == before
+    except UserError:
+        pass
+    finally:
+        file.write_bytes(content)
+
+
+@given(st.sampled_from([*CONTENTS, "shards"]), st.sampled_from(["", "another", "shards/1.distcp"]))
+def test_no_file_may_be_missing(path, name, new_name):
+    """Not under another name either."""
+    aside = path / new_name if new_name else path.with_name("aside")
+    assume(not (name == "shards" and new_name.startswith("shards")))
+    (path / name).rename(aside)
+    missing = "shards/0.distcp" if name == "shards" else name
+    assert refused(path, f"{missing} is missing")
+    aside.rename(path / name)
+    assert manifest.verify(path)["arguments"] == SAVED["arguments"]
+
+
+@pytest.mark.parametrize(
+    "name", ["extra", "shards/model.safetensors", "shards/manifest.json", ".x"]
+)
+@pytest.mark.parametrize("kind", ["file", "link", "link to a folder", "pipe"])
+def test_nothing_may_be_added(kind, name, path):
+    added = path / name
+    if kind == "file":
+        added.touch()
+    elif kind == "pipe":
+        os.mkfifo(added)
+    else:
+        added.symlink_to(path / ("shards" if kind == "link to a folder" else "optimizer.bin"))
+    assert refused(path, f"is refused: {name} is ")
+    if kind == "file":
+        manifest.refuse_links(path)
+    else:
+        with pytest.raises(UserError, match="neither a file nor a folder"):
+            manifest.refuse_links(path)
+    added.unlink()
+    assert manifest.verify(path)
+
+
+@pytest.mark.parametrize("name", SYSTEM_FILES)
+def test_what_a_system_adds_is_harmless(name, path):
+    (path / "shards" / name).write_text("x")
+    assert manifest.verify(path)["files"].keys() == CONTENTS.keys()
+    (path / "shards" / name).unlink()
+
+
+JSON = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=3),
+    lambda inner: st.lists(inner, max_size=2) | st.dictionaries(st.text(max_size=3), inner),
+    max_leaves=4,
+)
+ODD_FILES = st.dictionaries(
+    st.sampled_from(["a", "b/c"]), JSON | st.fixed_dictionaries({"size": JSON, "sha256": JSON})
+)
+PROGRESS = st.fixed_dictionaries(
+    {}, optional={"step": st.just(3) | JSON, "score": JSON, "loss": JSON, "best_loss": JSON}
+)
+MANIFESTS = JSON | st.fixed_dictionaries(
+    {}, optional={"progress": PROGRESS | JSON, "files": ODD_FILES | JSON, "arguments": JSON}
+)
+
+
+@given(MANIFESTS)
+def test_any_json_in_the_place_of_a_manifest_is_refused_in_one_line(value):
+    """And `read` answers only with what has the types of a manifest."""
+    with tempfile.TemporaryDirectory() as folder:
+        Path(folder, manifest.MANIFEST).write_text(json.dumps(value))
+        assert refused(folder, "is not a checkpoint|is damaged: manifest.json was changed")
+        found = manifest.read(folder)
+    if found is not None:
+        numbers = [found["progress"].get(name) for name in manifest.NUMBERS]
+        assert isinstance(found["progress"]["step"], int)
+        assert all(isinstance(number, int | float | None) for number in numbers)
+        assert isinstance(found.get("arguments", {}), dict)
+        assert all(file.keys() >= {"size", "sha256"} for file in found.get("files", {}).values())
+
+
+def test_what_is_no_checkpoint_is_said(path, tmp_path):
+    with pytest.raises(UserError, match="does not exist"):
+        manifest.verify(tmp_path / "none")
+    newest = f"its manifest.json is missing or unreadable .the newest one in it is {path}.$"
+    assert refused(path.parents[1], newest)
+    path.with_name("link").symlink_to(path)
+    with pytest.raises(UserError, match="is refused: it is a link"):
+        manifest.refuse_links(path.with_name("link"))
+    path.with_name("link").unlink()
+
+
+def test_amended_values_are_sealed_too(tmp_path):
+    path = write(tmp_path)
+    before = manifest.verify(path)
+    manifest.amend(path, {"score": 0.75, "evaluation_due": False})
+    changed = {**SAVED["progress"], "score": 0.75, "evaluation_due": False}
+    assert manifest.verify(path) == before | {"progress": changed}
+
+
+SCORES = st.none() | st.sampled_from([0.1, 0.5, 0.5, math.nan, -math.inf, 1])
+LOSSES = st.none() | st.sampled_from([0.0, 1.0, 2.0, math.nan])
+
+
+@given(st.lists(st.tuples(SCORES, LOSSES), max_size=4))
+def test_the_best_has_the_highest_score_then_the_lowest_loss_then_the_latest_step(pairs):
+    """A run decides by the same rule when to save as later what to keep."""
+
+    def worth(step):
+        score, loss = pairs[step]
+        score = -math.inf if math.isnan(score) else score
+        return score, -math.inf if loss is None or math.isnan(loss) else -loss, step
+
+    with tempfile.TemporaryDirectory() as folder:
+        paths, run = [], Best()
+        for step, (score, loss) in enumerate(pairs):
+            paths.append(Path(folder, f"step_{step:08d}"))
+            paths[-1].mkdir()
+            record = {"progress": {"step": step, "score": score, "loss": loss}}
+            (paths[-1] / manifest.MANIFEST).write_text(json.dumps(record))
+            scored = [at for at in range(step + 1) if pairs[at][0] is not None]
+            best = max(scored, key=worth, default=None)
+            found = manifest.best(paths)
+            assert found == (None if best is None else paths[best])
+            if score is not None:
+                run.add(step, score, loss)
+                assert run.improved_at(step) == (best == step)
+        damaged = Path(folder, "step_00000099")
+        damaged.mkdir()
+        assert manifest.best([*paths, damaged]) == manifest.best(paths)

@@ -48,18 +48,6 @@ def test_an_image_depends_on_seed_epoch_and_id_only(train):
     assert not torch.equal(alike[0], alike[1])
 
 
-def test_an_epoch_has_each_image_once_and_whole_steps_only():
-    sampler = EpochSampler(103, 10, seed=3)
-    first = list(sampler)
-    sampler.set_epoch(1)
-    second = list(sampler)
-    assert len(first) == len(sampler) == 100 and len({i for _, i in first}) == 100
-    assert {epoch for epoch, _ in first} == {0} and {epoch for epoch, _ in second} == {1}
-    assert [i for _, i in first] != [i for _, i in second]
-    assert list(EpochSampler(103, 10, seed=3)) == first
-    assert list(EpochSampler(103, 10, seed=4)) != first
-
-
 def test_skipping_decodes_nothing(train, monkeypatch):
     """Counts what is decoded after a restart in the middle of an epoch."""
     decoded, real_open = [], type(train).open

@@ -3,6 +3,7 @@
 import contextlib
 import os
 import pickle
+import sys
 import threading
 from types import SimpleNamespace
 
@@ -146,27 +147,39 @@ def in_forks(function, count=1):
     """What `function(rank)` returns, or the error that it raises, in each of so many processes.
 
     They are forked from this one, which keeps its variables, modules and signals as they are.
+    Whoever profiles this process (mutation.py) is told what they call.
     """
-    children = []
+    children, called, profile = [], set(), sys.getprofile()
+
+    def note(frame, event, _):
+        if event == "call":
+            called.add((frame.f_code.co_filename, frame.f_code.co_qualname))
+
     for rank in range(count):
         reader, writer = os.pipe()
         child = os.fork()
         if child == 0:
             try:
                 torch.set_num_threads(1)  # the threads of this process are not in its forks
+                sys.setprofile(note if profile else None)
                 result = function(rank)
             except BaseException as error:
                 result = error
+            sys.setprofile(None)
             with os.fdopen(writer, "wb") as file:
-                pickle.dump(result, file)
+                pickle.dump((result, called), file)
             os._exit(0)
         os.close(writer)
         children.append((child, reader))
     results = []
     for child, reader in children:
         with os.fdopen(reader, "rb") as file:
-            results.append(pickle.loads(file.read()))
+            result, calls = pickle.loads(file.read())
         os.waitpid(child, 0)
+        results.append(result)
+        for name, function_name in calls:
+            code = SimpleNamespace(co_filename=name, co_qualname=function_name)
+            profile(SimpleNamespace(f_code=code), "call", None)
     return results
 
 

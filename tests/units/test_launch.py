@@ -261,6 +261,9 @@ def test_the_banner(capsys, launched, monkeypatch):
         12,
         "train_a: 2 processes over gloo, each on CPU, 4 threads, precision no\n" + batch + elastic,
     )
+    launched("--nnodes 1:2")
+    assert banner(accelerator(2), 48, 2)[1].endswith("checkpoint with 2 or 4 processes\n")
+    launched("--nnodes 1:3")
     assert banner(accelerator(2, rank=1), 48, 2) == (12, "")
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda *_: "NVIDIA H100")
     start = "train_a: 2 processes over gloo, each on NVIDIA H100, precision no\n" + batch

@@ -10,7 +10,7 @@ import pytest
 import torch
 from harness.chats import make_tokenizer
 from harness.gpu_rules import FORBIDDEN
-from harness.launches import Started, metrics, results, run, run_once, status
+from harness.launches import ROOT, Started, metrics, results, run, run_once, status
 from safetensors import safe_open
 
 transformers = pytest.importorskip("transformers")
@@ -238,16 +238,11 @@ def test_two_processes_send_only_what_nccl_takes(chats, tmp_path):
     assert strict and collectives >= 5 and not set(operations) & FORBIDDEN
 
 
-SHARDED, SHARDED_BF16 = (
-    dict(launcher=("--mixed_precision", precision, "--num_processes", "2"))
-    for precision in ("no", "bf16")
-)
+SHARDED = dict(launcher=("--mixed_precision", "no", "--num_processes", "2"))
 CONTINUED = {
     "lora": ("cpu", f"--model {{base}} {LORA}", {}),
     "sharded": ("4gpu_fsdp", SMALL, SHARDED),
     "sharded_lora": ("4gpu_fsdp", f"--model {{base}} {LORA}", SHARDED),
-    # Frozen weights in bfloat16 and adapters in float32, computed in bf16.
-    "bfloat16": ("4gpu_fsdp", f"--model {{base}} {LORA} --dtype bfloat16", SHARDED_BF16),
     # GPT-2 has dropout, Conv1D and tied weights.
     "gpt2": ("2cpu", f"{SMALL} {IN_PARTS}", {}),
     **dict.fromkeys(["qwen3", "mixtral", "gemma2"], ("2cpu", f"{SMALL} {IN_PARTS}", {})),
@@ -277,10 +272,6 @@ def test_every_kind_of_model_continues_exactly(name, lm, chats, tmp_path):
     if name in ("qwen3", "gemma2"):  # dropout and the balance of experts depend on the topology
         run("cpu", LM, words, output_dir=tmp_path / "one")
         assert column(whole, "loss") == pytest.approx(column(tmp_path / "one", "loss"), abs=1e-4)
-    if name == "bfloat16":
-        peft.PeftModel.from_pretrained(load(lm("cpu").folder / "model"), whole / "adapter")
-        found = column(whole, "loss", "val")
-        assert found[12] < found[0]
     if name == "lora":
         run(None, EVALUATE, str(whole), output_dir=tmp_path / "scores")
         found, expected = results(tmp_path / "scores"), results(whole)
@@ -308,3 +299,17 @@ def test_streams_continue_exactly_also_on_another_number_of_processes(name, tmp_
         other = words.replace("--mixture 3 1", "--mixture 1 1")
         refused = run("cpu", LM, other, output_dir=tmp_path / "two", check=False)
         assert refused.returncode and "--mixture 1.0 1.0 (was 3.0 1.0)" in refused.stderr
+
+
+@pytest.mark.slow
+def test_lora_of_a_bfloat16_base_is_sharded(lm, chats, tmp_path):
+    """With float32 adapters, computed in bf16."""
+    config = (ROOT / "accelerate_configs" / "4gpu_fsdp.yaml").read_text()
+    (tmp_path / "config.yaml").write_text(config.replace("use_cpu: false", "use_cpu: true"))
+    arguments = f"--model {lm('cpu').folder / 'model'} --dataset {chats} {LORA} --dtype bfloat16"
+    launcher = ("--num_processes", "2")
+    run(tmp_path / "config.yaml", LM, arguments, output_dir=tmp_path / "run", launcher=launcher)
+    found = column(tmp_path / "run", "loss", "val")
+    assert found[12] < found[0]
+    base = transformers.AutoModelForCausalLM.from_pretrained(lm("cpu").folder / "model")
+    peft.PeftModel.from_pretrained(base, tmp_path / "run" / "adapter")

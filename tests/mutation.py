@@ -2,8 +2,9 @@
 
 python tests/mutation.py utils/run/plan.py       # every mutant of a module; prints the survivors
 python tests/mutation.py scripts/train_gpt.py::lr_multiplier    # of one function
+python tests/mutation.py --sample 100            # at most 100 of each module
 python tests/mutation.py --table                 # the score of each module, from the runs so far
-python tests/mutation.py --recent 30             # 30 mutants of the lines that the last commits changed
+python tests/mutation.py --recent 20             # at least 20 of each module that has changed
 
 mutmut and cosmic-ray run a command per mutant, in a copy of the project or in place: with this
 project's imports, ten seconds each. Here pytest collects the tests once; for each mutant a forked
@@ -11,7 +12,9 @@ process replaces the mutated function in memory, and runs the unit tests that ca
 first: a tenth of a second. A test that starts processes is no unit test, and is skipped.
 
 Verdicts are kept in runs/mutation/, so that an interrupted run continues; a survivor is tried again
-when a test has changed. What survives must stand in survivors.json, with the reason.
+when a test has changed. The score of a module is the share of its mutants that the tests notice, of
+all, those that behave the same included. The table in tests/README.md has the scores that
+`--recent` compares with.
 """
 
 import argparse
@@ -34,54 +37,22 @@ from pathlib import Path
 from typing import NamedTuple
 
 ROOT = Path(__file__).resolve().parents[1]
-SURVIVORS = ROOT / "tests" / "survivors.json"
+PAGE = ROOT / "tests" / "README.md"
 RESULTS = ROOT / "runs" / "mutation"
-# Least shares of mutants that the unit tests notice, equivalent ones not counted.
-CAREFUL, OTHERS = 0.9, 0.8
-GOALS = {
-    "utils/run/plan.py": CAREFUL,
-    "utils/run/seeds.py": CAREFUL,
-    "utils/run/collectives.py": CAREFUL,
-    "utils/run/guard.py": CAREFUL,
-    "utils/run/checkpoint.py": CAREFUL,
-    "utils/run/folder.py": CAREFUL,
-    "utils/run/domains.py": OTHERS,
-    "utils/run/manifest.py": OTHERS,
-    "utils/run/measurements.py": OTHERS,
-    "utils/run/output.py": OTHERS,
-    "utils/run/files.py": OTHERS,
-    "utils/run/claim.py": OTHERS,
-    "utils/run/status.py": OTHERS,
-    "utils/run/record.py": OTHERS,
-    "utils/run/failures.py": OTHERS,
-    "utils/run/launcher.py": OTHERS,
-    "utils/run/cpu.py": OTHERS,
-    "utils/run/metrics.py": OTHERS,
-    "utils/run/tracking.py": OTHERS,
-    "utils/run/launch.py": OTHERS,
-    "utils/run/gpu.py": OTHERS,
-    "utils/run/ddp.py": OTHERS,
-    "utils/run/fsdp.py": OTHERS,
-    "utils/run/schedule.py": OTHERS,
-    "utils/run/best.py": OTHERS,
-    "utils/run/argument_files.py": OTHERS,
-    "utils/run/memory.py": OTHERS,
-    "utils/data/augment.py": OTHERS,
-    "utils/data/loaders.py": OTHERS,
-    "utils/data/mixing.py": OTHERS,
-    "utils/data/shared_batches.py": OTHERS,
-    "utils/ema.py": OTHERS,
-    "utils/muon.py": OTHERS,
-    "utils/scores.py": OTHERS,
-    "scripts/train_cifar.py::lr_multiplier,image_size_at,predict_views,evaluate,predict,summarize": OTHERS,
-    "scripts/train_gpt.py::lr_multiplier,evaluate,score_windows": OTHERS,
-    "scripts/train_images.py::lr_multiplier,build_ema,ema_decay_at,evaluate": OTHERS,
-    "scripts/train_model_parallel.py::lr_multiplier,evaluate": OTHERS,
-}
+# Signals, threads and `os._exit`: real processes test them, and canaries.py their tests.
+LAUNCHED = ("utils/run/process.py", "utils/run/stacks.py")
+FUNCTIONS = [
+    "scripts/train_cifar.py::lr_multiplier,image_size_at,predict_views,evaluate,predict,summarize",
+    "scripts/train_gpt.py::lr_multiplier,evaluate,score_windows",
+    "scripts/train_images.py::lr_multiplier,build_ema,ema_decay_at,evaluate",
+    "scripts/train_model_parallel.py::lr_multiplier,evaluate",
+]
+ALLOWED = 0.05  # how much lower the share of a changed module may be than its score in the table
+NEW = 0.9  # the score that a module without a row must have
 # `zip(strict=True)` raises where two lists differ in length, which they never do.
 CHECKS = re.compile(r",?\s*strict=\w+|,\s*(?=\))")
 SLOWEST = 3.0  # seconds: a test that takes longer is no unit test
-SLOWEST_IN_CI = 10.0  # on a machine that may be slower than the one that made survivors.json
+SLOWEST_IN_CI = 10.0  # on a machine that may be slower than the one that made the table
 JOBS = 2
 
 
@@ -97,7 +68,7 @@ class Mutant(NamedTuple):
 
     @property
     def key(self):
-        """What survivors.json knows it by, wherever the lines stand."""
+        """What it is known by, wherever the lines stand."""
         return f"{self.file} | {self.function} | {self.old} | {self.new}"
 
     @property
@@ -449,7 +420,7 @@ def judge(mutants, deadline, keep=lambda *_: None, tests=(), slowest=SLOWEST):
         warm.run = warm.Program = skip
         words = ["-q", "-o", "addopts=", "-p", "no:cacheprovider", "-p", "no:xdist"]
         words += ["-m", "not slow and not gpu", "--basetemp", f"{home}/tmp"]
-        chosen = list(tests) or [str(ROOT / "tests")]
+        chosen = list(tests) or [str(ROOT / "tests" / room) for room in ("units", "properties")]
         code = pytest.main([*words, *chosen], plugins=[driver])
     print()
     if code not in (0, 5) or (mutants and not driver.verdicts and not driver.left_out):
@@ -457,11 +428,17 @@ def judge(mutants, deadline, keep=lambda *_: None, tests=(), slowest=SLOWEST):
     return driver.verdicts, driver.left_out
 
 
-def known_survivors():
-    """Key -> reason of the survivors in survivors.json."""
-    entries = json.loads(SURVIVORS.read_text())
-    names = ("file", "function", "line", "mutated")
-    return {" | ".join(entry[name] for name in names): entry["reason"] for entry in entries}
+def modules():
+    """What is mutated: the modules of `utils`, and the functions of scripts that units test."""
+    files = [str(path.relative_to(ROOT)) for path in sorted((ROOT / "utils").rglob("*.py"))]
+    return [file for file in files if file not in LAUNCHED and not file.endswith("__init__.py")] + (
+        FUNCTIONS
+    )
+
+
+def by_hash(mutants):
+    """The mutants in an order that does not depend on where they stand."""
+    return sorted(mutants, key=lambda mutant: hashlib.sha256(mutant.key.encode()).digest())
 
 
 def survived(verdict):
@@ -485,9 +462,8 @@ def tests_hash():
 
 
 def recent_mutants(count):
-    """The mutants of the lines that the last ten commits and the working tree changed.
-
-    Where there is no history (a shallow clone), of all lines. Which ones is decided by a hash.
+    """For each module that the last ten commits and the working tree changed, the mutants of the
+    lines that changed, filled up with others to `count`. Nothing where there is no history.
     """
 
     def git(*words):
@@ -496,25 +472,44 @@ def recent_mutants(count):
 
     before = max(0, min(10, int(git("rev-list", "--first-parent", "--count", "HEAD") or 0) - 1))
     chosen = []
-    for word in GOALS:
-        file = word.partition("::")[0]
-        lines = None
-        if before:
-            lines = set()
-            for row in git("diff", "-U0", f"HEAD~{before}", "--", file).splitlines():
-                if row.startswith("@@"):
-                    first, _, length = row.split("+")[1].split(" ")[0].partition(",")
-                    lines |= set(range(int(first), int(first) + int(length or 1)))
-        if lines is None or lines:
-            chosen += [m for m in select_mutants([word]) if lines is None or m.line in lines]
-    chosen.sort(key=lambda mutant: hashlib.sha256(mutant.key.encode()).digest())
-    return chosen[:count]
+    for word in modules():
+        lines = set()
+        for row in git("diff", "-U0", f"HEAD~{before}", "--", word.partition("::")[0]).splitlines():
+            if row.startswith("@@"):
+                first, _, length = row.split("+")[1].split(" ")[0].partition(",")
+                lines |= set(range(int(first), int(first) + int(length or 1)))
+        if lines:
+            mutants = by_hash(select_mutants([word]))
+            mutants.sort(key=lambda mutant: mutant.line not in lines)
+            changed = sum(mutant.line in lines for mutant in mutants)
+            chosen += mutants[: max(count, min(changed, 3 * count))] if changed else []
+    return chosen
+
+
+def scores():
+    """File -> the score that the table in tests/README.md gives it, from 0 to 1."""
+    rows = re.findall(r"^\| `([^`]+)`.*\| (\d+)% \|$", PAGE.read_text(), re.MULTILINE)
+    return {file: int(percent) / 100 for file, percent in rows}
+
+
+def fallen(verdicts):
+    """The modules of which the tests notice too small a share of these mutants, one line each."""
+    lines, expected = [], scores()
+    for file in sorted({mutant.file for mutant in verdicts}):
+        own = [verdict for mutant, verdict in verdicts.items() if mutant.file == file]
+        share = sum(not survived(verdict) for verdict in own) / len(own)
+        if share < expected.get(file, NEW) - ALLOWED:
+            lines.append(
+                f"{file}: {share:.0%} of {len(own)}, in the table {expected.get(file, NEW):.0%}"
+            )
+    return lines
 
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("modules", nargs="*", metavar="FILE[::FUNCTION,...]")
-    parser.add_argument("--recent", type=int, metavar="N", help="mutants of recently changed lines")
+    parser.add_argument("--recent", type=int, metavar="N", help="N mutants per changed module")
+    parser.add_argument("--sample", type=int, metavar="N", help="at most N mutants per module")
     parser.add_argument(
         "--seconds", type=float, default=float("inf"), help="start none after these"
     )
@@ -529,21 +524,24 @@ def main():
         mutants = recent_mutants(args.recent) if time.time() < deadline else []
         verdicts, left_out = judge(mutants, deadline, slowest=SLOWEST_IN_CI) if mutants else ({}, 0)
     else:
-        mutants = select_mutants(args.modules or GOALS)
+        groups = [select_mutants([word]) for word in args.modules or modules()]
+        mutants = [mutant for group in groups for mutant in by_hash(group)[: args.sample]]
         verdicts, left_out = judge_and_keep(mutants, deadline, args.tests)
-    known = known_survivors()
-    new = [m for m in mutants if survived(verdicts.get(m.key, "")) and m.key not in known]
-    for mutant in new:
+    judged = {mutant: verdicts[mutant.key] for mutant in mutants if mutant.key in verdicts}
+    alive = [mutant for mutant, verdict in judged.items() if survived(verdict)]
+    for mutant in alive:
         print(
             f"\n{mutant.file}:{mutant.line} in {mutant.function or 'the module'}, "
-            f"{verdicts[mutant.key]}\n- {mutant.old}\n+ {mutant.new}"
+            f"{judged[mutant]}\n- {mutant.old}\n+ {mutant.new}"
         )
-    count = sum(survived(verdict) for verdict in verdicts.values())
     print(
-        f"\n{len(verdicts)} mutants, {count} survived, {len(new)} of them not in survivors.json, "
-        f"{left_out} left out, in {time.time() - began:.0f} s"
+        f"\n{len(judged)} mutants, {len(alive)} survived, {left_out} left out, in "
+        f"{time.time() - began:.0f} s"
     )
-    return bool(new)
+    lines = fallen(judged) if args.recent else []
+    if lines:
+        print("\nthe tests notice fewer than the table in tests/README.md says:", *lines, sep="\n")
+    return bool(lines)
 
 
 def judge_and_keep(mutants, deadline, tests):
@@ -577,19 +575,14 @@ def kept_verdicts(file):
 
 def table():
     """The table of tests/README.md."""
-    known, lines = known_survivors(), ["| module | mutants | noticed | equivalent | score | goal |"]
-    lines.append("|---|---|---|---|---|---|")
-    for word, goal in GOALS.items():
+    lines = ["| module | mutants | score |", "|---|---|---|"]
+    for word in modules():
         kept = kept_verdicts(word.partition("::")[0])
-        mutants = [mutant for mutant in select_mutants([word]) if mutant.name in kept]
-        alive = [mutant for mutant in mutants if survived(kept[mutant.name]["verdict"])]
-        equivalent = sum(known.get(m.key, "").startswith("equivalent") for m in alive)
-        noticed = len(mutants) - len(alive)
-        score = noticed / max(1, len(mutants) - equivalent)
+        judged = [mutant for mutant in select_mutants([word]) if mutant.name in kept]
+        noticed = sum(not survived(kept[mutant.name]["verdict"]) for mutant in judged)
         name = word.replace("::", "`: `").replace(",", "`, `")
-        lines.append(
-            f"| `{name}` | {len(mutants)} | {noticed} | {equivalent} | {score:.0%} | {goal:.0%} |"
-        )
+        if judged:
+            lines.append(f"| `{name}` | {len(judged)} | {noticed / len(judged):.0%} |")
     return "\n".join(lines)
 
 

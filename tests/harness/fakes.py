@@ -19,6 +19,7 @@ def accelerator(processes=1, rank=0, device="cpu", registered=(), schedulers=(),
         "mixed_precision": "no",
         "is_fsdp2": False,
         "scaler": None,
+        "optimizer_step_was_skipped": False,
         "_custom_objects": list(registered),
         "_schedulers": list(schedulers),
     }

@@ -125,19 +125,19 @@ class Locks:
     """Stands for `fcntl.lockf` and the clock: the lock is free after `busy` seconds."""
 
     def __init__(self, monkeypatch, busy, number=errno.EAGAIN):
-        self.now, self.flags, self._busy, self._number = 100.0, [], busy, number
-        clock = SimpleNamespace(monotonic=lambda: self.now, sleep=self._sleep)
+        self.now, self.flags, self.busy, self.number = 100.0, [], busy, number
+        clock = SimpleNamespace(monotonic=lambda: self.now, sleep=self.sleep)
         monkeypatch.setattr(files, "time", clock)
-        monkeypatch.setattr(files.fcntl, "lockf", self._lockf)
+        monkeypatch.setattr(files.fcntl, "lockf", self.lockf)
 
-    def _sleep(self, seconds):
+    def sleep(self, seconds):
         self.now += seconds
 
-    def _lockf(self, file, flags):
+    def lockf(self, file, flags):
         self.flags.append(flags)
         assert len(self.flags) < 100
-        if self.now < 100 + self._busy:
-            raise OSError(self._number, os.strerror(self._number))
+        if self.now < 100 + self.busy:
+            raise OSError(self.number, os.strerror(self.number))
 
 
 @pytest.mark.parametrize("number", [errno.EAGAIN, errno.EACCES])

@@ -1,14 +1,11 @@
 """The model card of a run, whose code is run here, and --push_to_hub."""
 
-import json
-import os
-import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 import torch
-from harness.launches import ROOT, load_script, run
+from harness.launches import ROOT, load_script
 from PIL import Image
 
 from utils.data.augment import normalize
@@ -81,35 +78,70 @@ def test_the_card_of_a_gpt_loads_it_with_its_script(tmp_path, monkeypatch):
     assert all(torch.equal(value, model.state_dict()[name]) for name, value in loaded.items())
 
 
-def test_the_card_of_a_script_that_says_nothing_promises_no_model(tmp_path, monkeypatch):
+RECORD = {
+    "arguments": {"dataset": "a_b", "batch_size": 1500},
+    "command": ["scripts/train_it.py", "--lr", "1"],
+    "topology": {"processes": 2, "device": "H200"},
+}
+RESULTS = {"train_seconds": 119.4, "global_step": 12000, "val_accuracy": 0.5, "test_loss": 1.25}
+RESULTS |= {"val_top5": 0.75, "val_samples": 9, "train_loss": 3.0, "test_note": "x"}
+
+
+def test_a_card(tmp_path):
+    said = dict(title="A net", library="torchvision", task="image-classification")
+    model_card.write(
+        str(tmp_path), RECORD, RESULTS, **said, about="Two classes.", usage=" use it\n"
+    )
+    assert (tmp_path / "README.md").read_text() == (
+        """---
+library_name: torchvision
+pipeline_tag: image-classification
+tags:
+- train_it
+---
+
+# A net
+
+Trained with `train_it.py` on a\\_b: 12,000 optimizer steps of 1,500 samples, 119 s on 2 x H200.
+
+| metric | value |
+|---|---|
+| val accuracy | 50.00% |
+| test loss | 1.2500 |
+| val top5 | 75.00% |
+
+Two classes.
+
+`args.json` has all arguments and versions, `results.json` all figures, and `metrics.jsonl`
+their history. `model.safetensors` has the weights; the settings of the model are in its header, as
+JSON.
+
+## Use
+
+use it
+"""
+    )
+
+
+def test_a_card_of_a_script_that_says_nothing_promises_no_model(tmp_path, monkeypatch):
     weights.export(tmp_path, torch.nn.Linear(2, 2), {"model": "net", "class_names": ["a", "b"]})
-    card = card_of(tmp_path, "my_copy.py", {}, val_accuracy=1.0)
-    assert "pipeline_tag" not in card and "A model of my_copy.py" in card
+    record = {**RECORD, "arguments": {"batch_size": 1}}
+    model_card.write(tmp_path, record, {**RESULTS, "train_seconds": 120.0})
+    card = (tmp_path / "README.md").read_text()
+    assert card.startswith("---\nlibrary_name: pytorch\ntags:\n- train_it\n---\n\n# A model of tr")
+    assert "Trained with `train_it.py`: 12,000 optimizer" in card and " 2 min on 2 x" in card
+    assert "75.00% |\n\n`args.json` has" in card
+    assert card.endswith('tensors = load_file("model.safetensors")  # name -> tensor\n```\n')
     monkeypatch.chdir(tmp_path)
     names = {}
     exec(code_in(card), names)
     assert names["tensors"].keys() == {"weight", "bias"}
+    data = {**RECORD, "arguments": {"batch_size": 1, "data": "mine", "dataset": "other"}}
+    model_card.write(tmp_path, data, RESULTS)
+    assert "`train_it.py` on mine: " in (tmp_path / "README.md").read_text()
 
 
 # -------------------------------------------------------------------------------------- push_to_hub
-
-
-def test_a_run_without_a_token_ends_before_anything_is_written(tmp_path):
-    environment = {name: value for name, value in os.environ.items() if name != "HF_TOKEN"} | {
-        "HF_HOME": str(tmp_path / "hf")
-    }
-    command = [
-        sys.executable,
-        str(ROOT / GPT),
-        "--output_dir",
-        str(tmp_path / "out"),
-        *SMALL.split(),
-    ]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True)
-    assert done.returncode == 2 and not (tmp_path / "out").exists()
-    assert done.stderr.splitlines()[-1].startswith(
-        "error: --push_to_hub me/model needs a token of the Hub: run `hf auth login`"
-    )
 
 
 def test_a_name_that_is_no_repository_is_refused(monkeypatch):
@@ -117,26 +149,6 @@ def test_a_name_that_is_no_repository_is_refused(monkeypatch):
     with pytest.raises(UserError, match="--push_to_hub a/b/c: "):
         model_card.check_repository("a/b/c")
     model_card.check_repository("a/b")
-
-
-def test_without_a_network_the_run_is_complete_and_can_be_uploaded_later(tmp_path, monkeypatch):
-    """Nothing listens on port 9. The same command tries again, although the run has finished."""
-    monkeypatch.setenv("HF_TOKEN", "hf_x")
-    monkeypatch.setenv("HF_ENDPOINT", "http://127.0.0.1:9")
-    for says in ("done", "already finished"):
-        done = run(None, GPT, SMALL, output_dir=tmp_path / "out")
-        warnings = [
-            line
-            for line in done.stderr.splitlines()
-            if line.startswith("warning: could not upload to me/model")
-        ]
-        assert (
-            says in done.stdout
-            and len(warnings) == 1
-            and f"hf upload me/model {tmp_path / 'out'}" in warnings[0]
-        )
-    assert json.loads((tmp_path / "out" / "status.json").read_text())["state"] == "finished"
-    assert (tmp_path / "out" / "README.md").read_text().startswith("---\nlibrary_name: pytorch\n")
 
 
 def test_everything_but_the_checkpoints_is_uploaded(tmp_path, monkeypatch, capsys):

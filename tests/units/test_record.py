@@ -7,17 +7,15 @@ import subprocess
 import sys
 from datetime import datetime
 from importlib import metadata
-from types import SimpleNamespace
 
 import pytest
 import torch
+from harness import fakes
 
 from utils.run import record
 
-CPU = SimpleNamespace(
-    device=torch.device("cpu"), num_processes=4, mixed_precision="bf16", is_main_process=True
-)
-GPU = SimpleNamespace(device=torch.device("cuda"), num_processes=8, mixed_precision="bf16")
+CPU = fakes.accelerator(4, mixed_precision="bf16")
+GPU = fakes.accelerator(8, device="cuda", mixed_precision="bf16")
 
 
 def test_only_paths_to_data_become_absolute(tmp_path, monkeypatch):
@@ -173,45 +171,48 @@ def test_times_are_utc_to_the_second():
 
 def test_the_peak_is_that_of_all_gpus_in_half_precision(monkeypatch):
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "NVIDIA H100 80GB HBM3")
-    for precision in ("bf16", "fp16"):
-        gpus = SimpleNamespace(**vars(GPU) | {"mixed_precision": precision})
-        assert record.peak_flops(gpus) == 8 * 989e12
-    assert record.peak_flops(SimpleNamespace(**vars(GPU) | {"mixed_precision": "no"})) is None
+    for precision, peak in (("bf16", 8 * 989e12), ("fp16", 8 * 989e12), ("no", None)):
+        gpus = fakes.accelerator(8, device="cuda", mixed_precision=precision)
+        assert record.peak_flops(gpus) == peak
     assert record.peak_flops(CPU) is None and record.peak_flops(CPU, tflops=0.5) == 2e12
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "NVIDIA RTX A1000")
     assert record.peak_flops(GPU) is None and record.peak_flops(GPU, tflops=10.0) == 8e13
 
 
-@pytest.mark.parametrize(
-    ("name", "peak"),
-    [
-        ("Tesla V100-SXM2-16GB", 125),
-        ("NVIDIA GeForce RTX 4090", 165),
-        ("NVIDIA GeForce RTX 4090 D", None),
-        ("NVIDIA GeForce RTX 4090 LAPTOP GPU", None),
-        ("NVIDIA H100 NVL", None),
-        ("Tesla V100-PCIE-16GB", None),
-        ("NVIDIA A100-SXM4-80GB", 312),
-        ("NVIDIA A100-SXM4-40GB MIG 1g.5gb", None),
-        ("NVIDIA A10", 125),
-        ("NVIDIA A10G", None),
-        ("NVIDIA A10-24Q", None),
-        ("NVIDIA A40", 149.7),
-        ("NVIDIA B200", 2250),
-        ("NVIDIA GB200", None),
-        ("NVIDIA H20-3e", 148),
-        ("NVIDIA H200", 989),
-        ("NVIDIA H800", 989),
-        ("NVIDIA H800 PCIe", None),
-        ("NVIDIA GeForce RTX 3090", 71),
-        ("NVIDIA GeForce RTX 3090 Ti", None),
-        ("NVIDIA GeForce RTX 5090", 209.5),
-        ("NVIDIA GeForce RTX 5090 D", None),
-        ("NVIDIA RTX 6000 Ada Generation", 364),
-        ("NVIDIA RTX PRO 6000 Blackwell Server Edition", None),
-        ("NVIDIA L40S", 362),
-        ("NVIDIA L4", 121),
-    ],
-)
-def test_other_variants_have_no_peak(name, peak):
-    assert record.known_tflops(name) == peak
+def test_other_variants_of_a_gpu_have_another_peak_or_none():
+    """Tera floating-point operations per second in half precision; another variant may differ."""
+    peaks = {
+        "Tesla T4": 65,
+        "Tesla V100-SXM2-16GB": 125,
+        "NVIDIA A10": 125,
+        "NVIDIA A40": 149.7,
+        "NVIDIA A100-PCIE-40GB": 312,
+        "NVIDIA A100-SXM4-80GB": 312,
+        "NVIDIA H20-3e": 148,
+        "NVIDIA H100 80GB HBM3": 989,
+        "NVIDIA H200": 989,
+        "NVIDIA H800": 989,
+        "NVIDIA B200": 2250,
+        "NVIDIA L4": 121,
+        "NVIDIA L40S": 362,
+        "NVIDIA RTX 6000 Ada Generation": 364,
+        "NVIDIA GeForce RTX 3090": 71,
+        "NVIDIA GeForce RTX 4090": 165,
+        "NVIDIA GeForce RTX 5090": 209.5,
+    }
+    unknown = (
+        "NVIDIA T400 4GB, Tesla V100-PCIE-16GB, NVIDIA A10G, NVIDIA A10-24Q, NVIDIA RTX A1000, "
+        "NVIDIA A100-SXM4-40GB MIG 1g.5gb, NVIDIA H100 PCIe, NVIDIA H100 NVL, NVIDIA H800 PCIe, "
+        "NVIDIA GB200, NVIDIA L40, NVIDIA RTX PRO 6000 Blackwell Server Edition, "
+        "NVIDIA GeForce RTX 3090 Ti, NVIDIA GeForce RTX 4090 D, NVIDIA GeForce RTX 5090 D, "
+        "NVIDIA GeForce RTX 4090 LAPTOP GPU"
+    )
+    assert {name: record.known_tflops(name) for name in peaks} == peaks
+    assert not any(record.known_tflops(name) for name in unknown.split(", "))
+
+
+def test_only_paths_of_data_may_move():
+    earlier, now = {"track": "/gone/a"}, {"track": "/elsewhere/a"}
+    assert record.differences(earlier, now, ()) == ["--track /elsewhere/a (was /gone/a)"]
+    assert not record.differences({"dataset": "/gone/a"}, {"dataset": "/elsewhere/a"}, ())
+    assert not record.differences(earlier, now, {"track"})

@@ -12,27 +12,28 @@ class Tracker:
     """Stands for a tracker of Accelerate: notes its calls, and fails in those that it is told."""
 
     def __init__(self, name, fails=()):
-        self.name, self.calls, self._fails = name, [], fails
-        self.tracker = SimpleNamespace(add_hparams=self._method("add_hparams"))
-        for method in ("log", "log_images", "store_init_configuration"):
-            setattr(self, method, self._method(method))
+        self.name, self.calls = name, []
 
-    def _method(self, name):
-        def call(*arguments, **options):
-            self.calls.append((name, *arguments, options))
-            if name in self._fails:
-                raise ConnectionError(f"{self.name} is away")
+        def method(called):
+            def call(*arguments, **options):
+                self.calls.append((called, *arguments, options))
+                if called in fails:
+                    raise ConnectionError(f"{name} is away")
 
-        return call
+            return call
+
+        self.tracker = SimpleNamespace(add_hparams=method("add_hparams"))
+        for called in ("log", "log_images", "store_init_configuration"):
+            setattr(self, called, method(called))
 
 
 class Accelerator:
     def __init__(self, *trackers, fails=False):
-        self.trackers, self.started, self._fails = list(trackers), [], fails
+        self.trackers, self.started, self.fails = list(trackers), [], fails
 
     def init_trackers(self, project, init_kwargs):
         self.started.append((project, init_kwargs))
-        if self._fails:
+        if self.fails:
             raise ConnectionError("no network")
 
 

@@ -1,6 +1,5 @@
 """Weights of any file: a run, a checkpoint, a sharded or an averaged one; none of it executes code."""
 
-import io
 import json
 import os
 import pickle
@@ -9,11 +8,12 @@ from pathlib import PurePosixPath
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
+from harness import fakes
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from torch.distributed.checkpoint import metadata
 
-from utils.run import manifest, model_card, shards, weights
+from utils.run import manifest, shards, weights
 from utils.run.failures import UserError
 
 
@@ -34,10 +34,9 @@ def checkpoint(tmp_path):
     writing.mkdir(parents=True)
 
     def complete(**progress):
-        one = type("One", (), dict(num_processes=1, process_index=0, is_local_main_process=True))
         target = writing.with_name("step_00000003")
         record = {"progress": {"step": 3, **progress}, "arguments": {"lr": 0.5}}
-        files = manifest.hash_and_sync(one, writing)
+        files = manifest.hash_and_sync(fakes.accelerator(), writing)
         manifest.complete(writing, target, {**record, "files": files})
         return target
 
@@ -82,8 +81,8 @@ def test_tied_weights_are_exported_under_both_names_and_read_from_one(tmp_path, 
     for removed in ("embed.weight", "head.weight"):  # as in what `save_state` writes
         once = {name: value for name, value in saved.items() if name != removed}
         save_file(once, tmp_path / "once.safetensors")
-        alone, other = type("One", (), dict(is_main_process=True, num_processes=1)), Tied()
-        weights.initialize(alone, other, tmp_path / "once.safetensors")
+        other = Tied()
+        weights.initialize(fakes.accelerator(), other, tmp_path / "once.safetensors")
         assert "4 of 4 tensors initialized" in capsys.readouterr().out
         assert torch.equal(other.head.weight, model.embed.weight)
         assert other.head.weight is other.embed.weight
@@ -102,8 +101,6 @@ def test_the_weights_of_a_run(tmp_path):
 
 def test_the_weights_of_a_checkpoint(checkpoint, tmp_path):
     save_file({"module.a": torch.ones(1)}, checkpoint.writing / "model.safetensors")
-    (checkpoint.writing / weights.AVERAGED).write_bytes(b"")
-    (checkpoint.writing / weights.AVERAGED).unlink()
     folder = checkpoint(config={"width": 3})
     for path in (folder, folder / "model.safetensors", tmp_path / "run"):
         saved = weights.read(path)
@@ -139,17 +136,15 @@ def test_sharded_weights(checkpoint, tmp_path):
     assert torch.equal(saved.state["weight"], model["weight"]) and saved.config == {"width": 3}
     assert saved.state.keys() == model.keys()
     assert sorted(os.listdir(folder.parent)) == ["step_00000003"]  # nothing temporary is left
-    assert torch.load.__module__ == "torch.serialization"
     (folder / weights.SHARDS).rename(tmp_path / "elsewhere")
     (folder / weights.SHARDS).symlink_to(tmp_path / "elsewhere")
     with pytest.raises(UserError, match="is refused: it is a link"):
         weights.read(folder)
 
 
-@pytest.mark.parametrize("place", ["averaged", "index", "value", "pickle"])
+@pytest.mark.parametrize("place", ["averaged", "shards", "pickle"])
 def test_nothing_that_is_read_executes_code(place, checkpoint, tmp_path):
-    bomb, shards_of = Bomb(tmp_path / "executed"), checkpoint.writing / weights.SHARDS
-    path = None
+    bomb, path = Bomb(tmp_path / "executed"), None
     if place == "averaged":
         save_file({"a": torch.ones(1)}, checkpoint.writing / "model.safetensors")
         torch.save({"n_averaged": bomb}, checkpoint.writing / weights.AVERAGED)
@@ -157,10 +152,8 @@ def test_nothing_that_is_read_executes_code(place, checkpoint, tmp_path):
         path = tmp_path / "model.pth"
         torch.save({"a": bomb}, path)
     else:
-        state = {"model": {"a": torch.ones(2), "b": bomb if place == "value" else 1}}
-        dcp.save(state, checkpoint_id=shards_of, no_dist=True)
-        if place == "index":
-            (shards_of / ".metadata").write_bytes(pickle.dumps(bomb))
+        state = {"model": {"a": torch.ones(2), "b": bomb}}
+        dcp.save(state, checkpoint_id=checkpoint.writing / weights.SHARDS, no_dist=True)
     with pytest.raises(UserError, match="it would execute code when loaded: ") as caught:
         weights.read(path or checkpoint())
     assert not (tmp_path / "executed").exists() and "\n" not in str(caught.value)
@@ -203,12 +196,21 @@ def test_an_error_of_some_processes_is_theirs():
             raise dcp.CheckpointException("load", {3: (kind("no a"), None)})
 
 
-def test_a_path_in_an_index_of_python_3_13_is_read():
+def index_with(value, folder, change=lambda pickled: pickled):
+    """Reads the index of sharded weights that has `value` in it, pickled as `change` says."""
+    index = metadata.Metadata({}, planner_data=value, storage_data={})
+    (folder / ".metadata").write_bytes(change(pickle.dumps(index, protocol=3)))
+    return shards.Reader(folder).read_metadata().planner_data
+
+
+def test_a_path_in_an_index_of_python_3_13_is_read(tmp_path):
     """It pickles `pathlib.PosixPath` as `pathlib._local.PosixPath`."""
-    pickled = pickle.dumps(PurePosixPath("a/b"), protocol=2)
-    assert pickled.count(b"cpathlib\n") == 1
-    newer = pickled.replace(b"cpathlib\n", b"cpathlib._local\n")
-    assert shards._Unpickler(io.BytesIO(newer)).load() == PurePosixPath("a/b")
+
+    def as_newer(pickled):
+        assert pickled.count(b"cpathlib\n") == 1
+        return pickled.replace(b"cpathlib\n", b"cpathlib._local\n")
+
+    assert index_with(PurePosixPath("a/b"), tmp_path, as_newer) == PurePosixPath("a/b")
 
 
 class OfPython311:
@@ -221,18 +223,17 @@ class OfPython311:
         return getattr, self.parts
 
 
-def test_a_member_of_an_enumeration_is_read_and_no_other_attribute():
+def test_a_member_of_an_enumeration_is_read_and_no_other_attribute(tmp_path):
     kind = metadata._MEM_FORMAT_ENCODING
     for member in kind:
-        pickled = pickle.dumps(OfPython311(kind, member.name))
-        assert shards._Unpickler(io.BytesIO(pickled)).load() is member
+        assert index_with(OfPython311(kind, member.name), tmp_path) is member
     for wrong in (
         (kind, "__init__"),
         (metadata.Metadata, "__init__"),
         (kind.TORCH_CHANNELS_LAST, "name"),
     ):
-        with pytest.raises((pickle.UnpicklingError, KeyError)):
-            shards._Unpickler(io.BytesIO(pickle.dumps(OfPython311(*wrong)))).load()
+        with pytest.raises(pickle.UnpicklingError):
+            index_with(OfPython311(*wrong), tmp_path)
 
 
 def test_without_weights_it_is_one_line(tmp_path):
@@ -249,62 +250,13 @@ def test_without_weights_it_is_one_line(tmp_path):
     assert "no such file" not in str(caught.value)
 
 
-# ---------------------------------------------------------------------------------------- the card
-
-
-RECORD = {
-    "arguments": {"dataset": "a_b", "batch_size": 1500},
-    "command": ["scripts/train_it.py", "--lr", "1"],
-    "topology": {"processes": 2, "device": "H200"},
-}
-RESULTS = {"train_seconds": 119.4, "global_step": 12000, "val_accuracy": 0.5, "test_loss": 1.25}
-RESULTS |= {"val_top5": 0.75, "val_samples": 9, "train_loss": 3.0, "test_note": "x"}
-
-
-def test_a_card(tmp_path):
-    said = dict(title="A net", library="torchvision", task="image-classification")
-    model_card.write(
-        str(tmp_path), RECORD, RESULTS, **said, about="Two classes.", usage=" use it\n"
-    )
-    assert (tmp_path / "README.md").read_text() == (
-        """---
-library_name: torchvision
-pipeline_tag: image-classification
-tags:
-- train_it
----
-
-# A net
-
-Trained with `train_it.py` on a\\_b: 12,000 optimizer steps of 1,500 samples, 119 s on 2 x H200.
-
-| metric | value |
-|---|---|
-| val accuracy | 50.00% |
-| test loss | 1.2500 |
-| val top5 | 75.00% |
-
-Two classes.
-
-`args.json` has all arguments and versions, `results.json` all figures, and `metrics.jsonl`
-their history. `model.safetensors` has the weights; the settings of the model are in its header, as
-JSON.
-
-## Use
-
-use it
-"""
-    )
-
-
-def test_a_card_of_a_script_that_says_nothing(tmp_path):
-    record = {**RECORD, "arguments": {"batch_size": 1}}
-    model_card.write(tmp_path, record, {**RESULTS, "train_seconds": 120.0})
-    card = (tmp_path / "README.md").read_text()
-    assert card.startswith("---\nlibrary_name: pytorch\ntags:\n- train_it\n---\n\n# A model of tr")
-    assert "Trained with `train_it.py`: 12,000 optimizer" in card and " 2 min on 2 x" in card
-    assert "75.00% |\n\n`args.json` has" in card
-    assert card.endswith('tensors = load_file("model.safetensors")  # name -> tensor\n```\n')
-    data = {**RECORD, "arguments": {"batch_size": 1, "data": "mine", "dataset": "other"}}
-    model_card.write(tmp_path, data, RESULTS)
-    assert "`train_it.py` on mine: " in (tmp_path / "README.md").read_text()
+def test_a_run_without_final_weights_has_those_of_its_newest_checkpoint(tmp_path):
+    for step in (3, 12):
+        folder = tmp_path / "checkpoints" / f"step_{step:08d}"
+        folder.mkdir(parents=True)
+        manifest_of = {"progress": {"step": step, "config": {"width": step}}, "arguments": {}}
+        (folder / manifest.MANIFEST).write_text(json.dumps(manifest_of))
+        save_file({"module.bias": torch.full((2,), float(step))}, folder / "model.safetensors")
+    saved = weights.read(tmp_path)
+    assert saved.state["bias"].tolist() == [12, 12] and saved.config == {"width": 12}
+    assert saved.run == tmp_path

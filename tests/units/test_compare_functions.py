@@ -65,7 +65,11 @@ def test_the_folder_of_another_project_is_one_line(record, tmp_path):
     [
         ([{"f1": 1, "loss": 1, "accuracy": 1}, {"accuracy": 1, "loss": 1}], None, "accuracy"),
         ([{"f1": 1, "loss": 1}, {"accuracy": 1, "loss": 1}], None, "loss"),
-        ([{"f1": 1, "step": 1}, {"f1": 1, "step": 1, "score": 1}], None, "f1"),
+        (
+            [dict.fromkeys("split step epoch score samples seconds top5".split(), 1)] * 2,
+            None,
+            "top5",
+        ),
         ([{"f1": 1, "loss": 1}, {"f1": 1, "loss": 1}], "f1", "f1"),
         ([{"f1": 1}, None], None, "f1"),
         ([None, None], None, "loss"),

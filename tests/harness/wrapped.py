@@ -32,6 +32,7 @@ fault, script = sys.argv[1:3]
 sys.argv = sys.argv[2:]
 sys.path[0] = os.path.dirname(os.path.abspath(script))
 sys.path.insert(1, os.path.dirname(sys.path[0]))
+sys.path.append(str(pathlib.Path(__file__).resolve().parents[2]))  # if the script is this one again
 
 from utils.run import saving
 

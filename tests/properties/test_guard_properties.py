@@ -6,7 +6,7 @@ import math
 
 import torch
 from harness.worlds import run_guards
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from torch import nn
 
@@ -17,22 +17,38 @@ STEPS = 6
 BAD = [math.nan, math.inf, -math.inf]
 
 
+QUIET = {
+    "size": 2,
+    "scaler": None,
+    "norms": True,  # whether norms are computed
+    # A step (None: never), a rank, a value; of a loss also the micro-batch.
+    "loss": (None, 0, math.nan, 0),
+    "norm": (None, 0, math.nan),
+    "weight": (None, 0, math.nan),
+    "signal": (None, 0),
+    "asked": None,
+    "late": False,  # it is asked after the vote of that step, when its save may begin
+    "checks": frozenset(),
+}
+
+
 @st.composite
 def runs(draw):
-    """What happens in a run of some processes; a step of None: never."""
+    """What happens in a run of some processes."""
     size = draw(st.integers(1, 3))
-    step, rank = st.none() | st.integers(1, STEPS), st.integers(0, size - 1)
+    step, rank, value = st.integers(1, STEPS), st.integers(0, size - 1), st.sampled_from(BAD)
+    rarely = st.sampled_from([None] * 7) | step  # else most runs would end early
     return {
         "size": size,
         "scaler": draw(st.sampled_from([None, None, "fp16"])),
-        "loss": (draw(step), draw(rank), draw(st.sampled_from(BAD)), draw(st.integers(0, 1))),
-        "norm": (draw(step), draw(rank), draw(st.sampled_from(BAD))),
-        "weight": (draw(step), draw(rank), draw(st.sampled_from(BAD))),
-        "signal": (draw(step), draw(rank)),
-        "asked": draw(step),
-        "late": draw(st.booleans()),  # after the vote of that step, when its save may begin
-        "checks": draw(st.sets(st.integers(0, STEPS), max_size=2)),
         "norms": draw(st.booleans()),
+        "loss": (draw(rarely), draw(rank), draw(value), draw(st.integers(0, 1))),
+        "norm": (draw(rarely), draw(rank), draw(value)),
+        "weight": (draw(rarely), draw(rank), draw(value)),
+        "signal": (draw(st.none() | step), draw(rank)),
+        "asked": draw(st.none() | step),
+        "late": draw(st.booleans()),
+        "checks": draw(st.sets(st.integers(0, STEPS), max_size=3)),
     }
 
 
@@ -107,6 +123,9 @@ def expected(happens):
 
 @settings(max_examples=150)
 @given(runs())
+@example(QUIET | {"signal": (3, 1), "checks": {3}})
+@example(QUIET | {"asked": 3, "checks": {3}})
+@example(QUIET | {"asked": 3, "late": True, "checks": {3}})
 def test_all_processes_agree_and_save_nothing_that_diverged(happens):
     results = run_guards(
         happens["size"],

@@ -10,7 +10,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from accelerate import Accelerator
-from accelerate.state import AcceleratorState
+from accelerate.state import AcceleratorState, PartialState
 from accelerate.utils import DistributedType
 from harness.fakes import accelerator
 from harness.worlds import group_of_one, in_forks
@@ -119,8 +119,6 @@ def test_a_warning_that_nobody_can_answer_is_not_shown(environment):
     ],
 )
 def test_accelerate_is_made_to_shard_on_a_cpu(asked, distributed, precision, kind, computes_in):
-    """Over the CPU also on a machine that has another device, as a Mac has."""
-
     def process(_rank):
         os.environ |= {"FSDP_VERSION": "2", "ACCELERATE_USE_FSDP": str(asked).lower()}
         if distributed:
@@ -128,30 +126,29 @@ def test_accelerate_is_made_to_shard_on_a_cpu(asked, distributed, precision, kin
         with group_of_one() if distributed else contextlib.nullcontext():
             fsdp.check("a.yaml", True, on_cpu=True)
             mine = Accelerator(cpu=True, mixed_precision=precision)
+            assert PartialState().distributed_type == mine.distributed_type
             state = mine.distributed_type, mine.is_fsdp2
-            if kind != DistributedType.FSDP:
-                return *state, None, None
-            used = mine.state.fsdp_plugin.mixed_precision_policy
-            model = nn.Linear(2, 2)
-            torch.distributed.fsdp.fully_shard(model)
-            weight = next(model.parameters())
-            assert isinstance(weight, DTensor)
-            return *state, used and used.param_dtype, weight.device_mesh.device_type
+            plugin = mine.state.fsdp_plugin if mine.is_fsdp2 else None
+            used = plugin and plugin.mixed_precision_policy
+            return *state, used and used.param_dtype
 
-    sharded = kind == DistributedType.FSDP
-    expected = (kind, sharded, computes_in, "cpu" if sharded else None)
-    assert in_forks(process) == [expected]
+    assert in_forks(process) == [(kind, kind == DistributedType.FSDP, computes_in)]
 
 
-def test_a_mesh_that_is_given_is_used(environment, monkeypatch):
+def test_processes_on_the_cpu_shard_over_the_cpu(environment, monkeypatch):
+    """Also on a machine that has another device, as a Mac has."""
     seen = []
     monkeypatch.setattr(
         torch.distributed.fsdp, "fully_shard", lambda module, **options: seen.append(options)
     )
     environment({"FSDP_VERSION": "2"})
     fsdp.check("a.yaml", True, on_cpu=True)
-    torch.distributed.fsdp.fully_shard(None, mesh="of HSDP", offload_policy=1)
-    assert seen == [{"mesh": "of HSDP", "offload_policy": 1}]
+    with group_of_one():
+        torch.distributed.fsdp.fully_shard(None, offload_policy=1)
+    torch.distributed.fsdp.fully_shard(None, mesh="of HSDP")
+    mesh = seen[0].pop("mesh")
+    assert (mesh.device_type, mesh.size()) == ("cpu", 1)
+    assert seen == [{"offload_policy": 1}, {"mesh": "of HSDP"}]
 
 
 def test_an_accelerate_that_cannot_be_made_to_shard_is_refused(environment, monkeypatch):

@@ -1,5 +1,6 @@
 """Which folders `utils.run.claim` gives to a run, and what it leaves in those that it does not."""
 
+import errno
 import json
 import os
 import socket
@@ -22,16 +23,32 @@ def run_in(folder, arguments=OWN, command="scripts/train_a.py"):
     return record
 
 
-def test_a_claim_that_is_undone_leaves_no_folder(tmp_path):
+def refused(folder, match, arguments=OWN, resume="auto", may_change=()):
+    with pytest.raises(UserError, match=match):
+        claim(folder, arguments, resume, set(may_change))
+
+
+def test_a_claim_that_is_undone_leaves_no_folder(tmp_path, monkeypatch):
+    synced, fsync = [], os.fsync
+    monkeypatch.setattr(
+        os,
+        "fsync",
+        lambda file: synced.append(os.readlink(f"/proc/self/fd/{file}")) or fsync(file),
+    )
     path = tmp_path / "a" / "b" / "c"
     claimed = claim(path, OWN, "auto", set())
     assert claimed.earlier is None and claimed.file.name == str(path / ".lock")
     assert claimed.owner == f"process {os.getpid()} on {socket.gethostname()}"
     assert (path / ".lock").read_text() == claimed.owner and os.listdir(path) == [".lock"]
     assert claimed.made == [path, tmp_path / "a" / "b", tmp_path / "a"]
+    # A power cut would lose folders whose names are not on disk.
+    assert {str(tmp_path), str(tmp_path / "a"), str(tmp_path / "a" / "b")} <= set(synced)
     claimed.undo()
     assert os.listdir(tmp_path) == []
     claimed.undo()  # the folder is gone
+    there = claim(tmp_path, OWN, "auto", set())
+    there.undo()
+    assert there.made == [] and tmp_path.exists() and os.listdir(tmp_path) == []
 
 
 @pytest.mark.parametrize("other", ["args.json", "a file of another process"])
@@ -43,62 +60,62 @@ def test_a_claim_is_undone_only_where_nothing_was_written(other, tmp_path):
     assert (tmp_path / "run" / other).exists()
 
 
-@pytest.mark.parametrize("left", [["status.json"], [".status.json.123"], ["status.json", ".lock"]])
-def test_a_run_that_was_stopped_before_its_args_json_can_start_again(left, tmp_path):
-    for name in left:
+LEFT_BY_A_START = (".lock", ".args.json.7.writing", "checkpoints", "status.json", ".status.json.12")
+
+
+def test_a_folder_that_is_not_empty_is_no_place_for_a_run(tmp_path):
+    for name in (*LEFT_BY_A_START, ".DS_Store"):  # the last one by the Finder of macOS
         (tmp_path / name).write_text("{}")
     assert claim(tmp_path, OWN, "auto", set()).earlier is None
     (tmp_path / "metrics.jsonl").write_text("")
-    with pytest.raises(UserError, match="is not empty and does not contain a run"):
-        claim(tmp_path, OWN, "auto", set())
+    refused(tmp_path, "is not empty and does not contain a run of these")
+    assert (tmp_path / "metrics.jsonl").exists() and not (tmp_path / ".lock").exists()
 
 
 @pytest.mark.parametrize("content", ['{"lr": 1}', "[1]", '"text"', '{"arguments": {}}'])
 def test_the_args_json_of_another_program_is_one_line(content, tmp_path):
     (tmp_path / "args.json").write_text(content)
-    with pytest.raises(UserError, match=r"has an args.json of another program: use another"):
-        claim(tmp_path, OWN, "auto", set())
+    refused(tmp_path, r"has an args.json of another program: use another")
 
 
-def test_a_quick_check_empties_its_folder_and_removes_args_json_last(tmp_path, monkeypatch):
-    run_in(tmp_path, {"dry_run": True})
-    for name in ("a.png", "metrics.jsonl", "z.txt"):
+@pytest.mark.parametrize("flag", ["dry_run", "overfit_batch"])
+def test_only_a_quick_check_empties_the_folder_that_one_left(flag, tmp_path, monkeypatch):
+    """args.json last: if it is killed, the folder still says whose it is."""
+    run_in(tmp_path, {flag: True})
+    (tmp_path / "checkpoints" / "step_1").mkdir(parents=True)
+    for name in ("a.png", "z.txt", "checkpoints/step_1/a"):
         (tmp_path / name).touch()
+    refused(tmp_path, f"--{flag} False", {flag: False})
+    assert (tmp_path / "a.png").exists() and (tmp_path / "args.json").exists()
     removed, unlink = [], type(tmp_path).unlink
     monkeypatch.setattr(
         type(tmp_path),
         "unlink",
         lambda self, **more: removed.append(self.name) or unlink(self, **more),
     )
-    claim(tmp_path, {"dry_run": True}, "auto", set())
-    assert {"a.png", "metrics.jsonl", "z.txt"} < set(removed)
-    assert [name for name in removed if name != ".probe"][-1] == "args.json"
+    assert claim(tmp_path, {flag: True}, "auto", set()).earlier is None
+    assert os.listdir(tmp_path) == [".lock"]
+    assert [name for name in removed if name not in (".probe", ".lock")][-1] == "args.json"
+    run_in(tmp_path, {flag: False})
+    refused(tmp_path, f"--{flag} True", {flag: True})
 
 
-def test_a_file_is_no_folder(tmp_path):
-    (tmp_path / "run").touch()
-    with pytest.raises(UserError, match=r"cannot write to --output_dir .*/run: it is a file"):
-        claim(tmp_path / "run", OWN, "auto", set())
-
-
-def test_the_folders_that_were_there_stay(tmp_path):
-    claimed = claim(tmp_path, OWN, "auto", set())
-    claimed.undo()
-    assert claimed.made == [] and tmp_path.exists() and os.listdir(tmp_path) == []
-
-
-def test_a_name_that_is_not_text_is_refused_before_anything_is_made(tmp_path):
-    with pytest.raises(UserError, match="is not valid UTF-8, and weights cannot be written to it"):
-        claim(tmp_path / "caf\udce9", OWN, "auto", set())
+def test_a_name_that_is_no_folder_is_refused_before_anything_is_made(tmp_path):
+    refused(tmp_path / "caf\udce9", "is not valid UTF-8, and weights cannot be written to it")
     assert os.listdir(tmp_path) == []
+    (tmp_path / "run").touch()
+    refused(tmp_path / "run", r"cannot write to --output_dir .*/run: it is a file")
 
 
 @pytest.mark.parametrize(
     ("error", "reason"),
-    [(OSError(28, "No space left on device"), "No space left on device"), (OSError("odd"), "odd")],
+    [
+        (OSError(errno.ENOSPC, "No space left on device"), "No space left on device"),
+        (OSError("the file server is away"), "the file server is away"),
+    ],
 )
-def test_a_folder_is_tried_before_the_run(error, reason, tmp_path, monkeypatch):
-    """With a file as large as a few log lines: on a full disk an empty one can still be made."""
+def test_a_folder_on_a_full_disk_is_refused(error, reason, tmp_path, monkeypatch):
+    """By writing a file that is not empty: on a full disk an empty one can still be made."""
     tried = []
 
     def write_bytes(path, data):
@@ -107,9 +124,7 @@ def test_a_folder_is_tried_before_the_run(error, reason, tmp_path, monkeypatch):
         raise error
 
     monkeypatch.setattr(type(tmp_path), "write_bytes", write_bytes)
-    with pytest.raises(UserError) as caught:
-        claim(tmp_path / "run", OWN, "auto", set())
-    assert str(caught.value) == f"cannot write to --output_dir {tmp_path / 'run'}: {reason}"
+    refused(tmp_path / "run", f"^cannot write to --output_dir {tmp_path / 'run'}: {reason}$")
     assert tried == [(tmp_path / "run" / ".probe", 65536)] and not (tmp_path / "run").exists()
 
 
@@ -125,31 +140,15 @@ def test_the_processes_of_a_killed_job_are_waited_for(tmp_path, monkeypatch):
     assert seen == [(tmp_path / ".lock", 2 * module.process.ORPHAN_SECONDS)]
 
 
-def test_a_folder_that_is_not_empty_is_no_place_for_a_run(tmp_path):
-    # Left by a start that was killed; and by the Finder of macOS.
-    for name in (".lock", ".args.json.7.writing", "checkpoints", ".DS_Store"):
-        (tmp_path / name).write_text("")
-    assert claim(tmp_path, OWN, "auto", set()).earlier is None
-    (tmp_path / "photo.png").write_text("")
-    with pytest.raises(UserError, match="is not empty and does not contain a run of these"):
-        claim(tmp_path, OWN, "auto", set())
-    assert (tmp_path / "photo.png").exists() and not (tmp_path / ".lock").exists()
-
-
 def test_a_run_is_continued_with_its_own_arguments_only(tmp_path, monkeypatch):
     earlier = run_in(tmp_path)
     monkeypatch.setattr(sys, "argv", ["elsewhere/train_a.py"])
     assert claim(tmp_path, OWN, "auto", set()).earlier == earlier
-    assert claim(tmp_path, OWN | {"lr": 1}, "auto", {"lr"}).earlier == earlier
-    with pytest.raises(
-        UserError, match=rf"^{tmp_path} already contains a run: with --resume never"
-    ):
-        claim(tmp_path, OWN, "never", set())
-    with pytest.raises(UserError) as error:
-        claim(tmp_path, OWN | {"lr": 1}, "auto", set())
-    assert str(error.value).startswith(
-        f"{tmp_path} belongs to a run with other arguments: --lr 1 (was 0.1). To continue a run,"
-    )
+    other = OWN | {"lr": 1, "model": "gpt"}
+    assert claim(tmp_path, other, "auto", {"lr", "model"}).earlier == earlier
+    refused(tmp_path, f"^{tmp_path} already contains a run: with --resume never", resume="never")
+    both = r"--lr 1 \(was 0.1\), --model gpt \(was net\). To continue a run,"
+    refused(tmp_path, f"^{tmp_path} belongs to a run with other arguments: {both}", other)
 
 
 def test_a_run_of_another_script_is_named(tmp_path, monkeypatch):
@@ -158,18 +157,9 @@ def test_a_run_of_another_script_is_named(tmp_path, monkeypatch):
     monkeypatch.setattr(sys, "argv", ["scripts/train_a.py", "--x"])
     assert claim(tmp_path, OWN, "auto", set()).earlier == earlier
     says = f"^{tmp_path} holds a run of train_b.py, not train_a.py: use another --output_dir$"
-    with pytest.raises(UserError, match=says):
-        claim(tmp_path, OWN | {"padding": 4}, "auto", {"padding"})
+    refused(tmp_path, says, OWN | {"padding": 4}, may_change=["padding"])
     monkeypatch.setattr(sys, "argv", ["scripts/train_b.py"])
     assert claim(tmp_path, OWN | {"padding": 4}, "auto", {"padding"}).earlier == earlier
-
-
-def test_a_quick_check_empties_its_folder_of_folders_too(tmp_path):
-    run_in(tmp_path, {"dry_run": True})
-    (tmp_path / "checkpoints" / "step_1").mkdir(parents=True)
-    (tmp_path / "checkpoints" / "step_1" / "a").write_text("")
-    assert claim(tmp_path, {"dry_run": True}, "auto", set()).earlier is None
-    assert os.listdir(tmp_path) == [".lock"]
 
 
 def test_weights_are_offered_only_to_the_same_model(tmp_path):
@@ -181,6 +171,22 @@ def test_weights_are_offered_only_to_the_same_model(tmp_path):
             check_same(OWN, now, "runs/a", ())
         ending = "another --output_dir" + " (from these weights: --init_from runs/a)" * offered
         assert str(error.value).endswith(ending)
+
+
+def test_moved_data_are_the_same_data(tmp_path):
+    """So a whole project can be moved."""
+    (tmp_path / "cifar10").mkdir()
+    for was, now, same in (
+        ("/no/such/place/cifar10", tmp_path / "cifar10", True),
+        ("/no/such/place/cifar10", tmp_path / "cifar100", False),
+        (tmp_path / "cifar10", "/elsewhere/cifar10", False),  # it is still there
+        ("uoft-cs/cifar10", tmp_path / "cifar10", False),
+    ):
+        if same:
+            check_same({"dataset": str(was)}, {"dataset": str(now)}, "runs/a", ())
+        else:
+            with pytest.raises(UserError, match=f"--dataset {now} .was {was}."):
+                check_same({"dataset": str(was)}, {"dataset": str(now)}, "runs/a", ())
 
 
 def test_the_lock_of_the_main_process_may_take_a_while_to_show(tmp_path, monkeypatch):

@@ -2,30 +2,30 @@
 
 import inspect
 import os
+import signal
 import threading
+import time
 from functools import partial
 from hashlib import sha256
 from types import SimpleNamespace
 
 import pytest
 import torch
-import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from accelerate import Accelerator, FullyShardedDataParallelPlugin
 from accelerate.utils import fsdp_utils, other
+from harness import fakes
 from harness.launches import GPT, metrics, run
+from harness.worlds import in_forks
 from safetensors.torch import load_file
 from torch import nn
 
-from utils.run import checkpoint, collectives, manifest, process, saving
-
-ALONE = SimpleNamespace(num_processes=1, device=torch.device("cpu"), is_fsdp2=False)
+from utils.run import checkpoint, process, saving
 
 
 @pytest.fixture
-def writer(monkeypatch):
-    monkeypatch.setattr(saving, "_newest", None)
-    return saving.Writer(ALONE)
+def writer():
+    return saving.Writer(fakes.accelerator())
 
 
 @pytest.fixture
@@ -105,22 +105,20 @@ def test_only_a_gpu_has_pinned_copies_and_each_is_waited_for(device, tmp_path, m
         return SimpleNamespace(stage=lambda state, **how: calls.append(how) or {**state})
 
     monkeypatch.setattr(saving, "StateDictStager", stager)
-    writer = saving.Writer(SimpleNamespace(**vars(ALONE) | {"device": torch.device(device)}))
+    writer = saving.Writer(fakes.accelerator(device=device))
     with writer.captured():
         torch.save({"step": 3}, tmp_path / "state")
     # Containers have little shared memory.
     assert calls == [{"pin_memory": device == "cuda", "share_memory": False}, {}]
 
 
-def test_the_state_of_shards_is_copied_once(monkeypatch):
+def test_the_state_of_shards_is_copied_once():
     """Not first by Accelerate, from a GPU to memory that is not pinned."""
     plugin = FullyShardedDataParallelPlugin(fsdp_version=2, state_dict_type="SHARDED_STATE_DICT")
-    assert fsdp_utils._prepare_sd_options(plugin).cpu_offload
-    saving.Writer(
-        SimpleNamespace(
-            **vars(ALONE) | {"is_fsdp2": True}, state=SimpleNamespace(fsdp_plugin=plugin)
-        )
-    )
+    options = fsdp_utils._prepare_sd_options  # Accelerate has no public name for it
+    assert options(plugin).cpu_offload
+    sharded = SimpleNamespace(fsdp_plugin=plugin)
+    saving.Writer(fakes.accelerator(is_fsdp2=True, state=sharded))
     assert fsdp_utils._prepare_sd_options(plugin).cpu_offload is False
 
 
@@ -158,36 +156,6 @@ def test_the_collectives_of_shards_have_their_own_group(writer, monkeypatch):
         dcp.save({}, process_group=None)
     writes[0]()
     assert asked == [{"process_group": "its own"}]
-
-
-def test_a_group_that_is_given_is_used(monkeypatch):
-    def all_gather(values, value, group):
-        values[:] = [(value, group)] * 2
-
-    monkeypatch.setattr(dist, "all_gather_object", all_gather)
-    monkeypatch.setattr(collectives, "_host_group", "of the training")
-    two = SimpleNamespace(num_processes=2)
-    assert collectives.gather(two, 5, "of the thread")[0] == (5, "of the thread")
-    assert collectives.gather(two, 5)[0] == (5, "of the training")
-
-
-def test_each_collective_of_a_save_is_in_its_group(tmp_path, monkeypatch):
-    groups = []
-
-    def gather(accelerator, value, group=None):
-        groups.append(group)
-        return [value]
-
-    monkeypatch.setattr(checkpoint, "gather", gather)
-    monkeypatch.setattr(manifest, "gather", gather)
-    main = dict(is_main_process=True, is_local_main_process=True, process_index=0)
-    accelerator = SimpleNamespace(**main, num_processes=1)
-    writing = tmp_path / ".writing"
-    writing.mkdir()
-    (writing / "state").write_text("state")
-    record = {"progress": {"step": 3}}
-    assert checkpoint.finish(accelerator, writing, None, record, 2, "of the thread")
-    assert groups == ["of the thread"] * 4
 
 
 @pytest.mark.slow
@@ -259,48 +227,64 @@ def test_a_process_is_forked_when_nothing_is_written(held):
     assert held == ["waits", "written"]
 
 
-@pytest.mark.parametrize("ends", ["exit", "at once", "with the launcher"])
-def test_a_process_ends_when_nothing_is_written(ends, held, monkeypatch):
-    class Ended(Exception):
-        pass
+class Ended(Exception):
+    pass
 
+
+@pytest.mark.parametrize(
+    ("error", "code"),
+    [(SystemExit(process.PREEMPTED), 75), (process.Interrupted(), 75), (OSError("x"), 1)],
+)
+def test_a_process_ends_when_nothing_is_written(error, code, held, monkeypatch, capfd):
     def end(code):
         held.append(code)
         raise Ended
 
+    def main():
+        raise error
+
     monkeypatch.setattr(os, "_exit", end)
-    monkeypatch.setattr(process, "_signal_time", 0.0)
-    clock = SimpleNamespace(monotonic=lambda: 1.0, sleep=lambda seconds: None)
-    monkeypatch.setattr(process, "time", clock)
     with pytest.raises(Ended):
-        if ends == "exit":
-            process._exit(3)
-        elif ends == "at once":
-            process._exit_at_once("")
-        else:
-            monkeypatch.setattr(os, "kill", lambda *_: None)
-            process._exit_with_launcher(-1)
-    assert held == ["waits", "written", 3 if ends == "exit" else process.PREEMPTED]
+        process.run(main)
+    assert held == ["waits", "written", code]
 
 
-def test_a_process_that_must_end_at_once_waits_for_what_is_left_of_its_time(monkeypatch, capfd):
-    waited = []
-    monkeypatch.setattr(process, "_before_exit", waited.append)
-    monkeypatch.setattr(os, "_exit", lambda code: None)
-    monkeypatch.setattr(process, "_signal_time", 10.0)
-    monkeypatch.setattr(process, "time", SimpleNamespace(monotonic=lambda: 15.0))
-    monkeypatch.setattr(process, "grace_seconds", lambda: 30.0)
-    process._exit_at_once("")
-    monkeypatch.setattr(process, "_signal_time", None)  # another process got it
-    process._exit_at_once(" in an evaluation")
-    assert waited == [24.0, 29.0]
-    assert "stopped by a signal to another process in an evaluation" in capfd.readouterr().err
+def test_a_process_that_must_end_at_once_waits_for_what_is_left_of_its_time(monkeypatch):
+    """Which began with the signal, if this process got it."""
+    monkeypatch.setenv("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", "30")
+
+    def process_that_ends(got_it):
+        clock, waited = SimpleNamespace(now=10.0), []
+
+        def end(code):
+            raise Ended
+
+        def main():
+            raise process.Interrupted
+
+        exit, os._exit, time.monotonic = os._exit, end, lambda: clock.now
+        process.handle_signals()
+        process.training_starts()
+        process.before_exit(waited.append)
+        if got_it:
+            os.kill(os.getpid(), signal.SIGTERM)
+        clock.now = 15.0
+        try:
+            process.run(main)
+        except Ended:
+            return waited, process.signal_name()
+        finally:
+            os._exit = exit
+
+    [(waited, name)], [(longer, _)] = (
+        in_forks(lambda _, got_it=got_it: process_that_ends(got_it)) for got_it in (True, False)
+    )
+    assert (waited, name, longer) == ([24.0], "SIGTERM", [29.0])
 
 
 def test_waiting_ends_with_its_time(writer, monkeypatch):
     waits = []
-    monkeypatch.setattr(saving, "wait", lambda *args: waits.append(args))
-    saving.wait_for_newest(1.0)  # nothing was saved yet
     future = writer.start([], lambda error: None)
+    monkeypatch.setattr(saving, "wait", lambda *args: waits.append(args))
     saving.wait_for_newest(2.5)
     assert waits == [([future], 2.5)]

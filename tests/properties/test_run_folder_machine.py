@@ -1,0 +1,369 @@
+"""The folder of a run through all that can happen to it: a model says what it holds after each event.
+
+Hypothesis chooses the events: steps and their scores, a full disk, a signal, a kill (also between
+two file operations of a save), damage, the end, and going on with more steps or patience.
+"""
+
+import argparse
+import contextlib
+import math
+import os
+import shutil
+import subprocess
+import tempfile
+from importlib import metadata
+from pathlib import Path
+
+import pytest
+import torch
+from harness import fakes
+from harness.launches import results, status
+from hypothesis import Phase, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import (
+    RuleBasedStateMachine,
+    initialize,
+    invariant,
+    precondition,
+    rule,
+    run_state_machine_as_test,
+)
+
+from utils.run import manifest, process, saving, stacks
+from utils.run.failures import RunFailed
+from utils.run.files import read_json_lines
+from utils.run.folder import FAILED_SAVES, RunFolder
+from utils.run.plan import Plan
+
+EVALUATE_EVERY, SAVE_EVERY = 2, 3
+LINE = ("loss", "score", "written")  # of what a line of metrics.jsonl says
+EVALUATIONS = st.tuples(st.sampled_from([0.1, 0.2, 0.3]), st.sampled_from([1.0, 2.0, None]))
+
+
+class Disk:
+    """The operations of `os` that make a change last: no sync takes time, and one may be the last.
+
+    `copy` is called before operation number `last`: it takes what a process that is killed there
+    leaves.
+    """
+
+    def __init__(self, monkeypatch):
+        self.last, self.copy = 0, None
+        monkeypatch.setattr(os, "fsync", self.counted(lambda descriptor: None))
+        for name in ("rename", "replace"):
+            monkeypatch.setattr(os, name, self.counted(getattr(os, name)))
+
+    def counted(self, operation):
+        def call(*args):
+            self.last -= 1
+            if self.last == 0:
+                self.copy()
+            return operation(*args)
+
+        return call
+
+
+def best(evaluations):
+    """The step with the highest score; of equal ones the lowest loss, then the latest; or None."""
+
+    def rank(step):
+        score, loss = evaluations[step]
+        return score, -math.inf if loss is None else -loss, step
+
+    return max(evaluations, key=rank, default=None)
+
+
+class Folder(RuleBasedStateMachine):
+    disk = None  # a Disk, while a test runs
+
+    def __init__(self):
+        super().__init__()
+        self.temporary = tempfile.TemporaryDirectory()
+        self.path, self.copies = Path(self.temporary.name, "0"), 0
+        self.total = 8
+        self.lines = {}  # (split, step) -> what is in metrics.jsonl
+        self.evaluations = {}  # step -> (score, loss)
+        self.saved, self.damaged = {}, set()  # step -> what its checkpoint records; steps
+
+    @initialize(keep=st.integers(1, 2), waits=st.booleans(), patience=st.sampled_from([None, 2]))
+    def begin(self, keep, waits, patience):
+        self.keep, self.waits, self.patience = keep, waits, patience
+        self.start()
+
+    def teardown(self):
+        saving.wait_for_newest()
+        stacks.place.save_asked = False
+        process.training_starts()
+        self.temporary.cleanup()
+
+    # ------------------------------------------------------------------------------- processes
+
+    def opened(self):
+        """The folder as a new process sees it."""
+        saving.wait_for_newest()
+        arguments = dict(resume="auto", batch_size=10, epochs=self.total, patience=self.patience)
+        arguments |= dict(wait_for_checkpoints=self.waits, keep_checkpoints=self.keep)
+        accelerator = fakes.accelerator(
+            trackers=[],
+            init_trackers=lambda *_, **__: None,
+            end_training=lambda: None,
+            optimizer_step_was_skipped=False,
+            save_state=self.save_state,
+            load_state=self.load_state,
+        )
+        run = RunFolder(argparse.Namespace(output_dir=self.path, **arguments), accelerator)
+        run.open(Plan(self.total, 4, 1, 1, EVALUATE_EVERY, SAVE_EVERY))
+        return run, accelerator
+
+    def start(self):
+        """A new process continues from the newest checkpoint that is whole."""
+        self.weights = torch.zeros(1)
+        self.run, self.accelerator = self.opened()
+        assert self.run.finished is None
+        step = self.run.start()
+        process.training_starts()
+        stacks.place.save_asked = False
+        assert step == max(self.saved.keys() - self.damaged, default=0)
+        assert self.weights.item() == step
+        assert self.run.progress.get("position", [0]) == [step]
+        self.step = self.started_at = self.saved_at = step
+        self.lines = {key: line for key, line in self.lines.items() if key[1] <= step}
+        self.evaluations = {at: pair for at, pair in self.evaluations.items() if at <= step}
+        longer = step and self.saved[step]["total_steps"] != self.total  # gets new patience
+        self.stale = self.saved[step]["stale"] if step and not longer else 0
+        self.failed, self.unnoted = 0, None  # in a row; (step, written) of the newest save
+
+    def save_state(self, folder):
+        if self.full:
+            raise OSError("No space left on device")
+        torch.save({"weights": self.weights}, f"{folder}/state.bin")
+
+    def load_state(self, folder, map_location):
+        self.weights = torch.load(f"{folder}/state.bin", map_location)["weights"]
+
+    def copied(self):
+        """What a process that is killed now leaves: its lock ends with it."""
+        self.copies += 1
+        copy = Path(self.temporary.name, str(self.copies))
+        shutil.copytree(self.path, copy, ignore=shutil.ignore_patterns(".lock"))
+        return copy
+
+    # ------------------------------------------------------------------------------- the model
+
+    def out_of_patience(self):
+        return self.patience is not None and self.stale >= self.patience
+
+    def ended(self):
+        return self.step == self.total or self.out_of_patience()
+
+    def evaluation_due(self):
+        return self.step % EVALUATE_EVERY == 0 or self.step == self.total
+
+    def record(self):
+        """What a checkpoint says of the run now."""
+        score, loss = self.evaluations.get(self.step, (None, None))
+        highest, its_loss = self.evaluations.get(best(self.evaluations), (None, None))
+        scores = {"score": score, "loss": loss, "best": highest, "best_loss": its_loss}
+        due = self.evaluation_due() and self.step not in self.evaluations
+        return scores | {"stale": self.stale, "evaluation_due": due, "total_steps": self.total}
+
+    def best_saved(self):
+        pairs = {step: (record["score"], record["loss"]) for step, record in self.saved.items()}
+        return best({step: pair for step, pair in pairs.items() if pair[0] is not None})
+
+    def add_checkpoint(self):
+        """The newest ones and the best one stay; later ones are damaged, and go."""
+        saved = self.saved | {self.step: self.record()}
+        self.saved = {step: saved[step] for step in sorted(saved) if step <= self.step}
+        stay = {*list(self.saved)[-self.keep :], self.best_saved()}
+        self.saved = {step: record for step, record in self.saved.items() if step in stay}
+        self.damaged -= {self.step}
+
+    def note(self):
+        """The run learns how its newest save went; returns whether too many failed in a row."""
+        if self.unnoted is not None:
+            step, written = self.unnoted
+            self.unnoted, self.lines["checkpoint", step] = None, {"written": written}
+            self.failed = 0 if written else self.failed + 1
+            self.saved_at = step if written else self.saved_at
+        return self.failed == FAILED_SAVES
+
+    # ------------------------------------------------------------------------- steps and saves
+
+    def take_step(self, evaluation):
+        self.step += 1
+        self.weights += 1
+        self.lines["train", self.step] = {"loss": 1 / self.step}
+        self.run.log("train", self.step, loss=1 / self.step, lr=0.1)
+        if evaluation and self.evaluation_due():
+            self.evaluate(*evaluation)
+
+    def evaluate(self, score, loss):
+        self.evaluations[self.step] = (score, loss)
+        self.stale = 0 if best(self.evaluations) == self.step else self.stale + 1
+        measured = {} if loss is None else {"loss": loss}
+        self.lines["val", self.step] = measured | {"score": score}
+        self.run.log("val", self.step, score=torch.tensor(score, dtype=torch.double), loss=loss)
+
+    def save_due(self):
+        if self.unnoted and self.unnoted[1]:
+            self.note()
+        improved = best(self.evaluations) == self.step
+        due = improved or self.step % SAVE_EVERY == 0 or self.ended()
+        assert self.run.save_due(self.step) == due
+        return due
+
+    def save(self, fails=False, last=False):
+        """Returns whether the run goes on: too many failed saves in a row end it."""
+        ends = self.note()
+        if not ends:
+            self.unnoted = (self.step, not fails)
+            ends = (self.waits or last or self.ended()) and self.note()
+        self.full = fails
+        says = f"in a row .* the last one is of step {self.saved_at}\\."
+        outcome = pytest.raises(RunFailed, match=says) if ends else contextlib.nullcontext()
+        with outcome, self.run.checkpoint(self.step, position=[self.step]) as folder:
+            self.accelerator.save_state(folder)
+        self.weights += 100  # what a thread writes was copied before
+        saving.wait_for_newest()
+        self.weights -= 100
+        failed = self.failed + (self.unnoted == (self.step, False))
+        assert stacks.place.save_asked == (failed == FAILED_SAVES)  # so that the next one raises
+        if ends:
+            self.start()
+        elif not fails:
+            self.add_checkpoint()
+            assert len(os.listdir(self.path / "checkpoints")) == len(self.saved)
+        return not ends
+
+    def can_train(self):
+        return not self.run.evaluation_due and not self.ended()
+
+    @precondition(can_train)
+    @rule(evaluations=st.lists(EVALUATIONS, min_size=1, max_size=4))
+    def train(self, evaluations):
+        for evaluation in evaluations:
+            if not self.ended():
+                self.take_step(evaluation)
+                if self.save_due() and not self.save():
+                    return
+
+    @precondition(can_train)
+    @rule(evaluation=EVALUATIONS)
+    def train_while_the_disk_is_full(self, evaluation):
+        self.take_step(evaluation)
+        if self.save_due():
+            self.save(fails=True)
+
+    # --------------------------------------------------------------------------------- events
+
+    @precondition(lambda self: self.step > self.started_at)
+    @rule()
+    def kill(self):
+        saving.wait_for_newest()
+        self.path = self.copied()
+        self.start()
+
+    @precondition(lambda self: self.can_train() and not self.failed and not self.damaged)
+    @rule(evaluation=EVALUATIONS, operation=st.integers(1, 12))
+    def kill_in_a_save(self, evaluation, operation):
+        self.take_step(evaluation)
+        if not self.save_due():
+            return
+        before, left = self.saved, []
+        self.disk.last, self.disk.copy = operation, lambda: left.append(self.copied())
+        self.save()
+        self.disk.last = 0
+        if left:
+            [self.path] = left
+            there = {int(path.name[len("step_") :]) for path in manifest.all_in(self.path)}
+            if self.step in there:
+                assert self.saved.keys() <= there <= before.keys() | {self.step}
+                self.saved = {at: (before | self.saved)[at] for at in sorted(there)}
+            else:
+                assert there == before.keys()
+                self.saved = before
+            self.lines.pop(("checkpoint", self.step), None)
+            self.start()
+
+    @precondition(can_train)
+    @rule(evaluation=st.none() | EVALUATIONS)
+    def stop_by_a_signal(self, evaluation):
+        """It may prevent an evaluation."""
+        self.take_step(evaluation)
+        process.stopping_starts()
+        if self.save(last=True):
+            with pytest.raises(SystemExit) as exit:
+                self.run.exit_preempted(self.step)
+            assert exit.value.code == process.PREEMPTED
+            assert status(self.path)["state"] == "preempted"
+            assert status(self.path)["step"] == self.saved_at == self.step
+            self.start()
+
+    @precondition(lambda self: self.run.evaluation_due)
+    @rule(evaluation=EVALUATIONS)
+    def evaluate_what_a_signal_prevented(self, evaluation):
+        self.evaluate(*evaluation)
+        assert not self.run.evaluation_due
+        total = self.saved[self.step]["total_steps"]
+        self.saved[self.step] = self.record() | {"total_steps": total}
+
+    @precondition(lambda self: len(self.saved.keys() - self.damaged) > 1)
+    @rule()
+    def damage_the_newest_checkpoint(self):
+        saving.wait_for_newest()
+        newest = max(self.saved.keys() - self.damaged)
+        self.damaged.add(newest)
+        (self.path / "checkpoints" / f"step_{newest:08d}" / "state.bin").write_bytes(b"damaged")
+        self.start()
+
+    @precondition(lambda self: self.ended() and not self.run.evaluation_due)
+    @rule(more=st.sampled_from(["steps", "patience"]))
+    def finish_and_go_on(self, more):
+        self.run.finish(self.step, val_loss=0.5)
+        self.run.close()
+        written, early = results(self.path), None
+        if self.out_of_patience():
+            early = {"patience": self.patience, "total_steps": self.total}
+        kept = self.best_saved() and f"step_{self.best_saved():08d}"
+        assert (written["global_step"], written["best_checkpoint"]) == (self.step, kept)
+        assert (written["resumed_from"], written.get("stopped_early")) == (self.started_at, early)
+        assert status(self.path)["state"] == "finished" and status(self.path)["step"] == self.step
+        assert self.opened()[0].finished == written
+        if early and more == "patience":
+            self.patience += 1
+        else:
+            self.total += 4
+        self.start()
+
+    @invariant()
+    def the_folder_holds_what_the_model_says(self):
+        lines = read_json_lines(self.path / "metrics.jsonl")
+        values = [{name: line[name] for name in LINE if name in line} for line in lines]
+        places = [(line["split"], line["step"]) for line in lines]
+        assert len(set(places)) == len(places)
+        assert dict(zip(places, values, strict=True)) == self.lines
+        checkpoints = {}
+        for path in manifest.all_in(self.path):
+            step = int(path.name[len("step_") :])
+            read = manifest.read(path) if step in self.damaged else manifest.verify(path)
+            values = read["progress"] | {"total_steps": read["total_steps"]}
+            checkpoints[step] = {name: values[name] for name in self.record()}
+        assert checkpoints == self.saved
+        assert status(self.path)["state"] == "running"
+        assert status(self.path)["step"] == self.started_at
+        assert self.run.out_of_patience() == self.out_of_patience()
+
+
+QUICK = settings(max_examples=30, stateful_step_count=20, phases=[Phase.generate])
+THOROUGH = settings(max_examples=1000, stateful_step_count=30)  # it also looks for fewer events
+
+
+@pytest.mark.parametrize("how", [QUICK, pytest.param(THOROUGH, marks=pytest.mark.slow)])
+def test_a_run_loses_nothing_that_it_promised(how, monkeypatch):
+    # What args.json records of git and of packages takes most of the time.
+    failed = subprocess.CompletedProcess([], 1, "", "")
+    monkeypatch.setattr(subprocess, "run", lambda *_, **__: failed)
+    monkeypatch.setattr(metadata, "version", lambda package: "1")
+    monkeypatch.setattr(Folder, "disk", Disk(monkeypatch))
+    run_state_machine_as_test(Folder, settings=how)

@@ -171,6 +171,7 @@ BEFORE = {
     "power_lost_in_step": (STEP, lose_power),
     "power_lost_in_save": (SAVE, lose_power),
     "sigterm_in_step": (STEP, send(signal.SIGTERM)),
+    "signals_in_step": (STEP, send(signal.SIGTERM, signal.SIGUSR1, signal.SIGTERM)),
     "sigterm_in_evaluation": (EVALUATION, send(signal.SIGTERM)),
     "sigterm_while_written": ("torch.save", send(signal.SIGTERM)),
     "sigusr1_in_step": (STEP, send(signal.SIGUSR1)),
@@ -189,7 +190,7 @@ BEFORE = {
     # Its worker is alive, but sends nothing.
     "silent_loader": (WINDOW, lambda: time.sleep(3600)),
     "slow_save": (SAVE, lambda: time.sleep(6)),
-    "signals_in_slow_save": (SAVE, send(signal.SIGTERM, signal.SIGUSR1, signal.SIGTERM, seconds=3)),
+    "signals_in_slow_save": (SAVE, send(signal.SIGTERM, signal.SIGTERM, seconds=3)),
     "ctrl_c_twice_in_save": (SAVE, send(signal.SIGINT, signal.SIGINT)),
     "slow_hash": ("hashlib.file_digest", lambda: time.sleep(15)),
     # Between the agreement to stop and the save.

@@ -48,10 +48,11 @@ def project_with(folder, *scripts, library="utils"):
     return folder
 
 
+LONG = ("compare_ddp", "compare_runs", "train_images", "train_lm", "train_model_parallel")
+
+
 # `evaluate` runs train_cifar.py, too.
-@pytest.mark.parametrize(
-    "script", some_slow(SCRIPTS, "compare_runs", "train_cifar", "train_images", "train_lm")
-)
+@pytest.mark.parametrize("script", some_slow(SCRIPTS, "train_cifar", *LONG))
 def test_a_copied_script_runs(script, tmp_path):
     needed = {*COMPANIONS.get(script, []), *BEFORE.get(script, []), script}
     project = project_with(tmp_path / "project", *needed)

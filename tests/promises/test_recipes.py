@@ -36,6 +36,7 @@ ARGUMENTS = {
 }
 PACKAGES = {"freezing": "peft", "model_output": "transformers", "optimizer": "schedulefree"}
 PACKAGES |= {"several_labels": "torchmetrics"}
+LONG = ("freezing", "distillation", "folds", "layer_decay", "unfreezing")
 
 
 @pytest.fixture(scope="session")
@@ -81,7 +82,7 @@ def test_a_recipe_is_short_and_as_written_against_the_script(recipe):
     assert re.search(row, (ROOT / "scripts" / "README.md").read_text(), re.MULTILINE), wish
 
 
-@pytest.mark.parametrize("name", some_slow(ARGUMENTS, "freezing"))
+@pytest.mark.parametrize("name", some_slow(ARGUMENTS, *LONG))
 def test_a_recipe_trains(name, folder, tmp_path):
     words, made = arguments(name, folder), tmp_path / "run"
     run(None, f"train_{name}.py", words, root=folder, output_dir=made)
@@ -118,6 +119,7 @@ EFFECTS = {"export": exported, "tracker": tracked, "several_labels": labeled}
 EFFECTS |= {"schedule_and_accumulation": scheduled}
 
 
+@pytest.mark.slow
 def test_the_regression_learns_and_its_file_has_what_it_is_used_with(folder, tmp_path):
     words = f"--csv {folder / 'table.csv'} --epochs 30"
     run("2cpu", "train_regression.py", words, root=folder, output_dir=tmp_path)

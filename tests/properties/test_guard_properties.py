@@ -6,7 +6,7 @@ import math
 
 import torch
 from harness.worlds import run_guards
-from hypothesis import example, given, settings
+from hypothesis import example, given
 from hypothesis import strategies as st
 from torch import nn
 
@@ -121,8 +121,17 @@ def expected(happens):
     return sorted(step for step in saves if step <= last), stop if stop <= STEPS else None, None
 
 
-@settings(max_examples=150)
 @given(runs())
+@example(QUIET | {"size": 3, "signal": (2, 2)})
+@example(QUIET | {"size": 1, "signal": (2, 0), "asked": 1})
+@example(QUIET | {"size": 1, "loss": (3, 0, math.inf, 1)})
+@example(QUIET | {"loss": (3, 1, math.nan, 0)})
+@example(QUIET | {"norm": (2, 1, math.inf)})
+@example(QUIET | {"norm": (2, 0, math.inf), "scaler": "fp16"})
+@example(QUIET | {"weight": (2, 1, math.nan), "checks": {4}})
+@example(QUIET | {"loss": (3, 1, math.nan, 0), "checks": {3}})
+@example(QUIET | {"loss": (3, 1, math.nan, 0), "checks": {4}})
+@example(QUIET | {"asked": 2, "checks": {0}})
 @example(QUIET | {"signal": (3, 1), "checks": {3}})
 @example(QUIET | {"asked": 3, "checks": {3}})
 @example(QUIET | {"asked": 3, "late": True, "checks": {3}})

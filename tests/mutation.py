@@ -19,6 +19,7 @@ all, those that behave the same included. The table in tests/README.md has the s
 
 import argparse
 import contextlib
+import gc
 import hashlib
 import inspect
 import json
@@ -202,6 +203,8 @@ class Driver:
         # A forked process must not write to the terminal.
         session.config.pluginmanager.unregister(name="terminalreporter")
         self._terminal = os.dup(2)
+        gc.collect()
+        gc.freeze()  # or each forked process copies all that the collector looks at
         self._find_callers()
         self._show(f"{len(self._durations)} unit tests, {len(self.mutants)} mutants\n")
         running = {}  # read end of a pipe -> (mutant, pid, when to give up)
@@ -320,8 +323,8 @@ class Driver:
     def _trace(self, item, files):
         called = set()
 
-        def trace(frame, event, _):
-            if event == "call" and frame.f_code.co_filename in files:
+        def trace(frame, *_):  # called for each Python function; None: not for its lines
+            if frame.f_code.co_filename in files:
                 name = frame.f_code.co_qualname.partition(".<locals>")[0]
                 called.add((files[frame.f_code.co_filename], name))
 
@@ -331,10 +334,10 @@ class Driver:
         outcomes = []
         item.config.pluginmanager.register(_Reports(outcomes))
         start_time = time.perf_counter()
-        threading.setprofile(trace)
-        sys.setprofile(trace)
+        threading.settrace(trace)
+        sys.settrace(trace)
         item.config.hook.pytest_runtest_protocol(item=item, nextitem=None)
-        sys.setprofile(None)
+        sys.settrace(None)
         seconds = time.perf_counter() - start_time
         shutil.rmtree(folder, ignore_errors=True)
         return seconds, "passed" in outcomes and "failed" not in outcomes, sorted(called)

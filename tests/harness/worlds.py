@@ -147,13 +147,12 @@ def in_forks(function, count=1):
     """What `function(rank)` returns, or the error that it raises, in each of so many processes.
 
     They are forked from this one, which keeps its variables, modules and signals as they are.
-    Whoever profiles this process (mutation.py) is told what they call.
+    Whoever traces this process (mutation.py) is told what they call.
     """
-    children, called, profile = [], set(), sys.getprofile()
+    children, called, trace = [], set(), sys.gettrace()
 
-    def note(frame, event, _):
-        if event == "call":
-            called.add((frame.f_code.co_filename, frame.f_code.co_qualname))
+    def note(frame, *_):
+        called.add((frame.f_code.co_filename, frame.f_code.co_qualname))
 
     for rank in range(count):
         reader, writer = os.pipe()
@@ -161,11 +160,11 @@ def in_forks(function, count=1):
         if child == 0:
             try:
                 torch.set_num_threads(1)  # the threads of this process are not in its forks
-                sys.setprofile(note if profile else None)
+                sys.settrace(note if trace else None)
                 result = function(rank)
             except BaseException as error:
                 result = error
-            sys.setprofile(None)
+            sys.settrace(None)
             with os.fdopen(writer, "wb") as file:
                 pickle.dump((result, called), file)
             os._exit(0)
@@ -179,7 +178,7 @@ def in_forks(function, count=1):
         results.append(result)
         for name, function_name in calls:
             code = SimpleNamespace(co_filename=name, co_qualname=function_name)
-            profile(SimpleNamespace(f_code=code), "call", None)
+            trace(SimpleNamespace(f_code=code), "call", None)
     return results
 
 

@@ -146,6 +146,7 @@ KNOWN = set(
 )
 # Private names of libraries that tests need, because there is no public one.
 LIBRARY_NAMES = {
+    "_MEM_FORMAT_ENCODING": "names the layouts of tensors in an index of shards",
     "_dynamo": "says what was compiled",
     "_exit": "ends a process as the product does",
     "_jit_get_all_schemas": "lists the operators of torch",

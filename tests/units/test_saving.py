@@ -122,13 +122,21 @@ def test_the_state_of_shards_is_copied_once():
     assert fsdp_utils._prepare_sd_options(plugin).cpu_offload is False
 
 
-def test_shards_are_copied_too(tmp_path, writer):
+def test_shards_are_copied_too_and_written_in_their_own_group(tmp_path, writer, monkeypatch):
     state = {"weights": torch.ones(2, 3), "step": 4}
+    asked, real_save = [], dcp.save
+    writer.group = "its own"
+
+    def save(state, process_group=None, **options):
+        asked.append(process_group)
+        real_save(state, **options)
+
+    monkeypatch.setattr(dcp, "save", save)
     with writer.captured() as writes:
         dcp.save(state, storage_writer=dcp.FileSystemWriter(tmp_path), no_dist=True)
     state["weights"].fill_(7)
     assert not list(tmp_path.iterdir())
-    assert writer.start(writes, lambda error: error).result() is None
+    assert writer.start(writes, lambda error: error).result() is None and asked == ["its own"]
     loaded = {"weights": torch.zeros(2, 3), "step": 0}
     dcp.load(loaded, storage_reader=dcp.FileSystemReader(tmp_path), no_dist=True)
     assert loaded["step"] == 4 and torch.equal(loaded["weights"], torch.ones(2, 3))
@@ -146,16 +154,6 @@ def test_only_files_are_written_later_and_only_in_the_block(tmp_path, writer):
     assert (torch.save, other.safe_save_file, dcp.save) == before
     writes.pop()()
     assert load_file(tmp_path / "a.safetensors")["a"] == 1
-
-
-def test_the_collectives_of_shards_have_their_own_group(writer, monkeypatch):
-    asked = []
-    monkeypatch.setattr(dcp, "save", lambda state, **options: asked.append(options))
-    writer.group = "its own"
-    with writer.captured() as writes:
-        dcp.save({}, process_group=None)
-    writes[0]()
-    assert asked == [{"process_group": "its own"}]
 
 
 @pytest.mark.slow
@@ -192,21 +190,15 @@ def test_all_writes_are_tried_and_the_first_error_is_passed_on(writer):
     """Other processes may wait in one of them for this process."""
     done = []
 
-    def fail(line):
-        done.append(line)
-        raise OSError(line)
+    def fail(error):
+        done.append(error)
+        raise error
 
-    writes = [partial(fail, "first"), partial(fail, "second"), partial(done.append, "third")]
-    error = writer.start(writes, lambda error: error).result()
-    assert str(error) == "first" and done == ["first", "second", "third"]
-
-
-def test_an_error_of_shards_is_passed_on_though_it_is_no_exception(writer):
-    def fail():
-        raise dcp.CheckpointException("save", {1: (OSError(28, "No space left"), None)})
-
-    error = writer.start([fail], lambda error: error).result()
-    assert checkpoint.is_write_error(error) and not isinstance(error, Exception)
+    # That of shards is no Exception.
+    full = dcp.CheckpointException("save", {1: (OSError(28, "No space left"), None)})
+    writes = [partial(fail, full), partial(fail, OSError()), partial(done.append, "third")]
+    assert writer.start(writes, lambda error: error).result() is full
+    assert len(done) == 3 and checkpoint.is_write_error(full) and not isinstance(full, Exception)
 
 
 def test_the_thread_gives_way_to_the_training(writer):

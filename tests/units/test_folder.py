@@ -388,6 +388,25 @@ def test_a_write_that_fails_beside_the_training_costs_the_checkpoint(beside, cap
     assert written(beside) == [3]
 
 
+def test_only_saves_that_fail_in_a_row_end_the_run(tmp_path):
+    run = started(tmp_path)
+
+    def fail(step):
+        with run.checkpoint(step):
+            raise OSError("the file server is away")
+
+    fail(4)
+    fail(5)
+    save(run, 6)
+    fail(7)
+    fail(8)
+    with pytest.raises(
+        RunFailed, match=r"3 checkpoints in a row could .* of step 6\. Make "
+    ) as caught:
+        fail(9)
+    assert caught.value.retry and str(tmp_path) in str(caught.value)
+
+
 @pytest.fixture
 def world(monkeypatch):
     """Two processes: threads, each with an accelerator of its own."""

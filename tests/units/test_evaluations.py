@@ -184,7 +184,8 @@ def test_sampling_changes_nothing_of_training(training):
 
 
 def test_patience_needs_a_validation_split(monkeypatch):
-    script, data = load_script("train_lm"), SimpleNamespace(splits={"train": None, "test": None})
+    script = load_script("train_lm")
+    data = SimpleNamespace(splits={"train": None, "test": None}, kind="text")
     monkeypatch.setattr(script, "local_main_first", lambda *_: data)
     monkeypatch.setattr(script, "agree", lambda *_: "")
     names = ("subset", "loss_on", "too_long", "packed", "block_size", "val_fraction", "seed")

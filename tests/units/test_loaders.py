@@ -2,7 +2,6 @@
 
 import signal
 import sys
-from multiprocessing.queues import Queue
 from types import SimpleNamespace
 
 import numpy as np
@@ -72,7 +71,7 @@ def test_a_worker_ignores_signals_and_ends_with_its_process(monkeypatch):
     library = SimpleNamespace(prctl=lambda *options: calls.append(options))
     monkeypatch.setattr(loaders.signal, "signal", lambda *options: ignored.append(options))
     monkeypatch.setattr(loaders.ctypes, "CDLL", lambda name: library)
-    monkeypatch.setattr(Queue, "_on_queue_feeder_error", None)  # restored afterwards
+    monkeypatch.setattr(loaders, "Queue", type("Queue", (), {}))  # whose errors it handles
     loaders.set_up_worker(0)
     names = {signum.name for signum, handler in ignored if handler == signal.SIG_IGN}
     assert names >= {"SIGTERM", "SIGINT", "SIGUSR1"} and len(names) == len(ignored)

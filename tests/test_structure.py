@@ -147,11 +147,20 @@ KNOWN = set(
 # Private names of libraries that tests need, because there is no public one.
 LIBRARY_NAMES = {
     "_MEM_FORMAT_ENCODING": "names the layouts of tensors in an index of shards",
+    "_attn_implementation": "is the attention of a model of transformers",
+    "_dump_snapshot": "writes what is in the memory of a GPU",
     "_dynamo": "says what was compiled",
     "_exit": "ends a process as the product does",
+    "_is_amx_tile_supported": "says what a CPU computes",
+    "_is_avx512_bf16_supported": "says what a CPU computes",
     "_jit_get_all_schemas": "lists the operators of torch",
+    "_on_queue_feeder_error": "is called for what a worker cannot send",
     "_orig_mod": "prefixes the weights of a compiled model",
+    "_prepare_sd_options": "decides how Accelerate gathers shards",
+    "_python_dispatch": "sees the operations of torch",
+    "_pytree": "finds tensors in nested values",
     "_replace": "is public in a namedtuple",
+    "_step_supports_amp_scaling": "marks the optimizers that unscale gradients themselves",
     "_subclasses": "has tensors without data",
 }
 # They may reach into the product: they replace parts of it, or stand for Accelerate.

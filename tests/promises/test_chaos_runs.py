@@ -58,6 +58,7 @@ def test_an_interrupted_chaos_run_continues_with_the_round_that_was_not_finished
     assert not (folder / "unfinished.json").exists() and not (folder / "round_1").exists()
 
 
+@pytest.mark.slow
 def test_chaos_fails_if_no_run_continued_or_nothing_starts(words, tmp_path):
     done = run(None, CHAOS, words(**{"from": 0}), check=False)
     assert done.returncode == 1
@@ -67,6 +68,7 @@ def test_chaos_fails_if_no_run_continued_or_nothing_starts(words, tmp_path):
     assert done.returncode == 2 and "cannot start accelrate: No such file" in done.stderr
 
 
+@pytest.mark.slow
 def test_chaos_starts_over_after_a_difference(words, tmp_path):
     done = run(None, CHAOS, words(differs="round_1"), check=False)
     assert done.returncode == 1 and "model.safetensors differs" in done.stdout

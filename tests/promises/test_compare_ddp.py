@@ -71,6 +71,7 @@ def test_table_and_plot(compared):
     assert Image.open(compared.folder / "loss_curves.png").width > 800
 
 
+@pytest.mark.slow
 def test_one_process_compares_with_itself_but_not_with_runs_of_other_versions(tmp_path):
     """A run of an interrupted comparison counts only if the machine and the versions are the same."""
     arguments = "--dataset synthetic --max_train_steps 3 --batch_size 8"

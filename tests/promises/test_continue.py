@@ -59,6 +59,7 @@ def test_what_else_changed_is_said_and_recorded(finished, tmp_path):
     ]
 
 
+@pytest.mark.slow
 def test_the_schedule_spans_the_new_length_from_the_first_step_on(finished, tmp_path):
     """The learning rate after step 8 of 8 is 0.
 

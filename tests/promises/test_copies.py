@@ -121,6 +121,7 @@ def test_evaluate_names_a_run_that_it_cannot_read(tmp_path):
     assert done.returncode == 2 and says in done.stderr
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("processes", some_slow([1, 2, 4], 1, 4))
 def test_a_copy_with_dropout_trains_and_resumes(processes, tmp_path):
     """What a copier changes must not work on two processes and crash on four."""

@@ -170,6 +170,7 @@ def test_evaluations_take_some_windows_always_the_same_and_the_last_one_all(gpt,
     assert said in done.stdout and f"{whole['val_bytes']:,} val bytes" in done.stdout
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("what", ["own", "moved", "another"])
 def test_evaluate_finds_the_same_loss_and_scores_another_text(what, gpt, text, tmp_path):
     """Without dropout, though the run has some."""
@@ -309,6 +310,7 @@ def test_an_error_that_only_one_process_meets_is_printed_by_it(workers, shards, 
     assert status(tmp_path)["state"] == "failed" and status(tmp_path)["reason"] in errors[0]
 
 
+@pytest.mark.slow
 def test_a_copied_script_overfits_and_samples(text, tmp_path):
     (tmp_path / "mine").mkdir()
     shutil.copy(ROOT / GPT, tmp_path / "mine")

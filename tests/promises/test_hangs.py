@@ -8,6 +8,7 @@ import pytest
 from harness.launches import CIFAR, ENDLESS, GPT, GPT_WITH_A_WORKER, SMALL, Started, run
 
 
+@pytest.mark.slow
 def test_a_person_asks_where_the_processes_are_and_for_a_checkpoint(tmp_path):
     """With files, or with SIGQUIT to one of the processes; the run goes on."""
     folder = tmp_path / "run"
@@ -35,6 +36,7 @@ def test_a_person_asks_where_the_processes_are_and_for_a_checkpoint(tmp_path):
     assert saved == [f"step_{step:08d}"]
 
 
+@pytest.mark.slow
 def test_a_slow_process_is_named_in_the_log_line(tmp_path):
     """The loader of rank 1 is late, and rank 0 waits for it in each backward pass."""
     arguments = (

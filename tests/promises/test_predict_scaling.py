@@ -56,6 +56,7 @@ def test_bad_input_is_one_line(tmp_path):
     assert done.stderr.startswith("error: ") and not (tmp_path / "out").exists()
 
 
+@pytest.mark.slow
 def test_measures_on_real_processes(tmp_path):
     arguments = "--measure --parameters 2e5 --batch 16 --layers 4"
     done = run("2cpu", PREDICT, arguments, output_dir=tmp_path)

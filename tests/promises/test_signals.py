@@ -289,6 +289,7 @@ def test_a_batch_that_cannot_be_sent_is_an_error_at_once(tmp_path):
     assert "Traceback" not in done.stderr and "same command" not in done.stderr
 
 
+@pytest.mark.slow
 def test_a_stopped_process_does_not_keep_the_others_from_ending(tmp_path):
     """The others wait for it in a collective, inside C++, where no handler of Python runs."""
     environment = {"TORCH_ELASTIC_SHUTDOWN_TIMEOUT": "3"}

@@ -1,14 +1,10 @@
 """--track: any tracker of Accelerate gets each record once, and the name and arguments of the run."""
 
 import json
-import os
 import textwrap
 
 import pytest
 from harness.launches import CIFAR, SMALL, results, run
-
-from utils.run import tracking
-from utils.run.failures import UserError
 
 event_accumulator = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
 
@@ -133,10 +129,3 @@ def test_a_tracker_that_is_not_there_is_one_line(names, says, tmp_path):
     errors = [line for line in done.stderr.splitlines() if not line.startswith("***")]
     assert done.returncode == 2 and len(errors) == 1 and says in errors[0], done.stderr
     assert not (tmp_path / "run").exists()
-
-
-def test_names_are_separated_by_commas():
-    assert tracking.trackers("none") == [] and tracking.trackers("tensorboard") == ["tensorboard"]
-    with pytest.raises(UserError, match="--track x"):
-        tracking.trackers("tensorboard, x")
-    assert os.environ.get("WANDB_CALLS") is None

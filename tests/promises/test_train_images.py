@@ -55,6 +55,7 @@ def broken(tmp_path):
     return folder
 
 
+@pytest.mark.slow
 def test_evaluations_take_some_images_always_the_same_and_the_last_one_all(reference_run):
     whole, lines = results(reference_run.folder), metrics(reference_run.folder, "val")
     assert "evaluations: 10 of 24 held-out samples, always the same" in reference_run.stdout
@@ -153,6 +154,7 @@ def test_evaluate_finds_the_same_accuracy_on_two_processes(reference_run, tmp_pa
     assert right / len(scored) == pytest.approx(done["val_accuracy"])
 
 
+@pytest.mark.slow
 def test_a_run_continues_where_its_first_weights_are_moved_or_gone(
     reference_run, photo_folder, tmp_path
 ):

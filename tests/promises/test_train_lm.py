@@ -106,6 +106,7 @@ def test_leaves_a_model_that_transformers_loads(lm):
     assert said.strip() or said == "\n"
 
 
+@pytest.mark.slow
 def test_two_processes_with_two_micro_batches_compute_what_one_does(lm):
     """Documents differ in length: a mean of means would differ from the first step on."""
     one, two = lm("cpu").folder, lm("2cpu").folder
@@ -150,6 +151,7 @@ def test_the_validation_loss_is_that_of_each_conversation_alone(lm, chats):
     assert results(folder)["val_loss"] == pytest.approx(total / count, rel=1e-5)
 
 
+@pytest.mark.slow
 def test_after_a_kill_it_continues_exactly(lm, chats, tmp_path):
     run_killed("2cpu", f"--dataset {chats} {SMALL} {IN_PARTS}", tmp_path)
     assert weights(tmp_path) == weights(lm("2cpu").folder)
@@ -157,6 +159,7 @@ def test_after_a_kill_it_continues_exactly(lm, chats, tmp_path):
         assert column(tmp_path, "loss", split) == column(lm("2cpu").folder, "loss", split)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("config", [None, "2cpu"])
 def test_evaluate_finds_the_same_loss(config, lm, chats, tmp_path):
     """Also where the data was moved."""

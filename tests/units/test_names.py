@@ -44,6 +44,7 @@ def test_escapes_show_what_was_there():
     assert output.for_plot("$x$") == r"\$x\$"
 
 
+@pytest.mark.slow
 def test_plots_draw_any_name(tmp_path, capsys):
     """`$` would start a formula, and each letter that a font lacks would be a warning."""
     names = [*NAMES, "猫", "कुत्ता"]

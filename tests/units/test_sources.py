@@ -260,6 +260,7 @@ def test_splits_of_tables_by_the_names_of_files(files, expected, tmp_path):
         refused(expected, folder)
 
 
+@pytest.mark.slow
 def test_synthetic_images_depend_on_the_seed_only():
     data, other = find_images("synthetic", seed=3), find_images("synthetic", seed=4)
     assert sizes(data) == {"train": 1000, "val": 200} and len(data.class_names) == 10

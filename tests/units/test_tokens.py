@@ -81,7 +81,6 @@ def test_a_text_becomes_blocks(tokenizer, tmp_path, monkeypatch):
     monkeypatch.setattr(module, "WRITTEN_AT_ONCE", 4)  # several arrays
     os.utime(tmp_path / "a.txt", (1, 1))
     parts = load_tokens(str(tmp_path / "a.txt"), tokenizer, 32)
-    assert len(parts.splits["train"].stream._tokens) > 5
     assert [targets(blocks) for blocks in parts.splits.values()] == [
         targets(blocks) for blocks in whole.splits.values()
     ]

@@ -25,10 +25,12 @@ from utils.run import stacks
 if importlib.util.find_spec("hypothesis"):
     import hypothesis
 
-    # The same examples in every run, nothing left behind, no verdict that depends on the clock.
-    hypothesis.settings.register_profile(
-        "tests", derandomize=True, deadline=None, database=None, max_examples=50
-    )
+    # The same examples in every run, nothing left behind, no verdict that depends on the clock. What
+    # fails is not shrunk, which can take minutes, unless asked for: `--hypothesis-profile shrink`.
+    options = dict(derandomize=True, deadline=None, database=None, max_examples=50)
+    found_at_once = (hypothesis.Phase.explicit, hypothesis.Phase.generate)
+    hypothesis.settings.register_profile("tests", **options, phases=found_at_once)
+    hypothesis.settings.register_profile("shrink", **options)
     hypothesis.settings.load_profile("tests")
 else:  # on a machine for `-m gpu` only
     collect_ignore = ["properties"]

@@ -39,6 +39,7 @@ from typing import NamedTuple
 
 ROOT = Path(__file__).resolve().parents[1]
 PAGE = ROOT / "tests" / "README.md"
+ROOMS = ("units", "properties")
 RESULTS = ROOT / "runs" / "mutation"
 # Signals, threads and `os._exit`: real processes test them, and canaries.py their tests.
 LAUNCHED = ("utils/run/process.py", "utils/run/stacks.py")
@@ -405,6 +406,8 @@ def judge(mutants, deadline, keep=lambda *_: None, tests=(), slowest=SLOWEST):
         tuple[dict, int]: key -> the test that noticed the mutant, "survived" or "not reached" (no
         unit test calls the function); how many mutants were left out.
     """
+    if not mutants:
+        return {}, 0
     import pytest
     import torch
 
@@ -423,7 +426,7 @@ def judge(mutants, deadline, keep=lambda *_: None, tests=(), slowest=SLOWEST):
         warm.run = warm.Program = skip
         words = ["-q", "-o", "addopts=", "-p", "no:cacheprovider", "-p", "no:xdist"]
         words += ["-m", "not slow and not gpu", "--basetemp", f"{home}/tmp"]
-        chosen = list(tests) or [str(ROOT / "tests" / room) for room in ("units", "properties")]
+        chosen = list(tests) or [str(ROOT / "tests" / room) for room in ROOMS]
         code = pytest.main([*words, *chosen], plugins=[driver])
     print()
     if code not in (0, 5) or (mutants and not driver.verdicts and not driver.left_out):
@@ -489,6 +492,13 @@ def recent_mutants(count):
     return chosen
 
 
+def tests_that_name(modules):
+    """The files of tests that name one of these modules: to collect all would take minutes."""
+    words = re.compile(rf"\b({'|'.join(modules)})\b")
+    files = [path for room in ROOMS for path in sorted((ROOT / "tests" / room).glob("*.py"))]
+    return [str(path) for path in files if words.search(path.read_text())]
+
+
 def scores():
     """File -> the score that the table in tests/README.md gives it, from 0 to 1."""
     rows = re.findall(r"^\| `([^`]+)`.*\| (\d+)% \|$", PAGE.read_text(), re.MULTILINE)
@@ -525,7 +535,8 @@ def main():
         return print(table())
     if args.recent:
         mutants = recent_mutants(args.recent) if time.time() < deadline else []
-        verdicts, left_out = judge(mutants, deadline, slowest=SLOWEST_IN_CI) if mutants else ({}, 0)
+        tests = tests_that_name({Path(mutant.file).stem for mutant in mutants})
+        verdicts, left_out = judge(mutants, deadline, tests=tests, slowest=SLOWEST_IN_CI)
     else:
         groups = [select_mutants([word]) for word in args.modules or modules()]
         mutants = [mutant for group in groups for mutant in by_hash(group)[: args.sample]]
@@ -563,7 +574,7 @@ def judge_and_keep(mutants, deadline, tests):
         kept[mutant.file][mutant.name] = {"verdict": verdict, "tests": now}
         results_of(mutant.file).write_text(json.dumps(kept[mutant.file], indent=1))
 
-    found, left_out = judge(rest, deadline, keep, tests) if rest else ({}, 0)
+    found, left_out = judge(rest, deadline, keep, tests)
     return known | found, left_out
 
 

@@ -165,8 +165,12 @@ def in_forks(function, count=1):
             except BaseException as error:
                 result = error
             sys.settrace(None)
+            try:
+                answer = pickle.dumps((result, called))
+            except Exception:  # such an error is told, without its type
+                answer = pickle.dumps((RuntimeError(f"{type(result).__name__}: {result}"), called))
             with os.fdopen(writer, "wb") as file:
-                pickle.dump((result, called), file)
+                file.write(answer)
             os._exit(0)
         os.close(writer)
         children.append((child, reader))

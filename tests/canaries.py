@@ -81,13 +81,6 @@ EDITS = [
         "test_every_script.py -k 'each_epoch and train_gpt'",
     ),
     Edit(
-        "the epoch does not travel with the index",
-        "utils/data/loaders.py",
-        "((self._epoch, index) for",
-        "((0, index) for",
-        "test_every_script.py -k 'each_epoch and train_images'",
-    ),
-    Edit(
         "batch size per process",
         "utils/run/launch.py",
         "split_batches=True",
@@ -256,32 +249,18 @@ EDITS = [
         "test_every_script.py -k 'same_bytes and train_minimal'",
     ),
     Edit(
-        "the best checkpoint is deleted",
-        "utils/run/checkpoint.py",
-        "if path != kept:",
-        "if True:",
-        "test_minimal.py -k learns",
-    ),
-    Edit(
-        "damaged checkpoints are kept",
-        "utils/run/checkpoint.py",
-        "in later + paths[:-keep]",
-        "in paths[:-keep]",
-        "test_faults.py -k newest_good",
-    ),
-    Edit(
         "registered pickles are let through",
         "utils/run/shards.py",
         "    torch.load = load\n",
         "",
-        "test_faults.py -k executes_nothing",
+        "test_shards.py",
     ),
     Edit(
         "sharded pickles are let through",
         "utils/run/shards.py",
         "        module.FileSystemReader = Reader\n",
         "        pass\n",
-        "test_faults.py -k executes_nothing",
+        "test_shards.py",
     ),
     Edit(
         "a full disk ends the run",
@@ -323,7 +302,7 @@ EDITS = [
         "utils/run/guard.py",
         "self._votes, dist.ReduceOp.MAX",
         "self._votes, dist.ReduceOp.MIN",
-        "test_every_script.py -k 'signal_saves and train_cifar'",
+        "test_signals.py -k signal_to_one_rank",
     ),
     Edit(
         "nothing is saved on a signal",
@@ -372,7 +351,7 @@ EDITS = [
         "utils/run/process.py",
         "if rank_variable and int(os.environ.get(rank_variable, 0)) != 0:",
         "if False:",
-        "test_signals.py -k how_a_run_ended",
+        "test_gpt.py -k printed_once",
     ),
     Edit(
         "processes that lost contact fail too",

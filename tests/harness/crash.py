@@ -216,11 +216,12 @@ def states(operations):
 
 
 def save_record(operations):
-    """Writes operations to `crash_operations.jsonl`; of data only the size, but for the status."""
+    """Writes operations to `crash_operations.jsonl`; of most data only the size."""
     with RECORDED.open("w") as file:
         for name, path, *more in operations:
             if name == "write":
-                more[1] = more[1].decode() if "status" in path else len(more[1])
+                text = "status" in path or path.endswith(".jsonl")
+                more[1] = more[1].decode() if text else len(more[1])
             file.write(json.dumps([name, path, *more]) + "\n")
 
 
@@ -234,24 +235,30 @@ def load_record(files):
     disk, writes, names = Disk(), [], {}
     for operation in operations:
         if operation[0] == "write":
-            data = operation[3]
+            path, data = operation[1], operation[3]
             if isinstance(data, int):
-                writes.append((operation, disk.find(operation[1])))
-            operation[3] = bytes(data) if isinstance(data, int) else data.encode()
+                writes.append((operation, disk.find(path)))
+                operation[3] = bytes(data)
+            elif path.endswith(".jsonl"):  # the line of the same step: numbers may differ
+                lines = {_place(line): line for line in files[path].splitlines(keepends=True)}
+                operation[2:] = len(disk.find(path).now), lines[_place(data)]
+            else:
+                operation[3] = data.encode()
         disk.apply(*operation)
         # Most files get their final names later.
         names |= {node: path for path, node in disk.walk() if files.get(path) is not None}
-    for node, path in names.items():
-        own, data = [operation for operation, writer in writes if writer is node], files[path]
-        # Lines may have other lengths than when they were recorded; each was one write.
-        lines = data.splitlines(keepends=True) if path.endswith(".jsonl") else None
-        written = 0
-        for number, operation in enumerate(own, 1):
-            size = len(lines[number - 1] if lines else operation[3])
-            end = len(data) if number == len(own) else written + size
-            operation[2:] = written, data[written:end]
-            written = end
+    last = {node: operation for operation, node in writes}
+    for operation, node in writes:
+        if node in names:
+            _, _, offset, data = operation
+            end = None if operation is last[node] else offset + len(data)
+            operation[3] = files[names[node]][offset:end]
     return operations
+
+
+def _place(line):
+    values = json.loads(line)
+    return values["split"], values["step"]
 
 
 def read(folder):

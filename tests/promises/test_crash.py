@@ -1,5 +1,6 @@
 """A run is continued from whatever a crash leaves on the disk, at every file operation."""
 
+import json
 import re
 import shutil
 import sys
@@ -44,17 +45,17 @@ def crashes(request, whole, tmp_path_factory):
 
 
 def promised(operations, variant):
-    """The step of the newest checkpoint that these operations have completed: under its final name,
-    and, if the machine may lose power, with that name synced.
+    """The step of the newest checkpoint that has its final name; if the machine may lose power, of
+    the newest one that the log says is written.
     """
-    named, safe = 0, 0
+    named, logged = 0, 0
     for operation, path, *more in operations:
         new = more[0] if operation == "rename" else ""
         if step := re.match(f"{RUN}/checkpoints/step_([0-9]+)$", new):
             named = int(step[1])
-        elif (operation, path) == ("fsync", f"{RUN}/checkpoints"):
-            safe = named
-    return named if variant == "process killed" else safe
+        elif operation == "write" and path.endswith(".jsonl") and b'"checkpoint"' in more[1]:
+            logged = json.loads(more[1])["step"]
+    return named if variant == "process killed" else logged
 
 
 def lost(state, whole, disk):

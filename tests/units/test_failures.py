@@ -190,6 +190,7 @@ def test_a_known_error_is_one_line_and_may_pass_or_not(error, line, passes):
 
 
 def test_the_end_of_a_line_has_the_reason_and_the_way_out():
+    failures.remember_stacks(None)
     memory.remember_micro_batch_size(250)
     memory.remember(SimpleNamespace(), shards=False)
     for error, reason in (

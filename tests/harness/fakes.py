@@ -3,6 +3,7 @@
 from types import SimpleNamespace
 
 import torch
+from accelerate.state import AcceleratorState
 
 
 def accelerator(processes=1, rank=0, device="cpu", registered=(), schedulers=(), **more):
@@ -24,3 +25,8 @@ def accelerator(processes=1, rank=0, device="cpu", registered=(), schedulers=(),
         "_schedulers": list(schedulers),
     }
     return SimpleNamespace(**facts | more)
+
+
+def forget_accelerators():
+    """Makes the next `Accelerator` the first of this process: Accelerate has no public way."""
+    AcceleratorState._reset_state(reset_partial_state=True)

@@ -12,7 +12,7 @@ import torch
 from accelerate import Accelerator
 from accelerate.state import AcceleratorState, PartialState
 from accelerate.utils import DistributedType
-from harness.fakes import accelerator
+from harness.fakes import accelerator, forget_accelerators
 from harness.worlds import group_of_one, in_forks
 from torch import nn
 from torch.distributed.tensor import DTensor
@@ -120,6 +120,7 @@ def test_a_warning_that_nobody_can_answer_is_not_shown(environment):
 )
 def test_accelerate_is_made_to_shard_on_a_cpu(asked, distributed, precision, kind, computes_in):
     def process(_rank):
+        forget_accelerators()
         os.environ |= {"FSDP_VERSION": "2", "ACCELERATE_USE_FSDP": str(asked).lower()}
         if distributed:
             os.environ |= {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1"}

@@ -20,7 +20,7 @@ from harness.data import SMALL_DATA, make_folder, write_small_data
 from harness.launches import CIFAR, COLD, SMALL, run_once
 from harness.machines import Machine
 
-from utils.run import stacks
+from utils.run import process, stacks
 
 if importlib.util.find_spec("hypothesis"):
     import hypothesis
@@ -120,6 +120,13 @@ def pytest_runtest_makereport(item):
 def unwatched(monkeypatch):
     """A run that a test starts in its own process does not watch over the tests that follow."""
     monkeypatch.setattr(stacks.Watcher, "start", lambda watcher: None)
+
+
+@pytest.fixture(autouse=True)
+def waits_for_nothing():
+    """Threads that stand for processes may leave behind what they have waited for."""
+    with process.waiting_for(None):
+        yield
 
 
 @pytest.fixture(autouse=True)

@@ -7,7 +7,6 @@ import zipfile
 
 import numpy as np
 import pytest
-import torch
 from harness.launches import CIFAR, results, run
 from safetensors.numpy import save_file
 
@@ -45,32 +44,6 @@ def refused(says, name):
 
 def sizes(data):
     return {split: len(part) for split, part in data.splits.items()}
-
-
-SHAPES = [(32, 32, 3), (3, 32, 32), (32, 32), (32, 28), (32, 28, 1), (1, 32, 28)]
-
-
-@KINDS
-@pytest.mark.parametrize("shape", SHAPES)
-def test_pixels_and_labels_are_as_written(kind, shape, tmp_path):
-    """Gray images and a column of labels as well, as in MNIST and MedMNIST."""
-    stored, width = arrays(shape=shape), 28 if 28 in shape else 32
-    first = stored["test_images"]
-    if shape[-1] in (1, 3):
-        first = first.transpose(0, 3, 1, 2)
-    expected = np.broadcast_to(first.reshape(12, -1, 32, width), (12, 3, 32, width))
-    column = stored | {"test_labels": stored["test_labels"][:, None]}
-    name = write(tmp_path / f"cifar.{kind}", column)
-    images = find_images(name).splits["test"]
-    assert images.labels.tolist() == [0, 1, 2] * 4
-    assert images.name(3) == f"image 3 of {name}, test split"
-    assert all(np.array_equal(images.open(i).pixels(), expected[i]) for i in range(12))
-    if width == 32:
-        data = load_arrays(name)
-        samples = data.splits["test"]
-        assert data.class_names == NAMES and sizes(data) == {"train": 30, "test": 12}
-        assert np.array_equal(samples.images, expected) and samples.labels.dtype == torch.int64
-        assert samples.labels.tolist() == [0, 1, 2] * 4
 
 
 def test_a_val_split_may_be_there_or_be_held_out(tmp_path):
@@ -118,33 +91,6 @@ def test_a_model_is_evaluated_on_its_own_classes(tmp_path):
     assert find_to_evaluate(numbers, NAMES).splits["test"].labels.tolist() == [0, 1, 2] * 4
     with pytest.raises(UserError, match="class yak is not among those of the model"):
         find_to_evaluate(name, ["cat", "dog"])
-
-
-WRONG = [
-    (dict(train_images=np.ones((30, 32, 32, 3))), "train_images is float64 .*not uint8"),
-    (dict(train_images=np.ones((30, 3072), np.uint8)), "not uint8 .*, 3"),
-    (dict(train_images=np.ones((30, 32, 32, 2), np.uint8)), "not uint8 .*, 3"),
-    (dict(train_labels=np.eye(30, dtype=int)), "train_labels is int64 .30, 30., not"),
-    (dict(train_labels=np.arange(30) - 1), "integers .images. from 0 on"),
-    (dict(train_labels=np.arange(30) / 3), "train_labels is float64"),
-    (dict(train_labels=np.arange(20) % 3), "has 30 train_images and 20 train_labels"),
-    (dict(train_labels=np.arange(30) % 4), "a label 3, but 3 class names"),
-    (dict(train_images=None), "has no array train_images, only class_names|only test_images, test"),
-    (dict(test_labels=None), "has test_images, but no test_labels"),
-]
-
-
-@KINDS
-def test_what_is_wrong_is_said_in_one_line(kind, tmp_path):
-    path = tmp_path / f"a.{kind}"
-    for change, says in WRONG:
-        kept = {key: value for key, value in arrays(**change).items() if value is not None}
-        refused(says, write(path, kept))
-    others = dict(y_train=np.ones(3), x_train=np.ones(3))
-    refused("images, only x_train, y_train: save its arrays as train_i", write(path, others, None))
-    refused("has no array train_images, nothing", write(path, {}, None))
-    refused("class_names has a name twice", write(path, arrays(), ["cat", "dog", "cat"]))
-    refused("there is no such file", f"none.{kind}")
 
 
 @KINDS
@@ -198,14 +144,6 @@ def test_an_array_that_is_larger_than_its_data_is_refused(tmp_path):
                 np.save(data, value)
             archive.writestr(f"{key}.npy", data.getvalue())
     refused("cannot be read", tmp_path / "a.npz")
-
-
-def test_names_of_classes_are_strings(tmp_path):
-    for names in ([1, 2, 3], "cat", {"cat": 0}):
-        save_file(arrays(), tmp_path / "a.safetensors", {"class_names": json.dumps(names)})
-        refused("class_names in its metadata is not a list of strings", tmp_path / "a.safetensors")
-    np.savez(tmp_path / "a.npz", **arrays(), class_names=np.arange(3))
-    refused("class_names is not a list of strings", tmp_path / "a.npz")
 
 
 @pytest.mark.slow

@@ -31,20 +31,6 @@ def decoded(monkeypatch):
     return seen
 
 
-def test_a_second_start_decodes_nothing_until_a_file_changes(tmp_path, decoded):
-    folder, cache = make_folders(tmp_path / "data", "train", "test"), tmp_path / "cache"
-    first = load_arrays(str(folder), cache_dir=cache)
-    assert len(decoded) == 40
-    again = load_arrays(str(folder), cache_dir=cache, val_fraction=0.2)
-    assert len(decoded) == 40 and list(again.splits) == ["train", "val", "test"]
-    assert torch.equal(again.splits["test"].images, first.splits["test"].images)
-    noise(77).save(folder / "test" / "dog" / "3.png")
-    changed = load_arrays(str(folder), cache_dir=cache)
-    assert len(decoded) == 60  # one split
-    expected = torch.from_numpy(np.array(noise(77))).permute(2, 0, 1)
-    assert torch.equal(changed.splits["test"].images[13], expected)
-
-
 def test_images_that_cannot_be_used_are_named(tmp_path):
     folder = make_folders(tmp_path / "data", "train", "test")
     (folder / "train" / "cat" / "4.png").write_bytes(b"a thesis")

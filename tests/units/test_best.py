@@ -12,14 +12,6 @@ def scored(best, *scores):
     return ended
 
 
-def test_a_run_ends_after_so_many_evaluations_without_a_better_score():
-    assert scored(Best(2), 0.5, 0.4, 0.6, 0.5, 0.5) == [False, False, False, False, True]
-    # Of equal scores the later one is better, so that the run goes on.
-    assert scored(Best(1), 0.5, 0.5, 0.5) == [False] * 3
-    assert scored(Best(), 0.5, 0.4, 0.3) == [False] * 3
-    assert scored(Best(1), 0.5, float("nan")) == [False, True]
-
-
 def test_the_best_is_the_highest_score_and_of_equal_ones_the_lowest_loss():
     best = Best(1)
     assert not best.improved_at(0) and not best.improved_at(None) and not best.out_of_patience()

@@ -167,22 +167,6 @@ def test_weights_are_offered_only_to_the_same_model(tmp_path):
         assert str(error.value).endswith(ending)
 
 
-def test_moved_data_are_the_same_data(tmp_path):
-    """So a whole project can be moved."""
-    (tmp_path / "cifar10").mkdir()
-    for was, now, same in (
-        ("/no/such/place/cifar10", tmp_path / "cifar10", True),
-        ("/no/such/place/cifar10", tmp_path / "cifar100", False),
-        (tmp_path / "cifar10", "/elsewhere/cifar10", False),  # it is still there
-        ("uoft-cs/cifar10", tmp_path / "cifar10", False),
-    ):
-        if same:
-            check_same({"dataset": str(was)}, {"dataset": str(now)}, "runs/a", ())
-        else:
-            with pytest.raises(UserError, match=f"--dataset {now} .was {was}."):
-                check_same({"dataset": str(was)}, {"dataset": str(now)}, "runs/a", ())
-
-
 def test_the_lock_of_the_main_process_may_take_a_while_to_show(tmp_path, monkeypatch):
     """A network file system shows a new file to other machines after seconds."""
     owner, seconds = "process 7 on a", []

@@ -67,11 +67,6 @@ def test_real_processes_exchange_values_over_gloo(tmp_path):
         assert waits == ["the other processes"] * 3 + ["nothing"]
 
 
-def test_one_process_asks_nobody():
-    assert collectives.gather(accelerator(), "x") == ["x"]
-    assert collectives.new_group(accelerator()) is None
-
-
 def test_only_connections_are_kept_alive():
     with socket.create_server(("127.0.0.1", 0)) as server:
         with socket.create_connection(server.getsockname()) as one, server.accept()[0] as other:

@@ -136,27 +136,6 @@ def test_a_token_in_an_answer_does_not_end_it():
 # --------------------------------------------------------------------------------------- prompts
 
 
-@pytest.mark.parametrize("bos", [False, True])
-def test_a_tokenizer_may_end_each_text_that_it_is_given(bos):
-    from tokenizers import processors
-
-    tokenizer = make_tokenizer("bytes", bos, bos_token="<s>")
-    tokenizer.backend_tokenizer.post_processor = processors.TemplateProcessing(
-        single=f"{'<s> ' * bos}$A <|im_end|>",
-        special_tokens=[("<s>", tokenizer.bos_token_id), ("<|im_end|>", tokenizer.eos_token_id)],
-    )
-    encoder, before = Encoder(tokenizer), [tokenizer.bos_token_id] * bos
-    inner = tokenizer("hello", add_special_tokens=False).input_ids
-    (text,) = encoder.encode(list(encoder.draft_text(iter(["hello"]), "row 0")))
-    assert text.tokens.tolist() == [*before, *inner, tokenizer.eos_token_id]
-    assert encoder.encode_prompt("hello", "text") == [*before, *inner]
-    assert encoder.encode_prompt("", "text") == before
-    chat = encode_one(tokenizer, say("u hello<|im_end|>", "a hi"))
-    assert tokenizer.decode(chat.tokens[:1]) == "<|im_start|>"  # the template begins as it likes
-    expected = chat.tokens[: chat.answer].tolist()
-    assert encoder.encode_prompt("hello<|im_end|>", "messages") == expected
-
-
 def test_blanks_that_a_tokenizer_drops_have_no_bytes():
     from tokenizers import pre_tokenizers
 

@@ -9,7 +9,6 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from harness.launches import ROOT, run
 
 from utils.run import cpu, launcher
 
@@ -114,28 +113,3 @@ def test_malloc_is_told_to_keep_freed_memory(libc, monkeypatch):
     monkeypatch.setattr(ctypes, "CDLL", {None: library}.__getitem__)
     cpu.keep_freed_memory()
     assert calls == ([(-4, 0), (-1, -1)] if libc else [])
-
-
-PAGE_FAULTS = """
-import resource, sys
-
-import torch
-
-sys.path.insert(0, sys.argv[1])
-from utils.run import cpu
-
-cpu.keep_freed_memory()
-for _ in range(12):  # it takes a few steps to find a place for each
-    before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
-    tensors = [torch.ones(size * 10**6) for size in (9, 12, 15, 20, 9)]  # 63,000 pages
-    del tensors
-    print(resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before)
-"""
-
-
-@pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="a setting of glibc")
-def test_a_step_on_the_cpu_reuses_the_memory_of_the_step_before(tmp_path):
-    """In a process of its own: the allocator of this one depends on the tests before."""
-    (tmp_path / "page_faults.py").write_text(PAGE_FAULTS)
-    faults = run(None, "page_faults.py", [str(ROOT)], root=tmp_path).stdout.split()
-    assert min(map(int, faults[4:])) < 1000

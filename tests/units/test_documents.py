@@ -6,13 +6,11 @@ import datetime
 import gzip
 import json
 import os
-import random
 from collections import Counter
 
 import pytest
 
 from utils.data.dates import (
-    date_in_words,
     make_conversations,
     ordinal,
     ordinal_in_words,
@@ -66,18 +64,6 @@ def test_a_table_has_no_fields_of_other_rows(tmp_path):
     rows.append({"messages": None, "tools": None})
     write_table(tmp_path / "a.parquet", rows)
     assert load(tmp_path / "a.parquet")[1] == {"train": rows}
-
-
-@pytest.mark.parametrize("place", ["chats[1].jsonl", "what?.jsonl", "[2024] x/a*.jsonl"])
-def test_names_that_look_like_patterns(tmp_path, place):
-    """Beside files that they would match."""
-    for name in (place, "chats1.jsonl", "what1.jsonl", "2 x/ab.jsonl"):
-        file = tmp_path / name
-        file.parent.mkdir(exist_ok=True)
-        file.write_text(lines([{"text": name}] * 2))
-    assert load(tmp_path / place)[1] == {"train": [{"text": place}] * 2}
-    if "/" in place:
-        assert load((tmp_path / place).parent)[1] == {"train": [{"text": place}] * 2}
 
 
 def test_a_name_that_looks_like_an_archive(tmp_path):
@@ -308,10 +294,3 @@ def test_a_stream_of_synthetic_conversations_has_those_of_seed_0():
     stream = open_documents("synthetic")
     assert (stream.kind, stream.asked, stream.details) == ("messages", "messages", [])
     assert {split: list(rows) for split, rows in stream.splits.items()} == make_conversations(0)
-
-
-def test_there_are_six_ways_to_say_a_date():
-    rng, (day, year) = random.Random(0), ("the third", "nineteen ninety-four")
-    said = {date_in_words(datetime.date(1994, 3, 3), rng) for _ in range(200)}
-    expected = {f"{day} of March, {year}", f"March {day}, {year}", "the 3rd of March 1994"}
-    assert said == expected | {"March 3rd, 1994", f"3 Mar {year}", f"March 3, {year}"}

@@ -14,7 +14,6 @@ from harness.launches import ROOT, load_script
 from utils.run.arguments import Parser
 from utils.run.domains import number, text
 from utils.run.failures import UserError
-from utils.run.output import one_line
 
 SCRIPTS = sorted(
     path.stem
@@ -133,16 +132,3 @@ def test_the_home_folder(monkeypatch):
     for path in ("~/a", "~"):
         with pytest.raises(argparse.ArgumentTypeError, match=f"no home folder for {path}"):
             text(path)
-
-
-def test_the_control_characters_of_a_line():
-    assert one_line("a\nb\x1b[31m\x00\u2028\x9b") == "a\\nb\\x1b[31m\\x00\\u2028\\x9b"
-    assert one_line("über 漢字 $x$ `y`") == "über 漢字 $x$ `y`"
-
-
-def test_what_argparse_itself_refuses_is_one_line(parser_of):
-    parser, _, _ = parser_of("train_minimal")
-    for words in (["--no\nflag"], ["stray\x1b[31m"], ["--lr"], ["--no_flag=1\n2"]):
-        with pytest.raises(UserError) as error:
-            parser.parse_args(words)
-        assert str(error.value).isprintable()

@@ -42,42 +42,11 @@ def test_a_folder_may_be_any_path(tmp_path):
         assert files.is_folder(path) is False
 
 
-def test_json_is_read_as_utf8_whole_or_not_at_all(tmp_path):
-    path = tmp_path / "a.json"
-    assert files.read_json(path) is None
-    path.write_bytes('["é"]'.encode())
-    assert files.read_json(path) == ["é"]
-    for damaged in (b"{", b"", b"[\xff]", b"[" * 100_000):
-        path.write_bytes(damaged)
-        with pytest.raises(UserError, match=r"a.json is damaged: restore it, or move it away"):
-            files.read_json(path)
-
-
 def test_lines_are_read_up_to_the_one_that_was_being_written(tmp_path):
     (tmp_path / "a.jsonl").write_text('{"step": 1}\n{"step": 2}\n{"st\n{"step": 4}\n')
     assert files.read_json_lines(str(tmp_path / "a.jsonl")) == [{"step": 1}, {"step": 2}]
     (tmp_path / "b.jsonl").write_bytes(b'{"step": 1}\n\xff\xfe\n')
     assert files.read_json_lines(tmp_path / "b.jsonl") == [{"step": 1}]
-
-
-def test_the_last_lines_are_found_without_reading_the_others(tmp_path, monkeypatch):
-    monkeypatch.setattr(files, "LAST_BYTES", 40)
-    path = tmp_path / "a.jsonl"
-    path.write_text("".join(f'{{"step": {step:03}}}\n'.replace(": 00", ": ") for step in range(9)))
-    lines = list(files.json_lines(path))
-    assert [value["step"] for value, _ in lines] == list(range(9))
-    assert [end for _, end in lines] == [12 * (step + 1) for step in range(9)]
-    read = []
-
-    def earlier(than):
-        return lambda value: read.append(value["step"]) or value["step"] < than
-
-    assert files.last_lines(path, earlier(8)) == 72 and read == [6]
-    assert [value["step"] for value, _ in files.json_lines(path, 72)] == [6, 7, 8]
-    assert files.last_lines(path, earlier(6)) == 36 and read[1:] == [6, 3]
-    assert files.last_lines(path, earlier(3)) == 0 and read[3:] == [6, 3]
-    path.write_text("")
-    assert files.last_lines(path, earlier(3)) == 0
 
 
 def test_a_file_is_replaced_only_when_the_new_one_is_on_disk(tmp_path, monkeypatch):
@@ -188,12 +157,6 @@ def test_a_lock_that_was_removed_meanwhile_is_made_again(folders, tmp_path):
     assert path.read_text() == "process 8 on b" and os.fstat(file.fileno()).st_nlink == 1
     assert tried[0].closed and tried[-1] is file
     file.close()
-
-
-def test_any_other_error_of_a_lock_is_raised(tmp_path, monkeypatch):
-    Locks(monkeypatch, 60, errno.EIO)
-    with pytest.raises(OSError, match="Input/output"):
-        files.lock(tmp_path / ".lock", "me", 3)
 
 
 def test_a_folder_without_locks_is_used_all_the_same(tmp_path, monkeypatch, capsys):

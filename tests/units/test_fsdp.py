@@ -152,21 +152,6 @@ def test_processes_on_the_cpu_shard_over_the_cpu(environment, monkeypatch):
     assert seen == [{"offload_policy": 1}, {"mesh": "of HSDP"}]
 
 
-def test_an_accelerate_that_cannot_be_made_to_shard_is_refused(environment, monkeypatch):
-    """Before `Accelerator(...)`, where the place of the decision has gone; after it, where it had
-    no effect.
-    """
-    monkeypatch.setattr(AcceleratorState, "__init__", lambda self, **plugins: None)
-    environment({"FSDP_VERSION": "2"})
-    with pytest.raises(UserError, match=r"accelerate \S+ cannot be made to shard"):
-        fsdp.check("a.yaml", True, on_cpu=True)
-    fsdp.check_engaged(accelerator(), "a.yaml")
-    environment({"ACCELERATE_USE_FSDP": "TRUE"})
-    fsdp.check_engaged(accelerator(is_fsdp2=True), "a.yaml")
-    with pytest.raises(UserError, match=r"^a.yaml .*accelerate \S+ would not shard it on cpu"):
-        fsdp.check_engaged(accelerator(), "a.yaml")
-
-
 # ---------------------------------------------------------------------- what the model is made of
 
 

@@ -6,7 +6,7 @@ from harness.data import encoded, noise
 
 from utils.data import images as images_module
 from utils.data.images import BadImage, Encoded, Images
-from utils.data.storage import Files, Rows
+from utils.data.storage import Rows
 
 LARGE = noise(0, (4, 3)).resize((400, 300))
 
@@ -24,13 +24,6 @@ LARGE = noise(0, (4, 3)).resize((400, 300))
 def test_a_broken_image_is_recognized(data, says):
     with pytest.raises(BadImage, match=says):
         Encoded(data).pixels()
-
-
-def test_what_cannot_be_read_says_why(tmp_path):
-    images = Images(Files(tmp_path, ["gone.png"]), np.arange(1), np.zeros(1, np.int64))
-    with pytest.raises(BadImage, match="No such file or directory"):
-        images.open(0)
-    assert list(images.headers()) == []
 
 
 def test_a_fingerprint_knows_names_labels_sizes_and_sampled_data(monkeypatch):
@@ -52,10 +45,3 @@ def test_a_fingerprint_knows_names_labels_sizes_and_sampled_data(monkeypatch):
     stamped.append(of(stamps=True, scaling={"integer": [0, 1]}))
     assert of([b"x"] * 3, stamps=True) == stamped[0]
     assert len({of(), *others, *stamped}) == 8
-
-
-def test_a_subsample_is_spread_evenly():
-    images = Images(Rows([b""] * 10, "", ""), np.arange(10, 20), np.arange(10))
-    some = images.subsample(4)
-    assert some.rows.tolist() == [10, 13, 16, 19] and some.labels.tolist() == [0, 3, 6, 9]
-    assert len(images.subsample(50)) == 10

@@ -103,25 +103,6 @@ def test_a_pickle_that_holds_anything_else_is_one_line(tmp_path, capsys):
         weights.read(tmp_path / "none.pth")
 
 
-def test_without_a_path_the_model_stays_as_it_is():
-    model = build()
-    weights.initialize(fakes.accelerator(), model, None)
-    assert all(
-        torch.equal(a, b) for a, b in zip(model.parameters(), build().parameters(), strict=True)
-    )
-
-
-def test_a_head_of_another_size_is_replaced_and_named(file, capsys):
-    model, fresh = build(classes=9), build(classes=9)
-    weights.initialize(fakes.accelerator(), model, str(file))
-    assert (model[0].weight == 7).all() and (model[0].bias == 7).all()
-    assert torch.equal(model[2].weight, fresh[2].weight) and torch.equal(
-        model[2].bias, fresh[2].bias
-    )
-    printed = capsys.readouterr().out
-    assert "2 of 4 tensors" in printed and "keeps its initial weights: 2.weight, 2.bias" in printed
-
-
 @pytest.mark.parametrize(
     ("change", "says"),
     [

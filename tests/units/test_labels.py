@@ -1,6 +1,5 @@
 """Each value of a column of labels is a class, exactly, whatever its type."""
 
-import datetime
 from decimal import Decimal
 
 import numpy as np
@@ -17,8 +16,6 @@ datasets = pytest.importorskip("datasets")
 NAMED = datasets.ClassLabel(names=["cat", "dog"])
 DECLARED = datasets.ClassLabel(names=["cat", "bird", "cow", "dog"])
 DAYS = [20240101.0, 20240102.0, 20240103.0, 20240104.0]
-DATES = [datetime.date(2024, 1, 2), datetime.date(2024, 1, 1)]
-BIG = 2**62
 
 
 def make_labels(folder, kind, **labels):
@@ -31,30 +28,6 @@ def make_labels(folder, kind, **labels):
         made = datasets.Dataset.from_dict(rows, features=features)
         made.to_parquet(str(folder / f"{split}-00000-of-00001.parquet"))
     return str(folder)
-
-
-@pytest.mark.parametrize(
-    ("kind", "values", "class_names", "labels"),
-    [
-        (NAMED, [0, 1], ["cat", "dog"], [0, 1]),
-        ("float64", DAYS, [f"{day:.0f}" for day in DAYS], [0, 1, 2, 3]),
-        ("float32", [7.0, 0.0, 1.0], ["0", "1", "7"], [2, 0, 1]),
-        ("int64", [BIG, BIG + 1], [str(BIG), str(BIG + 1)], [0, 1]),
-        ("int8", [1, -1], ["-1", "1"], [1, 0]),
-        ("float64", [-1.0, 1.0], ["-1", "1"], [0, 1]),
-        ("bool", [True, False], ["False", "True"], [1, 0]),
-        ("decimal128(3, 1)", [Decimal("12.0"), Decimal("1.0")], ["1", "12"], [1, 0]),
-        ("string", ["b", "-1", "1"], ["-1", "1", "b"], [2, 0, 1]),
-        ("date32", DATES, ["2024-01-01", "2024-01-02"], [1, 0]),
-    ],
-)
-def test_every_value_of_a_label_is_a_class(kind, values, class_names, labels, tmp_path):
-    found = find_images(make_labels(tmp_path / "d", kind, train=values * 6), val_fraction=0.2)
-    assert found.class_names == class_names
-    for images in found.splits.values():
-        assert images.labels.tolist() == [labels[row % len(values)] for row in images.rows]
-    every = np.concatenate([images.labels for images in found.splits.values()])
-    assert np.bincount(every).tolist() == [6] * len(values)
 
 
 def test_a_model_has_its_own_order_of_classes():

@@ -134,14 +134,6 @@ def test_a_launch_that_asks_for_the_cpu_gets_it(how, machine, launched):
     assert launch.check() is True and machine.calls == ON_CPU
 
 
-def test_a_configuration_that_cannot_be_read_says_nothing(machine, launched, tmp_path):
-    machine(gpus=8)
-    launched(f"--config_file {tmp_path}/none.yaml")
-    assert launch.check() is False
-    (tmp_path / "none.yaml").write_text("")
-    assert launch.check() is False
-
-
 EMULATED = "this CPU has no native bf16 and emulates it"
 FASTER = "this CPU has native bf16, 1.5x to 4x faster"
 NO_GPU = "NO GPU FOUND: 4gpu.yaml runs on the CPU with 1 process, precision {}. This is fine"

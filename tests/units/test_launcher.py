@@ -75,16 +75,6 @@ def test_the_nearest_launcher_among_the_parents(started_by):
     assert launcher.find() is None
 
 
-def test_an_elastic_launcher_is_there_and_says_so(started_by, monkeypatch):
-    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "left over")
-    started_by(["bash"])
-    assert not launcher.is_elastic()
-    started_by(TORCHRUN)
-    assert launcher.is_elastic()
-    monkeypatch.delenv("TORCHELASTIC_RUN_ID")
-    assert not launcher.is_elastic()  # `accelerate launch` of a single process
-
-
 def test_options_of_the_launcher(started_by):
     started_by(["bash", "--nnodes", "2"])
     assert launcher.option("--nnodes") is None

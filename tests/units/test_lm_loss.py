@@ -7,7 +7,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from harness import fakes
-from harness.language_models import OWN, PACKED, VOCABULARY, batch, document, make_model, packed
+from harness.language_models import OWN, PACKED, VOCABULARY, batch, document, make_model
 
 transformers = pytest.importorskip("transformers")
 
@@ -72,26 +72,6 @@ def test_the_largest_logits_are_those_of_a_chunk(monkeypatch):
     assert seen == [12]  # a single chunk is kept
 
 
-def test_a_models_own_loss_is_not_that_of_each_block():
-    model, inputs = build("opt"), batch(torch.cat([document(), document().flip(1)]))
-    total, losses = model(**inputs, per_block=True)
-    assert total.item() == model(**inputs).item() and losses.dtype == torch.float32
-    assert losses.shape == (2,) and losses.isnan().all()
-    inputs["targets"] = torch.full_like(inputs["targets"], -100)
-    inputs["targets"][0, 3] = 7
-    alone = model(**inputs).item()  # of a single target
-    inputs["targets"][0, 5] = 9
-    assert model(**inputs).item() > alone
-
-
-def test_there_is_no_cache_beside_the_models_own_loss():
-    """With one, `transformers` would not look for several documents in a block."""
-    model, one, two = build("llama"), document(9), document(21)
-    model.own_loss = True
-    alone = model(**batch(one)).item() + model(**batch(two)).item()
-    assert model(**packed(one, two)).item() == pytest.approx(alone, rel=1e-5)
-
-
 @pytest.mark.parametrize("own_loss", [False, True])
 @pytest.mark.parametrize("attention", ["sdpa", "like_flash"])
 def test_flash_attention_is_given_all_blocks_in_one_row(attention, own_loss):
@@ -114,16 +94,6 @@ def test_flash_attention_is_given_all_blocks_in_one_row(attention, own_loss):
     assert rows == [((1, 32), (1, 32)) if attention == "like_flash" else ((2, 16), (2, 16))]
     assert total.item() == pytest.approx(expected.item(), rel=1e-6)
     assert own_loss or losses.tolist() == pytest.approx(of_blocks.tolist(), rel=1e-5)
-
-
-def test_whether_a_model_computes_logits_is_known_in_any_precision_and_place():
-    for move in (dict(dtype=torch.bfloat16), dict(device="meta")):
-        model = make_model("llama").to(**move)
-        lm_loss.chunk_loss(model)
-        assert not model.own_loss
-    model.get_output_embeddings = lambda: None
-    lm_loss.chunk_loss(model)
-    assert model.own_loss
 
 
 @pytest.mark.parametrize("prepared", [False, True])

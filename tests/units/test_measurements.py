@@ -7,8 +7,7 @@ import pytest
 from harness.fakes import accelerator
 from harness.launches import load_script
 
-from utils.run.failures import UserError
-from utils.run.measurements import Measurements, clock
+from utils.run.measurements import Measurements
 
 
 def test_a_figure_is_measured_once_until_all_are_finished(tmp_path, capsys):
@@ -61,16 +60,6 @@ def test_a_condition_that_is_new_or_gone_counts(tmp_path, capsys):
     path.write_text(json.dumps(kept))
     assert Measurements(path, {}).values == {}
     assert "another gpu, versions than" in capsys.readouterr().out
-
-
-def test_a_damaged_file_is_one_line(tmp_path):
-    (tmp_path / "unfinished.json").write_text("{")
-    with pytest.raises(UserError, match="is damaged"):
-        Measurements(tmp_path / "unfinished.json", {})
-
-
-def test_the_time_left_reads_well():
-    assert [clock(s) for s in (0.4, 59.6, 3725)] == ["0:00:00", "0:01:00", "1:02:05"]
 
 
 def test_an_interrupted_measurement_of_scaling_continues(tmp_path, capsys):

@@ -1,17 +1,14 @@
 """Folders of images whose classes are in metadata.csv."""
 
-import json
 from pathlib import Path
 
 import pytest
 from PIL import Image
 
 from utils.data.images import BadImage
+from utils.data.labels import is_csv  # imports it
 from utils.data.sources import find_images, find_to_evaluate
 from utils.run.failures import UserError
-
-datasets = pytest.importorskip("datasets")
-from utils.data.labels import is_csv  # imports it
 
 KINDS = ["cat", "dog"]
 FLAT = [f"{i}.png" for i in range(20)]
@@ -124,38 +121,6 @@ def test_a_column_says_the_split(tmp_path):
     split[1] = "holdout"
     table(tmp_path, header=columns, more=lambda i: f",{split[i // 2 % 4]}")
     refused("is holdout: it must be train, val or test", name)
-
-
-def test_each_split_may_have_a_table(tmp_path):
-    for split in ("train", "test"):
-        make(tmp_path / split)
-        lines = [{"file_name": file, "label": i % 2} for i, file in enumerate(FLAT)]
-        text = "".join(json.dumps(line) + "\n" for line in lines)
-        (tmp_path / split / "metadata.jsonl").write_text(text)
-    data = find_images(str(tmp_path), val_fraction=None)
-    assert data.class_names == ["0", "1"] and sizes(data) == {"train": 20, "test": 20}
-    assert data.splits["test"].portable_name(3) == "test/3.png"
-    (tmp_path / "test").rename(tmp_path / "test_of_spring")
-    (tmp_path / "train").rename(tmp_path / "val")
-    refused("has no class folder|is val a class", tmp_path)
-
-
-def test_what_has_no_partner_is_counted_and_named(tmp_path):
-    make(tmp_path, [*FLAT, "z/extra.png", "z/other.png"])
-    data = find_images(table(tmp_path, files=[*FLAT, "gone.png"]))
-    assert data.details[-2:] == [
-        "left out: images without a row of metadata: 2 (z/extra.png)",
-        "left out: rows of metadata.csv without an image: 1 (gone.png)",
-    ]
-    table(tmp_path, files=["gone.png", "lost.png"])
-    refused(r"no row of .*metadata\.csv names an image in its folder", tmp_path)
-
-
-def test_a_table_without_classes_leaves_them_to_the_folders(tmp_path):
-    files = [f"{KINDS[i % 2]}/{i}.png" for i in range(20)]
-    make(tmp_path, files)
-    for header in ("file_name,author", "path,label"):
-        assert find_images(table(tmp_path, ["me"], files, header)).class_names == KINDS
 
 
 @pytest.mark.parametrize("path", ["../1.png", "/etc/1.png", "a/../../1.png"])

@@ -314,13 +314,6 @@ def test_speeds_are_as_exact_as_they_are_large():
     assert [metrics.speed(rate, 2000.04) for rate in rates] == speeds
 
 
-def test_a_line_of_an_evaluation():
-    figures = {"top5_accuracy": 0.5, "loss": 1.25}
-    assert metrics.evaluation_line("val", 30, figures) == (
-        "step 30  val top5 accuracy 0.5000  loss 1.2500"
-    )
-
-
 def test_the_last_lines_of_a_run():
     results = dict(test_accuracy=0.5, val_top_loss=1.25, train_seconds=61.2, global_step=100)
     results |= dict(samples_per_second=0.5, samples_seen=12_345, num_processes=2)

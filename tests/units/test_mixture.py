@@ -11,7 +11,6 @@ from test_conversations import make_tokenizer, say
 from utils.data.mixture import MemoryReader, Shuffled, SourceLog, labels, next_source
 from utils.data.token_stream import TokenStream
 from utils.data.tokens import load_tokens
-from utils.run.failures import UserError
 
 LANES, BLOCK, WEIGHTS = 4, 48, [0.75, 0.25]
 
@@ -175,10 +174,3 @@ def test_the_log_has_the_tokens_and_says_once_what_repeats():
     assert said[1:] == ["--dataset org/texts is exhausted and repeats: pass 2"]
     assert figures(SourceLog(["synthetic"]), {}) == {}
     assert labels(["a/x.jsonl", "b/x.jsonl", "c"]) == ["x.jsonl", "x.jsonl_2", "c"]
-
-
-def test_the_position_of_an_earlier_version_is_refused_in_one_line():
-    alone, args = SimpleNamespace(num_processes=1), SimpleNamespace()
-    earlier = {"0": {"reader": {"row": 3}, "taken": 5}}
-    with pytest.raises(UserError, match="begun by an earlier version"):
-        TokenStream.from_args(args, alone, None, ["a"], earlier)

@@ -64,12 +64,3 @@ def test_letters_that_no_font_has_are_told_apart():
     names, fonts = plots.drawable(["cat", "\U000f0123", "\U000f0124x"])  # private use
     assert names == ["cat", r"\uf0123", r"\uf0124x"] and fonts[0] == "DejaVu Sans"
     assert plots.shorten("a" * 14) == "a" * 14 and plots.shorten("a" * 15) == "a" * 13 + "…"
-
-
-def test_an_extra_that_fails_is_one_line(capsys):
-    with failures.optional("the plot"):
-        raise RuntimeError("no letter\n\x1b[31m")
-    line = "warning: the plot is missing (RuntimeError: no letter\\n\\x1b[31m)\n"
-    assert capsys.readouterr().err == line
-    with pytest.raises(KeyboardInterrupt), failures.optional("the plot"):
-        raise KeyboardInterrupt

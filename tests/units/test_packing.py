@@ -196,18 +196,3 @@ def test_blocks_can_be_sent_to_workers_and_be_empty():
     stream, documents, _ = make([1, 1], targets=False)
     empty = cut_text(stream, documents, 5, PAD)
     assert (len(empty), empty.target_tokens, empty.prompts(3)) == (0, 0, [])
-
-
-def test_the_first_blocks_are_blocks_of_their_own():
-    stream = Stream([np.arange(1, 41, dtype=np.int32)])
-    documents = Documents(*(np.array(column) for column in ([0, 20], [20, 20], [-1, -1], [9, 9])))
-    blocks = cut_text(stream, documents, 8, 0)
-    some = blocks.first(2)
-    assert (
-        len(some) == 2
-        and some.bytes == pytest.approx(18 * 16 / 38)
-        and len(blocks.first(100)) == len(blocks)
-    )
-    both = some.__getitems__([0, 1]), blocks.__getitems__([0, 1])
-    assert all(torch.equal(both[0][name], both[1][name]) for name in both[0])
-    assert some.target_tokens == (both[0]["targets"] >= 0).sum()

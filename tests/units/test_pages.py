@@ -1,30 +1,11 @@
 """What the pages and the scripts say alike: the table of figures, and what a probability is."""
 
-import json
 import sys
 
 import pytest
-from harness.launches import ROOT, load_script
+from harness.launches import load_script
 
 from utils.run.failures import UserError
-
-
-def test_the_benchmark_table_is_that_of_the_record(monkeypatch, capsys):
-    """.github/benchmark.json is what benchmark.py wrote, and names only benchmarks and options that
-    exist.
-    """
-    benchmark = load_script("benchmark")
-    record = json.loads((ROOT / ".github" / "benchmark.json").read_text())
-    assert benchmark.table(record) in (ROOT / "scripts" / "README.md").read_text()
-    monkeypatch.setattr(sys, "argv", ["benchmark.py", "--help"])
-    with pytest.raises(SystemExit):
-        benchmark.parse_args()
-    flags = capsys.readouterr().out
-    for name, figure in record["figures"].items():
-        words = figure["command"].split()
-        assert words[:2] == ["python", "scripts/benchmark.py"] and words[2] in benchmark.BENCHMARKS
-        assert name.startswith(words[2])
-        assert all(word in flags for word in words if word.startswith("--"))
 
 
 @pytest.mark.parametrize(

@@ -17,9 +17,3 @@ def test_orders_stay_the_same():
         753590400855454,
         605005581455889,
     ]
-
-
-def test_all_orders_of_few_numbers_are_about_equally_frequent():
-    counts = np.unique([order(4, seed) for seed in range(2400)], axis=0, return_counts=True)[1]
-    assert len(counts) == 24
-    assert ((counts - 100) ** 2 / 100).sum() < 50  # one in a thousand with 23 degrees of freedom

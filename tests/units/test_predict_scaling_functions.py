@@ -33,11 +33,6 @@ def test_the_fitted_link_predicts_what_it_was_fitted_to(processes):
     assert script.fit_link(rows, processes) == pytest.approx(link, rel=0.02)
 
 
-def test_buckets():
-    assert script.buckets(1000) == [1000]
-    assert script.buckets(2**20 + 30 * 2**20) == [2**20, 25 * 2**20, 5 * 2**20]
-
-
 def test_hidden_communication_takes_no_time():
     fast, slow = Link(0.0, 1e15), Link(0.0, 1e8)
     assert step_seconds(8, 1.0, 10**8, *fast) == pytest.approx(1.0)

@@ -81,18 +81,3 @@ def test_the_last_evaluation_says_how_long_it_will_take(clock):
     main.announce(4000, "runs/a")
     progress.Progress(accelerator(2, rank=1)).announce(10**9, "runs/a")
     assert len(clock.lines) == 3
-
-
-def test_the_batches_are_those_that_the_guard_yields(clock):
-    seen = []
-
-    def watch(loader):
-        for batch in loader:
-            yield batch
-            seen.append(batch)
-            if batch == 2:
-                raise InterruptedError
-
-    with pytest.raises(InterruptedError):
-        evaluate(progress.Progress(accelerator(), watch), clock, 1)
-    assert seen == [0, 1, 2] and clock.bars[0].closed

@@ -55,23 +55,6 @@ def test_rows_name_regular_files_of_their_folder_only(path, says, tmp_path):
     assert "\n" not in str(error.value)
 
 
-def test_rows_may_name_files_beside_their_table_and_a_list_any(tmp_path):
-    folder = tmp_path / "d"
-    (folder / "in").mkdir(parents=True)
-    for i in range(8):
-        noise(i).save(folder / "in" / f"{i}.png")
-    relative = [f"in/{i}.png" for i in range(8)]
-    absolute = [folder / name for name in relative]
-    assert len(read_all(rows_with_paths(folder, relative))) == 8
-    assert len(read_all(rows_with_paths(folder, absolute))) == 8
-    for suffix in ("csv", "jsonl"):  # a person can read and write these
-        assert len(read_all(rows_with_paths(tmp_path / "lists", absolute, suffix))) == 8
-    with pytest.raises(BadImage, match="not in the folder of the table"):
-        read_all(rows_with_paths(tmp_path / "tables", absolute))
-    os.symlink(folder, tmp_path / "link")
-    assert len(read_all(rows_with_paths(tmp_path / "link", absolute))) == 8
-
-
 def test_files_rows_and_arrays_say_the_same_of_an_image(tmp_path):
     images = [noise(i, (5 + i, 4)) for i in range(3)]
     listed = ["ä 0.png", "b/1.png", "2.png"]

@@ -7,7 +7,6 @@ import pytest
 import torch
 
 from utils.data import subset
-from utils.data.images import Images
 from utils.data.packing import Documents, Stream, cut_text
 from utils.data.text import Windows
 from utils.run.plan import Plan
@@ -80,10 +79,3 @@ def test_chosen_blocks_are_those_of_all():
         assert torch.equal(batch[name], expected[name]), name
     assert some.block_targets.tolist() == whole.block_targets[indices].tolist() == [8, 8, 2]
     assert whole.bytes == 212 and some.bytes == pytest.approx(212 * 18 / 106)
-
-
-def test_chosen_images_have_their_names_and_labels():
-    source = SimpleNamespace(name=lambda row: f"{row}.png")
-    whole = Images(source, np.arange(100, 140), np.arange(40))
-    some = subset.choose(whole, 7, seed=0)
-    assert [some.name(i) for i in range(7)] == [f"{100 + label}.png" for label in some.labels]

@@ -1,13 +1,11 @@
 """Which text of a folder or a table is trained on, which is held out, and what is left out."""
 
-import bz2
 import codecs
 import errno
 import fcntl
 import gzip
 import hashlib
 import json
-import lzma
 import os
 import re
 import shutil
@@ -18,7 +16,7 @@ import torch
 from utils.data import text as text_module
 from utils.data.cache_files import cannot_write, complete_or_absent
 from utils.data.text import Windows, checksum, load_text, load_to_evaluate
-from utils.data.text_stream import TextStream, describe_stream, load_held_out
+from utils.data.text_stream import describe_stream, load_held_out
 from utils.run.failures import UserError
 
 WORDS = {"train": "alpha ", "val": "beta ", "test": "gamma "}
@@ -86,118 +84,10 @@ def test_without_validation_text_the_last_tenth_of_train_is_held_out(tmp_path):
     assert (alone, rest) == (train, held_out)
 
 
-@pytest.mark.parametrize(
-    ("files", "says"),
-    [
-        (dict(train_txt="a" * 99, notes_txt="b" * 99), "train.txt is one of its splits, and notes"),
-        (dict(val_txt="a" * 99, test_txt="b" * 99), "has no train split, only"),
-        (dict(train_txt="a" * 99, val_txt="b"), "its val split has 1 bytes"),
-        (dict(a_txt="a" * 99, b_jsonl='{"text": "b"}'), "holds both a.txt and b.jsonl"),
-        (dict(a_jsonl='{"text": "b"}', b_csv="text\nb\n"), "holds both a.jsonl and b.csv"),
-        (dict(a_jsonl='{"text": "b"}\n{"text": '), r"row 1 of .* is not JSON"),
-        (dict(a_jsonl='{"text": "b"}\n{"other": 1}'), r"row 1 of .* is not text but NoneType"),
-        (dict(a_jsonl='{"text": "\\ud800 and more and more and more"}'), "is not valid Unicode"),
-        (dict(a_txt_gz=b"\x1f\x8bbroken"), "cannot read .*a.txt.gz"),
-        (dict(a_pdf=b"%PDF"), "holds no file that ends in"),
-    ],
-)
-def test_text_that_is_ambiguous_is_one_line(files, says, tmp_path):
-    with pytest.raises(UserError, match=says) as error:
-        load_text(write(tmp_path, **files), "text", 4)
-    assert "\n" not in str(error.value)
-
-
-def test_text_files_of_every_suffix_are_read_or_named(tmp_path):
-    files = dict(a_txt="alpha " * 9, b_TXT="beta " * 9, c_md="gamma " * 9, d_text="delta " * 9)
-    files |= dict(e_txt_gz=gzip.compress(b"epsilon", mtime=0), f_txt_bz2=bz2.compress(b"zeta"))
-    files |= dict(g_md_xz=lzma.compress(b"eta"), h__i_txt="theta")
-    files |= dict(README_md="no", License_txt="no", j_jsonl_gz=b"no", k_html="no", LICENSE="no")
-    files |= {"l_ipynb": "no"}
-    root = write(tmp_path, **files)
-    (tmp_path / ".ipynb_checkpoints").mkdir()
-    (tmp_path / ".ipynb_checkpoints" / "a-checkpoint.txt").write_text("no")
-    found = load_text(root, "text", 4)
-    read = everything(root)
-    expected = ["alpha " * 9, "beta " * 9, "gamma " * 9, "delta " * 9]
-    assert read == "".join([*expected, "epsilon", "zeta", "eta", "theta"])
-    assert found.details == [
-        "train: 8 files (a.txt)",
-        "left out: .html files: 1 (k.html)",
-        "left out: .ipynb files: 1 (l.ipynb)",
-        "left out: compressed files, other than of text: unpack them: 1 (j.jsonl.gz)",
-        "left out: files without a suffix: 1 (LICENSE)",
-        "left out: hidden folders: 1 (.ipynb_checkpoints)",
-        "left out: pages about the data: 2 (License.txt)",
-    ]
-
-
 def test_pages_alone_are_text_and_beside_tables_they_are_not(tmp_path):
     assert everything(write(tmp_path / "a", README_md="words " * 20)) == "words " * 20
     table = write(tmp_path / "b", README_md="no", data__x_ndjson=as_lines("w", 20))
     assert everything(table) == "".join(f"w{i}\n" for i in range(20))
-
-
-@pytest.mark.parametrize("suffix", ["JSONL", "ndjson", "jsonl", "json", "CSV", "tsv"])
-def test_the_text_column_of_every_table(suffix, tmp_path):
-    text = as_lines("x") if "json" in suffix.lower() else as_csv("x")
-    text = text.replace(",", "\t") if suffix == "tsv" else text
-    (tmp_path / f"rows.{suffix}").write_text(text)
-    for path in (tmp_path, tmp_path / f"rows.{suffix}"):
-        assert everything(str(path)) == "".join(f"x{i}\n" for i in range(30))
-
-
-DATES = ["2024-01-01", "2024-01-01T10:00:00Z", "2024-01-01 10:00:00", "007", "1e5", "NA", "null"]
-
-
-@pytest.mark.parametrize("suffix", ["jsonl", "json", "csv", "array.json"])
-@pytest.mark.parametrize("streaming", [False, True])
-@pytest.mark.parametrize("kinds", [DATES, DATES[:1]])
-def test_what_looks_like_dates_or_numbers_is_text(kinds, suffix, streaming, tmp_path):
-    texts = kinds * 70
-    if suffix == "csv":
-        text = "text\n" + "".join(f"{text}\n" for text in texts)
-    elif suffix == "array.json":
-        text = json.dumps([{"text": text} for text in texts], indent=1)
-    else:
-        text = "".join(json.dumps({"text": text}) + "\n" for text in texts)
-    path = tmp_path / f"rows.{suffix}"
-    path.write_text(text)
-    if not streaming:
-        assert everything(str(path)) == "".join(f"{text}\n" for text in texts)
-        return
-    joined = "".join(f"{text}\n" for text in texts) * 2
-    stream = iter(TextStream(str(path), "text", 30, 2, lanes=1, buffer=4, seed=0, share=(0, 1)))
-    for _ in range(4):
-        for window in next(stream)["inputs"].tolist():
-            seen = bytes(window).decode()
-            if len(kinds) == 1:  # of the others, 1 in 64 is missing, as it is held out
-                assert seen in joined
-            assert set(seen) <= set(joined) and "T00" not in seen
-
-
-@pytest.mark.parametrize(
-    "data",
-    [
-        codecs.BOM_UTF8 + "ähnlich ".encode() * 20,
-        codecs.BOM_UTF16_LE + ("ähnlich " * 20).encode("utf-16-le"),
-        codecs.BOM_UTF16_BE + ("ähnlich " * 20).encode("utf-16-be"),
-        gzip.compress(codecs.BOM_UTF8 + "ähnlich ".encode() * 20, mtime=0),
-    ],
-)
-def test_a_byte_order_mark_is_not_text(data, tmp_path):
-    name = "a.txt.gz" if data.startswith(b"\x1f\x8b") else "a.txt"
-    (tmp_path / name).write_bytes(data)
-    text = load_text(str(tmp_path), "text", 4)
-    assert bytes(text.train.numpy()) + bytes(text.held_out.numpy()) == "ähnlich ".encode() * 20
-
-
-def test_a_byte_order_mark_of_a_table_is_not_text(tmp_path):
-    (tmp_path / "a.jsonl").write_bytes(codecs.BOM_UTF8 + as_lines("x").encode())
-    (tmp_path / "b.csv").write_bytes(codecs.BOM_UTF8 + b"text\n" + b"x\n" * 30)
-    (tmp_path / "c.json").write_bytes(codecs.BOM_UTF8 + json.dumps([{"text": "x"}] * 30).encode())
-    assert everything(str(tmp_path / "a.jsonl")) == "".join(f"x{i}\n" for i in range(30))
-    assert everything(str(tmp_path / "b.csv")) == "x\n" * 30
-    assert everything(str(tmp_path / "c.json")) == "x\n" * 30
 
 
 def test_a_text_that_is_a_fifo_is_not_waited_for(tmp_path):
@@ -359,20 +249,6 @@ def test_the_checksum_of_a_long_text_has_its_size_and_parts_of_it(tmp_path, monk
 
 
 # ----------------------------------------------------------------------------- streams, fingerprint
-
-
-def test_a_stream_trains_on_train_and_holds_out_val(tmp_path):
-    files = dict(train_jsonl=as_lines("alpha ", 200), val_jsonl=as_lines("beta "))
-    root = write(tmp_path, **files, test_jsonl=as_lines("gamma "))
-    held_out = bytes(load_held_out(root, "text", 4).numpy()).decode()
-    assert held_out == "".join(f"beta {i}\n" for i in range(30))
-    stream = iter(TextStream(root, "text", 8, 2, lanes=1, buffer=5, seed=0, share=(0, 1)))
-    seen = "".join(
-        bytes(window).decode() for _ in range(200) for window in next(stream)["inputs"].tolist()
-    )
-    assert set(seen) <= set("alpha 0123456789\n")
-    for number in range(200):  # all of it: nothing of `train` is held out
-        assert f"{number}\n"[:2] in seen
 
 
 def describe(root):

@@ -267,24 +267,9 @@ def test_a_cache_that_cannot_be_written_is_one_line(tokenizer, tmp_path, monkeyp
         load_tokens(path, tokenizer, 64)
 
 
-def test_only_texts_without_an_end_are_said(tokenizer, tmp_path):
-    said = "the tokenizer has no end token: documents end without one"
-    path = write(tmp_path / "a.jsonl", [{"text": "the date"}] * 4)
-    assert said not in load_tokens(path, tokenizer, 16).details
-    assert said in load_tokens(path, make_tokenizer(eos_token=None), 16).details
-    path = chats(tmp_path / "b.jsonl")
-    assert said not in load_tokens(path, make_tokenizer(eos_token=None), 64).details
-
-
 def test_workers_get_the_name_of_a_file_instead_of_its_tokens(tokenizer, tmp_path):
     rows = [{"text": f"the date is {number} " * 200} for number in range(100)]
     blocks = load_tokens(write(tmp_path / "a.jsonl", rows), tokenizer, 64).splits["train"]
     sent = pickle.dumps(blocks)
     assert len(sent) < 2 * blocks.tokens  # the tokens are of four bytes
     assert targets(pickle.loads(sent)) == targets(blocks)
-
-
-def test_synthetic_is_read_at_once(tokenizer):
-    corpus = load_tokens("synthetic", tokenizer, 256, seed=2)
-    assert corpus.description.startswith("4,000 train and 200 val conversations")
-    assert corpus.splits["train"].padding < 0.05

@@ -53,16 +53,6 @@ def test_a_very_long_image_costs_no_memory(size):
     assert scaled.numel() <= 3 * 256 * 256 * transforms.LONGEST
 
 
-def test_of_a_long_image_the_center_is_seen_and_usual_ones_are_scaled_whole():
-    long = np.zeros((4, 400, 3), dtype=np.uint8)
-    long[:, 198:202] = 255  # the central square
-    seen = EvalTransform(PREPROCESS | dict(resize=32))(Encoded(encoded(Image.fromarray(long))))
-    assert seen.float().mean() > 220
-    assert transforms.shrink(Encoded(encoded(noise(0))), 16).shape == (3, 16, 16)
-    wide = Encoded(encoded(noise(0, (640, 20))))  # 32 times as long as high
-    assert transforms.shrink(wide, 10).shape == (3, 10, 320)
-
-
 def test_each_option_of_training_does_what_it_says():
     """Without any, it is a random part of the image, scaled."""
     gradient = np.zeros((40, 60, 3), dtype=np.uint8)

@@ -99,18 +99,6 @@ def test_the_weights_of_a_run(tmp_path):
     assert weights.read(tmp_path / "plain.safetensors").config is None
 
 
-def test_the_weights_of_a_checkpoint(checkpoint, tmp_path):
-    save_file({"module.a": torch.ones(1)}, checkpoint.writing / "model.safetensors")
-    folder = checkpoint(config={"width": 3})
-    for path in (folder, folder / "model.safetensors", tmp_path / "run"):
-        saved = weights.read(path)
-        assert list(saved.state) == ["a"] and saved.config == {"width": 3}
-        assert saved.arguments == {"lr": 0.5} and saved.run == tmp_path / "run"
-        assert saved.file == folder / "model.safetensors"
-    copy = folder.rename(tmp_path / "copy")
-    assert weights.read(copy).run == tmp_path
-
-
 def test_averaged_weights_are_the_ones_that_count(checkpoint):
     model = torch.nn.Linear(1, 1)
     averaged = torch.optim.swa_utils.AveragedModel(model)
@@ -119,13 +107,6 @@ def test_averaged_weights_are_the_ones_that_count(checkpoint):
     torch.save(averaged.state_dict(), checkpoint.writing / weights.AVERAGED)
     saved = weights.read(checkpoint())
     assert saved.state["weight"].item() == 7.0 and saved.state.keys() == {"weight", "bias"}
-
-
-@pytest.mark.parametrize("state", [{"epoch": 3}, [1, 2]])
-def test_another_registered_object_is_none_of_the_weights(state, checkpoint):
-    save_file({"a": torch.ones(1)}, checkpoint.writing / "model.safetensors")
-    torch.save(state, checkpoint.writing / weights.AVERAGED)
-    assert weights.read(checkpoint()).state["a"].item() == 1.0
 
 
 def test_sharded_weights(checkpoint, tmp_path):
@@ -167,27 +148,6 @@ def test_an_index_keeps_its_other_data(checkpoint):
     index = reader.read_metadata()
     assert index.storage_meta.load_id == reader.load_id
     assert list(index.state_dict_metadata) == ["a"]
-
-
-def test_shards_that_cannot_be_read_are_one_line(checkpoint, tmp_path, monkeypatch):
-    """Of whichever process the error is; and a run that may only be read is read."""
-    state = {"model": {"a": torch.ones(2, 3)}}
-    dcp.save(state, checkpoint_id=checkpoint.writing / weights.SHARDS, no_dist=True)
-    folder = checkpoint()
-    monkeypatch.setattr(os, "access", lambda path, mode: False)
-    made = []
-    temporary = weights.tempfile.TemporaryDirectory
-    monkeypatch.setattr(
-        weights.tempfile,
-        "TemporaryDirectory",
-        lambda dir: made.append(dir) or temporary(dir=tmp_path),
-    )
-    assert torch.equal(weights.read(folder).state["a"], torch.ones(2, 3)) and made == [None]
-    (shard,) = (folder / weights.SHARDS).glob("*.distcp")
-    shard.write_bytes(shard.read_bytes()[:100])
-    with pytest.raises(UserError, match=f"cannot read weights from .*{weights.SHARDS}: ") as caught:
-        weights.read(folder)
-    assert "no such file" not in str(caught.value)
 
 
 def test_an_error_of_some_processes_is_theirs():

@@ -120,12 +120,14 @@ class Run(NamedTuple):
 
     Attributes:
         arguments (str): those of the script.
+        accumulation (int): the micro-batches of a step, of each process.
         steps, losses (list): of each step, as `recorded` returns them; the losses of all
             micro-batches.
     """
 
     folder: object
     arguments: str
+    accumulation: int
     steps: list
     losses: list
 
@@ -149,7 +151,7 @@ class Table:
         options = dict(processes=processes, accumulation=accumulation, dropout=dropout)
         config = None if processes == 1 else "2cpu"
         steps = recorded(config, f"scripts/{name}.py", arguments, folder, **options)
-        return Run(folder, arguments, steps, losses_of(folder))
+        return Run(folder, arguments, accumulation, steps, losses_of(folder))
 
     def whole(self, name, processes=1, accumulation=1, dropout=False):
         """An uninterrupted run."""
@@ -162,6 +164,11 @@ class Table:
             f"every_script/{'_'.join(map(str, words))}",
             lambda folder: self.start(name, folder / "run", processes, accumulation, dropout),
         )
+
+    def one(self, name):
+        """The run on one process: with micro-batches, if that is the run that is interrupted."""
+        shared = SCRIPTS[name].killed == 1 and SCRIPTS[name].dropout is None
+        return self.whole(name, accumulation=2 if shared else 1)
 
     def interrupted(self, name, processes):
         """A run that gets a signal in step 3, is killed in step 8, and is continued each time.
@@ -263,7 +270,7 @@ def test_a_signal_saves_at_once_and_says_how_to_continue(name, processes, table)
 @every_script()
 def test_each_step_trains_on_the_same_samples_on_any_number_of_processes(name, table):
     """Augmented in the same way; so each step has the same loss."""
-    one, two = table.whole(name), table.whole(name, 2, 2)
+    one, two = table.one(name), table.whole(name, 2, 2)
     assert [step["step"] for step in one.steps] == list(range(1, STEPS + 1))
     assert one.steps == two.steps
     for a, b in zip(metrics(one.folder, "train"), metrics(two.folder, "train"), strict=True):
@@ -274,7 +281,7 @@ def test_each_step_trains_on_the_same_samples_on_any_number_of_processes(name, t
 @pytest.mark.slow
 @every_script()
 def test_four_processes_train_on_the_same_samples(name, table):
-    one, four = table.whole(name), table.whole(name, 4)
+    one, four = table.one(name), table.whole(name, 4)
     assert one.steps == four.steps
     for a, b in zip(metrics(one.folder, "train"), metrics(four.folder, "train"), strict=True):
         assert a["loss"] == pytest.approx(b["loss"], abs=1e-4)
@@ -284,7 +291,7 @@ def test_four_processes_train_on_the_same_samples(name, table):
 def test_each_epoch_has_each_sample_once_in_another_order(name, table):
     """A batch that is left over is left out; over time, that is not always the same."""
     samples, changes = SCRIPTS[name].samples, SCRIPTS[name].changes
-    steps = [step["ids"] for step in table.whole(name).steps]
+    steps = [step["ids"] for step in table.one(name).steps]
     orders = [[sample for step in steps[i : i + EPOCH] for sample in step] for i in (0, EPOCH, 8)]
     for order in orders:
         assert len({number for number, _ in order}) == len(order)
@@ -300,7 +307,7 @@ def test_each_epoch_has_each_sample_once_in_another_order(name, table):
 
 @every_script()
 def test_one_and_two_processes_evaluate_each_held_out_sample_once(name, table):
-    one, two = table.whole(name), table.whole(name, 2, 2)
+    one, two = table.one(name), table.whole(name, 2, 2)
     for kind, size in SCRIPTS[name].counted.items():
         for folder in (one.folder, two.folder):
             found = results(folder)[kind]
@@ -319,13 +326,13 @@ def test_one_and_two_processes_evaluate_each_held_out_sample_once(name, table):
 @pytest.mark.parametrize("processes", [1, 2])
 @every_script()
 def test_logs_the_loss_of_the_global_batch_once_per_due_step(name, processes, table):
-    whole = table.whole(name, processes, processes)
+    whole = table.one(name) if processes == 1 else table.whole(name, 2, 2)
     lines, batch = metrics(whole.folder, "train"), len(whole.steps[0]["ids"])
     assert [line["step"] for line in lines] == [2, 4, 6, 8, 10, STEPS]
     combine = sum if name == "train_lm" else mean  # parts with their shares of all targets
     for line in lines:
         losses = whole.losses[line["step"] - 1]
-        assert len(losses) == processes * (processes if name != "train_minimal" else 1)
+        assert len(losses) == processes * whole.accumulation
         assert line["loss"] == pytest.approx(combine(losses), rel=1e-6)
     rates = [line["lr"] for line in lines]  # of the next step
     if name == "train_minimal":
@@ -340,16 +347,14 @@ def test_logs_the_loss_of_the_global_batch_once_per_due_step(name, processes, ta
 
 @every_script(train_minimal="it has no --max_grad_norm")
 def test_clips_the_gradient_of_the_whole_batch(name, table):
-    norms = [
-        [line["grad_norm"] for line in metrics(table.whole(name, count, count).folder, "train")]
-        for count in (1, 2)
-    ]
+    runs = (table.one(name), table.whole(name, 2, 2))
+    norms = [[line["grad_norm"] for line in metrics(run.folder, "train")] for run in runs]
     assert norms[0] == pytest.approx(norms[1], rel=1e-3) and max(norms[0]) > 0.5
 
 
 @every_script()
 def test_a_finished_run_is_left_alone_and_trains_longer(name, table, tmp_path):
-    one, folder = table.whole(name), tmp_path / "run"
+    one, folder = table.one(name), tmp_path / "run"
     shutil.copytree(one.folder, folder, ignore=shutil.ignore_patterns(".lock"))
 
     def files():
@@ -361,7 +366,8 @@ def test_a_finished_run_is_left_alone_and_trains_longer(name, table, tmp_path):
     assert "already finished" in done.stdout and files() == before
     assert "run the same command with a larger" in done.stdout
     longer = f"{one.arguments} --max_train_steps {STEPS + 2}"
-    steps = recorded(None, f"scripts/{name}.py", longer, folder, dropout=False)
+    options = dict(accumulation=one.accumulation, dropout=False)
+    steps = recorded(None, f"scripts/{name}.py", longer, folder, **options)
     assert [step["step"] for step in steps] == [STEPS + 1, STEPS + 2]
     before = {number for step in one.steps[2 * EPOCH :] for number, _ in step["ids"]}
     assert before.isdisjoint(number for number, _ in steps[0]["ids"])  # the last of their epoch

@@ -8,7 +8,6 @@ import shutil
 import numpy as np
 import pytest
 import torch
-from harness.data import SHARED_DATA
 from harness.launches import (
     GPT,
     ROOT,
@@ -24,10 +23,9 @@ from safetensors.torch import load_file
 
 datasets = pytest.importorskip("datasets")
 
-SHAKESPEARE = SHARED_DATA / "tinyshakespeare" / "input.txt"
 EVALUATE, WRAPPED = "scripts/evaluate.py", "tests/harness/wrapped.py"
 MODEL = "--n_layer 2 --n_head 2 --n_embd 32 --block_size 32 --batch_size 12 --sample_length 40"
-SMALL = f"{MODEL} --max_train_steps 20 --log_every 1 --eval_every 10 --checkpoint_every 5"
+SMALL = f"{MODEL} --max_train_steps 8 --log_every 1 --eval_every 4 --checkpoint_every 4"
 # Two processes, the model sharded over them.
 SHARDED = ("--mixed_precision", "no", "--num_processes", "2")
 
@@ -40,13 +38,13 @@ def write_lines(count):
 
 @pytest.fixture(scope="session")
 def text(made_once):
-    """A local text file: tinyshakespeare if it exists, otherwise a made one."""
+    """A local text file."""
 
     def make(folder):
         (folder / "made_up.txt").write_text("\n".join(write_lines(3000)))
         return folder / "made_up.txt"
 
-    return SHAKESPEARE if SHAKESPEARE.exists() else made_once("text", make)
+    return made_once("text", make)
 
 
 @pytest.fixture(scope="session")
@@ -76,21 +74,20 @@ def losses(folder, split="train"):
 
 def assert_same_losses(one, other):
     """Compares the loss of every step, with the tolerance of 1e-4 from the README."""
-    assert losses(one).keys() == losses(other).keys() == set(range(1, 21))
+    assert losses(one).keys() == losses(other).keys() == set(range(1, 9))
     for step, loss in losses(one).items():
         assert losses(other)[step] == pytest.approx(loss, abs=1e-4), step
 
 
-def killed_after_step_10(whole, folder):
-    """Makes `folder` what a kill in step 14 would have left of a run: its files of before."""
+def killed_after_step_4(whole, folder):
+    """Makes `folder` what a kill in step 6 would have left of a run: its files of before."""
     shutil.copytree(whole, folder, ignore=shutil.ignore_patterns(".lock", "*.safetensors"))
-    weights = whole / "checkpoints" / "step_00000010"
+    weights = whole / "checkpoints" / "step_00000004"
     shutil.copytree(weights, folder / "checkpoints" / weights.name, dirs_exist_ok=True)
     (folder / "results.json").unlink()
-    for step in (15, 20):
-        shutil.rmtree(folder / "checkpoints" / f"step_{step:08}")
+    shutil.rmtree(folder / "checkpoints" / "step_00000008")
     before = json.loads((folder / "status.json").read_text())
-    state = before | {"state": "running", "step": 13}
+    state = before | {"state": "running", "step": 5}
     (folder / "status.json").write_text(json.dumps(state))
     return folder
 
@@ -102,15 +99,15 @@ def test_leaves_everything_it_promises(gpt):
         "metrics.jsonl",
         "status.json",
         "tensorboard",
-        "checkpoints/step_00000020/manifest.json",
+        "checkpoints/step_00000008/manifest.json",
     ):
         assert (folder / name).exists(), name
     assert min(Image.open(folder / "curves.png").size) > 300
     assert status(folder)["state"] == "finished"
     result = results(folder)
-    assert result["tokens_seen"] == 20 * 12 * 32 and result["samples_seen"] == 20 * 12
+    assert result["tokens_seen"] == 8 * 12 * 32 and result["samples_seen"] == 8 * 12
     assert result["val_bits_per_byte"] == pytest.approx(result["val_loss"] / math.log(2))
-    assert result["val_loss"] == losses(folder, "val")[20]
+    assert result["val_loss"] == losses(folder, "val")[8]
     # 2 blocks with 12 width^2 + 5 width parameters each, embedding and head; the formula of PaLM
     # leaves out the embedding
     assert result["parameters"] == 2 * (12 * 32**2 + 5 * 32) + 2 * 256 * 32
@@ -118,7 +115,7 @@ def test_leaves_everything_it_promises(gpt):
     # The peak of a CPU is not known.
     assert not any("mfu" in line for line in metrics(folder, "train"))
     [sample] = metrics(folder, "sample")
-    assert sample["step"] == 20 and sample["text"].startswith("abc")
+    assert sample["step"] == 8 and sample["text"].startswith("abc")
     assert (folder / "sample.txt").read_bytes().decode() == sample["text"]
     assert "global batch 12 = 1 process x 12 samples" in done.stdout
 
@@ -154,7 +151,8 @@ def test_evaluations_take_some_windows_always_the_same_and_the_last_one_all(gpt,
     done = run("2cpu", GPT, longer, output_dir=folder)
     lines, whole = metrics(folder, "val"), results(folder)
     assert [line["step"] for line in lines] == [2, 4, 6, 7]
-    assert {line["bytes"] for line in lines} == {30 * 32}
+    (size,) = {line["bytes"] for line in lines}
+    assert 29 * 32 < size <= 30 * 32  # the last window of the text may be shorter
     few = lines[0]["loss"]
     assert [line["loss"] for line in lines] == pytest.approx([few] * 4, rel=1e-6)
     assert whole["val_bytes"] == results(first)["val_bytes"]
@@ -171,31 +169,15 @@ def test_evaluations_take_some_windows_always_the_same_and_the_last_one_all(gpt,
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("what", ["own", "moved", "another"])
-def test_evaluate_finds_the_same_loss_and_scores_another_text(what, gpt, text, tmp_path):
+def test_evaluate_finds_the_same_loss_on_two_processes(gpt, tmp_path):
     """Without dropout, though the run has some."""
-    folder, config, words = gpt.folder, None, []
-    if what == "own":
-        config = "2cpu"
-    elif what == "moved":
-        words = ["--dataset", str(shutil.copy(text, tmp_path / "moved.txt"))]
-    else:  # its test split, and not what it has to train on
-        words = ["--dataset", str(tmp_path / "text")]
-        for split, count in {"train": 20, "test": 3}.items():
-            (tmp_path / "text" / split).mkdir(parents=True)
-            (tmp_path / "text" / split / "a.txt").write_text("To be, or not. " * count)
-    done = run(config, EVALUATE, [str(folder), *words], output_dir=tmp_path / "scores")
-    found = results(tmp_path / "scores")
-    if what == "another":
-        assert found["test_bytes"] == 3 * 15 - 1 and found["test_loss"] > 0
-        assert "train, not used: 1 file" in done.stdout
-        return
-    assert found["val_loss"] == pytest.approx(results(folder)["val_loss"], rel=1e-6)
+    done = run("2cpu", EVALUATE, [str(gpt.folder)], output_dir=tmp_path)
+    found, expected = results(tmp_path), results(gpt.folder)
+    assert found["val_loss"] == pytest.approx(expected["val_loss"], rel=1e-6)
     assert found["val_bits_per_byte"] == pytest.approx(found["val_loss"] / math.log(2))
-    assert found["val_bytes"] == results(folder)["val_bytes"]
-    last = done.stdout.splitlines()[-1]
+    assert found["val_bytes"] == expected["val_bytes"]
     figure = f"loss {found['val_loss']:.4f} ± {found['val_loss_standard_error']:.4f} nats per byte"
-    assert figure in last and last.endswith(f"results in {tmp_path / 'scores'}")
+    assert figure in done.stdout.splitlines()[-1]
 
 
 def test_a_sharded_run_killed_continues_bit_for_bit(text, tmp_path):
@@ -204,11 +186,11 @@ def test_a_sharded_run_killed_continues_bit_for_bit(text, tmp_path):
     words += " --keep_checkpoints 9 --activation_checkpointing"
     whole = tmp_path / "whole"
     run("4gpu_fsdp", GPT, words, output_dir=whole, launcher=SHARDED)
-    shards = list(whole.glob("checkpoints/step_00000010/*/*.distcp"))
+    shards = list(whole.glob("checkpoints/step_00000004/*/*.distcp"))
     assert len(shards) == 4  # of model and optimizer, a file for each process
-    killed = killed_after_step_10(whole, tmp_path / "killed")
+    killed = killed_after_step_4(whole, tmp_path / "killed")
     run("4gpu_fsdp", GPT, words, output_dir=killed, launcher=SHARDED)
-    assert results(killed)["resumed_from"] == 10
+    assert results(killed)["resumed_from"] == 4
     assert final_weights(killed) == final_weights(whole)
     assert losses(killed) == losses(whole) and losses(killed, "val") == losses(whole, "val")
 
@@ -217,54 +199,20 @@ def test_a_sharded_run_killed_continues_bit_for_bit(text, tmp_path):
 def test_a_sharded_run_computes_the_same_also_on_other_numbers_of_processes(text, tmp_path):
     folder, words = tmp_path / "run", f"--dataset {text} {SMALL}"
     run(None, GPT, words, output_dir=tmp_path / "one")
-    fault = [WRAPPED, ["die_in_step@13:1", GPT, *words.split()]]
+    fault = [WRAPPED, ["die_in_step@6:1", GPT, *words.split()]]
     run("4gpu_fsdp", *fault, output_dir=folder, launcher=SHARDED, check=False)
     run("4gpu_fsdp", GPT, words, output_dir=folder, launcher=(*SHARDED[:-1], "3"))
-    assert results(folder)["num_processes"] == 3 and results(folder)["resumed_from"] == 10
+    assert results(folder)["num_processes"] == 3 and results(folder)["resumed_from"] == 4
     assert_same_losses(tmp_path / "one", folder)
     names = [load_file(f / "model.safetensors").keys() for f in (folder, tmp_path / "one")]
     assert names[0] == names[1]
     # The shards of the last checkpoint have the weights that the script exported.
-    newest = folder / "checkpoints" / "step_00000020"
+    newest = folder / "checkpoints" / "step_00000008"
     samples = [
         run(None, GPT, ["--sample", str(path), *"--temperature 0 --prompt abc".split()]).stdout
         for path in (folder, newest)
     ]
     assert samples[0] == samples[1]
-
-
-@pytest.mark.slow
-@pytest.mark.skipif(not shutil.which("g++"), reason="torch.compile needs a C++ compiler on a CPU")
-def test_a_sharded_compiled_run_in_bf16_computes_nearly_the_same(text, tmp_path):
-    # `use_cpu`: computes in bf16 even where the CPU only emulates it.
-    config = (
-        (ROOT / "accelerate_configs" / "4gpu_fsdp.yaml")
-        .read_text()
-        .replace("use_cpu: false", "use_cpu: true")
-    )
-    (tmp_path / "config.yaml").write_text(config)
-    arguments, launcher = (
-        f"--dataset {text} {SMALL} --compile --activation_checkpointing",
-        ("--num_processes", "2"),
-    )
-    run(tmp_path / "config.yaml", GPT, arguments, output_dir=tmp_path / "run", launcher=launcher)
-    assert (
-        json.loads((tmp_path / "run" / "args.json").read_text())["topology"]["mixed_precision"]
-        == "bf16"
-    )
-    run(None, GPT, f"--dataset {text} {SMALL}", output_dir=tmp_path / "one")
-    exact = losses(tmp_path / "one")
-    assert all(
-        loss == pytest.approx(exact[step], abs=0.05)
-        for step, loss in losses(tmp_path / "run").items()
-    )
-    # It was bf16.
-    assert any(
-        loss != pytest.approx(exact[step], abs=1e-4)
-        for step, loss in losses(tmp_path / "run").items()
-    )
-    names = load_file(tmp_path / "one" / "model.safetensors").keys()
-    assert load_file(tmp_path / "run" / "model.safetensors").keys() == names
 
 
 STREAM = "--streaming 6 --shuffle_buffer 20 --num_workers 1"
@@ -276,38 +224,10 @@ def test_a_stream_killed_on_two_processes_continues_exactly(shards, tmp_path):
     words += " --gradient_accumulation_steps 2"
     whole = tmp_path / "whole"
     run("2cpu", GPT, words, output_dir=whole)
-    killed = killed_after_step_10(whole, tmp_path / "killed")
+    killed = killed_after_step_4(whole, tmp_path / "killed")
     run("2cpu", GPT, words, output_dir=killed)
-    assert results(killed)["resumed_from"] == 10
+    assert results(killed)["resumed_from"] == 4
     assert final_weights(killed) == final_weights(whole) and losses(killed) == losses(whole)
-
-
-@pytest.mark.slow
-def test_a_stream_killed_continues_on_another_number_of_processes(shards, tmp_path):
-    words = f"--dataset {shards} {STREAM} {SMALL}"
-    run(None, GPT, words, output_dir=tmp_path / "one")
-    fault = ["die_in_step@13:1", GPT, *words.split()]
-    run("2cpu", WRAPPED, fault, output_dir=tmp_path / "two", check=False)
-    run(None, GPT, words, output_dir=tmp_path / "two")
-    assert results(tmp_path / "two")["resumed_from"] == 10
-    assert_same_losses(tmp_path / "one", tmp_path / "two")
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("workers", [0, 1])
-def test_an_error_that_only_one_process_meets_is_printed_by_it(workers, shards, tmp_path):
-    arguments = (
-        f"--dataset {shards} --streaming 6 --shuffle_buffer 4 --num_workers {workers} {SMALL}"
-    )
-    wrapped = ["unreadable@40:1", GPT, *arguments.split()]
-    done = run("2cpu", "tests/harness/wrapped.py", wrapped, output_dir=tmp_path, check=False)
-    errors = [
-        line
-        for line in done.stderr.splitlines()
-        if line.startswith("error: ") and "lost contact" not in line
-    ]
-    assert len(errors) == 1 and "the medium is damaged" in errors[0], done.stderr
-    assert status(tmp_path)["state"] == "failed" and status(tmp_path)["reason"] in errors[0]
 
 
 @pytest.mark.slow

@@ -92,21 +92,6 @@ def test_limits(flag):
             parser.parse_args([f"--{flag}={value}"])
 
 
-def test_a_choice_is_known_before_the_others():
-    parser = Parser()
-    parser.add_argument("--preset", default="large")
-    for words, choice in (
-        ([], "large"),
-        (["--preset", "small", "--unknown", "1"], "small"),
-        (["--preset=small"], "small"),
-        (["--pre", "small"], "large"),
-        (["--preset"], None),
-        (["--help"], "large"),
-    ):
-        sys.argv[1:] = words
-        assert parser.choice("preset") == choice
-
-
 def test_what_a_script_leaves_out():
     parser = Parser()
     parser.add_run_arguments(("init_from", "patience", "push_to_hub", "eval_samples"))

@@ -2,7 +2,6 @@
 
 import io
 import json
-import os
 import zipfile
 
 import numpy as np
@@ -67,19 +66,6 @@ def test_changed_pixels_are_another_data_set(tmp_path, monkeypatch):
     names = [write(tmp_path / f"{i}.npz", arrays(shape=shape)) for i, shape in enumerate(shapes)]
     one, other = (find_to_evaluate(name, NAMES).description for name in names)
     assert one != other
-
-
-def test_a_changed_file_of_other_sizes_is_decoded_again(tmp_path, monkeypatch):
-    """Also if its arrays have the same shapes; in the cache of the `datasets` library."""
-    monkeypatch.setenv("HF_DATASETS_CACHE", str(tmp_path / "cache"))
-    images = arrays(shape=(40, 48, 3))
-    first = load_arrays(write(tmp_path / "a.npz", images))
-    assert first.splits["train"].images.shape == (30, 3, 32, 32)
-    assert os.listdir(tmp_path / "cache") == ["decoded_images"]
-    images["train_images"] = 255 - images["train_images"]
-    again = load_arrays(write(tmp_path / "a.npz", images)).splits["train"]
-    difference = again.images.int() + first.splits["train"].images - 255
-    assert difference.abs().max() <= 2
 
 
 def test_a_model_is_evaluated_on_its_own_classes(tmp_path):

@@ -289,30 +289,6 @@ def test_a_checkpoint_without_a_scale_is_loaded_in_fp16(tmp_path):
     assert accelerator.scaler is scaler and accelerator.step == 0  # micro-batches count anew
 
 
-@pytest.mark.parametrize(
-    ("error", "says"),
-    [
-        (
-            RuntimeError("Error(s) in loading:\n\tsize mismatch for a\n\tsize mismatch for b"),
-            r"^checkpoint {} does not fit this run: Error\(s\) in loading: size mismatch for a. If",
-        ),
-        (KeyError("step"), "does not fit this run: 'step'"),
-        (FileNotFoundError("optimizer.bin"), "does not fit this run: optimizer.bin"),
-        (ValueError("shape"), "does not fit this run: shape"),
-        (
-            pickle.UnpicklingError("Unsupported global: posix.system\nmore"),
-            r"checkpoint {} is refused: .* execute code \(Unsupported global: posix.system\)$",
-        ),
-    ],
-)
-def test_what_does_not_fit_is_named(error, says, tmp_path):
-    def fails(*_, **__):
-        raise error
-
-    with pytest.raises(UserError, match=says.format(tmp_path)):
-        checkpoint.load(loading(fails), tmp_path)
-
-
 @pytest.mark.parametrize("other", [None, "random", "numpy", "numpy position", "torch"])
 def test_random_states_that_were_not_restored_are_an_error(other, tmp_path):
     """Accelerate only logs it, and the resumed run would differ."""

@@ -2,7 +2,6 @@
 
 import json
 import re
-import tracemalloc
 from types import SimpleNamespace
 
 import pytest
@@ -87,16 +86,6 @@ def test_nothing_in_common():
             UserError, match=f"metric{says} in common: they have accuracy, f1, loss"
         ):
             compare_runs.choose_metric(runs, wanted)
-
-
-def test_a_long_log_takes_three_numbers_of_memory_a_line(tmp_path):
-    count = 20_000
-    folder = made_run(tmp_path / "run", seconds=[0.1] * count)
-    tracemalloc.start()
-    one = compare_runs.read_run(folder)
-    _, peak = tracemalloc.get_traced_memory()
-    tracemalloc.stop()
-    assert len(one["train"]["loss"]) == count and peak < 200 * count
 
 
 # ------------------------------------------------------------------------------------- compare_ddp.py

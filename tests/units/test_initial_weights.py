@@ -56,23 +56,6 @@ def test_the_prefix_of_a_wrapper_does_not_matter(prefix, suffix, make, tmp_path)
     assert all((value == 7).all() for value in model.state_dict().values())
 
 
-def test_only_what_all_names_share_is_a_prefix():
-    """`module.` inside a name, or before some of the names, belongs to the model."""
-    for names in (
-        ["submodule.a", "submodule.b"],
-        ["model.a", "head.b"],
-        ["a", "module.b"],
-        ["model"],
-    ):
-        state = dict.fromkeys(names)
-        assert list(weights.unwrapped(state)) == names
-    assert list(weights.unwrapped({"blocks.0._orig_mod.a": 0, "b": 1})) == ["blocks.0.a", "b"]
-    assert list(weights.unwrapped({"module.model.a": 0, "module.model.b": 1})) == ["a", "b"]
-    assert weights.unwrapped({}) == {} and weights.shared_prefix({}) is None
-    assert weights.shared_prefix({"net.a": 0, "net.b": 0}) == "net."
-    assert weights.shared_prefix({"net.a": 0, "nets.b": 0}) is None
-
-
 def test_an_unknown_prefix_is_named(tmp_path):
     state = {f"backbone.{name}": value for name, value in build().state_dict().items()}
     save_file(state, tmp_path / "w.safetensors")

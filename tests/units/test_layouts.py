@@ -132,18 +132,6 @@ def test_a_class_that_cannot_be_read_is_one_line(place, name, tmp_path):
         find_images(str(tmp_path))
 
 
-def test_avif_is_read(tmp_path):
-    write(tmp_path, "cat/", "dog/")
-    try:
-        Image.new("RGB", (40, 30), (200, 10, 10)).save(tmp_path / "cat" / "a.avif")
-    except (OSError, ValueError, KeyError):
-        pytest.skip("this Pillow has no AVIF")
-    data = find_images(str(tmp_path), val_fraction=0.3)
-    assert sum(counts(data).values()) == 7
-    red, green, _ = unlabeled(tmp_path / "cat" / "a.avif")[0].open(0).pixels().float().mean((1, 2))
-    assert red > 180 and green < 40
-
-
 # ----------------------------------------------------------------------------------- links, devices
 
 

@@ -11,7 +11,7 @@ from utils.run.measurements import Measurements
 
 
 def test_a_figure_is_measured_once_until_all_are_finished(tmp_path, capsys):
-    path, calls = tmp_path / "new" / "unfinished.json", []
+    path, calls = tmp_path / "new" / "folder" / "unfinished.json", []
 
     def measure(value):
         calls.append(value)

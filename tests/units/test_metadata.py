@@ -93,15 +93,6 @@ def test_the_values_of_one_split_do_not_decide_what_a_class_is(tmp_path):
     assert len(find_to_evaluate(str(tmp_path), ["1", "2", "x"]).splits["test"]) == 20
 
 
-def test_rows_with_more_values_than_columns(tmp_path):
-    """pandas would take the first value for an index, and shift the others."""
-    make(tmp_path)
-    for more in (lambda i: ",", lambda i: "," * (i == 3)):
-        assert find_images(table(tmp_path, more=more)).class_names == KINDS
-    for line, more in ((2, lambda i: ",me"), (5, lambda i: ",me" * (i == 3))):
-        refused(rf"line {line} of .*csv has more values than the 2 col", table(tmp_path, more=more))
-
-
 def test_an_empty_cell_is_no_image(tmp_path):
     make(tmp_path)
     text = (tmp_path / table(tmp_path) / "metadata.csv").read_text()

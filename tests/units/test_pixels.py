@@ -179,16 +179,6 @@ def test_a_tiff_of_which_pillow_reads_half_the_bits_is_refused_where_that_matter
                 find_images(name)
 
 
-def test_values_that_are_no_numbers_are_black():
-    values = np.full((8, 8), np.nan, dtype=np.float32)
-    values[0] = [0, 0.5, 1, 2, -1, np.inf, -np.inf, np.nan]
-    data = tiff(values)
-    nothing = Image.fromarray(np.full((8, 8), np.nan, dtype=np.float32))
-    assert pixels.find_scaling("photos", [(nothing, b"")]) == ({}, [])
-    decoded = Encoded(data, {"float": [0, 1]}).pixels()
-    assert decoded[0, 0].tolist() == [0, 128, 255, 255, 0, 255, 0, 0] and not decoded[:, 1:].any()
-
-
 def test_what_is_transparent_in_deep_images_is_white():
     values = np.zeros((2, 3, 4), dtype=np.uint16)
     values[0, 0] = [65535, 0, 0, 65535]

@@ -12,17 +12,6 @@ Link, step_seconds = script.Link, script.step_seconds
 GIB = 2**30
 
 
-def test_all_reduce():
-    seconds = script.all_reduce_seconds
-    assert seconds(1, 1e9, 1e-5, 1e9) == 0
-    # Two processes: each sends half of the message and receives half of the sum, in two messages.
-    assert seconds(2, 1e9, 1e-5, 1e9) == pytest.approx(1 + 2e-5)
-    # For a long message the ring is faster, for a short one the tree.
-    ring = 2 * 1023 * 1e-6 + 2 * 4 * 1023 / 1024
-    assert seconds(1024, 4e9, 1e-6, 1e9) == pytest.approx(ring)
-    assert seconds(1024, 4, 1e-6, 1e9) == pytest.approx(40e-6, rel=0.05)
-
-
 @pytest.mark.parametrize("processes", [2, 3, 8, 64])
 def test_the_fitted_link_predicts_what_it_was_fitted_to(processes):
     link, rows = Link(2e-5, 3e9), []
@@ -41,22 +30,6 @@ def test_hidden_communication_takes_no_time():
     rest = (10**8 - 2**20) * 2 * 7 / 8 / 1e8
     assert step_seconds(8, 1.0, 10**8, *slow) == pytest.approx(made + rest, rel=1e-6)
     assert step_seconds(8, 1.0, 10**8, *slow, overlap=False) == pytest.approx(1 + 2 * 7 / 8)
-
-
-@pytest.mark.parametrize(
-    ("links", "seconds"),
-    [
-        # Three layers, 1 s forward and 2 s backward each. Over fast links, the first gather of each
-        # pass and the last reduction are not hidden.
-        (dict(gather=0.5, reduce=0.25), 9 + 2 * 0.5 + 0.25),
-        # Slow links: forward 2 + 2 * 2 + 1; backward 2 + 2 * (2 + 3) + 2 + 3.
-        (dict(gather=2.0, reduce=3.0), 7 + 17),
-        # The other link is the slowest: forward 1 + 2 * 1 + 1; backward 1 + 2 * 5 + 2 + 1 + 5.
-        (dict(gather=1.0, reduce=1.0, average=5.0), 4 + 19),
-    ],
-)
-def test_a_sharded_step_hides_communication_behind_computation(links, seconds):
-    assert script.sharded_seconds(3, 9.0, **links) == pytest.approx(seconds)
 
 
 def model(**more):

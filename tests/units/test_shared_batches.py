@@ -29,7 +29,7 @@ def test_a_batch_arrives_as_it_was_sent():
     assert batch["images"].shape == (2, 3, 3, 4) and batch["images"].dtype == torch.uint8
     assert batch["images"].is_contiguous(memory_format=torch.channels_last)
     assert batch["images"].unique(dim=0).flatten(1)[:, 0].tolist() == [7, 8]
-    assert batch["labels"].tolist() == [0, 1] and batch["bad"] == [7]
+    assert torch.equal(batch["labels"], torch.tensor([0, 1])) and batch["bad"] == [7]
     del batch
     known = 0
     for value in range(20):
@@ -37,6 +37,11 @@ def test_a_batch_arrives_as_it_was_sent():
         known += sent.__reduce__()[1][1] is None  # only the number of its memory is sent
         assert copy.copy(sent)["images"].flatten()[0] == value
     assert known > 15
+
+
+def test_memory_is_not_used_again_while_its_batch_is_kept():
+    kept = [copy.copy(made(value)) for value in range(5)]
+    assert [int(batch["images"].flatten()[0]) for batch in kept] == list(range(5))
 
 
 @pytest.mark.parametrize(("count", "fits"), [(1, True), (2, True), (40, False)])

@@ -11,7 +11,6 @@ from harness.data import encoded, make_photos, noise
 from utils.data import columns
 from utils.data.arrays import load_arrays
 from utils.data.sources import find_images
-from utils.data.text import load_text
 from utils.run.failures import UserError
 
 datasets = pytest.importorskip("datasets")
@@ -64,22 +63,6 @@ def make_table(file, column="bytes", **others):
         table = table.replace_schema_metadata(None)  # without what only `datasets` writes
     datasets.Dataset(table).to_parquet(str(file))
     return str(file)
-
-
-@pytest.mark.parametrize("column", COLUMNS)
-def test_a_single_parquet_file_with_columns_of_other_names_is_a_data_set(column, tmp_path):
-    file = make_table(tmp_path / "photos.parquet", column)
-    options = dict(label_column="kind", val_fraction=0.2)
-    found, data = find_images(file, **options), load_arrays(file, **options)
-    assert found.class_names == data.class_names == KINDS
-    assert sizes(found) == {"train": 24, "val": 6} and data.description == found.description
-    for split, images in found.splits.items():
-        for index, row in enumerate(images.rows):
-            assert images.labels[index] == data.splits[split].labels[index] == row % 3
-            assert torch.equal(images.open(index).pixels(), pixels_of(row))
-            assert torch.equal(data.splits[split].images[index], pixels_of(row))
-            assert images.name(index) == f"row {row} of {file}, train split"
-    assert find_images(file, image_column="photo", label_column="kind").class_names == KINDS
 
 
 @pytest.mark.parametrize("suffix", ["csv", "jsonl", "arrow"])
@@ -151,15 +134,6 @@ def test_the_types_of_columns_say_what_they_are(tmp_path):
     refused("several label columns, fine, coarse: give --columns IMAGE LABEL", tmp_path)
 
 
-def test_a_single_file_of_another_kind_is_refused(tmp_path):
-    noise(0).save(tmp_path / "photo.png")
-    refused(r"photo.png is a file that does not end in \.parquet", tmp_path / "photo.png")
-    refused("there is no such file or folder", "photos.parquet")
-    (tmp_path / "broken.parquet").write_bytes(b"PAR1 and nothing of the kind")
-    for load in (find_images, load_arrays, lambda name: load_text(name, "text", 16)):
-        refused(r"cannot load --dataset .*broken\.parquet", tmp_path / "broken.parquet", load)
-
-
 # ----------------------------------------------------------------------------------------- splits
 
 
@@ -200,34 +174,6 @@ def test_a_split_depends_on_names_and_seed_only(tmp_path):
     assert names(find_images(folder, seed=1, val_fraction=0.2).splits["val"]) != held_out
     assert sizes(find_images(folder, val_fraction=0.01)) == {"train": 18, "val": 2}
     assert sizes(find_images(folder, val_fraction=0.99)) == {"train": 2, "val": 18}
-
-
-def test_another_layout_is_refused(tmp_path):
-    refused(r"has no class folder \(no sub-folder has images\)", tmp_path)
-    noise(0).save(tmp_path / "1.png")
-    refused(r"has no class folder \(1 image is directly in it\)", tmp_path)
-    refused("has only one class, cat", make_photos(tmp_path / "a", 2, classes=("cat",)))
-    refused("class cat has 1 image: at least 2", make_photos(tmp_path / "b", 1, [""]))
-    folder = make_photos(tmp_path / "c", 2)
-    shutil.rmtree(folder / "val" / "dog")
-    refused("its val split has no image of class dog", folder)
-    (folder / "val" / "yak").rename(folder / "val" / "emu")
-    refused("class emu of its val split is not in its train split", folder)
-
-
-def test_text_comes_from_the_same_tables(tmp_path):
-    rows = datasets.Dataset.from_dict({"title": ["a", "b"], "body": ["one, two", "three\nfour"]})
-    rows.save_to_disk(str(tmp_path / "arrow"))
-    (tmp_path / "parquet").mkdir()
-    rows.to_parquet(str(tmp_path / "parquet" / "part.parquet"))
-    for suffix in ("arrow", "parquet"):
-        folder = tmp_path / suffix
-        for path in (folder, next(folder.glob(f"*.{suffix}"))):
-            text = load_text(str(path), "body", 4)
-            assert bytes(torch.cat([text.train, text.held_out])) == b"one, two\nthree\nfour\n"
-            refused(
-                "give --text_column, one of title, body", path, lambda p: load_text(p, "text", 4)
-            )
 
 
 def make_splits(folder, files):

@@ -4,7 +4,6 @@ import codecs
 import errno
 import fcntl
 import gzip
-import hashlib
 import json
 import os
 import re
@@ -15,7 +14,7 @@ import torch
 
 from utils.data import text as text_module
 from utils.data.cache_files import cannot_write, complete_or_absent
-from utils.data.text import Windows, checksum, load_text, load_to_evaluate
+from utils.data.text import Windows, load_text, load_to_evaluate
 from utils.data.text_stream import describe_stream, load_held_out
 from utils.run.failures import UserError
 
@@ -150,38 +149,6 @@ def source_of(kind, folder):
     return str(folder), "text"
 
 
-@pytest.mark.parametrize("links", [True, False])
-def test_a_file_that_another_machine_made_meanwhile_is_kept(links, tmp_path, monkeypatch):
-    """Its processes have mapped it: on NFS, those pages would be gone."""
-    if not links:
-
-        def link(*_):
-            raise PermissionError(1, "Operation not permitted")
-
-        monkeypatch.setattr(os, "link", link)
-    file = tmp_path / "text.bin"
-    with complete_or_absent(file) as out:
-        out.write(b"text")
-        assert not file.exists()
-    assert file.read_bytes() == b"text"
-    before = file.stat().st_ino
-    with complete_or_absent(file) as out:
-        out.write(b"text")
-    assert (file.stat().st_ino == before) == links and list(tmp_path.iterdir()) == [file]
-
-
-def test_two_writers_with_the_same_process_id_do_not_meet(tmp_path):
-    """As in two containers of a machine, which may share a name, too."""
-    file = tmp_path / "text.bin"
-    with complete_or_absent(file) as first:
-        first.write(b"te")
-        with complete_or_absent(file) as second:
-            second.write(b"text")
-            assert len(list(tmp_path.glob("text.writing.*"))) == 2
-        first.write(b"xt")
-    assert file.read_bytes() == b"text" and list(tmp_path.iterdir()) == [file]
-
-
 def test_a_file_that_was_taken_for_a_left_over(tmp_path, monkeypatch):
     """Before it was locked, or where locks are not seen: of another one that is complete."""
     lock, removed = fcntl.flock, []
@@ -234,18 +201,6 @@ def test_a_full_disk_says_how_much_space_there_is(number, tmp_path):
         r"cannot write the text \(full; (.*) GiB free\): it needs 2 GiB", str(error)
     )
     assert float(said[1]) == pytest.approx(free, abs=1)
-
-
-def test_the_checksum_of_a_long_text_has_its_size_and_parts_of_it(tmp_path, monkeypatch):
-    monkeypatch.setattr(text_module, "SHORT", 1000)
-    monkeypatch.setattr(text_module, "SAMPLED_BYTES", 5)
-    monkeypatch.setattr(text_module, "SAMPLED_PARTS", 10)
-    text = bytes(range(1, 101)) * 10
-    assert checksum(text) == hashlib.sha256((1000).to_bytes(8, "little") + text).hexdigest()[:12]
-    text *= 2
-    parts = b"".join(text[start : start + 5] for start in range(0, 2000, 200))
-    known = hashlib.sha256((2000).to_bytes(8, "little") + parts).hexdigest()[:12]
-    assert checksum(text) == known != checksum(text + b"x")
 
 
 # ----------------------------------------------------------------------------- streams, fingerprint

@@ -220,44 +220,12 @@ def test_a_buffer_is_shuffled_by_the_seed_and_other_lanes_begin_elsewhere(tmp_pa
     assert one["input_ids"].equal(two["input_ids"])
 
 
-def without_answers(count=12):
-    """Rows of prompts that no block of 16 tokens has room for."""
-    return [{"prompt": "why? " * 20, "completion": f" {number}"} for number in range(count)]
-
-
-@pytest.mark.parametrize("rows", [without_answers(), [{"prompt": "a", "completion": " "}] * 12])
-def test_a_stream_with_nothing_to_learn_ends(rows, tmp_path, tokenizer):
-    """Neither is it read for ever."""
-    (tmp_path / "val.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    (tmp_path / "train.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    with pytest.raises(UserError, match="has no token to predict in what is held out"):
-        load_held_out(str(tmp_path), tokenizer, 16)
-    stream = TokenStream(str(tmp_path), tokenizer, 16, 1, share=(0, 1), lanes=1, buffer=4)
-    with pytest.raises(RunFailed, match=r"has nothing to learn|has no documents"):
-        next(iter(stream))
-    with (tmp_path / "train.jsonl").open("a") as file:
-        file.write(json.dumps({"prompt": "why?", "completion": " so"}) + "\n")
-    stream = TokenStream(str(tmp_path), tokenizer, 16, 1, share=(0, 1), lanes=1, buffer=4)
-    batches = iter(stream)
-    assert all((next(batches)["targets"] >= 0).any() for _ in range(3))
-
-
 def test_held_out_texts_of_one_token_are_too_short(tmp_path):
     tokenizer = make_tokenizer(eos_token=None)
     for split in ("train", "val"):
         (tmp_path / f"{split}.jsonl").write_text('{"text": "a"}\n' * 3)
     with pytest.raises(UserError, match="has no token to predict in what is held out"):
         load_held_out(str(tmp_path), tokenizer, 16)
-
-
-def test_another_training_file_is_other_data(tmp_path, tokenizer):
-    """Although the same documents are held out."""
-    said = set()
-    for text in ("one", "two", "three"):
-        for split, word in (("train", text), ("val", "same")):
-            (tmp_path / f"{split}.jsonl").write_text(json.dumps({"text": f"{word} text"}) + "\n")
-        said.add(load_held_out(str(tmp_path), tokenizer, 16).description)
-    assert len(said) == 3
 
 
 def test_a_stream_continues_where_a_pass_ends(tmp_path, tokenizer):

@@ -1,6 +1,5 @@
 """A data set as blocks of tokens: what is counted, cached and said."""
 
-import errno
 import json
 import os
 import pickle
@@ -243,28 +242,6 @@ def test_rows_are_tokenized_some_at_a_time(tokenizer, tmp_path, monkeypatch):
         path = write(tmp_path / f"{most}.jsonl", rows)
         blocks = load_tokens(path, tokenizer, 16, val_fraction=0).splits["train"]
         assert sizes == expected and blocks.bytes > 0
-
-
-def test_a_cache_that_cannot_be_written_is_one_line(tokenizer, tmp_path, monkeypatch):
-    import datasets
-
-    def refuse(*_, **__):
-        try:
-            raise PermissionError(errno.EACCES, "Permission denied")
-        except OSError as error:
-            raise datasets.exceptions.DatasetGenerationError("no") from error
-
-    path = chats(tmp_path / "a.jsonl")
-    monkeypatch.setattr(datasets.Dataset, "from_generator", refuse)
-    with pytest.raises(UserError, match=f"cannot write tokens to {tmp_path}/cache: Permission"):
-        load_tokens(path, tokenizer, 64)
-
-    def fail(*_, **__):
-        raise OSError(errno.ENOSPC, "No space left on device")
-
-    monkeypatch.setattr(datasets.Dataset, "from_generator", fail)
-    with pytest.raises(OSError, match="No space left"):  # which failures.py knows
-        load_tokens(path, tokenizer, 64)
 
 
 def test_workers_get_the_name_of_a_file_instead_of_its_tokens(tokenizer, tmp_path):

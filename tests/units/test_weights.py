@@ -141,15 +141,6 @@ def test_nothing_that_is_read_executes_code(place, checkpoint, tmp_path):
     assert dcp.FileSystemReader is not shards.Reader
 
 
-def test_an_index_keeps_its_other_data(checkpoint):
-    """What torch's own reader gives to the rest of torch."""
-    dcp.save({"a": torch.ones(2)}, checkpoint_id=checkpoint.writing, no_dist=True)
-    reader = shards.Reader(checkpoint.writing)
-    index = reader.read_metadata()
-    assert index.storage_meta.load_id == reader.load_id
-    assert list(index.state_dict_metadata) == ["a"]
-
-
 def test_an_error_of_some_processes_is_theirs():
     for kind in (RuntimeError, OSError):
         with pytest.raises(kind, match="no a"), shards.safe_loading():

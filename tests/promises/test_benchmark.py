@@ -10,18 +10,9 @@ from harness.launches import Started, all_end, run
 from PIL import Image
 
 SCRIPT = "scripts/benchmark.py"
-SCORES = ["accuracy", "macro_f1", "rare_recall"]
-ACCURACIES = ["airbench", "airbench_flops", "hiverge", "hiverge_flops"]
-ACCURACIES += [f"{way}{of}" for way in ("accuracy", "tta") for of in ("", "_airbench", "_hiverge")]
 FIGURES = {
-    "loop_overhead": ["net", "default", "two_processes", "gpt"],
-    "pipeline_speedup memory": [],
     "startup_ratio": ["train_minimal", "train_cifar", "train_gpt"],
-    "image_loading": ["our", "cached"],
     "scoring": ["loader", "loader_and_model"],
-    "imbalance": [f"{name}_{way}" for name in SCORES for way in ("plain", "weights", "sampler")],
-    "time_to_accuracy": ACCURACIES,
-    "machine_limit": ["float32", "copy", "sha256", "cifar_24px", "cifar_28px", "cifar_32px", "gpt"],
 }
 
 
@@ -52,21 +43,17 @@ def test_a_signal_also_ends_the_processes_that_it_measures(tmp_path):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("benchmarks", FIGURES)
-def test_writes_figures_a_table_and_a_plot(benchmarks, tmp_path):
-    words = ["--quick", "--rounds", "1", "--images", "synthetic", *benchmarks.split()]
+@pytest.mark.parametrize("benchmark", FIGURES)
+def test_writes_figures_a_table_and_a_plot(benchmark, tmp_path):
+    words = ["--quick", "--rounds", "1", "--images", "synthetic", benchmark]
     done = run(None, SCRIPT, words, output_dir=tmp_path)
     table = (tmp_path / "benchmark.md").read_text()
     record = json.loads((tmp_path / "benchmark.json").read_text())
     assert {"hardware", "versions", "date"} <= record.keys()
-    parts = [f"{benchmarks}/{part}" for part in FIGURES[benchmarks]] or benchmarks.split()
-    own = [name for name in record["figures"] if name != "machine_limit/bf16"]  # not of every CPU
-    assert own == parts
+    assert [*record["figures"]] == [f"{benchmark}/{part}" for part in FIGURES[benchmark]]
     for name, figure in record["figures"].items():
         assert figure["n"] == 1 and figure["min"] == figure["median"] == figure["max"]
-        # After four steps, rare classes may not be recognized; a difference may be negative.
-        rare = figure["median"] == 0 and "rare_recall" in name
-        assert figure["median"] > 0 or rare or figure["unit"].startswith("ms per step above")
+        assert figure["median"] > 0
         assert figure["command"].startswith(f"python scripts/benchmark.py {name.partition('/')[0]}")
         assert name in done.stdout and all(part in table for part in name.split("/"))
     picture = tmp_path / "benchmark.png"

@@ -68,14 +68,6 @@ def test_chaos_fails_if_no_run_continued_or_nothing_starts(words, tmp_path):
     assert done.returncode == 2 and "cannot start accelrate: No such file" in done.stderr
 
 
-@pytest.mark.slow
-def test_chaos_starts_over_after_a_difference(words, tmp_path):
-    done = run(None, CHAOS, words(differs="round_1"), check=False)
-    assert done.returncode == 1 and "model.safetensors differs" in done.stdout
-    folder = tmp_path / "chaos"
-    assert (folder / "round_1").exists() and not (folder / "unfinished.json").exists()
-
-
 def test_what_chaos_launches_ends_with_it(words, tmp_path):
     os.mkfifo(tmp_path / "pid")
     started = Started(None, CHAOS, words(waits="reference"))

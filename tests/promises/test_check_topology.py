@@ -27,21 +27,16 @@ def test_without_problems(tmp_path):
 
 
 WRAPPED = "tests/harness/wrapped.py"
-UNREACHABLE = "all processes reached rank 0, but not each other over gloo within 3 s"
 PROBLEMS = {
     "one_gpu@1": "rank 0 and rank 1 share GPU 0 of",
     "other_torch@1:1": "different versions of torch",
     "clock_ahead@1:1": "s off rank 0's: synchronize both with NTP",
-    "unreachable@1:0": UNREACHABLE,
-    "unreachable@1:1": UNREACHABLE,
-    "absent@1:0": "rank 0 of 2 did not start within 3 s",
+    "unreachable@1:0": "all processes reached rank 0, but not each other over gloo within 3 s",
     "absent@1:1": "rank 1 of 2 did not start within 3 s",
 }
 
 
-@pytest.mark.parametrize(
-    "fault", some_slow(PROBLEMS, "unreachable@1:1", "absent@1:0", "absent@1:1")
-)
+@pytest.mark.parametrize("fault", some_slow(PROBLEMS, "unreachable@1:0", "absent@1:1"))
 def test_reports_the_problem(fault, tmp_path):
     config = "2gpu" if "gpu" in fault else "2cpu"
     arguments = [fault, CHECK, "--timeout", "3"]

@@ -3,7 +3,6 @@
 They also check that it would notice a difference.
 """
 
-import json
 import os
 import signal
 
@@ -14,7 +13,7 @@ from safetensors.torch import load_file
 
 COMPARE = "scripts/compare_ddp.py"
 RUNS = ["replicated", "replicated_single", "ddp", "ddp_single"]
-ARGUMENTS = "--dataset synthetic --max_train_steps 25 --proof_steps 20 --log_every 5"
+ARGUMENTS = "--dataset synthetic --max_train_steps 11 --proof_steps 8 --log_every 5"
 
 
 @pytest.fixture(scope="module")
@@ -57,35 +56,18 @@ def test_table_and_plot(compared):
     rows = results(compared.folder)["runs"]
     columns = ("processes", "batch_per_process", "effective_batch", "steps")
     assert {name: tuple(row[column] for column in columns) for name, row in rows.items()} == {
-        "replicated": (2, 64, 128, 25),
-        "replicated_single": (1, 128, 128, 25),
-        "ddp": (2, 32, 64, 25),
-        "ddp_single": (1, 64, 64, 25),
+        "replicated": (2, 64, 128, 11),
+        "replicated_single": (1, 128, 128, 11),
+        "ddp": (2, 32, 64, 11),
+        "ddp_single": (1, 64, 64, 11),
     }
     for name, single in (RUNS[:2], RUNS[2:]):
         speed_up = rows[single]["seconds"] / rows[name]["seconds"]
         assert rows[name]["speed_up"] == pytest.approx(speed_up)
         assert rows[name]["efficiency"] == pytest.approx(speed_up / 2)
         assert compared.stdout.count(f"\n{name} ...") == 1
-        assert [line["step"] for line in metrics(compared.folder, name)] == [1, 6, 11, 16, 21]
+        assert [line["step"] for line in metrics(compared.folder, name)] == [1, 6, 11]
     assert Image.open(compared.folder / "loss_curves.png").width > 800
-
-
-@pytest.mark.slow
-def test_one_process_compares_with_itself_but_not_with_runs_of_other_versions(tmp_path):
-    """A run of an interrupted comparison counts only if the machine and the versions are the same."""
-    arguments = "--dataset synthetic --max_train_steps 3 --batch_size 8"
-    run("cpu", COMPARE, arguments, output_dir=tmp_path)
-    pairs = results(tmp_path)["pairs"].values()
-    assert [pair["max_relative_difference"] for pair in pairs] == [0, 0]
-    (tmp_path / "results.json").unlink()  # as if it had been interrupted before its end
-    (tmp_path / "status.json").write_text('{"state": "running"}')
-    assert not (tmp_path / "unfinished.json").exists()
-    other = {"conditions": {"versions": {"torch": "0.1"}}, "values": {"ddp": 1.0}}
-    (tmp_path / "unfinished.json").write_text(json.dumps(other))
-    done = run("cpu", COMPARE, arguments, output_dir=tmp_path)
-    assert "starts over: another " in done.stdout and "already finished" not in done.stdout
-    assert done.stdout.count(" left\n") == 4 and "about 0:00:00 left" in done.stdout
 
 
 @pytest.mark.slow

@@ -2,24 +2,10 @@
 
 import pytest
 from harness.data import made_run
-from harness.launches import SMALL, run
+from harness.launches import run
 from PIL import Image
 
 SCRIPT = "scripts/compare_runs.py"
-
-
-@pytest.mark.slow
-def test_two_real_runs(reference, tmp_path):
-    one, two = reference("cpu").folder, reference("2cpu", 2).folder
-    done = run(None, SCRIPT, [str(one), str(two)], output_dir=tmp_path)
-    header, first, second, *differing = done.stdout.splitlines()[:-1]
-    names = "run steps samples seconds last accuracy accuracy at best score"
-    assert header.split() == names.split()
-    differing = [line.split() for line in differing]
-    assert differing == [[], ["argument", "cpu", "2cpu"], ["processes", "1", "2"]]
-    assert first.split()[:3] == ["cpu", "14", "840"] and second.split()[0] == "2cpu"
-    assert "--model net" in SMALL  # so that both have the same accuracy
-    assert first.split()[4:] == second.split()[4:]
 
 
 @pytest.mark.parametrize(

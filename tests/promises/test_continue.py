@@ -3,11 +3,10 @@ in the error message.
 """
 
 import json
-import math
 import shutil
 
 import pytest
-from harness.launches import CIFAR, ROOT, SMALL, final_weights, metrics, results, run, status
+from harness.launches import CIFAR, ROOT, SMALL, results, run, status
 
 RULE = (
     "To continue a run, keep its arguments. You may change --epochs, --max_train_steps, and the "
@@ -59,26 +58,6 @@ def test_what_else_changed_is_said_and_recorded(finished, tmp_path):
     ]
 
 
-@pytest.mark.slow
-def test_the_schedule_spans_the_new_length_from_the_first_step_on(finished, tmp_path):
-    """The learning rate after step 8 of 8 is 0.
-
-    From step 8 of 14 on, it is that of a run of 14 steps.
-    """
-    folder = copy(finished["cifar"], tmp_path)
-    done = run("cpu", CIFAR, SMALL, output_dir=folder)
-    lr = {step: 0.04 * (1 - step / 14) / 0.8 for step in range(8, 15)}
-    assert (
-        f"length changed from 8 to 14 steps: the learning rate at step 8 changes from 0 to {lr[8]:.3g}"
-        in done.stdout
-    )
-    logged = {line["step"]: line["lr"] for line in metrics(folder, "train")}
-    assert logged[8] == 0 and all(
-        math.isclose(logged[step], lr[step], abs_tol=1e-12) for step in range(9, 15)
-    )
-    assert results(folder)["resumed_from"] == 8 and results(folder)["global_step"] == 14
-
-
 def test_where_and_how_it_runs_may_change(finished, tmp_path):
     folder = copy(finished["cifar"], tmp_path)
     other = "--checkpoint_every 5 --keep_checkpoints 1 --log_every 2 --eval_every 4 --timeout 99 --track none --tta"
@@ -115,17 +94,6 @@ def test_what_may_not_change_is_one_line_that_says_what_to_do(change, finished, 
     assert done.returncode == 2 and len(errors) == 1
     assert all(part in errors[0] for part in says), errors
     assert status(folder)["state"] == "finished"
-
-
-@pytest.mark.slow
-def test_a_run_killed_after_it_was_made_longer_ends_with_the_same_weights(finished, tmp_path):
-    folder, other = copy(finished["cifar"], tmp_path), copy(finished["cifar"], tmp_path / "other")
-    run("cpu", CIFAR, SMALL, output_dir=folder)
-    words = ["die_in_step@3", CIFAR, *SMALL.split()]
-    done = run("cpu", WRAPPED, words, output_dir=other, check=False)
-    assert done.returncode != 0
-    run("cpu", CIFAR, SMALL, output_dir=other)
-    assert final_weights(folder) == final_weights(other)
 
 
 def test_an_error_that_would_come_again_does_not_say_to_run_the_same_command(tmp_path):

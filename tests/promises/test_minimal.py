@@ -36,12 +36,3 @@ def test_a_non_finite_loss_stops_both(tmp_path):
     assert sorted(path.name for path in (tmp_path / "checkpoints").iterdir()) == [
         f"step_{step:08d}" for step in (30, 60)
     ]
-
-
-def test_a_batch_that_does_not_divide_is_one_line(tmp_path):
-    done = run("2cpu", MINIMAL, "--batch_size 101", output_dir=tmp_path, check=False)
-    errors = [
-        line for line in (done.stdout + done.stderr).splitlines() if line.startswith("error:")
-    ]
-    assert len(errors) == 1 and "100 or 102" in errors[0]
-    assert not list(tmp_path.iterdir())

@@ -37,11 +37,3 @@ def test_the_number_of_stages_changes_no_result(split, tmp_path):
     assert names[0] == names[1]
     for a, b in zip(metrics(tmp_path, "train"), metrics(split, "train"), strict=True):
         assert a["loss"] == pytest.approx(b["loss"], rel=1e-4)
-
-
-def test_micro_batches_that_do_not_divide_are_one_line(tmp_path):
-    done = run("2cpu", SCRIPT, f"{ARGUMENTS} --micro_batches 3", output_dir=tmp_path, check=False)
-    errors = [
-        line for line in (done.stdout + done.stderr).splitlines() if line.startswith("error:")
-    ]
-    assert len(errors) == 1 and "--micro_batches 3 does not divide the 16 samples" in errors[0]

@@ -40,7 +40,6 @@ def test_a_run_that_ended_early_is_finished(ended):
     [
         "--patience 3",
         "--patience 2 --max_train_steps 60",
-        pytest.param("", marks=pytest.mark.slow),
     ],
 )
 def test_it_goes_on_with_more_patience_or_more_steps(longer, ended, tmp_path):
@@ -61,10 +60,3 @@ def test_a_killed_run_ends_at_the_same_step(ended, tmp_path):
     done = run("2cpu", CIFAR, arguments, output_dir=tmp_path / "run")
     assert "continuing from" in done.stdout and results(tmp_path / "run")["global_step"] == step
     assert status(tmp_path / "run")["state"] == "finished"
-
-
-def test_patience_needs_held_out_data(tmp_path):
-    words = "--dataset synthetic --patience 2"
-    done = run(None, CIFAR, words, output_dir=tmp_path / "run", check=False)
-    assert done.returncode == 2 and done.stderr.count("--patience needs held-out images") == 1
-    assert not (tmp_path / "run").exists()

@@ -2,7 +2,6 @@
 
 import json
 
-import pytest
 from harness.launches import run
 
 PREDICT = "scripts/predict_scaling.py"
@@ -54,14 +53,3 @@ def test_bad_input_is_one_line(tmp_path):
     assert done.returncode == 2 and done.stderr.count("\n") == 1 and not done.stdout
     assert "is not a result of check_topology.py" in done.stderr
     assert done.stderr.startswith("error: ") and not (tmp_path / "out").exists()
-
-
-@pytest.mark.slow
-def test_measures_on_real_processes(tmp_path):
-    arguments = "--measure --parameters 2e5 --batch 16 --layers 4"
-    done = run("2cpu", PREDICT, arguments, output_dir=tmp_path)
-    measured = json.loads((tmp_path / "measured_2.json").read_text())
-    assert measured["gradient_bytes"] == pytest.approx(8e5, rel=0.02)
-    assert 0 < measured["compute_seconds"] <= measured["predicted_overlapped"]
-    assert measured["predicted_overlapped"] <= measured["predicted_in_turn"]
-    assert f"measured {measured['measured_seconds'] * 1e3:.1f} ms" in done.stdout

@@ -9,27 +9,54 @@ MINIMAL, IMAGES = "scripts/train_minimal.py", "scripts/train_images.py"
 PARALLEL = "scripts/train_model_parallel.py"
 
 
-@pytest.mark.parametrize(
-    ("script", "arguments", "says"),
-    [
-        (MINIMAL, "--batch_size 1048576", "--batch_size 1048576 is more than the 2880 training"),
-        (GPT, "--dataset synthetic --batch_size 1048576", "is more than the"),
-        (IMAGES, "--dataset synthetic --model alexnet --train_size 24", "not a size for alexnet"),
-        (CIFAR, "--dataset synthetic --batch_size 1", "batch norm needs more than the one sample"),
-        (
-            IMAGES,
-            "--dataset synthetic --model resnet18 --image_size 32 --batch_size 4 "
-            "--gradient_accumulation_steps 4",
-            "batch norm needs more than the one sample",
-        ),
-        (PARALLEL, "--dataset synthetic --width 12", "--width 12 is not a multiple of 8"),
-    ],
-)
+SYNTHETIC = "--dataset synthetic"
+NET = f"{SYNTHETIC} --model net"
+REFUSED = [
+    (MINIMAL, "--batch_size 1048576", "--batch_size 1048576 is more than the 2880 training"),
+    (MINIMAL, "--batch_size \x1b[31m", "argument --batch_size: "),  # its letters are not colors
+    (GPT, f"{SYNTHETIC} --batch_size 1048576", "is more than the"),
+    (CIFAR, f"{NET} --batch_size 7 --gradient_accumulation_steps 2", "use 6 or 8"),
+    (CIFAR, f"{SYNTHETIC} --batch_size 1", "batch norm needs more than the one sample"),
+    (CIFAR, "--model net --dataset ./nowhere", "no such file or folder"),
+    (CIFAR, f"{NET} --patience 2", "--patience needs held-out images"),
+    (CIFAR, f"{NET} --track wand", "unknown tracker; use none, or one or more of aim, clearml"),
+    (CIFAR, f"{NET} --track tensorboard,mlflow", "--track mlflow: its package is not installed"),
+    (CIFAR, f"{NET} --init_from {{folder}}", "holds neither model.safetensors nor a checkpoint"),
+    (CIFAR, f"{NET} --init_from /nowhere --resume /nowhere/step_1", "give only one of them"),
+    (IMAGES, f"{SYNTHETIC} --model alexnet --train_size 24", "not a size for alexnet"),
+    (IMAGES, f"{SYNTHETIC} --mixup 0.2 --batch_size 3", "cannot be paired"),
+    (IMAGES, f"{SYNTHETIC} --cache /proc/nowhere", "cannot write the cache to /proc/nowhere"),
+    (
+        IMAGES,
+        f"{SYNTHETIC} --model resnet18 --image_size 32 --batch_size 4 "
+        "--gradient_accumulation_steps 4",
+        "batch norm needs more than the one sample",
+    ),
+    (PARALLEL, f"{SYNTHETIC} --width 12", "--width 12 is not a multiple of 8"),
+    (
+        PARALLEL,
+        f"{SYNTHETIC} --width 8 --batch_size 32 --micro_batches 3",
+        "--micro_batches 3 does not divide the 32 samples",
+    ),
+]
+
+
+@pytest.mark.parametrize(("script", "arguments", "says"), REFUSED)
 def test_what_cannot_be_trained_is_refused(script, arguments, says, tmp_path):
-    done = run(None, script, arguments, output_dir=tmp_path / "run", check=False)
+    words = arguments.format(folder=tmp_path)
+    done = run(None, script, words, output_dir=tmp_path / "run", check=False)
     errors = [line for line in done.stderr.splitlines() if not line.startswith("***")]
     assert done.returncode == 2 and len(errors) == 1 and says in errors[0], done.stderr
-    assert not (tmp_path / "run" / "args.json").exists()
+    assert "\x1b" not in errors[0] and not (tmp_path / "run" / "args.json").exists()
+
+
+@pytest.mark.parametrize("output_dir", ["/proc/nowhere", "{folder}/a.txt"])
+def test_a_folder_that_cannot_be_written_is_refused(output_dir, tmp_path):
+    (tmp_path / "a.txt").touch()
+    folder = output_dir.format(folder=tmp_path)
+    done = run(None, CIFAR, NET, output_dir=folder, check=False)
+    assert done.returncode == 2 and done.stderr.count("error: ") == 1, done.stderr
+    assert "--output_dir" in done.stderr
 
 
 def test_the_greatest_seed_and_timeout_train_and_the_record_holds_what_was_resolved(tmp_path):

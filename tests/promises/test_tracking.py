@@ -102,30 +102,3 @@ def test_two_trackers_get_each_record_once_across_a_restart(wandb, tmp_path):
     assert sorted(logged) == sorted(
         [("train/loss", step) for step in range(1, 15)] + [("test/loss", 7), ("test/loss", 14)]
     )
-
-
-def test_none_leaves_no_tracker_and_loses_nothing_else(tmp_path):
-    run("cpu", CIFAR, f"{SMALL} --track none", output_dir=tmp_path)
-    assert results(tmp_path)["global_step"] == 14 and (tmp_path / "predictions.png").exists()
-    assert not (tmp_path / "tensorboard").exists()
-
-
-@pytest.mark.parametrize(
-    ("names", "says"),
-    [
-        ("wand", "--track wand: unknown tracker; use none, or one or more of aim, clearml"),
-        ("tensorboard,mlflow", "--track mlflow: its package is not installed"),
-        ("", "argument --track: is empty"),
-    ],
-)
-def test_a_tracker_that_is_not_there_is_one_line(names, says, tmp_path):
-    done = run(
-        None,
-        CIFAR,
-        ["--dataset", "synthetic", "--track", names],
-        output_dir=tmp_path / "run",
-        check=False,
-    )
-    errors = [line for line in done.stderr.splitlines() if not line.startswith("***")]
-    assert done.returncode == 2 and len(errors) == 1 and says in errors[0], done.stderr
-    assert not (tmp_path / "run").exists()

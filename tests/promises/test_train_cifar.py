@@ -10,11 +10,9 @@ from harness.launches import (
     CIFAR,
     SMALL,
     Started,
-    final_weights,
     metrics,
     results,
     run,
-    some_slow,
 )
 from PIL import Image
 from safetensors.torch import load_file
@@ -97,44 +95,6 @@ def test_data_with_a_validation_split_and_no_test_split_trains_and_is_evaluated(
 
 
 @pytest.mark.slow
-def test_metrics_are_exact_on_an_odd_test_set(odd_folder, tmp_path):
-    # fastnet, because its batch norm would change the results if evaluation used the statistics of
-    # a batch.
-    arguments = [
-        "--dataset",
-        str(odd_folder),
-        *"--model fastnet --batch_size 20 --epochs 1 --lr 0.02 --tta".split(),
-    ]
-    run("2cpu", CIFAR, arguments, output_dir=tmp_path / "run", launcher=("--num_processes", "4"))
-    accuracy, loss = (
-        results(tmp_path / "run")["test_accuracy"],
-        results(tmp_path / "run")["test_loss"],
-    )
-    assert accuracy * 101 == pytest.approx(round(accuracy * 101), abs=1e-9)
-    # Evaluated again by one process, with the exported weights and with the last checkpoint: the
-    # same accuracy.
-    for weights in (tmp_path / "run", tmp_path / "run" / "checkpoints" / "step_00000006"):
-        run(
-            None,
-            "scripts/evaluate.py",
-            ["--checkpoint", str(weights)],
-            output_dir=tmp_path / "evaluation",
-        )
-        assert results(tmp_path / "evaluation")["test_accuracy"] == accuracy
-        assert results(tmp_path / "evaluation")["test_loss"] == pytest.approx(loss, rel=2e-6)
-        assert (tmp_path / "evaluation" / "confusion_matrix.png").exists()
-
-
-@pytest.mark.slow
-def test_evaluation_changes_nothing_in_training(odd_folder, tmp_path):
-    """It changes neither batch norm nor the random numbers."""
-    arguments = f"--dataset {odd_folder} --model fastnet --batch_size 24 --lr 0.02 --max_train_steps 4 --checkpoint_every 0"
-    for every in ("1", "4"):
-        run("cpu", CIFAR, f"{arguments} --eval_every {every}", output_dir=tmp_path / every)
-    assert final_weights(tmp_path / "1") == final_weights(tmp_path / "4")
-
-
-@pytest.mark.slow
 @pytest.mark.skipif(not shutil.which("g++"), reason="torch.compile needs a C++ compiler on a CPU")
 def test_a_compiled_run_computes_the_same_and_saves_plain_names(reference, tmp_path):
     arguments = f"{SMALL} --compile"
@@ -152,19 +112,6 @@ def test_a_compiled_run_computes_the_same_and_saves_plain_names(reference, tmp_p
     )
 
 
-@pytest.mark.slow
-def test_each_image_size_is_compiled_once(tmp_path):
-    """Three sizes in training, two in evaluations, and the shifted views of test-time augmentation,
-    whose memory has another layout.
-    """
-    arguments = "--dataset synthetic --batch_size 20 --max_train_steps 10 --eval_every 5 --tta"
-    words = [f"count_compilations@1:{tmp_path}/counts.json", CIFAR, *arguments.split(), "--compile"]
-    run(None, "tests/harness/wrapped.py", words, output_dir=tmp_path / "run")
-    counts = json.loads((tmp_path / "counts.json").read_text())
-    assert counts["graph_breaks"] == 0 and counts["compiled_functions"] == 1, counts
-    assert counts["recompilations"] == 5, counts
-
-
 def test_a_dry_run_takes_two_steps_in_a_separate_folder_and_is_profiled(tmp_path):
     run(
         "cpu",
@@ -179,13 +126,10 @@ def test_a_dry_run_takes_two_steps_in_a_separate_folder_and_is_profiled(tmp_path
     ).exists()
 
 
-@pytest.mark.parametrize("model", some_slow(["fastnet", "resnet18", "net"], "fastnet", "resnet18"))
-def test_overfits_one_batch(model, tmp_path):
-    size = {"fastnet": 20, "resnet18": 10, "net": 40}[model]
-    lr = {"fastnet": 0.05, "resnet18": 0.02, "net": 0.02}[model]
+def test_overfits_one_batch(tmp_path):
     arguments = (
-        f"--dataset synthetic --model {model} --overfit_batch --batch_size {size} --lr {lr} "
-        "--log_every 5 --max_train_steps 300 --eval_every 100 --checkpoint_every 0"
+        "--dataset synthetic --model net --overfit_batch --batch_size 40 --lr 0.02 --log_every 5 "
+        "--max_train_steps 150 --eval_every 150 --checkpoint_every 0"
     )
     run(None, CIFAR, arguments, output_dir=tmp_path / "run")
     assert metrics(tmp_path / "run_overfit_batch", "train")[-1]["loss"] < 0.01
@@ -224,10 +168,6 @@ def without_test_split(split, rows):
     return rows if split == "train" else None
 
 
-def without_labels(split, rows):
-    return rows.remove_columns("label")
-
-
 def with_a_corrupt_image(split, rows):
     raw = rows.cast_column("img", datasets.Image(decode=False))
     broken = [
@@ -239,26 +179,9 @@ def with_a_corrupt_image(split, rows):
 
 
 BAD = {
-    "unknown_folder": ("--dataset ./nowhere", "no such file or folder"),
-    "unknown_hub_id": ("--dataset nobody/nothing", "--dataset synthetic"),
     "no_test_split": ("--dataset {without_test_split} --val_fraction 0", "no test split"),
-    "no_labels": ("--dataset {without_labels}", "no label column"),
     "corrupt_image": ("--dataset {with_a_corrupt_image}", "row 17"),
-    "batch_does_not_divide": (
-        "--dataset synthetic --batch_size 7 --gradient_accumulation_steps 2",
-        "use 6 or 8",
-    ),
-    "batch_too_large": ("--dataset synthetic --batch_size 6000", "more than the 5000"),
-    "val_fraction": ("--dataset synthetic --val_fraction 1", "must be at least 0 and below 1"),
-    "not_a_number": ("--dataset synthetic --lr nan", "at least 0 and at most 1000, not 'nan'"),
-    "unknown_flag": ("--dataset synthetic --epoch 3", "unrecognized arguments"),
-    "unwritable": ("--dataset synthetic --output_dir /proc/nowhere", "cannot write"),
-    "no_such_checkpoint": ("--dataset synthetic --resume /nowhere/step_1", "does not exist"),
     "other_model": ("--dataset synthetic --resume {checkpoint}", "--model resnet18 (was net)"),
-    "other_run": (
-        SMALL + " --batch_size 30 --seed 9 --output_dir {run}",
-        "--seed 9 (was 0)",
-    ),
     "never_over_a_run": (SMALL + " --resume never --output_dir {run}", "already contains a run"),
     "not_a_run": ("--dataset synthetic --output_dir {foreign}", "not empty"),
 }
@@ -267,7 +190,7 @@ BAD = {
 @pytest.fixture(scope="session")
 def bad_folders(tmp_path_factory):
     made = {}
-    for change in (without_test_split, without_labels, with_a_corrupt_image):
+    for change in (without_test_split, with_a_corrupt_image):
         made[change.__name__] = make_folder(
             tmp_path_factory.mktemp(change.__name__), 40, 40, change
         )

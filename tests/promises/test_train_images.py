@@ -11,10 +11,8 @@ import pytest
 import torch
 from harness.data import make_photos
 from harness.launches import (
-    Started,
     final_weights,
     metrics,
-    recorded,
     results,
     run,
     run_once,
@@ -41,9 +39,9 @@ def photo_folder(made_once):
 
 @pytest.fixture(scope="session")
 def reference_run(made_once, photo_folder):
-    """Two processes with a worker each, killed by nobody: 24 images, 3 steps in an epoch."""
+    """With a worker, killed by nobody: 24 images, 3 steps in an epoch."""
     arguments = f"--dataset {photo_folder} {RECIPE}"
-    return run_once(made_once, "images_reference", "2cpu", IMAGES, f"{arguments} --num_workers 1")
+    return run_once(made_once, "images_reference", None, IMAGES, f"{arguments} --num_workers 1")
 
 
 @pytest.fixture
@@ -55,7 +53,6 @@ def broken(tmp_path):
     return folder
 
 
-@pytest.mark.slow
 def test_evaluations_take_some_images_always_the_same_and_the_last_one_all(reference_run):
     whole, lines = results(reference_run.folder), metrics(reference_run.folder, "val")
     assert "evaluations: 10 of 24 held-out samples, always the same" in reference_run.stdout
@@ -186,50 +183,20 @@ def test_a_skipped_step_in_fp16_is_not_averaged(photo_folder, tmp_path):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("workers", [0, 1, 3])
 def test_killed_mid_accumulation_with_workers_ends_with_the_same_bytes(
-    workers, reference_run, photo_folder, tmp_path
+    reference_run, photo_folder, tmp_path
 ):
     """Killed in the second micro-batch of the sixth step; continues with other workers."""
     arguments, folder = f"--dataset {photo_folder} {RECIPE}", tmp_path / "run"
-    fault = ["die_in_step@12:1", IMAGES, *arguments.split(), "--num_workers", "2"]
-    killed = run("2cpu", "tests/harness/wrapped.py", fault, output_dir=folder, check=False)
+    fault = ["die_in_step@12", IMAGES, *arguments.split(), "--num_workers", "2"]
+    killed = run(None, "tests/harness/wrapped.py", fault, output_dir=folder, check=False)
     assert killed.returncode != 0 and not (folder / "model.safetensors").exists()
-    run("2cpu", IMAGES, f"{arguments} --num_workers {workers}", output_dir=folder)
+    run(None, IMAGES, f"{arguments} --num_workers 3", output_dir=folder)
     assert 0 < results(folder)["resumed_from"] < 6
     for part in ("", "without_ema"):
         assert final_weights(folder / part) == final_weights(reference_run.folder / part)
     for split in ("train", "val"):
         assert metrics(folder, split) == metrics(reference_run.folder, split)
-
-
-@pytest.mark.slow
-def test_every_step_mixes_the_same_images_on_any_number_of_processes_and_after_a_kill(
-    photo_folder, tmp_path
-):
-    """Records a checksum of all images and labels after augmentation and mixing."""
-    arguments = (
-        f"--dataset {photo_folder} {RECIPE} --batch_size 12 --max_train_steps 5 --num_workers 0"
-    )
-    steps = recorded("cpu", IMAGES, arguments.replace("steps 2", "steps 1"), tmp_path / "one")
-    assert len(steps) == 5 and steps[0] != steps[2]
-    assert all(len(step["ids"]) == 12 for step in steps)
-    fault = ["die_in_step@10:2", IMAGES, *arguments.split()]
-    options = dict(output_dir=tmp_path / "three", launcher=("--num_processes", "3"), check=False)
-    run("2cpu", "tests/harness/wrapped.py", fault, **options)
-    rest = recorded("2cpu", IMAGES, arguments, tmp_path / "three", processes=3, accumulation=2)
-    resumed_from = results(tmp_path / "three")["resumed_from"]
-    assert 0 < resumed_from < 5 and rest == steps[resumed_from:]
-
-
-def test_a_signal_saves_and_ends_with_persistent_workers(photo_folder, tmp_path):
-    endless = "--max_train_steps 1000 --num_workers 1 --eval_every 1000"
-    arguments = f"--dataset {photo_folder} {RECIPE} {endless}"
-    started = Started(None, IMAGES, arguments, output_dir=tmp_path / "run")
-    started.wait_for("step    5/1000")
-    os.kill(started.process.pid, 15)
-    code, output = started.finish()
-    assert code == 75 and "stopped by SIGTERM" in output
 
 
 def one_error(done):
@@ -255,22 +222,9 @@ def test_a_bad_image_in_a_run(broken, tmp_path):
     assert found["val_accuracy"] * 11 == pytest.approx(round(found["val_accuracy"] * 11))
 
 
-BAD = {
-    "odd_pairs": ("--mixup 0.2 --batch_size 3", "cannot be paired"),
-    "no_folder": ("--dataset ./nowhere", "there is no such file or folder"),
-    "broken_image": (
-        "--check_images --dataset {broken}",
-        "2 of 12 images of the train split cannot be read",
-    ),
-    "no_cache": ("--cache /proc/nowhere", "cannot write the cache to /proc/nowhere"),
-}
-
-
-@pytest.mark.parametrize("name", BAD)
-def test_bad_input_is_one_line(name, photo_folder, broken, tmp_path):
-    arguments, words = BAD[name]
-    arguments = f"--dataset {photo_folder} {TINY} {arguments.format(broken=broken)}"
+def test_images_that_cannot_be_read_are_found_at_the_start(broken, tmp_path):
+    arguments = f"{TINY} --check_images --dataset {broken}"
     done = run(None, IMAGES, arguments, output_dir=tmp_path / "run", check=False)
     (line,) = one_error(done)
-    assert words in line
+    assert "2 of 12 images of the train split cannot be read" in line
     assert not (tmp_path / "run" / "args.json").exists()

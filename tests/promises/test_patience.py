@@ -39,7 +39,7 @@ def test_a_run_that_ended_early_is_finished(ended):
     "longer",
     [
         "--patience 3",
-        "--patience 2 --max_train_steps 60",
+        pytest.param("--patience 2 --max_train_steps 60", marks=pytest.mark.slow),
     ],
 )
 def test_it_goes_on_with_more_patience_or_more_steps(longer, ended, tmp_path):

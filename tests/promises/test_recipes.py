@@ -36,7 +36,16 @@ ARGUMENTS = {
 }
 PACKAGES = {"freezing": "peft", "model_output": "transformers", "optimizer": "schedulefree"}
 PACKAGES |= {"several_labels": "torchmetrics"}
-LONG = ("rare_classes", "freezing", "distillation", "folds", "layer_decay", "unfreezing")
+LONG = (
+    "rare_classes",
+    "several_labels",
+    "model_output",
+    "freezing",
+    "distillation",
+    "folds",
+    "layer_decay",
+    "unfreezing",
+)
 
 
 @pytest.fixture(scope="session")

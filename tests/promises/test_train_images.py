@@ -87,6 +87,12 @@ def test_leaves_everything_it_promises(reference_run):
     assert not torch.equal(averaged["fc.weight"], last["fc.weight"])
 
 
+def test_weights_are_averaged_once_per_step_however_many_micro_batches(reference_run):
+    newest = reference_run.folder / "checkpoints" / "step_00000008"
+    averages = torch.load(newest / "custom_checkpoint_0.pkl", weights_only=True)
+    assert averages["n_averaged"] == 8
+
+
 @pytest.fixture(scope="session")
 def predicted(made_once, reference_run, photo_folder):
     """The folder with what evaluate.py says of a folder of images, from the last checkpoint."""

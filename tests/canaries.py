@@ -189,8 +189,8 @@ EDITS = [
         "weights are averaged after each micro-batch",
         "scripts/train_images.py",
         "                    losses.append(loss.detach())\n",
-        "                    losses.append(loss.detach())\n                    ema and len(losses) == 1 and ema.update_parameters(plain)\n",
-        "test_last_step.py -k averaged",
+        "                    losses.append(loss.detach())\n                    ema and len(losses) == 1 and ema.update(plain)\n",
+        "test_train_images.py -k averaged",
     ),
     Edit(
         "a skipped step is averaged",

@@ -5,6 +5,8 @@ from pathlib import Path
 import pytest
 from PIL import Image
 
+datasets = pytest.importorskip("datasets")
+
 from utils.data.images import BadImage
 from utils.data.labels import is_csv  # imports it
 from utils.data.sources import find_images, find_to_evaluate

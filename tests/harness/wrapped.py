@@ -169,15 +169,12 @@ BEFORE = {
     "lost_in_step": (STEP, lose_machine),
     "lost_in_save": (SAVE, lose_machine),
     "power_lost_in_step": (STEP, lose_power),
-    "power_lost_in_save": (SAVE, lose_power),
     "sigterm_in_step": (STEP, send(signal.SIGTERM)),
     "signals_in_step": (STEP, send(signal.SIGTERM, signal.SIGUSR1, signal.SIGTERM)),
     "sigterm_in_evaluation": (EVALUATION, send(signal.SIGTERM)),
     "sigterm_while_written": ("torch.save", send(signal.SIGTERM)),
     "sigusr1_in_step": (STEP, send(signal.SIGUSR1)),
     "sighup_in_step": (STEP, send(signal.SIGHUP)),
-    # As a debugger does, or a machine that swaps: none of the process's threads runs.
-    "stop": (STEP, send(signal.SIGSTOP)),
     # This rank never reaches its next collective; the others must give up on their own.
     "hang": (STEP, signal.pause),
     "unreachable": ("torch.distributed.init_process_group", signal.pause),
@@ -275,15 +272,6 @@ def slow_loader(original, self, indices):
     return original(self, indices)
 
 
-@replaces("datasets.IterableDataset.__iter__")
-def unreadable(original, self):
-    """Reading a row of the stream fails on this rank."""
-    for row in original(self):
-        if strikes():
-            raise OSError("the medium is damaged")
-        yield row
-
-
 @replaces("torch.nn.functional.cross_entropy")
 def nan(original, *args, **kwargs):
     loss = original(*args, **kwargs)
@@ -296,13 +284,6 @@ def infinite_gradient(original, self, loss):
     if strikes():
         gradients = [weight.grad for weight in self._models[0].parameters()]
         next(gradient for gradient in gradients if gradient is not None).fill_(float("inf"))
-
-
-@replaces(STEP)
-def clock_seed(original, self, loss):
-    """Simulates a mistake in a script: its weights depend on the clock."""
-    torch.manual_seed(time.time_ns())
-    original(self, loss * (1 + 1e-3 * torch.rand(())))
 
 
 @starts_with

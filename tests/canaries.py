@@ -22,14 +22,233 @@ from harness import warm
 ROOT = Path(__file__).resolve().parents[1]
 SECONDS = 600
 COPIED = shutil.ignore_patterns(".git", ".venv", "runs", "__pycache__", ".*_cache")
-SKIPPED, LEFT_OUT = "skipped here, as its tests are", "left out, because this machine is slow"
 # See .ci/run; tests of an edit that has begun are all run.
 BEGIN_UNTIL = float(os.environ.pop("BEGIN_UNTIL", "inf"))
 
+# A name and a file; the lines that stand there once, and what they become; what pytest is told to
+# run.
+EDITS = r"""
+every epoch in the order of the first (scripts/train_cifar.py)
+- train_loader.set_epoch(epoch)
++ pass
+= test_every_script.py -k 'each_epoch and train_cifar'
+
+nothing is skipped (scripts/train_cifar.py)
+- skip_first_batches(train_loader, skip) if skip else train_loader
++ train_loader
+= test_every_script.py -k 'same_bytes and train_cifar'
+
+augmentation ignores the epoch (scripts/train_cifar.py)
+- batch["ids"], epoch,
++ batch["ids"], 0,
+= test_every_script.py -k 'each_epoch and train_cifar'
+
+every epoch cut at the same place (scripts/train_gpt.py)
+- set_offset(epoch)
++ set_offset(0)
+= test_every_script.py -k 'each_epoch and train_gpt'
+
+batch size per process (utils/run/launch.py)
+- split_batches=True
++ split_batches=False
+= test_every_script.py -k 'same_samples and train_cifar'
+
+gradients are averaged over one micro-batch too few (utils/run/launch.py)
+- getattr(args, "gradient_accumulation_steps", 1), sync
++ max(1, getattr(args, "gradient_accumulation_steps", 1) - 1), sync
+= test_every_script.py -k 'clips and train_cifar'
+
+the loss is a mean of means (scripts/train_lm.py)
+- targets = count_targets(accelerator, micro_batches)
++ targets = sum((b["targets"] >= 0).sum() for b in micro_batches) * processes
+= test_every_script.py -k 'same_samples and train_lm'
+
+loss of one rank (scripts/train_cifar.py)
+- accelerator.reduce(mean_loss, "mean").item()
++ mean_loss.item()
+= test_every_script.py -k 'global_batch and train_cifar'
+
+padding is scored (scripts/train_minimal.py)
+- accelerator.gather_for_metrics(model
++ accelerator.gather(model
+= test_every_script.py -k 'held_out_sample and train_minimal'
+
+padding is scored, CIFAR (scripts/train_cifar.py)
+- gather_for_metrics(
++ gather(
+= test_every_script.py -k 'held_out_sample and train_cifar'
+
+repeated blocks of an evaluation count (scripts/train_lm.py)
+- batch["targets"][batch["ids"] != place] = -100
++ pass
+= test_every_script.py -k 'held_out_sample and train_lm'
+
+a stream of documents forgets its position (scripts/train_lm.py)
+- position = run.progress.get("position")
++ position = None
+= test_train_lm.py -k stream
+
+the last evaluation takes a part, GPT (scripts/train_gpt.py)
+- if eval_samples < len(held_out) or metrics
++ if metrics
+= test_gpt.py -k last_one_all
+
+no seed for dropout (scripts/train_gpt.py)
+- seed_step(accelerator, args.seed, step, len(losses))
++ pass
+= test_every_script.py -k 'same_bytes and train_gpt'
+
+a stream forgets its position (scripts/train_gpt.py)
+- run.progress.get("position")
++ None
+= test_gpt.py -k stream_killed
+
+averaged weights are not saved (scripts/train_images.py)
+- accelerator.register_for_checkpointing(ema)
++ pass
+= test_every_script.py -k 'same_bytes and train_images'
+
+weights are averaged after each micro-batch (scripts/train_images.py)
+-                     losses.append(loss.detach())
++                     losses.append(loss.detach())
++                     ema and len(losses) == 1 and ema.update(plain)
+= test_train_images.py -k averaged
+
+buckets of gradients change after a restart (utils/run/ddp.py)
+- for first in (True, False):
++ for first in ():
+= test_faults.py -k any_number_of_processes
+
+module. in the export (scripts/train_cifar.py)
+- accelerator.unwrap_model(model), config
++ model, config
+= test_train_cifar.py -k export
+
+the name is not synced (utils/run/manifest.py)
+- sync(target.parent)
++ pass
+= test_crash.py -k any_file
+
+registered pickles are let through (utils/run/shards.py)
+- torch.load = load
++ pass
+= test_shards.py
+
+a full disk ends the run (utils/run/checkpoint.py)
+- isinstance(error, (OSError, SafetensorError))
++ False
+= test_faults.py -k full_disk_costs
+
+a step that diverged is saved (scripts/train_cifar.py)
+- guard.check(model)
++ pass
+= test_faults.py -k diverged
+
+each process decides for itself when to stop (utils/run/guard.py)
+- self._votes, dist.ReduceOp.MAX
++ self._votes, dist.ReduceOp.MIN
+= test_signals.py -k signal_to_one_rank
+
+nothing is saved on a signal (scripts/train_cifar.py)
+- if stop or guard.save_asked or run.save_due
++ if guard.save_asked or run.save_due
+= test_every_script.py -k 'signal_saves and train_cifar'
+
+an evaluation ignores signals (utils/run/guard.py)
+- raise process.Interrupted
++ pass
+= test_signals.py -k interrupted
+
+an evaluation that a signal prevented is never done (scripts/train_minimal.py)
+-     if run.evaluation_due:  # a signal came first
++     if False:
+= test_last_step.py -k signal
+
+orphans live on (utils/run/process.py)
+- threading.Thread(target=_exit_with_launcher, args=(os.getppid(),), daemon=True).start()
++ pass
+= test_faults.py -k orphans
+
+one process has no time to save (utils/run/process.py)
+- SAVE_SECONDS = 60
++ SAVE_SECONDS = 1
+= test_signals.py -k time_to_save
+
+two processes have no time to save (utils/run/guard.py)
+-             process.stopping_starts()
+-         return self._agreed_to_stop
++             pass
++         return self._agreed_to_stop
+= test_signals.py -k signal_to_the_launcher
+
+every process prints the error (utils/run/process.py)
+- if rank_variable and int(os.environ.get(rank_variable, 0)) != 0:
++ if False:
+= test_gpt.py -k printed_once
+
+processes that lost contact fail too (utils/run/process.py)
+- _wait_for_launcher(5)
++ pass
+= test_faults.py -k lost_contact
+
+invalid input ends with 1 (utils/run/process.py)
+- 1 if isinstance(error, RunFailed) else 2
++ 1
+= test_refusals.py
+
+a wait inside C++ outlives a signal (utils/run/process.py)
+- signal.set_wakeup_fd(writer, warn_on_full_buffer=False)
++ pass
+= test_signals.py -k stopped_process
+
+nohup protects no longer (utils/run/process.py)
+- if signum != signal.SIGHUP or signal.getsignal(signum) != signal.SIG_IGN:
++ if True:
+= test_signals.py -k hangup
+
+a closed terminal kills (utils/run/process.py)
+- signal.SIGINT, signal.SIGHUP)
++ signal.SIGINT)
+= test_signals.py -k how_a_run_ended
+
+a signal after the last save waits for all results (utils/run/process.py)
+-         elif _phase == "finishing":
++         elif False:
+= test_signals.py -k how_a_run_ended
+
+every process prints (utils/run/launch.py)
+-     if not accelerator.is_main_process:
++     if False:
+= test_train_cifar.py -k say_each_thing_once
+
+outputs are sent from the host (scripts/train_cifar.py)
+- accelerator.gather_for_metrics((logits, batch["labels"]))
++ accelerator.gather_for_metrics((logits.cpu(), batch["labels"]))
+= test_gpu_rules.py -k train_cifar
+
+a step of the loop waits for its loss (scripts/train_gpt.py)
+- losses.append(loss.detach())
++ losses.append(loss.detach() + 0 * loss.item())
+= test_gpu_path.py -k 'real_loop and train_gpt'
+
+the job is not requeued (scripts/submit.sbatch)
+- scontrol requeue Incomplete "$SLURM_JOB_ID"
++ false
+= test_submit.py -k preempted
+
+a job without progress is requeued (scripts/submit.sbatch)
+- && ((10#${step:-0} > start)) && lost=1
++ && lost=1
+= test_submit.py -k only_after_progress
+
+a process that makes no progress asks for nothing (utils/run/stacks.py)
+-             self.ask(f"no progress for {passed:.0f} s")
++             pass
+= test_hangs.py -k before_the_time_out
+"""
+
 
 class Edit(NamedTuple):
-    """`old`, which stands once in `file`, becomes `new`; `tests`: what pytest is told to run."""
-
     name: str
     file: str
     old: str
@@ -37,440 +256,43 @@ class Edit(NamedTuple):
     tests: str
 
 
-EDITS = [
-    Edit(
-        "every epoch in the order of the first",
-        "scripts/train_cifar.py",
-        "train_loader.set_epoch(epoch)",
-        "pass",
-        "test_every_script.py -k 'each_epoch and train_cifar'",
-    ),
-    Edit(
-        "no seedable sampler",
-        "utils/run/launch.py",
-        "use_seedable_sampler=True",
-        "use_seedable_sampler=False",
-        "test_every_script.py -k 'same_samples and train_cifar'",
-    ),
-    Edit(
-        "nothing is skipped",
-        "scripts/train_cifar.py",
-        "skip_first_batches(train_loader, skip) if skip else train_loader",
-        "train_loader",
-        "test_every_script.py -k 'same_bytes and train_cifar'",
-    ),
-    Edit(
-        "augmentation ignores the epoch",
-        "scripts/train_cifar.py",
-        'batch["ids"], epoch,',
-        'batch["ids"], 0,',
-        "test_every_script.py -k 'each_epoch and train_cifar'",
-    ),
-    Edit(
-        "every epoch of the GPT in the order of the first",
-        "scripts/train_gpt.py",
-        "loader.set_epoch(epoch)",
-        "pass",
-        "test_every_script.py -k 'each_epoch and train_gpt'",
-    ),
-    Edit(
-        "every epoch cut at the same place",
-        "scripts/train_gpt.py",
-        "set_offset(epoch)",
-        "set_offset(0)",
-        "test_every_script.py -k 'each_epoch and train_gpt'",
-    ),
-    Edit(
-        "batch size per process",
-        "utils/run/launch.py",
-        "split_batches=True",
-        "split_batches=False",
-        "test_every_script.py -k 'same_samples and train_cifar'",
-    ),
-    Edit(
-        "gradients are averaged over one micro-batch too few",
-        "utils/run/launch.py",
-        'getattr(args, "gradient_accumulation_steps", 1), sync',
-        'max(1, getattr(args, "gradient_accumulation_steps", 1) - 1), sync',
-        "test_every_script.py -k 'clips and train_cifar'",
-    ),
-    Edit(
-        "the loss is a mean of means",
-        "scripts/train_lm.py",
-        "targets = count_targets(accelerator, micro_batches)",
-        'targets = sum((b["targets"] >= 0).sum() for b in micro_batches) * processes',
-        "test_every_script.py -k 'same_samples and train_lm'",
-    ),
-    Edit(
-        "loss of one rank",
-        "scripts/train_cifar.py",
-        'accelerator.reduce(mean_loss, "mean").item()',
-        "mean_loss.item()",
-        "test_every_script.py -k 'global_batch and train_cifar'",
-    ),
-    Edit(
-        "loss of one rank, minimal",
-        "scripts/train_minimal.py",
-        'accelerator.reduce(loss.detach(), "mean").item()',
-        "loss.item()",
-        "test_every_script.py -k 'global_batch and train_minimal'",
-    ),
-    Edit(
-        "padding is scored",
-        "scripts/train_cifar.py",
-        "gather_for_metrics(",
-        "gather(",
-        "test_every_script.py -k 'held_out_sample and train_cifar'",
-    ),
-    Edit(
-        "padding is scored, GPT",
-        "scripts/train_gpt.py",
-        "gather_for_metrics(",
-        "gather(",
-        "test_every_script.py -k 'held_out_sample and train_gpt'",
-    ),
-    Edit(
-        "padding is scored, minimal",
-        "scripts/train_minimal.py",
-        "accelerator.gather_for_metrics(model",
-        "accelerator.gather(model",
-        "test_every_script.py -k 'held_out_sample and train_minimal'",
-    ),
-    Edit(
-        "repeated blocks of an evaluation count",
-        "scripts/train_lm.py",
-        'batch["targets"][batch["ids"] != place] = -100',
-        "pass",
-        "test_every_script.py -k 'held_out_sample and train_lm'",
-    ),
-    Edit(
-        "the last evaluation takes a part, GPT",
-        "scripts/train_gpt.py",
-        "if eval_samples < len(held_out) or metrics",
-        "if metrics",
-        "test_gpt.py -k last_one_all",
-    ),
-    Edit(
-        "no seed for dropout",
-        "scripts/train_gpt.py",
-        "seed_step(accelerator, args.seed, step, len(losses))",
-        "pass",
-        "test_every_script.py -k 'same_bytes and train_gpt'",
-    ),
-    Edit(
-        "the smallest script seeds no step",
-        "scripts/train_minimal.py",
-        "seed_step(accelerator, args.seed, step)",
-        "pass",
-        "test_copies.py -k dropout",
-    ),
-    Edit(
-        "a stream forgets its position",
-        "scripts/train_gpt.py",
-        'run.progress.get("position")',
-        "None",
-        "test_gpt.py -k stream_killed",
-    ),
-    Edit(
-        "a stream of documents forgets its position",
-        "scripts/train_lm.py",
-        'position = run.progress.get("position")',
-        "position = None",
-        "test_train_lm.py -k stream",
-    ),
-    Edit(
-        "averaged weights are not saved",
-        "scripts/train_images.py",
-        "accelerator.register_for_checkpointing(ema)",
-        "pass",
-        "test_every_script.py -k 'same_bytes and train_images'",
-    ),
-    Edit(
-        "weights are averaged after each micro-batch",
-        "scripts/train_images.py",
-        "                    losses.append(loss.detach())\n",
-        "                    losses.append(loss.detach())\n                    ema and len(losses) == 1 and ema.update(plain)\n",
-        "test_train_images.py -k averaged",
-    ),
-    Edit(
-        "a skipped step is averaged",
-        "scripts/train_images.py",
-        "if ema and not accelerator.optimizer_step_was_skipped:",
-        "if ema:",
-        "test_train_images.py -k skipped_step",
-    ),
-    Edit(
-        "frozen weights are part of a checkpoint of LoRA",
-        "scripts/train_lm.py",
-        "adapters.save_trained_only(unwrapped)",
-        "pass",
-        "test_train_lm.py -k lora",
-    ),
-    Edit(
-        "buckets of gradients change after a restart",
-        "utils/run/ddp.py",
-        "for first in (True, False):",
-        "for first in ():",
-        "test_faults.py -k any_number_of_processes",
-    ),
-    Edit(
-        "module. in the export",
-        "scripts/train_cifar.py",
-        "accelerator.unwrap_model(model), config",
-        "model, config",
-        "test_train_cifar.py -k export",
-    ),
-    Edit(
-        "checksums are not compared",
-        "utils/run/manifest.py",
-        'if (sizes[name], digest) != (files[name]["size"], files[name]["sha256"]):',
-        'if sizes[name] != files[name]["size"]:',
-        "test_faults.py -k newest_good",
-    ),
-    Edit(
-        "the name is not synced",
-        "utils/run/manifest.py",
-        "    sync(target.parent)\n",
-        "",
-        "test_crash.py -k any_file",
-    ),
-    Edit(
-        "files are not synced",
-        "utils/run/manifest.py",
-        "                sync(path)\n",
-        "                pass\n",
-        "test_crash.py -k any_file",
-    ),
-    Edit(
-        "the oldest checkpoint is continued",
-        "utils/run/checkpoint.py",
-        "all_in(folder)[::-1]",
-        "all_in(folder)",
-        "test_every_script.py -k 'same_bytes and train_minimal'",
-    ),
-    Edit(
-        "registered pickles are let through",
-        "utils/run/shards.py",
-        "    torch.load = load\n",
-        "",
-        "test_shards.py",
-    ),
-    Edit(
-        "sharded pickles are let through",
-        "utils/run/shards.py",
-        "        module.FileSystemReader = Reader\n",
-        "        pass\n",
-        "test_shards.py",
-    ),
-    Edit(
-        "a full disk ends the run",
-        "utils/run/checkpoint.py",
-        "isinstance(error, (OSError, SafetensorError))",
-        "False",
-        "test_faults.py -k full_disk_costs",
-    ),
-    Edit(
-        "checkpoints may fail for ever",
-        "utils/run/folder.py",
-        "if self._failed_saves == FAILED_SAVES:",
-        "if False:",
-        "test_faults.py -k keep_failing",
-    ),
-    Edit(
-        "NaN weights are saved",
-        "utils/run/guard.py",
-        "0 if weights_finite else",
-        "0 if True else",
-        "test_faults.py -k infinite_gradient",
-    ),
-    Edit(
-        "a step that diverged is saved",
-        "scripts/train_cifar.py",
-        "guard.check(model)",
-        "pass",
-        "test_faults.py -k diverged",
-    ),
-    Edit(
-        "a finished run is trained again",
-        "utils/run/folder.py",
-        'if earlier and status.read(self.path).get("state") == "finished":',
-        "if False:",
-        "test_every_script.py -k 'finished_run and train_minimal'",
-    ),
-    Edit(
-        "each process decides for itself when to stop",
-        "utils/run/guard.py",
-        "self._votes, dist.ReduceOp.MAX",
-        "self._votes, dist.ReduceOp.MIN",
-        "test_signals.py -k signal_to_one_rank",
-    ),
-    Edit(
-        "nothing is saved on a signal",
-        "scripts/train_cifar.py",
-        "if stop or guard.save_asked or run.save_due",
-        "if guard.save_asked or run.save_due",
-        "test_every_script.py -k 'signal_saves and train_cifar'",
-    ),
-    Edit(
-        "an evaluation ignores signals",
-        "utils/run/guard.py",
-        "                raise process.Interrupted\n",
-        "                pass\n",
-        "test_signals.py -k interrupted",
-    ),
-    Edit(
-        "an evaluation that a signal prevented is never done",
-        "scripts/train_minimal.py",
-        "    if run.evaluation_due:  # a signal came first\n",
-        "    if False:\n",
-        "test_last_step.py -k signal",
-    ),
-    Edit(
-        "orphans live on",
-        "utils/run/process.py",
-        "threading.Thread(target=_exit_with_launcher, args=(os.getppid(),), daemon=True).start()",
-        "pass",
-        "test_faults.py -k orphans",
-    ),
-    Edit(
-        "one process has no time to save",
-        "utils/run/process.py",
-        "SAVE_SECONDS = 60",
-        "SAVE_SECONDS = 1",
-        "test_signals.py -k time_to_save",
-    ),
-    Edit(
-        "two processes have no time to save",
-        "utils/run/guard.py",
-        "            process.stopping_starts()\n        return self._agreed_to_stop",
-        "            pass\n        return self._agreed_to_stop",
-        "test_signals.py -k signal_to_the_launcher",
-    ),
-    Edit(
-        "every process prints the error",
-        "utils/run/process.py",
-        "if rank_variable and int(os.environ.get(rank_variable, 0)) != 0:",
-        "if False:",
-        "test_gpt.py -k printed_once",
-    ),
-    Edit(
-        "processes that lost contact fail too",
-        "utils/run/process.py",
-        "_wait_for_launcher(5)",
-        "pass",
-        "test_faults.py -k lost_contact",
-    ),
-    Edit(
-        "invalid input ends with 1",
-        "utils/run/process.py",
-        "1 if isinstance(error, RunFailed) else 2",
-        "1",
-        "test_refusals.py",
-    ),
-    Edit(
-        "a wait inside C++ outlives a signal",
-        "utils/run/process.py",
-        "    signal.set_wakeup_fd(writer, warn_on_full_buffer=False)\n",
-        "",
-        "test_signals.py -k stopped_process",
-    ),
-    Edit(
-        "nohup protects no longer",
-        "utils/run/process.py",
-        "if signum != signal.SIGHUP or signal.getsignal(signum) != signal.SIG_IGN:",
-        "if True:",
-        "test_signals.py -k hangup",
-    ),
-    Edit(
-        "a closed terminal kills",
-        "utils/run/process.py",
-        "signal.SIGINT, signal.SIGHUP)",
-        "signal.SIGINT)",
-        "test_signals.py -k how_a_run_ended",
-    ),
-    Edit(
-        "a signal after the last save waits for all results",
-        "utils/run/process.py",
-        '        elif _phase == "finishing":',
-        "        elif False:",
-        "test_signals.py -k how_a_run_ended",
-    ),
-    Edit(
-        "every process prints",
-        "utils/run/launch.py",
-        "    if not accelerator.is_main_process:",
-        "    if False:",
-        "test_train_cifar.py -k say_each_thing_once",
-    ),
-    Edit(
-        "an FSDP configuration on a CPU falls back to DDP",
-        "utils/run/launch.py",
-        "if fsdp.requested():",
-        "if False:",
-        "test_configs.py -k 4gpu_fsdp",
-    ),
-    Edit(
-        "outputs are sent from the host",
-        "scripts/train_cifar.py",
-        'accelerator.gather_for_metrics((logits, batch["labels"]))',
-        'accelerator.gather_for_metrics((logits.cpu(), batch["labels"]))',
-        "test_gpu_rules.py -k train_cifar",
-    ),
-    Edit(
-        "a step of the loop waits for its loss",
-        "scripts/train_gpt.py",
-        "losses.append(loss.detach())",
-        "losses.append(loss.detach() + 0 * loss.item())",
-        "test_gpu_path.py -k never_waits",
-    ),
-    Edit(
-        "variables of another launch are believed",
-        "utils/run/launcher.py",
-        "    mine = MPI if is_elastic() else RANKS + MPI",
-        "    mine = ()",
-        "test_signals.py -k variables_of_another",
-    ),
-    Edit(
-        "the job is not requeued",
-        "scripts/submit.sbatch",
-        'scontrol requeue Incomplete "$SLURM_JOB_ID"',
-        "false",
-        "test_slurm.py -k signal_lost_node",
-    ),
-    Edit(
-        "a job without progress is requeued",
-        "scripts/submit.sbatch",
-        "&& ((10#${step:-0} > start)) && lost=1",
-        "&& lost=1",
-        "test_submit.py -k only_after_progress",
-    ),
-]
+def edits():
+    """Reads `EDITS`."""
+    for block in EDITS.strip().split("\n\n"):
+        first, *lines, last = block.splitlines()
+        name, file = re.fullmatch(r"(.+) \((\S+)\)", first).groups()
+        old, new = ([line[2:] for line in lines if line[0] == sign] for sign in "-+")
+        yield Edit(name, file, "\n".join(old), "\n".join(new), last.removeprefix("= "))
 
 
 def outcome(edit):
-    """Applies the edit to a copy and runs its tests; returns the test that noticed, None, `SKIPPED`
-    or `LEFT_OUT`.
+    """Applies the edit to a copy and runs its tests; returns the test that noticed, or why there is
+    none; None: they pass.
     """
     if time.time() > BEGIN_UNTIL:
-        return LEFT_OUT
+        return "left out, because this machine is slow"
     with tempfile.TemporaryDirectory() as folder:
         copy = Path(folder, "project")
         shutil.copytree(ROOT, copy, ignore=COPIED)
         # Data that some tests use if it is there.
         Path(folder, "shared").symlink_to(ROOT.parent / "shared")
         text = (copy / edit.file).read_text()
+        if text.count(edit.old) != 1:
+            raise SystemExit(f"{edit.name}: its lines are not in {edit.file}, or several times")
         (copy / edit.file).write_text(text.replace(edit.old, edit.new))
         file, *options = shlex.split(edit.tests)
         words = ["-m", "pytest", "-x", "-q", "-n", "0", "-p", "no:cacheprovider", "-m", ""]
         words += ["--basetemp", f"{folder}/tmp", str(next((copy / "tests").rglob(file))), *options]
+        began = time.monotonic()
         done = warm.run(words, dict(os.environ), SECONDS, cwd=str(copy))
-    noticed = re.search(r"^(?:FAILED|ERROR) (\S+)", done.stdout, re.MULTILINE)
+        seconds = time.monotonic() - began
     if done.returncode == 0:
-        return None if " passed" in done.stdout else SKIPPED
+        return None if " passed" in done.stdout else "skipped here, as its tests are"
+    noticed = re.search(r"^(?:FAILED|ERROR) (\S+)", done.stdout, re.MULTILINE)
     if done.returncode != 1 or not noticed:
         output = done.stdout[-3000:] + done.stderr[-3000:]
         raise SystemExit(f"{edit.name}: the tests did not run\n{output}")
-    return noticed[1].removeprefix("tests/")
+    return f"{noticed[1].removeprefix('tests/')}, {seconds:.0f} s"
 
 
 def main():
@@ -478,7 +300,9 @@ def main():
     signal.signal(signal.SIGINT, signal.default_int_handler)
     signal.signal(signal.SIGHUP, signal.SIG_DFL)
     words, began, missed = sys.argv[1:], time.monotonic(), []
-    chosen = [e for e in EDITS if not words or any(word in f"{e.name} {e.file}" for word in words)]
+    chosen = [
+        e for e in edits() if not words or any(word in f"{e.name} {e.file}" for word in words)
+    ]
     os.environ.update(HF_HUB_OFFLINE="1", TOKENIZERS_PARALLELISM="false", OMP_WAIT_POLICY="passive")
     with tempfile.TemporaryDirectory() as home:
         os.environ["HF_HOME"] = home

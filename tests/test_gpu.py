@@ -439,7 +439,10 @@ def copies_in(events):
 
 
 def waits(place, folder):
-    """No step makes the host wait for the device (`torch.cuda.set_sync_debug_mode`)."""
+    """No step makes the host wait for the device (`torch.cuda.set_sync_debug_mode`).
+
+    `test_gpu_path.py` looks on a CPU, by other means.
+    """
     length = "--max_train_steps 16 --log_every 100 --checkpoint_every 0 --eval_every 100"
     scripts = both(place, length)
     if place.gpu:
@@ -453,12 +456,6 @@ def waits(place, folder):
     figures = {}
     for name, _, _ in scripts:
         where = read(folder / f"{name}.json")
-        if not place.gpu:
-            # The guard reads a loss that has been copied to the host, and the loader makes indices.
-            # So the others would be seen.
-            assert where.count(next((line for line in where if "guard" in line), None)) >= 10
-            ours = ("train_cifar.py", "train_gpt.py", "augment.py")
-            where = [line for line in where if line.startswith(ours)]
         assert not where, sorted(set(where))
         figures[f"{name}_waits_in_10_steps"] = len(where)
     return figures
@@ -634,7 +631,7 @@ def rehearsal(check):
     return pytest.param(check, marks=marks, id=CHECKS[check])
 
 
-REHEARSED_EVERY_TIME = (waits, tokens, orthogonalization, shared_gpu)
+REHEARSED_EVERY_TIME = (tokens, orthogonalization, shared_gpu)
 
 
 @pytest.mark.parametrize("check", list(map(rehearsal, CHECKS)))

@@ -41,19 +41,13 @@ WAITS = {"train_lm": ["nonzero"]}
 counts = pytest.mark.skipif(
     torch.__version__ < "2.13", reason="earlier releases of PyTorch have no fake GPUs, or others"
 )
+# What a process prints that believes in a GPU: which of the words it waits for, and the costs of a
+# step of each script.
 COUNT = """
-import importlib.util
-from step_costs import count
-costs = {}
-for script in sys.argv[1:]:
-    if script != "train_lm" or importlib.util.find_spec("transformers"):
-        synthetic = script in ("train_cifar", "train_images", "train_gpt")
-        costs[script] = count(script, ["--dataset", "synthetic"] * synthetic).report()
-print(json.dumps(costs))
-"""
-SEEN = """
+import importlib.util, json, sys
+sys.path.insert(1, sys.argv[1])
 import torch
-from step_costs import Costs, fake_cuda
+from step_costs import Costs, count, fake_cuda
 with fake_cuda():
     weight = torch.ones(8, 8, device="cuda", requires_grad=True)
     host, x = torch.ones(8, device="cpu"), weight.detach()
@@ -61,7 +55,7 @@ with fake_cuda():
         loss = (weight @ weight).square().sum()
     loss.backward()
     seen = {"cast": costs.casts, "gradient": str(weight.grad.device)}
-    for code in sys.argv[1:]:
+    for code in json.loads(sys.argv[2]):
         with Costs() as costs:
             eval(code)
         seen[code] = [name for name, _ in costs.waits]
@@ -69,7 +63,12 @@ with fake_cuda():
         x + host
     except Exception as error:
         seen["mixed"] = "device" in str(error)
-print(json.dumps(seen))
+costs = {"seen": seen}
+for script in sys.argv[3:]:
+    if script != "train_lm" or importlib.util.find_spec("transformers"):
+        synthetic = script in ("train_cifar", "train_images", "train_gpt")
+        costs[script] = count(script, ["--dataset", "synthetic"] * synthetic).report()
+print(json.dumps(costs))
 """
 WAIT_FOR = {
     "x.sum().item()": ["_local_scalar_dense"],
@@ -91,17 +90,16 @@ def output_of(script, *words):
     return json.loads(done.stdout)
 
 
-def output_of_code(folder, code, *words):
-    """The same of code that may import step_costs.py."""
-    path = f"import json, sys\nsys.path.insert(1, {str(TOOL.parent)!r})\n"
-    (folder / "code.py").write_text(path + code)
-    return output_of(folder / "code.py", *words)
-
-
 @pytest.fixture(scope="module")
 def counted(made_once):
-    """What a step of each script costs at its default size."""
-    return made_once("counted", lambda folder: output_of_code(folder, COUNT, *SCRIPTS))
+    """What a step of each script costs at its default size; and what `Costs` saw, as "seen"."""
+
+    def count(folder):
+        (folder / "code.py").write_text(COUNT)
+        words = [str(TOOL.parent), json.dumps(list(WAIT_FOR)), *SCRIPTS]
+        return output_of(folder / "code.py", *words)
+
+    return made_once("counted", count)
 
 
 def check_budget(costs, row):
@@ -135,17 +133,11 @@ def test_a_compiled_step_keeps_to_its_budget(counted):
     eager = counted["train_gpt"]["casts"]
     assert eager["float32 (16384, 256)"] == 1 and "float32 (64, 256, 256)" not in eager
     assert not [cast for cast in costs["casts"] if cast.endswith(" 256)")]
-
-
-@counts
-def test_the_tool_prints_the_costs_of_other_arguments():
-    costs = output_of(TOOL, "train_minimal", "--batch_size", "7")
     names = ["launches", "bytes", "launches_by_op", "bytes_by_op", "casts", "waits", "mixed"]
-    assert list(costs) == names and costs["launches"] == sum(costs["launches_by_op"].values()) > 10
-    assert "bfloat16 (7, 2)" in costs["casts"]
+    assert list(costs) == names
 
 
-@pytest.mark.parametrize("script", some_slow(RUNS, "train_cifar", "train_gpt", "train_images"))
+@pytest.mark.parametrize("script", some_slow(RUNS, "train_cifar", "train_images"))
 def test_a_step_of_the_real_loop_never_waits(script, tmp_path):
     """The loop with its loader, the guard, and all that Accelerate does, under the rules of GPUs."""
     words = [f"step_waits@0:{tmp_path}/waits.json", f"scripts/{script}.py", *RUNS[script].split()]
@@ -191,10 +183,13 @@ def test_what_an_operation_costs(name):
 
 
 @counts
-def test_fake_cuda_tensors_show_what_a_gpu_would_wait_for(tmp_path):
+def test_fake_cuda_tensors_show_what_a_gpu_would_wait_for(counted):
     casts = {"bfloat16 (8, 8)": 1, "float32 (8, 8)": 1}  # `square` is float32
     more = {"cast": casts, "gradient": "cuda:0", "mixed": True}
-    assert output_of_code(tmp_path, SEEN, *WAIT_FOR) == WAIT_FOR | more
+    assert counted["seen"] == WAIT_FOR | more
+
+
+READING = ("__bool__", "__float__", "__int__", "cpu", "item", "numpy", "tolist")
 
 
 class Reads(TorchFunctionMode):
@@ -208,9 +203,6 @@ class Reads(TorchFunctionMode):
         if function.__name__ in READING:
             self.seen.append(function.__name__)
         return function(*args, **(kwargs or {}))
-
-
-READING = ("__bool__", "__float__", "__int__", "cpu", "item", "numpy", "tolist")
 
 
 # ------------------------------------------------------------------------------------- evaluation, samples
@@ -239,12 +231,12 @@ def test_an_evaluation_waits_once(gpt):
     assert reads.seen == ["tolist"]
 
 
-@pytest.mark.parametrize("prompt", ["a", "To be, or", "more than what fits into a context"])
-@pytest.mark.parametrize("temperature, top_k", [(0.8, None), (0, None), (1.5, 7)])
+@pytest.mark.parametrize("prompt", ["a", "more than what fits into a context"])
+@pytest.mark.parametrize("temperature, top_k", [(0, None), (1.5, 7)])
 def test_a_sample_is_the_same_with_and_without_a_cache(prompt, temperature, top_k, gpt):
     """Also where the context is full, several times, and goes on with its last half."""
     script, model = gpt
-    args = SimpleNamespace(seed=5, sample_length=40, block_size=12)
+    args = SimpleNamespace(seed=5, sample_length=20, block_size=12)
     texts = [script.generate(model, args, prompt, temperature, top_k, cached) for cached in (1, 0)]
     assert texts[0] == texts[1] and texts[0].startswith(prompt)
 

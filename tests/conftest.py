@@ -37,9 +37,7 @@ else:  # on a machine for `-m gpu` only
 
 
 def pytest_addoption(parser):
-    parser.addoption(
-        "--cold", action="store_true", help="start every process in a new interpreter, by exec"
-    )
+    parser.addoption("--cold", action="store_true", help="start every process in a new interpreter")
 
 
 def pytest_configure(config):
@@ -47,33 +45,17 @@ def pytest_configure(config):
     in a known environment.
     """
     # CI: there pytest would print the whole difference of what is not equal, thousands of log lines
-    # included.
-    for name in (
-        "OMP_NUM_THREADS",
-        "ACCELERATE_MIXED_PRECISION",
-        "RANK",
-        "WORLD_SIZE",
-        "CI",
-        "BUILD_NUMBER",
-        "PYTHONDONTWRITEBYTECODE",  # every process would compile all modules of the project
-    ):
+    # included. PYTHONDONTWRITEBYTECODE: every process would compile all modules of the project.
+    unset = "OMP_NUM_THREADS ACCELERATE_MIXED_PRECISION RANK WORLD_SIZE CI BUILD_NUMBER"
+    for name in [*unset.split(), "PYTHONDONTWRITEBYTECODE"]:
         os.environ.pop(name, None)
     # What a shell starts in the background, and all that it starts in turn, ignores Ctrl-C, which
-    # is tested here.
+    # is tested here; under nohup, also SIGHUP.
     signal.signal(signal.SIGINT, signal.default_int_handler)
-    for signum in (signal.SIGQUIT, signal.SIGHUP):  # the second is ignored under nohup
+    for signum in (signal.SIGQUIT, signal.SIGHUP):
         signal.signal(signum, signal.SIG_DFL)
-    quick = "not slow" in config.option.markexpr
-    if quick and "PYTEST_XDIST_WORKER" in os.environ and hasattr(os, "sched_setaffinity"):
-        # Each of pytest's processes, and all that it starts, has its own cores. Two runs of two
-        # threads each on two cores take several times as long: each thread waits for another that
-        # does not run. Slow tests mostly wait, and keep all cores.
-        number, count = (
-            int(os.environ["PYTEST_XDIST_WORKER"].removeprefix("gw")),
-            int(os.environ["PYTEST_XDIST_WORKER_COUNT"]),
-        )
-        cores = sorted(os.sched_getaffinity(0))
-        os.sched_setaffinity(0, cores[number::count] or cores[number % len(cores) :][:1])
+    if "not slow" in config.option.markexpr and "PYTEST_XDIST_WORKER" in os.environ:
+        _use_own_cores()
     if config.option.cold:
         os.environ[COLD] = "1"
     if not SMALL_DATA.exists():
@@ -88,6 +70,17 @@ def pytest_configure(config):
         os.environ["OMP_WAIT_POLICY"] = "passive"
         os.environ[warm.ADDRESS] = resources.enter_context(warm.server(dict(os.environ)))
         resources.callback(os.environ.pop, warm.ADDRESS)
+
+
+def _use_own_cores():
+    """Gives each of pytest's processes, and all that it starts, its own cores.
+
+    Two runs of two threads each on two cores take several times as long: each thread waits for
+    another that does not run. Slow tests mostly wait, and keep all cores.
+    """
+    number = int(os.environ["PYTEST_XDIST_WORKER"].removeprefix("gw"))
+    count, cores = int(os.environ["PYTEST_XDIST_WORKER_COUNT"]), sorted(os.sched_getaffinity(0))
+    os.sched_setaffinity(0, cores[number::count] or [cores[number % len(cores)]])
 
 
 def pytest_runtest_setup():
@@ -167,14 +160,8 @@ def reference(made_once):
     """
 
     def get(config, processes=1):
-        return run_once(
-            made_once,
-            f"reference/{config}",
-            config,
-            CIFAR,
-            SMALL,
-            launcher=("--num_processes", str(processes)),
-        )
+        launcher, name = ("--num_processes", str(processes)), f"reference/{config}"
+        return run_once(made_once, name, config, CIFAR, SMALL, launcher=launcher)
 
     return get
 

@@ -19,15 +19,9 @@ from scripts.chaos import CLOCK
 
 ROOT = Path(__file__).resolve().parents[2]
 
-
 CIFAR, GPT = "scripts/train_cifar.py", "scripts/train_gpt.py"
-
-
 COLD = "PYTEST_COLD"  # the environment variable that tells pytest's own processes of --cold
-
-
 LIMIT = 450  # seconds for one launch, so that a hang fails one test and does not block the suite
-
 
 # A small run with evaluation and checkpoints mid-epoch, without batch norm (so that topologies
 # compute the same).
@@ -35,12 +29,8 @@ SMALL = (
     f"--dataset {SMALL_DATA} --model net --batch_size 60 --max_train_steps 14 --log_every 1 "
     "--eval_every 7 --checkpoint_every 3"
 )
-
-
 # Saves only when it is stopped.
 ENDLESS = f"{SMALL} --max_train_steps 100000 --eval_every 100000 --checkpoint_every 0"
-
-
 # For train_gpt.py, the smallest of the scripts whose loader has workers.
 GPT_WITH_A_WORKER = (
     "--dataset synthetic --n_layer 1 --n_head 1 --n_embd 16 --block_size 16 --batch_size 4 "
@@ -62,26 +52,14 @@ def command(config, script, arguments, *, output_dir=None, root=ROOT, launcher=(
     """
     start = [*host, sys.executable, *(() if config else launcher)]
     if config:
-        yaml = (
-            Path(config)
-            if str(config).endswith(".yaml") and "/" in str(config)
-            else ROOT / "accelerate_configs" / f"{config}.yaml"
-        )
-        start += [
-            "-m",
-            "accelerate.commands.accelerate_cli",
-            "launch",
-            "--config_file",
-            str(yaml),
-            *launcher,
-        ]
+        own_file = str(config).endswith(".yaml") and "/" in str(config)
+        yaml = config if own_file else ROOT / "accelerate_configs" / f"{config}.yaml"
+        start += ["-m", "accelerate.commands.accelerate_cli", "launch"]
+        start += ["--config_file", str(yaml), *launcher]
     arguments = arguments.split() if isinstance(arguments, str) else list(arguments)
-    return [
-        *start,
-        str(root / script),
-        *arguments,
-        *(["--output_dir", str(output_dir)] if output_dir else []),
-    ]
+    if output_dir:
+        arguments += ["--output_dir", str(output_dir)]
+    return [*start, str(root / script), *arguments]
 
 
 def run(config, script, arguments="", *, check=True, cold=None, **kwargs):
@@ -91,18 +69,15 @@ def run(config, script, arguments="", *, check=True, cold=None, **kwargs):
         cold (bool | None): whether to start a new interpreter, by `exec`; None: as `--cold` says.
     """
     cold = COLD in os.environ if cold is None else cold
-    environment, words = (
-        {**os.environ, **kwargs.pop("env", {})},
-        command(config, script, arguments, **kwargs),
-    )
+    environment = {**os.environ, **kwargs.pop("env", {})}
+    words = command(config, script, arguments, **kwargs)
     if cold:
         done = subprocess.run(words, capture_output=True, text=True, timeout=LIMIT, env=environment)
     else:
         done = warm.run(words[1:], environment, LIMIT)
     if check and done.returncode:
-        raise AssertionError(
-            f"exit code {done.returncode}\n{done.stdout[-3000:]}\n{done.stderr[-6000:]}"
-        )
+        output = f"{done.stdout[-3000:]}\n{done.stderr[-6000:]}"
+        raise AssertionError(f"exit code {done.returncode}\n{output}")
     return done
 
 
@@ -118,18 +93,12 @@ class Started:
         reader, writer = os.pipe()
         self.output = os.fdopen(reader, errors="replace")
         with os.fdopen(writer, "w") as writer:
+            own = dict(start_new_session=True)
             if words[0] == sys.executable and COLD not in os.environ:
-                self.process = warm.Program(
-                    words[1:], environment, writer, writer, start_new_session=True
-                )
+                self.process = warm.Program(words[1:], environment, writer, writer, **own)
             else:  # --cold, or on another machine, where there is no server to fork from
-                self.process = subprocess.Popen(
-                    words,
-                    stdout=writer,
-                    stderr=subprocess.STDOUT,
-                    start_new_session=True,
-                    env=environment,
-                )
+                own |= dict(stdout=writer, stderr=subprocess.STDOUT, env=environment)
+                self.process = subprocess.Popen(words, **own)
         self.lines = []
 
     def wait_for(self, words):
@@ -144,13 +113,9 @@ class Started:
         raise AssertionError(f"'{words}' never came:\n{''.join(self.lines)[-6000:]}")
 
     def kill_all(self):
-        """Sends SIGKILL to the launcher and all its descendants (each worker is in its own
-        session).
-        """
-        for process in [
-            psutil.Process(self.process.pid),
-            *psutil.Process(self.process.pid).children(recursive=True),
-        ]:
+        """Sends SIGKILL to the launcher and all its descendants (each worker is in its own session)."""
+        launcher = psutil.Process(self.process.pid)
+        for process in [launcher, *launcher.children(recursive=True)]:
             process.kill()
         self.finish()
 
@@ -185,14 +150,9 @@ def recorded(config, script, arguments, folder, processes=1, accumulation=1, dro
     """
     records = folder.with_name(f"{folder.name}_records")
     records.mkdir()
-    fault = f"record@{int(not dropout)}:{records}"
-    run(
-        config,
-        "tests/harness/wrapped.py",
-        [fault, script, *arguments.split()],
-        output_dir=folder,
-        launcher=("--num_processes", str(processes)) if config else (),
-    )
+    words = [f"record@{int(not dropout)}:{records}", script, *arguments.split()]
+    launcher = ("--num_processes", str(processes)) if config else ()
+    run(config, "tests/harness/wrapped.py", words, output_dir=folder, launcher=launcher)
     ranks = []
     for rank in range(processes):
         lines = (records / f"{rank}.jsonl").read_text().splitlines()
@@ -245,11 +205,8 @@ def status(folder):
 def metrics(folder, split):
     """The lines of one split in metrics.jsonl, without the values that depend on timing."""
     lines = [json.loads(line) for line in (Path(folder) / "metrics.jsonl").read_text().splitlines()]
-    return [
-        {k: v for k, v in line.items() if k not in CLOCK}
-        for line in lines
-        if line["split"] == split
-    ]
+    lines = [line for line in lines if line["split"] == split]
+    return [{name: v for name, v in line.items() if name not in CLOCK} for line in lines]
 
 
 def final_weights(folder):
@@ -262,9 +219,7 @@ def final_weights(folder):
 
 
 def run_once(made_once, name, *args, **kwargs):
-    """A run that tests share and do not change: the completed process, with its folder as
-    `.folder`.
-    """
+    """A run that tests share and do not change: the completed process, with its folder as `.folder`."""
 
     def make(folder):
         done = run(*args, output_dir=folder, **kwargs)

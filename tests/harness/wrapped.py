@@ -85,8 +85,6 @@ def strikes():
     global calls
     if warming_up:  # the warm-up of DDP is not a step
         return False
-    if "FAULT_ONCE" in os.environ and os.environ.get("TORCHELASTIC_RESTART_COUNT") != "0":
-        return False
     calls += 1
     on_this_rank = argument in ("", own_rank) or name in WITH_ARGUMENT
     return calls == int(when or 1) and on_this_rank
@@ -379,10 +377,8 @@ def start_there(original, self, *args, **kwargs):
 # ---------------------------------- not faults: what a run did, in a file or folder after the colon
 
 
-trained, inputs = (
-    None,
-    [],
-)  # the model; for each micro-batch of this step, a checksum of each sample
+trained = None  # the model
+inputs = []  # for each micro-batch of this step, a checksum of each sample
 
 
 @replaces("accelerate.Accelerator.prepare_model", "record")
@@ -415,9 +411,9 @@ def record(original, self, step, losses, ids, *args, **kwargs):
     what the model was given; and the loss. @1: without dropout.
     """
     given = inputs[-len(ids) :]
-    batches = [
-        list(zip(part.tolist(), sums, strict=True)) for part, sums in zip(ids, given, strict=True)
-    ]
+    batches = []
+    for part, sums in zip(ids, given, strict=True):
+        batches.append(list(zip(part.tolist(), sums, strict=True)))
     inputs.clear()
     entry = {"step": step, "batches": batches, "losses": [loss.item() for loss in losses]}
     write_json(os.path.join(argument, f"{own_rank}.jsonl"), entry, "a")
@@ -448,20 +444,12 @@ def record_steps(original, self, step, losses, ids, *args, **kwargs):
 
 @starts_with
 def count_compilations():
-    """How often and how long the script compiled.
-
-    @1: with a backend that only counts, in seconds instead of minutes.
-    """
+    """How often and how long the script compiled."""
     from torch._dynamo.utils import counters, get_compilation_metrics
 
-    if when == "1":
-        plain = torch.nn.Module.compile
-        torch.nn.Module.compile = functools.partialmethod(plain, backend="eager")
-
     def report():
-        compiled = [
-            record for record in get_compilation_metrics() if record.entire_frame_compile_time_s
-        ]
+        records = get_compilation_metrics()
+        compiled = [record for record in records if record.entire_frame_compile_time_s]
         figures = {
             "graph_breaks": sum(counters["graph_break"].values()),
             "compiled_functions": len({record.compile_id.split("/")[0] for record in compiled}),

@@ -436,7 +436,7 @@ def recent_mutants(count):
     for word in modules():
         lines = set()
         difference = git("diff", "-U0", f"HEAD~{before}", "--", word.partition("::")[0])
-        for first, length in re.findall(r"^@@.*\+(\d+),?(\d*) @@", difference, re.MULTILINE):
+        for first, length in re.findall(r"^@@ -\S+ \+(\d+),?(\d*) @@", difference, re.MULTILINE):
             lines |= set(range(int(first), int(first) + int(length or 1)))
         mutants = shuffled(mutants_of(word)) if lines else []
         mutants.sort(key=lambda mutant: mutant.line not in lines)

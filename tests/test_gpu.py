@@ -10,8 +10,8 @@ Each check is a function that runs the scripts, fails if a promise is broken, an
 measured. With `-m gpu` it runs at full size, one check at a time, the most telling first: most of
 the time are imports (15 s a launch on a machine with an H100), so launches whose speed is not
 measured run together. Its figures go to `gpu.json` and `gpu.md` in the folder GPU_RESULTS
-(default: runs/gpu). The ordinary tests rehearse every check on the CPU, at a small size, so that
-they are tested code before they meet a GPU.
+(default: runs/gpu). Every check is rehearsed on the CPU, at a small size, three of them in every
+run and the others as slow tests, so that they are tested code before they meet a GPU.
 
 GPU_DATASET: CIFAR-10 as `--dataset` of train_cifar.py takes it; default: synthetic images. A file
     with arrays needs no other package, see `utils/data/array_files.py`.
@@ -611,7 +611,7 @@ def alone():
         yield
 
 
-NO_GPU = "no GPU here (the ordinary tests rehearse this on the CPU)"
+NO_GPU = "no GPU here (other tests rehearse this on the CPU)"
 
 
 @pytest.mark.gpu

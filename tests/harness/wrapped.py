@@ -315,6 +315,15 @@ def unscale(original, self, optimizer=None):
     self.native_amp, self.state._mixed_precision = False, "no"
 
 
+@replaces("utils.muon.orthogonalize")
+def muon_precision(original, x, iterations=5, half=None):
+    """Not a fault: the precision in which Muon orthogonalizes follows the colon."""
+    torch.backends.cuda.matmul.allow_tf32 = argument == "tf32"
+    done = original(x, iterations, argument == "float16")
+    torch.backends.cuda.matmul.allow_tf32 = False
+    return done
+
+
 # ---------------------------------------------------------------------------------- other machines
 
 
@@ -478,9 +487,22 @@ def after_steps(actions):
 
 @starts_with
 def count_waits():
-    """The lines at which steps 6 to 15 made the host wait for the device; none without a GPU."""
-    waits, available = [], torch.cuda.is_available()
-    watch = torch.cuda.set_sync_debug_mode if available else lambda _: None
+    """The lines at which steps 6 to 15 made the host wait for the device."""
+    names = ("item", "tolist", "cpu", "numpy", "__bool__")
+    reading = {attribute: getattr(torch.Tensor, attribute) for attribute in names}
+    waits = []
+
+    def watch(mode):
+        if torch.cuda.is_available():
+            torch.cuda.set_sync_debug_mode(mode)
+            return
+        for attribute, original in reading.items():  # on a CPU: whatever would wait for a device
+
+            def read(self, *args, original=original, **kwargs):
+                warnings.warn("called a synchronizing CUDA operation", stacklevel=2)
+                return original(self, *args, **kwargs)
+
+            setattr(torch.Tensor, attribute, read if mode == "warn" else original)
 
     def remember(message, category, filename, lineno, file=None, line=None):
         if "synchronizing CUDA operation" in str(message):

@@ -197,7 +197,8 @@ def test_a_second_ctrl_c_ends_at_once(tmp_path):
     assert [path.name for path in (tmp_path / "checkpoints").iterdir()] == [".writing"]
 
 
-def test_a_person_may_ask_twice_for_a_checkpoint(tmp_path):
+def test_a_person_may_ask_twice(tmp_path):
+    """For a checkpoint, and for where all processes are."""
     started = Started(None, CIFAR, ENDLESS, output_dir=tmp_path)
     started.wait_for("step      2/")
     steps = []
@@ -205,6 +206,9 @@ def test_a_person_may_ask_twice_for_a_checkpoint(tmp_path):
         (tmp_path / "save_now").touch()
         line = started.wait_for("asked by the file save_now: checkpoint of step")
         steps.append(f"step_{int(line.split()[-1]):08d}")
+        (tmp_path / "dump_stacks").touch()
+        started.wait_for("asked by the file dump_stacks: ")
+        started.wait_for("all stacks: ")
         started.wait_for("step ")
     started.kill_all()
     saved = sorted(path.name for path in (tmp_path / "checkpoints").glob("step_*"))

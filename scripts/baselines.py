@@ -32,10 +32,10 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.data import DataLoader, Dataset
 from torch.utils.flop_counter import FlopCounterMode
 
-from utils.data.arrays import Split, load_arrays, synthetic_arrays
-from utils.data.augment import augment, normalize
 from utils.data.loaders import already_a_batch
-from utils.data.text import Windows, synthetic_text
+from utils.images.arrays import Split, load_arrays, synthetic_arrays
+from utils.images.augment import augment, normalize
+from utils.language.text import Windows, synthetic_text
 from utils.muon import MuonSGD
 from utils.run import cpu
 from utils.run.arguments import Parser
@@ -445,12 +445,12 @@ def usual_images(folder, steps):
 def our_images(folder, steps, cache=False):
     """Loads photos as train_images.py does, to normalized batches; yields after each pass."""
     # Here, because importing torchvision takes a second.
-    from utils.data.image_batches import ImageBatches
-    from utils.data.image_cache import cached
     from utils.data.loaders import EpochSampler
-    from utils.data.sources import find_images
-    from utils.data.transforms import TrainTransform
-    from utils.pretrained import preprocessing
+    from utils.images.image_batches import ImageBatches
+    from utils.images.image_cache import cached
+    from utils.images.pretrained import preprocessing
+    from utils.images.sources import find_images
+    from utils.images.transforms import TrainTransform
 
     cpu.keep_freed_memory()
     images = find_images(f"{folder}/photos").splits["train"]
@@ -475,10 +475,10 @@ def plain_scoring(folder, run, steps, forward):
     """Loads the photos in `folder` as evaluate.py does, with what it reads in the folder `run`, and
     with `forward` classifies them; yields after each pass.
     """
-    from utils import pretrained
-    from utils.data.image_batches import ImageBatches
-    from utils.data.sources import find_to_evaluate
-    from utils.data.transforms import EvalTransform
+    from utils.images import pretrained
+    from utils.images.image_batches import ImageBatches
+    from utils.images.sources import find_to_evaluate
+    from utils.images.transforms import EvalTransform
     from utils.run import weights
 
     cpu.keep_freed_memory()
@@ -550,7 +550,7 @@ def lm_loss(model, chunked, steps):
     """
     from transformers import AutoModelForCausalLM
 
-    from utils.lm_loss import chunk_loss
+    from utils.language.lm_loss import chunk_loss
 
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     model = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32).to(device)

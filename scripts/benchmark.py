@@ -126,10 +126,11 @@ from baselines import (
 from PIL import Image
 from torch.utils.data import DataLoader
 
-from utils import plots
-from utils.data.arrays import load_arrays, synthetic_arrays
-from utils.data.augment import augment, normalize
-from utils.data.text import synthetic_text
+from utils.images.arrays import load_arrays, synthetic_arrays
+from utils.images.augment import augment, normalize
+from utils.language.text import synthetic_text
+from utils.report import plots
+from utils.report.measurements import Measurements, clock
 from utils.run import cpu
 from utils.run.arguments import Parser, number
 from utils.run.failures import UserError
@@ -141,7 +142,6 @@ from utils.run.files import (
     write_text,
     writing_to,
 )
-from utils.run.measurements import Measurements, clock
 from utils.run.record import versions
 
 HERE = Path(__file__).resolve().parent
@@ -1036,7 +1036,7 @@ def gpt(args):
 LM_MODEL = """
 import sys, torch
 from transformers import LlamaConfig, LlamaForCausalLM
-from utils.causal_lm import byte_tokenizer
+from utils.language.causal_lm import byte_tokenizer
 names = "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads"
 sizes = (576, 1536, 30, 9) if torch.cuda.is_available() else (256, 768, 4, 4)
 sizes = dict(zip(names, sizes), tie_word_embeddings=True)

@@ -30,11 +30,11 @@ from pathlib import Path
 sys.path.insert(1, str(Path(__file__).resolve().parents[1]))
 import psutil
 
+from utils.report.measurements import Measurements, clock
+from utils.report.model_card import weight_files
 from utils.run import process
 from utils.run.arguments import SEED, Parser, number
 from utils.run.failures import RunFailed, UserError
-from utils.run.measurements import Measurements, clock
-from utils.run.model_card import weight_files
 
 # Metrics that depend on the time that steps take.
 CLOCK = {

@@ -45,7 +45,7 @@ import psutil
 import torch
 import torch.distributed as dist
 
-from utils import plots
+from utils.report import plots
 from utils.run import launch, metrics
 from utils.run.arguments import SECONDS, Parser, number
 from utils.run.failures import RunFailed, UserError

@@ -67,20 +67,20 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 from torch.utils.data import DataLoader, Sampler
 
-from utils import plots
-from utils.data.arrays import load_arrays, on_device
-from utils.data.augment import normalize
 from utils.data.report import agree
+from utils.images.arrays import load_arrays, on_device
+from utils.images.augment import normalize
+from utils.report import plots
+from utils.report.measurements import Measurements, clock
 from utils.run import launch
 from utils.run.arguments import BATCH, SECONDS, SEED, Parser, number
 from utils.run.collectives import local_main_first, run_on_main, wait_for_all
 from utils.run.failures import RunFailed, UserError
 from utils.run.folder import RunFolder
 from utils.run.guard import Guard
-from utils.run.measurements import Measurements, clock
 from utils.run.metrics import memory_bytes
 from utils.run.record import topology
-from utils.run.stacks import place
+from utils.scale.stacks import place
 
 PAIRS = {"replicated": "replicated_single", "ddp": "ddp_single"}  # W processes: one process
 RUNS = [name for pair in PAIRS.items() for name in pair]

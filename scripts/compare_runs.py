@@ -17,7 +17,7 @@ import numpy as np
 
 # Finds `utils` next to this script (a copy) or one folder up (the repository).
 sys.path.insert(1, str(Path(__file__).resolve().parents[1]))
-from utils import plots
+from utils.report import plots
 from utils.run import manifest, metrics, process
 from utils.run.arguments import MAY_CHANGE, Parser, number
 from utils.run.failures import UserError

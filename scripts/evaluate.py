@@ -44,24 +44,26 @@ import torch.nn.functional as F
 from accelerate import Accelerator, DataLoaderConfiguration
 from torch.utils.data import DataLoader
 
-from utils import plots, pretrained, scores
-from utils.data.arrays import load_arrays, on_device
-from utils.data.augment import normalize
-from utils.data.image_batches import ImageBatches
-from utils.data.image_folder import unlabeled
+from utils import scores
 from utils.data.loaders import evaluation_batch_size, loader_options
 from utils.data.report import agree
-from utils.data.sources import find_images, find_to_evaluate
-from utils.data.text import load_to_evaluate
-from utils.data.transforms import EvalTransform
+from utils.images import pretrained
+from utils.images.arrays import load_arrays, on_device
+from utils.images.augment import normalize
+from utils.images.image_batches import ImageBatches
+from utils.images.image_folder import unlabeled
+from utils.images.sources import find_images, find_to_evaluate
+from utils.images.transforms import EvalTransform
+from utils.language.text import load_to_evaluate
+from utils.report import plots
+from utils.report.model_card import AT_THE_TOP
+from utils.report.progress import Progress
 from utils.run import cpu, launch, weights
 from utils.run.arguments import WORKERS, Parser
 from utils.run.collectives import local_main_first, run_on_all, run_on_main
 from utils.run.failures import UserError
 from utils.run.files import read_json, write_json, write_text, writing_to
-from utils.run.model_card import AT_THE_TOP
 from utils.run.output import one_line
-from utils.run.progress import Progress
 
 
 def main():

@@ -70,13 +70,13 @@ import torch.distributed as dist
 from accelerate import Accelerator
 from torch import nn
 
-from utils import plots
+from utils.report import plots
+from utils.report.measurements import Measurements, clock
 from utils.run import launch
 from utils.run.arguments import BATCH, Parser, number
 from utils.run.collectives import run_on_main
 from utils.run.failures import UserError
 from utils.run.files import writing_to
-from utils.run.measurements import Measurements, clock
 
 FIRST_BUCKET, BUCKET = 2**20, 25 * 2**20
 # Share of the memory for weights, gradients and optimizer states; the rest is for activations.

@@ -34,16 +34,17 @@ from accelerate.utils import set_seed
 from torch import nn
 from torch.utils.data import DataLoader
 
-from utils import plots
-from utils.data.arrays import load_arrays, on_device
-from utils.data.augment import augment, normalize
+from utils import schedule
+from utils.compilation import compile_model
 from utils.data.loaders import evaluation_batch_size
 from utils.data.report import agree, describe_scaling
+from utils.images.arrays import load_arrays, on_device
+from utils.images.augment import augment, normalize
 from utils.muon import MuonSGD
-from utils.run import ddp, launch, schedule, tracking, weights
+from utils.report import plots, tracking
+from utils.run import ddp, launch, weights
 from utils.run.arguments import Parser, number
 from utils.run.collectives import local_main_first
-from utils.run.compilation import compile_model
 from utils.run.failures import UserError
 from utils.run.folder import RunFolder
 from utils.run.guard import Guard

@@ -40,27 +40,29 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint as recompute
 from torch.utils.data import DataLoader
 
-from utils import plots, scores
+from utils import schedule, scores
+from utils.compilation import compile_model
 from utils.data import subset
-from utils.data.lanes import gather_position
 from utils.data.loaders import KeyedSampler, evaluation_batch_size, loader_options
 from utils.data.report import agree
-from utils.data.text import Windows, load_text
-from utils.data.text_stream import TextStream, describe_stream, load_held_out
+from utils.language.lanes import gather_position
+from utils.language.text import Windows, load_text
+from utils.language.text_stream import TextStream, describe_stream, load_held_out
 from utils.muon import MuonAdamW
-from utils.run import ddp, fsdp, gpu, launch, schedule, weights
+from utils.report import plots
+from utils.report.progress import Progress
+from utils.run import ddp, gpu, launch, weights
 from utils.run.arguments import Parser, number
 from utils.run.collectives import local_main_first, run_on_main
-from utils.run.compilation import compile_model
 from utils.run.failures import UserError, optional
 from utils.run.files import write_text
 from utils.run.folder import RunFolder
 from utils.run.guard import Guard
 from utils.run.metrics import start_profiler
 from utils.run.plan import Plan
-from utils.run.progress import Progress
 from utils.run.record import peak_flops
 from utils.run.seeds import seed_step
+from utils.scale import fsdp
 
 RECIPES = {"muon": dict(lr=0.02, weight_decay=0.1), "adamw": dict(lr=0.01, weight_decay=0.1)}
 

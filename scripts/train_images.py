@@ -37,20 +37,23 @@ from accelerate import Accelerator, skip_first_batches
 from accelerate.utils import set_seed
 from torch.utils.data import DataLoader
 
-from utils import plots, pretrained, scores
-from utils.data import image_cache, subset
-from utils.data.augment import normalize
-from utils.data.image_batches import ImageBatches
+from utils import schedule, scores
+from utils.compilation import compile_model
+from utils.data import subset
 from utils.data.loaders import EpochSampler, ending_workers, evaluation_batch_size, loader_options
-from utils.data.mixing import Mix
 from utils.data.report import agree, describe_scaling
-from utils.data.sources import find_images
-from utils.data.transforms import EvalTransform, TrainTransform
 from utils.ema import MovingAverage
-from utils.run import cpu, ddp, launch, schedule, tracking, weights
+from utils.images import image_cache, pretrained
+from utils.images.augment import normalize
+from utils.images.image_batches import ImageBatches
+from utils.images.mixing import Mix
+from utils.images.sources import find_images
+from utils.images.transforms import EvalTransform, TrainTransform
+from utils.report import plots, tracking
+from utils.report.progress import Progress
+from utils.run import cpu, ddp, launch, weights
 from utils.run.arguments import Parser, number
 from utils.run.collectives import gather, local_main_first, run_on_main
-from utils.run.compilation import compile_model
 from utils.run.failures import UserError, optional
 from utils.run.files import write_text
 from utils.run.folder import RunFolder
@@ -58,7 +61,6 @@ from utils.run.guard import Guard
 from utils.run.metrics import start_profiler
 from utils.run.output import for_markdown, one_line
 from utils.run.plan import Plan
-from utils.run.progress import Progress
 from utils.run.seeds import seed_step
 
 # The defaults of each --preset; flags override those that have one. The last layer learns at

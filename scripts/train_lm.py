@@ -41,16 +41,18 @@ from accelerate.utils import send_to_device, set_seed
 from torch.nn.utils.rnn import pad_sequence
 from torch.utils.data import DataLoader
 
-from utils import plots, scores
+from utils import schedule, scores
 from utils.data import subset
-from utils.data.conversations import Encoder
-from utils.data.lanes import gather_position
 from utils.data.loaders import KeyedSampler, evaluation_batch_size, loader_options
-from utils.data.mixture import SourceLog, labels
 from utils.data.report import agree
-from utils.data.token_stream import TokenStream, load_held_out
-from utils.data.tokens import load_tokens
-from utils.run import ddp, fsdp, gpu, launch, schedule
+from utils.language.conversations import Encoder
+from utils.language.lanes import gather_position
+from utils.language.mixture import SourceLog, labels
+from utils.language.token_stream import TokenStream, load_held_out
+from utils.language.tokens import load_tokens
+from utils.report import plots
+from utils.report.progress import Progress
+from utils.run import ddp, gpu, launch
 from utils.run.arguments import Parser, number
 from utils.run.collectives import local_main_first, run_on_all, run_on_main
 from utils.run.failures import UserError, optional
@@ -59,12 +61,12 @@ from utils.run.folder import RunFolder
 from utils.run.guard import Guard
 from utils.run.metrics import start_profiler
 from utils.run.plan import Plan
-from utils.run.progress import Progress
 from utils.run.seeds import seed_step
+from utils.scale import fsdp
 
 MISSING = [name for name in ("transformers", "peft") if importlib.util.find_spec(name) is None]
 if not MISSING:
-    from utils import adapters, causal_lm, lm_loss
+    from utils.language import adapters, causal_lm, lm_loss
 
 
 def check_packages():

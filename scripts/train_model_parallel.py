@@ -54,12 +54,13 @@ from accelerate.utils import set_seed
 from torch import nn
 from torch.utils.data import DataLoader
 
-from utils import plots
-from utils.data.arrays import load_arrays, on_device
-from utils.data.augment import augment, normalize
+from utils import schedule
 from utils.data.loaders import evaluation_batch_size
 from utils.data.report import agree
-from utils.run import ddp, launch, schedule, weights
+from utils.images.arrays import load_arrays, on_device
+from utils.images.augment import augment, normalize
+from utils.report import plots
+from utils.run import ddp, launch, weights
 from utils.run.arguments import BATCH, Parser, number
 from utils.run.collectives import gather, local_main_first
 from utils.run.failures import UserError

@@ -129,7 +129,7 @@ the name is not synced (utils/run/manifest.py)
 + pass
 = test_crash.py -k any_file
 
-registered pickles are let through (utils/run/shards.py)
+registered pickles are let through (utils/scale/shards.py)
 - torch.load = load
 + pass
 = test_shards.py
@@ -241,7 +241,7 @@ a job without progress is requeued (scripts/submit.sbatch)
 + && lost=1
 = test_submit.py -k only_after_progress
 
-a process that makes no progress asks for nothing (utils/run/stacks.py)
+a process that makes no progress asks for nothing (utils/scale/stacks.py)
 -             self.ask(f"no progress for {passed:.0f} s")
 +             pass
 = test_hangs.py -k before_the_time_out

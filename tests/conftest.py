@@ -20,7 +20,8 @@ from harness.data import SMALL_DATA, make_folder, write_small_data
 from harness.launches import CIFAR, COLD, SMALL, run_once
 from harness.machines import Machine
 
-from utils.run import process, stacks
+from utils.run import process
+from utils.scale import stacks
 
 if importlib.util.find_spec("hypothesis"):
     import hypothesis

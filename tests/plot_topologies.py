@@ -11,7 +11,7 @@ from pathlib import Path
 
 sys.path.insert(1, str(Path(__file__).resolve().parents[1]))
 
-from utils import plots
+from utils.report import plots
 from utils.run.files import read_json_lines
 
 STYLES = (("-", 5), ("--", 3.5), (":", 2), ("-.", 1.2))  # and widths, so that no curve is hidden

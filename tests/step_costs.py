@@ -43,7 +43,7 @@ from torch.utils.backend_registration import _setup_privateuseone_for_python_bac
 
 ROOT = Path(__file__).resolve().parents[1]
 sys.path[:0] = [str(ROOT), str(ROOT / "scripts")]
-from utils.data.arrays import Split
+from utils.images.arrays import Split
 
 CUDA = torch.device("cuda", 0)
 # The host waits until the device has computed what they read, or how large their result is.

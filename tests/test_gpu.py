@@ -14,7 +14,7 @@ measured run together. Its figures go to `gpu.json` and `gpu.md` in the folder G
 run and the others as slow tests, so that they are tested code before they meet a GPU.
 
 GPU_DATASET: CIFAR-10 as `--dataset` of train_cifar.py takes it; default: synthetic images. A file
-    with arrays needs no other package, see `utils/data/array_files.py`.
+    with arrays needs no other package, see `utils/images/array_files.py`.
 GPU_PEAK_TFLOPS: the peak of one GPU in bf16, if `utils/run/record.py` does not know it.
 """
 
@@ -43,7 +43,7 @@ from safetensors.torch import load_file
 from torch.utils.flop_counter import FlopCounterMode
 from torchvision.models import ResNet50_Weights, get_model
 
-from utils.data.augment import augment
+from utils.images.augment import augment
 from utils.muon import orthogonalize
 from utils.run import weights
 from utils.run.record import known_tflops
@@ -298,7 +298,7 @@ def lora(place, folder):
     """Arguments of train_lm.py for LoRA on a Llama with random weights, which this makes."""
     import transformers
 
-    from utils.causal_lm import byte_tokenizer
+    from utils.language.causal_lm import byte_tokenizer
 
     tokenizer = byte_tokenizer()
     ends = dict(eos_token_id=tokenizer.eos_token_id, pad_token_id=tokenizer.pad_token_id)

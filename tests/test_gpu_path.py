@@ -20,7 +20,7 @@ from harness.launches import LIMIT, ROOT, load_script, run, some_slow
 from step_costs import Costs
 from torch.overrides import TorchFunctionMode
 
-from utils.run import compilation
+from utils import compilation
 from utils.run.failures import UserError
 
 # Short runs, with a log line, an evaluation and a save before step 3 and after step 6 only.

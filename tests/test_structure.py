@@ -11,9 +11,13 @@ from harness.launches import ROOT
 
 # Each room, and the rooms from which it may import.
 ROOMS = {
-    "utils/run": {"utils.run"},
+    "utils/run": {"utils.run", "utils.scale", "utils.report", "utils"},
+    "utils/scale": {"utils.scale", "utils.run"},
+    "utils/report": {"utils.report", "utils.run"},
+    "utils": {"utils", "utils.run"},
     "utils/data": {"utils.data", "utils.run"},
-    "utils": {"utils", "utils.data", "utils.run"},
+    "utils/images": {"utils.images", "utils.data", "utils.run", "utils"},
+    "utils/language": {"utils.language", "utils.data", "utils.run", "utils.scale", "utils.report", "utils"},
 }
 # Maximum number of lines of `main` and of its loop. A script may have any length that reads well.
 LIMITS = {

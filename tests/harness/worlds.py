@@ -111,7 +111,7 @@ class Process(threading.local):
 
 
 class Place(threading.local):
-    """Stands for `utils.run.stacks.place`: where each thread is in its run."""
+    """Stands for `utils.scale.stacks.place`: where each thread is in its run."""
 
     save_asked, agreed, moves = False, 0, 0
 

@@ -34,7 +34,7 @@ sys.path[0] = os.path.dirname(os.path.abspath(script))
 sys.path.insert(1, os.path.dirname(sys.path[0]))
 sys.path.append(str(pathlib.Path(__file__).resolve().parents[2]))  # if the script is this one again
 
-from utils.run import saving
+from utils.scale import saving
 
 name, _, when = fault.partition("@")
 when, _, argument = when.partition(":")
@@ -46,7 +46,10 @@ replacements, starts = {}, {}  # by the name of the fault
 STEP, SAVE = "accelerate.Accelerator.backward", "accelerate.Accelerator.save_state"
 EVALUATION = "accelerate.Accelerator.gather_for_metrics"
 COPY = "torch.distributed.checkpoint._state_dict_stager.StateDictStager.stage"
-WINDOW, SHOULD_STOP = "utils.data.text.Windows.__getitems__", "utils.run.guard.Guard.should_stop"
+WINDOW, SHOULD_STOP = (
+    "utils.language.text.Windows.__getitems__",
+    "utils.run.guard.Guard.should_stop",
+)
 
 
 def replaces(path, fault=None):
@@ -223,7 +226,7 @@ def rename(original, source, target, **kwargs):
         kill()
 
 
-@replaces("utils.run.saving.Writer.start")
+@replaces("utils.scale.saving.Writer.start")
 def fill_disk(original, *args):
     full, ballast = strikes(), pathlib.Path(argument, "ballast")
     if full:
@@ -255,7 +258,7 @@ def elsewhere():
     os.chdir(os.path.join(argument, own_rank))
 
 
-@replaces("utils.plots.save")
+@replaces("utils.report.plots.save")
 def no_plots(*_, **__):
     raise RuntimeError("ESC \x1b[31m is not a letter")
 

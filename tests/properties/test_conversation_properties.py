@@ -10,8 +10,8 @@ transformers = pytest.importorskip("transformers")
 
 from harness.chats import CHATML, MARKED, PLAIN, REASONING, make_tokenizer
 
-from utils.data.conversations import ALL, Encoder
-from utils.data.messages import draft_row
+from utils.language.conversations import ALL, Encoder
+from utils.language.messages import draft_row
 from utils.run.failures import UserError
 
 CHAT = make_tokenizer()

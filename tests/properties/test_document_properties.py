@@ -10,7 +10,7 @@ from unittest import mock
 from hypothesis import given
 from hypothesis import strategies as st
 
-from utils.data import documents
+from utils.language import documents
 
 WIDE = ["ä", "€", "😀"]
 LINES = ["one two", "three", " ", "\n", "\n\n", "line\n", *WIDE]

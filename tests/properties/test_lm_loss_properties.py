@@ -13,7 +13,7 @@ from torch.nn import functional as F
 
 transformers = pytest.importorskip("transformers")
 
-from utils import lm_loss
+from utils.language import lm_loss
 
 BLOCKS, LENGTH = 2, 12
 LENGTHS = st.lists(st.integers(1, LENGTH), min_size=1, max_size=2)

@@ -11,10 +11,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.utils.data import DataLoader, Dataset
 
-from utils.data.lanes import LaneStream
 from utils.data.loaders import EpochSampler, KeyedSampler, already_a_batch, evaluation_batch_size
 from utils.data.permutation import Permutation
 from utils.data.subset import choose
+from utils.language.lanes import LaneStream
 from utils.run.failures import UserError
 from utils.run.launch import split_batch
 

@@ -13,11 +13,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from PIL import Image, ImageOps
 
-from utils.data import image_cache
-from utils.data.arrays import load_arrays
-from utils.data.images import ORIENTATION, Encoded, Images
-from utils.data.storage import Rows
-from utils.data.transforms import EvalTransform
+from utils.images import image_cache
+from utils.images.arrays import load_arrays
+from utils.images.decoding import ORIENTATION, Encoded, Images
+from utils.images.storage import Rows
+from utils.images.transforms import EvalTransform
 
 pytestmark = pytest.mark.filterwarnings("ignore:The image decoding and encoding:DeprecationWarning")
 FORMATS = {

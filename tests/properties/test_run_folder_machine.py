@@ -31,11 +31,12 @@ from hypothesis.stateful import (
     run_state_machine_as_test,
 )
 
-from utils.run import manifest, process, saving, stacks
+from utils.run import manifest, process
 from utils.run.failures import RunFailed
 from utils.run.files import read_json_lines
 from utils.run.folder import FAILED_SAVES, RunFolder
 from utils.run.plan import Plan
+from utils.scale import saving, stacks
 
 EVALUATE_EVERY, SAVE_EVERY = 2, 3
 LINE = ("loss", "score", "written")  # of what a line of metrics.jsonl says

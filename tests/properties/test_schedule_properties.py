@@ -8,7 +8,7 @@ from harness.launches import load_script
 from hypothesis import given
 from hypothesis import strategies as st
 
-from utils.run.schedule import NAMES, multiplier
+from utils.schedule import NAMES, multiplier
 
 TOTALS, SHARES = st.integers(1, 300), st.floats(0, 0.8)
 FALLING = [name for name in NAMES if name != "constant"]

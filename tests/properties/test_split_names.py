@@ -8,8 +8,8 @@ from hypothesis import strategies as st
 from PIL import Image
 
 from utils.data import splits
-from utils.data.sources import find_images
 from utils.data.tables import files_by_split
+from utils.images.sources import find_images
 
 WORDS = {
     **dict.fromkeys("train training trainset traindata".split(), "train"),

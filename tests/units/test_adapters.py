@@ -11,7 +11,7 @@ transformers = pytest.importorskip("transformers")
 
 from peft import PeftModel
 
-from utils import adapters, causal_lm
+from utils.language import adapters, causal_lm
 from utils.run.failures import UserError
 
 

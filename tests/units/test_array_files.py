@@ -9,9 +9,9 @@ import pytest
 from harness.launches import CIFAR, results, run
 from safetensors.numpy import save_file
 
-from utils.data import images as images_module
-from utils.data.arrays import load_arrays
-from utils.data.sources import find_images, find_to_evaluate
+from utils.images import decoding as images_module
+from utils.images.arrays import load_arrays
+from utils.images.sources import find_images, find_to_evaluate
 from utils.run.failures import UserError
 
 NAMES = ["cat", "dog", "yak"]

@@ -6,8 +6,8 @@ import torch
 from harness.data import noise
 from harness.fakes import accelerator
 
-from utils.data.arrays import load_arrays, on_device, synthetic_arrays
-from utils.data.images import Encoded
+from utils.images.arrays import load_arrays, on_device, synthetic_arrays
+from utils.images.decoding import Encoded
 from utils.run.failures import UserError
 
 CLASSES = ["cat", "dog"]

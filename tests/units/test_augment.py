@@ -5,8 +5,8 @@ import hashlib
 import pytest
 import torch
 
-from utils.data.augment import augment, random_uint32
-from utils.data.mixing import Mix
+from utils.images.augment import augment, random_uint32
+from utils.images.mixing import Mix
 
 
 def digest(*tensors):

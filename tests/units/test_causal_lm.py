@@ -10,7 +10,7 @@ from safetensors.torch import load_file, save_file
 
 transformers = pytest.importorskip("transformers")
 
-from utils import adapters, causal_lm
+from utils.language import adapters, causal_lm
 from utils.run.failures import UserError
 
 

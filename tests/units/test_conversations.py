@@ -5,8 +5,8 @@ import json
 import pytest
 from harness.chats import CHATML, MARKED, PLAIN, make_tokenizer, say
 
-from utils.data.conversations import ALL, Encoder
-from utils.data.messages import check_messages, check_tools, draft_row
+from utils.language.conversations import ALL, Encoder
+from utils.language.messages import check_messages, check_tools, draft_row
 from utils.run.failures import UserError
 
 transformers = pytest.importorskip("transformers")

@@ -13,7 +13,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from utils.run import ddp
 from utils.run.failures import UserError
-from utils.run.pace import pace
+from utils.scale.pace import pace
 
 
 @pytest.fixture

@@ -10,13 +10,13 @@ from collections import Counter
 
 import pytest
 
-from utils.data.dates import (
+from utils.language.dates import (
     make_conversations,
     ordinal,
     ordinal_in_words,
     year_in_words,
 )
-from utils.data.documents import find_documents, open_documents
+from utils.language.documents import find_documents, open_documents
 from utils.run.failures import UserError
 
 CHAT = {"messages": [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "hello"}]}

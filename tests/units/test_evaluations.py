@@ -14,8 +14,8 @@ from harness.fakes import accelerator
 from harness.launches import load_script
 from torch import nn
 
-from utils.data.text import Windows
 from utils.ema import MovingAverage
+from utils.language.text import Windows
 from utils.run.failures import UserError
 
 ZERO, ONE = torch.zeros(3), torch.full((3,), 100.0)

@@ -21,10 +21,12 @@ from harness.launches import metrics, results, status
 from harness.worlds import World
 from torch.optim.lr_scheduler import LambdaLR
 
-from utils.run import collectives, failures, folder, manifest, model_card, process, saving, stacks
+from utils.report import model_card
+from utils.run import collectives, failures, folder, manifest, process
 from utils.run.failures import RunFailed, UserError
 from utils.run.folder import RunFolder
 from utils.run.plan import Plan
+from utils.scale import saving, stacks
 
 PLAN = Plan(total_steps=14, steps_per_epoch=7, evaluate_every=7, save_every=3)
 LONGER = Plan(total_steps=28, steps_per_epoch=7)

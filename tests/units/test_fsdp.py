@@ -1,4 +1,4 @@
-"""Which sharded launches `utils.run.fsdp` takes, and how it makes Accelerate shard on a CPU."""
+"""Which sharded launches `utils.scale.fsdp` takes, and how it makes Accelerate shard on a CPU."""
 
 import contextlib
 import os
@@ -17,8 +17,8 @@ from harness.worlds import group_of_one, in_forks
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from utils.run import fsdp
 from utils.run.failures import UserError
+from utils.scale import fsdp
 
 POLICY = fsdp.transformer_auto_wrap_policy
 NAMES = (

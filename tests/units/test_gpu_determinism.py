@@ -9,7 +9,7 @@ from harness.data import kinds_of_classifiers
 from harness.gpu_rules import FORBIDDEN, NOT_DETERMINISTIC, Rules
 from harness.launches import some_slow
 
-from utils import pretrained
+from utils.images import pretrained
 from utils.run import gpu
 
 

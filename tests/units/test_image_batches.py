@@ -8,11 +8,11 @@ from harness.data import make_photos
 from harness.launches import load_script
 from torch.utils.data import DataLoader
 
-from utils.data.image_batches import ImageBatches
 from utils.data.loaders import EpochSampler, already_a_batch
-from utils.data.mixing import Mix
-from utils.data.sources import find_images
-from utils.data.transforms import EvalTransform, TrainTransform
+from utils.images.image_batches import ImageBatches
+from utils.images.mixing import Mix
+from utils.images.sources import find_images
+from utils.images.transforms import EvalTransform, TrainTransform
 from utils.run.failures import UserError
 
 pytestmark = pytest.mark.filterwarnings("ignore:The image decoding and encoding:DeprecationWarning")

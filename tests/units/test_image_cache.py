@@ -8,9 +8,10 @@ import torch
 from harness.data import make_photos
 from harness.fakes import accelerator
 
-from utils.data import cache_files, image_cache
-from utils.data.images import BadImage
-from utils.data.sources import find_images
+from utils.data import cache_files
+from utils.images import image_cache
+from utils.images.decoding import BadImage
+from utils.images.sources import find_images
 from utils.run.failures import UserError
 
 pytestmark = pytest.mark.filterwarnings("ignore:The image decoding and encoding:DeprecationWarning")

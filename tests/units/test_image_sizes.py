@@ -2,7 +2,7 @@
 
 import pytest
 
-from utils import pretrained
+from utils.images import pretrained
 from utils.run.failures import UserError
 
 

@@ -4,9 +4,9 @@ import numpy as np
 import pytest
 from harness.data import encoded, noise
 
-from utils.data import images as images_module
-from utils.data.images import BadImage, Encoded, Images
-from utils.data.storage import Rows
+from utils.images import decoding as images_module
+from utils.images.decoding import BadImage, Encoded, Images
+from utils.images.storage import Rows
 
 LARGE = noise(0, (4, 3)).resize((400, 300))
 

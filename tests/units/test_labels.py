@@ -6,9 +6,9 @@ import numpy as np
 import pytest
 from harness.data import encoded, noise
 
-from utils.data import labels as of_tables
-from utils.data.arrays import load_arrays
-from utils.data.sources import find_images, find_to_evaluate
+from utils.images import labels as of_tables
+from utils.images.arrays import load_arrays
+from utils.images.sources import find_images, find_to_evaluate
 from utils.run.failures import UserError
 
 datasets = pytest.importorskip("datasets")

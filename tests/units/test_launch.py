@@ -13,8 +13,9 @@ import torch
 from harness.fakes import accelerator
 from harness.launches import ROOT
 
-from utils.run import cpu, fsdp, launch, launcher, memory
+from utils.run import cpu, launch, launcher, memory
 from utils.run.failures import UserError
+from utils.scale import fsdp
 
 NAMES = (
     "RANK LOCAL_RANK WORLD_SIZE LOCAL_WORLD_SIZE GROUP_WORLD_SIZE PET_NNODES MASTER_ADDR "

@@ -9,11 +9,11 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from utils.data.arrays import load_arrays
-from utils.data.image_folder import unlabeled
-from utils.data.images import BadImage
 from utils.data.scan import read_regular
-from utils.data.sources import find_images, find_to_evaluate
+from utils.images.arrays import load_arrays
+from utils.images.decoding import BadImage
+from utils.images.image_folder import unlabeled
+from utils.images.sources import find_images, find_to_evaluate
 from utils.run.failures import UserError
 
 

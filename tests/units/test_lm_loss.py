@@ -14,7 +14,7 @@ transformers = pytest.importorskip("transformers")
 from accelerate import Accelerator
 from peft import LoraConfig, get_peft_model
 
-from utils import causal_lm, lm_loss
+from utils.language import causal_lm, lm_loss
 from utils.run.failures import UserError
 
 

@@ -7,7 +7,7 @@ import pytest
 from harness.fakes import accelerator
 from harness.launches import load_script
 
-from utils.run.measurements import Measurements
+from utils.report.measurements import Measurements
 
 
 def test_a_figure_is_measured_once_until_all_are_finished(tmp_path, capsys):
@@ -33,8 +33,8 @@ def test_a_figure_is_measured_once_until_all_are_finished(tmp_path, capsys):
 @pytest.mark.parametrize(
     ("owner", "name", "says"),
     [
-        ("utils.run.measurements.socket", "gethostname", "machine"),
-        ("utils.run.measurements.os", "cpu_count", "machine"),
+        ("utils.report.measurements.socket", "gethostname", "machine"),
+        ("utils.report.measurements.os", "cpu_count", "machine"),
         ("utils.run.record", "versions", "versions"),
         ("utils.run.record", "script_hash", "script"),
         ("utils.run.record", "git_commit", "git commit"),

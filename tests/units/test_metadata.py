@@ -7,9 +7,9 @@ from PIL import Image
 
 datasets = pytest.importorskip("datasets")
 
-from utils.data.images import BadImage
-from utils.data.labels import is_csv  # imports it
-from utils.data.sources import find_images, find_to_evaluate
+from utils.images.decoding import BadImage
+from utils.images.labels import is_csv  # imports it
+from utils.images.sources import find_images, find_to_evaluate
 from utils.run.failures import UserError
 
 KINDS = ["cat", "dog"]

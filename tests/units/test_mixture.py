@@ -8,9 +8,9 @@ import pytest
 import torch
 from test_conversations import make_tokenizer, say
 
-from utils.data.mixture import MemoryReader, Shuffled, SourceLog, labels, next_source
-from utils.data.token_stream import TokenStream
-from utils.data.tokens import load_tokens
+from utils.language.mixture import MemoryReader, Shuffled, SourceLog, labels, next_source
+from utils.language.token_stream import TokenStream
+from utils.language.tokens import load_tokens
 
 LANES, BLOCK, WEIGHTS = 4, 48, [0.75, 0.25]
 

@@ -8,8 +8,9 @@ import torch
 from harness.launches import ROOT, load_script
 from PIL import Image
 
-from utils.data.augment import normalize
-from utils.run import model_card, weights
+from utils.images.augment import normalize
+from utils.report import model_card
+from utils.run import weights
 from utils.run.failures import UserError
 
 GPT = "scripts/train_gpt.py"

@@ -8,7 +8,7 @@ import torch
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from utils import plots
+from utils.report import plots
 from utils.run import failures, output
 
 NAMES = [

@@ -10,8 +10,8 @@ from harness.worlds import group_of_one
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from utils.run import pace as module
-from utils.run.pace import Pace
+from utils.scale import pace as module
+from utils.scale.pace import Pace
 
 
 class Clock:

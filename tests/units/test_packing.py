@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from utils.data.packing import (
+from utils.language.packing import (
     IGNORED,
     PROMPT_TOKENS,
     Documents,

@@ -9,11 +9,11 @@ import torch
 from harness.data import encoded as encode
 from PIL import Image
 
-from utils.data import pixels
-from utils.data.arrays import load_arrays
-from utils.data.image_folder import unlabeled
-from utils.data.images import BadImage, Encoded
-from utils.data.sources import find_images, find_to_evaluate
+from utils.images import pixels
+from utils.images.arrays import load_arrays
+from utils.images.decoding import BadImage, Encoded
+from utils.images.image_folder import unlabeled
+from utils.images.sources import find_images, find_to_evaluate
 from utils.run.failures import UserError
 
 pytestmark = [

@@ -9,7 +9,7 @@ from harness.launches import ROOT
 
 from utils.run.failures import UserError
 from utils.run.plan import Plan
-from utils.run.stacks import place
+from utils.scale.stacks import place
 
 
 def steps_of(**plan):

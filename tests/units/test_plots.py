@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from utils import plots
+from utils.report import plots
 
 
 def read(folder, lines, torn=""):

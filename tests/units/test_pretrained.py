@@ -10,8 +10,8 @@ from harness.data import kinds_of_classifiers
 from harness.fakes import accelerator
 from harness.launches import some_slow
 
-from utils import pretrained
 from utils.ema import MovingAverage
+from utils.images import pretrained
 from utils.run import weights
 from utils.run.failures import UserError
 

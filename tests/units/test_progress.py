@@ -5,7 +5,7 @@ from types import SimpleNamespace
 import pytest
 from harness.fakes import accelerator
 
-from utils.run import progress
+from utils.report import progress
 
 
 @pytest.fixture

@@ -20,7 +20,8 @@ from harness.worlds import in_forks
 from safetensors.torch import load_file
 from torch import nn
 
-from utils.run import checkpoint, process, saving
+from utils.run import checkpoint, process
+from utils.scale import saving
 
 
 @pytest.fixture

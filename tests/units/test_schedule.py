@@ -4,7 +4,7 @@ import argparse
 
 import pytest
 
-from utils.run.schedule import NAMES, multiplier, schedule
+from utils.schedule import NAMES, multiplier, schedule
 
 
 @pytest.mark.parametrize("value", [*NAMES, "cosine:0.1", "wsd:0", "linear:1"])

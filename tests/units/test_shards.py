@@ -14,8 +14,9 @@ import torch
 import torch.distributed.checkpoint as dcp
 from accelerate.utils.other import load
 
-from utils.run import checkpoint, shards
+from utils.run import checkpoint
 from utils.run.failures import UserError
+from utils.scale import shards
 
 
 class Bomb:

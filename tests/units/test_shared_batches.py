@@ -10,7 +10,7 @@ import torch
 from torch.utils.data import DataLoader, Dataset
 
 from utils.data.loaders import already_a_batch
-from utils.data.shared_batches import SharedBatch
+from utils.images.shared_batches import SharedBatch
 
 
 def made(value, count=2, height=3):

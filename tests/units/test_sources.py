@@ -8,9 +8,9 @@ import pytest
 import torch
 from harness.data import encoded, make_photos, noise
 
-from utils.data import columns
-from utils.data.arrays import load_arrays
-from utils.data.sources import find_images
+from utils.images import columns
+from utils.images.arrays import load_arrays
+from utils.images.sources import find_images
 from utils.run.failures import UserError
 
 datasets = pytest.importorskip("datasets")

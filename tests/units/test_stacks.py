@@ -10,8 +10,9 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
-from utils.run import process, stacks
-from utils.run.stacks import Watcher, describe, main_thread, place
+from utils.run import process
+from utils.scale import stacks
+from utils.scale.stacks import Watcher, describe, main_thread, place
 
 
 def state(does, step=3, seconds=9):

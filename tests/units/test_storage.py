@@ -6,10 +6,10 @@ import numpy as np
 import pytest
 from harness.data import encoded, noise
 
-from utils.data.arrays import load_arrays
-from utils.data.images import BadImage
-from utils.data.sources import find_images
-from utils.data.storage import Files, Names, Pixels, Rows
+from utils.images.arrays import load_arrays
+from utils.images.decoding import BadImage
+from utils.images.sources import find_images
+from utils.images.storage import Files, Names, Pixels, Rows
 from utils.run.failures import UserError
 
 datasets = pytest.importorskip("datasets")

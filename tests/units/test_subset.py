@@ -7,8 +7,8 @@ import pytest
 import torch
 
 from utils.data import subset
-from utils.data.packing import Documents, Stream, cut_text
-from utils.data.text import Windows
+from utils.language.packing import Documents, Stream, cut_text
+from utils.language.text import Windows
 from utils.run.plan import Plan
 
 

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from utils.data.arrays import synthetic_arrays
+from utils.images.arrays import synthetic_arrays
 
 
 @pytest.fixture(scope="module")

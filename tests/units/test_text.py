@@ -12,10 +12,10 @@ import shutil
 import pytest
 import torch
 
-from utils.data import text as text_module
 from utils.data.cache_files import cannot_write, complete_or_absent
-from utils.data.text import Windows, load_text, load_to_evaluate
-from utils.data.text_stream import describe_stream, load_held_out
+from utils.language import text as text_module
+from utils.language.text import Windows, load_text, load_to_evaluate
+from utils.language.text_stream import describe_stream, load_held_out
 from utils.run.failures import UserError
 
 WORDS = {"train": "alpha ", "val": "beta ", "test": "gamma "}

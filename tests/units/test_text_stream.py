@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from utils.data.loaders import already_a_batch
-from utils.data.text import Windows, load_text, synthetic_text
-from utils.data.text_stream import TextStream, held_out, load_held_out
+from utils.language.text import Windows, load_text, synthetic_text
+from utils.language.text_stream import TextStream, held_out, load_held_out
 from utils.run.failures import RunFailed, UserError
 
 datasets = pytest.importorskip("datasets")

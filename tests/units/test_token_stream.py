@@ -7,9 +7,9 @@ from types import SimpleNamespace
 import pytest
 from test_conversations import make_tokenizer, say
 
-from utils.data import token_stream as module
-from utils.data.documents import open_documents
-from utils.data.token_stream import TokenStream, load_held_out
+from utils.language import token_stream as module
+from utils.language.documents import open_documents
+from utils.language.token_stream import TokenStream, load_held_out
 from utils.run.failures import RunFailed, UserError
 
 LANES, BLOCK = 6, 48

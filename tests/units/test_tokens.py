@@ -8,9 +8,9 @@ import numpy as np
 import pytest
 from test_conversations import CHATML, PLAIN, make_tokenizer, say
 
-from utils.data import tokens as module
-from utils.data.conversations import Encoder
-from utils.data.tokens import fingerprint_of, hold_out, load_tokens
+from utils.language import tokens as module
+from utils.language.conversations import Encoder
+from utils.language.tokens import fingerprint_of, hold_out, load_tokens
 from utils.run.failures import UserError
 
 
@@ -75,7 +75,7 @@ def test_a_text_becomes_blocks(tokenizer, tmp_path, monkeypatch):
     for blocks, some in zip(whole.splits.values(), said, strict=True):
         assert blocks.bytes == len(some.removesuffix("<|im_end|>"))
     # The same from segments, with as many tokens, and one document.
-    monkeypatch.setattr("utils.data.documents.SEGMENT", 100)
+    monkeypatch.setattr("utils.language.documents.SEGMENT", 100)
     monkeypatch.setattr(module, "CHARACTERS_AT_ONCE", 300)
     monkeypatch.setattr(module, "WRITTEN_AT_ONCE", 4)  # several arrays
     os.utime(tmp_path / "a.txt", (1, 1))

@@ -1,10 +1,10 @@
-"""What `utils.run.tracking` sends to each tracker."""
+"""What `utils.report.tracking` sends to each tracker."""
 
 from types import SimpleNamespace
 
 import pytest
 
-from utils.run import tracking
+from utils.report import tracking
 from utils.run.failures import UserError
 
 

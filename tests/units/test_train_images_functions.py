@@ -11,10 +11,10 @@ from harness.data import encoded, make_photos, noise
 from harness.fakes import accelerator
 from harness.launches import load_script, run
 
-from utils import pretrained
-from utils.data.images import Images
-from utils.data.sources import find_images
-from utils.data.storage import Rows
+from utils.images import pretrained
+from utils.images.decoding import Images
+from utils.images.sources import find_images
+from utils.images.storage import Rows
 from utils.run import weights
 from utils.run.failures import UserError
 

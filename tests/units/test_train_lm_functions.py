@@ -16,7 +16,7 @@ from utils.run.failures import UserError
 transformers = pytest.importorskip("transformers")
 pytest.importorskip("peft")
 
-from utils import causal_lm
+from utils.language import causal_lm
 
 
 @pytest.fixture(scope="module")

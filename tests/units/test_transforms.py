@@ -8,9 +8,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from PIL import Image
 
-from utils.data import transforms
-from utils.data.images import Encoded
-from utils.data.transforms import EvalTransform, TrainTransform
+from utils.images import transforms
+from utils.images.decoding import Encoded
+from utils.images.transforms import EvalTransform, TrainTransform
 
 pytestmark = pytest.mark.filterwarnings("ignore:The image decoding and encoding:DeprecationWarning")
 PREPROCESS = dict(resize=36, crop=32, interpolation="bilinear", mean=[0.2, 0.4, 0.6])

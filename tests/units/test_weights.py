@@ -13,8 +13,9 @@ from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from torch.distributed.checkpoint import metadata
 
-from utils.run import manifest, shards, weights
+from utils.run import manifest, weights
 from utils.run.failures import UserError
+from utils.scale import shards
 
 
 class Bomb:

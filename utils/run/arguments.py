@@ -8,7 +8,7 @@ from utils.run.argument_files import expand
 from utils.run.domains import number, text
 from utils.run.failures import UserError
 from utils.run.process import is_main
-from utils.run.schedule import schedule
+from utils.schedule import schedule
 
 # The rule for continuing a run: printed by --help and by the error message, and quoted in the
 # README.

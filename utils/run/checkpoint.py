@@ -18,9 +18,10 @@ from accelerate.utils.other import load as load_plain
 from safetensors import SafetensorError, safe_open
 from torch.distributed.checkpoint import CheckpointException
 
-from utils.run import manifest, shards
+from utils.run import manifest
 from utils.run.collectives import gather, run_on_all, run_on_main
 from utils.run.failures import UserError
+from utils.scale import shards
 
 # What `torch.load` knows besides Python's own types.
 PLAIN_TYPES = (torch.dtype, torch.device, torch.Size)

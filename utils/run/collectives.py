@@ -14,7 +14,7 @@ import torch.distributed as dist
 
 from utils.run import failures, process
 from utils.run.failures import RunFailed, UserError
-from utils.run.stacks import place
+from utils.scale.stacks import place
 
 # How long processes wait for one that downloads, decodes, hashes or writes. If it dies instead, its
 # launcher stops them.

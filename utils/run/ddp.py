@@ -8,7 +8,7 @@ from torch.nn.parallel import DistributedDataParallel
 from utils.run import process
 from utils.run.failures import UserError
 from utils.run.launch import notice
-from utils.run.pace import pace
+from utils.scale.pace import pace
 
 
 def warm_up(models, compute_loss):

@@ -17,20 +17,8 @@ from pathlib import Path
 
 from tqdm import tqdm
 
-from utils.run import (
-    checkpoint,
-    failures,
-    launcher,
-    manifest,
-    memory,
-    model_card,
-    process,
-    record,
-    saving,
-    stacks,
-    status,
-    tracking,
-)
+from utils.report import model_card, tracking
+from utils.run import checkpoint, failures, launcher, manifest, memory, process, record, status
 from utils.run.arguments import MAY_CHANGE
 from utils.run.best import Best
 from utils.run.claim import check_same, check_shared, claim
@@ -38,6 +26,7 @@ from utils.run.collectives import gather, run_on_all, run_on_main, wait_for_all
 from utils.run.failures import RunFailed, UserError
 from utils.run.files import read_json, write_json, write_text
 from utils.run.metrics import Metrics, memory_bytes, summary
+from utils.scale import saving, stacks
 
 FAILED_SAVES = 3  # in a row that end a run: it would lose more and more work
 LENGTH = {"epochs", "max_train_steps"}

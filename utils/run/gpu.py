@@ -5,8 +5,8 @@ from functools import wraps
 
 import torch
 
-from utils.run import fsdp
 from utils.run.failures import UserError
+from utils.scale import fsdp
 
 
 def check_bf16(config, processes):

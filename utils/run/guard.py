@@ -13,8 +13,8 @@ from torch.nn.parallel import DistributedDataParallel
 from utils.run import process
 from utils.run.failures import LostContact, RunFailed
 from utils.run.launch import notice
-from utils.run.pace import pace
-from utils.run.stacks import place
+from utils.scale.pace import pace
+from utils.scale.stacks import place
 
 SHOWN_IDS = 20  # of the samples of a step that failed
 

@@ -14,8 +14,10 @@ import yaml
 from accelerate import DataLoaderConfiguration
 from accelerate.utils import GradientAccumulationPlugin, InitProcessGroupKwargs
 
-from utils.run import cpu, fsdp, gpu, launcher, memory, process, tracking
+from utils.report import tracking
+from utils.run import cpu, gpu, launcher, memory, process
 from utils.run.failures import UserError
+from utils.scale import fsdp
 
 
 def check(args=None, shards=False):

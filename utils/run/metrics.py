@@ -11,9 +11,10 @@ from accelerate.utils import ProfileKwargs
 from torch.distributed.tensor import DTensor
 from tqdm import tqdm
 
-from utils.run import process, tracking
+from utils.report import tracking
+from utils.run import process
 from utils.run.files import json_lines, last_lines
-from utils.run.pace import pace
+from utils.scale.pace import pace
 
 
 class Metrics:

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from itertools import islice
 
 from utils.run.failures import UserError
-from utils.run.stacks import place
+from utils.scale.stacks import place
 
 
 @dataclass(frozen=True)

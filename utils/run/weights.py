@@ -12,10 +12,11 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch.distributed.checkpoint import format_utils
 
-from utils.run import manifest, shards
+from utils.run import manifest
 from utils.run.collectives import run_on_main
 from utils.run.failures import UserError
 from utils.run.files import read_json, regular_file, set_usual_mode, sync
+from utils.scale import shards
 
 PICKLES = (".pth", ".pt", ".ckpt")
 SHARDS = "pytorch_model_fsdp_0"  # where Accelerate saves the weights of a sharded model

@@ -8,8 +8,8 @@ from pathlib import Path
 import torch
 from torch.nn.functional import one_hot
 
-from utils.data.conversations import Document
-from utils.data.lanes import gather_position
+from utils.language.conversations import Document
+from utils.language.lanes import gather_position
 from utils.run.seeds import sample_seed
 
 STAGGER = (math.sqrt(5) - 1) / 2  # multiples of it are spread evenly over 0 to 1

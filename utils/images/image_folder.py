@@ -8,11 +8,11 @@ from typing import NamedTuple
 import numpy as np
 from PIL import features
 
-from utils.data import pixels
 from utils.data import splits as split_names
-from utils.data.images import Files, Images
 from utils.data.report import LeftOut
 from utils.data.scan import UNREADABLE, Scanner
+from utils.images import pixels
+from utils.images.decoding import Files, Images
 from utils.run.failures import UserError
 
 EXTENSIONS = {

@@ -7,15 +7,15 @@ from functools import partial
 import numpy as np
 import torch
 
-from utils.data.conversations import ANSWERS, Encoder
-from utils.data.documents import COMPRESSED, Rows, open_documents
-from utils.data.lanes import LaneStream, check_lanes
-from utils.data.messages import draft_row
-from utils.data.mixture import MemoryReader, Shuffled, next_source
-from utils.data.packing import Stream, cut_text, join_segments, pack_conversations
 from utils.data.tables import first_line
-from utils.data.text_files import find_files, samples
-from utils.data.tokens import Corpus, packing_options
+from utils.language.conversations import ANSWERS, Encoder
+from utils.language.documents import COMPRESSED, Rows, open_documents
+from utils.language.lanes import LaneStream, check_lanes
+from utils.language.messages import draft_row
+from utils.language.mixture import MemoryReader, Shuffled, next_source
+from utils.language.packing import Stream, cut_text, join_segments, pack_conversations
+from utils.language.text_files import find_files, samples
+from utils.language.tokens import Corpus, packing_options
 from utils.run.failures import RunFailed, UserError
 
 LANES = 8  # parts of a stream

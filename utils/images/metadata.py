@@ -9,8 +9,8 @@ The split is optional. Instead, folders of splits may have a table each: `train/
 import os
 
 from utils.data import splits as split_names
-from utils.data.image_folder import EXTENSIONS
 from utils.data.scan import Scanner
+from utils.images.image_folder import EXTENSIONS
 from utils.run.failures import UserError
 
 NAMES = ("metadata.csv", "metadata.jsonl", "metadata.parquet")
@@ -60,7 +60,7 @@ def read(name, root, files, column, left_out):
     Raises:
         UserError: a path leaves the folder, a split is none, or no row has an image.
     """
-    from utils.data.labels import load_rows  # here, because it imports `datasets`
+    from utils.images.labels import load_rows  # here, because it imports `datasets`
 
     images, tables, paths = set(Scanner(root, EXTENSIONS).below()), {}, {}
     for split, file in files.items():

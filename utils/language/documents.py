@@ -6,10 +6,10 @@ import io
 import os
 from typing import NamedTuple
 
-from utils.data.dates import make_conversations
 from utils.data.report import LeftOut
 from utils.data.tables import READERS, header, load_table, loading, local_path, name_splits
-from utils.data.text_files import (
+from utils.language.dates import make_conversations
+from utils.language.text_files import (
     find_files,
     first_object,
     open_text,

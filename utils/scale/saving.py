@@ -20,8 +20,9 @@ from accelerate.utils import other
 # `DefaultStager`, which uses it, forgets its memory in torch 2.11 after each copy.
 from torch.distributed.checkpoint._state_dict_stager import StateDictStager
 
-from utils.run import fsdp, process
+from utils.run import process
 from utils.run.collectives import new_group
+from utils.scale import fsdp
 
 NICENESS = 10  # more, of the thread: training comes first where there are few cores
 _newest = None  # the future of the checkpoint that was started last

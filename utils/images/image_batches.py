@@ -5,8 +5,8 @@ import sys
 import torch
 from torch.utils.data import Dataset, get_worker_info
 
-from utils.data.images import BadImage
-from utils.data.shared_batches import SharedBatch
+from utils.images.decoding import BadImage
+from utils.images.shared_batches import SharedBatch
 from utils.run.failures import UserError
 
 

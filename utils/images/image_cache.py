@@ -17,7 +17,7 @@ import numpy as np
 import torch
 
 from utils.data.cache_files import cannot_write, complete_or_absent
-from utils.data.images import BadImage
+from utils.images.decoding import BadImage
 from utils.run.collectives import gather, local_main_first, run_on_all
 from utils.run.cpu import cores_per_process
 from utils.run.failures import UserError
@@ -99,7 +99,7 @@ def cached(accelerator, images, split, side, folder, interpolation="bilinear"):
     Raises:
         UserError: the cache cannot be written, or is damaged.
     """
-    from utils.data.transforms import shrink  # here, because importing torchvision takes a second
+    from utils.images.transforms import shrink  # here, because importing torchvision takes a second
 
     def decode(index):
         try:

@@ -3,7 +3,7 @@
 import datasets
 from huggingface_hub import constants
 
-from utils.data.images import Rows
+from utils.images.decoding import Rows
 from utils.run.failures import UserError
 
 GIVE = "give --columns IMAGE LABEL"

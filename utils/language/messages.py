@@ -2,8 +2,8 @@
 
 import json
 
-from utils.data.conversations import check_unicode
-from utils.data.documents import KINDS, segments_of
+from utils.language.conversations import check_unicode
+from utils.language.documents import KINDS, segments_of
 from utils.run.failures import UserError
 
 

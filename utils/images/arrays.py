@@ -8,14 +8,14 @@ import numpy as np
 import torch
 from huggingface_hub import constants
 
-from utils.data import image_cache, synthetic
-from utils.data.images import BadImage, Images
 from utils.data.loaders import to_device
-from utils.data.pixels import SAMPLE
 from utils.data.report import count_classes, describe_images
-from utils.data.sources import find_images, find_to_evaluate, split_off
-from utils.data.storage import Pixels
-from utils.data.synthetic import SIZE
+from utils.images import image_cache, synthetic
+from utils.images.decoding import BadImage, Images
+from utils.images.pixels import SAMPLE
+from utils.images.sources import find_images, find_to_evaluate, split_off
+from utils.images.storage import Pixels
+from utils.images.synthetic import SIZE
 from utils.run.failures import UserError
 from utils.run.launch import notice
 
@@ -255,6 +255,6 @@ def _decoded(source, scaling, cache_dir, skip):
 
 
 def _resize(image):
-    from utils.data.transforms import EvalTransform  # here: importing torchvision takes a second
+    from utils.images.transforms import EvalTransform  # here: importing torchvision takes a second
 
     return EvalTransform(dict(resize=SIZE, crop=SIZE, interpolation="bilinear"))(image)

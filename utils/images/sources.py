@@ -11,11 +11,8 @@ from dataclasses import dataclass, field
 import numpy as np
 from PIL import Image
 
-from utils.data import array_files, image_folder, metadata, pixels, synthetic
-from utils.data.images import Images
 from utils.data.report import LeftOut, count_classes, describe_images
 from utils.data.scan import Scanner
-from utils.data.storage import Files, Rows
 from utils.data.tables import (
     LISTS,
     METADATA,
@@ -25,6 +22,9 @@ from utils.data.tables import (
     local_path,
     name_splits,
 )
+from utils.images import array_files, image_folder, metadata, pixels, synthetic
+from utils.images.decoding import Images
+from utils.images.storage import Files, Rows
 from utils.run.failures import UserError
 
 ALTERNATIVES = (
@@ -196,7 +196,7 @@ def _from_table(name, path, image_column, label_column, class_names):
     if path and path.is_file() and path.suffix.lower() not in READERS:
         known = ", ".join([*READERS, *array_files.SUFFIXES])
         raise UserError(f"--dataset {name} is a file that does not end in {known}; {ALTERNATIVES}")
-    from utils.data import columns, labels  # here, because they import `datasets`
+    from utils.images import columns, labels  # here, because they import `datasets`
 
     left_out, files = LeftOut(), None
     if path and path.is_dir():
@@ -235,7 +235,7 @@ def _from_metadata(name, root, image_column, label_column, class_names):
         return None
     if "train" not in tables and class_names is None:
         raise UserError(f"--dataset {name} has no train split, only {', '.join(tables)}")
-    from utils.data import columns, labels  # here, because they import `datasets`
+    from utils.images import columns, labels  # here, because they import `datasets`
 
     features = next(iter(tables.values())).features
     if label_column is None and not any(label in features for label in columns.LABEL_NAMES):
@@ -251,7 +251,7 @@ def _from_metadata(name, root, image_column, label_column, class_names):
 
 def _labeled(name, tables, label_column, class_names, source_of, left_out, from_csv):
     """What `_find` returns, for tables by split; `source_of(split)` reads the images of one."""
-    from utils.data import labels  # here, because it imports `datasets`
+    from utils.images import labels  # here, because it imports `datasets`
 
     read, names = labels.read_labels(name, tables, label_column, class_names, from_csv)
     kind = next(iter(tables.values())).features[label_column]

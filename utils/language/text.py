@@ -17,7 +17,7 @@ import torch
 from huggingface_hub.constants import HF_HOME
 
 from utils.data.cache_files import cannot_write, complete_or_absent, map_bytes
-from utils.data.text_files import (
+from utils.language.text_files import (
     ALTERNATIVES,
     find_files,
     load_column,

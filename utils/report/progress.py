@@ -5,7 +5,7 @@ import time
 
 from tqdm import tqdm
 
-from utils.run.measurements import clock
+from utils.report.measurements import clock
 
 SECONDS = 5  # of an evaluation, until something is shown
 

@@ -10,16 +10,16 @@ from typing import NamedTuple
 
 import torch
 
-from utils.data.lanes import LaneStream, check_lanes
 from utils.data.report import LeftOut
 from utils.data.tables import first_line
-from utils.data.text import (
+from utils.language.lanes import LaneStream, check_lanes
+from utils.language.text import (
     checksum,
     describe_files,
     synthetic_text,
     without_test,
 )
-from utils.data.text_files import TextTable, find_files, load_column, samples
+from utils.language.text_files import TextTable, find_files, load_column, samples
 from utils.run.failures import RunFailed, UserError
 
 HELD_OUT_BYTES = 1 << 20  # bytes of a stream that are held out for evaluation

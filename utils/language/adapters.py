@@ -14,10 +14,10 @@ from peft import LoraConfig, PeftModel, get_peft_model, get_peft_model_state_dic
 from safetensors import safe_open
 from transformers import AutoConfig, AutoTokenizer
 
-from utils import causal_lm
+from utils.language import causal_lm
+from utils.report.model_card import ADAPTER, MODEL
 from utils.run.failures import UserError
 from utils.run.files import read_json, set_usual_mode, sync
-from utils.run.model_card import ADAPTER, MODEL
 
 # Of peft, about its own call of transformers; every process would print it.
 warnings.filterwarnings("ignore", "`is_gradient_checkpointing` is deprecated", FutureWarning)

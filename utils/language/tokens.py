@@ -10,10 +10,11 @@ from typing import NamedTuple
 
 import numpy as np
 
-from utils.data.conversations import ANSWERS, Document, Encoder
-from utils.data.documents import find_documents
-from utils.data.messages import draft_row
-from utils.data.packing import (
+from utils.data.report import LeftOut
+from utils.language.conversations import ANSWERS, Document, Encoder
+from utils.language.documents import find_documents
+from utils.language.messages import draft_row
+from utils.language.packing import (
     Documents,
     Stream,
     cut_text,
@@ -21,7 +22,6 @@ from utils.data.packing import (
     pack_conversations,
     sum_segments,
 )
-from utils.data.report import LeftOut
 from utils.run.failures import UserError, causes, full_disk
 from utils.run.seeds import sample_seed
 

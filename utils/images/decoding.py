@@ -15,8 +15,8 @@ import numpy as np
 import torch
 from PIL import Image, UnidentifiedImageError
 
-from utils.data import pixels as pixel_values
-from utils.data.storage import Files, Pixels, Rows
+from utils.images import pixels as pixel_values
+from utils.images.storage import Files, Pixels, Rows
 
 ORIENTATION = 0x0112  # the EXIF tag; 5 to 8 exchange width and height
 TURN = Image.Transpose

@@ -20,8 +20,8 @@ import zlib
 import numpy as np
 from safetensors import SafetensorError, safe_open
 
-from utils.data.images import Images
-from utils.data.storage import Pixels
+from utils.images.decoding import Images
+from utils.images.storage import Pixels
 from utils.run.failures import UserError
 from utils.run.files import regular_file
 

@@ -32,12 +32,13 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.data import DataLoader, Dataset
 from torch.utils.flop_counter import FlopCounterMode
 
+from utils import weight_files
 from utils.data.loaders import already_a_batch
 from utils.images.arrays import Split, load_arrays, synthetic_arrays
 from utils.images.augment import augment, normalize
 from utils.language.text import Windows, synthetic_text
 from utils.muon import MuonSGD
-from utils.run import cpu
+from utils.run import devices, entry
 from utils.run.arguments import Parser
 from utils.run.metrics import memory_bytes
 
@@ -78,7 +79,7 @@ def plain_cifar(model, batch_size, steps):
 
     With DDP, if there are several processes.
     """
-    cpu.keep_freed_memory()  # as the scripts do: what is compared is the loop
+    devices.keep_freed_memory()  # as the scripts do: what is compared is the loop
     rank, world = connect()
     data = synthetic_arrays(0)
     split = data.splits["train"]
@@ -121,7 +122,7 @@ def record(recipe, images, seed, bf16, steps=None):
         dict: `accuracy` on the test set, and `accuracy_tta` with views of the least certain images.
     """
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    cpu.keep_freed_memory()
+    devices.keep_freed_memory()
     published, splits = SimpleNamespace(**RECORDS[recipe]), load_arrays(images, seed=seed).splits
     train, test = (
         Split(splits[split].images.to(device), splits[split].labels.to(device), device)
@@ -349,7 +350,7 @@ def evaluation_flops(count):
 
 def plain_gpt(steps):
     """train_gpt.py as a plain PyTorch loop, in nanoGPT's CPU setting; yields after each step."""
-    cpu.keep_freed_memory()
+    devices.keep_freed_memory()
     torch.manual_seed(0)
     model, optimizer = small_gpt()
     args = SimpleNamespace(lr_schedule="linear", warmup_steps=50)
@@ -452,7 +453,7 @@ def our_images(folder, steps, cache=False):
     from utils.images.sources import find_images
     from utils.images.transforms import TrainTransform
 
-    cpu.keep_freed_memory()
+    devices.keep_freed_memory()
     images = find_images(f"{folder}/photos").splits["train"]
     preprocess = preprocessing("resnet50", None)
     if cache:
@@ -479,10 +480,9 @@ def plain_scoring(folder, run, steps, forward):
     from utils.images.image_batches import ImageBatches
     from utils.images.sources import find_to_evaluate
     from utils.images.transforms import EvalTransform
-    from utils.run import weights
 
-    cpu.keep_freed_memory()
-    config = weights.read(run).config
+    devices.keep_freed_memory()
+    config = weight_files.read(run).config
     preprocess, model = config["preprocessing"], pretrained.build(config)
     model = model.to(memory_format=torch.channels_last).eval()
     mean, std = (255 * torch.tensor(preprocess[name]) for name in ("mean", "std"))
@@ -586,7 +586,7 @@ def batches(samples, batch_size, steps):
 def connect():
     """Connects the processes of torchrun over gloo; returns (rank, number of processes)."""
     world = int(os.environ.get("WORLD_SIZE", 1))
-    torch.set_num_threads(max(1, cpu.cores() // world))
+    torch.set_num_threads(max(1, devices.cores() // world))
     if world > 1:
         torch.distributed.init_process_group("gloo")
     return int(os.environ.get("RANK", 0)), world
@@ -637,4 +637,4 @@ def main():
 
 
 if __name__ == "__main__":
-    process.run(main)
+    entry.run(main)

@@ -131,12 +131,11 @@ from utils.images.augment import augment, normalize
 from utils.language.text import synthetic_text
 from utils.report import plots
 from utils.report.measurements import Measurements, clock
-from utils.run import cpu
-from utils.run.arguments import Parser, number
+from utils.run import devices, entry
+from utils.run.arguments import Parser
+from utils.run.domains import number
 from utils.run.failures import UserError
 from utils.run.files import (
-    json_lines,
-    last_lines,
     read_json_lines,
     write_json,
     write_text,
@@ -380,7 +379,7 @@ def overhead(args, command, plain, steps, processes=1):
 
 def tutorial_speedup(args):
     steps, batch = (6, 240) if args.quick else (10, 480)
-    bf16 = cpu.has_bf16()
+    bf16 = devices.has_bf16()
     improvements = {"batched": dict(batched=True), "channels_last": dict(channels_last=True)}
     if bf16:
         improvements["bf16"] = dict(bf16=True)
@@ -415,7 +414,7 @@ def pipeline_speedup(args):
             kept, mask = augment(loaded["images"], loaded["ids"], 0, 0, padding=4, cutout=8)
             normalize(kept, mean, std, mask)
 
-    cpu.keep_freed_memory()  # as all training scripts do; for both sides
+    devices.keep_freed_memory()  # as all training scripts do; for both sides
     speeds = {"usual": [], "ours": []}
     for _ in _rounds.each():
         for name, load in (("usual", usual), ("ours", ours)):
@@ -529,7 +528,7 @@ def side_by_side(command, batch):
 
 
 def time_to_accuracy(args):
-    bf16 = torch.cuda.is_available() or cpu.has_bf16()
+    bf16 = torch.cuda.is_available() or devices.has_bf16()
     batch = train_cifar.RECIPES["fastnet"]["batch_size"]
     command = f"train_cifar.py --dataset {args.images} --tta --eval_every 100000"
     # In fewer epochs than by default, the accuracy of the records on the same images.
@@ -822,7 +821,7 @@ def costs(prepare, size):
         end_time = time.perf_counter()
         watching.join()
         log = run / "metrics.jsonl"
-        lines = [line for line, _ in json_lines(log, last_lines(log, lambda _: True))]
+        lines = read_json_lines(log)
         lines = [line for line in lines if line["step"] >= numbers[0]]
     found = {"start": times[0] - start_time, "memory": memory[0] / 1e6}
     found["step"] = 1e3 * steady(logged_steps(lines, numbers[0]))
@@ -950,7 +949,7 @@ GROWTH = {
 
 
 def machine_limit(args):
-    bf16, batch = cpu.has_bf16(), train_cifar.RECIPES["fastnet"]["batch_size"]
+    bf16, batch = devices.has_bf16(), train_cifar.RECIPES["fastnet"]["batch_size"]
     steps, image_sizes = 12 if args.quick else 60, (24, 28, 32)
     run = short_run(steps, log_every=1)
     products = ["float32", "bf16"] if bf16 else ["float32"]
@@ -1003,7 +1002,7 @@ def gpt(args):
 
     def train(steps, seed, options=""):
         length = f"--max_train_steps {steps} --eval_every {steps} --checkpoint_every 0"
-        return measure_script(f"{command} --seed {seed} {length}{options}", bf16=cpu.has_bf16())
+        return measure_script(f"{command} --seed {seed} {length}{options}", bf16=devices.has_bf16())
 
     steps = 2000
     for seed in _rounds.each():
@@ -1079,7 +1078,7 @@ def lm(args):
         print("    skipped: trl is not installed (pip install trl)")
         return {}
     gpu = torch.cuda.is_available()
-    bf16, rows, documents = gpu or cpu.has_bf16(), 16 if gpu else 4, 4096 if gpu else 256
+    bf16, rows, documents = gpu or devices.has_bf16(), 16 if gpu else 4, 4096 if gpu else 256
     if args.quick:
         documents //= 4
     values = {name: [] for name in ("loss_difference", "speed", "memory", "start", "logits")}
@@ -1235,7 +1234,7 @@ def timm_words(script, data, model, pixels):
     command = f"--data-dir {data} --val-split val --model {model} --num-classes {PEER_CLASSES}"
     command += f" --img-size {pixels} -b {PEER_BATCH} -j 2 --color-jitter 0 --channels-last"
     command += " --epochs 1 --device cpu --log-interval 1 --output {out}"
-    if cpu.has_bf16():
+    if devices.has_bf16():
         command += " --amp --amp-dtype bfloat16"
     return [str(script), *command.split()]
 
@@ -1257,7 +1256,7 @@ def first_steps(words, ours, steps):
     with tempfile.TemporaryDirectory() as folder:
         words = [sys.executable, *(word.replace("{out}", folder) for word in words)]
         words += ["--output_dir", f"{folder}/run"] if ours else []
-        env = environment(ours and cpu.has_bf16()) | {"PYTHONUNBUFFERED": "1"}
+        env = environment(ours and devices.has_bf16()) | {"PYTHONUNBUFFERED": "1"}
         pipes = dict(stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
         pipes |= dict(start_new_session=True)
         start_time, times, memory = time.perf_counter(), [], [0]
@@ -1390,7 +1389,7 @@ def hardware():
             if line.startswith("model name"):
                 model = line.partition(":")[2].strip()
                 break
-    return f"{cpu.cores()} cores of {model}{', native bf16' * cpu.has_bf16()}"
+    return f"{devices.cores()} cores of {model}{', native bf16' * devices.has_bf16()}"
 
 
 # -------------------------------------------------------------------------------------------- main
@@ -1484,4 +1483,4 @@ def parse_args():
 
 
 if __name__ == "__main__":
-    process.run(main)
+    entry.run(main)

@@ -31,9 +31,9 @@ sys.path.insert(1, str(Path(__file__).resolve().parents[1]))
 import psutil
 
 from utils.report.measurements import Measurements, clock
-from utils.report.model_card import weight_files
-from utils.run import process
-from utils.run.arguments import SEED, Parser, number
+from utils.run import entry, process
+from utils.run.arguments import SEED, Parser
+from utils.run.domains import number
 from utils.run.failures import RunFailed, UserError
 
 # Metrics that depend on the time that steps take.
@@ -51,6 +51,14 @@ CLOCK = {
 # Results that depend on it, or on where the last start was.
 OF_A_START = {"train_seconds", "peak_memory_bytes", "resumed_from"}
 VICTIMS = ("one process", "all processes", "the launcher")
+
+
+def weight_files(folder):
+    """The files with the final weights of a run, relative to its folder (Path), sorted."""
+    parts = (folder, folder / "model", folder / "adapter")
+    return [
+        file.relative_to(folder) for part in parts for file in sorted(part.glob("*.safetensors"))
+    ]
 
 
 def main():
@@ -279,4 +287,4 @@ def parse_args():
 if __name__ == "__main__":
     # As an exception, which also ends the processes that it has launched.
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(process.PREEMPTED))
-    process.run(main)
+    entry.run(main)

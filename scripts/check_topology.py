@@ -45,9 +45,11 @@ import psutil
 import torch
 import torch.distributed as dist
 
-from utils.report import plots
-from utils.run import launch, metrics
-from utils.run.arguments import SECONDS, Parser, number
+from utils.report import plots, text
+from utils.run import launch
+from utils.run.arguments import SECONDS, Parser
+from utils.run.domains import number
+from utils.run.entry import run
 from utils.run.failures import RunFailed, UserError
 from utils.run.files import publish
 
@@ -352,7 +354,7 @@ def table(entries, skews):
             f"{skew * 1e3:+.1f} ms",
         )
         rows.append(row)
-    return metrics.columns(rows)
+    return text.columns(rows)
 
 
 # -------------------------------------------------------------------------- speed of communication
@@ -528,7 +530,7 @@ def refuse(problems):
 
 def main():
     args = parse_args()
-    on_cpu = launch.check(shards=True)
+    on_cpu = launch.set_up(shards=True)
     store = connect_store(args.timeout) if WORLD > 1 else None
     own = describe_process(on_cpu, args.output_dir, args.dataset)
     if WORLD == 1:
@@ -606,4 +608,4 @@ def parse_args():
 
 
 if __name__ == "__main__":
-    process.run(main)
+    run(main)

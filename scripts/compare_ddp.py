@@ -72,15 +72,15 @@ from utils.images.arrays import load_arrays, on_device
 from utils.images.augment import normalize
 from utils.report import plots
 from utils.report.measurements import Measurements, clock
-from utils.run import launch
-from utils.run.arguments import BATCH, SECONDS, SEED, Parser, number
+from utils.run import entry, launch
+from utils.run.arguments import BATCH, SECONDS, SEED, Parser
 from utils.run.collectives import local_main_first, run_on_main, wait_for_all
+from utils.run.domains import number
 from utils.run.failures import RunFailed, UserError
 from utils.run.folder import RunFolder
 from utils.run.guard import Guard
 from utils.run.metrics import memory_bytes
 from utils.run.record import topology
-from utils.scale.stacks import place
 
 PAIRS = {"replicated": "replicated_single", "ddp": "ddp_single"}  # W processes: one process
 RUNS = [name for pair in PAIRS.items() for name in pair]
@@ -187,7 +187,6 @@ def train(accelerator, name, data, args, should_stop):
     losses, record, start_time = [], {}, time.perf_counter()
     while len(losses) < total_steps:
         for batch in map(split.batch, batches):
-            place.moved(len(losses) + 1)
             loss = F.cross_entropy(model(normalize(batch["images"], mean, std)), batch["labels"])
             accelerator.backward(loss)
             optimizer.step()
@@ -463,7 +462,7 @@ def main():
     # of 1e-5.
     torch.backends.cudnn.conv.fp32_precision = "ieee"
     accelerator = Accelerator(
-        cpu=launch.check(),
+        cpu=launch.set_up(),
         mixed_precision="no",
         dataloader_config=DataLoaderConfiguration(split_batches=True),
         # The other processes wait while the main process trains alone.
@@ -669,4 +668,4 @@ def parse_args():
 
 
 if __name__ == "__main__":
-    process.run(main)
+    entry.run(main)

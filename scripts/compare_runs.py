@@ -17,12 +17,14 @@ import numpy as np
 
 # Finds `utils` next to this script (a copy) or one folder up (the repository).
 sys.path.insert(1, str(Path(__file__).resolve().parents[1]))
-from utils.report import plots
-from utils.run import manifest, metrics, process
-from utils.run.arguments import MAY_CHANGE, Parser, number
+from utils import flags
+from utils.report import plots, text
+from utils.report.plots import for_plot
+from utils.run import entry, manifest
+from utils.run.arguments import MAY_CHANGE, Parser
+from utils.run.domains import number
 from utils.run.failures import UserError
 from utils.run.files import read_json, writing_to
-from utils.run.output import for_plot
 
 NOT_METRICS = {"split", "step", "epoch", "score", "samples", "seconds"}
 LINE_STYLES = ("-", "--", ":", "-.")
@@ -104,8 +106,9 @@ def table(runs, metric):
     """
     rows = [("run", "steps", "samples", "seconds", f"last {metric}", f"{metric} at best score")]
     rows += [result_row(run, metric) for run in runs]
-    results = metrics.columns(rows)
-    shared = set.intersection(*(set(run["arguments"]) for run in runs)) - MAY_CHANGE
+    results = text.columns(rows)
+    shared = set.intersection(*(set(run["arguments"]) for run in runs))
+    shared -= MAY_CHANGE | flags.MAY_CHANGE
     differing = []
     for name in sorted(shared):
         values = [str(run["arguments"][name]) for run in runs]
@@ -114,7 +117,7 @@ def table(runs, metric):
     if not differing:
         return results
     header = ("argument", *(run["name"] for run in runs))
-    return f"{results}\n\n{metrics.columns([header, *differing])}"
+    return f"{results}\n\n{text.columns([header, *differing])}"
 
 
 def result_row(run, metric):
@@ -224,4 +227,4 @@ def parse_args():
 
 
 if __name__ == "__main__":
-    process.run(main)
+    entry.run(main)

@@ -44,9 +44,10 @@ import torch.nn.functional as F
 from accelerate import Accelerator, DataLoaderConfiguration
 from torch.utils.data import DataLoader
 
-from utils import scores
+from utils import scores, weight_files
 from utils.data.loaders import evaluation_batch_size, loader_options
 from utils.data.report import agree
+from utils.flags import WORKERS
 from utils.images import pretrained
 from utils.images.arrays import load_arrays, on_device
 from utils.images.augment import normalize
@@ -56,10 +57,10 @@ from utils.images.sources import find_images, find_to_evaluate
 from utils.images.transforms import EvalTransform
 from utils.language.text import load_to_evaluate
 from utils.report import plots
-from utils.report.model_card import AT_THE_TOP
+from utils.report.hub import AT_THE_TOP
 from utils.report.progress import Progress
-from utils.run import cpu, launch, weights
-from utils.run.arguments import WORKERS, Parser
+from utils.run import devices, entry, launch, weights
+from utils.run.arguments import Parser
 from utils.run.collectives import local_main_first, run_on_all, run_on_main
 from utils.run.failures import UserError
 from utils.run.files import read_json, write_json, write_text, writing_to
@@ -69,7 +70,7 @@ from utils.run.output import one_line
 def main():
     args = parse_args()
     loading = DataLoaderConfiguration(split_batches=True)
-    accelerator = Accelerator(cpu=launch.check(), dataloader_config=loading)
+    accelerator = Accelerator(cpu=launch.set_up(), dataloader_config=loading)
     if any((Path(args.run) / name).is_dir() for name in AT_THE_TOP):
         evaluate_lm(accelerator, args, Path(args.run))
     else:
@@ -79,7 +80,7 @@ def main():
 
 def evaluate_weights(accelerator, args):
     """Evaluates a model of which this project wrote `model.safetensors` or a checkpoint."""
-    saved = run_on_main(accelerator, lambda: weights.read(args.run))
+    saved = run_on_main(accelerator, lambda: weight_files.read(args.run))
     known = (saved.config or {}) | saved.arguments
     if "preprocessing" in (saved.config or {}):
         evaluate_images(accelerator, args, saved)
@@ -580,7 +581,7 @@ def print_summary(saved, metrics, count, split, folder):
 def load_state(model, saved, description):
     """Loads weights into a model. Raises UserError if they belong to a different model."""
     try:
-        model.load_state_dict(weights.fitted(saved.state, model))
+        model.load_state_dict(weight_files.fitted(saved.state, model))
     except RuntimeError as error:
         reason = str(error).splitlines()[1].strip()
         if prefix := weights.shared_prefix(saved.state):
@@ -622,7 +623,7 @@ def parse_args():
     parser.add_argument(
         "--num_workers",
         type=WORKERS,
-        default=min(8, cpu.cores_per_process()),
+        default=min(8, devices.cores_per_process()),
         help="processes that decode images",
     )
     args = parser.parse_args()
@@ -631,4 +632,4 @@ def parse_args():
 
 
 if __name__ == "__main__":
-    process.run(main)
+    entry.run(main)

@@ -72,9 +72,10 @@ from torch import nn
 
 from utils.report import plots
 from utils.report.measurements import Measurements, clock
-from utils.run import launch
-from utils.run.arguments import BATCH, Parser, number
+from utils.run import entry, launch, output
+from utils.run.arguments import BATCH, Parser
 from utils.run.collectives import run_on_main
+from utils.run.domains import number
 from utils.run.failures import UserError
 from utils.run.files import writing_to
 
@@ -368,7 +369,7 @@ def draw(path, rows):
 
 def measure(args):
     """Runs real steps on these processes and compares their time with the prediction."""
-    accelerator = Accelerator(cpu=launch.check())
+    accelerator = Accelerator(cpu=launch.set_up())
     width = max(1, round((args.parameters / args.layers) ** 0.5))
     layers = [nn.Linear(width, width, bias=False) for _ in range(args.layers)]
     model = accelerator.prepare(nn.Sequential(*layers))
@@ -484,7 +485,7 @@ def main():
     if args.step_seconds is None or link is None:
         raise UserError("give --step_seconds, and --topology or both --latency and --bandwidth")
     if machines == 1 and (args.processes is None or args.processes > args.per_machine):
-        launch.notice(
+        output.notice(
             "measured within one machine: links between machines are slower; measure with two "
             "machines"
         )
@@ -622,4 +623,4 @@ def parse_args():
 
 
 if __name__ == "__main__":
-    process.run(main)
+    entry.run(main)

@@ -29,29 +29,34 @@ if __name__ == "__main__":
 
 import torch
 import torch.nn.functional as F
-from accelerate import Accelerator, skip_first_batches
+from accelerate import Accelerator
 from accelerate.utils import set_seed
 from torch import nn
 from torch.utils.data import DataLoader
 
-from utils import schedule
+from utils import flags, schedule, weight_files
 from utils.compilation import compile_model
-from utils.data.loaders import evaluation_batch_size
+from utils.data.loaders import evaluation_batch_size, explain
 from utils.data.report import agree, describe_scaling
 from utils.images.arrays import load_arrays, on_device
 from utils.images.augment import augment, normalize
 from utils.muon import MuonSGD
-from utils.report import plots, tracking
-from utils.run import ddp, launch, weights
-from utils.run.arguments import Parser, number
+from utils.report import hub, model_card, plots
+from utils.report.model_card import for_markdown
+from utils.report.profiler import start_profiler
+from utils.report.tracking import Trackers
+from utils.run import ddp, entry, launch, weights
+from utils.run.arguments import Parser
 from utils.run.collectives import local_main_first
+from utils.run.domains import number
 from utils.run.failures import UserError
 from utils.run.folder import RunFolder
 from utils.run.guard import Guard
-from utils.run.metrics import start_profiler
-from utils.run.output import for_markdown
 from utils.run.plan import Plan
 from utils.run.seeds import seed_step
+from utils.scale import batch_norm, elastic
+from utils.scale.saving import BackgroundWriter
+from utils.scale.watchdog import Watchdog
 
 # The defaults of each model; flags override those that have one. 480 is divisible by the usual
 # numbers of GPUs: 1 to 6, 8, 10, 12, 16, 20, 24. `warmup`: fraction of the steps in which the
@@ -193,20 +198,32 @@ def image_size_at(progress, args):
 
 
 def load_data(accelerator, args):  # EDIT: data
-    """Loads the images of every split into memory, and shortens the splits for quick checks."""
-    names = ("seed", "val_fraction", "image_column", "label_column")
-    options = {name: getattr(args, name) for name in names}
-    data = local_main_first(accelerator, lambda: load_arrays(args.dataset, **options))
+    """Loads the images of every split into memory, and shortens the splits for quick checks.
+
+    Returns:
+        tuple: the data; their description, with a checksum: a run continues with the same data.
+    """
+    image_column, label_column = args.columns or (None, None)
+    data = local_main_first(
+        accelerator,
+        lambda: load_arrays(
+            args.dataset,
+            seed=args.seed,
+            val_fraction=args.val_fraction,
+            image_column=image_column,
+            label_column=label_column,
+        ),
+    )
     if args.patience and "val" not in data.splits:
-        raise UserError("--patience needs held-out images: give --val_fraction 0.1, say")
-    args.data = agree(accelerator, args.dataset, data)  # a run continues with the same data only
+        raise UserError("--patience needs held-out images: give --val_fraction 0.1, for example")
+    description = agree(accelerator, args.dataset, data)
     if args.overfit_batch:
         batch = data.splits["train"].first(args.batch_size)
         data.splits = dict.fromkeys(data.splits, batch)
     elif args.dry_run:
         held_out = data.splits.keys() - {"train"}
         data.splits |= {split: data.splits[split].first(500) for split in held_out}
-    return data
+    return data, description
 
 
 def build_loaders(accelerator, data, args):
@@ -351,7 +368,7 @@ probabilities = model(x[None]).softmax(1)[0]  # of the classes above
 
 
 def describe_model(config):
-    """What the model card says about a model, for `run.close`."""
+    """What the model card says about a model, for `model_card.write`."""
     names = config["class_names"]
     colors = {name: [round(value, 3) for value in config[name]] for name in ("mean", "std")}
     colors["scaled"] = describe_scaling(config.get("scaling"))
@@ -367,17 +384,42 @@ def describe_model(config):
 # -------------------------------------------------------------------------------------------- main
 
 
+def final_results(accelerator, model, loaders, watch, mean, std, tta):
+    """Evaluates every held-out split at full size, once more.
+
+    Args: loaders, watch, mean, std, tta: as in `main`; see `predict`.
+
+    Returns:
+        tuple: the metrics, for `run.finish`; the name of the last split, that of the test if there
+        is one; and what `evaluate` predicted for it.
+    """
+    results, names = {}, [name for name in ("val", "test") if name in loaders]
+    for name in names:
+        metrics = evaluate(accelerator, model, *loaders[name], watch, mean, std)
+        predictions = metrics.pop("predictions")
+        results |= {f"{name}_{metric}": value for metric, value in metrics.items()}
+    if tta:
+        metrics = evaluate(accelerator, model, *loaders[name], watch, mean, std, tta=True)
+        results[f"{name}_accuracy_tta"] = metrics["accuracy"]
+    return results, name, predictions
+
+
 def main():
     args = parse_args()
-    accelerator = Accelerator(cpu=launch.check(args), **launch.accelerator_options(args))
+    on_cpu = launch.set_up(args)  # network, threads, deterministic algorithms
+    trackers = Trackers(args)
+    options = launch.accelerator_options(args) | trackers.options()
+    accelerator = Accelerator(cpu=on_cpu, **options)
     accumulation = args.gradient_accumulation_steps
     micro_batch_size = launch.print_banner(accelerator, args.batch_size, accumulation)
-    data = load_data(accelerator, args)
+    elastic.check(accelerator, args.batch_size, accumulation)
+    data, description = load_data(accelerator, args)
     # Validation data is held out of training and chooses a checkpoint. The test split never does.
     held_out = "val" if "val" in data.splits else "test"
     plan = Plan.from_args(args, len(data.splits["train"]))
-    run = RunFolder(args, accelerator, may_change=["tta"])
-    run.open(plan)  # the folder is empty, or has a run to continue, or a finished run
+    writer = BackgroundWriter(accelerator, args.wait_for_checkpoints)
+    run = RunFolder(args, accelerator, flags.MAY_CHANGE | {"tta"}, [trackers], writer)
+    run.open(plan, data=description)  # empty, or has a run to continue, or a finished run
     if run.finished:
         return
 
@@ -387,12 +429,12 @@ def main():
     model = build_model(args.model, len(data.class_names))
     if args.model == "fastnet":
         model.fit_whitening(normalize(images[:5000], mean.cpu(), std.cpu()))
-    weights.initialize(accelerator, model, run.init_from)
+    weight_files.initialize(accelerator, model, run.init_from)
     config = {"model": args.model, "class_names": data.class_names}
     config |= {"mean": mean.tolist(), "std": std.tolist(), "scaling": data.scaling}
     compile_model(accelerator, model, args.compile, dynamic=False)  # each image size on its own
     optimizer = build_optimizer(model, args)
-    model = ddp.sync_batch_norm(accelerator, model, micro_batch_size, args.sync_batchnorm)
+    model = batch_norm.synchronize(accelerator, model, micro_batch_size, args.sync_batchnorm)
     scheduler = torch.optim.lr_scheduler.LambdaLR(
         optimizer, lambda step: lr_multiplier(step, plan, args)
     )
@@ -400,24 +442,26 @@ def main():
     loaders = build_loaders(accelerator, data, args)
     train_set, train_loader = loaders["train"]
     first = train_set.batch(torch.arange(2))
+    # Hidden passes, for an exact resume.
     ddp.warm_up(model, lambda: compute_loss(model, first, mean, std, 0, None, args))
-    step = run.start(scheduler)  # accelerator.load_state, if there is a checkpoint
+    step = run.start()  # accelerator.load_state, if there is a checkpoint
+    schedule.recompute(scheduler)  # the run may have another length now
     guard = Guard(accelerator, args.timeout)
+    watchdog = Watchdog(run, guard, accelerator, model, args.timeout)
 
     def validate(step):
         data, size = loaders[held_out], image_size_at(step / plan.total_steps, args)
         metrics = evaluate(accelerator, model, *data, guard.watch, mean, std, size=size)
         score = metrics["accuracy"] if held_out == "val" else None
         run.log(held_out, step, score=score, loss=metrics["loss"], accuracy=metrics["accuracy"])
-        return metrics
 
     train_loss = math.inf
-    metrics = validate(step) if run.evaluation_due else None  # due: a signal came first
+    if run.evaluation_due:  # the run was stopped in it
+        validate(step)
     profile = start_profiler(accelerator, run.path, args.profile)
     for epoch, remaining in plan.epochs(start=step, done=run.out_of_patience):
         train_loader.set_epoch(epoch)
-        skip = remaining.skip  # batches before an interruption
-        batches = skip_first_batches(train_loader, skip) if skip else train_loader
+        batches = remaining.rest(train_loader)  # without those before an interruption
         for step, micro_batches in remaining.accumulated(run.timed(batches)):
             size = image_size_at(step / plan.total_steps, args)
             losses, ids, norm = [], [], None
@@ -440,36 +484,22 @@ def main():
             if plan.log_due(step):
                 mean_loss = torch.stack(losses).mean()
                 train_loss = accelerator.reduce(mean_loss, "mean").item()  # once, not per rank
-                lr = scheduler.get_last_lr()[0]
-                run.log("train", step, loss=train_loss, grad_norm=norm, lr=lr)
-            if plan.evaluation_due(step) and not stop:
-                try:
-                    metrics = validate(step)
-                except process.Interrupted:  # by a signal: the restart evaluates
-                    stop = True
-            if stop or guard.save_asked or run.save_due(step):
-                guard.check(model)  # a checkpoint never holds a diverged model
-                with run.checkpoint(step, config=config) as folder:
+                figures = dict(loss=train_loss, grad_norm=norm, lr=scheduler.get_last_lr()[0])
+                run.log("train", step, **figures, **watchdog.figures())
+            if stop or run.save_due(step):
+                with run.checkpoint(step, guard, model, config=config) as folder:
                     accelerator.save_state(folder)
             if stop:
                 run.exit_preempted(step)
+            if plan.evaluation_due(step):
+                validate(step)  # a signal ends it at once: the restart evaluates
         if args.overfit_batch and train_loss < 0.01:
             break
     profile.stop()
 
-    # Nothing was left to do, or it ended early, perhaps with smaller images.
-    if metrics is None or args.overfit_batch or image_size_at(step / plan.total_steps, args) < 32:
-        metrics = evaluate(accelerator, model, *loaders[held_out], guard.watch, mean, std)
-    predictions = metrics.pop("predictions")
-    results = {f"{held_out}_{name}": value for name, value in metrics.items()}
-    shown = "test" if "test" in loaders else held_out
-    if shown != held_out:
-        metrics = evaluate(accelerator, model, *loaders["test"], guard.watch, mean, std)
-        predictions = metrics.pop("predictions")
-        results |= {f"test_{name}": value for name, value in metrics.items()}
-    if args.tta:
-        metrics = evaluate(accelerator, model, *loaders[shown], guard.watch, mean, std, tta=True)
-        results[f"{shown}_accuracy_tta"] = metrics["accuracy"]
+    results, shown, predictions = final_results(
+        accelerator, model, loaders, guard.watch, mean, std, args.tta
+    )
     if accelerator.is_main_process:
         weights.export(run.path, accelerator.unwrap_model(model), config)
     run.finish(step, **results)
@@ -477,10 +507,11 @@ def main():
         split = data.splits[shown]
         print(plots.class_table(split.labels, predictions, data.class_names))
         images = plots.classification(run.path, split, predictions, data.class_names)
-        tracking.log_images(accelerator, images, step)
+        trackers.log_images(images, step)
         plots.curves(run.path)
-    next_command = f"evaluate.py {run.path}"
-    run.close(next_command, card=describe_model(config))
+        model_card.write(run, **describe_model(config))
+        hub.upload(run.path, args.push_to_hub)
+    run.close(f"evaluate.py {run.path}")
     accelerator.end_training()
 
 
@@ -492,9 +523,9 @@ def parse_args():
     share = number(float, 0, below=1)
     group.add_argument("--model", choices=RECIPES, default="fastnet", help="network to train")
     parser.add_training_arguments(group)
-    parser.add_optimizer_arguments(group)
-    parser.add_schedule_argument(group, "linear")
-    parser.add_compile_argument(group, "never")
+    flags.add_optimizer(parser, group)
+    flags.add_schedule(group, "linear")
+    flags.add_compile(group, "never")
     group.add_argument(
         "--sync_batchnorm", action="store_true", help="batch norm over all processes; on GPUs"
     )
@@ -502,19 +533,22 @@ def parse_args():
     group.add_argument(
         "--tta", action="store_true", help="also report test-time augmented accuracy"
     )
-    parser.add_run_arguments(leave_out=["eval_samples"])
-    parser.add_data_arguments(
+    group = parser.add_run_arguments()
+    parser.add_init_from_argument(group)
+    flags.add_patience(group)
+    flags.add_extras(group)
+    group = flags.add_dataset(
+        parser,
         "uoft-cs/cifar10",
         "Hub id, local folder or file of images, which become 32x32, or `synthetic`",
-        leave_out=("num_workers",),
     )
-    parser.add_image_arguments(val_fraction=None)
+    flags.add_labeled_images(group, val_fraction=None)
     parser.set_defaults(**RECIPES.get(parser.choice("model"), {}))
-    args = parser.parse_training_args()
+    args = flags.parse_with_checks(parser)
     if args.overfit_batch:
         args.lr_schedule, args.warmup, args.label_smoothing = "constant", 0.0, 0.0
-    return args
+    return args.freeze()
 
 
 if __name__ == "__main__":
-    process.run(main)
+    entry.run(main, explain)

@@ -34,35 +34,39 @@ if __name__ == "__main__":
 
 import torch
 import torch.nn.functional as F
-from accelerate import Accelerator, skip_first_batches
+from accelerate import Accelerator
 from accelerate.utils import set_seed
 from torch import nn
 from torch.utils.checkpoint import checkpoint as recompute
 from torch.utils.data import DataLoader
 
-from utils import schedule, scores
+from utils import attention, flags, schedule, scores, weight_files
 from utils.compilation import compile_model
 from utils.data import subset
-from utils.data.loaders import KeyedSampler, evaluation_batch_size, loader_options
+from utils.data.loaders import KeyedSampler, evaluation_batch_size, explain, loader_options
 from utils.data.report import agree
 from utils.language.lanes import gather_position
 from utils.language.text import Windows, load_text
 from utils.language.text_stream import TextStream, describe_stream, load_held_out
 from utils.muon import MuonAdamW
-from utils.report import plots
+from utils.report import hub, model_card, plots
+from utils.report.mfu import peak_flops
+from utils.report.profiler import start_profiler
 from utils.report.progress import Progress
-from utils.run import ddp, gpu, launch, weights
-from utils.run.arguments import Parser, number
+from utils.report.tracking import Trackers
+from utils.run import ddp, entry, launch, weights
+from utils.run.arguments import Parser
 from utils.run.collectives import local_main_first, run_on_main
+from utils.run.domains import number
 from utils.run.failures import UserError, optional
 from utils.run.files import write_text
 from utils.run.folder import RunFolder
 from utils.run.guard import Guard
-from utils.run.metrics import start_profiler
 from utils.run.plan import Plan
-from utils.run.record import peak_flops
 from utils.run.seeds import seed_step
-from utils.scale import fsdp
+from utils.scale import elastic, fsdp
+from utils.scale.saving import BackgroundWriter
+from utils.scale.watchdog import Watchdog
 
 RECIPES = {"muon": dict(lr=0.02, weight_decay=0.1), "adamw": dict(lr=0.01, weight_decay=0.1)}
 
@@ -301,7 +305,7 @@ def load_data(accelerator, args):  # EDIT: data
 
     Returns:
         tuple: the training set, `Windows`, or None for a stream, which is opened later; the
-        held-out `Windows`.
+        held-out `Windows`; a description, with a checksum: a run continues with the same text.
     """
     data, text, held_out = read_text(accelerator, args)
     train_set = None
@@ -311,10 +315,10 @@ def load_data(accelerator, args):  # EDIT: data
         # An epoch reads each byte once. All windows have the same length, so micro-batches and
         # processes have equal weight.
         train_set = Windows(text, args.block_size, None if args.overfit_batch else args.seed)
-    args.data = agree(accelerator, args.dataset, data)  # a run continues with the same text only
+    description = agree(accelerator, args.dataset, data)
     if args.dry_run:
         held_out = held_out[: 20 * args.block_size]
-    return train_set, Windows(held_out, args.block_size)
+    return train_set, Windows(held_out, args.block_size), description
 
 
 def read_text(accelerator, args):
@@ -358,16 +362,12 @@ def build_eval_loader(accelerator, windows):
     return accelerator.prepare(DataLoader(windows, batch_size, **loader_options(accelerator)))
 
 
-def epoch_batches(loader, epoch, skip):
-    """The batches of `epoch` after the first `skip`.
-
-    A stream has no epochs: it continues at its own position.
-    """
-    if isinstance(loader.dataset, TextStream):
-        return loader
-    loader.dataset.set_offset(epoch)
-    loader.set_epoch(epoch)
-    return skip_first_batches(loader, skip) if skip else loader
+def epoch_batches(loader, epoch):
+    """The loader of `epoch`; a stream has no epochs: it continues at its own position."""
+    if not isinstance(loader.dataset, TextStream):
+        loader.dataset.set_offset(epoch)
+        loader.set_epoch(epoch)
+    return loader
 
 
 def compute_loss(model, batch, device):  # EDIT: loss
@@ -403,8 +403,8 @@ def evaluate(accelerator, model, loader, watch):  # EDIT: metric
 
 @torch.compiler.set_stance("force_eager")  # because each text length would be compiled separately
 @torch.no_grad()
-def generate(model, args, prompt="\n", temperature=0.8, top_k=None, cached=True):
-    """Continues `prompt` by `--sample_length` bytes, each sampled from the `top_k` most likely.
+def generate(model, prompt, length, temperature, seed):
+    """Continues `prompt` by `length` bytes, each sampled.
 
     The context has at most `block_size` bytes. When it is full, it goes on with its last half.
 
@@ -413,33 +413,28 @@ def generate(model, args, prompt="\n", temperature=0.8, top_k=None, cached=True)
 
     Args:
         temperature (float): 0: always choose the most likely byte.
-        top_k (int | None): None: sample from all bytes.
-        cached (bool): whether to keep what was computed for earlier bytes; if not, this is slower,
-            and the same up to rounding.
 
     Returns:
         str: the prompt and its continuation; bytes that are not UTF-8 are replaced.
     """
     was_training, device = model.training, next(model.parameters()).device
+    block_size = getattr(model, "module", model).block_size
     model.eval()
     # Its own generator: sampling must not change training's random numbers.
-    generator = torch.Generator(device).manual_seed(args.seed)
+    generator = torch.Generator(device).manual_seed(seed)
     prompt = torch.tensor([list(os.fsencode(prompt))])  # as typed: bytes that are not UTF-8, too
-    text = F.pad(prompt, (0, args.sample_length)).to(device)
-    start, cache = max(0, prompt.size(1) - args.block_size), Cache()
+    text = F.pad(prompt, (0, length)).to(device)
+    start, cache = max(0, prompt.size(1) - block_size), Cache()
     # Autocast casts the weights once for all of it, not for each byte.
     with torch.autocast(device.type, enabled=False):
         for end in range(prompt.size(1), text.size(1)):
-            if end - start > args.block_size:
-                start, cache = end - (args.block_size + 1) // 2, Cache()
-            if not cached:
-                cache = Cache()
+            if end - start > block_size:
+                start, cache = end - (block_size + 1) // 2, Cache()
             logits = model(text[:, start + cache.length : end], cache=cache)[0, -1].float()
-            top = logits.topk(min(top_k or 256, 256))
-            probabilities = (top.values / max(temperature, 1e-6)).softmax(0)
+            probabilities = (logits / max(temperature, 1e-6)).softmax(0)
             # This is what `torch.multinomial` computes. But it waits for the device.
             noise = torch.empty_like(probabilities).exponential_(generator=generator)
-            text[:, end] = top.indices[(probabilities / noise).argmax(0, keepdim=True)]
+            text[:, end] = (probabilities / noise).argmax()
     model.train(was_training)
     return bytes(text[0].tolist()).decode(errors="replace")
 
@@ -454,10 +449,10 @@ def sample_due(step, plan):
 
 
 def load_model(saved):
-    """The model whose weights `weights.read` returned."""
+    """The model whose weights `weight_files.read` returned."""
     try:
         model = GPT(**{name: saved.config[name] for name in SIZES})
-        model.load_state_dict(weights.fitted(saved.state, model))
+        model.load_state_dict(weight_files.fitted(saved.state, model))
     except (KeyError, TypeError, RuntimeError):
         raise UserError(f"{saved.file} does not hold a model of train_gpt.py") from None
     return model
@@ -465,10 +460,9 @@ def load_model(saved):
 
 def sample(args):
     """For --sample: prints text generated by a run, one of its checkpoints or a weights file."""
-    model = load_model(weights.read(args.sample))
+    model = load_model(weight_files.read(args.sample))
     model.to("cuda" if torch.cuda.is_available() else "cpu")
-    args.block_size = model.block_size
-    text = generate(model, args, args.prompt, args.temperature)
+    text = generate(model, args.prompt, args.sample_length, args.temperature, args.seed)
     if process.is_main():
         print(text)
 
@@ -479,13 +473,13 @@ SIZES = ("n_layer", "n_head", "n_embd", "block_size")
 # Steps between samples. A byte takes as long as a fifth of a step on a GPU: together they take 1 %
 # of the time.
 SAMPLE_EVERY = 5000
-MAY_CHANGE = (
+MAY_CHANGE = flags.MAY_CHANGE | {
     "activation_checkpointing",
     "peak_tflops",
     "sample_length",
     "prompt",
     "temperature",
-)
+}
 USAGE = """Next to `{module}.py` and `utils/`: `python {module}.py --sample . --prompt "The "`, or
 
 ```python
@@ -498,7 +492,7 @@ model.load_state_dict(load_file("model.safetensors"))
 
 
 def describe_model(sizes):
-    """What the model card says about a model, for `run.close`."""
+    """What the model card says about a model, for `model_card.write`."""
     sizes = ", ".join(f"{name}={value}" for name, value in sizes.items())
     usage = USAGE.format(sizes=sizes, module=Path(sys.argv[0]).stem)
     return {"title": "A byte-level GPT", "task": "text-generation", "usage": usage}
@@ -515,7 +509,7 @@ def build_model(accelerator, sizes, args):
     options = dict(dropout=args.dropout, activation_checkpointing=args.activation_checkpointing)
     with torch.device("meta") if empty else contextlib.nullcontext():
         model = GPT(**sizes, **options)
-    gpu.deterministic_attention()
+    attention.make_deterministic()
     fsdp.use_model_blocks(accelerator, model)
     return model.to_empty(device="cpu") if empty else model
 
@@ -539,14 +533,20 @@ def main():
     args = parse_args()
     if args.sample:
         return sample(args)
-    on_cpu = launch.check(args, shards=True)
-    accelerator = Accelerator(cpu=on_cpu, **launch.accelerator_options(args))
-    launch.print_banner(accelerator, args.batch_size, args.gradient_accumulation_steps)
-    fsdp.reduce_in_float32(accelerator)
-    train_set, held_out = load_data(accelerator, args)
+    on_cpu = launch.set_up(args, shards=True)  # network, threads, deterministic algorithms
+    fsdp.set_up(on_cpu)
+    trackers = Trackers(args)
+    options = launch.accelerator_options(args) | trackers.options()
+    accelerator = Accelerator(cpu=on_cpu, **options)
+    accumulation = args.gradient_accumulation_steps
+    launch.print_banner(accelerator, args.batch_size, accumulation)
+    elastic.check(accelerator, args.batch_size, accumulation)
+    fsdp.configure(accelerator)
+    train_set, held_out, description = load_data(accelerator, args)
     plan = Plan.from_args(args, None if args.streaming else len(train_set))
-    run = RunFolder(args, accelerator, MAY_CHANGE)
-    run.open(plan)  # the folder is empty, or has a run to continue, or a finished run
+    writer = BackgroundWriter(accelerator, args.wait_for_checkpoints)
+    run = RunFolder(args, accelerator, MAY_CHANGE, [trackers], writer)
+    run.open(plan, data=description)  # empty, or has a run to continue, or a finished run
     if run.finished:
         return
     eval_samples = subset.count_evaluated(run, plan, args, len(held_out))
@@ -559,7 +559,7 @@ def main():
     set_seed(args.seed)
     sizes = {name: getattr(args, name) for name in SIZES}
     model = build_model(accelerator, sizes, args)
-    weights.initialize(accelerator, model, run.init_from)
+    weight_files.initialize(accelerator, model, run.init_from)
     parameters = sum(weight.numel() for weight in model.parameters())
     flops = model.flops_per_token()
     compile_model(accelerator, model, args.compile, on_gpus=True)
@@ -574,23 +574,29 @@ def main():
     first = {name: value[:, :8] for name, value in first.items() if name != "ids"}
     ddp.warm_up(model, lambda: compute_loss(model, first, accelerator.device))
     rates = rates_per_window(accelerator, flops, args)
-    step = run.start(scheduler, rates)  # accelerator.load_state, if there is a checkpoint
+    step = run.start(rates)  # accelerator.load_state, if there is a checkpoint
+    schedule.recompute(scheduler)  # the run may have another length now
     run.print(f"{parameters:,} parameters, {flops / 1e6:.1f} MFLOP per byte of training")
     guard = Guard(accelerator, args.timeout)
+    watchdog = Watchdog(run, guard, accelerator, model, args.timeout)
     progress = Progress(accelerator, guard.watch)
+
+    def sample_text():
+        return generate(model, args.prompt, args.sample_length, args.temperature, args.seed)
 
     def validate(step):
         metrics = evaluate(accelerator, model, eval_loader, progress)
         run.log("val", step, score=-metrics["loss"], **metrics)
         if sample_due(step, plan):
-            run.log("sample", step, text=generate(model, args, args.prompt, args.temperature))
-        return metrics
+            run.log("sample", step, text=sample_text())
 
     train_loss = math.inf
-    metrics = validate(step) if run.evaluation_due else None  # due: a signal came first
+    if run.evaluation_due:  # the run was stopped in it
+        validate(step)
     profile = start_profiler(accelerator, run.path, args.profile)
     for epoch, remaining in plan.epochs(start=step, done=run.out_of_patience):
-        batches = epoch_batches(train_loader, epoch, remaining.skip)
+        # Without those before an interruption.
+        batches = remaining.rest(epoch_batches(train_loader, epoch))
         for step, micro_batches in remaining.accumulated(run.timed(batches)):
             losses, ids, norm = [], [], None
             for batch in micro_batches:
@@ -612,43 +618,39 @@ def main():
             if plan.log_due(step):
                 mean_loss = torch.stack(losses).mean()
                 train_loss = accelerator.reduce(mean_loss, "mean").item()  # once, not per rank
-                lr = scheduler.get_last_lr()[0]
-                run.log("train", step, loss=train_loss, grad_norm=norm, lr=lr)
-            if plan.evaluation_due(step) and not stop:
-                try:
-                    metrics = validate(step)
-                except process.Interrupted:  # by a signal: the restart evaluates
-                    stop = True
-            if stop or guard.save_asked or run.save_due(step):
-                guard.check(model)  # a checkpoint never holds a diverged model
-                position = gather_position(batch)
-                with run.checkpoint(step, config=sizes, position=position) as folder:
+                figures = dict(loss=train_loss, grad_norm=norm, lr=scheduler.get_last_lr()[0])
+                run.log("train", step, **figures, **watchdog.figures())
+            if stop or run.save_due(step):
+                saved = dict(config=sizes, eval_samples=eval_samples)
+                saved["position"] = gather_position(batch)
+                with run.checkpoint(step, guard, model, **saved) as folder:
                     accelerator.save_state(folder)
             if stop:
                 run.exit_preempted(step)
+            if plan.evaluation_due(step):
+                validate(step)  # a signal ends it at once: the restart evaluates
         if args.overfit_batch and train_loss < 0.01:
             break
     profile.stop()
 
-    text = generate(model, args, args.prompt, args.temperature)
+    text = sample_text()
     run.log("sample", step, text=text)
     state = accelerator.get_state_dict(model)  # under FSDP gathered from all processes
     if accelerator.is_main_process:
         unwrapped = GPT(**sizes)
         unwrapped.load_state_dict(state)
         weights.export(run.path, unwrapped, sizes)
-    # Or nothing was left to do, or it ended early. The weights are written.
-    if eval_samples < len(held_out) or metrics is None or args.overfit_batch:
-        progress.announce(len(held_out), run.path)
-        metrics = evaluate(accelerator, model, build_eval_loader(accelerator, held_out), progress)
+    progress.announce(len(held_out), run.path)
+    metrics = evaluate(accelerator, model, build_eval_loader(accelerator, held_out), progress)
     results = {f"val_{name}": value for name, value in metrics.items()}
     results |= {"parameters": parameters, "flops_per_token": flops}
     results["tokens_seen"] = step * args.batch_size * args.block_size
     run.finish(step, **results)
     if accelerator.is_main_process:
         write_outputs(run, text)
-    next_command = f'{Path(__file__).name} --sample {run.path} --prompt "The "'
-    run.close(next_command, card=describe_model(sizes))
+        model_card.write(run, **describe_model(sizes))
+        hub.upload(run.path, args.push_to_hub)
+    run.close(f'{Path(__file__).name} --sample {run.path} --prompt "The "')
     accelerator.end_training()
 
 
@@ -670,14 +672,14 @@ def parse_args():
         action="store_true",
         help="less memory, a third more computation",
     )
-    parser.add_compile_argument(group, "default on GPUs")
+    flags.add_compile(group, "default on GPUs")
     group = parser.add_argument_group("training (a sample is a window of block_size bytes)")
     group.add_argument(
         "--optimizer", choices=RECIPES, default="muon", help="for the weight matrices of the blocks"
     )
     parser.add_training_arguments(group)
-    parser.add_optimizer_arguments(group)
-    parser.add_schedule_argument(group, "linear")
+    flags.add_optimizer(parser, group)
+    flags.add_schedule(group, "linear")
     group.add_argument(
         "--warmup_steps",
         type=number(int, 0),
@@ -689,10 +691,15 @@ def parse_args():
         type=number(float, 0, above=True, most=100_000),  # a hundred times that of an H100
         help="peak TFLOPS of one GPU, for MFU; built in for some GPUs",
     )
-    parser.add_run_arguments()
-    parser.add_data_arguments(
-        "karpathy/tiny_shakespeare", "Hub id, local text file or folder, or `synthetic`"
+    group = parser.add_run_arguments()
+    parser.add_init_from_argument(group)
+    flags.add_patience(group)
+    flags.add_eval_samples(group)
+    flags.add_extras(group)
+    group = flags.add_dataset(
+        parser, "karpathy/tiny_shakespeare", "Hub id, local text file or folder, or `synthetic`"
     )
+    flags.add_workers(group)
     group = parser.add_argument_group("text")
     group.add_argument(
         "--text_column", default="text", help="column with the text, for a Hub id, JSONL or Parquet"
@@ -731,7 +738,7 @@ def parse_args():
         epochs=10, batch_size=64, max_grad_norm=1.0, eval_every=250, checkpoint_every=250
     )
     parser.set_defaults(**RECIPES.get(parser.choice("optimizer"), {}))
-    args = parser.parse_training_args()
+    args = flags.parse_with_checks(parser)
     if args.n_embd % args.n_head or args.n_embd // args.n_head % 2:
         raise UserError(
             f"--n_embd {args.n_embd} must be an even number times --n_head {args.n_head}"
@@ -744,8 +751,8 @@ def parse_args():
         )
     if args.overfit_batch:
         args.lr_schedule, args.dropout = "constant", 0.0
-    return args
+    return args.freeze()
 
 
 if __name__ == "__main__":
-    process.run(main)
+    entry.run(main, explain)

@@ -33,14 +33,20 @@ if __name__ == "__main__":
 
 import torch
 import torch.nn.functional as F
-from accelerate import Accelerator, skip_first_batches
+from accelerate import Accelerator
 from accelerate.utils import set_seed
 from torch.utils.data import DataLoader
 
-from utils import schedule, scores
+from utils import flags, schedule, scores
 from utils.compilation import compile_model
 from utils.data import subset
-from utils.data.loaders import EpochSampler, ending_workers, evaluation_batch_size, loader_options
+from utils.data.loaders import (
+    EpochSampler,
+    ending_workers,
+    evaluation_batch_size,
+    explain,
+    loader_options,
+)
 from utils.data.report import agree, describe_scaling
 from utils.ema import MovingAverage
 from utils.images import image_cache, pretrained
@@ -49,19 +55,25 @@ from utils.images.image_batches import ImageBatches
 from utils.images.mixing import Mix
 from utils.images.sources import find_images
 from utils.images.transforms import EvalTransform, TrainTransform
-from utils.report import plots, tracking
+from utils.report import hub, model_card, plots
+from utils.report.model_card import for_markdown
+from utils.report.profiler import start_profiler
 from utils.report.progress import Progress
-from utils.run import cpu, ddp, launch, weights
-from utils.run.arguments import Parser, number
+from utils.report.tracking import Trackers
+from utils.run import ddp, devices, entry, launch, weights
+from utils.run.arguments import Parser
 from utils.run.collectives import gather, local_main_first, run_on_main
+from utils.run.domains import number
 from utils.run.failures import UserError, optional
 from utils.run.files import write_text
 from utils.run.folder import RunFolder
 from utils.run.guard import Guard
-from utils.run.metrics import start_profiler
-from utils.run.output import for_markdown, one_line
+from utils.run.output import notice, one_line
 from utils.run.plan import Plan
 from utils.run.seeds import seed_step
+from utils.scale import batch_norm, elastic
+from utils.scale.saving import BackgroundWriter
+from utils.scale.watchdog import Watchdog
 
 # The defaults of each --preset; flags override those that have one. The last layer learns at
 # `head_lr_multiplier` times --lr. `small` trains from scratch on hundreds of images. `torchvision`
@@ -124,7 +136,7 @@ def build_ema(accelerator, model, decay, plan):
         return None
     window = round(1 / (1 - decay))
     if window > plan.total_steps and accelerator.is_main_process:
-        launch.notice(
+        notice(
             f"--ema_decay {decay} averages over about {window:,} steps, more than the "
             f"{plan.total_steps:,} of this run: its last ninth will be averaged"
         )
@@ -154,16 +166,28 @@ def lr_multiplier(step, plan, args):
 
 
 def load_data(accelerator, args):  # EDIT: data
-    """Finds the images, which must be the same on every machine; shortens them for quick checks."""
-    names = ("seed", "val_fraction", "image_column", "label_column")
-    options = {name: getattr(args, name) for name in names}
-    data = local_main_first(accelerator, lambda: find_images(args.dataset, **options))
+    """Finds the images, which must be the same on every machine; shortens them for quick checks.
+
+    Returns:
+        tuple: the data; their description, with a checksum: a run continues with the same images.
+    """
+    image_column, label_column = args.columns or (None, None)
+    data = local_main_first(
+        accelerator,
+        lambda: find_images(
+            args.dataset,
+            seed=args.seed,
+            val_fraction=args.val_fraction,
+            image_column=image_column,
+            label_column=label_column,
+        ),
+    )
     if "val" not in data.splits:
         raise UserError("there are no validation images: give --val_fraction 0.1, say")
     fewest = min(len(images) for split, images in data.splits.items() if split != "train")
     if fewest < 100:
         data.details.append(f"one of {fewest} is {1 / fewest:.1%} of the held-out accuracy")
-    args.data = agree(accelerator, args.dataset, data)  # a run continues with the same images only
+    description = agree(accelerator, args.dataset, data)
     if args.overfit_batch:
         batch = data.splits["train"].subsample(args.batch_size)
         data.splits = {"train": batch, "val": batch}
@@ -173,7 +197,7 @@ def load_data(accelerator, args):  # EDIT: data
     if args.check_images:
         for split, images in data.splits.items():
             image_cache.check(accelerator, images, split, args.on_bad_image)
-    return data
+    return data, description
 
 
 def build_loaders(accelerator, data, preprocess, eval_samples, args):
@@ -187,14 +211,20 @@ def build_loaders(accelerator, data, preprocess, eval_samples, args):
         # A little more than the training size, and at least the size to which the evaluation
         # resizes.
         side = max(preprocess["resize"], round(1.15 * train_size))
-        cache = (side, args.cache_dir, preprocess["interpolation"])
+        cache = (side, args.cache, preprocess["interpolation"])
         for split, images in data.splits.items():
             data.splits[split] = image_cache.cached(accelerator, images, split, *cache)
     eval_transform = train_transform = EvalTransform(preprocess)
     if not args.overfit_batch:
-        names = ("min_scale", "flip", "auto_augment", "random_erasing")
-        augmentation = {name: getattr(args, name) for name in names}
-        train_transform = TrainTransform(args.seed, train_size, preprocess, **augmentation)
+        train_transform = TrainTransform(
+            args.seed,
+            train_size,
+            preprocess,
+            min_scale=args.min_scale,
+            flip=args.flip,
+            auto_augment=args.auto_augment,
+            random_erasing=args.random_erasing,
+        )
     # In training, the next image replaces one that cannot be read, so that all batches are full.
     train_set = ImageBatches(data.splits["train"], train_transform, args.on_bad_image, replace=True)
     train_loader = DataLoader(
@@ -222,17 +252,9 @@ def blank_batch(size, device):
     return {"images": images, "labels": torch.zeros(2, dtype=torch.int64, device=device)}
 
 
-def epoch_batches(loaders, epoch, skip, bad):
-    """Yields the batches of `epoch` after the first `skip`.
-
-    Collects in `bad` (set) the ids of images that could not be read. Skipping needs another loader,
-    with workers of its own; a whole epoch does not.
-    """
-    loader = loaders["train"]
-    loader.set_epoch(epoch)
-    if skip:
-        loader = loaders["rest"] = skip_first_batches(loader, skip)
-    for batch in loader:
+def collecting(batches, bad):
+    """Yields batches, and collects in `bad` (set) the ids of images that could not be read."""
+    for batch in batches:
         bad.update(batch.pop("bad"))
         yield batch
 
@@ -363,7 +385,7 @@ model.load_state_dict(weights)"""
 
 
 def describe_model(config, args):
-    """What the model card says about a model, for `run.close`."""
+    """What the model card says about a model, for `model_card.write`."""
     names = config["class_names"]
     options = "".join(f", {name}={value!r}" for name, value in config["options"].items())
     values = dict(model=config["model"], classes=len(names), options=options)
@@ -388,39 +410,59 @@ def describe_model(config, args):
 
 # -------------------------------------------------------------------------------------------- main
 
-MAY_CHANGE = ("cache_dir", "check_images", "on_bad_image")
+MAY_CHANGE = flags.MAY_CHANGE | {"cache", "check_images", "on_bad_image"}
 
 
-def main():
-    args = parse_args()
-    accelerator = Accelerator(cpu=launch.check(args), **launch.accelerator_options(args))
-    accumulation = args.gradient_accumulation_steps
-    micro_batch_size = launch.print_banner(accelerator, args.batch_size, accumulation)
-    if (args.mixup or args.cutmix) and micro_batch_size % 2:
+def build_mix(micro_batch_size, classes, args):
+    """Mixup and CutMix of a batch; None: neither is asked for."""
+    if not (args.mixup or args.cutmix):
+        return None
+    if micro_batch_size % 2:
         raise UserError(
             f"Mixup and CutMix mix pairs: {micro_batch_size} samples per process and micro-batch "
             "cannot be paired"
         )
-    data = load_data(accelerator, args)
+    return Mix(args.mixup, args.cutmix, classes, args.seed)
+
+
+def main():
+    args = parse_args()
+    on_cpu = launch.set_up(args)  # network, threads, deterministic algorithms
+    trackers = Trackers(args)
+    options = launch.accelerator_options(args) | trackers.options()
+    accelerator = Accelerator(cpu=on_cpu, **options)
+    accumulation = args.gradient_accumulation_steps
+    micro_batch_size = launch.print_banner(accelerator, args.batch_size, accumulation)
+    elastic.check(accelerator, args.batch_size, accumulation)
+    data, description = load_data(accelerator, args)
+    mix = build_mix(micro_batch_size, len(data.class_names), args)
     plan = Plan.from_args(args, len(data.splits["train"]))
-    run = RunFolder(args, accelerator, MAY_CHANGE)
-    run.open(plan)  # the folder is empty, or has a run to continue, or a finished run
+    writer = BackgroundWriter(accelerator, args.wait_for_checkpoints)
+    run = RunFolder(args, accelerator, MAY_CHANGE, [trackers], writer)
+    run.open(plan, data=description)  # empty, or has a run to continue, or a finished run
     if run.finished:
         return
 
     eval_samples = subset.count_evaluated(run, plan, args, len(data.splits["val"]))
     set_seed(args.seed)
     start_from = None if run.progress else args.weights
-    wanted = (args.image_size, args.eval_resize, data.scaling)
     config = run.progress.get("config") or run_on_main(
-        accelerator, lambda: pretrained.describe(args.model, start_from, data.class_names, *wanted)
+        accelerator,
+        lambda: pretrained.describe(
+            args.model,
+            start_from,
+            data.class_names,
+            args.image_size,
+            args.eval_resize,
+            data.scaling,
+        ),
     )
     model = pretrained.build(config).to(memory_format=torch.channels_last)  # EDIT: model
     pretrained.initialize(accelerator, model, config, start_from)
     pretrained.train(pretrained.freeze(model) if args.freeze else model)
     compile_model(accelerator, model, args.compile)
     optimizer = build_optimizer(model, args)
-    model = ddp.sync_batch_norm(accelerator, model, micro_batch_size, args.sync_batchnorm)
+    model = batch_norm.synchronize(accelerator, model, micro_batch_size, args.sync_batchnorm)
     scheduler = torch.optim.lr_scheduler.LambdaLR(
         optimizer, lambda step: lr_multiplier(step, plan, args)
     )
@@ -430,29 +472,31 @@ def main():
     ema = build_ema(accelerator, plain, args.ema_decay, plan)
     colors = (config["preprocessing"][name] for name in ("mean", "std"))
     mean, std = (255 * torch.tensor(values).to(accelerator.device) for values in colors)
-    mix = None
-    if args.mixup or args.cutmix:
-        mix = Mix(args.mixup, args.cutmix, len(data.class_names), args.seed)
     balance = class_weights(data, accelerator.device, args)
     first = blank_batch(loaders["train"].dataset.size, accelerator.device)
     ddp.warm_up(model, lambda: compute_loss(model, first, mean, std, None, 0, args))
-    step = run.start(scheduler)  # accelerator.load_state, if there is a checkpoint
+    step = run.start()  # accelerator.load_state, if there is a checkpoint
+    schedule.recompute(scheduler)  # the run may have another length now
     guard = Guard(accelerator, args.timeout)
+    watchdog = Watchdog(run, guard, accelerator, model, args.timeout)
     progress = Progress(accelerator, guard.watch)
 
     def validate(step):
         metrics = evaluate(accelerator, model, ema, loaders["some"], progress, mean, std)
         figures = {name: value for name, value in metrics.items() if name != "samples"}
         run.log("val", step, score=scores.score(metrics, args.score), **figures)
-        return metrics
 
     train_loss, bad = math.inf, set(run.progress.get("bad", ()))
-    metrics = validate(step) if run.evaluation_due else None  # due: a signal came first
+    if run.evaluation_due:  # the run was stopped in it
+        validate(step)
     profile = start_profiler(accelerator, run.path, args.profile)
     with ending_workers(loaders):
         for epoch, remaining in plan.epochs(start=step, done=run.out_of_patience):
-            batches = epoch_batches(loaders, epoch, remaining.skip, bad)
-            for step, micro_batches in remaining.accumulated(run.timed(batches)):
+            loaders["train"].set_epoch(epoch)
+            # Without those before an interruption.
+            batches = loaders["rest"] = remaining.rest(loaders["train"])
+            timed = run.timed(collecting(batches, bad))
+            for step, micro_batches in remaining.accumulated(timed):
                 losses, ids, norm = [], [], None
                 for batch in micro_batches:
                     # So that a restart draws the same dropout masks. Seed after loading the batch,
@@ -477,30 +521,25 @@ def main():
                 if plan.log_due(step):
                     mean_loss = torch.stack(losses).mean()
                     train_loss = accelerator.reduce(mean_loss, "mean").item()  # once, not per rank
-                    lr = scheduler.get_last_lr()[0]
-                    run.log("train", step, loss=train_loss, grad_norm=norm, lr=lr)
-                if plan.evaluation_due(step) and not stop:
-                    try:
-                        metrics = validate(step)
-                    except process.Interrupted:  # by a signal: the restart evaluates
-                        stop = True
-                if stop or guard.save_asked or run.save_due(step):
-                    guard.check(model)  # a checkpoint never holds a diverged model
-                    unreadable = gather_ids(accelerator, bad)
-                    with run.checkpoint(step, config=config, bad=unreadable) as folder:
+                    figures = dict(loss=train_loss, grad_norm=norm, lr=scheduler.get_last_lr()[0])
+                    run.log("train", step, **figures, **watchdog.figures())
+                if stop or run.save_due(step):
+                    saved = dict(config=config, eval_samples=eval_samples)
+                    saved["bad"] = gather_ids(accelerator, bad)
+                    with run.checkpoint(step, guard, model, **saved) as folder:
                         accelerator.save_state(folder)
                 if stop:
                     run.exit_preempted(step)
+                if plan.evaluation_due(step):
+                    validate(step)  # a signal ends it at once: the restart evaluates
             if args.overfit_batch and train_loss < 0.01:
                 break
     profile.stop()
 
     if accelerator.is_main_process:
         export(run.path, config, plain, ema)
-    # Or nothing was left to do, or it ended early. The weights are written.
-    if eval_samples < len(data.splits["val"]) or metrics is None or args.overfit_batch:
-        progress.announce(len(data.splits["val"]), run.path, passes=2 if ema else 1)
-        metrics = evaluate(accelerator, model, ema, loaders["val"], progress, mean, std)
+    progress.announce(len(data.splits["val"]), run.path, passes=2 if ema else 1)
+    metrics = evaluate(accelerator, model, ema, loaders["val"], progress, mean, std)
     samples = metrics.pop("samples")
     results = {f"val_{name}": value for name, value in metrics.items()}
     if "test" in loaders:
@@ -515,9 +554,10 @@ def main():
     if accelerator.is_main_process:
         names = [data.splits[split].name(index) for split, index in unreadable]
         images = write_outputs(run, config, data, "val", samples, names)
-        tracking.log_images(accelerator, images, step)
-    next_command = f"evaluate.py {run.path} --images FOLDER"
-    run.close(next_command, card=describe_model(config, args))
+        trackers.log_images(images, step)
+        model_card.write(run, **describe_model(config, args))
+        hub.upload(run.path, args.push_to_hub)
+    run.close(f"evaluate.py {run.path} --images FOLDER")
     accelerator.end_training()
 
 
@@ -548,9 +588,9 @@ def parse_args():
     )
     group.add_argument("--freeze", action="store_true", help="train the last layer only")
     parser.add_training_arguments(group)
-    parser.add_optimizer_arguments(group)
+    flags.add_optimizer(parser, group)
     group.add_argument("--optimizer", choices=["sgd", "adamw"], help="update rule")
-    parser.add_schedule_argument(group, "cosine")
+    flags.add_schedule(group, "cosine")
     group.add_argument(
         "--warmup_epochs", type=number(float, 0), help="warm-up epochs, at most a fifth of the run"
     )
@@ -576,7 +616,7 @@ def parse_args():
         help="highest decay of the moving average of the weights, which is evaluated besides the "
         "trained ones, and exported; 0: no average",
     )
-    parser.add_compile_argument(group, "never")
+    flags.add_compile(group, "never")
     group.add_argument(
         "--sync_batchnorm", action="store_true", help="batch norm over all processes; on GPUs"
     )
@@ -619,9 +659,16 @@ def parse_args():
         default=0.0,
         help="alpha of CutMix; with Mixup as well, each step uses one of the two",
     )
-    parser.add_run_arguments()
-    parser.add_data_arguments(None, "folder with a sub-folder per class, Hub id, or `synthetic`")
-    group = parser.add_image_arguments(val_fraction=0.1)
+    group = parser.add_run_arguments()
+    parser.add_init_from_argument(group)
+    flags.add_patience(group)
+    flags.add_eval_samples(group)
+    flags.add_extras(group)
+    group = flags.add_dataset(
+        parser, None, "folder with a sub-folder per class, Hub id, or `synthetic`"
+    )
+    flags.add_workers(group)
+    flags.add_labeled_images(group, val_fraction=0.1)
     group.add_argument(
         "--check_images", action="store_true", help="read every image before training"
     )
@@ -641,14 +688,10 @@ def parse_args():
         f"{home}/train_images",
     )
     parser.set_defaults(
-        num_workers=min(8, cpu.cores_per_process()), momentum=0.9, head_lr_multiplier=1.0
+        num_workers=min(8, devices.cores_per_process()), momentum=0.9, head_lr_multiplier=1.0
     )
     parser.set_defaults(**PRESETS.get(parser.choice("preset"), {}))
-    args = parser.parse_training_args()
-    args.cache, args.cache_dir = (
-        args.cache is not None,
-        args.cache,
-    )  # another folder changes nothing
+    args = flags.parse_with_checks(parser)
     pretrained.check_name(args.model)
     sizes = {"--image_size": args.image_size, "--train_size": args.train_size}
     pretrained.check_sizes(args.model, sizes)
@@ -656,6 +699,7 @@ def parse_args():
         raise UserError(
             "--weights and --init_from both name weights to start with: give only one of them"
         )
+    args.cached = args.cache is not None  # where the cache is may change
     given = args.weights or args.init_from
     # A path also if nothing is there any more: a run that continues does not read it.
     is_path = given and (
@@ -663,15 +707,10 @@ def parse_args():
     )
     args.weights = str(Path(given).resolve()) if is_path or args.init_from else given
     if args.overfit_batch:
-        args.lr_schedule, args.label_smoothing, args.mixup, args.cutmix, args.ema_decay = (
-            "constant",
-            0.0,
-            0.0,
-            0.0,
-            0.0,
-        )
-    return args
+        args.lr_schedule = "constant"
+        args.label_smoothing = args.mixup = args.cutmix = args.ema_decay = 0.0
+    return args.freeze()
 
 
 if __name__ == "__main__":
-    process.run(main)
+    entry.run(main, explain)

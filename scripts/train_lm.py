@@ -22,7 +22,6 @@ Measured on 2026-11-26 on 2 cores of an AMD EPYC: 75 s, validation loss 1.02 nat
 
 import importlib.util
 import math
-import shlex
 import sys
 from functools import partial
 from itertools import zip_longest
@@ -36,33 +35,37 @@ if __name__ == "__main__":
     process.handle_signals()  # before torch: a signal during the slow imports must not be lost
 
 import torch
-from accelerate import Accelerator, skip_first_batches
+from accelerate import Accelerator
 from accelerate.utils import send_to_device, set_seed
 from torch.nn.utils.rnn import pad_sequence
 from torch.utils.data import DataLoader
 
-from utils import schedule, scores
+from utils import attention, flags, schedule, scores
 from utils.data import subset
-from utils.data.loaders import KeyedSampler, evaluation_batch_size, loader_options
+from utils.data.loaders import KeyedSampler, evaluation_batch_size, explain, loader_options
 from utils.data.report import agree
 from utils.language.conversations import Encoder
 from utils.language.lanes import gather_position
 from utils.language.mixture import SourceLog, labels
 from utils.language.token_stream import TokenStream, load_held_out
 from utils.language.tokens import load_tokens
-from utils.report import plots
+from utils.report import hub, model_card, plots
+from utils.report.profiler import start_profiler
 from utils.report.progress import Progress
-from utils.run import ddp, gpu, launch
-from utils.run.arguments import Parser, number
+from utils.report.tracking import Trackers
+from utils.run import ddp, entry, launch
+from utils.run.arguments import Parser
 from utils.run.collectives import local_main_first, run_on_all, run_on_main
+from utils.run.domains import number
 from utils.run.failures import UserError, optional
 from utils.run.files import write_text
 from utils.run.folder import RunFolder
 from utils.run.guard import Guard
-from utils.run.metrics import start_profiler
 from utils.run.plan import Plan
 from utils.run.seeds import seed_step
-from utils.scale import fsdp
+from utils.scale import elastic, fsdp
+from utils.scale.saving import BackgroundWriter
+from utils.scale.watchdog import Watchdog
 
 MISSING = [name for name in ("transformers", "peft") if importlib.util.find_spec(name) is None]
 if not MISSING:
@@ -86,12 +89,10 @@ ANSWERS = 100  # held-out conversations whose answers are compared, of --dataset
 
 
 def load_settings(args):
-    """The tokenizer and the configuration of the model, and what depends on them."""
+    """The tokenizer and the configuration of the model, and a checksum of its weights."""
     tokenizer = causal_lm.load_tokenizer(args.model, args.chat_template)
     config = causal_lm.load_config(args.model, tokenizer, args.block_size)
-    args.packed = causal_lm.can_pack(config)
-    args.base = causal_lm.fingerprint(args.model, config)  # a run keeps to the same model
-    return tokenizer, config
+    return tokenizer, config, causal_lm.fingerprint(args.model, config)
 
 
 def build_model(accelerator, config, args):  # EDIT: model
@@ -119,7 +120,7 @@ def build_model(accelerator, config, args):  # EDIT: model
             model, args.lora_rank, args.lora_alpha, LORA_DROPOUT, args.lora_targets.split(",")
         )
     lm_loss.chunk_loss(model)
-    gpu.deterministic_attention()
+    attention.make_deterministic()
     fsdp.use_model_blocks(accelerator, model)
     return model
 
@@ -147,51 +148,48 @@ def lr_multiplier(step, plan, args):
     return schedule.multiplier(args.lr_schedule, step, plan.total_steps, warmup)
 
 
-def load_data(accelerator, tokenizer, args):  # EDIT: data
+def load_data(accelerator, tokenizer, packed, args):  # EDIT: data
     """Loads the blocks of tokens to train on, and those held out: `val`, or else `test`.
+
+    Args: packed (bool): whether several documents share a block.
 
     Returns:
         tuple: `Blocks`, or the list of sources of a stream, which is opened later; the held-out
-        `Blocks` of each source (dict); and the name of their split.
+        `Blocks` of each source (dict); the name of their split; the kind of the documents; and a
+        description with checksums: a run continues with the same data only.
     """
-    found = [load_source(accelerator, tokenizer, name, args) for name in args.sources]
-    # A run continues with the same data only.
-    said = [agree(accelerator, *pair) for pair in zip(args.sources, found, strict=True)]
-    args.data, args.kind = "; ".join(said), found[0].kind
-    held_out = "val" if all("val" in data.splits for data in found) else "test"
+    corpora = [load_source(accelerator, tokenizer, name, packed, args) for name in args.dataset]
+    pairs = zip(args.dataset, corpora, strict=True)
+    description = "; ".join(agree(accelerator, *pair) for pair in pairs)
+    held_out = "val" if all("val" in data.splits for data in corpora) else "test"
     if args.patience and held_out == "test":
         raise UserError("--patience needs a validation split: give --val_fraction 0.05, say")
-    names = labels(args.sources)
+    names = labels(args.dataset)
     eval_sets = {
         name: data.splits["val" if "val" in data.splits else "test"]
-        for name, data in zip(names, found, strict=True)
+        for name, data in zip(names, corpora, strict=True)
     }
-    pairs = zip(args.sources, found, strict=True)
+    pairs = zip(args.dataset, corpora, strict=True)
     train_sets = [data.splits.get("train", name) for name, data in pairs]
     if args.overfit_batch:
         train_sets = [train_sets[0].first(args.batch_size)]
         eval_sets = {names[0]: train_sets[0]}
     if args.dry_run:
         eval_sets = {name: blocks.first(20) for name, blocks in eval_sets.items()}
-    return train_sets if args.streaming or args.mixture else train_sets[0], eval_sets, held_out
+    if not (args.streaming or args.mixture):
+        train_sets = train_sets[0]
+    return train_sets, eval_sets, held_out, corpora[0].kind, description
 
 
-def load_source(accelerator, tokenizer, name, args):
+def load_source(accelerator, tokenizer, name, packed, args):
     """Loads the `Corpus` of one data set; of a stream, its held-out blocks only."""
     source = (name, tokenizer, args.block_size)
     options = dict(subset=args.subset, loss_on=args.loss_on)
-    options |= dict(too_long=args.too_long, packed=args.packed)
+    options |= dict(too_long=args.too_long, packed=packed)
     if args.streaming:
         return run_on_main(accelerator, lambda: load_held_out(*source, **options))
     options |= dict(val_fraction=args.val_fraction, seed=args.seed)
     return local_main_first(accelerator, lambda: load_tokens(*source, **options))
-
-
-def open_stream(accelerator, tokenizer, train_set, position, args):
-    """Opens the stream of a list of sources at a position; `Blocks` are returned as they are."""
-    if not isinstance(train_set, list):
-        return train_set
-    return TokenStream.from_args(args, accelerator, tokenizer, train_set, position)
 
 
 def build_loaders(accelerator, train_set, eval_sets, args):
@@ -230,12 +228,11 @@ def build_eval_loaders(accelerator, eval_sets, block_size):
     return loaders
 
 
-def epoch_batches(loader, epoch, skip):
-    """The batches of `epoch` after the first `skip`; a stream continues at its own position."""
-    if isinstance(loader.dataset, TokenStream):
-        return loader
-    loader.set_epoch(epoch)
-    return skip_first_batches(loader, skip) if skip else loader
+def epoch_batches(loader, epoch):
+    """The loader of `epoch`; a stream has no epochs: it continues at its own position."""
+    if not isinstance(loader.dataset, TokenStream):
+        loader.set_epoch(epoch)
+    return loader
 
 
 # ----------------------------------------------------------------------- loss, metric and samples
@@ -347,7 +344,7 @@ def generate(model, tokenizer, prompts, length):
     return texts
 
 
-def read_prompts(tokenizer, eval_sets, args):
+def read_prompts(tokenizer, eval_sets, kind, args):
     """The prompts for samples: the lines of the file --prompts, or the first held-out documents.
 
     Returns:
@@ -366,7 +363,7 @@ def read_prompts(tokenizer, eval_sets, args):
     if not lines:
         raise UserError(f"--prompts {args.prompts} is empty: give one prompt per line")
     encoder = Encoder(tokenizer)
-    return [(encoder.encode_prompt(line, args.kind), None) for line in lines]
+    return [(encoder.encode_prompt(line, kind), None) for line in lines]
 
 
 def show_samples(model, tokenizer, prompts):
@@ -410,14 +407,14 @@ def respond(args):
 
 # --------------------------------------------------------------------------------------------- main
 
-MAY_CHANGE = (
+MAY_CHANGE = flags.MAY_CHANGE | {
     "activation_checkpointing",
     "attention",
     "prompts",
     "generate",
     "prompt",
     "merge",
-)
+}
 USAGE = {
     "model": """```python
 from transformers import AutoModelForCausalLM, AutoTokenizer
@@ -453,24 +450,37 @@ def main():
         return respond(args)
     if args.merge:
         return print(adapters.merge(args.merge))
-    on_cpu = launch.check(args, shards=True)
-    accelerator = Accelerator(cpu=on_cpu, **launch.accelerator_options(args))
-    launch.print_banner(accelerator, args.batch_size, args.gradient_accumulation_steps)
-    fsdp.reduce_in_float32(accelerator)
-    tokenizer, config = local_main_first(accelerator, lambda: load_settings(args))
-    train_set, eval_sets, held_out = load_data(accelerator, tokenizer, args)
-    prompts = run_on_all(accelerator, lambda: read_prompts(tokenizer, eval_sets, args))
-    plan = Plan.from_args(args, None if isinstance(train_set, list) else len(train_set))
-    run = RunFolder(args, accelerator, MAY_CHANGE)
-    run.open(plan)  # the folder is empty, or has a run to continue, or a finished run
+    on_cpu = launch.set_up(args, shards=True)  # network, threads, deterministic algorithms
+    fsdp.set_up(on_cpu)
+    trackers = Trackers(args)
+    options = launch.accelerator_options(args) | trackers.options()
+    accelerator = Accelerator(cpu=on_cpu, **options)
+    accumulation, processes = args.gradient_accumulation_steps, accelerator.num_processes
+    launch.print_banner(accelerator, args.batch_size, accumulation)
+    elastic.check(accelerator, args.batch_size, accumulation)
+    fsdp.configure(accelerator)
+    tokenizer, config, base = local_main_first(accelerator, lambda: load_settings(args))
+    packed = causal_lm.can_pack(config)
+    train_set, eval_sets, held_out, kind, description = load_data(
+        accelerator, tokenizer, packed, args
+    )
+    prompts = run_on_all(accelerator, lambda: read_prompts(tokenizer, eval_sets, kind, args))
+    several = isinstance(train_set, list)  # sources of a stream
+    plan = Plan.from_args(args, None if several else len(train_set))
+    writer = BackgroundWriter(accelerator, args.wait_for_checkpoints)
+    run = RunFolder(args, accelerator, MAY_CHANGE, [trackers], writer)
+    run.open(
+        plan, data=description, base=base
+    )  # empty, or has a run to continue, or a finished run
     if run.finished:
         return
     blocks = sum(map(len, eval_sets.values()))
     eval_samples = subset.count_evaluated(run, plan, args, blocks)
     position = run.progress.get("position")
-    open_train_set = partial(open_stream, accelerator, tokenizer, train_set, position, args)
-    train_set = local_main_first(accelerator, open_train_set)
-    sources = SourceLog(args.sources, position)
+    if several:
+        open_stream = partial(TokenStream.from_args, args, accelerator, tokenizer, packed)
+        train_set = local_main_first(accelerator, lambda: open_stream(train_set, position))
+    sources = SourceLog(args.dataset, position)
 
     set_seed(args.seed)
     model = run_on_all(accelerator, lambda: build_model(accelerator, config, args))
@@ -484,13 +494,15 @@ def main():
     chosen = choose_blocks(eval_sets, eval_samples, args.seed)
     train_loader, eval_loaders = build_loaders(accelerator, train_set, chosen, args)
     ddp.warm_up(model, lambda: compute_loss(model, lm_loss.small_batch(accelerator, model)))
-    lm_loss.check(accelerator, model, args.packed)
+    lm_loss.check(accelerator, model, packed)
     unwrapped = accelerator.unwrap_model(model)
     adapters.save_trained_only(unwrapped)  # a checkpoint of LoRA holds the adapter only
     rates = {"tokens_per_second": args.block_size}  # of positions; those of padding count, too
-    step = run.start(scheduler, rates)  # accelerator.load_state, if there is a checkpoint
+    step = run.start(rates)  # accelerator.load_state, if there is a checkpoint
+    schedule.recompute(scheduler)  # the run may have another length now
     run.print(f"{parameters:,} parameters, {trained:,} of them trained")
     guard = Guard(accelerator, args.timeout)
+    watchdog = Watchdog(run, guard, accelerator, model, args.timeout)
     progress = Progress(accelerator, guard.watch)
 
     def validate(step):
@@ -498,22 +510,22 @@ def main():
         texts = {}
         if accelerator.is_main_process and not accelerator.is_fsdp2:
             texts["text"] = show_samples(unwrapped, tokenizer, prompts)
-            if args.dataset == "synthetic" and not args.dry_run:
+            if args.dataset == ["synthetic"] and not args.dry_run:
                 answers = eval_sets["synthetic"].prompts(ANSWERS)
                 metrics["exact_answers"] = share_of_exact(unwrapped, tokenizer, answers)
         score = -metrics["loss"] if held_out == "val" else None
         run.log(held_out, step, score=score, **metrics)
         if not accelerator.is_fsdp2:  # else there are samples at the end only
             run.log("sample", step, **texts)
-        return metrics
 
-    accumulation, processes = args.gradient_accumulation_steps, accelerator.num_processes
     # Before the first step, too: what training has changed is then known.
-    metrics = validate(step) if run.evaluation_due or step == 0 else None
+    if run.evaluation_due or step == 0:
+        validate(step)
     train_loss = math.inf
     profile = start_profiler(accelerator, run.path, args.profile)
     for epoch, remaining in plan.epochs(start=step, done=run.out_of_patience):
-        batches = epoch_batches(train_loader, epoch, remaining.skip)
+        # Without those before an interruption.
+        batches = remaining.rest(epoch_batches(train_loader, epoch))
         for step, micro_batches in remaining.accumulated(run.timed(batches)):
             micro_batches = send_to_device(list(micro_batches), accelerator.device, True)
             # The loss of a step is the mean over the targets of the whole global batch: documents
@@ -538,21 +550,17 @@ def main():
             stop = guard.should_stop(step, losses, ids, norm)  # the same on every process
             if plan.log_due(step):
                 train_loss = accelerator.reduce(torch.stack(losses).sum(), "sum").item()
-                lr = scheduler.get_last_lr()[0]
-                seen = sources.figures(accelerator, micro_batches, run.print)
-                run.log("train", step, loss=train_loss, grad_norm=norm, lr=lr, **seen)
-            if plan.evaluation_due(step) and not stop:
-                try:
-                    metrics = validate(step)
-                except process.Interrupted:  # by a signal: the restart evaluates
-                    stop = True
-            if stop or guard.save_asked or run.save_due(step):
-                guard.check(model)  # a checkpoint never holds a diverged model
-                position = gather_position(batch)
-                with run.checkpoint(step, position=position) as folder:
+                figures = dict(loss=train_loss, grad_norm=norm, lr=scheduler.get_last_lr()[0])
+                figures |= sources.figures(accelerator, micro_batches, run.print)
+                run.log("train", step, **figures, **watchdog.figures())
+            if stop or run.save_due(step):
+                saved = dict(eval_samples=eval_samples, position=gather_position(batch))
+                with run.checkpoint(step, guard, model, **saved) as folder:
                     accelerator.save_state(folder)
             if stop:
                 run.exit_preempted(step)
+            if plan.evaluation_due(step):
+                validate(step)  # a signal ends it at once: the restart evaluates
         if args.overfit_batch and train_loss < 0.01:
             break
     profile.stop()
@@ -560,17 +568,20 @@ def main():
     state = accelerator.get_state_dict(model)  # under FSDP gathered from all processes
     if accelerator.is_main_process:
         adapters.export(run.path, unwrapped, state, tokenizer)
-    # Or nothing was left to do, or it ended early. The weights are written.
-    if eval_samples < blocks or metrics is None or args.overfit_batch:
-        progress.announce(blocks, run.path)
-        eval_loaders = build_eval_loaders(accelerator, eval_sets, args.block_size)
-        metrics = (metrics or {}) | evaluate(accelerator, model, eval_loaders, progress)
+    progress.announce(blocks, run.path)
+    eval_loaders = build_eval_loaders(accelerator, eval_sets, args.block_size)
+    metrics = evaluate(accelerator, model, eval_loaders, progress)
+    if args.dataset == ["synthetic"] and accelerator.is_main_process and not accelerator.is_fsdp2:
+        answers = eval_sets["synthetic"].prompts(ANSWERS)
+        metrics["exact_answers"] = share_of_exact(unwrapped, tokenizer, answers)
     results = {f"{held_out}_{name}": value for name, value in metrics.items()}
     results |= {"parameters": parameters, "trained_parameters": trained}
     run.finish(step, **results)
     write_outputs(accelerator, run, unwrapped, tokenizer, prompts)
-    next_command = f'{Path(__file__).name} --generate {run.path} --prompt "Hello"'
-    run.close(next_command, card=describe_model(args, run.path))
+    if accelerator.is_main_process:
+        model_card.write(run, **describe_model(args, run.path))
+        hub.upload(run.path, args.push_to_hub)
+    run.close(f'{Path(__file__).name} --generate {run.path} --prompt "Hello"')
     accelerator.end_training()
 
 
@@ -580,12 +591,12 @@ def is_on_hub(name):
 
 
 def describe_model(args, folder):
-    """What the model card says about a model, for `run.close`."""
+    """What the model card says about a model, for `model_card.write`."""
     part = "adapter" if (folder / "adapter").is_dir() else "model"
     metadata = {}
     if is_on_hub(args.model) and not args.from_scratch:
         metadata["base_model"] = args.model
-    if hub := list(filter(is_on_hub, args.sources)):
+    if hub := list(filter(is_on_hub, args.dataset)):
         metadata["datasets"] = hub
     return {
         "title": "A causal language model",
@@ -653,8 +664,8 @@ def parse_args():
     )
     group = parser.add_argument_group("training (a sample is a block of block_size tokens)")
     parser.add_training_arguments(group)
-    parser.add_optimizer_arguments(group)
-    parser.add_schedule_argument(group, "cosine")
+    flags.add_optimizer(parser, group)
+    flags.add_schedule(group, "cosine")
     group.add_argument(
         "--warmup_steps",
         type=number(int, 0),
@@ -662,11 +673,14 @@ def parse_args():
         help="steps of warm-up, at most a tenth of the run",
     )
     # --model takes the place of --init_from; tokens in memory-mapped files need no workers.
-    parser.add_run_arguments(leave_out=["init_from"])
-    parser.add_data_arguments(
+    group = parser.add_run_arguments()
+    flags.add_patience(group)
+    flags.add_eval_samples(group)
+    flags.add_extras(group)
+    flags.add_dataset(
+        parser,
         "synthetic",
         "Hub id, local file or folder, or `synthetic`: dates in words, to be written in ISO 8601",
-        leave_out=("num_workers",),
         several=True,
     )
     group = parser.add_argument_group("tokens")
@@ -733,7 +747,7 @@ def parse_args():
     parser.set_defaults(lr=2e-4 if adapters_only else 2e-5)
     if parser.choice("model") == "tiny":
         parser.set_defaults(block_size=256, lr=4e-3, epochs=2)
-    args = parser.parse_training_args()
+    args = flags.parse_with_checks(parser)
     check_packages()
     args.lora_alpha = args.lora_alpha or 2.0 * args.lora_rank
     if args.lora_rank and args.adapter:
@@ -750,13 +764,9 @@ def parse_args():
         raise UserError(
             "--streaming needs --max_train_steps, and cannot be combined with --overfit_batch"
         )
-    args.sources, args.shares = args.dataset, args.mixture
-    # What a run continues with; its shares, too.
-    args.dataset = shlex.join(args.sources) if args.mixture else args.sources[0]
-    args.mixture = args.mixture and " ".join(map(str, args.mixture))
-    if len(args.sources) != len(args.shares or [1]):
+    if len(args.dataset) != len(args.mixture or [1]):
         raise UserError(
-            f"--dataset has {len(args.sources)} data sets and --mixture {len(args.shares or [])} "
+            f"--dataset has {len(args.dataset)} data sets and --mixture {len(args.mixture or [])} "
             "shares: give one share for each, such as --dataset a b --mixture 0.7 0.3"
         )
     if args.mixture and (args.overfit_batch or not args.max_train_steps):
@@ -764,14 +774,14 @@ def parse_args():
             "--mixture needs --max_train_steps, since exhausted data sets repeat, and cannot be "
             "combined with --overfit_batch"
         )
-    if len(set(args.sources)) < len(args.sources):
+    if len(set(args.dataset)) < len(args.dataset):
         raise UserError("--dataset has the same data set twice: give it once, with a larger share")
-    if args.subset and len(args.sources) > 1:
+    if args.subset and len(args.dataset) > 1:
         raise UserError("--subset is of a single --dataset: leave it out of a mixture")
     if args.overfit_batch:
         args.lr_schedule = "constant"
-    return args
+    return args.freeze()
 
 
 if __name__ == "__main__":
-    process.run(main)
+    entry.run(main, explain)

@@ -22,13 +22,13 @@ if __name__ == "__main__":
     process.handle_signals()  # before torch: a signal during the slow imports must not be lost
 
 import torch
-from accelerate import Accelerator, skip_first_batches
-from accelerate.utils import set_seed
+from accelerate import Accelerator
+from accelerate.utils import send_to_device, set_seed
 from torch import nn
 from torch.utils.data import DataLoader, Subset, TensorDataset
 
-from utils.run import ddp, launch, weights
-from utils.run.arguments import Parser
+from utils.run import ddp, entry, launch, weights
+from utils.run.arguments import Parser, check_start
 from utils.run.folder import RunFolder
 from utils.run.guard import Guard
 from utils.run.plan import Plan
@@ -71,7 +71,8 @@ def main():
     args = parse_args()
     # --batch_size is global: each batch is split over the processes, so every topology sees the
     # same batches in the same order.
-    accelerator = Accelerator(cpu=launch.check(args), **launch.accelerator_options(args))
+    on_cpu = launch.set_up(args)  # network, threads, deterministic algorithms
+    accelerator = Accelerator(cpu=on_cpu, **launch.accelerator_options(args))
     launch.print_banner(accelerator, args.batch_size)
     set_seed(args.seed)  # the same points and weights on every process
     train_set, val_set = build_data(args)
@@ -88,8 +89,8 @@ def main():
     model, optimizer, train_loader, val_loader = accelerator.prepare(
         model, optimizer, train_loader, val_loader
     )
-    _, x, y = (value.to(accelerator.device) for value in val_set[:2])
-    ddp.warm_up(model, lambda: compute_loss(model, x, y))  # for an exact resume
+    _, x, y = send_to_device(next(iter(DataLoader(val_set, 2))), accelerator.device)
+    ddp.warm_up(model, lambda: compute_loss(model, x, y))  # hidden passes, for an exact resume
     step = run.start()  # accelerator.load_state, if there is a checkpoint
     guard = Guard(accelerator, args.timeout)
 
@@ -98,12 +99,11 @@ def main():
         # The highest-scoring checkpoint is kept.
         run.log("val", step, score=metrics["accuracy"], **metrics)  # EDIT: metric
 
-    if run.evaluation_due:  # a signal came first
+    if run.evaluation_due:  # the run was stopped in it
         validate(step)
     for epoch, remaining in plan.epochs(start=step):
         train_loader.set_epoch(epoch)  # another order each epoch
-        skip = remaining.skip  # batches before an interruption
-        batches = skip_first_batches(train_loader, skip) if skip else train_loader
+        batches = remaining.rest(train_loader)  # without those before an interruption
         for step, (ids, x, y) in remaining.steps(run.timed(batches)):
             seed_step(accelerator, args.seed, step)  # dropout draws the same masks after a restart
             loss = compute_loss(model, x, y)
@@ -114,17 +114,13 @@ def main():
             if plan.log_due(step):
                 mean_loss = accelerator.reduce(loss.detach(), "mean").item()  # once, not per rank
                 run.log("train", step, loss=mean_loss, lr=args.lr)
-            if plan.evaluation_due(step) and not stop:
-                try:
-                    validate(step)
-                except process.Interrupted:  # by a signal: the restart evaluates
-                    stop = True
-            if stop or guard.save_asked or run.save_due(step):
-                guard.check(model)  # a checkpoint never holds a diverged model
-                with run.checkpoint(step) as folder:
+            if stop or run.save_due(step):
+                with run.checkpoint(step, guard, model) as folder:  # never of a diverged model
                     accelerator.save_state(folder)
             if stop:
                 run.exit_preempted(step)
+            if plan.evaluation_due(step):
+                validate(step)  # a signal ends it at once: the restart evaluates
     metrics = evaluate(accelerator, model, val_loader, guard.watch)
     if accelerator.is_main_process:
         weights.export(run.path, accelerator.unwrap_model(model), {"model": "minimal"})
@@ -136,9 +132,11 @@ def main():
 def parse_args():
     parser = Parser(description=__doc__.split("\n")[0])
     parser.add_training_arguments(parser, epochs=10, batch_size=96, lr=0.005)
-    parser.add_run_arguments(leave_out=["patience", "push_to_hub", "eval_samples"])
-    return parser.parse_args()
+    parser.add_init_from_argument(parser.add_run_arguments())
+    args = parser.parse_args()
+    check_start(args)
+    return args.freeze()
 
 
 if __name__ == "__main__":
-    process.run(main)
+    entry.run(main)

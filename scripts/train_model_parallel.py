@@ -49,26 +49,32 @@ if __name__ == "__main__":
 
 import torch
 import torch.nn.functional as F
-from accelerate import Accelerator, skip_first_batches
+from accelerate import Accelerator
 from accelerate.utils import set_seed
 from torch import nn
 from torch.utils.data import DataLoader
 
-from utils import schedule
-from utils.data.loaders import evaluation_batch_size
+from utils import flags, schedule, weight_files
+from utils.data.loaders import evaluation_batch_size, explain
 from utils.data.report import agree
 from utils.images.arrays import load_arrays, on_device
 from utils.images.augment import augment, normalize
-from utils.report import plots
-from utils.run import ddp, launch, weights
-from utils.run.arguments import BATCH, Parser, number
+from utils.report import hub, model_card, plots
+from utils.report.profiler import start_profiler
+from utils.report.tracking import Trackers
+from utils.run import ddp, entry, launch, weights
+from utils.run.arguments import BATCH, Parser
 from utils.run.collectives import gather, local_main_first
+from utils.run.domains import number
 from utils.run.failures import UserError
 from utils.run.folder import RunFolder
 from utils.run.guard import Guard
-from utils.run.metrics import memory_bytes, start_profiler
+from utils.run.metrics import memory_bytes
 from utils.run.plan import Plan
 from utils.run.seeds import seed_step
+from utils.scale import elastic
+from utils.scale.saving import BackgroundWriter
+from utils.scale.watchdog import Watchdog
 
 # ------------------------------------------------------------------------------------------- model
 
@@ -260,17 +266,18 @@ def load_data(accelerator, args):  # EDIT: data
     """Loads the images into memory, and shortens the splits for quick checks.
 
     Returns:
-        tuple: the data; the name of the split to evaluate, `val` or else `test`.
+        tuple: the data; the name of the split to evaluate, `val` or else `test`; a description of
+        the data, with a checksum: a run continues with the same data.
     """
     data = local_main_first(accelerator, lambda: load_arrays(args.dataset, seed=args.seed))
-    args.data = agree(accelerator, args.dataset, data)  # a run continues with the same data only
+    description = agree(accelerator, args.dataset, data)
     held_out = "val" if "val" in data.splits else "test"
     if args.overfit_batch:
         batch = data.splits["train"].first(args.batch_size)
         data.splits = {"train": batch, held_out: batch}
     elif args.dry_run:
         data.splits[held_out] = data.splits[held_out].first(500)
-    return data, held_out
+    return data, held_out, description
 
 
 def build_loaders(accelerator, data, held_out, args):
@@ -329,15 +336,20 @@ def evaluate(accelerator, model, split, loader, watch, mean, std):  # EDIT: metr
 # -------------------------------------------------------------------------------------------- main
 
 
+MAY_CHANGE = flags.MAY_CHANGE | {"devices_per_process", "micro_batches"}
+
+
 def main():
     args = parse_args()
-    on_cpu = launch.check(args)
+    on_cpu = launch.set_up(args)  # network, threads, deterministic algorithms
     stages = [torch.device("cpu")] * args.devices_per_process
     if not on_cpu:
         stages = claim_gpus(args.devices_per_process)
     # Keeps Accelerate from passing `device_ids` to DDP: the model is already on several devices.
     os.environ["ACCELERATE_BYPASS_DEVICE_MAP"] = "true"
-    accelerator = Accelerator(cpu=on_cpu, **launch.accelerator_options(args))
+    trackers = Trackers(args)
+    options = launch.accelerator_options(args) | trackers.options()
+    accelerator = Accelerator(cpu=on_cpu, **options)
     if not on_cpu:
         check_gpus(accelerator, stages)
     accumulation = args.gradient_accumulation_steps
@@ -347,11 +359,15 @@ def main():
             f"--micro_batches {args.micro_batches} does not divide the {micro_batch_size} samples "
             "per process and batch"
         )
-    data, held_out = load_data(accelerator, args)
+    elastic.check(accelerator, args.batch_size, accumulation)
+    data, held_out, description = load_data(accelerator, args)
     train_set = data.splits["train"]
     plan = Plan.from_args(args, len(train_set))
-    run = RunFolder(args, accelerator, may_change=["devices_per_process", "micro_batches"])
-    run.open(plan)  # the folder is empty, or has a run to continue, or a finished run
+    writer = BackgroundWriter(accelerator, args.wait_for_checkpoints)
+    run = RunFolder(args, accelerator, MAY_CHANGE, [trackers], writer)
+    run.open(
+        plan, data=description
+    )  # the folder is empty, or has a run to continue, or a finished run
     if run.finished:
         return
 
@@ -359,7 +375,7 @@ def main():
     mean, std = (value.to(accelerator.device) for value in train_set.mean_and_std())
     blocks = build_blocks(len(data.class_names), args.width)
     model = Pipeline(blocks, stages, args.micro_batches)
-    weights.initialize(accelerator, model, run.init_from)
+    weight_files.initialize(accelerator, model, run.init_from)
     images = train_set.images[:micro_batch_size].to(accelerator.device)
     with accelerator.autocast():  # measure in the precision of the training
         pipelining = measure(
@@ -375,25 +391,26 @@ def main():
     (train_set, train_loader), eval_data = build_loaders(accelerator, data, held_out, args)
     first = train_set.batch(torch.arange(2))
     ddp.warm_up(model, lambda: compute_loss(model, first, mean, std, 0, args))
-    step = run.start(scheduler)  # accelerator.load_state, if there is a checkpoint
+    step = run.start()  # accelerator.load_state, if there is a checkpoint
+    schedule.recompute(scheduler)  # the run may have another length now
     devices = ", ".join(map(str, stages))
     run.print(f"stages of the first process on {devices}; {describe(pipelining)}")
     guard = Guard(accelerator, args.timeout)
+    watchdog = Watchdog(run, guard, accelerator, model, args.timeout)
 
     def validate(step):
         metrics = evaluate(accelerator, model, *eval_data, guard.watch, mean, std)
         # A test split has no score: it must not choose a checkpoint.
         score = metrics["accuracy"] if held_out == "val" else None
         run.log(held_out, step, score=score, **metrics)
-        return metrics
 
     train_loss = math.inf
-    metrics = validate(step) if run.evaluation_due else None  # due: a signal came first
+    if run.evaluation_due:  # the run was stopped in it
+        validate(step)
     profile = start_profiler(accelerator, run.path, args.profile)
     for epoch, remaining in plan.epochs(start=step):
         train_loader.set_epoch(epoch)
-        skip = remaining.skip  # batches before an interruption
-        batches = skip_first_batches(train_loader, skip) if skip else train_loader
+        batches = remaining.rest(train_loader)  # without those before an interruption
         for step, micro_batches in remaining.accumulated(run.timed(batches)):
             losses, ids, norm = [], [], None
             for batch in map(train_set.batch, micro_batches):
@@ -415,25 +432,20 @@ def main():
             if plan.log_due(step):
                 mean_loss = torch.stack(losses).mean()
                 train_loss = accelerator.reduce(mean_loss, "mean").item()  # once, not per rank
-                lr = scheduler.get_last_lr()[0]
-                run.log("train", step, loss=train_loss, grad_norm=norm, lr=lr)
-            if plan.evaluation_due(step) and not stop:
-                try:
-                    metrics = validate(step)
-                except process.Interrupted:  # by a signal: the restart evaluates
-                    stop = True
-            if stop or guard.save_asked or run.save_due(step):
-                guard.check(model)  # a checkpoint never holds a diverged model
-                with run.checkpoint(step) as folder:
+                figures = dict(loss=train_loss, grad_norm=norm, lr=scheduler.get_last_lr()[0])
+                run.log("train", step, **figures, **watchdog.figures())
+            if stop or run.save_due(step):
+                with run.checkpoint(step, guard, model) as folder:
                     accelerator.save_state(folder)
             if stop:
                 run.exit_preempted(step)
+            if plan.evaluation_due(step):
+                validate(step)  # a signal ends it at once: the restart evaluates
         if args.overfit_batch and train_loss < 0.01:
             break
     profile.stop()
 
-    if metrics is None or args.overfit_batch:  # nothing was left to do, or it ended early
-        metrics = evaluate(accelerator, model, *eval_data, guard.watch, mean, std)
+    metrics = evaluate(accelerator, model, *eval_data, guard.watch, mean, std)
     if accelerator.is_main_process:
         config = {"model": "model_parallel", "width": args.width, "class_names": data.class_names}
         weights.export(run.path, accelerator.unwrap_model(model), config)
@@ -443,6 +455,8 @@ def main():
     run.finish(step, **results)
     if accelerator.is_main_process:
         plots.curves(run.path)
+        model_card.write(run)
+        hub.upload(run.path, args.push_to_hub)
     run.close()
     accelerator.end_training()
 
@@ -469,18 +483,20 @@ def parse_args():
         help="channels of the first blocks, a multiple of 8",
     )
     parser.add_training_arguments(group, epochs=10, batch_size=512, lr=1e-3)
-    parser.add_optimizer_arguments(group, weight_decay=0.05)
-    parser.add_run_arguments(leave_out=["patience", "eval_samples"])
-    parser.add_data_arguments(
+    flags.add_optimizer(parser, group, weight_decay=0.05)
+    group = parser.add_run_arguments()
+    parser.add_init_from_argument(group)
+    flags.add_extras(group)
+    flags.add_dataset(
+        parser,
         "uoft-cs/cifar10",
         "Hub id or local folder of a 32x32 image data set, or `synthetic`",
-        leave_out=("num_workers",),
     )
-    args = parser.parse_training_args()
+    args = flags.parse_with_checks(parser)
     if args.width % 8:
         raise UserError(f"--width {args.width} is not a multiple of 8")
-    return args
+    return args.freeze()
 
 
 if __name__ == "__main__":
-    process.run(main)
+    entry.run(main, explain)

@@ -4,7 +4,10 @@ import importlib.util
 import os
 import shutil
 
-from utils.run.launch import notice
+from utils.run.output import notice
+
+# They choose among kernels that compute the same, up to rounding.
+MODES = ("default", "reduce-overhead", "max-autotune", "never")
 
 
 def compile_model(accelerator, model, mode, on_gpus=False, **options):

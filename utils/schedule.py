@@ -4,6 +4,7 @@ import argparse
 import math
 
 from utils.run.domains import number, shown
+from utils.run.process import is_main
 
 NAMES = ("cosine", "linear", "wsd", "constant")
 DECAY = 0.2  # the share of all steps in which `wsd` falls
@@ -46,3 +47,22 @@ def multiplier(value, step, total, warmup=0.0):
     if name == "cosine":
         left = 0.5 - 0.5 * math.cos(math.pi * left)
     return lowest + (1 - lowest) * left
+
+
+def recompute(scheduler):
+    """Computes the learning rates of a prepared `LambdaLR` for the present length of the run.
+
+    A checkpoint has those that were computed for the length that the run had then. Call it after
+    `run.start`; it prints a change.
+    """
+    schedule = scheduler.scheduler  # the LambdaLR inside Accelerate's wrapper
+    before = schedule.get_last_lr()[0]
+    rates = [
+        base * factor(schedule.last_epoch)
+        for base, factor in zip(schedule.base_lrs, schedule.lr_lambdas, strict=True)
+    ]
+    for group, rate in zip(schedule.optimizer.param_groups, rates, strict=True):
+        group["lr"] = rate
+    schedule._last_lr = rates
+    if before != rates[0] and is_main():
+        print(f"the learning rate changes from {before:.3g} to {rates[0]:.3g}")

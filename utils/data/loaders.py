@@ -4,18 +4,21 @@ import contextlib
 import ctypes
 import math
 import os
+import re
 import signal
 import sys
-from multiprocessing.queues import Queue
+import traceback
 
 import numpy as np
 import torch
 from torch.utils.data import Sampler
 
 from utils.data.permutation import Permutation
-from utils.run import process
+from utils.run import failures, process
+from utils.run.failures import RunFailed
 from utils.run.output import one_line
 from utils.run.seeds import sample_seed
+from utils.scale import patches
 
 IDS_AT_ONCE = 4096  # of a random order
 PR_SET_PDEATHSIG = 1  # from <linux/prctl.h>
@@ -50,7 +53,7 @@ def set_up_worker(_worker_id):
     if sys.platform == "linux":
         # However the training process ends: so does a worker that is stuck.
         ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
-    Queue._on_queue_feeder_error = staticmethod(_end_worker)
+    patches.report_unsendable_batches(_end_worker)
 
 
 def _end_worker(error, _batch):
@@ -162,3 +165,30 @@ def ending_workers(loaders):
             iterator = getattr(loader, "_iterator", None)
             if iterator is not None:
                 iterator._shutdown_workers()
+
+
+def explain(error):
+    """For `entry.run`: what replaces an error of a loader's workers, a `RunFailed`; else None."""
+    rank = failures.rank()
+    frames = traceback.extract_tb(error.__traceback__)
+    in_loader = any("torch/utils/data/dataloader.py" in frame.filename for frame in frames)
+    if in_loader and re.match("DataLoader timed out after", str(error)):
+        return RunFailed(
+            f"rank {rank} waited longer than --timeout for a batch: its data loader workers are "
+            "alive, but send nothing. --num_workers 0 loads in the training process and shows "
+            "where; if the data is only slow, give a longer --timeout",
+            rank_variable=None,
+            retry=False,
+        )
+    # A worker that dies while sending a batch also breaks the connection. Either error may be the
+    # context of the other.
+    for cause in failures.causes(error):
+        if type(cause) is RuntimeError and re.match(r"DataLoader worker \(pid", str(cause)):
+            reason = str(cause).splitlines()[0]
+            line = f"rank {rank}: a data loader worker died: {reason}"
+            return RunFailed(line, rank_variable=None, retry="is killed by signal" in reason)
+    if in_loader and isinstance(error, EOFError | ConnectionError):
+        name = type(error).__name__
+        line = f"rank {rank}: a data loader worker died while sending a batch ({name})"
+        return RunFailed(line, rank_variable=None, retry=False)
+    return None

@@ -17,7 +17,7 @@ def count_evaluated(run, plan, args, held_out):
     """How many held-out samples each evaluation but the last takes; it prints that, if not all.
 
     A run keeps to the number with which it began, also if it gets longer or evaluates more often:
-    each checkpoint has it.
+    give it to `run.checkpoint` as `eval_samples`.
 
     Args:
         run (RunFolder): after `open`.
@@ -33,9 +33,9 @@ def count_evaluated(run, plan, args, held_out):
     count = args.eval_samples
     if count is None:
         count = max(at_least, int(SHARE * STEP * trained))
-    if run.progress:  # without a record, of an earlier version: all
-        count = run.progress.get("eval_samples", 0)
-    count = run.kept["eval_samples"] = min(count or held_out, held_out)
+    if run.progress:
+        count = run.progress["eval_samples"]
+    count = min(count or held_out, held_out)
     if count < held_out:
         run.print(
             f"evaluations: {count:,} of {held_out:,} held-out samples, always the same, about "

@@ -17,7 +17,7 @@ from utils.images.sources import find_images, find_to_evaluate, split_off
 from utils.images.storage import Pixels
 from utils.images.synthetic import SIZE
 from utils.run.failures import UserError
-from utils.run.launch import notice
+from utils.run.output import notice
 
 
 @dataclass

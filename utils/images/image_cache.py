@@ -19,7 +19,7 @@ import torch
 from utils.data.cache_files import cannot_write, complete_or_absent
 from utils.images.decoding import BadImage
 from utils.run.collectives import gather, local_main_first, run_on_all
-from utils.run.cpu import cores_per_process
+from utils.run.devices import cores_per_process
 from utils.run.failures import UserError
 
 CHUNK = 256  # images

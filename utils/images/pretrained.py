@@ -9,7 +9,7 @@ import torchvision
 from torch import nn
 from torchvision.transforms import InterpolationMode
 
-from utils.run import gpu, weights
+from utils import attention, weight_files
 from utils.run.collectives import run_on_main
 from utils.run.failures import UserError
 
@@ -19,7 +19,7 @@ OPTIONS = {
 }
 AUXILIARY = ("aux1.", "aux2.", "AuxLogits.")
 IMAGENET = dict(mean=[0.485, 0.456, 0.406], std=[0.229, 0.224, 0.225])
-SUFFIXES = (*weights.PICKLES, ".safetensors")
+SUFFIXES = (*weight_files.PICKLES, ".safetensors")
 # MNASNet refuses weights that do not come with the version of its class in which they were saved,
 # and safetensors files have no place for it. All that torchvision saves today has this version.
 MNASNET_VERSION = 2
@@ -102,7 +102,7 @@ def build(config):
     options = dict(weights=None, num_classes=classes, **config["options"])
     model = with_deterministic_pools(torchvision.models.get_model(config["model"], **options))
     if any(isinstance(layer, nn.MultiheadAttention) for layer in model.modules()):
-        gpu.deterministic_attention()
+        attention.make_deterministic()
     return model
 
 
@@ -180,7 +180,7 @@ def preprocessing(name, found, size=None, resize=None):
     """
     values = dict(resize=256, crop=224, interpolation="bilinear", **IMAGENET)
     if isinstance(found, Path):
-        values |= (weights.read(found).config or {}).get("preprocessing", {})
+        values |= (weight_files.read(found).config or {}).get("preprocessing", {})
     elif found is not None:
         presets = found.transforms()
         values = dict(resize=presets.resize_size[0], crop=presets.crop_size[0])
@@ -247,7 +247,7 @@ def train(model):
 def _load(model, config, choice):
     found = find(config["model"], choice)
     if isinstance(found, Path):
-        saved = weights.read(found)
+        saved = weight_files.read(found)
         state, file = saved.state, saved.file
         class_names = (saved.config or {}).get("class_names", config["class_names"])
         if class_names != config["class_names"]:
@@ -265,7 +265,7 @@ def _load(model, config, choice):
             ) from None
     if config["options"]:
         state = {key: value for key, value in state.items() if not key.startswith(AUXILIARY)}
-    return weights.load_into(model, state, f"weights {choice}: {file}", file)
+    return weight_files.load_into(model, state, f"weights {choice}: {file}", file)
 
 
 def _nearest(name, known):

@@ -15,7 +15,7 @@ from safetensors import safe_open
 from transformers import AutoConfig, AutoTokenizer
 
 from utils.language import causal_lm
-from utils.report.model_card import ADAPTER, MODEL
+from utils.report.hub import ADAPTER, MODEL
 from utils.run.failures import UserError
 from utils.run.files import read_json, set_usual_mode, sync
 
@@ -192,7 +192,7 @@ def _load_adapted(folder, **options):
     if not base:
         raise UserError(f"{folder / ADAPTER} does not say what its base model is")
     model, _ = _load(base, **options)
-    trained_on = (read_json(folder / "args.json") or {}).get("arguments", {}).get("base")
+    trained_on = (read_json(folder / "args.json") or {}).get("data", {}).get("base")
     config = AutoConfig.from_pretrained(causal_lm.find(base)).get_text_config()
     if trained_on and trained_on != causal_lm.fingerprint(base, config):
         raise UserError(f"{folder / ADAPTER} was trained on another model than {base} is now")

@@ -18,9 +18,9 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
-from utils.report.model_card import ADAPTER, MODEL
+from utils.report.hub import ADAPTER, MODEL
 from utils.run.failures import UserError
-from utils.run.launch import notice
+from utils.run.output import notice
 
 # Every process would draw a bar for each file of weights, and report at length which weights are
 # missing (see `load_weights`). Each save would warn that tied weights are saved only once.

@@ -4,7 +4,7 @@ import torch
 from accelerate.utils import gather_object
 
 from utils.run.failures import UserError
-from utils.run.launch import either, possible_processes
+from utils.scale.elastic import either, possible_processes
 
 
 class LaneStream(torch.utils.data.IterableDataset):

@@ -18,7 +18,7 @@ from transformers.modeling_outputs import (
 
 from utils.run.collectives import gather
 from utils.run.failures import UserError
-from utils.run.launch import notice
+from utils.run.output import notice
 
 LOGITS = 2**26  # that exist at once: 256 MiB in float32
 

@@ -145,7 +145,7 @@ class TokenStream(LaneStream):
         super().__init__(open_lane, micro_batch, lanes=lanes, share=share, position=position)
 
     @classmethod
-    def from_args(cls, args, accelerator, tokenizer, sources, position=None):
+    def from_args(cls, args, accelerator, tokenizer, packed, sources, position=None):
         """Creates the share of this process from the command-line arguments, at `position`."""
         check_lanes(accelerator, LANES)
         if any("readers" not in place for place in (position or {}).values()):
@@ -159,11 +159,11 @@ class TokenStream(LaneStream):
             tokenizer,
             args.block_size,
             micro_batch // accelerator.num_processes,
-            weights=args.shares,
+            weights=args.mixture,
             subset=args.subset,
             loss_on=args.loss_on,
             too_long=args.too_long,
-            packed=args.packed,
+            packed=packed,
             seed=args.seed,
             share=(accelerator.process_index, accelerator.num_processes),
             position=position,

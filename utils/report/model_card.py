@@ -1,13 +1,14 @@
 """The model card of a run: how good the model is, and how to load it without these scripts."""
 
-import sys
+import html
+import re
 from pathlib import Path
 
 import yaml
 
-from utils.run.failures import UserError
+from utils.run.failures import optional
 from utils.run.files import write_text
-from utils.run.output import for_markdown
+from utils.run.output import one_line
 
 CARD = """---
 library_name: {library}
@@ -41,62 +42,58 @@ from safetensors.torch import load_file
 tensors = load_file("model.safetensors")  # name -> tensor
 ```"""
 
-NOT_UPLOADED = ["checkpoints/*", "profile/*", ".*"]
-# Folders in the formats of transformers and peft, which the Hub expects at the top.
-AT_THE_TOP = MODEL, ADAPTER = "model", "adapter"
 
-
-def weight_files(folder):
-    """The files with the final weights of a run, relative to its folder (Path), sorted."""
-    parts = (folder, *(folder / part for part in AT_THE_TOP))
-    return [
-        file.relative_to(folder) for part in parts for file in sorted(part.glob("*.safetensors"))
-    ]
-
-
-def write(
-    folder,
-    record,
-    results,
-    *,
-    title=None,
-    library="pytorch",
-    task=None,
-    metadata=None,
-    about="",
-    weights=WEIGHTS,
-    usage=USAGE,
-):
-    """Writes README.md, in Markdown with metadata for the Hub.
+def write(run, **about):
+    """Writes the model card of a finished run; an error costs it and a warning. Main process only.
 
     Args:
-        folder (Path): that of the run.
+        run (RunFolder): after `finish`.
+        about: as for `render`.
+    """
+    with optional("the model card README.md"):
+        write_text(run.path / "README.md", render(run.record, run.results, **about))
+
+
+def render(record, results, **about):
+    """The text of README.md, in Markdown with metadata for the Hub.
+
+    Args:
         record, results (dict): the contents of args.json and results.json.
-        title, about, weights, usage (str): what the script says about its model: a headline, a
-            paragraph, where the weights are, and how to load them.
-        library, task (str): the Hub's `library_name` and `pipeline_tag`.
-        metadata (dict | None): more fields for the Hub, such as `base_model`.
+        about: what the script says about its model: `title`, `about` (a paragraph), `weights`
+            (where they are) and `usage` (how to load them), all str; for the Hub `library`, `task`
+            (its `library_name` and `pipeline_tag`) and `metadata`, more fields such as
+            `base_model`.
+
+    Returns:
+        str.
     """
     arguments, script = record["arguments"], Path(record["command"][0]).name
-    data = for_markdown(arguments.get("data") or arguments.get("dataset") or "")
+    data = for_markdown(record["data"].get("data") or arguments.get("dataset") or "")
     seconds = results["train_seconds"]
-    fields = {**({"pipeline_tag": task} if task else {}), **(metadata or {})}
-    card = CARD.format(
-        library=library,
+    fields = {"pipeline_tag": about["task"]} if "task" in about else {}
+    fields |= about.get("metadata", {})
+    paragraph = f"{about['about']}\n\n" if about.get("about") else ""
+    return CARD.format(
+        library=about.get("library", "pytorch"),
         metadata=yaml.safe_dump(fields, sort_keys=False) if fields else "",
         tag=Path(script).stem,
-        title=title or f"A model of {script}",
+        title=about.get("title", f"A model of {script}"),
         script=script,
         data=f" on {data}" if data else "",
         length=f"{results['global_step']:,} optimizer steps of {arguments['batch_size']:,} samples",
         time=f"{seconds:.0f} s" if seconds < 120 else f"{seconds / 60:.0f} min",
         hardware=f"{record['topology']['processes']} x {record['topology']['device']}",
         figures="\n".join(_rows(results)),
-        about=f"{about}\n\n" if about else "",
-        weights=weights,
-        usage=usage.strip(),
+        about=paragraph,
+        weights=about.get("weights", WEIGHTS),
+        usage=about.get("usage", USAGE).strip(),
     )
-    write_text(Path(folder) / "README.md", card)
+
+
+def for_markdown(text):
+    """Escapes a name for Markdown, also in a table: it is shown as it is, and formats nothing."""
+    escaped = html.escape(one_line(text), quote=False)
+    return re.sub(r"([\\`*_{}\[\]()#+!|~$])", r"\\\1", escaped)
 
 
 def _rows(results):
@@ -105,42 +102,3 @@ def _rows(results):
         if shown and isinstance(value, float):
             share = "accuracy" in name or "top5" in name
             yield f"| {name.replace('_', ' ')} | {f'{value:.2%}' if share else f'{value:.4f}'} |"
-
-
-def check_repository(repo):
-    """Raises UserError if nothing can be uploaded to `repo`: its name is invalid, or no token."""
-    from huggingface_hub import get_token
-    from huggingface_hub.errors import HFValidationError
-    from huggingface_hub.utils import validate_repo_id
-
-    try:
-        validate_repo_id(repo)
-    except HFValidationError as error:
-        raise UserError(f"--push_to_hub {repo}: {str(error).splitlines()[0]}") from None
-    if not get_token():
-        raise UserError(
-            f"--push_to_hub {repo} needs a token of the Hub: run `hf auth login`, or export "
-            "HF_TOKEN=..."
-        )
-
-
-def upload(folder, repo):
-    """Uploads a run without its checkpoints to a model repository, which is made if necessary.
-
-    If that fails, it prints a warning: the run itself is complete.
-    """
-    from huggingface_hub import HfApi
-
-    try:
-        name = HfApi().create_repo(repo, exist_ok=True).repo_id
-        parts = [part for part in AT_THE_TOP if (Path(folder) / part).is_dir()][:1]
-        for part in parts:
-            HfApi().upload_folder(repo_id=name, folder_path=Path(folder) / part)
-        ignored = NOT_UPLOADED + [f"{part}/*" for part in AT_THE_TOP]
-        address = HfApi().upload_folder(repo_id=name, folder_path=folder, ignore_patterns=ignored)
-        print(f"uploaded to {address}")
-    except Exception as error:  # no network, no permission, no space there: nothing is lost
-        reason = str(error).strip().splitlines() or [type(error).__name__]
-        again = f"run the same command, or: hf upload {repo} {folder}"
-        line = f"warning: could not upload to {repo}: {reason[0]}. To try again, {again}"
-        print(line, file=sys.stderr)

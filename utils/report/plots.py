@@ -15,7 +15,7 @@ from PIL import Image
 
 from utils.run.failures import optional
 from utils.run.files import read_json
-from utils.run.output import for_plot, one_line
+from utils.run.output import one_line
 
 DPI = 110
 # Colors that color-blind people can tell apart (Okabe & Ito, jfly.uni-koeln.de/color).
@@ -378,3 +378,8 @@ def subplots(rows, columns, figsize, **options):
             False
         )  # they would hide a curve at the upper limit, such as an accuracy of 1
     return figure, axes
+
+
+def for_plot(text):
+    """Escapes a name for Matplotlib: `$` would start a formula."""
+    return one_line(text).replace("$", r"\$")

@@ -1,5 +1,8 @@
 """Starts Accelerate's experiment trackers, and sends each record to each of them only once."""
 
+import sys
+from pathlib import Path
+
 from accelerate.tracking import LOGGER_TYPE_TO_CLASS, get_available_trackers
 
 from utils.run.failures import UserError, optional
@@ -36,94 +39,106 @@ def trackers(names):
     return wanted
 
 
-def start(accelerator, project, name, run_id, arguments, step):
-    """Starts the trackers, or continues their runs, with what each of them needs.
+class Trackers:
+    """Accelerate's experiment trackers as a logger of `RunFolder`."""
 
-    Args:
-        project (str): name of the project, which groups the runs of one script.
-        name (str): name of this run.
-        run_id (str): id of the run, the same after a restart.
-        arguments (dict): name -> number, string or None, recorded as the configuration of the run.
-        step (int): optimizer steps done. TensorBoard drops what was logged after it.
-    """
-    options = {
-        "tensorboard": {"purge_step": step + 1},
-        "wandb": {"name": name, "id": run_id, "resume": "allow"},
-        "trackio": {"name": name, "resume": "allow"},
-        "mlflow": {"run_name": name},
-        "swanlab": {"experiment_name": name, "id": run_id, "resume": "allow"},
-        "clearml": {"task_name": name},
-        "aim": {"experiment": name},
-    }
-    with optional("experiment tracking"):
-        accelerator.init_trackers(project, init_kwargs=options)
+    def __init__(self, args):
+        """Args: args: `track` and `output_dir`.
 
-    def record_arguments(tracker):
-        if tracker.name == "tensorboard":
-            # At the next step, so that a later restart purges it. TensorBoard's own table of
-            # hyperparameters needs the final metrics: see `finish`.
-            text = "\n".join(f"    {flag} {value}" for flag, value in arguments.items())
-            tracker.log({"arguments": text}, step=step + 1)
-        else:
-            tracker.store_init_configuration(arguments)
+        Raises:
+            UserError: see `trackers`.
+        """
+        self._names, self._folder = trackers(args.track), f"{args.output_dir}/tensorboard"
+        self._accelerator = None
 
-    _for_each(accelerator, record_arguments)
+    def options(self):
+        """The arguments of `Accelerator(...)` for trackers, as a dict."""
+        return {"log_with": self._names or None, "project_dir": self._folder}
 
+    def start(self, run):
+        """Starts the trackers, or continues their runs, with what each of them needs.
 
-def log(accelerator, values, step, sent_before=False):
-    """Sends `values` (numbers and strings) to every tracker.
+        TensorBoard drops what was logged after the step of the checkpoint.
 
-    Args:
-        sent_before (bool): the values were sent before an interruption. Then only TensorBoard,
-            which has dropped them, gets them again.
-    """
+        Args: run (RunFolder): after `start`.
+        """
+        self._accelerator, arguments = run.accelerator, run.identity.arguments
+        step, name = run.progress.get("step", 0), run.path.resolve().name
+        options = {
+            "tensorboard": {"purge_step": step + 1},
+            "wandb": {"name": name, "id": run.run_id, "resume": "allow"},
+            "trackio": {"name": name, "resume": "allow"},
+            "mlflow": {"run_name": name},
+            "swanlab": {"experiment_name": name, "id": run.run_id, "resume": "allow"},
+            "clearml": {"task_name": name},
+            "aim": {"experiment": name},
+        }
+        with optional("experiment tracking"):
+            self._accelerator.init_trackers(Path(sys.argv[0]).stem, init_kwargs=options)
 
-    def send(tracker):
-        if tracker.name == "tensorboard" or not sent_before:
-            tracker.log(values, step=step)
+        def record_arguments(tracker):
+            if tracker.name == "tensorboard":
+                # At the next step, so that a later restart purges it. TensorBoard's own table of
+                # hyperparameters needs the final metrics: see `finish`.
+                text = "\n".join(f"    {flag} {value}" for flag, value in arguments.items())
+                tracker.log({"arguments": text}, step=step + 1)
+            else:
+                tracker.store_init_configuration(arguments)
 
-    _for_each(accelerator, send)
+        self._for_each(record_arguments)
 
+    def log(self, values, step, sent_before=False):
+        """Sends `values` (numbers and strings) to every tracker.
 
-def log_images(accelerator, images, step):
-    """Sends images to the trackers that can show them: TensorBoard and Weights & Biases.
+        Args:
+            sent_before (bool): the values were sent before an interruption. Then only TensorBoard,
+                which has dropped them, gets them again.
+        """
 
-    Args:
-        images (dict): name -> uint8 [1, height, width, 3].
-    """
+        def send(tracker):
+            if tracker.name == "tensorboard" or not sent_before:
+                tracker.log(values, step=step)
 
-    def send(tracker):
-        if tracker.name == "tensorboard":
-            tracker.log_images(images, step=step, dataformats="NHWC")
-        elif tracker.name == "wandb":
-            tracker.log_images(images, step=step)
+        self._for_each(send)
 
-    _for_each(accelerator, send)
+    def log_images(self, images, step):
+        """Sends images to the trackers that can show them: TensorBoard and Weights & Biases.
 
+        Args:
+            images (dict): name -> uint8 [1, height, width, 3].
+        """
 
-def finish(accelerator, arguments, metrics):
-    """Writes TensorBoard's table of hyperparameters: arguments and final metrics."""
-    final = {
-        f"final/{name}": value
-        for name, value in metrics.items()
-        if name.startswith(("test_", "val_"))
-    }
+        def send(tracker):
+            if tracker.name == "tensorboard":
+                tracker.log_images(images, step=step, dataformats="NHWC")
+            elif tracker.name == "wandb":
+                tracker.log_images(images, step=step)
 
-    def record_hyperparameters(tracker):
-        if tracker.name == "tensorboard":
-            hyperparameters = {
-                name: value for name, value in arguments.items() if value is not None
-            }
-            tracker.tracker.add_hparams(hyperparameters, final, run_name=".")
+        self._for_each(send)
 
-    _for_each(accelerator, record_hyperparameters)
+    def finish(self, run):
+        """Writes TensorBoard's table of hyperparameters: arguments and final metrics."""
+        arguments, results = run.identity.arguments, run.results
+        final = {
+            f"final/{name}": value
+            for name, value in results.items()
+            if name.startswith(("test_", "val_"))
+        }
 
+        def record_hyperparameters(tracker):
+            if tracker.name == "tensorboard":
+                given = {name: value for name, value in arguments.items() if value is not None}
+                tracker.tracker.add_hparams(given, final, run_name=".")
 
-def _for_each(accelerator, function):
-    """Calls `function(tracker)`; one that fails costs a warning, and is not called again."""
-    failed = list(accelerator.trackers)
-    for tracker in accelerator.trackers:
-        with optional(f"what --track {tracker.name} would show from here on"):
-            function(tracker)
-            failed.remove(tracker)
-    accelerator.trackers = [tracker for tracker in accelerator.trackers if tracker not in failed]
+        self._for_each(record_hyperparameters)
+
+    def _for_each(self, function):
+        """Calls `function(tracker)`; one that fails costs a warning, and is not called again."""
+        accelerator = self._accelerator
+        failed = list(accelerator.trackers)
+        for tracker in accelerator.trackers:
+            with optional(f"what --track {tracker.name} would show from here on"):
+                function(tracker)
+                failed.remove(tracker)
+        rest = [tracker for tracker in accelerator.trackers if tracker not in failed]
+        accelerator.trackers = rest

@@ -13,7 +13,7 @@ class Best:
     def __init__(self, patience=None):
         """Args: patience (int | None): how many evaluations may be without a better score."""
         self._patience, self.stale = patience, 0
-        self._newest, self._improved, self._best = None, False, (None, None)
+        self._newest, self._best = (None, None, None), (None, None)
 
     def restore(self, progress, longer):
         """Continues from the progress of a checkpoint.
@@ -26,13 +26,9 @@ class Best:
     def add(self, step, score, loss):
         """An evaluation after `step`; higher scores are better, or of equal ones lower losses."""
         self._newest = (step, score, loss)
-        self._improved = manifest.rank(score, loss) >= manifest.rank(*self._best)
-        self._best = (score, loss) if self._improved else self._best
-        self.stale = 0 if self._improved else self.stale + 1
-
-    def improved_at(self, step):
-        """Whether the evaluation after `step`, if there was one, had the highest score so far."""
-        return self._newest is not None and self._newest[0] == step and self._improved
+        improved = manifest.rank(score, loss) >= manifest.rank(*self._best)
+        self._best = (score, loss) if improved else self._best
+        self.stale = 0 if improved else self.stale + 1
 
     def out_of_patience(self):
         """Whether `--patience` evaluations in a row had no better score."""
@@ -42,12 +38,14 @@ class Best:
         """Why the run ends."""
         if not self.out_of_patience():
             return "all steps done"
-        return f"no better score for {self.stale} evaluation{'s' * (self.stale > 1)}"
+        plural = "" if self.stale == 1 else "s"
+        return f"no better score for {self.stale} evaluation{plural}"
 
     def record(self, step):
         """What a checkpoint of `step` records: its own score, the best one, and the patience."""
-        evaluated = self._newest is not None and self._newest[0] == step
-        score, loss = self._newest[1:] if evaluated else (None, None)
+        evaluated_at, score, loss = self._newest
+        if evaluated_at != step:
+            score, loss = None, None
         best, best_loss = self._best
-        recorded = {"score": score, "loss": loss, "best": best, "best_loss": best_loss}
-        return {**recorded, "stale": self.stale}
+        scores = {"score": score, "loss": loss, "best": best, "best_loss": best_loss}
+        return {**scores, "stale": self.stale}

@@ -3,12 +3,13 @@
 The files of `save_state` are hashed and synced to disk before their folder gets its final name.
 """
 
+import contextlib
+import io
 import os
 import pickle
 import random
 import shutil
 import sys
-from collections import Counter, OrderedDict
 from pathlib import Path
 
 import numpy as np
@@ -17,14 +18,13 @@ from accelerate.utils import SCALER_NAME
 from accelerate.utils.other import load as load_plain
 from safetensors import SafetensorError, safe_open
 from torch.distributed.checkpoint import CheckpointException
+from torch.utils._pytree import tree_map_only
 
 from utils.run import manifest
 from utils.run.collectives import gather, run_on_all, run_on_main
 from utils.run.failures import UserError
-from utils.scale import shards
 
-# What `torch.load` knows besides Python's own types.
-PLAIN_TYPES = (torch.dtype, torch.device, torch.Size)
+FORCE = "TORCH_FORCE_WEIGHTS_ONLY_LOAD"  # of torch.load, whatever its caller asks for
 
 
 def start(accelerator, folder):
@@ -49,7 +49,7 @@ def start(accelerator, folder):
     return writing, error if accelerator.is_main_process else None
 
 
-def finish(accelerator, writing, error, record, keep, group=None):
+def finish(accelerator, writing, error, record, group=None):
     """Turns what `save_state` wrote into `checkpoints/step_N`; call it on every process.
 
     If writing fails (a full disk, for example), this prints a warning, and training continues
@@ -57,9 +57,7 @@ def finish(accelerator, writing, error, record, keep, group=None):
 
     Args:
         error (Exception | None): what went wrong on this process while writing.
-        record (dict): values to save with it, as JSON. `record["progress"]` has its `step`, and its
-            `score` (higher is better, or None), which decides what is kept.
-        keep (int): newest checkpoints to keep, besides the highest-scoring one.
+        record (dict): values to save with it, as JSON. `record["progress"]` has its `step`.
         group: as for `collectives.gather`.
 
     Returns:
@@ -71,14 +69,12 @@ def finish(accelerator, writing, error, record, keep, group=None):
         try:
             files = manifest.hash_and_sync(accelerator, writing, group)
             if accelerator.is_main_process:
-                target = writing.with_name(f"step_{step:08d}")
+                target = writing.with_name(manifest.NAME.format(step=step))
                 manifest.complete(writing, target, {**record, "files": files})
         except OSError as write_error:
             error = write_error
         # On no process is it written before the checkpoint has its final name.
         problem = _first_problem(accelerator, error, group)
-    if problem is None and accelerator.is_main_process:
-        _prune(writing.parent, keep, target)
     if problem is not None and accelerator.is_main_process:
         message = f"warning: checkpoint of step {step} not written, training continues: {problem}"
         print(message, file=sys.stderr, flush=True)
@@ -137,7 +133,7 @@ def find(folder, resume):
 
 
 def _verify_and_check(path):
-    found = manifest.verify(path)
+    saved = manifest.verify(path)
     for file in sorted(Path(path).glob("model*.safetensors")):
         with safe_open(file, framework="pt") as weights:
             for name in weights.keys():  # noqa: SIM118 (not a dict)
@@ -145,7 +141,7 @@ def _verify_and_check(path):
                     raise UserError(
                         f"checkpoint {path} cannot continue: {name} in {file.name} is not finite"
                     )
-    return found
+    return saved
 
 
 def is_own(path, folder):
@@ -170,70 +166,56 @@ def load(accelerator, path):
     accelerator.step = 0
 
 
-def check_objects(accelerator, scheduler=None):
+def check_objects(accelerator):
     """Checks, before anything is saved, that what is registered for checkpointing can be loaded.
 
-    Args:
-        scheduler: what `RunFolder.start` was given.
-
     Raises:
-        UserError: a state has values that could only be loaded by executing code, or the scheduler
-            is no prepared `LambdaLR`.
+        UserError: a state has values that could only be loaded by executing code.
     """
     for registered in accelerator._custom_objects:
-        unknown = _unknown_type(registered.state_dict())
-        if unknown:
+        buffer = io.BytesIO()
+        # Tensors are safe, and may be large.
+        plain = tree_map_only(torch.Tensor, lambda _: torch.empty(0), registered.state_dict())
+        try:
+            torch.save(plain, buffer)
+            buffer.seek(0)
+            torch.load(buffer, weights_only=True)
+        except (pickle.PicklingError, pickle.UnpicklingError, AttributeError, TypeError) as error:
             raise UserError(
-                f"the state of the registered {type(registered).__name__} has a {unknown}, and no "
-                "checkpoint with it could be loaded: use tensors, numbers, strings, and lists or "
-                "dicts of these"
-            )
-    inner = getattr(scheduler, "scheduler", scheduler)
-    if scheduler is not None and not (hasattr(inner, "lr_lambdas") and inner is not scheduler):
-        raise UserError(
-            f"run.start takes a prepared LambdaLR, and was given a {type(inner).__name__}: leave "
-            "it out, since every prepared scheduler is saved and restored"
-        )
+                f"no checkpoint with the state of the registered {type(registered).__name__} could "
+                "be loaded: use tensors, numbers, strings, and lists or dicts of these "
+                f"({_reason(error)})"
+            ) from None
 
 
-def _unknown_type(value):
-    """The name of the type of what `torch.load` would refuse in `value`; None: nothing."""
-    if isinstance(value, torch.Tensor):
-        return None
-    if type(value) in (dict, OrderedDict, Counter, list, tuple, set):
-        parts = [*value, *value.values()] if isinstance(value, dict) else value
-        return next(filter(None, map(_unknown_type, parts)), None)
-    known = value is None or type(value) in (bool, int, float, complex, str, bytes)
-    return None if known or isinstance(value, PLAIN_TYPES) else type(value).__name__
+def _reason(error):
+    """The part of an error of `torch.load` that says what it refuses."""
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    return next((line for line in lines if "Unsupported" in line or "GLOBAL" in line), lines[0])
 
 
-def apply_schedule(accelerator, scheduler, step):
-    """Replaces the learning rates of a checkpoint, which were computed for the earlier run length.
+@contextlib.contextmanager
+def only_weights():
+    """While it is active, `torch.load` builds nothing but tensors and plain values.
 
-    Args:
-        scheduler: a prepared `LambdaLR`, which computes them for its current step; None: there is
-            none.
-
-    Returns:
-        str: how the learning rate at `step` changes.
+    Accelerate asks for more: `weights_only=False` for registered objects. So there is no check
+    before loading that a file could evade: what is loaded is what is checked.
     """
-    if scheduler is None and accelerator._schedulers:
-        return "the scheduler continues as it was saved (RunFolder.start recomputes a LambdaLR)"
-    if scheduler is None:
-        return "the learning rate does not depend on it"
-    before = scheduler.get_last_lr()[0]
-    schedule = scheduler.scheduler  # the LambdaLR inside Accelerate's wrapper
-    rates = [
-        base * multiplier(schedule.last_epoch)
-        for base, multiplier in zip(schedule.base_lrs, schedule.lr_lambdas, strict=True)
-    ]
-    for group, rate in zip(schedule.optimizer.param_groups, rates, strict=True):
-        group["lr"] = rate
-    schedule._last_lr = rates
-    after = rates[0]
-    if before == after:
-        return f"the learning rate at step {step} stays {after:.3g}"
-    return f"the learning rate at step {step} changes from {before:.3g} to {after:.3g}"
+    before = os.environ.get(FORCE)
+    os.environ[FORCE] = "1"
+    try:
+        yield
+    finally:
+        os.environ.pop(FORCE)
+        if before is not None:
+            os.environ[FORCE] = before
+
+
+def first_cause(error):
+    """The first error of a process, in place of the `CheckpointException` about those of all."""
+    if isinstance(error, CheckpointException):
+        return next(iter(error.failures.values()))[0]
+    return error
 
 
 def _load(accelerator, path):
@@ -241,19 +223,21 @@ def _load(accelerator, path):
     if not (path / SCALER_NAME).exists():
         accelerator.scaler = None  # the run has not been in fp16 so far: its scale begins anew
     try:
-        with shards.safe_loading():
+        with only_weights():
             # Load to host memory first. Each tensor is then copied into the one that it replaces,
             # so that the GPU never holds both copies.
             accelerator.load_state(str(path), map_location="cpu")
             _check_random_states(path / f"random_states_{accelerator.process_index}.pkl")
-    except pickle.UnpicklingError as error:
-        reason = str(error).splitlines()[0]
-        raise UserError(
-            f"checkpoint {path} is refused: loading it could execute code ({reason})"
-        ) from None
-    except (OSError, RuntimeError, KeyError, ValueError) as error:
+    except (Exception, CheckpointException) as error:
+        cause = first_cause(error)
+        if isinstance(cause, pickle.UnpicklingError):
+            raise UserError(
+                f"checkpoint {path} is refused: loading it could execute code ({_reason(cause)})"
+            ) from None
+        if not isinstance(cause, OSError | RuntimeError | KeyError | ValueError):
+            raise
         # Of a list of tensors that do not fit, the first.
-        reason = " ".join(str(error).split("\n\t")[:2]).strip()
+        reason = " ".join(str(cause).split("\n\t")[:2]).strip()
         raise UserError(
             f"checkpoint {path} does not fit this run: {reason}. If the script has changed, use "
             "another --output_dir"
@@ -282,14 +266,21 @@ def _check_random_states(path):
         raise ValueError(f"its random states, {path.name}, could not be restored")
 
 
-def _prune(folder, keep, newest):
+def prune(newest, keep):
+    """Deletes old checkpoints: all but the highest-scoring one and the newest ones.
+
+    Args:
+        newest (Path): the last one that was written. Later ones are damaged: the run continued from
+            an earlier checkpoint.
+        keep (int): how many of the newest stay.
+    """
+    folder = newest.parent
     paths = sorted(folder.glob("step_*"))
     end = paths.index(newest) + 1
-    # Later ones are damaged: the run continued from an earlier checkpoint.
     paths, later = paths[:end], paths[end:]
-    kept = manifest.best(paths)
+    best = manifest.best(paths)
     for path in later + paths[:-keep]:
-        if path != kept:
+        if path != best:
             _delete(path)
     for trash in folder.glob(".deleting*"):  # also what could not be deleted earlier
         shutil.rmtree(trash, ignore_errors=True)
@@ -314,6 +305,6 @@ def _delete(path):
 
 def _first_problem(accelerator, error, group):
     """One line about the error of the lowest rank that has one; None: no process has one."""
-    error = shards.first_cause(error)
+    error = first_cause(error)
     line = None if error is None else (str(error).splitlines() or [type(error).__name__])[0]
     return next((line for line in gather(accelerator, line, group) if line is not None), None)

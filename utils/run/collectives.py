@@ -5,21 +5,21 @@ while the others wait.
 """
 
 import contextlib
+import math
 import socket
 import traceback
 from datetime import timedelta
+from functools import cache
 
 import psutil
 import torch.distributed as dist
 
-from utils.run import failures, process
+from utils.run import failures
 from utils.run.failures import RunFailed, UserError
-from utils.scale.stacks import place
 
 # How long processes wait for one that downloads, decodes, hashes or writes. If it dies instead, its
 # launcher stops them.
 HOST_TIMEOUT = timedelta(hours=3)
-_host_group = None
 
 
 def gather(accelerator, value, group=None):
@@ -27,28 +27,42 @@ def gather(accelerator, value, group=None):
 
     Args: group: one of `new_group`, for a thread other than the main one.
     """
-    global _host_group
     if accelerator.num_processes == 1:
         return [value]
     values = [None] * accelerator.num_processes
-    if group is not None:
-        dist.all_gather_object(values, value, group=group)
-        return values
-    if _host_group is None:
-        _host_group = new_group(accelerator)
-    with process.waiting_for("the other processes"):
-        dist.all_gather_object(values, value, group=_host_group)
-    place.moved()
+    dist.all_gather_object(values, value, group=group or _host_group(dist.group.WORLD))
     return values
 
 
-def new_group(accelerator):
-    """Creates a group of all processes for collectives on the CPU; None for a single process."""
-    if accelerator.num_processes == 1:
-        return None
+@cache
+def _host_group(_world):
+    """The group for collectives on the CPU, made once for each group of all processes."""
+    return new_group()
+
+
+def new_group():
+    """Creates a group of all processes for collectives on the CPU."""
     group = dist.new_group(backend="gloo", timeout=HOST_TIMEOUT)
     keep_alive()
     return group
+
+
+def same_everywhere(accelerator, numbers):
+    """The numbers of the first process (list of float or None), by which all of them decide.
+
+    Raises:
+        RunFailed: those of another process differ in more than rounding.
+    """
+    first, *others = gather(accelerator, numbers)
+    for other in others:  # as texts, NaN equals NaN
+        for one, same in zip(first, other, strict=True):
+            if str(one) != str(same) and not math.isclose(one, same, rel_tol=1e-5, abs_tol=1e-9):
+                raise RunFailed(
+                    f"the processes have different results, such as {one:.6g} and {same:.6g}: "
+                    "gather those of an evaluation with accelerator.gather_for_metrics",
+                    retry=False,
+                )
+    return first
 
 
 def wait_for_all(accelerator):

@@ -1,4 +1,4 @@
-"""What DistributedDataParallel needs for an exact resume, and batch norm over several processes."""
+"""What DistributedDataParallel needs for an exact resume."""
 
 import torch
 from torch.distributed.fsdp import FSDPModule
@@ -7,8 +7,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from utils.run import process
 from utils.run.failures import UserError
-from utils.run.launch import notice
-from utils.scale.pace import pace
+from utils.run.output import notice
 
 
 def warm_up(models, compute_loss):
@@ -56,7 +55,6 @@ def warm_up(models, compute_loss):
                     "first value: register it with persistent=True"
                 )
             value.copy_(before[name])
-    pace.watch(models[0])
 
 
 def _check_gradients(model):
@@ -84,43 +82,6 @@ def _broadcast_less(model):
             ddp.broadcast_buffers = not all(norm.training for norm in norms)
 
         model.register_forward_pre_hook(broadcast_for_evaluation)
-
-
-def sync_batch_norm(accelerator, model, micro_batch_size, wanted):
-    """Makes batch norm compute its statistics over all processes, if `wanted`.
-
-    Call it after the optimizer was built. `torch.nn.SyncBatchNorm` needs GPUs. Otherwise each
-    process uses the statistics of its own `micro_batch_size` samples.
-
-    Returns:
-        nn.Module: the model, with the same parameters.
-
-    Raises:
-        UserError: that is a single sample, which has no statistics.
-    """
-    if not any(norm.training for norm in _batch_norms(model)):
-        return model
-    several = accelerator.num_processes > 1
-    if wanted and several and accelerator.device.type == "cuda":
-        return torch.nn.SyncBatchNorm.convert_sync_batchnorm(model)
-    if micro_batch_size == 1:
-        raise UserError(
-            "batch norm needs more than the one sample that each process computes at a time: use a "
-            "larger --batch_size, fewer --gradient_accumulation_steps or processes, or a model "
-            "without batch norm"
-        )
-    if accelerator.is_main_process and wanted and several:
-        notice(
-            f"--sync_batchnorm needs GPUs: here batch norm uses the {micro_batch_size} samples of "
-            "each process"
-        )
-    elif accelerator.is_main_process and micro_batch_size < 32:
-        notice(
-            f"batch norm uses the statistics of the {micro_batch_size} samples that a process "
-            "computes at a time: accuracy suffers from fewer than 32; use a larger --batch_size, "
-            "--sync_batchnorm on several GPUs, or a model without batch norm"
-        )
-    return model
 
 
 def _batch_norms(model):

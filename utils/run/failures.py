@@ -10,15 +10,11 @@ import os
 import re
 import sys
 import time
-import traceback
 
-from utils.run import memory
+from utils.run import cgroups
 from utils.run.output import one_line
 
 SAME_COMMAND = "run the same command again to continue"
-
-_hooks = []
-_stacks = None
 
 
 class UserError(Exception):
@@ -51,39 +47,6 @@ class RunFailed(UserError):
 
 class LostContact(TimeoutError):
     """Another process, or the device, did not answer within `--timeout`."""
-
-
-def on_failure(hook):
-    """Registers `hook(reason, retry)`, called when the run ends with an error, to record it.
-
-    `retry` (bool): whether the same command may succeed when it is run again. The hook returns
-    whether this process is the first to record a reason.
-    """
-    _hooks.append(hook)
-
-
-def record(reason, retry):
-    """Calls the hooks. Returns whether this process is the first to record why the run failed."""
-    first = True
-    for hook in _hooks:
-        try:
-            first = hook(reason, retry)
-        except (OSError, UserError) as error:  # for example because the disk is full
-            print(
-                f"warning: the run's status was not written: {error}", file=sys.stderr, flush=True
-            )
-    return first
-
-
-def recorded_anywhere():
-    """Whether a hook is registered: the run has a folder, so that it can continue."""
-    return bool(_hooks)
-
-
-def remember_stacks(folder):
-    """Stores where the stacks of a run that hangs were written, for the message of its time-out."""
-    global _stacks
-    _stacks = folder
 
 
 @contextlib.contextmanager
@@ -122,7 +85,7 @@ def describe(error):
     Returns:
         str | None: None for any other error: show its traceback.
     """
-    for known in (_out_of_memory, _full_disk, _silent_loader, _dead_worker, _not_deterministic):
+    for known in (_out_of_memory, _full_disk, _not_deterministic):
         line = known(error)
         if line:
             return line
@@ -131,17 +94,16 @@ def describe(error):
     if _is_distributed(error) and "NCCL" in str(error):
         # The last line says what happened; the first says where in PyTorch.
         last = [line for line in str(error).splitlines() if line.strip()][-1].strip()
-        return f"rank {_rank()}: NCCL: {last}"
+        return f"rank {rank()}: NCCL: {last}"
     return None
 
 
 def may_pass(error):
-    """Whether the same command may succeed when it is run again.
+    """Whether the same command may succeed when it is run again: the disk was full, a process lost.
 
-    So after a full disk, a lost process or a killed worker. Most errors would only come again.
+    Most errors would only come again.
     """
-    killed = "is killed by signal" in (_dead_worker(error) or "")
-    return bool(killed or _full_disk(error) or is_lost_contact(error) or _is_distributed(error))
+    return bool(_full_disk(error) or is_lost_contact(error) or _is_distributed(error))
 
 
 def is_lost_contact(error):
@@ -170,14 +132,12 @@ def _lost_contact(error):
     text = str(error).partition("GLHF")[0]  # how gloo ends the advice that follows its reason
     # Remove gloo's source line before the reason, and its advice after the reason.
     reason = re.sub(r"^\[\S+:\d+\] ", "", text.splitlines()[0]).partition(". This is ")[0]
-    ended = re.search(ENDED, text)
     why = "and waited for it longer than --timeout"
-    if ended:
+    if re.search(ENDED, text):
         why = "which has ended (the launcher's report names it)"
-    if ended and memory.kills() > memory.KILLS_BEFORE:
-        why = "which the kernel ended because the machine or container ran out of memory"
-    where = f" (where every process was: {_stacks})" if _stacks else ""
-    return f"rank {_rank()} lost contact with another process, {why}: {reason}{where}"
+        if cgroups.memory_kills() > cgroups.KILLS_BEFORE:
+            why = "which the kernel ended because the machine or container ran out of memory"
+    return f"rank {rank()} lost contact with another process, {why}: {reason}"
 
 
 def _out_of_memory(error):
@@ -188,7 +148,12 @@ def _out_of_memory(error):
         or (type(error) is RuntimeError and "DefaultCPUAllocator: can't allocate memory" in text)
     ):
         return None
-    return memory.message(_rank(), text.splitlines()[0] if text else "")
+    return (
+        f"rank {rank()} ran out of memory. To use less, cheapest first: a larger "
+        "--gradient_accumulation_steps, mixed_precision: bf16, --activation_checkpointing, "
+        "an FSDP configuration, a smaller --batch_size or model "
+        f"({text.splitlines()[0] if text else 'MemoryError'})"
+    )
 
 
 def full_disk(error):
@@ -204,48 +169,21 @@ def _full_disk(error):
     if error is None:
         return None
     return (
-        f"rank {_rank()}: the disk is full: free some space, then run the same command again "
+        f"rank {rank()}: the disk is full: free some space, then run the same command again "
         f"({str(error).splitlines()[0]})"
     )
 
 
-def _silent_loader(error):
-    """A loader whose workers live but send nothing."""
-    frames = traceback.extract_tb(error.__traceback__)
-    in_loader = any("torch/utils/data/dataloader.py" in frame.filename for frame in frames)
-    if not (in_loader and re.match("DataLoader timed out after", str(error))):
-        return None
-    return (
-        f"rank {_rank()} waited longer than --timeout for a batch: its data loader workers are "
-        "alive, but send nothing. --num_workers 0 loads in the training process and shows where; "
-        "if the data is only slow, give a longer --timeout"
-    )
-
-
-def _dead_worker(error):
-    # A worker that dies while sending a batch also breaks the connection. Either error may be the
-    # context of the other.
-    for cause in causes(error):
-        if type(cause) is RuntimeError and re.match(r"DataLoader worker \(pid", str(cause)):
-            reason = str(cause).splitlines()[0]
-            return f"rank {_rank()}: a data loader worker died: {reason}"
-    frames = traceback.extract_tb(error.__traceback__)
-    in_loader = any("torch/utils/data/dataloader.py" in frame.filename for frame in frames)
-    if in_loader and isinstance(error, (EOFError, ConnectionError)):
-        name = type(error).__name__
-        return f"rank {_rank()}: a data loader worker died while sending a batch ({name})"
-    return None
-
-
 def _not_deterministic(error):
-    found = re.match(r"(.+?) does not have a deterministic implementation", str(error))
-    if not (found and type(error) is RuntimeError):
+    match = re.match(r"(.+?) does not have a deterministic implementation", str(error))
+    if not (match and type(error) is RuntimeError):
         return None
     return (
-        f"rank {_rank()}: {found[1]} has no deterministic algorithm on GPUs, so restarts would not "
+        f"rank {rank()}: {match[1]} has no deterministic algorithm on GPUs, so restarts would not "
         "be exact: replace it, or give --nondeterministic"
     )
 
 
-def _rank():
+def rank():
+    """The rank of this process, as text; works before torch is imported."""
     return os.environ.get("RANK", "0")

@@ -11,8 +11,6 @@ from pathlib import Path
 
 from utils.run.failures import UserError
 
-LAST_BYTES = 1 << 20  # of a file of JSON lines: some thousand lines
-
 
 def regular_file(path):
     """Follows links to a file that can be read without waiting, as a pipe or device cannot.
@@ -63,60 +61,29 @@ def read_json_lines(path):
     return [value for value, _ in json_lines(path)]
 
 
-def json_lines(path, start=0):
-    """Yields what `read_json_lines` returns, line by line: the value, and where its line ends.
-
-    Args:
-        start (int): the byte of the file at which a line begins, the first one to read.
-    """
+def json_lines(path):
+    """Yields what `read_json_lines` returns, each value with its line (bytes)."""
     with open(path, "rb") as file:
-        file.seek(start)
         for line in file:
-            start += len(line)
             try:
                 value = json.loads(line)
             except ValueError:
                 return
-            yield value, start
+            yield value, line
 
 
-def last_lines(path, earlier):
-    """Finds the last lines of a file of JSON lines without reading the others.
-
-    Args:
-        earlier (Callable): whether the value of a line comes before those that are looked for.
-
-    Returns:
-        int: the byte at which a line begins that is `earlier`, or the first line of the file; at
-        least `LAST_BYTES` follow, if the file has as many.
-    """
-    size = Path(path).stat().st_size
-    distance = LAST_BYTES
-    while distance < size:
-        with open(path, "rb") as file:
-            file.seek(size - distance)
-            file.readline()  # the rest of a line
-            start = file.tell()
-        for value, _ in json_lines(path, start):
-            if earlier(value):
-                return start
-            break
-        distance *= 2
-    return 0
-
-
-def publish(own, target):
+def publish(writing, target):
     """Gives a complete file the name `target`, unless a file has it: nobody reads a part of it.
 
-    Args: own, target (Path): in one folder. `own` may stay under its name, too.
+    Args: writing, target (Path): in one folder. `writing` may stay under its name, too.
     """
     try:
-        os.link(own, target)
+        os.link(writing, target)
     except FileExistsError:
         pass
     except OSError:  # no links on this file system
         if not target.exists():
-            os.replace(own, target)
+            os.replace(writing, target)
 
 
 @contextlib.contextmanager
@@ -142,12 +109,17 @@ def write_json(path, value):
 
 def write_text(path, text):
     """Like `write_json`, for text."""
+    # Names of files may hold bytes that are not UTF-8: these are written as they are.
+    write_bytes(path, text.encode(errors="surrogateescape"))
+
+
+def write_bytes(path, content):
+    """Like `write_json`, for bytes."""
     path = Path(path)
     # Per process, as several may write the status.
     temporary = path.with_name(f".{path.name}.{os.getpid()}.writing")
-    # Names of files may hold bytes that are not UTF-8: these are written as they are.
-    with temporary.open("w", encoding="utf-8", errors="surrogateescape") as file:
-        file.write(text)
+    with temporary.open("wb") as file:
+        file.write(content)
         file.flush()
         os.fsync(file.fileno())
     os.replace(temporary, path)

@@ -8,13 +8,9 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 from torch.distributed.tensor import DTensor
-from torch.nn.parallel import DistributedDataParallel
 
 from utils.run import process
 from utils.run.failures import LostContact, RunFailed
-from utils.run.launch import notice
-from utils.scale.pace import pace
-from utils.scale.stacks import place
 
 SHOWN_IDS = 20  # of the samples of a step that failed
 
@@ -36,25 +32,41 @@ class Guard:
     same on every process.
 
     Attributes:
-        save_asked (bool): whether to save after this step, because a person asked (`stacks`).
+        step (int): the last step that has finished.
+        agreed (int): the last step after which all processes agreed to go on.
+        group: of all processes, over gloo; None for a single process.
+        moved_at (float): when this process last finished a step, or a batch of an evaluation, by
+            `time.monotonic`.
     """
 
     def __init__(self, accelerator, timeout):
         """Args: timeout: seconds to wait for the other processes before raising an error."""
-        self._group, self._device_timeout = None, math.inf
-        self._rank, self._ranks = accelerator.process_index, accelerator.num_processes
+        self.group, self._device_timeout = None, math.inf
         # In fp16 an infinite gradient is normal: the gradient scaler skips that step and scales the
         # next loss by less.
         self._skips_infinite_gradients = accelerator.scaler is not None
+        if self._skips_infinite_gradients:
+            _skip_whole_steps(accelerator)
         if accelerator.num_processes > 1:
-            self._group = dist.new_group(backend="gloo", timeout=timedelta(seconds=timeout))
+            self.group = dist.new_group(backend="gloo", timeout=timedelta(seconds=timeout))
             # Because after `timeout` NCCL's watchdog ends the process without a message.
             self._device_timeout = 0.9 * timeout
         # The last steps: (step, [loss, norm], CUDA event of their copy to the host, ids).
         self._recent = deque(maxlen=4)
-        self._votes, self._handle = None, None
-        self.save_asked = self._told = self._agreed_to_stop = False
+        self._votes, self._handle, self._agreed_to_stop = None, None, False
+        self._voter = None
+        self.step, self.agreed, self.moved_at = 0, 0, time.monotonic()
         process.training_starts()
+
+    def attach(self, voter):
+        """Lets an object vote, too, in the same all-reduce.
+
+        Args:
+            voter: `votes()` returns its integers (list), always as many; `hear(votes)` gets their
+                maxima over all processes, in the same step on each; `check(model)` is called before
+                a save.
+        """
+        self._voter = voter
 
     def should_stop(self, step, losses, ids, norm=None):
         """Whether a signal asked any process to stop.
@@ -81,9 +93,9 @@ class Guard:
             # partial norm of at least one process.
             norm = norm.to_local()
         self._recent.append((step, *_to_host(torch.stack([loss, norm.to(loss)])), ids))
-        pace.end_step()
+        self.step, self.moved_at = step, time.monotonic()
         before = self._recent[-2] if len(self._recent) > 1 else None
-        if self._group is None:
+        if self.group is None:
             self._vote(before)
             self._outcome()
         else:
@@ -102,16 +114,16 @@ class Guard:
             process.Interrupted: on every process, after the same batch.
         """
         start_time, asked_at, ask_at = time.monotonic(), 0, 1
-        for count, batch in enumerate(process.wait_for_each(batches, "a batch"), 1):
-            place.moved()
+        for count, batch in enumerate(batches, 1):
+            self.moved_at = time.monotonic()
             yield batch
             if count < ask_at:
                 continue
             seconds = max(time.monotonic() - start_time, 1e-6)
             wish = [int(process.signal_name() is not None), int((count - asked_at) / seconds) + 1]
-            if self._group is not None:
+            if self.group is not None:
                 wish = torch.tensor(wish, dtype=torch.int64)
-                dist.all_reduce(wish, dist.ReduceOp.MAX, group=self._group)
+                dist.all_reduce(wish, dist.ReduceOp.MAX, group=self.group)
                 wish = wish.tolist()
             if wish[0]:
                 process.stopping_starts()
@@ -121,7 +133,7 @@ class Guard:
     def check(self, model):
         """Checks the newest loss and the weights now: a checkpoint never holds a diverged model.
 
-        Call it before saving.
+        `run.checkpoint` calls it before a save.
 
         An infinite gradient turns weights into NaN in a step whose own loss is finite, even if
         gradients are clipped.
@@ -136,22 +148,8 @@ class Guard:
         self._outcome()
         self._vote(self._recent[-1] if self._recent else None, all_finite(model))
         self._outcome()
-        self._compare(model)
-        self.save_asked = False  # the save that follows is the one
-
-    def _compare(self, model):
-        """Prints a notice, once, if the processes of DDP have different weights."""
-        if not isinstance(model, DistributedDataParallel) or self._group is None or self._told:
-            return
-        total = checksum(model)
-        bounds = torch.tensor([total, -total])
-        dist.all_reduce(bounds, dist.ReduceOp.MAX, group=self._group)
-        self._told = bounds[0] != -bounds[1]
-        if self._told and self._rank == 0:
-            notice(
-                "the processes have different weights, so their gradients were not averaged: "
-                "compute the loss with the model that `prepare` returned, not with the one inside"
-            )
+        if self._voter:
+            self._voter.check(model)
 
     def _vote(self, recent, weights_finite=True):
         loss_at = norm_at = 0
@@ -166,67 +164,62 @@ class Guard:
                 time.sleep(0.0005)
             loss_at, norm_at = (0 if math.isfinite(value) else step for value in values.tolist())
         weights_at = 0 if weights_finite else self._recent[-1][0]
-        save, place.save_asked = int(place.save_asked), False
-        self._votes = [int(process.signal_name() is not None), save, loss_at, norm_at, weights_at]
-        if self._group is not None:
-            times = [0] * self._ranks
-            times[self._rank] = pace.microseconds()
-            self._votes = torch.tensor([*self._votes, *times], dtype=torch.int64)
+        self._votes = [int(process.signal_name() is not None), loss_at, norm_at, weights_at]
+        if self._voter:
+            self._votes += self._voter.votes()
+        if self.group is not None:
+            self._votes = torch.tensor(self._votes, dtype=torch.int64)
             self._handle = dist.all_reduce(
-                self._votes, dist.ReduceOp.MAX, group=self._group, async_op=True
+                self._votes, dist.ReduceOp.MAX, group=self.group, async_op=True
             )
 
     def _outcome(self):
         if self._votes is None:
             return
+        votes = self._votes
         if self._handle is not None:
-            with process.waiting_for("the other processes"):
-                self._handle.wait()
-            place.agreed = self._recent[-1][0] if self._recent else 0
-        votes = self._votes if self._handle is None else self._votes.tolist()
-        stop, save, *failed_steps = votes[:5]
-        pace.add(votes[5:])
+            self._handle.wait()
+            votes = votes.tolist()
+        self.agreed = self._recent[-1][0] if self._recent else 0
         self._votes = self._handle = None
-        self.save_asked = bool(save)
+        stop, *failed_steps = votes[:4]
         if any(failed_steps):
-            what = ("loss at", "gradient norm at", "weights after")
-            what, failed_at = next(
-                (what, step) for what, step in zip(what, failed_steps, strict=True) if step
-            )
-            own = [
-                i
-                for step, _, _, ids in self._recent
-                if step == failed_at
-                for i in torch.cat([torch.as_tensor(some).flatten() for some in ids]).tolist()
-            ]
-            everyone = [own]
-            if self._group is not None:
-                everyone = [None] * dist.get_world_size()
-                dist.all_gather_object(everyone, own, group=self._group)
-            ids = sorted(i for ids in everyone for i in ids)
-            samples, more = str(ids[:SHOWN_IDS]), ""
-            if len(ids) > SHOWN_IDS:
-                samples += f" and {len(ids) - SHOWN_IDS:,} more, listed in status.json"
-                more = f": {ids[SHOWN_IDS:]}"
-            raise RunFailed(
-                f"non-finite {what} step {failed_at}; no checkpoint includes it. Look for NaN or "
-                "infinity in the data; if there is none, a lower --lr often helps, in another "
-                "--output_dir (--init_from this run's folder starts from its newest checkpoint, "
-                f"if it has one). Samples of that step: {samples}",
-                retry=False,
-                more=more,
-            )
+            self._fail(failed_steps)
+        if self._voter:
+            self._voter.hear(votes[4:])
         # Also if a check before a save hears of it: the next step is then the last one.
         self._agreed_to_stop = bool(stop)
 
+    def _fail(self, failed_steps):
+        """Raises RunFailed, on every process.
 
-@torch.no_grad()
-def checksum(model):
-    """The sum of the bits of all parameters, read as integers (int): in any order the same."""
-    integers = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-    views = [weight.view(integers[weight.element_size()]) for weight in model.parameters()]
-    device = views[0].device  # a model can be on several
-    return torch.stack([view.sum().to(device) for view in views]).sum().item()
+        Args: failed_steps (list): the step of a non-finite loss, norm and weight, 0 for none.
+        """
+        names = ("loss at", "gradient norm at", "weights after")
+        what, failed_at = next(
+            (name, step) for name, step in zip(names, failed_steps, strict=True) if step
+        )
+        ids = []
+        for step, _, _, parts in self._recent:
+            if step == failed_at:
+                ids = torch.cat([torch.as_tensor(part).flatten() for part in parts]).tolist()
+        everyone = [ids]
+        if self.group is not None:
+            everyone = [None] * dist.get_world_size()
+            dist.all_gather_object(everyone, ids, group=self.group)
+        ids = sorted(i for part in everyone for i in part)
+        samples, more = str(ids[:SHOWN_IDS]), ""
+        if len(ids) > SHOWN_IDS:
+            samples += f" and {len(ids) - SHOWN_IDS:,} more, listed in status.json"
+            more = f": {ids[SHOWN_IDS:]}"
+        raise RunFailed(
+            f"non-finite {what} step {failed_at}; no checkpoint includes it. Look for NaN or "
+            "infinity in the data; if there is none, a lower --lr often helps, in another "
+            "--output_dir (--init_from this run's folder starts from its newest checkpoint, "
+            f"if it has one). Samples of that step: {samples}",
+            retry=False,
+            more=more,
+        )
 
 
 @torch.no_grad()
@@ -239,6 +232,17 @@ def all_finite(model):
     local = [value.to_local() if isinstance(value, DTensor) else value for value in tensors]
     device = local[0].device  # a model can be on several
     return torch.stack([value.isfinite().all().to(device) for value in local]).all().item()
+
+
+def _skip_whole_steps(accelerator):
+    """Makes the gradient scaler of fp16 skip all of a step whose gradients overflow.
+
+    By default it lets a fused optimizer decide on the device, so the host does not learn that the
+    weights stayed as they were: the schedule and averaged weights would move on. Reading it makes
+    the host wait once per step.
+    """
+    for wrapper in accelerator._optimizers:
+        wrapper.optimizer._step_supports_amp_scaling = False
 
 
 def _to_host(values):

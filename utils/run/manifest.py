@@ -22,6 +22,7 @@ from utils.run.failures import UserError
 from utils.run.files import is_folder, regular_file, set_usual_mode, sync, write_json
 
 MANIFEST = "manifest.json"
+NAME = "step_{step:08d}"  # of the folder of a checkpoint
 NUMBERS = ("score", "loss", "best", "best_loss")  # of the progress; each may also be missing
 # How many times processes compare the files that they see, half a second apart: on network file
 # systems new files become visible late.
@@ -168,11 +169,7 @@ def hash_and_sync(accelerator, folder, group=None):
             f"{folder} is not shared by all machines: rank 0 and rank {rank} do not see the same "
             f"{name}. Use an --output_dir on a file system that all of them share"
         )
-    own, shares = [], [0] * accelerator.num_processes  # each process hashes about as many bytes
-    for name, size in sorted(views[0].items(), key=lambda item: -item[1]):
-        rank = shares.index(min(shares))
-        shares[rank] += size
-        own += [name] if rank == accelerator.process_index else []
+    names = sorted(views[0])[accelerator.process_index :: accelerator.num_processes]
     try:
         # Data can only be synced on the machine that wrote it.
         if accelerator.is_local_main_process:
@@ -180,7 +177,9 @@ def hash_and_sync(accelerator, folder, group=None):
                 if path.is_file():
                     set_usual_mode(path)
                 sync(path)
-        result = {name: {"size": views[0][name], "sha256": _sha256(folder / name)} for name in own}
+        result = {
+            name: {"size": views[0][name], "sha256": _sha256(folder / name)} for name in names
+        }
     except OSError as error:
         result = error
     results = gather(accelerator, result, group)

@@ -1,4 +1,4 @@
-"""The metrics of a run: log lines, metrics.jsonl, rates, memory, the progress bar, the profiler."""
+"""The metrics of a run: log lines, metrics.jsonl, rates, memory and the progress bar."""
 
 import json
 import os
@@ -7,42 +7,35 @@ import sys
 import time
 
 import torch
-from accelerate.utils import ProfileKwargs
 from torch.distributed.tensor import DTensor
 from tqdm import tqdm
 
-from utils.report import tracking
-from utils.run import process
-from utils.run.files import json_lines, last_lines
-from utils.scale.pace import pace
+from utils.run.files import json_lines, write_bytes
 
 
 class Metrics:
-    """Logs metrics to the screen, to metrics.jsonl and to the trackers.
+    """Logs metrics to the screen, to metrics.jsonl and to loggers.
 
     Every process creates one; only the main process writes.
-
-    Attributes:
-        slowest_save (float): seconds that the slowest recent checkpoint took before a restart.
     """
 
-    def __init__(self, folder, accelerator, plan, batch_size, rates, step):
+    def __init__(self, folder, accelerator, plan, meter, step, loggers=()):
         """Opens the log, and drops the lines after `step` (int): they are written again.
 
         Args:
             folder (Path): where metrics.jsonl is.
             plan (Plan | None): None for a script without steps of its own.
-            batch_size (int): samples per optimizer step.
-            rates (dict): name -> amount per sample, of additional rates (`tokens_per_second`, say).
+            meter (Meter): measures the speed.
+            loggers: objects with `log(values, step, sent_before)`: figures and texts by name such
+                as `train/loss`; whether they were sent before an interruption.
         """
         self._accelerator, self._plan = accelerator, plan
-        self._is_main = accelerator.is_main_process
-        self._meter = Meter(accelerator.device, batch_size, rates)
+        self._is_main, self._loggers = accelerator.is_main_process, loggers
+        self._meter = meter
         self._meter.restart(step)
-        # (split, step) of the lines in metrics.jsonl, and of those that the trackers received
-        # before a restart.
-        self._written, self._sent = set(), set()
-        self.slowest_save = 0.0
+        # (split, step) of the lines that were written before a restart and may be logged again;
+        # those of the step of the checkpoint itself stay.
+        self._sent, self._start = set(), step
         if self._is_main:
             self._open(folder / "metrics.jsonl", step)
             steps = plan.total_steps if plan else 0
@@ -52,30 +45,16 @@ class Metrics:
             )
 
     def _open(self, path, step):
-        # Lines are in the order of their steps, so the last ones are enough. Only the line of a
-        # checkpoint comes when it is complete, behind those of later steps.
         path.touch()
-        kept = start = last_lines(
-            path, lambda line: line["step"] < step and line["split"] != "checkpoint"
-        )
-        later, late = False, []
-        for line, end in json_lines(path, start):
-            self._sent.add((line["split"], line["step"]))
-            if line["split"] == "checkpoint":
-                self.slowest_save = max(self.slowest_save, line["seconds"])
-            later = later or line["step"] > step
-            if line["step"] <= step:
-                self._written.add((line["split"], line["step"]))
-                if later:
-                    late.append(line)
-                else:
-                    kept = end
-        with path.open("r+b") as file:
-            file.truncate(kept)
-            file.seek(max(kept - 1, 0))
-            if file.read() not in (b"", b"\n"):  # a person has edited it
-                file.write(b"\n")
-            file.writelines(json.dumps(line).encode() + b"\n" for line in late)
+        lines = []
+        for value, line in json_lines(path):
+            if value["step"] >= step:
+                self._sent.add((value["split"], value["step"]))
+            if value["step"] <= step:
+                lines.append(line if line.endswith(b"\n") else line + b"\n")
+        content = b"".join(lines)
+        if path.stat().st_size != len(content):
+            write_bytes(path, content)
         self._file = path.open("a")
 
     def timed(self, batches):
@@ -101,23 +80,22 @@ class Metrics:
             if self._accelerator.optimizer_step_was_skipped:  # in fp16: its gradients overflowed
                 figures.pop("grad_norm", None)
             speeds, state = self._meter.read(step, self._plan.total_steps)
-            figures |= speeds | pace.read()
+            figures |= speeds
         else:
             self._meter.restart(step)  # the time of an evaluation does not count as training
         if not self._is_main:
             return
         values = {f"{split}/{name}": value for name, value in figures.items()}
-        sent_before = (split, step) in self._sent
-        tracking.log(self._accelerator, values, step, sent_before=sent_before)
+        for logger in self._loggers:
+            logger.log(values, step, sent_before=(split, step) in self._sent)
         scored = {} if score is None else {"score": score}
         self.write(split, step, epoch=self._plan.epoch_at(step), **figures, **state, **scored)
         self._show(split, step, figures | state)
 
     def write(self, split, step, **figures):
         """Appends a line to metrics.jsonl, unless it was already written before a restart."""
-        if self._is_main and (split, step) not in self._written:
-            # Steps only grow, so those of earlier ones are not needed again.
-            self._written = {(split, step), *(known for known in self._written if known[1] == step)}
+        again = step == self._start and (split, step) in self._sent
+        if self._is_main and not again:
             self._file.write(json.dumps({"split": split, "step": step, **figures}) + "\n")
             self._file.flush()
 
@@ -153,11 +131,20 @@ class Meter:
 
     GPU kernels run asynchronously, but reading the loss for each log line waits for them. So the
     time between two log lines is correct.
+
+    Attributes:
+        waited_seconds (float): the time that the loop has waited for batches, in total.
     """
 
     def __init__(self, device, batch_size, rates):
-        """Args: rates (dict): name -> amount per sample, of additional rates to report."""
+        """
+        Args:
+            batch_size (int): samples per optimizer step.
+            rates (dict): name -> amount per sample, of additional rates (such as
+                `tokens_per_second`).
+        """
         self._device, self._batch_size, self._rates = device, batch_size, rates
+        self.waited_seconds = 0.0
         self.restart(0)
 
     def restart(self, step):
@@ -167,10 +154,10 @@ class Meter:
     def timed(self, batches):
         """Yields `batches` and adds up the seconds spent waiting for them."""
         start_time = time.perf_counter()
-        for batch in process.wait_for_each(batches, "a batch"):
+        for batch in batches:
             waited = time.perf_counter() - start_time
             self._data_seconds += waited
-            pace.waited(waited)
+            self.waited_seconds += waited
             yield batch
             start_time = time.perf_counter()
 
@@ -283,49 +270,3 @@ def summary(results, folder, headline):
         f"({rate}), {processes}, peak memory {results['peak_memory_bytes'] / 2**30:.1f} GiB\n"
         f"output: {folder}{best}"
     )
-
-
-def columns(rows):
-    """Formats rows of strings as lines of text with aligned columns."""
-    widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
-    lines = (zip(row, widths, strict=True) for row in rows)
-    return "\n".join(
-        "  ".join(cell.ljust(width) for cell, width in line).rstrip() for line in lines
-    )
-
-
-# ------------------------------------------------------------------------------------- the profiler
-
-
-def start_profiler(accelerator, folder, wanted):
-    """Profiles optimizer steps 3 to 5 on the main process.
-
-    Writes `profile/trace.json` (open it at ui.perfetto.dev) and `profile/operators.txt` in
-    `folder`.
-
-    Returns:
-        an object on which to call `step()` after each optimizer step, and `stop()` after the last.
-    """
-    if not wanted or not accelerator.is_main_process:
-        return _NoProfiler()
-
-    def write(profile):
-        target = folder / "profile"
-        target.mkdir(exist_ok=True)
-        profile.export_chrome_trace(str(target / "trace.json"))
-        table = profile.key_averages().table(sort_by="self_cpu_time_total", row_limit=30)
-        (target / "operators.txt").write_text(table)
-
-    schedule = dict(wait=1, warmup=1, active=3, repeat=1)
-    options = ProfileKwargs(schedule_option=schedule, on_trace_ready=write, record_shapes=True)
-    profile = options.build()
-    profile.start()
-    return profile
-
-
-class _NoProfiler:
-    def step(self):
-        """Does nothing."""
-
-    def stop(self):
-        """Does nothing."""

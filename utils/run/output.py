@@ -1,9 +1,8 @@
-"""Standard output that never ends a run, and text from outside that never controls a reader.
+"""Standard output that never ends a run, and text from outside that never controls a terminal.
 
 Imports only the standard library: it comes before torch.
 """
 
-import html
 import io
 import os
 import re
@@ -49,21 +48,15 @@ def protect():
 
 # Control characters, the marks that change the direction of text, and halves of surrogate pairs.
 _UNPRINTABLE = re.compile(
-    "[\x00-\x1f\x7f-\x9f\u2028\u2029\u200e\u200f\u202a-\u202e\u2066-\u2069\ud800-\udfff]"
+    "[\x00-\x1f\x7f-\x9f\u061c\u2028\u2029\u200e\u200f\u202a-\u202e\u2066-\u2069\ud800-\udfff]"
 )
 
 
 def one_line(text):
     """Escapes what a terminal would obey, such as ESC or a newline: `\\x1b`, `\\n`."""
-    return _UNPRINTABLE.sub(lambda found: repr(found[0])[1:-1], str(text))
+    return _UNPRINTABLE.sub(lambda match: repr(match[0])[1:-1], str(text))
 
 
-def for_markdown(text):
-    """Escapes a name for Markdown, also in a table: it is shown as it is, and formats nothing."""
-    escaped = html.escape(one_line(text), quote=False)
-    return re.sub(r"([\\`*_{}\[\]()#+!|~$])", r"\\\1", escaped)
-
-
-def for_plot(text):
-    """Escapes a name for Matplotlib: `$` would start a formula."""
-    return one_line(text).replace("$", r"\$")
+def notice(text):
+    """Prints a line that stands out."""
+    print(f"*** {text} ***", file=sys.stderr, flush=True)

@@ -5,7 +5,6 @@ from dataclasses import dataclass
 from itertools import islice
 
 from utils.run.failures import UserError
-from utils.scale.stacks import place
 
 
 @dataclass(frozen=True)
@@ -18,6 +17,8 @@ class Plan:
         accumulation (int): micro-batches, which the loader yields, per optimizer step.
         log_every, evaluate_every, save_every (int): steps between two log lines, evaluations,
             checkpoints; `save_every` 0: save only after the last step.
+        stream (bool): whether the training data continue at a position of their own, so that no
+            batches are skipped.
     """
 
     total_steps: int
@@ -26,6 +27,7 @@ class Plan:
     log_every: int = 1
     evaluate_every: int = 1
     save_every: int = 1
+    stream: bool = False
 
     @classmethod
     def from_args(cls, args, samples=None):
@@ -39,8 +41,14 @@ class Plan:
                 `--max_train_steps` steps.
 
         Raises:
-            UserError: the training set is smaller than a batch.
+            UserError: the training set is smaller than a batch, or a run that may end by
+                `--patience` saves only at the end.
         """
+        if getattr(args, "patience", None) and args.checkpoint_every == 0:
+            raise UserError(
+                "--patience ends a run by an evaluation, which follows a checkpoint: leave out "
+                "--checkpoint_every 0"
+            )
         steps_per_epoch = args.max_train_steps if samples is None else samples // args.batch_size
         if steps_per_epoch == 0:
             raise UserError(
@@ -56,6 +64,7 @@ class Plan:
             log_every=args.log_every or max(1, min(10, total_steps // 20)),
             evaluate_every=args.eval_every or steps_per_epoch,
             save_every=steps_per_epoch if save_every is None else save_every,
+            stream=samples is None,
         )
 
     def epochs(self, start=0, done=lambda: False):
@@ -67,7 +76,7 @@ class Plan:
         while start < self.total_steps and not done():
             epoch, used = divmod(start, self.steps_per_epoch)
             end = min((epoch + 1) * self.steps_per_epoch, self.total_steps)
-            skip = used * self.accumulation
+            skip = 0 if self.stream else used * self.accumulation
             yield epoch, RemainingSteps(start + 1, end, skip, self.accumulation, done)
             start = end
 
@@ -83,14 +92,14 @@ class Plan:
         """Whether to evaluate after `step`: every `evaluate_every` steps and after the last one."""
         return step % self.evaluate_every == 0 or step == self.total_steps
 
-    def save_due(self, step, improved=False):
-        """Whether to save after `step`.
+    def save_due(self, step):
+        """Whether to save after `step`: every `save_every` steps, before each evaluation, and last.
 
-        Every `save_every` steps, at a new highest score (`improved`), and after the last one.
+        With `save_every` 0 only after the last step.
         """
-        if self.save_every == 0:
+        if step == self.total_steps or self.save_every == 0:
             return step == self.total_steps
-        return improved or step % self.save_every == 0 or step == self.total_steps
+        return step % self.save_every == 0 or self.evaluation_due(step)
 
 
 @dataclass(frozen=True)
@@ -98,7 +107,7 @@ class RemainingSteps:
     """The steps `first` to `last` of an epoch: all of it, or what an interruption left.
 
     Attributes:
-        skip (int): batches of this epoch that earlier steps used, for `skip_first_batches`.
+        skip (int): batches of this epoch that earlier steps used.
         accumulation (int): micro-batches per step.
         done (Callable): whether to end before the next step.
     """
@@ -108,6 +117,12 @@ class RemainingSteps:
     skip: int
     accumulation: int
     done: Callable = lambda: False
+
+    def rest(self, loader):
+        """The prepared `loader`, or one without the batches that earlier steps used."""
+        from accelerate import skip_first_batches
+
+        return skip_first_batches(loader, self.skip) if self.skip else loader
 
     def steps(self, batches):
         """Yields `(step, batch)`, for a loop without gradient accumulation.
@@ -146,7 +161,6 @@ class RemainingSteps:
         for step in range(self.first, self.last + 1):
             if self.done():
                 return
-            place.moved(step)
             yield step
 
 
@@ -159,5 +173,4 @@ class _Counted(Iterator):
     def __next__(self):
         item = next(self._items)
         self.count += 1
-        place.moved(place.step, self.count)
         return item

@@ -3,7 +3,7 @@
 import hashlib
 import os
 import platform
-import re
+import shlex
 import subprocess
 import sys
 from datetime import UTC, datetime
@@ -17,66 +17,48 @@ from utils.run.files import read_json, write_json
 STARTS = 1000  # which args.json lists, besides the first one
 # Arguments that may be paths: compared as absolute paths.
 PATHS = ("dataset", "init_from", "weights")
-FLAGS = {"image_column": "columns", "label_column": "columns"}  # if it is not --name
-# Dense bf16 (before Ampere: fp16) TFLOPS of the tensor cores, summed in float32, of SXM modules and
-# cards. From NVIDIA's data sheets, which often show twice as much, for sparse matrices (that of the
-# RTX 6000 Ada four times as much: 1457, for sparse fp8). Of GeForce cards, which sum in float32 at
-# half the speed, from "Peak BF16 Tensor TFLOPS with FP32 Accumulate" of the white papers of their
-# architectures, as other projects quote them: Ada (4090), RTX Blackwell (5090). That of the 3090 is
-# in tables of other projects only.
-PEAK_TFLOPS = {
-    "B200": 2250,
-    "H200": 989,
-    "H100": 989,
-    "H800": 989,  # an H100 with fewer NVLinks
-    "H20": 148,
-    "A100": 312,
-    "A40": 149.7,
-    "A10": 125,
-    "L40S": 362,
-    "L4": 121,
-    "RTX 6000 Ada": 364,
-    "RTX 5090": 209.5,
-    "RTX 4090": 165,
-    "RTX 3090": 71,
-    "V100": 125,
-    "T4": 65,
-}
-# What the names of variants have, and of partitions, whose peak is another one.
-VARIANTS = r"MIG|NVL|Laptop|Max-Q|[345]090 (D|Ti)\b|[HV][18]00.PCIe|-\d+[ABCQ]\b"
 
 
 def comparable(arguments):
-    """The arguments that JSON can store. Paths to existing data become absolute."""
+    """The arguments (dict) as JSON: lists become text, and paths to existing data absolute."""
     plain = (str, int, float, bool, type(None))
-    values = {name: value for name, value in arguments.items() if isinstance(value, plain)}
-    for name in PATHS:
-        path = values.get(name)
-        # A dataset may also be a Hub id, and weights a name.
-        if path is not None and (name == "init_from" or Path(path).exists()):
-            values[name] = str(Path(path).resolve())
+    values = {}
+    for name, value in arguments.items():
+        if isinstance(value, list | tuple):
+            value = shlex.join(str(_absolute(name, item)) for item in value)
+        if isinstance(value, plain) and not name.startswith("_"):
+            values[name] = _absolute(name, value)
     return values
 
 
-def differences(earlier, now, may_change):
-    """Lists the arguments in which two runs differ, except those that may change.
+def _absolute(name, value):
+    # A dataset may also be a Hub id, and weights a name.
+    is_path = name in PATHS and value is not None
+    is_path = is_path and (name == "init_from" or Path(value).exists())
+    return str(Path(value).resolve()) if is_path else value
+
+
+def differences(earlier, now, may_change=()):
+    """Lists the values in which two runs differ, except those that may change.
+
+    Args: earlier, now (dict): the `arguments` of two runs, or their `data`.
 
     Returns:
-        list[str]: `--name value (was earlier value)`.
+        list[str]: `name value (was earlier value)`.
     """
-    found = []
+    lines = []
     for name in sorted((earlier.keys() | now.keys()) - set(may_change)):
         was, value = earlier.get(name), now.get(name)
         if was != value and not (name in PATHS and moved(was, value)):
             was, value = (repr(text) if "\n" in str(text) else text for text in (was, value))
-            found.append(f"--{FLAGS.get(name, name)} {value} (was {was})")
-    return found
+            lines.append(f"{name} {value} (was {was})")
+    return lines
 
 
 def moved(before, now):
     """Whether data was moved: `before` no longer exists, and `now` has the same name.
 
-    Allows a whole project to be moved.
+    This lets you move a whole project.
     """
     before, now = Path(str(before)), Path(str(now))
     gone = before.is_absolute() and not before.exists()
@@ -167,31 +149,3 @@ def git_commit():
 def timestamp():
     """The time now, UTC, in ISO 8601."""
     return datetime.now(UTC).isoformat(timespec="seconds")
-
-
-def peak_flops(accelerator, tflops=None):
-    """Peak floating-point operations per second of all GPUs together, for MFU.
-
-    Args:
-        tflops (float | None): TFLOPS of one GPU; overrides the table.
-
-    Returns:
-        float | None: None on a CPU, in float32, or for an unknown GPU.
-    """
-    precise = accelerator.mixed_precision in ("bf16", "fp16")
-    if tflops is None and accelerator.device.type == "cuda" and precise:
-        tflops = known_tflops(torch.cuda.get_device_name())
-    return tflops and tflops * 1e12 * accelerator.num_processes
-
-
-def known_tflops(device_name):
-    """Looks up a GPU by its CUDA name.
-
-    Returns:
-        float | None: None if the table lacks it, or for another variant or a partition of one: by
-        MIG, or a virtual GPU.
-    """
-    if re.search(VARIANTS, device_name, re.IGNORECASE):
-        return None
-    peaks = PEAK_TFLOPS.items()
-    return next((peak for name, peak in peaks if re.search(rf"\b{name}\b", device_name)), None)

@@ -2,9 +2,10 @@
 
 import contextlib
 import fcntl
+import os
 
-from utils.run.failures import SAME_COMMAND
-from utils.run.files import read_json, write_json
+from utils.run.failures import SAME_COMMAND, optional
+from utils.run.files import read_json, write_json, write_text
 from utils.run.record import timestamp
 
 
@@ -33,3 +34,11 @@ def write_failure(folder, reason, retry):
             return False
         write(folder, "failed", reason, next=SAME_COMMAND if retry else None)
     return True
+
+
+def tell_batch_script(folder, step):
+    """Tells submit.sbatch, which does not parse our arguments, where the status of this run is."""
+    file = os.environ.get("RUN_FOLDER_FILE")
+    if file:
+        with optional(f"{file}, by which a job is requeued,"):
+            write_text(file, f"{folder.resolve()}\n{step}\n")

@@ -1,31 +1,21 @@
-"""Writes the final weights to a safetensors file; reads weights of runs, checkpoints and files."""
+"""Writes the final weights to a safetensors file, and reads them again."""
 
 import json
 import os
-import tempfile
 from pathlib import Path
-from pickle import UnpicklingError
 from typing import NamedTuple
 
-import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
-from torch.distributed.checkpoint import format_utils
 
 from utils.run import manifest
 from utils.run.collectives import run_on_main
 from utils.run.failures import UserError
 from utils.run.files import read_json, regular_file, set_usual_mode, sync
-from utils.scale import shards
 
-PICKLES = (".pth", ".pt", ".ckpt")
-SHARDS = "pytorch_model_fsdp_0"  # where Accelerate saves the weights of a sharded model
-AVERAGED = "custom_checkpoint_0.pkl"  # where it saves the first registered object
 # Of DDP and averaged weights, of torch.compile, and of classes that hold a model, such as
 # Lightning's.
 WRAPPERS = ("module", "_orig_mod", "model")
-# Where the training scripts of torchvision and timm, of Lightning and many others, put the weights.
-ENTRIES = ("model", "state_dict", "model_state_dict")
 
 
 class Saved(NamedTuple):
@@ -72,41 +62,50 @@ def export(folder, model, config):
 
 
 def read(path):
-    """Reads weights from a run's folder, one of its checkpoints, a `.safetensors`, `.pth` or `.pt`.
-
-    Any topology may have written them. Of a checkpoint of a run that averages its weights
-    (`utils/ema.py`), these are the averaged ones, as they are in the run's final weights.
+    """Reads weights from a run's folder, one of its checkpoints, or a `.safetensors` file.
 
     Returns:
         Saved: the weights, the config of the model, and the arguments of the run.
 
     Raises:
-        UserError: there is no such file, it holds no weights, or loading it would execute code.
+        UserError: there is no such file, or it holds no weights. `utils/weight_files.py` reads
+            other formats.
     """
-    file = _find(Path(path))
-    folder = file.parent
-    saved = manifest.read(folder)
-    sharded = (folder / SHARDS).exists() and not file.exists()
-    place = folder / SHARDS if sharded else file
+    file = find(Path(path))
     try:
-        config = None
-        if sharded:
-            state = _read_shards(place)
-        elif file.suffix in PICKLES:
-            state = _read_pickle(file)
-        else:
-            with safe_open(regular_file(file), framework="pt") as opened:
-                names = opened.keys()
-                state = unwrapped({name: opened.get_tensor(name) for name in names})
-                config = json.loads((opened.metadata() or {}).get("config", "null"))
-        if saved:
-            state = _read_averaged(folder) or state
-    except UnpicklingError as error:
-        reason = f"it would execute code when loaded: {_first_line(error)}"
-        raise UserError(f"cannot read weights from {place}: {reason}") from None
-    except (OSError, EOFError, SafetensorError, RuntimeError, ValueError) as error:
-        reason = _first_line(error) if place.exists() else "no such file"
-        raise UserError(f"cannot read weights from {place}: {reason}") from None
+        with safe_open(regular_file(file), framework="pt") as opened:
+            state = {name: opened.get_tensor(name) for name in opened.keys()}  # noqa: SIM118
+            config = json.loads((opened.metadata() or {}).get("config", "null"))
+    except (OSError, SafetensorError, ValueError) as error:
+        reason = first_line(error) if file.exists() else "no such file"
+        raise UserError(f"cannot read weights from {file}: {reason}") from None
+    return described(file, unwrapped(state), config)
+
+
+def find(path):
+    """The file `model.safetensors` of a run or a checkpoint; or `path` itself, if it is a file."""
+    if not path.is_dir():
+        return path
+    checkpoints = manifest.all_in(path)
+    if (path / "model.safetensors").exists() or manifest.read(path):
+        return path / "model.safetensors"
+    if not checkpoints:
+        raise UserError(f"{path} holds neither model.safetensors nor a checkpoint")
+    return checkpoints[-1] / "model.safetensors"
+
+
+def described(file, state, config):
+    """The weights of a file, with what its folder says about them.
+
+    Args:
+        file (Path): where they are.
+        state (dict): tensors by plain name.
+        config (dict | None): what the file itself says.
+
+    Returns:
+        Saved.
+    """
+    folder, saved = file.parent, manifest.read(file.parent)
     if saved is None:
         arguments = (read_json(folder / "args.json") or {}).get("arguments", {})
         return Saved(state, config, arguments, file, folder)
@@ -116,34 +115,11 @@ def read(path):
     return Saved(state, config, saved.get("arguments", {}), file, run)
 
 
-def _find(path):
-    if not path.is_dir():
-        return path
-    if (path / "model.safetensors").exists() or (path / SHARDS).exists():
-        return path / "model.safetensors"
-    checkpoints = manifest.all_in(path)
-    if not checkpoints:
-        raise UserError(f"{path} holds neither model.safetensors nor a checkpoint")
-    return checkpoints[-1] / "model.safetensors"
-
-
-def _read_averaged(folder):
-    """The averaged weights that were registered for checkpointing; None without any."""
-    if not (folder / AVERAGED).exists():
-        return None
-    saved = torch.load(regular_file(folder / AVERAGED), map_location="cpu", weights_only=True)
-    if not isinstance(saved, dict) or "n_averaged" not in saved:
-        return None
-    return unwrapped({name: value for name, value in saved.items() if name != "n_averaged"})
-
-
 def initialize(accelerator, model, path):
     """Loads weights, and nothing else, into a model that is not prepared yet.
 
-    Call it on every process.
-
-    Only the main process loads them: `prepare` sends its weights to the others, under DDP and FSDP
-    alike. If the last layer has another size, it keeps its initial weights, and a message names it.
+    Call it on every process. Only the main process loads them: `prepare` sends its weights to the
+    others.
 
     Args:
         path (str | None): as for `read`; None: the model stays as it is.
@@ -151,8 +127,33 @@ def initialize(accelerator, model, path):
     Raises:
         UserError: the file has no weights, or those of another model.
     """
+
+    def load():
+        saved = read(path)
+        check_fit(saved.state, model.state_dict(), f"--init_from {path}: {saved.file}")
+        model.load_state_dict(saved.state)
+        print(f"{len(saved.state)} tensors initialized from {saved.file}")
+
     if path is not None:
-        run_on_main(accelerator, lambda: print(_read_into(model, path)))
+        run_on_main(accelerator, load)
+
+
+def check_fit(state, expected, place):
+    """Raises UserError if tensors are not those of a model.
+
+    Args:
+        state, expected (dict): tensors by name.
+        place: where `state` is from, for the message.
+    """
+    for name, value in expected.items():
+        if name not in state:
+            raise UserError(f"{place} holds another model: it has no {name}")
+        if state[name].shape != value.shape:
+            shapes = f"{list(state[name].shape)}, not {list(value.shape)}"
+            raise UserError(f"{place} holds another model: its {name} is {shapes}")
+    unknown = sorted(state.keys() - expected.keys())
+    if unknown:
+        raise UserError(f"{place} holds another model: this one has no {unknown[0]}")
 
 
 def unwrapped(state):
@@ -174,96 +175,6 @@ def shared_prefix(state, allowed=None):
     return f"{first}." if first and (allowed is None or first in allowed) else None
 
 
-def fitted(state, model):
-    """`state` under the names of `model`, which may have wrappers that `state` lacks."""
-    values = model.state_dict()
-    own = dict(zip(unwrapped(values), values, strict=True))
-    found = {own.get(name, name): value for name, value in unwrapped(state).items()}
-    places = {value.data_ptr(): name for name, value in values.items() if name in found}
-    for name, value in values.items():  # a checkpoint has tied weights once
-        if name not in found and value.data_ptr() and value.data_ptr() in places:
-            found[name] = found[places[value.data_ptr()]]
-    return found
-
-
-def _read_into(model, path):
-    saved = read(path)
-    return load_into(model, saved.state, f"--init_from {path}: {saved.file}", saved.file)
-
-
-def load_into(model, state, place, file):
-    """Loads weights into a model.
-
-    If its last layer is missing or has another size, it keeps its initial weights.
-
-    Args:
-        state (dict): tensors by name.
-        place, file: where they are from, for an error and for the message.
-
-    Returns:
-        str: a message about what was loaded.
-
-    Raises:
-        UserError: they are those of another model.
-    """
-    own, state = model.state_dict(), fitted(state, model)
-    found = shared_prefix(state)
-    if found and found != shared_prefix(own):
-        place = f"{place} (all its names begin with `{found}`)"
-    prefix = next(reversed(own)).rpartition(".")[0] + "."
-    last_layer = [name for name in own if name.startswith(prefix)]
-    same_size = all(name in state and state[name].shape == own[name].shape for name in last_layer)
-    replaced = [] if same_size else last_layer
-    for name, value in own.items():
-        if name in replaced:
-            continue
-        if name not in state:
-            raise UserError(f"{place} holds another model: it has no {name}")
-        if state[name].shape != value.shape:
-            shapes = f"{list(state[name].shape)}, not {list(value.shape)}"
-            raise UserError(f"{place} holds another model: its {name} is {shapes}")
-    unknown = sorted(name for name in state.keys() - own.keys() if not name.startswith(prefix))
-    if unknown:
-        raise UserError(f"{place} holds another model: this one has no {unknown[0]}")
-    loaded = {name: state[name] for name in own if name not in replaced}
-    model.load_state_dict(loaded, strict=False)
-    note = (
-        f"; the last layer, for other classes, keeps its initial weights: {', '.join(replaced)}"
-        if replaced
-        else ""
-    )
-    return f"{len(loaded)} of {len(own)} tensors initialized from {file}{note}"
-
-
-def _read_shards(folder):
-    manifest.refuse_links(folder)
-    # In /tmp, which may be small, only if the run belongs to somebody else.
-    beside = folder.parent.parent
-    beside = beside if os.access(beside, os.W_OK) else None
-    with tempfile.TemporaryDirectory(dir=beside) as temporary:
-        merged = Path(temporary) / "merged.pt"
-        with shards.safe_loading():
-            format_utils.dcp_to_torch_save(folder, merged)
-            state = torch.load(merged)["model"]
-    return unwrapped(state)
-
-
-def _read_pickle(file):
-    """The weights in a file of `torch.save`, which may hold more; executes no code."""
-    try:
-        state = torch.load(regular_file(file), map_location="cpu", weights_only=True)
-    except (OSError, EOFError, RuntimeError, ValueError, UnpicklingError):
-        raise
-    except Exception as error:  # a damaged pickle raises errors of any type
-        raise ValueError(f"it is damaged ({type(error).__name__})") from None
-    for key in ENTRIES:
-        if isinstance(state, dict) and isinstance(state.get(key), dict):
-            state = state[key]
-    values = state.values() if isinstance(state, dict) and state else [None]
-    if not all(isinstance(value, torch.Tensor) for value in values):
-        raise ValueError("it does not hold the weights of a model by their names")
-    return unwrapped(state)
-
-
-def _first_line(error):
+def first_line(error):
+    """The first line of an error's text, or its type."""
     return str(error).partition("\n")[0] or type(error).__name__

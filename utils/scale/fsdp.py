@@ -3,20 +3,19 @@
 import contextlib
 import inspect
 import os
-import sys
 import warnings
-from functools import partial, wraps
+from functools import partial
 
 import accelerate
 import torch
-from accelerate.state import AcceleratorState, PartialState
-from accelerate.utils import DistributedType
+from accelerate.state import AcceleratorState
 from accelerate.utils.versions import is_torch_version
-from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy
 from torch.distributed.fsdp.wrap import transformer_auto_wrap_policy
 
+from utils.run import launch
 from utils.run.failures import UserError
+from utils.scale import patches, shards
 
 
 def requested():
@@ -24,46 +23,28 @@ def requested():
     return os.environ.get("ACCELERATE_USE_FSDP", "false").lower() == "true"
 
 
-def check(config, supported, on_cpu):
-    """Refuses what the scripts do not support, and prepares sharding on a CPU.
+def set_up(on_cpu):
+    """Refuses what is not supported, and prepares sharding on a CPU.
 
-    Call it before `Accelerator(...)`.
+    Call it before `Accelerator(...)`; without a sharded model it does nothing.
 
-    Args:
-        config (str): name of the launcher's configuration, for error messages.
-        supported (bool): whether the script runs with a sharded model.
-        on_cpu (bool): whether the processes run on the CPU.
+    Args: on_cpu (bool): what `launch.set_up` returned.
 
     Raises:
-        UserError: the script does not shard its model; FSDP1; hybrid sharding (HSDP) of another
-            number of processes; on a CPU also `fsdp_offload_params`, and a release of Accelerate
-            that cannot be made to shard there.
+        UserError: FSDP1; hybrid sharding (HSDP) of a number of processes that does not fit; fp16;
+            on a CPU also `fsdp_offload_params`, and a release of Accelerate that cannot be made to
+            shard there.
     """
-    if not supported:
-        script = os.path.basename(sys.argv[0])
-        raise UserError(
-            f"{config} shards the model, which {script} does not support: use a configuration "
-            "without fsdp"
-        )
+    if not requested():
+        return
+    config = launch.config_name()
     if os.environ.get("FSDP_VERSION") != "2":
         raise UserError(
             f"{config} asks for FSDP1, which these scripts do not support: set fsdp_version: 2 in "
             "fsdp_config"
         )
     if os.environ.get("ACCELERATE_USE_PARALLELISM_CONFIG", "false").lower() == "true":
-        copies, parts = (
-            int(os.environ[f"PARALLELISM_CONFIG_DP_{size}_SIZE"]) for size in ("REPLICATE", "SHARD")
-        )
-        processes = int(os.environ.get("WORLD_SIZE", 1))
-        if parts == 1 or copies * parts != processes:
-            raise UserError(
-                f"{config} makes {copies} copies of the model (dp_replicate_size) in {parts} "
-                f"parts (dp_shard_size), which does not fit {processes} processes: set them to "
-                "the number of machines and of processes on each"
-            )
-        # Caused by how Accelerate gets a submesh. Every process would print it, and users cannot do
-        # anything about it.
-        warnings.filterwarnings("ignore", message="Slicing a flattened dim from root mesh")
+        _check_hybrid(config)
     if not on_cpu:
         if os.environ.get("ACCELERATE_MIXED_PRECISION") == "fp16":
             # Loading a checkpoint would also advance the gradient scaler (accelerate#4289).
@@ -82,41 +63,52 @@ def check(config, supported, on_cpu):
             f"accelerate {accelerate.__version__} cannot be made to shard a model on a CPU: "
             "install accelerate 1.15, or use 4gpu.yaml instead of an FSDP configuration"
         )
-    _shard_on_cpu()
+    patches.shard_on_cpu()
 
 
-def check_engaged(accelerator, config):
-    """Raises UserError if the launcher asks for a sharded model, but Accelerate does not shard it.
-
-    Call it after `Accelerator(...)`.
-    """
-    if requested() and not accelerator.is_fsdp2:
+def _check_hybrid(config):
+    copies, parts = (
+        int(os.environ[f"PARALLELISM_CONFIG_DP_{size}_SIZE"]) for size in ("REPLICATE", "SHARD")
+    )
+    processes = int(os.environ.get("WORLD_SIZE", 1))
+    if parts == 1 or copies * parts != processes:
         raise UserError(
-            f"{config} asks for a sharded model, but accelerate {accelerate.__version__} would "
-            f"not shard it on {accelerator.device.type}: install accelerate 1.15, or use "
-            "4gpu.yaml instead"
+            f"{config} makes {copies} copies of the model (dp_replicate_size) in {parts} "
+            f"parts (dp_shard_size), which does not fit {processes} processes: set them to "
+            "the number of machines and of processes on each"
         )
+    # Caused by how Accelerate gets a submesh. Every process would print it, and users cannot do
+    # anything about it.
+    warnings.filterwarnings("ignore", message="Slicing a flattened dim from root mesh")
 
 
-def reduce_in_float32(accelerator):
-    """Keeps the reduction of gradients in float32, and inputs as they are; call before `prepare`.
+def configure(accelerator):
+    """Checks that Accelerate shards the model if it should, and sets how; call it before `prepare`.
 
-    By default Accelerate also reduces gradients in bf16, and casts floating-point inputs.
+    Gradients are reduced in float32, and inputs stay as they are: by default Accelerate also
+    reduces in bf16, and casts floating-point inputs. The state stays on the GPUs for whoever writes
+    or copies it: by default Accelerate first copies all of it to memory that is not pinned.
+
+    Raises:
+        UserError: it does not shard the model.
     """
-    if accelerator.is_fsdp2 and accelerator.mixed_precision == "bf16":
-        policy = MixedPrecisionPolicy(
+    if not requested():
+        return
+    if not accelerator.is_fsdp2:
+        raise UserError(
+            f"{launch.config_name()} asks for a sharded model, but accelerate "
+            f"{accelerate.__version__} would not shard it on {accelerator.device.type}: install "
+            "accelerate 1.15, or use 4gpu.yaml instead"
+        )
+    if accelerator.is_main_process:
+        print(f"the model is sharded over {accelerator.num_processes} processes")
+    patches.read_shards_with(shards.Reader)  # a checkpoint executes no code
+    plugin = accelerator.state.fsdp_plugin
+    plugin.state_dict_config.offload_to_cpu = False
+    if accelerator.mixed_precision == "bf16":
+        plugin.mixed_precision_policy = MixedPrecisionPolicy(
             param_dtype=torch.bfloat16, reduce_dtype=torch.float32, cast_forward_inputs=False
         )
-        accelerator.state.fsdp_plugin.mixed_precision_policy = policy
-
-
-def save_from_gpus(accelerator):
-    """Leaves the state of a sharded model where it is, for whoever writes or copies it.
-
-    By default Accelerate first copies all of it to memory of the host that is not pinned.
-    """
-    if accelerator.is_fsdp2:
-        accelerator.state.fsdp_plugin.state_dict_config.offload_to_cpu = False
 
 
 def use_model_blocks(accelerator, model):
@@ -177,35 +169,3 @@ def gathered(model):
     finally:
         if sharded:
             model.reshard()
-
-
-def _shard_on_cpu():
-    """Makes Accelerate select FSDP for processes on the CPU, as it does on GPUs.
-
-    FSDP2 works over gloo in both PyTorch and Accelerate. But Accelerate 1.15 does not select it on
-    a CPU: `AcceleratorState` switches to FSDP only if the distributed type is that of several GPUs,
-    and keeps DDP for processes on the CPU. And it does not say that the model is there.
-    """
-    decide = AcceleratorState.__init__
-
-    @wraps(decide)
-    def decide_for_cpu_too(self, *args, fsdp_plugin=None, **kwargs):
-        decide(self, *args, fsdp_plugin=fsdp_plugin, **kwargs)
-        if fsdp_plugin is not None and self.distributed_type == DistributedType.MULTI_CPU:
-            self.distributed_type = PartialState._shared_state["distributed_type"] = (
-                DistributedType.FSDP
-            )
-            self.fsdp_plugin = fsdp_plugin
-            if self._mixed_precision != "no":
-                fsdp_plugin.set_mixed_precision(self._mixed_precision)
-
-    AcceleratorState.__init__ = decide_for_cpu_too
-    shard = torch.distributed.fsdp.fully_shard
-
-    @wraps(shard)
-    def shard_there(module, *, mesh=None, **options):
-        # By default torch shards over the accelerator of the machine, such as that of a Mac.
-        mesh = mesh or init_device_mesh("cpu", (torch.distributed.get_world_size(),))
-        return shard(module, mesh=mesh, **options)
-
-    torch.distributed.fsdp.fully_shard = shard_there

@@ -23,27 +23,21 @@ class Pace:
     On a GPU these times are those of its kernels, between CUDA events, which nothing waits for.
     """
 
-    def __init__(self):
-        self._waited, self._spans, self._laps = 0.0, [], deque(maxlen=2)
+    def __init__(self, model):
+        """Args: model: as `prepare` returned it."""
+        self._spans, self._laps = [], deque(maxlen=2)
         self._sums, self._steps = [], 0
         self._slowest, self._in_a_row = None, 0
-
-    def watch(self, model):
-        """Measures the passes of a model that `prepare` returned."""
         if isinstance(model, DistributedDataParallel):
             on_gpu = next(model.parameters()).device.type == "cuda"
             self._now = _event if on_gpu else time.perf_counter
             model.register_forward_pre_hook(self._begin)
             model.register_forward_hook(self._follow)
 
-    def waited(self, seconds):
-        """Adds the time that this process has waited for a batch."""
-        self._waited += seconds
-
-    def end_step(self):
-        """Call it after each optimizer step."""
-        self._laps.append((self._waited, self._spans))
-        self._waited, self._spans = 0.0, []
+    def end_step(self, waited):
+        """Call it after each optimizer step; `waited`: seconds of waiting for batches in it."""
+        self._laps.append((waited, self._spans))
+        self._spans = []
 
     def microseconds(self):
         """The own time of this process in the step before the last one (int); 0: unknown, or told.
@@ -100,9 +94,6 @@ class Pace:
 
             # What is queued when the backward pass begins runs at its end, before DDP's wait.
             tensor.register_hook(lambda _: Variable._execution_engine.queue_callback(end))
-
-
-pace = Pace()
 
 
 def _compare(times):

@@ -1,6 +1,5 @@
-"""Loads checkpoints without executing code: neither Accelerate's pickles nor an index of shards."""
+"""Reads sharded state without executing code: its index is a pickle."""
 
-import contextlib
 import enum
 import pickle
 import stat
@@ -8,7 +7,6 @@ from pathlib import Path, PurePosixPath
 
 import torch
 import torch.distributed.checkpoint as dcp
-from torch.distributed.checkpoint import format_utils
 from torch.distributed.checkpoint.metadata import StorageMeta
 
 # The module that defines the data classes of an index; a later release may add some.
@@ -21,55 +19,6 @@ KNOWN = {
     | {name for name, value in vars(torch).items() if isinstance(value, torch.dtype)},
     "pathlib": {"PosixPath", "PurePosixPath"},
 }
-_refusals = []  # the errors with which the present `safe_loading` refused something
-
-
-@contextlib.contextmanager
-def safe_loading():
-    """While it is active, `torch.load` builds nothing but tensors and plain values.
-
-    Sharded state is read by `Reader`. Accelerate and torch ask for more: `weights_only=False` for
-    registered objects and for values in shards, and `pickle.load` for the index. So there is no
-    check before loading that a file could evade: what is loaded is what is checked.
-
-    Raises:
-        pickle.UnpicklingError: at the end of the block, if it was asked to build anything else; the
-            message says what. In between, torch turns that error into others.
-        Exception: that of a process for which sharded state could not be loaded.
-    """
-    original_load = torch.load
-    modules = (dcp, format_utils)
-    readers = [module.FileSystemReader for module in modules]
-
-    def load(*args, **options):
-        try:
-            return original_load(*args, **{**options, "weights_only": True})
-        except pickle.UnpicklingError as error:
-            _refusals.append(error)
-            raise
-
-    torch.load = load
-    for module in modules:
-        module.FileSystemReader = Reader
-    _refusals.clear()
-    try:
-        yield
-    except BaseException as error:
-        cause = _refusals[0] if _refusals else first_cause(error)
-        if cause is error:
-            raise
-        raise cause from None
-    finally:
-        torch.load = original_load
-        for module, reader in zip(modules, readers, strict=True):
-            module.FileSystemReader = reader
-
-
-def first_cause(error):
-    """The first error of a process, in place of the `CheckpointException` about those of all."""
-    if isinstance(error, dcp.CheckpointException):
-        return next(iter(error.failures.values()))[0]
-    return error
 
 
 class Reader(dcp.FileSystemReader):
@@ -82,13 +31,9 @@ class Reader(dcp.FileSystemReader):
             with path.open("rb") as file:
                 index = _Unpickler(file).load()
             self._check(index)
-        except pickle.UnpicklingError as error:
-            _refusals.append(error)
-            raise
         except (AttributeError, EOFError, IndexError, KeyError, TypeError, ValueError) as error:
             reason = f"{path.name} is not an index of sharded state: {error}"
-            _refusals.append(pickle.UnpicklingError(reason))
-            raise _refusals[-1] from None
+            raise pickle.UnpicklingError(reason) from None
         if getattr(index, "storage_meta", None) is None:
             index.storage_meta = StorageMeta()
         index.storage_meta.load_id = self.load_id

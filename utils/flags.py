@@ -1,0 +1,212 @@
+"""Flags that several training scripts share, beyond those of every run; each function adds some.
+
+`parser` is a `Parser`, and `group` a group of its flags.
+"""
+
+from pathlib import Path
+
+from utils.compilation import MODES
+from utils.report.hub import check_repository
+from utils.run.arguments import check_start
+from utils.run.domains import number
+from utils.schedule import schedule
+
+WORKERS = number(int, 0, most=256)  # more than a machine has cores
+# The flags that may change when a run continues. They do not change results (gradient accumulation:
+# up to rounding, and to the masks of dropout). `eval_samples` may not: scores of different samples
+# cannot be compared.
+MAY_CHANGE = {
+    "wait_for_checkpoints",
+    "patience",
+    "num_workers",
+    "profile",
+    "track",
+    "compile",
+    "gradient_accumulation_steps",
+    "push_to_hub",
+}
+
+
+def add_optimizer(parser, group, **defaults):
+    """Adds the flags for gradient accumulation, weight decay and clipping, with `defaults`."""
+    group.add_argument(
+        "--weight_decay", type=number(float, 0, most=100), help="weight decay of the optimizer"
+    )
+    group.add_argument(
+        "--max_grad_norm",
+        type=number(float, 0),
+        default=0.0,
+        help="clip gradients to this norm; 0: do not clip",
+    )
+    group.add_argument(
+        "--gradient_accumulation_steps",
+        type=number(int, 1, most=10_000),
+        default=1,
+        help="micro-batches per optimizer step",
+    )
+    parser.set_defaults(**defaults)
+
+
+def add_schedule(group, default):
+    """Adds `--lr_schedule`, with this default."""
+    group.add_argument(
+        "--lr_schedule",
+        type=schedule,
+        default=default,
+        metavar="NAME[:LOWEST]",
+        help="after warm-up: cosine, linear, constant, or wsd (constant, then linear over the "
+        "last fifth); cosine:0.1 falls to a tenth of --lr instead of 0",
+    )
+
+
+def add_compile(group, default):
+    """Adds `--compile`; `default` (str) says what happens without it."""
+    group.add_argument(
+        "--compile",
+        nargs="?",
+        const="default",
+        choices=MODES,
+        metavar="MODE",
+        help="torch.compile the model, in this mode; reduce-overhead records CUDA graphs, for "
+        f"steps that wait for the host; without the flag: {default}",
+    )
+
+
+def add_extras(group):
+    """Adds the flags for writing in the background, the Hub and trackers to those of the run."""
+    group.add_argument(
+        "--wait_for_checkpoints",
+        action="store_true",
+        help="wait until each checkpoint is on disk, instead of writing a copy of the state in "
+        "the background; saves the memory of the copy",
+    )
+    group.add_argument(
+        "--push_to_hub",
+        metavar="REPO",
+        help="upload the finished run to this model repository of the Hub",
+    )
+    group.add_argument(
+        "--track",
+        default="tensorboard",
+        help="experiment trackers of Accelerate, separated by commas (wandb, mlflow, ...), or none",
+    )
+    group.add_argument(
+        "--profile",
+        action="store_true",
+        help="write a torch.profiler trace of three steps to output_dir/profile",
+    )
+
+
+def add_eval_samples(group):
+    """Adds `--eval_samples`."""
+    group.add_argument(
+        "--eval_samples",
+        type=number(int, 0),
+        help="held-out samples per evaluation, the same each time (0: all; default: as many as "
+        "cost about 10 %% of the training); the last evaluation takes all",
+    )
+
+
+def add_patience(group):
+    """Adds `--patience`."""
+    group.add_argument(
+        "--patience",
+        type=number(int, 1),
+        help="end the run after this many evaluations without a better score",
+    )
+
+
+def add_dataset(parser, dataset, data_help, several=False):
+    """Adds `--dataset` and the quick checks of a script that trains on a data set.
+
+    Args:
+        dataset (str | None): the default of `--dataset`; None: it must be given.
+        data_help (str): what `--dataset` takes.
+        several (bool): whether `--dataset` takes several, which `args` has as a list.
+
+    Returns:
+        the group of the flags about data.
+    """
+    group = parser.add_argument_group("data")
+    options = dict(default=dataset, required=dataset is None, help=data_help)
+    options |= dict(default=[dataset], nargs="+") if several else {}
+    group.add_argument("--dataset", **options)
+    checks = parser.add_argument_group("quick checks (in a separate folder next to output_dir)")
+    checks.add_argument(
+        "--dry_run",
+        action="store_true",
+        help="train two steps, with evaluation and checkpoints, then stop",
+    )
+    checks.add_argument(
+        "--overfit_batch",
+        action="store_true",
+        help="train on one batch until the loss is about 0: can the model learn at all?",
+    )
+    return group
+
+
+def add_workers(group):
+    """Adds `--num_workers`."""
+    group.add_argument(
+        "--num_workers",
+        type=WORKERS,
+        default=0,
+        help="processes that load data, per training process",
+    )
+
+
+def add_labeled_images(group, val_fraction):
+    """Adds the flags of a script that trains on labeled images.
+
+    Args:
+        val_fraction (float | None): the default of `--val_fraction`; None: as for
+            `sources.find_images`.
+    """
+    without = "" if val_fraction else "; default: 0.1 if there is no test split either, else 0"
+    group.add_argument(
+        "--val_fraction",
+        type=number(float, 0, below=1, least=1e-6),
+        default=val_fraction,
+        help="share of each class to hold out of the training images, if there is no val split"
+        f"{without}",
+    )
+    group.add_argument(
+        "--columns",
+        nargs=2,
+        metavar=("IMAGE", "LABEL"),
+        help="the columns of a table with the images and the classes; default: the only ones",
+    )
+
+
+def parse_with_checks(parser):
+    """Parses the command line, and changes the arguments for `--dry_run` and `--overfit_batch`.
+
+    Both write to a folder of their own next to that of the run, which is emptied each time.
+
+    Returns:
+        Arguments: not frozen yet.
+    """
+    args = parser.parse_args()
+    if hasattr(args, "init_from"):
+        check_start(args)
+    if args.dry_run or args.overfit_batch:
+        args.push_to_hub = args.patience = None
+    if args.dry_run:
+        args.output_dir = f"{_folder(args.output_dir)}_dry_run"
+        args.max_train_steps = 2
+        args.eval_every = args.checkpoint_every = args.log_every = 1
+    elif args.overfit_batch:
+        args.output_dir = f"{_folder(args.output_dir)}_overfit_batch"
+        args.max_train_steps = args.max_train_steps or 200
+        # By default an epoch, which is one step.
+        args.checkpoint_every = args.checkpoint_every or 0
+        args.eval_every = args.eval_every or args.max_train_steps
+    if args.push_to_hub:
+        check_repository(args.push_to_hub)
+    return args
+
+
+def _folder(name):
+    """The name of a folder to which a suffix can be added; of `.` and such, the whole path."""
+    path = Path(name)
+    return path if path.name not in ("", "..") else path.resolve()

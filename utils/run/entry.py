@@ -1,0 +1,120 @@
+"""Runs the `main` of a script: turns errors into one line and an exit code.
+
+Imports only the standard library until `main` is called.
+"""
+
+import gc
+import os
+import signal
+import sys
+import time
+import traceback
+
+from utils.run import failures, launcher, process
+from utils.run.failures import RunFailed, UserError
+
+
+def run(main, explain=lambda error: None):
+    """Calls `main()` and ends the process.
+
+    Exit codes: 0 done, 1 failed, 2 invalid input, `PREEMPTED` stopped by a signal. An error is
+    printed once, by one process, and appears in the final report of the launcher.
+
+    Args:
+        explain (Callable): turns an error that only its module knows, such as that of a data
+            loader, into a `RunFailed`; None for others.
+    """
+    # Here, because it imports torch.
+    from torch.distributed.elastic.multiprocessing.errors import record
+
+    gc.freeze()  # excludes what the imports created from garbage collection
+    gc.enable()
+    try:
+        if process.state.refusal:
+            raise process.state.refusal
+        record(main)()
+    except SystemExit as error:
+        if error.code == process.PREEMPTED:
+            failures.report_to_launcher("stopped by a signal, as asked")
+            _exit(process.PREEMPTED)  # at once: Python would wait for a loader worker that is stuck
+        raise
+    except process.Interrupted:
+        process.exit_at_once(" in an evaluation, which the restart repeats")
+    except UserError as error:
+        _end_with_message(error)
+    except Exception as error:
+        # If a loader worker died, PyTorch's handler of this signal may otherwise raise while the
+        # error is formatted.
+        signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+        explanation = explain(error)
+        if explanation:
+            _end_with_message(explanation)
+        _end_with_failure(error)
+
+
+def _end_with_message(error):
+    line, rank_variable = str(error), error.rank_variable
+    before, _, message = line.rpartition(f"{type(error).__name__}: ")
+    if "in DataLoader worker" in before:  # raised in a worker: only this process knows it
+        rank_variable, line = None, message.strip()
+    failures.report_to_launcher(line)
+    if rank_variable and int(os.environ.get(rank_variable, 0)) != 0:
+        _wait_for_launcher(10)  # rank 0 prints the same error
+    else:
+        print(f"error: {line}", file=sys.stderr, flush=True)
+        _record(line + getattr(error, "more", ""), getattr(error, "retry", False))
+    _exit(1 if isinstance(error, RunFailed) else 2)
+
+
+def _end_with_failure(error):
+    line, retry = failures.describe(error), failures.may_pass(error)
+    if line is None:
+        traceback.print_exc()
+        text = str(error).strip()
+        line = f"{type(error).__name__}: {text.splitlines()[0] if text else ''}"
+    else:
+        failures.report_to_launcher(line)
+    if failures.is_lost_contact(error):
+        # Only the first of the processes that lost contact prints it.
+        _record(line, retry, before=f"error: {line}")
+        _wait_for_launcher(5)
+    else:
+        print(f"error: {line}", file=sys.stderr, flush=True)
+        _record(line, retry)
+    _exit(1)
+
+
+def _record(line, retry, before=None):
+    """Records why the run failed; if no process did so before, says how to continue."""
+    first = True
+    if process.state.failed:
+        try:
+            first = process.state.failed(line, retry)
+        except (OSError, UserError) as error:  # for example because the disk is full
+            text = f"warning: the run's status was not written: {error}"
+            print(text, file=sys.stderr, flush=True)
+    if first and before:
+        print(before, file=sys.stderr, flush=True)
+    if first and retry and process.state.failed:
+        print(failures.SAME_COMMAND, file=sys.stderr, flush=True)
+
+
+def _exit(code):
+    sys.stdout.flush()
+    process.finish_writing(process.SAVE_SECONDS)
+    # Not sys.exit: the destructor of a process group may wait forever for processes that exited.
+    os._exit(code)
+
+
+def _wait_for_launcher(seconds):
+    """Lets the launcher stop this process because of the one that failed first.
+
+    This process then exits with 0, so that the launcher's report, which lists all failed processes,
+    names only the first one.
+    """
+    for signum in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(signum, lambda *_: os._exit(0))
+    if process.state.signum is None:
+        time.sleep(seconds)
+    elif launcher.is_elastic():  # it was the launcher's
+        os._exit(0)

@@ -1,0 +1,195 @@
+"""Looks into the folder of a run before it starts: what is there, and may this run continue it?"""
+
+import math
+import shutil
+import sys
+from pathlib import Path
+from typing import NamedTuple
+
+from tqdm import tqdm
+
+from utils.run import checkpoint, manifest, record, status
+from utils.run.arguments import CONTINUE_RULE
+from utils.run.failures import UserError
+from utils.run.files import read_json
+
+
+class Identity(NamedTuple):
+    """What a run is, by which another start continues it.
+
+    Attributes:
+        arguments (dict): as `record.comparable` returns them.
+        data (dict): name -> text, of what the arguments lead to, such as a checksum of the data.
+        may_change (set): names of arguments that may differ.
+        resume (str): the value of `--resume`.
+    """
+
+    arguments: dict
+    data: dict
+    may_change: set
+    resume: str
+
+
+class Start(NamedTuple):
+    """From where a run starts.
+
+    Attributes:
+        results (dict | None): those of a run that has already finished.
+        checkpoint (Path | None), manifest (dict | None): the one to continue from.
+        run_id (str | None): of the run in the folder.
+        owner (str | None): who has the lock of the folder.
+    """
+
+    results: dict | None = None
+    checkpoint: Path | None = None
+    manifest: dict | None = None
+    run_id: str | None = None
+    owner: str | None = None
+
+
+def find(path, identity, plan):
+    """Finds out from where a run starts; main process only, which has claimed the folder.
+
+    Empties a folder that was left by --dry_run or --overfit_batch, if this run has that flag.
+
+    Args:
+        path (Path): the folder.
+        identity (Identity): of this run.
+        plan (Plan | None): None: a script without checkpoints.
+
+    Returns:
+        Start.
+
+    Raises:
+        UserError: the folder holds another run, all checkpoints are damaged, or the run has already
+            taken more steps than `plan` allows.
+    """
+    earlier = _check(path, identity)
+    script = record.script_hash()
+    if earlier and earlier.get("script", script) != script:
+        print(
+            f"warning: {sys.argv[0]} has changed since this run started: use another "
+            "--output_dir for a new run"
+        )
+    if earlier and status.read(path).get("state") == "finished":
+        results = read_json(path / "results.json")
+        if results and (plan is None or _has_ended(results, identity, plan)):
+            return Start(results=results)
+        if results and not manifest.all_in(path):
+            raise UserError(
+                f"the run in {path} has finished, and its checkpoints are gone: train its weights "
+                "further in another --output_dir"
+            )
+    run_id = (earlier or {}).get("run_id")
+    newest = checkpoint.find(path, identity.resume) if plan else None
+    if newest is None:
+        return Start(run_id=run_id)
+    place, contents = newest
+    check_same(contents, identity, place)
+    steps_taken = contents["progress"]["step"]
+    if plan.total_steps < steps_taken:
+        raise UserError(
+            f"--epochs or --max_train_steps ask for {plan.total_steps} steps, but the run has "
+            f"taken {steps_taken} already ({place}): give at least as many, or use another "
+            "--output_dir"
+        )
+    return Start(checkpoint=place, manifest=contents, run_id=run_id)
+
+
+def _has_ended(results, identity, plan):
+    """Whether a finished run is one for these arguments, too, or goes on."""
+    early = results.get("stopped_early")
+    if early:
+        patience = identity.arguments.get("patience") or math.inf
+        return early["total_steps"] == plan.total_steps and early["patience"] >= patience
+    return results["global_step"] == plan.total_steps
+
+
+def announce(accelerator, path, plan, start):
+    """Prints the length of a run, where it starts, and what has changed since its checkpoint.
+
+    Args: start (Start): as `find` returned it.
+    """
+    tqdm.write(f"{plan.total_steps} steps, {plan.steps_per_epoch} per epoch; output in {path}")
+    if start.checkpoint is None:
+        tqdm.write("starting at step 0")
+        return
+    tqdm.write(f"continuing from {start.checkpoint}")
+    before = start.manifest["total_steps"]
+    if before != plan.total_steps:
+        tqdm.write(f"length changed from {before} to {plan.total_steps} steps")
+    changes = record.changes(accelerator, start.manifest)
+    if changes:
+        tqdm.write(
+            f"warning: changed since that checkpoint: {', '.join(changes)}. The final weights "
+            "will not be exactly those of an uninterrupted run"
+        )
+
+
+def _check(path, identity):
+    """Returns args.json of the run in a folder, which this run may continue; None for a new one."""
+    earlier = read_json(path / "args.json")
+    of_a_run = isinstance(earlier, dict) and {"arguments", "data", "command"} <= earlier.keys()
+    if earlier is not None and not of_a_run:
+        raise UserError(
+            f"{path} has an args.json of another program or version: use another --output_dir"
+        )
+    for name in ("dry_run", "overfit_batch"):
+        if not (earlier and identity.arguments.get(name) and earlier["arguments"].get(name)):
+            continue
+        _empty(path)
+        earlier = None
+    if earlier is None:
+        # What a run has before its args.json, if it is stopped there.
+        begun = (".lock", ".args.json.", "checkpoints", "status.json", ".status.json.")
+        begun += manifest.JUNK
+        if any(not entry.name.startswith(begun) for entry in path.iterdir()):
+            raise UserError(
+                f"{path} is not empty and does not contain a run of these scripts: use another "
+                "--output_dir"
+            )
+    else:
+        _check_earlier(path, earlier, identity)
+    return earlier
+
+
+def _empty(path):
+    # args.json last: if this is killed, the folder still says whose it is.
+    for entry in sorted(path.iterdir(), key=lambda entry: entry.name == "args.json"):
+        if entry.name != ".lock":
+            shutil.rmtree(entry) if entry.is_dir() else entry.unlink()
+
+
+def _check_earlier(path, earlier, identity):
+    if identity.resume == "never":
+        raise UserError(
+            f"{path} already contains a run: with --resume never, use another --output_dir"
+        )
+    theirs, ours = (Path(words[0]).name for words in (earlier["command"], sys.argv))
+    if theirs != ours and earlier["arguments"].keys() != identity.arguments.keys():
+        raise UserError(f"{path} holds a run of {theirs}, not {ours}: use another --output_dir")
+    check_same(earlier, identity, path)
+
+
+def check_same(earlier, identity, place):
+    """Raises UserError, which lists each difference, if `earlier` is the record of another run.
+
+    Args:
+        earlier (dict): with `arguments` and `data`.
+        place: where it was recorded, a run's folder or a checkpoint.
+    """
+    arguments, may_change = identity.arguments, identity.may_change
+    differences = [
+        f"--{line}" for line in record.differences(earlier["arguments"], arguments, may_change)
+    ]
+    differences += record.differences(earlier["data"], identity.data)
+    if not differences:
+        return
+    weights = ""
+    if earlier["arguments"].get("model") == arguments.get("model") and "init_from" in arguments:
+        weights = f" (from these weights: --init_from {place})"
+    raise UserError(
+        f"{place} belongs to a run with other arguments: {', '.join(differences)}. "
+        f"{CONTINUE_RULE} Use the earlier values, or start a new run with another "
+        f"--output_dir{weights}"
+    )

@@ -1,0 +1,45 @@
+"""Batch norm over several processes."""
+
+import torch
+from torch.nn.modules.batchnorm import _BatchNorm
+
+from utils.run.failures import UserError
+from utils.run.output import notice
+
+
+def synchronize(accelerator, model, micro_batch_size, wanted):
+    """Makes batch norm compute its statistics over all processes, if `wanted`.
+
+    Call it after the optimizer was built. `torch.nn.SyncBatchNorm` needs GPUs. Otherwise each
+    process uses the statistics of its own `micro_batch_size` samples.
+
+    Returns:
+        nn.Module: the model, with the same parameters.
+
+    Raises:
+        UserError: that is a single sample, which has no statistics.
+    """
+    norms = (layer for layer in model.modules() if isinstance(layer, _BatchNorm))
+    if not any(norm.training for norm in norms):
+        return model
+    several = accelerator.num_processes > 1
+    if wanted and several and accelerator.device.type == "cuda":
+        return torch.nn.SyncBatchNorm.convert_sync_batchnorm(model)
+    if micro_batch_size == 1:
+        raise UserError(
+            "batch norm needs more than the one sample that each process computes at a time: use a "
+            "larger --batch_size, fewer --gradient_accumulation_steps or processes, or a model "
+            "without batch norm"
+        )
+    if accelerator.is_main_process and wanted and several:
+        notice(
+            f"--sync_batchnorm needs GPUs: here batch norm uses the {micro_batch_size} samples of "
+            "each process"
+        )
+    elif accelerator.is_main_process and micro_batch_size < 32:
+        notice(
+            f"batch norm uses the statistics of the {micro_batch_size} samples that a process "
+            "computes at a time: accuracy suffers from fewer than 32; use a larger --batch_size, "
+            "--sync_batchnorm on several GPUs, or a model without batch norm"
+        )
+    return model

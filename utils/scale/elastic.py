@@ -1,0 +1,46 @@
+"""Launches in which machines may leave and come back: `torchrun --nnodes MIN:MAX`."""
+
+import math
+import os
+
+from utils.run import launch, launcher
+
+
+def possible_processes(accelerator):
+    """The numbers of processes that this launch can have, in ascending order.
+
+    Usually only the present one. With `torchrun --nnodes MIN:MAX` machines may leave and come back,
+    and the run continues with those that are there. Machines with different numbers of processes
+    are not supported.
+    """
+    machines = int(os.environ.get("GROUP_WORLD_SIZE", 1))
+    nodes = launcher.option("--nnodes") or os.environ.get("PET_NNODES", "")
+    fewest, _, most = nodes.partition(":")
+    if not most or accelerator.num_processes % machines:
+        return [accelerator.num_processes]
+    each = accelerator.num_processes // machines
+    return [each * count for count in range(int(fewest), int(most) + 1)]
+
+
+def check(accelerator, batch_size, gradient_accumulation_steps):
+    """Checks that every possible number of processes divides the global batch, and says which.
+
+    Raises:
+        UserError: one does not; the message suggests the nearest sizes that all divide.
+    """
+    possible = possible_processes(accelerator)
+    if len(possible) == 1:
+        return
+    parts = math.lcm(*possible) * gradient_accumulation_steps
+    launch.check_division(batch_size, parts, f"{either(possible)} processes")
+    if accelerator.is_main_process:
+        print(
+            "elastic training: when machines leave or join, the run continues from its last "
+            f"checkpoint with {either(possible)} processes"
+        )
+
+
+def either(counts):
+    """Formats numbers: [2] as "2", [2, 4, 6] as "2, 4 or 6"."""
+    *others, last = map(str, counts)
+    return f"{', '.join(others)} or {last}" if others else last

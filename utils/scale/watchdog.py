@@ -1,0 +1,235 @@
+"""Watches a run: says who hangs and who is slow, and does what a person asks by a file.
+
+A thread in each process looks into the folder of the run once a second: a main thread that waits
+inside C++ runs nothing. A process that makes no progress creates the file `dump_stacks`, as a
+person may do. Every process then writes `stacks/rank_N.txt`, and one says where all of them are.
+With the file `save_now`, all processes save after the same step, and go on. SIGQUIT (Ctrl-\\) asks
+for the stacks, too.
+"""
+
+import contextlib
+import faulthandler
+import json
+import os
+import signal
+import sys
+import threading
+import time
+
+import torch
+import torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel
+
+from utils.run import process
+from utils.run.files import publish
+from utils.run.output import notice
+from utils.scale.pace import Pace
+
+ANSWER_SECONDS = 5.0  # for the other processes to write their files
+# What the innermost frame of a file does, where its function does not say it.
+WAITS = {"distributed_c10d.py": "waits in {name},", "graph.py": "is in the backward pass,"}
+
+
+class Watchdog:
+    """Watches the progress of all processes; one per process, made after the guard.
+
+    It also compares the speed of the processes, and before each save whether DDP has kept their
+    weights the same: a notice says if not.
+
+    Attributes:
+        request (Path), save_request (Path): the files by which a person asks.
+    """
+
+    def __init__(self, run, guard, accelerator, model, timeout):
+        """Starts to watch.
+
+        Args:
+            run (RunFolder): after `start`.
+            guard (Guard): all processes vote through it.
+            model: as `prepare` returned it.
+            timeout (float): `--timeout`; half of it without progress counts as hanging.
+        """
+        self._run, self._guard = run, guard
+        self._rank, self._ranks = accelerator.process_index, accelerator.num_processes
+        self._seconds, self._told = timeout / 2, self._ranks == 1
+        self.request, self.save_request = run.path / "dump_stacks", run.path / "save_now"
+        self._answered = self._reported = self._save_seen = None
+        self._save_asked, self._save_answered = False, None
+        self._pace, self._waited = Pace(model), 0.0
+        guard.attach(self)
+        self._quit = open(run.path / f".quit_{self._rank}", "w+")  # noqa: SIM115 (as long as the run)
+        os.unlink(self._quit.name)
+        faulthandler.register(signal.SIGQUIT, file=self._quit)
+        threading.Thread(target=self._watch, name="watchdog", daemon=True).start()
+
+    # ------------------------------------------------------------------ with the votes of the guard
+
+    def votes(self):
+        """For the guard: whether a person asks for a save, and the own time of each process."""
+        waited = self._run.meter.waited_seconds
+        self._pace.end_step(waited - self._waited)
+        self._waited = waited
+        asked, self._save_asked = self._save_asked, False
+        times = [0] * self._ranks
+        times[self._rank] = self._pace.microseconds()
+        return [int(asked), *times]
+
+    def hear(self, votes):
+        """For the guard: the maxima of the votes of all processes."""
+        if votes[0]:
+            self._run.ask_save()
+        self._pace.add(votes[1:])
+
+    def figures(self):
+        """For the log line of the training: how much slower the slowest process is, as a dict."""
+        return self._pace.read()
+
+    def check(self, model):
+        """For the guard: prints a notice, once, if the processes of DDP have different weights."""
+        with contextlib.suppress(OSError):
+            if self._rank == 0 and self.save_request.exists():
+                self.save_request.unlink()
+                self._run.print("asked by the file save_now: saves a checkpoint")
+        if self._told or not isinstance(model, DistributedDataParallel):
+            return
+        total = checksum(model)
+        bounds = torch.tensor([total, -total])
+        dist.all_reduce(bounds, dist.ReduceOp.MAX, group=self._guard.group)
+        self._told = bool(bounds[0] != -bounds[1])
+        if self._told and self._rank == 0:
+            notice(
+                "the processes have different weights, so their gradients were not averaged: "
+                "compute the loss with the model that `prepare` returned, not with the one inside"
+            )
+
+    # --------------------------------------------------------------------------------- the thread
+
+    def ask(self, reason):
+        """Asks every process for its stacks."""
+        writing = self._run.path / f".dump_stacks_{self._rank}"
+        # An error: another process was first, or the folder is gone, with the run.
+        with contextlib.suppress(OSError):
+            writing.write_text(reason)
+            publish(writing, self.request)  # with its text: others may look at any moment
+        with contextlib.suppress(OSError):
+            writing.unlink()
+
+    def _watch(self):
+        while True:
+            time.sleep(1)
+            self.look()
+
+    def look(self):
+        """Asks if there was no progress, and answers a new request."""
+        _refresh(self._run.path)
+        if os.fstat(self._quit.fileno()).st_size:  # faulthandler has written to it
+            self._quit.truncate(0)
+            self.ask("SIGQUIT")
+        moved_at = self._guard.moved_at
+        passed = time.monotonic() - moved_at
+        if passed > self._seconds and moved_at != self._reported:
+            self._reported = moved_at
+            self.ask(f"no progress for {passed:.0f} s")
+        with contextlib.suppress(OSError):
+            request = self.request.stat().st_mtime_ns
+            if request != self._answered:
+                self._answered = request
+                self._answer(request)
+        with contextlib.suppress(OSError):
+            request = self.save_request.stat().st_mtime_ns if self._rank == 0 else None
+            if request != self._save_seen:
+                self._save_seen, self._save_asked = request, True
+
+    def _answer(self, request):
+        reason = self.request.read_text().strip() or "asked by the file dump_stacks"
+        self._write(request)
+        states = self._others(request)
+        if min(states) == self._rank:
+            self.request.unlink(missing_ok=True)
+            print(f"{reason}: {describe(states, self._ranks)}", file=sys.stderr, flush=True)
+            print(f"all stacks: {self._run.path}/stacks", file=sys.stderr, flush=True)
+
+    def _write(self, request):
+        """Writes the file of this process: a line of JSON, then the stacks of all its threads."""
+        path = self._path(self._rank)
+        path.parent.mkdir(exist_ok=True)
+        state = {"request": request, "does": main_thread(), "last_step": self._guard.step}
+        state["last_step_agreed"] = self._guard.agreed
+        state["seconds_without_progress"] = round(time.monotonic() - self._guard.moved_at)
+        writing = path.with_suffix(".writing")
+        with open(writing, "w") as file:
+            print(json.dumps(state), file=file, flush=True)
+            faulthandler.dump_traceback(file, all_threads=True)
+        os.replace(writing, path)
+
+    def _others(self, request):
+        """The states of all processes that answer in time: rank -> dict."""
+        deadline, states = time.monotonic() + ANSWER_SECONDS, {}
+        while len(states) < self._ranks and time.monotonic() < deadline:
+            _refresh(self._run.path / "stacks")
+            for rank in range(self._ranks):
+                with contextlib.suppress(OSError, ValueError):
+                    state = json.loads(self._path(rank).read_text().partition("\n")[0])
+                    if state["request"] == request:
+                        states[rank] = state
+            time.sleep(0.1)
+        return states
+
+    def _path(self, rank):
+        return self._run.path / "stacks" / f"rank_{rank}.txt"
+
+
+def _refresh(folder):
+    """Lists a folder: until then, NFS may remember for a minute that a file in it did not exist."""
+    with contextlib.suppress(OSError):
+        os.listdir(folder)
+
+
+@torch.no_grad()
+def checksum(model):
+    """The sum of the bits of all parameters, read as integers (int): in any order the same."""
+    integers = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+    views = [weight.view(integers[weight.element_size()]) for weight in model.parameters()]
+    device = views[0].device  # a model can be on several
+    return torch.stack([view.sum().to(device) for view in views]).sum().item()
+
+
+def main_thread():
+    """What the main thread does, in words: what it waits for, and the function it is in."""
+    frame, does = sys._current_frames().get(threading.main_thread().ident), "is in"
+    while frame:
+        path = frame.f_code.co_filename
+        wait = WAITS.get(os.path.basename(path))
+        if wait and "torch" in path:
+            does = wait.format(name=frame.f_code.co_name)
+            break
+        frame = frame.f_back
+    return f"{does} {process.main_thread_place()}"
+
+
+def describe(states, ranks):
+    """One line: which processes are where.
+
+    Args:
+        states (dict): rank -> what it wrote.
+        ranks (int): how many processes there are.
+    """
+    groups = {}
+    for rank, state in sorted(states.items()):
+        groups.setdefault((state["does"], state["last_step"]), []).append(rank)
+    parts = []
+    for (does, step), members in groups.items():
+        seconds = max(states[rank]["seconds_without_progress"] for rank in members)
+        if len(members) > 1:
+            does = does.replace("is in", "are in", 1).replace("waits", "wait", 1)
+        parts.append(f"{_named(members)} {does} after step {step}, {seconds} s without progress")
+    silent = [rank for rank in range(ranks) if rank not in states]
+    if silent:
+        parts.append(f"{_named(silent)} did not answer: stopped, or lost")
+    return "; ".join(parts)
+
+
+def _named(ranks):
+    """`rank 2`, or `ranks 0, 1, 3`."""
+    noun = "rank" if len(ranks) == 1 else "ranks"
+    return f"{noun} {', '.join(map(str, ranks))}"

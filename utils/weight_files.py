@@ -1,0 +1,175 @@
+"""Reads weights in any format: those of `utils/run/weights.py`, pickles, sharded checkpoints."""
+
+import os
+import tempfile
+from pathlib import Path
+from pickle import UnpicklingError
+
+import torch
+from torch.distributed.checkpoint import format_utils
+
+from utils.run import manifest, weights
+from utils.run.checkpoint import CheckpointException, first_cause, only_weights
+from utils.run.collectives import run_on_main
+from utils.run.failures import UserError
+from utils.run.files import regular_file
+from utils.run.weights import first_line, shared_prefix, unwrapped
+from utils.scale import patches, shards
+
+PICKLES = (".pth", ".pt", ".ckpt")
+SHARDS = "pytorch_model_fsdp_0"  # where Accelerate saves the weights of a sharded model
+AVERAGED = "custom_checkpoint_0.pkl"  # where it saves the first registered object
+# Where the training scripts of torchvision and timm, of Lightning and many others, put the weights.
+ENTRIES = ("model", "state_dict", "model_state_dict")
+
+
+def read(path):
+    """Reads weights from a run's folder, one of its checkpoints, a `.safetensors`, `.pth` or `.pt`.
+
+    Any topology may have written them. Of a checkpoint of a run that averages its weights
+    (`utils/ema.py`), these are the averaged ones, as they are in the run's final weights.
+
+    Returns:
+        weights.Saved: the weights, the config of the model, and the arguments of the run.
+
+    Raises:
+        UserError: there is no such file, it holds no weights, or loading it would execute code.
+    """
+    file = Path(path) / "model.safetensors"
+    if not (Path(path) / SHARDS).exists():
+        file = weights.find(Path(path))
+    sharded = (file.parent / SHARDS).exists() and not file.exists()
+    place = file.parent / SHARDS if sharded else file
+    try:
+        if sharded:
+            saved = weights.described(file, _read_shards(place), None)
+        elif file.suffix in PICKLES:
+            saved = weights.described(file, _read_pickle(file), None)
+        else:
+            saved = weights.read(file)
+        averaged = _read_averaged(file.parent) if manifest.read(file.parent) else None
+        return saved._replace(state=averaged or saved.state)
+    except (Exception, CheckpointException) as error:
+        cause = first_cause(error)
+        reason = first_line(cause) if place.exists() else "no such file"
+        if isinstance(cause, UnpicklingError):
+            reason = f"it would execute code when loaded: {reason}"
+        elif not isinstance(cause, OSError | EOFError | RuntimeError | ValueError):
+            raise
+        raise UserError(f"cannot read weights from {place}: {reason}") from None
+
+
+def _read_averaged(folder):
+    """The averaged weights that were registered for checkpointing; None without any."""
+    if not (folder / AVERAGED).exists():
+        return None
+    saved = torch.load(regular_file(folder / AVERAGED), map_location="cpu", weights_only=True)
+    if not isinstance(saved, dict) or "n_averaged" not in saved:
+        return None
+    return unwrapped({name: value for name, value in saved.items() if name != "n_averaged"})
+
+
+def initialize(accelerator, model, path):
+    """Loads weights, and nothing else, into a model that is not prepared yet.
+
+    Call it on every process.
+
+    Only the main process loads them: `prepare` sends its weights to the others, under DDP and FSDP
+    alike. If the last layer has another size, it keeps its initial weights, and a message names it.
+
+    Args:
+        path (str | None): as for `read`; None: the model stays as it is.
+
+    Raises:
+        UserError: the file has no weights, or those of another model.
+    """
+    if path is not None:
+        run_on_main(accelerator, lambda: print(_read_into(model, path)))
+
+
+def fitted(state, model):
+    """`state` under the names of `model`, which may have wrappers that `state` lacks."""
+    values = model.state_dict()
+    own = dict(zip(unwrapped(values), values, strict=True))
+    found = {own.get(name, name): value for name, value in unwrapped(state).items()}
+    places = {value.data_ptr(): name for name, value in values.items() if name in found}
+    for name, value in values.items():  # a checkpoint has tied weights once
+        if name not in found and value.data_ptr() and value.data_ptr() in places:
+            found[name] = found[places[value.data_ptr()]]
+    return found
+
+
+def _read_into(model, path):
+    saved = read(path)
+    return load_into(model, saved.state, f"--init_from {path}: {saved.file}", saved.file)
+
+
+def load_into(model, state, place, file):
+    """Loads weights into a model.
+
+    If its last layer is missing or has another size, it keeps its initial weights.
+
+    Args:
+        state (dict): tensors by name.
+        place, file: where they are from, for an error and for the message.
+
+    Returns:
+        str: a message about what was loaded.
+
+    Raises:
+        UserError: they are those of another model.
+    """
+    own, state = model.state_dict(), fitted(state, model)
+    wrapper = shared_prefix(state)
+    if wrapper and wrapper != shared_prefix(own):
+        place = f"{place} (all its names begin with `{wrapper}`)"
+    prefix = next(reversed(own)).rpartition(".")[0] + "."
+    last_layer = [name for name in own if name.startswith(prefix)]
+    same_size = all(name in state and state[name].shape == own[name].shape for name in last_layer)
+    replaced = [] if same_size else last_layer
+    expected = {name: value for name, value in own.items() if name not in replaced}
+    rest = {name: state[name] for name in state.keys() - own.keys() if name.startswith(prefix)}
+    weights.check_fit(
+        {name: value for name, value in state.items() if name not in rest and name not in replaced},
+        expected,
+        place,
+    )
+    loaded = {name: state[name] for name in expected}
+    model.load_state_dict(loaded, strict=False)
+    note = (
+        f"; the last layer, for other classes, keeps its initial weights: {', '.join(replaced)}"
+        if replaced
+        else ""
+    )
+    return f"{len(loaded)} of {len(own)} tensors initialized from {file}{note}"
+
+
+def _read_shards(folder):
+    manifest.refuse_links(folder)
+    # In /tmp, which may be small, only if the run belongs to somebody else.
+    beside = folder.parent.parent
+    beside = beside if os.access(beside, os.W_OK) else None
+    with tempfile.TemporaryDirectory(dir=beside) as temporary:
+        merged = Path(temporary) / "merged.pt"
+        patches.read_shards_with(shards.Reader)
+        with only_weights():
+            format_utils.dcp_to_torch_save(folder, merged)
+            state = torch.load(merged)["model"]
+    return unwrapped(state)
+
+
+def _read_pickle(file):
+    """The weights in a file of `torch.save`, which may hold more; executes no code."""
+    try:
+        state = torch.load(regular_file(file), map_location="cpu", weights_only=True)
+    except (OSError, EOFError, RuntimeError, ValueError, UnpicklingError):
+        raise
+    except Exception as error:  # a damaged pickle raises errors of any type
+        raise ValueError(f"it is damaged ({type(error).__name__})") from None
+    for key in ENTRIES:
+        if isinstance(state, dict) and isinstance(state.get(key), dict):
+            state = state[key]
+    values = state.values() if isinstance(state, dict) and state else [None]
+    if not all(isinstance(value, torch.Tensor) for value in values):
+        raise ValueError("it does not hold the weights of a model by their names")
+    return unwrapped(state)

@@ -20,9 +20,6 @@ from harness.data import SMALL_DATA, make_folder, write_small_data
 from harness.launches import CIFAR, COLD, SMALL, run_once
 from harness.machines import Machine
 
-from utils.run import process
-from utils.scale import stacks
-
 if importlib.util.find_spec("hypothesis"):
     import hypothesis
 
@@ -108,19 +105,6 @@ def pytest_runtest_makereport(item):
         promise = f"{name}: {item.function.__doc__}" if item.function.__doc__ else name
         report.longrepr.reprtraceback.reprentries[0].lines.insert(0, f"BROKEN PROMISE: {promise}")
     return report
-
-
-@pytest.fixture(autouse=True)
-def unwatched(monkeypatch):
-    """A run that a test starts in its own process does not watch over the tests that follow."""
-    monkeypatch.setattr(stacks.Watcher, "start", lambda watcher: None)
-
-
-@pytest.fixture(autouse=True)
-def waits_for_nothing():
-    """Threads that stand for processes may leave behind what they have waited for."""
-    with process.waiting_for(None):
-        yield
 
 
 @pytest.fixture(autouse=True)

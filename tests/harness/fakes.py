@@ -21,6 +21,7 @@ def accelerator(processes=1, rank=0, device="cpu", registered=(), schedulers=(),
         "is_fsdp2": False,
         "scaler": None,
         "optimizer_step_was_skipped": False,
+        "_optimizers": [],
         "_custom_objects": list(registered),
         "_schedulers": list(schedulers),
     }

@@ -5,8 +5,8 @@ takes the place of another function. It strikes at the N-th call of that: with `
 that rank. For the faults that have an argument, that is what follows the colon.
 
 This is the one place of the tests that may reach into the product: into what the strings that begin
-with "utils." name, and `manifest.SHARED_CHECKS`, `gpu.skip_whole_steps`, `process.signal_name` and
-`saving.wait_for_newest`. Of what is private in libraries, it uses `_models`, `_mixed_precision` and
+with "utils." name, and `manifest.SHARED_CHECKS`, `process.signal_name` and
+`BackgroundWriter.wait_for_newest`. Of what is private in libraries, it uses `_models`, `_mixed_precision` and
 `_prepare_backend` of Accelerate, and `StateDictStager` and `torch._dynamo.utils` of torch.
 """
 
@@ -217,7 +217,7 @@ def rename(original, source, target, **kwargs):
     """Around the moment at which the checkpoint gets its final name."""
     strike = str(source).endswith(".writing") and strikes()
     if strike and name == "lost_before_rename":
-        saving.wait_for_newest = lambda: None  # this is the thread that writes it
+        saving.BackgroundWriter.wait_for_newest = lambda _: None  # this is the thread that writes
         lose_machine()
     elif strike and name == "die_before_rename":
         kill()
@@ -226,12 +226,13 @@ def rename(original, source, target, **kwargs):
         kill()
 
 
-@replaces("utils.scale.saving.Writer.start")
-def fill_disk(original, *args):
-    full, ballast = strikes(), pathlib.Path(argument, "ballast")
+@replaces("utils.scale.saving.BackgroundWriter.start")
+def fill_disk(original, self, writes, finish):
+    full = bool(writes) and strikes()  # without writes, old checkpoints are deleted
+    ballast = pathlib.Path(argument, "ballast")
     if full:
         fill(ballast)
-    future = original(*args)
+    future = original(self, writes, finish)
     if full:
         future.add_done_callback(lambda _: ballast.unlink(missing_ok=True))
     return future
@@ -287,19 +288,12 @@ def infinite_gradient(original, self, loss):
         next(gradient for gradient in gradients if gradient is not None).fill_(float("inf"))
 
 
-@starts_with
-def fp16():
+@replaces("accelerate.Accelerator.__init__", "fp16")
+def scale(original, self, *args, **kwargs):
     """Not a fault of the script: gradients are scaled as in fp16 on a GPU (but computed in float32).
 
     Those of the N-th step overflow, and the process dies in the step after the colon.
     """
-    from utils.run import gpu
-
-    gpu.skip_whole_steps()
-
-
-@replaces("accelerate.Accelerator.__init__", "fp16")
-def scale(original, self, *args, **kwargs):
     original(self, *args, **kwargs)
     self.scaler = torch.amp.GradScaler("cpu", init_scale=2.0**10, growth_interval=3)
 
@@ -376,7 +370,8 @@ def gpus():
     """This machine has N, of the compute capability after the colon."""
     torch.cuda.device_count = lambda: int(when)
     torch.cuda.get_device_name = lambda *_: "Tesla T4"
-    torch.cuda.get_device_capability = lambda *_: tuple(map(int, argument.split(".")))
+    torch.cuda.is_bf16_supported = lambda including_emulation: float(argument) >= 8
+    torch.cuda.device = lambda _: contextlib.nullcontext()
 
 
 @replaces("accelerate.Accelerator.__init__", "gpus")

@@ -51,7 +51,7 @@ class BackgroundWriter:
         process.before_exit(self.wait_for_newest)
         # A lock that the thread holds, of OpenSSL for instance, would stay locked in a loader
         # worker.
-        os.register_at_fork(before=self.wait_for_newest)
+        os.register_at_fork(before=lambda: self.wait_for_newest())
 
     def capture(self, wait):
         """A block that yields a list of functions, which write files that it would have written.

@@ -131,6 +131,7 @@ from utils.images.augment import augment, normalize
 from utils.language.text import synthetic_text
 from utils.report import plots
 from utils.report.measurements import Measurements, clock
+from utils.report.output import writing_to
 from utils.run import devices, entry
 from utils.run.arguments import Parser
 from utils.run.domains import number
@@ -139,7 +140,6 @@ from utils.run.files import (
     read_json_lines,
     write_json,
     write_text,
-    writing_to,
 )
 from utils.run.record import versions
 

@@ -45,7 +45,8 @@ import psutil
 import torch
 import torch.distributed as dist
 
-from utils.report import plots, text
+from utils.report import plots
+from utils.report.output import columns
 from utils.run import launch
 from utils.run.arguments import SECONDS, Parser
 from utils.run.domains import number
@@ -354,7 +355,7 @@ def table(entries, skews):
             f"{skew * 1e3:+.1f} ms",
         )
         rows.append(row)
-    return text.columns(rows)
+    return columns(rows)
 
 
 # -------------------------------------------------------------------------- speed of communication

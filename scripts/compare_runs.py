@@ -18,13 +18,14 @@ import numpy as np
 # Finds `utils` next to this script (a copy) or one folder up (the repository).
 sys.path.insert(1, str(Path(__file__).resolve().parents[1]))
 from utils import flags
-from utils.report import plots, text
+from utils.report import plots
+from utils.report.output import columns, writing_to
 from utils.report.plots import for_plot
 from utils.run import entry, manifest
 from utils.run.arguments import MAY_CHANGE, Parser
 from utils.run.domains import number
 from utils.run.failures import UserError
-from utils.run.files import read_json, writing_to
+from utils.run.files import read_json
 
 NOT_METRICS = {"split", "step", "epoch", "score", "samples", "seconds"}
 LINE_STYLES = ("-", "--", ":", "-.")
@@ -106,7 +107,7 @@ def table(runs, metric):
     """
     rows = [("run", "steps", "samples", "seconds", f"last {metric}", f"{metric} at best score")]
     rows += [result_row(run, metric) for run in runs]
-    results = text.columns(rows)
+    results = columns(rows)
     shared = set.intersection(*(set(run["arguments"]) for run in runs))
     shared -= MAY_CHANGE | flags.MAY_CHANGE
     differing = []
@@ -117,7 +118,7 @@ def table(runs, metric):
     if not differing:
         return results
     header = ("argument", *(run["name"] for run in runs))
-    return f"{results}\n\n{text.columns([header, *differing])}"
+    return f"{results}\n\n{columns([header, *differing])}"
 
 
 def result_row(run, metric):

@@ -58,12 +58,13 @@ from utils.images.transforms import EvalTransform
 from utils.language.text import load_to_evaluate
 from utils.report import plots
 from utils.report.hub import AT_THE_TOP
+from utils.report.output import writing_to
 from utils.report.progress import Progress
 from utils.run import devices, entry, launch, weights
 from utils.run.arguments import Parser
 from utils.run.collectives import local_main_first, run_on_all, run_on_main
 from utils.run.failures import UserError
-from utils.run.files import read_json, write_json, write_text, writing_to
+from utils.run.files import read_json, write_json, write_text
 from utils.run.output import one_line
 
 

@@ -72,12 +72,12 @@ from torch import nn
 
 from utils.report import plots
 from utils.report.measurements import Measurements, clock
+from utils.report.output import writing_to
 from utils.run import entry, launch, output
 from utils.run.arguments import BATCH, Parser
 from utils.run.collectives import run_on_main
 from utils.run.domains import number
 from utils.run.failures import UserError
-from utils.run.files import writing_to
 
 FIRST_BUCKET, BUCKET = 2**20, 25 * 2**20
 # Share of the memory for weights, gradients and optimizer states; the rest is for activations.

@@ -144,11 +144,6 @@ def _verify_and_check(path):
     return saved
 
 
-def is_own(path, folder):
-    """Whether a checkpoint is in the folder of this run, and not in that of another one."""
-    return Path(path).resolve().is_relative_to(Path(folder).resolve())
-
-
 def load(accelerator, path):
     """Loads a verified checkpoint into everything that was prepared and registered.
 

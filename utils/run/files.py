@@ -1,6 +1,5 @@
 """Reads and writes small files that survive a power cut, and locks folders."""
 
-import contextlib
 import errno
 import fcntl
 import json
@@ -84,22 +83,6 @@ def publish(writing, target):
     except OSError:  # no links on this file system
         if not target.exists():
             os.replace(writing, target)
-
-
-@contextlib.contextmanager
-def writing_to(folder):
-    """Makes the folder of a script's output, and yields its path.
-
-    Raises:
-        UserError: an OSError in the block, as one line.
-    """
-    folder = Path(folder)
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        yield folder
-    except OSError as error:
-        reason = error.strerror or error
-        raise UserError(f"cannot write to {folder}: {reason}; give another --output_dir") from None
 
 
 def write_json(path, value):

@@ -13,15 +13,13 @@ from pathlib import Path
 
 from tqdm import tqdm
 
-from utils.run import checkpoint, failures, manifest, opening, process, record, status
+from utils.run import checkpoint, failures, manifest, opening, process, record
 from utils.run.arguments import LENGTH, MAY_CHANGE
-from utils.run.best import Best
-from utils.run.claim import Place, check_shared, claim
+from utils.run.claim import Place, check_shared
 from utils.run.collectives import run_on_all, run_on_main, same_everywhere, wait_for_all
-from utils.run.failures import UserError
 from utils.run.files import write_json
-from utils.run.metrics import Meter, Metrics, memory_bytes, summary
-from utils.run.saves import Saves
+from utils.run.metrics import Meter, Metrics, summary
+from utils.run.saves import Best, Saves
 
 
 class RunFolder:
@@ -91,22 +89,11 @@ class RunFolder:
         if start.checkpoint:
             self.progress, self.init_from = start.manifest["progress"], None
         if self.finished and plan and self.is_main:
-            print(summary(self.finished, self.path, "this run has already finished, nothing to do"))
-            patience = ", or a larger --patience" if "stopped_early" in self.finished else ""
-            print(
-                "to train longer, run the same command with a larger --epochs or --max_train_steps"
-                f"{patience}"
-            )
+            opening.announce_finished(self.path, self.finished)
 
     def _claim_and_find(self):
-        self._claim = claim(self.path)
-        process.record_with(failed=lambda reason, retry: self._claim.undo() or True)
-        try:
-            start = opening.find(self.path, self.identity, self._plan)
-        except UserError:
-            self._claim.undo()
-            raise
-        return start._replace(owner=self._claim.owner)
+        self._claim, start = opening.claim_and_find(self.path, self.identity, self._plan)
+        return start
 
     def start(self, rates=None):
         """Loads the checkpoint that `open` found, if any, and opens the logs.
@@ -127,14 +114,14 @@ class RunFolder:
         step = self.progress.get("step", 0)
         self.evaluation_due = self.progress.get("evaluation_due", False)
         self._resumed_from, self._start_time = step, time.perf_counter()
-        failed, preempted = partial(status.write_failure, self.path), self._record_preempted
+        failed, preempted = partial(record.write_failure, self.path), self._record_preempted
         process.record_with(failed, preempted if self.is_main else None)
         if self.is_main:  # first, since it says whose folder this is
             run = {"arguments": self.identity.arguments, "data": self.identity.data}
             run |= {"run_id": self.run_id, "total_steps": plan and plan.total_steps}
             self.record = record.write(self.path, accelerator, run, step)
-            status.write(self.path, "running", f"from step {step}", step=step)
-            status.tell_batch_script(self.path, step)
+            record.write_status(self.path, "running", f"from step {step}", step=step)
+            record.tell_batch_script(self.path, step)
         self.meter = Meter(accelerator.device, self._args.batch_size, rates or {})
         self.metrics = Metrics(self.path, accelerator, plan, self.meter, step, self._loggers)
         keep = getattr(self._args, "keep_checkpoints", 1)
@@ -253,7 +240,7 @@ class RunFolder:
 
     def _record_preempted(self, reason):
         step, again = self._saves.newest_step, failures.SAME_COMMAND
-        status.write(self.path, "preempted", reason, step=step, next=again)
+        record.write_status(self.path, "preempted", reason, step=step, next=again)
 
     def finish(self, step, **figures):
         """Writes results.json and the status `finished`; call it once the weights are written.
@@ -264,17 +251,8 @@ class RunFolder:
         """
         self._place.check()
         self._saves.finish()
-        seconds, samples = self.train_seconds(), step * self._args.batch_size
-        self.results = {
-            **figures,
-            "global_step": step,
-            "samples_seen": samples,
-            "train_seconds": seconds,
-            "samples_per_second": samples / seconds,
-            "num_processes": self.accelerator.num_processes,
-            "peak_memory_bytes": memory_bytes(self.accelerator.device),
-            "resumed_from": self._resumed_from,
-        }
+        self.results = {**figures, **self.metrics.totals(step, self.train_seconds())}
+        self.results["resumed_from"] = self._resumed_from
         if self.out_of_patience():
             early = {"patience": self._args.patience, "total_steps": self._plan.total_steps}
             self.results["stopped_early"] = early
@@ -283,13 +261,15 @@ class RunFolder:
             self.results["best_checkpoint"] = best and best.name
             self.metrics.close_bar()
             self.write_results(self.results)
-            process.record_with(partial(status.write_failure, self.path))  # nothing is left to do
+            process.record_with(partial(record.write_failure, self.path))  # nothing is left to do
 
     def write_results(self, results):
         """Writes results.json, then the status `finished`."""
         if self.is_main:
             write_json(self.path / "results.json", results)
-            status.write(self.path, "finished", self._best.reason(), step=results["global_step"])
+            record.write_status(
+                self.path, "finished", self._best.reason(), step=results["global_step"]
+            )
 
     def close(self, next_command=None):
         """Finishes the loggers and prints a summary. Waits for all processes.

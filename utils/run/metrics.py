@@ -104,6 +104,18 @@ class Metrics:
         if self._is_main:
             os.fsync(self._file.fileno())
 
+    def totals(self, step, seconds):
+        """The last part of results.json: what a run of so many steps (int) and seconds took."""
+        samples = step * self._meter.batch_size
+        return {
+            "global_step": step,
+            "samples_seen": samples,
+            "train_seconds": seconds,
+            "samples_per_second": samples / seconds,
+            "num_processes": self._accelerator.num_processes,
+            "peak_memory_bytes": memory_bytes(self._accelerator.device),
+        }
+
     def close_bar(self):
         """Removes the progress bar."""
         if self._is_main:
@@ -133,6 +145,7 @@ class Meter:
     time between two log lines is correct.
 
     Attributes:
+        batch_size (int): samples per optimizer step.
         waited_seconds (float): the time that the loop has waited for batches, in total.
     """
 
@@ -143,7 +156,7 @@ class Meter:
             rates (dict): name -> amount per sample, of additional rates (such as
                 `tokens_per_second`).
         """
-        self._device, self._batch_size, self._rates = device, batch_size, rates
+        self._device, self.batch_size, self._rates = device, batch_size, rates
         self.waited_seconds = 0.0
         self.restart(0)
 
@@ -170,7 +183,7 @@ class Meter:
         """
         seconds = max(time.perf_counter() - self._since, 1e-9)
         steps = max(step - self._step, 1)
-        samples_per_second = steps * self._batch_size / seconds
+        samples_per_second = steps * self.batch_size / seconds
         speeds = {"samples_per_second": samples_per_second}
         for name, per_sample in self._rates.items():
             speeds[name] = samples_per_second * per_sample

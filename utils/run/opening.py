@@ -8,10 +8,12 @@ from typing import NamedTuple
 
 from tqdm import tqdm
 
-from utils.run import checkpoint, manifest, record, status
+from utils.run import checkpoint, manifest, process, record
 from utils.run.arguments import CONTINUE_RULE
+from utils.run.claim import claim
 from utils.run.failures import UserError
 from utils.run.files import read_json
+from utils.run.metrics import summary
 
 
 class Identity(NamedTuple):
@@ -47,8 +49,8 @@ class Start(NamedTuple):
     owner: str | None = None
 
 
-def find(path, identity, plan):
-    """Finds out from where a run starts; main process only, which has claimed the folder.
+def claim_and_find(path, identity, plan):
+    """Claims the folder of a run, and finds out from where it starts; main process only.
 
     Empties a folder that was left by --dry_run or --overfit_batch, if this run has that flag.
 
@@ -58,12 +60,23 @@ def find(path, identity, plan):
         plan (Plan | None): None: a script without checkpoints.
 
     Returns:
-        Start.
+        tuple[Claim, Start].
 
     Raises:
-        UserError: the folder holds another run, all checkpoints are damaged, or the run has already
-            taken more steps than `plan` allows.
+        UserError: the folder cannot be written, is in use, or holds another run; all checkpoints
+            are damaged; or the run has already taken more steps than `plan` allows.
     """
+    claimed = claim(path)
+    process.record_with(failed=lambda reason, retry: claimed.undo() or True)
+    try:
+        start = _find(path, identity, plan)
+    except UserError:
+        claimed.undo()
+        raise
+    return claimed, start._replace(owner=claimed.owner)
+
+
+def _find(path, identity, plan):
     earlier = _check(path, identity)
     script = record.script_hash()
     if earlier and earlier.get("script", script) != script:
@@ -71,7 +84,7 @@ def find(path, identity, plan):
             f"warning: {sys.argv[0]} has changed since this run started: use another "
             "--output_dir for a new run"
         )
-    if earlier and status.read(path).get("state") == "finished":
+    if earlier and record.read_status(path).get("state") == "finished":
         results = read_json(path / "results.json")
         if results and (plan is None or _has_ended(results, identity, plan)):
             return Start(results=results)
@@ -103,6 +116,16 @@ def _has_ended(results, identity, plan):
         patience = identity.arguments.get("patience") or math.inf
         return early["total_steps"] == plan.total_steps and early["patience"] >= patience
     return results["global_step"] == plan.total_steps
+
+
+def announce_finished(path, results):
+    """Prints the results of a run that has already finished, and how to train longer."""
+    print(summary(results, path, "this run has already finished, nothing to do"))
+    patience = ", or a larger --patience" if "stopped_early" in results else ""
+    print(
+        "to train longer, run the same command with a larger --epochs or --max_train_steps"
+        f"{patience}"
+    )
 
 
 def announce(accelerator, path, plan, start):

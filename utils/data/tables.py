@@ -4,11 +4,10 @@ import contextlib
 import csv
 import glob
 import hashlib
-import os
 import re
 from pathlib import Path
 
-from utils.data import splits as split_names
+from utils.data.splits import refuse_almost_splits, split_of
 from utils.run.failures import UserError, full_disk
 
 # The reader of the `datasets` library for each kind of file.
@@ -59,14 +58,15 @@ def files_by_split(root, files):
         dict[str, list[Path]]: split -> files; all are `train` if no name says a split.
 
     Raises:
-        UserError: some names say a split and others do not, or none says train.
+        UserError: some names say a split and others do not, or not exactly; or none says train.
     """
-    stems = {file: re.sub(STRIPPED, "", os.path.basename(file)) for file in files}
-    said, found = split_names.assign(sorted(set(stems.values()))), {}
+    split_of_file, found = {}, {}
     for file in files:
-        folders = map(split_names.split_of, reversed(file.split("/")[:-1]))
-        split = said.get(stems[file]) or next(filter(None, folders), None)
+        parts = re.sub(STRIPPED, "", file).split("/")
+        split = next(filter(None, map(split_of, reversed(parts))), None)
+        split_of_file[file] = split
         found.setdefault(split, []).append(Path(root) / file)
+    refuse_almost_splits(root, split_of_file)
     if list(found) == [None] or len(found) == 1:
         return {"train": next(iter(found.values()))}
     if None in found:
@@ -166,7 +166,7 @@ def name_splits(name, tables, left_out):
         return {"train": next(iter(tables.values()))}
     named = {}
     for own_name in tables:
-        split = split_names.split_of(own_name)
+        split = split_of(own_name)
         if split is None:
             left_out.add("splits of other names", own_name)
         elif split in named:

@@ -8,8 +8,8 @@ The split is optional. Instead, folders of splits may have a table each: `train/
 
 import os
 
-from utils.data import splits as split_names
 from utils.data.scan import Scanner
+from utils.data.splits import split_of
 from utils.images.image_folder import EXTENSIONS
 from utils.run.failures import UserError
 
@@ -28,9 +28,11 @@ def find(root):
     whole = _in(root)
     if whole:
         return {None: whole}
-    folders = [entry.name for entry in os.scandir(root) if entry.is_dir()]
-    said = split_names.assign(sorted(folders))
-    found = {split: file for name, split in said.items() if (file := _in(root / name))}
+    found = {}
+    for folder in sorted(path for path in root.iterdir() if path.is_dir()):
+        split, file = split_of(folder.name), _in(folder)
+        if split and file:
+            found[split] = file
     return found if "train" in found else {}
 
 
@@ -98,7 +100,7 @@ def _by_split(name, table, file, split):
         return {split or "train": range(len(table))}
     found = {}
     for row, value in enumerate(table["split"]):
-        part = split_names.split_of(str(value))
+        part = split_of(str(value))
         if part is None:
             raise UserError(
                 f"--dataset {name}: the split of {table[row]} in {file} is {value}: it must be "

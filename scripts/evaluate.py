@@ -48,7 +48,7 @@ from utils import scores
 from utils.data.loaders import evaluation_batch_size, loader_options
 from utils.data.report import agree
 from utils.images import pretrained
-from utils.images.arrays import load_arrays, on_device
+from utils.images.arrays import load_arrays, load_arrays_to_evaluate, on_device
 from utils.images.augment import normalize
 from utils.images.image_batches import ImageBatches
 from utils.images.image_folder import unlabeled
@@ -128,7 +128,7 @@ def evaluate_cifar(accelerator, args, saved):
             f"{saved.file} is not a model of train_cifar.py or train_images.py, but '{name}'"
         )
     config = saved.config or {}
-    data, dataset = load_data(accelerator, args, saved, load_arrays, config.get("scaling"))
+    data, dataset = load_data(accelerator, args, saved, load_arrays)
     check_classes(data, dataset, config.get("class_names", data.class_names), saved)
     shown = next(name for name in ("all", "test", "val") if name in data.splits)
     split = data.splits[shown]
@@ -173,13 +173,13 @@ def evaluate_images(accelerator, args, saved):
     if args.tta or args.model:
         raise UserError("--tta and --model are for models of train_cifar.py")
     class_names, preprocessing = (saved.config[key] for key in ("class_names", "preprocessing"))
-    scaling, shown = preprocessing.get("scaling"), None
+    shown = None
     if args.images:
-        images, details = run_on_all(accelerator, lambda: unlabeled(args.images, scaling))
+        images, details = run_on_all(accelerator, lambda: unlabeled(args.images))
         if accelerator.is_main_process:
             print("\n  ".join([f"{len(images):,} images in {args.images}", *details]))
     else:
-        data, dataset = load_data(accelerator, args, saved, find_images, scaling)
+        data, dataset = load_data(accelerator, args, saved, find_images)
         check_classes(data, dataset, class_names, saved)
         shown = "val" if "train" in data.splits else next(iter(data.splits))
         images = data.splits[shown]
@@ -507,14 +507,13 @@ def write_figures(accelerator, args, run, file, shown, results, said):
 DATA_OPTIONS = ("seed", "val_fraction", "image_column", "label_column")
 
 
-def load_data(accelerator, args, saved, load, scaling):
+def load_data(accelerator, args, saved, load):
     """Loads the data set that the model was trained on, with its splits, or another one as a whole.
 
     `--dataset` may name the same one in another place.
 
     Args:
         load: `find_images` or `load_arrays`.
-        scaling (dict | None): of pixel values in training.
 
     Returns:
         tuple: the data; its name. Of another data set there is one split: `test` or `val`, if it
@@ -530,7 +529,7 @@ def load_data(accelerator, args, saved, load, scaling):
 
     def load_it():
         try:
-            data = load(name, scaling=scaling, **options)
+            data = load(name, **options)
         except UserError:
             if same or name == "synthetic":
                 raise
@@ -541,9 +540,8 @@ def load_data(accelerator, args, saved, load, scaling):
         class_names = (saved.config or {}).get("class_names")
         if class_names is None:
             raise UserError(f"{saved.file} does not name its classes: no other data set fits")
-        if load is find_images:
-            return find_to_evaluate(name, class_names, scaling=scaling, **columns)
-        return load_arrays(name, class_names=class_names, scaling=scaling, **columns)
+        load_other = find_to_evaluate if load is find_images else load_arrays_to_evaluate
+        return load_other(name, class_names, **columns)
 
     data = local_main_first(accelerator, load_it)
     agree(accelerator, name, data)

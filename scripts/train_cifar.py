@@ -37,7 +37,7 @@ from torch.utils.data import DataLoader
 from utils import schedule
 from utils.compilation import compile_model
 from utils.data.loaders import evaluation_batch_size
-from utils.data.report import agree, describe_scaling
+from utils.data.report import agree
 from utils.images.arrays import load_arrays, on_device
 from utils.images.augment import augment, normalize
 from utils.muon import MuonSGD
@@ -342,7 +342,7 @@ model = nn.Sequential(OrderedDict(whiten=nn.Conv2d(3, 24, 2), act=nn.GELU(),
 """,
 }
 PREDICT = """model.load_state_dict(load_file("model.safetensors"))
-image = ImageOps.exif_transpose(Image.open("image.png")).convert("RGB"){scaled}
+image = ImageOps.exif_transpose(Image.open("image.png")).convert("RGB")
 pixels = v2.functional.pil_to_tensor(image)
 pixels = v2.functional.center_crop(v2.functional.resize(pixels, [32]), [32, 32]).float()
 x = v2.functional.normalize(pixels, {mean}, {std})
@@ -354,7 +354,6 @@ def describe_model(config):
     """What the model card says about a model, for `run.close`."""
     names = config["class_names"]
     colors = {name: [round(value, 3) for value in config[name]] for name in ("mean", "std")}
-    colors["scaled"] = describe_scaling(config.get("scaling"))
     code = (LAYERS[config["model"]] + PREDICT).format(classes=len(names), **colors)
     return {
         "title": f"{config['model']}, {len(names)} classes",
@@ -389,7 +388,7 @@ def main():
         model.fit_whitening(normalize(images[:5000], mean.cpu(), std.cpu()))
     weights.initialize(accelerator, model, run.init_from)
     config = {"model": args.model, "class_names": data.class_names}
-    config |= {"mean": mean.tolist(), "std": std.tolist(), "scaling": data.scaling}
+    config |= {"mean": mean.tolist(), "std": std.tolist()}
     compile_model(accelerator, model, args.compile, dynamic=False)  # each image size on its own
     optimizer = build_optimizer(model, args)
     model = ddp.sync_batch_norm(accelerator, model, micro_batch_size, args.sync_batchnorm)

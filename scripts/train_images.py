@@ -41,7 +41,7 @@ from utils import schedule, scores
 from utils.compilation import compile_model
 from utils.data import subset
 from utils.data.loaders import EpochSampler, ending_workers, evaluation_batch_size, loader_options
-from utils.data.report import agree, describe_scaling
+from utils.data.report import agree
 from utils.ema import MovingAverage
 from utils.images import image_cache, pretrained
 from utils.images.augment import normalize
@@ -351,7 +351,7 @@ preprocess = v2.Compose([
     v2.ToDtype(torch.float32, scale=True),
     v2.Normalize({mean}, {std}),
 ])
-image = ImageOps.exif_transpose(Image.open("image.jpg")).convert("RGB"){scaled}
+image = ImageOps.exif_transpose(Image.open("image.jpg")).convert("RGB")
 x = preprocess(v2.functional.pil_to_tensor(image))
 probabilities = model(x[None]).softmax(1)[0]  # of the classes above
 ```"""
@@ -369,7 +369,6 @@ def describe_model(config, args):
     values = dict(model=config["model"], classes=len(names), options=options)
     more = f" and {len(names) - 50} more" if len(names) > 50 else ""
     about = f"Classes: {', '.join(map(for_markdown, names[:50]))}{more}."
-    values["scaled"] = describe_scaling(config["preprocessing"].get("scaling"))
     if args.ema_decay:
         about += f" The weights are averages with a decay of up to {args.ema_decay}."
     usage = USAGE.format(**values, **config["preprocessing"])
@@ -411,7 +410,7 @@ def main():
     eval_samples = subset.count_evaluated(run, plan, args, len(data.splits["val"]))
     set_seed(args.seed)
     start_from = None if run.progress else args.weights
-    wanted = (args.image_size, args.eval_resize, data.scaling)
+    wanted = (args.image_size, args.eval_resize)
     config = run.progress.get("config") or run_on_main(
         accelerator, lambda: pretrained.describe(args.model, start_from, data.class_names, *wanted)
     )

@@ -55,7 +55,7 @@ def test_a_file_is_of_the_split_that_it_names_or_else_of_that_of_its_folder(word
 def test_names_that_are_almost_splits_are_refused(train, held_out, data):
     """Unless one of them is without such a word: then they are names like any other."""
     files = [f"{data.draw(almost(train))}.txt", f"{data.draw(almost(held_out))}.txt"]
-    with pytest.raises(UserError, match="to (val|test|train) if it is a split"):
+    with pytest.raises(UserError, match=r"to (val|test|train) if it is a split"):
         files_by_split(Path("data"), files)
     others = [*files, "docs.txt"]
     assert files_by_split(Path("data"), others) == {"train": [Path("data") / f for f in others]}

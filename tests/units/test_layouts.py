@@ -10,7 +10,7 @@ import pytest
 from PIL import Image
 
 from utils.data.scan import read_regular
-from utils.images.arrays import load_arrays
+from utils.images.arrays import load_arrays, load_arrays_to_evaluate
 from utils.images.decoding import BadImage
 from utils.images.image_folder import unlabeled
 from utils.images.sources import find_images, find_to_evaluate
@@ -188,7 +188,7 @@ def test_other_data_is_evaluated_as_a_whole_with_the_labels_of_the_model(tmp_pat
     ]
     for number, (paths, expected) in enumerate(cases):
         root = write(tmp_path / str(number), *paths.split())
-        arrays = load_arrays(root, class_names=model)
+        arrays = load_arrays_to_evaluate(root, model)
         for data in (find_to_evaluate(root, model), arrays):
             assert counts(data) == expected and data.class_names == model
             labels = next(iter(data.splits.values())).labels.tolist()
@@ -197,4 +197,4 @@ def test_other_data_is_evaluated_as_a_whole_with_the_labels_of_the_model(tmp_pat
     with pytest.raises(UserError, match="class emu of its train split is not in those of the"):
         find_to_evaluate(other, model)
     with pytest.raises(UserError, match="class emu of its train split is not in those of the"):
-        load_arrays(other, class_names=model)
+        load_arrays_to_evaluate(other, model)

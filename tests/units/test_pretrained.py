@@ -63,11 +63,11 @@ def test_a_head_for_other_classes_is_replaced_though_it_has_the_same_size(tmp_pa
 def test_a_model_of_auxiliary_classifiers_is_built_without_them(tmp_path):
     """And takes weights of one that has them."""
     name = "googlenet"
-    described = pretrained.describe(name, None, ["a", "b"], size=64, scaling={"float": [0, 1]})
+    described = pretrained.describe(name, None, ["a", "b"], size=64)
     options = dict(aux_logits=False, init_weights=True)
     assert described["options"] == options and described["class_names"] == ["a", "b"]
     values = dict(resize=73, crop=64, interpolation="bilinear", mean=[0.5] * 3, std=[0.5] * 3)
-    assert described["preprocessing"] == values | {"scaling": {"float": [0, 1]}}
+    assert described["preprocessing"] == values
     model = pretrained.build(described)
     state = model.state_dict() | {"aux1.conv.conv.weight": torch.ones(1), "fc.bias": torch.ones(2)}
     torch.save(state, tmp_path / "a.pth")
@@ -134,9 +134,9 @@ def test_the_preprocessing_is_that_of_the_weights(tmp_path):
     assert pretrained.preprocessing("swin_t", bicubic)["interpolation"] == "bicubic"
     # Of a run, it is that of the run, whatever the model.
     own = dict(resize=40, crop=32, interpolation="bicubic", mean=[0.1] * 3, std=[0.2] * 3)
-    weights.export(tmp_path, small(), config() | {"preprocessing": own | {"scaling": {}}})
+    weights.export(tmp_path, small(), config() | {"preprocessing": own})
     described = pretrained.describe(SQUEEZENET, str(tmp_path), "abc", resize=36)
-    assert described["preprocessing"] == own | {"resize": 36, "scaling": {}}
+    assert described["preprocessing"] == own | {"resize": 36}
     found = pretrained.find("inception_v3", str(tmp_path))
     assert pretrained.preprocessing("inception_v3", found)["std"] == [0.2] * 3
 

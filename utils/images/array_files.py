@@ -126,7 +126,8 @@ def _images(name, split, arrays):
             return np.ascontiguousarray(np.broadcast_to(found, (*found.shape[:3], 3)))
     raise UserError(
         f"--dataset {name}: {split}_images is {images.dtype} {list(images.shape)}, not uint8 "
-        "[images, height, width, 3], [images, 3, height, width] or [images, height, width]"
+        "[images, height, width, 3], [images, 3, height, width] or [images, height, width] (the "
+        "recipe eight_bits of scripts/README.md converts other values)"
     )
 
 

@@ -10,7 +10,6 @@ from PIL import features
 from utils.data import splits as split_names
 from utils.data.report import LeftOut
 from utils.data.scan import UNREADABLE, Scanner
-from utils.images import pixels
 from utils.images.decoding import Files, Images
 from utils.run.failures import UserError
 
@@ -80,16 +79,11 @@ def find(root, layouts, class_names=None):
     return images, names, scanner.left_out
 
 
-def unlabeled(path, scaling=None):
+def unlabeled(path):
     """Finds the images in a folder and below it, or takes a single file; all labels are 0.
 
-    Args:
-        scaling (dict | None): that of the training images, see `pixels`; without one, it is decided
-            by these images.
-
     Returns:
-        tuple[Images, list[str]]: images, sorted by name; lines about how their values are scaled
-        and what else is in the folder.
+        tuple[Images, list[str]]: images, sorted by name; lines about what else is in the folder.
 
     Raises:
         UserError: there are none.
@@ -107,11 +101,7 @@ def unlabeled(path, scaling=None):
         raise UserError(f"--images {path}: it has no images{f' ({seen})' if seen else ''}")
     labels = np.zeros(len(files), dtype=np.int64)
     images = Images(Files(root, sorted(files)), np.arange(len(files)), labels)
-    said = pixels.describe(scaling or {}, "as in training")
-    if not scaling:
-        scaling, said = pixels.find_scaling(path, images.subsample(pixels.SAMPLE).headers())
-    images.scaling = scaling
-    return images, [*said, *left_out.lines()]
+    return images, left_out.lines()
 
 
 # ----------------------------------------------------------------------------------------- splits

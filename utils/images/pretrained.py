@@ -71,7 +71,7 @@ def without_weights(name):
         return torchvision.models.get_model(name, **options).to("meta")
 
 
-def describe(name, choice, class_names, size=None, resize=None, scaling=None):
+def describe(name, choice, class_names, size=None, resize=None):
     """Describes a model: its `config` is what is needed to build it again and to use it.
 
     Args:
@@ -79,7 +79,6 @@ def describe(name, choice, class_names, size=None, resize=None, scaling=None):
         choice (str | None): the weights to start with, as for `find`.
         class_names (list[str]): in the order of the labels.
         size, resize (int | None): as for `preprocessing`.
-        scaling (dict | None): of pixel values other than 8 bits, see `data.pixels`.
 
     Returns:
         dict: `model`, `options`, `class_names`, `preprocessing`.
@@ -91,8 +90,7 @@ def describe(name, choice, class_names, size=None, resize=None, scaling=None):
         model=name,
         options=OPTIONS.get(name, {}),
         class_names=list(class_names),
-        preprocessing=preprocessing(name, find(name, choice), size, resize)
-        | {"scaling": scaling or {}},
+        preprocessing=preprocessing(name, find(name, choice), size, resize),
     )
 
 

@@ -22,7 +22,7 @@ from utils.data.tables import (
     local_path,
     name_splits,
 )
-from utils.images import array_files, image_folder, metadata, pixels, synthetic
+from utils.images import array_files, image_folder, metadata, synthetic
 from utils.images.decoding import Images
 from utils.images.storage import Files, Rows
 from utils.run.failures import UserError
@@ -41,21 +41,17 @@ class ImageSplits:
     `splits` has `train`, and `val`, `test` or both. `class_names` are in the order of the labels.
     `description` is one line with a checksum, which differs if an image was added, removed, renamed
     or changed (`Images.fingerprint` says what it does not see of a thousand files). `details` are
-    more lines: the classes, how values are scaled, what was left out. `scaling` is that of pixel
-    values other than 8 bits, see `pixels`.
+    more lines: the classes, and what was left out.
     """
 
     splits: dict[str, Images]
     class_names: list[str]
     description: str
     details: list[str] = field(default_factory=list)
-    scaling: dict = field(default_factory=dict)
 
 
-def find_images(
-    name, *, seed=0, val_fraction=0.1, image_column=None, label_column=None, scaling=None
-):
-    """Finds the images of a data set and their classes; decodes none but a sample.
+def find_images(name, *, seed=0, val_fraction=0.1, image_column=None, label_column=None):
+    """Finds the images of a data set and their classes; decodes none.
 
     A data set without a `val` split gets one, from `train`: an equal share of every class. So no
     script has to choose by results on test data.
@@ -70,8 +66,6 @@ def find_images(
             and their names.
         image_column, label_column (str | None): columns of a table; None: the only ones that have
             images and classes.
-        scaling (dict | None): that of other images, see `pixels`; without one, it is decided by
-            these images.
 
     Returns:
         ImageSplits.
@@ -106,15 +100,15 @@ def find_images(
             raise UserError(
                 f"--dataset {name}: its {split} split has no image of class {missing[0]}{others}"
             )
-    return _described(name, splits, class_names, left_out, scaling)
+    return _described(splits, class_names, left_out)
 
 
-def find_to_evaluate(name, class_names, *, image_column=None, label_column=None, scaling=None):
+def find_to_evaluate(name, class_names, *, image_column=None, label_column=None):
     """Finds labeled images that a trained model has not seen.
 
     Args:
         class_names (list[str]): those of the model, of which the data set may lack some.
-        image_column, label_column, scaling: as for `find_images`.
+        image_column, label_column: as for `find_images`.
 
     Returns:
         ImageSplits: with one split, `test` or else `val`, if the data set has it; else `all`.
@@ -127,7 +121,7 @@ def find_to_evaluate(name, class_names, *, image_column=None, label_column=None,
     used = {"all" if split == "train" else split: splits[split]}
     for other in splits.keys() - {split}:
         left_out.add(f"images of the {other} split", splits[other].name(0), len(splits[other]))
-    return _described(name, used, class_names, left_out, scaling)
+    return _described(used, class_names, left_out)
 
 
 def _find(name, seed, image_column, label_column, class_names=None):
@@ -143,18 +137,12 @@ def _find(name, seed, image_column, label_column, class_names=None):
     return found or _from_table(name, path, image_column, label_column, class_names)
 
 
-def _described(name, splits, class_names, left_out, scaling):
+def _described(splits, class_names, left_out):
     splits = {s: splits[s] for s in ("train", "val", "test", "all") if s in splits}
-    said = pixels.describe(scaling or {}, "as in training")
-    if not scaling:
-        sample = next(iter(splits.values())).subsample(pixels.SAMPLE)
-        scaling, said = pixels.find_scaling(name, sample.headers())
-    for images in splits.values():
-        images.scaling = scaling
     fingerprints = {split: images.fingerprint() for split, images in splits.items()}
     description = describe_images(splits, class_names, fingerprints)
-    details = [*count_classes(splits, class_names), *said, *left_out.lines()]
-    return ImageSplits(splits, class_names, description, details, scaling)
+    details = [*count_classes(splits, class_names), *left_out.lines()]
+    return ImageSplits(splits, class_names, description, details)
 
 
 def split_off(labels, name_of, class_names, seed, fraction):

@@ -89,6 +89,8 @@ def load_table(
 ):
     """Loads rows with the `datasets` library.
 
+    All values of CSV files are strings, exactly as they are written: 007 and NA are text.
+
     Args:
         name (str): a Hub id, a folder in the Hub's layout, or a file with one of the suffixes in
             `READERS`; files with any other suffix are read as text.
@@ -116,8 +118,10 @@ def load_table(
         suffix = next(iter(files.values()))[0].suffix.lower()
         reader = reader or READERS.get(suffix, "text")
         for file in (file for some in files.values() for file in some):
-            if reader == "csv" and "index_col" not in options:
-                header(file)
+            if reader == "csv":
+                # Of all columns: with `usecols`, pandas would cut off longer rows.
+                converters = dict.fromkeys(header(file), str)
+                options |= dict(converters=converters, keep_default_na=False)
             if "::" in str(file):  # the library takes what follows for a path in an archive
                 raise UserError(f"--dataset {name}: rename {file}, because of the `::`")
         # The library takes names for patterns. It knows files by their time of change; and here by

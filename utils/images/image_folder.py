@@ -10,6 +10,7 @@ from PIL import features
 from utils.data import splits as split_names
 from utils.data.report import LeftOut
 from utils.data.scan import UNREADABLE, Scanner
+from utils.data.tables import describes_itself
 from utils.images.decoding import Files, Images
 from utils.run.failures import UserError
 
@@ -21,6 +22,22 @@ EXTENSIONS = {
 }
 # Files in which a data set in the Hub's layout keeps its rows.
 TABLES = {*".parquet .arrow .jsonl .ndjson .json .csv .tsv .tar .zip".split()}
+# A list of the images in a folder, with a column `file_name`.
+LISTS = ("metadata.csv", "metadata.jsonl", "metadata.parquet")
+
+
+def list_in(folder):
+    """The file that lists the images of a folder and their classes; None: there is none.
+
+    Raises:
+        UserError: there are two.
+    """
+    files = [folder / name for name in LISTS if (folder / name).is_file()]
+    if len(files) > 1:
+        raise UserError(
+            f"{folder} has {files[0].name} and {files[1].name}: remove or rename one of them"
+        )
+    return files[0] if files and not describes_itself(folder) else None
 
 
 def find(root, layouts, class_names=None):

@@ -81,19 +81,18 @@ class Rows:
         folder (Path | None): relative paths start here and stay here; None: no file is read, but
             those in `allowed`.
         in_files (bool): whether the column has paths only.
-        allowed (tuple): other folders in which files may be. The rows of somebody else's table must
-            not name any file of this machine, whose image could end up in a published plot.
-        anywhere (bool): absolute paths may name any file: a list that a person wrote.
+        allowed (tuple | None): other folders in which files may be. The rows of somebody else's
+            table must not name any file of this machine, whose image could end up in a published
+            plot. None: absolute paths may name any file, in a list that a person wrote.
     """
 
-    def __init__(
-        self, rows, place, version, folder=None, in_files=False, allowed=(), anywhere=False
-    ):
+    def __init__(self, rows, place, version, folder=None, in_files=False, allowed=()):
         self._rows, self._place, self._version = rows, place, version
         self._folder, self._in_files = Path(os.path.abspath(folder or ".")), in_files
-        allowed = [os.path.abspath(path) for path in (*allowed, *([folder] if folder else ()))]
-        self._allowed = {*allowed, *map(os.path.realpath, allowed)}
-        self._anywhere = anywhere
+        self._anywhere = allowed is None
+        folders = [os.path.abspath(path) for path in allowed or ()]
+        folders += [os.path.abspath(folder)] if folder else []
+        self._allowed = {*folders, *map(os.path.realpath, folders)}
 
     def __len__(self):
         return len(self._rows)

@@ -355,11 +355,6 @@ image = ImageOps.exif_transpose(Image.open("image.jpg")).convert("RGB")
 x = preprocess(v2.functional.pil_to_tensor(image))
 probabilities = model(x[None]).softmax(1)[0]  # of the classes above
 ```"""
-# An MNASNet asks for its version, for which a safetensors file has no place.
-LOAD = 'model.load_state_dict(load_file("model.safetensors"))'
-LOAD_MNASNET = """weights = collections.OrderedDict(load_file("model.safetensors"))
-weights._metadata = {"": {"version": 2}}
-model.load_state_dict(weights)"""
 
 
 def describe_model(config, args):
@@ -371,17 +366,12 @@ def describe_model(config, args):
     about = f"Classes: {', '.join(map(for_markdown, names[:50]))}{more}."
     if args.ema_decay:
         about += f" The weights are averages with a decay of up to {args.ema_decay}."
-    usage = USAGE.format(**values, **config["preprocessing"])
-    if config["model"].startswith("mnasnet"):
-        usage = usage.replace(LOAD, LOAD_MNASNET).replace(
-            "import", "import collections\n\nimport", 1
-        )
     return {
         "title": f"{config['model']}, {len(names)} classes",
         "library": "torchvision",
         "task": "image-classification",
         "about": about,
-        "usage": usage,
+        "usage": USAGE.format(**values, **config["preprocessing"]),
     }
 
 

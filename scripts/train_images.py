@@ -200,7 +200,7 @@ def build_loaders(accelerator, data, preprocess, eval_samples, args):
     train_loader = DataLoader(
         train_set,
         args.batch_size // args.gradient_accumulation_steps,
-        sampler=EpochSampler(len(train_set), args.batch_size, args.seed),
+        sampler=EpochSampler(len(train_set), args.batch_size, args.seed, with_epoch=True),
         drop_last=True,
         persistent_workers=args.num_workers > 0,
         **options,

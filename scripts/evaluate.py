@@ -44,10 +44,9 @@ import torch.nn.functional as F
 from accelerate import Accelerator, DataLoaderConfiguration
 from torch.utils.data import DataLoader
 
-from utils import scores
 from utils.data.loaders import evaluation_batch_size, loader_options
 from utils.data.report import agree
-from utils.images import pretrained
+from utils.images import pretrained, scores
 from utils.images.arrays import load_arrays, load_arrays_to_evaluate, on_device
 from utils.images.augment import normalize
 from utils.images.image_batches import ImageBatches

@@ -37,13 +37,13 @@ from accelerate import Accelerator, skip_first_batches
 from accelerate.utils import set_seed
 from torch.utils.data import DataLoader
 
-from utils import schedule, scores
+from utils import schedule
 from utils.compilation import compile_model
 from utils.data import subset
 from utils.data.loaders import EpochSampler, ending_workers, evaluation_batch_size, loader_options
 from utils.data.report import agree
 from utils.ema import MovingAverage
-from utils.images import image_cache, pretrained
+from utils.images import image_cache, pretrained, scores
 from utils.images.augment import normalize
 from utils.images.image_batches import ImageBatches
 from utils.images.mixing import Mix

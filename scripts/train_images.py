@@ -194,7 +194,8 @@ def build_loaders(accelerator, data, preprocess, eval_samples, args):
     if not args.overfit_batch:
         names = ("min_scale", "flip", "auto_augment", "random_erasing")
         augmentation = {name: getattr(args, name) for name in names}
-        train_transform = TrainTransform(args.seed, train_size, preprocess, **augmentation)
+        training = preprocess | {"crop": train_size}
+        train_transform = TrainTransform(args.seed, training, **augmentation)
     # In training, the next image replaces one that cannot be read, so that all batches are full.
     train_set = ImageBatches(data.splits["train"], train_transform, args.on_bad_image, replace=True)
     train_loader = DataLoader(

@@ -26,7 +26,7 @@ def train(tmp_path_factory):
 
 def change(seed=0):
     more = dict(auto_augment="trivial", random_erasing=0.5)
-    return TrainTransform(seed, 32, PREPROCESS, **more)
+    return TrainTransform(seed, PREPROCESS, **more)
 
 
 def test_an_image_depends_on_seed_epoch_and_id_only(train):

@@ -60,11 +60,11 @@ def png_16(values):
     rows = b"".join(b"\0" + row.astype(">u2").tobytes() for row in values)
     header = struct.pack(">IIBBBBB", width, height, 16, color, 0, 0, 0)
     chunks = ((b"IHDR", header), (b"IDAT", zlib.compress(rows)), (b"IEND", b""))
-    return decoding.PNG + b"".join(chunk(name, body) for name, body in chunks)
+    return b"\x89PNG\r\n\x1a\n" + b"".join(chunk(name, body) for name, body in chunks)
 
 
-def chunk(name, body, damaged=False):
-    checksum = zlib.crc32(name + body) ^ damaged
+def chunk(name, body):
+    checksum = zlib.crc32(name + body)
     return struct.pack(">I", len(body)) + name + body + struct.pack(">I", checksum)
 
 
@@ -111,19 +111,10 @@ GOOD = encoded(SHOWN)
 EXIF = b"II*\0\x08\0\0\0\x01\0\x12\x01\x03\0\x01\0\0\0\x01\0\0\0\0\0\0\0"
 
 
-BLOCKS = [
-    chunk(b"eXIf", EXIF, damaged=True),
-    chunk(b"eXIf", b"no EXIF at all"),
-    chunk(b"eXIf", EXIF[:12]),
-    chunk(b"eXIf", b""),
-    chunk(b"tEXt", b"Author\0somebody", damaged=True),
-    chunk(b"tIME", b"\0\0", damaged=True),
-]
-
-
-@pytest.mark.parametrize("block", BLOCKS)
-def test_damaged_metadata_hides_no_image(block):
+@pytest.mark.parametrize("exif", [b"no EXIF at all", EXIF[:12], b""])
+def test_damaged_exif_data_hides_no_image(exif):
     """Before the pixels or behind them."""
+    block = chunk(b"eXIf", exif)
     for at in (33, len(GOOD) - 12):
         shown = Encoded(GOOD[:at] + block + GOOD[at:]).pixels()
         assert shown[0].tolist() == np.asarray(SHOWN).tolist()

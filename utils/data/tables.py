@@ -39,7 +39,7 @@ def local_path(name, alternatives):
     path = Path(name).expanduser()
     if path.exists():
         return path
-    known = {*READERS, ".txt", ".npz", ".safetensors"}
+    known = {*READERS, ".txt", ".npz"}
     if name.startswith((".", "/", "~")) or path.suffix.lower() in known:
         raise UserError(f"--dataset {name}: there is no such file or folder; {alternatives}")
     return None

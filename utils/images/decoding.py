@@ -9,13 +9,11 @@ import functools
 import hashlib
 import io
 import os
-import struct
-import zlib
 from dataclasses import dataclass
 
 import numpy as np
 import torch
-from PIL import Image, UnidentifiedImageError
+from PIL import Image, features
 
 from utils.images.storage import Files, Pixels, Rows
 
@@ -24,11 +22,13 @@ TURN = Image.Transpose
 # What turns an image of each orientation upright.
 UPRIGHT = {1: None, 2: TURN.FLIP_LEFT_RIGHT, 3: TURN.ROTATE_180, 4: TURN.FLIP_TOP_BOTTOM}
 UPRIGHT |= {5: TURN.TRANSPOSE, 6: TURN.ROTATE_270, 7: TURN.TRANSVERSE, 8: TURN.ROTATE_90}
-# What is tried first, and what needs all plugins of Pillow. Not PostScript, say, for which Pillow
-# starts another program.
-COMMON = ("JPEG", "PNG", "GIF", "BMP", "PPM")
-OTHERS = ("WEBP", "TIFF", "AVIF", "DIB", "TGA", "JPEG2000", "ICO", "PCX")
-PNG = b"\x89PNG\r\n\x1a\n"
+# Since Pillow 11.2, if built with it; `check` would warn about a name that it does not know.
+HAS_AVIF = "avif" in features.modules and features.check("avif")
+# Common ones first. Not PostScript, say, for which Pillow starts another program.
+FORMATS = (
+    *("JPEG", "PNG", "GIF", "BMP", "PPM", "WEBP", "TIFF", "DIB", "TGA", "JPEG2000", "ICO", "PCX"),
+    *(["AVIF"] if HAS_AVIF else []),
+)
 TIFF_BITS = 258  # the tag: bits of each channel
 TOO_DEEP = (
     "it has more than 8 bits per channel: convert the data set with the recipe eight_bits of "
@@ -132,12 +132,12 @@ class Encoded:
         """Reads the header.
 
         Args:
-            data (bytes): a file in one of the formats `COMMON` and `OTHERS`.
+            data (bytes): a file in one of the `FORMATS`.
 
         Raises:
             BadImage: the data is not an image, or has more than 8 bits per channel.
         """
-        self._data, self._image = _readable(lambda: _open(data))
+        self._data, self._image = data, _readable(lambda: _open(data))
         if _is_deep(self._image, self._data):
             raise BadImage(TOO_DEEP)
         self._orientation = _orientation(self._image)
@@ -174,48 +174,12 @@ class Encoded:
         return torch.from_numpy(np.array(image)).permute(2, 0, 1)
 
 
-def _open_with_pillow(data):
-    """Opens an image with Pillow, which reads its header. Raises OSError, or what Pillow raises."""
-    try:
-        return Image.open(io.BytesIO(data), formats=COMMON)
-    except UnidentifiedImageError:
-        Image.init()
-        known = [name for name in OTHERS if name in Image.OPEN]
-        return Image.open(io.BytesIO(data), formats=known)
-
-
 def _open(data):
-    """Opens an image. A PNG may have damaged metadata, which viewers do not read.
-
-    Returns:
-        tuple[bytes, PIL.Image.Image]: the data without what is damaged; the image.
-    """
-    try:
-        image = _open_with_pillow(data)
-        if image.format == "PNG" and "exif" not in image.info:
-            image.load()  # the EXIF data may be behind the pixels
-        return data, image
-    except (OSError, SyntaxError, ValueError):
-        repaired = _without_damaged_metadata(data)
-        if repaired == data:
-            raise
-        return repaired, _open_with_pillow(repaired)
-
-
-def _without_damaged_metadata(data):
-    """A PNG without the chunks that a viewer does not need and whose checksum is wrong."""
-    if not data.startswith(PNG):
-        return data
-    kept, place = [PNG], len(PNG)
-    while place + 12 <= len(data):
-        (length,) = struct.unpack(">I", data[place : place + 4])
-        end = place + 12 + length
-        name, body = data[place + 4 : place + 8], data[place + 4 : end - 4]
-        is_needed = name[:1].isupper()
-        if is_needed or struct.pack(">I", zlib.crc32(body)) == data[end - 4 : end]:
-            kept.append(data[place:end])
-        place = end
-    return b"".join([*kept, data[place:]])
+    """Opens an image with Pillow, which reads its header."""
+    image = Image.open(io.BytesIO(data), formats=FORMATS)
+    if image.format == "PNG" and "exif" not in image.info:
+        image.load()  # the EXIF data may be behind the pixels
+    return image
 
 
 def _is_deep(image, data):

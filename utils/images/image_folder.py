@@ -5,20 +5,19 @@ from collections import Counter
 from pathlib import Path
 
 import numpy as np
-from PIL import features
 
 from utils.data import splits as split_names
 from utils.data.report import LeftOut
 from utils.data.scan import UNREADABLE, Scanner
 from utils.data.tables import describes_itself
-from utils.images.decoding import Files, Images
+from utils.images.decoding import HAS_AVIF, Images
+from utils.images.storage import Files
 from utils.run.failures import UserError
 
 EXTENSIONS = {
     *".jpg .jpeg .jpe .jfif .mpo .png .apng .webp .bmp .dib .gif .tif .tiff .tga".split(),
     *".ppm .pgm .pbm .pnm .jp2 .j2k".split(),
-    # Since Pillow 11.2, if built with it; `check` would warn about a name that it does not know.
-    *([".avif"] if "avif" in features.modules and features.check("avif") else []),
+    *([".avif"] if HAS_AVIF else []),
 }
 # Files in which a data set in the Hub's layout keeps its rows.
 TABLES = {*".parquet .arrow .jsonl .ndjson .json .csv .tsv .tar .zip".split()}

@@ -17,8 +17,8 @@ from utils.run.failures import UserError
 
 ALTERNATIVES = (
     "use a folder with one sub-folder per class (or train/ and val/ with such sub-folders), a Hub "
-    "id such as uoft-cs/cifar10 or a folder in the Hub's layout, a Parquet file, an .npz or "
-    ".safetensors file with arrays, or --dataset synthetic"
+    "id such as uoft-cs/cifar10 or a folder in the Hub's layout, a Parquet file, an .npz file "
+    "with arrays, or --dataset synthetic"
 )
 
 
@@ -118,10 +118,10 @@ def _find(name, seed, image_column, label_column, class_names=None):
     if name == "synthetic":
         return synthetic.find(seed)
     path = local_path(name, ALTERNATIVES)
-    if path and path.is_file() and path.suffix.lower() in array_files.SUFFIXES:
+    if path and path.is_file() and path.suffix.lower() == ".npz":
         return *array_files.find(name, path, class_names), LeftOut()
     if path and path.is_file() and path.suffix.lower() not in READERS:
-        known = ", ".join([*READERS, *array_files.SUFFIXES])
+        known = ", ".join([*READERS, ".npz"])
         raise UserError(f"--dataset {name} is a file that does not end in {known}; {ALTERNATIVES}")
     if path and path.is_dir():
         file = image_folder.list_in(path)

@@ -243,12 +243,9 @@ def _decoded(source, cache_dir, skip):
         for index in np.flatnonzero(~readable):
             decode(index)  # says what is wrong
     stored = np.fromfile(file, np.uint8, count=3 * SIZE * SIZE * int(readable.sum()))
-    stored = torch.from_numpy(stored.reshape(-1, SIZE, SIZE, 3).transpose(0, 3, 1, 2).copy())
-    if readable.all():
-        return stored, readable
-    pixels = torch.zeros(count, 3, SIZE, SIZE, dtype=torch.uint8)
-    pixels[torch.from_numpy(readable)] = stored
-    return pixels, readable
+    pixels = np.zeros((count, 3, SIZE, SIZE), dtype=np.uint8)
+    pixels[readable] = stored.reshape(-1, SIZE, SIZE, 3).transpose(0, 3, 1, 2)
+    return torch.from_numpy(pixels), readable
 
 
 def _resize(image):

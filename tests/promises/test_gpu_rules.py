@@ -59,8 +59,8 @@ def test_two_processes_send_only_what_nccl_takes(script, tmp_path):
     )
     # And no step does what GPUs cannot do twice in the same way.
     assert not set(operations) & FORBIDDEN
-    assert strict == any("attention" in name for name in operations)
-    assert strict == (script == "train_gpt")
+    assert strict or not any("attention" in name for name in operations)
+    assert strict == (script in ("train_gpt", "train_images"))
 
 
 def test_shards_of_muon_are_exchanged_as_on_gpus(tmp_path):

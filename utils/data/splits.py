@@ -20,6 +20,34 @@ def split_of(name):
     return SPLITS.get(re.sub(r"-\d+-of-\d+.*", "", name).lower())
 
 
+def one_each(place, names):
+    """The name of each split, where each may have one.
+
+    Args:
+        place (Path | str): the data set, for messages.
+        names (list[str]): of folders or tables.
+
+    Returns:
+        tuple: split -> name, in the order train, val, test; the names that are no splits.
+
+    Raises:
+        UserError: two names are the same split, such as valid and validation.
+    """
+    by_split, others = {}, []
+    for name in names:
+        split = split_of(name)
+        if split is None:
+            others.append(name)
+        elif split in by_split:
+            raise UserError(
+                f"--dataset {place}: {by_split[split]} and {name} are both its {split} split: "
+                "remove or rename one of them"
+            )
+        else:
+            by_split[split] = name
+    return {s: by_split[s] for s in ("train", "val", "test") if s in by_split}, others
+
+
 def refuse_almost_splits(place, split_of_name):
     """Raises UserError if all names contain the word of a split, and some are none: train_images.
 

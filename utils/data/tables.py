@@ -7,7 +7,7 @@ import hashlib
 import re
 from pathlib import Path
 
-from utils.data.splits import refuse_almost_splits, split_of
+from utils.data.splits import one_each, refuse_almost_splits, split_of
 from utils.run.failures import UserError, full_disk
 
 # The reader of the `datasets` library for each kind of file.
@@ -67,7 +67,7 @@ def files_by_split(root, files):
         split_of_file[file] = split
         found.setdefault(split, []).append(Path(root) / file)
     refuse_almost_splits(root, split_of_file)
-    if list(found) == [None] or len(found) == 1:
+    if len(found) == 1:
         return {"train": next(iter(found.values()))}
     if None in found:
         first = next(files[0] for split, files in found.items() if split)
@@ -168,20 +168,10 @@ def name_splits(name, tables, left_out):
     """
     if len(tables) == 1:
         return {"train": next(iter(tables.values()))}
-    named = {}
-    for own_name in tables:
-        split = split_of(own_name)
-        if split is None:
-            left_out.add("splits of other names", own_name)
-        elif split in named:
-            raise UserError(
-                f"--dataset {name}: {named[split]} and {own_name} both look like its {split} "
-                "split: remove or rename one of them"
-            )
-        else:
-            named[split] = own_name
-    order = [split for split in ("train", "val", "test") if split in named]
-    return {split: tables[named[split]] for split in order}
+    by_split, others = one_each(name, tables)
+    for other in others:
+        left_out.add("splits of other names", other)
+    return {split: tables[own_name] for split, own_name in by_split.items()}
 
 
 def describes_itself(folder):

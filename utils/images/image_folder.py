@@ -6,9 +6,9 @@ from pathlib import Path
 
 import numpy as np
 
-from utils.data import splits as split_names
 from utils.data.report import LeftOut
 from utils.data.scan import UNREADABLE, Scanner
+from utils.data.splits import one_each, refuse_almost_splits, split_of
 from utils.data.tables import describes_itself
 from utils.images.decoding import HAS_AVIF, Images
 from utils.images.storage import Files
@@ -126,19 +126,8 @@ def unlabeled(path):
 def _find_splits(scanner, folders):
     """The folder of each split: split -> folder; {}: the folders are classes."""
     folders = [folder for folder in folders if scanner.below(folder)]
-    split_of = {folder: split_names.split_of(folder) for folder in folders}
-    split_names.refuse_almost_splits(scanner.root, split_of)
-    by_split, others = {}, []
-    for folder, split in split_of.items():
-        if split is None:
-            others.append(folder)
-        elif split in by_split:
-            raise UserError(
-                f"--dataset {scanner.root}: {by_split[split]} and {folder} are both its {split} "
-                "split: rename or move one of them"
-            )
-        else:
-            by_split[split] = folder
+    refuse_almost_splits(scanner.root, {folder: split_of(folder) for folder in folders})
+    by_split, others = one_each(scanner.root, folders)
     if len(by_split) == 1 and others:
         (folder,) = by_split.values()
         raise UserError(
@@ -149,7 +138,7 @@ def _find_splits(scanner, folders):
         for folder in others:
             files = scanner.below(folder)
             scanner.left_out.add("images in folders beside the splits", files[0], len(files))
-    return {split: by_split[split] for split in ("train", "val", "test") if split in by_split}
+    return by_split
 
 
 def _read_splits(scanner, by_split, layouts):
@@ -196,7 +185,7 @@ def _refuse_splits_in_classes(scanner, classes):
     for name in classes:
         for inside in scanner.list(name)[1]:
             split = os.path.basename(inside)
-            if split_names.split_of(split):
+            if split_of(split):
                 raise UserError(
                     f"--dataset {scanner.root} has a split in a class, {inside}: give --dataset "
                     f"{scanner.root / name}, or put the classes into the splits, as {split}/{name}"

@@ -60,7 +60,7 @@ def find(root, layouts, class_names=None):
         UserError: there is no class folder; a class is not in `train` or in `class_names`; a class
             has files, but no images; or it cannot be decided which folders are splits.
     """
-    scanner = Scanner(root, EXTENSIONS, TABLES)
+    scanner = Scanner(root, EXTENSIONS)
     loose, folders = scanner.list()
     by_split = _find_splits(scanner, folders)
     if by_split:
@@ -69,7 +69,7 @@ def find(root, layouts, class_names=None):
         found = {"train": _classes(scanner, "")}
         _refuse_splits_in_classes(scanner, found["train"])
     found = {split: classes for split, classes in found.items() if classes}
-    if not found and scanner.tables:
+    if not found and TABLES & scanner.others_below("").keys():
         return None
     if not found:
         where = "no sub-folder has images"

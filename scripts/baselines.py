@@ -460,8 +460,8 @@ def our_images(folder, steps, cache=False):
         one = SimpleNamespace(is_local_main_process=True, num_processes=1)
         images = cached(one, images, "train", preprocess["resize"], Path(folder) / "cache")
     mean, std = (255 * torch.tensor(preprocess[name]) for name in ("mean", "std"))
-    dataset = ImageBatches(images, TrainTransform(0, 224, preprocess))
-    sampler = EpochSampler(len(images), IMAGE_LOADER["batch_size"], 0)
+    dataset = ImageBatches(images, TrainTransform(0, preprocess))
+    sampler = EpochSampler(len(images), IMAGE_LOADER["batch_size"], 0, with_epoch=True)
     loader = DataLoader(dataset, sampler=sampler, collate_fn=already_a_batch, **IMAGE_LOADER)
     yield from passes(loader, steps, lambda batch: normalize(batch["images"], mean, std))
 

@@ -44,12 +44,12 @@ import torch.nn.functional as F
 from accelerate import Accelerator, DataLoaderConfiguration
 from torch.utils.data import DataLoader
 
-from utils import scores, weight_files
+from utils import weight_files
 from utils.data.loaders import evaluation_batch_size, loader_options
 from utils.data.report import agree
 from utils.flags import WORKERS
-from utils.images import pretrained
-from utils.images.arrays import load_arrays, on_device
+from utils.images import pretrained, scores
+from utils.images.arrays import load_arrays, load_arrays_to_evaluate, on_device
 from utils.images.augment import normalize
 from utils.images.image_batches import ImageBatches
 from utils.images.image_folder import unlabeled
@@ -130,7 +130,7 @@ def evaluate_cifar(accelerator, args, saved):
             f"{saved.file} is not a model of train_cifar.py or train_images.py, but '{name}'"
         )
     config = saved.config or {}
-    data, dataset = load_data(accelerator, args, saved, load_arrays, config.get("scaling"))
+    data, dataset = load_data(accelerator, args, saved, load_arrays)
     check_classes(data, dataset, config.get("class_names", data.class_names), saved)
     shown = next(name for name in ("all", "test", "val") if name in data.splits)
     split = data.splits[shown]
@@ -175,13 +175,13 @@ def evaluate_images(accelerator, args, saved):
     if args.tta or args.model:
         raise UserError("--tta and --model are for models of train_cifar.py")
     class_names, preprocessing = (saved.config[key] for key in ("class_names", "preprocessing"))
-    scaling, shown = preprocessing.get("scaling"), None
+    shown = None
     if args.images:
-        images, details = run_on_all(accelerator, lambda: unlabeled(args.images, scaling))
+        images, details = run_on_all(accelerator, lambda: unlabeled(args.images))
         if accelerator.is_main_process:
             print("\n  ".join([f"{len(images):,} images in {args.images}", *details]))
     else:
-        data, dataset = load_data(accelerator, args, saved, find_images, scaling)
+        data, dataset = load_data(accelerator, args, saved, find_images)
         check_classes(data, dataset, class_names, saved)
         shown = "val" if "train" in data.splits else next(iter(data.splits))
         images = data.splits[shown]
@@ -405,13 +405,14 @@ def load_text(accelerator, args, saved):
 
     def was_moved():  # the data of the run to another place
         try:
-            return train_gpt.read_text(accelerator, trained)[0].description == trained.data
-        except UserError:  # it is too short to train on, say
+            description = train_gpt.read_text(accelerator, trained)[0].description
+        except UserError:  # it may be too short to train on
             return False
+        return description == saved.data.get("data")
 
     if is_same(name, recorded) or (recorded and was_moved()):
-        _, held_out = train_gpt.load_data(accelerator, trained)
-        warn_if_changed(accelerator, name, saved.arguments.get("data"), trained.data)
+        _, held_out, description = train_gpt.load_data(accelerator, trained)
+        warn_if_changed(accelerator, name, saved.data.get("data"), description)
         return held_out, "val"
     column = saved.arguments.get("text_column", "text")
     shown, data = local_main_first(accelerator, lambda: load_to_evaluate(name, column))
@@ -428,15 +429,18 @@ def evaluate_lm(accelerator, args, run):
 
     train_lm.check_packages()
     refuse_options_of_classifiers(args)
-    recorded = (read_json(run / "args.json") or {}).get("arguments")
-    if not recorded:
+    record = read_json(run / "args.json")
+    if not record:
         raise UserError(f"{run} has no args.json, as a run of train_lm.py does")
-    trained = SimpleNamespace(**recorded)
+    trained = SimpleNamespace(**record["arguments"])
+    trained.dataset = shlex.split(trained.dataset)
     model, tokenizer = run_on_all(accelerator, lambda: train_lm.load_trained(run, trained))
-    blocks, shown = load_blocks(accelerator, args, tokenizer, trained)
+    packed = train_lm.causal_lm.can_pack(model.config)
+    described = record["data"]["data"]
+    blocks, shown = load_blocks(accelerator, args, tokenizer, packed, trained, described)
     loaders = train_lm.build_eval_loaders(accelerator, blocks, trained.block_size)
     model = accelerator.prepare(model)
-    train_lm.lm_loss.check(accelerator, model, trained.packed)
+    train_lm.lm_loss.check(accelerator, model, packed)
     results = train_lm.evaluate(accelerator, model, loaders, Progress(accelerator))
     said = f"{loss_of(results)} nats per token, perplexity {results['perplexity']:.4g}"
     if "bits_per_byte" in results:
@@ -446,11 +450,13 @@ def evaluate_lm(accelerator, args, run):
     write_figures(accelerator, args, run, file, shown, results, said)
 
 
-def load_blocks(accelerator, args, tokenizer, trained):
+def load_blocks(accelerator, args, tokenizer, packed, trained, recorded):
     """Loads the blocks of tokens to evaluate a model of train_lm.py on.
 
     Args:
+        packed (bool): whether several documents share a block.
         trained: the arguments of the run.
+        recorded (str): the description of its data.
 
     Returns:
         tuple: the `Blocks` of each source (dict); `val` or `test`, what the run evaluated. Of
@@ -458,19 +464,20 @@ def load_blocks(accelerator, args, tokenizer, trained):
     """
     train_lm = beside("train_lm")
 
-    trained.sources = shlex.split(trained.dataset) if trained.mixture else [trained.dataset]
-    name, recorded = args.dataset or trained.dataset, trained.data
-    if is_same(name, trained.dataset):
-        _, blocks, shown = train_lm.load_data(accelerator, tokenizer, trained)
-        warn_if_changed(accelerator, name, recorded, trained.data)
+    dataset = shlex.join(trained.dataset)
+    name = args.dataset or dataset
+    if is_same(name, dataset):
+        loaded = train_lm.load_data(accelerator, tokenizer, packed, trained)
+        _, blocks, shown, _, description = loaded
+        warn_if_changed(accelerator, name, recorded, description)
         return blocks, shown
     try:
-        data = train_lm.load_source(accelerator, tokenizer, name, trained)
-    except UserError:  # it has too few documents to hold some out, say
+        data = train_lm.load_source(accelerator, tokenizer, name, packed, trained)
+    except UserError:  # it may have too few documents to hold some out
         data = None
     if data is None or data.description != recorded:  # else it was moved
         trained.subset, trained.streaming, trained.val_fraction = None, False, 0
-        data = train_lm.load_source(accelerator, tokenizer, name, trained)
+        data = train_lm.load_source(accelerator, tokenizer, name, packed, trained)
     agree(accelerator, name, data)
     shown = next(split for split in ("test", "val", "train") if split in data.splits)
     if data.description == recorded and "val" in data.splits:
@@ -506,24 +513,23 @@ def write_figures(accelerator, args, run, file, shown, results, said):
 
 # --------------------------------------------------------------------------------------------- all
 
-DATA_OPTIONS = ("seed", "val_fraction", "image_column", "label_column")
 
-
-def load_data(accelerator, args, saved, load, scaling):
+def load_data(accelerator, args, saved, load):
     """Loads the data set that the model was trained on, with its splits, or another one as a whole.
 
     `--dataset` may name the same one in another place.
 
     Args:
         load: `find_images` or `load_arrays`.
-        scaling (dict | None): of pixel values in training.
 
     Returns:
         tuple: the data; its name. Of another data set there is one split: `test` or `val`, if it
         has that split itself, or else `all`.
     """
     known = (saved.config or {}) | saved.arguments
-    options = {key: known[key] for key in DATA_OPTIONS if key in known}
+    options = {key: known[key] for key in ("seed", "val_fraction") if key in known}
+    given = shlex.split(known.get("columns") or "")  # the flag takes two, or is left out
+    columns = dict(zip(("image_column", "label_column"), given, strict=False))
     recorded = known.get("dataset", "uoft-cs/cifar10" if load is load_arrays else None)
     name = args.dataset or recorded
     if name is None:
@@ -532,25 +538,23 @@ def load_data(accelerator, args, saved, load, scaling):
 
     def load_it():
         try:
-            data = load(name, scaling=scaling, **options)
+            data = load(name, **options, **columns)
         except UserError:
             if same or name == "synthetic":
                 raise
         else:
-            if same or name == "synthetic" or data.description == known.get("data"):
+            if same or name == "synthetic" or data.description == saved.data.get("data"):
                 return data
-        columns = {key: options.get(key) for key in ("image_column", "label_column")}
         class_names = (saved.config or {}).get("class_names")
         if class_names is None:
             raise UserError(f"{saved.file} does not name its classes: no other data set fits")
-        if load is find_images:
-            return find_to_evaluate(name, class_names, scaling=scaling, **columns)
-        return load_arrays(name, class_names=class_names, scaling=scaling, **columns)
+        load_other = find_to_evaluate if load is find_images else load_arrays_to_evaluate
+        return load_other(name, class_names, **columns)
 
     data = local_main_first(accelerator, load_it)
     agree(accelerator, name, data)
     if same:
-        warn_if_changed(accelerator, name, known.get("data"), data.description)
+        warn_if_changed(accelerator, name, saved.data.get("data"), data.description)
     return data, name
 
 

@@ -37,7 +37,7 @@ from torch.utils.data import DataLoader
 from utils import flags, schedule, weight_files
 from utils.compilation import compile_model
 from utils.data.loaders import evaluation_batch_size, explain
-from utils.data.report import agree, describe_scaling
+from utils.data.report import agree
 from utils.images.arrays import load_arrays, on_device
 from utils.images.augment import augment, normalize
 from utils.muon import MuonSGD
@@ -331,53 +331,35 @@ def predict_views(model, images):
 
 # -------------------------------------------------------------------------------------- model card
 
-# How to load each model without this script, from PyTorch's and torchvision's own layers.
-IMPORTS = """import torch
-import torchvision
-from collections import OrderedDict
+USAGE = """Next to `{module}.py` and `utils/`:
+
+```python
 from PIL import Image, ImageOps
 from safetensors.torch import load_file
-from torch import nn
 from torchvision.transforms import v2
-"""
-LAYERS = {
-    "net": """layers = dict(conv1=nn.Conv2d(3, 6, 5), act1=nn.ReLU(), pool1=nn.MaxPool2d(2))
-layers |= dict(conv2=nn.Conv2d(6, 16, 5), act2=nn.ReLU(), pool2=nn.MaxPool2d(2), flat=nn.Flatten())
-layers |= dict(fc1=nn.Linear(400, 120), act3=nn.ReLU(), fc2=nn.Linear(120, 84), act4=nn.ReLU())
-model = nn.Sequential(OrderedDict(layers, fc3=nn.Linear(84, {classes}))).eval()
-""",
-    "resnet18": """model = torchvision.models.resnet18(num_classes={classes}).eval()
-model.conv1, model.maxpool = nn.Conv2d(3, 64, 3, padding=1, bias=False), nn.Identity()
-""",
-    "fastnet": """sizes = [(24, 64), (64, 64), (64, 256), (256, 256), (256, 256), (256, 256)]
-blocks = [m for n, (i, o) in enumerate(sizes) for m in (
-    nn.Conv2d(i, o, 3, padding=1, bias=False), *[nn.MaxPool2d(2)] * (n % 2 == 0),
-    nn.BatchNorm2d(o), nn.GELU())]
-model = nn.Sequential(OrderedDict(whiten=nn.Conv2d(3, 24, 2), act=nn.GELU(),
-    blocks=nn.Sequential(*blocks), pool=nn.AdaptiveMaxPool2d(1), flat=nn.Flatten(),
-    head=nn.Linear(256, {classes}, bias=False))).eval()
-""",
-}
-PREDICT = """model.load_state_dict(load_file("model.safetensors"))
-image = ImageOps.exif_transpose(Image.open("image.png")).convert("RGB"){scaled}
+from {module} import build_model
+
+model = build_model("{model}", {classes}).eval()
+model.load_state_dict(load_file("model.safetensors"))
+image = ImageOps.exif_transpose(Image.open("image.png")).convert("RGB")
 pixels = v2.functional.pil_to_tensor(image)
 pixels = v2.functional.center_crop(v2.functional.resize(pixels, [32]), [32, 32]).float()
 x = v2.functional.normalize(pixels, {mean}, {std})
 probabilities = model(x[None]).softmax(1)[0]  # of the classes above
-"""
+```"""
 
 
 def describe_model(config):
     """What the model card says about a model, for `model_card.write`."""
     names = config["class_names"]
     colors = {name: [round(value, 3) for value in config[name]] for name in ("mean", "std")}
-    colors["scaled"] = describe_scaling(config.get("scaling"))
-    code = (LAYERS[config["model"]] + PREDICT).format(classes=len(names), **colors)
+    module = Path(sys.argv[0]).stem
+    usage = USAGE.format(module=module, model=config["model"], classes=len(names), **colors)
     return {
         "title": f"{config['model']}, {len(names)} classes",
         "task": "image-classification",
         "about": f"Classes: {', '.join(map(for_markdown, names))}.",
-        "usage": f"```python\n{IMPORTS}\n{code}```",
+        "usage": usage,
     }
 
 
@@ -431,7 +413,7 @@ def main():
         model.fit_whitening(normalize(images[:5000], mean.cpu(), std.cpu()))
     weight_files.initialize(accelerator, model, run.init_from)
     config = {"model": args.model, "class_names": data.class_names}
-    config |= {"mean": mean.tolist(), "std": std.tolist(), "scaling": data.scaling}
+    config |= {"mean": mean.tolist(), "std": std.tolist()}
     compile_model(accelerator, model, args.compile, dynamic=False)  # each image size on its own
     optimizer = build_optimizer(model, args)
     model = batch_norm.synchronize(accelerator, model, micro_batch_size, args.sync_batchnorm)

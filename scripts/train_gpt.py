@@ -43,7 +43,7 @@ from torch.utils.data import DataLoader
 from utils import attention, flags, schedule, scores, weight_files
 from utils.compilation import compile_model
 from utils.data import subset
-from utils.data.loaders import KeyedSampler, evaluation_batch_size, explain, loader_options
+from utils.data.loaders import EpochSampler, evaluation_batch_size, explain, loader_options
 from utils.data.report import agree
 from utils.language.lanes import gather_position
 from utils.language.text import Windows, load_text
@@ -350,7 +350,7 @@ def build_loaders(accelerator, train_set, eval_set, args):
         return DataLoader(train_set, batch_size=None, **options), eval_loader
     options = loader_options(accelerator, args.num_workers, args.timeout)
     batch_size = args.batch_size // args.gradient_accumulation_steps
-    order = KeyedSampler(len(train_set), args.seed)
+    order = EpochSampler(len(train_set), args.batch_size, args.seed)
     train_loader = DataLoader(train_set, batch_size, sampler=order, drop_last=True, **options)
     return accelerator.prepare(train_loader), eval_loader
 

@@ -37,7 +37,7 @@ from accelerate import Accelerator
 from accelerate.utils import set_seed
 from torch.utils.data import DataLoader
 
-from utils import flags, schedule, scores
+from utils import flags, schedule
 from utils.compilation import compile_model
 from utils.data import subset
 from utils.data.loaders import (
@@ -47,9 +47,9 @@ from utils.data.loaders import (
     explain,
     loader_options,
 )
-from utils.data.report import agree, describe_scaling
+from utils.data.report import agree
 from utils.ema import MovingAverage
-from utils.images import image_cache, pretrained
+from utils.images import image_cache, pretrained, scores
 from utils.images.augment import normalize
 from utils.images.image_batches import ImageBatches
 from utils.images.mixing import Mix
@@ -218,8 +218,7 @@ def build_loaders(accelerator, data, preprocess, eval_samples, args):
     if not args.overfit_batch:
         train_transform = TrainTransform(
             args.seed,
-            train_size,
-            preprocess,
+            preprocess | {"crop": train_size},
             min_scale=args.min_scale,
             flip=args.flip,
             auto_augment=args.auto_augment,
@@ -230,7 +229,7 @@ def build_loaders(accelerator, data, preprocess, eval_samples, args):
     train_loader = DataLoader(
         train_set,
         args.batch_size // args.gradient_accumulation_steps,
-        sampler=EpochSampler(len(train_set), args.batch_size, args.seed),
+        sampler=EpochSampler(len(train_set), args.batch_size, args.seed, with_epoch=True),
         drop_last=True,
         persistent_workers=args.num_workers > 0,
         **options,
@@ -373,15 +372,10 @@ preprocess = v2.Compose([
     v2.ToDtype(torch.float32, scale=True),
     v2.Normalize({mean}, {std}),
 ])
-image = ImageOps.exif_transpose(Image.open("image.jpg")).convert("RGB"){scaled}
+image = ImageOps.exif_transpose(Image.open("image.jpg")).convert("RGB")
 x = preprocess(v2.functional.pil_to_tensor(image))
 probabilities = model(x[None]).softmax(1)[0]  # of the classes above
 ```"""
-# An MNASNet asks for its version, for which a safetensors file has no place.
-LOAD = 'model.load_state_dict(load_file("model.safetensors"))'
-LOAD_MNASNET = """weights = collections.OrderedDict(load_file("model.safetensors"))
-weights._metadata = {"": {"version": 2}}
-model.load_state_dict(weights)"""
 
 
 def describe_model(config, args):
@@ -391,20 +385,14 @@ def describe_model(config, args):
     values = dict(model=config["model"], classes=len(names), options=options)
     more = f" and {len(names) - 50} more" if len(names) > 50 else ""
     about = f"Classes: {', '.join(map(for_markdown, names[:50]))}{more}."
-    values["scaled"] = describe_scaling(config["preprocessing"].get("scaling"))
     if args.ema_decay:
         about += f" The weights are averages with a decay of up to {args.ema_decay}."
-    usage = USAGE.format(**values, **config["preprocessing"])
-    if config["model"].startswith("mnasnet"):
-        usage = usage.replace(LOAD, LOAD_MNASNET).replace(
-            "import", "import collections\n\nimport", 1
-        )
     return {
         "title": f"{config['model']}, {len(names)} classes",
         "library": "torchvision",
         "task": "image-classification",
         "about": about,
-        "usage": usage,
+        "usage": USAGE.format(**values, **config["preprocessing"]),
     }
 
 
@@ -454,7 +442,6 @@ def main():
             data.class_names,
             args.image_size,
             args.eval_resize,
-            data.scaling,
         ),
     )
     model = pretrained.build(config).to(memory_format=torch.channels_last)  # EDIT: model

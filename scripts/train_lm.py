@@ -42,7 +42,7 @@ from torch.utils.data import DataLoader
 
 from utils import attention, flags, schedule, scores
 from utils.data import subset
-from utils.data.loaders import KeyedSampler, evaluation_batch_size, explain, loader_options
+from utils.data.loaders import EpochSampler, evaluation_batch_size, explain, loader_options
 from utils.data.report import agree
 from utils.language.conversations import Encoder
 from utils.language.lanes import gather_position
@@ -205,7 +205,7 @@ def build_loaders(accelerator, train_set, eval_sets, args):
     if isinstance(train_set, TokenStream):
         return DataLoader(train_set, batch_size=None, **options), eval_loaders
     batch_size = args.batch_size // args.gradient_accumulation_steps
-    order = KeyedSampler(len(train_set), args.seed)
+    order = EpochSampler(len(train_set), args.batch_size, args.seed)
     train_loader = DataLoader(train_set, batch_size, sampler=order, drop_last=True, **options)
     return accelerator.prepare(train_loader), eval_loaders
 

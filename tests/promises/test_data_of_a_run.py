@@ -16,17 +16,14 @@ EVALUATE = "scripts/evaluate.py"
 SMALL_GPT = "--n_layer 1 --n_head 1 --n_embd 16 --block_size 16 --sample_length 4"
 
 
-def write_images(root, count=8, brightest=1):
-    """Two classes that are told apart at once; values up to 255 times `brightest`."""
+def write_images(root, count=8):
+    """Two classes that are told apart at once."""
     for label, name in enumerate(("cat", "dog")):
         (root / name).mkdir(parents=True, exist_ok=True)
         for i in range(count):
             values = np.random.default_rng(100 * label + i).integers(0, 60, (40, 48))
             values[20 * label : 20 * label + 20] += 190
-            deep = values.astype(np.uint16) * brightest if brightest > 1 else values
-            Image.fromarray(deep.astype(np.uint16 if brightest > 1 else np.uint8)).save(
-                root / name / f"{i}.png"
-            )
+            Image.fromarray(values.astype(np.uint8)).save(root / name / f"{i}.png")
     return root
 
 
@@ -96,12 +93,11 @@ def test_a_run_continues_with_the_same_data_only(name, tmp_path):
     assert "belongs to a run with other arguments: --data " in done.stderr
 
 
-def test_another_data_set_is_scored_as_a_whole_with_the_values_of_the_training(tmp_path):
-    """Also if its images are darker, in a folder that is a link, and in one of the classes only."""
-    folder = write_images(tmp_path / "data", brightest=16)
+def test_another_data_set_is_scored_as_a_whole(tmp_path):
+    """Also if it has a folder that is a link, and one of the classes only."""
+    folder = write_images(tmp_path / "data")
     arguments = f"--dataset {folder} {SCRIPTS['train_cifar.py'][0]} --max_train_steps 8"
-    trained = run(None, "scripts/train_cifar.py", arguments, output_dir=tmp_path / "run")
-    assert "0 is black, 4095 white" in trained.stdout
+    run(None, "scripts/train_cifar.py", arguments, output_dir=tmp_path / "run")
     assert metrics(tmp_path / "run", "val")
 
     def score(data, check=True):
@@ -114,12 +110,11 @@ def test_another_data_set_is_scored_as_a_whole_with_the_values_of_the_training(t
     assert "of 4 val images correct" in output
     assert found["val_loss"] == pytest.approx(results(tmp_path / "run")["val_loss"], abs=1e-4)
 
-    new = write_images(tmp_path / "new", count=5, brightest=12)
+    new = write_images(tmp_path / "new", count=5)
     shutil.move(new / "dog", tmp_path / "elsewhere")
     os.symlink(tmp_path / "elsewhere", new / "dog")
     output, found = score(new)
     assert "of 10 images correct" in output and found.keys() >= {"all_loss", "all_accuracy"}
-    assert "0 is black, 4095 white (as in training)" in output
     shutil.rmtree(new / "cat")
     (new / "dog" / "broken.png").write_bytes(b"no image")
     output, found = score(new)

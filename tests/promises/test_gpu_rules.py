@@ -12,7 +12,7 @@ STEPS = "--max_train_steps 2 --eval_every 2 --checkpoint_every 2 --log_every 1"
 SCRIPTS = {
     "train_minimal": STEPS,
     "train_cifar": f"--dataset synthetic --batch_size 20 --max_grad_norm 1 {STEPS}",
-    "train_images": "--dataset synthetic --model mnasnet0_5 --image_size 32 --batch_size 8 "
+    "train_images": "--dataset synthetic --model shufflenet_v2_x0_5 --image_size 32 --batch_size 8 "
     f"--lr 1e-3 --mixup 0.2 --cutmix 1 --ema_decay 0.9 --num_workers 0 {STEPS}",
     "train_gpt": "--dataset synthetic --n_layer 1 --n_head 2 --n_embd 16 --block_size 16 "
     f"--batch_size 8 --sample_length 2 --max_grad_norm 1 {STEPS}",
@@ -59,8 +59,8 @@ def test_two_processes_send_only_what_nccl_takes(script, tmp_path):
     )
     # And no step does what GPUs cannot do twice in the same way.
     assert not set(operations) & FORBIDDEN
-    assert strict == any("attention" in name for name in operations)
-    assert strict == (script == "train_gpt")
+    assert strict or not any("attention" in name for name in operations)
+    assert strict == (script in ("train_gpt", "train_images"))
 
 
 def test_shards_of_muon_are_exchanged_as_on_gpus(tmp_path):

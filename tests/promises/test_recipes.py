@@ -167,3 +167,18 @@ def test_a_killed_recipe_ends_with_the_same_bytes(name, folder, tmp_path):
     run("2cpu", script.name, words, root=folder, output_dir=killed)
     assert 0 < results(killed)["resumed_from"] < 4
     assert final_weights(killed) == final_weights(tmp_path / "whole")
+
+
+def test_the_recipe_for_8_bits_scales_a_whole_folder_alike(tmp_path, monkeypatch):
+    values = {"train/cat/1.png": [[0, 4000]], "train/dog/2.png": [[1000, 2000]]}
+    for name, row in values.items():
+        (tmp_path / "photos" / name).parent.mkdir(parents=True)
+        Image.fromarray(np.array(row, dtype=np.uint16)).save(tmp_path / "photos" / name)
+    page = (ROOT / "scripts" / "README.md").read_text()
+    code = re.search(r"### eight_bits\n.*?```python\n(.*?)```", page, re.DOTALL)[1]
+    monkeypatch.chdir(tmp_path)
+    exec(code, {})
+    for name, row in values.items():
+        converted = Image.open(tmp_path / "photos_8_bits" / name)
+        assert converted.mode == "L"
+        assert np.asarray(converted).tolist() == [[round(value / 4000 * 255) for value in row[0]]]

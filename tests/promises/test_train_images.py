@@ -79,7 +79,7 @@ def test_leaves_everything_it_promises(reference_run):
         stored = json.loads(file.metadata()["config"])
     assert stored["class_names"] == CLASSES and stored["model"] == "shufflenet_v2_x0_5"
     colors = dict(mean=[0.485, 0.456, 0.406], std=[0.229, 0.224, 0.225])
-    expected = dict(resize=37, crop=32, interpolation="bilinear", scaling={}, **colors)
+    expected = dict(resize=37, crop=32, interpolation="bilinear", **colors)
     assert stored["preprocessing"] == expected
     averaged = load_file(folder / "model.safetensors")
     last = load_file(folder / "without_ema" / "model.safetensors")

@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.utils.data import DataLoader, Dataset
 
-from utils.data.loaders import EpochSampler, KeyedSampler, already_a_batch, evaluation_batch_size
+from utils.data.loaders import EpochSampler, already_a_batch, evaluation_batch_size
 from utils.data.permutation import Permutation
 from utils.data.subset import choose
 from utils.language.lanes import LaneStream
@@ -35,32 +35,22 @@ def test_an_order_has_every_number_once_and_any_part_of_it_can_be_computed(size,
         assert whole != order(size, seed, epoch + 1) and whole != order(size, seed + 1, epoch)
 
 
-@pytest.mark.parametrize("sampler_of", [
-    lambda size, batch, seed: EpochSampler(size, batch, seed),
-    lambda size, batch, seed: KeyedSampler(size, seed),
-])  # fmt: skip
-def test_a_sampler_has_another_order_in_each_epoch_and_reaches_every_sample(sampler_of):
-    @given(st.integers(20, 200), st.integers(1, 20), SEEDS, EPOCHS)
-    @settings(max_examples=20)
-    def check(size, batch, seed, epoch):
-        sampler, seen = sampler_of(size, batch, seed), set()
-        keyed = isinstance(sampler, KeyedSampler)  # the loader leaves out the rest
-        used = size if keyed else size // batch * batch
-        orders = []
-        for number in range(epoch, epoch + 40):
-            sampler.set_epoch(number)
-            keys = list(sampler)
-            ids = keys if keyed else [index for _, index in keys]
-            assert keyed or {epoch for epoch, _ in keys} == {number}
-            assert len(ids) == len(set(ids)) == len(sampler) == used
-            assert list(sampler) == keys
-            orders.append(tuple(ids))
-            seen |= set(ids)
-        assert seen == set(range(size)) and len(set(orders)) == 40
-        if keyed:
-            assert orders[0] == tuple(order(size, seed, epoch))
-
-    check()
+@given(st.integers(20, 200), st.integers(1, 20), SEEDS, EPOCHS, st.booleans())
+@settings(max_examples=20)
+def test_a_sampler_has_another_order_in_each_epoch_and_reaches_every_sample(
+    size, batch, seed, epoch, with_epoch
+):
+    sampler, seen, orders = EpochSampler(size, batch, seed, with_epoch), set(), []
+    for number in range(epoch, epoch + 40):
+        sampler.set_epoch(number)
+        keys = list(sampler)
+        ids = [index for _, index in keys] if with_epoch else keys
+        assert not with_epoch or {epoch for epoch, _ in keys} == {number}
+        assert len(ids) == len(set(ids)) == len(sampler) == size // batch * batch
+        assert list(sampler) == keys
+        orders.append(tuple(ids))
+        seen |= set(ids)
+    assert seen == set(range(size)) and len(set(orders)) == 40
 
 
 class Ids(Dataset):
@@ -97,7 +87,7 @@ def test_global_batches_are_the_same_on_any_processes_and_after_a_restart(
     batch = 4 * parts * accumulation
     if batch > size:
         return
-    sampler = EpochSampler(size, batch, seed)
+    sampler = EpochSampler(size, batch, seed, with_epoch=True)
 
     def loader():
         return DataLoader(

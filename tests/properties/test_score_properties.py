@@ -16,6 +16,7 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from utils import scores
+from utils.images import scores as image_scores
 from utils.run.failures import UserError
 
 LABELS = st.lists(st.integers(-1, 6), min_size=1, max_size=30)  # of seven classes, or unreadable
@@ -40,7 +41,7 @@ def ranked(logits):
 
 
 def plain_metrics(logits, labels):
-    """What `scores.summarize` promises, class by class and image by image."""
+    """What `summarize` promises, class by class and image by image."""
     logits, labels = logits[labels >= 0], labels[labels >= 0]
     losses, top = plain_losses(logits, labels), ranked(logits)
     right, many = (top[:, 0] == labels).astype(float), len(labels)
@@ -77,19 +78,19 @@ def test_a_summary_is_that_of_plain_formulas(labels, seed, classes):
     logits, labels = drawn(labels, seed, classes)
     top, right = ranked(logits), ranked(logits)[:, 0] == labels
     tensors = [torch.from_numpy(x) for x in (labels, plain_losses(logits, labels), top[:, :5])]
-    found, expected = scores.summarize(*tensors), plain_metrics(logits, labels)
+    found, expected = image_scores.summarize(*tensors), plain_metrics(logits, labels)
     if classes < 5:
         del expected["top5"]
     assert found == near(expected)
     for name, value in found.items():
-        assert scores.score(found, name) == (-value if name == "loss" else value)
+        assert image_scores.score(found, name) == (-value if name == "loss" else value)
     counted = np.where(labels >= 0, top[:, 0], -1)
     shares = [
         {f"class {i}": right[some == i].mean() for i in range(classes) if i in some}
         for some in (labels, counted)
     ]
     names = [f"class {i}" for i in range(classes)]
-    found = scores.per_class(tensors[0], tensors[2][:, 0], names)
+    found = image_scores.per_class(tensors[0], tensors[2][:, 0], names)
     assert found == {"per_class": near(shares[0]), "per_class_precision": near(shares[1])}
     for part in found.values():
         assert list(part.values()) == sorted(part.values(), reverse=True)
@@ -97,7 +98,7 @@ def test_a_summary_is_that_of_plain_formulas(labels, seed, classes):
 
 def test_the_score_of_no_image_is_refused():
     with pytest.raises(UserError, match="none of the 2 images can be read"):
-        scores.summarize(torch.tensor([-1, -1]), torch.zeros(2), torch.zeros(2, 2))
+        image_scores.summarize(torch.tensor([-1, -1]), torch.zeros(2), torch.zeros(2, 2))
 
 
 @given(st.lists(st.tuples(st.floats(0, 50), st.integers(0, 9)), max_size=20), st.integers(0, 20))

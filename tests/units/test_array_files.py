@@ -1,13 +1,11 @@
-"""Data sets in one file with arrays: `--dataset cifar.npz`, `cifar.safetensors`."""
+"""Data sets in one file with arrays: `--dataset cifar.npz`."""
 
 import io
-import json
 import zipfile
 
 import numpy as np
 import pytest
 from harness.launches import CIFAR, results, run
-from safetensors.numpy import save_file
 
 from utils.images import decoding as images_module
 from utils.images.arrays import load_arrays
@@ -15,7 +13,6 @@ from utils.images.sources import find_images, find_to_evaluate
 from utils.run.failures import UserError
 
 NAMES = ["cat", "dog", "yak"]
-KINDS = pytest.mark.parametrize("kind", ["npz", "safetensors"])
 
 
 def arrays(train=30, test=12, shape=(32, 32, 3), **more):
@@ -27,11 +24,8 @@ def arrays(train=30, test=12, shape=(32, 32, 3), **more):
 
 
 def write(path, arrays, names=NAMES):
-    """Writes a file of either kind; returns its path as `--dataset` takes it."""
-    if path.suffix == ".npz":
-        np.savez_compressed(path, **arrays, **({"class_names": np.array(names)} if names else {}))
-    else:
-        save_file(arrays, path, {"class_names": json.dumps(names)} if names else None)
+    """Writes a file; returns its path as `--dataset` takes it."""
+    np.savez_compressed(path, **arrays, **({"class_names": np.array(names)} if names else {}))
     return str(path)
 
 
@@ -58,7 +52,7 @@ def test_a_val_split_may_be_there_or_be_held_out(tmp_path):
 def test_changed_pixels_are_another_data_set(tmp_path, monkeypatch):
     monkeypatch.setattr(images_module, "SAMPLED", 2)  # which images in files have
     before = load_arrays(write(tmp_path / "a.npz", arrays())).description
-    assert load_arrays(write(tmp_path / "moved.safetensors", arrays())).description == before
+    assert load_arrays(write(tmp_path / "moved.npz", arrays())).description == before
     changed = arrays()
     changed["test_images"][7, 5, 5, 1] ^= 1
     assert load_arrays(write(tmp_path / "b.npz", changed)).description != before
@@ -79,9 +73,8 @@ def test_a_model_is_evaluated_on_its_own_classes(tmp_path):
         find_to_evaluate(name, ["cat", "dog"])
 
 
-@KINDS
-def test_damaged_files_are_refused(kind, tmp_path):
-    path = tmp_path / f"a.{kind}"
+def test_damaged_files_are_refused(tmp_path):
+    path = tmp_path / "a.npz"
     write(path, arrays(shape=(4, 4, 3)))
     whole = path.read_bytes()
     cut = [whole[:length] for length in (0, 1, 100, len(whole) // 2, len(whole) - 1)]

@@ -6,7 +6,12 @@ import torch
 from harness.data import noise
 from harness.fakes import accelerator
 
-from utils.images.arrays import load_arrays, on_device, synthetic_arrays
+from utils.images.arrays import (
+    load_arrays,
+    load_arrays_to_evaluate,
+    on_device,
+    synthetic_arrays,
+)
 from utils.images.decoding import Encoded
 from utils.run.failures import UserError
 
@@ -47,7 +52,7 @@ def test_an_evaluation_leaves_out_what_training_refuses(tmp_path):
     folder, cache = make_folders(tmp_path / "data", "train") / "train", tmp_path / "cache"
 
     def to_evaluate():
-        return load_arrays(str(folder), class_names=CLASSES, cache_dir=cache).splits["all"]
+        return load_arrays_to_evaluate(str(folder), CLASSES, cache_dir=cache).splits["all"]
 
     (folder / "cat" / "4.png").write_bytes(b"a thesis")
     split = to_evaluate()

@@ -24,28 +24,19 @@ def test_the_documented_list_of_pytorch_is_the_known_one():
 
 KINDS = kinds_of_classifiers()
 SLOW = set(KINDS) - {"alexnet", "vgg11", "squeezenet1_0"}
+ADAPTIVE = ("alexnet", "vgg11")  # their pooling: --nondeterministic trains them
 
 
 @pytest.mark.parametrize("name", some_slow(KINDS, *SLOW))
 def test_a_step_of_every_classifier_is_deterministic_on_gpus(name):
-    model = pretrained.with_deterministic_pools(pretrained.without_weights(name))
+    model = pretrained.without_weights(name)
     side = 224 if "vit" in name else 288
     with Rules() as rules, torch.random.fork_rng():
         images = torch.empty(2, 3, side, side, device="meta")
         rules.place(images)
         model(images).sum().backward()
-    assert len(rules.operations) > 10 and not rules.operations & FORBIDDEN
-
-
-@pytest.mark.parametrize("length", [1, 5, 6, 7, 9, 14, 20])
-def test_an_average_pool_is_that_of_pytorch(length):
-    x = torch.randn(2, 3, length, 11, dtype=torch.float64, requires_grad=True)
-    ours = pretrained.AveragePool((7, 6))(x)
-    theirs = torch.nn.functional.adaptive_avg_pool2d(x, (7, 6))
-    assert torch.allclose(ours, theirs)
-    gradient = torch.randn_like(theirs)
-    (own,), (other,) = (torch.autograd.grad(y, x, gradient) for y in (ours, theirs))
-    assert torch.allclose(own, other)
+    assert len(rules.operations) > 10
+    assert bool(rules.operations & FORBIDDEN) == (name in ADAPTIVE)
 
 
 @pytest.mark.parametrize("deterministic", [True, False])
@@ -58,8 +49,7 @@ def test_attention_is_deterministic_unless_nobody_asked_for_it(deterministic, mo
     gpu.deterministic_attention()
     assert calls == [(True,)] * deterministic
     assert os.environ.get("FLASH_ATTENTION_DETERMINISTIC") == ("1" if deterministic else None)
-    for name, has_attention in (("vit_b_16", True), ("resnet18", False)):
-        calls.clear()
-        with torch.device("meta"):
-            pretrained.build(dict(model=name, options={}, class_names=["a", "b"]))
-        assert calls == [(True,)] * (deterministic and has_attention)
+    calls.clear()
+    with torch.device("meta"):
+        pretrained.build(dict(model="alexnet", options={}, class_names=["a", "b"]))
+    assert calls == [(True,)] * deterministic  # its pooling is an error then

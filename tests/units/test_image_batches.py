@@ -26,7 +26,7 @@ def train(tmp_path_factory):
 
 def change(seed=0):
     more = dict(auto_augment="trivial", random_erasing=0.5)
-    return TrainTransform(seed, 32, PREPROCESS, **more)
+    return TrainTransform(seed, PREPROCESS, **more)
 
 
 def test_an_image_depends_on_seed_epoch_and_id_only(train):
@@ -55,7 +55,8 @@ def test_skipping_decodes_nothing(train, monkeypatch):
         type(train), "open", lambda self, index: decoded.append(index) or real_open(self, index)
     )
     loading = DataLoaderConfiguration(split_batches=True)
-    options = dict(sampler=EpochSampler(24, 8, seed=0), drop_last=True, collate_fn=already_a_batch)
+    sampler = EpochSampler(24, 8, seed=0, with_epoch=True)
+    options = dict(sampler=sampler, drop_last=True, collate_fn=already_a_batch)
     loader = DataLoader(ImageBatches(train, change()), 4, **options)
     loaders = {"train": Accelerator(cpu=True, dataloader_config=loading).prepare(loader)}
     script, bad = load_script("train_images"), set()

@@ -36,7 +36,7 @@ def code_in(card):
 
 
 @pytest.mark.parametrize("name", ["net", "resnet18", "fastnet"])
-def test_the_card_of_train_cifar_loads_the_model_in_plain_torch(name, tmp_path, monkeypatch):
+def test_the_card_of_train_cifar_loads_the_model_with_its_script(name, tmp_path, monkeypatch):
     torch.manual_seed(0)
     script = load_script("train_cifar")
     model = script.build_model(name, 3)
@@ -47,6 +47,7 @@ def test_the_card_of_train_cifar_loads_the_model_in_plain_torch(name, tmp_path, 
     config = {"model": name, "class_names": ["cat", "dog", "yak"]}
     config |= {"mean": mean.tolist(), "std": std.tolist()}
     weights.export(tmp_path, model, config)
+    monkeypatch.setattr(sys, "argv", ["scripts/train_cifar.py"])
     figures = dict(test_accuracy=0.5, test_loss=1.25, test_accuracy_tta=0.5123)
     card = card_of(tmp_path, "train_cifar.py", script.describe_model(config), **figures)
     assert "1,000 optimizer steps of 96 samples, 61 s on 2 x cpu" in card
@@ -57,6 +58,7 @@ def test_the_card_of_train_cifar_loads_the_model_in_plain_torch(name, tmp_path, 
     pixels = torch.randint(256, (32, 32, 3), dtype=torch.uint8)
     Image.fromarray(pixels.numpy()).save(tmp_path / "image.png")
     monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(str(ROOT / "scripts"))
     names = {}
     with torch.no_grad():
         exec(code_in(card), names)

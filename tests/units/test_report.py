@@ -35,7 +35,7 @@ def test_a_description_counts_splits_and_classes_and_knows_data_by_a_checksum():
     assert whole.startswith("5 images of 1 classes (")
 
 
-def test_lines_about_classes_what_was_left_out_and_scaling():
+def test_lines_about_classes_and_what_was_left_out():
     many = SimpleNamespace(labels=np.repeat(np.arange(12), 91))
     few = SimpleNamespace(labels=np.array([0, 0, 2]))
     names = [f"c{i}" for i in range(12)]
@@ -49,6 +49,3 @@ def test_lines_about_classes_what_was_left_out_and_scaling():
         left_out.add(*added)
     expected = ["left out: hidden files: 1,500 (.x)", "left out: videos: 3 (a.mp4)"]
     assert left_out.lines() == expected
-    said = "  # other than 8 bits: first scale 0 to 4095 or -1 to 1 to 0 to 255"
-    assert report.describe_scaling({"integer": [0, 4095], "float": [-1, 1]}) == said
-    assert report.describe_scaling({}) == report.describe_scaling(None) == ""

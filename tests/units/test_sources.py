@@ -188,11 +188,11 @@ def make_splits(folder, files):
 @pytest.mark.parametrize(
     ("files", "expected"),
     [
-        ({"test-0.parquet": 4, "train-0.parquet": 8}, {"train": 8, "test": 4}),
+        ({"test-00-of-01.parquet": 4, "train-00-of-01.parquet": 8}, {"train": 8, "test": 4}),
         ({"test/0.parquet": 4, "train/0.parquet": 8}, {"train": 8, "test": 4}),
-        ({"birds_valid.parquet": 4, "birds_train.parquet": 8}, {"train": 8, "val": 4}),
         # The library's search for key words would drop one of these.
-        ({"test_tube.parquet": 4, "train_station.parquet": 8}, {"train": 8, "val": 4}),
+        ({"test_tube.parquet": 4, "trains.parquet": 4, "cat.parquet": 4}, {"train": 8, "val": 4}),
+        ({"birds_valid.parquet": 4, "birds_train.parquet": 8}, "rename birds_train.parquet: to tr"),
         ({"notes.parquet": 4, "train.parquet": 8}, "train.parquet is one of its splits, and notes"),
         ({"test.parquet": 4, "val.parquet": 8}, "has no train split, only"),
     ],

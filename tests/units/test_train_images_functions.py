@@ -190,12 +190,12 @@ def test_loaders_have_the_sizes_that_options_say(parse, tmp_path):
     assert script.blank_batch(8, "cpu")["images"].shape == (2, 3, 8, 8)
 
 
-def test_the_model_card_of_an_mnasnet_loads_its_weights_without_this_project(tmp_path, monkeypatch):
-    described = pretrained.describe("mnasnet0_5", None, ["a", "b|c"])
+def test_the_model_card_loads_the_weights_without_this_project(tmp_path, monkeypatch):
+    described = pretrained.describe("squeezenet1_1", None, ["a", "b|c"])
     model = pretrained.build(described)
     weights.export(tmp_path, model, described)
     card = script.describe_model(described, SimpleNamespace(ema_decay=0.9))
-    assert (card["title"], card["library"]) == ("mnasnet0_5, 2 classes", "torchvision")
+    assert (card["title"], card["library"]) == ("squeezenet1_1, 2 classes", "torchvision")
     assert card["about"].startswith("Classes: a, b") and "a decay of up to 0.9" in card["about"]
     code = card["usage"].removeprefix("```python\n").partition("preprocess =")[0]
     (tmp_path / "card.py").write_text(f"{code}\nprint(float(model.classifier[1].weight.sum()))")

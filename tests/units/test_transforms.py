@@ -31,7 +31,7 @@ def test_a_jpeg_that_is_decoded_smaller_shows_the_same(monkeypatch):
     data = encoded(smooth((800, 600)), "JPEG", quality=95)
     assert Encoded(data).pixels(8).shape == (3, 75, 100)
     evaluation = EvalTransform(PREPROCESS)
-    training = TrainTransform(0, 32, PREPROCESS, min_scale=0.3)
+    training = TrainTransform(0, PREPROCESS, min_scale=0.3)
     small = [evaluation(Encoded(data)), *(training(Encoded(data), 0, i) for i in range(5))]
     monkeypatch.setattr(transforms, "REDUCTIONS", ())
     full = [evaluation(Encoded(data)), *(training(Encoded(data), 0, i) for i in range(5))]
@@ -44,7 +44,7 @@ def test_a_jpeg_that_is_decoded_smaller_shows_the_same(monkeypatch):
 def test_a_very_long_image_costs_no_memory(size):
     opened = Encoded(encoded(Image.new("RGB", size, (200, 100, 50))))
     preprocess = PREPROCESS | dict(resize=256, crop=224)
-    train = TrainTransform(0, 224, preprocess)
+    train = TrainTransform(0, preprocess)
     for transform in (EvalTransform(preprocess), lambda image: train(image, 0, 0)):
         result = transform(opened)
         assert result.shape == (3, 224, 224)
@@ -61,7 +61,7 @@ def test_each_option_of_training_does_what_it_says():
     opened = Encoded(encoded(Image.fromarray(gradient)))
 
     def images(count=40, preprocess=PREPROCESS, **options):
-        transform = TrainTransform(3, 16, preprocess, **{"flip": 0.0} | options)
+        transform = TrainTransform(3, preprocess | {"crop": 16}, **{"flip": 0.0} | options)
         return torch.stack([transform(opened, 1, i) for i in range(count)])
 
     plain, mirrored = images(), images(flip=1.0)

@@ -12,6 +12,7 @@ import numpy as np
 import torch
 
 from utils.run.failures import UserError, full_disk
+from utils.run.files import publish
 
 
 @contextlib.contextmanager
@@ -32,14 +33,8 @@ def complete_or_absent(file):
             yield out
             out.flush()
             os.fsync(out.fileno())
-            try:
-                # Another machine may have made the same file, and map it by now: keep that one.
-                os.link(temporary, file)
-            except FileExistsError:
-                pass
-            except OSError:  # no links on this file system, or another machine has removed it
-                if temporary.exists() or not file.exists():
-                    os.replace(temporary, file)
+            # Another machine may have made the same file, and map it by now: keep that one.
+            publish(temporary, file)
     finally:
         with contextlib.suppress(OSError):
             temporary.unlink()

@@ -10,14 +10,12 @@ import sys
 import traceback
 
 import numpy as np
-import torch
 from torch.utils.data import Sampler
 
 from utils.data.permutation import Permutation
 from utils.run import failures, process
 from utils.run.failures import RunFailed
 from utils.run.output import one_line
-from utils.run.seeds import sample_seed
 from utils.scale import patches
 
 IDS_AT_ONCE = 4096  # of a random order
@@ -90,23 +88,21 @@ def evaluation_batch_size(accelerator, samples, most):
 
 
 class EpochSampler(Sampler):
-    """Yields (epoch, id) for the samples of whole optimizer steps.
+    """Yields the samples of whole optimizer steps, in a random order that takes no memory.
 
-    The order is a deterministic function of the seed and the epoch. The epoch reaches the data set
-    together with the id, because workers that live for several epochs never see a change of the
-    data set.
+    The order is a deterministic function of the seed and the epoch.
+
+    Args:
+        samples (int): size of the data set.
+        batch_size (int): samples per optimizer step.
+        seed (int): of the order.
+        with_epoch (bool): yield (epoch, id) instead of ids, for a data set that needs the epoch:
+            workers that live for several epochs never see a change of the data set.
     """
 
-    def __init__(self, samples, batch_size, seed, shuffle=True):
-        """
-        Args:
-            samples (int): size of the data set.
-            batch_size (int): samples per optimizer step.
-            seed (int): of the order.
-            shuffle (bool): whether the order is random.
-        """
+    def __init__(self, samples, batch_size, seed, with_epoch=False):
         self._samples, self._used = samples, samples // batch_size * batch_size
-        self._seed, self._shuffle, self._epoch = seed, shuffle, 0
+        self._seed, self._with_epoch, self._epoch = seed, with_epoch, 0
 
     def set_epoch(self, epoch):
         """Sets the next epoch; called by the prepared loader's own `set_epoch`."""
@@ -116,39 +112,11 @@ class EpochSampler(Sampler):
         return self._used
 
     def __iter__(self):
-        order = torch.arange(self._samples)
-        if self._shuffle:
-            generator = torch.Generator().manual_seed(sample_seed(self._seed, self._epoch, -1))
-            order = torch.randperm(self._samples, generator=generator)
-        for ids in order[: self._used].split(1024):
-            yield from ((self._epoch, index) for index in ids.tolist())
-
-
-class KeyedSampler(Sampler):
-    """Yields the ids of samples in a random order that takes no memory, for a prepared loader.
-
-    The order is a deterministic function of the seed and the epoch.
-
-    Args:
-        samples (int): size of the data set.
-        seed (int): of the order.
-    """
-
-    def __init__(self, samples, seed):
-        self._samples, self._seed, self._epoch = samples, seed, 0
-
-    def set_epoch(self, epoch):
-        """Sets the next epoch; called by the prepared loader's own `set_epoch`."""
-        self._epoch = epoch
-
-    def __len__(self):
-        return self._samples
-
-    def __iter__(self):
         order = Permutation(self._samples, self._seed, self._epoch)
-        for start in range(0, self._samples, IDS_AT_ONCE):
-            places = np.arange(start, min(start + IDS_AT_ONCE, self._samples))
-            yield from order(places).tolist()
+        for start in range(0, self._used, IDS_AT_ONCE):
+            places = np.arange(start, min(start + IDS_AT_ONCE, self._used))
+            for index in order(places).tolist():
+                yield (self._epoch, index) if self._with_epoch else index
 
 
 @contextlib.contextmanager

@@ -90,15 +90,3 @@ def count_classes(splits, class_names):
         others = f", and {more} more classes" if more > 0 else ""
         lines.append(f"{split:{width}} {len(labels):,}: {listed}{others}")
     return lines
-
-
-def describe_scaling(scaling):
-    """What follows the line of a model card that reads an image, as a comment of Python.
-
-    Args:
-        scaling (dict | None): of the training images, see `pixels`.
-    """
-    ranges = [f"{black:g} to {white:g}" for black, white in (scaling or {}).values()]
-    if not ranges:
-        return ""
-    return f"  # other than 8 bits: first scale {' or '.join(ranges)} to 0 to 255"

@@ -43,18 +43,16 @@ class Scanner:
 
     Attributes:
         left_out (LeftOut): everything else that it saw.
-        tables (list[str]): paths of the files with a suffix in `table_suffixes`.
     """
 
-    def __init__(self, root, suffixes, table_suffixes=()):
+    def __init__(self, root, suffixes):
         """
         Args:
             root (Path): the folder of the data set.
-            suffixes, table_suffixes: with their dot, in lower case.
+            suffixes: with their dot, in lower case.
         """
-        self.root, self.left_out, self.tables = Path(root), LeftOut(), []
-        self._suffixes, self._table_suffixes = suffixes, table_suffixes
-        self._listed, self._others = {}, {}
+        self.root, self.left_out = Path(root), LeftOut()
+        self._suffixes, self._listed, self._others = suffixes, {}, {}
 
     def list(self, folder=""):
         """What is directly in a folder.
@@ -122,8 +120,6 @@ class Scanner:
             elif suffix in self._suffixes:
                 files.append(path)
             else:
-                if suffix in self._table_suffixes:
-                    self.tables.append(path)
                 others[suffix] += 1
                 self.left_out.add(_describe(suffix), path)
         self._others[folder] = others
@@ -152,5 +148,6 @@ def _kind(entry):
 def _describe(suffix):
     if not suffix:
         return "files without a suffix"
-    unreadable = ", which Pillow cannot read (convert them to JPEG)" * (suffix in UNREADABLE)
-    return f"{suffix} files{unreadable}"
+    if suffix in UNREADABLE:
+        return f"{suffix} files, which Pillow cannot read (convert them to JPEG)"
+    return f"{suffix} files"

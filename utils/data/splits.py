@@ -1,60 +1,68 @@
-"""Tells by its name which split a folder or a file is: the one rule for images, tables and text.
+"""Tells by its name which split a folder, a file or a table is: the one rule for images and text.
 
-A name is cut into words: `seg_train2017` has `seg` and `train`. It is that of a split if one of its
-words is in `SPLITS` and the others say nothing (`NEUTRAL`). So `Training`, `val_images` and
-`train-00000-of-00004` are splits; `train_station` and `test_tube` are not. If several names differ
-in nothing but such a word, as `birds_train` and `birds_test` do, they are splits, too.
+A name is that of a split if it is exactly one of `SPLITS`, in upper or lower case. Of the files in
+which a split is stored, the part before the number counts: `train-00000-of-00002`.
 """
 
 import re
 
+from utils.run.failures import UserError
+
 SPLITS = {
-    "train": {"train", "training", "trainset", "traindata"},
-    "val": {"val", "valid", "validation", "validate", "validating", "dev", "valset", "devset"},
-    "test": {"test", "testing", "testset", "testdata"},
+    **dict.fromkeys(("train", "training"), "train"),
+    **dict.fromkeys(("val", "valid", "validation", "dev"), "val"),
+    **dict.fromkeys(("test", "testing"), "test"),
 }
-NEUTRAL = {
-    *"a an the my our all of part seg set sets split splits data dataset datasets".split(),
-    *"image images img imgs picture pictures photo photos file files folder text texts".split(),
-}
-_SPLIT_OF = {word: split for split, words in SPLITS.items() for word in words}
 
 
 def split_of(name):
-    """The split that a single name says: `train`, `val`, `test`, or None."""
-    split, others = _read(name)
-    return None if others else split
+    """The split that is called so, without a suffix: `train`, `val` or `test`; None: it is none."""
+    return SPLITS.get(re.sub(r"-\d+-of-\d+.*", "", name).lower())
 
 
-def assign(names):
-    """Finds the names that say of which split something is.
+def one_each(place, names):
+    """The name of each split, where each may have one.
 
     Args:
-        names (list[str]): of the folders in one folder, or of files without their suffixes.
+        place (Path | str): the data set, for messages.
+        names (list[str]): of folders or tables.
 
     Returns:
-        dict[str, str]: name -> split; {}: none of them says one.
+        tuple: split -> name, in the order train, val, test; the names that are no splits.
+
+    Raises:
+        UserError: two names are the same split, such as valid and validation.
     """
-    read = {name: _read(name) for name in names}
-    exact = {name: split for name, (split, others) in read.items() if split and not others}
-    if exact:
-        return exact
-    groups = {}  # what is left of a name without its split -> the splits with such names
-    for split, others in read.values():
-        groups.setdefault(others, set()).add(split)
-    return {
-        name: split
-        for name, (split, others) in read.items()
-        if split and "train" in groups[others] and len(groups[others] - {None}) > 1
-    }
+    by_split, others = {}, []
+    for name in names:
+        split = split_of(name)
+        if split is None:
+            others.append(name)
+        elif split in by_split:
+            raise UserError(
+                f"--dataset {place}: {by_split[split]} and {name} are both its {split} split: "
+                "remove or rename one of them"
+            )
+        else:
+            by_split[split] = name
+    return {s: by_split[s] for s in ("train", "val", "test") if s in by_split}, others
 
 
-def _read(name):
-    """The split that a name contains, or None; and its other words, without those in `NEUTRAL`."""
-    separated = re.sub(r"(?<=[a-z])(?=[A-Z])", " ", name)  # TrainSet
-    words = [word for word in re.split(r"[\W\d_]+", separated.lower()) if word]
-    found = [word for word in words if word in _SPLIT_OF]
-    if len(found) != 1:
-        return None, tuple(words)
-    others = tuple(word for word in words if word not in NEUTRAL and word not in _SPLIT_OF)
-    return _SPLIT_OF[found[0]], others
+def refuse_almost_splits(place, split_of_name):
+    """Raises UserError if all names contain the word of a split, and some are none: train_images.
+
+    Args:
+        place (Path): the data set, for messages.
+        split_of_name (dict[str, str | None]): name -> split.
+    """
+    words = {name: re.findall("train|val|dev|test", name.lower()) for name in split_of_name}
+    almost = [name for name, split in split_of_name.items() if split is None]
+    if not almost or not all(words.values()):
+        return
+    if len({SPLITS[found[-1]] for found in words.values()}) > 1:
+        first = min(almost)
+        split = SPLITS[words[first][-1]]
+        raise UserError(
+            f"--dataset {place}: rename {first}: to {split} if it is a split (only that name is "
+            "one), or to a name without this word in it"
+        )

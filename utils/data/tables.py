@@ -4,11 +4,10 @@ import contextlib
 import csv
 import glob
 import hashlib
-import os
 import re
 from pathlib import Path
 
-from utils.data import splits as split_names
+from utils.data.splits import one_each, refuse_almost_splits, split_of
 from utils.run.failures import UserError, full_disk
 
 # The reader of the `datasets` library for each kind of file.
@@ -40,7 +39,7 @@ def local_path(name, alternatives):
     path = Path(name).expanduser()
     if path.exists():
         return path
-    known = {*READERS, ".txt", ".npz", ".safetensors"}
+    known = {*READERS, ".txt", ".npz"}
     if name.startswith((".", "/", "~")) or path.suffix.lower() in known:
         raise UserError(f"--dataset {name}: there is no such file or folder; {alternatives}")
     return None
@@ -59,15 +58,16 @@ def files_by_split(root, files):
         dict[str, list[Path]]: split -> files; all are `train` if no name says a split.
 
     Raises:
-        UserError: some names say a split and others do not, or none says train.
+        UserError: some names say a split and others do not, or not exactly; or none says train.
     """
-    stems = {file: re.sub(STRIPPED, "", os.path.basename(file)) for file in files}
-    said, found = split_names.assign(sorted(set(stems.values()))), {}
+    split_of_file, found = {}, {}
     for file in files:
-        folders = map(split_names.split_of, reversed(file.split("/")[:-1]))
-        split = said.get(stems[file]) or next(filter(None, folders), None)
+        parts = re.sub(STRIPPED, "", file).split("/")
+        split = next(filter(None, map(split_of, reversed(parts))), None)
+        split_of_file[file] = split
         found.setdefault(split, []).append(Path(root) / file)
-    if list(found) == [None] or len(found) == 1:
+    refuse_almost_splits(root, split_of_file)
+    if len(found) == 1:
         return {"train": next(iter(found.values()))}
     if None in found:
         first = next(files[0] for split, files in found.items() if split)
@@ -88,6 +88,8 @@ def load_table(
     name, *, subset=None, files=None, streaming=False, alternatives="", reader=None, **options
 ):
     """Loads rows with the `datasets` library.
+
+    All values of CSV files are strings, exactly as they are written: 007 and NA are text.
 
     Args:
         name (str): a Hub id, a folder in the Hub's layout, or a file with one of the suffixes in
@@ -116,8 +118,10 @@ def load_table(
         suffix = next(iter(files.values()))[0].suffix.lower()
         reader = reader or READERS.get(suffix, "text")
         for file in (file for some in files.values() for file in some):
-            if reader == "csv" and "index_col" not in options:
-                header(file)
+            if reader == "csv":
+                # Of all columns: with `usecols`, pandas would cut off longer rows.
+                converters = dict.fromkeys(header(file), str)
+                options |= dict(converters=converters, keep_default_na=False)
             if "::" in str(file):  # the library takes what follows for a path in an archive
                 raise UserError(f"--dataset {name}: rename {file}, because of the `::`")
         # The library takes names for patterns. It knows files by their time of change; and here by
@@ -164,20 +168,10 @@ def name_splits(name, tables, left_out):
     """
     if len(tables) == 1:
         return {"train": next(iter(tables.values()))}
-    named = {}
-    for own_name in tables:
-        split = split_names.split_of(own_name)
-        if split is None:
-            left_out.add("splits of other names", own_name)
-        elif split in named:
-            raise UserError(
-                f"--dataset {name}: {named[split]} and {own_name} both look like its {split} "
-                "split: remove or rename one of them"
-            )
-        else:
-            named[split] = own_name
-    order = [split for split in ("train", "val", "test") if split in named]
-    return {split: tables[named[split]] for split in order}
+    by_split, others = one_each(name, tables)
+    for other in others:
+        left_out.add("splits of other names", other)
+    return {split: tables[own_name] for split, own_name in by_split.items()}
 
 
 def describes_itself(folder):

@@ -1,4 +1,4 @@
-"""Reads a data set of images from arrays in one .npz or .safetensors file.
+"""Reads a data set of images from arrays in one .npz file.
 
     train_images, train_labels   uint8 [images, height, width, 3] or [images, 3, height, width], or
                                  gray [images, height, width], also with 1 in place of 3;
@@ -6,32 +6,28 @@
     val_images, val_labels,      likewise; either split may be absent
     test_images, test_labels
     class_names                  strings [classes], in the order of the labels; without it, the
-                                 classes are called 0, 1, ...: an array in a .npz file, a list in
-                                 JSON in the metadata of a .safetensors file
+                                 classes are called 0, 1, ...
 
 Nothing in such a file is executed: NumPy would have to be asked to load pickles.
 """
 
-import json
 import os
 import zipfile
 import zlib
 
 import numpy as np
-from safetensors import SafetensorError, safe_open
 
 from utils.images.decoding import Images
 from utils.images.storage import Pixels
 from utils.run.failures import UserError
 from utils.run.files import regular_file
 
-SUFFIXES = (".npz", ".safetensors")
 SPLITS = ("train", "val", "test")
 SHOWN = 10  # names of arrays in a message
-# What the two libraries raise for a file that is damaged or of another kind.
+# What NumPy raises for a file that is damaged or of another kind.
 DAMAGE = (
     *(OSError, ValueError, KeyError, EOFError, RuntimeError, MemoryError, NotImplementedError),
-    *(TypeError, SafetensorError, zipfile.BadZipFile, zlib.error),
+    *(TypeError, zipfile.BadZipFile, zlib.error),
 )
 
 
@@ -50,8 +46,7 @@ def find(name, path, class_names=None):
         UserError: it is damaged, or does not hold such arrays.
     """
     try:
-        read = {".npz": _read_npz, ".safetensors": _read_safetensors}[path.suffix.lower()]
-        keys, arrays, own_names = read(regular_file(path))
+        keys, arrays, own_names = _read(regular_file(path))
     except DAMAGE as error:
         reason = (str(error) or type(error).__name__).splitlines()[0]
         raise UserError(f"--dataset {name} cannot be read: {reason}") from None
@@ -84,7 +79,7 @@ def find(name, path, class_names=None):
     return splits, class_names or names
 
 
-def _read_npz(file):
+def _read(file):
     """The names of all arrays of a file, the arrays that are used, its classes or None."""
     with np.load(file, allow_pickle=False) as opened:
         if not isinstance(opened, np.lib.npyio.NpzFile):
@@ -95,17 +90,6 @@ def _read_npz(file):
     if names is not None and (names.ndim != 1 or names.dtype.kind != "U"):
         raise ValueError("class_names is not a list of strings")
     return keys, arrays, None if names is None else names.tolist()
-
-
-def _read_safetensors(file):
-    with safe_open(file, framework="np") as opened:
-        keys = list(opened.keys())
-        arrays = {key: opened.get_tensor(key) for key in _wanted(keys)}
-        names = json.loads((opened.metadata() or {}).get("class_names", "null"))
-    valid = isinstance(names, list) and all(isinstance(value, str) for value in names)
-    if names is not None and not valid:
-        raise ValueError("class_names in its metadata is not a list of strings")
-    return keys, arrays, names
 
 
 def _wanted(keys):
@@ -126,7 +110,8 @@ def _images(name, split, arrays):
             return np.ascontiguousarray(np.broadcast_to(found, (*found.shape[:3], 3)))
     raise UserError(
         f"--dataset {name}: {split}_images is {images.dtype} {list(images.shape)}, not uint8 "
-        "[images, height, width, 3], [images, 3, height, width] or [images, height, width]"
+        "[images, height, width, 3], [images, 3, height, width] or [images, height, width] (the "
+        "recipe eight_bits of scripts/README.md converts other values)"
     )
 
 

@@ -12,8 +12,7 @@ from utils.data.loaders import to_device
 from utils.data.report import count_classes, describe_images
 from utils.images import image_cache, synthetic
 from utils.images.decoding import BadImage, Images
-from utils.images.pixels import SAMPLE
-from utils.images.sources import find_images, find_to_evaluate, split_off
+from utils.images.sources import ImageSplits, find_images, find_to_evaluate, split_off
 from utils.images.storage import Pixels
 from utils.images.synthetic import SIZE
 from utils.run.failures import UserError
@@ -78,17 +77,6 @@ class Split:
         return mean.float(), variance.sqrt().float()
 
 
-@dataclass
-class ArrayData:
-    """A data set in memory; the fields are those of `sources.ImageSplits`."""
-
-    splits: dict[str, Split]
-    class_names: list[str]
-    description: str
-    details: list[str] = field(default_factory=list)
-    scaling: dict = field(default_factory=dict)
-
-
 def on_device(accelerator, splits):
     """The same splits, with batches on this process's device.
 
@@ -115,15 +103,7 @@ def on_device(accelerator, splits):
 
 
 def load_arrays(
-    name,
-    *,
-    seed=0,
-    val_fraction=None,
-    image_column=None,
-    label_column=None,
-    scaling=None,
-    class_names=None,
-    cache_dir=None,
+    name, *, seed=0, val_fraction=None, image_column=None, label_column=None, cache_dir=None
 ):
     """Loads a data set into memory as images of 32x32 pixels.
 
@@ -132,46 +112,63 @@ def load_arrays(
     from a file.
 
     Args:
-        name, seed, val_fraction, image_column, label_column, scaling: as for `sources.find_images`.
-        class_names (list[str] | None): load the one split that `sources.find_to_evaluate` finds; an
-            image in it that cannot be read has the label -1.
+        name, seed, val_fraction, image_column, label_column: as for `sources.find_images`.
         cache_dir (Path | None): folder of that file; None: in the cache of the `datasets` library
             (HF_DATASETS_CACHE).
 
     Returns:
-        ArrayData.
+        ImageSplits: its splits are of the class `Split`.
 
     Raises:
-        UserError: the data set cannot be found or has another layout; an image to train with is
-            corrupt (the message names it); or the file cannot be written.
+        UserError: the data set cannot be found or has another layout; an image is corrupt (the
+            message names it); or the file cannot be written.
     """
     if name == "synthetic":
         data = synthetic_arrays(seed)
         return _with_val(data, seed, val_fraction) if val_fraction else data
-    options = dict(image_column=image_column, label_column=label_column, scaling=scaling)
-    if class_names:
-        found = find_to_evaluate(name, class_names, **options)
-    else:
-        found = find_images(name, seed=seed, val_fraction=val_fraction, **options)
+    columns = dict(image_column=image_column, label_column=label_column)
+    found = find_images(name, seed=seed, val_fraction=val_fraction, **columns)
+    return _in_memory(found, cache_dir, skip=False)
+
+
+def load_arrays_to_evaluate(
+    name, class_names, *, image_column=None, label_column=None, cache_dir=None
+):
+    """Loads the one split that `sources.find_to_evaluate` finds.
+
+    Args:
+        name, class_names, image_column, label_column: as for `sources.find_to_evaluate`.
+        cache_dir (Path | None): as for `load_arrays`.
+
+    Returns:
+        ImageSplits: an image that cannot be read has the label -1.
+
+    Raises:
+        UserError: as for `load_arrays`.
+    """
+    columns = dict(image_column=image_column, label_column=label_column)
+    return _in_memory(find_to_evaluate(name, class_names, **columns), cache_dir, skip=True)
+
+
+def _in_memory(found, cache_dir, skip):
+    """The same data set with splits in memory; `skip`: images may be corrupt."""
     decoded, splits = {}, {}
     for split, images in found.splits.items():
         # All images of a source: other choices of the val split then use the same file.
         source = images.source
         if source not in decoded:
-            decoded[source] = _decoded(source, images.scaling, cache_dir, skip=bool(class_names))
+            decoded[source] = _decoded(source, cache_dir, skip)
         pixels, readable = decoded[source]
         if len(images) < len(source):
             pixels = pixels[torch.from_numpy(images.rows)]
         labels = np.where(readable[images.rows], images.labels, -1)
         splits[split] = Split(pixels, torch.from_numpy(labels), source=images)
-    details, sample = found.details, found.splits[next(iter(splits))].subsample(SAMPLE)
-    if any(image.size != (SIZE, SIZE) for image, _ in sample.headers()):
-        details = [
-            *details,
-            f"images of other sizes are scaled to a shorter side of {SIZE} pixels, and the central "
-            f"{SIZE}x{SIZE} are used",
-        ]
-    return ArrayData(splits, found.class_names, found.description, details, found.scaling)
+    details = [
+        *found.details,
+        f"images are used at {SIZE}x{SIZE} pixels: the center of others, after their shorter side "
+        f"is scaled to {SIZE}",
+    ]
+    return ImageSplits(splits, found.class_names, found.description, details)
 
 
 def synthetic_arrays(seed, train=5000, test=1000):
@@ -184,7 +181,7 @@ def synthetic_arrays(seed, train=5000, test=1000):
         train, test (int): number of images.
 
     Returns:
-        ArrayData: with the splits `train` and `test`.
+        ImageSplits: with the splits `train` and `test`.
     """
     images, labels = synthetic.draw_patterns(seed, train + test)
     splits = {
@@ -206,10 +203,10 @@ def _with_val(data, seed, fraction):
 def _described(splits, class_names):
     checksums = {split: str(samples.labels.tolist()) for split, samples in splits.items()}
     description = describe_images(splits, class_names, checksums)
-    return ArrayData(splits, class_names, description, count_classes(splits, class_names))
+    return ImageSplits(splits, class_names, description, count_classes(splits, class_names))
 
 
-def _decoded(source, scaling, cache_dir, skip):
+def _decoded(source, cache_dir, skip):
     """All images of a source, from a file that is made if it is absent.
 
     Returns:
@@ -223,7 +220,7 @@ def _decoded(source, scaling, cache_dir, skip):
     if cache_dir is None:
         library = os.environ.get("HF_DATASETS_CACHE") or Path(constants.HF_HOME) / "datasets"
         cache_dir = Path(library).expanduser() / "decoded_images"
-    images = Images(source, np.arange(count), np.zeros(count, dtype=np.int64), scaling)
+    images = Images(source, np.arange(count), np.zeros(count, dtype=np.int64))
 
     def decode(index):
         try:
@@ -246,12 +243,9 @@ def _decoded(source, scaling, cache_dir, skip):
         for index in np.flatnonzero(~readable):
             decode(index)  # says what is wrong
     stored = np.fromfile(file, np.uint8, count=3 * SIZE * SIZE * int(readable.sum()))
-    stored = torch.from_numpy(stored.reshape(-1, SIZE, SIZE, 3).transpose(0, 3, 1, 2).copy())
-    if readable.all():
-        return stored, readable
-    pixels = torch.zeros(count, 3, SIZE, SIZE, dtype=torch.uint8)
-    pixels[torch.from_numpy(readable)] = stored
-    return pixels, readable
+    pixels = np.zeros((count, 3, SIZE, SIZE), dtype=np.uint8)
+    pixels[readable] = stored.reshape(-1, SIZE, SIZE, 3).transpose(0, 3, 1, 2)
+    return torch.from_numpy(pixels), readable
 
 
 def _resize(image):

@@ -1,13 +1,21 @@
-"""Finds the column with images and the one with classes in a table."""
+"""The columns of a table with images: which one has the images, and which one the classes.
+
+Whatever the type of the column, each different value is a class, exactly.
+"""
+
+import math
+from decimal import Decimal
 
 import datasets
+import numpy as np
 from huggingface_hub import constants
 
-from utils.images.decoding import Rows
+from utils.images.storage import Rows
 from utils.run.failures import UserError
 
 GIVE = "give --columns IMAGE LABEL"
 # Names of the label column in tables that do not say what their columns mean.
+UNKNOWN = (-1, "-1")  # instead of a label
 LABEL_NAMES = ("label", "labels", "class", "cls", "target", "fine_label")
 
 
@@ -66,6 +74,9 @@ def image_rows(table, column, place, folder, anywhere=False):
     Returns:
         Rows.
     """
+    # The files of a data set of the Hub are in its cache.
+    caches = (datasets.config.HF_CACHE_HOME, datasets.config.HF_DATASETS_CACHE)
+    allowed = None if anywhere else (*caches, constants.HF_HUB_CACHE)
     version = f"{table._fingerprint} {column}"  # differs if a file of the data set was changed
     rows = table.select_columns([column])
     kind = rows.features[column]
@@ -76,10 +87,61 @@ def image_rows(table, column, place, folder, anywhere=False):
         data = rows.with_format("arrow")[:].column(0)
         nulls = sum(chunk.field("bytes").null_count for chunk in data.chunks)
         in_files = nulls == len(rows)
-    # The files of a data set of the Hub are in its cache.
-    config = datasets.config
-    allowed = (config.HF_CACHE_HOME, config.HF_DATASETS_CACHE, constants.HF_HUB_CACHE)
-    return Rows(rows, place, version, folder, in_files, allowed, anywhere)
+    return Rows(rows, place, version, folder, in_files, allowed)
+
+
+def read_labels(name, tables, column, class_names=None):
+    """Reads the labels of all splits.
+
+    Args:
+        name (str): the data set, for messages.
+        tables (dict[str, datasets.Dataset]): by split.
+        column (str): of type ClassLabel, or with numbers or strings: each different value in
+            `train` is a class. Whole floats are integers. -1 says that a label is unknown, unless
+            all labels are -1 and 1.
+        class_names (list[str] | None): the classes; None: those in `train`.
+
+    Returns:
+        tuple[dict[str, np.ndarray], list[str]]: labels, int64 [rows], -1 where there is none; class
+        names.
+
+    Raises:
+        UserError: `train` has no labels; they are numbers with fractions, or floats that are too
+            large to be told apart; or a split has a class that is not in `train`.
+    """
+    values = {split: _values(table, column) for split, table in tables.items()}
+    first = "train" if "train" in values else next(iter(values))
+    kind = tables[first].features[column]
+    for split_values in values.values():
+        _refuse_measurements(name, split_values, column, kind)
+    kinds = {value for value in values[first] if value is not None}
+    if isinstance(kind, datasets.ClassLabel):
+        declared = known = dict(enumerate(kind.names))
+        if class_names is None:
+            known = {value: declared[value] for value in declared if value in kinds}
+    else:
+        declared = known = {value: _class_name(value) for value in sorted(kinds)}
+        if kinds not in ({-1, 1}, {"-1", "1"}):
+            known = {value: known[value] for value in known if value not in UNKNOWN}
+    if not known:
+        raise UserError(f"--dataset {name} has no labels in its column {column}")
+    names = class_names or list(known.values())
+    position = {class_name: label for label, class_name in enumerate(names)}
+    labels = {}
+    for split, split_values in values.items():
+        for row, value in enumerate(split_values):
+            unknown = value is not None and value not in known and value not in UNKNOWN
+            if unknown or (value in known and known[value] not in position):
+                where = "the train split" if class_names is None else "those of the model"
+                shown = declared.get(value, value)
+                raise UserError(
+                    f"--dataset {name}: class {shown} of its {split} split (row {row}) is not in "
+                    f"{where}"
+                )
+        labels[split] = np.array(
+            [position.get(known.get(value), -1) for value in split_values], dtype=np.int64
+        )
+    return labels, names
 
 
 def _choose(name, features, kind, wanted, candidates):
@@ -110,3 +172,35 @@ def _has_bytes(kind):
 
 def _is_text(kind):
     return isinstance(kind, datasets.Value) and kind.dtype in ("string", "large_string")
+
+
+def _values(table, column):
+    """The values of a column as Python objects; None where there is no label."""
+    if column not in table.features:  # as in the test split of a competition
+        return [None] * len(table)
+    values = table.select_columns([column]).with_format("arrow")[:].column(0).to_pylist()
+    # NaN, the only value that differs from itself, is an empty cell.
+    return [None if value != value or _is_blank(value) else value for value in values]
+
+
+def _is_blank(value):
+    return isinstance(value, str) and not value.strip()
+
+
+def _class_name(value):
+    if isinstance(value, float | Decimal):
+        return str(int(value))
+    return value.decode(errors="replace") if isinstance(value, bytes) else str(value)
+
+
+def _refuse_measurements(name, values, column, kind):
+    """Raises UserError for floats with a fraction, or too large for their type to be exact."""
+    exact = 2 ** {"float32": 24, "float16": 11}.get(getattr(kind, "dtype", None), 53)
+    for value in values:
+        if not isinstance(value, float | Decimal):
+            continue
+        if not math.isfinite(value) or value != int(value) or abs(value) > exact:
+            raise UserError(
+                f"the column {column} of --dataset {name} has {kind.dtype} values such as "
+                f"{value:g}, which are no exact classes: store classes as text or integers"
+            )

@@ -9,13 +9,12 @@ import functools
 import hashlib
 import io
 import os
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import numpy as np
 import torch
-from PIL import Image, UnidentifiedImageError
+from PIL import Image, features
 
-from utils.images import pixels as pixel_values
 from utils.images.storage import Files, Pixels, Rows
 
 ORIENTATION = 0x0112  # the EXIF tag; 5 to 8 exchange width and height
@@ -23,10 +22,18 @@ TURN = Image.Transpose
 # What turns an image of each orientation upright.
 UPRIGHT = {1: None, 2: TURN.FLIP_LEFT_RIGHT, 3: TURN.ROTATE_180, 4: TURN.FLIP_TOP_BOTTOM}
 UPRIGHT |= {5: TURN.TRANSPOSE, 6: TURN.ROTATE_270, 7: TURN.TRANSVERSE, 8: TURN.ROTATE_90}
-# What is tried first, and what needs all plugins of Pillow. Not PostScript, say, for which Pillow
-# starts another program.
-COMMON = ("JPEG", "PNG", "GIF", "BMP", "PPM")
-OTHERS = ("WEBP", "TIFF", "AVIF", "DIB", "TGA", "JPEG2000", "ICO", "PCX")
+# Since Pillow 11.2, if built with it; `check` would warn about a name that it does not know.
+HAS_AVIF = "avif" in features.modules and features.check("avif")
+# Common ones first. Not PostScript, say, for which Pillow starts another program.
+FORMATS = (
+    *("JPEG", "PNG", "GIF", "BMP", "PPM", "WEBP", "TIFF", "DIB", "TGA", "JPEG2000", "ICO", "PCX"),
+    *(["AVIF"] if HAS_AVIF else []),
+)
+TIFF_BITS = 258  # the tag: bits of each channel
+TOO_DEEP = (
+    "it has more than 8 bits per channel: convert the data set with the recipe eight_bits of "
+    "scripts/README.md"
+)
 SAMPLED = 1000  # images of which a fingerprint reads `SAMPLED_BYTES`
 SAMPLED_BYTES = 1 << 16
 
@@ -40,13 +47,12 @@ class Images:
     """One split of a data set.
 
     `source` reads the images. `rows` are their numbers in it and `labels` their classes, both int64
-    [samples]. `scaling` is that of pixel values other than 8 bits, see `pixels`.
+    [samples].
     """
 
     source: Files | Rows | Pixels
     rows: np.ndarray
     labels: np.ndarray
-    scaling: dict = field(default_factory=dict)
 
     def __len__(self):
         return len(self.rows)
@@ -61,7 +67,7 @@ class Images:
             BadImage: it cannot be read, or is not an image.
         """
         try:
-            return Encoded(self.source.read(self.rows[index]), self.scaling)
+            return Encoded(self.source.read(self.rows[index]))
         except (OSError, ValueError) as error:
             raise BadImage(getattr(error, "strerror", None) or str(error)) from None
 
@@ -75,19 +81,12 @@ class Images:
 
     def select(self, indices):
         """The images at `indices` (int64 array) only."""
-        return Images(self.source, self.rows[indices], self.labels[indices], self.scaling)
+        return Images(self.source, self.rows[indices], self.labels[indices])
 
     def subsample(self, count):
         """At most `count` images, at even distances over all."""
         indices = np.linspace(0, len(self) - 1, min(count, len(self))).astype(np.int64)
         return self.select(indices)
-
-    def headers(self):
-        """Yields (PIL.Image.Image, bytes) of the images that can be opened; decodes nothing."""
-        for row in self.rows:
-            with contextlib.suppress(Exception):  # as for damaged data in `_readable`
-                data = self.source.read(row)
-                yield open_image(data), data
 
     def fingerprint(self, stamps=False):
         """A checksum of names, labels and sizes, and of the data.
@@ -98,7 +97,7 @@ class Images:
 
         Args:
             stamps (bool): of the path, size and time of every file instead, or of the version of
-                the table, and of the scaling: for this machine only.
+                the table: for this machine only.
 
         Returns:
             str: hexadecimal.
@@ -109,7 +108,6 @@ class Images:
             if stamps:
                 digest.update(repr(self.source.stamp(row)).encode("utf-8", "surrogateescape"))
         if stamps:
-            digest.update(repr(self.scaling).encode() if self.scaling else b"")
             return digest.hexdigest()
         if isinstance(self.source, Pixels):
             digest.update(self.source.checksum().encode())
@@ -130,18 +128,18 @@ class Encoded:
     `width` and `height` are in pixels, after the rotation that its EXIF data asks for.
     """
 
-    def __init__(self, data, scaling=None):
+    def __init__(self, data):
         """Reads the header.
 
         Args:
-            data (bytes): a file in one of the formats `COMMON` and `OTHERS`.
-            scaling (dict | None): as for `Images`.
+            data (bytes): a file in one of the `FORMATS`.
 
         Raises:
-            BadImage: the data is not an image.
+            BadImage: the data is not an image, or has more than 8 bits per channel.
         """
-        self._scaling = scaling or {}
-        self._data, self._image = _readable(lambda: _open(data))
+        self._data, self._image = data, _readable(lambda: _open(data))
+        if _is_deep(self._image, self._data):
+            raise BadImage(TOO_DEEP)
         self._orientation = _orientation(self._image)
         width, height = self._image.size
         rotated = self._orientation in (5, 6, 7, 8)
@@ -171,38 +169,25 @@ class Encoded:
                 return decode(torch.frombuffer(bytearray(self._data), dtype=torch.uint8))
         if is_jpeg and reduction > 1:
             image.draft(image.mode, (image.width // reduction, image.height // reduction))
-        image = pixel_values.to_8_bits(image, self._data, self._scaling)
         turn = UPRIGHT[self._orientation]
         image = _rgb(image.transpose(turn) if turn is not None else image)
         return torch.from_numpy(np.array(image)).permute(2, 0, 1)
 
 
-def open_image(data):
-    """Opens an image with Pillow, which reads its header. Raises OSError, or what Pillow raises."""
-    try:
-        return Image.open(io.BytesIO(data), formats=COMMON)
-    except UnidentifiedImageError:
-        Image.init()
-        known = [name for name in OTHERS if name in Image.OPEN]
-        return Image.open(io.BytesIO(data), formats=known)
-
-
 def _open(data):
-    """Opens an image. A PNG may have damaged metadata, which viewers do not read.
+    """Opens an image with Pillow, which reads its header."""
+    image = Image.open(io.BytesIO(data), formats=FORMATS)
+    if image.format == "PNG" and "exif" not in image.info:
+        image.load()  # the EXIF data may be behind the pixels
+    return image
 
-    Returns:
-        tuple[bytes, PIL.Image.Image]: the data without what is damaged; the image.
-    """
-    try:
-        image = open_image(data)
-        if image.format == "PNG" and "exif" not in image.info:
-            image.load()  # the EXIF data may be behind the pixels
-        return data, image
-    except (OSError, SyntaxError, ValueError):
-        repaired = pixel_values.without_damaged_metadata(data)
-        if repaired == data:
-            raise
-        return repaired, open_image(repaired)
+
+def _is_deep(image, data):
+    """Whether an image has more than 8 bits per channel, of which Pillow may read the upper 8."""
+    if image.format == "PNG":
+        return data[24] > 8
+    tags = getattr(image, "tag_v2", {})  # of a TIFF
+    return image.mode[0] in "IF" or max(tags.get(TIFF_BITS, ()), default=8) > 8
 
 
 def _orientation(image):

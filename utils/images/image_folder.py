@@ -3,51 +3,47 @@
 import os
 from collections import Counter
 from pathlib import Path
-from typing import NamedTuple
 
 import numpy as np
-from PIL import features
 
-from utils.data import splits as split_names
 from utils.data.report import LeftOut
 from utils.data.scan import UNREADABLE, Scanner
-from utils.images import pixels
-from utils.images.decoding import Files, Images
+from utils.data.splits import one_each, refuse_almost_splits, split_of
+from utils.data.tables import describes_itself
+from utils.images.decoding import HAS_AVIF, Images
+from utils.images.storage import Files
 from utils.run.failures import UserError
 
 EXTENSIONS = {
     *".jpg .jpeg .jpe .jfif .mpo .png .apng .webp .bmp .dib .gif .tif .tiff .tga".split(),
     *".ppm .pgm .pbm .pnm .jp2 .j2k".split(),
-    # Since Pillow 11.2, if built with it; `check` would warn about a name that it does not know.
-    *([".avif"] if "avif" in features.modules and features.check("avif") else []),
+    *([".avif"] if HAS_AVIF else []),
 }
 # Files in which a data set in the Hub's layout keeps its rows.
 TABLES = {*".parquet .arrow .jsonl .ndjson .json .csv .tsv .tar .zip".split()}
-# What a folder of images without classes is often called: test/unknown/1.jpg.
-WITHOUT_CLASSES = {"unknown", "unlabeled", "unlabelled", "images", "imgs", "all"}
+# A list of the images in a folder, with a column `file_name`.
+LISTS = ("metadata.csv", "metadata.jsonl", "metadata.parquet")
 
 
-class Found(NamedTuple):
-    """A folder of labeled images: splits (dict of `Images`), class names, what was left out."""
+def list_in(folder):
+    """The file that lists the images of a folder and their classes; None: there is none.
 
-    splits: dict
-    class_names: list
-    left_out: LeftOut
-
-
-class _Folder(NamedTuple):
-    """A folder at the top, and how many images are in it and in its sub-folders."""
-
-    path: str
-    direct: int
-    nested: int
+    Raises:
+        UserError: there are two.
+    """
+    files = [folder / name for name in LISTS if (folder / name).is_file()]
+    if len(files) > 1:
+        raise UserError(
+            f"{folder} has {files[0].name} and {files[1].name}: remove or rename one of them"
+        )
+    return files[0] if files and not describes_itself(folder) else None
 
 
 def find(root, layouts, class_names=None):
     """Finds the splits and classes of a folder. Decodes nothing.
 
-    Folders at the top are splits if `splits.assign` says so by their names, and if the train folder
-    has sub-folders with images.
+    Folders at the top are splits if one of them is called like a split (see `splits`), else
+    classes.
 
     Args:
         root (Path): with one sub-folder per class, or folders for the splits with such sub-folders.
@@ -56,23 +52,24 @@ def find(root, layouts, class_names=None):
             split may be absent: a data set to evaluate. None: those in `train`.
 
     Returns:
-        Found | None: without split folders all is `train`. None: the folder has tables instead, as
-        a data set of the Hub has.
+        tuple | None: the splits (dict of `Images`; without split folders all is `train`), class
+        names, and what was left out. None: the folder has tables instead, as a data set of the Hub
+        has.
 
     Raises:
         UserError: there is no class folder; a class is not in `train` or in `class_names`; a class
             has files, but no images; or it cannot be decided which folders are splits.
     """
-    scanner = Scanner(root, EXTENSIONS, TABLES)
+    scanner = Scanner(root, EXTENSIONS)
     loose, folders = scanner.list()
     by_split = _find_splits(scanner, folders)
     if by_split:
-        found = _read_splits(scanner, by_split, folders, layouts)
+        found = _read_splits(scanner, by_split, layouts)
     else:
         found = {"train": _classes(scanner, "")}
         _refuse_splits_in_classes(scanner, found["train"])
     found = {split: classes for split, classes in found.items() if classes}
-    if not found and scanner.tables:
+    if not found and TABLES & scanner.others_below("").keys():
         return None
     if not found:
         where = "no sub-folder has images"
@@ -80,9 +77,12 @@ def find(root, layouts, class_names=None):
             where = f"{len(loose)} image{'s are' if len(loose) > 1 else ' is'} directly in it"
         raise UserError(f"--dataset {root} has no class folder ({where}); {layouts}")
     if loose:
-        scanner.left_out.add("images that are in no class folder", loose[0], len(loose))
+        scanner.left_out.add("images in no class folder", loose[0], len(loose))
     if class_names is None and "train" not in found:
-        raise UserError(f"--dataset {root} has no train split, only {', '.join(found)}; {layouts}")
+        raise UserError(
+            f"--dataset {root} has no train split, only {', '.join(found)}: add it, or rename a "
+            f"class that is called so; {layouts}"
+        )
     names = class_names or sorted(found["train"])
     for split, classes in found.items():
         unknown = sorted(classes.keys() - set(names))
@@ -92,19 +92,14 @@ def find(root, layouts, class_names=None):
                 f"--dataset {root}: class {unknown[0]} of its {split} split is not in {those}"
             )
     images = {split: _labeled(root, classes, names) for split, classes in found.items()}
-    return Found(images, names, scanner.left_out)
+    return images, names, scanner.left_out
 
 
-def unlabeled(path, scaling=None):
+def unlabeled(path):
     """Finds the images in a folder and below it, or takes a single file; all labels are 0.
 
-    Args:
-        scaling (dict | None): that of the training images, see `pixels`; without one, it is decided
-            by these images.
-
     Returns:
-        tuple[Images, list[str]]: images, sorted by name; lines about how their values are scaled
-        and what else is in the folder.
+        tuple[Images, list[str]]: images, sorted by name; lines about what else is in the folder.
 
     Raises:
         UserError: there are none.
@@ -122,130 +117,45 @@ def unlabeled(path, scaling=None):
         raise UserError(f"--images {path}: it has no images{f' ({seen})' if seen else ''}")
     labels = np.zeros(len(files), dtype=np.int64)
     images = Images(Files(root, sorted(files)), np.arange(len(files)), labels)
-    said = pixels.describe(scaling or {}, "as in training")
-    if not scaling:
-        scaling, said = pixels.find_scaling(path, images.subsample(pixels.SAMPLE).headers())
-    images.scaling = scaling
-    return images, [*said, *left_out.lines()]
+    return images, left_out.lines()
 
 
 # ----------------------------------------------------------------------------------------- splits
 
 
 def _find_splits(scanner, folders):
-    """The folder of each split: split -> `_Folder`; {} if the folders are classes."""
-    said = split_names.assign([os.path.basename(folder) for folder in folders])
-    seen = [_look(scanner, folder, said) for folder in folders]
-    seen = [folder for folder in seen if folder.direct or folder.nested or _top(folder) in said]
-    named = [folder for folder in seen if _top(folder) in said]
-    others = [folder for folder in seen if _top(folder) not in said]
-    by_split = {}
-    for folder in named:
-        by_split.setdefault(said[_top(folder)], []).append(folder)
-    is_split = [folder for folder in named if folder.nested > folder.direct]
-    flat = [folder for folder in named if folder.direct and folder not in is_split]
-    train = [folder for folder in by_split.get("train", ()) if folder in is_split]
-    if not train:
-        return _without_train(scanner, by_split, is_split, flat, others)
-    if len(named) == 1 and others:
+    """The folder of each split: split -> folder; {}: the folders are classes."""
+    folders = [folder for folder in folders if scanner.below(folder)]
+    refuse_almost_splits(scanner.root, {folder: split_of(folder) for folder in folders})
+    by_split, others = one_each(scanner.root, folders)
+    if len(by_split) == 1 and others:
+        (folder,) = by_split.values()
         raise UserError(
-            f"--dataset {scanner.root}: is {_top(train[0])} a split or a class? Beside it are "
-            f"images in {_top(others[0])}: move all classes into {_top(train[0])}, or rename it"
+            f"--dataset {scanner.root}: by its name {folder} is a split, but beside it are images "
+            f"in {others[0]}: move all classes into a folder train, or rename {folder}"
         )
-    return _one_each(scanner, by_split)
+    if by_split:
+        for folder in others:
+            files = scanner.below(folder)
+            scanner.left_out.add("images in folders beside the splits", files[0], len(files))
+    return by_split
 
 
-def _without_train(scanner, by_split, is_split, flat, others):
-    """What `_find_splits` returns if no folder has the classes of the train split."""
-    if len(flat) > 1 or (flat and not others):
-        names = " and ".join(_top(folder) for folder in flat)
-        raise UserError(
-            f"--dataset {scanner.root} has images directly in {names}: to be splits, they need one "
-            f"sub-folder per class, as {_top(flat[0])}/cat/1.jpg; if they are classes, rename them"
-        )
-    held_out = [folder for folder in flat if folder not in by_split.get("train", ())]
-    if held_out:  # while a class may well be called train
-        name = _top(held_out[0])
-        raise UserError(
-            f"--dataset {scanner.root}: is {name} a class, or a split without classes? If it is a "
-            "class, rename it; if not, move it away, and the classes into a folder train"
-        )
-    if is_split and not others:
-        return _one_each(scanner, by_split)
-    classes = {os.path.basename(folder.path) for folder in others}
-    for folder in is_split:
-        inside = {os.path.basename(inner) for inner in scanner.list(folder.path)[1]}
-        if inside & classes:
-            raise UserError(
-                f"--dataset {scanner.root}: is {_top(folder)} a split or a class? It has "
-                f"{sorted(inside & classes)[0]} in it, and so has the folder above: move the "
-                "other classes into a folder train, or rename it"
-            )
-    return {}
-
-
-def _one_each(scanner, by_split):
-    """The only folder of each split. Raises UserError if there are two."""
-    for split, several in by_split.items():
-        if len(several) > 1:
-            raise UserError(
-                f"--dataset {scanner.root}: {_top(several[0])} and {_top(several[1])} both look "
-                f"like its {split} split: rename or move one of them"
-            )
-    return {split: several[0] for split, several in by_split.items()}
-
-
-def _look(scanner, folder, said):
-    """A folder at the top; of a split in a folder of the same split (train/train), the inner one.
-
-    Of folders that cannot be splits, the images are not told apart.
-    """
-    split = said.get(os.path.basename(folder))
-    if split is None:
-        return _Folder(folder, len(scanner.below(folder)), 0)
-    files, inside = scanner.list(folder)
-    names = [os.path.basename(folder) for folder in inside]
-    if not files and len(names) == 1 and split_names.split_of(names[0]) == split:
-        return _look(scanner, inside[0], {names[0]: split})
-    return _Folder(folder, len(files), len(scanner.below(folder)) - len(files))
-
-
-def _top(folder):
-    return folder.path.split("/")[0]
-
-
-def _read_splits(scanner, by_split, folders, layouts):
+def _read_splits(scanner, by_split, layouts):
     """The classes of each split: split -> class -> files."""
-    found, used = {}, {_top(folder) for folder in by_split.values()}
-    for split in ("train", "val", "test"):
-        folder = by_split.get(split)
-        if folder is None:
-            continue
-        if split == "test" and _has_no_classes(scanner, folder):
-            files = scanner.below(folder.path)
-            example = files[0] if files else folder.path
-            kind = "images of a test split without classes"
-            scanner.left_out.add(kind, example, len(files))
-            continue
-        if not folder.nested:
+    found = {}
+    for split, folder in by_split.items():
+        direct, classes = scanner.list(folder)[0], _classes(scanner, folder)
+        if not classes and split != "test":
             raise UserError(
                 f"--dataset {scanner.root}: its {split} split has no class folder with images; "
                 f"{layouts}"
             )
-        direct = scanner.list(folder.path)[0]
+        found[split] = classes
         if direct:
-            scanner.left_out.add("images that are in no class folder", direct[0], len(direct))
-        found[split] = _classes(scanner, folder.path)
-    for folder in folders:
-        files = [] if folder in used else scanner.below(folder)
-        if files:
-            scanner.left_out.add("images in folders beside the splits", files[0], len(files))
+            where = "in no class folder" if classes else "of a test split without classes"
+            scanner.left_out.add(f"images {where}", direct[0], len(direct))
     return found
-
-
-def _has_no_classes(scanner, folder):
-    inside = [os.path.basename(inner).lower() for inner in scanner.list(folder.path)[1]]
-    return not folder.nested or (len(inside) == 1 and inside[0] in WITHOUT_CLASSES)
 
 
 # ---------------------------------------------------------------------------------------- classes
@@ -273,19 +183,13 @@ def _classes(scanner, folder):
 def _refuse_splits_in_classes(scanner, classes):
     """Raises UserError for cat/train and cat/test: all would be images of one split."""
     for name in classes:
-        inside = [os.path.basename(inner) for inner in scanner.list(name)[1]]
-        said = split_names.assign(inside)
-        if len(set(said.values())) > 1:
-            first, second = list(said)[:2]
-            if len(classes) == 1:
+        for inside in scanner.list(name)[1]:
+            split = os.path.basename(inside)
+            if split_of(split):
                 raise UserError(
-                    f"--dataset {scanner.root} has {first} and {second} in its folder {name}: give "
-                    f"--dataset {scanner.root / name}"
+                    f"--dataset {scanner.root} has a split in a class, {inside}: give --dataset "
+                    f"{scanner.root / name}, or put the classes into the splits, as {split}/{name}"
                 )
-            raise UserError(
-                f"--dataset {scanner.root} has splits in its classes, {name}/{first} and "
-                f"{name}/{second}: put the classes into the splits, as {first}/{name}"
-            )
 
 
 def _labeled(root, classes, names):

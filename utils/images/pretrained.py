@@ -20,26 +20,19 @@ OPTIONS = {
 AUXILIARY = ("aux1.", "aux2.", "AuxLogits.")
 IMAGENET = dict(mean=[0.485, 0.456, 0.406], std=[0.229, 0.224, 0.225])
 SUFFIXES = (*weight_files.PICKLES, ".safetensors")
-# MNASNet refuses weights that do not come with the version of its class in which they were saved,
-# and safetensors files have no place for it. All that torchvision saves today has this version.
-MNASNET_VERSION = 2
-load_mnasnet = torchvision.models.MNASNet._load_from_state_dict
-
-
-def load_mnasnet_of_any_file(self, state, prefix, metadata, *rest):
-    """Loads weights into an MNASNet."""
-    load_mnasnet(self, state, prefix, {"version": MNASNET_VERSION} | metadata, *rest)
-
-
-torchvision.models.MNASNet._load_from_state_dict = load_mnasnet_of_any_file
 
 
 def check_name(name):
-    """Raises UserError, with the nearest names, if torchvision has no classifier of this name."""
+    """Raises UserError, with the nearest names, if torchvision has no such classifier."""
     known = torchvision.models.list_models(module=torchvision.models)
     if name not in known:
         nearest = _nearest(name, known)
         raise UserError(f"--model {name}: torchvision has no classifier of this name; {nearest}")
+    if name.startswith("mnasnet"):
+        raise UserError(
+            f"--model {name}: the weights of an MNASNet cannot be read from a safetensors file: "
+            "use efficientnet_b0"
+        )
 
 
 def check_sizes(name, sizes):
@@ -71,7 +64,7 @@ def without_weights(name):
         return torchvision.models.get_model(name, **options).to("meta")
 
 
-def describe(name, choice, class_names, size=None, resize=None, scaling=None):
+def describe(name, choice, class_names, size=None, resize=None):
     """Describes a model: its `config` is what is needed to build it again and to use it.
 
     Args:
@@ -79,7 +72,6 @@ def describe(name, choice, class_names, size=None, resize=None, scaling=None):
         choice (str | None): the weights to start with, as for `find`.
         class_names (list[str]): in the order of the labels.
         size, resize (int | None): as for `preprocessing`.
-        scaling (dict | None): of pixel values other than 8 bits, see `data.pixels`.
 
     Returns:
         dict: `model`, `options`, `class_names`, `preprocessing`.
@@ -91,52 +83,20 @@ def describe(name, choice, class_names, size=None, resize=None, scaling=None):
         model=name,
         options=OPTIONS.get(name, {}),
         class_names=list(class_names),
-        preprocessing=preprocessing(name, find(name, choice), size, resize)
-        | {"scaling": scaling or {}},
+        preprocessing=preprocessing(name, find(name, choice), size, resize),
     )
 
 
 def build(config):
-    """Builds the model of a config, with random weights."""
+    """Builds the model of a config, with random weights.
+
+    On GPUs, training it ends with one line if an operation has no deterministic algorithm, as the
+    adaptive pooling of AlexNet and the VGGs.
+    """
+    attention.make_deterministic()
     classes = len(config["class_names"])
     options = dict(weights=None, num_classes=classes, **config["options"])
-    model = with_deterministic_pools(torchvision.models.get_model(config["model"], **options))
-    if any(isinstance(layer, nn.MultiheadAttention) for layer in model.modules()):
-        attention.make_deterministic()
-    return model
-
-
-def with_deterministic_pools(model):
-    """Replaces layers of a model whose backward pass on GPUs has no deterministic algorithm."""
-    for name, layer in list(model.named_modules()):
-        if isinstance(layer, nn.AdaptiveAvgPool2d) and layer.output_size not in (1, (1, 1)):
-            model.set_submodule(name, AveragePool(layer.output_size))
-    return model
-
-
-class AveragePool(nn.Module):
-    """`nn.AdaptiveAvgPool2d`, whose backward pass on GPUs has no deterministic algorithm.
-
-    AlexNet and the VGGs have one. Computes the same, as means over rows and then over columns;
-    where the size of its input is that of its output, as for images of 224 pixels, it does nothing.
-
-    Args:
-        size (tuple[int, int]): height and width of the output.
-    """
-
-    def __init__(self, size):
-        super().__init__()
-        self.size = size
-
-    def forward(self, x):
-        for dim, bins in zip((-2, -1), self.size, strict=True):
-            length = x.size(dim)
-            if length == bins:
-                continue
-            ends = [(i * length // bins, -(-(i + 1) * length // bins)) for i in range(bins)]
-            parts = [x.narrow(dim, a, b - a).mean(dim, keepdim=True) for a, b in ends]
-            x = torch.cat(parts, dim)
-        return x
+    return torchvision.models.get_model(config["model"], **options)
 
 
 def find(name, choice):

@@ -12,26 +12,6 @@ import numpy as np
 from utils.data.scan import read_regular
 
 
-class Names:
-    """A list of strings in two arrays.
-
-    The workers of a data loader share the memory of arrays. That of Python objects is copied into
-    every worker, because each access changes their reference counts.
-    """
-
-    def __init__(self, names):
-        encoded = [os.fsencode(name) for name in names]
-        self._ends = np.cumsum([len(name) for name in encoded], dtype=np.int64)
-        self._text = np.frombuffer(b"".join(encoded), dtype=np.uint8)
-
-    def __len__(self):
-        return len(self._ends)
-
-    def __getitem__(self, index):
-        start = self._ends[index - 1] if index else 0
-        return os.fsdecode(self._text[start : self._ends[index]].tobytes())
-
-
 class Files:
     """Images in files.
 
@@ -41,31 +21,32 @@ class Files:
     """
 
     def __init__(self, root, names):
-        self.root, self._names = root, Names(names)
+        # An array, whose memory the workers of a data loader share. That of Python objects is
+        # copied into every worker, because each access changes their reference counts.
+        self.root, self._names = root, np.array([os.fsencode(name) for name in names], np.bytes_)
 
     def __len__(self):
         return len(self._names)
 
     def read(self, row, most=-1):
         """The bytes of a file, or its first `most`. Raises OSError, as `read_regular` does."""
-        return read_regular(self.root / self._names[row], most)
+        return read_regular(self.name(row), most)
 
     def name(self, row):
         """The path of a file."""
-        return str(self.root / self._names[row])
+        return f"{self.root}/{self.portable_name(row)}"
 
     def portable_name(self, row):
         """The path relative to the folder of the data set, which differs between machines."""
-        return self._names[row]
+        return os.fsdecode(self._names[row])
 
     def sizes(self, rows):
         """The sizes of files in bytes, int64; -1: there is no such file."""
-        root = str(self.root)  # joining strings takes a third of the time
-        return _sizes(f"{root}/{self._names[row]}" for row in rows.tolist())
+        return _sizes(map(self.name, rows.tolist()))
 
     def stamp(self, row):
         """A value that changes when the file does."""
-        return _stamp(self.root / self._names[row])
+        return _stamp(Path(self.name(row)))
 
 
 class Rows:
@@ -81,19 +62,18 @@ class Rows:
         folder (Path | None): relative paths start here and stay here; None: no file is read, but
             those in `allowed`.
         in_files (bool): whether the column has paths only.
-        allowed (tuple): other folders in which files may be. The rows of somebody else's table must
-            not name any file of this machine, whose image could end up in a published plot.
-        anywhere (bool): absolute paths may name any file: a list that a person wrote.
+        allowed (tuple | None): other folders in which files may be. The rows of somebody else's
+            table must not name any file of this machine, whose image could end up in a published
+            plot. None: absolute paths may name any file, in a list that a person wrote.
     """
 
-    def __init__(
-        self, rows, place, version, folder=None, in_files=False, allowed=(), anywhere=False
-    ):
+    def __init__(self, rows, place, version, folder=None, in_files=False, allowed=()):
         self._rows, self._place, self._version = rows, place, version
         self._folder, self._in_files = Path(os.path.abspath(folder or ".")), in_files
-        allowed = [os.path.abspath(path) for path in (*allowed, *([folder] if folder else ()))]
-        self._allowed = {*allowed, *map(os.path.realpath, allowed)}
-        self._anywhere = anywhere
+        self._anywhere = allowed is None
+        folders = [os.path.abspath(path) for path in allowed or ()]
+        folders += [os.path.abspath(folder)] if folder else []
+        self._allowed = {*folders, *map(os.path.realpath, folders)}
 
     def __len__(self):
         return len(self._rows)

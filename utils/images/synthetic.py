@@ -1,8 +1,15 @@
 """Draws images of patterns, for runs without a data set."""
 
+import io
 import math
 
+import numpy as np
 import torch
+from PIL import Image
+
+from utils.data.report import LeftOut
+from utils.images.decoding import Images
+from utils.images.storage import Rows
 
 SIZE = 32  # pixels, square
 # Arguments: offset (a, b) of a pixel from the center (right, down), angular frequency p, phase q,
@@ -68,3 +75,28 @@ def draw_patterns(seed, count):
     images += background
     images += torch.randn(images.shape, generator=generator).mul_(18)
     return images.clamp_(0, 255).to(torch.uint8), labels
+
+
+def find(seed, train=1000, val=200):
+    """Patterns as encoded images of 40 to 160 pixels a side; every tenth is gray, or a PNG.
+
+    Returns:
+        tuple: the splits (dict of `Images`), class names, and what was left out: nothing.
+    """
+    drawn, labels = draw_patterns(seed, train + val)
+    sizes = np.random.default_rng(seed).integers(40, 161, (train + val, 2))
+    splits = {}
+    for split, first, count in (("train", 0, train), ("val", train, val)):
+        encoded = []
+        for index in range(count):
+            pixels = drawn[first + index].permute(1, 2, 0).numpy()
+            size = sizes[first + index].tolist()
+            image = Image.fromarray(pixels).resize(size, Image.BICUBIC)
+            image = image.convert("L") if index % 10 == 3 else image
+            buffer = io.BytesIO()
+            image.save(buffer, "PNG" if index % 10 == 7 else "JPEG")
+            encoded.append(buffer.getvalue())
+        source = Rows(encoded, f"synthetic, {split} split", version=f"synthetic {seed}")
+        own_labels = labels[first : first + count].numpy()
+        splits[split] = Images(source, np.arange(count), own_labels)
+    return splits, list(CLASSES), LeftOut()

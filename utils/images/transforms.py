@@ -77,8 +77,8 @@ class TrainTransform:
 
     Args:
         seed (int): of the run.
-        size (int): height and width of the result, in pixels.
-        preprocess (dict): `interpolation`; and `mean`, which becomes the color of erased pixels.
+        preprocess (dict): `crop`, height and width of the result in pixels; `interpolation`; and
+            `mean`, which becomes the color of erased pixels.
         min_scale (float): the smallest part, as a share of the area.
         flip, random_erasing (float): probabilities.
         auto_augment (str): `trivial` (TrivialAugmentWide, arXiv:2103.10158), `rand` (RandAugment,
@@ -88,7 +88,6 @@ class TrainTransform:
     def __init__(
         self,
         seed,
-        size,
         preprocess,
         *,
         min_scale=0.08,
@@ -96,9 +95,9 @@ class TrainTransform:
         auto_augment="none",
         random_erasing=0.0,
     ):
-        self.size, self._seed, self._flip = size, seed, flip
+        self.size, self._seed, self._flip = preprocess["crop"], seed, flip
         self._interpolation = InterpolationMode(preprocess["interpolation"])
-        self._crop = v2.RandomResizedCrop(size, scale=(min_scale, 1.0))
+        self._crop = v2.RandomResizedCrop(self.size, scale=(min_scale, 1.0))
         choices = {"trivial": v2.TrivialAugmentWide, "rand": v2.RandAugment, "none": None}
         choice = choices[auto_augment]
         self._augment = choice(interpolation=self._interpolation) if choice else None

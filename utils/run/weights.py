@@ -25,6 +25,7 @@ class Saved(NamedTuple):
         state (dict): tensors by plain name.
         config (dict | None): what is needed to build the model again.
         arguments (dict): those of the run that wrote it; {} if they are not known.
+        data (dict): what else it depends on, such as a checksum of the data set.
         file (Path): where the weights are.
         run (Path): the folder of the run, or that of the file.
     """
@@ -32,6 +33,7 @@ class Saved(NamedTuple):
     state: dict
     config: dict | None
     arguments: dict
+    data: dict
     file: Path
     run: Path
 
@@ -107,12 +109,15 @@ def described(file, state, config):
     """
     folder, saved = file.parent, manifest.read(file.parent)
     if saved is None:
-        arguments = (read_json(folder / "args.json") or {}).get("arguments", {})
-        return Saved(state, config, arguments, file, folder)
+        record = read_json(folder / "args.json") or {}
+        return Saved(
+            state, config, record.get("arguments", {}), record.get("data", {}), file, folder
+        )
     # A checkpoint: runs/NAME/checkpoints/step_N, or a copy of it.
     run = folder.parents[1] if folder.parent.name == "checkpoints" else folder.parent
     config = config or saved["progress"].get("config")
-    return Saved(state, config, saved.get("arguments", {}), file, run)
+    arguments, data = saved.get("arguments", {}), saved.get("data", {})
+    return Saved(state, config, arguments, data, file, run)
 
 
 def initialize(accelerator, model, path):

@@ -10,7 +10,7 @@ import pytest
 from PIL import Image
 
 from utils.data.scan import read_regular
-from utils.images.arrays import load_arrays
+from utils.images.arrays import load_arrays, load_arrays_to_evaluate
 from utils.images.decoding import BadImage
 from utils.images.image_folder import unlabeled
 from utils.images.sources import find_images, find_to_evaluate
@@ -41,8 +41,7 @@ def left_out(data):
 
 
 def test_images_and_arrays_find_the_same_splits(tmp_path):
-    """Also inside a folder of the same name, as some archives are packed."""
-    classes = [f"{split}/{name}/" for split in ("seg_train/seg_train", "dev_set") for name in "ab"]
+    classes = [f"{split}/{name}/" for split in ("Training", "dev") for name in "ab"]
     root = write(tmp_path, *classes)
     for load in (find_images, load_arrays):
         data = load(root, val_fraction=0)
@@ -56,33 +55,32 @@ def test_strays_and_other_folders_are_left_out_and_named(tmp_path):
     assert data.class_names == ["cat", "dog"] and counts(data) == {"train": 6, "val": 6}
     assert left_out(data) == [
         "images in folders beside the splits: 6 (extra/0.png)",
-        "images that are in no class folder: 3 (train/cover.png)",
+        "images in no class folder: 3 (train/cover.png)",
     ]
 
 
-@pytest.mark.parametrize("unlabeled_test", ["test/", "test/unknown/", "Testing/test/"])
-def test_a_test_split_without_classes_is_left_out(unlabeled_test, tmp_path):
-    root = write(tmp_path, "train/cat/", "train/dog/", "val/cat/", "val/dog/", unlabeled_test)
+def test_a_test_split_without_classes_is_left_out(tmp_path):
+    root = write(tmp_path, "train/cat/", "train/dog/", "val/cat/", "val/dog/", "test/")
     data = find_images(root)
     assert counts(data) == {"train": 6, "val": 6}
     (line,) = left_out(data)
-    assert line == f"images of a test split without classes: 3 ({unlabeled_test}0.png)"
+    assert line == "images of a test split without classes: 3 (test/0.png)"
 
 
 @pytest.mark.parametrize(
     ("paths", "says"),
     [
-        ("train/ test/", "has images directly in test and train: to be splits, they need one"),
-        ("Training/ seg_val/ cat/", "has images directly in Training and seg_val"),
-        ("train/", "has images directly in train"),
-        ("cat/ dog/ test/", "is test a class, or a split without classes?"),
-        ("train/cat/ train/dog/ bus/", "is train a split or a class? Beside it are images in bus"),
-        ("cat/ dog/ test/cat/ test/dog/", "is test a split or a class? It has cat in it, and so"),
+        ("train/ test/", "its train split has no class folder with images"),
+        ("train_images/cat/ val2017/cat/", "rename train_images: to train if it is a split"),
+        ("train/cat/ train/dog/ val_set/cat/", "rename val_set: to val if it is a split"),
+        ("cat/ dog/ test/", "by its name test is a split, but beside it are images in cat"),
+        ("train/cat/ train/dog/ bus/", "by its name train is a split, but beside it are images in"),
         ("val/cat/ test/cat/ val/dog/ test/dog/", "has no train split, only val, test"),
-        ("train/cat/ train/dog/ val/cat/ Valid/dog/", "Valid and val both look like its val split"),
-        ("cat/train/ cat/test/ dog/train/ dog/test/", "put the classes into the splits, as t"),
-        ("all/train/cat/ all/train/dog/ all/test/cat/", "test and train in its folder all: give"),
+        ("train/cat/ train/dog/ val/cat/ Valid/dog/", "Valid and val are both its val split"),
+        ("cat/train/ cat/test/ dog/train/ dog/test/", "a split in a class, cat/test: give"),
+        ("all/train/cat/ all/train/dog/ all/test/cat/", "a split in a class, all/test: give"),
         ("train/cat/ train/dog/ val/", "its val split has no class folder with images"),
+        ("train/cat/ train/dog/ test/unknown/", "class unknown of its test split is not in"),
         ("train/cat/ train/dog/ test/cat/ test/dog/ test/emu/", "class emu of its test split is n"),
         ("train/cat/ train/dog/ test/cat/", "its test split has no image of class dog"),
     ],
@@ -190,7 +188,7 @@ def test_other_data_is_evaluated_as_a_whole_with_the_labels_of_the_model(tmp_pat
     ]
     for number, (paths, expected) in enumerate(cases):
         root = write(tmp_path / str(number), *paths.split())
-        arrays = load_arrays(root, class_names=model)
+        arrays = load_arrays_to_evaluate(root, model)
         for data in (find_to_evaluate(root, model), arrays):
             assert counts(data) == expected and data.class_names == model
             labels = next(iter(data.splits.values())).labels.tolist()
@@ -199,4 +197,4 @@ def test_other_data_is_evaluated_as_a_whole_with_the_labels_of_the_model(tmp_pat
     with pytest.raises(UserError, match="class emu of its train split is not in those of the"):
         find_to_evaluate(other, model)
     with pytest.raises(UserError, match="class emu of its train split is not in those of the"):
-        load_arrays(other, class_names=model)
+        load_arrays_to_evaluate(other, model)

@@ -1,0 +1,126 @@
+"""Encoded images: what is no image, and when a checksum of many differs."""
+
+import struct
+import zlib
+
+import numpy as np
+import pytest
+from harness.data import encoded, noise
+from PIL import Image
+
+from utils.images import decoding
+from utils.images.decoding import BadImage, Encoded, Images
+from utils.images.storage import Rows
+
+pytestmark = pytest.mark.filterwarnings("ignore:Corrupt EXIF data:UserWarning")
+LARGE = noise(0, (4, 3)).resize((400, 300))
+
+
+@pytest.mark.parametrize(
+    ("data", "says"),
+    [
+        (b"this is a thesis", "not an image"),
+        (encoded(LARGE, "JPEG")[:-800], "truncated"),
+        (encoded(LARGE)[:900], "truncated"),
+        (b"", "not an image"),
+        (encoded(noise(0), "EPS"), "not an image"),  # for which Pillow would start Ghostscript
+    ],
+)
+def test_a_broken_image_is_recognized(data, says):
+    with pytest.raises(BadImage, match=says):
+        Encoded(data).pixels()
+
+
+def test_a_fingerprint_knows_names_labels_sizes_and_sampled_data(monkeypatch):
+    monkeypatch.setattr(decoding, "SAMPLED", 2)
+    monkeypatch.setattr(decoding, "SAMPLED_BYTES", 4)
+    data = [b"aaaa1", b"bbbb", b"cccc"]
+
+    def of(data=data, labels=(0, 1, 0), rows=(0, 1, 2), version="1", stamps=False):
+        source = Rows(list(data), "a table", version)
+        return Images(source, np.array(rows), np.array(labels)).fingerprint(stamps)
+
+    assert of() == of(version="2")
+    assert of() == of([b"aaaa1", b"xxxx", b"cccc"])  # not in the sample, of the same size
+    others = [of(labels=(0, 1, 1)), of(rows=(0, 2, 1)), of([b"aaaa1", b"bbbb", b"cccx"])]
+    others.append(of([b"aaaa1", b"bbbbb", b"cccc"]))
+    # On one machine the version of the source counts instead.
+    stamped = [of(stamps=True), of(stamps=True, version="2")]
+    assert of([b"x"] * 3, stamps=True) == stamped[0]
+    assert len({of(), *others, *stamped}) == 7
+
+
+# --------------------------------------------------------------------------------- more than 8 bits
+
+
+def png_16(values):
+    """A PNG with 16 bits per value, which Pillow writes only in gray; values [h, w, channels]."""
+    height, width, channels = values.shape
+    color = {2: 4, 3: 2, 4: 6}[channels]
+    rows = b"".join(b"\0" + row.astype(">u2").tobytes() for row in values)
+    header = struct.pack(">IIBBBBB", width, height, 16, color, 0, 0, 0)
+    chunks = ((b"IHDR", header), (b"IDAT", zlib.compress(rows)), (b"IEND", b""))
+    return b"\x89PNG\r\n\x1a\n" + b"".join(chunk(name, body) for name, body in chunks)
+
+
+def chunk(name, body):
+    checksum = zlib.crc32(name + body)
+    return struct.pack(">I", len(body)) + name + body + struct.pack(">I", checksum)
+
+
+def tiff_16(values):
+    """A TIFF in color with 16 bits per value, which Pillow does not write; [h, w, 3]."""
+    height, width, _ = values.shape
+    data = values.astype("<u2").tobytes()
+    entries = [(256, 3, width), (257, 3, height), (258, 3, 8 + len(data)), (259, 3, 1), (262, 3, 2)]
+    entries += [(273, 4, 8), (277, 3, 3), (278, 3, height), (279, 4, len(data))]
+    bits, at = struct.pack("<HHH", 16, 16, 16), 8 + len(data)
+    directory = struct.pack("<H", len(entries))
+    for tag, kind, value in entries:
+        count = 3 if tag == 258 else 1
+        directory += struct.pack("<HHII", tag, 4 if tag == 258 else kind, count, value)
+    directory = directory.replace(struct.pack("<HHI", 258, 4, 3), struct.pack("<HHI", 258, 3, 3))
+    header = b"II*\0" + struct.pack("<I", at + len(bits))
+    return header + data + bits + directory + bytes(4)
+
+
+GRAY = np.arange(12).reshape(3, 4)
+
+
+@pytest.mark.parametrize(
+    "data",
+    [
+        encoded(Image.fromarray(GRAY.astype(np.uint16))),
+        encoded(Image.fromarray(GRAY.astype(np.uint16)), "TIFF"),
+        encoded(Image.fromarray(GRAY.astype(np.int32)), "TIFF"),
+        encoded(Image.fromarray(GRAY.astype(np.float32)), "TIFF"),
+        *[png_16(np.dstack([GRAY] * channels)) for channels in (2, 3, 4)],
+        tiff_16(np.dstack([GRAY] * 3)),
+    ],
+)
+def test_more_than_8_bits_per_channel_are_refused(data):
+    """Also where Pillow would read the upper 8 bits of each value."""
+    with pytest.raises(BadImage, match=r"more than 8 bits per channel: .* the recipe eight_bits"):
+        Encoded(data)
+
+
+# ----------------------------------------------------------------------------------------- damaged
+
+SHOWN = noise(0).convert("L")
+GOOD = encoded(SHOWN)
+EXIF = b"II*\0\x08\0\0\0\x01\0\x12\x01\x03\0\x01\0\0\0\x01\0\0\0\0\0\0\0"
+
+
+@pytest.mark.parametrize("exif", [b"no EXIF at all", EXIF[:12], b""])
+def test_damaged_exif_data_hides_no_image(exif):
+    """Before the pixels or behind them."""
+    block = chunk(b"eXIf", exif)
+    for at in (33, len(GOOD) - 12):
+        shown = Encoded(GOOD[:at] + block + GOOD[at:]).pixels()
+        assert shown[0].tolist() == np.asarray(SHOWN).tolist()
+
+
+def test_damaged_pixels_are_still_noticed():
+    at = GOOD.index(b"IDAT") + 30
+    with pytest.raises(BadImage):
+        Encoded(GOOD[:at] + b"\xff" + GOOD[at + 1 :]).pixels()

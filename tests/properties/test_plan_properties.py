@@ -3,9 +3,9 @@
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from utils.scale.stacks import place
 
 from utils.run.plan import Plan
-from utils.scale.stacks import place
 
 COUNTS = st.integers(1, 7)
 PLANS = st.builds(Plan, total_steps=st.integers(1, 30), steps_per_epoch=COUNTS, accumulation=COUNTS)

@@ -6,10 +6,10 @@ from argparse import Namespace
 
 import pytest
 from harness.launches import ROOT
+from utils.scale.stacks import place
 
 from utils.run.failures import UserError
 from utils.run.plan import Plan
-from utils.scale.stacks import place
 
 
 def steps_of(**plan):

@@ -9,10 +9,10 @@ import threading
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
+from utils.scale.stacks import Watcher, describe, main_thread, place
 
 from utils.run import process
 from utils.scale import stacks
-from utils.scale.stacks import Watcher, describe, main_thread, place
 
 
 def state(does, step=3, seconds=9):

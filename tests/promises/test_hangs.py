@@ -58,5 +58,5 @@ def test_a_process_that_hangs_is_named_before_the_time_out(tmp_path):
     options = dict(launcher=("--num_processes", "3"), output_dir=tmp_path / "run", check=False)
     errors = run("2cpu", "tests/harness/wrapped.py", words, **options).stderr
     line = next(line for line in errors.splitlines() if line.startswith("no progress for"))
-    assert "ranks 0, 2 " in line and "rank 1 is in" in line and "in step 5" in line, line
-    assert f"(where every process was: {tmp_path}/run/stacks)" in errors
+    assert "ranks 0, 2 " in line and "rank 1 is in" in line and "after step 4" in line, line
+    assert f"all stacks: {tmp_path}/run/stacks" in errors

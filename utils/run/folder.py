@@ -41,7 +41,8 @@ class RunFolder:
             because the run was stopped in it: after `start`, evaluate first.
         record (dict | None): what args.json says of this start; on the main process, after `start`.
         results (dict | None): what results.json says, after `finish`.
-        meter (Meter), metrics (Metrics): the speed and the log, after `start`.
+        meter (Meter), metrics (Metrics), saves (Saves): the speed, the log and the checkpoints, after
+            `start`.
     """
 
     def __init__(self, args, accelerator, may_change=(), loggers=(), writer=None):
@@ -126,8 +127,8 @@ class RunFolder:
         self.metrics = Metrics(self.path, accelerator, plan, self.meter, step, self._loggers)
         keep = getattr(self._args, "keep_checkpoints", 1)
         log = partial(self.metrics.write, "checkpoint")
-        self._saves = Saves(accelerator, self.path, keep, log, self._writer)
-        self._saves.resume(step, self.evaluation_due)
+        self.saves = Saves(accelerator, self.path, keep, log, self._writer)
+        self.saves.resume(step, self.evaluation_due)
         if self._start.checkpoint:
             longer = self._start.manifest["total_steps"] != plan.total_steps
             self._best.restore(self.progress, longer)
@@ -166,8 +167,8 @@ class RunFolder:
         if split in ("val", "test"):
             self.evaluation_due = False
             changes = {**self._best.record(step), "evaluation_due": False}
-            self._saves.evaluated(step, changes)
-            if self._is_last(step) and self._saves.newest_step == step:
+            self.saves.evaluated(step, changes)
+            if self._is_last(step) and self.saves.newest_step == step:
                 process.training_ends()
 
     def out_of_patience(self):
@@ -176,7 +177,7 @@ class RunFolder:
 
     def save_due(self, step):
         """Whether to save after `step`. Call it after each step: it also notes earlier saves."""
-        self._saves.look()
+        self.saves.look()
         asked, self._save_asked = self._save_asked, False
         return asked or self._plan.save_due(step)
 
@@ -209,7 +210,7 @@ class RunFolder:
         progress["evaluation_due"] = self._plan.evaluation_due(step)
         contents = {"progress": progress, **(self.record or {})}
         wait = self._is_last(step) or process.is_stopping()
-        with self._saves.write(contents, wait) as folder:
+        with self.saves.write(contents, wait) as folder:
             yield folder
         self.metrics.restart_clock(step)
 
@@ -229,7 +230,7 @@ class RunFolder:
             where (int | str): the optimizer step; for a script without checkpoints, a description.
         """
         if isinstance(where, int):
-            where = f"at step {where}, saved at step {self._saves.newest_step}"
+            where = f"at step {where}, saved at step {self.saves.newest_step}"
         reason = f"stopped by {process.signal_name() or 'a signal to another process'} {where}"
         if self.is_main:
             self._record_preempted(reason)
@@ -239,7 +240,7 @@ class RunFolder:
         sys.exit(process.PREEMPTED)
 
     def _record_preempted(self, reason):
-        step, again = self._saves.newest_step, failures.SAME_COMMAND
+        step, again = self.saves.newest_step, failures.SAME_COMMAND
         record.write_status(self.path, "preempted", reason, step=step, next=again)
 
     def finish(self, step, **figures):
@@ -250,7 +251,7 @@ class RunFolder:
         Args: figures: final metrics.
         """
         self._place.check()
-        self._saves.finish()
+        self.saves.finish()
         self.results = {**figures, **self.metrics.totals(step, self.train_seconds())}
         self.results["resumed_from"] = self._resumed_from
         if self.out_of_patience():

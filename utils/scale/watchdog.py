@@ -54,7 +54,7 @@ class Watchdog:
         self._seconds, self._told = timeout / 2, self._ranks == 1
         self.request, self.save_request = run.path / "dump_stacks", run.path / "save_now"
         self._answered = self._reported = self._save_seen = None
-        self._save_asked, self._save_answered = False, None
+        self._save_asked, self._awaited = False, None  # the step of a save that a person waits for
         self._pace, self._waited = Pace(model), 0.0
         guard.attach(self)
         self._quit = open(run.path / f".quit_{self._rank}", "w+")  # noqa: SIM115 (as long as the run)
@@ -87,9 +87,9 @@ class Watchdog:
     def check(self, model):
         """For the guard: prints a notice, once, if the processes of DDP have different weights."""
         with contextlib.suppress(OSError):
-            if self._rank == 0 and self.save_request.exists():
+            if self._rank == 0:
                 self.save_request.unlink()
-                self._run.print("asked by the file save_now: saves a checkpoint")
+                self._awaited = self._guard.step
         if self._told or not isinstance(model, DistributedDataParallel):
             return
         total = checksum(model)
@@ -135,6 +135,9 @@ class Watchdog:
             if request != self._answered:
                 self._answered = request
                 self._answer(request)
+        if self._awaited is not None and self._run.saves.newest_step >= self._awaited:
+            self._run.print(f"asked by the file save_now: checkpoint of step {self._awaited}")
+            self._awaited = None
         with contextlib.suppress(OSError):
             request = self.save_request.stat().st_mtime_ns if self._rank == 0 else None
             if request != self._save_seen:

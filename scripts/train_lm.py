@@ -49,7 +49,7 @@ from utils.language.conversations import Encoder
 from utils.language.lanes import gather_position
 from utils.language.mixture import SourceLog, labels
 from utils.language.token_stream import TokenStream, load_held_out
-from utils.language.tokens import load_tokens
+from utils.language.tokens import TokenSettings, load_tokens
 from utils.report import plots
 from utils.report.progress import Progress
 from utils.run import ddp, gpu, launch
@@ -178,13 +178,10 @@ def load_data(accelerator, tokenizer, args):  # EDIT: data
 
 def load_source(accelerator, tokenizer, name, args):
     """Loads the `Corpus` of one data set; of a stream, its held-out blocks only."""
-    source = (name, tokenizer, args.block_size)
-    options = dict(subset=args.subset, loss_on=args.loss_on)
-    options |= dict(too_long=args.too_long, packed=args.packed)
+    settings = TokenSettings.from_args(tokenizer, args)
     if args.streaming:
-        return run_on_main(accelerator, lambda: load_held_out(*source, **options))
-    options |= dict(val_fraction=args.val_fraction, seed=args.seed)
-    return local_main_first(accelerator, lambda: load_tokens(*source, **options))
+        return run_on_main(accelerator, lambda: load_held_out(name, settings))
+    return local_main_first(accelerator, lambda: load_tokens(name, settings))
 
 
 def open_stream(accelerator, tokenizer, train_set, position, args):
@@ -351,7 +348,7 @@ def read_prompts(tokenizer, eval_sets, args):
     """The prompts for samples: the lines of the file --prompts, or the first held-out documents.
 
     Returns:
-        list[tuple]: token ids; the answer in the data, or None.
+        list[tuple]: token ids; those of the answer in the data, or None.
     """
     if not args.prompts:
         # Of several sources, those of each in turn.
@@ -375,7 +372,8 @@ def show_samples(model, tokenizer, prompts):
     answers = generate(model, tokenizer, [tokens for tokens, _ in prompts], SAMPLE_TOKENS)
     for (tokens, expected), answer in zip(prompts, answers, strict=True):
         parts += [f"> {tokenizer.decode(tokens, skip_special_tokens=True)}", answer]
-        parts += [f"(in the data: {expected})"] if expected is not None else []
+        if expected is not None:
+            parts.append(f"(in the data: {read_answer(tokenizer, expected)})")
     return "\n".join(parts) + "\n"
 
 
@@ -383,7 +381,13 @@ def share_of_exact(model, tokenizer, prompts):
     """The share of prompts to which the model answers exactly what the data does."""
     answers = generate(model, tokenizer, [tokens for tokens, _ in prompts], SAMPLE_TOKENS)
     pairs = zip(answers, (expected for _, expected in prompts), strict=True)
-    return sum(answer.strip() == expected.strip() for answer, expected in pairs) / len(prompts)
+    exact = [answer.strip() == read_answer(tokenizer, expected) for answer, expected in pairs]
+    return sum(exact) / len(prompts)
+
+
+def read_answer(tokenizer, tokens):
+    """The text of an answer in the data."""
+    return tokenizer.decode(tokens, skip_special_tokens=True).strip()
 
 
 def load_trained(folder, args):

@@ -49,6 +49,20 @@ def assign(names):
     }
 
 
+def hold_out(keys, fraction):
+    """Which of at least two samples are held out: those with the lowest keys.
+
+    Args:
+        keys (list): a hash of each sample.
+        fraction (float): of the samples; at least one is held out, and not all.
+
+    Returns:
+        list[int]: their indices.
+    """
+    count = min(max(1, round(len(keys) * fraction)), len(keys) - 1)
+    return sorted(range(len(keys)), key=keys.__getitem__)[:count]
+
+
 def _read(name):
     """The split that a name contains, or None; and its other words, without those in `NEUTRAL`."""
     separated = re.sub(r"(?<=[a-z])(?=[A-Z])", " ", name)  # TrainSet

@@ -13,6 +13,7 @@ from PIL import Image
 
 from utils.data.report import LeftOut, count_classes, describe_images
 from utils.data.scan import Scanner
+from utils.data.splits import hold_out
 from utils.data.tables import (
     LISTS,
     METADATA,
@@ -185,9 +186,7 @@ def split_off(labels, name_of, class_names, seed, fraction):
             hashlib.blake2b(f"{seed}/{name_of(i)}".encode("utf-8", "surrogateescape")).digest()
             for i in members
         ]
-        order = sorted(range(len(members)), key=keys.__getitem__)
-        count = min(max(1, round(len(members) * fraction)), len(members) - 1)
-        held_out[members[order[:count]]] = True
+        held_out[members[hold_out(keys, fraction)]] = True
     return np.flatnonzero(~held_out), np.flatnonzero(held_out)
 
 

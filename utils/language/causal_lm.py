@@ -18,6 +18,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
+from utils.language.conversations import pad_id_of
 from utils.report.model_card import ADAPTER, MODEL
 from utils.run.failures import UserError
 from utils.run.launch import notice
@@ -309,6 +310,4 @@ def ends(model, tokenizer):
     configured = model.generation_config.eos_token_id
     found = configured if isinstance(configured, list) else [configured]
     found = {token for token in (*found, tokenizer.eos_token_id) if token is not None}
-    known = tokenizer.pad_token_id, tokenizer.eos_token_id, 0
-    pad = next(token for token in known if token is not None)
-    return {"eos_token_id": sorted(found) or None, "pad_token_id": pad}
+    return {"eos_token_id": sorted(found) or None, "pad_token_id": pad_id_of(tokenizer)}

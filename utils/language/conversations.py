@@ -30,7 +30,11 @@ import numpy as np
 from utils.run.failures import UserError
 
 ANSWERS, ALL = "answers", "all"  # the values of `loss_on`
-# Private characters of Unicode, around the names of special tokens while messages are rendered.
+# Private characters of Unicode, around the names of special tokens while messages are rendered. The
+# method `apply_chat_template(..., sanitize_control_tokens=True)` of `transformers` also does that,
+# but returns only the tokens of the whole text. Here the parts before and after the beginning of an
+# answer are tokenized by themselves: a line break that ends the prompt and one that begins the
+# answer may be one token of the whole.
 OPEN, CLOSE = "\uf8f0", "\uf8f1"
 TODAY = datetime.datetime(2026, 1, 1)
 # How templates ask for the date, as those of Llama 3.2 and SmolLM3 do.
@@ -46,7 +50,6 @@ class Document(NamedTuple):
     answer: the number of tokens before the last answer; -1: there is none.
     bytes: of a text, the UTF-8 bytes of its tokens, without a first one that nothing predicts.
     begins: whether this is where a document begins.
-    quotes: whether it contains the name of a special token, as text.
     """
 
     tokens: np.ndarray
@@ -54,7 +57,6 @@ class Document(NamedTuple):
     answer: int = -1
     bytes: int = 0
     begins: bool = True
-    quotes: bool = False
 
 
 class Part(NamedTuple):
@@ -101,8 +103,10 @@ class Encoder:
         added = tokenizer.added_tokens_decoder
         special = {str(token): number for number, token in added.items() if token.special}
         special |= dict(zip(tokenizer.all_special_tokens, tokenizer.all_special_ids, strict=True))
-        self._special = np.array(sorted(set(special.values())), np.int32)
-        self._added = np.array(sorted({*special.values(), *added}), np.int32)
+        # An unknown character ends nothing. (Some tokenizers have one token for both.)
+        unknown = {tokenizer.unk_token_id} - {tokenizer.eos_token_id}
+        self._special = np.array(sorted({*special.values()} - unknown), np.int32)
+        self._added = np.array(sorted({*special.values(), *added} - unknown), np.int32)
         longest_first = sorted(special, key=len, reverse=True)
         pattern = "|".join(map(re.escape, longest_first)) or "(?!)"
         self._name = re.compile(pattern)
@@ -157,8 +161,8 @@ class Encoder:
                 "--chat_template FILE"
             )
         # A role is a name that the template knows.
-        marked = [{**self._mark(message), "role": message["role"]} for message in messages]
-        messages, tools = self._contents(marked), self._mark(tools)
+        messages = [{**self._mark(message), "role": message["role"]} for message in messages]
+        tools = self._mark(tools)
         make = self._whole if self.loss_on == ALL else self._chains
         drafts = []
         for texts in make(messages, first, tools, where):
@@ -184,7 +188,7 @@ class Encoder:
         elif not self.chat_template:
             raise UserError("the tokenizer has no chat template: give --chat_template FILE")
         else:
-            turn = self._contents([{"role": "user", "content": self._mark(text)}])
+            turn = [{"role": "user", "content": self._mark(text)}]
             asked = self._render(turn, True, None, "the prompt")
             draft = Draft([*self._parts(asked, False)], "the prompt", False, False, False)
         (document,) = self.encode([draft])
@@ -229,32 +233,20 @@ class Encoder:
                 return [[(prompt, False), (whole[len(prompt) :], True)]]
         return [[(whole, False)]]
 
-    def _contents(self, messages):
-        """The messages, with the content as a list of parts if the template reads only that."""
-        if not self._reads_parts:
-            return messages
-        return [{**message, "content": _as_parts(message["content"])} for message in messages]
-
-    @functools.cached_property
-    def _reads_parts(self):
-        return not self._reads(PROBE) and self._reads(_as_parts(PROBE))
-
-    def _reads(self, content):
-        try:
-            turn = [{"role": "user", "content": content}]
-            return PROBE in self._render(turn, False, None, "a message")
-        except UserError:
-            return False
-
     @functools.cached_property
     def _ends(self):
         """Ids of tokens that end an answer: special ones, and added ones that a template writes."""
         turns = [("user", PROBE), ("assistant", PROBE)]
         messages = [{"role": role, "content": content} for role, content in turns]
         try:
-            text = self._render(self._contents(messages), False, None, "a message")
+            text = self._render(messages, False, None, "a message")
         except UserError:  # it takes other conversations only
             return self._added
+        if PROBE not in text:
+            raise UserError(
+                "the chat template does not write contents that are texts: give another "
+                "--chat_template"
+            )
         after = self._tokenize([text.rpartition(PROBE)[2]], False).input_ids[0]
         return np.union1d(self._special, np.intersect1d(after, self._added))
 
@@ -327,11 +319,11 @@ class Encoder:
 
     def _finish(self, draft, encoded):
         """The document of a draft, the parts of which are `encoded` as these tokens."""
-        quotes = False
         for part, tokens in zip(draft.parts, encoded, strict=True):
-            quotes |= part.as_text and self._check(part.text, tokens, draft.where)
+            if part.as_text:
+                self._check(part.text, tokens, draft.where)
         if draft.is_text:
-            return self._finish_text(draft, encoded[0], quotes)
+            return self._finish_text(draft, encoded[0])
         tokens, learned, answer, ended = self._bos if draft.begins else [], [], -1, True
         for is_answer, some in itertools.groupby(
             zip(draft.parts, encoded, strict=True), lambda pair: pair[0].is_answer
@@ -345,16 +337,16 @@ class Encoder:
         if draft.ends or not ended:
             tokens, learned = tokens + self._eos, learned + [True] * len(self._eos)
         is_target = np.array(learned, np.uint8) | np.uint8(self.loss_on == ALL)
-        return Document(np.array(tokens, np.int32), is_target, answer, 0, True, quotes)
+        return Document(np.array(tokens, np.int32), is_target, answer)
 
-    def _finish_text(self, draft, tokens, quotes):
+    def _finish_text(self, draft, tokens):
         text = draft.parts[0].text
         before, after = self._bos if draft.begins else [], self._eos if draft.ends else []
         size = len(text.encode())
         if draft.begins and not before:
             size -= self._first_bytes(text)
         whole = np.array([*before, *tokens, *after], np.int32)
-        return Document(whole, None, -1, size, draft.begins, quotes)
+        return Document(whole, None, -1, size, draft.begins)
 
     def _first_bytes(self, text):
         """The bytes of the first token of a text."""
@@ -370,9 +362,9 @@ class Encoder:
         return len(text[: offsets[0][1]].encode()) - others
 
     def _check(self, text, tokens, where):
-        """Whether a text contains the name of a special token, which is text in its tokens."""
+        """Raises UserError if a name of a special token in a text has become that token."""
         if not self._name.search(text):
-            return False
+            return
         found = np.intersect1d(tokens, self._special)
         found = found[found != self.tokenizer.unk_token_id]
         if len(found):
@@ -381,7 +373,6 @@ class Encoder:
                 f"{where} contains {name}, which this tokenizer cannot tell from its special "
                 "token: remove it"
             )
-        return True
 
     def _end(self, tokens, start):
         """Where an answer that begins at `start` ends; and whether a token says so.
@@ -397,14 +388,7 @@ class Encoder:
 
 
 def _is_empty(message):
-    content = message["content"]
-    if isinstance(content, list):
-        content = "".join(part["text"] for part in content)
-    return not (content or "").strip() and not message.get("tool_calls")
-
-
-def _as_parts(content):
-    return [] if content is None else [{"type": "text", "text": content}]
+    return not (message["content"] or "").strip() and not message.get("tool_calls")
 
 
 def _without_clock(template):
@@ -418,3 +402,9 @@ def check_unicode(text, where):
         text.encode()
     except UnicodeEncodeError:
         raise UserError(f"{where} is not valid Unicode") from None
+
+
+def pad_id_of(tokenizer):
+    """The token that fills up blocks and batches: that for padding, or else the end, or else 0."""
+    choices = tokenizer.pad_token_id, tokenizer.eos_token_id, 0
+    return next(token for token in choices if token is not None)

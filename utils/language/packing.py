@@ -32,16 +32,6 @@ class Documents(NamedTuple):
     bytes: np.ndarray
 
 
-def sum_segments(first, values):
-    """The sum of `values` over the segments of each document, int64 [documents].
-
-    Args:
-        first (int64 [documents]): the first segment of each.
-        values (int64 [segments]): one for each segment.
-    """
-    return np.add.reduceat(values, first)
-
-
 def join_segments(first, lengths, answers, sizes):
     """The `Documents` of segments that follow each other in a stream.
 
@@ -50,7 +40,7 @@ def join_segments(first, lengths, answers, sizes):
         lengths, answers, sizes (int64 [segments]): tokens, answer and bytes of each segment.
     """
     starts = np.cumsum(lengths) - lengths
-    lengths, sizes = sum_segments(first, lengths), sum_segments(first, sizes)
+    lengths, sizes = np.add.reduceat(lengths, first), np.add.reduceat(sizes, first)
     return Documents(starts[first], lengths, answers[first], sizes)
 
 
@@ -107,20 +97,13 @@ class Stream:
         """
         if self._is_target is None:
             return lengths.copy()
-        counts = np.zeros(len(starts), np.int64)
-        borders = np.array(self._starts)
-        numbers = np.searchsorted(borders, starts, side="right") - 1
+        counts, order = np.zeros(len(starts), np.int64), np.argsort(starts)
+        borders = np.searchsorted(starts[order], self._starts)
         for number, array in enumerate(self._is_target):
-            chosen = np.flatnonzero((numbers == number) & (lengths > 0))
-            if len(chosen):
-                first = starts[chosen] - borders[number]
-                # Sums from each index to the next: those of the runs, and between them of the gaps.
-                ends = np.minimum(first + lengths[chosen], len(array) - 1)
-                runs = np.stack([first, ends], axis=1).ravel()
-                counts[chosen] = np.add.reduceat(array, runs, dtype=np.int64)[::2]
-                # `reduceat` excludes the last token of a run that ends where the array does.
-                last = first + lengths[chosen] == len(array)
-                counts[chosen[last]] += array[-1] * (first[last] < len(array) - 1)
+            chosen = order[borders[number] : borders[number + 1]]
+            sums = np.concatenate([[0], np.cumsum(array, dtype=np.int64)])
+            first = starts[chosen] - self._starts[number]
+            counts[chosen] = sums[first + lengths[chosen]] - sums[first]
         return counts
 
 
@@ -142,11 +125,9 @@ class Blocks(torch.utils.data.Dataset):
         block_targets (int64 [blocks]): the number of targets of each block.
     """
 
-    def __init__(
-        self, stream, pieces, block_size, pad_id, *, decode=None, bytes=None, answers=None
-    ):
+    def __init__(self, stream, pieces, block_size, pad_id, bytes=None, answers=None):
         self.stream, self.pieces, self.block_size, self.pad_id = stream, pieces, block_size, pad_id
-        self.bytes, self._decode, self._answers = bytes, decode, answers
+        self.bytes, self._answers = bytes, answers
         count = int(pieces.blocks[-1]) + 1 if len(pieces.blocks) else 0
         self._firsts = np.searchsorted(pieces.blocks, np.arange(count + 1))
         targets = stream.count_targets(pieces.starts + 1, pieces.lengths)
@@ -197,8 +178,7 @@ class Blocks(torch.utils.data.Dataset):
         kept = np.isin(self.pieces.blocks, indices)
         starts, lengths, blocks = (column[kept] for column in self.pieces)
         pieces = Pieces(starts, lengths, np.searchsorted(indices, blocks))
-        options = dict(decode=self._decode, answers=self._answers)
-        some = Blocks(self.stream, pieces, self.block_size, self.pad_id, **options)
+        some = Blocks(self.stream, pieces, self.block_size, self.pad_id, answers=self._answers)
         some.bytes = self.bytes and self.bytes * some.target_tokens / self.target_tokens
         return some
 
@@ -216,7 +196,7 @@ class Blocks(torch.utils.data.Dataset):
             count (int): at most as many.
 
         Returns:
-            list[tuple]: the token ids of the prompt (list[int]), and the answer (str). Of a
+            list[tuple]: the token ids of the prompt, and of the answer (list[int]). Of a
             conversation, the prompt is all before its last answer, with what asks for one; of a
             text, the first tokens of a piece, and the answer is None.
         """
@@ -226,13 +206,12 @@ class Blocks(torch.utils.data.Dataset):
             sizes = np.minimum(lengths[chosen], PROMPT_TOKENS)
             prompts = zip(starts[chosen].tolist(), sizes.tolist(), strict=True)
             return [(self.stream.tokens(*prompt).tolist(), None) for prompt in prompts]
-        found = []
+        prompts = []
         for start, length, answer in self._answers[:count]:
             tokens = self.stream.tokens(start, length)
             learned = self.stream.is_target(start + answer, length - answer).astype(bool)
-            text = self._decode(tokens[answer:][learned].tolist(), skip_special_tokens=True)
-            found.append((tokens[:answer].tolist(), text.strip()))
-        return found
+            prompts.append((tokens[:answer].tolist(), tokens[answer:][learned].tolist()))
+        return prompts
 
 
 # ------------------------------------------------------------------------------------------ making
@@ -250,36 +229,29 @@ def cut_text(stream, documents, block_size, pad_id, *, packed=True):
     Returns:
         Blocks.
     """
-    positions = np.maximum(documents.lengths - 1, 0)
-    kept = positions > 0
-    starts, positions = documents.starts[kept], positions[kept]
-    ends = np.cumsum(positions)
+    kept = documents.lengths > 1
+    starts, positions = documents.starts[kept], documents.lengths[kept] - 1
+    begins, total = np.cumsum(positions) - positions, int(positions.sum())
     if packed:
-        total = int(ends[-1]) if len(ends) else 0
-        cuts = np.union1d(ends - positions, np.arange(0, total, block_size))
-        lengths = np.diff(np.append(cuts, total))
-        owners = np.searchsorted(ends, cuts, side="right")
+        cuts = np.union1d(begins, np.arange(0, total, block_size))
         blocks = cuts // block_size
-        pieces = Pieces(starts[owners] + cuts - (ends - positions)[owners], lengths, blocks)
     else:
         counts = -(-positions // block_size)
-        owners = np.repeat(np.arange(len(counts)), counts)
-        numbers = np.arange(len(owners)) - np.repeat(np.cumsum(counts) - counts, counts)
-        offsets = numbers * block_size
-        lengths = np.minimum(positions[owners] - offsets, block_size)
-        pieces = Pieces(starts[owners] + offsets, lengths, np.arange(len(owners)))
+        numbers = np.arange(counts.sum()) - np.repeat(np.cumsum(counts) - counts, counts)
+        cuts = np.repeat(begins, counts) + numbers * block_size
+        blocks = np.arange(len(cuts))
+    owners = np.searchsorted(begins, cuts, side="right") - 1
+    lengths = np.diff(np.append(cuts, total))
+    pieces = Pieces(starts[owners] + cuts - begins[owners], lengths, blocks)
     return Blocks(stream, pieces, block_size, pad_id, bytes=int(documents.bytes[kept].sum()))
 
 
-def pack_conversations(
-    stream, documents, block_size, pad_id, *, decode, too_long="truncate", packed=True
-):
+def pack_conversations(stream, documents, block_size, pad_id, *, too_long="truncate", packed=True):
     """Packs conversations into blocks; none is divided.
 
     Args:
         stream (Stream): the tokens.
         documents (Documents): none lies in several arrays of the stream.
-        decode: turns a list of token ids into text.
         too_long (str): what happens to those of more than `block_size` positions: `truncate`,
             `drop` or `error`.
         packed (bool): best fit decreasing. False: one conversation in each block.
@@ -314,7 +286,7 @@ def pack_conversations(
     order = np.argsort(blocks, kind="stable")
     pieces = Pieces(documents.starts[chosen[order]], lengths[order], blocks[order])
     answers = _first_answers(documents, kept & ~long)
-    blocks = Blocks(stream, pieces, block_size, pad_id, decode=decode, answers=answers)
+    blocks = Blocks(stream, pieces, block_size, pad_id, answers=answers)
     return blocks, counts
 
 

@@ -2,7 +2,7 @@
 
 import json
 
-from utils.language.conversations import check_unicode
+from utils.language.chats import check_unicode
 from utils.language.documents import KINDS, segments_of
 from utils.run.failures import UserError
 

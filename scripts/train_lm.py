@@ -100,15 +100,7 @@ def build_model(accelerator, config, args):  # EDIT: model
     Its forward pass takes `input_ids`, `position_ids` and `targets`, each int64 [batch, time], and
     returns the sum of the losses of the targets, in nats.
     """
-    model = causal_lm.load_model(
-        accelerator,
-        args.model,
-        config,
-        attention=args.attention,
-        dtype=getattr(torch, args.dtype),
-        from_scratch=args.from_scratch,
-        seed=args.seed,
-    )
+    model = causal_lm.load_model(accelerator, config, args)
     if args.activation_checkpointing:
         # Keeps only the input of each block and recomputes the rest in the backward pass.
         model.activation_checkpointing_enable({"use_reentrant": False})
@@ -300,7 +292,7 @@ def evaluate_source(accelerator, model, loader, watch):
         batch["targets"][batch["ids"] != place] = -100
         total = compute_loss(model, batch, per_block=True)
         part = scores.moments(batch["block_losses"], (batch["targets"] >= 0).sum(1))
-        part[2] = total  # also of a model that computes its own loss, not that of each block
+        part[2] = total  # with the balance of experts, which is not of a block
         sums = sums + part
     sums = accelerator.reduce(sums, "sum")
     model.train()

@@ -218,8 +218,7 @@ def _read_splits(name, column, seed, choose):
     if files:
         lines = describe_files(files, used)
     else:
-        sizes = {split: f"{len(rows):,} rows" for split, rows in table.splits.items()}
-        lines = _describe(sizes, used)
+        lines = [_describe(split, rows, "rows", used) for split, rows in table.splits.items()]
     return texts, [*lines, *left_out.lines()]
 
 
@@ -284,18 +283,17 @@ def _cached(parts, version):
 
 def describe_files(files, used):
     """A line for each split: its files, of which the first is named; and whether it is `used`."""
-    sizes = {}
+    lines = []
     for split, paths in files.by_split.items():
-        noun = "file" if len(paths) == 1 else "files"
-        sizes[split] = f"{len(paths):,} {noun} ({one_line(paths[0].name)})"
-    return _describe(sizes, used)
+        first = one_line(paths[0].name)
+        lines.append(f"{_describe(split, paths, 'files', used)} ({first})")
+    return lines
 
 
-def _describe(sizes, used):
-    return [
-        f"{split}: {size}" if split in used else f"{split}, not used: {size}"
-        for split, size in sizes.items()
-    ]
+def _describe(split, rows, noun, used):
+    noun = noun if len(rows) > 1 else noun.removesuffix("s")
+    name = split if split in used else f"{split}, not used"
+    return f"{name}: {len(rows):,} {noun}"
 
 
 def _join(rows, column):

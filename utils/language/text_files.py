@@ -17,7 +17,8 @@ from utils.data.tables import METADATA, READERS, files_by_split, local_path
 from utils.run.failures import UserError
 from utils.run.files import regular_file
 
-PLAIN = {".txt", ".text", ".md", ".markdown", ".rst"}  # in a folder; a single file may be any
+MARKUP = {".md", ".markdown", ".rst"}  # beside tables, pages about the data
+PLAIN = {".txt", ".text", *MARKUP}  # in a folder; a single file may be any
 PAGES = {"readme", "license", "licence", "changelog", "contributing", "notice"}
 OPENERS = {".gz": gzip.open, ".bz2": bz2.open, ".xz": lzma.open}
 COMPRESSED = {*PLAIN, ".jsonl", ".ndjson"}  # read when compressed
@@ -93,16 +94,15 @@ def _is_packed_table(file):
 def _without_pages(files, left_out):
     """The files without pages about the data, such as README.md, unless there is nothing else."""
     has_tables = any(suffix_of(file) in READERS for file in files)
-
-    def is_page(file):
+    used, pages = [], []
+    for file in files:
         stem, suffix = os.path.splitext(os.path.basename(file).lower())
-        pages = PLAIN - {".txt", ".text"} if has_tables else PLAIN
-        return suffix in pages and (has_tables or stem in PAGES)
-
-    used = [file for file in files if not is_page(file)]
+        is_page = suffix in MARKUP if has_tables else suffix in PLAIN and stem in PAGES
+        kind = pages if is_page else used
+        kind.append(file)
     if not used:
         return files
-    for file in filter(is_page, files):
+    for file in pages:
         left_out.add("pages about the data", file)
     return used
 

@@ -6,7 +6,7 @@ import re
 import pytest
 from harness.launches import run, some_slow
 
-CHECK = "scripts/check_topology.py"
+CHECK = "scripts/tools/check_topology.py"
 QUICK = "--max_bytes 65536 --seconds_per_size 0.05"
 
 

@@ -11,7 +11,7 @@ from harness.launches import Started, metrics, results, run, run_once, status
 from PIL import Image
 from safetensors.torch import load_file
 
-COMPARE = "scripts/compare_ddp.py"
+COMPARE = "scripts/tools/compare_ddp.py"
 RUNS = ["replicated", "replicated_single", "ddp", "ddp_single"]
 ARGUMENTS = "--dataset synthetic --max_train_steps 11 --proof_steps 8 --log_every 5"
 

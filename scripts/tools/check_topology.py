@@ -1,9 +1,9 @@
 """Checks a cluster before a long job: what runs where, can processes communicate, and how fast.
 
-    accelerate launch --config_file accelerate_configs/4gpu.yaml scripts/check_topology.py
-    accelerate launch --config_file accelerate_configs/2cpu.yaml scripts/check_topology.py \\
+    accelerate launch --config_file accelerate_configs/4gpu.yaml scripts/tools/check_topology.py
+    accelerate launch --config_file accelerate_configs/2cpu.yaml scripts/tools/check_topology.py \\
         --max_bytes 4194304
-    sbatch --nodes=2 --gpus-per-node=4 scripts/submit.sbatch scripts/check_topology.py \\
+    sbatch --nodes=2 --gpus-per-node=4 scripts/submit.sbatch scripts/tools/check_topology.py \\
         --output_dir runs/check_topology
 
 Prints a table of all processes, and stops with one line for each problem: a process that never
@@ -34,8 +34,8 @@ from datetime import timedelta
 from importlib.metadata import version
 from pathlib import Path
 
-# Finds `utils` next to this script (a copy) or one folder up (the repository).
-sys.path.insert(1, str(Path(__file__).resolve().parents[1]))
+# Finds `utils` and the training scripts next to this script (a copy) or above (the repository).
+sys.path[1:1] = map(str, Path(__file__).resolve().parents[1:3])
 from utils.run import process
 
 if __name__ == "__main__":

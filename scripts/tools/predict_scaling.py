@@ -1,13 +1,13 @@
 """Predicts step time and efficiency of data parallel training on 8 to 4096 processes.
 
-    python scripts/predict_scaling.py --parameters 11e6 --step_seconds 0.05 \\
+    python scripts/tools/predict_scaling.py --parameters 11e6 --step_seconds 0.05 \\
         --topology runs/check_topology/topology.json
-    python scripts/predict_scaling.py --parameters 1.5e9 --step_seconds 0.9 \\
+    python scripts/tools/predict_scaling.py --parameters 1.5e9 --step_seconds 0.9 \\
         --latency 10e-6 --bandwidth 50e9
-    python scripts/predict_scaling.py --parameters 7e9 --layers 32 --step_seconds 4 \\
+    python scripts/tools/predict_scaling.py --parameters 7e9 --layers 32 --step_seconds 4 \\
         --processes 64 --per_machine 8 --latency 10e-6 --bandwidth 50e9 \\
         --inside_latency 5e-6 --inside_bandwidth 300e9
-    accelerate launch --config_file accelerate_configs/2cpu.yaml scripts/predict_scaling.py \\
+    accelerate launch --config_file accelerate_configs/2cpu.yaml scripts/tools/predict_scaling.py \\
         --measure
 
 `--step_seconds` is the time of a step on one process. `--topology` is the result of
@@ -58,8 +58,8 @@ from functools import cache, partial
 from pathlib import Path
 from typing import NamedTuple
 
-# Finds `utils` next to this script (a copy) or one folder up (the repository).
-sys.path.insert(1, str(Path(__file__).resolve().parents[1]))
+# Finds `utils` and the training scripts next to this script (a copy) or above (the repository).
+sys.path[1:1] = map(str, Path(__file__).resolve().parents[1:3])
 from utils.run import process
 
 if __name__ == "__main__":

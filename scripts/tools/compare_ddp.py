@@ -2,9 +2,9 @@
 
 Compares four runs, and gradients with and without the usual mistakes:
 
-    accelerate launch --config_file accelerate_configs/2cpu.yaml scripts/compare_ddp.py \\
+    accelerate launch --config_file accelerate_configs/2cpu.yaml scripts/tools/compare_ddp.py \\
         --dataset synthetic
-    accelerate launch --config_file accelerate_configs/4gpu.yaml scripts/compare_ddp.py
+    accelerate launch --config_file accelerate_configs/4gpu.yaml scripts/tools/compare_ddp.py
 
 All runs train the same network. W is the number of processes, B the batch size, D the data set.
 Each run with W processes has an equivalent with one process:
@@ -52,8 +52,8 @@ from datetime import timedelta
 from functools import partial
 from pathlib import Path
 
-# Finds `utils` next to this script (a copy) or one folder up (the repository).
-sys.path.insert(1, str(Path(__file__).resolve().parents[1]))
+# Finds `utils` and the training scripts next to this script (a copy) or above (the repository).
+sys.path[1:1] = map(str, Path(__file__).resolve().parents[1:3])
 from utils.run import process
 
 if __name__ == "__main__":

@@ -1,7 +1,7 @@
 """Compares several runs: overlays their curves, prints their results and differing arguments.
 
-    python scripts/compare_runs.py runs/a runs/b runs/c
-    python scripts/compare_runs.py runs/seed* --metric loss --smoothing 0.98
+    python scripts/tools/compare_runs.py runs/a runs/b runs/c
+    python scripts/tools/compare_runs.py runs/seed* --metric loss --smoothing 0.98
 
 Writes `compare_runs.png` to `--output_dir`: the training loss, raw and smoothed, and the metric of
 the evaluations, by optimizer step, by sample and by time. Time is that of training: evaluations,
@@ -15,8 +15,8 @@ from pathlib import Path
 
 import numpy as np
 
-# Finds `utils` next to this script (a copy) or one folder up (the repository).
-sys.path.insert(1, str(Path(__file__).resolve().parents[1]))
+# Finds `utils` and the training scripts next to this script (a copy) or above (the repository).
+sys.path[1:1] = map(str, Path(__file__).resolve().parents[1:3])
 from utils.report import plots
 from utils.run import manifest, metrics, process
 from utils.run.arguments import MAY_CHANGE, Parser, number

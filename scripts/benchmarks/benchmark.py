@@ -5,10 +5,10 @@
     python scripts/benchmarks/benchmark.py --text input.txt --images cifar10    # two need data
 
 Each benchmark runs both sides in turn, `--rounds` times, each time in new processes, and gives the
-median of the rounds with their range. After each benchmark it writes `benchmark.json`,
-`benchmark.md` and, if there are ratios, `benchmark.png` to `--output_dir`. After an interruption,
-the same command continues with the first round that was not finished. `README.md` in this folder
-has the results; each benchmark says what it measures where it is defined.
+median of the rounds with their range. After each benchmark it writes `benchmark.json` and
+`benchmark.md` to `--output_dir`. After an interruption, the same command continues with the first
+round that was not finished. `README.md` in this folder has the results; each benchmark says what it
+measures where it is defined.
 
 Copy it together with the other files of its folder, with `train_cifar.py` and `train_gpt.py`, and
 with the other scripts and the recipe that a benchmark runs.
@@ -40,7 +40,6 @@ import records
 import runs
 from measuring import Rounds
 
-from utils.report import plots
 from utils.report.measurements import Measurements
 from utils.run import cpu
 from utils.run.arguments import Parser, number
@@ -69,7 +68,7 @@ BENCHMARKS = {
 NEEDS = {"gpt": "text", "time_to_accuracy": "images", "imbalance": "images", "peers": "peers"}
 
 
-# ------------------------------------------------------------------------------------- table, plot
+# ------------------------------------------------------------------------------------------- table
 
 
 def table(record):
@@ -86,38 +85,6 @@ def table(record):
     for (name, rounds, unit), values in rows.items():
         lines.append(f"| `{name}` | {', '.join(values)} | {rounds} | {unit} |")
     return "\n".join(lines) + "\n"
-
-
-def draw(path, figures):
-    """Draws the figures that are ratios, if there are any: the median of each, with its range.
-
-    Args:
-        figures (dict): name -> `median`, `min`, `max` and `unit`.
-    """
-    from matplotlib.ticker import LogLocator, NullLocator
-
-    ratios = {name: values for name, values in figures.items() if values["unit"].endswith("ratio")}
-    if not ratios:
-        return
-    figure, axis = plots.subplots(1, 1, figsize=(8, 0.4 * len(ratios) + 1.3))
-    for row, values in enumerate(reversed(ratios.values())):
-        middle = values["median"]
-        axis.plot([values["min"], values["max"]], [row, row], color="C0", linewidth=2)
-        axis.plot(middle, row, "o", color="C0")
-        above = dict(xytext=(0, 6), textcoords="offset points", ha="center")
-        axis.annotate(f"{middle:.3g}", (middle, row), **above)
-    axis.axvline(1, color="gray", linewidth=1)
-    axis.set_xscale("log")
-    left, right = axis.get_xlim()
-    axis.set_xlim(min(left, 0.45), max(right, 2.2))  # so that there is a tick on each side of 1
-    axis.xaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
-    axis.xaxis.set_major_formatter("{x:g}")
-    axis.xaxis.set_minor_locator(NullLocator())
-    axis.set_yticks(range(len(ratios)), list(reversed(ratios)))
-    axis.set_ylim(-0.5, len(ratios) - 0.3)
-    axis.set_xlabel("ratio to the other side (median and range of the rounds)")
-    axis.grid(alpha=0.3, axis="x", which="both")
-    plots.save(figure, path)
 
 
 def hardware():
@@ -163,7 +130,7 @@ def main():
 
 
 def write(folder, figures):
-    """Writes the figures so far, a table of them, and a plot."""
+    """Writes the figures so far, and a table of them."""
     record = {
         "hardware": hardware(),
         "versions": versions(),
@@ -172,7 +139,6 @@ def write(folder, figures):
     }
     write_json(folder / "benchmark.json", record)
     write_text(folder / "benchmark.md", table(record))
-    draw(folder / "benchmark.png", figures)
 
 
 def parse_args():
@@ -209,7 +175,7 @@ def parse_args():
     parser.add_argument(
         "--output_dir",
         default="runs/benchmark",
-        help="folder for the table, the figures as JSON, and a plot",
+        help="folder for the table, and the figures as JSON",
     )
     args = parser.parse_args()
     args.rounds = args.rounds or (1 if args.quick else 5)

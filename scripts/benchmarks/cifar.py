@@ -1,5 +1,6 @@
 """train_cifar.py against plain loops with the same network: speed, memory, two processes."""
 
+import itertools
 import os
 import statistics
 import subprocess
@@ -90,24 +91,16 @@ def overhead(rounds, command, plain, steps, processes=1):
 def tutorial_speedup(args, rounds):
     """Samples per second of train_cifar.py over the usual tutorial with the same network.
 
-    That has per-sample transforms in two workers, float32, and loss.item() in every step. Prints
-    how much each improvement gives.
+    That has per-sample transforms in two workers, float32, and loss.item() in every step.
     """
     steps, batch = (6, 240) if args.quick else (10, 480)
-    bf16 = cpu.has_bf16()
-    improvements = {"batched": dict(batched=True), "channels_last": dict(channels_last=True)}
-    if bf16:
-        improvements["bf16"] = dict(bf16=True)
-    improvements["small_images_first"] = dict(sizes=(24, 24, 24, 28, 32))
     command = f"train_cifar.py --batch_size {batch} {short_run(steps, log_every=1)}"
-    speeds = {name: [] for name in ("tutorial", *improvements, "train_cifar.py")}
+    speeds = {"tutorial": [], "train_cifar.py": []}
     for _ in rounds.each():
         options = dict(steps=steps, batch_size=batch)
-        for name in ("tutorial", *improvements):
-            options |= improvements.get(name, {})  # on top of those before
-            seconds = measure_loop(rounds, "cifar.tutorial", **options)["seconds"]
-            speeds[name].append(batch * (steps - 1) / sum(seconds[1:]))
-        lines, _ = measure_script(rounds, command, bf16=bf16)
+        seconds = measure_loop(rounds, "cifar.tutorial", **options)["seconds"]
+        speeds["tutorial"].append(batch * (steps - 1) / sum(seconds[1:]))
+        lines, _ = measure_script(rounds, command, bf16=cpu.has_bf16())
         speeds["train_cifar.py"].append(batch * (steps - 1) / sum(logged_steps(lines, 1)))
     print_speeds(speeds, "samples/s")
     unit = "samples per second over the usual tutorial (more is better), ratio"
@@ -194,51 +187,26 @@ def plain_cifar(model, batch_size, steps):
         yield
 
 
-def tutorial(steps, batch_size, batched=False, channels_last=False, bf16=False, sizes=(32,)):
-    """The usual tutorial's loop with the default network; yields after each step.
-
-    Each option is one improvement over the tutorial.
-    """
-    data = synthetic_arrays(0)
-    split = data.splits["train"]
-    mean, std = split.mean_and_std()
+def tutorial(steps, batch_size):
+    """The usual tutorial's loop with the default network; yields after each step."""
     torch.manual_seed(0)
     model, optimizer = fastnet()
-    if not channels_last:
-        model = model.to(memory_format=torch.contiguous_format)
-    options = dict(batch_size=batch_size, shuffle=True, drop_last=True)
-    if batched:
-        loader = DataLoader(range(len(split)), **options)
-    else:
-        loader = DataLoader(PerSample(split), num_workers=2, persistent_workers=True, **options)
-    step = 0
-    while step < steps:
-        for batch in loader:
-            size = sizes[step * len(sizes) // steps]
-            if batched:
-                batch = split.batch(batch)
-                labels = batch["labels"]
-                images, keep = augment(batch["images"], batch["ids"], 0, 0, padding=2)
-                images = normalize(images, mean, std, keep, size)
-                images = images if channels_last else images.contiguous()
-            else:
-                images, labels = batch
-            with torch.autocast("cpu", torch.bfloat16, enabled=bf16):
-                loss = F.cross_entropy(model(images), labels, label_smoothing=0.2)
-            optimizer.zero_grad()
-            loss.backward()
-            optimizer.step()
-            loss.item()
-            yield
-            step += 1
-            if step == steps:
-                break
+    model = model.to(memory_format=torch.contiguous_format)
+    data = PerSample(synthetic_arrays(0).splits["train"])
+    loader = DataLoader(data, batch_size, shuffle=True, drop_last=True, num_workers=2)
+    for images, labels in itertools.islice(loader, steps):
+        loss = F.cross_entropy(model(images), labels, label_smoothing=0.2)
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        loss.item()
+        yield
 
 
 class PerSample(Dataset):
     """Decoded PIL images, transformed one by one, like torchvision's CIFAR10 data set."""
 
-    def __init__(self, split, cutout=False):
+    def __init__(self, split):
         import torchvision.transforms as T
 
         arrays = split.images.permute(0, 2, 3, 1).numpy()
@@ -250,8 +218,6 @@ class PerSample(Dataset):
             T.ToTensor(),
             T.Normalize((0.49, 0.48, 0.45), (0.25, 0.24, 0.26)),
         ]
-        if cutout:
-            steps.append(T.RandomErasing(1.0, (1 / 16, 1 / 16), (1, 1)))
         self.transform = T.Compose(steps)
 
     def __len__(self):

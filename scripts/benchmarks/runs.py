@@ -4,7 +4,6 @@ import json
 import math
 import os
 import re
-import shutil
 import statistics
 import subprocess
 import tempfile
@@ -29,7 +28,7 @@ from measuring import (
 from PIL import Image
 
 from utils.language.synthetic import synthetic_text
-from utils.run.files import json_lines, last_lines, write_json, write_text
+from utils.run.files import json_lines, last_lines, write_text
 
 # A GPT with 57 million parameters, on little text.
 LARGE_STATE = "--dataset synthetic --n_layer 2 --n_head 8 --n_embd 1536 --block_size 32"
@@ -114,11 +113,11 @@ def slowdown_beside_saves(lines):
 
 
 def growth(args, rounds):
-    """What a run costs as text, images, log lines, restarts, parameters or processes grow.
+    """What a run costs as text, images or log lines grow.
 
-    Seconds to the first step, the most memory that one process has to itself, time of a step, of a
-    checkpoint and of the end of the run, and the factor of each per tenfold size. The fastest of
-    the rounds are in `growth.md`.
+    Seconds to the first step, the most memory that one process has to itself, time of a step and of
+    the end of the run, and the factor of each per tenfold size. The fastest of the rounds are in
+    `growth.md`.
     """
     measured = {}  # (what grows, cost) -> size -> one value per round
     for _ in rounds.each():
@@ -170,7 +169,6 @@ COSTS = {
     "start": "seconds to the first step",
     "memory": "MB of a process",
     "step": "ms per step",
-    "checkpoint": "seconds per checkpoint",
     "end": "seconds after the last step",
 }
 
@@ -181,15 +179,15 @@ def costs(prepare, size):
 
     Args:
         prepare (Callable): called with a folder and `size`; returns a command, which writes to the
-            folder `run` in it, and the number of its processes.
+            folder `run` in it.
 
     Returns:
-        dict: of the names in `COSTS`; without `checkpoint` if the script saves only at the end.
+        dict: of the names in `COSTS`.
     """
     with tempfile.TemporaryDirectory() as folder:
-        command, processes = prepare(Path(folder), size)
+        command = prepare(Path(folder), size)
         run, numbers, times, memory = Path(folder) / "run", [], [], [0]
-        words = python(processes) + script_words(command, run)
+        words = python(1) + script_words(command, run)
         start_time = time.perf_counter()
         pipes = dict(stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True)
         running = subprocess.Popen(words, env=environment(), **pipes)
@@ -205,12 +203,12 @@ def costs(prepare, size):
         log = run / "metrics.jsonl"
         lines = [line for line, _ in json_lines(log, last_lines(log, lambda _: True))]
         lines = [line for line in lines if line["step"] >= numbers[0]]
-    found = {"start": times[0] - start_time, "memory": memory[0] / 1e6}
-    found["step"] = 1e3 * steady(logged_steps(lines, numbers[0]))
-    saves = [line["seconds"] for line in lines if line["split"] == "checkpoint"]
-    if len(saves) > 1:
-        found["checkpoint"] = min(saves)
-    return {**found, "end": end_time - times[-1]}
+    return {
+        "start": times[0] - start_time,
+        "memory": memory[0] / 1e6,
+        "step": 1e3 * steady(logged_steps(lines, numbers[0])),
+        "end": end_time - times[-1],
+    }
 
 
 TINY_GPT = "train_gpt.py --block_size 64 --batch_size 16 --sample_length 1 --log_every 1"
@@ -220,7 +218,7 @@ TINY = "--n_layer 1 --n_head 2 --n_embd 64"
 
 def more_text(folder, megabytes):
     """A text of so many MB."""
-    return f"{TINY_GPT} {TINY} --dataset {write_text_of(folder, megabytes)}", 1
+    return f"{TINY_GPT} {TINY} --dataset {write_text_of(folder, megabytes)}"
 
 
 def write_text_of(folder, megabytes):
@@ -246,60 +244,26 @@ def more_images(folder, count):
             else:  # a link takes no space
                 os.link(path.with_name(f"{index % 10}.jpg"), path)
     model = "--model squeezenet1_1 --image_size 32 --batch_size 16 --log_every 1"
-    return f"train_images.py --dataset {folder / 'images'} {model} --max_train_steps 20", 1
-
-
-def finished_run(folder):
-    """A finished run, and the command that continues it with as many steps."""
-    command = f"{TINY_GPT} {TINY} --dataset {write_text_of(folder, 1)}"
-    words = python(1) + script_words(command, folder / "run")
-    subprocess.run(words, check=True, env=environment(), **QUIET)
-    return folder / "run", f"{command} --max_train_steps 40"
+    return f"train_images.py --dataset {folder / 'images'} {model} --max_train_steps 20"
 
 
 def more_lines(folder, count):
-    """A run with so many log lines, to continue."""
-    run, command = finished_run(folder)
-    log = run / "metrics.jsonl"
+    """A run with so many log lines, to continue for as many steps."""
+    command = f"{TINY_GPT} {TINY} --dataset {write_text_of(folder, 1)}"
+    words = python(1) + script_words(command, folder / "run")
+    subprocess.run(words, check=True, env=environment(), **QUIET)
+    log = folder / "run" / "metrics.jsonl"
     first, *rest = log.read_text().splitlines(keepends=True)
     line = json.loads(first)
     with log.open("w") as file:
         for index in range(count):
             file.write(json.dumps({**line, "step": 1 + index / count}) + "\n")
         file.writelines(rest)
-    return command, 1
-
-
-def more_starts(folder, count):
-    """A run that was started so many times, to continue."""
-    run, command = finished_run(folder)
-    record = json.loads((run / "args.json").read_text())
-    write_json(run / "args.json", {**record, "starts": count * record["starts"]})
-    events = next((run / "tensorboard").rglob("events*"))
-    for index in range(count):
-        shutil.copy(events, events.with_name(f"{events.name}.{index}"))
-    return command, 1
-
-
-def more_parameters(folder, millions):
-    """A model of so many million parameters."""
-    width = {1: 200, 10: 640, 100: 2040}[millions]  # 24 width^2 in two blocks
-    model = f"--n_layer 2 --n_head 4 --n_embd {width} --optimizer adamw"
-    size = "--block_size 16 --batch_size 1 --max_train_steps 8 --checkpoint_every 4"
-    return f"{TINY_GPT} {model} {size} --dataset {write_text_of(folder, 1)}", 1
-
-
-def more_processes(folder, processes):
-    """So many processes, which share the batch and the cores."""
-    data = write_text_of(folder, 1)
-    return f"{TINY_GPT} {TINY} --dataset {data} --checkpoint_every 10", processes
+    return f"{command} --max_train_steps 40"
 
 
 GROWTH = {
     "MB of text": (more_text, (10, 100, 1000)),
     "image files": (more_images, (1000, 10_000, 100_000)),
     "lines in the log": (more_lines, (10_000, 100_000, 1_000_000)),
-    "restarts": (more_starts, (10, 100, 1000)),
-    "million parameters": (more_parameters, (1, 10, 100)),
-    "processes": (more_processes, (2, 4, 8)),
 }

@@ -10,8 +10,7 @@ Prints a table of all processes, and stops with one line for each problem: a pro
 starts or that the others cannot reach, two processes on one GPU, versions or clocks that differ
 between machines, an output or data folder that differs between machines. Then it measures the
 all-reduce of data parallel training for messages of 1 KiB to --max_bytes, and prints how long
-averaging the gradients takes for models of several sizes. It writes `topology.json` and
-`allreduce.png`.
+averaging the gradients takes for models of several sizes. It writes `topology.json`.
 
 The bus bandwidth is bytes / seconds x 2 (n - 1) / n: what an ideal ring transfers over the link of
 each of n processes (NVIDIA nccl-tests, doc/PERFORMANCE.md).
@@ -45,7 +44,6 @@ import psutil
 import torch
 import torch.distributed as dist
 
-from utils.report import plots
 from utils.run import launch, metrics
 from utils.run.arguments import SECONDS, Parser, number
 from utils.run.failures import RunFailed, UserError
@@ -479,39 +477,14 @@ def summarize(rows, entries):
     for millions in (10, 100, 1000):
         seconds = latency + 4e6 * millions / best["algorithm_bandwidth"]
         times.append(f"{seconds * 1e3:,.0f} ms for {millions:,} million")
+    noun = "machine" if machines == 1 else "machines"
     return (
-        f"{WORLD} processes on {machines} machine{'s' * (machines > 1)} can communicate: "
+        f"{WORLD} processes on {machines} {noun} can communicate: "
         f"{latency * 1e6:,.0f} us for the smallest message, {best['bus_bandwidth'] / 1e9:.2f} GB/s "
         f"bus bandwidth at best.\nAveraging float32 gradients takes about {', '.join(times)} "
         "parameters. A backward pass that takes longer hides this time; if yours is shorter, use a "
         "larger --batch_size."
     )
-
-
-def draw(path, rows, processes, backend):
-    """Draws time and bus bandwidth of an all-reduce over the message size.
-
-    Args:
-        rows (list): what `measure_all_reduce` returned.
-        processes (int): how many took part.
-    """
-    figure, axes = plots.subplots(1, 2, figsize=(10, 3.6))
-    sizes = [row["bytes"] for row in rows]
-    labels = [f"{s // 2**20} M" if s >= 2**20 else f"{s // 2**10} K" for s in sizes]
-    panels = {
-        "milliseconds": [row["seconds"] * 1e3 for row in rows],
-        "bus bandwidth, GB/s": [row["bus_bandwidth"] / 1e9 for row in rows],
-    }
-    for axis, (label, values) in zip(axes, panels.items(), strict=True):
-        axis.plot(sizes, values, "o-")
-        axis.set_xscale("log", base=2)
-        axis.set_yscale("log")
-        axis.set_xticks(sizes, labels)
-        axis.set_xlabel("message, bytes")
-        axis.set_ylabel(label)
-        axis.grid(alpha=0.3)
-    figure.suptitle(f"All-reduce between {processes} processes over {backend}", fontsize=11)
-    plots.save(figure, path)
 
 
 # -------------------------------------------------------------------------------------------- main
@@ -562,7 +535,6 @@ def main():
         record = {"processes": entries, "all_reduce": rows}
         folder = Path(args.output_dir)
         (folder / "topology.json").write_text(json.dumps(record, indent=1))
-        draw(folder / "allreduce.png", rows, WORLD, backend)
     dist.destroy_process_group()
 
 

@@ -61,6 +61,7 @@ if __name__ == "__main__":
 
 import torch
 import torch.nn.functional as F
+import train_cifar
 from accelerate import Accelerator, DataLoaderConfiguration
 from accelerate.utils import InitProcessGroupKwargs, set_seed
 from safetensors.torch import load_file, save_file
@@ -71,7 +72,6 @@ from utils.data.report import agree
 from utils.images.arrays import load_arrays, on_device
 from utils.images.augment import normalize
 from utils.report import plots
-from utils.report.measurements import Measurements, clock
 from utils.run import launch
 from utils.run.arguments import BATCH, SECONDS, SEED, Parser, number
 from utils.run.collectives import local_main_first, run_on_main, wait_for_all
@@ -79,31 +79,26 @@ from utils.run.failures import RunFailed, UserError
 from utils.run.folder import RunFolder
 from utils.run.guard import Guard
 from utils.run.metrics import memory_bytes
-from utils.run.record import topology
 from utils.scale.stacks import place
 
 PAIRS = {"replicated": "replicated_single", "ddp": "ddp_single"}  # W processes: one process
 RUNS = [name for pair in PAIRS.items() for name in pair]
+MOMENTUM = 0.9
 TOLERANCE = 1e-5  # largest accepted relative difference of float32 weights
 TOLERANCE_FLOAT64 = 1e-10  # the same for float64 gradients
 
 
-class Net(nn.Module):
-    """A smooth version of the network of PyTorch's CIFAR tutorial.
+class Net(train_cifar.Net):
+    """A smooth version of the network of PyTorch's CIFAR tutorial, which train_cifar.py has.
 
     [batch, 3, 32, 32] -> [batch, classes].
 
-    No batch norm, because its statistics depend on the samples of one process. No ReLU and no
-    max-pooling, because they can turn a difference in the last bit into one in the third digit, so
-    that the runs diverge.
+    No ReLU and no max-pooling, because they can turn a difference in the last bit into one in the
+    third digit, so that the runs diverge.
     """
 
     def __init__(self, classes):
-        super().__init__()
-        self.conv1, self.conv2 = nn.Conv2d(3, 6, 5), nn.Conv2d(6, 16, 5)
-        self.fc1 = nn.Linear(16 * 5 * 5, 120)
-        self.fc2 = nn.Linear(120, 84)
-        self.fc3 = nn.Linear(84, classes)
+        super().__init__(classes)
         for layer in self.children():
             # With PyTorch's default initialization, which is smaller, accuracy stays at chance for
             # 150 steps.
@@ -179,7 +174,7 @@ def train(accelerator, name, data, args, should_stop):
     model = Net(len(data.class_names)).to(device)
     if name in PAIRS:
         model = accelerator.prepare(model)
-    optimizer = torch.optim.SGD(model.parameters(), lr=args.lr, momentum=args.momentum)
+    optimizer = torch.optim.SGD(model.parameters(), lr=args.lr, momentum=MOMENTUM)
     batches = build_batches(accelerator, split, name, args)
     mean, std = (value.to(device) for value in data.splits["train"].mean_and_std())
     total_steps = steps_of(name, split, args)
@@ -208,19 +203,8 @@ def train(accelerator, name, data, args, should_stop):
 
 
 def train_all(accelerator, run, data, args, guard):
-    """Trains the four runs, and saves a record of each.
-
-    An interrupted run starts over, because its time would be wrong. Finished runs are kept, unless
-    the machine, the versions or the topology are others: they are compared with each other.
-
-    Returns:
-        str | None: the last run that had already finished before this launch.
-    """
-    split, processes = data.splits["train"], accelerator.num_processes
-    path, here = run.path / "unfinished.json", topology(accelerator)
-    kept = run_on_main(accelerator, partial(Measurements, path, here))
-    # The samples that each process computes in a run.
-    costs = {name: steps_of(name, split, args) * batch_of(name, processes, args) for name in RUNS}
+    """Trains the four runs, and saves a record of each."""
+    split = data.splits["train"]
 
     def train_and_save(name, should_stop):
         shown = time.monotonic()
@@ -234,32 +218,20 @@ def train_all(accelerator, run, data, args, guard):
 
         trained = train(accelerator, name, data, args, show_and_ask)
         if trained and accelerator.is_main_process:
-            temporary = run.path / f".{name}.writing"
-            save_file(trained, temporary)
-            os.replace(temporary, run.path / f"{name}.safetensors")
-            kept.keep(name, trained["seconds"].item())
-            rest = sum(cost for name, cost in costs.items() if name not in kept.values)
-            per_sample = sum(kept.values.values()) / sum(costs[name] for name in kept.values)
-            run.print(f"  {kept.values[name]:.1f} s, about {clock(per_sample * rest)} left")
+            save_file(trained, run.path / f"{name}.safetensors")
         return trained is not None
 
     def got_signal(*_):
         return process.signal_name() is not None
 
-    resumed_from = None
     for name in RUNS:
-        if name in kept.values:
-            run.print(f"{name}: already finished")
-            resumed_from = name
-            continue
         run.print(f"{name} ...")
         if name in PAIRS:
             finished = train_and_save(name, guard.should_stop)
         else:
             finished = run_on_main(accelerator, partial(train_and_save, name, got_signal))
         if not finished:
-            run.exit_preempted(f"during {name}, which will start over; the runs before it are kept")
-    return resumed_from
+            run.exit_preempted(f"during {name}: the same command starts over")
 
 
 def steps_of(name, split, args):
@@ -470,7 +442,6 @@ def main():
         kwargs_handlers=[InitProcessGroupKwargs(timeout=timedelta(seconds=args.timeout))],
     )
     processes = accelerator.num_processes
-    args.ddp_epochs = args.ddp_epochs or args.epochs * max(1, int(0.66 * processes))
     launch.print_banner(accelerator, args.batch_size)
     data = local_main_first(accelerator, lambda: load_arrays(args.dataset, seed=args.seed))
     args.data = agree(accelerator, args.dataset, data)  # recorded with the results
@@ -504,7 +475,7 @@ def main():
         f"{', '.join(f'{loss:.6f}' for loss in own)}\n"
         f"their mean: {sum(own) / processes:.6f}; one process, the whole batch: {whole:.6f}\n"
     )
-    resumed_from = train_all(accelerator, run, data, args, guard)
+    train_all(accelerator, run, data, args, guard)
     if accelerator.is_main_process:
         losses = {"per_process": own, "mean": sum(own) / processes, "one_process": whole}
         results = {
@@ -512,7 +483,6 @@ def main():
             "losses_of_one_batch": losses,
             "num_processes": processes,
             "peak_memory_bytes": memory_bytes(accelerator.device),
-            "resumed_from": resumed_from,
         }
         conclude(run, epoch_steps(split, args), args, results)
     wait_for_all(accelerator)  # a scheduler may stop the other machines when one exits
@@ -577,7 +547,6 @@ def conclude(run, steps_per_epoch, args, results):
         "samples_per_second": samples / seconds,
     }
     run.write_results(results)
-    (run.path / "unfinished.json").unlink(missing_ok=True)
     print(f"the pairs agree to {difference:.1e} (tolerance {TOLERANCE:.0e}); see {plot}")
 
 
@@ -613,21 +582,12 @@ def parse_args():
         default=2,
         help="passes over the data in replicated and its equivalent",
     )
-    group.add_argument(
-        "--ddp_epochs",
-        type=at_least_1,
-        help="passes over the data in ddp and its equivalent; default: epochs x int(0.66 x "
-        "processes)",
-    )
     group.add_argument("--max_train_steps", type=at_least_1, help="most optimizer steps of a run")
     group.add_argument(
         "--lr",
         type=number(float, 0, most=1000),
         default=0.02,
         help="learning rate of all four runs",
-    )
-    group.add_argument(
-        "--momentum", type=number(float, 0, below=1), default=0.9, help="momentum of all four runs"
     )
     group.add_argument(
         "--proof_steps",
@@ -650,8 +610,7 @@ def parse_args():
         "--resume",
         choices=["auto", "never"],
         default="auto",
-        help="auto: keep the runs that have finished; never: stop with an error if output_dir has "
-        "any",
+        help="never: stop with an error if output_dir has results",
     )
     group.add_argument(
         "--log_every", type=at_least_1, default=10, help="steps between lines of metrics.jsonl"
@@ -665,7 +624,10 @@ def parse_args():
     group.add_argument(
         "--timeout", type=SECONDS, default=1800, help="seconds to wait for another process"
     )
-    return parser.parse_args()
+    args = parser.parse_args()
+    # Epochs of `ddp` are shorter: it has more of them.
+    args.ddp_epochs = args.epochs * max(1, int(0.66 * int(os.environ.get("WORLD_SIZE", 1))))
+    return args
 
 
 if __name__ == "__main__":

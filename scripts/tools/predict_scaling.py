@@ -46,8 +46,7 @@ The model, for W processes and n bytes of gradients over links of latency a and 
   (section 3.2.2 of Zhao et al.).
 
 `--measure` runs a network of `--parameters` on W real processes, and compares the predicted step
-time with the measured one; after an interruption, the same command keeps the figures so far. The
-README has results.
+time with the measured one. The README of accelerate_configs has results.
 """
 
 import json
@@ -71,10 +70,8 @@ from accelerate import Accelerator
 from torch import nn
 
 from utils.report import plots
-from utils.report.measurements import Measurements, clock
 from utils.run import launch
 from utils.run.arguments import BATCH, Parser, number
-from utils.run.collectives import run_on_main
 from utils.run.failures import UserError
 from utils.run.files import writing_to
 
@@ -383,17 +380,11 @@ def measure(args):
             step()
 
     processes, size = accelerator.num_processes, args.layers * width**2 * 4
-    functions = {
-        "compute_seconds": partial(median_seconds, accelerator, compute),
-        "measured_seconds": partial(median_seconds, accelerator, step),
-    }
-    if processes > 1:
-        functions["link"] = partial(measure_link, accelerator)
-    figures = measure_each(accelerator, args, functions)
-    compute_time, step_time = figures["compute_seconds"], figures["measured_seconds"]
+    compute_time = median_seconds(accelerator, compute)
+    step_time = median_seconds(accelerator, step)
     result = {}
     if processes > 1:
-        link = Link(*figures["link"])
+        link = measure_link(accelerator)
         predicted = [
             step_seconds(processes, compute_time, size, *link, overlap=overlap)
             for overlap in (True, False)
@@ -419,30 +410,6 @@ def measure(args):
             )
         write(args, f"measured_{processes}.json", result)
     accelerator.end_training()
-
-
-def measure_each(accelerator, args, functions):
-    """Calls each of the functions (dict) on all processes, and keeps what it returns.
-
-    Returns:
-        dict: name -> figure, those of an interrupted start included.
-    """
-    chosen = dict(parameters=args.parameters, layers=args.layers, batch=args.batch)
-    chosen["processes"] = accelerator.num_processes
-    path = Path(args.output_dir) / "unfinished.json"
-    kept = run_on_main(accelerator, partial(Measurements, path, chosen))
-    start_time, before, figures = time.perf_counter(), len(kept.values), {}
-    for done, (name, function) in enumerate(functions.items()):
-        if name not in kept.values:
-            value = function()
-            kept.values[name] = run_on_main(accelerator, partial(kept.keep, name, value))
-            each = (time.perf_counter() - start_time) / (done + 1 - before)
-            if accelerator.is_main_process and done + 1 < len(functions):
-                left = clock(each * (len(functions) - done - 1))
-                print(f"{done + 1} of {len(functions)} figures, about {left} left", flush=True)
-        figures[name] = kept.values[name]
-    run_on_main(accelerator, kept.finish)
-    return figures
 
 
 def measure_link(accelerator):

@@ -6,15 +6,8 @@ import numpy as np
 import pytest
 import torch
 
-from utils.language.packing import (
-    IGNORED,
-    PROMPT_TOKENS,
-    Documents,
-    Stream,
-    best_fit,
-    cut_text,
-    pack_conversations,
-)
+from utils.language.blocks import IGNORED, PROMPT_TOKENS, Stream
+from utils.language.packing import Documents, best_fit, cut_text, pack_conversations
 from utils.run.failures import UserError
 
 PAD = 999

@@ -19,6 +19,7 @@ import json
 import re
 from typing import NamedTuple
 
+from utils.language.rows import check_unicode
 from utils.run.failures import UserError
 
 # Private characters of Unicode, around the names of special tokens while messages are rendered. The
@@ -48,14 +49,6 @@ def special_tokens(tokenizer):
     added = tokenizer.added_tokens_decoder.items()
     special = {str(token): number for number, token in added if token.special}
     return special | dict(zip(tokenizer.all_special_tokens, tokenizer.all_special_ids, strict=True))
-
-
-def check_unicode(text, where):
-    """Raises UserError for half of a pair, as in "\\ud800"; `where` names the row."""
-    try:
-        text.encode()
-    except UnicodeEncodeError:
-        raise UserError(f"{where} is not valid Unicode") from None
 
 
 class ChatTemplate:

@@ -139,3 +139,11 @@ def _first_object(path):
     except (ValueError, RecursionError):
         return None
     return value if isinstance(value, dict) else None
+
+
+def check_unicode(text, where):
+    """Raises UserError for half of a pair, as in "\\ud800"; `where` names the row."""
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        raise UserError(f"{where} is not valid Unicode") from None

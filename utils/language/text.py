@@ -18,7 +18,7 @@ from huggingface_hub.constants import HF_HOME
 
 from utils.data.cache_files import cannot_write, complete_or_absent, map_bytes
 from utils.data.scan import stamp
-from utils.language.rows import open_rows
+from utils.language.rows import check_unicode, open_rows
 from utils.language.synthetic import synthetic_text
 from utils.language.text_files import ALTERNATIVES, find_files, map_text, read_parts
 from utils.run.failures import UserError
@@ -30,12 +30,12 @@ SAMPLED_PARTS, SAMPLED_BYTES = 100, 1 << 16
 
 
 class Text(NamedTuple):
-    """A text, uint8 [bytes] for training and held out for evaluation.
+    """A text, uint8 [bytes] for training (None: a stream) and held out for evaluation.
 
     `description` is one line with a checksum of both; `details` are more lines about the files.
     """
 
-    train: torch.Tensor
+    train: torch.Tensor | None
     held_out: torch.Tensor
     description: str
     details: list
@@ -241,10 +241,8 @@ def encode_row(row, column, where):
     text = row.get(column)
     if not isinstance(text, str):
         raise UserError(f"{where} is not text but {type(text).__name__}")
-    try:
-        return text.removeprefix("\ufeff").encode()
-    except UnicodeEncodeError:  # half of a pair, as in "\ud800"
-        raise UserError(f"{where} is not valid Unicode") from None
+    check_unicode(text, where)
+    return text.removeprefix("\ufeff").encode()
 
 
 def _read_files(files):

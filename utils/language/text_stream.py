@@ -6,14 +6,20 @@ A window has `block_size + 1` bytes, as in `text`.
 import random
 import zlib
 from functools import partial
-from typing import NamedTuple
 
 import torch
 
 from utils.language import lanes
 from utils.language.rows import open_rows, stream_of
 from utils.language.synthetic import synthetic_text
-from utils.language.text import check_column, checksum, describe_files, encode_row, without_test
+from utils.language.text import (
+    Text,
+    check_column,
+    checksum,
+    describe_files,
+    encode_row,
+    without_test,
+)
 from utils.language.text_files import find_files, samples
 from utils.run.failures import UserError
 
@@ -28,48 +34,30 @@ def held_out(document):
     return zlib.crc32(document) % lanes.HELD_OUT_ONE_IN == 0
 
 
-def load_held_out(name, column, block_size):
+def load_held_out(name, column):
     """Reads the documents of a stream that are held out, until they have `HELD_OUT_BYTES`.
 
     They are those of its `val` split, or else 1 in `lanes.HELD_OUT_ONE_IN` of `train`.
 
     Returns:
-        uint8 [bytes].
+        Text: without a text to train on. The checksum is of the held-out text; of local files also
+        of their names, sizes and first bytes.
 
     Raises:
         UserError: the stream cannot be read, has no such column, or has too little text.
     """
     splits, encode = _open(name, column), partial(_encode, column)
-    text = b"".join(lanes.read_held_out(name, splits, encode, held_out, len, HELD_OUT_BYTES))
+    documents = lanes.read_held_out(name, splits, encode, held_out, len, HELD_OUT_BYTES)
+    parts, details = [b"".join(documents)], []
+    text = torch.frombuffer(bytearray(parts[0]), dtype=torch.uint8)
     if len(text) < 2:
         raise UserError(f"--dataset {name} holds out {len(text)} bytes: too few")
-    return torch.frombuffer(bytearray(text), dtype=torch.uint8)
-
-
-class StreamReport(NamedTuple):
-    """What is said about a stream: `description`, with a checksum, and `details`."""
-
-    description: str
-    details: list
-
-
-def describe_stream(name, held_out):
-    """Describes a stream.
-
-    Args:
-        held_out: uint8 [bytes], what `load_held_out` returned.
-
-    Returns:
-        StreamReport: the checksum is of the held-out text; of local files also of their names,
-        sizes and first bytes.
-    """
-    parts, details = [bytes(held_out.numpy())], []
     files = None if name == "synthetic" else find_files(name)
     if files:
         parts += samples(files)
         details = [*describe_files(files, without_test(files.by_split)), *files.left_out.lines()]
-    size = f"a stream, of which {len(held_out):,} bytes are held out"
-    return StreamReport(f"{size} (fingerprint {checksum(*parts)})", details)
+    size = f"a stream, of which {len(text):,} bytes are held out"
+    return Text(None, text, f"{size} (fingerprint {checksum(*parts)})", details)
 
 
 def _open(name, column):

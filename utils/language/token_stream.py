@@ -8,11 +8,12 @@ import numpy as np
 import torch
 
 from utils.language import lanes
+from utils.language.blocks import Stream
 from utils.language.conversations import Encoder
 from utils.language.documents import open_documents
 from utils.language.messages import draft_row
 from utils.language.mixture import MemoryReader, Shuffled, next_source
-from utils.language.packing import Stream, join_segments
+from utils.language.packing import join_segments
 from utils.language.text_files import find_files, samples
 from utils.language.tokens import Corpus, TokenSettings
 from utils.run.failures import RunFailed, UserError

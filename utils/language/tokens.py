@@ -13,10 +13,11 @@ import numpy as np
 
 from utils.data import splits as split_names
 from utils.data.report import LeftOut
+from utils.language.blocks import Stream
 from utils.language.conversations import ANSWERS, Document, Encoder, pad_id_of
 from utils.language.documents import find_documents
 from utils.language.messages import draft_row
-from utils.language.packing import Documents, Stream, cut_text, join_segments, pack_conversations
+from utils.language.packing import Documents, cut_text, join_segments, pack_conversations
 from utils.run.failures import UserError, causes, full_disk
 from utils.run.seeds import sample_seed
 

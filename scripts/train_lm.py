@@ -48,8 +48,9 @@ from utils.data.report import agree
 from utils.language.conversations import Encoder
 from utils.language.lanes import gather_position
 from utils.language.mixture import SourceLog, labels
+from utils.language.token_settings import TokenSettings
 from utils.language.token_stream import TokenStream, load_held_out
-from utils.language.tokens import TokenSettings, load_tokens
+from utils.language.tokens import load_tokens
 from utils.report import plots
 from utils.report.progress import Progress
 from utils.run import ddp, gpu, launch

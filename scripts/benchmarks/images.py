@@ -103,7 +103,7 @@ def imbalance(args, rounds):
     names = ("accuracy", "macro_f1", "rare_recall")
     model = "--model shufflenet_v2_x0_5 --image_size 64 --min_scale 0.35 --eval_resize 64"
     length = "--batch_size 64 --optimizer adamw --lr 2e-3 --weight_decay 0.05 --epochs 8"
-    length += " --max_train_steps 4" * args.quick
+    length += " --max_train_steps 4" if args.quick else ""
     options = (
         f"{model} {length} --warmup_epochs 1 --eval_every 100000 --checkpoint_every 0 --track none"
     )

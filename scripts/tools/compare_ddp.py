@@ -37,6 +37,8 @@ The experiment is the one in the thread "Properly implementing DDP in training l
 discuss.pytorch.org (2022): B = 64, W = 4, two epochs; `ddp` trains for int(0.66 W) times as many
 epochs, because each is shorter.
 
+Copy it together with train_cifar.py, whose network it trains.
+
 Measured on 2026-11-21 with --dataset synthetic on 2 cores of an AMD EPYC: with 2cpu.yaml, after 20
 steps, the weights of `replicated` and its equivalent differ by 2.9e-7 (relative), those of `ddp`
 and its equivalent by 2.9e-7, and at the end by at most 6.7e-6. With 4gpu.yaml (the setting of the

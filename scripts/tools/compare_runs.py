@@ -25,6 +25,7 @@ from utils.run.files import read_json, writing_to
 from utils.run.output import for_plot
 
 NOT_METRICS = {"split", "step", "epoch", "score", "samples", "seconds"}
+RAISED = ",\nraised by label smoothing"
 LINE_STYLES = ("-", "--", ":", "-.")
 
 
@@ -166,7 +167,7 @@ def draw(path, runs, metric, smoothing):
             axis.set_xlabel(label)
             axis.grid(alpha=0.3)
     smoothed = any(run["arguments"].get("label_smoothing") for run in runs)
-    axes[0][0].set_ylabel("training loss" + ",\nraised by label smoothing" * smoothed)
+    axes[0][0].set_ylabel(f"training loss{RAISED if smoothed else ''}")
     axes[0][1].set_title("bold: smoothed, pale: each log line", fontsize="medium")
     axes[1][0].set_ylabel(f"evaluation {metric.replace('_', ' ')}")
     if metric in plots.SHARES:

@@ -9,7 +9,8 @@ import torch
 from harness.chats import make_tokenizer, say, token_stream
 
 from utils.language.mixture import MemoryReader, Shuffled, SourceLog, labels, next_source
-from utils.language.tokens import TokenSettings, load_tokens
+from utils.language.token_settings import TokenSettings
+from utils.language.tokens import load_tokens
 
 LANES, BLOCK, WEIGHTS = 4, 48, [0.75, 0.25]
 

@@ -10,8 +10,8 @@ from harness.chats import make_tokenizer, say, token_stream
 from utils.language import lanes
 from utils.language import token_stream as module
 from utils.language.documents import open_documents
+from utils.language.token_settings import TokenSettings
 from utils.language.token_stream import TokenStream, load_held_out
-from utils.language.tokens import TokenSettings
 from utils.run.failures import RunFailed, UserError
 
 LANES, BLOCK = 6, 48

@@ -10,7 +10,8 @@ from harness.chats import CHATML, PLAIN, make_tokenizer, say
 
 from utils.language import tokens as module
 from utils.language.conversations import Encoder
-from utils.language.tokens import TokenSettings, fingerprint_of, hold_out, load_tokens
+from utils.language.token_settings import TokenSettings
+from utils.language.tokens import fingerprint_of, hold_out, load_tokens
 from utils.run.failures import UserError
 
 

@@ -14,13 +14,13 @@ import transformers
 from accelerate import PartialState, init_empty_weights
 from huggingface_hub import snapshot_download
 from huggingface_hub.errors import HFValidationError, LocalEntryNotFoundError
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 from utils.data.cache_files import map_bytes
 from utils.language.conversations import pad_id_of
 from utils.language.text import checksum
+from utils.language.tiny import byte_tokenizer, tiny_config
 from utils.report.model_card import ADAPTER, MODEL
 from utils.run.failures import UserError
 from utils.run.launch import notice
@@ -42,22 +42,6 @@ ATTENTION = {
 # Their masks do not depend on the positions (transformers 5.24).
 IGNORE_POSITIONS = {"afmoe", "biogpt", "bloom", "gpt_oss", "mpt", "openai-gpt", "opt", "xglm"}
 CONFIGURATION = ["*.json", "*.jinja", "*.model", "*.txt"]  # files of a model without its weights
-SPECIAL = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
-TEMPLATE = """\
-{%- for message in messages -%}
-{{- '<|im_start|>' + message['role'] + '\\n' -}}
-{%- if message['role'] == 'assistant' -%}
-{%- generation -%}{{- message['content'] + '<|im_end|>' -}}{%- endgeneration -%}
-{%- else -%}
-{{- message['content'] + '<|im_end|>' -}}
-{%- endif -%}
-{{- '\\n' -}}
-{%- endfor -%}
-{%- if add_generation_prompt -%}{{- '<|im_start|>assistant\\n' -}}{%- endif -%}
-"""
-
-
-# ---------------------------------------------------------------------------------------- loading
 
 
 def find(name, flag="--model"):
@@ -259,44 +243,6 @@ def fingerprint(name, config):
         files = sorted(find(name).glob("*.safetensors"))
         parts += [map_bytes(file).numpy() for file in files]
     return checksum(*parts)
-
-
-# ------------------------------------------------------------------------------------------- tiny
-
-
-def tiny_config(vocab_size):
-    """A Llama of 0.9 million parameters."""
-    return transformers.LlamaConfig(
-        vocab_size=vocab_size,
-        hidden_size=128,
-        intermediate_size=384,
-        num_hidden_layers=4,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        max_position_embeddings=2048,
-        tie_word_embeddings=True,
-        bos_token_id=None,
-        eos_token_id=258,
-        pad_token_id=256,
-    )
-
-
-def byte_tokenizer():
-    """A tokenizer whose tokens are the 256 bytes, and three special ones for conversations."""
-    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
-    vocabulary = {symbol: number for number, symbol in enumerate(alphabet)}
-    tokenizer = Tokenizer(models.BPE(vocabulary, merges=[]))
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
-    tokenizer.decoder = decoders.ByteLevel()
-    tokenizer.add_special_tokens(SPECIAL)
-    return transformers.PreTrainedTokenizerFast(
-        tokenizer_object=tokenizer,
-        eos_token=SPECIAL[2],
-        pad_token=SPECIAL[0],
-        chat_template=TEMPLATE,
-        model_max_length=2048,
-        clean_up_tokenization_spaces=False,
-    )
 
 
 def ends(model, tokenizer):

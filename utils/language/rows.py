@@ -141,6 +141,29 @@ def _first_object(path):
     return value if isinstance(value, dict) else None
 
 
+def check_column(name, column, columns):
+    """The column of text, in a list, for `open_rows`. Raises UserError if there is none."""
+    if column not in columns:
+        listed = ", ".join(columns)
+        raise UserError(
+            f"--dataset {name} has no column {column}: give --text_column, one of {listed}"
+        )
+    return [column]
+
+
+def encode_row(row, column, where):
+    """The bytes of the text in a row (dict), without a byte order mark.
+
+    Raises:
+        UserError: the row has no text; `where` names it.
+    """
+    text = row.get(column)
+    if not isinstance(text, str):
+        raise UserError(f"{where} is not text but {type(text).__name__}")
+    check_unicode(text, where)
+    return text.removeprefix("\ufeff").encode()
+
+
 def check_unicode(text, where):
     """Raises UserError for half of a pair, as in "\\ud800"; `where` names the row."""
     try:

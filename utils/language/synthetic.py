@@ -58,7 +58,8 @@ def year_in_words(year):
         return "two thousand" + (f" and {ONES[rest]}" if rest else "")
     if rest == 0:
         return f"{number_in_words(century)} hundred"
-    return f"{number_in_words(century)} {'oh ' * (rest < 10)}{number_in_words(rest)}"
+    zero = "oh " if rest < 10 else ""
+    return f"{number_in_words(century)} {zero}{number_in_words(rest)}"
 
 
 def date_in_words(date, rng):

@@ -18,7 +18,7 @@ from huggingface_hub.constants import HF_HOME
 
 from utils.data.cache_files import cannot_write, complete_or_absent, map_bytes
 from utils.data.scan import stamp
-from utils.language.rows import check_unicode, open_rows
+from utils.language.rows import check_column, encode_row, open_rows
 from utils.language.synthetic import synthetic_text
 from utils.language.text_files import ALTERNATIVES, find_files, map_text, read_parts
 from utils.run.failures import UserError
@@ -220,29 +220,6 @@ def _read_splits(name, column, seed, choose):
     else:
         lines = [_describe(split, rows, "rows", used) for split, rows in table.splits.items()]
     return texts, [*lines, *left_out.lines()]
-
-
-def check_column(name, column, columns):
-    """The column of text, in a list, for `open_rows`. Raises UserError if there is none."""
-    if column not in columns:
-        listed = ", ".join(columns)
-        raise UserError(
-            f"--dataset {name} has no column {column}: give --text_column, one of {listed}"
-        )
-    return [column]
-
-
-def encode_row(row, column, where):
-    """The bytes of the text in a row (dict), without a byte order mark.
-
-    Raises:
-        UserError: the row has no text; `where` names it.
-    """
-    text = row.get(column)
-    if not isinstance(text, str):
-        raise UserError(f"{where} is not text but {type(text).__name__}")
-    check_unicode(text, where)
-    return text.removeprefix("\ufeff").encode()
 
 
 def _read_files(files):

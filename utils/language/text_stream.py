@@ -10,14 +10,12 @@ from functools import partial
 import torch
 
 from utils.language import lanes
-from utils.language.rows import open_rows, stream_of
+from utils.language.rows import check_column, encode_row, open_rows, stream_of
 from utils.language.synthetic import synthetic_text
 from utils.language.text import (
     Text,
-    check_column,
     checksum,
     describe_files,
-    encode_row,
     without_test,
 )
 from utils.language.text_files import find_files, samples

@@ -15,7 +15,8 @@ from utils.language.messages import draft_row
 from utils.language.mixture import MemoryReader, Shuffled, next_source
 from utils.language.packing import join_segments
 from utils.language.text_files import find_files, samples
-from utils.language.tokens import Corpus, TokenSettings
+from utils.language.token_settings import TokenSettings
+from utils.language.tokens import Corpus
 from utils.run.failures import RunFailed, UserError
 
 LANES = 8  # parts of a stream

@@ -5,7 +5,6 @@ memory, and makes blocks of it: `load_tokens` is all that a script needs.
 import functools
 import hashlib
 import tempfile
-from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import NamedTuple
 
@@ -14,10 +13,10 @@ import numpy as np
 from utils.data import splits as split_names
 from utils.data.report import LeftOut
 from utils.language.blocks import Stream
-from utils.language.conversations import ANSWERS, Document, Encoder, pad_id_of
+from utils.language.conversations import Document, Encoder
 from utils.language.documents import find_documents
 from utils.language.messages import draft_row
-from utils.language.packing import Documents, cut_text, join_segments, pack_conversations
+from utils.language.packing import Documents, join_segments
 from utils.run.failures import UserError, causes, full_disk
 from utils.run.seeds import sample_seed
 
@@ -26,53 +25,6 @@ NOUNS = {"messages": "conversations", "prompt": "prompts with completions", "tex
 NUMBERS = ("row", "answer", "bytes", "digest")  # columns of a table besides the tokens
 # What is tokenized at once, and how many records are kept in memory until they are written.
 CHARACTERS_AT_ONCE, ROWS_AT_ONCE, WRITTEN_AT_ONCE = 2_000_000, 1000, 100
-
-
-@dataclass(frozen=True)
-class TokenSettings:
-    """How the rows of a data set become blocks of tokens.
-
-    Args:
-        tokenizer: of the `transformers` library.
-        block_size (int): positions of a block.
-        subset (str | None): a configuration of a Hub id.
-        val_fraction (float): the share of the rows that is held out if the data has neither a
-            split `val` nor `test`; of a single text, its last part.
-        seed (int): decides which rows are held out, the order of a stream, and `synthetic`.
-        loss_on (str): `answers` or `all`: which tokens of a conversation are targets.
-        too_long (str): `truncate`, `drop` or `error`: conversations longer than a block.
-        packed (bool): False: each block has positions of one document only.
-    """
-
-    tokenizer: object
-    block_size: int
-    subset: str | None = None
-    val_fraction: float = 0.1
-    seed: int = 0
-    loss_on: str = ANSWERS
-    too_long: str = "truncate"
-    packed: bool = True
-
-    @classmethod
-    def from_args(cls, tokenizer, args):
-        """The settings that the command-line arguments give."""
-        names = [field.name for field in fields(cls) if field.name != "tokenizer"]
-        return cls(tokenizer, **{name: getattr(args, name) for name in names})
-
-    def pack(self, stream, documents, kind):
-        """Makes blocks of documents.
-
-        Args:
-            stream (Stream), documents (Documents): the tokens, and where each document is.
-            kind (str): see `documents.KINDS`.
-
-        Returns:
-            tuple: `Blocks`; dict[str, int], how many conversations were cut off or left out.
-        """
-        place = stream, documents, self.block_size, pad_id_of(self.tokenizer)
-        if kind == "text":
-            return cut_text(*place, packed=self.packed), {}
-        return pack_conversations(*place, too_long=self.too_long, packed=self.packed)
 
 
 class Corpus(NamedTuple):

@@ -47,7 +47,7 @@ from utils.data.loaders import EpochSampler, evaluation_batch_size, explain, loa
 from utils.data.report import agree
 from utils.language.lanes import gather_position
 from utils.language.text import Windows, load_text
-from utils.language.text_stream import TextStream, describe_stream, load_held_out
+from utils.language.text_stream import TextStream, load_held_out
 from utils.muon import MuonAdamW
 from utils.report import hub, model_card, plots
 from utils.report.mfu import peak_flops
@@ -328,12 +328,11 @@ def read_text(accelerator, args):
         tuple: its `description` and `details`; the bytes to train on, uint8, or None for a stream;
         the held-out bytes, uint8.
     """
-    source = (args.dataset, args.text_column, args.block_size)
+    source = (args.dataset, args.text_column)
     if args.streaming:
-        held_out = run_on_main(accelerator, lambda: load_held_out(*source))
-        report = run_on_main(accelerator, lambda: describe_stream(args.dataset, held_out))
-        return report, None, held_out
-    data = local_main_first(accelerator, lambda: load_text(*source, args.seed))
+        data = run_on_main(accelerator, lambda: load_held_out(*source))
+    else:
+        data = local_main_first(accelerator, lambda: load_text(*source, args.block_size, args.seed))
     return data, data.train, data.held_out
 
 

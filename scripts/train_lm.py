@@ -47,6 +47,7 @@ from utils.data.report import agree
 from utils.language.conversations import Encoder
 from utils.language.lanes import gather_position
 from utils.language.mixture import SourceLog, labels
+from utils.language.token_settings import TokenSettings
 from utils.language.token_stream import TokenStream, load_held_out
 from utils.language.tokens import load_tokens
 from utils.report import hub, model_card, plots
@@ -101,15 +102,7 @@ def build_model(accelerator, config, args):  # EDIT: model
     Its forward pass takes `input_ids`, `position_ids` and `targets`, each int64 [batch, time], and
     returns the sum of the losses of the targets, in nats.
     """
-    model = causal_lm.load_model(
-        accelerator,
-        args.model,
-        config,
-        attention=args.attention,
-        dtype=getattr(torch, args.dtype),
-        from_scratch=args.from_scratch,
-        seed=args.seed,
-    )
+    model = causal_lm.load_model(accelerator, config, args)
     if args.activation_checkpointing:
         # Keeps only the input of each block and recomputes the rest in the backward pass.
         model.activation_checkpointing_enable({"use_reentrant": False})
@@ -183,13 +176,10 @@ def load_data(accelerator, tokenizer, packed, args):  # EDIT: data
 
 def load_source(accelerator, tokenizer, name, packed, args):
     """Loads the `Corpus` of one data set; of a stream, its held-out blocks only."""
-    source = (name, tokenizer, args.block_size)
-    options = dict(subset=args.subset, loss_on=args.loss_on)
-    options |= dict(too_long=args.too_long, packed=packed)
+    settings = TokenSettings.from_args(tokenizer, packed, args)
     if args.streaming:
-        return run_on_main(accelerator, lambda: load_held_out(*source, **options))
-    options |= dict(val_fraction=args.val_fraction, seed=args.seed)
-    return local_main_first(accelerator, lambda: load_tokens(*source, **options))
+        return run_on_main(accelerator, lambda: load_held_out(name, settings))
+    return local_main_first(accelerator, lambda: load_tokens(name, settings))
 
 
 def build_loaders(accelerator, train_set, eval_sets, args):
@@ -300,7 +290,7 @@ def evaluate_source(accelerator, model, loader, watch):
         batch["targets"][batch["ids"] != place] = -100
         total = compute_loss(model, batch, per_block=True)
         part = scores.moments(batch["block_losses"], (batch["targets"] >= 0).sum(1))
-        part[2] = total  # also of a model that computes its own loss, not that of each block
+        part[2] = total  # with the balance of experts, which is not of a block
         sums = sums + part
     sums = accelerator.reduce(sums, "sum")
     model.train()
@@ -348,7 +338,7 @@ def read_prompts(tokenizer, eval_sets, kind, args):
     """The prompts for samples: the lines of the file --prompts, or the first held-out documents.
 
     Returns:
-        list[tuple]: token ids; the answer in the data, or None.
+        list[tuple]: token ids; those of the answer in the data, or None.
     """
     if not args.prompts:
         # Of several sources, those of each in turn.
@@ -372,7 +362,8 @@ def show_samples(model, tokenizer, prompts):
     answers = generate(model, tokenizer, [tokens for tokens, _ in prompts], SAMPLE_TOKENS)
     for (tokens, expected), answer in zip(prompts, answers, strict=True):
         parts += [f"> {tokenizer.decode(tokens, skip_special_tokens=True)}", answer]
-        parts += [f"(in the data: {expected})"] if expected is not None else []
+        if expected is not None:
+            parts.append(f"(in the data: {read_answer(tokenizer, expected)})")
     return "\n".join(parts) + "\n"
 
 
@@ -380,7 +371,13 @@ def share_of_exact(model, tokenizer, prompts):
     """The share of prompts to which the model answers exactly what the data does."""
     answers = generate(model, tokenizer, [tokens for tokens, _ in prompts], SAMPLE_TOKENS)
     pairs = zip(answers, (expected for _, expected in prompts), strict=True)
-    return sum(answer.strip() == expected.strip() for answer, expected in pairs) / len(prompts)
+    exact = [answer.strip() == read_answer(tokenizer, expected) for answer, expected in pairs]
+    return sum(exact) / len(prompts)
+
+
+def read_answer(tokenizer, tokens):
+    """The text of an answer in the data."""
+    return tokenizer.decode(tokens, skip_special_tokens=True).strip()
 
 
 def load_trained(folder, args):

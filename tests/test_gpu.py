@@ -682,7 +682,7 @@ def predicted_memory(place, folder):
     result = results(folder / "run")
     link = "--step_seconds 1 --latency 1e-6 --bandwidth 1e9 --processes 2"
     predict = f"--parameters {result['parameters']} {link}"
-    launch(place, "scripts/predict_scaling.py", predict, folder / "prediction")
+    launch(place, "scripts/tools/predict_scaling.py", predict, folder / "prediction")
     ddp = read(folder / "prediction" / "scaling.json")["comparison"][0]
     predicted = ddp["memory_bytes"]
     assert ddp["kind"] == "DDP" and predicted == 20 * result["parameters"]

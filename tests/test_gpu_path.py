@@ -1,6 +1,6 @@
 """The path of a training step on a GPU, seen without one: launches, bytes, waits (step_costs.py).
 
-The budgets stand in scripts/README.md. Whoever needs more says there what it buys.
+The budgets stand in scripts/benchmarks/README.md. Whoever needs more says there what it buys.
 """
 
 import importlib.util
@@ -33,7 +33,7 @@ RUNS = {
     "train_gpt": "--dataset synthetic --n_layer 1 --n_head 2 --n_embd 16 --block_size 16 "
     f"--batch_size 8 --sample_length 2 {STEPS}",
 }
-PAGE = (ROOT / "scripts" / "README.md").read_text()
+PAGE = (ROOT / "scripts" / "benchmarks" / "README.md").read_text()
 TOOL = ROOT / "tests" / "step_costs.py"
 SCRIPTS = ("train_minimal", "train_cifar", "train_images", "train_gpt", "train_lm")
 # How many of a batch's tokens are targets decides how large the logits are.

@@ -37,6 +37,10 @@ LIMITS = {
 }
 
 
+# Folders of programs, which import modules of their own folder and the training scripts.
+PROGRAMS = ("scripts", "scripts/tools", "scripts/benchmarks")
+
+
 @functools.cache
 def modules(room):
     return [path for path in sorted((ROOT / room).glob("*.py")) if path.stem != "__init__"]
@@ -72,7 +76,7 @@ def own(path):
 
 
 def test_nobody_imports_upwards():
-    scripts = {path.stem for path in modules("scripts")} | {"scripts"}
+    scripts = {path.stem for room in PROGRAMS for path in modules(room)} | {"scripts"}
     for room, below in ROOMS.items():
         for path in modules(room):
             rooms = {name.rpartition(".")[0] for name in own(path)}
@@ -96,7 +100,7 @@ def test_what_comes_before_torch_imports_only_the_standard_library():
 
 
 def test_every_module_is_used_and_on_the_map_of_the_rooms():
-    used = set().union(*(own(path) for room in (*ROOMS, "scripts") for path in modules(room)))
+    used = set().union(*(own(path) for room in (*ROOMS, *PROGRAMS) for path in modules(room)))
     page = (ROOT / "utils" / "README.md").read_text()
     for room in ROOMS:
         assert (ROOT / room / "__init__.py").read_text() == ""
@@ -106,8 +110,8 @@ def test_every_module_is_used_and_on_the_map_of_the_rooms():
 
 def test_every_dependency_is_required():
     """`requirements.txt` names each package that is imported; some are for train_lm.py only."""
-    files = [path for room in (*ROOMS, "scripts") for path in modules(room)]
-    scripts = {path.stem for path in modules("scripts")}
+    files = [path for room in (*ROOMS, *PROGRAMS) for path in modules(room)]
+    scripts = {path.stem for room in PROGRAMS for path in modules(room)}
     packages = {"PIL": "pillow", "yaml": "pyyaml"}
     required, for_lm = (
         set(re.findall(r"^[\w-]+", (ROOT / file).read_text(), re.MULTILINE))
@@ -201,7 +205,7 @@ def private_names(path, of_the_product):
 
 def test_tests_use_no_private_name():
     """So the inside of the product can be rebuilt under the same tests."""
-    product = [path for room in (*ROOMS, "scripts") for path in modules(room)]
+    product = [path for room in (*ROOMS, *PROGRAMS) for path in modules(room)]
     names = {name for p in product for name in re.findall(r"\b_[a-zA-Z]\w*", p.read_text())}
     found = []
     for path in files_of_tests("promises", "properties", "units"):
@@ -214,7 +218,7 @@ def test_tests_use_no_private_name():
 
 def test_promises_know_commands_and_files_only():
     """What a script or a module does inside is for the other rooms."""
-    inside = {"utils", *(path.stem for path in modules("scripts"))}
+    inside = {"utils", *(path.stem for room in PROGRAMS for path in modules(room))}
     for path in files_of_tests("promises"):
         names = {name for name in imports(path) if name.split(".")[0] in inside}
         assert not names and "load_script" not in path.read_text(), f"{path.name}: {names}"

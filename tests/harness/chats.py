@@ -59,3 +59,15 @@ def make_tokenizer(kind="bytes", bos=False, **special):
     tokenizer = transformers.PreTrainedTokenizerFast(tokenizer_object=core, **special)
     tokenizer.chat_template = CHATML
     return tokenizer
+
+
+def token_stream(sources, tokenizer, block_size, micro_batch, *, lanes=8, share=(0, 1), **options):
+    """A `TokenStream` of names or blocks; `options` are its own, those of its share, or settings."""
+    from utils.language.lanes import Share
+    from utils.language.token_settings import TokenSettings
+    from utils.language.token_stream import TokenStream
+
+    own = {name: options.pop(name) for name in ("weights", "buffer") if name in options}
+    share = Share(lanes, micro_batch, *share, options.pop("position", None))
+    sources = [sources] if isinstance(sources, str) else sources
+    return TokenStream(sources, TokenSettings(tokenizer, block_size, **options), share, **own)

@@ -15,7 +15,7 @@ import pytest
 
 from harness import warm
 from harness.data import SMALL_DATA
-from scripts.chaos import CLOCK
+from scripts.tools.chaos import CLOCK
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -185,13 +185,20 @@ def all_end(processes, seconds=60):
     return True
 
 
+def script_file(name):
+    """The file of a script, a tool or a benchmark."""
+    return next((ROOT / "scripts").rglob(f"{name}.py"))
+
+
 def load_script(name):
-    """Imports a script as a module."""
-    sys.path.insert(0, str(ROOT / "scripts"))
+    """Imports a script, a tool or a benchmark as a module."""
+    folders = [str(script_file(name).parent), str(ROOT / "scripts")]
+    sys.path[:0] = folders
     try:
         return importlib.import_module(name)
     finally:
-        sys.path.pop(0)
+        for folder in folders:
+            sys.path.remove(folder)
 
 
 def results(folder):

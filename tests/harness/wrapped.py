@@ -34,6 +34,7 @@ sys.path[0] = os.path.dirname(os.path.abspath(script))
 sys.path.insert(1, os.path.dirname(sys.path[0]))
 sys.path.append(str(pathlib.Path(__file__).resolve().parents[2]))  # if the script is this one again
 
+from utils.run import process
 from utils.scale import saving
 
 name, _, when = fault.partition("@")
@@ -434,8 +435,6 @@ def record_steps(original, self, step, losses, ids, *args, **kwargs):
     In an attempt of 2 processes it holds step N (N+M: each of them) until a signal reaches it: until
     another machine joins.
     """
-    from utils.run import process
-
     held = str(step) in when.split("+") and os.environ["WORLD_SIZE"] == "2"
     while held and not process.signal_name():
         time.sleep(0.05)

@@ -7,9 +7,8 @@ import signal
 import psutil
 import pytest
 from harness.launches import Started, all_end, run
-from PIL import Image
 
-SCRIPT = "scripts/benchmark.py"
+SCRIPT = "scripts/benchmarks/benchmark.py"
 FIGURES = {
     "startup_ratio": ["train_minimal", "train_cifar", "train_gpt"],
     "scoring": ["loader", "loader_and_model"],
@@ -44,7 +43,7 @@ def test_a_signal_also_ends_the_processes_that_it_measures(tmp_path):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("benchmark", FIGURES)
-def test_writes_figures_a_table_and_a_plot(benchmark, tmp_path):
+def test_writes_figures_and_a_table(benchmark, tmp_path):
     words = ["--quick", "--rounds", "1", "--images", "synthetic", benchmark]
     done = run(None, SCRIPT, words, output_dir=tmp_path)
     table = (tmp_path / "benchmark.md").read_text()
@@ -54,8 +53,7 @@ def test_writes_figures_a_table_and_a_plot(benchmark, tmp_path):
     for name, figure in record["figures"].items():
         assert figure["n"] == 1 and figure["min"] == figure["median"] == figure["max"]
         assert figure["median"] > 0
-        assert figure["command"].startswith(f"python scripts/benchmark.py {name.partition('/')[0]}")
+        assert figure["command"].startswith(
+            f"python scripts/benchmarks/benchmark.py {name.partition('/')[0]}"
+        )
         assert name in done.stdout and all(part in table for part in name.split("/"))
-    picture = tmp_path / "benchmark.png"
-    assert picture.exists() == any(f["unit"].endswith("ratio") for f in record["figures"].values())
-    assert not picture.exists() or min(Image.open(picture).size) > 200

@@ -9,7 +9,7 @@ import psutil
 import pytest
 from harness.launches import Started, all_end, run
 
-CHAOS = "scripts/chaos.py"
+CHAOS = "scripts/tools/chaos.py"
 # Behaves as plan.json says for the folder of a run: it fails, waits, or ends with other weights.
 COMMAND = """
 import json, os, pathlib, sys, time

@@ -3,15 +3,12 @@
 They also check that it would notice a difference.
 """
 
-import os
-import signal
-
 import pytest
-from harness.launches import Started, metrics, results, run, run_once, status
+from harness.launches import metrics, results, run_once, status
 from PIL import Image
 from safetensors.torch import load_file
 
-COMPARE = "scripts/compare_ddp.py"
+COMPARE = "scripts/tools/compare_ddp.py"
 RUNS = ["replicated", "replicated_single", "ddp", "ddp_single"]
 ARGUMENTS = "--dataset synthetic --max_train_steps 11 --proof_steps 8 --log_every 5"
 
@@ -68,27 +65,3 @@ def test_table_and_plot(compared):
         assert compared.stdout.count(f"\n{name} ...") == 1
         assert [line["step"] for line in metrics(compared.folder, name)] == [1, 6, 11]
     assert Image.open(compared.folder / "loss_curves.png").width > 800
-
-
-@pytest.mark.slow
-def test_killed_comparison_keeps_its_finished_runs(compared, tmp_path):
-    started = Started("2cpu", COMPARE, ARGUMENTS, output_dir=tmp_path)
-    started.wait_for("ddp ...")
-    for worker in started.workers().values():
-        os.kill(worker, signal.SIGKILL)
-    started.kill_all()
-
-    def times():
-        paths = tmp_path.glob("replicated*.safetensors")
-        return {path.name: path.stat().st_mtime_ns for path in paths}
-
-    kept = times()
-    assert len(kept) == 2
-    done = run("2cpu", COMPARE, ARGUMENTS, output_dir=tmp_path)
-    assert "replicated: already finished" in done.stdout and "ddp_single ..." in done.stdout
-    assert times() == kept
-    for name in RUNS:
-        folders = (tmp_path, compared.folder)
-        again, before = (load_file(folder / f"{name}.safetensors") for folder in folders)
-        assert all(again[key].equal(before[key]) for key in before if key != "seconds")
-    assert metrics(tmp_path, "ddp") == metrics(compared.folder, "ddp")

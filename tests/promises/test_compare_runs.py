@@ -5,7 +5,7 @@ from harness.data import made_run
 from harness.launches import run
 from PIL import Image
 
-SCRIPT = "scripts/compare_runs.py"
+SCRIPT = "scripts/tools/compare_runs.py"
 
 
 @pytest.mark.parametrize(

@@ -7,12 +7,12 @@ import shutil
 import subprocess
 
 import pytest
-from harness.launches import ROOT, final_weights, results, run, some_slow
+from harness.launches import ROOT, final_weights, results, run, script_file, some_slow
 
 # Arguments for a short run of each script. A new script needs an entry here.
 ARGUMENTS = {
     "chaos": "--help",
-    "baselines": 'plain_cifar --options {{"model":"net","batch_size":16,"steps":3}}',
+    "baselines": 'cifar.plain_cifar --options {{"model":"net","batch_size":16,"steps":3}}',
     "benchmark": "--help",
     "check_topology": "--max_bytes 4096",
     "compare_runs": "{project}/cifar_dry_run {project}/minimal --metric accuracy",
@@ -29,14 +29,18 @@ ARGUMENTS = {
     "train_model_parallel": "--dataset synthetic --width 8 --batch_size 32 --micro_batches 2 "
     "--dry_run",
 }
+# Modules of benchmark.py.
+BENCHMARKS = sorted(path.stem for path in (ROOT / "scripts/benchmarks").glob("*.py"))
 # Scripts that they import, and scripts that have to run before.
 COMPANIONS = {
     "evaluate": ["train_cifar"],
-    "baselines": ["train_cifar", "train_gpt"],
-    "benchmark": ["train_cifar", "train_gpt", "baselines"],
+    "baselines": ["train_cifar", "train_gpt", *BENCHMARKS],
+    "benchmark": ["train_cifar", "train_gpt", *BENCHMARKS],
+    "compare_ddp": ["train_cifar"],
 }
 BEFORE = {"compare_runs": ["train_cifar", "train_minimal"], "evaluate": ["train_cifar"]}
-SCRIPTS = sorted(path.stem for path in (ROOT / "scripts").glob("*.py"))
+PROGRAMS = [*(ROOT / "scripts").glob("*.py"), *(ROOT / "scripts" / "tools").glob("*.py")]
+SCRIPTS = sorted({"baselines", "benchmark", *(path.stem for path in PROGRAMS)})
 
 
 def project_with(folder, *scripts, library="utils"):
@@ -44,7 +48,7 @@ def project_with(folder, *scripts, library="utils"):
     ignored = shutil.ignore_patterns("__pycache__")
     shutil.copytree(ROOT / library, folder / library, ignore=ignored)
     for name in scripts:
-        shutil.copy(ROOT / "scripts" / f"{name}.py", folder)
+        shutil.copy(script_file(name), folder)
     return folder
 
 

@@ -49,7 +49,7 @@ def test_a_host_name_that_resolves_to_a_loopback_address(machines, tmp_path):
             file.parent.mkdir(parents=True)
             file.write_text(f"127.0.0.1 localhost\n127.0.1.1 {machine.name}\n")
         unset = ("env", "-u", "GLOO_SOCKET_IFNAME")
-        check = ("scripts/check_topology.py", "--max_bytes 4096")
+        check = ("scripts/tools/check_topology.py", "--max_bytes 4096")
         for script, arguments in (check, (CIFAR, SMALL)):
             folder = tmp_path / Path(script).stem
             finish([each.started(script, arguments, folder, enter=unset) for each in machines])

@@ -4,7 +4,7 @@ import json
 
 from harness.launches import run
 
-PREDICT = "scripts/predict_scaling.py"
+PREDICT = "scripts/tools/predict_scaling.py"
 
 
 def test_prints_the_comparison_and_what_to_use(tmp_path):

@@ -7,10 +7,10 @@ import pytest
 from harness.launches import ROOT, run
 
 README = (ROOT / "README.md").read_text()
-FOLDERS = ("scripts", "accelerate_configs", "utils", "tests")
+FOLDERS = ("scripts", "scripts/benchmarks", "accelerate_configs", "utils", "tests")
 OTHERS = {name: (ROOT / name / "README.md").read_text() for name in FOLDERS}
 PAGES = README + "".join(OTHERS.values())
-SCRIPTS = [path.read_text() for path in sorted((ROOT / "scripts").glob("*.py"))]
+SCRIPTS = [path.read_text() for path in sorted((ROOT / "scripts").rglob("*.py"))]
 DOCS = PAGES + "".join(source.split('"""')[1] for source in SCRIPTS)
 CONFIGS_NAMED = set(re.findall(r"accelerate_configs/(\w+\.yaml)", DOCS))
 PLACES, KINDS = r"(?:scripts|utils|tests|\.github|recipes)", r"(?:py|png|md|sbatch|diff)"
@@ -25,7 +25,7 @@ def commands():
     # A separate command follows after --.
     for line in f"{joined}\n{in_tables}".replace(" -- ", "\n").splitlines():
         match = re.search(
-            r"(?:launch|python|torchrun|sbatch)\b.*?((?:scripts|utils|tests)/\w+\.(?:py|sbatch))(.*)",
+            r"(?:launch|python|torchrun|sbatch)\b.*?((?:scripts|utils|tests)/[\w/]+\.(?:py|sbatch))(.*)",
             line.strip().strip("`"),
         )
         # Programs of the tests have no flags, and start the tests.
@@ -41,9 +41,11 @@ def known_flags(script):
 
 def test_the_readme_is_read_in_one_sitting_and_the_pages_name_every_script_and_configuration():
     assert len(README.splitlines()) <= 150
-    for path in (ROOT / "scripts").iterdir():
+    for path in [*(ROOT / "scripts").iterdir(), *(ROOT / "scripts" / "tools").iterdir()]:
         if path.is_file() and path.name != "README.md":
-            assert f"`{path.name}`" in README and f"`{path.name}`" in OTHERS["scripts"], path.name
+            assert path.name in README and path.name in OTHERS["scripts"], path.name
+    for path in (ROOT / "scripts" / "benchmarks").glob("*.py"):
+        assert f"`{path.name}`" in OTHERS["scripts/benchmarks"], path.name
     for path in (ROOT / "scripts" / "recipes").iterdir():
         assert f"`recipes/{path.name}`" in OTHERS["scripts"], path.name
     for path in (ROOT / "accelerate_configs").glob("*.yaml"):

@@ -254,7 +254,9 @@ def test_as_many_processes_as_gpus(nodes, cluster):
 
     They do not exist, so 2 processes per node run over gloo.
     """
-    arguments = f"scripts/check_topology.py --max_bytes 4096 --output_dir {cluster.folder}/check%a"
+    arguments = (
+        f"scripts/tools/check_topology.py --max_bytes 4096 --output_dir {cluster.folder}/check%a"
+    )
     job = cluster.submit(f"--nodes={nodes} --gpus-per-node=2 --array={nodes}", arguments)
     cluster.until_ended(job)
     assert f"{2 * nodes} processes on 1 machine can communicate" in cluster.log(job, node=0)

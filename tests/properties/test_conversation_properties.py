@@ -110,7 +110,6 @@ def test_exactly_the_answers_and_the_tokens_that_end_them_are_learned(name, said
         assert CHAT.decode(document.tokens[end:]) == ("" if name == "plain" else "\n")
         ends = special(document.tokens.tolist())
         assert ends == written(read, template) + [END] * (name == "plain")
-        assert document.quotes == any(n in m["content"] for m in read for n in NAMES)
     assert len(documents) == (len(answered) if name == "reasoning" else bool(answered))
 
 
@@ -150,7 +149,6 @@ def test_of_a_prompt_and_a_completion_the_completion_and_its_end_are_learned(
         assert tokens[: len(bos)] == bos and tokens[-1] == tokenizer.eos_token_id
         assert encoder.encode_prompt(prompt, "prompt") == tokens[:answer]
         assert document.is_target.tolist() == [0] * answer + [1] * (len(tokens) - answer)
-        assert document.quotes == any(name in text for text in row.values() for name in NAMES)
         if kind[0] == "bytes":
             assert tokens[len(bos) : answer] == as_text(tokenizer, prompt)
             assert tokens[answer:-1] == as_text(tokenizer, completion)
@@ -169,8 +167,6 @@ def test_a_text_begins_and_ends_once_however_it_is_divided(segments, kind):
     assert [document.begins for document in documents] == [True] + [False] * (len(parts) - 1)
     assert all(document.is_target is None and document.answer == -1 for document in documents)
     assert all(document.tokens.dtype == "int32" for document in documents)
-    quotes = [any(name in part for name in NAMES) for part in parts]
-    assert [document.quotes for document in documents] == quotes
     tokens = [token for document in documents for token in document.tokens.tolist()]
     bos = [tokenizer.bos_token_id] * kind[1]
     assert tokens[: len(bos)] == bos and tokens[-1] == tokenizer.eos_token_id

@@ -10,9 +10,9 @@ import pytest
 from harness import fakes
 from hypothesis import assume, given
 from hypothesis import strategies as st
+from utils.run.best import Best
 
 from utils.run import manifest
-from utils.run.best import Best
 from utils.run.failures import UserError
 
 CONTENTS = {"model.safetensors": b"weights", "optimizer.bin": b"momenta", "shards/0.distcp": b"0"}

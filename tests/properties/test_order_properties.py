@@ -14,7 +14,7 @@ from torch.utils.data import DataLoader, Dataset
 from utils.data.loaders import EpochSampler, already_a_batch, evaluation_batch_size
 from utils.data.permutation import Permutation
 from utils.data.subset import choose
-from utils.language.lanes import LaneStream
+from utils.language.lanes import LaneStream, Share
 from utils.run.failures import UserError
 from utils.run.launch import split_batch
 
@@ -159,9 +159,7 @@ class Lanes(LaneStream):
 def batches_of_lanes(lanes, batch, processes, count, position=None):
     """The global batches of a stream, and the position of all processes after each."""
     streams = [
-        iter(
-            Lanes(Lane, batch // processes, lanes=lanes, share=(rank, processes), position=position)
-        )
+        iter(Lanes(Lane, Share(lanes, batch // processes, rank, processes, position)))
         for rank in range(processes)
     ]
     for _ in range(count):

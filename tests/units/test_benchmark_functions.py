@@ -1,4 +1,4 @@
-"""Functions of benchmark.py and baselines.py: what they count and write, not how fast anything is."""
+"""Functions of the benchmarks: what they count and write, not how fast anything is."""
 
 from pathlib import Path
 from types import SimpleNamespace
@@ -8,12 +8,14 @@ import pytest
 from harness.data import SMALL_DATA
 from harness.launches import load_script
 
-benchmark, baselines = load_script("benchmark"), load_script("baselines")
+benchmark, gpt, images, measuring, peers, records, runs = map(
+    load_script, ("benchmark", "gpt", "images", "measuring", "peers", "records", "runs")
+)
 
 
 def test_the_table_has_every_figure():
     def figure(benchmark, median, unit):
-        command = f"python scripts/benchmark.py {benchmark} --rounds 3"
+        command = f"python scripts/benchmarks/benchmark.py {benchmark} --rounds 3"
         return dict(median=median, min=1.0, max=2.0, n=3, unit=unit, command=command)
 
     record = dict(hardware="2 cores of X", versions={"torch": "2.15.0"}, date="2026-11-22")
@@ -35,44 +37,44 @@ def test_counts_the_operations_of_model_and_optimizer():
 
     It orthogonalizes 16 square matrices and 8 of the shape 4:1.
     """
-    model, _ = baselines.small_gpt()
+    model, _ = gpt.small_gpt()
     product = 2 * 128**3  # of two square matrices
     # Square: three products in each iteration. 4:1: the Gram matrix and the result; three
     # polynomials, and two products for the next Gram matrix and one for the product of polynomials
     # after each but the last.
     muon = 16 * 3 * 3 * product + 8 * (2 * 4 + 3 + 2 * (2 + 1)) * product
-    positions = baselines.GPT_BATCH * baselines.GPT["block_size"]
-    assert baselines.gpt_flops() == positions * model.flops_per_token() + muon
+    positions = gpt.GPT_BATCH * gpt.GPT["block_size"]
+    assert gpt.gpt_flops() == positions * model.flops_per_token() + muon
 
 
 def test_the_records_take_the_published_steps():
     """Those of an epoch, of the training, and those in which the first layer's bias is trained."""
     for name, lengths in (("airbench", (25, 200, 75)), ("hiverge", (32, 243, 7))):
-        recipe = SimpleNamespace(**baselines.RECORDS[name])
-        assert baselines.record_steps(recipe, 50_000) == lengths
+        recipe = SimpleNamespace(**records.RECORDS[name])
+        assert records.record_steps(recipe, 50_000) == lengths
 
 
 def test_a_record_trains_its_first_bias_as_long_as_published(monkeypatch):
     changed = []
 
-    class Watched(baselines.MuonSGD):
+    class Watched(records.MuonSGD):
         def step(self):
             (bias,) = self.param_groups[1]["params"]
             before = bias.tolist()
             super().step()
             changed.append(bias.tolist() != before)
 
-    monkeypatch.setattr(baselines, "MuonSGD", Watched)
+    monkeypatch.setattr(records, "MuonSGD", Watched)
     # As the training scripts do, with which it is compared.
-    monkeypatch.setattr(baselines.cpu, "keep_freed_memory", lambda: changed.append("memory"))
+    monkeypatch.setattr(records.cpu, "keep_freed_memory", lambda: changed.append("memory"))
     short = dict(batch_size=10, epochs=0.1, whiten_epochs=0.03)  # of 600 images
-    monkeypatch.setitem(baselines.RECORDS, "hiverge", baselines.RECORDS["hiverge"] | short)
-    assert len(list(baselines.record("hiverge", str(SMALL_DATA), 0, False))) == 1 + 6 + 1
+    monkeypatch.setitem(records.RECORDS, "hiverge", records.RECORDS["hiverge"] | short)
+    assert len(list(records.record("hiverge", str(SMALL_DATA), 0, False))) == 1 + 6 + 1
     assert changed == ["memory", True, True, False, False, False, False]
 
 
 def test_imbalanced_data_keep_the_test_set(tmp_path):
-    path, rarest = benchmark.write_imbalanced("synthetic", tmp_path)
+    path, rarest = images.write_imbalanced("synthetic", tmp_path)
     arrays = np.load(path)
     counts = np.bincount(arrays["train_labels"])
     assert counts[0] > 400 and counts[9] == round(counts[0] / 100)
@@ -82,7 +84,7 @@ def test_imbalanced_data_keep_the_test_set(tmp_path):
 
 
 def test_a_recipe_that_is_measured_finds_the_library(tmp_path):
-    script = Path(benchmark.write_recipe("rare_classes", tmp_path))
+    script = Path(images.write_recipe("rare_classes", tmp_path))
     assert "BalancedSampler(data" in script.read_text()
     assert (script.parent / "utils" / "run").is_dir()  # where a script looks for it
 
@@ -95,9 +97,6 @@ with open(folder / "metrics.jsonl", "w") as log:
     for step in range(4, 10):
         print(f"{sys.argv[1]}{step:4}/9 (100%)", flush=True)
         log.write(json.dumps({"split": "train", "step": step, "step_seconds": 1 + step}) + "\\n")
-        if step > 7:
-            save = {"split": "checkpoint", "step": step, "seconds": step}
-            log.write(json.dumps(save) + "\\n")
 """
 
 
@@ -112,12 +111,11 @@ def stub(tmp_path):
 
 
 def test_what_a_run_costs(stub):
-    found = benchmark.costs.__wrapped__(lambda _, size: (f"{stub} step", size), 1)
+    found = runs.costs.__wrapped__(lambda _, size: f"{stub} step", 1)
     assert found["start"] > 0 and found["memory"] > 0 and found["end"] > 0
-    assert found["checkpoint"] == 8  # the faster one
     # Milliseconds, without the first step (4), and close to the fastest of the others.
     assert 6000 <= found["step"] < 7000
-    assert benchmark.steady([2.0, 3.0]) >= 2.0  # never faster than the fastest
+    assert measuring.steady([2.0, 3.0]) >= 2.0  # never faster than the fastest
 
 
 @pytest.mark.parametrize(
@@ -125,28 +123,28 @@ def test_what_a_run_costs(stub):
 )
 def test_the_first_steps_of_any_script(begin, stub):
     words = [str(stub), begin, "--output_dir", "{out}/run"]
-    found = benchmark.first_steps.__wrapped__(words, False, 6)
+    found = peers.first_steps.__wrapped__(words, False, 6)
     assert min(found.values()) > 0
     if begin == "step ":
         with pytest.raises(RuntimeError, match="ended after 6 of 7 steps"):
-            benchmark.first_steps.__wrapped__(words, False, 7)
+            peers.first_steps.__wrapped__(words, False, 7)
 
 
 def test_growth_is_per_tenfold_size():
-    assert benchmark.per_tenfold({1: [2.0, 3.0], 100: [8.0, 3.0]}) == [2.0, 1.0]
+    assert runs.per_tenfold({1: [2.0, 3.0], 100: [8.0, 3.0]}) == [2.0, 1.0]
     measured = {
         ("images", "start"): {10: [3.0, 2.0], 100: [2.5, 4.0]},
         ("images", "end"): {10: [1.0, 1.0], 100: [1.0, 1.0]},
         ("restarts", "start"): {1: [1.0, 1.0], 1000: [8.0, 8.0]},
     }
-    assert benchmark.growth_table(measured).splitlines()[2:] == [
-        "| images: 10, 100 | 2, 2.5 (x1.25) |  |  |  | 1, 1 (x1.00) |",
-        "| restarts: 1, 1,000 | 1, 8 (x2.00) |  |  |  |  |",
+    assert runs.growth_table(measured).splitlines()[2:] == [
+        "| images: 10, 100 | 2, 2.5 (x1.25) |  |  | 1, 1 (x1.00) |",
+        "| restarts: 1, 1,000 | 1, 8 (x2.00) |  |  |  |",
     ]
 
 
 def test_a_peer_that_is_not_there_is_skipped(tmp_path, capsys):
-    assert benchmark.peers(SimpleNamespace(peers=tmp_path)) == {}
+    assert peers.peers(SimpleNamespace(peers=tmp_path), None) == {}
     lines = capsys.readouterr().out.splitlines()
     skipped = [["skipped", "timm:"], ["skipped", "torchvision:"]]
     assert [line.split()[:2] for line in lines] == skipped

@@ -21,11 +21,9 @@ def saved(folder, config):
 
 
 def load_model(name="tiny", config=None, accelerator=None, **options):
-    defaults = dict(attention="auto", dtype=torch.float32, from_scratch=True, seed=0)
-    config = config or make_config("llama")
-    return causal_lm.load_model(
-        accelerator or fakes.accelerator(), name, config, **defaults | options
-    )
+    options = dict(attention="auto", dtype="float32", from_scratch=True, seed=0) | options
+    args, config = SimpleNamespace(model=name, **options), config or make_config("llama")
+    return causal_lm.load_model(accelerator or fakes.accelerator(), config, args)
 
 
 def test_the_byte_tokenizer_keeps_any_text(tmp_path):
@@ -74,7 +72,7 @@ def test_random_weights_follow_from_the_seed():
 def test_the_weights_of_a_folder_are_loaded_with_dtype_and_attention(attention, tmp_path):
     model = make_model("llama")
     model.save_pretrained(tmp_path)
-    options = dict(attention=attention, dtype=torch.bfloat16, from_scratch=False)
+    options = dict(attention=attention, dtype="bfloat16", from_scratch=False)
     loaded = load_model(str(tmp_path), model.config, **options)
     expected, found = model.lm_head.weight.to(torch.bfloat16), loaded.lm_head.weight
     assert found.dtype == torch.bfloat16 and torch.equal(found, expected)
@@ -93,16 +91,6 @@ def test_a_fingerprint_tells_models_apart(tmp_path, monkeypatch):
         model.save_pretrained(tmp_path)
         prints.append(causal_lm.fingerprint(str(tmp_path), model.config))
     assert prints[0] == prints[1] != prints[2] and len(prints[0]) == 12
-    # A small part of each weight is read.
-    with monkeypatch.context() as patch:
-        patch.setattr(causal_lm, "SAMPLED", (2, 8))
-        for weight in model.parameters():
-            with torch.no_grad():
-                weight.add_(1)
-            model.save_pretrained(tmp_path)
-            prints.append(causal_lm.fingerprint(str(tmp_path), model.config))
-    assert len(set(prints)) == 2 + len(list(model.parameters()))
-    prints[2] = causal_lm.fingerprint(str(tmp_path), model.config)
     # Names are part of it.
     file = tmp_path / "model.safetensors"
     state, content = load_file(file), file.read_bytes()

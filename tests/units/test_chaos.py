@@ -1,4 +1,4 @@
-"""scripts/chaos.py: which differences between two runs count."""
+"""scripts/tools/chaos.py: which differences between two runs count."""
 
 import json
 

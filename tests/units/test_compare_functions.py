@@ -106,7 +106,7 @@ def test_epochs_and_final_loss_are_those_of_the_steps(steps, steps_per_epoch, ep
 def test_each_step_is_progress():
     steps = []
     args = SimpleNamespace(dataset="synthetic", batch_size=8, ddp_epochs=1, max_train_steps=3)
-    args.seed, args.lr, args.momentum, args.proof_steps = 0, 0.1, 0.9, 1
+    args.seed, args.lr, args.proof_steps = 0, 0.1, 1
 
     def should_stop(step, *_):
         steps.append((compare_ddp.place.step, step))

@@ -17,7 +17,7 @@ from utils.run.failures import UserError
 
 SCRIPTS = sorted(
     path.stem
-    for path in (ROOT / "scripts").glob("*.py")
+    for path in (ROOT / "scripts").rglob("*.py")
     if "parser = Parser" in path.read_text() and path.stem != "baselines"  # not for people
 )
 REQUIRED = {

@@ -7,7 +7,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from harness import fakes
-from harness.language_models import OWN, PACKED, VOCABULARY, batch, document, make_model
+from harness.language_models import PACKED, VOCABULARY, batch, document, make_model
 
 transformers = pytest.importorskip("transformers")
 
@@ -33,12 +33,10 @@ def start_check(model, pack, precision="no"):
 
 
 @pytest.mark.parametrize("size", [1, 5, 2**26])
-@pytest.mark.parametrize("name", ["opt", "mixtral"])
-def test_the_loss_and_its_gradients_are_the_models_own(name, size, monkeypatch):
-    """Also of a model whose forward pass skips its backbone, and of one whose experts balance."""
+def test_the_loss_and_its_gradients_are_the_models_own(size, monkeypatch):
+    """Of a model whose experts balance."""
     monkeypatch.setattr(lm_loss, "LOGITS", size * VOCABULARY)
-    model, own, inputs = build(name), make_model(name), batch(document())
-    assert model.own_loss == (name == "opt")
+    model, own, inputs = build("mixtral"), make_model("mixtral"), batch(document())
     targets = inputs["targets"]
     told = {key: value for key, value in inputs.items() if key != "targets"}
     expected = 16 * own(**told, labels=targets, shift_labels=targets, use_cache=False).loss
@@ -51,7 +49,7 @@ def test_the_loss_and_its_gradients_are_the_models_own(name, size, monkeypatch):
         if weight.grad is not None:
             assert torch.allclose(weight.grad, other.grad, rtol=1e-4, atol=2e-4), place
     model.config.output_router_logits = False
-    assert name == "opt" or loss.item() > model(**inputs).item() * (1 + 1e-6)
+    assert loss.item() > model(**inputs).item() * (1 + 1e-6)
 
 
 def test_the_largest_logits_are_those_of_a_chunk(monkeypatch):
@@ -72,16 +70,14 @@ def test_the_largest_logits_are_those_of_a_chunk(monkeypatch):
     assert seen == [12]  # a single chunk is kept
 
 
-@pytest.mark.parametrize("own_loss", [False, True])
 @pytest.mark.parametrize("attention", ["sdpa", "like_flash"])
-def test_flash_attention_is_given_all_blocks_in_one_row(attention, own_loss):
+def test_flash_attention_is_given_all_blocks_in_one_row(attention):
     """There positions tell packed documents apart in a batch of one row only."""
     functions, masks = transformers.AttentionInterface(), transformers.AttentionMaskInterface()
     transformers.AttentionInterface.register("like_flash", functions["sdpa"])
     transformers.AttentionMaskInterface.register("like_flash", masks["sdpa"])
     plain, model, rows = build("llama"), build("llama"), []
     model.config._attn_implementation = attention  # of transformers, which finds no such package
-    plain.own_loss = model.own_loss = own_loss
     inputs = batch(torch.cat([document(), document().flip(1)]))
 
     def look(_, __, told):
@@ -93,7 +89,7 @@ def test_flash_attention_is_given_all_blocks_in_one_row(attention, own_loss):
     expected, of_blocks = plain(**inputs, per_block=True)
     assert rows == [((1, 32), (1, 32)) if attention == "like_flash" else ((2, 16), (2, 16))]
     assert total.item() == pytest.approx(expected.item(), rel=1e-6)
-    assert own_loss or losses.tolist() == pytest.approx(of_blocks.tolist(), rel=1e-5)
+    assert losses.tolist() == pytest.approx(of_blocks.tolist(), rel=1e-5)
 
 
 @pytest.mark.parametrize("prepared", [False, True])
@@ -129,22 +125,20 @@ def test_the_loss_under_the_wrapper_of_peft_is_that_of_the_model():
 # ---------------------------------------------------------------------------------------- refusals
 
 
-@pytest.mark.parametrize("name", OWN)
+@pytest.mark.parametrize("name", PACKED)
 def test_the_start_check_accepts_every_architecture_and_leaves_it_as_it_was(name):
     model = build(name)
     before, pack = model.config.to_dict(), causal_lm.can_pack(model.config)
-    assert pack == (name in PACKED)
-    for training in (False, True):  # with dropout, in GPT-2 and OPT
+    assert pack
+    for training in (False, True):  # with dropout, in GPT-2
         model.train(training)
         start_check(model, pack)
-        assert model.own_loss == (name == "opt")
         assert model.training == training and model.config.to_dict() == before
 
 
-def test_a_model_whose_masks_ignore_positions_cannot_be_packed():
-    """If it can, after an update of transformers, `IGNORE_POSITIONS` need not list it."""
-    with pytest.raises(UserError, match="attend to each other"):
-        start_check(build("opt"), True)
+def test_a_model_whose_forward_pass_skips_its_backbone_is_refused():
+    with pytest.raises(UserError, match="OPTForCausalLM cannot be trained: its forward pass"):
+        start_check(build("opt"), False)
 
 
 @pytest.mark.parametrize("leak", ["positions are forgotten", "masks are left out"])
@@ -163,7 +157,6 @@ def test_a_model_whose_packed_documents_see_each_other_is_refused(leak):
 
     with torch.autocast("cpu", torch.bfloat16):
         start_check(model, True, "bf16")
-        assert not model.own_loss
         model.base_model.register_forward_pre_hook(spoil, with_kwargs=True)
         start_check(model, False, "bf16")
         with pytest.raises(UserError, match=r"LlamaForCausalLM with .* attend to each other"):
@@ -187,7 +180,8 @@ def test_packed_documents_have_the_loss_that_they_have_alone_but_for_rounding(
     forward = model.forward
 
     def off(**inputs):  # where two documents are in a block
-        return forward(**inputs) * (1 + error * (inputs["input_ids"].shape[1] == 16))
+        result = forward(**inputs)
+        return result * (1 + error) if inputs["input_ids"].shape[1] == 16 else result
 
     model.forward = off
     start_check(model, False, precision)
@@ -205,29 +199,20 @@ def test_a_model_whose_tokens_attend_to_later_ones_is_refused():
         start_check(model, False)
 
 
-def test_a_loss_that_shifts_the_targets_once_more_is_refused():
-    """It knows nothing of `shift_labels`, as those of older models."""
+@pytest.mark.parametrize("shifts", [True, False])
+def test_a_model_with_another_loss_is_refused(shifts):
+    """Also one that knows nothing of `shift_labels`, as those of older models."""
     model = make_model("llama")
 
     def loss(logits, labels, **kwargs):
+        if not shifts:
+            return logits.square().mean()
         return torch.nn.functional.cross_entropy(logits[0, :-1], labels[0, 1:])
 
     model.loss_function = loss
     lm_loss.chunk_loss(model)
-    model.own_loss = True
-    with pytest.raises(UserError, match="shifts the targets once more"):
+    with pytest.raises(UserError, match="has another loss than that of each token"):
         start_check(model, False)
-
-
-def test_a_model_with_another_loss_computes_its_own(capsys):
-    model = make_model("llama")
-    model.loss_function = lambda logits, **kwargs: logits.square().mean()
-    lm_loss.chunk_loss(model)
-    start_check(model, False)
-    assert model.own_loss and "computes its own loss" in capsys.readouterr().err
-    inputs = batch(document())
-    logits = model(input_ids=inputs["input_ids"]).logits
-    assert model(**inputs).item() == pytest.approx(16 * logits.square().mean().item(), rel=1e-5)
 
 
 def test_a_small_batch_has_two_documents():

@@ -1,11 +1,8 @@
 """Long tools keep what they measured: they write after each figure and continue after an interruption."""
 
 import json
-import os
 
 import pytest
-from harness.fakes import accelerator
-from harness.launches import load_script
 
 from utils.report.measurements import Measurements
 
@@ -60,25 +57,3 @@ def test_a_condition_that_is_new_or_gone_counts(tmp_path, capsys):
     path.write_text(json.dumps(kept))
     assert Measurements(path, {}).values == {}
     assert "another gpu, versions than" in capsys.readouterr().out
-
-
-def test_an_interrupted_measurement_of_scaling_continues(tmp_path, capsys):
-    script, calls = load_script("predict_scaling"), []
-    args = accelerator(output_dir=str(tmp_path), parameters=10, layers=2, batch=4)
-
-    def figure(name, value):
-        def measure():
-            calls.append(name)
-            if value is None:
-                raise KeyboardInterrupt
-            return value
-
-        return measure
-
-    first = {"a": figure("a", 1.5), "b": figure("b", None)}
-    with pytest.raises(KeyboardInterrupt):
-        script.measure_each(accelerator(), args, first)
-    assert "1 of 2 figures, about 0:00:00 left" in capsys.readouterr().out
-    second = {"a": figure("a", 9.0), "b": figure("b", script.Link(1.0, 2.0))}
-    assert script.measure_each(accelerator(), args, second) == {"a": 1.5, "b": (1.0, 2.0)}
-    assert calls == ["a", "b", "b"] and os.listdir(tmp_path) == []

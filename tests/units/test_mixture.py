@@ -6,10 +6,10 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from test_conversations import make_tokenizer, say
+from harness.chats import make_tokenizer, say, token_stream
 
 from utils.language.mixture import MemoryReader, Shuffled, SourceLog, labels, next_source
-from utils.language.token_stream import TokenStream
+from utils.language.token_settings import TokenSettings
 from utils.language.tokens import load_tokens
 
 LANES, BLOCK, WEIGHTS = 4, 48, [0.75, 0.25]
@@ -34,7 +34,7 @@ def sources(tmp_path_factory):
 @pytest.fixture(scope="module")
 def blocks(sources, tokenizer):
     """The same sources in memory."""
-    return [load_tokens(name, tokenizer, BLOCK).splits["train"] for name in sources]
+    return [load_tokens(name, TokenSettings(tokenizer, BLOCK)).splits["train"] for name in sources]
 
 
 def order(weights, count, taken=None, lane=0):
@@ -95,7 +95,7 @@ def batches(sources, tokenizer, processes, count, position=None, weights=WEIGHTS
     options = dict(lanes=LANES, buffer=4, weights=weights, seed=0, position=position)
     readers = [
         iter(
-            TokenStream(sources, tokenizer, BLOCK, 8 // processes, share=(p, processes), **options)
+            token_stream(sources, tokenizer, BLOCK, 8 // processes, share=(p, processes), **options)
         )
         for p in range(processes)
     ]
@@ -137,13 +137,13 @@ def test_the_proportions_hold_across_buffers_and_a_resume(blocks, tokenizer):
 
 def test_tokens_of_each_source_are_those_of_the_blocks(blocks, tokenizer):
     options = dict(lanes=1, buffer=4, weights=WEIGHTS)
-    stream, total = iter(TokenStream(blocks, tokenizer, BLOCK, 1, **options)), 0
+    stream, total = iter(token_stream(blocks, tokenizer, BLOCK, 1, **options)), 0
     for _ in range(50):
         position = next(stream)["position"]
         seen = position["0"]["tokens"]
         assert total < sum(seen) <= total + BLOCK
         total = sum(seen)
-    again = iter(TokenStream(blocks, tokenizer, BLOCK, 1, position=position, **options))
+    again = iter(token_stream(blocks, tokenizer, BLOCK, 1, position=position, **options))
     assert next(again)["position"] == next(stream)["position"]  # a resume goes on counting
 
 

@@ -6,15 +6,8 @@ import numpy as np
 import pytest
 import torch
 
-from utils.language.packing import (
-    IGNORED,
-    PROMPT_TOKENS,
-    Documents,
-    Stream,
-    best_fit,
-    cut_text,
-    pack_conversations,
-)
+from utils.language.blocks import IGNORED, PROMPT_TOKENS, Stream
+from utils.language.packing import Documents, best_fit, cut_text, pack_conversations
 from utils.run.failures import UserError
 
 PAD = 999
@@ -90,7 +83,7 @@ def test_conversations_keep_their_targets(packed, too_long, chunks):
     lengths = np.random.default_rng(1).integers(1, 30, 60).tolist()
     stream, documents, is_target = make(lengths, chunks)
     blocks, counts = pack_conversations(
-        stream, documents, 16, PAD, decode=str, too_long=too_long, packed=packed
+        stream, documents, 16, PAD, too_long=too_long, packed=packed
     )
     inputs, targets, positions = everything(blocks)
     expected, truncated, dropped, empty = [], 0, 0, 0
@@ -124,9 +117,9 @@ def test_a_conversation_that_is_too_long_is_an_error_if_asked():
     with pytest.raises(
         UserError, match=r"2 of 4 conversations have more than --block_size 16 .* 39:"
     ):
-        pack_conversations(stream, documents, 16, PAD, decode=str, too_long="error")
+        pack_conversations(stream, documents, 16, PAD, too_long="error")
     stream, documents, _ = make([17, 9])
-    _, counts = pack_conversations(stream, documents, 16, PAD, decode=str, too_long="error")
+    _, counts = pack_conversations(stream, documents, 16, PAD, too_long="error")
     assert counts["truncated"] == 0
 
 
@@ -168,12 +161,10 @@ def test_targets_are_counted_across_arrays(seed):
 def test_prompts_end_where_the_last_answer_begins():
     stream, documents, is_target = make([20, 6, 9, 4], seed=1)
     documents = documents._replace(answers=np.array([5, 4, -1, 2]))
-    blocks, _ = pack_conversations(
-        stream, documents, 12, PAD, decode=lambda ids, skip_special_tokens: f" {ids} "
-    )
+    blocks, _ = pack_conversations(stream, documents, 12, PAD)
     (prompt, answer), (last, _) = blocks.prompts(5)  # of the first, the end is cut off
     assert prompt == [20, 21, 22, 23]
-    assert answer == str([token for token in (24, 25) if is_target[token]])
+    assert answer == [token for token in (24, 25) if is_target[token]]
     assert last == [35, 36]
     assert len(blocks.prompts(1)) == 1
     assert blocks.first(1).prompts(5) == blocks.prompts(5)  # whatever is evaluated

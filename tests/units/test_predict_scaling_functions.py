@@ -29,7 +29,6 @@ def test_hidden_communication_takes_no_time():
     made = 1 / 3 + 2 / 3 * 26 * 2**20 / 10**8
     rest = (10**8 - 2**20) * 2 * 7 / 8 / 1e8
     assert step_seconds(8, 1.0, 10**8, *slow) == pytest.approx(made + rest, rel=1e-6)
-    assert step_seconds(8, 1.0, 10**8, *slow, overlap=False) == pytest.approx(1 + 2 * 7 / 8)
 
 
 def model(**more):

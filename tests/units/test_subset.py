@@ -7,7 +7,8 @@ import pytest
 import torch
 
 from utils.data import subset
-from utils.language.packing import Documents, Stream, cut_text
+from utils.language.blocks import Stream
+from utils.language.packing import Documents, cut_text
 from utils.language.text import Windows
 from utils.run.plan import Plan
 

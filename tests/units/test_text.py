@@ -15,7 +15,7 @@ import torch
 from utils.data.cache_files import cannot_write, complete_or_absent
 from utils.language import text as text_module
 from utils.language.text import Windows, load_text, load_to_evaluate
-from utils.language.text_stream import describe_stream, load_held_out
+from utils.language.text_stream import load_held_out
 from utils.run.failures import UserError
 
 WORDS = {"train": "alpha ", "val": "beta ", "test": "gamma "}
@@ -203,7 +203,7 @@ def test_a_full_disk_says_how_much_space_there_is(number, tmp_path):
 
 
 def describe(root):
-    return describe_stream(root, load_held_out(root, "text", 4)).description
+    return load_held_out(root, "text").description
 
 
 def test_text_that_changed_has_another_description(tmp_path):

@@ -3,12 +3,12 @@
 import itertools
 import json
 import random
-from types import SimpleNamespace
 
 import pytest
 import torch
 
 from utils.data.loaders import already_a_batch
+from utils.language.lanes import Share
 from utils.language.text import Windows, load_text, synthetic_text
 from utils.language.text_stream import TextStream, held_out, load_held_out
 from utils.run.failures import RunFailed, UserError
@@ -32,11 +32,8 @@ def shards(tmp_path_factory):
 
 def batches(folder, processes, count, position=None):
     """The windows of `count` global batches, and the position after them as a checkpoint stores it."""
-    options = dict(lanes=6, buffer=8, seed=0, position=position)
-    readers = [
-        iter(TextStream(str(folder), "text", 16, 12 // processes, share=(p, processes), **options))
-        for p in range(processes)
-    ]
+    shares = [Share(6, 12 // processes, p, processes, position) for p in range(processes)]
+    readers = [iter(TextStream(str(folder), "text", 16, share, 8, 0)) for share in shares]
     batches_read = []
     for _ in range(count):
         parts = [next(reader) for reader in readers]
@@ -65,8 +62,8 @@ def test_a_position_in_a_long_row_takes_no_more_space(tmp_path):
     data.write_text("".join(json.dumps({"text": text}) + "\n" for text in texts * 3))
 
     def stream(count, position=None):
-        options = dict(lanes=2, buffer=30, seed=0, share=(0, 1), position=position)
-        read = list(itertools.islice(TextStream(str(data), "text", 200, 20, **options), count))
+        lanes = TextStream(str(data), "text", 200, Share(2, 20, position=position), 30, 0)
+        read = list(itertools.islice(lanes, count))
         return [batch["inputs"].tolist() for batch in read], json.dumps(read[-1]["position"])
 
     whole, _ = stream(300)  # more than one pass
@@ -77,22 +74,13 @@ def test_a_position_in_a_long_row_takes_no_more_space(tmp_path):
         assert len(position) < 1000
 
 
-def test_a_position_of_an_earlier_version_is_refused(tmp_path):
-    args = SimpleNamespace(streaming=1)
-    old = {"0": {"rows": None, "rest": "", "buffers": 0, "taken": 0}}
-    with pytest.raises(UserError, match="was begun by an earlier version"):
-        TextStream.from_args(args, SimpleNamespace(num_processes=1), old)
-
-
 def test_a_stream_starts_again_at_its_end_and_never_shows_held_out_text(tmp_path):
     documents = [f"document {number:04d} is this one" for number in range(600)]
     (tmp_path / "text.jsonl").write_text(
         "".join(json.dumps({"text": document}) + "\n" for document in documents)
     )
     length = len(documents[0]) + 1
-    stream = iter(
-        TextStream(str(tmp_path), "text", length, 2, lanes=2, buffer=5, seed=0, share=(0, 1))
-    )
+    stream = iter(TextStream(str(tmp_path), "text", length, Share(2, 2), 5, 0))
     seen = [
         bytes(window).decode()[9:13]
         for _ in range(900)
@@ -102,7 +90,8 @@ def test_a_stream_starts_again_at_its_end_and_never_shows_held_out_text(tmp_path
     assert 2 <= len(kept) <= 30
     assert set(seen) == {document[9:13] for document in documents} - kept
     assert {seen.count(number) for number in set(seen)} <= {2, 3, 4}  # about three passes
-    assert len(load_held_out(str(tmp_path), "text", length)) == len(kept) * length
+    held = load_held_out(str(tmp_path), "text").held_out
+    assert len(held) == len(kept) * length
 
 
 def test_held_out_windows_predict_every_byte_once():
@@ -116,8 +105,7 @@ def test_held_out_windows_predict_every_byte_once():
 def test_batches_are_contiguous(shards):
     """A pinned batch that is not would be copied to the GPU through pageable memory, with a wait."""
     windows = Windows(torch.arange(101, dtype=torch.uint8), 16, seed=0)
-    options = dict(lanes=1, buffer=4, seed=0, share=(0, 1))
-    streamed = next(iter(TextStream(str(shards), "text", 16, 4, **options)))
+    streamed = next(iter(TextStream(str(shards), "text", 16, Share(1, 4), 4, 0)))
     for batch in (windows.__getitems__(range(4)), streamed):
         for name in ("inputs", "targets", "ids"):
             assert batch[name].is_contiguous(), name
@@ -182,15 +170,4 @@ def test_bad_text_is_explained(name, says, tmp_path):
 
 def test_a_stream_that_fails_midway_ends_the_run(tmp_path):
     with pytest.raises(RunFailed, match="cannot be read after row"):
-        list(
-            TextStream(
-                str(bad_data(tmp_path) / "binary"),
-                "text",
-                16,
-                4,
-                lanes=1,
-                buffer=200,
-                seed=0,
-                share=(0, 1),
-            )
-        )
+        list(TextStream(str(bad_data(tmp_path) / "binary"), "text", 16, Share(1, 4), 200, 0))

@@ -5,10 +5,12 @@ from itertools import pairwise
 from types import SimpleNamespace
 
 import pytest
-from test_conversations import make_tokenizer, say
+from harness.chats import make_tokenizer, say, token_stream
 
+from utils.language import lanes
 from utils.language import token_stream as module
 from utils.language.documents import open_documents
+from utils.language.token_settings import TokenSettings
 from utils.language.token_stream import TokenStream, load_held_out
 from utils.run.failures import RunFailed, UserError
 
@@ -43,7 +45,7 @@ def batches(name, tokenizer, processes, count, position=None):
     """The blocks of `count` global batches, and the position that a checkpoint would store."""
     options = dict(lanes=LANES, buffer=4, seed=0, position=position)
     readers = [
-        iter(TokenStream(name, tokenizer, BLOCK, 12 // processes, share=(p, processes), **options))
+        iter(token_stream(name, tokenizer, BLOCK, 12 // processes, share=(p, processes), **options))
         for p in range(processes)
     ]
     found = []
@@ -77,7 +79,7 @@ def test_any_number_of_processes_streams_the_same_blocks_from_any_position(chats
 
 
 def test_held_out_documents_are_never_trained_on(chats, tokenizer):
-    held = load_held_out(chats, tokenizer, BLOCK)
+    held = load_held_out(chats, TokenSettings(tokenizer, BLOCK))
     blocks = held.splits["val"]
     answered = set(map(repr, blocks.prompts(100)))
     assert held.kind == "messages" and len(answered) >= 2 and "fingerprint" in held.description
@@ -99,7 +101,7 @@ def test_a_validation_split_is_held_out_as_a_whole(tmp_path, tokenizer):
         rows = [{"text": f"{split} text {number}"} for number in range(count)]
         text = "".join(json.dumps(row) + "\n" for row in rows)
         (tmp_path / f"{split}.jsonl").write_text(text)
-    held = load_held_out(str(tmp_path), tokenizer, 16)
+    held = load_held_out(str(tmp_path), TokenSettings(tokenizer, 16))
     said = tokenizer.decode(held.splits["val"].__getitems__([0])["input_ids"][0].tolist())
     assert held.kind == "text" and "val text" in said and "train" not in said
 
@@ -111,24 +113,24 @@ def test_what_cannot_be_streamed_is_one_line(tmp_path, tokenizer):
     (tmp_path / "a.txt").unlink()
     (tmp_path / "a.jsonl").write_text('{"text": "one"}\n' * 3)
     with pytest.raises(UserError, match=r"has 3 documents, none .* too small to stream"):
-        load_held_out(str(tmp_path), tokenizer, 16)
+        load_held_out(str(tmp_path), TokenSettings(tokenizer, 16))
     (tmp_path / "a.jsonl").write_text('{"text": "one"}\n{"text": "two"}\n{"text": 5}\n')
-    stream = TokenStream(str(tmp_path), tokenizer, 16, 1, share=(0, 1), lanes=1, buffer=4)
+    stream = token_stream(str(tmp_path), tokenizer, 16, 1, share=(0, 1), lanes=1, buffer=4)
     with pytest.raises(RunFailed, match=r"row 2 of --dataset .*\(train\)") as error:
         next(iter(stream))
     assert error.value.rank_variable is None  # each process says what it alone met
     with pytest.raises(UserError, match="which 2 processes cannot share"):
-        TokenStream(str(tmp_path), tokenizer, 16, 1, share=(0, 2), lanes=3)
+        token_stream(str(tmp_path), tokenizer, 16, 1, share=(0, 2), lanes=3)
     with pytest.raises(UserError, match="must be a multiple of 8, not 4: change --batch_size"):
-        TokenStream(str(tmp_path), tokenizer, 16, 4, share=(0, 1), lanes=8)
+        token_stream(str(tmp_path), tokenizer, 16, 4, share=(0, 1), lanes=8)
     with pytest.raises(UserError, match="--subset de: only a Hub id has subsets"):
         open_documents(str(tmp_path), "de")
 
 
 def test_held_out_documents_fill_some_blocks_only(chats, tokenizer, monkeypatch):
-    whole = load_held_out(chats, tokenizer, BLOCK, loss_on="all")
+    whole = load_held_out(chats, TokenSettings(tokenizer, BLOCK, loss_on="all"))
     monkeypatch.setattr(module, "HELD_OUT_BLOCKS", 2)
-    some = load_held_out(chats, tokenizer, BLOCK, loss_on="all")
+    some = load_held_out(chats, TokenSettings(tokenizer, BLOCK, loss_on="all"))
     assert 2 * BLOCK <= some.splits["val"].tokens < whole.splits["val"].tokens
     assert f"of which {some.splits['val'].tokens:,} tokens are held out" in some.description
 
@@ -136,18 +138,20 @@ def test_held_out_documents_fill_some_blocks_only(chats, tokenizer, monkeypatch)
 @pytest.mark.parametrize("held_out", [False, True])
 def test_options_of_a_stream_decide_about_its_blocks(held_out, tmp_path, tokenizer, monkeypatch):
     """Which documents share a block, which tokens are targets, and what is left out."""
-    monkeypatch.setattr(module, "HELD_OUT_ONE_IN", 2)
+    monkeypatch.setattr(lanes, "HELD_OUT_ONE_IN", 2)
     turns = [(f"u {number}", "a " + "long" * (30 * (number % 4 == 0))) for number in range(160)]
     rows = [json.dumps({"messages": say(user, f"{answer} so")}) for user, answer in turns]
     (tmp_path / "a.jsonl").write_text("\n".join(rows))
 
     def read(**options):
         if held_out:
-            blocks = load_held_out(str(tmp_path), tokenizer, 64, **options).splits["val"]
+            blocks = load_held_out(str(tmp_path), TokenSettings(tokenizer, 64, **options)).splits[
+                "val"
+            ]
             batch = blocks.__getitems__(list(range(len(blocks))))
         else:
             options |= dict(lanes=1, buffer=20)
-            batch = next(iter(TokenStream(str(tmp_path), tokenizer, 64, 12, **options)))
+            batch = next(iter(token_stream(str(tmp_path), tokenizer, 64, 12, **options)))
         texts = tokenizer.batch_decode(batch["input_ids"])
         return texts, (batch["targets"] >= 0).sum().item()
 
@@ -167,9 +171,9 @@ def test_a_subset_is_streamed(tmp_path, tokenizer, monkeypatch):
         return real(name)
 
     monkeypatch.setattr(module, "open_documents", opened)
-    monkeypatch.setattr(module, "HELD_OUT_ONE_IN", 1)
-    load_held_out(str(tmp_path), tokenizer, 16, subset="de")
-    TokenStream(str(tmp_path), tokenizer, 16, 2, subset="de", lanes=2)
+    monkeypatch.setattr(lanes, "HELD_OUT_ONE_IN", 1)
+    load_held_out(str(tmp_path), TokenSettings(tokenizer, 16, subset="de"))
+    token_stream(str(tmp_path), tokenizer, 16, 2, subset="de", lanes=2)
     assert asked == ["de"] * 3
 
 
@@ -182,13 +186,14 @@ def test_a_stream_is_as_the_arguments_say():
 
     args = SimpleNamespace(batch_size=64, gradient_accumulation_steps=2, block_size=128)
     args.shares, args.subset, args.loss_on, args.packed = [3.0, 1.0], "de", "all", False
-    args.too_long, args.seed = "drop", 5
+    args.too_long, args.seed, args.val_fraction = "drop", 5, 0.2
     second = SimpleNamespace(num_processes=4, process_index=1)
     position = {"0": {"readers": [None]}}
     Recorded.from_args(args, second, "tokenizer", ["a", "b"], position)
-    expected = dict(weights=[3.0, 1.0], subset="de", loss_on="all", too_long="drop", packed=False)
-    expected |= dict(seed=5, share=(1, 4), position=position)
-    assert made == [((["a", "b"], "tokenizer", 128, 8), expected)]
+    settings = dict(subset="de", val_fraction=0.2, seed=5, loss_on="all", too_long="drop")
+    settings = TokenSettings("tokenizer", 128, packed=False, **settings)
+    share = lanes.Share(module.LANES, 8, 1, 4, position)
+    assert made == [((["a", "b"], settings, share, [3.0, 1.0]), {})]
     second.num_processes = 3
     with pytest.raises(UserError, match="which 3 processes cannot share"):
         Recorded.from_args(args, second, "tokenizer", ["a", "b"])
@@ -201,21 +206,21 @@ def test_a_buffer_is_shuffled_by_the_seed_and_other_lanes_begin_elsewhere(tmp_pa
     names = [str(tmp_path / f"{name}.jsonl") for name in "ab"]
 
     def read(sources, seed, count, **options):
-        stream = iter(TokenStream(sources, tokenizer, 16, 2, seed=seed, buffer=20, **options))
+        stream = iter(token_stream(sources, tokenizer, 16, 2, seed=seed, buffer=20, **options))
         blocks = [block for _ in range(count) for block in next(stream)["input_ids"].tolist()]
         return [tokenizer.decode(block) for block in blocks]
 
-    (lane,) = TokenStream(names, tokenizer, 16, 2, weights=[1.0, 1.0], lanes=1).lanes.values()
+    (lane,) = token_stream(names, tokenizer, 16, 2, weights=[1.0, 1.0], lanes=1).lanes.values()
     none = {"readers": [None, None], "documents": [0, 0], "tokens": [0, 0], "epochs": [0, 0]}
     assert lane.position == none | {"buffers": 0, "taken": 0}
     first, again, other = (read(names[0], seed, 10, lanes=1) for seed in (0, 0, 1))
     assert first == again != other and sorted(first) == sorted(other)
-    stream = TokenStream(names, tokenizer, 16, 8, weights=[1.0, 1.0], lanes=8, buffer=0.01)
+    stream = token_stream(names, tokenizer, 16, 8, weights=[1.0, 1.0], lanes=8, buffer=0.01)
     batch = next(iter(stream))
     assert 0 < batch["source"].sum() < 8  # documents of both
     assert batch["ids"].tolist() == list(range(8))
-    alike = TokenStream(names, tokenizer, 16, 8, weights=[2.0, 6.0], lanes=8, buffer=4)
-    quarters = TokenStream(names, tokenizer, 16, 8, weights=[0.25, 0.75], lanes=8, buffer=4)
+    alike = token_stream(names, tokenizer, 16, 8, weights=[2.0, 6.0], lanes=8, buffer=4)
+    quarters = token_stream(names, tokenizer, 16, 8, weights=[0.25, 0.75], lanes=8, buffer=4)
     one, two = next(iter(alike)), next(iter(quarters))
     assert one["input_ids"].equal(two["input_ids"])
 
@@ -225,7 +230,7 @@ def test_held_out_texts_of_one_token_are_too_short(tmp_path):
     for split in ("train", "val"):
         (tmp_path / f"{split}.jsonl").write_text('{"text": "a"}\n' * 3)
     with pytest.raises(UserError, match="has no token to predict in what is held out"):
-        load_held_out(str(tmp_path), tokenizer, 16)
+        load_held_out(str(tmp_path), TokenSettings(tokenizer, 16))
 
 
 def test_a_stream_continues_where_a_pass_ends(tmp_path, tokenizer):
@@ -237,7 +242,7 @@ def test_a_stream_continues_where_a_pass_ends(tmp_path, tokenizer):
         # A buffer is one document, so that some begin behind the last one.
         options = dict(lanes=1, buffer=1, share=(0, 1), position=position)
         found, passes = [], []
-        for batch in TokenStream(str(tmp_path), tokenizer, 8, 1, **options):
+        for batch in token_stream(str(tmp_path), tokenizer, 8, 1, **options):
             found.append(batch["input_ids"].tolist())
             passes += batch["position"]["0"]["epochs"]
             if len(found) == count:

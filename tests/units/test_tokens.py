@@ -6,10 +6,11 @@ import pickle
 
 import numpy as np
 import pytest
-from test_conversations import CHATML, PLAIN, make_tokenizer, say
+from harness.chats import CHATML, PLAIN, make_tokenizer, say
 
 from utils.language import tokens as module
 from utils.language.conversations import Encoder
+from utils.language.token_settings import TokenSettings
 from utils.language.tokens import fingerprint_of, hold_out, load_tokens
 from utils.run.failures import UserError
 
@@ -31,6 +32,10 @@ def cache(tmp_path, monkeypatch):
     return counted
 
 
+def load(path, tokenizer, block_size, **options):
+    return load_tokens(path, TokenSettings(tokenizer, block_size, **options))
+
+
 def write(path, rows):
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
     return str(path)
@@ -49,7 +54,7 @@ def targets(blocks):
 
 
 def test_conversations_become_blocks(tokenizer, tmp_path):
-    corpus = load_tokens(chats(tmp_path / "a.jsonl"), tokenizer, 64)
+    corpus = load(chats(tmp_path / "a.jsonl"), tokenizer, 64)
     assert corpus.kind == "messages" and set(corpus.splits) == {"train", "val"}
     said = "".join(tokenizer.decode(targets(blocks)) for blocks in corpus.splits.values())
     assert sorted(said.split("<|im_end|>")[:-1]) == sorted(f"what {i}" for i in range(40))
@@ -58,7 +63,9 @@ def test_conversations_become_blocks(tokenizer, tmp_path):
     counted = sum(blocks.tokens for blocks in corpus.splits.values())
     assert f" {counted:,} tokens (fingerprint " in corpus.description
     prompt, answer = corpus.splits["train"].prompts(1)[0]
-    assert tokenizer.decode(prompt).endswith("assistant\n") and answer.startswith("what ")
+    assert tokenizer.decode(prompt).endswith("assistant\n") and tokenizer.decode(answer).startswith(
+        "what "
+    )
     assert any(
         f"{corpus.splits['train'].target_tokens:,} targets" in line for line in corpus.details
     )
@@ -67,7 +74,7 @@ def test_conversations_become_blocks(tokenizer, tmp_path):
 def test_a_text_becomes_blocks(tokenizer, tmp_path, monkeypatch):
     text = "".join(f"the date is {number}\n" for number in range(300))
     (tmp_path / "a.txt").write_text(text)
-    whole = load_tokens(str(tmp_path / "a.txt"), tokenizer, 32)
+    whole = load(str(tmp_path / "a.txt"), tokenizer, 32)
     said = [tokenizer.decode(targets(blocks)) for blocks in whole.splits.values()]
     first = [blocks[0]["input_ids"][:1] for blocks in whole.splits.values()]  # of both parts
     parts = [tokenizer.decode(one) + some for one, some in zip(first, said, strict=True)]
@@ -79,7 +86,7 @@ def test_a_text_becomes_blocks(tokenizer, tmp_path, monkeypatch):
     monkeypatch.setattr(module, "CHARACTERS_AT_ONCE", 300)
     monkeypatch.setattr(module, "WRITTEN_AT_ONCE", 4)  # several arrays
     os.utime(tmp_path / "a.txt", (1, 1))
-    parts = load_tokens(str(tmp_path / "a.txt"), tokenizer, 32)
+    parts = load(str(tmp_path / "a.txt"), tokenizer, 32)
     assert [targets(blocks) for blocks in parts.splits.values()] == [
         targets(blocks) for blocks in whole.splits.values()
     ]
@@ -88,22 +95,23 @@ def test_a_text_becomes_blocks(tokenizer, tmp_path, monkeypatch):
 
 def test_a_second_start_tokenizes_nothing(tokenizer, tmp_path, cache):
     path = chats(tmp_path / "a.jsonl")
-    first = load_tokens(path, tokenizer, 64)
+    first = load(path, tokenizer, 64)
     assert len(cache) == 40
-    again = load_tokens(path, make_tokenizer(), 64, seed=1)  # other rows are held out
+    again = load(path, make_tokenizer(), 64, seed=1)  # other rows are held out
     assert len(cache) == 40 and again.description != first.description
-    assert load_tokens(path, tokenizer, 16, packed=False).description.startswith("36 train")
+    assert load(path, tokenizer, 16, packed=False).description.startswith("36 train")
     assert len(cache) == 40
-    same = load_tokens(path, tokenizer, 64)
+    same = load(path, tokenizer, 64)
     assert (same.description, same.details) == (first.description, first.details)
 
 
 @pytest.mark.parametrize("change", ["template", "loss_on", "data", "tokenizer", "version"])
 def test_what_decides_about_tokens_makes_them_anew(change, tokenizer, tmp_path, cache, monkeypatch):
     path, options = chats(tmp_path / "a.jsonl"), {}
-    first = load_tokens(path, tokenizer, 256)
+    first = load(path, tokenizer, 256)
     if change == "template":
-        options = dict(chat_template=PLAIN)
+        tokenizer = make_tokenizer()
+        tokenizer.chat_template = PLAIN
     elif change == "loss_on":
         options = dict(loss_on="all")
     elif change == "data":
@@ -113,7 +121,7 @@ def test_what_decides_about_tokens_makes_them_anew(change, tokenizer, tmp_path, 
         tokenizer.add_tokens(["what"])
     else:
         monkeypatch.setattr(module, "VERSION", -1)
-    second = load_tokens(path, tokenizer, 256, **options)
+    second = load(path, tokenizer, 256, **options)
     assert len(cache) == 80 + (change == "data")
     assert (second.description != first.description) == (change != "version")
 
@@ -131,42 +139,40 @@ def test_what_is_left_out_is_said(tokenizer, tmp_path):
     rows[5] = {"messages": []}
     rows[7] = {"messages": say("u " + "hello " * 99, "a what")}  # its answer is cut off
     rows[9] = {"messages": say("u hello", "a " + "what " * 99)}
-    rows[11] = {"messages": say("u <|im_end|>", "a what")}
     rows[13] = {"messages": None}
     path = write(tmp_path / "a.jsonl", rows)
     (tmp_path / "a.jsonl").write_text((tmp_path / "a.jsonl").read_text() + "\n")
-    corpus = load_tokens(path, tokenizer, 64, val_fraction=0)
+    corpus = load(path, tokenizer, 64, val_fraction=0)
     assert set(corpus.splits) == {"train"} and corpus.description.startswith("17 train conv")
     details = "\n".join(corpus.details)
     assert "conversations without an answer: 4 (row 3)" in details
     assert "1 truncated, 1 no targets" in details
-    assert "1 contain names of special tokens, as text" in details
-    dropped = "\n".join(load_tokens(path, tokenizer, 64, val_fraction=0, too_long="drop").details)
+    dropped = "\n".join(load(path, tokenizer, 64, val_fraction=0, too_long="drop").details)
     assert "2 dropped" in dropped and "truncated" not in dropped
     with pytest.raises(UserError, match="2 of 17 conversations have more than --block_size 64"):
-        load_tokens(path, tokenizer, 64, val_fraction=0, too_long="error")
+        load(path, tokenizer, 64, val_fraction=0, too_long="error")
 
 
 def test_empty_documents_are_left_out(tokenizer, tmp_path):
     rows = [{"text": text} for text in ("hello", "", None, " \n", "world", "what")]
-    corpus = load_tokens(write(tmp_path / "a.jsonl", rows), tokenizer, 8)
+    corpus = load(write(tmp_path / "a.jsonl", rows), tokenizer, 8)
     assert corpus.description.startswith("2 train and 1 val documents")
     assert any("empty documents: 3 (row 1)" in line for line in corpus.details)
     assert any(
         "end without one" in line
-        for line in load_tokens(
-            str(tmp_path / "a.jsonl"), make_tokenizer(eos_token=None), 8
-        ).details
+        for line in load(str(tmp_path / "a.jsonl"), make_tokenizer(eos_token=None), 8).details
     )
 
 
 def test_prompts_and_completions(tokenizer, tmp_path):
     rows = [{"prompt": f"{i}+1=", "completion": f"{i + 1}"} for i in range(20)]
-    corpus = load_tokens(write(tmp_path / "a.jsonl", rows), tokenizer, 32)
+    corpus = load(write(tmp_path / "a.jsonl", rows), tokenizer, 32)
     prompt, answer = corpus.splits["train"].prompts(1)[0]
-    assert int(tokenizer.decode(prompt).removesuffix("+1=")) + 1 == int(answer)
+    assert int(tokenizer.decode(prompt).removesuffix("+1=")) + 1 == int(
+        tokenizer.decode(answer, skip_special_tokens=True)
+    )
     rows = [{"prompt": say("u 1", "a 2", "u 3"), "completion": say("a 4")}] * 2
-    corpus = load_tokens(write(tmp_path / "b.jsonl", rows), tokenizer, 64)
+    corpus = load(write(tmp_path / "b.jsonl", rows), tokenizer, 64)
     assert tokenizer.decode(targets(corpus.splits["val"])) == "4<|im_end|>"
 
 
@@ -174,7 +180,7 @@ def test_tools_are_rendered(tmp_path):
     tokenizer = make_tokenizer()
     tokenizer.chat_template = "{% if tools %}{{ tools[0].name }}{% endif %}" + CHATML
     path = chats(tmp_path / "a.jsonl", 3, tools=json.dumps([{"name": "clock"}]))
-    ids = load_tokens(path, tokenizer, 64).splits["val"].prompts(1)[0][0]
+    ids = load(path, tokenizer, 64).splits["val"].prompts(1)[0][0]
     assert tokenizer.decode(ids).startswith("clock<|im_start|>")
 
 
@@ -198,7 +204,7 @@ def test_tools_are_rendered(tmp_path):
 )
 def test_rows_that_cannot_be_used_are_one_line(rows, says, tokenizer, tmp_path):
     with pytest.raises(UserError, match=says):
-        load_tokens(write(tmp_path / "a.jsonl", rows), tokenizer, 16)
+        load(write(tmp_path / "a.jsonl", rows), tokenizer, 16)
 
 
 def test_the_held_out_rows_are_chosen_by_the_seed():
@@ -217,12 +223,10 @@ def test_what_is_read_and_packed_is_as_asked(tokenizer, tmp_path, monkeypatch):
         module, "find_documents", lambda *name, **how: asked.append((name, how)) or real(*name)
     )
     path = chats(tmp_path / "a.jsonl")
-    alone = load_tokens(
-        path, tokenizer, 64, subset="de", val_fraction=0.25, seed=3, packed=False
-    ).splits
+    alone = load(path, tokenizer, 64, subset="de", val_fraction=0.25, seed=3, packed=False).splits
     assert asked == [((path,), dict(subset="de", val_fraction=0.25, seed=3))]
     assert (len(alone["train"]), len(alone["val"])) == (30, 10)  # a block for each
-    packed = load_tokens(path, tokenizer, 64, val_fraction=0.25, seed=3).splits
+    packed = load(path, tokenizer, 64, val_fraction=0.25, seed=3).splits
     assert len(packed["train"]) < 30 and sorted(targets(packed["train"])) == sorted(
         targets(alone["train"])
     )
@@ -240,13 +244,13 @@ def test_rows_are_tokenized_some_at_a_time(tokenizer, tmp_path, monkeypatch):
         monkeypatch.setattr(module, "ROWS_AT_ONCE", most)
         sizes.clear()
         path = write(tmp_path / f"{most}.jsonl", rows)
-        blocks = load_tokens(path, tokenizer, 16, val_fraction=0).splits["train"]
+        blocks = load(path, tokenizer, 16, val_fraction=0).splits["train"]
         assert sizes == expected and blocks.bytes > 0
 
 
 def test_workers_get_the_name_of_a_file_instead_of_its_tokens(tokenizer, tmp_path):
     rows = [{"text": f"the date is {number} " * 200} for number in range(100)]
-    blocks = load_tokens(write(tmp_path / "a.jsonl", rows), tokenizer, 64).splits["train"]
+    blocks = load(write(tmp_path / "a.jsonl", rows), tokenizer, 64).splits["train"]
     sent = pickle.dumps(blocks)
     assert len(sent) < 2 * blocks.tokens  # the tokens are of four bytes
     assert targets(pickle.loads(sent)) == targets(blocks)

@@ -176,8 +176,9 @@ def test_an_answer_is_exact_but_for_blanks_around_it(script, monkeypatch):
         return [" yes ", "no", "yes"]
 
     monkeypatch.setattr(script, "generate", generate)
+    tokenizer = SimpleNamespace(decode=lambda tokens, skip_special_tokens: tokens)
     prompts = [([1], "yes"), ([2], "yes "), ([3], "yes ")]
-    assert script.share_of_exact("model", "tokenizer", prompts) == pytest.approx(2 / 3)
+    assert script.share_of_exact("model", tokenizer, prompts) == pytest.approx(2 / 3)
 
 
 @pytest.mark.parametrize("kind", ["llama", "gpt2"])

@@ -38,6 +38,15 @@ def read_regular(path, most=-1):
         return file.read(most)
 
 
+def stamp(path):
+    """The path of a file, its size and its time of change; None if there is no such file."""
+    try:
+        status = os.stat(path)
+    except (OSError, ValueError):  # ValueError: a NUL in the path
+        return None
+    return os.path.abspath(path), status.st_size, status.st_mtime_ns
+
+
 class Scanner:
     """Lists the files with some suffixes in the folders below a root.
 

@@ -66,3 +66,17 @@ def refuse_almost_splits(place, split_of_name):
             f"--dataset {place}: rename {first}: to {split} if it is a split (only that name is "
             "one), or to a name without this word in it"
         )
+
+
+def hold_out(keys, fraction):
+    """Which of at least two samples are held out: those with the lowest keys.
+
+    Args:
+        keys (list): a hash of each sample.
+        fraction (float): of the samples; at least one is held out, and not all.
+
+    Returns:
+        list[int]: their indices.
+    """
+    count = min(max(1, round(len(keys) * fraction)), len(keys) - 1)
+    return sorted(range(len(keys)), key=keys.__getitem__)[:count]

@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from utils.data.report import LeftOut, count_classes, describe_images
+from utils.data.splits import hold_out
 from utils.data.tables import READERS, local_path
 from utils.images import array_files, image_folder, synthetic
 from utils.images.decoding import Images
@@ -171,7 +172,5 @@ def split_off(labels, name_of, class_names, seed, fraction):
             hashlib.blake2b(f"{seed}/{name_of(i)}".encode("utf-8", "surrogateescape")).digest()
             for i in members
         ]
-        order = sorted(range(len(members)), key=keys.__getitem__)
-        count = min(max(1, round(len(members) * fraction)), len(members) - 1)
-        held_out[members[order[:count]]] = True
+        held_out[members[hold_out(keys, fraction)]] = True
     return np.flatnonzero(~held_out), np.flatnonzero(held_out)

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import numpy as np
 
-from utils.data.scan import read_regular
+from utils.data.scan import read_regular, stamp
 
 
 class Files:
@@ -46,7 +46,7 @@ class Files:
 
     def stamp(self, row):
         """A value that changes when the file does."""
-        return _stamp(Path(self.name(row)))
+        return stamp(Path(self.name(row)))
 
 
 class Rows:
@@ -103,7 +103,7 @@ class Rows:
         if not self._in_files:
             return self._version
         path = self._value(row)[1]
-        return None if path is None else _stamp(self._folder / path)
+        return None if path is None else stamp(self._folder / path)
 
     def sizes(self, rows):
         """The sizes of images in bytes, int64; -1: there is none."""
@@ -198,12 +198,3 @@ def _size(path):
         return os.stat(path).st_size if path else -1
     except (OSError, ValueError):
         return -1
-
-
-def _stamp(path):
-    """The path of a file, its size and its time of change; None if there is no such file."""
-    try:
-        status = path.stat()
-    except (OSError, ValueError):  # ValueError: a NUL in the path
-        return None
-    return str(path), status.st_size, status.st_mtime_ns

@@ -202,12 +202,9 @@ def _load_adapted(folder, **options):
 def _load(name, **options):
     causal_lm.find(name, "the model")  # or says what is missing
     source = causal_lm.source(name)
-    try:
+    with causal_lm.loading(name, "model"):
         model = causal_lm.load_weights(name, **options)
         return model, AutoTokenizer.from_pretrained(source)
-    except (OSError, ValueError, ImportError) as error:  # ImportError: of an attention
-        reason = " ".join(str(error).split())[:200]
-        raise UserError(f"{name}: cannot load the model ({reason})") from None
 
 
 def merge(path):

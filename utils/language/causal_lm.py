@@ -3,7 +3,7 @@
 Needs the packages in scripts/requirements_lm.txt.
 """
 
-import hashlib
+import contextlib
 import json
 import logging
 import warnings
@@ -14,10 +14,13 @@ import transformers
 from accelerate import PartialState, init_empty_weights
 from huggingface_hub import snapshot_download
 from huggingface_hub.errors import HFValidationError, LocalEntryNotFoundError
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
+from utils.data.cache_files import map_bytes
+from utils.language.conversations import pad_id_of
+from utils.language.text import checksum
+from utils.language.tiny import byte_tokenizer, tiny_config
 from utils.report.hub import ADAPTER, MODEL
 from utils.run.failures import UserError
 from utils.run.output import notice
@@ -39,23 +42,6 @@ ATTENTION = {
 # Their masks do not depend on the positions (transformers 5.24).
 IGNORE_POSITIONS = {"afmoe", "biogpt", "bloom", "gpt_oss", "mpt", "openai-gpt", "opt", "xglm"}
 CONFIGURATION = ["*.json", "*.jinja", "*.model", "*.txt"]  # files of a model without its weights
-SAMPLED = 4, 1 << 10  # for a fingerprint: places in a tensor, and bytes at each
-SPECIAL = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
-TEMPLATE = """\
-{%- for message in messages -%}
-{{- '<|im_start|>' + message['role'] + '\\n' -}}
-{%- if message['role'] == 'assistant' -%}
-{%- generation -%}{{- message['content'] + '<|im_end|>' -}}{%- endgeneration -%}
-{%- else -%}
-{{- message['content'] + '<|im_end|>' -}}
-{%- endif -%}
-{{- '\\n' -}}
-{%- endfor -%}
-{%- if add_generation_prompt -%}{{- '<|im_start|>assistant\\n' -}}{%- endif -%}
-"""
-
-
-# ---------------------------------------------------------------------------------------- loading
 
 
 def find(name, flag="--model"):
@@ -116,7 +102,8 @@ def load_config(name, tokenizer, block_size):
     if name == TINY:
         config = tiny_config(len(tokenizer))
     else:
-        config = _attempt(name, "configuration", lambda: AutoConfig.from_pretrained(find(name)))
+        with loading(name, "configuration"):
+            config = AutoConfig.from_pretrained(find(name))
         if type(config) not in AutoModelForCausalLM._model_mapping:
             raise UserError(f"--model {name} is no causal language model, but {config.model_type}")
         config = config.get_text_config()
@@ -145,7 +132,8 @@ def load_tokenizer(name, chat_template=None):
     if name == TINY:
         tokenizer = byte_tokenizer()
     else:
-        tokenizer = _attempt(name, "tokenizer", lambda: AutoTokenizer.from_pretrained(find(name)))
+        with loading(name, "tokenizer"):
+            tokenizer = AutoTokenizer.from_pretrained(find(name))
     if chat_template:
         try:
             tokenizer.chat_template = Path(chat_template).read_text(encoding="utf-8")
@@ -155,7 +143,7 @@ def load_tokenizer(name, chat_template=None):
     return tokenizer
 
 
-def load_model(accelerator, name, config, *, attention, dtype, from_scratch, seed):
+def load_model(accelerator, config, args):
     """Loads a model with its weights, or with random ones.
 
     Under FSDP only the main process holds the weights: `prepare` sends the shards to the others.
@@ -163,16 +151,16 @@ def load_model(accelerator, name, config, *, attention, dtype, from_scratch, see
 
     Args:
         config: what `load_config` returned.
-        attention (str): a key of `ATTENTION`.
-        dtype (torch.dtype): of the weights.
-        from_scratch (bool): random weights, by the model's own initialization.
+        args: `model`, as for `find`, or `tiny`; `attention`, a key of `ATTENTION`; `dtype` of the
+            weights; `from_scratch`: random weights, by the model's own initialization; `seed`.
 
     Raises:
         UserError: the weights are missing or are pickles, or this attention does not run here.
     """
-    if attention == "flex" and accelerator.device.type == "cpu":
+    if args.attention == "flex" and accelerator.device.type == "cpu":
         raise UserError("--attention flex does not train on a CPU: use sdpa")
-    options = dict(attn_implementation=ATTENTION[attention], dtype=dtype)
+    options = dict(dtype=getattr(torch, args.dtype))
+    options["attn_implementation"] = ATTENTION[args.attention]
     if accelerator.is_fsdp2 and not accelerator.is_main_process:
         with init_empty_weights(include_buffers=False):
             model = AutoModelForCausalLM.from_config(config, **options)
@@ -180,13 +168,11 @@ def load_model(accelerator, name, config, *, attention, dtype, from_scratch, see
         model.tie_weights()
         return model
 
-    def load():
-        if from_scratch or name == TINY:
-            torch.manual_seed(seed)
-            return AutoModelForCausalLM.from_config(config, **options)
-        return load_weights(name, config=config, **options)
-
-    return _attempt(name, "model", load)
+    with loading(args.model, "model"):
+        if not args.from_scratch and args.model != TINY:
+            return load_weights(args.model, config=config, **options)
+        torch.manual_seed(args.seed)
+        return AutoModelForCausalLM.from_config(config, **options)
 
 
 def load_weights(name, **options):
@@ -206,14 +192,16 @@ def load_weights(name, **options):
     return model
 
 
-def _attempt(name, what, function):
+@contextlib.contextmanager
+def loading(name, what):
+    """Raises UserError with one line, instead of any error of `transformers` in the block."""
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
-            return function()
+            yield
     except UserError:
         raise
-    except Exception as error:  # of transformers, of any type: the text says what is wrong
+    except Exception as error:  # of any type: the text says what is wrong
         reason = " ".join(str(error).split())[:300] or type(error).__name__
         raise UserError(f"--model {name}: cannot load its {what} ({reason})") from None
 
@@ -242,66 +230,19 @@ def can_pack(config):
 def fingerprint(name, config):
     """What identifies a model: its configuration, and its weights.
 
-    Of a folder, these are names, shapes and samples of all tensors; of a Hub id, the commit.
+    Of a folder, these are samples of its files of weights; of a Hub id, the commit.
     """
     # Without what depends on where a model lies, and on the release of transformers.
     settings = config.to_diff_dict()
     for key in ("dtype", "transformers_version", "_name_or_path"):
         settings.pop(key, None)
-    digest = hashlib.sha256(json.dumps(settings, sort_keys=True, default=str).encode())
+    parts = [json.dumps(settings, sort_keys=True, default=str).encode()]
     if name != TINY and source(name) == name:
-        digest.update(find(name).name.encode())
+        parts.append(find(name).name.encode())
     elif name != TINY:
-        for file in sorted(find(name).glob("*.safetensors")):
-            with file.open("rb") as opened:
-                header = opened.read(int.from_bytes(opened.read(8), "little"))
-                digest.update(header)
-                start = opened.tell()
-                for tensor in json.loads(header).values():
-                    first, end = tensor.get("data_offsets", (0, 0))  # those of the metadata: none
-                    for number in range(SAMPLED[0]):
-                        place = first + (end - first) * number // SAMPLED[0]
-                        opened.seek(start + place)
-                        digest.update(opened.read(min(SAMPLED[1], end - place)))
-    return digest.hexdigest()[:12]
-
-
-# ------------------------------------------------------------------------------------------- tiny
-
-
-def tiny_config(vocab_size):
-    """A Llama of 0.9 million parameters."""
-    return transformers.LlamaConfig(
-        vocab_size=vocab_size,
-        hidden_size=128,
-        intermediate_size=384,
-        num_hidden_layers=4,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        max_position_embeddings=2048,
-        tie_word_embeddings=True,
-        bos_token_id=None,
-        eos_token_id=258,
-        pad_token_id=256,
-    )
-
-
-def byte_tokenizer():
-    """A tokenizer whose tokens are the 256 bytes, and three special ones for conversations."""
-    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
-    vocabulary = {symbol: number for number, symbol in enumerate(alphabet)}
-    tokenizer = Tokenizer(models.BPE(vocabulary, merges=[]))
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
-    tokenizer.decoder = decoders.ByteLevel()
-    tokenizer.add_special_tokens(SPECIAL)
-    return transformers.PreTrainedTokenizerFast(
-        tokenizer_object=tokenizer,
-        eos_token=SPECIAL[2],
-        pad_token=SPECIAL[0],
-        chat_template=TEMPLATE,
-        model_max_length=2048,
-        clean_up_tokenization_spaces=False,
-    )
+        files = sorted(find(name).glob("*.safetensors"))
+        parts += [map_bytes(file).numpy() for file in files]
+    return checksum(*parts)
 
 
 def ends(model, tokenizer):
@@ -309,6 +250,4 @@ def ends(model, tokenizer):
     configured = model.generation_config.eos_token_id
     found = configured if isinstance(configured, list) else [configured]
     found = {token for token in (*found, tokenizer.eos_token_id) if token is not None}
-    known = tokenizer.pad_token_id, tokenizer.eos_token_id, 0
-    pad = next(token for token in known if token is not None)
-    return {"eos_token_id": sorted(found) or None, "pad_token_id": pad}
+    return {"eos_token_id": sorted(found) or None, "pad_token_id": pad_id_of(tokenizer)}

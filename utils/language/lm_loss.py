@@ -5,7 +5,6 @@ Needs the packages in scripts/requirements_lm.txt.
 
 import contextlib
 import functools
-import math
 import types
 
 import torch
@@ -18,7 +17,6 @@ from transformers.modeling_outputs import (
 
 from utils.run.collectives import gather
 from utils.run.failures import UserError
-from utils.run.output import notice
 
 LOGITS = 2**26  # that exist at once: 256 MiB in float32
 
@@ -30,12 +28,12 @@ def chunk_loss(model):
     of their cross entropies in nats, a float32 scalar. The logits of a large vocabulary never exist
     at once: only of positions with a target, some at a time, and the backward pass computes them
     again. Without `targets`, as in `generate`, the forward pass is as before. With `per_block`, the
-    result is a tuple: the sum, and float32 [batch], that of each block, without a gradient (NaN if
-    the model computes its own loss).
+    result is a tuple: the sum, and float32 [batch], that of each block, without a gradient.
 
     This happens within the forward pass of the prepared model, so that the hooks of DDP and FSDP
     run. Between the last hidden states and the logits a model may scale or cap them, so its own
-    forward pass computes them: on the chosen hidden states in place of its backbone.
+    forward pass computes them: on the chosen hidden states in place of its backbone. The function
+    `torch.nn.functional.linear_cross_entropy` of newer releases of PyTorch knows no such step.
 
     Args:
         model: a causal language model of `transformers`, or one of `peft` around it.
@@ -55,7 +53,6 @@ def chunk_loss(model):
         )
 
     causal.own_forward = causal.forward
-    causal.own_loss = causal.base_model is causal or not _computes_logits(causal)
     causal.forward = types.MethodType(forward, causal)
 
 
@@ -64,13 +61,6 @@ def _sum_of_losses(causal, targets, per_block, kwargs):
     of_blocks = targets.new_zeros(count, dtype=torch.float32)
     if _flattens(causal):
         kwargs, targets = _flat(kwargs), targets.flatten()[None]
-    if causal.own_loss:
-        number = (targets >= 0).sum().clamp(min=1)
-        targets = targets.contiguous()  # `transformers` calls `view`
-        # A cache would make `transformers` forget that packed documents are several.
-        own = {**kwargs, "use_cache": False, "labels": targets, "shift_labels": targets}
-        total = causal.own_forward(**own).loss * number
-        return (total, of_blocks + math.nan) if per_block else total
     experts = getattr(causal.config, "output_router_logits", False)
     extra = {"output_router_logits": True} if experts else {}
     outputs = causal.base_model(**{**kwargs, **extra, "use_cache": False})
@@ -126,7 +116,7 @@ def _computes_logits(causal):
     That of OPT, for example, calls the decoder in the backbone.
     """
     head = causal.get_output_embeddings()
-    if head is None:
+    if head is None or causal.base_model is causal:
         return False
     width, weight = causal.config.get_text_config().hidden_size, head.weight
     hidden = torch.zeros(1, 1, width, dtype=weight.dtype, device=weight.device)
@@ -170,16 +160,15 @@ def check(accelerator, model, packed):
     """Compares the loss of a small batch with what it must be; call it on every process.
 
     No token may attend to a later one. Of two documents in a block, the second may not depend on
-    the first, and has the loss that it has alone. And the loss is the model's own: if not, that is
-    used from now on.
+    the first, and has the loss that it has alone. And the loss is the model's own.
 
     Args:
         model: as `prepare` returned it.
         packed (bool): whether blocks will have several documents.
 
     Raises:
-        UserError: tokens attend to later ones, or to another document; or the model's own loss is
-            not that of the targets that it is given.
+        UserError: tokens attend to later ones, or to another document; or the model computes its
+            logits or its loss in another way.
     """
     was_training = model.training
     model.eval()
@@ -187,6 +176,8 @@ def check(accelerator, model, packed):
     name, config = type(causal).__name__, causal.config
     exact = accelerator.mixed_precision == "no" and causal.dtype == torch.float32
     rounding = 1e-4 if exact else 2e-2
+    if not _computes_logits(causal):
+        raise UserError(f"{name} cannot be trained: its forward pass does not call its backbone")
     batch = small_batch(accelerator, model)
     alone = {key: value[:, 5:] for key, value in batch.items()}
     second = _changed(batch, "targets", slice(0, 5), -100)
@@ -211,19 +202,13 @@ def check(accelerator, model, packed):
             f"{name} with --attention {config._attn_implementation} lets packed documents attend "
             "to each other: use another --attention, or another model"
         )
+    inputs = {key: value for key, value in alone.items() if key != "targets"}
+    labels = {"labels": alone["targets"], "shift_labels": alone["targets"], "use_cache": False}
+    own = model(**inputs, **labels).loss.item() * alone["targets"].numel()
+    if any(gather(accelerator, abs(model(**alone).item() / own - 1) > rounding)):
+        raise UserError(f"{name} cannot be trained: it has another loss than that of each token")
     if balanced:
         config.output_router_logits = True
-    if not causal.own_loss:
-        expected = model(**alone).item()
-        causal.own_loss = True
-        far = abs(model(**alone).item() / expected - 1) > rounding
-        causal.own_loss = any(gather(accelerator, far))
-    if causal.own_loss:
-        first, next_one = (differ(alone, _changed(alone, "targets", t), 1e-6) for t in (0, 1))
-        if next_one and not first:
-            raise UserError(f"{name} cannot be trained: its loss shifts the targets once more")
-        if accelerator.is_main_process:
-            notice(f"{name} computes its own loss, with all logits in memory at once")
     model.train(was_training)
 
 

@@ -2,8 +2,8 @@
 
 import json
 
-from utils.language.conversations import check_unicode
 from utils.language.documents import KINDS, segments_of
+from utils.language.rows import check_unicode
 from utils.run.failures import UserError
 
 

@@ -9,37 +9,33 @@ import itertools
 import os
 import random
 import sys
+from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
-import numpy as np
 import torch
 from huggingface_hub.constants import HF_HOME
 
 from utils.data.cache_files import cannot_write, complete_or_absent, map_bytes
-from utils.language.text_files import (
-    ALTERNATIVES,
-    find_files,
-    load_column,
-    map_text,
-    read_parts,
-    stamp,
-)
+from utils.data.scan import stamp
+from utils.language.rows import check_column, encode_row, open_rows
+from utils.language.synthetic import synthetic_text
+from utils.language.text_files import ALTERNATIVES, find_files, map_text, read_parts
 from utils.run.failures import UserError
 from utils.run.output import one_line
 from utils.run.process import is_main
 
-SHORT = 1 << 26  # bytes: a longer text is mapped, and a checksum reads some parts of it
+SHORT = 1 << 26  # bytes: of a longer text, a checksum reads some parts
 SAMPLED_PARTS, SAMPLED_BYTES = 100, 1 << 16
 
 
 class Text(NamedTuple):
-    """A text, uint8 [bytes] for training and held out for evaluation.
+    """A text, uint8 [bytes] for training (None: a stream) and held out for evaluation.
 
     `description` is one line with a checksum of both; `details` are more lines about the files.
     """
 
-    train: torch.Tensor
+    train: torch.Tensor | None
     held_out: torch.Tensor
     description: str
     details: list
@@ -110,9 +106,8 @@ def load_text(name, column, block_size, seed=0):
     the rows of `column` are joined; if there are several, each ends with a newline. A `test` split
     is not read.
 
-    A plain file is mapped into memory. Any other text of more than `SHORT` bytes is first
-    written to a file in the cache of the `datasets` library, once per machine: call this function
-    on one process first.
+    A plain file is mapped into memory. Any other text is first written to a file in the cache of
+    the `datasets` library, once per machine: call this function on one process first.
 
     Args:
         name (str): a Hub id, a file, a folder with files of one kind, or `synthetic`.
@@ -206,24 +201,24 @@ def _read_splits(name, column, seed, choose):
     A text is uint8 [bytes].
     """
     if name == "synthetic":
-        return {"train": _keep([synthetic_text(seed)])}, []
+        text = bytearray(synthetic_text(seed))
+        return {"train": torch.frombuffer(text, dtype=torch.uint8)}, []
     files = find_files(name)
     if files and files.is_plain:
-        used = choose(files.by_split)
+        used, left_out = choose(files.by_split), files.left_out
         texts = {split: _read_files(files.by_split[split]) for split in used}
     else:
-        table = load_column(name, column, files)
-        used = choose(table.splits)
-        left_out = table.left_out
-        lines = [f"{_say(split, used)}: {len(rows):,} rows" for split, rows in table.splits.items()]
+        table = open_rows(name, files, partial(check_column, name, column))
+        used, left_out = choose(table.splits), table.left_out
         texts = {}
         for split in used:
             rows = table.splits[split]
-            known = [*map(stamp, files.by_split[split])] if files else rows._fingerprint
-            texts[split] = _keep(_join(table, rows, f"--dataset {name}"), [column, known])
+            version = [*map(stamp, files.by_split[split])] if files else rows.fingerprint
+            texts[split] = _cached(_join(rows, column), [column, version])
     if files:
-        left_out = files.left_out
         lines = describe_files(files, used)
+    else:
+        lines = [_describe(split, rows, "rows", used) for split, rows in table.splits.items()]
     return texts, [*lines, *left_out.lines()]
 
 
@@ -232,15 +227,15 @@ def _read_files(files):
     mapped = map_text(files[0]) if len(files) == 1 else None
     if mapped is not None:
         return mapped
-    return _keep(itertools.chain.from_iterable(map(read_parts, files)), [*map(stamp, files)])
+    return _cached(itertools.chain.from_iterable(map(read_parts, files)), [*map(stamp, files)])
 
 
-def _keep(parts, version=None):
-    """Joins the parts of a text in memory, or if it is long in a file of the cache.
+def _cached(parts, version):
+    """Writes a text to a file of the cache, unless it is there, and maps it.
 
     Args:
         parts (iterable): of bytes.
-        version: a value that changes with the text. None: it is short.
+        version: a value that changes with the text.
 
     Returns:
         uint8 [bytes].
@@ -250,68 +245,40 @@ def _keep(parts, version=None):
     """
     folder = Path(os.environ.get("HF_DATASETS_CACHE") or Path(HF_HOME, "datasets"), "text")
     file = folder / f"{hashlib.sha256(repr(version).encode()).hexdigest()[:32]}.bin"
-    if version and file.exists():
-        return map_bytes(file)
-    parts, start = iter(parts), bytearray()
-    for part in parts:
-        start += part
-        if version and len(start) > SHORT:
-            break
-    else:
-        return torch.from_numpy(np.frombuffer(start, np.uint8))
-    try:
-        with complete_or_absent(file) as out:
-            for part in itertools.chain([start], parts):
-                out.write(part)
-    except OSError as error:
-        what = f"the text to {folder} (set HF_DATASETS_CACHE to use another folder)"
-        raise cannot_write(error, what, folder) from None
+    if not file.exists():
+        try:
+            with complete_or_absent(file) as out:
+                for part in parts:
+                    out.write(part)
+        except OSError as error:
+            what = f"the text to {folder} (set HF_DATASETS_CACHE to use another folder)"
+            raise cannot_write(error, what, folder) from None
     return map_bytes(file)
 
 
 def describe_files(files, used):
     """A line for each split: its files, of which the first is named; and whether it is `used`."""
-    return [
-        f"{_say(split, used)}: {_count(some)} ({one_line(some[0].name)})"
-        for split, some in files.by_split.items()
-    ]
-
-
-def _say(split, used):
-    return split if split in used else f"{split}, not used"
-
-
-def _count(files):
-    return f"{len(files):,} file{'s' * (len(files) != 1)}"
-
-
-def _join(table, rows, where):
-    """Yields the texts of rows, each with a newline if there are several."""
-    for number, text in enumerate(table.documents(rows, where)):
-        if number == 1:
-            yield b"\n"  # behind the first
-        yield text + b"\n" * (number > 0)
-
-
-def synthetic_text(seed, sentences=4000):
-    """Generates sentences from 60 random words; after each word come only four others.
-
-    Returns:
-        bytes: about 35 per sentence. A model that learns the words and their order has a far lower
-        loss than one that knows only the frequency of each byte.
-    """
-    rng = random.Random(f"text {seed}")
-
-    def syllables():
-        count = rng.choice((1, 2, 2, 3))
-        return "".join(rng.choice("bdfgklmnprstvz") + rng.choice("aeiou") for _ in range(count))
-
-    words = [syllables() for _ in range(60)]
-    after = {word: rng.choices(words, k=4) for word in words}
     lines = []
-    for _ in range(sentences):
-        sentence = [rng.choice(words)]
-        for _ in range(rng.randint(4, 9)):
-            sentence.append(rng.choice(after[sentence[-1]]))
-        lines.append(" ".join(sentence).capitalize() + ".\n")
-    return "".join(lines).encode()
+    for split, paths in files.by_split.items():
+        first = one_line(paths[0].name)
+        lines.append(f"{_describe(split, paths, 'files', used)} ({first})")
+    return lines
+
+
+def _describe(split, rows, noun, used):
+    noun = noun if len(rows) > 1 else noun.removesuffix("s")
+    name = split if split in used else f"{split}, not used"
+    return f"{name}: {len(rows):,} {noun}"
+
+
+def _join(rows, column):
+    """Yields the texts of rows, each with a newline if there are several."""
+    count = 0
+    for number, row in enumerate(rows):
+        if row is None:
+            continue
+        text = encode_row(row, column, f"row {number} of {rows.where}")
+        if count == 1:
+            yield b"\n"  # behind the first
+        yield text + b"\n" if count else text
+        count += 1

@@ -10,25 +10,19 @@ from typing import NamedTuple
 
 import numpy as np
 
+from utils.data import splits as split_names
 from utils.data.report import LeftOut
-from utils.language.conversations import ANSWERS, Document, Encoder
+from utils.language.blocks import Stream
+from utils.language.conversations import Document, Encoder
 from utils.language.documents import find_documents
 from utils.language.messages import draft_row
-from utils.language.packing import (
-    Documents,
-    Stream,
-    cut_text,
-    join_segments,
-    pack_conversations,
-    sum_segments,
-)
+from utils.language.packing import Documents, join_segments
 from utils.run.failures import UserError, causes, full_disk
 from utils.run.seeds import sample_seed
 
-VERSION = 2  # of what a table has: another one makes new tables
-EMPTY, NO_ANSWER = 1, 2  # why a row has no tokens
-REASONS = {EMPTY: "empty documents", NO_ANSWER: "conversations without an answer"}
+VERSION = 3  # of what a table has: another one makes new tables
 NOUNS = {"messages": "conversations", "prompt": "prompts with completions", "text": "documents"}
+NUMBERS = ("row", "answer", "bytes", "digest")  # columns of a table besides the tokens
 # What is tokenized at once, and how many records are kept in memory until they are written.
 CHARACTERS_AT_ONCE, ROWS_AT_ONCE, WRITTEN_AT_ONCE = 2_000_000, 1000, 100
 
@@ -51,50 +45,31 @@ class Corpus(NamedTuple):
 class _Table(NamedTuple):
     """A tokenized split: its stream, and columns, one element for each document.
 
-    rows: int64, the row that it is from. reasons: int64, why it has no tokens, or 0. digests:
-    int64, a checksum. quotes: whether it contains the name of a special token.
+    rows: int64, the row that it is from. digests: int64, a checksum.
     """
 
     stream: Stream
     documents: Documents
     rows: np.ndarray
-    reasons: np.ndarray
     digests: np.ndarray
-    quotes: np.ndarray
 
     def select(self, chosen):
         """The documents that a boolean array [documents] chooses."""
         documents = Documents(*(column[chosen] for column in self.documents))
-        return _Table(self.stream, documents, *(column[chosen] for column in self[2:]))
+        return _Table(self.stream, documents, self.rows[chosen], self.digests[chosen])
+
+    @property
+    def has_tokens(self):
+        """Which documents have tokens; the others are empty, or have no answer."""
+        return self.documents.lengths > 0
 
 
-def load_tokens(
-    name,
-    tokenizer,
-    block_size,
-    *,
-    subset=None,
-    val_fraction=0.1,
-    seed=0,
-    chat_template=None,
-    loss_on=ANSWERS,
-    too_long="truncate",
-    packed=True,
-):
+def load_tokens(name, settings):
     """Loads a data set as blocks of tokens.
 
     Args:
         name (str): a Hub id, a file, a folder, or `synthetic`; see `documents.find_documents`.
-        tokenizer: of the `transformers` library.
-        block_size (int): positions of a block.
-        subset (str | None): a configuration of a Hub id.
-        val_fraction (float): the share of the rows that is held out if the data has neither a
-            split `val` nor `test`; of a single text, its last part.
-        seed (int): decides which rows are held out, and makes `synthetic`.
-        chat_template (str | None): a Jinja template, instead of that of the tokenizer.
-        loss_on (str): `answers` or `all`: which tokens of a conversation are targets.
-        too_long (str): `truncate`, `drop` or `error`: conversations longer than a block.
-        packed (bool): False: each block has positions of one document only.
+        settings (TokenSettings): what is made of it.
 
     Returns:
         Corpus.
@@ -102,74 +77,58 @@ def load_tokens(
     Raises:
         UserError: the data cannot be read, has no known columns, or nothing to learn.
     """
-    documents = find_documents(name, subset=subset, val_fraction=val_fraction, seed=seed)
-    encoder = Encoder(tokenizer, chat_template, loss_on)
+    share, seed = settings.val_fraction, settings.seed
+    documents = find_documents(name, subset=settings.subset, val_fraction=share, seed=seed)
+    kind, encoder = documents.kind, Encoder(settings.tokenizer, loss_on=settings.loss_on)
     fingerprint = fingerprint_of(encoder)
     tables = {
-        split: _tokenize(rows, encoder, documents.kind, fingerprint)
+        split: _tokenize(rows, encoder, kind, fingerprint)
         for split, rows in documents.splits.items()
     }
-    if len(tables) == 1 and val_fraction:
+    if len(tables) == 1 and share:
         train = tables["train"]
-        held_out = np.isin(train.rows, hold_out(train.rows[train.reasons == 0], val_fraction, seed))
+        held_out = np.isin(train.rows, hold_out(train.rows[train.has_tokens], share, seed))
         tables = {"train": train.select(~held_out), "val": train.select(held_out)}
-    options = packing_options(tokenizer, documents.kind, block_size, too_long, packed)
     splits, details = {}, [*documents.details]
     for split, table in tables.items():
-        splits[split], lines = _make_blocks(table, documents.kind, options)
+        used = table.select(table.has_tokens)
+        splits[split], counts = settings.pack(used.stream, used.documents, kind)
         if splits[split].target_tokens == 0:
             raise UserError(f"--dataset {name} has no token to predict in its {split} split")
-        details += [f"{split}: {line}" for line in lines]
-    if documents.kind == "text" and tokenizer.eos_token_id is None:
+        details += [f"{split}: {line}" for line in _describe(table, splits[split], kind, counts)]
+    if kind == "text" and settings.tokenizer.eos_token_id is None:
         details.append("the tokenizer has no end token: documents end without one")
-    return Corpus(splits, documents.asked, _describe(tables, splits, documents.kind), details)
+    description = _summarize(tables, splits, kind)
+    return Corpus(splits, documents.asked, description, details)
 
 
-def packing_options(tokenizer, kind, block_size, too_long, packed):
-    """The arguments of `cut_text`, or of `pack_conversations`, beside the documents."""
-    known = tokenizer.pad_token_id, tokenizer.eos_token_id, 0
-    pad_id = next(number for number in known if number is not None)
-    options = dict(block_size=block_size, packed=packed, pad_id=pad_id)
-    return options if kind == "text" else options | dict(decode=tokenizer.decode, too_long=too_long)
-
-
-def _make_blocks(table, kind, options):
-    """The blocks of a split, and lines about them."""
-    kept, counts = table.select(table.reasons == 0), {}
-    if kind == "text":
-        blocks = cut_text(kept.stream, kept.documents, **options)
-    else:
-        blocks, counts = pack_conversations(kept.stream, kept.documents, **options)
-    said = [f"{len(kept.rows):,} {NOUNS[kind]}", f"{blocks.tokens:,} tokens"]
+def _describe(table, blocks, kind, counts):
+    """Lines about a split: its size, and what was left out."""
+    sizes = [f"{int(table.has_tokens.sum()):,} {NOUNS[kind]}", f"{blocks.tokens:,} tokens"]
     if kind != "text":
-        said.append(f"{blocks.target_tokens:,} targets")
-    said += [f"{count:,} {what}" for what, count in counts.items() if count]
+        sizes.append(f"{blocks.target_tokens:,} targets")
+    sizes += [f"{count:,} {what}" for what, count in counts.items() if count]
     padding = f"{100 * blocks.padding:.1f} % padding"
-    lines = [f"{', '.join(said)}; {len(blocks):,} blocks, {padding}"]
-    left_out = LeftOut()
-    for reason, noun in REASONS.items():
-        rows = table.rows[table.reasons == reason]
-        if len(rows):
-            left_out.add(noun, f"row {rows[0]}", len(rows))
-    lines += left_out.lines()
-    if kept.quotes.any():
-        lines.append(f"{int(kept.quotes.sum()):,} contain names of special tokens, as text")
-    return blocks, lines
+    left_out, empty = LeftOut(), table.rows[~table.has_tokens]
+    if len(empty):
+        what = "empty documents" if kind == "text" else "conversations without an answer"
+        left_out.add(what, f"row {empty[0]}", len(empty))
+    return [f"{', '.join(sizes)}; {len(blocks):,} blocks, {padding}", *left_out.lines()]
 
 
-def _describe(tables, splits, kind):
+def _summarize(tables, splits, kind):
     """One line, with a checksum of the tokens of all splits."""
-    digest = hashlib.sha256()
-    for table in tables.values():
+    digest, sizes = hashlib.sha256(), []
+    for split, table in tables.items():
         digest.update(len(table.digests).to_bytes(8, "little") + table.digests.tobytes())
-    sizes = [f"{len(np.unique(t.rows[t.reasons == 0])):,} {split}" for split, t in tables.items()]
+        sizes.append(f"{len(np.unique(table.rows[table.has_tokens])):,} {split}")
     tokens = sum(blocks.tokens for blocks in splits.values())
     short = digest.hexdigest()[:12]
     return f"{' and '.join(sizes)} {NOUNS[kind]}, {tokens:,} tokens (fingerprint {short})"
 
 
 def hold_out(rows, fraction, seed):
-    """Which rows are held out: those with the lowest hashes.
+    """Which rows are held out, by `splits.hold_out`.
 
     Args:
         rows (int64): the numbers of the rows; the same number may be there several times.
@@ -185,9 +144,9 @@ def hold_out(rows, fraction, seed):
     rows = np.unique(rows)
     if len(rows) < 2:
         raise UserError("the data set has one document: none is left to hold out for evaluation")
-    count = min(max(1, round(len(rows) * fraction)), len(rows) - 1)
-    hashes = np.array([sample_seed(seed, 0, row) for row in rows.tolist()], np.uint64)
-    return rows[np.argsort(hashes, kind="stable")[:count]]
+    return rows[
+        split_names.hold_out([sample_seed(seed, 0, row) for row in rows.tolist()], fraction)
+    ]
 
 
 # ------------------------------------------------------------------------------------- tokenizing
@@ -210,13 +169,11 @@ def _tokenize(rows, encoder, kind, fingerprint):
     import datasets  # here, because it takes a second
 
     datasets.disable_progress_bars()
-    value, numbers = datasets.Value, ("row", "answer", "bytes", "digest", "reason")
-    features = {
-        "tokens": datasets.LargeList(value("int32")),
-        **({} if kind == "text" else {"is_target": datasets.LargeList(value("uint8"))}),
-        **{name: value("int64") for name in numbers},
-        **{name: value("bool") for name in ("begins", "quotes")},
-    }
+    features = {name: datasets.Value("int64") for name in NUMBERS}
+    features |= {"begins": datasets.Value("bool")}
+    features |= {"tokens": datasets.LargeList(datasets.Value("int32"))}
+    if kind != "text":
+        features["is_target"] = datasets.LargeList(datasets.Value("uint8"))
     key = hashlib.sha256(f"{fingerprint} {kind} {rows.fingerprint}".encode()).hexdigest()[:32]
     try:
         table = datasets.Dataset.from_generator(
@@ -241,7 +198,7 @@ def _tokenize(rows, encoder, kind, fingerprint):
 
 def _records(rows, encoder, kind):
     """Yields what is in the table: at least one record for each row."""
-    waiting, characters = [], 0  # tuples of a row's number and its drafts
+    waiting, characters = [], 0  # tuples of a row's number and a draft, None of an empty row
     for number, row in enumerate(rows):
         # A long text is drafted segment by segment, so that it is never in memory as a whole.
         empty = True
@@ -249,58 +206,44 @@ def _records(rows, encoder, kind):
             empty, characters = False, characters + sum(len(part.text) for part in draft.parts)
             waiting.append((number, draft))
             if characters >= CHARACTERS_AT_ONCE or len(waiting) >= ROWS_AT_ONCE:
-                yield from _write(waiting, encoder, kind)
+                yield from _encode(waiting, encoder)
                 waiting, characters = [], 0
         if empty:
             waiting.append((number, None))
-    yield from _write(waiting, encoder, kind)
+    yield from _encode(waiting, encoder)
 
 
-def _write(waiting, encoder, kind):
+def _encode(waiting, encoder):
     """Yields the records of drafts; of None, one without tokens."""
     documents = iter(encoder.encode([draft for _, draft in waiting if draft is not None]))
+    empty = Document(np.zeros(0, np.int32), np.zeros(0, np.uint8))
     for number, draft in waiting:
-        if draft is None:
-            yield _record(_NOTHING, number, EMPTY if kind == "text" else NO_ANSWER, kind)
-        else:
-            yield _record(next(documents), number, 0, kind)
-
-
-_NOTHING = Document(np.zeros(0, np.int32), np.zeros(0, np.uint8))
-
-
-def _record(document, row, reason, kind):
-    content = document.tokens.tobytes()
-    content += b"" if kind == "text" else document.is_target.tobytes()
-    digest = hashlib.blake2b(content, digest_size=8).digest()
-    return {
-        "tokens": document.tokens,
-        **({} if kind == "text" else {"is_target": document.is_target}),
-        "row": row,
-        "answer": document.answer,
-        "bytes": document.bytes,
-        "digest": int.from_bytes(digest, "little", signed=True),
-        "reason": reason,
-        "begins": document.begins,
-        "quotes": document.quotes,
-    }
+        document = empty if draft is None else next(documents)
+        content = document.tokens.tobytes()
+        if not (is_text := document.is_target is None):
+            content += document.is_target.tobytes()
+        digest = hashlib.blake2b(content, digest_size=8).digest()
+        yield {
+            "tokens": document.tokens,
+            **({} if is_text else {"is_target": document.is_target}),
+            "row": number,
+            "answer": document.answer,
+            "bytes": document.bytes,
+            "digest": int.from_bytes(digest, "little", signed=True),
+            "begins": document.begins,
+        }
 
 
 def _open(table):
     """A `_Table` of a table on disk, without a copy of its tokens."""
     chunks = table.data.column("tokens").chunks
-    sizes = np.concatenate([np.diff(chunk.offsets.to_numpy()) for chunk in chunks])
-    column = {
-        name: table.data.column(name).to_numpy()
-        for name in ("row", "answer", "bytes", "digest", "reason", "begins", "quotes")
-    }
+    lengths = np.concatenate([np.diff(chunk.offsets.to_numpy()) for chunk in chunks])
+    column = {name: table.data.column(name).to_numpy() for name in (*NUMBERS, "begins")}
     first = np.flatnonzero(column["begins"])  # the first segment of each document
-    documents = join_segments(first, sizes, column["answer"], column["bytes"])
+    documents = join_segments(first, lengths, column["answer"], column["bytes"])
     with np.errstate(over="ignore"):
-        digests = sum_segments(first, column["digest"])
-    quotes = sum_segments(first, column["quotes"].astype(np.int64)) > 0
-    rows, reasons = column["row"][first], column["reason"][first]
-    return _Table(_open_stream(table), documents, rows, reasons, digests, quotes)
+        digests = np.add.reduceat(column["digest"], first)
+    return _Table(_open_stream(table), documents, column["row"][first], digests)
 
 
 def _open_stream(table):

@@ -41,8 +41,7 @@ class RunFolder:
             because the run was stopped in it: after `start`, evaluate first.
         record (dict | None): what args.json says of this start; on the main process, after `start`.
         results (dict | None): what results.json says, after `finish`.
-        meter (Meter), metrics (Metrics), saves (Saves): the speed, the log and the checkpoints, after
-            `start`.
+        meter, metrics, saves: the `Meter`, `Metrics` and `Saves`, after `start`.
     """
 
     def __init__(self, args, accelerator, may_change=(), loggers=(), writer=None):

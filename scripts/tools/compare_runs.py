@@ -1,7 +1,7 @@
 """Compares several runs: overlays their curves, prints their results and differing arguments.
 
-    python scripts/compare_runs.py runs/a runs/b runs/c
-    python scripts/compare_runs.py runs/seed* --metric loss --smoothing 0.98
+    python scripts/tools/compare_runs.py runs/a runs/b runs/c
+    python scripts/tools/compare_runs.py runs/seed* --metric loss --smoothing 0.98
 
 Writes `compare_runs.png` to `--output_dir`: the training loss, raw and smoothed, and the metric of
 the evaluations, by optimizer step, by sample and by time. Time is that of training: evaluations,
@@ -15,8 +15,8 @@ from pathlib import Path
 
 import numpy as np
 
-# Finds `utils` next to this script (a copy) or one folder up (the repository).
-sys.path.insert(1, str(Path(__file__).resolve().parents[1]))
+# Finds `utils` and the training scripts next to this script (a copy) or above (the repository).
+sys.path[1:1] = map(str, Path(__file__).resolve().parents[1:3])
 from utils import flags
 from utils.report import plots
 from utils.report.output import columns, writing_to
@@ -28,6 +28,7 @@ from utils.run.failures import UserError
 from utils.run.files import read_json
 
 NOT_METRICS = {"split", "step", "epoch", "score", "samples", "seconds"}
+RAISED = ",\nraised by label smoothing"
 LINE_STYLES = ("-", "--", ":", "-.")
 
 
@@ -170,7 +171,7 @@ def draw(path, runs, metric, smoothing):
             axis.set_xlabel(label)
             axis.grid(alpha=0.3)
     smoothed = any(run["arguments"].get("label_smoothing") for run in runs)
-    axes[0][0].set_ylabel("training loss" + ",\nraised by label smoothing" * smoothed)
+    axes[0][0].set_ylabel(f"training loss{RAISED if smoothed else ''}")
     axes[0][1].set_title("bold: smoothed, pale: each log line", fontsize="medium")
     axes[1][0].set_ylabel(f"evaluation {metric.replace('_', ' ')}")
     if metric in plots.SHARES:

@@ -1,17 +1,16 @@
 """Checks a cluster before a long job: what runs where, can processes communicate, and how fast.
 
-    accelerate launch --config_file accelerate_configs/4gpu.yaml scripts/check_topology.py
-    accelerate launch --config_file accelerate_configs/2cpu.yaml scripts/check_topology.py \\
+    accelerate launch --config_file accelerate_configs/4gpu.yaml scripts/tools/check_topology.py
+    accelerate launch --config_file accelerate_configs/2cpu.yaml scripts/tools/check_topology.py \\
         --max_bytes 4194304
-    sbatch --nodes=2 --gpus-per-node=4 scripts/submit.sbatch scripts/check_topology.py \\
+    sbatch --nodes=2 --gpus-per-node=4 scripts/submit.sbatch scripts/tools/check_topology.py \\
         --output_dir runs/check_topology
 
 Prints a table of all processes, and stops with one line for each problem: a process that never
 starts or that the others cannot reach, two processes on one GPU, versions or clocks that differ
 between machines, an output or data folder that differs between machines. Then it measures the
 all-reduce of data parallel training for messages of 1 KiB to --max_bytes, and prints how long
-averaging the gradients takes for models of several sizes. It writes `topology.json` and
-`allreduce.png`.
+averaging the gradients takes for models of several sizes. It writes `topology.json`.
 
 The bus bandwidth is bytes / seconds x 2 (n - 1) / n: what an ideal ring transfers over the link of
 each of n processes (NVIDIA nccl-tests, doc/PERFORMANCE.md).
@@ -34,8 +33,8 @@ from datetime import timedelta
 from importlib.metadata import version
 from pathlib import Path
 
-# Finds `utils` next to this script (a copy) or one folder up (the repository).
-sys.path.insert(1, str(Path(__file__).resolve().parents[1]))
+# Finds `utils` and the training scripts next to this script (a copy) or above (the repository).
+sys.path[1:1] = map(str, Path(__file__).resolve().parents[1:3])
 from utils.run import process
 
 if __name__ == "__main__":
@@ -45,7 +44,6 @@ import psutil
 import torch
 import torch.distributed as dist
 
-from utils.report import plots
 from utils.report.output import columns
 from utils.run import launch
 from utils.run.arguments import SECONDS, Parser
@@ -482,39 +480,14 @@ def summarize(rows, entries):
     for millions in (10, 100, 1000):
         seconds = latency + 4e6 * millions / best["algorithm_bandwidth"]
         times.append(f"{seconds * 1e3:,.0f} ms for {millions:,} million")
+    noun = "machine" if machines == 1 else "machines"
     return (
-        f"{WORLD} processes on {machines} machine{'s' * (machines > 1)} can communicate: "
+        f"{WORLD} processes on {machines} {noun} can communicate: "
         f"{latency * 1e6:,.0f} us for the smallest message, {best['bus_bandwidth'] / 1e9:.2f} GB/s "
         f"bus bandwidth at best.\nAveraging float32 gradients takes about {', '.join(times)} "
         "parameters. A backward pass that takes longer hides this time; if yours is shorter, use a "
         "larger --batch_size."
     )
-
-
-def draw(path, rows, processes, backend):
-    """Draws time and bus bandwidth of an all-reduce over the message size.
-
-    Args:
-        rows (list): what `measure_all_reduce` returned.
-        processes (int): how many took part.
-    """
-    figure, axes = plots.subplots(1, 2, figsize=(10, 3.6))
-    sizes = [row["bytes"] for row in rows]
-    labels = [f"{s // 2**20} M" if s >= 2**20 else f"{s // 2**10} K" for s in sizes]
-    panels = {
-        "milliseconds": [row["seconds"] * 1e3 for row in rows],
-        "bus bandwidth, GB/s": [row["bus_bandwidth"] / 1e9 for row in rows],
-    }
-    for axis, (label, values) in zip(axes, panels.items(), strict=True):
-        axis.plot(sizes, values, "o-")
-        axis.set_xscale("log", base=2)
-        axis.set_yscale("log")
-        axis.set_xticks(sizes, labels)
-        axis.set_xlabel("message, bytes")
-        axis.set_ylabel(label)
-        axis.grid(alpha=0.3)
-    figure.suptitle(f"All-reduce between {processes} processes over {backend}", fontsize=11)
-    plots.save(figure, path)
 
 
 # -------------------------------------------------------------------------------------------- main
@@ -565,7 +538,6 @@ def main():
         record = {"processes": entries, "all_reduce": rows}
         folder = Path(args.output_dir)
         (folder / "topology.json").write_text(json.dumps(record, indent=1))
-        draw(folder / "allreduce.png", rows, WORLD, backend)
     dist.destroy_process_group()
 
 

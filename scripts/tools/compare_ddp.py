@@ -2,9 +2,9 @@
 
 Compares four runs, and gradients with and without the usual mistakes:
 
-    accelerate launch --config_file accelerate_configs/2cpu.yaml scripts/compare_ddp.py \\
+    accelerate launch --config_file accelerate_configs/2cpu.yaml scripts/tools/compare_ddp.py \\
         --dataset synthetic
-    accelerate launch --config_file accelerate_configs/4gpu.yaml scripts/compare_ddp.py
+    accelerate launch --config_file accelerate_configs/4gpu.yaml scripts/tools/compare_ddp.py
 
 All runs train the same network. W is the number of processes, B the batch size, D the data set.
 Each run with W processes has an equivalent with one process:
@@ -37,6 +37,8 @@ The experiment is the one in the thread "Properly implementing DDP in training l
 discuss.pytorch.org (2022): B = 64, W = 4, two epochs; `ddp` trains for int(0.66 W) times as many
 epochs, because each is shorter.
 
+Copy it together with train_cifar.py, whose network it trains.
+
 Measured on 2026-11-21 with --dataset synthetic on 2 cores of an AMD EPYC: with 2cpu.yaml, after 20
 steps, the weights of `replicated` and its equivalent differ by 2.9e-7 (relative), those of `ddp`
 and its equivalent by 2.9e-7, and at the end by at most 6.7e-6. With 4gpu.yaml (the setting of the
@@ -52,8 +54,8 @@ from datetime import timedelta
 from functools import partial
 from pathlib import Path
 
-# Finds `utils` next to this script (a copy) or one folder up (the repository).
-sys.path.insert(1, str(Path(__file__).resolve().parents[1]))
+# Finds `utils` and the training scripts next to this script (a copy) or above (the repository).
+sys.path[1:1] = map(str, Path(__file__).resolve().parents[1:3])
 from utils.run import process
 
 if __name__ == "__main__":
@@ -61,6 +63,7 @@ if __name__ == "__main__":
 
 import torch
 import torch.nn.functional as F
+import train_cifar
 from accelerate import Accelerator, DataLoaderConfiguration
 from accelerate.utils import InitProcessGroupKwargs, set_seed
 from safetensors.torch import load_file, save_file
@@ -71,7 +74,6 @@ from utils.data.report import agree
 from utils.images.arrays import load_arrays, on_device
 from utils.images.augment import normalize
 from utils.report import plots
-from utils.report.measurements import Measurements, clock
 from utils.run import entry, launch
 from utils.run.arguments import BATCH, SECONDS, SEED, Parser
 from utils.run.collectives import local_main_first, run_on_main, wait_for_all
@@ -80,30 +82,25 @@ from utils.run.failures import RunFailed, UserError
 from utils.run.folder import RunFolder
 from utils.run.guard import Guard
 from utils.run.metrics import memory_bytes
-from utils.run.record import topology
 
 PAIRS = {"replicated": "replicated_single", "ddp": "ddp_single"}  # W processes: one process
 RUNS = [name for pair in PAIRS.items() for name in pair]
+MOMENTUM = 0.9
 TOLERANCE = 1e-5  # largest accepted relative difference of float32 weights
 TOLERANCE_FLOAT64 = 1e-10  # the same for float64 gradients
 
 
-class Net(nn.Module):
-    """A smooth version of the network of PyTorch's CIFAR tutorial.
+class Net(train_cifar.Net):
+    """A smooth version of the network of PyTorch's CIFAR tutorial, which train_cifar.py has.
 
     [batch, 3, 32, 32] -> [batch, classes].
 
-    No batch norm, because its statistics depend on the samples of one process. No ReLU and no
-    max-pooling, because they can turn a difference in the last bit into one in the third digit, so
-    that the runs diverge.
+    No ReLU and no max-pooling, because they can turn a difference in the last bit into one in the
+    third digit, so that the runs diverge.
     """
 
     def __init__(self, classes):
-        super().__init__()
-        self.conv1, self.conv2 = nn.Conv2d(3, 6, 5), nn.Conv2d(6, 16, 5)
-        self.fc1 = nn.Linear(16 * 5 * 5, 120)
-        self.fc2 = nn.Linear(120, 84)
-        self.fc3 = nn.Linear(84, classes)
+        super().__init__(classes)
         for layer in self.children():
             # With PyTorch's default initialization, which is smaller, accuracy stays at chance for
             # 150 steps.
@@ -179,7 +176,7 @@ def train(accelerator, name, data, args, should_stop):
     model = Net(len(data.class_names)).to(device)
     if name in PAIRS:
         model = accelerator.prepare(model)
-    optimizer = torch.optim.SGD(model.parameters(), lr=args.lr, momentum=args.momentum)
+    optimizer = torch.optim.SGD(model.parameters(), lr=args.lr, momentum=MOMENTUM)
     batches = build_batches(accelerator, split, name, args)
     mean, std = (value.to(device) for value in data.splits["train"].mean_and_std())
     total_steps = steps_of(name, split, args)
@@ -207,19 +204,8 @@ def train(accelerator, name, data, args, should_stop):
 
 
 def train_all(accelerator, run, data, args, guard):
-    """Trains the four runs, and saves a record of each.
-
-    An interrupted run starts over, because its time would be wrong. Finished runs are kept, unless
-    the machine, the versions or the topology are others: they are compared with each other.
-
-    Returns:
-        str | None: the last run that had already finished before this launch.
-    """
-    split, processes = data.splits["train"], accelerator.num_processes
-    path, here = run.path / "unfinished.json", topology(accelerator)
-    kept = run_on_main(accelerator, partial(Measurements, path, here))
-    # The samples that each process computes in a run.
-    costs = {name: steps_of(name, split, args) * batch_of(name, processes, args) for name in RUNS}
+    """Trains the four runs, and saves a record of each."""
+    split = data.splits["train"]
 
     def train_and_save(name, should_stop):
         shown = time.monotonic()
@@ -233,32 +219,20 @@ def train_all(accelerator, run, data, args, guard):
 
         trained = train(accelerator, name, data, args, show_and_ask)
         if trained and accelerator.is_main_process:
-            temporary = run.path / f".{name}.writing"
-            save_file(trained, temporary)
-            os.replace(temporary, run.path / f"{name}.safetensors")
-            kept.keep(name, trained["seconds"].item())
-            rest = sum(cost for name, cost in costs.items() if name not in kept.values)
-            per_sample = sum(kept.values.values()) / sum(costs[name] for name in kept.values)
-            run.print(f"  {kept.values[name]:.1f} s, about {clock(per_sample * rest)} left")
+            save_file(trained, run.path / f"{name}.safetensors")
         return trained is not None
 
     def got_signal(*_):
         return process.signal_name() is not None
 
-    resumed_from = None
     for name in RUNS:
-        if name in kept.values:
-            run.print(f"{name}: already finished")
-            resumed_from = name
-            continue
         run.print(f"{name} ...")
         if name in PAIRS:
             finished = train_and_save(name, guard.should_stop)
         else:
             finished = run_on_main(accelerator, partial(train_and_save, name, got_signal))
         if not finished:
-            run.exit_preempted(f"during {name}, which will start over; the runs before it are kept")
-    return resumed_from
+            run.exit_preempted(f"during {name}: the same command starts over")
 
 
 def steps_of(name, split, args):
@@ -469,17 +443,16 @@ def main():
         kwargs_handlers=[InitProcessGroupKwargs(timeout=timedelta(seconds=args.timeout))],
     )
     processes = accelerator.num_processes
-    args.ddp_epochs = args.ddp_epochs or args.epochs * max(1, int(0.66 * processes))
     launch.print_banner(accelerator, args.batch_size)
     data = local_main_first(accelerator, lambda: load_arrays(args.dataset, seed=args.seed))
-    args.data = agree(accelerator, args.dataset, data)  # recorded with the results
+    description = agree(accelerator, args.dataset, data)
     split, classes = data.splits["train"], len(data.class_names)
     if args.batch_size > len(split):
         raise UserError(
             f"--batch_size {args.batch_size} is more than the {len(split)} training images"
         )
     run = RunFolder(args, accelerator)
-    run.open()
+    run.open(data=description)
     if run.finished:
         run.print(table(run.finished["runs"]))
         run.print(f"this comparison has already finished; see {run.path}")
@@ -503,7 +476,7 @@ def main():
         f"{', '.join(f'{loss:.6f}' for loss in own)}\n"
         f"their mean: {sum(own) / processes:.6f}; one process, the whole batch: {whole:.6f}\n"
     )
-    resumed_from = train_all(accelerator, run, data, args, guard)
+    train_all(accelerator, run, data, args, guard)
     if accelerator.is_main_process:
         losses = {"per_process": own, "mean": sum(own) / processes, "one_process": whole}
         results = {
@@ -511,7 +484,6 @@ def main():
             "losses_of_one_batch": losses,
             "num_processes": processes,
             "peak_memory_bytes": memory_bytes(accelerator.device),
-            "resumed_from": resumed_from,
         }
         conclude(run, epoch_steps(split, args), args, results)
     wait_for_all(accelerator)  # a scheduler may stop the other machines when one exits
@@ -576,7 +548,6 @@ def conclude(run, steps_per_epoch, args, results):
         "samples_per_second": samples / seconds,
     }
     run.write_results(results)
-    (run.path / "unfinished.json").unlink(missing_ok=True)
     print(f"the pairs agree to {difference:.1e} (tolerance {TOLERANCE:.0e}); see {plot}")
 
 
@@ -612,21 +583,12 @@ def parse_args():
         default=2,
         help="passes over the data in replicated and its equivalent",
     )
-    group.add_argument(
-        "--ddp_epochs",
-        type=at_least_1,
-        help="passes over the data in ddp and its equivalent; default: epochs x int(0.66 x "
-        "processes)",
-    )
     group.add_argument("--max_train_steps", type=at_least_1, help="most optimizer steps of a run")
     group.add_argument(
         "--lr",
         type=number(float, 0, most=1000),
         default=0.02,
         help="learning rate of all four runs",
-    )
-    group.add_argument(
-        "--momentum", type=number(float, 0, below=1), default=0.9, help="momentum of all four runs"
     )
     group.add_argument(
         "--proof_steps",
@@ -649,8 +611,7 @@ def parse_args():
         "--resume",
         choices=["auto", "never"],
         default="auto",
-        help="auto: keep the runs that have finished; never: stop with an error if output_dir has "
-        "any",
+        help="never: stop with an error if output_dir has results",
     )
     group.add_argument(
         "--log_every", type=at_least_1, default=10, help="steps between lines of metrics.jsonl"
@@ -664,7 +625,10 @@ def parse_args():
     group.add_argument(
         "--timeout", type=SECONDS, default=1800, help="seconds to wait for another process"
     )
-    return parser.parse_args()
+    args = parser.parse_args()
+    # Epochs of `ddp` are shorter: it has more of them.
+    args.ddp_epochs = args.epochs * max(1, int(0.66 * int(os.environ.get("WORLD_SIZE", 1))))
+    return args
 
 
 if __name__ == "__main__":

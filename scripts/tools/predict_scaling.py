@@ -1,14 +1,12 @@
 """Predicts step time and efficiency of data parallel training on 8 to 4096 processes.
 
-    python scripts/predict_scaling.py --parameters 11e6 --step_seconds 0.05 \\
+    python scripts/tools/predict_scaling.py --parameters 11e6 --step_seconds 0.05 \\
         --topology runs/check_topology/topology.json
-    python scripts/predict_scaling.py --parameters 1.5e9 --step_seconds 0.9 \\
+    python scripts/tools/predict_scaling.py --parameters 1.5e9 --step_seconds 0.9 \\
         --latency 10e-6 --bandwidth 50e9
-    python scripts/predict_scaling.py --parameters 7e9 --layers 32 --step_seconds 4 \\
+    python scripts/tools/predict_scaling.py --parameters 7e9 --layers 32 --step_seconds 4 \\
         --processes 64 --per_machine 8 --latency 10e-6 --bandwidth 50e9 \\
         --inside_latency 5e-6 --inside_bandwidth 300e9
-    accelerate launch --config_file accelerate_configs/2cpu.yaml scripts/predict_scaling.py \\
-        --measure
 
 `--step_seconds` is the time of a step on one process. `--topology` is the result of
 `check_topology.py`; instead of it, you can give `--latency` in seconds and `--bandwidth` (bus
@@ -44,40 +42,30 @@ The model, for W processes and n bytes of gradients over links of latency a and 
 - HSDP shards over the processes of a machine and averages the gradient of each shard over the R
   machines: the network carries 2 n (R - 1) / R bytes per machine, and the rest stays inside
   (section 3.2.2 of Zhao et al.).
-
-`--measure` runs a network of `--parameters` on W real processes, and compares the predicted step
-time with the measured one; after an interruption, the same command keeps the figures so far. The
-README has results.
 """
 
 import json
 import math
 import sys
-import time
-from functools import cache, partial
+from functools import cache
 from pathlib import Path
 from typing import NamedTuple
 
-# Finds `utils` next to this script (a copy) or one folder up (the repository).
-sys.path.insert(1, str(Path(__file__).resolve().parents[1]))
+# Finds `utils` and the training scripts next to this script (a copy) or above (the repository).
+sys.path[1:1] = map(str, Path(__file__).resolve().parents[1:3])
 from utils.run import process
 
 if __name__ == "__main__":
     process.handle_signals()  # before torch: a signal during the slow imports must not be lost
 
-import torch
-import torch.distributed as dist
-from accelerate import Accelerator
-from torch import nn
 
 from utils.report import plots
-from utils.report.measurements import Measurements, clock
 from utils.report.output import writing_to
-from utils.run import entry, launch, output
-from utils.run.arguments import BATCH, Parser
-from utils.run.collectives import run_on_main
+from utils.run import entry
+from utils.run.arguments import Parser
 from utils.run.domains import number
 from utils.run.failures import UserError
+from utils.run.output import notice
 
 FIRST_BUCKET, BUCKET = 2**20, 25 * 2**20
 # Share of the memory for weights, gradients and optimizer states; the rest is for activations.
@@ -118,23 +106,19 @@ def buckets(size):
     return [first] + [BUCKET] * full + [rest] * (rest > 0)
 
 
-def step_seconds(processes, compute, size, latency, bandwidth, overlap=True):
+def step_seconds(processes, compute, size, latency, bandwidth):
     """Seconds of one step with DDP.
 
     Args:
         compute (float): seconds of computation of a step.
         size (int): bytes of gradients.
-        overlap (bool): whether the backward pass hides communication.
     """
-    link = Link(latency, bandwidth)
-    if not overlap:
-        return compute + sum(all_reduce_seconds(processes, part, *link) for part in buckets(size))
     forward = compute * (1 - BACKWARD)
     computed, sent_at = 0, forward
     for bucket in buckets(size):
         computed += bucket
         ready_at = forward + compute * BACKWARD * computed / size
-        sent_at = max(sent_at, ready_at) + all_reduce_seconds(processes, bucket, *link)
+        sent_at = max(sent_at, ready_at) + all_reduce_seconds(processes, bucket, latency, bandwidth)
     return max(compute, sent_at)
 
 
@@ -364,128 +348,17 @@ def draw(path, rows):
     plots.save(figure, path)
 
 
-# ------------------------------------------------------------------------------------- measurement
-
-
-def measure(args):
-    """Runs real steps on these processes and compares their time with the prediction."""
-    accelerator = Accelerator(cpu=launch.set_up())
-    width = max(1, round((args.parameters / args.layers) ** 0.5))
-    layers = [nn.Linear(width, width, bias=False) for _ in range(args.layers)]
-    model = accelerator.prepare(nn.Sequential(*layers))
-    data = torch.randn(args.batch, width, device=accelerator.device)
-
-    def step():
-        accelerator.backward(model(data).square().mean())
-        model.zero_grad()
-
-    def compute():
-        with accelerator.no_sync(model):
-            step()
-
-    processes, size = accelerator.num_processes, args.layers * width**2 * 4
-    functions = {
-        "compute_seconds": partial(median_seconds, accelerator, compute),
-        "measured_seconds": partial(median_seconds, accelerator, step),
-    }
-    if processes > 1:
-        functions["link"] = partial(measure_link, accelerator)
-    figures = measure_each(accelerator, args, functions)
-    compute_time, step_time = figures["compute_seconds"], figures["measured_seconds"]
-    result = {}
-    if processes > 1:
-        link = Link(*figures["link"])
-        predicted = [
-            step_seconds(processes, compute_time, size, *link, overlap=overlap)
-            for overlap in (True, False)
-        ]
-        result = {"latency": link.latency, "bandwidth": link.bandwidth}
-        result |= {"predicted_overlapped": predicted[0], "predicted_in_turn": predicted[1]}
-    result |= {
-        "processes": processes,
-        "gradient_bytes": size,
-        "compute_seconds": compute_time,
-        "measured_seconds": step_time,
-    }
-    if accelerator.is_main_process:
-        print(
-            f"{processes} process(es), {size / 2**20:.1f} MiB of gradients: computation alone "
-            f"takes {compute_time * 1e3:.1f} ms"
-        )
-        if processes > 1:
-            print(
-                f"link: {link.latency * 1e6:.0f} us, {link.bandwidth / 1e9:.2f} GB/s\n"
-                f"step predicted {predicted[0] * 1e3:.1f} ms (communication hidden) to "
-                f"{predicted[1] * 1e3:.1f} ms (not hidden), measured {step_time * 1e3:.1f} ms"
-            )
-        write(args, f"measured_{processes}.json", result)
-    accelerator.end_training()
-
-
-def measure_each(accelerator, args, functions):
-    """Calls each of the functions (dict) on all processes, and keeps what it returns.
-
-    Returns:
-        dict: name -> figure, those of an interrupted start included.
-    """
-    chosen = dict(parameters=args.parameters, layers=args.layers, batch=args.batch)
-    chosen["processes"] = accelerator.num_processes
-    path = Path(args.output_dir) / "unfinished.json"
-    kept = run_on_main(accelerator, partial(Measurements, path, chosen))
-    start_time, before, figures = time.perf_counter(), len(kept.values), {}
-    for done, (name, function) in enumerate(functions.items()):
-        if name not in kept.values:
-            value = function()
-            kept.values[name] = run_on_main(accelerator, partial(kept.keep, name, value))
-            each = (time.perf_counter() - start_time) / (done + 1 - before)
-            if accelerator.is_main_process and done + 1 < len(functions):
-                left = clock(each * (len(functions) - done - 1))
-                print(f"{done + 1} of {len(functions)} figures, about {left} left", flush=True)
-        figures[name] = kept.values[name]
-    run_on_main(accelerator, kept.finish)
-    return figures
-
-
-def measure_link(accelerator):
-    """Measures the link between the processes with all-reduces of 1 KiB to 64 MiB."""
-    processes, rows = accelerator.num_processes, []
-    for size in [2**i for i in range(10, 27, 4)]:
-        all_reduce = partial(dist.all_reduce, torch.ones(size // 4, device=accelerator.device))
-        seconds = median_seconds(accelerator, all_reduce, repeats=10)
-        bandwidth = size / seconds * 2 * (processes - 1) / processes
-        rows.append({"seconds": seconds, "bus_bandwidth": bandwidth})
-    return fit_link(rows, processes)
-
-
-def median_seconds(accelerator, function, repeats=20):
-    """The median time of `function()` after a warm-up: each time that of the slowest process."""
-    times = []
-    for _ in range(repeats):
-        accelerator.wait_for_everyone()
-        start_time = time.perf_counter()
-        function()
-        if accelerator.device.type == "cuda":
-            torch.cuda.synchronize()
-        seconds = torch.tensor([time.perf_counter() - start_time], device=accelerator.device)
-        times.append(accelerator.gather(seconds).max().item())
-    measured = sorted(times[3:])
-    return measured[len(measured) // 2]
-
-
 # -------------------------------------------------------------------------------------------- main
 
 
 def main():
     args = parse_args()
-    if args.measure:
-        measure(args)
-        return
     link, machines = read_link(args, "")
     inside, _ = read_link(args, "inside_")
     if args.step_seconds is None or link is None:
         raise UserError("give --step_seconds, and --topology or both --latency and --bandwidth")
     if machines == 1 and (args.processes is None or args.processes > args.per_machine):
-        output.notice(
+        notice(
             "measured within one machine: links between machines are slower; measure with two "
             "machines"
         )
@@ -582,7 +455,7 @@ def parse_args():
         "--layers",
         type=number(int, 1, most=10_000),
         default=16,
-        help="layers of equal size, also of the network that --measure runs",
+        help="layers of equal size",
     )
     group = parser.add_argument_group("comparing DDP, FSDP and HSDP")
     group.add_argument(
@@ -612,13 +485,6 @@ def parse_args():
         type=bandwidth,
         help="bus bandwidth inside a machine, bytes per second",
     )
-    group = parser.add_argument_group("measuring, under accelerate launch")
-    group.add_argument(
-        "--measure",
-        action="store_true",
-        help="run real steps on these processes, and compare their time with the prediction",
-    )
-    group.add_argument("--batch", type=BATCH, default=512, help="samples per process and step")
     return parser.parse_args()
 
 

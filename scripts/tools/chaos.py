@@ -1,6 +1,6 @@
 """Kills a training run at random times, again and again, and checks that its results are the same.
 
-    python scripts/chaos.py --kills 50 -- \\
+    python scripts/tools/chaos.py --kills 50 -- \\
         accelerate launch --config_file accelerate_configs/2cpu.yaml scripts/train_cifar.py \\
         --dataset synthetic --model net --batch_size 500 --max_train_steps 200 --checkpoint_every 10
 
@@ -26,8 +26,8 @@ from collections import Counter
 from functools import partial
 from pathlib import Path
 
-# Finds `utils` next to this script (a copy) or one folder up (the repository).
-sys.path.insert(1, str(Path(__file__).resolve().parents[1]))
+# Finds `utils` and the training scripts next to this script (a copy) or above (the repository).
+sys.path[1:1] = map(str, Path(__file__).resolve().parents[1:3])
 import psutil
 
 from utils.report.measurements import Measurements, clock

@@ -1,0 +1,56 @@
+"""Runs one of the loops that the benchmarks compare the training scripts with, in plain PyTorch.
+
+    python scripts/benchmarks/baselines.py machine.sha256 --options '{"steps": 8}'
+
+The loop is a generator in a module of this folder, which yields after each step. Prints the seconds
+of each step, the peak memory, and what the loop returns, as JSON. With torchrun, `plain_cifar` uses
+DDP over gloo.
+"""
+
+import importlib
+import json
+import sys
+import time
+from pathlib import Path
+
+# Finds `utils` and the training scripts next to this script (a copy) or above (the repository).
+sys.path[1:1] = map(str, Path(__file__).resolve().parents[1:3])
+from utils.run import process
+
+if __name__ == "__main__":
+    process.handle_signals()  # ends this process when the benchmark that started it does
+
+import torch
+
+from utils.run import entry
+from utils.run.arguments import Parser
+from utils.run.metrics import memory_bytes
+
+
+def main():
+    parser = Parser(description=__doc__.split("\n")[0])
+    parser.add_argument("loop", help="module and name of the loop")
+    parser.add_argument("--options", default="{}", help="the arguments of the loop, as JSON")
+    args = parser.parse_args()
+    module, _, name = args.loop.partition(".")
+    loop, seconds, results = getattr(importlib.import_module(module), name), [], {}
+
+    def steps():
+        results.update((yield from loop(**json.loads(args.options))) or {})
+
+    start_time = time.perf_counter()
+    for _ in steps():
+        now = time.perf_counter()
+        seconds.append(now - start_time)
+        start_time = now
+    if torch.distributed.is_initialized():
+        # Without it, a process that uses gloo occasionally aborts at exit.
+        torch.distributed.destroy_process_group()
+    if process.is_main():
+        device = torch.device("cuda" if torch.cuda.is_initialized() else "cpu")
+        answer = {"seconds": seconds, "memory": memory_bytes(device), "results": results}
+        print(json.dumps(answer))
+
+
+if __name__ == "__main__":
+    entry.run(main)

@@ -1,0 +1,279 @@
+"""train_cifar.py against plain loops with the same network: speed, memory, two processes."""
+
+import itertools
+import os
+import statistics
+import subprocess
+import tempfile
+from functools import partial
+from pathlib import Path
+from types import SimpleNamespace
+
+import torch
+import torch.nn.functional as F
+import train_cifar
+from gpt import gpt_arguments
+from measuring import (
+    QUIET,
+    batches,
+    environment,
+    kept,
+    logged_steps,
+    measure_loop,
+    measure_script,
+    print_speeds,
+    python,
+    ratios_of,
+    script_words,
+    short_run,
+    steady,
+)
+from PIL import Image
+from torch import nn
+from torch.utils.data import DataLoader, Dataset
+from torch.utils.flop_counter import FlopCounterMode
+
+from utils.images.arrays import synthetic_arrays
+from utils.images.augment import augment, normalize
+from utils.run import devices
+from utils.run.files import read_json_lines
+
+DEFAULTS = SimpleNamespace(model="fastnet", lr_schedule="linear")  # of train_cifar.py
+
+
+def loop_overhead(args, rounds):
+    """A step of train_cifar.py and train_gpt.py over a plain PyTorch loop with the same model.
+
+    With the same batches, optimizer and schedule: --model net, the default model, and DDP.
+    """
+    few, many = (12, 60) if args.quick else (60, 500)
+    cifar = "train_cifar.py --batch_size 96"
+    gpt_script = f"train_gpt.py {gpt_arguments()} --num_workers 0"
+    net = partial(measure_loop, rounds, "cifar.plain_cifar", model="net", batch_size=96)
+    fastnet = partial(measure_loop, rounds, "cifar.plain_cifar", model="fastnet", batch_size=96)
+    plain_gpt = partial(measure_loop, rounds, "gpt.plain_gpt")
+    return {
+        "loop_overhead/net": overhead(rounds, f"{cifar} --model net", net, many),
+        "loop_overhead/default": overhead(rounds, cifar, fastnet, few),
+        "loop_overhead/two_processes": overhead(rounds, f"{cifar} --model net", net, many, 2),
+        "loop_overhead/gpt": overhead(rounds, gpt_script, plain_gpt, many),
+    }
+
+
+def overhead(rounds, command, plain, steps, processes=1):
+    """Compares a step of a script with that of a plain loop.
+
+    Args:
+        plain (Callable): called as `plain(processes=..., steps=...)`, measures the plain loop.
+
+    Returns:
+        tuple[list, str]: the ratio of each round, or for short steps the difference; its unit.
+    """
+    # 10 is the default. A long step needs fewer for a measurement, and a log line costs nothing
+    # beside it.
+    log_every = 10 if steps >= 200 else 2
+    warm_up = steps // 5
+    milliseconds, ratios = [], []
+    for _ in rounds.each():
+        seconds = plain(processes=processes, steps=steps)["seconds"]
+        lines, _ = measure_script(rounds, f"{command} {short_run(steps, log_every)}", processes)
+        # Means over as many steps as a log line of the script.
+        starts = range(warm_up, steps, log_every)
+        means = [statistics.mean(seconds[start : start + log_every]) for start in starts]
+        ours, theirs = steady(logged_steps(lines, warm_up)), steady(means)
+        milliseconds.append(1e3 * (ours - theirs))
+        ratios.append(ours / theirs)
+    if theirs >= 0.02:
+        return ratios, "time per step over a plain PyTorch loop (less is better), ratio"
+    return milliseconds, "ms per step above a plain PyTorch loop (less is better)"
+
+
+def tutorial_speedup(args, rounds):
+    """Samples per second of train_cifar.py over the usual tutorial with the same network.
+
+    That has per-sample transforms in two workers, float32, and loss.item() in every step.
+    """
+    steps, batch = (6, 240) if args.quick else (10, 480)
+    command = f"train_cifar.py --batch_size {batch} {short_run(steps, log_every=1)}"
+    speeds = {"tutorial": [], "train_cifar.py": []}
+    for _ in rounds.each():
+        options = dict(steps=steps, batch_size=batch)
+        seconds = measure_loop(rounds, "cifar.tutorial", **options)["seconds"]
+        speeds["tutorial"].append(batch * (steps - 1) / sum(seconds[1:]))
+        lines, _ = measure_script(rounds, command, bf16=devices.has_bf16())
+        speeds["train_cifar.py"].append(batch * (steps - 1) / sum(logged_steps(lines, 1)))
+    print_speeds(speeds, "samples/s")
+    unit = "samples per second over the usual tutorial (more is better), ratio"
+    return {"tutorial_speedup": (ratios_of(speeds["train_cifar.py"], speeds["tutorial"]), unit)}
+
+
+def scaling_efficiency(args, rounds):
+    """Samples per second of two DDP processes with one thread each over two independent runs."""
+    steps, batch = (20 if args.quick else 60), 128
+    command = f"train_cifar.py {short_run(steps, log_every=5)} --batch_size"
+    together, apart = [], []
+    for _ in rounds.each():
+        lines, _ = measure_script(rounds, f"{command} {2 * batch}", processes=2)
+        together.append(2 * batch / statistics.median(logged_steps(lines, 10)))
+        apart.append(sum(side_by_side(rounds, f"{command} {batch}", batch)))
+    unit = "samples per second over two independent runs (more is better), ratio"
+    return {"scaling_efficiency": (ratios_of(together, apart), unit)}
+
+
+@kept
+def side_by_side(command, batch):
+    """Runs a script twice at the same time, with one thread each.
+
+    Returns:
+        list[float]: samples per second of each.
+    """
+    one_thread = environment() | {"OMP_NUM_THREADS": "1"}
+    cores = sorted(os.sched_getaffinity(0))
+    with tempfile.TemporaryDirectory() as folder:
+        outputs = [Path(folder) / str(index) for index in range(2)]
+        running = []
+        for index, output in enumerate(outputs):
+            own_core = partial(os.sched_setaffinity, 0, {cores[index]})
+            words = python(processes=1) + script_words(command, output)
+            options = dict(env=one_thread, preexec_fn=own_core, **QUIET)
+            running.append(subprocess.Popen(words, **options))
+        if any(script.wait() for script in running):
+            raise RuntimeError(f"{command} failed")
+        logs = [read_json_lines(output / "metrics.jsonl") for output in outputs]
+    return [batch / statistics.median(logged_steps(log, 10)) for log in logs]
+
+
+def memory(args, rounds):
+    """Peak memory of train_cifar.py over that of a plain loop which holds the same data."""
+    steps, ratios = 6, []
+    for _ in rounds.each():
+        options = dict(model="fastnet", batch_size=480, steps=steps)
+        plain = measure_loop(rounds, "cifar.plain_cifar", **options)["memory"]
+        _, results = measure_script(rounds, f"train_cifar.py {short_run(steps)}")
+        ratios.append(results["peak_memory_bytes"] / plain)
+    return {"memory": (ratios, "peak memory over a plain PyTorch loop (less is better), ratio")}
+
+
+def plain_cifar(model, batch_size, steps):
+    """train_cifar.py as a plain PyTorch loop; yields after each step.
+
+    With DDP, if there are several processes.
+    """
+    devices.keep_freed_memory()  # as the scripts do: what is compared is the loop
+    rank, world = connect()
+    data = synthetic_arrays(0)
+    split = data.splits["train"]
+    mean, std = split.mean_and_std()
+    torch.manual_seed(0)
+    args = SimpleNamespace(model=model, lr_schedule="linear", **train_cifar.RECIPES[model])
+    plan = SimpleNamespace(total_steps=steps)
+    network = train_cifar.build_model(model, len(data.class_names))
+    optimizer = train_cifar.build_optimizer(network, args)
+    scheduler = torch.optim.lr_scheduler.LambdaLR(
+        optimizer, lambda step: train_cifar.lr_multiplier(step, plan, args)
+    )
+    parallel = nn.parallel.DistributedDataParallel(network) if world > 1 else network
+    for step, ids in enumerate(batches(len(split), batch_size, steps)):
+        ids = ids.chunk(world)[rank]
+        size = train_cifar.image_size_at(step / steps, args)
+        images, keep = augment(split.images[ids], ids, 0, 0, padding=2, cutout=0)
+        outputs = parallel(normalize(images, mean, std, keep, size))
+        smoothing = args.label_smoothing
+        loss = F.cross_entropy(outputs, split.labels[ids], label_smoothing=smoothing)
+        loss.backward()
+        optimizer.step()
+        scheduler.step()
+        optimizer.zero_grad()
+        yield
+
+
+def tutorial(steps, batch_size):
+    """The usual tutorial's loop with the default network; yields after each step."""
+    torch.manual_seed(0)
+    model, optimizer = fastnet()
+    model = model.to(memory_format=torch.contiguous_format)
+    data = PerSample(synthetic_arrays(0).splits["train"])
+    loader = DataLoader(data, batch_size, shuffle=True, drop_last=True, num_workers=2)
+    for images, labels in itertools.islice(loader, steps):
+        loss = F.cross_entropy(model(images), labels, label_smoothing=0.2)
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        loss.item()
+        yield
+
+
+class PerSample(Dataset):
+    """Decoded PIL images, transformed one by one, like torchvision's CIFAR10 data set."""
+
+    def __init__(self, split):
+        import torchvision.transforms as T
+
+        arrays = split.images.permute(0, 2, 3, 1).numpy()
+        self.images = [Image.fromarray(array) for array in arrays]
+        self.labels = split.labels.tolist()
+        steps = [
+            T.RandomCrop(32, padding=4, padding_mode="reflect"),
+            T.RandomHorizontalFlip(),
+            T.ToTensor(),
+            T.Normalize((0.49, 0.48, 0.45), (0.25, 0.24, 0.26)),
+        ]
+        self.transform = T.Compose(steps)
+
+    def __len__(self):
+        return len(self.images)
+
+    def __getitem__(self, index):
+        return self.transform(self.images[index]), self.labels[index]
+
+
+def fastnet():
+    """Builds the default model of train_cifar.py and its optimizer."""
+    model = train_cifar.build_model("fastnet", 10)
+    args = SimpleNamespace(model="fastnet", **train_cifar.RECIPES["fastnet"])
+    return model, train_cifar.build_optimizer(model, args)
+
+
+def cifar_flops(batch_size, size):
+    """Counts the operations of a training step of the default model of train_cifar.py."""
+    return step_flops(fastnet, batch_size, size)
+
+
+def step_flops(build, batch_size, size, whiten_bias=True):
+    """Counts the floating-point operations of a training step of a model and its optimizer.
+
+    They are those of the forward pass, the backward pass and the optimizer. PyTorch counts those of
+    convolutions and matrix products, without computing anything: two for a multiplication and
+    addition.
+
+    Args:
+        build: returns the model and the optimizer.
+        whiten_bias (bool): whether the bias of the first layer is trained.
+    """
+    with torch.device("meta"):
+        model, optimizer = build()
+        model.whiten.bias.requires_grad_(whiten_bias)
+        for group in optimizer.param_groups:
+            group["fused"] = False  # not on this device; the operations are the same
+        images = torch.empty(batch_size, 3, size, size)
+        labels = torch.zeros(batch_size, dtype=torch.int64)
+        with FlopCounterMode(display=False) as counter:
+            F.cross_entropy(model(images), labels).backward()
+            optimizer.step()
+    return counter.get_total_flops()
+
+
+def evaluation_flops(count):
+    """Counts the operations of a forward pass of `count` images of full size."""
+    with torch.device("meta"), torch.no_grad(), FlopCounterMode(display=False) as counter:
+        train_cifar.build_model("fastnet", 10)(torch.empty(count, 3, 32, 32))
+    return counter.get_total_flops()
+
+
+def connect():
+    """Connects the processes of torchrun over gloo; returns (rank, number of processes)."""
+    world = int(os.environ.get("WORLD_SIZE", 1))
+    torch.set_num_threads(max(1, devices.cores() // world))
+    if world > 1:
+        torch.distributed.init_process_group("gloo")
+    return int(os.environ.get("RANK", 0)), world

@@ -1,0 +1,180 @@
+"""train_lm.py against TRL's SFTTrainer."""
+
+import importlib.util
+import json
+import random
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+import torch
+from measuring import (
+    HERE,
+    QUIET,
+    environment,
+    kept,
+    measure_loop,
+    measure_script,
+    script_words,
+    seconds_to_first_step,
+)
+
+from utils.run import devices
+
+# On a GPU of the size of SmolLM2-135M.
+LM_MODEL = """
+import sys, torch
+from transformers import LlamaConfig, LlamaForCausalLM
+from utils.language.causal_lm import byte_tokenizer
+names = "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads"
+sizes = (576, 1536, 30, 9) if torch.cuda.is_available() else (256, 768, 4, 4)
+sizes = dict(zip(names, sizes), tie_word_embeddings=True)
+config = LlamaConfig(vocab_size=49_152, eos_token_id=258, pad_token_id=256, **sizes)
+LlamaForCausalLM(config).save_pretrained(sys.argv[1])
+byte_tokenizer().save_pretrained(sys.argv[1])
+"""
+# Its loss never has all logits in memory, as ours.
+TRL = """
+import json, resource, sys, time
+begin = float(sys.argv[2])
+import torch
+from datasets import load_dataset
+from transformers import TrainerCallback
+from trl import SFTConfig, SFTTrainer
+options, ends = json.loads(sys.argv[1]), []
+class Clock(TrainerCallback):
+    def on_step_end(self, *_, **__):
+        ends.append(time.time())
+data = load_dataset("json", data_files=options.pop("data"), split="train")
+model = options.pop("model")
+config = SFTConfig(report_to=[], save_strategy="no", logging_steps=1,
+    use_cpu=not torch.cuda.is_available(), gradient_checkpointing=False, adam_beta2=0.95,
+    weight_decay=0.0, disable_tqdm=True,
+    lr_scheduler_type="constant", model_init_kwargs={"dtype": "float32"}, **options)
+trainer = SFTTrainer(model=model, args=config, train_dataset=data, callbacks=[Clock()])
+started = time.time()
+trainer.train()
+print(json.dumps({
+    "losses": [line["loss"] for line in trainer.state.log_history if "loss" in line],
+    "start": ends[0] - begin, "seconds": ends[-1] - started,
+    "memory": torch.cuda.max_memory_allocated() or
+    1024 * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss,
+}))
+"""
+
+
+def lm(args, rounds):
+    """train_lm.py against TRL's SFTTrainer (skipped if `trl` is not installed).
+
+    The same Llama with random weights, prompts and completions, AdamW, precision and device.
+    /loss_difference: the largest between the losses of 20 steps on the same documents; the others
+    compare an epoch of each at its best.
+    """
+    if importlib.util.find_spec("trl") is None:
+        print("    skipped: trl is not installed (pip install trl)")
+        return {}
+    gpu = torch.cuda.is_available()
+    bf16, rows, documents = gpu or devices.has_bf16(), 16 if gpu else 4, 4096 if gpu else 256
+    if args.quick:
+        documents //= 4
+    values = {name: [] for name in ("loss_difference", "speed", "memory", "start", "logits")}
+    with tempfile.TemporaryDirectory() as folder:
+        model = f"{folder}/model"
+        words = [sys.executable, "-c", LM_MODEL, model]
+        subprocess.run(words, check=True, cwd=HERE.parent, env=environment(), **QUIET)
+        few, many = (write_completions(f"{folder}/{n}", n) for n in (16, documents))
+        ours = f"train_lm.py --model {model} --lr_schedule constant --warmup_steps 0 --lr 1e-3"
+        ours += (
+            " --weight_decay 0 --log_every 1 --eval_every 1000 --checkpoint_every 0 --track none"
+        )
+        for index in rounds.each():
+            # All documents are in one batch, so that their order does not matter.
+            same = f"{ours} --dataset {few} --block_size 2048 --batch_size 1 --epochs 20"
+            lines, _ = measure_script(rounds, same)
+            options = dict(model=model, data=few + "/train.jsonl", learning_rate=1e-3, bf16=False)
+            whole = dict(per_device_train_batch_size=16, num_train_epochs=20, max_length=None)
+            theirs = measure_trl(rounds, {**options, **whole, "output_dir": f"{folder}/trl"})
+            losses = [line["loss"] for line in lines if line["split"] == "train"]
+            pairs = zip(losses, theirs["losses"], strict=True)
+            values["loss_difference"].append(max(abs(a - b) for a, b in pairs))
+
+            best = f"{ours} --dataset {many} --block_size 1024 --batch_size {rows}"
+            _, mine = measure_script(rounds, best, bf16=bf16)
+            options |= {"data": many + "/train.jsonl", "bf16": bf16, "max_length": 1024}
+            options["num_train_epochs"] = 1
+            packed = {**options, "packing": True, "per_device_train_batch_size": rows}
+            padded = {**options, "per_device_train_batch_size": 4 * rows}
+            peers = {
+                name: measure_trl(rounds, {**how, "output_dir": f"{folder}/trl"})
+                for name, how in (("packed", packed), ("padded", padded))
+            }
+            first = seconds_to_first_step(
+                rounds, script_words(best, f"{folder}/ours{index}"), launch=False
+            )
+            for name, peer in peers.items():
+                print(f"    TRL, {name}: {peer['seconds']:.1f} s, {peer['memory'] / 2**30:.2f} GiB")
+            fastest = min(peers.values(), key=lambda peer: peer["seconds"])
+            seconds, memory = mine["train_seconds"], mine["peak_memory_bytes"]
+            print(f"    train_lm.py: {seconds:.1f} s, {memory / 2**30:.2f} GiB")
+            values["speed"].append(fastest["seconds"] / seconds)
+            values["memory"].append(memory / fastest["memory"])
+            values["start"].append(first / fastest["start"])
+            chunked, own = (
+                measure_loop(rounds, "lm.lm_loss", model=model, chunked=chunked, steps=2)["memory"]
+                for chunked in (True, False)
+            )
+            print(f"    peak memory of a step: {chunked / 2**30:.2f} of {own / 2**30:.2f} GiB")
+            values["logits"].append(chunked / own)
+    units = dict.fromkeys(values, "over TRL (less is better), ratio")
+    units["logits"] = "peak memory over that with all logits (less is better), ratio"
+    units["loss_difference"] = "nats per token"
+    units["speed"] = "target tokens per second over TRL (more is better), ratio"
+    return {f"lm/{name}": (rounds, units[name]) for name, rounds in values.items()}
+
+
+def write_completions(folder, count):
+    """Writes `count` prompts with completions of very different length; returns the folder."""
+    rng, rows = random.Random(0), []
+    for _ in range(count):
+        sizes = [min(400, round(rng.lognormvariate(3.6, 0.8))) for _ in range(2)]
+        prompt, completion = ("".join(rng.choices("abcdefgh ", k=size)) for size in sizes)
+        rows.append(json.dumps({"prompt": prompt, "completion": completion + "."}) + "\n")
+    Path(folder).mkdir()
+    Path(folder, "train.jsonl").write_text("".join(rows))
+    Path(folder, "val.jsonl").write_text(rows[0])
+    return folder
+
+
+@kept
+def measure_trl(options):
+    """Trains with TRL in a new process: a dict of `losses`, `start`, `seconds` and `memory`."""
+    words = [sys.executable, "-c", TRL, json.dumps(options), str(time.time())]
+    done = subprocess.run(words, check=True, capture_output=True, text=True, env=environment())
+    return json.loads(done.stdout.strip().splitlines()[-1])
+
+
+def lm_loss(model, chunked, steps):
+    """Forward and backward passes of the causal language model in a folder, on 4 blocks of 1,024
+    tokens: with its own loss, or with that of train_lm.py.
+    """
+    from transformers import AutoModelForCausalLM
+
+    from utils.language.lm_loss import chunk_loss
+
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    model = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32).to(device)
+    tokens = torch.randint(256, (4, 1024), device=device)
+    targets = tokens.roll(-1, dims=1)
+    if chunked:
+        chunk_loss(model)
+    for _ in range(steps):
+        with torch.autocast(device.type, torch.bfloat16, enabled=device.type == "cuda"):
+            if chunked:
+                loss = model(input_ids=tokens, targets=targets) / targets.numel()
+            else:
+                loss = model(input_ids=tokens, labels=tokens, shift_labels=targets).loss
+        loss.backward()
+        model.zero_grad()
+        yield loss.item()

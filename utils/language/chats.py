@@ -1,0 +1,206 @@
+"""Renders conversations by a chat template, and finds which parts of the text are answers.
+
+Answers are the turns of the role `assistant`, or the completion, each with the token that ends it.
+They are found by rendering: the messages before an answer, with what asks for one
+(`add_generation_prompt`), and then the messages up to the answer. The first text must be the
+beginning of the second; the rest is what the model writes when it is used. This needs no
+`{% generation %}` marks, which few templates have.
+
+A template may render earlier turns differently when others follow; some drop the reasoning. What
+the model reads before an answer is then no continuation of what it read before: the conversation
+becomes several documents, each of which is what the model reads and writes at that turn.
+
+Where a template writes the date, that is always `TODAY`: the same data gives the same tokens on
+every day and machine.
+"""
+
+import datetime
+import json
+import re
+from typing import NamedTuple
+
+from utils.language.rows import check_unicode
+from utils.run.failures import UserError
+
+# Private characters of Unicode, around the names of special tokens while messages are rendered. The
+# method `apply_chat_template(..., sanitize_control_tokens=True)` of `transformers` also does that,
+# but returns only the tokens of the whole text. Here the parts before and after the beginning of an
+# answer are tokenized by themselves: a line break that ends the prompt and one that begins the
+# answer may be one token of the whole.
+OPEN, CLOSE = "\uf8f0", "\uf8f1"
+TODAY = datetime.datetime(2026, 1, 1)
+# How templates ask for the date, as those of Llama 3.2 and SmolLM3 do.
+CLOCK = re.compile(r"""strftime_now\(\s*(["'])(.*?)\1\s*\)""")
+
+
+class Part(NamedTuple):
+    """A part of a document that is tokenized by itself.
+
+    as_text: whether the names of special tokens in it are plain text.
+    """
+
+    text: str
+    as_text: bool
+    is_answer: bool = False
+
+
+def special_tokens(tokenizer):
+    """The names of the special tokens of a tokenizer, and their numbers (dict)."""
+    added = tokenizer.added_tokens_decoder.items()
+    special = {str(token): number for number, token in added if token.special}
+    return special | dict(zip(tokenizer.all_special_tokens, tokenizer.all_special_ids, strict=True))
+
+
+class ChatTemplate:
+    """The chat template of a tokenizer.
+
+    Args:
+        tokenizer: of the `transformers` library.
+        template (str | None): a Jinja template, instead of that of the tokenizer.
+
+    Attributes:
+        text (str | None): the template; None: there is none.
+        name (re.Pattern): matches the names of special tokens.
+    """
+
+    def __init__(self, tokenizer, template=None):
+        self._tokenizer = tokenizer
+        templates = template or tokenizer.chat_template
+        templates = templates if isinstance(templates, dict) else {"default": templates}
+        templates = {name: _without_clock(text) for name, text in templates.items() if text}
+        self.text = templates.get("default")
+        self._with_tools = templates.get("tool_use", self.text)
+        longest_first = sorted(special_tokens(tokenizer), key=len, reverse=True)
+        pattern = "|".join(map(re.escape, longest_first)) or "(?!)"
+        self.name = re.compile(pattern)
+        self._marked = re.compile(f"{OPEN}({pattern}){CLOSE}|[{OPEN}{CLOSE}]")
+
+    def split(self, messages, where, *, first=0, tools=None, together=False):
+        """Renders a conversation.
+
+        Args:
+            messages (list[dict]): as `check_messages` returns them, at least one.
+            where (str): names the conversation, in messages.
+            first (int): answers before this message are not learned.
+            tools (list | None): the tools that the template is told.
+            together (bool): all messages are one document, of which only the last answer counts.
+
+        Returns:
+            list: the parts (list) of each document; [] if there is no answer.
+
+        Raises:
+            UserError: there is no template, it refuses the conversation, or the text that asks for
+                an answer is not the beginning of the text with the answer.
+        """
+        if not self.text:
+            raise UserError(
+                f"{where} is a conversation, and the tokenizer has no chat template: give "
+                "--chat_template FILE"
+            )
+        # A role is a name that the template knows.
+        messages = [{**self._mark(message), "role": message["role"]} for message in messages]
+        make, tools = self._whole if together else self._chains, self._mark(tools)
+        documents = []
+        for texts in make(messages, first, tools, where):
+            documents.append([p for text, answer in texts for p in self._parts(text, answer)])
+        return documents
+
+    def ask(self, text):
+        """The parts of a conversation's first turn, with what asks for an answer."""
+        if not self.text:
+            raise UserError("the tokenizer has no chat template: give --chat_template FILE")
+        turn = [{"role": "user", "content": self._mark(text)}]
+        return [*self._parts(self._render(turn, True, None, "the prompt"), False)]
+
+    def after_answer(self):
+        """What the template writes behind an answer, as text; None: it refuses a simple one."""
+        probe = "wxyz"
+        turns = [{"role": role, "content": probe} for role in ("user", "assistant")]
+        try:
+            _, content, after = self._render(turns, False, None, "a message").rpartition(probe)
+        except UserError:  # it takes other conversations only
+            return None
+        if not content:
+            raise UserError(
+                "the chat template does not write contents that are texts: give another "
+                "--chat_template"
+            )
+        return after
+
+    def _parts(self, text, is_answer):
+        """Yields a `Part` for what the template or a message says, and for each marked name."""
+        for number, piece in enumerate(self._marked.split(text)):
+            if piece or is_answer:
+                yield Part(piece or "", number % 2 == 1, is_answer)
+
+    def _chains(self, messages, first, tools, where):
+        """A list for each document: texts, alternately before an answer and an answer."""
+        chains, before = [], None
+        for index, message in enumerate(messages):
+            # Nobody asked for an answer that nothing precedes.
+            if message["role"] != "assistant" or index == 0 or index < first or _is_empty(message):
+                continue
+            prompt = self._render(messages[:index], True, tools, where)
+            whole = self._render(messages[: index + 1], False, tools, where)
+            if not whole.startswith(prompt):
+                raise UserError(
+                    f"the chat template does not begin message {index} of {where} with what asks "
+                    "for an answer: use --loss_on all, or another --chat_template"
+                )
+            answer = (whole[len(prompt) :], True)
+            if before is not None and prompt.startswith(before):
+                chains[-1] += [(prompt[len(before) :], False), answer]
+            else:
+                chains.append([(prompt, False), answer])
+            before = whole
+        return chains
+
+    def _whole(self, messages, first, tools, where):
+        """As `_chains`: one list, with all messages."""
+        whole = self._render(messages, False, tools, where)
+        roles = [message["role"] for message in messages]
+        if "assistant" in roles[1:]:
+            last = len(roles) - 1 - roles[::-1].index("assistant")
+            prompt = self._render(messages[:last], True, tools, where)
+            if whole.startswith(prompt):
+                return [[(prompt, False), (whole[len(prompt) :], True)]]
+        return [[(whole, False)]]
+
+    def _render(self, messages, ask, tools, where):
+        try:
+            text = self._tokenizer.apply_chat_template(
+                messages,
+                tools=tools,
+                chat_template=self._with_tools if tools else self.text,
+                add_generation_prompt=ask,
+                tokenize=False,
+            )
+        except Exception as error:  # of Jinja, or what a template raises
+            reason = str(error).strip().splitlines() or [type(error).__name__]
+            raise UserError(f"the chat template cannot render {where}: {reason[0]}") from None
+        if ascii(OPEN)[1:-1] in text:  # the template wrote Python or JSON, in ASCII
+            raise UserError(
+                f"the chat template hides the name of a special token in {where}: remove the name"
+            )
+        check_unicode(text, where)
+        return text
+
+    def _mark(self, value):
+        """Marks the names of special tokens in the texts of messages."""
+        if isinstance(value, str):
+            value = value.replace(OPEN, "").replace(CLOSE, "")
+            return self.name.sub(f"{OPEN}\\g<0>{CLOSE}", value)
+        if isinstance(value, list):
+            return [self._mark(inner) for inner in value]
+        if isinstance(value, dict):
+            return {key: self._mark(inner) for key, inner in value.items()}
+        return value
+
+
+def _is_empty(message):
+    return not (message["content"] or "").strip() and not message.get("tool_calls")
+
+
+def _without_clock(template):
+    """A template with `TODAY` in place of the date that it asks for."""
+    return CLOCK.sub(lambda call: json.dumps(TODAY.strftime(call[2])), template)

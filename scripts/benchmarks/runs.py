@@ -28,7 +28,7 @@ from measuring import (
 from PIL import Image
 
 from utils.language.synthetic import synthetic_text
-from utils.run.files import write_text
+from utils.run.files import read_json_lines, write_text
 
 # A GPT with 57 million parameters, on little text.
 LARGE_STATE = "--dataset synthetic --n_layer 2 --n_head 8 --n_embd 1536 --block_size 32"

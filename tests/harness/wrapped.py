@@ -34,7 +34,7 @@ sys.path[0] = os.path.dirname(os.path.abspath(script))
 sys.path.insert(1, os.path.dirname(sys.path[0]))
 sys.path.append(str(pathlib.Path(__file__).resolve().parents[2]))  # if the script is this one again
 
-from utils.run import process
+from utils.run.process import finish_writing, signal_name
 from utils.scale import saving
 
 name, _, when = fault.partition("@")
@@ -108,13 +108,13 @@ def kill():
 
 def die():
     # The checkpoint before is complete: a test knows from which step the run goes on.
-    saving.wait_for_newest()
+    finish_writing(None)
     kill()
 
 
 def lose_machine():
     """Kills everything that this process's launcher started, and the launcher, at once."""
-    saving.wait_for_newest()
+    finish_writing(None)
     launcher = psutil.Process(os.getppid())
     for process in [launcher, *launcher.children(recursive=True)]:
         if process.pid != os.getpid():
@@ -124,7 +124,7 @@ def lose_machine():
 
 def lose_power():
     """Tells nobody: the packets that the kernel sends when processes die do not leave."""
-    saving.wait_for_newest()
+    finish_writing(None)
     subprocess.run(["ip", "link", "set", os.environ["GLOO_SOCKET_IFNAME"], "down"], check=True)
     lose_machine()
 
@@ -436,7 +436,7 @@ def record_steps(original, self, step, losses, ids, *args, **kwargs):
     another machine joins.
     """
     held = str(step) in when.split("+") and os.environ["WORLD_SIZE"] == "2"
-    while held and not process.signal_name():
+    while held and not signal_name():
         time.sleep(0.05)
     record = {
         "step": step,

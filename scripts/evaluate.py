@@ -438,7 +438,7 @@ def evaluate_lm(accelerator, args, run):
     packed = train_lm.causal_lm.can_pack(model.config)
     described = record["data"]["data"]
     blocks, shown = load_blocks(accelerator, args, tokenizer, packed, trained, described)
-    loaders = train_lm.build_eval_loaders(accelerator, blocks, trained.block_size)
+    loaders = train_lm.build_eval_loaders(accelerator, blocks, trained)
     model = accelerator.prepare(model)
     train_lm.lm_loss.check(accelerator, model, packed)
     results = train_lm.evaluate(accelerator, model, loaders, Progress(accelerator))
@@ -467,10 +467,9 @@ def load_blocks(accelerator, args, tokenizer, packed, trained, recorded):
     dataset = shlex.join(trained.dataset)
     name = args.dataset or dataset
     if is_same(name, dataset):
-        loaded = train_lm.load_data(accelerator, tokenizer, packed, trained)
-        _, blocks, shown, _, description = loaded
-        warn_if_changed(accelerator, name, recorded, description)
-        return blocks, shown
+        data = train_lm.load_data(accelerator, tokenizer, packed, trained)
+        warn_if_changed(accelerator, name, recorded, data.description)
+        return data.eval_sets, data.held_out
     try:
         data = train_lm.load_source(accelerator, tokenizer, name, packed, trained)
     except UserError:  # it may have too few documents to hold some out

@@ -184,6 +184,13 @@ def lr_multiplier(step, plan, args):
     return schedule.multiplier(args.lr_schedule, step, total, warmup=args.warmup * total)
 
 
+def build_scheduler(optimizer, plan, args):
+    """Multiplies each learning rate by `lr_multiplier` after each step."""
+    return torch.optim.lr_scheduler.LambdaLR(
+        optimizer, lambda step: lr_multiplier(step, plan, args)
+    )
+
+
 def image_size_at(progress, args):
     """The image size in pixels: smaller at first, which saves a third of the time.
 
@@ -386,12 +393,23 @@ def final_results(accelerator, model, loaders, watch, mean, std, tta):
     return results, name, predictions
 
 
+def write_outputs(run, split, predictions, config):
+    """Prints the accuracy per class, and writes plots and the model card; main process only.
+
+    Returns:
+        dict: images for the trackers.
+    """
+    print(plots.class_table(split.labels, predictions, config["class_names"]))
+    plots.curves(run.path)
+    model_card.write(run, **describe_model(config))
+    return plots.classification(run.path, split, predictions, config["class_names"])
+
+
 def main():
     args = parse_args()
     on_cpu = launch.set_up(args)  # network, threads, deterministic algorithms
     trackers = Trackers(args)
-    options = launch.accelerator_options(args) | trackers.options()
-    accelerator = Accelerator(cpu=on_cpu, **options)
+    accelerator = Accelerator(cpu=on_cpu, **launch.accelerator_options(args), **trackers.options())
     accumulation = args.gradient_accumulation_steps
     micro_batch_size = launch.print_banner(accelerator, args.batch_size, accumulation)
     elastic.check(accelerator, args.batch_size, accumulation)
@@ -401,7 +419,7 @@ def main():
     plan = Plan.from_args(args, len(data.splits["train"]))
     writer = BackgroundWriter(accelerator, args.wait_for_checkpoints)
     run = RunFolder(args, accelerator, flags.MAY_CHANGE | {"tta"}, [trackers], writer)
-    run.open(plan, data=description)  # empty, or has a run to continue, or a finished run
+    run.open(plan, data=description)  # has a run to continue, a finished one, or none
     if run.finished:
         return
 
@@ -417,9 +435,7 @@ def main():
     compile_model(accelerator, model, args.compile, dynamic=False)  # each image size on its own
     optimizer = build_optimizer(model, args)
     model = batch_norm.synchronize(accelerator, model, micro_batch_size, args.sync_batchnorm)
-    scheduler = torch.optim.lr_scheduler.LambdaLR(
-        optimizer, lambda step: lr_multiplier(step, plan, args)
-    )
+    scheduler = build_scheduler(optimizer, plan, args)
     model, optimizer, scheduler = accelerator.prepare(model, optimizer, scheduler)
     loaders = build_loaders(accelerator, data, args)
     train_set, train_loader = loaders["train"]
@@ -448,8 +464,7 @@ def main():
             size = image_size_at(step / plan.total_steps, args)
             losses, ids, norm = [], [], None
             for batch in map(train_set.batch, micro_batches):
-                # So that a restart draws the same dropout masks. Seed after loading the batch,
-                # because loading may also draw random numbers.
+                # A restart draws the same dropout masks. After loading, which may draw, too.
                 seed_step(accelerator, args.seed, step, len(losses))
                 with accelerator.accumulate(model):
                     loss = compute_loss(model, batch, mean, std, epoch, size, args)
@@ -463,9 +478,8 @@ def main():
                 ids.append(batch["ids"])
             profile.step()
             stop = guard.should_stop(step, losses, ids, norm)  # the same on every process
-            if plan.log_due(step):
-                mean_loss = torch.stack(losses).mean()
-                train_loss = accelerator.reduce(mean_loss, "mean").item()  # once, not per rank
+            if plan.log_due(step):  # one loss, not one per process
+                train_loss = accelerator.reduce(torch.stack(losses).mean(), "mean").item()
                 figures = dict(loss=train_loss, grad_norm=norm, lr=scheduler.get_last_lr()[0])
                 run.log("train", step, **figures, **watchdog.figures())
             if stop or run.save_due(step):
@@ -479,19 +493,14 @@ def main():
             break
     profile.stop()
 
-    results, shown, predictions = final_results(
-        accelerator, model, loaders, guard.watch, mean, std, args.tta
-    )
+    final = final_results(accelerator, model, loaders, guard.watch, mean, std, args.tta)
+    results, shown, predictions = final
     if accelerator.is_main_process:
         weights.export(run.path, accelerator.unwrap_model(model), config)
     run.finish(step, **results)
     if accelerator.is_main_process:
-        split = data.splits[shown]
-        print(plots.class_table(split.labels, predictions, data.class_names))
-        images = plots.classification(run.path, split, predictions, data.class_names)
+        images = write_outputs(run, data.splits[shown], predictions, config)
         trackers.log_images(images, step)
-        plots.curves(run.path)
-        model_card.write(run, **describe_model(config))
         hub.upload(run.path, args.push_to_hub)
     run.close(f"evaluate.py {run.path}")
     accelerator.end_training()

@@ -263,6 +263,10 @@ class GPT(nn.Module):  # EDIT: model
         # A method, so that a copy of the model computes with its own weights.
         self.losses = MethodType(torch.compile(GPT.losses, **options), self)
 
+    def count(self):
+        """The number of parameters."""
+        return sum(weight.numel() for weight in self.parameters())
+
     def flops_per_token(self):
         """FLOPs of the forward and backward pass per token: 6 N + 12 L H Q T.
 
@@ -295,6 +299,13 @@ def lr_multiplier(step, plan, args):
     """The learning-rate multiplier at `step`; the warm-up takes at most a tenth of all steps."""
     warmup = min(args.warmup_steps, plan.total_steps // 10)
     return schedule.multiplier(args.lr_schedule, step, plan.total_steps, warmup)
+
+
+def build_scheduler(optimizer, plan, args):
+    """Multiplies each learning rate by `lr_multiplier` after each step."""
+    return torch.optim.lr_scheduler.LambdaLR(
+        optimizer, lambda step: lr_multiplier(step, plan, args)
+    )
 
 
 # --------------------------------------------------------------------- data, evaluation, sampling
@@ -334,6 +345,11 @@ def read_text(accelerator, args):
     else:
         data = local_main_first(accelerator, lambda: load_text(*source, args.block_size, args.seed))
     return data, data.train, data.held_out
+
+
+def open_stream(accelerator, position, args):
+    """Opens the stream at the position of a checkpoint, or at its beginning: None."""
+    return local_main_first(accelerator, lambda: TextStream.from_args(args, accelerator, position))
 
 
 def build_loaders(accelerator, train_set, eval_set, args):
@@ -520,57 +536,65 @@ def rates_per_window(accelerator, flops, args):
     return {"tokens_per_second": args.block_size, **mfu}
 
 
-def write_outputs(run, text):
-    """Writes and prints the sample of a finished run, and draws its curves; main process only."""
+def export(accelerator, folder, model, sizes):
+    """Writes the weights of the model; call it on every process."""
+    state = accelerator.get_state_dict(model)  # under FSDP gathered from all processes
+    if accelerator.is_main_process:
+        unwrapped = GPT(**sizes)
+        unwrapped.load_state_dict(state)
+        weights.export(folder, unwrapped, sizes)
+
+
+def write_outputs(run, text, sizes):
+    """Writes the sample, the curves and the model card of a finished run; main process only."""
     with optional("sample.txt"):
         write_text(run.path / "sample.txt", text)
     plots.curves(run.path, {"loss": "loss (nats per byte)", "bits_per_byte": "bits per byte"})
+    model_card.write(run, **describe_model(sizes))
     print(text)
+
+
+def connect(args):
+    """Sets up this process; returns the `Accelerator`, and its trackers."""
+    on_cpu = launch.set_up(args, shards=True)  # network, threads, deterministic algorithms
+    fsdp.set_up(on_cpu)
+    trackers = Trackers(args)
+    accelerator = Accelerator(cpu=on_cpu, **launch.accelerator_options(args), **trackers.options())
+    launch.print_banner(accelerator, args.batch_size, args.gradient_accumulation_steps)
+    elastic.check(accelerator, args.batch_size, args.gradient_accumulation_steps)
+    fsdp.configure(accelerator)
+    return accelerator, trackers
 
 
 def main():
     args = parse_args()
     if args.sample:
         return sample(args)
-    on_cpu = launch.set_up(args, shards=True)  # network, threads, deterministic algorithms
-    fsdp.set_up(on_cpu)
-    trackers = Trackers(args)
-    options = launch.accelerator_options(args) | trackers.options()
-    accelerator = Accelerator(cpu=on_cpu, **options)
-    accumulation = args.gradient_accumulation_steps
-    launch.print_banner(accelerator, args.batch_size, accumulation)
-    elastic.check(accelerator, args.batch_size, accumulation)
-    fsdp.configure(accelerator)
+    accelerator, trackers = connect(args)
     train_set, held_out, description = load_data(accelerator, args)
     plan = Plan.from_args(args, None if args.streaming else len(train_set))
     writer = BackgroundWriter(accelerator, args.wait_for_checkpoints)
     run = RunFolder(args, accelerator, MAY_CHANGE, [trackers], writer)
-    run.open(plan, data=description)  # empty, or has a run to continue, or a finished run
+    run.open(plan, data=description)  # has a run to continue, a finished one, or none
     if run.finished:
         return
     eval_samples = subset.count_evaluated(run, plan, args, len(held_out))
     if args.streaming:
-        position = run.progress.get("position")
-        train_set = local_main_first(
-            accelerator, lambda: TextStream.from_args(args, accelerator, position)
-        )
+        train_set = open_stream(accelerator, run.progress.get("position"), args)
 
     set_seed(args.seed)
     sizes = {name: getattr(args, name) for name in SIZES}
     model = build_model(accelerator, sizes, args)
     weight_files.initialize(accelerator, model, run.init_from)
-    parameters = sum(weight.numel() for weight in model.parameters())
-    flops = model.flops_per_token()
+    parameters, flops = model.count(), model.flops_per_token()
     compile_model(accelerator, model, args.compile, on_gpus=True)
     optimizer = build_optimizer(model, args)
-    scheduler = torch.optim.lr_scheduler.LambdaLR(
-        optimizer, lambda step: lr_multiplier(step, plan, args)
-    )
+    scheduler = build_scheduler(optimizer, plan, args)
     model, optimizer, scheduler = accelerator.prepare(model, optimizer, scheduler)
     eval_set = subset.choose(held_out, eval_samples, args.seed)
     train_loader, eval_loader = build_loaders(accelerator, train_set, eval_set, args)
-    first = eval_loader.dataset.__getitems__([0])
-    first = {name: value[:, :8] for name, value in first.items() if name != "ids"}
+    first = eval_set.__getitems__([0])
+    # Hidden passes, for an exact resume.
     ddp.warm_up(model, lambda: compute_loss(model, first, accelerator.device))
     rates = rates_per_window(accelerator, flops, args)
     step = run.start(rates)  # accelerator.load_state, if there is a checkpoint
@@ -580,27 +604,24 @@ def main():
     watchdog = Watchdog(run, guard, accelerator, model, args.timeout)
     progress = Progress(accelerator, guard.watch)
 
-    def sample_text():
-        return generate(model, args.prompt, args.sample_length, args.temperature, args.seed)
+    sampling = (args.prompt, args.sample_length, args.temperature, args.seed)
 
     def validate(step):
         metrics = evaluate(accelerator, model, eval_loader, progress)
         run.log("val", step, score=-metrics["loss"], **metrics)
         if sample_due(step, plan):
-            run.log("sample", step, text=sample_text())
+            run.log("sample", step, text=generate(model, *sampling))
 
-    train_loss = math.inf
+    train_loss, saved = math.inf, dict(config=sizes, eval_samples=eval_samples)
     if run.evaluation_due:  # the run was stopped in it
         validate(step)
     profile = start_profiler(accelerator, run.path, args.profile)
     for epoch, remaining in plan.epochs(start=step, done=run.out_of_patience):
-        # Without those before an interruption.
-        batches = remaining.rest(epoch_batches(train_loader, epoch))
+        batches = remaining.rest(epoch_batches(train_loader, epoch))  # not those before a restart
         for step, micro_batches in remaining.accumulated(run.timed(batches)):
             losses, ids, norm = [], [], None
             for batch in micro_batches:
-                # So that a restart draws the same dropout masks. Seed after loading the batch,
-                # because loading may also draw random numbers.
+                # A restart draws the same dropout masks. After loading, which may draw, too.
                 seed_step(accelerator, args.seed, step, len(losses))
                 with accelerator.accumulate(model):
                     loss = compute_loss(model, batch, accelerator.device)
@@ -614,13 +635,11 @@ def main():
                 ids.append(batch["ids"])
             profile.step()
             stop = guard.should_stop(step, losses, ids, norm)  # the same on every process
-            if plan.log_due(step):
-                mean_loss = torch.stack(losses).mean()
-                train_loss = accelerator.reduce(mean_loss, "mean").item()  # once, not per rank
+            if plan.log_due(step):  # one loss, not one per process
+                train_loss = accelerator.reduce(torch.stack(losses).mean(), "mean").item()
                 figures = dict(loss=train_loss, grad_norm=norm, lr=scheduler.get_last_lr()[0])
                 run.log("train", step, **figures, **watchdog.figures())
             if stop or run.save_due(step):
-                saved = dict(config=sizes, eval_samples=eval_samples)
                 saved["position"] = gather_position(batch)
                 with run.checkpoint(step, guard, model, **saved) as folder:
                     accelerator.save_state(folder)
@@ -632,22 +651,16 @@ def main():
             break
     profile.stop()
 
-    text = sample_text()
+    text = generate(model, *sampling)
     run.log("sample", step, text=text)
-    state = accelerator.get_state_dict(model)  # under FSDP gathered from all processes
-    if accelerator.is_main_process:
-        unwrapped = GPT(**sizes)
-        unwrapped.load_state_dict(state)
-        weights.export(run.path, unwrapped, sizes)
+    export(accelerator, run.path, model, sizes)
     progress.announce(len(held_out), run.path)
     metrics = evaluate(accelerator, model, build_eval_loader(accelerator, held_out), progress)
     results = {f"val_{name}": value for name, value in metrics.items()}
-    results |= {"parameters": parameters, "flops_per_token": flops}
     results["tokens_seen"] = step * args.batch_size * args.block_size
-    run.finish(step, **results)
+    run.finish(step, **results, parameters=parameters, flops_per_token=flops)
     if accelerator.is_main_process:
-        write_outputs(run, text)
-        model_card.write(run, **describe_model(sizes))
+        write_outputs(run, text, sizes)
         hub.upload(run.path, args.push_to_hub)
     run.close(f'{Path(__file__).name} --sample {run.path} --prompt "The "')
     accelerator.end_training()

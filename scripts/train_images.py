@@ -42,7 +42,7 @@ from utils.compilation import compile_model
 from utils.data import subset
 from utils.data.loaders import (
     EpochSampler,
-    ending_workers,
+    end_workers,
     evaluation_batch_size,
     explain,
     loader_options,
@@ -146,6 +146,12 @@ def build_ema(accelerator, model, decay, plan):
     return ema
 
 
+def update_ema(accelerator, ema, model):
+    """Adds the weights after a step to the moving average, unless fp16 has skipped the step."""
+    if ema and not accelerator.optimizer_step_was_skipped:
+        ema.update(model)
+
+
 def ema_decay_at(updates, decay):
     """The decay of the moving average after so many updates, at most `decay`.
 
@@ -160,6 +166,13 @@ def lr_multiplier(step, plan, args):
     """The learning-rate multiplier at `step`; the warm-up takes at most a fifth of the run."""
     warmup = min(args.warmup_epochs * plan.steps_per_epoch, plan.total_steps / 5)
     return schedule.multiplier(args.lr_schedule, step, plan.total_steps, warmup)
+
+
+def build_scheduler(optimizer, plan, args):
+    """Multiplies each learning rate by `lr_multiplier` after each step."""
+    return torch.optim.lr_scheduler.LambdaLR(
+        optimizer, lambda step: lr_multiplier(step, plan, args)
+    )
 
 
 # -------------------------------------------------------------------------------- data, evaluation
@@ -341,7 +354,34 @@ def export(folder, config, model, ema):
         weights.export(folder / "without_ema", model, config)
 
 
-def write_outputs(run, config, data, split, samples, bad):
+def final_results(accelerator, model, ema, loaders, watch, mean, std):
+    """Evaluates every held-out split, all of it.
+
+    Returns:
+        tuple: the metrics, for `run.finish`; the `samples` of the validation split, see `evaluate`.
+    """
+    results, samples = {}, None
+    for split in ("test", "val"):
+        if split in loaders:
+            metrics = evaluate(accelerator, model, ema, loaders[split], watch, mean, std)
+            samples = metrics.pop("samples")
+            results |= {f"{split}_{name}": value for name, value in metrics.items()}
+    return results, samples
+
+
+def name_unreadable(data, ids, labels):
+    """The names (list) of images that could not be read.
+
+    Args:
+        ids (list): those of the training set.
+        labels: of the validation set; -1 for such an image.
+    """
+    unreadable = (labels < 0).nonzero()[:, 0].tolist()
+    train, val = data.splits["train"], data.splits["val"]
+    return [train.name(index) for index in ids] + [val.name(index) for index in unreadable]
+
+
+def write_outputs(run, config, data, samples, bad):
     """Writes the plots of a run, and the names of unreadable images; main process only.
 
     Returns:
@@ -353,7 +393,7 @@ def write_outputs(run, config, data, split, samples, bad):
             write_text(run.path / "bad_images.txt", lines)
         run.print(f"{len(bad)} images could not be read and were left out: see bad_images.txt")
     plots.curves(run.path)
-    dataset = ImageBatches(data.splits[split], EvalTransform(config["preprocessing"]), "skip")
+    dataset = ImageBatches(data.splits["val"], EvalTransform(config["preprocessing"]), "skip")
     return plots.of_images(run.path, dataset, samples, data.class_names)
 
 
@@ -401,6 +441,15 @@ def describe_model(config, args):
 MAY_CHANGE = flags.MAY_CHANGE | {"cache", "check_images", "on_bad_image"}
 
 
+def describe_start(accelerator, start_from, data, args):
+    """The config of a new model: its architecture, classes and preprocessing (dict)."""
+    sizes = (args.image_size, args.eval_resize)
+    return run_on_main(
+        accelerator,
+        lambda: pretrained.describe(args.model, start_from, data.class_names, *sizes),
+    )
+
+
 def build_mix(micro_batch_size, classes, args):
     """Mixup and CutMix of a batch; None: neither is asked for."""
     if not (args.mixup or args.cutmix):
@@ -413,52 +462,49 @@ def build_mix(micro_batch_size, classes, args):
     return Mix(args.mixup, args.cutmix, classes, args.seed)
 
 
-def main():
-    args = parse_args()
+def connect(args):
+    """Sets up this process, and connects it with the others.
+
+    Returns:
+        tuple: the `Accelerator`; its trackers; samples per process and micro-batch.
+    """
     on_cpu = launch.set_up(args)  # network, threads, deterministic algorithms
     trackers = Trackers(args)
-    options = launch.accelerator_options(args) | trackers.options()
-    accelerator = Accelerator(cpu=on_cpu, **options)
+    accelerator = Accelerator(cpu=on_cpu, **launch.accelerator_options(args), **trackers.options())
     accumulation = args.gradient_accumulation_steps
     micro_batch_size = launch.print_banner(accelerator, args.batch_size, accumulation)
     elastic.check(accelerator, args.batch_size, accumulation)
+    return accelerator, trackers, micro_batch_size
+
+
+def main():
+    args = parse_args()
+    accelerator, trackers, micro_batch_size = connect(args)
     data, description = load_data(accelerator, args)
     mix = build_mix(micro_batch_size, len(data.class_names), args)
     plan = Plan.from_args(args, len(data.splits["train"]))
     writer = BackgroundWriter(accelerator, args.wait_for_checkpoints)
     run = RunFolder(args, accelerator, MAY_CHANGE, [trackers], writer)
-    run.open(plan, data=description)  # empty, or has a run to continue, or a finished run
+    run.open(plan, data=description)  # has a run to continue, a finished one, or none
     if run.finished:
         return
 
     eval_samples = subset.count_evaluated(run, plan, args, len(data.splits["val"]))
     set_seed(args.seed)
-    start_from = None if run.progress else args.weights
-    config = run.progress.get("config") or run_on_main(
-        accelerator,
-        lambda: pretrained.describe(
-            args.model,
-            start_from,
-            data.class_names,
-            args.image_size,
-            args.eval_resize,
-        ),
-    )
+    start_from = None if run.progress else args.weights  # a run that continues has its own
+    config = run.progress.get("config") or describe_start(accelerator, start_from, data, args)
     model = pretrained.build(config).to(memory_format=torch.channels_last)  # EDIT: model
     pretrained.initialize(accelerator, model, config, start_from)
     pretrained.train(pretrained.freeze(model) if args.freeze else model)
     compile_model(accelerator, model, args.compile)
     optimizer = build_optimizer(model, args)
     model = batch_norm.synchronize(accelerator, model, micro_batch_size, args.sync_batchnorm)
-    scheduler = torch.optim.lr_scheduler.LambdaLR(
-        optimizer, lambda step: lr_multiplier(step, plan, args)
-    )
+    scheduler = build_scheduler(optimizer, plan, args)
     model, optimizer, scheduler = accelerator.prepare(model, optimizer, scheduler)
     loaders = build_loaders(accelerator, data, config["preprocessing"], eval_samples, args)
     plain = accelerator.unwrap_model(model)
     ema = build_ema(accelerator, plain, args.ema_decay, plan)
-    colors = (config["preprocessing"][name] for name in ("mean", "std"))
-    mean, std = (255 * torch.tensor(values).to(accelerator.device) for values in colors)
+    mean, std = pretrained.colors(config, accelerator.device)
     balance = class_weights(data, accelerator.device, args)
     first = blank_batch(loaders["train"].dataset.size, accelerator.device)
     ddp.warm_up(model, lambda: compute_loss(model, first, mean, std, None, 0, args))
@@ -474,75 +520,58 @@ def main():
         run.log("val", step, score=scores.score(metrics, args.score), **figures)
 
     train_loss, bad = math.inf, set(run.progress.get("bad", ()))
+    saved = dict(config=config, eval_samples=eval_samples)  # with each checkpoint
     if run.evaluation_due:  # the run was stopped in it
         validate(step)
     profile = start_profiler(accelerator, run.path, args.profile)
-    with ending_workers(loaders):
-        for epoch, remaining in plan.epochs(start=step, done=run.out_of_patience):
-            loaders["train"].set_epoch(epoch)
-            # Without those before an interruption.
-            batches = loaders["rest"] = remaining.rest(loaders["train"])
-            timed = run.timed(collecting(batches, bad))
-            for step, micro_batches in remaining.accumulated(timed):
-                losses, ids, norm = [], [], None
-                for batch in micro_batches:
-                    # So that a restart draws the same dropout masks. Seed after loading the batch,
-                    # because loading may also draw random numbers.
-                    seed_step(accelerator, args.seed, step, len(losses))
-                    with accelerator.accumulate(model):
-                        loss = compute_loss(model, batch, mean, std, mix, step, args, balance)
-                        accelerator.backward(loss)
-                        if accelerator.sync_gradients and args.max_grad_norm:
-                            norm = accelerator.clip_grad_norm_(
-                                model.parameters(), args.max_grad_norm
-                            )
-                        optimizer.step()
-                        scheduler.step()
-                        optimizer.zero_grad()
-                    losses.append(loss.detach())
-                    ids.append(batch["ids"])
-                if ema and not accelerator.optimizer_step_was_skipped:  # fp16 may skip one
-                    ema.update(plain)
-                profile.step()
-                stop = guard.should_stop(step, losses, ids, norm)  # the same on every process
-                if plan.log_due(step):
-                    mean_loss = torch.stack(losses).mean()
-                    train_loss = accelerator.reduce(mean_loss, "mean").item()  # once, not per rank
-                    figures = dict(loss=train_loss, grad_norm=norm, lr=scheduler.get_last_lr()[0])
-                    run.log("train", step, **figures, **watchdog.figures())
-                if stop or run.save_due(step):
-                    saved = dict(config=config, eval_samples=eval_samples)
-                    saved["bad"] = gather_ids(accelerator, bad)
-                    with run.checkpoint(step, guard, model, **saved) as folder:
-                        accelerator.save_state(folder)
-                if stop:
-                    run.exit_preempted(step)
-                if plan.evaluation_due(step):
-                    validate(step)  # a signal ends it at once: the restart evaluates
-            if args.overfit_batch and train_loss < 0.01:
-                break
+    for epoch, remaining in plan.epochs(start=step, done=run.out_of_patience):
+        loaders["train"].set_epoch(epoch)
+        batches = loaders["rest"] = remaining.rest(loaders["train"])  # not those before a restart
+        for step, micro_batches in remaining.accumulated(run.timed(collecting(batches, bad))):
+            losses, ids, norm = [], [], None
+            for batch in micro_batches:
+                # A restart draws the same dropout masks. After loading, which may draw, too.
+                seed_step(accelerator, args.seed, step, len(losses))
+                with accelerator.accumulate(model):
+                    loss = compute_loss(model, batch, mean, std, mix, step, args, balance)
+                    accelerator.backward(loss)
+                    if accelerator.sync_gradients and args.max_grad_norm:
+                        norm = accelerator.clip_grad_norm_(model.parameters(), args.max_grad_norm)
+                    optimizer.step()
+                    scheduler.step()
+                    optimizer.zero_grad()
+                losses.append(loss.detach())
+                ids.append(batch["ids"])
+            update_ema(accelerator, ema, plain)
+            profile.step()
+            stop = guard.should_stop(step, losses, ids, norm)  # the same on every process
+            if plan.log_due(step):  # one loss, not one per process
+                train_loss = accelerator.reduce(torch.stack(losses).mean(), "mean").item()
+                figures = dict(loss=train_loss, grad_norm=norm, lr=scheduler.get_last_lr()[0])
+                run.log("train", step, **figures, **watchdog.figures())
+            if stop or run.save_due(step):
+                saved["bad"] = gather_ids(accelerator, bad)
+                with run.checkpoint(step, guard, model, **saved) as folder:
+                    accelerator.save_state(folder)
+            if stop:
+                run.exit_preempted(step)
+            if plan.evaluation_due(step):
+                validate(step)  # a signal ends it at once: the restart evaluates
+        if args.overfit_batch and train_loss < 0.01:
+            break
     profile.stop()
+    end_workers(loaders)
 
     if accelerator.is_main_process:
         export(run.path, config, plain, ema)
     progress.announce(len(data.splits["val"]), run.path, passes=2 if ema else 1)
-    metrics = evaluate(accelerator, model, ema, loaders["val"], progress, mean, std)
-    samples = metrics.pop("samples")
-    results = {f"val_{name}": value for name, value in metrics.items()}
-    if "test" in loaders:
-        metrics = evaluate(accelerator, model, ema, loaders["test"], progress, mean, std)
-        metrics.pop("samples")
-        results |= {f"test_{name}": value for name, value in metrics.items()}
-    unreadable = [("train", index) for index in gather_ids(accelerator, bad)]
-    unreadable += [("val", index) for index in (samples["labels"] < 0).nonzero()[:, 0].tolist()]
-    results["bad_images"] = len(unreadable)
+    results, samples = final_results(accelerator, model, ema, loaders, progress, mean, std)
+    unreadable = name_unreadable(data, gather_ids(accelerator, bad), samples["labels"])
     results |= scores.per_class(samples["labels"], samples["predictions"], data.class_names)
-    run.finish(step, **results)
+    run.finish(step, **results, bad_images=len(unreadable))
     if accelerator.is_main_process:
-        names = [data.splits[split].name(index) for split, index in unreadable]
-        images = write_outputs(run, config, data, "val", samples, names)
-        trackers.log_images(images, step)
         model_card.write(run, **describe_model(config, args))
+        trackers.log_images(write_outputs(run, config, data, samples, unreadable), step)
         hub.upload(run.path, args.push_to_hub)
     run.close(f"evaluate.py {run.path} --images FOLDER")
     accelerator.end_training()

@@ -26,6 +26,7 @@ import sys
 from functools import partial
 from itertools import zip_longest
 from pathlib import Path
+from typing import NamedTuple
 
 # Finds `utils` next to this script (a copy) or one folder up (the repository).
 sys.path.insert(1, str(Path(__file__).resolve().parents[1]))
@@ -118,6 +119,12 @@ def build_model(accelerator, config, args):  # EDIT: model
     return model
 
 
+def count_parameters(model):
+    """The number of parameters, and how many of them are trained."""
+    sizes = [(weight.numel(), weight.requires_grad) for weight in model.parameters()]
+    return sum(size for size, _ in sizes), sum(size for size, trained in sizes if trained)
+
+
 def build_optimizer(model, args):
     """AdamW, without weight decay for the embedding and for vectors: norms and biases."""
     embeddings = [layer for layer in model.modules() if isinstance(layer, torch.nn.Embedding)]
@@ -141,15 +148,38 @@ def lr_multiplier(step, plan, args):
     return schedule.multiplier(args.lr_schedule, step, plan.total_steps, warmup)
 
 
+def build_scheduler(optimizer, plan, args):
+    """Multiplies each learning rate by `lr_multiplier` after each step."""
+    return torch.optim.lr_scheduler.LambdaLR(
+        optimizer, lambda step: lr_multiplier(step, plan, args)
+    )
+
+
+class Data(NamedTuple):
+    """What a run trains on and is evaluated on.
+
+    Attributes:
+        train_set: `Blocks`, or the list of sources of a stream, which is opened later.
+        eval_sets (dict): source -> held-out `Blocks`.
+        held_out (str): the name of their split.
+        kind (str): of the documents.
+        description (str): with checksums: a run continues with the same data only.
+    """
+
+    train_set: object
+    eval_sets: dict
+    held_out: str
+    kind: str
+    description: str
+
+
 def load_data(accelerator, tokenizer, packed, args):  # EDIT: data
     """Loads the blocks of tokens to train on, and those held out: `val`, or else `test`.
 
     Args: packed (bool): whether several documents share a block.
 
     Returns:
-        tuple: `Blocks`, or the list of sources of a stream, which is opened later; the held-out
-        `Blocks` of each source (dict); the name of their split; the kind of the documents; and a
-        description with checksums: a run continues with the same data only.
+        Data.
     """
     corpora = [load_source(accelerator, tokenizer, name, packed, args) for name in args.dataset]
     pairs = zip(args.dataset, corpora, strict=True)
@@ -171,7 +201,7 @@ def load_data(accelerator, tokenizer, packed, args):  # EDIT: data
         eval_sets = {name: blocks.first(20) for name, blocks in eval_sets.items()}
     if not (args.streaming or args.mixture):
         train_sets = train_sets[0]
-    return train_sets, eval_sets, held_out, corpora[0].kind, description
+    return Data(train_sets, eval_sets, held_out, corpora[0].kind, description)
 
 
 def load_source(accelerator, tokenizer, name, packed, args):
@@ -182,38 +212,39 @@ def load_source(accelerator, tokenizer, name, packed, args):
     return local_main_first(accelerator, lambda: load_tokens(name, settings))
 
 
-def build_loaders(accelerator, train_set, eval_sets, args):
-    """Builds loaders of global batches; `prepare` splits each over the processes.
+def open_stream(accelerator, tokenizer, config, sources, position, args):
+    """Opens the stream of `sources` at the position of a checkpoint, or at its beginning: None."""
+    share = (args, accelerator, tokenizer, causal_lm.can_pack(config), sources, position)
+    return local_main_first(accelerator, lambda: TokenStream.from_args(*share))
+
+
+def build_train_loader(accelerator, train_set, args):
+    """Builds a loader of global batches; `prepare` splits each over the processes.
 
     A stream yields only the share of this process, so it needs no `prepare`.
-
-    Returns:
-        tuple: the loader of the training set; a dict of those of `eval_sets`.
     """
     options = loader_options(accelerator)
-    eval_loaders = build_eval_loaders(accelerator, eval_sets, args.block_size)
     if isinstance(train_set, TokenStream):
-        return DataLoader(train_set, batch_size=None, **options), eval_loaders
-    batch_size = args.batch_size // args.gradient_accumulation_steps
+        return DataLoader(train_set, batch_size=None, **options)
     order = EpochSampler(len(train_set), args.batch_size, args.seed)
-    train_loader = DataLoader(train_set, batch_size, sampler=order, drop_last=True, **options)
-    return accelerator.prepare(train_loader), eval_loaders
+    batch_size = args.batch_size // args.gradient_accumulation_steps
+    return accelerator.prepare(
+        DataLoader(train_set, batch_size, sampler=order, drop_last=True, **options)
+    )
 
 
-def choose_blocks(eval_sets, count, seed):
-    """About `count` of the held-out `Blocks`: of each source (dict) its share of all."""
-    total, some = sum(map(len, eval_sets.values())), {}
+def build_eval_loaders(accelerator, eval_sets, args, count=None):
+    """Builds the loaders of the held-out `Blocks` of each source (dict).
+
+    Args: count (int | None): about so many blocks; of each source its share of all. None: all.
+    """
+    total, loaders = sum(map(len, eval_sets.values())), {}
     for name, blocks in eval_sets.items():
-        some[name] = subset.choose(blocks, -(-count * len(blocks) // total), seed)
-    return some
-
-
-def build_eval_loaders(accelerator, eval_sets, block_size):
-    """Builds the loaders of the held-out `Blocks` of each source (dict)."""
-    most, loaders = max(1, 8192 // block_size), {}
-    for name, blocks in eval_sets.items():
-        batch_size = evaluation_batch_size(accelerator, len(blocks), most)
-        loader = DataLoader(blocks, batch_size, **loader_options(accelerator))
+        share = -(-(count or total) * len(blocks) // total)
+        chosen = subset.choose(blocks, share, args.seed)
+        most = max(1, 8192 // args.block_size)
+        batch_size = evaluation_batch_size(accelerator, len(chosen), most)
+        loader = DataLoader(chosen, batch_size, **loader_options(accelerator))
         loaders[name] = accelerator.prepare(loader)
     return loaders
 
@@ -246,9 +277,17 @@ def compute_loss(model, batch, per_block=False):  # EDIT: loss
 
 
 def count_targets(accelerator, batches):
-    """The number of targets in the batches of all processes, a tensor on the device."""
+    """Counts the targets of a step: its loss is the mean over those of the whole global batch.
+
+    Documents differ in length, so micro-batches and processes do not have equal weight.
+
+    Returns:
+        tuple: the batches, on the device; the number of targets in those of all processes, a tensor
+        there.
+    """
+    batches = send_to_device(list(batches), accelerator.device, non_blocking=True)
     count = sum((batch["targets"] >= 0).sum() for batch in batches)
-    return accelerator.reduce(count, "sum").clamp(min=1)
+    return batches, accelerator.reduce(count, "sum").clamp(min=1)
 
 
 @torch.no_grad()
@@ -334,7 +373,7 @@ def generate(model, tokenizer, prompts, length):
     return texts
 
 
-def read_prompts(tokenizer, eval_sets, kind, args):
+def read_prompts(tokenizer, data, args):
     """The prompts for samples: the lines of the file --prompts, or the first held-out documents.
 
     Returns:
@@ -342,7 +381,7 @@ def read_prompts(tokenizer, eval_sets, kind, args):
     """
     if not args.prompts:
         # Of several sources, those of each in turn.
-        prompts = [blocks.prompts(3) for blocks in eval_sets.values()]
+        prompts = [blocks.prompts(3) for blocks in data.eval_sets.values()]
         return [prompt for turn in zip_longest(*prompts) for prompt in turn if prompt][:3]
     try:
         lines = Path(args.prompts).read_text(encoding="utf-8").splitlines()
@@ -353,7 +392,7 @@ def read_prompts(tokenizer, eval_sets, kind, args):
     if not lines:
         raise UserError(f"--prompts {args.prompts} is empty: give one prompt per line")
     encoder = Encoder(tokenizer)
-    return [(encoder.encode_prompt(line, kind), None) for line in lines]
+    return [(encoder.encode_prompt(line, data.kind), None) for line in lines]
 
 
 def show_samples(model, tokenizer, prompts):
@@ -367,12 +406,33 @@ def show_samples(model, tokenizer, prompts):
     return "\n".join(parts) + "\n"
 
 
-def share_of_exact(model, tokenizer, prompts):
-    """The share of prompts to which the model answers exactly what the data does."""
+def generates_alone(accelerator):
+    """Whether this process generates text while the others wait; not of a sharded model."""
+    return accelerator.is_main_process and not accelerator.is_fsdp2
+
+
+def log_samples(accelerator, run, step, model, tokenizer, prompts):
+    """Logs answers of the model during training; those of a sharded one come at the end only."""
+    if not accelerator.is_fsdp2:
+        alone = generates_alone(accelerator)
+        text = show_samples(model, tokenizer, prompts) if alone else None
+        run.log("sample", step, text=text)
+
+
+def share_of_exact(accelerator, model, tokenizer, eval_sets, args):
+    """The share of prompts to which the model answers exactly what the data does.
+
+    Returns:
+        dict: `exact_answers` of `--dataset synthetic`, on the main process; else {}: other data
+        have no such answers, and a sharded model generates at the end only.
+    """
+    if args.dataset != ["synthetic"] or args.dry_run or not generates_alone(accelerator):
+        return {}
+    prompts = eval_sets["synthetic"].prompts(ANSWERS)
     answers = generate(model, tokenizer, [tokens for tokens, _ in prompts], SAMPLE_TOKENS)
     pairs = zip(answers, (expected for _, expected in prompts), strict=True)
     exact = [answer.strip() == read_answer(tokenizer, expected) for answer, expected in pairs]
-    return sum(exact) / len(prompts)
+    return {"exact_answers": sum(exact) / len(prompts)}
 
 
 def read_answer(tokenizer, tokens):
@@ -392,8 +452,10 @@ def load_trained(folder, args):
     return model, tokenizer
 
 
-def respond(args):
-    """For --generate: prints the continuation of --prompt, or the answer of a chat model."""
+def use_trained(args):
+    """For --merge; for --generate: prints the continuation of --prompt, or the answer to it."""
+    if args.merge:
+        return print(adapters.merge(args.merge))
     model, tokenizer, kind = adapters.load_trained(args.generate)
     model.to("cuda" if torch.cuda.is_available() else "cpu")
     prompt = Encoder(tokenizer).encode_prompt(args.prompt, kind)
@@ -429,6 +491,13 @@ tokenizer = AutoTokenizer.from_pretrained("adapter")
 }
 
 
+def export(accelerator, folder, model, tokenizer):
+    """Writes the weights of the model, or of its adapter; call it on every process."""
+    state = accelerator.get_state_dict(model)  # under FSDP gathered from all processes
+    if accelerator.is_main_process:
+        adapters.export(folder, accelerator.unwrap_model(model), state, tokenizer)
+
+
 def write_outputs(accelerator, run, model, tokenizer, prompts):
     """Writes and prints the samples of a finished run, and draws its curves."""
     with optional("sample.txt"):
@@ -441,57 +510,51 @@ def write_outputs(accelerator, run, model, tokenizer, prompts):
         plots.curves(run.path, {"loss": "loss (nats per token)", "perplexity": "perplexity"})
 
 
-def main():
-    args = parse_args()
-    if args.generate:
-        return respond(args)
-    if args.merge:
-        return print(adapters.merge(args.merge))
+def connect(args):
+    """Sets up this process; returns the `Accelerator`, and its trackers."""
     on_cpu = launch.set_up(args, shards=True)  # network, threads, deterministic algorithms
     fsdp.set_up(on_cpu)
     trackers = Trackers(args)
-    options = launch.accelerator_options(args) | trackers.options()
-    accelerator = Accelerator(cpu=on_cpu, **options)
-    accumulation, processes = args.gradient_accumulation_steps, accelerator.num_processes
-    launch.print_banner(accelerator, args.batch_size, accumulation)
-    elastic.check(accelerator, args.batch_size, accumulation)
+    accelerator = Accelerator(cpu=on_cpu, **launch.accelerator_options(args), **trackers.options())
+    launch.print_banner(accelerator, args.batch_size, args.gradient_accumulation_steps)
+    elastic.check(accelerator, args.batch_size, args.gradient_accumulation_steps)
     fsdp.configure(accelerator)
+    return accelerator, trackers
+
+
+def main():
+    args = parse_args()
+    if args.generate or args.merge:
+        return use_trained(args)
+    accelerator, trackers = connect(args)
+    accumulation, processes = args.gradient_accumulation_steps, accelerator.num_processes
     tokenizer, config, base = local_main_first(accelerator, lambda: load_settings(args))
-    packed = causal_lm.can_pack(config)
-    train_set, eval_sets, held_out, kind, description = load_data(
-        accelerator, tokenizer, packed, args
-    )
-    prompts = run_on_all(accelerator, lambda: read_prompts(tokenizer, eval_sets, kind, args))
-    several = isinstance(train_set, list)  # sources of a stream
-    plan = Plan.from_args(args, None if several else len(train_set))
+    data = load_data(accelerator, tokenizer, causal_lm.can_pack(config), args)
+    train_set, eval_sets, held_out = data.train_set, data.eval_sets, data.held_out
+    prompts = run_on_all(accelerator, lambda: read_prompts(tokenizer, data, args))
+    plan = Plan.from_args(args, None if isinstance(train_set, list) else len(train_set))
     writer = BackgroundWriter(accelerator, args.wait_for_checkpoints)
     run = RunFolder(args, accelerator, MAY_CHANGE, [trackers], writer)
-    run.open(
-        plan, data=description, base=base
-    )  # empty, or has a run to continue, or a finished run
+    run.open(plan, data=data.description, base=base)  # continues a run, or finds it finished
     if run.finished:
         return
     blocks = sum(map(len, eval_sets.values()))
     eval_samples = subset.count_evaluated(run, plan, args, blocks)
     position = run.progress.get("position")
-    if several:
-        open_stream = partial(TokenStream.from_args, args, accelerator, tokenizer, packed)
-        train_set = local_main_first(accelerator, lambda: open_stream(train_set, position))
+    if isinstance(train_set, list):  # the sources of a stream
+        train_set = open_stream(accelerator, tokenizer, config, train_set, position, args)
     sources = SourceLog(args.dataset, position)
 
     set_seed(args.seed)
     model = run_on_all(accelerator, lambda: build_model(accelerator, config, args))
-    parameters = sum(weight.numel() for weight in model.parameters())
-    trained = sum(weight.numel() for weight in model.parameters() if weight.requires_grad)
+    parameters, trained = count_parameters(model)
     optimizer = build_optimizer(model, args)
-    scheduler = torch.optim.lr_scheduler.LambdaLR(
-        optimizer, lambda step: lr_multiplier(step, plan, args)
-    )
+    scheduler = build_scheduler(optimizer, plan, args)
     model, optimizer, scheduler = accelerator.prepare(model, optimizer, scheduler)
-    chosen = choose_blocks(eval_sets, eval_samples, args.seed)
-    train_loader, eval_loaders = build_loaders(accelerator, train_set, chosen, args)
+    train_loader = build_train_loader(accelerator, train_set, args)
+    eval_loaders = build_eval_loaders(accelerator, eval_sets, args, eval_samples)
     ddp.warm_up(model, lambda: compute_loss(model, lm_loss.small_batch(accelerator, model)))
-    lm_loss.check(accelerator, model, packed)
+    lm_loss.check(accelerator, model, causal_lm.can_pack(config))
     unwrapped = accelerator.unwrap_model(model)
     adapters.save_trained_only(unwrapped)  # a checkpoint of LoRA holds the adapter only
     rates = {"tokens_per_second": args.block_size}  # of positions; those of padding count, too
@@ -504,37 +567,25 @@ def main():
 
     def validate(step):
         metrics = evaluate(accelerator, model, eval_loaders, progress)
-        texts = {}
-        if accelerator.is_main_process and not accelerator.is_fsdp2:
-            texts["text"] = show_samples(unwrapped, tokenizer, prompts)
-            if args.dataset == ["synthetic"] and not args.dry_run:
-                answers = eval_sets["synthetic"].prompts(ANSWERS)
-                metrics["exact_answers"] = share_of_exact(unwrapped, tokenizer, answers)
-        score = -metrics["loss"] if held_out == "val" else None
+        metrics |= share_of_exact(accelerator, unwrapped, tokenizer, eval_sets, args)
+        score = -metrics["loss"] if held_out == "val" else None  # a test split chooses nothing
         run.log(held_out, step, score=score, **metrics)
-        if not accelerator.is_fsdp2:  # else there are samples at the end only
-            run.log("sample", step, **texts)
+        log_samples(accelerator, run, step, unwrapped, tokenizer, prompts)
 
-    # Before the first step, too: what training has changed is then known.
-    if run.evaluation_due or step == 0:
+    if run.evaluation_due or step == 0:  # also before training, to see what it changes
         validate(step)
-    train_loss = math.inf
+    train_loss, saved = math.inf, dict(eval_samples=eval_samples)
     profile = start_profiler(accelerator, run.path, args.profile)
     for epoch, remaining in plan.epochs(start=step, done=run.out_of_patience):
-        # Without those before an interruption.
-        batches = remaining.rest(epoch_batches(train_loader, epoch))
+        batches = remaining.rest(epoch_batches(train_loader, epoch))  # not those before a restart
         for step, micro_batches in remaining.accumulated(run.timed(batches)):
-            micro_batches = send_to_device(list(micro_batches), accelerator.device, True)
-            # The loss of a step is the mean over the targets of the whole global batch: documents
-            # differ in length, so micro-batches and processes do not have equal weight.
-            targets = count_targets(accelerator, micro_batches)
+            # `backward` divides by the accumulation, and DDP averages: both are undone here.
+            micro_batches, targets = count_targets(accelerator, micro_batches)
             losses, ids, norm = [], [], None
             for batch in micro_batches:
-                # So that a restart draws the same dropout masks.
-                seed_step(accelerator, args.seed, step, len(losses))
+                seed_step(accelerator, args.seed, step, len(losses))  # of dropout
                 with accelerator.accumulate(model):
                     loss = compute_loss(model, batch) / targets
-                    # `backward` divides by the accumulation, and DDP averages over processes.
                     accelerator.backward(loss * accumulation * processes)
                     if accelerator.sync_gradients and args.max_grad_norm:
                         norm = accelerator.clip_grad_norm_(model.parameters(), args.max_grad_norm)
@@ -547,11 +598,11 @@ def main():
             stop = guard.should_stop(step, losses, ids, norm)  # the same on every process
             if plan.log_due(step):
                 train_loss = accelerator.reduce(torch.stack(losses).sum(), "sum").item()
-                figures = dict(loss=train_loss, grad_norm=norm, lr=scheduler.get_last_lr()[0])
-                figures |= sources.figures(accelerator, micro_batches, run.print)
+                figures = sources.figures(accelerator, micro_batches, run.print)
+                figures |= dict(loss=train_loss, grad_norm=norm, lr=scheduler.get_last_lr()[0])
                 run.log("train", step, **figures, **watchdog.figures())
             if stop or run.save_due(step):
-                saved = dict(eval_samples=eval_samples, position=gather_position(batch))
+                saved["position"] = gather_position(batch)
                 with run.checkpoint(step, guard, model, **saved) as folder:
                     accelerator.save_state(folder)
             if stop:
@@ -562,18 +613,13 @@ def main():
             break
     profile.stop()
 
-    state = accelerator.get_state_dict(model)  # under FSDP gathered from all processes
-    if accelerator.is_main_process:
-        adapters.export(run.path, unwrapped, state, tokenizer)
+    export(accelerator, run.path, model, tokenizer)
     progress.announce(blocks, run.path)
-    eval_loaders = build_eval_loaders(accelerator, eval_sets, args.block_size)
+    eval_loaders = build_eval_loaders(accelerator, eval_sets, args)
     metrics = evaluate(accelerator, model, eval_loaders, progress)
-    if args.dataset == ["synthetic"] and accelerator.is_main_process and not accelerator.is_fsdp2:
-        answers = eval_sets["synthetic"].prompts(ANSWERS)
-        metrics["exact_answers"] = share_of_exact(unwrapped, tokenizer, answers)
+    metrics |= share_of_exact(accelerator, unwrapped, tokenizer, eval_sets, args)
     results = {f"{held_out}_{name}": value for name, value in metrics.items()}
-    results |= {"parameters": parameters, "trained_parameters": trained}
-    run.finish(step, **results)
+    run.finish(step, **results, parameters=parameters, trained_parameters=trained)
     write_outputs(accelerator, run, unwrapped, tokenizer, prompts)
     if accelerator.is_main_process:
         model_card.write(run, **describe_model(args, run.path))

@@ -167,8 +167,8 @@ def measure(pipeline, images, labels, repeats=3):
     }
 
 
-def describe(measured):
-    """The result of `measure` as a line of text."""
+def describe(devices, measured):
+    """The devices of the stages, and the result of `measure`, as a line of text."""
     bubble = measured["bubble_measured"]
     measurement = (
         "not measured on a CPU, where all stages share one device"
@@ -176,14 +176,31 @@ def describe(measured):
         else f"measured {bubble:.0%}"
     )
     return (
+        f"stages of the first process on {', '.join(map(str, devices))}; "
         f"{measured['micro_batches']} micro-batches: {measured['speed_up']:.2f}x the speed of one; "
         f"bubble by formula {measured['bubble_formula']:.0%}, {measurement}"
     )
 
 
+def check_micro_batches(samples, micro_batches):
+    """Raises UserError if the samples of a process cannot be split into so many parts."""
+    if samples % micro_batches:
+        raise UserError(
+            f"--micro_batches {micro_batches} does not divide the {samples} samples per process "
+            "and batch"
+        )
+
+
 def lr_multiplier(step, plan, args):
     """The learning-rate multiplier at `step`: the warm-up takes a tenth of all steps."""
     return schedule.multiplier("linear", step, plan.total_steps, warmup=plan.total_steps / 10)
+
+
+def build_scheduler(optimizer, plan, args):
+    """Multiplies each learning rate by `lr_multiplier` after each step."""
+    return torch.optim.lr_scheduler.LambdaLR(
+        optimizer, lambda step: lr_multiplier(step, plan, args)
+    )
 
 
 # ----------------------------------------------------------------------------------------- devices
@@ -220,7 +237,7 @@ def refuse_shared(places):
             )
 
 
-def claim_gpus(per_process):
+def claim_devices(on_cpu, per_process):
     """Assigns GPUs to this process; call it before CUDA is used.
 
     Returns:
@@ -229,6 +246,8 @@ def claim_gpus(per_process):
     Raises:
         UserError: there are too few GPUs; the message names two ranks that would share one.
     """
+    if on_cpu:
+        return [torch.device("cpu")] * per_process
     gpus, processes = torch.cuda.device_count(), int(os.environ.get("LOCAL_WORLD_SIZE", 1))
     rank, first = (
         int(os.environ.get("LOCAL_RANK", 0)),
@@ -253,6 +272,8 @@ def claim_gpus(per_process):
 
 def check_gpus(accelerator, devices):
     """Checks that no two processes share a GPU: NCCL's own error message is unclear."""
+    if accelerator.device.type != "cuda":
+        return
     host = socket.gethostname()
     uuids = [str(torch.cuda.get_device_properties(device).uuid) for device in devices]
     places = gather(accelerator, [(accelerator.process_index, host, uuid) for uuid in uuids])
@@ -342,49 +363,34 @@ MAY_CHANGE = flags.MAY_CHANGE | {"devices_per_process", "micro_batches"}
 def main():
     args = parse_args()
     on_cpu = launch.set_up(args)  # network, threads, deterministic algorithms
-    stages = [torch.device("cpu")] * args.devices_per_process
-    if not on_cpu:
-        stages = claim_gpus(args.devices_per_process)
+    stages = claim_devices(on_cpu, args.devices_per_process)
     # Keeps Accelerate from passing `device_ids` to DDP: the model is already on several devices.
     os.environ["ACCELERATE_BYPASS_DEVICE_MAP"] = "true"
     trackers = Trackers(args)
-    options = launch.accelerator_options(args) | trackers.options()
-    accelerator = Accelerator(cpu=on_cpu, **options)
-    if not on_cpu:
-        check_gpus(accelerator, stages)
+    accelerator = Accelerator(cpu=on_cpu, **launch.accelerator_options(args), **trackers.options())
+    check_gpus(accelerator, stages)
     accumulation = args.gradient_accumulation_steps
     micro_batch_size = launch.print_banner(accelerator, args.batch_size, accumulation)
-    if micro_batch_size % args.micro_batches:
-        raise UserError(
-            f"--micro_batches {args.micro_batches} does not divide the {micro_batch_size} samples "
-            "per process and batch"
-        )
+    check_micro_batches(micro_batch_size, args.micro_batches)
     elastic.check(accelerator, args.batch_size, accumulation)
     data, held_out, description = load_data(accelerator, args)
     train_set = data.splits["train"]
     plan = Plan.from_args(args, len(train_set))
     writer = BackgroundWriter(accelerator, args.wait_for_checkpoints)
     run = RunFolder(args, accelerator, MAY_CHANGE, [trackers], writer)
-    run.open(
-        plan, data=description
-    )  # the folder is empty, or has a run to continue, or a finished run
+    run.open(plan, data=description)  # has a run to continue, a finished one, or none
     if run.finished:
         return
 
     set_seed(args.seed)
     mean, std = (value.to(accelerator.device) for value in train_set.mean_and_std())
-    blocks = build_blocks(len(data.class_names), args.width)
-    model = Pipeline(blocks, stages, args.micro_batches)
+    model = Pipeline(build_blocks(len(data.class_names), args.width), stages, args.micro_batches)
     weight_files.initialize(accelerator, model, run.init_from)
-    images = train_set.images[:micro_batch_size].to(accelerator.device)
+    images = normalize(train_set.images[:micro_batch_size].to(accelerator.device), mean, std)
     with accelerator.autocast():  # measure in the precision of the training
-        pipelining = measure(
-            model, normalize(images, mean, std), train_set.labels[:micro_batch_size]
-        )
+        pipelining = measure(model, images, train_set.labels[:micro_batch_size])
     optimizer = torch.optim.AdamW(model.parameters(), lr=args.lr, weight_decay=args.weight_decay)
-    scheduler = torch.optim.lr_scheduler.LambdaLR(
-        optimizer, lambda step: lr_multiplier(step, plan, args)
-    )
+    scheduler = build_scheduler(optimizer, plan, args)
     model, optimizer, scheduler = accelerator.prepare(
         model, optimizer, scheduler, device_placement=[False, None, None]
     )
@@ -393,15 +399,13 @@ def main():
     ddp.warm_up(model, lambda: compute_loss(model, first, mean, std, 0, args))
     step = run.start()  # accelerator.load_state, if there is a checkpoint
     schedule.recompute(scheduler)  # the run may have another length now
-    devices = ", ".join(map(str, stages))
-    run.print(f"stages of the first process on {devices}; {describe(pipelining)}")
+    run.print(describe(stages, pipelining))
     guard = Guard(accelerator, args.timeout)
     watchdog = Watchdog(run, guard, accelerator, model, args.timeout)
 
     def validate(step):
         metrics = evaluate(accelerator, model, *eval_data, guard.watch, mean, std)
-        # A test split has no score: it must not choose a checkpoint.
-        score = metrics["accuracy"] if held_out == "val" else None
+        score = metrics["accuracy"] if held_out == "val" else None  # a test split chooses nothing
         run.log(held_out, step, score=score, **metrics)
 
     train_loss = math.inf
@@ -414,8 +418,7 @@ def main():
         for step, micro_batches in remaining.accumulated(run.timed(batches)):
             losses, ids, norm = [], [], None
             for batch in map(train_set.batch, micro_batches):
-                # So that a restart draws the same dropout masks. Seed after loading the batch,
-                # because loading may also draw random numbers.
+                # A restart draws the same dropout masks. After loading, which may draw, too.
                 seed_step(accelerator, args.seed, step, len(losses))
                 with accelerator.accumulate(model):
                     loss = compute_loss(model, batch, mean, std, epoch, args)
@@ -429,9 +432,8 @@ def main():
                 ids.append(batch["ids"])
             profile.step()
             stop = guard.should_stop(step, losses, ids, norm)  # the same on every process
-            if plan.log_due(step):
-                mean_loss = torch.stack(losses).mean()
-                train_loss = accelerator.reduce(mean_loss, "mean").item()  # once, not per rank
+            if plan.log_due(step):  # one loss, not one per process
+                train_loss = accelerator.reduce(torch.stack(losses).mean(), "mean").item()
                 figures = dict(loss=train_loss, grad_norm=norm, lr=scheduler.get_last_lr()[0])
                 run.log("train", step, **figures, **watchdog.figures())
             if stop or run.save_due(step):
@@ -450,9 +452,8 @@ def main():
         config = {"model": "model_parallel", "width": args.width, "class_names": data.class_names}
         weights.export(run.path, accelerator.unwrap_model(model), config)
     results = {f"{held_out}_{name}": value for name, value in metrics.items()}
-    results["pipelining"] = pipelining
-    results["peak_memory_bytes_per_stage"] = [memory_bytes(device) for device in stages]
-    run.finish(step, **results)
+    peaks = [memory_bytes(device) for device in stages]
+    run.finish(step, **results, pipelining=pipelining, peak_memory_bytes_per_stage=peaks)
     if accelerator.is_main_process:
         plots.curves(run.path)
         model_card.write(run)

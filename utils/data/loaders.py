@@ -1,6 +1,5 @@
 """Options, batch sizes and orders for the data loaders of all scripts."""
 
-import contextlib
 import ctypes
 import math
 import os
@@ -119,20 +118,16 @@ class EpochSampler(Sampler):
                 yield (self._epoch, index) if self._with_epoch else index
 
 
-@contextlib.contextmanager
-def ending_workers(loaders):
-    """Ends the persistent workers of the loaders in this dict when the block ends.
+def end_workers(loaders):
+    """Ends the persistent workers of the loaders in this dict.
 
     Workers ignore signals, so that the loop can finish its step; at exit Python would wait for
     them, forever.
     """
-    try:
-        yield
-    finally:
-        for loader in loaders.values():
-            iterator = getattr(loader, "_iterator", None)
-            if iterator is not None:
-                iterator._shutdown_workers()
+    for loader in loaders.values():
+        iterator = getattr(loader, "_iterator", None)
+        if iterator is not None:
+            iterator._shutdown_workers()
 
 
 def explain(error):

@@ -178,6 +178,12 @@ def initialize(accelerator, model, config, choice):
         run_on_main(accelerator, lambda: print(_load(model, config, choice)))
 
 
+def colors(config, device):
+    """The mean and the standard deviation of pixels from 0 to 255, float32 [3] on a device."""
+    values = (config["preprocessing"][name] for name in ("mean", "std"))
+    return tuple(255 * torch.tensor(value).to(device) for value in values)
+
+
 def head(model):
     """The name of the last layer, which computes a value per class."""
     return next(reversed(model.state_dict())).rpartition(".")[0]

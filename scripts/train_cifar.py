@@ -421,7 +421,7 @@ def main():
     run = RunFolder(args, accelerator, flags.MAY_CHANGE | {"tta"}, [trackers], writer)
     run.open(plan, data=description)  # has a run to continue, a finished one, or none
     if run.finished:
-        return
+        return hub.upload(run.path, args.push_to_hub)  # if that failed before
 
     set_seed(args.seed)
     images = data.splits["train"].images

@@ -577,7 +577,7 @@ def main():
     run = RunFolder(args, accelerator, MAY_CHANGE, [trackers], writer)
     run.open(plan, data=description)  # has a run to continue, a finished one, or none
     if run.finished:
-        return
+        return hub.upload(run.path, args.push_to_hub)  # if that failed before
     eval_samples = subset.count_evaluated(run, plan, args, len(held_out))
     if args.streaming:
         train_set = open_stream(accelerator, run.progress.get("position"), args)

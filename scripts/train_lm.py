@@ -537,7 +537,7 @@ def main():
     run = RunFolder(args, accelerator, MAY_CHANGE, [trackers], writer)
     run.open(plan, data=data.description, base=base)  # continues a run, or finds it finished
     if run.finished:
-        return
+        return hub.upload(run.path, args.push_to_hub)  # if that failed before
     blocks = sum(map(len, eval_sets.values()))
     eval_samples = subset.count_evaluated(run, plan, args, blocks)
     position = run.progress.get("position")

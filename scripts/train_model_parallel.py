@@ -380,7 +380,7 @@ def main():
     run = RunFolder(args, accelerator, MAY_CHANGE, [trackers], writer)
     run.open(plan, data=description)  # has a run to continue, a finished one, or none
     if run.finished:
-        return
+        return hub.upload(run.path, args.push_to_hub)  # if that failed before
 
     set_seed(args.seed)
     mean, std = (value.to(accelerator.device) for value in train_set.mean_and_std())

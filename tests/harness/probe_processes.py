@@ -18,8 +18,11 @@ from accelerate import Accelerator
 
 from utils.run import launch
 from utils.run.collectives import wait_for_all
+from utils.scale import fsdp
 
-accelerator = Accelerator(cpu=launch.check(shards=True))
+on_cpu = launch.set_up(shards=True)
+fsdp.set_up(on_cpu)
+accelerator = Accelerator(cpu=on_cpu)
 own = torch.tensor(accelerator.process_index + 1.0, device=accelerator.device)
 total = accelerator.reduce(own, "sum").item()
 mesh = accelerator.torch_device_mesh

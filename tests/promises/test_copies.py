@@ -80,8 +80,7 @@ def test_a_copy_of_the_smallest_script_needs_one_folder(tmp_path):
     shutil.rmtree(tmp_path / "utils" / "run")
     project = tmp_path / "my_project"
     run("2cpu", "train_minimal.py", "--epochs 1", root=project, output_dir=tmp_path / "run")
-    for name in ("results.json", "README.md"):
-        assert (tmp_path / "run" / name).exists()
+    assert (tmp_path / "run" / "results.json").exists()
 
 
 @pytest.mark.parametrize("script", [name for name in SCRIPTS if name.startswith("train_")])

@@ -359,11 +359,11 @@ def test_a_loss_that_diverged_is_not_saved_and_names_the_samples(reference, tmp_
 
 def test_out_of_memory_says_what_to_do(tmp_path):
     done = faulty("out_of_memory@3:1", SMALL, tmp_path / "run")
-    assert "out of memory on rank 1, which computes 30 samples at a time" in done.stderr
+    assert "error: rank 1 ran out of memory. To use less, cheapest first: " in done.stderr
     assert "--gradient_accumulation_steps" in done.stderr
     assert "Traceback (most recent call last)" not in done.stderr.split("error: ")[1][:500]
     # The reason of the first process to fail, not of those that lost contact with it.
-    assert "out of memory on rank 1" in status(tmp_path / "run")["reason"]
+    assert "rank 1 ran out of memory" in status(tmp_path / "run")["reason"]
 
 
 def test_a_dead_loader_worker_is_an_error(tmp_path):

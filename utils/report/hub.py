@@ -4,6 +4,7 @@ import sys
 from pathlib import Path
 
 from utils.run.failures import UserError
+from utils.run.process import is_main
 
 NOT_UPLOADED = ["checkpoints/*", "profile/*", ".*"]
 # Folders in the formats of transformers and peft, which the Hub expects at the top.
@@ -30,13 +31,13 @@ def check_repository(repo):
 def upload(folder, repo):
     """Uploads a run without its checkpoints to a model repository, which is made if necessary.
 
-    If that fails, it prints a warning: the run itself is complete.
+    Only the main process does. If that fails, it prints a warning: the run itself is complete.
 
     Args:
         folder (Path): that of the run.
         repo (str | None): the value of `--push_to_hub`.
     """
-    if repo is None:
+    if repo is None or not is_main():
         return
     from huggingface_hub import HfApi
 
@@ -50,6 +51,6 @@ def upload(folder, repo):
         print(f"uploaded to {address}")
     except Exception as error:  # no network, no permission, no space there: nothing is lost
         reason = str(error).strip().splitlines() or [type(error).__name__]
-        again = f"hf upload {repo} {folder}"
-        line = f"warning: could not upload to {repo}: {reason[0]}. To try again: {again}"
+        again = f"run the same command, or: hf upload {repo} {folder}"
+        line = f"warning: could not upload to {repo}: {reason[0]}. To try again, {again}"
         print(line, file=sys.stderr)

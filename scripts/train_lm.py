@@ -172,6 +172,10 @@ class Data(NamedTuple):
     kind: str
     description: str
 
+    def count_held_out(self):
+        """The number of held-out blocks."""
+        return sum(map(len, self.eval_sets.values()))
+
 
 def load_data(accelerator, tokenizer, packed, args):  # EDIT: data
     """Loads the blocks of tokens to train on, and those held out: `val`, or else `test`.
@@ -530,7 +534,7 @@ def main():
     accumulation, processes = args.gradient_accumulation_steps, accelerator.num_processes
     tokenizer, config, base = local_main_first(accelerator, lambda: load_settings(args))
     data = load_data(accelerator, tokenizer, causal_lm.can_pack(config), args)
-    train_set, eval_sets, held_out = data.train_set, data.eval_sets, data.held_out
+    train_set, eval_sets = data.train_set, data.eval_sets
     prompts = run_on_all(accelerator, lambda: read_prompts(tokenizer, data, args))
     plan = Plan.from_args(args, None if isinstance(train_set, list) else len(train_set))
     writer = BackgroundWriter(accelerator, args.wait_for_checkpoints)
@@ -538,8 +542,7 @@ def main():
     run.open(plan, data=data.description, base=base)  # continues a run, or finds it finished
     if run.finished:
         return hub.upload(run.path, args.push_to_hub)  # if that failed before
-    blocks = sum(map(len, eval_sets.values()))
-    eval_samples = subset.count_evaluated(run, plan, args, blocks)
+    eval_samples = subset.count_evaluated(run, plan, args, data.count_held_out())
     position = run.progress.get("position")
     if isinstance(train_set, list):  # the sources of a stream
         train_set = open_stream(accelerator, tokenizer, config, train_set, position, args)
@@ -555,8 +558,7 @@ def main():
     eval_loaders = build_eval_loaders(accelerator, eval_sets, args, eval_samples)
     ddp.warm_up(model, lambda: compute_loss(model, lm_loss.small_batch(accelerator, model)))
     lm_loss.check(accelerator, model, causal_lm.can_pack(config))
-    unwrapped = accelerator.unwrap_model(model)
-    adapters.save_trained_only(unwrapped)  # a checkpoint of LoRA holds the adapter only
+    unwrapped = adapters.save_trained_only(accelerator.unwrap_model(model))  # LoRA's alone
     rates = {"tokens_per_second": args.block_size}  # of positions; those of padding count, too
     step = run.start(rates)  # accelerator.load_state, if there is a checkpoint
     schedule.recompute(scheduler)  # the run may have another length now
@@ -568,8 +570,8 @@ def main():
     def validate(step):
         metrics = evaluate(accelerator, model, eval_loaders, progress)
         metrics |= share_of_exact(accelerator, unwrapped, tokenizer, eval_sets, args)
-        score = -metrics["loss"] if held_out == "val" else None  # a test split chooses nothing
-        run.log(held_out, step, score=score, **metrics)
+        score = -metrics["loss"] if data.held_out == "val" else None  # a test split: none
+        run.log(data.held_out, step, score=score, **metrics)
         log_samples(accelerator, run, step, unwrapped, tokenizer, prompts)
 
     if run.evaluation_due or step == 0:  # also before training, to see what it changes
@@ -614,16 +616,16 @@ def main():
     profile.stop()
 
     export(accelerator, run.path, model, tokenizer)
-    progress.announce(blocks, run.path)
+    progress.announce(data.count_held_out(), run.path)
     eval_loaders = build_eval_loaders(accelerator, eval_sets, args)
     metrics = evaluate(accelerator, model, eval_loaders, progress)
     metrics |= share_of_exact(accelerator, unwrapped, tokenizer, eval_sets, args)
-    results = {f"{held_out}_{name}": value for name, value in metrics.items()}
+    results = {f"{data.held_out}_{name}": value for name, value in metrics.items()}
     run.finish(step, **results, parameters=parameters, trained_parameters=trained)
     write_outputs(accelerator, run, unwrapped, tokenizer, prompts)
     if accelerator.is_main_process:
         model_card.write(run, **describe_model(args, run.path))
-        hub.upload(run.path, args.push_to_hub)
+    hub.upload(run.path, args.push_to_hub)
     run.close(f'{Path(__file__).name} --generate {run.path} --prompt "Hello"')
     accelerator.end_training()
 

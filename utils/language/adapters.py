@@ -101,9 +101,12 @@ def save_trained_only(model):
 
     Args:
         model: unwrapped; without an adapter, nothing is left out.
+
+    Returns:
+        the model.
     """
     if not isinstance(model, PeftModel):
-        return
+        return model
 
     def drop_frozen(module, state, prefix, _metadata):
         for name in _frozen(module):
@@ -116,6 +119,7 @@ def save_trained_only(model):
 
     model.register_state_dict_post_hook(drop_frozen)
     model.register_load_state_dict_post_hook(allow_missing_frozen)
+    return model
 
 
 def _frozen(module):

@@ -147,9 +147,8 @@ def _verify_and_check(path):
 def load(accelerator, path):
     """Loads a verified checkpoint into everything that was prepared and registered.
 
-    Call it on every process. No file of it can execute code, in this run's own folder either: the
-    folder may have come from elsewhere. So the state of a registered object must consist of
-    tensors, numbers, strings and containers of these.
+    Call it on every process. No file of it can execute code: the folder may have come from
+    elsewhere.
 
     Raises:
         UserError: a file would execute code (it is not executed), does not match this run, or is
@@ -244,8 +243,7 @@ def _load(accelerator, path):
 def _check_random_states(path):
     """Raises ValueError if the random states were not restored: Accelerate only logs that.
 
-    A process that the run did not have before has none. GPUs may be others than before, and each
-    step seeds them anyway.
+    A process that the run did not have before has none. Each step seeds GPUs anyway.
     """
     if not path.exists():
         return
@@ -284,8 +282,7 @@ def prune(newest, keep):
 def _delete(path):
     """Deletes an old checkpoint; if that fails, a later save tries again.
 
-    On NFS a deleted file that another process has open lives on as `.nfsXXXX`, and so does its
-    folder. Renaming comes first, so that nothing incomplete looks like a checkpoint.
+    Renaming comes first, so that nothing incomplete looks like a checkpoint.
     """
     trash = path.with_name(f".deleting_{path.name}")
     try:

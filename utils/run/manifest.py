@@ -27,8 +27,9 @@ NUMBERS = ("score", "loss", "best", "best_loss")  # of the progress; each may al
 # How many times processes compare the files that they see, half a second apart: on network file
 # systems new files become visible late.
 SHARED_CHECKS = 20
-# Files that macOS, Windows and NFS add to folders; how their names start.
-JUNK = (".DS_Store", "._", ".nfs", "Thumbs.db", "desktop.ini")
+# How the names of files start that nothing loads: those that macOS, Windows and NFS add to folders,
+# and what `amend` leaves if its process is killed.
+JUNK = (".DS_Store", "._", ".nfs", "Thumbs.db", "desktop.ini", f".{MANIFEST}.")
 
 
 def all_in(folder):
@@ -218,7 +219,7 @@ def amend(path, changed):
 def _sizes(folder):
     """The files below `folder`: path relative to it -> size in bytes.
 
-    Leaves out what systems add on their own, which nothing loads.
+    Leaves out `JUNK`, which nothing loads.
 
     Raises:
         UserError: there is a link, a device, a pipe or a socket.

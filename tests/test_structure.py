@@ -17,7 +17,14 @@ ROOMS = {
     "utils": {"utils", "utils.run"},
     "utils/data": {"utils.data", "utils.run"},
     "utils/images": {"utils.images", "utils.data", "utils.run", "utils"},
-    "utils/language": {"utils.language", "utils.data", "utils.run", "utils.scale", "utils.report", "utils"},
+    "utils/language": {
+        "utils.language",
+        "utils.data",
+        "utils.run",
+        "utils.scale",
+        "utils.report",
+        "utils",
+    },
 }
 # Maximum number of lines of `main` and of its loop. A script may have any length that reads well.
 LIMITS = {

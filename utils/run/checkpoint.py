@@ -209,7 +209,7 @@ def only_weights():
 def first_cause(error):
     """The first error of a process, in place of the `CheckpointException` about those of all."""
     if isinstance(error, CheckpointException):
-        return next(iter(error.failures.values()))[0]
+        return first_cause(next(iter(error.failures.values()))[0])
     return error
 
 

@@ -217,7 +217,9 @@ def load_source(accelerator, tokenizer, name, packed, args):
 
 
 def open_stream(accelerator, tokenizer, config, sources, position, args):
-    """Opens the stream of `sources` at the position of a checkpoint, or at its beginning: None."""
+    """Opens the stream of a list of sources at a position, None: its beginning; returns `Blocks`."""
+    if not isinstance(sources, list):
+        return sources
     share = (args, accelerator, tokenizer, causal_lm.can_pack(config), sources, position)
     return local_main_first(accelerator, lambda: TokenStream.from_args(*share))
 
@@ -502,8 +504,8 @@ def export(accelerator, folder, model, tokenizer):
         adapters.export(folder, accelerator.unwrap_model(model), state, tokenizer)
 
 
-def write_outputs(accelerator, run, model, tokenizer, prompts):
-    """Writes and prints the samples of a finished run, and draws its curves."""
+def write_outputs(accelerator, run, model, tokenizer, prompts, args):
+    """Writes the samples, the curves and the model card of a finished run."""
     with optional("sample.txt"):
         if accelerator.is_main_process or accelerator.is_fsdp2:
             text = show_samples(model, tokenizer, prompts)
@@ -512,6 +514,7 @@ def write_outputs(accelerator, run, model, tokenizer, prompts):
             print(text)
     if accelerator.is_main_process:
         plots.curves(run.path, {"loss": "loss (nats per token)", "perplexity": "perplexity"})
+        model_card.write(run, **describe_model(args, run.path))
 
 
 def connect(args):
@@ -544,8 +547,7 @@ def main():
         return hub.upload(run.path, args.push_to_hub)  # if that failed before
     eval_samples = subset.count_evaluated(run, plan, args, data.count_held_out())
     position = run.progress.get("position")
-    if isinstance(train_set, list):  # the sources of a stream
-        train_set = open_stream(accelerator, tokenizer, config, train_set, position, args)
+    train_set = open_stream(accelerator, tokenizer, config, train_set, position, args)
     sources = SourceLog(args.dataset, position)
 
     set_seed(args.seed)
@@ -622,9 +624,7 @@ def main():
     metrics |= share_of_exact(accelerator, unwrapped, tokenizer, eval_sets, args)
     results = {f"{data.held_out}_{name}": value for name, value in metrics.items()}
     run.finish(step, **results, parameters=parameters, trained_parameters=trained)
-    write_outputs(accelerator, run, unwrapped, tokenizer, prompts)
-    if accelerator.is_main_process:
-        model_card.write(run, **describe_model(args, run.path))
+    write_outputs(accelerator, run, unwrapped, tokenizer, prompts, args)
     hub.upload(run.path, args.push_to_hub)
     run.close(f'{Path(__file__).name} --generate {run.path} --prompt "Hello"')
     accelerator.end_training()

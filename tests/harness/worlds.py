@@ -18,17 +18,16 @@ from utils.run import guard
 class World:
     """Stands for torch.distributed: `size` threads, each a process with an accelerator.
 
-    `group` is what `new_group` returns. By default nothing: `utils.run.collectives` keeps it.
-
     Attributes:
+        group: has `WORLD`, as `torch.distributed.group` does.
         groups (list): the options of the groups that were created.
         in_background (list): of each reduction, whether it was.
     """
 
     ReduceOp = SimpleNamespace(MAX="max")
 
-    def __init__(self, size, machines=1, group=None):
-        self.size, self.machines, self.group = size, machines, group
+    def __init__(self, size, machines=1):
+        self.size, self.machines, self.group = size, machines, SimpleNamespace(WORLD=object())
         self.groups, self.in_background = [], []
         self.exchanged, self.barrier = [None] * size, threading.Barrier(size, timeout=20)
         self.own = threading.local()
@@ -42,10 +41,10 @@ class World:
 
     def new_group(self, **options):
         self.groups.append(options)
-        return self.group
+        return "a group of the host"
 
     def all_gather_object(self, values, value, group):
-        assert group == self.group and values == [None] * self.size
+        assert group == "a group of the host" and values == [None] * self.size
         self.exchanged[self.rank()] = value
         self.barrier.wait()
         values[:] = self.exchanged
@@ -98,47 +97,27 @@ class Process(threading.local):
     def stopping_starts(self):
         self.stopping = True
 
-    def waiting_for(self, what):
-        assert what == "the other processes"
-        return contextlib.nullcontext()
-
     def signal_name(self):
         return "SIGTERM" if self.signaled else None
 
-    def wait_for_each(self, batches, what):
-        assert what == "a batch"
-        return iter(batches)
 
-
-class Place(threading.local):
-    """Stands for `utils.scale.stacks.place`: where each thread is in its run."""
-
-    save_asked, agreed, moves = False, 0, 0
-
-    def moved(self):
-        self.moves += 1
-
-
-def run_guards(size, function, timeout=600, scaler=None):
+def run_guards(size, function, timeout=600, **facts):
     """Calls `function(guard, rank)` with a Guard on each of so many processes.
 
-    `utils.run.guard` has a Process and a Place there, and `notice` returns who gave which.
+    `utils.run.guard` has a Process there; `facts` are those of the accelerators.
 
     Returns:
         World: with what the functions returned, or the errors they raised, as `results`.
     """
-    world = World(size, group="a group of the host")
-    world.notices = []
+    world = World(size)
 
     def each(mine):
-        mine.scaler = scaler
+        vars(mine).update(facts)
         return function(guard.Guard(mine, timeout), mine.process_index)
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(guard, "dist", world)
         patch.setattr(guard, "process", Process())
-        patch.setattr(guard, "place", Place())
-        patch.setattr(guard, "notice", lambda line: world.notices.append((world.rank(), line)))
         world.results = world.run(each)
     return world
 

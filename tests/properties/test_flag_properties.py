@@ -97,26 +97,26 @@ def parser_of_words():
     return parser
 
 
-@given(FLAGS, FLAGS, FLAGS, st.sampled_from(["{} {}  # comment {}", "{}={}", "\t{} {} \t#{}"]))
-def test_the_words_in_a_file_stand_where_it_is_named(before, inside, after, line):
+@given(FLAGS, FLAGS, st.sampled_from(["{} {}", "{}={}", "\t{} {} \t"]), st.integers(1, 2))
+def test_the_words_in_files_stand_in_front_of_all_flags(inside, after, line, count):
     def words(flags):
         return [f"{name}={value}" for name, value in flags]
 
-    lines = ["# a comment", "", "  # --a 1"]
+    lines = ["# it's a comment", "", "  # --a 1"]
     for name, value in inside:
-        lines.append(line.format(name, shlex.quote(value), "'"))
+        lines.append(line.format(name, shlex.quote(value)))
     parser = parser_of_words()
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder, "words.args")
         path.write_text("\n".join(lines), encoding="utf-8")
-        found = parser.parse_args([*words(before), f"@{path}", *words(after)])
-        assert found == parser.parse_args(words(before + inside + after))
-        # Where a value is needed, it is no file.
+        found = parser.parse_args([f"@{path}"] * count + words(after))
+        assert found == parser.parse_args(words(inside * count + after))
+        # Behind a flag it is no file.
         name = f"@{path}"
-        values = ["--a", name, "--both", name, name, "--some", name, "--switch", name]
-        found = parser.parse_args(values)
-        assert (found.both, found.some) == ([name, name], [name])
-        assert found.a == [name, *(value for flag, value in inside if flag == "--a")]
+        found = parser.parse_args(["--a", name, "--both", name, name, "--some", name])
+        assert (found.a, found.both, found.some) == ([name], [name, name], [name])
+        with pytest.raises(UserError, match="unrecognized arguments: @"):
+            parser.parse_args(["--switch", name])
 
 
 @given(st.text(max_size=20))

@@ -52,16 +52,36 @@ def runs(draw):
     }
 
 
+class Voter:
+    """Asks for a save, as the watchdog does; `save`: the processes have heard of it."""
+
+    def __init__(self, rank):
+        self.rank, self.asks, self.save, self.checked = rank, False, False, []
+
+    def votes(self):
+        asks, self.asks = self.asks, False
+        return [int(asks), self.rank]
+
+    def hear(self, votes):
+        asked, highest = votes
+        assert highest >= self.rank
+        self.save |= bool(asked)
+
+    def check(self, model):
+        self.checked.append(model)
+
+
 def train(happens, watched, rank):
     """The steps after which this process saved, and the one after which it stopped, or the error."""
-    saved, model = [], nn.Linear(1, 2)
+    saved, model, voter = [], nn.Linear(1, 2), Voter(rank)
+    watched.attach(voter)
     if 0 in happens["checks"]:
         watched.check(model)
     try:
         for step in range(1, STEPS + 1):
             guard.process.signaled |= happens["signal"] == (step, rank)
             asks = rank == 0 and happens["asked"] == step
-            guard.place.save_asked |= asks and not happens["late"]
+            voter.asks |= asks and not happens["late"]
             losses, norm = [torch.tensor(0.5), torch.tensor(0.25)], None
             at, on, value, part = happens["loss"]
             if (at, on) == (step, rank):
@@ -76,11 +96,12 @@ def train(happens, watched, rank):
             ids = [torch.tensor([10 * step + rank])]
             stops = watched.should_stop(step, losses, ids, norm)
             assert stops == guard.process.stopping
-            agreed = (step, step - 1) if happens["size"] > 1 else (0,)
-            assert guard.place.agreed in agreed
-            guard.place.save_asked |= asks and happens["late"]
-            if stops or watched.save_asked or step in happens["checks"]:
+            assert watched.step == step and watched.agreed in (step, step - 1)
+            voter.asks |= asks and happens["late"]
+            if stops or voter.save or step in happens["checks"]:
                 watched.check(model)
+                assert voter.checked.pop() is model
+                voter.save = False  # the save that follows is the one
                 saved.append(step)
             if stops:
                 return saved, step, None

@@ -14,10 +14,12 @@ from utils.run.best import Best
 
 from utils.run import manifest
 from utils.run.failures import UserError
+from utils.run.saves import Best
 
 CONTENTS = {"model.safetensors": b"weights", "optimizer.bin": b"momenta", "shards/0.distcp": b"0"}
 SAVED = {"progress": {"step": 3, "score": 0.5, "position": [7]}, "arguments": {"lr": 0.1}}
 SYSTEM_FILES = [".DS_Store", "._model", ".nfs0001", "Thumbs.db", "desktop.ini"]
+SYSTEM_FILES += [".manifest.json.77.writing"]  # of a process that was killed in `amend`
 
 
 def write(folder, contents=CONTENTS, **saved):
@@ -176,7 +178,7 @@ LOSSES = st.none() | st.sampled_from([0.0, 1.0, 2.0, math.nan])
 
 @given(st.lists(st.tuples(SCORES, LOSSES), max_size=4))
 def test_the_best_has_the_highest_score_then_the_lowest_loss_then_the_latest_step(pairs):
-    """A run decides by the same rule when to save as later what to keep."""
+    """A run counts its patience by the same rule as it keeps checkpoints."""
 
     def worth(step):
         score, loss = pairs[step]
@@ -196,7 +198,7 @@ def test_the_best_has_the_highest_score_then_the_lowest_loss_then_the_latest_ste
             assert found == (None if best is None else paths[best])
             if score is not None:
                 run.add(step, score, loss)
-                assert run.improved_at(step) == (best == step)
+                assert (run.stale == 0) == (best == step)
         damaged = Path(folder, "step_00000099")
         damaged.mkdir()
         assert manifest.best([*paths, damaged]) == manifest.best(paths)

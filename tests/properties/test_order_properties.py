@@ -16,7 +16,7 @@ from utils.data.permutation import Permutation
 from utils.data.subset import choose
 from utils.language.lanes import LaneStream, Share
 from utils.run.failures import UserError
-from utils.run.launch import split_batch
+from utils.run.launch import check_division
 
 SEEDS, EPOCHS = st.integers(0, 2**32 - 1), st.integers(0, 1000)
 
@@ -124,19 +124,17 @@ def test_evaluated_samples_are_a_random_part_in_order_and_more_contain_fewer(siz
     assert set(fewer) <= set(chosen)
 
 
-@given(st.integers(1, 10_000), st.integers(1, 16), st.integers(1, 64))
-def test_a_batch_is_split_evenly_or_the_error_names_the_nearest_sizes(batch, processes, micro):
-    parts = processes * micro
+@given(st.integers(1, 10_000), st.integers(1, 1024))
+def test_a_batch_is_split_evenly_or_the_error_names_the_nearest_sizes(batch, parts):
     if batch % parts == 0:
-        assert split_batch(accelerator(processes), batch, micro) * parts == batch
+        check_division(batch, parts, "2 processes")
         return
-    with pytest.raises(UserError) as error:
-        split_batch(accelerator(processes), batch, micro)
+    says = f"^--batch_size {batch} does not divide evenly over 2 processes and accumulation steps, "
+    with pytest.raises(UserError, match=f"{says}{parts} parts: use ") as error:
+        check_division(batch, parts, "2 processes")
     named = [int(word) for word in str(error.value).rpartition(": use ")[2].split(" or ")]
-    near = [
-        size for size in range(batch - parts + 1, batch + parts) if size > 0 and size % parts == 0
-    ]
-    assert named == near
+    sizes = range(batch - parts + 1, batch + parts)
+    assert named == [size for size in sizes if size > 0 and size % parts == 0]
 
 
 class Lane:

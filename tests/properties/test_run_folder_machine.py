@@ -1,7 +1,8 @@
 """The folder of a run through all that can happen to it: a model says what it holds after each event.
 
 Hypothesis chooses the events: steps and their scores, a full disk, a signal, a kill (also between
-two file operations of a save), damage, the end, and going on with more steps or patience.
+two file operations of a save and its evaluation), damage, the end, and going on with more steps or
+patience.
 """
 
 import argparse
@@ -14,6 +15,7 @@ import subprocess
 import tempfile
 from importlib import metadata
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -34,9 +36,10 @@ from hypothesis.stateful import (
 from utils.run import manifest, process
 from utils.run.failures import RunFailed
 from utils.run.files import read_json_lines
-from utils.run.folder import FAILED_SAVES, RunFolder
+from utils.run.folder import RunFolder
 from utils.run.plan import Plan
-from utils.scale import saving, stacks
+from utils.run.saves import FAILED_SAVES, Writer
+from utils.scale.saving import BackgroundWriter
 
 EVALUATE_EVERY, SAVE_EVERY = 2, 3
 LINE = ("loss", "score", "written")  # of what a line of metrics.jsonl says
@@ -78,44 +81,49 @@ def best(evaluations):
 
 
 class Folder(RuleBasedStateMachine):
-    disk = None  # a Disk, while a test runs
+    disk = writers = None  # while a test runs: a Disk; the ways to write a checkpoint, by name
 
     def __init__(self):
         super().__init__()
         self.temporary = tempfile.TemporaryDirectory()
         self.path, self.copies = Path(self.temporary.name, "0"), 0
         self.total = 10
+        self.outcomes = {}  # step -> (score, loss), the same whenever it is evaluated
         self.lines = {}  # (split, step) -> what is in metrics.jsonl
-        self.evaluations = {}  # step -> (score, loss)
+        self.evaluations = {}  # step -> (score, loss), what the run knows
         self.saved, self.damaged = {}, set()  # step -> what its checkpoint records; steps
 
-    @initialize(keep=st.integers(1, 2), waits=st.booleans(), patience=st.sampled_from([None, 2]))
-    def begin(self, keep, waits, patience):
-        self.keep, self.waits, self.patience = keep, waits, patience
+    @initialize(
+        keep=st.integers(1, 2),
+        writer=st.sampled_from(["none", "waits", "background"]),
+        patience=st.sampled_from([None, 2]),
+    )
+    def begin(self, keep, writer, patience):
+        self.keep, self.writer, self.patience = keep, self.writers[writer], patience
         self.start()
 
     def teardown(self):
-        saving.wait_for_newest()
-        stacks.place.save_asked = False
+        self.wait()
         process.training_starts()
         self.temporary.cleanup()
+
+    def wait(self):
+        """Until no thread writes or deletes a checkpoint."""
+        if isinstance(self.writer, BackgroundWriter):
+            self.writer.wait_for_newest()
 
     # ------------------------------------------------------------------------------- processes
 
     def opened(self):
         """The folder as a new process sees it."""
-        saving.wait_for_newest()
+        self.wait()
         arguments = dict(resume="auto", batch_size=10, epochs=self.total, patience=self.patience)
-        arguments |= dict(wait_for_checkpoints=self.waits, keep_checkpoints=self.keep)
+        arguments |= dict(output_dir=self.path, keep_checkpoints=self.keep)
         accelerator = fakes.accelerator(
-            trackers=[],
-            init_trackers=lambda *_, **__: None,
-            end_training=lambda: None,
-            optimizer_step_was_skipped=False,
-            save_state=self.save_state,
-            load_state=self.load_state,
+            end_training=lambda: None, save_state=self.save_state, load_state=self.load_state
         )
-        run = RunFolder(argparse.Namespace(output_dir=self.path, **arguments), accelerator)
+        args = argparse.Namespace(**arguments)
+        run = RunFolder(args, accelerator, {"patience"}, writer=self.writer)
         run.open(Plan(self.total, 4, 1, 1, EVALUATE_EVERY, SAVE_EVERY))
         return run, accelerator
 
@@ -126,16 +134,19 @@ class Folder(RuleBasedStateMachine):
         assert self.run.finished is None
         step = self.run.start()
         process.training_starts()
-        stacks.place.save_asked = False
         assert step == max(self.saved.keys() - self.damaged, default=0)
         assert self.weights.item() == step
         assert self.run.progress.get("position", [0]) == [step]
+        due = bool(step) and self.saved[step]["evaluation_due"]
+        assert self.run.evaluation_due == due
         self.step = self.started_at = self.saved_at = step
         self.lines = {key: line for key, line in self.lines.items() if key[1] <= step}
-        self.evaluations = {at: pair for at, pair in self.evaluations.items() if at <= step}
+        known = range(step if due else step + 1)
+        self.evaluations = {at: pair for at, pair in self.evaluations.items() if at in known}
         longer = step and self.saved[step]["total_steps"] != self.total  # gets new patience
         self.stale = self.saved[step]["stale"] if step and not longer else 0
         self.failed, self.unnoted = 0, None  # in a row; (step, written) of the newest save
+        self.unsettled = step if due else None  # that of a checkpoint which is not complete yet
 
     def save_state(self, folder):
         if self.full:
@@ -160,61 +171,75 @@ class Folder(RuleBasedStateMachine):
     def ended(self):
         return self.step == self.total or self.out_of_patience()
 
-    def evaluation_due(self):
-        return self.step % EVALUATE_EVERY == 0 or self.step == self.total
+    def evaluation_due(self, step):
+        return step % EVALUATE_EVERY == 0 or step == self.total
 
-    def record(self):
-        """What a checkpoint says of the run now."""
-        score, loss = self.evaluations.get(self.step, (None, None))
+    def record(self, step):
+        """What the checkpoint of this step says of the run now."""
+        score, loss = self.evaluations.get(step, (None, None))
         highest, its_loss = self.evaluations.get(best(self.evaluations), (None, None))
         scores = {"score": score, "loss": loss, "best": highest, "best_loss": its_loss}
-        due = self.evaluation_due() and self.step not in self.evaluations
+        due = self.evaluation_due(step) and step not in self.evaluations
         return scores | {"stale": self.stale, "evaluation_due": due, "total_steps": self.total}
 
     def best_saved(self):
         pairs = {step: (record["score"], record["loss"]) for step, record in self.saved.items()}
         return best({step: pair for step, pair in pairs.items() if pair[0] is not None})
 
-    def add_checkpoint(self):
-        """The newest ones and the best one stay; later ones are damaged, and go."""
-        saved = self.saved | {self.step: self.record()}
-        self.saved = {step: saved[step] for step in sorted(saved) if step <= self.step}
+    def settle(self):
+        """A checkpoint is complete with its evaluation: only then are older ones deleted.
+
+        The newest ones and the best one stay; later ones are damaged, and go.
+        """
+        newest = self.unsettled
+        if newest is None or self.unnoted or self.record(newest)["evaluation_due"]:
+            return
+        self.unsettled = None
+        saved = self.saved | {newest: self.record(newest)}
+        self.saved = {step: saved[step] for step in sorted(saved) if step <= newest}
         stay = {*list(self.saved)[-self.keep :], self.best_saved()}
         self.saved = {step: record for step, record in self.saved.items() if step in stay}
-        self.damaged -= {self.step}
 
     def note(self):
         """The run learns how its newest save went; returns whether too many failed in a row."""
         if self.unnoted is not None:
-            step, written = self.unnoted
-            self.unnoted, self.lines["checkpoint", step] = None, {"written": written}
+            (step, written), self.unnoted = self.unnoted, None
+            self.lines["checkpoint", step] = {"written": written}
             self.failed = 0 if written else self.failed + 1
             self.saved_at = step if written else self.saved_at
+            self.settle()
         return self.failed == FAILED_SAVES
+
+    def hearing_of_it(self, ends):
+        """A call that hears of one more failed save, which may end the run."""
+        says = f"in a row .* the last one is of step {self.saved_at}\\."
+        return pytest.raises(RunFailed, match=says) if ends else contextlib.nullcontext()
 
     # ------------------------------------------------------------------------- steps and saves
 
-    def take_step(self, evaluation):
+    def take_step(self):
         self.step += 1
         self.weights += 1
         self.lines["train", self.step] = {"loss": 1 / self.step}
         self.run.log("train", self.step, loss=1 / self.step, lr=0.1)
-        if evaluation and self.evaluation_due():
-            self.evaluate(*evaluation)
 
-    def evaluate(self, score, loss):
+    def evaluate(self, evaluation):
+        score, loss = self.outcomes.setdefault(self.step, evaluation)
         self.evaluations[self.step] = (score, loss)
         self.stale = 0 if best(self.evaluations) == self.step else self.stale + 1
         measured = {} if loss is None else {"loss": loss}
         self.lines["val", self.step] = measured | {"score": score}
+        self.settle()
         self.run.log("val", self.step, score=torch.tensor(score, dtype=torch.double), loss=loss)
+        self.wait()
+        assert not self.run.evaluation_due
 
     def save_due(self):
         if self.unnoted and self.unnoted[1]:
             self.note()
-        improved = best(self.evaluations) == self.step
-        due = improved or self.step % SAVE_EVERY == 0 or self.ended()
+        due = self.step % SAVE_EVERY == 0 or self.evaluation_due(self.step)
         assert self.run.save_due(self.step) == due
+        self.wait()
         return due
 
     def save(self, fails=False, last=False):
@@ -222,22 +247,25 @@ class Folder(RuleBasedStateMachine):
         ends = self.note()
         if not ends:
             self.unnoted = (self.step, not fails)
-            ends = (self.waits or last or self.ended()) and self.note()
-        self.full = fails
-        says = f"in a row .* the last one is of step {self.saved_at}\\."
-        outcome = pytest.raises(RunFailed, match=says) if ends else contextlib.nullcontext()
-        with outcome, self.run.checkpoint(self.step, position=[self.step]) as folder:
+            ends = (last or self.step == self.total) and self.note()
+        self.full, checked = fails, []
+        guard = SimpleNamespace(check=checked.append)
+        state = dict(position=[self.step])
+        with (
+            self.hearing_of_it(ends),
+            self.run.checkpoint(self.step, guard, "the model", **state) as folder,
+        ):
             self.accelerator.save_state(folder)
+        assert checked == ["the model"]
         self.weights += 100  # what a thread writes was copied before
-        saving.wait_for_newest()
+        self.wait()
         self.weights -= 100
-        failed = self.failed + (self.unnoted == (self.step, False))
-        assert stacks.place.save_asked == (failed == FAILED_SAVES)  # so that the next one raises
         if ends:
             self.start()
         elif not fails:
-            self.add_checkpoint()
-            assert len(os.listdir(self.path / "checkpoints")) == len(self.saved)
+            self.saved[self.step], self.unsettled = self.record(self.step), self.step
+            self.damaged -= {self.step}
+            self.settle()
         return not ends
 
     def can_train(self):
@@ -248,46 +276,59 @@ class Folder(RuleBasedStateMachine):
     def train(self, steps):
         for evaluation, fails in steps:
             if not self.ended():
-                self.take_step(evaluation)
+                self.take_step()
                 if self.save_due() and not self.save(fails):
                     return
+                if self.evaluation_due(self.step):
+                    self.evaluate(evaluation)
 
     # --------------------------------------------------------------------------------- events
 
     @precondition(lambda self: self.step > self.started_at)
     @rule()
     def kill(self):
-        saving.wait_for_newest()
         self.path = self.copied()
         self.start()
 
     @precondition(lambda self: self.can_train() and not self.failed and not self.damaged)
-    @rule(evaluation=EVALUATIONS, operation=st.integers(1, 12))
+    @rule(evaluation=EVALUATIONS, operation=st.integers(1, 20))
     def kill_in_a_save(self, evaluation, operation):
-        self.take_step(evaluation)
-        if not self.save_due():
+        """Or in what follows it, up to the deletion of older checkpoints."""
+        self.take_step()
+        if not self.save_due() or self.unnoted:
             return
-        before, left = self.saved, []
+        before, left = self.saved.copy(), []
         self.disk.last, self.disk.copy = operation, lambda: left.append(self.copied())
         self.save()
+        incomplete = self.record(self.step)
+        if self.evaluation_due(self.step):
+            self.evaluate(evaluation)
+        self.save_due()
         self.disk.last = 0
         if left:
             [self.path] = left
-            there = {int(path.name[len("step_") :]) for path in manifest.all_in(self.path)}
-            if self.step in there:
-                assert self.saved.keys() <= there <= before.keys() | {self.step}
-                self.saved = {at: (before | self.saved)[at] for at in sorted(there)}
+            written = {int(path.name[len("step_") :]) for path in manifest.all_in(self.path)}
+            if self.step in written:
+                assert self.saved.keys() <= written <= before.keys() | {self.step}
+                self.saved = {at: (before | self.saved)[at] for at in sorted(written)}
+                newest = manifest.all_in(self.path)[-1]
+                if manifest.read(newest)["progress"]["evaluation_due"]:
+                    self.saved[self.step] = incomplete
             else:
-                assert there == before.keys()
+                assert written == before.keys()
                 self.saved = before
-            self.lines.pop(("checkpoint", self.step), None)
+            lines = read_json_lines(self.path / "metrics.jsonl")
+            places = {(line["split"], line["step"]) for line in lines}
+            for split in {"val", "checkpoint"} - {split for split, at in places if at == self.step}:
+                self.lines.pop((split, self.step), None)
             self.start()
 
     @precondition(can_train)
-    @rule(evaluation=st.none() | EVALUATIONS)
-    def stop_by_a_signal(self, evaluation):
-        """It may prevent an evaluation."""
-        self.take_step(evaluation)
+    @rule()
+    def stop_by_a_signal(self):
+        """It prevents an evaluation."""
+        self.take_step()
+        self.save_due()
         process.stopping_starts()
         if self.save(last=True):
             with pytest.raises(SystemExit) as exit:
@@ -300,15 +341,11 @@ class Folder(RuleBasedStateMachine):
     @precondition(lambda self: self.run.evaluation_due)
     @rule(evaluation=EVALUATIONS)
     def evaluate_what_a_signal_prevented(self, evaluation):
-        self.evaluate(*evaluation)
-        assert not self.run.evaluation_due
-        total = self.saved[self.step]["total_steps"]
-        self.saved[self.step] = self.record() | {"total_steps": total}
+        self.evaluate(evaluation)
 
     @precondition(lambda self: len(self.saved.keys() - self.damaged) > 1)
     @rule()
     def damage_the_newest_checkpoint(self):
-        saving.wait_for_newest()
         newest = max(self.saved.keys() - self.damaged)
         self.damaged.add(newest)
         (self.path / "checkpoints" / f"step_{newest:08d}" / "state.bin").write_bytes(b"damaged")
@@ -317,21 +354,28 @@ class Folder(RuleBasedStateMachine):
     @precondition(lambda self: self.ended() and not self.run.evaluation_due)
     @rule(more=st.sampled_from(["steps", "patience"]))
     def finish_and_go_on(self, more):
-        self.run.finish(self.step, val_loss=0.5)
-        self.run.close()
+        ends = self.note()
+        with self.hearing_of_it(ends):
+            self.run.finish(self.step, val_loss=0.5)
+        if not ends:
+            self.run.close()
+            early = self.check_results()
+            if early and more == "patience":
+                self.patience += 1
+            else:
+                self.total += 4
+        self.start()
+
+    def check_results(self):
         written, early = results(self.path), None
         if self.out_of_patience():
             early = {"patience": self.patience, "total_steps": self.total}
-        kept = self.best_saved() and f"step_{self.best_saved():08d}"
-        assert (written["global_step"], written["best_checkpoint"]) == (self.step, kept)
+        stays = self.best_saved() and f"step_{self.best_saved():08d}"
+        assert (written["global_step"], written["best_checkpoint"]) == (self.step, stays)
         assert (written["resumed_from"], written.get("stopped_early")) == (self.started_at, early)
         assert status(self.path)["state"] == "finished" and status(self.path)["step"] == self.step
         assert self.opened()[0].finished == written
-        if early and more == "patience":
-            self.patience += 1
-        else:
-            self.total += 4
-        self.start()
+        return early
 
     @invariant()
     def the_folder_holds_what_the_model_says(self):
@@ -345,7 +389,7 @@ class Folder(RuleBasedStateMachine):
             step = int(path.name[len("step_") :])
             said = manifest.read(path)
             values = said["progress"] | {"total_steps": said["total_steps"]}
-            checkpoints[step] = {name: values[name] for name in self.record()}
+            checkpoints[step] = {name: values[name] for name in self.record(step)}
         assert checkpoints == self.saved
         assert status(self.path)["state"] == "running"
         assert status(self.path)["step"] == self.started_at
@@ -365,6 +409,9 @@ def test_a_run_loses_nothing_that_it_promised(how, monkeypatch):
     monkeypatch.setattr(Folder, "disk", Disk(monkeypatch))
 
     def run_machine(_rank):
+        here = fakes.accelerator()
+        writers = {"none": Writer(), "waits": BackgroundWriter(here, wait=True)}
+        monkeypatch.setattr(Folder, "writers", writers | {"background": BackgroundWriter(here)})
         # A process that was killed keeps its files open here, until this process ends.
         most = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
         resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))

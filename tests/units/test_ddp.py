@@ -1,11 +1,9 @@
-"""What `utils.run.ddp` warms up, names and refuses, and batch norm over several processes."""
+"""What `utils.run.ddp` warms up, names and refuses."""
 
 import contextlib
-import re
 
 import pytest
 import torch
-from harness.fakes import accelerator
 from harness.worlds import group_of_one
 from torch import nn
 from torch.distributed.fsdp import fully_shard
@@ -13,16 +11,12 @@ from torch.nn.parallel import DistributedDataParallel
 
 from utils.run import ddp
 from utils.run.failures import UserError
-from utils.scale.pace import pace
 
 
 @pytest.fixture
 def alone():
     with group_of_one():
         yield
-
-
-# ---------------------------------------------------------------------------------------- warm-up
 
 
 class Counting(nn.Module):
@@ -49,8 +43,7 @@ def test_a_warm_up_of_one_or_several_models_changes_nothing(monkeypatch):
     """It computes the loss twice, wherever it runs, so that a mistake in it shows on one process,
     too. The loss of the generator of a GAN has gradients for the discriminator.
     """
-    watched, stances = [], []
-    monkeypatch.setattr(pace, "watch", watched.append)
+    stances = []
     monkeypatch.setattr(
         torch.compiler, "set_stance", lambda how: stances.append(how) or contextlib.nullcontext()
     )
@@ -62,7 +55,6 @@ def test_a_warm_up_of_one_or_several_models_changes_nothing(monkeypatch):
     for model, values in zip(models, before, strict=True):
         assert all(weight.grad is None for weight in model.parameters())
         assert all(torch.equal(value, values[k]) for k, value in model.state_dict().items())
-    assert watched == [models[0]] * 2  # the time of the first one's passes is measured
 
 
 @pytest.mark.parametrize("rank", ["0", "1"])
@@ -109,54 +101,3 @@ def test_ddp_broadcasts_the_statistics_of_batch_norm_only_for_evaluation(alone):
     warm_up(model)
     model(torch.ones(4, 2))
     assert model.will_sync_module_buffers()
-
-
-# ------------------------------------------------------------------------------------- batch norm
-
-
-def norm():
-    return nn.Sequential(nn.Conv2d(3, 4, 1), nn.BatchNorm2d(4))
-
-
-def test_batch_norm_over_all_processes_keeps_the_parameters():
-    model = norm()
-    model[1].weight.requires_grad_(False)
-    before = list(model.parameters())
-    for samples in (1, 250):
-        synced = ddp.sync_batch_norm(accelerator(2, device="cuda"), model, samples, wanted=True)
-        assert type(synced[1]) is nn.SyncBatchNorm and not synced[1].weight.requires_grad
-        assert all(a is b for a, b in zip(before, synced.parameters(), strict=True))
-
-
-FEW, NEEDS = "the statistics of the 31 samples", "--sync_batchnorm needs GPUs: .* uses the 250 sam"
-
-
-@pytest.mark.parametrize(
-    ("samples", "wanted", "facts", "says"),
-    [
-        (31, False, {}, FEW),
-        (31, True, {}, FEW),
-        (31, False, {"processes": 2, "device": "cuda"}, FEW),
-        (31, True, {"device": "cuda"}, FEW),
-        (32, False, {}, None),
-        (32, True, {}, None),
-        (250, False, {"processes": 2}, None),
-        (250, True, {"processes": 2}, NEEDS),
-        (8, True, {"processes": 2, "rank": 1}, None),
-        (8, False, {"processes": 2, "rank": 1}, None),
-    ],
-)
-def test_who_says_what_about_batch_norm(samples, wanted, facts, says, capsys):
-    model = norm()
-    assert ddp.sync_batch_norm(accelerator(**facts), model, samples, wanted) is model
-    assert type(model[1]) is nn.BatchNorm2d
-    said = capsys.readouterr().err
-    assert re.search(says, said) if says else said == ""
-
-
-def test_one_sample_for_batch_norm_is_refused():
-    """Not with frozen statistics, and not without batch norm."""
-    with pytest.raises(UserError, match="more than the one sample that each process"):
-        ddp.sync_batch_norm(accelerator(), norm(), 1, wanted=False)
-    for model in (norm().eval(), nn.LayerNorm(2)):
-        assert ddp.sync_batch_norm(accelerator(2, device="cuda"), model, 1, wanted=True) is model

@@ -1,14 +1,13 @@
-"""What `utils.run.files` and `utils.run.status` read, write and lock."""
+"""What `utils.run.files` reads, writes and locks."""
 
 import errno
-import json
 import os
 from types import SimpleNamespace
 
 import pytest
 
-from utils.run import files, status
-from utils.run.failures import SAME_COMMAND, UserError
+from utils.run import files
+from utils.run.failures import UserError
 
 
 def test_each_kind_of_path_that_is_no_file_is_named(tmp_path):
@@ -167,53 +166,6 @@ def test_a_folder_without_locks_is_used_all_the_same(tmp_path, monkeypatch, caps
     assert printed.out == "" and printed.err.startswith(
         f"warning: the file system of {tmp_path} has no locks: "
     )
-
-
-# ----------------------------------------------------------------------------------------- status
-
-
-def test_a_status_says_what_why_and_when(tmp_path, monkeypatch):
-    assert status.read(tmp_path) == {}
-    monkeypatch.setattr(status, "timestamp", lambda: "now")
-    status.write(tmp_path, "preempted", "SIGTERM", next="again", step=3)
-    expected = {"state": "preempted", "reason": "SIGTERM", "time": "now", "next": "again"}
-    assert status.read(tmp_path) == expected | {"step": 3}
-    assert json.loads((tmp_path / "status.json").read_text()) == expected | {"step": 3}
-
-
-@pytest.mark.parametrize("locks", [True, False])
-@pytest.mark.parametrize("retry", [True, False])
-def test_the_first_process_to_fail_says_why(retry, locks, tmp_path, monkeypatch):
-    def lockf(file, flags):
-        taken.append((file.name, flags))
-        if not locks:
-            raise OSError(errno.ENOLCK, os.strerror(errno.ENOLCK))
-
-    taken = []
-    monkeypatch.setattr(status.fcntl, "lockf", lockf)
-    assert status.write_failure(tmp_path, "no run yet", retry) is False
-    assert status.read(tmp_path) == {}
-    status.write(tmp_path, "running", None)
-    assert status.write_failure(tmp_path, "the loss is nan", retry) is True
-    assert status.write_failure(tmp_path, "lost contact", retry) is False
-    found = status.read(tmp_path)
-    assert (found["state"], found["reason"]) == ("failed", "the loss is nan")
-    assert found["next"] == (SAME_COMMAND if retry else None)
-    assert taken == [(str(tmp_path / ".lock_status"), status.fcntl.LOCK_EX)] * 3
-
-
-def test_a_folder_that_cannot_be_written_is_one_line(tmp_path):
-    with files.writing_to(str(tmp_path / "a" / "b")) as folder:
-        (folder / "file").write_text("kept")
-    with files.writing_to(folder) as again:
-        assert again == tmp_path / "a" / "b" and (again / "file").read_text() == "kept"
-    for error in (OSError(errno.EROFS, "Read-only file system"), OSError("Read-only file system")):
-        with pytest.raises(UserError) as caught, files.writing_to(folder):
-            raise error
-        line = f"cannot write to {folder}: Read-only file system; give another --output_dir"
-        assert str(caught.value) == line
-    with pytest.raises(UserError, match="file: File exists"), files.writing_to(folder / "file"):
-        pass
 
 
 @pytest.mark.parametrize("links", [True, False])

@@ -66,8 +66,65 @@ def test_a_worker_ignores_signals_and_ends_with_its_process(monkeypatch):
     library = SimpleNamespace(prctl=lambda *options: calls.append(options))
     monkeypatch.setattr(loaders.signal, "signal", lambda *options: ignored.append(options))
     monkeypatch.setattr(loaders.ctypes, "CDLL", lambda name: library)
-    monkeypatch.setattr(loaders, "Queue", type("Queue", (), {}))  # whose errors it handles
+    monkeypatch.setattr(loaders.patches, "Queue", type("Queue", (), {}))  # whose errors it handles
     loaders.set_up_worker(0)
     names = {signum.name for signum, handler in ignored if handler == signal.SIG_IGN}
     assert names >= {"SIGTERM", "SIGINT", "SIGUSR1"} and len(names) == len(ignored)
     assert calls == ([(1, signal.SIGKILL)] if sys.platform == "linux" else [])
+
+
+KILLED = "DataLoader worker (pid 7) is killed by signal: Killed. "
+DIED = "rank 1: a data loader worker died"
+TIMED_OUT = "DataLoader timed out after 600.0 seconds"
+
+
+def raised(error, file="/x/train.py"):
+    """The error, raised in that file."""
+    names = {}
+    exec(compile("def fail(error):\n    raise error", file, "exec"), names)
+    try:
+        names["fail"](error)
+    except type(error) as caught:
+        return caught
+
+
+def in_loader(error):
+    return raised(error, "/x/torch/utils/data/dataloader.py")
+
+
+def while_handling(error, context):
+    error.__context__ = context
+    return error
+
+
+# The error, the start of the line that replaces it, and whether the same command may succeed.
+@pytest.mark.parametrize(
+    ("error", "line", "passes"),
+    [
+        (RuntimeError(f"{KILLED}\nIt is possible"), f"{DIED}: {KILLED}", True),
+        (RuntimeError("DataLoader worker (pid 7) exited with code 1. "), f"{DIED}: D", False),
+        (ValueError(KILLED), None, False),
+        (in_loader(EOFError()), f"{DIED} while sending a batch (EOFError)", False),
+        (in_loader(ConnectionResetError()), f"{DIED} while sending a batch (Connection", False),
+        (raised(EOFError()), None, False),
+        (in_loader(KeyError("label")), None, False),
+        (
+            in_loader(RuntimeError(TIMED_OUT)),
+            "rank 1 waited longer than --timeout for a batch: ",
+            False,
+        ),
+        (raised(RuntimeError(TIMED_OUT)), None, False),
+        (in_loader(RuntimeError("the DataLoader timed out after 600.0")), None, False),
+        (while_handling(in_loader(EOFError()), RuntimeError(KILLED)), f"{DIED}: {KILLED}", True),
+    ],
+)
+def test_a_worker_is_told_by_its_error_or_by_where_the_connection_broke(
+    error, line, passes, monkeypatch
+):
+    monkeypatch.setenv("RANK", "1")
+    explained = loaders.explain(error)
+    if line is None:
+        assert explained is None
+    else:
+        assert str(explained).startswith(line) and explained.retry is passes
+        assert "\n" not in str(explained) and explained.rank_variable is None

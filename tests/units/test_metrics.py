@@ -9,7 +9,7 @@ import pytest
 import torch
 from harness import fakes
 
-from utils.run import files, metrics
+from utils.run import metrics
 from utils.run.metrics import Meter, Metrics
 
 ALONE = fakes.accelerator()
@@ -30,17 +30,21 @@ def clock(monkeypatch):
     return clock
 
 
+class Sent(list):
+    """A logger: the list of what it receives, (values, step, sent_before)."""
+
+    def log(self, values, step, sent_before):
+        self.append((values, step, sent_before))
+
+
 @pytest.fixture
-def sent(monkeypatch):
-    """What the trackers receive: (values, step, sent_before)."""
-    calls = []
+def sent():
+    return Sent()
 
-    def log(accelerator, values, step, sent_before):
-        assert accelerator is ALONE
-        calls.append((values, step, sent_before))
 
-    monkeypatch.setattr(metrics.tracking, "log", log)
-    return calls
+def opened(folder, step=0, sent=None, using=ALONE, plan=PLAN, rates=None):
+    loggers = [] if sent is None else [sent]
+    return Metrics(folder, using, plan, Meter(using.device, 10, rates or {}), step, loggers)
 
 
 class Bar:
@@ -93,28 +97,23 @@ def test_a_meter_counts_the_time_since_the_last_line(clock, monkeypatch):
     assert meter.read(15, 24)[1]["step_seconds"] == 1e-9  # a clock that stands still
 
 
-def test_waiting_for_batches_is_a_share_of_the_time(clock, monkeypatch):
+def test_waiting_for_batches_is_a_share_of_the_time(clock):
     def load():
         for seconds in (2, 1):
             clock.now += seconds
             yield seconds
 
-    waits = []
-    monkeypatch.setattr(
-        metrics.process, "wait_for_each", lambda batches, what: waits.append(what) or batches
-    )
     meter = Meter(ALONE.device, 1, {})
     for _ in meter.timed(load()):
         clock.now += 3.5
     state = meter.read(2, 2)[1]
-    assert state["data_share"] == pytest.approx(0.3) and waits == ["a batch"]
+    assert state["data_share"] == pytest.approx(0.3)
     clock.now += 1
-    assert meter.read(3, 3)[1]["data_share"] == 0
+    assert meter.read(3, 3)[1]["data_share"] == 0 and meter.waited_seconds == 3
 
 
 def test_a_new_run_counts_from_its_first_step(clock, sent, printed, tmp_path):
-    log = Metrics(tmp_path, ALONE, PLAN, 10, {"tokens_per_second": 5}, 20)
-    assert log.slowest_save == 0
+    log = opened(tmp_path, 20, sent, rates={"tokens_per_second": 5})
     assert list(log.timed([1, 2])) == [1, 2]
     clock.now += 6
     log.restart_clock(21)
@@ -136,7 +135,7 @@ def test_a_new_run_counts_from_its_first_step(clock, sent, printed, tmp_path):
 
 
 def test_an_evaluation_is_no_time_of_training_and_has_a_score(clock, sent, printed, tmp_path):
-    log = Metrics(tmp_path, ALONE, PLAN, 10, {}, 0)
+    log = opened(tmp_path, 0, sent)
     clock.now += 50
     log.log("val", 40, {"accuracy": 0.5, "top5": None}, score=0.5)
     log.log("test", 40, {"text": "a sample"})
@@ -153,7 +152,7 @@ def test_an_evaluation_is_no_time_of_training_and_has_a_score(clock, sent, print
 
 def test_a_terminal_has_a_bar(clock, sent, printed, tmp_path, monkeypatch):
     monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
-    log = Metrics(tmp_path, ALONE, PLAN, 10, {}, 20)
+    log = opened(tmp_path, 20, sent)
     options = dict(total=100, initial=20, unit="step", dynamic_ncols=True, disable=False)
     bar = Bar.newest
     assert bar.options == options
@@ -162,10 +161,10 @@ def test_a_terminal_has_a_bar(clock, sent, printed, tmp_path, monkeypatch):
     log.close_bar()
     assert bar.n == 24 and not printed
     assert bar.calls == ["loss 0.5000, lr 0.1, 40 samples/s", "closed"]
-    Metrics(tmp_path, ALONE, None, 10, {}, 0)
+    opened(tmp_path, plan=None)
     assert Bar.newest.disable and Bar.newest.options["total"] == 0
     monkeypatch.setattr(sys.stderr, "isatty", lambda: False)
-    Metrics(tmp_path, ALONE, PLAN, 10, {}, 0)
+    opened(tmp_path, 0, sent)
     assert Bar.newest.disable
 
 
@@ -179,8 +178,8 @@ def test_after_a_restart_each_line_is_written_and_sent_once(sent, printed, tmp_p
     ]
     text = "".join(f"{json.dumps(line)}\n" for line in earlier)
     (tmp_path / "metrics.jsonl").write_text(text)
-    log = Metrics(tmp_path, ALONE, PLAN, 10, {}, 6)
-    assert lines_of(tmp_path) == earlier[:2] and log.slowest_save == 40.0
+    log = opened(tmp_path, 6, sent)
+    assert lines_of(tmp_path) == earlier[:2]
     log.log("val", 6, {"loss": 5.0})
     log.log("val", 9, {"loss": 0.8})
     log.log("val", 12, {"loss": 0.7})
@@ -191,8 +190,6 @@ def test_after_a_restart_each_line_is_written_and_sent_once(sent, printed, tmp_p
         (9, 0.8),
         (12, 0.7),
     ]
-    log.write("val", 12, loss=0.1)
-    assert len(lines_of(tmp_path)) == 4
 
 
 def test_the_line_of_a_checkpoint_comes_behind_those_of_later_steps(sent, printed, tmp_path):
@@ -201,52 +198,38 @@ def test_the_line_of_a_checkpoint_comes_behind_those_of_later_steps(sent, printe
     lines = [{"split": split, "step": step, "seconds": 1.0} for split, step in names]
     text = "".join(f"{json.dumps(line)}\n" for line in lines)
     (tmp_path / "metrics.jsonl").write_text(text)
-    log = Metrics(tmp_path, ALONE, PLAN, 10, {}, 6)
+    log = opened(tmp_path, 6, sent)
     log.write("train", 7, seconds=2.0)
     log.sync()
     assert lines_of(tmp_path) == [lines[0], lines[1], lines[3], {**lines[2], "seconds": 2.0}]
 
 
-def test_a_late_line_does_not_hide_those_of_the_resumed_step(sent, printed, tmp_path, monkeypatch):
+def test_a_late_line_does_not_hide_those_of_the_resumed_step(sent, printed, tmp_path):
     names = [("train", 5), ("train", 6), ("val", 6), ("checkpoint", 3), ("train", 7)]
     lines = [{"split": split, "step": step, "seconds": 1.0} for split, step in names]
     text = [f"{json.dumps(line)}\n" for line in lines]
     (tmp_path / "metrics.jsonl").write_text("".join(text))
-    monkeypatch.setattr(files, "LAST_BYTES", len("".join(text[3:])) + 5)
-    Metrics(tmp_path, ALONE, PLAN, 10, {}, 6).write("val", 6)
+    opened(tmp_path, 6, sent).write("val", 6)
     assert lines_of(tmp_path) == lines[:4]
 
 
 @pytest.mark.parametrize("torn", [b"", b'{"split": "train", "st', bytes(500)])
-def test_a_restart_reads_the_end_of_a_long_log(torn, sent, printed, tmp_path, monkeypatch):
-    monkeypatch.setattr(files, "LAST_BYTES", 300)
+def test_a_restart_drops_a_line_that_was_being_written(torn, printed, tmp_path):
     lines = [{"split": split, "step": step} for step in range(50) for split in ("train", "val")]
     text = [f"{json.dumps(line)}\n".encode() for line in lines]
     path = tmp_path / "metrics.jsonl"
     path.write_bytes(b"".join(text) + torn)
-    read, loads = [], json.loads
-    monkeypatch.setattr(json, "loads", lambda line: read.append(line) or loads(line))
-    log = Metrics(tmp_path, ALONE, PLAN, 10, {}, 40)
-    assert path.read_bytes() == b"".join(text[:82]) and len(read) < 60
-    monkeypatch.undo()
-    log.write("train", 40)
-    for step in (40, 41, 50):
-        log.write("val", step)
+    log = opened(tmp_path, 40)
+    assert path.read_bytes() == b"".join(text[:82])
+    for split, step in (("train", 40), ("val", 40), ("val", 41), ("val", 50)):
+        log.write(split, step)
     assert lines_of(tmp_path) == [*lines[:82], lines[83], {"split": "val", "step": 50}]
 
 
 def test_a_log_that_a_person_edited_has_whole_lines(sent, printed, tmp_path):
     (tmp_path / "metrics.jsonl").write_text('{"split": "val", "step": 3}')
-    Metrics(tmp_path, ALONE, PLAN, 10, {}, 6).write("val", 9)
+    opened(tmp_path, 6, sent).write("val", 9)
     assert [line["step"] for line in lines_of(tmp_path)] == [3, 9]
-
-
-def test_the_same_step_of_a_split_has_one_line_however_long_the_run(sent, printed, tmp_path):
-    log = Metrics(tmp_path, ALONE, PLAN, 10, {}, 0)
-    for step in range(100):
-        for split in ("train", "val", "train"):
-            log.write(split, step)
-    assert len(lines_of(tmp_path)) == 200
 
 
 @pytest.mark.parametrize("skipped", [False, True])
@@ -255,7 +238,7 @@ def test_a_step_that_was_skipped_has_no_gradient_norm(
 ):
     """In fp16, where it is infinite; JSON has no such number."""
     monkeypatch.setattr(ALONE, "optimizer_step_was_skipped", skipped)
-    log = Metrics(tmp_path, ALONE, PLAN, 10, {}, 0)
+    log = opened(tmp_path, 0, sent)
     log.log("train", 1, {"loss": 1.0, "lr": 0.1, "grad_norm": torch.tensor(2.0)})
     (line,) = lines_of(tmp_path)
     assert ("grad_norm" in line) is not skipped and line["loss"] == 1.0
@@ -263,7 +246,7 @@ def test_a_step_that_was_skipped_has_no_gradient_norm(
 
 def test_only_the_main_process_writes(clock, sent, printed, tmp_path):
     other = fakes.accelerator(2, rank=1)
-    log = Metrics(tmp_path, other, PLAN, 10, {}, 0)
+    log = opened(tmp_path, 0, sent, using=other)
     log.log("train", 1, {"loss": 1.0})
     log.log("val", 1, {"loss": 1.0})
     for call in (log.sync, log.close_bar, log.close):
@@ -305,6 +288,8 @@ def test_a_line_of_training():
     )
     assert metrics.train_line(LINE, 1000) == line
     assert metrics.train_line(LINE | {"mfu": 0.4567}, 1000) == line + "  MFU 45.7%"
+    slow = LINE | {"slow_rank": 3, "slowest_behind": 0.256}
+    assert metrics.train_line(slow, 1000) == line + "  rank 3 is 26% slower"
     assert metrics.train_summary(LINE) == "loss 1.2346, lr 0.000123, 1,234 samples/s"
 
 
@@ -328,48 +313,3 @@ def test_the_last_lines_of_a_run():
     assert "(61.2 s/step), 1 process, peak" in text and text.endswith("\noutput: runs/a")
     del results["best_checkpoint"]
     assert metrics.summary(results, "runs/a", "stopped") == text
-
-
-def test_columns_are_as_wide_as_their_longest_cell():
-    assert metrics.columns([["a", "bb", ""], ["ccc", "d", "e"]]) == "a    bb\nccc  d   e"
-    assert metrics.columns([["a"]]) == "a"
-
-
-class Profile:
-    """Stands for `torch.profiler.profile`."""
-
-    def start(self):
-        self.started = True
-
-    def export_chrome_trace(self, path):
-        self.trace = path
-
-    def key_averages(self):
-        return SimpleNamespace(table=lambda **options: f"the table {options}")
-
-
-def test_the_profiler_records_three_steps(tmp_path, monkeypatch):
-    made, profile = [], Profile()
-
-    def options(**options):
-        made.append(options)
-        return SimpleNamespace(build=lambda: profile)
-
-    monkeypatch.setattr(metrics, "ProfileKwargs", options)
-    assert metrics.start_profiler(ALONE, tmp_path, True) is profile and profile.started
-    write = made[0].pop("on_trace_ready")
-    assert made == [
-        {"schedule_option": dict(wait=1, warmup=1, active=3, repeat=1), "record_shapes": True}
-    ]
-    for _ in range(2):  # the second run of the same command
-        write(profile)
-    assert profile.trace == str(tmp_path / "profile" / "trace.json")
-    expected = f"the table {dict(sort_by='self_cpu_time_total', row_limit=30)}"
-    assert (tmp_path / "profile" / "operators.txt").read_text() == expected
-
-
-def test_without_a_profiler_its_calls_do_nothing(tmp_path):
-    for accelerator, wanted in ((ALONE, False), (fakes.accelerator(2, rank=1), True)):
-        profile = metrics.start_profiler(accelerator, tmp_path, wanted)
-        assert profile.step() is None and profile.stop() is None
-    assert os.listdir(tmp_path) == []

@@ -6,7 +6,6 @@ from argparse import Namespace
 
 import pytest
 from harness.launches import ROOT
-from utils.scale.stacks import place
 
 from utils.run.failures import UserError
 from utils.run.plan import Plan
@@ -15,16 +14,6 @@ from utils.run.plan import Plan
 def steps_of(**plan):
     """The steps of the first epoch."""
     return next(Plan(**plan).epochs())[1]
-
-
-def test_where_it_is_can_be_seen():
-    seen = []
-    for step, group in steps_of(total_steps=2, steps_per_epoch=2, accumulation=2).accumulated(
-        "abcd"
-    ):
-        for _ in group:
-            seen.append((step, place.step, place.micro_batch))
-    assert seen == [(1, 1, 1), (1, 1, 2), (2, 2, 1), (2, 2, 2)]
 
 
 def test_the_loader_may_have_more_batches_and_nothing_is_read_ahead():
@@ -63,12 +52,18 @@ def test_reads_the_command_line():
     assert Plan.from_args(arguments(), samples=49) == Plan(12, 4, 2, 7, 4, 4)
     given = arguments(max_train_steps=5, eval_every=9, checkpoint_every=0)
     assert Plan.from_args(given, samples=49) == Plan(5, 4, 2, 7, 9, 0)
-    assert Plan.from_args(arguments(max_train_steps=50), samples=None) == Plan(50, 50, 2, 7, 50, 50)
+    streamed = Plan.from_args(arguments(max_train_steps=50), samples=None)
+    assert streamed == Plan(50, 50, 2, 7, 50, 50, stream=True)
+    assert next(streamed.epochs(5))[1].skip == 0  # it continues at a position of its own
     without = arguments()
     del without.gradient_accumulation_steps
     assert Plan.from_args(without, samples=10) == Plan(3, 1, 1, 7, 1, 1)
     with pytest.raises(UserError, match="--batch_size 10 is more than the 9 training samples"):
         Plan.from_args(arguments(), samples=9)
+    ends_by_an_evaluation = arguments(checkpoint_every=0, patience=1)
+    with pytest.raises(UserError, match="leave out --checkpoint_every 0"):
+        Plan.from_args(ends_by_an_evaluation, samples=49)
+    assert Plan.from_args(arguments(checkpoint_every=0, patience=None), 49).save_every == 0
 
 
 @pytest.mark.parametrize(("steps", "every"), [(1, 1), (39, 1), (40, 2), (199, 9), (5000, 10)])

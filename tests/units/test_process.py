@@ -1,14 +1,47 @@
-"""When `utils.run.process` collects garbage. (Launches show all else that it does.)"""
+"""When garbage is collected, and who is told how a process ends. (Launches show all else.)"""
 
 import argparse
 import gc
 import os
+import signal
+import time
 import weakref
+from types import SimpleNamespace
 
 import pytest
 from harness.worlds import in_forks
 
-from utils.run import process
+from utils.run import entry, failures, process
+from utils.run.failures import RunFailed, UserError
+
+
+class Ended(Exception):
+    pass
+
+
+@pytest.fixture
+def ends(monkeypatch):
+    """`ends(error)`: what `entry.run` does with an error of `main`: its calls, and the exit code."""
+
+    def run(error, explain=lambda error: None):
+        def end(code):
+            calls.append(code)
+            raise Ended
+
+        def main():
+            raise error
+
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(os, "_exit", end)
+            with pytest.raises(Ended):
+                entry.run(main, explain)
+        return calls
+
+    calls = []
+    process.before_exit(lambda seconds: calls.append(("waits", seconds)))
+    yield run
+    process.before_exit(None)
+    process.record_with(None)
 
 
 def test_garbage_is_collected_again_after_the_imports():
@@ -16,7 +49,7 @@ def test_garbage_is_collected_again_after_the_imports():
         os.environ.pop("RANK", None)
         process.handle_signals()
         seen = [gc.isenabled()]
-        process.run(lambda: seen.append(gc.isenabled()))
+        entry.run(lambda: seen.append(gc.isenabled()))
         return seen
 
     assert in_forks(run) == [[False, True]]
@@ -36,3 +69,99 @@ def test_training_starts_without_garbage(installed):
 
     ((frozen, collected),) = in_forks(run)
     assert frozen == installed and (collected or not installed)
+
+
+@pytest.mark.parametrize(
+    ("error", "code", "seconds"),
+    [
+        (SystemExit(process.PREEMPTED), 75, process.SAVE_SECONDS),
+        (process.Interrupted(), 75, 29),
+        (OSError("x"), 1, process.SAVE_SECONDS),
+        (UserError("x"), 2, process.SAVE_SECONDS),
+        (RunFailed("x"), 1, process.SAVE_SECONDS),
+    ],
+)
+def test_a_process_ends_when_nothing_is_written(error, code, seconds, ends, monkeypatch):
+    monkeypatch.setenv("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", "30")
+    assert ends(error) == [("waits", seconds), code]
+
+
+def test_a_process_that_must_end_at_once_waits_for_what_is_left_of_its_time(monkeypatch, ends):
+    """Which began with the signal, if this process got it."""
+    monkeypatch.setenv("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", "30")
+
+    def process_that_ends(got_it):
+        clock = SimpleNamespace(now=10.0)
+        time.monotonic = lambda: clock.now
+        process.handle_signals()
+        process.training_starts()
+        if got_it:
+            os.kill(os.getpid(), signal.SIGTERM)
+        clock.now = 15.0
+        return ends(process.Interrupted()), process.signal_name()
+
+    for got_it, seconds in ((True, 24.0), (False, 29.0)):
+        name = "SIGTERM" if got_it else None
+        [outcome] = in_forks(lambda _, got_it=got_it: process_that_ends(got_it))
+        assert outcome == ([("waits", seconds), 75], name)
+
+
+@pytest.mark.parametrize("again", [True, False])
+def test_the_first_process_to_fail_records_why_and_says_how_to_continue(again, ends, capfd):
+    recorded, firsts = [], iter([True, False])
+    process.record_with(lambda *reason: recorded.append(reason) or next(firsts))
+    for is_first in (True, False):
+        ends(RunFailed("the loss is wrong", retry=again, more=": [1, 2]"))
+        said = "error: the loss is wrong\n" + f"{failures.SAME_COMMAND}\n" * (is_first and again)
+        assert capfd.readouterr().err == said
+    assert recorded == [("the loss is wrong: [1, 2]", again)] * 2
+    process.record_with(None)  # no run yet: nothing to continue
+    ends(RunFailed("the loss is wrong", retry=again))
+    assert capfd.readouterr().err == "error: the loss is wrong\n"
+
+
+@pytest.mark.parametrize("error", [OSError(28, "No space left"), UserError("it is damaged")])
+def test_a_status_that_cannot_be_written_costs_a_warning(error, ends, capfd):
+    def record(reason, retry):
+        raise error
+
+    process.record_with(record)
+    assert ends(OSError("x"))[-1] == 1
+    warning = f"warning: the run's status was not written: {error}"
+    assert capfd.readouterr().err.endswith(f"error: OSError: x\n{warning}\n")
+
+
+def test_a_script_may_explain_its_own_errors(ends, capfd):
+    explained = RunFailed("a worker died", rank_variable=None, retry=False)
+    assert ends(KeyError("a"), lambda error: explained)[-1] == 1
+    assert capfd.readouterr().err == "error: a worker died\n"
+
+
+def test_who_prints_an_error_of_all_processes(ends, capfd, monkeypatch):
+    waits = []
+    monkeypatch.setattr(entry.time, "sleep", waits.append)
+    monkeypatch.setattr(entry.signal, "signal", lambda *_: None)
+    monkeypatch.setenv("LOCAL_RANK", "1")
+    for variable, prints in (("RANK", True), ("LOCAL_RANK", False), (None, True)):
+        assert ends(UserError("too few GPUs", rank_variable=variable))[-1] == 2
+        assert (capfd.readouterr().err == "error: too few GPUs\n") == prints
+    assert waits == [10]
+    # The error of a loader worker comes with the traceback of that process.
+    text = "Caught UserError in DataLoader worker process 0.\nTraceback\nUserError: bad image\n"
+    ends(UserError(text, rank_variable="LOCAL_RANK"))
+    assert capfd.readouterr().err.startswith("error: bad image")
+
+
+def test_a_process_stopped_outside_of_a_step_says_so_where_there_is_a_run(ends, capfd, monkeypatch):
+    reasons = []
+    process.record_with(None, reasons.append)
+    ends(process.Interrupted())
+    reason = "stopped by a signal to another process in an evaluation, which the restart repeats"
+    assert reasons == [reason] and capfd.readouterr().err == f"{reason}: {failures.SAME_COMMAND}\n"
+    process.record_with(None)
+    ends(process.Interrupted())
+    assert capfd.readouterr().err == f"{reason}\n"
+    monkeypatch.setenv("RANK", "1")
+    process.record_with(None, reasons.append)
+    ends(process.Interrupted())
+    assert capfd.readouterr().err == "" and len(reasons) == 1

@@ -1,18 +1,22 @@
 """What `utils.run.record` records of a run, and how it compares two records."""
 
+import errno
 import hashlib
 import json
+import os
 import platform
 import subprocess
 import sys
 from datetime import datetime
 from importlib import metadata
+from pathlib import Path
 
 import pytest
 import torch
 from harness import fakes
 
 from utils.run import record
+from utils.run.failures import SAME_COMMAND
 
 CPU = fakes.accelerator(4, mixed_precision="bf16")
 GPU = fakes.accelerator(8, device="cuda", mixed_precision="bf16")
@@ -23,12 +27,15 @@ def test_only_paths_to_data_become_absolute(tmp_path, monkeypatch):
     (tmp_path / "data").mkdir()
     (tmp_path / "link").symlink_to("data")
     arguments = {"dataset": "link", "init_from": "w.pth", "output_dir": "data", "lr": 0.1}
-    arguments |= {"seed": 3, "compile": False, "eval_every": None, "tuple": (1, 2), "call": print}
-    arguments["weights"] = "link"
+    arguments |= {"seed": 3, "compile": False, "eval_every": None, "_frozen": True}
+    arguments |= {"weights": "link", "columns": ["a b", "c"], "call": print}
     absolute = {name: str(tmp_path / "data") for name in ("dataset", "weights")}
+    absolute["columns"] = "'a b' c"
     absolute["init_from"] = str(tmp_path / "w.pth")
     plain = {"output_dir": "data", "lr": 0.1, "seed": 3, "compile": False, "eval_every": None}
     assert record.comparable(arguments) == absolute | plain
+    several = record.comparable({"dataset": ["link", "me/it"]})
+    assert several == {"dataset": f"{tmp_path / 'data'} me/it"}
     names = {"dataset": "uoft-cs/cifar10", "init_from": None, "weights": "DEFAULT"}
     assert record.comparable(names) == names
     assert arguments["dataset"] == "link"
@@ -38,15 +45,10 @@ def test_each_difference_is_a_line_in_order():
     earlier = {"lr": 1, "text": "a\nb", "only_before": 5, "same": 2, "epochs": 3}
     now = {"lr": 2, "text": "c", "only_now": 6, "same": 2, "epochs": 4}
     assert record.differences(earlier, now, {"epochs"}) == [
-        "--lr 2 (was 1)",
-        "--only_before None (was 5)",
-        "--only_now 6 (was None)",
-        r"--text c (was 'a\nb')",
-    ]
-    both = {"image_column": "photo", "label_column": "kind"}
-    assert record.differences({}, both, ()) == [
-        "--columns photo (was None)",
-        "--columns kind (was None)",
+        "lr 2 (was 1)",
+        "only_before None (was 5)",
+        "only_now 6 (was None)",
+        r"text c (was 'a\nb')",
     ]
 
 
@@ -169,50 +171,53 @@ def test_times_are_utc_to_the_second():
     assert time.utcoffset().total_seconds() == 0 and time.microsecond == 0
 
 
-def test_the_peak_is_that_of_all_gpus_in_half_precision(monkeypatch):
-    monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "NVIDIA H100 80GB HBM3")
-    for precision, peak in (("bf16", 8 * 989e12), ("fp16", 8 * 989e12), ("no", None)):
-        gpus = fakes.accelerator(8, device="cuda", mixed_precision=precision)
-        assert record.peak_flops(gpus) == peak
-    assert record.peak_flops(CPU) is None and record.peak_flops(CPU, tflops=0.5) == 2e12
-    monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "NVIDIA RTX A1000")
-    assert record.peak_flops(GPU) is None and record.peak_flops(GPU, tflops=10.0) == 8e13
-
-
-def test_other_variants_of_a_gpu_have_another_peak_or_none():
-    """Tera floating-point operations per second in half precision; another variant may differ."""
-    peaks = {
-        "Tesla T4": 65,
-        "Tesla V100-SXM2-16GB": 125,
-        "NVIDIA A10": 125,
-        "NVIDIA A40": 149.7,
-        "NVIDIA A100-PCIE-40GB": 312,
-        "NVIDIA A100-SXM4-80GB": 312,
-        "NVIDIA H20-3e": 148,
-        "NVIDIA H100 80GB HBM3": 989,
-        "NVIDIA H200": 989,
-        "NVIDIA H800": 989,
-        "NVIDIA B200": 2250,
-        "NVIDIA L4": 121,
-        "NVIDIA L40S": 362,
-        "NVIDIA RTX 6000 Ada Generation": 364,
-        "NVIDIA GeForce RTX 3090": 71,
-        "NVIDIA GeForce RTX 4090": 165,
-        "NVIDIA GeForce RTX 5090": 209.5,
-    }
-    unknown = (
-        "NVIDIA T400 4GB, Tesla V100-PCIE-16GB, NVIDIA A10G, NVIDIA A10-24Q, NVIDIA RTX A1000, "
-        "NVIDIA A100-SXM4-40GB MIG 1g.5gb, NVIDIA H100 PCIe, NVIDIA H100 NVL, NVIDIA H800 PCIe, "
-        "NVIDIA GB200, NVIDIA L40, NVIDIA RTX PRO 6000 Blackwell Server Edition, "
-        "NVIDIA GeForce RTX 3090 Ti, NVIDIA GeForce RTX 4090 D, NVIDIA GeForce RTX 5090 D, "
-        "NVIDIA GeForce RTX 4090 LAPTOP GPU"
-    )
-    assert {name: record.known_tflops(name) for name in peaks} == peaks
-    assert not any(record.known_tflops(name) for name in unknown.split(", "))
-
-
 def test_only_paths_of_data_may_move():
     earlier, now = {"track": "/gone/a"}, {"track": "/elsewhere/a"}
-    assert record.differences(earlier, now, ()) == ["--track /elsewhere/a (was /gone/a)"]
-    assert not record.differences({"dataset": "/gone/a"}, {"dataset": "/elsewhere/a"}, ())
+    assert record.differences(earlier, now) == ["track /elsewhere/a (was /gone/a)"]
+    assert not record.differences({"dataset": "/gone/a"}, {"dataset": "/elsewhere/a"})
     assert not record.differences(earlier, now, {"track"})
+
+
+# ----------------------------------------------------------------------------------------- status
+
+
+def test_a_status_says_what_why_and_when(tmp_path, monkeypatch):
+    assert record.read_status(tmp_path) == {}
+    monkeypatch.setattr(record, "timestamp", lambda: "now")
+    record.write_status(tmp_path, "preempted", "SIGTERM", next="again", step=3)
+    expected = {"state": "preempted", "reason": "SIGTERM", "time": "now", "next": "again"}
+    assert record.read_status(tmp_path) == expected | {"step": 3}
+    assert json.loads((tmp_path / "status.json").read_text()) == expected | {"step": 3}
+
+
+@pytest.mark.parametrize("locks", [True, False])
+@pytest.mark.parametrize("retry", [True, False])
+def test_the_first_process_to_fail_says_why(retry, locks, tmp_path, monkeypatch):
+    def lockf(file, flags):
+        taken.append((file.name, flags))
+        if not locks:
+            raise OSError(errno.ENOLCK, os.strerror(errno.ENOLCK))
+
+    taken = []
+    monkeypatch.setattr(record.fcntl, "lockf", lockf)
+    assert record.write_failure(tmp_path, "no run yet", retry) is False
+    assert record.read_status(tmp_path) == {}
+    record.write_status(tmp_path, "running", None)
+    assert record.write_failure(tmp_path, "the loss is nan", retry) is True
+    assert record.write_failure(tmp_path, "lost contact", retry) is False
+    found = record.read_status(tmp_path)
+    assert (found["state"], found["reason"]) == ("failed", "the loss is nan")
+    assert found["next"] == (SAME_COMMAND if retry else None)
+    assert taken == [(str(tmp_path / ".lock_status"), record.fcntl.LOCK_EX)] * 3
+
+
+def test_a_batch_script_learns_which_folder_it_is(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.delenv("RUN_FOLDER_FILE", raising=False)
+    record.tell_batch_script(Path("my run"), 7)
+    monkeypatch.setenv("RUN_FOLDER_FILE", str(tmp_path / "job.folder"))
+    record.tell_batch_script(Path("my run"), 7)
+    assert (tmp_path / "job.folder").read_text() == f"{tmp_path}/my run\n7\n"
+    monkeypatch.setenv("RUN_FOLDER_FILE", str(tmp_path / "gone" / "job.folder"))
+    record.tell_batch_script(Path("my run"), 7)
+    assert "by which a job is requeued, is missing" in capsys.readouterr().err

@@ -1,7 +1,4 @@
-"""Saves checkpoints atomically, finds the one to continue from, and loads it.
-
-The files of `save_state` are hashed and synced to disk before their folder gets its final name.
-"""
+"""Saves checkpoints atomically, finds the one to continue from, and loads it."""
 
 import contextlib
 import io
@@ -208,7 +205,7 @@ def only_weights():
 def first_cause(error):
     """The first error of a process, in place of the `CheckpointException` about those of all."""
     if isinstance(error, CheckpointException):
-        return next(iter(error.failures.values()))[0]
+        return first_cause(next(iter(error.failures.values()))[0])
     return error
 
 

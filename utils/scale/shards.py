@@ -4,6 +4,7 @@ import enum
 import pickle
 import stat
 from pathlib import Path, PurePosixPath
+from traceback import StackSummary
 
 import torch
 import torch.distributed.checkpoint as dcp
@@ -25,15 +26,22 @@ class Reader(dcp.FileSystemReader):
     """Reads sharded state; its index may refer only to data classes and to files beside it."""
 
     def read_metadata(self, *args, **options):
-        """Reads the index, and checks what it refers to."""
+        """Reads the index, and checks what it refers to.
+
+        Raises:
+            CheckpointException: torch passes it on. At an `Exception` it would look for an index of
+                this process alone, and then forget why it did.
+        """
         path = Path(self._get_metadata_path(options.get("rank")))
         try:
             with path.open("rb") as file:
                 index = _Unpickler(file).load()
             self._check(index)
+        except (OSError, pickle.UnpicklingError) as error:
+            raise _failure(error) from None
         except (AttributeError, EOFError, IndexError, KeyError, TypeError, ValueError) as error:
             reason = f"{path.name} is not an index of sharded state: {error}"
-            raise pickle.UnpicklingError(reason) from None
+            raise _failure(pickle.UnpicklingError(reason)) from None
         if getattr(index, "storage_meta", None) is None:
             index.storage_meta = StorageMeta()
         index.storage_meta.load_id = self.load_id
@@ -50,6 +58,10 @@ class Reader(dcp.FileSystemReader):
             beside = isinstance(name, str) and PurePosixPath(name).name == name
             if not (beside and stat.S_ISREG((Path(self.path) / name).lstat().st_mode)):
                 raise pickle.UnpicklingError(f"{key.fqn} is not in a file of the checkpoint")
+
+
+def _failure(error):
+    return dcp.CheckpointException("read its index", {0: (error, StackSummary())})
 
 
 def _member(kind, name):

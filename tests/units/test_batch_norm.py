@@ -1,0 +1,58 @@
+"""Batch norm over several processes, and what is said about it."""
+
+import re
+
+import pytest
+from harness.fakes import accelerator
+from torch import nn
+
+from utils.run.failures import UserError
+from utils.scale import batch_norm
+
+
+def norm():
+    return nn.Sequential(nn.Conv2d(3, 4, 1), nn.BatchNorm2d(4))
+
+
+def test_batch_norm_over_all_processes_keeps_the_parameters():
+    model = norm()
+    model[1].weight.requires_grad_(False)
+    before = list(model.parameters())
+    for samples in (1, 250):
+        synced = batch_norm.synchronize(accelerator(2, device="cuda"), model, samples, wanted=True)
+        assert type(synced[1]) is nn.SyncBatchNorm and not synced[1].weight.requires_grad
+        assert all(a is b for a, b in zip(before, synced.parameters(), strict=True))
+
+
+FEW, NEEDS = "the statistics of the 31 samples", "--sync_batchnorm needs GPUs: .* uses the 250 sam"
+
+
+@pytest.mark.parametrize(
+    ("samples", "wanted", "facts", "says"),
+    [
+        (31, False, {}, FEW),
+        (31, True, {}, FEW),
+        (31, False, {"processes": 2, "device": "cuda"}, FEW),
+        (31, True, {"device": "cuda"}, FEW),
+        (32, False, {}, None),
+        (32, True, {}, None),
+        (250, False, {"processes": 2}, None),
+        (250, True, {"processes": 2}, NEEDS),
+        (8, True, {"processes": 2, "rank": 1}, None),
+        (8, False, {"processes": 2, "rank": 1}, None),
+    ],
+)
+def test_who_says_what_about_batch_norm(samples, wanted, facts, says, capsys):
+    model = norm()
+    assert batch_norm.synchronize(accelerator(**facts), model, samples, wanted) is model
+    assert type(model[1]) is nn.BatchNorm2d
+    said = capsys.readouterr().err
+    assert re.search(says, said) if says else said == ""
+
+
+def test_one_sample_for_batch_norm_is_refused():
+    """Not with frozen statistics, and not without batch norm."""
+    with pytest.raises(UserError, match="more than the one sample that each process"):
+        batch_norm.synchronize(accelerator(), norm(), 1, wanted=False)
+    for model in (norm().eval(), nn.LayerNorm(2)):
+        assert batch_norm.synchronize(accelerator(2, device="cuda"), model, 1, wanted=True) is model

@@ -1,0 +1,124 @@
+"""Which folders a run may continue, and which it may not: in one line."""
+
+import json
+import os
+import sys
+
+import pytest
+
+from utils.run import process
+from utils.run.failures import UserError
+from utils.run.opening import Identity, check_same, claim_and_find
+
+OWN = {"lr": 0.1, "model": "net"}
+
+
+@pytest.fixture(autouse=True)
+def script(monkeypatch):
+    monkeypatch.setattr(sys, "argv", ["elsewhere/train_a.py"])
+    yield
+    process.record_with(None)
+
+
+def run_in(folder, arguments=OWN, command="scripts/train_a.py", **more):
+    folder.mkdir(exist_ok=True)
+    record = {"arguments": arguments, "data": {"data": "cifar"}, "command": [command, "--lr", "1"]}
+    (folder / "args.json").write_text(json.dumps(record | more))
+
+
+def identity(arguments=OWN, may_change=(), resume="auto", data="cifar"):
+    return Identity(arguments, {"data": data}, set(may_change), resume)
+
+
+def look(folder, *who, **identified):
+    """Where a run without checkpoints starts from; the claim is undone."""
+    claimed, start = claim_and_find(folder, identity(*who, **identified), None)
+    assert start.owner == claimed.owner
+    claimed.undo()
+    return start
+
+
+def refused(folder, match, *who, **identified):
+    with pytest.raises(UserError, match=match):
+        look(folder, *who, **identified)
+
+
+def test_a_claim_is_undone_after_an_error(tmp_path):
+    claim_and_find(tmp_path / "run", identity(), None)
+    assert process.state.failed("the model is wrong", True) is True
+    assert os.listdir(tmp_path) == []
+
+
+LEFT_BY_A_START = (".lock", ".args.json.7.writing", "checkpoints", "status.json", ".status.json.12")
+
+
+def test_a_folder_that_is_not_empty_is_no_place_for_a_run(tmp_path):
+    for name in (*LEFT_BY_A_START, ".DS_Store"):  # the last one by the Finder of macOS
+        (tmp_path / name).write_text("{}")
+    assert look(tmp_path).run_id is None
+    (tmp_path / "metrics.jsonl").write_text("")
+    refused(tmp_path, "is not empty and does not contain a run of these")
+    assert (tmp_path / "metrics.jsonl").exists() and not (tmp_path / ".lock").exists()
+
+
+@pytest.mark.parametrize(
+    "content", ['{"lr": 1}', "[1]", '"text"', '{"arguments": {}, "command": []}']
+)
+def test_the_args_json_of_another_program_is_one_line(content, tmp_path):
+    (tmp_path / "args.json").write_text(content)
+    refused(tmp_path, r"has an args.json of another program or version: use another")
+
+
+@pytest.mark.parametrize("flag", ["dry_run", "overfit_batch"])
+def test_only_a_quick_check_empties_the_folder_that_one_left(flag, tmp_path, monkeypatch):
+    """args.json last: if it is killed, the folder still says whose it is."""
+    run_in(tmp_path, {flag: True})
+    (tmp_path / "checkpoints" / "step_1").mkdir(parents=True)
+    for name in ("a.png", "z.txt", "checkpoints/step_1/a"):
+        (tmp_path / name).touch()
+    refused(tmp_path, f"--{flag} False", {flag: False})
+    assert (tmp_path / "a.png").exists() and (tmp_path / "args.json").exists()
+    removed, unlink = [], type(tmp_path).unlink
+    monkeypatch.setattr(
+        type(tmp_path),
+        "unlink",
+        lambda self, **more: removed.append(self.name) or unlink(self, **more),
+    )
+    assert look(tmp_path, {flag: True}).run_id is None
+    assert os.listdir(tmp_path) == []
+    assert [name for name in removed if name not in (".probe", ".lock")][-1] == "args.json"
+    run_in(tmp_path, {flag: False})
+    refused(tmp_path, f"--{flag} True", {flag: True})
+
+
+def test_a_run_is_continued_with_its_own_arguments_only(tmp_path):
+    run_in(tmp_path, run_id="its id")
+    other = OWN | {"lr": 1, "model": "gpt"}
+    for who in ((OWN,), (other, {"lr", "model"})):
+        assert look(tmp_path, *who).run_id == "its id"
+    refused(tmp_path, f"^{tmp_path} already contains a run: with --resume never", resume="never")
+    both = r"--lr 1 \(was 0.1\), --model gpt \(was net\), data x \(was cifar\). To continue a run,"
+    refused(tmp_path, f"^{tmp_path} belongs to a run with other arguments: {both}", other, data="x")
+    refused(tmp_path, r"arguments: data x \(was cifar\). To", OWN, {"data"}, data="x")
+
+
+def test_a_run_of_another_script_is_named(tmp_path, monkeypatch):
+    """Unless it has the same arguments, as a copy or a renamed script has."""
+    run_in(tmp_path, command="scripts/train_b.py", run_id="its id")
+    assert look(tmp_path).run_id == "its id"
+    says = f"^{tmp_path} holds a run of train_b.py, not train_a.py: use another --output_dir$"
+    refused(tmp_path, says, OWN | {"padding": 4}, ["padding"])
+    monkeypatch.setattr(sys, "argv", ["scripts/train_b.py"])
+    assert look(tmp_path, OWN | {"padding": 4}, ["padding"]).run_id == "its id"
+
+
+def test_weights_are_offered_only_to_the_same_model():
+    earlier = {"arguments": OWN, "data": {"data": "cifar"}}
+    check_same(earlier, identity(), "runs/a")
+    flag = {"init_from": None}  # which a script may lack
+    cases = [(OWN | flag | {"lr": 1}, True), (flag | {"lr": 1, "model": "gpt"}, False)]
+    for now, offered in [*cases, (OWN | {"lr": 1}, False)]:
+        with pytest.raises(UserError) as error:
+            check_same(earlier, identity(now), "runs/a")
+        ending = "another --output_dir" + " (from these weights: --init_from runs/a)" * offered
+        assert str(error.value).endswith(ending)

@@ -1,0 +1,204 @@
+"""Weights of any file: sharded, averaged, pickled, with another last layer; none executes code."""
+
+import os
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from harness import fakes
+from safetensors.torch import load_file, save_file
+
+from utils import weight_files
+from utils.run import manifest, weights
+from utils.run.failures import UserError
+
+
+class Bomb:
+    """A pickle that makes a file when it is loaded."""
+
+    def __init__(self, path):
+        self.path = path
+
+    def __reduce__(self):
+        return (os.mkdir, (str(self.path),))
+
+
+@pytest.fixture
+def checkpoint(tmp_path):
+    """An empty checkpoint of a run; the function that completes it returns its folder."""
+    writing = tmp_path / "run" / "checkpoints" / ".writing"
+    writing.mkdir(parents=True)
+
+    def complete(**progress):
+        target = writing.with_name("step_00000003")
+        record = {"progress": {"step": 3, **progress}, "arguments": {"lr": 0.5}}
+        files = manifest.hash_and_sync(fakes.accelerator(), writing)
+        manifest.complete(writing, target, {**record, "files": files})
+        return target
+
+    complete.writing = writing
+    return complete
+
+
+def build(classes=3):
+    torch.manual_seed(1)
+    return torch.nn.Sequential(torch.nn.Linear(4, 5), torch.nn.ReLU(), torch.nn.Linear(5, classes))
+
+
+@pytest.fixture
+def file(tmp_path):
+    """Weights of `build()`, all of them 7."""
+    path = tmp_path / "weights.safetensors"
+    save_file(
+        {name: torch.full_like(value, 7.0) for name, value in build().state_dict().items()}, path
+    )
+    return path
+
+
+@pytest.mark.parametrize(("classes", "loaded"), [(3, 4), (7, 2)])
+def test_a_last_layer_of_another_size_keeps_its_weights(classes, loaded, file, capsys):
+    model, before = build(classes), build(classes)
+    weight_files.initialize(fakes.accelerator(), model, str(file))
+    assert (model[0].weight == 7).all() and (model[0].bias == 7).all()
+    said = capsys.readouterr().out
+    assert said.startswith(f"{loaded} of 4 tensors initialized from {file}")
+    keeps = "; the last layer, for other classes, keeps its initial weights: 2.weight, 2.bias\n"
+    assert said.endswith(keeps) == (loaded == 2)
+    kept = torch.equal(model[2].weight, before[2].weight) and torch.equal(
+        model[2].bias, before[2].bias
+    )
+    assert kept == (loaded == 2)
+
+
+class Wrapped(torch.nn.Module):
+    """Holds a model as `model`, as many training scripts do."""
+
+    def __init__(self):
+        super().__init__()
+        self.model = build()
+
+
+@pytest.mark.parametrize("suffix", [".safetensors", ".pth", ".pt", ".ckpt"])
+@pytest.mark.parametrize("prefix", ["", "module.", "_orig_mod.", "model.", "module._orig_mod."])
+@pytest.mark.parametrize("make", [build, Wrapped])
+def test_the_prefix_of_a_wrapper_does_not_matter(prefix, suffix, make, tmp_path):
+    sevens = {
+        f"{prefix}{name}": torch.full_like(v, 7.0) for name, v in build().state_dict().items()
+    }
+    path = tmp_path / f"weights{suffix}"
+    if suffix == ".safetensors":
+        save_file(sevens, path)
+    else:
+        torch.save({"state_dict": sevens, "epoch": 3} if suffix == ".ckpt" else sevens, path)
+    model = make()
+    weight_files.initialize(fakes.accelerator(), model, str(path))
+    assert all((value == 7).all() for value in model.state_dict().values())
+
+
+def test_an_unknown_prefix_is_named(tmp_path):
+    state = {f"backbone.{name}": value for name, value in build().state_dict().items()}
+    save_file(state, tmp_path / "w.safetensors")
+    with pytest.raises(UserError, match=r"all its names begin with `backbone\.`") as error:
+        weight_files.initialize(fakes.accelerator(), build(), str(tmp_path / "w.safetensors"))
+    assert "\n" not in str(error.value)
+
+
+def test_a_pickle_that_holds_anything_else_is_one_line(tmp_path):
+    path = tmp_path / "w.pth"
+    torch.save(build().state_dict(), path)
+    whole = path.read_bytes()
+    for content in (
+        *([1, 2], {}, {"model": {"a": 3}}, "text"),
+        *(b"", b"\x80\x02", whole[: len(whole) // 2], b"\x80\x02}q\x00X\xff.", b"not a pickle"),
+    ):
+        path.write_bytes(content) if isinstance(content, bytes) else torch.save(content, path)
+        with pytest.raises(UserError, match="cannot read weights from") as error:
+            weight_files.read(path)
+        assert "\n" not in str(error.value)
+    with pytest.raises(UserError, match="no such file"):
+        weight_files.read(tmp_path / "none.pth")
+
+
+@pytest.mark.parametrize(
+    ("change", "says"),
+    [
+        (lambda state: state.pop("0.bias"), "it has no 0.bias"),
+        (lambda state: state.update({"0.bias": torch.zeros(6)}), r"its 0.bias is \[6\], not \[5\]"),
+        (lambda state: state.update({"extra": torch.zeros(6)}), "this one has no extra"),
+    ],
+)
+def test_another_model_is_refused(change, says, file):
+    state = load_file(file)
+    change(state)
+    save_file(state, file)
+    model = build()
+    with pytest.raises(UserError, match=says):
+        weight_files.initialize(fakes.accelerator(), model, str(file))
+    assert all(
+        torch.equal(a, b) for a, b in zip(model.parameters(), build().parameters(), strict=True)
+    )
+
+
+class Tied(torch.nn.Module):
+    """A language model's embedding and head, which are one matrix."""
+
+    def __init__(self):
+        super().__init__()
+        self.embed, self.head = torch.nn.Embedding(5, 4), torch.nn.Linear(4, 5, bias=False)
+        self.head.weight = self.embed.weight
+        self.norm = torch.nn.LayerNorm(4)
+
+
+def test_tied_weights_are_read_from_one(tmp_path, capsys):
+    model = Tied()
+    weights.export(tmp_path, model, {})
+    saved = load_file(tmp_path / "model.safetensors")
+    for removed in ("embed.weight", "head.weight"):  # as in what `save_state` writes
+        once = {name: value for name, value in saved.items() if name != removed}
+        save_file(once, tmp_path / "once.safetensors")
+        other = Tied()
+        weight_files.initialize(fakes.accelerator(), other, tmp_path / "once.safetensors")
+        assert "4 of 4 tensors initialized" in capsys.readouterr().out
+        assert torch.equal(other.head.weight, model.embed.weight)
+        assert other.head.weight is other.embed.weight
+
+
+def test_averaged_weights_are_the_ones_that_count(checkpoint):
+    model = torch.nn.Linear(1, 1)
+    averaged = torch.optim.swa_utils.AveragedModel(model)
+    averaged.module.weight.data.fill_(7.0)
+    save_file(dict(model.state_dict()), checkpoint.writing / "model.safetensors")
+    torch.save(averaged.state_dict(), checkpoint.writing / weight_files.AVERAGED)
+    saved = weight_files.read(checkpoint())
+    assert saved.state["weight"].item() == 7.0 and saved.state.keys() == {"weight", "bias"}
+
+
+def test_sharded_weights(checkpoint, tmp_path):
+    model = {"weight": torch.arange(6.0).reshape(2, 3), "bias": torch.ones(2)}
+    dcp.save({"model": model}, checkpoint_id=checkpoint.writing / weight_files.SHARDS, no_dist=True)
+    folder = checkpoint(config={"width": 3})
+    saved = weight_files.read(folder)
+    assert torch.equal(saved.state["weight"], model["weight"]) and saved.config == {"width": 3}
+    assert saved.state.keys() == model.keys()
+    assert sorted(os.listdir(folder.parent)) == ["step_00000003"]  # nothing temporary is left
+    (folder / weight_files.SHARDS).rename(tmp_path / "elsewhere")
+    (folder / weight_files.SHARDS).symlink_to(tmp_path / "elsewhere")
+    with pytest.raises(UserError, match="is refused: it is a link"):
+        weight_files.read(folder)
+
+
+@pytest.mark.parametrize("place", ["averaged", "shards", "pickle"])
+def test_nothing_that_is_read_executes_code(place, checkpoint, tmp_path):
+    bomb, path = Bomb(tmp_path / "executed"), None
+    if place == "averaged":
+        save_file({"a": torch.ones(1)}, checkpoint.writing / "model.safetensors")
+        torch.save({"n_averaged": bomb}, checkpoint.writing / weight_files.AVERAGED)
+    elif place == "pickle":
+        path = tmp_path / "model.pth"
+        torch.save({"a": bomb}, path)
+    else:
+        state = {"model": {"a": torch.ones(2), "b": bomb}}
+        dcp.save(state, checkpoint_id=checkpoint.writing / weight_files.SHARDS, no_dist=True)
+    with pytest.raises(UserError, match="it would execute code when loaded: ") as caught:
+        weight_files.read(path or checkpoint())
+    assert not (tmp_path / "executed").exists() and "\n" not in str(caught.value)

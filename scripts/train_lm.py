@@ -217,7 +217,7 @@ def load_source(accelerator, tokenizer, name, packed, args):
 
 
 def open_stream(accelerator, tokenizer, config, sources, position, args):
-    """Opens the stream of a list of sources at a position, None: its beginning; returns `Blocks`."""
+    """Opens the stream of a list of sources at a position (None: its beginning); else `Blocks`."""
     if not isinstance(sources, list):
         return sources
     share = (args, accelerator, tokenizer, causal_lm.can_pack(config), sources, position)

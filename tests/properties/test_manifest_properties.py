@@ -10,7 +10,6 @@ import pytest
 from harness import fakes
 from hypothesis import assume, given
 from hypothesis import strategies as st
-from utils.run.best import Best
 
 from utils.run import manifest
 from utils.run.failures import UserError

@@ -43,7 +43,7 @@ def extra(draw):
 
 
 @extra
-def image_grid(path, images, labels, predictions, class_names, columns=8, title=None):
+def image_grid(path, images, labels, predictions, class_names, title=None):
     """Draws images with their predicted classes.
 
     A wrong prediction is red, with the true class below it.
@@ -53,7 +53,8 @@ def image_grid(path, images, labels, predictions, class_names, columns=8, title=
         labels, predictions: int64 [count].
         title (str | None): None: how many are correct.
     """
-    rows, (height, width) = -(-len(images) // columns), images.shape[-2:]
+    columns, (height, width) = 8, images.shape[-2:]
+    rows = -(-len(images) // columns)
     # All images in one array, with room for two lines of text above each: separate axes per image
     # would take seconds.
     top, side = round(0.42 * height), round(0.14 * width)

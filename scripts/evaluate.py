@@ -65,7 +65,7 @@ from utils.run.arguments import Parser
 from utils.run.collectives import local_main_first, run_on_all, run_on_main
 from utils.run.failures import UserError
 from utils.run.files import read_json, write_json, write_text
-from utils.run.output import one_line
+from utils.run.output import one_line, plural
 
 
 def main():
@@ -328,7 +328,7 @@ def write_predictions(args, saved, dataset, outputs, class_names):
         draw_contact_sheet(folder / "contact_sheet.png", dataset, rows)
     unreadable = sum(not row["classes"] for row in rows)
     note = f", {unreadable} of them unreadable" if unreadable else ""
-    count = f"{len(rows)} image{'s' * (len(rows) != 1)}"
+    count = plural(len(rows), "image")
     print(f"{count}{note}: see predictions.csv, predictions.json and contact_sheet.png in {folder}")
 
 

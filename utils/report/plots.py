@@ -15,7 +15,7 @@ from PIL import Image
 
 from utils.run.failures import optional
 from utils.run.files import read_json
-from utils.run.output import one_line
+from utils.run.output import one_line, plural
 
 DPI = 110
 # Colors that color-blind people can tell apart (Okabe & Ito, jfly.uni-koeln.de/color).
@@ -260,7 +260,7 @@ def of_images(folder, dataset, samples, class_names):
     correct = (labels == predictions)[shown].sum()
     of_all = f" of {len(readable):,}" if len(shown) < len(readable) else ""
     worst = wrong[samples["losses"][wrong].argsort(descending=True, stable=True)[:40]]
-    mistakes = f"{len(worst)} mistake{'s' * (len(worst) != 1)} with the highest loss"
+    mistakes = f"{plural(len(worst), 'mistake')} with the highest loss"
     titles = {
         "predictions": (shown, f"{len(shown)}{of_all} images, {correct} correct"),
         "mistakes": (worst, f"{mistakes}, of {len(wrong):,} among {len(readable):,} images"),

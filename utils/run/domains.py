@@ -65,7 +65,7 @@ class number:
         return self.kind is int or (math.isfinite(value) and not 0 < abs(value) < self.least)
 
     def __str__(self):
-        integer = "an integer, " * (self.kind is int)
+        integer = "an integer, " if self.kind is int else ""
         low = f"{'above' if self.above else 'at least'} {self.low}"
         return f"{integer}{low} and {'below' if self.below else 'at most'} {self.most}"
 

@@ -14,7 +14,7 @@ from accelerate.utils import GradientAccumulationPlugin, InitProcessGroupKwargs
 
 from utils.run import devices, launcher
 from utils.run.failures import UserError
-from utils.run.output import notice
+from utils.run.output import notice, plural
 
 
 def set_up(args=None, shards=False):
@@ -132,12 +132,6 @@ def check_division(batch_size, parts, of_what):
             f"--batch_size {batch_size} does not divide evenly over {of_what} and accumulation "
             f"steps, {parts} parts: use {sizes}"
         )
-
-
-def plural(count, noun):
-    """A number with its noun: `1 process`, `2 processes`."""
-    ending = "es" if noun.endswith("s") else "s"
-    return f"{count} {noun}{'' if count == 1 else ending}"
 
 
 # ---------------------------------------------------------------------------- network, the launcher

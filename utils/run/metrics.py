@@ -11,6 +11,7 @@ from torch.distributed.tensor import DTensor
 from tqdm import tqdm
 
 from utils.run.files import json_lines, write_bytes
+from utils.run.output import plural
 
 
 class Metrics:
@@ -271,7 +272,7 @@ def in_words(figures):
 def summary(results, folder, headline):
     """Formats the final lines of a run from its results."""
     figures = {name: results[name] for name in results if name.startswith(("test_", "val_"))}
-    processes = f"{results['num_processes']} process{'es' * (results['num_processes'] > 1)}"
+    processes = plural(results["num_processes"], "process")
     best = results.get("best_checkpoint")
     best = f"; best checkpoint: {folder}/checkpoints/{best}" if best else ""
     seconds = results["train_seconds"]

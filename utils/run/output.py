@@ -60,3 +60,9 @@ def one_line(text):
 def notice(text):
     """Prints a line that stands out."""
     print(f"*** {text} ***", file=sys.stderr, flush=True)
+
+
+def plural(count, noun):
+    """A number with its noun: `1 process`, `2 processes`."""
+    ending = "es" if noun.endswith("s") else "s"
+    return f"{count} {noun}{'' if count == 1 else ending}"

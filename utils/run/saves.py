@@ -9,6 +9,7 @@ from functools import partial
 
 from utils.run import checkpoint, manifest, process
 from utils.run.failures import RunFailed
+from utils.run.output import plural
 
 FAILED_SAVES = 3  # in a row that end a run: it would lose more and more work
 
@@ -223,8 +224,7 @@ class Best:
         """Why the run ends."""
         if not self.out_of_patience():
             return "all steps done"
-        plural = "" if self.stale == 1 else "s"
-        return f"no better score for {self.stale} evaluation{plural}"
+        return f"no better score for {plural(self.stale, 'evaluation')}"
 
     def record(self, step):
         """What a checkpoint of `step` records: its own score, the best one, and the patience."""

@@ -13,6 +13,7 @@ import torch.distributed as dist
 
 from harness.fakes import accelerator
 from utils.run import guard
+from utils.scale import watchdog
 
 
 class World:
@@ -104,7 +105,7 @@ class Process(threading.local):
 def run_guards(size, function, timeout=600, **facts):
     """Calls `function(guard, rank)` with a Guard on each of so many processes.
 
-    `utils.run.guard` has a Process there; `facts` are those of the accelerators.
+    The guard and the watchdog have a Process and the world there; `facts` are those of the accelerators.
 
     Returns:
         World: with what the functions returned, or the errors they raised, as `results`.
@@ -116,7 +117,8 @@ def run_guards(size, function, timeout=600, **facts):
         return function(guard.Guard(mine, timeout), mine.process_index)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(guard, "dist", world)
+        for module in (guard, watchdog):
+            patch.setattr(module, "dist", world)
         patch.setattr(guard, "process", Process())
         world.results = world.run(each)
     return world

@@ -1,189 +1,87 @@
-"""The flags that the training scripts share: their defaults, their limits and what `--help` says."""
-
-import re
-import sys
-from pathlib import Path
+"""Arguments from files: what a line may be, and who reads them; arguments stay as they are."""
 
 import pytest
+from harness.launches import load_script
 
-from utils.run.arguments import CONTINUE_RULE, MAY_CHANGE, Parser
+from utils.run import record
+from utils.run.arguments import Parser
 from utils.run.failures import UserError
 
-# Flag -> its default, and the least and the greatest value that it takes.
-FLAGS = {
-    "epochs": (3, 1, 10**9),
-    "max_train_steps": (None, 1, 10**9),
-    "batch_size": (8, 1, 2**20),
-    "lr": (0.5, 0, 1000),
-    "weight_decay": (0.25, 0, 100),
-    "max_grad_norm": (0.0, 0, 10**6),
-    "gradient_accumulation_steps": (1, 1, 10_000),
-    "checkpoint_every": (None, 0, 10**9),
-    "keep_checkpoints": (2, 1, 10**9),
-    "eval_every": (None, 1, 10**9),
-    "eval_samples": (None, 0, 10**9),
-    "patience": (None, 1, 10**9),
-    "log_every": (None, 1, 10**9),
-    "seed": (0, 0, 2**32 - 1),
-    "timeout": (600, 1, 30 * 24 * 3600),
-    "num_workers": (0, 0, 256),
-    "val_fraction": (0.1, 0, 0.999),
-}
-TEXTS = {
-    "output_dir": "runs/train_it",
-    "resume": "auto",
-    "init_from": None,
-    "push_to_hub": None,
-    "dataset": "me/data",
-    "track": "tensorboard",
-}
-SWITCHES = ("dry_run", "overfit_batch", "profile", "nondeterministic", "wait_for_checkpoints")
-COLUMNS = {"image_column": None, "label_column": None}
 
-
-@pytest.fixture(autouse=True)
-def script(monkeypatch):
-    monkeypatch.setattr(sys, "argv", ["scripts/train_it.py"])
-
-
-def built(val_fraction=0.1, dataset="me/data", **options):
-    """A parser with all flags that scripts share."""
-    parser = Parser(description="Trains it.")
-    group = parser.add_argument_group("training")
-    parser.add_training_arguments(group, epochs=3, batch_size=8, lr=0.5)
-    parser.add_optimizer_arguments(group, weight_decay=0.25)
-    parser.add_run_arguments()
-    parser.add_data_arguments(dataset, "a Hub id or a folder", **options)
-    assert parser.add_image_arguments(val_fraction).title == "data set"
-    return parser
-
-
-def parse(*words):
-    sys.argv[1:] = map(str, words)
-    return built().parse_training_args()
-
-
-def test_defaults():
-    defaults = {name: default for name, (default, _, _) in FLAGS.items()}
-    assert vars(parse()) == defaults | TEXTS | COLUMNS | dict.fromkeys(SWITCHES, False)
-    several = built(several=True)
-    assert several.parse_args([]).dataset == ["me/data"]
-    assert several.parse_args(["--dataset", "a", "b"]).dataset == ["a", "b"]
-    with pytest.raises(UserError, match="the following arguments are required: --dataset"):
-        built(dataset=None).parse_args([])
-    with pytest.raises(UserError, match="unrecognized arguments: --epoch 5"):
-        parse("--epoch", 5)  # a flag is never guessed
-
-
-def test_both_columns_are_given_at_once():
-    args = parse("--columns", "photo", "kind")
-    assert (args.image_column, args.label_column) == ("photo", "kind") and "columns" not in args
-    with pytest.raises(UserError, match="argument --columns: expected 2 arguments"):
-        parse("--columns", "photo")
-
-
-@pytest.mark.parametrize("flag", FLAGS)
-def test_limits(flag):
-    parser, (_, least, most) = built(), FLAGS[flag]
-    for value in (least, most):
-        assert getattr(parser.parse_args([f"--{flag}={value}"]), flag) == value
-    for value in (least - 1, most + (1 if most >= 1 else 0.001)):
-        with pytest.raises(UserError, match=rf"argument --{flag}: .* \(see --help\)"):
-            parser.parse_args([f"--{flag}={value}"])
-
-
-def test_what_a_script_leaves_out():
+@pytest.fixture
+def parse(tmp_path, monkeypatch):
+    """Parses words, with the folder of the test as the working directory."""
+    monkeypatch.chdir(tmp_path)
     parser = Parser()
-    parser.add_run_arguments(("init_from", "patience", "push_to_hub", "eval_samples"))
-    parser.add_data_arguments("me/data", "which", leave_out=("num_workers",))
-    left = set(vars(parser.parse_args([])))
-    gone = {"init_from", "patience", "push_to_hub", "eval_samples", "num_workers"}
-    assert not left & gone and {"resume", "eval_every", "track", "profile"} <= left
-
-
-HUB = ("--push_to_hub", "me/it", "--patience", 3)
+    parser.add_argument("--lr", type=float, default=1.0)
+    parser.add_argument("--prompt", type=str)
+    parser.add_argument("--size", type=int, nargs=2)
+    parser.add_argument("--compile", nargs="?", const="default")
+    parser.add_argument("--flag", action="store_true")
+    parser.add_argument("rest", nargs="*", type=str)
+    return parser.parse_args
 
 
 @pytest.mark.parametrize(
-    ("words", "expected"),
+    ("line", "value"),
     [
-        (["--dry_run"], ("runs/a_dry_run", 2, 1, 1, 1)),
-        (["--dry_run", "--overfit_batch"], ("runs/a_dry_run", 2, 1, 1, 1)),
-        (["--overfit_batch"], ("runs/a_overfit_batch", 200, 200, 0, None)),
-        (
-            ["--overfit_batch", "--max_train_steps", 7, "--checkpoint_every", 8],
-            ("runs/a_overfit_batch", 7, 7, 8, None),
-        ),
-        (["--overfit_batch", "--eval_every", 9], ("runs/a_overfit_batch", 200, 9, 0, None)),
-        (["--eval_every", 9], ("runs/a/", None, 9, None, None)),
+        ("--prompt runs/exp#3", "runs/exp#3"),
+        ('--prompt "two words # no comment"', "two words # no comment"),
+        ("--prompt=a#b", "a#b"),
+        ("--prompt 0XFF", "0XFF"),
     ],
 )
-def test_a_quick_run_has_its_own_folder_and_is_not_published(words, expected):
-    args = parse("--output_dir", "runs/a/", *HUB, *words)
-    steps = (args.max_train_steps, args.eval_every, args.checkpoint_every, args.log_every)
-    assert (args.output_dir, *steps) == expected
-    published = (args.push_to_hub, args.patience)
-    assert published == (("me/it", 3) if words[0] == "--eval_every" else (None, None))
+def test_a_comment_is_a_line(line, value, parse, tmp_path):
+    text = f"#--lr 0.2\r\n{line}\r\n\r\n  --flag\r\n--size 3 4\r\n--compile\r\n"
+    (tmp_path / "a.args").write_bytes(b"\xef\xbb\xbf" + text.encode())
+    expected = dict(prompt=value, lr=1, flag=True, size=[3, 4], compile="default", rest=[])
+    assert vars(parse(["@a.args"])) == expected
 
 
-def test_a_quick_run_here_is_next_to_this_folder():
-    assert parse("--dry_run", "--output_dir", ".").output_dir == f"{Path.cwd()}_dry_run"
-    parent = Path.cwd().parent
-    assert parse("--dry_run", "--output_dir", "..").output_dir == f"{parent}_dry_run"
+def test_later_flags_win_and_only_in_front_of_all_flags_is_it_a_file(parse, tmp_path):
+    (tmp_path / "a.args").write_text("--lr 0.1\n--lr 0.2\n")
+    (tmp_path / "b.args").write_text("--lr 0.4\n")
+    assert parse(["@a.args", "--lr", "0.3"]).lr == 0.3
+    assert parse(["@a.args", "@b.args"]).lr == 0.4
+    assert parse(["--prompt", "x", "@a.args"]).rest == ["@a.args"]
+    with pytest.raises(UserError, match="argument --size: invalid int value"):
+        parse(["--size", "1", "@a.args"])
 
 
-def test_a_new_run_does_not_continue_another():
-    with pytest.raises(UserError, match=r"^--init_from starts a new run and --resume PATH contin"):
-        parse("--init_from", "a", "--resume", "b")
-    for resume in ("auto", "never"):
-        assert parse("--init_from", "a", "--resume", resume).init_from == "a"
-    assert parse("--resume", "b").resume == "b"
+def test_frozen_arguments_do_not_change(parse):
+    args = parse(["--lr", "2"])
+    args.lr = 3.0
+    assert args.freeze() is args and "_frozen" not in record.comparable(vars(args))
+    for name in ("lr", "new"):
+        with pytest.raises(AttributeError, match=f"after parsing: pass {name} on by itself"):
+            setattr(args, name, 4.0)
+    assert args.lr == 3.0
 
 
-def test_help_says_each_default_in_words(monkeypatch):
-    monkeypatch.setenv("COLUMNS", "10000")  # each flag on one line
-    parser = built()
-    parser.add_schedule_argument(parser, "cosine")
-    parser.add_compile_argument(parser, "never")
-    text = parser.format_help()
-    said = dict(re.findall(r"^  --(\w+).*?(?:\n +|  +)(\S.*)$", text, re.MULTILINE))
-    for flag, end in (
-        ("timeout", "before giving up (default: 600)"),
-        ("eval_every", "optimizer steps between evaluations (default: an epoch)"),
-        ("checkpoint_every", "preemption (default: an epoch, and at each new highest score)"),
-        ("log_every", "(default: 10, fewer in runs of less than 200 steps)"),
-        ("dataset", "a Hub id or a folder (default: me/data)"),
-        ("val_fraction", "if there is no val split (default: 0.1)"),
-        ("lr_schedule", "falls to a tenth of --lr instead of 0 (default: cosine)"),
-        ("compile", "without the flag: never"),
-    ):
-        assert said[flag].endswith(end), flag
-    for flag in ("init_from", "profile", "max_train_steps"):
-        assert "default" not in said[flag]
-    for flag, says in said.items():  # phrases, as in `--help` of other programs
-        if flag in vars(parser.parse_args([])):
-            assert says[0].islower() and not says.endswith(".") and "  " not in says, flag
-    for title in ("training:", "run:", "data and tracking:", "data set:", "quick checks (in a "):
-        assert f"\n{title}" in text
-    assert text.rstrip().endswith(CONTINUE_RULE) and "An argument @FILE stands" in text
-    assert {"--resume auto|never|PATH", "--init_from PATH"} <= set(re.findall(r"--\w+ \S+", text))
-    other = " ".join(built(None, several=True).format_help().split())
-    assert "no val split; default: 0.1 if there is no test split either, else 0" in other
-    assert "a Hub id or a folder (default: me/data)" in other
+@pytest.mark.parametrize(
+    "text, reason",
+    [
+        ("lr 0.1", "line 1: must be one flag and its value, such as --lr 0.1, not 'lr 0.1'"),
+        ("\n--lr 0.1 --flag", "line 2: must be one flag and its value"),
+        ("@b.args", "line 1: must be one flag"),
+        ("--prompt 'a", "line 1: No closing quotation"),
+        ("--speed 3", "unrecognized arguments: --speed"),
+        (b"\xff\xfe", "cannot read the arguments in @a.args: 'utf-8'"),
+        (None, "cannot read the arguments in @a.args: No such file or directory"),
+    ],
+)
+def test_a_wrong_file_is_one_line(text, reason, parse, tmp_path):
+    if text is not None:
+        data = text if isinstance(text, bytes) else text.encode()
+        (tmp_path / "a.args").write_bytes(data)
+    with pytest.raises(UserError) as raised:
+        parse(["@a.args"])
+    assert reason in str(raised.value)
 
 
-def test_only_one_process_prints_the_help(monkeypatch, capsys):
-    monkeypatch.setenv("RANK", "1")
-    built().print_help()
-    assert capsys.readouterr().out == ""
-    monkeypatch.setenv("RANK", "0")
-    built().print_help()
-    assert "Trains it." in capsys.readouterr().out
-    with open("/dev/null", "w") as file:
-        built().print_help(file)
-    assert capsys.readouterr().out == ""
-
-
-def test_what_may_change_are_flags_but_none_that_a_score_depends_on():
-    assert {*FLAGS, *TEXTS, *SWITCHES, "compile"} >= MAY_CHANGE
-    assert not MAY_CHANGE & {"eval_samples", "seed", "val_fraction"}
+def test_a_preset_in_a_file_decides_the_defaults(tmp_path, monkeypatch):
+    (tmp_path / "a.args").write_text("--preset finetune\n--dataset synthetic\n")
+    monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.setattr("sys.argv", ["train_images.py", "@~/a.args", "--lr", "0.5"])
+    args = load_script("train_images").parse_args()
+    assert (args.preset, args.optimizer, args.lr) == ("finetune", "adamw", 0.5)

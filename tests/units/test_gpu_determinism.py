@@ -9,8 +9,8 @@ from harness.data import kinds_of_classifiers
 from harness.gpu_rules import FORBIDDEN, NOT_DETERMINISTIC, Rules
 from harness.launches import some_slow
 
+from utils import attention
 from utils.images import pretrained
-from utils.run import gpu
 
 
 def test_the_documented_list_of_pytorch_is_the_known_one():
@@ -46,7 +46,7 @@ def test_attention_is_deterministic_unless_nobody_asked_for_it(deterministic, mo
     monkeypatch.setattr(torch, "use_deterministic_algorithms", lambda *how: calls.append(how))
     monkeypatch.setenv("FLASH_ATTENTION_DETERMINISTIC", "")  # so that it is restored
     monkeypatch.delenv("FLASH_ATTENTION_DETERMINISTIC")
-    gpu.deterministic_attention()
+    attention.make_deterministic()
     assert calls == [(True,)] * deterministic
     assert os.environ.get("FLASH_ATTENTION_DETERMINISTIC") == ("1" if deterministic else None)
     calls.clear()

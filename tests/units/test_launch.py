@@ -1,4 +1,4 @@
-"""What `utils.run.launch` decides about a launch, and what it says."""
+"""What a launch sets up, what it refuses, and what it says."""
 
 import contextlib
 import os
@@ -13,14 +13,12 @@ import torch
 from harness.fakes import accelerator
 from harness.launches import ROOT
 
-from utils.run import cpu, launch, launcher, memory
+from utils.run import devices, launch, launcher
 from utils.run.failures import UserError
-from utils.scale import fsdp
 
 NAMES = (
-    "RANK LOCAL_RANK WORLD_SIZE LOCAL_WORLD_SIZE GROUP_WORLD_SIZE PET_NNODES MASTER_ADDR "
-    "ACCELERATE_MIXED_PRECISION ACCELERATE_USE_CPU ACCELERATE_USE_FSDP FSDP_VERSION "
-    "GLOO_SOCKET_IFNAME CUBLAS_WORKSPACE_CONFIG"
+    "RANK WORLD_SIZE LOCAL_WORLD_SIZE GROUP_WORLD_SIZE MASTER_ADDR ACCELERATE_USE_CPU "
+    "ACCELERATE_USE_FSDP GLOO_SOCKET_IFNAME"
 ).split()
 
 
@@ -33,7 +31,8 @@ def launched(monkeypatch):
         monkeypatch.delenv(name)
 
     def launch_with(options="", **environment):
-        monkeypatch.setattr(launcher, "command", lambda: ["torchrun", *options.split()])
+        words = ["torchrun", *options.split()]
+        monkeypatch.setattr(launcher, "find", lambda: SimpleNamespace(cmdline=lambda: words))
         for name, value in environment.items():
             monkeypatch.setenv(name, value)
 
@@ -42,178 +41,64 @@ def launched(monkeypatch):
 
 
 @pytest.fixture
-def machine(monkeypatch):
-    """`machine(gpus, bf16)`: what this machine has. What is set up there is in `.calls`."""
-
-    def has(gpus=0, bf16=True):
-        monkeypatch.setattr(torch.cuda, "device_count", lambda: gpus)
-        monkeypatch.setattr(cpu, "has_bf16", lambda: bf16)
-        has.calls.clear()
-
-    has.calls = []
-    for owner, name in (
-        (torch, "set_num_threads"),
-        (torch, "use_deterministic_algorithms"),
-        (cpu, "keep_freed_memory"),
-        (fsdp, "check"),
-    ):
+def set_up(monkeypatch):
+    """`set_up(gpus, ...)`: what `launch.set_up` returns on a machine with GPUs, and sets up."""
+    calls = []
+    for name in ("set_up_gpus", "set_up_cpu"):
         monkeypatch.setattr(
-            owner, name, lambda *how, name=name, **more: has.calls.append((name, *how, more))
+            devices, name, lambda *how, name=name, **more: calls.append((name, *how, more))
         )
-    monkeypatch.setattr(cpu, "threads_per_process", lambda: 3)
-    monkeypatch.setattr(torch.backends.cudnn, "deterministic", False)
-    monkeypatch.setattr(torch.backends.cudnn, "benchmark", False)
-    monkeypatch.setattr(torch.utils.deterministic, "fill_uninitialized_memory", True)
-    monkeypatch.setattr(torch.amp.GradScaler, "step", torch.amp.GradScaler.step)
-    has()
-    return has
 
+    def run(gpus, *args, **more):
+        monkeypatch.setattr(torch.cuda, "device_count", lambda: gpus)
+        calls.clear()
+        on_cpu = launch.set_up(*args, **more)
+        return on_cpu, *calls.pop()
 
-ON_CPU = [("set_num_threads", 3, {}), ("keep_freed_memory", {})]
-TRAINING = SimpleNamespace(nondeterministic=False)
-
-
-# ------------------------------------------------------------------------------------------ check
-
-
-def test_gpus_compute_the_same_bits_after_a_restart(machine, launched, monkeypatch):
-    # CUDA is not used yet: train_model_parallel.py changes afterwards which GPUs it sees.
-    monkeypatch.setattr(torch.cuda, "get_device_capability", None)
-    launched(ACCELERATE_MIXED_PRECISION="bf16", LOCAL_WORLD_SIZE="2")
-    step = torch.amp.GradScaler.step
-    machine(gpus=2)
-    for args in (None, TRAINING):
-        machine.calls.clear()
-        assert launch.check(args) is False
-        assert machine.calls == [("use_deterministic_algorithms", True, {"warn_only": True})]
-    assert torch.backends.cudnn.deterministic and not torch.backends.cudnn.benchmark
-    assert torch.utils.deterministic.fill_uninitialized_memory is False
-    assert os.environ["CUBLAS_WORKSPACE_CONFIG"] == ":4096:8"
-    launched(CUBLAS_WORKSPACE_CONFIG=":16:8")
-    launch.check()
-    assert os.environ["CUBLAS_WORKSPACE_CONFIG"] == ":16:8"  # a person's choice
-    assert torch.amp.GradScaler.step is step
-    launched(ACCELERATE_MIXED_PRECISION="fp16")
-    launch.check()
-    assert torch.amp.GradScaler.step is not step  # `gpu.skip_whole_steps`
-
-
-def test_the_fastest_algorithms_if_they_are_asked_for(machine):
-    machine(gpus=1)
-    assert launch.check(SimpleNamespace(nondeterministic=True)) is False
-    assert torch.backends.cudnn.benchmark is True
-    assert torch.backends.cudnn.deterministic is False and machine.calls == []
-    assert "CUBLAS_WORKSPACE_CONFIG" not in os.environ
+    return run
 
 
 @pytest.mark.parametrize(
-    ("gpus", "processes", "fits"),
-    [(4, 8, 4), (7, 8, 4), (8, 9, 8), (1, 2, 1), (12, 16, 8), (2, 4, 2), (3, 4, 2)],
+    ("args", "deterministic"),
+    [
+        (None, True),
+        (SimpleNamespace(), True),
+        (SimpleNamespace(nondeterministic=False), True),
+        (SimpleNamespace(nondeterministic=True), False),
+    ],
 )
-def test_too_few_gpus_name_the_largest_configuration_that_fits(
-    gpus, processes, fits, machine, launched
-):
-    machine(gpus)
-    launched("--config_file accelerate_configs/9gpu.yaml", LOCAL_WORLD_SIZE=str(processes))
-    with pytest.raises(UserError) as error:
-        launch.check()
-    assert str(error.value) == (
-        f"9gpu.yaml starts {processes} processes on this machine, which has {gpus} "
-        f"GPU{'s' if gpus > 1 else ''}: use {fits}gpu.yaml"
-    )
-    assert error.value.rank_variable == "LOCAL_RANK"
+def test_a_machine_with_and_without_gpus(args, deterministic, set_up, launched):
+    launched("--config_file accelerate_configs/9gpu.yaml")
+    assert set_up(8, args) == (False, "set_up_gpus", "9gpu.yaml", 8, deterministic, {})
+    training = {"training": args is not None}
+    assert set_up(0, args) == (True, "set_up_cpu", "9gpu.yaml", False, training)
 
 
 @pytest.mark.parametrize("how", ["environment", "configuration"])
-def test_a_launch_that_asks_for_the_cpu_gets_it(how, machine, launched):
+def test_a_launch_that_asks_for_the_cpu_gets_it(how, set_up, launched):
     """Accelerate's launcher does not pass `use_cpu` on when it starts several processes."""
-    machine(gpus=8)
+    name = "this launch"
     if how == "environment":
         launched(ACCELERATE_USE_CPU="True")
     else:
+        name = "2cpu.yaml"
         launched(f"--config_file {ROOT}/accelerate_configs/2cpu.yaml", LOCAL_WORLD_SIZE="2")
-    assert launch.check() is True and machine.calls == ON_CPU
+    assert set_up(8) == (True, "set_up_cpu", name, True, {"training": False})
 
 
-EMULATED = "this CPU has no native bf16 and emulates it"
-FASTER = "this CPU has native bf16, 1.5x to 4x faster"
-NO_GPU = "NO GPU FOUND: 4gpu.yaml runs on the CPU with 1 process, precision {}. This is fine"
+def test_only_a_script_that_shards_is_sharded(set_up, launched):
+    launched("--config_file configs/fsdp.yaml", ACCELERATE_USE_FSDP="TRUE")
+    assert set_up(2, shards=True)[0] is False
+    with pytest.raises(UserError) as error:
+        set_up(2)
+    assert str(error.value) == (
+        "fsdp.yaml shards the model, which train_a.py does not support: use a configuration "
+        "without fsdp"
+    )
 
 
-@pytest.mark.parametrize(
-    ("wanted", "asked", "native", "training", "gets", "says"),
-    [
-        (False, "bf16", True, True, "bf16", NO_GPU.format("bf16")),
-        (False, "bf16", False, True, "no", NO_GPU.format("no")),
-        (False, "fp16", True, True, "no", NO_GPU.format("no")),
-        (False, "fp16", False, False, "no", NO_GPU.format("no")),
-        (False, "no", True, True, "no", NO_GPU.format("no")),
-        (False, None, True, True, None, FASTER),  # a script on its own
-        (True, "bf16", False, False, "bf16", EMULATED),
-        (True, "bf16", True, True, "bf16", None),
-        (True, "no", True, True, "no", FASTER),
-        (True, None, True, True, None, FASTER),
-        (True, "no", True, False, "no", None),
-        (True, "no", False, True, "no", None),
-    ],
-)
-def test_the_precision_on_a_cpu(
-    wanted, asked, native, training, gets, says, machine, launched, capsys
-):
-    machine(0, native)
-    launched("--config_file configs/4gpu.yaml", ACCELERATE_USE_CPU=str(wanted))
-    args = TRAINING if training else None
-    for rank in ("0", "1"):
-        launched("--config_file configs/4gpu.yaml", RANK=rank)
-        if asked:
-            launched("--config_file configs/4gpu.yaml", ACCELERATE_MIXED_PRECISION=asked)
-        machine.calls.clear()
-        assert launch.check(args) is True and machine.calls == ON_CPU
-        assert os.environ.get("ACCELERATE_MIXED_PRECISION") == gets
-        said = capsys.readouterr().err
-        assert said.startswith(f"*** {says}") if says and rank == "0" else said == ""
-
-
-def test_fp16_on_a_cpu_is_refused(machine, launched):
-    launched(ACCELERATE_USE_CPU="true", ACCELERATE_MIXED_PRECISION="fp16")
-    with pytest.raises(UserError, match="fp16 silently computes in float32 on a CPU"):
-        launch.check()
-
-
-def test_sharding_is_checked_where_it_is_asked_for(machine, launched, capsys):
-    machine(gpus=2)
-    launch.check(shards=True)
-    assert machine.calls[0][0] != "check"
-    launched("--config_file configs/fsdp.yaml", ACCELERATE_USE_FSDP="TRUE", LOCAL_WORLD_SIZE="2")
-    for gpus, supported in ((2, True), (0, False)):
-        machine(gpus)
-        launched("--config_file configs/fsdp.yaml", ACCELERATE_MIXED_PRECISION="bf16")
-        launch.check(shards=supported)
-        assert machine.calls[0] == ("check", "fsdp.yaml", supported, {"on_cpu": not gpus})
-    said = capsys.readouterr().err
-    assert "2 processes over gloo, the model sharded over them, precision bf16" in said
-
-
-@pytest.mark.parametrize("installed", [True, False])
-def test_a_package_that_is_not_installed_is_not_searched_again(installed, machine, monkeypatch):
-    spec = {"lomo_optim": object() if installed else None}
-    monkeypatch.setattr(launch.importlib.util, "find_spec", spec.__getitem__)
-    monkeypatch.setitem(sys.modules, "lomo_optim", "")
-    del sys.modules["lomo_optim"]
-    launch.check()
-    assert sys.modules.get("lomo_optim", "searched") == ("searched" if installed else None)
-
-
-def test_what_lowers_memory_is_remembered(machine, capsys):
-    launch.check(SimpleNamespace(lora_rank=0), shards=True)
-    launch.print_banner(accelerator(), 48)
-    said = memory.message(0, "why")
-    assert "48 samples" in said and "--lora_rank" in said and "FSDP" in said
-
-
-def test_what_every_accelerator_is_given(monkeypatch):
-    monkeypatch.setattr(launch.tracking, "trackers", {"none": [], "wandb": ["wandb"]}.__getitem__)
-    args = SimpleNamespace(seed=7, timeout=30, output_dir="runs/a")
+def test_what_every_accelerator_is_given():
+    args = SimpleNamespace(seed=7, timeout=30)
     options = launch.accelerator_options(args)
     loaders = options.pop("dataloader_config")
     assert loaders.split_batches and loaders.use_seedable_sampler and loaders.non_blocking
@@ -222,11 +107,10 @@ def test_what_every_accelerator_is_given(monkeypatch):
     assert accumulation.num_steps == 1 and accumulation.sync_with_dataloader is False
     (handler,) = options.pop("kwargs_handlers")
     assert handler.timeout == timedelta(seconds=30)
-    assert options == {"log_with": None, "project_dir": "runs/a/tensorboard"}
-    args.gradient_accumulation_steps, args.track = 4, "wandb"
+    assert options == {}
+    args.gradient_accumulation_steps = 4
     options = launch.accelerator_options(args)
     assert options["gradient_accumulation_plugin"].num_steps == 4
-    assert options["log_with"] == ["wandb"]
 
 
 # ----------------------------------------------------------------------------------------- banner
@@ -242,21 +126,14 @@ def test_the_banner(capsys, launched, monkeypatch):
         "train_a: 1 process, each on CPU, 1 thread, precision bf16\n"
         "global batch 32 = 1 process x 32 samples x 1 accumulation step\n",
     )
-    launched("--nnodes 1:3", WORLD_SIZE="2", GROUP_WORLD_SIZE="1")
+    launched(WORLD_SIZE="2")
     monkeypatch.setattr(launch.dist, "get_backend", lambda: "gloo")
     monkeypatch.setattr(torch, "get_num_threads", lambda: 4)
-    elastic = (
-        "elastic training: when machines leave or join, the run continues from its last "
-        "checkpoint with 2, 4 or 6 processes\n"
-    )
     batch = "global batch 48 = 2 processes x 12 samples x 2 accumulation steps\n"
     assert banner(accelerator(2), 48, 2) == (
         12,
-        "train_a: 2 processes over gloo, each on CPU, 4 threads, precision no\n" + batch + elastic,
+        "train_a: 2 processes over gloo, each on CPU, 4 threads, precision no\n" + batch,
     )
-    launched("--nnodes 1:2")
-    assert banner(accelerator(2), 48, 2)[1].endswith("checkpoint with 2 or 4 processes\n")
-    launched("--nnodes 1:3")
     assert banner(accelerator(2, rank=1), 48, 2) == (12, "")
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda *_: "NVIDIA H100")
     start = "train_a: 2 processes over gloo, each on NVIDIA H100, precision no\n" + batch
@@ -265,13 +142,14 @@ def test_the_banner(capsys, launched, monkeypatch):
             torch, "are_deterministic_algorithms_enabled", lambda on=deterministic: on
         )
         _, said = banner(accelerator(2, device="cuda"), 48, 2)
-        assert said.startswith(start) and said.endswith(elastic)
-        fastest = "the fastest algorithms (--nondeterministic): the same samples in every step"
-        assert (fastest in said) is not deterministic
+        assert said.startswith(start)
+        assert ("--nondeterministic: fastest algorithms" in said) is not deterministic
+    with pytest.raises(UserError, match=r"over 2 process\(es\) and .*, 4 parts: use 48 or 52$"):
+        banner(accelerator(2), 50, 2)
 
 
 @pytest.mark.parametrize(
-    ("device", "precision", "refused"),
+    ("device", "precision", "checked"),
     [
         ("cuda", "bf16", True),
         ("cuda", "fp16", False),
@@ -279,17 +157,13 @@ def test_the_banner(capsys, launched, monkeypatch):
         ("cpu", "bf16", False),
     ],
 )
-def test_gpus_that_only_emulate_bf16_are_refused(device, precision, refused, launched, monkeypatch):
+def test_only_gpus_are_checked_for_bf16(device, precision, checked, launched, monkeypatch):
     asked = []
-    launched("--config_file configs/2gpu.yaml", LOCAL_WORLD_SIZE="2")
-    monkeypatch.setattr(torch.cuda, "get_device_name", lambda *_: "Tesla T4")
-    monkeypatch.setattr(
-        torch.cuda, "get_device_capability", lambda d: asked.append(d) or (8 - d, 0)
-    )
+    launched("--config_file configs/2gpu.yaml")
+    monkeypatch.setattr(devices, "check_bf16", asked.append)
     mine = accelerator(device=device, mixed_precision=precision, is_main_process=False)
-    with pytest.raises(UserError, match=r"^2gpu.yaml") if refused else contextlib.nullcontext():
-        assert launch.print_banner(mine, 8) == 8
-    assert asked == ([0, 1] if refused else [])
+    assert launch.print_banner(mine, 8) == 8
+    assert asked == ["2gpu.yaml"] * checked
 
 
 def test_a_launch_that_was_not_connected_names_its_configuration(launched):
@@ -300,41 +174,6 @@ def test_a_launch_that_was_not_connected_names_its_configuration(launched):
         "4 processes were launched but Accelerate connected only 1: check distributed_type in "
         "4gpu.yaml"
     )
-    launched(WORLD_SIZE="1", ACCELERATE_USE_FSDP="true")
-    with pytest.raises(UserError, match=r"^this launch asks for a sharded model, but accelerate"):
-        launch.print_banner(accelerator(1), 32)
-
-
-@pytest.mark.parametrize(
-    ("options", "environment", "processes", "possible", "words"),
-    [
-        ("", {}, 3, [3], "3"),
-        ("", {"PET_NNODES": "1:4"}, 3, [3, 6, 9, 12], "3, 6, 9 or 12"),
-        ("", {"PET_NNODES": "1:4", "GROUP_WORLD_SIZE": "2"}, 4, [2, 4, 6, 8], "2, 4, 6 or 8"),
-        ("", {"PET_NNODES": "1:4", "GROUP_WORLD_SIZE": "2"}, 3, [3], "3"),  # machines differ
-        ("--nnodes 2:3", {"PET_NNODES": "1", "GROUP_WORLD_SIZE": "2"}, 4, [4, 6], "4 or 6"),
-        ("--nnodes 2", {"GROUP_WORLD_SIZE": "2"}, 4, [4], "4"),
-    ],
-)
-def test_the_processes_that_a_launch_can_have(
-    options, environment, processes, possible, words, launched
-):
-    launched(options, **environment)
-    assert launch.possible_processes(accelerator(processes)) == possible
-    assert launch.either(possible) == words
-
-
-def test_a_batch_must_fit_every_number_of_processes(launched):
-    assert launch.split_batch(accelerator(4), 96, 3) == 8
-    with pytest.raises(UserError, match=r"use 96 or 108$"):
-        launch.split_batch(accelerator(4), 100, 3)
-    launched("--nnodes 1:3")
-    share = launch.split_batch(accelerator(2), 24, 2)
-    assert share == 6 and type(share) is int
-    with pytest.raises(UserError, match=r"over 2, 4 or 6 process.*: use 24 or 48$"):
-        launch.split_batch(accelerator(2), 32, 2)
-    with pytest.raises(UserError, match=r"step\(s\): use 24$"):
-        launch.split_batch(accelerator(2), 8, 2)
 
 
 # ---------------------------------------------------------------------------------------- network

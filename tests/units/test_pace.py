@@ -50,43 +50,40 @@ def test_own_time_is_that_of_batches_and_passes(device, monkeypatch):
         return model(torch.ones(1, 2))["logits"][0].sum()
 
     with group_of_one():
-        pace, model = Pace(), DistributedDataParallel(Layer(2, 2))
+        model = DistributedDataParallel(Layer(2, 2))
         if device == "cuda":
             there = SimpleNamespace(device=torch.device(device))
             model.parameters = lambda: iter([there])
-        pace.watch(model)
+        pace = Pace(model)
         for waited in (0.25, 0.5):
-            pace.waited(waited / 2)
-            pace.waited(waited / 2)  # for the next micro-batch
             for _ in range(3):  # micro-batches
                 forward().backward()
                 with torch.no_grad():
                     forward()
             Clock.now += 10.0
             forward()  # without a backward pass
-            pace.end_step()
+            pace.end_step(waited)
             if waited == 0.25:
                 assert pace.microseconds() == 0  # its events may not have happened
     assert pace.microseconds() == 3_250_000
     assert pace.microseconds() == 0  # a save votes again after the same step
-    pace.end_step()
+    pace.end_step(0.0)
     assert pace.microseconds() == 3_500_000
-    pace.end_step()
+    pace.end_step(0.0)
     assert pace.microseconds() == 0
 
 
 def test_only_waits_for_batches_are_measured_elsewhere():
-    pace, model = Pace(), nn.Linear(2, 2)
-    pace.watch(model)
-    pace.waited(2.0)
+    model = nn.Linear(2, 2)
+    pace = Pace(model)
     model(torch.ones(1, 2)).sum().backward()
-    pace.end_step()
-    pace.end_step()
+    pace.end_step(2.0)
+    pace.end_step(0.0)
     assert pace.microseconds() == 2_000_000
 
 
 def test_the_spread_is_that_of_all_steps_since_the_last_line():
-    pace = Pace()
+    pace = Pace(nn.Linear(1, 1))
     assert pace.read() == {}
     for times in ([0, 0, 0], [10, 20, 30], [10, 40, 30]):
         pace.add(times)
@@ -110,14 +107,14 @@ def test_the_spread_is_that_of_all_steps_since_the_last_line():
     ],
 )
 def test_a_process_that_is_the_slowest_in_every_step_is_named(steps, named):
-    pace = Pace()
+    pace = Pace(nn.Linear(1, 1))
     for times in steps:
         pace.add(times)
     assert pace.read().get("slow_rank") == (2 if named else None)
 
 
 def test_short_intervals_name_a_process_after_some_steps():
-    pace, named = Pace(), []
+    pace, named = Pace(nn.Linear(1, 1)), []
     for _ in range(6):
         pace.add([10, 10, 12])
         named.append(pace.read().get("slow_rank"))

@@ -2,9 +2,7 @@
 
 import inspect
 import os
-import signal
 import threading
-import time
 from functools import partial
 from hashlib import sha256
 from types import SimpleNamespace
@@ -12,11 +10,10 @@ from types import SimpleNamespace
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
-from accelerate import Accelerator, FullyShardedDataParallelPlugin
-from accelerate.utils import fsdp_utils, other
+from accelerate import Accelerator
+from accelerate.utils import other
 from harness import fakes
 from harness.launches import GPT, metrics, run
-from harness.worlds import in_forks
 from safetensors.torch import load_file
 from torch import nn
 
@@ -26,7 +23,7 @@ from utils.scale import saving
 
 @pytest.fixture
 def writer():
-    return saving.Writer(fakes.accelerator())
+    return saving.BackgroundWriter(fakes.accelerator())
 
 
 @pytest.fixture
@@ -81,7 +78,7 @@ def test_the_files_are_those_of_the_moment_of_the_call(tmp_path, writer):
 
     step()
     accelerator.save_state(str(tmp_path / "now"), safe_serialization=True)
-    with writer.captured() as writes:
+    with writer.capture(False) as writes:
         accelerator.save_state(str(tmp_path / "later"), safe_serialization=True)
     files = {path.name for path in (tmp_path / "later").iterdir()}
     assert not files & {"model.safetensors", "optimizer.bin", "random_states_0.pkl"}
@@ -106,21 +103,11 @@ def test_only_a_gpu_has_pinned_copies_and_each_is_waited_for(device, tmp_path, m
         return SimpleNamespace(stage=lambda state, **how: calls.append(how) or {**state})
 
     monkeypatch.setattr(saving, "StateDictStager", stager)
-    writer = saving.Writer(fakes.accelerator(device=device))
-    with writer.captured():
+    writer = saving.BackgroundWriter(fakes.accelerator(device=device))
+    with writer.capture(False):
         torch.save({"step": 3}, tmp_path / "state")
     # Containers have little shared memory.
     assert calls == [{"pin_memory": device == "cuda", "share_memory": False}, {}]
-
-
-def test_the_state_of_shards_is_copied_once():
-    """Not first by Accelerate, from a GPU to memory that is not pinned."""
-    plugin = FullyShardedDataParallelPlugin(fsdp_version=2, state_dict_type="SHARDED_STATE_DICT")
-    options = fsdp_utils._prepare_sd_options  # Accelerate has no public name for it
-    assert options(plugin).cpu_offload
-    sharded = SimpleNamespace(fsdp_plugin=plugin)
-    saving.Writer(fakes.accelerator(is_fsdp2=True, state=sharded))
-    assert fsdp_utils._prepare_sd_options(plugin).cpu_offload is False
 
 
 def test_shards_are_copied_too_and_written_in_their_own_group(tmp_path, writer, monkeypatch):
@@ -133,7 +120,7 @@ def test_shards_are_copied_too_and_written_in_their_own_group(tmp_path, writer, 
         real_save(state, **options)
 
     monkeypatch.setattr(dcp, "save", save)
-    with writer.captured() as writes:
+    with writer.capture(False) as writes:
         dcp.save(state, storage_writer=dcp.FileSystemWriter(tmp_path), no_dist=True)
     state["weights"].fill_(7)
     assert not list(tmp_path.iterdir())
@@ -145,7 +132,7 @@ def test_shards_are_copied_too_and_written_in_their_own_group(tmp_path, writer, 
 
 def test_only_files_are_written_later_and_only_in_the_block(tmp_path, writer):
     before = torch.save, other.safe_save_file, dcp.save
-    with pytest.raises(ZeroDivisionError), writer.captured() as writes:
+    with pytest.raises(ZeroDivisionError), writer.capture(False) as writes:
         with open(tmp_path / "open", "wb") as file:
             torch.save(1, file)
         assert torch.load(tmp_path / "open") == 1 and not writes
@@ -217,67 +204,53 @@ def test_a_process_is_forked_when_nothing_is_written(held):
     if child == 0:
         os._exit(0)
     os.waitpid(child, 0)
-    assert held == ["waits", "written"]
+    assert held[:2] == ["waits", "written"]
 
 
-class Ended(Exception):
-    pass
-
-
-@pytest.mark.parametrize(
-    ("error", "code"),
-    [(SystemExit(process.PREEMPTED), 75), (process.Interrupted(), 75), (OSError("x"), 1)],
-)
-def test_a_process_ends_when_nothing_is_written(error, code, held, monkeypatch, capfd):
-    def end(code):
-        held.append(code)
-        raise Ended
-
-    def main():
-        raise error
-
-    monkeypatch.setattr(os, "_exit", end)
-    with pytest.raises(Ended):
-        process.run(main)
-    assert held == ["waits", "written", code]
-
-
-def test_a_process_that_must_end_at_once_waits_for_what_is_left_of_its_time(monkeypatch):
-    """Which began with the signal, if this process got it."""
-    monkeypatch.setenv("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", "30")
-
-    def process_that_ends(got_it):
-        clock, waited = SimpleNamespace(now=10.0), []
-
-        def end(code):
-            raise Ended
-
-        def main():
-            raise process.Interrupted
-
-        exit, os._exit, time.monotonic = os._exit, end, lambda: clock.now
-        process.handle_signals()
-        process.training_starts()
-        process.before_exit(waited.append)
-        if got_it:
-            os.kill(os.getpid(), signal.SIGTERM)
-        clock.now = 15.0
-        try:
-            process.run(main)
-        except Ended:
-            return waited, process.signal_name()
-        finally:
-            os._exit = exit
-
-    [(waited, name)], [(longer, _)] = (
-        in_forks(lambda _, got_it=got_it: process_that_ends(got_it)) for got_it in (True, False)
-    )
-    assert (waited, name, longer) == ([24.0], "SIGTERM", [29.0])
+@pytest.mark.parametrize("wait", [True, False])
+def test_a_writer_that_waits_copies_nothing(wait, tmp_path):
+    """Nor does any other, where the training waits in any case."""
+    done, writer = [], saving.BackgroundWriter(fakes.accelerator(), wait)
+    with writer.capture(not wait) as writes:
+        torch.save(1, tmp_path / "state")
+    assert torch.load(tmp_path / "state") == 1 and writes == []
+    let_go = threading.Event()
+    threading.Timer(0.05, let_go.set).start()
+    writer.start([let_go.wait], lambda error: done.append("written"))
+    assert done == ["written"] * wait
+    let_go.set()
+    process.finish_writing(20)
+    assert done == ["written"]
 
 
 def test_waiting_ends_with_its_time(writer, monkeypatch):
     waits = []
     future = writer.start([], lambda error: None)
     monkeypatch.setattr(saving, "wait", lambda *args: waits.append(args))
-    saving.wait_for_newest(2.5)
+    process.finish_writing(2.5)
     assert waits == [([future], 2.5)]
+
+
+@pytest.mark.parametrize(
+    ("grace", "rank", "warns"),
+    [(None, "0", False), ("89", "0", True), ("90", "0", False), ("89", "1", False)],
+)
+def test_a_save_longer_than_the_grace_period_is_said_once(grace, rank, warns, monkeypatch, capsys):
+    """Torchelastic kills its processes 30 s after SIGTERM, unless told otherwise."""
+    clock = SimpleNamespace(now=0.0)
+
+    def write():
+        clock.now += 45
+
+    monkeypatch.setattr(saving.time, "monotonic", lambda: clock.now)
+    monkeypatch.setattr(saving.launcher, "is_elastic", lambda: grace is not None)
+    monkeypatch.setenv("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", grace or "30")
+    monkeypatch.setenv("RANK", rank)
+    writer = saving.BackgroundWriter(fakes.accelerator())
+    for _ in range(2):
+        writer.start([write], lambda error: None).result()
+    warning = (
+        f"warning: a checkpoint took 45 s, but the launcher kills its processes {grace} s after "
+        "SIGTERM: export TORCH_ELASTIC_SHUTDOWN_TIMEOUT=135\n"
+    )
+    assert capsys.readouterr().err == warning * warns

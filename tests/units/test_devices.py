@@ -1,0 +1,224 @@
+"""What is set up on GPUs and on a CPU, and what each of them can do."""
+
+import ctypes
+import math
+import os
+import platform
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from utils.run import cgroups, devices, launcher
+from utils.run.failures import UserError
+
+
+@pytest.fixture(autouse=True)
+def environment(monkeypatch):
+    """None of these variables is set; what the code sets is taken back."""
+    names = "ACCELERATE_MIXED_PRECISION CUBLAS_WORKSPACE_CONFIG LOCAL_WORLD_SIZE RANK"
+    for name in names.split():
+        monkeypatch.setenv(name, "")
+        monkeypatch.delenv(name)
+
+
+@pytest.fixture
+def calls(monkeypatch):
+    """What is set in libraries."""
+    made = []
+    for owner, name in (
+        (torch, "set_num_threads"),
+        (torch, "use_deterministic_algorithms"),
+        (devices, "keep_freed_memory"),
+    ):
+        monkeypatch.setattr(
+            owner, name, lambda *how, name=name, **more: made.append((name, *how, more))
+        )
+    monkeypatch.setattr(devices, "threads_per_process", lambda: 3)
+    monkeypatch.setattr(torch.backends.cudnn, "deterministic", False)
+    monkeypatch.setattr(torch.backends.cudnn, "benchmark", False)
+    monkeypatch.setattr(torch.utils.deterministic, "fill_uninitialized_memory", True)
+    return made
+
+
+# --------------------------------------------------------------------------------------------- GPUs
+
+
+def test_gpus_compute_the_same_bits_after_a_restart(calls, monkeypatch):
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
+    devices.set_up_gpus("a.yaml", 2, deterministic=True)
+    assert calls == [("use_deterministic_algorithms", True, {"warn_only": True})]
+    assert torch.backends.cudnn.deterministic and not torch.backends.cudnn.benchmark
+    assert torch.utils.deterministic.fill_uninitialized_memory is False
+    assert os.environ["CUBLAS_WORKSPACE_CONFIG"] == ":4096:8"
+    monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", ":16:8")
+    devices.set_up_gpus("a.yaml", 2, deterministic=True)
+    assert os.environ["CUBLAS_WORKSPACE_CONFIG"] == ":16:8"  # a person's choice
+
+
+def test_the_fastest_algorithms_if_they_are_asked_for(calls):
+    devices.set_up_gpus("a.yaml", 1, deterministic=False)
+    assert torch.backends.cudnn.benchmark is True
+    assert torch.backends.cudnn.deterministic is False and calls == []
+    assert "CUBLAS_WORKSPACE_CONFIG" not in os.environ
+
+
+@pytest.mark.parametrize(
+    ("gpus", "processes", "fits"),
+    [(4, 8, 4), (7, 8, 4), (8, 9, 8), (1, 2, 1), (12, 16, 8), (2, 4, 2), (3, 4, 2)],
+)
+def test_too_few_gpus_name_the_largest_configuration_that_fits(gpus, processes, fits, monkeypatch):
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", str(processes))
+    with pytest.raises(UserError) as error:
+        devices.set_up_gpus("9gpu.yaml", gpus, deterministic=True)
+    assert str(error.value) == (
+        f"9gpu.yaml starts {processes} processes on this machine, which has {gpus} "
+        f"GPU{'s' if gpus > 1 else ''}: use {fits}gpu.yaml"
+    )
+    assert error.value.rank_variable == "LOCAL_RANK"
+
+
+@pytest.mark.parametrize(
+    ("native", "processes", "lacks"),
+    [([False], 1, 0), ([True, False], 2, 1), ([True], 1, None), ([True, False], 1, None)],
+)
+def test_bf16_needs_gpus_that_compute_in_it(native, processes, lacks, monkeypatch):
+    """PyTorch by default also calls a GPU that emulates it able to compute in it."""
+    current = []
+
+    class Device:
+        def __init__(self, device):
+            self.device = device
+
+        def __enter__(self):
+            current.append(self.device)
+
+        def __exit__(self, *_):
+            current.pop()
+
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", str(processes))
+    monkeypatch.setattr(torch.cuda, "device", Device)
+    monkeypatch.setattr(
+        torch.cuda,
+        "is_bf16_supported",
+        lambda including_emulation=True: including_emulation or native[current[-1]],
+    )
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: f"GPU {device}")
+    if lacks is None:
+        devices.check_bf16("a.yaml")
+        return
+    with pytest.raises(UserError, match=f"^a.yaml .*GPU {lacks} only emulates.* fp16,") as error:
+        devices.check_bf16("a.yaml")
+    assert error.value.rank_variable == "LOCAL_RANK"
+
+
+# ---------------------------------------------------------------------------------------------- CPU
+
+
+EMULATED = "this CPU has no native bf16 and emulates it"
+FASTER = "this CPU has native bf16, 1.5x to 4x faster"
+NO_GPU = "NO GPU FOUND: 4gpu.yaml runs on the CPU with 1 process, precision {}. This is fine"
+
+
+@pytest.mark.parametrize(
+    ("wanted", "asked", "native", "training", "gets", "says"),
+    [
+        (False, "bf16", True, True, "bf16", NO_GPU.format("bf16")),
+        (False, "bf16", False, True, "no", NO_GPU.format("no")),
+        (False, "fp16", True, True, "no", NO_GPU.format("no")),
+        (False, "fp16", False, False, "no", NO_GPU.format("no")),
+        (False, "no", True, True, "no", NO_GPU.format("no")),
+        (False, None, True, True, None, FASTER),  # a script on its own
+        (True, "bf16", False, False, "bf16", EMULATED),
+        (True, "bf16", True, True, "bf16", None),
+        (True, "no", True, True, "no", FASTER),
+        (True, None, True, True, None, FASTER),
+        (True, "no", True, False, "no", None),
+        (True, "no", False, True, "no", None),
+    ],
+)
+def test_the_precision_on_a_cpu(
+    wanted, asked, native, training, gets, says, calls, monkeypatch, capsys
+):
+    monkeypatch.setattr(devices, "has_bf16", lambda: native)
+    for rank in ("0", "1"):
+        monkeypatch.setenv("RANK", rank)
+        if asked:
+            monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", asked)
+        calls.clear()
+        devices.set_up_cpu("4gpu.yaml", wanted, training)
+        assert calls == [("set_num_threads", 3, {}), ("keep_freed_memory", {})]
+        assert os.environ.get("ACCELERATE_MIXED_PRECISION") == gets
+        said = capsys.readouterr().err
+        assert said.startswith(f"*** {says}") if says and rank == "0" else said == ""
+
+
+def test_fp16_on_a_cpu_is_refused(calls, monkeypatch):
+    monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", "fp16")
+    with pytest.raises(UserError, match="fp16 silently computes in float32 on a CPU"):
+        devices.set_up_cpu("4gpu.yaml", wants_cpu=True, training=False)
+
+
+def test_the_processes_of_a_machine_without_gpus_are_named(calls, monkeypatch, capsys):
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
+    monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", "no")
+    devices.set_up_cpu("4gpu.yaml", wants_cpu=False, training=False)
+    assert "on the CPU with 2 processes over gloo, precision no" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("option", "variable", "threads"),
+    [
+        ("3", "4", 3),
+        (None, "4", 4),
+        (None, " 4 , 2", 4),
+        (None, "0", None),
+        (None, "four", None),
+        (None, "²", None),
+        (None, "４", None),
+        (None, "-2", None),
+        (None, None, None),
+        ("x", "4", None),
+    ],
+)
+def test_the_threads_that_a_person_asked_for(option, variable, threads, monkeypatch):
+    options = {"--num_cpu_threads_per_process": option}
+    monkeypatch.setattr(launcher, "option", options.__getitem__)
+    monkeypatch.setattr(launcher, "variable", {"OMP_NUM_THREADS": variable}.__getitem__)
+    monkeypatch.setattr(devices, "cores_per_process", lambda: 12)
+    assert devices.threads_per_process() == (threads or 12)
+
+
+def test_the_cores_of_this_process(monkeypatch):
+    monkeypatch.setattr(os, "sched_getaffinity", {0: {3, 5, 6}}.__getitem__)
+    monkeypatch.setattr(os, "cpu_count", lambda: 7)
+    for quota, cores in ((math.inf, 3), (1.9, 1), (0.5, 1), (2.0, 2)):
+        monkeypatch.setattr(cgroups, "cpu_quota", lambda quota=quota: quota)
+        assert devices.cores() == cores
+    monkeypatch.setattr(cgroups, "cpu_quota", lambda: math.inf)
+    monkeypatch.delattr(os, "sched_getaffinity")  # macOS
+    for processes, cores in ((None, 7), ("2", 3), ("4", 1), ("16", 1)):
+        if processes:
+            monkeypatch.setenv("LOCAL_WORLD_SIZE", processes)
+        assert devices.cores_per_process() == cores
+
+
+@pytest.mark.parametrize("avx512", [True, False, None])
+@pytest.mark.parametrize("amx", [True, False, None])
+def test_either_unit_computes_in_bf16(avx512, amx, monkeypatch):
+    """None: a release of torch that does not say."""
+    says = {"_is_avx512_bf16_supported": avx512, "_is_amx_tile_supported": amx}
+    functions = {name: lambda v=value: v for name, value in says.items() if value is not None}
+    monkeypatch.setattr(torch, "cpu", SimpleNamespace(**functions))
+    assert devices.has_bf16() == bool(avx512 or amx)
+
+
+@pytest.mark.parametrize("libc", ["glibc", ""])
+def test_malloc_is_told_to_keep_freed_memory(libc, monkeypatch):
+    """M_MMAP_MAX (-4) 0: no mmap; M_TRIM_THRESHOLD (-1) -1: never return memory."""
+    calls = []
+    monkeypatch.setattr(platform, "libc_ver", lambda: (libc, "2.36"))
+    library = SimpleNamespace(mallopt=lambda *call: calls.append(call))
+    monkeypatch.setattr(ctypes, "CDLL", {None: library}.__getitem__)
+    devices.keep_freed_memory()
+    assert calls == ([(-4, 0), (-1, -1)] if libc else [])

@@ -1,0 +1,199 @@
+"""The flags that the training scripts share: their defaults, their limits and what `--help` says."""
+
+import re
+import sys
+from pathlib import Path
+
+import pytest
+
+from utils import flags
+from utils.run import arguments
+from utils.run.arguments import CONTINUE_RULE, Parser
+from utils.run.failures import UserError
+
+# Flag -> its default, and the least and the greatest value that it takes.
+FLAGS = {
+    "epochs": (3, 1, 10**9),
+    "max_train_steps": (None, 1, 10**9),
+    "batch_size": (8, 1, 2**20),
+    "lr": (0.5, 0, 1000),
+    "weight_decay": (0.25, 0, 100),
+    "max_grad_norm": (0.0, 0, 10**6),
+    "gradient_accumulation_steps": (1, 1, 10_000),
+    "checkpoint_every": (None, 0, 10**9),
+    "keep_checkpoints": (2, 1, 10**9),
+    "eval_every": (None, 1, 10**9),
+    "eval_samples": (None, 0, 10**9),
+    "patience": (None, 1, 10**9),
+    "log_every": (None, 1, 10**9),
+    "seed": (0, 0, 2**32 - 1),
+    "timeout": (600, 1, 30 * 24 * 3600),
+    "num_workers": (0, 0, 256),
+    "val_fraction": (0.1, 0, 0.999),
+}
+TEXTS = {
+    "output_dir": "runs/train_it",
+    "resume": "auto",
+    "init_from": None,
+    "push_to_hub": None,
+    "dataset": "me/data",
+    "track": "tensorboard",
+    "compile": None,
+    "lr_schedule": "cosine",
+    "columns": None,
+}
+SWITCHES = ("dry_run", "overfit_batch", "profile", "nondeterministic", "wait_for_checkpoints")
+
+
+@pytest.fixture(autouse=True)
+def script(monkeypatch):
+    monkeypatch.setattr(sys, "argv", ["scripts/train_it.py"])
+
+
+def built(val_fraction=0.1, dataset="me/data", **options):
+    """A parser with all flags that scripts share."""
+    parser = Parser(description="Trains it.")
+    group = parser.add_argument_group("training")
+    parser.add_training_arguments(group, epochs=3, batch_size=8, lr=0.5)
+    flags.add_optimizer(parser, group, weight_decay=0.25)
+    flags.add_schedule(group, "cosine")
+    flags.add_compile(group, "never")
+    run = parser.add_run_arguments()
+    parser.add_init_from_argument(run)
+    for add in (flags.add_extras, flags.add_eval_samples, flags.add_patience):
+        add(run)
+    data = flags.add_dataset(parser, dataset, "a Hub id or a folder", **options)
+    flags.add_workers(data)
+    flags.add_labeled_images(data, val_fraction)
+    return parser
+
+
+def parse(*words):
+    sys.argv[1:] = map(str, words)
+    return flags.parse_with_checks(built())
+
+
+def test_defaults():
+    defaults = {name: default for name, (default, _, _) in FLAGS.items()}
+    assert vars(parse()) == defaults | TEXTS | dict.fromkeys(SWITCHES, False)
+    several = built(several=True)
+    assert several.parse_args([]).dataset == ["me/data"]
+    assert several.parse_args(["--dataset", "a", "b"]).dataset == ["a", "b"]
+    with pytest.raises(UserError, match="the following arguments are required: --dataset"):
+        built(dataset=None).parse_args([])
+    with pytest.raises(UserError, match="unrecognized arguments: --epoch 5"):
+        parse("--epoch", 5)  # a flag is never guessed
+
+
+def test_both_columns_are_given_at_once():
+    args = parse("--columns", "photo", "kind")
+    assert args.columns == ["photo", "kind"]
+    with pytest.raises(UserError, match="argument --columns: expected 2 arguments"):
+        parse("--columns", "photo")
+
+
+@pytest.mark.parametrize("flag", FLAGS)
+def test_limits(flag):
+    parser, (_, least, most) = built(), FLAGS[flag]
+    for value in (least, most):
+        assert getattr(parser.parse_args([f"--{flag}={value}"]), flag) == value
+    for value in (least - 1, most + (1 if most >= 1 else 0.001)):
+        with pytest.raises(UserError, match=rf"argument --{flag}: .* \(see --help\)"):
+            parser.parse_args([f"--{flag}={value}"])
+
+
+HUB = ("--push_to_hub", "me/it", "--patience", 3)
+
+
+@pytest.mark.parametrize(
+    ("words", "expected"),
+    [
+        (["--dry_run"], ("runs/a_dry_run", 2, 1, 1, 1)),
+        (["--dry_run", "--overfit_batch"], ("runs/a_dry_run", 2, 1, 1, 1)),
+        (["--overfit_batch"], ("runs/a_overfit_batch", 200, 200, 0, None)),
+        (
+            ["--overfit_batch", "--max_train_steps", 7, "--checkpoint_every", 8],
+            ("runs/a_overfit_batch", 7, 7, 8, None),
+        ),
+        (["--overfit_batch", "--eval_every", 9], ("runs/a_overfit_batch", 200, 9, 0, None)),
+        (["--eval_every", 9], ("runs/a/", None, 9, None, None)),
+    ],
+)
+def test_a_quick_run_has_its_own_folder_and_is_not_published(words, expected, monkeypatch):
+    checked = []
+    monkeypatch.setattr(flags, "check_repository", checked.append)
+    args = parse("--output_dir", "runs/a/", *HUB, *words)
+    steps = (args.max_train_steps, args.eval_every, args.checkpoint_every, args.log_every)
+    assert (args.output_dir, *steps) == expected
+    quick = words[0] != "--eval_every"
+    assert (args.push_to_hub, args.patience) == ((None, None) if quick else ("me/it", 3))
+    assert checked == ([] if quick else ["me/it"])
+
+
+def test_a_quick_run_here_is_next_to_this_folder():
+    assert parse("--dry_run", "--output_dir", ".").output_dir == f"{Path.cwd()}_dry_run"
+    parent = Path.cwd().parent
+    assert parse("--dry_run", "--output_dir", "..").output_dir == f"{parent}_dry_run"
+
+
+def test_a_new_run_does_not_continue_another():
+    with pytest.raises(UserError, match=r"^--init_from starts a new run and --resume PATH contin"):
+        parse("--init_from", "a", "--resume", "b")
+    for resume in ("auto", "never"):
+        assert parse("--init_from", "a", "--resume", resume).init_from == "a"
+    assert parse("--resume", "b").resume == "b"
+
+
+def test_help_says_each_default_in_words(monkeypatch):
+    monkeypatch.setenv("COLUMNS", "10000")  # each flag on one line
+    parser = built()
+    text = parser.format_help()
+    said = dict(re.findall(r"^  --(\w+).*?(?:\n +|  +)(\S.*)$", text, re.MULTILINE))
+    for flag, end in (
+        ("timeout", "before giving up (default: 600)"),
+        ("eval_every", "optimizer steps between evaluations (default: an epoch)"),
+        ("checkpoint_every", "preemption (default: an epoch, and before each evaluation)"),
+        ("log_every", "(default: 10, fewer in runs of less than 200 steps)"),
+        ("dataset", "a Hub id or a folder (default: me/data)"),
+        ("val_fraction", "if there is no val split (default: 0.1)"),
+        ("lr_schedule", "falls to a tenth of --lr instead of 0 (default: cosine)"),
+        ("compile", "without the flag: never"),
+    ):
+        assert said[flag].endswith(end), flag
+    for flag in ("init_from", "profile", "max_train_steps"):
+        assert "default" not in said[flag]
+    for flag, says in said.items():  # phrases, as in `--help` of other programs
+        if flag in vars(parser.parse_args([])):
+            assert says[0].islower() and not says.endswith(".") and "  " not in says, flag
+    for title in ("training:", "run:", "data:", "quick checks (in a "):
+        assert f"\n{title}" in text
+    assert text.rstrip().endswith(CONTINUE_RULE) and "@FILE in front of all flags stands" in text
+    assert {"--resume auto|never|PATH", "--init_from PATH"} <= set(re.findall(r"--\w+ \S+", text))
+    other = " ".join(built(None, several=True).format_help().split())
+    assert "no val split; default: 0.1 if there is no test split either, else 0" in other
+    assert "a Hub id or a folder (default: me/data)" in other
+
+
+def test_only_one_process_prints_the_help(monkeypatch, capsys):
+    monkeypatch.setenv("RANK", "1")
+    built().print_help()
+    assert capsys.readouterr().out == ""
+    monkeypatch.setenv("RANK", "0")
+    built().print_help()
+    assert "Trains it." in capsys.readouterr().out
+    with open("/dev/null", "w") as file:
+        built().print_help(file)
+    assert capsys.readouterr().out == ""
+
+
+def test_what_may_change_are_flags_but_none_that_a_score_depends_on():
+    may_change = arguments.MAY_CHANGE | flags.MAY_CHANGE | arguments.LENGTH
+    assert {*FLAGS, *TEXTS, *SWITCHES} >= may_change
+    assert not may_change & {"eval_samples", "seed", "val_fraction", "lr_schedule"}
+
+
+def test_a_compiled_model_has_the_default_mode_unless_another_is_given():
+    assert parse("--compile").compile == "default"
+    assert parse("--compile", "reduce-overhead").compile == "reduce-overhead"
+    with pytest.raises(UserError, match="argument --compile: invalid choice: 'fast'"):
+        parse("--compile", "fast")

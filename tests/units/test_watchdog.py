@@ -1,0 +1,234 @@
+"""Where every process is, and which one differs from the others: watched, and asked for by files.
+
+promises/test_hangs.py starts commands.
+"""
+
+import json
+import os
+import re
+import threading
+from concurrent.futures import ThreadPoolExecutor
+from types import SimpleNamespace
+
+import pytest
+import torch
+from harness.fakes import accelerator
+from harness.worlds import run_guards
+from torch import nn
+
+from utils.scale import watchdog
+from utils.scale.watchdog import Watchdog, checksum, describe, main_thread
+
+
+def state(does, step=3, seconds=9):
+    return {"does": does, "last_step": step, "seconds_without_progress": seconds}
+
+
+def test_one_line_says_which_processes_are_where():
+    wait = "waits in all_reduce, train (train_gpt.py:1)"
+    states = {rank: state(wait, seconds=rank) for rank in (3, 0)}
+    states[2] = state("is in load (data.py:7)", step=4, seconds=40)
+    assert describe(states, 5) == (
+        "ranks 0, 3 wait in all_reduce, train (train_gpt.py:1) after step 3, 3 s without "
+        "progress; rank 2 is in load (data.py:7) after step 4, 40 s without progress; "
+        "ranks 1, 4 did not answer: stopped, or lost"
+    )
+    both = {rank: state("is in load (data.py:7)") for rank in (0, 1)}
+    assert describe(both, 2).startswith("ranks 0, 1 are in load (data.py:7) after step 3, 9 s")
+
+
+def test_what_the_main_thread_does():
+    """Seen from another thread: the innermost function that is not of a library."""
+    names = {}
+    for file, function in (("distributed_c10d", "all_reduce"), ("graph", "backward")):
+        code = f"def {function}(inside): return inside()"
+        exec(compile(code, f"/x/torch/{file}.py", "exec"), names)
+    with ThreadPoolExecutor(1) as pool:
+
+        def here():
+            return pool.submit(main_thread).result()
+
+        assert re.fullmatch(r"is in here \(test_watchdog.py:\d+\)", here())
+        says = names["all_reduce"](here)
+        assert says.startswith("waits in all_reduce, here (test_watchdog.py:")
+        says = names["backward"](here)
+        assert says.startswith("is in the backward pass, here (test_watchdog.py:")
+
+
+class Run:
+    """A run in a folder. It counts how often it is asked for a save."""
+
+    def __init__(self, path):
+        self.path, self.meter, self.saves, self.printed = path, SimpleNamespace(), 0, []
+        self.meter.waited_seconds, self.print = 0.0, self.printed.append
+
+    def ask_save(self):
+        self.saves += 1
+
+
+@pytest.fixture
+def watch(tmp_path, monkeypatch):
+    """`watch(rank, seconds)`: the watchdog of one of two processes, which did nothing for 100 s.
+
+    It asks after so many seconds. Its thread does not start: tests call `look`.
+    """
+    made = []
+    without = SimpleNamespace(main_thread=threading.main_thread, Thread=lambda **_: thread)
+    thread = SimpleNamespace(start=lambda: None)
+    monkeypatch.setattr(watchdog, "ANSWER_SECONDS", 20.0)
+    monkeypatch.setattr(watchdog, "threading", without)
+    monkeypatch.setattr(watchdog.faulthandler, "register", lambda signum, file: made.append(file))
+
+    def make(rank, seconds, path=tmp_path):
+        guard = SimpleNamespace(step=7, agreed=6, moved_at=watchdog.time.monotonic() - 100)
+        guard.attach, run = lambda voter: None, Run(path)
+        dog = Watchdog(run, guard, accelerator(2, rank), nn.Linear(1, 1), 2 * seconds)
+        dog.test = SimpleNamespace(run=run, guard=guard, quit=made[-1])
+        return dog
+
+    return make
+
+
+def test_a_process_without_progress_asks_all(watch, tmp_path, capsys):
+    watch(0, 1000).look()
+    assert list(tmp_path.iterdir()) == []  # it has not waited for long enough
+    threads = [threading.Thread(target=watch(rank, 50 + 450 * rank).look) for rank in (0, 1)]
+    threads[0].start()
+    while not (tmp_path / "dump_stacks").exists():
+        threads[0].join(0.01)
+    threads[1].start()
+    for thread in threads:
+        thread.join(30)
+    line, where = capsys.readouterr().err.splitlines()
+    assert re.match(r"no progress for 10\d s: ranks? 0.* 1 (is|are) in .* after step 7", line), line
+    assert where == f"all stacks: {tmp_path}/stacks"
+    assert not (tmp_path / "dump_stacks").exists()
+    for rank in (0, 1):
+        head, _, rest = (tmp_path / "stacks" / f"rank_{rank}.txt").read_text().partition("\n")
+        wrote = json.loads(head)
+        assert (wrote["last_step"], wrote["last_step_agreed"]) == (7, 6)
+        assert wrote["seconds_without_progress"] in range(100, 110)
+        assert "test_watchdog.py" in rest
+
+
+def test_a_stall_is_reported_once_until_there_is_progress(watch, tmp_path):
+    dog, asked = watch(0, 50), []
+    dog.ask = asked.append
+    for _ in range(2):
+        dog.look()
+    assert len(asked) == 1 and asked[0].startswith("no progress for 10")
+    dog.test.guard.moved_at += 45  # a step, and then nothing for 55 s
+    dog.look()
+    dog.test.guard.moved_at += 45
+    dog.look()
+    assert len(asked) == 2 and asked[1].startswith("no progress for 5")
+    dog.test.quit.write("stacks of SIGQUIT")
+    dog.test.quit.flush()
+    for _ in range(2):
+        dog.look()
+    assert asked[2:] == ["SIGQUIT"] and list(tmp_path.iterdir()) == []
+
+
+def test_a_process_that_does_not_answer_is_named(watch, tmp_path, monkeypatch, capsys):
+    """Folders are listed before files are looked for: else NFS may say for a minute that a file
+    which another machine made is not there.
+    """
+    listed = []
+    monkeypatch.setattr(os, "listdir", lambda folder: listed.append(folder))
+    monkeypatch.setattr(watchdog, "ANSWER_SECONDS", 0.05)
+    (tmp_path / "dump_stacks").touch()
+    dog = watch(1, 500)
+    dog.look()
+    assert listed == [tmp_path, tmp_path / "stacks"]
+    said = capsys.readouterr().err
+    assert said.startswith("asked by the file dump_stacks: rank 1 is in ")
+    assert "rank 0 did not answer: stopped, or lost" in said
+    assert not (tmp_path / "dump_stacks").exists()
+    dog.look()  # nothing to do
+    assert capsys.readouterr().err == "" and listed[2:] == [tmp_path]
+
+
+def test_who_asks_for_a_checkpoint_asks_once(watch, tmp_path):
+    first, second = watch(0, 500), watch(1, 500)
+    (tmp_path / "save_now").touch()
+    seen = []
+    for dog in (second, first, first):
+        dog.look()
+        seen.append(dog.votes()[0])
+    assert seen == [0, 1, 0]  # the first process does for all
+    for dog in (second, first):
+        dog.hear([1, 0, 0])
+        dog.hear([0, 0, 0])
+        assert dog.test.run.saves == 1
+        dog.check(nn.Linear(1, 1))
+        assert (tmp_path / "save_now").exists() == (dog is second)
+    first.check(nn.Linear(1, 1))
+    assert first.test.run.printed == ["asked by the file save_now: saves a checkpoint"]
+    assert second.test.run.printed == []
+
+
+def test_the_time_of_each_process_is_voted_on(watch):
+    first, second = watch(0, 500), watch(1, 500)
+    for dog, waits in ((first, (2.0, 0.5)), (second, (3.0, 0.5))):
+        votes = []
+        for waited in waits:
+            dog.test.run.meter.waited_seconds += waited
+            votes.append(dog.votes())
+        times = [0, 0]
+        times[second is dog] = int(1e6 * waits[0])  # of the step before
+        assert votes == [[0, 0, 0], [0, *times]]
+    assert first.figures() == {}
+    first.hear([0, 2_000_000, 3_000_000])
+    assert first.figures() == {"slowest_behind": 0.5}
+
+
+def test_a_folder_that_is_gone_ends_nothing(watch, tmp_path):
+    (tmp_path / "gone").mkdir()
+    dog = watch(0, 0, tmp_path / "gone")
+    (tmp_path / "gone").rmdir()
+    dog.look()
+    dog.ask("again")
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
+def test_processes_with_different_weights_are_told_once(
+    dtype, tmp_path, watch, monkeypatch, capsys
+):
+    last_bit = torch.finfo(dtype).eps
+
+    def train(changes):
+        def each(watched, rank):
+            model = nn.Linear(2, 2).to(dtype)
+            Watchdog(Run(tmp_path), watched, accelerator(2, rank), model, 600)
+            for change in changes:
+                for weight in model.parameters():
+                    weight.data.fill_(1.0).add_(rank * change)
+                watched.should_stop(1, [torch.tensor(1.0)], [torch.arange(2)])
+                watched.check(model)
+
+        assert run_guards(2, each).results == [None] * 2
+        return capsys.readouterr().err.count("the processes have different weights")
+
+    monkeypatch.setattr(watchdog, "DistributedDataParallel", nn.Linear)
+    assert train([0]) == 0 and train([0, last_bit, last_bit]) == 1
+    monkeypatch.setattr(watchdog, "DistributedDataParallel", nn.Conv2d)
+    assert train([last_bit]) == 0  # parts of a model differ
+
+
+@pytest.mark.parametrize(
+    ("integers", "dtype"),
+    [
+        (torch.int8, torch.float8_e4m3fn),
+        (torch.int16, torch.bfloat16),
+        (torch.int32, torch.float32),
+        (torch.int64, torch.float64),
+    ],
+)
+def test_the_checksum_is_the_sum_of_the_bits_wherever_they_are(integers, dtype, monkeypatch):
+    moved, real_to = [], torch.Tensor.to
+    weights = [torch.tensor(bits, dtype=integers).view(dtype) for bits in ([3, 5], [7])]
+    model = nn.ParameterList([nn.Parameter(weight, requires_grad=False) for weight in weights])
+    assert checksum(nn.ParameterList(model[1:])) == 7
+    monkeypatch.setattr(torch.Tensor, "to", lambda x, d: moved.append(d) or real_to(x, d))
+    assert checksum(model) == 15
+    assert moved == [torch.device("cpu")] * 2  # the sum of each part is moved to the first

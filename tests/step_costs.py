@@ -366,7 +366,7 @@ def lm_step(script, args, model, device):
 
 
 def build_lm(script, args):
-    _, config = script.load_settings(args)
+    _, config, _ = script.load_settings(args)
     model = script.causal_lm.transformers.AutoModelForCausalLM.from_config(config)
     script.lm_loss.chunk_loss(model)
     return model

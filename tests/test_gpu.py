@@ -15,7 +15,7 @@ run and the others as slow tests, so that they are tested code before they meet 
 
 GPU_DATASET: CIFAR-10 as `--dataset` of train_cifar.py takes it; default: synthetic images. A file
     with arrays needs no other package, see `utils/images/array_files.py`.
-GPU_PEAK_TFLOPS: the peak of one GPU in bf16, if `utils/run/record.py` does not know it.
+GPU_PEAK_TFLOPS: the peak of one GPU in bf16, if `utils/report/mfu.py` does not know it.
 """
 
 import contextlib
@@ -45,8 +45,8 @@ from torchvision.models import ResNet50_Weights, get_model
 
 from utils.images.augment import augment
 from utils.muon import orthogonalize
+from utils.report.mfu import known_tflops
 from utils.run import weights
-from utils.run.record import known_tflops
 
 train_cifar = load_script("train_cifar")
 IMAGES, LM = "scripts/train_images.py", "scripts/train_lm.py"

@@ -110,22 +110,21 @@ def test_targets_are_counted_over_processes_and_never_none(script):
     kinds = []
     two = fakes.accelerator(2, reduce=summing(kinds, 2))
     batches = [held_out([0], [[0, -100, 3]]), held_out([1], [[-100, -100, 1]])]
-    assert script.count_targets(two, batches).item() == 6
-    assert script.count_targets(two, [held_out([0], [[-100]])]).item() == 1
+    counted, targets = script.count_targets(two, iter(batches))
+    assert [batch["ids"].tolist() for batch in counted] == [[0], [1]] and targets.item() == 6
+    assert script.count_targets(two, [held_out([0], [[-100]])])[1].item() == 1
     assert kinds == ["sum", "sum"]
 
 
 # ------------------------------------------------------------------------------------------- data
 
 
-def test_an_epoch_begins_with_the_batches_that_are_left(script):
+def test_a_stream_has_no_epochs(script):
     loader, epochs = DataLoader(list(range(6)), batch_size=2), []
     loader.set_epoch = epochs.append
-    assert script.epoch_batches(loader, 3, 0) is loader
-    left = [batch.tolist() for batch in script.epoch_batches(loader, 4, 2)]
-    assert left == [[4, 5]] and epochs == [3, 4]
+    assert script.epoch_batches(loader, 3) is loader and epochs == [3]
     stream = SimpleNamespace(dataset=object.__new__(script.TokenStream))
-    assert script.epoch_batches(stream, 5, 2) is stream  # it continues at its own position
+    assert script.epoch_batches(stream, 5) is stream  # it continues at its own position
 
 
 class Blocks(list):
@@ -138,17 +137,25 @@ class Blocks(list):
 
 def test_each_source_has_its_share_of_the_evaluated_blocks(script):
     sets = {"many": Blocks(range(90)), "few": Blocks(range(10)), "one": Blocks([0])}
-    chosen = script.choose_blocks(sets, 20, seed=3)
+
+    def choose(count, seed):
+        one = fakes.accelerator(prepare=lambda loader: loader)
+        args = SimpleNamespace(block_size=8, seed=seed)
+        loaders = script.build_eval_loaders(one, sets, args, count)
+        return {name: loader.dataset for name, loader in loaders.items()}
+
+    chosen = choose(20, seed=3)
     assert {name: len(blocks) for name, blocks in chosen.items()} == dict(many=18, few=2, one=1)
-    assert chosen == script.choose_blocks(sets, 20, 3) != script.choose_blocks(sets, 20, 4)
-    assert script.choose_blocks(sets, 101, 3) == sets
+    assert chosen == choose(20, 3) != choose(20, 4)
+    assert choose(101, 3) == choose(None, 3) == sets
 
 
 def test_prompts_are_those_of_each_source_in_turn_or_of_a_file(script, tmp_path):
     tokenizer, file = causal_lm.byte_tokenizer(), tmp_path / "prompts.txt"
-    args = SimpleNamespace(prompts=None, kind="text")
+    args = SimpleNamespace(prompts=None)
     sets = {"a": Blocks(["a0", "a1", "a2"]), "b": Blocks(["b0", "b1"]), "c": Blocks()}
-    assert script.read_prompts(tokenizer, sets, args) == ["a0", "b0", "a1"]
+    data = script.Data(None, sets, "val", "text", "")
+    assert script.read_prompts(tokenizer, data, args) == ["a0", "b0", "a1"]
     args.prompts = str(file)
     for content, says in (
         (None, "cannot be read: No such file"),
@@ -158,12 +165,12 @@ def test_prompts_are_those_of_each_source_in_turn_or_of_a_file(script, tmp_path)
         if content:
             file.write_bytes(content)
         with pytest.raises(UserError, match=says):
-            script.read_prompts(tokenizer, sets, args)
+            script.read_prompts(tokenizer, data, args)
     file.write_text("who?\n\n höw\n")
     expected = [(tokenizer(line).input_ids, None) for line in ("who?", " höw")]
-    assert script.read_prompts(tokenizer, sets, args) == expected
-    args.kind = "messages"
-    (chat, _), _ = script.read_prompts(tokenizer, sets, args)
+    assert script.read_prompts(tokenizer, data, args) == expected
+    chats = data._replace(kind="messages")
+    (chat, _), _ = script.read_prompts(tokenizer, chats, args)
     assert tokenizer.decode(chat) == "<|im_start|>user\nwho?<|im_end|>\n<|im_start|>assistant\n"
 
 
@@ -178,7 +185,17 @@ def test_an_answer_is_exact_but_for_blanks_around_it(script, monkeypatch):
     monkeypatch.setattr(script, "generate", generate)
     tokenizer = SimpleNamespace(decode=lambda tokens, skip_special_tokens: tokens)
     prompts = [([1], "yes"), ([2], "yes "), ([3], "yes ")]
-    assert script.share_of_exact("model", tokenizer, prompts) == pytest.approx(2 / 3)
+    sets = {"synthetic": SimpleNamespace(prompts=lambda count: prompts)}
+    args = SimpleNamespace(dataset=["synthetic"], dry_run=False)
+
+    def share(here, **changed):
+        options = SimpleNamespace(**vars(args) | changed)
+        return script.share_of_exact(here, "model", tokenizer, sets, options)
+
+    assert share(fakes.accelerator()) == {"exact_answers": pytest.approx(2 / 3)}
+    assert share(fakes.accelerator(2, rank=1)) == share(fakes.accelerator(is_fsdp2=True)) == {}
+    assert share(fakes.accelerator(), dataset=["a"]) == {}
+    assert share(fakes.accelerator(), dry_run=True) == {}
 
 
 @pytest.mark.parametrize("kind", ["llama", "gpt2"])
@@ -218,7 +235,7 @@ def test_the_card_names_what_is_on_the_hub(script, part, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     (tmp_path / part).mkdir()
     (tmp_path / "mine").mkdir()
-    args = SimpleNamespace(model="a/b", from_scratch=False, sources=["mine", "synthetic", "c/d"])
+    args = SimpleNamespace(model="a/b", from_scratch=False, dataset=["mine", "synthetic", "c/d"])
     card = script.describe_model(args, tmp_path)
     assert card["metadata"] == {"base_model": "a/b", "datasets": ["c/d"]}
     assert card["library"] == {"model": "transformers", "adapter": "peft"}[part]
@@ -250,8 +267,8 @@ MIXED = "--max_train_steps 4 --mixture"
         ("--model m --adapter a --dtype bfloat16", dict(lr=2e-4, lora_rank=0)),
         ("--model m --lora_rank 0", dict(lr=2e-5)),
         ("--overfit_batch", dict(lr_schedule="constant", max_train_steps=200)),
-        (f"--dataset a b {MIXED} 3 1", dict(dataset="a b", shares=[3.0, 1.0], mixture="3.0 1.0")),
-        (f"--subset x {MIXED} 2", dict(subset="x", shares=[2.0], sources=["synthetic"])),
+        (f"--dataset a b {MIXED} 3 1", dict(dataset=["a", "b"], mixture=[3.0, 1.0])),
+        (f"--subset x {MIXED} 2", dict(subset="x", mixture=[2.0], dataset=["synthetic"])),
         ("--streaming --max_train_steps 4", dict(streaming=True, mixture=None)),
     ],
 )

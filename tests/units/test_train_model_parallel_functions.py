@@ -78,7 +78,7 @@ def test_each_process_claims_its_own_gpus(script, monkeypatch, gpus, processes, 
             ("CUDA_VISIBLE_DEVICES", ",".join(names)),
         ):
             monkeypatch.setenv(name, str(value))
-        claimed = script.claim_gpus(per_process)
+        claimed = script.claim_devices(False, per_process)
         assert claimed[0].index == rank  # where Accelerate puts this rank
         numbered = os.environ["CUDA_VISIBLE_DEVICES"].split(",")
         assert sorted(numbered) == names
@@ -93,4 +93,4 @@ def test_too_few_gpus_name_two_ranks_and_the_gpu(script, monkeypatch):
     for name, value in (("LOCAL_WORLD_SIZE", "4"), ("LOCAL_RANK", "1"), ("RANK", "5")):
         monkeypatch.setenv(name, value)
     with pytest.raises(UserError, match="ranks 4 and 6 would share GPU 0 on "):
-        script.claim_gpus(2)
+        script.claim_devices(False, 2)

@@ -2,7 +2,6 @@
 
 import contextlib
 import os
-import sys
 import warnings
 from functools import partial
 from types import SimpleNamespace
@@ -15,10 +14,13 @@ from accelerate.utils import DistributedType
 from harness.fakes import accelerator, forget_accelerators
 from harness.worlds import group_of_one, in_forks
 from torch import nn
+from torch.distributed import checkpoint as dcp
+from torch.distributed.checkpoint import format_utils
 from torch.distributed.tensor import DTensor
 
+from utils.run import launcher
 from utils.run.failures import UserError
-from utils.scale import fsdp
+from utils.scale import fsdp, shards
 
 POLICY = fsdp.transformer_auto_wrap_policy
 NAMES = (
@@ -33,7 +35,9 @@ def environment(monkeypatch):
     """Sets these variables of a launch and no others; gives back what the check changes."""
     monkeypatch.setattr(AcceleratorState, "__init__", AcceleratorState.__init__)
     monkeypatch.setattr(torch.distributed.fsdp, "fully_shard", torch.distributed.fsdp.fully_shard)
-    monkeypatch.setattr(sys, "argv", ["scripts/train_a.py"])
+    for place in (dcp, format_utils):
+        monkeypatch.setattr(place, "FileSystemReader", place.FileSystemReader)
+    monkeypatch.setattr(launcher, "option", lambda name: None)
 
     def give(values):
         for name in NAMES:
@@ -68,42 +72,40 @@ def copies(number, parts, **more):
     }
 
 
+ASKED = {"ACCELERATE_USE_FSDP": "TRUE"}
 FP16 = {"FSDP_VERSION": "2", "ACCELERATE_MIXED_PRECISION": "fp16"}
 OFFLOADED = {"FSDP_VERSION": "2", "FSDP_OFFLOAD_PARAMS": "True"}
 
 
 @pytest.mark.parametrize(
-    ("variables", "supported", "on_cpu", "says"),
+    ("variables", "on_cpu", "says"),
     [
-        ({"FSDP_VERSION": "2"}, False, False, "shards the model, which train_a.py does not supp"),
-        ({"FSDP_VERSION": "1"}, True, False, "asks for FSDP1, .* set fsdp_version: 2"),
-        ({}, True, False, "asks for FSDP1"),
-        (OFFLOADED, True, True, "set fsdp_offload_params: false"),
-        (OFFLOADED, True, False, None),
-        (FP16, True, False, "in fp16, which is not supported: set mixed_precision: bf16"),
-        (FP16, True, True, None),  # `launch` refuses it on any CPU
-        (copies(2, 2, WORLD_SIZE="4"), True, False, None),
-        (copies(2, 2, WORLD_SIZE="8"), True, False, "2 copies .* in 2 parts .* fit 8 processes"),
-        (copies(2, 1, WORLD_SIZE="2"), True, False, "2 copies of the model .* in 1 parts"),
-        (copies(1, 2), True, False, "does not fit 1 processes"),
+        ({"FSDP_VERSION": "1"}, False, "asks for FSDP1, .* set fsdp_version: 2"),
+        ({}, False, "asks for FSDP1"),
+        (OFFLOADED, True, "set fsdp_offload_params: false"),
+        (OFFLOADED, False, None),
+        (FP16, False, "in fp16, which is not supported: set mixed_precision: bf16"),
+        (FP16, True, None),  # `launch` refuses it on any CPU
+        (copies(2, 2, WORLD_SIZE="4"), False, None),
+        (copies(2, 2, WORLD_SIZE="8"), False, "2 copies .* in 2 parts .* fit 8 processes"),
+        (copies(2, 1, WORLD_SIZE="2"), False, "2 copies of the model .* in 1 parts"),
+        (copies(1, 2), False, "does not fit 1 processes"),
     ],
 )
-def test_a_kind_of_sharding_that_is_not_supported_is_refused(
-    variables, supported, on_cpu, says, environment
-):
-    environment(variables)
+def test_a_kind_of_sharding_that_is_not_supported_is_refused(variables, on_cpu, says, environment):
+    environment(variables | ASKED)
     with (
         contextlib.nullcontext() if says is None else pytest.raises(UserError, match=says) as error
     ):
-        fsdp.check("a.yaml", supported, on_cpu)
-    assert says is None or str(error.value).startswith("a.yaml ")
+        fsdp.set_up(on_cpu)
+    assert says is None or str(error.value).startswith("this launch ")
 
 
 def test_a_warning_that_nobody_can_answer_is_not_shown(environment):
-    environment(copies(1, 2, WORLD_SIZE="2"))
+    environment(copies(1, 2, WORLD_SIZE="2") | ASKED)
     with warnings.catch_warnings(record=True) as shown:
         warnings.simplefilter("always")
-        fsdp.check("a.yaml", True, on_cpu=False)
+        fsdp.set_up(on_cpu=False)
         warnings.warn("Slicing a flattened dim from root mesh will be deprecated", stacklevel=1)
         warnings.warn("another", stacklevel=1)
     assert [str(warning.message) for warning in shown] == ["another"]
@@ -125,7 +127,7 @@ def test_accelerate_is_made_to_shard_on_a_cpu(asked, distributed, precision, kin
         if distributed:
             os.environ |= {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1"}
         with group_of_one() if distributed else contextlib.nullcontext():
-            fsdp.check("a.yaml", True, on_cpu=True)
+            fsdp.set_up(on_cpu=True)
             mine = Accelerator(cpu=True, mixed_precision=precision)
             assert PartialState().distributed_type == mine.distributed_type
             state = mine.distributed_type, mine.is_fsdp2
@@ -142,8 +144,8 @@ def test_processes_on_the_cpu_shard_over_the_cpu(environment, monkeypatch):
     monkeypatch.setattr(
         torch.distributed.fsdp, "fully_shard", lambda module, **options: seen.append(options)
     )
-    environment({"FSDP_VERSION": "2"})
-    fsdp.check("a.yaml", True, on_cpu=True)
+    environment({"FSDP_VERSION": "2"} | ASKED)
+    fsdp.set_up(on_cpu=True)
     with group_of_one():
         torch.distributed.fsdp.fully_shard(None, offload_policy=1)
     torch.distributed.fsdp.fully_shard(None, mesh="of HSDP")
@@ -174,8 +176,8 @@ def plugin_of(model, listed=None, policy=POLICY, **facts):
     mine = accelerator(**{"is_fsdp2": True, **facts}, state=state)
     if model is not None:
         fsdp.use_model_blocks(mine, model)
-    fsdp.reduce_in_float32(mine)
-    fsdp.save_from_gpus(mine)
+    else:
+        fsdp.configure(mine)
     return plugin
 
 
@@ -205,12 +207,20 @@ def test_the_blocks_to_gather_are_those_that_the_model_names(monkeypatch):
     assert chosen(net) == ["Block"]
 
 
-def test_gradients_are_reduced_in_float32_and_shards_saved_where_they_are():
-    plugin = plugin_of(None, mixed_precision="bf16")
+def test_gradients_are_reduced_in_float32_and_shards_saved_where_they_are(environment, capsys):
+    plugin = plugin_of(None, mixed_precision="bf16")  # not asked for
+    assert plugin.mixed_precision_policy == "default" and plugin.state_dict_config.offload_to_cpu
+    assert dcp.FileSystemReader is not shards.Reader and capsys.readouterr().out == ""
+    environment(ASKED)
+    plugin = plugin_of(None, mixed_precision="bf16", processes=2)
+    assert capsys.readouterr().out == "the model is sharded over 2 processes\n"
     policy = plugin.mixed_precision_policy
     assert (policy.param_dtype, policy.reduce_dtype) == (torch.bfloat16, torch.float32)
     assert policy.cast_forward_inputs is False
     assert plugin.state_dict_config.offload_to_cpu is False
+    assert dcp.FileSystemReader is format_utils.FileSystemReader is shards.Reader
     assert plugin_of(None, mixed_precision="no").mixed_precision_policy == "default"
-    plugin = plugin_of(None, mixed_precision="bf16", is_fsdp2=False)
-    assert plugin.mixed_precision_policy == "default" and plugin.state_dict_config.offload_to_cpu
+    with pytest.raises(
+        UserError, match=r"^this launch asks for a sharded model, but accelerate .* cpu"
+    ):
+        plugin_of(None, is_fsdp2=False)

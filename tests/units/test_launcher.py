@@ -1,10 +1,9 @@
 """How `utils.run.launcher` finds the launcher, and what it believes of the environment."""
 
 import os
-import subprocess
-import sys
-from pathlib import Path
+from types import SimpleNamespace
 
+import psutil
 import pytest
 
 from utils.run import launcher
@@ -14,25 +13,35 @@ TORCHRUN = [PYTHON, "/venv/bin/torchrun", "--nnodes=1:3", "--nproc_per_node", "2
 VARIABLES = [*launcher.RANKS, *launcher.MPI]
 
 
+class Parent:
+    """A process among the parents of this one; without `words` it has ended."""
+
+    def __init__(self, words, environment):
+        self.words, self.environment = words, environment
+
+    def cmdline(self):
+        if self.words is None:
+            raise psutil.NoSuchProcess(1)
+        return self.words
+
+    def environ(self):
+        if self.environment is None:
+            raise psutil.AccessDenied(1)
+        return self.environment
+
+
 @pytest.fixture
-def started_by(tmp_path, monkeypatch):
-    """Makes a /proc in which this process has the parents 40, 30, ... with these command lines."""
+def started_by(monkeypatch):
+    """Gives this process parents with these command lines; returns them, the nearest first."""
     for name in (*VARIABLES, "TORCHELASTIC_RUN_ID"):
         monkeypatch.delenv(name, raising=False)
-    (tmp_path / "self").mkdir()
-    monkeypatch.setattr(launcher, "Path", lambda path: Path(path.replace("/proc", str(tmp_path))))
 
-    def start(*commands, first=40):
-        ids = [first - 10 * number for number in range(len(commands))]
-        for process, parent, words in zip(ids, [*ids[1:], 0], commands, strict=True):
-            folder = tmp_path / str(process)
-            folder.mkdir(exist_ok=True)
-            # The name of the program is in parentheses, and may itself contain some.
-            (folder / "stat").write_text(f"{process} (a) 9 (b) S {parent} 6 7")
-            (folder / "cmdline").write_bytes("\0".join(words).encode() + b"\0")
-        monkeypatch.setattr(os, "getppid", lambda: ids[0])
+    def start(*commands, environment=None):
+        parents = [Parent(words, environment) for words in commands]
+        this = SimpleNamespace(parents=lambda: parents)
+        monkeypatch.setattr(psutil, "Process", lambda: this)
         launcher.find.cache_clear()
-        return tmp_path / str(first)
+        return parents
 
     yield start
     launcher.find.cache_clear()
@@ -59,57 +68,39 @@ def started_by(tmp_path, monkeypatch):
     ],
 )
 def test_a_launcher_is_known_by_its_program_or_module(words, known, started_by):
-    started_by(words)
-    assert (launcher.find() == 40) is known
-    assert launcher.command() == (words if known else [])
+    [parent] = started_by(words)
+    assert launcher.find() is (parent if known else None)
 
 
-def test_the_nearest_launcher_among_the_parents(started_by):
-    started_by(["sh", "train.sh"], ["", "a", "b X"], TORCHRUN, ["accelerate", "launch"])
-    assert launcher.find() == 20 and launcher.command() == TORCHRUN
-    started_by(["bash"], ["sshd"])
-    assert launcher.find() is None
-    started_by(TORCHRUN, first=1)  # the entry point of a container, where the ids start anew
-    assert launcher.find() == 1
-    (started_by(TORCHRUN) / "stat").unlink()  # it has ended
+def test_the_nearest_launcher_among_the_parents(started_by, monkeypatch):
+    parents = started_by(["sh", "train.sh"], ["", "a", "b X"], TORCHRUN, ["accelerate", "launch"])
+    assert launcher.find() is parents[2] and not launcher.is_elastic()
+    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "none")
+    assert launcher.is_elastic()
+    started_by(["bash"], [], ["sshd"])
+    assert launcher.find() is None and not launcher.is_elastic()
+    started_by(None, TORCHRUN)  # it has ended
     assert launcher.find() is None
 
 
 def test_options_of_the_launcher(started_by):
     started_by(["bash", "--nnodes", "2"])
     assert launcher.option("--nnodes") is None
-    started_by([*TORCHRUN, "--a=b=c", "--last"])
+    [parent] = started_by([*TORCHRUN, "--a=b=c", "--last"])
     names = ("--nnodes", "--nproc_per_node", "--nproc-per-node", "--nproc", "--a", "--last")
     assert [launcher.option(name) for name in names] == ["1:3", "2", "2", None, "b=c", ""]
+    parent.words = None  # it ends
+    assert launcher.option("--nnodes") is None
 
 
 def test_variables_before_the_launcher_changed_them(started_by, monkeypatch):
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
-    started_by(["bash"])
+    started_by(["bash"], environment={"OMP_NUM_THREADS": "2"})
     assert launcher.variable("OMP_NUM_THREADS") == "1" and launcher.variable("NOT_SET") is None
-    folder = started_by(TORCHRUN)
+    [parent] = started_by(TORCHRUN)
     assert launcher.variable("OMP_NUM_THREADS") is None  # the system does not show it
-    (folder / "environ").write_bytes(b"A=1\0OMP_NUM_THREADS=8=x=y\0NOTHING\0B=\xff\0")
-    names = ("OMP_NUM_THREADS", "A", "B", "NOTHING")
-    assert [launcher.variable(name) for name in names] == ["8=x=y", "1", "\udcff", None]
-
-
-def test_a_system_without_proc_asks_psutil(started_by, tmp_path, monkeypatch):
-    """It gives each word as it is: a path may have spaces."""
-    program = tmp_path / "torchrun"
-    program.write_text("input()")
-    words = [sys.executable, str(program), "a b"]
-    environment = {**os.environ, "A": "b=c"}
-    with subprocess.Popen(words, stdin=subprocess.PIPE, env=environment) as child:
-        (tmp_path / "self").rmdir()
-        monkeypatch.setattr(os, "getppid", lambda: child.pid)
-        launcher.find.cache_clear()
-        assert launcher.find() == child.pid and launcher.command() == words
-        assert launcher.variable("A") == "b=c" and launcher.variable("NOT_SET") is None
-        child.communicate(b"\n")
-    assert launcher.command() == [] and launcher.variable("A") is None
-    launcher.find.cache_clear()
-    assert launcher.find() is None
+    parent.environment = {"OMP_NUM_THREADS": "8"}
+    assert launcher.variable("OMP_NUM_THREADS") == "8" and launcher.variable("RANK") is None
 
 
 @pytest.mark.parametrize("name", VARIABLES)

@@ -1,7 +1,7 @@
-"""The model card of a run, whose code is run here, and --push_to_hub."""
+"""The model card of a run, whose code is run here."""
 
 import sys
-from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -11,24 +11,15 @@ from PIL import Image
 from utils.images.augment import normalize
 from utils.report import model_card
 from utils.run import weights
-from utils.run.failures import UserError
-
-GPT = "scripts/train_gpt.py"
-SMALL = (
-    "--dataset synthetic --n_layer 1 --n_head 1 --n_embd 8 --block_size 8 --batch_size 4 "
-    "--max_train_steps 2 --push_to_hub me/model"
-)
 
 
-def card_of(folder, script, card, **figures):
+def card_of(script, card, **figures):
     """The card of a run of `script` whose model says `card` about itself."""
     arguments = {"batch_size": 96, "dataset": "synthetic"}
     topology = {"processes": 2, "device": "cpu"}
     record = {"arguments": arguments, "command": [f"scripts/{script}"], "topology": topology}
-    model_card.write(
-        folder, record, {"global_step": 1000, "train_seconds": 61.0, **figures}, **card
-    )
-    return (folder / "README.md").read_text()
+    results = {"global_step": 1000, "train_seconds": 61.0, **figures}
+    return model_card.render(record | {"data": {}}, results, **card)
 
 
 def code_in(card):
@@ -49,7 +40,7 @@ def test_the_card_of_train_cifar_loads_the_model_with_its_script(name, tmp_path,
     weights.export(tmp_path, model, config)
     monkeypatch.setattr(sys, "argv", ["scripts/train_cifar.py"])
     figures = dict(test_accuracy=0.5, test_loss=1.25, test_accuracy_tta=0.5123)
-    card = card_of(tmp_path, "train_cifar.py", script.describe_model(config), **figures)
+    card = card_of("train_cifar.py", script.describe_model(config), **figures)
     assert "1,000 optimizer steps of 96 samples, 61 s on 2 x cpu" in card
     assert "Classes: cat, dog, yak." in card and "pipeline_tag: image-classification" in card
     assert (
@@ -71,7 +62,7 @@ def test_the_card_of_a_gpt_loads_it_with_its_script(tmp_path, monkeypatch):
     model = module.GPT(**sizes)
     weights.export(tmp_path, model, sizes)
     monkeypatch.setattr(sys, "argv", ["scripts/train_gpt.py"])
-    card = card_of(tmp_path, "train_gpt.py", module.describe_model(sizes), val_loss=1.5)
+    card = card_of("train_gpt.py", module.describe_model(sizes), val_loss=1.5)
     assert "pipeline_tag: text-generation" in card and "`python train_gpt.py --sample . " in card
     monkeypatch.chdir(tmp_path)
     monkeypatch.syspath_prepend(str(ROOT / "scripts"))
@@ -85,6 +76,7 @@ RECORD = {
     "arguments": {"dataset": "a_b", "batch_size": 1500},
     "command": ["scripts/train_it.py", "--lr", "1"],
     "topology": {"processes": 2, "device": "H200"},
+    "data": {},
 }
 RESULTS = {"train_seconds": 119.4, "global_step": 12000, "val_accuracy": 0.5, "test_loss": 1.25}
 RESULTS |= {"val_top5": 0.75, "val_samples": 9, "train_loss": 3.0, "test_note": "x"}
@@ -92,9 +84,8 @@ RESULTS |= {"val_top5": 0.75, "val_samples": 9, "train_loss": 3.0, "test_note": 
 
 def test_a_card(tmp_path):
     said = dict(title="A net", library="torchvision", task="image-classification")
-    model_card.write(
-        str(tmp_path), RECORD, RESULTS, **said, about="Two classes.", usage=" use it\n"
-    )
+    run = SimpleNamespace(path=tmp_path, record=RECORD, results=RESULTS)
+    model_card.write(run, **said, about="Two classes.", usage=" use it\n")
     assert (tmp_path / "README.md").read_text() == (
         """---
 library_name: torchvision
@@ -129,8 +120,7 @@ use it
 def test_a_card_of_a_script_that_says_nothing_promises_no_model(tmp_path, monkeypatch):
     weights.export(tmp_path, torch.nn.Linear(2, 2), {"model": "net", "class_names": ["a", "b"]})
     record = {**RECORD, "arguments": {"batch_size": 1}}
-    model_card.write(tmp_path, record, {**RESULTS, "train_seconds": 120.0})
-    card = (tmp_path / "README.md").read_text()
+    card = model_card.render(record, {**RESULTS, "train_seconds": 120.0})
     assert card.startswith("---\nlibrary_name: pytorch\ntags:\n- train_it\n---\n\n# A model of tr")
     assert "Trained with `train_it.py`: 12,000 optimizer" in card and " 2 min on 2 x" in card
     assert "75.00% |\n\n`args.json` has" in card
@@ -139,73 +129,19 @@ def test_a_card_of_a_script_that_says_nothing_promises_no_model(tmp_path, monkey
     names = {}
     exec(code_in(card), names)
     assert names["tensors"].keys() == {"weight", "bias"}
-    data = {**RECORD, "arguments": {"batch_size": 1, "data": "mine", "dataset": "other"}}
-    model_card.write(tmp_path, data, RESULTS)
-    assert "`train_it.py` on mine: " in (tmp_path / "README.md").read_text()
-
-
-# -------------------------------------------------------------------------------------- push_to_hub
-
-
-def test_a_name_that_is_no_repository_is_refused(monkeypatch):
-    monkeypatch.setenv("HF_TOKEN", "hf_x")
-    with pytest.raises(UserError, match="--push_to_hub a/b/c: "):
-        model_card.check_repository("a/b/c")
-    model_card.check_repository("a/b")
-
-
-def test_everything_but_the_checkpoints_is_uploaded(tmp_path, monkeypatch, capsys):
-    import huggingface_hub
-    from huggingface_hub.utils import filter_repo_objects
-
-    wanted = (
-        "README.md",
-        "args.json",
-        "curves.png",
-        "metrics.jsonl",
-        "model.safetensors",
-        "tensorboard/a/events",
-        "sample.txt",
+    assert "`train_it.py` on mine: " in model_card.render(
+        {**RECORD, "data": {"data": "mine"}}, RESULTS
     )
-    top = ("config.json", "adapter_model.safetensors")  # where transformers and peft look for them
-    for name in (
-        *wanted,
-        *(f"adapter/{name}" for name in top),
-        ".lock",
-        "checkpoints/step_00000001/model.safetensors",
-        "profile/trace.json",
-    ):
-        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
-        (tmp_path / name).write_text("x")
-    uploaded = {}
-
-    class Api:
-        def create_repo(self, repo, exist_ok):
-            assert exist_ok
-            return huggingface_hub.RepoUrl(f"https://huggingface.co/{repo}")
-
-        def upload_folder(self, repo_id, folder_path, ignore_patterns=()):
-            files = [
-                str(path.relative_to(folder_path))
-                for path in Path(folder_path).rglob("*")
-                if path.is_file()
-            ]
-            files = set(filter_repo_objects(files, ignore_patterns=ignore_patterns))
-            uploaded.setdefault(repo_id, set()).update(files)
-            return "https://huggingface.co/me/model"
-
-    monkeypatch.setattr(huggingface_hub, "HfApi", Api)
-    model_card.upload(tmp_path, "me/model")
-    assert (
-        uploaded == {"me/model": {*wanted, *top}}
-        and "uploaded to https://huggingface.co/me/model" in capsys.readouterr().out
-    )
+    metadata = {"base_model": "me/base", "tags": ["a"]}
+    card = model_card.render(RECORD, RESULTS, metadata=metadata, weights="They are here.")
+    assert "base_model: me/base\ntags:\n- a\n" in card and "history. They are here.\n" in card
 
 
-def test_weights_are_found_in_every_format(tmp_path):
-    names = ["b.safetensors", "model/a.safetensors", "model/c.safetensors", "adapter/d.safetensors"]
-    for name in (*names, "checkpoints/step_1/e.safetensors", "model/config.json"):
-        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
-        (tmp_path / name).write_text("x")
-    assert [str(name) for name in model_card.weight_files(tmp_path)] == names
-    assert model_card.weight_files(tmp_path / "nowhere") == []
+def test_a_card_that_fails_costs_a_warning(tmp_path, capsys):
+    model_card.write(SimpleNamespace(path=tmp_path, record={}, results={}))
+    assert "warning: the model card README.md is missing (KeyError" in capsys.readouterr().err
+
+
+def test_names_format_nothing_in_a_card():
+    shown = model_card.for_markdown('a_b <c> | \x1b `d` "e"')
+    assert shown == 'a\\_b &lt;c&gt; \\| \\\\x1b \\`d\\` "e"'

@@ -72,5 +72,7 @@ def test_descriptors_that_are_closed_are_taken(tmp_path):
     assert in_forks(process) == [["/dev/null"] * 3]
 
 
-def test_quotation_marks_are_no_markup():
-    assert output.for_markdown("\"a\" 'b'") == "\"a\" 'b'"
+def test_what_a_terminal_would_obey_is_escaped(capsys):
+    assert output.one_line("a\n\x1b[2J\u202e\ud800é") == "a\\n\\x1b[2J\\u202e\\ud800é"
+    output.notice("look")
+    assert capsys.readouterr().err == "*** look ***\n"

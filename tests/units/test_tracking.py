@@ -1,10 +1,13 @@
 """What `utils.report.tracking` sends to each tracker."""
 
+import sys
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 
 from utils.report import tracking
+from utils.report.tracking import Trackers
 from utils.run.failures import UserError
 
 
@@ -28,13 +31,26 @@ class Tracker:
 
 
 class Accelerator:
-    def __init__(self, *trackers, fails=False):
+    def __init__(self, trackers, fails=False):
         self.trackers, self.started, self.fails = list(trackers), [], fails
 
     def init_trackers(self, project, init_kwargs):
         self.started.append((project, init_kwargs))
         if self.fails:
             raise ConnectionError("no network")
+
+
+def started(*trackers, step=30, arguments=None, fails=False):
+    """The trackers of a run in the folder `a name`, which continues after `step`."""
+    accelerator = Accelerator(trackers, fails)
+    run = SimpleNamespace(accelerator=accelerator, path=Path("runs/a name"), run_id="an id")
+    run.identity = SimpleNamespace(arguments=arguments or {})
+    run.progress = {"step": step} if step else {}
+    logger = Trackers(SimpleNamespace(track="none", output_dir="runs/a name"))
+    logger.start(run)
+    for tracker in trackers:
+        tracker.calls.clear()
+    return logger, run
 
 
 def test_trackers_are_those_that_are_installed(monkeypatch):
@@ -49,12 +65,20 @@ def test_trackers_are_those_that_are_installed(monkeypatch):
         tracking.trackers("none,tensorboard")
 
 
-def test_each_tracker_continues_its_run_in_its_own_words():
-    accelerator = Accelerator()
-    tracking.start(accelerator, "a project", "a name", "an id", {}, 30)
+def test_what_an_accelerator_is_given(monkeypatch):
+    monkeypatch.setattr(tracking, "get_available_trackers", lambda: ["tensorboard"])
+    for track, names in (("none", None), ("tensorboard", ["tensorboard"])):
+        options = Trackers(SimpleNamespace(track=track, output_dir="runs/a")).options()
+        assert options == {"log_with": names, "project_dir": "runs/a/tensorboard"}
+
+
+@pytest.mark.parametrize("step", [30, 0])
+def test_each_tracker_continues_its_run_in_its_own_words(step, monkeypatch):
+    monkeypatch.setattr(sys, "argv", ["scripts/a project.py"])
+    _, run = started(step=step)
     again = {"resume": "allow"}
     options = {
-        "tensorboard": {"purge_step": 31},
+        "tensorboard": {"purge_step": step + 1},
         "wandb": {"name": "a name", "id": "an id", **again},
         "trackio": {"name": "a name", **again},
         "mlflow": {"run_name": "a name"},
@@ -62,35 +86,44 @@ def test_each_tracker_continues_its_run_in_its_own_words():
         "clearml": {"task_name": "a name"},
         "aim": {"experiment": "a name"},
     }
-    assert accelerator.started == [("a project", options)]
+    assert run.accelerator.started == [("a project", options)]
 
 
 def test_arguments_are_recorded_where_a_restart_purges_them():
     board, wandb = Tracker("tensorboard"), Tracker("wandb")
+    board.calls = wandb.calls = Kept()
     arguments = {"lr": 0.1, "model": None}
-    tracking.start(Accelerator(board, wandb), "p", "n", "i", arguments, 30)
-    assert board.calls == [("log", {"arguments": "    lr 0.1\n    model None"}, {"step": 31})]
-    assert wandb.calls == [("store_init_configuration", arguments, {})]
+    started(board, wandb, arguments=arguments)
+    assert board.calls == [
+        ("log", {"arguments": "    lr 0.1\n    model None"}, {"step": 31}),
+        ("store_init_configuration", arguments, {}),
+    ]
+
+
+class Kept(list):
+    def clear(self):
+        """Keeps the calls of the start."""
 
 
 def test_trackers_that_cannot_be_started_are_a_warning(capsys):
-    tracking.start(Accelerator(fails=True), "p", "n", "i", {}, 0)
+    started(fails=True)
     line = "warning: experiment tracking is missing (ConnectionError: no network)\n"
     assert capsys.readouterr().err == line
 
 
 def test_what_was_sent_before_an_interruption_is_sent_to_tensorboard_only():
     board, wandb = Tracker("tensorboard"), Tracker("wandb")
-    accelerator = Accelerator(board, wandb)
-    tracking.log(accelerator, {"loss": 1.0}, 5)
-    tracking.log(accelerator, {"loss": 2.0}, 6, sent_before=True)
+    logger, _ = started(board, wandb)
+    logger.log({"loss": 1.0}, 5)
+    logger.log({"loss": 2.0}, 6, sent_before=True)
     both = [("log", {"loss": 1.0}, {"step": 5}), ("log", {"loss": 2.0}, {"step": 6})]
     assert board.calls == both and wandb.calls == both[:1]
 
 
 def test_images_are_sent_to_those_that_show_them():
     board, wandb, mlflow = (Tracker(name) for name in ("tensorboard", "wandb", "mlflow"))
-    tracking.log_images(Accelerator(board, wandb, mlflow), {"a": "pixels"}, 7)
+    logger, _ = started(board, wandb, mlflow)
+    logger.log_images({"a": "pixels"}, 7)
     layout = {"dataformats": "NHWC"}
     assert board.calls == [("log_images", {"a": "pixels"}, {"step": 7, **layout})]
     assert wandb.calls == [("log_images", {"a": "pixels"}, {"step": 7})] and not mlflow.calls
@@ -100,7 +133,9 @@ def test_the_table_of_hyperparameters_has_the_final_metrics():
     board, wandb = Tracker("tensorboard"), Tracker("wandb")
     arguments = {"lr": 0.1, "model": None, "seed": 0}
     figures = {"test_loss": 1.0, "val_loss": 2.0, "train_seconds": 3.0}
-    tracking.finish(Accelerator(board, wandb), arguments, figures)
+    logger, run = started(board, wandb, arguments=arguments)
+    run.results = figures
+    logger.finish(run)
     final = {"final/test_loss": 1.0, "final/val_loss": 2.0}
     expected = ("add_hparams", {"lr": 0.1, "seed": 0}, final, {"run_name": "."})
     assert board.calls == [expected] and not wandb.calls
@@ -108,10 +143,10 @@ def test_the_table_of_hyperparameters_has_the_final_metrics():
 
 def test_a_tracker_that_fails_is_not_called_again(capsys):
     first, broken, last = Tracker("a"), Tracker("b", fails={"log"}), Tracker("c")
-    accelerator = Accelerator(first, broken, last)
+    logger, run = started(first, broken, last)
     for step in (1, 2):
-        tracking.log(accelerator, {}, step)
-    assert accelerator.trackers == [first, last]
+        logger.log({}, step)
+    assert run.accelerator.trackers == [first, last]
     assert [len(tracker.calls) for tracker in (first, broken, last)] == [2, 1, 2]
     line = "warning: what --track b would show from here on is missing (ConnectionError: b is away)"
     assert capsys.readouterr().err == line + "\n"

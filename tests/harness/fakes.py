@@ -6,10 +6,10 @@ import torch
 from accelerate.state import AcceleratorState
 
 
-def accelerator(processes=1, rank=0, device="cpu", registered=(), schedulers=(), **more):
+def accelerator(processes=1, rank=0, device="cpu", registered=(), optimizers=(), **more):
     """The facts of an `Accelerator` that `utils` reads; `more` replaces or adds some.
 
-    The objects and schedulers that Accelerate keeps for checkpoints have no public names there.
+    The objects and optimizers that Accelerate keeps for checkpoints have no public names there.
     """
     facts = {
         "num_processes": processes,
@@ -21,11 +21,15 @@ def accelerator(processes=1, rank=0, device="cpu", registered=(), schedulers=(),
         "is_fsdp2": False,
         "scaler": None,
         "optimizer_step_was_skipped": False,
-        "_optimizers": [],
+        "_optimizers": list(optimizers),
         "_custom_objects": list(registered),
-        "_schedulers": list(schedulers),
     }
     return SimpleNamespace(**facts | more)
+
+
+def change(made, optimizers=(), **facts):
+    """Changes facts of an `accelerator`."""
+    vars(made).update(facts, _optimizers=list(optimizers))
 
 
 def forget_accelerators():

@@ -11,7 +11,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from harness.fakes import accelerator
+from harness.fakes import accelerator, change
 from utils.run import guard
 from utils.scale import watchdog
 
@@ -113,7 +113,7 @@ def run_guards(size, function, timeout=600, **facts):
     world = World(size)
 
     def each(mine):
-        vars(mine).update(facts)
+        change(mine, **facts)
         return function(guard.Guard(mine, timeout), mine.process_index)
 
     with pytest.MonkeyPatch.context() as patch:

@@ -73,6 +73,6 @@ def test_an_upload_that_fails_costs_a_warning(tmp_path, monkeypatch, capsys):
 
     monkeypatch.setattr(huggingface_hub, "HfApi", fail)
     hub.upload(tmp_path, "me/model")
-    again = f"To try again: hf upload me/model {tmp_path}\n"
+    again = f"To try again, run the same command, or: hf upload me/model {tmp_path}\n"
     line = f"warning: could not upload to me/model: no network. {again}"
     assert capsys.readouterr().err == line

@@ -27,7 +27,7 @@ def test_a_step_whose_gradients_overflow_changes_nothing(build):
     scaled, plain = (torch.nn.Parameter(torch.ones(3, 2)) for _ in range(2))
     with_scaler, without = build([scaled]), build([plain])
     prepared = [SimpleNamespace(optimizer=with_scaler)]
-    run_guards(1, lambda *_: None, scaler=scaler, _optimizers=prepared)
+    run_guards(1, lambda *_: None, scaler=scaler, optimizers=prepared)
     taken = set()
     with_scaler.register_step_post_hook(lambda *_: taken.add(step))
     for step in range(4):

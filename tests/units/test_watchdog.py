@@ -59,11 +59,12 @@ class Run:
     """A run in a folder. It counts how often it is asked for a save."""
 
     def __init__(self, path):
-        self.path, self.meter, self.saves, self.printed = path, SimpleNamespace(), 0, []
+        self.path, self.meter, self.asked, self.printed = path, SimpleNamespace(), 0, []
+        self.saves = SimpleNamespace(newest_step=0)
         self.meter.waited_seconds, self.print = 0.0, self.printed.append
 
     def ask_save(self):
-        self.saves += 1
+        self.asked += 1
 
 
 @pytest.fixture
@@ -159,12 +160,16 @@ def test_who_asks_for_a_checkpoint_asks_once(watch, tmp_path):
     for dog in (second, first):
         dog.hear([1, 0, 0])
         dog.hear([0, 0, 0])
-        assert dog.test.run.saves == 1
+        assert dog.test.run.asked == 1
         dog.check(nn.Linear(1, 1))
         assert (tmp_path / "save_now").exists() == (dog is second)
-    first.check(nn.Linear(1, 1))
-    assert first.test.run.printed == ["asked by the file save_now: saves a checkpoint"]
-    assert second.test.run.printed == []
+    for step, says in ((6, []), (7, ["asked by the file save_now: checkpoint of step 7"])):
+        for dog in (first, second):  # once the save of that step is on disk
+            dog.test.run.saves.newest_step = step
+            dog.look()
+        assert first.test.run.printed == says and second.test.run.printed == []
+    first.look()
+    assert len(first.test.run.printed) == 1
 
 
 def test_the_time_of_each_process_is_voted_on(watch):

@@ -148,7 +148,7 @@ def test_an_adapter_is_merged_in_float32_with_the_base_that_it_was_trained_on(tm
     model.save_pretrained(base)
     tokenizer.save_pretrained(base)
     fingerprint = causal_lm.fingerprint(str(base), model.config)
-    (run / "args.json").write_text(json.dumps({"arguments": {"base": fingerprint}}))
+    (run / "args.json").write_text(json.dumps({"data": {"base": fingerprint}}))
     adapter = lora(model=causal_lm.load_weights(str(base)))
     for name, weight in adapter.named_parameters():
         if "lora_B" in name:

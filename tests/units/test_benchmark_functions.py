@@ -64,7 +64,7 @@ def test_a_record_trains_its_first_bias_as_long_as_published(monkeypatch):
 
     monkeypatch.setattr(baselines, "MuonSGD", Watched)
     # As the training scripts do, with which it is compared.
-    monkeypatch.setattr(baselines.cpu, "keep_freed_memory", lambda: changed.append("memory"))
+    monkeypatch.setattr(baselines.devices, "keep_freed_memory", lambda: changed.append("memory"))
     short = dict(batch_size=10, epochs=0.1, whiten_epochs=0.03)  # of 600 images
     monkeypatch.setitem(baselines.RECORDS, "hiverge", baselines.RECORDS["hiverge"] | short)
     assert len(list(baselines.record("hiverge", str(SMALL_DATA), 0, False))) == 1 + 6 + 1

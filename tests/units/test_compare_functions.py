@@ -101,17 +101,3 @@ def test_epochs_and_final_loss_are_those_of_the_steps(steps, steps_per_epoch, ep
     row = compare_ddp.row_of("ddp_single", record, 2, steps_per_epoch, args)
     assert (row["steps"], row["epochs"], row["final_loss"]) == (steps, epochs, final_loss)
     assert f"  {epochs:6g}  {steps:5}  " in compare_ddp.table({"ddp_single": row})
-
-
-def test_each_step_is_progress():
-    steps = []
-    args = SimpleNamespace(dataset="synthetic", batch_size=8, ddp_epochs=1, max_train_steps=3)
-    args.seed, args.lr, args.momentum, args.proof_steps = 0, 0.1, 0.9, 1
-
-    def should_stop(step, *_):
-        steps.append((compare_ddp.place.step, step))
-
-    data = compare_ddp.load_arrays("synthetic", seed=0)
-    accelerator = SimpleNamespace(device=torch.device("cpu"), backward=lambda loss: loss.backward())
-    compare_ddp.train(accelerator, "ddp_single", data, args, should_stop)
-    assert steps == [(1, 1), (2, 2), (3, 3)]

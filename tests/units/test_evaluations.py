@@ -175,8 +175,7 @@ def test_sampling_changes_nothing_of_training(training):
     before = torch.get_rng_state()
 
     def sample(seed):
-        args = SimpleNamespace(seed=seed, sample_length=20, block_size=8)
-        return script.generate(model, args, "ab")
+        return script.generate(model, "ab", length=20, temperature=1.0, seed=seed)
 
     text = sample(3)
     assert torch.equal(torch.get_rng_state(), before) and model.training == training
@@ -188,7 +187,7 @@ def test_patience_needs_a_validation_split(monkeypatch):
     data = SimpleNamespace(splits={"train": None, "test": None}, kind="text")
     monkeypatch.setattr(script, "local_main_first", lambda *_: data)
     monkeypatch.setattr(script, "agree", lambda *_: "")
-    names = ("subset", "loss_on", "too_long", "packed", "block_size", "val_fraction", "seed")
-    args = dict.fromkeys(names) | {"sources": ["a"], "streaming": False, "patience": 1}
+    names = ("subset", "loss_on", "too_long", "block_size", "val_fraction", "seed")
+    args = dict.fromkeys(names) | {"dataset": ["a"], "streaming": False, "patience": 1}
     with pytest.raises(UserError, match="--patience needs a validation split"):
-        script.load_data(None, None, SimpleNamespace(**args))
+        script.load_data(None, None, True, SimpleNamespace(**args))

@@ -14,6 +14,7 @@ from utils.images.mixing import Mix
 from utils.images.sources import find_images
 from utils.images.transforms import EvalTransform, TrainTransform
 from utils.run.failures import UserError
+from utils.run.plan import Plan
 
 pytestmark = pytest.mark.filterwarnings("ignore:The image decoding and encoding:DeprecationWarning")
 PREPROCESS = dict(resize=36, crop=32, interpolation="bilinear", mean=[0.5] * 3, std=[0.25] * 3)
@@ -57,12 +58,18 @@ def test_skipping_decodes_nothing(train, monkeypatch):
     loading = DataLoaderConfiguration(split_batches=True)
     options = dict(sampler=EpochSampler(24, 8, seed=0), drop_last=True, collate_fn=already_a_batch)
     loader = DataLoader(ImageBatches(train, change()), 4, **options)
-    loaders = {"train": Accelerator(cpu=True, dataloader_config=loading).prepare(loader)}
+    prepared = Accelerator(cpu=True, dataloader_config=loading).prepare(loader)
     script, bad = load_script("train_images"), set()
-    batches = list(script.epoch_batches(loaders, 1, 0, bad))
+
+    def epoch(start):
+        [(_, remaining)] = Plan(total_steps=6, steps_per_epoch=6).epochs(start)
+        prepared.set_epoch(1)
+        return list(script.collecting(remaining.rest(prepared), bad))
+
+    batches = epoch(0)
     assert len(batches) == 6 and sorted(decoded) == list(range(24)) and not bad
     decoded.clear()
-    rest = list(script.epoch_batches(loaders, 1, 4, bad))
+    rest = epoch(4)
     assert decoded == torch.cat([batch["ids"] for batch in rest]).tolist() and len(decoded) == 8
     for a, b in zip(rest, batches[4:], strict=True):
         assert torch.equal(a["images"], b["images"]) and torch.equal(a["ids"], b["ids"])

@@ -8,7 +8,7 @@ import torch
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from utils.report import plots
+from utils.report import model_card, plots
 from utils.run import failures, output
 
 NAMES = [
@@ -28,7 +28,7 @@ OBEYED = {"Cc", "Cs", "Zl", "Zp", "LRE", "RLE", "LRO", "RLO", "PDF", "LRI", "RLI
 @given(st.text() | st.sampled_from(NAMES))
 @example("a\tb\x1b\x85é 中")
 def test_a_name_is_one_line_wherever_it_is_shown(name):
-    for escape in (output.one_line, output.for_markdown, output.for_plot):
+    for escape in (output.one_line, model_card.for_markdown, plots.for_plot):
         escaped = escape(name)
         assert escaped.encode() is not None
         for fact in (unicodedata.category, unicodedata.bidirectional):
@@ -40,8 +40,8 @@ def test_a_name_is_one_line_wherever_it_is_shown(name):
 
 def test_escapes_show_what_was_there():
     assert output.one_line("a\tb\x1b\x85é 中") == r"a\tb\x1b\x85é 中"
-    assert output.for_markdown("a_b|c`d`<e>") == r"a\_b\|c\`d\`&lt;e&gt;"
-    assert output.for_plot("$x$") == r"\$x\$"
+    assert model_card.for_markdown("a_b|c`d`<e>") == r"a\_b\|c\`d\`&lt;e&gt;"
+    assert plots.for_plot("$x$") == r"\$x\$"
 
 
 @pytest.mark.slow

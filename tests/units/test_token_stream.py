@@ -181,17 +181,17 @@ def test_a_stream_is_as_the_arguments_say():
             made.append((args, options))
 
     args = SimpleNamespace(batch_size=64, gradient_accumulation_steps=2, block_size=128)
-    args.shares, args.subset, args.loss_on, args.packed = [3.0, 1.0], "de", "all", False
+    args.mixture, args.subset, args.loss_on = [3.0, 1.0], "de", "all"
     args.too_long, args.seed = "drop", 5
     second = SimpleNamespace(num_processes=4, process_index=1)
     position = {"0": {"readers": [None]}}
-    Recorded.from_args(args, second, "tokenizer", ["a", "b"], position)
+    Recorded.from_args(args, second, "tokenizer", False, ["a", "b"], position)
     expected = dict(weights=[3.0, 1.0], subset="de", loss_on="all", too_long="drop", packed=False)
     expected |= dict(seed=5, share=(1, 4), position=position)
     assert made == [((["a", "b"], "tokenizer", 128, 8), expected)]
     second.num_processes = 3
     with pytest.raises(UserError, match="which 3 processes cannot share"):
-        Recorded.from_args(args, second, "tokenizer", ["a", "b"])
+        Recorded.from_args(args, second, "tokenizer", False, ["a", "b"])
 
 
 def test_a_buffer_is_shuffled_by_the_seed_and_other_lanes_begin_elsewhere(tmp_path, tokenizer):

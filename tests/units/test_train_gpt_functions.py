@@ -53,7 +53,7 @@ def test_the_copy_of_a_compiled_model_computes_with_its_own_weights():
 def test_one_process_prints_a_sample_also_of_bytes_that_are_not_text(monkeypatch, tmp_path, capsys):
     script = load_script("train_gpt")
     sizes = dict(n_layer=1, n_head=1, n_embd=8, block_size=8)
-    monkeypatch.setattr(script.weights, "read", lambda path: None)
+    monkeypatch.setattr(script.weight_files, "read", lambda path: None)
     monkeypatch.setattr(script, "load_model", lambda saved: script.GPT(**sizes))
     args = SimpleNamespace(sample="run", prompt="a\udcff", temperature=0, sample_length=2, seed=0)
     for rank, printed in (("0", True), ("1", False)):

@@ -70,8 +70,9 @@ def test_options_that_exclude_each_other(parse):
     names = ("lr_schedule", "label_smoothing", "mixup", "cutmix", "ema_decay")
     assert [getattr(one_batch, name) for name in names] == ["constant", 0, 0, 0, 0]
     cached = parse("--dataset a --cache /data")
-    assert (cached.cache, cached.cache_dir) == (True, "/data")
-    assert parse("--dataset a --cache").cache_dir.endswith("/train_images")
+    assert (cached.cached, cached.cache) == (True, "/data")
+    assert parse("--dataset a --cache").cache.endswith("/train_images")
+    assert parse("--dataset a").cached is False
 
 
 @pytest.mark.parametrize("optimizer", ["sgd", "adamw"])
@@ -155,14 +156,14 @@ def data_of(folder):
 def test_data_is_shortened_for_quick_checks(parse, tmp_path, capsys, monkeypatch):
     folder = data_of(tmp_path / "d") and str(tmp_path / "d")
     args = options(parse, "--dataset", folder, "--overfit_batch")
-    data = script.load_data(accelerator(), args)
+    data, description = script.load_data(accelerator(), args)
     assert data.splits["train"].rows.tolist() == data.splits["val"].rows.tolist() == [0, 3, 7, 11]
     assert data.details[-1] == "one of 12 is 8.3% of the held-out accuracy"
-    assert args.data == data.description and args.data in capsys.readouterr().out
+    assert description == data.description and description in capsys.readouterr().out
     rows = Images(Rows([encoded(noise(0))], "", ""), np.zeros(700, int), np.arange(700) % 2)
     large = SimpleNamespace(splits={"train": rows, "val": rows}, description="d", details=[])
     monkeypatch.setattr(script, "find_images", lambda name, **more: large)
-    large = script.load_data(accelerator(), options(parse, "--dry_run"))
+    large, _ = script.load_data(accelerator(), options(parse, "--dry_run"))
     assert {split: len(part) for split, part in large.splits.items()} == {"train": 700, "val": 500}
     assert large.details == []
 

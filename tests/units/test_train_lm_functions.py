@@ -118,14 +118,12 @@ def test_targets_are_counted_over_processes_and_never_none(script):
 # ------------------------------------------------------------------------------------------- data
 
 
-def test_an_epoch_begins_with_the_batches_that_are_left(script):
+def test_only_a_stream_has_no_epochs(script):
     loader, epochs = DataLoader(list(range(6)), batch_size=2), []
     loader.set_epoch = epochs.append
-    assert script.epoch_batches(loader, 3, 0) is loader
-    left = [batch.tolist() for batch in script.epoch_batches(loader, 4, 2)]
-    assert left == [[4, 5]] and epochs == [3, 4]
+    assert script.epoch_batches(loader, 3) is loader and epochs == [3]
     stream = SimpleNamespace(dataset=object.__new__(script.TokenStream))
-    assert script.epoch_batches(stream, 5, 2) is stream  # it continues at its own position
+    assert script.epoch_batches(stream, 5) is stream  # it continues at its own position
 
 
 class Blocks(list):
@@ -146,9 +144,9 @@ def test_each_source_has_its_share_of_the_evaluated_blocks(script):
 
 def test_prompts_are_those_of_each_source_in_turn_or_of_a_file(script, tmp_path):
     tokenizer, file = causal_lm.byte_tokenizer(), tmp_path / "prompts.txt"
-    args = SimpleNamespace(prompts=None, kind="text")
+    args = SimpleNamespace(prompts=None)
     sets = {"a": Blocks(["a0", "a1", "a2"]), "b": Blocks(["b0", "b1"]), "c": Blocks()}
-    assert script.read_prompts(tokenizer, sets, args) == ["a0", "b0", "a1"]
+    assert script.read_prompts(tokenizer, sets, "text", args) == ["a0", "b0", "a1"]
     args.prompts = str(file)
     for content, says in (
         (None, "cannot be read: No such file"),
@@ -158,12 +156,11 @@ def test_prompts_are_those_of_each_source_in_turn_or_of_a_file(script, tmp_path)
         if content:
             file.write_bytes(content)
         with pytest.raises(UserError, match=says):
-            script.read_prompts(tokenizer, sets, args)
+            script.read_prompts(tokenizer, sets, "text", args)
     file.write_text("who?\n\n höw\n")
     expected = [(tokenizer(line).input_ids, None) for line in ("who?", " höw")]
-    assert script.read_prompts(tokenizer, sets, args) == expected
-    args.kind = "messages"
-    (chat, _), _ = script.read_prompts(tokenizer, sets, args)
+    assert script.read_prompts(tokenizer, sets, "text", args) == expected
+    (chat, _), _ = script.read_prompts(tokenizer, sets, "messages", args)
     assert tokenizer.decode(chat) == "<|im_start|>user\nwho?<|im_end|>\n<|im_start|>assistant\n"
 
 
@@ -217,7 +214,7 @@ def test_the_card_names_what_is_on_the_hub(script, part, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     (tmp_path / part).mkdir()
     (tmp_path / "mine").mkdir()
-    args = SimpleNamespace(model="a/b", from_scratch=False, sources=["mine", "synthetic", "c/d"])
+    args = SimpleNamespace(model="a/b", from_scratch=False, dataset=["mine", "synthetic", "c/d"])
     card = script.describe_model(args, tmp_path)
     assert card["metadata"] == {"base_model": "a/b", "datasets": ["c/d"]}
     assert card["library"] == {"model": "transformers", "adapter": "peft"}[part]
@@ -249,8 +246,8 @@ MIXED = "--max_train_steps 4 --mixture"
         ("--model m --adapter a --dtype bfloat16", dict(lr=2e-4, lora_rank=0)),
         ("--model m --lora_rank 0", dict(lr=2e-5)),
         ("--overfit_batch", dict(lr_schedule="constant", max_train_steps=200)),
-        (f"--dataset a b {MIXED} 3 1", dict(dataset="a b", shares=[3.0, 1.0], mixture="3.0 1.0")),
-        (f"--subset x {MIXED} 2", dict(subset="x", shares=[2.0], sources=["synthetic"])),
+        (f"--dataset a b {MIXED} 3 1", dict(dataset=["a", "b"], mixture=[3.0, 1.0])),
+        (f"--subset x {MIXED} 2", dict(subset="x", mixture=[2.0], dataset=["synthetic"])),
         ("--streaming --max_train_steps 4", dict(streaming=True, mixture=None)),
     ],
 )

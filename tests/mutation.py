@@ -41,7 +41,7 @@ ROOT = Path(__file__).resolve().parents[1]
 PAGE = ROOT / "tests" / "README.md"
 ROOMS = ("units", "properties")
 # Signals, threads and `os._exit`: real processes test them, and canaries.py their tests.
-LAUNCHED = ("utils/run/process.py", "utils/scale/stacks.py")
+LAUNCHED = ("utils/run/process.py", "utils/scale/watchdog.py")
 FUNCTIONS = [
     "scripts/train_cifar.py::lr_multiplier,image_size_at,predict_views,evaluate,predict,summarize",
     "scripts/train_gpt.py::lr_multiplier,evaluate,score_windows",

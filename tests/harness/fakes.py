@@ -6,10 +6,10 @@ import torch
 from accelerate.state import AcceleratorState
 
 
-def accelerator(processes=1, rank=0, device="cpu", registered=(), schedulers=(), **more):
+def accelerator(processes=1, rank=0, device="cpu", registered=(), optimizers=(), **more):
     """The facts of an `Accelerator` that `utils` reads; `more` replaces or adds some.
 
-    The objects and schedulers that Accelerate keeps for checkpoints have no public names there.
+    What Accelerate has registered and prepared has no public name there.
     """
     facts = {
         "num_processes": processes,
@@ -21,9 +21,8 @@ def accelerator(processes=1, rank=0, device="cpu", registered=(), schedulers=(),
         "is_fsdp2": False,
         "scaler": None,
         "optimizer_step_was_skipped": False,
-        "_optimizers": [],
         "_custom_objects": list(registered),
-        "_schedulers": list(schedulers),
+        "_optimizers": [SimpleNamespace(optimizer=optimizer) for optimizer in optimizers],
     }
     return SimpleNamespace(**facts | more)
 

@@ -113,7 +113,7 @@ def run_guards(size, function, timeout=600, **facts):
     world = World(size)
 
     def each(mine):
-        vars(mine).update(facts)
+        mine = accelerator(size, mine.process_index, **facts)
         return function(guard.Guard(mine, timeout), mine.process_index)
 
     with pytest.MonkeyPatch.context() as patch:

@@ -1,7 +1,5 @@
 """Muon, and that a step in fp16 is taken or skipped as a whole, by every optimizer."""
 
-from types import SimpleNamespace
-
 import pytest
 import torch
 from harness.worlds import run_guards
@@ -26,8 +24,7 @@ def test_a_step_whose_gradients_overflow_changes_nothing(build):
     torch.manual_seed(0)
     scaled, plain = (torch.nn.Parameter(torch.ones(3, 2)) for _ in range(2))
     with_scaler, without = build([scaled]), build([plain])
-    prepared = [SimpleNamespace(optimizer=with_scaler)]
-    run_guards(1, lambda *_: None, scaler=scaler, _optimizers=prepared)
+    run_guards(1, lambda *_: None, scaler=scaler, optimizers=[with_scaler])
     taken = set()
     with_scaler.register_step_post_hook(lambda *_: taken.add(step))
     for step in range(4):

@@ -38,16 +38,6 @@ def test_a_comment_is_a_line(line, value, parse, tmp_path):
     assert vars(parse(["@a.args"])) == expected
 
 
-def test_later_flags_win_and_only_in_front_of_all_flags_is_it_a_file(parse, tmp_path):
-    (tmp_path / "a.args").write_text("--lr 0.1\n--lr 0.2\n")
-    (tmp_path / "b.args").write_text("--lr 0.4\n")
-    assert parse(["@a.args", "--lr", "0.3"]).lr == 0.3
-    assert parse(["@a.args", "@b.args"]).lr == 0.4
-    assert parse(["--prompt", "x", "@a.args"]).rest == ["@a.args"]
-    with pytest.raises(UserError, match="argument --size: invalid int value"):
-        parse(["--size", "1", "@a.args"])
-
-
 def test_frozen_arguments_do_not_change(parse):
     args = parse(["--lr", "2"])
     args.lr = 3.0

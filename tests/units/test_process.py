@@ -129,39 +129,3 @@ def test_a_status_that_cannot_be_written_costs_a_warning(error, ends, capfd):
     assert ends(OSError("x"))[-1] == 1
     warning = f"warning: the run's status was not written: {error}"
     assert capfd.readouterr().err.endswith(f"error: OSError: x\n{warning}\n")
-
-
-def test_a_script_may_explain_its_own_errors(ends, capfd):
-    explained = RunFailed("a worker died", rank_variable=None, retry=False)
-    assert ends(KeyError("a"), lambda error: explained)[-1] == 1
-    assert capfd.readouterr().err == "error: a worker died\n"
-
-
-def test_who_prints_an_error_of_all_processes(ends, capfd, monkeypatch):
-    waits = []
-    monkeypatch.setattr(entry.time, "sleep", waits.append)
-    monkeypatch.setattr(entry.signal, "signal", lambda *_: None)
-    monkeypatch.setenv("LOCAL_RANK", "1")
-    for variable, prints in (("RANK", True), ("LOCAL_RANK", False), (None, True)):
-        assert ends(UserError("too few GPUs", rank_variable=variable))[-1] == 2
-        assert (capfd.readouterr().err == "error: too few GPUs\n") == prints
-    assert waits == [10]
-    # The error of a loader worker comes with the traceback of that process.
-    text = "Caught UserError in DataLoader worker process 0.\nTraceback\nUserError: bad image\n"
-    ends(UserError(text, rank_variable="LOCAL_RANK"))
-    assert capfd.readouterr().err.startswith("error: bad image")
-
-
-def test_a_process_stopped_outside_of_a_step_says_so_where_there_is_a_run(ends, capfd, monkeypatch):
-    reasons = []
-    process.record_with(None, reasons.append)
-    ends(process.Interrupted())
-    reason = "stopped by a signal to another process in an evaluation, which the restart repeats"
-    assert reasons == [reason] and capfd.readouterr().err == f"{reason}: {failures.SAME_COMMAND}\n"
-    process.record_with(None)
-    ends(process.Interrupted())
-    assert capfd.readouterr().err == f"{reason}\n"
-    monkeypatch.setenv("RANK", "1")
-    process.record_with(None, reasons.append)
-    ends(process.Interrupted())
-    assert capfd.readouterr().err == "" and len(reasons) == 1

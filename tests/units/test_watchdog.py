@@ -169,7 +169,7 @@ def test_who_asks_for_a_checkpoint_asks_once(watch, tmp_path):
         dog.check(nn.Linear(1, 1))
         assert (tmp_path / "save_now").exists() == (dog is second)
     first.check(nn.Linear(1, 1))
-    assert first.test.run.printed == ["asked by the file save_now: saves a checkpoint"]
+    assert first.test.run.printed == ["asked by the file save_now: checkpoint of step 7"]
     assert second.test.run.printed == []
 
 

@@ -54,7 +54,7 @@ class Watchdog:
         self._seconds, self._told = timeout / 2, self._ranks == 1
         self.request, self.save_request = run.path / "dump_stacks", run.path / "save_now"
         self._answered = self._reported = self._save_seen = None
-        self._save_asked, self._save_answered = False, None
+        self._save_asked = False
         self._pace, self._waited = Pace(model), 0.0
         guard.attach(self)
         self._quit = open(run.path / f".quit_{self._rank}", "w+")  # noqa: SIM115 (as long as the run)
@@ -89,7 +89,8 @@ class Watchdog:
         with contextlib.suppress(OSError):
             if self._rank == 0 and self.save_request.exists():
                 self.save_request.unlink()
-                self._run.print("asked by the file save_now: saves a checkpoint")
+                step = self._guard.step
+                self._run.print(f"asked by the file save_now: checkpoint of step {step}")
         if self._told or not isinstance(model, DistributedDataParallel):
             return
         total = checksum(model)

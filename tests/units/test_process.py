@@ -11,7 +11,7 @@ from types import SimpleNamespace
 import pytest
 from harness.worlds import in_forks
 
-from utils.run import entry, failures, process
+from utils.run import entry, process
 from utils.run.failures import RunFailed, UserError
 
 
@@ -104,20 +104,6 @@ def test_a_process_that_must_end_at_once_waits_for_what_is_left_of_its_time(monk
         name = "SIGTERM" if got_it else None
         [outcome] = in_forks(lambda _, got_it=got_it: process_that_ends(got_it))
         assert outcome == ([("waits", seconds), 75], name)
-
-
-@pytest.mark.parametrize("again", [True, False])
-def test_the_first_process_to_fail_records_why_and_says_how_to_continue(again, ends, capfd):
-    recorded, firsts = [], iter([True, False])
-    process.record_with(lambda *reason: recorded.append(reason) or next(firsts))
-    for is_first in (True, False):
-        ends(RunFailed("the loss is wrong", retry=again, more=": [1, 2]"))
-        said = "error: the loss is wrong\n" + f"{failures.SAME_COMMAND}\n" * (is_first and again)
-        assert capfd.readouterr().err == said
-    assert recorded == [("the loss is wrong: [1, 2]", again)] * 2
-    process.record_with(None)  # no run yet: nothing to continue
-    ends(RunFailed("the loss is wrong", retry=again))
-    assert capfd.readouterr().err == "error: the loss is wrong\n"
 
 
 @pytest.mark.parametrize("error", [OSError(28, "No space left"), UserError("it is damaged")])

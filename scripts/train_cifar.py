@@ -46,7 +46,7 @@ from utils.report.model_card import for_markdown
 from utils.report.profiler import start_profiler
 from utils.report.tracking import Trackers
 from utils.run import ddp, entry, launch, weights
-from utils.run.arguments import Parser
+from utils.run.arguments import Parser, frozen
 from utils.run.collectives import local_main_first
 from utils.run.domains import number
 from utils.run.failures import UserError
@@ -538,7 +538,7 @@ def parse_args():
     args = flags.parse_with_checks(parser)
     if args.overfit_batch:
         args.lr_schedule, args.warmup, args.label_smoothing = "constant", 0.0, 0.0
-    return args.freeze()
+    return frozen(args)
 
 
 if __name__ == "__main__":

@@ -55,7 +55,7 @@ from utils.report.profiler import start_profiler
 from utils.report.progress import Progress
 from utils.report.tracking import Trackers
 from utils.run import ddp, entry, launch, weights
-from utils.run.arguments import Parser
+from utils.run.arguments import Parser, frozen
 from utils.run.collectives import local_main_first, run_on_main
 from utils.run.domains import number
 from utils.run.failures import UserError, optional
@@ -763,7 +763,7 @@ def parse_args():
         )
     if args.overfit_batch:
         args.lr_schedule, args.dropout = "constant", 0.0
-    return args.freeze()
+    return frozen(args)
 
 
 if __name__ == "__main__":

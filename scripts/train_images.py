@@ -61,7 +61,7 @@ from utils.report.profiler import start_profiler
 from utils.report.progress import Progress
 from utils.report.tracking import Trackers
 from utils.run import ddp, devices, entry, launch, weights
-from utils.run.arguments import Parser
+from utils.run.arguments import Parser, frozen
 from utils.run.collectives import gather, local_main_first, run_on_main
 from utils.run.domains import number
 from utils.run.failures import UserError, optional
@@ -725,7 +725,7 @@ def parse_args():
     if args.overfit_batch:
         args.lr_schedule = "constant"
         args.label_smoothing = args.mixup = args.cutmix = args.ema_decay = 0.0
-    return args.freeze()
+    return frozen(args)
 
 
 if __name__ == "__main__":

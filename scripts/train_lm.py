@@ -56,7 +56,7 @@ from utils.report.profiler import start_profiler
 from utils.report.progress import Progress
 from utils.report.tracking import Trackers
 from utils.run import ddp, entry, launch
-from utils.run.arguments import Parser
+from utils.run.arguments import Parser, frozen
 from utils.run.collectives import local_main_first, run_on_all, run_on_main
 from utils.run.domains import number
 from utils.run.failures import UserError, optional
@@ -825,7 +825,7 @@ def parse_args():
         raise UserError("--subset is of a single --dataset: leave it out of a mixture")
     if args.overfit_batch:
         args.lr_schedule = "constant"
-    return args.freeze()
+    return frozen(args)
 
 
 if __name__ == "__main__":

@@ -28,7 +28,7 @@ from torch import nn
 from torch.utils.data import DataLoader, Subset, TensorDataset
 
 from utils.run import ddp, entry, launch, weights
-from utils.run.arguments import Parser, check_start
+from utils.run.arguments import Parser, check_start, frozen
 from utils.run.folder import RunFolder
 from utils.run.guard import Guard
 from utils.run.plan import Plan
@@ -135,7 +135,7 @@ def parse_args():
     parser.add_init_from_argument(parser.add_run_arguments())
     args = parser.parse_args()
     check_start(args)
-    return args.freeze()
+    return frozen(args)
 
 
 if __name__ == "__main__":

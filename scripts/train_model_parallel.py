@@ -63,7 +63,7 @@ from utils.report import hub, model_card, plots
 from utils.report.profiler import start_profiler
 from utils.report.tracking import Trackers
 from utils.run import ddp, entry, launch, weights
-from utils.run.arguments import BATCH, Parser
+from utils.run.arguments import BATCH, Parser, frozen
 from utils.run.collectives import gather, local_main_first
 from utils.run.domains import number
 from utils.run.failures import UserError
@@ -496,7 +496,7 @@ def parse_args():
     args = flags.parse_with_checks(parser)
     if args.width % 8:
         raise UserError(f"--width {args.width} is not a multiple of 8")
-    return args.freeze()
+    return frozen(args)
 
 
 if __name__ == "__main__":

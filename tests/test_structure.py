@@ -270,8 +270,8 @@ def test_what_makes_code_hard_to_follow_stays_out():
 
 
 def test_arguments_do_not_change_after_parsing():
-    """`Arguments.freeze` sees to that; here, that every training script calls it."""
+    """`frozen` sees to that; here, that every training script calls it."""
     for script in SCRIPTS:
         functions = nodes(ROOT / "scripts" / f"train_{script}.py")
         parse = next(n for n in functions if getattr(n, "name", "") == "parse_args")
-        assert ast.unparse(parse.body[-1]) == "return args.freeze()"
+        assert ast.unparse(parse.body[-1]) == "return frozen(args)"

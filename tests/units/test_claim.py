@@ -7,8 +7,8 @@ from types import SimpleNamespace
 import pytest
 
 from utils.run import claim as module
-from utils.run.claim import Place, check_shared, claim
-from utils.run.failures import RunFailed, UserError
+from utils.run.claim import check_shared, claim
+from utils.run.failures import UserError
 
 
 def refused(folder, match):
@@ -103,17 +103,3 @@ def test_the_lock_of_the_main_process_may_take_a_while_to_show(tmp_path, monkeyp
     with pytest.raises(UserError, match=f"different folder on {socket.gethostname()} than for me"):
         check_shared(tmp_path / "run", "me")
     assert len(seconds) == 3 + module.SHARED_CHECKS
-
-
-def test_a_folder_is_known_by_its_place(tmp_path):
-    (tmp_path / "run").mkdir()
-    place = Place(tmp_path / "run")
-    place.check()
-    (tmp_path / "run").rename(tmp_path / "moved")
-    for _ in range(2):
-        with pytest.raises(RunFailed, match=f"^--output_dir {tmp_path}/run was removed or renamed"):
-            place.check()
-        (tmp_path / "run").mkdir(exist_ok=True)  # another one
-    (tmp_path / "run").rmdir()
-    (tmp_path / "moved").rename(tmp_path / "run")
-    place.check()

@@ -414,24 +414,6 @@ def test_a_finished_run(tmp_path, capsys, monkeypatch):
         opened(tmp_path, LONGER, epochs=4)
 
 
-def test_a_run_out_of_patience_has_ended_until_it_gets_more(tmp_path, capsys):
-    run = started(tmp_path, patience=1)
-    for step, score in ((7, 0.5), (8, 0.4)):
-        run.log("val", step, score=score)
-    assert run.out_of_patience()
-    save(run, 8)
-    run.finish(8, val_loss=1.0)
-    run.close()
-    assert results(tmp_path)["stopped_early"] == {"patience": 1, "total_steps": 14}
-    ended = "finished: no better score for 1 evaluation: val loss 1.0000"
-    assert ended in capsys.readouterr().out
-    assert status(tmp_path)["reason"] == "no better score for 1 evaluation"
-    assert opened(tmp_path, patience=1).finished
-    assert capsys.readouterr().out.endswith("--max_train_steps, or a larger --patience\n")
-    for changed in (dict(patience=2), dict(), dict(plan=LONGER, epochs=4, patience=1)):
-        assert opened(tmp_path, **changed).finished is None
-
-
 def test_what_follows_a_run_is_a_command_that_can_be_copied(tmp_path, capsys, script):
     """It is for a script that is there."""
     script.with_name("look.py").touch()

@@ -204,15 +204,6 @@ def test_the_line_of_a_checkpoint_comes_behind_those_of_later_steps(sent, printe
     assert lines_of(tmp_path) == [lines[0], lines[1], lines[3], {**lines[2], "seconds": 2.0}]
 
 
-def test_a_late_line_does_not_hide_those_of_the_resumed_step(sent, printed, tmp_path):
-    names = [("train", 5), ("train", 6), ("val", 6), ("checkpoint", 3), ("train", 7)]
-    lines = [{"split": split, "step": step, "seconds": 1.0} for split, step in names]
-    text = [f"{json.dumps(line)}\n" for line in lines]
-    (tmp_path / "metrics.jsonl").write_text("".join(text))
-    opened(tmp_path, 6, sent).write("val", 6)
-    assert lines_of(tmp_path) == lines[:4]
-
-
 @pytest.mark.parametrize("torn", [b"", b'{"split": "train", "st', bytes(500)])
 def test_a_restart_drops_a_line_that_was_being_written(torn, printed, tmp_path):
     lines = [{"split": split, "step": step} for step in range(50) for split in ("train", "val")]

@@ -140,8 +140,3 @@ def test_a_card_of_a_script_that_says_nothing_promises_no_model(tmp_path, monkey
 def test_a_card_that_fails_costs_a_warning(tmp_path, capsys):
     model_card.write(SimpleNamespace(path=tmp_path, record={}, results={}))
     assert "warning: the model card README.md is missing (KeyError" in capsys.readouterr().err
-
-
-def test_names_format_nothing_in_a_card():
-    shown = model_card.for_markdown('a_b <c> | \x1b `d` "e"')
-    assert shown == 'a\\_b &lt;c&gt; \\| \\\\x1b \\`d\\` "e"'

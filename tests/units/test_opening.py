@@ -43,12 +43,6 @@ def refused(folder, match, *who, **identified):
         look(folder, *who, **identified)
 
 
-def test_a_claim_is_undone_after_an_error(tmp_path):
-    claim_and_find(tmp_path / "run", identity(), None)
-    assert process.state.failed("the model is wrong", True) is True
-    assert os.listdir(tmp_path) == []
-
-
 LEFT_BY_A_START = (".lock", ".args.json.7.writing", "checkpoints", "status.json", ".status.json.12")
 
 

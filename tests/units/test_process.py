@@ -11,7 +11,7 @@ from types import SimpleNamespace
 import pytest
 from harness.worlds import in_forks
 
-from utils.run import entry, failures, process
+from utils.run import entry, process
 from utils.run.failures import RunFailed, UserError
 
 
@@ -106,20 +106,6 @@ def test_a_process_that_must_end_at_once_waits_for_what_is_left_of_its_time(monk
         assert outcome == ([("waits", seconds), 75], name)
 
 
-@pytest.mark.parametrize("again", [True, False])
-def test_the_first_process_to_fail_records_why_and_says_how_to_continue(again, ends, capfd):
-    recorded, firsts = [], iter([True, False])
-    process.record_with(lambda *reason: recorded.append(reason) or next(firsts))
-    for is_first in (True, False):
-        ends(RunFailed("the loss is wrong", retry=again, more=": [1, 2]"))
-        said = "error: the loss is wrong\n" + f"{failures.SAME_COMMAND}\n" * (is_first and again)
-        assert capfd.readouterr().err == said
-    assert recorded == [("the loss is wrong: [1, 2]", again)] * 2
-    process.record_with(None)  # no run yet: nothing to continue
-    ends(RunFailed("the loss is wrong", retry=again))
-    assert capfd.readouterr().err == "error: the loss is wrong\n"
-
-
 @pytest.mark.parametrize("error", [OSError(28, "No space left"), UserError("it is damaged")])
 def test_a_status_that_cannot_be_written_costs_a_warning(error, ends, capfd):
     def record(reason, retry):
@@ -129,39 +115,3 @@ def test_a_status_that_cannot_be_written_costs_a_warning(error, ends, capfd):
     assert ends(OSError("x"))[-1] == 1
     warning = f"warning: the run's status was not written: {error}"
     assert capfd.readouterr().err.endswith(f"error: OSError: x\n{warning}\n")
-
-
-def test_a_script_may_explain_its_own_errors(ends, capfd):
-    explained = RunFailed("a worker died", rank_variable=None, retry=False)
-    assert ends(KeyError("a"), lambda error: explained)[-1] == 1
-    assert capfd.readouterr().err == "error: a worker died\n"
-
-
-def test_who_prints_an_error_of_all_processes(ends, capfd, monkeypatch):
-    waits = []
-    monkeypatch.setattr(entry.time, "sleep", waits.append)
-    monkeypatch.setattr(entry.signal, "signal", lambda *_: None)
-    monkeypatch.setenv("LOCAL_RANK", "1")
-    for variable, prints in (("RANK", True), ("LOCAL_RANK", False), (None, True)):
-        assert ends(UserError("too few GPUs", rank_variable=variable))[-1] == 2
-        assert (capfd.readouterr().err == "error: too few GPUs\n") == prints
-    assert waits == [10]
-    # The error of a loader worker comes with the traceback of that process.
-    text = "Caught UserError in DataLoader worker process 0.\nTraceback\nUserError: bad image\n"
-    ends(UserError(text, rank_variable="LOCAL_RANK"))
-    assert capfd.readouterr().err.startswith("error: bad image")
-
-
-def test_a_process_stopped_outside_of_a_step_says_so_where_there_is_a_run(ends, capfd, monkeypatch):
-    reasons = []
-    process.record_with(None, reasons.append)
-    ends(process.Interrupted())
-    reason = "stopped by a signal to another process in an evaluation, which the restart repeats"
-    assert reasons == [reason] and capfd.readouterr().err == f"{reason}: {failures.SAME_COMMAND}\n"
-    process.record_with(None)
-    ends(process.Interrupted())
-    assert capfd.readouterr().err == f"{reason}\n"
-    monkeypatch.setenv("RANK", "1")
-    process.record_with(None, reasons.append)
-    ends(process.Interrupted())
-    assert capfd.readouterr().err == "" and len(reasons) == 1

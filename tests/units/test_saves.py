@@ -1,4 +1,4 @@
-"""The checkpoints that a run writes, beside the training or not, and the best of its scores.
+"""The checkpoints that a run writes, beside the training or not.
 
 What a folder holds after any sequence of saves is in properties/test_run_folder_machine.py.
 """
@@ -11,9 +11,8 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 from harness import fakes
 
-from utils.run import manifest, process
-from utils.run.failures import RunFailed
-from utils.run.saves import Best, Saves, Writer
+from utils.run import manifest
+from utils.run.saves import Saves, Writer
 
 
 class Beside(Writer):
@@ -83,22 +82,6 @@ def test_a_checkpoint_is_written_beside_the_training(tmp_path, writer):
     assert 0 < figures["blocked_seconds"] < figures["seconds"]
 
 
-@pytest.mark.parametrize("how", ["wait", "the next save", "the end"])
-def test_who_waits_for_it(how, tmp_path, writer):
-    saves = saves_of(tmp_path, writer)
-    threading.Timer(0.05, writer.go_on.set).start()
-    save(saves, 3, wait=how == "wait")
-    if how == "the next save":
-        with saves.write({"progress": {"step": 6, "evaluation_due": False}}, wait=False):
-            assert steps_in(tmp_path) == [3] and process.is_stopping()
-        assert not process.is_stopping()
-    elif how == "the end":
-        saves.finish()
-    [(_, figures)] = saves.lines
-    assert steps_in(tmp_path) == [3] and figures["seconds"] > 0.04
-    assert (figures["blocked_seconds"] == figures["seconds"]) == (how == "wait")
-
-
 @pytest.mark.parametrize("written_first", [True, False])
 def test_only_what_is_written_and_evaluated_replaces_older_ones(written_first, tmp_path, writer):
     save(saves_of(tmp_path), 3, wait=True)
@@ -123,25 +106,10 @@ def test_an_evaluation_that_does_not_come_keeps_nothing_waiting(tmp_path):
     save(saves, 3, wait=True)
     save(saves, 6, due=True, wait=True)
     assert steps_in(tmp_path) == [3, 6]
+    assert all(line["blocked_seconds"] == line["seconds"] for _, line in saves.lines)
     saves.finish()
     assert steps_in(tmp_path) == [6]
     assert manifest.read(manifest.all_in(tmp_path)[0])["progress"]["evaluation_due"] is True
-
-
-def test_the_evaluation_of_the_checkpoint_to_continue_from(tmp_path):
-    save(saves_of(tmp_path), 6, due=True, wait=True)
-    saves = saves_of(tmp_path)
-    saves.resume(6, evaluation_due=False)
-    saves.evaluated(6, {"score": 0.1})
-    assert saves.newest_step == 6
-    for score in (0.5, 0.9):
-        saves.resume(6, evaluation_due=True)
-        saves.evaluated(6, {"score": score})
-        assert manifest.read(manifest.all_in(tmp_path)[0])["progress"]["score"] == score
-    other = saves_of(tmp_path / "other")  # it continues from the checkpoint of another run
-    other.resume(6, evaluation_due=True)
-    other.evaluated(6, {"score": 0.1})
-    assert steps_in(tmp_path / "other") == []
 
 
 def test_a_write_that_fails_costs_the_checkpoint(tmp_path, writer, capsys):
@@ -170,17 +138,6 @@ def test_an_error_of_the_script_while_saving_is_not_hidden(tmp_path):
         save(saves_of(tmp_path), 3, error=ZeroDivisionError())
 
 
-def test_only_saves_that_fail_in_a_row_end_the_run(tmp_path):
-    saves, away = saves_of(tmp_path), OSError("the file server is away")
-    for step, error in ((4, away), (5, away), (6, None), (7, away), (8, away)):
-        save(saves, step, wait=True, error=error)
-    with pytest.raises(
-        RunFailed, match=r"3 checkpoints in a row could .* of step 6\. Make "
-    ) as end:
-        save(saves, 9, wait=True, error=away)
-    assert end.value.retry and str(tmp_path) in str(end.value)
-
-
 def test_a_writer_hears_whether_the_training_waits_and_gets_what_it_captured(tmp_path):
     seen = []
 
@@ -196,38 +153,3 @@ def test_a_writer_hears_whether_the_training_waits_and_gets_what_it_captured(tmp
     for wait in (True, False):
         save(saves_of(tmp_path, Later()), 3, wait=wait)
     assert seen[:2] == [True, "what to write"] and seen[-2:] == [False, "what to write"]
-
-
-# ------------------------------------------------------------------------------------- the best one
-
-
-def test_the_best_is_the_highest_score_and_of_equal_ones_the_lowest_loss():
-    best = Best(1)
-    assert not best.out_of_patience()
-    assert best.record(0) == dict(score=None, loss=None, best=None, best_loss=None, stale=0)
-    best.add(4, 0.5, 1.0)
-    best.add(6, 0.5, 1.5)
-    assert best.out_of_patience() and best.reason() == "no better score for 1 evaluation"
-    assert best.record(6) == dict(score=0.5, loss=1.5, best=0.5, best_loss=1.0, stale=1)
-    assert best.record(7) == dict(score=None, loss=None, best=0.5, best_loss=1.0, stale=1)
-    best.add(8, 0.5, 0.9)
-    assert best.record(8)["best_loss"] == 0.9 and best.stale == 0
-
-
-def test_the_count_is_in_the_checkpoint():
-    best = Best(3)
-    for step, score in enumerate((0.5, 0.4, 0.3), 1):
-        best.add(step, score, 2.0)
-    again, longer, forever = Best(3), Best(3), Best()
-    for other in (again, forever):
-        other.restore(best.record(3), longer=False)
-        other.add(4, 0.45, None)
-    assert again.out_of_patience() and again.reason() == "no better score for 3 evaluations"
-    assert forever.stale == 3 and forever.reason() == "all steps done"
-    longer.restore(best.record(3), longer=True)
-    ended = []
-    for step in range(3):
-        longer.add(step, 0.4, None)
-        ended.append(longer.out_of_patience())
-    assert ended == [False, False, True]
-    assert longer.record(9) == dict(score=None, loss=None, best=0.5, best_loss=2.0, stale=3)

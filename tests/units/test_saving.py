@@ -13,7 +13,6 @@ import torch.distributed.checkpoint as dcp
 from accelerate import Accelerator
 from accelerate.utils import other
 from harness import fakes
-from harness.launches import GPT, metrics, run
 from safetensors.torch import load_file
 from torch import nn
 
@@ -142,33 +141,6 @@ def test_only_files_are_written_later_and_only_in_the_block(tmp_path, writer):
     assert (torch.save, other.safe_save_file, dcp.save) == before
     writes.pop()()
     assert load_file(tmp_path / "a.safetensors")["a"] == 1
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("config", ["2cpu", "4gpu_fsdp"])
-def test_a_checkpoint_has_the_same_bytes_either_way(config, tmp_path):
-    arguments = (
-        "--dataset synthetic --n_layer 1 --n_head 1 --n_embd 16 --block_size 16 --batch_size 4 "
-        "--max_train_steps 12 --eval_every 100 --checkpoint_every 3 --keep_checkpoints 9"
-    )
-    launcher = ("--num_processes", "2") if config == "4gpu_fsdp" else ()
-    for kind, more in (("beside", ""), ("waiting", "--wait_for_checkpoints")):
-        run(config, GPT, f"{arguments} {more}", output_dir=tmp_path / kind, launcher=launcher)
-    beside, waiting = (
-        {
-            name: digest
-            for name, digest in digests(tmp_path / kind / "checkpoints").items()
-            if name.name not in ("manifest.json", ".metadata")  # the latter has a random name
-        }
-        for kind in ("beside", "waiting")
-    )
-    assert beside == waiting and len(beside) > 8
-    lines = metrics(tmp_path / "beside", "checkpoint")
-    assert [(line["step"], line["written"]) for line in lines] == [
-        (step, True) for step in (3, 6, 9, 12)
-    ]
-    for line in [*metrics(tmp_path / "waiting", "checkpoint"), lines[-1]]:
-        assert line["blocked_seconds"] == line["seconds"]
 
 
 # -------------------------------------------------------------------------------- who waits for it

@@ -91,18 +91,11 @@ def test_each_tracker_continues_its_run_in_its_own_words(step, monkeypatch):
 
 def test_arguments_are_recorded_where_a_restart_purges_them():
     board, wandb = Tracker("tensorboard"), Tracker("wandb")
-    board.calls = wandb.calls = Kept()
     arguments = {"lr": 0.1, "model": None}
-    started(board, wandb, arguments=arguments)
-    assert board.calls == [
-        ("log", {"arguments": "    lr 0.1\n    model None"}, {"step": 31}),
-        ("store_init_configuration", arguments, {}),
-    ]
-
-
-class Kept(list):
-    def clear(self):
-        """Keeps the calls of the start."""
+    logger, run = started(board, wandb, arguments=arguments)
+    logger.start(run)
+    assert board.calls == [("log", {"arguments": "    lr 0.1\n    model None"}, {"step": 31})]
+    assert wandb.calls == [("store_init_configuration", arguments, {})]
 
 
 def test_trackers_that_cannot_be_started_are_a_warning(capsys):

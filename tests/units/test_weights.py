@@ -100,15 +100,6 @@ def test_a_model_begins_with_the_weights_of_a_file(file, capsys):
     assert capsys.readouterr().out == f"4 tensors initialized from {file}\n"
 
 
-@pytest.mark.parametrize("prefix", ["", "module.", "_orig_mod.", "model.", "module._orig_mod."])
-def test_the_prefix_of_a_wrapper_does_not_matter(prefix):
-    names = {"0.weight", "1.part.bias"}
-    wrapped = {f"{prefix}{name.replace('part', '_orig_mod.part')}": 1 for name in names}
-    assert weights.unwrapped(wrapped).keys() == names
-    some = {"module.a": 1, "b": 2}
-    assert weights.unwrapped(some) == some  # no wrapper: it is not around all
-
-
 @pytest.mark.parametrize(
     ("change", "says"),
     [

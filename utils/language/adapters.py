@@ -176,12 +176,12 @@ def load_trained(path, **options):
         UserError: there is none.
     """
     folder = Path(path).expanduser()
-    arguments = (read_json(folder / "args.json") or {}).get("arguments", {})
+    recorded = (read_json(folder / "args.json") or {}).get("data", {})
     if (folder / ADAPTER).is_dir() and not (folder / MODEL).is_dir():
         model, tokenizer = _load_adapted(folder, **options)
     else:
         model, tokenizer = _load(path, **options)
-    kind = arguments.get("kind") or ("messages" if tokenizer.chat_template else "text")
+    kind = recorded.get("kind") or ("messages" if tokenizer.chat_template else "text")
     return model, tokenizer, kind
 
 

@@ -38,17 +38,21 @@ SECONDS = number(int, 1, most=30 * 24 * 3600)  # more than a job may take; libra
 
 
 class Arguments(argparse.Namespace):
-    """Parsed arguments. After `freeze`, assigning to one raises an AttributeError."""
+    """Parsed arguments. Once they are `frozen`, assigning to one raises an AttributeError.
 
-    def freeze(self):
-        """Returns the arguments, which cannot be changed any more: they carry nothing home."""
-        object.__setattr__(self, "_frozen", True)
-        return self
+    It has no method: the name of a flag could be the same.
+    """
 
     def __setattr__(self, name, value):
         if "_frozen" in self.__dict__:
             raise AttributeError(f"arguments do not change after parsing: pass {name} on by itself")
         super().__setattr__(name, value)
+
+
+def frozen(args):
+    """Returns the `Arguments`, which cannot be changed any more: they carry nothing home."""
+    object.__setattr__(args, "_frozen", True)
+    return args
 
 
 class Parser(argparse.ArgumentParser):

@@ -542,7 +542,7 @@ def main():
     plan = Plan.from_args(args, None if isinstance(train_set, list) else len(train_set))
     writer = BackgroundWriter(accelerator, args.wait_for_checkpoints)
     run = RunFolder(args, accelerator, MAY_CHANGE, [trackers], writer)
-    run.open(plan, data=data.description, base=base)  # continues a run, or finds it finished
+    run.open(plan, data=data.description, base=base, kind=data.kind)  # finished, or continues
     if run.finished:
         return hub.upload(run.path, args.push_to_hub)  # if that failed before
     eval_samples = subset.count_evaluated(run, plan, args, data.count_held_out())

@@ -79,7 +79,7 @@ def small_disk(folder, size):
 def test_killed_at_every_moment(reference, tmp_path):
     """All kills in one run: each continues from the files that the previous one left.
 
-    SMALL saves after steps 3, 6, 9, 12 and 14, and evaluates after step 7.
+    SMALL saves after steps 3, 6, 7, 9, 12 and 14, and evaluates after step 7.
     """
     for fault, newest in (
         ("die_after_rename@1:0", 3),
@@ -161,7 +161,7 @@ def interrupted(made_once):
 
     def make(folder):
         faulty("sigterm_in_step@8", SMALL, folder, config="cpu")
-        assert checkpoints(folder) == [6, 8]
+        assert checkpoints(folder) == [7, 8]
         return folder
 
     return made_once("interrupted", make)
@@ -196,9 +196,9 @@ def update_manifest(folder):
     ("damage", "says", "resumed_from"),
     [
         (None, "", 8),
-        (flip, "warning: checkpoint .*model.safetensors does not match its checksum", 6),
+        (flip, "warning: checkpoint .*model.safetensors does not match its checksum", 7),
         pytest.param(
-            make_infinite, "fc3.bias in model.safetensors is not finite", 6, marks=pytest.mark.slow
+            make_infinite, "fc3.bias in model.safetensors is not finite", 7, marks=pytest.mark.slow
         ),
     ],
 )
@@ -223,7 +223,7 @@ def test_only_damaged_checkpoints_are_an_error_not_a_new_start(interrupted, tmp_
         flip(tmp_path / "run" / "checkpoints" / f"step_{step:08d}" / "optimizer.bin")
     done = run(None, CIFAR, SMALL, output_dir=tmp_path / "run", check=False)
     assert done.returncode == 2 and "error: all checkpoints in" in done.stderr
-    assert checkpoints(tmp_path / "run") == [6, 8]
+    assert checkpoints(tmp_path / "run") == [7, 8]
 
 
 class Bomb:

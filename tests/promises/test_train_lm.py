@@ -168,7 +168,7 @@ def test_lora_saves_the_adapter_only_and_refuses_another_base(lm, chats, tmp_pat
         next(plain.parameters()).add_(1)
     plain.save_pretrained(base)
     done = run(None, LM, words, output_dir=folder, check=False)
-    assert done.returncode == 2 and "--base" in done.stderr, done.stderr
+    assert done.returncode == 2 and ", base " in done.stderr, done.stderr
 
 
 DATA = f"--dataset {{chats}} {MODEL}"

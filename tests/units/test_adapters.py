@@ -130,7 +130,7 @@ def test_tied_weights_are_written_once(tmp_path):
 def test_a_run_says_what_its_model_was_trained_on(kind, tmp_path):
     model, tokenizer = make_model("llama"), causal_lm.byte_tokenizer()
     if kind:
-        (tmp_path / "args.json").write_text(json.dumps({"arguments": {"kind": kind}}))
+        (tmp_path / "args.json").write_text(json.dumps({"arguments": {}, "data": {"kind": kind}}))
     adapters.export(tmp_path, model, model.state_dict(), tokenizer)
     loaded, known, found = adapters.load_trained(tmp_path, dtype=torch.bfloat16)
     assert found == (kind or "messages") and known.get_vocab() == tokenizer.get_vocab()

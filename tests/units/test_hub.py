@@ -12,9 +12,9 @@ from utils.run.failures import UserError
 
 def test_a_name_that_is_no_repository_is_refused(monkeypatch):
     monkeypatch.setenv("HF_TOKEN", "hf_x")
+    hub.check_repository("a/b")
     with pytest.raises(UserError, match="--push_to_hub a/b/c: "):
         hub.check_repository("a/b/c")
-    hub.check_repository("a/b")
 
 
 def test_everything_but_the_checkpoints_is_uploaded(tmp_path, monkeypatch, capsys):

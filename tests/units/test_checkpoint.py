@@ -345,8 +345,8 @@ def test_tensors_of_any_size_are_not_written_for_the_check(monkeypatch):
     monkeypatch.setattr(
         torch, "save", lambda state, file: real_save(state, file) or written.append(file.tell())
     )
-    registered = [Registered(value=[torch.ones(10**6)])]
-    checkpoint.check_objects(fakes.accelerator(registered=registered))
+    large = Registered(value=[torch.ones(10**6)])
+    checkpoint.check_objects(fakes.accelerator(registered=[large]))
     assert written[0] < 10**4
 
 

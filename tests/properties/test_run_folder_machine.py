@@ -250,11 +250,8 @@ class Folder(RuleBasedStateMachine):
             ends = (last or self.step == self.total) and self.note()
         self.full, checked = fails, []
         guard = SimpleNamespace(check=checked.append)
-        state = dict(position=[self.step])
-        with (
-            self.hearing_of_it(ends),
-            self.run.checkpoint(self.step, guard, "the model", **state) as folder,
-        ):
+        block = self.run.checkpoint(self.step, guard, "the model", position=[self.step])
+        with self.hearing_of_it(ends), block as folder:
             self.accelerator.save_state(folder)
         assert checked == ["the model"]
         self.weights += 100  # what a thread writes was copied before

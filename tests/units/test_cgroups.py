@@ -9,13 +9,13 @@ from utils.run import cgroups
 
 @pytest.fixture
 def group(tmp_path):
-    """`group(lines, file=content)`: a process of the group job below `root`; its answers."""
+    """`group(path)`: where a process of this group, below `.root`, is looked for."""
     root, own = tmp_path / "root", tmp_path / "own"
     (root / "X:b" / "job").mkdir(parents=True)
 
     def is_in(path="X:b/job"):
         own.write_text(f"3:cpu:/other\n0::/{path}\n")
-        return {"root": root, "membership": own}
+        return dict(root=root, membership=own)
 
     is_in.root = root
     return is_in

@@ -159,13 +159,6 @@ def test_fp16_on_a_cpu_is_refused(calls, monkeypatch):
         devices.set_up_cpu("4gpu.yaml", wants_cpu=True, training=False)
 
 
-def test_the_processes_of_a_machine_without_gpus_are_named(calls, monkeypatch, capsys):
-    monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
-    monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", "no")
-    devices.set_up_cpu("4gpu.yaml", wants_cpu=False, training=False)
-    assert "on the CPU with 2 processes over gloo, precision no" in capsys.readouterr().err
-
-
 @pytest.mark.parametrize(
     ("option", "variable", "threads"),
     [

@@ -190,10 +190,3 @@ def test_what_may_change_are_flags_but_none_that_a_score_depends_on():
     may_change = arguments.MAY_CHANGE | flags.MAY_CHANGE | arguments.LENGTH
     assert {*FLAGS, *TEXTS, *SWITCHES} >= may_change
     assert not may_change & {"eval_samples", "seed", "val_fraction", "lr_schedule"}
-
-
-def test_a_compiled_model_has_the_default_mode_unless_another_is_given():
-    assert parse("--compile").compile == "default"
-    assert parse("--compile", "reduce-overhead").compile == "reduce-overhead"
-    with pytest.raises(UserError, match="argument --compile: invalid choice: 'fast'"):
-        parse("--compile", "fast")

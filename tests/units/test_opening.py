@@ -96,16 +96,6 @@ def test_a_run_is_continued_with_its_own_arguments_only(tmp_path):
     refused(tmp_path, r"arguments: data x \(was cifar\). To", OWN, {"data"}, data="x")
 
 
-def test_a_run_of_another_script_is_named(tmp_path, monkeypatch):
-    """Unless it has the same arguments, as a copy or a renamed script has."""
-    run_in(tmp_path, command="scripts/train_b.py", run_id="its id")
-    assert look(tmp_path).run_id == "its id"
-    says = f"^{tmp_path} holds a run of train_b.py, not train_a.py: use another --output_dir$"
-    refused(tmp_path, says, OWN | {"padding": 4}, ["padding"])
-    monkeypatch.setattr(sys, "argv", ["scripts/train_b.py"])
-    assert look(tmp_path, OWN | {"padding": 4}, ["padding"]).run_id == "its id"
-
-
 def test_weights_are_offered_only_to_the_same_model():
     earlier = {"arguments": OWN, "data": {"data": "cifar"}}
     check_same(earlier, identity(), "runs/a")

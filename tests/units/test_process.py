@@ -23,7 +23,7 @@ class Ended(Exception):
 def ends(monkeypatch):
     """`ends(error)`: what `entry.run` does with an error of `main`: its calls, and the exit code."""
 
-    def run(error, explain=lambda error: None):
+    def run(error):
         def end(code):
             calls.append(code)
             raise Ended
@@ -34,7 +34,7 @@ def ends(monkeypatch):
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(os, "_exit", end)
             with pytest.raises(Ended):
-                entry.run(main, explain)
+                entry.run(main)
         return calls
 
     calls = []

@@ -213,8 +213,6 @@ def test_the_first_process_to_fail_says_why(retry, locks, tmp_path, monkeypatch)
 
 def test_a_batch_script_learns_which_folder_it_is(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
-    monkeypatch.delenv("RUN_FOLDER_FILE", raising=False)
-    record.tell_batch_script(Path("my run"), 7)
     monkeypatch.setenv("RUN_FOLDER_FILE", str(tmp_path / "job.folder"))
     record.tell_batch_script(Path("my run"), 7)
     assert (tmp_path / "job.folder").read_text() == f"{tmp_path}/my run\n7\n"

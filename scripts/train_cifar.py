@@ -457,7 +457,7 @@ def main():
     if run.evaluation_due:  # the run was stopped in it
         validate(step)
     profile = start_profiler(accelerator, run.path, args.profile)
-    for epoch, remaining in plan.epochs(start=step, done=run.out_of_patience):
+    for epoch, remaining in plan.epochs(start=step, done=run.best.out_of_patience):
         train_loader.set_epoch(epoch)
         batches = remaining.rest(train_loader)  # without those before an interruption
         for step, micro_batches in remaining.accumulated(run.timed(batches)):

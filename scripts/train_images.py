@@ -524,7 +524,7 @@ def main():
     if run.evaluation_due:  # the run was stopped in it
         validate(step)
     profile = start_profiler(accelerator, run.path, args.profile)
-    for epoch, remaining in plan.epochs(start=step, done=run.out_of_patience):
+    for epoch, remaining in plan.epochs(start=step, done=run.best.out_of_patience):
         loaders["train"].set_epoch(epoch)
         batches = loaders["rest"] = remaining.rest(loaders["train"])  # not those before a restart
         for step, micro_batches in remaining.accumulated(run.timed(collecting(batches, bad))):

@@ -580,7 +580,7 @@ def main():
         validate(step)
     train_loss, saved = math.inf, dict(eval_samples=eval_samples)
     profile = start_profiler(accelerator, run.path, args.profile)
-    for epoch, remaining in plan.epochs(start=step, done=run.out_of_patience):
+    for epoch, remaining in plan.epochs(start=step, done=run.best.out_of_patience):
         batches = remaining.rest(epoch_batches(train_loader, epoch))  # not those before a restart
         for step, micro_batches in remaining.accumulated(run.timed(batches)):
             # `backward` divides by the accumulation, and DDP averages: both are undone here.

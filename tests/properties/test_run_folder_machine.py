@@ -390,7 +390,7 @@ class Folder(RuleBasedStateMachine):
         assert checkpoints == self.saved
         assert status(self.path)["state"] == "running"
         assert status(self.path)["step"] == self.started_at
-        assert self.run.out_of_patience() == self.out_of_patience()
+        assert self.run.best.out_of_patience() == self.out_of_patience()
 
 
 QUICK = settings(max_examples=20, stateful_step_count=20, phases=[Phase.generate])

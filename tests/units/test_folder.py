@@ -242,7 +242,7 @@ def test_what_a_checkpoint_records_and_how_time_is_counted(tmp_path, monkeypatch
 
 def test_a_save_that_is_asked_for_is_due_once(tmp_path):
     run = started(tmp_path)
-    run.ask_save()
+    run.save_asked = True
     assert [run.save_due(step) for step in (1, 2, 3)] == [True, False, True]
 
 
@@ -283,7 +283,7 @@ def test_the_processes_decide_by_the_score_of_the_first(values, agreed, tmp_path
         score, loss = values[here.process_index]
         run.log("val", 7, score=score, loss=loss)
         run.log("val", 8, score=0.5, loss=0.0)
-        return run.out_of_patience()
+        return run.best.out_of_patience()
 
     outcomes = world.run(process_of)
     if agreed is None:

@@ -39,6 +39,8 @@ class RunFolder:
             `checkpoint`, and more; {} for a new run.
         evaluation_due (bool): whether the evaluation after the step to continue from is missing,
             because the run was stopped in it: after `start`, evaluate first.
+        best (Best): the scores; `best.out_of_patience` says whether the run ends early.
+        save_asked (bool): set it on all processes in the same step, and the next `save_due` is true.
         record (dict | None): what args.json says of this start; on the main process, after `start`.
         results (dict | None): what results.json says, after `finish`.
         meter, metrics, saves: the `Meter`, `Metrics` and `Saves`, after `start`.
@@ -48,8 +50,8 @@ class RunFolder:
         """
         Args:
             may_change: arguments of the script that may change when the run continues.
-            loggers: what gets each log line, too: see `Metrics`; has `start(run)` and
-                `finish(run)`, called on the main process.
+            loggers: get each log line, see `Metrics`; have `start(run)` and `finish(run)`, which
+                the main process calls.
             writer: how checkpoints are written: see `saves.Writer`.
         """
         self.path, self.is_main = Path(args.output_dir), accelerator.is_main_process
@@ -59,9 +61,7 @@ class RunFolder:
         self._args, self.accelerator = args, accelerator
         self._loggers, self._writer = loggers, writer
         self._may_change = set(may_change)
-        self._best, self._save_asked = Best(getattr(args, "patience", None)), False
-
-    # ----------------------------------------------------------------------------------- start
+        self.best, self.save_asked = Best(getattr(args, "patience", None)), False
 
     def open(self, plan=None, **data):
         """Locks the folder and looks for a checkpoint to continue from; writes no records yet.
@@ -74,9 +74,7 @@ class RunFolder:
                 checksum of the data; recorded in args.json under `data`.
 
         Raises:
-            UserError: the folder cannot be written, is in use, or belongs to a run that these
-                arguments do not continue; all checkpoints are damaged; or the run has already taken
-                more steps than `plan` allows.
+            UserError: see `opening.claim_and_find`.
         """
         self._plan = plan
         may_change = MAY_CHANGE | self._may_change | (LENGTH if plan else set())
@@ -130,14 +128,12 @@ class RunFolder:
         self.saves.resume(step, self.evaluation_due)
         if self._start.checkpoint:
             longer = self._start.manifest["total_steps"] != plan.total_steps
-            self._best.restore(self.progress, longer)
+            self.best.restore(self.progress, longer)
         if self.is_main and plan:
             for logger in self._loggers:
                 logger.start(self)
             opening.announce(accelerator, self.path, plan, self._start)
         return step
-
-    # -------------------------------------------------------------------------------- the loop
 
     def timed(self, batches):
         """Yields `batches`, and measures which share of the time the loop waits for them."""
@@ -162,27 +158,19 @@ class RunFolder:
         self.metrics.log(split, step, figures, score)
         if score is not None:
             loss = None if figures.get("loss") is None else float(figures["loss"])
-            self._best.add(step, *same_everywhere(self.accelerator, [score, loss]))
+            self.best.add(step, *same_everywhere(self.accelerator, [score, loss]))
         if split in ("val", "test"):
             self.evaluation_due = False
-            changes = {**self._best.record(step), "evaluation_due": False}
+            changes = {**self.best.record(step), "evaluation_due": False}
             self.saves.evaluated(step, changes)
             if self._is_last(step) and self.saves.newest_step == step:
                 process.training_ends()
 
-    def out_of_patience(self):
-        """Whether `--patience` evaluations in a row had no better score: the run ends."""
-        return self._best.out_of_patience()
-
     def save_due(self, step):
         """Whether to save after `step`. Call it after each step: it also notes earlier saves."""
         self.saves.look()
-        asked, self._save_asked = self._save_asked, False
+        asked, self.save_asked = self.save_asked, False
         return asked or self._plan.save_due(step)
-
-    def ask_save(self):
-        """Makes the next `save_due` true; call it on all processes in the same step."""
-        self._save_asked = True
 
     def print(self, text):
         """Prints on the main process, above the progress bar if there is one."""
@@ -193,9 +181,8 @@ class RunFolder:
     def checkpoint(self, step, guard, model, **state):
         """Yields the folder for `accelerator.save_state`, which becomes `checkpoints/step_N`.
 
-        Every file is hashed and synced to disk before the folder gets its final name. If writing
-        fails, prints a warning, and training continues on all processes without this checkpoint;
-        after three failures in a row, the run ends with an error.
+        Every file is hashed and synced to disk before the folder gets its final name. A write error
+        costs a warning and this checkpoint; three in a row end the run.
 
         Args:
             guard (Guard): checks that `model` has not diverged.
@@ -204,7 +191,7 @@ class RunFolder:
         guard.check(model)
         self._place.check()
         self.metrics.sync()  # the lines up to a checkpoint are not written again after a power cut
-        progress = {"step": step, **self._best.record(step), **state}
+        progress = {"step": step, **self.best.record(step), **state}
         progress["train_seconds"] = self.train_seconds()
         progress["evaluation_due"] = self._plan.evaluation_due(step)
         contents = {"progress": progress, **(self.record or {})}
@@ -214,13 +201,11 @@ class RunFolder:
         self.metrics.restart_clock(step)
 
     def _is_last(self, step):
-        return step == self._plan.total_steps or self.out_of_patience()
+        return step == self._plan.total_steps or self.best.out_of_patience()
 
     def train_seconds(self):
         """Seconds since the first step, without the time between an interruption and a restart."""
         return self.progress.get("train_seconds", 0.0) + time.perf_counter() - self._start_time
-
-    # ----------------------------------------------------------------------------------- the end
 
     def exit_preempted(self, where):
         """Ends every process after a signal, with exit code `PREEMPTED`, and records why.
@@ -245,15 +230,13 @@ class RunFolder:
     def finish(self, step, **figures):
         """Writes results.json and the status `finished`; call it once the weights are written.
 
-        Plots, samples and the like come after it: an error in them cannot cost the results.
-
-        Args: figures: final metrics.
+        Plots and samples come after it: an error in them costs no result. `figures`: final metrics.
         """
         self._place.check()
         self.saves.finish()
         self.results = {**figures, **self.metrics.totals(step, self.train_seconds())}
         self.results["resumed_from"] = self._resumed_from
-        if self.out_of_patience():
+        if self.best.out_of_patience():
             early = {"patience": self._args.patience, "total_steps": self._plan.total_steps}
             self.results["stopped_early"] = early
         if self.is_main:
@@ -268,7 +251,7 @@ class RunFolder:
         if self.is_main:
             write_json(self.path / "results.json", results)
             record.write_status(
-                self.path, "finished", self._best.reason(), step=results["global_step"]
+                self.path, "finished", self.best.reason(), step=results["global_step"]
             )
 
     def close(self, next_command=None):
@@ -281,7 +264,7 @@ class RunFolder:
         if self.is_main:
             for logger in self._loggers:
                 logger.finish(self)
-            ended = f"finished: {self._best.reason()}" if self.out_of_patience() else "done"
+            ended = f"finished: {self.best.reason()}" if self.best.out_of_patience() else "done"
             print(summary(self.results, self.path, ended))
             if next_command:
                 _suggest(next_command, str(self.path))

@@ -77,7 +77,7 @@ class Watchdog:
     def hear(self, votes):
         """For the guard: the maxima of the votes of all processes."""
         if votes[0]:
-            self._run.ask_save()
+            self._run.save_asked = True
         self._pace.add(votes[1:])
 
     def figures(self):

@@ -266,7 +266,8 @@ def test_what_makes_code_hard_to_follow_stays_out():
                 names += [a.arg for a in node.args.kwonlyargs]
                 assert len(set(names) - {"self", "cls"}) <= 6, f"{path.name}: {node.name}"
             if isinstance(node, ast.ClassDef):
-                assert node.end_lineno - node.lineno < 270, f"{path.name}: {node.name}"
+                limit = 250 if node.name == "RunFolder" else 270
+                assert node.end_lineno - node.lineno < limit, f"{path.name}: {node.name}"
 
 
 def test_arguments_do_not_change_after_parsing():

@@ -40,7 +40,7 @@ class RunFolder:
         evaluation_due (bool): whether the evaluation after the step to continue from is missing,
             because the run was stopped in it: after `start`, evaluate first.
         best (Best): the scores; `best.out_of_patience` says whether the run ends early.
-        save_asked (bool): set it on all processes in the same step, and the next `save_due` is true.
+        save_asked (bool): set in the same step on all processes: the next `save_due` is true.
         record (dict | None): what args.json says of this start; on the main process, after `start`.
         results (dict | None): what results.json says, after `finish`.
         meter, metrics, saves: the `Meter`, `Metrics` and `Saves`, after `start`.

@@ -9,6 +9,10 @@ of every data parallel recipe, and what does them here:
     sampler         DistributedSampler(...), set_epoch      prepare(loader), loader.set_epoch
     DDP wrapper     DistributedDataParallel(model)          prepare(model)
     rank 0 saves    if rank == 0: torch.save(state_dict)    save_state, weights.export
+
+A copy needs only `utils/run`. It waits for its checkpoints, and does not say which process hangs or
+is slow: a line after `guard` does, `Watchdog(run, guard, accelerator, model, args.timeout)` of
+`utils/scale/watchdog.py`.
 """
 
 import sys

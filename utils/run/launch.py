@@ -102,7 +102,8 @@ def print_banner(accelerator, batch_size, gradient_accumulation_steps=1):
             f"distributed_type in {config_name()}"
         )
     parts = processes * gradient_accumulation_steps
-    check_division(batch_size, parts, f"{processes} process(es)")
+    accumulation = f"{gradient_accumulation_steps} accumulation step(s)"
+    check_division(batch_size, parts, f"{processes} process(es) x {accumulation}")
     if accelerator.is_main_process:
         threads = torch.get_num_threads()
         device = torch.cuda.get_device_name() if on_gpu else f"CPU, {plural(threads, 'thread')}"
@@ -129,8 +130,7 @@ def check_division(batch_size, parts, of_what):
         below, above = batch_size // parts * parts, (batch_size // parts + 1) * parts
         sizes = f"{below} or {above}" if below else above
         raise UserError(
-            f"--batch_size {batch_size} does not divide evenly over {of_what} and accumulation "
-            f"steps, {parts} parts: use {sizes}"
+            f"--batch_size {batch_size} does not divide evenly over {of_what}: use {sizes}"
         )
 
 

@@ -32,7 +32,9 @@ def check(accelerator, batch_size, gradient_accumulation_steps):
     if len(possible) == 1:
         return
     parts = math.lcm(*possible) * gradient_accumulation_steps
-    launch.check_division(batch_size, parts, f"{either(possible)} processes")
+    accumulation = f"{gradient_accumulation_steps} accumulation step(s)"
+    of_what = f"{either(possible)} process(es) x {accumulation}"
+    launch.check_division(batch_size, parts, of_what)
     if accelerator.is_main_process:
         print(
             "elastic training: when machines leave or join, the run continues from its last "

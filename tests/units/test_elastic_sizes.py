@@ -53,7 +53,7 @@ def test_a_batch_must_fit_every_number_of_processes(launched, capsys):
         "elastic training: when machines leave or join, the run continues from its last "
         "checkpoint with 2, 4 or 6 processes\n"
     )
-    with pytest.raises(UserError, match=r"over 2, 4 or 6 processes and .*: use 24 or 48$"):
+    with pytest.raises(UserError, match=r"over 2, 4 or 6 process.* x 2 .*: use 24 or 48$"):
         elastic.check(accelerator(2), 32, 2)
-    with pytest.raises(UserError, match=r"parts: use 24$"):
+    with pytest.raises(UserError, match=r": use 24$"):
         elastic.check(accelerator(2), 8, 2)

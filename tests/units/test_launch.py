@@ -144,7 +144,9 @@ def test_the_banner(capsys, launched, monkeypatch):
         _, said = banner(accelerator(2, device="cuda"), 48, 2)
         assert said.startswith(start)
         assert ("--nondeterministic: fastest algorithms" in said) is not deterministic
-    with pytest.raises(UserError, match=r"over 2 process\(es\) and .*, 4 parts: use 48 or 52$"):
+    with pytest.raises(
+        UserError, match=r"over 2 process\(es\) x 2 accumulation step\(s\): use 48 or 52$"
+    ):
         banner(accelerator(2), 50, 2)
 
 

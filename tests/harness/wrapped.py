@@ -21,6 +21,7 @@ import runpy
 import signal
 import subprocess
 import sys
+import threading
 import time
 import warnings
 from types import SimpleNamespace
@@ -35,7 +36,6 @@ sys.path.insert(1, os.path.dirname(sys.path[0]))
 sys.path.append(str(pathlib.Path(__file__).resolve().parents[2]))  # if the script is this one again
 
 from utils.run.process import finish_writing, signal_name
-from utils.scale import saving
 
 name, _, when = fault.partition("@")
 when, _, argument = when.partition(":")
@@ -106,15 +106,20 @@ def kill():
     os.kill(os.getpid(), signal.SIGKILL)
 
 
+def complete_checkpoint():
+    """That of before is complete when the process dies: a test knows where the run goes on."""
+    if not threading.current_thread().name.startswith("checkpoint"):  # the thread that writes it
+        finish_writing(None)
+
+
 def die():
-    # The checkpoint before is complete: a test knows from which step the run goes on.
-    finish_writing(None)
+    complete_checkpoint()
     kill()
 
 
 def lose_machine():
     """Kills everything that this process's launcher started, and the launcher, at once."""
-    finish_writing(None)
+    complete_checkpoint()
     launcher = psutil.Process(os.getppid())
     for process in [launcher, *launcher.children(recursive=True)]:
         if process.pid != os.getpid():
@@ -124,7 +129,7 @@ def lose_machine():
 
 def lose_power():
     """Tells nobody: the packets that the kernel sends when processes die do not leave."""
-    finish_writing(None)
+    complete_checkpoint()
     subprocess.run(["ip", "link", "set", os.environ["GLOO_SOCKET_IFNAME"], "down"], check=True)
     lose_machine()
 
@@ -218,7 +223,6 @@ def rename(original, source, target, **kwargs):
     """Around the moment at which the checkpoint gets its final name."""
     strike = str(source).endswith(".writing") and strikes()
     if strike and name == "lost_before_rename":
-        saving.BackgroundWriter.wait_for_newest = lambda _: None  # this is the thread that writes
         lose_machine()
     elif strike and name == "die_before_rename":
         kill()

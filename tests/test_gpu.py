@@ -43,6 +43,7 @@ from safetensors.torch import load_file
 from torch.utils.flop_counter import FlopCounterMode
 from torchvision.models import ResNet50_Weights, get_model
 
+from utils import weight_files
 from utils.images.augment import augment
 from utils.muon import orthogonalize
 from utils.report.mfu import known_tflops
@@ -525,7 +526,7 @@ def sharded(place, folder):
         assert results(killed)["num_processes"] == count
         assert final_weights(killed) == final_weights(whole)
         last = whole / "checkpoints" / f"step_{place.steps:08}"
-        assert len(list((last / weights.SHARDS).glob("*.distcp"))) == count
+        assert len(list((last / weight_files.SHARDS).glob("*.distcp"))) == count
         exported, in_shards = load_file(whole / "model.safetensors"), weights.read(last).state
         assert exported.keys() == in_shards.keys()
         assert all(torch.equal(in_shards[name], exported[name]) for name in exported)

@@ -133,7 +133,7 @@ class Disk:
     """A folder whose operations are applied one by one."""
 
     def __init__(self):
-        self.root = Folder()
+        self.root, self.replaced = Folder(), {}
 
     def find(self, path):
         """The `File` or `Folder` at a path."""
@@ -179,7 +179,9 @@ class Disk:
         else:
             if operation == "rename":
                 del place.now[name]
-            self.find(Path(more[0]).parent).now[Path(more[0]).name] = node
+            new = self.find(Path(more[0]).parent)
+            self.replaced[new.now.get(Path(more[0]).name)] = node
+            new.now[Path(more[0]).name] = node
 
     def files(self, variant):
         """What is on the disk: path -> bytes, or None for a folder.
@@ -187,12 +189,16 @@ class Disk:
         Args:
             variant (str): "process killed": everything. "data lost": of each file what an fsync has
                 covered, of names all. "names lost": of each folder, too. "all lost but removals":
-                the same, but what was removed has gone.
+                the same, but what was removed has gone; not what a rename has replaced, which is
+                there if the new file is not.
         """
         alive = {node for _, node in self.walk()}
         found = {}
         for path, node in self.walk(synced=variant in VARIANTS[2:]):
-            if variant == "all lost but removals" and node not in alive:
+            newest = node
+            while newest in self.replaced:
+                newest = self.replaced[newest]
+            if variant == "all lost but removals" and newest not in alive:
                 continue
             if isinstance(node, Folder):
                 found[path] = None

@@ -88,7 +88,7 @@ def test_killed_at_every_moment(reference, tmp_path):
         ("die_before_rename@1:0", 3),  # the checkpoint is complete, except for its final name
         ("die_after_rename@1:0", 6),
         ("die_while_written@1:1", 6),
-        ("die_in_evaluation@1:0", 6),  # after a step, before its test line is logged
+        ("die_in_evaluation@1:0", 7),  # its step is saved, its test line is not logged
         ("die_before_state@2:0", 9),  # the folder of a checkpoint exists and is empty
         ("die_in_step@2:1", 9),  # between two checkpoints, a rank other than 0
         ("sigterm_while_written@1:1", 12),
@@ -143,7 +143,7 @@ def test_a_killed_launcher_leaves_no_orphans(tmp_path):
 def test_another_number_of_processes_trains_on_the_same_samples(reference, tmp_path):
     faulty("die_in_step@8:0", SMALL, tmp_path / "run", config="2cpu")
     run("cpu", CIFAR, SMALL, output_dir=tmp_path / "run")
-    assert results(tmp_path / "run")["resumed_from"] == 6
+    assert results(tmp_path / "run")["resumed_from"] == 7
     # With other samples, the loss of a step would differ by far more than rounding.
     lines = [metrics(folder, "train") for folder in (tmp_path / "run", reference("cpu").folder)]
     for a, b in zip(*lines, strict=True):

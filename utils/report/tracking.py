@@ -1,6 +1,7 @@
 """Starts Accelerate's experiment trackers, and sends each record to each of them only once."""
 
 import sys
+import threading
 from pathlib import Path
 
 from accelerate.tracking import LOGGER_TYPE_TO_CLASS, get_available_trackers
@@ -73,6 +74,11 @@ class Trackers:
             "clearml": {"task_name": name},
             "aim": {"experiment": name},
         }
+        # If TensorBoard's thread cannot write, `log` raises its error, too.
+        others, ours = threading.excepthook, "tensorboard."
+        threading.excepthook = lambda error: (
+            type(error.thread).__module__.startswith(ours) or others(error)
+        )
         with optional("experiment tracking"):
             self._accelerator.init_trackers(Path(sys.argv[0]).stem, init_kwargs=options)
 

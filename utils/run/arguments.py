@@ -38,21 +38,20 @@ SECONDS = number(int, 1, most=30 * 24 * 3600)  # more than a job may take; libra
 
 
 class Arguments(argparse.Namespace):
-    """Parsed arguments. Once they are `frozen`, assigning to one raises an AttributeError.
+    """Parsed arguments that cannot be changed: they carry nothing home.
 
     It has no method: the name of a flag could be the same.
     """
 
     def __setattr__(self, name, value):
-        if "_frozen" in self.__dict__:
-            raise AttributeError(f"arguments do not change after parsing: pass {name} on by itself")
-        super().__setattr__(name, value)
+        raise AttributeError(f"arguments do not change after parsing: pass {name} on by itself")
 
 
 def frozen(args):
-    """Returns the `Arguments`, which cannot be changed any more: they carry nothing home."""
-    object.__setattr__(args, "_frozen", True)
-    return args
+    """Returns these arguments as `Arguments`."""
+    result = Arguments()
+    vars(result).update(vars(args))
+    return result
 
 
 class Parser(argparse.ArgumentParser):
@@ -75,14 +74,14 @@ class Parser(argparse.ArgumentParser):
 
     def choice(self, flag):
         """The value of `--flag`, read before the full parse: other defaults depend on it."""
-        parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False, exit_on_error=False)
+        parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
         parser.add_argument(f"--{flag}", default=self.get_default(flag), nargs="?")
         return getattr(parser.parse_known_args(_expand(sys.argv[1:]))[0], flag)
 
     def parse_known_args(self, args=None, namespace=None):
-        """As in argparse, which `parse_args` calls; returns `Arguments`, and reads `@FILE`."""
+        """As in argparse, which `parse_args` calls; reads `@FILE`."""
         words = sys.argv[1:] if args is None else list(args)
-        return super().parse_known_args(_expand(words), namespace or Arguments())
+        return super().parse_known_args(_expand(words), namespace)
 
     def add_training_arguments(self, group, **defaults):
         """Adds the flags of every training loop; `defaults` are their defaults."""

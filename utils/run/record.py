@@ -29,7 +29,7 @@ def comparable(arguments):
     for name, value in arguments.items():
         if isinstance(value, list | tuple):
             value = shlex.join(str(_absolute(name, item)) for item in value)
-        if isinstance(value, plain) and not name.startswith("_"):
+        if isinstance(value, plain):
             values[name] = _absolute(name, value)
     return values
 

@@ -27,7 +27,7 @@ def test_only_paths_to_data_become_absolute(tmp_path, monkeypatch):
     (tmp_path / "data").mkdir()
     (tmp_path / "link").symlink_to("data")
     arguments = {"dataset": "link", "init_from": "w.pth", "output_dir": "data", "lr": 0.1}
-    arguments |= {"seed": 3, "compile": False, "eval_every": None, "_note": True}
+    arguments |= {"seed": 3, "compile": False, "eval_every": None}
     arguments |= {"weights": "link", "columns": ["a b", "c"], "call": print}
     absolute = {name: str(tmp_path / "data") for name in ("dataset", "weights")}
     absolute["columns"] = "'a b' c"

@@ -132,7 +132,7 @@ the name is not synced (utils/run/manifest.py)
 registered pickles are let through (utils/run/checkpoint.py)
 -     os.environ[FORCE] = "1"
 +     os.environ[FORCE] = "0"
-= test_faults.py -k executes_nothing
+= test_checkpoint.py -k every_load
 
 a full disk ends the run (utils/run/checkpoint.py)
 - isinstance(error, (OSError, SafetensorError))
@@ -152,7 +152,7 @@ each process decides for itself when to stop (utils/run/guard.py)
 nothing is saved on a signal (scripts/train_cifar.py)
 - if stop or run.save_due
 + if run.save_due
-= test_every_script.py -k 'signal_saves and train_cifar'
+= test_signals.py -k one_rank
 
 an evaluation ignores signals (utils/run/guard.py)
 - raise process.Interrupted

@@ -801,7 +801,7 @@ def rehearsal(check):
 REHEARSED_EVERY_TIME = (waits, tokens, orthogonalization, shared_gpu, predicted_memory)
 
 
-@pytest.mark.parametrize("check", map(rehearsal, CHECKS))
+@pytest.mark.parametrize("check", list(map(rehearsal, CHECKS)))
 def test_rehearsed_on_the_cpu(check, tmp_path):
     figures = check(REHEARSAL, tmp_path / "check")
     store(tmp_path / "results", check, figures, 1.0)

@@ -180,6 +180,7 @@ def test_time_to_save_without_a_launcher(config, tmp_path):
         os.kill(started.process.pid, signal.SIGUSR1)
     started.finish()
     assert all_end(workers) and status(tmp_path)["state"] == "preempted"
+    assert list(tmp_path.glob("checkpoints/step_*"))
 
 
 @pytest.mark.slow

@@ -1,6 +1,7 @@
 """What `utils.report.tracking` sends to each tracker."""
 
 import sys
+import threading
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -57,6 +58,18 @@ def test_what_an_accelerator_is_given(monkeypatch):
     for track, names in (("none", None), (" tensorboard , wandb", ["tensorboard", "wandb"])):
         options = Trackers(SimpleNamespace(track=track, output_dir="runs/a")).options()
         assert options == {"log_with": names, "project_dir": "runs/a/tensorboard"}
+
+
+def test_only_an_error_in_the_thread_of_tensorboard_is_not_printed_twice(monkeypatch):
+    printed = []
+    monkeypatch.setattr(threading, "excepthook", printed.append)
+    started()
+    others = SimpleNamespace(thread=threading.current_thread())
+    threading.excepthook(
+        SimpleNamespace(thread=type("Writer", (), {"__module__": "tensorboard.a"})())
+    )
+    threading.excepthook(others)
+    assert printed == [others]
 
 
 @pytest.mark.parametrize("step", [30, 0])

@@ -189,8 +189,8 @@ class Disk:
         Args:
             variant (str): "process killed": everything. "data lost": of each file what an fsync has
                 covered, of names all. "names lost": of each folder, too. "all lost but removals":
-                the same, but what was removed has gone; not what a rename has replaced, which is
-                there if the new file is not.
+                the same, but what was removed has gone. A file that a rename has replaced is no
+                removed one: the old file is there if the new one is not.
         """
         alive = {node for _, node in self.walk()}
         found = {}

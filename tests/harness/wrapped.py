@@ -107,7 +107,7 @@ def kill():
 
 
 def complete_checkpoint():
-    """That of before is complete when the process dies: a test knows where the run goes on."""
+    """Waits for the checkpoint before: a test knows from which step the run continues."""
     if not threading.current_thread().name.startswith("checkpoint"):  # the thread that writes it
         finish_writing(None)
 

@@ -38,7 +38,7 @@ SECONDS = number(int, 1, most=30 * 24 * 3600)  # more than a job may take; libra
 
 
 class Arguments(argparse.Namespace):
-    """Parsed arguments that cannot be changed: they carry nothing home.
+    """Parsed arguments that cannot be changed: no function returns a result through them.
 
     It has no method: the name of a flag could be the same.
     """

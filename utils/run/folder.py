@@ -161,7 +161,7 @@ class RunFolder:
             self.best.add(step, *same_everywhere(self.accelerator, [score, loss]))
         if split in ("val", "test"):
             self.evaluation_due = False
-            self.metrics.sync()  # what a checkpoint says is evaluated is not evaluated again
+            self.metrics.sync()  # before a checkpoint says that it is evaluated
             self.saves.evaluated(step, {**self.best.record(step), "evaluation_due": False})
             if self._is_last(step) and self.saves.newest_step == step:
                 process.training_ends()
@@ -190,7 +190,7 @@ class RunFolder:
         """
         guard.check(model)
         self._place.check()
-        self.metrics.sync()  # nor are the lines up to it written again, after a power cut
+        self.metrics.sync()  # the lines up to a checkpoint are not written again after a power cut
         progress = {"step": step, **self.best.record(step), **state}
         progress["train_seconds"] = self.train_seconds()
         progress["evaluation_due"] = self._plan.evaluation_due(step)

@@ -185,8 +185,7 @@ class Saves:
         if self._accelerator.is_main_process and path.exists():  # not one of another run
             if save.evaluation:
                 manifest.amend(path, save.evaluation)
-            prune = partial(checkpoint.prune, path, self._keep)
-            self._deletion = self._writer.start([], lambda _: prune())
+            self._deletion = self._writer.start([], lambda _: checkpoint.prune(path, self._keep))
 
 
 class Best:

@@ -31,6 +31,7 @@ if __name__ == "__main__":
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(process.PREEMPTED))
 
 import cifar
+import costs
 import gpt
 import images
 import lm
@@ -39,7 +40,6 @@ import peers
 import records
 from measuring import Rounds
 
-import runs
 from utils.report.measurements import Measurements
 from utils.report.output import writing_to
 from utils.run import devices, entry
@@ -56,11 +56,11 @@ BENCHMARKS = {
     "image_loading": images.image_loading,
     "scoring": images.scoring,
     "scaling_efficiency": cifar.scaling_efficiency,
-    "startup_ratio": runs.startup_ratio,
+    "startup_ratio": costs.startup_ratio,
     "time_to_accuracy": records.time_to_accuracy,
     "imbalance": images.imbalance,
-    "checkpoint_blocking": runs.checkpoint_blocking,
-    "growth": runs.growth,
+    "checkpoint_blocking": costs.checkpoint_blocking,
+    "growth": costs.growth,
     "machine_limit": machine.machine_limit,
     "memory": cifar.memory,
     "gpt": gpt.gpt,

@@ -8,8 +8,8 @@ import pytest
 from harness.data import SMALL_DATA
 from harness.launches import load_script
 
-benchmark, gpt, images, measuring, peers, records, runs = map(
-    load_script, ("benchmark", "gpt", "images", "measuring", "peers", "records", "runs")
+benchmark, gpt, images, measuring, peers, records, costs = map(
+    load_script, ("benchmark", "gpt", "images", "measuring", "peers", "records", "costs")
 )
 
 
@@ -111,7 +111,7 @@ def stub(tmp_path):
 
 
 def test_what_a_run_costs(stub):
-    found = runs.costs.__wrapped__(lambda _, size: f"{stub} step", 1)
+    found = costs.costs.__wrapped__(lambda _, size: f"{stub} step", 1)
     assert found["start"] > 0 and found["memory"] > 0 and found["end"] > 0
     # Milliseconds, without the first step (4), and close to the fastest of the others.
     assert 6000 <= found["step"] < 7000
@@ -131,13 +131,13 @@ def test_the_first_steps_of_any_script(begin, stub):
 
 
 def test_growth_is_per_tenfold_size():
-    assert runs.per_tenfold({1: [2.0, 3.0], 100: [8.0, 3.0]}) == [2.0, 1.0]
+    assert costs.per_tenfold({1: [2.0, 3.0], 100: [8.0, 3.0]}) == [2.0, 1.0]
     measured = {
         ("images", "start"): {10: [3.0, 2.0], 100: [2.5, 4.0]},
         ("images", "end"): {10: [1.0, 1.0], 100: [1.0, 1.0]},
         ("restarts", "start"): {1: [1.0, 1.0], 1000: [8.0, 8.0]},
     }
-    assert runs.growth_table(measured).splitlines()[2:] == [
+    assert costs.growth_table(measured).splitlines()[2:] == [
         "| images: 10, 100 | 2, 2.5 (x1.25) |  |  | 1, 1 (x1.00) |",
         "| restarts: 1, 1,000 | 1, 8 (x2.00) |  |  |  |",
     ]

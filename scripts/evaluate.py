@@ -45,6 +45,7 @@ from accelerate import Accelerator, DataLoaderConfiguration
 from torch.utils.data import DataLoader
 
 from utils import weight_files
+from utils.data.cache_files import local_main_first
 from utils.data.loaders import evaluation_batch_size, loader_options
 from utils.data.report import agree
 from utils.flags import WORKERS
@@ -62,7 +63,7 @@ from utils.report.output import writing_to
 from utils.report.progress import Progress
 from utils.run import devices, entry, launch, weights
 from utils.run.arguments import Parser
-from utils.run.collectives import local_main_first, run_on_all, run_on_main
+from utils.run.collectives import run_on_all, run_on_main
 from utils.run.failures import UserError
 from utils.run.files import read_json, write_json, write_text
 from utils.run.output import one_line, plural

@@ -36,6 +36,7 @@ from torch.utils.data import DataLoader
 
 from utils import flags, schedule, weight_files
 from utils.compilation import compile_model
+from utils.data.cache_files import local_main_first
 from utils.data.loaders import evaluation_batch_size, explain
 from utils.data.report import agree
 from utils.images.arrays import load_arrays, on_device
@@ -47,7 +48,6 @@ from utils.report.profiler import start_profiler
 from utils.report.tracking import Trackers
 from utils.run import ddp, entry, launch, weights
 from utils.run.arguments import Parser, frozen
-from utils.run.collectives import local_main_first
 from utils.run.domains import number
 from utils.run.failures import UserError
 from utils.run.folder import RunFolder
@@ -502,7 +502,7 @@ def main():
         images = write_outputs(run, data.splits[shown], predictions, config)
         trackers.log_images(images, step)
         hub.upload(run.path, args.push_to_hub)
-    run.close(f"evaluate.py {run.path}")
+    run.close(model_card.command("evaluate.py", run.path))
     accelerator.end_training()
 
 

@@ -43,6 +43,7 @@ from torch.utils.data import DataLoader
 from utils import attention, flags, schedule, scores, weight_files
 from utils.compilation import compile_model
 from utils.data import subset
+from utils.data.cache_files import local_main_first
 from utils.data.loaders import EpochSampler, evaluation_batch_size, explain, loader_options
 from utils.data.report import agree
 from utils.language.lanes import gather_position
@@ -56,7 +57,7 @@ from utils.report.progress import Progress
 from utils.report.tracking import Trackers
 from utils.run import ddp, entry, launch, weights
 from utils.run.arguments import Parser, frozen
-from utils.run.collectives import local_main_first, run_on_main
+from utils.run.collectives import run_on_main
 from utils.run.domains import number
 from utils.run.failures import UserError, optional
 from utils.run.files import write_text
@@ -662,7 +663,8 @@ def main():
     if accelerator.is_main_process:
         write_outputs(run, text, sizes)
         hub.upload(run.path, args.push_to_hub)
-    run.close(f'{Path(__file__).name} --sample {run.path} --prompt "The "')
+    words = ("--sample", run.path, "--prompt", "The ")
+    run.close(model_card.command(Path(__file__).name, *words))
     accelerator.end_training()
 
 

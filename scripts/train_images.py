@@ -40,6 +40,7 @@ from torch.utils.data import DataLoader
 from utils import flags, schedule
 from utils.compilation import compile_model
 from utils.data import subset
+from utils.data.cache_files import local_main_first
 from utils.data.loaders import (
     EpochSampler,
     end_workers,
@@ -62,7 +63,7 @@ from utils.report.progress import Progress
 from utils.report.tracking import Trackers
 from utils.run import ddp, devices, entry, launch, weights
 from utils.run.arguments import Parser, frozen
-from utils.run.collectives import gather, local_main_first, run_on_main
+from utils.run.collectives import gather, run_on_main
 from utils.run.domains import number
 from utils.run.failures import UserError, optional
 from utils.run.files import write_text
@@ -573,7 +574,7 @@ def main():
         model_card.write(run, **describe_model(config, args))
         trackers.log_images(write_outputs(run, config, data, samples, unreadable), step)
         hub.upload(run.path, args.push_to_hub)
-    run.close(f"evaluate.py {run.path} --images FOLDER")
+    run.close(model_card.command("evaluate.py", run.path, "--images", "FOLDER"))
     accelerator.end_training()
 
 

@@ -43,6 +43,7 @@ from torch.utils.data import DataLoader
 
 from utils import attention, flags, schedule, scores
 from utils.data import subset
+from utils.data.cache_files import local_main_first
 from utils.data.loaders import EpochSampler, evaluation_batch_size, explain, loader_options
 from utils.data.report import agree
 from utils.language.conversations import Encoder
@@ -57,7 +58,7 @@ from utils.report.progress import Progress
 from utils.report.tracking import Trackers
 from utils.run import ddp, entry, launch
 from utils.run.arguments import Parser, frozen
-from utils.run.collectives import local_main_first, run_on_all, run_on_main
+from utils.run.collectives import run_on_all, run_on_main
 from utils.run.domains import number
 from utils.run.failures import UserError, optional
 from utils.run.files import write_text
@@ -626,7 +627,8 @@ def main():
     run.finish(step, **results, parameters=parameters, trained_parameters=trained)
     write_outputs(accelerator, run, unwrapped, tokenizer, prompts, args)
     hub.upload(run.path, args.push_to_hub)
-    run.close(f'{Path(__file__).name} --generate {run.path} --prompt "Hello"')
+    words = ("--generate", run.path, "--prompt", "Hello")
+    run.close(model_card.command(Path(__file__).name, *words))
     accelerator.end_training()
 
 

@@ -55,6 +55,7 @@ from torch import nn
 from torch.utils.data import DataLoader
 
 from utils import flags, schedule, weight_files
+from utils.data.cache_files import local_main_first
 from utils.data.loaders import evaluation_batch_size, explain
 from utils.data.report import agree
 from utils.images.arrays import load_arrays, on_device
@@ -64,7 +65,7 @@ from utils.report.profiler import start_profiler
 from utils.report.tracking import Trackers
 from utils.run import ddp, entry, launch, weights
 from utils.run.arguments import BATCH, Parser, frozen
-from utils.run.collectives import gather, local_main_first
+from utils.run.collectives import gather
 from utils.run.domains import number
 from utils.run.failures import UserError
 from utils.run.folder import RunFolder

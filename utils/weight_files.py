@@ -4,6 +4,7 @@ import os
 import tempfile
 from pathlib import Path
 from pickle import UnpicklingError
+from typing import NamedTuple
 
 import torch
 from torch.distributed.checkpoint import format_utils
@@ -12,7 +13,7 @@ from utils.run import manifest, weights
 from utils.run.checkpoint import CheckpointException, first_cause, only_weights
 from utils.run.collectives import run_on_main
 from utils.run.failures import UserError
-from utils.run.files import regular_file
+from utils.run.files import read_json, regular_file
 from utils.run.weights import first_line, shared_prefix, unwrapped
 from utils.scale import patches, shards
 
@@ -23,6 +24,26 @@ AVERAGED = "custom_checkpoint_0.pkl"  # where it saves the first registered obje
 ENTRIES = ("model", "state_dict", "model_state_dict")
 
 
+class Saved(NamedTuple):
+    """Weights, and what is known about them.
+
+    Attributes:
+        state (dict): tensors by plain name.
+        config (dict | None): what is needed to build the model again.
+        arguments (dict): those of the run that wrote it; {} if they are not known.
+        data (dict): what else it depends on, such as a checksum of the data set.
+        file (Path): where the weights are.
+        run (Path): the folder of the run, or that of the file.
+    """
+
+    state: dict
+    config: dict | None
+    arguments: dict
+    data: dict
+    file: Path
+    run: Path
+
+
 def read(path):
     """Reads weights from a run's folder, one of its checkpoints, a `.safetensors`, `.pth` or `.pt`.
 
@@ -30,7 +51,7 @@ def read(path):
     (`utils/ema.py`), these are the averaged ones, as they are in the run's final weights.
 
     Returns:
-        weights.Saved: the weights, the config of the model, and the arguments of the run.
+        Saved: the weights, the config of the model, and the arguments of the run.
 
     Raises:
         UserError: there is no such file, it holds no weights, or loading it would execute code.
@@ -42,13 +63,13 @@ def read(path):
     place = file.parent / SHARDS if sharded else file
     try:
         if sharded:
-            saved = weights.described(file, _read_shards(place), None)
+            state, config = _read_shards(place), None
         elif file.suffix in PICKLES:
-            saved = weights.described(file, _read_pickle(file), None)
+            state, config = _read_pickle(file), None
         else:
-            saved = weights.read(file)
+            state, config = weights.read(file)
         averaged = _read_averaged(file.parent) if manifest.read(file.parent) else None
-        return saved._replace(state=averaged or saved.state)
+        return _described(file, averaged or state, config)
     except (Exception, CheckpointException) as error:
         cause = first_cause(error)
         reason = first_line(cause) if place.exists() else "no such file"
@@ -57,6 +78,30 @@ def read(path):
         elif not isinstance(cause, OSError | EOFError | RuntimeError | ValueError):
             raise
         raise UserError(f"cannot read weights from {place}: {reason}") from None
+
+
+def _described(file, state, config):
+    """The weights of a file, with what its folder says about them.
+
+    Args:
+        file (Path): where they are.
+        state (dict): tensors by plain name.
+        config (dict | None): what the file itself says.
+
+    Returns:
+        Saved.
+    """
+    folder, saved = file.parent, manifest.read(file.parent)
+    if saved is None:
+        record = read_json(folder / "args.json") or {}
+        return Saved(
+            state, config, record.get("arguments", {}), record.get("data", {}), file, folder
+        )
+    # A checkpoint: runs/NAME/checkpoints/step_N, or a copy of it.
+    run = folder.parents[1] if folder.parent.name == "checkpoints" else folder.parent
+    config = config or saved["progress"].get("config")
+    arguments, data = saved.get("arguments", {}), saved.get("data", {})
+    return Saved(state, config, arguments, data, file, run)
 
 
 def _read_averaged(folder):

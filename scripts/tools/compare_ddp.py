@@ -70,13 +70,14 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 from torch.utils.data import DataLoader, Sampler
 
+from utils.data.cache_files import local_main_first
 from utils.data.report import agree
 from utils.images.arrays import load_arrays, on_device
 from utils.images.augment import normalize
 from utils.report import plots
 from utils.run import entry, launch
 from utils.run.arguments import BATCH, SECONDS, SEED, Parser
-from utils.run.collectives import local_main_first, run_on_main, wait_for_all
+from utils.run.collectives import run_on_main, wait_for_all
 from utils.run.domains import number
 from utils.run.failures import RunFailed, UserError
 from utils.run.folder import RunFolder

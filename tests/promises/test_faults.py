@@ -27,7 +27,6 @@ from harness.launches import (
     run,
     status,
 )
-from safetensors.torch import load_file, save_file
 
 WRAPPED = "tests/harness/wrapped.py"
 TINY_GPT = "--dataset synthetic --n_layer 1 --n_head 1 --n_embd 16 --block_size 16 --batch_size 4"
@@ -173,13 +172,6 @@ def flip(path):
     path.write_bytes(data)
 
 
-def make_infinite(path):
-    weights = load_file(path)
-    weights["fc3.bias"][4] = float("nan")
-    save_file(weights, path)
-    update_manifest(path.parent)
-
-
 def update_manifest(folder):
     """Updates the manifest to match the changed files, as an attacker would."""
     manifest = json.loads((folder / "manifest.json").read_text())
@@ -197,9 +189,6 @@ def update_manifest(folder):
     [
         (None, "", 8),
         (flip, "warning: checkpoint .*model.safetensors does not match its checksum", 7),
-        pytest.param(
-            make_infinite, "fc3.bias in model.safetensors is not finite", 7, marks=pytest.mark.slow
-        ),
     ],
 )
 def test_the_newest_good_checkpoint_is_used(

@@ -263,14 +263,6 @@ def test_a_checkpoint_of_another_run_counts_until_there_is_an_own_one(tmp_path):
         checkpoint.find(tmp_path / "own", str(tmp_path / "link" / "checkpoints" / own.name))
 
 
-@pytest.mark.parametrize("bad", [float("nan"), float("inf")])
-def test_weights_that_are_not_finite_are_not_continued(bad, tmp_path, capsys):
-    good = saved(tmp_path, 1)
-    saved(tmp_path, 2, value=bad)
-    assert checkpoint.find(tmp_path, "auto")[0] == good
-    assert "weight in model.safetensors is not finite" in capsys.readouterr().err
-
-
 def loading(load_state, **more):
     return fakes.accelerator(step=7, load_state=load_state, **more)
 

@@ -16,7 +16,7 @@ def refused(folder, match):
         claim(folder)
 
 
-def test_a_claim_that_is_undone_leaves_no_folder(tmp_path, monkeypatch):
+def test_a_folder_and_the_lock_in_it_are_made(tmp_path, monkeypatch):
     synced, fsync = [], os.fsync
     monkeypatch.setattr(
         os,
@@ -24,28 +24,12 @@ def test_a_claim_that_is_undone_leaves_no_folder(tmp_path, monkeypatch):
         lambda file: synced.append(os.readlink(f"/proc/self/fd/{file}")) or fsync(file),
     )
     path = tmp_path / "a" / "b" / "c"
-    claimed = claim(path)
-    assert claimed.file.name == str(path / ".lock")
-    assert claimed.owner == f"process {os.getpid()} on {socket.gethostname()}"
-    assert (path / ".lock").read_text() == claimed.owner and os.listdir(path) == [".lock"]
-    assert claimed.made == [path, tmp_path / "a" / "b", tmp_path / "a"]
+    owner, file = claim(path)
+    assert file.name == str(path / ".lock")
+    assert owner == f"process {os.getpid()} on {socket.gethostname()}"
+    assert (path / ".lock").read_text() == owner and os.listdir(path) == [".lock"]
     # A power cut would lose folders whose names are not on disk.
     assert {str(tmp_path), str(tmp_path / "a"), str(tmp_path / "a" / "b")} <= set(synced)
-    claimed.undo()
-    assert os.listdir(tmp_path) == []
-    claimed.undo()  # the folder is gone
-    there = claim(tmp_path)
-    there.undo()
-    assert there.made == [] and tmp_path.exists() and os.listdir(tmp_path) == []
-
-
-@pytest.mark.parametrize("other", ["args.json", "a file of another process"])
-def test_a_claim_is_undone_only_where_nothing_was_written(other, tmp_path):
-    claimed = claim(tmp_path / "run")
-    (tmp_path / "run" / other).write_text("x")
-    claimed.undo()
-    assert (tmp_path / "run" / ".lock").exists() == (other == "args.json")
-    assert (tmp_path / "run" / other).exists()
 
 
 def test_a_name_that_is_no_folder_is_refused_before_anything_is_made(tmp_path):
@@ -68,7 +52,8 @@ def test_a_folder_on_a_full_disk_is_refused(error, tmp_path, monkeypatch):
     monkeypatch.setattr(type(tmp_path), "write_bytes", write_bytes)
     reason = error.strerror or "odd"
     refused(tmp_path / "run", f"^cannot write to --output_dir {tmp_path / 'run'}: {reason}$")
-    assert tried == [(tmp_path / "run" / ".probe", 65536)] and not (tmp_path / "run").exists()
+    assert tried == [(tmp_path / "run" / ".probe", 65536)]
+    assert os.listdir(tmp_path / "run") == [".lock"]
 
 
 def test_the_processes_of_a_killed_job_are_waited_for(tmp_path, monkeypatch):

@@ -9,6 +9,7 @@ import torch.distributed as dist
 from harness.fakes import accelerator
 from harness.worlds import World, in_forks
 
+from utils.data.cache_files import local_main_first
 from utils.run import collectives
 from utils.run.failures import RunFailed, UserError
 
@@ -88,14 +89,12 @@ def test_who_runs_a_function_and_when_and_who_has_its_result(world):
     assert world(4).run(wait) == [4] * 4
     assert world(3).run(call(collectives.run_on_main)) == [0] * 3 and order == [0]
     assert world(3).run(call(collectives.run_on_all)) == [0, 10, 20]
-    assert world(4, machines=2).run(call(collectives.local_main_first)) == [0, 10, 20, 30]
+    assert world(4, machines=2).run(call(local_main_first)) == [0, 10, 20, 30]
     assert sorted(order[:2]) == [0, 2] and sorted(order[2:]) == [1, 3]
 
 
 @pytest.mark.parametrize("bad", [0, 1])
-@pytest.mark.parametrize(
-    "run", [collectives.run_on_main, collectives.local_main_first, collectives.run_on_all]
-)
+@pytest.mark.parametrize("run", [collectives.run_on_main, local_main_first, collectives.run_on_all])
 def test_an_error_on_any_process_is_raised_on_every_one(run, bad, world):
     """And of several errors that of the lowest rank."""
 

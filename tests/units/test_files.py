@@ -135,29 +135,6 @@ def test_a_lock_that_stays_busy_names_its_owner(owner, named, tmp_path, monkeypa
     assert (tmp_path / ".lock").read_text() == owner and locks.now == pytest.approx(100.6)
 
 
-@pytest.mark.parametrize("folders", [0, 1, 2])
-def test_a_lock_that_was_removed_meanwhile_is_made_again(folders, tmp_path):
-    """By the job that had it, with the folders that it had made: two jobs would hold it otherwise."""
-    path, tried = tmp_path / "runs" / "mine" / ".lock", []
-    real_lockf = files.fcntl.lockf
-
-    def lockf(file, flags):
-        if not tried:
-            path.unlink()
-            for folder in list(path.parents)[:folders]:
-                folder.rmdir()
-        tried.append(file)
-        return real_lockf(file, flags)
-
-    path.parent.mkdir(parents=True)
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(files.fcntl, "lockf", lockf)
-        file = files.lock(path, "process 8 on b", 3)
-    assert path.read_text() == "process 8 on b" and os.fstat(file.fileno()).st_nlink == 1
-    assert tried[0].closed and tried[-1] is file
-    file.close()
-
-
 def test_a_folder_without_locks_is_used_all_the_same(tmp_path, monkeypatch, capsys):
     locks = Locks(monkeypatch, 60, errno.EOPNOTSUPP)
     with files.lock(tmp_path / ".lock", "me", 3):

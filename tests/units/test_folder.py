@@ -7,7 +7,6 @@ import argparse
 import json
 import math
 import os
-import shlex
 import shutil
 import sys
 import time
@@ -137,9 +136,7 @@ def test_a_run_continues(tmp_path, capsys, monkeypatch):
 
 
 @pytest.mark.parametrize("retry", [True, False])
-def test_an_error_before_the_first_record_leaves_nothing_and_later_it_is_recorded(retry, tmp_path):
-    run = opened(tmp_path / "mine")
-    assert process.state.failed("the model is wrong", retry) and not run.path.exists()
+def test_the_first_error_of_a_run_is_recorded(retry, tmp_path):
     run = started(tmp_path / "mine")
     assert process.state.failed("the loss is wrong", retry) is True
     assert process.state.failed("lost contact", True) is False
@@ -412,17 +409,3 @@ def test_a_finished_run(tmp_path, capsys, monkeypatch):
     shutil.rmtree(tmp_path / "checkpoints")
     with pytest.raises(UserError, match="checkpoints are gone: train its weights further in anoth"):
         opened(tmp_path, LONGER, epochs=4)
-
-
-def test_what_follows_a_run_is_a_command_that_can_be_copied(tmp_path, capsys, script):
-    """It is for a script that is there."""
-    script.with_name("look.py").touch()
-    for name, command in (("my run", "look.py"), ("bad", "other.py")):
-        run = started(tmp_path / name)
-        run.finish(14)
-        run.close(f"{command} {run.path} --words more")
-        output = capsys.readouterr().out
-        assert "done: " in output and ("next" in output) == (name == "my run")
-        if name == "my run":
-            words = ["python", f"{script.parent}/look.py", str(run.path), "--words", "more"]
-            assert shlex.split(output.splitlines()[-1]) == ["next:", *words]

@@ -47,29 +47,10 @@ def opened(folder, step=0, sent=None, using=ALONE, plan=PLAN, rates=None):
     return Metrics(folder, using, plan, Meter(using.device, 10, rates or {}), step, loggers)
 
 
-class Bar:
-    """Stands for tqdm."""
-
-    def __init__(self, **options):
-        self.options, self.n, self.calls = options, options["initial"], []
-        self.disable = options["disable"]
-        Bar.newest = self
-
-    def update(self, count):
-        self.n += count
-
-    def set_postfix_str(self, text):
-        self.calls.append(text)
-
-    def close(self):
-        self.calls.append("closed")
-
-
 @pytest.fixture
 def printed(monkeypatch):
     lines = []
-    Bar.write = staticmethod(lines.append)
-    monkeypatch.setattr(metrics, "tqdm", Bar)
+    monkeypatch.setattr(metrics, "print", lines.append, raising=False)
     monkeypatch.setattr(metrics, "memory_bytes", {ALONE.device: 3 << 29}.__getitem__)
     return lines
 
@@ -114,7 +95,6 @@ def test_waiting_for_batches_is_a_share_of_the_time(clock):
 
 def test_a_new_run_counts_from_its_first_step(clock, sent, printed, tmp_path):
     log = opened(tmp_path, 20, sent, rates={"tokens_per_second": 5})
-    assert list(log.timed([1, 2])) == [1, 2]
     clock.now += 6
     log.restart_clock(21)
     clock.now += 3
@@ -148,24 +128,6 @@ def test_an_evaluation_is_no_time_of_training_and_has_a_score(clock, sent, print
     clock.now += 2
     log.log("train", 42, {"loss": 0.5, "lr": 0.1})
     assert lines_of(tmp_path)[-1]["step_seconds"] == 1.0
-
-
-def test_a_terminal_has_a_bar(clock, sent, printed, tmp_path, monkeypatch):
-    monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
-    log = opened(tmp_path, 20, sent)
-    options = dict(total=100, initial=20, unit="step", dynamic_ncols=True, disable=False)
-    bar = Bar.newest
-    assert bar.options == options
-    clock.now += 1
-    log.log("train", 24, {"loss": 0.5, "lr": 0.1})
-    log.close_bar()
-    assert bar.n == 24 and not printed
-    assert bar.calls == ["loss 0.5000, lr 0.1, 40 samples/s", "closed"]
-    opened(tmp_path, plan=None)
-    assert Bar.newest.disable and Bar.newest.options["total"] == 0
-    monkeypatch.setattr(sys.stderr, "isatty", lambda: False)
-    opened(tmp_path, 0, sent)
-    assert Bar.newest.disable
 
 
 def test_after_a_restart_each_line_is_written_and_sent_once(sent, printed, tmp_path):
@@ -240,7 +202,7 @@ def test_only_the_main_process_writes(clock, sent, printed, tmp_path):
     log = opened(tmp_path, 0, sent, using=other)
     log.log("train", 1, {"loss": 1.0})
     log.log("val", 1, {"loss": 1.0})
-    for call in (log.sync, log.close_bar, log.close):
+    for call in (log.sync, log.close):
         call()
     assert not sent and not printed and os.listdir(tmp_path) == []
 
@@ -281,7 +243,6 @@ def test_a_line_of_training():
     assert metrics.train_line(LINE | {"mfu": 0.4567}, 1000) == line + "  MFU 45.7%"
     slow = LINE | {"slow_rank": 3, "slowest_behind": 0.256}
     assert metrics.train_line(slow, 1000) == line + "  rank 3 is 26% slower"
-    assert metrics.train_summary(LINE) == "loss 1.2346, lr 0.000123, 1,234 samples/s"
 
 
 def test_speeds_are_as_exact_as_they_are_large():

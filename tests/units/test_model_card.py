@@ -1,6 +1,8 @@
 """The model card of a run, whose code is run here."""
 
+import shlex
 import sys
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -140,3 +142,12 @@ def test_a_card_of_a_script_that_says_nothing_promises_no_model(tmp_path, monkey
 def test_a_card_that_fails_costs_a_warning(tmp_path, capsys):
     model_card.write(SimpleNamespace(path=tmp_path, record={}, results={}))
     assert "warning: the model card README.md is missing (KeyError" in capsys.readouterr().err
+
+
+def test_the_command_is_for_a_script_that_is_there(tmp_path, monkeypatch):
+    monkeypatch.setattr(sys, "argv", [str(tmp_path / "my scripts" / "train.py")])
+    assert model_card.command("look.py", "run") is None
+    (tmp_path / "my scripts").mkdir()
+    (tmp_path / "my scripts" / "look.py").touch()
+    words = ["python", str(tmp_path / "my scripts" / "look.py"), "my run", "--prompt", "The "]
+    assert shlex.split(model_card.command("look.py", Path("my run"), "--prompt", "The ")) == words

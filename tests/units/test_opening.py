@@ -31,10 +31,10 @@ def identity(arguments=OWN, may_change=(), resume="auto", data="cifar"):
 
 
 def look(folder, *who, **identified):
-    """Where a run without checkpoints starts from; the claim is undone."""
-    claimed, start = claim_and_find(folder, identity(*who, **identified), None)
-    assert start.owner == claimed.owner
-    claimed.undo()
+    """Where a run without checkpoints starts from; the lock is released."""
+    lock, start = claim_and_find(folder, identity(*who, **identified), None)
+    assert start.owner == (folder / ".lock").read_text()
+    lock.close()
     return start
 
 
@@ -50,6 +50,7 @@ def test_a_folder_that_is_not_empty_is_no_place_for_a_run(tmp_path):
     for name in (*LEFT_BY_A_START, ".DS_Store"):  # the last one by the Finder of macOS
         (tmp_path / name).write_text("{}")
     assert look(tmp_path).run_id is None
+    (tmp_path / ".lock").unlink()
     (tmp_path / "metrics.jsonl").write_text("")
     refused(tmp_path, "is not empty and does not contain a run of these")
     assert (tmp_path / "metrics.jsonl").exists() and not (tmp_path / ".lock").exists()
@@ -79,7 +80,7 @@ def test_only_a_quick_check_empties_the_folder_that_one_left(flag, tmp_path, mon
         lambda self, **more: removed.append(self.name) or unlink(self, **more),
     )
     assert look(tmp_path, {flag: True}).run_id is None
-    assert os.listdir(tmp_path) == []
+    assert os.listdir(tmp_path) == [".lock"]
     assert [name for name in removed if name not in (".probe", ".lock")][-1] == "args.json"
     run_in(tmp_path, {flag: False})
     refused(tmp_path, f"--{flag} True", {flag: True})

@@ -175,6 +175,7 @@ def test_only_paths_of_data_may_move():
     earlier, now = {"track": "/gone/a"}, {"track": "/elsewhere/a"}
     assert record.differences(earlier, now) == ["track /elsewhere/a (was /gone/a)"]
     assert not record.differences({"dataset": "/gone/a"}, {"dataset": "/elsewhere/a"})
+    assert record.differences({"weights": "/a/b"}, {"weights": "/a/c"})
     assert not record.differences(earlier, now, {"track"})
 
 

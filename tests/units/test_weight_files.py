@@ -1,5 +1,6 @@
 """Weights of any file: sharded, averaged, pickled, with another last layer; none executes code."""
 
+import json
 import os
 
 import pytest
@@ -182,3 +183,26 @@ def test_nothing_that_is_read_executes_code(place, checkpoint, tmp_path):
     with pytest.raises(UserError, match="it would execute code when loaded: ") as caught:
         weight_files.read(path or checkpoint())
     assert not (tmp_path / "executed").exists() and "\n" not in str(caught.value)
+
+
+def test_the_weights_of_a_run(tmp_path):
+    weights.export(tmp_path, torch.nn.Linear(2, 3), {"model": "net"})
+    saved = weight_files.read(tmp_path)
+    assert (saved.config, saved.arguments, saved.run) == ({"model": "net"}, {}, tmp_path)
+    assert saved.file == tmp_path / "model.safetensors" and list(saved.state) == ["bias", "weight"]
+    (tmp_path / "args.json").write_text(json.dumps({"arguments": {"lr": 0.5}}))
+    assert weight_files.read(tmp_path / "model.safetensors").arguments == {"lr": 0.5}
+    save_file({"a": torch.ones(1)}, tmp_path / "plain.safetensors")
+    assert weight_files.read(tmp_path / "plain.safetensors").config is None
+
+
+def test_a_run_without_final_weights_has_those_of_its_newest_checkpoint(tmp_path):
+    for step in (3, 12):
+        folder = tmp_path / "checkpoints" / f"step_{step:08d}"
+        folder.mkdir(parents=True)
+        manifest_of = {"progress": {"step": step, "config": {"width": step}}, "arguments": {}}
+        (folder / manifest.MANIFEST).write_text(json.dumps(manifest_of))
+        save_file({"module.bias": torch.full((2,), float(step))}, folder / "model.safetensors")
+    saved = weight_files.read(tmp_path)
+    assert saved.state["bias"].tolist() == [12, 12] and saved.config == {"width": 12}
+    assert saved.run == tmp_path

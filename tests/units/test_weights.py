@@ -1,6 +1,5 @@
 """The final weights of a run: what is written, and what is read as the weights of a model."""
 
-import json
 import os
 
 import pytest
@@ -9,7 +8,7 @@ from harness import fakes
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
-from utils.run import manifest, weights
+from utils.run import weights
 from utils.run.failures import UserError
 
 
@@ -40,40 +39,17 @@ def test_tied_weights_are_exported_under_both_names(tmp_path):
     assert torch.equal(saved["0.weight"], saved["1.weight"])
 
 
-def test_the_weights_of_a_run(tmp_path):
-    weights.export(tmp_path, torch.nn.Linear(2, 3), {"model": "net"})
-    saved = weights.read(tmp_path)
-    assert (saved.config, saved.arguments, saved.run) == ({"model": "net"}, {}, tmp_path)
-    assert saved.file == tmp_path / "model.safetensors" and list(saved.state) == ["bias", "weight"]
-    (tmp_path / "args.json").write_text(json.dumps({"arguments": {"lr": 0.5}}))
-    assert weights.read(tmp_path / "model.safetensors").arguments == {"lr": 0.5}
-    save_file({"a": torch.ones(1)}, tmp_path / "plain.safetensors")
-    assert weights.read(tmp_path / "plain.safetensors").config is None
-
-
 def test_without_weights_it_is_one_line(tmp_path):
     for path, says in (
         (tmp_path, "holds neither model.safetensors nor a checkpoint"),
         (tmp_path / "no.safetensors", "no such file"),
     ):
         with pytest.raises(UserError, match=says):
-            weights.read(path)
+            weights.read(weights.find(path))
     (tmp_path / "bad.safetensors").write_bytes(b"x" * 100)
     with pytest.raises(UserError, match=r"cannot read weights from .*bad.safetensors: ") as caught:
         weights.read(tmp_path / "bad.safetensors")
     assert "no such file" not in str(caught.value)
-
-
-def test_a_run_without_final_weights_has_those_of_its_newest_checkpoint(tmp_path):
-    for step in (3, 12):
-        folder = tmp_path / "checkpoints" / f"step_{step:08d}"
-        folder.mkdir(parents=True)
-        manifest_of = {"progress": {"step": step, "config": {"width": step}}, "arguments": {}}
-        (folder / manifest.MANIFEST).write_text(json.dumps(manifest_of))
-        save_file({"module.bias": torch.full((2,), float(step))}, folder / "model.safetensors")
-    saved = weights.read(tmp_path)
-    assert saved.state["bias"].tolist() == [12, 12] and saved.config == {"width": 12}
-    assert saved.run == tmp_path
 
 
 def build():

@@ -11,8 +11,20 @@ import warnings
 import numpy as np
 import torch
 
+from utils.run.collectives import run_on_all
 from utils.run.failures import UserError, full_disk
 from utils.run.files import publish
+
+
+def local_main_first(accelerator, function):
+    """Runs `function()` on one process per node first, and then on the others.
+
+    The others can use what the first one cached. An error on any process is raised on every one.
+    """
+    first = accelerator.is_local_main_process
+    result = run_on_all(accelerator, function if first else lambda: None)
+    after = run_on_all(accelerator, lambda: None if first else function())
+    return result if first else after
 
 
 @contextlib.contextmanager

@@ -16,9 +16,9 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from utils.data.cache_files import cannot_write, complete_or_absent
+from utils.data.cache_files import cannot_write, complete_or_absent, local_main_first
 from utils.images.decoding import BadImage
-from utils.run.collectives import gather, local_main_first, run_on_all
+from utils.run.collectives import gather, run_on_all
 from utils.run.devices import cores_per_process
 from utils.run.failures import UserError
 

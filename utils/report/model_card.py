@@ -1,7 +1,9 @@
-"""The model card of a run: how good the model is, and how to load it without these scripts."""
+"""The model card of a run: how good the model is and how to load it; a command to look at it."""
 
 import html
 import re
+import shlex
+import sys
 from pathlib import Path
 
 import yaml
@@ -88,6 +90,12 @@ def render(record, results, **about):
         weights=about.get("weights", WEIGHTS),
         usage=about.get("usage", USAGE).strip(),
     )
+
+
+def command(script, *words):
+    """The command that runs a script beside this one; None if it is not there, as in a copy."""
+    path = Path(sys.argv[0]).with_name(script)
+    return shlex.join(["python", str(path), *map(str, words)]) if path.exists() else None
 
 
 def for_markdown(text):

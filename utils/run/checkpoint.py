@@ -13,7 +13,7 @@ import numpy as np
 import torch
 from accelerate.utils import SCALER_NAME
 from accelerate.utils.other import load as load_plain
-from safetensors import SafetensorError, safe_open
+from safetensors import SafetensorError
 from torch.distributed.checkpoint import CheckpointException
 from torch.utils._pytree import tree_map_only
 
@@ -115,10 +115,10 @@ def find(folder, resume):
                 "checkpoint: to continue from an earlier one use another --output_dir"
             )
         if not candidates:
-            return Path(resume), _verify_and_check(resume)
+            return Path(resume), manifest.verify(resume)
     for path in candidates:
         try:
-            return path, _verify_and_check(path)
+            return path, manifest.verify(path)
         except UserError as damage:
             print(f"warning: {damage}; trying the one before it", file=sys.stderr, flush=True)
     if candidates:
@@ -127,18 +127,6 @@ def find(folder, resume):
             "another --output_dir"
         )
     return None
-
-
-def _verify_and_check(path):
-    saved = manifest.verify(path)
-    for file in sorted(Path(path).glob("model*.safetensors")):
-        with safe_open(file, framework="pt") as weights:
-            for name in weights.keys():  # noqa: SIM118 (not a dict)
-                if not weights.get_tensor(name).isfinite().all():
-                    raise UserError(
-                        f"checkpoint {path} cannot continue: {name} in {file.name} is not finite"
-                    )
-    return saved
 
 
 def load(accelerator, path):

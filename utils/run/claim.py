@@ -1,11 +1,8 @@
 """Claims the folder of a run, for one job at a time, and notices if it is taken away."""
 
-import contextlib
 import os
 import socket
 import time
-from pathlib import Path
-from typing import NamedTuple
 
 from utils.run import process
 from utils.run.failures import RunFailed, UserError
@@ -13,36 +10,12 @@ from utils.run.files import lock, sync
 from utils.run.manifest import SHARED_CHECKS
 
 
-class Claim(NamedTuple):
-    """A folder that this process has locked.
-
-    Attributes:
-        owner (str): what the lock says: this process and its host.
-        file: the open lock; closing it releases the lock.
-        made (list[Path]): the folders that were made for it, innermost first.
-    """
-
-    owner: str
-    file: object
-    made: list
-
-    def undo(self):
-        """Removes what the claim has made, if the run has not written anything yet."""
-        path = Path(self.file.name).parent
-        if not (path / "args.json").exists():
-            _undo(path, self.made)
-
-
-def _undo(path, made):
-    with contextlib.suppress(OSError):  # a folder with other files, or gone
-        for name in (".probe", ".lock"):
-            (path / name).unlink(missing_ok=True)
-        for folder in made:
-            folder.rmdir()
-
-
 def claim(path):
     """Locks the folder `path` (Path), which is made if necessary; main process only.
+
+    Returns:
+        tuple: its owner (str), which is this process and its host; the open file `.lock`, which
+        releases the lock when it is closed.
 
     Raises:
         UserError: the folder cannot be written, or is in use.
@@ -55,23 +28,22 @@ def claim(path):
             f"--output_dir {path} is not valid UTF-8, and weights cannot be written to it: use "
             "another name"
         ) from None
-    made = []
     try:
         made = [folder for folder in (path, *path.parents) if not folder.exists()]
         path.mkdir(parents=True, exist_ok=True)
         # The processes of a killed job may take a few seconds to exit: wait for them.
         file = lock(path / ".lock", owner, 2 * process.ORPHAN_SECONDS)
         probe = path / ".probe"
-        probe.write_bytes(bytes(1 << 16))
-        probe.unlink()
+        try:
+            probe.write_bytes(bytes(1 << 16))
+        finally:
+            probe.unlink(missing_ok=True)
         for folder in made:  # a power cut would lose them with all that they hold
             sync(folder.parent)
     except OSError as error:
-        if made:
-            _undo(path, made)
         reason = "it is a file" if path.is_file() else error.strerror or error
         raise UserError(f"cannot write to --output_dir {path}: {reason}") from None
-    return Claim(owner, file, made)
+    return owner, file
 
 
 def check_shared(path, owner):

@@ -79,19 +79,6 @@ def run_on_main(accelerator, function):
     return _result(gather(accelerator, outcome)[0])
 
 
-def local_main_first(accelerator, function):
-    """Runs `function()` on one process per node first, and then on the others.
-
-    The others can use what the first one cached. An error on any process is raised on every one.
-    """
-    outcome = [None, None]
-    for turn in (True, False):
-        if accelerator.is_local_main_process == turn:
-            outcome = _attempt(function)
-        _all_or_none(accelerator, outcome)
-    return outcome[0]
-
-
 def run_on_all(accelerator, function):
     """Runs `function()` on every process and returns its result there.
 

@@ -145,12 +145,7 @@ def lock(path, owner, patience):
     while True:
         try:
             fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            if os.fstat(file.fileno()).st_nlink:
-                break
-            # The job that had it has removed it with what else it had made.
-            file.close()
-            Path(path).parent.mkdir(parents=True, exist_ok=True)
-            file = Path(path).open("a+")  # noqa: SIM115
+            break
         except OSError as error:
             # Lustre or NFS, mounted without locks.
             if error.errno in (errno.ENOSYS, errno.ENOLCK, errno.EOPNOTSUPP):

@@ -4,14 +4,11 @@ The folder is locked, so that only one job writes to it.
 """
 
 import contextlib
-import shlex
 import sys
 import time
 import uuid
 from functools import partial
 from pathlib import Path
-
-from tqdm import tqdm
 
 from utils.run import checkpoint, failures, manifest, opening, process, record
 from utils.run.arguments import LENGTH, MAY_CHANGE
@@ -90,7 +87,7 @@ class RunFolder:
             opening.announce_finished(self.path, self.finished)
 
     def _claim_and_find(self):
-        self._claim, start = opening.claim_and_find(self.path, self.identity, self._plan)
+        self._lock, start = opening.claim_and_find(self.path, self.identity, self._plan)
         return start
 
     def start(self, rates=None):
@@ -173,9 +170,9 @@ class RunFolder:
         return asked or self._plan.save_due(step)
 
     def print(self, text):
-        """Prints on the main process, above the progress bar if there is one."""
+        """Prints on the main process only."""
         if self.is_main:
-            tqdm.write(text)
+            print(text)
 
     @contextlib.contextmanager
     def checkpoint(self, step, guard, model, **state):
@@ -242,7 +239,6 @@ class RunFolder:
         if self.is_main:
             best = manifest.best(manifest.all_in(self.path))
             self.results["best_checkpoint"] = best and best.name
-            self.metrics.close_bar()
             self.write_results(self.results)
             process.record_with(partial(record.write_failure, self.path))  # nothing is left to do
 
@@ -258,8 +254,7 @@ class RunFolder:
         """Finishes the loggers and prints a summary. Waits for all processes.
 
         Args:
-            next_command (str | None): the name of a script and its arguments, to suggest for
-                looking at the results; not of one that is not beside this script, as in a copy.
+            next_command (str | None): a command to look at the results.
         """
         if self.is_main:
             for logger in self._loggers:
@@ -267,17 +262,8 @@ class RunFolder:
             ended = f"finished: {self.best.reason()}" if self.best.out_of_patience() else "done"
             print(summary(self.results, self.path, ended))
             if next_command:
-                _suggest(next_command, str(self.path))
+                print(f"next: {next_command}")
             self.metrics.close()
         wait_for_all(self.accelerator)  # a scheduler may stop the other machines when one exits
         if self.is_main:
-            self._claim.file.close()
-
-
-def _suggest(command, folder):
-    """Prints a command whose script is beside this one, as it has to be typed."""
-    name, _, arguments = command.partition(" ")
-    script = Path(sys.argv[0]).with_name(name)
-    if script.exists():
-        arguments = arguments.replace(folder, shlex.quote(folder))
-        print(f"next: python {shlex.quote(str(script))} {arguments}")
+            self._lock.close()

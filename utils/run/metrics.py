@@ -1,4 +1,4 @@
-"""The metrics of a run: log lines, metrics.jsonl, rates, memory and the progress bar."""
+"""The metrics of a run: log lines, metrics.jsonl, rates and memory."""
 
 import json
 import os
@@ -8,7 +8,6 @@ import time
 
 import torch
 from torch.distributed.tensor import DTensor
-from tqdm import tqdm
 
 from utils.run.files import json_lines, write_bytes
 from utils.run.output import plural
@@ -39,11 +38,6 @@ class Metrics:
         self._sent, self._start = set(), step
         if self._is_main:
             self._open(folder / "metrics.jsonl", step)
-            steps = plan.total_steps if plan else 0
-            hidden = plan is None or not sys.stderr.isatty()
-            self._bar = tqdm(
-                total=steps, initial=step, unit="step", dynamic_ncols=True, disable=hidden
-            )
 
     def _open(self, path, step):
         path.touch()
@@ -57,10 +51,6 @@ class Metrics:
         if path.stat().st_size != len(content):
             write_bytes(path, content)
         self._file = path.open("a")
-
-    def timed(self, batches):
-        """Yields `batches`, and measures which share of the time the loop waits for them."""
-        return self._meter.timed(batches)
 
     def restart_clock(self, step):
         """Leaves out what happened since the last log line, such as an evaluation."""
@@ -117,11 +107,6 @@ class Metrics:
             "peak_memory_bytes": memory_bytes(self._accelerator.device),
         }
 
-    def close_bar(self):
-        """Removes the progress bar."""
-        if self._is_main:
-            self._bar.close()
-
     def close(self):
         """Closes metrics.jsonl."""
         if self._is_main:
@@ -129,14 +114,10 @@ class Metrics:
 
     def _show(self, split, step, figures):
         if split == "train":
-            self._bar.update(step - self._bar.n)
             shown = {"step": step, "epoch": self._plan.epoch_at(step), **figures}
-            if self._bar.disable:  # not a terminal
-                tqdm.write(train_line(shown, self._plan.total_steps))
-            else:
-                self._bar.set_postfix_str(train_summary(shown))
+            print(train_line(shown, self._plan.total_steps))
         elif "text" not in figures:
-            tqdm.write(evaluation_line(split, step, figures))
+            print(evaluation_line(split, step, figures))
 
 
 class Meter:
@@ -231,12 +212,6 @@ def train_line(figures, total_steps):
         f"memory {figures['memory_bytes'] / 2**30:.1f} GiB  "
         f"left {left // 3600}:{left // 60 % 60:02}:{left % 60:02}{mfu}{slow}"
     )
-
-
-def train_summary(figures):
-    """Formats the figures beside a progress bar, which itself shows the step and the time left."""
-    loss, lr = f"loss {figures['loss']:.4f}", f"lr {figures['lr']:.3g}"
-    return f"{loss}, {lr}, {speed(figures['samples_per_second'], figures['step_seconds'])}"
 
 
 def speed(samples_per_second, step_seconds):

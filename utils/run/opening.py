@@ -6,9 +6,7 @@ import sys
 from pathlib import Path
 from typing import NamedTuple
 
-from tqdm import tqdm
-
-from utils.run import checkpoint, manifest, process, record
+from utils.run import checkpoint, manifest, record
 from utils.run.arguments import CONTINUE_RULE
 from utils.run.claim import claim
 from utils.run.failures import UserError
@@ -60,20 +58,15 @@ def claim_and_find(path, identity, plan):
         plan (Plan | None): None: a script without checkpoints.
 
     Returns:
-        tuple[Claim, Start].
+        tuple: the lock, an open file; `Start`.
 
     Raises:
         UserError: the folder cannot be written, is in use, or holds another run; all checkpoints
             are damaged; or the run has already taken more steps than `plan` allows.
     """
-    claimed = claim(path)
-    process.record_with(failed=lambda reason, retry: claimed.undo() or True)
-    try:
-        start = _find(path, identity, plan)
-    except UserError:
-        claimed.undo()
-        raise
-    return claimed, start._replace(owner=claimed.owner)
+    _refuse_other_folders(path)
+    owner, lock = claim(path)
+    return lock, _find(path, identity, plan)._replace(owner=owner)
 
 
 def _find(path, identity, plan):
@@ -133,45 +126,49 @@ def announce(accelerator, path, plan, start):
 
     Args: start (Start): as `find` returned it.
     """
-    tqdm.write(f"{plan.total_steps} steps, {plan.steps_per_epoch} per epoch; output in {path}")
+    print(f"{plan.total_steps} steps, {plan.steps_per_epoch} per epoch; output in {path}")
     if start.checkpoint is None:
-        tqdm.write("starting at step 0")
+        print("starting at step 0")
         return
-    tqdm.write(f"continuing from {start.checkpoint}")
+    print(f"continuing from {start.checkpoint}")
     before = start.manifest["total_steps"]
     if before != plan.total_steps:
-        tqdm.write(f"length changed from {before} to {plan.total_steps} steps")
+        print(f"length changed from {before} to {plan.total_steps} steps")
     changes = record.changes(accelerator, start.manifest)
     if changes:
-        tqdm.write(
+        print(
             f"warning: changed since that checkpoint: {', '.join(changes)}. The final weights "
             "will not be exactly those of an uninterrupted run"
+        )
+
+
+def _refuse_other_folders(path):
+    """Raises UserError for a folder of something else, before anything is written to it."""
+    earlier = read_json(path / "args.json")
+    if earlier is None:
+        # What a run has before its args.json, if it is stopped there.
+        begun = (".lock", ".args.json.", "checkpoints", "status.json", ".status.json.")
+        begun += manifest.JUNK
+        if path.is_dir() and any(not entry.name.startswith(begun) for entry in path.iterdir()):
+            raise UserError(
+                f"{path} is not empty and does not contain a run of these scripts: use another "
+                "--output_dir"
+            )
+    elif not (isinstance(earlier, dict) and {"arguments", "data", "command"} <= earlier.keys()):
+        raise UserError(
+            f"{path} has an args.json of another program or version: use another --output_dir"
         )
 
 
 def _check(path, identity):
     """Returns args.json of the run in a folder, which this run may continue; None for a new one."""
     earlier = read_json(path / "args.json")
-    of_a_run = isinstance(earlier, dict) and {"arguments", "data", "command"} <= earlier.keys()
-    if earlier is not None and not of_a_run:
-        raise UserError(
-            f"{path} has an args.json of another program or version: use another --output_dir"
-        )
     for name in ("dry_run", "overfit_batch"):
         if not (earlier and identity.arguments.get(name) and earlier["arguments"].get(name)):
             continue
         _empty(path)
         earlier = None
-    if earlier is None:
-        # What a run has before its args.json, if it is stopped there.
-        begun = (".lock", ".args.json.", "checkpoints", "status.json", ".status.json.")
-        begun += manifest.JUNK
-        if any(not entry.name.startswith(begun) for entry in path.iterdir()):
-            raise UserError(
-                f"{path} is not empty and does not contain a run of these scripts: use another "
-                "--output_dir"
-            )
-    else:
+    if earlier is not None:
         _check_earlier(path, earlier, identity)
     return earlier
 
@@ -202,6 +199,8 @@ def check_same(earlier, identity, place):
         place: where it was recorded, a run's folder or a checkpoint.
     """
     arguments, may_change = identity.arguments, identity.may_change
+    if identity.data:  # it says more than the path of the data set
+        may_change = may_change | {"dataset"}
     differences = [
         f"--{line}" for line in record.differences(earlier["arguments"], arguments, may_change)
     ]

@@ -132,13 +132,9 @@ class RemainingSteps:
         """
         if self.accumulation != 1:
             raise RuntimeError("a loop over `steps` does not accumulate: use `accumulated`")
-        batches = iter(batches)
-        for step in self._numbers():
-            try:
-                batch = next(batches)
-            except StopIteration:
-                raise RuntimeError(f"the loader has no batch for step {step}") from None
-            yield step, batch
+        for step, micro_batches in self.accumulated(batches):
+            for batch in micro_batches:
+                yield step, batch
 
     def accumulated(self, batches):
         """Yields `(step, micro_batches)`; `micro_batches` iterates over the batches of that step.
@@ -148,20 +144,16 @@ class RemainingSteps:
                 batches than the steps need.
         """
         batches = iter(batches)
-        for step in self._numbers():
+        for step in range(self.first, self.last + 1):
+            if self.done():
+                return
             micro_batches = _Counted(islice(batches, self.accumulation))
             yield step, micro_batches
             if micro_batches.count != self.accumulation:
                 raise RuntimeError(
                     f"step {step} used {micro_batches.count} of its {self.accumulation} "
-                    "micro-batches"
+                    "micro-batches: the loader has no more, or the loop left some"
                 )
-
-    def _numbers(self):
-        for step in range(self.first, self.last + 1):
-            if self.done():
-                return
-            yield step
 
 
 class _Counted(Iterator):

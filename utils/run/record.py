@@ -52,20 +52,12 @@ def differences(earlier, now, may_change=()):
     lines = []
     for name in sorted((earlier.keys() | now.keys()) - set(may_change)):
         was, value = earlier.get(name), now.get(name)
-        if was != value and not (name in PATHS and moved(was, value)):
+        # A path may differ if its last part does not: a whole project can be moved.
+        moved = name in PATHS and Path(str(was)).name == Path(str(value)).name
+        if was != value and not moved:
             was, value = (repr(text) if "\n" in str(text) else text for text in (was, value))
             lines.append(f"{name} {value} (was {was})")
     return lines
-
-
-def moved(before, now):
-    """Whether data was moved: `before` no longer exists, and `now` has the same name.
-
-    This lets you move a whole project.
-    """
-    before, now = Path(str(before)), Path(str(now))
-    gone = before.is_absolute() and not before.exists()
-    return gone and now.is_absolute() and before.name == now.name
 
 
 def topology(accelerator):

@@ -3,7 +3,6 @@
 import json
 import os
 from pathlib import Path
-from typing import NamedTuple
 
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
@@ -11,31 +10,11 @@ from safetensors.torch import save_file
 from utils.run import manifest
 from utils.run.collectives import run_on_main
 from utils.run.failures import UserError
-from utils.run.files import read_json, regular_file, set_usual_mode, sync
+from utils.run.files import regular_file, set_usual_mode, sync
 
 # Of DDP and averaged weights, of torch.compile, and of classes that hold a model, such as
 # Lightning's.
 WRAPPERS = ("module", "_orig_mod", "model")
-
-
-class Saved(NamedTuple):
-    """Weights, and what is known about them.
-
-    Attributes:
-        state (dict): tensors by plain name.
-        config (dict | None): what is needed to build the model again.
-        arguments (dict): those of the run that wrote it; {} if they are not known.
-        data (dict): what else it depends on, such as a checksum of the data set.
-        file (Path): where the weights are.
-        run (Path): the folder of the run, or that of the file.
-    """
-
-    state: dict
-    config: dict | None
-    arguments: dict
-    data: dict
-    file: Path
-    run: Path
 
 
 def export(folder, model, config):
@@ -63,17 +42,16 @@ def export(folder, model, config):
     sync(folder)
 
 
-def read(path):
-    """Reads weights from a run's folder, one of its checkpoints, or a `.safetensors` file.
+def read(file):
+    """Reads a `.safetensors` file (Path).
 
     Returns:
-        Saved: the weights, the config of the model, and the arguments of the run.
+        tuple: tensors by plain name (dict), and the config of the model (dict | None).
 
     Raises:
         UserError: there is no such file, or it holds no weights. `utils/weight_files.py` reads
             other formats.
     """
-    file = find(Path(path))
     try:
         with safe_open(regular_file(file), framework="pt") as opened:
             state = {name: opened.get_tensor(name) for name in opened.keys()}  # noqa: SIM118
@@ -81,7 +59,7 @@ def read(path):
     except (OSError, SafetensorError, ValueError) as error:
         reason = first_line(error) if file.exists() else "no such file"
         raise UserError(f"cannot read weights from {file}: {reason}") from None
-    return described(file, unwrapped(state), config)
+    return unwrapped(state), config
 
 
 def find(path):
@@ -96,30 +74,6 @@ def find(path):
     return checkpoints[-1] / "model.safetensors"
 
 
-def described(file, state, config):
-    """The weights of a file, with what its folder says about them.
-
-    Args:
-        file (Path): where they are.
-        state (dict): tensors by plain name.
-        config (dict | None): what the file itself says.
-
-    Returns:
-        Saved.
-    """
-    folder, saved = file.parent, manifest.read(file.parent)
-    if saved is None:
-        record = read_json(folder / "args.json") or {}
-        return Saved(
-            state, config, record.get("arguments", {}), record.get("data", {}), file, folder
-        )
-    # A checkpoint: runs/NAME/checkpoints/step_N, or a copy of it.
-    run = folder.parents[1] if folder.parent.name == "checkpoints" else folder.parent
-    config = config or saved["progress"].get("config")
-    arguments, data = saved.get("arguments", {}), saved.get("data", {})
-    return Saved(state, config, arguments, data, file, run)
-
-
 def initialize(accelerator, model, path):
     """Loads weights, and nothing else, into a model that is not prepared yet.
 
@@ -127,17 +81,19 @@ def initialize(accelerator, model, path):
     others.
 
     Args:
-        path (str | None): as for `read`; None: the model stays as it is.
+        path (str | None): a run's folder, one of its checkpoints, or a `.safetensors` file; None:
+            the model stays as it is.
 
     Raises:
         UserError: the file has no weights, or those of another model.
     """
 
     def load():
-        saved = read(path)
-        check_fit(saved.state, model.state_dict(), f"--init_from {path}: {saved.file}")
-        model.load_state_dict(saved.state)
-        print(f"{len(saved.state)} tensors initialized from {saved.file}")
+        file = find(Path(path))
+        state, _ = read(file)
+        check_fit(state, model.state_dict(), f"--init_from {path}: {file}")
+        model.load_state_dict(state)
+        print(f"{len(state)} tensors initialized from {file}")
 
     if path is not None:
         run_on_main(accelerator, load)

@@ -132,5 +132,5 @@ def test_any_file_is_read_or_refused_in_one_line(content):
 
 def test_an_error_quotes_at_most_forty_characters():
     assert shown("x" * 40) == f"'{'x' * 40}'" and shown("x" * 41) == f"'{'x' * 40}...'"
-    with pytest.raises(argparse.ArgumentTypeError, match="line break or a control"):
+    with pytest.raises(argparse.ArgumentTypeError, match="has a line break"):
         text("a\nb")

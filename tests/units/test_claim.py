@@ -33,8 +33,6 @@ def test_a_folder_and_the_lock_in_it_are_made(tmp_path, monkeypatch):
 
 
 def test_a_name_that_is_no_folder_is_refused_before_anything_is_made(tmp_path):
-    refused(tmp_path / "caf\udce9", "is not valid UTF-8, and weights cannot be written to it")
-    assert os.listdir(tmp_path) == []
     (tmp_path / "run").touch()
     refused(tmp_path / "run", r"cannot write to --output_dir .*/run: it is a file")
 

@@ -13,32 +13,17 @@ from utils.run.failures import UserError
 def test_each_kind_of_path_that_is_no_file_is_named(tmp_path):
     (tmp_path / "file").write_text("x")
     (tmp_path / "link").symlink_to(tmp_path / "file")
-    assert files.regular_file(str(tmp_path / "link")) == (tmp_path / "file").resolve()
+    assert files.regular_file(str(tmp_path / "link")) == tmp_path / "link"
     os.mkfifo(tmp_path / "pipe")
     (tmp_path / "loop").symlink_to(tmp_path / "loop")
     (tmp_path / "dangling").symlink_to(tmp_path / "nothing")
-    for path in (tmp_path / "dangling", tmp_path / "nothing"):
+    none = (tmp_path / name for name in ("dangling", "nothing", "loop", "file/a"))
+    for path in (*none, "x" * 300, "nul\0"):
         with pytest.raises(FileNotFoundError):
             files.regular_file(path)
-    for path, says in (
-        (tmp_path, f"{tmp_path} is not a file, but a folder"),
-        (tmp_path / "pipe", f"{tmp_path}/pipe is not a file, but a device, a pipe or a socket"),
-        (tmp_path / "file" / "a", f"cannot read {tmp_path}/file/a: Not a directory"),
-        ("x" * 300, f"cannot read {'x' * 200}: File name too long"),
-        ("nul\0", "cannot read nul\\x00: embedded null byte"),
-    ):
-        with pytest.raises(UserError) as error:
+    for path, kind in ((tmp_path, "folder"), (tmp_path / "pipe", "device, a pipe or a socket")):
+        with pytest.raises(UserError, match=f"^{path} is not a file, but a {kind}$"):
             files.regular_file(path)
-        assert str(error.value) == says
-    with pytest.raises(UserError, match=r"^cannot read .*loop: \S+"):
-        files.regular_file(tmp_path / "loop")
-
-
-def test_a_folder_may_be_any_path(tmp_path):
-    (tmp_path / "file").write_text("")
-    assert files.is_folder(tmp_path) and files.is_folder(str(tmp_path))
-    for path in (tmp_path / "file", tmp_path / "none", "x" * 300, "nul\0"):
-        assert files.is_folder(path) is False
 
 
 def test_lines_are_read_up_to_the_one_that_was_being_written(tmp_path):

@@ -36,7 +36,7 @@ def test_a_step_that_does_not_use_all_micro_batches_is_an_error(used, loaded, sa
 
 
 def test_a_loop_without_accumulation_needs_a_batch_for_each_step_and_such_a_plan():
-    with pytest.raises(RuntimeError, match="step 3 used 0 of its 1 .*: the loader has no more"):
+    with pytest.raises(RuntimeError, match="step 3 used 0 of its 1"):
         list(steps_of(total_steps=3, steps_per_epoch=3).steps("ab"))
     with pytest.raises(RuntimeError, match="does not accumulate"):
         next(steps_of(total_steps=2, steps_per_epoch=2, accumulation=2).steps("abcd"))

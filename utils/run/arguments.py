@@ -5,7 +5,7 @@ import shlex
 import sys
 from pathlib import Path
 
-from utils.run.domains import number, shown, text
+from utils.run.domains import number, text
 from utils.run.failures import UserError
 from utils.run.process import is_main
 
@@ -120,7 +120,8 @@ class Parser(argparse.ArgumentParser):
         group.add_argument(
             "--checkpoint_every",
             type=number(int, 0),
-            help="optimizer steps between checkpoints; 0: only at the end and on preemption",
+            help="optimizer steps between checkpoints; 0: only at the end and on preemption; "
+            "default: an epoch, and before each evaluation",
         )
         group.add_argument(
             "--keep_checkpoints",
@@ -129,9 +130,15 @@ class Parser(argparse.ArgumentParser):
             help="newest checkpoints to keep, besides the highest-scoring one",
         )
         group.add_argument(
-            "--eval_every", type=at_least_1, help="optimizer steps between evaluations"
+            "--eval_every",
+            type=at_least_1,
+            help="optimizer steps between evaluations; default: an epoch",
         )
-        group.add_argument("--log_every", type=at_least_1, help="optimizer steps between log lines")
+        group.add_argument(
+            "--log_every",
+            type=at_least_1,
+            help="optimizer steps between log lines; default: 10, fewer in runs of less than 200",
+        )
         group.add_argument(
             "--seed", type=SEED, default=0, help="seed of weights, order and augmentation"
         )
@@ -171,44 +178,24 @@ def _expand(words):
     """Replaces each `@FILE` at the start of a command line (list) by the arguments in it.
 
     Raises:
-        UserError: a file cannot be read, or a line of it is not a flag and its value.
+        UserError: a file cannot be read.
     """
     if not words or not words[0].startswith("@"):
         return words
-    return _read(words[0][1:]) + _expand(words[1:])
-
-
-def _read(name):
+    name, arguments = words[0][1:], []
     try:
-        lines = Path(name).expanduser().read_text(encoding="utf-8-sig").splitlines()
+        for line in Path(name).expanduser().read_text(encoding="utf-8-sig").splitlines():
+            if not line.lstrip().startswith("#"):
+                arguments += shlex.split(line)
     except (OSError, ValueError) as error:
-        reason = getattr(error, "strerror", None) or error
-        raise UserError(f"cannot read the arguments in @{name}: {reason}") from None
-    arguments = []
-    for number_of_line, line in enumerate(lines, 1):
-        try:
-            words = [] if line.lstrip().startswith("#") else shlex.split(line)
-        except ValueError as error:
-            raise UserError(f"@{name}, line {number_of_line}: {error}") from None
-        if words and (words[0][:2] != "--" or any(word[:2] == "--" for word in words[1:])):
-            raise UserError(
-                f"@{name}, line {number_of_line}: must be one flag and its value, such as "
-                f"--lr 0.1, not {shown(line.strip())}"
-            )
-        arguments += words
-    return arguments
+        raise UserError(f"cannot read the arguments in @{name}: {error}") from None
+    return arguments + _expand(words[1:])
 
 
 class _HelpFormatter(argparse.ArgumentDefaultsHelpFormatter):
     """Shows a default unless it is None or False."""
 
     def _get_help_string(self, action):
-        if action.default is None and action.dest == "checkpoint_every":
-            return f"{action.help} (default: an epoch, and before each evaluation)"
-        if action.default is None and action.dest == "eval_every":
-            return f"{action.help} (default: an epoch)"
-        if action.default is None and action.dest == "log_every":
-            return f"{action.help} (default: 10, fewer in runs of less than 200 steps)"
         if action.default is None or action.default is False:
             return action.help
         if isinstance(action.default, list):

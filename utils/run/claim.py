@@ -22,13 +22,6 @@ def claim(path):
     """
     owner = f"process {os.getpid()} on {socket.gethostname()}"
     try:
-        str(path).encode()
-    except UnicodeEncodeError:
-        raise UserError(
-            f"--output_dir {path} is not valid UTF-8, and weights cannot be written to it: use "
-            "another name"
-        ) from None
-    try:
         made = [folder for folder in (path, *path.parents) if not folder.exists()]
         path.mkdir(parents=True, exist_ok=True)
         # The processes of a killed job may take a few seconds to exit: wait for them.

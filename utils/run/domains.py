@@ -78,9 +78,10 @@ def text(value):
     """
     if not value:
         raise argparse.ArgumentTypeError("is empty")
-    readable = value.encode(errors="replace").decode()  # a path need not be UTF-8
-    if one_line(readable) != readable:
-        raise argparse.ArgumentTypeError(f"has a line break or a control character: {shown(value)}")
+    if one_line(value) != value:
+        raise argparse.ArgumentTypeError(
+            f"has a line break, a control character, or bytes that are not UTF-8: {shown(value)}"
+        )
     if not value.startswith("~"):
         return value
     path = os.path.expanduser(value)

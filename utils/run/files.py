@@ -12,34 +12,19 @@ from utils.run.failures import UserError
 
 
 def regular_file(path):
-    """Follows links to a file that can be read without waiting, as a pipe or device cannot.
-
-    Returns:
-        Path: the file.
+    """The path (Path) of a file, or of a link to one: reading a pipe or a device could wait.
 
     Raises:
-        FileNotFoundError: there is nothing.
-        UserError: it is no regular file, or its path cannot be used.
+        FileNotFoundError: there is nothing, or its path cannot be used.
+        UserError: it is no regular file.
     """
-    try:
-        resolved = Path(path).resolve(strict=True)
-        if not resolved.is_file():
-            kind = "folder" if resolved.is_dir() else "device, a pipe or a socket"
-            raise UserError(f"{path} is not a file, but a {kind}")
-    except FileNotFoundError:
-        raise
-    except (OSError, RuntimeError, ValueError) as error:  # a loop of links, too long, a NUL
-        reason = getattr(error, "strerror", None) or error
-        raise UserError(f"cannot read {str(path)[:200]}: {reason}") from None
-    return resolved
-
-
-def is_folder(path):
-    """Whether a path is that of a folder; False also for a path that is too long."""
-    try:
-        return Path(path).is_dir()
-    except (OSError, ValueError):
-        return False
+    path = Path(path)
+    if not os.path.isfile(path):
+        if not os.path.exists(path):
+            raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), str(path))
+        kind = "folder" if path.is_dir() else "device, a pipe or a socket"
+        raise UserError(f"{path} is not a file, but a {kind}")
+    return path
 
 
 def read_json(path):

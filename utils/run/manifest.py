@@ -19,7 +19,7 @@ from pathlib import Path
 
 from utils.run.collectives import gather
 from utils.run.failures import UserError
-from utils.run.files import is_folder, regular_file, set_usual_mode, sync, write_json
+from utils.run.files import regular_file, set_usual_mode, sync, write_json
 
 MANIFEST = "manifest.json"
 NAME = "step_{step:08d}"  # of the folder of a checkpoint
@@ -109,7 +109,7 @@ def verify(path):
         UserError: a file is missing, damaged or unknown; the message names the first one.
     """
     path = Path(path)
-    if not is_folder(path):
+    if not os.path.isdir(path):
         raise UserError(f"checkpoint {path} does not exist")
     manifest = read(path)
     if manifest is None or "files" not in manifest:

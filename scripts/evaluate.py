@@ -61,7 +61,7 @@ from utils.report import plots
 from utils.report.hub import AT_THE_TOP
 from utils.report.output import writing_to
 from utils.report.progress import Progress
-from utils.run import devices, entry, launch, weights
+from utils.run import devices, entry, launch
 from utils.run.arguments import Parser
 from utils.run.collectives import run_on_all, run_on_main
 from utils.run.failures import UserError
@@ -589,7 +589,7 @@ def load_state(model, saved, description):
         model.load_state_dict(weight_files.fitted(saved.state, model))
     except RuntimeError as error:
         reason = str(error).splitlines()[1].strip()
-        if prefix := weights.shared_prefix(saved.state):
+        if prefix := weight_files.shared_prefix(saved.state):
             reason += f" (all its names begin with `{prefix}`)"
         raise UserError(f"{saved.file} does not hold a {description}: {reason}") from None
 

@@ -525,7 +525,7 @@ def parse_args():
         "--tta", action="store_true", help="also report test-time augmented accuracy"
     )
     group = parser.add_run_arguments()
-    parser.add_init_from_argument(group)
+    flags.add_init_from(group)
     flags.add_patience(group)
     flags.add_extras(group)
     group = flags.add_dataset(

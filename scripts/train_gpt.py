@@ -706,7 +706,7 @@ def parse_args():
         help="peak TFLOPS of one GPU, for MFU; built in for some GPUs",
     )
     group = parser.add_run_arguments()
-    parser.add_init_from_argument(group)
+    flags.add_init_from(group)
     flags.add_patience(group)
     flags.add_eval_samples(group)
     flags.add_extras(group)

@@ -677,7 +677,7 @@ def parse_args():
         help="alpha of CutMix; with Mixup as well, each step uses one of the two",
     )
     group = parser.add_run_arguments()
-    parser.add_init_from_argument(group)
+    flags.add_init_from(group)
     flags.add_patience(group)
     flags.add_eval_samples(group)
     flags.add_extras(group)

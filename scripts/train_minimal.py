@@ -32,7 +32,7 @@ from torch import nn
 from torch.utils.data import DataLoader, Subset, TensorDataset
 
 from utils.run import ddp, entry, launch, weights
-from utils.run.arguments import Parser, check_start, frozen
+from utils.run.arguments import Parser, frozen
 from utils.run.folder import RunFolder
 from utils.run.guard import Guard
 from utils.run.plan import Plan
@@ -88,7 +88,6 @@ def main():
     if run.finished:
         return
     model = build_model()
-    weights.initialize(accelerator, model, run.init_from)
     optimizer = torch.optim.AdamW(model.parameters(), lr=args.lr)
     model, optimizer, train_loader, val_loader = accelerator.prepare(
         model, optimizer, train_loader, val_loader
@@ -136,10 +135,8 @@ def main():
 def parse_args():
     parser = Parser(description=__doc__.split("\n")[0])
     parser.add_training_arguments(parser, epochs=10, batch_size=96, lr=0.005)
-    parser.add_init_from_argument(parser.add_run_arguments())
-    args = parser.parse_args()
-    check_start(args)
-    return frozen(args)
+    parser.add_run_arguments()
+    return frozen(parser.parse_args())
 
 
 if __name__ == "__main__":

@@ -487,7 +487,7 @@ def parse_args():
     parser.add_training_arguments(group, epochs=10, batch_size=512, lr=1e-3)
     flags.add_optimizer(parser, group, weight_decay=0.05)
     group = parser.add_run_arguments()
-    parser.add_init_from_argument(group)
+    flags.add_init_from(group)
     flags.add_extras(group)
     flags.add_dataset(
         parser,

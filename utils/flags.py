@@ -7,8 +7,8 @@ from pathlib import Path
 
 from utils.compilation import MODES
 from utils.report.hub import check_repository
-from utils.run.arguments import check_start
 from utils.run.domains import number
+from utils.run.failures import UserError
 from utils.schedule import schedule
 
 WORKERS = number(int, 0, most=256)  # more than a machine has cores
@@ -94,6 +94,16 @@ def add_extras(group):
         "--profile",
         action="store_true",
         help="write a torch.profiler trace of three steps to output_dir/profile",
+    )
+
+
+def add_init_from(group):
+    """Adds `--init_from` (str | None)."""
+    group.add_argument(
+        "--init_from",
+        metavar="PATH",
+        help="start a new run with the weights, and only the weights, of a run's folder, a "
+        "checkpoint or a file",
     )
 
 
@@ -187,8 +197,10 @@ def parse_with_checks(parser):
         Arguments: not frozen yet.
     """
     args = parser.parse_args()
-    if hasattr(args, "init_from"):
-        check_start(args)
+    if getattr(args, "init_from", None) and args.resume not in ("auto", "never"):
+        raise UserError(
+            "--init_from starts a new run and --resume PATH continues one: give only one of them"
+        )
     if args.dry_run or args.overfit_batch:
         args.push_to_hub = args.patience = None
     if args.dry_run:

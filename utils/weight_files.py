@@ -1,5 +1,6 @@
-"""Reads weights in any format: those of `utils/run/weights.py`, pickles, sharded checkpoints."""
+"""Reads weights in any format: safetensors, pickles, checkpoints of any topology."""
 
+import json
 import os
 import tempfile
 from pathlib import Path
@@ -7,14 +8,14 @@ from pickle import UnpicklingError
 from typing import NamedTuple
 
 import torch
+from safetensors import SafetensorError, safe_open
 from torch.distributed.checkpoint import format_utils
 
-from utils.run import manifest, weights
+from utils.run import manifest
 from utils.run.checkpoint import CheckpointException, first_cause, only_weights
 from utils.run.collectives import run_on_main
 from utils.run.failures import UserError
 from utils.run.files import read_json, regular_file
-from utils.run.weights import first_line, shared_prefix, unwrapped
 from utils.scale import patches, shards
 
 PICKLES = (".pth", ".pt", ".ckpt")
@@ -22,6 +23,10 @@ SHARDS = "pytorch_model_fsdp_0"  # where Accelerate saves the weights of a shard
 AVERAGED = "custom_checkpoint_0.pkl"  # where it saves the first registered object
 # Where the training scripts of torchvision and timm, of Lightning and many others, put the weights.
 ENTRIES = ("model", "state_dict", "model_state_dict")
+# Of DDP and averaged weights, of torch.compile, and of classes that hold a model, such as
+# Lightning's.
+WRAPPERS = ("module", "_orig_mod", "model")
+DAMAGE = (OSError, EOFError, RuntimeError, ValueError, SafetensorError)
 
 
 class Saved(NamedTuple):
@@ -58,7 +63,7 @@ def read(path):
     """
     file = Path(path) / "model.safetensors"
     if not (Path(path) / SHARDS).exists():
-        file = weights.find(Path(path))
+        file = find(Path(path))
     sharded = (file.parent / SHARDS).exists() and not file.exists()
     place = file.parent / SHARDS if sharded else file
     try:
@@ -67,17 +72,30 @@ def read(path):
         elif file.suffix in PICKLES:
             state, config = _read_pickle(file), None
         else:
-            state, config = weights.read(file)
+            state, config = _read_safetensors(file)
         averaged = _read_averaged(file.parent) if manifest.read(file.parent) else None
         return _described(file, averaged or state, config)
     except (Exception, CheckpointException) as error:
         cause = first_cause(error)
-        reason = first_line(cause) if place.exists() else "no such file"
+        reason = str(cause).partition("\n")[0] or type(cause).__name__
+        reason = reason if place.exists() else "no such file"
         if isinstance(cause, UnpicklingError):
             reason = f"it would execute code when loaded: {reason}"
-        elif not isinstance(cause, OSError | EOFError | RuntimeError | ValueError):
+        elif not isinstance(cause, DAMAGE):
             raise
         raise UserError(f"cannot read weights from {place}: {reason}") from None
+
+
+def find(path):
+    """The file `model.safetensors` of a run or a checkpoint; or `path` itself, if it is a file."""
+    if not path.is_dir():
+        return path
+    checkpoints = manifest.all_in(path)
+    if (path / "model.safetensors").exists() or manifest.read(path):
+        return path / "model.safetensors"
+    if not checkpoints:
+        raise UserError(f"{path} holds neither model.safetensors nor a checkpoint")
+    return checkpoints[-1] / "model.safetensors"
 
 
 def _described(file, state, config):
@@ -102,6 +120,14 @@ def _described(file, state, config):
     config = config or saved["progress"].get("config")
     arguments, data = saved.get("arguments", {}), saved.get("data", {})
     return Saved(state, config, arguments, data, file, run)
+
+
+def _read_safetensors(file):
+    """The tensors of a file, by plain name, and the config of the model (dict | None)."""
+    with safe_open(regular_file(file), framework="pt") as opened:
+        state = {name: opened.get_tensor(name) for name in opened.keys()}  # noqa: SIM118
+        config = json.loads((opened.metadata() or {}).get("config", "null"))
+    return unwrapped(state), config
 
 
 def _read_averaged(folder):
@@ -174,7 +200,7 @@ def load_into(model, state, place, file):
     replaced = [] if same_size else last_layer
     expected = {name: value for name, value in own.items() if name not in replaced}
     rest = {name: state[name] for name in state.keys() - own.keys() if name.startswith(prefix)}
-    weights.check_fit(
+    _check_fit(
         {name: value for name, value in state.items() if name not in rest and name not in replaced},
         expected,
         place,
@@ -187,6 +213,43 @@ def load_into(model, state, place, file):
         else ""
     )
     return f"{len(loaded)} of {len(own)} tensors initialized from {file}{note}"
+
+
+def _check_fit(state, expected, place):
+    """Raises UserError if tensors are not those of a model.
+
+    Args:
+        state, expected (dict): tensors by name.
+        place: where `state` is from, for the message.
+    """
+    for name, value in expected.items():
+        if name not in state:
+            raise UserError(f"{place} holds another model: it has no {name}")
+        if state[name].shape != value.shape:
+            shapes = f"{list(state[name].shape)}, not {list(value.shape)}"
+            raise UserError(f"{place} holds another model: its {name} is {shapes}")
+    unknown = sorted(state.keys() - expected.keys())
+    if unknown:
+        raise UserError(f"{place} holds another model: this one has no {unknown[0]}")
+
+
+def unwrapped(state):
+    """The state (dict) of the model inside its wrappers.
+
+    Removes their prefixes where all names have them, and the name that `torch.compile` gives to a
+    part of a model.
+    """
+    state = {name.replace("._orig_mod.", "."): value for name, value in state.items()}
+    while prefix := shared_prefix(state, WRAPPERS):
+        state = {name.removeprefix(prefix): value for name, value in state.items()}
+    return state
+
+
+def shared_prefix(state, allowed=None):
+    """The first part of all names, such as `module.`; None if there is none, or none `allowed`."""
+    firsts = {name.partition(".")[0] if "." in name else None for name in state}
+    first = firsts.pop() if len(firsts) == 1 else None
+    return f"{first}." if first and (allowed is None or first in allowed) else None
 
 
 def _read_shards(folder):

@@ -91,13 +91,6 @@ def test_the_status_and_the_exit_code_say_how_a_run_ended(
     assert final_weights(tmp_path) == final_weights(uninterrupted("cpu"))
 
 
-@pytest.mark.parametrize("arguments", ["--init_from nowhere", "--resume nowhere"])
-def test_an_error_before_training_leaves_no_folder(arguments, tmp_path):
-    words = f"{SHORT} {arguments}"
-    done = run(None, MINIMAL, words, output_dir=tmp_path / "runs" / "mine", check=False)
-    assert done.returncode == 2 and not (tmp_path / "runs").exists()
-
-
 @pytest.mark.parametrize(
     ("config", "faults"),
     [

@@ -59,7 +59,7 @@ def built(val_fraction=0.1, dataset="me/data", **options):
     flags.add_schedule(group, "cosine")
     flags.add_compile(group, "never")
     run = parser.add_run_arguments()
-    parser.add_init_from_argument(run)
+    flags.add_init_from(run)
     for add in (flags.add_extras, flags.add_eval_samples, flags.add_patience):
         add(run)
     data = flags.add_dataset(parser, dataset, "a Hub id or a folder", **options)

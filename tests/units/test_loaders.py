@@ -13,6 +13,7 @@ from torch.utils.data import DataLoader
 
 from utils.data import loaders
 from utils.data.permutation import Permutation
+from utils.run.failures import UserError
 
 
 @pytest.mark.parametrize(("device", "pinned"), [("cpu", False), ("cuda", True)])
@@ -127,3 +128,21 @@ def test_a_worker_is_told_by_its_error_or_by_where_the_connection_broke(
     else:
         assert str(explained).startswith(line) and explained.retry is passes
         assert "\n" not in str(explained) and explained.rank_variable is None
+
+
+class Refusing(torch.utils.data.Dataset):
+    """A data set without a sample that can be read."""
+
+    def __len__(self):
+        return 1
+
+    def __getitem__(self, index):
+        raise UserError("cannot read a.png: a\nb", None)
+
+
+def test_a_user_error_of_a_worker_is_its_line_alone():
+    with pytest.raises(UserError) as caught:
+        next(iter(DataLoader(Refusing(), num_workers=1)))
+    explained = loaders.explain(caught.value)
+    assert str(explained) == "cannot read a.png: a\\nb" and explained.rank_variable is None
+    assert loaders.explain(UserError("cannot read a.png")) is None

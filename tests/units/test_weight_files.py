@@ -206,3 +206,35 @@ def test_a_run_without_final_weights_has_those_of_its_newest_checkpoint(tmp_path
     saved = weight_files.read(tmp_path)
     assert saved.state["bias"].tolist() == [12, 12] and saved.config == {"width": 12}
     assert saved.run == tmp_path
+
+
+def test_without_weights_it_is_one_line(tmp_path):
+    for path, says in (
+        (tmp_path, "holds neither model.safetensors nor a checkpoint"),
+        (tmp_path / "no.safetensors", "no such file"),
+    ):
+        with pytest.raises(UserError, match=says):
+            weight_files.read(path)
+    (tmp_path / "bad.safetensors").write_bytes(b"x" * 100)
+    with pytest.raises(UserError, match=r"cannot read weights from .*bad.safetensors: ") as caught:
+        weight_files.read(tmp_path / "bad.safetensors")
+    assert "no such file" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("change", "says"),
+    [
+        (lambda state: state.pop("0.bias"), "it has no 0.bias"),
+        (lambda state: state.update({"0.bias": torch.zeros(6)}), r"its 0.bias is \[6\], not \[5\]"),
+        (lambda state: state.update({"extra": torch.zeros(6)}), "this one has no extra"),
+    ],
+)
+def test_another_model_is_refused(change, says, tmp_path):
+    model, state = build(), build().state_dict()
+    change(state)
+    save_file({name: value + 1 for name, value in state.items()}, tmp_path / "a.safetensors")
+    with pytest.raises(UserError, match=f"^--init_from .* holds another model: {says}"):
+        weight_files.initialize(fakes.accelerator(), model, tmp_path / "a.safetensors")
+    assert all(
+        torch.equal(a, b) for a, b in zip(model.parameters(), build().parameters(), strict=True)
+    )

@@ -13,7 +13,7 @@ from torch.utils.data import Sampler
 
 from utils.data.permutation import Permutation
 from utils.run import failures, process
-from utils.run.failures import RunFailed
+from utils.run.failures import RunFailed, UserError
 from utils.run.output import one_line
 from utils.scale import patches
 
@@ -131,7 +131,11 @@ def end_workers(loaders):
 
 
 def explain(error):
-    """For `entry.run`: what replaces an error of a loader's workers, a `RunFailed`; else None."""
+    """For `entry.run`: what replaces an error of a loader's workers, a `UserError`; else None."""
+    before, _, line = str(error).rpartition("UserError: ")
+    if isinstance(error, UserError) and "in DataLoader worker" in before:
+        # Only this process knows it. Its traceback has become text, in which newlines are escaped.
+        return UserError(line.removesuffix("\\n"), rank_variable=None)
     rank = failures.rank()
     frames = traceback.extract_tb(error.__traceback__)
     in_loader = any("torch/utils/data/dataloader.py" in frame.filename for frame in frames)

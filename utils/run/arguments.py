@@ -156,23 +156,6 @@ class Parser(argparse.ArgumentParser):
         )
         return group
 
-    def add_init_from_argument(self, group):
-        """Adds `--init_from` (str | None) to a group of flags."""
-        group.add_argument(
-            "--init_from",
-            metavar="PATH",
-            help="start a new run with the weights, and only the weights, of a run's folder, a "
-            "checkpoint or a file",
-        )
-
-
-def check_start(args):
-    """Raises UserError if both `--init_from` and `--resume PATH` are given."""
-    if args.init_from and args.resume not in ("auto", "never"):
-        raise UserError(
-            "--init_from starts a new run and --resume PATH continues one: give only one of them"
-        )
-
 
 def _expand(words):
     """Replaces each `@FILE` at the start of a command line (list) by the arguments in it.

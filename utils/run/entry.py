@@ -22,7 +22,7 @@ def run(main, explain=lambda error: None):
 
     Args:
         explain (Callable): turns an error that only its module knows, such as that of a data
-            loader, into a `RunFailed`; None for others.
+            loader, into a `UserError`; None for others.
     """
     # Here, because it imports torch.
     from torch.distributed.elastic.multiprocessing.errors import record
@@ -40,25 +40,20 @@ def run(main, explain=lambda error: None):
         raise
     except process.Interrupted:
         process.exit_at_once(" in an evaluation, which the restart repeats")
-    except UserError as error:
-        _end_with_message(error)
     except Exception as error:
         # If a loader worker died, PyTorch's handler of this signal may otherwise raise while the
         # error is formatted.
         signal.signal(signal.SIGCHLD, signal.SIG_DFL)
-        explanation = explain(error)
-        if explanation:
-            _end_with_message(explanation)
+        error = explain(error) or error
+        if isinstance(error, UserError):
+            _end_with_message(error)
         _end_with_failure(error)
 
 
 def _end_with_message(error):
-    line, rank_variable = str(error), error.rank_variable
-    before, _, message = line.rpartition(f"{type(error).__name__}: ")
-    if "in DataLoader worker" in before:  # raised in a worker: only this process knows it
-        rank_variable, line = None, message.strip()
+    line = str(error)
     failures.report_to_launcher(line)
-    if rank_variable and int(os.environ.get(rank_variable, 0)) != 0:
+    if error.rank_variable and int(os.environ.get(error.rank_variable, 0)) != 0:
         _wait_for_launcher(10)  # rank 0 prints the same error
     else:
         print(f"error: {line}", file=sys.stderr, flush=True)

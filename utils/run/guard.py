@@ -215,8 +215,7 @@ class Guard:
         raise RunFailed(
             f"non-finite {what} step {failed_at}; no checkpoint includes it. Look for NaN or "
             "infinity in the data; if there is none, a lower --lr often helps, in another "
-            "--output_dir (--init_from this run's folder starts from its newest checkpoint, "
-            f"if it has one). Samples of that step: {samples}",
+            f"--output_dir. Samples of that step: {samples}",
             retry=False,
             more=more,
         )

@@ -120,8 +120,8 @@ class Parser(argparse.ArgumentParser):
         group.add_argument(
             "--checkpoint_every",
             type=number(int, 0),
-            help="optimizer steps between checkpoints; 0: only at the end and on preemption; "
-            "default: an epoch, and before each evaluation",
+            help="optimizer steps between checkpoints; 0: only at the end and on preemption "
+            "(default: an epoch, and before each evaluation)",
         )
         group.add_argument(
             "--keep_checkpoints",
@@ -132,12 +132,12 @@ class Parser(argparse.ArgumentParser):
         group.add_argument(
             "--eval_every",
             type=at_least_1,
-            help="optimizer steps between evaluations; default: an epoch",
+            help="optimizer steps between evaluations (default: an epoch)",
         )
         group.add_argument(
             "--log_every",
             type=at_least_1,
-            help="optimizer steps between log lines; default: 10, fewer in runs of less than 200",
+            help="optimizer steps between log lines (default: 10, fewer in runs of less than 200)",
         )
         group.add_argument(
             "--seed", type=SEED, default=0, help="seed of weights, order and augmentation"

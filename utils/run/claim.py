@@ -58,26 +58,23 @@ def check_shared(path, owner):
     )
 
 
-class Place:
-    """Where a folder is, to notice that it was removed or renamed."""
+def identify(path):
+    """The device and inode of a folder, which change if it is removed or renamed; None: no folder.
 
-    def __init__(self, path):
-        """Args: path (Path): an existing folder."""
-        self._path, self._identity = path, _device_and_inode(path)
-
-    def check(self):
-        """Raises RunFailed if it is no longer there."""
-        if _device_and_inode(self._path) != self._identity:
-            raise RunFailed(
-                f"--output_dir {self._path} was removed or renamed while the run was writing to "
-                "it: undo that and run the same command again, or use another --output_dir",
-                retry=False,
-            )
-
-
-def _device_and_inode(path):
+    Args: path (Path).
+    """
     try:
         facts = path.stat()
     except OSError:
         return None
     return facts.st_dev, facts.st_ino
+
+
+def check_place(path, identity):
+    """Raises RunFailed if a folder is no longer the one that `identify` saw."""
+    if identify(path) != identity:
+        raise RunFailed(
+            f"--output_dir {path} was removed or renamed while the run was writing to it: undo "
+            "that and run the same command again, or use another --output_dir",
+            retry=False,
+        )

@@ -12,7 +12,7 @@ from pathlib import Path
 
 from utils.run import checkpoint, failures, manifest, opening, process, record
 from utils.run.arguments import LENGTH, MAY_CHANGE
-from utils.run.claim import Place, check_shared
+from utils.run.claim import check_place, check_shared, identify
 from utils.run.collectives import run_on_all, run_on_main, same_everywhere, wait_for_all
 from utils.run.files import write_json
 from utils.run.metrics import Meter, Metrics, summary
@@ -79,7 +79,7 @@ class RunFolder:
         self.identity = opening.Identity(arguments, data, may_change, self._args.resume)
         start = run_on_main(self.accelerator, self._claim_and_find)
         run_on_all(self.accelerator, lambda: self.is_main or check_shared(self.path, start.owner))
-        self._place, self._start, self.finished = Place(self.path), start, start.results
+        self._place, self._start, self.finished = identify(self.path), start, start.results
         self.run_id = start.run_id or self.run_id
         if start.checkpoint:
             self.progress, self.init_from = start.manifest["progress"], None
@@ -150,7 +150,7 @@ class RunFolder:
         """
         if split == "test" and score is not None:
             raise ValueError("a test split never chooses a checkpoint: log it without a score")
-        self._place.check()
+        check_place(self.path, self._place)
         score = None if score is None else float(score)  # it may be a tensor
         self.metrics.log(split, step, figures, score)
         if score is not None:
@@ -186,7 +186,7 @@ class RunFolder:
             state: values to save with it, as JSON; after a restart they are in `run.progress`.
         """
         guard.check(model)
-        self._place.check()
+        check_place(self.path, self._place)
         self.metrics.sync()  # the lines up to a checkpoint are not written again after a power cut
         progress = {"step": step, **self.best.record(step), **state}
         progress["train_seconds"] = self.train_seconds()
@@ -229,7 +229,7 @@ class RunFolder:
 
         Plots and samples come after it: an error in them costs no result. `figures`: final metrics.
         """
-        self._place.check()
+        check_place(self.path, self._place)
         self.saves.finish()
         self.results = {**figures, **self.metrics.totals(step, self.train_seconds())}
         self.results["resumed_from"] = self._resumed_from

@@ -26,7 +26,7 @@ MAIN, LOOP = 100, 35
 SCRIPTS = "minimal cifar images gpt lm model_parallel".split()
 # Maximum number of lines and modules that a copy of a script carries.
 CARRIED = {
-    "minimal": (4450, 25),
+    "minimal": (4100, 25),
     "cifar": (9600, 61),
     "images": (10000, 70),
     "gpt": (9100, 61),
@@ -275,4 +275,4 @@ def test_arguments_do_not_change_after_parsing():
     for script in SCRIPTS:
         functions = nodes(ROOT / "scripts" / f"train_{script}.py")
         parse = next(n for n in functions if getattr(n, "name", "") == "parse_args")
-        assert ast.unparse(parse.body[-1]) == "return frozen(args)"
+        assert ast.unparse(parse.body[-1]).startswith("return frozen(")

@@ -80,9 +80,12 @@ def test_a_test_split_without_classes_is_left_out(tmp_path):
         ("cat/train/ cat/test/ dog/train/ dog/test/", "a split in a class, cat/test: give"),
         ("all/train/cat/ all/train/dog/ all/test/cat/", "a split in a class, all/test: give"),
         ("train/cat/ train/dog/ val/", "its val split has no class folder with images"),
-        ("train/cat/ train/dog/ test/unknown/", "class unknown of its test split is not in"),
-        ("train/cat/ train/dog/ test/cat/ test/dog/ test/emu/", "class emu of its test split is n"),
-        ("train/cat/ train/dog/ test/cat/", "its test split has no image of class dog"),
+        ("train/cat/ train/dog/ test/unknown/", "class 'unknown' of its test split is not in"),
+        (
+            "train/cat/ train/dog/ test/cat/ test/dog/ test/emu/",
+            "class 'emu' of its test split is n",
+        ),
+        ("train/cat/ train/dog/ test/cat/", "its test split has no image of class 'dog'"),
     ],
 )
 def test_what_is_ambiguous_is_one_line(paths, says, tmp_path):
@@ -194,7 +197,42 @@ def test_other_data_is_evaluated_as_a_whole_with_the_labels_of_the_model(tmp_pat
             labels = next(iter(data.splits.values())).labels.tolist()
             assert labels == [1, 1, 1] + [2, 2, 2] * ("dog/" in paths)
     other = write(tmp_path / "other", "cat/", "emu/")
-    with pytest.raises(UserError, match="class emu of its train split is not in those of the"):
+    with pytest.raises(UserError, match="class 'emu' of its train split is not in those of the"):
         find_to_evaluate(other, model)
-    with pytest.raises(UserError, match="class emu of its train split is not in those of the"):
+    with pytest.raises(UserError, match="class 'emu' of its train split is not in those of the"):
         load_arrays_to_evaluate(other, model)
+
+
+# ------------------------------------------------------------------------------------------- names
+
+
+@pytest.mark.parametrize("parts", [("fold1", "fold2"), ("fit", "holdout"), ("train", "holdout")])
+def test_folders_with_the_same_classes_in_them_are_no_classes(parts, tmp_path):
+    root = write(tmp_path, *(f"{part}/{name}/" for part in parts for name in ("cat", "dog")))
+    wrong = next(part for part in parts if part != "train")
+    with pytest.raises(
+        UserError, match=f"same sub-folders, .*: rename '{wrong}', since a split is"
+    ):
+        find_images(root)
+
+
+def test_one_folder_inside_each_class_is_no_split(tmp_path):
+    data = find_images(write(tmp_path, "cat/images/", "dog/images/"))
+    assert data.class_names == ["cat", "dog"]
+
+
+def test_accents_have_one_form(tmp_path):
+    """macOS writes them as letters of their own."""
+    names = {"train": "cafe\u0301", "val": "caf\u00e9"}
+    root = write(tmp_path, *(f"{s}/{name}/" for s in names for name in (names[s], "dog")))
+    assert find_images(root).class_names == ["caf\u00e9", "dog"]
+    write(tmp_path, "val/dog /")
+    with pytest.raises(UserError, match="class 'dog ' of its val split is not in its train"):
+        find_images(root)
+
+
+def test_classes_that_look_alike_are_named(tmp_path):
+    data = find_images(write(tmp_path, "dog/", "Dog /", "do\u00a0g/", "cat/"))
+    line = "classes whose names differ only in case or space: 'Dog ', 'dog', 'do\u00a0g'"
+    assert line in data.details
+    assert any("'Dog ' 2" in line for line in data.details)

@@ -178,9 +178,10 @@ def test_a_split_depends_on_names_and_seed_only(tmp_path):
 
 def make_splits(folder, files):
     """Writes Parquet files with so many rows each."""
-    for name, count in files.items():
+    for number, (name, count) in enumerate(files.items()):
         (folder / name).parent.mkdir(parents=True, exist_ok=True)
-        rows = {"image": [encoded(noise(i)) for i in range(count)], "label": [0, 1] * (count // 2)}
+        images = [encoded(noise(100 * number + i)) for i in range(count)]
+        rows = {"image": images, "label": [0, 1] * (count // 2)}
         datasets.Dataset.from_dict(rows).to_parquet(str(folder / name))
     return str(folder)
 

@@ -117,3 +117,47 @@ def test_two_tables_are_an_error(tmp_path):
     make(tmp_path)
     (tmp_path / "metadata.jsonl").write_text("{}")
     refused(r"has metadata\.csv and metadata\.jsonl: remove", table(tmp_path))
+
+
+def test_rows_that_repeat_a_file_count_once(tmp_path):
+    make(tmp_path)
+    files = [file for file in FLAT for _ in range(3)]
+    data = find_images(table(tmp_path, [KINDS[i // 3 % 2] for i in range(60)], files))
+    assert sum(sizes(data).values()) == 20
+    assert "left out: rows that name a file again: 40 (0.png)" in data.details
+
+
+@pytest.mark.parametrize(
+    ("header", "more", "says"),
+    [
+        ("file_name,label", lambda i: "", r"names 0.png with two labels: remove one of them"),
+        (
+            "file_name,label,split",
+            lambda i: ",train" if i < 20 else ",val",
+            r"names 0.png in its train split and in its val split: remove it from one",
+        ),
+    ],
+)
+def test_a_file_with_two_meanings_is_refused(header, more, says, tmp_path):
+    """Under another spelling of its path, too."""
+    make(tmp_path)
+    files = [*FLAT, *(f"./{file}" for file in FLAT)]
+    values = KINDS if "split" in header else [KINDS[i % 2 ^ i // 20] for i in range(40)]
+    refused(says, table(tmp_path, values, files, header, more))
+
+
+def test_paths_of_windows_are_read(tmp_path):
+    make(tmp_path, [f"a/{file}" for file in FLAT])
+    data = find_images(table(tmp_path, files=[f"a\\{file}" for file in FLAT]))
+    assert data.splits["train"].open(0).width == 20
+
+
+def test_the_report_names_what_else_could_be_the_label(tmp_path):
+    make(tmp_path)
+    header = "file_name,label,class"
+    name = table(tmp_path, header=header, more=lambda i: f",{i % 3}")
+    with pytest.raises(UserError, match="several label columns"):
+        find_images(name)
+    data = find_images(name, image_column="file_name", label_column="class")
+    line = "left out: columns that could be labels, beside class: 1 (label)"
+    assert len(data.class_names) == 3 and line in data.details

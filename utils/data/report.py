@@ -5,6 +5,7 @@ import hashlib
 import numpy as np
 
 from utils.run.collectives import gather
+from utils.run.domains import shown
 from utils.run.failures import UserError
 from utils.run.output import one_line
 
@@ -26,10 +27,10 @@ class LeftOut:
         """
         self._kinds.setdefault(kind, [0, example])[0] += count
 
-    def lines(self):
+    def lines(self, heading="left out"):
         """One line for each kind."""
         return [
-            f"left out: {kind}: {count:,} ({one_line(example)})"
+            f"{heading}: {kind}: {count:,} ({one_line(example)})"
             for kind, (count, example) in sorted(self._kinds.items())
         ]
 
@@ -81,11 +82,12 @@ def count_classes(splits, class_names):
         splits (dict): of anything with `labels`, int64 [samples], an array or a tensor.
     """
     lines, width = [], max(map(len, splits))
+    names = [shown(name) if name != name.strip() else one_line(name) for name in class_names]
     for split, samples in splits.items():
         labels = np.asarray(samples.labels)
         counts = np.bincount(labels, minlength=len(class_names)).tolist()
-        pairs = zip(class_names[:CLASSES_SHOWN], counts, strict=False)
-        listed = ", ".join(f"{one_line(name)} {count:,}" for name, count in pairs)
+        pairs = zip(names[:CLASSES_SHOWN], counts, strict=False)
+        listed = ", ".join(f"{name} {count:,}" for name, count in pairs)
         more = len(class_names) - CLASSES_SHOWN
         others = f", and {more} more classes" if more > 0 else ""
         lines.append(f"{split:{width}} {len(labels):,}: {listed}{others}")

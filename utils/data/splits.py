@@ -71,6 +71,8 @@ def refuse_almost_splits(place, split_of_name):
 def hold_out(keys, fraction):
     """Which of at least two samples are held out: those with the lowest keys.
 
+    Samples with equal keys stay together, unless all keys are equal.
+
     Args:
         keys (list): a hash of each sample.
         fraction (float): of the samples; at least one is held out, and not all.
@@ -79,4 +81,9 @@ def hold_out(keys, fraction):
         list[int]: their indices.
     """
     count = min(max(1, round(len(keys) * fraction)), len(keys) - 1)
-    return sorted(range(len(keys)), key=keys.__getitem__)[:count]
+    order = sorted(range(len(keys)), key=keys.__getitem__)
+    last = keys[order[count - 1]]
+    together = [index for index in order if keys[index] <= last]
+    if len(together) == len(keys):
+        together = [index for index in order if keys[index] < last]
+    return together or order[:count]

@@ -4,6 +4,7 @@ Whatever the type of the column, each different value is a class, exactly.
 """
 
 import math
+import unicodedata
 from decimal import Decimal
 
 import datasets
@@ -11,6 +12,7 @@ import numpy as np
 from huggingface_hub import constants
 
 from utils.images.storage import Rows
+from utils.run.domains import shown
 from utils.run.failures import UserError
 
 GIVE = "give --columns IMAGE LABEL"
@@ -41,6 +43,12 @@ def find_image_column(name, features, wanted):
     if not (isinstance(kind, datasets.Image) or _has_bytes(kind) or _is_text(kind)):
         raise UserError(f"the column {column} of --dataset {name} has no images, but {kind}")
     return column
+
+
+def label_candidates(features, image_column):
+    """The names (set) of the columns that could be labels, by their type or their name."""
+    typed = {column for column, kind in features.items() if isinstance(kind, datasets.ClassLabel)}
+    return (typed | {column for column in LABEL_NAMES if column in features}) - {image_column}
 
 
 def find_label_column(name, features, wanted, image_column):
@@ -116,7 +124,7 @@ def read_labels(name, tables, column, class_names=None):
         _refuse_measurements(name, split_values, column, kind)
     kinds = {value for value in values[first] if value is not None}
     if isinstance(kind, datasets.ClassLabel):
-        declared = known = dict(enumerate(kind.names))
+        declared = known = dict(enumerate(map(_class_name, kind.names)))
         if class_names is None:
             known = {value: declared[value] for value in declared if value in kinds}
     else:
@@ -125,7 +133,7 @@ def read_labels(name, tables, column, class_names=None):
             known = {value: known[value] for value in known if value not in UNKNOWN}
     if not known:
         raise UserError(f"--dataset {name} has no labels in its column {column}")
-    names = class_names or list(known.values())
+    names = class_names or list(dict.fromkeys(known.values()))
     position = {class_name: label for label, class_name in enumerate(names)}
     labels = {}
     for split, split_values in values.items():
@@ -133,10 +141,10 @@ def read_labels(name, tables, column, class_names=None):
             unknown = value is not None and value not in known and value not in UNKNOWN
             if unknown or (value in known and known[value] not in position):
                 where = "the train split" if class_names is None else "those of the model"
-                shown = declared.get(value, value)
+                unknown_name = shown(declared.get(value, value))
                 raise UserError(
-                    f"--dataset {name}: class {shown} of its {split} split (row {row}) is not in "
-                    f"{where}"
+                    f"--dataset {name}: class {unknown_name} of its {split} split (row {row}) is "
+                    f"not in {where}"
                 )
         labels[split] = np.array(
             [position.get(known.get(value), -1) for value in split_values], dtype=np.int64
@@ -190,7 +198,8 @@ def _is_blank(value):
 def _class_name(value):
     if isinstance(value, float | Decimal):
         return str(int(value))
-    return value.decode(errors="replace") if isinstance(value, bytes) else str(value)
+    text = value.decode(errors="replace") if isinstance(value, bytes) else str(value)
+    return unicodedata.normalize("NFC", text)
 
 
 def _refuse_measurements(name, values, column, kind):

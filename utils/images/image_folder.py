@@ -1,6 +1,7 @@
 """Finds the images, splits and classes in a folder that has one sub-folder per class."""
 
 import os
+import unicodedata
 from collections import Counter
 from pathlib import Path
 
@@ -12,6 +13,7 @@ from utils.data.splits import one_each, refuse_almost_splits, split_of
 from utils.data.tables import describes_itself
 from utils.images.decoding import HAS_AVIF, Images
 from utils.images.storage import Files
+from utils.run.domains import shown
 from utils.run.failures import UserError
 
 EXTENSIONS = {
@@ -88,8 +90,9 @@ def find(root, layouts, class_names=None):
         unknown = sorted(classes.keys() - set(names))
         if unknown:
             those = "its train split" if class_names is None else f"those of the model: {names}"
+            class_name = shown(unknown[0])
             raise UserError(
-                f"--dataset {root}: class {unknown[0]} of its {split} split is not in {those}"
+                f"--dataset {root}: class {class_name} of its {split} split is not in {those}"
             )
     images = {split: _labeled(root, classes, names) for split, classes in found.items()}
     return images, names, scanner.left_out
@@ -128,6 +131,8 @@ def _find_splits(scanner, folders):
     folders = [folder for folder in folders if scanner.below(folder)]
     refuse_almost_splits(scanner.root, {folder: split_of(folder) for folder in folders})
     by_split, others = one_each(scanner.root, folders)
+    if len(by_split) < 2:
+        _refuse_other_splits(scanner, folders, others)
     if len(by_split) == 1 and others:
         (folder,) = by_split.values()
         raise UserError(
@@ -139,6 +144,18 @@ def _find_splits(scanner, folders):
             files = scanner.below(folder)
             scanner.left_out.add("images in folders beside the splits", files[0], len(files))
     return by_split
+
+
+def _refuse_other_splits(scanner, folders, others):
+    """Raises UserError for fold1 and fold2, or fit and holdout: with the same classes in each."""
+    inside = {tuple(map(os.path.basename, scanner.list(folder)[1])) for folder in folders}
+    same = inside.pop() if len(inside) == 1 and len(folders) > 1 else ()
+    if others and len(same) > 1 and not any(map(split_of, same)):
+        raise UserError(
+            f"--dataset {scanner.root}: {', '.join(map(shown, folders))} have the same "
+            f"sub-folders, so they are no classes: rename {shown(others[0])}, since a split is "
+            "called train, val or test"
+        )
 
 
 def _read_splits(scanner, by_split, layouts):
@@ -167,7 +184,9 @@ def _classes(scanner, folder):
     for inside in scanner.list(folder)[1]:
         files = scanner.below(inside)
         if files:
-            found[os.path.basename(inside)] = files
+            # One form of Unicode: macOS writes accents as letters of their own.
+            name = unicodedata.normalize("NFC", os.path.basename(inside))
+            found.setdefault(name, []).extend(files)
             continue
         others = scanner.others_below(inside)
         images = [suffix for suffix in others if suffix in UNREADABLE or not suffix]

@@ -5,6 +5,8 @@ and class names; every script, and evaluate.py, then takes it.
 """
 
 import hashlib
+import unicodedata
+from collections import defaultdict
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -14,8 +16,11 @@ from utils.data.splits import hold_out
 from utils.data.tables import READERS, local_path
 from utils.images import array_files, image_folder, synthetic
 from utils.images.decoding import Images
+from utils.images.duplicates import describe_duplicates, find_duplicates
+from utils.run.domains import shown
 from utils.run.failures import UserError
 
+SPLITS = ("train", "val", "test", "all")
 ALTERNATIVES = (
     "use a folder with one sub-folder per class (or train/ and val/ with such sub-folders), a Hub "
     "id such as uoft-cs/cifar10 or a folder in the Hub's layout, a Parquet file, an .npz file "
@@ -64,19 +69,22 @@ def find_images(name, *, seed=0, val_fraction=0.1, image_column=None, label_colu
         UserError: there is no such data set, it has another layout, or nothing is held out.
     """
     splits, class_names, left_out = _find(name, seed, image_column, label_column)
+    splits = {split: splits[split] for split in SPLITS if split in splits}
     if len(class_names) < 2:
         raise UserError(
             f"--dataset {name} has only one class, {class_names[0]}: a classifier needs at least "
             "two"
         )
+    first, uncompared = find_duplicates(splits)
     if val_fraction is None:
         val_fraction = 0.1 if len(splits) == 1 else 0
     if "val" not in splits and val_fraction > 0:
         train = splits["train"]
         kept, held_out = split_off(
-            train.labels, train.portable_name, class_names, seed, val_fraction
+            train.labels, train.portable_name, class_names, seed, val_fraction, first["train"]
         )
         splits |= {"train": train.select(kept), "val": train.select(held_out)}
+        first |= {"train": first["train"][kept], "val": first["train"][held_out]}
     if len(splits) == 1:
         raise UserError(
             f"--dataset {name} has no test split and no val split: give --val_fraction 0.1, say, "
@@ -87,10 +95,13 @@ def find_images(name, *, seed=0, val_fraction=0.1, image_column=None, label_colu
         missing = [class_names[label] for label in np.flatnonzero(counts == 0)]
         if missing:
             others = f" and {len(missing) - 1} more" if len(missing) > 1 else ""
+            class_name = shown(missing[0])
             raise UserError(
-                f"--dataset {name}: its {split} split has no image of class {missing[0]}{others}"
+                f"--dataset {name}: its {split} split has no image of class {class_name}{others}"
             )
-    return _described(splits, class_names, left_out)
+    data = _described(splits, class_names, left_out)
+    data.details += describe_duplicates(data.splits, first, uncompared)
+    return data
 
 
 def find_to_evaluate(name, class_names, *, image_column=None, label_column=None):
@@ -137,21 +148,37 @@ def _find(name, seed, image_column, label_column, class_names=None):
 
 
 def _described(splits, class_names, left_out):
-    splits = {s: splits[s] for s in ("train", "val", "test", "all") if s in splits}
+    splits = {split: splits[split] for split in SPLITS if split in splits}
     fingerprints = {split: images.fingerprint() for split, images in splits.items()}
     description = describe_images(splits, class_names, fingerprints)
-    details = [*count_classes(splits, class_names), *left_out.lines()]
+    details = [*count_classes(splits, class_names), *left_out.lines(), *_look_alikes(class_names)]
     return ImageSplits(splits, class_names, description, details)
 
 
-def split_off(labels, name_of, class_names, seed, fraction):
+def _look_alikes(class_names):
+    """Lines about classes whose names a person takes for the same."""
+    forms = defaultdict(list)
+    for name in class_names:
+        form = unicodedata.normalize("NFKC", name).casefold()
+        forms["".join(form.split())].append(shown(name))
+    return [
+        f"classes whose names differ only in case or space: {', '.join(names)}"
+        for names in forms.values()
+        if len(names) > 1
+    ]
+
+
+def split_off(labels, name_of, class_names, seed, fraction, first=None):
     """Chooses an equal share of every class: those that come first by a hash of name and seed.
+
+    Equal images stay on one side; if they are of different classes, they are not held out.
 
     Args:
         labels: int64 array [samples].
         name_of: a function that returns the name of a sample, the same on every machine.
         class_names (list[str]): in the order of the labels.
         fraction (float): share of each class.
+        first: int64 array [samples], the index of the first equal sample; None: all differ.
 
     Returns:
         tuple: the indices of the samples that stay, and those of the others; int64 arrays, sorted.
@@ -160,6 +187,8 @@ def split_off(labels, name_of, class_names, seed, fraction):
         UserError: a class has fewer than two samples.
     """
     held_out = np.zeros(len(labels), dtype=bool)
+    first = np.arange(len(labels)) if first is None else first
+    ambiguous = first[labels != labels[first]]
     for label, class_name in enumerate(class_names):
         members = np.flatnonzero(labels == label)
         if len(members) < 2:
@@ -168,9 +197,11 @@ def split_off(labels, name_of, class_names, seed, fraction):
                 f"class {class_name} has {len(members)} image{plural}: at least 2 are needed to "
                 "split off a val split"
             )
+        certain = members[~np.isin(first[members], ambiguous)]
+        members = certain if len(certain) > 1 else members
         keys = [
             hashlib.blake2b(f"{seed}/{name_of(i)}".encode("utf-8", "surrogateescape")).digest()
-            for i in members
+            for i in first[members]
         ]
         held_out[members[hold_out(keys, fraction)]] = True
     return np.flatnonzero(~held_out), np.flatnonzero(held_out)

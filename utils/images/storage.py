@@ -5,6 +5,7 @@ Nothing is decoded.
 
 import os
 import zlib
+from functools import cached_property
 from pathlib import Path
 
 import numpy as np
@@ -28,9 +29,9 @@ class Files:
     def __len__(self):
         return len(self._names)
 
-    def read(self, row, most=-1):
-        """The bytes of a file, or its first `most`. Raises OSError, as `read_regular` does."""
-        return read_regular(self.name(row), most)
+    def read(self, row, *part):
+        """The bytes of a file, or a part of them: arguments and errors as for `read_regular`."""
+        return read_regular(self.name(row), *part)
 
     def name(self, row):
         """The path of a file."""
@@ -40,9 +41,10 @@ class Files:
         """The path relative to the folder of the data set, which differs between machines."""
         return os.fsdecode(self._names[row])
 
-    def sizes(self, rows):
-        """The sizes of files in bytes, int64; -1: there is no such file."""
-        return _sizes(map(self.name, rows.tolist()))
+    @cached_property
+    def sizes(self):
+        """The size of each file in bytes, int64; -1: there is no such file."""
+        return _sizes(map(self.name, range(len(self))))
 
     def stamp(self, row):
         """A value that changes when the file does."""
@@ -78,15 +80,15 @@ class Rows:
     def __len__(self):
         return len(self._rows)
 
-    def read(self, row, most=-1):
-        """The bytes of an image, or the first `most` of a file. Raises ValueError without one."""
+    def read(self, row, *part):
+        """The bytes of an image, or a part of a file, as for `Files`. ValueError: there is none."""
         data, path = self._value(row)
         if data is not None:
             return data
         if path is None:
             raise ValueError("the row has no image")
         try:
-            return read_regular(self._file(path), most)
+            return read_regular(self._file(path), *part)
         except OSError as error:
             raise ValueError(f"{path}: {error.strerror}") from None
 
@@ -105,17 +107,22 @@ class Rows:
         path = self._value(row)[1]
         return None if path is None else stamp(self._folder / path)
 
-    def sizes(self, rows):
-        """The sizes of images in bytes, int64; -1: there is none."""
+    @cached_property
+    def sizes(self):
+        """The size of each image in bytes, int64; -1: there is none."""
         if isinstance(self._rows, list):
-            return np.array([len(self._rows[row]) for row in rows], dtype=np.int64)
+            return np.array([len(data) for data in self._rows], dtype=np.int64)
         column = self._rows.with_format("arrow")[:].column(0)  # all at once: much faster
         if self._in_files:
-            values = column.to_pylist()
-            paths = (_path_in(values[row]) for row in rows.tolist())
-            return _sizes(path and self._folder / path for path in paths)
+            return _sizes(path and self._folder / path for path in self.paths())
         lengths = [_lengths(chunk) for chunk in column.chunks if len(chunk)]
-        return np.concatenate(lengths).astype(np.int64)[rows]
+        return np.concatenate(lengths).astype(np.int64)
+
+    def paths(self):
+        """The path in each row, as a list of str or None; None if the rows have images instead."""
+        if not self._in_files:
+            return None
+        return list(map(_path_in, self._rows.with_format("arrow")[:].column(0).to_pylist()))
 
     def _file(self, path):
         """The file that a row names. Raises ValueError if it is in no folder that is allowed."""
@@ -132,9 +139,8 @@ class Rows:
         if isinstance(value, bytes):
             return value, None
         (value,) = value.values()
-        if isinstance(value, dict):
-            return value.get("bytes"), value.get("path")
-        return (None, value or None) if isinstance(value, str) else (value, None)
+        data = value.get("bytes") if isinstance(value, dict) else value
+        return (None, _path_in(value)) if data is None or isinstance(data, str) else (data, None)
 
 
 class Pixels:
@@ -152,7 +158,7 @@ class Pixels:
     def __len__(self):
         return len(self.images)
 
-    def read(self, row, most=-1):
+    def read(self, row, most=-1, ends=False):
         """An image as a PPM file, which has its values as they are; or the first `most` bytes."""
         _, height, width, _ = self.images.shape
         data = b"P6 %d %d 255\n" % (width, height) + self.images[int(row)].tobytes()
@@ -170,13 +176,20 @@ class Pixels:
         """A value that changes when the file of the array does."""
         return self._version
 
+    @property
+    def sizes(self):
+        """The size of each image in bytes, int64."""
+        return np.full(len(self), self.images[0].nbytes)
+
     def checksum(self):
         """A checksum of all images: it takes a fraction of the time in which they were loaded."""
         return f"{self.images.shape} {zlib.crc32(self.images)}"
 
 
 def _path_in(value):
-    return value["path"] if isinstance(value, dict) else value
+    """The path in a value of a column, also if Windows wrote it; None: there is none."""
+    path = value["path"] if isinstance(value, dict) else value
+    return os.path.normpath(path.replace("\\", "/")) if path else None
 
 
 def _lengths(values):

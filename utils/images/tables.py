@@ -60,7 +60,11 @@ def find(name, path, image_column, label_column, alternatives, class_names=None)
     unused = [known for known in getattr(kind, "names", ()) if known not in names]
     if unused and class_names is None:
         left_out.add("classes without images to train with", unused[0], len(unused))
-    splits = {}
+    others = columns.label_candidates(features, image_column) - {label_column}
+    if others and class_names is None:
+        kind = f"columns that could be labels, beside {label_column}"
+        left_out.add(kind, min(others), len(others))
+    splits, files_seen = {}, {}
     for split, values in labels.items():
         place = f"{name}, {split} split"
         missing = np.flatnonzero(values < 0)
@@ -74,8 +78,40 @@ def find(name, path, image_column, label_column, alternatives, class_names=None)
                 "filter them out"
             )
         source = columns.image_rows(used[split], image_column, place, folder, anywhere)
-        splits[split] = Images(source, np.arange(len(values)), values)
+        images = Images(source, np.arange(len(values)), values)
+        splits[split] = _once(name, split, images, files_seen, left_out)
     return splits, names, left_out
+
+
+def _once(name, split, images, files_seen, left_out):
+    """The images of a split without the rows that name a file again.
+
+    Args:
+        files_seen (dict): path -> (split, label), of earlier splits, too; this adds to it.
+
+    Raises:
+        UserError: a file has two labels, or is in two splits.
+    """
+    paths, sizes = images.source.paths(), images.source.sizes
+    if paths is None:
+        return images
+    rows = []
+    for row, path in enumerate(paths):
+        label = int(images.labels[row])
+        if sizes[row] <= 0 or path not in files_seen:  # reading says what is wrong with no file
+            files_seen[path] = split, label
+            rows.append(row)
+            continue
+        other_split, other_label = files_seen[path]
+        if other_split != split:
+            raise UserError(
+                f"--dataset {name} names {path} in its {other_split} split and in its {split} "
+                "split: remove it from one of them"
+            )
+        if other_label != label:
+            raise UserError(f"--dataset {name} names {path} with two labels: remove one of them")
+        left_out.add("rows that name a file again", path)
+    return images.select(np.array(rows, dtype=np.int64))
 
 
 def _files(folder):

@@ -655,16 +655,16 @@ def main():
     text = generate(model, *sampling)
     run.log("sample", step, text=text)
     export(accelerator, run.path, model, sizes)
-    progress.announce(len(held_out), run.path)
-    metrics = evaluate(accelerator, model, build_eval_loader(accelerator, held_out), progress)
+    last = subset.choose(held_out, subset.count_last(plan, args, len(held_out)), args.seed)
+    counts = progress.announce(len(last), len(held_out), run.path)
+    metrics = evaluate(accelerator, model, build_eval_loader(accelerator, last), progress)
     results = {f"val_{name}": value for name, value in metrics.items()}
     results["tokens_seen"] = step * args.batch_size * args.block_size
-    run.finish(step, **results, parameters=parameters, flops_per_token=flops)
+    run.finish(step, **results, **counts, parameters=parameters, flops_per_token=flops)
     if accelerator.is_main_process:
         write_outputs(run, text, sizes)
         hub.upload(run.path, args.push_to_hub)
-    words = ("--sample", run.path, "--prompt", "The ")
-    run.close(model_card.command(Path(__file__).name, *words))
+    run.close(model_card.command(Path(__file__).name, "--sample", run.path, "--prompt", "The "))
     accelerator.end_training()
 
 

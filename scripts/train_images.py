@@ -214,10 +214,11 @@ def load_data(accelerator, args):  # EDIT: data
     return data, description
 
 
-def build_loaders(accelerator, data, preprocess, eval_samples, args):
+def build_loaders(accelerator, data, preprocess, eval_samples, plan, args):
     """Builds loaders of global batches, one per split; `prepare` splits each over the processes.
 
-    There is also `some`, of `eval_samples` of the validation images.
+    There is also `some`, of `eval_samples` of the validation images. The held-out splits in `data`
+    are shortened to what the last evaluation takes.
     """
     options = loader_options(accelerator, args.num_workers, args.timeout)
     train_size = args.train_size or preprocess["crop"]
@@ -253,6 +254,9 @@ def build_loaders(accelerator, data, preprocess, eval_samples, args):
     for split, images in {**data.splits, "some": some}.items():
         if split == "train":
             continue
+        if split != "some":
+            last = subset.count_last(plan, args, len(images))
+            data.splits[split] = images = subset.choose(images, last, args.seed)
         dataset = ImageBatches(images, eval_transform, args.on_bad_image)
         batch_size = evaluation_batch_size(accelerator, len(dataset), 64)
         loaders[split] = accelerator.prepare(DataLoader(dataset, batch_size, **options))
@@ -356,7 +360,7 @@ def export(folder, config, model, ema):
 
 
 def final_results(accelerator, model, ema, loaders, watch, mean, std):
-    """Evaluates every held-out split, all of it.
+    """Evaluates every held-out split.
 
     Returns:
         tuple: the metrics, for `run.finish`; the `samples` of the validation split, see `evaluate`.
@@ -502,7 +506,8 @@ def main():
     model = batch_norm.synchronize(accelerator, model, micro_batch_size, args.sync_batchnorm)
     scheduler = build_scheduler(optimizer, plan, args)
     model, optimizer, scheduler = accelerator.prepare(model, optimizer, scheduler)
-    loaders = build_loaders(accelerator, data, config["preprocessing"], eval_samples, args)
+    held_out = len(data.splits["val"])
+    loaders = build_loaders(accelerator, data, config["preprocessing"], eval_samples, plan, args)
     plain = accelerator.unwrap_model(model)
     ema = build_ema(accelerator, plain, args.ema_decay, plan)
     mean, std = pretrained.colors(config, accelerator.device)
@@ -565,11 +570,12 @@ def main():
 
     if accelerator.is_main_process:
         export(run.path, config, plain, ema)
-    progress.announce(len(data.splits["val"]), run.path, passes=2 if ema else 1)
+    last, passes = len(data.splits["val"]), 2 if ema else 1
+    counts = progress.announce(last, held_out, run.path, passes)
     results, samples = final_results(accelerator, model, ema, loaders, progress, mean, std)
     unreadable = name_unreadable(data, gather_ids(accelerator, bad), samples["labels"])
     results |= scores.per_class(samples["labels"], samples["predictions"], data.class_names)
-    run.finish(step, **results, bad_images=len(unreadable))
+    run.finish(step, **results, **counts, bad_images=len(unreadable))
     if accelerator.is_main_process:
         model_card.write(run, **describe_model(config, args))
         trackers.log_images(write_outputs(run, config, data, samples, unreadable), step)

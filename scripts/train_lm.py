@@ -619,16 +619,16 @@ def main():
     profile.stop()
 
     export(accelerator, run.path, model, tokenizer)
-    progress.announce(data.count_held_out(), run.path)
-    eval_loaders = build_eval_loaders(accelerator, eval_sets, args)
+    last = subset.count_last(plan, args, data.count_held_out())
+    counts = progress.announce(last, data.count_held_out(), run.path)
+    eval_loaders = build_eval_loaders(accelerator, eval_sets, args, last)
     metrics = evaluate(accelerator, model, eval_loaders, progress)
     metrics |= share_of_exact(accelerator, unwrapped, tokenizer, eval_sets, args)
     results = {f"{data.held_out}_{name}": value for name, value in metrics.items()}
-    run.finish(step, **results, parameters=parameters, trained_parameters=trained)
+    run.finish(step, **results, **counts, parameters=parameters, trained_parameters=trained)
     write_outputs(accelerator, run, unwrapped, tokenizer, prompts, args)
     hub.upload(run.path, args.push_to_hub)
-    words = ("--generate", run.path, "--prompt", "Hello")
-    run.close(model_card.command(Path(__file__).name, *words))
+    run.close(model_card.command(Path(__file__).name, "--generate", run.path, "--prompt", "Hello"))
     accelerator.end_training()
 
 

@@ -27,11 +27,11 @@ SCRIPTS = "minimal cifar images gpt lm model_parallel".split()
 # Maximum number of lines and modules that a copy of a script carries.
 CARRIED = {
     "minimal": (4100, 25),
-    "cifar": (9600, 61),
-    "images": (10000, 70),
+    "cifar": (9600, 62),
+    "images": (10000, 71),
     "gpt": (9100, 61),
     "lm": (10900, 70),
-    "model_parallel": (9400, 59),
+    "model_parallel": (9400, 60),
 }
 
 

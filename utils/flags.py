@@ -113,7 +113,7 @@ def add_eval_samples(group):
         "--eval_samples",
         type=number(int, 0),
         help="held-out samples per evaluation, the same each time (0: all; default: as many as "
-        "cost about 10 %% of the training); the last evaluation takes all",
+        "cost about 10 %% of the training, and twice as many for the last evaluation)",
     )
 
 

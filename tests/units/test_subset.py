@@ -28,7 +28,7 @@ def test_evaluations_take_a_tenth_of_the_training():
     found, line = count(2_600_000)
     assert found == 19_200 and line == (
         "evaluations: 19,200 of 2,600,000 held-out samples, always the same, about 10% of the cost "
-        "of training; the last one takes all (--eval_samples)"
+        "of training (--eval_samples)"
     )
     assert count(2_600_000, steps=500)[0] == 9600  # one evaluation, after all of the training
     assert count(19_200) == (19_200,)
@@ -44,6 +44,19 @@ def test_a_number_of_samples_may_be_given():
     found, line = count(1000, 40)
     assert found == 40 and "40 of 1,000 held-out samples" in line
     assert count(1000, 0) == (1000,) and count(1000, 5000) == (1000,)
+
+
+def count_last(held_out, wanted=None, steps=10_000, **text):
+    args = SimpleNamespace(batch_size=64, eval_samples=wanted, **text)
+    return subset.count_last(Plan(total_steps=steps, steps_per_epoch=100), args, held_out)
+
+
+def test_the_last_evaluation_costs_at_most_a_fifth_of_the_training():
+    """Of three forward passes that cost a step; never less than a stable score needs."""
+    assert count_last(384_001) == 384_000 == count_last(384_000) and count_last(7) == 7
+    assert count_last(10**6, steps=20) == 2000
+    assert count_last(10**6, steps=20, block_size=64) == 2048
+    assert count_last(10**6, 0, steps=20) == 10**6 and count_last(10**6, 5, steps=20) == 2000
 
 
 def test_a_run_keeps_its_samples_if_it_gets_longer_or_evaluates_more_often():

@@ -17,6 +17,7 @@ from utils.images.sources import find_images
 from utils.images.storage import Rows
 from utils.run import weights
 from utils.run.failures import UserError
+from utils.run.plan import Plan
 
 script = load_script("train_images")
 HUNDRED_STEPS = SimpleNamespace(steps_per_epoch=10, total_steps=100)
@@ -168,13 +169,16 @@ def test_data_is_shortened_for_quick_checks(parse, tmp_path, capsys, monkeypatch
     assert large.details == []
 
 
+PLAN = Plan(total_steps=10, steps_per_epoch=5)
+
+
 def test_loaders_have_the_sizes_that_options_say(parse, tmp_path):
     data, prepared = data_of(tmp_path / "d"), []
     preprocess = dict(resize=36, crop=32, interpolation="bilinear", **pretrained.IMAGENET)
     process = accelerator(prepare=lambda loader: prepared.append(loader) or loader)
     accumulate = "--gradient_accumulation_steps 2 --train_size 48"
     args = options(parse, accumulate, "--cache", str(tmp_path / "cache"))
-    loaders = script.build_loaders(process, data, preprocess, 5, args)
+    loaders = script.build_loaders(process, data, preprocess, 5, PLAN, args)
     assert set(loaders) == {"train", "val", "some"} and len(prepared) == 3
     assert len(loaders["some"].dataset) == 5 and len(loaders["val"].dataset) == 12
     batches = list(loaders["train"])
@@ -184,7 +188,7 @@ def test_loaders_have_the_sizes_that_options_say(parse, tmp_path):
     # One batch, again and again, looks as in an evaluation.
     data.splits["train"] = data.splits["val"]
     args = options(parse, "--overfit_batch")
-    plain = script.build_loaders(process, data, preprocess, 12, args)
+    plain = script.build_loaders(process, data, preprocess, 12, PLAN, args)
     whole = torch.cat([batch["images"] for batch in plain["val"]])
     for batch in plain["train"]:
         assert torch.equal(batch["images"], whole[batch["ids"]])

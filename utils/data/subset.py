@@ -1,13 +1,15 @@
 """Chooses the held-out samples of an evaluation: the same ones at every evaluation of a run.
 
-So its scores can be compared, and evaluations cost little, however much is held out.
+So its scores can be compared, and evaluations cost little, however much is held out. All numbers
+follow from those of samples and steps, never from seconds: a restart chooses the same ones.
 """
 
 import numpy as np
 
 from utils.data.permutation import Permutation
 
-SHARE = 0.1  # of the cost of training, for all evaluations but the last
+# Of the cost of training: for all evaluations but the last, and for the last.
+SHARE, LAST_SHARE = 0.1, 0.2
 STEP = 3  # forward passes that cost as much as a training step on the same samples
 # Evaluated at least: the loss then has a standard error of about 0.01 nats, the accuracy of 1 %.
 TOKENS, IMAGES = 2**17, 2000
@@ -28,21 +30,34 @@ def count_evaluated(run, plan, args, held_out):
     Returns:
         int: at most `held_out`.
     """
-    at_least = max(1, TOKENS // args.block_size) if hasattr(args, "block_size") else IMAGES
     trained = args.batch_size * min(plan.evaluate_every, plan.total_steps)  # before an evaluation
     count = args.eval_samples
     if count is None:
-        count = max(at_least, int(SHARE * STEP * trained))
+        count = max(_at_least(args), int(SHARE * STEP * trained))
     if run.progress:
         count = run.progress["eval_samples"]
     count = min(count or held_out, held_out)
     if count < held_out:
         run.print(
             f"evaluations: {count:,} of {held_out:,} held-out samples, always the same, about "
-            f"{count / STEP / trained:.0%} of the cost of training; the last one takes all "
-            "(--eval_samples)"
+            f"{count / STEP / trained:.0%} of the cost of training (--eval_samples)"
         )
     return count
+
+
+def count_last(plan, args, held_out):
+    """How many of `held_out` samples (int) the last evaluation takes: all, if that costs little.
+
+    Args: plan, args: as for `count_evaluated`; with `--eval_samples 0` it takes all.
+    """
+    if args.eval_samples == 0:
+        return held_out
+    affordable = int(LAST_SHARE * STEP * args.batch_size * plan.total_steps)
+    return min(held_out, max(_at_least(args), affordable))
+
+
+def _at_least(args):
+    return max(1, TOKENS // args.block_size) if hasattr(args, "block_size") else IMAGES
 
 
 def choose(samples, count, seed):

@@ -45,18 +45,28 @@ class Progress:
             left = clock(seconds * (1 - share) / share)
             tqdm.write(f"evaluation: {share:.0%}, left {left}")
 
-    def announce(self, samples, folder, passes=1):
+    def announce(self, samples, held_out, folder, passes=1):
         """Says that the last evaluation follows, and how long it will take: if it is known, long.
 
         Args:
-            samples (int): all that are held out.
+            samples (int): so many of the `held_out` (int) are evaluated.
             folder (Path): that of the run, whose weights are written.
             passes (int): over the samples.
+
+        Returns:
+            dict: `evaluated_samples` and `held_out_samples`, for results.json.
         """
         seconds = passes * samples / self._speed if self._speed else None
-        if self._is_main and (seconds is None or seconds > SECONDS):
+        scores = f"python scripts/evaluate.py {folder}"
+        if self._is_main and samples < held_out:
+            tqdm.write(
+                f"the last evaluation takes {samples:,} of {held_out:,} held-out samples: {scores} "
+                "takes all, and so does --eval_samples 0"
+            )
+        elif self._is_main and (seconds is None or seconds > SECONDS):
             about = "" if seconds is None else f", about {clock(seconds)}"
             tqdm.write(
                 f"the last evaluation takes all {samples:,} held-out samples{about}. If it is "
-                f"stopped, the same command repeats it, or python scripts/evaluate.py {folder}"
+                f"interrupted, rerun the same command, or run {scores}"
             )
+        return {"evaluated_samples": samples, "held_out_samples": held_out}

@@ -53,11 +53,7 @@ def special_tokens(tokenizer):
 
 
 class ChatTemplate:
-    """The chat template of a tokenizer of the `transformers` library.
-
-    Attributes:
-        name (re.Pattern): matches the names of special tokens.
-    """
+    """The chat template of a tokenizer of the `transformers` library."""
 
     def __init__(self, tokenizer):
         self._tokenizer = tokenizer
@@ -68,7 +64,7 @@ class ChatTemplate:
         self._with_tools = templates.get("tool_use", self._text)
         longest_first = sorted(special_tokens(tokenizer), key=len, reverse=True)
         pattern = "|".join(map(re.escape, longest_first)) or "(?!)"
-        self.name = re.compile(pattern)
+        self._name = re.compile(pattern)
         self._marked = re.compile(f"{OPEN}({pattern}){CLOSE}|[{OPEN}{CLOSE}]")
 
     def split(self, messages, where, *, first=0, tools=None, together=False):
@@ -182,7 +178,7 @@ class ChatTemplate:
         """Marks the names of special tokens in the texts of messages."""
         if isinstance(value, str):
             value = value.replace(OPEN, "").replace(CLOSE, "")
-            return self.name.sub(f"{OPEN}\\g<0>{CLOSE}", value)
+            return self._name.sub(f"{OPEN}\\g<0>{CLOSE}", value)
         if isinstance(value, list):
             return [self._mark(inner) for inner in value]
         if isinstance(value, dict):

@@ -38,12 +38,10 @@ class Document(NamedTuple):
 class Draft(NamedTuple):
     """A document, or a segment of a text, before it is tokenized.
 
-    where: names it, in messages.
     begins, ends: whether BOS is to come before it, and EOS after it. A template writes its own.
     """
 
     parts: list
-    where: str
     is_text: bool
     begins: bool
     ends: bool
@@ -62,9 +60,8 @@ class Encoder:
         self._chat = ChatTemplate(tokenizer)
         # An unknown character ends nothing. (Some tokenizers have one token for both.)
         unknown = {tokenizer.unk_token_id} - {tokenizer.eos_token_id}
-        special = {*special_tokens(tokenizer).values()} - unknown
-        self._special = np.array(sorted(special), np.int32)
-        self._ends = np.array(sorted({*special, *tokenizer.added_tokens_decoder} - unknown))
+        added = {*special_tokens(tokenizer).values(), *tokenizer.added_tokens_decoder}
+        self._ends = np.array(sorted(added - unknown), np.int32)
         plain, line, both = self._tokenize(["a", "\n", "\na"], True).input_ids
         # A tokenizer of the kind of SentencePiece puts a space before the first word of a text:
         # not so after a line break, which is removed again.
@@ -104,7 +101,7 @@ class Encoder:
         options = dict(first=first, tools=check_tools(row.get("tools"), where))
         options["together"] = self.loss_on == ALL
         documents = self._chat.split(messages, where, **options) if messages else []
-        return [Draft(parts, where, False, False, False) for parts in documents]
+        return [Draft(parts, False, False, False) for parts in documents]
 
     def _draft_text(self, text, where):
         """Yields a `Draft` for each segment of a text (str or iterator); none if it is empty."""
@@ -116,16 +113,16 @@ class Encoder:
         begins, before = True, None
         for segment in text:
             if before is not None and segment:
-                yield Draft([Part(before, True)], where, True, begins, False)
+                yield Draft([Part(before, True)], True, begins, False)
                 begins = False
             before = segment or before
         if before is not None and (before.strip() or not begins):
-            yield Draft([Part(before, True)], where, True, begins, True)
+            yield Draft([Part(before, True)], True, begins, True)
 
     def _draft_completion(self, prompt, completion, where):
         check_unicode(prompt + completion, where)
         parts = [Part(prompt, True), Part(completion, True, True)]
-        return [Draft(parts, where, False, True, True)] if completion.strip() else []
+        return [Draft(parts, False, True, True)] if completion.strip() else []
 
     def encode_prompt(self, text, kind):
         """The tokens of what a model is asked, as before an answer or a text that it learned.
@@ -141,9 +138,9 @@ class Encoder:
             UserError: the template refuses it, or there is none.
         """
         if kind == "messages":
-            draft = Draft(self._chat.ask(text), "the prompt", False, False, False)
+            draft = Draft(self._chat.ask(text), False, False, False)
         else:
-            draft = Draft([Part(text, True)], "the prompt", True, True, False)
+            draft = Draft([Part(text, True)], True, True, False)
         (document,) = self.encode([draft])
         return document.tokens.tolist()
 
@@ -152,9 +149,6 @@ class Encoder:
 
         Returns:
             list[Document]: one for each.
-
-        Raises:
-            UserError: the tokenizer makes a special token of its name in a text.
         """
         parts, after_line = [], []
         for draft in drafts:
@@ -192,12 +186,9 @@ class Encoder:
 
     def _finish(self, draft, encoded):
         """The document of a draft, the parts of which are `encoded` as these tokens."""
-        pairs = list(zip(draft.parts, encoded, strict=True))
-        for part, tokens in pairs:
-            if part.as_text:
-                self._check(part.text, tokens, draft.where)
         if draft.is_text:
             return self._finish_text(draft, encoded[0])
+        pairs = zip(draft.parts, encoded, strict=True)
         tokens, answer, ended = [*self._bos] if draft.begins else [], -1, True
         learned = [0] * len(tokens)
         for is_answer, group in itertools.groupby(pairs, lambda pair: pair[0].is_answer):
@@ -221,19 +212,6 @@ class Encoder:
             size -= len(self.tokenizer.decode(tokens[:1]).encode())
         whole = np.array([*before, *tokens, *after], np.int32)
         return Document(whole, None, -1, size, draft.begins)
-
-    def _check(self, text, tokens, where):
-        """Raises UserError if a name of a special token in a text has become that token."""
-        if not self._chat.name.search(text):
-            return
-        special = np.intersect1d(tokens, self._special)
-        special = special[special != self.tokenizer.unk_token_id]
-        if len(special):
-            name = self.tokenizer.convert_ids_to_tokens(int(special[0]))
-            raise UserError(
-                f"{where} contains {name}, which this tokenizer cannot tell from its special "
-                "token: remove it"
-            )
 
     def _end(self, tokens):
         """The number of tokens of an answer; and whether the last one ends it.

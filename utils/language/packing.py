@@ -1,4 +1,4 @@
-"""Cuts text into blocks, and packs conversations into blocks by best fit, as the settings ask."""
+"""Cuts text into blocks, packs conversations into blocks by best fit; the settings of both."""
 
 from dataclasses import dataclass
 from typing import NamedTuple

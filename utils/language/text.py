@@ -118,7 +118,7 @@ def load_text(name, column, block_size, seed=0):
         UserError: the text cannot be found or read, has no such column, or is too short for
             `block_size`.
     """
-    texts, details = _read_splits(name, column, seed, training_splits)
+    texts, details = _read_splits(name, column, seed, ("train", "val"))
     parts = itertools.chain.from_iterable(map(_sample, texts.values()))
     if not all(part.all() for part in parts):
         details.append("warning: this does not look like text: it has zero bytes")
@@ -151,7 +151,7 @@ def load_to_evaluate(name, column, seed=0):
     Raises:
         UserError: it cannot be found or read, has no such column, or has less than two bytes.
     """
-    texts, details = _read_splits(name, column, seed, best_split)
+    texts, details = _read_splits(name, column, seed, ("test", "val", "train"), most=1)
     [(split, text)] = texts.items()
     if len(text) < 2:
         raise UserError(f"--dataset {name} has {len(text)} bytes: too few")
@@ -178,18 +178,8 @@ def _sample(text):
     return (text[start : start + SAMPLED_BYTES] for start in range(0, len(text), distance))
 
 
-def training_splits(splits):
-    """Which splits training reads: all but `test`."""
-    return [split for split in splits if split != "test"]
-
-
-def best_split(splits):
-    """Which split an evaluation reads: `test`, or else `val`, or else `train`."""
-    return [next(split for split in ("test", "val", "train") if split in splits)]
-
-
-def _read_splits(name, column, seed, choose):
-    """The text of the splits that `choose` returns of all splits, and lines about all of them.
+def _read_splits(name, column, seed, wanted, most=None):
+    """The text of the first splits (at most `most`) that are `wanted`, and lines about all splits.
 
     A text is uint8 [bytes].
     """
@@ -197,7 +187,7 @@ def _read_splits(name, column, seed, choose):
         text = bytearray(synthetic_text(seed))
         return {"train": torch.frombuffer(text, dtype=torch.uint8)}, []
     table = open_rows(name, partial(check_column, name, column))
-    used, texts = choose(table.splits), {}
+    used, texts = [split for split in wanted if split in table.splits][:most], {}
     for split in used:
         rows = table.splits[split]
         if table.is_plain:

@@ -46,9 +46,9 @@ from utils.data import subset
 from utils.data.cache_files import local_main_first
 from utils.data.loaders import EpochSampler, evaluation_batch_size, explain, loader_options
 from utils.data.report import agree
-from utils.language.lanes import gather_position
+from utils.language import text_stream
+from utils.language.lanes import LaneStream, Share, gather_position
 from utils.language.text import Windows, load_text
-from utils.language.text_stream import TextStream, load_held_out
 from utils.muon import MuonAdamW
 from utils.report import hub, model_card, plots
 from utils.report.mfu import peak_flops
@@ -342,7 +342,7 @@ def read_text(accelerator, args):
     """
     source = (args.dataset, args.text_column)
     if args.streaming:
-        data = run_on_main(accelerator, lambda: load_held_out(*source))
+        data = run_on_main(accelerator, lambda: text_stream.load_held_out(*source))
     else:
         data = local_main_first(accelerator, lambda: load_text(*source, args.block_size, args.seed))
     return data, data.train, data.held_out
@@ -350,7 +350,9 @@ def read_text(accelerator, args):
 
 def open_stream(accelerator, position, args):
     """Opens the stream at the position of a checkpoint, or at its beginning: None."""
-    return local_main_first(accelerator, lambda: TextStream.from_args(args, accelerator, position))
+    share = Share.from_args(args, accelerator, args.streaming, position)
+    options = args.dataset, args.text_column, args.block_size, share, args.shuffle_buffer, args.seed
+    return local_main_first(accelerator, lambda: text_stream.open_stream(*options))
 
 
 def build_loaders(accelerator, train_set, eval_set, args):
@@ -380,7 +382,7 @@ def build_eval_loader(accelerator, windows):
 
 def epoch_batches(loader, epoch):
     """The loader of `epoch`; a stream has no epochs: it continues at its own position."""
-    if not isinstance(loader.dataset, TextStream):
+    if not isinstance(loader.dataset, LaneStream):
         loader.dataset.set_offset(epoch)
         loader.set_epoch(epoch)
     return loader

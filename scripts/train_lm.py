@@ -47,10 +47,10 @@ from utils.data.cache_files import local_main_first
 from utils.data.loaders import EpochSampler, evaluation_batch_size, explain, loader_options
 from utils.data.report import agree
 from utils.language.conversations import Encoder
-from utils.language.lanes import gather_position
-from utils.language.mixture import SourceLog, labels
-from utils.language.token_settings import TokenSettings
-from utils.language.token_stream import TokenStream, load_held_out
+from utils.language.lanes import LaneStream, Share, gather_position
+from utils.language.packing import TokenSettings
+from utils.language.rows import reading
+from utils.language.token_stream import LANES, load_held_out, open_stream
 from utils.language.tokens import load_tokens
 from utils.report import hub, model_card, plots
 from utils.report.profiler import start_profiler
@@ -192,7 +192,8 @@ def load_data(accelerator, tokenizer, packed, args):  # EDIT: data
     held_out = "val" if all("val" in data.splits for data in corpora) else "test"
     if args.patience and held_out == "test":
         raise UserError("--patience needs a validation split: give --val_fraction 0.05, say")
-    names = labels(args.dataset)
+    names = [Path(name).name for name in args.dataset]  # or all of it, to tell them apart
+    names = names if len(set(names)) == len(names) else args.dataset
     eval_sets = {
         name: data.splits["val" if "val" in data.splits else "test"]
         for name, data in zip(names, corpora, strict=True)
@@ -217,12 +218,14 @@ def load_source(accelerator, tokenizer, name, packed, args):
     return local_main_first(accelerator, lambda: load_tokens(name, settings))
 
 
-def open_stream(accelerator, tokenizer, config, sources, position, args):
+def open_sources(accelerator, tokenizer, config, sources, position, args):
     """Opens the stream of a list of sources at a position (None: its beginning); else `Blocks`."""
     if not isinstance(sources, list):
         return sources
-    share = (args, accelerator, tokenizer, causal_lm.can_pack(config), sources, position)
-    return local_main_first(accelerator, lambda: TokenStream.from_args(*share))
+    share = Share.from_args(args, accelerator, LANES, position)
+    settings = TokenSettings.from_args(tokenizer, causal_lm.can_pack(config), args)
+    weights = args.mixture or [1.0]
+    return local_main_first(accelerator, lambda: open_stream(sources, settings, share, weights))
 
 
 def build_train_loader(accelerator, train_set, args):
@@ -231,7 +234,7 @@ def build_train_loader(accelerator, train_set, args):
     A stream yields only the share of this process, so it needs no `prepare`.
     """
     options = loader_options(accelerator)
-    if isinstance(train_set, TokenStream):
+    if isinstance(train_set, LaneStream):
         return DataLoader(train_set, batch_size=None, **options)
     order = EpochSampler(len(train_set), args.batch_size, args.seed)
     batch_size = args.batch_size // args.gradient_accumulation_steps
@@ -258,7 +261,7 @@ def build_eval_loaders(accelerator, eval_sets, args, count=None):
 
 def epoch_batches(loader, epoch):
     """The loader of `epoch`; a stream has no epochs: it continues at its own position."""
-    if not isinstance(loader.dataset, TokenStream):
+    if not isinstance(loader.dataset, LaneStream):
         loader.set_epoch(epoch)
     return loader
 
@@ -267,20 +270,13 @@ def epoch_batches(loader, epoch):
 
 
 def compute_loss(model, batch, per_block=False):  # EDIT: loss
-    """The sum of the losses of a batch's targets, in nats.
-
-    With `per_block`, and of a stream, the batch gets the sum of each block as `block_losses`.
-    """
-    per_block = per_block or "source" in batch
-    loss = model(
+    """The sum of the losses of a batch's targets, in nats; or `per_block`, of each block's."""
+    return model(
         input_ids=batch["input_ids"],
         position_ids=batch["position_ids"],
         targets=batch["targets"],
         per_block=per_block,
     )
-    if per_block:
-        loss, batch["block_losses"] = loss
-    return loss
 
 
 def count_targets(accelerator, batches):
@@ -334,10 +330,8 @@ def evaluate_source(accelerator, model, loader, watch):
         place = torch.arange(len(batch["ids"]), device=batch["ids"].device)
         place += (index * accelerator.num_processes + rank) * size
         batch["targets"][batch["ids"] != place] = -100
-        total = compute_loss(model, batch, per_block=True)
-        part = scores.moments(batch["block_losses"], (batch["targets"] >= 0).sum(1))
-        part[2] = total  # with the balance of experts, which is not of a block
-        sums = sums + part
+        losses = compute_loss(model, batch, per_block=True)
+        sums = sums + scores.moments(losses, (batch["targets"] >= 0).sum(1))
     sums = accelerator.reduce(sums, "sum")
     model.train()
     count = int(sums[1])
@@ -390,11 +384,8 @@ def read_prompts(tokenizer, data, args):
         # Of several sources, those of each in turn.
         prompts = [blocks.prompts(3) for blocks in data.eval_sets.values()]
         return [prompt for turn in zip_longest(*prompts) for prompt in turn if prompt][:3]
-    try:
+    with reading(f"--prompts {args.prompts}"):
         lines = Path(args.prompts).read_text(encoding="utf-8").splitlines()
-    except (OSError, UnicodeError) as error:
-        reason = getattr(error, "strerror", None) or "not UTF-8"
-        raise UserError(f"--prompts {args.prompts} cannot be read: {reason}") from None
     lines = [line for line in lines if line.strip()]
     if not lines:
         raise UserError(f"--prompts {args.prompts} is empty: give one prompt per line")
@@ -548,8 +539,7 @@ def main():
         return hub.upload(run.path, args.push_to_hub)  # if that failed before
     eval_samples = subset.count_evaluated(run, plan, args, data.count_held_out())
     position = run.progress.get("position")
-    train_set = open_stream(accelerator, tokenizer, config, train_set, position, args)
-    sources = SourceLog(args.dataset, position)
+    train_set = open_sources(accelerator, tokenizer, config, train_set, position, args)
 
     set_seed(args.seed)
     model = run_on_all(accelerator, lambda: build_model(accelerator, config, args))
@@ -603,8 +593,7 @@ def main():
             stop = guard.should_stop(step, losses, ids, norm)  # the same on every process
             if plan.log_due(step):
                 train_loss = accelerator.reduce(torch.stack(losses).sum(), "sum").item()
-                figures = sources.figures(accelerator, micro_batches, run.print)
-                figures |= dict(loss=train_loss, grad_norm=norm, lr=scheduler.get_last_lr()[0])
+                figures = dict(loss=train_loss, grad_norm=norm, lr=scheduler.get_last_lr()[0])
                 run.log("train", step, **figures, **watchdog.figures())
             if stop or run.save_due(step):
                 saved["position"] = gather_position(batch)
@@ -768,7 +757,7 @@ def parse_args():
     )
     group.add_argument(
         "--too_long",
-        choices=["truncate", "drop", "error"],
+        choices=["truncate", "drop"],
         default="truncate",
         help="what to do with conversations of more than block_size tokens; texts are cut",
     )

@@ -1,5 +1,7 @@
 """Chat templates, conversations and small tokenizers, for tests of language models."""
 
+import copy
+
 CHATML = (
     "{% for m in messages %}{{ '<|im_start|>' + m['role'] + '\n' + m['content'] + '<|im_end|>\n' }}"
     "{% endfor %}{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
@@ -61,13 +63,20 @@ def make_tokenizer(kind="bytes", bos=False, **special):
     return tokenizer
 
 
+def with_template(tokenizer, template):
+    """A copy of a tokenizer with another chat template."""
+    tokenizer = copy.copy(tokenizer)
+    tokenizer.chat_template = template
+    return tokenizer
+
+
 def token_stream(sources, tokenizer, block_size, micro_batch, *, lanes=8, share=(0, 1), **options):
-    """A `TokenStream` of names or blocks; `options` are its own, those of its share, or settings."""
+    """A stream of names or blocks; `options` are its own, those of its share, or settings."""
     from utils.language.lanes import Share
-    from utils.language.token_settings import TokenSettings
-    from utils.language.token_stream import TokenStream
+    from utils.language.packing import TokenSettings
+    from utils.language.token_stream import open_stream
 
     own = {name: options.pop(name) for name in ("weights", "buffer") if name in options}
     share = Share(lanes, micro_batch, *share, options.pop("position", None))
     sources = [sources] if isinstance(sources, str) else sources
-    return TokenStream(sources, TokenSettings(tokenizer, block_size, **options), share, **own)
+    return open_stream(sources, TokenSettings(tokenizer, block_size, **options), share, **own)

@@ -25,7 +25,7 @@ OWN = {
     "granite": dict(logits_scaling=4.0),
     "cohere": dict(logit_scale=0.25),
     "mistral": dict(sliding_window=4),
-    "mixtral": dict(num_local_experts=4, num_experts_per_tok=2, output_router_logits=True),
+    "mixtral": dict(num_local_experts=4, num_experts_per_tok=2),
     "opt": dict(ffn_dim=48, word_embed_proj_dim=32),  # its masks ignore positions
 }
 PACKED = [name for name in OWN if name != "opt"]
@@ -64,9 +64,3 @@ def batch(tokens):
     positions = torch.arange(tokens.shape[1] - 1).repeat(len(tokens), 1)
     targets = tokens[:, 1:].clone()
     return dict(input_ids=tokens[:, :-1], position_ids=positions, targets=targets)
-
-
-def packed(*documents):
-    """The inputs for one block with several documents: the first token of each is no target."""
-    parts = [batch(tokens) for tokens in documents]
-    return {name: torch.cat([part[name] for part in parts], dim=1) for name in parts[0]}

@@ -137,8 +137,8 @@ def test_a_batch_is_split_evenly_or_the_error_names_the_nearest_sizes(batch, par
     assert named == [size for size in sizes if size > 0 and size % parts == 0]
 
 
-class Lane:
-    """Yields numbers from `position` on, forever, with the number of the lane."""
+class Numbers:
+    """A lane that yields numbers from `position` on, forever, with its own number."""
 
     def __init__(self, number):
         self.number, self.position = number, {"next": 0}
@@ -149,15 +149,18 @@ class Lane:
             yield self.number, self.position["next"] - 1
 
 
-class Lanes(LaneStream):
-    def collate(self, samples):
-        return {"samples": samples}
+def together(samples):
+    return {"samples": samples}
 
 
 def batches_of_lanes(lanes, batch, processes, count, position=None):
     """The global batches of a stream, and the position of all processes after each."""
     streams = [
-        iter(Lanes(Lane, Share(lanes, batch // processes, rank, processes, position)))
+        iter(
+            LaneStream(
+                Numbers, Share(lanes, batch // processes, rank, processes, position), together
+            )
+        )
         for rank in range(processes)
     ]
     for _ in range(count):

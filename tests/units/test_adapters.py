@@ -42,13 +42,12 @@ def test_the_state_of_lora_is_the_adapter():
     assert plain.state_dict()
 
 
-@pytest.mark.parametrize(("targets", "dropout"), [("q_proj,v_proj", 0.5), ("all-linear", 0.0)])
-def test_lora_has_its_settings_and_trains_only_adapters_in_float32(targets, dropout):
+@pytest.mark.parametrize("targets", ["q_proj,v_proj", "all-linear"])
+def test_lora_has_its_settings_and_trains_only_adapters_in_float32(targets):
     base = make_model("llama").to(torch.bfloat16)
-    model = adapters.add_lora(base, 4, 8.0, dropout, targets.split(","))
+    model = adapters.add_lora(base, 4, 8.0, 0.5, targets.split(","))
     config = model.peft_config["default"]
-    assert (config.r, config.lora_alpha, config.lora_dropout) == (4, 8.0, dropout)
-    assert config.task_type == "CAUSAL_LM"
+    assert (config.r, config.lora_alpha, config.lora_dropout) == (4, 8.0, 0.5)
     weights = {name: weight for name, weight in model.named_parameters() if weight.requires_grad}
     assert {weight.dtype for weight in weights.values()} == {torch.float32}
     layers = {name.split(".lora_")[0].rpartition(".")[2] for name in weights}
@@ -62,11 +61,7 @@ def test_lora_has_its_settings_and_trains_only_adapters_in_float32(targets, drop
     [
         (lambda: lora(["nothing"]), "--lora_targets nothing matches no layer; .* o_proj, q_proj"),
         (lambda: lora(["q_proj", "proj"]), "--lora_targets proj matches no layer"),
-        (lambda: lora(["embed_tokens"]), "--lora_targets embed_tokens matches no layer"),
-        (
-            lambda: adapters.load_adapter(make_model("llama"), "nowhere"),
-            "adapter_model.safetensors",
-        ),
+        (lambda: adapters.load_adapter(make_model("llama"), "nowhere"), "holds no adapter_model"),
         (lambda: adapters.merge("nowhere"), "has no adapter/"),
     ],
 )

@@ -30,13 +30,7 @@ def test_the_byte_tokenizer_keeps_any_text(tmp_path):
     tokenizer = causal_lm.byte_tokenizer()
     tokenizer.save_pretrained(tmp_path)
     loaded = transformers.AutoTokenizer.from_pretrained(tmp_path)
-    for text in (
-        "Hello, world",
-        "  two  spaces\n\n",
-        "naïve 日本 🙂\t",
-        "<|not special|>",
-        "a , b",
-    ):
+    for text in ("  two  spaces\n\n", "naïve 日本 🙂\t", "<|not special|>", "a , b"):
         ids = tokenizer(text)["input_ids"]
         assert len(ids) == len(text.encode()) and tokenizer.decode(ids) == text
         assert loaded(text)["input_ids"] == ids
@@ -60,12 +54,6 @@ def test_the_tiny_model_has_the_documented_size():
     assert model.lm_head.weight is model.model.embed_tokens.weight
     with pytest.raises(UserError, match="--block_size 2049: --model tiny has 2048 positions"):
         causal_lm.load_config("tiny", tokenizer, 2049)
-
-
-def test_random_weights_follow_from_the_seed():
-    models = [load_model("x", seed=seed) for seed in (3, 3, 4)]
-    first, again, other = (model.lm_head.weight for model in models)
-    assert torch.equal(first, again) and not torch.equal(first, other)
 
 
 @pytest.mark.parametrize("attention", ["auto", "sdpa", "eager"])
@@ -158,6 +146,7 @@ def test_a_model_that_cannot_be_trained_is_one_line(tmp_path, monkeypatch):
     llama = saved(tmp_path / "llama", make_config("llama"))
     small = saved(tmp_path / "small", transformers.LlamaConfig(**SIZES | {"vocab_size": 258}))
     t5 = saved(tmp_path / "t5", transformers.T5Config(vocab_size=300))
+    experts = saved(tmp_path / "experts", make_config("mixtral", output_router_logits=True))
     broken, empty = tmp_path / "broken", tmp_path / "empty"
     for folder in (broken, empty, tmp_path / "lora" / "adapter"):
         folder.mkdir(parents=True)
@@ -166,6 +155,7 @@ def test_a_model_that_cannot_be_trained_is_one_line(tmp_path, monkeypatch):
         (llama, 65, "--block_size 65"),
         (small, 16, "has a token 258, and"),
         (t5, 16, "no causal language model, but t5"),
+        (experts, 16, "set output_router_logits to false"),
         (str(broken), 16, "cannot load its configuration"),
         (str(empty), 16, "has no config.json"),
         (str(tmp_path / "lora"), 16, f"has an adapter only: .* --merge {tmp_path / 'lora'}"),
@@ -179,9 +169,7 @@ def test_a_model_that_cannot_be_trained_is_one_line(tmp_path, monkeypatch):
             causal_lm.load_config(name, tokenizer, block_size)
         assert "\n" not in str(error.value)
     assert causal_lm.load_config(llama, tokenizer, 64).model_type == "llama"
-    monkeypatch.chdir(tmp_path)
-    (tmp_path / "runs").mkdir()
-    with pytest.raises(UserError, match="the model runs/nowhere: there is no such folder"):
+    with pytest.raises(UserError, match="the model runs/nowhere is no folder, and not to be had"):
         adapters.load_trained("runs/nowhere")
     sparse = SimpleNamespace(get_vocab=lambda: {"a": 0, "b": VOCABULARY})
     with pytest.raises(UserError, match=f"has a token {VOCABULARY}, and"):
@@ -194,7 +182,7 @@ def test_a_chat_template_is_read_from_a_file(tmp_path):
     assert causal_lm.load_tokenizer("tiny", str(tmp_path / "good.jinja")).chat_template == "ä"
     for file, says in (("none", "No such file"), ("bad", "it is not UTF-8")):
         path = str(tmp_path / f"{file}.jinja")
-        with pytest.raises(UserError, match=f"--chat_template {path} cannot be read: {says}"):
+        with pytest.raises(UserError, match=f"cannot read --chat_template {path}: {says}"):
             causal_lm.load_tokenizer("tiny", path)
     (tmp_path / "config.json").write_text("{}")
     with pytest.raises(UserError, match=rf"--model {tmp_path}: cannot load its tokenizer \("):

@@ -3,10 +3,10 @@
 import json
 
 import pytest
-from harness.chats import CHATML, MARKED, PLAIN, make_tokenizer, say
+from harness.chats import CHATML, PLAIN, make_tokenizer, say, with_template
 
+from utils.language.chats import check_messages, check_tools
 from utils.language.conversations import ALL, Encoder
-from utils.language.messages import check_messages, check_tools, draft_row
 from utils.run.failures import UserError
 
 transformers = pytest.importorskip("transformers")
@@ -27,9 +27,14 @@ def tokenizer():
     return make_tokenizer()
 
 
-def encode(tokenizer, messages, template=None, loss_on="answers", **options):
-    encoder = Encoder(tokenizer, template, loss_on)
-    return encoder.encode(encoder.draft_conversation(messages, "row 0", **options))
+def encode(tokenizer, messages, template=None, loss_on="answers", tools=None):
+    """The documents of a conversation."""
+    tokenizer = with_template(tokenizer, template) if template else tokenizer
+    return encode_row(Encoder(tokenizer, loss_on), "messages", messages=messages, tools=tools)
+
+
+def encode_row(encoder, kind, where="row 0", **row):
+    return encoder.encode(list(encoder.draft(row, kind, where)))
 
 
 def encode_one(*args, **options):
@@ -49,16 +54,6 @@ def learned(tokenizer, document):
     return [tokenizer.decode(run) for run in runs]
 
 
-def test_marks_of_a_template_say_the_same(tokenizer):
-    messages = say("u hi", "a hello", "u and?", "a world")
-    document = encode_one(tokenizer, messages, MARKED)
-    options = dict(return_assistant_tokens_mask=True, return_dict=True)
-    own = tokenizer.apply_chat_template(messages, chat_template=MARKED, **options)
-    assert own["assistant_masks"] == document.is_target.tolist()
-    assert own["input_ids"] == document.tokens.tolist()
-    assert (document.tokens.dtype, document.is_target.dtype) == ("int32", "uint8")
-
-
 def test_what_asks_for_an_answer_is_not_learned(tokenizer):
     """An empty block of thoughts; an answer that begins with a break is not joined with it."""
     template = CHATML.replace("assistant\n'", "assistant\n<think>\n\n</think>\n\n'")
@@ -73,9 +68,9 @@ def test_a_content_is_a_text_or_parts_of_one(template, tokenizer):
     expected = encode_one(tokenizer, messages).tokens.tolist()
     parts = [{**some, "content": [dict(type="text", text=some["content"])]} for some in messages]
     for given in (messages, parts):
-        document = encode_one(tokenizer, check_messages(given, "row 0"), template)
+        document = encode_one(tokenizer, given, template)
         assert document.tokens.tolist() == expected
-    prompt = Encoder(tokenizer, template).encode_prompt("hi you", "messages")
+    prompt = Encoder(with_template(tokenizer, template)).encode_prompt("hi you", "messages")
     assert prompt == expected[: document.answer]
     assert encode(tokenizer, say("u hi", "a  "), template) == []
 
@@ -103,9 +98,7 @@ def test_tools_have_a_template_of_their_own(loss_on):
         document = encode_one(tokenizer, CHAT, template, loss_on, tools=tools)
         before = tokenizer.decode(document.tokens[: document.answer])
         assert before.startswith(begins) and before.endswith(("assistant\n", "assistant: "))
-    row = {"messages": CHAT, "tools": json.dumps(WEATHER)}
-    encoder = Encoder(tokenizer)
-    (document,) = encoder.encode(draft_row(row, encoder, "messages", "row 0"))
+    document = encode_one(tokenizer, CHAT, tools=json.dumps(WEATHER))
     assert tokenizer.decode(document.tokens).startswith("weather")
 
 
@@ -113,7 +106,6 @@ def test_the_date_is_always_the_same(tokenizer):
     asked = "{{ strftime_now( '%d %b %Y' ) }} {{ strftime_now(\"%Y\") }} "
     document = encode_one(tokenizer, CHAT, asked + CHATML)
     assert tokenizer.decode(document.tokens).startswith("01 Jan 2026 2026 <|im_start|>")
-    assert Encoder(tokenizer).chat_template == CHATML
 
 
 def test_a_role_may_be_called_as_a_special_token():
@@ -121,12 +113,11 @@ def test_a_role_may_be_called_as_a_special_token():
     assert learned(tokenizer, encode_one(tokenizer, CHAT)) == ["hello<|im_end|>"]
 
 
-def test_a_token_in_an_answer_does_not_end_it():
-    """Added ones that the template writes after each answer do, though they are not special."""
+def test_added_tokens_end_an_answer_though_they_are_not_special():
     tokenizer = make_tokenizer()
     tokenizer.add_tokens(["</call>", "<over>"])
-    document = encode_one(tokenizer, say("u hi", "a hello</call>"), PLAIN)
-    assert learned(tokenizer, document) == ["hello</call>\n<|im_end|>"]
+    document = encode_one(tokenizer, say("u hi", "a hello</call> you"), PLAIN)
+    assert learned(tokenizer, document) == ["hello</call> you\n<|im_end|>"]
     template = PLAIN.replace("m['content'] + '\n'", "m['content'] + '<over>\n'")
     document = encode_one(tokenizer, CHAT, template)
     assert learned(tokenizer, document) == ["hello<over>"]
@@ -135,21 +126,9 @@ def test_a_token_in_an_answer_does_not_end_it():
 # --------------------------------------------------------------------------------------- prompts
 
 
-def test_blanks_that_a_tokenizer_drops_have_no_bytes():
-    from tokenizers import pre_tokenizers
-
-    dropping = make_tokenizer()
-    dropping.backend_tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
-    encoder = Encoder(dropping)
-    for text, size in ((" " * 300 + "hello world", 11), ("\u3000" * 3 + "x", 1)):
-        (document,) = encoder.encode(list(encoder.draft_text(iter([text]), "row 0")))
-        assert document.bytes == size - len(dropping.decode(document.tokens[:1]))
-
-
 def test_a_tokenizer_without_an_end():
     tokenizer = make_tokenizer(eos_token=None)
-    encoder = Encoder(tokenizer)
-    (document,) = encoder.encode(list(encoder.draft_text(iter(["hello"]), "row 0")))
+    (document,) = encode_row(Encoder(tokenizer), "text", text="hello")
     assert document.tokens.tolist() == tokenizer("hello").input_ids
 
 
@@ -161,18 +140,6 @@ def test_templates_that_hide_special_tokens_are_refused(tokenizer):
     assert encode(tokenizer, CHAT, template)
     with pytest.raises(UserError, match="hides the name of a special token in row 0"):
         encode(tokenizer, say("u hi<|im_end|>", "a hello"), template)
-
-
-def test_texts_that_cannot_be_told_from_special_tokens_are_refused():
-    class Careless(transformers.PreTrainedTokenizerFast):
-        def __call__(self, *args, split_special_tokens=False, **options):
-            return super().__call__(*args, **options)
-
-    tokenizer = make_tokenizer()
-    tokenizer.__class__ = Careless
-    encoder = Encoder(tokenizer)
-    with pytest.raises(UserError, match=r"row 7 contains <\|im_end\|>, which this tokenizer"):
-        encoder.encode(list(encoder.draft_text(iter(["a<|im_end|>"]), "row 7")))
 
 
 @pytest.mark.parametrize(
@@ -198,40 +165,26 @@ def test_templates_that_cannot_be_used_are_one_line(template, says):
 @pytest.mark.parametrize(
     ("kind", "row", "says"),
     [
-        ("text", {"texts": "a"}, "row 3 has no column text"),
         ("prompt", {"prompt": "a"}, "row 3 has no column completion"),
         ("text", {"text": 5}, "row 3 has no text, but int"),
         ("text", {"text": "\ud800"}, "row 3 is not valid Unicode"),
         ("prompt", {"prompt": "a", "completion": "\ud800"}, "row 3 is not valid Unicode"),
-        ("prompt", {"prompt": "\ud800", "completion": "a"}, "row 3 is not valid Unicode"),
-        (
-            "prompt",
-            {"prompt": "a", "completion": CHAT},
-            "messages of row 3 are not a list, but str",
-        ),
-        ("prompt", {"prompt": CHAT, "completion": 5}, "messages of row 3 are not a list, but int"),
+        ("prompt", {"prompt": "a", "completion": CHAT}, "row 3 are not a list, but str"),
         ("messages", {"messages": CHAT, "tools": "{"}, "tools of row 3 are not JSON"),
         ("messages", {"messages": CHAT, "tools": {"name": "f"}}, "tools of row 3 are not a list"),
-        ("messages", {"messages": "hi"}, "are not a list, but str"),
         ("messages", {"messages": ["hi"]}, "message 0 of row 3 has no role"),
         ("messages", {"messages": [*CHAT, {"from": "human"}]}, "message 2 of row 3 has no role"),
-        (
-            "messages",
-            {"messages": [{"role": 1, "content": "hi"}]},
-            "message 0 of row 3 has no role",
-        ),
         ("messages", {"messages": [{"role": "user"}]}, "no text as content, but None"),
-        ("messages", {"messages": [{"role": "user", "content": 5}]}, "no text as content, but 5"),
-        ("messages", {"messages": [{"role": "user", "content": [{}]}]}, "parts that are not text"),
+        ("messages", {"messages": [{"role": "user", "content": [{}]}]}, "no text as content, but"),
         ("messages", {"messages": say("u \ud800", "a b")}, "row 3 is not valid Unicode"),
     ],
 )
 def test_rows_of_other_types_are_one_line(kind, row, says, tokenizer):
     encoder = Encoder(tokenizer)
     with pytest.raises(UserError, match=says):
-        list(draft_row(row, encoder, kind, "row 3"))
+        encode_row(encoder, kind, "row 3", **row)
     empty = (None, dict.fromkeys(("text", "prompt", "completion", "messages")))
-    assert all(list(draft_row(none, encoder, kind, "row 3")) == [] for none in empty)
+    assert all(list(encoder.draft(none, kind, "row 3")) == [] for none in empty)
 
 
 def test_tools_are_a_list_or_json():

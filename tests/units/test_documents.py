@@ -1,16 +1,14 @@
 """Which documents a data set of a language model has, of which kind, and in which splits."""
 
-import bz2
 import codecs
 import datetime
-import gzip
 import json
-import os
 from collections import Counter
 
 import pytest
 
-from utils.language.documents import find_documents, open_documents
+from utils.language.documents import find_documents
+from utils.language.packing import TokenSettings
 from utils.language.synthetic import (
     make_conversations,
     ordinal,
@@ -47,8 +45,12 @@ def read(rows):
     return found
 
 
+def find(path, streaming=False, **options):
+    return find_documents(str(path), TokenSettings(None, 8, **options), streaming=streaming)
+
+
 def load(path, **options):
-    data = find_documents(str(path), **options)
+    data = find(path, **options)
     return data.kind, {split: read(rows) for split, rows in data.splits.items()}
 
 
@@ -66,17 +68,14 @@ def test_a_table_has_no_fields_of_other_rows(tmp_path):
     assert load(tmp_path / "a.parquet")[1] == {"train": rows}
 
 
-def test_a_name_that_looks_like_an_archive(tmp_path):
-    (tmp_path / "a::b.jsonl").write_text(lines([TEXT]))
-    with pytest.raises(UserError, match=r"rename .*a::b.jsonl, because"):
-        find_documents(str(tmp_path))
-
-
-def test_a_file_of_another_size_and_the_same_time_is_read_again(tmp_path):
-    for count in (2, 3):
-        write(tmp_path, a_jsonl=lines([TEXT] * count))
-        os.utime(tmp_path / "a.jsonl", (1, 1))
-        assert len(load(tmp_path)[1]["train"]) == count
+def test_names_that_look_like_archives_or_are_some(tmp_path):
+    write(tmp_path, **{"a::b_jsonl": lines([TEXT]), "sub__c_jsonl_gz": b"no"})
+    for path, says in (
+        (tmp_path, r"rename .*a::b.jsonl, because"),
+        (tmp_path / "sub" / "c.jsonl.gz", "is compressed: unpack it first"),
+    ):
+        with pytest.raises(UserError, match=says):
+            find(path)
 
 
 def write_table(path, rows):
@@ -95,7 +94,7 @@ def write_table(path, rows):
         (TEXT, "text", "text"),
     ],
 )
-@pytest.mark.parametrize("suffix", ["jsonl", "ndjson", "json", "jsonl.gz", "parquet", "csv"])
+@pytest.mark.parametrize("suffix", ["jsonl", "ndjson", "parquet", "csv"])
 def test_columns_decide_in_files_of_every_format(row, kind, asked, suffix, tmp_path):
     rows = [{**row, "id": number, "when": "2024-01-02"} for number in range(3)]
     path = tmp_path / f"a.{suffix}"
@@ -106,13 +105,12 @@ def test_columns_decide_in_files_of_every_format(row, kind, asked, suffix, tmp_p
     if suffix in ("parquet", "csv"):
         write_table(path, rows)
     else:
-        text = lines(rows)
-        path.write_bytes(gzip.compress(text.encode()) if suffix.endswith("gz") else text.encode())
+        path.write_text(lines(rows))
     found, splits = load(path)
     assert found == kind and set(splits) == {"train"}
     assert [{key: some[key] for key in row} for some in splits["train"][-3:]] == [row] * 3
-    assert find_documents(str(path)).asked == asked
-    stream = open_documents(str(path))
+    assert find(path).asked == asked
+    stream = find(path, streaming=True)
     assert (stream.kind, stream.asked) == (kind, asked)
     assert not hasattr(stream.splits["train"].rows, "__len__")  # rows are read one by one
 
@@ -121,30 +119,27 @@ def test_columns_decide_in_files_of_every_format(row, kind, asked, suffix, tmp_p
 def test_splits_of_the_data(names, tmp_path):
     for name in names:
         write(tmp_path, **{f"{name}_jsonl": lines([{"text": name}] * 2)})
-    data = find_documents(str(tmp_path))
+    data = find(tmp_path)
     assert {split: read(rows)[0]["text"] for split, rows in data.splits.items()} == {
         "train": "train",
         {"dev": "val"}.get(names[1], names[1]): names[1],
     }
     said = " ".join(data.details)
-    assert ("left out: rows or files of the test split: 2" in said) == (len(names) == 3)
+    assert ("test, not used: 2 rows" in said) == (len(names) == 3)
     assert ("test: 2 rows" in said) == (names[1] == "test")
 
 
 def test_each_file_of_plain_text_is_a_document(tmp_path):
-    write(tmp_path, a_txt="one\n", b_md="two", sub__c_txt_gz=gzip.compress(b"three"))
-    write(tmp_path, d_txt_bz2=bz2.compress(b"four"), README_md="no", e_pdf="no")
-    write(tmp_path, f_txt=codecs.BOM_UTF8 + b"five")
-    data = find_documents(str(tmp_path))
+    """Others are left out."""
+    write(tmp_path, a_txt="one\n", sub__c_txt="two", d_txt=codecs.BOM_UTF8 + b"three")
+    write(tmp_path, README_md="no", e_txt_gz=b"no", f_txt=b"")
+    data = find(tmp_path)
     texts = [row["text"] for row in read(data.splits["train"])]
-    assert (data.kind, sorted(texts)) == (
-        "text",
-        sorted(["one\n", "two", "three", "four", "five"]),
-    )
-    assert any("train: 5 files" in line for line in data.details)
-    assert any(".pdf files" in line for line in data.details)
-    with pytest.raises(UserError, match=r"is plain text, .*: leave out --streaming"):
-        open_documents(str(tmp_path))
+    assert (data.kind, sorted(texts)) == ("text", sorted(["", "one\n", "three", "two"]))
+    said = "\n".join(data.details)
+    assert "train: 4 files" in said and ".md files" in said and ".gz files" in said
+    with pytest.raises(UserError, match=r"is mapped into memory: leave out --streaming"):
+        find(tmp_path, streaming=True)
 
 
 def test_the_end_of_a_single_text_is_held_out(tmp_path):
@@ -157,7 +152,7 @@ def test_the_end_of_a_single_text_is_held_out(tmp_path):
         assert train["text"] + val["text"] == text
         assert train["text"].endswith("\n") == (place < 10_000)
     said = "val: the last 0.25 of the only document"
-    assert said in find_documents(str(folder / "file"), val_fraction=0.25).details
+    assert said in find(folder / "file", val_fraction=0.25).details
 
 
 def test_rows_change_their_fingerprint_with_their_content(tmp_path):
@@ -167,7 +162,7 @@ def test_rows_change_their_fingerprint_with_their_content(tmp_path):
             content = {"a_txt": text, "a_jsonl": lines([{"text": text}] * 3)}[name]
             folder = write(tmp_path / text[:3] / name, **{name: content})
             for _ in range(2):
-                splits = find_documents(str(folder)).splits
+                splits = find(folder).splits
                 seen |= {rows.fingerprint for rows in splits.values()}
     assert len(seen) == 6  # a plain text has two splits
 
@@ -176,27 +171,19 @@ def test_rows_change_their_fingerprint_with_their_content(tmp_path):
     ("files", "says"),
     [
         (dict(a_jsonl=lines([{"turns": [], "id": 1}])), "columns turns, id; one needs messages"),
-        (dict(a_jsonl=lines([{"prompt": "a", "chosen": "b", "rejected": "c"}])), "preference data"),
-        (dict(a_jsonl=lines([{**CHAT, "chosen": "b", "rejected": "c"}])), "preference data"),
         (dict(a_jsonl=lines([{"prompt": "a"}])), "columns prompt; one needs"),
         (dict(a_csv="id,title\n1,2\n"), "columns id, title; one needs"),
         (dict(a_csv="prompt,completion\nIs 1, or 2?,2\n"), "its first row has 3 fields: name"),
-        (dict(a_csv="\ntext,label\n\nhello,1,\n"), "names 2 columns, and its first row has 3"),
-        (dict(a_tsv="text\nb\tc\n"), "names 1 columns"),
         (dict(a_csv="text\n" + "b\n" * 30 + "b, more\n"), "Expected 1 fields in line 32, saw 2"),
-        (dict(a_csv="text,label\n" + "b,1\n" * 30 + "b, more,1\n"), "Expected 2 fields in line 32"),
         (dict(a_csv="text;label\nb;1\n"), "a.csv are separated by ';': convert it to CSV"),
         (dict(a_jsonl="[" * 100_000), "a.jsonl does not hold an object in each line"),
         (dict(a_json="{\n}"), "does not hold an object in each line"),
         (dict(a_json=json.dumps([TEXT])), "of one list, make lines with `jq -c"),
-        (dict(a_jsonl=lines([TEXT])), "has one row: none is left to hold out"),
-        (dict(a_txt="six".encode("utf-16")), "a.txt is UTF-16: convert it to UTF-8"),
-        (dict(a_jsonl=lines([CHAT])), "has one row: none is left to hold out"),
+        (dict(a_txt="six".encode("utf-16")), "a.txt: it is not UTF-8"),
         (dict(a_txt="x"), "has 1 bytes: too few"),
         (dict(val_txt="a" * 99, test_txt="b" * 99), "has no train split"),
         (dict(a_csv_gz=b"no"), "holds no file that ends in"),
         (dict(a_txt=b"caf\xe9 latin"), "a.txt: it is not UTF-8"),
-        (dict(a_txt_gz=b"\x1f\x8bbroken"), "a.txt.gz"),
         (dict(a_jsonl=lines([TEXT]) + "{"), "row 1 of .* is not JSON"),
         (dict(a_jsonl=lines([TEXT]) + "[" * 100_000), "row 1 of .* is not JSON"),
     ],
@@ -221,17 +208,14 @@ def test_a_subset_is_of_the_hub(tmp_path, monkeypatch):
     monkeypatch.setattr(datasets, "load_dataset", load_dataset)
     assert load("owner/name", subset="sample-10BT") == ("text", {"train": [TEXT] * 3})
     assert asked == dict(path="owner/name", name="sample-10BT")
+    local = str(write(tmp_path, a_txt="text"))
     for name, subset, says in (
-        (
-            "owner/name",
-            None,
-            "owner/name has several subsets: give --subset",
-        ),
-        (str(write(tmp_path, a_txt="text")), "de", "--subset de: only a Hub id has subsets"),
+        ("owner/name", None, "owner/name has several subsets: give --subset"),
+        (local, "de", "--subset de: only a Hub id has subsets"),
         ("./missing.jsonl", None, "there is no such file"),
     ):
         with pytest.raises(UserError, match=says):
-            find_documents(name, subset=subset)
+            find(name, subset=subset)
 
 
 # ---------------------------------------------------------------------------------------- dates
@@ -246,24 +230,17 @@ def test_dates_in_words():
     )
     said = {1600: "sixteen hundred", 1905: "nineteen oh five", 1994: "nineteen ninety-four"}
     said |= {2000: "two thousand", 2007: "two thousand and seven", 2024: "twenty twenty-four"}
-    said |= {
-        1910: "nineteen ten",
-        2010: "twenty ten",
-        1740: "seventeen forty",
-        1850: "eighteen fifty",
-    }
-    said |= {1660: "sixteen sixty", 1770: "seventeen seventy", 1880: "eighteen eighty"}
     assert {year: year_in_words(year) for year in said} == said
     assert len({year_in_words(year) for year in range(1600, 2100)}) == 500
 
 
 def test_synthetic_conversations_are_all_different_and_share_no_date():
-    data = find_documents("synthetic", seed=3)
+    data = find("synthetic", seed=3)
     assert (data.kind, set(data.splits), data.asked) == ("messages", {"train", "val"}, "messages")
     splits = {split: list(rows) for split, rows in data.splits.items()}
     assert {split: len(rows) for split, rows in splits.items()} == {"train": 4000, "val": 200}
     assert splits == make_conversations(3) and splits != make_conversations(4)
-    other = find_documents("synthetic", seed=4)
+    other = find("synthetic", seed=4)
     prints = {rows.fingerprint for some in (data, other) for rows in some.splits.values()}
     assert len(prints) == 4
     shapes, answers = Counter(), []
@@ -277,11 +254,3 @@ def test_synthetic_conversations_are_all_different_and_share_no_date():
     shares = {shape: count / 4200 for shape, count in shapes.items()}
     expected = dict(ua=4 / 9, sua=2 / 9, uaua=2 / 9, suaua=1 / 9)
     assert shares == pytest.approx(expected, abs=0.03)
-    few = make_conversations(3, count=5, held_out=2)
-    assert (len(few["train"]), len(few["val"])) == (5, 2)
-
-
-def test_a_stream_of_synthetic_conversations_has_those_of_seed_0():
-    stream = open_documents("synthetic")
-    assert (stream.kind, stream.asked, stream.details) == ("messages", "messages", [])
-    assert {split: list(rows) for split, rows in stream.splits.items()} == make_conversations(0)

@@ -2,7 +2,6 @@
 
 import contextlib
 import copy
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -12,7 +11,6 @@ from harness.language_models import PACKED, VOCABULARY, batch, document, make_mo
 transformers = pytest.importorskip("transformers")
 
 from accelerate import Accelerator
-from peft import LoraConfig, get_peft_model
 
 from utils.language import causal_lm, lm_loss
 from utils.run.failures import UserError
@@ -30,26 +28,6 @@ def start_check(model, pack, precision="no"):
 
 
 # ------------------------------------------------------------------------------------------- loss
-
-
-@pytest.mark.parametrize("size", [1, 5, 2**26])
-def test_the_loss_and_its_gradients_are_the_models_own(size, monkeypatch):
-    """Of a model whose experts balance."""
-    monkeypatch.setattr(lm_loss, "LOGITS", size * VOCABULARY)
-    model, own, inputs = build("mixtral"), make_model("mixtral"), batch(document())
-    targets = inputs["targets"]
-    told = {key: value for key, value in inputs.items() if key != "targets"}
-    expected = 16 * own(**told, labels=targets, shift_labels=targets, use_cache=False).loss
-    loss = model(**inputs)
-    assert loss.item() == pytest.approx(expected.item(), rel=1e-5)
-    loss.backward()
-    expected.backward()
-    for (place, weight), other in zip(model.named_parameters(), own.parameters(), strict=True):
-        assert (weight.grad is None) == (other.grad is None), place
-        if weight.grad is not None:
-            assert torch.allclose(weight.grad, other.grad, rtol=1e-4, atol=2e-4), place
-    model.config.output_router_logits = False
-    assert loss.item() > model(**inputs).item() * (1 + 1e-6)
 
 
 def test_the_largest_logits_are_those_of_a_chunk(monkeypatch):
@@ -85,11 +63,10 @@ def test_flash_attention_is_given_all_blocks_in_one_row(attention):
             rows.append((told["input_ids"].shape, told["position_ids"].shape))
 
     model.base_model.register_forward_pre_hook(look, with_kwargs=True)
-    total, losses = model(**inputs, per_block=True)
-    expected, of_blocks = plain(**inputs, per_block=True)
+    losses, of_blocks = (some(**inputs, per_block=True) for some in (model, plain))
     assert rows == [((1, 32), (1, 32)) if attention == "like_flash" else ((2, 16), (2, 16))]
-    assert total.item() == pytest.approx(expected.item(), rel=1e-6)
     assert losses.tolist() == pytest.approx(of_blocks.tolist(), rel=1e-5)
+    assert losses.sum().item() == pytest.approx(model(**inputs).item(), rel=1e-6)
 
 
 @pytest.mark.parametrize("prepared", [False, True])
@@ -109,17 +86,9 @@ def test_names_tying_and_generation_stay_as_they_were(name):
     assert list(model.state_dict()) == list(plain.state_dict())
     tied = model.get_output_embeddings().weight is model.get_input_embeddings().weight
     assert tied == (name != "mixtral")
-    plain.config.output_router_logits = False  # with which `generate` fails
     options = dict(max_new_tokens=5, do_sample=False)
     expected = plain.generate(document(6), **options)
     assert torch.equal(model.generate(document(6), **options), expected)
-
-
-def test_the_loss_under_the_wrapper_of_peft_is_that_of_the_model():
-    wrapped = get_peft_model(make_model("qwen3"), LoraConfig(r=2, task_type="CAUSAL_LM"))
-    lm_loss.chunk_loss(wrapped)
-    expected = build("qwen3")(**batch(document())).item()  # an adapter starts as zero
-    assert wrapped(**batch(document())).item() == pytest.approx(expected, rel=1e-6)
 
 
 # ---------------------------------------------------------------------------------------- refusals
@@ -166,7 +135,6 @@ def test_a_model_whose_packed_documents_see_each_other_is_refused(leak):
 @pytest.mark.parametrize(
     ("precision", "dtype", "error", "refused"),
     [
-        ("no", torch.float32, 1e-5, False),
         ("no", torch.float32, 1e-3, True),
         ("bf16", torch.float32, 1e-3, False),
         ("no", torch.bfloat16, 1e-3, False),
@@ -213,20 +181,3 @@ def test_a_model_with_another_loss_is_refused(shifts):
     lm_loss.chunk_loss(model)
     with pytest.raises(UserError, match="has another loss than that of each token"):
         start_check(model, False)
-
-
-def test_a_small_batch_has_two_documents():
-    def small(vocabulary, device):
-        inside = SimpleNamespace(config=transformers.LlamaConfig(vocab_size=vocabulary))
-        wrapped = SimpleNamespace(get_base_model=lambda: inside)
-        accelerator = fakes.accelerator(device=device, unwrap_model=lambda model: wrapped)
-        return lm_loss.small_batch(accelerator, None)
-
-    assert {value.device.type for value in small(300, "meta").values()} == {"meta"}
-    one, two = small(300, "cpu"), small(3, "cpu")
-    assert one["position_ids"].tolist() == [[*range(5), *range(11)]]
-    assert (one["targets"] == -100).nonzero().tolist() == [[0, 4]]  # not of another document
-    following = one["input_ids"][:, 1:]
-    assert ((one["targets"][:, :-1] == following) | (one["targets"][:, :-1] == -100)).all()
-    assert two["input_ids"].max() < 3 and two["input_ids"].unique().numel() > 1
-    assert all(torch.equal(value, small(300, "cpu")[name]) for name, value in one.items())

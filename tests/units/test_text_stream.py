@@ -1,6 +1,5 @@
 """The windows of a text that is streamed, and those of a whole text."""
 
-import itertools
 import json
 import random
 
@@ -10,7 +9,7 @@ import torch
 from utils.data.loaders import already_a_batch
 from utils.language.lanes import Share
 from utils.language.text import Windows, load_text, synthetic_text
-from utils.language.text_stream import TextStream, held_out, load_held_out
+from utils.language.text_stream import held_out, load_held_out, open_stream
 from utils.run.failures import RunFailed, UserError
 
 datasets = pytest.importorskip("datasets")
@@ -33,7 +32,7 @@ def shards(tmp_path_factory):
 def batches(folder, processes, count, position=None):
     """The windows of `count` global batches, and the position after them as a checkpoint stores it."""
     shares = [Share(6, 12 // processes, p, processes, position) for p in range(processes)]
-    readers = [iter(TextStream(str(folder), "text", 16, share, 8, 0)) for share in shares]
+    readers = [iter(open_stream(str(folder), "text", 16, share, 8, 0)) for share in shares]
     batches_read = []
     for _ in range(count):
         parts = [next(reader) for reader in readers]
@@ -45,7 +44,7 @@ def batches(folder, processes, count, position=None):
 def test_any_number_of_processes_streams_the_same_batches_from_any_position(shards):
     whole, _ = batches(shards, 1, 120)
     assert batches(shards, 3, 120)[0] == whole
-    for stop in (1, 3, 4, 5, 37, 110):  # a buffer lasts for 4 batches
+    for stop in (1, 3, 4, 5, 37, 110):  # a buffer lasts for at least 4 batches
         before, position = batches(shards, 2, stop)
         assert before + batches(shards, 6, 120 - stop, position)[0] == whole, stop
         # Resumed twice: `datasets` 5.0.0 started again from the beginning (datasets#8308).
@@ -55,37 +54,14 @@ def test_any_number_of_processes_streams_the_same_batches_from_any_position(shar
     assert len(set(windows)) > 0.9 * len(windows)
 
 
-def test_a_position_in_a_long_row_takes_no_more_space(tmp_path):
-    """It is a number, and not the rest of the row."""
-    texts = [" ".join(map(str, range(count))) for count in (9, 40_000, 3, 12_000, 0)]
-    data = tmp_path / "text.jsonl"
-    data.write_text("".join(json.dumps({"text": text}) + "\n" for text in texts * 3))
-
-    def stream(count, position=None):
-        lanes = TextStream(str(data), "text", 200, Share(2, 20, position=position), 30, 0)
-        read = list(itertools.islice(lanes, count))
-        return [batch["inputs"].tolist() for batch in read], json.dumps(read[-1]["position"])
-
-    whole, _ = stream(300)  # more than one pass
-    for stop in (1, 2, 3, 40, 110, 111, 112, 113, 114, 250):
-        before, position = stream(stop)
-        middle, again = stream(7, json.loads(position))
-        assert before + middle + stream(293 - stop, json.loads(again))[0] == whole, stop
-        assert len(position) < 1000
-
-
 def test_a_stream_starts_again_at_its_end_and_never_shows_held_out_text(tmp_path):
     documents = [f"document {number:04d} is this one" for number in range(600)]
-    (tmp_path / "text.jsonl").write_text(
-        "".join(json.dumps({"text": document}) + "\n" for document in documents)
-    )
+    rows = [json.dumps({"text": document}) + "\n" for document in documents]
+    (tmp_path / "text.jsonl").write_text("".join(rows))
     length = len(documents[0]) + 1
-    stream = iter(TextStream(str(tmp_path), "text", length, Share(2, 2), 5, 0))
-    seen = [
-        bytes(window).decode()[9:13]
-        for _ in range(900)
-        for window in next(stream)["inputs"].tolist()
-    ]
+    stream = iter(open_stream(str(tmp_path), "text", length, Share(2, 2), 30, 0))
+    windows = [window for _ in range(900) for window in next(stream)["inputs"].tolist()]
+    seen = [bytes(window).decode()[9:13] for window in windows]
     kept = {document[9:13] for document in documents if held_out(document.encode() + b"\n")}
     assert 2 <= len(kept) <= 30
     assert set(seen) == {document[9:13] for document in documents} - kept
@@ -105,7 +81,7 @@ def test_held_out_windows_predict_every_byte_once():
 def test_batches_are_contiguous(shards):
     """A pinned batch that is not would be copied to the GPU through pageable memory, with a wait."""
     windows = Windows(torch.arange(101, dtype=torch.uint8), 16, seed=0)
-    streamed = next(iter(TextStream(str(shards), "text", 16, Share(1, 4), 4, 0)))
+    streamed = next(iter(open_stream(str(shards), "text", 16, Share(1, 4), 4, 0)))
     for batch in (windows.__getitems__(range(4)), streamed):
         for name in ("inputs", "targets", "ids"):
             assert batch[name].is_contiguous(), name
@@ -138,36 +114,29 @@ def test_persistent_workers_read_from_another_place_in_every_epoch():
     assert len(set(starts)) == 3
 
 
-def bad_data(folder):
-    """Writes files that are not valid training text to `folder`; returns it."""
-    (folder / "empty.txt").touch()
-    (folder / "short.txt").write_text("To be")
-    (folder / "columns.jsonl").write_text('{"title": "a", "body": "b"}\n')
-    (folder / "numbers.jsonl").write_text('{"text": 3}\n{"text": 4}\n')
-    (folder / "broken.parquet").write_bytes(b"PAR1 and nothing of the kind")
-    (folder / "binary").mkdir()
-    (folder / "binary" / "a.txt").write_bytes(b"fine so far\n" * 200)
-    (folder / "binary" / "b.txt").write_bytes(b"\xff\xfe\xfd")
-    return folder
-
-
 @pytest.mark.parametrize(
-    "name, says",
+    ("name", "content", "says"),
     [
-        ("empty.txt", "is empty"),
-        ("short.txt", "has 5 bytes, too few for --block_size 16"),
-        ("missing.txt", "no such file"),
-        ("columns.jsonl", "no column text: give --text_column, one of title, body"),
-        ("numbers.jsonl", "row 0 of --dataset"),
-        ("broken.parquet", "cannot load"),
+        ("empty.txt", b"", "is empty"),
+        ("short.txt", b"To be", "has 5 bytes, too few for --block_size 16"),
+        ("a.jsonl", b'{"title": "a", "body": "b"}\n', "give --text_column, one of title, body"),
+        ("numbers.jsonl", b'{"text": 3}\n{"text": 4}\n', "row 0 of --dataset"),
+        ("broken.parquet", b"PAR1 and nothing of the kind", "cannot load"),
     ],
 )
-def test_bad_text_is_explained(name, says, tmp_path):
+def test_bad_text_is_explained(name, content, says, tmp_path):
+    (tmp_path / name).write_bytes(content)
     with pytest.raises(UserError) as caught:
-        load_text(str(bad_data(tmp_path) / name), "text", 16)
+        load_text(str(tmp_path / name), "text", 16)
     assert says in str(caught.value) and "\n" not in str(caught.value)
 
 
 def test_a_stream_that_fails_midway_ends_the_run(tmp_path):
+    lines = [b'{"text": "fine so far"}\n'] * 200
+    (tmp_path / "a.jsonl").write_bytes(b"".join([*lines, b'{"text": "\xff\xfe\xfd"}\n']))
     with pytest.raises(RunFailed, match="cannot be read after row"):
-        list(TextStream(str(bad_data(tmp_path) / "binary"), "text", 16, Share(1, 4), 200, 0))
+        list(open_stream(str(tmp_path), "text", 16, Share(1, 4), 200, 0))
+    for name in (str(tmp_path / "b.txt"), "synthetic"):
+        (tmp_path / "b.txt").write_text("plain")
+        with pytest.raises(UserError, match="is mapped into memory: leave out --streaming"):
+            load_held_out(name, "text")

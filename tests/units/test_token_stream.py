@@ -1,20 +1,17 @@
 """Streamed documents: the same batches on any number of processes, from any position."""
 
 import json
-from itertools import pairwise
-from types import SimpleNamespace
 
 import pytest
 from harness.chats import make_tokenizer, say, token_stream
 
-from utils.language import lanes
 from utils.language import token_stream as module
-from utils.language.documents import open_documents
-from utils.language.token_settings import TokenSettings
-from utils.language.token_stream import TokenStream, load_held_out
+from utils.language.packing import TokenSettings
+from utils.language.token_stream import MemoryReader, load_held_out
+from utils.language.tokens import load_tokens
 from utils.run.failures import RunFailed, UserError
 
-LANES, BLOCK = 6, 48
+BLOCK = 48
 
 
 @pytest.fixture(scope="module")
@@ -41,59 +38,18 @@ def chats(tmp_path_factory):
     return str(folder)
 
 
-def batches(name, tokenizer, processes, count, position=None):
-    """The blocks of `count` global batches, and the position that a checkpoint would store."""
-    options = dict(lanes=LANES, buffer=4, seed=0, position=position)
-    readers = [
-        iter(token_stream(name, tokenizer, BLOCK, 12 // processes, share=(p, processes), **options))
-        for p in range(processes)
-    ]
-    found = []
-    for _ in range(count):
-        parts = [next(reader) for reader in readers]
-        position = {lane: place for part in parts for lane, place in part["position"].items()}
-        blocks = [
-            (inputs, targets, positions)
-            for part in parts
-            for inputs, targets, positions in zip(
-                part["input_ids"].tolist(),
-                part["targets"].tolist(),
-                part["position_ids"].tolist(),
-                strict=True,
-            )
-        ]
-        found.append(sorted(blocks))
-    return found, json.loads(json.dumps(position))
-
-
-@pytest.mark.slow
-def test_any_number_of_processes_streams_the_same_blocks_from_any_position(chats, tokenizer):
-    whole, _ = batches(chats, tokenizer, 1, 40)
-    assert batches(chats, tokenizer, 3, 40)[0] == whole
-    for stop in (1, 2, 3, 17, 35):
-        before, position = batches(chats, tokenizer, 2, stop)
-        assert before + batches(chats, tokenizer, 6, 40 - stop, position)[0] == whole, stop
-        middle, position = batches(chats, tokenizer, 2, 3, position)  # resumed twice
-        rest, _ = batches(chats, tokenizer, 2, 37 - stop, position)
-        assert before + middle + rest == whole, stop
-
-
 def test_held_out_documents_are_never_trained_on(chats, tokenizer):
     held = load_held_out(chats, TokenSettings(tokenizer, BLOCK))
-    blocks = held.splits["val"]
-    answered = set(map(repr, blocks.prompts(100)))
-    assert held.kind == "messages" and len(answered) >= 2 and "fingerprint" in held.description
-
-    def prompts(rows):
-        return {
-            tuple(inputs[start : start + 12])
-            for inputs, _, positions in rows
-            for start in [i for i, place in enumerate(positions) if place == 0]
-        }
-
-    trained = prompts(block for batch in batches(chats, tokenizer, 1, 60)[0] for block in batch)
-    for ids, _ in blocks.prompts(100):
-        assert tuple(ids[:12]) not in trained
+    prompts = [tuple(ids[:12]) for ids, _ in held.splits["val"].prompts(100)]
+    assert held.kind == "messages" and len(prompts) >= 2 and "fingerprint" in held.description
+    trained = set()
+    for batch, _ in zip(
+        token_stream(chats, tokenizer, BLOCK, 12, lanes=6), range(60), strict=False
+    ):
+        for inputs, positions in zip(batch["input_ids"], batch["position_ids"], strict=True):
+            for start in (positions == 0).nonzero()[:, 0].tolist():
+                trained.add(tuple(inputs[start : start + 12].tolist()))
+    assert len(trained) > 100 and not trained & set(prompts)
 
 
 def test_a_validation_split_is_held_out_as_a_whole(tmp_path, tokenizer):
@@ -107,24 +63,21 @@ def test_a_validation_split_is_held_out_as_a_whole(tmp_path, tokenizer):
 
 
 def test_what_cannot_be_streamed_is_one_line(tmp_path, tokenizer):
-    (tmp_path / "a.txt").write_text("some text")
-    with pytest.raises(UserError, match="leave out --streaming"):
-        open_documents(str(tmp_path))
-    (tmp_path / "a.txt").unlink()
     (tmp_path / "a.jsonl").write_text('{"text": "one"}\n' * 3)
     with pytest.raises(UserError, match=r"has 3 documents, none .* too small to stream"):
         load_held_out(str(tmp_path), TokenSettings(tokenizer, 16))
     (tmp_path / "a.jsonl").write_text('{"text": "one"}\n{"text": "two"}\n{"text": 5}\n')
-    stream = token_stream(str(tmp_path), tokenizer, 16, 1, share=(0, 1), lanes=1, buffer=4)
+    stream = token_stream(str(tmp_path), tokenizer, 16, 1, lanes=1, buffer=4)
     with pytest.raises(RunFailed, match=r"row 2 of --dataset .*\(train\)") as error:
         next(iter(stream))
     assert error.value.rank_variable is None  # each process says what it alone met
-    with pytest.raises(UserError, match="which 2 processes cannot share"):
-        token_stream(str(tmp_path), tokenizer, 16, 1, share=(0, 2), lanes=3)
-    with pytest.raises(UserError, match="must be a multiple of 8, not 4: change --batch_size"):
-        token_stream(str(tmp_path), tokenizer, 16, 4, share=(0, 1), lanes=8)
     with pytest.raises(UserError, match="--subset de: only a Hub id has subsets"):
-        open_documents(str(tmp_path), "de")
+        load_held_out(str(tmp_path), TokenSettings(tokenizer, 16, subset="de"))
+    rows = [{"messages": say("u hello", f"a {number} " + "long " * 40)} for number in range(20)]
+    (tmp_path / "a.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    stream = token_stream(str(tmp_path), tokenizer, 16, 1, lanes=1, buffer=4, too_long="drop")
+    with pytest.raises(RunFailed, match="lane 0 of the stream has nothing to learn"):
+        next(iter(stream))
 
 
 def test_held_out_documents_fill_some_blocks_only(chats, tokenizer, monkeypatch):
@@ -135,94 +88,22 @@ def test_held_out_documents_fill_some_blocks_only(chats, tokenizer, monkeypatch)
     assert f"of which {some.splits['val'].tokens:,} tokens are held out" in some.description
 
 
-@pytest.mark.parametrize("held_out", [False, True])
-def test_options_of_a_stream_decide_about_its_blocks(held_out, tmp_path, tokenizer, monkeypatch):
+def test_options_of_a_stream_decide_about_its_blocks(tmp_path, tokenizer):
     """Which documents share a block, which tokens are targets, and what is left out."""
-    monkeypatch.setattr(lanes, "HELD_OUT_ONE_IN", 2)
     turns = [(f"u {number}", "a " + "long" * (30 * (number % 4 == 0))) for number in range(160)]
     rows = [json.dumps({"messages": say(user, f"{answer} so")}) for user, answer in turns]
     (tmp_path / "a.jsonl").write_text("\n".join(rows))
 
     def read(**options):
-        if held_out:
-            blocks = load_held_out(str(tmp_path), TokenSettings(tokenizer, 64, **options)).splits[
-                "val"
-            ]
-            batch = blocks.__getitems__(list(range(len(blocks))))
-        else:
-            options |= dict(lanes=1, buffer=20)
-            batch = next(iter(token_stream(str(tmp_path), tokenizer, 64, 12, **options)))
-        texts = tokenizer.batch_decode(batch["input_ids"])
-        return texts, (batch["targets"] >= 0).sum().item()
+        stream = token_stream(str(tmp_path), tokenizer, 64, 12, lanes=1, buffer=20, **options)
+        batch = next(iter(stream))
+        return tokenizer.batch_decode(batch["input_ids"]), (batch["targets"] >= 0).sum().item()
 
     texts, targets = read()
     assert max(text.count("user") for text in texts) > 1 and any("long" in text for text in texts)
     assert read(loss_on="all")[1] > targets
     assert {text.count("user") for text in read(packed=False)[0]} == {1}
     assert not any("long" in text for text in read(too_long="drop")[0])
-
-
-def test_a_subset_is_streamed(tmp_path, tokenizer, monkeypatch):
-    (tmp_path / "a.jsonl").write_text('{"text": "some text"}\n' * 4)
-    asked, real = [], module.open_documents
-
-    def opened(name, subset):
-        asked.append(subset)
-        return real(name)
-
-    monkeypatch.setattr(module, "open_documents", opened)
-    monkeypatch.setattr(lanes, "HELD_OUT_ONE_IN", 1)
-    load_held_out(str(tmp_path), TokenSettings(tokenizer, 16, subset="de"))
-    token_stream(str(tmp_path), tokenizer, 16, 2, subset="de", lanes=2)
-    assert asked == ["de"] * 3
-
-
-def test_a_stream_is_as_the_arguments_say():
-    made = []
-
-    class Recorded(TokenStream):
-        def __init__(self, *args, **options):
-            made.append((args, options))
-
-    args = SimpleNamespace(batch_size=64, gradient_accumulation_steps=2, block_size=128)
-    args.mixture, args.subset, args.loss_on = [3.0, 1.0], "de", "all"
-    args.too_long, args.seed, args.val_fraction = "drop", 5, 0.2
-    second = SimpleNamespace(num_processes=4, process_index=1)
-    position = {"0": {"readers": [None]}}
-    Recorded.from_args(args, second, "tokenizer", False, ["a", "b"], position)
-    settings = dict(subset="de", val_fraction=0.2, seed=5, loss_on="all", too_long="drop")
-    settings = TokenSettings("tokenizer", 128, packed=False, **settings)
-    share = lanes.Share(module.LANES, 8, 1, 4, position)
-    assert made == [((["a", "b"], settings, share, [3.0, 1.0]), {})]
-    second.num_processes = 3
-    with pytest.raises(UserError, match="which 3 processes cannot share"):
-        Recorded.from_args(args, second, "tokenizer", False, ["a", "b"])
-
-
-def test_a_buffer_is_shuffled_by_the_seed_and_other_lanes_begin_elsewhere(tmp_path, tokenizer):
-    for name in "ab":
-        rows = [{"text": f"{name} {number} of some text"} for number in range(40)]
-        (tmp_path / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    names = [str(tmp_path / f"{name}.jsonl") for name in "ab"]
-
-    def read(sources, seed, count, **options):
-        stream = iter(token_stream(sources, tokenizer, 16, 2, seed=seed, buffer=20, **options))
-        blocks = [block for _ in range(count) for block in next(stream)["input_ids"].tolist()]
-        return [tokenizer.decode(block) for block in blocks]
-
-    (lane,) = token_stream(names, tokenizer, 16, 2, weights=[1.0, 1.0], lanes=1).lanes.values()
-    none = {"readers": [None, None], "documents": [0, 0], "tokens": [0, 0], "epochs": [0, 0]}
-    assert lane.position == none | {"buffers": 0, "taken": 0}
-    first, again, other = (read(names[0], seed, 10, lanes=1) for seed in (0, 0, 1))
-    assert first == again != other and sorted(first) == sorted(other)
-    stream = token_stream(names, tokenizer, 16, 8, weights=[1.0, 1.0], lanes=8, buffer=0.01)
-    batch = next(iter(stream))
-    assert 0 < batch["source"].sum() < 8  # documents of both
-    assert batch["ids"].tolist() == list(range(8))
-    alike = token_stream(names, tokenizer, 16, 8, weights=[2.0, 6.0], lanes=8, buffer=4)
-    quarters = token_stream(names, tokenizer, 16, 8, weights=[0.25, 0.75], lanes=8, buffer=4)
-    one, two = next(iter(alike)), next(iter(quarters))
-    assert one["input_ids"].equal(two["input_ids"])
 
 
 def test_held_out_texts_of_one_token_are_too_short(tmp_path):
@@ -240,17 +121,105 @@ def test_a_stream_continues_where_a_pass_ends(tmp_path, tokenizer):
 
     def read(count, position=None):
         # A buffer is one document, so that some begin behind the last one.
-        options = dict(lanes=1, buffer=1, share=(0, 1), position=position)
-        found, passes = [], []
-        for batch in token_stream(str(tmp_path), tokenizer, 8, 1, **options):
-            found.append(batch["input_ids"].tolist())
-            passes += batch["position"]["0"]["epochs"]
-            if len(found) == count:
-                assert {later - before for before, later in pairwise(passes)} <= {0, 1}
-                return found, json.loads(json.dumps(batch["position"]))
+        stream = token_stream(str(tmp_path), tokenizer, 8, 1, lanes=1, buffer=1, position=position)
+        parts = [batch for batch, _ in zip(stream, range(count), strict=False)]
+        found = [batch["input_ids"].tolist() for batch in parts]
+        return found, json.loads(json.dumps(parts[-1]["position"]))
 
     whole, position = read(30)
-    assert position["0"]["epochs"][0] > 1 and position["0"]["buffers"] > 1
+    assert position["0"]["buffers"] > 4
     for stop in range(1, 20):
         before, position = read(stop)
         assert before + read(30 - stop, position)[0] == whole, stop
+
+
+# --------------------------------------------------------------------------------------- mixtures
+
+MIXED, WEIGHTS = 4, [0.75, 0.25]
+
+
+@pytest.fixture(scope="module")
+def sources(tmp_path_factory):
+    """Files with 40 conversations, which are soon exhausted, and with 200 texts."""
+    folder = tmp_path_factory.mktemp("sources")
+    chats = [{"messages": say(f"u ask {n}", "a " + "word " * (1 + n % 7))} for n in range(40)]
+    texts = [{"text": f"text {n}" + " of some words" * (1 + n % 9)} for n in range(200)]
+    for name, rows in (("chats", chats), ("texts", texts)):
+        (folder / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return [str(folder / f"{name}.jsonl") for name in ("chats", "texts")]
+
+
+@pytest.fixture(scope="module")
+def in_memory(sources, tokenizer):
+    return [load_tokens(name, TokenSettings(tokenizer, BLOCK)).splits["train"] for name in sources]
+
+
+def test_a_pass_has_every_document_once_in_an_order_of_its_own(in_memory):
+    blocks = in_memory[0]
+    count = len(blocks.pieces.starts)
+    readers = [iter(MemoryReader(blocks, 7, lane, 3)) for lane in range(3)]
+    found = [next(readers[number % 3])[0].tokens.tobytes() for number in range(3 * count)]
+    passes = [found[start : start + count] for start in range(0, 3 * count, count)]
+    assert len(set(passes[0])) == count and sorted(passes[0]) == sorted(passes[1])
+    assert passes[0] != passes[1] != passes[2] != passes[0]
+    reader = MemoryReader(blocks, 7, 1, 3)
+    reader.seek(count // 3)
+    assert next(iter(reader))[0].tokens.tobytes() == found[count // 3 * 3 + 1]
+
+
+def mixed_batches(sources, tokenizer, processes, count, position=None, weights=WEIGHTS):
+    """The blocks of `count` global batches, and the position that a checkpoint would store."""
+    options = dict(lanes=MIXED, buffer=4, weights=weights, seed=0, position=position)
+    readers = [
+        iter(
+            token_stream(sources, tokenizer, BLOCK, 8 // processes, share=(p, processes), **options)
+        )
+        for p in range(processes)
+    ]
+    found = []
+    for _ in range(count):
+        parts = [next(reader) for reader in readers]
+        position = {lane: place for part in parts for lane, place in part["position"].items()}
+        found.append(sorted(row for part in parts for row in part["input_ids"].tolist()))
+    return found, json.loads(json.dumps(position))
+
+
+@pytest.mark.parametrize("where", ["memory", "stream"])
+def test_any_number_of_processes_mixes_the_same_blocks_from_any_position(
+    where, sources, in_memory, tokenizer
+):
+    mixed = in_memory if where == "memory" else sources
+    whole, last = mixed_batches(mixed, tokenizer, 1, 40)
+    assert mixed_batches(mixed, tokenizer, 4, 40) == (whole, last)
+    for stop in (1, 3, 17):
+        before, position = mixed_batches(mixed, tokenizer, 2, stop)
+        middle, position = mixed_batches(mixed, tokenizer, 4, 5, position)
+        rest, end = mixed_batches(mixed, tokenizer, 1, 35 - stop, position)
+        assert (before + middle + rest, end) == (whole, last), stop
+    assert sum(place["documents"][0] for place in last.values()) > 2 * 40  # it was exhausted
+
+
+def test_the_proportions_hold_across_buffers_and_a_resume(in_memory, tokenizer):
+    """Also of a source that is due once in several buffers; whatever the sum of the weights."""
+    weights, counts = [9.7, 0.3], []
+    _, position = mixed_batches(in_memory, tokenizer, 1, 60, weights=weights)
+    _, later = mixed_batches(in_memory, tokenizer, 2, 130, position, weights)
+    for place in (position, later):
+        taken = [lane["documents"] for lane in place.values()]
+        counts.append([sum(some) for some in zip(*taken, strict=True)])
+    between = [last - first for first, last in zip(*counts, strict=True)]
+    assert sum(between) > 1000
+    assert between[1] / sum(between) == pytest.approx(0.03, abs=0.01)
+
+
+def test_buffers_are_shuffled_by_the_seed(sources, tokenizer):
+    def read(seed):
+        """The blocks of the first buffer."""
+        blocks = []
+        for batch in token_stream(sources[1], tokenizer, 16, 1, lanes=1, seed=seed, buffer=20):
+            blocks += batch["input_ids"].tolist()
+            if batch["position"]["0"]["buffers"]:
+                return blocks
+
+    first, again, other = (read(seed) for seed in (0, 0, 1))
+    assert first == again != other and sorted(first) == sorted(other)

@@ -9,7 +9,6 @@ import torch
 from harness import fakes
 from harness.data import Loader
 from harness.launches import load_script
-from torch.utils.data import DataLoader
 
 from utils.run.failures import UserError
 
@@ -31,16 +30,8 @@ class Losses(torch.nn.Module):
     """The loss of each target is the token itself."""
 
     def forward(self, targets, per_block=False, **_):
-        assert not self.training
-        losses = targets.clamp(min=0).sum(1).float()
-        return (losses.sum(), losses) if per_block else losses.sum()
-
-
-class OwnLoss(torch.nn.Module):
-    """Returns the sum of its losses, and not that of each block."""
-
-    def forward(self, targets, per_block, **_):
-        return 2.0 * (targets >= 0).sum(), torch.full((len(targets),), math.nan)
+        assert not self.training and per_block
+        return targets.clamp(min=0).sum(1).float()
 
 
 def loader_of(batches, size, target_tokens, bytes=None):
@@ -80,30 +71,6 @@ def test_each_held_out_target_counts_once_on_any_process(script):
     assert set(script.evaluate(second, model, {"one": one()}, iter)) == names
     with pytest.raises(RuntimeError, match="evaluated 3 of 4 held-out targets"):
         script.evaluate(second, model, {"one": one(target_tokens=4)}, iter)
-    # A model with its own loss has no standard error.
-    loader = loader_of([held_out([0, 1], [[1, 2, 3], [4, 5, -100]])], 1, 5)
-    found = script.evaluate(fakes.accelerator(reduce=summing([])), OwnLoss(), {"a": loader}, iter)
-    assert found == {"loss": 2.0, "perplexity": math.exp(2), "tokens": 5}
-
-
-def test_the_losses_of_blocks_are_computed_where_they_are_needed(script):
-    """For an evaluation, and in the training on a stream."""
-    seen = []
-
-    def model(**inputs):
-        seen.append(inputs)
-        return ("sum", "of blocks") if inputs["per_block"] else "sum"
-
-    inputs = dict(input_ids=1, position_ids=2, targets=3)
-    for batch, asked in (
-        (dict(inputs), False),
-        (dict(inputs), True),
-        ({**inputs, "source": 4}, False),
-    ):
-        needed = asked or "source" in batch
-        assert script.compute_loss(model, batch, per_block=asked) == "sum"
-        assert seen.pop() == inputs | {"per_block": needed}
-        assert batch.get("block_losses") == ("of blocks" if needed else None)
 
 
 def test_targets_are_counted_over_processes_and_never_none(script):
@@ -117,14 +84,6 @@ def test_targets_are_counted_over_processes_and_never_none(script):
 
 
 # ------------------------------------------------------------------------------------------- data
-
-
-def test_a_stream_has_no_epochs(script):
-    loader, epochs = DataLoader(list(range(6)), batch_size=2), []
-    loader.set_epoch = epochs.append
-    assert script.epoch_batches(loader, 3) is loader and epochs == [3]
-    stream = SimpleNamespace(dataset=object.__new__(script.TokenStream))
-    assert script.epoch_batches(stream, 5) is stream  # it continues at its own position
 
 
 class Blocks(list):
@@ -158,8 +117,8 @@ def test_prompts_are_those_of_each_source_in_turn_or_of_a_file(script, tmp_path)
     assert script.read_prompts(tokenizer, data, args) == ["a0", "b0", "a1"]
     args.prompts = str(file)
     for content, says in (
-        (None, "cannot be read: No such file"),
-        (b"caf\xe9", "cannot be read: not UTF-8"),
+        (None, "cannot read --prompts .*: No such file"),
+        (b"caf\xe9", "cannot read --prompts .*: it is not UTF-8"),
         (b" \n", "is empty: give one prompt per line"),
     ):
         if content:

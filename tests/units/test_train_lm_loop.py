@@ -3,7 +3,6 @@
 import json
 import shlex
 import sys
-from itertools import pairwise
 
 import pytest
 import torch
@@ -89,17 +88,12 @@ def test_a_restart_draws_the_same_dropout_masks(train, monkeypatch):
     assert column(stopped, "loss", "val") == column(whole, "loss", "val")
 
 
-def test_a_mixture_logs_the_tokens_and_the_loss_of_each_source(train, folder, capsys):
+def test_a_mixture_is_evaluated_by_source(train, folder):
     (folder / "prompts.txt").write_text("who?")
-    words = f"--prompts {folder}/prompts.txt --mixture 3 1 --batch_size 8 --max_train_steps 30 --log_every 10 --eval_every 30"
-    run = train("run", words, data="chats.jsonl texts.jsonl")
-    assert capsys.readouterr().out.count("chats.jsonl is exhausted and repeats") == 1
-    seen = [column(run, f"tokens_seen/{name}.jsonl") for name in ("chats", "texts")]
-    totals = [0, *map(sum, zip(*seen, strict=True))]
-    assert all(0 < after - before <= 10 * 8 * 32 for before, after in pairwise(totals))
-    assert seen[0][0] > 0 and seen[1][0] > 0
-    for line in (metrics(run, "train")[-1], metrics(run, "val")[-1]):
-        parts = [line[f"loss/{name}.jsonl"] for name in ("chats", "texts")]
-        assert min(parts) < line["loss"] < max(parts)
+    words = f"--prompts {folder}/prompts.txt --mixture 3 1 --batch_size 8 --max_train_steps 8"
+    run = train("run", f"{words} --eval_every 8", data="chats.jsonl texts.jsonl")
+    line = metrics(run, "val")[-1]
+    parts = [line[f"loss/{name}.jsonl"] for name in ("chats", "texts")]
+    assert min(parts) < line["loss"] < max(parts)
     sample = (run / "sample.txt").read_text()
     assert sample.startswith("> user\nwho?\nassistant\n") and "in the data" not in sample

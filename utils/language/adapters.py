@@ -38,11 +38,10 @@ def add_lora(model, rank, alpha, dropout, targets):
     Raises:
         UserError: no layer has such a name.
     """
-    layers = [name for name, layer in model.named_modules() if _is_matrix(layer)]
-    for target in targets:
-        if target != "all-linear" and not any(f".{name}".endswith(f".{target}") for name in layers):
-            known = ", ".join(sorted({name.rpartition(".")[2] for name in layers}))
-            raise UserError(f"--lora_targets {target} matches no layer; there are {known}")
+    layers = {name.rpartition(".")[2] for name, layer in model.named_modules() if _is_matrix(layer)}
+    if unknown := set(targets) - layers - {"all-linear"}:
+        names = ", ".join(sorted(layers))
+        raise UserError(f"--lora_targets {min(unknown)} matches no layer; there are {names}")
     config = LoraConfig(
         r=rank,
         lora_alpha=alpha,
@@ -55,9 +54,7 @@ def add_lora(model, rank, alpha, dropout, targets):
 
 def _is_matrix(layer):
     weight = getattr(layer, "weight", None)
-    if isinstance(layer, torch.nn.Embedding) or not isinstance(weight, torch.Tensor):
-        return False
-    return weight.ndim == 2
+    return getattr(weight, "ndim", 0) == 2 and not isinstance(layer, torch.nn.Embedding)
 
 
 def load_adapter(model, path):

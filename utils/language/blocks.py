@@ -1,11 +1,10 @@
-"""Blocks of tokens, in memory-mapped arrays or in memory; returns whole batches.
+"""Blocks of tokens, in a memory-mapped array or in memory; returns whole batches.
 
 A document of n tokens has n - 1 positions: position t reads token t and predicts token t + 1. A
 *piece* is a run of positions of one document; a *block* is a list of pieces and, if they do not
 fill it, padding.
 """
 
-import bisect
 from typing import NamedTuple
 
 import numpy as np
@@ -13,6 +12,7 @@ import torch
 
 IGNORED = -100  # a target that the loss leaves out
 PROMPT_TOKENS = 32  # of a text
+COUNTED = 10_000  # documents whose targets are counted at once
 
 
 class Pieces(NamedTuple):
@@ -26,55 +26,28 @@ class Pieces(NamedTuple):
     blocks: np.ndarray
 
 
-class Stream:
-    """Reads tokens that lie in several arrays, such as those of a memory-mapped table.
+class Stream(NamedTuple):
+    """The tokens of documents, one after the other.
 
-    Args:
-        tokens (list): of int32 arrays.
-        is_target (list | None): of uint8 arrays of the same lengths; None: every token is a target.
-        reopen: makes the same stream in another process, to which it is sent instead of the arrays.
+    tokens: int32 [tokens].
+    is_target: uint8 [tokens]; None: every token is a target.
     """
 
-    def __init__(self, tokens, is_target=None, reopen=None):
-        self._tokens, self._is_target, self._reopen = tokens, is_target, reopen
-        self._starts = np.cumsum([0, *map(len, tokens)]).tolist()
-
-    def __reduce__(self):
-        return (self._reopen, ()) if self._reopen else (Stream, (self._tokens, self._is_target))
-
-    def tokens(self, start, count):
-        """int32 [count], the tokens from place `start` on."""
-        return self._read(self._tokens, start, count)
-
-    def is_target(self, start, count):
-        """uint8 [count], or None if every token is a target."""
-        return self._is_target and self._read(self._is_target, start, count)
-
-    def _read(self, arrays, start, count):
-        number = bisect.bisect_right(self._starts, start) - 1
-        parts = []
-        while True:
-            first = start - self._starts[number]
-            part = arrays[number][first : first + count]
-            parts.append(part)
-            start, count, number = start + len(part), count - len(part), number + 1
-            if count == 0:
-                return parts[0] if len(parts) == 1 else np.concatenate(parts)
+    tokens: np.ndarray
+    is_target: np.ndarray | None = None
 
     def count_targets(self, starts, lengths):
-        """The number of targets among `lengths` tokens from each of `starts`, int64.
-
-        The tokens of one run lie in one array.
-        """
-        if self._is_target is None:
+        """The number of targets among `lengths` tokens from each of `starts`, int64."""
+        if self.is_target is None:
             return lengths.copy()
         counts, order = np.zeros(len(starts), np.int64), np.argsort(starts)
-        borders = np.searchsorted(starts[order], self._starts)
-        for number, array in enumerate(self._is_target):
-            chosen = order[borders[number] : borders[number + 1]]
-            sums = np.concatenate([[0], np.cumsum(array, dtype=np.int64)])
-            first = starts[chosen] - self._starts[number]
-            counts[chosen] = sums[first + lengths[chosen]] - sums[first]
+        # Some at a time, because sums take eight times as much memory.
+        for first in range(0, len(order), COUNTED):
+            chosen = order[first : first + COUNTED]
+            begin, ends = starts[chosen[0]], starts[chosen] + lengths[chosen]
+            sums = np.cumsum(self.is_target[begin : ends.max()], dtype=np.int64)
+            sums = np.concatenate([[0], sums])
+            counts[chosen] = sums[ends - begin] - sums[starts[chosen] - begin]
         return counts
 
 
@@ -110,10 +83,6 @@ class Blocks(torch.utils.data.Dataset):
         """The share of the positions that are padding."""
         return 1 - self.tokens / max(1, len(self) * self.block_size)
 
-    def tokens_of(self, index):
-        """The positions of a block without padding (int)."""
-        return int(self.pieces.lengths[self._firsts[index] : self._firsts[index + 1]].sum())
-
     def __len__(self):
         return len(self._firsts) - 1
 
@@ -126,12 +95,12 @@ class Blocks(torch.utils.data.Dataset):
             done = 0
             for piece in range(self._firsts[index], self._firsts[index + 1]):
                 start, length = int(self.pieces.starts[piece]), int(self.pieces.lengths[piece])
-                tokens = self.stream.tokens(start, length + 1)
-                is_target = self.stream.is_target(start + 1, length)
+                tokens = self.stream.tokens[start : start + length + 1]
                 place = slice(done, done + length)
                 inputs[row, place] = tokens[:-1]
                 following = tokens[1:]
-                if is_target is not None:
+                if self.stream.is_target is not None:
+                    is_target = self.stream.is_target[start + 1 : start + 1 + length]
                     following = np.where(is_target, following, IGNORED)
                 targets[row, place] = following
                 positions[row, place] = np.arange(length)
@@ -175,11 +144,11 @@ class Blocks(torch.utils.data.Dataset):
             starts, lengths = self.pieces.starts, self.pieces.lengths
             chosen = np.flatnonzero(lengths >= min(PROMPT_TOKENS, lengths.max(initial=0)))[:count]
             sizes = np.minimum(lengths[chosen], PROMPT_TOKENS)
-            prompts = zip(starts[chosen].tolist(), sizes.tolist(), strict=True)
-            return [(self.stream.tokens(*prompt).tolist(), None) for prompt in prompts]
+            pairs = zip(starts[chosen], sizes, strict=True)
+            return [(self.stream.tokens[start : start + n].tolist(), None) for start, n in pairs]
         prompts = []
         for start, length, answer in self._answers[:count]:
-            tokens = self.stream.tokens(start, length)
-            learned = self.stream.is_target(start + answer, length - answer).astype(bool)
+            tokens = self.stream.tokens[start : start + length]
+            learned = self.stream.is_target[start + answer : start + length].astype(bool)
             prompts.append((tokens[:answer].tolist(), tokens[answer:][learned].tolist()))
         return prompts

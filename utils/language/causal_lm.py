@@ -14,13 +14,14 @@ import transformers
 from accelerate import PartialState, init_empty_weights
 from huggingface_hub import snapshot_download
 from huggingface_hub.errors import HFValidationError, LocalEntryNotFoundError
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 from utils.data.cache_files import map_bytes
 from utils.language.conversations import pad_id_of
+from utils.language.rows import reading
 from utils.language.text import checksum
-from utils.language.tiny import byte_tokenizer, tiny_config
 from utils.report.hub import ADAPTER, MODEL
 from utils.run.failures import UserError
 from utils.run.output import notice
@@ -32,6 +33,13 @@ transformers.utils.logging.set_verbosity_error()
 logging.getLogger("accelerate.utils.other").setLevel(logging.ERROR)
 
 TINY = "tiny"
+SPECIAL = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]  # tokens of the tiny model
+TEMPLATE = """\
+{%- for message in messages -%}
+{{- '<|im_start|>' + message['role'] + '\\n' + message['content'] + '<|im_end|>\\n' -}}
+{%- endfor -%}
+{%- if add_generation_prompt -%}{{- '<|im_start|>assistant\\n' -}}{%- endif -%}
+"""
 ATTENTION = {
     "auto": None,  # sdpa, or eager for the models that lack it
     "sdpa": "sdpa",
@@ -69,8 +77,7 @@ def find(name, flag="--model"):
                 f"{path / ADAPTER}; or make a model of both with --merge {name}"
             )
         raise UserError(f"{flag} {name} has no config.json: it is no model of transformers")
-    beside = path.parent != Path() and path.parent.is_dir()  # runs/mine beside runs/yours
-    if path.exists() or beside or name.startswith((".", "/", "~")):
+    if path.exists() or name.startswith((".", "/", "~")):
         raise UserError(f"{flag} {name}: there is no such folder")
     try:
         return Path(snapshot_download(name, allow_patterns=CONFIGURATION))
@@ -107,6 +114,11 @@ def load_config(name, tokenizer, block_size):
         if type(config) not in AutoModelForCausalLM._model_mapping:
             raise UserError(f"--model {name} is no causal language model, but {config.model_type}")
         config = config.get_text_config()
+    if getattr(config, "output_router_logits", False):
+        raise UserError(
+            f"--model {name} asks for a balance of its experts, which this script does not train: "
+            "set output_router_logits to false in the config.json of a copy"
+        )
     largest = max(tokenizer.get_vocab().values())
     if largest >= config.vocab_size:
         raise UserError(
@@ -135,11 +147,8 @@ def load_tokenizer(name, chat_template=None):
         with loading(name, "tokenizer"):
             tokenizer = AutoTokenizer.from_pretrained(find(name))
     if chat_template:
-        try:
+        with reading(f"--chat_template {chat_template}"):
             tokenizer.chat_template = Path(chat_template).read_text(encoding="utf-8")
-        except (OSError, UnicodeError) as error:
-            reason = getattr(error, "strerror", None) or "it is not UTF-8"
-            raise UserError(f"--chat_template {chat_template} cannot be read: {reason}") from None
     return tokenizer
 
 
@@ -251,3 +260,41 @@ def ends(model, tokenizer):
     found = configured if isinstance(configured, list) else [configured]
     found = {token for token in (*found, tokenizer.eos_token_id) if token is not None}
     return {"eos_token_id": sorted(found) or None, "pad_token_id": pad_id_of(tokenizer)}
+
+
+# ---------------------------------------------------------------------------------- the tiny model
+
+
+def tiny_config(vocab_size):
+    """A Llama of 0.8 million parameters, whose tokens are bytes."""
+    return transformers.LlamaConfig(
+        vocab_size=vocab_size,
+        hidden_size=128,
+        intermediate_size=384,
+        num_hidden_layers=4,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        max_position_embeddings=2048,
+        tie_word_embeddings=True,
+        bos_token_id=None,
+        eos_token_id=258,
+        pad_token_id=256,
+    )
+
+
+def byte_tokenizer():
+    """A tokenizer whose tokens are the 256 bytes, and three special ones for conversations."""
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    vocabulary = {symbol: number for number, symbol in enumerate(alphabet)}
+    tokenizer = Tokenizer(models.BPE(vocabulary, merges=[]))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    tokenizer.add_special_tokens(SPECIAL)
+    return transformers.PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer,
+        eos_token=SPECIAL[2],
+        pad_token=SPECIAL[0],
+        chat_template=TEMPLATE,
+        model_max_length=2048,
+        clean_up_tokenization_spaces=False,
+    )

@@ -1,4 +1,4 @@
-"""Renders conversations by a chat template, and finds which parts of the text are answers.
+"""Checks conversations, renders them by a chat template, and finds which parts are answers.
 
 Answers are the turns of the role `assistant`, or the completion, each with the token that ends it.
 They are found by rendering: the messages before an answer, with what asks for one
@@ -15,6 +15,7 @@ every day and machine.
 """
 
 import datetime
+import functools
 import json
 import re
 from typing import NamedTuple
@@ -52,27 +53,18 @@ def special_tokens(tokenizer):
 
 
 class ChatTemplate:
-    """The chat template of a tokenizer.
+    """The chat template of a tokenizer of the `transformers` library."""
 
-    Args:
-        tokenizer: of the `transformers` library.
-        template (str | None): a Jinja template, instead of that of the tokenizer.
-
-    Attributes:
-        text (str | None): the template; None: there is none.
-        name (re.Pattern): matches the names of special tokens.
-    """
-
-    def __init__(self, tokenizer, template=None):
+    def __init__(self, tokenizer):
         self._tokenizer = tokenizer
-        templates = template or tokenizer.chat_template
+        templates = tokenizer.chat_template
         templates = templates if isinstance(templates, dict) else {"default": templates}
         templates = {name: _without_clock(text) for name, text in templates.items() if text}
-        self.text = templates.get("default")
-        self._with_tools = templates.get("tool_use", self.text)
+        self._text = templates.get("default")
+        self._with_tools = templates.get("tool_use", self._text)
         longest_first = sorted(special_tokens(tokenizer), key=len, reverse=True)
         pattern = "|".join(map(re.escape, longest_first)) or "(?!)"
-        self.name = re.compile(pattern)
+        self._name = re.compile(pattern)
         self._marked = re.compile(f"{OPEN}({pattern}){CLOSE}|[{OPEN}{CLOSE}]")
 
     def split(self, messages, where, *, first=0, tools=None, together=False):
@@ -92,11 +84,6 @@ class ChatTemplate:
             UserError: there is no template, it refuses the conversation, or the text that asks for
                 an answer is not the beginning of the text with the answer.
         """
-        if not self.text:
-            raise UserError(
-                f"{where} is a conversation, and the tokenizer has no chat template: give "
-                "--chat_template FILE"
-            )
         # A role is a name that the template knows.
         messages = [{**self._mark(message), "role": message["role"]} for message in messages]
         make, tools = self._whole if together else self._chains, self._mark(tools)
@@ -107,25 +94,8 @@ class ChatTemplate:
 
     def ask(self, text):
         """The parts of a conversation's first turn, with what asks for an answer."""
-        if not self.text:
-            raise UserError("the tokenizer has no chat template: give --chat_template FILE")
         turn = [{"role": "user", "content": self._mark(text)}]
         return [*self._parts(self._render(turn, True, None, "the prompt"), False)]
-
-    def after_answer(self):
-        """What the template writes behind an answer, as text; None: it refuses a simple one."""
-        probe = "wxyz"
-        turns = [{"role": role, "content": probe} for role in ("user", "assistant")]
-        try:
-            _, content, after = self._render(turns, False, None, "a message").rpartition(probe)
-        except UserError:  # it takes other conversations only
-            return None
-        if not content:
-            raise UserError(
-                "the chat template does not write contents that are texts: give another "
-                "--chat_template"
-            )
-        return after
 
     def _parts(self, text, is_answer):
         """Yields a `Part` for what the template or a message says, and for each marked name."""
@@ -135,6 +105,11 @@ class ChatTemplate:
 
     def _chains(self, messages, first, tools, where):
         """A list for each document: texts, alternately before an answer and an answer."""
+        if not self._writes_texts:
+            raise UserError(
+                "the chat template does not write contents that are texts: give another "
+                "--chat_template"
+            )
         chains, before = [], None
         for index, message in enumerate(messages):
             # Nobody asked for an answer that nothing precedes.
@@ -155,6 +130,15 @@ class ChatTemplate:
             before = whole
         return chains
 
+    @functools.cached_property
+    def _writes_texts(self):
+        """Whether what the template writes has the contents of messages that are texts."""
+        turns = [{"role": role, "content": "wxyz"} for role in ("user", "assistant")]
+        try:
+            return "wxyz" in self._render(turns, False, None, "a message")
+        except UserError:  # it takes other conversations only
+            return True
+
     def _whole(self, messages, first, tools, where):
         """As `_chains`: one list, with all messages."""
         whole = self._render(messages, False, tools, where)
@@ -167,11 +151,16 @@ class ChatTemplate:
         return [[(whole, False)]]
 
     def _render(self, messages, ask, tools, where):
+        if not self._text:
+            raise UserError(
+                f"{where} is a conversation, and the tokenizer has no chat template: give "
+                "--chat_template FILE"
+            )
         try:
             text = self._tokenizer.apply_chat_template(
                 messages,
                 tools=tools,
-                chat_template=self._with_tools if tools else self.text,
+                chat_template=self._with_tools if tools else self._text,
                 add_generation_prompt=ask,
                 tokenize=False,
             )
@@ -189,7 +178,7 @@ class ChatTemplate:
         """Marks the names of special tokens in the texts of messages."""
         if isinstance(value, str):
             value = value.replace(OPEN, "").replace(CLOSE, "")
-            return self.name.sub(f"{OPEN}\\g<0>{CLOSE}", value)
+            return self._name.sub(f"{OPEN}\\g<0>{CLOSE}", value)
         if isinstance(value, list):
             return [self._mark(inner) for inner in value]
         if isinstance(value, dict):
@@ -204,3 +193,45 @@ def _is_empty(message):
 def _without_clock(template):
     """A template with `TODAY` in place of the date that it asks for."""
     return CLOCK.sub(lambda call: json.dumps(TODAY.strftime(call[2])), template)
+
+
+# ------------------------------------------------------------------------------- messages of a row
+
+
+def check_messages(messages, where):
+    """The messages of a row, checked.
+
+    Returns:
+        list[dict]: each with `role` (str) and `content`: str, also of a list of texts; None only
+        next to `tool_calls`.
+
+    Raises:
+        UserError: they are something else; `where` names the row.
+    """
+    if not isinstance(messages, (list, tuple)):
+        raise UserError(f"the messages of {where} are not a list, but {type(messages).__name__}")
+    return [_check(message, f"message {i} of {where}") for i, message in enumerate(messages)]
+
+
+def _check(message, where):
+    if not isinstance(message, dict) or not isinstance(message.get("role"), str):
+        raise UserError(f"{where} has no role and content")
+    content = message.get("content")
+    if isinstance(content, list):
+        texts = [part.get("text") if isinstance(part, dict) else None for part in content]
+        content = "".join(texts) if all(isinstance(text, str) for text in texts) else content
+    is_call = content is None and message.get("tool_calls")
+    if not isinstance(content, str) and not is_call:
+        raise UserError(f"{where} has no text as content, but {repr(content)[:40]}")
+    return {**message, "content": content}
+
+
+def check_tools(tools, where):
+    """The tools of a row: a list, or JSON of one. Raises UserError if they are something else."""
+    try:
+        tools = json.loads(tools) if isinstance(tools, str) and tools else tools or None
+    except ValueError:
+        raise UserError(f"the tools of {where} are not JSON") from None
+    if not isinstance(tools, list | None):
+        raise UserError(f"the tools of {where} are not a list")
+    return tools or None

@@ -1,17 +1,18 @@
-"""Turns texts and conversations into tokens, and finds which of them a model learns to write.
+"""Turns rows of a data set into tokens, and finds which of them a model learns to write.
 
 Each part of a document is tokenized by itself, so the tokens before an answer are those that the
 model is given when it is used. Strings such as <|im_end|> in a text or message are plain text: only
 the template writes special tokens.
 """
 
-import functools
 import itertools
 from typing import NamedTuple
 
 import numpy as np
 
-from utils.language.chats import ChatTemplate, Part, special_tokens
+from utils.language.chats import ChatTemplate, Part, check_messages, check_tools, special_tokens
+from utils.language.documents import KINDS, segments
+from utils.language.rows import check_unicode
 from utils.run.failures import UserError
 
 ANSWERS, ALL = "answers", "all"  # the values of `loss_on`
@@ -37,12 +38,10 @@ class Document(NamedTuple):
 class Draft(NamedTuple):
     """A document, or a segment of a text, before it is tokenized.
 
-    where: names it, in messages.
     begins, ends: whether BOS is to come before it, and EOS after it. A template writes its own.
     """
 
     parts: list
-    where: str
     is_text: bool
     begins: bool
     ends: bool
@@ -53,19 +52,16 @@ class Encoder:
 
     Args:
         tokenizer: the tokenizer.
-        chat_template (str | None): a Jinja template, instead of that of the tokenizer.
         loss_on (str): `answers`, or `all`: every token of a conversation is a target.
     """
 
-    def __init__(self, tokenizer, chat_template=None, loss_on=ANSWERS):
+    def __init__(self, tokenizer, loss_on=ANSWERS):
         self.tokenizer, self.loss_on = tokenizer, loss_on
-        self._chat = ChatTemplate(tokenizer, chat_template)
-        self.chat_template = self._chat.text
+        self._chat = ChatTemplate(tokenizer)
         # An unknown character ends nothing. (Some tokenizers have one token for both.)
         unknown = {tokenizer.unk_token_id} - {tokenizer.eos_token_id}
-        special = {*special_tokens(tokenizer).values()} - unknown
-        self._special = np.array(sorted(special), np.int32)
-        self._added = np.array(sorted(special | {*tokenizer.added_tokens_decoder}), np.int32)
+        added = {*special_tokens(tokenizer).values(), *tokenizer.added_tokens_decoder}
+        self._ends = np.array(sorted(added - unknown), np.int32)
         plain, line, both = self._tokenize(["a", "\n", "\na"], True).input_ids
         # A tokenizer of the kind of SentencePiece puts a space before the first word of a text:
         # not so after a line break, which is removed again.
@@ -75,28 +71,58 @@ class Encoder:
         self._bos = whole[: before[0]] if before else []
         self._eos = [] if tokenizer.eos_token_id is None else [tokenizer.eos_token_id]
 
-    def draft_text(self, segments, where):
-        """Yields a `Draft` for each segment (str) of a text; none for an empty text."""
+    def draft(self, row, kind, where):
+        """The drafts of a row, or of the segments of its text; none if it is empty.
+
+        Args:
+            row (dict | None): with the columns of `kind`; None: an empty line.
+            kind (str): see `documents.KINDS`.
+            where (str): names the row, in messages.
+
+        Raises:
+            UserError: a column is missing or has another type, or the template refuses the row.
+        """
+        columns = KINDS[kind]
+        missing = [column for column in columns if row is not None and column not in row]
+        if missing:
+            raise UserError(f"{where} has no column {missing[0]}")
+        if row is None or any(row[column] is None for column in columns):
+            return []
+        if kind == "text":
+            return self._draft_text(row["text"], where)
+        if kind == "messages":
+            messages, first = check_messages(row["messages"], where), 0
+        else:
+            prompt, completion = row["prompt"], row["completion"]
+            if isinstance(prompt, str) and isinstance(completion, str):
+                return self._draft_completion(prompt, completion, where)
+            prompt = check_messages(prompt, where)
+            messages, first = prompt + check_messages(completion, where), len(prompt)
+        options = dict(first=first, tools=check_tools(row.get("tools"), where))
+        options["together"] = self.loss_on == ALL
+        documents = self._chat.split(messages, where, **options) if messages else []
+        return [Draft(parts, False, False, False) for parts in documents]
+
+    def _draft_text(self, text, where):
+        """Yields a `Draft` for each segment of a text (str or iterator); none if it is empty."""
+        if isinstance(text, str):
+            check_unicode(text, where)
+            text = segments(text.encode())
+        elif not hasattr(text, "__next__"):
+            raise UserError(f"{where} has no text, but {type(text).__name__}")
         begins, before = True, None
-        for segment in segments:
+        for segment in text:
             if before is not None and segment:
-                yield Draft([Part(before, True)], where, True, begins, False)
+                yield Draft([Part(before, True)], True, begins, False)
                 begins = False
             before = segment or before
         if before is not None and (before.strip() or not begins):
-            yield Draft([Part(before, True)], where, True, begins, True)
+            yield Draft([Part(before, True)], True, begins, True)
 
-    def draft_completion(self, prompt, completion, where):
-        """A list of the `Draft` of a prompt and what follows it, both str; [] if nothing does."""
+    def _draft_completion(self, prompt, completion, where):
+        check_unicode(prompt + completion, where)
         parts = [Part(prompt, True), Part(completion, True, True)]
-        return [Draft(parts, where, False, True, True)] if completion.strip() else []
-
-    def draft_conversation(self, messages, where, *, first=0, tools=None):
-        """A list of the `Draft` of each document of a conversation; see `ChatTemplate.split`."""
-        together = self.loss_on == ALL
-        options = dict(first=first, tools=tools, together=together)
-        documents = self._chat.split(messages, where, **options)
-        return [Draft(parts, where, False, False, False) for parts in documents]
+        return [Draft(parts, False, True, True)] if completion.strip() else []
 
     def encode_prompt(self, text, kind):
         """The tokens of what a model is asked, as before an answer or a text that it learned.
@@ -112,9 +138,9 @@ class Encoder:
             UserError: the template refuses it, or there is none.
         """
         if kind == "messages":
-            draft = Draft(self._chat.ask(text), "the prompt", False, False, False)
+            draft = Draft(self._chat.ask(text), False, False, False)
         else:
-            draft = Draft([Part(text, True)], "the prompt", True, True, False)
+            draft = Draft([Part(text, True)], True, True, False)
         (document,) = self.encode([draft])
         return document.tokens.tolist()
 
@@ -123,9 +149,6 @@ class Encoder:
 
         Returns:
             list[Document]: one for each.
-
-        Raises:
-            UserError: the tokenizer makes a special token of its name in a text.
         """
         parts, after_line = [], []
         for draft in drafts:
@@ -163,18 +186,16 @@ class Encoder:
 
     def _finish(self, draft, encoded):
         """The document of a draft, the parts of which are `encoded` as these tokens."""
-        pairs = list(zip(draft.parts, encoded, strict=True))
-        for part, tokens in pairs:
-            if part.as_text:
-                self._check(part.text, tokens, draft.where)
         if draft.is_text:
             return self._finish_text(draft, encoded[0])
+        pairs = zip(draft.parts, encoded, strict=True)
         tokens, answer, ended = [*self._bos] if draft.begins else [], -1, True
         learned = [0] * len(tokens)
         for is_answer, group in itertools.groupby(pairs, lambda pair: pair[0].is_answer):
             run, end = [token for _, tokens_of_part in group for token in tokens_of_part], 0
             if is_answer:
-                answer, (end, ended) = len(tokens), self._end(run)
+                answer = len(tokens)
+                end, ended = (len(run), True) if draft.ends else self._end(run)
             tokens += run
             learned += [1] * end + [0] * (len(run) - end)
         if draft.ends or not ended:
@@ -187,57 +208,21 @@ class Encoder:
         text = draft.parts[0].text
         before, after = self._bos if draft.begins else [], self._eos if draft.ends else []
         size = len(text.encode())
-        if draft.begins and not before:
-            size -= self._first_bytes(text)
+        if draft.begins and not before:  # exact, unless several tokens make the first character
+            size -= len(self.tokenizer.decode(tokens[:1]).encode())
         whole = np.array([*before, *tokens, *after], np.int32)
         return Document(whole, None, -1, size, draft.begins)
-
-    def _first_bytes(self, text):
-        """The bytes of the first token of a text."""
-        head = text[: len(text) - len(text.lstrip()) + 100]  # some tokenizers drop what is blank
-        encoded = self._tokenize([head], True)
-        if not encoded.encodings:  # a tokenizer written in Python does not say where its tokens are
-            return len(self.tokenizer.decode(encoded.input_ids[0][:1]).encode())
-        offsets = encoded.encodings[0].offsets
-        if not offsets:  # nothing but what is blank
-            return 0
-        # A character of several bytes may be several tokens, all with its place.
-        others = sum(offset == offsets[0] for offset in offsets[1:4])
-        return len(text[: offsets[0][1]].encode()) - others
-
-    def _check(self, text, tokens, where):
-        """Raises UserError if a name of a special token in a text has become that token."""
-        if not self._chat.name.search(text):
-            return
-        special = np.intersect1d(tokens, self._special)
-        special = special[special != self.tokenizer.unk_token_id]
-        if len(special):
-            name = self.tokenizer.convert_ids_to_tokens(int(special[0]))
-            raise UserError(
-                f"{where} contains {name}, which this tokenizer cannot tell from its special "
-                "token: remove it"
-            )
 
     def _end(self, tokens):
         """The number of tokens of an answer; and whether the last one ends it.
 
         That is an added token such as <|im_end|>; templates follow it with a line break.
         """
-        ends = self._ends if self.chat_template else self._special
-        places = np.flatnonzero(np.isin(tokens, ends))
+        places = np.flatnonzero(np.isin(tokens, self._ends))
         end = int(places[-1]) + 1 if len(places) else 0
         if end and not self.tokenizer.decode(tokens[end:]).strip():
             return end, True
         return len(tokens), False
-
-    @functools.cached_property
-    def _ends(self):
-        """Ids of tokens that end an answer: special ones, and added ones that a template writes."""
-        text = self._chat.after_answer()
-        if text is None:
-            return self._added
-        after = self._tokenize([text], False).input_ids[0]
-        return np.union1d(self._special, np.intersect1d(after, self._added))
 
 
 def pad_id_of(tokenizer):

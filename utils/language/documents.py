@@ -1,18 +1,17 @@
 """Finds the documents of a data set for a language model: conversations, prompts or texts."""
 
-import codecs
+import contextlib
 import hashlib
+import mmap
 import os
 from typing import NamedTuple
 
 from utils.data.scan import stamp
-from utils.data.tables import local_path
-from utils.language.rows import Rows, open_rows, stream_of
+from utils.language.rows import Rows, open_rows, reading
 from utils.language.synthetic import make_conversations
-from utils.language.text_files import ALTERNATIVES, find_files, open_text, reading
 from utils.run.failures import UserError
 
-SEGMENT = 250_000  # bytes of a file that are read at once
+SEGMENT = 250_000  # bytes of a text that are tokenized at once
 LINE_END = 10_000  # bytes in which a held-out part begins after a line break
 KINDS = {"messages": ("messages",), "prompt": ("prompt", "completion"), "text": ("text",)}
 WANTED = "messages (role and content), prompt and completion, or text"
@@ -25,11 +24,13 @@ class Documents(NamedTuple):
         has one; if not, a part of `train` is to be held out.
     kind: `messages`, `prompt` or `text`: the columns of each row.
     details: lines about where the documents are from, and what was left out.
+    sample: of a stream of local files, what its checksum reads (bytes).
     """
 
     splits: dict
     kind: str
     details: list
+    sample: bytes = b""
 
     @property
     def asked(self):
@@ -42,7 +43,7 @@ class Documents(NamedTuple):
 
 
 class Files(NamedTuple):
-    """Files of plain text, each of which is a document.
+    """Files of plain text, each of which is a document, in segments.
 
     `parts`: tuples of a path, and of the first byte and the one behind the last (None: its end).
     """
@@ -60,20 +61,19 @@ class Files(NamedTuple):
         return len(self.parts)
 
     def __iter__(self):
-        for path, start, stop in self.parts:
-            yield {"text": _segments(path, start, stop)}
+        for part in self.parts:
+            yield {"text": _read(*part)}
 
 
-def find_documents(name, *, subset=None, val_fraction=0.1, seed=0):
+def find_documents(name, settings, *, streaming=False):
     """Finds the documents of a data set. Its columns decide what they are.
 
     Args:
         name (str): a Hub id, a file, a folder, or `synthetic`: dates in words, to be written in
             ISO 8601. A file of plain text is one document.
-        subset (str | None): a configuration of a Hub id.
-        val_fraction (float): of a single text without a split `val` or `test`, the last part that
-            is held out.
-        seed (int): of `synthetic`.
+        settings (TokenSettings): `subset`; `seed` of `synthetic`; `val_fraction` of a single text
+            without a split `val` or `test`, the last part that is held out.
+        streaming (bool): rows are read as they are needed.
 
     Returns:
         Documents.
@@ -81,94 +81,48 @@ def find_documents(name, *, subset=None, val_fraction=0.1, seed=0):
     Raises:
         UserError: they cannot be found or read, or have no columns of a known kind.
     """
-    if name == "synthetic":
-        splits = {}
-        for split, rows in make_conversations(seed).items():
-            where = f"--dataset synthetic ({split})"
-            splits[split] = Rows(rows, where, f"{split} of dates {seed}")
-        return Documents(splits, "messages", [])
-    files = _find_files(name, subset)
-    if files and files.is_plain:
-        kind, splits, left_out = "text", {}, files.left_out
-        for split, paths in files.by_split.items():
+    if name == "synthetic" and not streaming:
+        return _synthetic(settings.seed)
+    table = _open_table(name, settings.subset, streaming)
+    kind, splits, fraction = _kind(name, table.columns), {**table.splits}, settings.val_fraction
+    if streaming:
+        return Documents(splits, kind, [], table.sample())
+    if table.is_plain:
+        for split, paths in table.files.items():
             splits[split] = Files([(path, 0, None) for path in paths], f"--dataset {name}")
-    else:
-        kind, splits, left_out = _open_table(name, files, subset)
-    if "val" in splits and "test" in splits:
-        left_out.add("rows or files of the test split", name, len(splits.pop("test")))
-    details = [_describe(split, rows) for split, rows in splits.items()]
-    if len(splits) == 1 and len(splits["train"]) == 1 and val_fraction:
-        if not files or not files.is_plain:
-            raise UserError(
-                f"--dataset {name} has one row: none is left to hold out for evaluation"
-            )
-        splits = _cut(name, splits["train"], val_fraction)
-        details.append(f"val: the last {val_fraction:g} of the only document")
-    return Documents(splits, kind, [*details, *left_out.lines()])
+    if "val" in splits:
+        splits.pop("test", None)
+    details = table.describe(splits)
+    if table.is_plain and len(splits) == 1 and len(splits["train"]) == 1 and fraction:
+        splits = _cut(name, splits["train"], fraction)
+        details.append(f"val: the last {fraction:g} of the only document")
+    return Documents(splits, kind, details)
 
 
-def open_documents(name, subset=None):
-    """Opens the documents of a data set as a stream: rows are read as they are needed.
-
-    Args:
-        name, subset: as for `find_documents`.
-
-    Returns:
-        Documents: `rows.rows` of each split is a `datasets.IterableDataset`.
-
-    Raises:
-        UserError: as `find_documents`; or the files are no tables.
-    """
-    if name == "synthetic":
-        splits = make_conversations(0).items()
-        opened = {
-            split: stream_of(rows, f"--dataset synthetic ({split})") for split, rows in splits
-        }
-        return Documents(opened, "messages", [])
-    files = _find_files(name, subset)
-    if files and files.is_plain:
-        raise UserError(
-            f"--dataset {name} is plain text, which is mapped into memory: leave out --streaming"
-        )
-    kind, splits, _ = _open_table(name, files, subset, streaming=True)
-    return Documents(splits, kind, [])
+def _synthetic(seed):
+    splits = {}
+    for split, rows in make_conversations(seed).items():
+        splits[split] = Rows(rows, f"--dataset synthetic ({split})", f"{split} of dates {seed}")
+    return Documents(splits, "messages", [])
 
 
-def _find_files(name, subset):
-    """The `TextFiles` of a local data set; None: `name` may be a Hub id."""
-    if subset is not None and local_path(name, ALTERNATIVES):
-        raise UserError(f"--subset {subset}: only a Hub id has subsets, and --dataset is local")
-    return find_files(name) if subset is None else None
-
-
-def _describe(split, rows):
-    noun = "file" if isinstance(rows, Files) else "row"
-    return f"{split}: {len(rows):,} {noun if len(rows) == 1 else f'{noun}s'}"
-
-
-def _open_table(name, files, subset, streaming=False):
-    """The kind of the documents in a table, the rows of its splits, and what was left out."""
+def _open_table(name, subset, streaming):
+    """The `Table` of a data set that is read by `open_rows`."""
 
     def choose(columns):
         return [*KINDS[_kind(name, columns)], *({"tools"} & set(columns))]
 
     try:
-        table = open_rows(name, files, choose, subset=subset, streaming=streaming)
+        return open_rows(name, choose, subset=subset, streaming=streaming)
     except UserError as error:
         if "Config name is missing" not in str(error):
             raise
         line = f"--dataset {name} has several subsets: give --subset, one of those on its page"
         raise UserError(line) from None
-    return _kind(name, table.columns), table.splits, table.left_out
 
 
 def _kind(name, columns):
     """What the documents are, by the names of their columns. Raises UserError if it is unknown."""
-    if {"chosen", "rejected"} <= set(columns):
-        raise UserError(
-            f"--dataset {name} has preference data (columns chosen and rejected), which this "
-            f"script does not train on: it reads {WANTED}"
-        )
     for kind, wanted in KINDS.items():
         if set(wanted) <= set(columns):
             return kind
@@ -179,64 +133,69 @@ def _kind(name, columns):
 # ------------------------------------------------------------------------------------ plain text
 
 
-def _segments(path, start=0, stop=None):
-    """Yields the text of a file, or of its bytes from `start` to `stop`, as `segments` does.
+@contextlib.contextmanager
+def _mapped(path):
+    """The bytes of a file. Raises UserError if they cannot be read, or decoded in the block."""
+    with reading(path), open(path, "rb") as file:
+        if os.path.getsize(path) == 0:  # which cannot be mapped
+            yield b""
+        else:
+            with mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data:
+                yield data
 
-    Raises:
-        UserError: it cannot be read, or is not UTF-8.
+
+def _read(path, start, stop):
+    with _mapped(path) as data:
+        yield from segments(data, start, stop)
+
+
+def segments(data, start=0, stop=None):
+    """Yields a text in segments that are about as long and end with a line, if they can.
+
+    Args:
+        data: the bytes of the text, or a map of them.
+        start, stop (int): the first byte, and the one behind the last (None: the end).
     """
-    with reading(path), open_text(path) as file:
-        yield from segments(_decoded(file, start, stop))
+    stop = len(data) if stop is None else stop
+    for place in range(start + SEGMENT, stop, SEGMENT):
+        end = _end_of_segment(data, start, place)
+        yield _decode(data, start, end)
+        start = end
+    yield _decode(data, start, stop)
 
 
-def _decoded(file, start, stop):
-    decoder = codecs.getincrementaldecoder("utf-8")()
-    if file.read(len(codecs.BOM_UTF8)) != codecs.BOM_UTF8 or start > 0:
-        file.seek(start)
-    while data := file.read(SEGMENT if stop is None else min(SEGMENT, stop - file.tell())):
-        yield decoder.decode(data)
-    yield decoder.decode(b"", final=True)
+def _end_of_segment(data, start, place):
+    """A place after a line, or else before a word, or else between characters."""
+    line = data.rfind(b"\n", start, place)
+    if line >= 0:
+        return line + 1
+    blank = data.rfind(b" ", start + 1, place)
+    return blank if blank >= 0 else _end_of_character(data, place)
 
 
-def segments(parts):
-    """Joins parts of a text, and yields segments that are about as long and end with a line."""
-    kept = ""
-    for part in parts:
-        if kept and part:
-            end = kept.rfind("\n") + 1 or max(kept.rfind(" "), 0) or len(kept)
-            yield kept[:end]
-            kept = kept[end:]
-        kept += part
-    yield kept
+def _end_of_character(data, place):
+    while place < len(data) and data[place] & 0xC0 == 0x80:
+        place += 1
+    return place
 
 
-def segments_of(text):
-    """Yields the segments of a text in memory."""
-    return segments(text[start : start + SEGMENT] for start in range(0, len(text), SEGMENT))
+def _decode(data, start, stop):
+    return data[start:stop].decode("utf-8" if start else "utf-8-sig")
 
 
 def _cut(name, files, val_fraction):
-    """Divides the only file of a data set: its last part is held out.
+    """Divides the only file of a data set: its last part is held out, after a line if one ends.
 
     Raises:
         UserError: it is too short.
     """
     path = files.parts[0][0]
-    with reading(path), open_text(path) as file:
-        size = file.seek(0, os.SEEK_END)
-        cut = _cut_place(file, size, val_fraction)
+    with _mapped(path) as data:
+        size = len(data)
+        place = size - round(size * val_fraction)
+        line = data.find(b"\n", place, place + min(LINE_END, (size - place) // 2))
+        cut = line + 1 if line >= 0 else _end_of_character(data, place)
     if not 0 < cut < size:
         raise UserError(f"--dataset {name} has {size} bytes: too few to hold some out")
     parts = {"train": (path, 0, cut), "val": (path, cut, None)}
     return {split: Files([part], files.where) for split, part in parts.items()}
-
-
-def _cut_place(file, size, val_fraction):
-    """The byte at which the held-out part of a text begins: after a line, if one ends there."""
-    place = size - round(size * val_fraction)
-    file.seek(place)
-    data = file.read(min(LINE_END, (size - place) // 2))
-    line = data.find(b"\n")
-    while line < 0 and data and data[0] & 0xC0 == 0x80:  # within a character
-        place, data = place + 1, data[1:]
-    return place + line + 1

@@ -1,7 +1,11 @@
 """Streams whose batches are the same for any number of processes, and continue after a restart."""
 
+import math
+import random
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
+from typing import NamedTuple
 
 import torch
 from accelerate.utils import gather_object
@@ -11,6 +15,8 @@ from utils.run.failures import RunFailed, UserError
 from utils.scale.elastic import either, possible_processes
 
 HELD_OUT_ONE_IN = 64  # 1 in 64 documents of a stream is held out, if it has no split `val`
+EMPTY_BUFFERS = 20  # in a row, after which a stream fails
+STAGGER = (math.sqrt(5) - 1) / 2  # multiples of it are spread evenly over 0 to 1
 
 
 @dataclass(frozen=True)
@@ -36,10 +42,21 @@ class Share:
         """The share of this process, from the command-line arguments.
 
         Raises:
-            UserError: `lanes` is no multiple of a number of processes of this launch.
+            UserError: the lanes do not divide over the batch, or over a number of processes that
+                this launch may have.
         """
-        _check_processes(lanes, possible_processes(accelerator))
+        possible = possible_processes(accelerator)
+        if any(lanes % processes for processes in possible):
+            raise UserError(
+                f"a stream has {lanes} lanes, which {either(possible)} processes cannot share "
+                f"evenly: use a number of processes that divides {lanes}"
+            )
         micro_batch = args.batch_size // args.gradient_accumulation_steps
+        if micro_batch % lanes:
+            raise UserError(
+                f"a stream has {lanes} lanes, so the size of a micro-batch must be a multiple of "
+                f"{lanes}, not {micro_batch}: change --batch_size or --gradient_accumulation_steps"
+            )
         processes = accelerator.num_processes
         return cls(lanes, micro_batch // processes, accelerator.process_index, processes, position)
 
@@ -49,33 +66,21 @@ class LaneStream(torch.utils.data.IterableDataset):
 
     The global batches are the same for any number of processes. For that, the data is split into a
     fixed number of parts, the `lanes`. Every global batch takes the same number of samples from
-    each lane, and each process reads only its own lanes. The number of processes must divide the
-    number of lanes.
+    each lane, and each process reads only its own lanes.
 
     In each batch, `position` has the positions of the lanes of this process after the batch.
 
     Args:
-        open_lane (Callable): number -> a lane: iterating over it yields samples without end, and
-            its `position`, which can be stored as JSON, is where it stands.
+        open_lane (Callable): number -> a `Lane`. Each opens the data set anew: lanes that are split
+            from one object would share its reading state.
         share (Share): what this process reads.
-
-    Raises:
-        UserError: the lanes do not divide over the processes or the batch.
+        collate (Callable): a list of samples -> a batch (dict).
     """
 
-    def __init__(self, open_lane, share):
-        process, processes, lanes = share.process, share.processes, share.lanes
-        _check_processes(lanes, [processes])
-        if share.micro_batch * processes % lanes:
-            raise UserError(
-                f"a stream has {lanes} lanes, so the size of a micro-batch must be a multiple of "
-                f"{lanes}, not {share.micro_batch * processes}: change --batch_size or "
-                "--gradient_accumulation_steps"
-            )
-        self.micro_batch, self.lanes = share.micro_batch, {}
-        for number in range(process * lanes // processes, (process + 1) * lanes // processes):
-            # Open the data set once per lane: lanes that are split from one object would share its
-            # reading state.
+    def __init__(self, open_lane, share, collate):
+        self.micro_batch, self.collate, self.lanes = share.micro_batch, collate, {}
+        count = share.lanes // share.processes
+        for number in range(share.process * count, (share.process + 1) * count):
             lane = open_lane(number)
             lane.position = (share.position or {}).get(str(number)) or lane.position
             self.lanes[str(number)] = lane
@@ -88,34 +93,134 @@ class LaneStream(torch.utils.data.IterableDataset):
             positions = {number: dict(lane.position) for number, lane in self.lanes.items()}
             yield {**self.collate(samples), "position": positions}
 
-    def collate(self, samples):
-        """A batch (dict) of samples."""
-        raise NotImplementedError
+
+class Source(NamedTuple):
+    """What a lane reads of a data set.
+
+    reader: yields documents without end, and continues at a `position` by `seek`.
+    pack (Callable): documents (list) -> samples, with a length and indices.
+    weight (float): the share of the documents that are from here; the sum of all is 1.
+    """
+
+    reader: object
+    pack: Callable
+    weight: float = 1.0
+
+
+class Lane:
+    """Yields samples without end; `position`, which can be stored as JSON, is where it stands.
+
+    It fills a buffer with documents, of several sources in fixed proportions, packs those of each
+    source, yields the samples in random order, and then fills the next buffer. Its position is the
+    start of the buffer and the number of samples yielded from it: after a restart the same buffer
+    is read again.
+
+    Args:
+        sources (list[Source]): what it reads.
+        size_of (Callable): a document -> its size.
+        size (int): of the documents of a buffer.
+        number (int): of the lane.
+        seed (int): of the order.
+    """
+
+    def __init__(self, sources, size_of, size, number, seed):
+        self.sources, self.size_of, self.size = sources, size_of, size
+        self.number, self.seed = number, seed
+        # Of the start of the buffer: the position of each reader, the documents taken from each so
+        # far, and the number of the buffer.
+        self.position = {"readers": [None] * len(sources), "documents": [0] * len(sources)}
+        self.position |= {"buffers": 0, "taken": 0}
+
+    def __iter__(self):
+        readers = [source.reader for source in self.sources]
+        for reader, place in zip(readers, self.position["readers"], strict=True):
+            reader.seek(place)
+        documents, empty = [iter(reader) for reader in readers], 0
+        while empty < EMPTY_BUFFERS:
+            start = self.position
+            samples, counts = self._fill(documents, start["documents"])
+            random.Random(f"{self.seed} {self.number} {start['buffers']}").shuffle(samples)
+            following = {"readers": [reader.position for reader in readers], "documents": counts}
+            following |= {"buffers": start["buffers"] + 1, "taken": 0}
+            for taken in range(start["taken"], len(samples)):
+                packed, index = samples[taken]
+                is_last = taken + 1 == len(samples)
+                self.position = following if is_last else {**start, "taken": taken + 1}
+                yield packed[index]
+            empty = 0 if samples else empty + 1
+            self.position = following
+        raise RunFailed(
+            f"lane {self.number} of the stream has nothing to learn: its documents have no "
+            "answers, or none that fits in a block",
+            retry=False,
+            rank_variable=None,
+        )
+
+    def _fill(self, documents, counts):
+        """The samples of a buffer, and how many documents were taken from each source so far.
+
+        Args:
+            documents (list): an iterator for each source.
+            counts (list[int]): how many were taken before.
+
+        Returns:
+            tuple: a list of pairs, packed documents and an index in them; the counts.
+        """
+        weights = [source.weight for source in self.sources]
+        buffers, size, counts = [[] for _ in documents], 0, list(counts)
+        while size < self.size:
+            number = next_source(weights, counts, self.number)
+            counts[number] += 1
+            document = next(documents[number])
+            buffers[number].append(document)
+            size += self.size_of(document)
+        samples = []
+        for source, buffer in zip(self.sources, buffers, strict=True):
+            packed = source.pack(buffer) if buffer else []
+            samples += [(packed, index) for index in range(len(packed))]
+        return samples, counts
+
+
+def next_source(weights, taken, lane=0):
+    """The source that is furthest behind its share of the documents.
+
+    In every run of documents, the number of each source is within 2 of its share.
+
+    Args:
+        weights (list[float]): the share of each source; their sum is 1.
+        taken (list[int]): the number of documents taken from each so far.
+        lane (int): orders of other lanes are shifted, so that together they are as even.
+    """
+    total = sum(taken) + 1
+    behind = [
+        weight * total - count + lane * (source + 1) * STAGGER % 1
+        for source, (weight, count) in enumerate(zip(weights, taken, strict=True))
+    ]
+    return behind.index(max(behind))
 
 
 class RowReader:
     """Yields the documents of one lane's part of a stream, pass after pass.
 
     Args:
-        rows (Rows): of a stream that only this reader reads.
+        splits (dict[str, Rows]): of a stream that was opened for this lane.
+        number (int), lanes (int): of this lane, and of all.
         encode (Callable): a row, and text that names it -> its document, false if it is empty.
-        is_used (Callable): a document -> whether it is trained on.
-
-    Attributes:
-        position (dict): the state of the rows, between two of them.
-        epoch (int): passes that are complete.
+        is_held_out (Callable): a document -> whether it is held out if there is no split `val`.
     """
 
-    def __init__(self, rows, encode, is_used):
-        self._rows, self._encode, self._is_used = rows, encode, is_used
+    def __init__(self, splits, number, lanes, encode, is_held_out):
+        from datasets.distributed import split_dataset_by_node  # here, because it takes a second
+
+        rows = splits["train"]
+        self._rows = replace(rows, rows=split_dataset_by_node(rows.rows, number, lanes))
+        self._encode = encode
+        self._is_held_out = (lambda document: False) if "val" in splits else is_held_out
 
     @property
     def position(self):
+        """The state of the rows, between two of them."""
         return self._rows.rows.state_dict()
-
-    @property
-    def epoch(self):
-        return self._rows.rows.epoch
 
     def seek(self, position):
         """Continues at a position; None: at the beginning."""
@@ -130,28 +235,12 @@ class RowReader:
         while empty_passes < 2:  # the rest of a resumed pass may be empty
             empty_passes += 1
             for document in _documents(self._rows, self._encode, failure):
-                if document and self._is_used(document):
+                if document and not self._is_held_out(document):
                     empty_passes = 0
                     yield document
             # Without this, the next pass would start from the state that was loaded.
-            self._rows.rows.set_epoch(self.epoch + 1)
+            self._rows.rows.set_epoch(self._rows.rows.epoch + 1)
         raise failure(f"{self._rows.where}: a lane of the stream has no documents: use fewer lanes")
-
-
-def open_reader(splits, number, lanes, encode, is_held_out):
-    """The `RowReader` of the lane `number` of `lanes`.
-
-    Args:
-        splits (dict[str, Rows]): of a stream that was opened for this lane.
-        encode: as for `RowReader`.
-        is_held_out (Callable): a document -> whether it is held out if there is no split `val`.
-    """
-    from datasets.distributed import split_dataset_by_node  # here, because it takes a second
-
-    rows = splits["train"]
-    rows = replace(rows, rows=split_dataset_by_node(rows.rows, number, lanes))
-    whole = "val" in splits
-    return RowReader(rows, encode, lambda document: whole or not is_held_out(document))
 
 
 def read_held_out(name, splits, encode, is_held_out, size_of, size):
@@ -159,7 +248,7 @@ def read_held_out(name, splits, encode, is_held_out, size_of, size):
 
     Args:
         name (str): the value of `--dataset`.
-        splits, encode, is_held_out: as for `open_reader`.
+        splits, encode, is_held_out: as for `RowReader`.
         size_of (Callable): a document -> its size.
         size (int): of all documents together; no more are read.
 
@@ -198,14 +287,6 @@ def _documents(rows, encode, failure):
         raise failure(
             f"{rows.where} cannot be read after row {number}: {first_line(error)}"
         ) from None
-
-
-def _check_processes(lanes, possible):
-    if any(lanes % processes for processes in possible):
-        raise UserError(
-            f"a stream has {lanes} lanes, which {either(possible)} processes cannot share evenly: "
-            f"use a number of processes that divides {lanes}"
-        )
 
 
 def gather_position(batch):

@@ -3,17 +3,12 @@
 Needs the packages in scripts/requirements_lm.txt.
 """
 
-import contextlib
 import functools
 import types
 
 import torch
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint as recompute
-from transformers.modeling_outputs import (
-    BaseModelOutputWithPastAndCrossAttentions,
-    MoeModelOutputWithPast,
-)
 
 from utils.run.collectives import gather
 from utils.run.failures import UserError
@@ -27,8 +22,8 @@ def chunk_loss(model):
     `targets`, int64 [batch, time], are the tokens that follow: -100 is none. The result is the sum
     of their cross entropies in nats, a float32 scalar. The logits of a large vocabulary never exist
     at once: only of positions with a target, some at a time, and the backward pass computes them
-    again. Without `targets`, as in `generate`, the forward pass is as before. With `per_block`, the
-    result is a tuple: the sum, and float32 [batch], that of each block, without a gradient.
+    again. Without `targets`, as in `generate`, the forward pass is as before. With `per_block`, for
+    an evaluation, the result is the sum of each block, float32 [batch].
 
     This happens within the forward pass of the prepared model, so that the hooks of DDP and FSDP
     run. Between the last hidden states and the logits a model may scale or cap them, so its own
@@ -46,11 +41,7 @@ def chunk_loss(model):
         kwargs = {name: value for name, value in kwargs.items() if value is not None}
         if targets is not None:
             return _sum_of_losses(self, targets, per_block, kwargs)
-        # `generate` fails if it is asked for the balance of experts, too.
-        experts = getattr(self.config, "output_router_logits", False)
-        return self.own_forward(
-            *args, **({"output_router_logits": False} if experts else {}), **kwargs
-        )
+        return self.own_forward(*args, **kwargs)
 
     causal.own_forward = causal.forward
     causal.forward = types.MethodType(forward, causal)
@@ -58,89 +49,48 @@ def chunk_loss(model):
 
 def _sum_of_losses(causal, targets, per_block, kwargs):
     count, length = targets.shape
-    of_blocks = targets.new_zeros(count, dtype=torch.float32)
-    if _flattens(causal):
-        kwargs, targets = _flat(kwargs), targets.flatten()[None]
-    experts = getattr(causal.config, "output_router_logits", False)
-    extra = {"output_router_logits": True} if experts else {}
-    outputs = causal.base_model(**{**kwargs, **extra, "use_cache": False})
+    if "flash" in (causal.config._attn_implementation or ""):
+        # It finds packed documents by their positions in a batch of one row only.
+        kwargs = {name: value.flatten()[None] for name, value in kwargs.items()}
+        targets = targets.flatten()[None]
+    outputs = causal.base_model(**kwargs, use_cache=False)
     chosen = (targets >= 0).flatten().nonzero()[:, 0]
     hidden = outputs.last_hidden_state.flatten(0, 1)[chosen]
     targets = targets.flatten()[chosen]
     size = max(1, LOGITS // causal.config.get_text_config().vocab_size)
     parts = list(zip(hidden.split(size), targets.split(size), strict=True))
-    if per_block and len(targets):
-        blocks = (chosen // length).split(size)
-        sums = [
-            recompute(_losses_of, causal, *part, some, outputs, count, use_reentrant=False)
-            for part, some in zip(parts, blocks, strict=True)
-        ]
-        total, of_blocks = (sum(some) for some in zip(*sums, strict=True))
-    elif len(parts) == 1 or not torch.is_grad_enabled():
-        total = sum(_loss_of(causal, *part, outputs) for part in parts)
-    else:
-        total = sum(
-            recompute(_loss_of, causal, *part, outputs, use_reentrant=False) for part in parts
-        )
-    if experts:  # counts as often as there are targets, as the loss itself does
-        routers = dict(router_logits=outputs.router_logits)
-        balance = _logits_of(causal, hidden[None, :1], type(outputs), **routers)
-        total = total + causal.router_aux_loss_coef * balance.aux_loss * len(targets)
-    return (total, of_blocks) if per_block else total
+    loss_of = functools.partial(_loss_of, causal, type(outputs))
+    if per_block:
+        losses = torch.cat([loss_of(*part, reduction="none") for part in parts])
+        return (F.one_hot(chosen // length, count) * losses[:, None]).sum(0)
+    if len(parts) == 1:
+        return loss_of(*parts[0])
+    return sum(recompute(loss_of, *part, use_reentrant=False) for part in parts)
 
 
-def _logits_of(causal, hidden, kind, **kwargs):
-    """What a model returns for these hidden states in place of those of its backbone."""
-    backbone, result = causal.base_model, kind(last_hidden_state=hidden, **kwargs)
+def _logits_of(causal, hidden, kind):
+    """The logits of hidden states that take the place of those of the backbone."""
+    backbone, result = causal.base_model, kind(last_hidden_state=hidden)
     computes, backbone.forward = backbone.forward, lambda *_, **__: result
     try:
-        return causal.own_forward(input_ids=None, use_cache=False)
+        return causal.own_forward(input_ids=None, use_cache=False).logits
+    except (ValueError, TypeError, AttributeError):  # for want of inputs
+        raise UserError(
+            f"{type(causal).__name__} cannot be trained: its forward pass does not call its "
+            "backbone, but a part of it"
+        ) from None
     finally:
         backbone.forward = computes
 
 
-def _loss_of(causal, hidden, targets, outputs, reduction="sum"):
-    logits = _logits_of(causal, hidden[None], type(outputs)).logits[0].float()
+def _loss_of(causal, kind, hidden, targets, reduction="sum"):
+    logits = _logits_of(causal, hidden[None], kind)[0].float()
     return F.cross_entropy(logits, targets, reduction=reduction)
-
-
-def _losses_of(causal, hidden, targets, blocks, outputs, count):
-    losses = _loss_of(causal, hidden, targets, outputs, "none")
-    of_block = F.one_hot(blocks, count) * losses.detach()[:, None]
-    return losses.sum(), of_block.sum(0)
-
-
-def _computes_logits(causal):
-    """Whether a forward pass takes its hidden states from the backbone, and not from a part of it.
-
-    That of OPT, for example, calls the decoder in the backbone.
-    """
-    head = causal.get_output_embeddings()
-    if head is None or causal.base_model is causal:
-        return False
-    width, weight = causal.config.get_text_config().hidden_size, head.weight
-    hidden = torch.zeros(1, 1, width, dtype=weight.dtype, device=weight.device)
-    # What a model reads of its backbone's outputs besides the hidden states.
-    for kind in (BaseModelOutputWithPastAndCrossAttentions, MoeModelOutputWithPast):
-        with torch.no_grad(), contextlib.suppress(Exception):  # of any type, from any model
-            return _logits_of(causal, hidden, kind).logits.shape[:2] == (1, 1)
-    return False
 
 
 def _causal(model):
     """The model of `transformers` inside the wrappers of `peft`."""
     return model.get_base_model() if hasattr(model, "get_base_model") else model
-
-
-def _flattens(causal):
-    """Flash attention finds packed documents by their positions in a batch of one row only."""
-    return "flash" in (causal.config._attn_implementation or "")
-
-
-def _flat(kwargs):
-    names = ("input_ids", "position_ids")
-    flat = {name: kwargs[name].flatten()[None] for name in names if name in kwargs}
-    return {**kwargs, **flat}
 
 
 def small_batch(accelerator, model):
@@ -176,8 +126,6 @@ def check(accelerator, model, packed):
     name, config = type(causal).__name__, causal.config
     exact = accelerator.mixed_precision == "no" and causal.dtype == torch.float32
     rounding = 1e-4 if exact else 2e-2
-    if not _computes_logits(causal):
-        raise UserError(f"{name} cannot be trained: its forward pass does not call its backbone")
     batch = small_batch(accelerator, model)
     alone = {key: value[:, 5:] for key, value in batch.items()}
     second = _changed(batch, "targets", slice(0, 5), -100)
@@ -192,9 +140,6 @@ def check(accelerator, model, packed):
         return differ(scored, _changed(scored, "input_ids", place), *sensitive)
 
     sensitive = [] if _has_experts(config) else [1e-6]
-    balanced = getattr(config, "output_router_logits", False)
-    if balanced:
-        config.output_router_logits = False  # their balance depends on the whole batch
     if depends(_changed(alone, "targets", slice(5, None), -100), slice(6, None)):
         raise UserError(f"{name} is no causal language model: its tokens attend to later ones")
     if packed and (depends(second, slice(0, 5)) or differ(second, alone)):
@@ -207,8 +152,6 @@ def check(accelerator, model, packed):
     own = model(**inputs, **labels).loss.item() * alone["targets"].numel()
     if any(gather(accelerator, abs(model(**alone).item() / own - 1) > rounding)):
         raise UserError(f"{name} cannot be trained: it has another loss than that of each token")
-    if balanced:
-        config.output_router_logits = True
     model.train(was_training)
 
 

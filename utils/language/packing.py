@@ -1,11 +1,59 @@
-"""Cuts text into blocks, and packs conversations into blocks by best fit."""
+"""Cuts text into blocks, packs conversations into blocks by best fit; the settings of both."""
 
+from dataclasses import dataclass
 from typing import NamedTuple
 
 import numpy as np
 
 from utils.language.blocks import Blocks, Pieces
-from utils.run.failures import UserError
+from utils.language.conversations import ANSWERS, pad_id_of
+
+
+@dataclass(frozen=True)
+class TokenSettings:
+    """How the rows of a data set become blocks of tokens.
+
+    Args:
+        tokenizer: of the `transformers` library.
+        block_size (int): positions of a block.
+        subset (str | None): a configuration of a Hub id.
+        val_fraction (float): the share of the rows that is held out if the data has neither a
+            split `val` nor `test`; of a single text, its last part.
+        seed (int): decides which rows are held out, the order of a stream, and `synthetic`.
+        loss_on (str): `answers` or `all`: which tokens of a conversation are targets.
+        too_long (str): `truncate` or `drop`: conversations longer than a block.
+        packed (bool): False: each block has positions of one document only.
+    """
+
+    tokenizer: object
+    block_size: int
+    subset: str | None = None
+    val_fraction: float = 0.1
+    seed: int = 0
+    loss_on: str = ANSWERS
+    too_long: str = "truncate"
+    packed: bool = True
+
+    @classmethod
+    def from_args(cls, tokenizer, packed, args):
+        """The settings that the command-line arguments give."""
+        names = "block_size subset val_fraction seed loss_on too_long".split()
+        return cls(tokenizer, packed=packed, **{name: getattr(args, name) for name in names})
+
+    def pack(self, stream, documents, kind):
+        """Makes blocks of documents.
+
+        Args:
+            stream (Stream), documents (Documents): the tokens, and where each document is.
+            kind (str): see `documents.KINDS`.
+
+        Returns:
+            tuple: `Blocks`; dict[str, int], how many conversations were cut off or left out.
+        """
+        place = stream, documents, self.block_size, pad_id_of(self.tokenizer)
+        if kind == "text":
+            return cut_text(*place, packed=self.packed), {}
+        return pack_conversations(*place, too_long=self.too_long, packed=self.packed)
 
 
 class Documents(NamedTuple):
@@ -69,26 +117,17 @@ def pack_conversations(stream, documents, block_size, pad_id, *, too_long="trunc
 
     Args:
         stream (Stream): the tokens.
-        documents (Documents): none lies in several arrays of the stream.
-        too_long (str): what happens to those of more than `block_size` positions: `truncate`,
-            `drop` or `error`.
+        documents (Documents): where each is.
+        too_long (str): what happens to those of more than `block_size` positions: `truncate` or
+            `drop`.
         packed (bool): best fit decreasing. False: one conversation in each block.
 
     Returns:
         tuple: Blocks; and dict[str, int], how many were `truncated`, `dropped` as too long, and
         left out because they had `no targets` left.
-
-    Raises:
-        UserError: one is too long, and `too_long` is `error`.
     """
     positions = documents.lengths - 1
     long = positions > block_size
-    if long.any() and too_long == "error":
-        raise UserError(
-            f"{int(long.sum()):,} of {len(long):,} conversations have more than --block_size "
-            f"{block_size} tokens, the longest {int(positions.max()):,}: use a larger block, or "
-            "--too_long truncate or drop"
-        )
     kept = ~long if too_long == "drop" else np.ones(len(long), bool)
     positions = np.minimum(positions, block_size)
     empty = kept & (stream.count_targets(documents.starts + 1, positions) == 0)

@@ -1,16 +1,32 @@
-"""Opens the rows of a data set of text: of a Hub id, JSON Lines, Parquet or CSV.
+"""Opens a data set of text: rows of a Hub id, JSON Lines, Parquet or CSV, or files of plain text.
 
 The script decides from the names of the columns what the rows are.
 """
 
+import contextlib
 import json
+import os
 from dataclasses import dataclass
+from pathlib import Path
 from typing import NamedTuple
 
 from utils.data.report import LeftOut
-from utils.data.tables import READERS, header, load_table, loading, name_splits
-from utils.language.text_files import ALTERNATIVES, open_text, reading, suffix_of
+from utils.data.scan import Scanner, read_regular
+from utils.data.tables import (
+    METADATA,
+    READERS,
+    files_by_split,
+    load_table,
+    loading,
+    local_path,
+    name_splits,
+)
 from utils.run.failures import UserError
+
+PLAIN = ".txt"  # in a folder; a single file may be any
+COMPRESSED = {".gz", ".bz2", ".xz", ".zst", ".zip", ".tar", ".7z", ".rar", ".tgz"}
+SAMPLED_FILES, SAMPLED_BYTES = 100, 1 << 16  # of a stream, and of each of them
+ALTERNATIVES = "use a Hub id, a local file or folder, or --dataset synthetic"
 
 
 @dataclass(frozen=True)
@@ -59,29 +75,66 @@ def _without_nulls(value):
     return [_without_nulls(inner) for inner in value] if isinstance(value, list) else value
 
 
-def stream_of(rows, where):
-    """`Rows` that are in memory (list of dicts), as a stream in eight parts."""
-    import datasets  # here, because it takes a second
+@contextlib.contextmanager
+def reading(name):
+    """Raises UserError, which names the file, if it cannot be read in the block."""
+    try:
+        yield
+    except (OSError, UnicodeError) as error:
+        reason = "it is not UTF-8" if isinstance(error, UnicodeError) else error.strerror
+        raise UserError(f"cannot read {name}: {reason}") from None
 
-    return Rows(datasets.Dataset.from_list(rows).to_iterable_dataset(num_shards=8), where)
+
+# --------------------------------------------------------------------------------------- opening
 
 
 class Table(NamedTuple):
-    """The rows of a data set: `splits` (dict of `Rows`), one of which is `train`; its columns."""
+    """The rows of a data set.
+
+    splits: dict of `Rows`, or of lists of files of plain text; one of them is `train`.
+    columns: their names; of plain text `text`.
+    left_out: a `LeftOut`.
+    files: split -> paths (dict); None of a Hub id.
+    """
 
     splits: dict
     columns: list
     left_out: LeftOut
+    files: dict | None
+
+    @property
+    def is_plain(self):
+        """Whether these are files of plain text."""
+        return self.splits is self.files
+
+    def describe(self, used):
+        """A line for each split, which says whether it is one of those `used`; and for what was
+        left out.
+        """
+        lines = []
+        for split, rows in self.splits.items():
+            noun = "file" if self.is_plain else "row"
+            noun = noun if len(rows) == 1 else f"{noun}s"
+            name = split if split in used else f"{split}, not used"
+            lines.append(f"{name}: {len(rows):,} {noun}")
+        return [*lines, *self.left_out.lines()]
+
+    def sample(self):
+        """What a checksum of a stream reads of local files (bytes): names, sizes, first bytes."""
+        files = [(split, file) for split, paths in (self.files or {}).items() for file in paths]
+        sizes = [(split, file.name, file.stat().st_size) for split, file in files]
+        chosen = files[:: max(1, len(files) // SAMPLED_FILES)]
+        heads = [read_regular(file, SAMPLED_BYTES) for _, file in chosen]
+        return b"".join([repr(sizes).encode(), *heads])
 
 
-def open_rows(name, files, choose, *, subset=None, streaming=False):
+def open_rows(name, choose, *, subset=None, streaming=False):
     """Opens the rows of a data set.
 
     Args:
-        name (str): the value of `--dataset`.
-        files (TextFiles | None): tables; None: `name` is a Hub id.
-        choose (Callable): the names of the columns -> those that are read. It raises UserError if
-            one is missing.
+        name (str): the value of `--dataset`: a Hub id, a file or a folder.
+        choose (Callable): the names of the columns of a table -> those that are read. It raises
+            UserError if one is missing.
         subset (str | None): a configuration of a Hub id.
         streaming (bool): read rows as they are needed, instead of all of them now.
 
@@ -89,79 +142,91 @@ def open_rows(name, files, choose, *, subset=None, streaming=False):
         Table.
 
     Raises:
-        UserError: they cannot be read.
+        UserError: they cannot be found or read.
     """
-    by_split, is_lines, columns, options = files and files.by_split, False, None, {}
-    left_out = files.left_out if files else LeftOut()
-    if files:
-        first = by_split["train"][0]
-        reader = READERS.get(suffix_of(first))
-        if reader == "json" and (row := _first_object(first)):
-            is_lines, columns, options = True, list(row), {"reader": "text"}
-        elif reader == "json":
-            raise UserError(
-                f"--dataset {name}: {first.name} does not hold an object in each line: of one "
-                f"list, make lines with `jq -c .[] {first.name} > lines.jsonl`"
-            )
-        elif reader == "csv":
-            columns = header(first)
-            # 007 and NA are text. All columns: with `usecols`, pandas cuts off longer rows.
-            options = dict(converters=dict.fromkeys(columns, str), keep_default_na=False)
-    if columns is not None:
-        chosen = choose(columns)
+    files, left_out = _find_files(name)
+    if files and subset is not None:
+        raise UserError(f"--subset {subset}: only a Hub id has subsets, and --dataset is local")
+    first = files and files["train"][0]
+    reader = READERS.get(first.suffix.lower()) if files else None
+    is_plain = files is not None and reader is None
+    if streaming and (is_plain or name == "synthetic"):
+        raise UserError(f"--dataset {name} is mapped into memory: leave out --streaming")
+    if is_plain:
+        return Table(files, ["text"], left_out, files)
+    columns = _columns_of_lines(name, first) if reader == "json" else None
+    is_lines = columns is not None
+    options = {"reader": "text"} if is_lines else {}
     options |= dict(subset=subset, streaming=streaming, alternatives=ALTERNATIVES)
-    tables = load_table(name, files=by_split, **options)
+    tables = load_table(name, files=files, **options)
     splits = name_splits(name, tables, left_out)
     if "train" not in splits:
         raise UserError(
             f"--dataset {name} has no train split, only {', '.join(tables)}; {ALTERNATIVES}"
         )
-    if columns is None:
+    if not is_lines:
         train = splits["train"]
         with loading(name, ALTERNATIVES):  # a stream may know its columns only with its first row
             columns = train.column_names or list(next(iter(train), {}))
-        chosen = choose(columns)
-    opened, read = {}, ["text"] if is_lines else chosen
+    chosen, opened = choose(columns), {}
+    read = ["text"] if is_lines else chosen
     for split, table in splits.items():
         names = table.column_names or read  # a stream may not know them
-        table = table.select_columns([name for name in names if name in read])
+        table = table.select_columns([column for column in names if column in read])
         where, version = f"--dataset {name} ({split})", getattr(table, "_fingerprint", "")
         opened[split] = Rows(table, where, version, is_lines)
-    return Table(opened, columns, left_out)
+    return Table(opened, columns, left_out, files)
 
 
-def _first_object(path):
-    """The object in the first line of a file, if it holds JSON Lines; None if not."""
-    with reading(path), open_text(path) as file:
+def _columns_of_lines(name, path):
+    """The keys of the object in the first line of a file. Raises UserError if there is none."""
+    with reading(path), open(path, "rb") as file:
         line = next((line for line in file if line.strip()), b"")
-    try:
+    with contextlib.suppress(ValueError, RecursionError):
         value = json.loads(line.decode("utf-8-sig"))
-    except (ValueError, RecursionError):
-        return None
-    return value if isinstance(value, dict) else None
+        if isinstance(value, dict):
+            return list(value)
+    raise UserError(
+        f"--dataset {name}: {path.name} does not hold an object in each line: of one list, make "
+        f"lines with `jq -c .[] {path.name} > lines.jsonl`"
+    )
 
 
-def check_column(name, column, columns):
-    """The column of text, in a list, for `open_rows`. Raises UserError if there is none."""
-    if column not in columns:
-        listed = ", ".join(columns)
-        raise UserError(
-            f"--dataset {name} has no column {column}: give --text_column, one of {listed}"
-        )
-    return [column]
+def _find_files(name):
+    """Finds the files of a local data set, all of one kind.
 
+    A folder may have `train.txt`, `val.txt` and `test.txt`, or folders with such names.
 
-def encode_row(row, column, where):
-    """The bytes of the text in a row (dict), without a byte order mark.
+    Returns:
+        tuple: split -> files (dict), None if `name` may be a Hub id; a `LeftOut`.
 
     Raises:
-        UserError: the row has no text; `where` names it.
+        UserError: there is no such path, or its files cannot be read as one text.
     """
-    text = row.get(column)
-    if not isinstance(text, str):
-        raise UserError(f"{where} is not text but {type(text).__name__}")
-    check_unicode(text, where)
-    return text.removeprefix("\ufeff").encode()
+    path = local_path(name, ALTERNATIVES)
+    if path is None:
+        return None, LeftOut()
+    if not path.is_dir():
+        if not path.is_file():
+            raise UserError(f"--dataset {name} is not a regular file; {ALTERNATIVES}")
+        if path.suffix.lower() in COMPRESSED:
+            raise UserError(f"--dataset {name} is compressed: unpack it first")
+        return {"train": [path]}, LeftOut()
+    scanner, kinds = Scanner(path, {PLAIN, *READERS}), {}
+    files = [file for file in scanner.below() if os.path.basename(file) not in METADATA]
+    for file in files:
+        suffix = Path(file).suffix.lower()
+        kinds.setdefault(suffix if suffix in READERS else "text", file)
+    if not kinds:
+        endings = ", ".join([PLAIN, *READERS])
+        raise UserError(f"--dataset {name} holds no file that ends in {endings}; {ALTERNATIVES}")
+    if len(kinds) > 1:
+        first, second, *_ = sorted(kinds.values())
+        raise UserError(
+            f"--dataset {name} holds both {first} and {second}: give files of one format, or one "
+            "file"
+        )
+    return files_by_split(path, sorted(files, key=Path)), scanner.left_out
 
 
 def check_unicode(text, where):

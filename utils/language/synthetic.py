@@ -77,22 +77,21 @@ def date_in_words(date, rng):
     )
 
 
-def make_conversations(seed, count=COUNT, held_out=HELD_OUT):
+def make_conversations(seed):
     """Makes conversations about dates that are all different.
 
     A third have a system turn, a third have two questions.
 
     Args:
         seed (int): the same seed gives the same conversations on every machine.
-        count, held_out (int): number of conversations for training and for evaluation.
 
     Returns:
         dict[str, list]: `train` and `val`, which share no date: dicts with `messages`.
     """
     rng = random.Random(sample_seed(seed, 0, 0))
-    days = rng.sample(range((LAST - FIRST).days + 1), 2 * (count + held_out))
+    days = rng.sample(range((LAST - FIRST).days + 1), 2 * (COUNT + HELD_OUT))
     conversations = []
-    for index in range(count + held_out):
+    for index in range(COUNT + HELD_OUT):
         messages = [dict(role="system", content=SYSTEM)] if rng.random() < 1 / 3 else []
         asked = days[2 * index : 2 * index + 1 + (rng.random() < 1 / 3)]
         for turn, day in enumerate(asked):
@@ -103,7 +102,7 @@ def make_conversations(seed, count=COUNT, held_out=HELD_OUT):
                 dict(role="assistant", content=date.isoformat()),
             ]
         conversations.append(dict(messages=messages))
-    return {"train": conversations[:count], "val": conversations[count:]}
+    return {"train": conversations[:COUNT], "val": conversations[COUNT:]}
 
 
 def synthetic_text(seed, sentences=4000):

@@ -8,7 +8,6 @@ import hashlib
 import itertools
 import os
 import random
-import sys
 from functools import partial
 from pathlib import Path
 from typing import NamedTuple
@@ -18,12 +17,9 @@ from huggingface_hub.constants import HF_HOME
 
 from utils.data.cache_files import cannot_write, complete_or_absent, map_bytes
 from utils.data.scan import stamp
-from utils.language.rows import check_column, encode_row, open_rows
+from utils.language.rows import ALTERNATIVES, check_unicode, open_rows, reading
 from utils.language.synthetic import synthetic_text
-from utils.language.text_files import ALTERNATIVES, find_files, map_text, read_parts
 from utils.run.failures import UserError
-from utils.run.output import one_line
-from utils.run.process import is_main
 
 SHORT = 1 << 26  # bytes: of a longer text, a checksum reads some parts
 SAMPLED_PARTS, SAMPLED_BYTES = 100, 1 << 16
@@ -122,21 +118,18 @@ def load_text(name, column, block_size, seed=0):
         UserError: the text cannot be found or read, has no such column, or is too short for
             `block_size`.
     """
-    texts, details = _read_splits(name, column, seed, without_test)
+    texts, details = _read_splits(name, column, seed, ("train", "val"))
     parts = itertools.chain.from_iterable(map(_sample, texts.values()))
-    if not all(part.all() for part in parts) and is_main():
-        line = f"warning: --dataset {name} does not look like text: it has zero bytes"
-        print(line, file=sys.stderr, flush=True)
+    if not all(part.all() for part in parts):
+        details.append("warning: this does not look like text: it has zero bytes")
     text, held_out = texts["train"], texts.get("val")
     if len(text) == 0:
         raise UserError(f"--dataset {name} is empty; {ALTERNATIVES}")
-    share = 10 if held_out is None else 9  # ninths of what is trained on
-    cut = len(text) * 9 // share
+    cut = len(text) * 9 // (10 if held_out is None else 9)
     if cut < 2 * block_size:
-        needed = -(-2 * block_size * share // 9)
         raise UserError(
-            f"--dataset {name} has {len(text):,} bytes, too few for --block_size {block_size}: it "
-            f"needs {needed:,}, or use --block_size {cut // 2} or less"
+            f"--dataset {name} has {len(text):,} bytes, too few for --block_size {block_size}: use "
+            f"--block_size {cut // 2} or less"
         )
     if held_out is not None and len(held_out) < 2:
         raise UserError(f"--dataset {name}: its val split has {len(held_out)} bytes: too few")
@@ -158,22 +151,12 @@ def load_to_evaluate(name, column, seed=0):
     Raises:
         UserError: it cannot be found or read, has no such column, or has less than two bytes.
     """
-    texts, details = _read_splits(name, column, seed, only_one)
+    texts, details = _read_splits(name, column, seed, ("test", "val", "train"), most=1)
     [(split, text)] = texts.items()
     if len(text) < 2:
         raise UserError(f"--dataset {name} has {len(text)} bytes: too few")
     description = f"{len(text):,} bytes (fingerprint {checksum(text.numpy())})"
     return "all" if split == "train" else split, Text(text[:0], text, description, details)
-
-
-def without_test(splits):
-    """Which splits training reads: all but `test`."""
-    return [split for split in splits if split != "test"]
-
-
-def only_one(splits):
-    """Which split an evaluation reads: `test`, or else `val`, or else `train`."""
-    return [next(split for split in ("test", "val", "train") if split in splits)]
 
 
 def checksum(*texts):
@@ -195,47 +178,44 @@ def _sample(text):
     return (text[start : start + SAMPLED_BYTES] for start in range(0, len(text), distance))
 
 
-def _read_splits(name, column, seed, choose):
-    """The text of the splits that `choose` returns of all splits, and lines about the files.
+def _read_splits(name, column, seed, wanted, most=None):
+    """The text of the first splits (at most `most`) that are `wanted`, and lines about all splits.
 
     A text is uint8 [bytes].
     """
     if name == "synthetic":
         text = bytearray(synthetic_text(seed))
         return {"train": torch.frombuffer(text, dtype=torch.uint8)}, []
-    files = find_files(name)
-    if files and files.is_plain:
-        used, left_out = choose(files.by_split), files.left_out
-        texts = {split: _read_files(files.by_split[split]) for split in used}
-    else:
-        table = open_rows(name, files, partial(check_column, name, column))
-        used, left_out = choose(table.splits), table.left_out
-        texts = {}
-        for split in used:
-            rows = table.splits[split]
-            version = [*map(stamp, files.by_split[split])] if files else rows.fingerprint
-            texts[split] = _cached(_join(rows, column), [column, version])
-    if files:
-        lines = describe_files(files, used)
-    else:
-        lines = [_describe(split, rows, "rows", used) for split, rows in table.splits.items()]
-    return texts, [*lines, *left_out.lines()]
+    table = open_rows(name, partial(check_column, name, column))
+    used, texts = [split for split in wanted if split in table.splits][:most], {}
+    for split in used:
+        rows = table.splits[split]
+        if table.is_plain:
+            texts[split] = _read_files(rows)
+        else:
+            texts[split] = cached("text", _join(rows, column), [column, rows.fingerprint])
+    return texts, table.describe(used)
 
 
 def _read_files(files):
     """The text of plain files, uint8 [bytes]."""
-    mapped = map_text(files[0]) if len(files) == 1 else None
-    if mapped is not None:
-        return mapped
-    return _cached(itertools.chain.from_iterable(map(read_parts, files)), [*map(stamp, files)])
+    if len(files) > 1:
+        return cached("text", (_map(file).numpy() for file in files), [*map(stamp, files)])
+    return _map(files[0])
 
 
-def _cached(parts, version):
-    """Writes a text to a file of the cache, unless it is there, and maps it.
+def _map(file):
+    with reading(file):
+        return map_bytes(file)
+
+
+def cached(kind, parts, version):
+    """Writes bytes to a file of the cache, unless it is there, and maps it.
 
     Args:
+        kind (str): what they are, for the name of the folder, and for messages.
         parts (iterable): of bytes.
-        version: a value that changes with the text.
+        version: a value that changes with the content.
 
     Returns:
         uint8 [bytes].
@@ -243,7 +223,7 @@ def _cached(parts, version):
     Raises:
         UserError: the file cannot be written.
     """
-    folder = Path(os.environ.get("HF_DATASETS_CACHE") or Path(HF_HOME, "datasets"), "text")
+    folder = Path(os.environ.get("HF_DATASETS_CACHE") or Path(HF_HOME, "datasets"), kind)
     file = folder / f"{hashlib.sha256(repr(version).encode()).hexdigest()[:32]}.bin"
     if not file.exists():
         try:
@@ -251,24 +231,9 @@ def _cached(parts, version):
                 for part in parts:
                     out.write(part)
         except OSError as error:
-            what = f"the text to {folder} (set HF_DATASETS_CACHE to use another folder)"
+            what = f"the {kind} to {folder} (set HF_DATASETS_CACHE to use another folder)"
             raise cannot_write(error, what, folder) from None
     return map_bytes(file)
-
-
-def describe_files(files, used):
-    """A line for each split: its files, of which the first is named; and whether it is `used`."""
-    lines = []
-    for split, paths in files.by_split.items():
-        first = one_line(paths[0].name)
-        lines.append(f"{_describe(split, paths, 'files', used)} ({first})")
-    return lines
-
-
-def _describe(split, rows, noun, used):
-    noun = noun if len(rows) > 1 else noun.removesuffix("s")
-    name = split if split in used else f"{split}, not used"
-    return f"{name}: {len(rows):,} {noun}"
 
 
 def _join(rows, column):
@@ -282,3 +247,22 @@ def _join(rows, column):
             yield b"\n"  # behind the first
         yield text + b"\n" if count else text
         count += 1
+
+
+def check_column(name, column, columns):
+    """The column of text, in a list, for `open_rows`. Raises UserError if there is none."""
+    if column not in columns:
+        listed = ", ".join(columns)
+        raise UserError(
+            f"--dataset {name} has no column {column}: give --text_column, one of {listed}"
+        )
+    return [column]
+
+
+def encode_row(row, column, where):
+    """The bytes of the text in a row (dict). Raises UserError if it has none; `where` names it."""
+    text = row.get(column)
+    if not isinstance(text, str):
+        raise UserError(f"{where} is not text but {type(text).__name__}")
+    check_unicode(text, where)
+    return text.encode()

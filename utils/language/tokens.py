@@ -1,8 +1,8 @@
-"""Tokenizes a data set once per machine, into a table of the `datasets` cache that is mapped into
-memory, and makes blocks of it: `load_tokens` is all that a script needs.
+"""Tokenizes a data set once per machine, into a file that is mapped into memory.
+
+It makes blocks of it: `load_tokens` is all that a script needs.
 """
 
-import functools
 import hashlib
 import tempfile
 from pathlib import Path
@@ -11,20 +11,20 @@ from typing import NamedTuple
 import numpy as np
 
 from utils.data import splits as split_names
-from utils.data.report import LeftOut
 from utils.language.blocks import Stream
 from utils.language.conversations import Document, Encoder
 from utils.language.documents import find_documents
-from utils.language.messages import draft_row
 from utils.language.packing import Documents, join_segments
-from utils.run.failures import UserError, causes, full_disk
+from utils.language.text import cached
+from utils.run.failures import UserError
 from utils.run.seeds import sample_seed
 
-VERSION = 3  # of what a table has: another one makes new tables
+VERSION = 4  # of what a table has: another one makes new tables
 NOUNS = {"messages": "conversations", "prompt": "prompts with completions", "text": "documents"}
-NUMBERS = ("row", "answer", "bytes", "digest")  # columns of a table besides the tokens
-# What is tokenized at once, and how many records are kept in memory until they are written.
-CHARACTERS_AT_ONCE, ROWS_AT_ONCE, WRITTEN_AT_ONCE = 2_000_000, 1000, 100
+TOKEN = [("token", np.int32), ("is_target", np.uint8)]  # texts have no such field
+INDEX = np.dtype([(name, np.int64) for name in "row length answer bytes digest begins".split()])
+EMPTY = Document(np.zeros(0, np.int32), np.zeros(0, np.uint8))
+CHARACTERS_AT_ONCE, ROWS_AT_ONCE = 2_000_000, 1000  # that are tokenized at once
 
 
 class Corpus(NamedTuple):
@@ -78,8 +78,8 @@ def load_tokens(name, settings):
         UserError: the data cannot be read, has no known columns, or nothing to learn.
     """
     share, seed = settings.val_fraction, settings.seed
-    documents = find_documents(name, subset=settings.subset, val_fraction=share, seed=seed)
-    kind, encoder = documents.kind, Encoder(settings.tokenizer, loss_on=settings.loss_on)
+    documents = find_documents(name, settings)
+    kind, encoder = documents.kind, Encoder(settings.tokenizer, settings.loss_on)
     fingerprint = fingerprint_of(encoder)
     tables = {
         split: _tokenize(rows, encoder, kind, fingerprint)
@@ -109,11 +109,12 @@ def _describe(table, blocks, kind, counts):
         sizes.append(f"{blocks.target_tokens:,} targets")
     sizes += [f"{count:,} {what}" for what, count in counts.items() if count]
     padding = f"{100 * blocks.padding:.1f} % padding"
-    left_out, empty = LeftOut(), table.rows[~table.has_tokens]
+    lines = [f"{', '.join(sizes)}; {len(blocks):,} blocks, {padding}"]
+    empty = table.rows[~table.has_tokens]
     if len(empty):
         what = "empty documents" if kind == "text" else "conversations without an answer"
-        left_out.add(what, f"row {empty[0]}", len(empty))
-    return [f"{', '.join(sizes)}; {len(blocks):,} blocks, {padding}", *left_out.lines()]
+        lines.append(f"left out: {what}: {len(empty):,} (row {empty[0]})")
+    return lines
 
 
 def _summarize(tables, splits, kind):
@@ -153,10 +154,8 @@ def hold_out(rows, fraction, seed):
 
 
 def fingerprint_of(encoder):
-    """A checksum of all that decides which tokens a document has: the content of the tokenizer,
-    the template and `loss_on`.
-    """
-    digest = hashlib.sha256(repr([VERSION, encoder.loss_on, encoder.chat_template]).encode())
+    """A checksum of what decides about tokens: the tokenizer with its template, and `loss_on`."""
+    digest = hashlib.sha256(repr([VERSION, encoder.loss_on]).encode())
     with tempfile.TemporaryDirectory() as folder:
         encoder.tokenizer.save_pretrained(folder)
         for file in sorted(Path(folder).iterdir()):
@@ -166,92 +165,57 @@ def fingerprint_of(encoder):
 
 def _tokenize(rows, encoder, kind, fingerprint):
     """The table of the tokens of `rows`, made or from the cache."""
-    import datasets  # here, because it takes a second
-
-    datasets.disable_progress_bars()
-    features = {name: datasets.Value("int64") for name in NUMBERS}
-    features |= {"begins": datasets.Value("bool")}
-    features |= {"tokens": datasets.LargeList(datasets.Value("int32"))}
-    if kind != "text":
-        features["is_target"] = datasets.LargeList(datasets.Value("uint8"))
-    key = hashlib.sha256(f"{fingerprint} {kind} {rows.fingerprint}".encode()).hexdigest()[:32]
-    try:
-        table = datasets.Dataset.from_generator(
-            _records,
-            features=datasets.Features(features),
-            gen_kwargs=dict(rows=rows, encoder=encoder, kind=kind),
-            fingerprint=key,
-            writer_batch_size=WRITTEN_AT_ONCE,
-        )
-    except (datasets.exceptions.DatasetGenerationError, OSError) as error:
-        for cause in causes(error):
-            if isinstance(cause, UserError):
-                raise cause from None
-            if isinstance(cause, OSError) and not full_disk(cause):
-                folder = datasets.config.HF_DATASETS_CACHE
-                raise UserError(
-                    f"cannot write tokens to {folder}: {cause.strerror} (see HF_DATASETS_CACHE)"
-                ) from None
-        raise
-    return _open(table)
+    fields = [("token", np.int32)] if kind == "text" else TOKEN
+    parts, version = _parts(rows, encoder, kind, fields), [fingerprint, kind, rows.fingerprint]
+    data = cached("tokens", parts, version).numpy()
+    count = int(data[-8:].view(np.int64)[0])
+    begin = len(data) - 8 - count * INDEX.itemsize
+    tokens, index = data[:begin].view(fields), data[begin:-8].view(INDEX)
+    first = np.flatnonzero(index["begins"])  # the first segment of each document
+    documents = join_segments(first, index["length"], index["answer"], index["bytes"])
+    with np.errstate(over="ignore"):
+        digests = np.add.reduceat(index["digest"], first)
+    stream = Stream(tokens["token"], None if kind == "text" else tokens["is_target"])
+    return _Table(stream, documents, index["row"][first], digests)
 
 
-def _records(rows, encoder, kind):
-    """Yields what is in the table: at least one record for each row."""
-    waiting, characters = [], 0  # tuples of a row's number and a draft, None of an empty row
+def _parts(rows, encoder, kind, fields):
+    """Yields the content of a file: tokens, an index of the documents or segments, its length."""
+    index = []
+    for drafts in _drafts(rows, encoder, kind):
+        documents = iter(encoder.encode([draft for _, draft in drafts if draft is not None]))
+        lines = []
+        for number, draft in drafts:
+            document = EMPTY if draft is None else next(documents)
+            tokens, content = np.empty(len(document.tokens), fields), document.tokens.tobytes()
+            tokens["token"] = document.tokens
+            if kind != "text":
+                tokens["is_target"] = document.is_target
+                content += document.is_target.tobytes()
+            yield tokens.tobytes()
+            digest = hashlib.blake2b(content, digest_size=8).digest()
+            line = number, len(tokens), document.answer, document.bytes
+            lines.append((*line, int.from_bytes(digest, "little", signed=True), document.begins))
+        index.append(np.array(lines, INDEX))
+    yield from (part.tobytes() for part in index)
+    yield np.int64(sum(map(len, index))).tobytes()
+
+
+def _drafts(rows, encoder, kind):
+    """Yields lists of what is tokenized at once: pairs of a row's number and a draft of it.
+
+    Each row is there at least once: an empty one with None.
+    """
+    waiting, characters = [], 0
     for number, row in enumerate(rows):
         # A long text is drafted segment by segment, so that it is never in memory as a whole.
         empty = True
-        for draft in draft_row(row, encoder, kind, f"row {number} of {rows.where}"):
+        for draft in encoder.draft(row, kind, f"row {number} of {rows.where}"):
             empty, characters = False, characters + sum(len(part.text) for part in draft.parts)
             waiting.append((number, draft))
             if characters >= CHARACTERS_AT_ONCE or len(waiting) >= ROWS_AT_ONCE:
-                yield from _encode(waiting, encoder)
+                yield waiting
                 waiting, characters = [], 0
         if empty:
             waiting.append((number, None))
-    yield from _encode(waiting, encoder)
-
-
-def _encode(waiting, encoder):
-    """Yields the records of drafts; of None, one without tokens."""
-    documents = iter(encoder.encode([draft for _, draft in waiting if draft is not None]))
-    empty = Document(np.zeros(0, np.int32), np.zeros(0, np.uint8))
-    for number, draft in waiting:
-        document = empty if draft is None else next(documents)
-        content = document.tokens.tobytes()
-        if not (is_text := document.is_target is None):
-            content += document.is_target.tobytes()
-        digest = hashlib.blake2b(content, digest_size=8).digest()
-        yield {
-            "tokens": document.tokens,
-            **({} if is_text else {"is_target": document.is_target}),
-            "row": number,
-            "answer": document.answer,
-            "bytes": document.bytes,
-            "digest": int.from_bytes(digest, "little", signed=True),
-            "begins": document.begins,
-        }
-
-
-def _open(table):
-    """A `_Table` of a table on disk, without a copy of its tokens."""
-    chunks = table.data.column("tokens").chunks
-    lengths = np.concatenate([np.diff(chunk.offsets.to_numpy()) for chunk in chunks])
-    column = {name: table.data.column(name).to_numpy() for name in (*NUMBERS, "begins")}
-    first = np.flatnonzero(column["begins"])  # the first segment of each document
-    documents = join_segments(first, lengths, column["answer"], column["bytes"])
-    with np.errstate(over="ignore"):
-        digests = np.add.reduceat(column["digest"], first)
-    return _Table(_open_stream(table), documents, column["row"][first], digests)
-
-
-def _open_stream(table):
-    """The stream of the tokens of a table: views of its memory-mapped file."""
-
-    def views(column):
-        chunks = table.data.column(column).chunks
-        return [chunk.flatten().to_numpy(zero_copy_only=True) for chunk in chunks]
-
-    is_target = views("is_target") if "is_target" in table.column_names else None
-    return Stream(views("tokens"), is_target, functools.partial(_open_stream, table))
+    yield waiting

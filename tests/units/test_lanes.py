@@ -1,0 +1,61 @@
+"""The order in which lanes take documents of several sources, and which launches can share them."""
+
+import random
+from types import SimpleNamespace
+
+import pytest
+from harness import fakes
+
+from utils.language.lanes import Share, next_source
+from utils.run.failures import UserError
+
+
+def test_the_share_of_a_process_follows_from_the_arguments():
+    args = SimpleNamespace(batch_size=64, gradient_accumulation_steps=2)
+    assert Share.from_args(args, fakes.accelerator(4, 1), 8, {"0": 1}) == Share(
+        8, 8, 1, 4, {"0": 1}
+    )
+    with pytest.raises(UserError, match="which 3 processes cannot share evenly"):
+        Share.from_args(args, fakes.accelerator(3), 8)
+    args.batch_size = 24
+    with pytest.raises(UserError, match="must be a multiple of 8, not 12: change --batch_size"):
+        Share.from_args(args, fakes.accelerator(4), 8)
+
+
+def order(weights, count, taken=None, lane=0):
+    """The sources of `count` documents; and how many of each were taken."""
+    taken, found = taken or [0] * len(weights), []
+    for _ in range(count):
+        found.append(next_source(weights, taken, lane))
+        taken = [n + (source == found[-1]) for source, n in enumerate(taken)]
+    return found, taken
+
+
+def largest_error(found, weights, window=1000):
+    """By how many documents the share of a source differs at most, in all windows."""
+    errors = []
+    for source, weight in enumerate(weights):
+        sums = [0]
+        for other in found:
+            sums.append(sums[-1] + (other == source))
+        pairs = zip(sums, sums[window:], strict=False)
+        errors += [abs(last - first - window * weight) for first, last in pairs]
+    return max(errors)
+
+
+def random_weights(trial):
+    generator = random.Random(trial)
+    weights = [generator.random() ** 3 + 0.001 for _ in range(generator.randint(2, 6))]
+    return [weight / sum(weights) for weight in weights]
+
+
+def test_every_window_of_1000_documents_has_the_proportions():
+    for trial in range(12):
+        weights = random_weights(trial)
+        assert largest_error(order(weights, 2000)[0], weights) < 2, weights
+        lanes = [order(weights, 300, lane=lane)[0] for lane in range(8)]
+        together = [source for row in zip(*lanes, strict=True) for source in row]
+        assert largest_error(together, weights) < 8, weights  # one percent are ten
+        # A resume is an order that begins with what was taken.
+        before, taken = order(weights, 700)
+        assert before + order(weights, 1300, taken)[0] == order(weights, 2000)[0]

@@ -8,9 +8,10 @@ from types import SimpleNamespace
 import torch
 import torch.nn.functional as F
 import train_cifar
-from cifar import DEFAULTS, cifar_flops, evaluation_flops, step_flops
-from measuring import batches, measure_loop, measure_script
+from cifar import fastnet
+from measuring import batches, measure_loop, measure_script, rounds
 from torch import nn
+from torch.utils.flop_counter import FlopCounterMode
 
 from utils.images.arrays import Split, load_arrays
 from utils.images.augment import augment, normalize
@@ -40,10 +41,11 @@ RECORDS = {
         viewed=0.25, views=(1 / 6, 1 / 6, 1 / 6),
     ),
 }  # fmt: skip
+DEFAULTS = SimpleNamespace(model="fastnet", lr_schedule="linear")  # of train_cifar.py
 TEST_IMAGES = 10_000  # of CIFAR-10
 
 
-def time_to_accuracy(args, rounds):
+def time_to_accuracy(args):
     """Training time of train_cifar.py --tta on CIFAR-10, with another seed in each round.
 
     Over those of two records with the same network on the same images: airbench94_muon and
@@ -62,22 +64,23 @@ def time_to_accuracy(args, rounds):
         names = [way, *(f"{way}_{name}" for name in RECORDS)]
         units |= dict.fromkeys(names, f"{unit} (more is better)")
     values = {name: [] for name in units}
-    for seed in rounds.each():
-        _, results = measure_script(rounds, f"{command} --seed {seed}", bf16=bf16)
+    for seed in rounds(args):
+        _, results = measure_script(f"{command} --seed {seed}", bf16=bf16)
         steps = results["global_step"]
         sizes = [train_cifar.image_size_at(step / steps, DEFAULTS) for step in range(1, steps + 1)]
-        flops = sum(count * cifar_flops(batch, size) for size, count in Counter(sizes).items())
-        flops += evaluation_flops(6 * TEST_IMAGES)
+        flops = evaluation_flops(6 * TEST_IMAGES)
+        for size, count in Counter(sizes).items():
+            flops += count * step_flops(fastnet, batch, size)
         values["accuracy"].append(results["test_accuracy"])
         values["tta"].append(results["test_accuracy_tta"])
         for name in RECORDS:
             options = dict(recipe=name, images=args.images, seed=seed, bf16=bf16, **shortened)
-            record = measure_loop(rounds, "records.record", **options)
+            record = measure_loop("records.record", **options)
             values[name].append(results["train_seconds"] / sum(record["seconds"][1:]))
             values[f"{name}_flops"].append(flops / record_flops(name))
             values[f"accuracy_{name}"].append(record["results"]["accuracy"])
             values[f"tta_{name}"].append(record["results"]["accuracy_tta"])
-        shown = (f"{name} {rounds[-1]:.4f}" for name, rounds in values.items())
+        shown = (f"{name} {of_rounds[-1]:.4f}" for name, of_rounds in values.items())
         print(f"    {', '.join(shown)}; {results['train_seconds']:.0f} s", flush=True)
     return {f"time_to_accuracy/{name}": (values[name], unit) for name, unit in units.items()}
 
@@ -207,3 +210,34 @@ def record_flops(name):
     training = whiten_steps * with_bias + (total - whiten_steps) * without
     first_view = recipe.viewed < 1  # else the six views are all
     return training + (first_view + 6 * recipe.viewed) * evaluation_flops(10_000)
+
+
+def step_flops(build, batch_size, size, whiten_bias=True):
+    """Counts the floating-point operations of a training step of a model and its optimizer.
+
+    They are those of the forward pass, the backward pass and the optimizer. PyTorch counts those of
+    convolutions and matrix products, without computing anything: two for a multiplication and
+    addition.
+
+    Args:
+        build: returns the model and the optimizer.
+        whiten_bias (bool): whether the bias of the first layer is trained.
+    """
+    with torch.device("meta"):
+        model, optimizer = build()
+        model.whiten.bias.requires_grad_(whiten_bias)
+        for group in optimizer.param_groups:
+            group["fused"] = False  # not on this device; the operations are the same
+        images = torch.empty(batch_size, 3, size, size)
+        labels = torch.zeros(batch_size, dtype=torch.int64)
+        with FlopCounterMode(display=False) as counter:
+            F.cross_entropy(model(images), labels).backward()
+            optimizer.step()
+    return counter.get_total_flops()
+
+
+def evaluation_flops(count):
+    """Counts the operations of a forward pass of `count` images of full size."""
+    with torch.device("meta"), torch.no_grad(), FlopCounterMode(display=False) as counter:
+        train_cifar.build_model("fastnet", 10)(torch.empty(count, 3, 32, 32))
+    return counter.get_total_flops()

@@ -2,10 +2,9 @@
 
 import sys
 import time
+from datetime import timedelta
 
 from tqdm import tqdm
-
-from utils.report.measurements import clock
 
 SECONDS = 5  # of an evaluation, until something is shown
 
@@ -60,3 +59,8 @@ class Progress:
                 f"the last evaluation takes all {samples:,} held-out samples{about}. If it is "
                 f"stopped, the same command repeats it, or python scripts/evaluate.py {folder}"
             )
+
+
+def clock(seconds):
+    """A number of seconds as hours, minutes and seconds."""
+    return str(timedelta(seconds=round(seconds)))

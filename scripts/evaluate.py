@@ -38,7 +38,6 @@ from utils.run import process
 if __name__ == "__main__":
     process.handle_signals()  # before torch: a signal during the slow imports must not be lost
 
-import numpy as np
 import torch
 import torch.nn.functional as F
 from accelerate import Accelerator, DataLoaderConfiguration
@@ -333,42 +332,23 @@ def write_predictions(args, saved, dataset, outputs, class_names):
     print(f"{count}{note}: see predictions.csv, predictions.json and contact_sheet.png in {folder}")
 
 
-@plots.extra
-def draw_contact_sheet(path, dataset, rows, columns=8, most=64):
-    """Draws up to `most` images, each with its most likely class and the probability.
-
-    The images are evenly spread over all of them.
+def draw_contact_sheet(path, dataset, rows, most=64):
+    """Draws up to `most` images, spread over all, each with its likeliest class and probability.
 
     Args:
         dataset: returns a batch of `images`, uint8 [count, 3, size, size], for a list of ids
             (`__getitems__`).
-        rows (list): for each image a dict with `file` and `classes`, a list of (name, probability);
-            empty: unreadable.
+        rows (list): what `list_predictions` returns.
     """
     chosen = torch.linspace(0, len(rows) - 1, min(most, len(rows))).long().tolist()
-    images = dataset.__getitems__(chosen)["images"]
-    count, size = len(chosen), images.shape[-1]
-    columns = min(columns, count)
-    rows_of_sheet = -(-count // columns)
-    figure, axes = plots.subplots(
-        rows_of_sheet, columns, figsize=(1.7 * columns, 2.0 * rows_of_sheet + 0.4)
-    )
-    for axis in np.ravel(axes):
-        axis.axis("off")
-    for axis, index, image in zip(np.ravel(axes), chosen, images, strict=False):
-        classes, name = rows[index]["classes"], Path(rows[index]["file"]).name
-        axis.imshow(
-            image.permute(1, 2, 0).numpy() if classes else np.full((size, size, 3), 230, np.uint8),
-            interpolation="nearest",
-        )
-        name = name if len(name) <= 20 else f"{name[:9]}…{name[-10:]}"
-        label = f"{plots.shorten(classes[0][0])} {classes[0][1]:.0%}" if classes else "unreadable"
-        lines, fonts = plots.drawable([name, label])
-        axis.set_title("\n".join(lines), fontsize=7, family=fonts)
-    figure.suptitle(
-        f"{count} of {len(rows):,} images" if count < len(rows) else f"{count} images", fontsize=10
-    )
-    plots.save(figure, path)
+    texts = []
+    for index in chosen:
+        likely = rows[index]["classes"]
+        text = f"{plots.shorten(likely[0][0], 9)} {likely[0][1]:.0%}" if likely else "unreadable"
+        texts.append(text)
+    images, shown = dataset.__getitems__(chosen)["images"], torch.arange(len(chosen))
+    title = f"{len(chosen)} of {len(rows):,} images"
+    plots.image_grid(path, images, shown, shown, texts, title=title)
 
 
 # ------------------------------------------------------------------------------------ train_gpt.py
@@ -596,11 +576,10 @@ def load_state(model, saved, description):
 
 def first_difference(found, expected):
     """Describes the first difference between two lists of classes."""
-    pairs = zip(found, expected, strict=False)
-    first = next((pair for pair in pairs if pair[0] != pair[1]), None)
-    return (
-        f"{first[0]} instead of {first[1]}" if first else f"{len(found)} instead of {len(expected)}"
-    )
+    for one, other in zip(found, expected, strict=False):
+        if one != other:
+            return f"{one} instead of {other}"
+    return f"{len(found)} instead of {len(expected)}"
 
 
 def parse_args():

@@ -680,12 +680,11 @@ def predicted_memory(place, folder):
     )
     launch(place, GPT, arguments, folder / "run", "one_device", config="2gpu", processes=2)
     result = results(folder / "run")
-    link = "--step_seconds 1 --latency 1e-6 --bandwidth 1e9 --processes 2"
+    link = "--step_seconds 1 --latency 1e-6 --bandwidth 1e9"
     predict = f"--parameters {result['parameters']} {link}"
     launch(place, "scripts/tools/predict_scaling.py", predict, folder / "prediction")
-    ddp = read(folder / "prediction" / "scaling.json")["comparison"][0]
-    predicted = ddp["memory_bytes"]
-    assert ddp["kind"] == "DDP" and predicted == 20 * result["parameters"]
+    predicted = read(folder / "prediction" / "scaling.json")["ddp_bytes"]
+    assert predicted == 20 * result["parameters"]
     error = result["peak_memory_bytes"] / predicted - 1
     assert abs(error) < 0.1 or not place.gpu, error
     return {"predicted_gib": predicted / 2**30, "error": error}

@@ -1,10 +1,9 @@
 """Runs one of the loops that the benchmarks compare the training scripts with, in plain PyTorch.
 
-    python scripts/benchmarks/baselines.py machine.sha256 --options '{"steps": 8}'
+    python scripts/benchmarks/baselines.py gpt.plain_gpt --options '{"steps": 20}'
 
 The loop is a generator in a module of this folder, which yields after each step. Prints the seconds
-of each step, the peak memory, and what the loop returns, as JSON. With torchrun, `plain_cifar` uses
-DDP over gloo.
+of each step and what the loop returns, as JSON. With torchrun, `plain_cifar` uses DDP over gloo.
 """
 
 import importlib
@@ -24,7 +23,6 @@ import torch
 
 from utils.run import entry
 from utils.run.arguments import Parser
-from utils.run.metrics import memory_bytes
 
 
 def main():
@@ -47,9 +45,7 @@ def main():
         # Without it, a process that uses gloo occasionally aborts at exit.
         torch.distributed.destroy_process_group()
     if process.is_main():
-        device = torch.device("cuda" if torch.cuda.is_initialized() else "cpu")
-        answer = {"seconds": seconds, "memory": memory_bytes(device), "results": results}
-        print(json.dumps(answer))
+        print(json.dumps({"seconds": seconds, "results": results}))
 
 
 if __name__ == "__main__":

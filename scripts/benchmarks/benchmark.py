@@ -6,12 +6,11 @@
 
 Each benchmark runs both sides in turn, `--rounds` times, each time in new processes, and gives the
 median of the rounds with their range. After each benchmark it writes `benchmark.json` and
-`benchmark.md` to `--output_dir`. After an interruption, the same command continues with the first
-round that was not finished. `README.md` in this folder has the results; each benchmark says what it
-measures where it is defined.
+`benchmark.md` to `--output_dir`. `README.md` in this folder has the results; each benchmark says
+what it measures where it is defined.
 
 Copy it together with the other files of its folder, with `train_cifar.py` and `train_gpt.py`, and
-with the other scripts and the recipe that a benchmark runs.
+with the other scripts that a benchmark runs.
 """
 
 import platform
@@ -33,14 +32,10 @@ if __name__ == "__main__":
 import cifar
 import costs
 import gpt
-import images
 import lm
-import machine
 import peers
 import records
-from measuring import Rounds
 
-from utils.report.measurements import Measurements
 from utils.report.output import writing_to
 from utils.run import devices, entry
 from utils.run.arguments import Parser
@@ -49,25 +44,19 @@ from utils.run.failures import UserError
 from utils.run.files import write_json, write_text
 from utils.run.record import versions
 
-# Each is called with the arguments and `Rounds`: name -> (one value per round, unit).
+# Each is called with the arguments: name of a figure -> (one value per round, unit).
 BENCHMARKS = {
     "loop_overhead": cifar.loop_overhead,
     "tutorial_speedup": cifar.tutorial_speedup,
-    "image_loading": images.image_loading,
-    "scoring": images.scoring,
     "scaling_efficiency": cifar.scaling_efficiency,
     "startup_ratio": costs.startup_ratio,
     "time_to_accuracy": records.time_to_accuracy,
-    "imbalance": images.imbalance,
     "checkpoint_blocking": costs.checkpoint_blocking,
-    "growth": costs.growth,
-    "machine_limit": machine.machine_limit,
-    "memory": cifar.memory,
     "gpt": gpt.gpt,
     "lm": lm.lm,
     "peers": peers.peers,
 }
-NEEDS = {"gpt": "text", "time_to_accuracy": "images", "imbalance": "images", "peers": "peers"}
+NEEDS = {"gpt": "text", "time_to_accuracy": "images", "peers": "peers"}
 
 
 # ------------------------------------------------------------------------------------------- table
@@ -110,24 +99,18 @@ def main():
         pass  # if it cannot be made, say so before hours of measuring
     possible = [name for name in BENCHMARKS if name not in NEEDS or getattr(args, NEEDS[name])]
     names, figures = list(dict.fromkeys(args.names)) or possible, {}
-    chosen = dict(names=names, rounds=args.rounds, quick=args.quick)
-    chosen |= dict(text=args.text, images=args.images, peers=args.peers)
-    finished = Measurements(folder / "unfinished.json", chosen)
-    rounds = Rounds(finished, args.rounds)
     for name in names:
         print(f"{name} ...")
-        rounds.begin(name)
         command = f"python scripts/benchmarks/benchmark.py {name} --rounds {args.rounds}"
         command += " --quick" if args.quick else ""
         command += f" --{NEEDS[name]} PATH" if name in NEEDS else ""
-        for figure, (values, unit) in BENCHMARKS[name](args, rounds).items():
+        for figure, (values, unit) in BENCHMARKS[name](args).items():
             middle, low, high = statistics.median(values), min(values), max(values)
             spread = dict(median=middle, min=low, max=high, n=len(values))
             figures[figure] = {**spread, "unit": unit, "command": command}
             spread = f"({low:.3f} to {high:.3f}, {len(values)} rounds)"
             print(f"  {figure:28} {middle:8.3f}   {spread}  {unit}")
         write(folder, figures)
-    finished.finish()
     print(f"written to {folder}")
 
 
@@ -167,7 +150,7 @@ def parse_args():
     parser.add_argument(
         "--images",
         metavar="PATH",
-        help="CIFAR-10, as for train_cifar.py, for `time_to_accuracy` and `imbalance`",
+        help="CIFAR-10, as for train_cifar.py, for `time_to_accuracy`",
     )
     parser.add_argument(
         "--peers",

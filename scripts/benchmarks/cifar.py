@@ -1,4 +1,4 @@
-"""train_cifar.py against plain loops with the same network: speed, memory, two processes."""
+"""train_cifar.py against plain loops with the same network: speed, on one and two processes."""
 
 import itertools
 import os
@@ -17,13 +17,12 @@ from measuring import (
     QUIET,
     batches,
     environment,
-    kept,
     logged_steps,
     measure_loop,
     measure_script,
-    print_speeds,
     python,
     ratios_of,
+    rounds,
     script_words,
     short_run,
     steady,
@@ -31,17 +30,14 @@ from measuring import (
 from PIL import Image
 from torch import nn
 from torch.utils.data import DataLoader, Dataset
-from torch.utils.flop_counter import FlopCounterMode
 
 from utils.images.arrays import synthetic_arrays
 from utils.images.augment import augment, normalize
 from utils.run import devices
 from utils.run.files import read_json_lines
 
-DEFAULTS = SimpleNamespace(model="fastnet", lr_schedule="linear")  # of train_cifar.py
 
-
-def loop_overhead(args, rounds):
+def loop_overhead(args):
     """A step of train_cifar.py and train_gpt.py over a plain PyTorch loop with the same model.
 
     With the same batches, optimizer and schedule: --model net, the default model, and DDP.
@@ -49,18 +45,18 @@ def loop_overhead(args, rounds):
     few, many = (12, 60) if args.quick else (60, 500)
     cifar = "train_cifar.py --batch_size 96"
     gpt_script = f"train_gpt.py {gpt_arguments()} --num_workers 0"
-    net = partial(measure_loop, rounds, "cifar.plain_cifar", model="net", batch_size=96)
-    fastnet = partial(measure_loop, rounds, "cifar.plain_cifar", model="fastnet", batch_size=96)
-    plain_gpt = partial(measure_loop, rounds, "gpt.plain_gpt")
+    net = partial(measure_loop, "cifar.plain_cifar", model="net", batch_size=96)
+    fastnet = partial(measure_loop, "cifar.plain_cifar", model="fastnet", batch_size=96)
+    plain_gpt = partial(measure_loop, "gpt.plain_gpt")
     return {
-        "loop_overhead/net": overhead(rounds, f"{cifar} --model net", net, many),
-        "loop_overhead/default": overhead(rounds, cifar, fastnet, few),
-        "loop_overhead/two_processes": overhead(rounds, f"{cifar} --model net", net, many, 2),
-        "loop_overhead/gpt": overhead(rounds, gpt_script, plain_gpt, many),
+        "loop_overhead/net": overhead(args, f"{cifar} --model net", net, many),
+        "loop_overhead/default": overhead(args, cifar, fastnet, few),
+        "loop_overhead/two_processes": overhead(args, f"{cifar} --model net", net, many, 2),
+        "loop_overhead/gpt": overhead(args, gpt_script, plain_gpt, many),
     }
 
 
-def overhead(rounds, command, plain, steps, processes=1):
+def overhead(args, command, plain, steps, processes=1):
     """Compares a step of a script with that of a plain loop.
 
     Args:
@@ -74,9 +70,9 @@ def overhead(rounds, command, plain, steps, processes=1):
     log_every = 10 if steps >= 200 else 2
     warm_up = steps // 5
     milliseconds, ratios = [], []
-    for _ in rounds.each():
+    for _ in rounds(args):
         seconds = plain(processes=processes, steps=steps)["seconds"]
-        lines, _ = measure_script(rounds, f"{command} {short_run(steps, log_every)}", processes)
+        lines, _ = measure_script(f"{command} {short_run(steps, log_every)}", processes)
         # Means over as many steps as a log line of the script.
         starts = range(warm_up, steps, log_every)
         means = [statistics.mean(seconds[start : start + log_every]) for start in starts]
@@ -88,7 +84,7 @@ def overhead(rounds, command, plain, steps, processes=1):
     return milliseconds, "ms per step above a plain PyTorch loop (less is better)"
 
 
-def tutorial_speedup(args, rounds):
+def tutorial_speedup(args):
     """Samples per second of train_cifar.py over the usual tutorial with the same network.
 
     That has per-sample transforms in two workers, float32, and loss.item() in every step.
@@ -96,31 +92,31 @@ def tutorial_speedup(args, rounds):
     steps, batch = (6, 240) if args.quick else (10, 480)
     command = f"train_cifar.py --batch_size {batch} {short_run(steps, log_every=1)}"
     speeds = {"tutorial": [], "train_cifar.py": []}
-    for _ in rounds.each():
+    for _ in rounds(args):
         options = dict(steps=steps, batch_size=batch)
-        seconds = measure_loop(rounds, "cifar.tutorial", **options)["seconds"]
+        seconds = measure_loop("cifar.tutorial", **options)["seconds"]
         speeds["tutorial"].append(batch * (steps - 1) / sum(seconds[1:]))
-        lines, _ = measure_script(rounds, command, bf16=devices.has_bf16())
+        lines, _ = measure_script(command, bf16=devices.has_bf16())
         speeds["train_cifar.py"].append(batch * (steps - 1) / sum(logged_steps(lines, 1)))
-    print_speeds(speeds, "samples/s")
+    for name, values in speeds.items():
+        print(f"    {name:20} {statistics.median(values):8,.0f} samples/s")
     unit = "samples per second over the usual tutorial (more is better), ratio"
     return {"tutorial_speedup": (ratios_of(speeds["train_cifar.py"], speeds["tutorial"]), unit)}
 
 
-def scaling_efficiency(args, rounds):
+def scaling_efficiency(args):
     """Samples per second of two DDP processes with one thread each over two independent runs."""
     steps, batch = (20 if args.quick else 60), 128
     command = f"train_cifar.py {short_run(steps, log_every=5)} --batch_size"
     together, apart = [], []
-    for _ in rounds.each():
-        lines, _ = measure_script(rounds, f"{command} {2 * batch}", processes=2)
+    for _ in rounds(args):
+        lines, _ = measure_script(f"{command} {2 * batch}", processes=2)
         together.append(2 * batch / statistics.median(logged_steps(lines, 10)))
-        apart.append(sum(side_by_side(rounds, f"{command} {batch}", batch)))
+        apart.append(sum(side_by_side(f"{command} {batch}", batch)))
     unit = "samples per second over two independent runs (more is better), ratio"
     return {"scaling_efficiency": (ratios_of(together, apart), unit)}
 
 
-@kept
 def side_by_side(command, batch):
     """Runs a script twice at the same time, with one thread each.
 
@@ -141,17 +137,6 @@ def side_by_side(command, batch):
             raise RuntimeError(f"{command} failed")
         logs = [read_json_lines(output / "metrics.jsonl") for output in outputs]
     return [batch / statistics.median(logged_steps(log, 10)) for log in logs]
-
-
-def memory(args, rounds):
-    """Peak memory of train_cifar.py over that of a plain loop which holds the same data."""
-    steps, ratios = 6, []
-    for _ in rounds.each():
-        options = dict(model="fastnet", batch_size=480, steps=steps)
-        plain = measure_loop(rounds, "cifar.plain_cifar", **options)["memory"]
-        _, results = measure_script(rounds, f"train_cifar.py {short_run(steps)}")
-        ratios.append(results["peak_memory_bytes"] / plain)
-    return {"memory": (ratios, "peak memory over a plain PyTorch loop (less is better), ratio")}
 
 
 def plain_cifar(model, batch_size, steps):
@@ -232,42 +217,6 @@ def fastnet():
     model = train_cifar.build_model("fastnet", 10)
     args = SimpleNamespace(model="fastnet", **train_cifar.RECIPES["fastnet"])
     return model, train_cifar.build_optimizer(model, args)
-
-
-def cifar_flops(batch_size, size):
-    """Counts the operations of a training step of the default model of train_cifar.py."""
-    return step_flops(fastnet, batch_size, size)
-
-
-def step_flops(build, batch_size, size, whiten_bias=True):
-    """Counts the floating-point operations of a training step of a model and its optimizer.
-
-    They are those of the forward pass, the backward pass and the optimizer. PyTorch counts those of
-    convolutions and matrix products, without computing anything: two for a multiplication and
-    addition.
-
-    Args:
-        build: returns the model and the optimizer.
-        whiten_bias (bool): whether the bias of the first layer is trained.
-    """
-    with torch.device("meta"):
-        model, optimizer = build()
-        model.whiten.bias.requires_grad_(whiten_bias)
-        for group in optimizer.param_groups:
-            group["fused"] = False  # not on this device; the operations are the same
-        images = torch.empty(batch_size, 3, size, size)
-        labels = torch.zeros(batch_size, dtype=torch.int64)
-        with FlopCounterMode(display=False) as counter:
-            F.cross_entropy(model(images), labels).backward()
-            optimizer.step()
-    return counter.get_total_flops()
-
-
-def evaluation_flops(count):
-    """Counts the operations of a forward pass of `count` images of full size."""
-    with torch.device("meta"), torch.no_grad(), FlopCounterMode(display=False) as counter:
-        train_cifar.build_model("fastnet", 10)(torch.empty(count, 3, 32, 32))
-    return counter.get_total_flops()
 
 
 def connect():

@@ -6,10 +6,8 @@ from types import SimpleNamespace
 import torch
 import torch.nn.functional as F
 import train_gpt
-from measuring import batches, logged_steps, measure_loop, measure_script
+from measuring import batches, logged_steps, measure_loop, measure_script, rounds
 from torch import nn
-from torch.nn.attention import SDPBackend, sdpa_kernel
-from torch.utils.flop_counter import FlopCounterMode
 
 from utils.language.synthetic import synthetic_text
 from utils.language.text import Windows
@@ -22,35 +20,31 @@ GPT_BATCH = 12
 NANOGPT_LOSS = 1.88
 
 
-def gpt(args, rounds):
+def gpt(args):
     """train_gpt.py on tinyshakespeare, in nanoGPT's CPU setting.
 
     `gpt_time`: time to the validation loss that nanoGPT reports after 2,000 steps, over that of
-    2,000 such steps in PyTorch's own layers. `gpt_at_equal_time`: validation loss after that time.
-    `gpt_loss`, `gpt_step`: validation loss after 2,000 steps, and the milliseconds of a step.
+    2,000 such steps in PyTorch's own layers. `gpt_loss`, `gpt_step`: validation loss after 2,000
+    steps, and the milliseconds of a step.
     """
-    values = {"gpt_time": [], "gpt_at_equal_time": [], "gpt_loss": [], "gpt_step": []}
+    values = {"gpt_time": [], "gpt_loss": [], "gpt_step": []}
     command = f"train_gpt.py --dataset {args.text} {gpt_arguments()} --sample_length 1"
 
     def train(steps, seed, options=""):
         length = f"--max_train_steps {steps} --eval_every {steps} --checkpoint_every 0"
-        return measure_script(
-            rounds, f"{command} --seed {seed} {length}{options}", bf16=devices.has_bf16()
-        )
+        return measure_script(f"{command} --seed {seed} {length}{options}", bf16=devices.has_bf16())
 
     steps = 2000
-    for seed in rounds.each():
-        seconds = measure_loop(rounds, "gpt.usual_gpt", steps=200)["seconds"]
+    for seed in rounds(args):
+        seconds = measure_loop("gpt.usual_gpt", steps=200)["seconds"]
         budget = steps * statistics.median(seconds[20:])
         print(f"    a step of the usual GPT loop: {1e3 * budget / steps:.1f} ms")
-        # The length of the run decides its schedule: find the longest that fits, and, in units of
-        # 25 steps, the shortest that reaches the loss. Short runs need a higher learning rate.
         lines, results = train(steps, seed)
         step_seconds = statistics.median(logged_steps(lines, 100))
         values["gpt_step"].append(1e3 * step_seconds)
         values["gpt_loss"].append(results["val_loss"])
-        _, results = train(int(budget / step_seconds), seed)
-        values["gpt_at_equal_time"].append(results["val_loss"])
+        # The length of a run decides its schedule: find the shortest that reaches the loss, in
+        # units of 25 steps. Short runs need a higher learning rate.
         short = 100
         while train(short, seed, " --lr 0.05")[1]["val_loss"] > NANOGPT_LOSS:
             short += 25
@@ -62,7 +56,7 @@ def gpt(args, rounds):
         values["gpt_time"].append(short * step_seconds / budget)
     units = dict.fromkeys(values, "nats per byte; step: milliseconds (less is better)")
     units["gpt_time"] = "time over the usual GPT (less is better), ratio"
-    return {name: (rounds, units[name]) for name, rounds in values.items()}
+    return {name: (of_rounds, units[name]) for name, of_rounds in values.items()}
 
 
 def gpt_arguments():
@@ -132,14 +126,3 @@ def small_gpt():
 def text_tensor():
     """Synthetic text: uint8 [bytes]."""
     return torch.frombuffer(bytearray(synthetic_text(0)), dtype=torch.uint8)
-
-
-def gpt_flops():
-    """Counts the operations of a training step of `small_gpt`."""
-    model, optimizer = small_gpt()
-    windows = torch.zeros(GPT_BATCH, GPT["block_size"], dtype=torch.int64)
-    # The counter does not know the attention of CPUs in one kernel.
-    with sdpa_kernel(SDPBackend.MATH), FlopCounterMode(display=False) as counter:
-        model(windows, windows).mean().backward()
-        optimizer.step()
-    return counter.get_total_flops()

@@ -14,9 +14,8 @@ from measuring import (
     HERE,
     QUIET,
     environment,
-    kept,
-    measure_loop,
     measure_script,
+    rounds,
     script_words,
     seconds_to_first_step,
 )
@@ -65,7 +64,7 @@ print(json.dumps({
 """
 
 
-def lm(args, rounds):
+def lm(args):
     """train_lm.py against TRL's SFTTrainer (skipped if `trl` is not installed).
 
     The same Llama with random weights, prompts and completions, AdamW, precision and device.
@@ -79,7 +78,7 @@ def lm(args, rounds):
     bf16, rows, documents = gpu or devices.has_bf16(), 16 if gpu else 4, 4096 if gpu else 256
     if args.quick:
         documents //= 4
-    values = {name: [] for name in ("loss_difference", "speed", "memory", "start", "logits")}
+    values = {name: [] for name in ("loss_difference", "speed", "memory", "start")}
     with tempfile.TemporaryDirectory() as folder:
         model = f"{folder}/model"
         words = [sys.executable, "-c", LM_MODEL, model]
@@ -89,30 +88,28 @@ def lm(args, rounds):
         ours += (
             " --weight_decay 0 --log_every 1 --eval_every 1000 --checkpoint_every 0 --track none"
         )
-        for index in rounds.each():
+        for index in rounds(args):
             # All documents are in one batch, so that their order does not matter.
             same = f"{ours} --dataset {few} --block_size 2048 --batch_size 1 --epochs 20"
-            lines, _ = measure_script(rounds, same)
+            lines, _ = measure_script(same)
             options = dict(model=model, data=few + "/train.jsonl", learning_rate=1e-3, bf16=False)
             whole = dict(per_device_train_batch_size=16, num_train_epochs=20, max_length=None)
-            theirs = measure_trl(rounds, {**options, **whole, "output_dir": f"{folder}/trl"})
+            theirs = measure_trl({**options, **whole, "output_dir": f"{folder}/trl"})
             losses = [line["loss"] for line in lines if line["split"] == "train"]
             pairs = zip(losses, theirs["losses"], strict=True)
             values["loss_difference"].append(max(abs(a - b) for a, b in pairs))
 
             best = f"{ours} --dataset {many} --block_size 1024 --batch_size {rows}"
-            _, mine = measure_script(rounds, best, bf16=bf16)
+            _, mine = measure_script(best, bf16=bf16)
             options |= {"data": many + "/train.jsonl", "bf16": bf16, "max_length": 1024}
             options["num_train_epochs"] = 1
             packed = {**options, "packing": True, "per_device_train_batch_size": rows}
             padded = {**options, "per_device_train_batch_size": 4 * rows}
             peers = {
-                name: measure_trl(rounds, {**how, "output_dir": f"{folder}/trl"})
+                name: measure_trl({**how, "output_dir": f"{folder}/trl"})
                 for name, how in (("packed", packed), ("padded", padded))
             }
-            first = seconds_to_first_step(
-                rounds, script_words(best, f"{folder}/ours{index}"), launch=False
-            )
+            first = seconds_to_first_step(script_words(best, f"{folder}/ours{index}"), launch=False)
             for name, peer in peers.items():
                 print(f"    TRL, {name}: {peer['seconds']:.1f} s, {peer['memory'] / 2**30:.2f} GiB")
             fastest = min(peers.values(), key=lambda peer: peer["seconds"])
@@ -121,17 +118,10 @@ def lm(args, rounds):
             values["speed"].append(fastest["seconds"] / seconds)
             values["memory"].append(memory / fastest["memory"])
             values["start"].append(first / fastest["start"])
-            chunked, own = (
-                measure_loop(rounds, "lm.lm_loss", model=model, chunked=chunked, steps=2)["memory"]
-                for chunked in (True, False)
-            )
-            print(f"    peak memory of a step: {chunked / 2**30:.2f} of {own / 2**30:.2f} GiB")
-            values["logits"].append(chunked / own)
     units = dict.fromkeys(values, "over TRL (less is better), ratio")
-    units["logits"] = "peak memory over that with all logits (less is better), ratio"
     units["loss_difference"] = "nats per token"
     units["speed"] = "target tokens per second over TRL (more is better), ratio"
-    return {f"lm/{name}": (rounds, units[name]) for name, rounds in values.items()}
+    return {f"lm/{name}": (of_rounds, units[name]) for name, of_rounds in values.items()}
 
 
 def write_completions(folder, count):
@@ -147,34 +137,8 @@ def write_completions(folder, count):
     return folder
 
 
-@kept
 def measure_trl(options):
     """Trains with TRL in a new process: a dict of `losses`, `start`, `seconds` and `memory`."""
     words = [sys.executable, "-c", TRL, json.dumps(options), str(time.time())]
     done = subprocess.run(words, check=True, capture_output=True, text=True, env=environment())
     return json.loads(done.stdout.strip().splitlines()[-1])
-
-
-def lm_loss(model, chunked, steps):
-    """Forward and backward passes of the causal language model in a folder, on 4 blocks of 1,024
-    tokens: with its own loss, or with that of train_lm.py.
-    """
-    from transformers import AutoModelForCausalLM
-
-    from utils.language.lm_loss import chunk_loss
-
-    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    model = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32).to(device)
-    tokens = torch.randint(256, (4, 1024), device=device)
-    targets = tokens.roll(-1, dims=1)
-    if chunked:
-        chunk_loss(model)
-    for _ in range(steps):
-        with torch.autocast(device.type, torch.bfloat16, enabled=device.type == "cuda"):
-            if chunked:
-                loss = model(input_ids=tokens, targets=targets) / targets.numel()
-            else:
-                loss = model(input_ids=tokens, labels=tokens, shift_labels=targets).loss
-        loss.backward()
-        model.zero_grad()
-        yield loss.item()

@@ -1,6 +1,5 @@
-"""What the benchmarks share: rounds of which the finished ones are kept, and measured processes."""
+"""What the benchmarks share: rounds, and loops and scripts that run in new processes."""
 
-import contextlib
 import json
 import os
 import re
@@ -8,17 +7,11 @@ import statistics
 import subprocess
 import sys
 import tempfile
-import threading
 import time
-from functools import partial, wraps
 from pathlib import Path
 
-import numpy as np
-import psutil
 import torch
-from PIL import Image
 
-from utils.report.measurements import clock
 from utils.run.files import read_json_lines
 
 HERE = Path(__file__).resolve().parent
@@ -27,80 +20,24 @@ SCRIPTS = HERE if (HERE / "train_cifar.py").exists() else HERE.parent
 QUIET = dict(stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
 
 
-class Rounds:
-    """The rounds of all benchmarks, of which the finished ones are kept.
-
-    A kept round runs again with the answers of its measurements from the file, and what a benchmark
-    makes of them is computed as before. Only whole rounds are kept, because the two sides of a
-    benchmark must be measured at about the same time.
-
-    Args:
-        kept (Measurements): written after each round.
-        rounds (int): of each benchmark.
-    """
-
-    def __init__(self, kept, rounds):
-        self._kept, self._rounds = kept, rounds
-        self._benchmark, self._count, self._answers, self._earlier = None, 0, None, None
-
-    def begin(self, benchmark):
-        """Begins with the rounds of a benchmark."""
-        self._benchmark, self._count = benchmark, 0
-
-    def each(self):
-        """Yields the number of each round, from 0, and prints it with the time left for others."""
-        measured = []  # seconds of each round
-        for index in range(self._rounds):
-            self._count += 1
-            name = f"{self._benchmark} {self._count}"
-            kept, note = self._kept.values.get(name), ""
-            if kept:
-                note = " (kept)"
-            elif measured:
-                left = statistics.mean(measured) * (self._rounds - index)
-                note = f", about {clock(left)} left"
-            print(f"    round {index + 1} of {self._rounds}{note}", flush=True)
-            self._answers, self._earlier = [], iter(kept["answers"]) if kept else None
-            start_time = time.perf_counter()
-            yield index
-            if not kept:
-                measured.append(time.perf_counter() - start_time)
-                self._kept.keep(name, {"answers": self._answers})
-
-    def measure(self, function):
-        """The answer (JSON) of `function()`, or in a kept round the one that it gave then."""
-        if self._earlier is not None:
-            return next(self._earlier)
-        self._answers.append(function())
-        return self._answers[-1]
+def rounds(args):
+    """Yields the number of each round, from 0, and prints it."""
+    for index in range(args.rounds):
+        print(f"    round {index + 1} of {args.rounds}", flush=True)
+        yield index
 
 
-def kept(measure):
-    """Decorates a function that measures something: its answer in a finished round is kept.
-
-    The function gets `Rounds` as an additional first argument.
-    """
-
-    @wraps(measure)
-    def measure_or_recall(rounds, *args, **kwargs):
-        return rounds.measure(partial(measure, *args, **kwargs))
-
-    return measure_or_recall
-
-
-@kept
 def measure_loop(name, processes=1, **options):
     """Runs one of the loops of baselines.py in new processes.
 
     Returns:
-        dict: `seconds` of each step, peak `memory` of the first process in bytes, `results` (dict).
+        dict: `seconds` of each step; `results` (dict), what the loop returned.
     """
     words = python(processes) + [str(HERE / "baselines.py"), name, "--options", json.dumps(options)]
     done = subprocess.run(words, check=True, stdout=subprocess.PIPE, text=True, env=environment())
     return json.loads(done.stdout.strip().splitlines()[-1])
 
 
-@kept
 def measure_script(command, processes=1, bf16=False):
     """Runs a training script in new processes.
 
@@ -115,14 +52,6 @@ def measure_script(command, processes=1, bf16=False):
         subprocess.run(words, check=True, env=environment(bf16), **QUIET)
         lines = read_json_lines(Path(folder) / "metrics.jsonl")
         return lines, json.loads((Path(folder) / "results.json").read_text())
-
-
-@kept
-def seconds_of(function):
-    """Seconds that a call of `function` takes, in this process."""
-    start_time = time.perf_counter()
-    function()
-    return time.perf_counter() - start_time
 
 
 def python(processes):
@@ -168,18 +97,11 @@ def logged_steps(lines, warm_up):
     return [line["step_seconds"] for line in trained if line["step"] > warm_up]
 
 
-def print_speeds(speeds, unit):
-    """Prints the median of each list in `speeds` (dict)."""
-    for name, values in speeds.items():
-        print(f"    {name:20} {statistics.median(values):8,.0f} {unit}")
-
-
 def ratios_of(ours, theirs):
     """The ratio of each round."""
     return [a / b for a, b in zip(ours, theirs, strict=True)]
 
 
-@kept
 def seconds_to_first_step(words, launch=True):
     """Runs a script until it prints its first step; `launch`: by `accelerate launch`."""
     launcher = [sys.executable]
@@ -196,56 +118,6 @@ def seconds_to_first_step(words, launch=True):
     started.terminate()
     started.communicate()
     return seconds
-
-
-def watch(running, most, measure):
-    """Watches the memory of a process and of those that it starts until it ends.
-
-    Args:
-        running (subprocess.Popen): the process.
-        most (list): its only number is raised to what `measure` returns.
-        measure (Callable): called with what psutil says of each process.
-
-    Returns:
-        threading.Thread: the watching one.
-    """
-
-    def look():
-        while running.poll() is None:
-            with contextlib.suppress(psutil.Error):
-                root = psutil.Process(running.pid)
-                found = (root, *root.children(recursive=True))
-                most[0] = max(most[0], measure([one.memory_full_info() for one in found]))
-            time.sleep(0.1)
-
-    watching = threading.Thread(target=look, daemon=True)
-    watching.start()
-    return watching
-
-
-def make_photos(folder, count, width=500, height=375, classes=2):
-    """Writes JPEGs to class folders.
-
-    They have noise of all sizes, as photos do, and 60 kB each at the default size.
-    """
-    rng = np.random.default_rng(0)
-    for index in range(count):
-        pixels = 0
-        for scale in (2**k for k in range(7)):
-            noise = rng.integers(0, 256, (height // scale, width // scale, 3), dtype=np.uint8)
-            layer = Image.fromarray(noise).resize((width, height), Image.BICUBIC)
-            pixels = pixels + scale * np.float32(layer)
-        photo = Image.fromarray((pixels / 127).astype(np.uint8))  # 127: the sum of the scales
-        path = folder / str(index % classes) / f"{index}.jpg"
-        path.parent.mkdir(parents=True, exist_ok=True)
-        photo.save(path, quality=90)
-
-
-def repeat_files(folder, times):
-    """Links each file in the folders of `folder` so often that there are `times` as many."""
-    for path in list(folder.rglob("*.jpg")):
-        for index in range(1, times):
-            os.link(path, path.with_stem(f"{path.stem}_{index}"))
 
 
 def batches(samples, batch_size, steps):

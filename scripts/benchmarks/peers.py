@@ -1,6 +1,7 @@
 """train_images.py against the training scripts of timm and torchvision."""
 
 import contextlib
+import itertools
 import os
 import re
 import shutil
@@ -8,12 +9,14 @@ import signal
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 from pathlib import Path
 
-from measuring import SCRIPTS, environment, kept, make_photos, repeat_files, watch
-
-from utils.run import devices
+import numpy as np
+import psutil
+from measuring import SCRIPTS, environment, rounds
+from PIL import Image
 
 # name -> model, pixels, steps, width and height of the photos
 PEER_CASES = {
@@ -25,97 +28,92 @@ PEER_BATCH, PEER_CLASSES = 32, 8
 STEP = re.compile(r"step +\d+/|Train: 0 \[|Epoch: \[0\]  \[")  # of us, timm, torchvision
 
 
-def peers(args, rounds):
+def peers(args):
     """train_images.py over timm's and torchvision's scripts: images per second, start, memory."""
-    found = {
-        name: script
-        for name, script in (
-            ("timm", Path(args.peers, "pytorch-image-models", "train.py")),
-            ("torchvision", Path(args.peers, "vision", "references", "classification", "train.py")),
-        )
-        if script.exists() or print(f"    skipped {name}: there is no {script}")
+    scripts = {
+        "timm": Path(args.peers, "pytorch-image-models", "train.py"),
+        "torchvision": Path(args.peers, "vision", "references", "classification", "train.py"),
     }
-    if not found:
+    for name, script in list(scripts.items()):
+        if not script.exists():
+            print(f"    skipped {name}: there is no {script}")
+            del scripts[name]
+    if not scripts:
         return {}
-    measured = {}
+    ratios = {}
     with tempfile.TemporaryDirectory() as folder:
         for case, (_, _, steps, size) in PEER_CASES.items():
             train = Path(folder) / case / "train"
             make_photos(train, 2 * PEER_CLASSES, *size, PEER_CLASSES)
             shutil.copytree(train, train.with_name("val"))
             repeat_files(train, PEER_BATCH * steps // (2 * PEER_CLASSES))
-        for _ in rounds.each():
+        for _ in rounds(args):
             for case, (model, pixels, steps, _) in PEER_CASES.items():
                 data = Path(folder) / case
-                usual = ours_words(data, model, pixels, steps)
-                sides = {"train_images.py": (usual, True)}
+                ours = {case: our_command(data, model, pixels, steps)}
                 if case == "decoding":
-                    sides["cached"] = ([*usual, "--cache", f"{folder}/cache"], True)
-                    first_steps(rounds, *sides["cached"], 1)  # fills the cache
-                if "timm" in found:
-                    sides["timm"] = (timm_words(found["timm"], data, model, pixels), False)
-                if "torchvision" in found:
-                    words = torchvision_words(found["torchvision"], data, model, pixels)
-                    sides["torchvision"] = (words, False)
-                results = {}
-                for name, (words, ours) in sides.items():
-                    results[name] = first_steps(rounds, words, ours, 4 if args.quick else steps)
-                    shown = "{speed:.1f} images/s, {start:.1f} s, {memory:.0f} MB"
-                    print(f"    {case}, {name}: {shown.format(**results[name])}", flush=True)
-                for ours in ("train_images.py", "cached"):
-                    label = case if ours != "cached" else ours
-                    for peer in found if ours in results else ():
-                        for figure, value in results[ours].items():
-                            name = f"peers/{label}_{figure}_{peer}"
-                            ratio = value / results[peer][figure]
-                            measured.setdefault(name, []).append(ratio)
+                    ours["cached"] = f"{ours[case]} --cache {folder}/cache"
+                    first_steps(ours["cached"], 1)  # fills the cache
+                theirs = {
+                    name: COMMANDS[name](script, data, model, pixels)
+                    for name, script in scripts.items()
+                }
+                measured = {}
+                for name, command in (ours | theirs).items():
+                    found = first_steps(command, 4 if args.quick else steps)
+                    shown = f"{found['speed']:.1f} images/s, {found['start']:.1f} s"
+                    print(f"    {case}, {name}: {shown}, {found['memory']:.0f} MB", flush=True)
+                    measured[name] = found
+                for side, peer in itertools.product(ours, theirs):
+                    for figure, value in measured[side].items():
+                        ratio = value / measured[peer][figure]
+                        ratios.setdefault(f"peers/{side}_{figure}_{peer}", []).append(ratio)
     more = "images per second over the peer (more is better), ratio"
     less = "seconds to the first step, peak memory, over the peer (less is better), ratio"
-    return {
-        name: (values, more if "_speed_" in name else less) for name, values in measured.items()
-    }
+    return {name: (values, more if "_speed_" in name else less) for name, values in ratios.items()}
 
 
-def ours_words(data, model, pixels, steps):
+def our_command(data, model, pixels, steps):
     run = f"--max_train_steps {steps} --log_every 1 --eval_every 1000 --checkpoint_every 0"
-    command = f"train_images.py --dataset {data} --model {model} --image_size {pixels} {run}"
-    command += f" --batch_size {PEER_BATCH} --num_workers 2 --auto_augment none"
-    return [str(SCRIPTS / "train_images.py"), *command.split()[1:]]
+    command = f"{SCRIPTS}/train_images.py --dataset {data} --model {model} --image_size {pixels}"
+    command += f" --batch_size {PEER_BATCH} --num_workers 2 --auto_augment none {run}"
+    return command + " --output_dir {out}/run"
 
 
-def timm_words(script, data, model, pixels):
+def timm_command(script, data, model, pixels):
     model = {"mobilenet_v3_small": "mobilenetv3_small_100"}.get(model, model)
-    command = f"--data-dir {data} --val-split val --model {model} --num-classes {PEER_CLASSES}"
-    command += f" --img-size {pixels} -b {PEER_BATCH} -j 2 --color-jitter 0 --channels-last"
-    command += " --epochs 1 --device cpu --log-interval 1 --output {out}"
-    if devices.has_bf16():
-        command += " --amp --amp-dtype bfloat16"
-    return [str(script), *command.split()]
+    command = f"{script} --data-dir {data} --val-split val --model {model}"
+    command += f" --num-classes {PEER_CLASSES} --img-size {pixels} -b {PEER_BATCH} -j 2"
+    command += " --color-jitter 0 --channels-last --epochs 1 --device cpu --log-interval 1"
+    return command + " --output {out}"
 
 
-def torchvision_words(script, data, model, pixels):
-    command = f"--data-path {data} --model {model} --train-crop-size {pixels} -b {PEER_BATCH}"
-    command += " -j 2 --epochs 1 --device cpu --print-freq 1 --output-dir {out}"
-    return [str(script), *command.split()]
+def torchvision_command(script, data, model, pixels):
+    command = f"{script} --data-path {data} --model {model} --train-crop-size {pixels}"
+    command += f" -b {PEER_BATCH} -j 2 --epochs 1 --device cpu --print-freq 1"
+    return command + " --output-dir {out}"
 
 
-@kept
-def first_steps(words, ours, steps):
-    """Runs a script until it prints so many steps.
+COMMANDS = {"timm": timm_command, "torchvision": torchvision_command}
+
+
+def first_steps(command, steps):
+    """Runs a script in float32 until it prints so many steps.
+
+    Args:
+        command (str): the script and its arguments; {out} stands for the folder of its output.
 
     Returns:
         dict: `speed`, images per second after the first third of the steps; `start`, seconds to the
         first step; `memory`, the most MB that all its processes used, shared memory once.
     """
     with tempfile.TemporaryDirectory() as folder:
-        words = [sys.executable, *(word.replace("{out}", folder) for word in words)]
-        words += ["--output_dir", f"{folder}/run"] if ours else []
-        env = environment(ours and devices.has_bf16()) | {"PYTHONUNBUFFERED": "1"}
+        words = [sys.executable, *command.replace("{out}", folder).split()]
         pipes = dict(stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
-        pipes |= dict(start_new_session=True)
+        env = environment() | {"PYTHONUNBUFFERED": "1"}
         start_time, times, memory = time.perf_counter(), [], [0]
-        running = subprocess.Popen(words, env=env, cwd=folder, **pipes)
-        watching = watch(running, memory, lambda all_sizes: sum(size.pss for size in all_sizes))
+        running = subprocess.Popen(words, env=env, cwd=folder, start_new_session=True, **pipes)
+        watching = watch(running, memory)
         try:
             for line in running.stdout:
                 if STEP.search(line):
@@ -133,3 +131,45 @@ def first_steps(words, ours, steps):
     counted = times[steps // 3 :]
     speed = PEER_BATCH * (len(counted) - 1) / (counted[-1] - counted[0]) if steps > 1 else 0
     return {"speed": speed, "start": times[0] - start_time, "memory": memory[0] / 1e6}
+
+
+def watch(running, most):
+    """Watches the memory of a process (Popen) and of those that it starts until it ends.
+
+    Raises the only number in the list `most` to it, in bytes, with shared memory once. Returns the
+    thread that watches.
+    """
+
+    def look():
+        while running.poll() is None:
+            with contextlib.suppress(psutil.Error):
+                root = psutil.Process(running.pid)
+                found = (root, *root.children(recursive=True))
+                most[0] = max(most[0], sum(one.memory_full_info().pss for one in found))
+            time.sleep(0.1)
+
+    watching = threading.Thread(target=look, daemon=True)
+    watching.start()
+    return watching
+
+
+def make_photos(folder, count, width, height, classes):
+    """Writes JPEGs to class folders, with noise of all sizes, as photos have."""
+    rng = np.random.default_rng(0)
+    for index in range(count):
+        pixels = 0
+        for scale in (2**k for k in range(7)):
+            noise = rng.integers(0, 256, (height // scale, width // scale, 3), dtype=np.uint8)
+            layer = Image.fromarray(noise).resize((width, height), Image.BICUBIC)
+            pixels = pixels + scale * np.float32(layer)
+        photo = Image.fromarray((pixels / 127).astype(np.uint8))  # 127: the sum of the scales
+        path = folder / str(index % classes) / f"{index}.jpg"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        photo.save(path, quality=90)
+
+
+def repeat_files(folder, times):
+    """Links each file in the folders of `folder` so often that there are `times` as many."""
+    for path in list(folder.rglob("*.jpg")):
+        for index in range(1, times):
+            os.link(path, path.with_stem(f"{path.stem}_{index}"))

@@ -10,8 +10,7 @@ again, until it finishes. Then compares the final weights, byte for byte, and ev
 Repeats this until the number of kills is reached. If none of these runs continued from a
 checkpoint, nothing was tested, and this script fails: take more steps, or save more often.
 
-To test your own script, give its launch command without `--output_dir`. After an interruption, the
-same command continues with the first round that was not finished.
+To test your own script, give its launch command without `--output_dir`.
 """
 
 import contextlib
@@ -23,14 +22,12 @@ import subprocess
 import sys
 import time
 from collections import Counter
-from functools import partial
 from pathlib import Path
 
 # Finds `utils` and the training scripts next to this script (a copy) or above (the repository).
 sys.path[1:1] = map(str, Path(__file__).resolve().parents[1:3])
 import psutil
 
-from utils.report.measurements import Measurements, clock
 from utils.run import entry, process
 from utils.run.arguments import SEED, Parser
 from utils.run.domains import number
@@ -65,31 +62,24 @@ def weight_files(folder):
 def main():
     args = parse_args()
     folder = Path(args.folder)
-    chosen = dict(command=args.command, kills=args.kills, seed=args.seed)
-    kept = Measurements(folder / "unfinished.json", chosen)
-    if not kept.values:
-        shutil.rmtree(folder, ignore_errors=True)
-        folder.mkdir(parents=True)
-    kills, rounds, continued = Counter(), 0, 0
-    with (folder / "chaos.log").open("a") as log:
-        reference = kept.get("reference", partial(run_reference, args, log))
+    shutil.rmtree(folder, ignore_errors=True)
+    folder.mkdir(parents=True)
+    kills, rounds, continued, rng = Counter(), 0, 0, random.Random(args.seed)
+    with (folder / "chaos.log").open("w") as log:
+        reference = run_reference(args, log)
         print(f"uninterrupted: {sum(reference[:2]):.0f} s", flush=True)
-        start_time, before = time.monotonic(), None
         while kills.total() < args.kills:
             rounds += 1
-            name = f"round_{rounds}"
-            if name not in kept.values:
-                before = kills.total() if before is None else before
-                step = run_round(args, folder / name, reference, kills, log)
-                kept.keep(name, {"kills": kills, "continued_from": step})
-            kills = Counter(kept.values[name]["kills"])
-            continued += kept.values[name]["continued_from"] > 0
-            left = ""
-            if before is not None and kills.total() > before:
-                per_kill = (time.monotonic() - start_time) / (kills.total() - before)
-                left = f", about {clock(per_kill * max(0, args.kills - kills.total()))} left"
-            print(f"round {rounds}, {kills.total()} kills so far: identical{left}", flush=True)
-    kept.finish()
+            run = folder / f"round_{rounds}"
+            run_with_kills(args, run, reference, kills, rng, log)
+            difference = compare(folder / "reference", run)
+            says = f"round {rounds}, {kills.total()} kills so far"
+            print(f"{says}: {difference or 'identical'}", flush=True)
+            if difference:
+                raise SystemExit(1)
+            step = json.loads((run / "results.json").read_text())["resumed_from"]
+            continued += step > 0
+            shutil.rmtree(run)
     if not continued:
         raise RunFailed(
             f"{kills.total()} kills, and no run continued from a checkpoint: give the command more "
@@ -110,7 +100,6 @@ def run_reference(args, log):
         number of lines.
     """
     reference, start_time = Path(args.folder) / "reference", time.monotonic()
-    shutil.rmtree(reference, ignore_errors=True)
     with launched(args.command, reference, log) as launcher:
         wait_for_lines(launcher, reference, 1)
         first_line = time.monotonic()
@@ -132,32 +121,6 @@ def wait_for_lines(launcher, run, count):
     """Waits until the log of a run has so many lines, or a launch has ended."""
     while launcher.poll() is None and log_lines(run) < count:
         time.sleep(0.02)
-
-
-def run_round(args, run, reference, kills, log):
-    """Runs the command with kills in the folder `run`, and compares its results.
-
-    Args:
-        reference, kills: as for `run_with_kills`.
-
-    Returns:
-        int: the step from which the last launch continued, or 0.
-
-    Raises:
-        SystemExit: the results differ; the folder is left as it is, and the next start begins anew.
-    """
-    shutil.rmtree(run, ignore_errors=True)
-    # A generator for each round: after an interruption the rounds are as without.
-    rng = random.Random(f"{args.seed} {run.name}")
-    run_with_kills(args, run, reference, kills, rng, log)
-    difference = compare(run.parent / "reference", run)
-    if difference:
-        print(f"{run.name}, {kills.total()} kills so far: {difference}", flush=True)
-        (run.parent / "unfinished.json").unlink(missing_ok=True)
-        raise SystemExit(1)
-    step = json.loads((run / "results.json").read_text())["resumed_from"]
-    shutil.rmtree(run)
-    return step
 
 
 def run_with_kills(args, run, reference, kills, rng, log):
@@ -193,19 +156,18 @@ def run_with_kills(args, run, reference, kills, rng, log):
         return
 
 
-def launch(command, output_dir, log):
-    """Starts the command in a separate session."""
-    words = [*command, "--output_dir", str(output_dir)]
-    try:
-        return subprocess.Popen(words, stdout=log, stderr=subprocess.STDOUT, start_new_session=True)
-    except OSError as error:
-        raise UserError(f"cannot start {command[0]}: {error.strerror}") from None
-
-
 @contextlib.contextmanager
 def launched(command, output_dir, log):
-    """Starts the command, which does not outlive the block if this script is interrupted."""
-    launcher = launch(command, output_dir, log)
+    """Starts the command in a separate session.
+
+    It does not outlive the block if this script is interrupted.
+    """
+    words = [*command, "--output_dir", str(output_dir)]
+    pipes = dict(stdout=log, stderr=subprocess.STDOUT)
+    try:
+        launcher = subprocess.Popen(words, start_new_session=True, **pipes)
+    except OSError as error:
+        raise UserError(f"cannot start {command[0]}: {error.strerror}") from None
     try:
         yield launcher
     finally:
@@ -266,7 +228,7 @@ def parse_args():
     parser.add_argument(
         "--folder",
         default="runs/chaos",
-        help="folder for the runs; emptied first, unless the same command was interrupted",
+        help="folder for the runs; emptied first",
     )
     parser.add_argument(
         "--seed", type=SEED, default=0, help="seed of the times, and of which processes are killed"

@@ -7,10 +7,11 @@
         --output_dir runs/check_topology
 
 Prints a table of all processes, and stops with one line for each problem: a process that never
-starts or that the others cannot reach, two processes on one GPU, versions or clocks that differ
-between machines, an output or data folder that differs between machines. Then it measures the
-all-reduce of data parallel training for messages of 1 KiB to --max_bytes, and prints how long
-averaging the gradients takes for models of several sizes. It writes `topology.json`.
+starts or that the others cannot reach, two processes on one GPU, versions that differ between
+machines. (Each training script checks at its start that the machines share its folder and have the
+same data.) Then it measures the all-reduce of data parallel training for messages of 1 KiB to
+--max_bytes, and prints how long averaging the gradients takes for models of several sizes. It
+writes `topology.json`.
 
 The bus bandwidth is bytes / seconds x 2 (n - 1) / n: what an ideal ring transfers over the link of
 each of n processes (NVIDIA nccl-tests, doc/PERFORMANCE.md).
@@ -20,7 +21,6 @@ before they start the script. To limit that wait to 60 s, use --rdzv_conf join_t
 or --rdzv_conf timeout=60 with a static rendezvous.
 """
 
-import contextlib
 import json
 import os
 import platform
@@ -28,7 +28,6 @@ import socket
 import sys
 import threading
 import time
-import uuid
 from datetime import timedelta
 from importlib.metadata import version
 from pathlib import Path
@@ -44,23 +43,23 @@ import psutil
 import torch
 import torch.distributed as dist
 
-from utils.report.output import columns
+from utils.report.output import columns, writing_to
 from utils.run import launch
 from utils.run.arguments import SECONDS, Parser
 from utils.run.domains import number
 from utils.run.entry import run
 from utils.run.failures import RunFailed, UserError
-from utils.run.files import publish
 
 RANK = int(os.environ.get("RANK", 0))
 LOCAL_RANK = int(os.environ.get("LOCAL_RANK", 0))
 WORLD = int(os.environ.get("WORLD_SIZE", 1))
+REPEATED = 1.0  # seconds for which an all-reduce of each size is repeated
 
 
 # --------------------------------------------------------------------------------------- a process
 
 
-def describe_process(on_cpu, folder, dataset):
+def describe_process(on_cpu):
     """Describes this process, as values that JSON can hold."""
     packages = {name: version(name) for name in ("torch", "accelerate")}
     description = {
@@ -72,8 +71,6 @@ def describe_process(on_cpu, folder, dataset):
         "memory_bytes": psutil.virtual_memory().total,
         "backend": "gloo" if on_cpu else "nccl",
         "versions": {"python": platform.python_version(), **packages},
-        "output_dir": read_marker(folder),
-        "data": data_summary(dataset),
     }
     if not on_cpu:
         properties = torch.cuda.get_device_properties(LOCAL_RANK)
@@ -83,46 +80,6 @@ def describe_process(on_cpu, folder, dataset):
         description["versions"]["cuda"] = torch.version.cuda
         description["versions"]["nccl"] = ".".join(map(str, torch.cuda.nccl.version()))
     return description
-
-
-def read_marker(folder):
-    """Reads the random id that the first process writes to `folder`.
-
-    Processes that read the same id share the folder.
-    """
-    marker = Path(folder) / ".check_topology"
-    try:
-        Path(folder).mkdir(parents=True, exist_ok=True)
-        # Written under a unique name and then linked, which is atomic: no process reads an
-        # incomplete marker.
-        own = marker.with_name(f"{marker.name}.{uuid.uuid4().hex}")
-        try:
-            own.write_text(uuid.uuid4().hex)
-            publish(own, marker)  # unless another process was first
-        finally:
-            own.unlink(missing_ok=True)
-        return marker.read_text()
-    except OSError as error:
-        return f"cannot be written: {error.strerror}"
-
-
-def remove_marker(folder):
-    """Removes what `read_marker` left in `folder`."""
-    with contextlib.suppress(OSError):  # there is none in a folder that cannot be written
-        (Path(folder) / ".check_topology").unlink()
-
-
-def data_summary(path):
-    """The number and total size of the files below `path`.
-
-    Returns:
-        str | None: None if it is not a local path (a Hub id, `synthetic`).
-    """
-    path = Path(path)
-    if not path.exists():
-        return None
-    files = [path] if path.is_file() else [file for file in path.rglob("*") if file.is_file()]
-    return f"{len(files)} file(s), {sum(file.stat().st_size for file in files):,} bytes"
 
 
 # ------------------------------------------------------------------------- all processes, problems
@@ -206,53 +163,6 @@ def leave_store(store, present):
         time.sleep(0.05)
 
 
-def clock_skews(store, timeout):
-    """Measures how far the clock of each process is ahead of rank 0's clock.
-
-    As in NTP (RFC 5905), rank 0 reads its clock when it asks and when the answer arrives; the other
-    process answered at some moment in between. The fastest of 5 answers counts.
-
-    Returns:
-        dict: rank -> (seconds ahead, uncertainty in seconds); empty on all ranks but 0.
-    """
-    skews = {}
-    for rank in range(1, WORLD):
-        fastest = None
-        for attempt in range(5):
-            key = f"clock/{rank}/{attempt}"
-            if RANK == 0:
-                asked = time.time()
-                store.set(f"{key}/asked", "")
-                store.wait([f"{key}/time"], timedelta(seconds=timeout))
-                answered = time.time()
-                ahead = float(store.get(f"{key}/time")) - (asked + answered) / 2
-                uncertainty = (answered - asked) / 2
-                if fastest is None or uncertainty < fastest[1]:
-                    fastest = ahead, uncertainty
-            elif rank == RANK:
-                store.wait([f"{key}/asked"], timedelta(seconds=timeout * WORLD))
-                store.set(f"{key}/time", repr(time.time()))
-        if RANK == 0:
-            skews[rank] = fastest
-    return skews
-
-
-def find_problems(entries, skews, args):
-    """Finds the problems of the launch: a list with one line for each.
-
-    Args:
-        entries (list): the descriptions of all processes, by rank.
-        skews (dict): as `clock_skews` returns them.
-    """
-    return [
-        *gpu_problems(entries),
-        *version_problems(entries),
-        *clock_problems(entries, skews, args.max_clock_skew),
-        *folder_problems(entries, args.output_dir),
-        *data_problems(entries, args.dataset),
-    ]
-
-
 def gpu_problems(entries):
     """GPUs that several processes share, and machines without a GPU among others with GPUs."""
     problems, by_uuid = [], {}
@@ -294,40 +204,6 @@ def version_problems(entries):
     return problems
 
 
-def clock_problems(entries, skews, limit):
-    """Clocks that differ from that of rank 0 by more than `limit` seconds."""
-    return [
-        f"the clock of {entries[rank]['host']} (rank {rank}) is {skew:+.1f} s off rank 0's: "
-        "synchronize both with NTP"
-        for rank, (skew, uncertainty) in skews.items()
-        if abs(skew) - uncertainty > limit
-    ]
-
-
-def folder_problems(entries, folder):
-    """An output folder that cannot be written, or that not all machines share."""
-    for entry in entries:
-        if entry["output_dir"].startswith("cannot"):
-            return [f"--output_dir {folder} on {entry['host']} {entry['output_dir']}"]
-    shared, *other = hosts_by(entries, "output_dir").values()
-    if not other:
-        return []
-    others = ", ".join(host for hosts in other for host in hosts)
-    return [
-        f"--output_dir {folder} is a different folder on {others} than on {shared[0]}: checkpoints "
-        "need a folder that all machines share"
-    ]
-
-
-def data_problems(entries, dataset):
-    """Data that differs between machines."""
-    if len({entry["data"] for entry in entries}) == 1:
-        return []
-    data_by_host = {entry["host"]: entry["data"] or "nothing" for entry in entries}
-    listing = ", ".join(f"{data} on {host}" for host, data in data_by_host.items())
-    return [f"--dataset {dataset} differs: {listing}"]
-
-
 def hosts_by(entries, name):
     """Groups the hosts of `entries`: value of the field `name` -> list of different hosts."""
     groups = {}
@@ -336,11 +212,10 @@ def hosts_by(entries, name):
     return {value: list(hosts) for value, hosts in groups.items()}
 
 
-def table(entries, skews):
+def table(entries):
     """The table of processes, as text."""
-    rows = [("rank", "host", "local", "device", "memory", "backend", "torch", "clock")]
+    rows = [("rank", "host", "local", "device", "memory", "backend", "torch")]
     for entry in entries:
-        skew, _ = skews.get(entry["rank"], (0.0, 0.0))
         device = f"{entry['device']} {entry['uuid'][:13]}" if entry["uuid"] else entry["device"]
         row = (
             str(entry["rank"]),
@@ -350,7 +225,6 @@ def table(entries, skews):
             f"{entry['memory_bytes'] / 2**30:.0f} GiB",
             entry["backend"],
             entry["versions"]["torch"],
-            f"{skew * 1e3:+.1f} ms",
         )
         rows.append(row)
     return columns(rows)
@@ -410,11 +284,8 @@ def start_watchdog(seconds, backend):
     return timer
 
 
-def measure_all_reduce(device, max_bytes, seconds):
+def measure_all_reduce(device, max_bytes):
     """Times the all-reduce of float32 messages of 1 KiB, 4 KiB, ... `max_bytes`.
-
-    Args:
-        seconds (float): how long to repeat each message.
 
     Returns:
         list[dict]: for each message `bytes`; `seconds`, the median of repeated calls, each the time
@@ -423,7 +294,7 @@ def measure_all_reduce(device, max_bytes, seconds):
     rows = []
     size = 1024
     while size <= max_bytes:
-        median = time_all_reduce(torch.ones(size // 4, device=device), seconds)
+        median = time_all_reduce(torch.ones(size // 4, device=device))
         rows.append(
             {
                 "bytes": size,
@@ -436,8 +307,8 @@ def measure_all_reduce(device, max_bytes, seconds):
     return rows
 
 
-def time_all_reduce(message, seconds):
-    """The median time of an all-reduce of `message`, repeated for about `seconds`."""
+def time_all_reduce(message):
+    """The median time of an all-reduce of `message`, repeated for about `REPEATED` seconds."""
     times = []
     # The first two are a warm-up; the time of the third determines how many more follow.
     repeats = 5
@@ -452,7 +323,7 @@ def time_all_reduce(message, seconds):
         times.append(slowest.item())
         message.fill_(1)  # otherwise the sums would grow without bound
         if len(times) == 3:
-            repeats = min(100, max(5, int(seconds / times[-1])))
+            repeats = min(100, max(5, int(REPEATED / times[-1])))
     measured = sorted(times[2:])
     return measured[len(measured) // 2]
 
@@ -506,20 +377,14 @@ def main():
     args = parse_args()
     on_cpu = launch.set_up(shards=True)
     store = connect_store(args.timeout) if WORLD > 1 else None
-    own = describe_process(on_cpu, args.output_dir, args.dataset)
+    own = describe_process(on_cpu)
     if WORLD == 1:
-        remove_marker(args.output_dir)
-        print(table([own], {}))
-        refuse(find_problems([own], {}, args))
-        print("one process: nothing to measure")
+        print(f"{table([own])}\none process: nothing to measure")
         return
     entries = gather_descriptions(store, own, args.timeout)
-    skews = clock_skews(store, args.timeout)
-    remove_marker(args.output_dir)  # every process has read it
     if RANK == 0:
-        print(table(entries, skews), flush=True)
-        store.set("problems", json.dumps(find_problems(entries, skews, args)))
-    if problems := json.loads(store.get("problems")):
+        print(table(entries), flush=True)
+    if problems := gpu_problems(entries) + version_problems(entries):
         leave_store(store, WORLD)
         refuse(problems)
 
@@ -531,13 +396,13 @@ def main():
     # The training scripts also use gloo, to agree when to stop and to wait for work on files.
     if not on_cpu:
         connect("gloo", torch.device("cpu"), args.timeout)
-    rows = measure_all_reduce(device, args.max_bytes, args.seconds_per_size)
+    rows = measure_all_reduce(device, args.max_bytes)
     if RANK == 0:
         backend = dist.get_backend()
         print(f"\nall-reduce over {backend}\n{bandwidth_table(rows)}\n\n{summarize(rows, entries)}")
         record = {"processes": entries, "all_reduce": rows}
-        folder = Path(args.output_dir)
-        (folder / "topology.json").write_text(json.dumps(record, indent=1))
+        with writing_to(args.output_dir) as folder:
+            (folder / "topology.json").write_text(json.dumps(record, indent=1))
     dist.destroy_process_group()
 
 
@@ -546,12 +411,7 @@ def parse_args():
     parser.add_argument(
         "--output_dir",
         default="runs/check_topology",
-        help="folder in which the training will write",
-    )
-    parser.add_argument(
-        "--dataset",
-        default="synthetic",
-        help="data of the training; a path is compared between machines",
+        help="folder for topology.json",
     )
     parser.add_argument(
         "--timeout",
@@ -560,22 +420,10 @@ def parse_args():
         help="seconds to wait for the other processes",
     )
     parser.add_argument(
-        "--max_clock_skew",
-        type=number(float, 0),
-        default=1.0,
-        help="largest allowed difference between two clocks, in seconds",
-    )
-    parser.add_argument(
         "--max_bytes",
         type=number(int, 1024, most=2**34),  # 16 GiB: gradients of 4 billion parameters
         default=2**26,
         help="size of the largest message",
-    )
-    parser.add_argument(
-        "--seconds_per_size",
-        type=number(float, 0, most=3600),
-        default=1.0,
-        help="how long to repeat each message, in seconds",
     )
     return parser.parse_args()
 

@@ -38,19 +38,11 @@ discuss.pytorch.org (2022): B = 64, W = 4, two epochs; `ddp` trains for int(0.66
 epochs, because each is shorter.
 
 Copy it together with train_cifar.py, whose network it trains.
-
-Measured on 2026-11-21 with --dataset synthetic on 2 cores of an AMD EPYC: with 2cpu.yaml, after 20
-steps, the weights of `replicated` and its equivalent differ by 2.9e-7 (relative), those of `ddp`
-and its equivalent by 2.9e-7, and at the end by at most 6.7e-6. With 4gpu.yaml (the setting of the
-thread, over gloo) these values are 3.1e-7, 3.6e-7 and 3.9e-5. The differences are rounding errors
-that grow from step to step: in float64 the gradients agree to 2e-14.
 """
 
 import contextlib
-import os
 import sys
 import time
-from datetime import timedelta
 from functools import partial
 from pathlib import Path
 
@@ -65,8 +57,7 @@ import torch
 import torch.nn.functional as F
 import train_cifar
 from accelerate import Accelerator, DataLoaderConfiguration
-from accelerate.utils import InitProcessGroupKwargs, set_seed
-from safetensors.torch import load_file, save_file
+from accelerate.utils import set_seed
 from torch import nn
 from torch.utils.data import DataLoader, Sampler
 
@@ -75,18 +66,18 @@ from utils.data.report import agree
 from utils.images.arrays import load_arrays, on_device
 from utils.images.augment import normalize
 from utils.report import plots
+from utils.report.output import columns, writing_to
 from utils.run import entry, launch
-from utils.run.arguments import BATCH, SECONDS, SEED, Parser
-from utils.run.collectives import run_on_main, wait_for_all
+from utils.run.arguments import BATCH, SEED, Parser
+from utils.run.collectives import run_on_main
 from utils.run.domains import number
 from utils.run.failures import RunFailed, UserError
-from utils.run.folder import RunFolder
-from utils.run.guard import Guard
-from utils.run.metrics import memory_bytes
+from utils.run.files import write_json
 
 PAIRS = {"replicated": "replicated_single", "ddp": "ddp_single"}  # W processes: one process
 RUNS = [name for pair in PAIRS.items() for name in pair]
-MOMENTUM = 0.9
+LR, MOMENTUM = 0.02, 0.9
+PROOF_STEPS = 20  # after which the weights are compared: rounding errors grow from step to step
 TOLERANCE = 1e-5  # largest accepted relative difference of float32 weights
 TOLERANCE_FLOAT64 = 1e-10  # the same for float64 gradients
 
@@ -161,27 +152,31 @@ def build_batches(accelerator, split, name, args):
     return Concatenated([loader(args.seed + rank) for rank in range(accelerator.num_processes)])
 
 
-def train(accelerator, name, data, args, should_stop):
+def steps_of(accelerator, split, name, args):
+    """The number of optimizer steps of the run `name`: `ddp` trains for more, shorter epochs."""
+    epochs = args.epochs
+    if name.startswith("ddp"):
+        epochs *= max(1, int(0.66 * accelerator.num_processes))
+    steps = epochs * (len(split) // args.batch_size)
+    return min(steps, args.max_train_steps or steps)
+
+
+def train(accelerator, data, name, args):
     """Trains one of the four runs.
 
-    Args:
-        should_stop (Callable): called as `should_stop(step, losses, ids)` after each step; returns
-            whether to stop.
-
     Returns:
-        dict | None: `losses` float32 [processes, steps], `seconds` [1], and the weights after
-        `--proof_steps` steps (`proof.*`) and at the end (`final.*`). None if it was stopped.
+        dict: `losses` float32 [processes, steps], `seconds`, and the weights after `PROOF_STEPS`
+        steps (`proof`) and at the end (`final`), each a list of tensors.
     """
     set_seed(args.seed)
     device, split = accelerator.device, on_device(accelerator, data.splits)["train"]
     model = Net(len(data.class_names)).to(device)
     if name in PAIRS:
         model = accelerator.prepare(model)
-    optimizer = torch.optim.SGD(model.parameters(), lr=args.lr, momentum=MOMENTUM)
+    optimizer = torch.optim.SGD(model.parameters(), lr=LR, momentum=MOMENTUM)
     batches = build_batches(accelerator, split, name, args)
     mean, std = (value.to(device) for value in data.splits["train"].mean_and_std())
-    total_steps = steps_of(name, split, args)
-    proof_steps = min(args.proof_steps, total_steps)
+    total_steps = steps_of(accelerator, split, name, args)
     losses, record, start_time = [], {}, time.perf_counter()
     while len(losses) < total_steps:
         for batch in map(split.batch, batches):
@@ -190,80 +185,21 @@ def train(accelerator, name, data, args, should_stop):
             optimizer.step()
             optimizer.zero_grad()
             losses.append(loss.detach())
-            if len(losses) == proof_steps:
-                record |= plain_weights(model, "proof")
-            if should_stop(len(losses), [loss.detach()], [batch["ids"]]):
-                return None
+            if len(losses) == min(PROOF_STEPS, total_steps):
+                record["proof"] = copies(model.parameters())
             if len(losses) == total_steps:
                 break
     losses = torch.stack(losses)[None].float()
     if name in PAIRS:
         # Gather all losses once, at the end, because a gather in every step would slow it down.
         losses = accelerator.gather(losses)
-    seconds = torch.tensor([time.perf_counter() - start_time])
-    return {"losses": losses.cpu(), "seconds": seconds, **record, **plain_weights(model, "final")}
+    seconds = time.perf_counter() - start_time
+    return record | dict(losses=losses.cpu(), seconds=seconds, final=copies(model.parameters()))
 
 
-def train_all(accelerator, run, data, args, guard):
-    """Trains the four runs, and saves a record of each."""
-    split = data.splits["train"]
-
-    def train_and_save(name, should_stop):
-        shown = time.monotonic()
-
-        def show_and_ask(step, *figures):
-            nonlocal shown
-            if time.monotonic() > shown + 20:
-                shown = time.monotonic()
-                run.print(f"  step {step} of {steps_of(name, split, args)}")
-            return should_stop(step, *figures)
-
-        trained = train(accelerator, name, data, args, show_and_ask)
-        if trained and accelerator.is_main_process:
-            save_file(trained, run.path / f"{name}.safetensors")
-        return trained is not None
-
-    def got_signal(*_):
-        return process.signal_name() is not None
-
-    for name in RUNS:
-        run.print(f"{name} ...")
-        if name in PAIRS:
-            finished = train_and_save(name, guard.should_stop)
-        else:
-            finished = run_on_main(accelerator, partial(train_and_save, name, got_signal))
-        if not finished:
-            run.exit_preempted(f"during {name}: the same command starts over")
-
-
-def steps_of(name, split, args):
-    """The number of optimizer steps of the run `name`."""
-    steps = epochs_of(name, args) * epoch_steps(split, args)
-    return min(steps, args.max_train_steps or steps)
-
-
-def epoch_steps(split, args):
-    """The number of optimizer steps of an epoch, which is the same in all runs."""
-    return len(split) // args.batch_size
-
-
-def batch_of(name, processes, args):
-    """The number of samples that each process of the run `name` computes in a step."""
-    total = args.batch_size * (processes if name.startswith("replicated") else 1)
-    return total // (processes if name in PAIRS else 1)
-
-
-def epochs_of(name, args):
-    """The number of epochs of the run `name`."""
-    return args.epochs if name.startswith("replicated") else args.ddp_epochs
-
-
-def plain_weights(model, prefix):
-    """Copies of the weights, by their plain names behind `prefix`."""
-    return {
-        f"{prefix}.{name.removeprefix('module.')}": value.cpu().clone()
-        for name, value in model.state_dict().items()
-    }
+def copies(tensors):
+    """Copies tensors to the CPU."""
+    return [tensor.detach().cpu().clone() for tensor in tensors]
 
 
 # --------------------------------------------------------------------------------------- gradients
@@ -296,7 +232,7 @@ def compare_gradients(accelerator, split, classes, args, dtype):
                 outputs = network(images[part])
                 loss = F.cross_entropy(outputs, labels[part], reduction=reduction)
                 (loss * factor).backward()
-        return [weight.grad.clone() for weight in network.parameters()]
+        return copies(weight.grad for weight in network.parameters())
 
     everything = torch.arange(args.batch_size)
     share = everything.chunk(processes)[rank]
@@ -357,42 +293,19 @@ def max_relative_difference(tensors, expected):
     )
 
 
-# ------------------------------------------------------------------------------------- table, plot
+# ------------------------------------------------------------------------------------ table, plot
 
 
-def row_of(name, record, processes, steps_per_epoch, args):
-    """The row of the table for a run, as a dict."""
-    used, batch = processes if name in PAIRS else 1, batch_of(name, processes, args)
-    losses = record["losses"]
-    steps = losses.shape[1]
-    return {
-        "processes": used,
-        "batch_per_process": batch,
-        "effective_batch": batch * used,
-        "epochs": round(steps / steps_per_epoch, 3),
-        "steps": steps,
-        # Of all processes, over the last epoch: all steps of a run that is shorter than that.
-        "final_loss": losses[:, -steps_per_epoch:].mean().item(),
-        "seconds": record["seconds"].item(),
-    }
-
-
-def table(rows):
-    """Formats the rows as lines of text with aligned columns."""
-    lines = [
-        "run                processes  batch each   total  epochs  steps  final loss  seconds  "
-        "speed-up  efficiency"
-    ]
-    for name, row in rows.items():
-        line = (
-            f"{name:17}  {row['processes']:9}  {row['batch_per_process']:10}  "
-            f"{row['effective_batch']:6}  {row['epochs']:6g}  {row['steps']:5}  "
-            f"{row['final_loss']:10.4f}  {row['seconds']:7.1f}"
-        )
-        if "speed_up" in row:
-            line += f"  {row['speed_up']:8.2f}  {row['efficiency']:10.0%}"
-        lines.append(line)
-    return "\n".join(lines)
+def table(records, processes, args):
+    """The table of the runs, as text."""
+    rows = [("run", "processes", "batch each", "steps", "last loss", "seconds")]
+    for name, record in records.items():
+        used = processes if name in PAIRS else 1
+        total = args.batch_size * (processes if name.startswith("replicated") else 1)
+        steps, loss = record["losses"].shape[1], record["losses"][:, -1].mean()
+        figures = (used, total // used, steps, f"{loss:.4f}", f"{record['seconds']:.1f}")
+        rows.append((name, *map(str, figures)))
+    return columns(rows)
 
 
 def draw(path, records, processes):
@@ -412,12 +325,11 @@ def draw(path, records, processes):
         width = max(1, losses.shape[1] // 40)
         smooth = losses.unfold(1, width, 1).mean(2).mean(0)
         ends = steps[width - 1 :]
-        seconds = ends / len(steps) * record["seconds"].item()
         look = dict(color=color, linestyle="--", linewidth=1.6)
         if parallel:
             look |= dict(linestyle="-", linewidth=3)
         axis.plot(ends, smooth, label=f"{name}, their mean" if parallel else name, **look)
-        axes[2].plot(seconds, smooth, label=name, **look)
+        axes[2].plot(ends / len(steps) * record["seconds"], smooth, label=name, **look)
     titles = ("replicated and its equivalent", "ddp and its equivalent", "all four, over time")
     for axis, title in zip(axes, titles, strict=True):
         axis.set_title(title, fontsize=11)
@@ -440,59 +352,46 @@ def main():
         cpu=launch.set_up(),
         mixed_precision="no",
         dataloader_config=DataLoaderConfiguration(split_batches=True),
-        # The other processes wait while the main process trains alone.
-        kwargs_handlers=[InitProcessGroupKwargs(timeout=timedelta(seconds=args.timeout))],
     )
     processes = accelerator.num_processes
     launch.print_banner(accelerator, args.batch_size)
     data = local_main_first(accelerator, lambda: load_arrays(args.dataset, seed=args.seed))
-    description = agree(accelerator, args.dataset, data)
+    agree(accelerator, args.dataset, data)
     split, classes = data.splits["train"], len(data.class_names)
     if args.batch_size > len(split):
         raise UserError(
             f"--batch_size {args.batch_size} is more than the {len(split)} training images"
         )
-    run = RunFolder(args, accelerator)
-    run.open(data=description)
-    if run.finished:
-        run.print(table(run.finished["runs"]))
-        run.print(f"this comparison has already finished; see {run.path}")
-        return
-    run.start()
-    guard = Guard(accelerator, args.timeout)
 
     gradients = {}
     for dtype in (torch.float32, torch.float64):
         name = str(dtype).removeprefix("torch.")
         gradients[name] = compare_gradients(accelerator, split, classes, args, dtype)
     own, whole = compare_losses(accelerator, split, classes, args)
-    run.print(
+    accelerator.print(
         f"\nLargest relative difference between DDP's gradient (W = {processes}) and that of one "
         f"process:\n{'':52}  float32  float64"
     )
     for case, value in gradients["float32"].items():
-        run.print(f"  {case:50}  {value:7.0e}  {gradients['float64'][case]:7.0e}")
-    run.print(
+        accelerator.print(f"  {case:50}  {value:7.0e}  {gradients['float64'][case]:7.0e}")
+    accelerator.print(
         f"\n{processes} processes, {processes} losses of one batch: "
         f"{', '.join(f'{loss:.6f}' for loss in own)}\n"
         f"their mean: {sum(own) / processes:.6f}; one process, the whole batch: {whole:.6f}\n"
     )
-    train_all(accelerator, run, data, args, guard)
-    if accelerator.is_main_process:
-        losses = {"per_process": own, "mean": sum(own) / processes, "one_process": whole}
-        results = {
-            "gradients": gradients,
-            "losses_of_one_batch": losses,
-            "num_processes": processes,
-            "peak_memory_bytes": memory_bytes(accelerator.device),
-        }
-        conclude(run, epoch_steps(split, args), args, results)
-    wait_for_all(accelerator)  # a scheduler may stop the other machines when one exits
+    records = {}
+    for name in RUNS:
+        accelerator.print(f"{name} ...", flush=True)
+        training = partial(train, accelerator, data, name, args)
+        records[name] = training() if name in PAIRS else run_on_main(accelerator, training)
+    losses = {"per_process": own, "mean": sum(own) / processes, "one_process": whole}
+    results = {"gradients": gradients, "losses_of_one_batch": losses, "num_processes": processes}
+    run_on_main(accelerator, partial(conclude, records, results, args))
     accelerator.end_training()
 
 
-def conclude(run, steps_per_epoch, args, results):
-    """Compares the runs of each pair, and writes the log, the plot and the results.
+def conclude(records, results, args):
+    """Compares the runs of each pair, and writes the plot and the results.
 
     Args:
         results (dict): what else to write to results.json.
@@ -500,30 +399,20 @@ def conclude(run, steps_per_epoch, args, results):
     Raises:
         RunFailed: the runs of a pair differ, or the gradients do.
     """
-    processes = results["num_processes"]
-    records = {name: load_file(run.path / f"{name}.safetensors") for name in RUNS}
-    rows = {
-        name: row_of(name, record, processes, steps_per_epoch, args)
-        for name, record in records.items()
-    }
-    pairs = {}
+    results["pairs"] = {}
     for name, single in PAIRS.items():
-        rows[name]["speed_up"] = rows[single]["seconds"] / rows[name]["seconds"]
-        rows[name]["efficiency"] = rows[name]["speed_up"] / processes
-        steps = min(args.proof_steps, rows[name]["steps"])
-        pairs[name] = compare_pair(records[name], records[single]) | {"after_steps": steps}
+        pair = compare_pair(records[name], records[single])
+        results["pairs"][name] = pair
         print(
-            f"{name} and {single}: weights differ by {pairs[name]['max_relative_difference']:.1e} "
-            f"after {steps} steps and by {pairs[name]['max_relative_difference_at_the_end']:.1e} "
-            f"at the end, losses by at most {pairs[name]['max_loss_difference']:.1e}"
+            f"{name} and {single}: weights differ by {pair['max_relative_difference']:.1e} "
+            f"after {pair['after_steps']} steps and by "
+            f"{pair['max_relative_difference_at_the_end']:.1e} at the end, losses by at most "
+            f"{pair['max_loss_difference']:.1e}"
         )
-        for step in range(0, rows[name]["steps"], args.log_every):
-            for logged in (name, single):
-                loss = records[logged]["losses"][:, step].mean().item()
-                run.metrics.write(logged, step + 1, loss=loss)
-    print(f"\n{table(rows)}\n")
-    plot = run.path / "loss_curves.png"
-    draw(plot, records, processes)
+    print(f"\n{table(records, results['num_processes'], args)}\n")
+    with writing_to(args.output_dir) as folder:
+        draw(folder / "loss_curves.png", records, results["num_processes"])
+        write_json(folder / "results.json", results)
 
     float64 = results["gradients"]["float64"]
     largest = max(value for case, value in float64.items() if "uncorrected" not in case)
@@ -531,105 +420,59 @@ def conclude(run, steps_per_epoch, args, results):
         raise RunFailed(
             f"the gradients differ by {largest:.1e} in float64, more than rounding can explain"
         )
-    difference = max(pair["max_relative_difference"] for pair in pairs.values())
+    difference = max(pair["max_relative_difference"] for pair in results["pairs"].values())
     if difference > TOLERANCE:
         raise RunFailed(
             f"the weights of a pair differ by {difference:.1e}, more than {TOLERANCE}: this is not "
             "the same computation"
         )
-    samples = sum(row["steps"] * row["effective_batch"] for row in rows.values())
-    seconds = sum(row["seconds"] for row in rows.values())
-    results |= {
-        "pairs": pairs,
-        "runs": rows,
-        "tolerance": TOLERANCE,
-        "global_step": sum(row["steps"] for row in rows.values()),
-        "samples_seen": samples,
-        "train_seconds": seconds,
-        "samples_per_second": samples / seconds,
-    }
-    run.write_results(results)
-    print(f"the pairs agree to {difference:.1e} (tolerance {TOLERANCE:.0e}); see {plot}")
+    print(
+        f"the pairs agree to {difference:.1e} (tolerance {TOLERANCE:.0e}); see "
+        f"{folder / 'loss_curves.png'}"
+    )
 
 
 def compare_pair(record, single):
     """The largest differences between the weights and the losses of two runs."""
-    differences = {}
-    for stage in ("proof", "final"):
-        names = [name for name in single if name.startswith(f"{stage}.")]
-        weights = [record[name] for name in names]
-        expected = [single[name] for name in names]
-        differences[stage] = max_relative_difference(weights, expected)
     losses = record["losses"].mean(0) - single["losses"][0]
     return {
-        "max_relative_difference": differences["proof"],
-        "max_relative_difference_at_the_end": differences["final"],
+        "max_relative_difference": max_relative_difference(record["proof"], single["proof"]),
+        "max_relative_difference_at_the_end": max_relative_difference(
+            record["final"], single["final"]
+        ),
         "max_loss_difference": losses.abs().max().item(),
+        "after_steps": min(PROOF_STEPS, len(losses)),
     }
 
 
 def parse_args():
     parser = Parser(description=__doc__.split("\n")[0])
     at_least_1 = number(int, 1)
-    group = parser.add_argument_group("the experiment")
-    group.add_argument(
+    parser.add_argument(
         "--batch_size",
         type=BATCH,
         default=64,
         help="B: samples over all processes in ddp, per process in replicated",
     )
-    group.add_argument(
+    parser.add_argument(
         "--epochs",
         type=at_least_1,
         default=2,
         help="passes over the data in replicated and its equivalent",
     )
-    group.add_argument("--max_train_steps", type=at_least_1, help="most optimizer steps of a run")
-    group.add_argument(
-        "--lr",
-        type=number(float, 0, most=1000),
-        default=0.02,
-        help="learning rate of all four runs",
-    )
-    group.add_argument(
-        "--proof_steps",
-        type=at_least_1,
-        default=20,
-        help="compare the weights after this many steps",
-    )
-    group = parser.add_argument_group("run")
-    group.add_argument(
+    parser.add_argument("--max_train_steps", type=at_least_1, help="most optimizer steps of a run")
+    parser.add_argument(
         "--dataset",
         default="uoft-cs/cifar10",
         help="Hub id, local folder or file of 32x32 images, or `synthetic`",
     )
-    group.add_argument(
-        "--output_dir",
-        default="runs/compare_ddp",
-        help="folder for everything that the script writes",
+    parser.add_argument(
+        "--output_dir", default="runs/compare_ddp", help="folder for the plot and the results"
     )
-    group.add_argument(
-        "--resume",
-        choices=["auto", "never"],
-        default="auto",
-        help="never: stop with an error if output_dir has results",
+    parser.add_argument(
+        "--seed", type=SEED, default=0, help="seed of the weights and the order of samples"
     )
-    group.add_argument(
-        "--log_every", type=at_least_1, default=10, help="steps between lines of metrics.jsonl"
-    )
-    group.add_argument(
-        "--seed",
-        type=SEED,
-        default=0,
-        help="seed of the weights and the order of samples",
-    )
-    group.add_argument(
-        "--timeout", type=SECONDS, default=1800, help="seconds to wait for another process"
-    )
-    args = parser.parse_args()
-    # Epochs of `ddp` are shorter: it has more of them.
-    args.ddp_epochs = args.epochs * max(1, int(0.66 * int(os.environ.get("WORLD_SIZE", 1))))
-    return args
+    return parser.parse_args()
 
 
 if __name__ == "__main__":

@@ -9,7 +9,6 @@ checkpoints and interruptions do not count. Prints the metric of the last and of
 evaluation, and the arguments that differ. Also works while the runs are still training.
 """
 
-import json
 import sys
 from pathlib import Path
 
@@ -53,15 +52,14 @@ def read_run(folder):
             f"{folder} is not the folder of a run: it needs args.json and metrics.jsonl of a "
             "training script"
         )
-    columns = {name: [np.empty(0)] for name in ("step", "loss", "step_seconds")}
-    evaluated = {"val": [], "test": []}
-    for split, lines in plots.read_parts(path, ("train", *evaluated)):
-        if split in evaluated:
-            evaluated[split] += map(json.loads, lines)
-            continue
-        for name, parts in columns.items():
-            parts.append(plots.values(lines, name))
-    step, loss, step_seconds = map(np.concatenate, columns.values())
+    trained, evaluated = [], {"val": [], "test": []}
+    for lines in plots.read_parts(path):
+        for line in lines:
+            if line["split"] == "train":
+                trained.append((line["step"], line["loss"], line["step_seconds"]))
+            elif line["split"] in evaluated:
+                evaluated[line["split"]].append(line)
+    step, loss, step_seconds = np.array(trained, float).reshape(-1, 3).T
     seconds = (np.diff(step, prepend=0) * step_seconds).cumsum()
     train = {"step": step, "loss": loss, "samples": step * batch_size, "seconds": seconds}
     evaluations = evaluated["val"] or evaluated["test"]

@@ -340,11 +340,6 @@ def other_torch(original, package):
     return "1.0.0" if package == "torch" and argument == own_rank else original(package)
 
 
-@replaces("time.time")
-def clock_ahead(original):
-    return original() + 120 * (argument == own_rank)
-
-
 @starts_with
 def one_gpu():
     """Simulates a scheduler that assigns the same GPU to two launchers."""

@@ -9,10 +9,7 @@ import pytest
 from harness.launches import Started, all_end, run
 
 SCRIPT = "scripts/benchmarks/benchmark.py"
-FIGURES = {
-    "startup_ratio": ["train_minimal", "train_cifar", "train_gpt"],
-    "scoring": ["loader", "loader_and_model"],
-}
+FIGURES = {"startup_ratio": ["train_minimal", "train_cifar", "train_gpt"]}
 
 
 @pytest.mark.parametrize(
@@ -44,7 +41,7 @@ def test_a_signal_also_ends_the_processes_that_it_measures(tmp_path):
 @pytest.mark.slow
 @pytest.mark.parametrize("benchmark", FIGURES)
 def test_writes_figures_and_a_table(benchmark, tmp_path):
-    words = ["--quick", "--rounds", "1", "--images", "synthetic", benchmark]
+    words = ["--quick", "--rounds", "1", benchmark]
     done = run(None, SCRIPT, words, output_dir=tmp_path)
     table = (tmp_path / "benchmark.md").read_text()
     record = json.loads((tmp_path / "benchmark.json").read_text())

@@ -1,4 +1,4 @@
-"""chaos.py with a command that does next to nothing: it kills, continues, compares and cleans up."""
+"""chaos.py with a command that does next to nothing: it kills, compares and cleans up."""
 
 import json
 import os
@@ -42,20 +42,26 @@ def words(tmp_path):
     return write
 
 
-def test_an_interrupted_chaos_run_continues_with_the_round_that_was_not_finished(words, tmp_path):
-    folder = tmp_path / "chaos"
-    first = run(None, CHAOS, words(fails="round_2"), check=False)
-    assert (
-        first.returncode == 1 and "round_2: a relaunch failed without being killed" in first.stderr
-    )
-    kept = (folder / "reference" / "model.safetensors").stat().st_mtime_ns
-    second = run(None, CHAOS, words())
-    assert (folder / "reference" / "model.safetensors").stat().st_mtime_ns == kept
-    assert "continues: 2 figures are kept" in second.stdout and "left" in second.stdout
-    last = second.stdout.splitlines()[-1]
-    rounds = second.stdout.count("identical")
+def test_kills_until_each_run_ended_as_the_uninterrupted_one(words, tmp_path):
+    done = run(None, CHAOS, words())
+    rounds = done.stdout.count("identical")
+    last = done.stdout.splitlines()[-1]
     assert last.startswith("3 kills (") and f"in {rounds} run(s), {rounds} of which contin" in last
-    assert not (folder / "unfinished.json").exists() and not (folder / "round_1").exists()
+    assert not (tmp_path / "chaos" / "round_1").exists()
+
+
+@pytest.mark.parametrize(
+    ("plan", "says"),
+    [
+        ({"fails": "reference"}, "the command fails without being killed"),
+        ({"fails": "round_1"}, "round_1: a relaunch failed without being killed"),
+        ({"differs": "round_1"}, "kills so far: model.safetensors differs"),
+    ],
+)
+def test_says_what_failed(plan, says, words, tmp_path):
+    done = run(None, CHAOS, words(**plan), check=False)
+    assert done.returncode == 1 and says in done.stdout + done.stderr
+    assert (tmp_path / "chaos" / "chaos.log").exists()
 
 
 @pytest.mark.slow

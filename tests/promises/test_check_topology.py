@@ -7,7 +7,7 @@ import pytest
 from harness.launches import run, some_slow
 
 CHECK = "scripts/tools/check_topology.py"
-QUICK = "--max_bytes 65536 --seconds_per_size 0.05"
+QUICK = "--max_bytes 16384"
 
 
 def errors_of(printed):
@@ -20,7 +20,7 @@ def test_without_problems(tmp_path):
     assert "3 processes on 1 machine can communicate" in done.stdout
     assert re.findall(r"^(\d) {2}", done.stdout, re.M) == ["0", "1", "2"]
     topology = json.loads((tmp_path / "topology.json").read_text())
-    assert [row["bytes"] for row in topology["all_reduce"]] == [2**10, 2**12, 2**14, 2**16]
+    assert [row["bytes"] for row in topology["all_reduce"]] == [2**10, 2**12, 2**14]
     for row in topology["all_reduce"]:
         assert row["bus_bandwidth"] == pytest.approx(row["bytes"] / row["seconds"] * 2 * 2 / 3)
     assert [path.name for path in tmp_path.iterdir()] == ["topology.json"]
@@ -30,7 +30,6 @@ WRAPPED = "tests/harness/wrapped.py"
 PROBLEMS = {
     "one_gpu@1": "rank 0 and rank 1 share GPU 0 of",
     "other_torch@1:1": "different versions of torch",
-    "clock_ahead@1:1": "s off rank 0's: synchronize both with NTP",
     "unreachable@1:0": "all processes reached rank 0, but not each other over gloo within 3 s",
     "absent@1:1": "rank 1 of 2 did not start within 3 s",
 }
@@ -46,22 +45,3 @@ def test_reports_the_problem(fault, tmp_path):
     assert PROBLEMS[fault] in errors[0], done.stderr
     assert 'check_topology.py", line' not in done.stderr
     assert "within" in errors[0] or "exitcode  : 2" in done.stderr
-
-
-@pytest.mark.slow
-def test_folders_that_are_not_shared(machines, tmp_path):
-    """On the second machine, the same paths are different folders."""
-    (tmp_path / "data").mkdir()
-    (tmp_path / "data" / "train.parquet").write_bytes(b"x" * 100)
-    both = []
-    for machine in machines:
-        mount = ("sh", "-c", 'mount -t tmpfs none "$0"; exec "$@"', str(tmp_path))
-        hide = mount if machine.rank else ()
-        arguments = f"--dataset {tmp_path / 'data'}"
-        both.append(machine.started(CHECK, arguments, tmp_path / "out", enter=hide))
-    outcomes = [started.finish() for started in both]
-    printed = outcomes[0][1]
-    assert [code for code, _ in outcomes] == [1, 1]
-    first, second = (machine.name for machine in machines)
-    assert f"is a different folder on {second} than on {first}" in printed
-    assert f"1 file(s), 100 bytes on {first}, nothing on {second}" in printed

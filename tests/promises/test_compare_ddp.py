@@ -4,13 +4,12 @@ They also check that it would notice a difference.
 """
 
 import pytest
-from harness.launches import metrics, results, run_once, status
+from harness.launches import results, run_once
 from PIL import Image
-from safetensors.torch import load_file
 
 COMPARE = "scripts/tools/compare_ddp.py"
-RUNS = ["replicated", "replicated_single", "ddp", "ddp_single"]
-ARGUMENTS = "--dataset synthetic --max_train_steps 11 --proof_steps 8 --log_every 5"
+RUNS = ("replicated", "replicated_single", "ddp", "ddp_single")
+ARGUMENTS = "--dataset synthetic --max_train_steps 11"
 
 
 @pytest.fixture(scope="module")
@@ -21,15 +20,11 @@ def compared(made_once):
 
 def test_pairs_agree(compared):
     result = results(compared.folder)
-    assert result["num_processes"] == 2 and status(compared.folder)["state"] == "finished"
+    assert result["num_processes"] == 2
     assert result["pairs"].keys() == {"replicated", "ddp"}
     for pair in result["pairs"].values():
         assert 0 < pair["max_relative_difference"] <= 1e-5  # not 0: they are two computations
         assert pair["max_loss_difference"] < 1e-5
-    # The two pairs are different experiments: this fails if weights are compared with themselves.
-    records = [load_file(compared.folder / f"{name}.safetensors") for name in ("replicated", "ddp")]
-    replicated, ddp = (record["final.fc1.weight"] for record in records)
-    assert (replicated - ddp).abs().max() > 1e-4
 
 
 def test_gradients_agree_only_with_the_corrections(compared):
@@ -50,18 +45,13 @@ def test_the_loss_of_the_batch_is_the_mean_of_all_processes(compared):
 
 
 def test_table_and_plot(compared):
-    rows = results(compared.folder)["runs"]
-    columns = ("processes", "batch_per_process", "effective_batch", "steps")
-    assert {name: tuple(row[column] for column in columns) for name, row in rows.items()} == {
-        "replicated": (2, 64, 128, 11),
-        "replicated_single": (1, 128, 128, 11),
-        "ddp": (2, 32, 64, 11),
-        "ddp_single": (1, 64, 64, 11),
-    }
-    for name, single in (RUNS[:2], RUNS[2:]):
-        speed_up = rows[single]["seconds"] / rows[name]["seconds"]
-        assert rows[name]["speed_up"] == pytest.approx(speed_up)
-        assert rows[name]["efficiency"] == pytest.approx(speed_up / 2)
-        assert compared.stdout.count(f"\n{name} ...") == 1
-        assert [line["step"] for line in metrics(compared.folder, name)] == [1, 6, 11]
+    rows = [line.split() for line in compared.stdout.splitlines() if line.startswith(RUNS)]
+    table = [row for row in rows if row[1] != "..." and row[1] != "and"]
+    figures = [("2", "64"), ("1", "128"), ("2", "32"), ("1", "64")]
+    assert [tuple(row[:4]) for row in table] == [
+        (name, *both, "11") for name, both in zip(RUNS, figures, strict=True)
+    ]
+    # The two pairs are different experiments: this fails if a run is compared with itself.
+    losses = [row[4] for row in table]
+    assert losses[0] == losses[1] != losses[2] == losses[3]
     assert Image.open(compared.folder / "loss_curves.png").width > 800

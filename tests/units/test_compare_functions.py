@@ -1,20 +1,15 @@
-"""Functions of compare_runs.py and compare_ddp.py."""
+"""Functions of compare_runs.py."""
 
 import json
 import re
-from types import SimpleNamespace
 
 import pytest
-import torch
 from harness.data import made_run
 from harness.launches import load_script
 
 from utils.run.failures import UserError
 
-compare_runs, compare_ddp = load_script("compare_runs"), load_script("compare_ddp")
-
-
-# ------------------------------------------------------------------------------------ compare_runs.py
+compare_runs = load_script("compare_runs")
 
 
 def test_time_samples_and_differing_arguments(tmp_path):
@@ -86,18 +81,3 @@ def test_nothing_in_common():
             UserError, match=f"metric{says} in common: they have accuracy, f1, loss"
         ):
             compare_runs.choose_metric(runs, wanted)
-
-
-# ------------------------------------------------------------------------------------- compare_ddp.py
-
-
-@pytest.mark.parametrize(
-    ("steps", "steps_per_epoch", "epochs", "final_loss"),
-    [(4, 10, 0.4, 2.5), (10, 10, 1, 5.5), (25, 10, 2.5, 20.5), (1, 32, 0.031, 1)],
-)
-def test_epochs_and_final_loss_are_those_of_the_steps(steps, steps_per_epoch, epochs, final_loss):
-    args = SimpleNamespace(batch_size=64, epochs=5, ddp_epochs=2)
-    record = {"losses": torch.arange(1.0, steps + 1)[None], "seconds": torch.ones(1)}
-    row = compare_ddp.row_of("ddp_single", record, 2, steps_per_epoch, args)
-    assert (row["steps"], row["epochs"], row["final_loss"]) == (steps, epochs, final_loss)
-    assert f"  {epochs:6g}  {steps:5}  " in compare_ddp.table({"ddp_single": row})

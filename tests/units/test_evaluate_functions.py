@@ -55,8 +55,7 @@ def test_a_contact_sheet_shows_images_of_all_parts(tmp_path):
     dataset = SimpleNamespace(
         __getitems__=lambda ids: asked.append(ids) or {"images": GRAY[: len(ids)]}
     )
-    rows = [{"file": f"{'long' * 9}{i}.png", "classes": [["cat", 1.0]] * (i % 2)} for i in range(9)]
-    evaluate.draw_contact_sheet(tmp_path / "sheet.png", dataset, rows, columns=2, most=4)
+    rows = [{"file": f"{i}.png", "classes": [["cat", 1.0]] * (i % 2)} for i in range(9)]
+    evaluate.draw_contact_sheet(tmp_path / "sheet.png", dataset, rows, most=4)
     assert asked == [[0, 2, 5, 8]]
-    width, height = Image.open(tmp_path / "sheet.png").size
-    assert height > width > 100
+    assert min(Image.open(tmp_path / "sheet.png").size) > 200

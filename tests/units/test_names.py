@@ -45,7 +45,7 @@ def test_escapes_show_what_was_there():
 
 
 @pytest.mark.slow
-def test_plots_draw_any_name(tmp_path, capsys):
+def test_plots_draw_any_name(tmp_path):
     """`$` would start a formula, and each letter that a font lacks would be a warning."""
     names = [*NAMES, "猫", "कुत्ता"]
     images = torch.zeros(len(names), 3, 8, 8, dtype=torch.uint8)
@@ -56,7 +56,6 @@ def test_plots_draw_any_name(tmp_path, capsys):
         assert plots.confusion_matrix(tmp_path / "b.png", torch.eye(len(names)).long(), names)
     assert (tmp_path / "a.png").exists() and (tmp_path / "b.png").exists()
     assert "\x1b" not in plots.class_table(labels, labels.roll(1), names)
-    assert capsys.readouterr().err.count("\n") <= 1  # no font has some letter, said once
 
 
 def test_letters_that_no_font_has_are_told_apart():

@@ -4,8 +4,6 @@ import contextlib
 import functools
 import json
 import os
-import re
-import sys
 import warnings
 from pathlib import Path
 
@@ -152,8 +150,7 @@ def curves(folder, labels=None):
 def read_curves(path, splits, names):
     """Reads some metrics of `metrics.jsonl`: all points of a short one, and a part of a long one.
 
-    The file is read in `PARTS` parts. Of each of them this keeps the lowest, the highest and the
-    last value. Only those lines are parsed: of a million, all would take half a minute.
+    Of each of its parts this keeps the lowest, the highest and the last value.
 
     Args:
         splits, names: of the curves.
@@ -162,48 +159,29 @@ def read_curves(path, splits, names):
         dict: (split, name) -> list of (step, value).
     """
     points = {}
-    for split, lines in read_parts(path, splits):
-        for name in names:
-            found = values(lines, name)
-            if not len(found):
-                continue
-            logged = lines
-            if len(found) < len(lines):
-                logged = [line for line in lines if _key(name) in line]
-            for index in sorted({found.argmin(), found.argmax(), len(found) - 1}):
-                line = json.loads(logged[index])
-                points.setdefault((split, name), []).append((line["step"], line[name]))
+    for lines in read_parts(path):
+        part = {}
+        for line in lines:
+            for name in names if line["split"] in splits else ():
+                if name in line:
+                    point = (line["step"], line[name])
+                    part.setdefault((line["split"], name), []).append(point)
+        for curve, found in part.items():
+            values = [value for _, value in found]
+            extremes = {values.index(min(values)), values.index(max(values)), len(values) - 1}
+            points.setdefault(curve, []).extend(found[index] for index in sorted(extremes))
     return points
 
 
-def read_parts(path, splits):
-    """Yields the lines of some splits of `metrics.jsonl`, in `PARTS` parts: (split, lines).
+def read_parts(path):
+    """Yields the lines of `metrics.jsonl`, parsed, in `PARTS` lists.
 
     A line that its writer has not completed is left out.
     """
-    starts = {split: f'{{"split": "{split}"'.encode() for split in splits}
-    with open(path, "rb") as file:
+    with open(path, encoding="utf-8") as file:
         size = os.fstat(file.fileno()).st_size // PARTS + 1
         while lines := file.readlines(size):
-            if not lines[-1].endswith(b"}\n"):
-                del lines[-1]
-            text = b"".join(lines)
-            for split, start in starts.items():
-                if start in text:  # most parts have lines of one split only
-                    own = [line for line in lines if line.startswith(start)]
-                    if own:
-                        yield split, own
-
-
-def values(lines, name):
-    """A metric of those lines of `metrics.jsonl` that have it, float64, without parsing them."""
-    found = re.findall(re.escape(_key(name)) + b"([^,}]+)[,}]", b"".join(lines))
-    return np.array([*map(float, found)])
-
-
-def _key(name):
-    # A quote within a text has a backslash before it, so this is always the name of a metric.
-    return f'"{name}": '.encode()
+            yield [json.loads(line) for line in lines if line.endswith("}\n")]
 
 
 def classification(folder, split, predictions, class_names):
@@ -293,11 +271,9 @@ def class_table(labels, predictions, class_names):
     for i in torch.argsort(-(counts.diag() / totals.clamp(min=1)), stable=True).tolist():
         wrong = counts[i].clone()
         wrong[i] = 0
-        mistaken = (
-            f"   most often confused with {names[wrong.argmax()]} ({wrong.max()})"
-            if wrong.any()
-            else ""
-        )
+        mistaken = ""
+        if wrong.any():
+            mistaken = f"   most often confused with {names[wrong.argmax()]} ({wrong.max()})"
         accuracy = 100 * counts[i, i] / totals[i].clamp(min=1)
         lines.append(f"  {names[i]:{width}}  {accuracy:6.2f} %  of {totals[i]}{mistaken}")
     return "\n".join(lines)
@@ -323,34 +299,20 @@ def shorten(text, most=14):
 
 @functools.cache
 def _fonts_for(letters):
+    """The font families that together have the letters, and the set of those that none has."""
     from matplotlib import font_manager
 
-    usual = "DejaVu Sans"  # comes with Matplotlib
-    missing = {letter for letter in letters if letter != "\n"}
-    fonts = [usual]
-    missing -= _letters(font_manager.findfont(usual))
+    fonts = ["DejaVu Sans"]  # comes with Matplotlib
+    path = font_manager.findfont(fonts[0])
+    missing = set(letters) - set(map(chr, font_manager.get_font(path).get_charmap()))
     for entry in font_manager.fontManager.ttflist if missing else ():
-        covered = missing & _letters(entry.fname)
-        if covered and not entry.name.startswith("Last Resort"):  # has one box for all of a script
-            fonts.append(entry.name)
-            missing -= covered
-    if missing:
-        _say_missing("".join(sorted(missing)[:10]))
+        with contextlib.suppress(OSError, RuntimeError):  # a font was removed, or is damaged
+            covered = missing & set(map(chr, font_manager.get_font(entry.fname).get_charmap()))
+            # "Last Resort" has one box for all letters of a script.
+            if covered and not entry.name.startswith("Last Resort"):
+                fonts.append(entry.name)
+                missing -= covered
     return fonts, missing
-
-
-@functools.cache  # says it once
-def _say_missing(letters):
-    print(f"no font for {letters} is installed: plots show code points", file=sys.stderr)
-
-
-def _letters(path):
-    """The letters that a font file has."""
-    from matplotlib import font_manager
-
-    with contextlib.suppress(OSError, RuntimeError):  # a font that was removed, or is damaged
-        return set(map(chr, font_manager.get_font(path).get_charmap()))
-    return set()
 
 
 def save(figure, path, rect=None):
@@ -366,18 +328,16 @@ def save(figure, path, rect=None):
 
 def subplots(rows, columns, figsize, **options):
     """Makes a figure and its axes, for `save`, like `matplotlib.pyplot.subplots`."""
-    from matplotlib.backends.backend_agg import (
-        FigureCanvasAgg,
-    )  # here, because training should not wait for these imports
+    # Here, because training should not wait for these imports.
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=figsize, dpi=DPI)
     FigureCanvasAgg(figure)
     axes = figure.subplots(rows, columns, **options)
     for axis in np.ravel(axes):
-        axis.spines[["top", "right"]].set_visible(
-            False
-        )  # they would hide a curve at the upper limit, such as an accuracy of 1
+        # They would hide a curve at the upper limit, such as an accuracy of 1.
+        axis.spines[["top", "right"]].set_visible(False)
     return figure, axes
 
 

@@ -2,10 +2,9 @@
 
 import sys
 import time
+from datetime import timedelta
 
 from tqdm import tqdm
-
-from utils.report.measurements import clock
 
 SECONDS = 5  # of an evaluation, until something is shown
 
@@ -70,3 +69,8 @@ class Progress:
                 f"interrupted, rerun the same command, or run {scores}"
             )
         return {"evaluated_samples": samples, "held_out_samples": held_out}
+
+
+def clock(seconds):
+    """A number of seconds as hours, minutes and seconds."""
+    return str(timedelta(seconds=round(seconds)))

@@ -30,6 +30,29 @@ def start_check(model, pack, precision="no"):
 # ------------------------------------------------------------------------------------------- loss
 
 
+@pytest.mark.parametrize("size", [1, 5, 2**26])
+def test_experts_are_balanced_in_training_and_not_in_evaluations(size, monkeypatch):
+    monkeypatch.setattr(lm_loss, "LOGITS", size * VOCABULARY)
+    model, own = (make("mixtral", output_router_logits=True) for make in (build, make_model))
+    inputs = batch(document())
+    targets = inputs["targets"]
+    told = {key: value for key, value in inputs.items() if key != "targets"}
+    expected = 16 * own(**told, labels=targets, shift_labels=targets, use_cache=False).loss
+    loss = model(**inputs)
+    assert loss.item() == pytest.approx(expected.item(), rel=1e-5)
+    loss.backward()
+    expected.backward()
+    for (place, weight), other in zip(model.named_parameters(), own.parameters(), strict=True):
+        assert (weight.grad is None) == (other.grad is None), place
+        if weight.grad is not None:
+            assert torch.allclose(weight.grad, other.grad, rtol=1e-4, atol=2e-4), place
+    with torch.no_grad():
+        evaluated = model(**inputs, per_block=True).sum().item()
+    model.config.output_router_logits = False
+    assert evaluated == pytest.approx(model(**inputs).item(), rel=1e-6)
+    assert loss.item() > evaluated * (1 + 1e-6)
+
+
 def test_the_largest_logits_are_those_of_a_chunk(monkeypatch):
     """Also in the backward pass; and none are computed where there is no target."""
     monkeypatch.setattr(lm_loss, "LOGITS", 5 * VOCABULARY)

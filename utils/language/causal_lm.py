@@ -114,11 +114,6 @@ def load_config(name, tokenizer, block_size):
         if type(config) not in AutoModelForCausalLM._model_mapping:
             raise UserError(f"--model {name} is no causal language model, but {config.model_type}")
         config = config.get_text_config()
-    if getattr(config, "output_router_logits", False):
-        raise UserError(
-            f"--model {name} asks for a balance of its experts, which this script does not train: "
-            "set output_router_logits to false in the config.json of a copy"
-        )
     largest = max(tokenizer.get_vocab().values())
     if largest >= config.vocab_size:
         raise UserError(

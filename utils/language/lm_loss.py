@@ -23,7 +23,8 @@ def chunk_loss(model):
     of their cross entropies in nats, a float32 scalar. The logits of a large vocabulary never exist
     at once: only of positions with a target, some at a time, and the backward pass computes them
     again. Without `targets`, as in `generate`, the forward pass is as before. With `per_block`, for
-    an evaluation, the result is the sum of each block, float32 [batch].
+    an evaluation, the result is the sum of each block, float32 [batch]. Otherwise the loss that
+    balances experts is added, if the model's configuration asks for it (`output_router_logits`).
 
     This happens within the forward pass of the prepared model, so that the hooks of DDP and FSDP
     run. Between the last hidden states and the logits a model may scale or cap them, so its own
@@ -41,6 +42,8 @@ def chunk_loss(model):
         kwargs = {name: value for name, value in kwargs.items() if value is not None}
         if targets is not None:
             return _sum_of_losses(self, targets, per_block, kwargs)
+        if _is_balanced(self):
+            kwargs["output_router_logits"] = False  # with which `generate` fails
         return self.own_forward(*args, **kwargs)
 
     causal.own_forward = causal.forward
@@ -53,6 +56,9 @@ def _sum_of_losses(causal, targets, per_block, kwargs):
         # It finds packed documents by their positions in a batch of one row only.
         kwargs = {name: value.flatten()[None] for name, value in kwargs.items()}
         targets = targets.flatten()[None]
+    balanced = _is_balanced(causal) and not per_block
+    if balanced:
+        kwargs["output_router_logits"] = True
     outputs = causal.base_model(**kwargs, use_cache=False)
     chosen = (targets >= 0).flatten().nonzero()[:, 0]
     hidden = outputs.last_hidden_state.flatten(0, 1)[chosen]
@@ -64,16 +70,26 @@ def _sum_of_losses(causal, targets, per_block, kwargs):
         losses = torch.cat([loss_of(*part, reduction="none") for part in parts])
         return (F.one_hot(chosen // length, count) * losses[:, None]).sum(0)
     if len(parts) == 1:
-        return loss_of(*parts[0])
-    return sum(recompute(loss_of, *part, use_reentrant=False) for part in parts)
+        loss = loss_of(*parts[0])
+    else:
+        loss = sum(recompute(loss_of, *part, use_reentrant=False) for part in parts)
+    if balanced:  # counts as often as there are targets, as the loss itself does
+        routers = {"router_logits": outputs.router_logits}
+        balance = _outputs_of(causal, hidden[None, :1], type(outputs), **routers).aux_loss
+        loss = loss + causal.router_aux_loss_coef * balance * len(targets)
+    return loss
 
 
-def _logits_of(causal, hidden, kind):
-    """The logits of hidden states that take the place of those of the backbone."""
-    backbone, result = causal.base_model, kind(last_hidden_state=hidden)
+def _is_balanced(causal):
+    return getattr(causal.config, "output_router_logits", False)
+
+
+def _outputs_of(causal, hidden, kind, **more):
+    """The outputs of a model for hidden states that take the place of those of the backbone."""
+    backbone, result = causal.base_model, kind(last_hidden_state=hidden, **more)
     computes, backbone.forward = backbone.forward, lambda *_, **__: result
     try:
-        return causal.own_forward(input_ids=None, use_cache=False).logits
+        return causal.own_forward(input_ids=None, use_cache=False)
     except (ValueError, TypeError, AttributeError):  # for want of inputs
         raise UserError(
             f"{type(causal).__name__} cannot be trained: its forward pass does not call its "
@@ -84,7 +100,7 @@ def _logits_of(causal, hidden, kind):
 
 
 def _loss_of(causal, kind, hidden, targets, reduction="sum"):
-    logits = _logits_of(causal, hidden[None], kind)[0].float()
+    logits = _outputs_of(causal, hidden[None], kind).logits[0].float()
     return F.cross_entropy(logits, targets, reduction=reduction)
 
 
@@ -140,6 +156,9 @@ def check(accelerator, model, packed):
         return differ(scored, _changed(scored, "input_ids", place), *sensitive)
 
     sensitive = [] if _has_experts(config) else [1e-6]
+    balanced = _is_balanced(causal)
+    if balanced:
+        config.output_router_logits = False  # the balance depends on the whole batch
     if depends(_changed(alone, "targets", slice(5, None), -100), slice(6, None)):
         raise UserError(f"{name} is no causal language model: its tokens attend to later ones")
     if packed and (depends(second, slice(0, 5)) or differ(second, alone)):
@@ -152,6 +171,8 @@ def check(accelerator, model, packed):
     own = model(**inputs, **labels).loss.item() * alone["targets"].numel()
     if any(gather(accelerator, abs(model(**alone).item() / own - 1) > rounding)):
         raise UserError(f"{name} cannot be trained: it has another loss than that of each token")
+    if balanced:
+        config.output_router_logits = True
     model.train(was_training)
 
 

@@ -190,7 +190,7 @@ def test_bad_input_is_one_line(script, words, says, lm, chats, tmp_path):
     done = run(None, script, words, output_dir=tmp_path / "run", check=False)
     errors = [line for line in done.stderr.splitlines() if not line.startswith("***")]
     assert done.returncode == 2 and len(errors) == 1 and says in errors[0], done.stderr
-    assert not (tmp_path / "run").exists()
+    assert not (tmp_path / "run" / "args.json").exists()
 
 
 # ------------------------------------------------------------------------------------- slow tests

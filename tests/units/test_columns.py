@@ -39,7 +39,7 @@ def test_a_model_has_its_own_order_of_classes():
     assert names == model and found["test"].tolist() == [0, 2, -1, 0]
     assert found["val"].tolist() == [-1, -1] and found["val"].dtype == np.int64
     with pytest.raises(
-        UserError, match=r"class cat of its test split \(row 1\) is not in those of"
+        UserError, match=r"class 'cat' of its test split \(row 1\) is not in those of"
     ):
         columns.read_labels("d", tables, "label", ["dog", "yak"])
     text = datasets.Dataset.from_dict({"label": ["1", "x", "-1", " "]})
@@ -79,9 +79,13 @@ def test_a_declared_class_without_images_is_left_out_and_named(tmp_path):
         ("float32", dict(train=DAYS * 4), "float32 values such as 2.024"),
         ("float64", dict(train=[2.0**53 + 2, 1.0] * 4), "no exact classes"),
         ("int64", dict(train=[None] * 4), "has no labels in its column label"),
-        ("int64", dict(train=[0, 1] * 4, test=[0, 1, 2]), r"class 2 of its test split \(row 2\)"),
-        ("string", dict(train=["a", "b"] * 4, validation=["c"]), "class c of its val split"),
-        (DECLARED, dict(train=[3, 0] * 6, test=[0, 3, 1]), r"class bird of its test split \(row 2"),
+        ("int64", dict(train=[0, 1] * 4, test=[0, 1, 2]), r"class '2' of its test split \(row 2\)"),
+        ("string", dict(train=["a", "b"] * 4, validation=["c"]), "class 'c' of its val split"),
+        (
+            DECLARED,
+            dict(train=[3, 0] * 6, test=[0, 3, 1]),
+            r"class 'bird' of its test split \(row 2",
+        ),
     ],
 )
 def test_labels_that_are_no_classes_are_one_line(kind, labels, says, tmp_path):

@@ -1,6 +1,7 @@
-"""How `utils.run.launcher` finds the launcher, and what it believes of the environment."""
+"""What `utils.run.launcher` believes of the environment, and how it finds the launcher."""
 
 import os
+import socket
 from types import SimpleNamespace
 
 import psutil
@@ -11,10 +12,13 @@ from utils.run import launcher
 PYTHON = "/venv/bin/python3.11"
 TORCHRUN = [PYTHON, "/venv/bin/torchrun", "--nnodes=1:3", "--nproc_per_node", "2", "train.py"]
 VARIABLES = [*launcher.RANKS, *launcher.MPI]
+OF_TORCHRUN = dict.fromkeys(launcher.COMPLETE, "3") | {"MASTER_ADDR": "127.0.0.1"}
 
 
 class Parent:
     """A process among the parents of this one; without `words` it has ended."""
+
+    pid = 7
 
     def __init__(self, words, environment):
         self.words, self.environment = words, environment
@@ -33,7 +37,7 @@ class Parent:
 @pytest.fixture
 def started_by(monkeypatch):
     """Gives this process parents with these command lines; returns them, the nearest first."""
-    for name in (*VARIABLES, "TORCHELASTIC_RUN_ID"):
+    for name in (*VARIABLES, *launcher.COMPLETE, launcher.MARK, "TORCHELASTIC_USE_AGENT_STORE"):
         monkeypatch.delenv(name, raising=False)
 
     def start(*commands, environment=None):
@@ -59,10 +63,8 @@ def started_by(monkeypatch):
         ([PYTHON, "-m", "accelerate.commands.launch", "train.py"], True),
         ([PYTHON, "-m", "torch.distributed.run", "train.py"], True),
         ([PYTHON, "-u", "-m", "torch.distributed.launch", "train.py"], True),
-        ([PYTHON, "train.py", "torchrun"], False),
-        ([PYTHON, "train.py", "accelerate.commands.launch"], False),
-        ([PYTHON, "-u", "train.py", "-m", "torch.distributed.run"], False),
-        ([PYTHON, "-m", "pytest", "-k", "torch.distributed.run"], False),
+        ([PYTHON, "-X", "faulthandler", "-m", "torch.distributed.run", "train.py"], True),
+        ([PYTHON, "-u", "/venv/bin/torchrun", "train.py"], True),
         (["bash", "-c", "torchrun train.py"], False),
         (["vim", "torchrun.txt"], False),
     ],
@@ -72,13 +74,11 @@ def test_a_launcher_is_known_by_its_program_or_module(words, known, started_by):
     assert launcher.find() is (parent if known else None)
 
 
-def test_the_nearest_launcher_among_the_parents(started_by, monkeypatch):
+def test_the_nearest_launcher_among_the_parents(started_by):
     parents = started_by(["sh", "train.sh"], ["", "a", "b X"], TORCHRUN, ["accelerate", "launch"])
-    assert launcher.find() is parents[2] and not launcher.is_elastic()
-    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "none")
-    assert launcher.is_elastic()
+    assert launcher.find() is parents[2]
     started_by(["bash"], [], ["sshd"])
-    assert launcher.find() is None and not launcher.is_elastic()
+    assert launcher.find() is None
     started_by(None, TORCHRUN)  # it has ended
     assert launcher.find() is None
 
@@ -110,25 +110,79 @@ def test_variables_of_one_of_several_processes_are_refused_and_gone(name, starte
     is_count = "SIZE" in name or name == "MPI_LOCALNRANKS"
     alone, several = ("1", "0") if is_count else ("0", "1")
     monkeypatch.setenv(name, alone)
-    assert launcher.drop_variables() is None and name not in os.environ
+    assert launcher.check_variables() is None and name not in os.environ
     monkeypatch.setenv(name, several)
     another = "PMI_RANK" if name != "PMI_RANK" else "RANK"
     monkeypatch.setenv(another, "0")
-    error = launcher.drop_variables()
+    error = launcher.check_variables()
     assert str(error).startswith(f"{name} is set, as for one of several processes, but neither")
     assert set(str(error).partition(": unset ")[2].partition(",")[0].split()) == {name, another}
     assert error.rank_variable is None and not {*VARIABLES} & os.environ.keys()
-    assert launcher.drop_variables() is None
+    assert launcher.check_variables() is None
 
 
 def test_an_elastic_launcher_in_a_step_of_mpi(started_by, monkeypatch):
     """`srun` starts one launcher per node: its variables describe the launchers."""
-    for name in ("RANK", "WORLD_SIZE", "PMI_RANK", "PMI_SIZE"):
-        monkeypatch.setenv(name, "3")
-    started_by(TORCHRUN)
-    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "none")
-    assert launcher.drop_variables() is None
+    started_by(["bash"])
+    for name, value in {**OF_TORCHRUN, "PMI_RANK": "3", "PMI_SIZE": "3"}.items():
+        monkeypatch.setenv(name, value)
+    assert launcher.check_variables() is None and launcher.is_elastic()
     assert "PMI_RANK" not in os.environ and "PMI_SIZE" not in os.environ
     assert os.environ["RANK"] == os.environ["WORLD_SIZE"] == "3"
-    monkeypatch.delenv("TORCHELASTIC_RUN_ID")
-    assert str(launcher.drop_variables()).startswith("RANK, WORLD_SIZE are set, as for one of")
+
+
+@pytest.mark.parametrize("missing", launcher.COMPLETE)
+def test_the_variables_of_torchrun_are_believed_if_they_are_complete(
+    missing, started_by, monkeypatch
+):
+    """Whatever program started this one."""
+    started_by(["bash"])
+    for name in {*OF_TORCHRUN} - {missing}:
+        monkeypatch.setenv(name, OF_TORCHRUN[name])
+    assert not launcher.is_elastic()
+    assert "set, as for one of several processes, but" in str(launcher.check_variables())
+
+
+def test_a_launcher_that_has_ended_is_named_at_once(started_by, monkeypatch):
+    started_by(["bash"])
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port = str(server.getsockname()[1])
+        used = {"TORCHELASTIC_USE_AGENT_STORE": "True", "MASTER_PORT": port}
+        for name, value in {**OF_TORCHRUN, **used}.items():
+            monkeypatch.setenv(name, value)
+        monkeypatch.delenv(launcher.MARK, raising=False)
+        assert launcher.check_variables() is None
+    error = launcher.check_variables()
+    assert f"no launcher answers at 127.0.0.1:{port}" in str(error) and error.rank_variable is None
+    assert "left over from another job, unset RANK WORLD_SIZE" in str(error)
+
+
+@pytest.mark.parametrize("error_file", [None, "/tmp/a/error.json"])
+def test_a_child_of_a_training_process_is_no_training_process(error_file, started_by, monkeypatch):
+    """But a process of another launch in it is one."""
+    started_by(["bash"])
+    for name, value in OF_TORCHRUN.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.delenv("TORCHELASTIC_ERROR_FILE", raising=False)
+    if error_file:
+        monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", error_file)
+    monkeypatch.setenv(launcher.MARK, "")
+    assert launcher.check_variables() is None
+    assert launcher.check_variables() is None  # the same process
+    monkeypatch.setattr(os, "getpid", lambda: -1)
+    assert "inherited the variables of a training process" in str(launcher.check_variables())
+    monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", "/tmp/b/error.json")
+    assert launcher.check_variables() is None
+
+
+@pytest.mark.parametrize(
+    ("pid", "mask", "drops"), [(1, 0, True), (1, 1 << 14, False), (1, 1 << 13, True), (7, 0, False)]
+)
+def test_a_launcher_that_is_process_1_needs_a_handler(pid, mask, drops, started_by, monkeypatch):
+    [parent] = started_by(TORCHRUN)
+    parent.pid = pid
+    status = f"Name:\ta\nSigIgn:\tffffffffffffffff\nSigCgt:\t{mask:016x}\n"
+    monkeypatch.setattr(launcher.Path, "read_text", lambda path: status)
+    assert launcher.drops_sigterm() is drops
+    started_by(["bash"])
+    assert launcher.drops_sigterm() is False

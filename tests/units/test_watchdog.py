@@ -56,6 +56,8 @@ def test_what_the_main_thread_does():
 class Run:
     """A run in a folder."""
 
+    results = None
+
     def __init__(self, path):
         self.path, self.meter, self.save_asked = path, SimpleNamespace(), False
         self.printed = []

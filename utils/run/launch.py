@@ -105,6 +105,12 @@ def print_banner(accelerator, batch_size, gradient_accumulation_steps=1):
     accumulation = f"{gradient_accumulation_steps} accumulation step(s)"
     check_division(batch_size, parts, f"{processes} process(es) x {accumulation}")
     if accelerator.is_main_process:
+        if launcher.drops_sigterm():
+            notice(
+                "the launcher is process 1 of this container and does not handle SIGTERM, so "
+                "stopping the container saves nothing: use `docker run --init`, or run the script "
+                "without a launcher"
+            )
         threads = torch.get_num_threads()
         device = torch.cuda.get_device_name() if on_gpu else f"CPU, {plural(threads, 'thread')}"
         backend = f" over {dist.get_backend()}" if processes > 1 else ""

@@ -1,13 +1,16 @@
-"""Finds the launcher that started this process. Only its variables of the environment are believed.
+"""What the environment says about the launcher of this process, and what its command line does.
 
-`accelerate launch` and `torchrun` (`python -m torch.distributed.run`) are supported. Their names
-are looked up among the parents of this process, because variables say little: `RANK` may be left
-over from another job, and whatever a training process starts inherits `TORCHELASTIC_RUN_ID`.
+`accelerate launch` and `torchrun` (`python -m torch.distributed.run`) are supported, started in any
+way: their variables are believed if they are complete, and if the launcher answers. The command
+line of a launcher, which is looked up among the parents of this process, only has details.
 """
 
 import os
 import re
+import signal
+import socket
 from functools import cache
+from pathlib import Path
 
 from utils.run.failures import UserError
 
@@ -21,6 +24,11 @@ MODULES = {
 # What describes this process among others, of torchrun and of implementations of MPI. Accelerate
 # takes the size from the first that is set.
 RANKS = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
+COMPLETE = (*RANKS, "MASTER_ADDR", "MASTER_PORT", "TORCHELASTIC_RUN_ID")
+# What a training process leaves to the processes that it starts: its process id, and the file of
+# `TORCHELASTIC_ERROR_FILE`, which each launch has anew.
+MARK = "TRAINING_PROCESS"
+CONNECT_SECONDS = 10
 MPI = ("PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", "MPI_LOCALNRANKS") + tuple(
     f"{name}_COMM_WORLD_{fact}"
     for name in ("OMPI", "MV2")
@@ -47,8 +55,8 @@ def find():
 
 
 def is_elastic():
-    """Whether the launcher starts several processes, watches them and can start them again."""
-    return find() is not None and "TORCHELASTIC_RUN_ID" in os.environ
+    """Whether a launcher starts several processes, watches them and can start them again."""
+    return all(name in os.environ for name in COMPLETE)
 
 
 def option(name):
@@ -84,30 +92,62 @@ def _ask(fact):
         return None
 
 
-def drop_variables():
+def check_variables():
     """Removes variables from the environment that describe processes of another launch.
 
     Returns:
-        UserError | None: the error to raise, if they describe several processes: then either they
-        are left over, or an unsupported launcher expects this process to be one of them.
+        UserError | None: the error to raise if this process is not what its variables say.
     """
     foreign = MPI if is_elastic() else RANKS + MPI
     dropped = {name: os.environ.pop(name) for name in foreign if name in os.environ}
+    if is_elastic():  # an `srun` step with one launcher per node sets MPI variables
+        return _check_launch()
     alone = {name: "1" if re.search("SIZE|NRANKS", name) else "0" for name in dropped}
     several = [name for name, value in dropped.items() if value != alone[name]]
-    if is_elastic() or not several:  # an `srun` step with one launcher per node sets MPI variables
+    if not several:
         return None
     verb = "is" if len(several) == 1 else "are"
-    return UserError(
+    return _refusal(
         f"{', '.join(several)} {verb} set, as for one of several processes, but neither accelerate "
         f"launch nor torchrun started this one as such: unset {' '.join(dropped)}, or start "
-        "several processes with one of these two",
-        rank_variable=None,
+        "several processes with one of these two"
     )
 
 
+def _check_launch():
+    """As `check_variables`, for a process with the variables of torchrun."""
+    unset = f"unset {' '.join(COMPLETE)}"
+    pid, _, error_file = os.environ.get(MARK, "").partition(" ")
+    own_file = os.environ.get("TORCHELASTIC_ERROR_FILE", "")
+    if pid and pid != str(os.getpid()) and error_file == own_file:
+        return _refusal(f"this process inherited the variables of a training process: {unset}")
+    os.environ[MARK] = f"{os.getpid()} {own_file}"
+    place = os.environ["MASTER_ADDR"], os.environ["MASTER_PORT"]
+    if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":  # the launcher listens there
+        try:
+            socket.create_connection(place, CONNECT_SECONDS).close()
+        except OSError as error:
+            return _refusal(
+                f"RANK and WORLD_SIZE are set, as by torchrun, but no launcher answers at "
+                f"{':'.join(place)} ({error}): if they are left over from another job, {unset}"
+            )
+    return None
+
+
+def _refusal(line):
+    return UserError(line, rank_variable=None)
+
+
+def drops_sigterm():
+    """Whether the launcher is process 1 of a container, and has no handler for SIGTERM.
+
+    The kernel then drops the signal, and nothing is saved.
+    """
+    if find() is None or find().pid != 1:
+        return False
+    caught = re.search(r"^SigCgt:\s*(\w+)", Path("/proc/1/status").read_text(), re.MULTILINE)
+    return not int(caught[1], 16) >> (signal.SIGTERM - 1) & 1
+
+
 def _is_launcher(words):
-    names = [os.path.basename(word) for word in words[:2]]
-    if PROGRAMS & set(names):  # a program, or a script that Python runs
-        return True
-    return "-m" in words[:3] and bool(MODULES & set(words[1:4]))
+    return bool((PROGRAMS | MODULES) & set(map(os.path.basename, words)))

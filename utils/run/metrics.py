@@ -1,5 +1,6 @@
 """The metrics of a run: log lines, metrics.jsonl, rates and memory."""
 
+import errno
 import json
 import os
 import resource
@@ -88,11 +89,17 @@ class Metrics:
         again = step == self._start and (split, step) in self._sent
         if self._is_main and not again:
             self._file.write(json.dumps({"split": split, "step": step, **figures}) + "\n")
-            self._file.flush()
+            try:
+                self._file.flush()
+            except OSError as error:
+                # A checkpoint may fill the disk until its writing fails: the line stays buffered.
+                if error.errno != errno.ENOSPC:
+                    raise
 
     def sync(self):
         """Waits until all lines are on disk."""
         if self._is_main:
+            self._file.flush()
             os.fsync(self._file.fileno())
 
     def totals(self, step, seconds):

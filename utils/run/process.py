@@ -95,9 +95,9 @@ def handle_signals():
         if signum != signal.SIGHUP or signal.getsignal(signum) != signal.SIG_IGN:
             signal.signal(signum, _on_signal)
     threading.Thread(target=_end_if_stuck, args=(reader,), daemon=True).start()
-    state.refusal = launcher.drop_variables()
+    state.refusal = launcher.check_variables()
     # Without a launcher, `nohup python script.py &` must outlive its shell.
-    if launcher.find() and sys.platform == "linux":
+    if (launcher.is_elastic() or launcher.find()) and sys.platform == "linux":
         ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, ORPHANED)
         if _launcher_is_dead():  # before the kernel was told
             os.kill(os.getpid(), ORPHANED)
@@ -223,7 +223,8 @@ def _on_signal(signum, _frame):
         elif state.phase == "finishing":
             exit_at_once(" after the last step, which is saved")
     elif signum == signal.SIGINT:
-        os._exit(PREEMPTED)  # exit immediately on a second Ctrl-C
+        state.wait = None  # a second Ctrl-C waits for nothing
+        exit_at_once(" twice: the last checkpoint is valid")
 
 
 def exit_at_once(where):

@@ -115,7 +115,7 @@ class Watchdog:
             writing.unlink()
 
     def _watch(self):
-        while True:
+        while self._run.results is None:  # after `finish`, nothing can be saved
             time.sleep(1)
             self.look()
 

@@ -701,7 +701,7 @@ def parse_args():
         default="stop",
         help="what to do if one cannot be read",
     )
-    home = Path(os.environ.get("HF_HOME", "~/.cache/huggingface")).expanduser()
+    home = Path(os.path.expanduser(os.environ.get("HF_HOME", "~/.cache/huggingface")))
     group.add_argument(
         "--cache",
         nargs="?",

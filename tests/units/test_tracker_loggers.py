@@ -1,5 +1,6 @@
 """What `utils.report.tracking` sends to each tracker."""
 
+import os
 import sys
 import threading
 from pathlib import Path
@@ -31,22 +32,29 @@ class Tracker:
 
 
 class Accelerator:
-    def __init__(self, trackers, fails=False):
-        self.trackers, self.started, self.fails = list(trackers), [], fails
+    """Has the trackers (by name) that do not fail to start."""
+
+    def __init__(self, trackers, fails):
+        self.made, self.started, self.fails = trackers, [], fails
 
     def init_trackers(self, project, init_kwargs):
+        (name,) = self.log_with
         self.started.append((project, init_kwargs))
-        if self.fails:
+        self.trackers.append(self.made.get(name))
+        if name == self.fails:
             raise ConnectionError("no network")
 
 
-def started(*trackers, step=30, arguments=None, fails=False):
+def started(*trackers, step=30, arguments=None, fails=None):
     """The trackers of a run in the folder `a name`, which continues after `step`."""
-    accelerator = Accelerator(trackers, fails)
+    accelerator = Accelerator({tracker.name: tracker for tracker in trackers}, fails)
     run = SimpleNamespace(accelerator=accelerator, path=Path("runs/a name"), run_id="an id")
     run.identity = SimpleNamespace(arguments=arguments or {})
     run.progress = {"step": step} if step else {}
-    logger = Trackers(SimpleNamespace(track="none", output_dir="runs/a name"))
+    with pytest.MonkeyPatch.context() as patch:
+        names = [tracker.name for tracker in trackers]
+        patch.setattr(tracking, "trackers", lambda _: names)
+        logger = Trackers(SimpleNamespace(track="", output_dir="runs/a name"))
     logger.start(run)
     for tracker in trackers:
         tracker.calls.clear()
@@ -75,11 +83,11 @@ def test_only_an_error_in_the_thread_of_tensorboard_is_not_printed_twice(monkeyp
 @pytest.mark.parametrize("step", [30, 0])
 def test_each_tracker_continues_its_run_in_its_own_words(step, monkeypatch):
     monkeypatch.setattr(sys, "argv", ["scripts/a project.py"])
-    _, run = started(step=step)
+    _, run = started(Tracker("wandb"), step=step)
     again = {"resume": "allow"}
     options = {
         "tensorboard": {"purge_step": step + 1},
-        "wandb": {"name": "a name", "id": "an id", **again},
+        "wandb": {"name": "a name", "id": "an id", **again, "dir": os.path.abspath("runs/a name")},
         "trackio": {"name": "a name", **again},
         "mlflow": {"run_name": "a name"},
         "swanlab": {"experiment_name": "a name", "id": "an id", **again},
@@ -98,10 +106,14 @@ def test_arguments_are_recorded_where_a_restart_purges_them():
     assert wandb.calls == [("store_init_configuration", arguments, {})]
 
 
-def test_trackers_that_cannot_be_started_are_a_warning(capsys):
-    started(fails=True)
-    line = "warning: experiment tracking is missing (ConnectionError: no network)\n"
+@pytest.mark.parametrize("order", [1, -1])
+def test_a_tracker_that_cannot_be_started_is_a_warning_and_the_others_go_on(order, capsys):
+    board, wandb = Tracker("tensorboard"), Tracker("wandb")
+    logger, _ = started(*[wandb, board][::order], fails="wandb")
+    line = "warning: what --track wandb would show is missing (ConnectionError: no network)\n"
     assert capsys.readouterr().err == line
+    logger.log({"loss": 1.0}, 31)
+    assert len(board.calls) == 1 and not wandb.calls
 
 
 def test_what_was_sent_before_an_interruption_is_sent_to_tensorboard_only():

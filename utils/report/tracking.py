@@ -1,5 +1,6 @@
 """Starts Accelerate's experiment trackers, and sends each record to each of them only once."""
 
+import os
 import sys
 import threading
 from pathlib import Path
@@ -59,15 +60,17 @@ class Trackers:
     def start(self, run):
         """Starts the trackers, or continues their runs, with what each of them needs.
 
-        TensorBoard drops what was logged after the step of the checkpoint.
+        One that does not start costs a warning. What they write is in the run's folder. TensorBoard
+        drops what was logged after the step of the checkpoint.
 
         Args: run (RunFolder): after `start`.
         """
-        self._accelerator, arguments = run.accelerator, run.identity.arguments
-        step, name = run.progress.get("step", 0), run.path.resolve().name
+        accelerator, arguments = run.accelerator, run.identity.arguments
+        self._accelerator, folder = accelerator, run.path.resolve()
+        step, name = run.progress.get("step", 0), folder.name
         options = {
             "tensorboard": {"purge_step": step + 1},
-            "wandb": {"name": name, "id": run.run_id, "resume": "allow"},
+            "wandb": {"name": name, "id": run.run_id, "resume": "allow", "dir": str(folder)},
             "trackio": {"name": name, "resume": "allow"},
             "mlflow": {"run_name": name},
             "swanlab": {"experiment_name": name, "id": run.run_id, "resume": "allow"},
@@ -79,8 +82,14 @@ class Trackers:
         threading.excepthook = lambda error: (
             type(error.thread).__module__.startswith(ours) or others(error)
         )
-        with optional("experiment tracking"):
-            self._accelerator.init_trackers(Path(sys.argv[0]).stem, init_kwargs=options)
+        os.environ.setdefault("MLFLOW_TRACKING_URI", (folder / "mlruns").as_uri())
+        trackers = []
+        for tracker in self._names:  # one by one: `init_trackers` stops at the first error
+            accelerator.log_with, accelerator.trackers = [tracker], []
+            with optional(f"what --track {tracker} would show"):
+                accelerator.init_trackers(Path(sys.argv[0]).stem, init_kwargs=options)
+                trackers += accelerator.trackers
+        accelerator.trackers = trackers
 
         def record_arguments(tracker):
             if tracker.name == "tensorboard":

@@ -1,11 +1,12 @@
 """Claims the folder of a run, for one job at a time, and notices if it is taken away."""
 
+import errno
 import os
 import socket
 import time
 
 from utils.run import process
-from utils.run.failures import RunFailed, UserError
+from utils.run.failures import RunFailed, UserError, size_limit
 from utils.run.files import lock, sync
 from utils.run.manifest import SHARED_CHECKS
 
@@ -35,6 +36,7 @@ def claim(path):
             sync(folder.parent)
     except OSError as error:
         reason = "it is a file" if path.is_file() else error.strerror or error
+        reason = f"{reason}{size_limit()}" if error.errno == errno.EFBIG else reason
         raise UserError(f"cannot write to --output_dir {path}: {reason}") from None
     return owner, file
 

@@ -8,6 +8,7 @@ import errno
 import json
 import os
 import re
+import resource
 import sys
 import time
 
@@ -85,7 +86,7 @@ def describe(error):
     Returns:
         str | None: None for any other error: show its traceback.
     """
-    for known in (_out_of_memory, _full_disk, _not_deterministic):
+    for known in (_out_of_memory, _full_disk, _too_large, _not_deterministic):
         line = known(error)
         if line:
             return line
@@ -172,6 +173,20 @@ def _full_disk(error):
         f"rank {rank()}: the disk is full: free some space, then run the same command again "
         f"({str(error).splitlines()[0]})"
     )
+
+
+def size_limit():
+    """A remark about the largest file that may be written; "" if there is no limit."""
+    limit = resource.getrlimit(resource.RLIMIT_FSIZE)[0]
+    return (
+        "" if limit == resource.RLIM_INFINITY else f"; `ulimit -f` allows {limit:,} bytes per file"
+    )
+
+
+def _too_large(error):
+    if not (isinstance(error, OSError) and error.errno == errno.EFBIG):
+        return None
+    return f"rank {rank()}: a file is too large{size_limit()}: raise that limit"
 
 
 def _not_deterministic(error):

@@ -2,6 +2,8 @@
 
 import json
 import math
+import os
+import re
 import shutil
 from hashlib import sha256
 
@@ -153,9 +155,9 @@ def test_evaluate_scores_other_data(lm, tmp_path):
     assert found["all_bits_per_byte"] == pytest.approx(expected)
 
 
-def test_lora_saves_the_adapter_only_and_refuses_another_base(lm, chats, tmp_path):
+def test_lora_saves_the_adapter_only_and_refuses_another_base(lm, chats, tmp_path, monkeypatch):
     base, folder = shutil.copytree(lm.folder / "model", tmp_path / "base"), tmp_path / "run"
-    words = f"--model {base} --dataset {chats} {LORA}"
+    words = f"--model {os.path.relpath(base)} --dataset {chats} {LORA}"
     run(None, LM, f"{words} --max_train_steps 4 --lr 0.01", output_dir=folder)
     with safe_open(folder / "checkpoints" / "step_00000004" / "model.safetensors", "pt") as file:
         assert all("lora_" in name for name in file.keys())  # noqa: SIM118 (not a dict)
@@ -166,6 +168,11 @@ def test_lora_saves_the_adapter_only_and_refuses_another_base(lm, chats, tmp_pat
         merged = load(folder / "model")(ids).logits
         assert torch.allclose(adapted(ids).logits, merged, atol=1e-4)
         assert not torch.allclose(plain(ids).logits, merged, atol=1e-4)
+        monkeypatch.chdir(folder)  # the card's own lines, where it is
+        card, on_the_card = (folder / "README.md").read_text(), {}
+        exec(re.search(r"```python\n(.*?)```", card, re.DOTALL)[1], on_the_card)
+        assert torch.allclose(on_the_card["model"].eval()(ids).logits, merged, atol=1e-4)
+        monkeypatch.undo()
         next(plain.parameters()).add_(1)
     plain.save_pretrained(base)
     done = run(None, LM, words, output_dir=folder, check=False)

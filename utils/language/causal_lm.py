@@ -6,6 +6,7 @@ Needs the packages in scripts/requirements_lm.txt.
 import contextlib
 import json
 import logging
+import os
 import warnings
 from pathlib import Path
 
@@ -66,7 +67,7 @@ def find(name, flag="--model"):
     Raises:
         UserError: there is none.
     """
-    path = Path(name).expanduser()
+    path = Path(os.path.abspath(os.path.expanduser(name)))  # an adapter remembers it
     if path.is_dir():
         for folder in (path, path / MODEL):
             if (folder / "config.json").is_file():

@@ -185,9 +185,24 @@ def test_a_cache_that_cannot_be_written_is_one_line(tokenizer, tmp_path):
 
 def test_the_held_out_rows_are_chosen_by_the_seed():
     rows = np.repeat(np.arange(100), 2)
-    chosen = hold_out(rows, 0.1, 0)
+    chosen = hold_out(rows, rows, 0.1, 0)
     assert len(set(chosen.tolist())) == 10
-    assert (hold_out(rows[::-1], 0.1, 0) == chosen).all()
-    assert set(hold_out(rows, 0.1, 1).tolist()) != set(chosen.tolist())
-    assert set(chosen.tolist()) < set(hold_out(rows, 0.2, 0).tolist())
-    assert len(hold_out(rows[:4], 0.01, 0)) == len(hold_out(rows[:4], 0.99, 0)) == 1
+    assert (hold_out(rows[::-1], rows[::-1], 0.1, 0) == chosen).all()
+    assert set(hold_out(rows, rows, 0.1, 1).tolist()) != set(chosen.tolist())
+    assert set(chosen.tolist()) < set(hold_out(rows, rows, 0.2, 0).tolist())
+    for share in (0.01, 0.99):
+        assert len(hold_out(rows[:4], rows[:4], share, 0)) == 1
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_equal_rows_are_on_one_side(seed):
+    rows, contents = np.arange(100), np.arange(100) % 50
+    held_out = contents[hold_out(rows, contents, 0.2, seed)]
+    assert len(held_out) == 20 and len(set(held_out.tolist())) == 10
+
+
+def test_documents_that_are_held_out_and_trained_on_are_counted(tokenizer, tmp_path):
+    for split, numbers in (("train", range(10)), ("val", range(8, 12))):
+        write(tmp_path / f"{split}.jsonl", [{"text": f"a text {number}"} for number in numbers])
+    details = load(str(tmp_path), tokenizer, 16).details
+    assert "val: equal documents are in train: 2 (row 0)" in details

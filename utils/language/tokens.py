@@ -87,7 +87,8 @@ def load_tokens(name, settings):
     }
     if len(tables) == 1 and share:
         train = tables["train"]
-        held_out = np.isin(train.rows, hold_out(train.rows[train.has_tokens], share, seed))
+        used = train.select(train.has_tokens)
+        held_out = np.isin(train.rows, hold_out(used.rows, used.digests, share, seed))
         tables = {"train": train.select(~held_out), "val": train.select(held_out)}
     splits, details = {}, [*documents.details]
     for split, table in tables.items():
@@ -96,6 +97,8 @@ def load_tokens(name, settings):
         if splits[split].target_tokens == 0:
             raise UserError(f"--dataset {name} has no token to predict in its {split} split")
         details += [f"{split}: {line}" for line in _describe(table, splits[split], kind, counts)]
+    for split in tables.keys() - {"train"}:
+        details += _describe_copies(tables["train"], split, tables[split], kind)
     if kind == "text" and settings.tokenizer.eos_token_id is None:
         details.append("the tokenizer has no end token: documents end without one")
     description = _summarize(tables, splits, kind)
@@ -117,6 +120,14 @@ def _describe(table, blocks, kind, counts):
     return lines
 
 
+def _describe_copies(train, split, table, kind):
+    """A line about what a split has in common with `train`; none if that is nothing."""
+    copies = table.rows[table.has_tokens & np.isin(table.digests, train.digests)]
+    if not len(copies):
+        return []
+    return [f"{split}: equal {NOUNS[kind]} are in train: {len(copies):,} (row {copies[0]})"]
+
+
 def _summarize(tables, splits, kind):
     """One line, with a checksum of the tokens of all splits."""
     digest, sizes = hashlib.sha256(), []
@@ -128,11 +139,12 @@ def _summarize(tables, splits, kind):
     return f"{' and '.join(sizes)} {NOUNS[kind]}, {tokens:,} tokens (fingerprint {short})"
 
 
-def hold_out(rows, fraction, seed):
-    """Which rows are held out, by `splits.hold_out`.
+def hold_out(rows, digests, fraction, seed):
+    """Which rows are held out, by `splits.hold_out`: of equal rows all or none.
 
     Args:
         rows (int64): the numbers of the rows; the same number may be there several times.
+        digests (int64): checksums of what is in them.
         fraction (float): of the rows; at least one is held out, and not all.
         seed (int): of the hash.
 
@@ -142,12 +154,11 @@ def hold_out(rows, fraction, seed):
     Raises:
         UserError: there are fewer than two rows.
     """
-    rows = np.unique(rows)
+    rows, first = np.unique(rows, return_index=True)
     if len(rows) < 2:
         raise UserError("the data set has one document: none is left to hold out for evaluation")
-    return rows[
-        split_names.hold_out([sample_seed(seed, 0, row) for row in rows.tolist()], fraction)
-    ]
+    keys = [sample_seed(seed, 0, digest) for digest in digests[first].tolist()]
+    return rows[split_names.hold_out(keys, fraction)]
 
 
 # ------------------------------------------------------------------------------------- tokenizing

@@ -147,7 +147,7 @@ def _refuse_other_folders(path):
     earlier = read_json(path / "args.json")
     if earlier is None:
         # What a run has before its args.json, if it is stopped there.
-        begun = (".lock", ".args.json.", "checkpoints", "status.json", ".status.json.")
+        begun = (".lock", ".probe", ".args.json.", "checkpoints", "status.json", ".status.json.")
         begun += manifest.JUNK
         if path.is_dir() and any(not entry.name.startswith(begun) for entry in path.iterdir()):
             raise UserError(

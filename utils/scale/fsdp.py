@@ -43,6 +43,8 @@ def set_up(on_cpu):
             f"{config} asks for FSDP1, which these scripts do not support: set fsdp_version: 2 in "
             "fsdp_config"
         )
+    # The scripts build the weights on the main process only.
+    os.environ["FSDP_CPU_RAM_EFFICIENT_LOADING"] = "true"
     if os.environ.get("ACCELERATE_USE_PARALLELISM_CONFIG", "false").lower() == "true":
         _check_hybrid(config)
     if not on_cpu:

@@ -54,8 +54,8 @@ batch size per process (utils/run/launch.py)
 = test_every_script.py -k 'same_samples and train_cifar'
 
 gradients are averaged over one micro-batch too few (utils/run/launch.py)
-- getattr(args, "gradient_accumulation_steps", 1), sync
-+ max(1, getattr(args, "gradient_accumulation_steps", 1) - 1), sync
+- micro_batches = getattr(args, "gradient_accumulation_steps", 1)
++ micro_batches = max(1, getattr(args, "gradient_accumulation_steps", 1) - 1)
 = test_every_script.py -k 'clips and train_cifar'
 
 the loss is a mean of means (scripts/train_lm.py)
@@ -89,7 +89,7 @@ a stream of documents forgets its position (scripts/train_lm.py)
 = test_train_lm.py -k stream
 
 the last evaluation takes a part, GPT (scripts/train_gpt.py)
-- model, build_eval_loader(accelerator, held_out)
+- model, build_eval_loader(accelerator, last)
 + model, eval_loader
 = test_gpt.py -k last_one_all
 
@@ -182,7 +182,7 @@ two processes have no time to save (utils/run/guard.py)
 = test_signals.py -k signal_to_the_launcher
 
 every process prints the error (utils/run/entry.py)
-- if rank_variable and int(os.environ.get(rank_variable, 0)) != 0:
+- if error.rank_variable and int(os.environ.get(error.rank_variable, 0)) != 0:
 + if False:
 = test_gpt.py -k printed_once
 

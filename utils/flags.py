@@ -201,6 +201,11 @@ def parse_with_checks(parser):
         raise UserError(
             "--init_from starts a new run and --resume PATH continues one: give only one of them"
         )
+    if getattr(args, "patience", None) and args.checkpoint_every == 0:
+        raise UserError(
+            "--patience ends a run by an evaluation, which follows a checkpoint: leave out "
+            "--checkpoint_every 0"
+        )
     if args.dry_run or args.overfit_batch:
         args.push_to_hub = args.patience = None
     if args.dry_run:

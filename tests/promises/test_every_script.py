@@ -66,7 +66,7 @@ SCRIPTS = {
         "--dataset {data}/chats.jsonl --batch_size 12 --block_size 64 --prompts {data}/prompts.txt "
         "--max_grad_norm 0.5 --lr 0.01 --track none",
         49,
-        {"val_tokens": 135},
+        {"val_tokens": 100},
         changes=False,
         packages=("transformers", "peft"),
     ),

@@ -128,18 +128,3 @@ def test_a_folder_without_locks_is_used_all_the_same(tmp_path, monkeypatch, caps
     assert printed.out == "" and printed.err.startswith(
         f"warning: the file system of {tmp_path} has no locks: "
     )
-
-
-@pytest.mark.parametrize("links", [True, False])
-def test_what_is_published_is_complete_and_stays(links, tmp_path, monkeypatch):
-    def refuse(*_):
-        raise OSError(errno.EPERM, os.strerror(errno.EPERM))
-
-    if not links:
-        monkeypatch.setattr(os, "link", refuse)
-    for text in ("first", "second"):
-        own = tmp_path / text
-        own.write_text(text)
-        files.publish(own, tmp_path / "target")
-        own.unlink(missing_ok=True)
-    assert (tmp_path / "target").read_text() == "first" and os.listdir(tmp_path) == ["target"]

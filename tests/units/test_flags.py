@@ -137,6 +137,10 @@ def test_a_quick_run_here_is_next_to_this_folder():
 
 
 def test_a_new_run_does_not_continue_another():
+    with pytest.raises(
+        UserError, match=r"^--patience ends a run by .*: leave out --checkpoint_every 0"
+    ):
+        parse("--patience", "1", "--checkpoint_every", "0")
     with pytest.raises(UserError, match=r"^--init_from starts a new run and --resume PATH contin"):
         parse("--init_from", "a", "--resume", "b")
     for resume in ("auto", "never"):

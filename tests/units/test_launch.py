@@ -32,7 +32,7 @@ def launched(monkeypatch):
 
     def launch_with(options="", **environment):
         words = ["torchrun", *options.split()]
-        monkeypatch.setattr(launcher, "find", lambda: SimpleNamespace(cmdline=lambda: words))
+        monkeypatch.setattr(launcher, "find", lambda: SimpleNamespace(cmdline=lambda: words, pid=7))
         for name, value in environment.items():
             monkeypatch.setenv(name, value)
 

@@ -9,6 +9,7 @@ import pytest
 from utils.run import process
 from utils.run.failures import UserError
 from utils.run.opening import Identity, check_same, claim_and_find
+from utils.run.plan import Plan
 
 OWN = {"lr": 0.1, "model": "net"}
 
@@ -31,8 +32,8 @@ def identity(arguments=OWN, may_change=(), resume="auto", data="cifar"):
 
 
 def look(folder, *who, **identified):
-    """Where a run without checkpoints starts from; the lock is released."""
-    lock, start = claim_and_find(folder, identity(*who, **identified), None)
+    """Where a run starts from; the lock is released."""
+    lock, start = claim_and_find(folder, identity(*who, **identified), Plan(10, 5))
     assert start.owner == (folder / ".lock").read_text()
     lock.close()
     return start

@@ -60,10 +60,7 @@ def test_reads_the_command_line():
     assert Plan.from_args(without, samples=10) == Plan(3, 1, 1, 7, 1, 1)
     with pytest.raises(UserError, match="--batch_size 10 is more than the 9 training samples"):
         Plan.from_args(arguments(), samples=9)
-    ends_by_an_evaluation = arguments(checkpoint_every=0, patience=1)
-    with pytest.raises(UserError, match="leave out --checkpoint_every 0"):
-        Plan.from_args(ends_by_an_evaluation, samples=49)
-    assert Plan.from_args(arguments(checkpoint_every=0, patience=None), 49).save_every == 0
+    assert Plan.from_args(arguments(checkpoint_every=0), 49).save_every == 0
 
 
 @pytest.mark.parametrize(("steps", "every"), [(1, 1), (39, 1), (40, 2), (199, 9), (5000, 10)])

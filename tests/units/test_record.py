@@ -26,12 +26,11 @@ def test_only_paths_to_data_become_absolute(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "data").mkdir()
     (tmp_path / "link").symlink_to("data")
-    arguments = {"dataset": "link", "init_from": "w.pth", "output_dir": "data", "lr": 0.1}
+    arguments = {"dataset": "link", "init_from": "data", "output_dir": "data", "lr": 0.1}
     arguments |= {"seed": 3, "compile": False, "eval_every": None}
     arguments |= {"weights": "link", "columns": ["a b", "c"], "call": print}
-    absolute = {name: str(tmp_path / "data") for name in ("dataset", "weights")}
+    absolute = {name: str(tmp_path / "data") for name in ("dataset", "weights", "init_from")}
     absolute["columns"] = "'a b' c"
-    absolute["init_from"] = str(tmp_path / "w.pth")
     plain = {"output_dir": "data", "lr": 0.1, "seed": 3, "compile": False, "eval_every": None}
     assert record.comparable(arguments) == absolute | plain
     several = record.comparable({"dataset": ["link", "me/it"]})

@@ -5,7 +5,8 @@ from itertools import product
 import torch
 from harness.fakes import accelerator
 
-from utils.run.seeds import sample_seed, seed_step
+from utils.data.permutation import sample_seed
+from utils.run.seeds import seed_step
 
 
 def test_a_step_draws_the_same_again_and_no_other_step_does():

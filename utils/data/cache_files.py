@@ -13,7 +13,6 @@ import torch
 
 from utils.run.collectives import run_on_all
 from utils.run.failures import UserError, full_disk
-from utils.run.files import publish
 
 
 def local_main_first(accelerator, function):
@@ -25,6 +24,20 @@ def local_main_first(accelerator, function):
     result = run_on_all(accelerator, function if first else lambda: None)
     after = run_on_all(accelerator, lambda: None if first else function())
     return result if first else after
+
+
+def publish(writing, target):
+    """Gives a complete file the name `target`, unless a file has it: nobody reads a part of it.
+
+    Args: writing, target (Path): in one folder. `writing` may stay under its name, too.
+    """
+    try:
+        os.link(writing, target)
+    except FileExistsError:
+        pass
+    except OSError:  # no links on this file system
+        if not target.exists():
+            os.replace(writing, target)
 
 
 @contextlib.contextmanager

@@ -4,7 +4,7 @@ import torch
 from torch.nn.functional import one_hot
 from torchvision.transforms import v2
 
-from utils.run.seeds import sample_seed
+from utils.data.permutation import sample_seed
 
 
 class Mix:

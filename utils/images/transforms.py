@@ -7,7 +7,7 @@ import torch
 from torchvision.transforms import InterpolationMode, v2
 from torchvision.transforms.v2 import functional as F
 
-from utils.run.seeds import sample_seed
+from utils.data.permutation import sample_seed
 
 REDUCTIONS = (8, 4, 2)  # by which the decoder of JPEG can divide the size, at less work
 # Of an image that is longer than that many times its shorter side, only the middle is scaled: a

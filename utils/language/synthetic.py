@@ -7,7 +7,7 @@ import calendar
 import datetime
 import random
 
-from utils.run.seeds import sample_seed
+from utils.data.permutation import sample_seed
 
 COUNT, HELD_OUT = 4000, 200  # conversations
 FIRST, LAST = datetime.date(1600, 1, 1), datetime.date(2099, 12, 31)

@@ -6,7 +6,7 @@ from functools import partial
 import numpy as np
 import torch
 
-from utils.data.permutation import Permutation
+from utils.data.permutation import Permutation, sample_seed
 from utils.language import lanes
 from utils.language.blocks import Stream
 from utils.language.conversations import Document, Encoder
@@ -14,7 +14,6 @@ from utils.language.documents import find_documents
 from utils.language.packing import join_segments
 from utils.language.tokens import Corpus
 from utils.run.failures import UserError
-from utils.run.seeds import sample_seed
 
 LANES = 8  # parts of a stream
 BUFFER = 64  # blocks among which a lane packs and shuffles

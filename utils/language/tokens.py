@@ -11,13 +11,13 @@ from typing import NamedTuple
 import numpy as np
 
 from utils.data import splits as split_names
+from utils.data.permutation import sample_seed
 from utils.language.blocks import Stream
 from utils.language.conversations import Document, Encoder
 from utils.language.documents import find_documents
 from utils.language.packing import Documents, join_segments
 from utils.language.text import cached
 from utils.run.failures import UserError
-from utils.run.seeds import sample_seed
 
 VERSION = 4  # of what a table has: another one makes new tables
 NOUNS = {"messages": "conversations", "prompt": "prompts with completions", "text": "documents"}

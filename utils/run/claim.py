@@ -1,6 +1,5 @@
 """Claims the folder of a run, for one job at a time, and notices if it is taken away."""
 
-import errno
 import os
 import socket
 import time
@@ -36,8 +35,8 @@ def claim(path):
             sync(folder.parent)
     except OSError as error:
         reason = "it is a file" if path.is_file() else error.strerror or error
-        reason = f"{reason}{size_limit()}" if error.errno == errno.EFBIG else reason
-        raise UserError(f"cannot write to --output_dir {path}: {reason}") from None
+        line = f"cannot write to --output_dir {path}: {reason}{size_limit()}"
+        raise UserError(line) from None
     return owner, file
 
 

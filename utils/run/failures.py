@@ -86,7 +86,7 @@ def describe(error):
     Returns:
         str | None: None for any other error: show its traceback.
     """
-    for known in (_out_of_memory, _full_disk, _too_large, _not_deterministic):
+    for known in (_out_of_memory, _full_disk, _not_deterministic):
         line = known(error)
         if line:
             return line
@@ -159,7 +159,7 @@ def _out_of_memory(error):
 
 def full_disk(error):
     """The error, or that from which it was raised, that says that a disk is full; None: neither."""
-    full = isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT)
+    full = isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
     if type(error).__name__ == "SafetensorError":  # has no errno
         full = f"(os error {errno.ENOSPC})" in str(error)
     return error if full or error is None else full_disk(error.__cause__)
@@ -171,7 +171,7 @@ def _full_disk(error):
         return None
     return (
         f"rank {rank()}: the disk is full: free some space, then run the same command again "
-        f"({str(error).splitlines()[0]})"
+        f"({str(error).splitlines()[0]}{size_limit()})"
     )
 
 
@@ -181,12 +181,6 @@ def size_limit():
     return (
         "" if limit == resource.RLIM_INFINITY else f"; `ulimit -f` allows {limit:,} bytes per file"
     )
-
-
-def _too_large(error):
-    if not (isinstance(error, OSError) and error.errno == errno.EFBIG):
-        return None
-    return f"rank {rank()}: a file is too large{size_limit()}: raise that limit"
 
 
 def _not_deterministic(error):

@@ -56,20 +56,6 @@ def json_lines(path):
             yield value, line
 
 
-def publish(writing, target):
-    """Gives a complete file the name `target`, unless a file has it: nobody reads a part of it.
-
-    Args: writing, target (Path): in one folder. `writing` may stay under its name, too.
-    """
-    try:
-        os.link(writing, target)
-    except FileExistsError:
-        pass
-    except OSError:  # no links on this file system
-        if not target.exists():
-            os.replace(writing, target)
-
-
 def write_json(path, value):
     """Writes `value` as JSON, atomically: a reader finds either the old file or the new one."""
     write_text(path, json.dumps(value, indent=2) + "\n")

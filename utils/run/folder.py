@@ -60,13 +60,13 @@ class RunFolder:
         self._may_change = set(may_change)
         self.best, self.save_asked = Best(getattr(args, "patience", None)), False
 
-    def open(self, plan=None, **data):
+    def open(self, plan, **data):
         """Locks the folder and looks for a checkpoint to continue from; writes no records yet.
 
         Empties a folder that was left by --dry_run or --overfit_batch, if this run has that flag.
 
         Args:
-            plan (Plan | None): None: a script without checkpoints, whose length may not change.
+            plan (Plan): the schedule of the run.
             data (str): name -> what else must be the same when the run continues, such as a
                 checksum of the data; recorded in args.json under `data`.
 
@@ -74,7 +74,7 @@ class RunFolder:
             UserError: see `opening.claim_and_find`.
         """
         self._plan = plan
-        may_change = MAY_CHANGE | self._may_change | (LENGTH if plan else set())
+        may_change = LENGTH | MAY_CHANGE | self._may_change
         arguments = record.comparable(vars(self._args))
         self.identity = opening.Identity(arguments, data, may_change, self._args.resume)
         start = run_on_main(self.accelerator, self._claim_and_find)
@@ -83,7 +83,7 @@ class RunFolder:
         self.run_id = start.run_id or self.run_id
         if start.checkpoint:
             self.progress, self.init_from = start.manifest["progress"], None
-        if self.finished and plan and self.is_main:
+        if self.finished and self.is_main:
             opening.announce_finished(self.path, self.finished)
 
     def _claim_and_find(self):
@@ -113,7 +113,7 @@ class RunFolder:
         process.record_with(failed, preempted if self.is_main else None)
         if self.is_main:  # first, since it says whose folder this is
             run = {"arguments": self.identity.arguments, "data": self.identity.data}
-            run |= {"run_id": self.run_id, "total_steps": plan and plan.total_steps}
+            run |= {"run_id": self.run_id, "total_steps": plan.total_steps}
             self.record = record.write(self.path, accelerator, run, step)
             record.write_status(self.path, "running", f"from step {step}", step=step)
             record.tell_batch_script(self.path, step)
@@ -126,7 +126,7 @@ class RunFolder:
         if self._start.checkpoint:
             longer = self._start.manifest["total_steps"] != plan.total_steps
             self.best.restore(self.progress, longer)
-        if self.is_main and plan:
+        if self.is_main:
             for logger in self._loggers:
                 logger.start(self)
             opening.announce(accelerator, self.path, plan, self._start)
@@ -204,15 +204,14 @@ class RunFolder:
         """Seconds since the first step, without the time between an interruption and a restart."""
         return self.progress.get("train_seconds", 0.0) + time.perf_counter() - self._start_time
 
-    def exit_preempted(self, where):
+    def exit_preempted(self, step):
         """Ends every process after a signal, with exit code `PREEMPTED`, and records why.
 
         Args:
-            where (int | str): the optimizer step; for a script without checkpoints, a description.
+            step (int): the optimizer step.
         """
-        if isinstance(where, int):
-            where = f"at step {where}, saved at step {self.saves.newest_step}"
-        reason = f"stopped by {process.signal_name() or 'a signal to another process'} {where}"
+        signal_name = process.signal_name() or "a signal to another process"
+        reason = f"stopped by {signal_name} at step {step}, saved at step {self.saves.newest_step}"
         if self.is_main:
             self._record_preempted(reason)
         self.print(f"{reason}: {failures.SAME_COMMAND}")
@@ -239,16 +238,9 @@ class RunFolder:
         if self.is_main:
             best = manifest.best(manifest.all_in(self.path))
             self.results["best_checkpoint"] = best and best.name
-            self.write_results(self.results)
+            write_json(self.path / "results.json", self.results)
+            record.write_status(self.path, "finished", self.best.reason(), step=step)
             process.record_with(partial(record.write_failure, self.path))  # nothing is left to do
-
-    def write_results(self, results):
-        """Writes results.json, then the status `finished`."""
-        if self.is_main:
-            write_json(self.path / "results.json", results)
-            record.write_status(
-                self.path, "finished", self.best.reason(), step=results["global_step"]
-            )
 
     def close(self, next_command=None):
         """Finishes the loggers and prints a summary. Waits for all processes.

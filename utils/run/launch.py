@@ -67,16 +67,12 @@ def accelerator_options(args):
       end of an epoch.
     - Processes wait for each other at most `--timeout` seconds.
     """
+    order = dict(split_batches=True, use_seedable_sampler=True, data_seed=args.seed)
+    micro_batches = getattr(args, "gradient_accumulation_steps", 1)
+    accumulation = GradientAccumulationPlugin(micro_batches, sync_with_dataloader=False)
     return dict(
-        dataloader_config=DataLoaderConfiguration(
-            split_batches=True,
-            use_seedable_sampler=True,
-            data_seed=args.seed,
-            non_blocking=True,
-        ),
-        gradient_accumulation_plugin=GradientAccumulationPlugin(
-            getattr(args, "gradient_accumulation_steps", 1), sync_with_dataloader=False
-        ),
+        dataloader_config=DataLoaderConfiguration(**order, non_blocking=True),
+        gradient_accumulation_plugin=accumulation,
         kwargs_handlers=[InitProcessGroupKwargs(timeout=timedelta(seconds=args.timeout))],
     )
 
@@ -107,17 +103,16 @@ def print_banner(accelerator, batch_size, gradient_accumulation_steps=1):
     if accelerator.is_main_process:
         if launcher.drops_sigterm():
             notice(
-                "the launcher is process 1 of this container and does not handle SIGTERM, so "
-                "stopping the container saves nothing: use `docker run --init`, or run the script "
-                "without a launcher"
+                "the launcher is process 1 of this container and does not handle SIGTERM: nothing "
+                "is saved when it stops: use `docker run --init`"
             )
         threads = torch.get_num_threads()
         device = torch.cuda.get_device_name() if on_gpu else f"CPU, {plural(threads, 'thread')}"
         backend = f" over {dist.get_backend()}" if processes > 1 else ""
         several = plural(processes, "process")
         script = os.path.basename(sys.argv[0]).removesuffix(".py")
-        precision = accelerator.mixed_precision
-        print(f"{script}: {several}{backend}, each on {device}, precision {precision}")
+        where = f"{several}{backend}, each on {device}"
+        print(f"{script}: {where}, precision {accelerator.mixed_precision}")
         print(
             f"global batch {batch_size} = {several} x {batch_size // parts} samples x "
             f"{plural(gradient_accumulation_steps, 'accumulation step')}"

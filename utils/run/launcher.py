@@ -47,7 +47,7 @@ def find():
 
     try:
         for process in psutil.Process().parents():
-            if _is_launcher(process.cmdline()):
+            if (PROGRAMS | MODULES) & set(map(os.path.basename, process.cmdline())):
                 return process
     except psutil.Error:  # a parent ended, or belongs to somebody else
         pass
@@ -147,7 +147,3 @@ def drops_sigterm():
         return False
     caught = re.search(r"^SigCgt:\s*(\w+)", Path("/proc/1/status").read_text(), re.MULTILINE)
     return not int(caught[1], 16) >> (signal.SIGTERM - 1) & 1
-
-
-def _is_launcher(words):
-    return bool((PROGRAMS | MODULES) & set(map(os.path.basename, words)))

@@ -25,7 +25,7 @@ class Metrics:
 
         Args:
             folder (Path): where metrics.jsonl is.
-            plan (Plan | None): None for a script without steps of its own.
+            plan (Plan): of the run.
             meter (Meter): measures the speed.
             loggers: objects with `log(values, step, sent_before)`: figures and texts by name such
                 as `train/loss`; whether they were sent before an interruption.

@@ -55,7 +55,7 @@ def claim_and_find(path, identity, plan):
     Args:
         path (Path): the folder.
         identity (Identity): of this run.
-        plan (Plan | None): None: a script without checkpoints.
+        plan (Plan): of this run.
 
     Returns:
         tuple: the lock, an open file; `Start`.
@@ -79,7 +79,7 @@ def _find(path, identity, plan):
         )
     if earlier and record.read_status(path).get("state") == "finished":
         results = read_json(path / "results.json")
-        if results and (plan is None or _has_ended(results, identity, plan)):
+        if results and _has_ended(results, identity, plan):
             return Start(results=results)
         if results and not manifest.all_in(path):
             raise UserError(
@@ -87,7 +87,7 @@ def _find(path, identity, plan):
                 "further in another --output_dir"
             )
     run_id = (earlier or {}).get("run_id")
-    newest = checkpoint.find(path, identity.resume) if plan else None
+    newest = checkpoint.find(path, identity.resume)
     if newest is None:
         return Start(run_id=run_id)
     place, contents = newest

@@ -41,14 +41,8 @@ class Plan:
                 `--max_train_steps` steps.
 
         Raises:
-            UserError: the training set is smaller than a batch, or a run that may end by
-                `--patience` saves only at the end.
+            UserError: the training set is smaller than a batch.
         """
-        if getattr(args, "patience", None) and args.checkpoint_every == 0:
-            raise UserError(
-                "--patience ends a run by an evaluation, which follows a checkpoint: leave out "
-                "--checkpoint_every 0"
-            )
         steps_per_epoch = args.max_train_steps if samples is None else samples // args.batch_size
         if steps_per_epoch == 0:
             raise UserError(

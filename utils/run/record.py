@@ -36,8 +36,7 @@ def comparable(arguments):
 
 def _absolute(name, value):
     # A dataset may also be a Hub id, and weights a name.
-    is_path = name in PATHS and value is not None
-    is_path = is_path and (name == "init_from" or Path(value).exists())
+    is_path = name in PATHS and value is not None and Path(value).exists()
     return str(Path(value).resolve()) if is_path else value
 
 

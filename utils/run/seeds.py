@@ -1,8 +1,5 @@
 """Random numbers that are a deterministic function of the seed and of where training stands."""
 
-import hashlib
-import struct
-
 import torch
 
 
@@ -17,9 +14,3 @@ def seed_step(accelerator, seed, step, micro_batch=0):
     torch.default_generator.manual_seed(seed)
     if accelerator.device.type == "cuda":
         torch.cuda.manual_seed(seed)
-
-
-def sample_seed(seed, epoch, index):
-    """A seed for one sample in one epoch, 64 bits, by BLAKE2 (RFC 7693)."""
-    key = struct.pack("<qqq", seed, epoch, index)
-    return int.from_bytes(hashlib.blake2b(key, digest_size=8).digest(), "little")

@@ -21,7 +21,6 @@ import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
 from utils.run import process
-from utils.run.files import publish
 from utils.run.output import notice
 from utils.scale.pace import Pace
 
@@ -107,12 +106,11 @@ class Watchdog:
     def ask(self, reason):
         """Asks every process for its stacks."""
         writing = self._run.path / f".dump_stacks_{self._rank}"
-        # An error: another process was first, or the folder is gone, with the run.
-        with contextlib.suppress(OSError):
+        if self.request.exists():  # another process was first
+            return
+        with contextlib.suppress(OSError):  # the folder is gone, with the run
             writing.write_text(reason)
-            publish(writing, self.request)  # with its text: others may look at any moment
-        with contextlib.suppress(OSError):
-            writing.unlink()
+            os.replace(writing, self.request)  # with its text: others may look at any moment
 
     def _watch(self):
         while self._run.results is None:  # after `finish`, nothing can be saved

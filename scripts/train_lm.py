@@ -737,8 +737,8 @@ def parse_args():
     group.add_argument(
         "--val_fraction",
         type=number(float, 0, below=1, above=True),
-        default=0.1,
-        help="share to hold out of the training data, if there is neither a val nor a test split",
+        help="share to hold out of the training data, if there is neither a val nor a test split "
+        "(default: 0.1; with --streaming always 1/64)",
     )
     group.add_argument(
         "--block_size",
@@ -796,6 +796,9 @@ def parse_args():
             "--dtype bfloat16 is for the frozen weights of LoRA: to compute in bf16 use "
             "mixed_precision: bf16 in the configuration, which keeps weights in float32"
         )
+    if args.streaming and args.val_fraction:
+        raise UserError("--streaming holds out one document of 64: leave out --val_fraction")
+    args.val_fraction = args.val_fraction or 0.1
     if args.streaming and (args.overfit_batch or not args.max_train_steps):
         raise UserError(
             "--streaming needs --max_train_steps, and cannot be combined with --overfit_batch"

@@ -4,12 +4,14 @@ import json
 
 import pytest
 import torch
+from harness.chats import CHATML, make_tokenizer
 from harness.language_models import make_model
 from safetensors.torch import load_file, save_file
 
 transformers = pytest.importorskip("transformers")
 
 from peft import PeftModel
+from transformers import AutoModelForCausalLM
 
 from utils.language import adapters, causal_lm
 from utils.run.failures import UserError
@@ -149,7 +151,7 @@ def test_an_adapter_is_merged_in_float32_with_the_base_that_it_was_trained_on(tm
         if "lora_B" in name:
             torch.nn.init.normal_(weight, std=1e-5)
     adapters.export(run, adapter, adapter.state_dict(), tokenizer)
-    assert adapters.merge(run) == f"written to {run / 'model'}"
+    assert adapters.merge(run).startswith(f"written to {run / 'model'}; logits differ by at most ")
     merged = load_file(run / "model" / "model.safetensors")
     for name, weight in model.state_dict().items():
         if "q_proj" in name:
@@ -168,3 +170,46 @@ def test_an_adapter_is_merged_in_float32_with_the_base_that_it_was_trained_on(tm
     settings.write_text(settings.read_text().replace(f'"{base}"', "null"))
     with pytest.raises(UserError, match="does not say what its base model is"):
         adapters.merge(run)
+
+
+def test_whoever_loads_an_export_stops_where_answers_end(tmp_path):
+    """The base model knows the end of a text, and the template ends a turn with another token."""
+    model, tokenizer = make_model("llama"), make_tokenizer(eos_token="<pad>")
+    tokenizer.chat_template = CHATML
+    model.generation_config.eos_token_id = tokenizer.eos_token_id
+    adapters.export(tmp_path, model, model.state_dict(), tokenizer)
+    loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "model")
+    end = tokenizer.convert_tokens_to_ids("<|im_end|>")
+    assert sorted(loaded.generation_config.eos_token_id) == sorted([end, tokenizer.eos_token_id])
+    head = torch.nn.Linear(loaded.config.hidden_size, loaded.config.vocab_size)
+    with torch.no_grad():  # it writes nothing but this token
+        head.weight.zero_()
+        head.bias.zero_()
+        head.bias[end] = 1
+    loaded.lm_head = head
+    written = loaded.generate(torch.tensor([[5, 6, 7]]), max_new_tokens=9, do_sample=False)
+    assert written.tolist() == [[5, 6, 7, end]]
+
+
+def test_an_adapter_of_a_tied_layer_is_refused():
+    model = make_model("llama", tie_word_embeddings=True)
+    with pytest.raises(UserError, match="--lora_targets lm_head is tied to the embedding, which a"):
+        adapters.add_lora(model, 2, 4, 0.0, ["q_proj", "lm_head"])
+    adapters.add_lora(model, 2, 4, 0.0, ["all-linear"])
+
+
+def test_a_merge_that_changes_the_model_is_refused(tmp_path, monkeypatch):
+    base, run = tmp_path / "base", tmp_path / "run"
+    run.mkdir()
+    model, tokenizer = make_model("llama"), causal_lm.byte_tokenizer()
+    model.save_pretrained(base)
+    tokenizer.save_pretrained(base)
+    adapter = lora(model=causal_lm.load_weights(str(base)))
+    adapters.export(run, adapter, adapter.state_dict(), tokenizer)
+    other = make_model("llama")
+    with torch.no_grad():
+        other.lm_head.weight.mul_(2)
+    monkeypatch.setattr(PeftModel, "merge_and_unload", lambda _: other, raising=False)
+    with pytest.raises(UserError, match="the merged model has other logits, by up to"):
+        adapters.merge(run)
+    assert not (run / "model").exists()

@@ -133,7 +133,7 @@ def test_other_processes_of_a_sharded_run_hold_no_weights():
 )
 def test_an_answer_ends_with_any_end_of_the_model_or_the_tokenizer(configured, end, pad, expected):
     model = SimpleNamespace(generation_config=SimpleNamespace(eos_token_id=configured))
-    tokenizer = SimpleNamespace(eos_token_id=end, pad_token_id=pad)
+    tokenizer = SimpleNamespace(eos_token_id=end, pad_token_id=pad, chat_template=None)
     assert causal_lm.ends(model, tokenizer) == expected
 
 

@@ -169,7 +169,11 @@ def test_templates_that_cannot_be_used_are_one_line(template, says):
         ("text", {"text": 5}, "row 3 has no text, but int"),
         ("text", {"text": "\ud800"}, "row 3 is not valid Unicode"),
         ("prompt", {"prompt": "a", "completion": "\ud800"}, "row 3 is not valid Unicode"),
-        ("prompt", {"prompt": "a", "completion": CHAT}, "row 3 are not a list, but str"),
+        (
+            "prompt",
+            {"prompt": "a", "completion": CHAT},
+            "the prompt of row 3 is no text or list of messages, but str",
+        ),
         ("messages", {"messages": CHAT, "tools": "{"}, "tools of row 3 are not JSON"),
         ("messages", {"messages": CHAT, "tools": {"name": "f"}}, "tools of row 3 are not a list"),
         ("messages", {"messages": ["hi"]}, "message 0 of row 3 has no role"),
@@ -192,3 +196,41 @@ def test_tools_are_a_list_or_json():
     assert check_tools(json.dumps(WEATHER), "row") == WEATHER == check_tools(WEATHER, "row")
     calls = [dict(role="assistant", content=None, tool_calls=[{}])]
     assert check_messages(calls, "row") == calls
+
+
+@pytest.mark.parametrize(
+    ("template", "end"), [(CHATML, ["<|im_end|>"]), (PLAIN, ["<pad>"]), (None, [])]
+)
+def test_the_end_of_an_answer_is_that_of_the_template(template, end):
+    tokenizer = make_tokenizer(eos_token="<pad>")
+    tokenizer.chat_template = template
+    assert Encoder(tokenizer).answer_ends() == tokenizer.convert_tokens_to_ids(end)
+
+
+@pytest.mark.parametrize("mark", [{"weight": 0}, {"train": False}])
+def test_an_answer_may_be_read_and_not_learned(mark, tokenizer):
+    messages = say("u hi", "a wrong", "u again", "a hello")
+    plain = encode_one(tokenizer, messages)
+    messages[1] |= mark
+    document = encode_one(tokenizer, messages)
+    assert document.tokens.tolist() == plain.tokens.tolist()
+    assert learned(tokenizer, document) == ["hello<|im_end|>"]
+    messages[1] |= {"weight": 1, "train": True}
+    assert learned(tokenizer, encode_one(tokenizer, messages)) == learned(tokenizer, plain)
+
+
+@pytest.mark.parametrize("role", ["human", "gpt"])
+def test_roles_of_other_formats_are_named(role, tokenizer):
+    with pytest.raises(UserError, match=f"message 1 of row 0 has the role {role}: call it "):
+        encode(tokenizer, [*say("u hi"), {"role": role, "content": "hello"}])
+
+
+@pytest.mark.parametrize("arguments", ['{"city": "Rome"}', {"city": "Rome"}, "Rome", None])
+def test_arguments_of_a_call_are_an_object(arguments):
+    """As transformers documents them; OpenAI's form is JSON."""
+    call = {"type": "function", "function": {"name": "weather", "arguments": arguments}}
+    message = {"role": "assistant", "content": None, "tool_calls": [call]}
+    (checked,) = check_messages([message], "row 0")
+    expected = {"city": "Rome"} if "{" in str(arguments) else arguments
+    assert checked["tool_calls"][0]["function"]["arguments"] == expected
+    assert checked["tool_calls"][0]["type"] == "function" and call["function"]["name"] == "weather"

@@ -170,7 +170,7 @@ def test_prompts_of_any_length_are_answered_as_each_alone(script, kind, monkeypa
         model.lm_head.weight[:250] = 0  # it often writes special tokens
     script.lm_loss.chunk_loss(model)
     tokenizer = causal_lm.byte_tokenizer()
-    tokenizer.pad_token = tokenizer.eos_token = None
+    tokenizer.pad_token = tokenizer.eos_token = tokenizer.chat_template = None
     gathered, of_fsdp = [], script.fsdp.gathered
     monkeypatch.setattr(script.fsdp, "gathered", lambda m: gathered.append(m) or of_fsdp(m))
     # Of one that leaves no position for an answer, the end is read.

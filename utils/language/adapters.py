@@ -42,6 +42,14 @@ def add_lora(model, rank, alpha, dropout, targets):
     if unknown := set(targets) - layers - {"all-linear"}:
         names = ", ".join(sorted(layers))
         raise UserError(f"--lora_targets {min(unknown)} matches no layer; there are {names}")
+    heads = model.get_input_embeddings(), model.get_output_embeddings()
+    tied = {n.rpartition(".")[2] for n, layer in model.named_modules() if layer in heads}
+    if heads[1] is not None and heads[0].weight is heads[1].weight and tied & set(targets):
+        layer = min(tied & set(targets))
+        raise UserError(
+            f"--lora_targets {layer} is tied to the embedding, which a merge would change, too: "
+            "leave it out"
+        )
     config = LoraConfig(
         r=rank,
         lora_alpha=alpha,
@@ -147,6 +155,8 @@ def export(folder, model, state, tokenizer):
         if name in state:
             state[name] = state[first.setdefault(id(weight), name)]
     options = {} if is_adapter else {"max_shard_size": SHARD_SIZE}
+    # Whoever loads the model stops where its answers end.
+    model.generation_config.eos_token_id = causal_lm.ends(model, tokenizer)["eos_token_id"]
     model.save_pretrained(writing, state_dict=state, **options)
     tokenizer.save_pretrained(writing)
     (writing / "README.md").unlink(missing_ok=True)  # of peft; the run has one
@@ -212,16 +222,25 @@ def merge(path):
     """Writes `model/` to the folder of a LoRA run: its base model with the adapter merged.
 
     Returns:
-        str: what was written.
+        str: what was written, and the largest difference of its logits from those with the adapter.
 
     Raises:
-        UserError: there is no adapter, or not its base model.
+        UserError: there is no adapter, or not its base model; or the merged model is another one.
     """
     folder = Path(path).expanduser()
     if not (folder / ADAPTER).is_dir():
         raise UserError(f"--merge {path}: it has no {ADAPTER}/, as the folder of a LoRA run does")
     # In float32: a small change of a weight would be rounded away in bfloat16.
     model, tokenizer = _load_adapted(folder, dtype=torch.float32)
-    model = model.merge_and_unload()
+    tokens = torch.arange(min(64, model.config.get_text_config().vocab_size))[None]
+    with torch.no_grad():
+        before = model(tokens).logits
+        model = model.merge_and_unload()
+        difference = (model(tokens).logits - before).abs().max().item()
+    if difference > 0.01 * before.std().item():
+        raise UserError(
+            f"--merge {path}: the merged model has other logits, by up to {difference:.2g}: use "
+            "the adapter itself"
+        )
     export(folder, model, model.state_dict(), tokenizer)
-    return f"written to {folder / MODEL}"
+    return f"written to {folder / MODEL}; logits differ by at most {difference:.1g}"

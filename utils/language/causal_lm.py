@@ -20,7 +20,7 @@ from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 from utils.data.cache_files import map_bytes
-from utils.language.conversations import pad_id_of
+from utils.language.conversations import Encoder, pad_id_of
 from utils.language.rows import reading
 from utils.language.text import checksum
 from utils.report.hub import ADAPTER, MODEL
@@ -114,6 +114,11 @@ def load_config(name, tokenizer, block_size):
             config = AutoConfig.from_pretrained(find(name))
         if type(config) not in AutoModelForCausalLM._model_mapping:
             raise UserError(f"--model {name} is no causal language model, but {config.model_type}")
+        if hasattr(config, "vision_config"):
+            raise UserError(
+                f"--model {name} reads images, too, which this script cannot train: give a model "
+                "of text only"
+            )
         config = config.get_text_config()
     largest = max(tokenizer.get_vocab().values())
     if largest >= config.vocab_size:
@@ -251,11 +256,17 @@ def fingerprint(name, config):
 
 
 def ends(model, tokenizer):
-    """The tokens that end an answer, and that for padding, as arguments of `generate`."""
+    """The tokens that end an answer, and that for padding, as arguments of `generate`.
+
+    The end of a turn in the chat template is often another token than the end of a text: a base
+    model that learns conversations stops there only if it is told.
+    """
     configured = model.generation_config.eos_token_id
-    found = configured if isinstance(configured, list) else [configured]
-    found = {token for token in (*found, tokenizer.eos_token_id) if token is not None}
-    return {"eos_token_id": sorted(found) or None, "pad_token_id": pad_id_of(tokenizer)}
+    tokens = configured if isinstance(configured, list) else [configured]
+    tokens = {token for token in (*tokens, tokenizer.eos_token_id) if token is not None}
+    if tokenizer.chat_template:
+        tokens |= {*Encoder(tokenizer).answer_ends()}
+    return {"eos_token_id": sorted(tokens) or None, "pad_token_id": pad_id_of(tokenizer)}
 
 
 # ---------------------------------------------------------------------------------- the tiny model

@@ -31,6 +31,7 @@ from utils.run.failures import UserError
 OPEN, CLOSE = "\uf8f0", "\uf8f1"
 TODAY = datetime.datetime(2026, 1, 1)
 # How templates ask for the date, as those of Llama 3.2 and SmolLM3 do.
+ROLES = {"human": "user", "gpt": "assistant", "bot": "assistant"}  # of other formats
 CLOCK = re.compile(r"""strftime_now\(\s*(["'])(.*?)\1\s*\)""")
 
 
@@ -115,6 +116,8 @@ class ChatTemplate:
             # Nobody asked for an answer that nothing precedes.
             if message["role"] != "assistant" or index == 0 or index < first or _is_empty(message):
                 continue
+            if message.get("weight") == 0 or message.get("train") is False:
+                continue  # as in the data of other trainers: it is read, and not learned
             prompt = self._render(messages[:index], True, tools, where)
             whole = self._render(messages[: index + 1], False, tools, where)
             if not whole.startswith(prompt):
@@ -198,7 +201,7 @@ def _without_clock(template):
 # ------------------------------------------------------------------------------- messages of a row
 
 
-def check_messages(messages, where):
+def check_messages(messages, where, column="messages"):
     """The messages of a row, checked.
 
     Returns:
@@ -209,13 +212,19 @@ def check_messages(messages, where):
         UserError: they are something else; `where` names the row.
     """
     if not isinstance(messages, (list, tuple)):
-        raise UserError(f"the messages of {where} are not a list, but {type(messages).__name__}")
+        kind = type(messages).__name__
+        raise UserError(f"the {column} of {where} is no text or list of messages, but {kind}")
     return [_check(message, f"message {i} of {where}") for i, message in enumerate(messages)]
 
 
 def _check(message, where):
     if not isinstance(message, dict) or not isinstance(message.get("role"), str):
         raise UserError(f"{where} has no role and content")
+    if message["role"] in ROLES:
+        raise UserError(
+            f"{where} has the role {message['role']}: call it {ROLES[message['role']]}, since "
+            "answers are those of assistant"
+        )
     content = message.get("content")
     if isinstance(content, list):
         texts = [part.get("text") if isinstance(part, dict) else None for part in content]
@@ -223,7 +232,20 @@ def _check(message, where):
     is_call = content is None and message.get("tool_calls")
     if not isinstance(content, str) and not is_call:
         raise UserError(f"{where} has no text as content, but {repr(content)[:40]}")
+    if message.get("tool_calls"):
+        message = {**message, "tool_calls": [_as_object(call) for call in message["tool_calls"]]}
     return {**message, "content": content}
+
+
+def _as_object(call):
+    """A tool call; its arguments, if they are JSON, as an object, which templates write."""
+    function = call.get("function", call) if isinstance(call, dict) else {}
+    arguments = function.get("arguments")
+    try:
+        function = {**function, "arguments": json.loads(arguments)}
+    except (TypeError, ValueError):  # an object, or some other text
+        return call
+    return {**call, "function": function} if "function" in call else function
 
 
 def check_tools(tools, where):

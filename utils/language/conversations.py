@@ -96,8 +96,9 @@ class Encoder:
             prompt, completion = row["prompt"], row["completion"]
             if isinstance(prompt, str) and isinstance(completion, str):
                 return self._draft_completion(prompt, completion, where)
-            prompt = check_messages(prompt, where)
-            messages, first = prompt + check_messages(completion, where), len(prompt)
+            prompt = check_messages(prompt, where, "prompt")
+            answers = check_messages(completion, where, "completion")
+            messages, first = prompt + answers, len(prompt)
         options = dict(first=first, tools=check_tools(row.get("tools"), where))
         options["together"] = self.loss_on == ALL
         documents = self._chat.split(messages, where, **options) if messages else []
@@ -143,6 +144,16 @@ class Encoder:
             draft = Draft([Part(text, True)], True, True, False)
         (document,) = self.encode([draft])
         return document.tokens.tolist()
+
+    def answer_ends(self):
+        """The token that ends an answer in the chat template: a list of one int, or of none."""
+        turns = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
+        try:
+            (document,) = self.encode(self.draft({"messages": turns}, "messages", "a message"))
+        except UserError:  # there is no template, or it takes other conversations only
+            return []
+        last = document.tokens[np.flatnonzero(document.is_target)[-1:]].tolist()
+        return [token for token in last if token in self._ends]
 
     def encode(self, drafts):
         """Tokenizes drafts, all at once: a tokenizer in Rust uses all cores.

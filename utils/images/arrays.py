@@ -6,11 +6,13 @@ from pathlib import Path
 
 import numpy as np
 import torch
+import torch.nn.functional as F
 from huggingface_hub import constants
 
+from utils.data.cache_files import cannot_write, complete_or_absent
 from utils.data.loaders import to_device
 from utils.data.report import count_classes, describe_images
-from utils.images import image_cache, synthetic
+from utils.images import synthetic
 from utils.images.decoding import BadImage, Images
 from utils.images.sources import ImageSplits, find_images, find_to_evaluate, split_off
 from utils.images.storage import Pixels
@@ -221,34 +223,43 @@ def _decoded(source, cache_dir, skip):
         library = os.environ.get("HF_DATASETS_CACHE") or Path(constants.HF_HOME) / "datasets"
         cache_dir = Path(library).expanduser() / "decoded_images"
     images = Images(source, np.arange(count), np.zeros(count, dtype=np.int64))
-
-    def decode(index):
-        try:
-            image = images.open(index)
-            if (image.width, image.height) == (SIZE, SIZE):
-                return image.pixels()
-            return _resize(image)
-        except BadImage as error:
-            if skip:
-                return torch.zeros(3, 0, 0, dtype=torch.uint8)
-            raise UserError(f"corrupt image in {images.name(index)}: {error}") from None
-
-    file = image_cache.cache_file(images, SIZE, cache_dir, "resized")
+    digest = images.fingerprint(stamps=True)  # differs if a file or the table was changed
+    file, readable = Path(cache_dir) / f"arrays_{digest[:24]}.bin", np.ones(count, dtype=bool)
+    size = 3 * SIZE * SIZE
     if not file.exists():
-        what = f"the decoded images to {cache_dir} (see HF_DATASETS_CACHE)"
-        # Without threads: for images of this size, taking turns takes longer than decoding.
-        image_cache.write(file, map(decode, range(count)), count, what)
-    readable = image_cache.read_shapes(file, count)[:, 0] > 0  # is it complete?
+        try:
+            with complete_or_absent(file) as out:
+                for index in range(count):
+                    pixels = _decode(images, index, skip)
+                    readable[index] = pixels is not None
+                    out.write(bytes(size) if pixels is None else pixels.numpy().tobytes())
+                out.write(readable.tobytes())
+        except OSError as error:
+            what = f"the decoded images to {cache_dir} (see HF_DATASETS_CACHE)"
+            needed = f"{count * size / 2**30:.1f} GiB"
+            raise cannot_write(error, what, file.parent, needed) from None
+    stored = np.fromfile(file, np.uint8)
+    if len(stored) != count * (size + 1):
+        raise UserError(f"{file} is damaged: delete it, and it is made again")
+    readable = stored[count * size :].astype(bool)
     if not skip:
         for index in np.flatnonzero(~readable):
-            decode(index)  # says what is wrong
-    stored = np.fromfile(file, np.uint8, count=3 * SIZE * SIZE * int(readable.sum()))
-    pixels = np.zeros((count, 3, SIZE, SIZE), dtype=np.uint8)
-    pixels[readable] = stored.reshape(-1, SIZE, SIZE, 3).transpose(0, 3, 1, 2)
-    return torch.from_numpy(pixels), readable
+            _decode(images, index, skip)  # says what is wrong
+    return torch.from_numpy(stored[: count * size].reshape(count, 3, SIZE, SIZE)), readable
 
 
-def _resize(image):
-    from utils.images.transforms import EvalTransform  # here: importing torchvision takes a second
-
-    return EvalTransform(dict(resize=SIZE, crop=SIZE, interpolation="bilinear"))(image)
+def _decode(images, index, skip):
+    """An image, uint8 [3, 32, 32]; None, or without `skip` a UserError, if it cannot be read."""
+    try:
+        pixels = images.open(index).pixels()
+    except BadImage as error:
+        if skip:
+            return None
+        raise UserError(f"corrupt image in {images.name(index)}: {error}") from None
+    if pixels.shape[1:] == (SIZE, SIZE):
+        return pixels
+    shorter = min(pixels.shape[1:])
+    size = [int(length * SIZE / shorter) for length in pixels.shape[1:]]
+    scaled = F.interpolate(pixels[None], size, mode="bilinear", antialias=True)[0]
+    top, left = (round((length - SIZE) / 2) for length in size)
+    return scaled[:, top : top + SIZE, left : left + SIZE].contiguous()

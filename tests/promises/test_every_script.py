@@ -66,7 +66,7 @@ SCRIPTS = {
         "--dataset {data}/chats.jsonl --batch_size 12 --block_size 64 --prompts {data}/prompts.txt "
         "--max_grad_norm 0.5 --lr 0.01 --track none",
         49,
-        {"val_tokens": 100},
+        {"val_tokens": 106},
         changes=False,
         packages=("transformers", "peft"),
     ),
@@ -102,9 +102,9 @@ def data(made_once):
             words = " ".join(str(generator.integers(1000)) for _ in range(count))
             (folder / "text" / split / "a.txt").write_text(words[:count])
         rows = []
-        for number in range(108):
+        for number in range(105):
             turns = [
-                {"role": "user", "content": f"{number}"},
+                {"role": "user", "content": f"{number}t"},
                 {"role": "assistant", "content": "w" * (1 + number * number % 17)},
             ]
             rows.append(json.dumps({"messages": turns}) + "\n")

@@ -7,7 +7,7 @@ import numpy as np
 from utils.data.report import LeftOut
 
 ENDS = 4096  # bytes
-COMPARED = 1000  # images; of more than 50,000, a fiftieth
+COMPARED = 500  # images; of more than 50,000, a hundredth
 
 
 def find_duplicates(splits):
@@ -27,7 +27,7 @@ def find_duplicates(splits):
     _, groups, counts = np.unique(sizes, return_inverse=True, return_counts=True)
     alike = np.flatnonzero((counts[groups] > 1) & (sizes > 0))
     alike = alike[np.argsort(counts[groups[alike]], kind="stable")]
-    most = max(COMPARED, len(sizes) // 50)
+    most = max(COMPARED, len(sizes) // 100)
     places = [(images, row) for images in splits.values() for row in images.rows]
     first = np.arange(len(sizes))
     for number, copies in _equal(alike[:most].tolist(), places).items():

@@ -147,9 +147,9 @@ def _refuse_other_folders(path):
     earlier = read_json(path / "args.json")
     if earlier is None:
         # What a run has before its args.json, if it is stopped there.
-        begun = (".lock", ".probe", ".args.json.", "checkpoints", "status.json", ".status.json.")
-        begun += manifest.JUNK
-        if path.is_dir() and any(not entry.name.startswith(begun) for entry in path.iterdir()):
+        begun = ".lock .probe .args.json. checkpoints status.json .status.json.".split()
+        names = [entry.name for entry in path.glob("*")]  # none of a folder that cannot be read
+        if not all(name.startswith((*begun, *manifest.JUNK)) for name in names):
             raise UserError(
                 f"{path} is not empty and does not contain a run of these scripts: use another "
                 "--output_dir"

@@ -7,7 +7,7 @@ import numpy as np
 from utils.data.report import LeftOut
 
 ENDS = 4096  # bytes
-COMPARED = 500  # images; of more than 50,000, a hundredth
+COMPARED = 400  # images; of more than 40,000, a hundredth
 
 
 def find_duplicates(splits):
@@ -28,9 +28,8 @@ def find_duplicates(splits):
     alike = np.flatnonzero((counts[groups] > 1) & (sizes > 0))
     alike = alike[np.argsort(counts[groups[alike]], kind="stable")]
     most = max(COMPARED, len(sizes) // 100)
-    places = [(images, row) for images in splits.values() for row in images.rows]
     first = np.arange(len(sizes))
-    for number, copies in _equal(alike[:most].tolist(), places).items():
+    for number, copies in _equal(alike[:most].tolist(), splits).items():
         first[copies] = number
     ends = np.cumsum([len(images) for images in splits.values()])[:-1]
     return dict(zip(splits, np.split(first, ends), strict=True)), max(0, len(alike) - most)
@@ -62,14 +61,19 @@ def describe_duplicates(splits, first, uncompared):
     return lines
 
 
-def _equal(numbers, places):
+def _equal(numbers, splits):
     """The numbers of equal images, by the lowest of them."""
+    parts = list(splits.values())
+    starts = np.cumsum([0, *map(len, parts)])
+
+    def digest(number, *ends):
+        part = np.searchsorted(starts, number, side="right") - 1
+        return parts[part].digest(parts[part].rows[number - starts[part]], *ends)
+
     by_ends, by_content = defaultdict(list), defaultdict(list)
     for number in sorted(numbers):
-        images, row = places[number]
-        by_ends[images.digest(row, ENDS)].append(number)
+        by_ends[digest(number, ENDS)].append(number)
     for candidates in by_ends.values():
         for number in candidates if len(candidates) > 1 else ():
-            images, row = places[number]
-            by_content[images.digest(row)].append(number)
+            by_content[digest(number)].append(number)
     return {copies[0]: copies for copies in by_content.values()}

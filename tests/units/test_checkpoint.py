@@ -10,6 +10,7 @@ import re
 import shutil
 from collections import Counter, deque
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -180,7 +181,7 @@ def test_a_file_that_cannot_be_hashed_is_an_error_on_all(world, tmp_path, monkey
 
 def test_folders_that_differ_are_compared_again_and_then_refused(world, tmp_path, monkeypatch):
     slept = []
-    monkeypatch.setattr(manifest.time, "sleep", slept.append)
+    monkeypatch.setattr(manifest, "time", SimpleNamespace(sleep=slept.append))
     for rank in (0, 1):
         (tmp_path / str(rank)).mkdir()
         (tmp_path / str(rank) / "model").write_bytes(b"x" * (rank + 1))

@@ -91,8 +91,9 @@ def clock(monkeypatch):
     monkeypatch.setattr(Clock, "step", 0.25)
     monkeypatch.setattr(Clock, "slept", [])
     clock = Clock()
-    monkeypatch.setattr(guard.time, "monotonic", lambda: clock.now)
-    monkeypatch.setattr(guard.time, "sleep", clock.sleep)
+    # Not in the module `time` itself: the thread of an earlier run in this process may sleep, too.
+    stub = SimpleNamespace(monotonic=lambda: clock.now, sleep=clock.sleep)
+    monkeypatch.setattr(guard, "time", stub)
     return clock
 
 

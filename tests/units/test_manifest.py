@@ -126,7 +126,7 @@ def test_a_file_that_another_machine_sees_late_is_waited_for(tmp_path, monkeypat
     """As over NFS."""
     (tmp_path / "model.safetensors").write_bytes(b"weights")
     slept, views = [], iter([{}, {}, {"model.safetensors": 7}, {}])  # the last: what it hashed
-    monkeypatch.setattr(manifest.time, "sleep", slept.append)
+    monkeypatch.setattr(manifest, "time", SimpleNamespace(sleep=slept.append))
     monkeypatch.setattr(manifest, "gather", lambda _, value, group: [value, next(views)])
     one_of_two = SimpleNamespace(num_processes=2, process_index=0, is_local_main_process=True)
     described = manifest.hash_and_sync(one_of_two, tmp_path)

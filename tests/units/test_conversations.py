@@ -219,9 +219,12 @@ def test_an_answer_may_be_read_and_not_learned(mark, tokenizer):
     assert learned(tokenizer, encode_one(tokenizer, messages)) == learned(tokenizer, plain)
 
 
-@pytest.mark.parametrize("role", ["human", "gpt"])
-def test_roles_of_other_formats_are_named(role, tokenizer):
-    with pytest.raises(UserError, match=f"message 1 of row 0 has the role {role}: call it "):
+@pytest.mark.parametrize(
+    ("role", "ours"), [("human", "user"), ("gpt", "assistant"), ("bot", "assistant")]
+)
+def test_roles_of_other_formats_are_named(role, ours, tokenizer):
+    says = f"message 1 of row 0 has the role {role}: call it {ours}, since answers are those of ass"
+    with pytest.raises(UserError, match=says):
         encode(tokenizer, [*say("u hi"), {"role": role, "content": "hello"}])
 
 

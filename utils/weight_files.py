@@ -63,7 +63,7 @@ def read(path):
     """
     file = Path(path) / "model.safetensors"
     if not (Path(path) / SHARDS).exists():
-        file = find(Path(path))
+        file = _find(Path(path))
     sharded = (file.parent / SHARDS).exists() and not file.exists()
     place = file.parent / SHARDS if sharded else file
     try:
@@ -86,7 +86,7 @@ def read(path):
         raise UserError(f"cannot read weights from {place}: {reason}") from None
 
 
-def find(path):
+def _find(path):
     """The file `model.safetensors` of a run or a checkpoint; or `path` itself, if it is a file."""
     if not path.is_dir():
         return path

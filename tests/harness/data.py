@@ -128,3 +128,22 @@ def made_run(folder, seconds=(0.5, 0.25), **arguments):
     text = "".join(f"{json.dumps(line)}\n" for line in lines) + cut_off
     (folder / "metrics.jsonl").write_text(text)
     return folder
+
+
+def global_batches(readers, name, count):
+    """What the parts of a stream, one of each process, yield together.
+
+    Args:
+        readers (list): iterators over batches.
+        name (str): of the rows in a batch.
+
+    Returns:
+        tuple: the sorted rows of `count` global batches; the position after them, as a checkpoint
+        stores it.
+    """
+    rows, position = [], None
+    for _ in range(count):
+        parts = [next(reader) for reader in readers]
+        position = {lane: place for part in parts for lane, place in part["position"].items()}
+        rows.append(sorted(row for part in parts for row in part[name].tolist()))
+    return rows, json.loads(json.dumps(position))

@@ -105,6 +105,7 @@ def test_evaluations_take_some_blocks_always_the_same_and_the_last_one_all(lm):
     assert [line["step"] for line in lines] == [0, 6, 12]
     assert len({line["tokens"] for line in lines}) == 1
     assert whole["val_tokens"] > lines[0]["tokens"] and whole["val_loss"] != lines[-1]["loss"]
+    assert whole["evaluated_samples"] == whole["held_out_samples"] > 3
 
 
 def test_the_validation_loss_is_that_of_each_conversation_alone(lm, chats):

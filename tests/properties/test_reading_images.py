@@ -103,9 +103,9 @@ def test_a_cache_changes_nothing(sizes, settings_of_runs, data):
 def test_images_in_memory_are_those_of_files_whoever_decoded_them_first(sizes, order, data):
     """Several folders of images share the folder with what is decoded."""
     transform = EvalTransform(dict(resize=32, crop=32, interpolation="bilinear"))
-    with tempfile.TemporaryDirectory() as folder:
-        cache, names = Path(folder) / "cache", ["one", "two"]
-        expected = {}
+    with tempfile.TemporaryDirectory() as folder, pytest.MonkeyPatch.context() as patch:
+        patch.setenv("HF_DATASETS_CACHE", f"{folder}/cache")
+        expected, names = {}, ["one", "two"]
         for place, name in enumerate(names):
             for label, class_name in enumerate(("cat", "dog")):
                 (Path(folder) / name / class_name).mkdir(parents=True)
@@ -114,9 +114,7 @@ def test_images_in_memory_are_those_of_files_whoever_decoded_them_first(sizes, o
                     path.write_bytes(encoded(noise(100 * place + 10 * label + i, size)))
                     expected[str(path)] = (transform(Encoded(path.read_bytes())), label)
         for name in data.draw(st.permutations(names * 2)):
-            loaded = load_arrays_to_evaluate(
-                str(Path(folder) / name), ["cat", "dog"], cache_dir=cache
-            )
+            loaded = load_arrays_to_evaluate(str(Path(folder) / name), ["cat", "dog"])
             split = loaded.splits["all"]
             assert len(split) == 2 * len(sizes)
             chosen = [i for i in order if i < len(split)]

@@ -36,23 +36,30 @@ def decoded(monkeypatch):
     return seen
 
 
-def test_images_that_cannot_be_used_are_named(tmp_path):
+@pytest.fixture(autouse=True)
+def cache(tmp_path, monkeypatch):
+    monkeypatch.setenv("HF_DATASETS_CACHE", str(tmp_path / "cache"))
+    return tmp_path / "cache" / "decoded_images"
+
+
+def test_images_that_cannot_be_used_are_named(tmp_path, cache, monkeypatch):
     folder = make_folders(tmp_path / "data", "train", "test")
     (folder / "train" / "cat" / "4.png").write_bytes(b"a thesis")
     with pytest.raises(UserError, match=r"corrupt image in .*train/cat/4.png: it is not an image"):
-        load_arrays(str(folder), cache_dir=tmp_path / "cache")
-    assert not (tmp_path / "cache").exists() or not list((tmp_path / "cache").iterdir())
+        load_arrays(str(folder))
+    assert not cache.exists() or not list(cache.iterdir())
     noise(0).save(folder / "train" / "cat" / "4.png")
+    monkeypatch.setenv("HF_DATASETS_CACHE", "/proc/nowhere")
     with pytest.raises(UserError, match="cannot write the decoded images to /proc/nowhere"):
-        load_arrays(str(folder), cache_dir="/proc/nowhere")
+        load_arrays(str(folder))
 
 
 def test_an_evaluation_leaves_out_what_training_refuses(tmp_path):
     """Also if the evaluation came first, and decoded the images for both."""
-    folder, cache = make_folders(tmp_path / "data", "train") / "train", tmp_path / "cache"
+    folder = make_folders(tmp_path / "data", "train") / "train"
 
     def to_evaluate():
-        return load_arrays_to_evaluate(str(folder), CLASSES, cache_dir=cache).splits["all"]
+        return load_arrays_to_evaluate(str(folder), CLASSES).splits["all"]
 
     (folder / "cat" / "4.png").write_bytes(b"a thesis")
     split = to_evaluate()
@@ -62,10 +69,20 @@ def test_an_evaluation_leaves_out_what_training_refuses(tmp_path):
     chosen = split.select(np.array([place + 1]))
     assert chosen.name(0) == split.name(place + 1) and chosen.labels[0] == 0
     with pytest.raises(UserError, match=r"corrupt image in .*cat/4.png: it is not an image"):
-        load_arrays(str(folder), val_fraction=0.2, cache_dir=cache)
+        load_arrays(str(folder), val_fraction=0.2)
     noise(9).save(folder / "cat" / "4.png")
     repaired, others = to_evaluate(), torch.arange(20) != place
     assert torch.equal(repaired.images[others], split.images[others]) and repaired.labels.min() == 0
+
+
+def test_a_damaged_file_is_named(tmp_path, cache):
+    folder = str(make_folders(tmp_path / "data", "train", "test"))
+    before = load_arrays(folder).splits["test"].images.clone()
+    assert torch.equal(load_arrays(folder).splits["test"].images, before)
+    for file in cache.iterdir():
+        file.write_bytes(file.read_bytes()[:-1])
+    with pytest.raises(UserError, match=r"decoded_images/\w+.bin is damaged: delete it, and it is"):
+        load_arrays(folder)
 
 
 def test_synthetic_arrays_get_a_val_split_too():

@@ -155,3 +155,13 @@ def test_causes_are_followed_to_the_first():
     assert failures.describe(third) is None  # the full disk was handled
     second.__cause__ = first  # `raise ... from error`
     assert failures.describe(third) == failures.describe(first) and failures.may_pass(third)
+
+
+def test_a_limit_of_file_sizes_is_named(monkeypatch):
+    limits = {failures.resource.RLIMIT_FSIZE: (4096, 8192)}
+    monkeypatch.setattr(failures.resource, "getrlimit", limits.__getitem__)
+    says = "; `ulimit -f` allows 4,096 bytes per file"
+    assert failures.size_limit() == says
+    assert failures.describe(OSError(errno.EFBIG, "File too large")).endswith(f"large{says})")
+    limits[failures.resource.RLIMIT_FSIZE] = (failures.resource.RLIM_INFINITY,) * 2
+    assert failures.size_limit() == ""

@@ -108,3 +108,14 @@ def test_weights_are_offered_only_to_the_same_model():
             check_same(earlier, identity(now), "runs/a")
         ending = "another --output_dir" + " (from these weights: --init_from runs/a)" * offered
         assert str(error.value).endswith(ending)
+
+
+def test_the_same_data_may_be_at_another_path(tmp_path):
+    """Its checksum says that it is the same; without one, the path counts."""
+    here, there = {**OWN, "dataset": "/a/photos"}, {**OWN, "dataset": "/b/pictures"}
+    run_in(tmp_path, here)
+    look(tmp_path, there)
+    refused(tmp_path, "data imagenet .was cifar", there, data="imagenet")
+    earlier = {"arguments": here, "data": {}}
+    with pytest.raises(UserError, match=r"--dataset /b/pictures .was /a/photos"):
+        check_same(earlier, Identity(there, {}, set(), "auto"), tmp_path)

@@ -54,7 +54,7 @@ def test_rows_name_regular_files_of_their_folder_only(path, says, tmp_path):
     with pytest.raises(BadImage, match=says):
         read_all(file)
     with pytest.raises(UserError, match=says) as error:
-        load_arrays(file, image_column="image", val_fraction=0.25, cache_dir=tmp_path / "c")
+        load_arrays(file, image_column="image", val_fraction=0.25)
     assert "\n" not in str(error.value)
 
 

@@ -10,6 +10,7 @@ import shutil
 import pytest
 import torch
 
+from utils.data import cache_files
 from utils.data.cache_files import cannot_write, complete_or_absent
 from utils.language import text as text_module
 from utils.language.text import Windows, load_text, load_to_evaluate
@@ -124,7 +125,7 @@ def test_a_long_text_is_written_to_the_cache_once(kind, tmp_path, monkeypatch):
     assert file.suffix == ".bin" and torch.equal(made.train, short.train)
     assert torch.equal(made.held_out, short.held_out) and made.details == short.details
     with monkeypatch.context() as patched:  # the second process reads nothing but the cache
-        patched.setattr(text_module, "complete_or_absent", None)
+        patched.setattr(cache_files, "complete_or_absent", None)
         again = load_text(*source_of(kind, tmp_path / "data"), 4)
     assert again.description == made.description and torch.equal(again.train, made.train)
     with file.open("r+b") as opened:

@@ -5,6 +5,7 @@ import random
 
 import pytest
 import torch
+from harness.data import global_batches
 
 from utils.data.loaders import already_a_batch
 from utils.language.lanes import Share
@@ -33,12 +34,7 @@ def batches(folder, processes, count, position=None):
     """The windows of `count` global batches, and the position after them as a checkpoint stores it."""
     shares = [Share(6, 12 // processes, p, processes, position) for p in range(processes)]
     readers = [iter(open_stream(str(folder), "text", 16, share, 8, 0)) for share in shares]
-    batches_read = []
-    for _ in range(count):
-        parts = [next(reader) for reader in readers]
-        position = {lane: place for part in parts for lane, place in part["position"].items()}
-        batches_read.append(sorted(window for part in parts for window in part["inputs"].tolist()))
-    return batches_read, json.loads(json.dumps(position))
+    return global_batches(readers, "inputs", count)
 
 
 def test_any_number_of_processes_streams_the_same_batches_from_any_position(shards):

@@ -4,6 +4,7 @@ import json
 
 import pytest
 from harness.chats import make_tokenizer, say, token_stream
+from harness.data import global_batches
 
 from utils.language import token_stream as module
 from utils.language.packing import TokenSettings
@@ -176,12 +177,7 @@ def mixed_batches(sources, tokenizer, processes, count, position=None, weights=W
         )
         for p in range(processes)
     ]
-    found = []
-    for _ in range(count):
-        parts = [next(reader) for reader in readers]
-        position = {lane: place for part in parts for lane, place in part["position"].items()}
-        found.append(sorted(row for part in parts for row in part["input_ids"].tolist()))
-    return found, json.loads(json.dumps(position))
+    return global_batches(readers, "input_ids", count)
 
 
 @pytest.mark.parametrize("where", ["memory", "stream"])

@@ -2,14 +2,17 @@
 
 import contextlib
 import fcntl
+import hashlib
 import os
 import platform
 import secrets
 import shutil
 import warnings
+from pathlib import Path
 
 import numpy as np
 import torch
+from huggingface_hub.constants import HF_HOME
 
 from utils.run.collectives import run_on_all
 from utils.run.failures import UserError, full_disk
@@ -38,6 +41,38 @@ def publish(writing, target):
     except OSError:  # no links on this file system
         if not target.exists():
             os.replace(writing, target)
+
+
+def cached(kind, parts, version, size=None):
+    """Writes bytes to a file of the `datasets` library's cache, unless it is there, and maps it.
+
+    Args:
+        kind (str): what they are, for the name of the folder, and for messages.
+        parts (iterable): of bytes.
+        version: a value that changes with the content.
+        size (int | None): of all parts together, in bytes, if it is known.
+
+    Returns:
+        uint8 [bytes].
+
+    Raises:
+        UserError: the file cannot be written, or has another size.
+    """
+    library = os.environ.get("HF_DATASETS_CACHE") or Path(HF_HOME, "datasets")
+    folder = Path(os.path.expanduser(library), kind.replace(" ", "_"))
+    file = folder / f"{hashlib.sha256(repr(version).encode()).hexdigest()[:32]}.bin"
+    if not file.exists():
+        try:
+            with complete_or_absent(file) as out:
+                for part in parts:
+                    out.write(part)
+        except OSError as error:
+            what = f"the {kind} to {folder} (set HF_DATASETS_CACHE to use another folder)"
+            needed = "space" if size is None else f"{size / 2**30:.1f} GiB"
+            raise cannot_write(error, what, folder, needed) from None
+    if size not in (None, os.path.getsize(file)):
+        raise UserError(f"{file} is damaged: delete it, and it is made again")
+    return map_bytes(file)
 
 
 @contextlib.contextmanager

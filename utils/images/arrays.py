@@ -1,15 +1,12 @@
 """Data sets of 32x32 images in memory, of the host or of a GPU, and their batches."""
 
-import os
 from dataclasses import dataclass, field
-from pathlib import Path
 
 import numpy as np
 import torch
 import torch.nn.functional as F
-from huggingface_hub import constants
 
-from utils.data.cache_files import cannot_write, complete_or_absent
+from utils.data.cache_files import cached
 from utils.data.loaders import to_device
 from utils.data.report import count_classes, describe_images
 from utils.images import synthetic
@@ -104,9 +101,7 @@ def on_device(accelerator, splits):
     }
 
 
-def load_arrays(
-    name, *, seed=0, val_fraction=None, image_column=None, label_column=None, cache_dir=None
-):
+def load_arrays(name, *, seed=0, val_fraction=None, image_column=None, label_column=None):
     """Loads a data set into memory as images of 32x32 pixels.
 
     Of an image of another size, the shorter side is scaled to 32 pixels and the center is used.
@@ -115,8 +110,6 @@ def load_arrays(
 
     Args:
         name, seed, val_fraction, image_column, label_column: as for `sources.find_images`.
-        cache_dir (Path | None): folder of that file; None: in the cache of the `datasets` library
-            (HF_DATASETS_CACHE).
 
     Returns:
         ImageSplits: its splits are of the class `Split`.
@@ -130,17 +123,14 @@ def load_arrays(
         return _with_val(data, seed, val_fraction) if val_fraction else data
     columns = dict(image_column=image_column, label_column=label_column)
     found = find_images(name, seed=seed, val_fraction=val_fraction, **columns)
-    return _in_memory(found, cache_dir, skip=False)
+    return _in_memory(found, skip=False)
 
 
-def load_arrays_to_evaluate(
-    name, class_names, *, image_column=None, label_column=None, cache_dir=None
-):
+def load_arrays_to_evaluate(name, class_names, *, image_column=None, label_column=None):
     """Loads the one split that `sources.find_to_evaluate` finds.
 
     Args:
         name, class_names, image_column, label_column: as for `sources.find_to_evaluate`.
-        cache_dir (Path | None): as for `load_arrays`.
 
     Returns:
         ImageSplits: an image that cannot be read has the label -1.
@@ -149,17 +139,17 @@ def load_arrays_to_evaluate(
         UserError: as for `load_arrays`.
     """
     columns = dict(image_column=image_column, label_column=label_column)
-    return _in_memory(find_to_evaluate(name, class_names, **columns), cache_dir, skip=True)
+    return _in_memory(find_to_evaluate(name, class_names, **columns), skip=True)
 
 
-def _in_memory(found, cache_dir, skip):
+def _in_memory(found, skip):
     """The same data set with splits in memory; `skip`: images may be corrupt."""
     decoded, splits = {}, {}
     for split, images in found.splits.items():
         # All images of a source: other choices of the val split then use the same file.
         source = images.source
         if source not in decoded:
-            decoded[source] = _decoded(source, cache_dir, skip)
+            decoded[source] = _decoded(source, skip)
         pixels, readable = decoded[source]
         if len(images) < len(source):
             pixels = pixels[torch.from_numpy(images.rows)]
@@ -208,7 +198,7 @@ def _described(splits, class_names):
     return ImageSplits(splits, class_names, description, count_classes(splits, class_names))
 
 
-def _decoded(source, cache_dir, skip):
+def _decoded(source, skip):
     """All images of a source, from a file that is made if it is absent.
 
     Returns:
@@ -219,33 +209,24 @@ def _decoded(source, cache_dir, skip):
     if isinstance(source, Pixels) and source.images.shape[1:3] == (SIZE, SIZE):
         pixels = torch.from_numpy(source.images.transpose(0, 3, 1, 2).copy())
         return pixels, np.ones(count, dtype=bool)
-    if cache_dir is None:
-        library = os.environ.get("HF_DATASETS_CACHE") or Path(constants.HF_HOME) / "datasets"
-        cache_dir = Path(library).expanduser() / "decoded_images"
     images = Images(source, np.arange(count), np.zeros(count, dtype=np.int64))
-    digest = images.fingerprint(stamps=True)  # differs if a file or the table was changed
-    file, readable = Path(cache_dir) / f"arrays_{digest[:24]}.bin", np.ones(count, dtype=bool)
     size = 3 * SIZE * SIZE
-    if not file.exists():
-        try:
-            with complete_or_absent(file) as out:
-                for index in range(count):
-                    pixels = _decode(images, index, skip)
-                    readable[index] = pixels is not None
-                    out.write(bytes(size) if pixels is None else pixels.numpy().tobytes())
-                out.write(readable.tobytes())
-        except OSError as error:
-            what = f"the decoded images to {cache_dir} (see HF_DATASETS_CACHE)"
-            needed = f"{count * size / 2**30:.1f} GiB"
-            raise cannot_write(error, what, file.parent, needed) from None
-    stored = np.fromfile(file, np.uint8)
-    if len(stored) != count * (size + 1):
-        raise UserError(f"{file} is damaged: delete it, and it is made again")
-    readable = stored[count * size :].astype(bool)
+
+    def parts():
+        readable = np.ones(count, dtype=bool)
+        for index in range(count):
+            pixels = _decode(images, index, skip)
+            readable[index] = pixels is not None
+            yield bytes(size) if pixels is None else pixels.numpy().tobytes()
+        yield readable.tobytes()
+
+    version = images.fingerprint(stamps=True)  # differs if a file or the table was changed
+    stored = cached("decoded images", parts(), version, count * (size + 1))
+    readable = stored[count * size :].numpy().astype(bool)
     if not skip:
         for index in np.flatnonzero(~readable):
             _decode(images, index, skip)  # says what is wrong
-    return torch.from_numpy(stored[: count * size].reshape(count, 3, SIZE, SIZE)), readable
+    return stored[: count * size].view(count, 3, SIZE, SIZE), readable
 
 
 def _decode(images, index, skip):

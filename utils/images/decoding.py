@@ -94,7 +94,7 @@ class Images:
         Args: ends (int | None): of the first and last so many bytes only.
         """
         try:
-            data = self.source.read(row, *([] if ends is None else [ends, True]))
+            data = self.source.read(row) if ends is None else self.source.read(row, ends, True)
         except (OSError, ValueError):
             return self.source.name(row)
         return hashlib.sha256(data).digest()

@@ -6,16 +6,13 @@ first.
 
 import hashlib
 import itertools
-import os
 import random
 from functools import partial
-from pathlib import Path
 from typing import NamedTuple
 
 import torch
-from huggingface_hub.constants import HF_HOME
 
-from utils.data.cache_files import cannot_write, complete_or_absent, map_bytes
+from utils.data.cache_files import cached, map_bytes
 from utils.data.scan import stamp
 from utils.language.rows import ALTERNATIVES, check_unicode, open_rows, reading
 from utils.language.synthetic import synthetic_text
@@ -207,33 +204,6 @@ def _read_files(files):
 def _map(file):
     with reading(file):
         return map_bytes(file)
-
-
-def cached(kind, parts, version):
-    """Writes bytes to a file of the cache, unless it is there, and maps it.
-
-    Args:
-        kind (str): what they are, for the name of the folder, and for messages.
-        parts (iterable): of bytes.
-        version: a value that changes with the content.
-
-    Returns:
-        uint8 [bytes].
-
-    Raises:
-        UserError: the file cannot be written.
-    """
-    folder = Path(os.environ.get("HF_DATASETS_CACHE") or Path(HF_HOME, "datasets"), kind)
-    file = folder / f"{hashlib.sha256(repr(version).encode()).hexdigest()[:32]}.bin"
-    if not file.exists():
-        try:
-            with complete_or_absent(file) as out:
-                for part in parts:
-                    out.write(part)
-        except OSError as error:
-            what = f"the {kind} to {folder} (set HF_DATASETS_CACHE to use another folder)"
-            raise cannot_write(error, what, folder) from None
-    return map_bytes(file)
 
 
 def _join(rows, column):

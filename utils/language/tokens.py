@@ -11,12 +11,12 @@ from typing import NamedTuple
 import numpy as np
 
 from utils.data import splits as split_names
+from utils.data.cache_files import cached
 from utils.data.permutation import sample_seed
 from utils.language.blocks import Stream
 from utils.language.conversations import Document, Encoder
 from utils.language.documents import find_documents
 from utils.language.packing import Documents, join_segments
-from utils.language.text import cached
 from utils.run.failures import UserError
 
 VERSION = 4  # of what a table has: another one makes new tables

@@ -82,7 +82,8 @@ class Trackers:
         threading.excepthook = lambda error: (
             type(error.thread).__module__.startswith(ours) or others(error)
         )
-        os.environ.setdefault("MLFLOW_TRACKING_URI", (folder / "mlruns").as_uri())
+        if "mlflow" in self._names:
+            os.environ.setdefault("MLFLOW_TRACKING_URI", (folder / "mlruns").as_uri())
         trackers = []
         for tracker in self._names:  # one by one: `init_trackers` stops at the first error
             accelerator.log_with, accelerator.trackers = [tracker], []

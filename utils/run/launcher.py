@@ -24,16 +24,17 @@ MODULES = {
 # What describes this process among others, of torchrun and of implementations of MPI. Accelerate
 # takes the size from the first that is set.
 RANKS = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
-COMPLETE = (*RANKS, "MASTER_ADDR", "MASTER_PORT", "TORCHELASTIC_RUN_ID")
-# What a training process leaves to the processes that it starts: its process id, and the file of
-# `TORCHELASTIC_ERROR_FILE`, which each launch has anew.
-MARK = "TRAINING_PROCESS"
-CONNECT_SECONDS = 10
 MPI = ("PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", "MPI_LOCALNRANKS") + tuple(
     f"{name}_COMM_WORLD_{fact}"
     for name in ("OMPI", "MV2")
     for fact in ("RANK", "SIZE", "LOCAL_RANK", "LOCAL_SIZE")
 )
+# All that torchrun sets for a process.
+COMPLETE = (*RANKS, "MASTER_ADDR", "MASTER_PORT", "TORCHELASTIC_RUN_ID")
+# What a training process leaves to the processes that it starts: its process id, and the file of
+# `TORCHELASTIC_ERROR_FILE`, which each launch has anew.
+MARK = "TRAINING_PROCESS"
+CONNECT_SECONDS = 10
 
 
 @cache

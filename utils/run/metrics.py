@@ -1,6 +1,5 @@
 """The metrics of a run: log lines, metrics.jsonl, rates and memory."""
 
-import errno
 import json
 import os
 import resource
@@ -10,6 +9,7 @@ import time
 import torch
 from torch.distributed.tensor import DTensor
 
+from utils.run.failures import full_disk
 from utils.run.files import json_lines, write_bytes
 from utils.run.output import plural
 
@@ -93,7 +93,7 @@ class Metrics:
                 self._file.flush()
             except OSError as error:
                 # A checkpoint may fill the disk until its writing fails: the line stays buffered.
-                if error.errno != errno.ENOSPC:
+                if not full_disk(error):
                     raise
 
     def sync(self):

@@ -99,16 +99,7 @@ def _find(path):
 
 
 def _described(file, state, config):
-    """The weights of a file, with what its folder says about them.
-
-    Args:
-        file (Path): where they are.
-        state (dict): tensors by plain name.
-        config (dict | None): what the file itself says.
-
-    Returns:
-        Saved.
-    """
+    """The weights of a file as `Saved`, with what its folder says about them."""
     folder, saved = file.parent, manifest.read(file.parent)
     if saved is None:
         record = read_json(folder / "args.json") or {}

@@ -18,6 +18,8 @@ PARTS = CHATML.replace(
     "m['content']",
     "(m['content'] | selectattr('type', 'equalto', 'text') | map(attribute='text') | join)",
 )
+STRICT = "{% if messages[0].role != 'user' or messages[1:] and messages[1].role != 'assistant' %}"
+STRICT += "{{ raise_exception('Roles must alternate') }}{% endif %}" + CHATML
 CHAT = say("u hi", "a hello")
 WEATHER = [dict(name="weather")]
 
@@ -174,6 +176,11 @@ def test_templates_that_cannot_be_used_are_one_line(template, says):
             {"prompt": "a", "completion": CHAT},
             "the prompt of row 3 is no text or list of messages, but str",
         ),
+        (
+            "prompt",
+            {"prompt": CHAT[:1], "completion": "a"},
+            "the completion of row 3 is no text or list of messages, but str",
+        ),
         ("messages", {"messages": CHAT, "tools": "{"}, "tools of row 3 are not JSON"),
         ("messages", {"messages": CHAT, "tools": {"name": "f"}}, "tools of row 3 are not a list"),
         ("messages", {"messages": ["hi"]}, "message 0 of row 3 has no role"),
@@ -194,12 +201,19 @@ def test_rows_of_other_types_are_one_line(kind, row, says, tokenizer):
 def test_tools_are_a_list_or_json():
     assert check_tools(None, "row") is check_tools("", "row") is check_tools("[]", "row") is None
     assert check_tools(json.dumps(WEATHER), "row") == WEATHER == check_tools(WEATHER, "row")
-    calls = [dict(role="assistant", content=None, tool_calls=[{}])]
+    calls = [dict(role="assistant", content=None, tool_calls=[{}, "x"])]
     assert check_messages(calls, "row") == calls
 
 
 @pytest.mark.parametrize(
-    ("template", "end"), [(CHATML, ["<|im_end|>"]), (PLAIN, ["<pad>"]), (None, [])]
+    ("template", "end"),
+    [
+        (CHATML, ["<|im_end|>"]),
+        (CHATML.replace("<|im_end|>", "<|im_end|><pad>"), ["<pad>"]),
+        (STRICT, ["<|im_end|>"]),
+        (PLAIN, ["<pad>"]),
+        (None, []),
+    ],
 )
 def test_the_end_of_an_answer_is_that_of_the_template(template, end):
     tokenizer = make_tokenizer(eos_token="<pad>")
@@ -237,3 +251,5 @@ def test_arguments_of_a_call_are_an_object(arguments):
     expected = {"city": "Rome"} if "{" in str(arguments) else arguments
     assert checked["tool_calls"][0]["function"]["arguments"] == expected
     assert checked["tool_calls"][0]["type"] == "function" and call["function"]["name"] == "weather"
+    (flat,) = check_messages([message | {"tool_calls": [call["function"]]}], "row")
+    assert flat["tool_calls"] == [call["function"] | {"arguments": expected}]

@@ -97,6 +97,17 @@ def test_each_tracker_continues_its_run_in_its_own_words(step, monkeypatch):
     assert run.accelerator.started == [("a project", options)]
 
 
+@pytest.mark.parametrize("given", ["https://somewhere", None])
+@pytest.mark.parametrize("name", ["mlflow", "wandb"])
+def test_what_mlflow_writes_is_in_the_folder_of_the_run(name, given, monkeypatch):
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", given or "")
+    if not given:
+        monkeypatch.delenv("MLFLOW_TRACKING_URI")
+    started(Tracker(name))
+    ours = Path("runs/a name/mlruns").absolute().as_uri() if name == "mlflow" else None
+    assert os.environ.get("MLFLOW_TRACKING_URI") == (given or ours)
+
+
 def test_arguments_are_recorded_where_a_restart_purges_them():
     board, wandb = Tracker("tensorboard"), Tracker("wandb")
     arguments = {"lr": 0.1, "model": None}

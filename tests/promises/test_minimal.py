@@ -2,7 +2,8 @@
 
 import json
 
-from harness.launches import metrics, results, run
+import pytest
+from harness.launches import ROOT, metrics, results, run
 
 MINIMAL = "scripts/train_minimal.py"
 ARGUMENTS = "--epochs 8 --log_every 20 --checkpoint_every 60"
@@ -36,3 +37,23 @@ def test_a_non_finite_loss_stops_both(tmp_path):
     assert sorted(path.name for path in (tmp_path / "checkpoints").iterdir()) == [
         f"step_{step:08d}" for step in (30, 60)
     ]
+
+
+@pytest.mark.parametrize(
+    ("line", "mistake", "error", "most"),
+    [
+        ("nn.Linear(2, 64)", "nn.Linear(3, 64)", "RuntimeError: mat1 and mat2 shapes cannot", 25),
+        ("import torch\n", "import torch, nowhere\n", "ModuleNotFoundError: No module named", 8),
+    ],
+)
+def test_a_mistake_in_a_copy_is_one_short_traceback(line, mistake, error, most, tmp_path):
+    """Of one process, with the lines of the copy; the launcher's report has its last line."""
+    (tmp_path / "utils").symlink_to(ROOT / "utils")
+    text = (ROOT / MINIMAL).read_text()
+    assert text.count(line) == 1
+    (tmp_path / "train_mine.py").write_text(text.replace(line, mistake))
+    done = run("2cpu", "train_mine.py", root=tmp_path, output_dir=tmp_path / "run", check=False)
+    ours, _, report = done.stderr.partition("multiprocessing/api.py")
+    assert done.returncode == 1 and len(ours.splitlines()) <= most, done.stderr
+    assert ours.count(error) == 1 and "train_mine.py" in ours
+    assert f"traceback : {error}" in report and "Traceback" not in report.split("FAILED")[1]

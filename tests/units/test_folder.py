@@ -138,10 +138,13 @@ def test_a_run_continues(tmp_path, capsys, monkeypatch):
 @pytest.mark.parametrize("retry", [True, False])
 def test_the_first_error_of_a_run_is_recorded(retry, tmp_path):
     run = started(tmp_path / "mine")
-    assert process.state.failed("the loss is wrong", retry) is True
-    assert process.state.failed("lost contact", True) is False
+    save(run, 3)
+    run.hang = "rank 1 is in a loop"
+    again = [AGAIN] if retry else []
+    assert process.state.failed("the loss is wrong", retry) == (True, [run.hang, *again])
+    assert process.state.failed("lost contact", True) == (False, [run.hang, AGAIN])
     state = status(run.path)
-    assert (state["state"], state["reason"]) == ("failed", "the loss is wrong")
+    assert (state["state"], state["reason"]) == ("failed", f"the loss is wrong\n{run.hang}")
     assert state["next"] == (AGAIN if retry else None)
 
 

@@ -114,4 +114,4 @@ def test_a_status_that_cannot_be_written_costs_a_warning(error, ends, capfd):
     process.record_with(record)
     assert ends(OSError("x"))[-1] == 1
     warning = f"warning: the run's status was not written: {error}"
-    assert capfd.readouterr().err.endswith(f"error: OSError: x\n{warning}\n")
+    assert capfd.readouterr().err.endswith(f"\nOSError: x\n{warning}\n")

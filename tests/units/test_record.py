@@ -16,7 +16,6 @@ import torch
 from harness import fakes
 
 from utils.run import record
-from utils.run.failures import SAME_COMMAND
 
 CPU = fakes.accelerator(4, mixed_precision="bf16")
 GPU = fakes.accelerator(8, device="cuda", mixed_precision="bf16")
@@ -200,15 +199,22 @@ def test_the_first_process_to_fail_says_why(retry, locks, tmp_path, monkeypatch)
 
     taken = []
     monkeypatch.setattr(record.fcntl, "lockf", lockf)
-    assert record.write_failure(tmp_path, "no run yet", retry) is False
+    again = record.how_to_continue(tmp_path) if retry else None
+    assert record.write_failure(tmp_path, "no run yet", again) is False
     assert record.read_status(tmp_path) == {}
     record.write_status(tmp_path, "running", None)
-    assert record.write_failure(tmp_path, "the loss is nan", retry) is True
-    assert record.write_failure(tmp_path, "lost contact", retry) is False
+    assert record.write_failure(tmp_path, "the loss is nan", again) is True
+    assert record.write_failure(tmp_path, "lost contact", again) is False
     found = record.read_status(tmp_path)
     assert (found["state"], found["reason"]) == ("failed", "the loss is nan")
-    assert found["next"] == (SAME_COMMAND if retry else None)
+    assert found["next"] == again
     assert taken == [(str(tmp_path / ".lock_status"), record.fcntl.LOCK_EX)] * 3
+
+
+def test_a_run_without_a_checkpoint_starts_anew(tmp_path):
+    assert record.how_to_continue(tmp_path).startswith("run the same command again: it starts anew")
+    (tmp_path / "checkpoints" / "step_00000007").mkdir(parents=True)
+    assert record.how_to_continue(tmp_path) == "run the same command again to continue"
 
 
 def test_a_batch_script_learns_which_folder_it_is(tmp_path, monkeypatch, capsys):

@@ -3,14 +3,14 @@
 Imports only the standard library until `main` is called.
 """
 
+import faulthandler
 import gc
 import os
 import signal
 import sys
-import time
 import traceback
 
-from utils.run import failures, launcher, process
+from utils.run import failures, process
 from utils.run.failures import RunFailed, UserError
 
 
@@ -24,15 +24,13 @@ def run(main, explain=lambda error: None):
         explain (Callable): turns an error that only its module knows, such as that of a data
             loader, into a `UserError`; None for others.
     """
-    # Here, because it imports torch.
-    from torch.distributed.elastic.multiprocessing.errors import record
-
+    faulthandler.enable()  # prints the stacks if a library crashes
     gc.freeze()  # excludes what the imports created from garbage collection
     gc.enable()
     try:
         if process.state.refusal:
             raise process.state.refusal
-        record(main)()
+        main()
     except SystemExit as error:
         if error.code == process.PREEMPTED:
             failures.report_to_launcher("stopped by a signal, as asked")
@@ -54,7 +52,7 @@ def _end_with_message(error):
     line = str(error)
     failures.report_to_launcher(line)
     if error.rank_variable and int(os.environ.get(error.rank_variable, 0)) != 0:
-        _wait_for_launcher(10)  # rank 0 prints the same error
+        process.wait_for_launcher(10)  # rank 0 prints the same error
     else:
         print(f"error: {line}", file=sys.stderr, flush=True)
         _record(line + getattr(error, "more", ""), getattr(error, "retry", False))
@@ -64,34 +62,33 @@ def _end_with_message(error):
 def _end_with_failure(error):
     line, retry = failures.describe(error), failures.may_pass(error)
     if line is None:
-        traceback.print_exc()
-        text = str(error).strip()
-        line = f"{type(error).__name__}: {text.splitlines()[0] if text else ''}"
-    else:
-        failures.report_to_launcher(line)
-    if failures.is_lost_contact(error):
+        process.print_uncaught(error)
+        trace = "".join(traceback.format_exception(error))  # with the frames inside libraries
+        _record(f"{failures.headline(error)}\n{trace}", retry)
+    elif failures.is_lost_contact(error):
         # Only the first of the processes that lost contact prints it.
         _record(line, retry, before=f"error: {line}")
-        _wait_for_launcher(5)
+        process.wait_for_launcher(5)
     else:
+        failures.report_to_launcher(line)
         print(f"error: {line}", file=sys.stderr, flush=True)
         _record(line, retry)
     _exit(1)
 
 
 def _record(line, retry, before=None):
-    """Records why the run failed; if no process did so before, says how to continue."""
-    first = True
+    """Records why the run failed; if no process did so before, says what else there is to say."""
+    first, more = True, []
     if process.state.failed:
         try:
-            first = process.state.failed(line, retry)
+            first, more = process.state.failed(line, retry)
         except (OSError, UserError) as error:  # for example because the disk is full
-            text = f"warning: the run's status was not written: {error}"
-            print(text, file=sys.stderr, flush=True)
-    if first and before:
-        print(before, file=sys.stderr, flush=True)
-    if first and retry and process.state.failed:
-        print(failures.SAME_COMMAND, file=sys.stderr, flush=True)
+            more = [f"warning: the run's status was not written: {error}"]
+    if before:
+        failures.report_to_launcher("; ".join([line, *more]))
+        more = [before, *more]
+    if first:
+        print("".join(f"{text}\n" for text in more), end="", file=sys.stderr, flush=True)
 
 
 def _exit(code):
@@ -99,17 +96,3 @@ def _exit(code):
     process.finish_writing(process.SAVE_SECONDS)
     # Not sys.exit: the destructor of a process group may wait forever for processes that exited.
     os._exit(code)
-
-
-def _wait_for_launcher(seconds):
-    """Lets the launcher stop this process because of the one that failed first.
-
-    This process then exits with 0, so that the launcher's report, which lists all failed processes,
-    names only the first one.
-    """
-    for signum in (signal.SIGTERM, signal.SIGINT):
-        signal.signal(signum, lambda *_: os._exit(0))
-    if process.state.signum is None:
-        time.sleep(seconds)
-    elif launcher.is_elastic():  # it was the launcher's
-        os._exit(0)

@@ -11,11 +11,13 @@ import re
 import resource
 import sys
 import time
+import traceback
 
 from utils.run import cgroups
 from utils.run.output import one_line
 
-SAME_COMMAND = "run the same command again to continue"
+# Parts of a path in which no code of a project is.
+LIBRARIES = (f"{os.sep}site-packages{os.sep}", os.path.dirname(os.__file__) + os.sep, "<")
 
 
 class UserError(Exception):
@@ -62,12 +64,32 @@ def optional(what):
 
 
 def report_to_launcher(line):
-    """Replaces the traceback that torchelastic's `record` wrote for the launcher's report."""
+    """Writes the reason of this process's end for the report of the launcher."""
     path = os.environ.get("TORCHELASTIC_ERROR_FILE")
     if path:
         # Without this file, the report only lacks the reason.
         with contextlib.suppress(OSError), open(path, "w") as file:
             json.dump({"message": line, "timestamp": str(int(time.time()))}, file)
+
+
+def headline(error):
+    """The type of an error, and the first line of its text."""
+    return f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0]}"
+
+
+def short_traceback(error):
+    """The traceback of an error, without the frames inside libraries but the last one."""
+    report = part = traceback.TracebackException.from_exception(error)
+    while part:
+        ours = [frame for frame in part.stack[:-1] if not in_library(frame.filename)]
+        part.stack[:] = [*ours, *part.stack[-1:]]
+        part = part.__cause__ or part.__context__
+    return "".join(report.format())
+
+
+def in_library(path):
+    """Whether a file (str) is of Python or of a package, and not of a project."""
+    return any(part in path for part in LIBRARIES)
 
 
 def causes(error):

@@ -10,7 +10,7 @@ import uuid
 from functools import partial
 from pathlib import Path
 
-from utils.run import checkpoint, failures, manifest, opening, process, record
+from utils.run import checkpoint, manifest, opening, process, record
 from utils.run.arguments import LENGTH, MAY_CHANGE
 from utils.run.claim import check_place, check_shared, identify
 from utils.run.collectives import run_on_all, run_on_main, same_everywhere, wait_for_all
@@ -38,6 +38,7 @@ class RunFolder:
             because the run was stopped in it: after `start`, evaluate first.
         best (Best): the scores; `best.out_of_patience` says whether the run ends early.
         save_asked (bool): set in the same step on all processes: the next `save_due` is true.
+        hang (str): which process makes no progress, and where it is, if this is known.
         record (dict | None): what args.json says of this start; on the main process, after `start`.
         results (dict | None): what results.json says, after `finish`.
         meter, metrics, saves: the `Meter`, `Metrics` and `Saves`, after `start`.
@@ -58,7 +59,7 @@ class RunFolder:
         self._args, self.accelerator = args, accelerator
         self._loggers, self._writer = loggers, writer
         self._may_change = set(may_change)
-        self.best, self.save_asked = Best(getattr(args, "patience", None)), False
+        self.best, self.save_asked, self.hang = Best(getattr(args, "patience", None)), False, ""
 
     def open(self, plan, **data):
         """Locks the folder and looks for a checkpoint to continue from; writes no records yet.
@@ -109,8 +110,7 @@ class RunFolder:
         step = self.progress.get("step", 0)
         self.evaluation_due = self.progress.get("evaluation_due", False)
         self._resumed_from, self._start_time = step, time.perf_counter()
-        failed, preempted = partial(record.write_failure, self.path), self._record_preempted
-        process.record_with(failed, preempted if self.is_main else None)
+        process.record_with(self._record_failed, self._record_preempted if self.is_main else None)
         if self.is_main:  # first, since it says whose folder this is
             run = {"arguments": self.identity.arguments, "data": self.identity.data}
             run |= {"run_id": self.run_id, "total_steps": plan.total_steps}
@@ -213,15 +213,20 @@ class RunFolder:
         signal_name = process.signal_name() or "a signal to another process"
         reason = f"stopped by {signal_name} at step {step}, saved at step {self.saves.newest_step}"
         if self.is_main:
-            self._record_preempted(reason)
-        self.print(f"{reason}: {failures.SAME_COMMAND}")
+            print(f"{reason}: {self._record_preempted(reason)}")
         wait_for_all(self.accelerator)  # a scheduler may stop the other machines when one exits
         self.accelerator.end_training()
         sys.exit(process.PREEMPTED)
 
     def _record_preempted(self, reason):
-        step, again = self.saves.newest_step, failures.SAME_COMMAND
+        step, again = self.saves.newest_step, record.how_to_continue(self.path)
         record.write_status(self.path, "preempted", reason, step=step, next=again)
+        return again
+
+    def _record_failed(self, reason, retry):
+        again = record.how_to_continue(self.path) if retry else None
+        first = record.write_failure(self.path, f"{reason}\n{self.hang}".strip(), again)
+        return first, [line for line in (self.hang, again) if line]
 
     def finish(self, step, **figures):
         """Writes results.json and the status `finished`; call it once the weights are written.
@@ -240,7 +245,7 @@ class RunFolder:
             self.results["best_checkpoint"] = best and best.name
             write_json(self.path / "results.json", self.results)
             record.write_status(self.path, "finished", self.best.reason(), step=step)
-            process.record_with(partial(record.write_failure, self.path))  # nothing is left to do
+            process.record_with(self._record_failed)  # nothing is left to do
 
     def close(self, next_command=None):
         """Finishes the loggers and prints a summary. Waits for all processes.

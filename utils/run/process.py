@@ -42,8 +42,6 @@ ORPHAN_SECONDS = 3.5
 # Time to save after the launcher died; also to finish a checkpoint after an error.
 SAVE_SECONDS = 60
 PR_SET_PDEATHSIG = 1  # from <linux/prctl.h>
-# Parts of a path in which no code of a project is.
-LIBRARIES = (f"{os.sep}site-packages{os.sep}", os.path.dirname(os.__file__) + os.sep, "<")
 
 if getattr(multiprocessing.current_process(), "_inheriting", False):
     # This is a loader worker that was spawned (macOS) and now imports the script: the main process
@@ -85,6 +83,7 @@ def handle_signals():
     of the time and finds next to nothing.
     """
     state.handles_signals = True
+    sys.excepthook = lambda _, error, __: print_uncaught(error)  # of an import, on one process
     gc.disable()
     output.protect()
     reader, writer = os.pipe()
@@ -124,9 +123,10 @@ def record_with(failed, preempted=None):
 
     Args:
         failed (Callable | None): called with the reason and whether the same command may succeed
-            when it is run again; returns whether this process is the first to record a reason.
+            when it is run again; returns whether this process is the first to record a reason, and
+            what else there is to say, a list of lines.
         preempted (Callable | None): called with the reason when a signal ends the run outside of
-            the loop; None: nothing has started yet.
+            the loop; returns how to continue; None: nothing has started yet.
     """
     state.failed, state.preempted = failed, preempted
 
@@ -203,10 +203,35 @@ def main_thread_place():
     frame = sys._current_frames().get(threading.main_thread().ident)
     while frame:
         path = frame.f_code.co_filename
-        if not any(part in path for part in LIBRARIES) and "utils/run/" not in path:
+        if not failures.in_library(path) and "utils/run/" not in path:
             return f"{frame.f_code.co_name} ({os.path.basename(path)}:{frame.f_lineno})"
         frame = frame.f_back
     return "no line of this project"
+
+
+def print_uncaught(error):
+    """Prints the traceback of an error, on the first process that has it.
+
+    The others, which the launcher stops because of the first, do not return.
+    """
+    failures.report_to_launcher(failures.headline(error))
+    if not is_main():  # the first one of each machine does not wait for as long as the others
+        wait_for_launcher(2 if os.environ.get("LOCAL_RANK") == "0" else 4)
+    print(failures.short_traceback(error), end="", file=sys.stderr, flush=True)
+
+
+def wait_for_launcher(seconds):
+    """Lets the launcher stop this process because of the one that failed first.
+
+    This process then exits with 0, so that the launcher's report, which lists all failed processes,
+    names only the first one.
+    """
+    for signum in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(signum, lambda *_: os._exit(0))
+    if state.signum is None:
+        time.sleep(seconds)
+    elif launcher.is_elastic():  # it was the launcher's
+        os._exit(0)
 
 
 def finish_writing(seconds):
@@ -234,10 +259,9 @@ def exit_at_once(where):
     if is_main():
         again = ""
         if state.preempted:
-            again = f": {failures.SAME_COMMAND}"
             # The folder may be gone; the process ends in any case.
             with contextlib.suppress(OSError, UserError):
-                state.preempted(reason)
+                again = f": {state.preempted(reason)}"
         # Not print: the main thread may be in the middle of it.
         with contextlib.suppress(OSError):
             os.write(2, f"{reason}{again}\n".encode())

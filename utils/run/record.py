@@ -14,7 +14,8 @@ from pathlib import Path
 
 import torch
 
-from utils.run.failures import SAME_COMMAND, optional
+from utils.run import manifest
+from utils.run.failures import optional
 from utils.run.files import read_json, write_json, write_text
 
 STARTS = 1000  # which args.json lists, besides the first one
@@ -156,7 +157,14 @@ def write_status(folder, state, reason, **more):
     write_json(folder / "status.json", status)
 
 
-def write_failure(folder, reason, retry):
+def how_to_continue(folder):
+    """What a person does after a run was stopped."""
+    if manifest.all_in(folder):
+        return "run the same command again to continue"
+    return "run the same command again: it starts anew, since there is no checkpoint yet"
+
+
+def write_failure(folder, reason, again):
     """Records why the run failed; returns False if another process has already done so.
 
     The first process to fail knows the reason; the others fail later, because they lose contact
@@ -168,7 +176,7 @@ def write_failure(folder, reason, retry):
             fcntl.lockf(file, fcntl.LOCK_EX)
         if read_status(folder).get("state") != "running":
             return False
-        write_status(folder, "failed", reason, next=SAME_COMMAND if retry else None)
+        write_status(folder, "failed", reason, next=again)
     return True
 
 

@@ -24,6 +24,7 @@ from utils.run import process
 from utils.run.output import notice
 from utils.scale.pace import Pace
 
+STILL = "no progress for"
 ANSWER_SECONDS = 5.0  # for the other processes to write their files
 # What the innermost frame of a file does, where its function does not say it.
 WAITS = {"distributed_c10d.py": "waits in {name},", "graph.py": "is in the backward pass,"}
@@ -67,7 +68,7 @@ class Watchdog:
         """For the guard: whether a person asks for a save, and the own time of each process."""
         waited = self._run.meter.waited_seconds
         self._pace.end_step(waited - self._waited)
-        self._waited = waited
+        self._waited, self._run.hang = waited, ""
         asked, self._save_asked = self._save_asked, False
         times = [0] * self._ranks
         times[self._rank] = self._pace.microseconds()
@@ -127,7 +128,7 @@ class Watchdog:
         passed = time.monotonic() - moved_at
         if passed > self._seconds and moved_at != self._reported:
             self._reported = moved_at
-            self.ask(f"no progress for {passed:.0f} s")
+            self.ask(f"{STILL} {passed:.0f} s")
         with contextlib.suppress(OSError):
             request = self.request.stat().st_mtime_ns
             if request != self._answered:
@@ -145,9 +146,12 @@ class Watchdog:
         reason = self.request.read_text().strip() or "asked by the file dump_stacks"
         self._write(request)
         states = self._others(request)
+        line = f"{reason}: {describe(states, self._ranks)}"
+        if reason.startswith(STILL):
+            self._run.hang = line  # the last line, if the processes lose contact
         if min(states) == self._rank:
             self.request.unlink(missing_ok=True)
-            print(f"{reason}: {describe(states, self._ranks)}", file=sys.stderr, flush=True)
+            print(line, file=sys.stderr, flush=True)
             print(f"all stacks: {self._run.path}/stacks", file=sys.stderr, flush=True)
 
     def _write(self, request):

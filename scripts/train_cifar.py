@@ -508,6 +508,12 @@ def main():
 
 def parse_args():
     parser = Parser(description=__doc__.split("\n")[0])
+    group = flags.add_dataset(
+        parser,
+        "uoft-cs/cifar10",
+        "Hub id, local folder or file of images, which become 32x32, or `synthetic`",
+    )
+    flags.add_labeled_images(group, val_fraction=None)
     group = parser.add_argument_group(
         "model and training (the defaults shown are those of the chosen --model)"
     )
@@ -528,12 +534,6 @@ def parse_args():
     flags.add_init_from(group)
     flags.add_patience(group)
     flags.add_extras(group)
-    group = flags.add_dataset(
-        parser,
-        "uoft-cs/cifar10",
-        "Hub id, local folder or file of images, which become 32x32, or `synthetic`",
-    )
-    flags.add_labeled_images(group, val_fraction=None)
     parser.set_defaults(**RECIPES.get(parser.choice("model"), {}))
     args = flags.parse_with_checks(parser)
     if args.overfit_batch:

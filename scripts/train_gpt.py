@@ -672,6 +672,28 @@ def main():
 
 def parse_args():
     parser = Parser(description=__doc__.split("\n")[0])
+    group = flags.add_dataset(
+        parser, "karpathy/tiny_shakespeare", "Hub id, local text file or folder, or `synthetic`"
+    )
+    flags.add_workers(group)
+    group.add_argument(
+        "--text_column", default="text", help="column with the text, for a Hub id, JSONL or Parquet"
+    )
+    group.add_argument(
+        "--streaming",
+        nargs="?",
+        const=8,
+        type=number(int, 1, most=100_000),  # more than there are processes
+        metavar="LANES",
+        help="read the text during training, in so many parallel parts, 8 if not given: a multiple "
+        "of the number of processes; needs --max_train_steps",
+    )
+    group.add_argument(
+        "--shuffle_buffer",
+        type=number(int, 1, most=10**7),  # more than fits into memory
+        default=1000,
+        help="windows in the shuffle buffer of each part of the stream",
+    )
     group = parser.add_argument_group("model")
     # Llama 3.1 405B: 126 blocks of width 16,384 with 128 heads, and a context of 2**17.
     layers, width = number(int, 1, most=1000), number(int, 2, most=2**14)
@@ -712,29 +734,6 @@ def parse_args():
     flags.add_patience(group)
     flags.add_eval_samples(group)
     flags.add_extras(group)
-    group = flags.add_dataset(
-        parser, "karpathy/tiny_shakespeare", "Hub id, local text file or folder, or `synthetic`"
-    )
-    flags.add_workers(group)
-    group = parser.add_argument_group("text")
-    group.add_argument(
-        "--text_column", default="text", help="column with the text, for a Hub id, JSONL or Parquet"
-    )
-    group.add_argument(
-        "--streaming",
-        nargs="?",
-        const=8,
-        type=number(int, 1, most=100_000),  # more than there are processes
-        metavar="LANES",
-        help="read the text during training, in so many parallel parts, 8 if not given: a multiple "
-        "of the number of processes; needs --max_train_steps",
-    )
-    group.add_argument(
-        "--shuffle_buffer",
-        type=number(int, 1, most=10**7),  # more than fits into memory
-        default=1000,
-        help="windows in the shuffle buffer of each part of the stream",
-    )
     group = parser.add_argument_group("samples")
     group.add_argument(
         "--sample", metavar="PATH", help="do not train: generate text with the weights of a run"

@@ -591,6 +591,29 @@ def parse_args():
     pixels = number(int, 8, most=4096)
     # Smaller values make all draws from the beta distribution 0 or 1.
     alpha = number(float, 0, most=100, least=0.01)
+    group = flags.add_dataset(
+        parser, None, "folder with a sub-folder per class, Hub id, or `synthetic`"
+    )
+    flags.add_workers(group)
+    flags.add_labeled_images(group, val_fraction=0.1)
+    group.add_argument(
+        "--check_images", action="store_true", help="read every image before training"
+    )
+    group.add_argument(
+        "--on_bad_image",
+        choices=["stop", "skip"],
+        default="stop",
+        help="what to do if one cannot be read",
+    )
+    home = Path(os.path.expanduser(os.environ.get("HF_HOME", "~/.cache/huggingface")))
+    group.add_argument(
+        "--cache",
+        nargs="?",
+        metavar="FOLDER",
+        const=str(home / "train_images"),
+        help="scale all images once, and keep them in this folder on a disk of each machine, or in "
+        f"{home}/train_images",
+    )
     group = parser.add_argument_group(
         "model and training (the defaults shown are those of the chosen --preset)"
     )
@@ -606,8 +629,8 @@ def parse_args():
     group.add_argument(
         "--weights",
         metavar="NAME|PATH",
-        help="start with these: a name of torchvision (DEFAULT, IMAGENET1K_V1), a .pth or "
-        ".safetensors file, or a run's folder",
+        help="fine-tune these: a name of torchvision (DEFAULT, IMAGENET1K_V1), a .pth or "
+        ".safetensors file, or a run's folder; the last layer may have other classes",
     )
     group.add_argument("--freeze", action="store_true", help="train the last layer only")
     parser.add_training_arguments(group)
@@ -643,7 +666,7 @@ def parse_args():
     group.add_argument(
         "--sync_batchnorm", action="store_true", help="batch norm over all processes; on GPUs"
     )
-    group = parser.add_argument_group("images")
+    group = parser.add_argument_group("size and augmentation of the images")
     group.add_argument(
         "--image_size",
         type=pixels,
@@ -683,33 +706,9 @@ def parse_args():
         help="alpha of CutMix; with Mixup as well, each step uses one of the two",
     )
     group = parser.add_run_arguments()
-    flags.add_init_from(group)
     flags.add_patience(group)
     flags.add_eval_samples(group)
     flags.add_extras(group)
-    group = flags.add_dataset(
-        parser, None, "folder with a sub-folder per class, Hub id, or `synthetic`"
-    )
-    flags.add_workers(group)
-    flags.add_labeled_images(group, val_fraction=0.1)
-    group.add_argument(
-        "--check_images", action="store_true", help="read every image before training"
-    )
-    group.add_argument(
-        "--on_bad_image",
-        choices=["stop", "skip"],
-        default="stop",
-        help="what to do if one cannot be read",
-    )
-    home = Path(os.path.expanduser(os.environ.get("HF_HOME", "~/.cache/huggingface")))
-    group.add_argument(
-        "--cache",
-        nargs="?",
-        metavar="FOLDER",
-        const=str(home / "train_images"),
-        help="scale all images once, and keep them in this folder on a disk of each machine, or in "
-        f"{home}/train_images",
-    )
     parser.set_defaults(
         num_workers=min(8, devices.cores_per_process()), momentum=0.9, head_lr_multiplier=1.0
     )
@@ -718,17 +717,11 @@ def parse_args():
     pretrained.check_name(args.model)
     sizes = {"--image_size": args.image_size, "--train_size": args.train_size}
     pretrained.check_sizes(args.model, sizes)
-    if args.weights and args.init_from:
-        raise UserError(
-            "--weights and --init_from both name weights to start with: give only one of them"
-        )
     args.cached = args.cache is not None  # where the cache is may change
-    given = args.weights or args.init_from
     # A path also if nothing is there any more: a run that continues does not read it.
-    is_path = given and (
-        "/" in given or given.endswith(pretrained.SUFFIXES) or Path(given).exists()
-    )
-    args.weights = str(Path(given).resolve()) if is_path or args.init_from else given
+    given = args.weights or ""
+    if "/" in given or given.endswith(pretrained.SUFFIXES) or Path(given or " ").exists():
+        args.weights = str(Path(given).resolve())
     if args.overfit_batch:
         args.lr_schedule = "constant"
         args.label_smoothing = args.mixup = args.cutmix = args.ema_decay = 0.0

@@ -646,6 +646,53 @@ def describe_model(args, folder):
 
 def parse_args():
     parser = Parser(description=__doc__.split("\n")[0])
+    group = flags.add_dataset(
+        parser,
+        "synthetic",
+        "Hub id, local file or folder, or `synthetic`: dates in words, to be written in ISO 8601",
+        several=True,
+    )
+    group.add_argument(
+        "--mixture",
+        nargs="+",
+        type=number(float, 0, above=True, most=10**6),
+        metavar="SHARE",
+        help="for several data sets: how many of the documents are from each, such as 0.7 0.3; "
+        "one that is exhausted repeats; needs --max_train_steps",
+    )
+    group.add_argument("--subset", help="configuration of a data set of the Hub")
+    group.add_argument(
+        "--streaming",
+        action="store_true",
+        help="read and tokenize during training; needs --max_train_steps",
+    )
+    group.add_argument(
+        "--val_fraction",
+        type=number(float, 0, below=1, above=True),
+        help="share to hold out of the training data, if there is neither a val nor a test split "
+        "(default: 0.1; with --streaming always 1/64)",
+    )
+    group.add_argument(
+        "--block_size",
+        type=number(int, 2, most=2**20),
+        default=1024,
+        help="tokens per block, in which documents are packed",
+    )
+    group.add_argument(
+        "--chat_template", metavar="FILE", help="Jinja template, instead of that of the tokenizer"
+    )
+    group.add_argument(
+        "--loss_on",
+        choices=["answers", "all"],
+        default="answers",
+        help="train on the answers of the assistant (or the completion) only, or on all tokens",
+    )
+    group.add_argument(
+        "--too_long",
+        choices=["truncate", "drop"],
+        default="truncate",
+        help="what to do with conversations of more than block_size tokens; texts are cut",
+    )
     group = parser.add_argument_group("model")
     group.add_argument(
         "--model",
@@ -713,54 +760,6 @@ def parse_args():
     flags.add_patience(group)
     flags.add_eval_samples(group)
     flags.add_extras(group)
-    flags.add_dataset(
-        parser,
-        "synthetic",
-        "Hub id, local file or folder, or `synthetic`: dates in words, to be written in ISO 8601",
-        several=True,
-    )
-    group = parser.add_argument_group("tokens")
-    group.add_argument(
-        "--mixture",
-        nargs="+",
-        type=number(float, 0, above=True, most=10**6),
-        metavar="SHARE",
-        help="for several data sets: how many of the documents are from each, such as 0.7 0.3; "
-        "one that is exhausted repeats; needs --max_train_steps",
-    )
-    group.add_argument("--subset", help="configuration of a data set of the Hub")
-    group.add_argument(
-        "--streaming",
-        action="store_true",
-        help="read and tokenize during training; needs --max_train_steps",
-    )
-    group.add_argument(
-        "--val_fraction",
-        type=number(float, 0, below=1, above=True),
-        help="share to hold out of the training data, if there is neither a val nor a test split "
-        "(default: 0.1; with --streaming always 1/64)",
-    )
-    group.add_argument(
-        "--block_size",
-        type=number(int, 2, most=2**20),
-        default=1024,
-        help="tokens per block, in which documents are packed",
-    )
-    group.add_argument(
-        "--chat_template", metavar="FILE", help="Jinja template, instead of that of the tokenizer"
-    )
-    group.add_argument(
-        "--loss_on",
-        choices=["answers", "all"],
-        default="answers",
-        help="train on the answers of the assistant (or the completion) only, or on all tokens",
-    )
-    group.add_argument(
-        "--too_long",
-        choices=["truncate", "drop"],
-        default="truncate",
-        help="what to do with conversations of more than block_size tokens; texts are cut",
-    )
     group = parser.add_argument_group("samples")
     group.add_argument(
         "--prompts",

@@ -465,6 +465,11 @@ def main():
 
 def parse_args():
     parser = Parser(description=__doc__.split("\n")[0])
+    flags.add_dataset(
+        parser,
+        "uoft-cs/cifar10",
+        "Hub id or local folder of a 32x32 image data set, or `synthetic`",
+    )
     group = parser.add_argument_group("model and training")
     group.add_argument(
         "--devices_per_process",
@@ -489,11 +494,6 @@ def parse_args():
     group = parser.add_run_arguments()
     flags.add_init_from(group)
     flags.add_extras(group)
-    flags.add_dataset(
-        parser,
-        "uoft-cs/cifar10",
-        "Hub id or local folder of a 32x32 image data set, or `synthetic`",
-    )
     args = flags.parse_with_checks(parser)
     if args.width % 8:
         raise UserError(f"--width {args.width} is not a multiple of 8")

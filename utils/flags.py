@@ -103,7 +103,7 @@ def add_init_from(group):
         "--init_from",
         metavar="PATH",
         help="start a new run with the weights, and only the weights, of a run's folder, a "
-        "checkpoint or a file",
+        "checkpoint or a file of the same model",
     )
 
 
@@ -127,7 +127,7 @@ def add_patience(group):
 
 
 def add_dataset(parser, dataset, data_help, several=False):
-    """Adds `--dataset` and the quick checks of a script that trains on a data set.
+    """Adds `--dataset`.
 
     Args:
         dataset (str | None): the default of `--dataset`; None: it must be given.
@@ -141,6 +141,11 @@ def add_dataset(parser, dataset, data_help, several=False):
     options = dict(default=dataset, required=dataset is None, help=data_help)
     options |= dict(default=[dataset], nargs="+") if several else {}
     group.add_argument("--dataset", **options)
+    return group
+
+
+def _add_checks(parser):
+    """Adds the quick checks of a script that trains on a data set."""
     checks = parser.add_argument_group("quick checks (in a separate folder next to output_dir)")
     checks.add_argument(
         "--dry_run",
@@ -152,7 +157,6 @@ def add_dataset(parser, dataset, data_help, several=False):
         action="store_true",
         help="train on one batch until the loss is about 0: can the model learn at all?",
     )
-    return group
 
 
 def add_workers(group):
@@ -189,13 +193,14 @@ def add_labeled_images(group, val_fraction):
 
 
 def parse_with_checks(parser):
-    """Parses the command line, and changes the arguments for `--dry_run` and `--overfit_batch`.
+    """Parses the command line, with `--dry_run` and `--overfit_batch`, which change the arguments.
 
     Both write to a folder of their own next to that of the run, which is emptied each time.
 
     Returns:
         Arguments: not frozen yet.
     """
+    _add_checks(parser)
     args = parser.parse_args()
     if getattr(args, "init_from", None) and args.resume not in ("auto", "never"):
         raise UserError(

@@ -6,12 +6,11 @@ import json
 import shutil
 
 import pytest
-from harness.launches import CIFAR, ROOT, SMALL, results, run, status
+from harness.launches import CIFAR, ROOT, SMALL, final_weights, metrics, results, run, status
 
 RULE = (
-    "To continue a run, keep its arguments. You may change --epochs, --max_train_steps, and the "
-    "options for output, logging, checkpoints, workers, compilation, determinism and gradient "
-    "accumulation."
+    "To continue a run, keep its arguments. You may change its length and what does not change "
+    "results, such as the options for output, logging and checkpoints."
 )
 
 MINIMAL, WRAPPED = "scripts/train_minimal.py", "tests/harness/wrapped.py"
@@ -63,6 +62,23 @@ def test_where_and_how_it_runs_may_change(finished, tmp_path):
     other = "--checkpoint_every 5 --keep_checkpoints 1 --log_every 2 --eval_every 4 --timeout 99 --track none --tta"
     done = run("cpu", CIFAR, f"{SMALL} {other} --gradient_accumulation_steps 2", output_dir=folder)
     assert "continuing from" in done.stdout and results(folder)["global_step"] == 14
+
+
+@pytest.mark.parametrize(("name", "arguments"), [("minimal", SHORT), ("cifar", SMALL)])
+def test_a_fork_keeps_the_optimizer_and_may_change_how_it_trains(
+    name, arguments, finished, tmp_path
+):
+    """With a learning rate of 0 the weights stay as they were."""
+    source = max((finished[name] / "checkpoints").glob("step_*"))
+    words = f"{arguments} --epochs 3 --lr 0 --seed 7 --resume {source}"
+    done = run("cpu", f"scripts/train_{name}.py", words, output_dir=tmp_path / "fork")
+    assert "--lr 0.0 (was 0.0" in done.stdout and "--seed 7 (was 0)" in done.stdout
+    assert "the rest of this epoch has other samples" in done.stdout
+    assert {line["lr"] for line in metrics(tmp_path / "fork", "train")} == {0}
+    newest = max((tmp_path / "fork" / "checkpoints").glob("step_*"))
+    assert newest.name > source.name and final_weights(newest) == final_weights(source)
+    recorded = json.loads((newest / "manifest.json").read_text())["arguments"]
+    assert (recorded["lr"], recorded["resume"]) == (0, str(source))
 
 
 REFUSED = {

@@ -96,6 +96,21 @@ def test_a_wrong_file_is_one_line(text, reason, parse, tmp_path):
     assert reason in str(raised.value)
 
 
+@pytest.mark.parametrize(
+    ("word", "flag"),
+    [("learning_rate", "lr"), ("learning-rate", "lr"), ("batchsize", "batch_size")]
+    + [("per_device_train_batch_size", "batch_size"), ("max_steps", "max_train_steps")]
+    + [("report_to", None), ("nothing_like_it", None)],
+)
+def test_a_mistyped_flag_is_compared_with_those_that_there_are(word, flag):
+    parser = Parser()
+    parser.add_training_arguments(parser)
+    hint = f": did you mean --{flag}?" if flag else ""
+    with pytest.raises(UserError) as raised:
+        parser.parse_args([f"--{word}", "3"])
+    assert str(raised.value) == f"unrecognized arguments: --{word} 3{hint} (see --help)"
+
+
 def test_a_preset_in_a_file_decides_the_defaults(tmp_path, monkeypatch):
     (tmp_path / "a.args").write_text("--preset finetune\n--dataset synthetic\n")
     monkeypatch.setenv("HOME", str(tmp_path))

@@ -169,8 +169,11 @@ def test_help_says_each_default_in_words(monkeypatch):
     for flag, says in said.items():  # phrases, as in `--help` of other programs
         if flag in vars(parser.parse_args([])):
             assert says[0].islower() and not says.endswith(".") and "  " not in says, flag
-    for title in ("training:", "run:", "data:", "quick checks (in a "):
+    for title in ("training:", "run:", "data:"):
         assert f"\n{title}" in text
+    assert text.startswith("usage: train_it.py [options]\n")
+    required = built(dataset=None)
+    assert required.format_help().startswith("usage: train_it.py --dataset DATASET [options]\n")
     assert text.rstrip().endswith(CONTINUE_RULE) and "@FILE in front of all flags stands" in text
     assert {"--resume auto|never|PATH", "--init_from PATH"} <= set(re.findall(r"--\w+ \S+", text))
     other = " ".join(built(None, several=True).format_help().split())

@@ -186,7 +186,7 @@ def test_another_runs_checkpoint_is_not_changed(tmp_path):
     assert not ours.evaluation_due and (theirs / "manifest.json").read_bytes() == before
     assert metrics(tmp_path / "ours", "val")[0]["score"] == 0.5
     with pytest.raises(UserError, match="step_00000007 belongs to a run with other arguments"):
-        opened(tmp_path / "others", resume=str(theirs), lr=0.2)
+        opened(tmp_path / "others", resume=str(theirs), model="other")
 
 
 # ----------------------------------------------------------------------------------------- loop

@@ -6,7 +6,7 @@ import sys
 
 import pytest
 
-from utils.run import process
+from utils.run import opening, process
 from utils.run.failures import UserError
 from utils.run.opening import Identity, check_same, claim_and_find
 from utils.run.plan import Plan
@@ -108,6 +108,19 @@ def test_weights_are_offered_only_to_the_same_model():
             check_same(earlier, identity(now), "runs/a")
         ending = "another --output_dir" + " (from these weights: --init_from runs/a)" * offered
         assert str(error.value).endswith(ending)
+
+
+def test_a_fork_may_be_trained_in_another_way_but_is_of_the_same_model_and_data(
+    tmp_path, monkeypatch
+):
+    place = tmp_path / "step_00000003"
+    contents = {"arguments": OWN, "data": {"data": "cifar"}, "progress": {"step": 3}}
+    monkeypatch.setattr(opening.checkpoint, "find", lambda *_: (place, contents))
+    start = look(tmp_path / "run", OWN | {"lr": 1}, resume=str(place))
+    assert start.changes == ["--lr 1 (was 0.1)"] and start.checkpoint == place
+    for who, more in ((OWN | {"model": "gpt"}, {}), (OWN, {"data": "x"})):
+        refused(tmp_path / "run", "other arguments", who, resume=str(place), **more)
+    refused(tmp_path / "run", "other arguments", OWN | {"lr": 1})  # not of its own checkpoint
 
 
 def test_the_same_data_may_be_at_another_path(tmp_path):

@@ -95,15 +95,6 @@ def test_each_change_of_a_launch_is_named():
     ]
 
 
-def test_of_many_starts_the_first_and_the_last_are_listed(tmp_path, monkeypatch):
-    monkeypatch.setattr(record, "STARTS", 3)
-    monkeypatch.setattr(record, "git_commit", lambda: None)
-    for step in range(6):
-        record.write(tmp_path, CPU, {}, step)
-    starts = json.loads((tmp_path / "args.json").read_text())["starts"]
-    assert [start["step"] for start in starts] == [0, 3, 4, 5]
-
-
 def test_every_start_of_a_run_is_recorded(tmp_path, monkeypatch):
     for name in ("git_commit", "script_hash", "timestamp"):
         monkeypatch.setattr(record, name, lambda name=name: f"the {name}")

@@ -36,7 +36,7 @@ def parse(monkeypatch):
 
 @pytest.mark.parametrize(
     ("words", "path"),
-    [("--weights runs/a", "runs/a"), ("--weights a.pth", "a.pth"), ("--init_from a", "a")]
+    [("--weights runs/a", "runs/a"), ("--weights a.pth", "a.pth")]
     + [("--weights DEFAULT", None), ("--weights here", "here")],
 )
 def test_weights_that_are_gone_have_the_same_path_as_before(
@@ -62,7 +62,6 @@ def test_a_preset_is_a_set_of_known_options_that_flags_override(preset, parse, c
 def test_options_that_exclude_each_other(parse):
     for words, says in (
         ("--model resnet_50", "the nearest: "),
-        ("--weights a.pth --init_from b", "both name weights"),
         ("--model squeezenet1_1 --image_size 8", "--image_size 8: not a size for squeezenet1_1"),
     ):
         with pytest.raises(UserError, match=says):

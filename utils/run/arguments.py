@@ -1,6 +1,8 @@
 """Command-line flags of every training script, and the parser of all scripts."""
 
 import argparse
+import difflib
+import re
 import shlex
 import sys
 from pathlib import Path
@@ -12,26 +14,33 @@ from utils.run.process import is_main
 # The rule for continuing a run: printed by --help and by the error message, and quoted in the
 # README.
 CONTINUE_RULE = (
-    "To continue a run, keep its arguments. You may change --epochs, --max_train_steps, and the "
-    "options for output, logging, checkpoints, workers, compilation, determinism and gradient "
-    "accumulation."
+    "To continue a run, keep its arguments. You may change its length and what does not change "
+    "results, such as the options for output, logging and checkpoints."
 )
 FILES = (
     "@FILE in front of all flags stands for the arguments in a file: one flag and its value per "
     "line; a line that begins with # is a comment. Flags on the command line win."
 )
+# What other tools call a flag, where the names do not look alike: for "did you mean".
+OTHER_NAMES = dict(
+    name.split("=")
+    for name in (
+        "learning_rate=lr num_train_epochs=epochs per_device_train_batch_size=batch_size "
+        "data_dir=dataset model_name_or_path=model logging_steps=log_every eval_steps=eval_every "
+        "save_steps=checkpoint_every resume_from_checkpoint=resume report_to=track"
+    ).split()
+)
 LENGTH = {"epochs", "max_train_steps"}
 # Other options that may change. They do not change results.
-MAY_CHANGE = {
-    "output_dir",
-    "resume",
-    "checkpoint_every",
-    "keep_checkpoints",
-    "log_every",
-    "eval_every",
-    "timeout",
-    "nondeterministic",
-}
+MAY_CHANGE = set(
+    "output_dir resume checkpoint_every keep_checkpoints log_every eval_every timeout "
+    "nondeterministic".split()
+)
+# What besides may change in a fork, which continues a checkpoint in another folder: how it is
+# trained, if the script has such flags, but not the data and the model.
+MAY_CHANGE_IN_FORK = set(
+    "lr lr_schedule warmup_steps warmup_epochs weight_decay max_grad_norm batch_size seed".split()
+)
 SEED = number(int, 0, most=2**32 - 1)  # what NumPy takes
 BATCH = number(int, 1, most=2**20)  # more than fits into memory, or into most data sets
 SECONDS = number(int, 1, most=30 * 24 * 3600)  # more than a job may take; libraries overflow later
@@ -69,8 +78,19 @@ class Parser(argparse.ArgumentParser):
         if is_main():
             super().print_help(file)
 
+    def format_help(self):
+        required = [action for action in self._actions if action.required]
+        words = [" ".join([*a.option_strings[:1], a.dest.upper()]) for a in required]
+        self.usage = " ".join(["%(prog)s", *words, "[options]"])
+        return super().format_help()
+
     def error(self, message):
-        raise UserError(f"{message} (see --help)")
+        hint = ""
+        if unknown := re.match(r"unrecognized arguments: --([\w-]+)", message):
+            name, flags = unknown[1].replace("-", "_"), [action.dest for action in self._actions]
+            names = [OTHER_NAMES.get(name), *difflib.get_close_matches(name, flags, n=1)]
+            hint = next((f": did you mean --{flag}?" for flag in names if flag in flags), "")
+        raise UserError(f"{message}{hint} (see --help)")
 
     def choice(self, flag):
         """The value of `--flag`, read before the full parse: other defaults depend on it."""
@@ -115,7 +135,8 @@ class Parser(argparse.ArgumentParser):
             metavar="auto|never|PATH",
             help="auto: continue the run in output_dir if there is one; never: stop with an "
             "error if there is one; "
-            "PATH: continue from a checkpoint of another run, and write to output_dir",
+            "PATH: continue from a checkpoint of another run, and write to output_dir; --lr, its "
+            "schedule, --weight_decay, --batch_size and --seed may then differ",
         )
         group.add_argument(
             "--checkpoint_every",
@@ -176,11 +197,19 @@ def _expand(words):
 
 
 class _HelpFormatter(argparse.ArgumentDefaultsHelpFormatter):
-    """Shows a default unless it is None or False."""
+    """Shows a default unless it is None or False; N stands for any number."""
+
+    def __init__(self, prog):
+        super().__init__(prog, max_help_position=32)
+
+    def _get_default_metavar_for_optional(self, action):
+        return "N" if isinstance(action.type, number) else action.dest.upper()
 
     def _get_help_string(self, action):
-        if action.default is None or action.default is False:
+        default = action.default
+        if default is None or default is False or default == argparse.SUPPRESS:
             return action.help
-        if isinstance(action.default, list):
-            return f"{action.help} (default: {' '.join(action.default)})"
-        return super()._get_help_string(action)
+        help_text = action.help.partition("; default: ")[0]  # that of a script without a preset
+        if isinstance(default, list):
+            default = " ".join(default)
+        return f"{help_text} (default: {str(default).replace('%', '%%')})"

@@ -21,6 +21,7 @@ from utils.run import manifest
 from utils.run.collectives import gather, run_on_all, run_on_main
 from utils.run.failures import UserError
 
+RATES = ("lr", "initial_lr", "weight_decay")  # of the groups of an optimizer
 FORCE = "TORCH_FORCE_WEIGHTS_ONLY_LOAD"  # of torch.load, whatever its caller asks for
 
 
@@ -129,17 +130,29 @@ def find(folder, resume):
     return None
 
 
-def load(accelerator, path):
+def load(accelerator, path, keep_rates=False):
     """Loads a verified checkpoint into everything that was prepared and registered.
 
     Call it on every process. No file of it can execute code: the folder may have come from
     elsewhere.
 
+    Args:
+        keep_rates (bool): keep the learning rates and the weight decay that the optimizers have.
+
     Raises:
         UserError: a file would execute code (it is not executed), does not match this run, or is
             missing on a machine; raised on every process.
     """
+    groups = [group for wrapper in accelerator._optimizers for group in wrapper.param_groups]
+    rates = [{name: group[name] for name in RATES if name in group} for group in groups]
     run_on_all(accelerator, lambda: _load(accelerator, Path(path)))
+    if keep_rates:
+        groups = [group for wrapper in accelerator._optimizers for group in wrapper.param_groups]
+        for group, before in zip(groups, rates, strict=True):
+            group.update(before)
+        for wrapper in accelerator._schedulers:
+            ours = wrapper.scheduler.optimizer.param_groups
+            wrapper.scheduler.base_lrs = [group["initial_lr"] for group in ours]
     # Accelerate's counter of micro-batches. A checkpoint is saved between optimizer steps, so the
     # count restarts at 0: after a change of --gradient_accumulation_steps the old one is wrong.
     accelerator.step = 0

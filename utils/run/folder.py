@@ -106,7 +106,8 @@ class RunFolder:
         accelerator, plan = self.accelerator, self._plan
         checkpoint.check_objects(accelerator)
         if self._start.checkpoint:
-            checkpoint.load(accelerator, self._start.checkpoint)  # accelerator.load_state
+            # accelerator.load_state
+            checkpoint.load(accelerator, self._start.checkpoint, bool(self._start.changes))
         step = self.progress.get("step", 0)
         self.evaluation_due = self.progress.get("evaluation_due", False)
         self._resumed_from, self._start_time = step, time.perf_counter()

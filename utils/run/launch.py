@@ -117,11 +117,6 @@ def print_banner(accelerator, batch_size, gradient_accumulation_steps=1):
             f"global batch {batch_size} = {several} x {batch_size // parts} samples x "
             f"{plural(gradient_accumulation_steps, 'accumulation step')}"
         )
-        if on_gpu and not torch.are_deterministic_algorithms_enabled():
-            print(
-                "--nondeterministic: fastest algorithms. Runs see the same samples, but results "
-                "differ in the last bits"
-            )
     return batch_size // parts
 
 

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from utils.run import checkpoint, manifest, record
-from utils.run.arguments import CONTINUE_RULE
+from utils.run.arguments import CONTINUE_RULE, MAY_CHANGE_IN_FORK
 from utils.run.claim import claim
 from utils.run.failures import UserError
 from utils.run.files import read_json
@@ -38,6 +38,7 @@ class Start(NamedTuple):
         checkpoint (Path | None), manifest (dict | None): the one to continue from.
         run_id (str | None): of the run in the folder.
         owner (str | None): who has the lock of the folder.
+        changes (list): what differs from the run of which this one continues a checkpoint.
     """
 
     results: dict | None = None
@@ -45,6 +46,7 @@ class Start(NamedTuple):
     manifest: dict | None = None
     run_id: str | None = None
     owner: str | None = None
+    changes: list = ()
 
 
 def claim_and_find(path, identity, plan):
@@ -91,6 +93,11 @@ def _find(path, identity, plan):
     if newest is None:
         return Start(run_id=run_id)
     place, contents = newest
+    changes = []
+    if place == Path(identity.resume):
+        changes = _differences(contents, identity)
+        fork = identity.may_change | MAY_CHANGE_IN_FORK
+        identity = identity._replace(may_change=fork)
     check_same(contents, identity, place)
     steps_taken = contents["progress"]["step"]
     if plan.total_steps < steps_taken:
@@ -99,7 +106,7 @@ def _find(path, identity, plan):
             f"taken {steps_taken} already ({place}): give at least as many, or use another "
             "--output_dir"
         )
-    return Start(checkpoint=place, manifest=contents, run_id=run_id)
+    return Start(checkpoint=place, manifest=contents, run_id=run_id, changes=changes)
 
 
 def _has_ended(results, identity, plan):
@@ -131,6 +138,10 @@ def announce(accelerator, path, plan, start):
         print("starting at step 0")
         return
     print(f"continuing from {start.checkpoint}")
+    if start.changes:
+        print(f"with other arguments than there: {', '.join(start.changes)}")
+    if any(line.startswith(("--batch_size ", "--seed ")) for line in start.changes):
+        print("the rest of this epoch has other samples than it would have had there")
     before = start.manifest["total_steps"]
     if before != plan.total_steps:
         print(f"length changed from {before} to {plan.total_steps} steps")
@@ -198,13 +209,7 @@ def check_same(earlier, identity, place):
         earlier (dict): with `arguments` and `data`.
         place: where it was recorded, a run's folder or a checkpoint.
     """
-    arguments, may_change = identity.arguments, identity.may_change
-    if identity.data:  # it says more than the path of the data set
-        may_change = may_change | {"dataset"}
-    differences = [
-        f"--{line}" for line in record.differences(earlier["arguments"], arguments, may_change)
-    ]
-    differences += record.differences(earlier["data"], identity.data)
+    arguments, differences = identity.arguments, _differences(earlier, identity)
     if not differences:
         return
     weights = ""
@@ -215,3 +220,11 @@ def check_same(earlier, identity, place):
         f"{CONTINUE_RULE} Use the earlier values, or start a new run with another "
         f"--output_dir{weights}"
     )
+
+
+def _differences(earlier, identity):
+    may_change = identity.may_change
+    if identity.data:  # it says more than the path of the data set
+        may_change = may_change | {"dataset"}
+    changed = record.differences(earlier["arguments"], identity.arguments, may_change)
+    return [f"--{line}" for line in changed] + record.differences(earlier["data"], identity.data)

@@ -18,7 +18,6 @@ from utils.run import manifest
 from utils.run.failures import optional
 from utils.run.files import read_json, write_json, write_text
 
-STARTS = 1000  # which args.json lists, besides the first one
 # Arguments that may be paths: compared as absolute paths.
 PATHS = ("dataset", "init_from", "weights")
 
@@ -96,7 +95,7 @@ def changes(accelerator, earlier):
 
 
 def write(folder, accelerator, own, step):
-    """Writes args.json, which lists the starts of the run: the first one and the last `STARTS`.
+    """Writes args.json, which also lists all starts of the run.
 
     Args:
         folder (Path): that of the run.
@@ -116,8 +115,7 @@ def write(folder, accelerator, own, step):
     }
     starts = (read_json(folder / "args.json") or {}).get("starts", [])
     starts.append({"step": step, "time": timestamp(), **own["topology"]})
-    kept = starts[:1] + starts[1:][-STARTS:]
-    write_json(folder / "args.json", {**own, "starts": kept})
+    write_json(folder / "args.json", {**own, "starts": starts})
     return own
 
 

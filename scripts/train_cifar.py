@@ -411,7 +411,8 @@ def main():
     trackers = Trackers(args)
     accelerator = Accelerator(cpu=on_cpu, **launch.accelerator_options(args), **trackers.options())
     accumulation = args.gradient_accumulation_steps
-    micro_batch_size = launch.print_banner(accelerator, args.batch_size, accumulation)
+    launch.print_banner(accelerator)
+    micro_batch_size = launch.divide_batch(accelerator, args.batch_size, accumulation)
     elastic.check(accelerator, args.batch_size, accumulation)
     data, description = load_data(accelerator, args)
     # Validation data is held out of training and chooses a checkpoint. The test split never does.

@@ -563,7 +563,8 @@ def connect(args):
     fsdp.set_up(on_cpu)
     trackers = Trackers(args)
     accelerator = Accelerator(cpu=on_cpu, **launch.accelerator_options(args), **trackers.options())
-    launch.print_banner(accelerator, args.batch_size, args.gradient_accumulation_steps)
+    launch.print_banner(accelerator)
+    launch.divide_batch(accelerator, args.batch_size, args.gradient_accumulation_steps)
     elastic.check(accelerator, args.batch_size, args.gradient_accumulation_steps)
     fsdp.configure(accelerator)
     return accelerator, trackers
@@ -661,7 +662,6 @@ def main():
     counts = progress.announce(len(last), len(held_out), run.path)
     metrics = evaluate(accelerator, model, build_eval_loader(accelerator, last), progress)
     results = {f"val_{name}": value for name, value in metrics.items()}
-    results["tokens_seen"] = step * args.batch_size * args.block_size
     run.finish(step, **results, **counts, parameters=parameters, flops_per_token=flops)
     if accelerator.is_main_process:
         write_outputs(run, text, sizes)

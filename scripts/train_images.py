@@ -180,7 +180,7 @@ def build_scheduler(optimizer, plan, args):
 
 
 def load_data(accelerator, args):  # EDIT: data
-    """Finds the images, which must be the same on every machine; shortens them for quick checks.
+    """Finds the images, which must be the same on every machine.
 
     Returns:
         tuple: the data; their description, with a checksum: a run continues with the same images.
@@ -200,18 +200,32 @@ def load_data(accelerator, args):  # EDIT: data
         raise UserError("there are no validation images: give --val_fraction 0.1, say")
     fewest = min(len(images) for split, images in data.splits.items() if split != "train")
     if fewest < 100:
-        data.details.append(f"one of {fewest} is {1 / fewest:.1%} of the held-out accuracy")
+        data.details.append(f"only {fewest} held-out images: each is {1 / fewest:.1%} of accuracy")
     description = agree(accelerator, args.dataset, data)
+    if args.check_images:
+        for split, images in data.splits.items():
+            image_cache.check(accelerator, images, split, args.on_bad_image)
+    return data, description
+
+
+def fit_batch(accelerator, data, args):
+    """Divides the global batch, of a size that fits the data; shortens these for quick checks.
+
+    Returns:
+        tuple: the arguments, with that batch size; samples per process and micro-batch.
+    """
+    power = 1 if args.optimizer == "sgd" else 0.5
+    args = flags.fit_batch(args, len(data.splits["train"]), power)
+    accumulation = args.gradient_accumulation_steps
+    micro_batch_size = launch.divide_batch(accelerator, args.batch_size, accumulation)
+    elastic.check(accelerator, args.batch_size, accumulation)
     if args.overfit_batch:
         batch = data.splits["train"].subsample(args.batch_size)
         data.splits = {"train": batch, "val": batch}
     elif args.dry_run:
         for split in data.splits.keys() - {"train"}:
             data.splits[split] = data.splits[split].subsample(500)
-    if args.check_images:
-        for split, images in data.splits.items():
-            image_cache.check(accelerator, images, split, args.on_bad_image)
-    return data, description
+    return args, micro_batch_size
 
 
 def build_loaders(accelerator, data, preprocess, eval_samples, plan, args):
@@ -471,21 +485,20 @@ def connect(args):
     """Sets up this process, and connects it with the others.
 
     Returns:
-        tuple: the `Accelerator`; its trackers; samples per process and micro-batch.
+        tuple: the `Accelerator`; its trackers.
     """
     on_cpu = launch.set_up(args)  # network, threads, deterministic algorithms
     trackers = Trackers(args)
     accelerator = Accelerator(cpu=on_cpu, **launch.accelerator_options(args), **trackers.options())
-    accumulation = args.gradient_accumulation_steps
-    micro_batch_size = launch.print_banner(accelerator, args.batch_size, accumulation)
-    elastic.check(accelerator, args.batch_size, accumulation)
-    return accelerator, trackers, micro_batch_size
+    launch.print_banner(accelerator)
+    return accelerator, trackers
 
 
 def main():
     args = parse_args()
-    accelerator, trackers, micro_batch_size = connect(args)
+    accelerator, trackers = connect(args)
     data, description = load_data(accelerator, args)
+    args, micro_batch_size = fit_batch(accelerator, data, args)
     mix = build_mix(micro_batch_size, len(data.class_names), args)
     plan = Plan.from_args(args, len(data.splits["train"]))
     writer = BackgroundWriter(accelerator, args.wait_for_checkpoints)
@@ -493,7 +506,6 @@ def main():
     run.open(plan, data=description)  # has a run to continue, a finished one, or none
     if run.finished:
         return hub.upload(run.path, args.push_to_hub)  # if that failed before
-
     eval_samples = subset.count_evaluated(run, plan, args, len(data.splits["val"]))
     set_seed(args.seed)
     start_from = None if run.progress else args.weights  # a run that continues has its own
@@ -714,6 +726,7 @@ def parse_args():
     )
     parser.set_defaults(**PRESETS.get(parser.choice("preset"), {}))
     args = flags.parse_with_checks(parser)
+    flags.note_defaults(parser, args)
     pretrained.check_name(args.model)
     sizes = {"--image_size": args.image_size, "--train_size": args.train_size}
     pretrained.check_sizes(args.model, sizes)

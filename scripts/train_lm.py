@@ -64,6 +64,7 @@ from utils.run.failures import UserError, optional
 from utils.run.files import write_text
 from utils.run.folder import RunFolder
 from utils.run.guard import Guard
+from utils.run.output import notice, plural
 from utils.run.plan import Plan
 from utils.run.seeds import seed_step
 from utils.scale import elastic, fsdp
@@ -83,6 +84,7 @@ def check_packages():
         )
 
 
+SHORT = 50  # steps: a shorter run gets a notice
 SAMPLE_TOKENS, ANSWER_TOKENS = 64, 512  # generated at most: during training, for --generate
 LORA_DROPOUT = 0.0  # of the inputs of LoRA's adapters
 ANSWERS = 100  # held-out conversations whose answers are compared, of --dataset synthetic
@@ -200,14 +202,36 @@ def load_data(accelerator, tokenizer, packed, args):  # EDIT: data
     }
     pairs = zip(args.dataset, corpora, strict=True)
     train_sets = [data.splits.get("train", name) for name, data in pairs]
-    if args.overfit_batch:
-        train_sets = [train_sets[0].first(args.batch_size)]
-        eval_sets = {names[0]: train_sets[0]}
     if args.dry_run:
         eval_sets = {name: blocks.first(20) for name, blocks in eval_sets.items()}
     if not (args.streaming or args.mixture):
         train_sets = train_sets[0]
     return Data(train_sets, eval_sets, held_out, corpora[0].kind, description)
+
+
+def fit_batch(accelerator, data, args):
+    """Divides the global batch, of a size that fits the data; says if the run is very short.
+
+    Returns:
+        tuple: the arguments, with that batch size; the data, for --overfit_batch those of a batch.
+    """
+    blocks = None if isinstance(data.train_set, list) else len(data.train_set)
+    args = flags.fit_batch(args, blocks, 0.5)
+    launch.divide_batch(accelerator, args.batch_size, args.gradient_accumulation_steps)
+    elastic.check(accelerator, args.batch_size, args.gradient_accumulation_steps)
+    if args.overfit_batch:
+        batch = data.train_set.first(args.batch_size)
+        name = next(iter(data.eval_sets))
+        return args, data._replace(train_set=batch, eval_sets={name: batch})
+    if blocks and not args.max_train_steps and accelerator.is_main_process:
+        steps, left_out = divmod(blocks, args.batch_size)
+        print(f"{plural(steps, 'step')} per epoch, without {left_out} of {blocks:,} blocks")
+        if steps * args.epochs < SHORT:
+            notice(
+                f"{plural(steps * args.epochs, 'step')} in all teach little: give more --epochs, "
+                f"or a smaller --block_size than {args.block_size}, which makes more blocks"
+            )
+    return args, data
 
 
 def load_source(accelerator, tokenizer, name, packed, args):
@@ -393,6 +417,14 @@ def read_prompts(tokenizer, data, args):
     return [(encoder.encode_prompt(line, data.kind), None) for line in lines]
 
 
+def example_prompt(tokenizer, data, prompts):
+    """A line to try --generate with: the beginning of a held-out text or prompt."""
+    if data.kind == "messages" or not prompts:
+        return "Hello"
+    text = tokenizer.decode(prompts[0][0], skip_special_tokens=True).strip()
+    return text.partition("\n")[0][:60] or "Hello"
+
+
 def show_samples(model, tokenizer, prompts):
     """Prompts with the model's answers, and with those of the data, as text."""
     parts = []
@@ -515,8 +547,7 @@ def connect(args):
     fsdp.set_up(on_cpu)
     trackers = Trackers(args)
     accelerator = Accelerator(cpu=on_cpu, **launch.accelerator_options(args), **trackers.options())
-    launch.print_banner(accelerator, args.batch_size, args.gradient_accumulation_steps)
-    elastic.check(accelerator, args.batch_size, args.gradient_accumulation_steps)
+    launch.print_banner(accelerator)
     fsdp.configure(accelerator)
     return accelerator, trackers
 
@@ -529,6 +560,7 @@ def main():
     accumulation, processes = args.gradient_accumulation_steps, accelerator.num_processes
     tokenizer, config, base = local_main_first(accelerator, lambda: load_settings(args))
     data = load_data(accelerator, tokenizer, causal_lm.can_pack(config), args)
+    args, data = fit_batch(accelerator, data, args)
     train_set, eval_sets = data.train_set, data.eval_sets
     prompts = run_on_all(accelerator, lambda: read_prompts(tokenizer, data, args))
     plan = Plan.from_args(args, None if isinstance(train_set, list) else len(train_set))
@@ -617,7 +649,8 @@ def main():
     run.finish(step, **results, **counts, parameters=parameters, trained_parameters=trained)
     write_outputs(accelerator, run, unwrapped, tokenizer, prompts, args)
     hub.upload(run.path, args.push_to_hub)
-    run.close(model_card.command(Path(__file__).name, "--generate", run.path, "--prompt", "Hello"))
+    example = example_prompt(tokenizer, data, prompts)
+    run.close(model_card.command(Path(__file__).name, "--generate", run.path, "--prompt", example))
     accelerator.end_training()
 
 
@@ -783,6 +816,7 @@ def parse_args():
     if parser.choice("model") == "tiny":
         parser.set_defaults(block_size=256, lr=4e-3, epochs=2)
     args = flags.parse_with_checks(parser)
+    flags.note_defaults(parser, args)
     check_packages()
     args.lora_alpha = args.lora_alpha or 2.0 * args.lora_rank
     if args.lora_rank and args.adapter:

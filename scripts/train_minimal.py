@@ -77,7 +77,8 @@ def main():
     # same batches in the same order.
     on_cpu = launch.set_up(args)  # network, threads, deterministic algorithms
     accelerator = Accelerator(cpu=on_cpu, **launch.accelerator_options(args))
-    launch.print_banner(accelerator, args.batch_size)
+    launch.print_banner(accelerator)
+    launch.divide_batch(accelerator, args.batch_size)
     set_seed(args.seed)  # the same points and weights on every process
     train_set, val_set = build_data(args)
     train_loader = DataLoader(train_set, args.batch_size, shuffle=True, drop_last=True)

@@ -371,7 +371,8 @@ def main():
     accelerator = Accelerator(cpu=on_cpu, **launch.accelerator_options(args), **trackers.options())
     check_gpus(accelerator, stages)
     accumulation = args.gradient_accumulation_steps
-    micro_batch_size = launch.print_banner(accelerator, args.batch_size, accumulation)
+    launch.print_banner(accelerator)
+    micro_batch_size = launch.divide_batch(accelerator, args.batch_size, accumulation)
     check_micro_batches(micro_batch_size, args.micro_batches)
     elastic.check(accelerator, args.batch_size, accumulation)
     data, held_out, description = load_data(accelerator, args)
@@ -382,7 +383,6 @@ def main():
     run.open(plan, data=description)  # has a run to continue, a finished one, or none
     if run.finished:
         return hub.upload(run.path, args.push_to_hub)  # if that failed before
-
     set_seed(args.seed)
     mean, std = (value.to(accelerator.device) for value in train_set.mean_and_std())
     model = Pipeline(build_blocks(len(data.class_names), args.width), stages, args.micro_batches)

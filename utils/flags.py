@@ -3,12 +3,15 @@
 `parser` is a `Parser`, and `group` a group of its flags.
 """
 
+import argparse
 from pathlib import Path
 
 from utils.compilation import MODES
 from utils.report.hub import check_repository
+from utils.run.arguments import frozen
 from utils.run.domains import number
 from utils.run.failures import UserError
+from utils.run.process import is_main
 from utils.schedule import schedule
 
 WORKERS = number(int, 0, most=256)  # more than a machine has cores
@@ -226,6 +229,39 @@ def parse_with_checks(parser):
     if args.push_to_hub:
         check_repository(args.push_to_hub)
     return args
+
+
+def note_defaults(parser, args):
+    """Notes, for `fit_batch`, whether the batch size and the learning rate are defaults."""
+    args.defaults = [name for name in ("batch_size", "lr") if parser.given(name) is None]
+
+
+def fit_batch(args, samples, power):
+    """The arguments with a batch size that fits the data, if it is a default.
+
+    Such a batch has at most a quarter of the samples: the largest power of two, but 8 if there are
+    as many. A default learning rate falls with it. So they are the same on any number of processes.
+
+    Args:
+        samples (int | None): of the training set; None: of a stream, which has enough.
+        power (float): of the batch size, to which the learning rate is proportional: 1 for SGD
+            (arXiv:1706.02677), 0.5 for Adam (arXiv:2205.10287).
+
+    Returns:
+        Arguments.
+    """
+    values = dict(vars(args))
+    defaults = values.pop("defaults")
+    most = args.batch_size if samples is None else max(samples // 4, min(samples, 8), 1)
+    if "batch_size" in defaults and most < args.batch_size:
+        values["batch_size"] = 1 << (most.bit_length() - 1)
+        changed = f"batch size {values['batch_size']} instead of {args.batch_size}"
+        if "lr" in defaults:
+            values["lr"] = args.lr * (values["batch_size"] / args.batch_size) ** power
+            changed += f", and --lr {values['lr']:.2g} instead of {args.lr:g}"
+        if is_main():
+            print(f"{changed}, since there are {samples:,} training samples")
+    return frozen(argparse.Namespace(**values))
 
 
 def _folder(name):

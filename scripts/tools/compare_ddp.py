@@ -354,7 +354,8 @@ def main():
         dataloader_config=DataLoaderConfiguration(split_batches=True),
     )
     processes = accelerator.num_processes
-    launch.print_banner(accelerator, args.batch_size)
+    launch.print_banner(accelerator)
+    launch.divide_batch(accelerator, args.batch_size)
     data = local_main_first(accelerator, lambda: load_arrays(args.dataset, seed=args.seed))
     agree(accelerator, args.dataset, data)
     split, classes = data.splits["train"], len(data.class_names)

@@ -30,10 +30,12 @@ FEW, NEEDS = "the statistics of the 31 samples", "--sync_batchnorm needs GPUs: .
 @pytest.mark.parametrize(
     ("samples", "wanted", "facts", "says"),
     [
-        (31, False, {}, FEW),
-        (31, True, {}, FEW),
+        (31, False, {"processes": 2}, FEW),
         (31, False, {"processes": 2, "device": "cuda"}, FEW),
-        (31, True, {"device": "cuda"}, FEW),
+        (16, False, {"processes": 2}, FEW.replace("31", "16")),
+        (15, False, {"processes": 2}, None),  # a batch of 30 is small by intention
+        (31, False, {}, None),
+        (31, True, {"device": "cuda"}, None),
         (32, False, {}, None),
         (32, True, {}, None),
         (250, False, {"processes": 2}, None),

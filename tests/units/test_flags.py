@@ -197,3 +197,34 @@ def test_what_may_change_are_flags_but_none_that_a_score_depends_on():
     may_change = arguments.MAY_CHANGE | flags.MAY_CHANGE | arguments.LENGTH
     assert {*FLAGS, *TEXTS, *SWITCHES} >= may_change
     assert not may_change & {"eval_samples", "seed", "val_fraction", "lr_schedule"}
+
+
+@pytest.mark.parametrize(
+    ("words", "samples", "power", "batch_size", "lr"),
+    [
+        ("", 54, 0.5, 8, 2e-4 * 8**-0.5),
+        ("", 54, 1, 8, 2.5e-5),
+        ("", 255, 1, 32, 1e-4),  # at most a quarter
+        ("", 256, 1, 64, 2e-4),
+        ("", None, 1, 64, 2e-4),
+        ("", 20, 1, 8, 2.5e-5),
+        ("", 7, 1, 4, 1.25e-5),
+        ("", 1, 1, 1, 3.125e-6),
+        ("--lr 0.5", 54, 1, 8, 0.5),
+        ("--batch_size 64", 54, 1, 64, 2e-4),
+    ],
+)
+def test_only_a_default_batch_size_follows_the_data(words, samples, power, batch_size, lr, capsys):
+    sys.argv[1:] = words.split()
+    parser = built()
+    parser.set_defaults(batch_size=64, lr=2e-4)
+    args = flags.parse_with_checks(parser)
+    flags.note_defaults(parser, args)
+    fitted = flags.fit_batch(args, samples, power)
+    assert (fitted.batch_size, fitted.lr) == (batch_size, pytest.approx(lr))
+    changed = {"batch_size", "lr", "defaults"}
+    same = {name: value for name, value in vars(args).items() if name not in changed}
+    assert same.items() <= vars(fitted).items() and "defaults" not in vars(fitted)
+    line = capsys.readouterr().out
+    assert (f"batch size {batch_size} instead of 64" in line) == (batch_size != 64)
+    assert ("--lr" in line) == (batch_size != 64 and not words)

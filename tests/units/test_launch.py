@@ -117,31 +117,36 @@ def test_what_every_accelerator_is_given():
 
 
 def test_the_banner(capsys, launched, monkeypatch):
-    def banner(mine, *batch):
-        return launch.print_banner(mine, *batch), capsys.readouterr().out
+    def banner(mine):
+        launch.print_banner(mine)
+        return capsys.readouterr().out
 
     monkeypatch.setattr(torch, "get_num_threads", lambda: 1)
-    assert banner(accelerator(mixed_precision="bf16"), 32) == (
-        32,
-        "train_a: 1 process, each on CPU, 1 thread, precision bf16\n"
-        "global batch 32 = 1 process x 32 samples x 1 accumulation step\n",
-    )
+    one = "train_a: 1 process, each on CPU, 1 thread, precision bf16\n"
+    assert banner(accelerator(mixed_precision="bf16")) == one
     launched(WORLD_SIZE="2")
     monkeypatch.setattr(launch.dist, "get_backend", lambda: "gloo")
     monkeypatch.setattr(torch, "get_num_threads", lambda: 4)
-    batch = "global batch 48 = 2 processes x 12 samples x 2 accumulation steps\n"
-    assert banner(accelerator(2), 48, 2) == (
-        12,
-        "train_a: 2 processes over gloo, each on CPU, 4 threads, precision no\n" + batch,
-    )
-    assert banner(accelerator(2, rank=1), 48, 2) == (12, "")
+    several = "train_a: 2 processes over gloo, each on CPU, 4 threads, precision no\n"
+    assert banner(accelerator(2)) == several
+    assert banner(accelerator(2, rank=1)) == ""
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda *_: "NVIDIA H100")
-    said = "train_a: 2 processes over gloo, each on NVIDIA H100, precision no\n" + batch
-    assert banner(accelerator(2, device="cuda"), 48, 2) == (12, said)
-    with pytest.raises(
-        UserError, match=r"over 2 process\(es\) x 2 accumulation step\(s\): use 48 or 52$"
-    ):
-        banner(accelerator(2), 50, 2)
+    on_gpu = "train_a: 2 processes over gloo, each on NVIDIA H100, precision no\n"
+    assert banner(accelerator(2, device="cuda")) == on_gpu
+
+
+def test_the_global_batch_is_divided(capsys):
+    assert launch.divide_batch(accelerator(), 32) == 32
+    one = "global batch 32 = 1 process x 32 samples x 1 accumulation step\n"
+    assert capsys.readouterr().out == one
+    assert launch.divide_batch(accelerator(2), 48, 2) == 12
+    several = "global batch 48 = 2 processes x 12 samples x 2 accumulation steps\n"
+    assert capsys.readouterr().out == several
+    assert launch.divide_batch(accelerator(2, rank=1), 48, 2) == 12
+    assert capsys.readouterr().out == ""
+    says = r"over 2 process\(es\) x 2 accumulation step\(s\): use 48 or 52$"
+    with pytest.raises(UserError, match=says):
+        launch.divide_batch(accelerator(2), 50, 2)
 
 
 @pytest.mark.parametrize(
@@ -158,14 +163,14 @@ def test_only_gpus_are_checked_for_bf16(device, precision, checked, launched, mo
     launched("--config_file configs/2gpu.yaml")
     monkeypatch.setattr(devices, "check_bf16", asked.append)
     mine = accelerator(device=device, mixed_precision=precision, is_main_process=False)
-    assert launch.print_banner(mine, 8) == 8
+    launch.print_banner(mine)
     assert asked == ["2gpu.yaml"] * checked
 
 
 def test_a_launch_that_was_not_connected_names_its_configuration(launched):
     launched("--config_file configs/4gpu.yaml", WORLD_SIZE="4")
     with pytest.raises(UserError) as error:
-        launch.print_banner(accelerator(1), 32)
+        launch.print_banner(accelerator(1))
     assert str(error.value) == (
         "4 processes were launched but Accelerate connected only 1: check distributed_type in "
         "4gpu.yaml"

@@ -248,7 +248,10 @@ def test_a_line_of_training():
 def test_speeds_are_as_exact_as_they_are_large():
     rates = (0.999, 1, 9.94, 10, 1000)
     speeds = ["2,000.0 s/step", "1.0 samples/s", "9.9 samples/s", "10 samples/s", "1,000 samples/s"]
-    assert [metrics.speed(rate, 2000.04) for rate in rates] == speeds
+    slow = {"step_seconds": 2000.04}
+    assert [metrics.speed(slow | {"samples_per_second": rate}) for rate in rates] == speeds
+    several = slow | {"samples_per_second": 0.5, "tokens_per_second": 1234.5}
+    assert metrics.speed(several) == "1,234 tokens/s"
 
 
 def test_the_last_lines_of_a_run():
@@ -260,6 +263,10 @@ def test_the_last_lines_of_a_run():
         "100 steps, 12,345 samples in 61 s (0.6 s/step), 2 processes, peak memory 1.5 GiB\n"
         "output: runs/a; best checkpoint: runs/a/checkpoints/step_00000100"
     )
+    tokens = metrics.summary(
+        results | dict(tokens_seen=9999, tokens_per_second=7), "runs/a", "done"
+    )
+    assert "\n100 steps, 9,999 tokens in 61 s (7 tokens/s), 2 processes" in tokens
     results |= dict(global_step=0, num_processes=1, best_checkpoint=None)
     text = metrics.summary(results, "runs/a", "stopped")
     assert "(61.2 s/step), 1 process, peak" in text and text.endswith("\noutput: runs/a")

@@ -18,6 +18,7 @@ from utils.language.conversations import Document, Encoder
 from utils.language.documents import find_documents
 from utils.language.packing import Documents, join_segments
 from utils.run.failures import UserError
+from utils.run.output import plural
 
 VERSION = 4  # of what a table has: another one makes new tables
 NOUNS = {"messages": "conversations", "prompt": "prompts with completions", "text": "documents"}
@@ -112,7 +113,9 @@ def _describe(table, blocks, kind, counts):
         sizes.append(f"{blocks.target_tokens:,} targets")
     sizes += [f"{count:,} {what}" for what, count in counts.items() if count]
     padding = f"{100 * blocks.padding:.1f} % padding"
-    lines = [f"{', '.join(sizes)}; {len(blocks):,} blocks, {padding}"]
+    per_block = int(table.has_tokens.sum()) / len(blocks)
+    packed = f"{plural(len(blocks), 'block')}, {per_block:.1f} per block, {padding}"
+    lines = [f"{', '.join(sizes)}; {packed}"]
     empty = table.rows[~table.has_tokens]
     if len(empty):
         what = "empty documents" if kind == "text" else "conversations without an answer"

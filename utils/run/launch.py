@@ -77,15 +77,11 @@ def accelerator_options(args):
     )
 
 
-def print_banner(accelerator, batch_size, gradient_accumulation_steps=1):
-    """Checks precision and division of the global batch, and prints once what runs where.
-
-    Returns:
-        int: samples per process and micro-batch.
+def print_banner(accelerator):
+    """Checks the precision, and prints once what runs where.
 
     Raises:
-        UserError: a GPU lacks bf16, `batch_size` does not divide evenly, or Accelerate did not
-            connect the processes.
+        UserError: a GPU lacks bf16, or Accelerate did not connect the processes.
     """
     on_gpu = accelerator.device.type == "cuda"
     if on_gpu and accelerator.mixed_precision == "bf16":
@@ -97,9 +93,6 @@ def print_banner(accelerator, batch_size, gradient_accumulation_steps=1):
             f"{launched} processes were launched but Accelerate connected only {processes}: check "
             f"distributed_type in {config_name()}"
         )
-    parts = processes * gradient_accumulation_steps
-    accumulation = f"{gradient_accumulation_steps} accumulation step(s)"
-    check_division(batch_size, parts, f"{processes} process(es) x {accumulation}")
     if accelerator.is_main_process:
         if launcher.drops_sigterm():
             notice(
@@ -113,9 +106,25 @@ def print_banner(accelerator, batch_size, gradient_accumulation_steps=1):
         script = os.path.basename(sys.argv[0]).removesuffix(".py")
         where = f"{several}{backend}, each on {device}"
         print(f"{script}: {where}, precision {accelerator.mixed_precision}")
+
+
+def divide_batch(accelerator, batch_size, gradient_accumulation_steps=1):
+    """Divides the global batch over the processes, and prints once how.
+
+    Returns:
+        int: samples per process and micro-batch.
+
+    Raises:
+        UserError: it does not divide evenly.
+    """
+    processes = accelerator.num_processes
+    parts = processes * gradient_accumulation_steps
+    accumulation = f"{gradient_accumulation_steps} accumulation step(s)"
+    check_division(batch_size, parts, f"{processes} process(es) x {accumulation}")
+    if accelerator.is_main_process:
         print(
-            f"global batch {batch_size} = {several} x {batch_size // parts} samples x "
-            f"{plural(gradient_accumulation_steps, 'accumulation step')}"
+            f"global batch {batch_size} = {plural(processes, 'process')} x {batch_size // parts} "
+            f"samples x {plural(gradient_accumulation_steps, 'accumulation step')}"
         )
     return batch_size // parts
 

@@ -105,11 +105,15 @@ class Metrics:
     def totals(self, step, seconds):
         """The last part of results.json: what a run of so many steps (int) and seconds took."""
         samples = step * self._meter.batch_size
+        counts = {"samples": samples}
+        for rate, per_sample in self._meter.rates.items():
+            if rate.endswith("_per_second"):
+                counts[rate.removesuffix("_per_second")] = samples * per_sample
         return {
             "global_step": step,
-            "samples_seen": samples,
+            **{f"{unit}_seen": count for unit, count in counts.items()},
             "train_seconds": seconds,
-            "samples_per_second": samples / seconds,
+            **{f"{unit}_per_second": count / seconds for unit, count in counts.items()},
             "num_processes": self._accelerator.num_processes,
             "peak_memory_bytes": memory_bytes(self._accelerator.device),
         }
@@ -135,6 +139,7 @@ class Meter:
 
     Attributes:
         batch_size (int): samples per optimizer step.
+        rates (dict): as they were given.
         waited_seconds (float): the time that the loop has waited for batches, in total.
     """
 
@@ -145,7 +150,7 @@ class Meter:
             rates (dict): name -> amount per sample, of additional rates (such as
                 `tokens_per_second`).
         """
-        self._device, self.batch_size, self._rates = device, batch_size, rates
+        self._device, self.batch_size, self.rates = device, batch_size, rates
         self.waited_seconds = 0.0
         self.restart(0)
 
@@ -174,7 +179,7 @@ class Meter:
         steps = max(step - self._step, 1)
         samples_per_second = steps * self.batch_size / seconds
         speeds = {"samples_per_second": samples_per_second}
-        for name, per_sample in self._rates.items():
+        for name, per_sample in self.rates.items():
             speeds[name] = samples_per_second * per_sample
         state = {
             "step_seconds": seconds / steps,
@@ -207,7 +212,6 @@ def as_number(value):
 def train_line(figures, total_steps):
     """Formats a training line of metrics.jsonl for printing."""
     left = int(figures["seconds_left"])
-    rate = speed(figures["samples_per_second"], figures["step_seconds"])
     mfu = f"  MFU {figures['mfu']:.1%}" if "mfu" in figures else ""
     slow = ""
     if "slow_rank" in figures:
@@ -215,17 +219,20 @@ def train_line(figures, total_steps):
     return (
         f"step {figures['step']:>{len(str(total_steps))}}/{total_steps}  "
         f"epoch {figures['epoch']:.2f}  loss {figures['loss']:.4f}  lr {figures['lr']:.3g}  "
-        f"{rate}  data {figures['data_share']:.0%}  "
+        f"{speed(figures)}  data {figures['data_share']:.0%}  "
         f"memory {figures['memory_bytes'] / 2**30:.1f} GiB  "
         f"left {left // 3600}:{left // 60 % 60:02}:{left % 60:02}{mfu}{slow}"
     )
 
 
-def speed(samples_per_second, step_seconds):
-    """Formats a speed: below one sample per second, as seconds per step."""
-    if samples_per_second < 1:
-        return f"{step_seconds:,.1f} s/step"
-    return f"{samples_per_second:,.{0 if samples_per_second >= 10 else 1}f} samples/s"
+def speed(figures):
+    """Formats a speed: in tokens, if a sample has several; if it is slow, as seconds per step."""
+    if "tokens_per_second" in figures:
+        return f"{figures['tokens_per_second']:,.0f} tokens/s"
+    rate = figures["samples_per_second"]
+    if rate < 1:
+        return f"{figures['step_seconds']:,.1f} s/step"
+    return f"{rate:,.{0 if rate >= 10 else 1}f} samples/s"
 
 
 def evaluation_line(split, step, figures):
@@ -258,11 +265,11 @@ def summary(results, folder, headline):
     best = results.get("best_checkpoint")
     best = f"; best checkpoint: {folder}/checkpoints/{best}" if best else ""
     seconds = results["train_seconds"]
-    step_seconds = seconds / max(results["global_step"], 1)
-    rate = speed(results["samples_per_second"], step_seconds)
+    rate = speed({**results, "step_seconds": seconds / max(results["global_step"], 1)})
+    unit = "tokens" if "tokens_seen" in results else "samples"
     return (
         f"{headline}: {', '.join(in_words(figures))}\n"
-        f"{results['global_step']} steps, {results['samples_seen']:,} samples in {seconds:.0f} s "
+        f"{results['global_step']} steps, {results[f'{unit}_seen']:,} {unit} in {seconds:.0f} s "
         f"({rate}), {processes}, peak memory {results['peak_memory_bytes'] / 2**30:.1f} GiB\n"
         f"output: {folder}{best}"
     )

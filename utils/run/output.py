@@ -65,4 +65,4 @@ def notice(text):
 def plural(count, noun):
     """A number with its noun: `1 process`, `2 processes`."""
     ending = "es" if noun.endswith("s") else "s"
-    return f"{count} {noun}{'' if count == 1 else ending}"
+    return f"{count:,} {noun}{'' if count == 1 else ending}"

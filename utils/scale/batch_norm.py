@@ -23,6 +23,7 @@ def synchronize(accelerator, model, micro_batch_size, wanted):
     if not any(norm.training for norm in norms):
         return model
     several = accelerator.num_processes > 1
+    everywhere = micro_batch_size * accelerator.num_processes  # fewer than 32: small by intention
     if wanted and several and accelerator.device.type == "cuda":
         return torch.nn.SyncBatchNorm.convert_sync_batchnorm(model)
     if micro_batch_size == 1:
@@ -36,7 +37,7 @@ def synchronize(accelerator, model, micro_batch_size, wanted):
             f"--sync_batchnorm needs GPUs: here batch norm uses the {micro_batch_size} samples of "
             "each process"
         )
-    elif accelerator.is_main_process and micro_batch_size < 32:
+    elif accelerator.is_main_process and micro_batch_size < 32 <= everywhere:
         notice(
             f"batch norm uses the statistics of the {micro_batch_size} samples that a process "
             "computes at a time: accuracy suffers from fewer than 32; use a larger --batch_size, "

@@ -13,8 +13,9 @@ train_lm.py, the folder of a finished run. Writes `results.json`.
 
 Of a classifier, prints the accuracy per class, and writes `predictions.png`,
 `confusion_matrix.png`, and `predictions.csv`: the true and the most likely classes of every image,
-with their probabilities. With --images, writes `predictions.csv` and `.json`, which list the most
-likely classes, and `contact_sheet.png`. For a run with --ema_decay, uses the averaged weights.
+with their probabilities. With --images (a photo or a folder, for a run of train_images.py), prints
+the most likely classes of up to ten images, and writes `predictions.csv`, `.json` and
+`contact_sheet.png`. For a run with --ema_decay, uses the averaged weights.
 
 Of a language model, prints the loss per byte (train_gpt.py), or per token (train_lm.py) with the
 perplexity, its standard error, and bits per byte.
@@ -66,6 +67,8 @@ from utils.run.collectives import run_on_all, run_on_main
 from utils.run.failures import UserError
 from utils.run.files import read_json, write_json, write_text
 from utils.run.output import one_line, plural
+
+SHOWN = 10  # images whose most likely classes are printed
 
 
 def main():
@@ -179,7 +182,7 @@ def evaluate_images(accelerator, args, saved):
     if args.images:
         images, details = run_on_all(accelerator, lambda: unlabeled(args.images))
         if accelerator.is_main_process:
-            print("\n  ".join([f"{len(images):,} images in {args.images}", *details]))
+            print("\n  ".join([f"{plural(len(images), 'image')} in {args.images}", *details]))
     else:
         data, dataset = load_data(accelerator, args, saved, find_images)
         check_classes(data, dataset, class_names, saved)
@@ -326,6 +329,9 @@ def write_predictions(args, saved, dataset, outputs, class_names):
         write_text(folder / "predictions.csv", as_csv(rows))
         write_json(folder / "predictions.json", rows)
         draw_contact_sheet(folder / "contact_sheet.png", dataset, rows)
+    for row in rows if len(rows) <= SHOWN else ():
+        likely = ", ".join(f"{one_line(name)} {share:.1%}" for name, share in row["classes"][:3])
+        print(f"  {one_line(row['file'])}: {likely or 'unreadable'}")
     unreadable = sum(not row["classes"] for row in rows)
     note = f", {unreadable} of them unreadable" if unreadable else ""
     count = plural(len(rows), "image")

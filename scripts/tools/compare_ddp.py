@@ -309,8 +309,8 @@ def table(records, processes, args):
 
 
 def draw(path, records, processes):
-    """Draws loss curves: those of each pair over steps, and all four over seconds."""
-    figure, axes = plots.subplots(1, 3, figsize=(14, 4.2), sharey=True)
+    """Draws the loss curves of each pair."""
+    figure, axes = plots.subplots(1, 2, figsize=(10, 4.2), sharey=True)
     colors = dict(zip(RUNS, ("#d1795b", "#7d2c10", "#6ba3d6", "#0b4884"), strict=True))
     for name, record in records.items():
         parallel, color = name in PAIRS, colors[name]
@@ -329,11 +329,14 @@ def draw(path, records, processes):
         if parallel:
             look |= dict(linestyle="-", linewidth=3)
         axis.plot(ends, smooth, label=f"{name}, their mean" if parallel else name, **look)
-        axes[2].plot(ends / len(steps) * record["seconds"], smooth, label=name, **look)
-    titles = ("replicated and its equivalent", "ddp and its equivalent", "all four, over time")
+    several = f"{processes} processes, each with"
+    titles = (
+        f"{several} all of the data,\nequal one with {processes} times the batch size",
+        f"{several} its part of each batch,\nequal one with the whole batch",
+    )
     for axis, title in zip(axes, titles, strict=True):
         axis.set_title(title, fontsize=11)
-        axis.set_xlabel("seconds" if axis is axes[2] else "optimizer step")
+        axis.set_xlabel("optimizer step")
         axis.grid(alpha=0.3)
         axis.legend(fontsize=8)
     axes[0].set_ylabel("training loss (thick: running mean)")

@@ -10,7 +10,7 @@ import yaml
 
 from utils.run.failures import optional
 from utils.run.files import write_text
-from utils.run.output import one_line
+from utils.run.output import one_line, plural
 
 CARD = """---
 library_name: {library}
@@ -84,7 +84,7 @@ def render(record, results, **about):
         data=f" on {data}" if data else "",
         length=f"{results['global_step']:,} optimizer steps of {arguments['batch_size']:,} samples",
         time=f"{seconds:.0f} s" if seconds < 120 else f"{seconds / 60:.0f} min",
-        hardware=f"{record['topology']['processes']} x {record['topology']['device']}",
+        hardware=_hardware(record["topology"]["processes"], record["topology"]["device"]),
         figures="\n".join(_rows(results)),
         about=paragraph,
         weights=about.get("weights", WEIGHTS),
@@ -101,7 +101,11 @@ def command(script, *words):
 def for_markdown(text):
     """Escapes a name for Markdown, also in a table: it is shown as it is, and formats nothing."""
     escaped = html.escape(one_line(text), quote=False)
-    return re.sub(r"([\\`*_{}\[\]()#+!|~$])", r"\\\1", escaped)
+    return re.sub(r"([\\`*_{}\[\]#+!|~$])", r"\\\1", escaped)
+
+
+def _hardware(processes, device):
+    return plural(processes, "CPU process") if device == "CPU" else f"{processes} x {device}"
 
 
 def _rows(results):

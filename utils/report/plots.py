@@ -73,8 +73,8 @@ def image_grid(path, images, labels, predictions, class_names, title=None):
         # Only the text in the first and last column can reach the margin, and the layout of text
         # takes time.
         at_edge = column in (0, columns - 1)
-        place = dict(ha="center", va="bottom", linespacing=1.0, in_layout=at_edge, family=fonts)
-        axis.text(x + width / 2, y - 1, text, fontsize=9, color=color, **place)
+        place = dict(ha="center", va="top", linespacing=1.0, in_layout=at_edge, family=fonts)
+        axis.text(x + width / 2, y - 0.95 * top, text, fontsize=9, color=color, **place)
     axis.imshow(sheet, interpolation="nearest")
     correct = (labels == predictions).sum().item()
     default = f"Predicted class of {len(images)} test images: {correct} correct"
@@ -111,21 +111,22 @@ def confusion_matrix(path, counts, class_names):
 
 @extra
 def curves(folder, labels=None):
-    """Draws two metrics of each split over steps: `metrics.jsonl` becomes `curves.png`.
+    """Draws metrics of each split over steps: `metrics.jsonl` becomes `curves.png`.
 
     Args:
         folder (Path): that of the run.
-        labels (dict | None): metric -> label of its axis; None: loss and accuracy.
+        labels (dict | None): metric -> label of its axis; None: the loss, and the metric that the
+            evaluations name first.
     """
-    labels = labels or {"loss": "loss", "accuracy": "accuracy"}
     folder = Path(folder)
+    labels = labels or _logged_metrics(folder / "metrics.jsonl")
     arguments = (read_json(folder / "args.json") or {}).get("arguments", {})
     smoothing = arguments.get("label_smoothing")
     # The same color in both panels.
     styles = {"train": ("-", COLORS[0]), "val": ("o-", COLORS[1]), "test": ("o-", COLORS[1])}
     curves = read_curves(folder / "metrics.jsonl", styles, labels)
-    figure, axes = subplots(1, 2, figsize=(10, 3.6))
-    for axis, name in zip(axes, labels, strict=True):
+    figure, axes = subplots(1, len(labels), figsize=(5 * len(labels), 3.6), squeeze=False)
+    for axis, name in zip(axes[0], labels, strict=True):
         for split, (style, color) in styles.items():
             points = curves.get((split, name))
             if not points:
@@ -140,11 +141,23 @@ def curves(folder, labels=None):
         axis.set_xlim(left=0)
         axis.set_ylabel(labels[name])
         if name in SHARES:
-            axis.set_ylim(top=1)
+            axis.set_ylim(top=1.02)  # a curve at 1 is not on the frame
         axis.grid(alpha=0.3)
         # Above the curves, to hide none.
         axis.legend(loc="lower center", bbox_to_anchor=(0.5, 1), ncols=2, frameon=False)
     save(figure, folder / "curves.png")
+
+
+def _logged_metrics(path):
+    """The metrics of `curves`: those of the first evaluation, without counts and errors."""
+    names = []
+    for lines in read_parts(path):
+        if evaluation := next((line for line in lines if line["split"] in ("val", "test")), None):
+            names = [name for name, value in evaluation.items() if isinstance(value, float)]
+            break
+    others = {"loss", "epoch", "score"}
+    kept = [name for name in names if name not in others and not name.endswith("_standard_error")]
+    return {name: name.replace("_", " ") for name in ("loss", *kept[:1])}
 
 
 def read_curves(path, splits, names):
@@ -202,9 +215,15 @@ def classification(folder, split, predictions, class_names):
     path = folder / "predictions.png"
     if image_grid(path, images, labels, predictions[:count], class_names):
         drawn.append("predictions")
-    if confusion_matrix(folder / "confusion_matrix.png", counts, class_names):
-        drawn.append("confusion_matrix")
+    drawn += _draw_confusion(folder, counts, class_names)
     return {name: _pixels(folder / f"{name}.png") for name in drawn}
+
+
+def _draw_confusion(folder, counts, class_names):
+    """Draws the confusion matrix, unless nothing is confused; its name in a list, if drawn."""
+    mistakes = counts.sum() - counts.diag().sum()
+    path = folder / "confusion_matrix.png"
+    return ["confusion_matrix"] if mistakes and confusion_matrix(path, counts, class_names) else []
 
 
 def confusion(labels, predictions, classes):
@@ -252,8 +271,7 @@ def of_images(folder, dataset, samples, class_names):
                 drawn.append(name)
     if len(class_names) <= 50:
         counts = confusion(labels[readable], predictions[readable], len(class_names))
-        if confusion_matrix(folder / "confusion_matrix.png", counts, class_names):
-            drawn.append("confusion_matrix")
+        drawn += _draw_confusion(folder, counts, class_names)
     return {name: _pixels(folder / f"{name}.png") for name in drawn}
 
 

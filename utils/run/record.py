@@ -65,7 +65,7 @@ def topology(accelerator):
     return {
         "processes": accelerator.num_processes,
         "machines": int(os.environ.get("GROUP_WORLD_SIZE", 1)),
-        "device": torch.cuda.get_device_name() if on_gpu else platform.processor() or "cpu",
+        "device": torch.cuda.get_device_name() if on_gpu else "CPU",
         "threads_per_process": torch.get_num_threads(),
         "mixed_precision": accelerator.mixed_precision,
     }

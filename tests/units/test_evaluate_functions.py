@@ -59,3 +59,17 @@ def test_a_contact_sheet_shows_images_of_all_parts(tmp_path):
     evaluate.draw_contact_sheet(tmp_path / "sheet.png", dataset, rows, most=4)
     assert asked == [[0, 2, 5, 8]]
     assert min(Image.open(tmp_path / "sheet.png").size) > 200
+
+
+@pytest.mark.parametrize("count", [10, 11])
+def test_the_classes_of_a_few_images_are_printed(count, tmp_path, capsys):
+    logits, labels = torch.tensor([[0.0, -1.0, 2.0, 1.0]] * count), torch.zeros(count).long()
+    labels[1] = -1
+    outputs = evaluate.of_each_image(logits, labels)
+    args = SimpleNamespace(output_dir=str(tmp_path))
+    saved = SimpleNamespace(file="model.safetensors", run=tmp_path)
+    evaluate.write_predictions(args, saved, IMAGES, outputs, [*"abcd"])
+    said = capsys.readouterr().out
+    shown = "  image 0: c 64.4%, d 23.7%, a 8.7%\n  image 1: unreadable\n"
+    assert (shown in said) == (count == 10) and said.count("64.4%") == (9 if count == 10 else 0)
+    assert f"{count} images, 1 of them unreadable: see predictions.csv" in said

@@ -1,8 +1,10 @@
 """Which points of a log the curves have, and how much of a figure its axes fill."""
 
 import json
+from types import SimpleNamespace
 
 import pytest
+import torch
 
 from utils.report import plots
 
@@ -56,3 +58,29 @@ def test_the_axes_fill_their_part_of_the_figure(options, least, most, tmp_path):
     plots.save(figure, tmp_path / "figure.png", **options)
     place = axis.get_position()
     assert least < place.width < most and place.x1 < most and place.height > 0.8
+
+
+@pytest.mark.parametrize(
+    ("evaluation", "panels"),
+    [({"loss": 2.0, "count": 3, "mean_iou": 0.5, "mean_iou_standard_error": 0.1, "f1": 0.3}, 2)]
+    + [({"loss": 2.0, "score": 1.0}, 1), (None, 1)],
+)
+def test_the_curves_are_of_what_a_run_logs(evaluation, panels, tmp_path, monkeypatch):
+    lines = [{"split": "train", "step": step, "epoch": 0.5, "loss": 1.0} for step in (1, 2)]
+    if evaluation:
+        lines.append({"split": "val", "step": 2, "epoch": 0.5, **evaluation})
+    (tmp_path / "metrics.jsonl").write_text("".join(f"{json.dumps(line)}\n" for line in lines))
+    drawn = []
+    monkeypatch.setattr(plots, "save", lambda figure, path: drawn.extend(figure.axes))
+    assert plots.curves(tmp_path)
+    assert [axis.get_ylabel() for axis in drawn] == ["loss", "mean iou"][:panels]
+
+
+@pytest.mark.parametrize("mistakes", [0, 1])
+def test_a_confusion_matrix_without_a_mistake_is_not_drawn(mistakes, tmp_path):
+    labels = torch.arange(8) % 2
+    predictions = torch.cat([1 - labels[:mistakes], labels[mistakes:]])
+    images = torch.zeros(8, 3, 4, 4, dtype=torch.uint8)
+    split = SimpleNamespace(images=images, labels=labels)
+    drawn = plots.classification(tmp_path, split, predictions, ["a", "b"])
+    assert list(drawn) == ["predictions", "confusion_matrix"][: 1 + mistakes]

@@ -32,6 +32,7 @@ from utils.run import entry, process
 from utils.run.arguments import SEED, Parser
 from utils.run.domains import number
 from utils.run.failures import RunFailed, UserError
+from utils.run.output import plural
 
 # Metrics that depend on the time that steps take.
 CLOCK = {
@@ -85,10 +86,11 @@ def main():
             f"{kills.total()} kills, and no run continued from a checkpoint: give the command more "
             "steps or a smaller --checkpoint_every, or give more --kills"
         )
-    counts = ", ".join(f"{kills[victim]} x {victim}" for victim in VICTIMS if kills[victim])
+    counts = ", ".join(f"{victim}: {kills[victim]}" for victim in VICTIMS if kills[victim])
     print(
-        f"{kills.total()} kills ({counts}) in {rounds} run(s), {continued} of which continued from "
-        "a checkpoint: each ended with the weights and metrics of the uninterrupted run"
+        f"{plural(rounds, 'run')}, killed {plural(kills.total(), 'time')} ({counts}), ended with "
+        "the weights and metrics of an uninterrupted one; how many continued from a checkpoint: "
+        f"{continued}"
     )
 
 

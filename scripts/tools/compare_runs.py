@@ -104,7 +104,8 @@ def table(runs, metric):
 
     An argument that some run does not have, because it is of another script, is left out.
     """
-    rows = [("run", "steps", "samples", "seconds", f"last {metric}", f"{metric} at best score")]
+    header = ("run", "steps", "samples", "seconds in steps", f"last {metric}")
+    rows = [(*header, f"{metric} at best score")]
     rows += [result_row(run, metric) for run in runs]
     results = columns(rows)
     shared = set.intersection(*(set(run["arguments"]) for run in runs))

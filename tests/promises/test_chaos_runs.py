@@ -46,7 +46,7 @@ def test_kills_until_each_run_ended_as_the_uninterrupted_one(words, tmp_path):
     done = run(None, CHAOS, words())
     rounds = done.stdout.count("identical")
     last = done.stdout.splitlines()[-1]
-    assert last.startswith("3 kills (") and f"in {rounds} run(s), {rounds} of which contin" in last
+    assert "killed 3 times (" in last and last.endswith(f"continued from a checkpoint: {rounds}")
     assert not (tmp_path / "chaos" / "round_1").exists()
 
 

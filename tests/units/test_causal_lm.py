@@ -246,3 +246,9 @@ def test_a_model_of_the_hub_is_loaded_from_its_cache(tmp_path, monkeypatch):
     assert f'"{name}"' in (tmp_path / "adapter" / "adapter_config.json").read_text()
     adapters.merge(tmp_path)
     assert (tmp_path / "model" / "model.safetensors").exists()
+
+
+def test_new_weights_are_not_quantized():
+    config = causal_lm.tiny_config(259)
+    config.quantization_config = {"quant_method": "fp8"}
+    assert "quantization_config" not in load_model("a", config).config.to_dict()

@@ -178,6 +178,7 @@ def test_rows_change_their_fingerprint_with_their_content(tmp_path):
         (dict(a_csv="text;label\nb;1\n"), "a.csv are separated by ';': convert it to CSV"),
         (dict(a_jsonl="[" * 100_000), "a.jsonl does not hold an object in each line"),
         (dict(a_json="{\n}"), "does not hold an object in each line"),
+        (dict(a_jsonl='{"text": "a\x01"}'), "row 0 of .* is not JSON: Invalid control character"),
         (dict(a_json=json.dumps([TEXT])), "of one list, make lines with `jq -c"),
         (dict(a_txt="six".encode("utf-16")), "a.txt: it is not UTF-8"),
         (dict(a_txt="x"), "has 1 bytes: too few"),

@@ -21,6 +21,8 @@ from utils.run.files import read_json, set_usual_mode, sync
 
 # Of peft, about its own call of transformers; every process would print it.
 warnings.filterwarnings("ignore", "`is_gradient_checkpointing` is deprecated", FutureWarning)
+# Of peft, about experts, whose fused weights get no adapters.
+warnings.filterwarnings("ignore", "The following (rank|alpha)_pattern keys did", RuntimeWarning)
 
 SHARD_SIZE = "5GB"
 

@@ -171,6 +171,8 @@ def load_model(accelerator, config, args):
         raise UserError("--attention flex does not train on a CPU: use sdpa")
     options = dict(dtype=getattr(torch, args.dtype))
     options["attn_implementation"] = ATTENTION[args.attention]
+    if args.from_scratch and hasattr(config, "quantization_config"):
+        del config.quantization_config  # the new weights are not quantized
     if accelerator.is_fsdp2 and not accelerator.is_main_process:
         with init_empty_weights(include_buffers=False):
             model = AutoModelForCausalLM.from_config(config, **options)

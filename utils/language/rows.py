@@ -182,10 +182,13 @@ def _columns_of_lines(name, path):
     """The keys of the object in the first line of a file. Raises UserError if there is none."""
     with reading(path), open(path, "rb") as file:
         line = next((line for line in file if line.strip()), b"")
-    with contextlib.suppress(ValueError, RecursionError):
+    try:
         value = json.loads(line.decode("utf-8-sig"))
         if isinstance(value, dict):
             return list(value)
+    except (ValueError, RecursionError) as error:
+        if "control character" in str(error):
+            raise UserError(f"row 0 of --dataset {name} is not JSON: {error.msg}") from None
     raise UserError(
         f"--dataset {name}: {path.name} does not hold an object in each line: of one list, make "
         f"lines with `jq -c .[] {path.name} > lines.jsonl`"

@@ -80,8 +80,8 @@ class Parser(argparse.ArgumentParser):
 
     def format_help(self):
         required = [action for action in self._actions if action.required]
-        words = [" ".join([*a.option_strings[:1], a.dest.upper()]) for a in required]
-        self.usage = " ".join(["%(prog)s", *words, "[options]"])
+        words = [f"{''.join(a.option_strings[:1])} {a.metavar or a.dest.upper()}" for a in required]
+        self.usage = " ".join(["%(prog)s", *map(str.strip, words), "[options]"])
         return super().format_help()
 
     def error(self, message):

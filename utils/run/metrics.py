@@ -269,7 +269,8 @@ def summary(results, folder, headline):
     unit = "tokens" if "tokens_seen" in results else "samples"
     return (
         f"{headline}: {', '.join(in_words(figures))}\n"
-        f"{results['global_step']} steps, {results[f'{unit}_seen']:,} {unit} in {seconds:.0f} s "
-        f"({rate}), {processes}, peak memory {results['peak_memory_bytes'] / 2**30:.1f} GiB\n"
+        f"{plural(results['global_step'], 'step')}, {results[f'{unit}_seen']:,} {unit} in "
+        f"{seconds:.0f} s ({rate}), {processes}, "
+        f"peak memory {results['peak_memory_bytes'] / 2**30:.1f} GiB\n"
         f"output: {folder}{best}"
     )

@@ -12,6 +12,7 @@ from utils.run.claim import claim
 from utils.run.failures import UserError
 from utils.run.files import read_json
 from utils.run.metrics import summary
+from utils.run.output import plural
 
 
 class Identity(NamedTuple):
@@ -133,7 +134,7 @@ def announce(accelerator, path, plan, start):
 
     Args: start (Start): as `find` returned it.
     """
-    print(f"{plan.total_steps} steps, {plan.steps_per_epoch} per epoch; output in {path}")
+    print(f"{plural(plan.total_steps, 'step')}, {plan.steps_per_epoch} per epoch; output in {path}")
     if start.checkpoint is None:
         print("starting at step 0")
         return

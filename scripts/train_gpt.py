@@ -542,10 +542,13 @@ def rates_per_window(accelerator, flops, args):
 def export(accelerator, folder, model, sizes):
     """Writes the weights of the model; call it on every process."""
     state = accelerator.get_state_dict(model)  # under FSDP gathered from all processes
-    if accelerator.is_main_process:
+
+    def write():
         unwrapped = GPT(**sizes)
         unwrapped.load_state_dict(state)
         weights.export(folder, unwrapped, sizes)
+
+    run_on_main(accelerator, write)  # the others wait here, and not in a collective that times out
 
 
 def write_outputs(run, text, sizes):

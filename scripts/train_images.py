@@ -580,8 +580,7 @@ def main():
     profile.stop()
     end_workers(loaders)
 
-    if accelerator.is_main_process:
-        export(run.path, config, plain, ema)
+    run_on_main(accelerator, lambda: export(run.path, config, plain, ema))
     last, passes = len(data.splits["val"]), 2 if ema else 1
     counts = progress.announce(last, held_out, run.path, passes)
     results, samples = final_results(accelerator, model, ema, loaders, progress, mean, std)

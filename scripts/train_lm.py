@@ -524,8 +524,9 @@ tokenizer = AutoTokenizer.from_pretrained("adapter")
 def export(accelerator, folder, model, tokenizer):
     """Writes the weights of the model, or of its adapter; call it on every process."""
     state = accelerator.get_state_dict(model)  # under FSDP gathered from all processes
-    if accelerator.is_main_process:
-        adapters.export(folder, accelerator.unwrap_model(model), state, tokenizer)
+    unwrapped = accelerator.unwrap_model(model)
+    # The others wait here, and not in a collective that times out.
+    run_on_main(accelerator, lambda: adapters.export(folder, unwrapped, state, tokenizer))
 
 
 def write_outputs(accelerator, run, model, tokenizer, prompts, args):

@@ -193,6 +193,8 @@ BEFORE = {
     "worker_dies_handing_over": ("multiprocessing.resource_sharer.DupFd.detach", kill_workers),
     # Its worker is alive, but sends nothing.
     "silent_loader": (WINDOW, lambda: time.sleep(3600)),
+    "slow_export": ("utils.run.weights.export", lambda: time.sleep(20)),
+    "slow_model_export": ("utils.language.adapters.export", lambda: time.sleep(20)),
     "slow_save": (SAVE, lambda: time.sleep(6)),
     "signals_in_slow_save": (SAVE, send(signal.SIGTERM, signal.SIGTERM, seconds=3)),
     "ctrl_c_twice_in_save": (SAVE, send(signal.SIGINT, signal.SIGINT)),

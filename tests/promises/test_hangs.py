@@ -5,7 +5,7 @@ import os
 import signal
 
 import pytest
-from harness.launches import CIFAR, ENDLESS, GPT, SMALL, Started, run
+from harness.launches import CIFAR, ENDLESS, GPT, SMALL, Started, run, status
 
 
 @pytest.mark.slow
@@ -60,3 +60,28 @@ def test_a_process_that_hangs_is_named_before_the_time_out(tmp_path):
     line = next(line for line in errors.splitlines() if line.startswith("no progress for"))
     assert "ranks 0, 2 " in line and "rank 1 is in" in line and "after step 4" in line, line
     assert f"all stacks: {tmp_path}/run/stacks" in errors
+    # The last lines, and the reports of all that lost contact, repeat it.
+    last = errors[errors.index("error: rank") :].partition("multiprocessing/api.py")[0]
+    assert f"\n{line}\n" in last and "run the same command again to continue" in last
+    assert errors.count(f"; {line[:100]}") >= 1
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("fault", "script", "words"),
+    [
+        ("slow_export", GPT, "--n_layer 1 --n_head 1 --n_embd 16 --block_size 16 --batch_size 4"),
+        ("slow_export", "scripts/train_images.py", "--model squeezenet1_1 --image_size 32"),
+        ("slow_model_export", "scripts/train_lm.py", "--block_size 64 --batch_size 4"),
+    ],
+)
+def test_what_one_process_does_alone_may_take_longer_than_the_time_out(
+    fault, script, words, tmp_path
+):
+    """The others do not wait for it in a collective of the evaluation that follows."""
+    if fault == "slow_model_export":
+        pytest.importorskip("peft")
+    words = f"{words} --dataset synthetic --max_train_steps 2 --timeout 14 --track none"
+    words = [f"{fault}@1:0", script, *words.split()]
+    run("2cpu", "tests/harness/wrapped.py", words, output_dir=tmp_path)
+    assert status(tmp_path)["state"] == "finished"

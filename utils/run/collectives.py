@@ -17,9 +17,9 @@ import torch.distributed as dist
 from utils.run import failures
 from utils.run.failures import RunFailed, UserError
 
-# How long processes wait for one that downloads, decodes, hashes or writes. If it dies instead, its
-# launcher stops them.
-HOST_TIMEOUT = timedelta(hours=3)
+# How long processes wait for one that downloads, tokenizes, hashes or writes: as long as it takes.
+# If it dies instead, its launcher stops them.
+HOST_TIMEOUT = timedelta(days=30)
 
 
 def gather(accelerator, value, group=None):

@@ -73,7 +73,7 @@ from utils.scale.watchdog import Watchdog
 
 MISSING = [name for name in ("transformers", "peft") if importlib.util.find_spec(name) is None]
 if not MISSING:
-    from utils.language import adapters, causal_lm, lm_loss
+    from utils.language import adapters, causal_lm, document_attention, lm_loss
 
 
 def check_packages():
@@ -107,6 +107,8 @@ def build_model(accelerator, config, args):  # EDIT: model
     returns the sum of the losses of the targets, in nats.
     """
     model = causal_lm.load_model(accelerator, config, args)
+    if args.attention == "auto" and accelerator.device.type == "cpu":
+        document_attention.use(model)
     if args.activation_checkpointing:
         # Keeps only the input of each block and recomputes the rest in the backward pass.
         model.activation_checkpointing_enable({"use_reentrant": False})
@@ -750,8 +752,8 @@ def parse_args():
         "--attention",
         choices=["auto", "sdpa", "eager", "flex", "flash"],
         default="auto",
-        help="implementation of attention in transformers: sdpa if the model has it; flash needs "
-        "a package",
+        help="implementation of attention in transformers: sdpa if the model has it, on a CPU "
+        "without a mask; flash needs a package",
     )
     group.add_argument(
         "--activation_checkpointing",

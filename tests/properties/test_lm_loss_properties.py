@@ -13,7 +13,7 @@ from torch.nn import functional as F
 
 transformers = pytest.importorskip("transformers")
 
-from utils.language import lm_loss
+from utils.language import document_attention, lm_loss
 
 BLOCKS, LENGTH = 2, 12
 LENGTHS = st.lists(st.integers(1, LENGTH), min_size=1, max_size=2)
@@ -22,7 +22,10 @@ LENGTHS = st.lists(st.integers(1, LENGTH), min_size=1, max_size=2)
 @functools.cache
 def models(name, attention):
     """A model with the loss of `lm_loss`, and one without."""
-    made = [make_model(name, attention) for _ in range(2)]
+    by_document = attention == "by document"
+    made = [make_model(name, None if by_document else attention) for _ in range(2)]
+    if by_document:
+        document_attention.use(made[0])
     lm_loss.chunk_loss(made[0])
     return made
 
@@ -36,7 +39,7 @@ def gradient(model):
 @settings(max_examples=25)
 @given(
     st.sampled_from(PACKED),
-    st.sampled_from([None, "eager"]),
+    st.sampled_from([None, "eager", "by document"]),
     st.lists(LENGTHS, min_size=BLOCKS, max_size=BLOCKS),
     st.floats(0, 1),
     st.sampled_from([1, 5, 2**20]),

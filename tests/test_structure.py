@@ -27,11 +27,11 @@ SCRIPTS = "minimal cifar images gpt lm model_parallel".split()
 # Maximum number of lines and modules that a copy of a script carries.
 CARRIED = {
     "minimal": (4100, 25),
-    "cifar": (9250, 60),
-    "images": (10000, 71),
+    "cifar": (9300, 61),
+    "images": (10050, 71),
     "gpt": (8750, 60),
     "lm": (10250, 65),
-    "model_parallel": (9000, 58),
+    "model_parallel": (9050, 59),
 }
 
 

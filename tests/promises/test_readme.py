@@ -46,7 +46,7 @@ def test_the_readme_is_read_in_one_sitting_and_the_pages_name_every_script_and_c
             assert path.name in README and path.name in OTHERS["scripts"], path.name
     for path in (ROOT / "scripts" / "benchmarks").glob("*.py"):
         assert f"`{path.name}`" in OTHERS["scripts/benchmarks"], path.name
-    for path in (ROOT / "scripts" / "recipes").iterdir():
+    for path in (ROOT / "scripts" / "recipes").glob("*.diff"):
         assert f"`recipes/{path.name}`" in OTHERS["scripts"], path.name
     for path in (ROOT / "accelerate_configs").glob("*.yaml"):
         assert f"`{path.name}`" in OTHERS["accelerate_configs"], path.name

@@ -7,7 +7,14 @@ import pytest
 from harness.launches import ROOT, run
 
 README = (ROOT / "README.md").read_text()
-FOLDERS = ("scripts", "scripts/benchmarks", "accelerate_configs", "utils", "tests")
+FOLDERS = (
+    "scripts",
+    "scripts/benchmarks",
+    "scripts/recipes",
+    "accelerate_configs",
+    "utils",
+    "tests",
+)
 OTHERS = {name: (ROOT / name / "README.md").read_text() for name in FOLDERS}
 PAGES = README + "".join(OTHERS.values())
 SCRIPTS = [path.read_text() for path in sorted((ROOT / "scripts").rglob("*.py"))]

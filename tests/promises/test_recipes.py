@@ -10,6 +10,7 @@ import recipes
 from harness.data import SMALL_DATA
 from harness.launches import ROOT, final_weights, metrics, results, run, some_slow, status
 from PIL import Image
+from safetensors.numpy import load_file
 
 CIFAR = f"--dataset {SMALL_DATA} --batch_size 20 --track none"
 MINIMAL = "--max_train_steps 6 --eval_every 3 --checkpoint_every 2 --log_every 1"
@@ -19,11 +20,13 @@ IMAGES = (
 )
 ARGUMENTS = {
     "compression": MINIMAL,
+    "contrastive": MINIMAL,
     "distillation": f"{CIFAR} --model net --teacher {{folder}}/teacher {MINIMAL}",
     "ema": MINIMAL,
     "export": MINIMAL,
     "freezing": f"--batch_size 4 --track none {MINIMAL}",
     "folds": f"--dataset synthetic --fold 1 {IMAGES}",
+    "gan": MINIMAL,
     "layer_decay": f"--dataset synthetic {IMAGES}",
     "model_output": MINIMAL,
     "optimizer": MINIMAL,
@@ -40,8 +43,11 @@ PACKAGES |= {"several_labels": "torchmetrics"}
 # The kinds of training of the gallery, scripts/recipes/README.md; with what each reaches.
 GALLERY = {
     "segmentation": ("val_iou", 0.9),
+    "gan": ("val_wasserstein", 0.05),
+    "contrastive": ("val_accuracy", 0.9),
 }
-BACKWARD_PASSES = {"schedule_and_accumulation": 2}  # of a step
+LOWER_IS_BETTER = ("val_wasserstein", "val_loss")
+BACKWARD_PASSES = {"schedule_and_accumulation": 2, "gan": 2}  # of a step
 LONG = (
     "rare_classes",
     "several_labels",
@@ -195,7 +201,26 @@ def test_a_recipe_of_the_gallery_learns(name, folder, tmp_path):
     arguments(name, folder)
     run("2cpu", f"train_{name}.py", root=folder, output_dir=tmp_path)
     metric, least = GALLERY[name]
-    assert results(tmp_path)[metric] > least
+    reached = results(tmp_path)[metric]
+    assert reached < least if metric in LOWER_IS_BETTER else reached > least
+
+
+@pytest.mark.slow
+def test_the_contrastive_gradient_is_that_of_the_global_batch(folder, tmp_path):
+    """With SGD, whose steps are as long as the gradient."""
+    words, lines, final = arguments("contrastive", folder), [], []
+    for processes in (1, 2, 4):
+        made = tmp_path / str(processes)
+        config = "2cpu" if processes > 1 else None
+        launcher = ("--num_processes", str(processes)) if config else ()
+        own = dict(root=folder, output_dir=made, launcher=launcher)
+        run(config, "train_contrastive.py", words, **own)
+        lines.append([line["loss"] for line in metrics(made, "train")])
+        final.append(load_file(made / "model.safetensors"))
+    for losses, tensors in zip(lines[1:], final[1:], strict=True):
+        assert losses == pytest.approx(lines[0], rel=1e-5)
+        for name, tensor in final[0].items():
+            np.testing.assert_allclose(tensors[name], tensor, rtol=0, atol=2e-6, err_msg=name)
 
 
 def test_the_recipe_for_8_bits_scales_a_whole_folder_alike(tmp_path, monkeypatch):

@@ -21,6 +21,7 @@ IMAGES = (
 ARGUMENTS = {
     "compression": MINIMAL,
     "contrastive": MINIMAL,
+    "diffusion": MINIMAL,
     "distillation": f"{CIFAR} --model net --teacher {{folder}}/teacher {MINIMAL}",
     "ema": MINIMAL,
     "export": MINIMAL,
@@ -44,6 +45,7 @@ PACKAGES |= {"several_labels": "torchmetrics"}
 GALLERY = {
     "segmentation": ("val_iou", 0.9),
     "gan": ("val_wasserstein", 0.05),
+    "diffusion": ("val_loss", 0.03),
     "contrastive": ("val_accuracy", 0.9),
 }
 LOWER_IS_BETTER = ("val_wasserstein", "val_loss")

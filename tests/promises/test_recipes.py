@@ -10,6 +10,7 @@ import recipes
 from harness.data import SMALL_DATA
 from harness.launches import ROOT, final_weights, metrics, results, run, some_slow, status
 from PIL import Image
+from safetensors.numpy import load_file
 
 CIFAR = f"--dataset {SMALL_DATA} --batch_size 20 --track none"
 MINIMAL = "--max_train_steps 6 --eval_every 3 --checkpoint_every 2 --log_every 1"
@@ -19,11 +20,14 @@ IMAGES = (
 )
 ARGUMENTS = {
     "compression": MINIMAL,
+    "contrastive": MINIMAL,
+    "diffusion": MINIMAL,
     "distillation": f"{CIFAR} --model net --teacher {{folder}}/teacher {MINIMAL}",
     "ema": MINIMAL,
     "export": MINIMAL,
     "freezing": f"--batch_size 4 --track none {MINIMAL}",
     "folds": f"--dataset synthetic --fold 1 {IMAGES}",
+    "gan": MINIMAL,
     "layer_decay": f"--dataset synthetic {IMAGES}",
     "model_output": MINIMAL,
     "optimizer": MINIMAL,
@@ -31,11 +35,21 @@ ARGUMENTS = {
     "regression": f"--csv {{folder}}/table.csv {MINIMAL}",
     "schedule_and_accumulation": f"--gradient_accumulation_steps 2 {MINIMAL}",
     "several_labels": f"--dataset {{folder}}/photos {IMAGES}",
+    "segmentation": MINIMAL,
     "tracker": MINIMAL,
     "unfreezing": f"--dataset synthetic {IMAGES}",
 }
 PACKAGES = {"freezing": "peft", "model_output": "transformers", "optimizer": "schedulefree"}
 PACKAGES |= {"several_labels": "torchmetrics"}
+# The kinds of training of the gallery, scripts/recipes/README.md; with what each reaches.
+GALLERY = {
+    "segmentation": ("val_iou", 0.9),
+    "gan": ("val_wasserstein", 0.05),
+    "diffusion": ("val_loss", 0.03),
+    "contrastive": ("val_accuracy", 0.9),
+}
+LOWER_IS_BETTER = ("val_wasserstein", "val_loss")
+BACKWARD_PASSES = {"schedule_and_accumulation": 2, "gan": 2}  # of a step
 LONG = (
     "rare_classes",
     "several_labels",
@@ -45,6 +59,7 @@ LONG = (
     "folds",
     "layer_decay",
     "unfreezing",
+    *GALLERY,
 )
 
 
@@ -85,7 +100,8 @@ def test_a_recipe_is_short_and_as_written_against_the_script(recipe):
     text = recipe.read_text()
     lines, renewed = (re.sub(r"(?m)^@@ .*", "@@", diff) for diff in (text, recipes.renewed(recipe)))
     assert lines == renewed
-    assert len(re.findall(r"^\+(?!\+\+)", text, re.MULTILINE)) <= 35
+    most = 90 if recipe.stem in GALLERY else 35
+    assert len(re.findall(r"^\+(?!\+\+)", text, re.MULTILINE)) <= most
     wish = text.partition("\n")[0]
     row = rf"^\| {re.escape(wish[0].lower() + wish[1:])} \| `recipes/{recipe.name}` \|"
     assert re.search(row, (ROOT / "scripts" / "README.md").read_text(), re.MULTILINE), wish
@@ -155,18 +171,58 @@ def test_rare_classes_are_drawn_as_often_as_the_others(folder, monkeypatch):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["ema", "schedule_and_accumulation", "several_labels"])
+@pytest.mark.parametrize("name", ["ema", "schedule_and_accumulation", "several_labels", *GALLERY])
 def test_a_killed_recipe_ends_with_the_same_bytes(name, folder, tmp_path):
     words, script = arguments(name, folder), folder / f"train_{name}.py"
     run("2cpu", script.name, words, root=folder, output_dir=tmp_path / "whole")
-    accumulation = 2 if name == "schedule_and_accumulation" else 1
-    fault = [f"die_in_step@{4 * accumulation}", str(script), *words.split()]
+    fault = [f"die_in_step@{4 * BACKWARD_PASSES.get(name, 1)}", str(script), *words.split()]
     killed = tmp_path / "killed"
     done = run("2cpu", "tests/harness/wrapped.py", fault, output_dir=killed, check=False)
     assert done.returncode != 0
     run("2cpu", script.name, words, root=folder, output_dir=killed)
     assert 0 < results(killed)["resumed_from"] < 4
     assert final_weights(killed) == final_weights(tmp_path / "whole")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", GALLERY)
+def test_a_recipe_of_the_gallery_computes_the_same_on_two_processes(name, folder, tmp_path):
+    words, lines = arguments(name, folder), []
+    for config in (None, "2cpu"):
+        made = tmp_path / str(config)
+        run(config, f"train_{name}.py", words, root=folder, output_dir=made)
+        lines.append(metrics(made, "train") + metrics(made, "val"))
+    for one, two in zip(*lines, strict=True):
+        assert one.pop("split") == two.pop("split")
+        assert two == pytest.approx(one, rel=1e-4)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", GALLERY)
+def test_a_recipe_of_the_gallery_learns(name, folder, tmp_path):
+    arguments(name, folder)
+    run("2cpu", f"train_{name}.py", root=folder, output_dir=tmp_path)
+    metric, least = GALLERY[name]
+    reached = results(tmp_path)[metric]
+    assert reached < least if metric in LOWER_IS_BETTER else reached > least
+
+
+@pytest.mark.slow
+def test_the_contrastive_gradient_is_that_of_the_global_batch(folder, tmp_path):
+    """With SGD, whose steps are as long as the gradient."""
+    words, lines, final = arguments("contrastive", folder), [], []
+    for processes in (1, 2, 4):
+        made = tmp_path / str(processes)
+        config = "2cpu" if processes > 1 else None
+        launcher = ("--num_processes", str(processes)) if config else ()
+        own = dict(root=folder, output_dir=made, launcher=launcher)
+        run(config, "train_contrastive.py", words, **own)
+        lines.append([line["loss"] for line in metrics(made, "train")])
+        final.append(load_file(made / "model.safetensors"))
+    for losses, tensors in zip(lines[1:], final[1:], strict=True):
+        assert losses == pytest.approx(lines[0], rel=1e-5)
+        for name, tensor in final[0].items():
+            np.testing.assert_allclose(tensors[name], tensor, rtol=0, atol=2e-6, err_msg=name)
 
 
 def test_the_recipe_for_8_bits_scales_a_whole_folder_alike(tmp_path, monkeypatch):

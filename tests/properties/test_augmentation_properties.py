@@ -5,7 +5,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.nn.functional import interpolate, pad
 
-from utils.images.augment import augment, normalize, random_uint32
+from utils.images.augment import augment, normalize
+from utils.run.draws import random_uint32
 
 SEEDS, EPOCHS = st.integers(0, 2**32 - 1), st.integers(0, 500)
 IDS = st.lists(st.integers(0, 10**6), min_size=1, max_size=12, unique=True)

@@ -5,8 +5,9 @@ import hashlib
 import pytest
 import torch
 
-from utils.images.augment import augment, random_uint32
+from utils.images.augment import augment
 from utils.images.mixing import Mix
+from utils.run.draws import random_uint32
 
 
 def digest(*tensors):

@@ -9,30 +9,7 @@ import torch
 import torch.nn.functional as F
 
 from utils.data.loaders import to_device
-
-MASK = 0xFFFFFFFF
-
-
-def random_uint32(seed, epoch, ids, stream):
-    """Stateless random integers, one per sample.
-
-    The mixing function is the 32-bit finalizer "lowbias32" (C. Wellons, "Prospecting for Hash
-    Functions", 2018), applied once per input. Integer arithmetic only, so CPU and GPU agree.
-
-    Args:
-        ids: int64 tensor of sample ids.
-        stream (int): a different integer for each independent use.
-
-    Returns:
-        int64 tensor like `ids`, uniform in [0, 2**32).
-    """
-    x = 0  # a Python integer until `ids`: only the last of the four rounds computes with tensors
-    for value in (seed, epoch, stream, ids):
-        x = (x ^ value) & MASK
-        x = ((x ^ (x >> 16)) * 0x7FEB352D) & MASK
-        x = ((x ^ (x >> 15)) * 0x846CA68B) & MASK
-        x = x ^ (x >> 16)
-    return x
+from utils.run.draws import random_uint32
 
 
 def augment(images, ids, epoch, seed, *, padding=2, cutout=0):

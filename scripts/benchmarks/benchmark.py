@@ -54,6 +54,7 @@ BENCHMARKS = {
     "checkpoint_blocking": costs.checkpoint_blocking,
     "gpt": gpt.gpt,
     "lm": lm.lm,
+    "attention": lm.attention,
     "peers": peers.peers,
 }
 NEEDS = {"gpt": "text", "time_to_accuracy": "images", "peers": "peers"}

@@ -11,9 +11,10 @@ from pathlib import Path
 
 import torch
 from measuring import (
-    HERE,
     QUIET,
+    SCRIPTS,
     environment,
+    logged_steps,
     measure_script,
     rounds,
     script_words,
@@ -22,18 +23,19 @@ from measuring import (
 
 from utils.run import devices
 
-# On a GPU of the size of SmolLM2-135M.
 LM_MODEL = """
-import sys, torch
+import json, sys
 from transformers import LlamaConfig, LlamaForCausalLM
 from utils.language.causal_lm import byte_tokenizer
-names = "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads"
-sizes = (576, 1536, 30, 9) if torch.cuda.is_available() else (256, 768, 4, 4)
-sizes = dict(zip(names, sizes), tie_word_embeddings=True)
+sizes = dict(json.loads(sys.argv[2]), tie_word_embeddings=True, max_position_embeddings=32_768)
 config = LlamaConfig(vocab_size=49_152, eos_token_id=258, pad_token_id=256, **sizes)
 LlamaForCausalLM(config).save_pretrained(sys.argv[1])
 byte_tokenizer().save_pretrained(sys.argv[1])
 """
+# Those of SmolLM2-135M, and smaller ones.
+SMOLLM2 = dict(hidden_size=576, intermediate_size=1536, num_hidden_layers=30)
+SMOLLM2 |= dict(num_attention_heads=9, num_key_value_heads=3)
+SMALL = dict(hidden_size=256, intermediate_size=768, num_hidden_layers=4, num_attention_heads=4)
 # Its loss never has all logits in memory, as ours.
 TRL = """
 import json, resource, sys, time
@@ -81,8 +83,7 @@ def lm(args):
     values = {name: [] for name in ("loss_difference", "speed", "memory", "start")}
     with tempfile.TemporaryDirectory() as folder:
         model = f"{folder}/model"
-        words = [sys.executable, "-c", LM_MODEL, model]
-        subprocess.run(words, check=True, cwd=HERE.parent, env=environment(), **QUIET)
+        make_model(model, SMOLLM2 if gpu else SMALL)
         few, many = (write_completions(f"{folder}/{n}", n) for n in (16, documents))
         ours = f"train_lm.py --model {model} --lr_schedule constant --warmup_steps 0 --lr 1e-3"
         ours += (
@@ -122,6 +123,41 @@ def lm(args):
     units["loss_difference"] = "nats per token"
     units["speed"] = "target tokens per second over TRL (more is better), ratio"
     return {f"lm/{name}": (of_rounds, units[name]) for name, of_rounds in values.items()}
+
+
+def attention(args):
+    """A step of train_lm.py on a packed block: attention by document, over that with a mask.
+
+    A model of SmolLM2-135M's width, 6 of its 30 layers; documents of 500 tokens.
+    """
+    values = {}
+    with tempfile.TemporaryDirectory() as folder:
+        model, data = f"{folder}/model", Path(folder, "train.jsonl")
+        make_model(model, SMOLLM2 | {"num_hidden_layers": 6})
+        # 500 bytes and the end of the text: 500 positions, of which each predicts the next token.
+        data.write_text("".join(json.dumps({"text": f"{n:0500}"}) + "\n" for n in range(400)))
+        for _ in rounds(args):
+            for block in (4096, 16_384):
+                same = f"train_lm.py --model {model} --dataset {data} --block_size {block}"
+                same += " --batch_size 1 --max_train_steps 3 --log_every 1 --eval_every 9 "
+                same += "--checkpoint_every 0 --eval_samples 1 --track none --attention "
+                seconds, memory = {}, {}
+                for kind in ("auto", "sdpa"):
+                    lines, results = measure_script(same + kind)
+                    seconds[kind] = min(logged_steps(lines, warm_up=1))
+                    memory[kind] = results["peak_memory_bytes"]
+                    print(f"    {block} tokens, {kind}: {seconds[kind]:.1f} s")
+                for name, figures in (("speed", seconds), ("memory", memory)):
+                    parts = values.setdefault(f"{name}_{block}", [])
+                    parts.append(figures["auto"] / figures["sdpa"])
+    unit = "by document over with a mask (less is better), ratio"
+    return {f"attention/{name}": (of_rounds, unit) for name, of_rounds in values.items()}
+
+
+def make_model(folder, sizes):
+    """Writes a Llama with random weights, whose tokens are bytes, to `folder`."""
+    words = [sys.executable, "-c", LM_MODEL, folder, json.dumps(sizes)]
+    subprocess.run(words, check=True, cwd=SCRIPTS.parent, env=environment(), **QUIET)
 
 
 def write_completions(folder, count):

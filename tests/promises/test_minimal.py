@@ -3,7 +3,7 @@
 import json
 
 import pytest
-from harness.launches import ROOT, metrics, results, run
+from harness.launches import ROOT, final_weights, metrics, results, run
 
 MINIMAL = "scripts/train_minimal.py"
 ARGUMENTS = "--epochs 8 --log_every 20 --checkpoint_every 60"
@@ -57,3 +57,25 @@ def test_a_mistake_in_a_copy_is_one_short_traceback(line, mistake, error, most, 
     assert done.returncode == 1 and len(ours.splitlines()) <= most, done.stderr
     assert ours.count(error) == 1 and "train_mine.py" in ours
     assert f"traceback : {error}" in report and "Traceback" not in report.split("FAILED")[1]
+
+
+def test_the_example_of_an_own_data_set_resumes_exactly(tmp_path):
+    """That of utils/README.md, on one and two processes, and killed."""
+    page = (ROOT / "utils" / "README.md").read_text()
+    example = page.split("## Your Dataset")[1].split("```python\n")[1].split("```")[0]
+    (tmp_path / "utils").symlink_to(ROOT / "utils")
+    text = (ROOT / MINIMAL).read_text().replace("def main():", f"{example}\n\ndef main():")
+    (tmp_path / "train_mine.py").write_text(text)
+    words = "--epochs 4 --log_every 1 --checkpoint_every 5".split()
+    made = {config: tmp_path / config for config in ("cpu", "2cpu", "killed")}
+    for config in ("cpu", "2cpu"):
+        run(config, "train_mine.py", words, root=tmp_path, output_dir=made[config])
+    losses = [[line["loss"] for line in metrics(made[name], "train")] for name in ("cpu", "2cpu")]
+    assert losses[0] == pytest.approx(losses[1], rel=0.2)  # dropout depends on the division
+    assert results(made["cpu"])["val_accuracy"] > 0.9
+    wrapped = ["die_in_step@13", str(tmp_path / "train_mine.py"), *words]
+    killed = dict(output_dir=made["killed"])
+    run("2cpu", "tests/harness/wrapped.py", wrapped, check=False, **killed)
+    run("2cpu", "train_mine.py", words, root=tmp_path, **killed)
+    assert results(made["killed"])["resumed_from"] > 0
+    assert final_weights(made["killed"]) == final_weights(made["2cpu"])

@@ -7,7 +7,14 @@ import pytest
 from harness.launches import ROOT, run
 
 README = (ROOT / "README.md").read_text()
-FOLDERS = ("scripts", "scripts/benchmarks", "accelerate_configs", "utils", "tests")
+FOLDERS = (
+    "scripts",
+    "scripts/benchmarks",
+    "scripts/recipes",
+    "accelerate_configs",
+    "utils",
+    "tests",
+)
 OTHERS = {name: (ROOT / name / "README.md").read_text() for name in FOLDERS}
 PAGES = README + "".join(OTHERS.values())
 SCRIPTS = [path.read_text() for path in sorted((ROOT / "scripts").rglob("*.py"))]
@@ -46,7 +53,7 @@ def test_the_readme_is_read_in_one_sitting_and_the_pages_name_every_script_and_c
             assert path.name in README and path.name in OTHERS["scripts"], path.name
     for path in (ROOT / "scripts" / "benchmarks").glob("*.py"):
         assert f"`{path.name}`" in OTHERS["scripts/benchmarks"], path.name
-    for path in (ROOT / "scripts" / "recipes").iterdir():
+    for path in (ROOT / "scripts" / "recipes").glob("*.diff"):
         assert f"`recipes/{path.name}`" in OTHERS["scripts"], path.name
     for path in (ROOT / "accelerate_configs").glob("*.yaml"):
         assert f"`{path.name}`" in OTHERS["accelerate_configs"], path.name

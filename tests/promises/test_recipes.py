@@ -2,6 +2,7 @@
 
 import importlib
 import json
+import math
 import re
 
 import numpy as np
@@ -27,6 +28,7 @@ ARGUMENTS = {
     "layer_decay": f"--dataset synthetic {IMAGES}",
     "model_output": MINIMAL,
     "optimizer": MINIMAL,
+    "preference": MINIMAL,
     "rare_classes": f"--dataset synthetic {IMAGES}",
     "regression": f"--csv {{folder}}/table.csv {MINIMAL}",
     "schedule_and_accumulation": f"--gradient_accumulation_steps 2 {MINIMAL}",
@@ -37,15 +39,18 @@ ARGUMENTS = {
 }
 PACKAGES = {"freezing": "peft", "model_output": "transformers", "optimizer": "schedulefree"}
 PACKAGES |= {"several_labels": "torchmetrics", "text_classification": "transformers"}
+PACKAGES |= {"preference": "transformers"}
 # The kinds of training of the gallery, scripts/recipes/README.md; with what each reaches.
 GALLERY = {
     "text_classification": ("val_f1", 0.95),
+    "preference": ("val_accuracy", 0.99),
 }
 LONG = (
     "rare_classes",
     "several_labels",
     "model_output",
     "freezing",
+    "preference",
     "distillation",
     "folds",
     "layer_decay",
@@ -195,6 +200,37 @@ def test_a_recipe_of_the_gallery_learns(name, folder, tmp_path):
     run("2cpu", f"train_{name}.py", root=folder, output_dir=tmp_path)
     metric, least = GALLERY[name]
     assert results(tmp_path)[metric] > least
+
+
+@pytest.mark.slow
+def test_preferences_have_the_loss_of_trl(folder, tmp_path, monkeypatch):
+    trl = pytest.importorskip("trl")
+    import datasets
+    import torch
+
+    monkeypatch.syspath_prepend(folder)
+    recipe = importlib.import_module("train_preference")
+    rows, tokenizer = list(recipe.make_rows(0, 16)), recipe.ByT5Tokenizer()
+    torch.manual_seed(0)
+    before, model = recipe.build_model(tokenizer), recipe.build_model(tokenizer)
+    options = dict(output_dir=str(tmp_path), per_device_train_batch_size=16, report_to="none")
+    trainer = trl.DPOTrainer(
+        model=model,
+        ref_model=before,
+        args=trl.DPOConfig(**options, beta=0.1, max_length=None, use_cpu=True, bf16=False),
+        train_dataset=datasets.Dataset.from_list(rows),
+        processing_class=tokenizer,
+    )
+    (batch,) = trainer.get_train_dataloader()
+    columns = "chosen", "rejected"
+    pairs = [
+        [recipe.encode(tokenizer, row["prompt"], row[name]) for name in columns] for row in rows
+    ]
+    _, x, y = recipe.collate(list(enumerate(pairs)))
+    values, reference = (recipe.log_probabilities(each, x, y) for each in (model, before))
+    loss, _ = recipe.compute_loss(values, reference)
+    assert abs(loss - math.log(2)) > 1e-3  # of models that are equal
+    assert loss.item() == pytest.approx(trainer.compute_loss(model, batch).item(), abs=1e-5)
 
 
 def test_the_recipe_for_8_bits_scales_a_whole_folder_alike(tmp_path, monkeypatch):

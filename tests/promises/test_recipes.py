@@ -20,6 +20,7 @@ IMAGES = (
 )
 ARGUMENTS = {
     "compression": MINIMAL,
+    "detection": MINIMAL,
     "distillation": f"{CIFAR} --model net --teacher {{folder}}/teacher {MINIMAL}",
     "ema": MINIMAL,
     "export": MINIMAL,
@@ -39,9 +40,10 @@ ARGUMENTS = {
 }
 PACKAGES = {"freezing": "peft", "model_output": "transformers", "optimizer": "schedulefree"}
 PACKAGES |= {"several_labels": "torchmetrics", "text_classification": "transformers"}
-PACKAGES |= {"preference": "transformers"}
+PACKAGES |= {"preference": "transformers", "detection": "pycocotools"}
 # The kinds of training of the gallery, scripts/recipes/README.md; with what each reaches.
 GALLERY = {
+    "detection": ("val_map", 0.75),
     "text_classification": ("val_f1", 0.95),
     "preference": ("val_accuracy", 0.99),
 }
@@ -50,6 +52,7 @@ LONG = (
     "several_labels",
     "model_output",
     "freezing",
+    "detection",
     "preference",
     "distillation",
     "folds",

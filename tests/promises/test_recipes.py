@@ -2,6 +2,7 @@
 
 import importlib
 import json
+import math
 import re
 
 import numpy as np
@@ -22,39 +23,54 @@ ARGUMENTS = {
     "compression": MINIMAL,
     "contrastive": MINIMAL,
     "diffusion": MINIMAL,
+    "detection": MINIMAL,
     "distillation": f"{CIFAR} --model net --teacher {{folder}}/teacher {MINIMAL}",
     "ema": MINIMAL,
-    "export": MINIMAL,
     "freezing": f"--batch_size 4 --track none {MINIMAL}",
     "folds": f"--dataset synthetic --fold 1 {IMAGES}",
     "gan": MINIMAL,
     "layer_decay": f"--dataset synthetic {IMAGES}",
     "model_output": MINIMAL,
     "optimizer": MINIMAL,
+    "preference": MINIMAL,
     "rare_classes": f"--dataset synthetic {IMAGES}",
     "regression": f"--csv {{folder}}/table.csv {MINIMAL}",
     "schedule_and_accumulation": f"--gradient_accumulation_steps 2 {MINIMAL}",
     "several_labels": f"--dataset {{folder}}/photos {IMAGES}",
     "segmentation": MINIMAL,
+    "text_classification": MINIMAL,
     "tracker": MINIMAL,
     "unfreezing": f"--dataset synthetic {IMAGES}",
 }
 PACKAGES = {"freezing": "peft", "model_output": "transformers", "optimizer": "schedulefree"}
-PACKAGES |= {"several_labels": "torchmetrics"}
+PACKAGES |= {"several_labels": "torchmetrics", "text_classification": "transformers"}
+PACKAGES |= {"preference": "transformers", "detection": "pycocotools"}
 # The kinds of training of the gallery, scripts/recipes/README.md; with what each reaches.
 GALLERY = {
     "segmentation": ("val_iou", 0.9),
     "gan": ("val_wasserstein", 0.05),
     "diffusion": ("val_loss", 0.03),
     "contrastive": ("val_accuracy", 0.9),
+    "detection": ("val_map", 0.75),
+    "text_classification": ("val_f1", 0.95),
+    "preference": ("val_accuracy", 0.99),
 }
 LOWER_IS_BETTER = ("val_wasserstein", "val_loss")
 BACKWARD_PASSES = {"schedule_and_accumulation": 2, "gan": 2}  # of a step
+EXPORTED = {
+    "cifar": f"{CIFAR} --model net --max_train_steps 1",
+    "images": f"--dataset synthetic {IMAGES} --max_train_steps 1",
+    "gpt": "--dataset synthetic --n_layer 1 --n_head 2 --n_embd 32 --block_size 32 --batch_size 4 "
+    "--num_workers 0 --track none --max_train_steps 1",
+    "lm": "--batch_size 4 --track none --max_train_steps 1",
+}
 LONG = (
     "rare_classes",
     "several_labels",
     "model_output",
     "freezing",
+    "detection",
+    "preference",
     "distillation",
     "folds",
     "layer_decay",
@@ -70,6 +86,8 @@ def folder(tmp_path_factory):
     (folder / "utils").symlink_to(ROOT / "utils")
     for recipe in recipes.RECIPES:
         recipes.apply(recipe, folder / f"train_{recipe.stem}.py")
+    for script in (ROOT / "scripts").glob("train_*.py"):  # which define models
+        (folder / script.name).symlink_to(script)
     # With a column that is the same in all rows.
     rows = "".join(f"{i % 31},{i % 17},7,{i % 31 * (i % 17)}\n" for i in range(1000))
     (folder / "table.csv").write_text(f"a,b,c,product\n{rows}")
@@ -100,7 +118,7 @@ def test_a_recipe_is_short_and_as_written_against_the_script(recipe):
     text = recipe.read_text()
     lines, renewed = (re.sub(r"(?m)^@@ .*", "@@", diff) for diff in (text, recipes.renewed(recipe)))
     assert lines == renewed
-    most = 90 if recipe.stem in GALLERY else 35
+    most = 90 if recipe.stem in (*GALLERY, "onnx") else 35
     assert len(re.findall(r"^\+(?!\+\+)", text, re.MULTILINE)) <= most
     wish = text.partition("\n")[0]
     row = rf"^\| {re.escape(wish[0].lower() + wish[1:])} \| `recipes/{recipe.name}` \|"
@@ -118,13 +136,6 @@ def test_a_recipe_trains(name, folder, tmp_path):
         EFFECTS[name](made)
 
 
-def exported(folder):
-    import torch
-
-    program = torch.export.load(folder / "model.pt2").module()
-    assert program(torch.zeros(5, 2)).shape == (5, 2)
-
-
 def tracked(folder):
     lines = [json.loads(line) for line in (folder / "lines.jsonl").read_text().splitlines()]
     assert [line["step"] for line in lines if "train/loss" in line] == [1, 2, 3, 4, 5, 6]
@@ -140,7 +151,7 @@ def scheduled(folder):
     assert rates == sorted(rates, reverse=True) and rates[-1] == 0
 
 
-EFFECTS = {"export": exported, "tracker": tracked, "several_labels": labeled}
+EFFECTS = {"tracker": tracked, "several_labels": labeled}
 EFFECTS |= {"schedule_and_accumulation": scheduled}
 
 
@@ -223,6 +234,57 @@ def test_the_contrastive_gradient_is_that_of_the_global_batch(folder, tmp_path):
         assert losses == pytest.approx(lines[0], rel=1e-5)
         for name, tensor in final[0].items():
             np.testing.assert_allclose(tensors[name], tensor, rtol=0, atol=2e-6, err_msg=name)
+
+
+@pytest.mark.slow
+def test_preferences_have_the_loss_of_trl(folder, tmp_path, monkeypatch):
+    trl = pytest.importorskip("trl")
+    import datasets
+    import torch
+
+    monkeypatch.syspath_prepend(folder)
+    recipe = importlib.import_module("train_preference")
+    rows, tokenizer = list(recipe.make_rows(0, 16)), recipe.ByT5Tokenizer()
+    torch.manual_seed(0)
+    before, model = recipe.build_model(tokenizer), recipe.build_model(tokenizer)
+    options = dict(output_dir=str(tmp_path), per_device_train_batch_size=16, report_to="none")
+    trainer = trl.DPOTrainer(
+        model=model,
+        ref_model=before,
+        args=trl.DPOConfig(**options, beta=0.1, max_length=None, use_cpu=True, bf16=False),
+        train_dataset=datasets.Dataset.from_list(rows),
+        processing_class=tokenizer,
+    )
+    (batch,) = trainer.get_train_dataloader()
+    columns = "chosen", "rejected"
+    pairs = [
+        [recipe.encode(tokenizer, row["prompt"], row[name]) for name in columns] for row in rows
+    ]
+    _, x, y = recipe.collate(list(enumerate(pairs)))
+    values, reference = (recipe.log_probabilities(each, x, y) for each in (model, before))
+    loss, _ = recipe.compute_loss(values, reference)
+    assert abs(loss - math.log(2)) > 1e-3  # of models that are equal
+    assert loss.item() == pytest.approx(trainer.compute_loss(model, batch).item(), abs=1e-5)
+
+
+@pytest.mark.parametrize("script", some_slow(EXPORTED, "cifar", "images", "lm"))
+def test_the_model_of_a_run_is_exported(script, folder, tmp_path):
+    """The recipe itself compares the outputs, too: here those of the two files, for another batch."""
+    onnxruntime = pytest.importorskip("onnxruntime")
+    import torch
+
+    run(None, f"scripts/train_{script}.py", EXPORTED[script], output_dir=tmp_path)
+    run(None, "train_onnx.py", str(tmp_path), root=folder)
+    session = onnxruntime.InferenceSession(tmp_path / "model.onnx")
+    (wanted,) = session.get_inputs()
+    sizes = [5, *(size if isinstance(size, int) else 7 for size in wanted.shape[1:])]
+    kind = {"tensor(uint8)": torch.uint8, "tensor(int64)": torch.int64}[wanted.type]
+    inputs = torch.randint(200, sizes, generator=torch.Generator().manual_seed(1)).to(kind)
+    (found,) = session.run(None, {"inputs": inputs.numpy()})
+    with torch.no_grad():
+        expected = torch.export.load(tmp_path / "model.pt2").module()(inputs)
+    assert len(found) == 5 and expected.std() > 0
+    torch.testing.assert_close(torch.from_numpy(found), expected, rtol=1e-3, atol=1e-4)
 
 
 def test_the_recipe_for_8_bits_scales_a_whole_folder_alike(tmp_path, monkeypatch):

@@ -115,6 +115,9 @@ JSON.
 ## Use
 
 use it
+
+`scripts/recipes/onnx.diff` exports it, to run without any of its code:
+`onnxruntime.InferenceSession("model.onnx").run(None, {"inputs": inputs})`.
 """
     )
 

@@ -37,6 +37,8 @@ their history. {weights}
 WEIGHTS = (
     "`model.safetensors` has the weights; the settings of the model are in its header, as\nJSON."
 )
+EXPORT = """`scripts/recipes/onnx.diff` exports it, to run without any of its code:
+`onnxruntime.InferenceSession("model.onnx").run(None, {"inputs": inputs})`."""
 
 USAGE = """```python
 from safetensors.torch import load_file
@@ -88,7 +90,7 @@ def render(record, results, **about):
         figures="\n".join(_rows(results)),
         about=paragraph,
         weights=about.get("weights", WEIGHTS),
-        usage=about.get("usage", USAGE).strip(),
+        usage=f"{about['usage'].strip()}\n\n{EXPORT}" if "usage" in about else USAGE,
     )
 
 

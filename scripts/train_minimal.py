@@ -40,7 +40,10 @@ from utils.run.seeds import seed_step
 
 
 def build_data(args):  # EDIT: data
-    """Points in a plane; class 1: both coordinates have the same sign. A sample is (id, x, y)."""
+    """Points in a plane; class 1: both coordinates have the same sign.
+
+    A sample is (id, x, y). The id, its number in the data, names it if a step fails.
+    """
     held_out = 997  # no number of processes divides it
     points = torch.randn(held_out + 2880, 2)
     labels = (points.prod(1) > 0).long()
@@ -79,7 +82,7 @@ def main():
     accelerator = Accelerator(cpu=on_cpu, **launch.accelerator_options(args))
     launch.print_banner(accelerator)
     launch.divide_batch(accelerator, args.batch_size)
-    set_seed(args.seed)  # the same points and weights on every process
+    set_seed(args.seed)  # the same data and weights on every process
     train_set, val_set = build_data(args)
     train_loader = DataLoader(train_set, args.batch_size, shuffle=True, drop_last=True)
     val_loader = DataLoader(val_set, 128 * accelerator.num_processes)
@@ -89,11 +92,11 @@ def main():
     if run.finished:
         return
     model = build_model()
-    optimizer = torch.optim.AdamW(model.parameters(), lr=args.lr)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=args.lr)  # EDIT: optimizer
     model, optimizer, train_loader, val_loader = accelerator.prepare(
         model, optimizer, train_loader, val_loader
     )
-    _, x, y = send_to_device(next(iter(DataLoader(val_set, 2))), accelerator.device)
+    _, x, y = send_to_device(next(iter(DataLoader(val_set, 2))), accelerator.device)  # EDIT: batch
     ddp.warm_up(model, lambda: compute_loss(model, x, y))  # hidden passes, for an exact resume
     step = run.start()  # accelerator.load_state, if there is a checkpoint
     guard = Guard(accelerator, args.timeout)
@@ -108,9 +111,9 @@ def main():
     for epoch, remaining in plan.epochs(start=step):
         train_loader.set_epoch(epoch)  # another order each epoch
         batches = remaining.rest(train_loader)  # without those before an interruption
-        for step, (ids, x, y) in remaining.steps(run.timed(batches)):
+        for step, (ids, x, y) in remaining.steps(run.timed(batches)):  # EDIT: batch
             seed_step(accelerator, args.seed, step)  # dropout draws the same masks after a restart
-            loss = compute_loss(model, x, y)
+            loss = compute_loss(model, x, y)  # EDIT: batch
             accelerator.backward(loss)
             optimizer.step()
             optimizer.zero_grad()
@@ -127,7 +130,8 @@ def main():
                 validate(step)  # a signal ends it at once: the restart evaluates
     metrics = evaluate(accelerator, model, val_loader, guard.watch)
     if accelerator.is_main_process:
-        weights.export(run.path, accelerator.unwrap_model(model), {"model": "minimal"})
+        config = {"model": "minimal"}  # EDIT: what is needed to build it again
+        weights.export(run.path, accelerator.unwrap_model(model), config)
     run.finish(step, **{f"val_{name}": value for name, value in metrics.items()})
     run.close()
     accelerator.end_training()
@@ -135,7 +139,7 @@ def main():
 
 def parse_args():
     parser = Parser(description=__doc__.split("\n")[0])
-    parser.add_training_arguments(parser, epochs=10, batch_size=96, lr=0.005)
+    parser.add_training_arguments(parser, epochs=10, batch_size=96, lr=0.005)  # EDIT: defaults
     parser.add_run_arguments()
     return frozen(parser.parse_args())
 

@@ -111,7 +111,7 @@ def _images(name, split, arrays):
     raise UserError(
         f"--dataset {name}: {split}_images is {images.dtype} {list(images.shape)}, not uint8 "
         "[images, height, width, 3], [images, 3, height, width] or [images, height, width] (the "
-        "recipe eight_bits of scripts/README.md converts other values)"
+        "recipe eight_bits of scripts/recipes/README.md converts other values)"
     )
 
 

@@ -32,7 +32,7 @@ FORMATS = (
 TIFF_BITS = 258  # the tag: bits of each channel
 TOO_DEEP = (
     "it has more than 8 bits per channel: convert the data set with the recipe eight_bits of "
-    "scripts/README.md"
+    "scripts/recipes/README.md"
 )
 SAMPLED = 1000  # images of which a fingerprint reads `SAMPLED_BYTES`
 SAMPLED_BYTES = 1 << 16

@@ -50,7 +50,7 @@ from utils.language.conversations import Encoder
 from utils.language.lanes import LaneStream, Share, gather_position
 from utils.language.packing import TokenSettings
 from utils.language.rows import reading
-from utils.language.token_stream import LANES, load_held_out, open_stream
+from utils.language.token_stream import count_lanes, load_held_out, open_stream
 from utils.language.tokens import load_tokens
 from utils.report import hub, model_card, plots
 from utils.report.profiler import start_profiler
@@ -248,7 +248,7 @@ def open_sources(accelerator, tokenizer, config, sources, position, args):
     """Opens the stream of a list of sources at a position (None: its beginning); else `Blocks`."""
     if not isinstance(sources, list):
         return sources
-    share = Share.from_args(args, accelerator, LANES, position)
+    share = Share.from_args(args, accelerator, count_lanes(args.batch_size), position)
     settings = TokenSettings.from_args(tokenizer, causal_lm.can_pack(config), args)
     weights = args.mixture or [1.0]
     return local_main_first(accelerator, lambda: open_stream(sources, settings, share, weights))

@@ -1,6 +1,7 @@
 """Which samples a step sees: the same on any number of processes, from any position."""
 
 import math
+from functools import partial
 
 import numpy as np
 import pytest
@@ -153,18 +154,13 @@ def together(samples):
     return {"samples": samples}
 
 
-def batches_of_lanes(lanes, batch, processes, count, position=None):
-    """The global batches of a stream, and the position of all processes after each."""
-    streams = [
-        iter(
-            LaneStream(
-                Numbers, Share(lanes, batch // processes, rank, processes, position), together
-            )
-        )
-        for rank in range(processes)
-    ]
+def batches_of_lanes(lanes, batch, processes, count, position=None, accumulation=1):
+    """The samples of each step of a stream, and the position of all processes after it."""
+    share = partial(Share, lanes, batch // processes, processes=processes, position=position)
+    shares = [share(process=rank, accumulation=accumulation) for rank in range(processes)]
+    streams = [iter(LaneStream(Numbers, share, together)) for share in shares]
     for _ in range(count):
-        parts = [next(stream) for stream in streams]
+        parts = [next(stream) for stream in streams for _ in range(accumulation)]
         samples = sorted(sample for part in parts for sample in part["samples"])
         yield samples, {name: at for part in parts for name, at in part["position"].items()}
 
@@ -182,5 +178,5 @@ def test_a_stream_has_the_same_batches_on_any_processes_from_any_position(
         expected.append([(lane, index) for lane in range(lanes) for index in of_a_lane])
     assert [samples for samples, _ in whole] == expected
     assert list(batches_of_lanes(lanes, batch, first, skip + 3)) == whole
-    position = whole[skip - 1][1] if skip else None
-    assert list(batches_of_lanes(lanes, batch, second, 3, position)) == whole[skip:]
+    position, divided = whole[skip - 1][1] if skip else None, data.draw(st.integers(1, 3))
+    assert list(batches_of_lanes(lanes, batch, second, 3, position, divided)) == whole[skip:]

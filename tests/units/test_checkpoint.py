@@ -283,6 +283,37 @@ def test_a_checkpoint_without_a_scale_is_loaded_in_fp16(tmp_path):
     assert accelerator.scaler is scaler and accelerator.step == 0  # micro-batches count anew
 
 
+def trained(rates, decay, steps):
+    """An optimizer of two groups and its schedule, after so many steps."""
+    groups = [{"params": [nn.Parameter(torch.ones(2))], "lr": rate} for rate in rates]
+    optimizer = torch.optim.SGD(groups, momentum=0.9, weight_decay=decay)
+    schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 0.5**step)
+    for _ in range(steps):
+        for group in optimizer.param_groups:
+            group["params"][0].grad = torch.ones(2)
+        optimizer.step()
+        schedule.step()
+    return optimizer, schedule
+
+
+@pytest.mark.parametrize("keep", [True, False])
+def test_a_fork_keeps_its_rates_and_gets_the_state_of_the_optimizer(keep, tmp_path):
+    theirs, (optimizer, schedule) = trained((0.1, 0.2), 0.5, 3), trained((1.0, 4.0), 0.25, 0)
+
+    def load_state(path, map_location):
+        optimizer.load_state_dict(theirs[0].state_dict())
+        schedule.load_state_dict(theirs[1].state_dict())
+
+    more = dict(optimizers=[optimizer], _schedulers=[SimpleNamespace(scheduler=schedule)])
+    checkpoint.load(loading(load_state, **more), tmp_path, keep)
+    groups = optimizer.param_groups
+    facts = [(group["initial_lr"], group["weight_decay"]) for group in groups]
+    assert facts == ([(1.0, 0.25), (4.0, 0.25)] if keep else [(0.1, 0.5), (0.2, 0.5)])
+    assert schedule.base_lrs == [rate for rate, _ in facts] and schedule.last_epoch == 3
+    assert [group["lr"] for group in groups] == ([1.0, 4.0] if keep else [0.1 / 8, 0.2 / 8])
+    assert len(optimizer.state_dict()["state"]) == 2  # the momentum
+
+
 @pytest.mark.parametrize("other", [None, "random", "numpy", "numpy position", "torch"])
 def test_random_states_that_were_not_restored_are_an_error(other, tmp_path):
     """Accelerate only logs it, and the resumed run would differ."""

@@ -159,3 +159,30 @@ def test_a_limit_of_file_sizes_is_named(monkeypatch):
     assert failures.describe(OSError(errno.EFBIG, "File too large")).endswith(f"large{says})")
     limits[failures.resource.RLIMIT_FSIZE] = (failures.resource.RLIM_INFINITY,) * 2
     assert failures.size_limit() == ""
+
+
+def test_a_short_traceback_has_the_frames_of_the_project_and_the_last_one():
+    """Of each error in a chain; how an error is called is its type and its first line."""
+
+    def read():
+        json.loads("{")
+
+    def fail():
+        try:
+            read()
+        except ValueError as error:
+            raise RuntimeError("it failed\nfor a reason") from error
+
+    with pytest.raises(RuntimeError) as raised:
+        fail()
+    text = failures.short_traceback(raised.value)
+    first, second = text.split("\nThe above exception was the direct cause")
+    frames = [line.split(", in ")[1] for line in first.splitlines() if line.startswith("  File")]
+    assert frames == ["fail", "read", "raw_decode"] and "decoder.py" in first
+    frames = [line.split(", in ")[1] for line in second.splitlines() if line.startswith("  File")]
+    assert frames[1:] == ["fail"] and len(frames) == 2
+    assert text.endswith("RuntimeError: it failed\nfor a reason\n")
+    assert failures.headline(raised.value) == "RuntimeError: it failed"
+    assert failures.headline(KeyError()) == "KeyError: "
+    assert failures.in_library(json.__file__) and failures.in_library(torch.__file__)
+    assert not failures.in_library(__file__) and failures.in_library("<frozen runpy>")

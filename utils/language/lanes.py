@@ -25,17 +25,19 @@ class Share:
 
     Args:
         lanes (int): parts of the stream.
-        micro_batch (int): samples per batch on this process.
+        samples (int): per optimizer step on this process.
         process (int), processes (int): the index of this process, and the number of processes.
         position (dict | None): lane number (as a string) -> position, gathered from all processes
             after the last batch.
+        accumulation (int): micro-batches per optimizer step.
     """
 
     lanes: int
-    micro_batch: int
+    samples: int
     process: int = 0
     processes: int = 1
     position: dict | None = None
+    accumulation: int = 1
 
     @classmethod
     def from_args(cls, args, accelerator, lanes, position=None):
@@ -43,7 +45,7 @@ class Share:
 
         Raises:
             UserError: the lanes do not divide over the batch, or over a number of processes that
-                this launch may have.
+                this launch may have; or the position is that of other lanes.
         """
         possible = possible_processes(accelerator)
         if any(lanes % processes for processes in possible):
@@ -51,24 +53,29 @@ class Share:
                 f"a stream has {lanes} lanes, which {either(possible)} processes cannot share "
                 f"evenly: use a number of processes that divides {lanes}"
             )
-        micro_batch = args.batch_size // args.gradient_accumulation_steps
-        if micro_batch % lanes:
+        if args.batch_size % lanes:
             raise UserError(
-                f"a stream has {lanes} lanes, so the size of a micro-batch must be a multiple of "
-                f"{lanes}, not {micro_batch}: change --batch_size or --gradient_accumulation_steps"
+                f"a stream has {lanes} lanes, so --batch_size must be a multiple of {lanes}, not "
+                f"{args.batch_size}"
             )
-        processes = accelerator.num_processes
-        return cls(lanes, micro_batch // processes, accelerator.process_index, processes, position)
+        if position and len(position) != lanes:
+            raise UserError(
+                f"the stream of this checkpoint has {len(position)} lanes, and not {lanes}: keep "
+                "its --batch_size"
+            )
+        processes, rank = accelerator.num_processes, accelerator.process_index
+        samples, accumulation = args.batch_size // processes, args.gradient_accumulation_steps
+        return cls(lanes, samples, rank, processes, position, accumulation)
 
 
 class LaneStream(torch.utils.data.IterableDataset):
     """This process' share of an endless, shuffled stream of micro-batches.
 
     The global batches are the same for any number of processes. For that, the data is split into a
-    fixed number of parts, the `lanes`. Every global batch takes the same number of samples from
-    each lane, and each process reads only its own lanes.
+    fixed number of parts, the `lanes`. Every step takes the same number of samples from each lane,
+    and each process reads only its own lanes, and divides what it reads over its micro-batches.
 
-    In each batch, `position` has the positions of the lanes of this process after the batch.
+    In each of these, `position` has the positions of the lanes of this process after the step.
 
     Args:
         open_lane (Callable): number -> a `Lane`. Each opens the data set anew: lanes that are split
@@ -78,7 +85,7 @@ class LaneStream(torch.utils.data.IterableDataset):
     """
 
     def __init__(self, open_lane, share, collate):
-        self.micro_batch, self.collate, self.lanes = share.micro_batch, collate, {}
+        self.share, self.collate, self.lanes = share, collate, {}
         count = share.lanes // share.processes
         for number in range(share.process * count, (share.process + 1) * count):
             lane = open_lane(number)
@@ -87,11 +94,12 @@ class LaneStream(torch.utils.data.IterableDataset):
 
     def __iter__(self):
         readers = [iter(lane) for lane in self.lanes.values()]
-        per_lane = self.micro_batch // len(readers)
+        per_lane, parts = self.share.samples // len(readers), self.share.accumulation
         while True:
             samples = [next(reader) for reader in readers for _ in range(per_lane)]
             positions = {number: dict(lane.position) for number, lane in self.lanes.items()}
-            yield {**self.collate(samples), "position": positions}
+            for part in range(parts):
+                yield {**self.collate(samples[part::parts]), "position": positions}
 
 
 class Source(NamedTuple):

@@ -1,6 +1,7 @@
 """Streams the documents of a language model as blocks, and continues exactly after a restart."""
 
 import hashlib
+import math
 from functools import partial
 
 import numpy as np
@@ -15,7 +16,7 @@ from utils.language.packing import join_segments
 from utils.language.tokens import Corpus
 from utils.run.failures import UserError
 
-LANES = 8  # parts of a stream
+MOST_LANES = 64  # parts of a stream: common numbers of processes divide it
 BUFFER = 64  # blocks among which a lane packs and shuffles
 HELD_OUT_BLOCKS = 64  # of a stream, at most
 
@@ -57,6 +58,11 @@ def is_held_out(documents):
     for document in documents:
         digest.update(document.tokens.tobytes())
     return int.from_bytes(digest.digest(), "little") % lanes.HELD_OUT_ONE_IN == 0
+
+
+def count_lanes(batch_size):
+    """The parts of a stream: those among 1, 2, 4, ... 64 that divide a batch; the most of them."""
+    return math.gcd(batch_size, MOST_LANES)
 
 
 def open_stream(sources, settings, share, weights=(1.0,), buffer=BUFFER):

@@ -477,8 +477,9 @@ def load_trained(folder, args):
 
     Args: folder (Path): that of the run, with its `args`.
     """
-    dtype, attention = getattr(torch, args.dtype), causal_lm.ATTENTION[args.attention]
-    options = dict(dtype=dtype, attn_implementation=attention)
+    files = "auto" if args.lora_rank or args.adapter else torch.float32
+    options = dict(dtype=getattr(torch, args.dtype) if args.dtype else files)
+    options["attn_implementation"] = causal_lm.ATTENTION[args.attention]
     model, tokenizer, _ = adapters.load_trained(folder, **options)
     lm_loss.chunk_loss(model)
     return model, tokenizer
@@ -744,9 +745,9 @@ def parse_args():
     group.add_argument(
         "--dtype",
         choices=["float32", "bfloat16"],
-        default="float32",
-        help="dtype of the weights; bfloat16 only with LoRA, for the frozen ones. The "
-        "configuration of the launcher sets the precision of the computation",
+        help="dtype of the weights; bfloat16 only with LoRA, for the frozen ones (default: "
+        "float32; of frozen ones that of their files). The configuration of the launcher sets the "
+        "precision of the computation",
     )
     group.add_argument(
         "--attention",

@@ -130,7 +130,7 @@ def main():
                 validate(step)  # a signal ends it at once: the restart evaluates
     metrics = evaluate(accelerator, model, val_loader, guard.watch)
     if accelerator.is_main_process:
-        config = {"model": "minimal"}  # EDIT: what is needed to build it again
+        config = {"model": "minimal"}  # EDIT: model
         weights.export(run.path, accelerator.unwrap_model(model), config)
     run.finish(step, **{f"val_{name}": value for name, value in metrics.items()})
     run.close()

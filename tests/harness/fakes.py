@@ -6,7 +6,9 @@ import torch
 from accelerate.state import AcceleratorState
 
 
-def accelerator(processes=1, rank=0, device="cpu", registered=(), optimizers=(), **more):
+def accelerator(
+    processes=1, rank=0, device="cpu", registered=(), optimizers=(), schedulers=(), **more
+):
     """The facts of an `Accelerator` that `utils` reads; `more` replaces or adds some.
 
     The objects and optimizers that Accelerate keeps for checkpoints have no public names there.
@@ -22,6 +24,7 @@ def accelerator(processes=1, rank=0, device="cpu", registered=(), optimizers=(),
         "scaler": None,
         "optimizer_step_was_skipped": False,
         "_optimizers": list(optimizers),
+        "_schedulers": list(schedulers),
         "_custom_objects": list(registered),
     }
     return SimpleNamespace(**facts | more)

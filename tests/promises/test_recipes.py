@@ -292,8 +292,8 @@ def test_the_recipe_for_8_bits_scales_a_whole_folder_alike(tmp_path, monkeypatch
     for name, row in values.items():
         (tmp_path / "photos" / name).parent.mkdir(parents=True)
         Image.fromarray(np.array(row, dtype=np.uint16)).save(tmp_path / "photos" / name)
-    page = (ROOT / "scripts" / "README.md").read_text()
-    code = re.search(r"### eight_bits\n.*?```python\n(.*?)```", page, re.DOTALL)[1]
+    page = (ROOT / "scripts" / "recipes" / "README.md").read_text()
+    code = re.search(r"## eight_bits\n.*?```python\n(.*?)```", page, re.DOTALL)[1]
     monkeypatch.chdir(tmp_path)
     exec(code, {})
     for name, row in values.items():

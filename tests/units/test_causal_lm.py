@@ -21,7 +21,8 @@ def saved(folder, config):
 
 
 def load_model(name="tiny", config=None, accelerator=None, **options):
-    options = dict(attention="auto", dtype="float32", from_scratch=True, seed=0) | options
+    defaults = dict(attention="auto", dtype=None, from_scratch=True, seed=0)
+    options = defaults | dict(lora_rank=0, adapter=None) | options
     args, config = SimpleNamespace(model=name, **options), config or make_config("llama")
     return causal_lm.load_model(accelerator or fakes.accelerator(), config, args)
 
@@ -252,3 +253,19 @@ def test_new_weights_are_not_quantized():
     config = causal_lm.tiny_config(259)
     config.quantization_config = {"quant_method": "fp8"}
     assert "quantization_config" not in load_model("a", config).config.to_dict()
+
+
+@pytest.mark.parametrize(
+    ("options", "dtype"),
+    [
+        ({}, torch.float32),
+        ({"lora_rank": 4}, torch.bfloat16),
+        ({"adapter": "a"}, torch.bfloat16),
+        ({"lora_rank": 4, "dtype": "float32"}, torch.float32),
+    ],
+)
+def test_frozen_weights_have_the_dtype_of_their_files(options, dtype, tmp_path):
+    model = load_model().bfloat16()
+    model.save_pretrained(tmp_path)
+    config = transformers.AutoConfig.from_pretrained(tmp_path)
+    assert load_model(str(tmp_path), config, from_scratch=False, **options).dtype == dtype

@@ -304,7 +304,7 @@ def test_a_fork_keeps_its_rates_and_gets_the_state_of_the_optimizer(keep, tmp_pa
         optimizer.load_state_dict(theirs[0].state_dict())
         schedule.load_state_dict(theirs[1].state_dict())
 
-    more = dict(optimizers=[optimizer], _schedulers=[SimpleNamespace(scheduler=schedule)])
+    more = dict(optimizers=[optimizer], schedulers=[SimpleNamespace(scheduler=schedule)])
     checkpoint.load(loading(load_state, **more), tmp_path, keep)
     groups = optimizer.param_groups
     facts = [(group["initial_lr"], group["weight_decay"]) for group in groups]

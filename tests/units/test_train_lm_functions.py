@@ -221,7 +221,7 @@ MIXED = "--max_train_steps 4 --mixture"
     [
         ("", dict(lr=4e-3, epochs=2, block_size=256, max_grad_norm=1.0, lr_schedule="cosine")),
         ("--model m", dict(lr=2e-5, epochs=1, block_size=1024, batch_size=16, weight_decay=0.1)),
-        (LORA, dict(lr=2e-4, lora_alpha=8.0, dtype="float32")),
+        (LORA, dict(lr=2e-4, lora_alpha=8.0, dtype=None)),
         (f"{LORA} --lora_alpha 3 --dtype bfloat16", dict(lora_alpha=3.0, dtype="bfloat16")),
         ("--model m --adapter a --dtype bfloat16", dict(lr=2e-4, lora_rank=0)),
         ("--model m --lora_rank 0", dict(lr=2e-5)),

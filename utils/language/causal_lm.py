@@ -162,14 +162,16 @@ def load_model(accelerator, config, args):
     Args:
         config: what `load_config` returned.
         args: `model`, as for `find`, or `tiny`; `attention`, a key of `ATTENTION`; `dtype` of the
-            weights; `from_scratch`: random weights, by the model's own initialization; `seed`.
+            weights, None for float32, or with `lora_rank` or `adapter` that of the files;
+            `from_scratch`: random weights, by the model's own initialization; `seed`.
 
     Raises:
         UserError: the weights are missing or are pickles, or this attention does not run here.
     """
     if args.attention == "flex" and accelerator.device.type == "cpu":
         raise UserError("--attention flex does not train on a CPU: use sdpa")
-    options = dict(dtype=getattr(torch, args.dtype))
+    files = config.dtype if args.lora_rank or args.adapter else None
+    options = dict(dtype=getattr(torch, args.dtype) if args.dtype else files or torch.float32)
     options["attn_implementation"] = ATTENTION[args.attention]
     if args.from_scratch and hasattr(config, "quantization_config"):
         del config.quantization_config  # the new weights are not quantized

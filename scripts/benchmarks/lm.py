@@ -139,7 +139,7 @@ def attention(args):
         for _ in rounds(args):
             for block in (4096, 16_384):
                 same = f"train_lm.py --model {model} --dataset {data} --block_size {block}"
-                same += " --batch_size 1 --max_train_steps 3 --log_every 1 --eval_every 9 "
+                same += " --batch_size 1 --max_train_steps 2 --log_every 1 --eval_every 9 "
                 same += "--checkpoint_every 0 --eval_samples 1 --track none --attention "
                 seconds, memory = {}, {}
                 for kind in ("auto", "sdpa"):

@@ -126,7 +126,8 @@ def evaluate_cifar(accelerator, args, saved):
     name = args.model or known.get("model")
     if name is None:
         raise UserError(
-            f"{saved.file} does not name its model: if it is one of train_cifar.py, give --model"
+            f"{saved.file} is of no script that evaluate.py knows: train_cifar.py (give --model if "
+            "its weights do not name it), train_images.py, train_gpt.py or train_lm.py"
         )
     if name not in train_cifar.RECIPES:
         raise UserError(

@@ -218,7 +218,7 @@ def fit_batch(accelerator, data, args):
         tuple: the arguments, with that batch size; the data, for --overfit_batch those of a batch.
     """
     blocks = None if isinstance(data.train_set, list) else len(data.train_set)
-    args = flags.fit_batch(args, blocks, 0.5)
+    args = flags.fit_batch(args, blocks, 0.5, f"blocks of {args.block_size} tokens")
     launch.divide_batch(accelerator, args.batch_size, args.gradient_accumulation_steps)
     elastic.check(accelerator, args.batch_size, args.gradient_accumulation_steps)
     if args.overfit_batch:
@@ -227,7 +227,8 @@ def fit_batch(accelerator, data, args):
         return args, data._replace(train_set=batch, eval_sets={name: batch})
     if blocks and not args.max_train_steps and accelerator.is_main_process:
         steps, left_out = divmod(blocks, args.batch_size)
-        print(f"{plural(steps, 'step')} per epoch, without {left_out} of {blocks:,} blocks")
+        if left_out:
+            print(f"each epoch leaves out {left_out} of {blocks:,} blocks, which fill no batch")
         if steps * args.epochs < SHORT:
             notice(
                 f"{plural(steps * args.epochs, 'step')} in all teach little: give more --epochs, "

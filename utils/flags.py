@@ -236,7 +236,7 @@ def note_defaults(parser, args):
     args.defaults = [name for name in ("batch_size", "lr") if parser.given(name) is None]
 
 
-def fit_batch(args, samples, power):
+def fit_batch(args, samples, power, noun="training samples"):
     """The arguments with a batch size that fits the data, if it is a default.
 
     Such a batch has at most a quarter of the samples: the largest power of two, but 8 if there are
@@ -246,6 +246,7 @@ def fit_batch(args, samples, power):
         samples (int | None): of the training set; None: of a stream, which has enough.
         power (float): of the batch size, to which the learning rate is proportional: 1 for SGD
             (arXiv:1706.02677), 0.5 for Adam (arXiv:2205.10287).
+        noun (str): what a sample is.
 
     Returns:
         Arguments.
@@ -260,7 +261,7 @@ def fit_batch(args, samples, power):
             values["lr"] = args.lr * (values["batch_size"] / args.batch_size) ** power
             changed += f", and --lr {values['lr']:.2g} instead of {args.lr:g}"
         if is_main():
-            print(f"{changed}, since there are {samples:,} training samples")
+            print(f"{changed}, since there are {samples:,} {noun}")
     return frozen(argparse.Namespace(**values))
 
 

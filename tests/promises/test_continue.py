@@ -70,10 +70,11 @@ def test_a_fork_keeps_the_optimizer_and_may_change_how_it_trains(
 ):
     """With a learning rate of 0 the weights stay as they were."""
     source = max((finished[name] / "checkpoints").glob("step_*"))
-    words = f"{arguments} --epochs 3 --lr 0 --seed 7 --resume {source}"
+    seed = " --seed 7" if name == "cifar" else ""  # of train_minimal.py it makes the data
+    words = f"{arguments} --epochs 3 --lr 0{seed} --resume {source}"
     done = run("cpu", f"scripts/train_{name}.py", words, output_dir=tmp_path / "fork")
-    assert "--lr 0.0 (was 0.0" in done.stdout and "--seed 7 (was 0)" in done.stdout
-    assert "the rest of this epoch has other samples" in done.stdout
+    assert "--lr 0 (was 0.0" in done.stdout and ("--seed 7 (was 0)" in done.stdout) == bool(seed)
+    assert ("the rest of this epoch has other samples" in done.stdout) == bool(seed)
     assert {line["lr"] for line in metrics(tmp_path / "fork", "train")} == {0}
     newest = max((tmp_path / "fork" / "checkpoints").glob("step_*"))
     assert newest.name > source.name and final_weights(newest) == final_weights(source)

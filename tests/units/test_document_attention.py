@@ -30,6 +30,15 @@ def test_only_where_a_token_attends_to_all_before_it(name, attention, changes, u
     assert (model.config._attn_implementation == document_attention.NAME) == used
 
 
+def test_layers_with_a_mask_of_their_own_keep_it():
+    sizes = dict(hidden_size=32, intermediate_size=48, num_hidden_layers=1, num_attention_heads=4)
+    config = transformers.DogeConfig(vocab_size=VOCABULARY, num_key_value_heads=4, **sizes)
+    model = transformers.AutoModelForCausalLM.from_config(config)
+    before = model.config._attn_implementation
+    document_attention.use(model)
+    assert model.config._attn_implementation == before
+
+
 def test_layers_that_are_not_told_the_positions_need_a_mask():
     sizes = dict(hidden_size=32, intermediate_size=48, num_hidden_layers=1, num_attention_heads=4)
     config = transformers.PersimmonConfig(vocab_size=VOCABULARY, **sizes)

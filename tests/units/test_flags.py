@@ -157,7 +157,7 @@ def test_help_says_each_default_in_words(monkeypatch):
         ("timeout", "before giving up (default: 600)"),
         ("eval_every", "optimizer steps between evaluations (default: an epoch)"),
         ("checkpoint_every", "preemption (default: an epoch, and before each evaluation)"),
-        ("log_every", "(default: 10, fewer in runs of less than 200)"),
+        ("log_every", "(default: 10; below 200 steps a twentieth)"),
         ("dataset", "a Hub id or a folder (default: me/data)"),
         ("val_fraction", "if there is no val split (default: 0.1)"),
         ("lr_schedule", "falls to a tenth of --lr instead of 0 (default: cosine)"),

@@ -384,7 +384,7 @@ def test_a_finished_run(tmp_path, capsys, monkeypatch):
     assert opened(tmp_path).finished == results(tmp_path)
     assert capsys.readouterr().out == (
         "this run has already finished, nothing to do: val accuracy 0.5000\n"
-        "14 steps, 140 samples in 20 s (7.0 samples/s), 1 process, peak memory 5.0 GiB\n"
+        "14 steps, 140 samples in 20 s (7.0 samples/s with evaluations), 1 process, peak memory 5.0 GiB\n"
         f"output: {tmp_path}; best checkpoint: {tmp_path}/checkpoints/step_00000014\n"
         "to train longer, run the same command with a larger --epochs or --max_train_steps\n"
     )

@@ -260,15 +260,17 @@ def test_the_last_lines_of_a_run():
     results |= dict(peak_memory_bytes=3 << 29, best_checkpoint="step_00000100")
     assert metrics.summary(results, "runs/a", "done") == (
         "done: test accuracy 0.5000, val top loss 1.2500\n"
-        "100 steps, 12,345 samples in 61 s (0.6 s/step), 2 processes, peak memory 1.5 GiB\n"
+        "100 steps, 12,345 samples in 61 s (0.6 s/step with evaluations), 2 processes, peak memory 1.5 GiB\n"
         "output: runs/a; best checkpoint: runs/a/checkpoints/step_00000100"
     )
     tokens = metrics.summary(
         results | dict(tokens_seen=9999, tokens_per_second=7), "runs/a", "done"
     )
-    assert "\n100 steps, 9,999 tokens in 61 s (7 tokens/s), 2 processes" in tokens
+    assert "\n100 steps, 9,999 tokens in 61 s (7 tokens/s with evaluations), 2 processes" in tokens
     results |= dict(global_step=0, num_processes=1, best_checkpoint=None)
     text = metrics.summary(results, "runs/a", "stopped")
-    assert "(61.2 s/step), 1 process, peak" in text and text.endswith("\noutput: runs/a")
+    assert "(61.2 s/step with evaluations), 1 process, peak" in text and text.endswith(
+        "\noutput: runs/a"
+    )
     del results["best_checkpoint"]
     assert metrics.summary(results, "runs/a", "stopped") == text

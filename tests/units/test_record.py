@@ -204,6 +204,7 @@ def test_a_run_without_a_checkpoint_starts_anew(tmp_path):
     assert record.how_to_continue(tmp_path).startswith("run the same command again: it starts anew")
     (tmp_path / "checkpoints" / "step_00000007").mkdir(parents=True)
     assert record.how_to_continue(tmp_path) == "run the same command again to continue"
+    assert record.how_to_continue(tmp_path / "fork", tmp_path) == record.how_to_continue(tmp_path)
 
 
 def test_a_batch_script_learns_which_folder_it_is(tmp_path, monkeypatch, capsys):

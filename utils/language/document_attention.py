@@ -11,31 +11,36 @@ from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
 
-NAME = "sdpa_by_document"
+NAME, PROBE = "sdpa_by_document", "sdpa_by_document_probe"
 
 
-class _NoPositions(Exception):
-    """A layer was not told the positions of its tokens."""
+class _Unsuited(Exception):
+    """A layer is not told the positions of its tokens, or makes a mask of its own."""
 
 
 def use(model):
     """Lets a model with `sdpa` attend to each document by itself, if its layers allow it.
 
-    They do if they attend to everything before a token, and are told the positions.
+    They do if they attend to everything before a token, are told the positions, and have no mask of
+    their own.
     """
     config = model.config.get_text_config()
     kinds = set(getattr(config, "layer_types", None) or [])
     if not kinds:
         kinds = {"window" if getattr(config, "sliding_window", None) else "full_attention"}
+    if getattr(config, "use_bidirectional_attention", False):
+        kinds.add("bidirectional")
     if model.config._attn_implementation != "sdpa" or kinds != {"full_attention"}:
         return
-    model.set_attn_implementation(NAME)
+    model.set_attn_implementation(PROBE)
     tokens = torch.zeros(1, 2, dtype=torch.int64)
     try:
         with torch.no_grad():
             model(input_ids=tokens, position_ids=torch.arange(2)[None], use_cache=False)
-    except _NoPositions:
+    except _Unsuited:
         model.set_attn_implementation("sdpa")
+    else:
+        model.set_attn_implementation(NAME)
 
 
 def attend(module, query, key, value, attention_mask, **options):
@@ -51,9 +56,7 @@ def attend(module, query, key, value, attention_mask, **options):
     """
     if attention_mask is not None or query.size(2) != key.size(2):
         return sdpa_attention_forward(module, query, key, value, attention_mask, **options)
-    positions, rows = options.get("position_ids"), []
-    if positions is None:
-        raise _NoPositions
+    positions, rows = options["position_ids"], []
     for row, starts in enumerate((positions == 0).unbind()):
         sizes = starts.nonzero()[:, 0].tolist()
         sizes = [end - start for start, end in zip(sizes, [*sizes[1:], query.size(2)], strict=True)]
@@ -66,6 +69,12 @@ def attend(module, query, key, value, attention_mask, **options):
     return torch.cat(rows), None
 
 
+def _probe(module, query, key, value, attention_mask, **options):
+    if attention_mask is not None or options.get("position_ids") is None:
+        raise _Unsuited
+    return attend(module, query, key, value, None, **options)
+
+
 def mask(*args, attention_mask=None, **options):
     """A mask function of `transformers`: none, unless `generate` gives one of padding."""
     if attention_mask is None:
@@ -73,5 +82,6 @@ def mask(*args, attention_mask=None, **options):
     return sdpa_mask(*args, attention_mask=attention_mask, **options)
 
 
-AttentionInterface.register(NAME, attend)
-AttentionMaskInterface.register(NAME, mask)
+for name, function in ((NAME, attend), (PROBE, _probe)):
+    AttentionInterface.register(name, function)
+    AttentionMaskInterface.register(name, mask)

@@ -114,5 +114,7 @@ def _rows(results):
     for name, value in results.items():
         shown = name.startswith(("test_", "val_")) and not name.endswith("_standard_error")
         if shown and isinstance(value, float):
-            share = "accuracy" in name or "top5" in name
-            yield f"| {name.replace('_', ' ')} | {f'{value:.2%}' if share else f'{value:.4f}'} |"
+            form = ".2%" if "accuracy" in name or "top5" in name else ".4f"
+            error = results.get(f"{name}_standard_error")
+            spread = "" if error is None else f" ± {error:{form}}"
+            yield f"| {name.replace('_', ' ')} | {value:{form}}{spread} |"

@@ -51,7 +51,7 @@ def image_grid(path, images, labels, predictions, class_names, title=None):
         labels, predictions: int64 [count].
         title (str | None): None: how many are correct.
     """
-    columns, (height, width) = 8, images.shape[-2:]
+    columns, (height, width) = min(8, max(4, len(images))), images.shape[-2:]
     rows = -(-len(images) // columns)
     # All images in one array, with room for two lines of text above each: separate axes per image
     # would take seconds.

@@ -85,11 +85,12 @@ class Parser(argparse.ArgumentParser):
         return super().format_help()
 
     def error(self, message):
-        hint = ""
-        if unknown := re.match(r"unrecognized arguments: --([\w-]+)", message):
-            name, flags = unknown[1].replace("-", "_"), [action.dest for action in self._actions]
+        flags, meant = [action.dest for action in self._actions], []
+        for word in re.findall(r" --([\w-]+)", message) if "unrecognized" in message else ():
+            name = word.replace("-", "_")
             names = [OTHER_NAMES.get(name), *difflib.get_close_matches(name, flags, n=1)]
-            hint = next((f": did you mean --{flag}?" for flag in names if flag in flags), "")
+            meant += [f"--{flag}" for flag in names if flag in flags][:1]
+        hint = f": did you mean {' and '.join(meant)}?" if meant else ""
         raise UserError(f"{message}{hint} (see --help)")
 
     def choice(self, flag):
@@ -139,8 +140,8 @@ class Parser(argparse.ArgumentParser):
             metavar="auto|never|PATH",
             help="auto: continue the run in output_dir if there is one; never: stop with an "
             "error if there is one; "
-            "PATH: continue from a checkpoint of another run, and write to output_dir; --lr, its "
-            "schedule, --weight_decay, --batch_size and --seed may then differ",
+            "PATH: continue from a checkpoint of another run, and write to output_dir; how it is "
+            "trained, such as --lr, may then differ",
         )
         group.add_argument(
             "--checkpoint_every",
@@ -162,7 +163,7 @@ class Parser(argparse.ArgumentParser):
         group.add_argument(
             "--log_every",
             type=at_least_1,
-            help="optimizer steps between log lines (default: 10, fewer in runs of less than 200)",
+            help="optimizer steps between log lines (default: 10; below 200 steps a twentieth)",
         )
         group.add_argument(
             "--seed", type=SEED, default=0, help="seed of weights, order and augmentation"

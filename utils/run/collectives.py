@@ -7,7 +7,6 @@ while the others wait.
 import contextlib
 import math
 import socket
-import traceback
 from datetime import timedelta
 from functools import cache
 
@@ -15,7 +14,7 @@ import psutil
 import torch.distributed as dist
 
 from utils.run import failures
-from utils.run.failures import RunFailed, UserError
+from utils.run.failures import RunFailed, Unexpected, UserError
 
 # How long processes wait for one that downloads, tokenizes, hashes or writes: as long as it takes.
 # If it dies instead, its launcher stops them.
@@ -114,9 +113,8 @@ def _attempt(function):
         line = failures.describe(error)
         if line:
             return [None, RunFailed(line, retry=failures.may_pass(error))]
-        # Here, because the traceback cannot be sent to the other processes.
-        traceback.print_exc()
-        return [None, RuntimeError(f"{type(error).__name__}: {error}")]
+        trace = failures.short_traceback(error)  # as text: an error loses it on its way
+        return [None, Unexpected(failures.headline(error), trace)]
 
 
 def _all_or_none(accelerator, outcome):

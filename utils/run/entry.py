@@ -11,7 +11,7 @@ import sys
 import traceback
 
 from utils.run import failures, process
-from utils.run.failures import RunFailed, UserError
+from utils.run.failures import RunFailed, Unexpected, UserError
 
 
 def run(main, explain=lambda error: None):
@@ -35,7 +35,11 @@ def run(main, explain=lambda error: None):
         if error.code == process.PREEMPTED:
             failures.report_to_launcher("stopped by a signal, as asked")
             _exit(process.PREEMPTED)  # at once: Python would wait for a loader worker that is stuck
-        raise
+        if not error.code:
+            raise
+        if isinstance(error.code, str):
+            _end_with_message(RunFailed(error.code, retry=False))
+        _exit(error.code)
     except process.Interrupted:
         process.exit_at_once(" in an evaluation, which the restart repeats")
     except Exception as error:
@@ -64,6 +68,8 @@ def _end_with_failure(error):
     if line is None:
         process.print_uncaught(error)
         trace = "".join(traceback.format_exception(error))  # with the frames inside libraries
+        if isinstance(error, Unexpected):
+            trace = failures.short_traceback(error)
         _record(f"{failures.headline(error)}\n{trace}", retry)
     elif failures.is_lost_contact(error):
         # Only the first of the processes that lost contact prints it.

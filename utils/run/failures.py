@@ -48,6 +48,13 @@ class RunFailed(UserError):
         self.retry, self.more = retry, more
 
 
+class Unexpected(RuntimeError):
+    """An unexpected error of one process, raised on all of them: its headline and its traceback."""
+
+    def __str__(self):
+        return self.args[0]
+
+
 class LostContact(TimeoutError):
     """Another process, or the device, did not answer within `--timeout`."""
 
@@ -74,11 +81,15 @@ def report_to_launcher(line):
 
 def headline(error):
     """The type of an error, and the first line of its text."""
-    return f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0]}"
+    if isinstance(error, Unexpected):
+        return str(error)
+    return f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0]}".removesuffix(": ")
 
 
 def short_traceback(error):
     """The traceback of an error, without the frames inside libraries but the last one."""
+    if isinstance(error, Unexpected):
+        return error.args[1]
     report = part = traceback.TracebackException.from_exception(error)
     while part:
         ours = [frame for frame in part.stack[:-1] if not in_library(frame.filename)]

@@ -220,12 +220,15 @@ class RunFolder:
         sys.exit(process.PREEMPTED)
 
     def _record_preempted(self, reason):
-        step, again = self.saves.newest_step, record.how_to_continue(self.path)
+        step, again = (
+            self.saves.newest_step,
+            record.how_to_continue(self.path, self._start.checkpoint),
+        )
         record.write_status(self.path, "preempted", reason, step=step, next=again)
         return again
 
     def _record_failed(self, reason, retry):
-        again = record.how_to_continue(self.path) if retry else None
+        again = record.how_to_continue(self.path, self._start.checkpoint) if retry else None
         first = record.write_failure(self.path, f"{reason}\n{self.hang}".strip(), again)
         return first, [line for line in (self.hang, again) if line]
 

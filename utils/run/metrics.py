@@ -270,7 +270,7 @@ def summary(results, folder, headline):
     return (
         f"{headline}: {', '.join(in_words(figures))}\n"
         f"{plural(results['global_step'], 'step')}, {results[f'{unit}_seen']:,} {unit} in "
-        f"{seconds:.0f} s ({rate}), {processes}, "
+        f"{seconds:.0f} s ({rate} with evaluations), {processes}, "
         f"peak memory {results['peak_memory_bytes'] / 2**30:.1f} GiB\n"
         f"output: {folder}{best}"
     )

@@ -97,8 +97,9 @@ def _find(path, identity, plan):
     changes = []
     if place == Path(identity.resume):
         changes = _differences(contents, identity)
-        fork = identity.may_change | MAY_CHANGE_IN_FORK
-        identity = identity._replace(may_change=fork)
+        # Without a checksum of the data, nothing says that another seed has held out the same.
+        fork = MAY_CHANGE_IN_FORK if identity.data else MAY_CHANGE_IN_FORK - {"seed"}
+        identity = identity._replace(may_change=identity.may_change | fork)
     check_same(contents, identity, place)
     steps_taken = contents["progress"]["step"]
     if plan.total_steps < steps_taken:
@@ -142,7 +143,10 @@ def announce(accelerator, path, plan, start):
     if start.changes:
         print(f"with other arguments than there: {', '.join(start.changes)}")
     if any(line.startswith(("--batch_size ", "--seed ")) for line in start.changes):
-        print("the rest of this epoch has other samples than it would have had there")
+        print(
+            "the rest of this epoch has other samples than it would have had there; epochs and "
+            "samples are counted as if it had always been so"
+        )
     before = start.manifest["total_steps"]
     if before != plan.total_steps:
         print(f"length changed from {before} to {plan.total_steps} steps")
@@ -214,12 +218,15 @@ def check_same(earlier, identity, place):
     if not differences:
         return
     weights = ""
+    if earlier["data"] != identity.data and earlier["arguments"].get("seed") != arguments.get(
+        "seed"
+    ):
+        differences.append("--seed, which may choose what is held out")
     if earlier["arguments"].get("model") == arguments.get("model") and "init_from" in arguments:
         weights = f" (from these weights: --init_from {place})"
     raise UserError(
-        f"{place} belongs to a run with other arguments: {', '.join(differences)}. "
-        f"{CONTINUE_RULE} Use the earlier values, or start a new run with another "
-        f"--output_dir{weights}"
+        f"{place} belongs to a run with other arguments: use another --output_dir{weights}, or the "
+        f"earlier values: {', '.join(differences)}. {CONTINUE_RULE}"
     )
 
 

@@ -54,9 +54,15 @@ def differences(earlier, now, may_change=()):
         # A path may differ if its last part does not: a whole project can be moved.
         moved = name in PATHS and Path(str(was)).name == Path(str(value)).name
         if was != value and not moved:
-            was, value = (repr(text) if "\n" in str(text) else text for text in (was, value))
+            was, value = map(_shown, (was, value))
             lines.append(f"{name} {value} (was {was})")
     return lines
+
+
+def _shown(value):
+    if isinstance(value, float):
+        return f"{value:g}"
+    return repr(value) if "\n" in str(value) else value
 
 
 def topology(accelerator):
@@ -155,9 +161,9 @@ def write_status(folder, state, reason, **more):
     write_json(folder / "status.json", status)
 
 
-def how_to_continue(folder):
-    """What a person does after a run was stopped."""
-    if manifest.all_in(folder):
+def how_to_continue(folder, origin=None):
+    """What a person does after a run was stopped; `origin`: another run's checkpoint it began with."""
+    if origin or manifest.all_in(folder):
         return "run the same command again to continue"
     return "run the same command again: it starts anew, since there is no checkpoint yet"
 

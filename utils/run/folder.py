@@ -220,10 +220,8 @@ class RunFolder:
         sys.exit(process.PREEMPTED)
 
     def _record_preempted(self, reason):
-        step, again = (
-            self.saves.newest_step,
-            record.how_to_continue(self.path, self._start.checkpoint),
-        )
+        again = record.how_to_continue(self.path, self._start.checkpoint)
+        step = self.saves.newest_step
         record.write_status(self.path, "preempted", reason, step=step, next=again)
         return again
 

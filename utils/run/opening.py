@@ -217,12 +217,10 @@ def check_same(earlier, identity, place):
     arguments, differences = identity.arguments, _differences(earlier, identity)
     if not differences:
         return
-    weights = ""
-    if earlier["data"] != identity.data and earlier["arguments"].get("seed") != arguments.get(
-        "seed"
-    ):
+    weights, theirs = "", earlier["arguments"]
+    if earlier["data"] != identity.data and theirs.get("seed") != arguments.get("seed"):
         differences.append("--seed, which may choose what is held out")
-    if earlier["arguments"].get("model") == arguments.get("model") and "init_from" in arguments:
+    if theirs.get("model") == arguments.get("model") and "init_from" in arguments:
         weights = f" (from these weights: --init_from {place})"
     raise UserError(
         f"{place} belongs to a run with other arguments: use another --output_dir{weights}, or the "

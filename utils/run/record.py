@@ -162,7 +162,7 @@ def write_status(folder, state, reason, **more):
 
 
 def how_to_continue(folder, origin=None):
-    """What a person does after a run was stopped; `origin`: another run's checkpoint it began with."""
+    """What a person does after a run was stopped; `origin`: the checkpoint with which it began."""
     if origin or manifest.all_in(folder):
         return "run the same command again to continue"
     return "run the same command again: it starts anew, since there is no checkpoint yet"

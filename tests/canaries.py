@@ -186,8 +186,13 @@ every process prints the error (utils/run/entry.py)
 + if False:
 = test_gpt.py -k printed_once
 
+each process prints its traceback (utils/run/process.py)
+-     if not is_main():  # the first one
++     if False:  # the first one
+= test_minimal.py -k short_traceback
+
 processes that lost contact fail too (utils/run/entry.py)
-- _wait_for_launcher(5)
+- process.wait_for_launcher(5)
 + pass
 = test_faults.py -k lost_contact
 
@@ -218,7 +223,9 @@ a signal after the last save waits for all results (utils/run/process.py)
 
 every process prints (utils/run/launch.py)
 -     if accelerator.is_main_process:
+-         if launcher
 +     if True:
++         if launcher
 = test_train_cifar.py -k say_each_thing_once
 
 outputs are sent from the host (scripts/train_cifar.py)
@@ -242,7 +249,7 @@ a job without progress is requeued (scripts/submit.sbatch)
 = test_submit.py -k only_after_progress
 
 a process that makes no progress asks for nothing (utils/scale/watchdog.py)
--             self.ask(f"no progress for {passed:.0f} s")
+-             self.ask(f"{STILL} {passed:.0f} s")
 +             pass
 = test_hangs.py -k before_the_time_out
 

@@ -56,6 +56,8 @@ ENDED = f"{LOST}which has ended (the launcher's report names it): "
 WAITED = f"{LOST}and waited for it longer than --timeout: "
 CLOSED = "Connection closed by peer [::1]:4"
 NCCL = "NCCL error in: /src/NCCLUtils.cpp:93, invalid usage\nLast error:\n Duplicate GPU\n\n"
+HISTC = "_histc_cuda with floating point input"
+NONE = f"{HISTC} does not have a deterministic implementation, but you set 'torch.use"
 ALLOCATOR = "[enforce fail at alloc_cpu.cpp:127] DefaultCPUAllocator: can't allocate memory: you"
 FULL = "rank 1: the disk is full: free some space, then run the same command again "
 MEMORY = "rank 1 ran out of memory. To use less, cheapest first: a larger --gradient_accum"
@@ -95,6 +97,9 @@ class SafetensorError(Exception):
         (RuntimeError("(os error 28)"), None, False),
         (OSError(errno.EACCES, "No space left on device"), None, False),
         # What is not deterministic is named, with the way out.
+        (RuntimeError(NONE), f"rank 1: {HISTC} has no deterministic algorithm on GPUs", False),
+        (ValueError(NONE), None, False),
+        (RuntimeError(f"this is\n{NONE}"), None, False),
         # Memory
         (torch.OutOfMemoryError("CUDA out of memory. Tried\nmore"), MEMORY, False),
         (MemoryError(), MEMORY, False),
@@ -116,6 +121,7 @@ def test_the_end_of_a_line_has_the_reason_and_the_way_out():
         (torch.OutOfMemoryError("CUDA out of memory. Tried\nmore"), "(CUDA out of memory. Tried)"),
         (MemoryError(), "(MemoryError)"),
         (RuntimeError(f"{ALLOCATOR}\nmore"), f"({ALLOCATOR})"),
+        (RuntimeError(NONE), "give --nondeterministic"),
         (RuntimeError(f"{GLOO}{CLOSED}{ADVICE}"), CLOSED),
         (RuntimeError(f"{GLOO}Timed out waiting 10ms\nfor recv"), "Timed out waiting 10ms"),
         (RuntimeError(f"{GLOO}Timed out GLHF Connection refused"), "--timeout: Timed out "),

@@ -119,7 +119,7 @@ def describe(error):
     Returns:
         str | None: None for any other error: show its traceback.
     """
-    for known in (_out_of_memory, _full_disk):
+    for known in (_out_of_memory, _full_disk, _not_deterministic):
         line = known(error)
         if line:
             return line
@@ -213,6 +213,16 @@ def size_limit():
     limit = resource.getrlimit(resource.RLIMIT_FSIZE)[0]
     return (
         "" if limit == resource.RLIM_INFINITY else f"; `ulimit -f` allows {limit:,} bytes per file"
+    )
+
+
+def _not_deterministic(error):
+    match = re.match(r"(.+?) does not have a deterministic implementation", str(error))
+    if not (match and type(error) is RuntimeError):
+        return None
+    return (
+        f"rank {rank()}: {match[1]} has no deterministic algorithm on GPUs, so restarts would not "
+        "be exact: replace it, or give --nondeterministic"
     )
 
 

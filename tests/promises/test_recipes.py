@@ -45,15 +45,16 @@ ARGUMENTS = {
 PACKAGES = {"freezing": "peft", "model_output": "transformers", "optimizer": "schedulefree"}
 PACKAGES |= {"several_labels": "torchmetrics", "text_classification": "transformers"}
 PACKAGES |= {"preference": "transformers", "detection": "pycocotools"}
-# The kinds of training of the gallery, scripts/recipes/README.md; with what each reaches.
+# The kinds of training of the gallery: of a part of their defaults, the steps, and what they reach at
+# least by then. scripts/recipes/README.md has the numbers of whole runs.
 GALLERY = {
-    "segmentation": ("val_iou", 0.9),
-    "gan": ("val_wasserstein", 0.05),
-    "diffusion": ("val_loss", 0.03),
-    "contrastive": ("val_accuracy", 0.9),
-    "detection": ("val_map", 0.75),
-    "text_classification": ("val_f1", 0.95),
-    "preference": ("val_accuracy", 0.99),
+    "segmentation": (180, "val_iou", 0.8),
+    "gan": (225, "val_wasserstein", 0.2),
+    "diffusion": (225, "val_loss", 0.3),
+    "contrastive": (240, "val_accuracy", 0.7),
+    "detection": (160, "val_map", 0.15),
+    "text_classification": (600, "val_f1", 0.85),
+    "preference": (60, "val_accuracy", 0.95),
 }
 LOWER_IS_BETTER = ("val_wasserstein", "val_loss")
 BACKWARD_PASSES = {"schedule_and_accumulation": 2, "gan": 2}  # of a step
@@ -69,13 +70,10 @@ LONG = (
     "several_labels",
     "model_output",
     "freezing",
-    "detection",
-    "preference",
     "distillation",
     "folds",
     "layer_decay",
     "unfreezing",
-    *GALLERY,
 )
 
 
@@ -125,7 +123,9 @@ def test_a_recipe_is_short_and_as_written_against_the_script(recipe):
     assert re.search(row, (recipe.parent / "README.md").read_text(), re.MULTILINE), wish
 
 
-@pytest.mark.parametrize("name", some_slow(ARGUMENTS, *LONG))
+@pytest.mark.parametrize(
+    "name", some_slow([name for name in ARGUMENTS if name not in GALLERY], *LONG)
+)
 def test_a_recipe_trains(name, folder, tmp_path):
     words, made = arguments(name, folder), tmp_path / "run"
     run(None, f"train_{name}.py", words, root=folder, output_dir=made)
@@ -193,16 +193,11 @@ def test_a_killed_recipe_ends_with_the_same_bytes(name, folder, tmp_path):
     run("2cpu", script.name, words, root=folder, output_dir=killed)
     assert 0 < results(killed)["resumed_from"] < 4
     assert final_weights(killed) == final_weights(tmp_path / "whole")
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("name", GALLERY)
-def test_a_recipe_of_the_gallery_computes_the_same_on_two_processes(name, folder, tmp_path):
-    words, lines = arguments(name, folder), []
-    for config in (None, "2cpu"):
-        made = tmp_path / str(config)
-        run(config, f"train_{name}.py", words, root=folder, output_dir=made)
-        lines.append(metrics(made, "train") + metrics(made, "val"))
+    if name not in GALLERY:
+        return
+    alone = tmp_path / "alone"  # on one process: the same losses and metrics
+    run(None, script.name, words, root=folder, output_dir=alone)
+    lines = [metrics(made, "train") + metrics(made, "val") for made in (alone, tmp_path / "whole")]
     for one, two in zip(*lines, strict=True):
         assert one.pop("split") == two.pop("split")
         assert two == pytest.approx(one, rel=1e-4)
@@ -211,9 +206,10 @@ def test_a_recipe_of_the_gallery_computes_the_same_on_two_processes(name, folder
 @pytest.mark.slow
 @pytest.mark.parametrize("name", GALLERY)
 def test_a_recipe_of_the_gallery_learns(name, folder, tmp_path):
-    arguments(name, folder)
-    run("2cpu", f"train_{name}.py", root=folder, output_dir=tmp_path)
-    metric, least = GALLERY[name]
+    arguments(name, folder)  # skips it without its packages
+    steps, metric, least = GALLERY[name]
+    words = f"--max_train_steps {steps} --eval_every {steps}"
+    run("2cpu", f"train_{name}.py", words, root=folder, output_dir=tmp_path)
     reached = results(tmp_path)[metric]
     assert reached < least if metric in LOWER_IS_BETTER else reached > least
 

@@ -724,8 +724,7 @@ def parse_args():
         num_workers=min(8, devices.cores_per_process()), momentum=0.9, head_lr_multiplier=1.0
     )
     parser.set_defaults(**PRESETS.get(parser.choice("preset"), {}))
-    args = flags.parse_with_checks(parser)
-    flags.note_defaults(parser, args)
+    args = flags.parse_with_checks(parser, fits=True)
     pretrained.check_name(args.model)
     sizes = {"--image_size": args.image_size, "--train_size": args.train_size}
     pretrained.check_sizes(args.model, sizes)

@@ -820,8 +820,7 @@ def parse_args():
     parser.set_defaults(lr=2e-4 if adapters_only else 2e-5)
     if parser.choice("model") == "tiny":
         parser.set_defaults(block_size=256, lr=4e-3, epochs=2)
-    args = flags.parse_with_checks(parser)
-    flags.note_defaults(parser, args)
+    args = flags.parse_with_checks(parser, fits=True)
     check_packages()
     args.lora_alpha = args.lora_alpha or 2.0 * args.lora_rank
     if args.lora_rank and args.adapter:

@@ -195,16 +195,20 @@ def add_labeled_images(group, val_fraction):
     )
 
 
-def parse_with_checks(parser):
+def parse_with_checks(parser, fits=False):
     """Parses the command line, with `--dry_run` and `--overfit_batch`, which change the arguments.
 
     Both write to a folder of their own next to that of the run, which is emptied each time.
+
+    Args: fits (bool): note, for `fit_batch`, whether the batch size and the rate are defaults.
 
     Returns:
         Arguments: not frozen yet.
     """
     _add_checks(parser)
     args = parser.parse_args()
+    if fits:
+        args.defaults = [name for name in ("batch_size", "lr") if parser.given(name) is None]
     if getattr(args, "init_from", None) and args.resume not in ("auto", "never"):
         raise UserError(
             "--init_from starts a new run and --resume PATH continues one: give only one of them"
@@ -229,11 +233,6 @@ def parse_with_checks(parser):
     if args.push_to_hub:
         check_repository(args.push_to_hub)
     return args
-
-
-def note_defaults(parser, args):
-    """Notes, for `fit_batch`, whether the batch size and the learning rate are defaults."""
-    args.defaults = [name for name in ("batch_size", "lr") if parser.given(name) is None]
 
 
 def fit_batch(args, samples, power, noun="training samples"):

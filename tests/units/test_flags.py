@@ -218,8 +218,7 @@ def test_only_a_default_batch_size_follows_the_data(words, samples, power, batch
     sys.argv[1:] = words.split()
     parser = built()
     parser.set_defaults(batch_size=64, lr=2e-4)
-    args = flags.parse_with_checks(parser)
-    flags.note_defaults(parser, args)
+    args = flags.parse_with_checks(parser, fits=True)
     fitted = flags.fit_batch(args, samples, power)
     assert (fitted.batch_size, fitted.lr) == (batch_size, pytest.approx(lr))
     changed = {"batch_size", "lr", "defaults"}

@@ -223,9 +223,9 @@ a signal after the last save waits for all results (utils/run/process.py)
 
 every process prints (utils/run/launch.py)
 -     if accelerator.is_main_process:
--         if launcher
+-         print(
 +     if True:
-+         if launcher
++         print(
 = test_train_cifar.py -k say_each_thing_once
 
 outputs are sent from the host (scripts/train_cifar.py)

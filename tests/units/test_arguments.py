@@ -111,6 +111,21 @@ def test_a_mistyped_flag_is_compared_with_those_that_there_are(word, flag):
     assert str(raised.value) == f"unrecognized arguments: --{word} 3{hint} (see --help)"
 
 
+def test_each_mistyped_flag_gets_one_hint():
+    parser = Parser()
+    parser.add_training_arguments(parser)
+    for words, says in (
+        ("--learning_rate 1 --batchsize 2", "did you mean --lr and --batch_size?"),
+        ("--num_train_epochs 3", "did you mean --epochs?"),
+    ):
+        with pytest.raises(UserError) as raised:
+            parser.parse_args(words.split())
+        assert f": {says} (see --help)" in str(raised.value)
+    with pytest.raises(UserError) as raised:
+        parser.parse_args(["--lr"])
+    assert "did you mean" not in str(raised.value)
+
+
 def test_a_preset_in_a_file_decides_the_defaults(tmp_path, monkeypatch):
     (tmp_path / "a.args").write_text("--preset finetune\n--dataset synthetic\n")
     monkeypatch.setenv("HOME", str(tmp_path))

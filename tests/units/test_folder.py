@@ -185,6 +185,10 @@ def test_another_runs_checkpoint_is_not_changed(tmp_path):
     ours.log("val", 7, score=0.5)
     assert not ours.evaluation_due and (theirs / "manifest.json").read_bytes() == before
     assert metrics(tmp_path / "ours", "val")[0]["score"] == 0.5
+    process.state.failed("the disk is full", True)
+    fork = started(tmp_path / "fork", resume=str(theirs))  # without a checkpoint of its own
+    assert process.state.failed("the disk is full", True) == (True, [AGAIN])
+    assert process.state.preempted("stopped") == AGAIN and fork.saves.newest_step == 7
     with pytest.raises(UserError, match="step_00000007 belongs to a run with other arguments"):
         opened(tmp_path / "others", resume=str(theirs), model="other")
 

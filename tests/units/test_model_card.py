@@ -42,11 +42,13 @@ def test_the_card_of_train_cifar_loads_the_model_with_its_script(name, tmp_path,
     weights.export(tmp_path, model, config)
     monkeypatch.setattr(sys, "argv", ["scripts/train_cifar.py"])
     figures = dict(test_accuracy=0.5, test_loss=1.25, test_accuracy_tta=0.5123)
+    figures |= dict(test_accuracy_standard_error=0.01)
     card = card_of("train_cifar.py", script.describe_model(config), **figures)
     assert "1,000 optimizer steps of 96 samples, 61 s on 2 x cpu" in card
     assert "Classes: cat, dog, yak." in card and "pipeline_tag: image-classification" in card
     assert (
-        "| test accuracy | 50.00% |\n| test loss | 1.2500 |\n| test accuracy tta | 51.23% |" in card
+        "| test accuracy | 50.00% ± 1.00% |\n| test loss | 1.2500 |\n| test accuracy tta | 51.23% |"
+        in card
     )
     pixels = torch.randint(256, (32, 32, 3), dtype=torch.uint8)
     Image.fromarray(pixels.numpy()).save(tmp_path / "image.png")

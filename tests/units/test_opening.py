@@ -122,6 +122,19 @@ def test_a_fork_may_be_trained_in_another_way_but_is_of_the_same_model_and_data(
     for who, more in ((OWN | {"model": "gpt"}, {}), (OWN, {"data": "x"})):
         refused(tmp_path / "run", "other arguments", who, resume=str(place), **more)
     refused(tmp_path / "run", "other arguments", OWN | {"lr": 1})  # not of its own checkpoint
+    seeded = OWN | {"seed": 0}
+    contents["arguments"] = seeded
+    start = look(tmp_path / "run", OWN | {"seed": 1}, resume=str(place))
+    assert start.changes == ["--seed 1 (was 0)"]
+    contents["data"] = {}  # nothing says that the held-out samples are the same
+    unknown = Identity(OWN | {"seed": 1}, {}, set(), str(place))
+    with pytest.raises(UserError, match=r"other arguments: .*--seed 1"):
+        claim_and_find(tmp_path / "run", unknown, Plan(10, 5))
+    contents["data"] = {"data": "cifar"}
+    with pytest.raises(UserError) as error:
+        look(tmp_path / "run", seeded, data="x", resume=str(place))
+    assert "--seed" not in str(error.value)
+    contents["arguments"] = OWN
     other = {"data": "x", "resume": str(place)}
     refused(tmp_path / "run", "--seed, which may choose what is held", OWN | {"seed": 1}, **other)
 

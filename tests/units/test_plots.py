@@ -84,3 +84,15 @@ def test_a_confusion_matrix_without_a_mistake_is_not_drawn(mistakes, tmp_path):
     split = SimpleNamespace(images=images, labels=labels)
     drawn = plots.classification(tmp_path, split, predictions, ["a", "b"])
     assert list(drawn) == ["predictions", "confusion_matrix"][: 1 + mistakes]
+
+
+@pytest.mark.parametrize(("count", "columns"), [(1, 4), (5, 5), (8, 8), (20, 8)])
+def test_few_images_do_not_leave_most_of_a_picture_white(count, columns, tmp_path, monkeypatch):
+    drawn = []
+    monkeypatch.setattr(plots, "save", lambda figure, path: drawn.extend(figure.axes))
+    images, labels = torch.zeros(count, 3, 10, 20, dtype=torch.uint8), torch.zeros(count).long()
+    assert plots.image_grid(tmp_path / "a.png", images, labels, labels, ["a"]) is True
+    rows = -(-count // columns)
+    assert drawn[0].images[0].get_size() == (rows * 14, columns * 23)
+    assert plots.confusion_matrix(tmp_path / "b.png", torch.eye(2).long(), ["a", "b"]) is True
+    assert drawn[1].get_xlabel() == "predicted class" and drawn[1].get_ylabel() == "true class"

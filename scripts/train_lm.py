@@ -783,7 +783,9 @@ def parse_args():
     group.add_argument(
         "--adapter", metavar="PATH", help="continue to train this adapter, with its own settings"
     )
-    group = parser.add_argument_group("training (a sample is a block of block_size tokens)")
+    group = parser.add_argument_group(
+        "training (a sample is a block of block_size tokens; --lr is 2e-4 with LoRA)"
+    )
     parser.add_training_arguments(group)
     flags.add_optimizer(parser, group)
     flags.add_schedule(group, "cosine")

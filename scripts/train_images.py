@@ -202,14 +202,13 @@ def load_data(accelerator, args):  # EDIT: data
     if fewest < 100:
         data.details.append(f"only {fewest} held-out images: each is {1 / fewest:.1%} of accuracy")
     description = agree(accelerator, args.dataset, data)
-    if args.check_images:
-        for split, images in data.splits.items():
-            image_cache.check(accelerator, images, split, args.on_bad_image)
     return data, description
 
 
 def fit_batch(accelerator, data, args):
     """Divides the global batch, of a size that fits the data; shortens these for quick checks.
+
+    Then it reads all that is left, if --check_images asks for that.
 
     Returns:
         tuple: the arguments, with that batch size; samples per process and micro-batch.
@@ -225,6 +224,9 @@ def fit_batch(accelerator, data, args):
     elif args.dry_run:
         for split in data.splits.keys() - {"train"}:
             data.splits[split] = data.splits[split].subsample(500)
+    if args.check_images:
+        for split, images in data.splits.items():
+            image_cache.check(accelerator, images, split, args.on_bad_image)
     return args, micro_batch_size
 
 

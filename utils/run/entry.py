@@ -8,10 +8,9 @@ import gc
 import os
 import signal
 import sys
-import traceback
 
 from utils.run import failures, process
-from utils.run.failures import RunFailed, Unexpected, UserError
+from utils.run.failures import RunFailed, UserError
 
 
 def run(main, explain=lambda error: None):
@@ -67,10 +66,7 @@ def _end_with_failure(error):
     line, retry = failures.describe(error), failures.may_pass(error)
     if line is None:
         process.print_uncaught(error)
-        trace = "".join(traceback.format_exception(error))  # with the frames inside libraries
-        if isinstance(error, Unexpected):
-            trace = failures.short_traceback(error)
-        _record(f"{failures.headline(error)}\n{trace}", retry)
+        _record(f"{failures.headline(error)}\n{failures.full_traceback(error)}", retry)
     elif failures.is_lost_contact(error):
         # Only the first of the processes that lost contact prints it.
         _record(line, retry, before=f"error: {line}")

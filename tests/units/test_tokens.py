@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 from harness.chats import PLAIN, make_tokenizer, say
 
-from utils.language import tokens as module
+from utils.language import tokenizing
 from utils.language.conversations import Encoder
 from utils.language.packing import TokenSettings
 from utils.language.tokens import hold_out, load_tokens
@@ -79,7 +79,7 @@ def test_a_text_becomes_blocks(tokenizer, tmp_path, monkeypatch):
         assert blocks.bytes == len(some.removesuffix("<|im_end|>"))
     # The same from segments, with as many tokens, and one document.
     monkeypatch.setattr("utils.language.documents.SEGMENT", 100)
-    monkeypatch.setattr(module, "CHARACTERS_AT_ONCE", 300)
+    monkeypatch.setattr(tokenizing, "CHARACTERS_AT_ONCE", 300)
     os.utime(tmp_path / "a.txt", (1, 1))
     parts = load(str(tmp_path / "a.txt"), tokenizer, 32)
     assert [targets(blocks) for blocks in parts.splits.values()] == [
@@ -116,7 +116,7 @@ def test_what_decides_about_tokens_makes_them_anew(change, tokenizer, tmp_path, 
         tokenizer = make_tokenizer()
         tokenizer.add_tokens(["what"])
     else:
-        monkeypatch.setattr(module, "VERSION", -1)
+        monkeypatch.setattr(tokenizing, "VERSION", -1)
     second = load(path, tokenizer, 256, **options)
     assert len(cache) == 80 + (change == "data")
     assert (second.description != first.description) == (change != "version")

@@ -58,21 +58,26 @@ def cached(kind, parts, version, size=None):
     Raises:
         UserError: the file cannot be written, or has another size.
     """
-    library = os.environ.get("HF_DATASETS_CACHE") or Path(HF_HOME, "datasets")
-    folder = Path(os.path.expanduser(library), kind.replace(" ", "_"))
-    file = folder / f"{hashlib.sha256(repr(version).encode()).hexdigest()[:32]}.bin"
+    file = path_in_cache(kind, version)
     if not file.exists():
         try:
             with complete_or_absent(file) as out:
                 for part in parts:
                     out.write(part)
         except OSError as error:
-            what = f"the {kind} to {folder} (set HF_DATASETS_CACHE to use another folder)"
+            what = f"the {kind} to {file.parent} (set HF_DATASETS_CACHE to use another folder)"
             needed = "space" if size is None else f"{size / 2**30:.1f} GiB"
-            raise cannot_write(error, what, folder, needed) from None
+            raise cannot_write(error, what, file.parent, needed) from None
     if size not in (None, os.path.getsize(file)):
         raise UserError(f"{file} is damaged: delete it, and it is made again")
     return map_bytes(file)
+
+
+def path_in_cache(kind, version):
+    """Where `cached` keeps a file; `kind` and `version` as there."""
+    library = os.environ.get("HF_DATASETS_CACHE") or Path(HF_HOME, "datasets")
+    folder = Path(os.path.expanduser(library), kind.replace(" ", "_"))
+    return folder / f"{hashlib.sha256(repr(version).encode()).hexdigest()[:32]}.bin"
 
 
 @contextlib.contextmanager

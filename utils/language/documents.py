@@ -12,6 +12,7 @@ from utils.language.synthetic import make_conversations
 from utils.run.failures import UserError
 
 SEGMENT = 250_000  # bytes of a text that are tokenized at once
+SHARD_BYTES = 1 << 26  # of files that one process tokenizes; a larger one is a shard of its own
 LINE_END = 10_000  # bytes in which a held-out part begins after a line break
 KINDS = {"messages": ("messages",), "prompt": ("prompt", "completion"), "text": ("text",)}
 WANTED = "messages (role and content), prompt and completion, or text"
@@ -46,10 +47,12 @@ class Files(NamedTuple):
     """Files of plain text, each of which is a document, in segments.
 
     `parts`: tuples of a path, and of the first byte and the one behind the last (None: its end).
+    `first`: the number of the first one.
     """
 
     parts: list
     where: str
+    first: int = 0
 
     @property
     def fingerprint(self):
@@ -59,6 +62,16 @@ class Files(NamedTuple):
 
     def __len__(self):
         return len(self.parts)
+
+    def shards(self, size):
+        """Yields `Files` of at most `size` parts (int), and so many that they are not small."""
+        waiting, total = [], 0
+        for number, (path, start, stop) in enumerate(self.parts, 1):
+            waiting.append((path, start, stop))
+            total += (os.path.getsize(path) if stop is None else stop) - start
+            if total >= SHARD_BYTES or len(waiting) == size or number == len(self.parts):
+                yield Files(waiting, self.where, number - len(waiting))
+                waiting, total = [], 0
 
     def __iter__(self):
         for part in self.parts:

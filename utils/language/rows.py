@@ -6,7 +6,7 @@ The script decides from the names of the columns what the rows are.
 import contextlib
 import json
 import os
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import NamedTuple
 
@@ -38,18 +38,28 @@ class Rows:
     fingerprint (str): changes with their content.
     is_lines (bool): the column `text` of each has a line of JSON. The reader of the library would
         turn texts that look like dates into dates.
+    first (int): the number of the first one.
     """
 
     rows: object
     where: str
     fingerprint: str = ""
     is_lines: bool = False
+    first: int = 0
 
     def __len__(self):
         return len(self.rows)
 
+    def shards(self, size):
+        """Yields the `Rows` of each `size` rows (int), in their order; not of a stream."""
+        for first in range(0, len(self) or 1, size):
+            chosen = range(first, min(first + size, len(self)))
+            in_memory = isinstance(self.rows, list)
+            rows = self.rows[first : chosen.stop] if in_memory else self.rows.select(chosen)
+            yield replace(self, rows=rows, first=first)
+
     def __iter__(self):
-        for number, row in enumerate(self.rows):
+        for number, row in enumerate(self.rows, self.first):
             if isinstance(self.rows, list):
                 yield row
             elif not self.is_lines:

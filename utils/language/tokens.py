@@ -4,28 +4,21 @@ It makes blocks of it: `load_tokens` is all that a script needs.
 """
 
 import hashlib
-import tempfile
-from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
 
 from utils.data import splits as split_names
-from utils.data.cache_files import cached
 from utils.data.permutation import sample_seed
 from utils.language.blocks import Stream
-from utils.language.conversations import Document, Encoder
+from utils.language.conversations import Encoder
 from utils.language.documents import find_documents
 from utils.language.packing import Documents, join_segments
+from utils.language.tokenizing import tokenize
 from utils.run.failures import UserError
 from utils.run.output import plural
 
-VERSION = 4  # of what a table has: another one makes new tables
 NOUNS = {"messages": "conversations", "prompt": "prompts with completions", "text": "documents"}
-TOKEN = [("token", np.int32), ("is_target", np.uint8)]  # texts have no such field
-INDEX = np.dtype([(name, np.int64) for name in "row length answer bytes digest begins".split()])
-EMPTY = Document(np.zeros(0, np.int32), np.zeros(0, np.uint8))
-CHARACTERS_AT_ONCE, ROWS_AT_ONCE = 2_000_000, 1000  # that are tokenized at once
 
 
 class Corpus(NamedTuple):
@@ -81,10 +74,8 @@ def load_tokens(name, settings):
     share, seed = settings.val_fraction, settings.seed
     documents = find_documents(name, settings)
     kind, encoder = documents.kind, Encoder(settings.tokenizer, settings.loss_on)
-    fingerprint = fingerprint_of(encoder)
     tables = {
-        split: _tokenize(rows, encoder, kind, fingerprint)
-        for split, rows in documents.splits.items()
+        split: _read(*tokenize(rows, encoder, kind)) for split, rows in documents.splits.items()
     }
     if len(tables) == 1 and share:
         train = tables["train"]
@@ -104,6 +95,16 @@ def load_tokens(name, settings):
         details.append("the tokenizer has no end token: documents end without one")
     description = _summarize(tables, splits, kind)
     return Corpus(splits, documents.asked, description, details)
+
+
+def _read(tokens, index):
+    """The table of what `tokenize` returned."""
+    first = np.flatnonzero(index["begins"])  # the first segment of each document
+    documents = join_segments(first, index["length"], index["answer"], index["bytes"])
+    with np.errstate(over="ignore"):
+        digests = np.add.reduceat(index["digest"], first)
+    is_target = tokens["is_target"] if "is_target" in tokens.dtype.names else None
+    return _Table(Stream(tokens["token"], is_target), documents, index["row"][first], digests)
 
 
 def _describe(table, blocks, kind, counts):
@@ -162,74 +163,3 @@ def hold_out(rows, digests, fraction, seed):
         raise UserError("the data set has one document: none is left to hold out for evaluation")
     keys = [sample_seed(seed, 0, digest) for digest in digests[first].tolist()]
     return rows[split_names.hold_out(keys, fraction)]
-
-
-# ------------------------------------------------------------------------------------- tokenizing
-
-
-def fingerprint_of(encoder):
-    """A checksum of what decides about tokens: the tokenizer with its template, and `loss_on`."""
-    digest = hashlib.sha256(repr([VERSION, encoder.loss_on]).encode())
-    with tempfile.TemporaryDirectory() as folder:
-        encoder.tokenizer.save_pretrained(folder)
-        for file in sorted(Path(folder).iterdir()):
-            digest.update(file.name.encode() + file.read_bytes())
-    return digest.hexdigest()
-
-
-def _tokenize(rows, encoder, kind, fingerprint):
-    """The table of the tokens of `rows`, made or from the cache."""
-    fields = [("token", np.int32)] if kind == "text" else TOKEN
-    parts, version = _parts(rows, encoder, kind, fields), [fingerprint, kind, rows.fingerprint]
-    data = cached("tokens", parts, version).numpy()
-    count = int(data[-8:].view(np.int64)[0])
-    begin = len(data) - 8 - count * INDEX.itemsize
-    tokens, index = data[:begin].view(fields), data[begin:-8].view(INDEX)
-    first = np.flatnonzero(index["begins"])  # the first segment of each document
-    documents = join_segments(first, index["length"], index["answer"], index["bytes"])
-    with np.errstate(over="ignore"):
-        digests = np.add.reduceat(index["digest"], first)
-    stream = Stream(tokens["token"], None if kind == "text" else tokens["is_target"])
-    return _Table(stream, documents, index["row"][first], digests)
-
-
-def _parts(rows, encoder, kind, fields):
-    """Yields the content of a file: tokens, an index of the documents or segments, its length."""
-    index = []
-    for drafts in _drafts(rows, encoder, kind):
-        documents = iter(encoder.encode([draft for _, draft in drafts if draft is not None]))
-        lines = []
-        for number, draft in drafts:
-            document = EMPTY if draft is None else next(documents)
-            tokens, content = np.empty(len(document.tokens), fields), document.tokens.tobytes()
-            tokens["token"] = document.tokens
-            if kind != "text":
-                tokens["is_target"] = document.is_target
-                content += document.is_target.tobytes()
-            yield tokens.tobytes()
-            digest = hashlib.blake2b(content, digest_size=8).digest()
-            line = number, len(tokens), document.answer, document.bytes
-            lines.append((*line, int.from_bytes(digest, "little", signed=True), document.begins))
-        index.append(np.array(lines, INDEX))
-    yield from (part.tobytes() for part in index)
-    yield np.int64(sum(map(len, index))).tobytes()
-
-
-def _drafts(rows, encoder, kind):
-    """Yields lists of what is tokenized at once: pairs of a row's number and a draft of it.
-
-    Each row is there at least once: an empty one with None.
-    """
-    waiting, characters = [], 0
-    for number, row in enumerate(rows):
-        # A long text is drafted segment by segment, so that it is never in memory as a whole.
-        empty = True
-        for draft in encoder.draft(row, kind, f"row {number} of {rows.where}"):
-            empty, characters = False, characters + sum(len(part.text) for part in draft.parts)
-            waiting.append((number, draft))
-            if characters >= CHARACTERS_AT_ONCE or len(waiting) >= ROWS_AT_ONCE:
-                yield waiting
-                waiting, characters = [], 0
-        if empty:
-            waiting.append((number, None))
-    yield waiting

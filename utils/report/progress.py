@@ -23,26 +23,11 @@ class Progress:
 
     def __call__(self, loader):
         """Yields the batches of a prepared `DataLoader`."""
-        total, start_time = len(loader), time.monotonic()
-        said_at, tenths = start_time, -1
-        terminal = sys.stderr.isatty()
-        look = dict(desc="evaluation", unit="batch", leave=False, dynamic_ncols=True)
-        hidden = not (self._is_main and terminal)
-        with tqdm(total=total, delay=SECONDS, disable=hidden, **look) as bar:
-            for done, batch in enumerate(self._watch(loader), 1):
-                yield batch
-                bar.update()
-                now = time.monotonic()
-                tenth = 10 * done // total
-                if tenths < tenth < 10 and now - said_at >= SECONDS and not terminal:
-                    said_at, tenths = now, tenth
-                    self._print(done / total, now - start_time)
+        start_time = time.monotonic()
+        yield from with_progress(
+            self._watch(loader), len(loader), "evaluation", "batch", self._is_main
+        )
         self._speed = len(loader.dataset) / max(time.monotonic() - start_time, 1e-9)
-
-    def _print(self, share, seconds):
-        if self._is_main:
-            left = clock(seconds * (1 - share) / share)
-            tqdm.write(f"evaluation: {share:.0%}, left {left}")
 
     def announce(self, samples, held_out, folder, passes=1):
         """Says that the last evaluation follows, and how long it will take: if it is known, long.
@@ -69,6 +54,30 @@ class Progress:
                 f"interrupted, rerun the same command, or run {scores}"
             )
         return {"evaluated_samples": samples, "held_out_samples": held_out}
+
+
+def with_progress(items, total, what, unit, shown=True):
+    """Yields items; if that takes more than `SECONDS`, shows a bar with the time left.
+
+    Without a terminal it prints a line instead, and then one after each tenth.
+
+    Args:
+        total (int): the number of items.
+        what, unit (str): of the bar.
+        shown (bool): False: only yields.
+    """
+    start_time = said_at = time.monotonic()
+    terminal, tenths = sys.stderr.isatty(), -1
+    look = dict(desc=what, unit=unit, leave=False, dynamic_ncols=True)
+    with tqdm(total=total, delay=SECONDS, disable=not (shown and terminal), **look) as bar:
+        for done, item in enumerate(items, 1):
+            yield item
+            bar.update()
+            now, tenth = time.monotonic(), 10 * done // total
+            if shown and not terminal and tenths < tenth < 10 and now - said_at >= SECONDS:
+                said_at, tenths = now, tenth
+                left = clock((now - start_time) * (total - done) / done)
+                tqdm.write(f"{what}: {done / total:.0%}, left {left}")
 
 
 def clock(seconds):

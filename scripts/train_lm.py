@@ -226,13 +226,11 @@ def fit_batch(accelerator, data, args):
         name = next(iter(data.eval_sets))
         return args, data._replace(train_set=batch, eval_sets={name: batch})
     if blocks and not args.max_train_steps and accelerator.is_main_process:
-        steps, left_out = divmod(blocks, args.batch_size)
-        if left_out:
-            print(f"each epoch leaves out {left_out} of {blocks:,} blocks, which fill no batch")
-        if steps * args.epochs < SHORT:
+        steps = blocks // args.batch_size * args.epochs
+        if steps < SHORT:
             notice(
-                f"{plural(steps * args.epochs, 'step')} in all teach little: give more --epochs, "
-                f"or a smaller --block_size than {args.block_size}, which makes more blocks"
+                f"{plural(steps, 'step')} in all teach little: give more --epochs, or a smaller "
+                f"--block_size than {args.block_size}, which makes more blocks"
             )
     return args, data
 
@@ -508,21 +506,20 @@ MAY_CHANGE = flags.MAY_CHANGE | {
     "prompt",
     "merge",
 }
-USAGE = {
-    "model": """```python
-from transformers import AutoModelForCausalLM, AutoTokenizer
-
-model = AutoModelForCausalLM.from_pretrained("model")
-tokenizer = AutoTokenizer.from_pretrained("model")
-```""",
-    "adapter": """```python
-from peft import AutoPeftModelForCausalLM
+# How a model is used: its loading, and what it is asked.
+USAGE = """```python
+from {library} import {loader}
 from transformers import AutoTokenizer
 
-model = AutoPeftModelForCausalLM.from_pretrained("adapter")
-tokenizer = AutoTokenizer.from_pretrained("adapter")
-```""",
-}
+model = {loader}.from_pretrained("{folder}")
+tokenizer = AutoTokenizer.from_pretrained("{folder}")
+{inputs}
+print(tokenizer.decode(model.generate(**inputs, max_new_tokens=64)[0]))
+```"""
+CHAT = """messages = [{"role": "user", "content": "Hello"}]
+options = dict(add_generation_prompt=True, return_dict=True, return_tensors="pt")
+inputs = tokenizer.apply_chat_template(messages, **options)"""
+TEXT = 'inputs = tokenizer("Hello", return_tensors="pt")'
 
 
 def export(accelerator, folder, model, tokenizer):
@@ -543,7 +540,8 @@ def write_outputs(accelerator, run, model, tokenizer, prompts, args):
             print(text)
     if accelerator.is_main_process:
         plots.curves(run.path, {"loss": "loss (nats per token)", "perplexity": "perplexity"})
-        model_card.write(run, **describe_model(args, run.path))
+        kind = run.record["data"]["kind"]
+        model_card.write(run, **describe_model(args, run.path, kind))
 
 
 def connect(args):
@@ -664,9 +662,16 @@ def is_on_hub(name):
     return name not in ("tiny", "synthetic") and not Path(name).expanduser().exists()
 
 
-def describe_model(args, folder):
-    """What the model card says about a model, for `model_card.write`."""
-    part = "adapter" if (folder / "adapter").is_dir() else "model"
+def describe_model(args, folder, kind):
+    """What the model card says about a model, for `model_card.write`.
+
+    Args: kind (str): of its documents.
+    """
+    folder = "adapter" if (folder / "adapter").is_dir() else "model"
+    library, loader = ("transformers", "AutoModelForCausalLM")
+    if folder == "adapter":
+        library, loader = ("peft", "AutoPeftModelForCausalLM")
+    inputs = CHAT if kind == "messages" else TEXT
     metadata = {}
     if is_on_hub(args.model) and not args.from_scratch:
         metadata["base_model"] = args.model
@@ -674,11 +679,11 @@ def describe_model(args, folder):
         metadata["datasets"] = hub
     return {
         "title": "A causal language model",
-        "library": "peft" if part == "adapter" else "transformers",
+        "library": library,
         "task": "text-generation",
         "metadata": metadata,
-        "weights": f"The folder `{part}` has the weights and the tokenizer.",
-        "usage": USAGE[part],
+        "weights": f"The folder `{folder}` has the weights and the tokenizer.",
+        "usage": USAGE.format(library=library, loader=loader, folder=folder, inputs=inputs),
     }
 
 
@@ -707,8 +712,8 @@ def parse_args():
     group.add_argument(
         "--val_fraction",
         type=number(float, 0, below=1, above=True),
-        help="share to hold out of the training data, if there is neither a val nor a test split "
-        "(default: 0.1; with --streaming always 1/64)",
+        help="share to hold out of the training data, if there is neither a val nor a test split: "
+        "at least one document (default: 0.1; with --streaming always 1/64)",
     )
     group.add_argument(
         "--block_size",

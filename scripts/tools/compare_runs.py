@@ -6,13 +6,15 @@
 Writes `compare_runs.png` to `--output_dir`: the training loss, raw and smoothed, and the metric of
 the evaluations, by optimizer step, by sample and by time. Time is that of training: evaluations,
 checkpoints and interruptions do not count. Prints the metric of the last and of the highest-scoring
-evaluation, and the arguments that differ. Also works while the runs are still training.
+evaluation, the arguments that differ, and the largest differences of the losses and the final
+weights from those of the first run. Also works while the runs are still training.
 """
 
 import sys
 from pathlib import Path
 
 import numpy as np
+from safetensors.numpy import load_file
 
 # Finds `utils` and the training scripts next to this script (a copy) or above (the repository).
 sys.path[1:1] = map(str, Path(__file__).resolve().parents[1:3])
@@ -38,7 +40,7 @@ def read_run(folder):
         dict: `name`; `arguments` (dict, with `processes` and `mixed_precision`); `train`, the
             `step` and `loss` of each log line, float64 arrays; `evaluations`, the log lines (dicts)
             of val, or without a val split of test. Both have the `samples` and the `seconds` of
-            training so far.
+            training so far; `weights`, the final ones by name, {} if there are none.
     """
     folder = Path(folder)
     record, path = read_json(folder / "args.json"), folder / "metrics.jsonl"
@@ -68,7 +70,9 @@ def read_run(folder):
     for line, so_far in zip(evaluations, passed, strict=True):
         line |= {"samples": line["step"] * batch_size, "seconds": so_far}
     arguments |= launched
-    return dict(name=folder.name, arguments=arguments, train=train, evaluations=evaluations)
+    weights = load_file(file) if (file := folder / "model.safetensors").exists() else {}
+    run = dict(name=folder.name, arguments=arguments, train=train, evaluations=evaluations)
+    return run | dict(weights=weights)
 
 
 def name_apart(runs, folders):
@@ -119,6 +123,23 @@ def table(runs, metric):
         return results
     header = ("argument", *(run["name"] for run in runs))
     return f"{results}\n\n{columns([header, *differing])}"
+
+
+def differences(first, run):
+    """A line about the largest differences between two runs, if they have anything in common."""
+    _, ours, theirs = np.intersect1d(
+        first["train"]["step"], run["train"]["step"], return_indices=True
+    )
+    parts = []
+    if len(ours):
+        losses = np.abs(first["train"]["loss"][ours] - run["train"]["loss"][theirs])
+        parts.append(f"training losses differ by at most {losses.max():.2g}")
+    shapes = [{name: w.shape for name, w in each["weights"].items()} for each in (first, run)]
+    if shapes[0] and shapes[0] == shapes[1]:
+        pairs = [(value, run["weights"][name]) for name, value in first["weights"].items()]
+        largest = max(np.abs(a.astype(float) - b).max(initial=0) for a, b in pairs)
+        parts.append(f"final weights differ by at most {largest:.2g}")
+    return f"{run['name']} and {first['name']}: {', '.join(parts)}" if parts else None
 
 
 def result_row(run, metric):
@@ -200,6 +221,7 @@ def main():
     name_apart(runs, args.runs)
     metric = choose_metric(runs, args.metric)
     print(table(runs, metric))
+    print(*filter(None, (differences(runs[0], run) for run in runs[1:])), sep="\n")
     with writing_to(args.output_dir) as folder:
         path = folder / "compare_runs.png"
         draw(path, runs, metric, args.smoothing)

@@ -3,9 +3,11 @@
 import json
 import re
 
+import numpy as np
 import pytest
 from harness.data import made_run
 from harness.launches import load_script
+from safetensors.numpy import save_file
 
 from utils.run.failures import UserError
 
@@ -36,6 +38,24 @@ def test_time_samples_and_differing_arguments(tmp_path):
     log.write_text(re.sub(r', "score": [\d.]+', "", log.read_text().replace('"val"', '"test"')))
     tested = compare_runs.table([compare_runs.read_run(folders[0])], "accuracy").splitlines()
     assert tested[1].split()[4:] == ["0.5000", "0.5000"]
+
+
+def test_the_largest_differences_from_the_first_run(tmp_path):
+    folders = [made_run(tmp_path / name) for name in "abc"]
+    for folder, last in zip(folders, (1.0, 1.25, 1.0), strict=True):
+        weights = {"last": np.array([0.5, last], np.float32), "first": np.zeros(0, np.float32)}
+        save_file(weights, folder / "model.safetensors")
+    log = folders[1] / "metrics.jsonl"
+    log.write_text(log.read_text().replace('"loss": 1.0', '"loss": 1.5'))
+    a, b, c = map(compare_runs.read_run, folders)
+    assert compare_runs.differences(a, b) == (
+        "b and a: training losses differ by at most 0.5, final weights differ by at most 0.25"
+    )
+    assert compare_runs.differences(b, c).endswith("most 0.5, final weights differ by at most 0.25")
+    c["weights"]["last"] = np.zeros(3)  # another model
+    assert compare_runs.differences(a, c) == "c and a: training losses differ by at most 0"
+    c["train"]["step"] += 1
+    assert compare_runs.differences(a, c) is None
 
 
 def test_smoothing_has_no_bias_towards_the_first_value():

@@ -174,6 +174,8 @@ def test_help_says_each_default_in_words(monkeypatch):
     assert text.startswith("usage: train_it.py [options]\n")
     required = built(dataset=None)
     assert required.format_help().startswith("usage: train_it.py --dataset DATASET [options]\n")
+    required.add_argument("run", nargs="?", metavar="RUN")
+    assert " --dataset DATASET RUN [options]\n" in required.format_help()
     assert text.rstrip().endswith(CONTINUE_RULE) and "@FILE in front of all flags stands" in text
     assert {"--resume auto|never|PATH", "--init_from PATH"} <= set(re.findall(r"--\w+ \S+", text))
     other = " ".join(built(None, several=True).format_help().split())

@@ -24,7 +24,7 @@ from utils.run.failures import RunFailed, UserError
 from utils.run.folder import RunFolder
 from utils.run.plan import Plan
 
-PLAN = Plan(total_steps=14, steps_per_epoch=7, evaluate_every=7, save_every=3)
+PLAN = Plan(total_steps=14, steps_per_epoch=7, evaluate_every=7, save_every=3, left_out=1)
 LONGER = Plan(total_steps=28, steps_per_epoch=7)
 ARGUMENTS = dict(resume="auto", lr=0.1, batch_size=10, keep_checkpoints=2, epochs=2)
 AGAIN = "run the same command again to continue"
@@ -107,7 +107,8 @@ def test_a_new_run(tmp_path, capsys):
     state = status(run.path)
     assert (state["state"], state["reason"], state["step"]) == ("running", "from step 0", 0)
     printed = capsys.readouterr().out
-    assert printed == f"14 steps, 7 per epoch; output in {run.path}\nstarting at step 0\n"
+    each = "7 per epoch, each of which leaves out 1 sample, less than a batch"
+    assert printed == f"14 steps, {each}; output in {run.path}\nstarting at step 0\n"
     assert logger.calls == [("start", written["run_id"], "running")]
 
 

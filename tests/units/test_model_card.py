@@ -118,8 +118,11 @@ JSON.
 
 use it
 
-`scripts/recipes/onnx.diff` exports it, to run without any of its code:
-`onnxruntime.InferenceSession("model.onnx").run(None, {"inputs": inputs})`.
+To run it without any of its code, as in
+`onnxruntime.InferenceSession("model.onnx").run(None, {"inputs": inputs})`, export it:
+
+    patch -o scripts/export.py scripts/evaluate.py scripts/recipes/onnx.diff
+    python scripts/export.py THIS_FOLDER
 """
     )
 

@@ -49,9 +49,9 @@ def arguments(**changes):
 
 
 def test_reads_the_command_line():
-    assert Plan.from_args(arguments(), samples=49) == Plan(12, 4, 2, 7, 4, 4)
+    assert Plan.from_args(arguments(), samples=49) == Plan(12, 4, 2, 7, 4, 4, left_out=9)
     given = arguments(max_train_steps=5, eval_every=9, checkpoint_every=0)
-    assert Plan.from_args(given, samples=49) == Plan(5, 4, 2, 7, 9, 0)
+    assert Plan.from_args(given, samples=49) == Plan(5, 4, 2, 7, 9, 0, left_out=9)
     streamed = Plan.from_args(arguments(max_train_steps=50), samples=None)
     assert streamed == Plan(50, 50, 2, 7, 50, 50, stream=True)
     assert next(streamed.epochs(5))[1].skip == 0  # it continues at a position of its own

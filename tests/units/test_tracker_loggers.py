@@ -148,12 +148,12 @@ def test_images_are_sent_to_those_that_show_them():
 def test_the_table_of_hyperparameters_has_the_final_metrics():
     board, wandb = Tracker("tensorboard"), Tracker("wandb")
     arguments = {"lr": 0.1, "model": None, "seed": 0}
-    figures = {"test_loss": 1.0, "val_loss": 2.0, "train_seconds": 3.0}
+    figures = {"test_loss": 1.0, "val_loss": 2.0, "global_step": 9}
     logger, run = started(board, wandb, arguments=arguments)
     run.results = figures
     logger.finish(run)
     final = {"final/test_loss": 1.0, "final/val_loss": 2.0}
-    expected = ("add_hparams", {"lr": 0.1, "seed": 0}, final, {"run_name": "."})
+    expected = ("add_hparams", {"lr": 0.1, "seed": 0}, final, {"run_name": ".", "global_step": 9})
     assert board.calls == [expected] and not wandb.calls
 
 

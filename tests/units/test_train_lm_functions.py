@@ -189,19 +189,20 @@ def test_prompts_of_any_length_are_answered_as_each_alone(script, kind, monkeypa
     assert answers[1].startswith(one[0]) and not model.training and tokenizer.pad_token is None
 
 
-@pytest.mark.parametrize("part", ["model", "adapter"])
-def test_the_card_names_what_is_on_the_hub(script, part, tmp_path, monkeypatch):
+@pytest.mark.parametrize(("part", "kind"), [("model", "text"), ("adapter", "messages")])
+def test_the_card_names_what_is_on_the_hub(script, part, kind, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     (tmp_path / part).mkdir()
     (tmp_path / "mine").mkdir()
     args = SimpleNamespace(model="a/b", from_scratch=False, dataset=["mine", "synthetic", "c/d"])
-    card = script.describe_model(args, tmp_path)
+    card = script.describe_model(args, tmp_path, kind)
     assert card["metadata"] == {"base_model": "a/b", "datasets": ["c/d"]}
     assert card["library"] == {"model": "transformers", "adapter": "peft"}[part]
     assert f'from_pretrained("{part}")' in card["usage"] and f"`{part}`" in card["weights"]
+    assert ("apply_chat_template" in card["usage"]) == (kind == "messages")
     assert card["task"] == "text-generation" and "language model" in card["title"]
     for args.model, args.from_scratch in (("a/b", True), ("mine", False), ("tiny", False)):
-        assert script.describe_model(args, tmp_path)["metadata"] == {"datasets": ["c/d"]}
+        assert script.describe_model(args, tmp_path, kind)["metadata"] == {"datasets": ["c/d"]}
 
 
 # -------------------------------------------------------------------------------------- arguments

@@ -111,6 +111,8 @@ def load_table(
 
     datasets.disable_progress_bars()
     path = local_path(name, alternatives)
+    if not path:
+        alternatives = f"there is no such file or folder here; {alternatives}".removesuffix("; ")
     if files is None and path and path.is_file():
         files = {"train": [path]}
     source = dict(path=str(path or name), name=subset)

@@ -231,7 +231,8 @@ def _load(model, config, choice):
             ) from None
     if config["options"]:
         state = {key: value for key, value in state.items() if not key.startswith(AUXILIARY)}
-    return weight_files.load_into(model, state, f"weights {choice}: {file}", file)
+    place = f"{file} (--weights, for --model {config['model']})"
+    return weight_files.load_into(model, state, place, file)
 
 
 def _nearest(name, known):

@@ -37,8 +37,11 @@ their history. {weights}
 WEIGHTS = (
     "`model.safetensors` has the weights; the settings of the model are in its header, as\nJSON."
 )
-EXPORT = """`scripts/recipes/onnx.diff` exports it, to run without any of its code:
-`onnxruntime.InferenceSession("model.onnx").run(None, {"inputs": inputs})`."""
+EXPORT = """To run it without any of its code, as in
+`onnxruntime.InferenceSession("model.onnx").run(None, {"inputs": inputs})`, export it:
+
+    patch -o scripts/export.py scripts/evaluate.py scripts/recipes/onnx.diff
+    python scripts/export.py THIS_FOLDER"""
 
 USAGE = """```python
 from safetensors.torch import load_file

@@ -144,7 +144,8 @@ class Trackers:
         def record_hyperparameters(tracker):
             if tracker.name == "tensorboard":
                 given = {name: value for name, value in arguments.items() if value is not None}
-                tracker.tracker.add_hparams(given, final, run_name=".")
+                step = results["global_step"]
+                tracker.tracker.add_hparams(given, final, run_name=".", global_step=step)
 
         self._for_each(record_hyperparameters)
 

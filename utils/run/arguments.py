@@ -79,8 +79,8 @@ class Parser(argparse.ArgumentParser):
             super().print_help(file)
 
     def format_help(self):
-        required = [action for action in self._actions if action.required]
-        words = [f"{''.join(a.option_strings[:1])} {a.metavar or a.dest.upper()}" for a in required]
+        needed = [a for a in self._actions if a.required or not a.option_strings]
+        words = [f"{''.join(a.option_strings[:1])} {a.metavar or a.dest.upper()}" for a in needed]
         self.usage = " ".join(["%(prog)s", *map(str.strip, words), "[options]"])
         return super().format_help()
 

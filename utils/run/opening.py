@@ -135,7 +135,10 @@ def announce(accelerator, path, plan, start):
 
     Args: start (Start): as `find` returned it.
     """
-    print(f"{plural(plan.total_steps, 'step')}, {plan.steps_per_epoch} per epoch; output in {path}")
+    steps = f"{plural(plan.total_steps, 'step')}, {plan.steps_per_epoch} per epoch"
+    if plan.left_out:
+        steps += f", each of which leaves out {plural(plan.left_out, 'sample')}, less than a batch"
+    print(f"{steps}; output in {path}")
     if start.checkpoint is None:
         print("starting at step 0")
         return

@@ -19,6 +19,7 @@ class Plan:
             checkpoints; `save_every` 0: save only after the last step.
         stream (bool): whether the training data continue at a position of their own, so that no
             batches are skipped.
+        left_out (int): samples of each epoch, which fill no batch.
     """
 
     total_steps: int
@@ -28,6 +29,7 @@ class Plan:
     evaluate_every: int = 1
     save_every: int = 1
     stream: bool = False
+    left_out: int = 0
 
     @classmethod
     def from_args(cls, args, samples=None):
@@ -59,6 +61,7 @@ class Plan:
             evaluate_every=args.eval_every or steps_per_epoch,
             save_every=steps_per_epoch if save_every is None else save_every,
             stream=samples is None,
+            left_out=0 if samples is None else samples % args.batch_size,
         )
 
     def epochs(self, start=0, done=lambda: False):

@@ -4,8 +4,9 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-import transformers
 from harness.fakes import accelerator
+
+transformers = pytest.importorskip("transformers")
 
 from utils.language import fit, lm_loss
 from utils.language.fit import GIB, Job, Sizes

@@ -26,7 +26,8 @@ POLICY = fsdp.transformer_auto_wrap_policy
 NAMES = (
     "ACCELERATE_USE_FSDP FSDP_VERSION FSDP_OFFLOAD_PARAMS ACCELERATE_MIXED_PRECISION WORLD_SIZE "
     "ACCELERATE_USE_PARALLELISM_CONFIG PARALLELISM_CONFIG_DP_REPLICATE_SIZE "
-    "PARALLELISM_CONFIG_DP_SHARD_SIZE"
+    "PARALLELISM_CONFIG_DP_SHARD_SIZE PARALLELISM_CONFIG_TP_SIZE PARALLELISM_CONFIG_CP_SIZE "
+    "PARALLELISM_CONFIG_SP_SIZE PET_NNODES"
 ).split()
 
 
@@ -72,6 +73,7 @@ def copies(number, parts, **more):
     }
 
 
+TENSOR = "tensor, context or sequence parallelism, .* as 8gpu_fsdp.yaml does"
 ASKED = {"ACCELERATE_USE_FSDP": "TRUE"}
 FP16 = {"FSDP_VERSION": "2", "ACCELERATE_MIXED_PRECISION": "fp16"}
 OFFLOADED = {"FSDP_VERSION": "2", "FSDP_OFFLOAD_PARAMS": "True"}
@@ -90,10 +92,17 @@ OFFLOADED = {"FSDP_VERSION": "2", "FSDP_OFFLOAD_PARAMS": "True"}
         (copies(2, 2, WORLD_SIZE="8"), False, "2 copies .* in 2 parts .* fit 8 processes"),
         (copies(2, 1, WORLD_SIZE="2"), False, "2 copies of the model .* in 1 parts"),
         (copies(1, 2), False, "does not fit 1 processes"),
+        (copies(2, 2, WORLD_SIZE="4", PET_NNODES="1:2"), False, "give a fixed --nnodes, or shard"),
+        (copies(2, 2, WORLD_SIZE="4", PET_NNODES="2"), False, None),
+        *(
+            (copies(1, 2, WORLD_SIZE="2") | {f"PARALLELISM_CONFIG_{kind}_SIZE": "2"}, True, TENSOR)
+            for kind in ("TP", "CP", "SP")
+        ),
+        ({**copies(1, 1, WORLD_SIZE="1"), "ACCELERATE_USE_FSDP": "FALSE"}, False, TENSOR),
     ],
 )
 def test_a_kind_of_sharding_that_is_not_supported_is_refused(variables, on_cpu, says, environment):
-    environment(variables | ASKED)
+    environment(ASKED | variables)
     with (
         contextlib.nullcontext() if says is None else pytest.raises(UserError, match=says) as error
     ):

@@ -18,7 +18,7 @@ from utils.run.failures import UserError
 
 NAMES = (
     "RANK WORLD_SIZE LOCAL_WORLD_SIZE GROUP_WORLD_SIZE MASTER_ADDR ACCELERATE_USE_CPU "
-    "ACCELERATE_USE_FSDP GLOO_SOCKET_IFNAME"
+    "ACCELERATE_USE_FSDP ACCELERATE_USE_PARALLELISM_CONFIG GLOO_SOCKET_IFNAME"
 ).split()
 
 
@@ -86,14 +86,15 @@ def test_a_launch_that_asks_for_the_cpu_gets_it(how, set_up, launched):
     assert set_up(8) == (True, "set_up_cpu", name, True, {"training": False})
 
 
-def test_only_a_script_that_shards_is_sharded(set_up, launched):
-    launched("--config_file configs/fsdp.yaml", ACCELERATE_USE_FSDP="TRUE")
+@pytest.mark.parametrize("kind", ["FSDP", "PARALLELISM_CONFIG"])
+def test_only_a_script_that_shards_is_sharded(kind, set_up, launched):
+    launched("--config_file configs/fsdp.yaml", **{f"ACCELERATE_USE_{kind}": "TRUE"})
     assert set_up(2, shards=True)[0] is False
     with pytest.raises(UserError) as error:
         set_up(2)
     assert str(error.value) == (
         "fsdp.yaml shards the model, which train_a.py does not support: use a configuration "
-        "without fsdp"
+        "without fsdp and parallelism_config"
     )
 
 

@@ -2,6 +2,9 @@
 
 import numpy as np
 import pytest
+
+transformers = pytest.importorskip("transformers")
+
 from harness.chats import make_tokenizer, say
 
 from utils.data.cache_files import path_in_cache

@@ -38,11 +38,11 @@ def set_up(args=None, shards=False):
             that is not supported. (`print_banner` checks bf16.)
     """
     set_gloo_interface()
-    sharded = os.environ.get("ACCELERATE_USE_FSDP", "false").lower() == "true"
-    if sharded and not shards:
+    sharding = [f"ACCELERATE_USE_{kind}" for kind in ("FSDP", "PARALLELISM_CONFIG")]
+    if "true" in [os.environ.get(name, "").lower() for name in sharding] and not shards:
         raise UserError(
             f"{config_name()} shards the model, which {os.path.basename(sys.argv[0])} does not "
-            "support: use a configuration without fsdp"
+            "support: use a configuration without fsdp and parallelism_config"
         )
     # The launcher passes `use_cpu` on only if it starts a single process; for several, read it from
     # the YAML file.

@@ -6,6 +6,13 @@ import os
 from utils.run import launch, launcher
 
 
+def machines():
+    """The fewest and the most machines of this launch (int); None: their number is fixed."""
+    nodes = launcher.option("--nnodes") or os.environ.get("PET_NNODES", "")
+    fewest, _, most = nodes.partition(":")
+    return (int(fewest), int(most)) if most else None
+
+
 def possible_processes(accelerator):
     """The numbers of processes that this launch can have, in ascending order.
 
@@ -13,13 +20,11 @@ def possible_processes(accelerator):
     and the run continues with those that are there. Machines with different numbers of processes
     are not supported.
     """
-    machines = int(os.environ.get("GROUP_WORLD_SIZE", 1))
-    nodes = launcher.option("--nnodes") or os.environ.get("PET_NNODES", "")
-    fewest, _, most = nodes.partition(":")
-    if not most or accelerator.num_processes % machines:
+    present, possible = int(os.environ.get("GROUP_WORLD_SIZE", 1)), machines()
+    if not possible or accelerator.num_processes % present:
         return [accelerator.num_processes]
-    each = accelerator.num_processes // machines
-    return [each * count for count in range(int(fewest), int(most) + 1)]
+    each = accelerator.num_processes // present
+    return [each * count for count in range(possible[0], possible[1] + 1)]
 
 
 def check(accelerator, batch_size, gradient_accumulation_steps):

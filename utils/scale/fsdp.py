@@ -15,7 +15,7 @@ from torch.distributed.fsdp.wrap import transformer_auto_wrap_policy
 
 from utils.run import launch
 from utils.run.failures import UserError
-from utils.scale import patches, shards
+from utils.scale import elastic, patches, shards
 
 
 def requested():
@@ -31,13 +31,19 @@ def set_up(on_cpu):
     Args: on_cpu (bool): what `launch.set_up` returned.
 
     Raises:
-        UserError: FSDP1; hybrid sharding (HSDP) of a number of processes that does not fit; fp16;
-            on a CPU also `fsdp_offload_params`, and a release of Accelerate that cannot be made to
-            shard there.
+        UserError: FSDP1; tensor or context parallelism; hybrid sharding (HSDP) of a number of
+            processes that does not fit, or may change; fp16; on a CPU also `fsdp_offload_params`,
+            and a release of Accelerate that cannot be made to shard there.
     """
+    config = launch.config_name()
+    hybrid = os.environ.get("ACCELERATE_USE_PARALLELISM_CONFIG", "false").lower() == "true"
+    if hybrid and (not requested() or any(_size(kind) > 1 for kind in ("TP", "CP", "SP"))):
+        raise UserError(
+            f"{config} asks for tensor, context or sequence parallelism, which these scripts do "
+            "not support: shard the model with FSDP alone, as 8gpu_fsdp.yaml does"
+        )
     if not requested():
         return
-    config = launch.config_name()
     if os.environ.get("FSDP_VERSION") != "2":
         raise UserError(
             f"{config} asks for FSDP1, which these scripts do not support: set fsdp_version: 2 in "
@@ -45,7 +51,7 @@ def set_up(on_cpu):
         )
     # The scripts build the weights on the main process only.
     os.environ["FSDP_CPU_RAM_EFFICIENT_LOADING"] = "true"
-    if os.environ.get("ACCELERATE_USE_PARALLELISM_CONFIG", "false").lower() == "true":
+    if hybrid:
         _check_hybrid(config)
     if not on_cpu:
         if os.environ.get("ACCELERATE_MIXED_PRECISION") == "fp16":
@@ -68,10 +74,17 @@ def set_up(on_cpu):
     patches.shard_on_cpu()
 
 
+def _size(kind):
+    return int(os.environ.get(f"PARALLELISM_CONFIG_{kind}_SIZE", 1))
+
+
 def _check_hybrid(config):
-    copies, parts = (
-        int(os.environ[f"PARALLELISM_CONFIG_DP_{size}_SIZE"]) for size in ("REPLICATE", "SHARD")
-    )
+    copies, parts = _size("DP_REPLICATE"), _size("DP_SHARD")
+    if elastic.machines():
+        raise UserError(
+            f"{config} makes a fixed number of copies of the model (dp_replicate_size), and the "
+            "number of machines may change: give a fixed --nnodes, or shard without copies"
+        )
     processes = int(os.environ.get("WORLD_SIZE", 1))
     if parts == 1 or copies * parts != processes:
         raise UserError(

@@ -140,6 +140,22 @@ def test_what_is_left_out_is_said(tokenizer, tmp_path):
     assert "2 dropped" in dropped and "truncated" not in dropped
 
 
+def test_keys_of_messages_that_nothing_reads_are_named(tokenizer, tmp_path):
+    rows = [{"messages": say("u hello", "a what")} for _ in range(4)]
+    rows[1]["messages"][1] |= {"weight": 1, "trian": False, "score": 3}
+    rows[2]["messages"][0]["time zone"] = "here"
+    path = write(tmp_path / "a.jsonl", rows)
+    line = "not read, as the chat template does not: 'score', 'time zone', 'trian'"
+    assert line in load(path, tokenizer, 64).details
+    tokenizer = make_tokenizer()
+    tokenizer.chat_template += "{# score, trian, time #}"
+    assert (
+        line.replace("'score', ", "").replace(", 'trian'", "") in load(path, tokenizer, 64).details
+    )
+    details = load(chats(tmp_path / "b.jsonl"), tokenizer, 64).details
+    assert not any("not read" in line for line in details)
+
+
 def test_empty_documents_are_left_out(tokenizer, tmp_path):
     rows = [{"text": text} for text in ("hello", "", None, " \n", "world", "what")]
     corpus = load(write(tmp_path / "a.jsonl", rows), tokenizer, 8)

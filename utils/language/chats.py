@@ -16,6 +16,7 @@ every day and machine.
 
 import datetime
 import functools
+import itertools
 import json
 import re
 from typing import NamedTuple
@@ -32,6 +33,7 @@ OPEN, CLOSE = "\uf8f0", "\uf8f1"
 TODAY = datetime.datetime(2026, 1, 1)
 # How templates ask for the date, as those of Llama 3.2 and SmolLM3 do.
 ROLES = {"human": "user", "gpt": "assistant", "bot": "assistant"}  # of other formats
+KEYS = {"role", "content", "tool_calls", "weight", "train"}  # of messages, which are read here
 CLOCK = re.compile(r"""strftime_now\(\s*(["'])(.*?)\1\s*\)""")
 
 
@@ -215,6 +217,20 @@ def check_messages(messages, where, column="messages"):
         kind = type(messages).__name__
         raise UserError(f"the {column} of {where} is no text or list of messages, but {kind}")
     return [_check(message, f"message {i} of {where}") for i, message in enumerate(messages)]
+
+
+def unread_keys(rows, template, most=1000):
+    """The keys of messages that nothing reads, in the first `most` rows; `template` may read some.
+
+    Returns:
+        list[str].
+    """
+    columns = ("messages", "prompt", "completion")
+    values = [row.get(name) for row in itertools.islice(rows, most) if row for name in columns]
+    messages = [m for value in values if isinstance(value, list) for m in value]
+    keys = {str(key) for message in messages if isinstance(message, dict) for key in message}
+    read = KEYS | set(re.findall(r"\w+", str(template)))
+    return sorted(key for key in keys if not set(re.findall(r"\w+", key)) <= read)
 
 
 def _check(message, where):

@@ -11,10 +11,12 @@ import numpy as np
 from utils.data import splits as split_names
 from utils.data.permutation import sample_seed
 from utils.language.blocks import Stream
+from utils.language.chats import unread_keys
 from utils.language.conversations import Encoder
 from utils.language.documents import find_documents
 from utils.language.packing import Documents, join_segments
 from utils.language.tokenizing import tokenize
+from utils.run.domains import shown
 from utils.run.failures import UserError
 from utils.run.output import plural
 
@@ -83,6 +85,8 @@ def load_tokens(name, settings):
         held_out = np.isin(train.rows, hold_out(used.rows, used.digests, share, seed))
         tables = {"train": train.select(~held_out), "val": train.select(held_out)}
     splits, details = {}, [*documents.details]
+    if unread := unread_keys(documents.splits["train"], settings.tokenizer.chat_template):
+        details.append(f"not read, as the chat template does not: {', '.join(map(shown, unread))}")
     for split, table in tables.items():
         used = table.select(table.has_tokens)
         splits[split], counts = settings.pack(used.stream, used.documents, kind)

@@ -412,8 +412,7 @@ def main():
     accelerator = Accelerator(cpu=on_cpu, **launch.accelerator_options(args), **trackers.options())
     accumulation = args.gradient_accumulation_steps
     launch.print_banner(accelerator)
-    micro_batch_size = launch.divide_batch(accelerator, args.batch_size, accumulation)
-    elastic.check(accelerator, args.batch_size, accumulation)
+    micro_batch_size = elastic.divide_batch(accelerator, args.batch_size, accumulation)
     data, description = load_data(accelerator, args)
     # Validation data is held out of training and chooses a checkpoint. The test split never does.
     held_out = "val" if "val" in data.splits else "test"

@@ -567,8 +567,7 @@ def connect(args):
     trackers = Trackers(args)
     accelerator = Accelerator(cpu=on_cpu, **launch.accelerator_options(args), **trackers.options())
     launch.print_banner(accelerator)
-    launch.divide_batch(accelerator, args.batch_size, args.gradient_accumulation_steps)
-    elastic.check(accelerator, args.batch_size, args.gradient_accumulation_steps)
+    elastic.divide_batch(accelerator, args.batch_size, args.gradient_accumulation_steps)
     fsdp.configure(accelerator)
     return accelerator, trackers
 

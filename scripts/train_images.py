@@ -216,8 +216,7 @@ def fit_batch(accelerator, data, args):
     power = 1 if args.optimizer == "sgd" else 0.5
     args = flags.fit_batch(args, len(data.splits["train"]), power)
     accumulation = args.gradient_accumulation_steps
-    micro_batch_size = launch.divide_batch(accelerator, args.batch_size, accumulation)
-    elastic.check(accelerator, args.batch_size, accumulation)
+    micro_batch_size = elastic.divide_batch(accelerator, args.batch_size, accumulation)
     if args.overfit_batch:
         batch = data.splits["train"].subsample(args.batch_size)
         data.splits = {"train": batch, "val": batch}

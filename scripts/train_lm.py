@@ -219,8 +219,7 @@ def fit_batch(accelerator, data, args):
     """
     blocks = None if isinstance(data.train_set, list) else len(data.train_set)
     args = flags.fit_batch(args, blocks, 0.5, f"blocks of {args.block_size} tokens")
-    launch.divide_batch(accelerator, args.batch_size, args.gradient_accumulation_steps)
-    elastic.check(accelerator, args.batch_size, args.gradient_accumulation_steps)
+    elastic.divide_batch(accelerator, args.batch_size, args.gradient_accumulation_steps)
     if args.overfit_batch:
         batch = data.train_set.first(args.batch_size)
         name = next(iter(data.eval_sets))

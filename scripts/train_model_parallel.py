@@ -372,9 +372,8 @@ def main():
     check_gpus(accelerator, stages)
     accumulation = args.gradient_accumulation_steps
     launch.print_banner(accelerator)
-    micro_batch_size = launch.divide_batch(accelerator, args.batch_size, accumulation)
+    micro_batch_size = elastic.divide_batch(accelerator, args.batch_size, accumulation)
     check_micro_batches(micro_batch_size, args.micro_batches)
-    elastic.check(accelerator, args.batch_size, accumulation)
     data, held_out, description = load_data(accelerator, args)
     train_set = data.splits["train"]
     plan = Plan.from_args(args, len(train_set))

@@ -27,24 +27,25 @@ def possible_processes(accelerator):
     return [each * count for count in range(possible[0], possible[1] + 1)]
 
 
-def check(accelerator, batch_size, gradient_accumulation_steps):
-    """Checks that every possible number of processes divides the global batch, and says which.
+def divide_batch(accelerator, batch_size, gradient_accumulation_steps):
+    """As `launch.divide_batch`, for each number of processes that this launch can have.
 
     Raises:
-        UserError: one does not; the message suggests the nearest sizes that all divide.
+        UserError: one does not divide the batch; the message suggests the nearest sizes that all
+            divide.
     """
     possible = possible_processes(accelerator)
-    if len(possible) == 1:
-        return
-    parts = math.lcm(*possible) * gradient_accumulation_steps
-    accumulation = f"{gradient_accumulation_steps} accumulation step(s)"
-    of_what = f"{either(possible)} process(es) x {accumulation}"
-    launch.check_division(batch_size, parts, of_what)
-    if accelerator.is_main_process:
+    if len(possible) > 1:
+        parts = math.lcm(*possible) * gradient_accumulation_steps
+        accumulation = f"{gradient_accumulation_steps} accumulation step(s)"
+        launch.check_division(batch_size, parts, f"{either(possible)} process(es) x {accumulation}")
+    micro_batch_size = launch.divide_batch(accelerator, batch_size, gradient_accumulation_steps)
+    if len(possible) > 1 and accelerator.is_main_process:
         print(
             "elastic training: when machines leave or join, the run continues from its last "
             f"checkpoint with {either(possible)} processes"
         )
+    return micro_batch_size
 
 
 def either(counts):

@@ -503,6 +503,7 @@ def use_trained(args):
 MAY_CHANGE = flags.MAY_CHANGE | {
     "activation_checkpointing",
     "attention",
+    "export_dtype",
     "prompts",
     "generate",
     "prompt",
@@ -526,11 +527,20 @@ tokenizer = AutoTokenizer.from_pretrained("adapter")
 
 
 def export(accelerator, folder, model, tokenizer):
-    """Writes the weights of the model, or of its adapter; call it on every process."""
-    state = accelerator.get_state_dict(model)  # under FSDP gathered from all processes
+    """Writes the weights of the model, or of its adapter; call it on every process.
+
+    Rounds the weights to what is written, so that the evaluation that follows is of that.
+    """
     unwrapped = accelerator.unwrap_model(model)
+    adapters.round_weights(unwrapped)
+    is_adapter = hasattr(unwrapped, "peft_config")
+    sharded = accelerator.is_fsdp2 and not is_adapter
+    if sharded and adapters.export_shards(accelerator, folder, unwrapped, tokenizer):
+        return
+    state = accelerator.get_state_dict(model)  # under FSDP gathered from all processes
+    dtype = None if is_adapter else unwrapped.export_dtype
     # The others wait here, and not in a collective that times out.
-    run_on_main(accelerator, lambda: adapters.export(folder, unwrapped, state, tokenizer))
+    run_on_main(accelerator, lambda: adapters.export(folder, unwrapped, state, tokenizer, dtype))
 
 
 def write_outputs(accelerator, run, model, tokenizer, prompts, args):
@@ -749,6 +759,14 @@ def parse_args():
         help="dtype of the weights; bfloat16 only with LoRA, for the frozen ones (default: "
         "float32; of frozen ones that of their files). The configuration of the launcher sets the "
         "precision of the computation",
+    )
+    group.add_argument(
+        "--export_dtype",
+        choices=["auto", "float32", "bfloat16"],
+        default="auto",
+        help="dtype of the exported weights; auto: that of the files of --model, float32 for new "
+        "weights. The last evaluation is of the exported weights; adapters are float32, and so is "
+        "what --merge writes",
     )
     group.add_argument(
         "--attention",

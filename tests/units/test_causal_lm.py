@@ -21,7 +21,7 @@ def saved(folder, config):
 
 
 def load_model(name="tiny", config=None, accelerator=None, **options):
-    defaults = dict(attention="auto", dtype=None, from_scratch=True, seed=0)
+    defaults = dict(attention="auto", dtype=None, export_dtype="auto", from_scratch=True, seed=0)
     options = defaults | dict(lora_rank=0, adapter=None) | options
     args, config = SimpleNamespace(model=name, **options), config or make_config("llama")
     return causal_lm.load_model(accelerator or fakes.accelerator(), config, args)

@@ -61,7 +61,7 @@ from utils.run.arguments import Parser, frozen
 from utils.run.collectives import run_on_all, run_on_main
 from utils.run.domains import number
 from utils.run.failures import UserError, optional
-from utils.run.files import write_text
+from utils.run.files import read_json, write_text
 from utils.run.folder import RunFolder
 from utils.run.guard import Guard
 from utils.run.output import notice, plural
@@ -677,6 +677,8 @@ def is_on_hub(name):
 def describe_model(args, folder):
     """What the model card says about a model, for `model_card.write`."""
     part = "adapter" if (folder / "adapter").is_dir() else "model"
+    settings = read_json(folder / part / "config.json") or {}
+    dtype = f", in {settings['dtype']}, which the scores are of" if "dtype" in settings else ""
     metadata = {}
     if is_on_hub(args.model) and not args.from_scratch:
         metadata["base_model"] = args.model
@@ -687,7 +689,7 @@ def describe_model(args, folder):
         "library": "peft" if part == "adapter" else "transformers",
         "task": "text-generation",
         "metadata": metadata,
-        "weights": f"The folder `{part}` has the weights and the tokenizer.",
+        "weights": f"The folder `{part}` has the weights{dtype}, and the tokenizer.",
         "usage": USAGE[part],
     }
 

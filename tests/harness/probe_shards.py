@@ -1,11 +1,12 @@
 """Loads a language model sharded over processes and exports it, as train_lm.py does; reports memory.
 
     accelerate launch --config_file accelerate_configs/4gpu_fsdp.yaml tests/harness/probe_shards.py \
-        BASE OUT [--to KEY=VALUE]
+        BASE OUT [whole]
 
 Writes `rank_N.json` to OUT: bytes of `shard` and `largest` parameter, and by how much the memory of
 the process grew at most while it was `loading` and `exporting`. That is RssAnon: pages of mapped
-files are shared by all processes, and the kernel takes them back.
+files are shared by all processes, and the kernel takes them back. With `whole`, the main process
+reads all weights and gathers them, as it does for models that transformers converts.
 """
 
 import contextlib
@@ -19,8 +20,6 @@ sys.path.insert(1, str(Path(__file__).resolve().parents[2]))
 import torch
 from accelerate import Accelerator
 
-from scripts import train_lm
-from utils.language import causal_lm, sharded_files
 from utils.run import launch
 from utils.run.collectives import run_on_all, wait_for_all
 from utils.scale import fsdp
@@ -51,6 +50,9 @@ def growth(report, name):
 
 
 def main(base, out, how="slices"):
+    from scripts import train_lm
+    from utils.language import causal_lm, sharded_files
+
     args = SimpleNamespace(
         model=base, export_dtype="auto", attention="auto", dtype=None, from_scratch=False, seed=0,
         lora_rank=0, adapter=None, activation_checkpointing=False, lr=1e-3, weight_decay=0.0,

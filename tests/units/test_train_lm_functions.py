@@ -200,6 +200,9 @@ def test_the_card_names_what_is_on_the_hub(script, part, tmp_path, monkeypatch):
     assert card["library"] == {"model": "transformers", "adapter": "peft"}[part]
     assert f'from_pretrained("{part}")' in card["usage"] and f"`{part}`" in card["weights"]
     assert card["task"] == "text-generation" and "language model" in card["title"]
+    assert card["weights"] == f"The folder `{part}` has the weights, and the tokenizer."
+    (tmp_path / part / "config.json").write_text('{"dtype": "bfloat16"}')
+    assert "weights, in bfloat16, which the" in script.describe_model(args, tmp_path)["weights"]
     for args.model, args.from_scratch in (("a/b", True), ("mine", False), ("tiny", False)):
         assert script.describe_model(args, tmp_path)["metadata"] == {"datasets": ["c/d"]}
 

@@ -43,7 +43,7 @@ def build_empty(config, options):
     for module in model.modules():
         for name, weight in list(module.named_parameters(recurse=False)):
             like = torch.empty_like(weight, device="cpu")
-            setattr(module, name, nn.Parameter(like, requires_grad=weight.requires_grad))
+            setattr(module, name, nn.Parameter(like))
     model.tie_weights()
     return model
 
@@ -186,10 +186,7 @@ def lay_out(folder, model, dtype):
         for name, weight in state.items()
         if name not in twice
     }
-    pattern = SINGLE.replace(".", "{suffix}.")
-    split = split_torch_state_dict_into_shards(
-        sizes, filename_pattern=pattern, max_shard_size=SHARD_SIZE
-    )
+    split = split_torch_state_dict_into_shards(sizes, max_shard_size=SHARD_SIZE)
     if split.is_sharded:
         metadata = {"total_parameters": model.num_parameters(), **split.metadata}
         weight_map = dict(sorted(split.tensor_to_filename.items()))

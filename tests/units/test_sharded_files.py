@@ -6,6 +6,7 @@ from functools import partial
 import pytest
 import torch
 import torch.distributed as dist
+from accelerate.utils import fsdp_utils
 from harness.language_models import make_model
 from harness.worlds import in_group
 from safetensors.torch import load_file, save_file
@@ -14,6 +15,7 @@ from torch.distributed.fsdp import fully_shard
 transformers = pytest.importorskip("transformers")
 
 from utils.language import adapters, sharded_files
+from utils.scale import patches
 
 MODELS = {"llama": dict(), "qwen3": dict(head_dim=2)}  # tied; vectors of 2 rows
 OPTIONS = dict(dtype=torch.float32, attn_implementation="sdpa")
@@ -223,6 +225,13 @@ def test_an_empty_model_is_made_ready_for_prepare(tmp_path, monkeypatch):
     assert sharded_files.read_in_prepare(empty, tmp_path, tmp_path) and len(used) == 2
     change(tmp_path, lambda state: state.update(more=torch.ones(1)))
     assert not sharded_files.read_in_prepare(empty, tmp_path, tmp_path) and len(used) == 2
+
+
+def test_prepare_calls_what_is_to_load_a_sharded_model(monkeypatch):
+    load = fsdp_utils.fsdp2_load_full_state_dict
+    monkeypatch.setattr(fsdp_utils, "fsdp2_load_full_state_dict", load)
+    patches.load_shards_with("mine")
+    assert fsdp_utils.fsdp2_load_full_state_dict == "mine"
 
 
 def test_only_rows_can_be_written(tmp_path):

@@ -65,7 +65,7 @@ def main(base, out, how="slices"):
     if how == "whole":
         sharded_files.keeps_names = lambda model: False
     tokenizer = causal_lm.load_tokenizer(base)
-    config = causal_lm.load_config(base, tokenizer, 128)
+    config = causal_lm.load_config(base, tokenizer, 64)
     wait_for_all(accelerator)
     report = {}
     with growth(report, "loading"):

@@ -145,6 +145,15 @@ def test_an_export_has_the_dtype_that_is_asked_for(dtype, tmp_path):
             assert one.read_bytes() == other.read_bytes()
 
 
+def test_a_large_model_is_exported_in_several_files(tmp_path, monkeypatch):
+    monkeypatch.setattr(adapters.sharded_files, "SHARD_SIZE", "20KB")
+    model = make_model("qwen3")
+    adapters.export(tmp_path, model, model.state_dict(), causal_lm.byte_tokenizer())
+    assert len([*(tmp_path / "model").glob("*.safetensors")]) > 3
+    loaded = adapters.load_trained(tmp_path)[0].state_dict()
+    assert all(torch.equal(value, loaded[key]) for key, value in model.state_dict().items())
+
+
 def test_what_is_evaluated_last_is_what_is_exported():
     """Only what is exported: the adapter of a frozen model stays as it is."""
     model, drawn = make_model("llama"), make_model("llama").state_dict()

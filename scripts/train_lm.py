@@ -61,7 +61,7 @@ from utils.run.arguments import Parser, frozen
 from utils.run.collectives import run_on_all, run_on_main
 from utils.run.domains import number
 from utils.run.failures import UserError, optional
-from utils.run.files import write_text
+from utils.run.files import read_json, write_text
 from utils.run.folder import RunFolder
 from utils.run.guard import Guard
 from utils.run.output import notice, plural
@@ -500,6 +500,7 @@ def use_trained(args):
 MAY_CHANGE = flags.MAY_CHANGE | {
     "activation_checkpointing",
     "attention",
+    "export_dtype",
     "prompts",
     "generate",
     "prompt",
@@ -522,11 +523,20 @@ TEXT = 'inputs = tokenizer("Hello", return_tensors="pt")'
 
 
 def export(accelerator, folder, model, tokenizer):
-    """Writes the weights of the model, or of its adapter; call it on every process."""
-    state = accelerator.get_state_dict(model)  # under FSDP gathered from all processes
+    """Writes the weights of the model, or of its adapter; call it on every process.
+
+    Rounds the weights to what is written, so that the evaluation that follows is of that.
+    """
     unwrapped = accelerator.unwrap_model(model)
+    adapters.round_weights(unwrapped)
+    is_adapter = hasattr(unwrapped, "peft_config")
+    sharded = accelerator.is_fsdp2 and not is_adapter
+    if sharded and adapters.export_shards(accelerator, folder, unwrapped, tokenizer):
+        return
+    state = accelerator.get_state_dict(model)  # under FSDP gathered from all processes
+    dtype = None if is_adapter else unwrapped.export_dtype
     # The others wait here, and not in a collective that times out.
-    run_on_main(accelerator, lambda: adapters.export(folder, unwrapped, state, tokenizer))
+    run_on_main(accelerator, lambda: adapters.export(folder, unwrapped, state, tokenizer, dtype))
 
 
 def write_outputs(accelerator, run, model, tokenizer, prompts, args):
@@ -666,11 +676,13 @@ def describe_model(args, folder, kind):
 
     Args: kind (str): of its documents.
     """
-    folder = "adapter" if (folder / "adapter").is_dir() else "model"
-    library, loader = ("transformers", "AutoModelForCausalLM")
-    if folder == "adapter":
-        library, loader = ("peft", "AutoPeftModelForCausalLM")
+    part = "adapter" if (folder / "adapter").is_dir() else "model"
+    library, loader = "transformers", "AutoModelForCausalLM"
+    if part == "adapter":
+        library, loader = "peft", "AutoPeftModelForCausalLM"
     inputs = CHAT if kind == "messages" else TEXT
+    settings = read_json(folder / part / "config.json") or {}
+    dtype = f", in {settings['dtype']}, which the scores are of" if "dtype" in settings else ""
     metadata = {}
     if is_on_hub(args.model) and not args.from_scratch:
         metadata["base_model"] = args.model
@@ -681,8 +693,8 @@ def describe_model(args, folder, kind):
         "library": library,
         "task": "text-generation",
         "metadata": metadata,
-        "weights": f"The folder `{folder}` has the weights and the tokenizer.",
-        "usage": USAGE.format(library=library, loader=loader, folder=folder, inputs=inputs),
+        "weights": f"The folder `{part}` has the weights{dtype}, and the tokenizer.",
+        "usage": USAGE.format(library=library, loader=loader, folder=part, inputs=inputs),
     }
 
 
@@ -753,6 +765,14 @@ def parse_args():
         help="dtype of the weights; bfloat16 only with LoRA, for the frozen ones (default: "
         "float32; of frozen ones that of their files). The configuration of the launcher sets the "
         "precision of the computation",
+    )
+    group.add_argument(
+        "--export_dtype",
+        choices=["auto", "float32", "bfloat16"],
+        default="auto",
+        help="dtype of the exported weights; auto: that of the files of --model, float32 for new "
+        "weights. The last evaluation is of the exported weights; adapters are float32, and so is "
+        "what --merge writes",
     )
     group.add_argument(
         "--attention",

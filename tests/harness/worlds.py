@@ -4,6 +4,7 @@ import contextlib
 import os
 import pickle
 import sys
+import tempfile
 import threading
 from types import SimpleNamespace
 
@@ -164,6 +165,30 @@ def in_forks(function, count=1):
         for name, function_name in calls:
             code = SimpleNamespace(co_filename=name, co_qualname=function_name)
             trace(SimpleNamespace(f_code=code), "call", None)
+    return results
+
+
+def in_group(function, count, sizes=None):
+    """Calls `function(accelerator, mesh)` in so many processes; returns what it returned.
+
+    Args: sizes (tuple[int]): of the mesh; by default it has one dimension.
+    """
+    with tempfile.TemporaryDirectory() as folder:
+
+        def process(rank):
+            store = dist.FileStore(f"{folder}/store", count)
+            dist.init_process_group("gloo", store=store, rank=rank, world_size=count)
+            mesh = dist.init_device_mesh(
+                "cpu", sizes or (count,), mesh_dim_names=("copies", "parts")[-len(sizes or "1") :]
+            )
+            result = function(accelerator(count, rank, is_fsdp2=True), mesh)
+            dist.barrier()
+            return result
+
+        results = in_forks(process, count)
+    for result in results:
+        if isinstance(result, BaseException):
+            raise result
     return results
 
 

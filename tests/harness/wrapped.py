@@ -195,6 +195,7 @@ BEFORE = {
     "silent_loader": (WINDOW, lambda: time.sleep(3600)),
     "slow_export": ("utils.run.weights.export", lambda: time.sleep(20)),
     "slow_model_export": ("utils.language.adapters.export", lambda: time.sleep(20)),
+    "slow_slices": ("utils.language.sharded_files.write", lambda: time.sleep(20)),
     "slow_save": (SAVE, lambda: time.sleep(6)),
     "signals_in_slow_save": (SAVE, send(signal.SIGTERM, signal.SIGTERM, seconds=3)),
     "ctrl_c_twice_in_save": (SAVE, send(signal.SIGINT, signal.SIGINT)),

@@ -73,15 +73,22 @@ def test_a_process_that_hangs_is_named_before_the_time_out(tmp_path):
         ("slow_export", GPT, "--n_layer 1 --n_head 1 --n_embd 16 --block_size 16 --batch_size 4"),
         ("slow_export", "scripts/train_images.py", "--model squeezenet1_1 --image_size 32"),
         ("slow_model_export", "scripts/train_lm.py", "--block_size 64 --batch_size 4"),
+        ("slow_slices", "scripts/train_lm.py", "--block_size 64 --batch_size 4"),
     ],
 )
 def test_what_one_process_does_alone_may_take_longer_than_the_time_out(
     fault, script, words, tmp_path
 ):
     """The others do not wait for it in a collective of the evaluation that follows."""
-    if fault == "slow_model_export":
+    if script == "scripts/train_lm.py":
         pytest.importorskip("peft")
+    config, options = "2cpu", {}
+    if fault == "slow_slices":
+        config, options["launcher"] = (
+            "4gpu_fsdp",
+            ("--mixed_precision", "no", "--num_processes", "2"),
+        )
     words = f"{words} --dataset synthetic --max_train_steps 2 --timeout 14 --track none"
     words = [f"{fault}@1:0", script, *words.split()]
-    run("2cpu", "tests/harness/wrapped.py", words, output_dir=tmp_path)
+    run(config, "tests/harness/wrapped.py", words, output_dir=tmp_path, **options)
     assert status(tmp_path)["state"] == "finished"

@@ -5,6 +5,7 @@ import math
 import os
 import re
 import shutil
+import sys
 from hashlib import sha256
 
 import pytest
@@ -18,6 +19,7 @@ transformers = pytest.importorskip("transformers")
 peft = pytest.importorskip("peft")
 
 LM, EVALUATE = "scripts/train_lm.py", "scripts/evaluate.py"
+PROBE = "tests/harness/probe_shards.py"
 MODEL = "--block_size 128 --batch_size 8"
 SMALL = f"{MODEL} --max_train_steps 12 --log_every 1 --eval_every 6 --checkpoint_every 4 --eval_samples 3"
 # A model with dropout is in the slow tests, and in test_train_lm_loop.py.
@@ -218,6 +220,7 @@ SHARDED = dict(launcher=("--mixed_precision", "no", "--num_processes", "2"))
 CONTINUED = {
     "lora": ("cpu", f"--model {{base}} {LORA}", {}),
     "sharded": ("4gpu_fsdp", SMALL, SHARDED),
+    "pretrained": ("4gpu_fsdp", f"--model {{base}} {SMALL}", SHARDED),
     "qwen3": ("2cpu", f"{SMALL} {IN_PARTS}", {}),
 }
 
@@ -234,17 +237,55 @@ def test_every_kind_of_model_continues_exactly(name, lm, chats, tmp_path):
         transformers.AutoConfig.for_model(name, **sizes).save_pretrained(tmp_path / "config")
         make_tokenizer().save_pretrained(tmp_path / "config")
         words += f" --model {tmp_path / 'config'} --from_scratch"
+    if name == "pretrained":
+        base = shutil.copytree(lm.folder / "model", tmp_path / "base")
+        load(base).to(torch.bfloat16).save_pretrained(base)
+        words = words.replace(str(lm.folder / "model"), str(base))
     whole, killed = tmp_path / "whole", tmp_path / "killed"
     run(config, LM, words, output_dir=whole, **options)
     run_killed(config, words, killed, **options)
     assert weights(killed) == weights(whole)
     one = lm.folder
-    if name == "qwen3":
+    if name in ("qwen3", "pretrained"):
         run("cpu", LM, words, output_dir=tmp_path / "one")
         one = tmp_path / "one"
     if name != "lora":
-        load(whole / "model")
+        assert load(whole / "model").dtype == load(one / "model").dtype
         assert column(whole, "loss") == pytest.approx(column(one, "loss"), abs=1e-4)
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
+def test_no_process_of_a_sharded_run_holds_the_model(lm, tmp_path):
+    """The bound: its shard, twice the largest tensor, and 16 MiB for what a first use imports."""
+    sizes = dict(vocab_size=8192, hidden_size=512, intermediate_size=1536, num_hidden_layers=8)
+    sizes |= dict(num_attention_heads=8, num_key_value_heads=4, max_position_embeddings=128)
+    base = shutil.copytree(lm.folder / "model", tmp_path / "base")
+    model = transformers.AutoModelForCausalLM.from_config(transformers.LlamaConfig(**sizes))
+    model.save_pretrained(base)
+    for processes in (2, 8):
+        out = tmp_path / str(processes)
+        out.mkdir()
+        launcher = ("--mixed_precision", "no", "--num_processes", str(processes))
+        run("4gpu_fsdp", PROBE, [str(base), str(out)], launcher=launcher)
+        assert weights(out) == sha256((base / "model.safetensors").read_bytes()).hexdigest()
+    grown = [json.loads((out / f"rank_{rank}.json").read_text()) for rank in range(8)]
+    whole = sum(weight.nbytes for weight in model.parameters())
+    for seen in grown:
+        most = seen["shard"] + 2 * seen["largest"] + 2**24
+        assert most < whole / 2 and max(seen["loading"], seen["exporting"]) <= most, seen
+        assert seen["buffers"] == [value.double().sum().item() for value in model.buffers()]
+
+
+@pytest.mark.slow
+def test_the_score_of_a_sharded_run_is_that_of_its_rounded_export(lm, chats, tmp_path):
+    folder, words = tmp_path / "run", f"--dataset {chats} {SMALL} --export_dtype bfloat16"
+    run("4gpu_fsdp", LM, words, output_dir=folder, **SHARDED)
+    run("cpu", EVALUATE, f"{folder} --dataset {chats}", output_dir=tmp_path / "scores")
+    found, said = results(tmp_path / "scores")["val_loss"], results(folder)["val_loss"]
+    assert load(folder / "model").dtype == torch.bfloat16
+    assert found == pytest.approx(said, rel=1e-6)
+    assert abs(said - results(lm.folder)["val_loss"]) > 1e-5
 
 
 @pytest.mark.slow

@@ -6,7 +6,9 @@ import pytest
 import torch
 from harness.chats import CHATML, make_tokenizer
 from harness.language_models import make_model
+from harness.worlds import in_group
 from safetensors.torch import load_file, save_file
+from torch.distributed.fsdp import fully_shard
 
 transformers = pytest.importorskip("transformers")
 
@@ -121,6 +123,74 @@ def test_tied_weights_are_written_once(tmp_path):
     assert all(torch.equal(value, state[name]) for name, value in written.items())
     assert {path.name for path in tmp_path.iterdir()} == {"model"}
     assert not {path.name for path in (tmp_path / "model").iterdir()} & {"old", "older"}
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_an_export_has_the_dtype_that_is_asked_for(dtype, tmp_path):
+    """And is what transformers writes of such a model."""
+    model, tokenizer = make_model("qwen3"), causal_lm.byte_tokenizer()
+    state = model.state_dict() | {"counts": torch.tensor([2**30 + 1])}  # as of a buffer
+    adapters.export(tmp_path, model, state, tokenizer, dtype)
+    written = load_file(tmp_path / "model" / "model.safetensors")
+    assert written.pop("counts").item() == 2**30 + 1
+    save_file(written, tmp_path / "model" / "model.safetensors", metadata={"format": "pt"})
+    assert model.dtype == torch.float32
+    model.to(dtype).save_pretrained(tmp_path / "expected")
+    for name in ("config.json", "model.safetensors"):
+        one, other = (tmp_path / part / name for part in ("model", "expected"))
+        if name == "config.json":
+            one, other = (json.loads(file.read_text()) for file in (one, other))
+            assert one == other and one["dtype"] == str(dtype).split(".")[1]
+        else:
+            assert one.read_bytes() == other.read_bytes()
+
+
+def test_a_large_model_is_exported_in_several_files(tmp_path, monkeypatch):
+    monkeypatch.setattr(adapters.sharded_files, "SHARD_SIZE", "20KB")
+    model = make_model("qwen3")
+    adapters.export(tmp_path, model, model.state_dict(), causal_lm.byte_tokenizer())
+    assert len([*(tmp_path / "model").glob("*.safetensors")]) > 3
+    loaded = adapters.load_trained(tmp_path)[0].state_dict()
+    assert all(torch.equal(value, loaded[key]) for key, value in model.state_dict().items())
+
+
+def test_what_is_evaluated_last_is_what_is_exported():
+    """Only what is exported: the adapter of a frozen model stays as it is."""
+    model, drawn = make_model("llama"), make_model("llama").state_dict()
+    model.register_buffer("count", torch.tensor(2**30 + 1))
+    model.export_dtype = torch.bfloat16
+    adapters.round_weights(model)
+    assert model.count == 2**30 + 1
+    for name, weight in drawn.items():
+        found = model.state_dict()[name]
+        assert found.dtype == torch.float32 and torch.equal(found, weight.bfloat16().float()), name
+    model = make_model("llama")
+    model.export_dtype = torch.bfloat16
+    adapters.round_weights(lora(model=model))
+    state = model.state_dict()
+    assert torch.equal(state["model.norm.weight"], drawn["model.norm.weight"])
+    assert torch.equal(state["lm_head.weight"], drawn["lm_head.weight"])
+
+
+@pytest.mark.parametrize("name", ["llama", "mixtral"])
+def test_processes_export_a_sharded_model_together(name, tmp_path):
+    """Unless transformers has to join its weights first."""
+
+    def process(accelerator, mesh):
+        model, tokenizer = make_model(name), causal_lm.byte_tokenizer()
+        model.export_dtype = torch.bfloat16
+        model = fully_shard(model, mesh=mesh)
+        (tmp_path / "model").mkdir(exist_ok=True)
+        return adapters.export_shards(accelerator, tmp_path, model, tokenizer)
+
+    assert in_group(process, 2) == [name == "llama"] * 2
+    if name == "llama":
+        loaded, _, _ = adapters.load_trained(tmp_path)
+        assert loaded.dtype == torch.bfloat16 and [*tmp_path.iterdir()] == [tmp_path / "model"]
+        expected = make_model(name).to(torch.bfloat16).state_dict()
+        assert all(torch.equal(value, expected[key]) for key, value in loaded.state_dict().items())
+    else:
+        assert not [*(tmp_path / "model").iterdir()]
 
 
 @pytest.mark.parametrize("kind", ["prompt", None])

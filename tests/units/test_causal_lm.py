@@ -21,7 +21,7 @@ def saved(folder, config):
 
 
 def load_model(name="tiny", config=None, accelerator=None, **options):
-    defaults = dict(attention="auto", dtype=None, from_scratch=True, seed=0)
+    defaults = dict(attention="auto", dtype=None, export_dtype="auto", from_scratch=True, seed=0)
     options = defaults | dict(lora_rank=0, adapter=None) | options
     args, config = SimpleNamespace(model=name, **options), config or make_config("llama")
     return causal_lm.load_model(accelerator or fakes.accelerator(), config, args)
@@ -121,6 +121,28 @@ def test_other_processes_of_a_sharded_run_hold_no_weights():
     assert model.lm_head.weight.std() > 0.01
     shapes = [[weight.shape for weight in some.parameters()] for some in (model, empty)]
     assert shapes[0] == shapes[1]
+
+
+def test_processes_of_a_sharded_run_read_their_own_slices(tmp_path, monkeypatch, capfd):
+    """None holds weights before `prepare`; unless transformers has to convert them."""
+    used = []
+    monkeypatch.setattr(causal_lm.sharded_files.patches, "load_shards_with", used.append)
+    main, other = (fakes.accelerator(2, rank, is_fsdp2=True) for rank in (0, 1))
+    for name, reads in (("llama", 2), ("mixtral", 0)):
+        used.clear()
+        model = make_model(name)
+        model.save_pretrained(tmp_path / name)
+        models = [
+            load_model(str(tmp_path / name), model.config, who, from_scratch=False)
+            for who in (main, other)
+        ]
+        said = " ".join(capfd.readouterr())
+        assert len(used) == reads and ("the main process reads all of them" in said) == (not reads)
+        state = models[0].state_dict()
+        assert reads or torch.equal(state["lm_head.weight"], model.lm_head.weight)
+        assert [list(some.state_dict()) for some in models] == [list(model.state_dict())] * 2
+        if reads:
+            assert models[1].config.to_dict() == models[0].config.to_dict()
 
 
 @pytest.mark.parametrize(
@@ -269,3 +291,21 @@ def test_frozen_weights_have_the_dtype_of_their_files(options, dtype, tmp_path):
     model.save_pretrained(tmp_path)
     config = transformers.AutoConfig.from_pretrained(tmp_path)
     assert load_model(str(tmp_path), config, from_scratch=False, **options).dtype == dtype
+
+
+@pytest.mark.parametrize(
+    ("options", "dtype"),
+    [
+        ({}, torch.bfloat16),
+        ({"export_dtype": "float32"}, torch.float32),
+        ({"from_scratch": True}, torch.float32),
+        ({"from_scratch": True, "export_dtype": "bfloat16"}, torch.bfloat16),
+        ({"name": "tiny"}, torch.float32),
+    ],
+)
+def test_a_model_knows_the_dtype_of_its_export(options, dtype, tmp_path):
+    load_model().bfloat16().save_pretrained(tmp_path)
+    config = transformers.AutoConfig.from_pretrained(tmp_path)
+    options = {"name": str(tmp_path), "from_scratch": False} | options
+    model = load_model(config=config, **options)
+    assert (model.dtype, model.export_dtype) == (torch.float32, dtype)

@@ -201,6 +201,9 @@ def test_the_card_names_what_is_on_the_hub(script, part, kind, tmp_path, monkeyp
     assert f'from_pretrained("{part}")' in card["usage"] and f"`{part}`" in card["weights"]
     assert ("apply_chat_template" in card["usage"]) == (kind == "messages")
     assert card["task"] == "text-generation" and "language model" in card["title"]
+    assert card["weights"] == f"The folder `{part}` has the weights, and the tokenizer."
+    (tmp_path / part / "config.json").write_text('{"dtype": "bfloat16"}')
+    assert "weights, in bfloat16, which the" in script.describe_model(args, tmp_path)["weights"]
     for args.model, args.from_scratch in (("a/b", True), ("mine", False), ("tiny", False)):
         assert script.describe_model(args, tmp_path, kind)["metadata"] == {"datasets": ["c/d"]}
 

@@ -14,17 +14,16 @@ from peft import LoraConfig, PeftModel, get_peft_model, get_peft_model_state_dic
 from safetensors import safe_open
 from transformers import AutoConfig, AutoTokenizer
 
-from utils.language import causal_lm
+from utils.language import causal_lm, sharded_files
 from utils.report.hub import ADAPTER, MODEL
+from utils.run.collectives import run_on_all, run_on_main
 from utils.run.failures import UserError
-from utils.run.files import read_json, set_usual_mode, sync
+from utils.run.files import read_json, set_usual_mode, sync, write_json
 
 # Of peft, about its own call of transformers; every process would print it.
 warnings.filterwarnings("ignore", "`is_gradient_checkpointing` is deprecated", FutureWarning)
 # Of peft, about experts, whose fused weights get no adapters.
 warnings.filterwarnings("ignore", "The following (rank|alpha)_pattern keys did", RuntimeWarning)
-
-SHARD_SIZE = "5GB"
 
 
 def add_lora(model, rank, alpha, dropout, targets):
@@ -137,39 +136,91 @@ def _frozen(module):
 # ----------------------------------------------------------------------------------------- folders
 
 
-def export(folder, model, state, tokenizer):
+def export(folder, model, state, tokenizer, dtype=None):
     """Writes `model/` for `AutoModelForCausalLM`, or `adapter/` for `PeftModel`, to a run's folder.
 
     Args:
         folder (Path): that of the run.
         model: unwrapped; a `PeftModel` has an adapter.
         state (dict): its weights, or those of the adapter, by name.
+        dtype: of the weights in the files; None: they stay as they are.
     """
-    is_adapter = isinstance(model, PeftModel)
-    part = ADAPTER if is_adapter else MODEL
-    writing, target = folder / f".{part}.writing", folder / part
-    shutil.rmtree(writing, ignore_errors=True)
-    state = {name: value.detach().cpu() for name, value in state.items()}
+    state = {
+        name: value.detach().to("cpu", dtype if value.is_floating_point() else None)
+        for name, value in state.items()
+    }
     # Copies of weights from other devices and processes no longer share memory: tied ones would be
     # written twice.
     first = {}
     for name, weight in model.named_parameters(remove_duplicate=False):
         if name in state:
             state[name] = state[first.setdefault(id(weight), name)]
-    options = {} if is_adapter else {"max_shard_size": SHARD_SIZE}
+    _complete(_begin(folder, model, state, tokenizer, dtype))
+
+
+def export_shards(accelerator, folder, model, tokenizer):
+    """Like `export`, of a sharded model: each process writes its slices, in its `export_dtype`.
+
+    Call it on every process.
+
+    Returns:
+        bool: False: it writes nothing, because the names in the files of this model are others.
+    """
+    dtype, writing = model.export_dtype, folder / f".{MODEL}.writing"
+
+    def lay_out():
+        if sharded_files.keeps_names(model):
+            _begin(folder, model, {}, tokenizer, dtype)
+            return sharded_files.lay_out(writing, model, dtype)
+
+    layout = run_on_main(accelerator, lay_out)
+    if layout is not None:
+        run_on_all(accelerator, lambda: sharded_files.write(writing, layout, model, dtype))
+        run_on_main(accelerator, lambda: _complete(writing))
+    return layout is not None
+
+
+def _begin(folder, model, state, tokenizer, dtype):
+    """Writes all files of an export, of the weights those in `state`; returns their folder."""
+    is_adapter = isinstance(model, PeftModel)
+    writing = folder / f".{ADAPTER if is_adapter else MODEL}.writing"
+    shutil.rmtree(writing, ignore_errors=True)
+    options = {} if is_adapter else {"max_shard_size": sharded_files.SHARD_SIZE}
     # Whoever loads the model stops where its answers end.
     model.generation_config.eos_token_id = causal_lm.ends(model, tokenizer)["eos_token_id"]
     model.save_pretrained(writing, state_dict=state, **options)
+    if dtype is not None:  # transformers writes that in which the model was trained
+        settings = read_json(writing / "config.json")
+        write_json(writing / "config.json", settings | {"dtype": str(dtype).rpartition(".")[2]})
     tokenizer.save_pretrained(writing)
     (writing / "README.md").unlink(missing_ok=True)  # of peft; the run has one
+    return writing
+
+
+def _complete(writing):
+    """Gives a folder that is written its name, atomically."""
+    folder, part = writing.parent, writing.stem.removeprefix(".")
     for file in writing.iterdir():
         set_usual_mode(file)
         sync(file)
-    if is_adapter:
+    if part == ADAPTER:
         shutil.rmtree(folder / MODEL, ignore_errors=True)  # an earlier adapter, merged
-    shutil.rmtree(target, ignore_errors=True)
-    os.replace(writing, target)
+    shutil.rmtree(folder / part, ignore_errors=True)
+    os.replace(writing, folder / part)
     sync(folder)
+
+
+def round_weights(model):
+    """Rounds the weights of a model to its `export_dtype`: what is evaluated is what is exported.
+
+    Each keeps its own dtype. Those of adapters are exported as they are.
+    """
+    if isinstance(model, PeftModel):
+        return
+    with torch.no_grad():
+        for weight in model.state_dict().values():  # of a sharded model, this frees gathered ones
+            if weight.is_floating_point():
+                weight.copy_(weight.to(model.export_dtype))
 
 
 def load_trained(path, **options):
@@ -244,5 +295,5 @@ def merge(path):
             f"--merge {path}: the merged model has other logits, by up to {difference:.2g}: use "
             "the adapter itself"
         )
-    export(folder, model, model.state_dict(), tokenizer)
+    export(folder, model, model.state_dict(), tokenizer, torch.float32)
     return f"written to {folder / MODEL}; logits differ by at most {difference:.1g}"

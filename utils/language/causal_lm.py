@@ -12,14 +12,14 @@ from pathlib import Path
 
 import torch
 import transformers
-from accelerate import PartialState, init_empty_weights
+from accelerate import PartialState
 from huggingface_hub import snapshot_download
 from huggingface_hub.errors import HFValidationError, LocalEntryNotFoundError
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
-from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 from utils.data.cache_files import map_bytes
+from utils.language import sharded_files
 from utils.language.conversations import Encoder, pad_id_of
 from utils.language.rows import reading
 from utils.language.text import checksum
@@ -156,37 +156,57 @@ def load_tokenizer(name, chat_template=None):
 def load_model(accelerator, config, args):
     """Loads a model with its weights, or with random ones.
 
-    Under FSDP only the main process holds the weights: `prepare` sends the shards to the others.
-    Until then, these hold empty tensors, which use no memory, because they are never written to.
+    Under FSDP it holds no weights yet: in `prepare` each process reads the slices that it keeps. Of
+    a model with random weights, or with other names in its files, the main process holds all, and
+    `prepare` sends the shards to the others.
 
     Args:
         config: what `load_config` returned.
         args: `model`, as for `find`, or `tiny`; `attention`, a key of `ATTENTION`; `dtype` of the
             weights, None for float32, or with `lora_rank` or `adapter` that of the files;
-            `from_scratch`: random weights, by the model's own initialization; `seed`.
+            `export_dtype`, `auto` for that of the files; `from_scratch`: random weights, by the
+            model's own initialization; `seed`.
+
+    Returns:
+        the model; its `export_dtype` is that of the weights to export.
 
     Raises:
         UserError: the weights are missing or are pickles, or this attention does not run here.
     """
     if args.attention == "flex" and accelerator.device.type == "cpu":
         raise UserError("--attention flex does not train on a CPU: use sdpa")
-    files = config.dtype if args.lora_rank or args.adapter else None
-    options = dict(dtype=getattr(torch, args.dtype) if args.dtype else files or torch.float32)
+    is_new = args.from_scratch or args.model == TINY
+    files = None if is_new else config.dtype
+    frozen = files if args.lora_rank or args.adapter else None
+    options = dict(dtype=getattr(torch, args.dtype) if args.dtype else frozen or torch.float32)
     options["attn_implementation"] = ATTENTION[args.attention]
     if args.from_scratch and hasattr(config, "quantization_config"):
         del config.quantization_config  # the new weights are not quantized
-    if accelerator.is_fsdp2 and not accelerator.is_main_process:
-        with init_empty_weights(include_buffers=False):
-            model = AutoModelForCausalLM.from_config(config, **options)
-        _allocate(model)
-        model.tie_weights()
-        return model
-
     with loading(args.model, "model"):
-        if not args.from_scratch and args.model != TINY:
-            return load_weights(args.model, config=config, **options)
-        torch.manual_seed(args.seed)
-        return AutoModelForCausalLM.from_config(config, **options)
+        model = _load(accelerator, config, args, options)
+    chosen = args.export_dtype
+    model.export_dtype = files or torch.float32 if chosen == "auto" else getattr(torch, chosen)
+    return model
+
+
+def _load(accelerator, config, args, options):
+    """The model with its weights, or under FSDP one without memory."""
+    is_new = args.from_scratch or args.model == TINY
+    if accelerator.is_fsdp2 and not (is_new and accelerator.is_main_process):
+        empty, name = sharded_files.build_empty(config, options), args.model
+        reads = not is_new and sharded_files.read_in_prepare(empty, find(name), source(name))
+        if reads or not accelerator.is_main_process:
+            return empty
+    if not is_new:
+        model = load_weights(args.model, config=config, **options)
+        if accelerator.is_fsdp2:
+            notice(
+                f"--model {args.model}: its files do not have just the names of the model's "
+                "weights, so the main process reads all of them, and sends shards to the others"
+            )
+        return model
+    torch.manual_seed(args.seed)
+    return AutoModelForCausalLM.from_config(config, **options)
 
 
 def load_weights(name, **options):
@@ -218,14 +238,6 @@ def loading(name, what):
     except Exception as error:  # of any type: the text says what is wrong
         reason = " ".join(str(error).split())[:300] or type(error).__name__
         raise UserError(f"--model {name}: cannot load its {what} ({reason})") from None
-
-
-def _allocate(model):
-    """Replaces parameters without memory by tensors that are never written to."""
-    for module in model.modules():
-        for name, weight in list(module.named_parameters(recurse=False)):
-            empty = torch.empty_like(weight, device="cpu")
-            setattr(module, name, nn.Parameter(empty, requires_grad=weight.requires_grad))
 
 
 def can_pack(config):

@@ -49,7 +49,7 @@ def set_up(on_cpu):
             f"{config} asks for FSDP1, which these scripts do not support: set fsdp_version: 2 in "
             "fsdp_config"
         )
-    # The scripts build the weights on the main process only.
+    # The scripts build random weights on the main process only; others may be read in slices.
     os.environ["FSDP_CPU_RAM_EFFICIENT_LOADING"] = "true"
     if hybrid:
         _check_hybrid(config)

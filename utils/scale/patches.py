@@ -10,7 +10,7 @@ from multiprocessing.queues import Queue
 import torch
 import torch.distributed.checkpoint as dcp
 from accelerate.state import AcceleratorState, PartialState
-from accelerate.utils import DistributedType, other
+from accelerate.utils import DistributedType, fsdp_utils, other
 from torch.distributed.checkpoint import format_utils
 from torch.distributed.device_mesh import init_device_mesh
 
@@ -45,6 +45,18 @@ def read_shards_with(reader):
     That of torch loads its index by `pickle.load`, which executes code (torch 2.14).
     """
     dcp.FileSystemReader = format_utils.FileSystemReader = reader
+
+
+def load_shards_with(load):
+    """Replaces how a sharded model gets its weights in `prepare`: the main process sends all.
+
+    Accelerate has no hook for that, though FSDP2 itself builds a model without memory, shards it
+    and then loads it (accelerate 1.15).
+
+    Args: load (Callable): called with the accelerator, the model, the state that the model had
+        before it was sharded, and whether shards lie in memory of the CPU.
+    """
+    fsdp_utils.fsdp2_load_full_state_dict = load
 
 
 def report_unsendable_batches(report):

@@ -1,0 +1,88 @@
+"""Loads a language model sharded over processes and exports it, as train_lm.py does; reports memory.
+
+    accelerate launch --config_file accelerate_configs/4gpu_fsdp.yaml tests/harness/probe_shards.py \
+        BASE OUT [whole]
+
+Writes `rank_N.json` to OUT: bytes of `shard` and `largest` parameter, and by how much the memory of
+the process grew at most while it was `loading` and `exporting`. That is RssAnon: pages of mapped
+files are shared by all processes, and the kernel takes them back. With `whole`, the main process
+reads all weights and gathers them, as it does for models that transformers converts.
+"""
+
+import contextlib
+import json
+import sys
+import threading
+from pathlib import Path
+from types import SimpleNamespace
+
+sys.path.insert(1, str(Path(__file__).resolve().parents[2]))
+import torch
+from accelerate import Accelerator
+
+from utils.run import launch
+from utils.run.collectives import run_on_all, wait_for_all
+from utils.scale import fsdp
+
+
+def anonymous():
+    """The bytes of the memory of this process that no file backs, in RAM."""
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return next(int(line.split()[1]) * 1024 for line in lines if line.startswith("RssAnon"))
+
+
+@contextlib.contextmanager
+def growth(report, name):
+    """Reports by how much the memory of this process grew at most in a block."""
+    before, stop = anonymous(), threading.Event()
+    seen = [before]
+
+    def watch():
+        while not stop.wait(0.001):
+            seen.append(anonymous())
+
+    thread = threading.Thread(target=watch)
+    thread.start()
+    yield
+    stop.set()
+    thread.join()
+    report[name] = max(seen) - before
+
+
+def main(base, out, how="slices"):
+    from scripts import train_lm
+    from utils.language import causal_lm, sharded_files
+
+    args = SimpleNamespace(
+        model=base, export_dtype="auto", attention="auto", dtype=None, from_scratch=False, seed=0,
+        lora_rank=0, adapter=None, activation_checkpointing=False, lr=1e-3, weight_decay=0.0,
+        timeout=600, nondeterministic=False, output_dir=out,
+    )  # fmt: skip
+    on_cpu = launch.set_up(args, shards=True)
+    fsdp.set_up(on_cpu)
+    accelerator = Accelerator(cpu=on_cpu)
+    fsdp.configure(accelerator)
+    if how == "whole":
+        sharded_files.keeps_names = lambda model: False
+    tokenizer = causal_lm.load_tokenizer(base)
+    config = causal_lm.load_config(base, tokenizer, 64)
+    wait_for_all(accelerator)
+    report = {}
+    with growth(report, "loading"):
+        model = run_on_all(accelerator, lambda: train_lm.build_model(accelerator, config, args))
+        optimizer = train_lm.build_optimizer(model, args)
+        model, optimizer = accelerator.prepare(model, optimizer)
+        wait_for_all(accelerator)
+    with growth(report, "exporting"):
+        train_lm.export(accelerator, Path(out), model, tokenizer)
+    weights = list(model.parameters())
+    report["shard"] = sum(weight.to_local().nbytes for weight in weights)
+    report["largest"] = max(weight.nbytes for weight in weights)
+    report["buffers"] = [buffer.double().sum().item() for buffer in model.buffers()]
+    (Path(out) / f"rank_{accelerator.process_index}.json").write_text(json.dumps(report))
+    accelerator.end_training()
+
+
+if __name__ == "__main__":
+    torch.set_num_threads(1)
+    main(*sys.argv[1:])

@@ -1,0 +1,262 @@
+"""Slices of files of weights: who reads and writes which bytes, and which files are not read so."""
+
+import json
+from functools import partial
+
+import pytest
+import torch
+import torch.distributed as dist
+from accelerate.utils import fsdp_utils
+from harness.language_models import make_model
+from harness.worlds import in_group
+from safetensors.torch import load_file, save_file
+from torch.distributed.fsdp import fully_shard
+
+transformers = pytest.importorskip("transformers")
+
+from utils.language import adapters, sharded_files
+from utils.scale import patches
+
+MODELS = {"llama": dict(), "qwen3": dict(head_dim=2)}  # tied; vectors of 2 rows
+OPTIONS = dict(dtype=torch.float32, attn_implementation="sdpa")
+
+
+def save(folder, name, dtype=torch.float32, **options):
+    """Writes a small model to a folder as transformers does; returns it."""
+    model = make_model(name, **MODELS.get(name, {})).to(dtype)
+    model.save_pretrained(folder, **options)
+    return model
+
+
+def load_sharded(
+    accelerator, mesh, folder, adapt=lambda model: model, offload=False, dtype=torch.float32
+):
+    """The model in a folder, as `prepare` makes it."""
+    config = transformers.AutoConfig.from_pretrained(folder)
+    model = sharded_files.build_empty(config, OPTIONS | {"dtype": dtype})
+    places = sharded_files.find(model, folder, folder)
+    model = adapt(model)
+    drawn = model.state_dict()
+    buffers = dict(model.named_buffers())
+    model = fully_shard(model.to("meta"), mesh=mesh)
+    model.tie_weights()
+    assert sharded_files.read(places, accelerator, model, drawn, offload) is model
+    model.tie_weights()
+    for name, buffer in buffers.items():
+        owner, _, last = name.rpartition(".")
+        model.get_submodule(owner).register_buffer(last, buffer, persistent=False)
+    return model
+
+
+def content(folder):
+    return {path.name: path.read_bytes() for path in folder.glob("model*")}
+
+
+@pytest.mark.parametrize("limit", ["5GB", "20KB"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("name", MODELS)
+def test_slices_make_the_files_that_transformers_writes(name, dtype, limit, tmp_path, monkeypatch):
+    monkeypatch.setattr(sharded_files, "SHARD_SIZE", limit)
+    base, copy = tmp_path / "base", tmp_path / "copy"
+    expected = save(base, name, dtype, max_shard_size=limit).state_dict()
+    copy.mkdir()
+
+    def process(accelerator, mesh):
+        model = load_sharded(accelerator, mesh, base)
+        assert accelerator.num_processes == mesh.size()
+        for key, weight in model.state_dict().items():
+            assert weight.dtype == torch.float32 and weight.to_local().device.type == "cpu"
+            assert torch.equal(weight.full_tensor(), expected[key].float()), key
+        layout = [None]
+        if accelerator.is_main_process:
+            layout = [sharded_files.lay_out(copy, model, dtype)]
+        dist.broadcast_object_list(layout)
+        sharded_files.write(copy, layout[0], model, dtype)
+        return [len(weight.to_local()) for weight in model.parameters()]
+
+    rows = in_group(process, 3)
+    assert (name == "qwen3") == (0 in rows[2]) and min(rows[0]) > 0
+    assert content(copy) == content(base)
+    assert len(content(copy)) == 1 if limit == "5GB" else len(content(copy)) > 3
+
+
+def test_of_several_copies_of_a_model_the_first_is_written(tmp_path):
+    base, copy = tmp_path / "base", tmp_path / "copy"
+    save(base, "llama")
+    copy.mkdir()
+
+    def process(accelerator, mesh):
+        model = load_sharded(accelerator, mesh, base, offload=True)
+        layout = [None]
+        if accelerator.is_main_process:
+            layout = [sharded_files.lay_out(copy, model, torch.float32)]
+        dist.broadcast_object_list(layout)
+        with torch.no_grad():
+            for weight in model.parameters():
+                weight.add_(mesh.get_coordinate()[0])
+        sharded_files.write(copy, layout[0], model, torch.float32)
+
+    in_group(process, 4, sizes=(2, 2))
+    assert content(copy) == content(base)
+
+
+def test_adapters_are_those_of_the_first_process(tmp_path):
+    """And the frozen weights keep the dtype of their files."""
+    base = save(tmp_path, "llama", torch.bfloat16).state_dict()
+
+    def process(accelerator, mesh):
+        drawn = {}
+
+        def adapt(model):
+            torch.manual_seed(accelerator.process_index)
+            model = adapters.add_lora(model, 2, 4, 0.0, ["q_proj"])
+            adapter = {name for name in model.state_dict() if "lora_" in name}
+            drawn.update({name: model.state_dict()[name].tolist() for name in adapter})
+            return model
+
+        model = load_sharded(accelerator, mesh, tmp_path, adapt, dtype=torch.bfloat16)
+        state = {name: weight.full_tensor() for name, weight in model.state_dict().items()}
+        for name, weight in base.items():
+            layered = name.replace("q_proj.", "q_proj.base_layer.")
+            assert torch.equal(state[f"base_model.model.{layered}"], weight), name
+            assert state[f"base_model.model.{layered}"].dtype == torch.bfloat16
+        trained = {name for name, weight in model.named_parameters() if weight.requires_grad}
+        assert trained == drawn.keys() and len(trained) == 4
+        return drawn, {name: state[name].tolist() for name in trained}
+
+    (drawn, one), (others, two) = in_group(process, 2)
+    assert one == two == drawn != others
+
+
+# ----------------------------------------------------------------------- files that are not read so
+
+
+def places_of(folder, model=None, source=None):
+    config = transformers.AutoConfig.from_pretrained(folder)
+    model = model or sharded_files.build_empty(config, OPTIONS)
+    return sharded_files.find(model, folder, source or folder)
+
+
+def change(folder, edit):
+    state = load_file(folder / "model.safetensors")
+    edit(state)
+    save_file(state, folder / "model.safetensors", metadata={"format": "pt"})
+
+
+@pytest.mark.parametrize(
+    "edit",
+    [
+        lambda state: state.pop("model.norm.weight"),
+        lambda state: state.update(more=torch.ones(1)),
+        lambda state: state.update({"lm_head.weight": torch.ones(300, 32)}),  # which is tied
+        lambda state: state.update({"model.norm.weight": torch.ones(1, 32)}),
+    ],
+)
+def test_files_of_other_names_or_shapes_are_not_read_in_slices(edit, tmp_path):
+    save(tmp_path, "llama")
+    assert places_of(tmp_path)
+    change(tmp_path, edit)
+    assert places_of(tmp_path) is None
+
+
+def test_only_files_with_all_parameters_are_read_in_slices(tmp_path):
+    model = save(tmp_path, "llama", max_shard_size="20KB")
+    places = places_of(tmp_path)
+    assert {*places} == dict(model.named_parameters()).keys()
+    assert {path.parent for path in places.values()} == {tmp_path} and len({*places.values()}) > 2
+    for name, path in places.items():
+        assert name in load_file(path)
+    model.register_buffer("kept", torch.ones(1))
+    assert places_of(tmp_path, model) is None
+    places["model.norm.weight"].unlink()
+    assert places_of(tmp_path) is None
+
+
+def test_a_model_of_the_hub_gets_the_files_that_its_index_names(tmp_path, monkeypatch):
+    asked = []
+    monkeypatch.setattr(
+        sharded_files, "snapshot_download", lambda name, **options: asked.append((name, options))
+    )
+    save(tmp_path, "llama", max_shard_size="20KB")
+    (tmp_path / "consolidated.safetensors").touch()
+    assert places_of(tmp_path, source="some/model")
+    (tmp_path / "consolidated.safetensors").unlink()
+    names = sorted(path.name for path in tmp_path.glob("*.safetensors"))
+    assert asked == [("some/model", {"allow_patterns": names})]
+    assert places_of(tmp_path) and len(asked) == 1
+
+
+def test_models_that_transformers_converts_are_left_to_it(tmp_path):
+    assert sharded_files.keeps_names(make_model("llama"))
+    assert not sharded_files.keeps_names(make_model("mixtral"))
+    save(tmp_path, "mixtral")
+    assert places_of(tmp_path) is None
+    for name in ("llama", "qwen3"):
+        save(tmp_path / name, name)
+        loaded = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / name)
+        assert sharded_files.keeps_names(loaded)
+    quantized = make_model("llama")
+    save(tmp_path / "quantized", "llama")
+    quantized.config.quantization_config = {}
+    assert places_of(tmp_path / "quantized", quantized) is None
+
+
+def test_an_empty_model_is_made_ready_for_prepare(tmp_path, monkeypatch):
+    used = []
+    monkeypatch.setattr(sharded_files.patches, "load_shards_with", used.append)
+    model = save(tmp_path, "llama")
+    model.generation_config.update(temperature=0.5, do_sample=True)
+    model.generation_config.save_pretrained(tmp_path)
+    config = transformers.AutoConfig.from_pretrained(tmp_path)
+    before = config.to_dict()
+    empty = sharded_files.build_empty(config, OPTIONS | {"dtype": torch.bfloat16})
+    assert config.to_dict() == before
+    assert empty.dtype == torch.bfloat16 and empty.lm_head.weight is empty.model.embed_tokens.weight
+    assert sharded_files.read_in_prepare(empty, tmp_path, tmp_path)
+    loaded = transformers.AutoModelForCausalLM.from_pretrained(tmp_path)
+    assert empty.generation_config == loaded.generation_config
+    assert empty.generation_config.temperature == 0.5
+    assert empty.name_or_path == empty.config.name_or_path == loaded.name_or_path == str(tmp_path)
+    for (name, one), two in zip(loaded.named_buffers(), empty.buffers(), strict=True):
+        assert torch.equal(one, two) and one.dtype == two.dtype, name
+    (placed,) = used
+    assert isinstance(placed, partial) and placed.args == (places_of(tmp_path),)
+    (tmp_path / "generation_config.json").unlink()
+    assert sharded_files.read_in_prepare(empty, tmp_path, tmp_path) and len(used) == 2
+    change(tmp_path, lambda state: state.update(more=torch.ones(1)))
+    assert not sharded_files.read_in_prepare(empty, tmp_path, tmp_path) and len(used) == 2
+
+
+def test_prepare_calls_what_is_to_load_a_sharded_model(monkeypatch):
+    load = fsdp_utils.fsdp2_load_full_state_dict
+    monkeypatch.setattr(fsdp_utils, "fsdp2_load_full_state_dict", load)
+    patches.load_shards_with("mine")
+    assert fsdp_utils.fsdp2_load_full_state_dict == "mine"
+
+
+def test_only_rows_can_be_written(tmp_path):
+    def process(accelerator, mesh):
+        weight = torch.distributed.tensor.distribute_tensor(
+            torch.ones(4, 4), mesh, [torch.distributed.tensor.Shard(1)]
+        )
+        model = torch.nn.Module()
+        model.state_dict = lambda: {"a": weight}
+        (tmp_path / "file").touch()
+        with pytest.raises(ValueError, match="a is not sharded by rows"):
+            sharded_files.write(tmp_path, {"file": {"a": 0}}, model, torch.float32)
+
+    in_group(process, 2)
+
+
+def test_a_header_says_what_is_in_the_file(tmp_path):
+    model = make_model("qwen3", **MODELS["qwen3"])
+    layout = sharded_files.lay_out(tmp_path, model, torch.float16)
+    file = tmp_path / "model.safetensors"
+    begins, state = layout["model.safetensors"], load_file(file)
+    assert begins.keys() == state.keys() == model.state_dict().keys() and len(layout) == 1
+    assert {value.dtype for value in state.values()} == {torch.float16}
+    with open(file, "rb") as opened:
+        length = int.from_bytes(opened.read(8), "little")
+        header = json.loads(opened.read(length))
+    assert length % 8 == 0 and header["__metadata__"] == {"format": "pt"}
+    assert min(begins.values()) == 8 + length

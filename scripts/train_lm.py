@@ -42,6 +42,7 @@ from torch.nn.utils.rnn import pad_sequence
 from torch.utils.data import DataLoader
 
 from utils import attention, flags, schedule, scores
+from utils.compilation import compile_model
 from utils.data import subset
 from utils.data.cache_files import local_main_first
 from utils.data.loaders import EpochSampler, evaluation_batch_size, explain, loader_options
@@ -53,6 +54,7 @@ from utils.language.rows import reading
 from utils.language.token_stream import count_lanes, load_held_out, open_stream
 from utils.language.tokens import load_tokens
 from utils.report import hub, model_card, plots
+from utils.report.mfu import peak_flops
 from utils.report.profiler import start_profiler
 from utils.report.progress import Progress
 from utils.report.tracking import Trackers
@@ -73,7 +75,7 @@ from utils.scale.watchdog import Watchdog
 
 MISSING = [name for name in ("transformers", "peft") if importlib.util.find_spec(name) is None]
 if not MISSING:
-    from utils.language import adapters, causal_lm, document_attention, lm_loss
+    from utils.language import adapters, causal_lm, document_attention, fit, lm_loss
 
 
 def check_packages():
@@ -106,6 +108,7 @@ def build_model(accelerator, config, args):  # EDIT: model
     Its forward pass takes `input_ids`, `position_ids` and `targets`, each int64 [batch, time], and
     returns the sum of the losses of the targets, in nats.
     """
+    check_memory(accelerator, config, args)
     model = causal_lm.load_model(accelerator, config, args)
     if args.attention == "auto" and accelerator.device.type == "cpu":
         document_attention.use(model)
@@ -121,7 +124,44 @@ def build_model(accelerator, config, args):  # EDIT: model
     lm_loss.chunk_loss(model)
     attention.make_deterministic()
     fsdp.use_model_blocks(accelerator, model)
+    compile_model(accelerator, causal_lm.Blocks(model), args.compile)
     return model
+
+
+def check_memory(accelerator, config, args):
+    """Says what the training will need, and raises UserError if it cannot fit."""
+    frozen, processes = None, accelerator.num_processes
+    if args.lora_rank or args.adapter:
+        frozen = getattr(torch, args.dtype) if args.dtype else config.dtype or torch.float32
+    samples = args.batch_size // (processes * args.gradient_accumulation_steps)
+    job = fit.Job(
+        processes,
+        fsdp.parts(accelerator),
+        samples * args.block_size,
+        args.block_size,
+        accelerator.mixed_precision == "bf16",
+        args.activation_checkpointing,
+    )
+    fit.check(accelerator, fit.measure(config, frozen), job)
+
+
+def rates_per_block(accelerator, model, args):
+    """What is logged besides the blocks per second, for `run.start`: positions, and if known MFU.
+
+    FLOPs per position are 4 N + 2 M + 12 L H T, as in PaLM (arXiv:2204.02311, appendix B): of N
+    weights that are multiplied, M are trained. Those of experts depend on the tokens: no MFU.
+    """
+    config, peak = model.config.get_text_config(), peak_flops(accelerator)
+    rates = {"tokens_per_second": args.block_size}
+    if peak is None or getattr(config, "num_experts_per_tok", None):
+        return rates
+    looked_up = model.get_input_embeddings().weight
+    matrices = [weight for weight in model.parameters() if weight.ndim > 1]
+    if not config.tie_word_embeddings:
+        matrices = [weight for weight in matrices if weight is not looked_up]
+    flops = sum(weight.numel() * (6 if weight.requires_grad else 4) for weight in matrices)
+    flops += 12 * config.num_hidden_layers * config.hidden_size * args.block_size
+    return rates | {"mfu": args.block_size * flops / peak}
 
 
 def count_parameters(model):
@@ -364,6 +404,7 @@ def evaluate_source(accelerator, model, loader, watch):
     return sums
 
 
+@torch.compiler.set_stance("force_eager")  # because each text length would be compiled separately
 @torch.no_grad()
 def generate(model, tokenizer, prompts, length):
     """Continues each prompt greedily by at most `length` tokens.
@@ -588,6 +629,7 @@ def main():
     set_seed(args.seed)
     model = run_on_all(accelerator, lambda: build_model(accelerator, config, args))
     parameters, trained = count_parameters(model)
+    rates = rates_per_block(accelerator, model, args)
     optimizer = build_optimizer(model, args)
     scheduler = build_scheduler(optimizer, plan, args)
     model, optimizer, scheduler = accelerator.prepare(model, optimizer, scheduler)
@@ -596,7 +638,6 @@ def main():
     ddp.warm_up(model, lambda: compute_loss(model, lm_loss.small_batch(accelerator, model)))
     lm_loss.check(accelerator, model, causal_lm.can_pack(config))
     unwrapped = adapters.save_trained_only(accelerator.unwrap_model(model))  # LoRA's alone
-    rates = {"tokens_per_second": args.block_size}  # of positions; those of padding count, too
     step = run.start(rates)  # accelerator.load_state, if there is a checkpoint
     schedule.recompute(scheduler)  # the run may have another length now
     run.print(f"{parameters:,} parameters, {trained:,} of them trained")
@@ -813,6 +854,7 @@ def parse_args():
     parser.add_training_arguments(group)
     flags.add_optimizer(parser, group)
     flags.add_schedule(group, "cosine")
+    flags.add_compile(group, "never")
     group.add_argument(
         "--warmup_steps",
         type=number(int, 0),

@@ -128,12 +128,12 @@ def lm(args):
 def attention(args):
     """A step of train_lm.py on a packed block: attention by document, over that with a mask.
 
-    A model of SmolLM2-135M's width, 6 of its 30 layers; documents of 500 tokens.
+    A model of SmolLM2-135M's width, 2 of its 30 layers; documents of 500 tokens.
     """
     values = {}
     with tempfile.TemporaryDirectory() as folder:
         model, data = f"{folder}/model", Path(folder, "train.jsonl")
-        make_model(model, SMOLLM2 | {"num_hidden_layers": 6})
+        make_model(model, SMOLLM2 | {"num_hidden_layers": 2})
         # 500 bytes and the end of the text: 500 positions, of which each predicts the next token.
         data.write_text("".join(json.dumps({"text": f"{n:0500}"}) + "\n" for n in range(400)))
         for _ in rounds(args):

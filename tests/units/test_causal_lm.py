@@ -309,3 +309,16 @@ def test_a_model_knows_the_dtype_of_its_export(options, dtype, tmp_path):
     options = {"name": str(tmp_path), "from_scratch": False} | options
     model = load_model(config=config, **options)
     assert (model.dtype, model.export_dtype) == (torch.float32, dtype)
+
+
+@pytest.mark.parametrize("kind", ["llama", "qwen3"])
+def test_blocks_are_compiled_one_by_one(kind):
+    model, compiled = make_model(kind), []
+    blocks = causal_lm.Blocks(model)
+    assert blocks == list(model.model.layers)
+    tokens = torch.arange(8)[None] % VOCABULARY
+    with torch.no_grad():
+        expected = model(tokens).logits
+        blocks.compile(backend=lambda graph, _: compiled.append(graph) or graph.forward)
+        assert torch.allclose(model(tokens).logits, expected, atol=1e-5)
+    assert compiled

@@ -110,6 +110,15 @@ def test_a_kind_of_sharding_that_is_not_supported_is_refused(variables, on_cpu, 
     assert says is None or str(error.value).startswith("this launch ")
 
 
+def test_how_many_processes_share_a_copy(environment):
+    sharded = accelerator(8, is_fsdp2=True)
+    assert fsdp.parts(accelerator(8)) == 1 and fsdp.parts(sharded) == 8
+    environment(copies(2, 4))
+    assert fsdp.parts(sharded) == 4
+    environment(copies(1, 8))
+    assert fsdp.parts(sharded) == 8
+
+
 def test_a_warning_that_nobody_can_answer_is_not_shown(environment):
     environment(copies(1, 2, WORLD_SIZE="2") | ASKED)
     with warnings.catch_warnings(record=True) as shown:

@@ -8,6 +8,7 @@ import pytest
 import torch
 from harness import fakes
 from harness.data import Loader
+from harness.language_models import make_model
 from harness.launches import load_script
 
 from utils.run.failures import UserError
@@ -203,7 +204,9 @@ def test_the_card_names_what_is_on_the_hub(script, part, kind, tmp_path, monkeyp
     assert card["task"] == "text-generation" and "language model" in card["title"]
     assert card["weights"] == f"The folder `{part}` has the weights, and the tokenizer."
     (tmp_path / part / "config.json").write_text('{"dtype": "bfloat16"}')
-    assert "weights, in bfloat16, which the" in script.describe_model(args, tmp_path)["weights"]
+    assert (
+        "weights, in bfloat16, which the" in script.describe_model(args, tmp_path, kind)["weights"]
+    )
     for args.model, args.from_scratch in (("a/b", True), ("mine", False), ("tiny", False)):
         assert script.describe_model(args, tmp_path, kind)["metadata"] == {"datasets": ["c/d"]}
 
@@ -289,3 +292,40 @@ def test_embeddings_and_vectors_have_no_weight_decay(script, kind, tied):
         group = others if weight.ndim == 1 or name.endswith(looked_up) else decayed
         assert any(weight is some for some in group["params"]), name
     assert len(decayed["params"]) + len(others["params"]) == len(trained)
+
+
+@pytest.mark.parametrize(("tied", "frozen"), [(True, False), (False, False), (False, True)])
+def test_a_known_gpu_has_an_mfu(script, tied, frozen, monkeypatch):
+    model = make_model("llama", tie_word_embeddings=tied)
+    if frozen:
+        model.model.layers[0].requires_grad_(False)
+    args = SimpleNamespace(block_size=32)
+    here = fakes.accelerator()
+    assert script.rates_per_block(here, model, args) == {"tokens_per_second": 32}
+    monkeypatch.setattr(script, "peak_flops", lambda _: 1e9)
+    matrices = [layer.weight for layer in model.modules() if isinstance(layer, torch.nn.Linear)]
+    trained = sum(weight.numel() for weight in matrices if weight.requires_grad)
+    flops = 4 * sum(weight.numel() for weight in matrices) + 2 * trained
+    config = model.config
+    flops += 12 * config.num_hidden_layers * config.hidden_size * 32
+    assert script.rates_per_block(here, model, args)["mfu"] == pytest.approx(32 * flops / 1e9)
+    config.num_experts_per_tok = 2
+    assert "mfu" not in script.rates_per_block(here, model, args)
+
+
+@pytest.mark.parametrize("lora", [False, True])
+def test_the_memory_is_checked_before_the_model_is_loaded(script, lora, monkeypatch):
+    checked = []
+    monkeypatch.setattr(script.fit, "check", lambda _, sizes, job: checked.append((sizes, job)))
+    config = make_model("llama").config
+    config.dtype = torch.bfloat16
+    args = SimpleNamespace(lora_rank=4 * lora, adapter=None, dtype=None, batch_size=24)
+    args.gradient_accumulation_steps, args.block_size, args.activation_checkpointing = 3, 16, True
+    here = fakes.accelerator(2, mixed_precision="bf16")
+    script.check_memory(here, config, args)
+    args.dtype = "float32"
+    script.check_memory(here, config, args)
+    (first, job), (second, _) = checked
+    assert job == script.fit.Job(2, 1, 64, 16, True, True)
+    assert first.frozen_bytes == (2 if lora else 4) and second.frozen_bytes == 4
+    assert (first.trained < first.parameters) == lora

@@ -13,6 +13,7 @@ import torch
 from accelerate import init_empty_weights
 from transformers import AutoModelForCausalLM
 
+from utils.language.causal_lm import Blocks
 from utils.language.lm_loss import LOGITS
 from utils.run import devices
 from utils.run.failures import UserError
@@ -78,12 +79,7 @@ def measure(config, dtype=None):
         model = AutoModelForCausalLM.from_config(config)
     model.tie_weights()
     parameters = sum(weight.numel() for weight in model.parameters())
-    names = set(getattr(model, "_no_split_modules", None) or [])
-    blocks = [
-        sum(weight.numel() for weight in module.parameters())
-        for module in model.modules()
-        if type(module).__name__ in names
-    ]
+    blocks = [sum(weight.numel() for weight in block.parameters()) for block in Blocks(model)]
     text = config.get_text_config()
     hidden, heads = text.hidden_size, text.num_attention_heads
     width = getattr(text, "head_dim", None) or hidden // heads

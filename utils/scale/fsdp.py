@@ -74,6 +74,13 @@ def set_up(on_cpu):
     patches.shard_on_cpu()
 
 
+def parts(accelerator):
+    """The number of processes that share a copy of the model; 1: each has a whole one."""
+    if not accelerator.is_fsdp2:
+        return 1
+    return _size("DP_SHARD") if _size("DP_REPLICATE") > 1 else accelerator.num_processes
+
+
 def _size(kind):
     return int(os.environ.get(f"PARALLELISM_CONFIG_{kind}_SIZE", 1))
 

@@ -12,7 +12,7 @@ continues exactly, with any number of workers.
     accelerate launch --config_file accelerate_configs/4gpu.yaml scripts/train_images.py \\
         --dataset my_photos
     accelerate launch --config_file accelerate_configs/1gpu.yaml scripts/train_images.py \\
-        --dataset my_photos --preset finetune --weights DEFAULT
+        --dataset my_photos --preset finetune --model resnet50 --weights DEFAULT
     python scripts/evaluate.py runs/train_images --images holiday/
 
 `my_photos` has one sub-folder per class, or train/ and val/ with such sub-folders.
@@ -633,7 +633,8 @@ def parse_args():
         "--preset",
         choices=PRESETS,
         default="scratch",
-        help="defaults; small: for hundreds of images",
+        help="defaults, which --preset NAME --help shows; finetune: with --weights; small: for "
+        "hundreds of images; torchvision: its recipe for ImageNet, 600 epochs",
     )
     group.add_argument(
         "--model", default="resnet50", help="any classifier of torchvision, by its name there"
@@ -726,6 +727,8 @@ def parse_args():
     )
     parser.set_defaults(**PRESETS.get(parser.choice("preset"), {}))
     args = flags.parse_with_checks(parser, fits=True)
+    if args.preset == "finetune" and not args.weights and process.is_main():
+        notice("--preset finetune without --weights: the network starts with random weights")
     pretrained.check_name(args.model)
     sizes = {"--image_size": args.image_size, "--train_size": args.train_size}
     pretrained.check_sizes(args.model, sizes)

@@ -1,4 +1,4 @@
-"""Compares several runs: overlays their curves, prints their results and differing arguments.
+"""Compares runs: their curves, results and arguments, and how much losses and weights differ.
 
     python scripts/tools/compare_runs.py runs/a runs/b runs/c
     python scripts/tools/compare_runs.py runs/seed* --metric loss --smoothing 0.98

@@ -217,12 +217,13 @@ def metrics(folder, split):
 
 
 def final_weights(folder):
-    """The hash of the exported weights.
+    """The hash of the exported weights, or of those of an adapter.
 
     (Of the bytes themselves a failing `==` would print a difference, for minutes.)
     """
-    found = [Path(folder) / "model.safetensors", Path(folder) / "model" / "model.safetensors"]
-    return sha256(next(path for path in found if path.exists()).read_bytes()).hexdigest()
+    names = "model.safetensors", "model/model.safetensors", "adapter/adapter_model.safetensors"
+    found = [path for path in (Path(folder, name) for name in names) if path.exists()]
+    return sha256(found[0].read_bytes()).hexdigest()
 
 
 def run_once(made_once, name, *args, **kwargs):

@@ -8,7 +8,9 @@ import re
 import numpy as np
 import pytest
 import recipes
+from harness.chats import make_tokenizer
 from harness.data import SMALL_DATA
+from harness.language_models import make_model
 from harness.launches import ROOT, final_weights, metrics, results, run, some_slow, status
 from PIL import Image
 from safetensors.numpy import load_file
@@ -33,6 +35,8 @@ ARGUMENTS = {
     "model_output": MINIMAL,
     "optimizer": MINIMAL,
     "preference": MINIMAL,
+    "qlora": f"--model {{folder}}/model --lora_rank 4 --lr 1e-2 --block_size 64 --batch_size 4 "
+    f"--track none {MINIMAL}",
     "rare_classes": f"--dataset synthetic {IMAGES}",
     "regression": f"--csv {{folder}}/table.csv {MINIMAL}",
     "schedule_and_accumulation": f"--gradient_accumulation_steps 2 {MINIMAL}",
@@ -44,7 +48,7 @@ ARGUMENTS = {
 }
 PACKAGES = {"freezing": "peft", "model_output": "transformers", "optimizer": "schedulefree"}
 PACKAGES |= {"several_labels": "torchmetrics", "text_classification": "transformers"}
-PACKAGES |= {"preference": "transformers", "detection": "pycocotools"}
+PACKAGES |= {"preference": "transformers", "detection": "pycocotools", "qlora": "bitsandbytes"}
 # The kinds of training of the gallery: of a part of their defaults, the steps, and what they reach at
 # least by then. scripts/recipes/README.md has the numbers of whole runs.
 GALLERY = {
@@ -74,6 +78,7 @@ LONG = (
     "folds",
     "layer_decay",
     "unfreezing",
+    "qlora",
 )
 
 
@@ -107,6 +112,12 @@ def arguments(name, folder):
     if name == "distillation" and not (folder / "teacher").exists():
         teacher = f"{CIFAR} --model resnet18 --max_train_steps 1"
         run(None, "scripts/train_cifar.py", teacher, output_dir=folder / "teacher")
+    if name == "qlora":
+        sizes = dict(
+            hidden_size=128, intermediate_size=256, head_dim=32
+        )  # 64 of a row share a scale
+        make_model("qwen3", **sizes).save_pretrained(folder / "model")
+        make_tokenizer().save_pretrained(folder / "model")
     return ARGUMENTS[name].format(folder=folder)
 
 
@@ -182,7 +193,9 @@ def test_rare_classes_are_drawn_as_often_as_the_others(folder, monkeypatch):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["ema", "schedule_and_accumulation", "several_labels", *GALLERY])
+@pytest.mark.parametrize(
+    "name", ["ema", "schedule_and_accumulation", "several_labels", "qlora", *GALLERY]
+)
 def test_a_killed_recipe_ends_with_the_same_bytes(name, folder, tmp_path):
     words, script = arguments(name, folder), folder / f"train_{name}.py"
     run("2cpu", script.name, words, root=folder, output_dir=tmp_path / "whole")

@@ -29,7 +29,12 @@ def trained(model):
 
 def test_the_state_of_lora_is_the_adapter():
     model = lora(["all-linear"])
+    layer = model.get_base_model().model.layers[0].mlp.up_proj
+    layer.register_state_dict_post_hook(  # as one whose weight is quantized
+        lambda _, state, prefix, __: state.update({f"{prefix}base_layer.weight.absmax": 0})
+    )
     whole = model.state_dict()
+    assert any(name.endswith(".weight.absmax") for name in whole)
     adapters.save_trained_only(model)
     state = model.state_dict()
     assert state and all("lora_" in name for name in state) and len(whole) > len(state)

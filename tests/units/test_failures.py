@@ -49,12 +49,12 @@ def test_the_report_of_the_launcher_has_the_line(tmp_path, monkeypatch):
     failures.report_to_launcher("the folder is gone")
 
 
-WATCHDOG = "Watchdog in utils/README.md"
+WATCHDOG = "to learn where it hangs: utils/README.md"
 GLOO = "[/src/gloo/transport/tcp/pair.cc:544] "
 ADVICE = ". This is usually due to a failure. Connection refused GLHF, read timed out\nmore"
 LOST = "rank 1 lost contact with another process, "
 ENDED = f"{LOST}which has ended (the launcher's report names it): "
-WAITED = f"{LOST}and waited for it longer than --timeout (where it hangs: {WATCHDOG}): "
+WAITED = f"{LOST}and waited for it longer than --timeout ({WATCHDOG}): "
 CLOSED = "Connection closed by peer [::1]:4"
 NCCL = "NCCL error in: /src/NCCLUtils.cpp:93, invalid usage\nLast error:\n Duplicate GPU\n\n"
 HISTC = "_histc_cuda with floating point input"

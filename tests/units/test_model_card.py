@@ -119,7 +119,8 @@ JSON.
 use it
 
 To run it without any of its code, as in
-`onnxruntime.InferenceSession("model.onnx").run(None, {"inputs": inputs})`, export it:
+`onnxruntime.InferenceSession("model.onnx").run(None, {"inputs": inputs})`, export it. The
+top of the recipe says what `inputs` are:
 
     patch -o scripts/export.py scripts/evaluate.py scripts/recipes/onnx.diff
     python scripts/export.py THIS_FOLDER

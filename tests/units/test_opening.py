@@ -93,10 +93,16 @@ def test_a_run_is_continued_with_its_own_arguments_only(tmp_path):
     for who in ((OWN,), (other, {"lr", "model"})):
         assert look(tmp_path, *who).run_id == "its id"
     refused(tmp_path, f"^{tmp_path} already contains a run: with --resume never", resume="never")
-    both = r"--lr 1 \(was 0.1\), --model gpt \(was net\), data x \(was cifar\). To continue a run,"
-    says = f"^{tmp_path} belongs to a run with other arguments: .*, or the earlier values: {both}"
+    both = r"--lr 1 \(was 0.1\), --model gpt \(was net\), data x \(was cifar\)\. Use another"
+    says = f"^{tmp_path} belongs to a run with other arguments: {both}"
     refused(tmp_path, says, other, data="x")
-    refused(tmp_path, r"values: data x \(was cifar\). To", OWN, {"data"}, data="x")
+    refused(
+        tmp_path,
+        r"arguments: data x \(was cifar\)\. Use .*, or the earlier values\. To",
+        OWN,
+        {"data"},
+        data="x",
+    )
 
 
 def test_weights_are_offered_only_to_the_same_model():

@@ -231,7 +231,7 @@ def _load(model, config, choice):
             ) from None
     if config["options"]:
         state = {key: value for key, value in state.items() if not key.startswith(AUXILIARY)}
-    place = f"{file} (--weights, for --model {config['model']})"
+    place = f"{file} (--weights; the network is that of --model, {config['model']})"
     return weight_files.load_into(model, state, place, file)
 
 

@@ -115,8 +115,12 @@ def save_trained_only(model):
         return model
 
     def drop_frozen(module, state, prefix, _metadata):
-        for name in _frozen(module):
-            state.pop(prefix + name, None)
+        frozen = _frozen(module)
+        for key in list(state):
+            name = key.removeprefix(prefix)
+            # The scales of a quantized weight have names below its own.
+            if {name, name.partition(".weight.")[0] + ".weight"} & frozen:
+                del state[key]
 
     def allow_missing_frozen(module, incompatible):
         frozen = _frozen(module)

@@ -38,7 +38,8 @@ WEIGHTS = (
     "`model.safetensors` has the weights; the settings of the model are in its header, as\nJSON."
 )
 EXPORT = """To run it without any of its code, as in
-`onnxruntime.InferenceSession("model.onnx").run(None, {"inputs": inputs})`, export it:
+`onnxruntime.InferenceSession("model.onnx").run(None, {"inputs": inputs})`, export it. The
+top of the recipe says what `inputs` are:
 
     patch -o scripts/export.py scripts/evaluate.py scripts/recipes/onnx.diff
     python scripts/export.py THIS_FOLDER"""

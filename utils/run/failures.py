@@ -173,7 +173,7 @@ def _lost_contact(error):
     text = str(error).partition("GLHF")[0]  # how gloo ends the advice that follows its reason
     # Remove gloo's source line before the reason, and its advice after the reason.
     reason = re.sub(r"^\[\S+:\d+\] ", "", text.splitlines()[0]).partition(". This is ")[0]
-    why = "and waited for it longer than --timeout (where it hangs: Watchdog in utils/README.md)"
+    why = "and waited for it longer than --timeout (to learn where it hangs: utils/README.md)"
     if re.search(ENDED, text):
         why = "which has ended (the launcher's report names it)"
         if cgroups.memory_kills() > cgroups.KILLS_BEFORE:

@@ -226,8 +226,8 @@ def check_same(earlier, identity, place):
     if theirs.get("model") == arguments.get("model") and "init_from" in arguments:
         weights = f" (from these weights: --init_from {place})"
     raise UserError(
-        f"{place} belongs to a run with other arguments: use another --output_dir{weights}, or the "
-        f"earlier values: {', '.join(differences)}. {CONTINUE_RULE}"
+        f"{place} belongs to a run with other arguments: {', '.join(differences)}. Use another "
+        f"--output_dir{weights}, or the earlier values. {CONTINUE_RULE}"
     )
 
 

@@ -116,7 +116,10 @@ def test_what_cannot_fit_is_refused_and_what_may_is_said(monkeypatch, capsys):
     fit.check(here, LARGE, JOB)
     assert "GiB free. It would fit with --activation_checkpointing ***" in capsys.readouterr().err
     memory.available = 2 * 9 * GIB
-    with pytest.raises(UserError, match=r"16\.4 of 9\.0 GiB free\. It would fit with .* 4 GPUs"):
+    with pytest.raises(
+        UserError,
+        match=r"^the model does not fit: .* 16\.4 of 9\.0 GiB free\. It would fit with .* 4 GPUs",
+    ):
         fit.check(here, LARGE, JOB)
     fit.check(accelerator(2, rank=1, device=torch.device("cpu")), LARGE._replace(trained=0), JOB)
     fit.check(here, fit.measure(transformers.LlamaConfig(**CONFIG)), JOB)  # small: no word

@@ -114,7 +114,7 @@ def test_weights_are_offered_only_to_the_same_model():
         with pytest.raises(UserError) as error:
             check_same(earlier, identity(now), "runs/a")
         weights = " (from these weights: --init_from runs/a)" if offered else ""
-        assert f": use another --output_dir{weights}, or the earlier" in str(error.value)
+        assert f". Use another --output_dir{weights}, or the earlier" in str(error.value)
 
 
 def test_a_fork_may_be_trained_in_another_way_but_is_of_the_same_model_and_data(

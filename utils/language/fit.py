@@ -170,6 +170,6 @@ def check(accelerator, sizes, job):
         return
     line = f"{line}. It would fit with {advise(sizes, job, free)}"
     if sum(need) - need.activations > free:
-        raise UserError(line)
+        raise UserError(f"the model does not fit: {line}")
     if accelerator.is_main_process:
         notice(line)

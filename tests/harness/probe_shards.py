@@ -41,7 +41,7 @@ def growth(report, name):
         while not stop.wait(0.001):
             seen.append(anonymous())
 
-    thread = threading.Thread(target=watch)
+    thread = threading.Thread(target=watch, daemon=True)  # an error ends the process
     thread.start()
     yield
     stop.set()
@@ -56,7 +56,8 @@ def main(base, out, how="slices"):
     args = SimpleNamespace(
         model=base, export_dtype="auto", attention="auto", dtype=None, from_scratch=False, seed=0,
         lora_rank=0, adapter=None, activation_checkpointing=False, lr=1e-3, weight_decay=0.0,
-        timeout=600, nondeterministic=False, output_dir=out,
+        timeout=600, nondeterministic=False, output_dir=out, compile=None, batch_size=8,
+        gradient_accumulation_steps=1, block_size=64,
     )  # fmt: skip
     on_cpu = launch.set_up(args, shards=True)
     fsdp.set_up(on_cpu)

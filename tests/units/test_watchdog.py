@@ -238,3 +238,22 @@ def test_the_checksum_is_the_sum_of_the_bits_wherever_they_are(integers, dtype, 
     monkeypatch.setattr(torch.Tensor, "to", lambda x, d: moved.append(d) or real_to(x, d))
     assert checksum(model) == 15
     assert moved == [torch.device("cpu")] * 2  # the sum of each part is moved to the first
+
+
+@pytest.mark.parametrize("links", [True, False])
+def test_the_request_of_the_first_process_stays(links, watch, tmp_path, monkeypatch):
+    """Of two at the same moment, too: each process answers the one that it has seen."""
+    first, second = watch(0, 1000), watch(1, 1000)
+    if not links:
+
+        def refuse(*_):
+            raise PermissionError
+
+        monkeypatch.setattr("os.link", refuse)
+    first.ask("first")
+    seen = first.request.stat().st_mtime_ns
+    assert first.request.read_text() == "first"
+    if links:
+        second.ask("second")
+        assert first.request.read_text() == "first" and first.request.stat().st_mtime_ns == seen
+    assert not list(tmp_path.rglob(".dump_stacks_*"))

@@ -107,11 +107,15 @@ class Watchdog:
     def ask(self, reason):
         """Asks every process for its stacks."""
         writing = self._run.path / f".dump_stacks_{self._rank}"
-        if self.request.exists():  # another process was first
-            return
         with contextlib.suppress(OSError):  # the folder is gone, with the run
             writing.write_text(reason)
-            os.replace(writing, self.request)  # with its text: others may look at any moment
+            try:
+                os.link(writing, self.request)  # with its text: others may look at any moment
+            except FileExistsError:  # another process was first: its request stays
+                pass
+            except OSError:  # no links on this file system
+                os.replace(writing, self.request)
+            writing.unlink(missing_ok=True)
 
     def _watch(self):
         while self._run.results is None:  # after `finish`, nothing can be saved

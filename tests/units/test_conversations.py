@@ -5,7 +5,7 @@ import json
 import pytest
 from harness.chats import CHATML, PLAIN, make_tokenizer, say, with_template
 
-from utils.language.chats import check_messages, check_tools
+from utils.language.chats import check_messages, check_tools, unread_keys
 from utils.language.conversations import ALL, Encoder
 from utils.run.failures import UserError
 
@@ -253,3 +253,16 @@ def test_arguments_of_a_call_are_an_object(arguments):
     assert checked["tool_calls"][0]["type"] == "function" and call["function"]["name"] == "weather"
     (flat,) = check_messages([message | {"tool_calls": [call["function"]]}], "row")
     assert flat["tool_calls"] == [call["function"] | {"arguments": expected}]
+
+
+def test_keys_that_neither_the_template_nor_the_encoder_reads():
+    known = dict.fromkeys(["role", "content", "tool_calls", "weight", "train"])
+    rows = [None, {"messages": [known, "text"], "other": [{"x": 1}]}, {"prompt": "a text"}]
+    assert unread_keys(rows, "") == []
+    rows += [{"prompt": [{"b": 1}], "completion": [{"c d": 1}]}, {"messages": [{"a": 1, 5: 2}]}]
+    assert unread_keys(rows, "") == ["5", "a", "b", "c d"]
+    assert unread_keys(rows, None) == ["5", "a", "b", "c d"]
+    assert unread_keys(rows, "{{ m.b }} {{ m.c }}") == ["5", "a", "c d"]
+    assert unread_keys(rows, "{{ m['c d'] }}") == ["5", "a", "b"]
+    late = [{"messages": []}] * 999 + [{"messages": [{"a": 1}]}, {"messages": [{"b": 1}]}]
+    assert unread_keys(late, "") == ["a"]

@@ -89,7 +89,7 @@ def test_unusable_weights_are_refused(tmp_path, monkeypatch):
     torch.save([1, 2], tmp_path / "list.pth")
     (tmp_path / "empty.pth").write_bytes(b"")
     for name, says in (
-        ("other.pth", "holds another model"),
+        ("other.pth", r"other.pth \(--weights; .* of --model, squeezenet1_1\) holds another model"),
         ("code.pth", "it would execute code"),
         ("list.pth", "does not hold the weights"),
         ("empty.pth", "cannot read"),

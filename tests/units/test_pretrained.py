@@ -45,7 +45,9 @@ def test_reads_a_pth_and_replaces_a_head_of_another_size(wrapped, tmp_path, caps
     torch.save({"model": names, "epoch": 3} if wrapped else state, file)
     pretrained.initialize(accelerator(), model, config(), str(file))
     assert torch.equal(model.features[0].weight, state["features.0.weight"])
-    assert "keeps its initial weights: classifier.1.weight" in capsys.readouterr().out
+    said = capsys.readouterr().out
+    assert f"initialized from {file}; " in said and "initial weights: classifier.1.weight" in said
+    assert pretrained.preprocessing("resnet18", file)["crop"] == 224  # a file without a config
     before = model.features[0].weight.clone()
     pretrained.initialize(accelerator(), model, config(), None)
     assert torch.equal(model.features[0].weight, before) and not capsys.readouterr().out

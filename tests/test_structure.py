@@ -159,10 +159,12 @@ LIBRARY_NAMES = {
     "_exit": "ends a process as the product does",
     "_is_amx_tile_supported": "says what a CPU computes",
     "_is_avx512_bf16_supported": "says what a CPU computes",
+    "_mixed_precision": "is the precision of the state of Accelerate",
     "_orig_mod": "prefixes the weights of a compiled model",
     "_prepare_sd_options": "decides how Accelerate gathers shards",
     "_pytree": "finds tensors in nested values",
     "_replace": "is public in a namedtuple",
+    "_shared_state": "is what all states of Accelerate share",
     "_step_supports_amp_scaling": "marks the optimizers that unscale gradients themselves",
     "_subclasses": "has tensors without data",
 }

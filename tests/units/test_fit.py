@@ -35,6 +35,13 @@ def test_a_model_is_measured_without_memory():
     assert (sizes.layers, sizes.hidden, sizes.vocabulary, sizes.frozen_bytes) == (3, 64, 300, 4)
     frozen = fit.measure(config, torch.bfloat16)
     assert frozen.frozen_bytes == 2 and frozen.trained == round(model.num_parameters() / 100)
+    assert sizes.kept == 6 * 64 + 2 * (4 + 2) * 16 + 4 * 160  # 2 of 4 heads have keys and values
+    wide = fit.measure(transformers.LlamaConfig(**CONFIG, head_dim=48))
+    assert wide.kept == 6 * 64 + 2 * (4 + 2) * 48 + 4 * 160
+    experts = fit.measure(transformers.MixtralConfig(**CONFIG, num_local_experts=4))
+    assert experts.kept == sizes.kept + 4 * 160  # a token has two of them
+    other = transformers.GPT2Config(n_embd=64, n_head=4, n_layer=1)  # without these names
+    assert fit.measure(other).kept == 6 * 64 + 2 * 8 * 16 + 4 * 256
     untied = fit.measure(transformers.LlamaConfig(**CONFIG))
     assert untied.parameters == sizes.parameters + 300 * 64
 
@@ -94,6 +101,7 @@ def test_weights_gradients_and_moments_are_counted():
         (16.2, JOB, "--activation_checkpointing"),
         (16.05, JOB, "--activation_checkpointing and 4 times the --gradient_accumulation_steps"),
         (16.2, JOB._replace(checkpointing=True), ""),
+        (5, JOB, "_steps, and --lora_rank 16 or 8 GPUs with an FSDP configuration"),
         (9, JOB, "_steps, and --lora_rank 16 or 4 GPUs with an FSDP configuration"),
         (3, JOB._replace(processes=2, shards=2), "--activation_checkpointing, 4 times "),
         (1, JOB, "and a smaller --block_size, or another --model"),

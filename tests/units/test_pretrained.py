@@ -193,3 +193,9 @@ def test_a_size_that_a_model_cannot_take_is_one_line(name, sizes, says):
     with pytest.raises(UserError, match=says) as error:
         pretrained.check_sizes(name, sizes)
     assert "\n" not in str(error.value)
+
+
+def test_what_a_file_does_not_say_about_preprocessing_is_as_usual(tmp_path):
+    weights.export(tmp_path, small(3), {"preprocessing": {"interpolation": "bicubic"}})
+    values = pretrained.preprocessing("squeezenet1_1", tmp_path)
+    assert (values["interpolation"], values["crop"], values["resize"]) == ("bicubic", 224, 256)

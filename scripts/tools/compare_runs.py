@@ -14,7 +14,7 @@ import sys
 from pathlib import Path
 
 import numpy as np
-from safetensors.numpy import load_file
+from safetensors import safe_open
 
 # Finds `utils` and the training scripts next to this script (a copy) or above (the repository).
 sys.path[1:1] = map(str, Path(__file__).resolve().parents[1:3])
@@ -40,7 +40,7 @@ def read_run(folder):
         dict: `name`; `arguments` (dict, with `processes` and `mixed_precision`); `train`, the
             `step` and `loss` of each log line, float64 arrays; `evaluations`, the log lines (dicts)
             of val, or without a val split of test. Both have the `samples` and the `seconds` of
-            training so far; `weights`, the final ones by name, {} if there are none.
+            training so far; `weights`, the file of the final ones.
     """
     folder = Path(folder)
     record, path = read_json(folder / "args.json"), folder / "metrics.jsonl"
@@ -70,9 +70,8 @@ def read_run(folder):
     for line, so_far in zip(evaluations, passed, strict=True):
         line |= {"samples": line["step"] * batch_size, "seconds": so_far}
     arguments |= launched
-    weights = load_file(file) if (file := folder / "model.safetensors").exists() else {}
     run = dict(name=folder.name, arguments=arguments, train=train, evaluations=evaluations)
-    return run | dict(weights=weights)
+    return run | dict(weights=folder / "model.safetensors")
 
 
 def name_apart(runs, folders):
@@ -134,12 +133,25 @@ def differences(first, run):
     if len(ours):
         losses = np.abs(first["train"]["loss"][ours] - run["train"]["loss"][theirs])
         parts.append(f"training losses differ by at most {losses.max():.2g}")
-    shapes = [{name: w.shape for name, w in each["weights"].items()} for each in (first, run)]
-    if shapes[0] and shapes[0] == shapes[1]:
-        pairs = [(value, run["weights"][name]) for name, value in first["weights"].items()]
-        largest = max(np.abs(a.astype(float) - b).max(initial=0) for a, b in pairs)
+    files = first["weights"], run["weights"]
+    largest = weight_difference(*files) if all(file.exists() for file in files) else None
+    if largest is not None:
         parts.append(f"final weights differ by at most {largest:.2g}")
     return f"{run['name']} and {first['name']}: {', '.join(parts)}" if parts else None
+
+
+def weight_difference(first, second):
+    """The largest difference of the weights in two files, a float; None: of different models."""
+    with safe_open(first, "numpy") as ours, safe_open(second, "numpy") as theirs:
+        shapes = [
+            {name: file.get_slice(name).get_shape() for name in sorted(file.keys())}
+            for file in (ours, theirs)
+        ]
+        if shapes[0] != shapes[1]:
+            return None
+        # One at a time: all weights of many runs may not fit into memory.
+        pairs = ((ours.get_tensor(name), theirs.get_tensor(name)) for name in shapes[0])
+        return max(np.abs(a.astype(float) - b).max(initial=0) for a, b in pairs)
 
 
 def result_row(run, metric):

@@ -5,6 +5,7 @@ machines of a run whose cache is on one disk share the work.
 """
 
 import contextlib
+import functools
 import hashlib
 import os
 import sys
@@ -148,6 +149,7 @@ def _fields(kind):
     return TOKEN[:1] if kind == "text" else TOKEN
 
 
+@functools.cache  # of all splits
 def fingerprint_of(encoder):
     """A checksum of what decides about tokens: the tokenizer with its template, and `loss_on`."""
     digest = hashlib.sha256(repr([VERSION, encoder.loss_on]).encode())

@@ -110,8 +110,8 @@ def build_model(accelerator, config, args):  # EDIT: model
     """
     check_memory(accelerator, config, args)
     model = causal_lm.load_model(accelerator, config, args)
-    if args.attention == "auto" and accelerator.device.type == "cpu":
-        document_attention.use(model)
+    if args.attention == "auto":
+        document_attention.use(accelerator, model)
     if args.activation_checkpointing:
         # Keeps only the input of each block and recomputes the rest in the backward pass.
         model.activation_checkpointing_enable({"use_reentrant": False})
@@ -819,8 +819,8 @@ def parse_args():
         "--attention",
         choices=["auto", "sdpa", "eager", "flex", "flash"],
         default="auto",
-        help="implementation of attention in transformers: sdpa if the model has it, on a CPU "
-        "without a mask; flash needs a package",
+        help="implementation of attention in transformers: sdpa if the model has it, without "
+        "a mask on CPUs and, with torch 2.14, on GPUs in bf16 or fp16; flash needs a package",
     )
     group.add_argument(
         "--activation_checkpointing",

@@ -6,6 +6,7 @@ from unittest import mock
 
 import pytest
 import torch
+from accelerate import Accelerator
 from harness.language_models import PACKED, VOCABULARY, make_model
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -25,7 +26,7 @@ def models(name, attention):
     by_document = attention == "by document"
     made = [make_model(name, None if by_document else attention) for _ in range(2)]
     if by_document:
-        document_attention.use(made[0])
+        document_attention.use(Accelerator(cpu=True), made[0])
     lm_loss.chunk_loss(made[0])
     return made
 

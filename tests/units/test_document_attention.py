@@ -1,5 +1,8 @@
 """Attention by document; its losses and gradients are in the properties of the loss."""
 
+import itertools
+from types import SimpleNamespace
+
 import pytest
 import torch
 from harness.language_models import VOCABULARY, make_model
@@ -8,10 +11,38 @@ transformers = pytest.importorskip("transformers")
 
 from utils.language import document_attention
 
+CPU = SimpleNamespace(device=torch.device("cpu"), mixed_precision="bf16")
+GPU = SimpleNamespace(device=torch.device("cuda"), mixed_precision="bf16")
 
-def chosen(name, attention=None, **changes):
+
+def varlen_attn(
+    query, key, value, cu_seq_q, cu_seq_k, max_q, max_k, *, scale, window_size, enable_gqa
+):
+    """Stands in for the kernel of GPUs: the formula, document by document."""
+    bounds, groups = cu_seq_q.tolist(), query.size(1) // key.size(1)
+    sizes = [end - begin for begin, end in itertools.pairwise(bounds)]
+    assert cu_seq_q.dtype == torch.int32 and cu_seq_k is cu_seq_q
+    assert (max_q, max_k) == (max(sizes), max(sizes)) and sum(sizes) == len(query) == len(key)
+    assert window_size == (-1, 0) and enable_gqa == (groups > 1)
+    outputs = []
+    for q, k, v in zip(*(part.split(sizes) for part in (query, key, value)), strict=True):
+        k, v = k.repeat_interleave(groups, 1), v.repeat_interleave(groups, 1)
+        scores = torch.einsum("qhd,khd->hqk", q, k) * scale
+        later = torch.ones(scores.shape[1:], dtype=torch.bool).triu(1)
+        shares = scores.masked_fill(later, -torch.inf).softmax(-1)
+        outputs.append(torch.einsum("hqk,khd->qhd", shares, v))
+    return torch.cat(outputs)
+
+
+@pytest.fixture
+def gpu(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (8, 0))
+    monkeypatch.setattr(document_attention, "varlen_attn", varlen_attn)
+
+
+def chosen(name, attention=None, accelerator=CPU, **changes):
     model = make_model(name, attention, **changes)
-    document_attention.use(model)
+    document_attention.use(accelerator, model)
     return model
 
 
@@ -35,7 +66,7 @@ def test_layers_with_a_mask_of_their_own_keep_it():
     config = transformers.DogeConfig(vocab_size=VOCABULARY, num_key_value_heads=4, **sizes)
     model = transformers.AutoModelForCausalLM.from_config(config)
     before = model.config._attn_implementation
-    document_attention.use(model)
+    document_attention.use(CPU, model)
     assert model.config._attn_implementation == before
 
 
@@ -43,7 +74,7 @@ def test_layers_that_are_not_told_the_positions_need_a_mask():
     sizes = dict(hidden_size=32, intermediate_size=48, num_hidden_layers=1, num_attention_heads=4)
     config = transformers.PersimmonConfig(vocab_size=VOCABULARY, **sizes)
     model = transformers.AutoModelForCausalLM.from_config(config)
-    document_attention.use(model)
+    document_attention.use(CPU, model)
     assert model.config._attn_implementation == "sdpa"
 
 
@@ -59,3 +90,60 @@ def test_padded_prompts_are_answered_as_alone():
     for prompt, answer in zip(prompts, together, strict=True):
         alone = model.generate(prompt[None], **options)[0, len(prompt) :]
         assert answer.tolist() == alone.tolist()
+
+
+@pytest.mark.parametrize("name", ["llama", "gpt2"])
+def test_the_kernel_of_gpus_gets_all_documents_at_once(gpu, name):
+    """Grouped heads, two rows of one and of three documents; loss, gradients, and a recomputation.
+
+    In float64, so that the results agree to rounding.
+    """
+    changes = dict(attn_pdrop=0, embd_pdrop=0, resid_pdrop=0) if name == "gpt2" else {}
+    models = [chosen(name, accelerator=each, **changes).double() for each in (CPU, GPU)]
+    models[1].load_state_dict(models[0].state_dict())
+    assert models[1].config._attn_implementation == document_attention.KERNEL
+    tokens = torch.randint(VOCABULARY, (2, 12))
+    positions = torch.stack([torch.arange(12), torch.tensor([*range(7), 0, *range(4)])])
+    for model in models:
+        model.activation_checkpointing_enable({"use_reentrant": False})
+        model.train()
+        model(
+            input_ids=tokens, position_ids=positions.clone(), use_cache=False
+        ).logits.square().sum().backward()
+    for one, other in zip(*(model.parameters() for model in models), strict=True):
+        torch.testing.assert_close(one.grad, other.grad)
+
+
+@pytest.mark.parametrize(
+    ("changes", "settings"),
+    [
+        ({"attention_dropout": 0.1}, {}),
+        ({"head_dim": 12}, {}),
+        ({"head_dim": 264}, {}),
+        ({}, {"mixed_precision": "no"}),
+        ({}, {"device": torch.device("mps")}),
+    ],
+)
+def test_other_models_and_gpus_keep_the_mask(gpu, changes, settings):
+    model = chosen("llama", accelerator=SimpleNamespace(**{**vars(GPU), **settings}), **changes)
+    assert model.config._attn_implementation == "sdpa"
+
+
+def test_a_gpu_before_ampere_keeps_the_mask(gpu, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (7, 5))
+    assert chosen("llama", accelerator=GPU).config._attn_implementation == "sdpa"
+
+
+def test_a_torch_whose_kernel_has_no_grouped_heads_keeps_the_mask(gpu, monkeypatch):
+    monkeypatch.setattr(document_attention, "varlen_attn", lambda query, key, value: None)
+    assert chosen("llama", accelerator=GPU).config._attn_implementation == "sdpa"
+
+
+def test_samples_on_a_gpu_are_those_of_a_cpu(gpu):
+    """In float32 and from a cache, for which the kernel is not called."""
+    models = [chosen("llama", accelerator=each) for each in (CPU, GPU)]
+    models[1].load_state_dict(models[0].state_dict())
+    prompt = torch.arange(3, 9)[None] % VOCABULARY
+    options = dict(max_new_tokens=5, do_sample=False, pad_token_id=0, eos_token_id=None)
+    answers = [model.generate(prompt, **options).tolist() for model in models]
+    assert answers[0] == answers[1]

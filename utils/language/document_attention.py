@@ -3,27 +3,37 @@
 With a mask of a whole block, `sdpa` computes all pairs of its tokens, of which a block of short
 documents needs few: of documents of 500 tokens in a block of 16,384, one of 33.
 
+On a CPU, `sdpa` gets one document after the other. On a GPU that computes in half precision, the
+flash kernel of `torch.nn.attention.varlen` gets all of them at once; its backward pass obeys
+`attention.make_deterministic`.
+
 Needs the packages in scripts/requirements_lm.txt.
 """
 
+import inspect
+
 import torch
+from torch.nn.attention.varlen import varlen_attn
 from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
 
 NAME, PROBE = "sdpa_by_document", "sdpa_by_document_probe"
+KERNEL, KERNEL_PROBE = "varlen_by_document", "varlen_by_document_probe"
 
 
 class _Unsuited(Exception):
-    """A layer is not told the positions of its tokens, or makes a mask of its own."""
+    """A layer is not told the positions of its tokens, or has what the kernel does not compute."""
 
 
-def use(model):
+def use(accelerator, model):
     """Lets a model with `sdpa` attend to each document by itself, if its layers allow it.
 
     They do if they attend to everything before a token, are told the positions, and have no mask of
-    their own.
+    their own; for the kernel of GPUs also no dropout, and heads of a size that it has.
     """
+    on_cpu = accelerator.device.type == "cpu"
+    name, probe = (NAME, PROBE) if on_cpu else (KERNEL, KERNEL_PROBE)
     config = model.config.get_text_config()
     kinds = set(getattr(config, "layer_types", None) or [])
     if not kinds:
@@ -32,15 +42,29 @@ def use(model):
         kinds.add("bidirectional")
     if model.config._attn_implementation != "sdpa" or kinds != {"full_attention"}:
         return
-    model.set_attn_implementation(PROBE)
-    tokens = torch.zeros(1, 2, dtype=torch.int64)
+    if not (on_cpu or _has_kernel(accelerator)):
+        return
+    model.set_attn_implementation(probe)
+    tokens, training = torch.zeros(1, 2, dtype=torch.int64), model.training
     try:
-        with torch.no_grad():
+        with torch.no_grad(), torch.random.fork_rng(devices=[]):
+            model.train()  # for its dropout
             model(input_ids=tokens, position_ids=torch.arange(2)[None], use_cache=False)
     except _Unsuited:
         model.set_attn_implementation("sdpa")
     else:
-        model.set_attn_implementation(NAME)
+        model.set_attn_implementation(name)
+    model.train(training)
+
+
+def _has_kernel(accelerator):
+    """Whether this GPU, precision and version of torch have the kernel with grouped heads."""
+    return (
+        accelerator.device.type == "cuda"
+        and accelerator.mixed_precision in ("bf16", "fp16")
+        and torch.cuda.get_device_capability(accelerator.device) >= (8, 0)
+        and "enable_gqa" in inspect.signature(varlen_attn).parameters  # torch 2.14
+    )
 
 
 def attend(module, query, key, value, attention_mask, **options):
@@ -69,10 +93,47 @@ def attend(module, query, key, value, attention_mask, **options):
     return torch.cat(rows), None
 
 
+def attend_with_kernel(module, query, key, value, attention_mask, **options):
+    """As `attend`, for GPUs. Without half precision, as in samples, it is the same function."""
+    autocast = torch.is_autocast_enabled("cuda")
+    dtype = torch.get_autocast_dtype("cuda") if autocast else query.dtype
+    cached = query.size(2) != key.size(2)
+    if attention_mask is not None or cached or dtype == torch.float32:
+        return attend(module, query, key, value, attention_mask, **options)
+    # [batch * time, heads, size]
+    parts = [part.transpose(1, 2).flatten(0, 1).to(dtype) for part in (query, key, value)]
+    bounds, longest = _bounds(options["position_ids"])
+    output = varlen_attn(
+        *parts,
+        *(bounds, bounds, longest, longest),
+        scale=options.get("scaling"),
+        window_size=(-1, 0),  # causal
+        enable_gqa=query.size(1) != key.size(1),
+    )
+    return output.unflatten(0, (query.size(0), query.size(2))), None
+
+
+def _bounds(positions):
+    """Where documents begin and end, int32 [documents + 1], and the length (int) of the longest."""
+    # Once per forward pass, not once per layer: each time the host waits for the GPU.
+    if not hasattr(positions, "document_bounds"):
+        starts = (positions.flatten() == 0).nonzero()[:, 0]
+        bounds = torch.cat([starts, starts.new_tensor([positions.numel()])]).int()
+        positions.document_bounds = bounds, bounds.diff().max().item()
+    return positions.document_bounds
+
+
 def _probe(module, query, key, value, attention_mask, **options):
     if attention_mask is not None or options.get("position_ids") is None:
         raise _Unsuited
     return attend(module, query, key, value, None, **options)
+
+
+def _probe_kernel(module, query, key, value, attention_mask, **options):
+    size = query.size(-1)
+    if options.get("dropout") or size != value.size(-1) or size > 256 or size % 8:
+        raise _Unsuited
+    return _probe(module, query, key, value, attention_mask, **options)
 
 
 def mask(*args, attention_mask=None, **options):
@@ -82,6 +143,12 @@ def mask(*args, attention_mask=None, **options):
     return sdpa_mask(*args, attention_mask=attention_mask, **options)
 
 
-for name, function in ((NAME, attend), (PROBE, _probe)):
+FUNCTIONS = {
+    NAME: attend,
+    PROBE: _probe,
+    KERNEL: attend_with_kernel,
+    KERNEL_PROBE: _probe_kernel,
+}
+for name, function in FUNCTIONS.items():
     AttentionInterface.register(name, function)
     AttentionMaskInterface.register(name, mask)

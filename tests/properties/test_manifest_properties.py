@@ -43,7 +43,7 @@ def path(tmp_path_factory):
 
 def refused(path, match=None):
     with pytest.raises(UserError, match=match):
-        manifest.verify(path)
+        manifest.verify(fakes.accelerator(), path)
     return True
 
 
@@ -63,17 +63,17 @@ def test_no_byte_of_a_file_may_change(path, data):
     (path / name).write_bytes(content)
     assert refused(path, f"is damaged: {name} does not match its checksum")
     (path / name).write_bytes(CONTENTS[name])
-    assert manifest.verify(path)["progress"] == SAVED["progress"]
+    assert manifest.verify(fakes.accelerator(), path)["progress"] == SAVED["progress"]
 
 
 @given(st.data())
 def test_nothing_that_the_manifest_says_may_change(path, data):
     """Spaces between its values may."""
-    file, before = path / manifest.MANIFEST, manifest.verify(path)
+    file, before = path / manifest.MANIFEST, manifest.verify(fakes.accelerator(), path)
     content = file.read_bytes()
     try:
         file.write_bytes(data.draw(edits(content)))
-        assert manifest.verify(path) == before
+        assert manifest.verify(fakes.accelerator(), path) == before
     except UserError:
         pass
     finally:
@@ -89,7 +89,7 @@ def test_no_file_may_be_missing(path, name, new_name):
     missing = "shards/0.distcp" if name == "shards" else name
     assert refused(path, f"{missing} is missing")
     aside.rename(path / name)
-    assert manifest.verify(path)["arguments"] == SAVED["arguments"]
+    assert manifest.verify(fakes.accelerator(), path)["arguments"] == SAVED["arguments"]
 
 
 @pytest.mark.parametrize(
@@ -111,13 +111,13 @@ def test_nothing_may_be_added(kind, name, path):
         with pytest.raises(UserError, match="neither a file nor a folder"):
             manifest.refuse_links(path)
     added.unlink()
-    assert manifest.verify(path)
+    assert manifest.verify(fakes.accelerator(), path)
 
 
 @pytest.mark.parametrize("name", SYSTEM_FILES)
 def test_what_a_system_adds_is_harmless(name, path):
     (path / "shards" / name).write_text("x")
-    assert manifest.verify(path)["files"].keys() == CONTENTS.keys()
+    assert manifest.verify(fakes.accelerator(), path)["files"].keys() == CONTENTS.keys()
     (path / "shards" / name).unlink()
 
 
@@ -154,7 +154,7 @@ def test_any_json_in_the_place_of_a_manifest_is_refused_in_one_line(value):
 
 def test_what_is_no_checkpoint_is_said(path, tmp_path):
     with pytest.raises(UserError, match="does not exist"):
-        manifest.verify(tmp_path / "none")
+        manifest.verify(fakes.accelerator(), tmp_path / "none")
     newest = f"its manifest.json is missing or unreadable .the newest one in it is {path}.$"
     assert refused(path.parents[1], newest)
     path.with_name("link").symlink_to(path)
@@ -165,10 +165,10 @@ def test_what_is_no_checkpoint_is_said(path, tmp_path):
 
 def test_amended_values_are_sealed_too(tmp_path):
     path = write(tmp_path)
-    before = manifest.verify(path)
+    before = manifest.verify(fakes.accelerator(), path)
     manifest.amend(path, {"score": 0.75, "evaluation_due": False})
     changed = {**SAVED["progress"], "score": 0.75, "evaluation_due": False}
-    assert manifest.verify(path) == before | {"progress": changed}
+    assert manifest.verify(fakes.accelerator(), path) == before | {"progress": changed}
 
 
 SCORES = st.none() | st.sampled_from([0.1, 0.5, 0.5, math.nan, -math.inf, 1])

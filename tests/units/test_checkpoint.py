@@ -125,7 +125,7 @@ def test_a_checkpoint_has_its_name_only_when_all_files_are_synced(tmp_path, monk
     assert checkpoint.finish(ALONE, writing, None, {"progress": {"step": 3}})
     assert synced == [str(tmp_path / "checkpoints")]
     path = tmp_path / "checkpoints" / "step_00000003"
-    assert manifest.verify(path)["files"].keys() == set(names)
+    assert manifest.verify(fakes.accelerator(), path)["files"].keys() == set(names)
 
 
 @pytest.mark.parametrize("failing", [0, 1])
@@ -165,7 +165,9 @@ def test_processes_share_the_hashing_and_agree(world, tmp_path, monkeypatch):
         return checkpoint.finish(accelerator, writing, None, {"progress": {"step": 3}})
 
     assert world.run(finish) == [True, True] and steps_in(tmp_path) == [3]
-    assert manifest.verify(tmp_path / "checkpoints" / "step_00000003")["progress"] == {"step": 3}
+    assert manifest.verify(fakes.accelerator(), tmp_path / "checkpoints" / "step_00000003")[
+        "progress"
+    ] == {"step": 3}
 
 
 def test_a_file_that_cannot_be_hashed_is_an_error_on_all(world, tmp_path, monkeypatch):
@@ -235,33 +237,35 @@ def test_only_a_failed_write_lets_training_go_on(error, is_write_error):
 
 
 def test_the_newest_undamaged_checkpoint_is_found(tmp_path, capsys):
-    assert checkpoint.find(tmp_path, "auto") is None
+    assert checkpoint.find(fakes.accelerator(), tmp_path, "auto") is None
     paths = [saved(tmp_path, step) for step in (1, 2, 3)]
-    assert checkpoint.find(tmp_path, "never") is None
-    path, found = checkpoint.find(tmp_path, "auto")
+    assert checkpoint.find(fakes.accelerator(), tmp_path, "never") is None
+    path, found = checkpoint.find(fakes.accelerator(), tmp_path, "auto")
     assert path == paths[2] and found["progress"] == {"step": 3}
     (paths[2] / "model.safetensors").write_bytes(b"damaged")
-    assert checkpoint.find(tmp_path, "auto")[0] == paths[1]
+    assert checkpoint.find(fakes.accelerator(), tmp_path, "auto")[0] == paths[1]
     assert capsys.readouterr().err.endswith("; trying the one before it\n")
     for path in paths[:2]:
         (path / "manifest.json").unlink()
     with pytest.raises(UserError, match=f"all checkpoints in {tmp_path}/checkpoints are damaged"):
-        checkpoint.find(tmp_path, "auto")
+        checkpoint.find(fakes.accelerator(), tmp_path, "auto")
 
 
 def test_a_checkpoint_of_another_run_counts_until_there_is_an_own_one(tmp_path):
     theirs = saved(tmp_path / "theirs", 5)
-    assert checkpoint.find(tmp_path / "own", str(theirs))[0] == theirs
+    assert checkpoint.find(fakes.accelerator(), tmp_path / "own", str(theirs))[0] == theirs
     own = saved(tmp_path / "own", 6)
-    assert checkpoint.find(tmp_path / "own", str(theirs))[0] == own
+    assert checkpoint.find(fakes.accelerator(), tmp_path / "own", str(theirs))[0] == own
     with pytest.raises(UserError, match="belongs to this run"):
-        checkpoint.find(tmp_path / "own", str(own))
+        checkpoint.find(fakes.accelerator(), tmp_path / "own", str(own))
     (theirs / "model.safetensors").write_bytes(b"damaged")
     with pytest.raises(UserError, match="is damaged"):
-        checkpoint.find(tmp_path / "new", str(theirs))
+        checkpoint.find(fakes.accelerator(), tmp_path / "new", str(theirs))
     (tmp_path / "link").symlink_to(tmp_path / "own")
     with pytest.raises(UserError, match="belongs to this run"):
-        checkpoint.find(tmp_path / "own", str(tmp_path / "link" / "checkpoints" / own.name))
+        checkpoint.find(
+            fakes.accelerator(), tmp_path / "own", str(tmp_path / "link" / "checkpoints" / own.name)
+        )
 
 
 def loading(load_state, **more):

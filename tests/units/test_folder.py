@@ -87,7 +87,7 @@ def save(run, step, **state):
 
 
 def checkpoint_of(path, step):
-    return manifest.verify(path / "checkpoints" / f"step_{step:08d}")
+    return manifest.verify(fakes.accelerator(), path / "checkpoints" / f"step_{step:08d}")
 
 
 # ---------------------------------------------------------------------------------------- start

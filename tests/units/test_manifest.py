@@ -1,14 +1,19 @@
 """A checkpoint has the files that its manifest names, and nothing else: it may come from anywhere."""
 
+import builtins
+import contextlib
 import json
 import os
 import socket
 from hashlib import sha256
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+from harness import fakes
+from harness.worlds import World
 
-from utils.run import checkpoint, manifest
+from utils.run import checkpoint, collectives, manifest
 from utils.run.failures import UserError
 
 ALONE = SimpleNamespace(num_processes=1, process_index=0, is_local_main_process=True)
@@ -26,7 +31,7 @@ def saved(tmp_path):
         target = writing.with_name(f"step_{step:08d}")
         record = {"progress": {"step": step, "score": None, "best": None}, "arguments": {}}
         manifest.complete(writing, target, {**record, "files": described})
-        assert manifest.verify(target)["progress"]["step"] == step
+        assert manifest.verify(fakes.accelerator(), target)["progress"]["step"] == step
     return target
 
 
@@ -94,10 +99,29 @@ def test_a_checkpoint_has_only_the_files_that_were_saved(change, name, says, sav
     """Anything else is found before it is loaded; the checkpoint before it is used."""
     change(saved / name)
     with pytest.raises(UserError, match=says):
-        manifest.verify(saved)
-    assert checkpoint.find(saved.parents[1], "auto")[0].name == "step_00000001"
+        manifest.verify(fakes.accelerator(), saved)
+    assert checkpoint.find(fakes.accelerator(), saved.parents[1], "auto")[0].name == "step_00000001"
     warning = capsys.readouterr().err
     assert warning.count("warning: ") == 1 and "; trying the one before it" in warning
+
+
+def test_each_process_hashes_its_share_and_all_of_them_refuse_what_one_finds(saved, monkeypatch):
+    hashed, file_digest = {0: [], 1: []}, manifest.hashlib.file_digest
+
+    def follow(file, algorithm):
+        hashed[world.rank()].append(Path(file.name).name)
+        return file_digest(file, algorithm)
+
+    world = World(2)
+    monkeypatch.setattr(collectives, "dist", world)
+    monkeypatch.setattr(manifest.hashlib, "file_digest", follow)
+    # In threads of their own, no rank is known.
+    monkeypatch.setattr(manifest, "ThreadPoolExecutor", lambda _: contextlib.nullcontext(builtins))
+    one, other = world.run(lambda accelerator: manifest.verify(accelerator, saved))
+    assert one == other and hashed == {0: ["optimizer.bin"], 1: ["0.distcp"]}
+    (saved / "shards" / "0.distcp").write_bytes(b"drahs")
+    for error in world.run(lambda accelerator: manifest.verify(accelerator, saved)):
+        assert "shards/0.distcp does not match" in str(error)
 
 
 @pytest.mark.parametrize(
@@ -119,7 +143,7 @@ def test_a_manifest_of_other_types_is_not_a_manifest(value, saved):
     (saved / "manifest.json").write_text(json.dumps(value))
     assert manifest.read(saved) is None and manifest.best([saved]) is None
     with pytest.raises(UserError, match="is not a checkpoint"):
-        manifest.verify(saved)
+        manifest.verify(fakes.accelerator(), saved)
 
 
 def test_a_file_that_another_machine_sees_late_is_waited_for(tmp_path, monkeypatch):

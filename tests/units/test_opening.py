@@ -5,10 +5,11 @@ import os
 import sys
 
 import pytest
+from harness import fakes
 
 from utils.run import opening, process
 from utils.run.failures import UserError
-from utils.run.opening import Identity, check_same, claim_and_find
+from utils.run.opening import Identity, Start, check_same, claim_and_read, find_checkpoint
 from utils.run.plan import Plan
 
 OWN = {"lr": 0.1, "model": "net"}
@@ -33,10 +34,11 @@ def identity(arguments=OWN, may_change=(), resume="auto", data="cifar"):
 
 def look(folder, *who, **identified):
     """Where a run starts from; the lock is released."""
-    lock, start = claim_and_find(folder, identity(*who, **identified), Plan(10, 5))
+    run, plan = identity(*who, **identified), Plan(10, 5)
+    lock, start = claim_and_read(folder, run, plan)
     assert start.owner == (folder / ".lock").read_text()
     lock.close()
-    return start
+    return find_checkpoint(fakes.accelerator(), folder, start, run, plan)
 
 
 def refused(folder, match, *who, **identified):
@@ -135,7 +137,7 @@ def test_a_fork_may_be_trained_in_another_way_but_is_of_the_same_model_and_data(
     contents["data"] = {}  # nothing says that the held-out samples are the same
     unknown = Identity(OWN | {"seed": 1}, {}, set(), str(place))
     with pytest.raises(UserError, match=r"other arguments: .*--seed 1"):
-        claim_and_find(tmp_path / "run", unknown, Plan(10, 5))
+        find_checkpoint(fakes.accelerator(), tmp_path / "run", Start(), unknown, Plan(10, 5))
     contents["data"] = {"data": "cifar"}
     with pytest.raises(UserError) as error:
         look(tmp_path / "run", seeded, data="x", resume=str(place))

@@ -96,7 +96,10 @@ def test_only_what_is_written_and_evaluated_replaces_older_ones(written_first, t
     saves.finish()
     assert steps_in(tmp_path) == [6]
     saves.evaluated(6, {"score": 0.9})  # again: nobody listens
-    assert manifest.verify(manifest.all_in(tmp_path)[0])["progress"]["score"] == 0.5
+    assert (
+        manifest.verify(fakes.accelerator(), manifest.all_in(tmp_path)[0])["progress"]["score"]
+        == 0.5
+    )
 
 
 def test_an_evaluation_that_does_not_come_keeps_nothing_waiting(tmp_path):

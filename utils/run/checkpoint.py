@@ -91,8 +91,8 @@ def is_write_error(error):
     return isinstance(error, (OSError, SafetensorError)) or "inline_container" in str(error)
 
 
-def find(folder, resume):
-    """Finds the checkpoint to continue from and verifies it; main process only.
+def find(accelerator, folder, resume):
+    """Finds the checkpoint to continue from and verifies it; call it on every process.
 
     Args:
         folder: the run's folder.
@@ -108,7 +108,7 @@ def find(folder, resume):
     """
     if resume == "never":
         return None
-    candidates = manifest.all_in(folder)[::-1]
+    candidates = run_on_main(accelerator, lambda: manifest.all_in(folder)[::-1])
     if resume != "auto":
         if Path(resume).resolve() in [path.resolve() for path in candidates]:
             raise UserError(
@@ -116,12 +116,13 @@ def find(folder, resume):
                 "checkpoint: to continue from an earlier one use another --output_dir"
             )
         if not candidates:
-            return Path(resume), manifest.verify(resume)
+            return Path(resume), manifest.verify(accelerator, resume)
     for path in candidates:
         try:
-            return path, manifest.verify(path)
+            return path, manifest.verify(accelerator, path)
         except UserError as damage:
-            print(f"warning: {damage}; trying the one before it", file=sys.stderr, flush=True)
+            if accelerator.is_main_process:
+                print(f"warning: {damage}; trying the one before it", file=sys.stderr, flush=True)
     if candidates:
         raise UserError(
             f"all checkpoints in {folder}/checkpoints are damaged: restore one, or start over in "

@@ -72,13 +72,14 @@ class RunFolder:
                 checksum of the data; recorded in args.json under `data`.
 
         Raises:
-            UserError: see `opening.claim_and_find`.
+            UserError: see `opening.claim_and_read` and `opening.find_checkpoint`.
         """
         self._plan = plan
         may_change = LENGTH | MAY_CHANGE | self._may_change
         arguments = record.comparable(vars(self._args))
         self.identity = opening.Identity(arguments, data, may_change, self._args.resume)
-        start = run_on_main(self.accelerator, self._claim_and_find)
+        start = run_on_main(self.accelerator, self._claim_and_read)
+        start = opening.find_checkpoint(self.accelerator, self.path, start, self.identity, plan)
         run_on_all(self.accelerator, lambda: self.is_main or check_shared(self.path, start.owner))
         self._place, self._start, self.finished = identify(self.path), start, start.results
         self.run_id = start.run_id or self.run_id
@@ -87,8 +88,8 @@ class RunFolder:
         if self.finished and self.is_main:
             opening.announce_finished(self.path, self.finished)
 
-    def _claim_and_find(self):
-        self._lock, start = opening.claim_and_find(self.path, self.identity, self._plan)
+    def _claim_and_read(self):
+        self._lock, start = opening.claim_and_read(self.path, self.identity, self._plan)
         return start
 
     def start(self, rates=None):

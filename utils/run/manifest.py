@@ -17,7 +17,7 @@ import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-from utils.run.collectives import gather
+from utils.run.collectives import gather, run_on_all, run_on_main
 from utils.run.failures import UserError
 from utils.run.files import regular_file, set_usual_mode, sync, write_json
 
@@ -99,8 +99,10 @@ def refuse_links(folder):
     _sizes(folder)
 
 
-def verify(path):
+def verify(accelerator, path):
     """Checks every file of a checkpoint against its manifest, before anything is loaded.
+
+    Call it on every process: each hashes its share of the files.
 
     Returns:
         dict: the manifest.
@@ -109,6 +111,29 @@ def verify(path):
         UserError: a file is missing, damaged or unknown; the message names the first one.
     """
     path = Path(path)
+    manifest = run_on_main(accelerator, lambda: _read_checked(path))
+    files = manifest["files"]
+    names = _share(accelerator, files)
+
+    def find_damage():
+        with ThreadPoolExecutor(8) as pool:  # hashing releases Python's lock
+            digests = pool.map(lambda name: _sha256(path / name), names)
+            pairs = zip(names, digests, strict=True)
+            return next((name for name, sha in pairs if sha != files[name]["sha256"]), None)
+
+    for damaged in gather(accelerator, run_on_all(accelerator, find_damage)):
+        if damaged is not None:
+            raise UserError(f"checkpoint {path} is damaged: {damaged} does not match its checksum")
+    return manifest
+
+
+def _share(accelerator, names):
+    """The part of the names that is this process's."""
+    return sorted(names)[accelerator.process_index :: accelerator.num_processes]
+
+
+def _read_checked(path):
+    """The manifest of a checkpoint that has the files in it, of the right sizes, and no others."""
     if not os.path.isdir(path):
         raise UserError(f"checkpoint {path} does not exist")
     manifest = read(path)
@@ -125,12 +150,6 @@ def verify(path):
     for name in files:
         if name not in sizes:
             raise UserError(f"checkpoint {path} is damaged: {name} is missing")
-    with ThreadPoolExecutor(8) as pool:  # hashing releases Python's lock
-        for name, digest in zip(
-            files, pool.map(lambda name: _sha256(path / name), files), strict=True
-        ):
-            if (sizes[name], digest) != (files[name]["size"], files[name]["sha256"]):
-                raise UserError(f"checkpoint {path} is damaged: {name} does not match its checksum")
     if unknown := sizes.keys() - files.keys() - {MANIFEST}:
         raise UserError(
             f"checkpoint {path} is refused: {sorted(unknown)[0]} is not in its manifest. If it is "
@@ -170,7 +189,7 @@ def hash_and_sync(accelerator, folder, group=None):
             f"{folder} is not shared by all machines: rank 0 and rank {rank} do not see the same "
             f"{name}. Use an --output_dir on a file system that all of them share"
         )
-    names = sorted(views[0])[accelerator.process_index :: accelerator.num_processes]
+    names = _share(accelerator, views[0])
     try:
         # Data can only be synced on the machine that wrote it.
         if accelerator.is_local_main_process:

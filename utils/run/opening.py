@@ -9,6 +9,7 @@ from typing import NamedTuple
 from utils.run import checkpoint, manifest, record
 from utils.run.arguments import CONTINUE_RULE, MAY_CHANGE_IN_FORK
 from utils.run.claim import claim
+from utils.run.collectives import run_on_main
 from utils.run.failures import UserError
 from utils.run.files import read_json
 from utils.run.metrics import summary
@@ -50,8 +51,8 @@ class Start(NamedTuple):
     changes: list = ()
 
 
-def claim_and_find(path, identity, plan):
-    """Claims the folder of a run, and finds out from where it starts; main process only.
+def claim_and_read(path, identity, plan):
+    """Claims the folder of a run, and reads what it says of itself; main process only.
 
     Empties a folder that was left by --dry_run or --overfit_batch, if this run has that flag.
 
@@ -61,18 +62,17 @@ def claim_and_find(path, identity, plan):
         plan (Plan): of this run.
 
     Returns:
-        tuple: the lock, an open file; `Start`.
+        tuple: the lock, an open file; `Start`, without a checkpoint.
 
     Raises:
-        UserError: the folder cannot be written, is in use, or holds another run; all checkpoints
-            are damaged; or the run has already taken more steps than `plan` allows.
+        UserError: the folder cannot be written, is in use, or holds another run.
     """
     _refuse_other_folders(path)
     owner, lock = claim(path)
-    return lock, _find(path, identity, plan)._replace(owner=owner)
+    return lock, Start(owner=owner, **_read(path, identity, plan))
 
 
-def _find(path, identity, plan):
+def _read(path, identity, plan):
     earlier = _check(path, identity)
     script = record.script_hash()
     if earlier and earlier.get("script", script) != script:
@@ -83,17 +83,31 @@ def _find(path, identity, plan):
     if earlier and record.read_status(path).get("state") == "finished":
         results = read_json(path / "results.json")
         if results and _has_ended(results, identity, plan):
-            return Start(results=results)
+            return {"results": results}
         if results and not manifest.all_in(path):
             raise UserError(
                 f"the run in {path} has finished, and its checkpoints are gone: train its weights "
                 "further in another --output_dir"
             )
-    run_id = (earlier or {}).get("run_id")
-    newest = checkpoint.find(path, identity.resume)
-    if newest is None:
-        return Start(run_id=run_id)
-    place, contents = newest
+    return {"run_id": (earlier or {}).get("run_id")}
+
+
+def find_checkpoint(accelerator, path, start, identity, plan):
+    """Adds the checkpoint to continue from to `start`; call it on every process.
+
+    Raises:
+        UserError: all are damaged, or it belongs to another run, or has taken more steps than
+            `plan` allows.
+    """
+    found = None if start.results else checkpoint.find(accelerator, path, identity.resume)
+    if found is None:
+        return start
+    changes = run_on_main(accelerator, lambda: _check_checkpoint(*found, identity, plan))
+    return start._replace(checkpoint=found[0], manifest=found[1], changes=changes)
+
+
+def _check_checkpoint(place, contents, identity, plan):
+    """The arguments that may differ and do; raises UserError for a checkpoint that does not fit."""
     changes = []
     if place == Path(identity.resume):
         changes = _differences(contents, identity)
@@ -108,7 +122,7 @@ def _find(path, identity, plan):
             f"taken {steps_taken} already ({place}): give at least as many, or use another "
             "--output_dir"
         )
-    return Start(checkpoint=place, manifest=contents, run_id=run_id, changes=changes)
+    return changes
 
 
 def _has_ended(results, identity, plan):

@@ -269,8 +269,8 @@ frozen weights are part of a checkpoint of LoRA (scripts/train_lm.py)
 = test_train_lm.py -k lora
 
 checksums are not compared (utils/run/manifest.py)
-- if (sizes[name], digest) != (files[name]["size"], files[name]["sha256"]):
-+ if sizes[name] != files[name]["size"]:
+- if sha != files[name]["sha256"]
++ if sha is None
 = test_faults.py -k newest_good
 
 the oldest checkpoint is continued (utils/run/checkpoint.py)

@@ -49,7 +49,7 @@ from utils.data.cache_files import local_main_first
 from utils.data.loaders import evaluation_batch_size, loader_options
 from utils.data.report import agree
 from utils.flags import WORKERS
-from utils.images import pretrained, scores
+from utils.images import classifier_plots, pretrained, scores
 from utils.images.arrays import load_arrays, load_arrays_to_evaluate, on_device
 from utils.images.augment import normalize
 from utils.images.image_batches import ImageBatches
@@ -57,7 +57,6 @@ from utils.images.image_folder import unlabeled
 from utils.images.sources import find_images, find_to_evaluate
 from utils.images.transforms import EvalTransform
 from utils.language.text import load_to_evaluate
-from utils.report import plots
 from utils.report.hub import AT_THE_TOP
 from utils.report.output import writing_to
 from utils.report.progress import Progress
@@ -165,8 +164,8 @@ def evaluate_cifar(accelerator, args, saved):
         with writing_to(args.output_dir or saved.run / "evaluation") as folder:
             write_json(folder / "results.json", results)
             write_text(folder / "predictions.csv", as_csv(rows))
-            plots.classification(folder, split, predictions, data.class_names)
-        print(plots.class_table(split.labels, predictions, data.class_names))
+            classifier_plots.classification(folder, split, predictions, data.class_names)
+        print(classifier_plots.class_table(split.labels, predictions, data.class_names))
         print_unreadable(rows)
         print_summary(saved, metrics, len(predictions), shown, folder)
 
@@ -261,7 +260,7 @@ def write_evaluation(args, saved, dataset, outputs, class_names, shown="val"):
     with writing_to(args.output_dir or saved.run / "evaluation") as folder:
         write_json(folder / "results.json", results)
         write_text(folder / "predictions.csv", as_csv(rows))
-        plots.of_images(folder, dataset, samples, class_names)
+        classifier_plots.of_images(folder, dataset, samples, class_names)
     width = max(len(one_line(name)) for name in class_names)
     for name, share in results["per_class"].items():
         print(f"  {one_line(name):{width}}  {100 * share:6.2f} %")
@@ -351,11 +350,15 @@ def draw_contact_sheet(path, dataset, rows, most=64):
     texts = []
     for index in chosen:
         likely = rows[index]["classes"]
-        text = f"{plots.shorten(likely[0][0], 9)} {likely[0][1]:.0%}" if likely else "unreadable"
+        text = (
+            f"{classifier_plots.shorten(likely[0][0], 9)} {likely[0][1]:.0%}"
+            if likely
+            else "unreadable"
+        )
         texts.append(text)
     images, shown = dataset.__getitems__(chosen)["images"], torch.arange(len(chosen))
     title = f"{len(chosen)} of {len(rows):,} images"
-    plots.image_grid(path, images, shown, shown, texts, title=title)
+    classifier_plots.image_grid(path, images, shown, shown, texts, title=title)
 
 
 # ------------------------------------------------------------------------------------ train_gpt.py

@@ -39,6 +39,7 @@ from utils.compilation import compile_model
 from utils.data.cache_files import local_main_first
 from utils.data.loaders import evaluation_batch_size, explain
 from utils.data.report import agree
+from utils.images import classifier_plots
 from utils.images.arrays import load_arrays, on_device
 from utils.images.augment import augment, normalize
 from utils.muon import MuonSGD
@@ -399,10 +400,10 @@ def write_outputs(run, split, predictions, config):
     Returns:
         dict: images for the trackers.
     """
-    print(plots.class_table(split.labels, predictions, config["class_names"]))
+    print(classifier_plots.class_table(split.labels, predictions, config["class_names"]))
     plots.curves(run.path)
     model_card.write(run, **describe_model(config))
-    return plots.classification(run.path, split, predictions, config["class_names"])
+    return classifier_plots.classification(run.path, split, predictions, config["class_names"])
 
 
 def main():

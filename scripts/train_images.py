@@ -50,7 +50,7 @@ from utils.data.loaders import (
 )
 from utils.data.report import agree
 from utils.ema import MovingAverage
-from utils.images import image_cache, pretrained, scores
+from utils.images import classifier_plots, image_cache, pretrained, scores
 from utils.images.augment import normalize
 from utils.images.image_batches import ImageBatches
 from utils.images.mixing import Mix
@@ -414,7 +414,7 @@ def write_outputs(run, config, data, samples, bad):
         run.print(f"{len(bad)} images could not be read and were left out: see bad_images.txt")
     plots.curves(run.path)
     dataset = ImageBatches(data.splits["val"], EvalTransform(config["preprocessing"]), "skip")
-    return plots.of_images(run.path, dataset, samples, data.class_names)
+    return classifier_plots.of_images(run.path, dataset, samples, data.class_names)
 
 
 USAGE = """```python

@@ -8,6 +8,7 @@ import torch
 from hypothesis import example, given
 from hypothesis import strategies as st
 
+from utils.images import classifier_plots
 from utils.report import model_card, plots
 from utils.run import failures, output
 
@@ -52,14 +53,21 @@ def test_plots_draw_any_name(tmp_path):
     labels = torch.arange(len(names))
     with warnings.catch_warnings():
         warnings.simplefilter("error", UserWarning)
-        assert plots.image_grid(tmp_path / "a.png", images, labels, labels.roll(1), names)
-        assert plots.confusion_matrix(tmp_path / "b.png", torch.eye(len(names)).long(), names)
+        assert classifier_plots.image_grid(
+            tmp_path / "a.png", images, labels, labels.roll(1), names
+        )
+        assert classifier_plots.confusion_matrix(
+            tmp_path / "b.png", torch.eye(len(names)).long(), names
+        )
     assert (tmp_path / "a.png").exists() and (tmp_path / "b.png").exists()
-    assert "\x1b" not in plots.class_table(labels, labels.roll(1), names)
+    assert "\x1b" not in classifier_plots.class_table(labels, labels.roll(1), names)
 
 
 def test_letters_that_no_font_has_are_told_apart():
     """Boxes would be the same for all classes."""
-    names, fonts = plots.drawable(["cat", "\U000f0123", "\U000f0124x"])  # private use
+    names, fonts = classifier_plots.drawable(["cat", "\U000f0123", "\U000f0124x"])  # private use
     assert names == ["cat", r"\uf0123", r"\uf0124x"] and fonts[0] == "DejaVu Sans"
-    assert plots.shorten("a" * 14) == "a" * 14 and plots.shorten("a" * 15) == "a" * 13 + "…"
+    assert (
+        classifier_plots.shorten("a" * 14) == "a" * 14
+        and classifier_plots.shorten("a" * 15) == "a" * 13 + "…"
+    )

@@ -6,6 +6,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from utils.images import classifier_plots
 from utils.report import plots
 
 
@@ -82,7 +83,7 @@ def test_a_confusion_matrix_without_a_mistake_is_not_drawn(mistakes, tmp_path):
     predictions = torch.cat([1 - labels[:mistakes], labels[mistakes:]])
     images = torch.zeros(8, 3, 4, 4, dtype=torch.uint8)
     split = SimpleNamespace(images=images, labels=labels)
-    drawn = plots.classification(tmp_path, split, predictions, ["a", "b"])
+    drawn = classifier_plots.classification(tmp_path, split, predictions, ["a", "b"])
     assert list(drawn) == ["predictions", "confusion_matrix"][: 1 + mistakes]
 
 
@@ -91,8 +92,11 @@ def test_few_images_do_not_leave_most_of_a_picture_white(count, columns, tmp_pat
     drawn = []
     monkeypatch.setattr(plots, "save", lambda figure, path: drawn.extend(figure.axes))
     images, labels = torch.zeros(count, 3, 10, 20, dtype=torch.uint8), torch.zeros(count).long()
-    assert plots.image_grid(tmp_path / "a.png", images, labels, labels, ["a"]) is True
+    assert classifier_plots.image_grid(tmp_path / "a.png", images, labels, labels, ["a"]) is True
     rows = -(-count // columns)
     assert drawn[0].images[0].get_size() == (rows * 14, columns * 23)
-    assert plots.confusion_matrix(tmp_path / "b.png", torch.eye(2).long(), ["a", "b"]) is True
+    assert (
+        classifier_plots.confusion_matrix(tmp_path / "b.png", torch.eye(2).long(), ["a", "b"])
+        is True
+    )
     assert drawn[1].get_xlabel() == "predicted class" and drawn[1].get_ylabel() == "true class"

@@ -12,7 +12,6 @@ import torch
 
 from utils.data import cache_files
 from utils.data.cache_files import cannot_write, complete_or_absent
-from utils.language import text as text_module
 from utils.language.text import Windows, load_text, load_to_evaluate
 from utils.language.text_stream import load_held_out
 from utils.run.failures import UserError
@@ -119,7 +118,7 @@ def test_a_long_text_is_written_to_the_cache_once(kind, tmp_path, monkeypatch):
     short = [load_text(*source_of(kind, tmp_path / "data"), 4) for _ in range(2)][1]
     cache = tmp_path / "cache" / "text"
     monkeypatch.setenv("HF_DATASETS_CACHE", str(tmp_path / "cache"))
-    monkeypatch.setattr(text_module, "SHORT", 100)
+    monkeypatch.setattr(cache_files, "SHORT", 100)
     made = load_text(*source_of(kind, tmp_path / "data"), 4)
     (file,) = cache.iterdir()
     assert file.suffix == ".bin" and torch.equal(made.train, short.train)
@@ -182,7 +181,7 @@ def test_without_locks_nothing_is_removed(tmp_path, monkeypatch):
 def test_a_cache_that_cannot_be_written_is_one_line(tmp_path, monkeypatch):
     (tmp_path / "cache").write_text("a file")
     monkeypatch.setenv("HF_DATASETS_CACHE", str(tmp_path / "cache"))
-    monkeypatch.setattr(text_module, "SHORT", 100)
+    monkeypatch.setattr(cache_files, "SHORT", 100)
     with pytest.raises(UserError, match=r"cannot write the text to .*set HF_DATASETS_CACHE") as e:
         load_text(*source_of("files", tmp_path / "data"), 4)
     assert str(e.value).endswith(" (Not a directory)")  # not for want of space

@@ -17,6 +17,9 @@ from huggingface_hub.constants import HF_HOME
 from utils.run.collectives import run_on_all
 from utils.run.failures import UserError, full_disk
 
+SHORT = 1 << 26  # bytes: of a longer text, a checksum reads some parts
+SAMPLED_PARTS, SAMPLED_BYTES = 100, 1 << 16
+
 
 def local_main_first(accelerator, function):
     """Runs `function()` on one process per node first, and then on the others.
@@ -156,3 +159,22 @@ def map_bytes(path):
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message=".*not writable", category=UserWarning)
         return torch.from_numpy(np.memmap(path, np.uint8, "r"))
+
+
+def checksum(*texts):
+    """A short checksum of texts (bytes, or uint8 arrays); of a long one, of its size and a sample.
+
+    So it takes the same time for any size.
+    """
+    digest = hashlib.sha256()
+    for text in texts:
+        digest.update(len(text).to_bytes(8, "little"))
+        for part in sample(text):
+            digest.update(part)
+    return digest.hexdigest()[:12]
+
+
+def sample(text):
+    """Yields parts of a text, spread evenly; of a short one, all of it."""
+    distance = SAMPLED_BYTES if len(text) <= SHORT else len(text) // SAMPLED_PARTS
+    return (text[start : start + SAMPLED_BYTES] for start in range(0, len(text), distance))

@@ -4,7 +4,6 @@ A window has `block_size + 1` bytes: the inputs are all but the last, the target
 first.
 """
 
-import hashlib
 import itertools
 import random
 from functools import partial
@@ -12,14 +11,11 @@ from typing import NamedTuple
 
 import torch
 
-from utils.data.cache_files import cached, map_bytes
+from utils.data.cache_files import cached, checksum, map_bytes, sample
 from utils.data.scan import stamp
 from utils.language.rows import ALTERNATIVES, check_unicode, open_rows, reading
 from utils.language.synthetic import synthetic_text
 from utils.run.failures import UserError
-
-SHORT = 1 << 26  # bytes: of a longer text, a checksum reads some parts
-SAMPLED_PARTS, SAMPLED_BYTES = 100, 1 << 16
 
 
 class Text(NamedTuple):
@@ -116,7 +112,7 @@ def load_text(name, column, block_size, seed=0):
             `block_size`.
     """
     texts, details = _read_splits(name, column, seed, ("train", "val"))
-    parts = itertools.chain.from_iterable(map(_sample, texts.values()))
+    parts = itertools.chain.from_iterable(map(sample, texts.values()))
     if not all(part.all() for part in parts):
         details.append("warning: this does not look like text: it has zero bytes")
     text, held_out = texts["train"], texts.get("val")
@@ -154,25 +150,6 @@ def load_to_evaluate(name, column, seed=0):
         raise UserError(f"--dataset {name} has {len(text)} bytes: too few")
     description = f"{len(text):,} bytes (fingerprint {checksum(text.numpy())})"
     return "all" if split == "train" else split, Text(text[:0], text, description, details)
-
-
-def checksum(*texts):
-    """A short checksum of texts (bytes, or uint8 arrays); of a long one, of its size and a sample.
-
-    So it takes the same time for any size.
-    """
-    digest = hashlib.sha256()
-    for text in texts:
-        digest.update(len(text).to_bytes(8, "little"))
-        for part in _sample(text):
-            digest.update(part)
-    return digest.hexdigest()[:12]
-
-
-def _sample(text):
-    """Yields parts of a text, spread evenly; of a short one, all of it."""
-    distance = SAMPLED_BYTES if len(text) <= SHORT else len(text) // SAMPLED_PARTS
-    return (text[start : start + SAMPLED_BYTES] for start in range(0, len(text), distance))
 
 
 def _read_splits(name, column, seed, wanted, most=None):

@@ -8,9 +8,10 @@ from functools import partial
 
 import torch
 
+from utils.data.cache_files import checksum
 from utils.language import lanes
 from utils.language.rows import open_rows
-from utils.language.text import Text, check_column, checksum, encode_row
+from utils.language.text import Text, check_column, encode_row
 from utils.run.failures import UserError
 
 HELD_OUT_BYTES = 1 << 20  # bytes of a stream that are held out for evaluation

@@ -126,9 +126,7 @@ def test_the_preprocessing_is_that_of_the_weights(tmp_path):
     half = dict(resize=128, crop=112)
     assert pretrained.preprocessing("resnet50", None, size=112) == expected | half
     assert pretrained.preprocessing("resnet50", enum, resize=224)["resize"] == 224
-    with pytest.raises(
-        UserError, match="--eval_resize 223 is less than the 224 pixels of the crop"
-    ):
+    with pytest.raises(UserError, match="eval_resize 223 is less than the 224 pixels of the crop"):
         pretrained.preprocessing("resnet50", enum, resize=223)
     assert pretrained.find("resnet50", "ResNet50_Weights.DEFAULT") == enum
     inception = pretrained.preprocessing("inception_v3", pretrained.find("inception_v3", "DEFAULT"))

@@ -178,8 +178,8 @@ def test_the_last_layer_of_every_model_is_found():
     ("name", "sizes", "says"),
     [
         ("alexnet", {"--image_size": 32}, "--image_size 32: not a size for alexnet"),
-        ("vit_b_16", {"--image_size": None, "--train_size": 64}, "--train_size 64: not a size"),
-        ("resnet18", {"--image_size": 8, "--train_size": None}, None),
+        ("vit_b_16", {"--image_size": None, "train_size": 64}, "train_size 64: not a size"),
+        ("resnet18", {"--image_size": 8, "train_size": None}, None),
         ("inception_v3", {"--image_size": 96}, None),
         ("regnet_x_400mf", {"--image_size": 64}, None),
     ],

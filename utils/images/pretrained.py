@@ -40,7 +40,7 @@ def check_sizes(name, sizes):
 
     Args:
         name (str): the model.
-        sizes (dict): name of a flag -> pixels, or None: not given.
+        sizes (dict): what the message calls it -> pixels, or None: not given.
     """
     sizes = {flag: size for flag, size in sizes.items() if size}
     if not sizes:

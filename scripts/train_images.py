@@ -7,15 +7,15 @@ depend only on the seed, the epoch and the image. A run can therefore be killed 
 continues exactly, with any number of workers.
 
     accelerate launch --config_file accelerate_configs/cpu.yaml scripts/train_images.py \\
-        --dataset synthetic --model resnet18 --image_size 32 --epochs 8 --batch_size 50 --lr 0.02 \\
-        --min_scale 0.5 --auto_augment none
+        --dataset synthetic --preset small --image_size 32 --epochs 8
     accelerate launch --config_file accelerate_configs/4gpu.yaml scripts/train_images.py \\
         --dataset my_photos
     accelerate launch --config_file accelerate_configs/1gpu.yaml scripts/train_images.py \\
         --dataset my_photos --preset finetune --model resnet50 --weights DEFAULT
     python scripts/evaluate.py runs/train_images --images holiday/
 
-`my_photos` has one sub-folder per class, or train/ and val/ with such sub-folders.
+`my_photos` has one sub-folder per class, or train/ and val/ with such sub-folders. To change
+what has no flag, such as Mixup or the warm-up, edit `PRESETS` in a copy of this script.
 """
 
 import math
@@ -76,13 +76,21 @@ from utils.scale import batch_norm, elastic
 from utils.scale.saving import BackgroundWriter
 from utils.scale.watchdog import Watchdog
 
-# The defaults of each --preset; flags override those that have one. The last layer learns at
-# `head_lr_multiplier` times --lr. `small` trains from scratch on hundreds of images. `torchvision`
-# is the recipe of its references/classification for ResNet-50 (80.9 % on ImageNet there, 8 GPUs),
-# without repeated augmentation.
-PRESETS = {
+# What has no flag, where a preset does not set it. The last layer learns at `head_lr_multiplier`
+# times --lr. A crop has at least the share `min_scale` of an image. `mixup` and `cutmix` are the
+# alphas; with both, each step uses one of the two.
+COMMON = dict(
+    momentum=0.9, head_lr_multiplier=1.0, warmup_epochs=5, label_smoothing=0.1, min_scale=0.08,
+    random_erasing=0.0, mixup=0.0, cutmix=0.0, train_size=None, eval_resize=None,
+)  # fmt: skip
+# The defaults of each --preset; flags override those that have one. `small` trains from scratch on
+# hundreds of images. `torchvision` is the recipe of its references/classification for ResNet-50
+# (80.9 % on ImageNet there, 8 GPUs), without repeated augmentation. `train_size` and `eval_resize`
+# (the shorter side before the crop) count only with the `image_size` of their preset; otherwise
+# they are `image_size`, and 8/7 of it or in the proportion of --weights.
+PRESETS = {  # EDIT: defaults
     "scratch": dict(
-        epochs=90, batch_size=256, optimizer="sgd", lr=0.2, weight_decay=5e-5, warmup_epochs=5,
+        epochs=90, batch_size=256, optimizer="sgd", lr=0.2, weight_decay=5e-5,
         auto_augment="trivial",
     ),
     "finetune": dict(
@@ -94,7 +102,7 @@ PRESETS = {
         model="resnet18", image_size=64, min_scale=0.35,
     ),
     "torchvision": dict(
-        epochs=600, batch_size=1024, optimizer="sgd", lr=0.5, weight_decay=2e-5, warmup_epochs=5,
+        epochs=600, batch_size=1024, optimizer="sgd", lr=0.5, weight_decay=2e-5,
         auto_augment="trivial", random_erasing=0.1, mixup=0.2, cutmix=1.0, ema_decay=0.99998,
         train_size=176, image_size=224, eval_resize=232,
     ),
@@ -598,11 +606,6 @@ def main():
 
 def parse_args():
     parser = Parser(description=__doc__.split("\n")[0])
-    share = number(float, 0, below=1)
-    # Sizes in pixels. Some models need more than the least: `pretrained.check_sizes`.
-    pixels = number(int, 8, most=4096)
-    # Smaller values make all draws from the beta distribution 0 or 1.
-    alpha = number(float, 0, most=100, least=0.01)
     group = flags.add_dataset(
         parser, None, "folder with a sub-folder per class, Hub id, or `synthetic`"
     )
@@ -633,8 +636,9 @@ def parse_args():
         "--preset",
         choices=PRESETS,
         default="scratch",
-        help="defaults, which --preset NAME --help shows; finetune: with --weights; small: for "
-        "hundreds of images; torchvision: its recipe for ImageNet, 600 epochs",
+        help="defaults, which --preset NAME --help shows, and what has no flag (PRESETS in the "
+        "script); finetune: with --weights; small: for hundreds of images; torchvision: its recipe "
+        "for ImageNet, 600 epochs, with Mixup and CutMix",
     )
     group.add_argument(
         "--model", default="resnet50", help="any classifier of torchvision, by its name there"
@@ -651,12 +655,6 @@ def parse_args():
     group.add_argument("--optimizer", choices=["sgd", "adamw"], help="update rule")
     flags.add_schedule(group, "cosine")
     group.add_argument(
-        "--warmup_epochs", type=number(float, 0), help="warm-up epochs, at most a fifth of the run"
-    )
-    group.add_argument(
-        "--label_smoothing", type=share, default=0.1, help="label smoothing; 0: none"
-    )
-    group.add_argument(
         "--class_weights",
         choices=["none", "balanced"],
         default="none",
@@ -670,7 +668,7 @@ def parse_args():
     )
     group.add_argument(
         "--ema_decay",
-        type=share,
+        type=number(float, 0, below=1),
         default=0.0,
         help="highest decay of the moving average of the weights, which is evaluated besides the "
         "trained ones, and exported; 0: no average",
@@ -682,22 +680,8 @@ def parse_args():
     group = parser.add_argument_group("size and augmentation of the images")
     group.add_argument(
         "--image_size",
-        type=pixels,
+        type=number(int, 8, most=4096),  # some models need more: `pretrained.check_sizes`
         help="pixels of the model's input; default: that of --weights, or 224",
-    )
-    group.add_argument(
-        "--train_size", type=pixels, help="pixels of the input in training; default: --image_size"
-    )
-    group.add_argument(
-        "--eval_resize",
-        type=pixels,
-        help="shorter side before center crop; default: 8/7 --image_size",
-    )
-    group.add_argument(
-        "--min_scale",
-        type=number(float, 0.0001, most=1),  # of a photo, an area of a few pixels
-        default=0.08,
-        help="minimum area of a random crop, as a fraction of the image",
     )
     group.add_argument(
         "--flip", type=number(float, 0, most=1), default=0.5, help="probability of a mirror image"
@@ -708,29 +692,20 @@ def parse_args():
         default="none",
         help="Trivial- or RandAugment",
     )
-    group.add_argument(
-        "--random_erasing", type=share, default=0.0, help="probability of random erasing"
-    )
-    group.add_argument("--mixup", type=alpha, default=0.0, help="alpha of Mixup; 0: none")
-    group.add_argument(
-        "--cutmix",
-        type=alpha,
-        default=0.0,
-        help="alpha of CutMix; with Mixup as well, each step uses one of the two",
-    )
     group = parser.add_run_arguments()
     flags.add_patience(group)
     flags.add_eval_samples(group)
     flags.add_extras(group)
-    parser.set_defaults(
-        num_workers=min(8, devices.cores_per_process()), momentum=0.9, head_lr_multiplier=1.0
-    )
-    parser.set_defaults(**PRESETS.get(parser.choice("preset"), {}))
+    preset = PRESETS.get(parser.choice("preset"), {})
+    parser.set_defaults(num_workers=min(8, devices.cores_per_process()), **COMMON | preset)
     args = flags.parse_with_checks(parser, fits=True)
+    if args.image_size != preset.get("image_size"):
+        args.train_size = args.eval_resize = None
     if args.preset == "finetune" and not args.weights and process.is_main():
         notice("--preset finetune without --weights: the network starts with random weights")
     pretrained.check_name(args.model)
-    sizes = {"--image_size": args.image_size, "--train_size": args.train_size}
+    sizes = {"--image_size": args.image_size}
+    sizes[f"--preset {args.preset}: train_size"] = args.train_size
     pretrained.check_sizes(args.model, sizes)
     args.cached = args.cache is not None  # where the cache is may change
     # A path also if nothing is there any more: a run that continues does not read it.

@@ -65,7 +65,7 @@ REAL = SimpleNamespace(
     large_gpt="--dataset synthetic --track none --n_layer 12 --n_head 12 --n_embd 768 "
     "--block_size 1024 --batch_size 16 --sample_length 20 --compile never",
     images="--dataset synthetic --track none --model resnet50 --image_size 224 --batch_size 64 "
-    "--ema_decay 0.99 --mixup 0.2 --num_workers 4",
+    "--lr 0.2 --ema_decay 0.99 --num_workers 4",
     # Of the size of SmolLM2-135M.
     llama=dict(
         hidden_size=576, intermediate_size=1536, num_hidden_layers=30, num_attention_heads=9
@@ -88,7 +88,7 @@ REHEARSAL = SimpleNamespace(
     large_gpt="--dataset synthetic --n_layer 2 --n_head 2 --n_embd 16 --block_size 16 "
     "--batch_size 8 --sample_length 4",
     images="--dataset synthetic --model squeezenet1_1 --image_size 32 --batch_size 8 "
-    "--ema_decay 0.99 --mixup 0.2 --lr 0.02",  # without batch norm
+    "--lr 0.02 --ema_decay 0.99",  # without batch norm
     llama=dict(hidden_size=32, intermediate_size=64, num_hidden_layers=1, num_attention_heads=2),
     steps=18,
     accuracy=0.2,  # twice that of chance
@@ -96,6 +96,7 @@ REHEARSAL = SimpleNamespace(
     launch=dict(env={"CUDA_VISIBLE_DEVICES": ""}),
     peak="--peak_tflops 0.001",
 )
+MIXED = "--preset torchvision"  # Mixup and CutMix
 PROFILE = "--max_train_steps 8 --log_every 100 --profile"
 
 
@@ -279,7 +280,7 @@ def kill_and_resume(place, folder):
     """A killed run ends with the bytes of an uninterrupted one: CIFAR, GPT, averaged weights with
     Mixup, and LoRA.
     """
-    scripts = [*both(place), ("images", IMAGES, place.images)]
+    scripts = [*both(place), ("images", IMAGES, f"{place.images} {MIXED}")]
     if all(map(importlib.util.find_spec, ("transformers", "peft"))):
         scripts.append(("lm", LM, lora(place, folder)))
     runs = [
@@ -580,7 +581,7 @@ def waits(place, folder):
     length = "--max_train_steps 16 --log_every 100 --checkpoint_every 0 --eval_every 100"
     scripts = both(place, length)
     if place.gpu:
-        scripts.append(("images", IMAGES, f"{place.images} {length}"))
+        scripts.append(("images", IMAGES, f"{place.images} {MIXED} {length}"))
     together(
         *(
             partial(launch, place, *how, folder / name, f"count_waits@0:{folder}/{name}.json")

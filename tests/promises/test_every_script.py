@@ -49,8 +49,8 @@ SCRIPTS = {
     "train_minimal": Script("--batch_size 716", 2880, {"val_accuracy": 997}, changes=False),
     "train_cifar": Script(f"{PIXELS} --model net --lr 0.1", killed=2, **OF_PIXELS),
     "train_images": Script(
-        f"{PIXELS} --model squeezenet1_1 --image_size 32 --num_workers 0 --lr 0.01 --mixup 0.2 "
-        "--cutmix 1 --auto_augment trivial --ema_decay 0.5",
+        f"{PIXELS} --model squeezenet1_1 --image_size 32 --num_workers 0 --lr 0.01 "
+        "--preset torchvision --ema_decay 0.5",
         dropout="",
         **OF_PIXELS,
     ),

@@ -26,8 +26,7 @@ CLASSES = ["cat", "dog", "yak"]
 RECIPE = (
     "--model shufflenet_v2_x0_5 --image_size 32 --batch_size 8 --gradient_accumulation_steps 2 "
     "--lr 0.02 --max_train_steps 8 --log_every 1 --eval_every 4 --checkpoint_every 3 "
-    "--ema_decay 0.5 --mixup 0.2 --cutmix 1 --auto_augment trivial --random_erasing 0.3 "
-    "--track none --eval_samples 10"
+    "--preset torchvision --ema_decay 0.5 --track none --eval_samples 10"  # mixes and erases
 )
 TINY = "--model squeezenet1_1 --image_size 32 --batch_size 6"
 

@@ -13,9 +13,8 @@ from utils.run.failures import UserError
     [
         ("train_cifar", "--label_smoothing", "2"),
         ("train_cifar", "--val_fraction", "-0.1"),
-        ("train_images", "--label_smoothing", "1"),
+        ("train_images", "--ema_decay", "1"),
         ("train_images", "--flip", "2"),
-        ("train_images", "--min_scale", "1.5"),
         ("train_gpt", "--dropout", "2"),
         ("train_gpt", "--dropout", "nan"),
     ],

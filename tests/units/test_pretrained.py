@@ -126,9 +126,7 @@ def test_the_preprocessing_is_that_of_the_weights(tmp_path):
     half = dict(resize=128, crop=112)
     assert pretrained.preprocessing("resnet50", None, size=112) == expected | half
     assert pretrained.preprocessing("resnet50", enum, resize=224)["resize"] == 224
-    with pytest.raises(
-        UserError, match="--eval_resize 223 is less than the 224 pixels of the crop"
-    ):
+    with pytest.raises(UserError, match="eval_resize 223 is less than the 224 pixels of the crop"):
         pretrained.preprocessing("resnet50", enum, resize=223)
     assert pretrained.find("resnet50", "ResNet50_Weights.DEFAULT") == enum
     inception = pretrained.preprocessing("inception_v3", pretrained.find("inception_v3", "DEFAULT"))
@@ -180,8 +178,8 @@ def test_the_last_layer_of_every_model_is_found():
     ("name", "sizes", "says"),
     [
         ("alexnet", {"--image_size": 32}, "--image_size 32: not a size for alexnet"),
-        ("vit_b_16", {"--image_size": None, "--train_size": 64}, "--train_size 64: not a size"),
-        ("resnet18", {"--image_size": 8, "--train_size": None}, None),
+        ("vit_b_16", {"--image_size": None, "train_size": 64}, "train_size 64: not a size"),
+        ("resnet18", {"--image_size": 8, "train_size": None}, None),
         ("inception_v3", {"--image_size": 96}, None),
         ("regnet_x_400mf", {"--image_size": 64}, None),
     ],

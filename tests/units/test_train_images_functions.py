@@ -50,19 +50,33 @@ def test_weights_that_are_gone_have_the_same_path_as_before(
 
 @pytest.mark.parametrize("preset", ["scratch", "finetune", "small", "torchvision"])
 def test_a_preset_is_a_set_of_known_options_that_flags_override(preset, parse, capsys):
-    wanted = {**script.PRESETS[preset], "epochs": 7}
+    wanted = script.COMMON | script.PRESETS[preset] | {"epochs": 7}
     args = vars(parse(f"--dataset synthetic --preset {preset} --epochs 7"))
     assert wanted.items() <= args.items() and not args["cache"] and args["momentum"] == 0.9
     with pytest.raises(SystemExit):
         parse("--help")
-    flags = {f"--{name}" for name in wanted.keys() - {"head_lr_multiplier"}}
-    assert flags <= set(capsys.readouterr().out.split())
+    shown = set(capsys.readouterr().out.split())
+    flags = {name for name in wanted if f"--{name}" in shown}
+    assert flags | script.COMMON.keys() == wanted.keys() and not flags & script.COMMON.keys()
+
+
+def test_the_sizes_of_a_preset_are_for_its_image_size(parse):
+    for words, sizes in (
+        ("--preset torchvision", (224, 176, 232)),
+        ("--preset torchvision --image_size 224", (224, 176, 232)),
+        ("--preset torchvision --image_size 112", (112, None, None)),
+        ("--preset small", (64, None, None)),
+        ("", (None, None, None)),
+    ):
+        args = parse(f"--dataset a {words}")
+        assert (args.image_size, args.train_size, args.eval_resize) == sizes, words
 
 
 def test_options_that_exclude_each_other(parse):
     for words, says in (
         ("--model resnet_50", "the nearest: "),
         ("--model squeezenet1_1 --image_size 8", "--image_size 8: not a size for squeezenet1_1"),
+        ("--preset torchvision --model vit_b_16", "--preset torchvision: train_size 176: not a"),
     ):
         with pytest.raises(UserError, match=says):
             parse(f"--dataset a {words}")
@@ -175,12 +189,13 @@ def test_data_is_shortened_for_quick_checks(parse, tmp_path, capsys, monkeypatch
 PLAN = Plan(total_steps=10, steps_per_epoch=5)
 
 
-def test_loaders_have_the_sizes_that_options_say(parse, tmp_path):
+def test_loaders_have_the_sizes_that_options_say(parse, tmp_path, monkeypatch):
     data, prepared = data_of(tmp_path / "d"), []
     preprocess = dict(resize=36, crop=32, interpolation="bilinear", **pretrained.IMAGENET)
     process = accelerator(prepare=lambda loader: prepared.append(loader) or loader)
-    accumulate = "--gradient_accumulation_steps 2 --train_size 48"
-    args = options(parse, accumulate, "--cache", str(tmp_path / "cache"))
+    monkeypatch.setitem(script.PRESETS["scratch"], "train_size", 48)
+    words = f"--gradient_accumulation_steps 2 --cache {tmp_path / 'cache'}"
+    args = options(parse, words)
     loaders = script.build_loaders(process, data, preprocess, 5, PLAN, args)
     assert set(loaders) == {"train", "val", "some"} and len(prepared) == 3
     assert len(loaders["some"].dataset) == 5 and len(loaders["val"].dataset) == 12

@@ -40,7 +40,7 @@ def check_sizes(name, sizes):
 
     Args:
         name (str): the model.
-        sizes (dict): name of a flag -> pixels, or None: not given.
+        sizes (dict): what the message calls it -> pixels, or None: not given.
     """
     sizes = {flag: size for flag, size in sizes.items() if size}
     if not sizes:
@@ -155,7 +155,7 @@ def preprocessing(name, found, size=None, resize=None):
         values |= dict(resize=round(size * values["resize"] / values["crop"]), crop=size)
     if resize and resize < values["crop"]:
         raise UserError(
-            f"--eval_resize {resize} is less than the {values['crop']} pixels of the crop "
+            f"eval_resize {resize} is less than the {values['crop']} pixels of the crop "
             "(--image_size)"
         )
     return values | ({"resize": resize} if resize else {})

@@ -61,13 +61,3 @@ def test_plots_draw_any_name(tmp_path):
         )
     assert (tmp_path / "a.png").exists() and (tmp_path / "b.png").exists()
     assert "\x1b" not in classifier_plots.class_table(labels, labels.roll(1), names)
-
-
-def test_letters_that_no_font_has_are_told_apart():
-    """Boxes would be the same for all classes."""
-    names, fonts = classifier_plots.drawable(["cat", "\U000f0123", "\U000f0124x"])  # private use
-    assert names == ["cat", r"\uf0123", r"\uf0124x"] and fonts[0] == "DejaVu Sans"
-    assert (
-        classifier_plots.shorten("a" * 14) == "a" * 14
-        and classifier_plots.shorten("a" * 15) == "a" * 13 + "…"
-    )

@@ -1,12 +1,9 @@
 """Which points of a log the curves have, and how much of a figure its axes fill."""
 
 import json
-from types import SimpleNamespace
 
 import pytest
-import torch
 
-from utils.images import classifier_plots
 from utils.report import plots
 
 
@@ -75,28 +72,3 @@ def test_the_curves_are_of_what_a_run_logs(evaluation, panels, tmp_path, monkeyp
     monkeypatch.setattr(plots, "save", lambda figure, path: drawn.extend(figure.axes))
     assert plots.curves(tmp_path)
     assert [axis.get_ylabel() for axis in drawn] == ["loss", "mean iou"][:panels]
-
-
-@pytest.mark.parametrize("mistakes", [0, 1])
-def test_a_confusion_matrix_without_a_mistake_is_not_drawn(mistakes, tmp_path):
-    labels = torch.arange(8) % 2
-    predictions = torch.cat([1 - labels[:mistakes], labels[mistakes:]])
-    images = torch.zeros(8, 3, 4, 4, dtype=torch.uint8)
-    split = SimpleNamespace(images=images, labels=labels)
-    drawn = classifier_plots.classification(tmp_path, split, predictions, ["a", "b"])
-    assert list(drawn) == ["predictions", "confusion_matrix"][: 1 + mistakes]
-
-
-@pytest.mark.parametrize(("count", "columns"), [(1, 4), (5, 5), (8, 8), (20, 8)])
-def test_few_images_do_not_leave_most_of_a_picture_white(count, columns, tmp_path, monkeypatch):
-    drawn = []
-    monkeypatch.setattr(plots, "save", lambda figure, path: drawn.extend(figure.axes))
-    images, labels = torch.zeros(count, 3, 10, 20, dtype=torch.uint8), torch.zeros(count).long()
-    assert classifier_plots.image_grid(tmp_path / "a.png", images, labels, labels, ["a"]) is True
-    rows = -(-count // columns)
-    assert drawn[0].images[0].get_size() == (rows * 14, columns * 23)
-    assert (
-        classifier_plots.confusion_matrix(tmp_path / "b.png", torch.eye(2).long(), ["a", "b"])
-        is True
-    )
-    assert drawn[1].get_xlabel() == "predicted class" and drawn[1].get_ylabel() == "true class"

@@ -440,6 +440,7 @@ def main():
     model, optimizer, scheduler = accelerator.prepare(model, optimizer, scheduler)
     loaders = build_loaders(accelerator, data, args)
     train_set, train_loader = loaders["train"]
+    batch_norm.broadcast_less(model)
     first = train_set.batch(torch.arange(2))
     # Hidden passes, for an exact resume.
     ddp.warm_up(model, lambda: compute_loss(model, first, mean, std, 0, None, args))
@@ -535,7 +536,7 @@ def parse_args():
     flags.add_init_from(group)
     flags.add_patience(group)
     flags.add_extras(group)
-    parser.set_defaults(**RECIPES.get(parser.choice("model"), {}))
+    parser.set_defaults(**RECIPES.get(flags.choice(parser, "model"), {}))
     args = flags.parse_with_checks(parser)
     if args.overfit_batch:
         args.lr_schedule, args.warmup, args.label_smoothing = "constant", 0.0, 0.0

@@ -51,6 +51,7 @@ from utils.language.lanes import LaneStream, Share, gather_position
 from utils.language.text import Windows, load_text
 from utils.muon import MuonAdamW
 from utils.report import hub, model_card, plots
+from utils.report.extras import optional
 from utils.report.mfu import peak_flops
 from utils.report.profiler import start_profiler
 from utils.report.progress import Progress
@@ -59,7 +60,7 @@ from utils.run import ddp, entry, launch, weights
 from utils.run.arguments import Parser, frozen
 from utils.run.collectives import run_on_main
 from utils.run.domains import number
-from utils.run.failures import UserError, optional
+from utils.run.failures import UserError
 from utils.run.files import write_text
 from utils.run.folder import RunFolder
 from utils.run.guard import Guard
@@ -754,7 +755,7 @@ def parse_args():
     parser.set_defaults(
         epochs=10, batch_size=64, max_grad_norm=1.0, eval_every=250, checkpoint_every=250
     )
-    parser.set_defaults(**RECIPES.get(parser.choice("optimizer"), {}))
+    parser.set_defaults(**RECIPES.get(flags.choice(parser, "optimizer"), {}))
     args = flags.parse_with_checks(parser)
     if args.n_embd % args.n_head or args.n_embd // args.n_head % 2:
         raise UserError(

@@ -57,6 +57,7 @@ from utils.images.mixing import Mix
 from utils.images.sources import find_images
 from utils.images.transforms import EvalTransform, TrainTransform
 from utils.report import hub, model_card, plots
+from utils.report.extras import optional
 from utils.report.model_card import for_markdown
 from utils.report.profiler import start_profiler
 from utils.report.progress import Progress
@@ -65,7 +66,7 @@ from utils.run import ddp, devices, entry, launch, weights
 from utils.run.arguments import Parser, frozen
 from utils.run.collectives import gather, run_on_main
 from utils.run.domains import number
-from utils.run.failures import UserError, optional
+from utils.run.failures import UserError
 from utils.run.files import write_text
 from utils.run.folder import RunFolder
 from utils.run.guard import Guard
@@ -527,6 +528,7 @@ def main():
     model = batch_norm.synchronize(accelerator, model, micro_batch_size, args.sync_batchnorm)
     scheduler = build_scheduler(optimizer, plan, args)
     model, optimizer, scheduler = accelerator.prepare(model, optimizer, scheduler)
+    batch_norm.broadcast_less(model)
     held_out = len(data.splits["val"])
     loaders = build_loaders(accelerator, data, config["preprocessing"], eval_samples, plan, args)
     plain = accelerator.unwrap_model(model)
@@ -696,7 +698,7 @@ def parse_args():
     flags.add_patience(group)
     flags.add_eval_samples(group)
     flags.add_extras(group)
-    preset = PRESETS.get(parser.choice("preset"), {})
+    preset = PRESETS.get(flags.choice(parser, "preset"), {})
     parser.set_defaults(num_workers=min(8, devices.cores_per_process()), **COMMON | preset)
     args = flags.parse_with_checks(parser, fits=True)
     if args.image_size != preset.get("image_size"):

@@ -54,6 +54,7 @@ from utils.language.rows import reading
 from utils.language.token_stream import count_lanes, load_held_out, open_stream
 from utils.language.tokens import load_tokens
 from utils.report import hub, model_card, plots
+from utils.report.extras import optional
 from utils.report.mfu import peak_flops
 from utils.report.profiler import start_profiler
 from utils.report.progress import Progress
@@ -62,7 +63,7 @@ from utils.run import ddp, entry, launch
 from utils.run.arguments import Parser, frozen
 from utils.run.collectives import run_on_all, run_on_main
 from utils.run.domains import number
-from utils.run.failures import UserError, optional
+from utils.run.failures import UserError
 from utils.run.files import read_json, write_text
 from utils.run.folder import RunFolder
 from utils.run.guard import Guard
@@ -884,9 +885,11 @@ def parse_args():
         help="do not train: write model/ to the folder of a run with LoRA, its adapter merged",
     )
     parser.set_defaults(epochs=1, batch_size=16, max_grad_norm=1.0, weight_decay=0.1)
-    adapters_only = parser.choice("lora_rank") not in (0, "0") or parser.choice("adapter")
+    adapters_only = flags.choice(parser, "lora_rank") not in (0, "0") or flags.choice(
+        parser, "adapter"
+    )
     parser.set_defaults(lr=2e-4 if adapters_only else 2e-5)
-    if parser.choice("model") == "tiny":
+    if flags.choice(parser, "model") == "tiny":
         parser.set_defaults(block_size=256, lr=4e-3, epochs=2)
     args = flags.parse_with_checks(parser, fits=True)
     check_packages()

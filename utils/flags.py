@@ -8,7 +8,7 @@ from pathlib import Path
 
 from utils.compilation import MODES
 from utils.report.hub import check_repository
-from utils.run.arguments import frozen
+from utils.run.arguments import Parser, frozen
 from utils.run.domains import number
 from utils.run.failures import UserError
 from utils.run.process import is_main
@@ -195,6 +195,18 @@ def add_labeled_images(group, val_fraction):
     )
 
 
+def choice(parser, flag):
+    """The value of `--flag`, read before the full parse: other defaults depend on it."""
+    return _given(flag) or parser.get_default(flag)
+
+
+def _given(flag):
+    """What the command line says of `--flag`, as text; None: nothing."""
+    parser = Parser(add_help=False)
+    parser.add_argument(f"--{flag}", nargs="?")
+    return getattr(parser.parse_known_args()[0], flag)
+
+
 def parse_with_checks(parser, fits=False):
     """Parses the command line, with `--dry_run` and `--overfit_batch`, which change the arguments.
 
@@ -208,7 +220,7 @@ def parse_with_checks(parser, fits=False):
     _add_checks(parser)
     args = parser.parse_args()
     if fits:
-        args.defaults = [name for name in ("batch_size", "lr") if parser.given(name) is None]
+        args.defaults = [name for name in ("batch_size", "lr") if _given(name) is None]
     if getattr(args, "init_from", None) and args.resume not in ("auto", "never"):
         raise UserError(
             "--init_from starts a new run and --resume PATH continues one: give only one of them"

@@ -1,6 +1,5 @@
 """Arguments from files: what a line may be, and who reads them; arguments stay as they are."""
 
-import sys
 from types import SimpleNamespace
 
 import pytest
@@ -48,19 +47,6 @@ def test_later_flags_win_and_only_in_front_of_all_flags_is_it_a_file(parse, tmp_
     assert parse(["--prompt", "x", "@a.args"]).rest == ["@a.args"]
     with pytest.raises(UserError, match="argument --size: invalid int value"):
         parse(["--size", "1", "@a.args"])
-
-
-@pytest.mark.parametrize(
-    ("line", "value"),
-    [("--help --model b", "b"), ("--mod b", "a"), ("@a.args", "c"), ("--model=b --no 1", "b")],
-)
-def test_a_choice_is_read_before_the_other_flags(line, value, tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(sys, "argv", ["train.py", *line.split()])
-    (tmp_path / "a.args").write_text("--model c\n")
-    parser = Parser()
-    parser.add_argument("--model", default="a")
-    assert parser.choice("model") == value
 
 
 def test_arguments_are_added_to_those_that_are_there(parse):

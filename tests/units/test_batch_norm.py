@@ -3,8 +3,11 @@
 import re
 
 import pytest
+import torch
 from harness.fakes import accelerator
+from harness.worlds import group_of_one
 from torch import nn
+from torch.nn.parallel import DistributedDataParallel
 
 from utils.run.failures import UserError
 from utils.scale import batch_norm
@@ -58,3 +61,22 @@ def test_one_sample_for_batch_norm_is_refused():
         batch_norm.synchronize(accelerator(), norm(), 1, wanted=False)
     for model in (norm().eval(), nn.LayerNorm(2)):
         assert batch_norm.synchronize(accelerator(2, device="cuda"), model, 1, wanted=True) is model
+
+
+def test_ddp_broadcasts_the_statistics_of_batch_norm_only_for_evaluation():
+    with group_of_one():
+        model = DistributedDataParallel(nn.BatchNorm1d(2))
+        batch_norm.broadcast_less(model)
+        for training in (True, False, True):
+            model.train(training)(torch.ones(4, 2))
+            assert model.will_sync_module_buffers() == (not training)
+        model.module.eval()  # the wrapper itself stays in training mode
+        model(torch.ones(4, 2))
+        assert model.training and model.will_sync_module_buffers()
+
+        layers = nn.Sequential(nn.BatchNorm1d(2))
+        layers.register_buffer("may_be_read_in_training", torch.ones(2))
+        model = DistributedDataParallel(layers)
+        batch_norm.broadcast_less(model)
+        model(torch.ones(4, 2))
+        assert model.will_sync_module_buffers()

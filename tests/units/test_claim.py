@@ -49,9 +49,7 @@ def test_a_folder_on_a_full_disk_is_refused(error, tmp_path, monkeypatch):
 
     monkeypatch.setattr(type(tmp_path), "write_bytes", write_bytes)
     reason = error.strerror or "odd"
-    monkeypatch.setattr(module, "size_limit", lambda: "; the limit")
-    limit = "; the limit" if error.strerror else ""
-    refused(tmp_path / "run", f"^cannot write to --output_dir {tmp_path / 'run'}: {reason}{limit}$")
+    refused(tmp_path / "run", f"^cannot write to --output_dir {tmp_path / 'run'}: {reason}$")
     assert tried == [(tmp_path / "run" / ".probe", 65536)]
     assert os.listdir(tmp_path / "run") == [".lock"]
 

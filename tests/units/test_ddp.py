@@ -83,21 +83,3 @@ def test_ddp_refuses_an_unused_parameter_in_one_line(alone, capsys):
     mesh = torch.distributed.init_device_mesh("cpu", (1,))
     warm_up(fully_shard(Counting(), mesh=mesh))  # shards may have no gradient
     assert capsys.readouterr().err == ""
-
-
-def test_ddp_broadcasts_the_statistics_of_batch_norm_only_for_evaluation(alone):
-    model = DistributedDataParallel(nn.BatchNorm1d(2))
-    warm_up(model)
-    for training in (True, False, True):
-        model.train(training)(torch.ones(4, 2))
-        assert model.will_sync_module_buffers() == (not training)
-    model.module.eval()  # the wrapper itself stays in training mode
-    model(torch.ones(4, 2))
-    assert model.training and model.will_sync_module_buffers()
-
-    layers = nn.Sequential(nn.BatchNorm1d(2))
-    layers.register_buffer("may_be_read_in_training", torch.ones(2))
-    model = DistributedDataParallel(layers)
-    warm_up(model)
-    model(torch.ones(4, 2))
-    assert model.will_sync_module_buffers()

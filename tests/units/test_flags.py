@@ -229,3 +229,16 @@ def test_only_a_default_batch_size_follows_the_data(words, samples, power, batch
     line = capsys.readouterr().out
     assert (f"batch size {batch_size} instead of 64" in line) == (batch_size != 64)
     assert ("--lr" in line) == (batch_size != 64 and not words)
+
+
+@pytest.mark.parametrize(
+    ("line", "value"),
+    [("--help --model b", "b"), ("--mod b", "a"), ("@a.args", "c"), ("--model=b --no 1", "b")],
+)
+def test_a_choice_is_read_before_the_other_flags(line, value, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "argv", ["train.py", *line.split()])
+    (tmp_path / "a.args").write_text("--model c\n")
+    parser = Parser()
+    parser.add_argument("--model", default="a")
+    assert flags.choice(parser, "model") == value

@@ -173,16 +173,3 @@ def test_a_child_of_a_training_process_is_no_training_process(error_file, starte
     assert "inherited the variables of a training process" in str(launcher.check_variables())
     monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", "/tmp/b/error.json")
     assert launcher.check_variables() is None
-
-
-@pytest.mark.parametrize(
-    ("pid", "mask", "drops"), [(1, 0, True), (1, 1 << 14, False), (1, 1 << 13, True), (7, 0, False)]
-)
-def test_a_launcher_that_is_process_1_needs_a_handler(pid, mask, drops, started_by, monkeypatch):
-    [parent] = started_by(TORCHRUN)
-    parent.pid = pid
-    status = f"Name:\ta\nSigIgn:\tffffffffffffffff\nSigCgt:\t{mask:016x}\n"
-    monkeypatch.setattr(launcher.Path, "read_text", lambda path: status)
-    assert launcher.drops_sigterm() is drops
-    started_by(["bash"])
-    assert launcher.drops_sigterm() is False

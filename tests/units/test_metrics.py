@@ -42,9 +42,9 @@ def sent():
     return Sent()
 
 
-def opened(folder, step=0, sent=None, using=ALONE, plan=PLAN, rates=None):
+def opened(folder, step=0, sent=None, using=ALONE, plan=PLAN):
     loggers = [] if sent is None else [sent]
-    return Metrics(folder, using, plan, Meter(using.device, 10, rates or {}), step, loggers)
+    return Metrics(folder, using, plan, Meter(using.device, 10, {}), step, loggers)
 
 
 @pytest.fixture
@@ -94,9 +94,10 @@ def test_waiting_for_batches_is_a_share_of_the_time(clock):
 
 
 def test_a_new_run_counts_from_its_first_step(clock, sent, printed, tmp_path):
-    log = opened(tmp_path, 20, sent, rates={"tokens_per_second": 5})
+    meter = Meter(ALONE.device, 10, {"tokens_per_second": 5})
+    log = Metrics(tmp_path, ALONE, PLAN, meter, 20, [sent])
     clock.now += 6
-    log.restart_clock(21)
+    meter.restart(21)
     clock.now += 3
     figures = {"loss": torch.tensor(0.5), "lr": 0.1, "grad_norm": None}
     log.log("train", 24, figures)

@@ -149,7 +149,7 @@ def explain(error):
         )
     # A worker that dies while sending a batch also breaks the connection. Either error may be the
     # context of the other.
-    for cause in failures.causes(error):
+    for cause in _causes(error):
         if type(cause) is RuntimeError and re.match(r"DataLoader worker \(pid", str(cause)):
             reason = str(cause).splitlines()[0]
             line = f"rank {rank}: a data loader worker died: {reason}"
@@ -159,3 +159,10 @@ def explain(error):
         line = f"rank {rank}: a data loader worker died while sending a batch ({name})"
         return RunFailed(line, rank_variable=None, retry=False)
     return None
+
+
+def _causes(error):
+    """Yields the error, then its `__cause__` or `__context__`, and so on."""
+    while error is not None:
+        yield error
+        error = error.__cause__ or error.__context__

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import numpy as np
 
-from utils.run.failures import optional
+from utils.report.extras import optional
 from utils.run.files import read_json
 from utils.run.output import one_line
 

@@ -7,7 +7,8 @@ from pathlib import Path
 
 from accelerate.tracking import LOGGER_TYPE_TO_CLASS, get_available_trackers
 
-from utils.run.failures import UserError, optional
+from utils.report.extras import optional
+from utils.run.failures import UserError
 
 
 def trackers(names):

@@ -93,16 +93,6 @@ class Parser(argparse.ArgumentParser):
         hint = f": did you mean {' and '.join(meant)}?" if meant else ""
         raise UserError(f"{message}{hint} (see --help)")
 
-    def choice(self, flag):
-        """The value of `--flag`, read before the full parse: other defaults depend on it."""
-        return self.given(flag) or self.get_default(flag)
-
-    def given(self, flag):
-        """What the command line says of `--flag`, as text; None: nothing."""
-        parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
-        parser.add_argument(f"--{flag}", nargs="?")
-        return getattr(parser.parse_known_args(_expand(sys.argv[1:]))[0], flag)
-
     def parse_known_args(self, args=None, namespace=None):
         """As in argparse, which `parse_args` calls; reads `@FILE`."""
         words = sys.argv[1:] if args is None else list(args)

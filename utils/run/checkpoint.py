@@ -109,14 +109,13 @@ def find(accelerator, folder, resume):
     if resume == "never":
         return None
     candidates = run_on_main(accelerator, lambda: manifest.all_in(folder)[::-1])
-    if resume != "auto":
-        if Path(resume).resolve() in [path.resolve() for path in candidates]:
-            raise UserError(
-                f"--resume {resume} belongs to this run, which continues from its newest "
-                "checkpoint: to continue from an earlier one use another --output_dir"
-            )
-        if not candidates:
-            return Path(resume), manifest.verify(accelerator, resume)
+    if resume != "auto" and not candidates:
+        return Path(resume), manifest.verify(accelerator, resume)
+    if resume != "auto" and Path(resume).resolve() in [path.resolve() for path in candidates]:
+        raise UserError(
+            f"--resume {resume} belongs to this run, which continues from its newest checkpoint: "
+            "to continue from an earlier one use another --output_dir"
+        )
     for path in candidates:
         try:
             return path, manifest.verify(accelerator, path)

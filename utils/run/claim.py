@@ -5,7 +5,7 @@ import socket
 import time
 
 from utils.run import process
-from utils.run.failures import RunFailed, UserError, full_disk, size_limit
+from utils.run.failures import RunFailed, UserError
 from utils.run.files import lock, sync
 from utils.run.manifest import SHARED_CHECKS
 
@@ -35,8 +35,7 @@ def claim(path):
             sync(folder.parent)
     except OSError as error:
         reason = "it is a file" if path.is_file() else error.strerror or error
-        limit = size_limit() if full_disk(error) else ""
-        raise UserError(f"cannot write to --output_dir {path}: {reason}{limit}") from None
+        raise UserError(f"cannot write to --output_dir {path}: {reason}") from None
     return owner, file
 
 

@@ -83,7 +83,9 @@ def run_on_all(accelerator, function):
 
     An error on any of them is raised on every one.
     """
-    return _all_or_none(accelerator, _attempt(function))
+    result, error = _attempt(function)
+    errors = gather(accelerator, error)
+    return _result([result, next(filter(None, errors), None)])
 
 
 def keep_alive():
@@ -115,11 +117,6 @@ def _attempt(function):
             return [None, RunFailed(line, retry=failures.may_pass(error))]
         trace = failures.short_traceback(error)  # as text: an error loses it on its way
         return [None, Unexpected(failures.headline(error), trace)]
-
-
-def _all_or_none(accelerator, outcome):
-    errors = gather(accelerator, outcome[1])
-    return _result([outcome[0], next(filter(None, errors), None)])
 
 
 def _result(outcome):

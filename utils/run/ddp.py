@@ -2,7 +2,6 @@
 
 import torch
 from torch.distributed.fsdp import FSDPModule
-from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.parallel import DistributedDataParallel
 
 from utils.run import process
@@ -20,10 +19,6 @@ def warm_up(models, compute_loss):
     and weights do not change. This also runs on a single process, so that mistakes show up there:
     a notice names a parameter without a gradient, and a buffer that a checkpoint would not have.
 
-    By default DDP broadcasts the buffers of rank 0 before every forward pass. Batch norm reads its
-    running statistics only in evaluation mode, so they are broadcast only then, unless the model
-    has other buffers.
-
     Args:
         models: as `prepare` returned it; or a list of all models that take part, as of a GAN.
         compute_loss (Callable): a function without arguments that returns a loss of all of them,
@@ -33,8 +28,6 @@ def warm_up(models, compute_loss):
         UserError: a parameter gets no gradient, and DDP was not told to look for such.
     """
     models = models if isinstance(models, list | tuple) else [models]
-    for model in models:
-        _broadcast_less(model)
     buffers = [{name: b.clone() for name, b in model.named_buffers()} for model in models]
     for first in (True, False):
         # Eager: otherwise kernels would also be compiled for the shape of this batch.
@@ -71,18 +64,3 @@ def _check_gradients(model):
         )
     if process.is_main() and not in_ddp:
         notice(f"{line}several processes with DDP would refuse this model")
-
-
-def _broadcast_less(model):
-    norms = _batch_norms(model)
-    only_norms = set(model.buffers()) == {buffer for norm in norms for buffer in norm.buffers()}
-    if isinstance(model, DistributedDataParallel) and only_norms:
-
-        def broadcast_for_evaluation(ddp, _):
-            ddp.broadcast_buffers = not all(norm.training for norm in norms)
-
-        model.register_forward_pre_hook(broadcast_for_evaluation)
-
-
-def _batch_norms(model):
-    return [layer for layer in model.modules() if isinstance(layer, _BatchNorm)]

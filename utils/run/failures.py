@@ -8,8 +8,6 @@ import errno
 import json
 import os
 import re
-import resource
-import sys
 import time
 import traceback
 
@@ -59,17 +57,6 @@ class LostContact(TimeoutError):
     """Another process, or the device, did not answer within `--timeout`."""
 
 
-@contextlib.contextmanager
-def optional(what):
-    """A block that writes `what` (str), an extra: an error costs it and a warning, not the run."""
-    try:
-        yield
-    except Exception as error:
-        reason = one_line(str(error).strip() or type(error).__name__)
-        line = f"warning: {what} is missing ({type(error).__name__}: {reason})"
-        print(line, file=sys.stderr, flush=True)
-
-
 def report_to_launcher(line):
     """Writes the reason of this process's end for the report of the launcher."""
     path = os.environ.get("TORCHELASTIC_ERROR_FILE")
@@ -108,13 +95,6 @@ def full_traceback(error):
 def in_library(path):
     """Whether a file (str) is of Python or of a package, and not of a project."""
     return any(part in path for part in LIBRARIES)
-
-
-def causes(error):
-    """Yields the error, then its `__cause__` or `__context__`, and so on."""
-    while error is not None:
-        yield error
-        error = error.__cause__ or error.__context__
 
 
 def describe(error):
@@ -211,15 +191,7 @@ def _full_disk(error):
         return None
     return (
         f"rank {rank()}: the disk is full: free some space, then run the same command again "
-        f"({str(error).splitlines()[0]}{size_limit()})"
-    )
-
-
-def size_limit():
-    """A remark about the largest file that may be written; "" if there is no limit."""
-    limit = resource.getrlimit(resource.RLIMIT_FSIZE)[0]
-    return (
-        "" if limit == resource.RLIM_INFINITY else f"; `ulimit -f` allows {limit:,} bytes per file"
+        f"({str(error).splitlines()[0]})"
     )
 
 

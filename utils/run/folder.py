@@ -197,7 +197,7 @@ class RunFolder:
         wait = self._is_last(step) or process.is_stopping()
         with self.saves.write(contents, wait) as folder:
             yield folder
-        self.metrics.restart_clock(step)
+        self.meter.restart(step)  # the time of a save does not count as training
 
     def _is_last(self, step):
         return step == self._plan.total_steps or self.best.out_of_patience()

@@ -94,11 +94,6 @@ def print_banner(accelerator):
             f"distributed_type in {config_name()}"
         )
     if accelerator.is_main_process:
-        if launcher.drops_sigterm():
-            notice(
-                "the launcher is process 1 of this container and does not handle SIGTERM: nothing "
-                "is saved when it stops: use `docker run --init`"
-            )
         threads = torch.get_num_threads()
         device = torch.cuda.get_device_name() if on_gpu else f"CPU, {plural(threads, 'thread')}"
         backend = f" over {dist.get_backend()}" if processes > 1 else ""

@@ -7,10 +7,8 @@ line of a launcher, which is looked up among the parents of this process, only h
 
 import os
 import re
-import signal
 import socket
 from functools import cache
-from pathlib import Path
 
 from utils.run.failures import UserError
 
@@ -137,14 +135,3 @@ def _check_launch():
 
 def _refusal(line):
     return UserError(line, rank_variable=None)
-
-
-def drops_sigterm():
-    """Whether the launcher is process 1 of a container, and has no handler for SIGTERM.
-
-    The kernel then drops the signal, and nothing is saved.
-    """
-    if find() is None or find().pid != 1:
-        return False
-    caught = re.search(r"^SigCgt:\s*(\w+)", Path("/proc/1/status").read_text(), re.MULTILINE)
-    return not int(caught[1], 16) >> (signal.SIGTERM - 1) & 1

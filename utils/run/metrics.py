@@ -53,10 +53,6 @@ class Metrics:
             write_bytes(path, content)
         self._file = path.open("a")
 
-    def restart_clock(self, step):
-        """Leaves out what happened since the last log line, such as an evaluation."""
-        self._meter.restart(step)
-
     def log(self, split, step, figures, score=None):
         """Logs the metrics of a step; call it on every process.
 

@@ -15,7 +15,6 @@ from pathlib import Path
 import torch
 
 from utils.run import manifest
-from utils.run.failures import optional
 from utils.run.files import read_json, write_json, write_text
 
 # Arguments that may be paths: compared as absolute paths.
@@ -188,5 +187,4 @@ def tell_batch_script(folder, step):
     """Tells submit.sbatch, which does not parse our arguments, where the status of this run is."""
     file = os.environ.get("RUN_FOLDER_FILE")
     if file:
-        with optional(f"{file}, by which a job is requeued,"):
-            write_text(file, f"{folder.resolve()}\n{step}\n")
+        write_text(file, f"{folder.resolve()}\n{step}\n")

@@ -7,7 +7,7 @@ from concurrent.futures import Future
 from dataclasses import dataclass
 from functools import partial
 
-from utils.run import checkpoint, failures, manifest, process
+from utils.run import checkpoint, manifest, process
 from utils.run.failures import RunFailed
 from utils.run.output import plural
 
@@ -173,7 +173,6 @@ class Saves:
             raise RunFailed(
                 f"{FAILED_SAVES} checkpoints in a row could not be written: the last one is of "
                 f"step {self.newest_step}. Make {self._path} writable, with enough free space"
-                f"{failures.size_limit()}"
             )
 
     def _settle(self):

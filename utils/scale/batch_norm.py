@@ -2,6 +2,7 @@
 
 import torch
 from torch.nn.modules.batchnorm import _BatchNorm
+from torch.nn.parallel import DistributedDataParallel
 
 from utils.run.failures import UserError
 from utils.run.output import notice
@@ -19,8 +20,7 @@ def synchronize(accelerator, model, micro_batch_size, wanted):
     Raises:
         UserError: that is a single sample, which has no statistics.
     """
-    norms = (layer for layer in model.modules() if isinstance(layer, _BatchNorm))
-    if not any(norm.training for norm in norms):
+    if not any(norm.training for norm in _batch_norms(model)):
         return model
     several = accelerator.num_processes > 1
     everywhere = micro_batch_size * accelerator.num_processes  # fewer than 32: small by intention
@@ -44,3 +44,25 @@ def synchronize(accelerator, model, micro_batch_size, wanted):
             "--sync_batchnorm on several GPUs, or a model without batch norm"
         )
     return model
+
+
+def broadcast_less(model):
+    """Makes DDP broadcast statistics of batch norm only where they are read: in evaluation mode.
+
+    By default it broadcasts the buffers of rank 0 before every forward pass. It goes on with that
+    if the model has buffers of other layers.
+
+    Args: model: as `prepare` returned it.
+    """
+    norms = _batch_norms(model)
+    only_norms = set(model.buffers()) == {buffer for norm in norms for buffer in norm.buffers()}
+    if isinstance(model, DistributedDataParallel) and only_norms:
+
+        def broadcast_for_evaluation(ddp, _):
+            ddp.broadcast_buffers = not all(norm.training for norm in norms)
+
+        model.register_forward_pre_hook(broadcast_for_evaluation)
+
+
+def _batch_norms(model):
+    return [layer for layer in model.modules() if isinstance(layer, _BatchNorm)]

@@ -38,7 +38,7 @@ def growth(report, name):
     seen = [before]
 
     def watch():
-        while not stop.wait(0.001):
+        while not stop.wait(0.005):
             seen.append(anonymous())
 
     thread = threading.Thread(target=watch, daemon=True)  # an error ends the process

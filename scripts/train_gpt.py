@@ -615,9 +615,9 @@ def main():
 
     def validate(step):
         metrics = evaluate(accelerator, model, eval_loader, progress)
-        run.log("val", step, score=-metrics["loss"], **metrics)
         if sample_due(step, plan):
             run.log("sample", step, text=generate(model, *sampling))
+        run.log("val", step, score=-metrics["loss"], **metrics)  # last: now it is done
 
     train_loss, saved = math.inf, dict(config=sizes, eval_samples=eval_samples)
     if run.evaluation_due:  # the run was stopped in it

@@ -650,8 +650,8 @@ def main():
         metrics = evaluate(accelerator, model, eval_loaders, progress)
         metrics |= share_of_exact(accelerator, unwrapped, tokenizer, eval_sets, args)
         score = -metrics["loss"] if data.held_out == "val" else None  # a test split: none
-        run.log(data.held_out, step, score=score, **metrics)
         log_samples(accelerator, run, step, unwrapped, tokenizer, prompts)
+        run.log(data.held_out, step, score=score, **metrics)  # last: now it is done
 
     if run.evaluation_due or step == 0:  # also before training, to see what it changes
         validate(step)

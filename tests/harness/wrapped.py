@@ -234,6 +234,13 @@ def rename(original, source, target, **kwargs):
         kill()
 
 
+@replaces("utils.run.metrics.Metrics.log")
+def die_before_sample(original, self, split, *args, **kwargs):
+    if split == "sample" and strikes():
+        die()
+    return original(self, split, *args, **kwargs)
+
+
 @replaces("utils.scale.saving.BackgroundWriter.start")
 def fill_disk(original, self, writes, finish):
     full = bool(writes) and strikes()  # without writes, old checkpoints are deleted

@@ -101,6 +101,18 @@ def test_leaves_a_model_that_transformers_loads(lm):
     assert said.strip() or said == "\n"
 
 
+def test_samples_belong_to_their_evaluation_which_a_restart_repeats(lm, chats, tmp_path):
+    words = f"--dataset {chats} {SMALL}"
+    fault = ["die_before_sample@3", LM, *words.split()]  # after the last step, which is saved
+    run("cpu", "tests/harness/wrapped.py", fault, output_dir=tmp_path, check=False)
+    run("cpu", LM, words, output_dir=tmp_path)
+    assert results(tmp_path)["resumed_from"] == 12
+    for split in ("sample", "val"):
+        steps = [line["step"] for line in metrics(tmp_path, split)]
+        assert steps == [line["step"] for line in metrics(lm.folder, split)] == [0, 6, 12]
+    assert column(tmp_path, "text", "sample") == column(lm.folder, "text", "sample")
+
+
 def test_evaluations_take_some_blocks_always_the_same_and_the_last_one_all(lm):
     whole, lines = results(lm.folder), metrics(lm.folder, "val")
     assert "evaluations: 3 of " in lm.stdout

@@ -23,10 +23,8 @@ THUMBNAILS = {"thumb", "thumbs", "thumbnail", "thumbnails", "_thumbs", "_thumbna
 UNREADABLE = {*".heic .heif .hif .jxl .svg .psd .raw .cr2 .cr3 .nef .arw .dng .orf .rw2".split()}
 
 
-def read_regular(path, most=-1, ends=False):
+def read_regular(path, most=-1):
     """The bytes of a regular file, or of one that a link leads to; the first `most`, if given.
-
-    Args: ends (bool): the last `most`, too.
 
     Raises:
         OSError: there is none, it cannot be read, or it is a device, a FIFO or a socket, of which
@@ -37,11 +35,7 @@ def read_regular(path, most=-1, ends=False):
     with os.fdopen(descriptor, "rb") as file:
         if not stat.S_ISREG(os.fstat(descriptor).st_mode):
             raise OSError(None, "not a regular file", str(path))
-        data = file.read(most)
-        if ends:
-            file.seek(max(os.fstat(descriptor).st_size - most, 0))
-            data += file.read(most)
-        return data
+        return file.read(most)
 
 
 def stamp(path):

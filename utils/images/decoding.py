@@ -88,17 +88,6 @@ class Images:
         indices = np.linspace(0, len(self) - 1, min(count, len(self))).astype(np.int64)
         return self.select(indices)
 
-    def digest(self, row, ends=None):
-        """A checksum of the bytes of an image of the source; of an unreadable one, a unique value.
-
-        Args: ends (int | None): of the first and last so many bytes only.
-        """
-        try:
-            data = self.source.read(row) if ends is None else self.source.read(row, ends, True)
-        except (OSError, ValueError):
-            return self.source.name(row)
-        return hashlib.sha256(data).digest()
-
     def fingerprint(self, stamps=False):
         """A checksum of names, labels and sizes, and of the data.
 

@@ -158,7 +158,7 @@ class Pixels:
     def __len__(self):
         return len(self.images)
 
-    def read(self, row, most=-1, ends=False):
+    def read(self, row, most=-1):
         """An image as a PPM file, which has its values as they are; or the first `most` bytes."""
         _, height, width, _ = self.images.shape
         data = b"P6 %d %d 255\n" % (width, height) + self.images[int(row)].tobytes()

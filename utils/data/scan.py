@@ -23,8 +23,8 @@ THUMBNAILS = {"thumb", "thumbs", "thumbnail", "thumbnails", "_thumbs", "_thumbna
 UNREADABLE = {*".heic .heif .hif .jxl .svg .psd .raw .cr2 .cr3 .nef .arw .dng .orf .rw2".split()}
 
 
-def read_regular(path, most=-1):
-    """The bytes of a regular file, or of one that a link leads to; the first `most`, if given.
+def read_regular(path, most=None):
+    """The first `most` bytes of a regular file, or of one that a link leads to; None: all.
 
     Raises:
         OSError: there is none, it cannot be read, or it is a device, a FIFO or a socket, of which

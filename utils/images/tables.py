@@ -7,7 +7,7 @@ import numpy as np
 from huggingface_hub import constants
 
 from utils.data.report import LeftOut
-from utils.data.scan import Scanner
+from utils.data.scan import scan
 from utils.data.splits import split_of
 from utils.data.tables import (
     LISTS,
@@ -87,10 +87,10 @@ def _files(folder):
     Its search for words such as test in the names of files would also find test_tube.parquet, and
     drop the others.
     """
-    scanner = Scanner(folder, READERS)
-    tables = [file for file in scanner.below() if file.rpartition("/")[2] not in METADATA]
-    suffixes = {file[file.rindex(".") :].lower() for file in tables}
-    has_images = bool(Scanner(folder, image_folder.EXTENSIONS).below())
+    files, others, _ = scan(folder, READERS)
+    tables = [file for file in files if os.path.basename(file) not in METADATA]
+    suffixes = {os.path.splitext(file)[1].lower() for file in tables}
+    has_images = image_folder.EXTENSIONS & {os.path.splitext(file)[1].lower() for file in others}
     if len(suffixes) != 1 or has_images or describes_itself(folder):
         return None
     return files_by_split(folder, tables)

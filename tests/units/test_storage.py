@@ -97,4 +97,4 @@ def test_files_rows_and_arrays_say_the_same_of_an_image(tmp_path):
     array = Pixels(np.stack([np.array(noise(i)) for i in range(2)]), "photos.npz", "v")
     assert array.read(1).startswith(b"P6 32 32 255\n") and len(array.read(1, 5)) == 5
     assert array.read(1)[13:] == np.array(noise(1)).tobytes()
-    assert (array.name(1), array.portable_name(1)) == ("image 1 of photos.npz", "row 1")
+    assert (array.name(1), array.portable_name(1)) == ("row 1 of photos.npz", "row 1")

@@ -108,12 +108,6 @@ def test_no_file_outside_of_the_folder_is_read(path, tmp_path):
     refused(f"row 20 of .*: {path} is not in the folder of the table", name)
 
 
-def test_two_tables_are_an_error(tmp_path):
-    make(tmp_path)
-    (tmp_path / "metadata.jsonl").write_text("{}")
-    refused(r"has metadata\.csv and metadata\.jsonl: remove", table(tmp_path))
-
-
 def test_rows_that_repeat_a_file_count_once(tmp_path):
     make(tmp_path)
     files = [file for file in FLAT for _ in range(3)]

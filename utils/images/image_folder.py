@@ -22,21 +22,13 @@ EXTENSIONS = {
 }
 # Files in which a data set in the Hub's layout keeps its rows.
 TABLES = {*".parquet .arrow .jsonl .ndjson .json .csv .tsv .tar .zip".split()}
-# A list of the images in a folder, with a column `file_name`.
+# A list of the images in a folder, with a column `file_name`. The first counts.
 LISTS = ("metadata.csv", "metadata.jsonl", "metadata.parquet")
 
 
 def list_in(folder):
-    """The file that lists the images of a folder and their classes; None: there is none.
-
-    Raises:
-        UserError: there are two.
-    """
+    """The file that lists the images of a folder and their classes; None: there is none."""
     files = [folder / name for name in LISTS if (folder / name).is_file()]
-    if len(files) > 1:
-        raise UserError(
-            f"{folder} has {files[0].name} and {files[1].name}: remove or rename one of them"
-        )
     return files[0] if files and not describes_itself(folder) else None
 
 

@@ -223,8 +223,5 @@ def _load(model, config, choice):
 
 
 def _nearest(name, known):
-    close = difflib.get_close_matches(name.lower(), [k.lower() for k in known], n=3, cutoff=0.4)
-    close = [k for k in known if k.lower() in close]
-    return (
-        f"the nearest: {', '.join(close)}" if close else f"there are: {', '.join(known) or 'none'}"
-    )
+    close = difflib.get_close_matches(name, known, cutoff=0.4)
+    return f"the nearest: {', '.join(close)}" if close else f"there are: {', '.join(known)}"

@@ -6,7 +6,6 @@ Nothing is decoded.
 import os
 import zlib
 from functools import cached_property
-from pathlib import Path
 
 import numpy as np
 
@@ -44,11 +43,12 @@ class Files:
     @cached_property
     def sizes(self):
         """The size of each file in bytes, int64; -1: there is no such file."""
-        return _sizes(map(self.name, range(len(self))))
+        stamps = map(self.stamp, range(len(self)))
+        return np.array([known[1] if known else -1 for known in stamps], dtype=np.int64)
 
     def stamp(self, row):
-        """A value that changes when the file does."""
-        return stamp(Path(self.name(row)))
+        """A value that changes when the file does; None: there is none."""
+        return stamp(self.name(row))
 
 
 class Rows:
@@ -102,38 +102,19 @@ class Rows:
         return pc.binary_length(column).fill_null(-1).to_numpy().astype(np.int64)
 
 
-class Pixels:
-    """Images in an array.
-
-    Args:
-        images: uint8 array [images, height, width, 3].
-        place (str): names it in messages.
-        version (str): a value that changes when its file does.
-    """
+class Pixels(Rows):
+    """Images in an array, `images`: uint8 [images, height, width, 3]."""
 
     def __init__(self, images, place, version):
-        self.images, self._place, self._version = images, place, version
-
-    def __len__(self):
-        return len(self.images)
+        """Args: place, version: as for `Rows`."""
+        super().__init__(images, place, version)
+        self.images = images
 
     def read(self, row, most=None):
         """An image as a PPM file, which has its values as they are; or the first `most` bytes."""
         _, height, width, _ = self.images.shape
         data = b"P6 %d %d 255\n" % (width, height) + self.images[int(row)].tobytes()
         return data[:most]
-
-    def name(self, row):
-        """The number of an image, and where it is."""
-        return f"image {row} of {self._place}"
-
-    def portable_name(self, row):
-        """The number of an image."""
-        return f"row {row}"
-
-    def stamp(self, row):
-        """A value that changes when the file of the array does."""
-        return self._version
 
     @property
     def sizes(self):
@@ -143,15 +124,3 @@ class Pixels:
     def checksum(self):
         """A checksum of all images: it takes a fraction of the time in which they were loaded."""
         return f"{self.images.shape} {zlib.crc32(self.images)}"
-
-
-def _sizes(paths):
-    """The sizes of files, int64; -1 where there is none."""
-    return np.array([_size(path) for path in paths], dtype=np.int64)
-
-
-def _size(path):
-    try:
-        return os.stat(path).st_size if path else -1
-    except (OSError, ValueError):
-        return -1

@@ -5,6 +5,7 @@ from PIL import Image
 
 datasets = pytest.importorskip("datasets")
 
+from utils.images import tables
 from utils.images.sources import find_images, find_to_evaluate
 from utils.run.failures import UserError
 
@@ -137,5 +138,9 @@ def test_a_file_with_two_meanings_is_refused(header, more, says, tmp_path):
 
 def test_paths_of_windows_are_read(tmp_path):
     make(tmp_path, [f"a/{file}" for file in FLAT])
-    data = find_images(table(tmp_path, files=[f"a\\{file}" for file in FLAT]))
-    assert data.splits["train"].open(0).width == 20
+    table(tmp_path, files=[f"a\\{file}" for file in FLAT])
+    file = tmp_path / "metadata.csv"
+    splits, names, left_out = tables.find(str(file), file, "file_name", "label", "or else")
+    assert names == KINDS and splits["train"].labels.tolist() == [0, 1] * 10
+    assert not left_out.lines() and splits["train"].open(0).width == 20
+    assert splits["train"].portable_name(0) == "0.png"  # wherever the folder is

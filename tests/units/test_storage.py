@@ -68,6 +68,24 @@ def test_the_rows_of_others_name_files_of_their_folder_only(path, tmp_path):
         assert len(read_all(rows_with_paths(tmp_path / "d", paths, "csv"))) == 8
 
 
+def test_rows_may_name_files_in_the_cache_of_the_hub(tmp_path, monkeypatch):
+    """As those of a data set that has images in files; a table may have them without bytes."""
+    (tmp_path / "hub").mkdir()
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "hub")
+    paths = [str(tmp_path / "hub" / f"{i}.png") for i in range(8)]
+    for i, path in enumerate(paths):
+        noise(i).save(path)
+    features = datasets.Features(image=datasets.Image(), label=datasets.Value("int64"))
+    rows = {"image": [{"bytes": None, "path": path} for path in paths], "label": [0, 1] * 4}
+    table = datasets.Dataset.from_dict(rows, features=features).with_format("arrow")[:]
+    (tmp_path / "d").mkdir()
+    datasets.Dataset(table.replace_schema_metadata(None)).to_parquet(str(tmp_path / "d/a.parquet"))
+    assert len(read_all(str(tmp_path / "d/a.parquet"))) == 8
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "elsewhere")
+    with pytest.raises(UserError, match="is not in the folder of the table"):
+        read_all(str(tmp_path / "d/a.parquet"))
+
+
 def test_files_rows_and_arrays_say_the_same_of_an_image(tmp_path):
     images = [noise(i, (5 + i, 4)) for i in range(3)]
     listed = ["ä 0.png", "b/1.png", "2.png"]

@@ -433,7 +433,7 @@ from PIL import Image, ImageOps
 from safetensors.torch import load_file
 from torchvision.transforms import v2
 
-model = torchvision.models.get_model("{model}", num_classes={classes}{options}).eval()
+model = torchvision.models.get_model("{model}", num_classes={classes}).eval()
 model.load_state_dict(load_file("model.safetensors"))
 preprocess = v2.Compose([
     v2.Resize({resize}, v2.InterpolationMode("{interpolation}"), antialias=True),
@@ -450,8 +450,7 @@ probabilities = model(x[None]).softmax(1)[0]  # of the classes above
 def describe_model(config, args):
     """What the model card says about a model, for `model_card.write`."""
     names = config["class_names"]
-    options = "".join(f", {name}={value!r}" for name, value in config["options"].items())
-    values = dict(model=config["model"], classes=len(names), options=options)
+    values = dict(model=config["model"], classes=len(names))
     more = f" and {len(names) - 50} more" if len(names) > 50 else ""
     about = f"Classes: {', '.join(map(for_markdown, names[:50]))}{more}."
     if args.ema_decay:

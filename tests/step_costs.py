@@ -330,7 +330,7 @@ def minimal_step(script, args, model, device):
 
 def cifar_step(script, args, model, device):
     images, labels = on_host(1000, 3, 32, 32).to(torch.uint8), on_host(1000)
-    split = Split(to(images, device), to(labels, device), device)
+    split = Split(to(images, device), to(labels, device))
     ids, (mean, std) = on_host(args.batch_size), torch.ones(2, 3, device=device)
 
     def compute_loss():

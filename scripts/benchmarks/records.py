@@ -82,7 +82,7 @@ def record(images, seed, bf16, steps=None):
     devices.keep_freed_memory()
     splits = load_arrays(images, seed=seed).splits
     train, test = (
-        Split(splits[split].images.to(device), splits[split].labels.to(device), device)
+        Split(splits[split].images.to(device), splits[split].labels.to(device))
         for split in ("train", "test")
     )
     mean, std = (value.to(device) for value in train.mean_and_std())

@@ -49,6 +49,17 @@ def test_a_val_split_may_be_there_or_be_held_out(tmp_path):
     assert list(load_arrays(write(tmp_path / "train.npz", without)).splits) == ["train", "val"]
 
 
+def test_gray_images_have_three_equal_channels_and_other_layouts_are_refused(tmp_path):
+    gray = arrays(shape=(32, 32))
+    images = load_arrays(write(tmp_path / "gray.npz", gray)).splits["test"].images
+    assert images.shape == (12, 3, 32, 32)
+    assert all(np.array_equal(images[:, k], gray["test_images"]) for k in range(3))
+    first = write(tmp_path / "first.npz", arrays(shape=(3, 32, 32)))
+    refused(r"train_images is uint8 \[30, 3, 32, 32\], not uint8 .*: transpose it", first)
+    column = write(tmp_path / "column.npz", arrays(train_labels=np.zeros((30, 1), int)))
+    refused(r"train_labels is int64 \[30, 1\], not integers \[images\] from 0 on", column)
+
+
 def test_changed_pixels_are_another_data_set(tmp_path, monkeypatch):
     monkeypatch.setattr(images_module, "SAMPLED", 2)  # which images in files have
     before = load_arrays(write(tmp_path / "a.npz", arrays())).description

@@ -1,27 +1,16 @@
 """Files that one process of a machine makes."""
 
 import errno
+import fcntl
 import os
+import platform
+import re
+import shutil
 
 import pytest
 
 from utils.data import cache_files
 from utils.run.failures import UserError
-
-
-@pytest.mark.parametrize("links", [True, False])
-def test_what_is_published_is_complete_and_stays(links, tmp_path, monkeypatch):
-    def refuse(*_):
-        raise OSError(errno.EPERM, os.strerror(errno.EPERM))
-
-    if not links:
-        monkeypatch.setattr(os, "link", refuse)
-    for text in ("first", "second"):
-        own = tmp_path / text
-        own.write_text(text)
-        cache_files.publish(own, tmp_path / "target")
-        own.unlink(missing_ok=True)
-    assert (tmp_path / "target").read_text() == "first" and os.listdir(tmp_path) == ["target"]
 
 
 @pytest.mark.parametrize("given", [True, False])
@@ -43,14 +32,56 @@ def test_a_cached_file_is_in_the_folder_of_the_datasets_library(given, tmp_path,
         cache_files.cached("tokens of texts", [], 1, 3)
 
 
-@pytest.mark.parametrize(("size", "needed"), [(None, "space"), (3 << 29, "1.5 GiB")])
-def test_a_full_disk_is_told_with_what_is_needed(size, needed, tmp_path, monkeypatch):
+@pytest.mark.parametrize(("size", "needed"), [(None, "more space"), (3 << 29, "1.5 GiB")])
+@pytest.mark.parametrize("number", [errno.ENOSPC, errno.EDQUOT])
+def test_a_full_disk_is_told_with_what_is_needed(number, size, needed, tmp_path, monkeypatch):
     def parts():
         yield b"a"
-        raise OSError(errno.ENOSPC, "No space left on device")
+        raise OSError(number, "full")
 
     monkeypatch.setenv("HF_DATASETS_CACHE", str(tmp_path))
-    says = rf"^cannot write the tokens to {tmp_path}/tokens \(set .* free\): it needs {needed}$"
-    with pytest.raises(UserError, match=says):
+    says = (
+        rf"cannot write the tokens to {tmp_path}/tokens \(set .* folder\) \(full; (.*) GiB free, "
+    )
+    with pytest.raises(UserError) as error:
         cache_files.cached("tokens", parts(), 1, size)
+    said = re.fullmatch(rf"{says}and it needs {needed}\)", str(error.value))
+    assert float(said[1]) == pytest.approx(shutil.disk_usage(tmp_path).free / 2**30, abs=1)
     assert os.listdir(tmp_path / "tokens") == []
+
+
+def test_what_another_process_has_finished_stays(tmp_path):
+    def parts():
+        (tmp_path / "a.bin").write_bytes(b"first")
+        yield b"second"
+
+    cache_files.write(tmp_path / "a.bin", parts(), "it")
+    assert (tmp_path / "a.bin").read_bytes() == b"first" and os.listdir(tmp_path) == ["a.bin"]
+    (tmp_path / "empty").touch()
+    assert cache_files.map_bytes(tmp_path / "empty").numel() == 0
+
+
+def test_left_overs_of_killed_writers_are_removed(tmp_path):
+    """Not those of others that write, nor of another machine."""
+    mine, elsewhere = (f"a.writing.{name}." for name in (platform.node(), "elsewhere"))
+    for name in (f"{mine}9", f"{elsewhere}9"):
+        (tmp_path / name).write_bytes(b"half")
+
+    def parts():
+        (own,) = set(os.listdir(tmp_path)) - {f"{elsewhere}9"}
+        cache_files.write(tmp_path / "a.bin", [b"other"], "it")
+        assert set(os.listdir(tmp_path)) == {own, "a.bin", f"{elsewhere}9"}
+        yield b"own"
+
+    cache_files.write(tmp_path / "a.bin", parts(), "it")
+    assert set(os.listdir(tmp_path)) == {"a.bin", f"{elsewhere}9"}
+
+
+def test_without_locks_nothing_is_removed(tmp_path, monkeypatch):
+    def no_locks(*_):
+        raise OSError(errno.ENOLCK, "No locks available")
+
+    monkeypatch.setattr(fcntl, "flock", no_locks)
+    (tmp_path / f"a.writing.{platform.node()}.9").touch()
+    cache_files.write(tmp_path / "a.bin", [b"text"], "it")
+    assert len(os.listdir(tmp_path)) == 2

@@ -1,7 +1,5 @@
 """Each value of a column of labels is a class, exactly, whatever its type."""
 
-from decimal import Decimal
-
 import numpy as np
 import pytest
 from harness.data import encoded, noise
@@ -15,7 +13,6 @@ datasets = pytest.importorskip("datasets")
 
 NAMED = datasets.ClassLabel(names=["cat", "dog"])
 DECLARED = datasets.ClassLabel(names=["cat", "bird", "cow", "dog"])
-DAYS = [20240101.0, 20240102.0, 20240103.0, 20240104.0]
 
 
 def make_labels(folder, kind, **labels):
@@ -45,10 +42,8 @@ def test_a_model_has_its_own_order_of_classes():
     text = datasets.Dataset.from_dict({"label": ["1", "x", "-1", " "]})
     found, names = columns.read_labels("d", {"train": text}, "label")
     assert names == ["1", "x"] and found["train"].tolist() == [0, 1, -1, -1]
-    numbers = datasets.Dataset.from_dict({"label": [2048.0, 2050.0]})
-    numbers = numbers.cast_column("label", datasets.Value("float16"))
-    with pytest.raises(UserError, match="float16 values such as 2050, which are no exact classes"):
-        columns.read_labels("d", {"train": numbers}, "label")
+    truth = datasets.Dataset.from_dict({"label": [True, False]})
+    assert columns.read_labels("d", {"train": truth}, "label")[1] == ["False", "True"]
 
 
 def test_a_declared_class_without_images_is_left_out_and_named(tmp_path):
@@ -66,18 +61,11 @@ def test_a_declared_class_without_images_is_left_out_and_named(tmp_path):
     [
         (NAMED, dict(train=[0, 1, None] * 4), r"4 of 12 rows of the train split .* have no label"),
         (NAMED, dict(train=[0, 1, -1] * 4), r"or -1, in the column label \(the first is row 2\)"),
-        (datasets.List(datasets.Value("int64")), dict(train=[[0], [0, 1]] * 4), "several labels"),
+        (datasets.List(datasets.Value("int64")), dict(train=[[0], [1]] * 4), "has List.*, and not"),
         ("int64", dict(train=[-1, 0, 1] * 4), r"4 of 12 rows .* have no label, or -1"),
         ("string", dict(train=["a", " ", "b"] * 4), r"4 of 12 rows .* have no label"),
-        (
-            "float64",
-            dict(train=[0.13, 2.5, 0.7] * 4),
-            r"float64 values such as 0.13, which are no exact",
-        ),
-        ("float64", dict(train=[float("inf"), 1.0] * 4), "values such as inf"),
-        ("decimal128(3, 1)", dict(train=[Decimal("1.5"), Decimal("2.5")] * 4), "such as 1.5"),
-        ("float32", dict(train=DAYS * 4), "float32 values such as 2.024"),
-        ("float64", dict(train=[2.0**53 + 2, 1.0] * 4), "no exact classes"),
+        ("float64", dict(train=[0.0, 1.0] * 4), "float64.*, and not one class for each image"),
+        ("int64", dict(train=[-1, 1] * 4), "give a class another name than -1"),
         ("int64", dict(train=[None] * 4), "has no labels in its column label"),
         ("int64", dict(train=[0, 1] * 4, test=[0, 1, 2]), r"class '2' of its test split \(row 2\)"),
         ("string", dict(train=["a", "b"] * 4, validation=["c"]), "class 'c' of its val split"),
@@ -96,14 +84,8 @@ def test_labels_that_are_no_classes_are_one_line(kind, labels, says, tmp_path):
         assert "\n" not in str(error.value)
 
 
-@pytest.mark.parametrize(("test", "labels"), [([1, -1, 1], [1, 0, 1]), ([-1] * 3, None)])
-def test_a_test_split_without_labels_is_left_out(test, labels, tmp_path):
-    """But of two signs, -1 is one."""
-    train = [-1, 1] * 6 if labels else [0, 1] * 6
-    name = make_labels(tmp_path / "d", "int64", train=train, test=test)
+def test_a_test_split_without_labels_is_left_out(tmp_path):
+    name = make_labels(tmp_path / "d", "int64", train=[0, 1] * 6, test=[-1] * 3)
     found = find_images(name, val_fraction=0.2)
-    if labels:
-        assert found.splits["test"].labels.tolist() == labels
-    else:
-        assert list(found.splits) == ["train", "val"]
-        assert "images of a test split without classes: 3" in found.details[-1]
+    assert list(found.splits) == ["train", "val"]
+    assert "images of a test split without classes: 3" in found.details[-1]

@@ -1,6 +1,5 @@
 """Encoded images: what is no image, and when a checksum of many differs."""
 
-import hashlib
 import struct
 import zlib
 
@@ -11,7 +10,7 @@ from PIL import Image
 
 from utils.images import decoding
 from utils.images.decoding import BadImage, Encoded, Images
-from utils.images.storage import Files, Rows
+from utils.images.storage import Rows
 
 pytestmark = pytest.mark.filterwarnings("ignore:Corrupt EXIF data:UserWarning")
 LARGE = noise(0, (4, 3)).resize((400, 300))
@@ -49,18 +48,6 @@ def test_a_fingerprint_knows_names_labels_sizes_and_sampled_data(monkeypatch):
     stamped = [of(stamps=True), of(stamps=True, version="2")]
     assert of([b"x"] * 3, stamps=True) == stamped[0]
     assert len({of(), *others, *stamped}) == 7
-
-
-def test_a_digest_is_of_all_bytes_or_of_the_ends_of_a_file(tmp_path):
-    images = [bytes(9), b"\0" * 4 + b"1" + b"\0" * 4, b"1" + bytes(8), bytes(8) + b"1"]
-    for number, data in enumerate(images):
-        (tmp_path / f"{number}.png").write_bytes(data)
-    names = [f"{number}.png" for number in (*range(len(images)), 9)]
-    files = Images(Files(str(tmp_path), names), np.arange(5), np.zeros(5, np.int64))
-    whole, ends = ([files.digest(row, *part) for row in range(5)] for part in ((), (2,)))
-    assert len(set(whole)) == 5 and whole[0] == hashlib.sha256(bytes(9)).digest()
-    assert ends[0] == ends[1] == hashlib.sha256(bytes(4)).digest() and len(set(ends)) == 4
-    assert ends[4] == whole[4] == files.name(4)  # there is none
 
 
 # --------------------------------------------------------------------------------- more than 8 bits

@@ -51,5 +51,5 @@ def test_attention_is_deterministic_unless_nobody_asked_for_it(deterministic, mo
     assert os.environ.get("FLASH_ATTENTION_DETERMINISTIC") == ("1" if deterministic else None)
     calls.clear()
     with torch.device("meta"):
-        pretrained.build(dict(model="alexnet", options={}, class_names=["a", "b"]))
+        pretrained.build(dict(model="alexnet", class_names=["a", "b"]))
     assert calls == [(True,)] * deterministic  # its pooling is an error then

@@ -72,32 +72,6 @@ def test_skipping_decodes_nothing(train, monkeypatch):
         assert torch.equal(a["images"], b["images"]) and torch.equal(a["ids"], b["ids"])
 
 
-def test_shared_memory_is_used_again_only_when_a_batch_is_gone(train):
-    """Views count, too, and a batch may be kept for longer than its worker lives."""
-    dataset = ImageBatches(train, change())
-    epoch = [[(0, i % 24), (0, (i + 7) % 24)] for i in range(40)]
-    expected = [dataset.__getitems__(keys) for keys in epoch]
-    options = dict(batch_sampler=epoch, collate_fn=already_a_batch, num_workers=1)
-    loader = DataLoader(dataset, persistent_workers=True, **options)
-    for kept_part in (lambda images: images, lambda images: images[1:, :, ::2]):
-        kept = [kept_part(batch["images"]) for batch in loader]  # all 40 at once
-        for a, b in zip(kept, expected, strict=True):
-            assert torch.equal(a, kept_part(b["images"]))
-    assert len({images.data_ptr() for images in kept}) == 40
-    del kept
-    places = set()
-    for batch, other in zip(loader, expected, strict=True):  # one after the other
-        assert all(torch.equal(batch[name], other[name]) for name in ("images", "labels", "ids"))
-        assert batch["images"].is_contiguous(memory_format=torch.channels_last)
-        assert batch["bad"] == other["bad"]
-        places.add(batch["images"].data_ptr())
-    assert len(places) < 10
-    batches = iter(DataLoader(dataset, **options))
-    kept = next(batches)["images"]
-    assert sum(1 for _ in batches) == 39
-    assert torch.equal(kept, expected[0]["images"])
-
-
 def test_a_bad_image_stops_or_is_replaced_by_the_next(tmp_path, capsys):
     folder = make_photos(tmp_path, 4)
     for name in ("train/cat/1.jpg", "train/cat/2.jpg", "val/yak/3.jpg"):

@@ -8,7 +8,6 @@ import torch
 from harness.data import make_photos
 from harness.fakes import accelerator
 
-from utils.data import cache_files
 from utils.images import image_cache
 from utils.images.decoding import BadImage
 from utils.images.sources import find_images
@@ -79,22 +78,6 @@ def test_an_interrupted_cache_is_absent(val, tmp_path, monkeypatch):
             opened.truncate(size)
             with pytest.raises(UserError, match="is damaged: delete it"):
                 image_cache.cached(accelerator(), val, "val", 36, cache)
-
-
-def test_a_cache_that_cannot_be_written_says_how_much_space_it_needs(tmp_path, monkeypatch):
-    def full_disk(*_):
-        raise OSError(28, "No space left on device")
-
-    monkeypatch.setattr(cache_files.os, "fsync", full_disk)
-    image = torch.zeros(3, 1 << 13, 1 << 13, dtype=torch.uint8)
-    says = r"the cache .No space left on device; \d+\.\d GiB free.: it needs about 0.4 GiB"
-    with pytest.raises(UserError, match=says):
-        image_cache.write(tmp_path / "a" / "b.bin", iter([image, image]), 2, "the cache")
-    assert list((tmp_path / "a").iterdir()) == []
-    with pytest.raises(UserError, match=r"cannot write the cache .*: it needs space"):
-        image_cache.write(tmp_path / "b.bin", iter([]), 1, "the cache")
-    (tmp_path / "empty").touch()
-    assert cache_files.map_bytes(tmp_path / "empty").numel() == 0
 
 
 @pytest.mark.parametrize("processes", [1, 2, 3])

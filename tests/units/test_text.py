@@ -1,17 +1,12 @@
 """Which text of a folder or a table is trained on, which is held out, and what is left out."""
 
-import errno
-import fcntl
 import json
 import os
-import re
-import shutil
 
 import pytest
 import torch
 
 from utils.data import cache_files
-from utils.data.cache_files import cannot_write, complete_or_absent
 from utils.language.text import Windows, load_text, load_to_evaluate
 from utils.language.text_stream import load_held_out
 from utils.run.failures import UserError
@@ -124,7 +119,7 @@ def test_a_long_text_is_written_to_the_cache_once(kind, tmp_path, monkeypatch):
     assert file.suffix == ".bin" and torch.equal(made.train, short.train)
     assert torch.equal(made.held_out, short.held_out) and made.details == short.details
     with monkeypatch.context() as patched:  # the second process reads nothing but the cache
-        patched.setattr(cache_files, "complete_or_absent", None)
+        patched.setattr(cache_files, "write", None)
         again = load_text(*source_of(kind, tmp_path / "data"), 4)
     assert again.description == made.description and torch.equal(again.train, made.train)
     with file.open("r+b") as opened:
@@ -144,40 +139,6 @@ def source_of(kind, folder):
     return str(folder), "text"
 
 
-def test_a_file_that_was_taken_for_a_left_over(tmp_path, monkeypatch):
-    """Before it was locked, or where locks are not seen: of another one that is complete."""
-    lock, removed = fcntl.flock, []
-
-    def late_lock(file, kind):
-        if not removed:
-            os.unlink(file.name)
-            removed.append(file.name)
-        lock(file, kind)
-
-    monkeypatch.setattr(fcntl, "flock", late_lock)
-    with complete_or_absent(tmp_path / "a.bin") as out:
-        out.write(b"text")
-    assert removed and (tmp_path / "a.bin").read_bytes() == b"text"
-    with complete_or_absent(tmp_path / "b.bin") as out:
-        os.unlink(out.name)
-        (tmp_path / "b.bin").write_bytes(b"text")
-    assert len(list(tmp_path.iterdir())) == 2
-    with pytest.raises(FileNotFoundError), complete_or_absent(tmp_path / "c.bin") as out:
-        os.unlink(out.name)
-
-
-def test_without_locks_nothing_is_removed(tmp_path, monkeypatch):
-    def no_locks(*_):
-        raise OSError(errno.ENOLCK, "No locks available")
-
-    monkeypatch.setattr(fcntl, "flock", no_locks)
-    with complete_or_absent(tmp_path / "a.bin"):
-        (other,) = tmp_path.iterdir()
-        with complete_or_absent(tmp_path / "a.bin"):
-            assert other.exists()
-    assert list(tmp_path.iterdir()) == [tmp_path / "a.bin"]
-
-
 def test_a_cache_that_cannot_be_written_is_one_line(tmp_path, monkeypatch):
     (tmp_path / "cache").write_text("a file")
     monkeypatch.setenv("HF_DATASETS_CACHE", str(tmp_path / "cache"))
@@ -185,17 +146,6 @@ def test_a_cache_that_cannot_be_written_is_one_line(tmp_path, monkeypatch):
     with pytest.raises(UserError, match=r"cannot write the text to .*set HF_DATASETS_CACHE") as e:
         load_text(*source_of("files", tmp_path / "data"), 4)
     assert str(e.value).endswith(" (Not a directory)")  # not for want of space
-
-
-@pytest.mark.parametrize("number", [errno.ENOSPC, errno.EDQUOT])
-def test_a_full_disk_says_how_much_space_there_is(number, tmp_path):
-    """Also if the folder could not be made."""
-    error = cannot_write(OSError(number, "full"), "the text", tmp_path / "a" / "b", "2 GiB")
-    free = shutil.disk_usage(tmp_path).free / 2**30
-    said = re.fullmatch(
-        r"cannot write the text \(full; (.*) GiB free\): it needs 2 GiB", str(error)
-    )
-    assert float(said[1]) == pytest.approx(free, abs=1)
 
 
 # ----------------------------------------------------------------------------- streams, fingerprint

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from PIL import Image
 
 from utils.images import transforms
-from utils.images.decoding import Encoded
+from utils.images.decoding import BadImage, Encoded
 from utils.images.transforms import EvalTransform, TrainTransform
 
 pytestmark = pytest.mark.filterwarnings("ignore:The image decoding and encoding:DeprecationWarning")
@@ -40,17 +40,17 @@ def test_a_jpeg_that_is_decoded_smaller_shows_the_same(monkeypatch):
     assert (small[0].float() - full[0].float()).abs().mean() < 1.5
 
 
-@pytest.mark.parametrize("size", [(2000, 1), (1, 2000), (3, 900)])
-def test_a_very_long_image_costs_no_memory(size):
+@pytest.mark.parametrize(("size", "allowed"), [((1, 32), True), ((33, 1), False)])
+def test_a_very_long_image_is_refused_before_it_is_scaled(size, allowed):
+    """Except in training, which takes a part of it."""
     opened = Encoded(encoded(Image.new("RGB", size, (200, 100, 50))))
     preprocess = PREPROCESS | dict(resize=256, crop=224)
-    train = TrainTransform(0, preprocess)
-    for transform in (EvalTransform(preprocess), lambda image: train(image, 0, 0)):
-        result = transform(opened)
-        assert result.shape == (3, 224, 224)
-        assert result[:, 112, 112].tolist() == [200, 100, 50]
-    scaled = transforms.shrink(opened, 256)
-    assert scaled.numel() <= 3 * 256 * 256 * transforms.LONGEST
+    assert TrainTransform(0, preprocess)(opened, 0, 0).shape == (3, 224, 224)
+    if allowed:
+        assert EvalTransform(preprocess)(opened)[:, 112, 112].tolist() == [200, 100, 50]
+        return
+    with pytest.raises(BadImage, match="it is 33 x 1 pixels, too long: cut it"):
+        EvalTransform(preprocess)(opened)
 
 
 def test_each_option_of_training_does_what_it_says():

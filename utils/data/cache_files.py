@@ -32,20 +32,6 @@ def local_main_first(accelerator, function):
     return result if first else after
 
 
-def publish(writing, target):
-    """Gives a complete file the name `target`, unless a file has it: nobody reads a part of it.
-
-    Args: writing, target (Path): in one folder. `writing` may stay under its name, too.
-    """
-    try:
-        os.link(writing, target)
-    except FileExistsError:
-        pass
-    except OSError:  # no links on this file system
-        if not target.exists():
-            os.replace(writing, target)
-
-
 def cached(kind, parts, version, size=None):
     """Writes bytes to a file of the `datasets` library's cache, unless it is there, and maps it.
 
@@ -63,14 +49,8 @@ def cached(kind, parts, version, size=None):
     """
     file = path_in_cache(kind, version)
     if not file.exists():
-        try:
-            with complete_or_absent(file) as out:
-                for part in parts:
-                    out.write(part)
-        except OSError as error:
-            what = f"the {kind} to {file.parent} (set HF_DATASETS_CACHE to use another folder)"
-            needed = "space" if size is None else f"{size / 2**30:.1f} GiB"
-            raise cannot_write(error, what, file.parent, needed) from None
+        what = f"the {kind} to {file.parent} (set HF_DATASETS_CACHE to use another folder)"
+        write(file, parts, what, size)
     if size not in (None, os.path.getsize(file)):
         raise UserError(f"{file} is damaged: delete it, and it is made again")
     return map_bytes(file)
@@ -83,45 +63,46 @@ def path_in_cache(kind, version):
     return folder / f"{hashlib.sha256(repr(version).encode()).hexdigest()[:32]}.bin"
 
 
-@contextlib.contextmanager
-def complete_or_absent(file):
-    """Opens a file for writing bytes, which gets its name when all of it is on disk.
+def write(file, parts, what, size=None):
+    """Writes bytes to a file, which gets its name when all of it is on disk.
 
     Args:
         file (Path): its folder is made if necessary.
+        parts (iterable): of bytes.
+        what (str): says in a message what cannot be written, and where.
+        size (int | None): of all parts together, in bytes, if it is known.
+
+    Raises:
+        UserError: it cannot be written.
     """
     # Only left-overs of this machine: not every disk tells others that a file is locked.
-    writer = f"{file.stem}.writing.{platform.node()}."
-    file.parent.mkdir(parents=True, exist_ok=True)
-    for left_over in file.parent.glob(f"{writer}*"):
-        _remove_unlocked(left_over)
-    temporary, out = _open_locked(file.with_name(writer))
+    prefix = f"{file.stem}.writing.{platform.node()}."
+    writing = file.with_name(prefix + secrets.token_hex(8))
     try:
-        with out:
-            yield out
+        file.parent.mkdir(parents=True, exist_ok=True)
+        for left_over in file.parent.glob(f"{prefix}*"):
+            _remove_unlocked(left_over)
+        with writing.open("xb") as out:
+            with contextlib.suppress(OSError):  # no locks on this file system
+                fcntl.flock(out, fcntl.LOCK_EX)
+            for part in parts:
+                out.write(part)
             out.flush()
             os.fsync(out.fileno())
-            # Another machine may have made the same file, and map it by now: keep that one.
-            publish(temporary, file)
+        # Another machine may have made the same file, and map it by now: keep that one.
+        if not file.exists():
+            os.replace(writing, file)
+    except OSError as error:
+        reason = error.strerror
+        if full_disk(error):
+            existing = next(path for path in file.parents if path.exists())
+            free = shutil.disk_usage(existing).free / 2**30
+            needed = "more space" if size is None else f"{size / 2**30:.1f} GiB"
+            reason = f"{reason}; {free:.1f} GiB free, and it needs {needed}"
+        raise UserError(f"cannot write {what} ({reason})") from None
     finally:
         with contextlib.suppress(OSError):
-            temporary.unlink()
-
-
-def _open_locked(prefix):
-    """Makes a file, locked until it is closed: process ids may be those of other containers.
-
-    Returns:
-        tuple[Path, file]: its path, which begins with `prefix`.
-    """
-    while True:
-        path = prefix.with_name(f"{prefix.name}{secrets.token_hex(8)}")
-        out = path.open("xb")
-        with contextlib.suppress(OSError):  # no locks on this file system
-            fcntl.flock(out, fcntl.LOCK_EX)
-        if path.exists():  # nobody has taken it for a left-over meanwhile
-            return path, out
-        out.close()
+            writing.unlink()
 
 
 def _remove_unlocked(path):
@@ -129,23 +110,6 @@ def _remove_unlocked(path):
     with contextlib.suppress(OSError), path.open("r+b") as left_over:
         fcntl.flock(left_over, fcntl.LOCK_EX | fcntl.LOCK_NB)
         path.unlink()
-
-
-def cannot_write(error, what, folder, needed="space"):
-    """The UserError for an OSError in `complete_or_absent`.
-
-    Args:
-        what (str): says what cannot be written, and where.
-        folder (Path): that of the file.
-        needed (str): how much space, for a full disk.
-    """
-    if not full_disk(error):
-        return UserError(f"cannot write {what} ({error.strerror})")
-    existing = next(path for path in (folder, *folder.parents) if path.exists())
-    free = shutil.disk_usage(existing).free / 2**30
-    return UserError(
-        f"cannot write {what} ({error.strerror}; {free:.1f} GiB free): it needs {needed}"
-    )
 
 
 def map_bytes(path):

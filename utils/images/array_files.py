@@ -1,8 +1,7 @@
 """Reads a data set of images from arrays in one .npz file.
 
-    train_images, train_labels   uint8 [images, height, width, 3] or [images, 3, height, width], or
-                                 gray [images, height, width], also with 1 in place of 3;
-                                 integers [images] or [images, 1]
+    train_images, train_labels   uint8 [images, height, width, 3], or gray [images, height, width];
+                                 integers [images]
     val_images, val_labels,      likewise; either split may be absent
     test_images, test_labels
     class_names                  strings [classes], in the order of the labels; without it, the
@@ -12,8 +11,6 @@ Nothing in such a file is executed: NumPy would have to be asked to load pickles
 """
 
 import os
-import zipfile
-import zlib
 
 import numpy as np
 
@@ -24,11 +21,6 @@ from utils.run.files import regular_file
 
 SPLITS = ("train", "val", "test")
 SHOWN = 10  # names of arrays in a message
-# What NumPy raises for a file that is damaged or of another kind.
-DAMAGE = (
-    *(OSError, ValueError, KeyError, EOFError, RuntimeError, MemoryError, NotImplementedError),
-    *(TypeError, zipfile.BadZipFile, zlib.error),
-)
 
 
 def find(name, path, class_names=None):
@@ -45,9 +37,12 @@ def find(name, path, class_names=None):
     Raises:
         UserError: it is damaged, or does not hold such arrays.
     """
+    wanted = {f"{split}_{part}" for split in SPLITS for part in ("images", "labels")}
     try:
-        keys, arrays, own_names = _read(regular_file(path))
-    except DAMAGE as error:
+        with np.load(regular_file(path), allow_pickle=False) as file:
+            keys = file.files
+            arrays = {key: file[key] for key in keys if key in {*wanted, "class_names"}}
+    except Exception as error:  # whatever NumPy stumbles over in a file that is damaged
         reason = (str(error) or type(error).__name__).splitlines()[0]
         raise UserError(f"--dataset {name} cannot be read: {reason}") from None
     used = [split for split in SPLITS if f"{split}_images" in arrays]
@@ -59,7 +54,14 @@ def find(name, path, class_names=None):
         )
     labels = {split: _labels(name, split, arrays) for split in used}
     count = 1 + max(int(values.max()) for values in labels.values())
-    names = _names(name, own_names, class_names, count)
+    names = class_names or [str(label) for label in range(min(count, 1 << 20))]
+    if "class_names" in arrays:
+        names = arrays["class_names"].astype(str).ravel().tolist()
+    if len(names) < count:
+        raise UserError(
+            f"--dataset {name} has a label {count - 1}, but {len(names)} class names: the first is "
+            "that of label 0"
+        )
     position = {class_name: label for label, class_name in enumerate(class_names or names)}
     unknown = [known for known in names if known not in position]
     if unknown:
@@ -79,39 +81,18 @@ def find(name, path, class_names=None):
     return splits, class_names or names
 
 
-def _read(file):
-    """The names of all arrays of a file, the arrays that are used, its classes or None."""
-    with np.load(file, allow_pickle=False) as opened:
-        if not isinstance(opened, np.lib.npyio.NpzFile):
-            raise ValueError("it is not an .npz file")
-        keys = opened.files
-        arrays = {key: opened[key] for key in _wanted(keys)}
-        names = opened["class_names"] if "class_names" in keys else None
-    if names is not None and (names.ndim != 1 or names.dtype.kind != "U"):
-        raise ValueError("class_names is not a list of strings")
-    return keys, arrays, None if names is None else names.tolist()
-
-
-def _wanted(keys):
-    known = [f"{split}_{part}" for split in SPLITS for part in ("images", "labels")]
-    return [key for key in known if key in keys]
-
-
 def _images(name, split, arrays):
     """The images of a split, uint8 [images, height, width, 3]."""
     images = arrays[f"{split}_images"]
-    found = images[..., None] if images.ndim == 3 else images
-    if found.dtype == np.uint8 and found.ndim == 4 and found.size:
-        for channels in (3, 1):
-            if channels not in (found.shape[1], found.shape[3]):
-                continue
-            if found.shape[3] != channels:
-                found = found.transpose(0, 2, 3, 1)
-            return np.ascontiguousarray(np.broadcast_to(found, (*found.shape[:3], 3)))
+    if images.dtype == np.uint8 and images.size:
+        if images.ndim == 3:
+            return np.repeat(images[..., None], 3, axis=3)
+        if images.ndim == 4 and images.shape[3] == 3:
+            return images
     raise UserError(
         f"--dataset {name}: {split}_images is {images.dtype} {list(images.shape)}, not uint8 "
-        "[images, height, width, 3], [images, 3, height, width] or [images, height, width] (the "
-        "recipe eight_bits of scripts/recipes/README.md converts other values)"
+        "[images, height, width, 3] or [images, height, width]: transpose it (the recipe "
+        "eight_bits of scripts/recipes/README.md converts other values)"
     )
 
 
@@ -120,24 +101,9 @@ def _labels(name, split, arrays):
     labels = arrays.get(f"{split}_labels")
     if labels is None:
         raise UserError(f"--dataset {name} has {split}_images, but no {split}_labels")
-    if labels.ndim == 2 and labels.shape[1] == 1:
-        labels = labels[:, 0]
     if labels.dtype.kind not in "iu" or labels.ndim != 1 or not labels.size or labels.min() < 0:
         raise UserError(
             f"--dataset {name}: {split}_labels is {labels.dtype} {list(labels.shape)}, not "
             "integers [images] from 0 on"
         )
     return labels.astype(np.int64)
-
-
-def _names(name, own, of_model, count):
-    """The names of the classes of a file, whose largest label is `count` - 1."""
-    names = own or of_model or [str(label) for label in range(min(count, 1 << 20))]
-    if len(set(names)) < len(names):
-        raise UserError(f"--dataset {name}: class_names has a name twice")
-    if len(names) < count:
-        raise UserError(
-            f"--dataset {name} has a label {count - 1}, but {len(names)} class names: the first is "
-            "that of label 0"
-        )
-    return names

@@ -1,6 +1,6 @@
 """Data sets of 32x32 images in memory, of the host or of a GPU, and their batches."""
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import numpy as np
 import torch
@@ -15,7 +15,6 @@ from utils.images.sources import ImageSplits, find_images, find_to_evaluate, spl
 from utils.images.storage import Pixels
 from utils.images.synthetic import SIZE
 from utils.run.failures import UserError
-from utils.run.output import notice
 
 
 @dataclass
@@ -23,12 +22,11 @@ class Split:
     """Samples in memory.
 
     images: uint8 [samples, 3, 32, 32]. labels: int64 [samples]; -1: the image cannot be read.
-    device: that of its batches. source: what they are from; None: they are generated.
+    source: what they are from; None: they are generated.
     """
 
     images: torch.Tensor
     labels: torch.Tensor
-    device: torch.device = field(default_factory=lambda: torch.device("cpu"))
     source: Images | None = None
 
     def __len__(self):
@@ -40,7 +38,7 @@ class Split:
 
     def first(self, count):
         """The first `count` samples."""
-        return Split(self.images[:count], self.labels[:count], source=self.source)
+        return Split(self.images[:count], self.labels[:count], self.source)
 
     def batch(self, ids):
         """The samples `ids`, int64 [batch] on the CPU, as a batch.
@@ -50,15 +48,14 @@ class Split:
         at_hand = to_device(ids, self.labels.device)
         # View each image as int64, not uint8: indexing then copies 8 bytes at a time.
         rows = self.images.flatten(1).view(torch.int64).index_select(0, at_hand)
-        images = to_device(rows.view(torch.uint8).view(-1, *self.images.shape[1:]), self.device)
-        labels = to_device(self.labels.index_select(0, at_hand), self.device)
-        return {"images": images, "labels": labels, "ids": ids}
+        images = rows.view(torch.uint8).view(-1, *self.images.shape[1:])
+        return {"images": images, "labels": self.labels.index_select(0, at_hand), "ids": ids}
 
     def select(self, indices):
         """The samples at `indices` (int64 array) only."""
         source = self.source and self.source.select(indices)
         indices = torch.from_numpy(indices)
-        return Split(self.images[indices], self.labels[indices], source=source)
+        return Split(self.images[indices], self.labels[indices], source)
 
     def mean_and_std(self):
         """Mean and standard deviation of each channel over the first 10,000 images.
@@ -77,26 +74,14 @@ class Split:
 
 
 def on_device(accelerator, splits):
-    """The same splits, with batches on this process's device.
-
-    The images are copied to the memory of a GPU, where a batch is then made by one kernel. If they
-    would take more than half of what is free there, each batch is copied instead.
+    """The same splits in the memory of this process's device: one kernel then makes a batch.
 
     Args:
         splits (dict): name -> Split.
     """
-    device, home = accelerator.device, torch.device("cpu")
-    if device.type == "cuda":
-        size, home = sum(split.images.nbytes for split in splits.values()), device
-        if size > torch.cuda.mem_get_info(device)[0] / 2:
-            home = torch.device("cpu")
-            if accelerator.is_main_process:
-                notice(
-                    f"the images take {size / 2**30:.1f} GiB, more than half of the free memory of "
-                    "the GPU: they stay in that of the host, and each batch is copied"
-                )
+    device = accelerator.device
     return {
-        name: Split(split.images.to(home), split.labels.to(home), device, split.source)
+        name: Split(split.images.to(device), split.labels.to(device), split.source)
         for name, split in splits.items()
     }
 
@@ -154,7 +139,7 @@ def _in_memory(found, skip):
         if len(images) < len(source):
             pixels = pixels[torch.from_numpy(images.rows)]
         labels = np.where(readable[images.rows], images.labels, -1)
-        splits[split] = Split(pixels, torch.from_numpy(labels), source=images)
+        splits[split] = Split(pixels, torch.from_numpy(labels), images)
     details = [
         *found.details,
         f"images are used at {SIZE}x{SIZE} pixels: the center of others, after their shorter side "

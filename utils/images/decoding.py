@@ -13,15 +13,11 @@ from dataclasses import dataclass
 
 import numpy as np
 import torch
-from PIL import Image, features
+from PIL import Image, ImageOps, features
 
 from utils.images.storage import Files, Pixels, Rows
 
 ORIENTATION = 0x0112  # the EXIF tag; 5 to 8 exchange width and height
-TURN = Image.Transpose
-# What turns an image of each orientation upright.
-UPRIGHT = {1: None, 2: TURN.FLIP_LEFT_RIGHT, 3: TURN.ROTATE_180, 4: TURN.FLIP_TOP_BOTTOM}
-UPRIGHT |= {5: TURN.TRANSPOSE, 6: TURN.ROTATE_270, 7: TURN.TRANSVERSE, 8: TURN.ROTATE_90}
 # Since Pillow 11.2, if built with it; `check` would warn about a name that it does not know.
 HAS_AVIF = "avif" in features.modules and features.check("avif")
 # Common ones first. Not PostScript, say, for which Pillow starts another program.
@@ -87,17 +83,6 @@ class Images:
         """At most `count` images, at even distances over all."""
         indices = np.linspace(0, len(self) - 1, min(count, len(self))).astype(np.int64)
         return self.select(indices)
-
-    def digest(self, row, ends=None):
-        """A checksum of the bytes of an image of the source; of an unreadable one, a unique value.
-
-        Args: ends (int | None): of the first and last so many bytes only.
-        """
-        try:
-            data = self.source.read(row) if ends is None else self.source.read(row, ends, True)
-        except (OSError, ValueError):
-            return self.source.name(row)
-        return hashlib.sha256(data).digest()
 
     def fingerprint(self, stamps=False):
         """A checksum of names, labels and sizes, and of the data.
@@ -180,8 +165,7 @@ class Encoded:
                 return decode(torch.frombuffer(bytearray(self._data), dtype=torch.uint8))
         if is_jpeg and reduction > 1:
             image.draft(image.mode, (image.width // reduction, image.height // reduction))
-        turn = UPRIGHT[self._orientation]
-        image = _rgb(image.transpose(turn) if turn is not None else image)
+        image = _rgb(ImageOps.exif_transpose(image) if self._orientation > 1 else image)
         return torch.from_numpy(np.array(image)).permute(2, 0, 1)
 
 
@@ -209,7 +193,7 @@ def _orientation(image):
         orientation = image.getexif().get(ORIENTATION, 1)
     except Exception:  # whatever the reader of damaged data stumbles over
         return 1
-    return orientation if orientation in UPRIGHT else 1
+    return orientation if orientation in range(1, 9) else 1
 
 
 @functools.cache

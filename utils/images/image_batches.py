@@ -6,7 +6,6 @@ import torch
 from torch.utils.data import Dataset, get_worker_info
 
 from utils.images.decoding import BadImage
-from utils.images.shared_batches import SharedBatch
 from utils.run.failures import UserError
 
 
@@ -42,10 +41,8 @@ class ImageBatches(Dataset):
                 image, labels[place] = self._transformed(epoch, index, bad)
                 pixels.append(image.permute(1, 2, 0))
         ids = torch.tensor([index for _, index in keys])
-        others = {"labels": labels, "ids": ids, "bad": bad}
-        if get_worker_info():
-            return SharedBatch(pixels, **others)
-        return {"images": torch.stack(pixels).permute(0, 3, 1, 2), **others}
+        images = torch.stack(pixels).permute(0, 3, 1, 2)
+        return {"images": images, "labels": labels, "ids": ids, "bad": bad}
 
     def _transformed(self, epoch, index, bad):
         """An image and its label. Adds the ids of those that cannot be read to the list `bad`."""

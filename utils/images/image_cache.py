@@ -6,8 +6,8 @@ one image after the other, uint8 [height, width, 3], and then the height and wid
 """
 
 import copy
+import functools
 import hashlib
-import itertools
 import os
 import time
 from concurrent.futures import ThreadPoolExecutor
@@ -16,13 +16,15 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from utils.data.cache_files import cannot_write, complete_or_absent, local_main_first
+from utils.data.cache_files import local_main_first, map_bytes, write
 from utils.images.decoding import BadImage
 from utils.run.collectives import gather, run_on_all
 from utils.run.devices import cores_per_process
 from utils.run.failures import UserError
 
 CHUNK = 256  # images
+
+map_once = functools.cache(map_bytes)  # in each process
 
 
 class Scaled:
@@ -45,17 +47,13 @@ class CachedImages:
     """The images of a split in the cache `file`; used like `Images`."""
 
     def __init__(self, images, file):
-        self._images, self._file, self._pixels = images, file, None
-        self.labels = images.labels
+        self._images, self._file, self.labels = images, file, images.labels
         self._shapes = read_shapes(file, len(images))
         sizes = 3 * self._shapes.astype(np.int64).prod(1)
         self._starts = np.cumsum(sizes) - sizes
 
     def __len__(self):
         return len(self._images)
-
-    def __getstate__(self):
-        return {**self.__dict__, "_pixels": None}  # each process maps the file itself
 
     def select(self, indices):
         """As for `Images`."""
@@ -73,12 +71,8 @@ class CachedImages:
         height, width = self._shapes[index].tolist()
         if not height:
             return self._images.open(index)  # says what is wrong, or has been repaired
-        if self._pixels is None:
-            # Not shared: changes would stay in this process. Nothing is copied.
-            size = os.path.getsize(self._file)
-            self._pixels = torch.from_file(str(self._file), False, size, dtype=torch.uint8)
         start = int(self._starts[index])
-        pixels = self._pixels[start : start + 3 * height * width]
+        pixels = map_once(self._file)[start : start + 3 * height * width]
         return Scaled(pixels.view(height, width, 3).permute(2, 0, 1))
 
 
@@ -107,15 +101,21 @@ def cached(accelerator, images, split, side, folder, interpolation="bilinear"):
         except BadImage:
             return torch.zeros(3, 0, 0, dtype=torch.uint8)
 
+    def parts():
+        shapes = []
+        with threads() as pool:
+            for chunk in chunks(range(len(images))):
+                for pixels in pool.map(decode, chunk):
+                    shapes.append(pixels.shape[1:])
+                    yield pixels.permute(1, 2, 0).contiguous().numpy()
+        yield np.array(shapes, dtype=np.int32)
+
     def find_or_write():
         file = cache_file(images, side, folder, interpolation)
         if not file.exists():
             start_time, torch_threads = time.perf_counter(), torch.get_num_threads()
             try:
-                with threads() as pool:
-                    parts = (pool.map(decode, chunk) for chunk in chunks(range(len(images))))
-                    decoded = itertools.chain.from_iterable(parts)
-                    write(file, decoded, len(images), f"the cache to {folder}")
+                write(file, parts(), f"the cache to {folder}")
             finally:
                 torch.set_num_threads(torch_threads)
             seconds, size = time.perf_counter() - start_time, file.stat().st_size / 2**30
@@ -131,30 +131,6 @@ def cache_file(images, side, folder, interpolation):
     version = images.fingerprint(stamps=True)
     digest = hashlib.sha256(f"1 {side} {interpolation} {version}".encode()).hexdigest()
     return Path(folder) / f"pixels_{digest[:24]}.bin"
-
-
-def write(file, decoded, count, what):
-    """Writes a cache.
-
-    Args:
-        file (Path): gets this name when it is complete.
-        decoded (iterable): uint8 [3, height, width] for each image; of size 0 if it cannot be read.
-        count (int): number of images.
-        what (str): says in a message what cannot be written, and where.
-
-    Raises:
-        UserError: the file cannot be written.
-    """
-    shapes, written = [], 0
-    try:
-        with complete_or_absent(file) as out:
-            for pixels in decoded:
-                shapes.append(pixels.shape[1:])
-                written += out.write(pixels.permute(1, 2, 0).contiguous().numpy())
-            out.write(np.array(shapes, dtype=np.int32))
-    except OSError as error:
-        needed = f"about {written * count / len(shapes) / 2**30:.1f} GiB" if written else "space"
-        raise cannot_write(error, what, file.parent, needed) from None
 
 
 def read_shapes(file, count):

@@ -13,11 +13,6 @@ from utils import attention, weight_files
 from utils.run.collectives import run_on_main
 from utils.run.failures import UserError
 
-# Without the auxiliary classifiers, which torchvision's recipes train and its evaluation ignores.
-OPTIONS = {
-    name: dict(aux_logits=False, init_weights=True) for name in ("googlenet", "inception_v3")
-}
-AUXILIARY = ("aux1.", "aux2.", "AuxLogits.")
 IMAGENET = dict(mean=[0.485, 0.456, 0.406], std=[0.229, 0.224, 0.225])
 SUFFIXES = (*weight_files.PICKLES, ".safetensors")
 
@@ -28,10 +23,10 @@ def check_name(name):
     if name not in known:
         nearest = _nearest(name, known)
         raise UserError(f"--model {name}: torchvision has no classifier of this name; {nearest}")
-    if name.startswith("mnasnet"):
+    if name.startswith(("mnasnet", "googlenet", "inception")):
         raise UserError(
-            f"--model {name}: the weights of an MNASNet cannot be read from a safetensors file: "
-            "use efficientnet_b0"
+            f"--model {name}: not with these scripts (a safetensors file cannot hold an MNASNet, "
+            "and Inception networks have several outputs): use efficientnet_b0, say"
         )
 
 
@@ -56,12 +51,11 @@ def check_sizes(name, sizes):
 
 def without_weights(name):
     """A model on the meta device: it computes shapes, and nothing else."""
-    options = OPTIONS.get(name, {})
     try:
         with torch.device("meta"):
-            return torchvision.models.get_model(name, **options)
+            return torchvision.models.get_model(name)
     except NotImplementedError:  # RegNets compute their widths in tensors
-        return torchvision.models.get_model(name, **options).to("meta")
+        return torchvision.models.get_model(name).to("meta")
 
 
 def describe(name, choice, class_names, size=None, resize=None):
@@ -74,16 +68,15 @@ def describe(name, choice, class_names, size=None, resize=None):
         size, resize (int | None): as for `preprocessing`.
 
     Returns:
-        dict: `model`, `options`, `class_names`, `preprocessing`.
+        dict: `model`, `class_names`, `preprocessing`.
 
     Raises:
         UserError: as `find` does.
     """
     return dict(
         model=name,
-        options=OPTIONS.get(name, {}),
         class_names=list(class_names),
-        preprocessing=preprocessing(name, find(name, choice), size, resize),
+        preprocessing=preprocessing(find(name, choice), size, resize),
     )
 
 
@@ -95,8 +88,7 @@ def build(config):
     """
     attention.make_deterministic()
     classes = len(config["class_names"])
-    options = dict(weights=None, num_classes=classes, **config["options"])
-    return torchvision.models.get_model(config["model"], **options)
+    return torchvision.models.get_model(config["model"], weights=None, num_classes=classes)
 
 
 def find(name, choice):
@@ -126,7 +118,7 @@ def find(name, choice):
     return enum[short] if short in enum.__members__ else enum.DEFAULT
 
 
-def preprocessing(name, found, size=None, resize=None):
+def preprocessing(found, size=None, resize=None):
     """Finds out what is done to an image before the model sees it, as these weights were trained.
 
     Args:
@@ -148,9 +140,6 @@ def preprocessing(name, found, size=None, resize=None):
         values |= dict(mean=list(presets.mean), std=list(presets.std))
         if values["interpolation"] != InterpolationMode.BICUBIC.value:
             values["interpolation"] = "bilinear"
-    if name in OPTIONS and not isinstance(found, Path):
-        # Their weights were trained with values from -1 to 1 (torchvision's `transform_input`).
-        values |= dict(mean=[0.5] * 3, std=[0.5] * 3)
     if size:
         values |= dict(resize=round(size * values["resize"] / values["crop"]), crop=size)
     if resize and resize < values["crop"]:
@@ -229,15 +218,10 @@ def _load(model, config, choice):
                 f"weights {choice}: cannot download the weights ({reason}): put the file from "
                 f"{found.url} at {file}"
             ) from None
-    if config["options"]:
-        state = {key: value for key, value in state.items() if not key.startswith(AUXILIARY)}
     place = f"{file} (--weights; the network is that of --model, {config['model']})"
     return weight_files.load_into(model, state, place, file)
 
 
 def _nearest(name, known):
-    close = difflib.get_close_matches(name.lower(), [k.lower() for k in known], n=3, cutoff=0.4)
-    close = [k for k in known if k.lower() in close]
-    return (
-        f"the nearest: {', '.join(close)}" if close else f"there are: {', '.join(known) or 'none'}"
-    )
+    close = difflib.get_close_matches(name, known, cutoff=0.4)
+    return f"the nearest: {', '.join(close)}" if close else f"there are: {', '.join(known)}"

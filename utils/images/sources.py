@@ -16,7 +16,7 @@ from utils.data.splits import hold_out
 from utils.data.tables import READERS, local_path
 from utils.images import array_files, image_folder, synthetic
 from utils.images.decoding import Images
-from utils.images.duplicates import describe_duplicates, find_duplicates
+from utils.images.duplicates import find_duplicates
 from utils.run.domains import shown
 from utils.run.failures import UserError
 
@@ -75,7 +75,7 @@ def find_images(name, *, seed=0, val_fraction=0.1, image_column=None, label_colu
             f"--dataset {name} has only one class, {class_names[0]}: a classifier needs at least "
             "two"
         )
-    first, uncompared = find_duplicates(splits)
+    first, copies = find_duplicates(splits)
     if val_fraction is None:
         val_fraction = 0.1 if len(splits) == 1 else 0
     if "val" not in splits and val_fraction > 0:
@@ -84,7 +84,6 @@ def find_images(name, *, seed=0, val_fraction=0.1, image_column=None, label_colu
             train.labels, train.portable_name, class_names, seed, val_fraction, first["train"]
         )
         splits |= {"train": train.select(kept), "val": train.select(held_out)}
-        first |= {"train": first["train"][kept], "val": first["train"][held_out]}
     if len(splits) == 1:
         raise UserError(
             f"--dataset {name} has no test split and no val split: give --val_fraction 0.1, say, "
@@ -100,7 +99,7 @@ def find_images(name, *, seed=0, val_fraction=0.1, image_column=None, label_colu
                 f"--dataset {name}: its {split} split has no image of class {class_name}{others}"
             )
     data = _described(splits, class_names, left_out)
-    data.details += describe_duplicates(data.splits, first, uncompared)
+    data.details += copies
     return data
 
 

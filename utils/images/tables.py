@@ -1,9 +1,13 @@
 """Images in the rows of a table: a file, a folder in the Hub's layout, or a data set of the Hub."""
 
+import os
+
+import datasets
 import numpy as np
+from huggingface_hub import constants
 
 from utils.data.report import LeftOut
-from utils.data.scan import Scanner
+from utils.data.scan import scan
 from utils.data.splits import split_of
 from utils.data.tables import (
     LISTS,
@@ -16,6 +20,7 @@ from utils.data.tables import (
 )
 from utils.images import columns, image_folder
 from utils.images.decoding import Images
+from utils.images.storage import Files, Rows
 from utils.run.failures import UserError
 
 
@@ -33,38 +38,29 @@ def find(name, path, image_column, label_column, alternatives, class_names=None)
         tuple: the splits (dict of `Images`), class names, and what was left out.
 
     Raises:
-        UserError: there is no such table, or no such column; a class is not in `train`; or a label
-            is no class.
+        UserError: there is no such table, or no such column; a class is not in `train`; a label is
+            no class; or a path leads out of the folder of the table.
     """
-    left_out, files = LeftOut(), None
-    if path and path.is_file():
-        files = {"train": [path]}
-    elif path:
-        files = _files(path)
+    left_out, one_file = LeftOut(), path is not None and path.is_file()
+    files = _files(path) if path and not one_file else None
+    files = {"train": [path]} if one_file else files
     tables = load_table(name, files=files, alternatives=alternatives)
     used = name_splits(name, tables, left_out)
-    if path and path.is_file() and "split" in used["train"].features:
+    if one_file and "split" in used["train"].features:
         used = _by_column(name, used["train"])
     if "train" not in used and class_names is None:
         listed = ", ".join(used or tables)
         raise UserError(f"--dataset {name} has no train split, only {listed}; {alternatives}")
     features = next(iter(used.values())).features
-    image_column = columns.find_image_column(name, features, image_column)
-    label_column = columns.find_label_column(name, features, label_column, image_column)
-    # Paths in a file start at its folder, as in a list of files that lies next to them.
-    folder = path.parent if path and path.is_file() else path
-    first = files["train"][0] if files else None
-    anywhere = first and first.suffix.lower() in LISTS and first.name not in image_folder.LISTS
+    image_column, label_column = columns.find_columns(name, features, image_column, label_column)
     labels, names = columns.read_labels(name, used, label_column, class_names)
-    kind = next(iter(used.values())).features[label_column]
-    unused = [known for known in getattr(kind, "names", ()) if known not in names]
+    unused = [known for known in getattr(features[label_column], "names", ()) if known not in names]
     if unused and class_names is None:
         left_out.add("classes without images to train with", unused[0], len(unused))
-    others = columns.label_candidates(features, image_column) - {label_column}
-    if others and class_names is None:
-        kind = f"columns that could be labels, beside {label_column}"
-        left_out.add(kind, min(others), len(others))
-    splits, files_seen = {}, {}
+    # In a list that a person wrote, paths may lead anywhere.
+    is_list = one_file and path.suffix.lower() in LISTS and path.name not in image_folder.LISTS
+    folder = path.parent if one_file else path
+    splits, seen = {}, {}
     for split, values in labels.items():
         place = f"{name}, {split} split"
         missing = np.flatnonzero(values < 0)
@@ -75,43 +71,14 @@ def find(name, path, image_column, label_column, alternatives, class_names=None)
             raise UserError(
                 f"{len(missing):,} of {len(values):,} rows of the {split} split of {name} have no "
                 f"label, or -1, in the column {label_column} (the first is row {missing[0]}): "
-                "filter them out"
+                "filter them out, or give a class another name than -1"
             )
-        source = columns.image_rows(used[split], image_column, place, folder, anywhere)
+        source = _source(used[split], image_column, place, folder, is_list)
         images = Images(source, np.arange(len(values)), values)
-        splits[split] = _once(name, split, images, files_seen, left_out)
+        if isinstance(source, Files):
+            images = _once(name, split, images, seen, left_out)
+        splits[split] = images
     return splits, names, left_out
-
-
-def _once(name, split, images, files_seen, left_out):
-    """The images of a split without the rows that name a file again.
-
-    Args:
-        files_seen (dict): path -> (split, label), of earlier splits, too; this adds to it.
-
-    Raises:
-        UserError: a file has two labels, or is in two splits.
-    """
-    paths, sizes = images.source.paths(), images.source.sizes
-    if paths is None:
-        return images
-    rows = []
-    for row, path in enumerate(paths):
-        label = int(images.labels[row])
-        if sizes[row] <= 0 or path not in files_seen:  # reading says what is wrong with no file
-            files_seen[path] = split, label
-            rows.append(row)
-            continue
-        other_split, other_label = files_seen[path]
-        if other_split != split:
-            raise UserError(
-                f"--dataset {name} names {path} in its {other_split} split and in its {split} "
-                "split: remove it from one of them"
-            )
-        if other_label != label:
-            raise UserError(f"--dataset {name} names {path} with two labels: remove one of them")
-        left_out.add("rows that name a file again", path)
-    return images.select(np.array(rows, dtype=np.int64))
 
 
 def _files(folder):
@@ -120,10 +87,10 @@ def _files(folder):
     Its search for words such as test in the names of files would also find test_tube.parquet, and
     drop the others.
     """
-    scanner = Scanner(folder, READERS)
-    tables = [file for file in scanner.below() if file.rpartition("/")[2] not in METADATA]
-    suffixes = {file[file.rindex(".") :].lower() for file in tables}
-    has_images = bool(Scanner(folder, image_folder.EXTENSIONS).below())
+    files, others, _ = scan(folder, READERS)
+    tables = [file for file in files if os.path.basename(file) not in METADATA]
+    suffixes = {os.path.splitext(file)[1].lower() for file in tables}
+    has_images = image_folder.EXTENSIONS & {os.path.splitext(file)[1].lower() for file in others}
     if len(suffixes) != 1 or has_images or describes_itself(folder):
         return None
     return files_by_split(folder, tables)
@@ -141,3 +108,68 @@ def _by_column(name, table):
             )
         rows.setdefault(split, []).append(row)
     return {split: table.select(rows[split]) for split in ("train", "val", "test") if split in rows}
+
+
+def _source(table, column, place, folder, anywhere):
+    """Where the images in a column of a `datasets.Dataset` are: `Files`, or `Rows` with bytes.
+
+    Args:
+        place (str): names the table in messages.
+        folder (Path | None): relative paths start here, and none leads out of it. None: no file is
+            read, but those in the cache of the Hub. The rows of somebody else's table must not name
+            any file of this machine, whose image could end up in a published plot.
+        anywhere (bool): paths may lead anywhere.
+    """
+    rows = table.select_columns([column])
+    kind = rows.features[column]
+    if isinstance(kind, datasets.Image):
+        rows = rows.cast_column(column, datasets.Image(decode=False))
+    # The version differs if a file of the data set was changed.
+    in_rows = Rows(rows, place, version=f"{table._fingerprint} {column}")
+    if not columns.is_text(kind) and (in_rows.sizes >= 0).any():
+        return in_rows
+    start = os.path.abspath(folder or ".")
+    allowed = [datasets.config.HF_CACHE_HOME, datasets.config.HF_DATASETS_CACHE]
+    allowed += [constants.HF_HUB_CACHE, *([start] if folder else [])]
+    allowed += [os.path.realpath(path) for path in allowed]
+    allowed = tuple(os.path.join(os.path.abspath(path), "") for path in allowed)
+    files = []
+    for row, value in enumerate(rows.with_format("arrow")[:].column(0).to_pylist()):
+        path = value["path"] if isinstance(value, dict) else value
+        if not path:
+            raise UserError(f"row {row} of {place} has no image: remove it")
+        # Also if Windows wrote it.
+        file = os.path.normpath(os.path.join(start, path.replace("\\", "/")))
+        if not anywhere and not file.startswith(allowed):
+            raise UserError(f"row {row} of {place}: {path} is not in the folder of the table")
+        files.append(file)
+    root = os.path.commonpath(list(map(os.path.dirname, files)))
+    return Files(root, [file.removeprefix(root).lstrip("/") for file in files])
+
+
+def _once(name, split, images, seen, left_out):
+    """The images of a split without the rows that name a file again.
+
+    Args:
+        seen (dict): path -> (split, label), of earlier splits, too; this adds to it.
+
+    Raises:
+        UserError: a file has two labels, or is in two splits.
+    """
+    rows = []
+    for row, label in enumerate(images.labels.tolist()):
+        path = images.name(row)
+        if path not in seen:
+            seen[path] = split, label
+            rows.append(row)
+            continue
+        other_split, other_label = seen[path]
+        if other_split != split:
+            raise UserError(
+                f"--dataset {name} names {path} in its {other_split} split and in its {split} "
+                "split: remove it from one of them"
+            )
+        if other_label != label:
+            raise UserError(f"--dataset {name} names {path} with two labels: remove one of them")
+        left_out.add("rows that name a file again", path)
+    return images.select(np.array(rows, dtype=np.int64))

@@ -8,11 +8,10 @@ from torchvision.transforms import InterpolationMode, v2
 from torchvision.transforms.v2 import functional as F
 
 from utils.data.permutation import sample_seed
+from utils.images.decoding import BadImage
 
 REDUCTIONS = (8, 4, 2)  # by which the decoder of JPEG can divide the size, at less work
-# Of an image that is longer than that many times its shorter side, only the middle is scaled: a
-# whole image of 10,000 x 1 pixels would need gigabytes, and its center is cropped in the end.
-LONGEST = 32
+LONGEST = 32  # times the shorter side: scaling an image of 10,000 x 1 pixels would need gigabytes
 
 
 def reduction_for(width, height, wanted_width, wanted_height):
@@ -32,8 +31,7 @@ def shrink(image, side, interpolation="bilinear"):
     """Scales an image so that its shorter side has `side` pixels.
 
     A JPEG is decoded to twice that size or more, which changes what is left after scaling by less
-    than a level on average. The longer side has at most `LONGEST` times as many pixels: the rest is
-    cut off, equally on both ends.
+    than a level on average.
 
     Args:
         image (Encoded | Scaled): see `images` and `image_cache`.
@@ -42,13 +40,11 @@ def shrink(image, side, interpolation="bilinear"):
         uint8 [3, height, width], in channels-last memory format.
 
     Raises:
-        BadImage: the data is damaged.
+        BadImage: the data is damaged, or the longer side is more than `LONGEST` times the shorter.
     """
+    if max(image.width, image.height) > LONGEST * min(image.width, image.height):
+        raise BadImage(f"it is {image.width} x {image.height} pixels, too long: cut it")
     pixels = image.pixels(reduction_for(image.width, image.height, 2 * side, 2 * side))
-    longest = LONGEST * min(pixels.shape[1:])
-    if max(pixels.shape[1:]) > longest:
-        size = [min(length, longest) for length in pixels.shape[1:]]
-        pixels = F.center_crop(pixels, size).contiguous(memory_format=torch.contiguous_format)
     if min(pixels.shape[1:]) == side:
         return pixels
     return F.resize(pixels, [side], InterpolationMode(interpolation), antialias=True)

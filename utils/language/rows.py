@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from utils.data.report import LeftOut
-from utils.data.scan import Scanner, read_regular
+from utils.data.scan import read_regular, scan
 from utils.data.tables import (
     METADATA,
     READERS,
@@ -225,8 +225,8 @@ def _find_files(name):
         if path.suffix.lower() in COMPRESSED:
             raise UserError(f"--dataset {name} is compressed: unpack it first")
         return {"train": [path]}, LeftOut()
-    scanner, kinds = Scanner(path, {PLAIN, *READERS}), {}
-    files = [file for file in scanner.below() if os.path.basename(file) not in METADATA]
+    found, _, left_out = scan(path, {PLAIN, *READERS})
+    files, kinds = [file for file in found if os.path.basename(file) not in METADATA], {}
     for file in files:
         suffix = Path(file).suffix.lower()
         kinds.setdefault(suffix if suffix in READERS else "text", file)
@@ -239,7 +239,7 @@ def _find_files(name):
             f"--dataset {name} holds both {first} and {second}: give files of one format, or one "
             "file"
         )
-    return files_by_split(path, sorted(files, key=Path)), scanner.left_out
+    return files_by_split(path, sorted(files, key=Path)), left_out
 
 
 def check_unicode(text, where):

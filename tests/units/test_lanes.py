@@ -6,7 +6,8 @@ from types import SimpleNamespace
 import pytest
 from harness import fakes
 
-from utils.language.lanes import Share, next_source
+from utils.language.lanes import RowReader, Share, next_source
+from utils.language.rows import open_rows
 from utils.language.token_stream import count_lanes
 from utils.run.failures import UserError
 
@@ -67,3 +68,27 @@ def test_every_window_of_1000_documents_has_the_proportions():
         # A resume is an order that begins with what was taken.
         before, taken = order(weights, 700)
         assert before + order(weights, 1300, taken)[0] == order(weights, 2000)[0]
+
+
+def test_a_source_that_no_document_was_taken_from_keeps_its_position(tmp_path):
+    """A rare one of a mixture, in the first buffer after a restart."""
+    (tmp_path / "rows.jsonl").write_text("".join(f'{{"text": "{row}"}}\n' for row in range(40)))
+
+    def opened(position):
+        table = open_rows(str(tmp_path / "rows.jsonl"), lambda columns: ["text"], streaming=True)
+        reader = RowReader(
+            table.splits, 0, 1, lambda row, where: row["text"], lambda document: False
+        )
+        reader.seek(position)
+        return reader
+
+    first = opened(None)
+    rows = iter(first)
+    before = [next(rows) for _ in range(7)]
+    for _ in range(2):  # restarts, in which nothing is read
+        again = opened(first.position)
+        assert again.position == first.position
+        first = again
+    assert before + [row for _, row in zip(range(33), first, strict=False)] == [
+        *map(str, range(40))
+    ]

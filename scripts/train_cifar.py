@@ -433,7 +433,7 @@ def main():
     weight_files.initialize(accelerator, model, run.init_from)
     config = {"model": args.model, "class_names": data.class_names}
     config |= {"mean": mean.tolist(), "std": std.tolist()}
-    compile_model(accelerator, model, args.compile, dynamic=False)  # each image size on its own
+    compile_model(accelerator, [model], args.compile, dynamic=False)  # each image size on its own
     optimizer = build_optimizer(model, args)
     model = batch_norm.synchronize(accelerator, model, micro_batch_size, args.sync_batchnorm)
     scheduler = build_scheduler(optimizer, plan, args)

@@ -594,7 +594,7 @@ def main():
     model = build_model(accelerator, sizes, args)
     weight_files.initialize(accelerator, model, run.init_from)
     parameters, flops = model.count(), model.flops_per_token()
-    compile_model(accelerator, model, args.compile, on_gpus=True)
+    compile_model(accelerator, [model], args.compile, on_gpus=True)
     optimizer = build_optimizer(model, args)
     scheduler = build_scheduler(optimizer, plan, args)
     model, optimizer, scheduler = accelerator.prepare(model, optimizer, scheduler)

@@ -522,7 +522,7 @@ def main():
     model = pretrained.build(config).to(memory_format=torch.channels_last)  # EDIT: model
     pretrained.initialize(accelerator, model, config, start_from)
     pretrained.train(pretrained.freeze(model) if args.freeze else model)
-    compile_model(accelerator, model, args.compile)
+    compile_model(accelerator, [model], args.compile)
     optimizer = build_optimizer(model, args)
     model = batch_norm.synchronize(accelerator, model, micro_batch_size, args.sync_batchnorm)
     scheduler = build_scheduler(optimizer, plan, args)

@@ -125,7 +125,7 @@ def build_model(accelerator, config, args):  # EDIT: model
     lm_loss.chunk_loss(model)
     attention.make_deterministic()
     fsdp.use_model_blocks(accelerator, model)
-    compile_model(accelerator, causal_lm.Blocks(model), args.compile)
+    compile_model(accelerator, fsdp.blocks(model), args.compile)
     return model
 
 

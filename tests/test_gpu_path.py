@@ -327,12 +327,12 @@ def test_a_model_is_compiled_on_gpus_and_on_request(
     monkeypatch.setattr(shutil, "which", lambda _: "cc" not in missing or None)
     fake, calls = accelerator(device=device, print=print), []
     model = SimpleNamespace(compile=lambda **options: calls.append(options))
-    compilation.compile_model(fake, model, mode, on_gpus=True, dynamic=False)
+    compilation.compile_model(fake, [model], mode, on_gpus=True, dynamic=False)
     told = "".join(capsys.readouterr())
     assert calls == [{"mode": mode or "default", "dynamic": False}] * compiles
     assert says in told and told.count("\n") == bool(says)
     if mode is None:  # by default only where the script says so
-        compilation.compile_model(fake, None, None)
+        compilation.compile_model(fake, [None], None)
 
 
 @pytest.mark.parametrize("name", ["train_cifar", "train_images", "train_gpt"])

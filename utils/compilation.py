@@ -10,14 +10,15 @@ from utils.run.output import notice
 MODES = ("default", "reduce-overhead", "max-autotune", "never")
 
 
-def compile_model(accelerator, model, mode, on_gpus=False, **options):
-    """Calls `model.compile(mode=...)`, as `--compile` says, and announces the wait.
+def compile_model(accelerator, parts, mode, on_gpus=False, **options):
+    """Calls `part.compile(mode=...)` of each of a model's `parts`, and announces the wait.
 
     The optimizer is not compiled: each process computes its own update of the same weights. Kernels
     that are chosen by their speed may round differently on two GPUs, and the weights would differ.
 
     Args:
-        mode (str | None): a mode of `torch.compile`; "never"; None: the flag was not given.
+        parts (list): the model, or its blocks, between which the hooks of FSDP run.
+        mode (str | None): `--compile`: a mode of `torch.compile`, or "never"; None: not given.
         on_gpus (bool): whether to compile on GPUs if the flag was not given. That needs Triton and
             a C compiler; if one is missing, a notice says so.
         options: of `torch.compile`, such as `dynamic`.
@@ -27,7 +28,8 @@ def compile_model(accelerator, model, mode, on_gpus=False, **options):
     if mode in (None, "never"):
         return
     # In place: torch.compile(model) would add its prefix to every name.
-    model.compile(mode=mode, **options)
+    for part in parts:
+        part.compile(mode=mode, **options)
     accelerator.print("compiling: the first step takes up to a minute")
 
 

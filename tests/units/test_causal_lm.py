@@ -12,6 +12,7 @@ transformers = pytest.importorskip("transformers")
 
 from utils.language import adapters, causal_lm
 from utils.run.failures import UserError
+from utils.scale import fsdp
 
 
 def saved(folder, config):
@@ -314,11 +315,12 @@ def test_a_model_knows_the_dtype_of_its_export(options, dtype, tmp_path):
 @pytest.mark.parametrize("kind", ["llama", "qwen3"])
 def test_blocks_are_compiled_one_by_one(kind):
     model, compiled = make_model(kind), []
-    blocks = causal_lm.Blocks(model)
+    blocks = fsdp.blocks(model)
     assert blocks == list(model.model.layers)
     tokens = torch.arange(8)[None] % VOCABULARY
     with torch.no_grad():
         expected = model(tokens).logits
-        blocks.compile(backend=lambda graph, _: compiled.append(graph) or graph.forward)
+        for block in blocks:
+            block.compile(backend=lambda graph, _: compiled.append(graph) or graph.forward)
         assert torch.allclose(model(tokens).logits, expected, atol=1e-5)
     assert compiled

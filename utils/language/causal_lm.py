@@ -239,19 +239,6 @@ def loading(name, what):
         raise UserError(f"--model {name}: cannot load its {what} ({reason})") from None
 
 
-class Blocks(list):
-    """The blocks of a model, which are compiled one by one: the hooks of FSDP run between them."""
-
-    def __init__(self, model):
-        names = set(getattr(model, "_no_split_modules", None) or [])
-        super().__init__(layer for layer in model.modules() if type(layer).__name__ in names)
-
-    def compile(self, **options):
-        """As `torch.nn.Module.compile`."""
-        for block in self:
-            block.compile(**options)
-
-
 def can_pack(config):
     """Whether attention keeps packed documents apart; states of other layers would not.
 

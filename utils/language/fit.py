@@ -13,11 +13,11 @@ import torch
 from accelerate import init_empty_weights
 from transformers import AutoModelForCausalLM
 
-from utils.language.causal_lm import Blocks
 from utils.language.lm_loss import LOGITS
 from utils.run import devices
 from utils.run.failures import UserError
 from utils.run.output import notice
+from utils.scale import fsdp
 
 GIB = 2**30
 FLOAT, ADAM = 4, 8  # bytes of a trained weight and of its gradient; of its two moments
@@ -79,7 +79,7 @@ def measure(config, dtype=None):
         model = AutoModelForCausalLM.from_config(config)
     model.tie_weights()
     parameters = sum(weight.numel() for weight in model.parameters())
-    blocks = [sum(weight.numel() for weight in block.parameters()) for block in Blocks(model)]
+    blocks = [sum(weight.numel() for weight in block.parameters()) for block in fsdp.blocks(model)]
     text = config.get_text_config()
     hidden, heads = text.hidden_size, text.num_attention_heads
     width = getattr(text, "head_dim", None) or hidden // heads

@@ -133,11 +133,20 @@ def configure(accelerator):
         )
 
 
+def blocks(model):
+    """The layers (list) of the classes that a model names in `_no_split_modules`.
+
+    Models of `transformers` name theirs. They are gathered and compiled one at a time.
+    """
+    names = set(getattr(model, "_no_split_modules", None) or [])
+    return [layer for layer in model.modules() if type(layer).__name__ in names]
+
+
 def use_model_blocks(accelerator, model):
     """Chooses the layers that are gathered one at a time; call it before `prepare`.
 
-    These are the classes that the model names in `_no_split_modules`, as those of `transformers`
-    do, unless the launcher's configuration has `fsdp_transformer_layer_cls_to_wrap`.
+    These are its `blocks`, unless the launcher's configuration has
+    `fsdp_transformer_layer_cls_to_wrap`.
 
     Raises:
         UserError: the model has no such layer, or the configuration does not ask for layers: it
@@ -161,7 +170,7 @@ def use_model_blocks(accelerator, model):
         raise UserError(
             f"fsdp_transformer_layer_cls_to_wrap: {name} has no {missing[0]}: leave the field out"
         )
-    found = sorted(own & set(listed or getattr(model, "_no_split_modules", None) or []))
+    found = sorted(listed or {type(block).__name__ for block in blocks(model)})
     if not found:
         raise UserError(
             f"{name} does not name its blocks, so it would be gathered all at once: set "

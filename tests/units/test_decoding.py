@@ -1,5 +1,6 @@
 """Encoded images: what is no image, and when a checksum of many differs."""
 
+import io
 import struct
 import zlib
 
@@ -7,6 +8,7 @@ import numpy as np
 import pytest
 from harness.data import encoded, noise
 from PIL import Image
+from PIL.JpegImagePlugin import JpegImageFile
 
 from utils.images import decoding
 from utils.images.decoding import BadImage, Encoded, Images
@@ -29,6 +31,32 @@ LARGE = noise(0, (4, 3)).resize((400, 300))
 def test_a_broken_image_is_recognized(data, says):
     with pytest.raises(BadImage, match=says):
         Encoded(data).pixels()
+
+
+@pytest.mark.parametrize("mode", ["RGB", "L"])
+def test_a_plain_jpeg_is_decoded_by_torchvision_to_the_same_pixels(mode, monkeypatch):
+    """Which is faster; a rotated one, and one that is reduced, by Pillow."""
+    image = LARGE.convert(mode)
+    data = encoded(image, "JPEG")
+    turned = image.getexif()
+    turned[decoding.ORIENTATION] = 6
+    expected = np.asarray(Image.open(io.BytesIO(data)).convert("RGB"))
+    read, load = [], JpegImageFile.load
+    monkeypatch.setattr(JpegImageFile, "load", lambda self: read.append(self) or load(self))
+    assert np.array_equal(Encoded(data).pixels().permute(1, 2, 0).numpy(), expected)
+    assert not read
+    rotated = Encoded(encoded(image, "JPEG", exif=turned.tobytes()))
+    assert (rotated.width, rotated.height) == (300, 400) and rotated.pixels().shape == (3, 400, 300)
+    assert len(read) > 0
+    assert Encoded(data).pixels(2).shape == (3, 150, 200)
+
+
+def test_the_first_of_several_photos_in_a_file_is_read(tmp_path):
+    """As cameras write them, in the format MPO: it is reduced like a JPEG."""
+    several = dict(save_all=True, append_images=[LARGE.rotate(180)])
+    data = encoded(LARGE, "MPO", **several)
+    assert Image.open(io.BytesIO(data)).format == "MPO"
+    assert Encoded(data).pixels(4).shape == (3, 75, 100)
 
 
 def test_a_fingerprint_knows_names_labels_sizes_and_sampled_data(monkeypatch):

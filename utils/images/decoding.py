@@ -102,7 +102,7 @@ class Images:
         for row in self.rows.tolist():
             digest.update(os.fsencode(self.source.portable_name(row)) + b"\0")
             if stamps:
-                digest.update(repr(self.source.stamp(row)).encode("utf-8", "surrogateescape"))
+                digest.update(repr(self.source.stamp(row)).encode())
         if stamps:
             return digest.hexdigest()
         if isinstance(self.source, Pixels):

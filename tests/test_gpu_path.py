@@ -3,11 +3,9 @@
 The budgets stand in scripts/benchmarks/README.md. Whoever needs more says there what it buys.
 """
 
-import importlib.util
 import json
 import os
 import re
-import shutil
 from functools import partial
 from types import SimpleNamespace
 
@@ -21,7 +19,6 @@ from harness.launches import LIMIT, ROOT, load_script, run, some_slow
 from step_costs import Costs
 from torch.overrides import TorchFunctionMode
 
-from utils import compilation
 from utils.run.failures import UserError
 
 # Short runs, with a log line, an evaluation and a save before step 3 and after step 6 only.
@@ -306,33 +303,6 @@ def test_a_sample_follows_the_first_evaluation_after_so_many_steps(monkeypatch):
 
 
 # ------------------------------------------------------------------------------------------ compiling
-
-
-@pytest.mark.parametrize(
-    "device, mode, missing, compiles, says",
-    [
-        ("cpu", None, (), False, ""),
-        ("cpu", "max-autotune", (), True, "compiling: the first step"),
-        ("cuda", None, (), True, "compiling: the first step"),
-        ("cuda", "never", (), False, ""),
-        ("cuda", None, ("triton",), False, "not compiled, which is slower: the package triton not"),
-        ("cuda", None, ("cc",), False, "not compiled, which is slower: a C compiler not found"),
-        ("cuda", "default", ("cc", "triton"), True, "compiling: the first step"),
-    ],
-)
-def test_a_model_is_compiled_on_gpus_and_on_request(
-    device, mode, missing, compiles, says, monkeypatch, capsys
-):
-    monkeypatch.setattr(importlib.util, "find_spec", lambda name: name not in missing or None)
-    monkeypatch.setattr(shutil, "which", lambda _: "cc" not in missing or None)
-    fake, calls = accelerator(device=device, print=print), []
-    model = SimpleNamespace(compile=lambda **options: calls.append(options))
-    compilation.compile_model(fake, [model], mode, on_gpus=True, dynamic=False)
-    told = "".join(capsys.readouterr())
-    assert calls == [{"mode": mode or "default", "dynamic": False}] * compiles
-    assert says in told and told.count("\n") == bool(says)
-    if mode is None:  # by default only where the script says so
-        compilation.compile_model(fake, [None], None)
 
 
 @pytest.mark.parametrize("name", ["train_cifar", "train_images", "train_gpt"])

@@ -324,3 +324,20 @@ def test_blocks_are_compiled_one_by_one(kind):
             block.compile(backend=lambda graph, _: compiled.append(graph) or graph.forward)
         assert torch.allclose(model(tokens).logits, expected, atol=1e-5)
     assert compiled
+
+
+@pytest.mark.parametrize(
+    ("error", "reason"),
+    [(ValueError("a  b\nc " + 400 * "x"), f"a b c {294 * 'x'}"), (KeyError(), "KeyError")],
+)
+def test_any_error_while_a_model_is_loaded_is_one_line(error, reason):
+    with pytest.raises(UserError) as caught, causal_lm.loading("NAME", "model"):
+        raise error
+    assert str(caught.value) == f"--model NAME: cannot load its model ({reason})"
+
+
+def test_each_name_of_attention_is_one_of_transformers():
+    names = transformers.AttentionInterface().valid_keys()
+    for name, implementation in causal_lm.ATTENTION.items():
+        known = name == "auto" or implementation in (*names, "eager")
+        assert known, name

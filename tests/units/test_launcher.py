@@ -140,7 +140,7 @@ def test_the_variables_of_torchrun_are_believed_if_they_are_complete(
     for name in {*OF_TORCHRUN} - {missing}:
         monkeypatch.setenv(name, OF_TORCHRUN[name])
     assert not launcher.is_elastic()
-    assert "set, as for one of several processes, but" in str(launcher.check_variables())
+    assert " are set, as for one of several processes, but" in str(launcher.check_variables())
 
 
 def test_a_launcher_that_has_ended_is_named_at_once(started_by, monkeypatch):
@@ -154,10 +154,14 @@ def test_a_launcher_that_has_ended_is_named_at_once(started_by, monkeypatch):
         assert launcher.check_variables() is None
     error = launcher.check_variables()
     assert f"no launcher answers at 127.0.0.1:{port}" in str(error) and error.rank_variable is None
+    waited = []
+    monkeypatch.setattr(socket, "create_connection", lambda *where: waited.append(where) or server)
+    assert launcher.check_variables() is None
+    assert waited == [(("127.0.0.1", port), 10)]  # seconds
     assert "left over from another job, unset RANK WORLD_SIZE" in str(error)
 
 
-@pytest.mark.parametrize("error_file", [None, "/tmp/a/error.json"])
+@pytest.mark.parametrize("error_file", [None, "/tmp/a b/error.json"])
 def test_a_child_of_a_training_process_is_no_training_process(error_file, started_by, monkeypatch):
     """But a process of another launch in it is one."""
     started_by(["bash"])

@@ -35,6 +35,14 @@ def saved(tmp_path):
     return target
 
 
+def test_people_can_read_a_manifest(saved):
+    text = (saved / "manifest.json").read_text()
+    assert text.count("\n") > 10 and json.dumps(json.loads(text), indent=2) == text
+    in_order = json.dumps(json.loads(text), sort_keys=True)  # which does not matter
+    (saved / "manifest.json").write_text(in_order)
+    assert manifest.verify(fakes.accelerator(), saved)
+
+
 def test_new_files_have_the_usual_permissions(tmp_path):
     """torch and safetensors may write them for the owner only."""
     (tmp_path / "file").write_bytes(b"")

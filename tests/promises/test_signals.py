@@ -389,13 +389,3 @@ def test_torchrun_may_be_started_in_any_way(words, tmp_path):
     launcher = [*shlex.split(words), "--nproc_per_node", "2"]
     done = run(None, MINIMAL, SHORT, launcher=launcher, output_dir=tmp_path, cold=True)
     assert "2 processes over gloo" in done.stdout
-
-
-@pytest.mark.slow
-@pytest.mark.skipif(os.getuid() != 0, reason="needs a namespace of process ids")
-@pytest.mark.parametrize(("config", "drops"), [("cpu", True), ("2cpu", False), (None, False)])
-def test_a_launcher_without_a_handler_as_process_1_is_named(config, drops, tmp_path):
-    words = ["unshare", "--pid", "--fork", "--mount-proc"]
-    words += command(config, MINIMAL, SHORT, output_dir=tmp_path)
-    done = subprocess.run(words, capture_output=True, text=True, check=True)
-    assert ("does not handle SIGTERM" in done.stderr) == drops

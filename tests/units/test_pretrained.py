@@ -26,8 +26,7 @@ def small(classes=3, name=SQUEEZENET):
     return pretrained.build(config(name, classes))
 
 
-REFUSED = ("mnasnet", "googlenet", "inception")
-KINDS = [name for name in kinds_of_classifiers() if not name.startswith(REFUSED)]
+KINDS = kinds_of_classifiers()
 
 
 @pytest.mark.parametrize("name", some_slow(KINDS, *(k for k in KINDS if "squeeze" not in k)))

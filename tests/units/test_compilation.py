@@ -5,6 +5,7 @@ import shutil
 from types import SimpleNamespace
 
 import pytest
+import torch._inductor
 from harness.fakes import accelerator
 
 from utils import compilation
@@ -58,3 +59,9 @@ def test_any_compiler_will_do_and_one_process_says_that_there_is_none(
         )
         assert says in capsys.readouterr().err
     assert len(calls) == 1
+
+
+def test_the_modes_are_those_of_torch_and_never():
+    modes = torch._inductor.list_mode_options()
+    assert {*compilation.MODES} - {"never"} <= {*modes}
+    assert "never" in compilation.MODES and "max-autotune" in compilation.MODES

@@ -148,6 +148,16 @@ def test_damaged_exif_data_hides_no_image(exif):
         assert shown[0].tolist() == np.asarray(SHOWN).tolist()
 
 
+@pytest.mark.parametrize("value", [0, 9, 65535])
+def test_an_orientation_that_is_none_turns_nothing(value):
+    image = noise(0, (4, 3))
+    exif = image.getexif()
+    exif[decoding.ORIENTATION] = value
+    read = Encoded(encoded(image, exif=exif.tobytes()))
+    assert (read.width, read.height) == image.size
+    assert np.array_equal(read.pixels().permute(1, 2, 0).numpy(), np.asarray(image))
+
+
 def test_damaged_pixels_are_still_noticed():
     at = GOOD.index(b"IDAT") + 30
     with pytest.raises(BadImage):

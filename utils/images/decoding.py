@@ -165,7 +165,7 @@ class Encoded:
                 return decode(torch.frombuffer(bytearray(self._data), dtype=torch.uint8))
         if is_jpeg and reduction > 1:
             image.draft(image.mode, (image.width // reduction, image.height // reduction))
-        image = _rgb(ImageOps.exif_transpose(image) if self._orientation > 1 else image)
+        image = _rgb(ImageOps.exif_transpose(image) if self._orientation != 1 else image)
         return torch.from_numpy(np.array(image)).permute(2, 0, 1)
 
 
@@ -186,14 +186,16 @@ def _is_deep(image, data):
 
 
 def _orientation(image):
-    """The EXIF orientation, 1 to 8; 1, as in viewers, if the EXIF data cannot be read."""
+    """The EXIF orientation; 1, as in viewers, if the EXIF data cannot be read.
+
+    Nothing is turned by a value that is not one of 1 to 8.
+    """
     if image.format == "TIFF":  # Pillow turns it itself
         return 1
     try:
-        orientation = image.getexif().get(ORIENTATION, 1)
+        return image.getexif().get(ORIENTATION, 1)
     except Exception:  # whatever the reader of damaged data stumbles over
         return 1
-    return orientation if orientation in range(1, 9) else 1
 
 
 @functools.cache

@@ -7,7 +7,7 @@ import zlib
 import numpy as np
 import pytest
 from harness.data import encoded, noise
-from PIL import Image
+from PIL import Image, features
 from PIL.JpegImagePlugin import JpegImageFile
 
 from utils.images import decoding
@@ -57,6 +57,11 @@ def test_the_first_of_several_photos_in_a_file_is_read(tmp_path):
     data = encoded(LARGE, "MPO", **several)
     assert Image.open(io.BytesIO(data)).format == "MPO"
     assert Encoded(data).pixels(4).shape == (3, 75, 100)
+
+
+def test_avif_is_read_where_pillow_can():
+    available = "avif" in features.modules and features.check("avif")
+    assert ("AVIF" in decoding.FORMATS) == bool(available)
 
 
 def test_a_fingerprint_knows_names_labels_sizes_and_sampled_data(monkeypatch):

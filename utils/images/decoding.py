@@ -190,12 +190,11 @@ def _orientation(image):
 
     Nothing is turned by a value that is not one of 1 to 8.
     """
-    if image.format == "TIFF":  # Pillow turns it itself
-        return 1
-    try:
-        return image.getexif().get(ORIENTATION, 1)
-    except Exception:  # whatever the reader of damaged data stumbles over
-        return 1
+    orientation = 1
+    if image.format != "TIFF":  # which Pillow turns itself
+        with contextlib.suppress(Exception):  # whatever the reader of damaged data stumbles over
+            orientation = image.getexif().get(ORIENTATION, 1)
+    return orientation
 
 
 @functools.cache

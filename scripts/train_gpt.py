@@ -617,7 +617,7 @@ def main():
         metrics = evaluate(accelerator, model, eval_loader, progress)
         if sample_due(step, plan):
             run.log("sample", step, text=generate(model, *sampling))
-        run.log("val", step, score=-metrics["loss"], **metrics)  # last: now it is done
+        run.log("val", step, score=-metrics["loss"], **metrics)  # last: completes the evaluation
 
     train_loss, saved = math.inf, dict(config=sizes, eval_samples=eval_samples)
     if run.evaluation_due:  # the run was stopped in it

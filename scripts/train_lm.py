@@ -651,7 +651,7 @@ def main():
         metrics |= share_of_exact(accelerator, unwrapped, tokenizer, eval_sets, args)
         score = -metrics["loss"] if data.held_out == "val" else None  # a test split: none
         log_samples(accelerator, run, step, unwrapped, tokenizer, prompts)
-        run.log(data.held_out, step, score=score, **metrics)  # last: now it is done
+        run.log(data.held_out, step, score=score, **metrics)  # last: completes the evaluation
 
     if run.evaluation_due or step == 0:  # also before training, to see what it changes
         validate(step)

@@ -1,4 +1,4 @@
-"""What a run writes besides its results: an error in it costs no result."""
+"""What a run writes besides its results: an error in it is only a warning."""
 
 import contextlib
 import sys

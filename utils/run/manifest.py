@@ -115,25 +115,26 @@ def verify(accelerator, path):
     files = manifest["files"]
     names = _share(accelerator, files)
 
-    def find_damage():
+    def compare():
         with ThreadPoolExecutor(8) as pool:  # hashing releases Python's lock
             digests = pool.map(lambda name: _sha256(path / name), names)
-            pairs = zip(names, digests, strict=True)
-            return next((name for name, sha in pairs if sha != files[name]["sha256"]), None)
+            for name, sha in zip(names, digests, strict=True):
+                if sha != files[name]["sha256"]:
+                    raise UserError(
+                        f"checkpoint {path} is damaged: {name} does not match its checksum"
+                    )
 
-    for damaged in gather(accelerator, run_on_all(accelerator, find_damage)):
-        if damaged is not None:
-            raise UserError(f"checkpoint {path} is damaged: {damaged} does not match its checksum")
+    run_on_all(accelerator, compare)
     return manifest
 
 
 def _share(accelerator, names):
-    """The part of the names that is this process's."""
+    """This process's share of the names."""
     return sorted(names)[accelerator.process_index :: accelerator.num_processes]
 
 
 def _read_checked(path):
-    """The manifest of a checkpoint that has the files in it, of the right sizes, and no others."""
+    """The manifest of a checkpoint that has the files listed in it, and no others."""
     if not os.path.isdir(path):
         raise UserError(f"checkpoint {path} does not exist")
     manifest = read(path)

@@ -853,9 +853,7 @@ def parse_args():
         "training (a sample is a block of block_size tokens; --lr is 2e-4 with LoRA)"
     )
     parser.add_training_arguments(group)
-    flags.add_optimizer(parser, group)
-    flags.add_schedule(group, "cosine")
-    flags.add_compile(group, "never")
+    flags.add(group, *flags.OPTIMIZER, "lr_schedule", "compile", lr_schedule="cosine")
     group.add_argument(
         "--warmup_steps",
         type=number(int, 0),
@@ -864,9 +862,7 @@ def parse_args():
     )
     # --model takes the place of --init_from; tokens in memory-mapped files need no workers.
     group = parser.add_run_arguments()
-    flags.add_patience(group)
-    flags.add_eval_samples(group)
-    flags.add_extras(group)
+    flags.add(group, "patience", "eval_samples", *flags.EXTRAS)
     group = parser.add_argument_group("samples")
     group.add_argument(
         "--prompts",

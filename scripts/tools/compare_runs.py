@@ -26,7 +26,7 @@ from utils.run import entry, manifest
 from utils.run.arguments import MAY_CHANGE, Parser
 from utils.run.domains import number
 from utils.run.failures import UserError
-from utils.run.files import read_json
+from utils.run.files import json_lines, read_json
 
 NOT_METRICS = {"split", "step", "epoch", "score", "samples", "seconds"}
 RAISED = ",\nraised by label smoothing"
@@ -55,12 +55,11 @@ def read_run(folder):
             "training script"
         )
     trained, evaluated = [], {"val": [], "test": []}
-    for lines in plots.read_parts(path):
-        for line in lines:
-            if line["split"] == "train":
-                trained.append((line["step"], line["loss"], line["step_seconds"]))
-            elif line["split"] in evaluated:
-                evaluated[line["split"]].append(line)
+    for line, _ in json_lines(path):
+        if line["split"] == "train":
+            trained.append((line["step"], line["loss"], line["step_seconds"]))
+        elif line["split"] in evaluated:
+            evaluated[line["split"]].append(line)
     step, loss, step_seconds = np.array(trained, float).reshape(-1, 3).T
     seconds = (np.diff(step, prepend=0) * step_seconds).cumsum()
     train = {"step": step, "loss": loss, "samples": step * batch_size, "seconds": seconds}

@@ -55,15 +55,13 @@ def built(val_fraction=0.1, dataset="me/data", **options):
     parser = Parser(description="Trains it.")
     group = parser.add_argument_group("training")
     parser.add_training_arguments(group, epochs=3, batch_size=8, lr=0.5)
-    flags.add_optimizer(parser, group, weight_decay=0.25)
-    flags.add_schedule(group, "cosine")
-    flags.add_compile(group, "never")
+    flags.add(
+        group, *flags.OPTIMIZER, "lr_schedule", "compile", weight_decay=0.25, lr_schedule="cosine"
+    )
     run = parser.add_run_arguments()
-    flags.add_init_from(run)
-    for add in (flags.add_extras, flags.add_eval_samples, flags.add_patience):
-        add(run)
+    flags.add(run, "init_from", "eval_samples", "patience", *flags.EXTRAS)
     data = flags.add_dataset(parser, dataset, "a Hub id or a folder", **options)
-    flags.add_workers(data)
+    flags.add(data, "num_workers")
     flags.add_labeled_images(data, val_fraction)
     return parser
 
@@ -161,7 +159,7 @@ def test_help_says_each_default_in_words(monkeypatch):
         ("dataset", "a Hub id or a folder (default: me/data)"),
         ("val_fraction", "if there is no val split (default: 0.1)"),
         ("lr_schedule", "falls to a tenth of --lr instead of 0 (default: cosine)"),
-        ("compile", "without the flag: never"),
+        ("compile", "(default: none, but train_gpt.py on GPUs)"),
     ):
         assert said[flag].endswith(end), flag
     for flag in ("init_from", "profile", "max_train_steps"):

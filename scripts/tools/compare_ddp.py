@@ -16,10 +16,9 @@ Each run with W processes has an equivalent with one process:
                         `accelerator.prepare`
     ddp_single          one process, D, batches of B
 
-Why W processes print W losses, and why one is enough: each process computes the mean loss of its
-own B/W samples, and DDP averages the *gradients*. The mean of W means over equally many samples is
-the mean over all samples, so the optimizer follows the gradient of one loss, that of the whole
-batch. To print that loss, average the W losses.
+Each process computes the mean loss of its own B/W samples, and DDP averages the *gradients*. The
+mean of W means over equally many samples is the mean over all samples, so the optimizer follows the
+gradient of one loss, that of the whole batch: the mean of the W losses.
 
 This holds under conditions, which this script checks on the gradients, in float32 and in float64
 (where differences caused by rounding almost disappear):

@@ -80,10 +80,10 @@ def test_the_record_trains_its_first_bias_as_long_as_published(monkeypatch):
 def test_the_first_steps_of_any_script(begin, tmp_path):
     stub = tmp_path / "stub.py"
     stub.write_text(f"for i in range(6): print('{begin}', i, '/9 (100%)', sep='', flush=True)")
-    found = peers.first_steps(str(stub), 6)
+    found = peers.measure("{stub}", 6, stub=stub)
     assert found["speed"] > 0 and found["start"] > 0
     with pytest.raises(RuntimeError, match="ended after 6 of 7 steps"):
-        peers.first_steps(str(stub), 7)
+        peers.measure("{stub}", 7, stub=stub)
 
 
 def test_a_peer_that_is_not_there_is_skipped(tmp_path, capsys):

@@ -109,12 +109,11 @@ class Watchdog:
         writing = self._run.path / f".dump_stacks_{self._rank}"
         with contextlib.suppress(OSError):  # the folder is gone, with the run
             writing.write_text(reason)
-            try:
-                os.link(writing, self.request)  # with its text: others may look at any moment
-            except FileExistsError:  # another process was first: its request stays
-                pass
-            except OSError:  # no links on this file system
-                os.replace(writing, self.request)
+            try:  # with its text: others may look at any moment
+                os.link(writing, self.request)
+            except OSError:  # another process was first, or this file system has no links
+                if not self.request.exists():
+                    os.replace(writing, self.request)
             writing.unlink(missing_ok=True)
 
     def _watch(self):
@@ -231,7 +230,8 @@ def describe(states, ranks):
         seconds = max(states[rank]["seconds_without_progress"] for rank in members)
         if len(members) > 1:
             does = does.replace("is in", "are in", 1).replace("waits", "wait", 1)
-        parts.append(f"{_named(members)} {does} after step {step}, {seconds} s without progress")
+        where = f"{does} after step {step}, {seconds} s without progress"
+        parts.append(f"{_named(members)} {where}")
     silent = [rank for rank in range(ranks) if rank not in states]
     if silent:
         parts.append(f"{_named(silent)} did not answer: stopped, or lost")

@@ -4,22 +4,16 @@
     python -m pytest -m gpu -n 0 -k first     # the promises, about four minutes
     python -m pytest -m gpu -n 0 -k second    # prices: compilation, determinism, shards, ...
 
-These packages are enough; tests of others that are missing are skipped with a line each.
-
 Each check is a function that runs the scripts, fails if a promise is broken, and returns what it
 measured. With `-m gpu` it runs at full size, one check at a time, the most telling first: most of
 the time are imports (15 s a launch on a machine with an H100), so launches whose speed is not
-measured run together. Its figures go to `gpu.json` and `gpu.md` in the folder GPU_RESULTS
-(default: runs/gpu). Every check is rehearsed on the CPU, at a small size, the quick ones in every
-run and the others as slow tests, so that they are tested code before they meet a GPU.
+measured run together. Its figures go to `gpu.json` in the folder GPU_RESULTS (default: runs/gpu). Every check is rehearsed on the CPU, at a small size, the quick ones in every
+run and the others as slow tests.
 
-GPU_DATASET: CIFAR-10 as `--dataset` of train_cifar.py takes it; default: synthetic images. A file
-    with arrays needs no other package, see `utils/images/array_files.py`.
+GPU_DATASET: CIFAR-10 as `--dataset` of train_cifar.py takes it; default: synthetic images.
 GPU_PEAK_TFLOPS: the peak of one GPU in bf16, if `utils/report/mfu.py` does not know it.
 """
 
-import contextlib
-import fcntl
 import functools
 import importlib.util
 import json
@@ -37,8 +31,7 @@ from types import SimpleNamespace
 import accelerate
 import pytest
 import torch
-from harness import warm
-from harness.launches import CIFAR, GPT, LIMIT, ROOT, final_weights, load_script, results, run
+from harness.launches import CIFAR, GPT, ROOT, final_weights, load_script, results, run
 from safetensors.torch import load_file
 from torch.utils.flop_counter import FlopCounterMode
 from torchvision.models import ResNet50_Weights, get_model
@@ -139,6 +132,21 @@ def together(*launches):
 def both(place, more=""):
     """Name, script and arguments of the two scripts that most checks run."""
     return [("cifar", CIFAR, f"{place.cifar} {more}"), ("gpt", GPT, f"{place.gpt} {more}")]
+
+
+def times_of(place, folder, ways):
+    """Runs both scripts in each of several ways: name -> (more arguments, a precision or "").
+
+    Returns:
+        dict: NAME_step_ms_WAY -> milliseconds; the folders are NAME_WAY.
+    """
+    figures = {}
+    for name, script, arguments in both(place, frequent(place)):
+        for way, (more, precision) in ways.items():
+            out = folder / f"{name}_{way}"
+            launch(place, script, f"{arguments} {more}", out, precision=precision)
+            figures[f"{name}_step_ms_{way}"] = step_milliseconds(out)
+    return figures
 
 
 def frequent(place):
@@ -311,28 +319,21 @@ def lora(place, folder):
 
 def determinism(place, folder):
     """What the deterministic algorithms that identical bytes take cost."""
-    figures = {}
-    for name, script, arguments in both(place, frequent(place)):
-        for end, flag in (("", ""), ("_not_deterministic", "--nondeterministic")):
-            run_folder = folder / f"{name}{end}"
-            launch(place, script, f"{arguments} {flag}", run_folder)
-            figures[f"{name}_step_ms{end}"] = step_milliseconds(run_folder)
-        ratio = figures[f"{name}_step_ms"] / figures[f"{name}_step_ms_not_deterministic"]
-        figures[f"{name}_cost_of_determinism"] = ratio - 1
+    ways = {"deterministic": ("", ""), "not_deterministic": ("--nondeterministic", "")}
+    figures = times_of(place, folder, ways)
+    for name, _, _ in both(place):
+        with_, without = (figures[f"{name}_step_ms_{way}"] for way in ways)
+        figures[f"{name}_cost_of_determinism"] = with_ / without - 1
     return figures
 
 
 def precisions(place, folder):
     """Float32, bf16 and fp16 learn alike."""
-    figures = {}
-    for name, script, arguments in both(place, frequent(place)):
-        losses = {}
-        for precision in ("no", "bf16", "fp16") if place.gpu else ("no", "bf16"):
-            run_folder = folder / f"{name}_{precision}"
-            launch(place, script, arguments, run_folder, precision=precision)
-            losses[precision] = losses_of(run_folder)[-1]
-            figures[f"{name}_step_ms_{precision}"] = step_milliseconds(run_folder)
-        assert max(losses.values()) < 1.1 * min(losses.values()), losses
+    kinds = ("no", "bf16", "fp16") if place.gpu else ("no", "bf16")
+    figures = times_of(place, folder, {kind: ("", kind) for kind in kinds})
+    for name, _, _ in both(place):
+        losses = [losses_of(folder / f"{name}_{kind}")[-1] for kind in kinds]
+        assert max(losses) < 1.1 * min(losses), losses
     return figures
 
 
@@ -723,59 +724,19 @@ def hardware():
     }
 
 
-@contextlib.contextmanager
-def locked(folder, name):
-    """Waits until no other process holds the file `name` in a folder, which is made, and holds it."""
-    folder.mkdir(parents=True, exist_ok=True)
-    with (folder / name).open("w") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)
-        yield
-
-
 def store(folder, check, figures, seconds):
-    """Adds the figures of a check to gpu.json, and writes the table again; the checks may run in
-    several processes.
-    """
-    with locked(folder, ".lock"):
-        path = folder / "gpu.json"
-        record = read(path) if path.exists() else {"checks": {}}
-        record["hardware"] = hardware()
-        promise = check.__doc__.splitlines()[0]
-        measured = {"promise": promise, "seconds": seconds, "figures": figures}
-        record["checks"][check.__name__] = measured
-        path.write_text(json.dumps(record, indent=1))
-        (folder / "gpu.md").write_text(table(record))
-
-
-def table(record):
-    """gpu.json as a Markdown table."""
-    lines = [", ".join(record["hardware"].values()), "", "| check | measured |", "|---|---|"]
-    for check in record["checks"].values():
-        named = (
-            f"{name.replace('_', ' ')}: {shown(name, v)}" for name, v in check["figures"].items()
-        )
-        lines.append(f"| {check['promise']} | {'; '.join(named)} |")
-    return "\n".join(lines) + "\n"
-
-
-def shown(name, value):
-    if not isinstance(value, float):
-        return value
-    if any(word in name for word in ("share", "cost", "mfu", "accuracy", "error")):
-        return f"{value:.1%}"
-    return f"{value:,.4g}" if value < 1000 else f"{value:,.0f}"
+    """Adds the figures of a check to gpu.json."""
+    path = folder / "gpu.json"
+    record = read(path) if path.exists() else {"checks": {}}
+    record["hardware"] = hardware()
+    promise = check.__doc__.splitlines()[0]
+    measured = {"promise": promise, "seconds": seconds, "figures": figures}
+    record["checks"][check.__name__] = measured
+    folder.mkdir(parents=True, exist_ok=True)
+    path.write_text(json.dumps(record, indent=1))
 
 
 # -------------------------------------------------------------------------------------------- tests
-
-
-@pytest.fixture
-def alone():
-    """The GPU for one check at a time, however many processes share the tests: else they would slow
-    each other down.
-    """
-    with locked(RESULTS, ".alone"):
-        yield
 
 
 NO_GPU = "no GPU here (other tests rehearse this on the CPU)"
@@ -784,7 +745,8 @@ NO_GPU = "no GPU here (other tests rehearse this on the CPU)"
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason=NO_GPU)
 @pytest.mark.parametrize("check", CHECKS, ids=CHECKS.get)
-def test_on_the_gpus(check, alone, tmp_path):
+def test_on_the_gpus(check, tmp_path):
+    assert "PYTEST_XDIST_WORKER" not in os.environ, "give -n 0: checks would slow each other down"
     start_time = time.perf_counter()
     figures = check(REAL, tmp_path)
     store(RESULTS, check, figures, time.perf_counter() - start_time)
@@ -804,10 +766,10 @@ REHEARSED_EVERY_TIME = (waits, tokens, orthogonalization, shared_gpu, predicted_
 @pytest.mark.parametrize("check", list(map(rehearsal, CHECKS)))
 def test_rehearsed_on_the_cpu(check, tmp_path):
     figures = check(REHEARSAL, tmp_path / "check")
-    store(tmp_path / "results", check, figures, 1.0)
+    for _ in range(2):
+        store(tmp_path / "results", check, figures, 1.0)
     record = read(tmp_path / "results" / "gpu.json")
     assert record["checks"][check.__name__]["figures"] == figures and figures
-    assert check.__doc__.splitlines()[0] in (tmp_path / "results" / "gpu.md").read_text()
 
 
 def test_what_a_trace_says_about_copies():
@@ -847,26 +809,8 @@ def test_mfu_is_that_of_the_median_line_at_the_size_of_its_images(tmp_path):
     sizes = {0.5: 32, 0.75: 64, 1: 32}
     reached = utilization(REHEARSAL, tmp_path, "resnet18", 8, sizes.get)
     assert reached == {"mfu": pytest.approx(small)}
-
-
-def test_a_mean_step_leaves_out_the_lines_in_which_kernels_are_compiled():
+    # A mean leaves out the lines in which kernels are compiled.
     seconds = [9.0, 1.0, 1.0, 1.0, 9.0, 3.0, 3.0]
     lines = [dict(step=4 * n, step_seconds=s) for n, s in enumerate(seconds, 1)]
     mean = mean_step_seconds(lines, lambda done: 24 if done <= 4 / 7 else 32)
     assert mean == pytest.approx((4 * 1.0 + 3 * 3.0) / 7)
-
-
-def test_the_table_keeps_the_other_checks(tmp_path):
-    store(tmp_path, tokens, {"tokens_per_second": 123456.7, "mfu": 0.3456}, 2.0)
-    store(tmp_path, waits, {"cifar_waits_in_10_steps": 0}, 3.0)
-    text = (tmp_path / "gpu.md").read_text()
-    assert "tokens per second: 123,457; mfu: 34.6%" in text and "cifar waits in 10 steps: 0" in text
-    assert f"torch {torch.__version__}" in text and len(text.splitlines()) == 6
-
-
-def test_there_is_a_reason_where_there_is_no_gpu():
-    """`-m gpu` on such a machine skips every check, and says why."""
-    words = ["-m", "pytest", *"-m gpu -n 0 -rs -q -p no:cacheprovider tests/test_gpu.py".split()]
-    done = warm.run(words, {**os.environ, "CUDA_VISIBLE_DEVICES": ""}, LIMIT, cwd=str(ROOT))
-    skipped = f"{len(CHECKS)} skipped" in done.stdout and "no GPU here" in done.stdout
-    assert done.returncode == 0 and skipped, done.stdout

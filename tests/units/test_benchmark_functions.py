@@ -1,7 +1,5 @@
 """Functions of the benchmarks: what they count and write, not how fast anything is."""
 
-from types import SimpleNamespace
-
 import pytest
 import torch
 from harness.data import SMALL_DATA
@@ -84,10 +82,3 @@ def test_the_first_steps_of_any_script(begin, tmp_path):
     assert found["speed"] > 0 and found["start"] > 0
     with pytest.raises(RuntimeError, match="ended after 6 of 7 steps"):
         peers.measure("{stub}", 7, stub=stub)
-
-
-def test_a_peer_that_is_not_there_is_skipped(tmp_path, capsys):
-    assert peers.peers(SimpleNamespace(peers=tmp_path)) == {}
-    lines = capsys.readouterr().out.splitlines()
-    skipped = [["skipped", "timm:"], ["skipped", "torchvision:"]]
-    assert [line.split()[:2] for line in lines] == skipped

@@ -156,22 +156,6 @@ def test_accelerate_is_made_to_shard_on_a_cpu(asked, distributed, precision, kin
     assert in_forks(process) == [(kind, kind == DistributedType.FSDP, computes_in)]
 
 
-def test_processes_on_the_cpu_shard_over_the_cpu(environment, monkeypatch):
-    """Also on a machine that has another device, as a Mac has."""
-    seen = []
-    monkeypatch.setattr(
-        torch.distributed.fsdp, "fully_shard", lambda module, **options: seen.append(options)
-    )
-    environment({"FSDP_VERSION": "2"} | ASKED)
-    fsdp.set_up(on_cpu=True)
-    with group_of_one():
-        torch.distributed.fsdp.fully_shard(None, offload_policy=1)
-    torch.distributed.fsdp.fully_shard(None, mesh="of HSDP")
-    mesh = seen[0].pop("mesh")
-    assert (mesh.device_type, mesh.size()) == ("cpu", 1)
-    assert seen == [{"offload_policy": 1}, {"mesh": "of HSDP"}]
-
-
 # ---------------------------------------------------------------------- what the model is made of
 
 

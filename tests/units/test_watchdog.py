@@ -188,23 +188,12 @@ def test_the_time_of_each_process_is_voted_on(watch):
     assert first.figures() == {"slowest_behind": 0.5}
 
 
-def test_a_folder_that_is_gone_ends_nothing(watch, tmp_path):
-    (tmp_path / "gone").mkdir()
-    dog = watch(0, 0, tmp_path / "gone")
-    (tmp_path / "gone").rmdir()
-    dog.look()
-    dog.ask("again")
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
-def test_processes_with_different_weights_are_told_once(
-    dtype, tmp_path, watch, monkeypatch, capsys
-):
-    last_bit = torch.finfo(dtype).eps
+def test_processes_with_different_weights_are_told_once(tmp_path, watch, monkeypatch, capsys):
+    last_bit = torch.finfo(torch.bfloat16).eps
 
     def train(changes):
         def each(watched, rank):
-            model = nn.Linear(2, 2).to(dtype)
+            model = nn.Linear(2, 2).to(torch.bfloat16)
             Watchdog(Run(tmp_path), watched, accelerator(2, rank), model, 600)
             for change in changes:
                 for weight in model.parameters():
@@ -244,16 +233,15 @@ def test_the_checksum_is_the_sum_of_the_bits_wherever_they_are(integers, dtype, 
 def test_the_request_of_the_first_process_stays(links, watch, tmp_path, monkeypatch):
     """Of two at the same moment, too: each process answers the one that it has seen."""
     first, second = watch(0, 1000), watch(1, 1000)
-    if not links:
-
-        def refuse(*_):
-            raise PermissionError
-
-        monkeypatch.setattr("os.link", refuse)
+    if not links:  # on this file system
+        monkeypatch.setattr("os.link", lambda *_: os.mkdir(tmp_path))  # raises an OSError
     first.ask("first")
     seen = first.request.stat().st_mtime_ns
-    assert first.request.read_text() == "first"
-    if links:
-        second.ask("second")
-        assert first.request.read_text() == "first" and first.request.stat().st_mtime_ns == seen
+    second.ask("second")
+    assert first.request.read_text() == "first" and first.request.stat().st_mtime_ns == seen
     assert not list(tmp_path.rglob(".dump_stacks_*"))
+    (tmp_path / "gone").mkdir()
+    dog = watch(0, 0, tmp_path / "gone")
+    (tmp_path / "gone").rmdir()
+    dog.look()  # ends nothing
+    dog.ask("again")

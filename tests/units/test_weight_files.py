@@ -80,7 +80,7 @@ class Wrapped(torch.nn.Module):
 
 
 @pytest.mark.parametrize("suffix", [".safetensors", ".pth", ".pt", ".ckpt"])
-@pytest.mark.parametrize("prefix", ["", "module.", "_orig_mod.", "model.", "module._orig_mod."])
+@pytest.mark.parametrize("prefix", ["", "model.", "module._orig_mod."])
 @pytest.mark.parametrize("make", [build, Wrapped])
 def test_the_prefix_of_a_wrapper_does_not_matter(prefix, suffix, make, tmp_path):
     sevens = {
@@ -94,14 +94,6 @@ def test_the_prefix_of_a_wrapper_does_not_matter(prefix, suffix, make, tmp_path)
     model = make()
     weight_files.initialize(fakes.accelerator(), model, str(path))
     assert all((value == 7).all() for value in model.state_dict().values())
-
-
-def test_an_unknown_prefix_is_named(tmp_path):
-    state = {f"backbone.{name}": value for name, value in build().state_dict().items()}
-    save_file(state, tmp_path / "w.safetensors")
-    with pytest.raises(UserError, match=r"all its names begin with `backbone\.`") as error:
-        weight_files.initialize(fakes.accelerator(), build(), str(tmp_path / "w.safetensors"))
-    assert "\n" not in str(error.value)
 
 
 def test_a_pickle_that_holds_anything_else_is_one_line(tmp_path):
@@ -228,17 +220,24 @@ def test_without_weights_it_is_one_line(tmp_path):
 @pytest.mark.parametrize(
     ("change", "says"),
     [
-        (lambda state: state.pop("0.bias"), "it has no 0.bias"),
-        (lambda state: state.update({"0.bias": torch.zeros(6)}), r"its 0.bias is \[6\], not \[5\]"),
+        (lambda state: state.pop("0.bias"), " holds another model: it has no 0.bias"),
+        (
+            lambda state: state.update({"0.bias": torch.zeros(6)}),
+            r" its 0.bias is \[6\], not \[5\]",
+        ),
         (lambda state: state.update({"extra": torch.zeros(6)}), "this one has no extra"),
+        (
+            lambda state: [state.update({f"backbone.{k}": state.pop(k)}) for k in list(state)],
+            r"all its names begin with `backbone\.`",
+        ),
     ],
 )
 def test_another_model_is_refused(change, says, tmp_path):
     model, state = build(), build().state_dict()
     change(state)
     save_file({name: value + 1 for name, value in state.items()}, tmp_path / "a.safetensors")
-    with pytest.raises(UserError, match=f"^--init_from .* holds another model: {says}"):
+    with pytest.raises(UserError, match=f"^--init_from .*{says}") as caught:
         weight_files.initialize(fakes.accelerator(), model, tmp_path / "a.safetensors")
-    assert all(
-        torch.equal(a, b) for a, b in zip(model.parameters(), build().parameters(), strict=True)
-    )
+    assert "\n" not in str(caught.value)
+    pairs = zip(model.parameters(), build().parameters(), strict=True)
+    assert all(torch.equal(a, b) for a, b in pairs)

@@ -15,20 +15,10 @@ import torch.nn.functional as F
 from harness import warm
 from harness.data import Loader
 from harness.fakes import accelerator
-from harness.launches import LIMIT, ROOT, load_script, run, some_slow
+from harness.launches import LIMIT, ROOT, load_script
 from step_costs import Costs
 from torch.overrides import TorchFunctionMode
 
-# Short runs, with a log line, an evaluation and a save before step 3 and after step 6 only.
-STEPS = "--max_train_steps 8 --log_every 100 --eval_every 100 --checkpoint_every 0"
-RUNS = {
-    "train_minimal": STEPS,
-    "train_cifar": f"--dataset synthetic --model net --batch_size 20 --max_grad_norm 1 {STEPS}",
-    "train_images": "--dataset synthetic --model squeezenet1_1 --image_size 32 --batch_size 8 "
-    f"--lr 1e-3 --preset torchvision --ema_decay 0.9 --num_workers 0 {STEPS}",
-    "train_gpt": "--dataset synthetic --n_layer 1 --n_head 2 --n_embd 16 --block_size 16 "
-    f"--batch_size 8 --sample_length 2 {STEPS}",
-}
 PAGE = (ROOT / "scripts" / "benchmarks" / "README.md").read_text()
 TOOL = ROOT / "tests" / "step_costs.py"
 SCRIPTS = ("train_minimal", "train_cifar", "train_images", "train_gpt", "train_lm")
@@ -131,16 +121,6 @@ def test_a_compiled_step_keeps_to_its_budget(counted):
     eager = counted["train_gpt"]["casts"]
     assert eager["float32 (16384, 256)"] == 1 and "float32 (64, 256, 256)" not in eager
     assert not [cast for cast in costs["casts"] if cast.endswith(" 256)")]
-
-
-@pytest.mark.parametrize("script", some_slow(RUNS, "train_cifar", "train_images"))
-def test_a_step_of_the_real_loop_never_waits(script, tmp_path):
-    """The loop with its loader, the guard, and all that Accelerate does, under the rules of GPUs."""
-    words = [f"step_waits@0:{tmp_path}/waits.json", f"scripts/{script}.py", *RUNS[script].split()]
-    run("cpu", "tests/harness/wrapped.py", words, output_dir=tmp_path / "run")
-    waits = json.loads((tmp_path / "waits.json").read_text())
-    # `one_hot` checks its input, on a CPU only.
-    assert [where for _, where in waits if "mixing.py" not in where] == []
 
 
 # -------------------------------------------------------------------------------------- the counting

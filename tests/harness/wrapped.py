@@ -526,32 +526,23 @@ def count_waits():
     after_steps({5: start, 15: end})
 
 
-def rules_of_gpus():
-    sys.path.append(os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
-    from harness import gpu_rules
-
-    return gpu_rules.apply()
-
-
-@starts_with
-def step_waits():
-    """By the rules of GPUs, what made the host wait for the device in steps 3 to 6."""
-    rules = rules_of_gpus()
-    after_steps({2: rules.waits.clear, 6: lambda: write_json(argument, rules.waits)})
-
-
 @starts_with
 def gpu_rules():
     """By the rules of GPUs, and with deterministic algorithms as there: what was computed on the
-    device, and whether all of it had to be deterministic.
+    device, whether all of it had to be deterministic, and what made the host wait for the device in
+    steps 3 to 6.
     """
-    rules = rules_of_gpus()
+    sys.path.append(os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
+    from harness import gpu_rules
+
+    rules, waits = gpu_rules.apply(), []
     torch.use_deterministic_algorithms(True, warn_only=True)
+    after_steps({2: rules.waits.clear, 6: lambda: waits.extend(rules.waits)})
 
     def report():
         if own_rank == "0":
             strict = not torch.is_deterministic_algorithms_warn_only_enabled()
-            write_json(argument, [rules.collectives, sorted(rules.operations), strict])
+            write_json(argument, [rules.collectives, sorted(rules.operations), strict, waits])
 
     return report
 

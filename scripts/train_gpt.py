@@ -40,8 +40,8 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint as recompute
 from torch.utils.data import DataLoader
 
-from utils import attention, flags, schedule, scores, weight_files
-from utils.compilation import compile_model
+from utils import flags, schedule, scores, weight_files
+from utils.compilation import compile_model, make_attention_deterministic
 from utils.data import subset
 from utils.data.cache_files import local_main_first
 from utils.data.loaders import EpochSampler, evaluation_batch_size, explain, loader_options
@@ -528,7 +528,7 @@ def build_model(accelerator, sizes, args):
     options = dict(dropout=args.dropout, activation_checkpointing=args.activation_checkpointing)
     with torch.device("meta") if empty else contextlib.nullcontext():
         model = GPT(**sizes, **options)
-    attention.make_deterministic()
+    make_attention_deterministic()
     fsdp.use_model_blocks(accelerator, model)
     return model.to_empty(device="cpu") if empty else model
 

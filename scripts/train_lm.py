@@ -41,8 +41,8 @@ from accelerate.utils import send_to_device, set_seed
 from torch.nn.utils.rnn import pad_sequence
 from torch.utils.data import DataLoader
 
-from utils import attention, flags, schedule, scores
-from utils.compilation import compile_model
+from utils import flags, schedule, scores
+from utils.compilation import compile_model, make_attention_deterministic
 from utils.data import subset
 from utils.data.cache_files import local_main_first
 from utils.data.loaders import EpochSampler, evaluation_batch_size, explain, loader_options
@@ -123,7 +123,7 @@ def build_model(accelerator, config, args):  # EDIT: model
             model, args.lora_rank, args.lora_alpha, LORA_DROPOUT, args.lora_targets.split(",")
         )
     lm_loss.chunk_loss(model)
-    attention.make_deterministic()
+    make_attention_deterministic()
     fsdp.use_model_blocks(accelerator, model)
     compile_model(accelerator, fsdp.blocks(model), args.compile)
     return model

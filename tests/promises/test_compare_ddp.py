@@ -29,13 +29,12 @@ def test_pairs_agree(compared):
 
 def test_gradients_agree_only_with_the_corrections(compared):
     gradients = results(compared.folder)["gradients"]
-    wrong = {case for case in gradients["float64"] if "uncorrected" in case}
-    assert len(wrong) == 2 and len(gradients["float64"]) == 6
-    for precision, tolerance in (("float64", 1e-12), ("float32", 1e-4)):
-        for case, value in gradients[precision].items():
-            assert value > 0.01 if case in wrong else value < tolerance, case
+    wrong = {case for case in gradients if "uncorrected" in case}
+    assert len(wrong) == 2 and len(gradients) == 6
+    for case, value in gradients.items():
+        assert value > 0.01 if case in wrong else value < 1e-12, case
     # DDP divides the sum by the number of processes.
-    assert gradients["float64"]["sum, uncorrected"] == pytest.approx(0.5)
+    assert gradients["sum, uncorrected"] == pytest.approx(0.5)
 
 
 def test_the_loss_of_the_batch_is_the_mean_of_all_processes(compared):

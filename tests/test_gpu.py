@@ -14,7 +14,6 @@ GPU_DATASET: CIFAR-10 as `--dataset` of train_cifar.py takes it; default: synthe
 GPU_PEAK_TFLOPS: the peak of one GPU in bf16, if `utils/report/mfu.py` does not know it.
 """
 
-import functools
 import importlib.util
 import json
 import os
@@ -31,7 +30,7 @@ from types import SimpleNamespace
 import accelerate
 import pytest
 import torch
-from harness.launches import CIFAR, GPT, ROOT, final_weights, load_script, results, run
+from harness.launches import CIFAR, GPT, ROOT, final_weights, results, run
 from safetensors.torch import load_file
 from torch.utils.flop_counter import FlopCounterMode
 from torchvision.models import ResNet50_Weights, get_model
@@ -41,7 +40,6 @@ from utils.images.augment import augment
 from utils.muon import orthogonalize
 from utils.report.mfu import known_tflops
 
-train_cifar = load_script("train_cifar")
 IMAGES, LM = "scripts/train_images.py", "scripts/train_lm.py"
 WRAPPED = "tests/harness/wrapped.py"
 DATASET = os.environ.get("GPU_DATASET", "synthetic")
@@ -212,57 +210,14 @@ def trace_of(folder):
     return copies_in(read(folder / "profile" / "trace.json")["traceEvents"])
 
 
-@functools.cache
 def step_flops(name, batch_size, size):
-    """FLOPs of the forward and backward pass of a classifier of train_cifar.py or torchvision, without
-    its optimizer. PyTorch counts them and computes nothing: two for a multiplication and addition.
+    """FLOPs of the forward and backward pass of a classifier of torchvision, without its optimizer.
+
+    PyTorch counts them and computes nothing: two for a multiplication and addition.
     """
-    own = name in train_cifar.RECIPES
     with torch.device("meta"), FlopCounterMode(display=False) as counter:
-        model = train_cifar.build_model(name, 10) if own else get_model(name, num_classes=10)
-        model(torch.empty(batch_size, 3, size, size)).sum().backward()
+        get_model(name, num_classes=10)(torch.empty(batch_size, 3, size, size)).sum().backward()
     return counter.get_total_flops()
-
-
-def peak_flops(place):
-    """Of one GPU, per second; None: it is not known."""
-    if place.peak:
-        return float(place.peak.split()[-1]) * 1e12
-    known = known_tflops(torch.cuda.get_device_name())
-    return known and known * 1e12
-
-
-def utilization(place, folder, name, batch_size, size_at):
-    """`mfu`: the share of the GPU's peak, if it is known, that the median log line of a classifier's
-    run reached. `size_at`: the share of the steps that were done -> the side of the images.
-    """
-    peak, lines = peak_flops(place), train_lines(folder)
-    if not peak:
-        return {}
-    reached = []
-    for line in lines[1:]:
-        size = size_at(line["step"] / lines[-1]["step"])
-        reached.append(step_flops(name, batch_size, size) / line["step_seconds"] / peak)
-    assert min(reached) > 0 and (not place.gpu or max(reached) < 1), reached
-    return {"mfu": statistics.median(reached)}
-
-
-def sizes_of(name):
-    """How the recipe of a network of train_cifar.py grows its images: the `size_at` of it."""
-    recipe = SimpleNamespace(model=name, lr_schedule="linear")
-    return partial(train_cifar.image_size_at, args=recipe)
-
-
-def mean_step_seconds(lines, size_at):
-    """The mean over a run of log lines after equally many steps each, of which each counts as the
-    median one with images of its size: a size begins with the choice of its kernels, or with their
-    compilation.
-    """
-    by_size = {}
-    for line in lines:
-        size = size_at(line["step"] / lines[-1]["step"])
-        by_size.setdefault(size, []).append(line["step_seconds"])
-    return sum(statistics.median(found) * len(found) for found in by_size.values()) / len(lines)
 
 
 # ------------------------------------------------------------------------------------------- checks
@@ -441,13 +396,14 @@ def whole_recipe(place, folder):
     Those are of one A100, to 94 % on CIFAR-10 as published: the images and the GPU differ.
     """
     figures = dict(airbench94_muon_published_seconds=2.59, hiverge_published_seconds=1.99)
-    size_at = sizes_of("fastnet" if place.gpu else "net")
     for name, flag in (("eager", ""), ("compiled", "--compile")) if place.gpu else (("eager", ""),):
         length = "" if place.gpu else "--max_train_steps 60 --lr 0.1"
         arguments = f"{place.cifar} {length} {flag} --tta --eval_every 100000 --checkpoint_every 0"
         launch(place, CIFAR, f"{arguments} --log_every 5", folder / name)
-        lines, result = train_lines(folder / name), results(folder / name)
-        figures[f"{name}_seconds"] = mean_step_seconds(lines, size_at) * result["global_step"]
+        result = results(folder / name)
+        steady = median_of(train_lines(folder / name), "step_seconds")  # without compilation
+        figures[f"{name}_seconds"] = result["train_seconds"]
+        figures[f"{name}_steady_seconds"] = steady * result["global_step"]
         for figure in ("test_accuracy", "test_accuracy_tta"):
             assert result[figure] > place.accuracy
             figures[f"{name}_{figure}"] = result[figure]
@@ -457,26 +413,18 @@ def whole_recipe(place, folder):
 def batch_sizes(place, folder):
     """CIFAR at three batch sizes, eager and compiled: what a larger batch and fewer launches save.
 
-    `seconds`: of the steps of the default recipe's epochs of 50,000 images; `busy_share`: of the
-    time in which the GPU computed.
+    `busy_share`: of the time in which the GPU computed.
     """
-    figures, name = {}, "fastnet" if place.gpu else "net"
-    size_at, often = sizes_of(name), f"{frequent(place)} --log_every {max(1, place.steps // 30)}"
+    figures = {}
     for size in (480, 1000, 2000) if place.gpu else (50, 100):
         for flag in ("", "--compile") if place.gpu else ("",):
             key = f"{size}{flag.replace('--', '_')}"
             plain, profiled = folder / key, folder / f"{key}_profiled"
             arguments = f"{place.cifar} --batch_size {size} {flag}"
-            launch(place, CIFAR, f"{arguments} {often}", plain)
+            launch(place, CIFAR, f"{arguments} {frequent(place)}", plain)
             launch(place, CIFAR, f"{arguments} {PROFILE}", profiled)
-            steps = train_cifar.RECIPES["fastnet"]["epochs"] * (50_000 // size)
-            measured = {
-                "step_ms": step_milliseconds(plain),
-                "seconds": mean_step_seconds(train_lines(plain), size_at) * steps,
-                "busy_share": trace_of(profiled)["busy_share"],
-            }
-            measured |= utilization(place, plain, name, size, size_at)
-            figures |= prefixed(key, measured)
+            figures[f"{key}_step_ms"] = step_milliseconds(plain)
+            figures[f"{key}_busy_share"] = trace_of(profiled)["busy_share"]
     return figures
 
 
@@ -486,11 +434,17 @@ def images(place, folder):
     given = dict(zip(words[::2], words[1::2], strict=True))
     name, size, batch_size = given["--model"], given["--image_size"], given["--batch_size"]
     launch(place, IMAGES, f"{place.images} {frequent(place)}", folder)
-    return {
-        "images_per_second": median_of(train_lines(folder)[1:], "samples_per_second"),
-        **utilization(place, folder, name, int(batch_size), lambda _: int(size)),
-        "peak_memory_gib": peak_gib(folder),
-    }
+    lines, peak = train_lines(folder)[1:], None
+    if place.peak:
+        peak = float(place.peak.split()[-1])
+    elif place.gpu:
+        peak = known_tflops(torch.cuda.get_device_name())
+    figures = {"images_per_second": median_of(lines, "samples_per_second")}
+    if peak:
+        flops = step_flops(name, int(batch_size), int(size))
+        figures["mfu"] = flops / median_of(lines, "step_seconds") / (peak * 1e12)
+        assert figures["mfu"] > 0 and (not place.gpu or figures["mfu"] < 1), figures
+    return {**figures, "peak_memory_gib": peak_gib(folder)}
 
 
 def compiled(place, folder):
@@ -793,24 +747,7 @@ def test_what_a_trace_says_about_copies():
     assert found == {"copies": 3, "from_pageable_memory": 1, **shares}
 
 
-def test_mfu_is_that_of_the_median_line_at_the_size_of_its_images(tmp_path):
+def test_the_operations_of_a_step_are_those_that_are_published():
     published = 2 * 1e9 * ResNet50_Weights.DEFAULT.meta["_ops"]  # counts additions with products
     # The backward pass takes twice as many operations; none for the gradient of the images.
     assert step_flops("resnet50", 2, 224) == pytest.approx(2 * 3 * published, rel=0.02)
-    lines = [
-        dict(split="train", step=10, step_seconds=9.0),  # with the choice of kernels
-        dict(split="val", step=15),
-        *(dict(split="train", step=step, step_seconds=0.5) for step in (20, 30, 40)),
-    ]
-    text = "".join(json.dumps(line) + "\n" for line in lines)
-    (tmp_path / "metrics.jsonl").write_text(text)
-    small, large = (step_flops("resnet18", 8, size) / 0.5 / 1e9 for size in (32, 64))
-    assert large > 2 * small
-    sizes = {0.5: 32, 0.75: 64, 1: 32}
-    reached = utilization(REHEARSAL, tmp_path, "resnet18", 8, sizes.get)
-    assert reached == {"mfu": pytest.approx(small)}
-    # A mean leaves out the lines in which kernels are compiled.
-    seconds = [9.0, 1.0, 1.0, 1.0, 9.0, 3.0, 3.0]
-    lines = [dict(step=4 * n, step_seconds=s) for n, s in enumerate(seconds, 1)]
-    mean = mean_step_seconds(lines, lambda done: 24 if done <= 4 / 7 else 32)
-    assert mean == pytest.approx((4 * 1.0 + 3 * 3.0) / 7)

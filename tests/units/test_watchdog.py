@@ -71,18 +71,16 @@ def watch(tmp_path, monkeypatch):
 
     It asks after so many seconds. Its thread does not start: tests call `look`.
     """
-    made = []
     thread = SimpleNamespace(start=lambda: None)
     without = SimpleNamespace(main_thread=threading.main_thread, Thread=lambda **_: thread)
     monkeypatch.setattr(watchdog, "ANSWER_SECONDS", 20.0)
     monkeypatch.setattr(watchdog, "threading", without)
-    monkeypatch.setattr(watchdog.faulthandler, "register", lambda signum, file: made.append(file))
 
     def make(rank, seconds, path=tmp_path):
         guard = SimpleNamespace(step=7, agreed=6, moved_at=watchdog.time.monotonic() - 100)
         guard.attach, run = lambda voter: None, Run(path)
         dog = Watchdog(run, guard, accelerator(2, rank), nn.Linear(1, 1), 2 * seconds)
-        dog.test = SimpleNamespace(run=run, guard=guard, quit=made[-1])
+        dog.test = SimpleNamespace(run=run, guard=guard)
         return dog
 
     return make
@@ -121,11 +119,7 @@ def test_a_stall_is_reported_once_until_there_is_progress(watch, tmp_path):
     dog.test.guard.moved_at += 45
     dog.look()
     assert len(asked) == 2 and asked[1].startswith("no progress for 5")
-    dog.test.quit.write("stacks of SIGQUIT")
-    dog.test.quit.flush()
-    for _ in range(2):
-        dog.look()
-    assert asked[2:] == ["SIGQUIT"] and list(tmp_path.iterdir()) == []
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_a_process_that_does_not_answer_is_named(watch, tmp_path, monkeypatch, capsys):

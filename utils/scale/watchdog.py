@@ -3,15 +3,13 @@
 A thread in each process looks into the folder of the run once a second: a main thread that waits
 inside C++ runs nothing. A process that makes no progress creates the file `dump_stacks`, as a
 person may do. Every process then writes `stacks/rank_N.txt`, and one says where all of them are.
-With the file `save_now`, all processes save after the same step, and go on. SIGQUIT (Ctrl-\\) asks
-for the stacks, too.
+With the file `save_now`, all processes save after the same step, and go on.
 """
 
 import contextlib
 import faulthandler
 import json
 import os
-import signal
 import sys
 import threading
 import time
@@ -57,9 +55,6 @@ class Watchdog:
         self._save_asked, self._awaited = False, None  # the step of a save that a person waits for
         self._pace, self._waited = Pace(model), 0.0
         guard.attach(self)
-        self._quit = open(run.path / f".quit_{self._rank}", "w+")  # noqa: SIM115 (as long as the run)
-        os.unlink(self._quit.name)
-        faulthandler.register(signal.SIGQUIT, file=self._quit)
         threading.Thread(target=self._watch, name="watchdog", daemon=True).start()
 
     # ------------------------------------------------------------------ with the votes of the guard
@@ -124,9 +119,6 @@ class Watchdog:
     def look(self):
         """Asks if there was no progress, and answers a new request."""
         _refresh(self._run.path)
-        if os.fstat(self._quit.fileno()).st_size:  # faulthandler has written to it
-            self._quit.truncate(0)
-            self.ask("SIGQUIT")
         moved_at = self._guard.moved_at
         passed = time.monotonic() - moved_at
         if passed > self._seconds and moved_at != self._reported:

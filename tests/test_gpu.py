@@ -107,17 +107,21 @@ def launch(
     return run(config, first, words, output_dir=folder, **how)
 
 
-def kill_and_continue(place, script, arguments, folder, *faults, rank="", **how):
-    """Kills a run two steps after two thirds of its length; from the checkpoint there the same
-    command goes on.
+def exactly(place, script, arguments, folder, *faults, rank="", **how):
+    """A run that is killed two steps after two thirds of its length, and started again, ends with the
+    bytes of an uninterrupted one; returns the folder of that.
     """
+    whole, killed = folder / "whole", folder / "killed"
+    launch(place, script, arguments, whole, *faults, **how)
     saved = place.steps * 2 // 3
     death = f"die_in_step@{saved + 2}{rank}"
-    died = launch(place, script, arguments, folder, *faults, death, check=False, **how)
-    killed = read(folder / "status.json")["state"] == "running" or "exitcode: -9" in died.stderr
-    assert died.returncode != 0 and killed, died.stderr
-    launch(place, script, arguments, folder, *faults, **how)
-    assert results(folder)["resumed_from"] == saved
+    died = launch(place, script, arguments, killed, *faults, death, check=False, **how)
+    dead = read(killed / "status.json")["state"] == "running" or "exitcode: -9" in died.stderr
+    assert died.returncode != 0 and dead, died.stderr
+    launch(place, script, arguments, killed, *faults, **how)
+    assert results(killed)["resumed_from"] == saved
+    assert exported(killed) == exported(whole), script
+    return whole
 
 
 def together(*launches):
@@ -196,10 +200,6 @@ def peak_gib(folder):
     return results(folder)["peak_memory_bytes"] / 2**30
 
 
-def prefixed(name, figures):
-    return {f"{name}_{figure}": value for figure, value in figures.items()}
-
-
 def exported(folder):
     """The bytes of the weights that a run leaves."""
     adapter = folder / "adapter" / "adapter_model.safetensors"
@@ -246,16 +246,13 @@ def kill_and_resume(place, folder):
     scripts = [*both(place), ("images", IMAGES, f"{place.images} {MIXED}")]
     if all(map(importlib.util.find_spec, ("transformers", "peft"))):
         scripts.append(("lm", LM, lora(place, folder)))
-    runs = [
-        partial(part, place, script, f"{arguments} {frequent(place)}", folder / f"{name}_{end}")
-        for name, script, arguments in scripts
-        for end, part in (("whole", launch), ("killed", kill_and_continue))
-    ]
-    together(*runs)
-    for name, _, _ in scripts:
-        whole, killed = folder / f"{name}_whole", folder / f"{name}_killed"
-        assert exported(whole) == exported(killed), name
-    return {f"{name}_peak_memory_gib": peak_gib(folder / f"{name}_whole") for name, _, _ in scripts}
+    together(
+        *(
+            partial(exactly, place, script, f"{arguments} {frequent(place)}", folder / name)
+            for name, script, arguments in scripts
+        )
+    )
+    return {f"{name}_peak_memory_gib": peak_gib(folder / name / "whole") for name, _, _ in scripts}
 
 
 def lora(place, folder):
@@ -454,16 +451,14 @@ def compiled(place, folder):
     figures = {}
     for name, script, arguments in both(place, frequent(place)):
         again, report = f"{arguments} --compile", folder / f"{name}.json"
-        whole, killed = folder / f"{name}_compiled", folder / f"{name}_killed"
         launch(place, script, arguments, folder / name)
-        launch(place, script, again, whole, f"count_compilations@0:{report}")
-        kill_and_continue(place, script, again, killed)
-        assert final_weights(killed) == final_weights(whole)
+        counts = f"count_compilations@0:{report}"
+        whole = exactly(place, script, again, folder / f"{name}_compiled", counts)
         counted = read(report)
         assert counted["compiled_functions"] >= 1 and counted["graph_breaks"] == 0, counted
         counted["step_ms"] = step_milliseconds(folder / name)
         counted["step_ms_compiled"] = step_milliseconds(whole)
-        figures |= prefixed(name, counted)
+        figures[name] = counted
     return figures
 
 
@@ -475,11 +470,8 @@ def sharded(place, folder):
     arguments, figures = f"{place.gpt} {frequent(place)}", {"processes": processes}
     for count in sorted({1, processes}):
         several = dict(config="4gpu_fsdp", processes=count)
-        whole, killed = folder / f"whole{count}", folder / f"killed{count}"
-        launch(place, GPT, arguments, whole, **several)
-        kill_and_continue(place, GPT, arguments, killed, rank=":0", **several)
-        assert results(killed)["num_processes"] == count
-        assert final_weights(killed) == final_weights(whole)
+        whole = exactly(place, GPT, arguments, folder / f"{count}", rank=":0", **several)
+        assert results(whole)["num_processes"] == count
         last = whole / "checkpoints" / f"step_{place.steps:08}"
         assert len(list((last / weight_files.SHARDS).glob("*.distcp"))) == count
         exported, in_shards = load_file(whole / "model.safetensors"), weight_files.read(last).state
@@ -501,7 +493,7 @@ def copies(place, folder):
         if place.gpu:
             assert found["copies"] >= 3 and found["from_pageable_memory"] == 0, found
             assert found["exposed_share"] < 0.05, found
-        figures |= prefixed(name, found)
+        figures[name] = found
     return figures
 
 
@@ -609,17 +601,14 @@ def one_device(place, folder):
 
     Over gloo: NCCL refuses two processes on one device.
     """
-    run_gpt = partial(launch, place, GPT, f"{place.gpt} --dropout 0 {frequent(place)}")
-    alone, whole, killed = folder / "one", folder / "two", folder / "two_killed"
-    two = dict(config="2gpu", processes=2, precision="no")
+    what = (place, GPT, f"{place.gpt} --dropout 0 {frequent(place)}")
+    two = dict(config="2gpu", processes=2, rank=":1")
     together(
-        partial(run_gpt, alone, precision="no"),
-        partial(run_gpt, whole, "one_device", **two),
-        partial(kill_and_continue, *run_gpt.args, killed, "one_device", rank=":1", **two),
+        partial(launch, *what, folder / "one", precision="no"),
+        partial(exactly, *what, folder / "two", "one_device", precision="no", **two),
     )
-    assert results(whole)["num_processes"] == 2 and results(killed)["num_processes"] == 2
-    assert final_weights(killed) == final_weights(whole)
-    ours, theirs = losses_of(whole), losses_of(alone)
+    assert results(folder / "two" / "whole")["num_processes"] == 2
+    ours, theirs = losses_of(folder / "two" / "whole"), losses_of(folder / "one")
     # Muon orthogonalizes in float16 on a GPU.
     assert ours == pytest.approx(theirs, rel=2e-2 if place.gpu else 1e-4)
     return {"largest_difference": farthest(ours, theirs)}

@@ -1,6 +1,7 @@
 """Reads weights in any format: safetensors, pickles, checkpoints of any topology."""
 
 import json
+import warnings
 from pathlib import Path
 from pickle import UnpicklingError
 from typing import NamedTuple
@@ -229,7 +230,8 @@ def _read_shards(folder):
         for name, found in reader.read_metadata().state_dict_metadata.items()
         if isinstance(found, TensorStorageMetadata)
     }
-    dcp.load(state, storage_reader=reader, no_dist=True)
+    with warnings.catch_warnings(action="ignore"):  # one says that this process loads alone
+        dcp.load(state, storage_reader=reader, no_dist=True)
     return unwrapped({name.removeprefix("model."): value for name, value in state.items()})
 
 

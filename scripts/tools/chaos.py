@@ -115,10 +115,8 @@ def run_reference(args, log):
 
 def log_lines(run):
     """The number of lines in the log of a run."""
-    try:
-        return (run / "metrics.jsonl").read_bytes().count(b"\n")
-    except FileNotFoundError:
-        return 0
+    log = run / "metrics.jsonl"
+    return log.read_bytes().count(b"\n") if log.exists() else 0
 
 
 def run_with_kills(args, run, reference, kills, rng, log):

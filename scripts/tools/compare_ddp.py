@@ -66,7 +66,7 @@ from utils.data.report import agree
 from utils.images.arrays import load_arrays, on_device
 from utils.images.augment import normalize
 from utils.report import plots
-from utils.report.output import columns, writing_to
+from utils.report.output import writing_to
 from utils.run import entry, launch
 from utils.run.arguments import BATCH, SEED, Parser
 from utils.run.collectives import run_on_main
@@ -132,8 +132,8 @@ def train(accelerator, data, name, args):
     """Trains one of the four runs.
 
     Returns:
-        dict: `losses` float32 [processes, steps], `seconds`, and the weights after `PROOF_STEPS`
-        steps (`proof`) and at the end (`final`), each a list of tensors.
+        dict: `losses` float32 [processes, steps], and the weights after `PROOF_STEPS` steps
+        (`proof`) and at the end (`final`), each a list of tensors.
     """
     set_seed(args.seed)
     device, split = accelerator.device, on_device(accelerator, data.splits)["train"]
@@ -161,8 +161,10 @@ def train(accelerator, data, name, args):
     if name in PAIRS:
         # Gather all losses once, at the end, because a gather in every step would slow it down.
         losses = accelerator.gather(losses)
-    seconds = time.perf_counter() - start_time
-    return record | dict(losses=losses.cpu(), seconds=seconds, final=copies(model.parameters()))
+    if accelerator.is_main_process:
+        seconds, last = time.perf_counter() - start_time, losses[:, -1].mean().item()
+        print(f"{name}: {total_steps} steps in {seconds:.1f} s, last loss {last:.4f}", flush=True)
+    return record | dict(losses=losses.cpu(), final=copies(model.parameters()))
 
 
 def copies(tensors):
@@ -239,19 +241,7 @@ def largest_difference(tensors, expected):
     return max(((a - b).abs().max() / b.abs().max()).item() for a, b in pairs)
 
 
-# ----------------------------------------------------------------------------- table, plot, verdict
-
-
-def table(records, processes, args):
-    """The table of the runs, as text."""
-    rows = [("run", "processes", "batch each", "steps", "last loss", "seconds")]
-    for name, record in records.items():
-        used = processes if name in PAIRS else 1
-        total = args.batch_size * (processes if name.startswith("replicated") else 1)
-        steps, loss = record["losses"].shape[1], record["losses"][:, -1].mean()
-        figures = (used, total // used, steps, f"{loss:.4f}", f"{record['seconds']:.1f}")
-        rows.append((name, *map(str, figures)))
-    return columns(rows)
+# ------------------------------------------------------------------------------------ plot, verdict
 
 
 def draw(path, records, processes):
@@ -308,12 +298,11 @@ def conclude(records, results, args):
             f"{name} and {single}: weights differ by {difference:.1e} after {steps} steps and by "
             f"{at_the_end:.1e} at the end, losses by at most {of_losses:.1e}"
         )
-    print(f"\n{table(records, processes, args)}\n")
     own = records["ddp"]["losses"][:, 0].tolist()  # before any step, so of the same weights
     whole, mean = records["ddp_single"]["losses"][0, 0].item(), sum(own) / processes
     results["losses_of_one_batch"] = {"per_process": own, "mean": mean, "one_process": whole}
     print(
-        f"{processes} processes, {processes} losses of the first batch: "
+        f"\n{processes} processes, {processes} losses of the first batch: "
         f"{', '.join(f'{loss:.6f}' for loss in own)}\n"
         f"their mean: {mean:.6f}; one process, the whole batch: {whole:.6f}\n"
     )
@@ -372,7 +361,6 @@ def main():
         accelerator.print(f"  {case:50}  {value:7.0e}")
     records = {}
     for name in RUNS:
-        accelerator.print(f"{name} ...", flush=True)
         training = partial(train, accelerator, data, name, args)
         records[name] = training() if name in PAIRS else run_on_main(accelerator, training)
     results = {"gradients": gradients, "num_processes": processes}

@@ -5,26 +5,7 @@ import torch
 from harness.data import SMALL_DATA
 from harness.launches import load_script
 
-benchmark, peers, records = map(load_script, ("benchmark", "peers", "records"))
-
-
-def test_the_table_has_every_figure():
-    def figure(benchmark, median, unit):
-        command = f"python scripts/benchmarks/benchmark.py {benchmark} --rounds 3"
-        return dict(median=median, min=1.0, max=2.0, n=3, unit=unit, command=command)
-
-    record = dict(hardware="2 cores of X", versions={"torch": "2.15.0"}, date="2026-11-22")
-    record["figures"] = {
-        "a/b": figure("a", 1.234, "time, ratio"),
-        "a_c": figure("a", 1.234, "time, ratio"),
-        "a/d": figure("a", 1.5, "ms"),
-        "e": figure("e", 1.6, "ms"),
-    }
-    first, *_, ratios, milliseconds, other = benchmark.table(record).splitlines()
-    assert first == "2 cores of X, torch 2.15.0, 2026-11-22"
-    assert ratios == "| `a` | b 1.23 (1 to 2), c 1.23 (1 to 2) | 3 | time, ratio |"
-    assert milliseconds == "| `a` | d 1.5 (1 to 2) | 3 | ms |"
-    assert other == "| `e` | 1.6 (1 to 2) | 3 | ms |"
+peers, records = map(load_script, ("peers", "records"))
 
 
 def test_counts_the_operations_of_a_step():

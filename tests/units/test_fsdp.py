@@ -1,18 +1,15 @@
 """Which sharded launches `utils.scale.fsdp` takes, and how it makes Accelerate shard on a CPU."""
 
 import contextlib
-import os
 import warnings
 from functools import partial
 from types import SimpleNamespace
 
 import pytest
 import torch
-from accelerate import Accelerator
-from accelerate.state import AcceleratorState, PartialState
-from accelerate.utils import DistributedType
-from harness.fakes import accelerator, forget_accelerators
-from harness.worlds import group_of_one, in_forks
+from accelerate.state import AcceleratorState
+from harness.fakes import accelerator
+from harness.worlds import group_of_one
 from torch import nn
 from torch.distributed import checkpoint as dcp
 from torch.distributed.checkpoint import format_utils
@@ -127,33 +124,6 @@ def test_a_warning_that_nobody_can_answer_is_not_shown(environment):
         warnings.warn("Slicing a flattened dim from root mesh will be deprecated", stacklevel=1)
         warnings.warn("another", stacklevel=1)
     assert [str(warning.message) for warning in shown] == ["another"]
-
-
-@pytest.mark.parametrize(
-    ("asked", "distributed", "precision", "kind", "computes_in"),
-    [
-        (True, True, "bf16", DistributedType.FSDP, torch.bfloat16),
-        (True, True, "no", DistributedType.FSDP, None),
-        (False, True, "bf16", DistributedType.MULTI_CPU, None),
-        (True, False, "no", DistributedType.NO, None),
-    ],
-)
-def test_accelerate_is_made_to_shard_on_a_cpu(asked, distributed, precision, kind, computes_in):
-    def process(_rank):
-        forget_accelerators()
-        os.environ |= {"FSDP_VERSION": "2", "ACCELERATE_USE_FSDP": str(asked).lower()}
-        if distributed:
-            os.environ |= {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1"}
-        with group_of_one() if distributed else contextlib.nullcontext():
-            fsdp.set_up(on_cpu=True)
-            mine = Accelerator(cpu=True, mixed_precision=precision)
-            assert PartialState().distributed_type == mine.distributed_type
-            state = mine.distributed_type, mine.is_fsdp2
-            plugin = mine.state.fsdp_plugin if mine.is_fsdp2 else None
-            used = plugin and plugin.mixed_precision_policy
-            return *state, used and used.param_dtype
-
-    assert in_forks(process) == [(kind, kind == DistributedType.FSDP, computes_in)]
 
 
 # ---------------------------------------------------------------------- what the model is made of

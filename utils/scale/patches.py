@@ -16,27 +16,18 @@ from torch.distributed.device_mesh import init_device_mesh
 
 
 @contextlib.contextmanager
-def _replaced(*attributes):
-    """Replaces (object, name, value) while it is active."""
-    before = [(place, name, getattr(place, name)) for place, name, _ in attributes]
-    try:
-        for place, name, value in attributes:
-            setattr(place, name, value)
-        yield
-    finally:
-        for place, name, value in before:
-            setattr(place, name, value)
-
-
 def saving_with(save, save_file, save_shards):
     """Replaces the functions with which `accelerator.save_state` writes files, in a block.
 
     `save_state` has no asynchronous form (accelerate 1.15), and `dcp.async_save` writes a format
     that neither `accelerator.load_state` nor a reader of safetensors loads.
     """
-    return _replaced(
-        (torch, "save", save), (other, "safe_save_file", save_file), (dcp, "save", save_shards)
-    )
+    before = torch.save, other.safe_save_file, dcp.save
+    try:
+        torch.save, other.safe_save_file, dcp.save = save, save_file, save_shards
+        yield
+    finally:
+        torch.save, other.safe_save_file, dcp.save = before
 
 
 def read_shards_with(reader):

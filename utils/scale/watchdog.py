@@ -129,13 +129,15 @@ class Watchdog:
             if request != self._answered:
                 self._answered = request
                 self._answer(request)
+        if self._rank != 0:
+            return
+        with contextlib.suppress(OSError):
+            request = self.save_request.stat().st_mtime_ns
+            if request != self._save_seen:
+                self._save_seen, self._save_asked = request, True
         if self._awaited is not None and self._run.saves.newest_step >= self._awaited:
             self._run.print(f"asked by the file save_now: checkpoint of step {self._awaited}")
             self._awaited = None
-        with contextlib.suppress(OSError):
-            request = self.save_request.stat().st_mtime_ns if self._rank == 0 else None
-            if request != self._save_seen:
-                self._save_seen, self._save_asked = request, True
 
     def _answer(self, request):
         reason = self.request.read_text().strip() or "asked by the file dump_stacks"

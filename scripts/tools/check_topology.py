@@ -149,16 +149,14 @@ def grouped(pairs):
 def problems_of(entries):
     """A line for each problem: shared GPUs, machines without one, and versions that differ."""
     problems = []
-    named = {
-        entry["uuid"]: f"GPU {entry['local_rank']} of {entry['host']} ({entry['uuid']})"
-        for entry in entries
-    }
-    by_uuid = grouped((entry["uuid"], f"rank {entry['rank']}") for entry in entries)
-    for uuid, ranks in by_uuid.items():
-        if uuid and len(ranks) > 1:
+    gpus = ((entry["uuid"], entry["host"]) for entry in entries)
+    ranks = (f"rank {entry['rank']}" for entry in entries)
+    for (uuid, host), sharing in grouped(zip(gpus, ranks, strict=True)).items():
+        if uuid and len(sharing) > 1:
             problems.append(
-                f"{' and '.join(ranks)} share {named[uuid]}: use one process per GPU; check "
-                "CUDA_VISIBLE_DEVICES and the GPUs that the scheduler assigned to each launcher"
+                f"{' and '.join(sharing)} share one GPU of {host} ({uuid}): use one process per "
+                "GPU; check CUDA_VISIBLE_DEVICES and the GPUs that the scheduler assigned to each "
+                "launcher"
             )
     by_backend = grouped((entry["backend"], entry["host"]) for entry in entries)
     if len(by_backend) > 1:

@@ -81,7 +81,7 @@ class Answers:
 @pytest.mark.parametrize("script", SCRIPTS)
 def test_nonsense_is_refused_in_one_line(script, parser_of):
     answers = Answers(*parser_of(script))
-    assert len(answers.flags) > 2
+    assert len(answers.flags) >= 2
     for flag in answers.flags:
         for value in NUMBERS:
             found = answers.of(flag, value)

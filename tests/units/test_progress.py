@@ -52,8 +52,8 @@ def test_a_long_evaluation_says_how_much_is_left(clock, monkeypatch):
     assert clock.lines[1] == "evaluation: 10%, left 0:01:48" and len(clock.lines) == 10
     assert clock.lines[-1] == "evaluation: 90%, left 0:00:12"
     clock.lines.clear()
-    evaluate(main, clock, 0.1)  # six seconds: one line
-    assert clock.lines == ["evaluation: 85%, left 0:00:01"]
+    evaluate(main, clock, 0.11)  # nearly seven seconds: one line
+    assert clock.lines == ["evaluation: 77%, left 0:00:02"]
     monkeypatch.setattr(progress.sys, "stderr", SimpleNamespace(isatty=lambda: True))
     for each in (main, other):  # on a terminal
         evaluate(each, clock, 2)

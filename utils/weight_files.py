@@ -71,8 +71,7 @@ def read(path):
             state, config = _read_pickle(file), None
         else:
             state, config = _read_safetensors(file)
-        averaged = _read_averaged(file.parent) if manifest.read(file.parent) else None
-        return _described(file, averaged or state, config)
+        return _described(file, _read_averaged(file.parent) or state, config)
     except (Exception, CheckpointException) as error:
         cause = first_cause(error)
         reason = str(cause).partition("\n")[0] or type(cause).__name__

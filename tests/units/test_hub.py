@@ -44,7 +44,10 @@ def test_everything_but_the_checkpoints_is_uploaded(tmp_path, monkeypatch, capsy
 
     monkeypatch.setattr(huggingface_hub, "HfApi", Api)
     hub.upload(tmp_path, None)
+    monkeypatch.setenv("RANK", "1")
+    hub.upload(tmp_path, "me/model")
     assert not uploaded
+    monkeypatch.setenv("RANK", "0")
     hub.upload(tmp_path, "me/model")
     assert uploaded == {"me/model": {*KEPT, *TOP}}
     assert "uploaded to https://huggingface.co/me/model" in capsys.readouterr().out

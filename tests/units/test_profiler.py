@@ -1,5 +1,6 @@
 """Which steps are profiled, and what is written about them."""
 
+import torch
 from harness import fakes
 
 from utils.report import profiler
@@ -15,9 +16,12 @@ def test_the_profiler_records_three_steps_on_one_process(tmp_path):
         assert (wanted and accelerator.is_main_process) or not list(tmp_path.iterdir())
         profile = profiler.start_profiler(accelerator, tmp_path, wanted)
         for _ in range(6):
+            torch.ones(2, 3) @ torch.ones(3, 5)
             profile.step()
         profile.stop()
     trace = (tmp_path / "profile" / "trace.json").read_text()
     steps = {f"ProfilerStep#{step}" for step in range(9) if f'"ProfilerStep#{step}"' in trace}
     assert steps == {"ProfilerStep#2", "ProfilerStep#3", "ProfilerStep#4"}
-    assert "Self CPU" in (tmp_path / "profile" / "operators.txt").read_text()
+    assert "[2, 3], [3, 5]" in trace.replace("\n", "")  # the shapes
+    table = (tmp_path / "profile" / "operators.txt").read_text()
+    assert "Self CPU" in table and "aten::mm" in table

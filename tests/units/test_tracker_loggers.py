@@ -103,7 +103,7 @@ def test_a_tracker_that_cannot_be_started_is_a_warning_and_the_others_go_on(orde
     assert board.log.called and not wandb.log.called
 
 
-def test_each_tracker_gets_what_it_shows_once():
+def test_each_tracker_gets_what_it_shows_once(capsys):
     board, wandb, mlflow = (tracker(name) for name in ("tensorboard", "wandb", "mlflow"))
     logger, run = started(board, wandb, mlflow)
     for each in (board, wandb, mlflow):
@@ -113,6 +113,7 @@ def test_each_tracker_gets_what_it_shows_once():
     logger.log_images({"a": "pixels"}, 7)
     run.results = {"test_loss": 1.0, "val_loss": 2.0, "global_step": 9}
     logger.finish(run)
+    assert capsys.readouterr().err == ""
     first = call.log({"loss": 1.0}, step=5)
     assert mlflow.method_calls == [first]
     assert wandb.method_calls == [first, call.log_images({"a": "pixels"}, step=7)]

@@ -188,8 +188,10 @@ def test_the_weights_of_a_run(tmp_path):
     assert saved.file == tmp_path / "model.safetensors" and list(saved.state) == ["bias", "weight"]
     (tmp_path / "args.json").write_text(json.dumps({"arguments": {"lr": 0.5}}))
     assert weight_files.read(tmp_path / "model.safetensors").arguments == {"lr": 0.5}
-    save_file({"a": torch.ones(1)}, tmp_path / "plain.safetensors")
-    assert weight_files.read(tmp_path / "plain.safetensors").config is None
+    plain = {"model.a": torch.ones(1), "module.b": torch.ones(1)}  # parts, and no wrappers
+    save_file(plain, tmp_path / "plain.safetensors")
+    saved = weight_files.read(tmp_path / "plain.safetensors")
+    assert saved.config is None and saved.state.keys() == plain.keys()
 
 
 def test_a_run_without_final_weights_has_those_of_its_newest_checkpoint(tmp_path):

@@ -231,7 +231,7 @@ def _read_shards(folder):
     }
     with warnings.catch_warnings(action="ignore"):  # one says that this process loads alone
         dcp.load(state, storage_reader=reader, no_dist=True)
-    return unwrapped({name.removeprefix("model."): value for name, value in state.items()})
+    return unwrapped(state)
 
 
 def _read_pickle(file):

@@ -29,7 +29,7 @@ sys.path[1:1] = map(str, Path(__file__).resolve().parents[1:3])
 import psutil
 
 from utils.run import entry, process
-from utils.run.arguments import SEED, Parser
+from utils.run.arguments import Parser
 from utils.run.domains import number
 from utils.run.failures import RunFailed, UserError
 from utils.run.output import plural
@@ -67,7 +67,7 @@ def main():
     folder = Path(args.folder)
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir(parents=True)
-    kills, rounds, continued, rng = Counter(), 0, 0, random.Random(args.seed)
+    kills, rounds, continued, rng = Counter(), 0, 0, random.Random()
     with (folder / "chaos.log").open("w") as log:
         reference = run_reference(args, log)
         print(f"uninterrupted: {sum(reference[:2]):.0f} s", flush=True)
@@ -218,7 +218,6 @@ def parse_args():
     kills = number(int, 1, most=100_000)  # each takes seconds
     parser.add_argument("--kills", type=kills, default=50, help="number of kills")
     parser.add_argument("--folder", default="runs/chaos", help="for the runs; emptied first")
-    parser.add_argument("--seed", type=SEED, default=0, help="seed of the times and the victims")
     parser.add_argument("command", nargs="...", type=str, help="-- followed by the launch command")
     args = parser.parse_args()
     if args.command[:1] == ["--"]:

@@ -30,7 +30,6 @@ import sys
 import threading
 import time
 from datetime import timedelta
-from importlib.metadata import version
 from pathlib import Path
 
 # Finds `utils` and the training scripts next to this script (a copy) or above (the repository).
@@ -52,6 +51,7 @@ from utils.run.entry import run
 from utils.run.failures import RunFailed, UserError
 from utils.run.files import write_json
 from utils.run.output import plural
+from utils.run.record import versions
 
 RANK = int(os.environ.get("RANK", 0))
 LOCAL_RANK = int(os.environ.get("LOCAL_RANK", 0))
@@ -64,7 +64,6 @@ REPEATED = 1.0  # seconds for which an all-reduce of each size is repeated
 
 def describe_process(on_cpu):
     """Describes this process, as values that JSON can hold."""
-    packages = {name: version(name) for name in ("torch", "accelerate")}
     description = {
         "rank": RANK,
         "host": socket.gethostname(),
@@ -73,7 +72,7 @@ def describe_process(on_cpu):
         "uuid": None,
         "memory_bytes": psutil.virtual_memory().total,
         "backend": "gloo" if on_cpu else "nccl",
-        "versions": {"python": platform.python_version(), **packages},
+        "versions": versions(),
     }
     if not on_cpu:
         properties = torch.cuda.get_device_properties(LOCAL_RANK)
@@ -235,36 +234,30 @@ def measure_all_reduce(device, max_bytes):
     """Times the all-reduce of float32 messages of 1 KiB, 4 KiB, ... `max_bytes`.
 
     Returns:
-        list[dict]: for each message `bytes`; `seconds`, the median of repeated calls, each the time
-        of the slowest process; `bus_bandwidth` in bytes per second.
+        list[dict]: for each message `bytes`; `seconds`, the median of the calls that take about
+        `REPEATED` seconds, each the time of the slowest process; `bus_bandwidth` in bytes per
+        second.
     """
     rows, size = [], 1024
     while size <= max_bytes:
-        median = time_all_reduce(torch.ones(size // 4, device=device))
+        message, times, repeats = torch.ones(size // 4, device=device), [], 5
+        while len(times) < repeats:
+            dist.barrier()
+            start_time = time.perf_counter()
+            dist.all_reduce(message)
+            if message.is_cuda:
+                torch.cuda.synchronize()
+            slowest = torch.tensor([time.perf_counter() - start_time], device=device)
+            dist.all_reduce(slowest, dist.ReduceOp.MAX)
+            times.append(slowest.item())
+            message.fill_(1)  # otherwise the sums would grow without bound
+            if len(times) == 3:  # after two that are a warm-up
+                repeats = min(100, max(5, int(REPEATED / times[-1])))
+        median = statistics.median_high(times[2:])
         bandwidth = size / median * 2 * (WORLD - 1) / WORLD
         rows.append({"bytes": size, "seconds": median, "bus_bandwidth": bandwidth})
         size *= 4
     return rows
-
-
-def time_all_reduce(message):
-    """The median time of an all-reduce of `message`, repeated for about `REPEATED` seconds."""
-    times = []
-    # The first two are a warm-up; the time of the third determines how many more follow.
-    repeats = 5
-    while len(times) < repeats:
-        dist.barrier()
-        start_time = time.perf_counter()
-        dist.all_reduce(message)
-        if message.is_cuda:
-            torch.cuda.synchronize()
-        slowest = torch.tensor([time.perf_counter() - start_time], device=message.device)
-        dist.all_reduce(slowest, dist.ReduceOp.MAX)
-        times.append(slowest.item())
-        message.fill_(1)  # otherwise the sums would grow without bound
-        if len(times) == 3:
-            repeats = min(100, max(5, int(REPEATED / times[-1])))
-    return statistics.median_high(times[2:])
 
 
 def summarize(rows, entries):

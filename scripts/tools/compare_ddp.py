@@ -68,7 +68,7 @@ from utils.images.augment import normalize
 from utils.report import plots
 from utils.report.output import writing_to
 from utils.run import entry, launch
-from utils.run.arguments import BATCH, SEED, Parser
+from utils.run.arguments import BATCH, Parser
 from utils.run.collectives import run_on_main
 from utils.run.domains import number
 from utils.run.failures import RunFailed, UserError
@@ -76,7 +76,7 @@ from utils.run.files import write_json
 
 PAIRS = {"replicated": "replicated_single", "ddp": "ddp_single"}  # W processes: one process
 RUNS = [name for pair in PAIRS.items() for name in pair]
-LR, MOMENTUM = 0.02, 0.9
+LR, MOMENTUM, EPOCHS, SEED = 0.02, 0.9, 2, 0
 PROOF_STEPS = 20  # after which the weights are compared: rounding errors grow from step to step
 TOLERANCE = 1e-5  # largest accepted relative difference of float32 weights
 TOLERANCE_OF_GRADIENTS = 1e-10  # the same for float64 gradients
@@ -120,12 +120,12 @@ def build_loaders(accelerator, samples, name, args):
         return DataLoader(range(samples), args.batch_size, sampler=order, drop_last=True)
 
     if name == "ddp":
-        return [accelerator.prepare_data_loader(loader(args.seed), device_placement=False)]
+        return [accelerator.prepare_data_loader(loader(SEED), device_placement=False)]
     if name == "ddp_single":
-        return [loader(args.seed)]
+        return [loader(SEED)]
     if name == "replicated":
-        return [loader(args.seed + accelerator.process_index)]
-    return [loader(args.seed + rank) for rank in range(accelerator.num_processes)]
+        return [loader(SEED + accelerator.process_index)]
+    return [loader(SEED + rank) for rank in range(accelerator.num_processes)]
 
 
 def train(accelerator, data, name, args):
@@ -135,7 +135,7 @@ def train(accelerator, data, name, args):
         dict: `losses` float32 [processes, steps], and the weights after `PROOF_STEPS` steps
         (`proof`) and at the end (`final`), each a list of tensors.
     """
-    set_seed(args.seed)
+    set_seed(SEED)
     device, split = accelerator.device, on_device(accelerator, data.splits)["train"]
     model = Net(len(data.class_names)).to(device)
     if name in PAIRS:
@@ -144,7 +144,7 @@ def train(accelerator, data, name, args):
     loaders = build_loaders(accelerator, len(split), name, args)
     mean, std = (value.to(device) for value in data.splits["train"].mean_and_std())
     longer = max(1, int(0.66 * accelerator.num_processes)) if name.startswith("ddp") else 1
-    total_steps = args.epochs * longer * (len(split) // args.batch_size)
+    total_steps = EPOCHS * longer * (len(split) // args.batch_size)
     total_steps = min(total_steps, args.max_train_steps or total_steps)
     losses, record, start_time = [], {}, time.perf_counter()
     while len(losses) < total_steps:
@@ -181,7 +181,7 @@ def compare_gradients(accelerator, data, args):
     Returns:
         dict: case -> largest relative difference.
     """
-    set_seed(args.seed)
+    set_seed(SEED)
     dtype = torch.float64
     processes, rank = accelerator.num_processes, accelerator.process_index
     one, several = (Net(len(data.class_names)).to(accelerator.device, dtype) for _ in range(2))
@@ -344,7 +344,7 @@ def main():
     processes = accelerator.num_processes
     launch.print_banner(accelerator)
     launch.divide_batch(accelerator, args.batch_size)
-    data = local_main_first(accelerator, lambda: load_arrays(args.dataset, seed=args.seed))
+    data = local_main_first(accelerator, lambda: load_arrays(args.dataset, seed=SEED))
     agree(accelerator, args.dataset, data)
     if args.batch_size > len(data.splits["train"]):
         raise UserError(
@@ -370,20 +370,14 @@ def main():
 
 def parse_args():
     parser = Parser(description=__doc__.split("\n")[0])
-    at_least_1 = number(int, 1)
     parser.add_argument(
         "--batch_size",
         type=BATCH,
         default=64,
         help="B: samples over all processes in ddp, per process in replicated",
     )
-    parser.add_argument(
-        "--epochs",
-        type=at_least_1,
-        default=2,
-        help="passes over the data in replicated and its equivalent",
-    )
-    parser.add_argument("--max_train_steps", type=at_least_1, help="most optimizer steps of a run")
+    steps = number(int, 1)
+    parser.add_argument("--max_train_steps", type=steps, help="most optimizer steps of a run")
     parser.add_argument(
         "--dataset",
         default="uoft-cs/cifar10",
@@ -391,9 +385,6 @@ def parse_args():
     )
     parser.add_argument(
         "--output_dir", default="runs/compare_ddp", help="folder for the plot and the results"
-    )
-    parser.add_argument(
-        "--seed", type=SEED, default=0, help="seed of the weights and the order of samples"
     )
     return parser.parse_args()
 

@@ -74,6 +74,7 @@ def parse(*words):
 def test_defaults():
     defaults = {name: default for name, (default, _, _) in FLAGS.items()}
     assert vars(parse()) == defaults | TEXTS | dict.fromkeys(SWITCHES, False)
+    assert parse("--compile").compile == "default"
     several = built(several=True)
     assert several.parse_args([]).dataset == ["me/data"]
     assert several.parse_args(["--dataset", "a", "b"]).dataset == ["a", "b"]
@@ -82,6 +83,7 @@ def test_defaults():
     for words, says in (
         (["--epoch", 5], "unrecognized arguments: --epoch 5"),  # a flag is never guessed
         (["--columns", "photo"], "argument --columns: expected 2 arguments"),
+        (["--compile", "fast"], "argument --compile: invalid choice: 'fast'"),
     ):
         with pytest.raises(UserError, match=says):
             parse(*words)

@@ -147,12 +147,12 @@ def test_averaged_weights_are_the_ones_that_count(checkpoint):
 
 
 def test_sharded_weights(checkpoint, tmp_path):
-    model = {"weight": torch.arange(6.0).reshape(2, 3), "bias": torch.ones(2)}
+    model = {"weight": torch.arange(6.0).reshape(2, 3), "bias": torch.ones(2).bfloat16()}
     dcp.save({"model": model}, checkpoint_id=checkpoint.writing / weight_files.SHARDS, no_dist=True)
     folder = checkpoint(config={"width": 3})
     saved = weight_files.read(folder)
     assert torch.equal(saved.state["weight"], model["weight"]) and saved.config == {"width": 3}
-    assert saved.state.keys() == model.keys()
+    assert saved.state.keys() == model.keys() and saved.state["bias"].dtype == torch.bfloat16
     assert sorted(os.listdir(folder.parent)) == ["step_00000003"]  # nothing temporary is left
     (folder / weight_files.SHARDS).rename(tmp_path / "elsewhere")
     (folder / weight_files.SHARDS).symlink_to(tmp_path / "elsewhere")

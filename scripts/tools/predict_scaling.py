@@ -103,8 +103,7 @@ def predict(args, link):
 
 def table(rows):
     """What `predict` returned, as text."""
-    cells = [("processes", "same batch per process", "", "same global batch", "")]
-    cells.append(("", "step", "efficiency", "step", "efficiency"))
+    cells = [("processes", "same batch each", "efficiency", "same global batch", "efficiency")]
     for row in rows:
         figures = [str(row["processes"])]
         for kind in ("weak", "strong"):

@@ -108,9 +108,7 @@ def launch(
 
 
 def exactly(place, script, arguments, folder, *faults, rank="", **how):
-    """A run that is killed two steps after two thirds of its length, and started again, ends with the
-    bytes of an uninterrupted one; returns the folder of that.
-    """
+    """A run killed after two thirds of its length ends with the bytes of a whole one: its folder."""
     whole, killed = folder / "whole", folder / "killed"
     launch(place, script, arguments, whole, *faults, **how)
     saved = place.steps * 2 // 3
@@ -126,7 +124,7 @@ def exactly(place, script, arguments, folder, *faults, rank="", **how):
 
 def together(*launches):
     """Calls functions at the same time."""
-    with ThreadPoolExecutor(len(launches)) as pool:
+    with ThreadPoolExecutor(8) as pool:
         for future in [pool.submit(launch) for launch in launches]:
             future.result()
 
@@ -152,9 +150,7 @@ def times_of(place, folder, ways):
 
 
 def frequent(place):
-    """Arguments for the length of a run of `place`, with a checkpoint after each third, and six log
-    lines.
-    """
+    """Arguments for the length of a run of `place`, with three checkpoints and six log lines."""
     steps = place.steps
     return f"--max_train_steps {steps} --checkpoint_every {steps // 3} --log_every {steps // 6}"
 
@@ -240,9 +236,7 @@ def default_recipe(place, folder):
 
 
 def kill_and_resume(place, folder):
-    """A killed run ends with the bytes of an uninterrupted one: CIFAR, GPT, averaged weights with
-    Mixup, and LoRA.
-    """
+    """A killed run ends with the same bytes: CIFAR, GPT, averaged weights with Mixup, and LoRA."""
     scripts = [*both(place), ("images", IMAGES, f"{place.images} {MIXED}")]
     if all(map(importlib.util.find_spec, ("transformers", "peft"))):
         scripts.append(("lm", LM, lora(place, folder)))
@@ -290,9 +284,7 @@ def precisions(place, folder):
 
 
 def other_ends(place, folder):
-    """A signal, a NaN and too little memory end runs as on a CPU; the smallest script and
-    `evaluate.py` run.
-    """
+    """A signal, a NaN and too little memory end runs as on a CPU; `evaluate.py` runs."""
     arguments = f"{place.cifar} {frequent(place)}"
 
     def end(fault, name, state, says=""):
@@ -322,9 +314,7 @@ def other_ends(place, folder):
 
 
 def cpu_and_gpu(place, folder):
-    """The same seed gives the same augmentation on a CPU and on a GPU, and the same first losses; a
-    run moves from one to the other.
-    """
+    """A CPU and a GPU augment alike and give the same first losses; a run moves between them."""
     images = torch.randint(256, (100, 3, 32, 32), dtype=torch.uint8)
     ids = torch.randperm(100)
     on_cpu = augment(images, ids, 3, 0, padding=4, cutout=8)
@@ -445,9 +435,7 @@ def images(place, folder):
 
 
 def compiled(place, folder):
-    """`--compile`: how often the model is cut and compiled again, how long that takes, and what it
-    saves per step.
-    """
+    """`--compile`: how often and how long it compiles, and what it saves per step."""
     figures = {}
     for name, script, arguments in both(place, frequent(place)):
         again, report = f"{arguments} --compile", folder / f"{name}.json"
@@ -463,9 +451,7 @@ def compiled(place, folder):
 
 
 def sharded(place, folder):
-    """FSDP2 on the GPUs that are there, one included: sharded checkpoints, an exact continuation,
-    and whole weights.
-    """
+    """FSDP2, on one GPU, too: sharded checkpoints, an exact continuation, and whole weights."""
     processes = max(2**i for i in range(4) if 2**i <= torch.cuda.device_count()) if place.gpu else 2
     arguments, figures = f"{place.gpt} {frequent(place)}", {"processes": processes}
     for count in sorted({1, processes}):
@@ -483,9 +469,7 @@ def sharded(place, folder):
 
 
 def copies(place, folder):
-    """Batches are copied to the GPU without making it wait: from pinned memory, and next to nothing
-    of it is visible.
-    """
+    """Batches are copied from pinned memory, and next to nothing of it is visible."""
     figures = {}
     for name, script, arguments in both(place, PROFILE):
         launch(place, script, arguments, folder / name)
@@ -546,9 +530,7 @@ def waits(place, folder):
 
 
 def tokens(place, folder):
-    """Tokens per second of nanoGPT's GPU setting, and the share of the GPU's peak that this is
-    (MFU).
-    """
+    """Tokens per second of nanoGPT's GPU setting, and the share of the GPU's peak (MFU)."""
     # On a GPU compiled, as by default.
     more = f"{place.peak or ''} {'--compile' * place.gpu}"
     launch(place, GPT, f"{place.gpt} --max_train_steps {place.steps} --log_every 3 {more}", folder)

@@ -20,9 +20,7 @@ RENDEZVOUS_STORE = re.search(
 
 @pytest.fixture
 def start(machines, tmp_path):
-    """`start(machine, *fault)` starts a launcher with two processes on a machine, as torchrun's
-    elastic launch.
-    """
+    """`start(machine, *fault)`: an elastic launcher with two processes on a machine."""
     (tmp_path / "records").mkdir()
     store = Started(None, "", [], launcher=("-c", RENDEZVOUS_STORE), host=machines[0].enter)
 
@@ -43,9 +41,7 @@ def start(machines, tmp_path):
 
 
 def attempts(folder):
-    """What was recorded, in the order of time: a list of (processes, {step: sorted ids}), with
-    whole steps only.
-    """
+    """Whole steps in the order of time: a list of (processes, {step: sorted ids})."""
     parts = defaultdict(lambda: defaultdict(list))
     files = sorted((folder / "records").iterdir(), key=lambda file: file.stat().st_mtime)
     for line in (json.loads(line) for file in files for line in file.read_text().splitlines()):
@@ -70,9 +66,7 @@ def undisturbed(folder):
 
 
 def check(folder):
-    """Every step that was computed, in every attempt, used the samples of an undisturbed run, and
-    the losses are its losses.
-    """
+    """Every step of every attempt has the samples and the losses of an undisturbed run."""
     one, expected = undisturbed(folder)
     found = attempts(folder)
     for _, steps in found:

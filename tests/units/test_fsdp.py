@@ -1,7 +1,6 @@
 """Which sharded launches `utils.scale.fsdp` takes, and how it makes Accelerate shard on a CPU."""
 
 import contextlib
-import warnings
 from functools import partial
 from types import SimpleNamespace
 
@@ -114,16 +113,6 @@ def test_how_many_processes_share_a_copy(environment):
     assert fsdp.parts(sharded) == 4
     environment(copies(1, 8))
     assert fsdp.parts(sharded) == 8
-
-
-def test_a_warning_that_nobody_can_answer_is_not_shown(environment):
-    environment(copies(1, 2, WORLD_SIZE="2") | ASKED)
-    with warnings.catch_warnings(record=True) as shown:
-        warnings.simplefilter("always")
-        fsdp.set_up(on_cpu=False)
-        warnings.warn("Slicing a flattened dim from root mesh will be deprecated", stacklevel=1)
-        warnings.warn("another", stacklevel=1)
-    assert [str(warning.message) for warning in shown] == ["another"]
 
 
 # ---------------------------------------------------------------------- what the model is made of

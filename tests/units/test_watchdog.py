@@ -123,9 +123,7 @@ def test_a_stall_is_reported_once_until_there_is_progress(watch, tmp_path):
 
 
 def test_a_process_that_does_not_answer_is_named(watch, tmp_path, monkeypatch, capsys):
-    """Folders are listed before files are looked for: else NFS may say for a minute that a file
-    which another machine made is not there.
-    """
+    """Folders are listed first: NFS may not know for a minute what another machine made."""
     listed = []
     # The thread of an earlier run in this process may list its folder, too.
     ours = (tmp_path, tmp_path / "stacks")

@@ -16,7 +16,7 @@ from utils.run.checkpoint import CheckpointException, first_cause
 from utils.run.collectives import run_on_main
 from utils.run.failures import UserError
 from utils.run.files import read_json, regular_file
-from utils.scale import shards
+from utils.scale.patches import Reader
 
 PICKLES = (".pth", ".pt", ".ckpt")
 SHARDS = "pytorch_model_fsdp_0"  # where Accelerate saves the weights of a sharded model
@@ -223,7 +223,7 @@ def shared_prefix(state, allowed=None):
 
 def _read_shards(folder):
     manifest.refuse_links(folder)
-    reader = shards.Reader(folder)
+    reader = Reader(folder)
     state = {
         name: torch.empty(found.size, dtype=found.properties.dtype)
         for name, found in reader.read_metadata().state_dict_metadata.items()

@@ -16,7 +16,7 @@ from torch.distributed.tensor import DTensor
 
 from utils.run import launcher
 from utils.run.failures import UserError
-from utils.scale import fsdp, shards
+from utils.scale import fsdp, patches
 
 POLICY = fsdp.transformer_auto_wrap_policy
 NAMES = (
@@ -171,7 +171,7 @@ def test_the_blocks_to_gather_are_those_that_the_model_names(monkeypatch):
 def test_gradients_are_reduced_in_float32_and_shards_saved_where_they_are(environment, capsys):
     plugin = plugin_of(None, mixed_precision="bf16")  # not asked for
     assert plugin.mixed_precision_policy == "default" and plugin.state_dict_config.offload_to_cpu
-    assert dcp.FileSystemReader is not shards.Reader and capsys.readouterr().out == ""
+    assert dcp.FileSystemReader is not patches.Reader and capsys.readouterr().out == ""
     environment(ASKED)
     plugin = plugin_of(None, mixed_precision="bf16", processes=2)
     assert capsys.readouterr().out == "the model is sharded over 2 processes\n"
@@ -179,7 +179,7 @@ def test_gradients_are_reduced_in_float32_and_shards_saved_where_they_are(enviro
     assert (policy.param_dtype, policy.reduce_dtype) == (torch.bfloat16, torch.float32)
     assert policy.cast_forward_inputs is False
     assert plugin.state_dict_config.offload_to_cpu is False
-    assert dcp.FileSystemReader is format_utils.FileSystemReader is shards.Reader
+    assert dcp.FileSystemReader is format_utils.FileSystemReader is patches.Reader
     assert plugin_of(None, mixed_precision="no").mixed_precision_policy == "default"
     with pytest.raises(
         UserError, match=r"^this launch asks for a sharded model, but accelerate .* cpu"

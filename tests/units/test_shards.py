@@ -14,7 +14,7 @@ from torch.distributed.checkpoint import format_utils, metadata
 
 from utils.run import checkpoint
 from utils.run.failures import UserError
-from utils.scale import patches, shards
+from utils.scale import patches
 
 
 class Bomb:
@@ -74,7 +74,7 @@ def test_a_poisoned_sharded_checkpoint_executes_nothing(kind, says, tmp_path, mo
 
     for place in (dcp, format_utils):
         monkeypatch.setattr(place, "FileSystemReader", place.FileSystemReader)
-    patches.read_shards_with(shards.Reader)
+    patches.read_shards_safely()
     mine = accelerator(load_state=load_state)
     with pytest.raises(UserError, match=says) if says else contextlib.nullcontext():
         checkpoint.load(mine, folder)
@@ -111,8 +111,8 @@ def test_an_index_of_another_python_is_read_and_no_other_attribute(value, read, 
     # As Python 3.13 pickles it.
     (tmp_path / ".metadata").write_bytes(pickled.replace(b"cpathlib\n", b"cpathlib._local\n"))
     if read is not None:
-        assert shards.Reader(tmp_path).read_metadata().planner_data == read
+        assert patches.Reader(tmp_path).read_metadata().planner_data == read
         return
     with pytest.raises(dcp.CheckpointException) as error:
-        shards.Reader(tmp_path).read_metadata()
+        patches.Reader(tmp_path).read_metadata()
     assert isinstance(checkpoint.first_cause(error.value), pickle.UnpicklingError)

@@ -522,9 +522,7 @@ def parse_args():
     share = number(float, 0, below=1)
     group.add_argument("--model", choices=RECIPES, default="fastnet", help="network to train")
     parser.add_training_arguments(group)
-    flags.add_optimizer(parser, group)
-    flags.add_schedule(group, "linear")
-    flags.add_compile(group, "never")
+    flags.add(group, *flags.OPTIMIZER, "lr_schedule", "compile", lr_schedule="linear")
     group.add_argument(
         "--sync_batchnorm", action="store_true", help="batch norm over all processes; on GPUs"
     )
@@ -533,9 +531,7 @@ def parse_args():
         "--tta", action="store_true", help="also report test-time augmented accuracy"
     )
     group = parser.add_run_arguments()
-    flags.add_init_from(group)
-    flags.add_patience(group)
-    flags.add_extras(group)
+    flags.add(group, "init_from", "patience", *flags.EXTRAS)
     parser.set_defaults(**RECIPES.get(flags.choice(parser, "model"), {}))
     args = flags.parse_with_checks(parser)
     if args.overfit_batch:

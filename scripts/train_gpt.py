@@ -40,8 +40,8 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint as recompute
 from torch.utils.data import DataLoader
 
-from utils import attention, flags, schedule, scores, weight_files
-from utils.compilation import compile_model
+from utils import flags, schedule, scores, weight_files
+from utils.compilation import compile_model, make_attention_deterministic
 from utils.data import subset
 from utils.data.cache_files import local_main_first
 from utils.data.loaders import EpochSampler, evaluation_batch_size, explain, loader_options
@@ -528,7 +528,7 @@ def build_model(accelerator, sizes, args):
     options = dict(dropout=args.dropout, activation_checkpointing=args.activation_checkpointing)
     with torch.device("meta") if empty else contextlib.nullcontext():
         model = GPT(**sizes, **options)
-    attention.make_deterministic()
+    make_attention_deterministic()
     fsdp.use_model_blocks(accelerator, model)
     return model.to_empty(device="cpu") if empty else model
 
@@ -678,7 +678,7 @@ def parse_args():
     group = flags.add_dataset(
         parser, "karpathy/tiny_shakespeare", "Hub id, local text file or folder, or `synthetic`"
     )
-    flags.add_workers(group)
+    flags.add(group, "num_workers")
     group.add_argument(
         "--text_column", default="text", help="column with the text, for a Hub id, JSONL or Parquet"
     )
@@ -713,14 +713,13 @@ def parse_args():
         action="store_true",
         help="less memory, a third more computation",
     )
-    flags.add_compile(group, "default on GPUs")
+    flags.add(group, "compile")
     group = parser.add_argument_group("training (a sample is a window of block_size bytes)")
     group.add_argument(
         "--optimizer", choices=RECIPES, default="muon", help="for the weight matrices of the blocks"
     )
     parser.add_training_arguments(group)
-    flags.add_optimizer(parser, group)
-    flags.add_schedule(group, "linear")
+    flags.add(group, *flags.OPTIMIZER, "lr_schedule", lr_schedule="linear")
     group.add_argument(
         "--warmup_steps",
         type=number(int, 0),
@@ -733,10 +732,7 @@ def parse_args():
         help="peak TFLOPS of one GPU, for MFU; built in for some GPUs",
     )
     group = parser.add_run_arguments()
-    flags.add_init_from(group)
-    flags.add_patience(group)
-    flags.add_eval_samples(group)
-    flags.add_extras(group)
+    flags.add(group, "init_from", "patience", "eval_samples", *flags.EXTRAS)
     group = parser.add_argument_group("samples")
     group.add_argument(
         "--sample", metavar="PATH", help="do not train: generate text with the weights of a run"

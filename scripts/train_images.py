@@ -610,7 +610,7 @@ def parse_args():
     group = flags.add_dataset(
         parser, None, "folder with a sub-folder per class, Hub id, or `synthetic`"
     )
-    flags.add_workers(group)
+    flags.add(group, "num_workers")
     flags.add_labeled_images(group, val_fraction=0.1)
     group.add_argument(
         "--check_images", action="store_true", help="read every image before training"
@@ -652,9 +652,8 @@ def parse_args():
     )
     group.add_argument("--freeze", action="store_true", help="train the last layer only")
     parser.add_training_arguments(group)
-    flags.add_optimizer(parser, group)
+    flags.add(group, *flags.OPTIMIZER, "lr_schedule", "compile", lr_schedule="cosine")
     group.add_argument("--optimizer", choices=["sgd", "adamw"], help="update rule")
-    flags.add_schedule(group, "cosine")
     group.add_argument(
         "--class_weights",
         choices=["none", "balanced"],
@@ -674,7 +673,6 @@ def parse_args():
         help="highest decay of the moving average of the weights, which is evaluated besides the "
         "trained ones, and exported; 0: no average",
     )
-    flags.add_compile(group, "never")
     group.add_argument(
         "--sync_batchnorm", action="store_true", help="batch norm over all processes; on GPUs"
     )
@@ -694,9 +692,7 @@ def parse_args():
         help="Trivial- or RandAugment",
     )
     group = parser.add_run_arguments()
-    flags.add_patience(group)
-    flags.add_eval_samples(group)
-    flags.add_extras(group)
+    flags.add(group, "patience", "eval_samples", *flags.EXTRAS)
     preset = PRESETS.get(flags.choice(parser, "preset"), {})
     parser.set_defaults(num_workers=min(8, devices.cores_per_process()), **COMMON | preset)
     args = flags.parse_with_checks(parser, fits=True)

@@ -41,8 +41,8 @@ from accelerate.utils import send_to_device, set_seed
 from torch.nn.utils.rnn import pad_sequence
 from torch.utils.data import DataLoader
 
-from utils import attention, flags, schedule, scores
-from utils.compilation import compile_model
+from utils import flags, schedule, scores
+from utils.compilation import compile_model, make_attention_deterministic
 from utils.data import subset
 from utils.data.cache_files import local_main_first
 from utils.data.loaders import EpochSampler, evaluation_batch_size, explain, loader_options
@@ -123,7 +123,7 @@ def build_model(accelerator, config, args):  # EDIT: model
             model, args.lora_rank, args.lora_alpha, LORA_DROPOUT, args.lora_targets.split(",")
         )
     lm_loss.chunk_loss(model)
-    attention.make_deterministic()
+    make_attention_deterministic()
     fsdp.use_model_blocks(accelerator, model)
     compile_model(accelerator, fsdp.blocks(model), args.compile)
     return model
@@ -853,9 +853,7 @@ def parse_args():
         "training (a sample is a block of block_size tokens; --lr is 2e-4 with LoRA)"
     )
     parser.add_training_arguments(group)
-    flags.add_optimizer(parser, group)
-    flags.add_schedule(group, "cosine")
-    flags.add_compile(group, "never")
+    flags.add(group, *flags.OPTIMIZER, "lr_schedule", "compile", lr_schedule="cosine")
     group.add_argument(
         "--warmup_steps",
         type=number(int, 0),
@@ -864,9 +862,7 @@ def parse_args():
     )
     # --model takes the place of --init_from; tokens in memory-mapped files need no workers.
     group = parser.add_run_arguments()
-    flags.add_patience(group)
-    flags.add_eval_samples(group)
-    flags.add_extras(group)
+    flags.add(group, "patience", "eval_samples", *flags.EXTRAS)
     group = parser.add_argument_group("samples")
     group.add_argument(
         "--prompts",

@@ -489,10 +489,9 @@ def parse_args():
         help="channels of the first blocks, a multiple of 8",
     )
     parser.add_training_arguments(group, epochs=10, batch_size=512, lr=1e-3)
-    flags.add_optimizer(parser, group, weight_decay=0.05)
+    flags.add(group, *flags.OPTIMIZER, weight_decay=0.05)
     group = parser.add_run_arguments()
-    flags.add_init_from(group)
-    flags.add_extras(group)
+    flags.add(group, "init_from", *flags.EXTRAS)
     args = flags.parse_with_checks(parser)
     if args.width % 8:
         raise UserError(f"--width {args.width} is not a multiple of 8")

@@ -236,7 +236,7 @@ outputs are sent from the host (scripts/train_cifar.py)
 a step of the loop waits for its loss (scripts/train_gpt.py)
 - losses.append(loss.detach())
 + losses.append(loss.detach() + 0 * loss.item())
-= test_gpu_path.py -k 'real_loop and train_gpt'
+= test_gpu_rules.py -k train_gpt
 
 the job is not requeued (scripts/submit.sbatch)
 - scontrol requeue Incomplete "$SLURM_JOB_ID"

@@ -50,8 +50,7 @@ def pytest_configure(config):
     # What a shell starts in the background, and all that it starts in turn, ignores Ctrl-C, which
     # is tested here; under nohup, also SIGHUP.
     signal.signal(signal.SIGINT, signal.default_int_handler)
-    for signum in (signal.SIGQUIT, signal.SIGHUP):
-        signal.signal(signum, signal.SIG_DFL)
+    signal.signal(signal.SIGHUP, signal.SIG_DFL)
     if "not slow" in config.option.markexpr and "PYTEST_XDIST_WORKER" in os.environ:
         _use_own_cores()
     if config.option.cold:

@@ -1,8 +1,10 @@
-"""Compiles a model where that is worth the wait, and can be done."""
+"""Which kernels compute a model: compiled ones where that is worth the wait, deterministic ones."""
 
 import importlib.util
 import os
 import shutil
+
+import torch
 
 from utils.run.output import notice
 
@@ -42,3 +44,15 @@ def _can_compile(accelerator):
     if missing and accelerator.is_main_process:
         notice(f"not compiled, which is slower: {' and '.join(missing)} not found")
     return not missing
+
+
+def make_attention_deterministic():
+    """Makes the backward pass of attention deterministic on GPUs, if `launch.set_up` asked for it.
+
+    Under `warn_only`, attention is the only operation that has a deterministic algorithm but does
+    not use it. This is somewhat slower. An operation that has none is an error from now on.
+    """
+    if torch.are_deterministic_algorithms_enabled():
+        torch.use_deterministic_algorithms(True)
+        # For the package flash-attn, as transformers calls it.
+        os.environ.setdefault("FLASH_ATTENTION_DETERMINISTIC", "1")

@@ -1,4 +1,4 @@
-"""Flags that several training scripts share, beyond those of every run; each function adds some.
+"""Flags that several training scripts share, beyond those of every run.
 
 `parser` is a `Parser`, and `group` a group of its flags.
 """
@@ -28,105 +28,72 @@ MAY_CHANGE = {
     "gradient_accumulation_steps",
     "push_to_hub",
 }
-
-
-def add_optimizer(parser, group, **defaults):
-    """Adds the flags for gradient accumulation, weight decay and clipping, with `defaults`."""
-    group.add_argument(
-        "--weight_decay", type=number(float, 0, most=100), help="weight decay of the optimizer"
-    )
-    group.add_argument(
-        "--max_grad_norm",
-        type=number(float, 0),
-        default=0.0,
-        help="clip gradients to this norm; 0: do not clip",
-    )
-    group.add_argument(
-        "--gradient_accumulation_steps",
-        type=number(int, 1, most=10_000),
-        default=1,
-        help="micro-batches per optimizer step",
-    )
-    parser.set_defaults(**defaults)
-
-
-def add_schedule(group, default):
-    """Adds `--lr_schedule`, with this default."""
-    group.add_argument(
-        "--lr_schedule",
+# Each flag that `add` knows, as the options of `add_argument`.
+FLAGS = {
+    "weight_decay": dict(type=number(float, 0, most=100), help="weight decay of the optimizer"),
+    "max_grad_norm": dict(
+        type=number(float, 0), default=0.0, help="clip gradients to this norm; 0: do not clip"
+    ),
+    "gradient_accumulation_steps": dict(
+        type=number(int, 1, most=10_000), default=1, help="micro-batches per optimizer step"
+    ),
+    "lr_schedule": dict(
         type=schedule,
-        default=default,
         metavar="NAME[:LOWEST]",
         help="after warm-up: cosine, linear, constant, or wsd (constant, then linear over the "
         "last fifth); cosine:0.1 falls to a tenth of --lr instead of 0",
-    )
-
-
-def add_compile(group, default):
-    """Adds `--compile`; `default` (str) says what happens without it."""
-    group.add_argument(
-        "--compile",
+    ),
+    "compile": dict(
         nargs="?",
         const="default",
         choices=MODES,
         metavar="MODE",
         help="torch.compile the model, in this mode; reduce-overhead records CUDA graphs, for "
-        f"steps that wait for the host; without the flag: {default}",
-    )
-
-
-def add_extras(group):
-    """Adds the flags for writing in the background, the Hub and trackers to those of the run."""
-    group.add_argument(
-        "--wait_for_checkpoints",
+        "steps that wait for the host; default: none, but train_gpt.py on GPUs",
+    ),
+    "wait_for_checkpoints": dict(
         action="store_true",
         help="wait until each checkpoint is on disk, instead of writing a copy of the state in "
         "the background; saves the memory of the copy",
-    )
-    group.add_argument(
-        "--push_to_hub",
-        metavar="REPO",
-        help="upload the finished run to this model repository of the Hub",
-    )
-    group.add_argument(
-        "--track",
+    ),
+    "push_to_hub": dict(
+        metavar="REPO", help="upload the finished run to this model repository of the Hub"
+    ),
+    "track": dict(
         default="tensorboard",
         help="experiment trackers of Accelerate, separated by commas (wandb, mlflow, ...), or none",
-    )
-    group.add_argument(
-        "--profile",
+    ),
+    "profile": dict(
         action="store_true",
         help="write a torch.profiler trace of three steps to output_dir/profile",
-    )
-
-
-def add_init_from(group):
-    """Adds `--init_from` (str | None)."""
-    group.add_argument(
-        "--init_from",
+    ),
+    "init_from": dict(
         metavar="PATH",
         help="start a new run with the weights, and only the weights, of a run's folder, a "
         "checkpoint or a file of the same model",
-    )
-
-
-def add_eval_samples(group):
-    """Adds `--eval_samples`."""
-    group.add_argument(
-        "--eval_samples",
+    ),
+    "eval_samples": dict(
         type=number(int, 0),
         help="held-out samples per evaluation, the same each time (0: all; default: as many as "
         "cost about 10 %% of the training, and twice as many for the last evaluation)",
-    )
-
-
-def add_patience(group):
-    """Adds `--patience`."""
-    group.add_argument(
-        "--patience",
+    ),
+    "patience": dict(
         type=number(int, 1),
         help="end the run after this many evaluations without a better score",
-    )
+    ),
+    "num_workers": dict(
+        type=WORKERS, default=0, help="processes that load data, per training process"
+    ),
+}
+OPTIMIZER = ("weight_decay", "max_grad_norm", "gradient_accumulation_steps")
+EXTRAS = ("wait_for_checkpoints", "push_to_hub", "track", "profile")
+
+
+def add(group, *names, **defaults):
+    """Adds flags of `FLAGS`; `defaults` has other defaults for some of them."""
+    for name in names:
+        options = FLAGS[name] | ({"default": defaults[name]} if name in defaults else {})
+        group.add_argument(f"--{name}", **options)
 
 
 def add_dataset(parser, dataset, data_help, several=False):
@@ -145,31 +112,6 @@ def add_dataset(parser, dataset, data_help, several=False):
     options |= dict(default=[dataset], nargs="+") if several else {}
     group.add_argument("--dataset", **options)
     return group
-
-
-def _add_checks(parser):
-    """Adds the quick checks of a script that trains on a data set."""
-    checks = parser.add_argument_group("quick checks (in a separate folder next to output_dir)")
-    checks.add_argument(
-        "--dry_run",
-        action="store_true",
-        help="train two steps, with evaluation and checkpoints, then stop",
-    )
-    checks.add_argument(
-        "--overfit_batch",
-        action="store_true",
-        help="train on one batch until the loss is about 0: can the model learn at all?",
-    )
-
-
-def add_workers(group):
-    """Adds `--num_workers`."""
-    group.add_argument(
-        "--num_workers",
-        type=WORKERS,
-        default=0,
-        help="processes that load data, per training process",
-    )
 
 
 def add_labeled_images(group, val_fraction):
@@ -217,7 +159,17 @@ def parse_with_checks(parser, fits=False):
     Returns:
         Arguments: not frozen yet.
     """
-    _add_checks(parser)
+    checks = parser.add_argument_group("quick checks (in a separate folder next to output_dir)")
+    checks.add_argument(
+        "--dry_run",
+        action="store_true",
+        help="train two steps, with evaluation and checkpoints, then stop",
+    )
+    checks.add_argument(
+        "--overfit_batch",
+        action="store_true",
+        help="train on one batch until the loss is about 0: can the model learn at all?",
+    )
     args = parser.parse_args()
     if fits:
         args.defaults = [name for name in ("batch_size", "lr") if _given(name) is None]
@@ -232,12 +184,14 @@ def parse_with_checks(parser, fits=False):
         )
     if args.dry_run or args.overfit_batch:
         args.push_to_hub = args.patience = None
+    folder = Path(args.output_dir)
+    folder = folder if folder.name not in ("", "..") else folder.resolve()
     if args.dry_run:
-        args.output_dir = f"{_folder(args.output_dir)}_dry_run"
+        args.output_dir = f"{folder}_dry_run"
         args.max_train_steps = 2
         args.eval_every = args.checkpoint_every = args.log_every = 1
     elif args.overfit_batch:
-        args.output_dir = f"{_folder(args.output_dir)}_overfit_batch"
+        args.output_dir = f"{folder}_overfit_batch"
         args.max_train_steps = args.max_train_steps or 200
         # By default an epoch, which is one step.
         args.checkpoint_every = args.checkpoint_every or 0
@@ -274,9 +228,3 @@ def fit_batch(args, samples, power, noun="training samples"):
         if is_main():
             print(f"{changed}, since there are {samples:,} {noun}")
     return frozen(argparse.Namespace(**values))
-
-
-def _folder(name):
-    """The name of a folder to which a suffix can be added; of `.` and such, the whole path."""
-    path = Path(name)
-    return path if path.name not in ("", "..") else path.resolve()

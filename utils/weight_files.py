@@ -1,22 +1,22 @@
 """Reads weights in any format: safetensors, pickles, checkpoints of any topology."""
 
 import json
-import os
-import tempfile
+import warnings
 from pathlib import Path
 from pickle import UnpicklingError
 from typing import NamedTuple
 
 import torch
+import torch.distributed.checkpoint as dcp
 from safetensors import SafetensorError, safe_open
-from torch.distributed.checkpoint import format_utils
+from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
 from utils.run import manifest
-from utils.run.checkpoint import CheckpointException, first_cause, only_weights
+from utils.run.checkpoint import CheckpointException, first_cause
 from utils.run.collectives import run_on_main
 from utils.run.failures import UserError
 from utils.run.files import read_json, regular_file
-from utils.scale import patches, shards
+from utils.scale.patches import Reader
 
 PICKLES = (".pth", ".pt", ".ckpt")
 SHARDS = "pytorch_model_fsdp_0"  # where Accelerate saves the weights of a sharded model
@@ -61,9 +61,7 @@ def read(path):
     Raises:
         UserError: there is no such file, it holds no weights, or loading it would execute code.
     """
-    file = Path(path) / "model.safetensors"
-    if not (Path(path) / SHARDS).exists():
-        file = _find(Path(path))
+    file = _find(Path(path))
     sharded = (file.parent / SHARDS).exists() and not file.exists()
     place = file.parent / SHARDS if sharded else file
     try:
@@ -73,8 +71,7 @@ def read(path):
             state, config = _read_pickle(file), None
         else:
             state, config = _read_safetensors(file)
-        averaged = _read_averaged(file.parent) if manifest.read(file.parent) else None
-        return _described(file, averaged or state, config)
+        return _described(file, _read_averaged(file.parent) or state, config)
     except (Exception, CheckpointException) as error:
         cause = first_cause(error)
         reason = str(cause).partition("\n")[0] or type(cause).__name__
@@ -90,27 +87,25 @@ def _find(path):
     """The file `model.safetensors` of a run or a checkpoint; or `path` itself, if it is a file."""
     if not path.is_dir():
         return path
-    checkpoints = manifest.all_in(path)
-    if (path / "model.safetensors").exists() or manifest.read(path):
-        return path / "model.safetensors"
-    if not checkpoints:
-        raise UserError(f"{path} holds neither model.safetensors nor a checkpoint")
-    return checkpoints[-1] / "model.safetensors"
+    whole = any((path / name).exists() for name in ("model.safetensors", SHARDS))
+    if not (whole or manifest.read(path)):
+        checkpoints = manifest.all_in(path)
+        if not checkpoints:
+            raise UserError(f"{path} holds neither model.safetensors nor a checkpoint")
+        path = checkpoints[-1]
+    return path / "model.safetensors"
 
 
 def _described(file, state, config):
     """The weights of a file as `Saved`, with what its folder says about them."""
     folder, saved = file.parent, manifest.read(file.parent)
+    run, record = folder, saved
     if saved is None:
         record = read_json(folder / "args.json") or {}
-        return Saved(
-            state, config, record.get("arguments", {}), record.get("data", {}), file, folder
-        )
-    # A checkpoint: runs/NAME/checkpoints/step_N, or a copy of it.
-    run = folder.parents[1] if folder.parent.name == "checkpoints" else folder.parent
-    config = config or saved["progress"].get("config")
-    arguments, data = saved.get("arguments", {}), saved.get("data", {})
-    return Saved(state, config, arguments, data, file, run)
+    else:  # a checkpoint: runs/NAME/checkpoints/step_N, or a copy of it
+        run = folder.parents[1] if folder.parent.name == "checkpoints" else folder.parent
+        config = config or saved["progress"].get("config")
+    return Saved(state, config, record.get("arguments", {}), record.get("data", {}), file, run)
 
 
 def _read_safetensors(file):
@@ -145,8 +140,13 @@ def initialize(accelerator, model, path):
     Raises:
         UserError: the file has no weights, or those of another model.
     """
+
+    def load():
+        saved = read(path)
+        print(load_into(model, saved.state, f"--init_from {path}: {saved.file}", saved.file))
+
     if path is not None:
-        run_on_main(accelerator, lambda: print(_read_into(model, path)))
+        run_on_main(accelerator, load)
 
 
 def fitted(state, model):
@@ -159,11 +159,6 @@ def fitted(state, model):
         if name not in found and value.data_ptr() and value.data_ptr() in places:
             found[name] = found[places[value.data_ptr()]]
     return found
-
-
-def _read_into(model, path):
-    saved = read(path)
-    return load_into(model, saved.state, f"--init_from {path}: {saved.file}", saved.file)
 
 
 def load_into(model, state, place, file):
@@ -182,46 +177,29 @@ def load_into(model, state, place, file):
         UserError: they are those of another model.
     """
     own, state = model.state_dict(), fitted(state, model)
-    wrapper = shared_prefix(state)
+    wrapper, other = shared_prefix(state), f"{place} holds another model"
     if wrapper and wrapper != shared_prefix(own):
-        place = f"{place} (all its names begin with `{wrapper}`)"
-    prefix = next(reversed(own)).rpartition(".")[0] + "."
-    last_layer = [name for name in own if name.startswith(prefix)]
-    same_size = all(name in state and state[name].shape == own[name].shape for name in last_layer)
-    replaced = [] if same_size else last_layer
+        other = f"{place} (all its names begin with `{wrapper}`) holds another model"
+    last_layer = next(reversed(own)).rpartition(".")[0] + "."
+    replaced = [name for name in own if name.startswith(last_layer)]
+    if all(name in state and state[name].shape == own[name].shape for name in replaced):
+        replaced = []
     expected = {name: value for name, value in own.items() if name not in replaced}
-    rest = {name: state[name] for name in state.keys() - own.keys() if name.startswith(prefix)}
-    _check_fit(
-        {name: value for name, value in state.items() if name not in rest and name not in replaced},
-        expected,
-        place,
-    )
-    loaded = {name: state[name] for name in expected}
-    model.load_state_dict(loaded, strict=False)
-    note = (
-        f"; the last layer, for other classes, keeps its initial weights: {', '.join(replaced)}"
-        if replaced
-        else ""
-    )
-    return f"{len(loaded)} of {len(own)} tensors initialized from {file}{note}"
-
-
-def _check_fit(state, expected, place):
-    """Raises UserError if tensors are not those of a model.
-
-    Args:
-        state, expected (dict): tensors by name.
-        place: where `state` is from, for the message.
-    """
     for name, value in expected.items():
         if name not in state:
-            raise UserError(f"{place} holds another model: it has no {name}")
+            raise UserError(f"{other}: it has no {name}")
         if state[name].shape != value.shape:
             shapes = f"{list(state[name].shape)}, not {list(value.shape)}"
-            raise UserError(f"{place} holds another model: its {name} is {shapes}")
-    unknown = sorted(state.keys() - expected.keys())
+            raise UserError(f"{other}: its {name} is {shapes}")
+    unknown = [name for name in state if name not in own and not name.startswith(last_layer)]
     if unknown:
-        raise UserError(f"{place} holds another model: this one has no {unknown[0]}")
+        raise UserError(f"{other}: this one has no {min(unknown)}")
+    model.load_state_dict({name: state[name] for name in expected}, strict=False)
+    said = f"{len(expected)} of {len(own)} tensors initialized from {file}"
+    if replaced:
+        names = ", ".join(replaced)
+        said += f"; the last layer, for other classes, keeps its initial weights: {names}"
+    return said
 
 
 def unwrapped(state):
@@ -245,15 +223,14 @@ def shared_prefix(state, allowed=None):
 
 def _read_shards(folder):
     manifest.refuse_links(folder)
-    # In /tmp, which may be small, only if the run belongs to somebody else.
-    beside = folder.parent.parent
-    beside = beside if os.access(beside, os.W_OK) else None
-    with tempfile.TemporaryDirectory(dir=beside) as temporary:
-        merged = Path(temporary) / "merged.pt"
-        patches.read_shards_with(shards.Reader)
-        with only_weights():
-            format_utils.dcp_to_torch_save(folder, merged)
-            state = torch.load(merged)["model"]
+    reader = Reader(folder)
+    state = {
+        name: torch.empty(found.size, dtype=found.properties.dtype)
+        for name, found in reader.read_metadata().state_dict_metadata.items()
+        if isinstance(found, TensorStorageMetadata)
+    }
+    with warnings.catch_warnings(action="ignore"):  # one says that this process loads alone
+        dcp.load(state, storage_reader=reader, no_dist=True)
     return unwrapped(state)
 
 

@@ -3,10 +3,8 @@
 import itertools
 import os
 import statistics
-import subprocess
-import tempfile
+from concurrent.futures import ThreadPoolExecutor
 from functools import partial
-from pathlib import Path
 from types import SimpleNamespace
 
 import torch
@@ -14,16 +12,12 @@ import torch.nn.functional as F
 import train_cifar
 from gpt import gpt_arguments
 from measuring import (
-    QUIET,
     batches,
-    environment,
     logged_steps,
     measure_loop,
     measure_script,
-    python,
     ratios_of,
     rounds,
-    script_words,
     short_run,
     steady,
 )
@@ -34,7 +28,6 @@ from torch.utils.data import DataLoader, Dataset
 from utils.images.arrays import synthetic_arrays
 from utils.images.augment import augment, normalize
 from utils.run import devices
-from utils.run.files import read_json_lines
 
 
 def loop_overhead(args):
@@ -108,35 +101,16 @@ def scaling_efficiency(args):
     """Samples per second of two DDP processes with one thread each over two independent runs."""
     steps, batch = (20 if args.quick else 60), 128
     command = f"train_cifar.py {short_run(steps, log_every=5)} --batch_size"
-    together, apart = [], []
+    together, apart, cores = [], [], sorted(os.sched_getaffinity(0))[:2]
+    pool = ThreadPoolExecutor(2)
     for _ in rounds(args):
         lines, _ = measure_script(f"{command} {2 * batch}", processes=2)
         together.append(2 * batch / statistics.median(logged_steps(lines, 10)))
-        apart.append(sum(side_by_side(f"{command} {batch}", batch)))
+        alone = partial(measure_script, f"{command} {batch}")
+        logs = pool.map(lambda core, alone=alone: alone(core=core)[0], cores)
+        apart.append(sum(batch / statistics.median(logged_steps(log, 10)) for log in logs))
     unit = "samples per second over two independent runs (more is better), ratio"
     return {"scaling_efficiency": (ratios_of(together, apart), unit)}
-
-
-def side_by_side(command, batch):
-    """Runs a script twice at the same time, with one thread each.
-
-    Returns:
-        list[float]: samples per second of each.
-    """
-    one_thread = environment() | {"OMP_NUM_THREADS": "1"}
-    cores = sorted(os.sched_getaffinity(0))
-    with tempfile.TemporaryDirectory() as folder:
-        outputs = [Path(folder) / str(index) for index in range(2)]
-        running = []
-        for index, output in enumerate(outputs):
-            own_core = partial(os.sched_setaffinity, 0, {cores[index]})
-            words = python(processes=1) + script_words(command, output)
-            options = dict(env=one_thread, preexec_fn=own_core, **QUIET)
-            running.append(subprocess.Popen(words, **options))
-        if any(script.wait() for script in running):
-            raise RuntimeError(f"{command} failed")
-        logs = [read_json_lines(output / "metrics.jsonl") for output in outputs]
-    return [batch / statistics.median(logged_steps(log, 10)) for log in logs]
 
 
 def plain_cifar(model, batch_size, steps):

@@ -5,13 +5,7 @@ import tempfile
 from pathlib import Path
 
 from gpt import gpt_arguments
-from measuring import (
-    measure_script,
-    ratios_of,
-    rounds,
-    script_words,
-    seconds_to_first_step,
-)
+from measuring import first_steps, launched, measure_script, ratios_of, rounds, script_words
 
 # A GPT with 57 million parameters, on little text.
 LARGE_STATE = "--dataset synthetic --n_layer 2 --n_head 8 --n_embd 1536 --block_size 32"
@@ -39,10 +33,11 @@ def startup_ratio(args):
         five_lines = Path(folder) / "five_lines.py"
         five_lines.write_text(FIVE_LINES)
         for index in rounds(args):
-            seconds["five_lines"].append(seconds_to_first_step([str(five_lines)]))
+            started = {"five_lines": [str(five_lines)]}
             for name, command in commands.items():
-                words = script_words(command, f"{folder}/{name}{index}")
-                seconds[name].append(seconds_to_first_step(words))
+                started[name] = script_words(command, f"{folder}/{name}{index}")
+            for name, words in started.items():
+                seconds[name] += first_steps(launched(words))[0]
     for name, values in seconds.items():
         print(f"    {name:20} {statistics.median(values):6.2f} s to the first step")
     unit = "seconds to the first step over a five-line script (less is better), ratio"

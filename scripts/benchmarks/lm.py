@@ -14,11 +14,11 @@ from measuring import (
     QUIET,
     SCRIPTS,
     environment,
+    first_steps,
     logged_steps,
     measure_script,
     rounds,
     script_words,
-    seconds_to_first_step,
 )
 
 from utils.run import devices
@@ -110,7 +110,7 @@ def lm(args):
                 name: measure_trl({**how, "output_dir": f"{folder}/trl"})
                 for name, how in (("packed", packed), ("padded", padded))
             }
-            first = seconds_to_first_step(script_words(best, f"{folder}/ours{index}"), launch=False)
+            (first,), _ = first_steps(script_words(best, f"{folder}/ours{index}"))
             for name, peer in peers.items():
                 print(f"    TRL, {name}: {peer['seconds']:.1f} s, {peer['memory'] / 2**30:.2f} GiB")
             fastest = min(peers.values(), key=lambda peer: peer["seconds"])

@@ -29,12 +29,12 @@ sys.path[1:1] = map(str, Path(__file__).resolve().parents[1:3])
 import psutil
 
 from utils.run import entry, process
-from utils.run.arguments import SEED, Parser
+from utils.run.arguments import Parser
 from utils.run.domains import number
 from utils.run.failures import RunFailed, UserError
 from utils.run.output import plural
 
-# Metrics that depend on the time that steps take.
+# Metrics and results that depend on the time that steps take, or on where the last start was.
 CLOCK = {
     "samples_per_second",
     "step_seconds",
@@ -45,10 +45,12 @@ CLOCK = {
     "mfu",
     "slowest_behind",
     "slow_rank",
+    "train_seconds",
+    "peak_memory_bytes",
+    "resumed_from",
+    "pipelining",  # of train_model_parallel.py
+    "peak_memory_bytes_per_stage",
 }
-# Results that depend on it, or on where the last start was.
-OF_A_START = {"train_seconds", "peak_memory_bytes", "resumed_from"}
-OF_A_START |= {"pipelining", "peak_memory_bytes_per_stage"}  # of train_model_parallel.py
 VICTIMS = ("one process", "all processes", "the launcher")
 
 
@@ -65,7 +67,7 @@ def main():
     folder = Path(args.folder)
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir(parents=True)
-    kills, rounds, continued, rng = Counter(), 0, 0, random.Random(args.seed)
+    kills, rounds, continued, rng = Counter(), 0, 0, random.Random()
     with (folder / "chaos.log").open("w") as log:
         reference = run_reference(args, log)
         print(f"uninterrupted: {sum(reference[:2]):.0f} s", flush=True)
@@ -98,12 +100,12 @@ def run_reference(args, log):
     """Runs the command without interruption.
 
     Returns:
-        tuple: seconds until the first line of its log, and from then to its end (floats); and the
-        number of lines.
+        tuple: seconds until the first line of its log, and from then to its end; number of lines.
     """
     reference, start_time = Path(args.folder) / "reference", time.monotonic()
     with launched(args.command, reference, log) as launcher:
-        wait_for_lines(launcher, reference, 1)
+        while launcher.poll() is None and log_lines(reference) < 1:
+            time.sleep(0.02)
         first_line = time.monotonic()
         code = launcher.wait()
     if code != 0:
@@ -113,16 +115,8 @@ def run_reference(args, log):
 
 def log_lines(run):
     """The number of lines in the log of a run."""
-    try:
-        return (run / "metrics.jsonl").read_bytes().count(b"\n")
-    except FileNotFoundError:
-        return 0
-
-
-def wait_for_lines(launcher, run, count):
-    """Waits until the log of a run has so many lines, or a launch has ended."""
-    while launcher.poll() is None and log_lines(run) < count:
-        time.sleep(0.02)
+    log = run / "metrics.jsonl"
+    return log.read_bytes().count(b"\n") if log.exists() else 0
 
 
 def run_with_kills(args, run, reference, kills, rng, log):
@@ -142,7 +136,9 @@ def run_with_kills(args, run, reference, kills, rng, log):
             if kills.total() < args.kills and rng.random() < 0.25:
                 delay = rng.uniform(0.1, 1) * start
             elif kills.total() < args.kills and logged < lines:
-                wait_for_lines(launcher, run, rng.randint(logged + 1, lines))
+                line = rng.randint(logged + 1, lines)
+                while launcher.poll() is None and log_lines(run) < line:
+                    time.sleep(0.02)
                 delay = rng.random() * training / lines
             try:
                 code = launcher.wait(delay)
@@ -203,38 +199,25 @@ def compare(reference, run):
     for name in names:
         if (reference / name).read_bytes() != (run / name).read_bytes():
             return f"{name} differs"
-    if logged_metrics(reference) != logged_metrics(run):
-        return "metrics.jsonl differs"
-    if results(reference) != results(run):
-        return "results.json differs"
+    for name in ("metrics.jsonl", "results.json"):
+        if figures(reference / name) != figures(run / name):
+            return f"{name} differs"
     return None
 
 
-def logged_metrics(run):
-    """The logged metrics, without those that depend on the time that steps take."""
-    lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
-    kept = [line for line in lines if line["split"] != "checkpoint"]
+def figures(path):
+    """The lines of a JSON file, without what depends on times, or on the last start."""
+    text = path.read_text()
+    found = [json.loads(text)] if path.suffix == ".json" else map(json.loads, text.splitlines())
+    kept = [line for line in found if line.get("split") != "checkpoint"]
     return [{name: line[name] for name in line.keys() - CLOCK} for line in kept]
-
-
-def results(run):
-    """The results, without those that depend on the time that steps take, or on the last start."""
-    found = json.loads((run / "results.json").read_text())
-    return {name: found[name] for name in found.keys() - CLOCK - OF_A_START}
 
 
 def parse_args():
     parser = Parser(description=__doc__.split("\n")[0])
     kills = number(int, 1, most=100_000)  # each takes seconds
     parser.add_argument("--kills", type=kills, default=50, help="number of kills")
-    parser.add_argument(
-        "--folder",
-        default="runs/chaos",
-        help="folder for the runs; emptied first",
-    )
-    parser.add_argument(
-        "--seed", type=SEED, default=0, help="seed of the times, and of which processes are killed"
-    )
+    parser.add_argument("--folder", default="runs/chaos", help="for the runs; emptied first")
     parser.add_argument("command", nargs="...", type=str, help="-- followed by the launch command")
     args = parser.parse_args()
     if args.command[:1] == ["--"]:

@@ -25,11 +25,11 @@ import json
 import os
 import platform
 import socket
+import statistics
 import sys
 import threading
 import time
 from datetime import timedelta
-from importlib.metadata import version
 from pathlib import Path
 
 # Finds `utils` and the training scripts next to this script (a copy) or above (the repository).
@@ -49,6 +49,9 @@ from utils.run.arguments import SECONDS, Parser
 from utils.run.domains import number
 from utils.run.entry import run
 from utils.run.failures import RunFailed, UserError
+from utils.run.files import write_json
+from utils.run.output import plural
+from utils.run.record import versions
 
 RANK = int(os.environ.get("RANK", 0))
 LOCAL_RANK = int(os.environ.get("LOCAL_RANK", 0))
@@ -56,12 +59,11 @@ WORLD = int(os.environ.get("WORLD_SIZE", 1))
 REPEATED = 1.0  # seconds for which an all-reduce of each size is repeated
 
 
-# --------------------------------------------------------------------------------------- a process
+# ------------------------------------------------------------------------------------ what is there
 
 
 def describe_process(on_cpu):
     """Describes this process, as values that JSON can hold."""
-    packages = {name: version(name) for name in ("torch", "accelerate")}
     description = {
         "rank": RANK,
         "host": socket.gethostname(),
@@ -70,7 +72,7 @@ def describe_process(on_cpu):
         "uuid": None,
         "memory_bytes": psutil.virtual_memory().total,
         "backend": "gloo" if on_cpu else "nccl",
-        "versions": {"python": platform.python_version(), **packages},
+        "versions": versions(),
     }
     if not on_cpu:
         properties = torch.cuda.get_device_properties(LOCAL_RANK)
@@ -80,9 +82,6 @@ def describe_process(on_cpu):
         description["versions"]["cuda"] = torch.version.cuda
         description["versions"]["nccl"] = ".".join(map(str, torch.cuda.nccl.version()))
     return description
-
-
-# ------------------------------------------------------------------------- all processes, problems
 
 
 def connect_store(timeout):
@@ -97,7 +96,7 @@ def connect_store(timeout):
     options = dict(wait_for_workers=False, multi_tenant=True)
     try:
         store = dist.TCPStore(host, port, None, is_server, timedelta(seconds=timeout), **options)
-    except (dist.DistNetworkError, dist.DistStoreError) as error:
+    except dist.DistError as error:
         raise RunFailed(
             f"rank {RANK} on {socket.gethostname()} cannot reach {host}:{port}: open that port on "
             f"the first machine, and check --main_process_ip ({str(error).splitlines()[0]})",
@@ -114,88 +113,59 @@ def gather_descriptions(store, own, timeout):
     Uses the store, because a process group cannot be created while a process is missing.
 
     Raises:
-        RunFailed: some processes did not start within `timeout` seconds. Raised by all that did.
+        RunFailed: some processes did not start within `timeout` seconds. The first that did
+            prints it.
     """
-    store.set(f"process/{RANK}", json.dumps(own))
     deadline = time.monotonic() + timeout
     keys = [f"process/{rank}" for rank in range(WORLD)]
-    while not store.check(keys):
-        if store.check(["missing"]):  # another process reached the deadline first
-            leave_store(store, 2)
-            raise RunFailed(store.get("missing").decode())
-        if time.monotonic() > deadline:
-            present = [json.loads(store.get(key)) for key in keys if store.check([key])]
-            message = describe_missing(present, timeout)
-            store.set("missing", message)
-            if RANK == min(entry["rank"] for entry in present) != 0:
-                # Rank 0, which prints errors, is missing.
-                print(f"error: {message}", file=sys.stderr, flush=True)
-            leave_store(store, len(present))
-            raise RunFailed(message)
-        time.sleep(0.05)
-    return [json.loads(store.get(key)) for key in keys]
-
-
-def describe_missing(present, timeout):
-    """The error message for processes that did not start; `present`: those that did."""
+    try:
+        store.set(keys[RANK], json.dumps(own))
+        while not store.check(keys) and time.monotonic() < deadline:
+            time.sleep(0.05)
+        present = [json.loads(store.get(key)) for key in keys if store.check([key])]
+    except dist.DistError:  # another process reached the deadline first, and took the store along
+        raise RunFailed("another process gave up first, and took the store along") from None
+    if len(present) == WORLD:
+        return present
     ranks = [entry["rank"] for entry in present]
     missing = ", ".join(str(rank) for rank in range(WORLD) if rank not in ranks)
-    ranks_by_host = {}
-    for entry in present:
-        ranks_by_host.setdefault(entry["host"], []).append(str(entry["rank"]))
-    started = "; ".join(f"{host} has {', '.join(own)}" for host, own in ranks_by_host.items())
-    return f"rank {missing} of {WORLD} did not start within {timeout} s (started: {started})"
+    by_host = grouped((entry["host"], str(entry["rank"])) for entry in present)
+    started = "; ".join(f"{host} has {', '.join(own)}" for host, own in by_host.items())
+    raise RunFailed(
+        f"rank {missing} of {WORLD} did not start within {timeout} s (started: {started})",
+        rank_variable=None if ranks[0] == RANK else "RANK",
+    )
 
 
-def leave_store(store, present):
-    """Makes rank 0, which may host the store, wait until the other processes have read it.
-
-    Call it before exiting.
-
-    Args:
-        present (int): number of processes that have started.
-    """
-    if RANK:
-        store.add("left", 1)
-        return
-    deadline = time.monotonic() + 5
-    while store.add("left", 0) < present - 1 and time.monotonic() < deadline:
-        time.sleep(0.05)
+def grouped(pairs):
+    """Groups pairs: the first of a pair -> list of the different seconds."""
+    groups = {}
+    for key, value in pairs:
+        groups.setdefault(key, {})[value] = True
+    return {key: list(values) for key, values in groups.items()}
 
 
-def gpu_problems(entries):
-    """GPUs that several processes share, and machines without a GPU among others with GPUs."""
-    problems, by_uuid = [], {}
-    for entry in entries:
-        if entry["uuid"]:
-            by_uuid.setdefault(entry["uuid"], []).append(entry)
-    for sharing in by_uuid.values():
-        if len(sharing) > 1:
-            ranks = " and ".join(f"rank {entry['rank']}" for entry in sharing)
-            gpu = f"GPU {sharing[0]['local_rank']} of {sharing[0]['host']} ({sharing[0]['uuid']})"
-            problems.append(
-                f"{ranks} share {gpu}: use one process per GPU; check CUDA_VISIBLE_DEVICES and the "
-                "GPUs that the scheduler assigned to each launcher"
-            )
-    by_backend = hosts_by(entries, "backend")
-    if len(by_backend) > 1:
-        without = ", ".join(by_backend["gloo"])
-        problems.append(
-            f"no usable GPU on {without}, although other machines have one: run nvidia-smi there"
-        )
-    return problems
-
-
-def version_problems(entries):
-    """Packages of which different versions are installed."""
+def problems_of(entries):
+    """A line for each problem: shared GPUs, machines without one, and versions that differ."""
     problems = []
+    gpus = ((entry["uuid"], entry["host"]) for entry in entries)
+    ranks = (f"rank {entry['rank']}" for entry in entries)
+    for (uuid, host), sharing in grouped(zip(gpus, ranks, strict=True)).items():
+        if uuid and len(sharing) > 1:
+            problems.append(
+                f"{' and '.join(sharing)} share one GPU of {host} ({uuid}): use one process per "
+                "GPU; check CUDA_VISIBLE_DEVICES and the GPUs that the scheduler assigned to each "
+                "launcher"
+            )
+    by_backend = grouped((entry["backend"], entry["host"]) for entry in entries)
+    if len(by_backend) > 1:
+        problems.append(
+            f"no usable GPU on {', '.join(by_backend['gloo'])}, although other machines have one: "
+            "run nvidia-smi there"
+        )
     for name in sorted({name for entry in entries for name in entry["versions"]}):
-        installed = [
-            {"host": entry["host"], "version": entry["versions"][name]}
-            for entry in entries
-            if name in entry["versions"]  # machines without a GPU have no CUDA
-        ]
-        by_version = hosts_by(installed, "version")
+        having = [entry for entry in entries if name in entry["versions"]]  # CPUs have no CUDA
+        by_version = grouped((entry["versions"][name], entry["host"]) for entry in having)
         if len(by_version) > 1:
             listing = ", ".join(f"{key} on {', '.join(on)}" for key, on in by_version.items())
             problems.append(
@@ -204,29 +174,14 @@ def version_problems(entries):
     return problems
 
 
-def hosts_by(entries, name):
-    """Groups the hosts of `entries`: value of the field `name` -> list of different hosts."""
-    groups = {}
-    for entry in entries:
-        groups.setdefault(entry[name], {})[entry["host"]] = True
-    return {value: list(hosts) for value, hosts in groups.items()}
-
-
 def table(entries):
     """The table of processes, as text."""
     rows = [("rank", "host", "local", "device", "memory", "backend", "torch")]
     for entry in entries:
         device = f"{entry['device']} {entry['uuid'][:13]}" if entry["uuid"] else entry["device"]
-        row = (
-            str(entry["rank"]),
-            entry["host"],
-            str(entry["local_rank"]),
-            device,
-            f"{entry['memory_bytes'] / 2**30:.0f} GiB",
-            entry["backend"],
-            entry["versions"]["torch"],
-        )
-        rows.append(row)
+        memory, torch_version = entry["memory_bytes"] / 2**30, entry["versions"]["torch"]
+        where = (str(entry["rank"]), entry["host"], str(entry["local_rank"]), device)
+        rows.append((*where, f"{memory:.0f} GiB", entry["backend"], torch_version))
     return columns(rows)
 
 
@@ -239,7 +194,23 @@ def connect(backend, device, timeout, **options):
     Raises:
         RunFailed: this process could not reach another one.
     """
-    watchdog = start_watchdog(timeout, backend)
+
+    def give_up():
+        if RANK == 0:
+            print(
+                f"error: all processes reached rank 0, but not each other over {backend} within "
+                f"{timeout} s: open all ports between machines, and check "
+                f"{backend.upper()}_SOCKET_IFNAME (NCCL_DEBUG=INFO prints details)",
+                file=sys.stderr,
+                flush=True,
+            )
+        os._exit(1)
+
+    # A process that cannot connect blocks in C++, where Python code of the main thread does not
+    # run. Rank 0 first, because the launcher stops the others when a process exits.
+    watchdog = threading.Timer(timeout if RANK == 0 else 1.5 * timeout, give_up)
+    watchdog.daemon = True
+    watchdog.start()
     try:
         patience = timedelta(seconds=2 * timeout)  # longer than that of the watchdog
         create = dist.new_group if dist.is_initialized() else dist.init_process_group
@@ -259,102 +230,53 @@ def connect(backend, device, timeout, **options):
     watchdog.cancel()
 
 
-def start_watchdog(seconds, backend):
-    """Starts a timer that ends this process after `seconds` unless canceled.
-
-    It needs a thread: a process that cannot connect blocks in C++, where Python code of the main
-    thread does not run.
-    """
-
-    def on_timeout():
-        if RANK == 0:
-            print(
-                f"error: all processes reached rank 0, but not each other over {backend} within "
-                f"{seconds} s: open all ports between machines, and check "
-                f"{backend.upper()}_SOCKET_IFNAME (NCCL_DEBUG=INFO prints details)",
-                file=sys.stderr,
-                flush=True,
-            )
-        os._exit(1)
-
-    # Rank 0 first, because the launcher stops the others when a process exits.
-    timer = threading.Timer(seconds if RANK == 0 else 1.5 * seconds, on_timeout)
-    timer.daemon = True
-    timer.start()
-    return timer
-
-
 def measure_all_reduce(device, max_bytes):
     """Times the all-reduce of float32 messages of 1 KiB, 4 KiB, ... `max_bytes`.
 
     Returns:
-        list[dict]: for each message `bytes`; `seconds`, the median of repeated calls, each the time
-        of the slowest process; `algorithm_bandwidth` and `bus_bandwidth` in bytes per second.
+        list[dict]: for each message `bytes`; `seconds`, the median of the calls that take about
+        `REPEATED` seconds, each the time of the slowest process; `bus_bandwidth` in bytes per
+        second.
     """
-    rows = []
-    size = 1024
+    rows, size = [], 1024
     while size <= max_bytes:
-        median = time_all_reduce(torch.ones(size // 4, device=device))
-        rows.append(
-            {
-                "bytes": size,
-                "seconds": median,
-                "algorithm_bandwidth": size / median,
-                "bus_bandwidth": size / median * 2 * (WORLD - 1) / WORLD,
-            }
-        )
+        message, times, repeats = torch.ones(size // 4, device=device), [], 5
+        while len(times) < repeats:
+            dist.barrier()
+            start_time = time.perf_counter()
+            dist.all_reduce(message)
+            if message.is_cuda:
+                torch.cuda.synchronize()
+            slowest = torch.tensor([time.perf_counter() - start_time], device=device)
+            dist.all_reduce(slowest, dist.ReduceOp.MAX)
+            times.append(slowest.item())
+            message.fill_(1)  # otherwise the sums would grow without bound
+            if len(times) == 3:  # after two that are a warm-up
+                repeats = min(100, max(5, int(REPEATED / times[-1])))
+        median = statistics.median_high(times[2:])
+        bandwidth = size / median * 2 * (WORLD - 1) / WORLD
+        rows.append({"bytes": size, "seconds": median, "bus_bandwidth": bandwidth})
         size *= 4
     return rows
 
 
-def time_all_reduce(message):
-    """The median time of an all-reduce of `message`, repeated for about `REPEATED` seconds."""
-    times = []
-    # The first two are a warm-up; the time of the third determines how many more follow.
-    repeats = 5
-    while len(times) < repeats:
-        dist.barrier()
-        start_time = time.perf_counter()
-        dist.all_reduce(message)
-        if message.is_cuda:
-            torch.cuda.synchronize()
-        slowest = torch.tensor([time.perf_counter() - start_time], device=message.device)
-        dist.all_reduce(slowest, dist.ReduceOp.MAX)
-        times.append(slowest.item())
-        message.fill_(1)  # otherwise the sums would grow without bound
-        if len(times) == 3:
-            repeats = min(100, max(5, int(REPEATED / times[-1])))
-    measured = sorted(times[2:])
-    return measured[len(measured) // 2]
-
-
-def bandwidth_table(rows):
-    """The measured all-reduces, as text."""
-    lines = [f"{'message':>10}  {'time':>11}  {'algorithm':>12}  {'bus':>12}"]
-    for row in rows:
-        size = f"{row['bytes'] // 2**10} KiB"
-        if row["bytes"] >= 2**20:
-            size = f"{row['bytes'] / 2**20:g} MiB"
-        lines.append(
-            f"{size:>10}  {row['seconds'] * 1e3:8.3f} ms  {row['algorithm_bandwidth'] / 1e9:7.2f} "
-            f"GB/s  {row['bus_bandwidth'] / 1e9:7.2f} GB/s"
-        )
-    return "\n".join(lines)
-
-
 def summarize(rows, entries):
-    """Describes what the measured all-reduces mean for training."""
-    latency = rows[0]["seconds"]
-    best = max(rows, key=lambda row: row["algorithm_bandwidth"])
-    machines = len({entry["host"] for entry in entries})
+    """The measured all-reduces as a table, and what they mean for training."""
+    cells = [("message", "time", "bus bandwidth")]
+    for row in rows:
+        size, milliseconds = row["bytes"] / 2**10, row["seconds"] * 1e3
+        size = f"{size:.0f} KiB" if size < 1024 else f"{size / 1024:g} MiB"
+        cells.append((size, f"{milliseconds:.3f} ms", f"{row['bus_bandwidth'] / 1e9:.2f} GB/s"))
+    latency, best = rows[0]["seconds"], max(row["bus_bandwidth"] for row in rows)
     times = []
     for millions in (10, 100, 1000):
-        seconds = latency + 4e6 * millions / best["algorithm_bandwidth"]
+        seconds = latency + 4e6 * millions / best * 2 * (WORLD - 1) / WORLD
         times.append(f"{seconds * 1e3:,.0f} ms for {millions:,} million")
-    noun = "machine" if machines == 1 else "machines"
+    machines = plural(len({entry["host"] for entry in entries}), "machine")
     return (
-        f"{WORLD} processes on {machines} {noun} can communicate: "
-        f"{latency * 1e6:,.0f} us for the smallest message, {best['bus_bandwidth'] / 1e9:.2f} GB/s "
+        f"all-reduce over {dist.get_backend()}\n{columns(cells)}\n\n"
+        f"{WORLD} processes on {machines} can communicate: "
+        f"{latency * 1e6:,.0f} us for the smallest message, {best / 1e9:.2f} GB/s "
         f"bus bandwidth at best.\nAveraging float32 gradients takes about {', '.join(times)} "
         "parameters. A backward pass that takes longer hides this time; if yours is shorter, use a "
         "larger --batch_size."
@@ -362,15 +284,6 @@ def summarize(rows, entries):
 
 
 # -------------------------------------------------------------------------------------------- main
-
-
-def refuse(problems):
-    """Prints a line for each problem, and raises UserError with the last one; not without any."""
-    for problem in problems[:-1]:
-        if RANK == 0:
-            print(f"error: {problem}", file=sys.stderr, flush=True)
-    if problems:
-        raise UserError(problems[-1])
 
 
 def main():
@@ -384,9 +297,8 @@ def main():
     entries = gather_descriptions(store, own, args.timeout)
     if RANK == 0:
         print(table(entries), flush=True)
-    if problems := gpu_problems(entries) + version_problems(entries):
-        leave_store(store, WORLD)
-        refuse(problems)
+    if problems := problems_of(entries):
+        raise UserError("\nerror: ".join(problems))
 
     device = torch.device("cpu") if on_cpu else torch.device("cuda", LOCAL_RANK)
     if not on_cpu:
@@ -398,11 +310,10 @@ def main():
         connect("gloo", torch.device("cpu"), args.timeout)
     rows = measure_all_reduce(device, args.max_bytes)
     if RANK == 0:
-        backend = dist.get_backend()
-        print(f"\nall-reduce over {backend}\n{bandwidth_table(rows)}\n\n{summarize(rows, entries)}")
+        print(f"\n{summarize(rows, entries)}")
         record = {"processes": entries, "all_reduce": rows}
         with writing_to(args.output_dir) as folder:
-            (folder / "topology.json").write_text(json.dumps(record, indent=1))
+            write_json(folder / "topology.json", record)
     dist.destroy_process_group()
 
 

@@ -1,7 +1,7 @@
 """Compares runs: their curves, results and arguments, and how much losses and weights differ.
 
     python scripts/tools/compare_runs.py runs/a runs/b runs/c
-    python scripts/tools/compare_runs.py runs/seed* --metric loss --smoothing 0.98
+    python scripts/tools/compare_runs.py runs/seed* --metric loss
 
 Writes `compare_runs.png` to `--output_dir`: the training loss, raw and smoothed, and the metric of
 the evaluations, by optimizer step, by sample and by time. Time is that of training: evaluations,
@@ -24,9 +24,8 @@ from utils.report.output import columns, writing_to
 from utils.report.plots import for_plot
 from utils.run import entry, manifest
 from utils.run.arguments import MAY_CHANGE, Parser
-from utils.run.domains import number
 from utils.run.failures import UserError
-from utils.run.files import read_json
+from utils.run.files import json_lines, read_json
 
 NOT_METRICS = {"split", "step", "epoch", "score", "samples", "seconds"}
 RAISED = ",\nraised by label smoothing"
@@ -55,12 +54,11 @@ def read_run(folder):
             "training script"
         )
     trained, evaluated = [], {"val": [], "test": []}
-    for lines in plots.read_parts(path):
-        for line in lines:
-            if line["split"] == "train":
-                trained.append((line["step"], line["loss"], line["step_seconds"]))
-            elif line["split"] in evaluated:
-                evaluated[line["split"]].append(line)
+    for line, _ in json_lines(path):
+        if line["split"] == "train":
+            trained.append((line["step"], line["loss"], line["step_seconds"]))
+        elif line["split"] in evaluated:
+            evaluated[line["split"]].append(line)
     step, loss, step_seconds = np.array(trained, float).reshape(-1, 3).T
     seconds = (np.diff(step, prepend=0) * step_seconds).cumsum()
     train = {"step": step, "loss": loss, "samples": step * batch_size, "seconds": seconds}
@@ -85,21 +83,12 @@ def name_apart(runs, folders):
 
 
 def choose_metric(runs, wanted):
-    """The evaluation metric that all runs have: `wanted`, or accuracy, or else loss.
-
-    A run without an evaluation so far does not count.
-    """
-    evaluated = [run["evaluations"] for run in runs if run["evaluations"]]
-    names = [{name for line in lines for name in line} - NOT_METRICS for lines in evaluated]
-    if not names:
-        return wanted or "loss"
-    common = set.intersection(*names)
-    for name in [wanted] if wanted else ["accuracy", "loss", *sorted(common)]:
-        if name in common:
-            return name
-    some = ", ".join(sorted(set.union(*names))) or "none"
-    called = f" {wanted}" if wanted else ""
-    raise UserError(f"the runs have no evaluation metric{called} in common: they have {some}")
+    """The metric to show: `wanted`, or accuracy, or else loss, or the first by name."""
+    found = {name for run in runs for line in run["evaluations"] for name in line} - NOT_METRICS
+    if wanted and found and wanted not in found:
+        raise UserError(f"no run evaluates {wanted}: they have {', '.join(sorted(found))}")
+    names = (wanted, "accuracy", "loss", *sorted(found))
+    return next((name for name in names if name in found), wanted or "loss")
 
 
 def table(runs, metric):
@@ -174,14 +163,8 @@ def result_row(run, metric):
     return (run["name"], *length, f"{evaluated[-1][metric]:.4f}", f"{best[metric]:.4f}")
 
 
-def draw(path, runs, metric, smoothing):
-    """Draws the training loss and an evaluation metric of runs, by step, by sample and by time.
-
-    Args:
-        runs (list): dicts, as `read_run` returns them.
-        smoothing (float | None): factor of the exponential moving average of the training loss, per
-            log line; None: one that averages over about a twentieth of each run.
-    """
+def draw(path, runs, metric):
+    """Draws the training loss and an evaluation metric of runs, by step, by sample and by time."""
     labels = {"step": "optimizer step", "samples": "samples", "seconds": "seconds of training"}
     figure, axes = plots.subplots(2, 3, figsize=(10.5, 6.5), sharey="row")
     for column, (unit, label) in enumerate(labels.items()):
@@ -191,9 +174,8 @@ def draw(path, runs, metric, smoothing):
             style = LINE_STYLES[index // len(plots.COLORS) % len(LINE_STYLES)]
             look = dict(color=color, label=for_plot(run["name"]))
             x, losses = run["train"][unit], run["train"]["loss"]
-            factor = 1 - 1 / max(1, len(losses) / 20) if smoothing is None else smoothing
             losses_axis.plot(x, losses, color=color, alpha=0.4, linewidth=1)
-            losses_axis.plot(x, smooth(losses, factor), style, **look)
+            losses_axis.plot(x, smooth(losses), style, **look)
             evaluated = [line for line in run["evaluations"] if metric in line]
             x, values = ([line[name] for line in evaluated] for name in (unit, metric))
             metric_axis.plot(x, values, style, marker="o", markersize=3, clip_on=False, **look)
@@ -210,14 +192,17 @@ def draw(path, runs, metric, smoothing):
         axes[1][0].set_ylim(top=1)
     # Below the curves, so that it hides none of them.
     handles, names = axes[0][0].get_legend_handles_labels()
-    columns = min(4, len(runs))
-    figure.legend(handles, names, loc="lower center", ncols=columns, frameon=False)
+    figure.legend(handles, names, loc="lower center", ncols=4, frameon=False)
     legend_rows = -(-len(runs) // 4)
     plots.save(figure, path, rect=(0, 0.03 + 0.03 * legend_rows, 1, 1))
 
 
-def smooth(values, factor):
-    """Exponential moving average without a bias towards the first value, as Adam corrects it."""
+def smooth(values):
+    """Exponential moving average, over about a twentieth of all values.
+
+    Without a bias towards the first value, as Adam corrects it.
+    """
+    factor = 1 - 1 / max(1, len(values) / 20)
     total = weight = 0.0
     smoothed = []
     for value in values:
@@ -236,7 +221,7 @@ def main():
     print(*filter(None, (differences(runs[0], run) for run in runs[1:])), sep="\n")
     with writing_to(args.output_dir) as folder:
         path = folder / "compare_runs.png"
-        draw(path, runs, metric, args.smoothing)
+        draw(path, runs, metric)
     print(f"curves: {path}")
 
 
@@ -247,12 +232,6 @@ def parse_args():
     )
     parser.add_argument(
         "--metric", help="metric of the evaluations; default: accuracy, or else loss"
-    )
-    parser.add_argument(
-        "--smoothing",
-        type=number(float, 0, below=1),
-        help="weight of the past in the smoothed training loss, per log line; default: averages "
-        "over a twentieth of each run",
     )
     parser.add_argument("--output_dir", default="runs", help="folder for compare_runs.png")
     args = parser.parse_args()

@@ -38,11 +38,12 @@ from typing import NamedTuple
 
 # Finds `utils` and the training scripts next to this script (a copy) or above (the repository).
 sys.path[1:1] = map(str, Path(__file__).resolve().parents[1:3])
-from utils.report.output import writing_to
+from utils.report.output import columns, writing_to
 from utils.run import entry
 from utils.run.arguments import Parser
 from utils.run.domains import number
 from utils.run.failures import UserError
+from utils.run.files import write_json
 from utils.run.output import notice
 
 FIRST_BUCKET, BUCKET = 2**20, 25 * 2**20
@@ -100,43 +101,29 @@ def predict(args, link):
     return rows
 
 
-def print_prediction(args, link, rows):
-    """Prints what `predict` returned."""
-    print(
-        f"{args.parameters:,.0f} parameters, {args.step_seconds:g} s per step on one process, "
-        f"{link.latency * 1e6:.1f} us and {link.bandwidth / 1e9:.2f} GB/s between processes\n\n"
-        f"{'':>9}  {'same batch per process':^24}  {'same global batch':^24}\n"
-        f"{'processes':>9}  {'step':>11}  {'efficiency':>11}  {'step':>11}  {'efficiency':>11}"
-    )
+def table(rows):
+    """What `predict` returned, as text."""
+    cells = [("processes", "same batch each", "efficiency", "same global batch", "efficiency")]
     for row in rows:
-        print(
-            f"{row['processes']:>9}  {row['weak_seconds'] * 1e3:8.2f} ms  "
-            f"{row['weak_efficiency']:>11.1%}  {row['strong_seconds'] * 1e3:8.2f} ms  "
-            f"{row['strong_efficiency']:>11.1%}"
-        )
+        figures = [str(row["processes"])]
+        for kind in ("weak", "strong"):
+            figures.append(f"{row[f'{kind}_seconds'] * 1e3:.2f} ms")
+            figures.append(f"{row[f'{kind}_efficiency']:.1%}")
+        cells.append(figures)
+    return columns(cells)
 
 
 def summarize(args, rows):
     """Describes up to how many processes DDP is efficient, and whether the model needs FSDP."""
-    scalings = {
-        "weak": (
-            "the same batch per process",
-            "use a larger batch per process, so that computation hides the all-reduce",
-        ),
-        "strong": (
-            "the same global batch",
-            "use a larger global batch, or the processes mostly wait for the all-reduce",
-        ),
-    }
     lines = []
-    for kind, (batch, remedy) in scalings.items():
+    for kind, larger in (("weak", "batch per process"), ("strong", "global batch")):
         good = [row["processes"] for row in rows if row[f"{kind}_efficiency"] >= WORTHWHILE]
         limit = f"for fewer than {rows[0]['processes']} processes only"
         if good:
             limit = f"up to {max(good):,} processes"
-        line = f"With {batch} DDP keeps {WORTHWHILE:.0%} of its efficiency {limit}."
+        line = f"With the same {larger} DDP keeps {WORTHWHILE:.0%} of its efficiency {limit}."
         if not good or max(good) < rows[-1]["processes"]:
-            line += f" Beyond that, {remedy}."
+            line += f" Beyond that, use a larger {larger}: its computation hides the all-reduce."
         lines.append(line)
     replicated = args.parameters * DDP_BYTES / 2**30
     what = "With DDP, weights, gradients, their buckets and Adam states take"
@@ -159,12 +146,15 @@ def main():
             "machines"
         )
     rows = predict(args, link)
-    print_prediction(args, link, rows)
-    print(f"\n{summarize(args, rows)}")
+    print(
+        f"{args.parameters:,.0f} parameters, {args.step_seconds:g} s per step on one process, "
+        f"{link.latency * 1e6:.1f} us and {link.bandwidth / 1e9:.2f} GB/s between processes\n\n"
+        f"{table(rows)}\n\n{summarize(args, rows)}"
+    )
     record = {"latency": link.latency, "bandwidth": link.bandwidth, "rows": rows}
     record["ddp_bytes"] = args.parameters * DDP_BYTES
     with writing_to(args.output_dir) as folder:
-        (folder / "scaling.json").write_text(json.dumps(record, indent=1))
+        write_json(folder / "scaling.json", record)
 
 
 def read_link(args):

@@ -3,7 +3,6 @@
 from types import SimpleNamespace
 
 import torch
-from accelerate.state import AcceleratorState
 
 
 def accelerator(
@@ -33,8 +32,3 @@ def accelerator(
 def change(made, optimizers=(), **facts):
     """Changes facts of an `accelerator`."""
     vars(made).update(facts, _optimizers=list(optimizers))
-
-
-def forget_accelerators():
-    """Makes the next `Accelerator` the first of this process: Accelerate has no public way."""
-    AcceleratorState._reset_state(reset_partial_state=True)

@@ -98,9 +98,7 @@ class Rules(TorchDispatchMode):
 
     @contextlib.contextmanager
     def trust(self, model=None):
-        """While it is active, all may be sent: what C++ allocates where the tensors of `model` are,
-        which must be on the device.
-        """
+        """All may be sent, as C++ allocates it where the tensors of `model` are: on the device."""
         for name, tensor in model.state_dict(keep_vars=True).items() if model else ():
             if not self.holds(tensor):
                 raise RuntimeError(f"{name}: No backend type associated with device type cpu")

@@ -494,21 +494,13 @@ def after_steps(actions):
 @starts_with
 def count_waits():
     """The lines at which steps 6 to 15 made the host wait for the device."""
-    names = ("item", "tolist", "cpu", "numpy", "__bool__")
-    reading = {attribute: getattr(torch.Tensor, attribute) for attribute in names}
     waits = []
 
     def watch(mode):
         if torch.cuda.is_available():
             torch.cuda.set_sync_debug_mode(mode)
-            return
-        for attribute, original in reading.items():  # on a CPU: whatever would wait for a device
-
-            def read(self, *args, original=original, **kwargs):
-                warnings.warn("called a synchronizing CUDA operation", stacklevel=2)
-                return original(self, *args, **kwargs)
-
-            setattr(torch.Tensor, attribute, read if mode == "warn" else original)
+        elif mode == "warn":  # on a CPU, one that must be seen
+            warnings.warn("called a synchronizing CUDA operation", stacklevel=1)
 
     def remember(message, category, filename, lineno, file=None, line=None):
         if "synchronizing CUDA operation" in str(message):
@@ -526,32 +518,23 @@ def count_waits():
     after_steps({5: start, 15: end})
 
 
-def rules_of_gpus():
-    sys.path.append(os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
-    from harness import gpu_rules
-
-    return gpu_rules.apply()
-
-
-@starts_with
-def step_waits():
-    """By the rules of GPUs, what made the host wait for the device in steps 3 to 6."""
-    rules = rules_of_gpus()
-    after_steps({2: rules.waits.clear, 6: lambda: write_json(argument, rules.waits)})
-
-
 @starts_with
 def gpu_rules():
     """By the rules of GPUs, and with deterministic algorithms as there: what was computed on the
-    device, and whether all of it had to be deterministic.
+    device, whether all of it had to be deterministic, and what made the host wait for the device in
+    steps 3 to 6.
     """
-    rules = rules_of_gpus()
+    sys.path.append(os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
+    from harness import gpu_rules
+
+    rules, waits = gpu_rules.apply(), []
     torch.use_deterministic_algorithms(True, warn_only=True)
+    after_steps({2: rules.waits.clear, 6: lambda: waits.extend(rules.waits)})
 
     def report():
         if own_rank == "0":
             strict = not torch.is_deterministic_algorithms_warn_only_enabled()
-            write_json(argument, [rules.collectives, sorted(rules.operations), strict])
+            write_json(argument, [rules.collectives, sorted(rules.operations), strict, waits])
 
     return report
 

@@ -28,7 +28,7 @@ def test_without_problems(tmp_path):
 
 WRAPPED = "tests/harness/wrapped.py"
 PROBLEMS = {
-    "one_gpu@1": "rank 0 and rank 1 share GPU 0 of",
+    "one_gpu@1": "rank 0 and rank 1 share one GPU of",
     "other_torch@1:1": "different versions of torch",
     "unreachable@1:0": "all processes reached rank 0, but not each other over gloo within 3 s",
     "absent@1:1": "rank 1 of 2 did not start within 3 s",

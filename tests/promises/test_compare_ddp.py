@@ -3,6 +3,8 @@
 They also check that it would notice a difference.
 """
 
+import re
+
 import pytest
 from harness.launches import results, run_once
 from PIL import Image
@@ -29,29 +31,24 @@ def test_pairs_agree(compared):
 
 def test_gradients_agree_only_with_the_corrections(compared):
     gradients = results(compared.folder)["gradients"]
-    wrong = {case for case in gradients["float64"] if "uncorrected" in case}
-    assert len(wrong) == 2 and len(gradients["float64"]) == 6
-    for precision, tolerance in (("float64", 1e-12), ("float32", 1e-4)):
-        for case, value in gradients[precision].items():
-            assert value > 0.01 if case in wrong else value < tolerance, case
+    wrong = {case for case in gradients if "uncorrected" in case}
+    assert len(wrong) == 2 and len(gradients) == 6
+    for case, value in gradients.items():
+        assert value > 0.01 if case in wrong else value < 1e-12, case
     # DDP divides the sum by the number of processes.
-    assert gradients["float64"]["sum, uncorrected"] == pytest.approx(0.5)
+    assert gradients["sum, uncorrected"] == pytest.approx(0.5)
 
 
 def test_the_loss_of_the_batch_is_the_mean_of_all_processes(compared):
     losses = results(compared.folder)["losses_of_one_batch"]
     assert len(losses["per_process"]) == 2 and losses["per_process"][0] != losses["per_process"][1]
-    assert losses["mean"] == pytest.approx(losses["one_process"], rel=1e-6)
+    assert losses["mean"] == pytest.approx(losses["one_process"], rel=1e-5)
 
 
-def test_table_and_plot(compared):
-    rows = [line.split() for line in compared.stdout.splitlines() if line.startswith(RUNS)]
-    table = [row for row in rows if row[1] != "..." and row[1] != "and"]
-    figures = [("2", "64"), ("1", "128"), ("2", "32"), ("1", "64")]
-    assert [tuple(row[:4]) for row in table] == [
-        (name, *both, "11") for name, both in zip(RUNS, figures, strict=True)
-    ]
+def test_lines_and_plot(compared):
+    lines = re.findall(r"^(\w+): 11 steps in [\d.]+ s, last loss ([\d.]+)$", compared.stdout, re.M)
+    assert tuple(name for name, _ in lines) == RUNS
     # The two pairs are different experiments: this fails if a run is compared with itself.
-    losses = [row[4] for row in table]
+    losses = [loss for _, loss in lines]
     assert losses[0] == losses[1] != losses[2] == losses[3]
     assert Image.open(compared.folder / "loss_curves.png").width > 800

@@ -12,7 +12,7 @@ from harness.launches import ROOT, final_weights, results, run, script_file, som
 # Arguments for a short run of each script. A new script needs an entry here.
 ARGUMENTS = {
     "chaos": "--help",
-    "baselines": 'cifar.plain_cifar --options {{"model":"net","batch_size":16,"steps":3}}',
+    "measuring": 'cifar.plain_cifar --options {{"model":"net","batch_size":16,"steps":3}}',
     "benchmark": "--help",
     "check_topology": "--max_bytes 4096",
     "compare_runs": "{project}/cifar_dry_run {project}/minimal --metric accuracy",
@@ -34,13 +34,13 @@ BENCHMARKS = sorted(path.stem for path in (ROOT / "scripts/benchmarks").glob("*.
 # Scripts that they import, and scripts that have to run before.
 COMPANIONS = {
     "evaluate": ["train_cifar"],
-    "baselines": ["train_cifar", "train_gpt", *BENCHMARKS],
+    "measuring": ["train_cifar", "train_gpt", *BENCHMARKS],
     "benchmark": ["train_cifar", "train_gpt", *BENCHMARKS],
     "compare_ddp": ["train_cifar"],
 }
 BEFORE = {"compare_runs": ["train_cifar", "train_minimal"], "evaluate": ["train_cifar"]}
 PROGRAMS = [*(ROOT / "scripts").glob("*.py"), *(ROOT / "scripts" / "tools").glob("*.py")]
-SCRIPTS = sorted({"baselines", "benchmark", *(path.stem for path in PROGRAMS)})
+SCRIPTS = sorted({"measuring", "benchmark", *(path.stem for path in PROGRAMS)})
 
 
 def project_with(folder, *scripts, library="utils"):
@@ -62,7 +62,7 @@ def test_a_copied_script_runs(script, tmp_path):
     project = project_with(tmp_path / "project", *needed)
     for name in [*BEFORE.get(script, []), script]:
         arguments = ARGUMENTS[name].format(project=project)
-        chosen = "--output_dir" in arguments or name in ("baselines", "benchmark", "chaos")
+        chosen = "--output_dir" in arguments or name in ("measuring", "benchmark", "chaos")
         config = "cpu" if name.startswith(("train_", "compare_ddp", "check_")) else None
         out = None if chosen else tmp_path / name
         run(config, f"{name}.py", arguments, root=project, output_dir=out)

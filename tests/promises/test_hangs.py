@@ -1,8 +1,6 @@
 """A run that hangs, waits or is slow says which process is to blame, and answers a person."""
 
 import json
-import os
-import signal
 
 import pytest
 from harness.launches import CIFAR, ENDLESS, GPT, SMALL, Started, run, status
@@ -10,7 +8,7 @@ from harness.launches import CIFAR, ENDLESS, GPT, SMALL, Started, run, status
 
 @pytest.mark.slow
 def test_a_person_asks_where_the_processes_are_and_for_a_checkpoint(tmp_path):
-    """With files, or with SIGQUIT to one of the processes; the run goes on."""
+    """The run goes on."""
     folder = tmp_path / "run"
     started = Started("2cpu", CIFAR, ENDLESS, output_dir=folder)
     started.wait_for("step      2/")
@@ -21,17 +19,11 @@ def test_a_person_asks_where_the_processes_are_and_for_a_checkpoint(tmp_path):
     assert "rank" in started.wait_for("asked by the file dump_stacks: ")
     started.wait_for("all stacks: ")
     for rank in (0, 1):
-        path = folder / "stacks" / f"rank_{rank}.txt"
-        text = path.read_text()
+        text = (folder / "stacks" / f"rank_{rank}.txt").read_text()
         assert '"does"' in text and "in main\n" in text
-        path.unlink()
-    os.kill(started.workers()[1], signal.SIGQUIT)
-    assert "rank" in started.wait_for("SIGQUIT: ")
-    started.wait_for("all stacks: ")
     for _ in range(5):  # it trains on, and saves no more
         started.wait_for("step ")
     started.kill_all()
-    assert all((folder / "stacks" / f"rank_{rank}.txt").exists() for rank in (0, 1))
     saved = [path.name for path in (folder / "checkpoints").glob("step_*")]
     assert saved == [f"step_{step:08d}"]
 

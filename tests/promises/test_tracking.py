@@ -1,7 +1,6 @@
 """--track: any tracker of Accelerate gets each record once, and the name and arguments of the run."""
 
 import json
-import textwrap
 
 import pytest
 from harness.launches import CIFAR, SMALL, results, run
@@ -9,47 +8,38 @@ from harness.launches import CIFAR, SMALL, results, run
 event_accumulator = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
 
 
-@pytest.fixture(scope="module")
-def wandb(tmp_path_factory):
+WANDB = """
+import json, os
+from types import SimpleNamespace
+
+def note(*call):
+    with open(os.environ["WANDB_CALLS"], "a") as file:
+        file.write(json.dumps(call, default=str) + "\\n")
+
+def log(values, step=None, **_):
+    note("log", list(values), step)
+
+def init(**options):
+    note("init", options)
+    return run
+
+
+def Image(image):
+    return image.shape
+
+config = SimpleNamespace(update=lambda values, **_: note("config", values))
+run = SimpleNamespace(log=log, finish=lambda: note("finish"))
+"""
+
+
+@pytest.fixture
+def wandb(tmp_path):
     """A fake `wandb` package: it writes each call as a line to the file $WANDB_CALLS."""
-    site = tmp_path_factory.mktemp("site")
-    (site / "wandb.py").write_text(
-        textwrap.dedent("""
-        import json, os
-
-        def note(*call):
-            with open(os.environ["WANDB_CALLS"], "a") as file:
-                file.write(json.dumps(call, default=str) + "\\n")
-
-        class config:
-            update = staticmethod(lambda values, **_: note("config", values))
-
-        class Image:
-            def __init__(self, image):
-                self.shape = image.shape
-
-        class Run:
-            def log(self, values, step=None, **_):
-                note("log", list(values), step)
-
-            def finish(self):
-                note("finish")
-
-        run = Run()
-
-        def log(values, step=None, **_):
-            run.log(values, step)
-
-        def init(**options):
-            note("init", options)
-            return run
-        """)
-    )
-    (site / "wandb-0.20.dist-info").mkdir()
-    (site / "wandb-0.20.dist-info" / "METADATA").write_text(
-        "Metadata-Version: 2.1\nName: wandb\nVersion: 0.20\n"
-    )
-    return site
+    (tmp_path / "wandb-0.20.dist-info").mkdir()
+    known = "Metadata-Version: 2.1\nName: wandb\nVersion: 0.20\n"
+    (tmp_path / "wandb-0.20.dist-info" / "METADATA").write_text(known)
+    (tmp_path / "wandb.py").write_text(WANDB)
+    return tmp_path
 
 
 def calls(path, kind):

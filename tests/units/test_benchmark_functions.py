@@ -1,32 +1,11 @@
 """Functions of the benchmarks: what they count and write, not how fast anything is."""
 
-from types import SimpleNamespace
-
 import pytest
 import torch
 from harness.data import SMALL_DATA
 from harness.launches import load_script
 
-benchmark, peers, records = map(load_script, ("benchmark", "peers", "records"))
-
-
-def test_the_table_has_every_figure():
-    def figure(benchmark, median, unit):
-        command = f"python scripts/benchmarks/benchmark.py {benchmark} --rounds 3"
-        return dict(median=median, min=1.0, max=2.0, n=3, unit=unit, command=command)
-
-    record = dict(hardware="2 cores of X", versions={"torch": "2.15.0"}, date="2026-11-22")
-    record["figures"] = {
-        "a/b": figure("a", 1.234, "time, ratio"),
-        "a_c": figure("a", 1.234, "time, ratio"),
-        "a/d": figure("a", 1.5, "ms"),
-        "e": figure("e", 1.6, "ms"),
-    }
-    first, *_, ratios, milliseconds, other = benchmark.table(record).splitlines()
-    assert first == "2 cores of X, torch 2.15.0, 2026-11-22"
-    assert ratios == "| `a` | b 1.23 (1 to 2), c 1.23 (1 to 2) | 3 | time, ratio |"
-    assert milliseconds == "| `a` | d 1.5 (1 to 2) | 3 | ms |"
-    assert other == "| `e` | 1.6 (1 to 2) | 3 | ms |"
+peers, records = map(load_script, ("peers", "records"))
 
 
 def test_counts_the_operations_of_a_step():
@@ -80,14 +59,7 @@ def test_the_record_trains_its_first_bias_as_long_as_published(monkeypatch):
 def test_the_first_steps_of_any_script(begin, tmp_path):
     stub = tmp_path / "stub.py"
     stub.write_text(f"for i in range(6): print('{begin}', i, '/9 (100%)', sep='', flush=True)")
-    found = peers.first_steps(str(stub), 6)
+    found = peers.measure("{stub}", 6, stub=stub)
     assert found["speed"] > 0 and found["start"] > 0
     with pytest.raises(RuntimeError, match="ended after 6 of 7 steps"):
-        peers.first_steps(str(stub), 7)
-
-
-def test_a_peer_that_is_not_there_is_skipped(tmp_path, capsys):
-    assert peers.peers(SimpleNamespace(peers=tmp_path)) == {}
-    lines = capsys.readouterr().out.splitlines()
-    skipped = [["skipped", "timm:"], ["skipped", "torchvision:"]]
-    assert [line.split()[:2] for line in lines] == skipped
+        peers.measure("{stub}", 7, stub=stub)

@@ -18,7 +18,7 @@ from utils.run.failures import UserError
 SCRIPTS = sorted(
     path.stem
     for path in (ROOT / "scripts").rglob("*.py")
-    if "parser = Parser" in path.read_text() and path.stem != "baselines"  # not for people
+    if "parser = Parser" in path.read_text() and path.stem != "measuring"  # not for people
 )
 REQUIRED = {
     "train_images": ["--dataset", "synthetic"],
@@ -81,7 +81,7 @@ class Answers:
 @pytest.mark.parametrize("script", SCRIPTS)
 def test_nonsense_is_refused_in_one_line(script, parser_of):
     answers = Answers(*parser_of(script))
-    assert len(answers.flags) > 2
+    assert len(answers.flags) >= 2
     for flag in answers.flags:
         for value in NUMBERS:
             found = answers.of(flag, value)

@@ -25,7 +25,6 @@ def launched(monkeypatch):
 @pytest.mark.parametrize(
     ("nodes", "environment", "processes", "possible", "words"),
     [
-        (None, {}, 3, [3], "3"),
         (None, {"PET_NNODES": "1:4"}, 3, [3, 6, 9, 12], "3, 6, 9 or 12"),
         (None, {"PET_NNODES": "1:4", "GROUP_WORLD_SIZE": "2"}, 4, [2, 4, 6, 8], "2, 4, 6 or 8"),
         (None, {"PET_NNODES": "1:4", "GROUP_WORLD_SIZE": "2"}, 3, [3], "3"),  # machines differ

@@ -1,18 +1,14 @@
 """Which sharded launches `utils.scale.fsdp` takes, and how it makes Accelerate shard on a CPU."""
 
 import contextlib
-import os
-import warnings
 from functools import partial
 from types import SimpleNamespace
 
 import pytest
 import torch
-from accelerate import Accelerator
-from accelerate.state import AcceleratorState, PartialState
-from accelerate.utils import DistributedType
-from harness.fakes import accelerator, forget_accelerators
-from harness.worlds import group_of_one, in_forks
+from accelerate.state import AcceleratorState
+from harness.fakes import accelerator
+from harness.worlds import group_of_one
 from torch import nn
 from torch.distributed import checkpoint as dcp
 from torch.distributed.checkpoint import format_utils
@@ -20,7 +16,7 @@ from torch.distributed.tensor import DTensor
 
 from utils.run import launcher
 from utils.run.failures import UserError
-from utils.scale import fsdp, shards
+from utils.scale import fsdp, patches
 
 POLICY = fsdp.transformer_auto_wrap_policy
 NAMES = (
@@ -119,59 +115,6 @@ def test_how_many_processes_share_a_copy(environment):
     assert fsdp.parts(sharded) == 8
 
 
-def test_a_warning_that_nobody_can_answer_is_not_shown(environment):
-    environment(copies(1, 2, WORLD_SIZE="2") | ASKED)
-    with warnings.catch_warnings(record=True) as shown:
-        warnings.simplefilter("always")
-        fsdp.set_up(on_cpu=False)
-        warnings.warn("Slicing a flattened dim from root mesh will be deprecated", stacklevel=1)
-        warnings.warn("another", stacklevel=1)
-    assert [str(warning.message) for warning in shown] == ["another"]
-
-
-@pytest.mark.parametrize(
-    ("asked", "distributed", "precision", "kind", "computes_in"),
-    [
-        (True, True, "bf16", DistributedType.FSDP, torch.bfloat16),
-        (True, True, "no", DistributedType.FSDP, None),
-        (False, True, "bf16", DistributedType.MULTI_CPU, None),
-        (True, False, "no", DistributedType.NO, None),
-    ],
-)
-def test_accelerate_is_made_to_shard_on_a_cpu(asked, distributed, precision, kind, computes_in):
-    def process(_rank):
-        forget_accelerators()
-        os.environ |= {"FSDP_VERSION": "2", "ACCELERATE_USE_FSDP": str(asked).lower()}
-        if distributed:
-            os.environ |= {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1"}
-        with group_of_one() if distributed else contextlib.nullcontext():
-            fsdp.set_up(on_cpu=True)
-            mine = Accelerator(cpu=True, mixed_precision=precision)
-            assert PartialState().distributed_type == mine.distributed_type
-            state = mine.distributed_type, mine.is_fsdp2
-            plugin = mine.state.fsdp_plugin if mine.is_fsdp2 else None
-            used = plugin and plugin.mixed_precision_policy
-            return *state, used and used.param_dtype
-
-    assert in_forks(process) == [(kind, kind == DistributedType.FSDP, computes_in)]
-
-
-def test_processes_on_the_cpu_shard_over_the_cpu(environment, monkeypatch):
-    """Also on a machine that has another device, as a Mac has."""
-    seen = []
-    monkeypatch.setattr(
-        torch.distributed.fsdp, "fully_shard", lambda module, **options: seen.append(options)
-    )
-    environment({"FSDP_VERSION": "2"} | ASKED)
-    fsdp.set_up(on_cpu=True)
-    with group_of_one():
-        torch.distributed.fsdp.fully_shard(None, offload_policy=1)
-    torch.distributed.fsdp.fully_shard(None, mesh="of HSDP")
-    mesh = seen[0].pop("mesh")
-    assert (mesh.device_type, mesh.size()) == ("cpu", 1)
-    assert seen == [{"offload_policy": 1}, {"mesh": "of HSDP"}]
-
-
 # ---------------------------------------------------------------------- what the model is made of
 
 
@@ -228,7 +171,7 @@ def test_the_blocks_to_gather_are_those_that_the_model_names(monkeypatch):
 def test_gradients_are_reduced_in_float32_and_shards_saved_where_they_are(environment, capsys):
     plugin = plugin_of(None, mixed_precision="bf16")  # not asked for
     assert plugin.mixed_precision_policy == "default" and plugin.state_dict_config.offload_to_cpu
-    assert dcp.FileSystemReader is not shards.Reader and capsys.readouterr().out == ""
+    assert dcp.FileSystemReader is not patches.Reader and capsys.readouterr().out == ""
     environment(ASKED)
     plugin = plugin_of(None, mixed_precision="bf16", processes=2)
     assert capsys.readouterr().out == "the model is sharded over 2 processes\n"
@@ -236,7 +179,7 @@ def test_gradients_are_reduced_in_float32_and_shards_saved_where_they_are(enviro
     assert (policy.param_dtype, policy.reduce_dtype) == (torch.bfloat16, torch.float32)
     assert policy.cast_forward_inputs is False
     assert plugin.state_dict_config.offload_to_cpu is False
-    assert dcp.FileSystemReader is format_utils.FileSystemReader is shards.Reader
+    assert dcp.FileSystemReader is format_utils.FileSystemReader is patches.Reader
     assert plugin_of(None, mixed_precision="no").mixed_precision_policy == "default"
     with pytest.raises(
         UserError, match=r"^this launch asks for a sharded model, but accelerate .* cpu"

@@ -9,7 +9,7 @@ from harness.data import kinds_of_classifiers
 from harness.gpu_rules import FORBIDDEN, NOT_DETERMINISTIC, Rules
 from harness.launches import some_slow
 
-from utils import attention
+from utils import compilation
 from utils.images import pretrained
 
 
@@ -46,7 +46,7 @@ def test_attention_is_deterministic_unless_nobody_asked_for_it(deterministic, mo
     monkeypatch.setattr(torch, "use_deterministic_algorithms", lambda *how: calls.append(how))
     monkeypatch.setenv("FLASH_ATTENTION_DETERMINISTIC", "")  # so that it is restored
     monkeypatch.delenv("FLASH_ATTENTION_DETERMINISTIC")
-    attention.make_deterministic()
+    compilation.make_attention_deterministic()
     assert calls == [(True,)] * deterministic
     assert os.environ.get("FLASH_ATTENTION_DETERMINISTIC") == ("1" if deterministic else None)
     calls.clear()

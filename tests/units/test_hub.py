@@ -1,4 +1,4 @@
-"""What is uploaded to the Hub, and what is refused before the run."""
+"""What is uploaded to the Hub, and which names are refused. (promises/test_push_to_hub.py: tokens.)"""
 
 from pathlib import Path
 
@@ -9,8 +9,12 @@ from huggingface_hub.utils import filter_repo_objects
 from utils.report import hub
 from utils.run.failures import UserError
 
+KEPT = "README.md args.json curves.png model.safetensors tensorboard/a/events".split()
+TOP = "config.json adapter_model.safetensors".split()  # where transformers and peft look for them
+LEFT = ".lock checkpoints/step_00000001/model.safetensors profile/trace.json".split()
 
-def test_a_name_that_is_no_repository_is_refused(monkeypatch):
+
+def test_a_repository_needs_a_name_and_a_token(monkeypatch):
     monkeypatch.setenv("HF_TOKEN", "hf_x")
     with pytest.raises(UserError, match="--push_to_hub a/b/c: "):
         hub.check_repository("a/b/c")
@@ -21,23 +25,7 @@ def test_a_name_that_is_no_repository_is_refused(monkeypatch):
 
 
 def test_everything_but_the_checkpoints_is_uploaded(tmp_path, monkeypatch, capsys):
-    wanted = (
-        "README.md",
-        "args.json",
-        "curves.png",
-        "metrics.jsonl",
-        "model.safetensors",
-        "tensorboard/a/events",
-        "sample.txt",
-    )
-    top = ("config.json", "adapter_model.safetensors")  # where transformers and peft look for them
-    for name in (
-        *wanted,
-        *(f"adapter/{name}" for name in top),
-        ".lock",
-        "checkpoints/step_00000001/model.safetensors",
-        "profile/trace.json",
-    ):
+    for name in (*KEPT, *(f"adapter/{name}" for name in TOP), *LEFT):
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / name).write_text("x")
     uploaded = {}
@@ -48,31 +36,23 @@ def test_everything_but_the_checkpoints_is_uploaded(tmp_path, monkeypatch, capsy
             return huggingface_hub.RepoUrl(f"https://huggingface.co/{repo}")
 
         def upload_folder(self, repo_id, folder_path, ignore_patterns=()):
-            files = [
-                str(path.relative_to(folder_path))
-                for path in Path(folder_path).rglob("*")
-                if path.is_file()
-            ]
-            files = set(filter_repo_objects(files, ignore_patterns=ignore_patterns))
-            uploaded.setdefault(repo_id, set()).update(files)
+            files = [path for path in Path(folder_path).rglob("*") if path.is_file()]
+            names = [str(path.relative_to(folder_path)) for path in files]
+            kept = filter_repo_objects(names, ignore_patterns=ignore_patterns)
+            uploaded.setdefault(repo_id, set()).update(kept)
             return "https://huggingface.co/me/model"
 
     monkeypatch.setattr(huggingface_hub, "HfApi", Api)
     hub.upload(tmp_path, None)
-    assert not uploaded
+    monkeypatch.setenv("RANK", "1")
     hub.upload(tmp_path, "me/model")
-    assert (
-        uploaded == {"me/model": {*wanted, *top}}
-        and "uploaded to https://huggingface.co/me/model" in capsys.readouterr().out
-    )
-
-
-def test_an_upload_that_fails_costs_a_warning(tmp_path, monkeypatch, capsys):
-    def fail():
-        raise ConnectionError("no network\nat all")
-
-    monkeypatch.setattr(huggingface_hub, "HfApi", fail)
+    assert not uploaded
+    monkeypatch.setenv("RANK", "0")
+    hub.upload(tmp_path, "me/model")
+    assert uploaded == {"me/model": {*KEPT, *TOP}}
+    assert "uploaded to https://huggingface.co/me/model" in capsys.readouterr().out
+    monkeypatch.setattr(huggingface_hub, "HfApi", lambda: [][0])
     hub.upload(tmp_path, "me/model")
     again = f"To try again, run the same command, or: hf upload me/model {tmp_path}\n"
-    line = f"warning: could not upload to me/model: no network. {again}"
+    line = f"warning: could not upload to me/model: list index out of range. {again}"
     assert capsys.readouterr().err == line

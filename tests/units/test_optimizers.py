@@ -103,11 +103,3 @@ def test_muon_treats_filters_as_matrices_and_leaves_the_rest_to_the_other_optimi
     values = torch.linalg.svdvals(step.flatten(1)) / 0.1
     assert values.min() > 0.6 and values.max() < 1.3
     assert torch.allclose(layer.bias, bias - 0.5 * gradient)
-
-
-def test_an_optimizer_returns_the_value_of_its_closure():
-    weight = torch.nn.Parameter(torch.ones(2, 2))
-    groups = [dict(params=[weight], lr=0.1, weight_decay=0.0, momentum=0.9, muon=True)]
-    for optimizer in (MuonSGD(groups, lr=0.1), MuonAdamW(groups, lr=0.1)):
-        weight.grad = torch.ones(2, 2)
-        assert optimizer.step(lambda: torch.tensor(7.0)) == 7

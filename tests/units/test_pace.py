@@ -71,14 +71,11 @@ def test_own_time_is_that_of_batches_and_passes(device, monkeypatch):
     assert pace.microseconds() == 3_500_000
     pace.end_step(0.0)
     assert pace.microseconds() == 0
-
-
-def test_only_waits_for_batches_are_measured_elsewhere():
-    model = nn.Linear(2, 2)
+    model = nn.Linear(2, 2)  # there only waits for batches are measured
     pace = Pace(model)
     model(torch.ones(1, 2)).sum().backward()
-    pace.end_step(2.0)
-    pace.end_step(0.0)
+    for waited in (2.0, 0.0):
+        pace.end_step(waited)
     assert pace.microseconds() == 2_000_000
 
 
@@ -91,6 +88,11 @@ def test_the_spread_is_that_of_all_steps_since_the_last_line():
     assert pace.read() == {}
     pace.add([10, 15])
     assert pace.read() == {"slowest_behind": 0.5}  # of two processes, behind the faster one
+    pace, named = Pace(nn.Linear(1, 1)), []
+    for _ in range(6):  # short intervals name a process after some steps
+        pace.add([10, 10, 12])
+        named.append(pace.read().get("slow_rank"))
+    assert named == [None] * 4 + [2, 2]
 
 
 @pytest.mark.parametrize(
@@ -111,11 +113,3 @@ def test_a_process_that_is_the_slowest_in_every_step_is_named(steps, named):
     for times in steps:
         pace.add(times)
     assert pace.read().get("slow_rank") == (2 if named else None)
-
-
-def test_short_intervals_name_a_process_after_some_steps():
-    pace, named = Pace(nn.Linear(1, 1)), []
-    for _ in range(6):
-        pace.add([10, 10, 12])
-        named.append(pace.read().get("slow_rank"))
-    assert named == [None] * 4 + [2, 2]

@@ -31,23 +31,6 @@ def test_a_short_log_is_drawn_point_by_point(tmp_path):
     assert read(tmp_path, []) == {}
 
 
-@pytest.mark.parametrize("every", [1, 7])
-def test_a_long_log_keeps_its_extremes_and_its_end(every, tmp_path, monkeypatch):
-    monkeypatch.setattr(plots, "PARTS", 10)
-    values = [(37 * step) % 101 / 100 for step in range(1, 1001)]
-    values[499], values[700], values[-1] = 50.0, -50.0, 0.5
-    lines = [
-        {"split": "train" if step % every == 0 else "val", "step": step, "loss": value}
-        for step, value in enumerate(values, 1)
-    ]
-    points = read(tmp_path, lines)
-    found = [point for split in points.values() for point in split]
-    assert {(500, 50.0), (701, -50.0), (1000, 0.5)} <= set(found) <= set(enumerate(values, 1))
-    assert len(found) <= 3 * 2 * 11
-    for split in points.values():
-        assert split == sorted(set(split))
-
-
 @pytest.mark.parametrize(
     ("options", "least", "most"), [({}, 0.85, 1), ({"rect": (0, 0, 0.5, 1)}, 0.35, 0.5)]
 )

@@ -14,19 +14,19 @@ def clock(monkeypatch):
     state = SimpleNamespace(now=100.0, lines=[], bars=[])
 
     class Bar:
-        def __init__(self, **options):
-            state.bars.append(SimpleNamespace(**options, n=0, closed=False))
-
         write = staticmethod(state.lines.append)
+
+        def __init__(self, **options):
+            state.bars.append(SimpleNamespace(**options, n=0))
 
         def __enter__(self):
             return self
 
+        def __exit__(self, *_):
+            pass
+
         def update(self):
             state.bars[-1].n += 1
-
-        def __exit__(self, *_):
-            state.bars[-1].closed = True
 
     monkeypatch.setattr(progress.time, "monotonic", lambda: state.now)
     monkeypatch.setattr(progress, "tqdm", Bar)
@@ -42,34 +42,29 @@ def evaluate(watch, clock, seconds, batches=60):
         clock.now += seconds
 
 
-def test_a_long_evaluation_says_how_much_is_left(clock):
-    main = progress.Progress(accelerator())
+def test_a_long_evaluation_says_how_much_is_left(clock, monkeypatch):
+    main, other = (progress.Progress(accelerator(2, rank)) for rank in (0, 1))
     evaluate(main, clock, 4.9 / 60)
+    evaluate(other, clock, 2)
     assert clock.lines == [] and all(bar.disable for bar in clock.bars)
     evaluate(main, clock, 2)  # after five seconds, then after each tenth
     assert clock.lines[0] == "evaluation: 5%, left 0:01:54"
     assert clock.lines[1] == "evaluation: 10%, left 0:01:48" and len(clock.lines) == 10
     assert clock.lines[-1] == "evaluation: 90%, left 0:00:12"
     clock.lines.clear()
-    evaluate(main, clock, 0.1)  # six seconds: one line
-    assert clock.lines == ["evaluation: 85%, left 0:00:01"]
-    evaluate(progress.Progress(accelerator(2, rank=1)), clock, 2)
-    assert len(clock.lines) == 1
-
-
-def test_a_terminal_has_a_bar(clock, monkeypatch):
+    evaluate(main, clock, 0.11)  # nearly seven seconds: one line
+    assert clock.lines == ["evaluation: 77%, left 0:00:02"]
     monkeypatch.setattr(progress.sys, "stderr", SimpleNamespace(isatty=lambda: True))
-    evaluate(progress.Progress(accelerator()), clock, 2)
-    evaluate(progress.Progress(accelerator(2, rank=1)), clock, 2)
-    main, other = clock.bars
-    assert not main.disable and main.delay == 5 and main.total == main.n == 60 and main.closed
-    assert (main.desc, main.unit, main.leave) == ("evaluation", "batch", False)
-    assert other.disable and not clock.lines
+    for each in (main, other):  # on a terminal
+        evaluate(each, clock, 2)
+    shown, hidden = clock.bars[-2:]
+    assert not shown.disable and shown.delay == 5 and shown.total == shown.n == 60
+    assert (shown.desc, shown.unit, shown.leave) == ("evaluation", "batch", False)
+    assert hidden.disable and len(clock.lines) == 1
 
 
 def test_the_last_evaluation_says_how_long_it_will_take(clock):
-    main = progress.Progress(accelerator())
-    many = 9_000_000
+    main, many = progress.Progress(accelerator()), 9_000_000
     main.announce(many, many, "runs/a")
     evaluate(main, clock, 0.01)  # 1,000 samples per second
     main.announce(many, many, "runs/a")

@@ -15,6 +15,7 @@ from accelerate.utils import other
 from harness import fakes
 from safetensors.torch import load_file
 from torch import nn
+from torch.utils._pytree import tree_leaves
 
 from utils.run import checkpoint, process
 from utils.scale import saving
@@ -25,37 +26,12 @@ def writer():
     return saving.BackgroundWriter(fakes.accelerator())
 
 
-@pytest.fixture
-def held(writer, monkeypatch):
-    """A save that is written only when somebody waits for it: the list gets "written" then."""
-    let_go, done = threading.Event(), []
-    real_wait = saving.wait
-
-    def wait(*args):
-        done.append("waits")
-        let_go.set()
-        return real_wait(*args)
-
-    monkeypatch.setattr(saving, "wait", wait)
-    writer.start([let_go.wait], lambda error: done.append("written"))
-    yield done
-    let_go.set()
-
-
 def digests(folder):
     return {
         path.relative_to(folder): sha256(path.read_bytes()).hexdigest()
         for path in folder.rglob("*")
         if path.is_file()
     }
-
-
-def tensors_in(value):
-    if isinstance(value, torch.Tensor):
-        yield value
-    elif isinstance(value, dict | list | tuple):
-        for part in value.values() if isinstance(value, dict) else value:
-            yield from tensors_in(part)
 
 
 # --------------------------------------------------------------------------------- what is written
@@ -83,8 +59,9 @@ def test_the_files_are_those_of_the_moment_of_the_call(tmp_path, writer):
     assert not files & {"model.safetensors", "optimizer.bin", "random_states_0.pkl"}
     step()
     with torch.no_grad():
-        for tensor in tensors_in([model.state_dict(), optimizer.state_dict()]):
-            tensor.fill_(7)
+        for value in tree_leaves([model.state_dict(), optimizer.state_dict()]):
+            if isinstance(value, torch.Tensor):
+                value.fill_(7)
     writer.start(writes, lambda error: error).result()
     now, later = digests(tmp_path / "now"), digests(tmp_path / "later")
     assert later == now and len(now) >= 4 and not writes
@@ -170,13 +147,26 @@ def test_the_thread_gives_way_to_the_training(writer):
     assert priority(None) == here
 
 
-def test_a_process_is_forked_when_nothing_is_written(held):
+def test_a_process_is_forked_when_nothing_is_written(writer, monkeypatch):
     """A lock that the thread holds would stay locked in the new process."""
+    let_go, done, real_wait = threading.Event(), [], saving.wait
+
+    def wait(*args):
+        done.append("waits")
+        let_go.set()
+        return real_wait(*args)
+
+    monkeypatch.setattr(saving, "wait", wait)
+    writer.start([let_go.wait], lambda error: done.append("written"))
     child = os.fork()
     if child == 0:
         os._exit(0)
     os.waitpid(child, 0)
-    assert held[:2] == ["waits", "written"]
+    assert done[:2] == ["waits", "written"]
+    done.clear()
+    monkeypatch.setattr(saving, "wait", lambda futures, seconds: done.append(seconds))
+    process.finish_writing(2.5)
+    assert done == [2.5]
 
 
 @pytest.mark.parametrize("wait", [True, False])
@@ -193,14 +183,6 @@ def test_a_writer_that_waits_copies_nothing(wait, tmp_path):
     let_go.set()
     process.finish_writing(20)
     assert done == ["written"]
-
-
-def test_waiting_ends_with_its_time(writer, monkeypatch):
-    waits = []
-    future = writer.start([], lambda error: None)
-    monkeypatch.setattr(saving, "wait", lambda *args: waits.append(args))
-    process.finish_writing(2.5)
-    assert waits == [([future], 2.5)]
 
 
 @pytest.mark.parametrize(

@@ -80,7 +80,7 @@ class Wrapped(torch.nn.Module):
 
 
 @pytest.mark.parametrize("suffix", [".safetensors", ".pth", ".pt", ".ckpt"])
-@pytest.mark.parametrize("prefix", ["", "module.", "_orig_mod.", "model.", "module._orig_mod."])
+@pytest.mark.parametrize("prefix", ["", "model.", "module._orig_mod."])
 @pytest.mark.parametrize("make", [build, Wrapped])
 def test_the_prefix_of_a_wrapper_does_not_matter(prefix, suffix, make, tmp_path):
     sevens = {
@@ -94,14 +94,6 @@ def test_the_prefix_of_a_wrapper_does_not_matter(prefix, suffix, make, tmp_path)
     model = make()
     weight_files.initialize(fakes.accelerator(), model, str(path))
     assert all((value == 7).all() for value in model.state_dict().values())
-
-
-def test_an_unknown_prefix_is_named(tmp_path):
-    state = {f"backbone.{name}": value for name, value in build().state_dict().items()}
-    save_file(state, tmp_path / "w.safetensors")
-    with pytest.raises(UserError, match=r"all its names begin with `backbone\.`") as error:
-        weight_files.initialize(fakes.accelerator(), build(), str(tmp_path / "w.safetensors"))
-    assert "\n" not in str(error.value)
 
 
 def test_a_pickle_that_holds_anything_else_is_one_line(tmp_path):
@@ -155,12 +147,12 @@ def test_averaged_weights_are_the_ones_that_count(checkpoint):
 
 
 def test_sharded_weights(checkpoint, tmp_path):
-    model = {"weight": torch.arange(6.0).reshape(2, 3), "bias": torch.ones(2)}
+    model = {"weight": torch.arange(6.0).reshape(2, 3), "bias": torch.ones(2).bfloat16()}
     dcp.save({"model": model}, checkpoint_id=checkpoint.writing / weight_files.SHARDS, no_dist=True)
     folder = checkpoint(config={"width": 3})
     saved = weight_files.read(folder)
     assert torch.equal(saved.state["weight"], model["weight"]) and saved.config == {"width": 3}
-    assert saved.state.keys() == model.keys()
+    assert saved.state.keys() == model.keys() and saved.state["bias"].dtype == torch.bfloat16
     assert sorted(os.listdir(folder.parent)) == ["step_00000003"]  # nothing temporary is left
     (folder / weight_files.SHARDS).rename(tmp_path / "elsewhere")
     (folder / weight_files.SHARDS).symlink_to(tmp_path / "elsewhere")
@@ -180,9 +172,13 @@ def test_nothing_that_is_read_executes_code(place, checkpoint, tmp_path):
     else:
         state = {"model": {"a": torch.ones(2), "b": bomb}}
         dcp.save(state, checkpoint_id=checkpoint.writing / weight_files.SHARDS, no_dist=True)
-    with pytest.raises(UserError, match="it would execute code when loaded: ") as caught:
-        weight_files.read(path or checkpoint())
-    assert not (tmp_path / "executed").exists() and "\n" not in str(caught.value)
+    if place == "shards":  # only tensors are read
+        assert weight_files.read(checkpoint()).state.keys() == {"a"}
+    else:
+        with pytest.raises(UserError, match="it would execute code when loaded: ") as caught:
+            weight_files.read(path or checkpoint())
+        assert "\n" not in str(caught.value)
+    assert not (tmp_path / "executed").exists()
 
 
 def test_the_weights_of_a_run(tmp_path):
@@ -192,8 +188,10 @@ def test_the_weights_of_a_run(tmp_path):
     assert saved.file == tmp_path / "model.safetensors" and list(saved.state) == ["bias", "weight"]
     (tmp_path / "args.json").write_text(json.dumps({"arguments": {"lr": 0.5}}))
     assert weight_files.read(tmp_path / "model.safetensors").arguments == {"lr": 0.5}
-    save_file({"a": torch.ones(1)}, tmp_path / "plain.safetensors")
-    assert weight_files.read(tmp_path / "plain.safetensors").config is None
+    plain = {"model.a": torch.ones(1), "module.b": torch.ones(1)}  # parts, and no wrappers
+    save_file(plain, tmp_path / "plain.safetensors")
+    saved = weight_files.read(tmp_path / "plain.safetensors")
+    assert saved.config is None and saved.state.keys() == plain.keys()
 
 
 def test_a_run_without_final_weights_has_those_of_its_newest_checkpoint(tmp_path):
@@ -224,17 +222,24 @@ def test_without_weights_it_is_one_line(tmp_path):
 @pytest.mark.parametrize(
     ("change", "says"),
     [
-        (lambda state: state.pop("0.bias"), "it has no 0.bias"),
-        (lambda state: state.update({"0.bias": torch.zeros(6)}), r"its 0.bias is \[6\], not \[5\]"),
+        (lambda state: state.pop("0.bias"), " holds another model: it has no 0.bias"),
+        (
+            lambda state: state.update({"0.bias": torch.zeros(6)}),
+            r" its 0.bias is \[6\], not \[5\]",
+        ),
         (lambda state: state.update({"extra": torch.zeros(6)}), "this one has no extra"),
+        (
+            lambda state: [state.update({f"backbone.{k}": state.pop(k)}) for k in list(state)],
+            r"all its names begin with `backbone\.`",
+        ),
     ],
 )
 def test_another_model_is_refused(change, says, tmp_path):
     model, state = build(), build().state_dict()
     change(state)
     save_file({name: value + 1 for name, value in state.items()}, tmp_path / "a.safetensors")
-    with pytest.raises(UserError, match=f"^--init_from .* holds another model: {says}"):
+    with pytest.raises(UserError, match=f"^--init_from .*{says}") as caught:
         weight_files.initialize(fakes.accelerator(), model, tmp_path / "a.safetensors")
-    assert all(
-        torch.equal(a, b) for a, b in zip(model.parameters(), build().parameters(), strict=True)
-    )
+    assert "\n" not in str(caught.value)
+    pairs = zip(model.parameters(), build().parameters(), strict=True)
+    assert all(torch.equal(a, b) for a, b in pairs)

@@ -9,7 +9,8 @@ import torchvision
 from torch import nn
 from torchvision.transforms import InterpolationMode
 
-from utils import attention, weight_files
+from utils import weight_files
+from utils.compilation import make_attention_deterministic
 from utils.run.collectives import run_on_main
 from utils.run.failures import UserError
 
@@ -86,7 +87,7 @@ def build(config):
     On GPUs, training it ends with one line if an operation has no deterministic algorithm, as the
     adaptive pooling of AlexNet and the VGGs.
     """
-    attention.make_deterministic()
+    make_attention_deterministic()
     classes = len(config["class_names"])
     return torchvision.models.get_model(config["model"], weights=None, num_classes=classes)
 

@@ -1,21 +1,18 @@
 """Draws image files with matplotlib; needs no display."""
 
 import functools
-import json
-import os
 import warnings
 from pathlib import Path
 
 import numpy as np
 
 from utils.report.extras import optional
-from utils.run.files import read_json
+from utils.run.files import json_lines, read_json
 from utils.run.output import one_line
 
 DPI = 110
 # Colors that color-blind people can tell apart (Okabe & Ito, jfly.uni-koeln.de/color).
 COLORS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000")
-PARTS = 2000  # of a long log, from which a curve has some points each
 SHARES = ("accuracy", "top5")  # metrics that cannot be more than 1
 
 
@@ -78,20 +75,15 @@ def curves(folder, labels=None):
 
 def _logged_metrics(path):
     """The metrics of `curves`: those of the first evaluation, without counts and errors."""
-    names = []
-    for lines in read_parts(path):
-        if evaluation := next((line for line in lines if line["split"] in ("val", "test")), None):
-            names = [name for name, value in evaluation.items() if isinstance(value, float)]
-            break
+    lines = (line for line, _ in json_lines(path) if line["split"] in ("val", "test"))
     others = {"loss", "epoch", "score"}
+    names = [name for name, value in next(lines, {}).items() if isinstance(value, float)]
     kept = [name for name in names if name not in others and not name.endswith("_standard_error")]
     return {name: name.replace("_", " ") for name in ("loss", *kept[:1])}
 
 
 def read_curves(path, splits, names):
-    """Reads some metrics of `metrics.jsonl`: all points of a short one, and a part of a long one.
-
-    Of each of its parts this keeps the lowest, the highest and the last value.
+    """Reads some metrics of `metrics.jsonl`, which may have a million lines.
 
     Args:
         splits, names: of the curves.
@@ -100,29 +92,11 @@ def read_curves(path, splits, names):
         dict: (split, name) -> list of (step, value).
     """
     points = {}
-    for lines in read_parts(path):
-        part = {}
-        for line in lines:
-            for name in names if line["split"] in splits else ():
-                if name in line:
-                    point = (line["step"], line[name])
-                    part.setdefault((line["split"], name), []).append(point)
-        for curve, found in part.items():
-            values = [value for _, value in found]
-            extremes = {values.index(min(values)), values.index(max(values)), len(values) - 1}
-            points.setdefault(curve, []).extend(found[index] for index in sorted(extremes))
+    for line, _ in json_lines(path):
+        for name in names if line["split"] in splits else ():
+            if name in line:
+                points.setdefault((line["split"], name), []).append((line["step"], line[name]))
     return points
-
-
-def read_parts(path):
-    """Yields the lines of `metrics.jsonl`, parsed, in `PARTS` lists.
-
-    A line that its writer has not completed is left out.
-    """
-    with open(path, encoding="utf-8") as file:
-        size = os.fstat(file.fileno()).st_size // PARTS + 1
-        while lines := file.readlines(size):
-            yield [json.loads(line) for line in lines if line.endswith("}\n")]
 
 
 def save(figure, path, rect=None):

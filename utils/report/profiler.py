@@ -19,7 +19,7 @@ def start_profiler(accelerator, folder, wanted):
         target = folder / "profile"
         target.mkdir(exist_ok=True)
         profile.export_chrome_trace(str(target / "trace.json"))
-        table = profile.key_averages().table(sort_by="self_cpu_time_total", row_limit=30)
+        table = profile.key_averages().table(sort_by="self_cpu_time_total")
         (target / "operators.txt").write_text(table)
 
     schedule = dict(wait=1, warmup=1, active=3, repeat=1)

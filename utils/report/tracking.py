@@ -74,9 +74,6 @@ class Trackers:
             "wandb": {"name": name, "id": run.run_id, "resume": "allow", "dir": str(folder)},
             "trackio": {"name": name, "resume": "allow"},
             "mlflow": {"run_name": name},
-            "swanlab": {"experiment_name": name, "id": run.run_id, "resume": "allow"},
-            "clearml": {"task_name": name},
-            "aim": {"experiment": name},
         }
         # If TensorBoard's thread cannot write, `log` raises its error, too.
         others, ours = threading.excepthook, "tensorboard."
@@ -92,17 +89,16 @@ class Trackers:
                 accelerator.init_trackers(Path(sys.argv[0]).stem, init_kwargs=options)
                 trackers += accelerator.trackers
         accelerator.trackers = trackers
-
-        def record_arguments(tracker):
-            if tracker.name == "tensorboard":
-                # At the next step, so that a later restart purges it. TensorBoard's own table of
-                # hyperparameters needs the final metrics: see `finish`.
-                text = "\n".join(f"    {flag} {value}" for flag, value in arguments.items())
+        # At the next step, so that a later restart purges it. TensorBoard's own table of
+        # hyperparameters needs the final metrics: see `finish`.
+        text = "\n".join(f"    {flag} {value}" for flag, value in arguments.items())
+        self._for_each(
+            lambda tracker: (
                 tracker.log({"arguments": text}, step=step + 1)
-            else:
-                tracker.store_init_configuration(arguments)
-
-        self._for_each(record_arguments)
+                if tracker.name == "tensorboard"
+                else tracker.store_init_configuration(arguments)
+            )
+        )
 
     def log(self, values, step, sent_before=False):
         """Sends `values` (numbers and strings) to every tracker.
@@ -111,12 +107,10 @@ class Trackers:
             sent_before (bool): the values were sent before an interruption. Then only TensorBoard,
                 which has dropped them, gets them again.
         """
-
-        def send(tracker):
-            if tracker.name == "tensorboard" or not sent_before:
-                tracker.log(values, step=step)
-
-        self._for_each(send)
+        self._for_each(
+            lambda tracker: tracker.log(values, step=step),
+            ("tensorboard",) if sent_before else None,
+        )
 
     def log_images(self, images, step):
         """Sends images to the trackers that can show them: TensorBoard and Weights & Biases.
@@ -124,39 +118,32 @@ class Trackers:
         Args:
             images (dict): name -> uint8 [1, height, width, 3].
         """
-
-        def send(tracker):
-            if tracker.name == "tensorboard":
-                tracker.log_images(images, step=step, dataformats="NHWC")
-            elif tracker.name == "wandb":
-                tracker.log_images(images, step=step)
-
-        self._for_each(send)
+        layout = {"tensorboard": {"dataformats": "NHWC"}, "wandb": {}}
+        self._for_each(
+            lambda tracker: tracker.log_images(images, step=step, **layout[tracker.name]), layout
+        )
 
     def finish(self, run):
         """Writes TensorBoard's table of hyperparameters: arguments and final metrics."""
-        arguments, results = run.identity.arguments, run.results
+        given = {name: value for name, value in run.identity.arguments.items() if value is not None}
         final = {
             f"final/{name}": value
-            for name, value in results.items()
+            for name, value in run.results.items()
             if name.startswith(("test_", "val_"))
         }
+        options = dict(run_name=".", global_step=run.results["global_step"])
+        self._for_each(
+            lambda tracker: tracker.tracker.add_hparams(given, final, **options), ("tensorboard",)
+        )
 
-        def record_hyperparameters(tracker):
-            if tracker.name == "tensorboard":
-                given = {name: value for name, value in arguments.items() if value is not None}
-                step = results["global_step"]
-                tracker.tracker.add_hparams(given, final, run_name=".", global_step=step)
+    def _for_each(self, function, names=None):
+        """Calls `function(tracker)` for all trackers, or those of these names.
 
-        self._for_each(record_hyperparameters)
-
-    def _for_each(self, function):
-        """Calls `function(tracker)`; one that fails costs a warning, and is not called again."""
-        accelerator = self._accelerator
-        failed = list(accelerator.trackers)
-        for tracker in accelerator.trackers:
-            with optional(f"what --track {tracker.name} would show from here on"):
-                function(tracker)
-                failed.remove(tracker)
-        rest = [tracker for tracker in accelerator.trackers if tracker not in failed]
-        accelerator.trackers = rest
+        One that fails costs a warning, and is not called again.
+        """
+        for tracker in list(self._accelerator.trackers):
+            if names is None or tracker.name in names:
+                self._accelerator.trackers.remove(tracker)
+                with optional(f"what --track {tracker.name} would show from here on"):
+                    function(tracker)
+                    self._accelerator.trackers.append(tracker)

@@ -15,7 +15,7 @@ from torch.distributed.fsdp.wrap import transformer_auto_wrap_policy
 
 from utils.run import launch
 from utils.run.failures import UserError
-from utils.scale import elastic, patches, shards
+from utils.scale import elastic, patches
 
 
 def requested():
@@ -124,7 +124,7 @@ def configure(accelerator):
         )
     if accelerator.is_main_process:
         print(f"the model is sharded over {accelerator.num_processes} processes")
-    patches.read_shards_with(shards.Reader)  # a checkpoint executes no code
+    patches.read_shards_safely()
     plugin = accelerator.state.fsdp_plugin
     plugin.state_dict_config.offload_to_cpu = False
     if accelerator.mixed_precision == "bf16":

@@ -3,15 +3,13 @@
 A thread in each process looks into the folder of the run once a second: a main thread that waits
 inside C++ runs nothing. A process that makes no progress creates the file `dump_stacks`, as a
 person may do. Every process then writes `stacks/rank_N.txt`, and one says where all of them are.
-With the file `save_now`, all processes save after the same step, and go on. SIGQUIT (Ctrl-\\) asks
-for the stacks, too.
+With the file `save_now`, all processes save after the same step, and go on.
 """
 
 import contextlib
 import faulthandler
 import json
 import os
-import signal
 import sys
 import threading
 import time
@@ -57,9 +55,6 @@ class Watchdog:
         self._save_asked, self._awaited = False, None  # the step of a save that a person waits for
         self._pace, self._waited = Pace(model), 0.0
         guard.attach(self)
-        self._quit = open(run.path / f".quit_{self._rank}", "w+")  # noqa: SIM115 (as long as the run)
-        os.unlink(self._quit.name)
-        faulthandler.register(signal.SIGQUIT, file=self._quit)
         threading.Thread(target=self._watch, name="watchdog", daemon=True).start()
 
     # ------------------------------------------------------------------ with the votes of the guard
@@ -109,12 +104,11 @@ class Watchdog:
         writing = self._run.path / f".dump_stacks_{self._rank}"
         with contextlib.suppress(OSError):  # the folder is gone, with the run
             writing.write_text(reason)
-            try:
-                os.link(writing, self.request)  # with its text: others may look at any moment
-            except FileExistsError:  # another process was first: its request stays
-                pass
-            except OSError:  # no links on this file system
-                os.replace(writing, self.request)
+            try:  # with its text: others may look at any moment
+                os.link(writing, self.request)
+            except OSError:  # another process was first, or this file system has no links
+                if not self.request.exists():
+                    os.replace(writing, self.request)
             writing.unlink(missing_ok=True)
 
     def _watch(self):
@@ -125,9 +119,6 @@ class Watchdog:
     def look(self):
         """Asks if there was no progress, and answers a new request."""
         _refresh(self._run.path)
-        if os.fstat(self._quit.fileno()).st_size:  # faulthandler has written to it
-            self._quit.truncate(0)
-            self.ask("SIGQUIT")
         moved_at = self._guard.moved_at
         passed = time.monotonic() - moved_at
         if passed > self._seconds and moved_at != self._reported:
@@ -138,13 +129,15 @@ class Watchdog:
             if request != self._answered:
                 self._answered = request
                 self._answer(request)
+        if self._rank != 0:
+            return
+        with contextlib.suppress(OSError):
+            request = self.save_request.stat().st_mtime_ns
+            if request != self._save_seen:
+                self._save_seen, self._save_asked = request, True
         if self._awaited is not None and self._run.saves.newest_step >= self._awaited:
             self._run.print(f"asked by the file save_now: checkpoint of step {self._awaited}")
             self._awaited = None
-        with contextlib.suppress(OSError):
-            request = self.save_request.stat().st_mtime_ns if self._rank == 0 else None
-            if request != self._save_seen:
-                self._save_seen, self._save_asked = request, True
 
     def _answer(self, request):
         reason = self.request.read_text().strip() or "asked by the file dump_stacks"
@@ -231,7 +224,8 @@ def describe(states, ranks):
         seconds = max(states[rank]["seconds_without_progress"] for rank in members)
         if len(members) > 1:
             does = does.replace("is in", "are in", 1).replace("waits", "wait", 1)
-        parts.append(f"{_named(members)} {does} after step {step}, {seconds} s without progress")
+        where = f"{does} after step {step}, {seconds} s without progress"
+        parts.append(f"{_named(members)} {where}")
     silent = [rank for rank in range(ranks) if rank not in states]
     if silent:
         parts.append(f"{_named(silent)} did not answer: stopped, or lost")

@@ -80,37 +80,18 @@ def test_a_checkpoint_is_written_beside_the_training(tmp_path, writer):
     assert 0 < figures["blocked_seconds"] < figures["seconds"]
 
 
-@pytest.mark.parametrize("written_first", [True, False])
-def test_only_what_is_written_and_evaluated_replaces_older_ones(written_first, tmp_path, writer):
-    save(saves_of(tmp_path), 3, wait=True)
-    saves = saves_of(tmp_path, writer)
-    save(saves, 6, due=True)
-    if written_first:
-        finish_writing(writer)
-        saves.look()
-    saves.evaluated(5, {"score": 0.1})  # of another step
-    assert steps_in(tmp_path) == ([3, 6] if written_first else [3])
-    saves.evaluated(6, {"score": 0.5})
-    finish_writing(writer)
-    saves.look()
-    saves.finish()
-    assert steps_in(tmp_path) == [6]
-    saves.evaluated(6, {"score": 0.9})  # again: nobody listens
-    assert (
-        manifest.verify(fakes.accelerator(), manifest.all_in(tmp_path)[0])["progress"]["score"]
-        == 0.5
-    )
-
-
 def test_an_evaluation_that_does_not_come_keeps_nothing_waiting(tmp_path):
     saves = saves_of(tmp_path)
     save(saves, 3, wait=True)
     save(saves, 6, due=True, wait=True)
+    saves.evaluated(5, {"score": 0.1})  # of another step
     assert steps_in(tmp_path) == [3, 6]
     assert all(line["blocked_seconds"] == line["seconds"] for _, line in saves.lines)
     saves.finish()
+    saves.evaluated(6, {"score": 0.9})  # nobody listens
     assert steps_in(tmp_path) == [6]
-    assert manifest.read(manifest.all_in(tmp_path)[0])["progress"]["evaluation_due"] is True
+    progress = manifest.read(manifest.all_in(tmp_path)[0])["progress"]
+    assert progress == {"step": 6, "evaluation_due": True}
 
 
 def test_a_write_that_fails_costs_the_checkpoint(tmp_path, writer, capsys):
@@ -134,14 +115,11 @@ def test_a_write_that_fails_costs_the_checkpoint(tmp_path, writer, capsys):
     assert steps_in(tmp_path) == []
 
 
-def test_an_error_of_the_script_while_saving_is_not_hidden(tmp_path):
-    with pytest.raises(ZeroDivisionError):
-        save(saves_of(tmp_path), 3, error=ZeroDivisionError())
-
-
-def test_a_writer_hears_whether_the_training_waits_in_any_case(tmp_path):
+def test_what_a_writer_hears_and_an_error_of_the_script_is_not_hidden(tmp_path):
     seen, writer = [], Writer()
     writer.capture = lambda wait: seen.append(wait) or contextlib.nullcontext([])
-    for wait in (True, False):
+    for wait in (True, False):  # whether the training waits in any case
         save(saves_of(tmp_path, writer), 3, wait=wait)
     assert seen == [True, False]
+    with pytest.raises(ZeroDivisionError):
+        save(saves_of(tmp_path), 3, error=ZeroDivisionError())

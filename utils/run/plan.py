@@ -1,8 +1,8 @@
 """Computes which optimizer steps are left, and what to do after each of them. Needs no torch."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
-from itertools import islice
+from itertools import count, islice
 
 from utils.run.failures import UserError
 
@@ -36,14 +36,8 @@ class Plan:
         """Builds the plan from the command-line arguments.
 
         Args:
-            args: `epochs`, `max_train_steps`, `batch_size`, `log_every`, `eval_every` and
-                `checkpoint_every`, as the training scripts define them, and
-                `gradient_accumulation_steps`, if the script has it.
             samples (int | None): size of the training set; None: a stream, treated as one epoch of
                 `--max_train_steps` steps.
-
-        Raises:
-            UserError: the training set is smaller than a batch.
         """
         steps_per_epoch = args.max_train_steps if samples is None else samples // args.batch_size
         if steps_per_epoch == 0:
@@ -94,7 +88,7 @@ class Plan:
 
         With `save_every` 0 only after the last step.
         """
-        if step == self.total_steps or self.save_every == 0:
+        if self.save_every == 0:
             return step == self.total_steps
         return step % self.save_every == 0 or self.evaluation_due(step)
 
@@ -122,11 +116,7 @@ class RemainingSteps:
         return skip_first_batches(loader, self.skip) if self.skip else loader
 
     def steps(self, batches):
-        """Yields `(step, batch)`, for a loop without gradient accumulation.
-
-        Raises:
-            RuntimeError: there are fewer batches than steps, or the plan accumulates gradients.
-        """
+        """Yields `(step, batch)`, for a loop without gradient accumulation."""
         if self.accumulation != 1:
             raise RuntimeError("a loop over `steps` does not accumulate: use `accumulated`")
         for step, micro_batches in self.accumulated(batches):
@@ -136,30 +126,18 @@ class RemainingSteps:
     def accumulated(self, batches):
         """Yields `(step, micro_batches)`; `micro_batches` iterates over the batches of that step.
 
-        Raises:
-            RuntimeError: the loop body did not use all micro-batches of a step, or there are fewer
-                batches than the steps need.
+        Raises RuntimeError if the loop body did not use all of them, or the loader has fewer.
         """
         batches = iter(batches)
         for step in range(self.first, self.last + 1):
             if self.done():
                 return
-            micro_batches = _Counted(islice(batches, self.accumulation))
-            yield step, micro_batches
-            if micro_batches.count != self.accumulation:
+            numbers = count()
+            micro_batches = zip(islice(batches, self.accumulation), numbers, strict=False)
+            yield step, (batch for batch, _ in micro_batches)
+            used = next(numbers)
+            if used != self.accumulation:
                 raise RuntimeError(
-                    f"step {step} used {micro_batches.count} of its {self.accumulation} "
-                    "micro-batches: the loader has no more, or the loop left some"
+                    f"step {step} used {used} of its {self.accumulation} micro-batches: the loader "
+                    "has no more, or the loop left some"
                 )
-
-
-class _Counted(Iterator):
-    """Iterates over `items` and counts those used."""
-
-    def __init__(self, items):
-        self._items, self.count = items, 0
-
-    def __next__(self):
-        item = next(self._items)
-        self.count += 1
-        return item

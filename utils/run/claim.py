@@ -17,12 +17,8 @@ from utils.run.output import warn
 def claim(path):
     """Locks the folder `path` (Path), which is made if necessary; main process only.
 
-    Returns:
-        tuple: its owner (str), which is this process and its host; the open file `.lock`, which
-        releases the lock when it is closed.
-
-    Raises:
-        UserError: the folder cannot be written, is in use, or holds something else.
+    Returns its owner (str), and the open file `.lock`, which releases the lock when it is closed.
+    Raises UserError if the folder cannot be written, is in use, or holds something else.
     """
     _refuse_other_folders(path)
     owner = f"process {os.getpid()} on {socket.gethostname()}"

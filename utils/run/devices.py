@@ -20,11 +20,10 @@ def local_processes():
 
 
 def set_up_gpus(config, gpus, deterministic):
-    """Sets up the GPUs of this process; raises UserError if there are fewer than processes.
+    """Sets up the GPUs of this process; raises UserError if this machine has too few (int).
 
     Args:
         config (str): name of the launcher's configuration, for messages.
-        gpus (int): those of this machine.
         deterministic (bool): whether a restart must give the same bytes.
     """
     processes = local_processes()

@@ -36,9 +36,8 @@ class UserError(Exception):
 class RunFailed(UserError):
     """The run cannot continue (for example, the loss is not finite): one line, and exit code 1.
 
-    Args:
-        retry (bool): whether the same command may succeed when it is run again.
-        more (str): what is too long for the line: only the run's `status.json` has it.
+    Whether the same command may succeed when it is run again is `retry` (bool); `more` (str) is too
+    long for the line: only the run's `status.json` has it.
     """
 
     def __init__(self, line, rank_variable="RANK", retry=True, more=""):

@@ -89,13 +89,9 @@ class RunFolder:
     def start(self, rates=None):
         """Loads the checkpoint that `open` found, if any, and opens the logs.
 
-        Call it on every process, after `prepare`.
+        Call it on every process, after `prepare`. Returns the number of optimizer steps done.
 
-        Args:
-            rates (dict | None): name -> amount per sample, of more rates (`tokens_per_second`).
-
-        Returns:
-            int: the number of optimizer steps done; 0 for a new run.
+        Args: rates (dict | None): name -> amount per sample, of more rates (`tokens_per_second`).
         """
         accelerator, plan = self.accelerator, self._plan
         checkpoint.check_objects(accelerator)

@@ -34,8 +34,7 @@ class Guard:
         step (int): the last step that has finished.
         agreed (int): the last step after which all processes agreed to go on.
         group: of all processes, over gloo; None for a single process.
-        moved_at (float): when this process last finished a step, or a batch of an evaluation, by
-            `time.monotonic`.
+        moved_at (float): `time.monotonic` of its last step, or batch of an evaluation.
     """
 
     def __init__(self, accelerator, timeout):

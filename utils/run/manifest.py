@@ -140,8 +140,7 @@ def hash_and_sync(accelerator, folder, group=None):
         dict: name -> `size` in bytes and `sha256`.
 
     Raises:
-        UserError: the processes do not see the same files, because their machines do not share the
-            folder.
+        UserError: the processes do not see the same files: their machines do not share the folder.
         OSError: a process could not read or sync a file; raised on every process.
     """
     for _ in range(SHARED_CHECKS):

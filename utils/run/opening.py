@@ -16,36 +16,22 @@ from utils.run.output import plural
 
 
 class Identity(NamedTuple):
-    """What a run is, by which another start continues it.
+    """What a run is, by which another start continues it."""
 
-    Attributes:
-        arguments (dict): as `record.comparable` returns them.
-        data (dict): name -> text, of what the arguments lead to, such as a checksum of the data.
-        may_change (set): names of arguments that may differ.
-        resume (str): the value of `--resume`.
-    """
-
-    arguments: dict
-    data: dict
-    may_change: set
-    resume: str
+    arguments: dict  # as `record.comparable` returns them
+    data: dict  # name -> text, of what the arguments lead to, such as a checksum of the data
+    may_change: set  # names of arguments
+    resume: str  # the value of `--resume`
 
 
 class Start(NamedTuple):
-    """From where a run starts.
+    """From where a run starts."""
 
-    Attributes:
-        results (dict | None): those of a run that has already finished.
-        checkpoint (Path | None), manifest (dict | None): the one to continue from.
-        run_id (str | None): of the run in the folder.
-        changes (list): what differs from the run of which this one continues a checkpoint.
-    """
-
-    results: dict | None = None
-    checkpoint: Path | None = None
-    manifest: dict | None = None
-    run_id: str | None = None
-    changes: list = ()
+    results: dict | None = None  # those of a run that has already finished
+    checkpoint: Path | None = None  # the one to continue from
+    manifest: dict | None = None  # its manifest
+    run_id: str | None = None  # of the run in the folder
+    changes: list = ()  # what differs from the run of which this one continues a checkpoint
 
 
 def find(accelerator, path, identity, plan):

@@ -9,27 +9,16 @@ from utils.run.failures import UserError
 
 @dataclass(frozen=True)
 class Plan:
-    """The schedule of a run, in optimizer steps. Steps are numbered from 1 to `total_steps`.
-
-    Attributes:
-        total_steps (int): length of the run.
-        steps_per_epoch (int): optimizer steps in one pass over the training data.
-        accumulation (int): micro-batches, which the loader yields, per optimizer step.
-        log_every, evaluate_every, save_every (int): steps between two log lines, evaluations,
-            checkpoints; `save_every` 0: save only after the last step.
-        stream (bool): whether the training data continue at a position of their own, so that no
-            batches are skipped.
-        left_out (int): samples of each epoch, which fill no batch.
-    """
+    """The schedule of a run, in optimizer steps. Steps are numbered from 1 to `total_steps`."""
 
     total_steps: int
-    steps_per_epoch: int
-    accumulation: int = 1
-    log_every: int = 1
+    steps_per_epoch: int  # in one pass over the training data
+    accumulation: int = 1  # micro-batches, which the loader yields, per step
+    log_every: int = 1  # steps between two log lines
     evaluate_every: int = 1
-    save_every: int = 1
-    stream: bool = False
-    left_out: int = 0
+    save_every: int = 1  # 0: save only after the last step
+    stream: bool = False  # the data continue at a position of their own: no batches are skipped
+    left_out: int = 0  # samples of each epoch, which fill no batch
 
     @classmethod
     def from_args(cls, args, samples=None):
@@ -95,19 +84,13 @@ class Plan:
 
 @dataclass(frozen=True)
 class RemainingSteps:
-    """The steps `first` to `last` of an epoch: all of it, or what an interruption left.
-
-    Attributes:
-        skip (int): batches of this epoch that earlier steps used.
-        accumulation (int): micro-batches per step.
-        done (Callable): whether to end before the next step.
-    """
+    """The steps `first` to `last` of an epoch: all of it, or what an interruption left."""
 
     first: int
     last: int
-    skip: int
-    accumulation: int
-    done: Callable = lambda: False
+    skip: int  # batches of this epoch that earlier steps used
+    accumulation: int  # micro-batches per step
+    done: Callable = lambda: False  # whether to end before the next step
 
     def rest(self, loader):
         """The prepared `loader`, or one without the batches that earlier steps used."""

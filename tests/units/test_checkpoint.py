@@ -1,8 +1,13 @@
-"""Checkpoints without a training run: what is written, found, loaded and deleted, and by whom."""
+"""Checkpoints without a training run: what is written, found, loaded and deleted, and by whom.
 
+That only what was written is accepted is in tests/properties/test_manifest_properties.py.
+"""
+
+import builtins
 import contextlib
 import errno
 import hashlib
+import json
 import os
 import pickle
 import random
@@ -101,29 +106,20 @@ def test_an_old_checkpoint_that_cannot_be_deleted_costs_nothing(tmp_path, monkey
 def test_a_checkpoint_has_its_name_only_when_all_files_are_synced(tmp_path, monkeypatch):
     """After a power cut, only data that was synced is certain to exist."""
     names = ["model.safetensors", "optimizer.bin", "shards/0.distcp"]
-    writing, synced = written_by_hand(tmp_path, *names), []
-    real_fsync, real_rename = os.fsync, os.rename
+    writing, done, rename = written_by_hand(tmp_path, *names), [], os.rename
 
     def fsync(descriptor):
-        synced.append(os.readlink(f"/proc/self/fd/{descriptor}"))
-        real_fsync(descriptor)
-
-    def rename(source, destination):
-        everything = {str(path) for path in writing.rglob("*")} | {str(writing)}
-        assert len(everything) == 6 and everything <= set(synced)
-        files = {str(path) for path in writing.rglob("*") if path.is_file()}
-        assert not files & set(synced[synced.index(str(writing / "manifest.json")) + 1 :])
-        assert str(writing) in synced[synced.index(str(writing / "manifest.json")) :]
-        assert str(tmp_path) in synced  # which names the folder of checkpoints
-        synced.clear()
-        real_rename(source, destination)
+        done.append(os.path.relpath(os.readlink(f"/proc/self/fd/{descriptor}"), writing))
 
     monkeypatch.setattr(os, "fsync", fsync)
-    monkeypatch.setattr(os, "rename", rename)
+    monkeypatch.setattr(os, "rename", lambda *paths: done.append("rename") or rename(*paths))
     assert checkpoint.finish(ALONE, writing, None, {"progress": {"step": 3}})
-    assert synced == [str(tmp_path / "checkpoints")]
+    before, last = done[: done.index("rename")], done.index("manifest.json")
+    # The last one names the folder of checkpoints; the manifest names what is on disk.
+    assert {*names, "shards", ".", "../.."} <= set(before) and set(names) <= set(done[:last])
+    assert "." in before[last:] and done[len(before) :] == ["rename", ".."]
     path = tmp_path / "checkpoints" / "step_00000003"
-    assert manifest.verify(fakes.accelerator(), path)["files"].keys() == set(names)
+    assert manifest.verify(ALONE, path)["files"].keys() == set(names)
 
 
 @pytest.mark.parametrize("failing", [0, 1])
@@ -143,44 +139,19 @@ def test_one_process_that_cannot_write_costs_the_checkpoint_on_all(
     assert steps_in(tmp_path) == []
 
 
-def test_processes_share_the_hashing_and_agree(world, tmp_path, monkeypatch):
-    writing = written_by_hand(tmp_path, *"abcde")
-    hashed, digest = {0: [], 1: []}, hashlib.file_digest
-
-    def file_digest(file, name):
-        hashed[world.rank()].append(Path(file.name).name)
-        return digest(file, name)
-
-    monkeypatch.setattr(hashlib, "file_digest", file_digest)
-    one, other = world.run(lambda accelerator: manifest.hash_and_sync(accelerator, writing))
-    assert one == other and {name: file["size"] for name, file in one.items()} == dict.fromkeys(
-        "abcde", 5
-    )
-    assert hashed == {0: ["a", "c", "e"], 1: ["b", "d"]}
-
-
 def test_a_file_that_cannot_be_hashed_is_an_error_on_all(world, tmp_path, monkeypatch):
-    (tmp_path / "a").write_bytes(b"weights")
-
-    def fails(*_):
-        raise OSError(errno.EIO, "Input/output error")
-
-    monkeypatch.setattr(hashlib, "file_digest", fails)
-    errors = world.run(lambda accelerator: manifest.hash_and_sync(accelerator, tmp_path))
+    error = OSError(errno.EIO, "Input/output error")
+    monkeypatch.setattr(hashlib, "file_digest", lambda *_: (_ for _ in ()).throw(error))
+    writing = written_by_hand(tmp_path, "a")
+    errors = world.run(lambda accelerator: manifest.hash_and_sync(accelerator, writing))
     assert [error.errno for error in errors] == [errno.EIO] * 2
 
 
 def test_folders_that_differ_are_compared_again_and_then_refused(world, tmp_path, monkeypatch):
     slept = []
     monkeypatch.setattr(manifest, "time", SimpleNamespace(sleep=slept.append))
-    for rank in (0, 1):
-        (tmp_path / str(rank)).mkdir()
-        (tmp_path / str(rank) / "model").write_bytes(b"x" * (rank + 1))
-
-    def compare(accelerator):
-        return manifest.hash_and_sync(accelerator, tmp_path / str(accelerator.process_index))
-
-    errors = world.run(compare)
+    folders = [written_by_hand(tmp_path / "0", "a"), written_by_hand(tmp_path / "1", "a", "model")]
+    errors = world.run(lambda here: manifest.hash_and_sync(here, folders[here.process_index]))
     assert all(isinstance(error, UserError) for error in errors)
     assert slept == [0.5] * 2 * manifest.SHARED_CHECKS
     assert "rank 0 and rank 1 do not see the same model" in str(errors[0])
@@ -188,16 +159,66 @@ def test_folders_that_differ_are_compared_again_and_then_refused(world, tmp_path
 
 def test_each_collective_of_a_save_is_in_its_group(tmp_path, monkeypatch):
     groups = []
-
-    def gather(accelerator, value, group=None):
-        groups.append(group)
-        return [value]
-
-    monkeypatch.setattr(checkpoint, "gather", gather)
-    monkeypatch.setattr(manifest, "gather", gather)
+    for module in (checkpoint, manifest):
+        monkeypatch.setattr(
+            module, "gather", lambda _, value, group=None: groups.append(group) or [value]
+        )
     writing = written_by_hand(tmp_path, "state")
     assert checkpoint.finish(ALONE, writing, None, {"progress": {"step": 3}}, "of the thread")
     assert groups == ["of the thread"] * 4
+
+
+def test_each_process_hashes_its_share_and_all_of_them_refuse_what_one_finds(
+    world, tmp_path, monkeypatch
+):
+    writing = written_by_hand(tmp_path, *"abcde", "shards/0")
+    hashed, digest = {0: [], 1: []}, hashlib.file_digest
+
+    def file_digest(file, name):
+        hashed[world.rank()].append(Path(file.name).name)
+        return digest(file, name)
+
+    monkeypatch.setattr(hashlib, "file_digest", file_digest)
+    # In threads of their own, no rank is known.
+    monkeypatch.setattr(manifest, "ThreadPoolExecutor", lambda _: contextlib.nullcontext(builtins))
+    one, other = world.run(lambda accelerator: manifest.hash_and_sync(accelerator, writing))
+    assert one == other and {file["size"] for file in one.values()} == {5}
+    assert hashed == {0: ["a", "c", "e"], 1: ["b", "d", "0"]}
+    path = tmp_path / "checkpoints" / "step_00000003"
+    manifest.complete(writing, path, {"progress": {"step": 3}, "files": one})
+    one, other = world.run(lambda accelerator: manifest.verify(accelerator, path))
+    assert one == other and hashed == {0: ["a", "c", "e"] * 2, 1: ["b", "d", "0"] * 2}
+    (path / "shards" / "0").write_bytes(b"etats")
+    for error in world.run(lambda accelerator: manifest.verify(accelerator, path)):
+        assert "shards/0 does not match" in str(error)
+
+
+def test_a_file_that_another_machine_sees_late_is_waited_for(tmp_path, monkeypatch):
+    """As over NFS."""
+    writing = written_by_hand(tmp_path, "model")
+    slept, views = [], iter([{}, {}, {"model": 5}, {}])  # the last: what it hashed
+    monkeypatch.setattr(manifest, "time", SimpleNamespace(sleep=slept.append))
+    monkeypatch.setattr(manifest, "gather", lambda _, value, group: [value, next(views)])
+    described = manifest.hash_and_sync(fakes.accelerator(2), writing)
+    assert described == {"model": {"size": 5, "sha256": hashlib.sha256(b"state").hexdigest()}}
+    assert slept == [0.5, 0.5]
+
+
+def test_people_can_read_what_is_saved(tmp_path):
+    """torch and safetensors may write files for their owner only."""
+    writing, before = written_by_hand(tmp_path, "file"), os.umask(0o027)
+    os.chmod(writing / "file", 0o600)
+    try:
+        assert checkpoint.finish(ALONE, writing, None, {"progress": {"step": 3}})
+        assert os.umask(0o027) == 0o027
+    finally:
+        os.umask(before)
+    file = tmp_path / "checkpoints" / "step_00000003" / "manifest.json"
+    assert file.with_name("file").stat().st_mode & 0o777 == 0o640
+    text = file.read_text()
+    assert text.count("\n") > 10 and json.dumps(json.loads(text), indent=2) == text
+    file.write_text(json.dumps(json.loads(text), sort_keys=True))  # an order that does not matter
+    assert manifest.verify(ALONE, file.parent)
 
 
 NO_ROOM = OSError("no room")
@@ -227,15 +248,14 @@ def test_only_a_failed_write_lets_training_go_on(error, is_write_error):
 
 def test_the_newest_undamaged_checkpoint_is_found(tmp_path, capsys):
     assert checkpoint.find(ALONE, tmp_path, "auto") is None
-    paths = [saved(tmp_path, step) for step in (1, 2, 3)]
+    paths = [saved(tmp_path, step) for step in (1, 2)]
     assert checkpoint.find(ALONE, tmp_path, "never") is None
     path, found = checkpoint.find(ALONE, tmp_path, "auto")
-    assert path == paths[2] and found["progress"] == {"step": 3}
-    (paths[2] / "model.safetensors").write_bytes(b"damaged")
-    assert checkpoint.find(ALONE, tmp_path, "auto")[0] == paths[1]
+    assert path == paths[1] and found["progress"] == {"step": 2}
+    (paths[1] / "model.safetensors").write_bytes(b"damaged")
+    assert checkpoint.find(ALONE, tmp_path, "auto")[0] == paths[0]
     assert capsys.readouterr().err.endswith("; trying the one before it\n")
-    for path in paths[:2]:
-        (path / "manifest.json").unlink()
+    (paths[0] / "manifest.json").unlink()
     with pytest.raises(UserError, match=f"all checkpoints in {tmp_path}/checkpoints are damaged"):
         checkpoint.find(ALONE, tmp_path, "auto")
 

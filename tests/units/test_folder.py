@@ -117,7 +117,6 @@ def test_a_run_continues(tmp_path, capsys, monkeypatch):
     save(run, 7, config={"width": 3})
     run.log("val", 7, score=0.5, loss=0.25)
     run.save_due(8)
-    before = json.loads((run.path / "args.json").read_text())
     here = accelerator()
     again = opened(run.path, using=here, init_from="elsewhere")
     assert again.progress.items() >= {"step": 7, "score": 0.5, "config": {"width": 3}}.items()
@@ -127,9 +126,7 @@ def test_a_run_continues(tmp_path, capsys, monkeypatch):
     newest = run.path / "checkpoints" / "step_00000007"
     assert here.loaded == [(str(newest), "cpu")]
     assert capsys.readouterr().out.splitlines()[1:] == [f"continuing from {newest}"]
-    now = json.loads((run.path / "args.json").read_text())
-    assert now["run_id"] == before["run_id"] == again.run_id
-    assert [start["step"] for start in now["starts"]] == [0, 7]
+    assert json.loads((run.path / "args.json").read_text())["run_id"] == run.run_id == again.run_id
     assert status(run.path)["reason"] == "from step 7" and status(run.path)["step"] == 7
     assert (tmp_path / "job.folder").read_text() == f"{run.path}\n7\n"
 

@@ -215,16 +215,12 @@ def test_a_line_of_training():
         "memory 1.5 GiB  left 3:04:05"
     )
     assert metrics.train_line(LINE, 1000) == line
-    assert metrics.train_line(LINE | {"mfu": 0.4567}, 1000) == line + "  MFU 45.7%"
-    slow = LINE | {"slow_rank": 3, "slowest_behind": 0.256}
-    assert metrics.train_line(slow, 1000) == line + "  rank 3 is 26% slower"
-
-
-def test_speeds_are_as_exact_as_they_are_large():
-    rates = (0.999, 1, 9.94, 10, 1000)
-    speeds = ["2,000.0 s/step", "1.0 samples/s", "9.9 samples/s", "10 samples/s", "1,000 samples/s"]
+    more = LINE | {"mfu": 0.4567, "slow_rank": 3, "slowest_behind": 0.256}
+    assert metrics.train_line(more, 1000) == f"{line}  MFU 45.7%  rank 3 is 26% slower"
+    rates = {0.999: "2,000.0 s/step", 1: "1.0 samples/s", 9.94: "9.9 samples/s", 10: "10 samples/s"}
     slow = {"step_seconds": 2000.04}
-    assert [metrics.speed(slow | {"samples_per_second": rate}) for rate in rates] == speeds
+    for rate, text in rates.items():  # as exact as they are large
+        assert metrics.speed(slow | {"samples_per_second": rate}) == text
     several = slow | {"samples_per_second": 0.5, "tokens_per_second": 1234.5}
     assert metrics.speed(several) == "1,234 tokens/s"
 
@@ -235,17 +231,18 @@ def test_the_last_lines_of_a_run():
     results |= dict(peak_memory_bytes=3 << 29, best_checkpoint="step_00000100")
     assert metrics.summary(results, "runs/a", "done") == (
         "done: test accuracy 0.5000, val top loss 1.2500\n"
-        "100 steps, 12,345 samples in 61 s (0.6 s/step with evaluations), 2 processes, peak memory 1.5 GiB\n"
-        "output: runs/a; best checkpoint: runs/a/checkpoints/step_00000100"
+        "100 steps, 12,345 samples in 61 s (0.6 s/step with evaluations), 2 processes, "
+        "peak memory 1.5 GiB\noutput: runs/a; best checkpoint: runs/a/checkpoints/step_00000100"
     )
-    tokens = metrics.summary(
-        results | dict(tokens_seen=9999, tokens_per_second=7), "runs/a", "done"
+    tokens = dict(tokens_seen=9999, tokens_per_second=7, val_loss=1.5, val_loss_standard_error=0.25)
+    text = metrics.summary(results | tokens | {"val_images": 2000}, "runs/a", "done")
+    assert (
+        "val loss 1.5000 ± 0.2500, 2,000 val images\n100 steps, 9,999 tokens in 61 s (7 to" in text
     )
-    assert "\n100 steps, 9,999 tokens in 61 s (7 tokens/s with evaluations), 2 processes" in tokens
     results |= dict(global_step=0, num_processes=1, best_checkpoint=None)
     text = metrics.summary(results, "runs/a", "stopped")
-    assert "(61.2 s/step with evaluations), 1 process, peak" in text and text.endswith(
+    assert "(61.2 s/step with evaluations), 1 process, peak" in text
+    del results["best_checkpoint"]
+    assert metrics.summary(results, "runs/a", "stopped") == text and text.endswith(
         "\noutput: runs/a"
     )
-    del results["best_checkpoint"]
-    assert metrics.summary(results, "runs/a", "stopped") == text

@@ -11,7 +11,8 @@ import pytest
 from harness import fakes
 
 from utils.run import manifest
-from utils.run.saves import Saves, Writer
+from utils.run.failures import RunFailed
+from utils.run.saves import Best, Saves, Writer
 
 
 class Beside(Writer):
@@ -113,6 +114,32 @@ def test_a_write_that_fails_costs_the_checkpoint(tmp_path, writer, capsys):
     with pytest.raises(ZeroDivisionError):
         save(saves, 8)
     assert steps_in(tmp_path) == []
+
+
+def test_failed_saves_in_a_row_end_the_run(tmp_path):
+    saves, full = saves_of(tmp_path), OSError("the disk is full")
+    save(saves, 1, error=full)
+    save(saves, 2)
+    for step in (3, 4):
+        save(saves, step, error=full, wait=True)
+    with pytest.raises(RunFailed, match=r"^3 checkpoints in a row .* is of step 2\. Make"):
+        save(saves, 5, error=full, wait=True)
+    assert [(step, line["written"]) for step, line in saves.lines][1:3] == [(2, True), (3, False)]
+
+
+@pytest.mark.parametrize("longer", [True, False])
+def test_a_restart_goes_on_where_the_run_stood(longer, tmp_path):
+    """A longer run gets new patience."""
+    save(saves_of(tmp_path), 3, due=True, wait=True)
+    saves, best = saves_of(tmp_path), Best(2)
+    saves.resume(3, True)
+    best.restore({"best": 0.5, "best_loss": 1.0, "stale": 1}, longer)
+    best.add(3, 0.5, 1.5)
+    assert saves.newest_step == 3 and best.out_of_patience() != longer
+    saves.evaluated(3, best.record(3))
+    progress = manifest.read(manifest.all_in(tmp_path)[0])["progress"]
+    scores = {"score": 0.5, "loss": 1.5, "best": 0.5, "best_loss": 1.0, "stale": 2 - longer}
+    assert progress == scores | {"step": 3, "evaluation_due": True}
 
 
 def test_what_a_writer_hears_and_an_error_of_the_script_is_not_hidden(tmp_path):

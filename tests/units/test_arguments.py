@@ -44,22 +44,14 @@ def test_frozen_arguments_do_not_change(parse):
     assert copy.lr == 3.0
 
 
-@pytest.mark.parametrize(
-    "text, reason",
-    [
-        ("--prompt 'a", "cannot read the arguments in @a.args: No closing quotation"),
-        ("--speed 3", "unrecognized arguments: --speed"),
-        (b"\xff\xfe", "cannot read the arguments in @a.args: 'utf-8'"),
-        (None, "cannot read the arguments in @a.args: [Errno 2] No such file or directory"),
-    ],
-)
-def test_a_wrong_file_is_one_line(text, reason, parse, tmp_path):
-    if text is not None:
-        data = text if isinstance(text, bytes) else text.encode()
-        (tmp_path / "a.args").write_bytes(data)
-    with pytest.raises(UserError) as raised:
+def test_a_wrong_file_is_one_line(parse, tmp_path):
+    with pytest.raises(
+        UserError, match=r"^cannot read the arguments in @a.args: \[Errno 2\] No su"
+    ):
         parse(["@a.args"])
-    assert reason in str(raised.value)
+    (tmp_path / "a.args").write_text("--prompt 'a")
+    with pytest.raises(UserError, match=r"^cannot read the arguments in @a.args: No closing quota"):
+        parse(["@a.args"])
 
 
 @pytest.mark.parametrize(

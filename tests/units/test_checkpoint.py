@@ -398,12 +398,3 @@ def test_only_in_the_block_does_every_load_build_nothing_but_plain_values(
         1 / 0  # noqa: B018
     assert torch.load(tmp_path / "a", weights_only=False) == Path("a")
     assert os.environ.get(checkpoint.FORCE) == before
-
-
-def test_a_checkpoint_of_another_model_is_one_line(tmp_path):
-    def load_state(path, map_location):
-        raise RuntimeError("Error(s):\n\tsize mismatch for a\n\tsize mismatch for b")
-
-    says = "does not fit this run: Error.s.: size mismatch for a. If the script has changed"
-    with pytest.raises(UserError, match=says):
-        checkpoint.load(loading(load_state), tmp_path)

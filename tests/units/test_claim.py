@@ -9,10 +9,12 @@ from types import SimpleNamespace
 import pytest
 
 from utils.run import claim as module
-from utils.run.claim import check_shared, claim
-from utils.run.failures import UserError
+from utils.run.claim import check_place, check_shared, claim
+from utils.run.failures import RunFailed, UserError
 
-OWNER = f"process {os.getpid()} on {socket.gethostname()}"
+
+def me():
+    return f"process {os.getpid()} on {socket.gethostname()}"
 
 
 def refused(folder, match):
@@ -51,10 +53,10 @@ def test_a_folder_and_the_lock_in_it_are_made(tmp_path, monkeypatch):
     monkeypatch.setattr(os, "fsync", follow)
     path = tmp_path / "a" / "b" / "c"
     owner, file = claim(path)
-    assert (owner, file.name) == (OWNER, str(path / ".lock"))
-    assert (path / ".lock").read_text() == OWNER and os.listdir(path) == [".lock"]
+    assert (owner, file.name) == (me(), str(path / ".lock"))
+    assert (path / ".lock").read_text() == me() and os.listdir(path) == [".lock"]
     folders = {(str(folder), False) for folder in (tmp_path, tmp_path / "a", tmp_path / "a" / "b")}
-    assert folders | {(str(path / ".lock"), OWNER)} <= set(synced)
+    assert folders | {(str(path / ".lock"), me())} <= set(synced)
 
 
 @pytest.mark.parametrize(
@@ -75,7 +77,7 @@ def test_a_folder_of_something_else_is_no_place_for_a_run(files, ours, tmp_path)
     for name, content in files.items():
         (tmp_path / name).write_text(content)
     if ours:
-        assert claim(tmp_path)[0] == OWNER
+        assert claim(tmp_path)[0] == me()
     else:
         refused(tmp_path, "is not empty and does not contain a run of these")
         assert {name: (tmp_path / name).read_text() for name in os.listdir(tmp_path)} == files
@@ -105,7 +107,7 @@ def test_the_processes_of_a_killed_job_are_waited_for(number, tmp_path, monkeypa
     (tmp_path / ".lock").write_text("process 7 on a-host-with-a-long-name-of-its-own.example.org\n")
     locks = Locks(monkeypatch, 6.9, number)
     with claim(tmp_path)[1]:
-        assert (tmp_path / ".lock").read_text() == OWNER
+        assert (tmp_path / ".lock").read_text() == me()
     assert locks.now == pytest.approx(107) and len(locks.flags) == 36
     assert set(locks.flags) == {module.fcntl.LOCK_EX | module.fcntl.LOCK_NB}
 
@@ -150,3 +152,13 @@ def test_the_lock_of_the_main_process_may_take_a_while_to_show(tmp_path, monkeyp
     with pytest.raises(UserError, match=f"different folder on {socket.gethostname()} than for me"):
         check_shared(tmp_path / "run", "me")
     assert len(seconds) == 3 + module.SHARED_CHECKS
+
+
+def test_a_folder_that_is_taken_away_ends_the_run(tmp_path):
+    place = tmp_path.stat()
+    check_place(tmp_path, place)
+    (tmp_path / "another").mkdir()
+    for path in (tmp_path / "another", tmp_path / "none"):
+        with pytest.raises(RunFailed, match="was removed or renamed") as caught:
+            check_place(path, place)
+        assert not caught.value.retry

@@ -18,7 +18,7 @@ from harness.worlds import World
 
 from utils.run import collectives, manifest, process
 from utils.run import metrics as metrics_module
-from utils.run.failures import RunFailed, UserError
+from utils.run.failures import UserError
 from utils.run.folder import RunFolder
 from utils.run.plan import Plan
 
@@ -213,19 +213,6 @@ def test_a_save_that_is_asked_for_is_due_once(tmp_path):
     assert [run.save_due(step) for step in (1, 2, 3)] == [True, False, True]
 
 
-@pytest.mark.parametrize(
-    ("step", "split", "ends"), [(14, "test", True), (14, "train", False), (7, "val", False)]
-)
-def test_after_the_last_evaluation_a_signal_may_end_the_process(
-    step, split, ends, tmp_path, monkeypatch
-):
-    monkeypatch.setenv("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", "30")
-    run = started(tmp_path)
-    save(run, step)
-    run.log(split, step, loss=1.0, lr=0.1)
-    assert process.stop_seconds() == (5 if ends else 20)
-
-
 def test_the_other_processes_neither_write_nor_print_and_decide_as_the_first(
     tmp_path, monkeypatch, capsys
 ):
@@ -259,18 +246,6 @@ def test_the_other_processes_neither_write_nor_print_and_decide_as_the_first(
 def test_a_test_split_has_no_score(tmp_path):
     with pytest.raises(ValueError, match="a test split never chooses"):
         started(tmp_path).log("test", 7, score=0.5)
-
-
-def test_a_folder_that_is_replaced_ends_the_run(tmp_path):
-    run = started(tmp_path / "mine")
-    (tmp_path / "mine").rename(tmp_path / "moved")
-    for _ in range(2):  # there is none, then another one
-        for call in (lambda: run.log("val", 1), lambda: save(run, 1), lambda: run.finish(1)):
-            with pytest.raises(RunFailed, match="was removed or renamed") as caught:
-                call()
-            assert not caught.value.retry
-        (tmp_path / "mine").mkdir(exist_ok=True)
-    assert not list((tmp_path / "mine").iterdir())
 
 
 # ------------------------------------------------------------------------------------------ end

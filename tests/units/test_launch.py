@@ -5,7 +5,6 @@ import os
 import re
 import socket
 import sys
-from datetime import timedelta
 from types import SimpleNamespace
 
 import pytest
@@ -90,22 +89,6 @@ def test_only_a_script_that_shards_is_sharded(kind, set_up, launched):
     says = r"^fsdp.yaml shards the model, which train_a.py does not support: use a configuration"
     with pytest.raises(UserError, match=says):
         set_up(2)
-
-
-def test_what_every_accelerator_is_given():
-    args = SimpleNamespace(seed=7, timeout=30)
-    options = launch.accelerator_options(args)
-    loaders = options.pop("dataloader_config")
-    assert loaders.split_batches and loaders.use_seedable_sampler and loaders.non_blocking
-    assert loaders.data_seed == 7
-    accumulation = options.pop("gradient_accumulation_plugin")
-    assert accumulation.num_steps == 1 and accumulation.sync_with_dataloader is False
-    (handler,) = options.pop("kwargs_handlers")
-    assert handler.timeout == timedelta(seconds=30)
-    assert options == {}
-    args.gradient_accumulation_steps = 4
-    options = launch.accelerator_options(args)
-    assert options["gradient_accumulation_plugin"].num_steps == 4
 
 
 # ----------------------------------------------------------------------------------------- banner
@@ -213,25 +196,20 @@ NETWORK = {"lo": "127.0.0.1", "eth0": "10.0.0.5", "ib0": "10.1.0.5", "down0": "1
     ],
 )
 def test_the_interface_to_a_host(names, own, found, monkeypatch):
-    class Probe(contextlib.nullcontext):
-        def __init__(self, *kind):
-            assert kind == (socket.AF_INET, socket.SOCK_DGRAM)
-            super().__init__(self)
+    def connect(address):
+        assert address == ("head", 9)
+        if own is None:
+            raise OSError("Network is unreachable")
 
-        def connect(self, address):
-            assert address == ("head", 9)
-            if own is None:
-                raise OSError("Network is unreachable")
-
-        def getsockname(self):
-            return own, 40_000
+    probe = SimpleNamespace(connect=connect, getsockname=lambda: (own, 40_000))
+    probes = {(socket.AF_INET, socket.SOCK_DGRAM): contextlib.nullcontext(probe)}
 
     def entries(name):
         v6 = SimpleNamespace(family=socket.AF_INET6, address=f"fe80::{name}")
         return [v6, SimpleNamespace(family=socket.AF_INET, address=NETWORK[name])]
 
     up = {name: SimpleNamespace(isup=name != "down0") for name in names}
-    monkeypatch.setattr(socket, "socket", Probe)
+    monkeypatch.setattr(socket, "socket", lambda *kind: probes[kind])
     monkeypatch.setattr(launch.psutil, "net_if_addrs", lambda: {n: entries(n) for n in names})
     monkeypatch.setattr(launch.psutil, "net_if_stats", lambda: up)
     assert launch.interface_to("head") == found

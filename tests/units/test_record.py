@@ -147,16 +147,6 @@ def test_the_commit_is_that_of_the_script_and_says_if_files_changed(tmp_path, mo
     assert record.git_commit() == f"{commit}-dirty"
 
 
-@pytest.mark.parametrize("error", [FileNotFoundError("git"), subprocess.TimeoutExpired("git", 10)])
-def test_a_git_that_is_missing_or_hangs_costs_only_the_commit(error, monkeypatch):
-    def run(command, timeout, **_):
-        assert timeout == 10
-        raise error
-
-    monkeypatch.setattr(record.subprocess, "run", run)
-    assert record.git_commit() is None
-
-
 # ----------------------------------------------------------------------------------------- status
 
 

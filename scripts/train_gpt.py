@@ -46,9 +46,8 @@ from utils.data import subset
 from utils.data.cache_files import local_main_first
 from utils.data.loaders import EpochSampler, evaluation_batch_size, explain, loader_options
 from utils.data.report import agree
-from utils.language import text_stream
 from utils.language.lanes import LaneStream, Share, gather_position
-from utils.language.text import Windows, load_text
+from utils.language.text import Windows, load_held_out, load_text, stream_windows
 from utils.muon import MuonAdamW
 from utils.report import hub, model_card, plots
 from utils.report.extras import optional
@@ -320,8 +319,8 @@ def load_data(accelerator, args):  # EDIT: data
         tuple: the training set, `Windows`, or None for a stream, which is opened later; the
         held-out `Windows`; a description, with a checksum: a run continues with the same text.
     """
-    data, text, held_out = read_text(accelerator, args)
-    train_set = None
+    data = read_text(accelerator, args)
+    train_set, text, held_out = None, data.train, data.held_out
     if not args.streaming:
         if args.overfit_batch:
             text = held_out = text[: args.batch_size * args.block_size + 1]
@@ -335,25 +334,18 @@ def load_data(accelerator, args):  # EDIT: data
 
 
 def read_text(accelerator, args):
-    """Reads the text.
-
-    Returns:
-        tuple: its `description` and `details`; the bytes to train on, uint8, or None for a stream;
-        the held-out bytes, uint8.
-    """
+    """Reads the `Text` to train on, unless it is a stream, and what is held out."""
     source = (args.dataset, args.text_column)
     if args.streaming:
-        data = run_on_main(accelerator, lambda: text_stream.load_held_out(*source))
-    else:
-        data = local_main_first(accelerator, lambda: load_text(*source, args.block_size, args.seed))
-    return data, data.train, data.held_out
+        return run_on_main(accelerator, lambda: load_held_out(*source))
+    return local_main_first(accelerator, lambda: load_text(*source, args.block_size, args.seed))
 
 
 def open_stream(accelerator, position, args):
     """Opens the stream at the position of a checkpoint, or at its beginning: None."""
     share = Share.from_args(args, accelerator, args.streaming, position)
     options = args.dataset, args.text_column, args.block_size, share, args.shuffle_buffer, args.seed
-    return local_main_first(accelerator, lambda: text_stream.open_stream(*options))
+    return local_main_first(accelerator, lambda: stream_windows(*options))
 
 
 def build_loaders(accelerator, train_set, eval_set, args):

@@ -4,10 +4,11 @@ import codecs
 import datetime
 import json
 from collections import Counter
+from pathlib import Path
 
 import pytest
 
-from utils.language.documents import find_documents
+from utils.language.documents import find_documents, read_segments
 from utils.language.packing import TokenSettings
 from utils.language.synthetic import (
     make_conversations,
@@ -37,11 +38,12 @@ def lines(rows):
 
 
 def read(rows):
-    """The rows, with a text as a whole."""
+    """The rows, with the text of a file in place of its path."""
     found = []
     for row in rows:
         text = row and row.get("text")
-        found.append({**row, "text": "".join(text)} if hasattr(text, "__next__") else row)
+        is_file = isinstance(text, Path)
+        found.append({**row, "text": "".join(read_segments(text))} if is_file else row)
     return found
 
 
@@ -136,23 +138,11 @@ def test_each_file_of_plain_text_is_a_document(tmp_path):
     data = find(tmp_path)
     texts = [row["text"] for row in read(data.splits["train"])]
     assert (data.kind, sorted(texts)) == ("text", sorted(["", "one\n", "three", "two"]))
+    assert [len(shard) for shard in data.splits["train"].shards()] == [1] * 4
     said = "\n".join(data.details)
     assert "train: 4 files" in said and ".md files" in said and ".gz files" in said
     with pytest.raises(UserError, match=r"is mapped into memory: leave out --streaming"):
         find(tmp_path, streaming=True)
-
-
-def test_the_end_of_a_single_text_is_held_out(tmp_path):
-    """After a line, unless none ends for a long time."""
-    for place in (9_000, 11_000):
-        text = "b" * 60_000 + "a" * place + "\n" + "a" * (60_000 - place)
-        folder = tmp_path / str(place)
-        found = load(write(folder / "file", a_txt=text), val_fraction=0.5)
-        (train,), (val,) = found[1]["train"], found[1]["val"]
-        assert train["text"] + val["text"] == text
-        assert train["text"].endswith("\n") == (place < 10_000)
-    said = "val: the last 0.25 of the only document"
-    assert said in find(folder / "file", val_fraction=0.25).details
 
 
 def test_rows_change_their_fingerprint_with_their_content(tmp_path):
@@ -164,7 +154,7 @@ def test_rows_change_their_fingerprint_with_their_content(tmp_path):
             for _ in range(2):
                 splits = find(folder).splits
                 seen |= {rows.fingerprint for rows in splits.values()}
-    assert len(seen) == 6  # a plain text has two splits
+    assert len(seen) == 4
 
 
 @pytest.mark.parametrize(
@@ -181,7 +171,6 @@ def test_rows_change_their_fingerprint_with_their_content(tmp_path):
         (dict(a_jsonl='{"text": "a\x01"}'), "row 0 of .* is not JSON: Invalid control character"),
         (dict(a_json=json.dumps([TEXT])), "of one list, make lines with `jq -c"),
         (dict(a_txt="six".encode("utf-16")), "a.txt: it is not UTF-8"),
-        (dict(a_txt="x"), "has 1 bytes: too few"),
         (dict(val_txt="a" * 99, test_txt="b" * 99), "has no train split"),
         (dict(a_csv_gz=b"no"), "holds no file that ends in"),
         (dict(a_txt=b"caf\xe9 latin"), "a.txt: it is not UTF-8"),

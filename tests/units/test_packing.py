@@ -4,9 +4,16 @@ import numpy as np
 import pytest
 import torch
 
-from utils.language import blocks as blocks_module
-from utils.language.blocks import IGNORED, PROMPT_TOKENS, Stream
-from utils.language.packing import Documents, best_fit, cut_text, pack_conversations
+from utils.language import packing
+from utils.language.packing import (
+    DOCUMENT,
+    IGNORED,
+    PROMPT_TOKENS,
+    Stream,
+    best_fit,
+    cut_text,
+    pack_conversations,
+)
 
 PAD = 999
 
@@ -16,8 +23,9 @@ def make(lengths, seed=0, targets=True):
     total = sum(lengths)
     is_target = np.random.default_rng(seed).integers(0, 2, total).astype(np.uint8)
     stream = Stream(np.arange(total, dtype=np.int32), is_target if targets else None)
-    lengths, zeros = np.array(lengths), np.zeros(len(lengths), np.int64)
-    documents = Documents(np.cumsum(lengths) - lengths, lengths, zeros + 2, lengths - 1)
+    documents, lengths = np.zeros(len(lengths), DOCUMENT), np.array(lengths)
+    documents["start"], documents["length"] = np.cumsum(lengths) - lengths, lengths
+    documents["answer"], documents["bytes"] = 2, lengths - 1
     return stream, documents, is_target
 
 
@@ -49,7 +57,7 @@ def test_each_token_of_a_text_but_the_first_is_a_target_once(lengths, packed):
     blocks = cut_text(stream, documents, 8, PAD, packed=packed)
     inputs, targets, positions = everything(blocks)
     used = targets != IGNORED
-    firsts = set(documents.starts.tolist())
+    firsts = set(documents["start"].tolist())
     assert sorted(targets[used]) == sorted(set(range(sum(lengths))) - firsts)
     assert (inputs[used] == targets[used] - 1).all()  # the token before it, in the same document
     assert (inputs[~used] == PAD).all()
@@ -62,7 +70,7 @@ def test_each_token_of_a_text_but_the_first_is_a_target_once(lengths, packed):
         assert used.ravel()[: used.sum()].all()  # only the last block has padding
     else:
         for row in targets:
-            owners = np.searchsorted(documents.starts, row[row != IGNORED], side="right")
+            owners = np.searchsorted(documents["start"], row[row != IGNORED], side="right")
             assert len(set(owners.tolist())) == 1
 
 
@@ -76,7 +84,7 @@ def test_conversations_keep_their_targets(packed, too_long):
     )
     inputs, targets, positions = everything(blocks)
     expected, truncated, dropped, empty = [], 0, 0, 0
-    for start, length in zip(documents.starts.tolist(), lengths, strict=True):
+    for start, length in zip(documents["start"].tolist(), lengths, strict=True):
         kept = range(start + 1, start + min(length, 17))
         learned = [token for token in kept if is_target[token]]
         if length > 17 and too_long == "drop":
@@ -92,7 +100,7 @@ def test_conversations_keep_their_targets(packed, too_long):
     learned = targets != IGNORED
     assert (inputs[learned] == targets[learned] - 1).all()
     assert (inputs == PAD).any() and not learned[inputs == PAD].any()
-    check_pieces(inputs, positions, set(documents.starts.tolist()))
+    check_pieces(inputs, positions, set(documents["start"].tolist()))
     assert blocks.target_tokens == len(expected) and blocks.bytes is None
     assert blocks.tokens == (inputs != PAD).sum()
     assert blocks.block_targets.tolist() == learned.sum(1).tolist()
@@ -124,10 +132,10 @@ def test_best_fit(size):
 
 @pytest.mark.parametrize("at_once", [1, 5, 100])
 def test_targets_are_counted_some_documents_at_a_time(at_once, monkeypatch):
-    monkeypatch.setattr(blocks_module, "COUNTED", at_once)
+    monkeypatch.setattr(packing, "COUNTED", at_once)
     stream, documents, is_target = make([3, 1, 5, 2, 1, 4, 1])
     order = np.array([4, 0, 6, 2, 3, 1, 5])
-    starts, lengths = documents.starts[order], documents.lengths[order]
+    starts, lengths = documents["start"][order], documents["length"][order]
     for first, counted in ((starts, lengths), (starts + 1, lengths - 1)):
         pairs = zip(first, counted, strict=True)
         expected = [is_target[start : start + count].sum() for start, count in pairs]
@@ -137,7 +145,7 @@ def test_targets_are_counted_some_documents_at_a_time(at_once, monkeypatch):
 
 def test_prompts_end_where_the_last_answer_begins():
     stream, documents, is_target = make([20, 6, 9, 4], seed=1)
-    documents = documents._replace(answers=np.array([5, 4, -1, 2]))
+    documents["answer"] = [5, 4, -1, 2]
     blocks, _ = pack_conversations(stream, documents, 12, PAD)
     (prompt, answer), (last, _) = blocks.prompts(5)  # of the first, the end is cut off
     assert prompt == [20, 21, 22, 23]

@@ -7,8 +7,7 @@ import pytest
 import torch
 
 from utils.data import subset
-from utils.language.blocks import Stream
-from utils.language.packing import Documents, cut_text
+from utils.language.packing import DOCUMENT, Stream, cut_text
 from utils.language.text import Windows
 from utils.run.plan import Plan
 
@@ -80,8 +79,9 @@ def test_windows_know_how_many_bytes_they_predict():
 
 def test_chosen_blocks_are_those_of_all():
     lengths = np.array([30, 7, 50, 23])
-    starts = np.cumsum(lengths) - lengths
-    documents = Documents(starts, lengths, np.full(4, -1), 2 * (lengths - 1))
+    documents = np.zeros(4, DOCUMENT)
+    documents["start"], documents["length"] = np.cumsum(lengths) - lengths, lengths
+    documents["bytes"] = 2 * (lengths - 1)
     tokens = np.arange(lengths.sum(), dtype=np.int32)
     whole = cut_text(Stream(tokens), documents, 8, pad_id=0)
     some, indices = whole.select(np.array([1, 4, 13])), [1, 4, 13]

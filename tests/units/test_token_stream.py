@@ -65,7 +65,7 @@ def test_a_validation_split_is_held_out_as_a_whole(tmp_path, tokenizer):
 
 def test_what_cannot_be_streamed_is_one_line(tmp_path, tokenizer):
     (tmp_path / "a.jsonl").write_text('{"text": "one"}\n' * 3)
-    with pytest.raises(UserError, match=r"has 3 documents, none .* too small to stream"):
+    with pytest.raises(UserError, match=r"has no document that is held out .* too small to stream"):
         load_held_out(str(tmp_path), TokenSettings(tokenizer, 16))
     (tmp_path / "a.jsonl").write_text('{"text": "one"}\n{"text": "two"}\n{"text": 5}\n')
     stream = token_stream(str(tmp_path), tokenizer, 16, 1, lanes=1, buffer=4)

@@ -9,8 +9,8 @@ from harness.chats import PLAIN, make_tokenizer, say
 
 from utils.language import tokenizing
 from utils.language.conversations import Encoder
-from utils.language.packing import TokenSettings
-from utils.language.tokens import hold_out, load_tokens
+from utils.language.packing import SEGMENT, TokenSettings
+from utils.language.tokens import divide, load_tokens
 from utils.run.failures import UserError
 
 
@@ -67,25 +67,24 @@ def test_conversations_become_blocks(tokenizer, tmp_path):
     )
 
 
-def test_a_text_becomes_blocks(tokenizer, tmp_path, monkeypatch):
+def test_the_end_of_a_single_text_is_held_out(tokenizer, tmp_path, monkeypatch):
+    """Each token but the first is a target, and each byte counts once."""
     text = "".join(f"the date is {number}\n" for number in range(300))
     (tmp_path / "a.txt").write_text(text)
-    whole = load(str(tmp_path / "a.txt"), tokenizer, 32)
-    said = [tokenizer.decode(targets(blocks)) for blocks in whole.splits.values()]
-    first = [blocks[0]["input_ids"][:1] for blocks in whole.splits.values()]  # of both parts
-    parts = [tokenizer.decode(one) + some for one, some in zip(first, said, strict=True)]
-    assert "".join(part.removesuffix("<|im_end|>") for part in parts) == text
-    for blocks, some in zip(whole.splits.values(), said, strict=True):
-        assert blocks.bytes == len(some.removesuffix("<|im_end|>"))
-    # The same from segments, with as many tokens, and one document.
-    monkeypatch.setattr("utils.language.documents.SEGMENT", 100)
-    monkeypatch.setattr(tokenizing, "CHARACTERS_AT_ONCE", 300)
+    corpus = load(str(tmp_path / "a.txt"), tokenizer, 32, val_fraction=0.4)
+    train, val = corpus.splits["train"], corpus.splits["val"]
+    first = tokenizer.decode(train[0]["input_ids"][:1])
+    said = [tokenizer.decode(targets(blocks)) for blocks in (train, val)]
+    assert first + "".join(said) == f"{text}<|im_end|>"
+    assert said[1].startswith("the date") and 0.3 < len(said[1]) / len(text) < 0.5
+    assert [train.bytes, val.bytes] == [len(said[0]), len(said[1].removesuffix("<|im_end|>"))]
+    monkeypatch.setattr("utils.language.documents.SHORTEST", 6000)
     os.utime(tmp_path / "a.txt", (1, 1))
-    parts = load(str(tmp_path / "a.txt"), tokenizer, 32)
-    assert [targets(blocks) for blocks in parts.splits.values()] == [
-        targets(blocks) for blocks in whole.splits.values()
-    ]
-    assert [b.bytes for b in parts.splits.values()] == [b.bytes for b in whole.splits.values()]
+    with pytest.raises(UserError, match="has one document: none is left to hold out"):
+        load(str(tmp_path / "a.txt"), tokenizer, 32)
+    # The same tokens, whatever is tokenized at once.
+    whole = load(str(tmp_path / "a.txt"), tokenizer, 32, val_fraction=0).splits["train"]
+    assert targets(whole) == targets(train) + targets(val)
 
 
 def test_a_second_start_tokenizes_nothing(tokenizer, tmp_path, cache):
@@ -199,22 +198,30 @@ def test_a_cache_that_cannot_be_written_is_one_line(tokenizer, tmp_path):
         load(chats(tmp_path / "a.jsonl"), tokenizer, 64)
 
 
+def held_out(contents, rows=None, **settings):
+    """The rows of documents with these contents that are held out."""
+    segments = np.ones(len(contents), SEGMENT)
+    segments["row"] = np.arange(len(contents)) if rows is None else rows
+    segments["digest"] = contents
+    train, chosen = divide(segments, TokenSettings(None, 8, **settings))
+    assert not set(train["row"]) & set(chosen["row"]) and len(train) + len(chosen) == len(contents)
+    return set(chosen["row"].tolist())
+
+
 def test_the_held_out_rows_are_chosen_by_the_seed():
     rows = np.repeat(np.arange(100), 2)
-    chosen = hold_out(rows, rows, 0.1, 0)
-    assert len(set(chosen.tolist())) == 10
-    assert (hold_out(rows[::-1], rows[::-1], 0.1, 0) == chosen).all()
-    assert set(hold_out(rows, rows, 0.1, 1).tolist()) != set(chosen.tolist())
-    assert set(chosen.tolist()) < set(hold_out(rows, rows, 0.2, 0).tolist())
+    chosen = held_out(rows, rows)
+    assert len(chosen) == 10 and held_out(rows[::-1], rows[::-1]) == chosen
+    assert held_out(rows, rows, seed=1) != chosen < held_out(rows, rows, val_fraction=0.2)
     for share in (0.01, 0.99):
-        assert len(hold_out(rows[:4], rows[:4], share, 0)) == 1
+        assert len(held_out(rows[:4], rows[:4], val_fraction=share)) == 1
 
 
 @pytest.mark.parametrize("seed", range(3))
 def test_equal_rows_are_on_one_side(seed):
-    rows, contents = np.arange(100), np.arange(100) % 50
-    held_out = contents[hold_out(rows, contents, 0.2, seed)]
-    assert len(held_out) == 20 and len(set(held_out.tolist())) == 10
+    contents = np.arange(100) % 50
+    chosen = contents[list(held_out(contents, seed=seed, val_fraction=0.2))]
+    assert len(chosen) == 20 and len(set(chosen.tolist())) == 10
 
 
 def test_documents_that_are_held_out_and_trained_on_are_counted(tokenizer, tmp_path):

@@ -6,12 +6,13 @@ the template writes special tokens.
 """
 
 import itertools
+from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
 
 from utils.language.chats import ChatTemplate, Part, check_messages, check_tools, special_tokens
-from utils.language.documents import KINDS, segments
+from utils.language.documents import KINDS, SEGMENT, read_segments, segments
 from utils.language.rows import check_unicode
 from utils.run.failures import UserError
 
@@ -33,6 +34,10 @@ class Document(NamedTuple):
     answer: int = -1
     bytes: int = 0
     begins: bool = True
+
+    def segment(self, row=0, digest=0):
+        """What `packing.SEGMENT` has of it: the row that it is from, a checksum, and more."""
+        return row, len(self.tokens), self.answer, self.bytes, digest, self.begins
 
 
 class Draft(NamedTuple):
@@ -105,11 +110,13 @@ class Encoder:
         return [Draft(parts, False, False, False) for parts in documents]
 
     def _draft_text(self, text, where):
-        """Yields a `Draft` for each segment of a text (str or iterator); none if it is empty."""
+        """Yields a `Draft` for each segment of a text (str, or Path of a file) that is not empty."""
         if isinstance(text, str):
             check_unicode(text, where)
-            text = segments(text.encode())
-        elif not hasattr(text, "__next__"):
+            text = segments(text.encode(), SEGMENT)
+        elif isinstance(text, Path):
+            text = read_segments(text)
+        else:
             raise UserError(f"{where} has no text, but {type(text).__name__}")
         begins, before = True, None
         for segment in text:

@@ -2,6 +2,7 @@
 
 import math
 import random
+import zlib
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
@@ -125,14 +126,14 @@ class Lane:
 
     Args:
         sources (list[Source]): what it reads.
-        size_of (Callable): a document -> its size.
-        size (int): of the documents of a buffer.
+        content_of (Callable): a document -> its content (bytes).
+        size (int): of the contents of a buffer, in bytes.
         number (int): of the lane.
         seed (int): of the order.
     """
 
-    def __init__(self, sources, size_of, size, number, seed):
-        self.sources, self.size_of, self.size = sources, size_of, size
+    def __init__(self, sources, content_of, size, number, seed):
+        self.sources, self.content_of, self.size = sources, content_of, size
         self.number, self.seed = number, seed
         # Of the start of the buffer: the position of each reader, the documents taken from each so
         # far, and the number of the buffer.
@@ -181,7 +182,7 @@ class Lane:
             counts[number] += 1
             document = next(documents[number])
             buffers[number].append(document)
-            size += self.size_of(document)
+            size += len(self.content_of(document))
         samples = []
         for source, buffer in zip(self.sources, buffers, strict=True):
             packed = source.pack(buffer) if buffer else []
@@ -214,16 +215,16 @@ class RowReader:
         splits (dict[str, Rows]): of a stream that was opened for this lane.
         number (int), lanes (int): of this lane, and of all.
         encode (Callable): a row, and text that names it -> its document, false if it is empty.
-        is_held_out (Callable): a document -> whether it is held out if there is no split `val`.
+        content_of (Callable): a document -> its content (bytes), by which some are held out.
     """
 
-    def __init__(self, splits, number, lanes, encode, is_held_out):
+    def __init__(self, splits, number, lanes, encode, content_of):
         from datasets.distributed import split_dataset_by_node  # here, because it takes a second
 
         rows = splits["train"]
         self._rows = replace(rows, rows=split_dataset_by_node(rows.rows, number, lanes))
         self._encode, self._begin, self._is_read = encode, None, False
-        self._is_held_out = (lambda document: False) if "val" in splits else is_held_out
+        self._content_of, self._every = content_of, "val" in splits
 
     @property
     def position(self):
@@ -244,7 +245,7 @@ class RowReader:
         while empty_passes < 2:  # the rest of a resumed pass may be empty
             empty_passes += 1
             for document in _documents(self._rows, self._encode, failure):
-                if document and not self._is_held_out(document):
+                if self._every or not is_held_out(self._content_of(document)):
                     empty_passes = 0
                     yield document
             # Without this, the next pass would start from the state that was loaded.
@@ -252,14 +253,13 @@ class RowReader:
         raise failure(f"{self._rows.where}: a lane of the stream has no documents: use fewer lanes")
 
 
-def read_held_out(name, splits, encode, is_held_out, size_of, size):
+def read_held_out(name, splits, encode, content_of, size):
     """Reads the documents of a stream that are held out: those of `val`, or else a part of `train`.
 
     Args:
         name (str): the value of `--dataset`.
-        splits, encode, is_held_out: as for `RowReader`.
-        size_of (Callable): a document -> its size.
-        size (int): of all documents together; no more are read.
+        splits, encode, content_of: as for `RowReader`.
+        size (int): of their contents, in bytes; no more are read.
 
     Returns:
         list: the documents.
@@ -267,28 +267,34 @@ def read_held_out(name, splits, encode, is_held_out, size_of, size):
     Raises:
         UserError: the stream cannot be read, or none is held out.
     """
-    whole, chosen, count, total = "val" in splits, [], 0, 0
+    whole, chosen, total = "val" in splits, [], 0
     for document in _documents(splits["val" if whole else "train"], encode, UserError):
-        count += 1
-        if document and (whole or is_held_out(document)):
+        content = content_of(document)
+        if whole or is_held_out(content):
             chosen.append(document)
-            total += size_of(document)
+            total += len(content)
             if total >= size:
                 break
     if not chosen:
         raise UserError(
-            f"--dataset {name} has {count} documents, none of which is held out for evaluation (1 "
-            f"in {HELD_OUT_ONE_IN} is): too small to stream, run without --streaming"
+            f"--dataset {name} has no document that is held out for evaluation (1 in "
+            f"{HELD_OUT_ONE_IN} is): too small to stream, run without --streaming"
         )
     return chosen
 
 
+def is_held_out(content):
+    """Whether a document is held out if there is no split `val`: the same on every process."""
+    return zlib.crc32(content) % HELD_OUT_ONE_IN == 0
+
+
 def _documents(rows, encode, failure):
-    """Yields the document of each row. Raises `failure` if a row cannot be read."""
+    """Yields the document of each row that is not empty. Raises `failure` if one cannot be read."""
     number = 0
     try:
         for row in rows:
-            yield encode(row, f"row {number} of {rows.where}")
+            if document := encode(row, f"row {number} of {rows.where}"):
+                yield document
             number += 1
     except UserError as error:
         raise failure(str(error)) from None

@@ -1,4 +1,4 @@
-"""Loads text as bytes, mapped into memory, and splits it into windows.
+"""Loads text as bytes, mapped into memory or as a stream, and splits it into windows.
 
 A window has `block_size + 1` bytes: the inputs are all but the last, the targets are all but the
 first.
@@ -12,10 +12,11 @@ from typing import NamedTuple
 import torch
 
 from utils.data.cache_files import cached, checksum, map_bytes, sample
-from utils.data.scan import stamp
+from utils.language import lanes
 from utils.language.rows import ALTERNATIVES, check_unicode, open_rows, reading
-from utils.language.synthetic import synthetic_text
 from utils.run.failures import UserError
+
+HELD_OUT_BYTES = 1 << 20  # bytes of a stream that are held out for evaluation
 
 
 class Text(NamedTuple):
@@ -92,8 +93,7 @@ def load_text(name, column, block_size, seed=0):
     """Loads a text for training, and one for evaluation: the `val` split or else the last tenth.
 
     Plain text files are read byte for byte, those of a folder sorted by name. Of any other source,
-    the rows of `column` are joined; if there are several, each ends with a newline. A `test` split
-    is not read.
+    the rows of `column` are joined, each with a newline at its end. A `test` split is not read.
 
     A plain file is mapped into memory. Any other text is first written to a file in the cache of
     the `datasets` library, once per machine: call this function on one process first.
@@ -160,21 +160,21 @@ def _read_splits(name, column, seed, wanted, most=None):
     if name == "synthetic":
         text = bytearray(synthetic_text(seed))
         return {"train": torch.frombuffer(text, dtype=torch.uint8)}, []
-    table = open_rows(name, partial(check_column, name, column))
+    table = open_rows(name, partial(_check_column, name, column))
     used, texts = [split for split in wanted if split in table.splits][:most], {}
     for split in used:
         rows = table.splits[split]
         if table.is_plain:
-            texts[split] = _read_files(rows)
+            texts[split] = _read_files([row["text"] for row in rows], rows.fingerprint)
         else:
             texts[split] = cached("text", _join(rows, column), [column, rows.fingerprint])
     return texts, table.describe(used)
 
 
-def _read_files(files):
+def _read_files(files, version):
     """The text of plain files, uint8 [bytes]."""
     if len(files) > 1:
-        return cached("text", (_map(file).numpy() for file in files), [*map(stamp, files)])
+        return cached("text", (_map(file).numpy() for file in files), version)
     return _map(files[0])
 
 
@@ -184,19 +184,11 @@ def _map(file):
 
 
 def _join(rows, column):
-    """Yields the texts of rows, each with a newline if there are several."""
-    count = 0
     for number, row in enumerate(rows):
-        if row is None:
-            continue
-        text = encode_row(row, column, f"row {number} of {rows.where}")
-        if count == 1:
-            yield b"\n"  # behind the first
-        yield text + b"\n" if count else text
-        count += 1
+        yield _encode(column, row, f"row {number} of {rows.where}")
 
 
-def check_column(name, column, columns):
+def _check_column(name, column, columns):
     """The column of text, in a list, for `open_rows`. Raises UserError if there is none."""
     if column not in columns:
         listed = ", ".join(columns)
@@ -206,10 +198,110 @@ def check_column(name, column, columns):
     return [column]
 
 
-def encode_row(row, column, where):
-    """The bytes of the text in a row (dict). Raises UserError if it has none; `where` names it."""
+def _encode(column, row, where):
+    """The text of a row (dict) that ends with a newline, as bytes; none for an empty line (None).
+
+    Raises UserError if it has none; `where` names it.
+    """
+    if row is None:
+        return b""
     text = row.get(column)
     if not isinstance(text, str):
         raise UserError(f"{where} is not text but {type(text).__name__}")
     check_unicode(text, where)
-    return text.encode()
+    return (text if text.endswith("\n") else f"{text}\n").encode()
+
+
+def synthetic_text(seed, sentences=4000):
+    """Generates sentences from 60 random words; after each word come only four others.
+
+    Returns:
+        bytes: about 35 per sentence. A model that learns the words and their order has a far lower
+        loss than one that knows only the frequency of each byte.
+    """
+    rng = random.Random(f"text {seed}")
+
+    def syllables():
+        count = rng.choice((1, 2, 2, 3))
+        return "".join(rng.choice("bdfgklmnprstvz") + rng.choice("aeiou") for _ in range(count))
+
+    words = [syllables() for _ in range(60)]
+    after = {word: rng.choices(words, k=4) for word in words}
+    lines = []
+    for _ in range(sentences):
+        sentence = [rng.choice(words)]
+        for _ in range(rng.randint(4, 9)):
+            sentence.append(rng.choice(after[sentence[-1]]))
+        lines.append(" ".join(sentence).capitalize() + ".\n")
+    return "".join(lines).encode()
+
+
+# --------------------------------------------------------------------------------------- streams
+
+
+def load_held_out(name, column):
+    """Reads the documents of a stream that are held out, until they have `HELD_OUT_BYTES`.
+
+    They are those of its `val` split, or else 1 in `lanes.HELD_OUT_ONE_IN` of `train`.
+
+    Returns:
+        Text: without a text to train on. The checksum is of the held-out text; of local files also
+        of their names, sizes and first bytes.
+
+    Raises:
+        UserError: the stream cannot be read, has no such column, or has too little text.
+    """
+    table, encode = _open(name, column), partial(_encode, column)
+    documents = lanes.read_held_out(name, table.splits, encode, bytes, HELD_OUT_BYTES)
+    joined = b"".join(documents)
+    text = torch.frombuffer(bytearray(joined), dtype=torch.uint8)
+    if len(text) < 2:
+        raise UserError(f"--dataset {name} holds out {len(text)} bytes: too few")
+    size = f"a stream, of which {len(text):,} bytes are held out"
+    return Text(None, text, f"{size} (fingerprint {checksum(joined, table.sample)})", [])
+
+
+def _open(name, column):
+    return open_rows(name, partial(_check_column, name, column), streaming=True)
+
+
+def stream_windows(name, column, block_size, share, buffer, seed):
+    """Opens this process' share of an endless, shuffled stream of micro-batches of windows.
+
+    The lanes are parts of the data by files, if the number of files is a multiple of theirs, else
+    by rows. The end of a buffer, which fills no window, is left out.
+
+    Args:
+        share (lanes.Share): what this process reads.
+        buffer (int): windows among which a lane shuffles, or a few more.
+
+    Returns:
+        lanes.LaneStream.
+
+    Raises:
+        UserError: the stream cannot be opened, or its lanes do not divide over the processes or
+            the batch.
+    """
+
+    def open_lane(number):
+        splits, encode = _open(name, column).splits, partial(_encode, column)
+        reader = lanes.RowReader(splits, number, share.lanes, encode, bytes)
+        source = lanes.Source(reader, partial(_cut, block_size))
+        return lanes.Lane([source], bytes, buffer * block_size + 1, number, seed)
+
+    return lanes.LaneStream(open_lane, share, _collate)
+
+
+def _cut(block_size, documents):
+    """Windows, uint8 [windows, block_size + 1]: each begins with the last byte before it."""
+    text = torch.frombuffer(bytearray(b"".join(documents)), dtype=torch.uint8)
+    return text.unfold(0, block_size + 1, block_size)
+
+
+def _collate(windows):
+    windows = torch.stack(windows).long()
+    return {
+        "inputs": windows[:, :-1].contiguous(),
+        "targets": windows[:, 1:].contiguous(),
+        "ids": torch.arange(len(windows)),
+    }

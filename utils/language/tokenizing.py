@@ -18,14 +18,13 @@ from torch.utils.data import DataLoader, Dataset
 from utils.data.cache_files import cached, map_bytes, path_in_cache
 from utils.data.loaders import explain, set_up_worker
 from utils.language.conversations import Document
+from utils.language.packing import SEGMENT, Stream
 from utils.report.progress import with_progress
 from utils.run import devices, process
 from utils.run.failures import UserError
 
-VERSION = 4  # of what a table has: another one makes new tables
-SHARD_ROWS = 25_000
+VERSION = 5  # of what a file has: another one makes new files
 TOKEN = [("token", np.int32), ("is_target", np.uint8)]  # texts have no such field
-INDEX = np.dtype([(name, np.int64) for name in "row length answer bytes digest begins".split()])
 EMPTY = Document(np.zeros(0, np.int32), np.zeros(0, np.uint8))
 CHARACTERS_AT_ONCE, ROWS_AT_ONCE = 2_000_000, 1000  # that are tokenized at once
 
@@ -38,14 +37,13 @@ class Shards(Dataset):
     """The shards of the rows of a split; item N makes the file of shard N, unless it is there.
 
     Args:
-        rows: `Rows` or `Files`.
+        rows (Rows): of the split.
         encoder (Encoder): makes tokens of them.
         kind (str): see `documents.KINDS`.
     """
 
     def __init__(self, rows, encoder, kind):
-        self._parts = list(rows.shards(SHARD_ROWS))
-        self._encoder, self._kind = encoder, kind
+        self._parts, self._encoder, self._kind = rows.shards(), encoder, kind
         self.version = [fingerprint_of(encoder), kind, rows.fingerprint]
 
     def __len__(self):
@@ -58,7 +56,12 @@ class Shards(Dataset):
 
     def version_of(self, number):
         """The version of the file of a shard: the only one is that of all rows."""
-        return self.version if len(self) == 1 else [*self.version, SHARD_ROWS, number]
+        sizes = [self._parts[0].shard_size, number]
+        return self.version if len(self) == 1 else [*self.version, *sizes]
+
+    def file(self, number):
+        """The path of the file of a shard."""
+        return path_in_cache("tokens", self.version_of(number))
 
     def missing(self):
         """The numbers of the shards without a file; each machine begins elsewhere."""
@@ -67,10 +70,6 @@ class Shards(Dataset):
         first = len(numbers) * machine // int(os.environ.get("GROUP_WORLD_SIZE", 1))
         return numbers[first:] + numbers[:first]
 
-    def file(self, number):
-        """The path of the file of a shard."""
-        return path_in_cache("tokens", self.version_of(number))
-
 
 def tokenize(rows, encoder, kind):
     """Tokenizes rows, unless the cache has their tokens.
@@ -78,8 +77,8 @@ def tokenize(rows, encoder, kind):
     Args: as of `Shards`.
 
     Returns:
-        tuple: the tokens, a structured array [tokens] with the field `token` (int32), and, unless
-        they are texts, `is_target` (uint8); an `INDEX` array [documents or segments of them].
+        tuple: the tokens, a `Stream`; where the documents, or segments of them, are, SEGMENT
+        [segments].
 
     Raises:
         UserError: a row cannot be used, or the cache cannot be written.
@@ -93,8 +92,10 @@ def tokenize(rows, encoder, kind):
             cached("tokens", _join(shards), shards.version)
         for number in range(len(shards)):
             shards.file(number).unlink(missing_ok=True)
-    tokens, index = _divide(file)
-    return tokens.view(_fields(kind)), index.view(INDEX)
+    tokens, segments = _divide(file)
+    tokens = tokens.view(_fields(kind))
+    is_target = None if kind == "text" else tokens["is_target"]
+    return Stream(tokens["token"], is_target), segments.view(SEGMENT)
 
 
 def _make(shards):
@@ -124,24 +125,24 @@ def _set_up_worker(worker):
 
 
 def _join(shards):
-    """Yields the content of one file: the tokens of all shards, then the lines of their indexes."""
-    lines = 0
+    """Yields the content of one file: the tokens of all shards, then all their segments."""
+    count = 0
     for part in range(2):
         for number in range(len(shards)):
             try:
                 content = _divide(shards.file(number))[part]
             except FileNotFoundError:
                 raise _Gone from None
-            lines += part * len(content) // INDEX.itemsize
+            count += part * len(content) // SEGMENT.itemsize
             yield content
-    yield np.int64(lines).tobytes()
+    yield np.int64(count).tobytes()
 
 
 def _divide(file):
-    """The two parts of a file, uint8: its tokens, and its index, whose length stands at the end."""
+    """The parts of a file, uint8: tokens, and segments, the number of which stands at the end."""
     data = map_bytes(file).numpy()
     count = int(data[-8:].view(np.int64)[0])
-    begin = len(data) - 8 - count * INDEX.itemsize
+    begin = len(data) - 8 - count * SEGMENT.itemsize
     return data[:begin], data[begin:-8]
 
 
@@ -161,26 +162,24 @@ def fingerprint_of(encoder):
 
 
 def _write(rows, encoder, kind):
-    """Yields the content of a file: tokens, an index of the documents or segments, its length."""
-    index = []
+    """Yields the content of a file: tokens, the segments that they are of, and their number."""
+    segments = []
     for drafts in _drafts(rows, encoder, kind):
         documents = iter(encoder.encode([draft for _, draft in drafts if draft is not None]))
-        lines = []
         for number, draft in drafts:
             document = EMPTY if draft is None else next(documents)
             tokens = np.empty(len(document.tokens), _fields(kind))
-            content = document.tokens.tobytes()
             tokens["token"] = document.tokens
             if kind != "text":
                 tokens["is_target"] = document.is_target
-                content += document.is_target.tobytes()
-            yield tokens.tobytes()
+            content = tokens.tobytes()
+            yield content
             digest = hashlib.blake2b(content, digest_size=8).digest()
-            line = number, len(tokens), document.answer, document.bytes
-            lines.append((*line, int.from_bytes(digest, "little", signed=True), document.begins))
-        index.append(np.array(lines, INDEX))
-    yield from (part.tobytes() for part in index)
-    yield np.int64(sum(map(len, index))).tobytes()
+            digest = int.from_bytes(digest, "little", signed=True)
+            segments.append(document.segment(number, digest))
+    segments = np.array(segments, SEGMENT)
+    yield segments.tobytes()
+    yield np.int64(len(segments)).tobytes()
 
 
 def _drafts(rows, encoder, kind):

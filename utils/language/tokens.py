@@ -10,11 +10,10 @@ import numpy as np
 
 from utils.data import splits as split_names
 from utils.data.permutation import sample_seed
-from utils.language.blocks import Stream
 from utils.language.chats import unread_keys
 from utils.language.conversations import Encoder
 from utils.language.documents import find_documents
-from utils.language.packing import Documents, join_segments
+from utils.language.packing import join_segments
 from utils.language.tokenizing import tokenize
 from utils.run.domains import shown
 from utils.run.failures import UserError
@@ -38,28 +37,6 @@ class Corpus(NamedTuple):
     details: list
 
 
-class _Table(NamedTuple):
-    """A tokenized split: its stream, and columns, one element for each document.
-
-    rows: int64, the row that it is from. digests: int64, a checksum.
-    """
-
-    stream: Stream
-    documents: Documents
-    rows: np.ndarray
-    digests: np.ndarray
-
-    def select(self, chosen):
-        """The documents that a boolean array [documents] chooses."""
-        documents = Documents(*(column[chosen] for column in self.documents))
-        return _Table(self.stream, documents, self.rows[chosen], self.digests[chosen])
-
-    @property
-    def has_tokens(self):
-        """Which documents have tokens; the others are empty, or have no answer."""
-        return self.documents.lengths > 0
-
-
 def load_tokens(name, settings):
     """Loads a data set as blocks of tokens.
 
@@ -73,23 +50,23 @@ def load_tokens(name, settings):
     Raises:
         UserError: the data cannot be read, has no known columns, or nothing to learn.
     """
-    share, seed = settings.val_fraction, settings.seed
-    documents = find_documents(name, settings)
-    kind, encoder = documents.kind, Encoder(settings.tokenizer, settings.loss_on)
-    tables = {
-        split: _read(*tokenize(rows, encoder, kind)) for split, rows in documents.splits.items()
-    }
-    if len(tables) == 1 and share:
-        train = tables["train"]
-        used = train.select(train.has_tokens)
-        held_out = np.isin(train.rows, hold_out(used.rows, used.digests, share, seed))
-        tables = {"train": train.select(~held_out), "val": train.select(held_out)}
-    splits, details = {}, [*documents.details]
-    if unread := unread_keys(documents.splits["train"], settings.tokenizer.chat_template):
+    source = find_documents(name, settings)
+    kind, encoder = source.kind, Encoder(settings.tokenizer, settings.loss_on)
+    streams, tables, details = {}, {}, [*source.details]
+    for split, rows in source.splits.items():
+        streams[split], tables[split] = tokenize(rows, encoder, kind)
+    if len(tables) == 1 and settings.val_fraction:
+        streams["val"] = streams["train"]
+        tables["train"], tables["val"] = divide(tables["train"], settings)
+    else:
+        tables = {split: join_segments(segments) for split, segments in tables.items()}
+    if unread := unread_keys(source.splits["train"], settings.tokenizer.chat_template):
         details.append(f"not read, as the chat template does not: {', '.join(map(shown, unread))}")
+    splits = {}
     for split, table in tables.items():
-        used = table.select(table.has_tokens)
-        splits[split], counts = settings.pack(used.stream, used.documents, kind)
+        # The others are empty, or have no answer.
+        used = table[table["length"] > 0]
+        splits[split], counts = settings.pack(streams[split], used, kind)
         if splits[split].target_tokens == 0:
             raise UserError(f"--dataset {name} has no token to predict in its {split} split")
         details += [f"{split}: {line}" for line in _describe(table, splits[split], kind, counts)]
@@ -97,31 +74,52 @@ def load_tokens(name, settings):
         details += _describe_copies(tables["train"], split, tables[split], kind)
     if kind == "text" and settings.tokenizer.eos_token_id is None:
         details.append("the tokenizer has no end token: documents end without one")
-    description = _summarize(tables, splits, kind)
-    return Corpus(splits, documents.asked, description, details)
+    return Corpus(splits, source.asked, _summarize(tables, splits, kind), details)
 
 
-def _read(tokens, index):
-    """The table of what `tokenize` returned."""
-    first = np.flatnonzero(index["begins"])  # the first segment of each document
-    documents = join_segments(first, index["length"], index["answer"], index["bytes"])
-    with np.errstate(over="ignore"):
-        digests = np.add.reduceat(index["digest"], first)
-    is_target = tokens["is_target"] if "is_target" in tokens.dtype.names else None
-    return _Table(Stream(tokens["token"], is_target), documents, index["row"][first], digests)
+def divide(segments, settings):
+    """Divides a split: the documents to train on, and those to hold out; of one text its end.
+
+    Args:
+        segments: SEGMENT [segments], as `tokenize` returns them.
+        settings (TokenSettings): `val_fraction` of the documents that have tokens, at least one,
+            and `seed`. Equal ones stay together, and those of a row.
+
+    Returns:
+        tuple: two arrays of DOCUMENT.
+
+    Raises:
+        UserError: there is one only, and it cannot be divided.
+    """
+    documents, fraction = join_segments(segments), settings.val_fraction
+    if len(documents) == 1 < len(segments):
+        halves = segments.copy()
+        cut = len(segments) - max(1, round(len(segments) * fraction))
+        halves["begins"][max(1, cut)] = 1
+        train, held_out = join_segments(halves)
+        # After the last token of the training, which predicts the first one.
+        held_out["start"], held_out["length"] = held_out["start"] - 1, held_out["length"] + 1
+        return np.array([train]), np.array([held_out])
+    used = documents[documents["length"] > 0]
+    rows, first = np.unique(used["row"], return_index=True)
+    if len(rows) < 2:
+        raise UserError("the data set has one document: none is left to hold out for evaluation")
+    keys = [sample_seed(settings.seed, 0, digest) for digest in used["digest"][first].tolist()]
+    chosen = np.isin(documents["row"], rows[split_names.hold_out(keys, fraction)])
+    return documents[~chosen], documents[chosen]
 
 
 def _describe(table, blocks, kind, counts):
     """Lines about a split: its size, and what was left out."""
-    sizes = [f"{int(table.has_tokens.sum()):,} {NOUNS[kind]}", f"{blocks.tokens:,} tokens"]
+    count = int((table["length"] > 0).sum())
+    sizes = [f"{count:,} {NOUNS[kind]}", f"{blocks.tokens:,} tokens"]
     if kind != "text":
         sizes.append(f"{blocks.target_tokens:,} targets")
-    sizes += [f"{count:,} {what}" for what, count in counts.items() if count]
+    sizes += [f"{number:,} {what}" for what, number in counts.items() if number]
     padding = f"{100 * blocks.padding:.1f} % padding"
-    per_block = int(table.has_tokens.sum()) / len(blocks)
-    packed = f"{plural(len(blocks), 'block')}, {per_block:.1f} per block, {padding}"
+    packed = f"{plural(len(blocks), 'block')}, {count / len(blocks):.1f} per block, {padding}"
     lines = [f"{', '.join(sizes)}; {packed}"]
-    empty = table.rows[~table.has_tokens]
+    empty = table["row"][table["length"] == 0]
     if len(empty):
         what = "empty documents" if kind == "text" else "conversations without an answer"
         lines.append(f"left out: {what}: {len(empty):,} (row {empty[0]})")
@@ -130,40 +128,19 @@ def _describe(table, blocks, kind, counts):
 
 def _describe_copies(train, split, table, kind):
     """A line about what a split has in common with `train`; none if that is nothing."""
-    copies = table.rows[table.has_tokens & np.isin(table.digests, train.digests)]
-    if not len(copies):
+    is_copy = (table["length"] > 0) & np.isin(table["digest"], train["digest"])
+    rows = table["row"][is_copy]
+    if not len(rows):
         return []
-    return [f"{split}: equal {NOUNS[kind]} are in train: {len(copies):,} (row {copies[0]})"]
+    return [f"{split}: equal {NOUNS[kind]} are in train: {len(rows):,} (row {rows[0]})"]
 
 
 def _summarize(tables, splits, kind):
     """One line, with a checksum of the tokens of all splits."""
     digest, sizes = hashlib.sha256(), []
     for split, table in tables.items():
-        digest.update(len(table.digests).to_bytes(8, "little") + table.digests.tobytes())
-        sizes.append(f"{len(np.unique(table.rows[table.has_tokens])):,} {split}")
+        digest.update(len(table).to_bytes(8, "little") + table["digest"].tobytes())
+        sizes.append(f"{len(np.unique(table['row'][table['length'] > 0])):,} {split}")
     tokens = sum(blocks.tokens for blocks in splits.values())
     short = digest.hexdigest()[:12]
     return f"{' and '.join(sizes)} {NOUNS[kind]}, {tokens:,} tokens (fingerprint {short})"
-
-
-def hold_out(rows, digests, fraction, seed):
-    """Which rows are held out, by `splits.hold_out`: of equal rows all or none.
-
-    Args:
-        rows (int64): the numbers of the rows; the same number may be there several times.
-        digests (int64): checksums of what is in them.
-        fraction (float): of the rows; at least one is held out, and not all.
-        seed (int): of the hash.
-
-    Returns:
-        int64: their numbers.
-
-    Raises:
-        UserError: there are fewer than two rows.
-    """
-    rows, first = np.unique(rows, return_index=True)
-    if len(rows) < 2:
-        raise UserError("the data set has one document: none is left to hold out for evaluation")
-    keys = [sample_seed(seed, 0, digest) for digest in digests[first].tolist()]
-    return rows[split_names.hold_out(keys, fraction)]

@@ -97,8 +97,8 @@ def token_shift(x, weights, known):
     Args:
         x: [batch, time, width].
         weights (list): tensors [width]: the first is for the previous position, and so on.
-        known: [batch, time, width]: `x` behind the positions before it: as many as there are
-            weights, or fewer at the start.
+        known: [batch, time, width]: `x` behind as many positions as there are weights, or fewer at
+            the start.
     """
     length, count = x.size(1), len(weights)
     missing = length + count - known.size(1)
@@ -415,15 +415,11 @@ def evaluate(accelerator, model, loader, watch):  # EDIT: metric
 @torch.compiler.set_stance("force_eager")  # because each text length would be compiled separately
 @torch.no_grad()
 def generate(model, prompt, length, temperature, seed):
-    """Continues `prompt` by `length` bytes, each sampled.
+    """Continues `prompt` by `length` sampled bytes; `temperature` 0: always the most likely ones.
 
     The context has at most `block_size` bytes. When it is full, it goes on with its last half.
-
     Under FSDP every process must call this function, because a forward pass needs all shards. All
     processes sample the same bytes.
-
-    Args:
-        temperature (float): 0: always choose the most likely byte.
 
     Returns:
         str: the prompt and its continuation; bytes that are not UTF-8 are replaced.
@@ -451,10 +447,9 @@ def generate(model, prompt, length, temperature, seed):
 
 
 def sample_due(step, plan):
-    """Whether a sample follows the evaluation after `step`.
+    """Whether a sample follows the evaluation after `step`: the first after `SAMPLE_EVERY` steps.
 
-    The first evaluation after each `SAMPLE_EVERY` steps has one. That of the run's end has none,
-    because the finished run has one.
+    That of the run's end has none, because the finished run has one.
     """
     return step % SAMPLE_EVERY < plan.evaluate_every and step < plan.total_steps
 
@@ -512,9 +507,8 @@ def describe_model(sizes):
 def build_model(accelerator, sizes, args):
     """Builds the model with random weights; under FSDP only the main process holds them.
 
-    `prepare` sends the shards to the others. Until then, the others hold empty tensors, because
-    Accelerate identifies tensors by their addresses. These use no physical memory, because they
-    are never written to.
+    `prepare` sends the shards to the others. Until then, these hold tensors, by whose addresses
+    Accelerate identifies them, but which use no memory, because they are never written to.
     """
     empty = accelerator.is_fsdp2 and not accelerator.is_main_process
     options = dict(dropout=args.dropout, activation_checkpointing=args.activation_checkpointing)

@@ -97,7 +97,7 @@ ANSWERS = 100  # held-out conversations whose answers are compared, of --dataset
 
 
 def load_settings(args):
-    """The tokenizer and the configuration of the model, and a checksum of its weights."""
+    """The tokenizer, the configuration of the model, and what identifies its weights."""
     tokenizer = causal_lm.load_tokenizer(args.model, args.chat_template)
     config = causal_lm.load_config(args.model, tokenizer, args.block_size)
     return tokenizer, config, causal_lm.fingerprint(args.model, config)
@@ -109,7 +109,7 @@ def build_model(accelerator, config, args):  # EDIT: model
     Its forward pass takes `input_ids`, `position_ids` and `targets`, each int64 [batch, time], and
     returns the sum of the losses of the targets, in nats.
     """
-    check_memory(accelerator, config, args)
+    fit.check(accelerator, config, args)
     model = causal_lm.load_model(accelerator, config, args)
     if args.attention == "auto":
         document_attention.use(accelerator, model)
@@ -127,23 +127,6 @@ def build_model(accelerator, config, args):  # EDIT: model
     fsdp.use_model_blocks(accelerator, model)
     compile_model(accelerator, fsdp.blocks(model), args.compile)
     return model
-
-
-def check_memory(accelerator, config, args):
-    """Says what the training will need, and raises UserError if it cannot fit."""
-    frozen, processes = None, accelerator.num_processes
-    if args.lora_rank or args.adapter:
-        frozen = getattr(torch, args.dtype) if args.dtype else config.dtype or torch.float32
-    samples = args.batch_size // (processes * args.gradient_accumulation_steps)
-    job = fit.Job(
-        processes,
-        fsdp.parts(accelerator),
-        samples * args.block_size,
-        args.block_size,
-        accelerator.mixed_precision == "bf16",
-        args.activation_checkpointing,
-    )
-    fit.check(accelerator, fit.measure(config, frozen), job)
 
 
 def rates_per_block(accelerator, model, args):
@@ -232,24 +215,20 @@ def load_data(accelerator, tokenizer, packed, args):  # EDIT: data
         Data.
     """
     corpora = [load_source(accelerator, tokenizer, name, packed, args) for name in args.dataset]
-    pairs = zip(args.dataset, corpora, strict=True)
+    pairs = list(zip(args.dataset, corpora, strict=True))
     description = "; ".join(agree(accelerator, *pair) for pair in pairs)
     held_out = "val" if all("val" in data.splits for data in corpora) else "test"
     if args.patience and held_out == "test":
         raise UserError("--patience needs a validation split: give --val_fraction 0.05, say")
-    names = [Path(name).name for name in args.dataset]  # or all of it, to tell them apart
-    names = names if len(set(names)) == len(names) else args.dataset
-    eval_sets = {
-        name: data.splits["val" if "val" in data.splits else "test"]
-        for name, data in zip(names, corpora, strict=True)
-    }
-    pairs = zip(args.dataset, corpora, strict=True)
-    train_sets = [data.splits.get("train", name) for name, data in pairs]
-    if args.dry_run:
-        eval_sets = {name: blocks.first(20) for name, blocks in eval_sets.items()}
-    if not (args.streaming or args.mixture):
-        train_sets = train_sets[0]
-    return Data(train_sets, eval_sets, held_out, corpora[0].kind, description)
+    names = {Path(name).name for name in args.dataset}  # or all of it, to tell them apart
+    short = len(names) == len(corpora)
+    train_sets, eval_sets = [], {}
+    for name, data in pairs:
+        train_sets.append(data.splits.get("train", name))
+        blocks = data.splits["val" if "val" in data.splits else "test"]
+        eval_sets[Path(name).name if short else name] = blocks.first(20) if args.dry_run else blocks
+    train_set = train_sets if args.streaming or args.mixture else train_sets[0]
+    return Data(train_set, eval_sets, held_out, corpora[0].kind, description)
 
 
 def fit_batch(accelerator, data, args):
@@ -350,8 +329,7 @@ def count_targets(accelerator, batches):
     Documents differ in length, so micro-batches and processes do not have equal weight.
 
     Returns:
-        tuple: the batches, on the device; the number of targets in those of all processes, a tensor
-        there.
+        tuple: the batches, on the device; the number of targets in those of all processes.
     """
     batches = send_to_device(list(batches), accelerator.device, non_blocking=True)
     count = sum((batch["targets"] >= 0).sum() for batch in batches)
@@ -408,15 +386,9 @@ def evaluate_source(accelerator, model, loader, watch):
 @torch.compiler.set_stance("force_eager")  # because each text length would be compiled separately
 @torch.no_grad()
 def generate(model, tokenizer, prompts, length):
-    """Continues each prompt greedily by at most `length` tokens.
+    """Continues each prompt (a list of token ids) greedily by at most `length` tokens, as text.
 
     Under FSDP every process must call this function, because a forward pass needs all shards.
-
-    Args:
-        prompts (list[list[int]]): token ids.
-
-    Returns:
-        list[str]: the continuations.
     """
     was_training = model.training
     model.eval()
@@ -474,7 +446,8 @@ def show_samples(model, tokenizer, prompts):
     for (tokens, expected), answer in zip(prompts, answers, strict=True):
         parts += [f"> {tokenizer.decode(tokens, skip_special_tokens=True)}", answer]
         if expected is not None:
-            parts.append(f"(in the data: {read_answer(tokenizer, expected)})")
+            text = tokenizer.decode(expected, skip_special_tokens=True)
+            parts.append(f"(in the data: {text.strip()})")
     return "\n".join(parts) + "\n"
 
 
@@ -500,16 +473,12 @@ def share_of_exact(accelerator, model, tokenizer, eval_sets, args):
     """
     if args.dataset != ["synthetic"] or args.dry_run or not generates_alone(accelerator):
         return {}
-    prompts = eval_sets["synthetic"].prompts(ANSWERS)
-    answers = generate(model, tokenizer, [tokens for tokens, _ in prompts], SAMPLE_TOKENS)
-    pairs = zip(answers, (expected for _, expected in prompts), strict=True)
-    exact = [answer.strip() == read_answer(tokenizer, expected) for answer, expected in pairs]
-    return {"exact_answers": sum(exact) / len(prompts)}
-
-
-def read_answer(tokenizer, tokens):
-    """The text of an answer in the data."""
-    return tokenizer.decode(tokens, skip_special_tokens=True).strip()
+    prompts, expected = zip(*eval_sets["synthetic"].prompts(ANSWERS), strict=True)
+    answers = generate(model, tokenizer, prompts, SAMPLE_TOKENS)
+    expected = tokenizer.batch_decode(expected, skip_special_tokens=True)
+    pairs = zip(answers, expected, strict=True)
+    exact = sum(answer.strip() == text.strip() for answer, text in pairs)
+    return {"exact_answers": exact / len(prompts)}
 
 
 def load_trained(folder, args):
@@ -765,8 +734,8 @@ def parse_args():
     group.add_argument(
         "--val_fraction",
         type=number(float, 0, below=1, above=True),
-        help="share to hold out of the training data, if there is neither a val nor a test split: "
-        "at least one document (default: 0.1; with --streaming always 1/64)",
+        help="share to hold out of the training data, if there is neither a val nor a test split "
+        "(default: 0.1; with --streaming always 1/64)",
     )
     group.add_argument(
         "--block_size",
@@ -783,12 +752,6 @@ def parse_args():
         default="answers",
         help="train on the answers of the assistant (or the completion) only, or on all tokens",
     )
-    group.add_argument(
-        "--too_long",
-        choices=["truncate", "drop"],
-        default="truncate",
-        help="what to do with conversations of more than block_size tokens; texts are cut",
-    )
     group = parser.add_argument_group("model")
     group.add_argument(
         "--model",
@@ -804,24 +767,22 @@ def parse_args():
     group.add_argument(
         "--dtype",
         choices=["float32", "bfloat16"],
-        help="dtype of the weights; bfloat16 only with LoRA, for the frozen ones (default: "
-        "float32; of frozen ones that of their files). The configuration of the launcher sets the "
-        "precision of the computation",
+        help="dtype of the weights, bfloat16 only of frozen ones (default: float32, or that of "
+        "frozen ones in their files); the configuration sets the precision of the computation",
     )
     group.add_argument(
         "--export_dtype",
         choices=["auto", "float32", "bfloat16"],
         default="auto",
-        help="dtype of the exported weights; auto: that of the files of --model, float32 for new "
-        "weights. The last evaluation is of the exported weights; adapters are float32, and so is "
-        "what --merge writes",
+        help="dtype of the exported weights, which the last evaluation is of; auto: that of the "
+        "files of --model, float32 for new weights. Adapters, and what --merge writes, are float32",
     )
     group.add_argument(
         "--attention",
         choices=["auto", "sdpa", "eager", "flex", "flash"],
         default="auto",
-        help="implementation of attention in transformers: sdpa if the model has it, without "
-        "a mask on CPUs and, with torch 2.14, on GPUs in bf16 or fp16; flash needs a package",
+        help="implementation in transformers; auto: sdpa, if possible without a mask; flash needs a "
+        "package",
     )
     group.add_argument(
         "--activation_checkpointing",
@@ -907,19 +868,15 @@ def parse_args():
     if args.streaming and args.val_fraction:
         raise UserError("--streaming holds out one document of 64: leave out --val_fraction")
     args.val_fraction = args.val_fraction or 0.1
-    if args.streaming and (args.overfit_batch or not args.max_train_steps):
-        raise UserError(
-            "--streaming needs --max_train_steps, and cannot be combined with --overfit_batch"
-        )
+    for flag in ("streaming", "mixture"):  # exhausted data sets repeat
+        if getattr(args, flag) and (args.overfit_batch or not args.max_train_steps):
+            raise UserError(
+                f"--{flag} needs --max_train_steps, and cannot be combined with --overfit_batch"
+            )
     if len(args.dataset) != len(args.mixture or [1]):
         raise UserError(
             f"--dataset has {len(args.dataset)} data sets and --mixture {len(args.mixture or [])} "
             "shares: give one share for each, such as --dataset a b --mixture 0.7 0.3"
-        )
-    if args.mixture and (args.overfit_batch or not args.max_train_steps):
-        raise UserError(
-            "--mixture needs --max_train_steps, since exhausted data sets repeat, and cannot be "
-            "combined with --overfit_batch"
         )
     if len(set(args.dataset)) < len(args.dataset):
         raise UserError("--dataset has the same data set twice: give it once, with a larger share")

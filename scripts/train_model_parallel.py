@@ -27,16 +27,13 @@ Prefer stages when the link between the devices is slow, because only the activa
 stages cross it, not all weights, or when activations rather than weights fill the memory of a GPU.
 
 Measured on 2026-11-22 with 2cpu.yaml, --dataset synthetic --width 16 --batch_size 128
---max_train_steps 120, on 2 cores of an Intel Xeon: 98.1 % test accuracy; four micro-batches run at
-0.87 times the speed of one, as expected when both stages share the same cores. Not run on GPUs yet.
+--max_train_steps 120, on 2 cores of an Intel Xeon: 98.1 % test accuracy. Not run on GPUs yet.
 """
 
 import math
 import os
 import socket
-import statistics
 import sys
-import time
 from itertools import pairwise
 from pathlib import Path
 
@@ -65,7 +62,6 @@ from utils.report.profiler import start_profiler
 from utils.report.tracking import Trackers
 from utils.run import ddp, entry, launch, weights
 from utils.run.arguments import BATCH, Parser, frozen
-from utils.run.collectives import gather
 from utils.run.domains import number
 from utils.run.failures import UserError
 from utils.run.folder import RunFolder
@@ -134,55 +130,6 @@ class Pipeline(nn.Module):
         return torch.cat(parts)
 
 
-def measure(pipeline, images, labels, repeats=3):
-    """Times a forward and backward pass with and without pipelining.
-
-    Returns:
-        dict: `stages`, `micro_batches`, `seconds` and `seconds_without` (medians), `speed_up`,
-        `bubble_formula`, and `bubble_measured`, the fraction of time that a device is idle,
-        estimated from the two times (None if the stages share a device, as on a CPU).
-    """
-    micro_batches, stages = pipeline.micro_batches, len(pipeline.devices)
-    seconds = {1: [], micro_batches: []}
-    for repeat in range(repeats + 1):
-        for count, times in seconds.items():
-            pipeline.micro_batches = count
-            start_time = time.perf_counter()
-            F.cross_entropy(pipeline(images), labels.to(pipeline.devices[-1])).backward()
-            for device in pipeline.devices:
-                if device.type == "cuda":
-                    torch.cuda.synchronize(device)
-            if repeat:  # the first repeat is a warm-up
-                times.append(time.perf_counter() - start_time)
-    pipeline.zero_grad()
-    sequential, pipelined = statistics.median(seconds[1]), statistics.median(seconds[micro_batches])
-    separate = len(set(pipeline.devices)) == stages > 1
-    return {
-        "stages": stages,
-        "micro_batches": micro_batches,
-        "seconds": pipelined,
-        "seconds_without": sequential,
-        "speed_up": sequential / pipelined,
-        "bubble_formula": (stages - 1) / (micro_batches + stages - 1),
-        "bubble_measured": 1 - sequential / (stages * pipelined) if separate else None,
-    }
-
-
-def describe(devices, measured):
-    """The devices of the stages, and the result of `measure`, as a line of text."""
-    bubble = measured["bubble_measured"]
-    measurement = (
-        "not measured on a CPU, where all stages share one device"
-        if bubble is None
-        else f"measured {bubble:.0%}"
-    )
-    return (
-        f"stages of the first process on {', '.join(map(str, devices))}; "
-        f"{measured['micro_batches']} micro-batches: {measured['speed_up']:.2f}x the speed of one; "
-        f"bubble by formula {measured['bubble_formula']:.0%}, {measurement}"
-    )
-
-
 def check_micro_batches(samples, micro_batches):
     """Raises UserError if the samples of a process cannot be split into so many parts."""
     if samples % micro_batches:
@@ -222,19 +169,18 @@ def arrange_gpus(gpus, local_processes, per_process):
 
 
 def refuse_shared(places):
-    """Raises UserError if two ranks would use one device.
+    """Raises UserError if two ranks of this machine would use one device.
 
-    Args:
-        places: (rank, host, device) of every stage of every rank; `device` is unique on its host.
+    Args: places: (rank, device) of every stage of every rank.
     """
     owners = {}
-    for rank, host, device in places:
-        owner = owners.setdefault((host, device), rank)
+    for rank, device in places:
+        owner = owners.setdefault(device, rank)
         if owner != rank:
             raise UserError(
-                f"ranks {owner} and {rank} would share {device} on {host}: every rank needs its "
-                "own --devices_per_process GPUs. Start fewer processes (accelerate launch "
-                "--num_processes ...)"
+                f"ranks {owner} and {rank} would share {device} on {socket.gethostname()}: every "
+                "rank needs its own --devices_per_process GPUs. Start fewer processes (accelerate "
+                "launch --num_processes ...)"
             )
 
 
@@ -250,15 +196,10 @@ def claim_devices(on_cpu, per_process):
     if on_cpu:
         return [torch.device("cpu")] * per_process
     gpus, processes = torch.cuda.device_count(), int(os.environ.get("LOCAL_WORLD_SIZE", 1))
-    rank, first = (
-        int(os.environ.get("LOCAL_RANK", 0)),
-        int(os.environ.get("RANK", 0)) - int(os.environ.get("LOCAL_RANK", 0)),
-    )
-    stages = [(r, stage) for r in range(processes) for stage in range(per_process)]
-    refuse_shared(
-        (first + r, socket.gethostname(), f"GPU {(r * per_process + stage) % gpus}")
-        for r, stage in stages
-    )
+    rank = int(os.environ.get("LOCAL_RANK", 0))
+    first = int(os.environ.get("RANK", 0)) - rank  # of this machine
+    places = range(processes * per_process)
+    refuse_shared((first + place // per_process, f"GPU {place % gpus}") for place in places)
     if per_process > gpus:
         raise UserError(f"--devices_per_process {per_process}: this machine has {gpus}")
     visible = os.environ.get("CUDA_VISIBLE_DEVICES", ",".join(map(str, range(gpus)))).split(",")
@@ -269,16 +210,6 @@ def claim_devices(on_cpu, per_process):
     return [
         torch.device("cuda", index) for index in (rank, *range(others, others + per_process - 1))
     ]
-
-
-def check_gpus(accelerator, devices):
-    """Checks that no two processes share a GPU: NCCL's own error message is unclear."""
-    if accelerator.device.type != "cuda":
-        return
-    host = socket.gethostname()
-    uuids = [str(torch.cuda.get_device_properties(device).uuid) for device in devices]
-    places = gather(accelerator, [(accelerator.process_index, host, uuid) for uuid in uuids])
-    refuse_shared(place for of_rank in places for place in of_rank)
 
 
 # -------------------------------------------------------------------------------- data, evaluation
@@ -369,11 +300,10 @@ def main():
     os.environ["ACCELERATE_BYPASS_DEVICE_MAP"] = "true"
     trackers = Trackers(args)
     accelerator = Accelerator(cpu=on_cpu, **launch.accelerator_options(args), **trackers.options())
-    check_gpus(accelerator, stages)
     accumulation = args.gradient_accumulation_steps
     launch.print_banner(accelerator)
-    micro_batch_size = elastic.divide_batch(accelerator, args.batch_size, accumulation)
-    check_micro_batches(micro_batch_size, args.micro_batches)
+    samples = elastic.divide_batch(accelerator, args.batch_size, accumulation)
+    check_micro_batches(samples, args.micro_batches)
     data, held_out, description = load_data(accelerator, args)
     train_set = data.splits["train"]
     plan = Plan.from_args(args, len(train_set))
@@ -386,9 +316,6 @@ def main():
     mean, std = (value.to(accelerator.device) for value in train_set.mean_and_std())
     model = Pipeline(build_blocks(len(data.class_names), args.width), stages, args.micro_batches)
     weight_files.initialize(accelerator, model, run.init_from)
-    images = normalize(train_set.images[:micro_batch_size].to(accelerator.device), mean, std)
-    with accelerator.autocast():  # measure in the precision of the training
-        pipelining = measure(model, images, train_set.labels[:micro_batch_size])
     optimizer = torch.optim.AdamW(model.parameters(), lr=args.lr, weight_decay=args.weight_decay)
     scheduler = build_scheduler(optimizer, plan, args)
     model, optimizer, scheduler = accelerator.prepare(
@@ -399,7 +326,7 @@ def main():
     ddp.warm_up(model, lambda: compute_loss(model, first, mean, std, 0, args))
     step = run.start()  # accelerator.load_state, if there is a checkpoint
     schedule.recompute(scheduler)  # the run may have another length now
-    run.print(describe(stages, pipelining))
+    run.print(f"stages of the first process on {', '.join(map(str, stages))}")
     guard = Guard(accelerator, args.timeout)
     watchdog = Watchdog(run, guard, accelerator, model, args.timeout)
 
@@ -453,7 +380,7 @@ def main():
         weights.export(run.path, accelerator.unwrap_model(model), config)
     results = {f"{held_out}_{name}": value for name, value in metrics.items()}
     peaks = [memory_bytes(device) for device in stages]
-    run.finish(step, **results, pipelining=pipelining, peak_memory_bytes_per_stage=peaks)
+    run.finish(step, **results, peak_memory_bytes_per_stage=peaks)
     if accelerator.is_main_process:
         plots.curves(run.path)
         model_card.write(run)

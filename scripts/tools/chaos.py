@@ -48,7 +48,7 @@ CLOCK = {
 }
 # Results that depend on it, or on where the last start was.
 OF_A_START = {"train_seconds", "peak_memory_bytes", "resumed_from"}
-OF_A_START |= {"pipelining", "peak_memory_bytes_per_stage"}  # of train_model_parallel.py
+OF_A_START |= {"peak_memory_bytes_per_stage"}  # of train_model_parallel.py
 VICTIMS = ("one process", "all processes", "the launcher")
 
 

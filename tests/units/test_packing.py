@@ -54,7 +54,7 @@ def check_pieces(inputs, positions, starts):
 @pytest.mark.parametrize("lengths", [[50], [3, 1, 40, 2, 9, 17], [17, 17], [9, 9, 9], [2]])
 def test_each_token_of_a_text_but_the_first_is_a_target_once(lengths, packed):
     stream, documents, _ = make(lengths, targets=False)
-    blocks = cut_text(stream, documents, 8, PAD, packed=packed)
+    blocks = cut_text(stream, documents, 8, PAD, packed=packed)[0]
     inputs, targets, positions = everything(blocks)
     used = targets != IGNORED
     firsts = set(documents["start"].tolist())
@@ -75,28 +75,19 @@ def test_each_token_of_a_text_but_the_first_is_a_target_once(lengths, packed):
 
 
 @pytest.mark.parametrize("packed", [True, False])
-@pytest.mark.parametrize("too_long", ["truncate", "drop"])
-def test_conversations_keep_their_targets(packed, too_long):
+def test_conversations_keep_their_targets(packed):
     lengths = np.random.default_rng(1).integers(1, 30, 60).tolist()
     stream, documents, is_target = make(lengths)
-    blocks, counts = pack_conversations(
-        stream, documents, 16, PAD, too_long=too_long, packed=packed
-    )
+    blocks, counts = pack_conversations(stream, documents, 16, PAD, packed=packed)
     inputs, targets, positions = everything(blocks)
-    expected, truncated, dropped, empty = [], 0, 0, 0
+    expected, truncated, empty = [], 0, 0
     for start, length in zip(documents["start"].tolist(), lengths, strict=True):
-        kept = range(start + 1, start + min(length, 17))
-        learned = [token for token in kept if is_target[token]]
-        if length > 17 and too_long == "drop":
-            dropped += 1
-        elif not learned:
-            empty += 1
-        else:
-            expected += learned
-            truncated += length > 17
+        learned = [token for token in range(start + 1, start + min(length, 17)) if is_target[token]]
+        expected += learned
+        empty += not learned
+        truncated += bool(learned and length > 17)
     assert sorted(targets[targets != IGNORED]) == expected
-    assert counts == {"truncated": truncated, "dropped": dropped, "no targets": empty}
-    assert min(truncated or dropped, empty) > 0
+    assert counts == {"truncated": truncated, "no targets": empty} and min(truncated, empty) > 0
     learned = targets != IGNORED
     assert (inputs[learned] == targets[learned] - 1).all()
     assert (inputs == PAD).any() and not learned[inputs == PAD].any()
@@ -106,7 +97,7 @@ def test_conversations_keep_their_targets(packed, too_long):
     assert blocks.block_targets.tolist() == learned.sum(1).tolist()
     assert blocks.block_targets.dtype == np.int64
     if not packed:
-        assert len(blocks) == len(lengths) - dropped - empty
+        assert len(blocks) == len(lengths) - empty
 
 
 @pytest.mark.parametrize("size", [1, 7, 64, 2048])
@@ -157,13 +148,13 @@ def test_prompts_end_where_the_last_answer_begins():
 
 def test_prompts_of_a_text_are_its_first_tokens():
     stream, documents, _ = make([10, 300], targets=False)
-    prompts = cut_text(stream, documents, 100, PAD).prompts(2)
+    prompts = cut_text(stream, documents, 100, PAD)[0].prompts(2)
     assert prompts == [(list(range(10, 42)), None), (list(range(101, 101 + PROMPT_TOKENS)), None)]
     stream, documents, _ = make([6, 4], targets=False)
-    assert cut_text(stream, documents, 100, PAD).prompts(9) == [([0, 1, 2, 3, 4], None)]
+    assert cut_text(stream, documents, 100, PAD)[0].prompts(9) == [([0, 1, 2, 3, 4], None)]
 
 
 def test_blocks_may_be_empty():
     stream, documents, _ = make([1, 1], targets=False)
-    empty = cut_text(stream, documents, 5, PAD)
+    empty = cut_text(stream, documents, 5, PAD)[0]
     assert (len(empty), empty.target_tokens, empty.prompts(3)) == (0, 0, [])

@@ -83,7 +83,7 @@ def test_chosen_blocks_are_those_of_all():
     documents["start"], documents["length"] = np.cumsum(lengths) - lengths, lengths
     documents["bytes"] = 2 * (lengths - 1)
     tokens = np.arange(lengths.sum(), dtype=np.int32)
-    whole = cut_text(Stream(tokens), documents, 8, pad_id=0)
+    whole = cut_text(Stream(tokens), documents, 8, pad_id=0)[0]
     some, indices = whole.select(np.array([1, 4, 13])), [1, 4, 13]
     assert len(whole) == 14 and len(some) == 3
     batch, expected = some.__getitems__([0, 1, 2]), whole.__getitems__(indices)

@@ -74,9 +74,9 @@ def test_what_cannot_be_streamed_is_one_line(tmp_path, tokenizer):
     assert error.value.rank_variable is None  # each process says what it alone met
     with pytest.raises(UserError, match="--subset de: only a Hub id has subsets"):
         load_held_out(str(tmp_path), TokenSettings(tokenizer, 16, subset="de"))
-    rows = [{"messages": say("u hello", f"a {number} " + "long " * 40)} for number in range(20)]
+    rows = [{"messages": say("u hello" + " long" * 40, f"a {number}")} for number in range(20)]
     (tmp_path / "a.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    stream = token_stream(str(tmp_path), tokenizer, 16, 1, lanes=1, buffer=4, too_long="drop")
+    stream = token_stream(str(tmp_path), tokenizer, 16, 1, lanes=1, buffer=4)
     with pytest.raises(RunFailed, match="lane 0 of the stream has nothing to learn"):
         next(iter(stream))
 
@@ -104,7 +104,6 @@ def test_options_of_a_stream_decide_about_its_blocks(tmp_path, tokenizer):
     assert max(text.count("user") for text in texts) > 1 and any("long" in text for text in texts)
     assert read(loss_on="all")[1] > targets
     assert {text.count("user") for text in read(packed=False)[0]} == {1}
-    assert not any("long" in text for text in read(too_long="drop")[0])
 
 
 def test_held_out_texts_of_one_token_are_too_short(tmp_path):

@@ -135,8 +135,6 @@ def test_what_is_left_out_is_said(tokenizer, tmp_path):
     details = "\n".join(corpus.details)
     assert "conversations without an answer: 4 (row 3)" in details
     assert "1 truncated, 1 no targets" in details
-    dropped = "\n".join(load(path, tokenizer, 64, val_fraction=0, too_long="drop").details)
-    assert "2 dropped" in dropped and "truncated" not in dropped
 
 
 def test_keys_of_messages_that_nothing_reads_are_named(tokenizer, tmp_path):

@@ -311,21 +311,3 @@ def test_a_known_gpu_has_an_mfu(script, tied, frozen, monkeypatch):
     assert script.rates_per_block(here, model, args)["mfu"] == pytest.approx(32 * flops / 1e9)
     config.num_experts_per_tok = 2
     assert "mfu" not in script.rates_per_block(here, model, args)
-
-
-@pytest.mark.parametrize("lora", [False, True])
-def test_the_memory_is_checked_before_the_model_is_loaded(script, lora, monkeypatch):
-    checked = []
-    monkeypatch.setattr(script.fit, "check", lambda _, sizes, job: checked.append((sizes, job)))
-    config = make_model("llama").config
-    config.dtype = torch.bfloat16
-    args = SimpleNamespace(lora_rank=4 * lora, adapter=None, dtype=None, batch_size=24)
-    args.gradient_accumulation_steps, args.block_size, args.activation_checkpointing = 3, 16, True
-    here = fakes.accelerator(2, mixed_precision="bf16")
-    script.check_memory(here, config, args)
-    args.dtype = "float32"
-    script.check_memory(here, config, args)
-    (first, job), (second, _) = checked
-    assert job == script.fit.Job(2, 1, 64, 16, True, True)
-    assert first.frozen_bytes == (2 if lora else 4) and second.frozen_bytes == 4
-    assert (first.trained < first.parameters) == lora

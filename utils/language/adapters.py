@@ -27,17 +27,14 @@ warnings.filterwarnings("ignore", "The following (rank|alpha)_pattern keys did",
 
 
 def add_lora(model, rank, alpha, dropout, targets):
-    """Freezes a model, and adds adapters of low rank to its layers (arXiv:2106.09685).
+    """Freezes a model, and adds adapters of low rank to its layers (arXiv:2106.09685), in float32.
 
     Args:
         rank (int), alpha (float), dropout (float): of the adapters, scaled by alpha / rank.
         targets (list[str]): names of layers; `all-linear`: all but the last.
 
     Returns:
-        PeftModel: its adapters are float32.
-
-    Raises:
-        UserError: no layer has such a name.
+        PeftModel.
     """
     layers = {name.rpartition(".")[2] for name, layer in model.named_modules() if _is_matrix(layer)}
     if unknown := set(targets) - layers - {"all-linear"}:
@@ -67,11 +64,7 @@ def _is_matrix(layer):
 
 
 def load_adapter(model, path):
-    """Freezes a model, and adds the adapter in a folder, to train it further.
-
-    Raises:
-        UserError: there is none, or it is that of another model.
-    """
+    """Freezes a model, and adds the adapter in a folder, to train it further."""
     folder = Path(path).expanduser()
     folder = folder / ADAPTER if (folder / ADAPTER).is_dir() else folder
     if not (folder / "adapter_model.safetensors").is_file():
@@ -101,15 +94,10 @@ def _attach(model, folder, **options):
 def save_trained_only(model):
     """Leaves frozen parameters out of a model's state: checkpoints then hold the adapter only.
 
-    Call it after `prepare`, which sends the whole state to all processes. It works for `save_state`
-    on one process, with DDP and with FSDP, because all of them call `state_dict` and
-    `load_state_dict`. Loading still requires everything that is trained.
+    Call it after `prepare`, which sends the whole state to all processes. `save_state` calls
+    `state_dict` and `load_state_dict` on any topology. Loading still requires all that is trained.
 
-    Args:
-        model: unwrapped; without an adapter, nothing is left out.
-
-    Returns:
-        the model.
+    Args: model: unwrapped; without an adapter, nothing is left out. It is returned.
     """
     if not isinstance(model, PeftModel):
         return model
@@ -163,9 +151,7 @@ def export(folder, model, state, tokenizer, dtype=None):
 
 
 def export_shards(accelerator, folder, model, tokenizer):
-    """Like `export`, of a sharded model: each process writes its slices, in its `export_dtype`.
-
-    Call it on every process.
+    """Like `export`, of a sharded model: each process writes its slices. Call it on every process.
 
     Returns:
         bool: False: it writes nothing, because the names in the files of this model are others.
@@ -235,9 +221,6 @@ def load_trained(path, **options):
 
     Returns:
         tuple: the model, its tokenizer, and what it was trained on: `messages`, `prompt` or `text`.
-
-    Raises:
-        UserError: there is none.
     """
     folder = Path(path).expanduser()
     recorded = (read_json(folder / "args.json") or {}).get("data", {})
@@ -250,11 +233,7 @@ def load_trained(path, **options):
 
 
 def _load_adapted(folder, **options):
-    """The base model of a LoRA run with its adapter, and the tokenizer.
-
-    Raises:
-        UserError: the base model is not there, or has changed since.
-    """
+    """The base model of a LoRA run, if it has not changed, with its adapter; and the tokenizer."""
     settings = json.loads((folder / ADAPTER / "adapter_config.json").read_text())
     base = settings.get("base_model_name_or_path")
     if not base:
@@ -280,9 +259,6 @@ def merge(path):
 
     Returns:
         str: what was written, and the largest difference of its logits from those with the adapter.
-
-    Raises:
-        UserError: there is no adapter, or not its base model; or the merged model is another one.
     """
     folder = Path(path).expanduser()
     if not (folder / ADAPTER).is_dir():

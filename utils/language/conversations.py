@@ -83,9 +83,6 @@ class Encoder:
             row (dict | None): with the columns of `kind`; None: an empty line.
             kind (str): see `documents.KINDS`.
             where (str): names the row, in messages.
-
-        Raises:
-            UserError: a column is missing or has another type, or the template refuses the row.
         """
         columns = KINDS[kind]
         missing = [column for column in columns if row is not None and column not in row]
@@ -110,7 +107,7 @@ class Encoder:
         return [Draft(parts, False, False, False) for parts in documents]
 
     def _draft_text(self, text, where):
-        """Yields a `Draft` for each segment of a text (str, or Path of a file) that is not empty."""
+        """Yields a `Draft` of each segment of a text (str, or Path of a file); none if empty."""
         if isinstance(text, str):
             check_unicode(text, where)
             text = segments(text.encode(), SEGMENT)
@@ -141,9 +138,6 @@ class Encoder:
 
         Returns:
             list[int].
-
-        Raises:
-            UserError: the template refuses it, or there is none.
         """
         if kind == "messages":
             draft = Draft(self._chat.ask(text), False, False, False)
@@ -163,11 +157,7 @@ class Encoder:
         return [token for token in last if token in self._ends]
 
     def encode(self, drafts):
-        """Tokenizes drafts, all at once: a tokenizer in Rust uses all cores.
-
-        Returns:
-            list[Document]: one for each.
-        """
+        """The `Document` of each draft (list), tokenized at once: a tokenizer uses all cores."""
         parts, after_line = [], []
         for draft in drafts:
             for number, part in enumerate(draft.parts):
@@ -232,9 +222,9 @@ class Encoder:
         return Document(whole, None, -1, size, draft.begins)
 
     def _end(self, tokens):
-        """The number of tokens of an answer; and whether the last one ends it.
+        """The number of tokens of an answer; and whether the last one, such as <|im_end|>, ends it.
 
-        That is an added token such as <|im_end|>; templates follow it with a line break.
+        Templates follow it with a line break.
         """
         places = np.flatnonzero(np.isin(tokens, self._ends))
         end = int(places[-1]) + 1 if len(places) else 0

@@ -149,12 +149,19 @@ def advise(sizes, job, free):
     return f"{', '.join([*flags, 'and '])}{' or '.join(choices)}"
 
 
-def check(accelerator, sizes, job):
+def check(accelerator, config, args):
     """Says what training takes, and what there is; call it before the weights are loaded.
 
     Raises:
         UserError: weights, gradients and optimizer alone take more than is free.
     """
+    frozen, processes = None, accelerator.num_processes
+    if args.lora_rank or args.adapter:
+        frozen = getattr(torch, args.dtype) if args.dtype else config.dtype or torch.float32
+    sizes, half = measure(config, frozen), accelerator.mixed_precision == "bf16"
+    samples = args.batch_size // (processes * args.gradient_accumulation_steps)
+    sharing, tokens = fsdp.parts(accelerator), samples * args.block_size
+    job = Job(processes, sharing, tokens, args.block_size, half, args.activation_checkpointing)
     if accelerator.device.type == "cuda":
         free, where = torch.cuda.mem_get_info(accelerator.device)[0], "GPU"
     else:

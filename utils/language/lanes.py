@@ -42,12 +42,7 @@ class Share:
 
     @classmethod
     def from_args(cls, args, accelerator, lanes, position=None):
-        """The share of this process, from the command-line arguments.
-
-        Raises:
-            UserError: the lanes do not divide over the batch, or over a number of processes that
-                this launch may have; or the position is that of other lanes.
-        """
+        """The share of this process. Raises UserError if the lanes cannot be divided so."""
         possible = possible_processes(accelerator)
         if any(lanes % processes for processes in possible):
             raise UserError(
@@ -72,15 +67,14 @@ class Share:
 class LaneStream(torch.utils.data.IterableDataset):
     """This process' share of an endless, shuffled stream of micro-batches.
 
-    The global batches are the same for any number of processes. For that, the data is split into a
-    fixed number of parts, the `lanes`. Every step takes the same number of samples from each lane,
-    and each process reads only its own lanes, and divides what it reads over its micro-batches.
-
-    In each of these, `position` has the positions of the lanes of this process after the step.
+    The data is split into a fixed number of parts, the `lanes`. Every step takes the same number of
+    samples from each, and each process reads only its own lanes, so the global batches are the same
+    for any number of processes. In a micro-batch, `position` has the positions of the lanes of this
+    process after the step.
 
     Args:
-        open_lane (Callable): number -> a `Lane`. Each opens the data set anew: lanes that are split
-            from one object would share its reading state.
+        open_lane (Callable): number -> a `Lane`, which opens the data set anew: lanes of one object
+            would share its reading state.
         share (Share): what this process reads.
         collate (Callable): a list of samples -> a batch (dict).
     """
@@ -120,9 +114,8 @@ class Lane:
     """Yields samples without end; `position`, which can be stored as JSON, is where it stands.
 
     It fills a buffer with documents, of several sources in fixed proportions, packs those of each
-    source, yields the samples in random order, and then fills the next buffer. Its position is the
-    start of the buffer and the number of samples yielded from it: after a restart the same buffer
-    is read again.
+    source, and yields the samples in random order. Its position is the start of the buffer and the
+    number of samples yielded from it: after a restart the same buffer is read again.
 
     Args:
         sources (list[Source]): what it reads.
@@ -166,14 +159,10 @@ class Lane:
         )
 
     def _fill(self, documents, counts):
-        """The samples of a buffer, and how many documents were taken from each source so far.
-
-        Args:
-            documents (list): an iterator for each source.
-            counts (list[int]): how many were taken before.
+        """Fills a buffer from an iterator for each source, of which `counts` were taken before.
 
         Returns:
-            tuple: a list of pairs, packed documents and an index in them; the counts.
+            tuple: a list of samples: pairs of packed documents and an index in them; the counts.
         """
         weights = [source.weight for source in self.sources]
         buffers, size, counts = [[] for _ in documents], 0, list(counts)
@@ -191,12 +180,10 @@ class Lane:
 
 
 def next_source(weights, taken, lane=0):
-    """The source that is furthest behind its share of the documents.
-
-    In every run of documents, the number of each source is within 2 of its share.
+    """The source that is furthest behind its share: each stays within 2 documents of it.
 
     Args:
-        weights (list[float]): the share of each source; their sum is 1.
+        weights (list[float]): the shares; their sum is 1.
         taken (list[int]): the number of documents taken from each so far.
         lane (int): orders of other lanes are shifted, so that together they are as even.
     """
@@ -261,9 +248,6 @@ def read_held_out(name, splits, encode, content_of, size):
         splits, encode, content_of: as for `RowReader`.
         size (int): of their contents, in bytes; no more are read.
 
-    Returns:
-        list: the documents.
-
     Raises:
         UserError: the stream cannot be read, or none is held out.
     """
@@ -305,11 +289,7 @@ def _documents(rows, encode, failure):
 
 
 def gather_position(batch):
-    """The position of a stream after `batch`, gathered from all processes, for a checkpoint.
-
-    Returns:
-        dict | None: None without a stream.
-    """
+    """The position of a stream after `batch`, of all processes (dict); None without a stream."""
     if "position" not in batch:
         return None
     return dict(gather_object(list(batch["position"].items())))

@@ -27,9 +27,8 @@ def chunk_loss(model):
     balances experts is added, if the model's configuration asks for it (`output_router_logits`).
 
     This happens within the forward pass of the prepared model, so that the hooks of DDP and FSDP
-    run. Between the last hidden states and the logits a model may scale or cap them, so its own
-    forward pass computes them: on the chosen hidden states in place of its backbone. The function
-    `torch.nn.functional.linear_cross_entropy` of newer releases of PyTorch knows no such step.
+    run. A model may scale or cap its logits (unlike `torch.nn.functional.linear_cross_entropy`), so
+    its own forward pass computes them, on the chosen hidden states in place of its backbone.
 
     Args:
         model: a causal language model of `transformers`, or one of `peft` around it.

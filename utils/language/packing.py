@@ -138,10 +138,7 @@ class Blocks(torch.utils.data.Dataset):
         return {name: values[0] for name, values in self.__getitems__([index]).items()}
 
     def prompts(self, count):
-        """The first prompts, to look at what a model answers.
-
-        Args:
-            count (int): at most as many.
+        """The first prompts, at most `count`, to look at what a model answers.
 
         Returns:
             list[tuple]: the token ids of the prompt, and of the answer (list[int]). Of a
@@ -174,7 +171,6 @@ class TokenSettings:
             split `val` nor `test`; of a single text, its last part.
         seed (int): decides which rows are held out, the order of a stream, and `synthetic`.
         loss_on (str): `answers` or `all`: which tokens of a conversation are targets.
-        too_long (str): `truncate` or `drop`: conversations longer than a block.
         packed (bool): False: each block has positions of one document only.
     """
 
@@ -184,30 +180,20 @@ class TokenSettings:
     val_fraction: float = 0.1
     seed: int = 0
     loss_on: str = ANSWERS
-    too_long: str = "truncate"
     packed: bool = True
 
     @classmethod
     def from_args(cls, tokenizer, packed, args):
         """The settings that the command-line arguments give."""
-        names = "block_size subset val_fraction seed loss_on too_long".split()
+        names = "block_size subset val_fraction seed loss_on".split()
         return cls(tokenizer, packed=packed, **{name: getattr(args, name) for name in names})
 
     def pack(self, stream, documents, kind):
-        """Makes blocks of documents.
-
-        Args:
-            stream (Stream): the tokens.
-            documents (DOCUMENT [documents]): where each is.
-            kind (str): see `documents.KINDS`.
-
-        Returns:
-            tuple: `Blocks`; dict[str, int], how many conversations were cut off or left out.
-        """
+        """What `cut_text` or `pack_conversations` returns; `kind` as in `documents.KINDS`."""
         place = stream, documents, self.block_size, pad_id_of(self.tokenizer)
         if kind == "text":
-            return cut_text(*place, packed=self.packed), {}
-        return pack_conversations(*place, too_long=self.too_long, packed=self.packed)
+            return cut_text(*place, packed=self.packed)
+        return pack_conversations(*place, packed=self.packed)
 
 
 def join_segments(segments):
@@ -232,7 +218,7 @@ def cut_text(stream, documents, block_size, pad_id, *, packed=True):
             block has positions of one document only.
 
     Returns:
-        Blocks.
+        tuple: Blocks; an empty dict, since nothing is left out.
     """
     kept = documents["length"] > 1
     starts, positions = documents["start"][kept], documents["length"][kept] - 1
@@ -248,34 +234,25 @@ def cut_text(stream, documents, block_size, pad_id, *, packed=True):
     owners = np.searchsorted(begins, cuts, side="right") - 1
     lengths = np.diff(np.append(cuts, total))
     pieces = Pieces(starts[owners] + cuts - begins[owners], lengths, blocks)
-    return Blocks(stream, pieces, block_size, pad_id, bytes=int(documents["bytes"][kept].sum()))
+    return Blocks(stream, pieces, block_size, pad_id, int(documents["bytes"][kept].sum())), {}
 
 
-def pack_conversations(stream, documents, block_size, pad_id, *, too_long="truncate", packed=True):
-    """Packs conversations into blocks; none is divided.
+def pack_conversations(stream, documents, block_size, pad_id, *, packed=True):
+    """Packs conversations into blocks; none is divided, and what does not fit is cut off.
 
     Args:
         stream (Stream): the tokens.
         documents (DOCUMENT [documents]): where each is.
-        too_long (str): what happens to those of more than `block_size` positions: `truncate` or
-            `drop`.
         packed (bool): best fit decreasing. False: one conversation in each block.
 
     Returns:
-        tuple: Blocks; and dict[str, int], how many were `truncated`, `dropped` as too long, and
-        left out because they had `no targets` left.
+        tuple: Blocks; and dict[str, int], how many were `truncated`, and left out because they had
+        `no targets` left.
     """
-    positions = documents["length"] - 1
-    long = positions > block_size
-    kept = ~long if too_long == "drop" else np.ones(len(long), bool)
-    positions = np.minimum(positions, block_size)
-    empty = kept & (stream.count_targets(documents["start"] + 1, positions) == 0)
-    kept &= ~empty
-    counts = {
-        "truncated": int((long & kept).sum()),
-        "dropped": int(long.sum()) if too_long == "drop" else 0,
-        "no targets": int(empty.sum()),
-    }
+    long = documents["length"] - 1 > block_size
+    positions = np.minimum(documents["length"] - 1, block_size)
+    kept = stream.count_targets(documents["start"] + 1, positions) > 0
+    counts = {"truncated": int((long & kept).sum()), "no targets": int((~kept).sum())}
     chosen = np.flatnonzero(kept)
     lengths = positions[chosen]
     blocks = best_fit(lengths, block_size) if packed else np.arange(len(lengths))

@@ -222,7 +222,7 @@ def _find_files(name):
         tuple: split -> files (dict), None if `name` may be a Hub id; a `LeftOut`.
 
     Raises:
-        UserError: there is no such path, or its files cannot be read as one text.
+        UserError: there is no such path, or its files are not of one kind.
     """
     path = local_path(name, ALTERNATIVES)
     if path is None:

@@ -34,7 +34,7 @@ TYPES = {torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16"}  # 
 
 
 def build_empty(config, options):
-    """Builds a model with tensors that are never written to, which use no memory, and real buffers.
+    """A model with real buffers, and tensors that use no memory, since they are never written to.
 
     Args: options (dict): of `from_config`.
     """
@@ -50,8 +50,6 @@ def build_empty(config, options):
 
 def read_in_prepare(model, folder, source):
     """Lets `prepare` read the weights of an empty model, each process the slices that it keeps.
-
-    Args: folder, source: as for `find`.
 
     Returns:
         bool: False: that is not possible, see `find`.
@@ -97,10 +95,7 @@ def find(model, folder, source):
 
 
 def keeps_names(model):
-    """Whether the files of a model have the names and shapes of its parameters.
-
-    Of other models, `transformers` renames, splits or joins weights: those of experts, say.
-    """
+    """Whether `transformers` does not rename, split or join weights, such as those of experts."""
     used = getattr(model, "_weight_conversions", None)  # in reading it
     kept_precise = getattr(model, "_keep_in_fp32_modules", None) and model.dtype != torch.float32
     ignored = getattr(model, "_keys_to_ignore_on_save", None)
@@ -112,17 +107,14 @@ def keeps_names(model):
 def read(places, accelerator, model, drawn, cpu_offload=False):
     """Gives a sharded model its weights: each process reads the slices that it keeps.
 
-    It has the arguments of `fsdp2_load_full_state_dict` of Accelerate, which it replaces.
+    It takes the place of `fsdp2_load_full_state_dict` of Accelerate.
 
     Args:
         places (dict): what `find` returned.
-        model: sharded, without memory (on the meta device).
+        model: sharded, without memory (on the meta device). It is returned.
         drawn (dict): the state from before; what the files lack, such as adapters, comes from that
             of the main process.
         cpu_offload (bool): whether the shards lie in memory of the CPU.
-
-    Returns:
-        the model.
     """
     values, wanted, state = {}, defaultdict(dict), {}
     for name, weight in model.state_dict(keep_vars=True).items():

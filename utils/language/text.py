@@ -63,15 +63,11 @@ class Windows(torch.utils.data.Dataset):
             self.count = len(chosen)
 
     def select(self, indices):
-        """Of all windows of a text to evaluate, those at `indices` (int64 array) only."""
+        """Those at `indices` (int64 array) of the windows of a text to evaluate."""
         return Windows(self.text, self.block_size, chosen=torch.from_numpy(indices))
 
     def set_offset(self, epoch):
-        """Sets the offset for `epoch`, a deterministic function of the seed and the epoch.
-
-        The name is not `set_epoch`, because on some topologies Accelerate calls a method of that
-        name.
-        """
+        """Sets the offset for `epoch`. (On some topologies Accelerate calls any `set_epoch`.)"""
         if self.seed is not None:
             self.shift.fill_(random.Random(f"{self.seed} {epoch}").randrange(self.block_size))
 
@@ -93,10 +89,9 @@ def load_text(name, column, block_size, seed=0):
     """Loads a text for training, and one for evaluation: the `val` split or else the last tenth.
 
     Plain text files are read byte for byte, those of a folder sorted by name. Of any other source,
-    the rows of `column` are joined, each with a newline at its end. A `test` split is not read.
-
-    A plain file is mapped into memory. Any other text is first written to a file in the cache of
-    the `datasets` library, once per machine: call this function on one process first.
+    the rows of `column` are joined, each with a newline at its end. A `test` split is not read. A
+    plain file is mapped into memory. Any other text is first written to the cache of the `datasets`
+    library, once per machine: call this function on one process first.
 
     Args:
         name (str): a Hub id, a file, a folder with files of one kind, or `synthetic`.
@@ -108,8 +103,7 @@ def load_text(name, column, block_size, seed=0):
         Text.
 
     Raises:
-        UserError: the text cannot be found or read, has no such column, or is too short for
-            `block_size`.
+        UserError: the text cannot be read, or is too short for `block_size`.
     """
     texts, details = _read_splits(name, column, seed, ("train", "val"))
     parts = itertools.chain.from_iterable(map(sample, texts.values()))
@@ -135,14 +129,10 @@ def load_text(name, column, block_size, seed=0):
 def load_to_evaluate(name, column, seed=0):
     """Loads a text to evaluate a model on: its split `test`, or else `val`, or else all of it.
 
-    Args:
-        name, column, seed: as for `load_text`.
+    Args: as of `load_text`.
 
     Returns:
         tuple[str, Text]: `test`, `val` or `all`; the text is held out, and none is to train on.
-
-    Raises:
-        UserError: it cannot be found or read, has no such column, or has less than two bytes.
     """
     texts, details = _read_splits(name, column, seed, ("test", "val", "train"), most=1)
     [(split, text)] = texts.items()
@@ -240,16 +230,11 @@ def synthetic_text(seed, sentences=4000):
 
 
 def load_held_out(name, column):
-    """Reads the documents of a stream that are held out, until they have `HELD_OUT_BYTES`.
-
-    They are those of its `val` split, or else 1 in `lanes.HELD_OUT_ONE_IN` of `train`.
+    """Reads what `lanes.read_held_out` finds of a stream, at most about `HELD_OUT_BYTES`.
 
     Returns:
         Text: without a text to train on. The checksum is of the held-out text; of local files also
         of their names, sizes and first bytes.
-
-    Raises:
-        UserError: the stream cannot be read, has no such column, or has too little text.
     """
     table, encode = _open(name, column), partial(_encode, column)
     documents = lanes.read_held_out(name, table.splits, encode, bytes, HELD_OUT_BYTES)
@@ -266,7 +251,7 @@ def _open(name, column):
 
 
 def stream_windows(name, column, block_size, share, buffer, seed):
-    """Opens this process' share of an endless, shuffled stream of micro-batches of windows.
+    """Opens this process' share of an endless, shuffled stream of windows, a `lanes.LaneStream`.
 
     The lanes are parts of the data by files, if the number of files is a multiple of theirs, else
     by rows. The end of a buffer, which fills no window, is left out.
@@ -274,13 +259,6 @@ def stream_windows(name, column, block_size, share, buffer, seed):
     Args:
         share (lanes.Share): what this process reads.
         buffer (int): windows among which a lane shuffles, or a few more.
-
-    Returns:
-        lanes.LaneStream.
-
-    Raises:
-        UserError: the stream cannot be opened, or its lanes do not divide over the processes or
-            the batch.
     """
 
     def open_lane(number):

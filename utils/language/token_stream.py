@@ -24,14 +24,10 @@ TOKEN_BYTES = 4  # int32
 def load_held_out(name, settings):
     """Reads the documents of a stream that are held out, at most `HELD_OUT_BLOCKS` blocks.
 
-    Args:
-        name (str), settings (TokenSettings): as for `tokens.load_tokens`.
+    Args: as of `tokens.load_tokens`.
 
     Returns:
         Corpus: with the split `val` only; the checksum is of its tokens, and of local files.
-
-    Raises:
-        UserError: the stream cannot be read, or nothing to learn is held out.
     """
     source = find_documents(name, settings, streaming=True)
     encode = _encoder(settings, source.kind)
@@ -56,10 +52,10 @@ def count_lanes(batch_size):
 
 
 def open_stream(sources, settings, share, weights=(1.0,), buffer=BUFFER):
-    """Opens this process' share of an endless, shuffled stream of micro-batches, as of `Blocks`.
+    """Opens this process' share of an endless, shuffled stream of `Blocks`, a `lanes.LaneStream`.
 
-    A lane takes rows of several sources in fixed proportions, each in turn; a block has documents
-    of one of them. A source that ends begins again.
+    A lane takes rows of several sources in fixed proportions; a block has documents of one of them.
+    A source that ends begins again.
 
     Args:
         sources (list): names of data sets; one in memory is given as its `Blocks`.
@@ -67,12 +63,6 @@ def open_stream(sources, settings, share, weights=(1.0,), buffer=BUFFER):
         share (lanes.Share): what this process reads.
         weights (list[float]): the proportions of the sources.
         buffer (int): blocks among which a lane packs and shuffles.
-
-    Returns:
-        lanes.LaneStream.
-
-    Raises:
-        UserError: a source cannot be opened.
     """
 
     def open_source(number, lane):
@@ -97,17 +87,10 @@ def open_stream(sources, settings, share, weights=(1.0,), buffer=BUFFER):
 
 
 class MemoryReader:
-    """Yields every `lanes`-th document of a source in memory without end, for one lane.
+    """Yields every `lanes`-th document of `Blocks` without end, for one lane.
 
-    Each pass has another order. A document is a conversation, or a part of a text that is no longer
-    than a block.
-
-    Args:
-        blocks (Blocks): of the source.
-        seed (int): of the orders.
-
-    Attributes:
-        position (int): documents taken so far.
+    Each pass has another order, by the seed. A document is a conversation, or a part of a text that
+    is no longer than a block; `position` is how many were taken.
     """
 
     def __init__(self, blocks, seed, lane, lanes):

@@ -473,11 +473,12 @@ def share_of_exact(accelerator, model, tokenizer, eval_sets, args):
     """
     if args.dataset != ["synthetic"] or args.dry_run or not generates_alone(accelerator):
         return {}
-    prompts, expected = zip(*eval_sets["synthetic"].prompts(ANSWERS), strict=True)
+    pairs = eval_sets["synthetic"].prompts(ANSWERS)
+    prompts, expected = map(list, zip(*pairs, strict=True))
     answers = generate(model, tokenizer, prompts, SAMPLE_TOKENS)
     expected = tokenizer.batch_decode(expected, skip_special_tokens=True)
-    pairs = zip(answers, expected, strict=True)
-    exact = sum(answer.strip() == text.strip() for answer, text in pairs)
+    both = zip(answers, expected, strict=True)
+    exact = sum(answer.strip() == text.strip() for answer, text in both)
     return {"exact_answers": exact / len(prompts)}
 
 
@@ -781,8 +782,7 @@ def parse_args():
         "--attention",
         choices=["auto", "sdpa", "eager", "flex", "flash"],
         default="auto",
-        help="implementation in transformers; auto: sdpa, if possible without a mask; flash needs a "
-        "package",
+        help="implementation in transformers; auto: sdpa, without a mask if possible",
     )
     group.add_argument(
         "--activation_checkpointing",

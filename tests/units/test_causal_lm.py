@@ -12,7 +12,6 @@ transformers = pytest.importorskip("transformers")
 
 from utils.language import adapters, causal_lm
 from utils.run.failures import UserError
-from utils.scale import fsdp
 
 
 def saved(folder, config):
@@ -278,66 +277,25 @@ def test_new_weights_are_not_quantized():
     assert "quantization_config" not in load_model("a", config).config.to_dict()
 
 
-@pytest.mark.parametrize(
-    ("options", "dtype"),
-    [
-        ({}, torch.float32),
-        ({"lora_rank": 4}, torch.bfloat16),
-        ({"adapter": "a"}, torch.bfloat16),
-        ({"lora_rank": 4, "dtype": "float32"}, torch.float32),
-    ],
-)
-def test_frozen_weights_have_the_dtype_of_their_files(options, dtype, tmp_path):
-    model = load_model().bfloat16()
-    model.save_pretrained(tmp_path)
-    config = transformers.AutoConfig.from_pretrained(tmp_path)
-    assert load_model(str(tmp_path), config, from_scratch=False, **options).dtype == dtype
+FLOAT, BRAIN = torch.float32, torch.bfloat16
 
 
 @pytest.mark.parametrize(
-    ("options", "dtype"),
+    ("options", "dtype", "exported"),
     [
-        ({}, torch.bfloat16),
-        ({"export_dtype": "float32"}, torch.float32),
-        ({"from_scratch": True}, torch.float32),
-        ({"from_scratch": True, "export_dtype": "bfloat16"}, torch.bfloat16),
-        ({"name": "tiny"}, torch.float32),
+        ({}, FLOAT, BRAIN),
+        ({"export_dtype": "float32"}, FLOAT, FLOAT),
+        ({"from_scratch": True}, FLOAT, FLOAT),
+        ({"from_scratch": True, "export_dtype": "bfloat16"}, FLOAT, BRAIN),
+        ({"name": "tiny"}, FLOAT, FLOAT),
+        ({"lora_rank": 4}, BRAIN, BRAIN),
+        ({"adapter": "a"}, BRAIN, BRAIN),
+        ({"lora_rank": 4, "dtype": "float32"}, FLOAT, BRAIN),
     ],
 )
-def test_a_model_knows_the_dtype_of_its_export(options, dtype, tmp_path):
+def test_the_dtype_of_weights_and_of_their_export(options, dtype, exported, tmp_path):
     load_model().bfloat16().save_pretrained(tmp_path)
     config = transformers.AutoConfig.from_pretrained(tmp_path)
     options = {"name": str(tmp_path), "from_scratch": False} | options
     model = load_model(config=config, **options)
-    assert (model.dtype, model.export_dtype) == (torch.float32, dtype)
-
-
-@pytest.mark.parametrize("kind", ["llama", "qwen3"])
-def test_blocks_are_compiled_one_by_one(kind):
-    model, compiled = make_model(kind), []
-    blocks = fsdp.blocks(model)
-    assert blocks == list(model.model.layers)
-    tokens = torch.arange(8)[None] % VOCABULARY
-    with torch.no_grad():
-        expected = model(tokens).logits
-        for block in blocks:
-            block.compile(backend=lambda graph, _: compiled.append(graph) or graph.forward)
-        assert torch.allclose(model(tokens).logits, expected, atol=1e-5)
-    assert compiled
-
-
-@pytest.mark.parametrize(
-    ("error", "reason"),
-    [(ValueError("a  b\nc " + 400 * "x"), f"a b c {294 * 'x'}"), (KeyError(), "KeyError")],
-)
-def test_any_error_while_a_model_is_loaded_is_one_line(error, reason):
-    with pytest.raises(UserError) as caught, causal_lm.loading("NAME", "model"):
-        raise error
-    assert str(caught.value) == f"--model NAME: cannot load its model ({reason})"
-
-
-def test_each_name_of_attention_is_one_of_transformers():
-    names = transformers.AttentionInterface().valid_keys()
-    for name, implementation in causal_lm.ATTENTION.items():
-        known = name == "auto" or implementation in (*names, "eager")
-        assert known, name
+    assert (model.dtype, model.export_dtype) == (dtype, exported)

@@ -5,7 +5,7 @@ import os
 
 import numpy as np
 import pytest
-from harness.chats import PLAIN, make_tokenizer, say
+from harness.chats import PLAIN, make_tokenizer, say, with_template
 
 from utils.language import tokenizing
 from utils.language.conversations import Encoder
@@ -101,12 +101,11 @@ def test_a_second_start_tokenizes_nothing(tokenizer, tmp_path, cache):
 
 
 @pytest.mark.parametrize("change", ["template", "loss_on", "data", "tokenizer", "version"])
-def test_what_decides_about_tokens_makes_them_anew(change, tokenizer, tmp_path, cache, monkeypatch):
-    path, options = chats(tmp_path / "a.jsonl"), {}
+def test_what_decides_about_tokens_makes_them_anew(change, tmp_path, cache, monkeypatch):
+    path, tokenizer, options = chats(tmp_path / "a.jsonl"), make_tokenizer(), {}
     first = load(path, tokenizer, 256)
     if change == "template":
-        tokenizer = make_tokenizer()
-        tokenizer.chat_template = PLAIN
+        tokenizer = with_template(tokenizer, PLAIN)
     elif change == "loss_on":
         options = dict(loss_on="all")
     elif change == "data":
@@ -139,18 +138,10 @@ def test_what_is_left_out_is_said(tokenizer, tmp_path):
 
 def test_keys_of_messages_that_nothing_reads_are_named(tokenizer, tmp_path):
     rows = [{"messages": say("u hello", "a what")} for _ in range(4)]
-    rows[1]["messages"][1] |= {"weight": 1, "trian": False, "score": 3}
-    rows[2]["messages"][0]["time zone"] = "here"
-    path = write(tmp_path / "a.jsonl", rows)
-    line = "not read, as the chat template does not: 'score', 'time zone', 'trian'"
-    assert line in load(path, tokenizer, 64).details
-    tokenizer = make_tokenizer()
-    tokenizer.chat_template += "{# score, trian, time #}"
-    assert (
-        line.replace("'score', ", "").replace(", 'trian'", "") in load(path, tokenizer, 64).details
-    )
-    details = load(chats(tmp_path / "b.jsonl"), tokenizer, 64).details
-    assert not any("not read" in line for line in details)
+    assert "not read" not in "".join(load(write(tmp_path / "b.jsonl", rows), tokenizer, 64).details)
+    rows[1]["messages"][1] |= {"weight": 1, "trian": False, "time zone": "here"}
+    details = load(write(tmp_path / "a.jsonl", rows), tokenizer, 64).details
+    assert "not read, as the chat template does not: 'time zone', 'trian'" in details
 
 
 def test_empty_documents_are_left_out(tokenizer, tmp_path):
@@ -188,12 +179,6 @@ def test_prompts_and_completions(tokenizer, tmp_path):
 def test_rows_that_cannot_be_used_are_one_line(rows, says, tokenizer, tmp_path):
     with pytest.raises(UserError, match=says):
         load(write(tmp_path / "a.jsonl", rows), tokenizer, 16)
-
-
-def test_a_cache_that_cannot_be_written_is_one_line(tokenizer, tmp_path):
-    (tmp_path / "cache").write_text("a file")
-    with pytest.raises(UserError, match=r"cannot write the tokens to .* HF_DATASETS_CACHE"):
-        load(chats(tmp_path / "a.jsonl"), tokenizer, 64)
 
 
 def held_out(contents, rows=None, **settings):

@@ -143,7 +143,7 @@ def test_an_answer_is_exact_but_for_blanks_around_it(script, monkeypatch):
         return [" yes ", "no", "yes"]
 
     monkeypatch.setattr(script, "generate", generate)
-    tokenizer = SimpleNamespace(decode=lambda tokens, skip_special_tokens: tokens)
+    tokenizer = SimpleNamespace(batch_decode=lambda texts, skip_special_tokens: texts)
     prompts = [([1], "yes"), ([2], "yes "), ([3], "yes ")]
     sets = {"synthetic": SimpleNamespace(prompts=lambda count: prompts)}
     args = SimpleNamespace(dataset=["synthetic"], dry_run=False)
@@ -199,14 +199,10 @@ def test_the_card_names_what_is_on_the_hub(script, part, kind, tmp_path, monkeyp
     card = script.describe_model(args, tmp_path, kind)
     assert card["metadata"] == {"base_model": "a/b", "datasets": ["c/d"]}
     assert card["library"] == {"model": "transformers", "adapter": "peft"}[part]
-    assert f'from_pretrained("{part}")' in card["usage"] and f"`{part}`" in card["weights"]
     assert ("apply_chat_template" in card["usage"]) == (kind == "messages")
-    assert card["task"] == "text-generation" and "language model" in card["title"]
     assert card["weights"] == f"The folder `{part}` has the weights, and the tokenizer."
     (tmp_path / part / "config.json").write_text('{"dtype": "bfloat16"}')
-    assert (
-        "weights, in bfloat16, which the" in script.describe_model(args, tmp_path, kind)["weights"]
-    )
+    assert "in bfloat16, which" in script.describe_model(args, tmp_path, kind)["weights"]
     for args.model, args.from_scratch in (("a/b", True), ("mine", False), ("tiny", False)):
         assert script.describe_model(args, tmp_path, kind)["metadata"] == {"datasets": ["c/d"]}
 
@@ -270,8 +266,6 @@ def test_what_is_not_installed_is_named(script, monkeypatch):
     monkeypatch.setattr(script, "MISSING", ["transformers", "peft"])
     with pytest.raises(UserError, match="needs transformers and peft: pip install -r"):
         parse(script, monkeypatch, "")
-    with pytest.raises(UserError, match="needs transformers and peft: pip install -r"):
-        load_script("evaluate").evaluate_lm(None, SimpleNamespace(), None)
 
 
 @pytest.mark.parametrize("tied", [False, True])
@@ -296,17 +290,14 @@ def test_embeddings_and_vectors_have_no_weight_decay(script, kind, tied):
 
 @pytest.mark.parametrize(("tied", "frozen"), [(True, False), (False, False), (False, True)])
 def test_a_known_gpu_has_an_mfu(script, tied, frozen, monkeypatch):
-    model = make_model("llama", tie_word_embeddings=tied)
+    model, here = make_model("llama", tie_word_embeddings=tied), fakes.accelerator()
+    config, args = model.config, SimpleNamespace(block_size=32)
     if frozen:
         model.model.layers[0].requires_grad_(False)
-    args = SimpleNamespace(block_size=32)
-    here = fakes.accelerator()
     assert script.rates_per_block(here, model, args) == {"tokens_per_second": 32}
     monkeypatch.setattr(script, "peak_flops", lambda _: 1e9)
     matrices = [layer.weight for layer in model.modules() if isinstance(layer, torch.nn.Linear)]
-    trained = sum(weight.numel() for weight in matrices if weight.requires_grad)
-    flops = 4 * sum(weight.numel() for weight in matrices) + 2 * trained
-    config = model.config
+    flops = sum(weight.numel() * (4 + 2 * weight.requires_grad) for weight in matrices)
     flops += 12 * config.num_hidden_layers * config.hidden_size * 32
     assert script.rates_per_block(here, model, args)["mfu"] == pytest.approx(32 * flops / 1e9)
     config.num_experts_per_tok = 2

@@ -50,7 +50,6 @@ from utils.data.report import agree
 from utils.language.conversations import Encoder
 from utils.language.lanes import LaneStream, Share, gather_position
 from utils.language.packing import TokenSettings
-from utils.language.rows import reading
 from utils.language.token_stream import count_lanes, load_held_out, open_stream
 from utils.language.tokens import load_tokens
 from utils.report import hub, model_card, plots
@@ -412,23 +411,14 @@ def generate(model, tokenizer, prompts, length):
     return texts
 
 
-def read_prompts(tokenizer, data, args):
-    """The prompts for samples: the lines of the file --prompts, or the first held-out documents.
+def first_prompts(eval_sets):
+    """The prompts of three held-out documents, of several sources those of each in turn.
 
     Returns:
         list[tuple]: token ids; those of the answer in the data, or None.
     """
-    if not args.prompts:
-        # Of several sources, those of each in turn.
-        prompts = [blocks.prompts(3) for blocks in data.eval_sets.values()]
-        return [prompt for turn in zip_longest(*prompts) for prompt in turn if prompt][:3]
-    with reading(f"--prompts {args.prompts}"):
-        lines = Path(args.prompts).read_text(encoding="utf-8").splitlines()
-    lines = [line for line in lines if line.strip()]
-    if not lines:
-        raise UserError(f"--prompts {args.prompts} is empty: give one prompt per line")
-    encoder = Encoder(tokenizer)
-    return [(encoder.encode_prompt(line, data.kind), None) for line in lines]
+    prompts = [blocks.prompts(3) for blocks in eval_sets.values()]
+    return [prompt for turn in zip_longest(*prompts) for prompt in turn if prompt][:3]
 
 
 def example_prompt(tokenizer, data, prompts):
@@ -513,7 +503,6 @@ MAY_CHANGE = flags.MAY_CHANGE | {
     "activation_checkpointing",
     "attention",
     "export_dtype",
-    "prompts",
     "generate",
     "prompt",
     "merge",
@@ -586,7 +575,7 @@ def main():
     data = load_data(accelerator, tokenizer, causal_lm.can_pack(config), args)
     args, data = fit_batch(accelerator, data, args)
     train_set, eval_sets = data.train_set, data.eval_sets
-    prompts = run_on_all(accelerator, lambda: read_prompts(tokenizer, data, args))
+    prompts = first_prompts(eval_sets)
     plan = Plan.from_args(args, None if isinstance(train_set, list) else len(train_set))
     writer = BackgroundWriter(accelerator, args.wait_for_checkpoints)
     run = RunFolder(args, accelerator, MAY_CHANGE, [trackers], writer)
@@ -829,11 +818,6 @@ def parse_args():
     flags.add_eval_samples(group)
     flags.add_extras(group)
     group = parser.add_argument_group("samples")
-    group.add_argument(
-        "--prompts",
-        metavar="FILE",
-        help="prompts for samples, one per line; default: the first three held-out ones",
-    )
     group.add_argument(
         "--generate",
         metavar="PATH",

@@ -200,7 +200,7 @@ DATA = f"--dataset {{chats}} {MODEL}"
 @pytest.mark.parametrize(
     ("script", "words", "says"),
     [
-        (LM, f"{DATA} --prompts nowhere.txt", "nowhere.txt"),
+        (LM, f"{DATA} --chat_template nowhere.jinja", "nowhere.jinja"),
         (LM, f"--model {{run}}/model {DATA} --lora_rank 4 --lora_targets x", "x matches"),
         (EVALUATE, "{run} --tta", "--tta is for classifiers"),
         (EVALUATE, "{run}/checkpoints/step_00000012", "give the folder of a finished run"),

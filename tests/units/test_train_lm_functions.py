@@ -110,28 +110,9 @@ def test_each_source_has_its_share_of_the_evaluated_blocks(script):
     assert choose(101, 3) == choose(None, 3) == sets
 
 
-def test_prompts_are_those_of_each_source_in_turn_or_of_a_file(script, tmp_path):
-    tokenizer, file = causal_lm.byte_tokenizer(), tmp_path / "prompts.txt"
-    args = SimpleNamespace(prompts=None)
+def test_prompts_are_those_of_each_source_in_turn(script):
     sets = {"a": Blocks(["a0", "a1", "a2"]), "b": Blocks(["b0", "b1"]), "c": Blocks()}
-    data = script.Data(None, sets, "val", "text", "")
-    assert script.read_prompts(tokenizer, data, args) == ["a0", "b0", "a1"]
-    args.prompts = str(file)
-    for content, says in (
-        (None, "cannot read --prompts .*: No such file"),
-        (b"caf\xe9", "cannot read --prompts .*: it is not UTF-8"),
-        (b" \n", "is empty: give one prompt per line"),
-    ):
-        if content:
-            file.write_bytes(content)
-        with pytest.raises(UserError, match=says):
-            script.read_prompts(tokenizer, data, args)
-    file.write_text("who?\n\n höw\n")
-    expected = [(tokenizer(line).input_ids, None) for line in ("who?", " höw")]
-    assert script.read_prompts(tokenizer, data, args) == expected
-    chats = data._replace(kind="messages")
-    (chat, _), _ = script.read_prompts(tokenizer, chats, args)
-    assert tokenizer.decode(chat) == "<|im_start|>user\nwho?<|im_end|>\n<|im_start|>assistant\n"
+    assert script.first_prompts(sets) == ["a0", "b0", "a1"]
 
 
 # ---------------------------------------------------------------------------------------- samples

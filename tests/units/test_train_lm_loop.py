@@ -88,12 +88,11 @@ def test_a_restart_draws_the_same_dropout_masks(train, monkeypatch):
     assert column(stopped, "loss", "val") == column(whole, "loss", "val")
 
 
-def test_a_mixture_is_evaluated_by_source(train, folder):
-    (folder / "prompts.txt").write_text("who?")
-    words = f"--prompts {folder}/prompts.txt --mixture 3 1 --batch_size 8 --max_train_steps 8"
-    run = train("run", f"{words} --eval_every 8", data="chats.jsonl texts.jsonl")
+def test_a_mixture_is_evaluated_by_source(train):
+    words = "--mixture 3 1 --batch_size 8 --max_train_steps 8 --eval_every 8"
+    run = train("run", words, data="chats.jsonl texts.jsonl")
     line = metrics(run, "val")[-1]
     parts = [line[f"loss/{name}.jsonl"] for name in ("chats", "texts")]
     assert min(parts) < line["loss"] < max(parts)
     sample = (run / "sample.txt").read_text()
-    assert sample.startswith("> user\nwho?\nassistant\n") and "in the data" not in sample
+    assert sample.startswith("> user\nSay ") and "in the data: w w" in sample

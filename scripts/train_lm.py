@@ -523,23 +523,6 @@ inputs = tokenizer.apply_chat_template(messages, **options)"""
 TEXT = 'inputs = tokenizer("Hello", return_tensors="pt")'
 
 
-def export(accelerator, folder, model, tokenizer):
-    """Writes the weights of the model, or of its adapter; call it on every process.
-
-    Rounds the weights to what is written, so that the evaluation that follows is of that.
-    """
-    unwrapped = accelerator.unwrap_model(model)
-    adapters.round_weights(unwrapped)
-    is_adapter = hasattr(unwrapped, "peft_config")
-    sharded = accelerator.is_fsdp2 and not is_adapter
-    if sharded and adapters.export_shards(accelerator, folder, unwrapped, tokenizer):
-        return
-    state = accelerator.get_state_dict(model)  # under FSDP gathered from all processes
-    dtype = None if is_adapter else unwrapped.export_dtype
-    # The others wait here, and not in a collective that times out.
-    run_on_main(accelerator, lambda: adapters.export(folder, unwrapped, state, tokenizer, dtype))
-
-
 def write_outputs(accelerator, run, model, tokenizer, prompts, args):
     """Writes the samples, the curves and the model card of a finished run."""
     with optional("sample.txt"):
@@ -652,7 +635,7 @@ def main():
             break
     profile.stop()
 
-    export(accelerator, run.path, model, tokenizer)
+    adapters.export(accelerator, run.path, model, tokenizer)  # what is evaluated next
     last = subset.count_last(plan, args, data.count_held_out())
     counts = progress.announce(last, data.count_held_out(), run.path)
     eval_loaders = build_eval_loaders(accelerator, eval_sets, args, last)

@@ -7,8 +7,8 @@
 
 On a machine with 4 GPUs the second command starts two processes. The first has the first half of
 the network on GPU 0 and the second half on GPU 1. The second process uses GPUs 2 and 3 in the same
-way, and DDP averages their gradients. If two processes would share a GPU, the script stops with an
-error before NCCL starts. Without a GPU all stages are on the CPU.
+way, and DDP averages their gradients. Two processes never share a GPU. Without a GPU all stages are
+on the CPU.
 
 Without pipelining, p - 1 of p stages wait while one computes. So a batch is split into m
 micro-batches, which pass through the stages one after the other: at any time, each stage works on a
@@ -130,15 +130,6 @@ class Pipeline(nn.Module):
         return torch.cat(parts)
 
 
-def check_micro_batches(samples, micro_batches):
-    """Raises UserError if the samples of a process cannot be split into so many parts."""
-    if samples % micro_batches:
-        raise UserError(
-            f"--micro_batches {micro_batches} does not divide the {samples} samples per process "
-            "and batch"
-        )
-
-
 def lr_multiplier(step, plan, args):
     """The learning-rate multiplier at `step`: the warm-up takes a tenth of all steps."""
     return schedule.multiplier("linear", step, plan.total_steps, warmup=plan.total_steps / 10)
@@ -155,33 +146,14 @@ def build_scheduler(optimizer, plan, args):
 
 
 def arrange_gpus(gpus, local_processes, per_process):
-    """Reorders the GPUs of a machine: the first GPU of process r becomes cuda:r; the others follow.
+    """All GPUs of a machine (list[int]) in an order in which cuda:r is the first of process r.
 
-    This is necessary because Accelerate uses cuda:r for process r. With two processes and two GPUs
-    each, the order is 0 2 1 3: process 1 then has cuda:1 and cuda:3, which are GPUs 2 and 3.
-
-    Returns:
-        list[int]: all GPUs in the new order.
+    Accelerate uses it for process r. With two processes and two GPUs each, the order is 0 2 1 3:
+    process 1 then has cuda:1 and cuda:3, which are GPUs 2 and 3.
     """
     firsts = [rank * per_process for rank in range(local_processes)]
     others = [gpu for gpu in range(local_processes * per_process) if gpu not in firsts]
     return firsts + others + list(range(local_processes * per_process, gpus))
-
-
-def refuse_shared(places):
-    """Raises UserError if two ranks of this machine would use one device.
-
-    Args: places: (rank, device) of every stage of every rank.
-    """
-    owners = {}
-    for rank, device in places:
-        owner = owners.setdefault(device, rank)
-        if owner != rank:
-            raise UserError(
-                f"ranks {owner} and {rank} would share {device} on {socket.gethostname()}: every "
-                "rank needs its own --devices_per_process GPUs. Start fewer processes (accelerate "
-                "launch --num_processes ...)"
-            )
 
 
 def claim_devices(on_cpu, per_process):
@@ -198,10 +170,14 @@ def claim_devices(on_cpu, per_process):
     gpus, processes = torch.cuda.device_count(), int(os.environ.get("LOCAL_WORLD_SIZE", 1))
     rank = int(os.environ.get("LOCAL_RANK", 0))
     first = int(os.environ.get("RANK", 0)) - rank  # of this machine
-    places = range(processes * per_process)
-    refuse_shared((first + place // per_process, f"GPU {place % gpus}") for place in places)
     if per_process > gpus:
         raise UserError(f"--devices_per_process {per_process}: this machine has {gpus}")
+    if processes * per_process > gpus:
+        raise UserError(
+            f"ranks {first} and {first + gpus // per_process} would share GPU 0 on "
+            f"{socket.gethostname()}: every rank needs its own --devices_per_process GPUs. Start "
+            "fewer processes (accelerate launch --num_processes ...)"
+        )
     visible = os.environ.get("CUDA_VISIBLE_DEVICES", ",".join(map(str, range(gpus)))).split(",")
     os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(
         visible[i] for i in arrange_gpus(gpus, processes, per_process)
@@ -303,7 +279,11 @@ def main():
     accumulation = args.gradient_accumulation_steps
     launch.print_banner(accelerator)
     samples = elastic.divide_batch(accelerator, args.batch_size, accumulation)
-    check_micro_batches(samples, args.micro_batches)
+    if samples % args.micro_batches:
+        raise UserError(
+            f"--micro_batches {args.micro_batches} does not divide the {samples} samples per "
+            "process and batch"
+        )
     data, held_out, description = load_data(accelerator, args)
     train_set = data.splits["train"]
     plan = Plan.from_args(args, len(train_set))

@@ -4,6 +4,7 @@ import json
 
 import pytest
 import torch
+from harness import fakes
 from harness.chats import CHATML, make_tokenizer
 from harness.language_models import make_model
 from harness.worlds import in_group
@@ -82,7 +83,7 @@ def test_what_matches_nothing_is_one_line(call, says):
 def test_an_adapter_is_exported_with_its_settings_and_trained_further(tmp_path):
     model = lora()
     (tmp_path / "model").mkdir()  # an earlier adapter, merged
-    adapters.export(tmp_path, model, model.state_dict(), causal_lm.byte_tokenizer())
+    adapters.write(tmp_path, model, model.state_dict(), causal_lm.byte_tokenizer())
     names = {file.name for file in (tmp_path / "adapter").iterdir()}
     assert {"adapter_config.json", "adapter_model.safetensors", "tokenizer.json"} <= names
     assert "README.md" not in names and [path.name for path in tmp_path.iterdir()] == ["adapter"]
@@ -122,7 +123,7 @@ def test_tied_weights_are_written_once(tmp_path):
     (tmp_path / "model" / "old").touch()
     (tmp_path / ".model.writing").mkdir()
     (tmp_path / ".model.writing" / "older").touch()
-    adapters.export(tmp_path, model, state, causal_lm.byte_tokenizer())
+    adapters.write(tmp_path, model, state, causal_lm.byte_tokenizer())
     written = load_file(tmp_path / "model" / "model.safetensors")
     assert {*written, "lm_head.weight"} == set(state) and "lm_head.weight" not in written
     assert all(torch.equal(value, state[name]) for name, value in written.items())
@@ -136,7 +137,7 @@ def test_tied_weights_are_written_once(tmp_path):
 def test_an_export_is_what_transformers_writes_of_such_a_model(dtype, limit, tmp_path, monkeypatch):
     monkeypatch.setattr(adapters.sharded_files, "SHARD_SIZE", limit)
     model, tokenizer = make_model("qwen3"), causal_lm.byte_tokenizer()
-    adapters.export(tmp_path, model, model.state_dict(), tokenizer, dtype)
+    adapters.write(tmp_path, model, model.state_dict(), tokenizer, dtype)
     assert model.dtype == torch.float32
     model.to(dtype).save_pretrained(tmp_path / "expected", max_shard_size=limit)
     files = sorted(path.name for path in (tmp_path / "expected").glob("model*"))
@@ -151,43 +152,55 @@ def test_an_export_is_what_transformers_writes_of_such_a_model(dtype, limit, tmp
     assert one == other and one["dtype"] == str(dtype).split(".")[1]
 
 
-def test_what_is_evaluated_last_is_what_is_exported():
-    """Only what is exported: the adapter of a frozen model stays as it is."""
+def prepared(here, model):
+    """An accelerator with a prepared model."""
+    whole = {
+        key: getattr(v, "full_tensor", lambda v=v: v)() for key, v in model.state_dict().items()
+    }
+    here.unwrap_model, here.get_state_dict = lambda _: model, lambda _: whole
+    return here
+
+
+@pytest.mark.parametrize("is_adapter", [False, True])
+def test_what_is_evaluated_last_is_what_is_exported(is_adapter, tmp_path):
+    """The adapter of a frozen model stays as it is."""
     model, drawn = make_model("llama"), make_model("llama").state_dict()
     model.register_buffer("count", torch.tensor(2**30 + 1))
     model.export_dtype = torch.bfloat16
-    adapters.round_weights(model)
+    used = lora(model=model) if is_adapter else model
+    here = prepared(fakes.accelerator(), used)
+    adapters.export(here, tmp_path, used, causal_lm.byte_tokenizer())
+    name = "model.norm.weight" if is_adapter else "model.layers.0.mlp.up_proj.weight"
+    expected = drawn[name] if is_adapter else drawn[name].bfloat16().float()
+    found = model.state_dict()[name]
+    assert found.dtype == torch.float32 and torch.equal(found, expected)
     assert model.count == 2**30 + 1
-    for name, weight in drawn.items():
-        found = model.state_dict()[name]
-        assert found.dtype == torch.float32 and torch.equal(found, weight.bfloat16().float()), name
-    model = make_model("llama")
-    model.export_dtype = torch.bfloat16
-    adapters.round_weights(lora(model=model))
-    state = model.state_dict()
-    assert torch.equal(state["model.norm.weight"], drawn["model.norm.weight"])
-    assert torch.equal(state["lm_head.weight"], drawn["lm_head.weight"])
+    (folder,) = tmp_path.iterdir()
+    (file,) = folder.glob("*.safetensors")
+    written = load_file(file)
+    dtypes = {value.dtype for value in written.values() if value.is_floating_point()}
+    assert dtypes == {torch.float32 if is_adapter else torch.bfloat16}
+    assert is_adapter or written["count"] == 2**30 + 1
 
 
 @pytest.mark.parametrize("name", ["llama", "mixtral"])
-def test_processes_export_a_sharded_model_together(name, tmp_path):
-    """Unless transformers has to join its weights first."""
+def test_processes_export_a_sharded_model_together(name, tmp_path, monkeypatch):
+    """Each its slices; unless transformers has to join its weights first."""
+    wrote, write = [], adapters.sharded_files.write
+    monkeypatch.setattr(adapters.sharded_files, "write", lambda *a: wrote.append(1) or write(*a))
 
-    def process(accelerator, mesh):
+    def process(here, mesh):
         model, tokenizer = make_model(name), causal_lm.byte_tokenizer()
         model.export_dtype = torch.bfloat16
         model = fully_shard(model, mesh=mesh)
-        (tmp_path / "model").mkdir(exist_ok=True)
-        return adapters.export_shards(accelerator, tmp_path, model, tokenizer)
+        adapters.export(prepared(here, model), tmp_path, model, tokenizer)
+        return len(wrote)
 
-    assert in_group(process, 2) == [name == "llama"] * 2
-    if name == "llama":
-        loaded, _, _ = adapters.load_trained(tmp_path)
-        assert loaded.dtype == torch.bfloat16 and [*tmp_path.iterdir()] == [tmp_path / "model"]
-        expected = make_model(name).to(torch.bfloat16).state_dict()
-        assert all(torch.equal(value, expected[key]) for key, value in loaded.state_dict().items())
-    else:
-        assert not [*(tmp_path / "model").iterdir()]
+    assert in_group(process, 2) == [int(name == "llama")] * 2
+    loaded, _, _ = adapters.load_trained(tmp_path)
+    assert loaded.dtype == torch.bfloat16 and [*tmp_path.iterdir()] == [tmp_path / "model"]
+    expected = make_model(name).to(torch.bfloat16).state_dict()
+    assert all(torch.equal(value, expected[key]) for key, value in loaded.state_dict().items())
 
 
 @pytest.mark.parametrize("kind", ["prompt", None])
@@ -197,7 +210,7 @@ def test_a_run_says_what_its_model_was_trained_on(kind, tmp_path):
         (tmp_path / "args.json").write_text(json.dumps({"arguments": {}, "data": {"kind": kind}}))
     for template, expected in ((tokenizer.chat_template, "messages"), (None, "text")):
         tokenizer.chat_template = template
-        adapters.export(tmp_path, model, model.state_dict(), tokenizer)
+        adapters.write(tmp_path, model, model.state_dict(), tokenizer)
         loaded, known, found = adapters.load_trained(tmp_path, dtype=torch.bfloat16)
         assert found == (kind or expected) and known.get_vocab() == tokenizer.get_vocab()
         assert loaded.dtype == torch.bfloat16
@@ -218,7 +231,7 @@ def test_an_adapter_is_merged_in_float32_with_the_base_that_it_was_trained_on(
     for name, weight in adapter.named_parameters():
         if "lora_B" in name:
             torch.nn.init.normal_(weight, std=1e-5)
-    adapters.export(run, adapter, adapter.state_dict(), tokenizer)
+    adapters.write(run, adapter, adapter.state_dict(), tokenizer)
     with monkeypatch.context() as patch:
         patch.setattr(PeftModel, "merge_and_unload", lambda _: make_model("qwen3"), raising=False)
         with pytest.raises(UserError, match="the merged model has other logits, by up to"):
@@ -231,7 +244,7 @@ def test_an_adapter_is_merged_in_float32_with_the_base_that_it_was_trained_on(
             changed = (merged[name] != weight.float()).float().mean()
             assert merged[name].dtype == torch.float32 and changed > 0.5
     # An adapter that is trained further is not evaluated with what was merged before.
-    adapters.export(run, adapter, adapter.state_dict(), tokenizer)
+    adapters.write(run, adapter, adapter.state_dict(), tokenizer)
     loaded, _, _ = adapters.load_trained(run, dtype=torch.float32)
     assert isinstance(loaded, PeftModel) and loaded.get_base_model().dtype == torch.float32
     with torch.no_grad():
@@ -250,7 +263,7 @@ def test_whoever_loads_an_export_stops_where_answers_end(tmp_path):
     model, tokenizer = make_model("llama"), make_tokenizer(eos_token="<pad>")
     tokenizer.chat_template = CHATML
     model.generation_config.eos_token_id = tokenizer.eos_token_id
-    adapters.export(tmp_path, model, model.state_dict(), tokenizer)
+    adapters.write(tmp_path, model, model.state_dict(), tokenizer)
     loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "model")
     end = tokenizer.convert_tokens_to_ids("<|im_end|>")
     assert sorted(loaded.generation_config.eos_token_id) == sorted([end, tokenizer.eos_token_id])

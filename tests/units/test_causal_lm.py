@@ -265,7 +265,7 @@ def test_a_model_of_the_hub_is_loaded_from_its_cache(tmp_path, monkeypatch):
     model = load_model(name, loaded, from_scratch=False)
     assert model.name_or_path == name  # which an adapter records
     adapter = adapters.add_lora(model, 2, 4.0, 0.0, ["q_proj"])
-    adapters.export(tmp_path, adapter, adapter.state_dict(), tokenizer)
+    adapters.write(tmp_path, adapter, adapter.state_dict(), tokenizer)
     assert f'"{name}"' in (tmp_path / "adapter" / "adapter_config.json").read_text()
     adapters.merge(tmp_path)
     assert (tmp_path / "model" / "model.safetensors").exists()

@@ -128,7 +128,32 @@ def _frozen(module):
 # ----------------------------------------------------------------------------------------- folders
 
 
-def export(folder, model, state, tokenizer, dtype=None):
+def export(accelerator, folder, model, tokenizer):
+    """Writes the weights of a prepared model, or of its adapter; call it on every process.
+
+    Rounds the weights to what is written, so that an evaluation that follows is of that.
+    """
+    unwrapped = accelerator.unwrap_model(model)
+    is_adapter = isinstance(unwrapped, PeftModel)
+    if not is_adapter:
+        _round_weights(unwrapped)
+        if accelerator.is_fsdp2 and _write_shards(accelerator, folder, unwrapped, tokenizer):
+            return
+    state = accelerator.get_state_dict(model)  # under FSDP gathered from all processes
+    dtype = None if is_adapter else unwrapped.export_dtype
+    # The others wait here, and not in a collective that times out.
+    run_on_main(accelerator, lambda: write(folder, unwrapped, state, tokenizer, dtype))
+
+
+def _round_weights(model):
+    """Rounds the weights of a model to its `export_dtype`; each keeps its own dtype."""
+    with torch.no_grad():
+        for weight in model.state_dict().values():  # of a sharded model, this frees gathered ones
+            if weight.is_floating_point():
+                weight.copy_(weight.to(model.export_dtype))
+
+
+def write(folder, model, state, tokenizer, dtype=None):
     """Writes `model/` for `AutoModelForCausalLM`, or `adapter/` for `PeftModel`, to a run's folder.
 
     Args:
@@ -150,8 +175,8 @@ def export(folder, model, state, tokenizer, dtype=None):
     _complete(_begin(folder, model, state, tokenizer, dtype))
 
 
-def export_shards(accelerator, folder, model, tokenizer):
-    """Like `export`, of a sharded model: each process writes its slices. Call it on every process.
+def _write_shards(accelerator, folder, model, tokenizer):
+    """As `write`, of a sharded model: each process writes its slices.
 
     Returns:
         bool: False: it writes nothing, because the names in the files of this model are others.
@@ -198,19 +223,6 @@ def _complete(writing):
     shutil.rmtree(folder / part, ignore_errors=True)
     os.replace(writing, folder / part)
     sync(folder)
-
-
-def round_weights(model):
-    """Rounds the weights of a model to its `export_dtype`: what is evaluated is what is exported.
-
-    Each keeps its own dtype. Those of adapters are exported as they are.
-    """
-    if isinstance(model, PeftModel):
-        return
-    with torch.no_grad():
-        for weight in model.state_dict().values():  # of a sharded model, this frees gathered ones
-            if weight.is_floating_point():
-                weight.copy_(weight.to(model.export_dtype))
 
 
 def load_trained(path, **options):
@@ -275,5 +287,5 @@ def merge(path):
             f"--merge {path}: the merged model has other logits, by up to {difference:.2g}: use "
             "the adapter itself"
         )
-    export(folder, model, model.state_dict(), tokenizer, torch.float32)
+    write(folder, model, model.state_dict(), tokenizer, torch.float32)
     return f"written to {folder / MODEL}; logits differ by at most {difference:.1g}"

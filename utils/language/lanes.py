@@ -22,14 +22,12 @@ STAGGER = (math.sqrt(5) - 1) / 2  # multiples of it are spread evenly over 0 to 
 
 @dataclass(frozen=True)
 class Share:
-    """What one process reads of a stream.
+    """What one process, of several `processes`, reads of a stream.
 
     Args:
         lanes (int): parts of the stream.
         samples (int): per optimizer step on this process.
-        process (int), processes (int): the index of this process, and the number of processes.
-        position (dict | None): lane number (as a string) -> position, gathered from all processes
-            after the last batch.
+        position (dict | None): what `gather_position` returned after the last batch.
         accumulation (int): micro-batches per optimizer step.
     """
 

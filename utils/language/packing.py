@@ -24,10 +24,7 @@ DOCUMENT = np.dtype([*SEGMENT.descr, ("start", np.int64)])  # the place of its f
 
 
 class Pieces(NamedTuple):
-    """Runs of positions: the place of the first token, the number of positions, the block.
-
-    Three int64 arrays [pieces], sorted by block.
-    """
+    """Runs of positions: first token, number of positions, block: int64 [pieces], by block."""
 
     starts: np.ndarray
     lengths: np.ndarray
@@ -74,7 +71,6 @@ class Blocks(torch.utils.data.Dataset):
     Attributes:
         tokens, target_tokens (int): positions without padding; targets, over all blocks.
         bytes (float | None): of texts, the UTF-8 bytes that the targets predict.
-        block_targets (int64 [blocks]): the number of targets of each block.
     """
 
     def __init__(self, stream, pieces, block_size, pad_id, bytes=None, answers=None):
@@ -83,7 +79,6 @@ class Blocks(torch.utils.data.Dataset):
         count = int(pieces.blocks[-1]) + 1 if len(pieces.blocks) else 0
         self._firsts = np.searchsorted(pieces.blocks, np.arange(count + 1))
         targets = stream.count_targets(pieces.starts + 1, pieces.lengths)
-        self.block_targets = np.bincount(pieces.blocks, targets).astype(np.int64)
         self.tokens, self.target_tokens = int(pieces.lengths.sum()), int(targets.sum())
 
     @property
@@ -119,10 +114,7 @@ class Blocks(torch.utils.data.Dataset):
         return {**batch, "ids": torch.tensor(indices, dtype=torch.int64)}
 
     def select(self, indices):
-        """The blocks at `indices` (int64 array, ascending), as `Blocks`.
-
-        Their number of bytes is estimated, from that of all blocks, by their targets.
-        """
+        """The `Blocks` at `indices` (int64, ascending), with an estimate of their bytes."""
         kept = np.isin(self.pieces.blocks, indices)
         starts, lengths, blocks = (column[kept] for column in self.pieces)
         pieces = Pieces(starts, lengths, np.searchsorted(indices, blocks))

@@ -20,9 +20,9 @@ HELD_OUT_BYTES = 1 << 20  # bytes of a stream that are held out for evaluation
 
 
 class Text(NamedTuple):
-    """A text, uint8 [bytes] for training (None: a stream) and held out for evaluation.
+    """A text, uint8 [bytes], to train on (None: a stream) and held out; lines about it.
 
-    `description` is one line with a checksum of both; `details` are more lines about the files.
+    `description` has a checksum.
     """
 
     train: torch.Tensor | None
@@ -38,19 +38,15 @@ class Windows(torch.utils.data.Dataset):
 
     Args:
         text: uint8 [bytes].
-        seed (int | None): for training, the seed of the offset at which the windows of an epoch
-            start. None, for evaluation: every byte except the first is a target exactly once;
-            targets past the end are -100, which the loss ignores.
+        seed (int | None): for training, of the offset at which the windows of an epoch start. None,
+            for evaluation: every byte except the first is a target exactly once; targets past the
+            end are -100, which the loss ignores. The number of `targets` is an attribute.
         chosen (int64 [windows] | None): for evaluation, only these of all windows.
-
-    Attributes:
-        targets (int): for evaluation, the number of bytes that are targets.
     """
 
     def __init__(self, text, block_size, seed=None, chosen=None):
         self.text, self.block_size, self.seed, self.chosen = text, block_size, seed, chosen
-        # In shared memory, because the persistent workers of a loader would otherwise keep the
-        # offset of the first epoch.
+        # In shared memory: persistent workers of a loader would keep that of the first epoch.
         self.shift = torch.zeros((), dtype=torch.int64).share_memory_()
         full, rest = divmod(len(text) - 1, block_size)
         self.count = full + (rest > 0)
@@ -143,10 +139,7 @@ def load_to_evaluate(name, column, seed=0):
 
 
 def _read_splits(name, column, seed, wanted, most=None):
-    """The text of the first splits (at most `most`) that are `wanted`, and lines about all splits.
-
-    A text is uint8 [bytes].
-    """
+    """The texts of the first splits (at most `most`) that are `wanted`, and lines about all."""
     if name == "synthetic":
         text = bytearray(synthetic_text(seed))
         return {"train": torch.frombuffer(text, dtype=torch.uint8)}, []
@@ -189,10 +182,7 @@ def _check_column(name, column, columns):
 
 
 def _encode(column, row, where):
-    """The text of a row (dict) that ends with a newline, as bytes; none for an empty line (None).
-
-    Raises UserError if it has none; `where` names it.
-    """
+    """The text of a row with a newline at its end, as bytes; none for an empty line (None)."""
     if row is None:
         return b""
     text = row.get(column)
@@ -203,11 +193,9 @@ def _encode(column, row, where):
 
 
 def synthetic_text(seed, sentences=4000):
-    """Generates sentences from 60 random words; after each word come only four others.
+    """Sentences (bytes) of 60 random words, of which only four come after each.
 
-    Returns:
-        bytes: about 35 per sentence. A model that learns the words and their order has a far lower
-        loss than one that knows only the frequency of each byte.
+    A model that learns their order has a far lower loss than one that knows the bytes' frequencies.
     """
     rng = random.Random(f"text {seed}")
 

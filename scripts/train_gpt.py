@@ -316,8 +316,8 @@ def load_data(accelerator, args):  # EDIT: data
     """Loads the text.
 
     Returns:
-        tuple: the training set, `Windows`, or None for a stream, which is opened later; the
-        held-out `Windows`; a description, with a checksum: a run continues with the same text.
+        tuple: the `Windows` to train on, None for a stream, which is opened later; those held out;
+        a description, with a checksum: a run continues with the same text.
     """
     data = read_text(accelerator, args)
     train_set, text, held_out = None, data.train, data.held_out
@@ -349,10 +349,7 @@ def open_stream(accelerator, position, args):
 
 
 def build_loaders(accelerator, train_set, eval_set, args):
-    """Builds loaders of global batches; `prepare` splits each over the processes.
-
-    A stream yields only the share of this process, so it needs no `prepare`.
-    """
+    """Builds loaders of global batches, which `prepare` divides; a stream has its share only."""
     eval_loader = build_eval_loader(accelerator, eval_set)
     if args.streaming:
         # At most one worker, which prefetches. The position saved with a checkpoint does not

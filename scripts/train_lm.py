@@ -186,12 +186,10 @@ def build_scheduler(optimizer, plan, args):
 class Data(NamedTuple):
     """What a run trains on and is evaluated on.
 
-    Attributes:
-        train_set: `Blocks`, or the list of sources of a stream, which is opened later.
-        eval_sets (dict): source -> held-out `Blocks`.
-        held_out (str): the name of their split.
-        kind (str): of the documents.
-        description (str): with checksums: a run continues with the same data only.
+    train_set: `Blocks`, or the list of sources of a stream, which is opened later.
+    eval_sets, held_out: source -> held-out `Blocks`; the name of their split.
+    kind: of the documents.
+    description: with checksums: a run continues with the same data only.
     """
 
     train_set: object
@@ -272,10 +270,7 @@ def open_sources(accelerator, tokenizer, config, sources, position, args):
 
 
 def build_train_loader(accelerator, train_set, args):
-    """Builds a loader of global batches; `prepare` splits each over the processes.
-
-    A stream yields only the share of this process, so it needs no `prepare`.
-    """
+    """Builds a loader of global batches, which `prepare` divides; a stream has its share only."""
     options = loader_options(accelerator)
     if isinstance(train_set, LaneStream):
         return DataLoader(train_set, batch_size=None, **options)
@@ -287,10 +282,7 @@ def build_train_loader(accelerator, train_set, args):
 
 
 def build_eval_loaders(accelerator, eval_sets, args, count=None):
-    """Builds the loaders of the held-out `Blocks` of each source (dict).
-
-    Args: count (int | None): about so many blocks; of each source its share of all. None: all.
-    """
+    """Builds loaders (dict) of `count` held-out blocks (None: all): of each source its share."""
     total, loaders = sum(map(len, eval_sets.values())), {}
     for name, blocks in eval_sets.items():
         share = -(-(count or total) * len(blocks) // total)
@@ -339,8 +331,7 @@ def count_targets(accelerator, batches):
 def evaluate(accelerator, model, loaders, watch):  # EDIT: metric
     """Computes exact metrics: each held-out target counts once, on any number of processes.
 
-    Args:
-        loaders (dict): of the held-out blocks of each source.
+    Args: loaders (dict): of each source.
 
     Returns:
         dict: `loss` in nats per target token, with its standard error; `perplexity`; for text
@@ -455,11 +446,9 @@ def log_samples(accelerator, run, step, model, tokenizer, prompts):
 
 
 def share_of_exact(accelerator, model, tokenizer, eval_sets, args):
-    """The share of prompts to which the model answers exactly what the data does.
+    """The share of prompts to which the model answers exactly what the data does, as a metric.
 
-    Returns:
-        dict: `exact_answers` of `--dataset synthetic`, on the main process; else {}: other data
-        have no such answers, and a sharded model generates at the end only.
+    Of `--dataset synthetic` only: other data have no such answers.
     """
     if args.dataset != ["synthetic"] or args.dry_run or not generates_alone(accelerator):
         return {}
@@ -473,10 +462,7 @@ def share_of_exact(accelerator, model, tokenizer, eval_sets, args):
 
 
 def load_trained(folder, args):
-    """The model and the tokenizer of a finished run, as `compute_loss` takes it.
-
-    Args: folder (Path): that of the run, with its `args`.
-    """
+    """The model, as `compute_loss` takes it, and the tokenizer of a finished run of `args`."""
     files = "auto" if args.lora_rank or args.adapter else torch.float32
     options = dict(dtype=getattr(torch, args.dtype) if args.dtype else files)
     options["attn_implementation"] = causal_lm.ATTENTION[args.attention]
@@ -656,10 +642,7 @@ def is_on_hub(name):
 
 
 def describe_model(args, folder, kind):
-    """What the model card says about a model, for `model_card.write`.
-
-    Args: kind (str): of its documents.
-    """
+    """What the model card says about a model of documents of a `kind`, for `model_card.write`."""
     part = "adapter" if (folder / "adapter").is_dir() else "model"
     library, loader = "transformers", "AutoModelForCausalLM"
     if part == "adapter":

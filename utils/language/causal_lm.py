@@ -144,16 +144,10 @@ def load_model(accelerator, config, args):
 
     Args:
         config: what `load_config` returned.
-        args: `model`, as for `find`, or `tiny`; `attention`, a key of `ATTENTION`; `dtype` of the
-            weights, None for float32, or with `lora_rank` or `adapter` that of the files;
-            `export_dtype`, `auto` for that of the files; `from_scratch`: random weights, by the
-            model's own initialization; `seed`.
+        args: those of train_lm.py.
 
     Returns:
         the model; its `export_dtype` is that of the weights to export.
-
-    Raises:
-        UserError: the weights are missing or are pickles, or this attention does not run here.
     """
     if args.attention == "flex" and accelerator.device.type == "cpu":
         raise UserError("--attention flex does not train on a CPU: use sdpa")

@@ -3,15 +3,12 @@
 Answers are the turns of the role `assistant`, or the completion, each with the token that ends it.
 They are found by rendering: the messages before an answer, with what asks for one
 (`add_generation_prompt`), and then the messages up to the answer. The first text must be the
-beginning of the second; the rest is what the model writes when it is used. This needs no
-`{% generation %}` marks, which few templates have.
+beginning of the second; the rest is what the model writes when it is used. Few templates have the
+marks `{% generation %}`, with which this would be simpler.
 
-A template may render earlier turns differently when others follow; some drop the reasoning. What
-the model reads before an answer is then no continuation of what it read before: the conversation
-becomes several documents, each of which is what the model reads and writes at that turn.
-
-Where a template writes the date, that is always `TODAY`: the same data gives the same tokens on
-every day and machine.
+A template may render earlier turns differently when others follow; some drop the reasoning. The
+conversation then becomes several documents, each of which is what the model reads and writes at
+that turn. The date in a template is always `TODAY`: the same data gives the same tokens every day.
 """
 
 import datetime

@@ -121,11 +121,7 @@ def estimate(sizes, job):
 
 
 def advise(sizes, job, free):
-    """What would fit into `free` bytes (int), the cheapest first.
-
-    Returns:
-        str: such as "--activation_checkpointing, and 8 GPUs with an FSDP configuration".
-    """
+    """What would fit into `free` bytes (int), the cheapest first, as text."""
 
     def fits(sizes, job):
         return sum(estimate(sizes, job)) <= free
@@ -152,8 +148,7 @@ def advise(sizes, job, free):
 def check(accelerator, config, args):
     """Says what training takes, and what there is; call it before the weights are loaded.
 
-    Raises:
-        UserError: weights, gradients and optimizer alone take more than is free.
+    Raises UserError if weights, gradients and optimizer alone take more than is free.
     """
     frozen, processes = None, accelerator.num_processes
     if args.lora_rank or args.adapter:

@@ -67,13 +67,13 @@ def find(model, folder, source):
     """Finds the weights of a model in files.
 
     Args:
-        model: of any device; only its names and shapes are read.
+        model: only its names and shapes are read.
         folder (Path): with the configuration of the model.
         source: the same folder; or a Hub id, whose files of weights are downloaded.
 
     Returns:
-        dict | None: name -> the file (Path) that has it. None: the files do not have just the
-        parameters of the model, by their names and shapes; `transformers` can convert them.
+        dict | None: name -> its file (Path). None: the files do not have just the parameters of the
+        model, by their names and shapes; `transformers` can convert them.
     """
     if not keeps_names(model) or hasattr(model.config, "quantization_config"):
         return None
@@ -158,9 +158,7 @@ def _own_part(weight):
 
 
 def lay_out(folder, model, dtype):
-    """Makes the files of the weights of a model, without their values; on one process.
-
-    They are those that `save_pretrained` writes: tied weights are in them once.
+    """Makes the files that `save_pretrained` writes of a model, without values; on one process.
 
     Args:
         folder (Path): it must exist.
@@ -210,9 +208,8 @@ def write(folder, layout, model, dtype):
 
     Args:
         folder (Path): on a disk that all machines share.
-        layout (dict): what `lay_out` returned.
+        layout (dict): what `lay_out` returned, with this dtype.
         model: sharded by rows, as FSDP2 does.
-        dtype: as for `lay_out`.
     """
     state = model.state_dict()
     for file_name, begins in layout.items():

@@ -53,14 +53,21 @@ def test_held_out_documents_are_never_trained_on(chats, tokenizer):
     assert len(trained) > 100 and not trained & set(prompts)
 
 
-def test_a_validation_split_is_held_out_as_a_whole(tmp_path, tokenizer):
-    for split, count in (("train", 20), ("val", 5)):
+def test_a_validation_split_is_held_out_up_to_some_blocks(tmp_path, tokenizer, monkeypatch):
+    for split, count in (("train", 20), ("val", 90)):
         rows = [{"text": f"{split} text {number}"} for number in range(count)]
         text = "".join(json.dumps(row) + "\n" for row in rows)
         (tmp_path / f"{split}.jsonl").write_text(text)
-    held = load_held_out(str(tmp_path), TokenSettings(tokenizer, 16))
-    said = tokenizer.decode(held.splits["val"].__getitems__([0])["input_ids"][0].tolist())
-    assert held.kind == "text" and "val text" in said and "train" not in said
+    whole = load_held_out(str(tmp_path), TokenSettings(tokenizer, 16))
+    said = tokenizer.decode(whole.splits["val"].__getitems__([0])["input_ids"][0].tolist())
+    assert whole.kind == "text" and "val text" in said and "train" not in said
+    monkeypatch.setattr(module, "HELD_OUT_BLOCKS", 2)
+    some = load_held_out(str(tmp_path), TokenSettings(tokenizer, 16))
+    assert 2 * 16 <= some.splits["val"].tokens < 4 * 16 < whole.splits["val"].tokens
+    assert f"of which {some.splits['val'].tokens:,} tokens are held out" in some.description
+    (tmp_path / "val.jsonl").write_text('{"text": "a"}\n' * 3)
+    with pytest.raises(UserError, match="has no token to predict in what is held out"):
+        load_held_out(str(tmp_path), TokenSettings(make_tokenizer(eos_token=None), 16))
 
 
 def test_what_cannot_be_streamed_is_one_line(tmp_path, tokenizer):
@@ -81,14 +88,6 @@ def test_what_cannot_be_streamed_is_one_line(tmp_path, tokenizer):
         next(iter(stream))
 
 
-def test_held_out_documents_fill_some_blocks_only(chats, tokenizer, monkeypatch):
-    whole = load_held_out(chats, TokenSettings(tokenizer, BLOCK, loss_on="all"))
-    monkeypatch.setattr(module, "HELD_OUT_BLOCKS", 2)
-    some = load_held_out(chats, TokenSettings(tokenizer, BLOCK, loss_on="all"))
-    assert 2 * BLOCK <= some.splits["val"].tokens < whole.splits["val"].tokens
-    assert f"of which {some.splits['val'].tokens:,} tokens are held out" in some.description
-
-
 def test_options_of_a_stream_decide_about_its_blocks(tmp_path, tokenizer):
     """Which documents share a block, which tokens are targets, and what is left out."""
     turns = [(f"u {number}", "a " + "long" * (30 * (number % 4 == 0))) for number in range(160)]
@@ -104,14 +103,6 @@ def test_options_of_a_stream_decide_about_its_blocks(tmp_path, tokenizer):
     assert max(text.count("user") for text in texts) > 1 and any("long" in text for text in texts)
     assert read(loss_on="all")[1] > targets
     assert {text.count("user") for text in read(packed=False)[0]} == {1}
-
-
-def test_held_out_texts_of_one_token_are_too_short(tmp_path):
-    tokenizer = make_tokenizer(eos_token=None)
-    for split in ("train", "val"):
-        (tmp_path / f"{split}.jsonl").write_text('{"text": "a"}\n' * 3)
-    with pytest.raises(UserError, match="has no token to predict in what is held out"):
-        load_held_out(str(tmp_path), TokenSettings(tokenizer, 16))
 
 
 def test_a_stream_continues_where_a_pass_ends(tmp_path, tokenizer):
@@ -170,12 +161,10 @@ def test_a_pass_has_every_document_once_in_an_order_of_its_own(in_memory):
 def mixed_batches(sources, tokenizer, processes, count, position=None, weights=WEIGHTS):
     """The blocks of `count` global batches, and the position that a checkpoint would store."""
     options = dict(lanes=MIXED, buffer=4, weights=weights, seed=0, position=position)
-    readers = [
-        iter(
-            token_stream(sources, tokenizer, BLOCK, 8 // processes, share=(p, processes), **options)
-        )
-        for p in range(processes)
-    ]
+    readers = []
+    for process in range(processes):
+        options["share"] = (process, processes)
+        readers.append(iter(token_stream(sources, tokenizer, BLOCK, 8 // processes, **options)))
     return global_batches(readers, "input_ids", count)
 
 

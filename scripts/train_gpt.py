@@ -255,10 +255,7 @@ class GPT(nn.Module):  # EDIT: model
         return F.cross_entropy(logits, targets.flatten(), reduction="none").view_as(targets)
 
     def compile(self, **options):
-        """Compiles the blocks, which are all alike, and the loss, with options of `torch.compile`.
-
-        Not all at once, because the hooks of FSDP run between blocks.
-        """
+        """Compiles the blocks, between which hooks of FSDP run, and the loss."""
         for block in self.blocks:
             block.compile(**options)
         # A method, so that a copy of the model computes with its own weights.
@@ -390,8 +387,7 @@ def evaluate(accelerator, model, loader, watch):  # EDIT: metric
     """Computes exact metrics: each held-out byte counts once, on any number of processes.
 
     Returns:
-        dict: `loss` in nats per byte, with its standard error; `bits_per_byte`; the number of
-        `bytes`.
+        dict: `loss` in nats per byte, with its standard error; `bits_per_byte`; number of `bytes`.
     """
     model.eval()
     sums = 0
@@ -444,10 +440,7 @@ def generate(model, prompt, length, temperature, seed):
 
 
 def sample_due(step, plan):
-    """Whether a sample follows the evaluation after `step`: the first after `SAMPLE_EVERY` steps.
-
-    That of the run's end has none, because the finished run has one.
-    """
+    """Whether a sample follows the evaluation after `step`; the finished run has one anyway."""
     return step % SAMPLE_EVERY < plan.evaluate_every and step < plan.total_steps
 
 

@@ -678,8 +678,7 @@ def parse_args():
         nargs="+",
         type=number(float, 0, above=True, most=10**6),
         metavar="SHARE",
-        help="for several data sets: how many of the documents are from each, such as 0.7 0.3; "
-        "one that is exhausted repeats; needs --max_train_steps",
+        help="shares of several data sets, such as 0.7 0.3; exhausted ones repeat",
     )
     group.add_argument("--subset", help="configuration of a data set of the Hub")
     group.add_argument(
@@ -690,8 +689,7 @@ def parse_args():
     group.add_argument(
         "--val_fraction",
         type=number(float, 0, below=1, above=True),
-        help="share to hold out of the training data, if there is neither a val nor a test split "
-        "(default: 0.1; with --streaming always 1/64)",
+        help="share to hold out if there is neither a val nor a test split (default: 0.1)",
     )
     group.add_argument(
         "--block_size",
@@ -712,8 +710,7 @@ def parse_args():
     group.add_argument(
         "--model",
         default="tiny",
-        help="Hub id or folder of a causal language model, or `tiny`: a small Llama with random "
-        "weights, whose tokens are bytes",
+        help="Hub id or folder of a causal language model, or `tiny`: a small, new one of bytes",
     )
     group.add_argument(
         "--from_scratch",
@@ -796,10 +793,8 @@ def parse_args():
         help="do not train: write model/ to the folder of a run with LoRA, its adapter merged",
     )
     parser.set_defaults(epochs=1, batch_size=16, max_grad_norm=1.0, weight_decay=0.1)
-    adapters_only = flags.choice(parser, "lora_rank") not in (0, "0") or flags.choice(
-        parser, "adapter"
-    )
-    parser.set_defaults(lr=2e-4 if adapters_only else 2e-5)
+    has_lora = flags.choice(parser, "lora_rank") not in (0, "0")
+    parser.set_defaults(lr=2e-4 if has_lora or flags.choice(parser, "adapter") else 2e-5)
     if flags.choice(parser, "model") == "tiny":
         parser.set_defaults(block_size=256, lr=4e-3, epochs=2)
     args = flags.parse_with_checks(parser, fits=True)
@@ -807,9 +802,10 @@ def parse_args():
     args.lora_alpha = args.lora_alpha or 2.0 * args.lora_rank
     if args.lora_rank and args.adapter:
         raise UserError("--adapter has a rank of its own: leave out --lora_rank")
-    if (args.lora_rank or args.adapter) and (args.from_scratch or args.model == "tiny"):
+    is_adapted = args.lora_rank or args.adapter
+    if is_adapted and (args.from_scratch or args.model == "tiny"):
         raise UserError("LoRA adapts pretrained weights: give a --model that has some")
-    if args.dtype == "bfloat16" and not (args.lora_rank or args.adapter):
+    if args.dtype == "bfloat16" and not is_adapted:
         # An update of less than 1/256 of a weight would be rounded away.
         raise UserError(
             "--dtype bfloat16 is for the frozen weights of LoRA: to compute in bf16 use "

@@ -18,13 +18,10 @@ and 1/5 for four. `Pipeline.forward` implements the schedule. torch.distributed.
 process per stage; here one process runs all stages: CUDA kernels on different devices run
 concurrently, and autograd uses one thread per device in the backward pass.
 
-Prefer FSDP when the weights do not fit on one GPU: it has no bubble, and does not need stages of
-equal cost:
-
-    accelerate launch --config_file accelerate_configs/4gpu_fsdp.yaml scripts/train_gpt.py
-
-Prefer stages when the link between the devices is slow, because only the activations between two
-stages cross it, not all weights, or when activations rather than weights fill the memory of a GPU.
+Prefer FSDP (4gpu_fsdp.yaml, scripts/train_gpt.py) when the weights do not fit on one GPU: it has no
+bubble, and does not need stages of equal cost. Prefer stages when the link between the devices is
+slow, because only the activations between two stages cross it, not all weights, or when activations
+rather than weights fill the memory of a GPU.
 
 Measured on 2026-11-22 with 2cpu.yaml, --dataset synthetic --width 16 --batch_size 128
 --max_train_steps 120, on 2 cores of an Intel Xeon: 98.1 % test accuracy. Not run on GPUs yet.
@@ -157,13 +154,10 @@ def arrange_gpus(gpus, local_processes, per_process):
 
 
 def claim_devices(on_cpu, per_process):
-    """Assigns GPUs to this process; call it before CUDA is used.
-
-    Returns:
-        list[torch.device]: one for each stage.
+    """Assigns a GPU to each stage of this process (list), before CUDA is used.
 
     Raises:
-        UserError: there are too few GPUs; the message names two ranks that would share one.
+        UserError: there are too few; the message names two ranks that would share one.
     """
     if on_cpu:
         return [torch.device("cpu")] * per_process
@@ -195,8 +189,7 @@ def load_data(accelerator, args):  # EDIT: data
     """Loads the images into memory, and shortens the splits for quick checks.
 
     Returns:
-        tuple: the data; the name of the split to evaluate, `val` or else `test`; a description of
-        the data, with a checksum: a run continues with the same data.
+        tuple: the data; the split to evaluate, `val` or else `test`; a line with a checksum.
     """
     data = local_main_first(accelerator, lambda: load_arrays(args.dataset, seed=args.seed))
     description = agree(accelerator, args.dataset, data)
@@ -210,13 +203,10 @@ def load_data(accelerator, args):  # EDIT: data
 
 
 def build_loaders(accelerator, data, held_out, args):
-    """Builds two loaders of global batches; `prepare` splits each over the processes.
+    """Builds (Split, loader) of the training data and of the held-out ones (list).
 
-    They yield the ids of the samples, on the CPU: `Split.batch` then makes the batch, on the first
-    device of its process.
-
-    Returns:
-        list: (Split, loader) of the training data and of the held-out ones.
+    `prepare` splits global batches over the processes. The loaders yield ids of samples, on the
+    CPU: `Split.batch` then makes the batch, on the first device of its process.
     """
     splits = on_device(accelerator, data.splits)
     train_set, eval_set = splits["train"], splits[held_out]

@@ -63,7 +63,6 @@ def test_each_token_of_a_text_but_the_first_is_a_target_once(lengths, packed):
     assert (inputs[~used] == PAD).all()
     check_pieces(inputs, positions, firsts)
     assert blocks.tokens == blocks.target_tokens == used.sum()
-    assert blocks.padding == pytest.approx(1 - used.mean())
     assert blocks.bytes == sum(length - 1 for length in lengths)
     if packed:
         assert used.ravel()[: used.sum()].all()  # only the last block has padding

@@ -84,8 +84,6 @@ def test_rows_end_with_a_line_and_other_files_are_left_out(tmp_path):
     rows = as_lines("w", 20) + '{"text": "last\\n"}\n\n'
     name = write(tmp_path / "b", README_md="no", data__x_ndjson=rows)
     assert "".join(both(name)) == "".join(f"w{i}\n" for i in range(20)) + "last\n"
-    name = write(tmp_path / "c", a_txt=b"ab\0" * 40)
-    assert "it has zero bytes" in load_text(name, "text", 4).details[-1]
 
 
 def test_a_text_that_is_a_fifo_is_not_waited_for(tmp_path):

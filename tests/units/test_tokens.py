@@ -1,16 +1,19 @@
-"""A data set as blocks of tokens: what is counted, cached and said."""
+"""A data set as blocks of tokens: what is counted, cached and said; and its shards."""
 
 import json
 import os
+from dataclasses import replace
 
 import numpy as np
 import pytest
 from harness.chats import PLAIN, make_tokenizer, say, with_template
 
-from utils.language import tokenizing
+from utils.data.cache_files import path_in_cache
+from utils.language import tokens
 from utils.language.conversations import Encoder
 from utils.language.packing import SEGMENT, TokenSettings
-from utils.language.tokens import divide, load_tokens
+from utils.language.rows import Rows
+from utils.language.tokens import Shards, divide, load_tokens, tokenize
 from utils.run.failures import UserError
 
 
@@ -21,8 +24,9 @@ def tokenizer():
 
 @pytest.fixture(autouse=True)
 def cache(tmp_path, monkeypatch):
-    """An empty cache, and the number of rows that were tokenized."""
+    """An empty cache, and the rows that were tokenized, on one core."""
     monkeypatch.setenv("HF_DATASETS_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setattr(tokens.devices, "cores", lambda: 1)
     counted, draft = [], Encoder.draft
     monkeypatch.setattr(Encoder, "draft", lambda *args: counted.append(args[-1]) or draft(*args))
     return counted
@@ -111,7 +115,7 @@ def test_what_decides_about_tokens_makes_them_anew(change, tmp_path, cache, monk
         tokenizer = make_tokenizer()
         tokenizer.add_tokens(["what"])
     else:
-        monkeypatch.setattr(tokenizing, "VERSION", -1)
+        monkeypatch.setattr(tokens, "VERSION", -1)
     second = load(path, tokenizer, 256, **options)
     assert len(cache) == 80 + (change == "data")
     assert (second.description != first.description) == (change != "version")
@@ -207,3 +211,94 @@ def test_documents_that_are_held_out_and_trained_on_are_counted(tokenizer, tmp_p
         write(tmp_path / f"{split}.jsonl", [{"text": f"a text {number}"} for number in numbers])
     details = load(str(tmp_path), tokenizer, 16).details
     assert "val: equal documents are in train: 2 (row 0)" in details
+
+
+# --------------------------------------------------------------------------------------- shards
+
+CHATS = [{"messages": say(f"u {number} hello", f"a what {number}")} for number in range(25)]
+ENCODER = Encoder(make_tokenizer())
+ROWS = Rows([*CHATS, {"messages": []}], "here", "26 rows")
+TENS = replace(ROWS, shard_size=10)
+
+
+def shards_of(size):
+    return Shards(replace(ROWS, shard_size=size), ENCODER, "messages")
+
+
+def equal(one, other):
+    pairs = zip([*one[0], one[1]], [*other[0], other[1]], strict=True)
+    return all(a.dtype == b.dtype and np.array_equal(a, b) for a, b in pairs)
+
+
+@pytest.mark.parametrize(("size", "cores"), [(1, 1), (7, 2), (13, 1), (26, 2)])
+def test_shards_have_the_tokens_of_all_rows(size, cores, tmp_path, monkeypatch):
+    folder = tmp_path / "cache" / "tokens"
+    monkeypatch.setattr(tokens.devices, "cores", lambda: cores)
+    whole = tokenize(ROWS, ENCODER, "messages")
+    (file,) = folder.iterdir()
+    content = file.read_bytes()
+    file.unlink()
+    assert equal(tokenize(replace(ROWS, shard_size=size), ENCODER, "messages"), whole)
+    (same,) = folder.iterdir()  # those of the shards are removed
+    assert same == file and same.read_bytes() == content
+    stream, segments = whole
+    assert stream.is_target.any() and len(stream.tokens) == segments["length"].sum()
+    assert segments["row"].tolist() == list(range(26)) and segments["length"][25] == 0
+    assert len(set(segments["digest"].tolist())) == 26
+
+
+def test_what_is_done_is_not_done_again(cache):
+    shards = shards_of(10)
+    assert shards.missing() == [0, 1, 2] and shards[1] == 1 and shards.missing() == [0, 2]
+    assert shards[1] == 1 and len(cache) == 10 and shards_of(11).missing() == [0, 1, 2]
+    cache.clear()
+    for _ in range(2):
+        tokenize(TENS, ENCODER, "messages")
+    numbers = [int(where.split()[1]) for where in cache]
+    assert numbers == [*range(10), *range(20, 26)] and not shards.file(1).exists()
+
+
+def test_each_machine_begins_elsewhere(monkeypatch):
+    shards = shards_of(5)
+    monkeypatch.setenv("GROUP_WORLD_SIZE", "3")
+    for machine, numbers in enumerate(([0, 1, 2, 3, 4, 5], [2, 3, 4, 5, 0, 1], [4, 5, 0, 1, 2, 3])):
+        monkeypatch.setenv("GROUP_RANK", str(machine))
+        assert shards.missing() == numbers
+
+
+def test_another_machine_may_join_the_shards(monkeypatch):
+    whole, cached, shards = [], tokens.cached, shards_of(10)
+
+    def overtaken(kind, parts, version):
+        if not whole and version == shards.version:
+            whole.append(None)
+            whole.append(tokenize(TENS, ENCODER, "messages"))
+        return cached(kind, parts, version)
+
+    monkeypatch.setattr(tokens, "cached", overtaken)
+    result = tokenize(TENS, ENCODER, "messages")
+    assert equal(result, whole[1]) and len(result[1]) == 26
+
+    def vanished(kind, parts, version):  # in the middle of joining
+        shards.file(2).unlink()
+        list(parts)
+
+    path_in_cache("tokens", shards.version).unlink()
+    monkeypatch.setattr(tokens, "cached", cached)
+    for number in range(3):
+        shards[number]
+    monkeypatch.setattr(tokens, "cached", vanished)
+    with pytest.raises(FileNotFoundError):  # nobody has joined them
+        tokenize(TENS, ENCODER, "messages")
+
+
+@pytest.mark.parametrize("cores", [1, 2])
+def test_a_row_that_cannot_be_used_is_named_and_the_rest_is_kept(cores, monkeypatch):
+    monkeypatch.setattr(tokens.devices, "cores", lambda: cores)
+    rows = Rows([{"text": "a"}] * 10 + [{"text": 5}], "here", "11 texts", shard_size=4)
+    with pytest.raises(UserError, match=r"^row 10 of here has no text, but int$") as raised:
+        tokenize(rows, ENCODER, "text")
+    assert raised.value.rank_variable == "RANK"
+    assert Shards(rows, ENCODER, "text").missing() == [2]
+    stream, segments = tokenize(Rows(rows.rows[:3], "here", "3 texts"), ENCODER, "text")
+    assert stream.is_target is None and segments["row"].tolist() == [0, 1, 2]

@@ -157,7 +157,6 @@ def write(folder, model, state, tokenizer, dtype=None):
     """Writes `model/` for `AutoModelForCausalLM`, or `adapter/` for `PeftModel`, to a run's folder.
 
     Args:
-        folder (Path): that of the run.
         model: unwrapped; a `PeftModel` has an adapter.
         state (dict): its weights, or those of the adapter, by name.
         dtype: of the weights in the files; None: they stay as they are.
@@ -228,8 +227,7 @@ def _complete(writing):
 def load_trained(path, **options):
     """Loads the model of a run, or any other one, to generate or to evaluate text.
 
-    Args:
-        options: of `from_pretrained`, for the model or the base model of an adapter.
+    Args: options: of `from_pretrained`, for the model or the base model of an adapter.
 
     Returns:
         tuple: the model, its tokenizer, and what it was trained on: `messages`, `prompt` or `text`.

@@ -142,9 +142,7 @@ def load_model(accelerator, config, args):
     a model with random weights, or with other names in its files, the main process holds all, and
     `prepare` sends the shards to the others.
 
-    Args:
-        config: what `load_config` returned.
-        args: those of train_lm.py.
+    Args: config: what `load_config` returned. args: those of train_lm.py.
 
     Returns:
         the model; its `export_dtype` is that of the weights to export.

@@ -72,10 +72,6 @@ class ChatTemplate:
 
         Returns:
             list: the parts (list) of each document; [] if there is no answer.
-
-        Raises:
-            UserError: there is no template, it refuses the conversation, or the text that asks for
-                an answer is not the beginning of the text with the answer.
         """
         # A role is a name that the template knows.
         messages = [{**self._mark(message), "role": message["role"]} for message in messages]

@@ -55,9 +55,7 @@ class Draft(NamedTuple):
 class Encoder:
     """Encodes texts and conversations with a tokenizer of the `transformers` library.
 
-    Args:
-        tokenizer: the tokenizer.
-        loss_on (str): `answers`, or `all`: every token of a conversation is a target.
+    Args: loss_on (str): `answers`, or `all`: every token of a conversation is a target.
     """
 
     def __init__(self, tokenizer, loss_on=ANSWERS):

@@ -73,9 +73,6 @@ def attend(module, query, key, value, attention_mask, **options):
 
     Returns:
         tuple: [batch, time, heads, size]; None.
-
-    Raises:
-        _Unsuited: the layer has a mask of its own, or is not told the positions.
     """
     if _is_generating(module, query, key, attention_mask, options):
         return sdpa_attention_forward(module, query, key, value, attention_mask, **options)
@@ -114,12 +111,14 @@ def attend_with_kernel(module, query, key, value, attention_mask, **options):
 
 
 def _is_generating(module, query, key, attention_mask, options):
-    """Whether a layer has padding or a cache, as in `generate`. Raises _Unsuited, see `attend`."""
-    if attention_mask is not None and module.training:
+    """Whether a layer has padding or a cache, as in `generate`.
+
+    Raises _Unsuited if it has a mask of its own, or is not told the positions.
+    """
+    has_mask = attention_mask is not None
+    if (has_mask and module.training) or (not has_mask and options.get("position_ids") is None):
         raise _Unsuited
-    if attention_mask is None and options.get("position_ids") is None:
-        raise _Unsuited
-    return attention_mask is not None or query.size(2) != key.size(2)
+    return has_mask or query.size(2) != key.size(2)
 
 
 def _bounds(positions):

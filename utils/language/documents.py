@@ -42,19 +42,13 @@ class Documents(NamedTuple):
 
 
 def find_documents(name, settings, *, streaming=False):
-    """Finds the documents of a data set. Its columns decide what they are.
+    """Finds the `Documents` of a data set. Its columns decide what they are.
 
     Args:
         name (str): a Hub id, a file, a folder, or `synthetic`: dates in words, to be written in
             ISO 8601. A file of plain text is one document.
         settings (TokenSettings): `subset`; `seed` of `synthetic`.
         streaming (bool): rows are read as they are needed.
-
-    Returns:
-        Documents.
-
-    Raises:
-        UserError: they cannot be found or read, or have no columns of a known kind.
     """
     if name == "synthetic" and not streaming:
         return _synthetic(settings.seed)

@@ -46,9 +46,8 @@ class Sizes(NamedTuple):
 
 
 class Job(NamedTuple):
-    """How a model is trained.
+    """How a model is trained: by so many processes, of which `shards` share a copy of the model.
 
-    processes: of the run. shards: the processes that share a copy of the model; 1: each has all.
     tokens: the positions of a micro-batch of one process. block_size: those of a sample.
     half: whether it computes in bf16. checkpointing: whether activations are computed again.
     """
@@ -146,10 +145,7 @@ def advise(sizes, job, free):
 
 
 def check(accelerator, config, args):
-    """Says what training takes, and what there is; call it before the weights are loaded.
-
-    Raises UserError if weights, gradients and optimizer alone take more than is free.
-    """
+    """Says what training takes, and what there is, or raises UserError; call it before loading."""
     frozen, processes = None, accelerator.num_processes
     if args.lora_rank or args.adapter:
         frozen = getattr(torch, args.dtype) if args.dtype else config.dtype or torch.float32

@@ -119,8 +119,7 @@ class Lane:
         sources (list[Source]): what it reads.
         content_of (Callable): a document -> its content (bytes).
         size (int): of the contents of a buffer, in bytes.
-        number (int): of the lane.
-        seed (int): of the order.
+        number (int), seed (int): of the lane, and of the order.
     """
 
     def __init__(self, sources, content_of, size, number, seed):

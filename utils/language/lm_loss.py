@@ -127,13 +127,10 @@ def check(accelerator, model, packed):
     No token may attend to a later one. Of two documents in a block, the second may not depend on
     the first, and has the loss that it has alone. And the loss is the model's own.
 
-    Args:
-        model: as `prepare` returned it.
-        packed (bool): whether blocks will have several documents.
+    Args: model: as `prepare` returned it. packed (bool): whether blocks have several documents.
 
     Raises:
-        UserError: tokens attend to later ones, or to another document; or the model computes its
-            logits or its loss in another way.
+        UserError: one of these is not so.
     """
     was_training = model.training
     model.eval()

@@ -81,11 +81,6 @@ class Blocks(torch.utils.data.Dataset):
         targets = stream.count_targets(pieces.starts + 1, pieces.lengths)
         self.tokens, self.target_tokens = int(pieces.lengths.sum()), int(targets.sum())
 
-    @property
-    def padding(self):
-        """The share of the positions that are padding."""
-        return 1 - self.tokens / max(1, len(self) * self.block_size)
-
     def __len__(self):
         return len(self._firsts) - 1
 
@@ -204,8 +199,7 @@ def cut_text(stream, documents, block_size, pad_id, *, packed=True):
     """Cuts texts into blocks: each token except the first of a document is a target once.
 
     Args:
-        stream (Stream): the tokens.
-        documents (DOCUMENT [documents]): in the order of the blocks.
+        documents (DOCUMENT [documents]): where each is in the stream, in the order of the blocks.
         packed (bool): the texts follow each other, and only the last block has padding. False: a
             block has positions of one document only.
 
@@ -233,8 +227,7 @@ def pack_conversations(stream, documents, block_size, pad_id, *, packed=True):
     """Packs conversations into blocks; none is divided, and what does not fit is cut off.
 
     Args:
-        stream (Stream): the tokens.
-        documents (DOCUMENT [documents]): where each is.
+        documents (DOCUMENT [documents]): where each is in the stream.
         packed (bool): best fit decreasing. False: one conversation in each block.
 
     Returns:
@@ -256,15 +249,10 @@ def pack_conversations(stream, documents, block_size, pad_id, *, packed=True):
 
 
 def best_fit(lengths, size):
-    """Packs items into as few bins as best fit decreasing finds: the longest item first, each into
-    the bin in which it leaves the least space.
+    """The bin of each item, int64 [items], by best fit decreasing: the longest item first, each
+    into the bin in which it leaves the least space.
 
-    Args:
-        lengths (int64 [items]): 1 to `size`.
-        size (int): of a bin.
-
-    Returns:
-        int64 [items]: the bin of each item.
+    Args: lengths (int64 [items]): 1 to `size` (int), that of a bin.
     """
     bins, count = np.empty(len(lengths), np.int64), 0
     waiting = [[] for _ in range(size + 1)]  # space -> the bins that have as much left

@@ -131,20 +131,13 @@ class Table(NamedTuple):
 
 
 def open_rows(name, choose, *, subset=None, streaming=False):
-    """Opens the rows of a data set.
+    """Opens the rows of a data set, as a `Table`.
 
     Args:
         name (str): the value of `--dataset`: a Hub id, a file or a folder.
-        choose (Callable): the names of the columns of a table -> those that are read. It raises
-            UserError if one is missing.
+        choose (Callable): the names of the columns of a table -> those that are read, or UserError.
         subset (str | None): a configuration of a Hub id.
         streaming (bool): read rows as they are needed, instead of all of them now.
-
-    Returns:
-        Table.
-
-    Raises:
-        UserError: they cannot be found or read.
     """
     files, left_out = _find_files(name)
     if files and subset is not None:
@@ -155,8 +148,12 @@ def open_rows(name, choose, *, subset=None, streaming=False):
     if streaming and (is_plain or name == "synthetic"):
         raise UserError(f"--dataset {name} is mapped into memory: leave out --streaming")
     if is_plain:
-        splits = {split: _rows_of_files(name, paths) for split, paths in files.items()}
-        return Table(splits, ["text"], left_out, True)
+        opened = {}
+        for split, paths in files.items():
+            rows, size = [{"text": path} for path in paths], -(-len(paths) // FILE_SHARDS)
+            version = hashlib.sha256(repr([*map(stamp, paths)]).encode()).hexdigest()
+            opened[split] = Rows(rows, f"--dataset {name}", version, shard_size=size)
+        return Table(opened, ["text"], left_out, True)
     columns = _columns_of_lines(name, first) if reader == "json" else None
     is_lines = columns is not None
     options = {"reader": "text"} if is_lines else {}
@@ -179,12 +176,6 @@ def open_rows(name, choose, *, subset=None, streaming=False):
         where, version = f"--dataset {name} ({split})", getattr(table, "_fingerprint", "")
         opened[split] = Rows(table, where, version, is_lines)
     return Table(opened, columns, left_out, sample=_sample(files or {}) if streaming else b"")
-
-
-def _rows_of_files(name, paths):
-    rows, size = [{"text": path} for path in paths], -(-len(paths) // FILE_SHARDS)
-    version = hashlib.sha256(repr([*map(stamp, paths)]).encode()).hexdigest()
-    return Rows(rows, f"--dataset {name}", version, shard_size=size)
 
 
 def _sample(files):

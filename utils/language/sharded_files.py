@@ -105,9 +105,7 @@ def keeps_names(model):
 
 
 def read(places, accelerator, model, drawn, cpu_offload=False):
-    """Gives a sharded model its weights: each process reads the slices that it keeps.
-
-    It takes the place of `fsdp2_load_full_state_dict` of Accelerate.
+    """Gives a sharded model its weights, in place of `fsdp2_load_full_state_dict` of Accelerate.
 
     Args:
         places (dict): what `find` returned.

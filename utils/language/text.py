@@ -4,14 +4,13 @@ A window has `block_size + 1` bytes: the inputs are all but the last, the target
 first.
 """
 
-import itertools
 import random
 from functools import partial
 from typing import NamedTuple
 
 import torch
 
-from utils.data.cache_files import cached, checksum, map_bytes, sample
+from utils.data.cache_files import cached, checksum, map_bytes
 from utils.language import lanes
 from utils.language.rows import ALTERNATIVES, check_unicode, open_rows, reading
 from utils.run.failures import UserError
@@ -92,19 +91,13 @@ def load_text(name, column, block_size, seed=0):
     Args:
         name (str): a Hub id, a file, a folder with files of one kind, or `synthetic`.
         column (str): the column of a table that has the text.
-        block_size (int): bytes per window.
+        block_size (int): bytes per window, of which a text has at least two.
         seed (int): of `synthetic`.
 
     Returns:
         Text.
-
-    Raises:
-        UserError: the text cannot be read, or is too short for `block_size`.
     """
     texts, details = _read_splits(name, column, seed, ("train", "val"))
-    parts = itertools.chain.from_iterable(map(sample, texts.values()))
-    if not all(part.all() for part in parts):
-        details.append("warning: this does not look like text: it has zero bytes")
     text, held_out = texts["train"], texts.get("val")
     if len(text) == 0:
         raise UserError(f"--dataset {name} is empty; {ALTERNATIVES}")

@@ -47,7 +47,7 @@ def content_of(documents):
 
 
 def count_lanes(batch_size):
-    """The parts of a stream: those among 1, 2, 4, ... 64 that divide a batch; the most of them."""
+    """The parts of a stream: of 1, 2, 4, ... 64 the largest number that divides a batch."""
     return math.gcd(batch_size, MOST_LANES)
 
 

@@ -110,11 +110,6 @@ def test_the_date_is_always_the_same(tokenizer):
     assert tokenizer.decode(document.tokens).startswith("01 Jan 2026 2026 <|im_start|>")
 
 
-def test_a_role_may_be_called_as_a_special_token():
-    tokenizer = make_tokenizer(extra_special_tokens=["assistant", "user"])
-    assert learned(tokenizer, encode_one(tokenizer, CHAT)) == ["hello<|im_end|>"]
-
-
 def test_added_tokens_end_an_answer_though_they_are_not_special():
     tokenizer = make_tokenizer()
     tokenizer.add_tokens(["</call>", "<over>"])

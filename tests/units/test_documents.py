@@ -70,16 +70,6 @@ def test_a_table_has_no_fields_of_other_rows(tmp_path):
     assert load(tmp_path / "a.parquet")[1] == {"train": rows}
 
 
-def test_names_that_look_like_archives_or_are_some(tmp_path):
-    write(tmp_path, **{"a::b_jsonl": lines([TEXT]), "sub__c_jsonl_gz": b"no"})
-    for path, says in (
-        (tmp_path, r"rename .*a::b.jsonl, because"),
-        (tmp_path / "sub" / "c.jsonl.gz", "is compressed: unpack it first"),
-    ):
-        with pytest.raises(UserError, match=says):
-            find(path)
-
-
 def write_table(path, rows):
     import datasets
 
@@ -140,6 +130,8 @@ def test_each_file_of_plain_text_is_a_document(tmp_path):
     assert "train: 4 files" in said and ".md files" in said and ".gz files" in said
     with pytest.raises(UserError, match=r"is mapped into memory: leave out --streaming"):
         find(tmp_path, streaming=True)
+    with pytest.raises(UserError, match="is compressed: unpack it first"):
+        find(tmp_path / "e.txt.gz")
 
 
 @pytest.mark.parametrize("name", ["a_txt", "a_jsonl"])
@@ -158,18 +150,16 @@ def test_rows_change_their_fingerprint_with_their_content(name, tmp_path):
     [
         (dict(a_jsonl=lines([{"turns": [], "id": 1}])), "columns turns, id; one needs messages"),
         (dict(a_jsonl=lines([{"prompt": "a"}])), "columns prompt; one needs"),
-        (dict(a_csv="id,title\n1,2\n"), "columns id, title; one needs"),
         (dict(a_csv="prompt,completion\nIs 1, or 2?,2\n"), "its first row has 3 fields: name"),
         (dict(a_csv="text\n" + "b\n" * 30 + "b, more\n"), "Expected 1 fields in line 32, saw 2"),
         (dict(a_csv="text;label\nb;1\n"), "a.csv are separated by ';': convert it to CSV"),
         (dict(a_jsonl="[" * 100_000), "a.jsonl does not hold an object in each line"),
-        (dict(a_json="{\n}"), "does not hold an object in each line"),
         (dict(a_jsonl='{"text": "a\x01"}'), "row 0 of .* is not JSON: Invalid control character"),
         (dict(a_json=json.dumps([TEXT])), "of one list, make lines with `jq -c"),
         (dict(a_txt="six".encode("utf-16")), "a.txt: it is not UTF-8"),
         (dict(val_txt="a" * 99, test_txt="b" * 99), "has no train split"),
         (dict(a_csv_gz=b"no"), "holds no file that ends in"),
-        (dict(a_txt=b"caf\xe9 latin"), "a.txt: it is not UTF-8"),
+        ({"a::b_jsonl": lines([TEXT])}, "rename .*a::b.jsonl, because"),
         (dict(a_jsonl=lines([TEXT]) + "{"), "row 1 of .* is not JSON"),
         (dict(a_jsonl=lines([TEXT]) + "[" * 100_000), "row 1 of .* is not JSON"),
     ],

@@ -10,7 +10,7 @@ from hashlib import sha256
 
 import pytest
 import torch
-from harness.chats import MARKED, make_tokenizer
+from harness.chats import MARKED, make_tokenizer, write_rows
 from harness.gpu_rules import FORBIDDEN
 from harness.launches import Started, metrics, results, run, run_once, status
 from safetensors import safe_open
@@ -43,8 +43,7 @@ def chats(made_once):
     def make(folder):
         held_out = (number for number in range(200, 229) if number % 7)
         for split, numbers in (("train", range(200)), ("val", held_out)):
-            rows = [json.dumps(row) + "\n" for row in conversations(numbers)]
-            (folder / f"{split}.jsonl").write_text("".join(rows))
+            write_rows(folder / f"{split}.jsonl", conversations(numbers))
         return folder
 
     return made_once("chats", make)
@@ -296,7 +295,7 @@ def test_the_score_of_a_sharded_run_is_that_of_its_rounded_export(lm, chats, tmp
 def test_streams_continue_exactly_also_on_another_number_of_processes(chats, tmp_path):
     """Two of them, mixed."""
     rows = [{"text": f"text {number} of some words " * (1 + number % 9)} for number in range(400)]
-    (tmp_path / "texts.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    write_rows(tmp_path / "texts.jsonl", rows)
     words = f"--dataset {chats} {tmp_path}/texts.jsonl --mixture 3 1 {SMALL} --streaming"
     run("cpu", LM, words, output_dir=tmp_path / "one")
     run_killed("2cpu", words, tmp_path / "two", again="cpu")

@@ -2,11 +2,9 @@
 
 import json
 import os
-import random
 
 import pytest
 import torch
-from harness.data import global_batches
 
 from utils.data import cache_files
 from utils.data.loaders import already_a_batch
@@ -18,7 +16,6 @@ from utils.language.text import (
     load_text,
     load_to_evaluate,
     stream_windows,
-    synthetic_text,
 )
 from utils.run.failures import RunFailed, UserError
 
@@ -210,40 +207,6 @@ def test_persistent_workers_read_from_another_place_in_every_epoch():
 # ------------------------------------------------------------------------------------------ streams
 
 
-@pytest.fixture(scope="session")
-def shards(tmp_path_factory):
-    """Three Parquet files with documents of different lengths, some of them empty."""
-    folder, chance = tmp_path_factory.mktemp("shards"), random.Random(0)
-    lines = synthetic_text(0).decode().splitlines()
-    for part in range(3):
-        texts = [
-            " ".join(lines[start : start + chance.randint(0, 4)])
-            for start in range(part, len(lines), 5)
-        ]
-        datasets.Dataset.from_dict({"text": texts}).to_parquet(str(folder / f"part-{part}.parquet"))
-    return folder
-
-
-def batches(folder, processes, count, position=None):
-    """The windows of `count` global batches, and the position after them as a checkpoint stores it."""
-    shares = [Share(6, 12 // processes, p, processes, position) for p in range(processes)]
-    readers = [iter(stream_windows(str(folder), "text", 16, share, 8, 0)) for share in shares]
-    return global_batches(readers, "inputs", count)
-
-
-def test_any_number_of_processes_streams_the_same_batches_from_any_position(shards):
-    whole, _ = batches(shards, 1, 120)
-    assert batches(shards, 3, 120)[0] == whole
-    for stop in (1, 4, 5, 110):  # a buffer lasts for at least 4 batches
-        before, position = batches(shards, 2, stop)
-        assert before + batches(shards, 6, 120 - stop, position)[0] == whole, stop
-        # Resumed twice: `datasets` 5.0.0 started again from the beginning (datasets#8308).
-        middle, position = batches(shards, 2, 5, position)
-        assert before + middle + batches(shards, 2, 115 - stop, position)[0] == whole, stop
-    windows = [tuple(window) for batch in whole for window in batch]
-    assert len(set(windows)) > 0.9 * len(windows)
-
-
 def test_a_stream_starts_again_at_its_end_and_never_shows_held_out_text(tmp_path):
     documents = [f"document {number:04d} is this one" for number in range(600)]
     rows = [json.dumps({"text": document}) + "\n" for document in documents]
@@ -259,10 +222,11 @@ def test_a_stream_starts_again_at_its_end_and_never_shows_held_out_text(tmp_path
     assert len(load_held_out(str(tmp_path), "text").held_out) == len(held_out) * length
 
 
-def test_batches_are_contiguous(shards):
+def test_batches_are_contiguous(tmp_path):
     """A pinned batch that is not would be copied to the GPU through pageable memory, with a wait."""
+    name, share = write(tmp_path, a_jsonl=as_lines("some words ", 300)), Share(1, 4)
     windows = Windows(torch.arange(101, dtype=torch.uint8), 16, seed=0)
-    streamed = next(iter(stream_windows(str(shards), "text", 16, Share(1, 4), 4, 0)))
+    streamed = next(iter(stream_windows(name, "text", 16, share, 4, 0)))
     for batch in (windows.__getitems__(range(4)), streamed):
         for name in ("inputs", "targets", "ids"):
             assert batch[name].is_contiguous(), name

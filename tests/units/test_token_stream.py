@@ -3,7 +3,7 @@
 import json
 
 import pytest
-from harness.chats import make_tokenizer, say, token_stream
+from harness.chats import make_tokenizer, say, token_stream, write_rows
 from harness.data import global_batches
 
 from utils.language import token_stream as module
@@ -25,17 +25,11 @@ def chats(tmp_path_factory):
     """Conversations of different lengths, some without an answer, in three files."""
     folder = tmp_path_factory.mktemp("chats")
     for part in range(3):
-        rows = [
-            {
-                "messages": say(
-                    f"u ask {part} {number}",
-                    "a " + "word " * (0 if number % 9 == 5 else 1 + number % 7),
-                )
-            }
-            for number in range(150)
-        ]
-        text = "".join(json.dumps(row) + "\n" for row in rows)
-        (folder / f"part-{part}.jsonl").write_text(text)
+        rows = []
+        for number in range(150):
+            answer = "word " * (0 if number % 9 == 5 else 1 + number % 7)
+            rows.append({"messages": say(f"u ask {part} {number}", f"a {answer}")})
+        write_rows(folder / f"part-{part}.jsonl", rows)
     return str(folder)
 
 
@@ -44,9 +38,8 @@ def test_held_out_documents_are_never_trained_on(chats, tokenizer):
     prompts = [tuple(ids[:12]) for ids, _ in held.splits["val"].prompts(100)]
     assert held.kind == "messages" and len(prompts) >= 2 and "fingerprint" in held.description
     trained = set()
-    for batch, _ in zip(
-        token_stream(chats, tokenizer, BLOCK, 12, lanes=6), range(60), strict=False
-    ):
+    stream = token_stream(chats, tokenizer, BLOCK, 12, lanes=6)
+    for batch, _ in zip(stream, range(60), strict=False):
         for inputs, positions in zip(batch["input_ids"], batch["position_ids"], strict=True):
             for start in (positions == 0).nonzero()[:, 0].tolist():
                 trained.add(tuple(inputs[start : start + 12].tolist()))
@@ -56,8 +49,7 @@ def test_held_out_documents_are_never_trained_on(chats, tokenizer):
 def test_a_validation_split_is_held_out_up_to_some_blocks(tmp_path, tokenizer, monkeypatch):
     for split, count in (("train", 20), ("val", 90)):
         rows = [{"text": f"{split} text {number}"} for number in range(count)]
-        text = "".join(json.dumps(row) + "\n" for row in rows)
-        (tmp_path / f"{split}.jsonl").write_text(text)
+        write_rows(tmp_path / f"{split}.jsonl", rows)
     whole = load_held_out(str(tmp_path), TokenSettings(tokenizer, 16))
     said = tokenizer.decode(whole.splits["val"].__getitems__([0])["input_ids"][0].tolist())
     assert whole.kind == "text" and "val text" in said and "train" not in said
@@ -82,7 +74,7 @@ def test_what_cannot_be_streamed_is_one_line(tmp_path, tokenizer):
     with pytest.raises(UserError, match="--subset de: only a Hub id has subsets"):
         load_held_out(str(tmp_path), TokenSettings(tokenizer, 16, subset="de"))
     rows = [{"messages": say("u hello" + " long" * 40, f"a {number}")} for number in range(20)]
-    (tmp_path / "a.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    write_rows(tmp_path / "a.jsonl", rows)
     stream = token_stream(str(tmp_path), tokenizer, 16, 1, lanes=1, buffer=4)
     with pytest.raises(RunFailed, match="lane 0 of the stream has nothing to learn"):
         next(iter(stream))
@@ -108,7 +100,7 @@ def test_options_of_a_stream_decide_about_its_blocks(tmp_path, tokenizer):
 def test_a_stream_continues_where_a_pass_ends(tmp_path, tokenizer):
     """Also if no row is left of the pass, or only rows without documents."""
     rows = [{"text": f"text {number} of some"} for number in range(4)] + [{"text": ""}] * 2
-    (tmp_path / "a.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    write_rows(tmp_path / "a.jsonl", rows)
 
     def read(count, position=None):
         # A buffer is one document, so that some begin behind the last one.
@@ -135,9 +127,7 @@ def sources(tmp_path_factory):
     folder = tmp_path_factory.mktemp("sources")
     chats = [{"messages": say(f"u ask {n}", "a " + "word " * (1 + n % 7))} for n in range(40)]
     texts = [{"text": f"text {n}" + " of some words" * (1 + n % 9)} for n in range(200)]
-    for name, rows in (("chats", chats), ("texts", texts)):
-        (folder / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    return [str(folder / f"{name}.jsonl") for name in ("chats", "texts")]
+    return [write_rows(folder / "chats.jsonl", chats), write_rows(folder / "texts.jsonl", texts)]
 
 
 @pytest.fixture(scope="module")

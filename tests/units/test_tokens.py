@@ -1,12 +1,11 @@
 """A data set as blocks of tokens: what is counted, cached and said; and its shards."""
 
-import json
 import os
 from dataclasses import replace
 
 import numpy as np
 import pytest
-from harness.chats import PLAIN, make_tokenizer, say, with_template
+from harness.chats import PLAIN, make_tokenizer, say, with_template, write_rows
 
 from utils.data.cache_files import path_in_cache
 from utils.language import tokens
@@ -36,13 +35,8 @@ def load(path, tokenizer, block_size, **options):
     return load_tokens(path, TokenSettings(tokenizer, block_size, **options))
 
 
-def write(path, rows):
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    return str(path)
-
-
 def chats(path, count=40, **more):
-    return write(
+    return write_rows(
         path, [{"messages": say(f"u {i} hello", f"a what {i}"), **more} for i in range(count)]
     )
 
@@ -128,7 +122,7 @@ def test_what_is_left_out_is_said(tokenizer, tmp_path):
     rows[7] = {"messages": say("u " + "hello " * 99, "a what")}  # its answer is cut off
     rows[9] = {"messages": say("u hello", "a " + "what " * 99)}
     rows[13] = {"messages": None}
-    path = write(tmp_path / "a.jsonl", rows)
+    path = write_rows(tmp_path / "a.jsonl", rows)
     (tmp_path / "a.jsonl").write_text((tmp_path / "a.jsonl").read_text() + "\n")
     corpus = load(path, tokenizer, 64, val_fraction=0)
     assert set(corpus.splits) == {"train"} and corpus.description.startswith("17 train conv")
@@ -139,15 +133,17 @@ def test_what_is_left_out_is_said(tokenizer, tmp_path):
 
 def test_keys_of_messages_that_nothing_reads_are_named(tokenizer, tmp_path):
     rows = [{"messages": say("u hello", "a what")} for _ in range(4)]
-    assert "not read" not in "".join(load(write(tmp_path / "b.jsonl", rows), tokenizer, 64).details)
+    assert "not read" not in "".join(
+        load(write_rows(tmp_path / "b.jsonl", rows), tokenizer, 64).details
+    )
     rows[1]["messages"][1] |= {"weight": 1, "trian": False, "time zone": "here"}
-    details = load(write(tmp_path / "a.jsonl", rows), tokenizer, 64).details
+    details = load(write_rows(tmp_path / "a.jsonl", rows), tokenizer, 64).details
     assert "not read, as the chat template does not: 'time zone', 'trian'" in details
 
 
 def test_empty_documents_are_left_out(tokenizer, tmp_path):
     rows = [{"text": text} for text in ("hello", "", None, " \n", "world", "what")]
-    corpus = load(write(tmp_path / "a.jsonl", rows), tokenizer, 8)
+    corpus = load(write_rows(tmp_path / "a.jsonl", rows), tokenizer, 8)
     assert corpus.description.startswith("2 train and 1 val documents")
     assert any("empty documents: 3 (row 1)" in line for line in corpus.details)
     endless = load(str(tmp_path / "a.jsonl"), make_tokenizer(eos_token=None), 8)
@@ -156,13 +152,13 @@ def test_empty_documents_are_left_out(tokenizer, tmp_path):
 
 def test_prompts_and_completions(tokenizer, tmp_path):
     rows = [{"prompt": f"{i}+1=", "completion": f"{i + 1}"} for i in range(20)]
-    corpus = load(write(tmp_path / "a.jsonl", rows), tokenizer, 32)
+    corpus = load(write_rows(tmp_path / "a.jsonl", rows), tokenizer, 32)
     prompt, answer = corpus.splits["train"].prompts(1)[0]
     assert int(tokenizer.decode(prompt).removesuffix("+1=")) + 1 == int(
         tokenizer.decode(answer, skip_special_tokens=True)
     )
     rows = [{"prompt": say("u 1", "a 2", "u 3"), "completion": say("a 4")}] * 2
-    corpus = load(write(tmp_path / "b.jsonl", rows), tokenizer, 64)
+    corpus = load(write_rows(tmp_path / "b.jsonl", rows), tokenizer, 64)
     assert tokenizer.decode(targets(corpus.splits["val"])) == "4<|im_end|>"
 
 
@@ -177,7 +173,7 @@ def test_prompts_and_completions(tokenizer, tmp_path):
 )
 def test_rows_that_cannot_be_used_are_one_line(rows, says, tokenizer, tmp_path):
     with pytest.raises(UserError, match=says):
-        load(write(tmp_path / "a.jsonl", rows), tokenizer, 16)
+        load(write_rows(tmp_path / "a.jsonl", rows), tokenizer, 16)
 
 
 def held_out(contents, rows=None, **settings):
@@ -208,7 +204,9 @@ def test_equal_rows_are_on_one_side(seed):
 
 def test_documents_that_are_held_out_and_trained_on_are_counted(tokenizer, tmp_path):
     for split, numbers in (("train", range(10)), ("val", range(8, 12))):
-        write(tmp_path / f"{split}.jsonl", [{"text": f"a text {number}"} for number in numbers])
+        write_rows(
+            tmp_path / f"{split}.jsonl", [{"text": f"a text {number}"} for number in numbers]
+        )
     details = load(str(tmp_path), tokenizer, 16).details
     assert "val: equal documents are in train: 2 (row 0)" in details
 

@@ -1,13 +1,11 @@
 """The functions of train_lm.py: what is evaluated, generated, asked and refused."""
 
-import math
 import sys
 from types import SimpleNamespace
 
 import pytest
 import torch
 from harness import fakes
-from harness.data import Loader
 from harness.language_models import make_model
 from harness.launches import load_script
 
@@ -27,21 +25,6 @@ def script():
 # -------------------------------------------------------------------------------- loss and metric
 
 
-class Losses(torch.nn.Module):
-    """The loss of each target is the token itself."""
-
-    def forward(self, targets, per_block=False, **_):
-        assert not self.training and per_block
-        return targets.clamp(min=0).sum(1).float()
-
-
-def loader_of(batches, size, target_tokens, bytes=None):
-    """The loader of one of two processes, with batches of `size` blocks."""
-    loader = Loader(batches, SimpleNamespace(target_tokens=target_tokens, bytes=bytes))
-    loader.total_batch_size = 2 * size
-    return loader
-
-
 def held_out(ids, targets):
     targets = torch.tensor(targets)
     empty = torch.zeros_like(targets)
@@ -51,27 +34,6 @@ def held_out(ids, targets):
 def summing(kinds, factor=1):
     """Stands for `accelerator.reduce` of processes that all have the same."""
     return lambda value, kind: kinds.append(kind) or factor * value
-
-
-def test_each_held_out_target_counts_once_on_any_process(script):
-    """The second of two processes has blocks 1, 3 and, to fill the last batch up, 0 once more."""
-    model, kinds = Losses().train(), []
-    second = fakes.accelerator(2, 1, reduce=summing(kinds))
-
-    def one(target_tokens=3, bytes=None):
-        blocks = ((1, [0, 2]), (3, [-100, 7]), (0, [5, 5]))
-        return loader_of([held_out([i], [row]) for i, row in blocks], 1, target_tokens, bytes)
-
-    two = loader_of([held_out([2, 3], [[4, 0], [6, -100]])], 2, 3, bytes=4)
-    found = script.evaluate(second, model, {"one": one(bytes=4), "two": two}, iter)
-    assert found.pop("loss_standard_error") > 0 and model.training and kinds == ["sum", "sum"]
-    expected = {"loss": 19 / 6, "perplexity": math.exp(19 / 6), "tokens": 6}
-    expected |= {"bits_per_byte": 19 / 8 / math.log(2), "loss/one": 9 / 3, "loss/two": 10 / 3}
-    assert found == pytest.approx(expected)
-    names = {"loss", "loss_standard_error", "perplexity", "tokens"}
-    assert set(script.evaluate(second, model, {"one": one()}, iter)) == names
-    with pytest.raises(RuntimeError, match="evaluated 3 of 4 held-out targets"):
-        script.evaluate(second, model, {"one": one(target_tokens=4)}, iter)
 
 
 def test_targets_are_counted_over_processes_and_never_none(script):

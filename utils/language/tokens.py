@@ -98,9 +98,6 @@ def divide(segments, settings):
 
     Returns:
         tuple: two arrays of DOCUMENT.
-
-    Raises:
-        UserError: there is one only, and it cannot be divided.
     """
     documents, fraction = join_segments(segments), settings.val_fraction
     if len(documents) == 1 < len(segments):

@@ -75,12 +75,14 @@ class ChatTemplate:
         """
         # A role is a name that the template knows.
         messages = [{**self._mark(message), "role": message["role"]} for message in messages]
-        tools = self._mark(tools)
+        tools, documents = self._mark(tools), []
         if together:
             chains = [self._whole(messages, tools, where)]
         else:
             chains = self._chains(messages, first, tools, where)
-        return [[p for chunk in texts for p in self._parts(*chunk)] for texts in chains]
+        for texts in chains:
+            documents.append([part for pair in texts for part in self._parts(*pair)])
+        return documents
 
     def ask(self, text):
         """The parts of a conversation's first turn, with what asks for an answer."""

@@ -22,30 +22,6 @@ def script():
     return load_script("train_lm")
 
 
-# -------------------------------------------------------------------------------- loss and metric
-
-
-def held_out(ids, targets):
-    targets = torch.tensor(targets)
-    empty = torch.zeros_like(targets)
-    return dict(input_ids=empty, position_ids=empty, targets=targets, ids=torch.tensor(ids))
-
-
-def summing(kinds, factor=1):
-    """Stands for `accelerator.reduce` of processes that all have the same."""
-    return lambda value, kind: kinds.append(kind) or factor * value
-
-
-def test_targets_are_counted_over_processes_and_never_none(script):
-    kinds = []
-    two = fakes.accelerator(2, reduce=summing(kinds, 2))
-    batches = [held_out([0], [[0, -100, 3]]), held_out([1], [[-100, -100, 1]])]
-    counted, targets = script.count_targets(two, iter(batches))
-    assert [batch["ids"].tolist() for batch in counted] == [[0], [1]] and targets.item() == 6
-    assert script.count_targets(two, [held_out([0], [[-100]])])[1].item() == 1
-    assert kinds == ["sum", "sum"]
-
-
 # ------------------------------------------------------------------------------------------- data
 
 

@@ -61,20 +61,16 @@ def test_each_process_claims_its_own_gpus(script, monkeypatch, gpus, processes, 
     monkeypatch.setenv("LOCAL_WORLD_SIZE", str(processes))
     names = [f"GPU-{letter}" for letter in "abcdefgh"[:gpus]]
     for rank in range(processes):
-        for name, value in (
-            ("RANK", rank),
-            ("LOCAL_RANK", rank),
-            ("CUDA_VISIBLE_DEVICES", ",".join(names)),
-        ):
-            monkeypatch.setenv(name, str(value))
+        monkeypatch.setenv("RANK", str(rank))
+        monkeypatch.setenv("LOCAL_RANK", str(rank))
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", ",".join(names))
         claimed = script.claim_devices(False, per_process)
         assert claimed[0].index == rank  # where Accelerate puts this rank
         numbered = os.environ["CUDA_VISIBLE_DEVICES"].split(",")
         assert sorted(numbered) == names
         # Adjacent GPUs: for two processes with two GPUs each, (0, 1) and (2, 3).
-        assert [numbered[device.index] for device in claimed] == names[
-            rank * per_process : (rank + 1) * per_process
-        ]
+        own = names[rank * per_process : (rank + 1) * per_process]
+        assert [numbered[device.index] for device in claimed] == own
 
 
 def test_too_few_gpus_name_two_ranks_and_the_gpu(script, monkeypatch):

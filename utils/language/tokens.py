@@ -32,7 +32,7 @@ from utils.run.failures import UserError
 from utils.run.output import plural
 
 NOUNS = {"messages": "conversations", "prompt": "prompts with completions", "text": "documents"}
-VERSION = 5  # of what a file has: another one makes new files
+VERSION = 6  # of what a file has: another one makes new files
 TOKEN = [("token", np.int32), ("is_target", np.uint8)]  # texts have no such field
 EMPTY = Document(np.zeros(0, np.int32), np.zeros(0, np.uint8))
 CHARACTERS_AT_ONCE, ROWS_AT_ONCE = 2_000_000, 1000  # that are tokenized at once
@@ -295,11 +295,11 @@ def _write(rows, encoder, kind):
         for number, draft in drafts:
             document = EMPTY if draft is None else next(documents)
             tokens = np.empty(len(document.tokens), _fields(kind))
-            tokens["token"] = document.tokens
+            tokens["token"], content = document.tokens, document.tokens.tobytes()
             if kind != "text":
                 tokens["is_target"] = document.is_target
-            content = tokens.tobytes()
-            yield content
+                content += document.is_target.tobytes()
+            yield tokens.tobytes()
             digest = hashlib.blake2b(content, digest_size=8).digest()
             digest = int.from_bytes(digest, "little", signed=True)
             segments.append(document.segment(number, digest))

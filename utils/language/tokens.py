@@ -32,7 +32,7 @@ from utils.run.failures import UserError
 from utils.run.output import plural
 
 NOUNS = {"messages": "conversations", "prompt": "prompts with completions", "text": "documents"}
-VERSION = 6  # of what a file has: another one makes new files
+VERSION = 4  # of what a file has: another one makes new files
 TOKEN = [("token", np.int32), ("is_target", np.uint8)]  # texts have no such field
 EMPTY = Document(np.zeros(0, np.int32), np.zeros(0, np.uint8))
 CHARACTERS_AT_ONCE, ROWS_AT_ONCE = 2_000_000, 1000  # that are tokenized at once

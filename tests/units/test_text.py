@@ -43,20 +43,10 @@ def as_lines(text, count=30):
     return "".join(json.dumps({"text": f"{text}{i}"}) + "\n" for i in range(count))
 
 
-def as_csv(text):
-    return "title,text\n" + "".join(f"no,{text}{i}\n" for i in range(30))
-
-
-@pytest.mark.parametrize("make", [lambda word: word * 40, as_lines, as_csv])
-@pytest.mark.parametrize(
-    ("names", "folders"), [("train val test", False), ("Training valid Testing", True)]
-)
-def test_splits_of_text(make, names, folders, tmp_path):
-    suffix = {as_lines: "jsonl", as_csv: "csv"}.get(make, "txt")
-    for split, name in zip(WORDS, names.split(), strict=True):
-        path = tmp_path / name / f"0.{suffix}" if folders else tmp_path / f"{name}.{suffix}"
-        path.parent.mkdir(exist_ok=True)
-        path.write_text(make(WORDS[split]))
+@pytest.mark.parametrize("kind", ["txt", "jsonl"])
+def test_splits_of_text(kind, tmp_path):
+    texts = {split: word * 40 if kind == "txt" else as_lines(word) for split, word in WORDS.items()}
+    write(tmp_path, **{f"{split}_{kind}": text for split, text in texts.items()})
     train, held_out = both(str(tmp_path))
     assert set(train) <= set("alpha 0123456789\n") and len(train) > 200
     assert set(held_out) <= set("beta 0123456789\n") and len(held_out) >= 180

@@ -38,6 +38,7 @@ def test_the_byte_tokenizer_keeps_any_text(tmp_path):
     names = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
     assert tokenizer.convert_tokens_to_ids(names) == [256, 257, 258]
     assert (tokenizer.pad_token, tokenizer.eos_token) == (names[0], names[2])
+    assert tokenizer.model_max_length == 2048
     chat = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
     assert tokenizer.apply_chat_template(chat, tokenize=False, add_generation_prompt=True) == (
         "<|im_start|>user\na<|im_end|>\n<|im_start|>assistant\nb<|im_end|>\n<|im_start|>assistant\n"
@@ -281,3 +282,27 @@ def test_the_dtype_of_weights_and_of_their_export(options, dtype, exported, tmp_
     options = {"name": str(tmp_path), "from_scratch": False} | options
     model = load_model(config=config, **options)
     assert (model.dtype, model.export_dtype) == (dtype, exported)
+
+
+@pytest.mark.parametrize(
+    ("error", "reason"),
+    [(ValueError("a  b\nc " + 400 * "x"), f"a b c {294 * 'x'}"), (KeyError(), "KeyError")],
+)
+def test_any_error_while_a_model_is_loaded_is_one_line(error, reason):
+    with pytest.raises(UserError) as caught, causal_lm.loading("NAME", "model"):
+        raise error
+    assert str(caught.value) == f"--model NAME: cannot load its model ({reason})"
+
+
+@pytest.mark.parametrize(
+    ("configured", "end", "pad", "expected"),
+    [
+        (7, 5, None, dict(eos_token_id=[5, 7], pad_token_id=5)),
+        ([9, 7], None, None, dict(eos_token_id=[7, 9], pad_token_id=0)),
+        (None, None, 0, dict(eos_token_id=None, pad_token_id=0)),
+    ],
+)
+def test_an_answer_ends_with_any_end_of_the_model_or_the_tokenizer(configured, end, pad, expected):
+    model = SimpleNamespace(generation_config=SimpleNamespace(eos_token_id=configured))
+    tokenizer = SimpleNamespace(eos_token_id=end, pad_token_id=pad, chat_template=None)
+    assert causal_lm.ends(model, tokenizer) == expected

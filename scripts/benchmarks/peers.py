@@ -42,6 +42,7 @@ def peers(args):
         return {}
     ratios = {}
     with tempfile.TemporaryDirectory() as folder:
+        os.environ["HF_DATASETS_CACHE"] = f"{folder}/cache"
         for case, (_, _, steps, size) in PEER_CASES.items():
             train = Path(folder) / case / "train"
             make_photos(train, 2 * PEER_CLASSES, *size, PEER_CLASSES)
@@ -52,7 +53,7 @@ def peers(args):
                 data = Path(folder) / case
                 ours = {case: our_command(data, model, pixels, steps)}
                 if case == "decoding":
-                    ours["cached"] = f"{ours[case]} --cache {folder}/cache"
+                    ours["cached"] = f"{ours[case]} --cache"
                     first_steps(ours["cached"], 1)  # fills the cache
                 theirs = {
                     name: COMMANDS[name](script, data, model, pixels)

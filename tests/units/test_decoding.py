@@ -7,7 +7,7 @@ import zlib
 import numpy as np
 import pytest
 from harness.data import encoded, noise
-from PIL import Image, features
+from PIL import Image
 from PIL.JpegImagePlugin import JpegImageFile
 
 from utils.images import decoding
@@ -16,6 +16,10 @@ from utils.images.storage import Rows
 
 pytestmark = pytest.mark.filterwarnings("ignore:Corrupt EXIF data:UserWarning")
 LARGE = noise(0, (4, 3)).resize((400, 300))
+SHOWN = noise(0).convert("L")
+GOOD = encoded(SHOWN)
+AT = GOOD.index(b"IDAT") + 30
+DAMAGED = GOOD[:AT] + b"\xff" + GOOD[AT + 1 :]
 
 
 @pytest.mark.parametrize(
@@ -26,6 +30,7 @@ LARGE = noise(0, (4, 3)).resize((400, 300))
         (encoded(LARGE)[:900], "truncated"),
         (b"", "not an image"),
         (encoded(noise(0), "EPS"), "not an image"),  # for which Pillow would start Ghostscript
+        (DAMAGED, "."),
     ],
 )
 def test_a_broken_image_is_recognized(data, says):
@@ -59,11 +64,6 @@ def test_the_first_of_several_photos_in_a_file_is_read(tmp_path):
     assert Encoded(data).pixels(4).shape == (3, 75, 100)
 
 
-def test_avif_is_read_where_pillow_can():
-    available = "avif" in features.modules and features.check("avif")
-    assert ("AVIF" in decoding.FORMATS) == bool(available)
-
-
 def test_a_fingerprint_knows_names_labels_sizes_and_sampled_data(monkeypatch):
     monkeypatch.setattr(decoding, "SAMPLED", 2)
     monkeypatch.setattr(decoding, "SAMPLED_BYTES", 4)
@@ -84,16 +84,6 @@ def test_a_fingerprint_knows_names_labels_sizes_and_sampled_data(monkeypatch):
 
 
 # --------------------------------------------------------------------------------- more than 8 bits
-
-
-def png_16(values):
-    """A PNG with 16 bits per value, which Pillow writes only in gray; values [h, w, channels]."""
-    height, width, channels = values.shape
-    color = {2: 4, 3: 2, 4: 6}[channels]
-    rows = b"".join(b"\0" + row.astype(">u2").tobytes() for row in values)
-    header = struct.pack(">IIBBBBB", width, height, 16, color, 0, 0, 0)
-    chunks = ((b"IHDR", header), (b"IDAT", zlib.compress(rows)), (b"IEND", b""))
-    return b"\x89PNG\r\n\x1a\n" + b"".join(chunk(name, body) for name, body in chunks)
 
 
 def chunk(name, body):
@@ -127,7 +117,6 @@ GRAY = np.arange(12).reshape(3, 4)
         encoded(Image.fromarray(GRAY.astype(np.uint16)), "TIFF"),
         encoded(Image.fromarray(GRAY.astype(np.int32)), "TIFF"),
         encoded(Image.fromarray(GRAY.astype(np.float32)), "TIFF"),
-        *[png_16(np.dstack([GRAY] * channels)) for channels in (2, 3, 4)],
         tiff_16(np.dstack([GRAY] * 3)),
     ],
 )
@@ -137,10 +126,6 @@ def test_more_than_8_bits_per_channel_are_refused(data):
         Encoded(data)
 
 
-# ----------------------------------------------------------------------------------------- damaged
-
-SHOWN = noise(0).convert("L")
-GOOD = encoded(SHOWN)
 EXIF = b"II*\0\x08\0\0\0\x01\0\x12\x01\x03\0\x01\0\0\0\x01\0\0\0\0\0\0\0"
 
 
@@ -161,9 +146,3 @@ def test_an_orientation_that_is_none_turns_nothing(value):
     read = Encoded(encoded(image, exif=exif.tobytes()))
     assert (read.width, read.height) == image.size
     assert np.array_equal(read.pixels().permute(1, 2, 0).numpy(), np.asarray(image))
-
-
-def test_damaged_pixels_are_still_noticed():
-    at = GOOD.index(b"IDAT") + 30
-    with pytest.raises(BadImage):
-        Encoded(GOOD[:at] + b"\xff" + GOOD[at + 1 :]).pixels()

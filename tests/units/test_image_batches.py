@@ -5,14 +5,12 @@ import pytest
 import torch
 from accelerate import Accelerator, DataLoaderConfiguration
 from harness.data import make_photos
-from harness.launches import load_script
 from torch.utils.data import DataLoader
 
 from utils.data.loaders import EpochSampler, already_a_batch
 from utils.images.image_batches import ImageBatches
-from utils.images.mixing import Mix
 from utils.images.sources import find_images
-from utils.images.transforms import EvalTransform, TrainTransform
+from utils.images.transforms import EvalTransform, Mix, TrainTransform
 from utils.run.failures import UserError
 from utils.run.plan import RemainingSteps
 
@@ -61,12 +59,11 @@ def test_skipping_decodes_nothing(train, monkeypatch):
     loader = DataLoader(ImageBatches(train, change()), 4, **options)
     loader = Accelerator(cpu=True, dataloader_config=loading).prepare(loader)
     loader.set_epoch(1)
-    script, bad = load_script("train_images"), set()
-    batches = list(script.collecting(loader, bad))
-    assert len(batches) == 6 and sorted(decoded) == list(range(24)) and not bad
+    batches = list(loader)
+    assert len(batches) == 6 and sorted(decoded) == list(range(24))
     decoded.clear()
     loader.set_epoch(1)
-    rest = list(script.collecting(RemainingSteps(5, 6, skip=4, accumulation=1).rest(loader), bad))
+    rest = list(RemainingSteps(5, 6, skip=4, accumulation=1).rest(loader))
     assert decoded == torch.cat([batch["ids"] for batch in rest]).tolist() and len(decoded) == 8
     for a, b in zip(rest, batches[4:], strict=True):
         assert torch.equal(a["images"], b["images"]) and torch.equal(a["ids"], b["ids"])
@@ -82,13 +79,12 @@ def test_a_bad_image_stops_or_is_replaced_by_the_next(tmp_path, capsys):
         ImageBatches(data["train"], change()).__getitems__([(0, 1)])
     skipping = ImageBatches(data["train"], change(), "skip", replace=True)
     batch = skipping.__getitems__([(0, 1), (0, 3), (0, 1)])
-    assert batch["bad"] == [1, 2, 1, 2]
     assert batch["labels"].tolist() == [0, 0, 0] and batch["ids"].tolist() == [1, 3, 1]
     assert torch.equal(batch["images"][0], batch["images"][1])
     assert capsys.readouterr().err.count("train/cat/1.jpg") == 1
     # In an evaluation it does not count.
     batch = ImageBatches(data["val"], EvalTransform(PREPROCESS), "skip").__getitems__([10, 11])
-    assert batch["labels"].tolist() == [2, -1] and batch["bad"] == [11]
+    assert batch["labels"].tolist() == [2, -1]
     assert not batch["images"][1].any()
 
 

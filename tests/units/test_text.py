@@ -119,7 +119,7 @@ def test_a_long_text_is_written_to_the_cache_once(kind, tmp_path, monkeypatch):
     assert file.suffix == ".bin" and torch.equal(made.train, short.train)
     assert torch.equal(made.held_out, short.held_out) and made.details == short.details
     with monkeypatch.context() as patched:  # the second process reads nothing but the cache
-        patched.setattr(cache_files, "write", None)
+        patched.setattr(cache_files.secrets, "token_hex", None)
         again = load_text(*source_of(kind, tmp_path / "data"), 4)
     assert again.description == made.description and torch.equal(again.train, made.train)
     with file.open("r+b") as opened:

@@ -35,6 +35,8 @@ def local_main_first(accelerator, function):
 def cached(kind, parts, version, size=None):
     """Writes bytes to a file of the `datasets` library's cache, unless it is there, and maps it.
 
+    The file gets its name when all of it is on disk.
+
     Args:
         kind (str): what they are, for the name of the folder, and for messages.
         parts (iterable): of bytes.
@@ -49,8 +51,19 @@ def cached(kind, parts, version, size=None):
     """
     file = path_in_cache(kind, version)
     if not file.exists():
-        what = f"the {kind} to {file.parent} (set HF_DATASETS_CACHE to use another folder)"
-        write(file, parts, what, size)
+        try:
+            _write(file, parts)
+        except OSError as error:
+            reason = error.strerror
+            if full_disk(error):
+                existing = next(path for path in file.parents if path.exists())
+                free = shutil.disk_usage(existing).free / 2**30
+                needed = "more space" if size is None else f"{size / 2**30:.1f} GiB"
+                reason = f"{reason}; {free:.1f} GiB free, and it needs {needed}"
+            raise UserError(
+                f"cannot write the {kind} to {file.parent} (set HF_DATASETS_CACHE to use another "
+                f"folder) ({reason})"
+            ) from None
     if size not in (None, os.path.getsize(file)):
         raise UserError(f"{file} is damaged: delete it, and it is made again")
     return map_bytes(file)
@@ -63,25 +76,14 @@ def path_in_cache(kind, version):
     return folder / f"{hashlib.sha256(repr(version).encode()).hexdigest()[:32]}.bin"
 
 
-def write(file, parts, what, size=None):
-    """Writes bytes to a file, which gets its name when all of it is on disk.
-
-    Args:
-        file (Path): its folder is made if necessary.
-        parts (iterable): of bytes.
-        what (str): says in a message what cannot be written, and where.
-        size (int | None): of all parts together, in bytes, if it is known.
-
-    Raises:
-        UserError: it cannot be written.
-    """
+def _write(file, parts):
     # Only left-overs of this machine: not every disk tells others that a file is locked.
     prefix = f"{file.stem}.writing.{platform.node()}."
     writing = file.with_name(prefix + secrets.token_hex(8))
+    file.parent.mkdir(parents=True, exist_ok=True)
+    for left_over in file.parent.glob(f"{prefix}*"):
+        _remove_unlocked(left_over)
     try:
-        file.parent.mkdir(parents=True, exist_ok=True)
-        for left_over in file.parent.glob(f"{prefix}*"):
-            _remove_unlocked(left_over)
         with writing.open("xb") as out:
             with contextlib.suppress(OSError):  # no locks on this file system
                 fcntl.flock(out, fcntl.LOCK_EX)
@@ -92,14 +94,6 @@ def write(file, parts, what, size=None):
         # Another machine may have made the same file, and map it by now: keep that one.
         if not file.exists():
             os.replace(writing, file)
-    except OSError as error:
-        reason = error.strerror
-        if full_disk(error):
-            existing = next(path for path in file.parents if path.exists())
-            free = shutil.disk_usage(existing).free / 2**30
-            needed = "more space" if size is None else f"{size / 2**30:.1f} GiB"
-            reason = f"{reason}; {free:.1f} GiB free, and it needs {needed}"
-        raise UserError(f"cannot write {what} ({reason})") from None
     finally:
         with contextlib.suppress(OSError):
             writing.unlink()

@@ -58,19 +58,17 @@ def agree(accelerator, name, data):
     return data.description
 
 
-def describe_images(splits, class_names, fingerprints):
-    """One line about labeled images.
+def describe_images(splits, class_names):
+    """One line about labeled images: their numbers, and a checksum.
 
     Args:
-        splits (dict): of anything that has a length.
-        fingerprints (dict[str, str]): a checksum of each split.
+        splits (dict[str, Images]): of which each has a fingerprint.
     """
-    counts = [f"{len(samples):,} {split}" for split, samples in splits.items()]
-    counts = [count.removesuffix(" all") for count in counts]
+    counts = [f"{len(images):,} {split}".removesuffix(" all") for split, images in splits.items()]
     listed = " and ".join([", ".join(counts[:-1]), counts[-1]] if len(counts) > 1 else counts)
     digest = hashlib.sha256(repr(class_names).encode("utf-8", "surrogateescape"))
-    for fingerprint in fingerprints.values():
-        digest.update(fingerprint.encode())
+    for images in splits.values():
+        digest.update(images.fingerprint().encode())
     short = digest.hexdigest()[:12]
     return f"{listed} images of {len(class_names)} classes (fingerprint {short})"
 

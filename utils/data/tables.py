@@ -7,7 +7,7 @@ import hashlib
 import re
 from pathlib import Path
 
-from utils.data.splits import one_each, refuse_almost_splits, split_of
+from utils.data.splits import SPLITS, one_each, refuse_almost_splits, split_of
 from utils.run.failures import UserError, full_disk
 
 # The reader of the `datasets` library for each kind of file.
@@ -81,7 +81,7 @@ def files_by_split(root, files):
         raise UserError(
             f"--dataset {root} has no train split, only {' and '.join(found)}: name one train"
         )
-    return {split: found[split] for split in ("train", "val", "test") if split in found}
+    return {split: found[split] for split in SPLITS if split in found}
 
 
 def load_table(

@@ -13,7 +13,7 @@ class ImageBatches(Dataset):
     """Returns whole batches to a `DataLoader`, for a list of ids or of (epoch, id).
 
     A batch is a dict: `images`, uint8 [batch, 3, size, size] in channels-last memory format;
-    `labels` and `ids`, int64 [batch]; and `bad`, the list of ids of images that could not be read.
+    `labels` and `ids`, int64 [batch].
     """
 
     def __init__(self, images, transform, on_bad="stop", replace=False):
@@ -21,7 +21,8 @@ class ImageBatches(Dataset):
         Args:
             images (Images | CachedImages): a split.
             transform (EvalTransform | TrainTransform): what each image goes through.
-            on_bad (str): `stop`: an image that cannot be read is an error; `skip`: it is left out.
+            on_bad (str): `stop`: an image that cannot be read is an error; `skip`: it is left out,
+                with a warning.
             replace (bool): the next image that can be read takes its place; otherwise, its pixels
                 are 0 and its label is -1.
         """
@@ -31,38 +32,37 @@ class ImageBatches(Dataset):
     def __len__(self):
         return len(self.images)
 
+    def name(self, index):
+        """The path of an image, or the row in which it is."""
+        return self.images.name(index)
+
     def __getitems__(self, keys):
         """Returns a batch. Raises UserError, on this process only, for an image that is refused."""
         keys = [key if isinstance(key, tuple) else (0, key) for key in keys]
-        pixels, bad = [], []
-        labels = torch.full((len(keys),), -1, dtype=torch.int64)
         with torch.random.fork_rng(devices=[]):  # the transforms seed the global generator
-            for place, (epoch, index) in enumerate(keys):
-                image, labels[place] = self._transformed(epoch, index, bad)
-                pixels.append(image.permute(1, 2, 0))
+            pixels, labels = zip(*(self._transformed(*key) for key in keys), strict=True)
         ids = torch.tensor([index for _, index in keys])
         images = torch.stack(pixels).permute(0, 3, 1, 2)
-        return {"images": images, "labels": labels, "ids": ids, "bad": bad}
+        return {"images": images, "labels": torch.tensor(labels), "ids": ids}
 
-    def _transformed(self, epoch, index, bad):
-        """An image and its label. Adds the ids of those that cannot be read to the list `bad`."""
+    def _transformed(self, epoch, index):
+        """An image, uint8 [size, size, 3], and its label."""
         count = len(self)
-        for candidate in range(index, index + count) if self._replace else (index,):
+        for candidate in range(index, index + count if self._replace else index + 1):
             candidate %= count
             try:
                 pixels = self._transform(self.images.open(candidate), epoch, candidate)
             except BadImage as error:
                 self._refuse(candidate, error)
-                bad.append(candidate)
             else:
-                return pixels, int(self.images.labels[candidate])
+                return pixels.permute(1, 2, 0), int(self.images.labels[candidate])
         if self._replace:
             raise UserError("none of the training images can be read", None)
-        return torch.zeros(self.size, self.size, 3, dtype=torch.uint8).permute(2, 0, 1), -1
+        return torch.zeros(self.size, self.size, 3, dtype=torch.uint8), -1
 
     def _refuse(self, index, error):
         """Warns of an image that cannot be read, once, or raises UserError."""
-        line = f"cannot read {self.images.name(index)}: {error}"
+        line = f"cannot read {self.name(index)}: {error}"
         if not self._skip:
             # Only this process knows: it prints.
             raise UserError(

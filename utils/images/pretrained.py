@@ -58,28 +58,6 @@ def without_weights(name):
         return torchvision.models.get_model(name).to("meta")
 
 
-def describe(name, choice, class_names, size=None, resize=None):
-    """Describes a model: its `config` is what is needed to build it again and to use it.
-
-    Args:
-        name (str): the model.
-        choice (str | None): the weights to start with, as for `find`.
-        class_names (list[str]): in the order of the labels.
-        size, resize (int | None): as for `preprocessing`.
-
-    Returns:
-        dict: `model`, `class_names`, `preprocessing`.
-
-    Raises:
-        UserError: as `find` does.
-    """
-    return dict(
-        model=name,
-        class_names=list(class_names),
-        preprocessing=preprocessing(find(name, choice), size, resize),
-    )
-
-
 def build(config):
     """Builds the model of a config, with random weights.
 
@@ -157,7 +135,7 @@ def initialize(accelerator, model, config, choice):
     size, or if the weights are of a run with other classes.
 
     Args:
-        config (dict): what `describe` returned.
+        config (dict): `model`, `class_names`, `preprocessing`.
         choice (str | None): as for `find`; None: the model stays as it is.
 
     Raises:

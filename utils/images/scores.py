@@ -16,9 +16,8 @@ def summarize(labels, losses, top):
 
     Returns:
         dict: `loss` and `accuracy`, each with its standard error; with five columns in `top`,
-        `top5`; `balanced_accuracy`, the mean of the accuracy of each class; `macro_f1`, the mean of
-        the F1 score of each class; and the number of `images`. A class without images, and for the
-        F1 score also without predictions, does not count.
+        `top5`; `balanced_accuracy` and `macro_f1`, means over classes that have images (or, for
+        F1, predictions); and the number of `images`.
 
     Raises:
         UserError: there is no image.

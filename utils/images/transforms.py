@@ -1,9 +1,11 @@
-"""Transforms of single images: for evaluation, and for training with random numbers of their own.
+"""Transforms of single images, for evaluation and for training; Mixup and CutMix of a batch.
 
-What happens to an image is a deterministic function of the seed, the epoch and its id.
+What happens to an image is a deterministic function of the seed, the epoch and its id, and what is
+mixed one of the seed, the step and the positions in the global batch.
 """
 
 import torch
+from torch.nn.functional import one_hot
 from torchvision.transforms import InterpolationMode, v2
 from torchvision.transforms.v2 import functional as F
 
@@ -15,12 +17,7 @@ LONGEST = 32  # times the shorter side: scaling an image of 10,000 x 1 pixels wo
 
 
 def reduction_for(width, height, wanted_width, wanted_height):
-    """How much smaller a part of an image can be decoded.
-
-    Returns:
-        int: the largest reduction with which a part of `width` x `height` pixels still has
-        `wanted_width` x `wanted_height`.
-    """
+    """How much smaller a part of an image can be decoded: it keeps the wanted size or more."""
     for reduction in REDUCTIONS:
         if width >= reduction * wanted_width and height >= reduction * wanted_height:
             return reduction
@@ -34,7 +31,7 @@ def shrink(image, side, interpolation="bilinear"):
     than a level on average.
 
     Args:
-        image (Encoded | Scaled): see `images` and `image_cache`.
+        image (Encoded | Scaled): see `decoding` and `image_cache`.
 
     Returns:
         uint8 [3, height, width], in channels-last memory format.
@@ -101,20 +98,10 @@ class TrainTransform:
         self._erase = v2.RandomErasing(random_erasing, value=color) if random_erasing else None
 
     def __call__(self, image, epoch, index):
-        """Transforms an image.
+        """Transforms an image (Encoded | Scaled) to uint8 [3, size, size].
 
         Seeds torch's generator: all random numbers are a deterministic function of the seed,
-        `epoch` and `index`.
-
-        Args:
-            image (Encoded | Scaled): see `images` and `image_cache`.
-            epoch, index (int): of the sample.
-
-        Returns:
-            uint8 [3, size, size].
-
-        Raises:
-            BadImage: the data is damaged.
+        `epoch` and `index`. Raises BadImage if the data is damaged.
         """
         torch.default_generator.manual_seed(sample_seed(self._seed, epoch, index))
         # The library draws the part before the image is decoded: it needs no more than the size.
@@ -141,3 +128,57 @@ def _cut_out(pixels, part, image):
     pixels = pixels[:, top : top + rows, left : left + columns]
     # A view of the whole would be scaled on the slow path, to another memory format.
     return pixels.permute(1, 2, 0).contiguous().permute(2, 0, 1)
+
+
+class Mix:
+    """Mixes each image with its partner in the global batch, where positions 2k and 2k + 1 pair up.
+
+    The method, the share and the box are a deterministic function of the seed and the step, so they
+    are the same for the whole global batch. A process has both images of a pair if it has an even
+    number of consecutive images.
+    """
+
+    def __init__(self, mixup, cutmix, classes, seed):
+        """
+        Args:
+            mixup (float): alpha of Mixup (arXiv:1710.09412); 0: without it.
+            cutmix (float): alpha of CutMix (arXiv:1905.04899); 0: without it.
+            classes (int): number of classes.
+            seed (int): of the run.
+        """
+        pairs = ((v2.MixUp, mixup), (v2.CutMix, cutmix))
+        methods = [method(alpha=alpha) for method, alpha in pairs if alpha]
+        self._mix, self._classes, self._seed = v2.RandomChoice(methods), classes, seed
+
+    def __call__(self, images, labels, step):
+        """Mixes the images of a micro-batch.
+
+        Args:
+            images: float [batch, channels, height, width]; the batch is even.
+            labels: int64 [batch].
+            step (int): of the optimizer.
+
+        Returns:
+            tuple: images of the same shape; the share of each class, float32 [batch, classes].
+        """
+        labels = one_hot(labels, self._classes).float()
+        with torch.random.fork_rng(devices=[]):
+            torch.default_generator.manual_seed(sample_seed(self._seed, step, -2))
+            # The library mixes a batch with itself shifted by one: of two items, each with the
+            # other. So the first images of all pairs form one item, with the channels of all of
+            # them, and the second images the other.
+            images, labels = self._mix(_fold(images), _fold(labels))
+        count = len(labels[0]) // self._classes
+        images = _unfold(images.view(2, count, -1, *images.shape[2:]))
+        images = images.contiguous(memory_format=torch.channels_last)
+        return images, _unfold(labels.view(2, count, -1))
+
+
+def _fold(x):
+    """[2 n, size, ...] -> [2, n size, ...]"""
+    return x.unflatten(0, (-1, 2)).transpose(0, 1).flatten(1, 2)
+
+
+def _unfold(x):
+    """[2, n, size, ...] -> [2 n, size, ...]"""
+    return x.transpose(0, 1).flatten(0, 1)

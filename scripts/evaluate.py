@@ -526,8 +526,13 @@ def warn_if_changed(accelerator, name, trained_on, found):
 
 def check_classes(data, dataset, expected, saved):
     """Raises UserError if the classes of a data set are not those of the model."""
-    if data.class_names != expected:
-        difference = first_difference(data.class_names, expected)
+    found = data.class_names
+    if found != expected:
+        difference = f"{len(found)} instead of {len(expected)}"
+        for one, other in zip(found, expected, strict=False):
+            if one != other:
+                difference = f"{one} instead of {other}"
+                break
         raise UserError(f"--dataset {dataset} has other classes than {saved.file}: {difference}")
 
 
@@ -540,14 +545,6 @@ def load_state(model, saved, description):
         if prefix := weight_files.shared_prefix(saved.state):
             reason += f" (all its names begin with `{prefix}`)"
         raise UserError(f"{saved.file} does not hold a {description}: {reason}") from None
-
-
-def first_difference(found, expected):
-    """Describes the first difference between two lists of classes."""
-    for one, other in zip(found, expected, strict=False):
-        if one != other:
-            return f"{one} instead of {other}"
-    return f"{len(found)} instead of {len(expected)}"
 
 
 def parse_args():

@@ -208,21 +208,20 @@ def image_size_at(progress, args):
 def load_data(accelerator, args):  # EDIT: data
     """Loads the images of every split into memory, and shortens the splits for quick checks.
 
-    Returns:
-        tuple: the data; their description, with a checksum: a run continues with the same data.
+    Its description has a checksum: a run continues with the same data.
     """
     options = dict(seed=args.seed, val_fraction=args.val_fraction, columns=args.columns)
     data = local_main_first(accelerator, lambda: load_arrays(args.dataset, **options))
     if args.patience and "val" not in data.splits:
         raise UserError("--patience needs held-out images: give --val_fraction 0.1, for example")
-    description = agree(accelerator, args.dataset, data)
+    agree(accelerator, args.dataset, data)
     if args.overfit_batch:
         batch = data.splits["train"].first(args.batch_size)
         data.splits = dict.fromkeys(data.splits, batch)
     elif args.dry_run:
         held_out = data.splits.keys() - {"train"}
         data.splits |= {split: data.splits[split].first(500) for split in held_out}
-    return data, description
+    return data
 
 
 def build_loaders(accelerator, data, args):
@@ -276,8 +275,8 @@ def evaluate(  # EDIT: metric
             current training images.
 
     Returns:
-        dict: `loss`, `accuracy`, and `samples`, with one value per image, in the order of the data:
-        `labels` and `predictions`, int64, and `losses`, float32.
+        tuple: `loss` and `accuracy` (dict); and a dict with a value per image, in the order of the
+        data: `labels` and `predictions`, int64, and `losses`, float32.
     """
     model.eval()
     outputs, labels = [], []
@@ -294,11 +293,9 @@ def evaluate(  # EDIT: metric
     if len(labels) != len(split):
         raise RuntimeError(f"evaluated {len(labels)} of {len(split)} samples")
     predictions, losses = outputs.argmax(1), F.cross_entropy(outputs, labels, reduction="none")
-    return {
-        "loss": losses.mean().item(),
-        "accuracy": (predictions == labels).double().mean().item(),
-        "samples": {"labels": labels, "predictions": predictions, "losses": losses},
-    }
+    accuracy = (predictions == labels).double().mean().item()
+    metrics = {"loss": losses.mean().item(), "accuracy": accuracy}
+    return metrics, {"labels": labels, "predictions": predictions, "losses": losses}
 
 
 def predict_views(model, images):
@@ -356,15 +353,14 @@ def final_results(accelerator, model, loaders, watch, mean, std, tta):
 
     Returns:
         tuple: the metrics, for `run.finish`; the name of the last split, that of the test if there
-        is one; and its `samples`, see `evaluate`.
+        is one; and of each image in it what `evaluate` returns.
     """
     results, names = {}, [name for name in ("val", "test") if name in loaders]
     for name in names:
-        metrics = evaluate(accelerator, model, *loaders[name], watch, mean, std)
-        samples = metrics.pop("samples")
+        metrics, samples = evaluate(accelerator, model, *loaders[name], watch, mean, std)
         results |= {f"{name}_{metric}": value for metric, value in metrics.items()}
     if tta:
-        metrics = evaluate(accelerator, model, *loaders[name], watch, mean, std, tta=True)
+        metrics, _ = evaluate(accelerator, model, *loaders[name], watch, mean, std, tta=True)
         results[f"{name}_accuracy_tta"] = metrics["accuracy"]
     return results, name, samples
 
@@ -384,13 +380,13 @@ def main():
     accumulation = args.gradient_accumulation_steps
     launch.print_banner(accelerator)
     micro_batch_size = elastic.divide_batch(accelerator, args.batch_size, accumulation)
-    data, description = load_data(accelerator, args)
+    data = load_data(accelerator, args)
     # Validation data is held out of training and chooses a checkpoint. The test split never does.
     held_out = "val" if "val" in data.splits else "test"
     plan = Plan.from_args(args, len(data.splits["train"]))
     writer = BackgroundWriter(accelerator, args.wait_for_checkpoints)
     run = RunFolder(args, accelerator, flags.MAY_CHANGE | {"tta"}, [trackers], writer)
-    run.open(plan, data=description)  # has a run to continue, a finished one, or none
+    run.open(plan, data=data.description)  # has a run to continue, a finished one, or none
     if run.finished:
         return hub.upload(run.path, args.push_to_hub)  # if that failed before
 
@@ -421,9 +417,9 @@ def main():
 
     def validate(step):
         data, size = loaders[held_out], image_size_at(step / plan.total_steps, args)
-        metrics = evaluate(accelerator, model, *data, guard.watch, mean, std, size=size)
+        metrics, _ = evaluate(accelerator, model, *data, guard.watch, mean, std, size=size)
         score = metrics["accuracy"] if held_out == "val" else None
-        run.log(held_out, step, score=score, loss=metrics["loss"], accuracy=metrics["accuracy"])
+        run.log(held_out, step, score=score, **metrics)
 
     train_loss = math.inf
     if run.evaluation_due:  # the run was stopped in it

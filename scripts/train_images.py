@@ -152,12 +152,6 @@ def build_ema(accelerator, model, decay, plan):
     return ema
 
 
-def update_ema(accelerator, ema, model):
-    """Adds the weights after a step to the moving average, unless fp16 has skipped the step."""
-    if ema and not accelerator.optimizer_step_was_skipped:
-        ema.update(model)
-
-
 def ema_decay_at(updates, decay):
     """The decay of the moving average after so many updates, at most `decay`.
 
@@ -187,8 +181,7 @@ def build_scheduler(optimizer, plan, args):
 def load_data(accelerator, args):  # EDIT: data
     """Finds the images, which must be the same on every machine.
 
-    Returns:
-        tuple: the data; their description, with a checksum: a run continues with the same images.
+    Its description has a checksum: a run continues with the same images.
     """
     options = dict(seed=args.seed, val_fraction=args.val_fraction, columns=args.columns)
     data = local_main_first(accelerator, lambda: find_images(args.dataset, **options))
@@ -197,8 +190,8 @@ def load_data(accelerator, args):  # EDIT: data
     fewest = min(len(images) for split, images in data.splits.items() if split != "train")
     if fewest < 100:
         data.details.append(f"only {fewest} held-out images: each is {1 / fewest:.1%} of accuracy")
-    description = agree(accelerator, args.dataset, data)
-    return data, description
+    agree(accelerator, args.dataset, data)
+    return data
 
 
 def fit_batch(accelerator, data, args):
@@ -313,9 +306,9 @@ def evaluate(accelerator, model, ema, loader, watch, mean, std):  # EDIT: metric
         ema (MovingAverage | None): evaluate these weights instead of those of `model`.
 
     Returns:
-        dict: what `scores.summarize` returns; and `samples`, with one value per image, in the order
-        of the data: `labels` and `predictions`, int64, and `losses`, float32. An unreadable image
-        has the label -1 and does not count.
+        tuple: what `scores.summarize` returns; and a dict with one value per image, in the order of
+        the data: `labels` and `predictions`, int64, and `losses`, float32. An unreadable image has
+        the label -1 and does not count.
     """
     if ema:
         ema.broadcast_buffers()
@@ -337,8 +330,7 @@ def evaluate(accelerator, model, ema, loader, watch, mean, std):  # EDIT: metric
     if not torch.equal(ids, torch.arange(len(loader.dataset))):
         raise RuntimeError(f"evaluated {len(ids)} of {len(loader.dataset)} images, or not in order")
     metrics = scores.summarize(labels, losses, top)
-    samples = {"labels": labels, "predictions": top[:, 0], "losses": losses}
-    return {**metrics, "samples": samples}
+    return metrics, {"labels": labels, "predictions": top[:, 0], "losses": losses}
 
 
 def export(folder, config, model, ema):
@@ -353,13 +345,12 @@ def final_results(accelerator, model, ema, loaders, watch, mean, std):
     """Evaluates every held-out split.
 
     Returns:
-        tuple: the metrics, for `run.finish`; the `samples` of the validation split, see `evaluate`.
+        tuple: the metrics, for `run.finish`; of each validation image what `evaluate` returns.
     """
     results, samples = {}, None
     for split in ("test", "val"):
         if split in loaders:
-            metrics = evaluate(accelerator, model, ema, loaders[split], watch, mean, std)
-            samples = metrics.pop("samples")
+            metrics, samples = evaluate(accelerator, model, ema, loaders[split], watch, mean, std)
             results |= {f"{split}_{name}": value for name, value in metrics.items()}
     return results, samples
 
@@ -437,29 +428,19 @@ def build_mix(micro_batch_size, classes, args):
     return Mix(args.mixup, args.cutmix, classes, args.seed)
 
 
-def connect(args):
-    """Sets up this process, and connects it with the others.
-
-    Returns:
-        tuple: the `Accelerator`; its trackers.
-    """
+def main():
+    args = parse_args()
     on_cpu = launch.set_up(args)  # network, threads, deterministic algorithms
     trackers = Trackers(args)
     accelerator = Accelerator(cpu=on_cpu, **launch.accelerator_options(args), **trackers.options())
     launch.print_banner(accelerator)
-    return accelerator, trackers
-
-
-def main():
-    args = parse_args()
-    accelerator, trackers = connect(args)
-    data, description = load_data(accelerator, args)
+    data = load_data(accelerator, args)
     args, micro_batch_size = fit_batch(accelerator, data, args)
     mix = build_mix(micro_batch_size, len(data.class_names), args)
     plan = Plan.from_args(args, len(data.splits["train"]))
     writer = BackgroundWriter(accelerator, args.wait_for_checkpoints)
     run = RunFolder(args, accelerator, MAY_CHANGE, [trackers], writer)
-    run.open(plan, data=description)  # has a run to continue, a finished one, or none
+    run.open(plan, data=data.description)  # has a run to continue, a finished one, or none
     if run.finished:
         return hub.upload(run.path, args.push_to_hub)  # if that failed before
     eval_samples = subset.count_evaluated(run, plan, args, len(data.splits["val"]))
@@ -490,9 +471,8 @@ def main():
     progress = Progress(accelerator, guard.watch)
 
     def validate(step):
-        metrics = evaluate(accelerator, model, ema, loaders["some"], progress, mean, std)
-        figures = {name: value for name, value in metrics.items() if name != "samples"}
-        run.log("val", step, score=scores.score(metrics, args.score), **figures)
+        metrics, _ = evaluate(accelerator, model, ema, loaders["some"], progress, mean, std)
+        run.log("val", step, score=scores.score(metrics, args.score), **metrics)
 
     train_loss = math.inf
     saved = dict(config=config, eval_samples=eval_samples)  # with each checkpoint
@@ -517,7 +497,8 @@ def main():
                     optimizer.zero_grad()
                 losses.append(loss.detach())
                 ids.append(batch["ids"])
-            update_ema(accelerator, ema, plain)
+            if ema and not accelerator.optimizer_step_was_skipped:
+                ema.update(plain)
             profile.step()
             stop = guard.should_stop(step, losses, ids, norm)  # the same on every process
             if plan.log_due(step):  # one loss, not one per process

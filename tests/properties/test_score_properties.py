@@ -170,14 +170,14 @@ def test_what_scripts_report_does_not_depend_on_batches(labels, seed, cuts):
     loader, split = batches_of(images, known, cuts), Batches(known)
     of_cifar = cifar.evaluate(alone, Pixels(), split, loader, iter, *COLORS, size=2)
     for found, true in ((of_images, labels), (of_cifar, known)):
-        samples, expected = found.pop("samples"), plain_metrics(logits, true.numpy())
+        (found, samples), expected = found, plain_metrics(logits, true.numpy())
         assert found == near({name: expected[name] for name in found})
         assert samples["labels"].equal(true)
         assert samples["predictions"].tolist() == logits.argmax(1).tolist()
         losses = np.where(true >= 0, plain_losses(logits, true.numpy()), 0)
         assert samples["losses"].numpy() == near(losses)
-    assert of_images.keys() == plain_metrics(logits, labels.numpy()).keys()
-    assert of_cifar.keys() == {"loss", "accuracy"}
+    assert of_images[0].keys() == plain_metrics(logits, labels.numpy()).keys()
+    assert of_cifar[0].keys() == {"loss", "accuracy"}
 
 
 @settings(max_examples=20)

@@ -79,6 +79,7 @@ def test_an_evaluation_is_exact_and_leaves_the_model_in_training_mode(script):
     split = None if script == "train_images" else Whole()
     more = {"size": 4} if script == "train_cifar" else {}
     metrics = evaluate(alone(6), model, split, batches_of(), iter, ZERO, ONE, **more)
+    metrics = metrics[0] if isinstance(metrics, tuple) else metrics
     assert metrics["accuracy"] == pytest.approx(4 / 6) and metrics["loss"] == pytest.approx(LOSS)
     assert model.passes == [(False, False)] * 2 and model.training and model.norm.training
     with pytest.raises(RuntimeError, match="evaluated 5 of 6"):  # a sample is missing
@@ -91,8 +92,8 @@ def test_an_evaluation_is_of_the_averaged_weights(monkeypatch):
     ema, sent = MovingAverage(average, None), []
     ema.module = average
     monkeypatch.setattr("utils.ema.broadcast", sent.append)
-    metrics = script.evaluate(alone(6), model, ema, batches_of(), iter, ZERO, ONE)
-    assert metrics["accuracy"] == 0 and metrics["samples"]["losses"].shape == (6,)
+    metrics, samples = script.evaluate(alone(6), model, ema, batches_of(), iter, ZERO, ONE)
+    assert metrics["accuracy"] == 0 and samples["losses"].shape == (6,)
     assert model.training and not model.passes and not average.training
     assert all(one is other for one, other in zip(sent, average.buffers(), strict=True))
 

@@ -116,7 +116,7 @@ def test_a_column_says_the_split_and_rows_that_repeat_a_file_count_once(tmp_path
     splits = ["test", "train", "validation", "train"]
     name = listed(tmp_path, files=FLAT, header="file_name,label,split", splits=splits)
     data = find_images(name)
-    assert sizes(data) == {"train": 10, "val": 4, "test": 6} and list(data.splits)[0] == "train"
+    assert sizes(data) == {"train": 10, "val": 4, "test": 6} and next(iter(data.splits)) == "train"
     assert sizes(find_images(f"{name}/metadata.csv", columns=("file_name", None))) == sizes(data)
     evaluated = find_to_evaluate(name, KINDS)
     assert sizes(evaluated) == {"test": 6}
@@ -168,7 +168,9 @@ def test_a_model_has_its_own_order_of_classes(tmp_path):
     name = make_labels(tmp_path / "d", DECLARED, train=[3, 0] * 6, test=[0, 3])
     found = find_to_evaluate(name, ["dog", "yak", "cat"])
     assert found.splits["test"].labels.tolist() == [2, 0]
-    with pytest.raises(UserError, match=r"class 'cat' of its train split \(row 1 of .*those of the"):
+    with pytest.raises(
+        UserError, match=r"class 'cat' of its train split \(row 1 of .*those of the"
+    ):
         find_to_evaluate(name, ["dog", "yak"])
 
 

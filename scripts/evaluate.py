@@ -133,8 +133,7 @@ def evaluate_cifar(accelerator, args, saved):
             f"{saved.file} is not a model of train_cifar.py or train_images.py, but '{name}'"
         )
     config = saved.config or {}
-    data, dataset = load_data(accelerator, args, saved, load_arrays)
-    check_classes(data, dataset, config.get("class_names", data.class_names), saved)
+    data = load_data(accelerator, args, saved, load_arrays)
     shown = next(name for name in ("all", "test", "val") if name in data.splits)
     split = data.splits[shown]
     model = train_cifar.build_model(name, len(data.class_names))
@@ -161,8 +160,7 @@ def evaluate_images(accelerator, args, saved):
         if accelerator.is_main_process:
             print("\n  ".join([f"{plural(len(images), 'image')} in {args.images}", *details]))
     else:
-        data, dataset = load_data(accelerator, args, saved, find_images)
-        check_classes(data, dataset, class_names, saved)
+        data = load_data(accelerator, args, saved, find_images)
         shown = "val" if "train" in data.splits else next(iter(data.splits))
         images = data.splits[shown]
     model = pretrained.build(saved.config).to(memory_format=torch.channels_last)
@@ -472,14 +470,14 @@ def write_figures(accelerator, args, run, file, shown, results, said):
 def load_data(accelerator, args, saved, load):
     """Loads the data set that the model was trained on, with its splits, or another one as a whole.
 
-    `--dataset` may name the same one in another place.
+    `--dataset` may name the same one in another place. Its classes are those of the model.
 
     Args:
         load: `find_images` or `load_arrays`.
 
     Returns:
-        tuple: the data; its name. Of another data set there is one split: `test` or `val`, if it
-        has that split itself, or else `all`.
+        ImageSplits: of another data set there is one split: `test` or `val`, if it has that split
+        itself, or else `all`.
     """
     known = (saved.config or {}) | saved.arguments
     options = {key: known[key] for key in ("seed", "val_fraction") if key in known}
@@ -489,18 +487,18 @@ def load_data(accelerator, args, saved, load):
     name = args.dataset or recorded
     if name is None:
         raise UserError(f"{saved.file} does not name its data set: give --dataset")
-    same = is_same(name, recorded)
+    same = name == "synthetic" or is_same(name, recorded)
+    class_names = (saved.config or {}).get("class_names")
 
     def load_it():
         try:
             data = load(name, **options, **columns)
         except UserError:
-            if same or name == "synthetic":
+            if same:
                 raise
         else:
-            if same or name == "synthetic" or data.description == saved.data.get("data"):
+            if same or data.description == saved.data.get("data"):
                 return data
-        class_names = (saved.config or {}).get("class_names")
         if class_names is None:
             raise UserError(f"{saved.file} does not name its classes: no other data set fits")
         load_other = find_to_evaluate if load is find_images else load_arrays_to_evaluate
@@ -510,7 +508,14 @@ def load_data(accelerator, args, saved, load):
     agree(accelerator, name, data)
     if same:
         warn_if_changed(accelerator, name, saved.data.get("data"), data.description)
-    return data, name
+    if class_names not in (None, data.class_names):
+        difference = f"{len(data.class_names)} instead of {len(class_names)}"
+        for one, other in zip(data.class_names, class_names, strict=False):
+            if one != other:
+                difference = f"{one} instead of {other}"
+                break
+        raise UserError(f"--dataset {name} has other classes than {saved.file}: {difference}")
+    return data
 
 
 def is_same(name, recorded):
@@ -522,18 +527,6 @@ def warn_if_changed(accelerator, name, trained_on, found):
     """Prints a warning if the descriptions of a data set in training and now differ."""
     if trained_on not in (None, found) and accelerator.is_main_process:
         print(f"warning: trained on other data than that in {name} now: {trained_on}")
-
-
-def check_classes(data, dataset, expected, saved):
-    """Raises UserError if the classes of a data set are not those of the model."""
-    found = data.class_names
-    if found != expected:
-        difference = f"{len(found)} instead of {len(expected)}"
-        for one, other in zip(found, expected, strict=False):
-            if one != other:
-                difference = f"{one} instead of {other}"
-                break
-        raise UserError(f"--dataset {dataset} has other classes than {saved.file}: {difference}")
 
 
 def load_state(model, saved, description):

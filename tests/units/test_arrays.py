@@ -53,7 +53,9 @@ def test_an_evaluation_leaves_out_what_training_refuses(folder, tmp_path):
 
 
 def test_a_damaged_file_is_named(folder, cache):
-    before = load_arrays(folder).splits["val"].images.clone()
+    data = load_arrays(folder)
+    assert data.details[-1].startswith("images are used at 32x32 pixels")
+    before = data.splits["val"].images.clone()
     assert torch.equal(load_arrays(folder).splits["val"].images, before)
     for file in cache.iterdir():
         file.write_bytes(file.read_bytes()[:-1])
@@ -99,6 +101,10 @@ def test_images_are_kept_on_the_device(folder):
     assert batch["ids"].tolist() == [4, 2] and len(data["train"].first(3)) == 3
     assert torch.equal(batch["labels"], data["train"].labels[[4, 2]])
     assert torch.equal(batch["images"], data["train"].images[[4, 2]])
+    for found, name in zip(data["train"].mean_and_std(), ("mean", "std"), strict=True):
+        channels = data["train"].images.double().transpose(0, 1).flatten(1)
+        expected = channels.mean(1) if name == "mean" else channels.std(1, correction=0)
+        torch.testing.assert_close(found, expected.float())
     for split in on_device(accelerator(device="meta"), data).values():
         assert split.images.device.type == split.labels.device.type == "meta"
     assert torch.equal(on_device(accelerator(), data)["val"].images, data["val"].images)

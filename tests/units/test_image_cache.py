@@ -25,10 +25,17 @@ def cached(images, *how):
     return image_cache.cache_images(accelerator(), images, "val", *how)
 
 
-def test_a_cache_is_made_once_and_again_if_a_file_changes(val, tmp_path, capsys):
-    threads = torch.get_num_threads()
-    images = cached(val, 36)
-    assert len(images) == 24 and torch.get_num_threads() == threads
+def test_a_cache_is_made_once_and_again_if_a_file_changes(val, tmp_path, capsys, monkeypatch):
+    threads, seen, shrink = torch.get_num_threads(), set(), image_cache.shrink
+
+    def follow(*how):
+        seen.add(torch.get_num_threads())
+        return shrink(*how)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(image_cache, "shrink", follow)
+        images = cached(val, 36)
+    assert len(images) == 24 and torch.get_num_threads() == threads and seen == {1}
     (file,) = (tmp_path / "cache").rglob("*.bin")
     assert capsys.readouterr().out == "scaling 24 val images for the cache\n"
     assert images.open(3).height == 36 and min(images.open(0).pixels().shape[1:]) == 36
@@ -43,7 +50,7 @@ def test_a_cache_is_made_once_and_again_if_a_file_changes(val, tmp_path, capsys)
     for size in (whole - 100, 100, 4, 0):
         for path in file.parent.iterdir():
             os.truncate(path, size)
-        with pytest.raises(UserError, match="is damaged: delete it"):
+        with pytest.raises(UserError, match=rf"{file.parent}/\w+.bin is damaged: delete it"):
             cached(val, 36)
 
 

@@ -52,10 +52,9 @@ from utils.flags import WORKERS
 from utils.images import classifier_plots, pretrained, scores
 from utils.images.arrays import load_arrays, load_arrays_to_evaluate
 from utils.images.augment import normalize
-from utils.images.image_batches import ImageBatches
 from utils.images.image_folder import unlabeled
 from utils.images.sources import find_images, find_to_evaluate
-from utils.images.transforms import EvalTransform
+from utils.images.transforms import EvalTransform, ImageBatches
 from utils.language.text import load_to_evaluate
 from utils.report.hub import AT_THE_TOP
 from utils.report.output import writing_to
@@ -210,13 +209,10 @@ def predict(accelerator, model, dataset, colors, *, workers=0, views=None):
 def of_each_image(logits, labels):
     """What is kept of the outputs for a batch: as much for a thousand classes as for five.
 
-    Args:
-        logits: float32 [images, classes].
-        labels: int64 [images]; -1: the image is unreadable.
-
     Returns:
-        tuple: the labels; losses, float32 [images]; up to five classes of each image, the likeliest
-        first, and their probabilities, int64 and float32 [images, up to 5].
+        tuple: the labels, int64 [images], -1 if unreadable; losses, float32 [images]; up to five
+        classes of each image, the likeliest first, and their probabilities, int64 and float32
+        [images, up to 5].
     """
     losses = F.cross_entropy(logits, labels, reduction="none", ignore_index=-1)
     top = logits.topk(min(5, logits.shape[1])).indices  # as the accuracy is computed
@@ -257,12 +253,9 @@ def write_evaluation(args, saved, dataset, outputs, class_names, shown="val"):
 
 
 def list_predictions(dataset, labels, top, shares, class_names):
-    """The most likely classes of each image.
+    """The most likely classes of each image of a data set (ImageBatches | Split).
 
-    Args:
-        dataset (ImageBatches | Split): of which each image has a name.
-        labels: int64 [images]; -1: the image is unreadable.
-        top, shares: see `of_each_image`.
+    Args: labels, top, shares: what `of_each_image` returns.
 
     Returns:
         list[dict]: `file`; `classes`, up to five lists of a name and its probability.

@@ -51,9 +51,8 @@ from utils.data.report import agree
 from utils.ema import MovingAverage
 from utils.images import classifier_plots, image_cache, pretrained, scores
 from utils.images.augment import normalize
-from utils.images.image_batches import ImageBatches
 from utils.images.sources import find_images
-from utils.images.transforms import EvalTransform, Mix, TrainTransform
+from utils.images.transforms import EvalTransform, ImageBatches, Mix, TrainTransform
 from utils.report import hub, model_card, plots
 from utils.report.model_card import for_markdown
 from utils.report.profiler import start_profiler

@@ -44,10 +44,7 @@ def cached(kind, parts, version, size=None):
         size (int | None): of all parts together, in bytes, if it is known.
 
     Returns:
-        uint8 [bytes].
-
-    Raises:
-        UserError: the file cannot be written, or has another size.
+        uint8 [bytes]. Raises UserError if it cannot be written, or has another size.
     """
     file = path_in_cache(kind, version)
     if not file.exists():

@@ -40,11 +40,10 @@ def agree(accelerator, name, data):
 
     Args:
         name (str): the value of `--dataset`.
-        data: has `description`, one line, and `details`, more lines.
+        data: has `description`, one line with a checksum, and `details`, more lines.
 
     Returns:
-        str: the description. It has a checksum, so that a run that records it as one of its
-        arguments continues with the same data only.
+        str: the description: a run that records it continues with the same data only.
 
     Raises:
         UserError: the data set differs between machines.

@@ -22,11 +22,7 @@ def split_of(name):
 
 
 def one_each(place, names):
-    """The name of each split, where each may have one.
-
-    Args:
-        place (Path | str): the data set, for messages.
-        names (list[str]): of folders or tables.
+    """Finds the name of each split among the names of folders or tables; `place` is for messages.
 
     Returns:
         tuple: split -> name, in the order train, val, test; the names that are no splits.
@@ -52,9 +48,7 @@ def one_each(place, names):
 def refuse_almost_splits(place, split_of_name):
     """Raises UserError if all names contain the word of a split, and some are none: train_images.
 
-    Args:
-        place (Path): the data set, for messages.
-        split_of_name (dict[str, str | None]): name -> split.
+    Args: split_of_name (dict): name -> split or None.
     """
     words = {name: re.findall("train|val|dev|test", name.lower()) for name in split_of_name}
     almost = [name for name, split in split_of_name.items() if split is None]
@@ -70,16 +64,10 @@ def refuse_almost_splits(place, split_of_name):
 
 
 def hold_out(keys, fraction):
-    """Which of at least two samples are held out: those with the lowest keys.
+    """Which of at least two samples are held out: the indices of those with the lowest keys.
 
-    Samples with equal keys stay together, unless all keys are equal.
-
-    Args:
-        keys (list): a hash of each sample.
-        fraction (float): of the samples; at least one is held out, and not all.
-
-    Returns:
-        list[int]: their indices.
+    At least one is held out, and not all. Samples with equal keys, hashes of each, stay together,
+    unless all keys are equal. `fraction` (float) is that of the samples.
     """
     count = min(max(1, round(len(keys) * fraction)), len(keys) - 1)
     order = sorted(range(len(keys)), key=keys.__getitem__)

@@ -23,11 +23,10 @@ SHOWN = 10  # names of arrays in a message
 
 
 def find(name, path, class_names=None):
-    """Reads the splits of a file.
+    """Reads the splits of a file (Path).
 
     Args:
         name (str): the value of `--dataset`, for messages.
-        path (Path): the file.
         class_names (list[str] | None): what the classes are called, if the file does not say it.
 
     Returns:

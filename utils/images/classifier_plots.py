@@ -76,13 +76,12 @@ def confusion_matrix(path, counts, class_names):
 
 
 def of_images(folder, dataset, samples, class_names):
-    """Draws the results of an image classifier.
+    """Draws the results of an image classifier into a folder (Path).
 
     Writes `predictions.png`; and if there are any mistakes, `mistakes.png` and, of at most 50
     classes, `confusion_matrix.png`.
 
     Args:
-        folder (Path): where to write them.
         dataset (ImageBatches | Split): the images.
         samples (dict): `labels`, `predictions`, int64 [samples], and `losses` [samples]. A label of
             -1 means that there is no image.

@@ -24,15 +24,11 @@ class Scaled:
     """An image in the cache: used like `Encoded`."""
 
     def __init__(self, pixels):
-        """Args: pixels: uint8 [3, height, width]."""
         self._pixels = pixels
         self.height, self.width = pixels.shape[1:]
 
     def pixels(self, reduction=1):
-        """Returns uint8 [3, height, width], in channels-last memory format.
-
-        There is nothing to decode, so `reduction` changes nothing.
-        """
+        """Returns uint8 [3, height, width], channels last: there is nothing to decode."""
         return self._pixels
 
 
@@ -79,18 +75,9 @@ class CachedImages:
 def cache_images(accelerator, images, split, side, interpolation="bilinear"):
     """Returns the scaled images of a split from the cache; call it on every process.
 
-    If they are not there, one process per machine decodes and writes them first.
-
-    Args:
-        images (Images): the split.
-        split (str): its name, for messages.
-        side (int): pixels of the shorter side to which images are scaled.
-
-    Returns:
-        CachedImages.
-
-    Raises:
-        UserError: the cache cannot be written, or is damaged.
+    If they are not there, one process per machine decodes and writes them first. `side` (int) is
+    that of the shorter side, in pixels. Raises UserError if the cache cannot be written, or is
+    damaged.
     """
 
     def scaled(index):

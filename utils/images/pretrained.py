@@ -33,9 +33,7 @@ def check_name(name):
 def check_sizes(name, sizes):
     """Raises UserError if the model cannot take images of one of these sizes; computes nothing.
 
-    Args:
-        name (str): the model.
-        sizes (dict): what the message calls it -> pixels, or None: not given.
+    Args: sizes (dict): what the message calls it -> pixels, or None: not given.
     """
     sizes = {flag: size for flag, size in sizes.items() if size}
     if not sizes:
@@ -70,10 +68,9 @@ def build(config):
 
 
 def find(name, choice):
-    """Finds what `--weights` names.
+    """Finds what `--weights` names, for the model called `name`.
 
     Args:
-        name (str): the model.
         choice (str | None): a name of torchvision such as DEFAULT or IMAGENET1K_V2; a file; a run's
             folder or a checkpoint.
 
@@ -102,8 +99,7 @@ def preprocessing(found, size=None, resize=None):
     Args:
         found: what `find` returned.
         size (int | None): pixels of the model's input; None: as the weights have it, or 224.
-        resize (int | None): pixels of the shorter side before the crop; None: in the proportion to
-            `size` that the weights have.
+        resize (int | None): of the shorter side before the crop; None: in the same proportion.
 
     Returns:
         dict: `resize`, `crop` in pixels; `interpolation`; `mean`, `std`, for values from 0 to 1.
@@ -129,14 +125,10 @@ def preprocessing(found, size=None, resize=None):
 
 
 def initialize(accelerator, model, config, choice):
-    """Loads weights into a model that is not prepared yet; call it on every process.
+    """Loads the weights `choice`, as for `find`, into a model that is not prepared yet.
 
-    Only the main process loads them. The last layer keeps its initial weights if it has another
-    size, or if the weights are of a run with other classes.
-
-    Args:
-        config (dict): `model`, `class_names`, `preprocessing`.
-        choice (str | None): as for `find`; None: the model stays as it is.
+    Call it on every process; only the main process loads them. The last layer keeps its initial
+    weights if it has another size, or if the weights are of a run with other classes than `config`.
 
     Raises:
         UserError: they cannot be read or downloaded, or are those of another model.

@@ -52,8 +52,7 @@ def score(metrics, name):
 def per_class(labels, predictions, class_names):
     """Accuracy and precision of each class, for the results: name -> share, highest first.
 
-    Args:
-        labels, predictions: int64 [samples]; a label of -1 does not count.
+    Args: labels, predictions: int64 [samples]; a label of -1 does not count.
     """
     counts = labels >= 0
     right, true, predicted = _per_class(labels[counts], predictions[counts])

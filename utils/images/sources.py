@@ -94,11 +94,7 @@ def find_images(name, *, seed=0, val_fraction=0.1, columns=None):
 
 
 def find_to_evaluate(name, class_names, *, columns=None):
-    """Finds labeled images that a trained model has not seen.
-
-    Args:
-        class_names (list[str]): those of the model, of which the data set may lack some.
-        columns: as for `find_images`.
+    """Finds labeled images that a model with these classes has not seen; some may have no image.
 
     Returns:
         ImageSplits: with one split, `test` or else `val`, if the data set has it; else `all`.
@@ -221,9 +217,6 @@ def find_duplicates(splits):
     """Finds equal images, within and across splits: among those of the same size, by a checksum.
 
     If too many have the same size, those are compared whose size the fewest others have.
-
-    Args:
-        splits (dict): name -> Images.
 
     Returns:
         tuple: split -> int64 array [samples], the number of the first image with the same bytes,

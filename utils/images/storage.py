@@ -13,12 +13,7 @@ from utils.data.scan import read_regular, stamp
 
 
 class Files:
-    """Images in files.
-
-    Args:
-        root (Path): the folder of the data set.
-        names (list[str]): paths relative to `root`.
-    """
+    """Images in files: `names` (list of str) are paths relative to the folder `root`."""
 
     def __init__(self, root, names):
         # An array, whose memory the workers of a data loader share. That of Python objects is
@@ -106,7 +101,6 @@ class Pixels(Rows):
     """Images in an array, `images`: uint8 [images, height, width, 3]."""
 
     def __init__(self, images, place, version):
-        """Args: place, version: as for `Rows`."""
         super().__init__(images, place, version)
         self.images = images
 

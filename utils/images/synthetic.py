@@ -36,11 +36,8 @@ def draw_patterns(seed, count):
     """Draws ten kinds of patterns with random position, scale, phase and two colors, with noise.
 
     Because of the random phases and colors, a linear model has a low accuracy; a small
-    convolutional network learns all ten classes.
-
-    Args:
-        seed (int): the same seed gives the same images on every machine.
-        count (int): number of images, all different.
+    convolutional network learns all ten classes. The same seed gives the same images on every
+    machine, all different.
 
     Returns:
         tuple: images, uint8 [count, 3, 32, 32]; labels, int64 [count], in the order of `CLASSES`.

@@ -48,8 +48,8 @@ def find(name, path, wanted, alternatives):
         tuple: the splits (dict of `Images`), the names of all classes, and what was left out.
 
     Raises:
-        UserError: there is no such table, or no such column; a row has no label; a file is named
-            with two labels; or a path leads out of the folder of the table.
+        UserError: there is no such table or column; a row has no label; a file has two labels; or a
+            path leads out of the folder of the table.
     """
     left_out, one_file = LeftOut(), path is not None and path.is_file()
     files = _files(path) if path and not one_file else None
@@ -121,18 +121,10 @@ def _by_column(name, table):
 
 
 def find_columns(name, features, image_column, label_column):
-    """Finds the columns that have images and classes.
+    """Finds the columns (two str) that have images and classes: the given ones, if not None.
 
-    Without a wanted one, these are the only ones of the types `datasets.Image` and
-    `datasets.ClassLabel`; or else the only one with bytes, and the only one with a well-known name.
-
-    Args:
-        name (str): the data set, for messages.
-        features (datasets.Features): of the table.
-        image_column, label_column (str | None): take these.
-
-    Returns:
-        tuple[str, str].
+    Or else the only ones of the types `datasets.Image` and `datasets.ClassLabel`; or else the only
+    one with bytes, and the only one with a well-known name.
 
     Raises:
         UserError: there is no such column, or more than one, or it has values of another type.
@@ -258,11 +250,8 @@ def _source(table, column, place, folder, anywhere):
 def _once(name, split, images, seen, left_out):
     """The images of a split without the rows that name a file again.
 
-    Args:
-        seen (dict): path -> (split, label, row), of earlier splits, too; this adds to it.
-
-    Raises:
-        UserError: a file has two labels, or is in two splits.
+    Adds the files to `seen`: path -> (split, label, row). Raises UserError if one has two labels or
+    is in two splits.
     """
     rows = []
     for row, label in enumerate(images.labels.tolist()):

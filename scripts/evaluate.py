@@ -44,11 +44,10 @@ import torch.nn.functional as F
 from accelerate import Accelerator, DataLoaderConfiguration
 from torch.utils.data import DataLoader
 
-from utils import weight_files
+from utils import flags, weight_files
 from utils.data.cache_files import local_main_first
 from utils.data.loaders import evaluation_batch_size, loader_options
 from utils.data.report import agree
-from utils.flags import WORKERS
 from utils.images import classifier_plots, pretrained, scores
 from utils.images.arrays import load_arrays, load_arrays_to_evaluate
 from utils.images.augment import normalize
@@ -228,7 +227,7 @@ def write_evaluation(args, saved, dataset, outputs, class_names, shown="val"):
     """
     labels, losses, top, shares = outputs
     metrics, predictions = scores.summarize(labels, losses, top), top[:, 0]
-    samples = {"labels": labels, "predictions": predictions, "losses": losses}
+    samples = dict(labels=labels, predictions=predictions, losses=losses)
     results = {f"{shown}_{key}": value for key, value in metrics.items()}
     results |= {"tta": args.tta, "weights": str(saved.file)}
     results |= scores.per_class(labels, predictions, class_names)
@@ -552,12 +551,8 @@ def parse_args():
     parser.add_argument(
         "--tta", action="store_true", help="use test-time augmentation (train_cifar.py)"
     )
-    parser.add_argument(
-        "--num_workers",
-        type=WORKERS,
-        default=min(8, devices.cores_per_process()),
-        help="processes that decode images",
-    )
+    flags.add_workers(parser)
+    parser.set_defaults(num_workers=min(8, devices.cores_per_process()))
     return parser.parse_args()
 
 

@@ -225,12 +225,10 @@ def load_data(accelerator, args):  # EDIT: data
 
 
 def build_loaders(accelerator, data, args):
-    """Builds loaders of global batches; `prepare` splits each over the processes.
+    """Builds loaders of global batches (dict: name of a split -> Split, loader).
 
-    They yield the ids of the samples, on the CPU: `Split.batch` then makes the batch.
-
-    Returns:
-        dict: the name of each split -> (Split, loader).
+    `prepare` splits each batch over the processes. The loaders yield the ids of the samples, on the
+    CPU: `Split.batch` then makes the batch.
     """
     splits = on_device(accelerator, data.splits)
     batch_size = args.batch_size // args.gradient_accumulation_steps

@@ -196,8 +196,7 @@ def load_data(accelerator, args):  # EDIT: data
 def fit_batch(accelerator, data, args):
     """Divides the global batch, of a size that fits the data; shortens these for quick checks.
 
-    Returns:
-        tuple: the arguments, with that batch size; samples per process and micro-batch.
+    Returns the arguments, with that batch size, and the samples per process and micro-batch.
     """
     power = 1 if args.optimizer == "sgd" else 0.5
     args = flags.fit_batch(args, len(data.splits["train"]), power)
@@ -215,8 +214,8 @@ def fit_batch(accelerator, data, args):
 def build_loaders(accelerator, data, preprocess, eval_samples, plan, args):
     """Builds loaders of global batches, one per split; `prepare` splits each over the processes.
 
-    There is also `some`, of `eval_samples` of the validation images. The held-out splits in `data`
-    are shortened to what the last evaluation takes.
+    Another is `some`, `eval_samples` of the validation images. Held-out splits in `data` are
+    shortened to what the last evaluation takes.
     """
     options = loader_options(accelerator, args.num_workers, args.timeout)
     train_size = args.train_size or preprocess["crop"]
@@ -341,11 +340,7 @@ def export(folder, config, model, ema):
 
 
 def final_results(accelerator, model, ema, loaders, watch, mean, std):
-    """Evaluates every held-out split.
-
-    Returns:
-        tuple: the metrics, for `run.finish`; of each validation image what `evaluate` returns.
-    """
+    """Evaluates every held-out split: the metrics, and what is known of each validation image."""
     results, samples = {}, None
     for split in ("test", "val"):
         if split in loaders:

@@ -22,9 +22,9 @@ SAMPLED_PARTS, SAMPLED_BYTES = 100, 1 << 16
 
 
 def local_main_first(accelerator, function):
-    """Runs `function()` on one process per node first, and then on the others.
+    """Runs `function()` on one process per node first, then on the others, which use its cache.
 
-    The others can use what the first one cached. An error on any process is raised on every one.
+    An error on any process is raised on every one.
     """
     first = accelerator.is_local_main_process
     result = run_on_all(accelerator, function if first else lambda: None)
@@ -106,8 +106,8 @@ def _remove_unlocked(path):
 def map_bytes(path):
     """Maps a file into memory, uint8 [bytes]: all processes of a machine share one copy.
 
-    Do not write to it: that ends the process. (Where writing is possible, the system counts all of
-    it as memory in use, and refuses a file that is larger than the memory.)
+    Writing to it ends the process. (Where that is possible, the system counts all of it as memory
+    in use, and refuses a file that is larger than the memory.)
     """
     if os.path.getsize(path) == 0:
         return torch.empty(0, dtype=torch.uint8)

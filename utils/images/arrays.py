@@ -54,11 +54,7 @@ class Split:
         return self.batch(torch.tensor(ids))
 
     def mean_and_std(self):
-        """Mean and standard deviation of each channel over the first 10,000 images.
-
-        Returns:
-            tuple: float32 [3] each, in units of the uint8 values.
-        """
+        """Mean and standard deviation of the uint8 values, each float32 [3], of 10,000 images."""
         # Counts how often each of the 256 levels occurs: exact, and faster than a copy in float32.
         channels = self.images[:10_000].unbind(1)
         counts = [torch.bincount(channel.flatten(), minlength=256) for channel in channels]
@@ -70,11 +66,7 @@ class Split:
 
 
 def on_device(accelerator, splits):
-    """The same splits in the memory of this process's device: one kernel then makes a batch.
-
-    Args:
-        splits (dict): name -> Split.
-    """
+    """The same splits (dict) in the memory of this process's device: one kernel makes a batch."""
     device = accelerator.device
     return {
         name: Split(split.images.to(device), split.labels.to(device), split.source)
@@ -127,11 +119,10 @@ def _in_memory(found, skip):
 
 
 def _decoded(source, skip):
-    """All images of a source, from a file that is made if it is absent.
+    """All images of a source, uint8 [rows, 3, 32, 32], and which can be read, bool array [rows].
 
-    Returns:
-        tuple: uint8 [rows, 3, 32, 32]; which can be read, bool array [rows]: all, or without `skip`
-        it raises UserError.
+    They are from a file that is made if it is absent. Without `skip`, raises UserError if one
+    cannot be read.
     """
     count = len(source)
     if isinstance(source, Pixels) and source.images.shape[1:3] == (SIZE, SIZE):

@@ -26,10 +26,6 @@ FORMATS = (
     *(["AVIF"] if HAS_AVIF else []),
 )
 TIFF_BITS = 258  # the tag: bits of each channel
-TOO_DEEP = (
-    "it has more than 8 bits per channel: convert the data set with the recipe eight_bits of "
-    "scripts/recipes/README.md"
-)
 SAMPLED = 1000  # images of which a fingerprint reads `SAMPLED_BYTES`
 SAMPLED_BYTES = 1 << 16
 
@@ -119,7 +115,10 @@ class Encoded:
         with _readable():
             self._image = _open(data)
         if _is_deep(self._image, self._data):
-            raise BadImage(TOO_DEEP)
+            raise BadImage(
+                "it has more than 8 bits per channel: convert the data set with the recipe "
+                "eight_bits of scripts/recipes/README.md"
+            )
         self._orientation = _orientation(self._image)
         width, height = self._image.size
         rotated = self._orientation in (5, 6, 7, 8)

@@ -9,7 +9,7 @@ import numpy as np
 from utils.data.report import LeftOut
 from utils.data.scan import scan
 from utils.data.splits import one_each, refuse_almost_splits, split_of
-from utils.data.tables import describes_itself
+from utils.data.tables import READERS, describes_itself
 from utils.images.decoding import HAS_AVIF, Images
 from utils.images.storage import Files
 from utils.run.domains import shown
@@ -21,7 +21,7 @@ EXTENSIONS = {
     *([".avif"] if HAS_AVIF else []),
 }
 # Files in which a data set in the Hub's layout keeps its rows.
-TABLES = {*".parquet .arrow .jsonl .ndjson .json .csv .tsv .tar .zip".split()}
+TABLES = {*READERS, ".tar", ".zip"}
 # A list of the images in a folder, with a column `file_name`. The first counts.
 LISTS = ("metadata.csv", "metadata.jsonl", "metadata.parquet")
 
@@ -77,9 +77,7 @@ def unlabeled(path):
 
     Returns:
         tuple[Images, list[str]]: images, sorted by name; lines about what else is in the folder.
-
-    Raises:
-        UserError: there are none.
+        Raises UserError if there are none.
     """
     root, left_out = Path(path).expanduser(), LeftOut()
     if root.is_file():
@@ -115,8 +113,7 @@ def _divide(files, depth):
 def _find_splits(root, folders, left_out):
     """The folder of each split: split -> folder; {}: the folders are classes.
 
-    Raises:
-        UserError: both kinds are there, or folders of splits have other names or are in a class.
+    Raises UserError if both kinds are there, or splits have other names or are in a class.
     """
     refuse_almost_splits(root, {folder: split_of(folder) for folder in folders})
     by_split, others = one_each(root, folders)

@@ -157,10 +157,7 @@ def freeze(model):
 
 
 def train(model):
-    """Calls `model.train()`, except for batch norm with frozen weights.
-
-    In training mode that would go on to collect statistics.
-    """
+    """Calls `model.train()`, except for frozen batch norm: it would go on to collect statistics."""
     model.train()
     for module in model.modules():
         own = list(module.parameters(recurse=False))

@@ -17,10 +17,7 @@ def summarize(labels, losses, top):
     Returns:
         dict: `loss` and `accuracy`, each with its standard error; with five columns in `top`,
         `top5`; `balanced_accuracy` and `macro_f1`, means over classes that have images (or, for
-        F1, predictions); and the number of `images`.
-
-    Raises:
-        UserError: there is no image.
+        F1, predictions); and the number of `images`. Raises UserError if there is none.
     """
     counts, hits = readable(labels), top == labels[:, None]
     metrics, many = {}, int(counts.sum())

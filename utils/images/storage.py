@@ -32,7 +32,7 @@ class Files:
         return f"{self.root}/{self.portable_name(row)}"
 
     def portable_name(self, row):
-        """The path relative to the folder of the data set, which differs between machines."""
+        """The path in the folder of the data set, which differs between machines."""
         return os.fsdecode(self._names[row])
 
     @cached_property

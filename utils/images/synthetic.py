@@ -72,11 +72,7 @@ def draw_patterns(seed, count):
 
 
 def draw_splits(seed, **counts):
-    """Patterns for splits of so many images.
-
-    Returns:
-        tuple: the splits (dict of `Images`), and class names.
-    """
+    """Patterns for splits of so many images: the splits (dict of `Images`), and class names."""
     drawn, labels = draw_patterns(seed, sum(counts.values()))
     pixels, labels, splits = drawn.permute(0, 2, 3, 1).contiguous().numpy(), labels.numpy(), {}
     for split, count in counts.items():

@@ -71,14 +71,7 @@ class TrainTransform:
     """
 
     def __init__(
-        self,
-        seed,
-        preprocess,
-        *,
-        min_scale=0.08,
-        flip=0.5,
-        auto_augment="none",
-        random_erasing=0.0,
+        self, seed, preprocess, *, min_scale=0.08, flip=0.5, auto_augment="none", random_erasing=0.0
     ):
         self.size, self._seed, self._flip = preprocess["crop"], seed, flip
         self._interpolation = InterpolationMode(preprocess["interpolation"])

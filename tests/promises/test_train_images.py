@@ -89,9 +89,11 @@ def predicted(made_once, reference_run, photo_folder):
     def make(folder):
         shutil.copytree(photo_folder / "val" / "dog", folder / "holiday" / "day 1")
         (folder / "holiday" / "broken.jpg").write_bytes(b"no image")
+        (folder / "holiday" / "a.heic").write_bytes(b"x")
         checkpoint = reference_run.folder / "checkpoints" / "step_00000008"
         words = [str(checkpoint), "--images", str(folder / "holiday")]
-        run(None, EVALUATE, [*words, "--num_workers", "0"], output_dir=folder / "out")
+        done = run(None, EVALUATE, [*words, "--num_workers", "0"], output_dir=folder / "out")
+        assert "9 images in" in done.stdout and "left out: .heic files" in done.stdout
         return folder
 
     return made_once("predicted", make)

@@ -52,6 +52,7 @@ def peers(args):
         return {}
     ratios = {}
     with tempfile.TemporaryDirectory() as folder:
+        os.environ["HF_DATASETS_CACHE"] = f"{folder}/cache"
         for case, (_, _, steps, size) in PEER_CASES.items():
             train = Path(folder) / case / "train"
             make_photos(train, 2 * PEER_CLASSES, *size, PEER_CLASSES)
@@ -61,7 +62,7 @@ def peers(args):
             for case, (model, pixels, steps, _) in PEER_CASES.items():
                 ours, measured = {case: TRAIN_IMAGES}, {}
                 if case == "decoding":
-                    ours["cached"] = f"{TRAIN_IMAGES} --cache {folder}/cache"
+                    ours["cached"] = f"{TRAIN_IMAGES} --cache"
                 facts = dict(data=f"{folder}/{case}", pixels=pixels, steps=steps)
                 if "cached" in ours:
                     measure(ours["cached"], 1, model=model, **facts)  # fills the cache

@@ -189,19 +189,20 @@ BEFORE = {
     # The argument is a small file system, full from then on; that of `fill_disk`, once.
     "full_disk": (STEP, lambda: fill(os.path.join(argument, "ballast"))),
     "rename_folder": (STEP, rename_folder),  # its new name is the argument
+    "worker_dies_in_step": (STEP, kill_workers),
     # The worker has announced a batch, and not sent the file descriptor of the shared memory.
     "worker_dies_handing_over": ("multiprocessing.resource_sharer.DupFd.detach", kill_workers),
     # Its worker is alive, but sends nothing.
     "silent_loader": (WINDOW, lambda: time.sleep(3600)),
-    "slow_export": ("utils.run.weights.export", lambda: time.sleep(20)),
-    "slow_model_export": ("utils.language.adapters.export", lambda: time.sleep(20)),
-    "slow_slices": ("utils.language.sharded_files.write", lambda: time.sleep(20)),
-    "slow_save": (SAVE, lambda: time.sleep(6)),
-    "signals_in_slow_save": (SAVE, send(signal.SIGTERM, signal.SIGTERM, seconds=3)),
+    "slow_export": ("utils.run.weights.export", lambda: time.sleep(10)),
+    "slow_model_export": ("utils.language.adapters.export", lambda: time.sleep(10)),
+    "slow_slices": ("utils.language.sharded_files.write", lambda: time.sleep(10)),
+    "slow_save": (SAVE, lambda: time.sleep(3)),
+    "signals_in_slow_save": (SAVE, send(signal.SIGTERM, signal.SIGTERM, seconds=2)),
     "ctrl_c_twice_in_save": (SAVE, send(signal.SIGINT, signal.SIGINT)),
-    "slow_hash": ("hashlib.file_digest", lambda: time.sleep(15)),
+    "slow_hash": ("hashlib.file_digest", lambda: time.sleep(8)),
     # Between the agreement to stop and the save.
-    "slow_check": ("utils.run.guard.Guard.check", lambda: time.sleep(6)),
+    "slow_check": ("utils.run.guard.Guard.check", lambda: time.sleep(5)),
 }
 WITH_ARGUMENT = {"fp16", "full_disk", "fill_disk", "rename_folder"}  # of those that strike
 

@@ -19,7 +19,6 @@ from harness.launches import (
     GPT,
     GPT_WITH_A_WORKER,
     SMALL,
-    TINY_GPT,
     Started,
     all_end,
     final_weights,
@@ -250,21 +249,6 @@ def test_a_full_disk_costs_a_checkpoint_not_the_run(reference, tmp_path):
 
 
 @pytest.mark.slow
-def test_a_full_disk_costs_a_sharded_run_a_checkpoint(tmp_path):
-    """torch.distributed.checkpoint then raises what is no Exception, on every process."""
-    arguments = f"{TINY_GPT} --max_train_steps 12 --eval_every 12 --checkpoint_every 3 --track none"
-    with small_disk(tmp_path, "8m") as disk:
-        words = [f"fill_disk@2:{disk}", GPT, *arguments.split()]
-        two = dict(output_dir=disk / "run", launcher=("--num_processes", "2"))
-        done = run("4gpu_fsdp", WRAPPED, words, **two)
-        warning = "warning: checkpoint of step 6 not written, training continues: "
-        (why,) = re.findall(f"{warning}(.*)", done.stderr)
-        assert "Exception" not in why, why
-        written = {line["step"]: line["written"] for line in metrics(disk / "run", "checkpoint")}
-    assert written == {3: True, 6: False, 9: True, 12: True}
-
-
-@pytest.mark.slow
 def test_a_disk_that_stays_full_ends_the_run_with_a_one_line_error(reference, tmp_path):
     with small_disk(tmp_path, "2200k") as disk:
         arguments = f"{SMALL} --checkpoint_every 7"
@@ -273,13 +257,6 @@ def test_a_disk_that_stays_full_ends_the_run_with_a_one_line_error(reference, tm
         assert "the disk is full" in error and "Traceback" not in done.stderr.split(error)[0]
         (disk / "ballast").unlink()
         relaunch_and_compare(reference("cpu").folder, disk / "run", config="cpu")
-
-
-def test_a_full_output_folder_is_refused(tmp_path):
-    with small_disk(tmp_path, "16k") as disk:
-        done = run(None, CIFAR, SMALL, output_dir=disk / "run", check=False)
-        assert done.returncode == 2 and "cannot write to --output_dir" in done.stderr
-        assert "No space left" in done.stderr
 
 
 @pytest.mark.slow
@@ -292,21 +269,6 @@ def test_a_slow_file_system_is_waited_for(tmp_path):
         arguments = f"slow_hash@1:0 {CIFAR} {SMALL} --max_train_steps {steps} --timeout 5"
         run("2cpu", WRAPPED, arguments, output_dir=tmp_path / "run")
     assert results(tmp_path / "run")["resumed_from"] == 14
-
-
-@pytest.mark.slow
-def test_checkpoints_that_keep_failing_end_the_run(reference, tmp_path):
-    """On all processes, even if only one cannot write.
-
-    The run continues from its last checkpoint once writing works again.
-    """
-    folder = tmp_path / "run"
-    done = faulty("failing_saves@2:1", SMALL, folder)
-    assert done.stderr.count("warning: checkpoint of step") == 3
-    assert done.stderr.count("error: 3 checkpoints in a row could not be written") == 1
-    assert status(folder)["state"] == "failed" and "of step 3" in status(folder)["reason"]
-    relaunch_and_compare(reference("2cpu", 2).folder, folder)
-    assert results(folder)["resumed_from"] == 3
 
 
 def test_a_folder_that_is_not_shared_is_an_error_at_the_start(tmp_path):

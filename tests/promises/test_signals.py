@@ -299,28 +299,7 @@ def test_variables_of_another_launch_are_named(config, variables, named, tmp_pat
     assert not (tmp_path / "run").exists()
 
 
-@pytest.mark.parametrize(
-    ("config", "variable", "launcher", "threads"),
-    [(None, "2,1", (), 2), ("cpu", "many", ("--num_cpu_threads_per_process", "3"), 3)],
-)
-def test_threads_that_a_person_asks_for(config, variable, launcher, threads, tmp_path):
-    """Variables that mean nothing here are ignored."""
-    variables = {"OMP_NUM_THREADS": variable}
-    if config is None:
-        variables |= {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "MASTER_ADDR": "elsewhere"}
-    options = dict(output_dir=tmp_path, env=variables, launcher=launcher)
-    done = run(config, MINIMAL, "--max_train_steps 2", **options)
-    assert f"each on CPU, {threads} thread" in done.stdout
-
-
 # ------------------------------------------------------------------------- the folder and the extras
-
-
-def test_a_folder_that_is_renamed_while_training_is_one_line(tmp_path):
-    done = faulty(f"rename_folder@30:{tmp_path / 'moved'}", tmp_path / "run", config="cpu")
-    assert done.returncode == 1 and done.stderr.count("error: --output_dir") == 1, done.stderr
-    assert "was removed or renamed while the run was writing to it" in done.stderr
-    assert "same command again to continue" not in done.stderr
 
 
 def test_files_have_usual_permissions(uninterrupted, tmp_path):

@@ -13,6 +13,7 @@ from hashlib import sha256
 
 import psutil
 import pytest
+from harness.data import SMALL_DATA
 from harness.launches import (
     CIFAR,
     ENDLESS,
@@ -96,10 +97,10 @@ def test_killed_at_every_moment(reference, tmp_path):
 
 
 @pytest.mark.slow
-def test_any_number_of_processes(odd_folder, tmp_path):
+def test_any_number_of_processes(tmp_path):
     """Batch norm, Muon and accumulation together; with 3, the order of summation matters."""
     arguments = (
-        f"--dataset {odd_folder} --model fastnet --batch_size 24 --max_train_steps 5 "
+        f"--dataset {SMALL_DATA} --model fastnet --batch_size 24 --max_train_steps 5 "
         "--checkpoint_every 2 --eval_every 1000 --log_every 1 --gradient_accumulation_steps 2"
     )
     options = dict(config="2cpu", launcher=("--num_processes", "3"))

@@ -22,7 +22,6 @@ from harness.launches import (
     status,
 )
 from PIL import Image
-from safetensors.numpy import load_file
 
 CIFAR = f"--dataset {SMALL_DATA} --batch_size 20 --track none"
 MINIMAL = "--max_train_steps 6 --eval_every 6 --checkpoint_every 4 --log_every 1"
@@ -214,24 +213,6 @@ def test_a_recipe_of_the_gallery_learns(name, folder, arguments, tmp_path):
     run("2cpu", f"train_{name}.py", words, root=folder, output_dir=tmp_path)
     reached = results(tmp_path)[metric]
     assert reached < least if metric in LOWER_IS_BETTER else reached > least
-
-
-@pytest.mark.slow
-def test_the_contrastive_gradient_is_that_of_the_global_batch(folder, arguments, tmp_path):
-    """With SGD, whose steps are as long as the gradient."""
-    words, lines, final = arguments("contrastive"), [], []
-    for processes in (1, 2):
-        made = tmp_path / str(processes)
-        config = "2cpu" if processes > 1 else None
-        launcher = ("--num_processes", str(processes)) if config else ()
-        own = dict(root=folder, output_dir=made, launcher=launcher)
-        run(config, "train_contrastive.py", words, **own)
-        lines.append([line["loss"] for line in metrics(made, "train")])
-        final.append(load_file(made / "model.safetensors"))
-    for losses, tensors in zip(lines[1:], final[1:], strict=True):
-        assert losses == pytest.approx(lines[0], rel=1e-5)
-        for name, tensor in final[0].items():
-            np.testing.assert_allclose(tensors[name], tensor, rtol=0, atol=2e-6, err_msg=name)
 
 
 @pytest.mark.slow

@@ -35,7 +35,7 @@ ARGUMENTS = {
     "contrastive": MINIMAL,
     "diffusion": MINIMAL,
     "detection": MINIMAL,
-    "distillation": f"{CIFAR} --model net --teacher {{teacher}} {MINIMAL}",
+    "distillation": f"{CIFAR} --model net --teacher {{folder}}/teacher {MINIMAL}",
     "ema": MINIMAL,
     "freezing": LM,
     "folds": f"--dataset synthetic --fold 1 {IMAGES}",
@@ -110,14 +110,16 @@ def folder(tmp_path_factory):
 
 
 @pytest.fixture
-def arguments(folder, reference):
+def arguments(folder):
     """`arguments(name)`: those of a recipe, whose test is skipped without its packages."""
 
     def get(name):
         if name in PACKAGES:
             pytest.importorskip(PACKAGES[name])
-        teacher = reference("cpu").folder if name == "distillation" else None
-        return ARGUMENTS[name].format(folder=folder, teacher=teacher)
+        if name == "distillation":
+            teacher = f"{CIFAR} --model resnet18 --max_train_steps 1"
+            run(None, "scripts/train_cifar.py", teacher, output_dir=folder / "teacher")
+        return ARGUMENTS[name].format(folder=folder)
 
     return get
 

@@ -62,7 +62,7 @@ def test_two_processes_send_only_what_nccl_takes_and_no_step_waits(script, tmp_p
     assert strict == (script in ("train_gpt", "train_images"))
     # The loop with its loader, the guard, and all that Accelerate does. (`one_hot` checks its input,
     # on a CPU only.)
-    assert [where for _, where in waits if "mixing.py" not in where] == []
+    assert [where for _, where in waits if "transforms.py" not in where] == []
 
 
 def test_shards_of_muon_are_exchanged_as_on_gpus(tmp_path):

@@ -66,7 +66,8 @@ def test_hybrid_sharding_over_two_machines_computes_the_same_and_continues_exact
     """
     small = (
         "--dataset synthetic --n_layer 2 --n_head 2 --n_embd 32 --block_size 32 --batch_size 12 "
-        "--sample_length 8 --max_train_steps 9 --log_every 1 --eval_every 9 --checkpoint_every 3"
+        "--sample_length 8 --max_train_steps 20 --log_every 1 --eval_every 20 --checkpoint_every 5 "
+        "--keep_checkpoints 9"
     )
     sizes = "--num_processes 4 --parallelism_config_dp_shard_size 2 --mixed_precision no"
 
@@ -77,13 +78,13 @@ def test_hybrid_sharding_over_two_machines_computes_the_same_and_continues_exact
     run("cpu", GPT, small, output_dir=tmp_path / "one")
     finish(start(tmp_path / "whole"))
     both = start(tmp_path / "killed")
-    both[0].wait_for("step 5/9")
+    both[0].wait_for("step 11/20")
     both[1].kill_all()
     assert both[0].finish()[0] != 0
-    shards = tmp_path / "killed" / "checkpoints" / "step_00000003" / "pytorch_model_fsdp_0"
+    shards = tmp_path / "killed" / "checkpoints" / "step_00000005" / "pytorch_model_fsdp_0"
     assert len(list(shards.glob("*.distcp"))) == 4
     finish(start(tmp_path / "killed"))
-    assert results(tmp_path / "killed")["resumed_from"] >= 3
+    assert results(tmp_path / "killed")["resumed_from"] >= 5
     assert final_weights(tmp_path / "killed") == final_weights(tmp_path / "whole")
     lines = [metrics(tmp_path / name, "train") for name in ("one", "whole")]
     for one, two in zip(*lines, strict=True):

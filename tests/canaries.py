@@ -289,7 +289,7 @@ NaN weights are saved (utils/run/guard.py)
 = test_faults.py -k infinite_gradient
 
 a finished run is trained again (utils/run/opening.py)
-- if earlier and record.read_status(path).get("state") == "finished":
+- if results and _has_ended(results, identity, plan):
 + if False:
 = test_every_script.py -k 'finished_run and train_minimal'
 

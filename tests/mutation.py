@@ -52,7 +52,7 @@ ALLOWED = 5  # how many points the share of a changed module may be below its sc
 NEW = 90  # the score that a module without a row must have
 # `zip(strict=True)` raises where two lists differ in length, which they never do.
 CHECKS = re.compile(r",?\s*strict=\w+|,\s*(?=\))")
-FOR_PEOPLE = ("print", "notice", "UserError", "RunFailed")
+FOR_PEOPLE = ("print", "notice", "warn", "UserError", "RunFailed")
 SLOWEST = 3.0  # seconds: a test that takes longer is no unit test
 SLOWEST_IN_CI = 10.0  # on a machine that may be slower than the one that made the table
 JOBS = 2

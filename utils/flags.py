@@ -124,7 +124,7 @@ def add_labeled_images(group, val_fraction):
     without = "" if val_fraction else "; default: 0.1 if there is no test split either, else 0"
     group.add_argument(
         "--val_fraction",
-        type=number(float, 0, below=1, least=1e-6),
+        type=number(float, 0, below=1),
         default=val_fraction,
         help="share of each class to hold out of the training images, if there is no val split"
         f"{without}",

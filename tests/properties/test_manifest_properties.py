@@ -4,11 +4,12 @@ import json
 import math
 import os
 import tempfile
+from hashlib import sha256
 from pathlib import Path
 
 import pytest
 from harness import fakes
-from hypothesis import assume, given
+from hypothesis import assume, example, given
 from hypothesis import strategies as st
 
 from utils.run import manifest
@@ -95,7 +96,7 @@ def test_no_file_may_be_missing(path, name, new_name):
 @pytest.mark.parametrize(
     "name", ["extra", "shards/model.safetensors", "shards/manifest.json", ".x"]
 )
-@pytest.mark.parametrize("kind", ["file", "link", "link to a folder", "pipe"])
+@pytest.mark.parametrize("kind", ["file", "link", "dangling link", "link to a folder", "pipe"])
 def test_nothing_may_be_added(kind, name, path):
     added = path / name
     if kind == "file":
@@ -103,7 +104,8 @@ def test_nothing_may_be_added(kind, name, path):
     elif kind == "pipe":
         os.mkfifo(added)
     else:
-        added.symlink_to(path / ("shards" if kind == "link to a folder" else "optimizer.bin"))
+        targets = {"link to a folder": "shards", "dangling link": "nowhere"}
+        added.symlink_to(path / targets.get(kind, "optimizer.bin"))
     assert refused(path, f"is refused: {name} is ")
     if kind == "file":
         manifest.refuse_links(path)
@@ -126,36 +128,22 @@ JSON = st.recursive(
     lambda inner: st.lists(inner, max_size=2) | st.dictionaries(st.text(max_size=3), inner),
     max_leaves=4,
 )
-ODD_FILES = st.dictionaries(
-    st.sampled_from(["a", "b/c"]), JSON | st.fixed_dictionaries({"size": JSON, "sha256": JSON})
-)
-PROGRESS = st.fixed_dictionaries(
-    {}, optional={"step": st.just(3) | JSON, "score": JSON, "loss": JSON, "best_loss": JSON}
-)
-MANIFESTS = JSON | st.fixed_dictionaries(
-    {}, optional={"progress": PROGRESS | JSON, "files": ODD_FILES | JSON, "arguments": JSON}
-)
+SAID = st.fixed_dictionaries({"progress": JSON, "files": JSON, "sha256": JSON})
 
 
-@given(MANIFESTS)
-def test_any_json_in_the_place_of_a_manifest_is_refused_in_one_line(value):
-    """And `read` answers only with what has the types of a manifest."""
+@given((JSON | SAID).map(json.dumps) | st.text(max_size=9))
+@example("[" * 100_000)
+def test_anything_in_the_place_of_a_manifest_is_refused_in_one_line(content):
     with tempfile.TemporaryDirectory() as folder:
-        Path(folder, manifest.MANIFEST).write_text(json.dumps(value))
-        assert refused(folder, "is not a checkpoint|is damaged: manifest.json was changed")
-        found = manifest.read(folder)
-    if found is not None:
-        numbers = [found["progress"].get(name) for name in manifest.NUMBERS]
-        assert isinstance(found["progress"]["step"], int)
-        assert all(isinstance(number, int | float | None) for number in numbers)
-        assert isinstance(found.get("arguments", {}), dict)
-        assert all(file.keys() >= {"size", "sha256"} for file in found.get("files", {}).values())
+        Path(folder, manifest.MANIFEST).write_text(content)
+        assert refused(folder, "is not a checkpoint: its manifest.json is missing, unreadable or")
+        assert manifest.read(folder) is None
 
 
 def test_what_is_no_checkpoint_is_said(path, tmp_path):
     with pytest.raises(UserError, match="does not exist"):
         manifest.verify(fakes.accelerator(), tmp_path / "none")
-    newest = f"its manifest.json is missing or unreadable .the newest one in it is {path}.$"
+    newest = f"missing, unreadable or changed .the newest one in it is {path}.$"
     assert refused(path.parents[1], newest)
     path.with_name("link").symlink_to(path)
     with pytest.raises(UserError, match="is refused: it is a link"):
@@ -188,8 +176,9 @@ def test_the_best_has_the_highest_score_then_the_lowest_loss_then_the_latest_ste
         paths, run = [], Best()
         for step, (score, loss) in enumerate(pairs):
             paths.append(Path(folder, f"step_{step:08d}"))
-            paths[-1].mkdir()
             record = {"progress": {"step": step, "score": score, "loss": loss}}
+            record["sha256"] = sha256(json.dumps(record, sort_keys=True).encode()).hexdigest()
+            paths[-1].mkdir()
             (paths[-1] / manifest.MANIFEST).write_text(json.dumps(record))
             scored = [at for at in range(step + 1) if pairs[at][0] is not None]
             best = max(scored, key=worth, default=None)

@@ -23,33 +23,13 @@ def parse(tmp_path, monkeypatch):
     return parser.parse_args
 
 
-@pytest.mark.parametrize(
-    ("line", "value"),
-    [
-        ("--prompt runs/exp#3", "runs/exp#3"),
-        ('--prompt "two words # no comment"', "two words # no comment"),
-        ("--prompt=a#b", "a#b"),
-        ("--prompt 0XFF", "0XFF"),
-    ],
-)
-def test_a_comment_is_a_line(line, value, parse, tmp_path):
-    text = f"#--lr 0.2\r\n{line}\r\n\r\n  --flag\r\n--size 3 4\r\n--compile\r\n"
+def test_the_lines_of_a_file(parse, tmp_path):
+    """That they stand in front of all flags is in tests/properties/test_flag_properties.py."""
+    text = '#--lr 0.2\r\n--prompt "a#b # c"\r\n\r\n  --flag\r\n--size 3 4\r\n--compile\r\n'
     (tmp_path / "a.args").write_bytes(b"\xef\xbb\xbf" + text.encode())
-    expected = dict(prompt=value, lr=1, flag=True, size=[3, 4], compile="default", rest=[])
+    expected = dict(prompt="a#b # c", lr=1, flag=True, size=[3, 4], compile="default", rest=[])
     assert vars(parse(["@a.args"])) == expected
-
-
-def test_later_flags_win_and_only_in_front_of_all_flags_is_it_a_file(parse, tmp_path):
-    (tmp_path / "a.args").write_text("--lr 0.1\n--lr 0.2\n")
-    (tmp_path / "b.args").write_text("--lr 0.4\n")
-    assert parse(["@a.args", "--lr", "0.3"]).lr == 0.3
-    assert parse(["@a.args", "@b.args"]).lr == 0.4
     assert parse(["--prompt", "x", "@a.args"]).rest == ["@a.args"]
-    with pytest.raises(UserError, match="argument --size: invalid int value"):
-        parse(["--size", "1", "@a.args"])
-
-
-def test_arguments_are_added_to_those_that_are_there(parse):
     assert parse(["--lr", "2"], SimpleNamespace(model="a")).model == "a"
 
 
@@ -64,27 +44,19 @@ def test_frozen_arguments_do_not_change(parse):
     assert copy.lr == 3.0
 
 
-@pytest.mark.parametrize(
-    "text, reason",
-    [
-        ("--prompt 'a", "cannot read the arguments in @a.args: No closing quotation"),
-        ("--speed 3", "unrecognized arguments: --speed"),
-        (b"\xff\xfe", "cannot read the arguments in @a.args: 'utf-8'"),
-        (None, "cannot read the arguments in @a.args: [Errno 2] No such file or directory"),
-    ],
-)
-def test_a_wrong_file_is_one_line(text, reason, parse, tmp_path):
-    if text is not None:
-        data = text if isinstance(text, bytes) else text.encode()
-        (tmp_path / "a.args").write_bytes(data)
-    with pytest.raises(UserError) as raised:
+def test_a_wrong_file_is_one_line(parse, tmp_path):
+    with pytest.raises(
+        UserError, match=r"^cannot read the arguments in @a.args: \[Errno 2\] No su"
+    ):
         parse(["@a.args"])
-    assert reason in str(raised.value)
+    (tmp_path / "a.args").write_text("--prompt 'a")
+    with pytest.raises(UserError, match=r"^cannot read the arguments in @a.args: No closing quota"):
+        parse(["@a.args"])
 
 
 @pytest.mark.parametrize(
     ("word", "flag"),
-    [("learning_rate", "lr"), ("learning-rate", "lr"), ("batchsize", "batch_size")]
+    [("learning_rate", "lr"), ("learning-rate", "lr"), ("num_train_epochs", "epochs")]
     + [("per_device_train_batch_size", "batch_size"), ("max_steps", "max_train_steps")]
     + [("report_to", None), ("nothing_like_it", None)],
 )
@@ -100,13 +72,8 @@ def test_a_mistyped_flag_is_compared_with_those_that_there_are(word, flag):
 def test_each_mistyped_flag_gets_one_hint():
     parser = Parser()
     parser.add_training_arguments(parser)
-    for words, says in (
-        ("--learning_rate 1 --batchsize 2", "did you mean --lr and --batch_size?"),
-        ("--num_train_epochs 3", "did you mean --epochs?"),
-    ):
-        with pytest.raises(UserError) as raised:
-            parser.parse_args(words.split())
-        assert f": {says} (see --help)" in str(raised.value)
+    with pytest.raises(UserError, match="did you mean --lr and --batch_size"):
+        parser.parse_args("--learning_rate 1 --batchsize 2".split())
     with pytest.raises(UserError) as raised:
         parser.parse_args(["--lr"])
     assert "did you mean" not in str(raised.value)

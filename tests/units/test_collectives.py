@@ -1,5 +1,6 @@
 """What `utils.run.collectives` does with several processes."""
 
+import math
 import socket
 import threading
 from datetime import timedelta
@@ -133,3 +134,28 @@ def test_an_unknown_error_keeps_its_name_and_a_known_one_its_line(run, world, ca
         assert [(type(e), e.retry) for e in errors] == [(RunFailed, retry)] * 2
         assert ("disk is full" in str(errors[1])) == retry
     assert capsys.readouterr().err == ""
+
+
+NAN = math.nan
+
+
+@pytest.mark.parametrize(
+    ("values", "agreed"),
+    [
+        ([(0.5, 0.0), (0.5 + 1e-7, 1e-12)], (0.5, 0.0)),
+        ([(0.5 + 1e-7, None), (0.5, None)], (0.5 + 1e-7, None)),
+        ([(NAN, 1.0)] * 2, (NAN, 1.0)),
+        ([(0.5, None), (0.6, None)], None),
+        ([(0.5, 2.0), (0.5, 2.1)], None),
+    ],
+)
+def test_the_processes_decide_by_the_numbers_of_the_first(values, agreed, world):
+    """They differ by rounding; if they differ more, a gather is missing."""
+    outcomes = world(2).run(
+        lambda mine: collectives.same_everywhere(mine, values[mine.process_index])
+    )
+    if agreed:
+        assert str(outcomes) == str([agreed] * 2)
+    else:
+        assert all(isinstance(error, RunFailed) and not error.retry for error in outcomes)
+        assert "gather_for_metrics" in str(outcomes[1])

@@ -1,10 +1,8 @@
 """What is set up on GPUs and on a CPU, and what each of them can do."""
 
-import ctypes
+import contextlib
 import math
 import os
-import platform
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -44,7 +42,11 @@ def calls(monkeypatch):
 # --------------------------------------------------------------------------------------------- GPUs
 
 
-def test_gpus_compute_the_same_bits_after_a_restart(calls, monkeypatch):
+def test_gpus_compute_the_same_bits_after_a_restart_or_are_fast(calls, monkeypatch):
+    devices.set_up_gpus("a.yaml", 1, deterministic=False)
+    assert torch.backends.cudnn.benchmark and not torch.backends.cudnn.deterministic
+    assert calls == [] and "CUBLAS_WORKSPACE_CONFIG" not in os.environ
+    torch.backends.cudnn.benchmark = False
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
     devices.set_up_gpus("a.yaml", 2, deterministic=True)
     assert calls == [("use_deterministic_algorithms", True, {"warn_only": True})]
@@ -56,25 +58,17 @@ def test_gpus_compute_the_same_bits_after_a_restart(calls, monkeypatch):
     assert os.environ["CUBLAS_WORKSPACE_CONFIG"] == ":16:8"  # a person's choice
 
 
-def test_the_fastest_algorithms_if_they_are_asked_for(calls):
-    devices.set_up_gpus("a.yaml", 1, deterministic=False)
-    assert torch.backends.cudnn.benchmark is True
-    assert torch.backends.cudnn.deterministic is False and calls == []
-    assert "CUBLAS_WORKSPACE_CONFIG" not in os.environ
-
-
 @pytest.mark.parametrize(
     ("gpus", "processes", "fits"),
     [(4, 8, 4), (7, 8, 4), (8, 9, 8), (1, 2, 1), (12, 16, 8), (2, 4, 2), (3, 4, 2)],
 )
 def test_too_few_gpus_name_the_largest_configuration_that_fits(gpus, processes, fits, monkeypatch):
     monkeypatch.setenv("LOCAL_WORLD_SIZE", str(processes))
-    with pytest.raises(UserError) as error:
+    has = f"has {gpus} GPU{'s' if gpus > 1 else ''}: use {fits}gpu.yaml"
+    with pytest.raises(
+        UserError, match=f"^9gpu.yaml starts {processes} processes .*{has}$"
+    ) as error:
         devices.set_up_gpus("9gpu.yaml", gpus, deterministic=True)
-    assert str(error.value) == (
-        f"9gpu.yaml starts {processes} processes on this machine, which has {gpus} "
-        f"GPU{'s' if gpus > 1 else ''}: use {fits}gpu.yaml"
-    )
     assert error.value.rank_variable == "LOCAL_RANK"
 
 
@@ -86,23 +80,18 @@ def test_bf16_needs_gpus_that_compute_in_it(native, processes, lacks, monkeypatc
     """PyTorch by default also calls a GPU that emulates it able to compute in it."""
     current = []
 
-    class Device:
-        def __init__(self, device):
-            self.device = device
+    @contextlib.contextmanager
+    def use(device):
+        current.append(device)
+        yield
+        current.pop()
 
-        def __enter__(self):
-            current.append(self.device)
-
-        def __exit__(self, *_):
-            current.pop()
+    def is_supported(including_emulation=True):
+        return including_emulation or native[current[-1]]
 
     monkeypatch.setenv("LOCAL_WORLD_SIZE", str(processes))
-    monkeypatch.setattr(torch.cuda, "device", Device)
-    monkeypatch.setattr(
-        torch.cuda,
-        "is_bf16_supported",
-        lambda including_emulation=True: including_emulation or native[current[-1]],
-    )
+    monkeypatch.setattr(torch.cuda, "device", use)
+    monkeypatch.setattr(torch.cuda, "is_bf16_supported", is_supported)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: f"GPU {device}")
     if lacks is None:
         devices.check_bf16("a.yaml")
@@ -126,13 +115,11 @@ NO_GPU = "NO GPU FOUND: 4gpu.yaml runs on the CPU with 1 process, precision {}. 
         (False, "bf16", True, True, "bf16", NO_GPU.format("bf16")),
         (False, "bf16", False, True, "no", NO_GPU.format("no")),
         (False, "fp16", True, True, "no", NO_GPU.format("no")),
-        (False, "fp16", False, False, "no", NO_GPU.format("no")),
         (False, "no", True, True, "no", NO_GPU.format("no")),
         (False, None, True, True, None, FASTER),  # a script on its own
         (True, "bf16", False, False, "bf16", EMULATED),
         (True, "bf16", True, True, "bf16", None),
         (True, "no", True, True, "no", FASTER),
-        (True, None, True, True, None, FASTER),
         (True, "no", True, False, "no", None),
         (True, "no", False, True, "no", None),
     ],
@@ -163,13 +150,10 @@ def test_fp16_on_a_cpu_is_refused(calls, monkeypatch):
     ("option", "variable", "threads"),
     [
         ("3", "4", 3),
-        (None, "4", 4),
         (None, " 4 , 2", 4),
         (None, "0", None),
-        (None, "four", None),
         (None, "²", None),
         (None, "４", None),
-        (None, "-2", None),
         (None, None, None),
         ("x", "4", None),
     ],
@@ -194,24 +178,3 @@ def test_the_cores_of_this_process(monkeypatch):
         if processes:
             monkeypatch.setenv("LOCAL_WORLD_SIZE", processes)
         assert devices.cores_per_process() == cores
-
-
-@pytest.mark.parametrize("avx512", [True, False, None])
-@pytest.mark.parametrize("amx", [True, False, None])
-def test_either_unit_computes_in_bf16(avx512, amx, monkeypatch):
-    """None: a release of torch that does not say."""
-    says = {"_is_avx512_bf16_supported": avx512, "_is_amx_tile_supported": amx}
-    functions = {name: lambda v=value: v for name, value in says.items() if value is not None}
-    monkeypatch.setattr(torch, "cpu", SimpleNamespace(**functions))
-    assert devices.has_bf16() == bool(avx512 or amx)
-
-
-@pytest.mark.parametrize("libc", ["glibc", ""])
-def test_malloc_is_told_to_keep_freed_memory(libc, monkeypatch):
-    """M_MMAP_MAX (-4) 0: no mmap; M_TRIM_THRESHOLD (-1) -1: never return memory."""
-    calls = []
-    monkeypatch.setattr(platform, "libc_ver", lambda: (libc, "2.36"))
-    library = SimpleNamespace(mallopt=lambda *call: calls.append(call))
-    monkeypatch.setattr(ctypes, "CDLL", {None: library}.__getitem__)
-    devices.keep_freed_memory()
-    assert calls == ([(-4, 0), (-1, -1)] if libc else [])

@@ -1,8 +1,7 @@
-"""What `utils.run.files` reads, writes and locks."""
+"""What `utils.run.files` reads and writes."""
 
 import errno
 import os
-from types import SimpleNamespace
 
 import pytest
 
@@ -69,62 +68,3 @@ def test_what_is_synced_is_closed(tmp_path, monkeypatch):
         files.sync(tmp_path)
     with pytest.raises(OSError, match="Bad file descriptor"):
         os.fstat(closed[0])
-
-
-# ------------------------------------------------------------------------------------------ locks
-
-
-class Locks:
-    """Stands for `fcntl.lockf` and the clock: the lock is free after `busy` seconds."""
-
-    def __init__(self, monkeypatch, busy, number=errno.EAGAIN):
-        self.now, self.flags, self.busy, self.number = 100.0, [], busy, number
-        clock = SimpleNamespace(monotonic=lambda: self.now, sleep=self.sleep)
-        monkeypatch.setattr(files, "time", clock)
-        monkeypatch.setattr(files.fcntl, "lockf", self.lockf)
-
-    def sleep(self, seconds):
-        self.now += seconds
-
-    def lockf(self, file, flags):
-        self.flags.append(flags)
-        assert len(self.flags) < 100
-        if self.now < 100 + self.busy:
-            raise OSError(self.number, os.strerror(self.number))
-
-
-@pytest.mark.parametrize("number", [errno.EAGAIN, errno.EACCES])
-def test_a_lock_is_waited_for(number, tmp_path, monkeypatch):
-    (tmp_path / ".lock").write_text("process 7 on a-host-with-a-long-name\n")
-    locks, synced = Locks(monkeypatch, 2.9, number), []
-    monkeypatch.setattr(os, "fsync", lambda _: synced.append((tmp_path / ".lock").read_text()))
-    with files.lock(tmp_path / ".lock", "process 8 on b", 3) as file:
-        assert file.name == str(tmp_path / ".lock")
-        assert (tmp_path / ".lock").read_text() == "process 8 on b"
-    assert synced == ["process 8 on b"]  # else other machines may not read it for half a minute
-    assert locks.now == pytest.approx(103) and len(locks.flags) == 16
-    assert set(locks.flags) == {files.fcntl.LOCK_EX | files.fcntl.LOCK_NB}
-
-
-@pytest.mark.parametrize(
-    ("owner", "named"), [("process 7 on a\n", "process 7 on a"), ("", "another process")]
-)
-def test_a_lock_that_stays_busy_names_its_owner(owner, named, tmp_path, monkeypatch):
-    (tmp_path / ".lock").write_text(owner)
-    locks = Locks(monkeypatch, 60)
-    with pytest.raises(UserError) as error:
-        files.lock(tmp_path / ".lock", "process 8 on b", 0.5)
-    assert str(error.value) == (
-        f"{tmp_path} is in use by {named}: wait for it, or use another --output_dir"
-    )
-    assert (tmp_path / ".lock").read_text() == owner and locks.now == pytest.approx(100.6)
-
-
-def test_a_folder_without_locks_is_used_all_the_same(tmp_path, monkeypatch, capsys):
-    locks = Locks(monkeypatch, 60, errno.EOPNOTSUPP)
-    with files.lock(tmp_path / ".lock", "me", 3):
-        assert (tmp_path / ".lock").read_text() == "me" and locks.now == 100
-    printed = capsys.readouterr()
-    assert printed.out == "" and printed.err.startswith(
-        f"warning: the file system of {tmp_path} has no locks: "
-    )

@@ -9,7 +9,7 @@ from harness import fakes
 
 from utils.run import opening, process
 from utils.run.failures import UserError
-from utils.run.opening import Identity, Start, check_same, claim_and_read, find_checkpoint
+from utils.run.opening import Identity, check_same, find
 from utils.run.plan import Plan
 
 OWN = {"lr": 0.1, "model": "net"}
@@ -33,12 +33,8 @@ def identity(arguments=OWN, may_change=(), resume="auto", data="cifar"):
 
 
 def look(folder, *who, **identified):
-    """Where a run starts from; the lock is released."""
-    run, plan = identity(*who, **identified), Plan(10, 5)
-    lock, start = claim_and_read(folder, run, plan)
-    assert start.owner == (folder / ".lock").read_text()
-    lock.close()
-    return find_checkpoint(fakes.accelerator(), folder, start, run, plan)
+    """Where a run starts from."""
+    return find(fakes.accelerator(), folder, identity(*who, **identified), Plan(10, 5))
 
 
 def refused(folder, match, *who, **identified):
@@ -46,33 +42,12 @@ def refused(folder, match, *who, **identified):
         look(folder, *who, **identified)
 
 
-LEFT_BY_A_START = (".lock", ".args.json.7.writing", "checkpoints", "status.json", ".status.json.12")
-
-
-def test_a_folder_that_is_not_empty_is_no_place_for_a_run(tmp_path):
-    for name in (*LEFT_BY_A_START, ".DS_Store"):  # the last one by the Finder of macOS
-        (tmp_path / name).write_text("{}")
-    assert look(tmp_path).run_id is None
-    (tmp_path / ".lock").unlink()
-    (tmp_path / "metrics.jsonl").write_text("")
-    refused(tmp_path, "is not empty and does not contain a run of these")
-    assert (tmp_path / "metrics.jsonl").exists() and not (tmp_path / ".lock").exists()
-
-
-@pytest.mark.parametrize(
-    "content", ['{"lr": 1}', "[1]", '"text"', '{"arguments": {}, "command": []}']
-)
-def test_the_args_json_of_another_program_is_one_line(content, tmp_path):
-    (tmp_path / "args.json").write_text(content)
-    refused(tmp_path, r"has an args.json of another program or version: use another")
-
-
 @pytest.mark.parametrize("flag", ["dry_run", "overfit_batch"])
 def test_only_a_quick_check_empties_the_folder_that_one_left(flag, tmp_path, monkeypatch):
     """args.json last: if it is killed, the folder still says whose it is."""
     run_in(tmp_path, {flag: True})
     (tmp_path / "checkpoints" / "step_1").mkdir(parents=True)
-    for name in ("a.png", "z.txt", "checkpoints/step_1/a"):
+    for name in (".lock", "a.png", "z.txt", "checkpoints/step_1/a"):
         (tmp_path / name).touch()
     refused(tmp_path, f"--{flag} False", {flag: False})
     assert (tmp_path / "a.png").exists() and (tmp_path / "args.json").exists()
@@ -83,8 +58,8 @@ def test_only_a_quick_check_empties_the_folder_that_one_left(flag, tmp_path, mon
         lambda self, **more: removed.append(self.name) or unlink(self, **more),
     )
     assert look(tmp_path, {flag: True}).run_id is None
-    assert os.listdir(tmp_path) == [".lock"]
-    assert [name for name in removed if name not in (".probe", ".lock")][-1] == "args.json"
+    assert os.listdir(tmp_path) == [".lock"]  # which is held
+    assert removed[-1] == "args.json"
     run_in(tmp_path, {flag: False})
     refused(tmp_path, f"--{flag} True", {flag: True})
 
@@ -127,6 +102,8 @@ def test_a_fork_may_be_trained_in_another_way_but_is_of_the_same_model_and_data(
     monkeypatch.setattr(opening.checkpoint, "find", lambda *_: (place, contents))
     start = look(tmp_path / "run", OWN | {"lr": 1}, resume=str(place))
     assert start.changes == ["--lr 1 (was 0.1)"] and start.checkpoint == place
+    with pytest.raises(UserError, match="ask for 2 steps, but the run has taken 3 already"):
+        find(fakes.accelerator(), tmp_path / "run", identity(), Plan(2, 5))
     for who, more in ((OWN | {"model": "gpt"}, {}), (OWN, {"data": "x"})):
         refused(tmp_path / "run", "other arguments", who, resume=str(place), **more)
     refused(tmp_path / "run", "other arguments", OWN | {"lr": 1})  # not of its own checkpoint
@@ -137,7 +114,7 @@ def test_a_fork_may_be_trained_in_another_way_but_is_of_the_same_model_and_data(
     contents["data"] = {}  # nothing says that the held-out samples are the same
     unknown = Identity(OWN | {"seed": 1}, {}, set(), str(place))
     with pytest.raises(UserError, match=r"other arguments: .*--seed 1"):
-        find_checkpoint(fakes.accelerator(), tmp_path / "run", Start(), unknown, Plan(10, 5))
+        find(fakes.accelerator(), tmp_path / "run", unknown, Plan(10, 5))
     contents["data"] = {"data": "cifar"}
     with pytest.raises(UserError) as error:
         look(tmp_path / "run", seeded, data="x", resume=str(place))

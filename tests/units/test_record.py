@@ -40,26 +40,41 @@ def test_only_paths_to_data_become_absolute(tmp_path, monkeypatch):
 
 
 def test_each_difference_is_a_line_in_order():
+    """A path of data may move: its last part counts."""
     earlier = {"lr": 1, "text": "a\nb", "only_before": 5, "same": 2, "epochs": 3}
-    now = {"lr": 2, "text": "c", "only_now": 6, "same": 2, "epochs": 4}
+    earlier |= {"track": "/gone/a", "dataset": "/gone/a", "weights": "/a/b"}
+    now = {"lr": 0.30000001, "text": "c", "only_now": 6, "same": 2, "epochs": 4}
+    now |= {"track": "/elsewhere/a", "dataset": "/elsewhere/a", "weights": "/a/c"}
     assert record.differences(earlier, now, {"epochs"}) == [
-        "lr 2 (was 1)",
+        "lr 0.3 (was 1)",
         "only_before None (was 5)",
         "only_now 6 (was None)",
         r"text c (was 'a\nb')",
+        "track /elsewhere/a (was /gone/a)",
+        "weights /a/c (was /a/b)",
     ]
 
 
-def test_the_topology_of_a_launch(monkeypatch):
+def test_the_topology_of_a_launch_and_each_change_of_it(monkeypatch):
     monkeypatch.delenv("GROUP_WORLD_SIZE", raising=False)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "NVIDIA H100 80GB HBM3")
     on_cpu = {"processes": 4, "machines": 1, "device": "CPU", "mixed_precision": "bf16"}
     on_cpu["threads_per_process"] = torch.get_num_threads()
     assert record.topology(CPU) == on_cpu
+    earlier = {"topology": on_cpu, "versions": record.versions()}
+    assert record.changes(CPU, earlier) == []
+    earlier = {"topology": on_cpu | {"gone": 1}, "versions": earlier["versions"] | {"torch": "1.0"}}
+    del earlier["topology"]["threads_per_process"]
     monkeypatch.setenv("GROUP_WORLD_SIZE", "2")
-    assert record.topology(CPU) == on_cpu | {"machines": 2}
     on_gpu = {"processes": 8, "machines": 2, "device": "NVIDIA H100 80GB HBM3"}
     assert record.topology(GPU) == on_cpu | on_gpu
+    assert record.changes(GPU, earlier) == [
+        "processes 4 -> 8",
+        "machines 1 -> 2",
+        "device CPU -> NVIDIA H100 80GB HBM3",
+        f"threads per process None -> {torch.get_num_threads()}",
+        f"torch 1.0 -> {metadata.version('torch')}",
+    ]
 
 
 def test_a_package_that_is_not_installed_has_no_version(monkeypatch):
@@ -78,19 +93,6 @@ def test_a_package_that_is_not_installed_has_no_version(monkeypatch):
         monkeypatch.setitem(sys.modules, name, None)  # imported: it can change results
         installed[name] = f"{name} 1"
         assert record.versions() == installed
-
-
-def test_each_change_of_a_launch_is_named():
-    earlier = {"topology": record.topology(CPU), "versions": record.versions()}
-    assert record.changes(CPU, earlier) == []
-    earlier["topology"] |= {"processes": 2, "gone": 1}
-    earlier["versions"] |= {"torch": "1.0"}
-    del earlier["topology"]["threads_per_process"]
-    assert record.changes(CPU, earlier) == [
-        "processes 2 -> 4",
-        f"threads per process None -> {torch.get_num_threads()}",
-        f"torch 1.0 -> {metadata.version('torch')}",
-    ]
 
 
 def test_every_start_of_a_run_is_recorded(tmp_path, monkeypatch):
@@ -119,6 +121,8 @@ def test_a_script_is_known_by_its_content(tmp_path, monkeypatch):
     assert record.script_hash() == hashlib.sha256(b"print()\n").hexdigest()
     monkeypatch.setattr(sys, "argv", [str(tmp_path)])  # a notebook has no script
     assert record.script_hash() is None
+    now = datetime.fromisoformat(record.timestamp())
+    assert now.utcoffset().total_seconds() == 0 and now.microsecond == 0
 
 
 def test_the_commit_is_that_of_the_script_and_says_if_files_changed(tmp_path, monkeypatch):
@@ -143,44 +147,12 @@ def test_the_commit_is_that_of_the_script_and_says_if_files_changed(tmp_path, mo
     assert record.git_commit() == f"{commit}-dirty"
 
 
-@pytest.mark.parametrize("error", [FileNotFoundError("git"), subprocess.TimeoutExpired("git", 10)])
-def test_a_git_that_is_missing_or_hangs_costs_only_the_commit(error, monkeypatch):
-    def run(command, timeout, **_):
-        assert timeout == 10
-        raise error
-
-    monkeypatch.setattr(record.subprocess, "run", run)
-    assert record.git_commit() is None
-
-
-def test_times_are_utc_to_the_second():
-    time = datetime.fromisoformat(record.timestamp())
-    assert time.utcoffset().total_seconds() == 0 and time.microsecond == 0
-
-
-def test_only_paths_of_data_may_move():
-    earlier, now = {"track": "/gone/a"}, {"track": "/elsewhere/a"}
-    assert record.differences(earlier, now) == ["track /elsewhere/a (was /gone/a)"]
-    assert not record.differences({"dataset": "/gone/a"}, {"dataset": "/elsewhere/a"})
-    assert record.differences({"weights": "/a/b"}, {"weights": "/a/c"})
-    assert not record.differences(earlier, now, {"track"})
-
-
 # ----------------------------------------------------------------------------------------- status
 
 
-def test_a_status_says_what_why_and_when(tmp_path, monkeypatch):
-    assert record.read_status(tmp_path) == {}
-    monkeypatch.setattr(record, "timestamp", lambda: "now")
-    record.write_status(tmp_path, "preempted", "SIGTERM", next="again", step=3)
-    expected = {"state": "preempted", "reason": "SIGTERM", "time": "now", "next": "again"}
-    assert record.read_status(tmp_path) == expected | {"step": 3}
-    assert json.loads((tmp_path / "status.json").read_text()) == expected | {"step": 3}
-
-
 @pytest.mark.parametrize("locks", [True, False])
-@pytest.mark.parametrize("retry", [True, False])
-def test_the_first_process_to_fail_says_why(retry, locks, tmp_path, monkeypatch):
+@pytest.mark.parametrize("again", ["again", None])
+def test_the_first_process_to_fail_says_why(again, locks, tmp_path, monkeypatch):
     def lockf(file, flags):
         taken.append((file.name, flags))
         if not locks:
@@ -188,15 +160,16 @@ def test_the_first_process_to_fail_says_why(retry, locks, tmp_path, monkeypatch)
 
     taken = []
     monkeypatch.setattr(record.fcntl, "lockf", lockf)
-    again = record.how_to_continue(tmp_path) if retry else None
+    monkeypatch.setattr(record, "timestamp", lambda: "now")
     assert record.write_failure(tmp_path, "no run yet", again) is False
     assert record.read_status(tmp_path) == {}
-    record.write_status(tmp_path, "running", None)
+    record.write_status(tmp_path, "running", None, step=3)
+    running = {"state": "running", "reason": None, "time": "now", "step": 3}
+    assert record.read_status(tmp_path) == running
     assert record.write_failure(tmp_path, "the loss is nan", again) is True
     assert record.write_failure(tmp_path, "lost contact", again) is False
-    found = record.read_status(tmp_path)
-    assert (found["state"], found["reason"]) == ("failed", "the loss is nan")
-    assert found["next"] == again
+    failed = {"state": "failed", "reason": "the loss is nan", "time": "now", "next": again}
+    assert json.loads((tmp_path / "status.json").read_text()) == failed
     assert taken == [(str(tmp_path / ".lock_status"), record.fcntl.LOCK_EX)] * 3
 
 

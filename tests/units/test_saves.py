@@ -11,7 +11,8 @@ import pytest
 from harness import fakes
 
 from utils.run import manifest
-from utils.run.saves import Saves, Writer
+from utils.run.failures import RunFailed
+from utils.run.saves import Best, Saves, Writer
 
 
 class Beside(Writer):
@@ -80,37 +81,18 @@ def test_a_checkpoint_is_written_beside_the_training(tmp_path, writer):
     assert 0 < figures["blocked_seconds"] < figures["seconds"]
 
 
-@pytest.mark.parametrize("written_first", [True, False])
-def test_only_what_is_written_and_evaluated_replaces_older_ones(written_first, tmp_path, writer):
-    save(saves_of(tmp_path), 3, wait=True)
-    saves = saves_of(tmp_path, writer)
-    save(saves, 6, due=True)
-    if written_first:
-        finish_writing(writer)
-        saves.look()
-    saves.evaluated(5, {"score": 0.1})  # of another step
-    assert steps_in(tmp_path) == ([3, 6] if written_first else [3])
-    saves.evaluated(6, {"score": 0.5})
-    finish_writing(writer)
-    saves.look()
-    saves.finish()
-    assert steps_in(tmp_path) == [6]
-    saves.evaluated(6, {"score": 0.9})  # again: nobody listens
-    assert (
-        manifest.verify(fakes.accelerator(), manifest.all_in(tmp_path)[0])["progress"]["score"]
-        == 0.5
-    )
-
-
 def test_an_evaluation_that_does_not_come_keeps_nothing_waiting(tmp_path):
     saves = saves_of(tmp_path)
     save(saves, 3, wait=True)
     save(saves, 6, due=True, wait=True)
+    saves.evaluated(5, {"score": 0.1})  # of another step
     assert steps_in(tmp_path) == [3, 6]
     assert all(line["blocked_seconds"] == line["seconds"] for _, line in saves.lines)
     saves.finish()
+    saves.evaluated(6, {"score": 0.9})  # nobody listens
     assert steps_in(tmp_path) == [6]
-    assert manifest.read(manifest.all_in(tmp_path)[0])["progress"]["evaluation_due"] is True
+    progress = manifest.read(manifest.all_in(tmp_path)[0])["progress"]
+    assert progress == {"step": 6, "evaluation_due": True}
 
 
 def test_a_write_that_fails_costs_the_checkpoint(tmp_path, writer, capsys):
@@ -134,14 +116,37 @@ def test_a_write_that_fails_costs_the_checkpoint(tmp_path, writer, capsys):
     assert steps_in(tmp_path) == []
 
 
-def test_an_error_of_the_script_while_saving_is_not_hidden(tmp_path):
-    with pytest.raises(ZeroDivisionError):
-        save(saves_of(tmp_path), 3, error=ZeroDivisionError())
+def test_failed_saves_in_a_row_end_the_run(tmp_path):
+    saves, full = saves_of(tmp_path), OSError("the disk is full")
+    save(saves, 1, error=full)
+    save(saves, 2)
+    for step in (3, 4):
+        save(saves, step, error=full, wait=True)
+    with pytest.raises(RunFailed, match=r"^3 checkpoints in a row .* is of step 2\. Make"):
+        save(saves, 5, error=full, wait=True)
+    assert [(step, line["written"]) for step, line in saves.lines][1:3] == [(2, True), (3, False)]
 
 
-def test_a_writer_hears_whether_the_training_waits_in_any_case(tmp_path):
+@pytest.mark.parametrize("longer", [True, False])
+def test_a_restart_goes_on_where_the_run_stood(longer, tmp_path):
+    """A longer run gets new patience."""
+    save(saves_of(tmp_path), 3, due=True, wait=True)
+    saves, best = saves_of(tmp_path), Best(2)
+    saves.resume(3, True)
+    best.restore({"best": 0.5, "best_loss": 1.0, "stale": 1}, longer)
+    best.add(3, 0.5, 1.5)
+    assert saves.newest_step == 3 and best.out_of_patience() != longer
+    saves.evaluated(3, best.record(3))
+    progress = manifest.read(manifest.all_in(tmp_path)[0])["progress"]
+    scores = {"score": 0.5, "loss": 1.5, "best": 0.5, "best_loss": 1.0, "stale": 2 - longer}
+    assert progress == scores | {"step": 3, "evaluation_due": True}
+
+
+def test_what_a_writer_hears_and_an_error_of_the_script_is_not_hidden(tmp_path):
     seen, writer = [], Writer()
     writer.capture = lambda wait: seen.append(wait) or contextlib.nullcontext([])
-    for wait in (True, False):
+    for wait in (True, False):  # whether the training waits in any case
         save(saves_of(tmp_path, writer), 3, wait=wait)
     assert seen == [True, False]
+    with pytest.raises(ZeroDivisionError):
+        save(saves_of(tmp_path), 3, error=ZeroDivisionError())

@@ -41,6 +41,7 @@ MAY_CHANGE = set(
 MAY_CHANGE_IN_FORK = set(
     "lr lr_schedule warmup_steps warmup_epochs weight_decay max_grad_norm batch_size seed".split()
 )
+COUNT = number(int, 1)
 SEED = number(int, 0, most=2**32 - 1)  # what NumPy takes
 BATCH = number(int, 1, most=2**20)  # more than fits into memory, or into most data sets
 SECONDS = number(int, 1, most=30 * 24 * 3600)  # more than a job may take; libraries overflow later
@@ -100,10 +101,9 @@ class Parser(argparse.ArgumentParser):
 
     def add_training_arguments(self, group, **defaults):
         """Adds the flags of every training loop; `defaults` are their defaults."""
-        at_least_1 = number(int, 1)
-        group.add_argument("--epochs", type=at_least_1, help="passes over the training set")
+        group.add_argument("--epochs", type=COUNT, help="passes over the training set")
         group.add_argument(
-            "--max_train_steps", type=at_least_1, help="optimizer steps; overrides --epochs"
+            "--max_train_steps", type=COUNT, help="optimizer steps; overrides --epochs"
         )
         group.add_argument(
             "--batch_size", type=BATCH, help="samples per optimizer step over all processes"
@@ -117,7 +117,6 @@ class Parser(argparse.ArgumentParser):
         A copy writes to a folder named after itself.
         """
         self.epilog = f"{FILES} {CONTINUE_RULE}"
-        at_least_1 = number(int, 1)
         group = self.add_argument_group("run")
         group.add_argument(
             "--output_dir",
@@ -141,18 +140,18 @@ class Parser(argparse.ArgumentParser):
         )
         group.add_argument(
             "--keep_checkpoints",
-            type=at_least_1,
+            type=COUNT,
             default=2,
             help="newest checkpoints to keep, besides the highest-scoring one",
         )
         group.add_argument(
             "--eval_every",
-            type=at_least_1,
+            type=COUNT,
             help="optimizer steps between evaluations (default: an epoch)",
         )
         group.add_argument(
             "--log_every",
-            type=at_least_1,
+            type=COUNT,
             help="optimizer steps between log lines (default: 10; below 200 steps a twentieth)",
         )
         group.add_argument(

@@ -11,12 +11,7 @@ def values(file, root="/sys/fs/cgroup", membership="/proc/self/cgroup"):
     """Reads a file of each control group of this process (version 2), the innermost first.
 
     In a container the path of the group may be that on its host: then the root has the file.
-
-    Args:
-        file (str): such as `cpu.max`.
-
-    Returns:
-        list[str]: the contents; [] without control groups, as on a Mac.
+    Without control groups, as on a Mac, there is none.
     """
     try:
         lines = Path(membership).read_text().splitlines()

@@ -6,7 +6,6 @@ import os
 import pickle
 import random
 import shutil
-import sys
 from pathlib import Path
 
 import numpy as np
@@ -20,19 +19,16 @@ from torch.utils._pytree import tree_map_only
 from utils.run import manifest
 from utils.run.collectives import gather, run_on_all, run_on_main
 from utils.run.failures import UserError
+from utils.run.output import warn
 
 RATES = ("lr", "initial_lr", "weight_decay")  # of the groups of an optimizer
 FORCE = "TORCH_FORCE_WEIGHTS_ONLY_LOAD"  # of torch.load, whatever its caller asks for
 
 
 def start(accelerator, folder):
-    """Creates an empty folder `checkpoints/.writing` in `folder`.
+    """Creates an empty folder to write to; call it on every process before `save_state`.
 
-    Call it on every process before `accelerator.save_state`.
-
-    Returns:
-        tuple[Path, Exception | None]: the folder to write to; on the main process, the error if it
-        could not be created.
+    Returns it (Path), and the error if it could not be created.
     """
     writing = Path(folder) / "checkpoints" / ".writing"
 
@@ -43,15 +39,13 @@ def start(accelerator, folder):
         except OSError as error:
             return error
 
-    error = run_on_main(accelerator, create)
-    return writing, error if accelerator.is_main_process else None
+    return writing, run_on_main(accelerator, create)
 
 
 def finish(accelerator, writing, error, record, group=None):
     """Turns what `save_state` wrote into `checkpoints/step_N`; call it on every process.
 
-    If writing fails (a full disk, for example), this prints a warning, and training continues
-    without this checkpoint.
+    If writing fails on any of them, this prints a warning, and training continues without it.
 
     Args:
         error (Exception | None): what went wrong on this process while writing.
@@ -59,7 +53,7 @@ def finish(accelerator, writing, error, record, group=None):
         group: as for `collectives.gather`.
 
     Returns:
-        bool: whether the checkpoint was written; the same on every process.
+        bool: whether the checkpoint was written.
     """
     step = record["progress"]["step"]
     problem = _first_problem(accelerator, error, group)
@@ -74,8 +68,7 @@ def finish(accelerator, writing, error, record, group=None):
         # On no process is it written before the checkpoint has its final name.
         problem = _first_problem(accelerator, error, group)
     if problem is not None and accelerator.is_main_process:
-        message = f"warning: checkpoint of step {step} not written, training continues: {problem}"
-        print(message, file=sys.stderr, flush=True)
+        warn(f"checkpoint of step {step} not written, training continues: {problem}")
         shutil.rmtree(writing, ignore_errors=True)
     return problem is None
 
@@ -96,8 +89,8 @@ def find(accelerator, folder, resume):
 
     Args:
         folder: the run's folder.
-        resume (str): `auto` for the newest undamaged one in it, `never`, or the path of another
-            run's checkpoint, which is used until this run has checkpoints of its own.
+        resume (str): the value of `--resume`; another run's checkpoint is used until this run has
+            checkpoints of its own.
 
     Returns:
         tuple[Path, dict] | None: the checkpoint and its manifest; None for a new run.
@@ -121,7 +114,7 @@ def find(accelerator, folder, resume):
             return path, manifest.verify(accelerator, path)
         except UserError as damage:
             if accelerator.is_main_process:
-                print(f"warning: {damage}; trying the one before it", file=sys.stderr, flush=True)
+                warn(f"{damage}; trying the one before it")
     if candidates:
         raise UserError(
             f"all checkpoints in {folder}/checkpoints are damaged: restore one, or start over in "
@@ -131,17 +124,14 @@ def find(accelerator, folder, resume):
 
 
 def load(accelerator, path, keep_rates=False):
-    """Loads a verified checkpoint into everything that was prepared and registered.
-
-    Call it on every process. No file of it can execute code: the folder may have come from
-    elsewhere.
+    """Loads a verified checkpoint into everything that was prepared; call it on every process.
 
     Args:
         keep_rates (bool): keep the learning rates and the weight decay that the optimizers have.
 
     Raises:
         UserError: a file would execute code (it is not executed), does not match this run, or is
-            missing on a machine; raised on every process.
+            missing on a machine.
     """
     groups = [group for wrapper in accelerator._optimizers for group in wrapper.param_groups]
     rates = [{name: group[name] for name in RATES if name in group} for group in groups]
@@ -159,11 +149,7 @@ def load(accelerator, path, keep_rates=False):
 
 
 def check_objects(accelerator):
-    """Checks, before anything is saved, that what is registered for checkpointing can be loaded.
-
-    Raises:
-        UserError: a state has values that could only be loaded by executing code.
-    """
+    """Raises UserError if loading the state of a registered object would execute code."""
     for registered in accelerator._custom_objects:
         buffer = io.BytesIO()
         # Tensors are safe, and may be large.
@@ -246,51 +232,35 @@ def _check_random_states(path):
     if not path.exists():
         return
     states = load_plain(path)
-    name, keys, *rest = np.random.get_state()
-    saved_name, saved_keys, *saved_rest = states["numpy_random_seed"]
     if not (
         torch.equal(torch.get_rng_state(), states["torch_manual_seed"])
         and random.getstate() == tuple(states["random_state"])
-        and (name, *rest) == (saved_name, *saved_rest)
-        and np.array_equal(keys, saved_keys)
+        and all(map(np.array_equal, np.random.get_state(), states["numpy_random_seed"]))
     ):
         raise ValueError(f"its random states, {path.name}, could not be restored")
 
 
 def prune(newest, keep):
-    """Deletes old checkpoints: all but the highest-scoring one and the newest ones.
+    """Deletes old checkpoints: all but the highest-scoring one and the `keep` newest ones.
 
-    Args:
-        newest (Path): the last one that was written. Later ones are damaged: the run continued from
-            an earlier checkpoint.
-        keep (int): how many of the newest stay.
+    Those later than `newest` (Path), which was just written, are damaged.
     """
     folder = newest.parent
     paths = sorted(folder.glob("step_*"))
     end = paths.index(newest) + 1
     paths, later = paths[:end], paths[end:]
     best = manifest.best(paths)
-    for path in later + paths[:-keep]:
-        if path != best:
-            _delete(path)
-    for trash in folder.glob(".deleting*"):  # also what could not be deleted earlier
-        shutil.rmtree(trash, ignore_errors=True)
-
-
-def _delete(path):
-    """Deletes an old checkpoint; if that fails, a later save tries again.
-
-    Renaming comes first, so that nothing incomplete looks like a checkpoint.
-    """
-    trash = path.with_name(f".deleting_{path.name}")
     try:
-        shutil.rmtree(trash, ignore_errors=True)
-        os.rename(path, trash)
-        shutil.rmtree(trash)
+        for path in later + paths[:-keep]:
+            if path != best:
+                trash = path.with_name(f".deleting_{path.name}")
+                shutil.rmtree(trash, ignore_errors=True)
+                os.rename(path, trash)  # first, so that nothing incomplete looks like a checkpoint
+        for trash in folder.glob(".deleting*"):
+            shutil.rmtree(trash)
     except OSError as error:
         reason = error.strerror or error
-        line = f"warning: the old checkpoint {path.name} was not deleted ({reason})"
-        print(f"{line}; the next save tries again", file=sys.stderr, flush=True)
+        warn(f"old checkpoints were not deleted ({reason}); the next save tries again")
 
 
 def _first_problem(accelerator, error, group):

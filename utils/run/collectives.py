@@ -1,7 +1,6 @@
-"""Runs functions on some processes first, and gathers Python values, over gloo.
+"""Gathers Python values, and runs functions whose errors are raised everywhere, over gloo.
 
-This uses gloo, because NCCL ends a run when one process works on files for longer than `--timeout`
-while the others wait.
+NCCL would end a run when one process works on files for longer than `--timeout`.
 """
 
 import contextlib
@@ -70,19 +69,13 @@ def wait_for_all(accelerator):
 
 
 def run_on_main(accelerator, function):
-    """Runs `function()` on the main process only; returns its (picklable) result on every process.
-
-    An error is raised on every process.
-    """
+    """Runs `function()` on the main process; returns its result, or raises its error, on each."""
     outcome = _attempt(function) if accelerator.is_main_process else None
     return _result(gather(accelerator, outcome)[0])
 
 
 def run_on_all(accelerator, function):
-    """Runs `function()` on every process and returns its result there.
-
-    An error on any of them is raised on every one.
-    """
+    """Runs `function()` on every process; an error on any of them is raised on every one."""
     result, error = _attempt(function)
     errors = gather(accelerator, error)
     return _result([result, next(filter(None, errors), None)])

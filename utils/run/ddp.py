@@ -17,15 +17,12 @@ def warm_up(models, compute_loss):
     mean a different order of summation, and the last bits differ. Two backward passes make every
     run, new or resumed, use the final buckets from its first real step on. Buffers are restored,
     and weights do not change. This also runs on a single process, so that mistakes show up there:
-    a notice names a parameter without a gradient, and a buffer that a checkpoint would not have.
+    a notice names a parameter without a gradient (an error, if DDP would refuse it), and a buffer
+    that a checkpoint would not have.
 
     Args:
         models: as `prepare` returned it; or a list of all models that take part, as of a GAN.
-        compute_loss (Callable): a function without arguments that returns a loss of all of them,
-            such as `lambda: compute_loss(model, batch)` with a small batch.
-
-    Raises:
-        UserError: a parameter gets no gradient, and DDP was not told to look for such.
+        compute_loss (Callable): returns a loss of all of them, of a small batch.
     """
     models = models if isinstance(models, list | tuple) else [models]
     buffers = [{name: b.clone() for name, b in model.named_buffers()} for model in models]

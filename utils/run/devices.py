@@ -20,15 +20,11 @@ def local_processes():
 
 
 def set_up_gpus(config, gpus, deterministic):
-    """Sets up the GPUs of this process.
+    """Sets up the GPUs of this process; raises UserError if this machine has too few (int).
 
     Args:
         config (str): name of the launcher's configuration, for messages.
-        gpus (int): those of this machine.
         deterministic (bool): whether a restart must give the same bytes.
-
-    Raises:
-        UserError: there are fewer GPUs than processes.
     """
     processes = local_processes()
     if gpus < processes:
@@ -74,9 +70,6 @@ def set_up_cpu(config, wants_cpu, training):
         config (str): name of the launcher's configuration, for messages.
         wants_cpu (bool): whether the configuration asks for the CPU; if not, there is no GPU.
         training (bool): whether to print a notice if bf16 would be faster.
-
-    Raises:
-        UserError: the configuration asks for fp16.
     """
     processes, precision = local_processes(), os.environ.get("ACCELERATE_MIXED_PRECISION", "no")
     torch.set_num_threads(threads_per_process())
@@ -139,8 +132,8 @@ def has_bf16():
 def keep_freed_memory():
     """Makes malloc keep freed memory, so that a step on the CPU reuses that of the step before.
 
-    By default glibc returns the memory of large tensors to the system at once. Each step then gets
-    it back page by page, which takes 5 to 10 % of the time.
+    By default glibc returns that of large tensors to the system at once, and each step gets it back
+    page by page, which takes 5 to 10 % of the time.
     """
     if platform.libc_ver()[0] == "glibc":
         trim_threshold, mmap_max = -1, -4  # the numbers of mallopt's parameters in malloc.h

@@ -1,7 +1,6 @@
 """Types of command-line flags: numbers in a domain, and text of one line in which `~` is a home."""
 
 import argparse
-import math
 import os
 import re
 
@@ -22,47 +21,31 @@ PATTERNS = {
 
 
 class number:
-    """An argparse type: a finite number in a domain. Raises ArgumentTypeError for any other.
+    """An argparse type: a finite number in a domain. Raises ArgumentTypeError for any other."""
 
-    Attributes:
-        kind (type): int or float.
-        low, most: the least and the greatest value; both are finite.
-        above, below (bool): whether `low` and `most` themselves are excluded.
-        least (float): values between 0 and this are refused.
-    """
-
-    def __init__(self, kind, low, *, above=False, below=None, most=None, least=LEAST):
+    def __init__(self, kind, low, *, above=False, below=None, most=None):
         """
         Args:
             kind (type): int or float.
             low: the least value; with `above`, values must be more than that.
             below: values must be less than that.
             most: the greatest value; without it and `below`: `MOST_COUNTED` or `MOST`.
-            least (float): the least distance from 0 of a float that is not 0.
         """
         usual = MOST_COUNTED if kind is int else MOST
-        self.kind, self.low, self.above = kind, low, above
-        self.below, self.least = below is not None, least
+        self.kind, self.low, self.above, self.below = kind, low, above, below is not None
         self.most = usual if below is most is None else below if self.below else most
 
     def __call__(self, text):
         # Not longer than any number that makes sense: Python refuses to convert 5,000 digits.
         if len(text) < 50 and PATTERNS[self.kind].fullmatch(text):
             value = self.kind(text)
-            if value in self:
+            high_enough = value > self.low if self.above else value >= self.low
+            low_enough = value < self.most if self.below else value <= self.most
+            if self.kind is float and 0 < abs(value) < LEAST:
+                raise argparse.ArgumentTypeError(f"must be 0 or at least {LEAST:g}, not {text}")
+            if high_enough and low_enough:
                 return value
-            if self.kind is float and 0 < abs(value) < self.least:
-                raise argparse.ArgumentTypeError(
-                    f"must be 0 or at least {self.least:g}, not {text}"
-                )
         raise argparse.ArgumentTypeError(f"must be {self}, not {shown(text)}")
-
-    def __contains__(self, value):
-        if not (value > self.low if self.above else value >= self.low):
-            return False
-        if not (value < self.most if self.below else value <= self.most):
-            return False
-        return self.kind is int or (math.isfinite(value) and not 0 < abs(value) < self.least)
 
     def __str__(self):
         integer = "an integer, " if self.kind is int else ""

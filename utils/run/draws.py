@@ -17,9 +17,7 @@ def random_uint32(seed, epoch, ids, stream):
     The mixing function is the 32-bit finalizer "lowbias32" (C. Wellons, "Prospecting for Hash
     Functions", 2018), applied once per input. Integer arithmetic only, so CPU and GPU agree.
 
-    Args:
-        ids: int64 tensor of sample ids.
-        stream (int): a different integer for each independent use.
+    Args: stream (int): a different integer for each independent use.
 
     Returns:
         int64 tensor like `ids`, uniform in [0, 2**32).

@@ -1,7 +1,4 @@
-"""Runs the `main` of a script: turns errors into one line and an exit code.
-
-Imports only the standard library until `main` is called.
-"""
+"""Runs the `main` of a script: turns errors into one line and an exit code."""
 
 import faulthandler
 import gc
@@ -19,9 +16,7 @@ def run(main, explain=lambda error: None):
     Exit codes: 0 done, 1 failed, 2 invalid input, `PREEMPTED` stopped by a signal. An error is
     printed once, by one process, and appears in the final report of the launcher.
 
-    Args:
-        explain (Callable): turns an error that only its module knows, such as that of a data
-            loader, into a `UserError`; None for others.
+    Args: explain: turns an error that only its module knows into a `UserError`; None for others.
     """
     faulthandler.enable()  # prints the stacks if a library crashes
     gc.freeze()  # excludes what the imports created from garbage collection
@@ -72,9 +67,7 @@ def _end_with_failure(error):
         _record(line, retry, before=f"error: {line}")
         process.wait_for_launcher(5)
     else:
-        failures.report_to_launcher(line)
-        print(f"error: {line}", file=sys.stderr, flush=True)
-        _record(line, retry)
+        _end_with_message(RunFailed(line, None, retry))
     _exit(1)
 
 

@@ -36,9 +36,8 @@ class UserError(Exception):
 class RunFailed(UserError):
     """The run cannot continue (for example, the loss is not finite): one line, and exit code 1.
 
-    Args:
-        retry (bool): whether the same command may succeed when it is run again.
-        more (str): what is too long for the line: only the run's `status.json` has it.
+    Whether the same command may succeed when it is run again is `retry` (bool); `more` (str) is too
+    long for the line: only the run's `status.json` has it.
     """
 
     def __init__(self, line, rank_variable="RANK", retry=True, more=""):
@@ -98,13 +97,10 @@ def in_library(path):
 
 
 def describe(error):
-    """A one-line message for an error whose traceback would not help the user.
+    """A one-line message for an error whose traceback would not help the user, or None.
 
     Decides by the type of the error and by where it was raised. The text alone never decides:
     an HTTP client also says "timed out".
-
-    Returns:
-        str | None: None for any other error: show its traceback.
     """
     for known in (_out_of_memory, _full_disk, _not_deterministic):
         line = known(error)
@@ -120,10 +116,7 @@ def describe(error):
 
 
 def may_pass(error):
-    """Whether the same command may succeed when it is run again: the disk was full, a process lost.
-
-    Most errors would only come again.
-    """
+    """Whether the same command may succeed when it is run again. Most errors only come again."""
     return bool(_full_disk(error) or is_lost_contact(error) or _is_distributed(error))
 
 
@@ -151,7 +144,6 @@ def _is_distributed(error):
 
 def _lost_contact(error):
     text = str(error).partition("GLHF")[0]  # how gloo ends the advice that follows its reason
-    # Remove gloo's source line before the reason, and its advice after the reason.
     reason = re.sub(r"^\[\S+:\d+\] ", "", text.splitlines()[0]).partition(". This is ")[0]
     why = "and waited for it longer than --timeout (to learn where it hangs: utils/README.md)"
     if re.search(ENDED, text):

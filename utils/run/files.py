@@ -1,11 +1,8 @@
-"""Reads and writes small files that survive a power cut, and locks folders."""
+"""Reads and writes small files that survive a power cut."""
 
 import errno
-import fcntl
 import json
 import os
-import sys
-import time
 from pathlib import Path
 
 from utils.run.failures import UserError
@@ -14,9 +11,7 @@ from utils.run.failures import UserError
 def regular_file(path):
     """The path (Path) of a file, or of a link to one: reading a pipe or a device could wait.
 
-    Raises:
-        FileNotFoundError: there is nothing, or its path cannot be used.
-        UserError: it is no regular file.
+    Raises FileNotFoundError for nothing, and UserError for anything else.
     """
     path = Path(path)
     if not os.path.isfile(path):
@@ -38,10 +33,7 @@ def read_json(path):
 
 
 def read_json_lines(path):
-    """Reads the JSON values in the lines of `path`.
-
-    Stops at a line that is incomplete because its writer was killed.
-    """
+    """Reads the JSON values in the lines of `path`, up to one that is incomplete."""
     return [value for value, _ in json_lines(path)]
 
 
@@ -94,50 +86,3 @@ def sync(path):
         os.fsync(descriptor)
     finally:
         os.close(descriptor)
-
-
-def lock(path, owner, patience):
-    """Locks the file `path` for this process, and writes `owner` (str) into it.
-
-    A POSIX record lock belongs to the process: the kernel releases it however the process ends, and
-    forked data loader workers do not inherit it. Closing any descriptor of the file releases it.
-
-    Args:
-        patience (float): seconds to wait: the processes of a killed job may take a while to exit.
-
-    Returns:
-        the open file.
-
-    Raises:
-        UserError: another process has the lock.
-    """
-    file = Path(path).open("a+")  # noqa: SIM115 (closing it would release the lock)
-    deadline = time.monotonic() + patience
-    while True:
-        try:
-            fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            break
-        except OSError as error:
-            # Lustre or NFS, mounted without locks.
-            if error.errno in (errno.ENOSYS, errno.ENOLCK, errno.EOPNOTSUPP):
-                line = (
-                    f"warning: the file system of {path.parent} has no locks: nothing keeps two "
-                    "jobs from writing to it"
-                )
-                print(line, file=sys.stderr, flush=True)
-                break
-            if error.errno not in (errno.EAGAIN, errno.EACCES):
-                raise
-            if time.monotonic() > deadline:
-                file.seek(0)
-                other = file.read().strip() or "another process"
-                line = (
-                    f"{path.parent} is in use by {other}: wait for it, or use another --output_dir"
-                )
-                raise UserError(line) from None
-            time.sleep(0.2)
-    file.truncate(0)
-    file.write(owner)
-    file.flush()
-    os.fsync(file.fileno())  # other machines read it, and NFS keeps back what is written
-    return file

@@ -1,7 +1,4 @@
-"""The folder of a run: how a run starts, continues, saves checkpoints, and ends.
-
-The folder is locked, so that only one job writes to it.
-"""
+"""The folder of a run: how a run starts, continues, saves checkpoints, and ends."""
 
 import contextlib
 import sys
@@ -12,7 +9,7 @@ from pathlib import Path
 
 from utils.run import checkpoint, manifest, opening, process, record
 from utils.run.arguments import LENGTH, MAY_CHANGE
-from utils.run.claim import check_place, check_shared, identify
+from utils.run.claim import check_place, check_shared, claim
 from utils.run.collectives import run_on_all, run_on_main, same_everywhere, wait_for_all
 from utils.run.files import write_json
 from utils.run.metrics import Meter, Metrics, summary
@@ -27,15 +24,14 @@ class RunFolder:
 
     Attributes:
         path (Path): the folder.
-        accelerator (Accelerator): as it was given.
         identity (Identity): the arguments and data by which a run continues, after `open`.
         finished (dict | None): the results, if this run has already finished: nothing to do.
         init_from (str | None): the value of `--init_from`; None for a run that continues, which has
             weights of its own.
         progress (dict): from the checkpoint to continue from: `step`, the values given to
             `checkpoint`, and more; {} for a new run.
-        evaluation_due (bool): whether the evaluation after the step to continue from is missing,
-            because the run was stopped in it: after `start`, evaluate first.
+        evaluation_due (bool): the run was stopped in the evaluation after the step to continue
+            from: after `start`, evaluate first.
         best (Best): the scores; `best.out_of_patience` says whether the run ends early.
         save_asked (bool): set in the same step on all processes: the next `save_due` is true.
         hang (str): which process makes no progress, and where it is, if this is known.
@@ -64,45 +60,38 @@ class RunFolder:
     def open(self, plan, **data):
         """Locks the folder and looks for a checkpoint to continue from; writes no records yet.
 
-        Empties a folder that was left by --dry_run or --overfit_batch, if this run has that flag.
-
         Args:
             plan (Plan): the schedule of the run.
             data (str): name -> what else must be the same when the run continues, such as a
                 checksum of the data; recorded in args.json under `data`.
 
         Raises:
-            UserError: see `opening.claim_and_read` and `opening.find_checkpoint`.
+            UserError: see `claim.claim` and `opening.find`.
         """
         self._plan = plan
         may_change = LENGTH | MAY_CHANGE | self._may_change
         arguments = record.comparable(vars(self._args))
         self.identity = opening.Identity(arguments, data, may_change, self._args.resume)
-        start = run_on_main(self.accelerator, self._claim_and_read)
-        start = opening.find_checkpoint(self.accelerator, self.path, start, self.identity, plan)
-        run_on_all(self.accelerator, lambda: self.is_main or check_shared(self.path, start.owner))
-        self._place, self._start, self.finished = identify(self.path), start, start.results
+        owner = run_on_main(self.accelerator, self._claim)
+        run_on_all(self.accelerator, lambda: self.is_main or check_shared(self.path, owner))
+        start = opening.find(self.accelerator, self.path, self.identity, plan)
+        self._place, self._start, self.finished = self.path.stat(), start, start.results
         self.run_id = start.run_id or self.run_id
         if start.checkpoint:
             self.progress, self.init_from = start.manifest["progress"], None
         if self.finished and self.is_main:
             opening.announce_finished(self.path, self.finished)
 
-    def _claim_and_read(self):
-        self._lock, start = opening.claim_and_read(self.path, self.identity, self._plan)
-        return start
+    def _claim(self):
+        owner, self._lock = claim(self.path)
+        return owner
 
     def start(self, rates=None):
         """Loads the checkpoint that `open` found, if any, and opens the logs.
 
-        Call it on every process, after `prepare`.
+        Call it on every process, after `prepare`. Returns the number of optimizer steps done.
 
-        Args:
-            rates (dict | None): name -> amount per sample, of additional rates to log (such as
-                `tokens_per_second`).
-
-        Returns:
-            int: the number of optimizer steps done; 0 for a new run.
+        Args: rates (dict | None): name -> amount per sample, of more rates (`tokens_per_second`).
         """
         accelerator, plan = self.accelerator, self._plan
         checkpoint.check_objects(accelerator)
@@ -207,11 +196,7 @@ class RunFolder:
         return self.progress.get("train_seconds", 0.0) + time.perf_counter() - self._start_time
 
     def exit_preempted(self, step):
-        """Ends every process after a signal, with exit code `PREEMPTED`, and records why.
-
-        Args:
-            step (int): the optimizer step.
-        """
+        """Ends every process after a signal, with exit code `PREEMPTED`, and records why."""
         signal_name = process.signal_name() or "a signal to another process"
         reason = f"stopped by {signal_name} at step {step}, saved at step {self.saves.newest_step}"
         if self.is_main:
@@ -251,11 +236,7 @@ class RunFolder:
             process.record_with(self._record_failed)  # nothing is left to do
 
     def close(self, next_command=None):
-        """Finishes the loggers and prints a summary. Waits for all processes.
-
-        Args:
-            next_command (str | None): a command to look at the results.
-        """
+        """Finishes the loggers and prints a summary, with a command to look at the results."""
         if self.is_main:
             for logger in self._loggers:
                 logger.finish(self)

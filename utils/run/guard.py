@@ -18,25 +18,23 @@ SHOWN_IDS = 20  # of the samples of a step that failed
 class Guard:
     """Call `should_stop` once per optimizer step, on every process.
 
-    It never makes the device wait. It reads the loss and the gradient norm of the previous step,
-    which are copied to the host while this step is computed. With several processes, an all-reduce
-    of some integers over gloo also runs in the background, and its result is read in the next step.
-    So the run stops with a delay, in steps:
+    It never makes the device wait: it reads the loss and the gradient norm of the previous step,
+    which are copied to the host meanwhile. With several processes, an all-reduce of some integers
+    over gloo also runs in the background, and is read in the next step. So the run stops with a
+    delay, in steps:
 
                                      one process    several processes
         a signal                     0              1
         a non-finite loss or norm    1              2
         non-finite weights           0, but only before a save (`check`)
 
-    Weights changed by these extra steps after a non-finite value are never saved. The result is the
-    same on every process.
+    Weights changed by these extra steps after a non-finite value are never saved.
 
     Attributes:
         step (int): the last step that has finished.
         agreed (int): the last step after which all processes agreed to go on.
         group: of all processes, over gloo; None for a single process.
-        moved_at (float): when this process last finished a step, or a batch of an evaluation, by
-            `time.monotonic`.
+        moved_at (float): `time.monotonic` of its last step, or batch of an evaluation.
     """
 
     def __init__(self, accelerator, timeout):
@@ -61,10 +59,8 @@ class Guard:
     def attach(self, voter):
         """Lets an object vote, too, in the same all-reduce.
 
-        Args:
-            voter: `votes()` returns its integers (list), always as many; `hear(votes)` gets their
-                maxima over all processes, in the same step on each; `check(model)` is called before
-                a save.
+        Its `votes()` returns integers (list), always as many; `hear(votes)` gets their maxima over
+        all processes, in the same step on each; `check(model)` is called before a save.
         """
         self._voter = voter
 
@@ -73,11 +69,9 @@ class Guard:
 
         Args:
             step (int): the optimizer step that has just finished.
-            losses (list): detached scalar losses of its micro-batches on this process, on the
-                device.
+            losses (list): detached scalar losses of its micro-batches on this process.
             ids (list): int64 tensors with the ids of their samples on this process.
-            norm: the gradient norm of the step, as `clip_grad_norm_` returns it; None: not
-                computed.
+            norm: the gradient norm of the step, as `clip_grad_norm_` returns it, if it is computed.
 
         Raises:
             RunFailed: a loss or norm was NaN or infinite; the message names the step and its
@@ -106,12 +100,10 @@ class Guard:
         return self._agreed_to_stop
 
     def watch(self, batches):
-        """Yields the batches of an evaluation until a signal asks any process to stop.
+        """Yields the batches of an evaluation, until a signal asks any process to stop.
 
-        The processes ask each other after the first batch, and then at most once a second.
-
-        Raises:
-            process.Interrupted: on every process, after the same batch.
+        They ask each other after the first batch, and then at most once a second. Then
+        `process.Interrupted` is raised on each, after the same batch.
         """
         start_time, asked_at, ask_at = time.monotonic(), 0, 1
         for count, batch in enumerate(batches, 1):
@@ -131,19 +123,13 @@ class Guard:
             start_time, asked_at, ask_at = time.monotonic(), count, count + wish[1]
 
     def check(self, model):
-        """Checks the newest loss and the weights now: a checkpoint never holds a diverged model.
-
-        `run.checkpoint` calls it before a save.
+        """Checks the newest loss and the weights now: `run.checkpoint` calls it before a save.
 
         An infinite gradient turns weights into NaN in a step whose own loss is finite, even if
         gradients are clipped.
 
-        Args:
-            model: its parameters and buffers may be sharded, or on several devices.
-
         Raises:
-            RunFailed: the newest loss or a weight is NaN or infinite; names the step and its
-                samples.
+            RunFailed: as `should_stop`, also for a weight or a buffer of `model`.
         """
         self._outcome()
         self._vote(self._recent[-1] if self._recent else None, all_finite(model))
@@ -191,10 +177,7 @@ class Guard:
         self._agreed_to_stop = bool(stop)
 
     def _fail(self, failed_steps):
-        """Raises RunFailed, on every process.
-
-        Args: failed_steps (list): the step of a non-finite loss, norm and weight, 0 for none.
-        """
+        """Raises RunFailed; `failed_steps`: of a non-finite loss, norm and weight, 0 for none."""
         names = ("loss at", "gradient norm at", "weights after")
         what, failed_at = next(
             (name, step) for name, step in zip(names, failed_steps, strict=True) if step
@@ -223,10 +206,7 @@ class Guard:
 
 @torch.no_grad()
 def all_finite(model):
-    """Whether all parameters and buffers of a model are finite.
-
-    Of sharded ones, looks at the part on this process.
-    """
+    """Whether the parameters and buffers of a model, or its shards on this process, are finite."""
     tensors = [*model.parameters(), *model.buffers()]
     local = [value.to_local() if isinstance(value, DTensor) else value for value in tensors]
     device = local[0].device  # a model can be on several
@@ -236,20 +216,17 @@ def all_finite(model):
 def _skip_whole_steps(accelerator):
     """Makes the gradient scaler of fp16 skip all of a step whose gradients overflow.
 
-    By default it lets a fused optimizer decide on the device, so the host does not learn that the
-    weights stayed as they were: the schedule and averaged weights would move on. Reading it makes
-    the host wait once per step.
+    By default a fused optimizer decides on the device, so the host does not learn that the weights
+    stayed as they were: the schedule and averaged weights would move on.
     """
     for wrapper in accelerator._optimizers:
         wrapper.optimizer._step_supports_amp_scaling = False
 
 
 def _to_host(values):
-    """Copies a small tensor to host memory.
+    """Copies a small tensor to host memory, without waiting for the work queued on the device.
 
     Returns the copy, and the CUDA event after which it is complete (None: already).
-
-    `values.tolist()` would instead wait for all work queued on the device.
     """
     if values.device.type != "cuda":
         return values, None

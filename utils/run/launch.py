@@ -20,14 +20,10 @@ from utils.run.output import notice, plural
 def set_up(args=None, shards=False):
     """Sets up the network and the devices of this process; call it before `Accelerator(...)`.
 
-    Sets threads, memory allocation, environment variables and deterministic algorithms.
-
     Args:
-        args (Arguments | None): of a training run, for which a notice is printed if bf16 would be
-            faster, and which has deterministic algorithms unless `--nondeterministic` is given;
-            None: this is no training run.
-        shards (bool): whether the script runs with a sharded model, which it sets up itself; if
-            not, an FSDP configuration is refused.
+        args (Arguments | None): of a training run; None: this is no training run.
+        shards (bool): whether the script sets up a sharded model; if not, an FSDP configuration is
+            refused.
 
     Returns:
         bool: whether to run on the CPU, for `Accelerator(cpu=...)`. On a machine without a GPU
@@ -60,12 +56,9 @@ def set_up(args=None, shards=False):
 def accelerator_options(args):
     """The arguments of `Accelerator(...)` that every training script shares.
 
-    - Loaders yield global batches: each is split over the processes (`split_batches`), so every
-      topology sees the same batches in the same order, which depends only on the seed and the
-      epoch (`use_seedable_sampler`, `data_seed`).
-    - Gradients are accumulated over `--gradient_accumulation_steps` micro-batches, also across the
-      end of an epoch.
-    - Processes wait for each other at most `--timeout` seconds.
+    Loaders yield global batches: each is split over the processes (`split_batches`), so every
+    topology sees the same batches in the same order, which depends only on the seed and the epoch
+    (`use_seedable_sampler`, `data_seed`). Gradients accumulate across the end of an epoch, too.
     """
     order = dict(split_batches=True, use_seedable_sampler=True, data_seed=args.seed)
     micro_batches = getattr(args, "gradient_accumulation_steps", 1)
@@ -78,11 +71,7 @@ def accelerator_options(args):
 
 
 def print_banner(accelerator):
-    """Checks the precision, and prints once what runs where.
-
-    Raises:
-        UserError: a GPU lacks bf16, or Accelerate did not connect the processes.
-    """
+    """Prints once what runs where; raises UserError if a GPU lacks bf16 or a process is alone."""
     on_gpu = accelerator.device.type == "cuda"
     if on_gpu and accelerator.mixed_precision == "bf16":
         # Not in `set_up`, after which a script may still choose its GPUs: this initializes CUDA.
@@ -106,11 +95,7 @@ def print_banner(accelerator):
 def divide_batch(accelerator, batch_size, gradient_accumulation_steps=1):
     """Divides the global batch over the processes, and prints once how.
 
-    Returns:
-        int: samples per process and micro-batch.
-
-    Raises:
-        UserError: it does not divide evenly.
+    Returns the samples per process and micro-batch; raises UserError if it does not divide evenly.
     """
     processes = accelerator.num_processes
     parts = processes * gradient_accumulation_steps
@@ -161,11 +146,7 @@ def set_gloo_interface():
 
 
 def interface_to(host):
-    """The network interface from which this machine reaches `host` over IPv4, or its only one.
-
-    Returns:
-        str | None: None: there are several.
-    """
+    """The network interface from which this machine reaches `host` over IPv4, or its only one."""
     addresses = {
         entry.address: name
         for name, entries in psutil.net_if_addrs().items()

@@ -37,11 +37,7 @@ CONNECT_SECONDS = 10
 
 @cache
 def find():
-    """Finds the launcher among the parents of this process.
-
-    Returns:
-        psutil.Process | None: None: a person or another program started this process.
-    """
+    """Finds the launcher among the parents of this process: a `psutil.Process`, or None."""
     import psutil  # here, so that signals are handled before it is imported
 
     try:
@@ -72,11 +68,7 @@ def option(name):
 
 
 def variable(name):
-    """A variable of the environment as the person set it, before the launcher changed it.
-
-    Returns:
-        str | None: None: it was not set.
-    """
+    """A variable of the environment as the person set it, before the launcher changed it."""
     environment = os.environ if find() is None else _ask("environ") or {}
     return environment.get(name)
 

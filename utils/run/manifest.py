@@ -23,7 +23,6 @@ from utils.run.files import regular_file, set_usual_mode, sync, write_json
 
 MANIFEST = "manifest.json"
 NAME = "step_{step:08d}"  # of the folder of a checkpoint
-NUMBERS = ("score", "loss", "best", "best_loss")  # of the progress; each may also be missing
 # How many times processes compare the files that they see, half a second apart: on network file
 # systems new files become visible late.
 SHARED_CHECKS = 20
@@ -42,73 +41,49 @@ def read(path):
 
     Returns:
         dict | None: `arguments`, `progress` (`step`, `score`, and what the script saved with it),
-        `topology`, `versions`, `files`, `sha256`; None if it is missing or not one of ours.
+        `topology`, `versions`, `files`; None if it is missing, changed or not one of ours.
     """
     try:
         file = regular_file(Path(path) / MANIFEST)
         manifest = json.loads(file.read_text(encoding="utf-8"))
+        if isinstance(manifest, dict) and manifest.pop("sha256", None) == _checksum(manifest):
+            return manifest
     except (OSError, ValueError, RecursionError, UserError):
-        return None
-    return manifest if _is_ours(manifest) else None
-
-
-def _is_ours(manifest):
-    """Whether a JSON value has the types of a manifest."""
-    if not isinstance(manifest, dict):
-        return False
-    progress, files = manifest.get("progress"), manifest.get("files", {})
-    if not (isinstance(progress, dict) and isinstance(files, dict)):
-        return False
-    number = (int, float, type(None))
-    described = files.values()
-    return (
-        type(progress.get("step")) is int
-        and all(isinstance(progress.get(name), number) for name in NUMBERS)
-        and isinstance(manifest.get("arguments", {}), dict)
-        and all(isinstance(file, dict) and file.keys() >= {"size", "sha256"} for file in described)
-    )
+        pass
+    return None
 
 
 def best(paths):
     """The best of the checkpoints in `paths`, oldest first, or None if none has a score."""
     ranks = {}
     for path in reversed(paths):  # `max` returns the first of equal ones
-        progress = (read(path) or {"progress": {}})["progress"]
-        if progress.get("score") is not None:
-            ranks[path] = rank(progress["score"], progress.get("loss"))
+        manifest = read(path)
+        if manifest and manifest["progress"].get("score") is not None:
+            ranks[path] = rank(manifest["progress"]["score"], manifest["progress"].get("loss"))
     return max(ranks, key=ranks.get) if ranks else None
 
 
 def rank(score, loss=None):
     """What to compare evaluations by: the higher score, or of equal ones the lower loss.
 
-    Of two that are equal in both, the later one is better. A score or loss that is missing or not
-    a number is the worst.
+    Of two that are equal in both, the later one is better. What is missing or NaN is the worst.
     """
     values = (score, None if loss is None else -loss)
     return [-math.inf if value is None or math.isnan(value) else value for value in values]
 
 
 def refuse_links(folder):
-    """Raises UserError if a folder of a checkpoint is a link, or has one, a device or a pipe in it.
-
-    `verify` includes this.
-    """
+    """Raises UserError if a folder of a checkpoint is a link, or has one or a device in it."""
     if Path(folder).is_symlink():
         raise UserError(f"{folder} is refused: it is a link")
     _sizes(folder)
 
 
 def verify(accelerator, path):
-    """Checks every file of a checkpoint against its manifest, before anything is loaded.
+    """Checks every file of a checkpoint against its manifest, which it returns.
 
-    Call it on every process: each hashes its share of the files.
-
-    Returns:
-        dict: the manifest.
-
-    Raises:
-        UserError: a file is missing, damaged or unknown; the message names the first one.
+    Call it on every process, before anything is loaded: each hashes its share of the files.
+    Raises UserError if one is missing, damaged or unknown.
     """
     path = Path(path)
     manifest = run_on_main(accelerator, lambda: _read_checked(path))
@@ -138,16 +113,13 @@ def _read_checked(path):
     if not os.path.isdir(path):
         raise UserError(f"checkpoint {path} does not exist")
     manifest = read(path)
-    if manifest is None or "files" not in manifest:
+    if manifest is None:
         inside = all_in(path)  # of the folder of a run
         hint = f" (the newest one in it is {inside[-1]})" if inside else ""
         raise UserError(
-            f"{path} is not a checkpoint: its {MANIFEST} is missing or unreadable{hint}"
+            f"{path} is not a checkpoint: its {MANIFEST} is missing, unreadable or changed{hint}"
         )
-    files = manifest["files"]
-    if manifest.pop("sha256", None) != _checksum(manifest):
-        raise UserError(f"checkpoint {path} is damaged: {MANIFEST} was changed")
-    sizes = _sizes(path)
+    files, sizes = manifest["files"], _sizes(path)
     for name in files:
         if name not in sizes:
             raise UserError(f"checkpoint {path} is damaged: {name} is missing")
@@ -160,9 +132,7 @@ def _read_checked(path):
 
 
 def hash_and_sync(accelerator, folder, group=None):
-    """Hashes the files in `folder` and syncs them to disk, spread over all processes.
-
-    Call it on every process.
+    """Hashes the files in `folder` and syncs them to disk; call it on every process.
 
     Args: group: as for `collectives.gather`.
 
@@ -170,8 +140,7 @@ def hash_and_sync(accelerator, folder, group=None):
         dict: name -> `size` in bytes and `sha256`.
 
     Raises:
-        UserError: the processes do not see the same files, because their machines do not share the
-            folder.
+        UserError: the processes do not see the same files: their machines do not share the folder.
         OSError: a process could not read or sync a file; raised on every process.
     """
     for _ in range(SHARED_CHECKS):
@@ -211,9 +180,8 @@ def hash_and_sync(accelerator, folder, group=None):
 
 def complete(writing, target, manifest):
     """Writes the manifest into the folder `writing`, which then gets its final name, `target`."""
-    manifest["sha256"] = _checksum(manifest)
     with (writing / MANIFEST).open("w") as file:
-        json.dump(manifest, file, indent=2)
+        json.dump({**manifest, "sha256": _checksum(manifest)}, file, indent=2)
     sync(writing / MANIFEST)
     sync(writing)
     if target.exists():  # damaged, so that the run continued from an older one
@@ -224,22 +192,14 @@ def complete(writing, target, manifest):
 
 
 def amend(path, changed):
-    """Changes values of the progress in a checkpoint's manifest, atomically.
-
-    Args:
-        changed (dict): name -> new value.
-    """
+    """Changes values of the progress (dict) in a checkpoint's manifest, atomically."""
     manifest = read(path)
     manifest["progress"] |= changed
-    del manifest["sha256"]
-    manifest["sha256"] = _checksum(manifest)
-    write_json(Path(path) / MANIFEST, manifest)
+    write_json(Path(path) / MANIFEST, {**manifest, "sha256": _checksum(manifest)})
 
 
 def _sizes(folder):
-    """The files below `folder`: path relative to it -> size in bytes.
-
-    Leaves out `JUNK`, which nothing loads.
+    """The files below `folder`, without `JUNK`: path relative to it -> size in bytes.
 
     Raises:
         UserError: there is a link, a device, a pipe or a socket.

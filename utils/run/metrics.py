@@ -15,10 +15,7 @@ from utils.run.output import plural
 
 
 class Metrics:
-    """Logs metrics to the screen, to metrics.jsonl and to loggers.
-
-    Every process creates one; only the main process writes.
-    """
+    """Logs metrics to the screen, to metrics.jsonl and to loggers: those of the main process."""
 
     def __init__(self, folder, accelerator, plan, meter, step, loggers=()):
         """Opens the log, and drops the lines after `step` (int): they are written again.
@@ -54,14 +51,7 @@ class Metrics:
         self._file = path.open("a")
 
     def log(self, split, step, figures, score=None):
-        """Logs the metrics of a step; call it on every process.
-
-        For the split `train` this adds the speed, the memory and the time left.
-
-        Args:
-            figures (dict): name -> number, scalar tensor or text; None: not measured, left out.
-            score (float | None): score of an evaluation.
-        """
+        """Logs the metrics of a step, as `RunFolder.log`; call it on every process."""
         figures = {name: as_number(value) for name, value in figures.items() if value is not None}
         state = {}
         if split == "train":
@@ -77,8 +67,12 @@ class Metrics:
         for logger in self._loggers:
             logger.log(values, step, sent_before=(split, step) in self._sent)
         scored = {} if score is None else {"score": score}
-        self.write(split, step, epoch=self._plan.epoch_at(step), **figures, **state, **scored)
-        self._show(split, step, figures | state)
+        line = {"epoch": self._plan.epoch_at(step), **figures, **state}
+        self.write(split, step, **line, **scored)
+        if split == "train":
+            print(train_line({"step": step, **line}, self._plan.total_steps))
+        elif "text" not in figures:
+            print(f"step {step}  {split} {'  '.join(in_words(figures))}")
 
     def write(self, split, step, **figures):
         """Appends a line to metrics.jsonl, unless it was already written before a restart."""
@@ -119,23 +113,13 @@ class Metrics:
         if self._is_main:
             self._file.close()
 
-    def _show(self, split, step, figures):
-        if split == "train":
-            shown = {"step": step, "epoch": self._plan.epoch_at(step), **figures}
-            print(train_line(shown, self._plan.total_steps))
-        elif "text" not in figures:
-            print(evaluation_line(split, step, figures))
-
 
 class Meter:
     """Measures samples per second between two log lines, without evaluation and saving.
 
-    GPU kernels run asynchronously, but reading the loss for each log line waits for them. So the
-    time between two log lines is correct.
+    GPU kernels run asynchronously, but reading the loss for each log line waits for them.
 
     Attributes:
-        batch_size (int): samples per optimizer step.
-        rates (dict): as they were given.
         waited_seconds (float): the time that the loop has waited for batches, in total.
     """
 
@@ -143,8 +127,7 @@ class Meter:
         """
         Args:
             batch_size (int): samples per optimizer step.
-            rates (dict): name -> amount per sample, of additional rates (such as
-                `tokens_per_second`).
+            rates (dict): name -> amount per sample, of more rates (`tokens_per_second`).
         """
         self._device, self.batch_size, self.rates = device, batch_size, rates
         self.waited_seconds = 0.0
@@ -165,12 +148,7 @@ class Meter:
             start_time = time.perf_counter()
 
     def read(self, step, total_steps):
-        """Returns the measurements since the last call, and starts again.
-
-        Returns:
-            tuple[dict, dict]: rates (`samples_per_second` and the additional ones); the state of
-            the run (`step_seconds`, `data_share`, `memory_bytes`, `seconds_left`).
-        """
+        """The speeds since the last call, and the state of the run (both dict); starts again."""
         seconds = max(time.perf_counter() - self._since, 1e-9)
         steps = max(step - self._step, 1)
         samples_per_second = steps * self.batch_size / seconds
@@ -231,19 +209,8 @@ def speed(figures):
     return f"{rate:,.{0 if rate >= 10 else 1}f} samples/s"
 
 
-def evaluation_line(split, step, figures):
-    """Formats the metrics of an evaluation for printing."""
-    return f"step {step}  {split} {'  '.join(in_words(figures))}"
-
-
 def in_words(figures):
-    """Formats metrics, each with its standard error if there is one, and numbers of samples last.
-
-    Args: figures (dict): name -> float; `NAME_standard_error`; or an int, such as `images`.
-
-    Returns:
-        list[str].
-    """
+    """Lists metrics as text, each with its standard error, if any, and counts (int) last."""
     metrics, counts = [], []
     for name, value in figures.items():
         words, error = name.replace("_", " "), figures.get(f"{name}_standard_error")

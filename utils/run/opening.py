@@ -8,7 +8,6 @@ from typing import NamedTuple
 
 from utils.run import checkpoint, manifest, record
 from utils.run.arguments import CONTINUE_RULE, MAY_CHANGE_IN_FORK
-from utils.run.claim import claim
 from utils.run.collectives import run_on_main
 from utils.run.failures import UserError
 from utils.run.files import read_json
@@ -17,93 +16,89 @@ from utils.run.output import plural
 
 
 class Identity(NamedTuple):
-    """What a run is, by which another start continues it.
+    """What a run is, by which another start continues it."""
 
-    Attributes:
-        arguments (dict): as `record.comparable` returns them.
-        data (dict): name -> text, of what the arguments lead to, such as a checksum of the data.
-        may_change (set): names of arguments that may differ.
-        resume (str): the value of `--resume`.
-    """
-
-    arguments: dict
-    data: dict
-    may_change: set
-    resume: str
+    arguments: dict  # as `record.comparable` returns them
+    data: dict  # name -> text, of what the arguments lead to, such as a checksum of the data
+    may_change: set  # names of arguments
+    resume: str  # the value of `--resume`
 
 
 class Start(NamedTuple):
-    """From where a run starts.
+    """From where a run starts."""
 
-    Attributes:
-        results (dict | None): those of a run that has already finished.
-        checkpoint (Path | None), manifest (dict | None): the one to continue from.
-        run_id (str | None): of the run in the folder.
-        owner (str | None): who has the lock of the folder.
-        changes (list): what differs from the run of which this one continues a checkpoint.
-    """
-
-    results: dict | None = None
-    checkpoint: Path | None = None
-    manifest: dict | None = None
-    run_id: str | None = None
-    owner: str | None = None
-    changes: list = ()
+    results: dict | None = None  # those of a run that has already finished
+    checkpoint: Path | None = None  # the one to continue from
+    manifest: dict | None = None  # its manifest
+    run_id: str | None = None  # of the run in the folder
+    changes: list = ()  # what differs from the run of which this one continues a checkpoint
 
 
-def claim_and_read(path, identity, plan):
-    """Claims the folder of a run, and reads what it says of itself; main process only.
+def find(accelerator, path, identity, plan):
+    """Finds out from where a run starts in its folder, which is claimed; call it on every process.
 
     Empties a folder that was left by --dry_run or --overfit_batch, if this run has that flag.
 
-    Args:
-        path (Path): the folder.
-        identity (Identity): of this run.
-        plan (Plan): of this run.
-
-    Returns:
-        tuple: the lock, an open file; `Start`, without a checkpoint.
-
     Raises:
-        UserError: the folder cannot be written, is in use, or holds another run.
+        UserError: the folder holds another run; all checkpoints are damaged, or the one to continue
+            from belongs to another run or has taken more steps than `plan` allows.
     """
-    _refuse_other_folders(path)
-    owner, lock = claim(path)
-    return lock, Start(owner=owner, **_read(path, identity, plan))
-
-
-def _read(path, identity, plan):
-    earlier = _check(path, identity)
-    script = record.script_hash()
-    if earlier and earlier.get("script", script) != script:
-        print(
-            f"warning: {sys.argv[0]} has changed since this run started: use another "
-            "--output_dir for a new run"
-        )
-    if earlier and record.read_status(path).get("state") == "finished":
-        results = read_json(path / "results.json")
-        if results and _has_ended(results, identity, plan):
-            return {"results": results}
-        if results and not manifest.all_in(path):
-            raise UserError(
-                f"the run in {path} has finished, and its checkpoints are gone: train its weights "
-                "further in another --output_dir"
-            )
-    return {"run_id": (earlier or {}).get("run_id")}
-
-
-def find_checkpoint(accelerator, path, start, identity, plan):
-    """Adds the checkpoint to continue from to `start`; call it on every process.
-
-    Raises:
-        UserError: all are damaged, or it belongs to another run, or has taken more steps than
-            `plan` allows.
-    """
+    start = run_on_main(accelerator, lambda: _read(path, identity, plan))
     found = None if start.results else checkpoint.find(accelerator, path, identity.resume)
     if found is None:
         return start
     changes = run_on_main(accelerator, lambda: _check_checkpoint(*found, identity, plan))
     return start._replace(checkpoint=found[0], manifest=found[1], changes=changes)
+
+
+def _read(path, identity, plan):
+    """What the folder says of itself, as `Start` without a checkpoint."""
+    earlier = _check(path, identity)
+    if earlier is None:
+        return Start()
+    script = record.script_hash()
+    if earlier.get("script", script) != script:
+        print(
+            f"warning: {sys.argv[0]} has changed since this run started: use another "
+            "--output_dir for a new run"
+        )
+    finished = record.read_status(path).get("state") == "finished"
+    results = read_json(path / "results.json") if finished else None
+    if results and _has_ended(results, identity, plan):
+        return Start(results)
+    if results and not manifest.all_in(path):
+        raise UserError(
+            f"the run in {path} has finished, and its checkpoints are gone: train its weights "
+            "further in another --output_dir"
+        )
+    return Start(run_id=earlier.get("run_id"))
+
+
+def _check(path, identity):
+    """Returns args.json of the run in a folder, which this run may continue; None for a new one."""
+    earlier = read_json(path / "args.json")
+    if earlier is None:
+        return None
+    for name in ("dry_run", "overfit_batch"):
+        if identity.arguments.get(name) and earlier["arguments"].get(name):
+            _empty(path)
+            return None
+    if identity.resume == "never":
+        raise UserError(
+            f"{path} already contains a run: with --resume never, use another --output_dir"
+        )
+    theirs, ours = (Path(words[0]).name for words in (earlier["command"], sys.argv))
+    if theirs != ours and earlier["arguments"].keys() != identity.arguments.keys():
+        raise UserError(f"{path} holds a run of {theirs}, not {ours}: use another --output_dir")
+    check_same(earlier, identity, path)
+    return earlier
+
+
+def _empty(path):
+    # args.json last: if this is killed, the folder still says whose it is.
+    for entry in sorted(path.iterdir(), key=lambda entry: entry.name == "args.json"):
+        if entry.name != ".lock":
+            shutil.rmtree(entry) if entry.is_dir() else entry.unlink()
 
 
 def _check_checkpoint(place, contents, identity, plan):
@@ -145,10 +140,7 @@ def announce_finished(path, results):
 
 
 def announce(accelerator, path, plan, start):
-    """Prints the length of a run, where it starts, and what has changed since its checkpoint.
-
-    Args: start (Start): as `find` returned it.
-    """
+    """Prints the length of a run, where it starts, and what has changed since its checkpoint."""
     steps = f"{plural(plan.total_steps, 'step')}, {plan.steps_per_epoch} per epoch"
     if plan.left_out:
         steps += f", each of which leaves out {plural(plan.left_out, 'sample')}, less than a batch"
@@ -175,61 +167,10 @@ def announce(accelerator, path, plan, start):
         )
 
 
-def _refuse_other_folders(path):
-    """Raises UserError for a folder of something else, before anything is written to it."""
-    earlier = read_json(path / "args.json")
-    if earlier is None:
-        # What a run has before its args.json, if it is stopped there.
-        begun = ".lock .probe .args.json. checkpoints status.json .status.json.".split()
-        names = [entry.name for entry in path.glob("*")]  # none of a folder that cannot be read
-        if not all(name.startswith((*begun, *manifest.JUNK)) for name in names):
-            raise UserError(
-                f"{path} is not empty and does not contain a run of these scripts: use another "
-                "--output_dir"
-            )
-    elif not (isinstance(earlier, dict) and {"arguments", "data", "command"} <= earlier.keys()):
-        raise UserError(
-            f"{path} has an args.json of another program or version: use another --output_dir"
-        )
-
-
-def _check(path, identity):
-    """Returns args.json of the run in a folder, which this run may continue; None for a new one."""
-    earlier = read_json(path / "args.json")
-    for name in ("dry_run", "overfit_batch"):
-        if not (earlier and identity.arguments.get(name) and earlier["arguments"].get(name)):
-            continue
-        _empty(path)
-        earlier = None
-    if earlier is not None:
-        _check_earlier(path, earlier, identity)
-    return earlier
-
-
-def _empty(path):
-    # args.json last: if this is killed, the folder still says whose it is.
-    for entry in sorted(path.iterdir(), key=lambda entry: entry.name == "args.json"):
-        if entry.name != ".lock":
-            shutil.rmtree(entry) if entry.is_dir() else entry.unlink()
-
-
-def _check_earlier(path, earlier, identity):
-    if identity.resume == "never":
-        raise UserError(
-            f"{path} already contains a run: with --resume never, use another --output_dir"
-        )
-    theirs, ours = (Path(words[0]).name for words in (earlier["command"], sys.argv))
-    if theirs != ours and earlier["arguments"].keys() != identity.arguments.keys():
-        raise UserError(f"{path} holds a run of {theirs}, not {ours}: use another --output_dir")
-    check_same(earlier, identity, path)
-
-
 def check_same(earlier, identity, place):
     """Raises UserError, which lists each difference, if `earlier` is the record of another run.
 
-    Args:
-        earlier (dict): with `arguments` and `data`.
-        place: where it was recorded, a run's folder or a checkpoint.
+    Args: place: where it was recorded, a run's folder or a checkpoint.
     """
     arguments, differences = identity.arguments, _differences(earlier, identity)
     if not differences:

@@ -57,6 +57,11 @@ def one_line(text):
     return _UNPRINTABLE.sub(lambda match: repr(match[0])[1:-1], str(text))
 
 
+def warn(text):
+    """Prints a warning."""
+    print(f"warning: {text}", file=sys.stderr, flush=True)
+
+
 def notice(text):
     """Prints a line that stands out."""
     print(f"*** {text} ***", file=sys.stderr, flush=True)

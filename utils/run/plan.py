@@ -1,49 +1,32 @@
 """Computes which optimizer steps are left, and what to do after each of them. Needs no torch."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
-from itertools import islice
+from itertools import count, islice
 
 from utils.run.failures import UserError
 
 
 @dataclass(frozen=True)
 class Plan:
-    """The schedule of a run, in optimizer steps. Steps are numbered from 1 to `total_steps`.
-
-    Attributes:
-        total_steps (int): length of the run.
-        steps_per_epoch (int): optimizer steps in one pass over the training data.
-        accumulation (int): micro-batches, which the loader yields, per optimizer step.
-        log_every, evaluate_every, save_every (int): steps between two log lines, evaluations,
-            checkpoints; `save_every` 0: save only after the last step.
-        stream (bool): whether the training data continue at a position of their own, so that no
-            batches are skipped.
-        left_out (int): samples of each epoch, which fill no batch.
-    """
+    """The schedule of a run, in optimizer steps. Steps are numbered from 1 to `total_steps`."""
 
     total_steps: int
-    steps_per_epoch: int
-    accumulation: int = 1
-    log_every: int = 1
+    steps_per_epoch: int  # in one pass over the training data
+    accumulation: int = 1  # micro-batches, which the loader yields, per step
+    log_every: int = 1  # steps between two log lines
     evaluate_every: int = 1
-    save_every: int = 1
-    stream: bool = False
-    left_out: int = 0
+    save_every: int = 1  # 0: save only after the last step
+    stream: bool = False  # the data continue at a position of their own: no batches are skipped
+    left_out: int = 0  # samples of each epoch, which fill no batch
 
     @classmethod
     def from_args(cls, args, samples=None):
         """Builds the plan from the command-line arguments.
 
         Args:
-            args: `epochs`, `max_train_steps`, `batch_size`, `log_every`, `eval_every` and
-                `checkpoint_every`, as the training scripts define them, and
-                `gradient_accumulation_steps`, if the script has it.
             samples (int | None): size of the training set; None: a stream, treated as one epoch of
                 `--max_train_steps` steps.
-
-        Raises:
-            UserError: the training set is smaller than a batch.
         """
         steps_per_epoch = args.max_train_steps if samples is None else samples // args.batch_size
         if steps_per_epoch == 0:
@@ -94,26 +77,20 @@ class Plan:
 
         With `save_every` 0 only after the last step.
         """
-        if step == self.total_steps or self.save_every == 0:
+        if self.save_every == 0:
             return step == self.total_steps
         return step % self.save_every == 0 or self.evaluation_due(step)
 
 
 @dataclass(frozen=True)
 class RemainingSteps:
-    """The steps `first` to `last` of an epoch: all of it, or what an interruption left.
-
-    Attributes:
-        skip (int): batches of this epoch that earlier steps used.
-        accumulation (int): micro-batches per step.
-        done (Callable): whether to end before the next step.
-    """
+    """The steps `first` to `last` of an epoch: all of it, or what an interruption left."""
 
     first: int
     last: int
-    skip: int
-    accumulation: int
-    done: Callable = lambda: False
+    skip: int  # batches of this epoch that earlier steps used
+    accumulation: int  # micro-batches per step
+    done: Callable = lambda: False  # whether to end before the next step
 
     def rest(self, loader):
         """The prepared `loader`, or one without the batches that earlier steps used."""
@@ -122,11 +99,7 @@ class RemainingSteps:
         return skip_first_batches(loader, self.skip) if self.skip else loader
 
     def steps(self, batches):
-        """Yields `(step, batch)`, for a loop without gradient accumulation.
-
-        Raises:
-            RuntimeError: there are fewer batches than steps, or the plan accumulates gradients.
-        """
+        """Yields `(step, batch)`, for a loop without gradient accumulation."""
         if self.accumulation != 1:
             raise RuntimeError("a loop over `steps` does not accumulate: use `accumulated`")
         for step, micro_batches in self.accumulated(batches):
@@ -136,30 +109,18 @@ class RemainingSteps:
     def accumulated(self, batches):
         """Yields `(step, micro_batches)`; `micro_batches` iterates over the batches of that step.
 
-        Raises:
-            RuntimeError: the loop body did not use all micro-batches of a step, or there are fewer
-                batches than the steps need.
+        Raises RuntimeError if the loop body did not use all of them, or the loader has fewer.
         """
         batches = iter(batches)
         for step in range(self.first, self.last + 1):
             if self.done():
                 return
-            micro_batches = _Counted(islice(batches, self.accumulation))
-            yield step, micro_batches
-            if micro_batches.count != self.accumulation:
+            numbers = count()
+            micro_batches = zip(islice(batches, self.accumulation), numbers, strict=False)
+            yield step, (batch for batch, _ in micro_batches)
+            used = next(numbers)
+            if used != self.accumulation:
                 raise RuntimeError(
-                    f"step {step} used {micro_batches.count} of its {self.accumulation} "
-                    "micro-batches: the loader has no more, or the loop left some"
+                    f"step {step} used {used} of its {self.accumulation} micro-batches: the loader "
+                    "has no more, or the loop left some"
                 )
-
-
-class _Counted(Iterator):
-    """Iterates over `items` and counts those used."""
-
-    def __init__(self, items):
-        self._items, self.count = items, 0
-
-    def __next__(self):
-        item = next(self._items)
-        self.count += 1
-        return item

@@ -55,21 +55,15 @@ class Interrupted(Exception):
 
 
 class _State:
-    """What is known about stopping this process. Only this module changes it.
-
-    Attributes:
-        handles_signals (bool): stays False in a notebook.
-        refusal (UserError | None): the environment describes another launch.
-        parent (int): the process that started this one.
-        signum (int | None), since (float | None): the first signal, and when it arrived.
-        phase (str): "starting", "training", "saving" while it saves to stop, or "finishing".
-        failed, preempted, wait (Callable | None): see `record_with` and `before_exit`.
-    """
+    """What is known about stopping this process. Only this module changes it."""
 
     def __init__(self):
-        self.handles_signals, self.refusal, self.parent = False, None, os.getppid()
-        self.signum, self.since, self.phase = None, None, "starting"
-        self.failed = self.preempted = self.wait = None
+        self.handles_signals = False  # stays so in a notebook
+        self.refusal = None  # UserError: the environment describes another launch
+        self.parent = os.getppid()
+        self.signum = self.since = None  # the first signal, and when it arrived
+        self.phase = "starting"  # then "training", "saving", "finishing"
+        self.failed = self.preempted = self.wait = None  # see `record_with` and `before_exit`
 
 
 state = _State()
@@ -78,9 +72,8 @@ state = _State()
 def handle_signals():
     """Handles SIGTERM, SIGUSR1, SIGHUP and Ctrl-C; exits when the launcher dies (on Linux).
 
-    SIGHUP stays ignored if it is now, as under `nohup`. This also drops output that cannot be
-    printed, and turns off garbage collection until `entry.run`: during the imports it takes a tenth
-    of the time and finds next to nothing.
+    This also drops output that cannot be printed, and turns off garbage collection until
+    `entry.run`: during the imports it takes a tenth of the time and finds next to nothing.
     """
     state.handles_signals = True
     sys.excepthook = lambda _, error, __: print_uncaught(error)  # of an import, on one process
@@ -90,7 +83,7 @@ def handle_signals():
     os.set_blocking(writer, False)
     signal.set_wakeup_fd(writer, warn_on_full_buffer=False)
     os.register_at_fork(after_in_child=lambda: signal.set_wakeup_fd(-1))  # not from loader workers
-    for signum in STOPPING:
+    for signum in STOPPING:  # SIGHUP stays ignored under `nohup`
         if signum != signal.SIGHUP or signal.getsignal(signum) != signal.SIG_IGN:
             signal.signal(signum, _on_signal)
     threading.Thread(target=_end_if_stuck, args=(reader,), daemon=True).start()
@@ -119,14 +112,14 @@ def signal_name():
 
 
 def record_with(failed, preempted=None):
-    """Registers what records how the run ends, in place of what was registered before.
+    """Registers what records how the run ends.
 
     Args:
         failed (Callable | None): called with the reason and whether the same command may succeed
             when it is run again; returns whether this process is the first to record a reason, and
             what else there is to say, a list of lines.
         preempted (Callable | None): called with the reason when a signal ends the run outside of
-            the loop; returns how to continue; None: nothing has started yet.
+            the loop; returns how to continue.
     """
     state.failed, state.preempted = failed, preempted
 
@@ -139,10 +132,9 @@ def before_exit(wait):
 def training_starts():
     """Call this when training starts: from then on the loop notices signals and saves.
 
-    Before it, a signal ends the process. Objects that exist now, such as imported modules, are
-    excluded from later garbage collections. Scanning them takes 0.1 s; each process would do it in
-    a different step, and the others would wait. A notebook's process outlives its runs, so there
-    nothing is excluded, and the memory of each run is freed.
+    Objects that exist now, such as imported modules, are excluded from later garbage collections:
+    scanning them takes 0.1 s, each process would do it in a different step, and the others would
+    wait. A notebook's process outlives its runs, so there the memory of each run is freed.
     """
     if state.handles_signals:
         gc.collect()
@@ -153,18 +145,12 @@ def training_starts():
 
 
 def stopping_starts():
-    """Call this when all processes have agreed to stop: this one gets time to save.
-
-    Its launcher may be dead.
-    """
+    """Call this when all processes have agreed to stop: this one gets time to save."""
     state.phase = "saving"
 
 
 def is_stopping():
-    """Whether all processes have agreed to stop: the next checkpoint is the last one.
-
-    Within `saving()`, always.
-    """
+    """Whether all processes have agreed to stop. Within `saving()`, always."""
     return state.phase == "saving"
 
 

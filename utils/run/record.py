@@ -40,13 +40,7 @@ def _absolute(name, value):
 
 
 def differences(earlier, now, may_change=()):
-    """Lists the values in which two runs differ, except those that may change.
-
-    Args: earlier, now (dict): the `arguments` of two runs, or their `data`.
-
-    Returns:
-        list[str]: `name value (was earlier value)`.
-    """
+    """Lists, as text, the values (of two dicts) in which two runs differ and may not change."""
     lines = []
     for name in sorted((earlier.keys() | now.keys()) - set(may_change)):
         was, value = earlier.get(name), now.get(name)
@@ -103,7 +97,6 @@ def write(folder, accelerator, own, step):
     """Writes args.json, which also lists all starts of the run.
 
     Args:
-        folder (Path): that of the run.
         own (dict): what only the run knows, such as its `arguments`.
         step (int): optimizer steps done before this start.
 
@@ -131,10 +124,7 @@ def script_hash():
 
 
 def git_commit():
-    """The git commit of the running script, or None outside a repository.
-
-    It ends in `-dirty` if files were changed since.
-    """
+    """The git commit of the running script, with `-dirty` if files were changed since; or None."""
     command = ["git", "describe", "--always", "--dirty", "--abbrev=40", "--exclude=*"]
     folder = Path(sys.argv[0]).resolve().parent
     try:

@@ -15,13 +15,9 @@ FAILED_SAVES = 3  # in a row that end a run: it would lose more and more work
 
 
 class Writer:
-    """Writes a checkpoint while the training waits. That of `utils/scale` does not wait.
+    """Writes a checkpoint while the training waits. That of `utils/scale` does not wait."""
 
-    Attributes:
-        group: of all processes, for the collectives of a thread; None: the training waits.
-    """
-
-    group = None
+    group = None  # of all processes, for the collectives of a thread
 
     def capture(self, wait):
         """A block that writes files; yields a list of functions that write those that it did not.
@@ -31,10 +27,7 @@ class Writer:
         return contextlib.nullcontext([])
 
     def start(self, writes, finish):
-        """Calls `writes`, then `finish` with the first error of `writes` or None; returns a Future.
-
-        Args: writes (list): of `capture`.
-        """
+        """Calls `writes`, then `finish` with their first error or None; returns a Future of it."""
         future = Future()
         try:
             future.set_result(finish(None))
@@ -45,19 +38,12 @@ class Writer:
 
 @dataclass
 class Save:
-    """A checkpoint that is being written.
-
-    Attributes:
-        future: of whether it was written, and after how many seconds; None: it is on disk.
-        blocked_seconds (float): how long the training waited for it, at most.
-        evaluation (dict | None): what changes in its progress by the evaluation that follows it;
-            None: that is still to come. {}: none is due.
-    """
+    """A checkpoint that is being written."""
 
     step: int
-    future: Future | None
-    blocked_seconds: float
-    evaluation: dict | None
+    future: Future | None  # of whether it was written, and its seconds; None: it is on disk
+    blocked_seconds: float  # how long the training waited for it, at most
+    evaluation: dict | None  # what it changes in the progress; None: still to come; {}: none is due
 
 
 class Saves:
@@ -122,11 +108,7 @@ class Saves:
                 self._wait()
 
     def _complete(self, folder, error, record, start_time, write_error):
-        """Turns what was written to `folder` into a checkpoint; may run in a thread.
-
-        Returns:
-            tuple[bool, float]: whether it was written; the seconds since `start_time`.
-        """
+        """Turns what was written into a checkpoint; gives `Save.future` its result."""
         error = error or write_error
         if error is not None and not checkpoint.is_write_error(error):
             raise error
@@ -140,10 +122,7 @@ class Saves:
             self._wait()
 
     def evaluated(self, step, changes):
-        """The evaluation after `step` is done: changes the progress of its checkpoint.
-
-        Args: changes (dict): name -> new value.
-        """
+        """The evaluation after `step` is done: changes (dict) the progress of its checkpoint."""
         if self._save and self._save.step == step and self._save.evaluation is None:
             self._save.evaluation = changes
             self._settle()
@@ -189,15 +168,11 @@ class Saves:
 
 
 class Best:
-    """The scores of a run, of which checkpoints keep a record.
-
-    Attributes:
-        stale (int): the evaluations since the one with the highest score.
-    """
+    """The scores of a run, of which checkpoints keep a record."""
 
     def __init__(self, patience=None):
         """Args: patience (int | None): how many evaluations may be without a better score."""
-        self._patience, self.stale = patience, 0
+        self._patience, self.stale = patience, 0  # evaluations since the one with the highest score
         self._newest, self._best = (None, None, None), (None, None)
 
     def restore(self, progress, longer):
@@ -227,9 +202,7 @@ class Best:
 
     def record(self, step):
         """What a checkpoint of `step` records: its own score, the best one, and the patience."""
-        evaluated_at, score, loss = self._newest
-        if evaluated_at != step:
-            score, loss = None, None
+        _, score, loss = self._newest if self._newest[0] == step else (step, None, None)
         best, best_loss = self._best
         scores = {"score": score, "loss": loss, "best": best, "best_loss": best_loss}
         return {**scores, "stale": self.stale}

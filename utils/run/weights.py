@@ -14,9 +14,7 @@ def export(folder, model, config):
 
     Unwrapped: no DDP and no compile wrapper.
 
-    Args:
-        config (dict): what is needed to build the model again, stored as JSON in the header of the
-            file.
+    Args: config (dict): what is needed to build the model again, for the header of the file.
     """
     state, seen = {}, set()
     for name, value in model.state_dict().items():

@@ -396,7 +396,7 @@ def load_text(accelerator, args, saved):
 
     def was_moved():  # the data of the run to another place
         try:
-            description = train_gpt.read_text(accelerator, trained)[0].description
+            description = train_gpt.read_text(accelerator, trained).description
         except UserError:  # it may be too short to train on
             return False
         return description == saved.data.get("data")

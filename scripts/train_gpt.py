@@ -46,9 +46,8 @@ from utils.data import subset
 from utils.data.cache_files import local_main_first
 from utils.data.loaders import EpochSampler, evaluation_batch_size, explain, loader_options
 from utils.data.report import agree
-from utils.language import text_stream
 from utils.language.lanes import LaneStream, Share, gather_position
-from utils.language.text import Windows, load_text
+from utils.language.text import Windows, load_held_out, load_text, stream_windows
 from utils.muon import MuonAdamW
 from utils.report import hub, model_card, plots
 from utils.report.extras import optional
@@ -98,8 +97,8 @@ def token_shift(x, weights, known):
     Args:
         x: [batch, time, width].
         weights (list): tensors [width]: the first is for the previous position, and so on.
-        known: [batch, time, width]: `x` behind the positions before it: as many as there are
-            weights, or fewer at the start.
+        known: [batch, time, width]: `x` behind as many positions as there are weights, or fewer at
+            the start.
     """
     length, count = x.size(1), len(weights)
     missing = length + count - known.size(1)
@@ -256,10 +255,7 @@ class GPT(nn.Module):  # EDIT: model
         return F.cross_entropy(logits, targets.flatten(), reduction="none").view_as(targets)
 
     def compile(self, **options):
-        """Compiles the blocks, which are all alike, and the loss, with options of `torch.compile`.
-
-        Not all at once, because the hooks of FSDP run between blocks.
-        """
+        """Compiles the blocks, between which hooks of FSDP run, and the loss."""
         for block in self.blocks:
             block.compile(**options)
         # A method, so that a copy of the model computes with its own weights.
@@ -317,11 +313,11 @@ def load_data(accelerator, args):  # EDIT: data
     """Loads the text.
 
     Returns:
-        tuple: the training set, `Windows`, or None for a stream, which is opened later; the
-        held-out `Windows`; a description, with a checksum: a run continues with the same text.
+        tuple: the `Windows` to train on, None for a stream, which is opened later; those held out;
+        a description, with a checksum: a run continues with the same text.
     """
-    data, text, held_out = read_text(accelerator, args)
-    train_set = None
+    data = read_text(accelerator, args)
+    train_set, text, held_out = None, data.train, data.held_out
     if not args.streaming:
         if args.overfit_batch:
             text = held_out = text[: args.batch_size * args.block_size + 1]
@@ -335,32 +331,22 @@ def load_data(accelerator, args):  # EDIT: data
 
 
 def read_text(accelerator, args):
-    """Reads the text.
-
-    Returns:
-        tuple: its `description` and `details`; the bytes to train on, uint8, or None for a stream;
-        the held-out bytes, uint8.
-    """
+    """Reads the `Text` to train on, unless it is a stream, and what is held out."""
     source = (args.dataset, args.text_column)
     if args.streaming:
-        data = run_on_main(accelerator, lambda: text_stream.load_held_out(*source))
-    else:
-        data = local_main_first(accelerator, lambda: load_text(*source, args.block_size, args.seed))
-    return data, data.train, data.held_out
+        return run_on_main(accelerator, lambda: load_held_out(*source))
+    return local_main_first(accelerator, lambda: load_text(*source, args.block_size, args.seed))
 
 
 def open_stream(accelerator, position, args):
     """Opens the stream at the position of a checkpoint, or at its beginning: None."""
     share = Share.from_args(args, accelerator, args.streaming, position)
     options = args.dataset, args.text_column, args.block_size, share, args.shuffle_buffer, args.seed
-    return local_main_first(accelerator, lambda: text_stream.open_stream(*options))
+    return local_main_first(accelerator, lambda: stream_windows(*options))
 
 
 def build_loaders(accelerator, train_set, eval_set, args):
-    """Builds loaders of global batches; `prepare` splits each over the processes.
-
-    A stream yields only the share of this process, so it needs no `prepare`.
-    """
+    """Builds loaders of global batches, which `prepare` divides; a stream has its share only."""
     eval_loader = build_eval_loader(accelerator, eval_set)
     if args.streaming:
         # At most one worker, which prefetches. The position saved with a checkpoint does not
@@ -401,8 +387,7 @@ def evaluate(accelerator, model, loader, watch):  # EDIT: metric
     """Computes exact metrics: each held-out byte counts once, on any number of processes.
 
     Returns:
-        dict: `loss` in nats per byte, with its standard error; `bits_per_byte`; the number of
-        `bytes`.
+        dict: `loss` in nats per byte, with its standard error; `bits_per_byte`; number of `bytes`.
     """
     model.eval()
     sums = 0
@@ -423,15 +408,11 @@ def evaluate(accelerator, model, loader, watch):  # EDIT: metric
 @torch.compiler.set_stance("force_eager")  # because each text length would be compiled separately
 @torch.no_grad()
 def generate(model, prompt, length, temperature, seed):
-    """Continues `prompt` by `length` bytes, each sampled.
+    """Continues `prompt` by `length` sampled bytes; `temperature` 0: always the most likely ones.
 
     The context has at most `block_size` bytes. When it is full, it goes on with its last half.
-
     Under FSDP every process must call this function, because a forward pass needs all shards. All
     processes sample the same bytes.
-
-    Args:
-        temperature (float): 0: always choose the most likely byte.
 
     Returns:
         str: the prompt and its continuation; bytes that are not UTF-8 are replaced.
@@ -459,11 +440,7 @@ def generate(model, prompt, length, temperature, seed):
 
 
 def sample_due(step, plan):
-    """Whether a sample follows the evaluation after `step`.
-
-    The first evaluation after each `SAMPLE_EVERY` steps has one. That of the run's end has none,
-    because the finished run has one.
-    """
+    """Whether a sample follows the evaluation after `step`; the finished run has one anyway."""
     return step % SAMPLE_EVERY < plan.evaluate_every and step < plan.total_steps
 
 
@@ -520,9 +497,8 @@ def describe_model(sizes):
 def build_model(accelerator, sizes, args):
     """Builds the model with random weights; under FSDP only the main process holds them.
 
-    `prepare` sends the shards to the others. Until then, the others hold empty tensors, because
-    Accelerate identifies tensors by their addresses. These use no physical memory, because they
-    are never written to.
+    `prepare` sends the shards to the others. Until then, these hold tensors, by whose addresses
+    Accelerate identifies them, but which use no memory, because they are never written to.
     """
     empty = accelerator.is_fsdp2 and not accelerator.is_main_process
     options = dict(dropout=args.dropout, activation_checkpointing=args.activation_checkpointing)

@@ -50,7 +50,6 @@ from utils.data.report import agree
 from utils.language.conversations import Encoder
 from utils.language.lanes import LaneStream, Share, gather_position
 from utils.language.packing import TokenSettings
-from utils.language.rows import reading
 from utils.language.token_stream import count_lanes, load_held_out, open_stream
 from utils.language.tokens import load_tokens
 from utils.report import hub, model_card, plots
@@ -97,7 +96,7 @@ ANSWERS = 100  # held-out conversations whose answers are compared, of --dataset
 
 
 def load_settings(args):
-    """The tokenizer and the configuration of the model, and a checksum of its weights."""
+    """The tokenizer, the configuration of the model, and what identifies its weights."""
     tokenizer = causal_lm.load_tokenizer(args.model, args.chat_template)
     config = causal_lm.load_config(args.model, tokenizer, args.block_size)
     return tokenizer, config, causal_lm.fingerprint(args.model, config)
@@ -109,7 +108,7 @@ def build_model(accelerator, config, args):  # EDIT: model
     Its forward pass takes `input_ids`, `position_ids` and `targets`, each int64 [batch, time], and
     returns the sum of the losses of the targets, in nats.
     """
-    check_memory(accelerator, config, args)
+    fit.check(accelerator, config, args)
     model = causal_lm.load_model(accelerator, config, args)
     if args.attention == "auto":
         document_attention.use(accelerator, model)
@@ -127,23 +126,6 @@ def build_model(accelerator, config, args):  # EDIT: model
     fsdp.use_model_blocks(accelerator, model)
     compile_model(accelerator, fsdp.blocks(model), args.compile)
     return model
-
-
-def check_memory(accelerator, config, args):
-    """Says what the training will need, and raises UserError if it cannot fit."""
-    frozen, processes = None, accelerator.num_processes
-    if args.lora_rank or args.adapter:
-        frozen = getattr(torch, args.dtype) if args.dtype else config.dtype or torch.float32
-    samples = args.batch_size // (processes * args.gradient_accumulation_steps)
-    job = fit.Job(
-        processes,
-        fsdp.parts(accelerator),
-        samples * args.block_size,
-        args.block_size,
-        accelerator.mixed_precision == "bf16",
-        args.activation_checkpointing,
-    )
-    fit.check(accelerator, fit.measure(config, frozen), job)
 
 
 def rates_per_block(accelerator, model, args):
@@ -204,12 +186,10 @@ def build_scheduler(optimizer, plan, args):
 class Data(NamedTuple):
     """What a run trains on and is evaluated on.
 
-    Attributes:
-        train_set: `Blocks`, or the list of sources of a stream, which is opened later.
-        eval_sets (dict): source -> held-out `Blocks`.
-        held_out (str): the name of their split.
-        kind (str): of the documents.
-        description (str): with checksums: a run continues with the same data only.
+    train_set: `Blocks`, or the list of sources of a stream, which is opened later.
+    eval_sets, held_out: source -> held-out `Blocks`; the name of their split.
+    kind: of the documents.
+    description: with checksums: a run continues with the same data only.
     """
 
     train_set: object
@@ -232,24 +212,20 @@ def load_data(accelerator, tokenizer, packed, args):  # EDIT: data
         Data.
     """
     corpora = [load_source(accelerator, tokenizer, name, packed, args) for name in args.dataset]
-    pairs = zip(args.dataset, corpora, strict=True)
+    pairs = list(zip(args.dataset, corpora, strict=True))
     description = "; ".join(agree(accelerator, *pair) for pair in pairs)
     held_out = "val" if all("val" in data.splits for data in corpora) else "test"
     if args.patience and held_out == "test":
         raise UserError("--patience needs a validation split: give --val_fraction 0.05, say")
-    names = [Path(name).name for name in args.dataset]  # or all of it, to tell them apart
-    names = names if len(set(names)) == len(names) else args.dataset
-    eval_sets = {
-        name: data.splits["val" if "val" in data.splits else "test"]
-        for name, data in zip(names, corpora, strict=True)
-    }
-    pairs = zip(args.dataset, corpora, strict=True)
-    train_sets = [data.splits.get("train", name) for name, data in pairs]
-    if args.dry_run:
-        eval_sets = {name: blocks.first(20) for name, blocks in eval_sets.items()}
-    if not (args.streaming or args.mixture):
-        train_sets = train_sets[0]
-    return Data(train_sets, eval_sets, held_out, corpora[0].kind, description)
+    names = {Path(name).name for name in args.dataset}  # or all of it, to tell them apart
+    short = len(names) == len(corpora)
+    train_sets, eval_sets = [], {}
+    for name, data in pairs:
+        train_sets.append(data.splits.get("train", name))
+        blocks = data.splits["val" if "val" in data.splits else "test"]
+        eval_sets[Path(name).name if short else name] = blocks.first(20) if args.dry_run else blocks
+    train_set = train_sets if args.streaming or args.mixture else train_sets[0]
+    return Data(train_set, eval_sets, held_out, corpora[0].kind, description)
 
 
 def fit_batch(accelerator, data, args):
@@ -294,10 +270,7 @@ def open_sources(accelerator, tokenizer, config, sources, position, args):
 
 
 def build_train_loader(accelerator, train_set, args):
-    """Builds a loader of global batches; `prepare` splits each over the processes.
-
-    A stream yields only the share of this process, so it needs no `prepare`.
-    """
+    """Builds a loader of global batches, which `prepare` divides; a stream has its share only."""
     options = loader_options(accelerator)
     if isinstance(train_set, LaneStream):
         return DataLoader(train_set, batch_size=None, **options)
@@ -309,10 +282,7 @@ def build_train_loader(accelerator, train_set, args):
 
 
 def build_eval_loaders(accelerator, eval_sets, args, count=None):
-    """Builds the loaders of the held-out `Blocks` of each source (dict).
-
-    Args: count (int | None): about so many blocks; of each source its share of all. None: all.
-    """
+    """Builds loaders (dict) of `count` held-out blocks (None: all): of each source its share."""
     total, loaders = sum(map(len, eval_sets.values())), {}
     for name, blocks in eval_sets.items():
         share = -(-(count or total) * len(blocks) // total)
@@ -350,8 +320,7 @@ def count_targets(accelerator, batches):
     Documents differ in length, so micro-batches and processes do not have equal weight.
 
     Returns:
-        tuple: the batches, on the device; the number of targets in those of all processes, a tensor
-        there.
+        tuple: the batches, on the device; the number of targets in those of all processes.
     """
     batches = send_to_device(list(batches), accelerator.device, non_blocking=True)
     count = sum((batch["targets"] >= 0).sum() for batch in batches)
@@ -362,8 +331,7 @@ def count_targets(accelerator, batches):
 def evaluate(accelerator, model, loaders, watch):  # EDIT: metric
     """Computes exact metrics: each held-out target counts once, on any number of processes.
 
-    Args:
-        loaders (dict): of the held-out blocks of each source.
+    Args: loaders (dict): of each source.
 
     Returns:
         dict: `loss` in nats per target token, with its standard error; `perplexity`; for text
@@ -408,15 +376,9 @@ def evaluate_source(accelerator, model, loader, watch):
 @torch.compiler.set_stance("force_eager")  # because each text length would be compiled separately
 @torch.no_grad()
 def generate(model, tokenizer, prompts, length):
-    """Continues each prompt greedily by at most `length` tokens.
+    """Continues each prompt (a list of token ids) greedily by at most `length` tokens, as text.
 
     Under FSDP every process must call this function, because a forward pass needs all shards.
-
-    Args:
-        prompts (list[list[int]]): token ids.
-
-    Returns:
-        list[str]: the continuations.
     """
     was_training = model.training
     model.eval()
@@ -440,23 +402,14 @@ def generate(model, tokenizer, prompts, length):
     return texts
 
 
-def read_prompts(tokenizer, data, args):
-    """The prompts for samples: the lines of the file --prompts, or the first held-out documents.
+def first_prompts(eval_sets):
+    """The prompts of three held-out documents, of several sources those of each in turn.
 
     Returns:
         list[tuple]: token ids; those of the answer in the data, or None.
     """
-    if not args.prompts:
-        # Of several sources, those of each in turn.
-        prompts = [blocks.prompts(3) for blocks in data.eval_sets.values()]
-        return [prompt for turn in zip_longest(*prompts) for prompt in turn if prompt][:3]
-    with reading(f"--prompts {args.prompts}"):
-        lines = Path(args.prompts).read_text(encoding="utf-8").splitlines()
-    lines = [line for line in lines if line.strip()]
-    if not lines:
-        raise UserError(f"--prompts {args.prompts} is empty: give one prompt per line")
-    encoder = Encoder(tokenizer)
-    return [(encoder.encode_prompt(line, data.kind), None) for line in lines]
+    prompts = [blocks.prompts(3) for blocks in eval_sets.values()]
+    return [prompt for turn in zip_longest(*prompts) for prompt in turn if prompt][:3]
 
 
 def example_prompt(tokenizer, data, prompts):
@@ -474,7 +427,8 @@ def show_samples(model, tokenizer, prompts):
     for (tokens, expected), answer in zip(prompts, answers, strict=True):
         parts += [f"> {tokenizer.decode(tokens, skip_special_tokens=True)}", answer]
         if expected is not None:
-            parts.append(f"(in the data: {read_answer(tokenizer, expected)})")
+            text = tokenizer.decode(expected, skip_special_tokens=True)
+            parts.append(f"(in the data: {text.strip()})")
     return "\n".join(parts) + "\n"
 
 
@@ -492,31 +446,23 @@ def log_samples(accelerator, run, step, model, tokenizer, prompts):
 
 
 def share_of_exact(accelerator, model, tokenizer, eval_sets, args):
-    """The share of prompts to which the model answers exactly what the data does.
+    """The share of prompts to which the model answers exactly what the data does, as a metric.
 
-    Returns:
-        dict: `exact_answers` of `--dataset synthetic`, on the main process; else {}: other data
-        have no such answers, and a sharded model generates at the end only.
+    Of `--dataset synthetic` only: other data have no such answers.
     """
     if args.dataset != ["synthetic"] or args.dry_run or not generates_alone(accelerator):
         return {}
-    prompts = eval_sets["synthetic"].prompts(ANSWERS)
-    answers = generate(model, tokenizer, [tokens for tokens, _ in prompts], SAMPLE_TOKENS)
-    pairs = zip(answers, (expected for _, expected in prompts), strict=True)
-    exact = [answer.strip() == read_answer(tokenizer, expected) for answer, expected in pairs]
-    return {"exact_answers": sum(exact) / len(prompts)}
-
-
-def read_answer(tokenizer, tokens):
-    """The text of an answer in the data."""
-    return tokenizer.decode(tokens, skip_special_tokens=True).strip()
+    pairs = eval_sets["synthetic"].prompts(ANSWERS)
+    prompts, expected = map(list, zip(*pairs, strict=True))
+    answers = generate(model, tokenizer, prompts, SAMPLE_TOKENS)
+    expected = tokenizer.batch_decode(expected, skip_special_tokens=True)
+    both = zip(answers, expected, strict=True)
+    exact = sum(answer.strip() == text.strip() for answer, text in both)
+    return {"exact_answers": exact / len(prompts)}
 
 
 def load_trained(folder, args):
-    """The model and the tokenizer of a finished run, as `compute_loss` takes it.
-
-    Args: folder (Path): that of the run, with its `args`.
-    """
+    """The model, as `compute_loss` takes it, and the tokenizer of a finished run of `args`."""
     files = "auto" if args.lora_rank or args.adapter else torch.float32
     options = dict(dtype=getattr(torch, args.dtype) if args.dtype else files)
     options["attn_implementation"] = causal_lm.ATTENTION[args.attention]
@@ -543,7 +489,6 @@ MAY_CHANGE = flags.MAY_CHANGE | {
     "activation_checkpointing",
     "attention",
     "export_dtype",
-    "prompts",
     "generate",
     "prompt",
     "merge",
@@ -562,23 +507,6 @@ CHAT = """messages = [{"role": "user", "content": "Hello"}]
 options = dict(add_generation_prompt=True, return_dict=True, return_tensors="pt")
 inputs = tokenizer.apply_chat_template(messages, **options)"""
 TEXT = 'inputs = tokenizer("Hello", return_tensors="pt")'
-
-
-def export(accelerator, folder, model, tokenizer):
-    """Writes the weights of the model, or of its adapter; call it on every process.
-
-    Rounds the weights to what is written, so that the evaluation that follows is of that.
-    """
-    unwrapped = accelerator.unwrap_model(model)
-    adapters.round_weights(unwrapped)
-    is_adapter = hasattr(unwrapped, "peft_config")
-    sharded = accelerator.is_fsdp2 and not is_adapter
-    if sharded and adapters.export_shards(accelerator, folder, unwrapped, tokenizer):
-        return
-    state = accelerator.get_state_dict(model)  # under FSDP gathered from all processes
-    dtype = None if is_adapter else unwrapped.export_dtype
-    # The others wait here, and not in a collective that times out.
-    run_on_main(accelerator, lambda: adapters.export(folder, unwrapped, state, tokenizer, dtype))
 
 
 def write_outputs(accelerator, run, model, tokenizer, prompts, args):
@@ -616,7 +544,7 @@ def main():
     data = load_data(accelerator, tokenizer, causal_lm.can_pack(config), args)
     args, data = fit_batch(accelerator, data, args)
     train_set, eval_sets = data.train_set, data.eval_sets
-    prompts = run_on_all(accelerator, lambda: read_prompts(tokenizer, data, args))
+    prompts = first_prompts(eval_sets)
     plan = Plan.from_args(args, None if isinstance(train_set, list) else len(train_set))
     writer = BackgroundWriter(accelerator, args.wait_for_checkpoints)
     run = RunFolder(args, accelerator, MAY_CHANGE, [trackers], writer)
@@ -693,7 +621,7 @@ def main():
             break
     profile.stop()
 
-    export(accelerator, run.path, model, tokenizer)
+    adapters.export(accelerator, run.path, model, tokenizer)  # what is evaluated next
     last = subset.count_last(plan, args, data.count_held_out())
     counts = progress.announce(last, data.count_held_out(), run.path)
     eval_loaders = build_eval_loaders(accelerator, eval_sets, args, last)
@@ -714,10 +642,7 @@ def is_on_hub(name):
 
 
 def describe_model(args, folder, kind):
-    """What the model card says about a model, for `model_card.write`.
-
-    Args: kind (str): of its documents.
-    """
+    """What the model card says about a model of documents of a `kind`, for `model_card.write`."""
     part = "adapter" if (folder / "adapter").is_dir() else "model"
     library, loader = "transformers", "AutoModelForCausalLM"
     if part == "adapter":
@@ -753,8 +678,7 @@ def parse_args():
         nargs="+",
         type=number(float, 0, above=True, most=10**6),
         metavar="SHARE",
-        help="for several data sets: how many of the documents are from each, such as 0.7 0.3; "
-        "one that is exhausted repeats; needs --max_train_steps",
+        help="shares of several data sets, such as 0.7 0.3; exhausted ones repeat",
     )
     group.add_argument("--subset", help="configuration of a data set of the Hub")
     group.add_argument(
@@ -765,8 +689,7 @@ def parse_args():
     group.add_argument(
         "--val_fraction",
         type=number(float, 0, below=1, above=True),
-        help="share to hold out of the training data, if there is neither a val nor a test split: "
-        "at least one document (default: 0.1; with --streaming always 1/64)",
+        help="share to hold out if there is neither a val nor a test split (default: 0.1)",
     )
     group.add_argument(
         "--block_size",
@@ -783,18 +706,11 @@ def parse_args():
         default="answers",
         help="train on the answers of the assistant (or the completion) only, or on all tokens",
     )
-    group.add_argument(
-        "--too_long",
-        choices=["truncate", "drop"],
-        default="truncate",
-        help="what to do with conversations of more than block_size tokens; texts are cut",
-    )
     group = parser.add_argument_group("model")
     group.add_argument(
         "--model",
         default="tiny",
-        help="Hub id or folder of a causal language model, or `tiny`: a small Llama with random "
-        "weights, whose tokens are bytes",
+        help="Hub id or folder of a causal language model, or `tiny`: a small, new one of bytes",
     )
     group.add_argument(
         "--from_scratch",
@@ -804,24 +720,21 @@ def parse_args():
     group.add_argument(
         "--dtype",
         choices=["float32", "bfloat16"],
-        help="dtype of the weights; bfloat16 only with LoRA, for the frozen ones (default: "
-        "float32; of frozen ones that of their files). The configuration of the launcher sets the "
-        "precision of the computation",
+        help="dtype of the weights, bfloat16 only of frozen ones (default: float32, or that of "
+        "frozen ones in their files); the configuration sets the precision of the computation",
     )
     group.add_argument(
         "--export_dtype",
         choices=["auto", "float32", "bfloat16"],
         default="auto",
-        help="dtype of the exported weights; auto: that of the files of --model, float32 for new "
-        "weights. The last evaluation is of the exported weights; adapters are float32, and so is "
-        "what --merge writes",
+        help="dtype of the exported weights, which the last evaluation is of; auto: that of the "
+        "files of --model, float32 for new weights. Adapters, and what --merge writes, are float32",
     )
     group.add_argument(
         "--attention",
         choices=["auto", "sdpa", "eager", "flex", "flash"],
         default="auto",
-        help="implementation of attention in transformers: sdpa if the model has it, without "
-        "a mask on CPUs and, with torch 2.14, on GPUs in bf16 or fp16; flash needs a package",
+        help="implementation in transformers; auto: sdpa, without a mask if possible",
     )
     group.add_argument(
         "--activation_checkpointing",
@@ -865,11 +778,6 @@ def parse_args():
     flags.add(group, "patience", "eval_samples", *flags.EXTRAS)
     group = parser.add_argument_group("samples")
     group.add_argument(
-        "--prompts",
-        metavar="FILE",
-        help="prompts for samples, one per line; default: the first three held-out ones",
-    )
-    group.add_argument(
         "--generate",
         metavar="PATH",
         help="do not train: answer --prompt with the model of a run, or any other model",
@@ -881,10 +789,8 @@ def parse_args():
         help="do not train: write model/ to the folder of a run with LoRA, its adapter merged",
     )
     parser.set_defaults(epochs=1, batch_size=16, max_grad_norm=1.0, weight_decay=0.1)
-    adapters_only = flags.choice(parser, "lora_rank") not in (0, "0") or flags.choice(
-        parser, "adapter"
-    )
-    parser.set_defaults(lr=2e-4 if adapters_only else 2e-5)
+    has_lora = flags.choice(parser, "lora_rank") not in (0, "0")
+    parser.set_defaults(lr=2e-4 if has_lora or flags.choice(parser, "adapter") else 2e-5)
     if flags.choice(parser, "model") == "tiny":
         parser.set_defaults(block_size=256, lr=4e-3, epochs=2)
     args = flags.parse_with_checks(parser, fits=True)
@@ -892,9 +798,10 @@ def parse_args():
     args.lora_alpha = args.lora_alpha or 2.0 * args.lora_rank
     if args.lora_rank and args.adapter:
         raise UserError("--adapter has a rank of its own: leave out --lora_rank")
-    if (args.lora_rank or args.adapter) and (args.from_scratch or args.model == "tiny"):
+    is_adapted = args.lora_rank or args.adapter
+    if is_adapted and (args.from_scratch or args.model == "tiny"):
         raise UserError("LoRA adapts pretrained weights: give a --model that has some")
-    if args.dtype == "bfloat16" and not (args.lora_rank or args.adapter):
+    if args.dtype == "bfloat16" and not is_adapted:
         # An update of less than 1/256 of a weight would be rounded away.
         raise UserError(
             "--dtype bfloat16 is for the frozen weights of LoRA: to compute in bf16 use "
@@ -903,19 +810,15 @@ def parse_args():
     if args.streaming and args.val_fraction:
         raise UserError("--streaming holds out one document of 64: leave out --val_fraction")
     args.val_fraction = args.val_fraction or 0.1
-    if args.streaming and (args.overfit_batch or not args.max_train_steps):
-        raise UserError(
-            "--streaming needs --max_train_steps, and cannot be combined with --overfit_batch"
-        )
+    for flag in ("streaming", "mixture"):  # exhausted data sets repeat
+        if getattr(args, flag) and (args.overfit_batch or not args.max_train_steps):
+            raise UserError(
+                f"--{flag} needs --max_train_steps, and cannot be combined with --overfit_batch"
+            )
     if len(args.dataset) != len(args.mixture or [1]):
         raise UserError(
             f"--dataset has {len(args.dataset)} data sets and --mixture {len(args.mixture or [])} "
             "shares: give one share for each, such as --dataset a b --mixture 0.7 0.3"
-        )
-    if args.mixture and (args.overfit_batch or not args.max_train_steps):
-        raise UserError(
-            "--mixture needs --max_train_steps, since exhausted data sets repeat, and cannot be "
-            "combined with --overfit_batch"
         )
     if len(set(args.dataset)) < len(args.dataset):
         raise UserError("--dataset has the same data set twice: give it once, with a larger share")

@@ -7,8 +7,8 @@
 
 On a machine with 4 GPUs the second command starts two processes. The first has the first half of
 the network on GPU 0 and the second half on GPU 1. The second process uses GPUs 2 and 3 in the same
-way, and DDP averages their gradients. If two processes would share a GPU, the script stops with an
-error before NCCL starts. Without a GPU all stages are on the CPU.
+way, and DDP averages their gradients. Two processes never share a GPU. Without a GPU all stages are
+on the CPU.
 
 Without pipelining, p - 1 of p stages wait while one computes. So a batch is split into m
 micro-batches, which pass through the stages one after the other: at any time, each stage works on a
@@ -18,25 +18,19 @@ and 1/5 for four. `Pipeline.forward` implements the schedule. torch.distributed.
 process per stage; here one process runs all stages: CUDA kernels on different devices run
 concurrently, and autograd uses one thread per device in the backward pass.
 
-Prefer FSDP when the weights do not fit on one GPU: it has no bubble, and does not need stages of
-equal cost:
-
-    accelerate launch --config_file accelerate_configs/4gpu_fsdp.yaml scripts/train_gpt.py
-
-Prefer stages when the link between the devices is slow, because only the activations between two
-stages cross it, not all weights, or when activations rather than weights fill the memory of a GPU.
+Prefer FSDP (4gpu_fsdp.yaml, scripts/train_gpt.py) when the weights do not fit on one GPU: it has no
+bubble, and does not need stages of equal cost. Prefer stages when the link between the devices is
+slow, because only the activations between two stages cross it, not all weights, or when activations
+rather than weights fill the memory of a GPU.
 
 Measured on 2026-11-22 with 2cpu.yaml, --dataset synthetic --width 16 --batch_size 128
---max_train_steps 120, on 2 cores of an Intel Xeon: 98.1 % test accuracy; four micro-batches run at
-0.87 times the speed of one, as expected when both stages share the same cores. Not run on GPUs yet.
+--max_train_steps 120, on 2 cores of an Intel Xeon: 98.1 % test accuracy. Not run on GPUs yet.
 """
 
 import math
 import os
 import socket
-import statistics
 import sys
-import time
 from itertools import pairwise
 from pathlib import Path
 
@@ -65,7 +59,6 @@ from utils.report.profiler import start_profiler
 from utils.report.tracking import Trackers
 from utils.run import ddp, entry, launch, weights
 from utils.run.arguments import BATCH, Parser, frozen
-from utils.run.collectives import gather
 from utils.run.domains import number
 from utils.run.failures import UserError
 from utils.run.folder import RunFolder
@@ -134,64 +127,6 @@ class Pipeline(nn.Module):
         return torch.cat(parts)
 
 
-def measure(pipeline, images, labels, repeats=3):
-    """Times a forward and backward pass with and without pipelining.
-
-    Returns:
-        dict: `stages`, `micro_batches`, `seconds` and `seconds_without` (medians), `speed_up`,
-        `bubble_formula`, and `bubble_measured`, the fraction of time that a device is idle,
-        estimated from the two times (None if the stages share a device, as on a CPU).
-    """
-    micro_batches, stages = pipeline.micro_batches, len(pipeline.devices)
-    seconds = {1: [], micro_batches: []}
-    for repeat in range(repeats + 1):
-        for count, times in seconds.items():
-            pipeline.micro_batches = count
-            start_time = time.perf_counter()
-            F.cross_entropy(pipeline(images), labels.to(pipeline.devices[-1])).backward()
-            for device in pipeline.devices:
-                if device.type == "cuda":
-                    torch.cuda.synchronize(device)
-            if repeat:  # the first repeat is a warm-up
-                times.append(time.perf_counter() - start_time)
-    pipeline.zero_grad()
-    sequential, pipelined = statistics.median(seconds[1]), statistics.median(seconds[micro_batches])
-    separate = len(set(pipeline.devices)) == stages > 1
-    return {
-        "stages": stages,
-        "micro_batches": micro_batches,
-        "seconds": pipelined,
-        "seconds_without": sequential,
-        "speed_up": sequential / pipelined,
-        "bubble_formula": (stages - 1) / (micro_batches + stages - 1),
-        "bubble_measured": 1 - sequential / (stages * pipelined) if separate else None,
-    }
-
-
-def describe(devices, measured):
-    """The devices of the stages, and the result of `measure`, as a line of text."""
-    bubble = measured["bubble_measured"]
-    measurement = (
-        "not measured on a CPU, where all stages share one device"
-        if bubble is None
-        else f"measured {bubble:.0%}"
-    )
-    return (
-        f"stages of the first process on {', '.join(map(str, devices))}; "
-        f"{measured['micro_batches']} micro-batches: {measured['speed_up']:.2f}x the speed of one; "
-        f"bubble by formula {measured['bubble_formula']:.0%}, {measurement}"
-    )
-
-
-def check_micro_batches(samples, micro_batches):
-    """Raises UserError if the samples of a process cannot be split into so many parts."""
-    if samples % micro_batches:
-        raise UserError(
-            f"--micro_batches {micro_batches} does not divide the {samples} samples per process "
-            "and batch"
-        )
-
-
 def lr_multiplier(step, plan, args):
     """The learning-rate multiplier at `step`: the warm-up takes a tenth of all steps."""
     return schedule.multiplier("linear", step, plan.total_steps, warmup=plan.total_steps / 10)
@@ -208,59 +143,35 @@ def build_scheduler(optimizer, plan, args):
 
 
 def arrange_gpus(gpus, local_processes, per_process):
-    """Reorders the GPUs of a machine: the first GPU of process r becomes cuda:r; the others follow.
+    """All GPUs of a machine (list[int]) in an order in which cuda:r is the first of process r.
 
-    This is necessary because Accelerate uses cuda:r for process r. With two processes and two GPUs
-    each, the order is 0 2 1 3: process 1 then has cuda:1 and cuda:3, which are GPUs 2 and 3.
-
-    Returns:
-        list[int]: all GPUs in the new order.
+    Accelerate uses it for process r. With two processes and two GPUs each, the order is 0 2 1 3:
+    process 1 then has cuda:1 and cuda:3, which are GPUs 2 and 3.
     """
     firsts = [rank * per_process for rank in range(local_processes)]
     others = [gpu for gpu in range(local_processes * per_process) if gpu not in firsts]
     return firsts + others + list(range(local_processes * per_process, gpus))
 
 
-def refuse_shared(places):
-    """Raises UserError if two ranks would use one device.
-
-    Args:
-        places: (rank, host, device) of every stage of every rank; `device` is unique on its host.
-    """
-    owners = {}
-    for rank, host, device in places:
-        owner = owners.setdefault((host, device), rank)
-        if owner != rank:
-            raise UserError(
-                f"ranks {owner} and {rank} would share {device} on {host}: every rank needs its "
-                "own --devices_per_process GPUs. Start fewer processes (accelerate launch "
-                "--num_processes ...)"
-            )
-
-
 def claim_devices(on_cpu, per_process):
-    """Assigns GPUs to this process; call it before CUDA is used.
-
-    Returns:
-        list[torch.device]: one for each stage.
+    """Assigns a GPU to each stage of this process (list), before CUDA is used.
 
     Raises:
-        UserError: there are too few GPUs; the message names two ranks that would share one.
+        UserError: there are too few; the message names two ranks that would share one.
     """
     if on_cpu:
         return [torch.device("cpu")] * per_process
     gpus, processes = torch.cuda.device_count(), int(os.environ.get("LOCAL_WORLD_SIZE", 1))
-    rank, first = (
-        int(os.environ.get("LOCAL_RANK", 0)),
-        int(os.environ.get("RANK", 0)) - int(os.environ.get("LOCAL_RANK", 0)),
-    )
-    stages = [(r, stage) for r in range(processes) for stage in range(per_process)]
-    refuse_shared(
-        (first + r, socket.gethostname(), f"GPU {(r * per_process + stage) % gpus}")
-        for r, stage in stages
-    )
+    rank = int(os.environ.get("LOCAL_RANK", 0))
+    first = int(os.environ.get("RANK", 0)) - rank  # of this machine
     if per_process > gpus:
         raise UserError(f"--devices_per_process {per_process}: this machine has {gpus}")
+    if processes * per_process > gpus:
+        raise UserError(
+            f"ranks {first} and {first + gpus // per_process} would share GPU 0 on "
+            f"{socket.gethostname()}: every rank needs its own --devices_per_process GPUs. Start "
+            "fewer processes (accelerate launch --num_processes ...)"
+        )
     visible = os.environ.get("CUDA_VISIBLE_DEVICES", ",".join(map(str, range(gpus)))).split(",")
     os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(
         visible[i] for i in arrange_gpus(gpus, processes, per_process)
@@ -271,16 +182,6 @@ def claim_devices(on_cpu, per_process):
     ]
 
 
-def check_gpus(accelerator, devices):
-    """Checks that no two processes share a GPU: NCCL's own error message is unclear."""
-    if accelerator.device.type != "cuda":
-        return
-    host = socket.gethostname()
-    uuids = [str(torch.cuda.get_device_properties(device).uuid) for device in devices]
-    places = gather(accelerator, [(accelerator.process_index, host, uuid) for uuid in uuids])
-    refuse_shared(place for of_rank in places for place in of_rank)
-
-
 # -------------------------------------------------------------------------------- data, evaluation
 
 
@@ -288,8 +189,7 @@ def load_data(accelerator, args):  # EDIT: data
     """Loads the images into memory, and shortens the splits for quick checks.
 
     Returns:
-        tuple: the data; the name of the split to evaluate, `val` or else `test`; a description of
-        the data, with a checksum: a run continues with the same data.
+        tuple: the data; the split to evaluate, `val` or else `test`; a line with a checksum.
     """
     data = local_main_first(accelerator, lambda: load_arrays(args.dataset, seed=args.seed))
     description = agree(accelerator, args.dataset, data)
@@ -303,13 +203,10 @@ def load_data(accelerator, args):  # EDIT: data
 
 
 def build_loaders(accelerator, data, held_out, args):
-    """Builds two loaders of global batches; `prepare` splits each over the processes.
+    """Builds (Split, loader) of the training data and of the held-out ones (list).
 
-    They yield the ids of the samples, on the CPU: `Split.batch` then makes the batch, on the first
-    device of its process.
-
-    Returns:
-        list: (Split, loader) of the training data and of the held-out ones.
+    `prepare` splits global batches over the processes. The loaders yield ids of samples, on the
+    CPU: `Split.batch` then makes the batch, on the first device of its process.
     """
     splits = on_device(accelerator, data.splits)
     train_set, eval_set = splits["train"], splits[held_out]
@@ -369,11 +266,14 @@ def main():
     os.environ["ACCELERATE_BYPASS_DEVICE_MAP"] = "true"
     trackers = Trackers(args)
     accelerator = Accelerator(cpu=on_cpu, **launch.accelerator_options(args), **trackers.options())
-    check_gpus(accelerator, stages)
     accumulation = args.gradient_accumulation_steps
     launch.print_banner(accelerator)
-    micro_batch_size = elastic.divide_batch(accelerator, args.batch_size, accumulation)
-    check_micro_batches(micro_batch_size, args.micro_batches)
+    samples = elastic.divide_batch(accelerator, args.batch_size, accumulation)
+    if samples % args.micro_batches:
+        raise UserError(
+            f"--micro_batches {args.micro_batches} does not divide the {samples} samples per "
+            "process and batch"
+        )
     data, held_out, description = load_data(accelerator, args)
     train_set = data.splits["train"]
     plan = Plan.from_args(args, len(train_set))
@@ -386,9 +286,6 @@ def main():
     mean, std = (value.to(accelerator.device) for value in train_set.mean_and_std())
     model = Pipeline(build_blocks(len(data.class_names), args.width), stages, args.micro_batches)
     weight_files.initialize(accelerator, model, run.init_from)
-    images = normalize(train_set.images[:micro_batch_size].to(accelerator.device), mean, std)
-    with accelerator.autocast():  # measure in the precision of the training
-        pipelining = measure(model, images, train_set.labels[:micro_batch_size])
     optimizer = torch.optim.AdamW(model.parameters(), lr=args.lr, weight_decay=args.weight_decay)
     scheduler = build_scheduler(optimizer, plan, args)
     model, optimizer, scheduler = accelerator.prepare(
@@ -399,7 +296,7 @@ def main():
     ddp.warm_up(model, lambda: compute_loss(model, first, mean, std, 0, args))
     step = run.start()  # accelerator.load_state, if there is a checkpoint
     schedule.recompute(scheduler)  # the run may have another length now
-    run.print(describe(stages, pipelining))
+    run.print(f"stages of the first process on {', '.join(map(str, stages))}")
     guard = Guard(accelerator, args.timeout)
     watchdog = Watchdog(run, guard, accelerator, model, args.timeout)
 
@@ -453,7 +350,7 @@ def main():
         weights.export(run.path, accelerator.unwrap_model(model), config)
     results = {f"{held_out}_{name}": value for name, value in metrics.items()}
     peaks = [memory_bytes(device) for device in stages]
-    run.finish(step, **results, pipelining=pipelining, peak_memory_bytes_per_stage=peaks)
+    run.finish(step, **results, peak_memory_bytes_per_stage=peaks)
     if accelerator.is_main_process:
         plots.curves(run.path)
         model_card.write(run)

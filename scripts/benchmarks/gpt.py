@@ -9,8 +9,7 @@ import train_gpt
 from measuring import batches, logged_steps, measure_loop, measure_script, rounds
 from torch import nn
 
-from utils.language.synthetic import synthetic_text
-from utils.language.text import Windows
+from utils.language.text import Windows, synthetic_text
 from utils.run import devices
 from utils.run.failures import UserError
 

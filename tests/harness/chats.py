@@ -1,6 +1,7 @@
 """Chat templates, conversations and small tokenizers, for tests of language models."""
 
 import copy
+import json
 
 CHATML = (
     "{% for m in messages %}{{ '<|im_start|>' + m['role'] + '\n' + m['content'] + '<|im_end|>\n' }}"
@@ -31,6 +32,12 @@ ROLES = {"s": "system", "u": "user", "a": "assistant", "t": "tool"}
 def say(*turns):
     """`say("u hi", "a hello")`"""
     return [dict(role=ROLES[turn[0]], content=turn[2:]) for turn in turns]
+
+
+def write_rows(path, rows):
+    """Writes JSON Lines; returns the path as text."""
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return str(path)
 
 
 def make_tokenizer(kind="bytes", bos=False, **special):

@@ -51,7 +51,7 @@ def growth(report, name):
 
 def main(base, out, how="slices"):
     from scripts import train_lm
-    from utils.language import causal_lm, sharded_files
+    from utils.language import adapters, causal_lm, sharded_files
 
     args = SimpleNamespace(
         model=base, export_dtype="auto", attention="auto", dtype=None, from_scratch=False, seed=0,
@@ -75,7 +75,7 @@ def main(base, out, how="slices"):
         model, optimizer = accelerator.prepare(model, optimizer)
         wait_for_all(accelerator)
     with growth(report, "exporting"):
-        train_lm.export(accelerator, Path(out), model, tokenizer)
+        adapters.export(accelerator, Path(out), model, tokenizer)
     weights = list(model.parameters())
     report["shard"] = sum(weight.to_local().nbytes for weight in weights)
     report["largest"] = max(weight.nbytes for weight in weights)

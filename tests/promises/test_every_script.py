@@ -63,7 +63,7 @@ SCRIPTS = {
         killed=2,
     ),
     "train_lm": Script(
-        "--dataset {data}/chats.jsonl --batch_size 12 --block_size 64 --prompts {data}/prompts.txt "
+        "--dataset {data}/chats.jsonl --batch_size 12 --block_size 64 "
         "--max_grad_norm 0.5 --lr 0.01 --track none",
         49,
         {"val_tokens": 106},
@@ -109,7 +109,6 @@ def data(made_once):
             ]
             rows.append(json.dumps({"messages": turns}) + "\n")
         (folder / "chats.jsonl").write_text("".join(rows))
-        (folder / "prompts.txt").write_text("7\n")
         return folder
 
     return made_once("every_script/data", make)

@@ -10,7 +10,7 @@ from hashlib import sha256
 
 import pytest
 import torch
-from harness.chats import MARKED, make_tokenizer
+from harness.chats import MARKED, make_tokenizer, write_rows
 from harness.gpu_rules import FORBIDDEN
 from harness.launches import Started, metrics, results, run, run_once, status
 from safetensors import safe_open
@@ -43,8 +43,7 @@ def chats(made_once):
     def make(folder):
         held_out = (number for number in range(200, 229) if number % 7)
         for split, numbers in (("train", range(200)), ("val", held_out)):
-            rows = [json.dumps(row) + "\n" for row in conversations(numbers)]
-            (folder / f"{split}.jsonl").write_text("".join(rows))
+            write_rows(folder / f"{split}.jsonl", conversations(numbers))
         return folder
 
     return made_once("chats", make)
@@ -84,16 +83,19 @@ def load(path):
 
 def test_leaves_a_model_that_transformers_loads(lm):
     done, folder = lm, lm.folder
-    model = load(folder / "model")
+    model, result, lines = load(folder / "model"), results(folder), metrics(folder, "val")
     tokenizer = transformers.AutoTokenizer.from_pretrained(folder / "model")
     assert tokenizer.chat_template and tokenizer.eos_token_id is not None
     for name in ("args.json", "metrics.jsonl", "sample.txt", "curves.png", "tensorboard"):
         assert (folder / name).exists(), name
     assert status(folder)["state"] == "finished"
-    result, evaluated = results(folder), column(folder, "loss", "val")
-    assert evaluated[12] < evaluated[0]
+    assert lines[-1]["loss"] < lines[0]["loss"] and [line["step"] for line in lines] == [0, 6, 12]
     assert result["val_perplexity"] == pytest.approx(math.exp(result["val_loss"]))
     assert result["parameters"] == sum(weight.numel() for weight in model.parameters())
+    # Evaluations take the same blocks, the last one all.
+    assert "evaluations: 3 of " in done.stdout and len({line["tokens"] for line in lines}) == 1
+    assert result["val_tokens"] > lines[0]["tokens"] and result["val_loss"] != lines[-1]["loss"]
+    assert result["evaluated_samples"] == result["held_out_samples"] > 3
     card = (folder / "README.md").read_text()
     assert "library_name: transformers" in card and "pipeline_tag: text-generation" in card
     assert "of them trained" in done.stdout and "target" in done.stdout
@@ -111,15 +113,6 @@ def test_samples_belong_to_their_evaluation_which_a_restart_repeats(lm, chats, t
         steps = [line["step"] for line in metrics(tmp_path, split)]
         assert steps == [line["step"] for line in metrics(lm.folder, split)] == [0, 6, 12]
     assert column(tmp_path, "text", "sample") == column(lm.folder, "text", "sample")
-
-
-def test_evaluations_take_some_blocks_always_the_same_and_the_last_one_all(lm):
-    whole, lines = results(lm.folder), metrics(lm.folder, "val")
-    assert "evaluations: 3 of " in lm.stdout
-    assert [line["step"] for line in lines] == [0, 6, 12]
-    assert len({line["tokens"] for line in lines}) == 1
-    assert whole["val_tokens"] > lines[0]["tokens"] and whole["val_loss"] != lines[-1]["loss"]
-    assert whole["evaluated_samples"] == whole["held_out_samples"] > 3
 
 
 def test_the_validation_loss_is_that_of_each_conversation_alone(lm, chats):
@@ -200,9 +193,7 @@ DATA = f"--dataset {{chats}} {MODEL}"
 @pytest.mark.parametrize(
     ("script", "words", "says"),
     [
-        (LM, f"{DATA} --prompts nowhere.txt", "nowhere.txt"),
-        (LM, f"--model {{run}}/model {DATA} --lora_rank 4 --lora_targets x", "x matches"),
-        (EVALUATE, "{run} --tta", "--tta is for classifiers"),
+        (LM, f"{DATA} --chat_template nowhere.jinja", "nowhere.jinja"),
         (EVALUATE, "{run}/checkpoints/step_00000012", "give the folder of a finished run"),
     ],
 )
@@ -304,7 +295,7 @@ def test_the_score_of_a_sharded_run_is_that_of_its_rounded_export(lm, chats, tmp
 def test_streams_continue_exactly_also_on_another_number_of_processes(chats, tmp_path):
     """Two of them, mixed."""
     rows = [{"text": f"text {number} of some words " * (1 + number % 9)} for number in range(400)]
-    (tmp_path / "texts.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    write_rows(tmp_path / "texts.jsonl", rows)
     words = f"--dataset {chats} {tmp_path}/texts.jsonl --mixture 3 1 {SMALL} --streaming"
     run("cpu", LM, words, output_dir=tmp_path / "one")
     run_killed("2cpu", words, tmp_path / "two", again="cpu")

@@ -110,11 +110,6 @@ def test_the_date_is_always_the_same(tokenizer):
     assert tokenizer.decode(document.tokens).startswith("01 Jan 2026 2026 <|im_start|>")
 
 
-def test_a_role_may_be_called_as_a_special_token():
-    tokenizer = make_tokenizer(extra_special_tokens=["assistant", "user"])
-    assert learned(tokenizer, encode_one(tokenizer, CHAT)) == ["hello<|im_end|>"]
-
-
 def test_added_tokens_end_an_answer_though_they_are_not_special():
     tokenizer = make_tokenizer()
     tokenizer.add_tokens(["</call>", "<over>"])
@@ -123,15 +118,6 @@ def test_added_tokens_end_an_answer_though_they_are_not_special():
     template = PLAIN.replace("m['content'] + '\n'", "m['content'] + '<over>\n'")
     document = encode_one(tokenizer, CHAT, template)
     assert learned(tokenizer, document) == ["hello<over>"]
-
-
-# --------------------------------------------------------------------------------------- prompts
-
-
-def test_a_tokenizer_without_an_end():
-    tokenizer = make_tokenizer(eos_token=None)
-    (document,) = encode_row(Encoder(tokenizer), "text", text="hello")
-    assert document.tokens.tolist() == tokenizer("hello").input_ids
 
 
 # -------------------------------------------------------------------------------------- refusals
@@ -185,6 +171,11 @@ def test_templates_that_cannot_be_used_are_one_line(template, says):
         ("messages", {"messages": CHAT, "tools": {"name": "f"}}, "tools of row 3 are not a list"),
         ("messages", {"messages": ["hi"]}, "message 0 of row 3 has no role"),
         ("messages", {"messages": [*CHAT, {"from": "human"}]}, "message 2 of row 3 has no role"),
+        (
+            "messages",
+            {"messages": [*CHAT, {"role": "gpt", "content": "a"}]},
+            "message 2 of row 3 has the role gpt: call it assistant, since answers are",
+        ),
         ("messages", {"messages": [{"role": "user"}]}, "no text as content, but None"),
         ("messages", {"messages": [{"role": "user", "content": [{}]}]}, "no text as content, but"),
         ("messages", {"messages": say("u \ud800", "a b")}, "row 3 is not valid Unicode"),
@@ -201,8 +192,6 @@ def test_rows_of_other_types_are_one_line(kind, row, says, tokenizer):
 def test_tools_are_a_list_or_json():
     assert check_tools(None, "row") is check_tools("", "row") is check_tools("[]", "row") is None
     assert check_tools(json.dumps(WEATHER), "row") == WEATHER == check_tools(WEATHER, "row")
-    calls = [dict(role="assistant", content=None, tool_calls=[{}, "x"])]
-    assert check_messages(calls, "row") == calls
 
 
 @pytest.mark.parametrize(
@@ -233,26 +222,15 @@ def test_an_answer_may_be_read_and_not_learned(mark, tokenizer):
     assert learned(tokenizer, encode_one(tokenizer, messages)) == learned(tokenizer, plain)
 
 
-@pytest.mark.parametrize(
-    ("role", "ours"), [("human", "user"), ("gpt", "assistant"), ("bot", "assistant")]
-)
-def test_roles_of_other_formats_are_named(role, ours, tokenizer):
-    says = f"message 1 of row 0 has the role {role}: call it {ours}, since answers are those of ass"
-    with pytest.raises(UserError, match=says):
-        encode(tokenizer, [*say("u hi"), {"role": role, "content": "hello"}])
-
-
 @pytest.mark.parametrize("arguments", ['{"city": "Rome"}', {"city": "Rome"}, "Rome", None])
 def test_arguments_of_a_call_are_an_object(arguments):
     """As transformers documents them; OpenAI's form is JSON."""
-    call = {"type": "function", "function": {"name": "weather", "arguments": arguments}}
-    message = {"role": "assistant", "content": None, "tool_calls": [call]}
-    (checked,) = check_messages([message], "row 0")
-    expected = {"city": "Rome"} if "{" in str(arguments) else arguments
-    assert checked["tool_calls"][0]["function"]["arguments"] == expected
-    assert checked["tool_calls"][0]["type"] == "function" and call["function"]["name"] == "weather"
-    (flat,) = check_messages([message | {"tool_calls": [call["function"]]}], "row")
-    assert flat["tool_calls"] == [call["function"] | {"arguments": expected}]
+    function = {"name": "weather", "arguments": arguments}
+    calls = [{"type": "function", "function": function}, function, {}, "x"]
+    (checked,) = check_messages([{"role": "assistant", "content": None, "tool_calls": calls}], "")
+    expected = function | {"arguments": {"city": "Rome"} if "{" in str(arguments) else arguments}
+    assert checked["tool_calls"] == [calls[0] | {"function": expected}, expected, {}, "x"]
+    assert function["arguments"] == arguments
 
 
 def test_keys_that_neither_the_template_nor_the_encoder_reads():
@@ -260,8 +238,7 @@ def test_keys_that_neither_the_template_nor_the_encoder_reads():
     rows = [None, {"messages": [known, "text"], "other": [{"x": 1}]}, {"prompt": "a text"}]
     assert unread_keys(rows, "") == []
     rows += [{"prompt": [{"b": 1}], "completion": [{"c d": 1}]}, {"messages": [{"a": 1, 5: 2}]}]
-    assert unread_keys(rows, "") == ["5", "a", "b", "c d"]
-    assert unread_keys(rows, None) == ["5", "a", "b", "c d"]
+    assert unread_keys(rows, "") == unread_keys(rows, None) == ["5", "a", "b", "c d"]
     assert unread_keys(rows, "{{ m.b }} {{ m.c }}") == ["5", "a", "c d"]
     assert unread_keys(rows, "{{ m['c d'] }}") == ["5", "a", "b"]
     late = [{"messages": []}] * 999 + [{"messages": [{"a": 1}]}, {"messages": [{"b": 1}]}]

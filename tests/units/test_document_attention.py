@@ -61,35 +61,31 @@ def test_only_where_a_token_attends_to_all_before_it(name, attention, changes, u
     assert (model.config._attn_implementation == document_attention.NAME) == used
 
 
-def test_layers_with_a_mask_of_their_own_keep_it():
+@pytest.mark.parametrize(
+    ("family", "changes"), [("Doge", {"num_key_value_heads": 4}), ("Persimmon", {})]
+)
+def test_layers_with_a_mask_of_their_own_or_without_positions_keep_the_mask(family, changes):
     sizes = dict(hidden_size=32, intermediate_size=48, num_hidden_layers=1, num_attention_heads=4)
-    config = transformers.DogeConfig(vocab_size=VOCABULARY, num_key_value_heads=4, **sizes)
+    config = getattr(transformers, f"{family}Config")(vocab_size=VOCABULARY, **sizes, **changes)
     model = transformers.AutoModelForCausalLM.from_config(config)
     before = model.config._attn_implementation
     document_attention.use(CPU, model)
     assert model.config._attn_implementation == before
 
 
-def test_layers_that_are_not_told_the_positions_need_a_mask():
-    sizes = dict(hidden_size=32, intermediate_size=48, num_hidden_layers=1, num_attention_heads=4)
-    config = transformers.PersimmonConfig(vocab_size=VOCABULARY, **sizes)
-    model = transformers.AutoModelForCausalLM.from_config(config)
-    document_attention.use(CPU, model)
-    assert model.config._attn_implementation == "sdpa"
-
-
-def test_padded_prompts_are_answered_as_alone():
-    """Also with a cache, whose tokens are not in the query."""
-    model = chosen("llama")
+@pytest.mark.parametrize("place", [CPU, GPU])
+def test_padded_prompts_are_answered_as_alone(place, gpu):
+    """Also with a cache, whose tokens are not in the query; on a GPU without the kernel."""
+    model = chosen("llama", accelerator=place)
     prompts = [torch.arange(3, 9) % VOCABULARY, torch.arange(3, 5) % VOCABULARY]
     padded = torch.stack([prompts[0], torch.cat([torch.zeros(4).long(), prompts[1]])])
     mask = torch.ones_like(padded)
     mask[1, :4] = 0
     options = dict(max_new_tokens=5, do_sample=False, pad_token_id=0, eos_token_id=None)
     together = model.generate(padded, attention_mask=mask, **options)[:, 6:]
+    plain = make_model("llama")
     for prompt, answer in zip(prompts, together, strict=True):
-        alone = model.generate(prompt[None], **options)[0, len(prompt) :]
-        assert answer.tolist() == alone.tolist()
+        assert answer.tolist() == plain.generate(prompt[None], **options)[0, len(prompt) :].tolist()
 
 
 @pytest.mark.parametrize("name", ["llama", "gpt2"])
@@ -129,21 +125,10 @@ def test_other_models_and_gpus_keep_the_mask(gpu, changes, settings):
     assert model.config._attn_implementation == "sdpa"
 
 
-def test_a_gpu_before_ampere_keeps_the_mask(gpu, monkeypatch):
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (7, 5))
-    assert chosen("llama", accelerator=GPU).config._attn_implementation == "sdpa"
-
-
-def test_a_torch_whose_kernel_has_no_grouped_heads_keeps_the_mask(gpu, monkeypatch):
+def test_older_gpus_and_releases_of_torch_keep_the_mask(gpu, monkeypatch):
+    with monkeypatch.context() as patch:
+        patch.setattr(torch.cuda, "get_device_capability", lambda device: (7, 5))
+        assert chosen("llama", accelerator=GPU).config._attn_implementation == "sdpa"
+    assert chosen("llama", accelerator=GPU).config._attn_implementation != "sdpa"
     monkeypatch.setattr(document_attention, "varlen_attn", lambda query, key, value: None)
     assert chosen("llama", accelerator=GPU).config._attn_implementation == "sdpa"
-
-
-def test_samples_on_a_gpu_are_those_of_a_cpu(gpu):
-    """In float32 and from a cache, for which the kernel is not called."""
-    models = [chosen("llama", accelerator=each) for each in (CPU, GPU)]
-    models[1].load_state_dict(models[0].state_dict())
-    prompt = torch.arange(3, 9)[None] % VOCABULARY
-    options = dict(max_new_tokens=5, do_sample=False, pad_token_id=0, eos_token_id=None)
-    answers = [model.generate(prompt, **options).tolist() for model in models]
-    assert answers[0] == answers[1]

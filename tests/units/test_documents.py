@@ -4,10 +4,11 @@ import codecs
 import datetime
 import json
 from collections import Counter
+from pathlib import Path
 
 import pytest
 
-from utils.language.documents import find_documents
+from utils.language.documents import find_documents, read_segments
 from utils.language.packing import TokenSettings
 from utils.language.synthetic import (
     make_conversations,
@@ -37,11 +38,12 @@ def lines(rows):
 
 
 def read(rows):
-    """The rows, with a text as a whole."""
+    """The rows, with the text of a file in place of its path."""
     found = []
     for row in rows:
         text = row and row.get("text")
-        found.append({**row, "text": "".join(text)} if hasattr(text, "__next__") else row)
+        is_file = isinstance(text, Path)
+        found.append({**row, "text": "".join(read_segments(text))} if is_file else row)
     return found
 
 
@@ -68,16 +70,6 @@ def test_a_table_has_no_fields_of_other_rows(tmp_path):
     assert load(tmp_path / "a.parquet")[1] == {"train": rows}
 
 
-def test_names_that_look_like_archives_or_are_some(tmp_path):
-    write(tmp_path, **{"a::b_jsonl": lines([TEXT]), "sub__c_jsonl_gz": b"no"})
-    for path, says in (
-        (tmp_path, r"rename .*a::b.jsonl, because"),
-        (tmp_path / "sub" / "c.jsonl.gz", "is compressed: unpack it first"),
-    ):
-        with pytest.raises(UserError, match=says):
-            find(path)
-
-
 def write_table(path, rows):
     import datasets
 
@@ -94,18 +86,15 @@ def write_table(path, rows):
         (TEXT, "text", "text"),
     ],
 )
-@pytest.mark.parametrize("suffix", ["jsonl", "ndjson", "parquet", "csv"])
+@pytest.mark.parametrize("suffix", ["jsonl", "parquet", "csv"])
 def test_columns_decide_in_files_of_every_format(row, kind, asked, suffix, tmp_path):
     rows = [{**row, "id": number, "when": "2024-01-02"} for number in range(3)]
     path = tmp_path / f"a.{suffix}"
-    if suffix in ("jsonl", "parquet"):  # an empty row does not say how a model is asked
+    if suffix != "csv":  # an empty row does not say how a model is asked
         rows.insert(0, dict.fromkeys(rows[0]))
-    if suffix == "csv" and row in (CHAT, TURNS):
+    elif row in (CHAT, TURNS):
         pytest.skip("a CSV file has no lists")
-    if suffix in ("parquet", "csv"):
-        write_table(path, rows)
-    else:
-        path.write_text(lines(rows))
+    path.write_text(lines(rows)) if suffix == "jsonl" else write_table(path, rows)
     found, splits = load(path)
     assert found == kind and set(splits) == {"train"}
     assert [{key: some[key] for key in row} for some in splits["train"][-3:]] == [row] * 3
@@ -136,35 +125,24 @@ def test_each_file_of_plain_text_is_a_document(tmp_path):
     data = find(tmp_path)
     texts = [row["text"] for row in read(data.splits["train"])]
     assert (data.kind, sorted(texts)) == ("text", sorted(["", "one\n", "three", "two"]))
+    assert [len(shard) for shard in data.splits["train"].shards()] == [1] * 4
     said = "\n".join(data.details)
     assert "train: 4 files" in said and ".md files" in said and ".gz files" in said
     with pytest.raises(UserError, match=r"is mapped into memory: leave out --streaming"):
         find(tmp_path, streaming=True)
+    with pytest.raises(UserError, match="is compressed: unpack it first"):
+        find(tmp_path / "e.txt.gz")
 
 
-def test_the_end_of_a_single_text_is_held_out(tmp_path):
-    """After a line, unless none ends for a long time."""
-    for place in (9_000, 11_000):
-        text = "b" * 60_000 + "a" * place + "\n" + "a" * (60_000 - place)
-        folder = tmp_path / str(place)
-        found = load(write(folder / "file", a_txt=text), val_fraction=0.5)
-        (train,), (val,) = found[1]["train"], found[1]["val"]
-        assert train["text"] + val["text"] == text
-        assert train["text"].endswith("\n") == (place < 10_000)
-    said = "val: the last 0.25 of the only document"
-    assert said in find(folder / "file", val_fraction=0.25).details
-
-
-def test_rows_change_their_fingerprint_with_their_content(tmp_path):
+@pytest.mark.parametrize("name", ["a_txt", "a_jsonl"])
+def test_rows_change_their_fingerprint_with_their_content(name, tmp_path):
     seen = set()
-    for text in ("one\n" * 9, "two\n" * 9):
-        for name in ("a_txt", "a_jsonl"):
-            content = {"a_txt": text, "a_jsonl": lines([{"text": text}] * 3)}[name]
-            folder = write(tmp_path / text[:3] / name, **{name: content})
-            for _ in range(2):
-                splits = find(folder).splits
-                seen |= {rows.fingerprint for rows in splits.values()}
-    assert len(seen) == 6  # a plain text has two splits
+    for text in ("one", "two"):
+        folder = write(tmp_path / text, **{name: lines([{"text": text}] * 3)})
+        prints = [find(folder).splits["train"].fingerprint for _ in range(2)]
+        assert prints[0] == prints[1]
+        seen.add(prints[0])
+    assert len(seen) == 2
 
 
 @pytest.mark.parametrize(
@@ -172,19 +150,16 @@ def test_rows_change_their_fingerprint_with_their_content(tmp_path):
     [
         (dict(a_jsonl=lines([{"turns": [], "id": 1}])), "columns turns, id; one needs messages"),
         (dict(a_jsonl=lines([{"prompt": "a"}])), "columns prompt; one needs"),
-        (dict(a_csv="id,title\n1,2\n"), "columns id, title; one needs"),
         (dict(a_csv="prompt,completion\nIs 1, or 2?,2\n"), "its first row has 3 fields: name"),
         (dict(a_csv="text\n" + "b\n" * 30 + "b, more\n"), "Expected 1 fields in line 32, saw 2"),
         (dict(a_csv="text;label\nb;1\n"), "a.csv are separated by ';': convert it to CSV"),
         (dict(a_jsonl="[" * 100_000), "a.jsonl does not hold an object in each line"),
-        (dict(a_json="{\n}"), "does not hold an object in each line"),
         (dict(a_jsonl='{"text": "a\x01"}'), "row 0 of .* is not JSON: Invalid control character"),
         (dict(a_json=json.dumps([TEXT])), "of one list, make lines with `jq -c"),
         (dict(a_txt="six".encode("utf-16")), "a.txt: it is not UTF-8"),
-        (dict(a_txt="x"), "has 1 bytes: too few"),
         (dict(val_txt="a" * 99, test_txt="b" * 99), "has no train split"),
         (dict(a_csv_gz=b"no"), "holds no file that ends in"),
-        (dict(a_txt=b"caf\xe9 latin"), "a.txt: it is not UTF-8"),
+        ({"a::b_jsonl": lines([TEXT])}, "rename .*a::b.jsonl, because"),
         (dict(a_jsonl=lines([TEXT]) + "{"), "row 1 of .* is not JSON"),
         (dict(a_jsonl=lines([TEXT]) + "[" * 100_000), "row 1 of .* is not JSON"),
     ],
@@ -223,16 +198,15 @@ def test_a_subset_is_of_the_hub(tmp_path, monkeypatch):
 
 
 def test_dates_in_words():
-    days = {1: "first", 2: "second", 3: "third", 5: "fifth", 8: "eighth", 9: "ninth"}
-    days |= {12: "twelfth", 13: "thirteenth", 20: "twentieth", 22: "twenty-second", 30: "thirtieth"}
+    days = {1: "first", 3: "third", 12: "twelfth", 13: "thirteenth", 20: "twentieth"}
+    days |= {22: "twenty-second", 30: "thirtieth"}
     assert {day: ordinal_in_words(day) for day in days} == days
-    assert [ordinal(day) for day in (1, 2, 3, 4, 11, 12, 13, 21, 22, 23, 31)] == (
-        "1st 2nd 3rd 4th 11th 12th 13th 21st 22nd 23rd 31st".split()
+    assert [ordinal(day) for day in (1, 2, 3, 4, 11, 12, 13, 21, 22, 23)] == (
+        "1st 2nd 3rd 4th 11th 12th 13th 21st 22nd 23rd".split()
     )
     said = {1600: "sixteen hundred", 1905: "nineteen oh five", 1994: "nineteen ninety-four"}
     said |= {2000: "two thousand", 2007: "two thousand and seven", 2024: "twenty twenty-four"}
     assert {year: year_in_words(year) for year in said} == said
-    assert len({year_in_words(year) for year in range(1600, 2100)}) == 500
 
 
 def test_synthetic_conversations_are_all_different_and_share_no_date():
@@ -241,17 +215,15 @@ def test_synthetic_conversations_are_all_different_and_share_no_date():
     splits = {split: list(rows) for split, rows in data.splits.items()}
     assert {split: len(rows) for split, rows in splits.items()} == {"train": 4000, "val": 200}
     assert splits == make_conversations(3) and splits != make_conversations(4)
-    other = find("synthetic", seed=4)
-    prints = {rows.fingerprint for some in (data, other) for rows in some.splits.values()}
-    assert len(prints) == 4
+    prints = [
+        rows.fingerprint for seed in (3, 4) for rows in find("synthetic", seed=seed).splits.values()
+    ]
+    assert len(set(prints)) == 4
     shapes, answers = Counter(), []
     for row in [*splits["train"], *splits["val"]]:
         shapes["".join(message["role"][0] for message in row["messages"])] += 1
-        for message in row["messages"]:
-            if message["role"] == "assistant":
-                answers.append(message["content"])
+        answers += [said["content"] for said in row["messages"] if said["role"] == "assistant"]
     assert len(set(answers)) == len(answers) > 4000
     assert {datetime.date.fromisoformat(answer).year for answer in answers} == {*range(1600, 2100)}
     shares = {shape: count / 4200 for shape, count in shapes.items()}
-    expected = dict(ua=4 / 9, sua=2 / 9, uaua=2 / 9, suaua=1 / 9)
-    assert shares == pytest.approx(expected, abs=0.03)
+    assert shares == pytest.approx(dict(ua=4 / 9, sua=2 / 9, uaua=2 / 9, suaua=1 / 9), abs=0.03)

@@ -187,7 +187,7 @@ def test_patience_needs_a_validation_split(monkeypatch):
     data = SimpleNamespace(splits={"train": None, "test": None}, kind="text")
     monkeypatch.setattr(script, "local_main_first", lambda *_: data)
     monkeypatch.setattr(script, "agree", lambda *_: "")
-    names = ("subset", "loss_on", "too_long", "block_size", "val_fraction", "seed")
+    names = ("subset", "loss_on", "block_size", "val_fraction", "seed")
     args = dict.fromkeys(names) | {"dataset": ["a"], "streaming": False, "patience": 1}
     with pytest.raises(UserError, match="--patience needs a validation split"):
         script.load_data(None, None, True, SimpleNamespace(**args))

@@ -46,8 +46,10 @@ def test_a_model_is_measured_without_memory():
     assert untied.parameters == sizes.parameters + 300 * 64
 
 
-@pytest.mark.parametrize("checkpointing", [False, True])
-@pytest.mark.parametrize("family", ["Llama", "Qwen3", "Olmo2"])
+@pytest.mark.parametrize(
+    ("family", "checkpointing"),
+    [("Llama", False), ("Llama", True), ("Qwen3", False), ("Olmo2", True)],
+)
 def test_activations_are_about_those_that_autograd_keeps(family, checkpointing):
     config = getattr(transformers, f"{family}Config")(**CONFIG, head_dim=16, pad_token_id=0)
     model = transformers.AutoModelForCausalLM.from_config(config, attn_implementation="sdpa")
@@ -111,24 +113,49 @@ def test_the_cheapest_way_is_advised(free, job, advice):
     assert advice in fit.advise(LARGE, job, free * GIB)
 
 
+def check(rank=0, **changed):
+    """A check of a job of two processes, with blocks of 256 tokens."""
+    here = accelerator(2, rank, device=torch.device("cpu"), mixed_precision="no")
+    args = dict(lora_rank=0, adapter=None, dtype=None, activation_checkpointing=False)
+    args |= dict(batch_size=24, gradient_accumulation_steps=3, block_size=256) | changed
+    fit.check(here, SimpleNamespace(dtype=torch.bfloat16), SimpleNamespace(**args))
+
+
 def test_what_cannot_fit_is_refused_and_what_may_is_said(monkeypatch, capsys):
-    memory = SimpleNamespace(available=40 * GIB)
+    memory = SimpleNamespace(available=50 * GIB)
     monkeypatch.setattr(fit.psutil, "virtual_memory", lambda: memory)
     monkeypatch.setattr(fit.devices, "local_processes", lambda: 2)
-    here = accelerator(2, device=torch.device("cpu"))
-    fit.check(here, LARGE, JOB)
+    monkeypatch.setattr(fit, "measure", lambda *_: LARGE)
+    check()
     said = capsys.readouterr().out
-    assert said.startswith("memory per process: weights 4.0, gradients 4.0, optimizer 8.0, activ")
-    assert said.endswith(": 16.4 of 20.0 GiB free\n")
-    memory.available = 2 * 16.2 * GIB
-    fit.check(here, LARGE, JOB)
+    assert said.startswith("memory per process: weights 4.0, gradients 8.0, optimizer 8.0, activ")
+    assert said.endswith(": 20.4 of 25.0 GiB free\n")
+    memory.available = 2 * 20.2 * GIB
+    check()
     assert "GiB free. It would fit with --activation_checkpointing ***" in capsys.readouterr().err
     memory.available = 2 * 9 * GIB
-    with pytest.raises(
-        UserError,
-        match=r"^the model does not fit: .* 16\.4 of 9\.0 GiB free\. It would fit with .* 4 GPUs",
-    ):
-        fit.check(here, LARGE, JOB)
-    fit.check(accelerator(2, rank=1, device=torch.device("cpu")), LARGE._replace(trained=0), JOB)
-    fit.check(here, fit.measure(transformers.LlamaConfig(**CONFIG)), JOB)  # small: no word
+    says = r"^the model does not fit: .* 20\.4 of 9\.0 GiB free\. It would fit with .* 4 GPUs"
+    with pytest.raises(UserError, match=says):
+        check()
+    memory.available = 2 * 20.2 * GIB
+    check(rank=1)
+    monkeypatch.setattr(fit, "measure", lambda *_: LARGE._replace(parameters=9, trained=9))
+    check(batch_size=2, gradient_accumulation_steps=1)  # small: no word
     assert capsys.readouterr() == ("", "")
+
+
+@pytest.mark.parametrize(
+    ("options", "dtype"),
+    [
+        ({}, None),
+        ({"lora_rank": 4}, torch.bfloat16),
+        ({"adapter": "a"}, torch.bfloat16),
+        ({"adapter": "a", "dtype": "float32"}, torch.float32),
+    ],
+)
+def test_the_job_is_that_of_the_arguments(options, dtype, monkeypatch):
+    seen = []
+    monkeypatch.setattr(fit, "measure", lambda _, frozen: seen.append(frozen) or LARGE)
+    monkeypatch.setattr(fit, "estimate", lambda _, job: seen.append(job) or fit.Need(0, 0, 0, 0))
+    check(**options, activation_checkpointing=True)
+    assert seen[:2] == [dtype, Job(2, 1, 1024, 256, False, True)]

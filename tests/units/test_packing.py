@@ -4,9 +4,16 @@ import numpy as np
 import pytest
 import torch
 
-from utils.language import blocks as blocks_module
-from utils.language.blocks import IGNORED, PROMPT_TOKENS, Stream
-from utils.language.packing import Documents, best_fit, cut_text, pack_conversations
+from utils.language import packing
+from utils.language.packing import (
+    DOCUMENT,
+    IGNORED,
+    PROMPT_TOKENS,
+    Stream,
+    best_fit,
+    cut_text,
+    pack_conversations,
+)
 
 PAD = 999
 
@@ -16,8 +23,9 @@ def make(lengths, seed=0, targets=True):
     total = sum(lengths)
     is_target = np.random.default_rng(seed).integers(0, 2, total).astype(np.uint8)
     stream = Stream(np.arange(total, dtype=np.int32), is_target if targets else None)
-    lengths, zeros = np.array(lengths), np.zeros(len(lengths), np.int64)
-    documents = Documents(np.cumsum(lengths) - lengths, lengths, zeros + 2, lengths - 1)
+    documents, lengths = np.zeros(len(lengths), DOCUMENT), np.array(lengths)
+    documents["start"], documents["length"] = np.cumsum(lengths) - lengths, lengths
+    documents["answer"], documents["bytes"] = 2, lengths - 1
     return stream, documents, is_target
 
 
@@ -46,70 +54,51 @@ def check_pieces(inputs, positions, starts):
 @pytest.mark.parametrize("lengths", [[50], [3, 1, 40, 2, 9, 17], [17, 17], [9, 9, 9], [2]])
 def test_each_token_of_a_text_but_the_first_is_a_target_once(lengths, packed):
     stream, documents, _ = make(lengths, targets=False)
-    blocks = cut_text(stream, documents, 8, PAD, packed=packed)
+    blocks = cut_text(stream, documents, 8, PAD, packed=packed)[0]
     inputs, targets, positions = everything(blocks)
     used = targets != IGNORED
-    firsts = set(documents.starts.tolist())
+    firsts = set(documents["start"].tolist())
     assert sorted(targets[used]) == sorted(set(range(sum(lengths))) - firsts)
     assert (inputs[used] == targets[used] - 1).all()  # the token before it, in the same document
     assert (inputs[~used] == PAD).all()
     check_pieces(inputs, positions, firsts)
     assert blocks.tokens == blocks.target_tokens == used.sum()
-    assert blocks.block_targets.tolist() == used.sum(1).tolist()
-    assert blocks.padding == pytest.approx(1 - used.mean())
     assert blocks.bytes == sum(length - 1 for length in lengths)
     if packed:
         assert used.ravel()[: used.sum()].all()  # only the last block has padding
     else:
         for row in targets:
-            owners = np.searchsorted(documents.starts, row[row != IGNORED], side="right")
+            owners = np.searchsorted(documents["start"], row[row != IGNORED], side="right")
             assert len(set(owners.tolist())) == 1
 
 
 @pytest.mark.parametrize("packed", [True, False])
-@pytest.mark.parametrize("too_long", ["truncate", "drop"])
-def test_conversations_keep_their_targets(packed, too_long):
+def test_conversations_keep_their_targets(packed):
     lengths = np.random.default_rng(1).integers(1, 30, 60).tolist()
     stream, documents, is_target = make(lengths)
-    blocks, counts = pack_conversations(
-        stream, documents, 16, PAD, too_long=too_long, packed=packed
-    )
+    blocks, counts = pack_conversations(stream, documents, 16, PAD, packed=packed)
     inputs, targets, positions = everything(blocks)
-    expected, truncated, dropped, empty = [], 0, 0, 0
-    for start, length in zip(documents.starts.tolist(), lengths, strict=True):
-        kept = range(start + 1, start + min(length, 17))
-        learned = [token for token in kept if is_target[token]]
-        if length > 17 and too_long == "drop":
-            dropped += 1
-        elif not learned:
-            empty += 1
-        else:
-            expected += learned
-            truncated += length > 17
+    expected, truncated, empty = [], 0, 0
+    for start, length in zip(documents["start"].tolist(), lengths, strict=True):
+        learned = [token for token in range(start + 1, start + min(length, 17)) if is_target[token]]
+        expected += learned
+        empty += not learned
+        truncated += bool(learned and length > 17)
     assert sorted(targets[targets != IGNORED]) == expected
-    assert counts == {"truncated": truncated, "dropped": dropped, "no targets": empty}
-    assert min(truncated or dropped, empty) > 0
+    assert counts == {"truncated": truncated, "no targets": empty} and min(truncated, empty) > 0
     learned = targets != IGNORED
     assert (inputs[learned] == targets[learned] - 1).all()
     assert (inputs == PAD).any() and not learned[inputs == PAD].any()
-    check_pieces(inputs, positions, set(documents.starts.tolist()))
+    check_pieces(inputs, positions, set(documents["start"].tolist()))
     assert blocks.target_tokens == len(expected) and blocks.bytes is None
     assert blocks.tokens == (inputs != PAD).sum()
-    assert blocks.block_targets.tolist() == learned.sum(1).tolist()
-    assert blocks.block_targets.dtype == np.int64
     if not packed:
-        assert len(blocks) == len(lengths) - dropped - empty
+        assert len(blocks) == len(lengths) - empty
 
 
 @pytest.mark.parametrize("size", [1, 7, 64, 2048])
 def test_best_fit(size):
     lengths = np.random.default_rng(size).integers(1, size + 1, 500)
-    bins = best_fit(lengths, size)
-    filled = np.bincount(bins, lengths)
-    assert filled.max() <= size and filled.min() > 0
-    # Of any two bins, the contents do not fit into one: the simplest of its guarantees.
-    assert len(filled) < 2 or np.sort(filled)[:2].sum() > size
-    # The rule, as it is defined.
     space, expected = [], []
     for item in np.argsort(-lengths, kind="stable"):
         fitting = [free for free in space if free >= lengths[item]]
@@ -117,17 +106,18 @@ def test_best_fit(size):
         space += [] if fitting else [size]
         space[place] -= lengths[item]
         expected.append(place)
-    assert sorted(size - filled.astype(int)) == sorted(map(int, space))
+    bins = best_fit(lengths, size)
+    assert sorted(size - np.bincount(bins, lengths).astype(int)) == sorted(map(int, space))
     assert (best_fit(lengths, size) == bins).all()
     assert len(best_fit(np.zeros(0, np.int64), size)) == 0
 
 
 @pytest.mark.parametrize("at_once", [1, 5, 100])
 def test_targets_are_counted_some_documents_at_a_time(at_once, monkeypatch):
-    monkeypatch.setattr(blocks_module, "COUNTED", at_once)
+    monkeypatch.setattr(packing, "COUNTED", at_once)
     stream, documents, is_target = make([3, 1, 5, 2, 1, 4, 1])
     order = np.array([4, 0, 6, 2, 3, 1, 5])
-    starts, lengths = documents.starts[order], documents.lengths[order]
+    starts, lengths = documents["start"][order], documents["length"][order]
     for first, counted in ((starts, lengths), (starts + 1, lengths - 1)):
         pairs = zip(first, counted, strict=True)
         expected = [is_target[start : start + count].sum() for start, count in pairs]
@@ -137,7 +127,7 @@ def test_targets_are_counted_some_documents_at_a_time(at_once, monkeypatch):
 
 def test_prompts_end_where_the_last_answer_begins():
     stream, documents, is_target = make([20, 6, 9, 4], seed=1)
-    documents = documents._replace(answers=np.array([5, 4, -1, 2]))
+    documents["answer"] = [5, 4, -1, 2]
     blocks, _ = pack_conversations(stream, documents, 12, PAD)
     (prompt, answer), (last, _) = blocks.prompts(5)  # of the first, the end is cut off
     assert prompt == [20, 21, 22, 23]
@@ -149,13 +139,13 @@ def test_prompts_end_where_the_last_answer_begins():
 
 def test_prompts_of_a_text_are_its_first_tokens():
     stream, documents, _ = make([10, 300], targets=False)
-    prompts = cut_text(stream, documents, 100, PAD).prompts(2)
+    prompts = cut_text(stream, documents, 100, PAD)[0].prompts(2)
     assert prompts == [(list(range(10, 42)), None), (list(range(101, 101 + PROMPT_TOKENS)), None)]
     stream, documents, _ = make([6, 4], targets=False)
-    assert cut_text(stream, documents, 100, PAD).prompts(9) == [([0, 1, 2, 3, 4], None)]
+    assert cut_text(stream, documents, 100, PAD)[0].prompts(9) == [([0, 1, 2, 3, 4], None)]
 
 
 def test_blocks_may_be_empty():
     stream, documents, _ = make([1, 1], targets=False)
-    empty = cut_text(stream, documents, 5, PAD)
+    empty = cut_text(stream, documents, 5, PAD)[0]
     assert (len(empty), empty.target_tokens, empty.prompts(3)) == (0, 0, [])

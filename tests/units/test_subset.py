@@ -7,8 +7,7 @@ import pytest
 import torch
 
 from utils.data import subset
-from utils.language.blocks import Stream
-from utils.language.packing import Documents, cut_text
+from utils.language.packing import DOCUMENT, Stream, cut_text
 from utils.language.text import Windows
 from utils.run.plan import Plan
 
@@ -80,14 +79,15 @@ def test_windows_know_how_many_bytes_they_predict():
 
 def test_chosen_blocks_are_those_of_all():
     lengths = np.array([30, 7, 50, 23])
-    starts = np.cumsum(lengths) - lengths
-    documents = Documents(starts, lengths, np.full(4, -1), 2 * (lengths - 1))
+    documents = np.zeros(4, DOCUMENT)
+    documents["start"], documents["length"] = np.cumsum(lengths) - lengths, lengths
+    documents["bytes"] = 2 * (lengths - 1)
     tokens = np.arange(lengths.sum(), dtype=np.int32)
-    whole = cut_text(Stream(tokens), documents, 8, pad_id=0)
+    whole = cut_text(Stream(tokens), documents, 8, pad_id=0)[0]
     some, indices = whole.select(np.array([1, 4, 13])), [1, 4, 13]
     assert len(whole) == 14 and len(some) == 3
     batch, expected = some.__getitems__([0, 1, 2]), whole.__getitems__(indices)
     for name in ("input_ids", "targets", "position_ids"):
         assert torch.equal(batch[name], expected[name]), name
-    assert some.block_targets.tolist() == whole.block_targets[indices].tolist() == [8, 8, 2]
+    assert some.target_tokens == 18
     assert whole.bytes == 212 and some.bytes == pytest.approx(212 * 18 / 106)

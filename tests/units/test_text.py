@@ -1,4 +1,4 @@
-"""Which text of a folder or a table is trained on, which is held out, and what is left out."""
+"""Text as bytes: what is trained on, what is held out, and its windows, mapped or streamed."""
 
 import json
 import os
@@ -7,9 +7,19 @@ import pytest
 import torch
 
 from utils.data import cache_files
-from utils.language.text import Windows, load_text, load_to_evaluate
-from utils.language.text_stream import load_held_out
-from utils.run.failures import UserError
+from utils.data.loaders import already_a_batch
+from utils.language import lanes
+from utils.language.lanes import Share
+from utils.language.text import (
+    Windows,
+    load_held_out,
+    load_text,
+    load_to_evaluate,
+    stream_windows,
+)
+from utils.run.failures import RunFailed, UserError
+
+datasets = pytest.importorskip("datasets")
 
 WORDS = {"train": "alpha ", "val": "beta ", "test": "gamma "}
 
@@ -23,33 +33,20 @@ def write(root, **files):
     return str(root)
 
 
-def both(name, column="text"):
+def both(name):
     """What is trained on and what is held out."""
-    text = load_text(name, column, 4)
+    text = load_text(name, "text", 4)
     return bytes(text.train.numpy()).decode(), bytes(text.held_out.numpy()).decode()
-
-
-def everything(name, column="text"):
-    return "".join(both(name, column))
 
 
 def as_lines(text, count=30):
     return "".join(json.dumps({"text": f"{text}{i}"}) + "\n" for i in range(count))
 
 
-def as_csv(text):
-    return "title,text\n" + "".join(f"no,{text}{i}\n" for i in range(30))
-
-
-@pytest.mark.parametrize("make", [lambda word: word * 40, as_lines, as_csv])
-@pytest.mark.parametrize("names", ["train val test", "Training valid Testing"])
-@pytest.mark.parametrize("folders", [False, True])
-def test_splits_of_text(make, names, folders, tmp_path):
-    suffix = {as_lines: "jsonl", as_csv: "csv"}.get(make, "txt")
-    for split, name in zip(WORDS, names.split(), strict=True):
-        path = tmp_path / name / f"0.{suffix}" if folders else tmp_path / f"{name}.{suffix}"
-        path.parent.mkdir(exist_ok=True)
-        path.write_text(make(WORDS[split]))
+@pytest.mark.parametrize("kind", ["txt", "jsonl"])
+def test_splits_of_text(kind, tmp_path):
+    texts = {split: word * 40 if kind == "txt" else as_lines(word) for split, word in WORDS.items()}
+    write(tmp_path, **{f"{split}_{kind}": text for split, text in texts.items()})
     train, held_out = both(str(tmp_path))
     assert set(train) <= set("alpha 0123456789\n") and len(train) > 200
     assert set(held_out) <= set("beta 0123456789\n") and len(held_out) >= 180
@@ -68,26 +65,37 @@ def test_without_validation_text_the_last_tenth_of_train_is_held_out(tmp_path):
     assert split == "all" and bytes(scored.held_out.numpy()) == b"0123456789"
     with pytest.raises(UserError, match="has 1 bytes: too few"):
         load_to_evaluate(write(tmp_path / "short", train_txt="0"), "text")
-    alone, rest = both(write(tmp_path / "one", train_txt="0123456789" * 10))
-    assert (alone, rest) == (train, held_out)
 
 
-def test_other_files_beside_tables_are_left_out(tmp_path):
-    table = write(tmp_path / "b", README_md="no", data__x_ndjson=as_lines("w", 20))
-    assert everything(table) == "".join(f"w{i}\n" for i in range(20))
-
-
-def test_bytes_that_are_no_text_are_said(tmp_path):
-    name = write(tmp_path, a_txt=b"ab\0" * 40)
-    assert "it has zero bytes" in load_text(name, "text", 4).details[-1]
+def test_rows_end_with_a_line_and_other_files_are_left_out(tmp_path):
+    rows = as_lines("w", 20) + '{"text": "last\\n"}\n\n'
+    name = write(tmp_path / "b", README_md="no", data__x_ndjson=rows)
+    assert "".join(both(name)) == "".join(f"w{i}\n" for i in range(20)) + "last\n"
 
 
 def test_a_text_that_is_a_fifo_is_not_waited_for(tmp_path):
     os.mkfifo(tmp_path / "b.txt")
     (tmp_path / "a.txt").write_text("words " * 20)
-    assert everything(str(tmp_path)) == "words " * 20
+    assert "".join(both(str(tmp_path))) == "words " * 20
     with pytest.raises(UserError, match="not a regular file"):
         load_text(str(tmp_path / "b.txt"), "text", 4)
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "says"),
+    [
+        ("empty.txt", b"", "is empty"),
+        ("short.txt", b"To be", "has 5 bytes, too few for --block_size 16"),
+        ("a.jsonl", b'{"title": "a", "body": "b"}\n', "give --text_column, one of title, body"),
+        ("numbers.jsonl", b'{"text": 3}\n{"text": 4}\n', "row 0 of --dataset"),
+        ("broken.parquet", b"PAR1 and nothing of the kind", "cannot load"),
+    ],
+)
+def test_bad_text_is_explained(name, content, says, tmp_path):
+    (tmp_path / name).write_bytes(content)
+    with pytest.raises(UserError) as caught:
+        load_text(str(tmp_path / name), "text", 16)
+    assert says in str(caught.value) and "\n" not in str(caught.value)
 
 
 # ------------------------------------------------------------------------------------ mapped, cached
@@ -100,55 +108,36 @@ def test_a_text_file_is_mapped_and_not_copied(tmp_path):
     with file.open("r+b") as opened:
         opened.write(b"abc")
     assert bytes(text.train[:5].tolist()) == b"abc34" and len(text.held_out) == 20
-    assert first_window(text.train) == [list(b"abc34567"), list(b"bc345678")]
-
-
-def first_window(text):
-    batch = Windows(text, 8).__getitems__([0])
-    return [batch[name][0].tolist() for name in ("inputs", "targets")]
 
 
 @pytest.mark.parametrize("kind", ["files", "rows"])
-def test_a_long_text_is_written_to_the_cache_once(kind, tmp_path, monkeypatch):
-    short = [load_text(*source_of(kind, tmp_path / "data"), 4) for _ in range(2)][1]
-    cache = tmp_path / "cache" / "text"
+def test_a_text_of_several_parts_is_written_to_the_cache_once(kind, tmp_path, monkeypatch):
+    def load():
+        return load_text(str(data), "text", 4)
+
+    data, cache = tmp_path / "data", tmp_path / "cache" / "text"
+    if kind == "rows":
+        write(data, a_jsonl=as_lines("words "))
+    else:
+        write(data, a_txt="0123456789" * 10, b_txt="abcdefghij" * 10)
     monkeypatch.setenv("HF_DATASETS_CACHE", str(tmp_path / "cache"))
-    monkeypatch.setattr(cache_files, "SHORT", 100)
-    made = load_text(*source_of(kind, tmp_path / "data"), 4)
+    (tmp_path / "cache").write_text("a file")
+    with pytest.raises(UserError, match=r"cannot write the text to .*set HF_DATASETS_CACHE") as e:
+        load()
+    assert kind == "rows" or str(e.value).endswith(" (Not a directory)")  # not for want of space
+    (tmp_path / "cache").unlink()
+    made = load()
     (file,) = cache.iterdir()
-    assert file.suffix == ".bin" and torch.equal(made.train, short.train)
-    assert torch.equal(made.held_out, short.held_out) and made.details == short.details
     with monkeypatch.context() as patched:  # the second process reads nothing but the cache
         patched.setattr(cache_files, "write", None)
-        again = load_text(*source_of(kind, tmp_path / "data"), 4)
+        again = load()
     assert again.description == made.description and torch.equal(again.train, made.train)
     with file.open("r+b") as opened:
         opened.write(b"!")
     assert again.train[0] == ord("!")
-    os.utime(next(path for path in (tmp_path / "data").iterdir()), (1, 1))
-    load_text(*source_of(kind, tmp_path / "data"), 4)
+    os.utime(next(path for path in data.iterdir()), (1, 1))
+    load()
     assert len(list(cache.iterdir())) == 2
-
-
-def source_of(kind, folder):
-    if not folder.exists():
-        if kind == "rows":
-            write(folder, a_jsonl=as_lines("words "))
-        else:
-            write(folder, a_txt="0123456789" * 10, b_txt="abcdefghij" * 10)
-    return str(folder), "text"
-
-
-def test_a_cache_that_cannot_be_written_is_one_line(tmp_path, monkeypatch):
-    (tmp_path / "cache").write_text("a file")
-    monkeypatch.setenv("HF_DATASETS_CACHE", str(tmp_path / "cache"))
-    monkeypatch.setattr(cache_files, "SHORT", 100)
-    with pytest.raises(UserError, match=r"cannot write the text to .*set HF_DATASETS_CACHE") as e:
-        load_text(*source_of("files", tmp_path / "data"), 4)
-    assert str(e.value).endswith(" (Not a directory)")  # not for want of space
-
-
-# ----------------------------------------------------------------------------- streams, fingerprint
 
 
 @pytest.mark.parametrize(
@@ -166,3 +155,79 @@ def test_text_that_changed_has_another_description(load, tmp_path):
     ]
     first, copy, *others = (load(root).description for root in made)
     assert copy == first and first not in others and "fingerprint" in first
+
+
+# ------------------------------------------------------------------------------------------ windows
+
+
+def test_held_out_windows_predict_every_byte_once():
+    data = torch.arange(101, dtype=torch.uint8)
+    windows = Windows(data, 16)
+    batch = windows.__getitems__(range(len(windows)))
+    assert batch["targets"][batch["targets"] >= 0].tolist() == list(range(1, 101))
+    assert torch.equal(batch["inputs"][:-1, 1:], batch["targets"][:-1, :-1])
+
+
+def test_an_epoch_reads_every_byte_once_at_another_offset_than_the_one_before():
+    data = torch.arange(250, dtype=torch.uint8)
+    windows, cuts = Windows(data, 16, seed=3), set()
+    for epoch in range(8):
+        windows.set_offset(epoch)
+        read = windows.__getitems__(range(len(windows)))["inputs"].flatten()
+        first = int(read[0])
+        assert len(read) >= 250 - 2 * 16 and torch.equal(read, data[first : first + len(read)])
+        cuts.add(first)
+    assert len(cuts) >= 4
+
+
+def test_persistent_workers_read_from_another_place_in_every_epoch():
+    text = torch.arange(200, dtype=torch.uint8)
+    windows = Windows(text, 10, seed=3)
+    loader = torch.utils.data.DataLoader(
+        windows, 18, num_workers=1, persistent_workers=True, collate_fn=already_a_batch
+    )
+    starts = []
+    for epoch in range(3):
+        windows.set_offset(epoch)
+        starts.append(next(iter(loader))["inputs"][0, 0].item())
+        assert starts[-1] == windows.shift.item()
+    assert len(set(starts)) == 3
+
+
+# ------------------------------------------------------------------------------------------ streams
+
+
+def test_a_stream_starts_again_at_its_end_and_never_shows_held_out_text(tmp_path):
+    documents = [f"document {number:04d} is this one" for number in range(600)]
+    rows = [json.dumps({"text": document}) + "\n" for document in documents]
+    (tmp_path / "text.jsonl").write_text("".join(rows))
+    length = len(documents[0]) + 1
+    stream = iter(stream_windows(str(tmp_path), "text", length, Share(2, 2), 30, 0))
+    windows = [window for _ in range(900) for window in next(stream)["inputs"].tolist()]
+    seen = [bytes(window).decode()[9:13] for window in windows]
+    held_out = {text[9:13] for text in documents if lanes.is_held_out(f"{text}\n".encode())}
+    assert 2 <= len(held_out) <= 30
+    assert set(seen) == {document[9:13] for document in documents} - held_out
+    assert {seen.count(number) for number in set(seen)} <= {2, 3, 4}  # about three passes
+    assert len(load_held_out(str(tmp_path), "text").held_out) == len(held_out) * length
+
+
+def test_batches_are_contiguous(tmp_path):
+    """A pinned batch that is not would be copied to the GPU through pageable memory, with a wait."""
+    name, share = write(tmp_path, a_jsonl=as_lines("some words ", 300)), Share(1, 4)
+    windows = Windows(torch.arange(101, dtype=torch.uint8), 16, seed=0)
+    streamed = next(iter(stream_windows(name, "text", 16, share, 4, 0)))
+    for batch in (windows.__getitems__(range(4)), streamed):
+        for name in ("inputs", "targets", "ids"):
+            assert batch[name].is_contiguous(), name
+
+
+def test_what_cannot_be_streamed_ends_the_run(tmp_path):
+    lines = [b'{"text": "fine so far"}\n'] * 200
+    (tmp_path / "a.jsonl").write_bytes(b"".join([*lines, b'{"text": "\xff\xfe\xfd"}\n']))
+    with pytest.raises(RunFailed, match="cannot be read after row"):
+        list(stream_windows(str(tmp_path), "text", 16, Share(1, 4), 200, 0))
+    (tmp_path / "b.txt").write_text("plain")
+    for name in (str(tmp_path / "b.txt"), "synthetic"):
+        with pytest.raises(UserError, match="is mapped into memory: leave out --streaming"):
+            load_held_out(name, "text")

@@ -3,7 +3,7 @@
 import json
 
 import pytest
-from harness.chats import make_tokenizer, say, token_stream
+from harness.chats import make_tokenizer, say, token_stream, write_rows
 from harness.data import global_batches
 
 from utils.language import token_stream as module
@@ -25,17 +25,11 @@ def chats(tmp_path_factory):
     """Conversations of different lengths, some without an answer, in three files."""
     folder = tmp_path_factory.mktemp("chats")
     for part in range(3):
-        rows = [
-            {
-                "messages": say(
-                    f"u ask {part} {number}",
-                    "a " + "word " * (0 if number % 9 == 5 else 1 + number % 7),
-                )
-            }
-            for number in range(150)
-        ]
-        text = "".join(json.dumps(row) + "\n" for row in rows)
-        (folder / f"part-{part}.jsonl").write_text(text)
+        rows = []
+        for number in range(150):
+            answer = "word " * (0 if number % 9 == 5 else 1 + number % 7)
+            rows.append({"messages": say(f"u ask {part} {number}", f"a {answer}")})
+        write_rows(folder / f"part-{part}.jsonl", rows)
     return str(folder)
 
 
@@ -44,28 +38,33 @@ def test_held_out_documents_are_never_trained_on(chats, tokenizer):
     prompts = [tuple(ids[:12]) for ids, _ in held.splits["val"].prompts(100)]
     assert held.kind == "messages" and len(prompts) >= 2 and "fingerprint" in held.description
     trained = set()
-    for batch, _ in zip(
-        token_stream(chats, tokenizer, BLOCK, 12, lanes=6), range(60), strict=False
-    ):
+    stream = token_stream(chats, tokenizer, BLOCK, 12, lanes=6)
+    for batch, _ in zip(stream, range(60), strict=False):
         for inputs, positions in zip(batch["input_ids"], batch["position_ids"], strict=True):
             for start in (positions == 0).nonzero()[:, 0].tolist():
                 trained.add(tuple(inputs[start : start + 12].tolist()))
     assert len(trained) > 100 and not trained & set(prompts)
 
 
-def test_a_validation_split_is_held_out_as_a_whole(tmp_path, tokenizer):
-    for split, count in (("train", 20), ("val", 5)):
+def test_a_validation_split_is_held_out_up_to_some_blocks(tmp_path, tokenizer, monkeypatch):
+    for split, count in (("train", 20), ("val", 90)):
         rows = [{"text": f"{split} text {number}"} for number in range(count)]
-        text = "".join(json.dumps(row) + "\n" for row in rows)
-        (tmp_path / f"{split}.jsonl").write_text(text)
-    held = load_held_out(str(tmp_path), TokenSettings(tokenizer, 16))
-    said = tokenizer.decode(held.splits["val"].__getitems__([0])["input_ids"][0].tolist())
-    assert held.kind == "text" and "val text" in said and "train" not in said
+        write_rows(tmp_path / f"{split}.jsonl", rows)
+    whole = load_held_out(str(tmp_path), TokenSettings(tokenizer, 16))
+    said = tokenizer.decode(whole.splits["val"].__getitems__([0])["input_ids"][0].tolist())
+    assert whole.kind == "text" and "val text" in said and "train" not in said
+    monkeypatch.setattr(module, "HELD_OUT_BLOCKS", 2)
+    some = load_held_out(str(tmp_path), TokenSettings(tokenizer, 16))
+    assert 16 < some.splits["val"].tokens < 4 * 16 < whole.splits["val"].tokens
+    assert f"of which {some.splits['val'].tokens:,} tokens are held out" in some.description
+    (tmp_path / "val.jsonl").write_text('{"text": "a"}\n' * 3)
+    with pytest.raises(UserError, match="has no token to predict in what is held out"):
+        load_held_out(str(tmp_path), TokenSettings(make_tokenizer(eos_token=None), 16))
 
 
 def test_what_cannot_be_streamed_is_one_line(tmp_path, tokenizer):
     (tmp_path / "a.jsonl").write_text('{"text": "one"}\n' * 3)
-    with pytest.raises(UserError, match=r"has 3 documents, none .* too small to stream"):
+    with pytest.raises(UserError, match=r"has no document that is held out .* too small to stream"):
         load_held_out(str(tmp_path), TokenSettings(tokenizer, 16))
     (tmp_path / "a.jsonl").write_text('{"text": "one"}\n{"text": "two"}\n{"text": 5}\n')
     stream = token_stream(str(tmp_path), tokenizer, 16, 1, lanes=1, buffer=4)
@@ -74,19 +73,11 @@ def test_what_cannot_be_streamed_is_one_line(tmp_path, tokenizer):
     assert error.value.rank_variable is None  # each process says what it alone met
     with pytest.raises(UserError, match="--subset de: only a Hub id has subsets"):
         load_held_out(str(tmp_path), TokenSettings(tokenizer, 16, subset="de"))
-    rows = [{"messages": say("u hello", f"a {number} " + "long " * 40)} for number in range(20)]
-    (tmp_path / "a.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    stream = token_stream(str(tmp_path), tokenizer, 16, 1, lanes=1, buffer=4, too_long="drop")
+    rows = [{"messages": say("u hello" + " long" * 40, f"a {number}")} for number in range(20)]
+    write_rows(tmp_path / "a.jsonl", rows)
+    stream = token_stream(str(tmp_path), tokenizer, 16, 1, lanes=1, buffer=4)
     with pytest.raises(RunFailed, match="lane 0 of the stream has nothing to learn"):
         next(iter(stream))
-
-
-def test_held_out_documents_fill_some_blocks_only(chats, tokenizer, monkeypatch):
-    whole = load_held_out(chats, TokenSettings(tokenizer, BLOCK, loss_on="all"))
-    monkeypatch.setattr(module, "HELD_OUT_BLOCKS", 2)
-    some = load_held_out(chats, TokenSettings(tokenizer, BLOCK, loss_on="all"))
-    assert 2 * BLOCK <= some.splits["val"].tokens < whole.splits["val"].tokens
-    assert f"of which {some.splits['val'].tokens:,} tokens are held out" in some.description
 
 
 def test_options_of_a_stream_decide_about_its_blocks(tmp_path, tokenizer):
@@ -104,21 +95,12 @@ def test_options_of_a_stream_decide_about_its_blocks(tmp_path, tokenizer):
     assert max(text.count("user") for text in texts) > 1 and any("long" in text for text in texts)
     assert read(loss_on="all")[1] > targets
     assert {text.count("user") for text in read(packed=False)[0]} == {1}
-    assert not any("long" in text for text in read(too_long="drop")[0])
-
-
-def test_held_out_texts_of_one_token_are_too_short(tmp_path):
-    tokenizer = make_tokenizer(eos_token=None)
-    for split in ("train", "val"):
-        (tmp_path / f"{split}.jsonl").write_text('{"text": "a"}\n' * 3)
-    with pytest.raises(UserError, match="has no token to predict in what is held out"):
-        load_held_out(str(tmp_path), TokenSettings(tokenizer, 16))
 
 
 def test_a_stream_continues_where_a_pass_ends(tmp_path, tokenizer):
     """Also if no row is left of the pass, or only rows without documents."""
     rows = [{"text": f"text {number} of some"} for number in range(4)] + [{"text": ""}] * 2
-    (tmp_path / "a.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    write_rows(tmp_path / "a.jsonl", rows)
 
     def read(count, position=None):
         # A buffer is one document, so that some begin behind the last one.
@@ -145,9 +127,7 @@ def sources(tmp_path_factory):
     folder = tmp_path_factory.mktemp("sources")
     chats = [{"messages": say(f"u ask {n}", "a " + "word " * (1 + n % 7))} for n in range(40)]
     texts = [{"text": f"text {n}" + " of some words" * (1 + n % 9)} for n in range(200)]
-    for name, rows in (("chats", chats), ("texts", texts)):
-        (folder / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    return [str(folder / f"{name}.jsonl") for name in ("chats", "texts")]
+    return [write_rows(folder / "chats.jsonl", chats), write_rows(folder / "texts.jsonl", texts)]
 
 
 @pytest.fixture(scope="module")
@@ -171,12 +151,10 @@ def test_a_pass_has_every_document_once_in_an_order_of_its_own(in_memory):
 def mixed_batches(sources, tokenizer, processes, count, position=None, weights=WEIGHTS):
     """The blocks of `count` global batches, and the position that a checkpoint would store."""
     options = dict(lanes=MIXED, buffer=4, weights=weights, seed=0, position=position)
-    readers = [
-        iter(
-            token_stream(sources, tokenizer, BLOCK, 8 // processes, share=(p, processes), **options)
-        )
-        for p in range(processes)
-    ]
+    readers = []
+    for process in range(processes):
+        options["share"] = (process, processes)
+        readers.append(iter(token_stream(sources, tokenizer, BLOCK, 8 // processes, **options)))
     return global_batches(readers, "input_ids", count)
 
 

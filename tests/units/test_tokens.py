@@ -1,16 +1,18 @@
-"""A data set as blocks of tokens: what is counted, cached and said."""
+"""A data set as blocks of tokens: what is counted, cached and said; and its shards."""
 
-import json
 import os
+from dataclasses import replace
 
 import numpy as np
 import pytest
-from harness.chats import PLAIN, make_tokenizer, say
+from harness.chats import PLAIN, make_tokenizer, say, with_template, write_rows
 
-from utils.language import tokenizing
+from utils.data.cache_files import path_in_cache
+from utils.language import tokens
 from utils.language.conversations import Encoder
-from utils.language.packing import TokenSettings
-from utils.language.tokens import hold_out, load_tokens
+from utils.language.packing import SEGMENT, TokenSettings
+from utils.language.rows import Rows
+from utils.language.tokens import Shards, divide, load_tokens, tokenize
 from utils.run.failures import UserError
 
 
@@ -21,8 +23,9 @@ def tokenizer():
 
 @pytest.fixture(autouse=True)
 def cache(tmp_path, monkeypatch):
-    """An empty cache, and the number of rows that were tokenized."""
+    """An empty cache, and the rows that were tokenized, on one core."""
     monkeypatch.setenv("HF_DATASETS_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setattr(tokens.devices, "cores", lambda: 1)
     counted, draft = [], Encoder.draft
     monkeypatch.setattr(Encoder, "draft", lambda *args: counted.append(args[-1]) or draft(*args))
     return counted
@@ -32,13 +35,8 @@ def load(path, tokenizer, block_size, **options):
     return load_tokens(path, TokenSettings(tokenizer, block_size, **options))
 
 
-def write(path, rows):
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    return str(path)
-
-
 def chats(path, count=40, **more):
-    return write(
+    return write_rows(
         path, [{"messages": say(f"u {i} hello", f"a what {i}"), **more} for i in range(count)]
     )
 
@@ -59,33 +57,29 @@ def test_conversations_become_blocks(tokenizer, tmp_path):
     counted = sum(blocks.tokens for blocks in corpus.splits.values())
     assert f" {counted:,} tokens (fingerprint " in corpus.description
     prompt, answer = corpus.splits["train"].prompts(1)[0]
-    assert tokenizer.decode(prompt).endswith("assistant\n") and tokenizer.decode(answer).startswith(
-        "what "
-    )
-    assert any(
-        f"{corpus.splits['train'].target_tokens:,} targets" in line for line in corpus.details
-    )
+    assert tokenizer.decode(prompt).endswith("assistant\n")
+    assert tokenizer.decode(answer).startswith("what ")
+    assert f"{corpus.splits['train'].target_tokens:,} targets" in "".join(corpus.details)
 
 
-def test_a_text_becomes_blocks(tokenizer, tmp_path, monkeypatch):
+def test_the_end_of_a_single_text_is_held_out(tokenizer, tmp_path, monkeypatch):
+    """Each token but the first is a target, and each byte counts once."""
     text = "".join(f"the date is {number}\n" for number in range(300))
     (tmp_path / "a.txt").write_text(text)
-    whole = load(str(tmp_path / "a.txt"), tokenizer, 32)
-    said = [tokenizer.decode(targets(blocks)) for blocks in whole.splits.values()]
-    first = [blocks[0]["input_ids"][:1] for blocks in whole.splits.values()]  # of both parts
-    parts = [tokenizer.decode(one) + some for one, some in zip(first, said, strict=True)]
-    assert "".join(part.removesuffix("<|im_end|>") for part in parts) == text
-    for blocks, some in zip(whole.splits.values(), said, strict=True):
-        assert blocks.bytes == len(some.removesuffix("<|im_end|>"))
-    # The same from segments, with as many tokens, and one document.
-    monkeypatch.setattr("utils.language.documents.SEGMENT", 100)
-    monkeypatch.setattr(tokenizing, "CHARACTERS_AT_ONCE", 300)
+    corpus = load(str(tmp_path / "a.txt"), tokenizer, 32, val_fraction=0.4)
+    train, val = corpus.splits["train"], corpus.splits["val"]
+    first = tokenizer.decode(train[0]["input_ids"][:1])
+    said = [tokenizer.decode(targets(blocks)) for blocks in (train, val)]
+    assert first + "".join(said) == f"{text}<|im_end|>"
+    assert said[1].startswith("the date") and 0.3 < len(said[1]) / len(text) < 0.5
+    assert [train.bytes, val.bytes] == [len(said[0]), len(said[1].removesuffix("<|im_end|>"))]
+    monkeypatch.setattr("utils.language.documents.SHORTEST", 6000)
     os.utime(tmp_path / "a.txt", (1, 1))
-    parts = load(str(tmp_path / "a.txt"), tokenizer, 32)
-    assert [targets(blocks) for blocks in parts.splits.values()] == [
-        targets(blocks) for blocks in whole.splits.values()
-    ]
-    assert [b.bytes for b in parts.splits.values()] == [b.bytes for b in whole.splits.values()]
+    with pytest.raises(UserError, match="has one document: none is left to hold out"):
+        load(str(tmp_path / "a.txt"), tokenizer, 32)
+    # The same tokens, whatever is tokenized at once.
+    whole = load(str(tmp_path / "a.txt"), tokenizer, 32, val_fraction=0).splits["train"]
+    assert targets(whole) == targets(train) + targets(val)
 
 
 def test_a_second_start_tokenizes_nothing(tokenizer, tmp_path, cache):
@@ -102,12 +96,11 @@ def test_a_second_start_tokenizes_nothing(tokenizer, tmp_path, cache):
 
 
 @pytest.mark.parametrize("change", ["template", "loss_on", "data", "tokenizer", "version"])
-def test_what_decides_about_tokens_makes_them_anew(change, tokenizer, tmp_path, cache, monkeypatch):
-    path, options = chats(tmp_path / "a.jsonl"), {}
+def test_what_decides_about_tokens_makes_them_anew(change, tmp_path, cache, monkeypatch):
+    path, tokenizer, options = chats(tmp_path / "a.jsonl"), make_tokenizer(), {}
     first = load(path, tokenizer, 256)
     if change == "template":
-        tokenizer = make_tokenizer()
-        tokenizer.chat_template = PLAIN
+        tokenizer = with_template(tokenizer, PLAIN)
     elif change == "loss_on":
         options = dict(loss_on="all")
     elif change == "data":
@@ -116,7 +109,7 @@ def test_what_decides_about_tokens_makes_them_anew(change, tokenizer, tmp_path, 
         tokenizer = make_tokenizer()
         tokenizer.add_tokens(["what"])
     else:
-        monkeypatch.setattr(tokenizing, "VERSION", -1)
+        monkeypatch.setattr(tokens, "VERSION", -1)
     second = load(path, tokenizer, 256, **options)
     assert len(cache) == 80 + (change == "data")
     assert (second.description != first.description) == (change != "version")
@@ -129,53 +122,43 @@ def test_what_is_left_out_is_said(tokenizer, tmp_path):
     rows[7] = {"messages": say("u " + "hello " * 99, "a what")}  # its answer is cut off
     rows[9] = {"messages": say("u hello", "a " + "what " * 99)}
     rows[13] = {"messages": None}
-    path = write(tmp_path / "a.jsonl", rows)
+    path = write_rows(tmp_path / "a.jsonl", rows)
     (tmp_path / "a.jsonl").write_text((tmp_path / "a.jsonl").read_text() + "\n")
     corpus = load(path, tokenizer, 64, val_fraction=0)
     assert set(corpus.splits) == {"train"} and corpus.description.startswith("17 train conv")
     details = "\n".join(corpus.details)
     assert "conversations without an answer: 4 (row 3)" in details
     assert "1 truncated, 1 no targets" in details
-    dropped = "\n".join(load(path, tokenizer, 64, val_fraction=0, too_long="drop").details)
-    assert "2 dropped" in dropped and "truncated" not in dropped
 
 
 def test_keys_of_messages_that_nothing_reads_are_named(tokenizer, tmp_path):
     rows = [{"messages": say("u hello", "a what")} for _ in range(4)]
-    rows[1]["messages"][1] |= {"weight": 1, "trian": False, "score": 3}
-    rows[2]["messages"][0]["time zone"] = "here"
-    path = write(tmp_path / "a.jsonl", rows)
-    line = "not read, as the chat template does not: 'score', 'time zone', 'trian'"
-    assert line in load(path, tokenizer, 64).details
-    tokenizer = make_tokenizer()
-    tokenizer.chat_template += "{# score, trian, time #}"
-    assert (
-        line.replace("'score', ", "").replace(", 'trian'", "") in load(path, tokenizer, 64).details
+    assert "not read" not in "".join(
+        load(write_rows(tmp_path / "b.jsonl", rows), tokenizer, 64).details
     )
-    details = load(chats(tmp_path / "b.jsonl"), tokenizer, 64).details
-    assert not any("not read" in line for line in details)
+    rows[1]["messages"][1] |= {"weight": 1, "trian": False, "time zone": "here"}
+    details = load(write_rows(tmp_path / "a.jsonl", rows), tokenizer, 64).details
+    assert "not read, as the chat template does not: 'time zone', 'trian'" in details
 
 
 def test_empty_documents_are_left_out(tokenizer, tmp_path):
     rows = [{"text": text} for text in ("hello", "", None, " \n", "world", "what")]
-    corpus = load(write(tmp_path / "a.jsonl", rows), tokenizer, 8)
+    corpus = load(write_rows(tmp_path / "a.jsonl", rows), tokenizer, 8)
     assert corpus.description.startswith("2 train and 1 val documents")
     assert any("empty documents: 3 (row 1)" in line for line in corpus.details)
-    assert any(
-        "end without one" in line
-        for line in load(str(tmp_path / "a.jsonl"), make_tokenizer(eos_token=None), 8).details
-    )
+    endless = load(str(tmp_path / "a.jsonl"), make_tokenizer(eos_token=None), 8)
+    assert any("end without one" in line for line in endless.details)
 
 
 def test_prompts_and_completions(tokenizer, tmp_path):
     rows = [{"prompt": f"{i}+1=", "completion": f"{i + 1}"} for i in range(20)]
-    corpus = load(write(tmp_path / "a.jsonl", rows), tokenizer, 32)
+    corpus = load(write_rows(tmp_path / "a.jsonl", rows), tokenizer, 32)
     prompt, answer = corpus.splits["train"].prompts(1)[0]
     assert int(tokenizer.decode(prompt).removesuffix("+1=")) + 1 == int(
         tokenizer.decode(answer, skip_special_tokens=True)
     )
     rows = [{"prompt": say("u 1", "a 2", "u 3"), "completion": say("a 4")}] * 2
-    corpus = load(write(tmp_path / "b.jsonl", rows), tokenizer, 64)
+    corpus = load(write_rows(tmp_path / "b.jsonl", rows), tokenizer, 64)
     assert tokenizer.decode(targets(corpus.splits["val"])) == "4<|im_end|>"
 
 
@@ -190,35 +173,130 @@ def test_prompts_and_completions(tokenizer, tmp_path):
 )
 def test_rows_that_cannot_be_used_are_one_line(rows, says, tokenizer, tmp_path):
     with pytest.raises(UserError, match=says):
-        load(write(tmp_path / "a.jsonl", rows), tokenizer, 16)
+        load(write_rows(tmp_path / "a.jsonl", rows), tokenizer, 16)
 
 
-def test_a_cache_that_cannot_be_written_is_one_line(tokenizer, tmp_path):
-    (tmp_path / "cache").write_text("a file")
-    with pytest.raises(UserError, match=r"cannot write the tokens to .* HF_DATASETS_CACHE"):
-        load(chats(tmp_path / "a.jsonl"), tokenizer, 64)
+def held_out(contents, rows=None, **settings):
+    """The rows of documents with these contents that are held out."""
+    segments = np.ones(len(contents), SEGMENT)
+    segments["row"] = np.arange(len(contents)) if rows is None else rows
+    segments["digest"] = contents
+    train, chosen = divide(segments, TokenSettings(None, 8, **settings))
+    assert not set(train["row"]) & set(chosen["row"]) and len(train) + len(chosen) == len(contents)
+    return set(chosen["row"].tolist())
 
 
 def test_the_held_out_rows_are_chosen_by_the_seed():
     rows = np.repeat(np.arange(100), 2)
-    chosen = hold_out(rows, rows, 0.1, 0)
-    assert len(set(chosen.tolist())) == 10
-    assert (hold_out(rows[::-1], rows[::-1], 0.1, 0) == chosen).all()
-    assert set(hold_out(rows, rows, 0.1, 1).tolist()) != set(chosen.tolist())
-    assert set(chosen.tolist()) < set(hold_out(rows, rows, 0.2, 0).tolist())
+    chosen = held_out(rows, rows)
+    assert len(chosen) == 10 and held_out(rows[::-1], rows[::-1]) == chosen
+    assert held_out(rows, rows, seed=1) != chosen < held_out(rows, rows, val_fraction=0.2)
     for share in (0.01, 0.99):
-        assert len(hold_out(rows[:4], rows[:4], share, 0)) == 1
+        assert len(held_out(rows[:4], rows[:4], val_fraction=share)) == 1
 
 
 @pytest.mark.parametrize("seed", range(3))
 def test_equal_rows_are_on_one_side(seed):
-    rows, contents = np.arange(100), np.arange(100) % 50
-    held_out = contents[hold_out(rows, contents, 0.2, seed)]
-    assert len(held_out) == 20 and len(set(held_out.tolist())) == 10
+    contents = np.arange(100) % 50
+    chosen = contents[list(held_out(contents, seed=seed, val_fraction=0.2))]
+    assert len(chosen) == 20 and len(set(chosen.tolist())) == 10
 
 
 def test_documents_that_are_held_out_and_trained_on_are_counted(tokenizer, tmp_path):
     for split, numbers in (("train", range(10)), ("val", range(8, 12))):
-        write(tmp_path / f"{split}.jsonl", [{"text": f"a text {number}"} for number in numbers])
+        write_rows(
+            tmp_path / f"{split}.jsonl", [{"text": f"a text {number}"} for number in numbers]
+        )
     details = load(str(tmp_path), tokenizer, 16).details
     assert "val: equal documents are in train: 2 (row 0)" in details
+
+
+# --------------------------------------------------------------------------------------- shards
+
+CHATS = [{"messages": say(f"u {number} hello", f"a what {number}")} for number in range(25)]
+ENCODER = Encoder(make_tokenizer())
+ROWS = Rows([*CHATS, {"messages": []}], "here", "26 rows")
+TENS = replace(ROWS, shard_size=10)
+
+
+def shards_of(size):
+    return Shards(replace(ROWS, shard_size=size), ENCODER, "messages")
+
+
+def equal(one, other):
+    pairs = zip([*one[0], one[1]], [*other[0], other[1]], strict=True)
+    return all(a.dtype == b.dtype and np.array_equal(a, b) for a, b in pairs)
+
+
+@pytest.mark.parametrize(("size", "cores"), [(1, 1), (7, 2), (13, 1), (26, 2)])
+def test_shards_have_the_tokens_of_all_rows(size, cores, tmp_path, monkeypatch):
+    folder = tmp_path / "cache" / "tokens"
+    monkeypatch.setattr(tokens.devices, "cores", lambda: cores)
+    whole = tokenize(ROWS, ENCODER, "messages")
+    (file,) = folder.iterdir()
+    content = file.read_bytes()
+    file.unlink()
+    assert equal(tokenize(replace(ROWS, shard_size=size), ENCODER, "messages"), whole)
+    (same,) = folder.iterdir()  # those of the shards are removed
+    assert same == file and same.read_bytes() == content
+    stream, segments = whole
+    assert stream.is_target.any() and len(stream.tokens) == segments["length"].sum()
+    assert segments["row"].tolist() == list(range(26)) and segments["length"][25] == 0
+    assert len(set(segments["digest"].tolist())) == 26
+
+
+def test_what_is_done_is_not_done_again(cache):
+    shards = shards_of(10)
+    assert shards.missing() == [0, 1, 2] and shards[1] == 1 and shards.missing() == [0, 2]
+    assert shards[1] == 1 and len(cache) == 10 and shards_of(11).missing() == [0, 1, 2]
+    cache.clear()
+    for _ in range(2):
+        tokenize(TENS, ENCODER, "messages")
+    numbers = [int(where.split()[1]) for where in cache]
+    assert numbers == [*range(10), *range(20, 26)] and not shards.file(1).exists()
+
+
+def test_each_machine_begins_elsewhere(monkeypatch):
+    shards = shards_of(5)
+    monkeypatch.setenv("GROUP_WORLD_SIZE", "3")
+    for machine, numbers in enumerate(([0, 1, 2, 3, 4, 5], [2, 3, 4, 5, 0, 1], [4, 5, 0, 1, 2, 3])):
+        monkeypatch.setenv("GROUP_RANK", str(machine))
+        assert shards.missing() == numbers
+
+
+def test_another_machine_may_join_the_shards(monkeypatch):
+    whole, cached, shards = [], tokens.cached, shards_of(10)
+
+    def overtaken(kind, parts, version):
+        if not whole and version == shards.version:
+            whole.append(None)
+            whole.append(tokenize(TENS, ENCODER, "messages"))
+        return cached(kind, parts, version)
+
+    monkeypatch.setattr(tokens, "cached", overtaken)
+    result = tokenize(TENS, ENCODER, "messages")
+    assert equal(result, whole[1]) and len(result[1]) == 26
+
+    def vanished(kind, parts, version):  # in the middle of joining
+        shards.file(2).unlink()
+        list(parts)
+
+    path_in_cache("tokens", shards.version).unlink()
+    monkeypatch.setattr(tokens, "cached", cached)
+    for number in range(3):
+        shards[number]
+    monkeypatch.setattr(tokens, "cached", vanished)
+    with pytest.raises(FileNotFoundError):  # nobody has joined them
+        tokenize(TENS, ENCODER, "messages")
+
+
+@pytest.mark.parametrize("cores", [1, 2])
+def test_a_row_that_cannot_be_used_is_named_and_the_rest_is_kept(cores, monkeypatch):
+    monkeypatch.setattr(tokens.devices, "cores", lambda: cores)
+    rows = Rows([{"text": "a"}] * 10 + [{"text": 5}], "here", "11 texts", shard_size=4)
+    with pytest.raises(UserError, match=r"^row 10 of here has no text, but int$") as raised:
+        tokenize(rows, ENCODER, "text")
+    assert raised.value.rank_variable == "RANK"
+    assert Shards(rows, ENCODER, "text").missing() == [2]
+    stream, segments = tokenize(Rows(rows.rows[:3], "here", "3 texts"), ENCODER, "text")
+    assert stream.is_target is None and segments["row"].tolist() == [0, 1, 2]

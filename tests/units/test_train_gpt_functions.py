@@ -21,9 +21,7 @@ def test_no_prediction_depends_on_later_bytes():
 
 
 def test_attention_is_float32_on_a_cpu_in_bf16_too(monkeypatch):
-    """Because the backward pass of PyTorch's attention is slower in bf16 there than all that bf16
-    makes faster.
-    """
+    """The backward pass of PyTorch's attention is slow in bf16 there."""
     script, seen = load_script("train_gpt"), []
 
     def attention(*tensors, **options):
@@ -32,10 +30,9 @@ def test_attention_is_float32_on_a_cpu_in_bf16_too(monkeypatch):
 
     original = torch.nn.functional.scaled_dot_product_attention
     monkeypatch.setattr(torch.nn.functional, "scaled_dot_product_attention", attention)
+    model = script.GPT(n_layer=1, n_head=2, n_embd=16, block_size=12)
     with torch.autocast("cpu", torch.bfloat16):
-        logits = script.GPT(n_layer=1, n_head=2, n_embd=16, block_size=12)(
-            torch.zeros(1, 12, dtype=torch.int64)
-        )
+        logits = model(torch.zeros(1, 12, dtype=torch.int64))
     assert seen == [(False, {torch.float32})] and logits.dtype == torch.bfloat16
 
 

@@ -1,12 +1,11 @@
 """The loop of train_lm.py, in this process: dropout and sources. (Promises show the rest.)"""
 
-import json
 import shlex
 import sys
 
 import pytest
 import torch
-from harness.chats import make_tokenizer
+from harness.chats import make_tokenizer, say, write_rows
 from harness.launches import load_script, metrics, results
 from safetensors.torch import load_file
 
@@ -20,16 +19,11 @@ STEPS = "--block_size 32 --batch_size 4 --lr 0.01 --max_train_steps 4 --log_ever
 def folder(tmp_path_factory):
     """Conversations of very different length, texts, and models with and without dropout."""
     folder = tmp_path_factory.mktemp("train_lm")
-    chats, texts = [], []
-    for number in range(120):
-        turns = [
-            {"role": "user", "content": f"Say {number}."},
-            {"role": "assistant", "content": "w " * (1 + number * number % 17)},
-        ]
-        chats.append(json.dumps({"messages": turns}) + "\n")
-        texts.append(json.dumps({"text": f"text {number} of words " * (1 + number % 3)}) + "\n")
-    (folder / "chats.jsonl").write_text("".join(chats))
-    (folder / "texts.jsonl").write_text("".join(texts))
+    answers = ["w " * (1 + number * number % 17) for number in range(120)]
+    chats = [{"messages": say(f"u Say {n}.", f"a {said}")} for n, said in enumerate(answers)]
+    texts = [{"text": f"text {n} of words " * (1 + n % 3)} for n in range(120)]
+    write_rows(folder / "chats.jsonl", chats)
+    write_rows(folder / "texts.jsonl", texts)
     sizes = dict(vocab_size=330, n_embd=16, n_layer=1, n_head=2, n_positions=64)
     for name, dropout in (("plain", 0.0), ("dropout", 0.2)):
         parts = dict.fromkeys(("resid_pdrop", "embd_pdrop", "attn_pdrop"), dropout)
@@ -88,12 +82,11 @@ def test_a_restart_draws_the_same_dropout_masks(train, monkeypatch):
     assert column(stopped, "loss", "val") == column(whole, "loss", "val")
 
 
-def test_a_mixture_is_evaluated_by_source(train, folder):
-    (folder / "prompts.txt").write_text("who?")
-    words = f"--prompts {folder}/prompts.txt --mixture 3 1 --batch_size 8 --max_train_steps 8"
-    run = train("run", f"{words} --eval_every 8", data="chats.jsonl texts.jsonl")
+def test_a_mixture_is_evaluated_by_source(train):
+    words = "--mixture 3 1 --batch_size 8 --max_train_steps 8 --eval_every 8"
+    run = train("run", words, data="chats.jsonl texts.jsonl")
     line = metrics(run, "val")[-1]
     parts = [line[f"loss/{name}.jsonl"] for name in ("chats", "texts")]
     assert min(parts) < line["loss"] < max(parts)
     sample = (run / "sample.txt").read_text()
-    assert sample.startswith("> user\nwho?\nassistant\n") and "in the data" not in sample
+    assert sample.startswith("> user\nSay ") and "in the data: w w" in sample

@@ -53,17 +53,6 @@ def test_schedule_keeps_every_stage_busy(script):
     assert order == [0] + [1, 0] + [2, 1, 0] + [2, 1] + [2]
 
 
-def test_ranks_that_would_share_a_gpu_are_named(script):
-    script.refuse_shared(
-        [(0, "a", "GPU-1"), (0, "a", "GPU-2"), (1, "a", "GPU-3"), (1, "b", "GPU-1")]
-    )
-    # A rank may have all its stages on one GPU.
-    script.refuse_shared([(0, "a", "GPU-1"), (0, "a", "GPU-1")])
-    with pytest.raises(UserError, match="ranks 1 and 4 would share GPU-7 on node3") as refused:
-        script.refuse_shared([(0, "node3", "GPU-5"), (1, "node3", "GPU-7"), (4, "node3", "GPU-7")])
-    assert "\n" not in str(refused.value)
-
-
 @pytest.mark.parametrize(
     "gpus,processes,per_process", [(4, 2, 2), (8, 4, 2), (8, 2, 3), (4, 1, 2), (4, 4, 1)]
 )
@@ -72,25 +61,22 @@ def test_each_process_claims_its_own_gpus(script, monkeypatch, gpus, processes, 
     monkeypatch.setenv("LOCAL_WORLD_SIZE", str(processes))
     names = [f"GPU-{letter}" for letter in "abcdefgh"[:gpus]]
     for rank in range(processes):
-        for name, value in (
-            ("RANK", rank),
-            ("LOCAL_RANK", rank),
-            ("CUDA_VISIBLE_DEVICES", ",".join(names)),
-        ):
-            monkeypatch.setenv(name, str(value))
+        monkeypatch.setenv("RANK", str(rank))
+        monkeypatch.setenv("LOCAL_RANK", str(rank))
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", ",".join(names))
         claimed = script.claim_devices(False, per_process)
         assert claimed[0].index == rank  # where Accelerate puts this rank
         numbered = os.environ["CUDA_VISIBLE_DEVICES"].split(",")
         assert sorted(numbered) == names
         # Adjacent GPUs: for two processes with two GPUs each, (0, 1) and (2, 3).
-        assert [numbered[device.index] for device in claimed] == names[
-            rank * per_process : (rank + 1) * per_process
-        ]
+        own = names[rank * per_process : (rank + 1) * per_process]
+        assert [numbered[device.index] for device in claimed] == own
 
 
 def test_too_few_gpus_name_two_ranks_and_the_gpu(script, monkeypatch):
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 4)
     for name, value in (("LOCAL_WORLD_SIZE", "4"), ("LOCAL_RANK", "1"), ("RANK", "5")):
         monkeypatch.setenv(name, value)
-    with pytest.raises(UserError, match="ranks 4 and 6 would share GPU 0 on "):
+    with pytest.raises(UserError, match="ranks 4 and 6 would share GPU 0 on ") as refused:
         script.claim_devices(False, 2)
+    assert "\n" not in str(refused.value)

@@ -27,17 +27,14 @@ warnings.filterwarnings("ignore", "The following (rank|alpha)_pattern keys did",
 
 
 def add_lora(model, rank, alpha, dropout, targets):
-    """Freezes a model, and adds adapters of low rank to its layers (arXiv:2106.09685).
+    """Freezes a model, and adds adapters of low rank to its layers (arXiv:2106.09685), in float32.
 
     Args:
         rank (int), alpha (float), dropout (float): of the adapters, scaled by alpha / rank.
         targets (list[str]): names of layers; `all-linear`: all but the last.
 
     Returns:
-        PeftModel: its adapters are float32.
-
-    Raises:
-        UserError: no layer has such a name.
+        PeftModel.
     """
     layers = {name.rpartition(".")[2] for name, layer in model.named_modules() if _is_matrix(layer)}
     if unknown := set(targets) - layers - {"all-linear"}:
@@ -67,11 +64,7 @@ def _is_matrix(layer):
 
 
 def load_adapter(model, path):
-    """Freezes a model, and adds the adapter in a folder, to train it further.
-
-    Raises:
-        UserError: there is none, or it is that of another model.
-    """
+    """Freezes a model, and adds the adapter in a folder, to train it further."""
     folder = Path(path).expanduser()
     folder = folder / ADAPTER if (folder / ADAPTER).is_dir() else folder
     if not (folder / "adapter_model.safetensors").is_file():
@@ -101,15 +94,10 @@ def _attach(model, folder, **options):
 def save_trained_only(model):
     """Leaves frozen parameters out of a model's state: checkpoints then hold the adapter only.
 
-    Call it after `prepare`, which sends the whole state to all processes. It works for `save_state`
-    on one process, with DDP and with FSDP, because all of them call `state_dict` and
-    `load_state_dict`. Loading still requires everything that is trained.
+    Call it after `prepare`, which sends the whole state to all processes. `save_state` calls
+    `state_dict` and `load_state_dict` on any topology. Loading still requires all that is trained.
 
-    Args:
-        model: unwrapped; without an adapter, nothing is left out.
-
-    Returns:
-        the model.
+    Args: model: unwrapped; without an adapter, nothing is left out. It is returned.
     """
     if not isinstance(model, PeftModel):
         return model
@@ -140,11 +128,35 @@ def _frozen(module):
 # ----------------------------------------------------------------------------------------- folders
 
 
-def export(folder, model, state, tokenizer, dtype=None):
+def export(accelerator, folder, model, tokenizer):
+    """Writes the weights of a prepared model, or of its adapter; call it on every process.
+
+    Rounds the weights to what is written, so that an evaluation that follows is of that.
+    """
+    unwrapped = accelerator.unwrap_model(model)
+    is_adapter = isinstance(unwrapped, PeftModel)
+    if not is_adapter:
+        _round_weights(unwrapped)
+        if accelerator.is_fsdp2 and _write_shards(accelerator, folder, unwrapped, tokenizer):
+            return
+    state = accelerator.get_state_dict(model)  # under FSDP gathered from all processes
+    dtype = None if is_adapter else unwrapped.export_dtype
+    # The others wait here, and not in a collective that times out.
+    run_on_main(accelerator, lambda: write(folder, unwrapped, state, tokenizer, dtype))
+
+
+def _round_weights(model):
+    """Rounds the weights of a model to its `export_dtype`; each keeps its own dtype."""
+    with torch.no_grad():
+        for weight in model.state_dict().values():  # of a sharded model, this frees gathered ones
+            if weight.is_floating_point():
+                weight.copy_(weight.to(model.export_dtype))
+
+
+def write(folder, model, state, tokenizer, dtype=None):
     """Writes `model/` for `AutoModelForCausalLM`, or `adapter/` for `PeftModel`, to a run's folder.
 
     Args:
-        folder (Path): that of the run.
         model: unwrapped; a `PeftModel` has an adapter.
         state (dict): its weights, or those of the adapter, by name.
         dtype: of the weights in the files; None: they stay as they are.
@@ -162,10 +174,8 @@ def export(folder, model, state, tokenizer, dtype=None):
     _complete(_begin(folder, model, state, tokenizer, dtype))
 
 
-def export_shards(accelerator, folder, model, tokenizer):
-    """Like `export`, of a sharded model: each process writes its slices, in its `export_dtype`.
-
-    Call it on every process.
+def _write_shards(accelerator, folder, model, tokenizer):
+    """As `write`, of a sharded model: each process writes its slices.
 
     Returns:
         bool: False: it writes nothing, because the names in the files of this model are others.
@@ -214,30 +224,13 @@ def _complete(writing):
     sync(folder)
 
 
-def round_weights(model):
-    """Rounds the weights of a model to its `export_dtype`: what is evaluated is what is exported.
-
-    Each keeps its own dtype. Those of adapters are exported as they are.
-    """
-    if isinstance(model, PeftModel):
-        return
-    with torch.no_grad():
-        for weight in model.state_dict().values():  # of a sharded model, this frees gathered ones
-            if weight.is_floating_point():
-                weight.copy_(weight.to(model.export_dtype))
-
-
 def load_trained(path, **options):
     """Loads the model of a run, or any other one, to generate or to evaluate text.
 
-    Args:
-        options: of `from_pretrained`, for the model or the base model of an adapter.
+    Args: options: of `from_pretrained`, for the model or the base model of an adapter.
 
     Returns:
         tuple: the model, its tokenizer, and what it was trained on: `messages`, `prompt` or `text`.
-
-    Raises:
-        UserError: there is none.
     """
     folder = Path(path).expanduser()
     recorded = (read_json(folder / "args.json") or {}).get("data", {})
@@ -250,11 +243,7 @@ def load_trained(path, **options):
 
 
 def _load_adapted(folder, **options):
-    """The base model of a LoRA run with its adapter, and the tokenizer.
-
-    Raises:
-        UserError: the base model is not there, or has changed since.
-    """
+    """The base model of a LoRA run, if it has not changed, with its adapter; and the tokenizer."""
     settings = json.loads((folder / ADAPTER / "adapter_config.json").read_text())
     base = settings.get("base_model_name_or_path")
     if not base:
@@ -280,9 +269,6 @@ def merge(path):
 
     Returns:
         str: what was written, and the largest difference of its logits from those with the adapter.
-
-    Raises:
-        UserError: there is no adapter, or not its base model; or the merged model is another one.
     """
     folder = Path(path).expanduser()
     if not (folder / ADAPTER).is_dir():
@@ -299,5 +285,5 @@ def merge(path):
             f"--merge {path}: the merged model has other logits, by up to {difference:.2g}: use "
             "the adapter itself"
         )
-    export(folder, model, model.state_dict(), tokenizer, torch.float32)
+    write(folder, model, model.state_dict(), tokenizer, torch.float32)
     return f"written to {folder / MODEL}; logits differ by at most {difference:.1g}"

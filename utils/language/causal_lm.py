@@ -53,18 +53,12 @@ CONFIGURATION = ["*.json", "*.jinja", "*.model", "*.txt"]  # files of a model wi
 
 
 def find(name, flag="--model"):
-    """Finds the files of a model.
+    """Finds the files of a model: a folder (Path) with `config.json`.
 
     Args:
         name (str): a folder, the folder of a run, or a Hub id. Of the Hub, the configuration and
             the tokenizer are downloaded now.
         flag (str): what gave the name, for messages.
-
-    Returns:
-        Path: a folder with `config.json`.
-
-    Raises:
-        UserError: there is none.
     """
     path = Path(os.path.abspath(os.path.expanduser(name)))  # an adapter remembers it
     if path.is_dir():
@@ -92,20 +86,12 @@ def find(name, flag="--model"):
 
 
 def source(name):
-    """What to load the weights from: the folder of a local model, or the Hub id itself.
-
-    The model remembers it, and so does an adapter.
-    """
+    """What a model is loaded from, and remembers: the folder of a local one, or the Hub id."""
     return find(name) if Path(name).expanduser().is_dir() else name
 
 
 def load_config(name, tokenizer, block_size):
-    """The configuration of a model, checked.
-
-    Raises:
-        UserError: it is no causal language model, needs code of its own, or does not fit the
-            tokenizer or the size of the blocks.
-    """
+    """The configuration of a model that can be trained, with this tokenizer and such blocks."""
     if name == TINY:
         config = tiny_config(len(tokenizer))
     else:
@@ -137,9 +123,6 @@ def load_tokenizer(name, chat_template=None):
     Args:
         name (str): as for `find`, or `tiny`.
         chat_template (str | None): a file with a Jinja template to use, and to save with the model.
-
-    Raises:
-        UserError: it cannot be loaded.
     """
     if name == TINY:
         tokenizer = byte_tokenizer()
@@ -159,18 +142,10 @@ def load_model(accelerator, config, args):
     a model with random weights, or with other names in its files, the main process holds all, and
     `prepare` sends the shards to the others.
 
-    Args:
-        config: what `load_config` returned.
-        args: `model`, as for `find`, or `tiny`; `attention`, a key of `ATTENTION`; `dtype` of the
-            weights, None for float32, or with `lora_rank` or `adapter` that of the files;
-            `export_dtype`, `auto` for that of the files; `from_scratch`: random weights, by the
-            model's own initialization; `seed`.
+    Args: config: what `load_config` returned. args: those of train_lm.py.
 
     Returns:
         the model; its `export_dtype` is that of the weights to export.
-
-    Raises:
-        UserError: the weights are missing or are pickles, or this attention does not run here.
     """
     if args.attention == "flex" and accelerator.device.type == "cpu":
         raise UserError("--attention flex does not train on a CPU: use sdpa")
@@ -209,11 +184,7 @@ def _load(accelerator, config, args, options):
 
 
 def load_weights(name, **options):
-    """A model with all its weights: `transformers` draws those that are missing at random.
-
-    Raises:
-        UserError: the files have no weight of some name.
-    """
+    """A model with all its weights, or UserError: `transformers` draws missing ones at random."""
     options |= dict(use_safetensors=True, output_loading_info=True)
     model, found = AutoModelForCausalLM.from_pretrained(source(name), **options)
     unknown = sorted(found["unexpected_keys"])
@@ -253,10 +224,7 @@ def can_pack(config):
 
 
 def fingerprint(name, config):
-    """What identifies a model: its configuration, and its weights.
-
-    Of a folder, these are samples of its files of weights; of a Hub id, the commit.
-    """
+    """What identifies a model: its configuration, and its weights, of the Hub their commit."""
     # Without what depends on where a model lies, and on the release of transformers.
     settings = config.to_diff_dict()
     for key in ("dtype", "transformers_version", "_name_or_path"):

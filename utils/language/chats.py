@@ -3,15 +3,12 @@
 Answers are the turns of the role `assistant`, or the completion, each with the token that ends it.
 They are found by rendering: the messages before an answer, with what asks for one
 (`add_generation_prompt`), and then the messages up to the answer. The first text must be the
-beginning of the second; the rest is what the model writes when it is used. This needs no
-`{% generation %}` marks, which few templates have.
+beginning of the second; the rest is what the model writes when it is used. Few templates have the
+marks `{% generation %}`, with which this would be simpler.
 
-A template may render earlier turns differently when others follow; some drop the reasoning. What
-the model reads before an answer is then no continuation of what it read before: the conversation
-becomes several documents, each of which is what the model reads and writes at that turn.
-
-Where a template writes the date, that is always `TODAY`: the same data gives the same tokens on
-every day and machine.
+A template may render earlier turns differently when others follow; some drop the reasoning. The
+conversation then becomes several documents, each of which is what the model reads and writes at
+that turn. The date in a template is always `TODAY`: the same data gives the same tokens every day.
 """
 
 import datetime
@@ -25,16 +22,14 @@ from utils.language.rows import check_unicode
 from utils.run.failures import UserError
 
 # Private characters of Unicode, around the names of special tokens while messages are rendered. The
-# method `apply_chat_template(..., sanitize_control_tokens=True)` of `transformers` also does that,
-# but returns only the tokens of the whole text. Here the parts before and after the beginning of an
-# answer are tokenized by themselves: a line break that ends the prompt and one that begins the
-# answer may be one token of the whole.
+# `sanitize_control_tokens` of `apply_chat_template` returns only the tokens of the whole text, in
+# which a line break that ends the prompt and one that begins the answer may be one token.
 OPEN, CLOSE = "\uf8f0", "\uf8f1"
 TODAY = datetime.datetime(2026, 1, 1)
 # How templates ask for the date, as those of Llama 3.2 and SmolLM3 do.
+CLOCK = re.compile(r"""strftime_now\(\s*(["'])(.*?)\1\s*\)""")
 ROLES = {"human": "user", "gpt": "assistant", "bot": "assistant"}  # of other formats
 KEYS = {"role", "content", "tool_calls", "weight", "train"}  # of messages, which are read here
-CLOCK = re.compile(r"""strftime_now\(\s*(["'])(.*?)\1\s*\)""")
 
 
 class Part(NamedTuple):
@@ -49,7 +44,7 @@ class Part(NamedTuple):
 
 
 def special_tokens(tokenizer):
-    """The names of the special tokens of a tokenizer, and their numbers (dict)."""
+    """The special tokens of a tokenizer: name -> number (dict)."""
     added = tokenizer.added_tokens_decoder.items()
     special = {str(token): number for number, token in added if token.special}
     return special | dict(zip(tokenizer.all_special_tokens, tokenizer.all_special_ids, strict=True))
@@ -60,11 +55,6 @@ class ChatTemplate:
 
     def __init__(self, tokenizer):
         self._tokenizer = tokenizer
-        templates = tokenizer.chat_template
-        templates = templates if isinstance(templates, dict) else {"default": templates}
-        templates = {name: _without_clock(text) for name, text in templates.items() if text}
-        self._text = templates.get("default")
-        self._with_tools = templates.get("tool_use", self._text)
         longest_first = sorted(special_tokens(tokenizer), key=len, reverse=True)
         pattern = "|".join(map(re.escape, longest_first)) or "(?!)"
         self._name = re.compile(pattern)
@@ -82,17 +72,16 @@ class ChatTemplate:
 
         Returns:
             list: the parts (list) of each document; [] if there is no answer.
-
-        Raises:
-            UserError: there is no template, it refuses the conversation, or the text that asks for
-                an answer is not the beginning of the text with the answer.
         """
         # A role is a name that the template knows.
         messages = [{**self._mark(message), "role": message["role"]} for message in messages]
-        make, tools = self._whole if together else self._chains, self._mark(tools)
-        documents = []
-        for texts in make(messages, first, tools, where):
-            documents.append([p for text, answer in texts for p in self._parts(text, answer)])
+        tools, documents = self._mark(tools), []
+        if together:
+            chains = [self._whole(messages, tools, where)]
+        else:
+            chains = self._chains(messages, first, tools, where)
+        for texts in chains:
+            documents.append([part for pair in texts for part in self._parts(*pair)])
         return documents
 
     def ask(self, text):
@@ -144,28 +133,28 @@ class ChatTemplate:
         except UserError:  # it takes other conversations only
             return True
 
-    def _whole(self, messages, first, tools, where):
-        """As `_chains`: one list, with all messages."""
+    def _whole(self, messages, tools, where):
+        """As an element of `_chains`, with all messages, of which only the last answer is one."""
         whole = self._render(messages, False, tools, where)
-        roles = [message["role"] for message in messages]
-        if "assistant" in roles[1:]:
-            last = len(roles) - 1 - roles[::-1].index("assistant")
-            prompt = self._render(messages[:last], True, tools, where)
+        answers = [n for n, message in enumerate(messages) if n and message["role"] == "assistant"]
+        if answers:
+            prompt = self._render(messages[: answers[-1]], True, tools, where)
             if whole.startswith(prompt):
-                return [[(prompt, False), (whole[len(prompt) :], True)]]
-        return [[(whole, False)]]
+                return [(prompt, False), (whole[len(prompt) :], True)]
+        return [(whole, False)]
 
     def _render(self, messages, ask, tools, where):
-        if not self._text:
+        if not self._tokenizer.chat_template:
             raise UserError(
                 f"{where} is a conversation, and the tokenizer has no chat template: give "
                 "--chat_template FILE"
             )
         try:
+            template = _without_clock(self._tokenizer.get_chat_template(tools=tools))
             text = self._tokenizer.apply_chat_template(
                 messages,
                 tools=tools,
-                chat_template=self._with_tools if tools else self._text,
+                chat_template=template,
                 add_generation_prompt=ask,
                 tokenize=False,
             )
@@ -195,6 +184,7 @@ def _is_empty(message):
     return not (message["content"] or "").strip() and not message.get("tool_calls")
 
 
+@functools.cache
 def _without_clock(template):
     """A template with `TODAY` in place of the date that it asks for."""
     return CLOCK.sub(lambda call: json.dumps(TODAY.strftime(call[2])), template)
@@ -209,9 +199,6 @@ def check_messages(messages, where, column="messages"):
     Returns:
         list[dict]: each with `role` (str) and `content`: str, also of a list of texts; None only
         next to `tool_calls`.
-
-    Raises:
-        UserError: they are something else; `where` names the row.
     """
     if not isinstance(messages, (list, tuple)):
         kind = type(messages).__name__
@@ -220,11 +207,7 @@ def check_messages(messages, where, column="messages"):
 
 
 def unread_keys(rows, template, most=1000):
-    """The keys of messages that nothing reads, in the first `most` rows; `template` may read some.
-
-    Returns:
-        list[str].
-    """
+    """The keys (list) of messages that nothing reads, in the first `most` rows."""
     columns = ("messages", "prompt", "completion")
     values = [row.get(name) for row in itertools.islice(rows, most) if row for name in columns]
     messages = [m for value in values if isinstance(value, list) for m in value]

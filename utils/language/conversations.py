@@ -6,12 +6,13 @@ the template writes special tokens.
 """
 
 import itertools
+from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
 
 from utils.language.chats import ChatTemplate, Part, check_messages, check_tools, special_tokens
-from utils.language.documents import KINDS, segments
+from utils.language.documents import KINDS, SEGMENT, read_segments, segments
 from utils.language.rows import check_unicode
 from utils.run.failures import UserError
 
@@ -34,6 +35,10 @@ class Document(NamedTuple):
     bytes: int = 0
     begins: bool = True
 
+    def segment(self, row=0, digest=0):
+        """What `packing.SEGMENT` has of it: the row that it is from, a checksum, and more."""
+        return row, len(self.tokens), self.answer, self.bytes, digest, self.begins
+
 
 class Draft(NamedTuple):
     """A document, or a segment of a text, before it is tokenized.
@@ -50,9 +55,7 @@ class Draft(NamedTuple):
 class Encoder:
     """Encodes texts and conversations with a tokenizer of the `transformers` library.
 
-    Args:
-        tokenizer: the tokenizer.
-        loss_on (str): `answers`, or `all`: every token of a conversation is a target.
+    Args: loss_on (str): `answers`, or `all`: every token of a conversation is a target.
     """
 
     def __init__(self, tokenizer, loss_on=ANSWERS):
@@ -78,9 +81,6 @@ class Encoder:
             row (dict | None): with the columns of `kind`; None: an empty line.
             kind (str): see `documents.KINDS`.
             where (str): names the row, in messages.
-
-        Raises:
-            UserError: a column is missing or has another type, or the template refuses the row.
         """
         columns = KINDS[kind]
         missing = [column for column in columns if row is not None and column not in row]
@@ -105,11 +105,13 @@ class Encoder:
         return [Draft(parts, False, False, False) for parts in documents]
 
     def _draft_text(self, text, where):
-        """Yields a `Draft` for each segment of a text (str or iterator); none if it is empty."""
+        """Yields a `Draft` of each segment of a text (str, or Path of a file); none if empty."""
         if isinstance(text, str):
             check_unicode(text, where)
-            text = segments(text.encode())
-        elif not hasattr(text, "__next__"):
+            text = segments(text.encode(), SEGMENT)
+        elif isinstance(text, Path):
+            text = read_segments(text)
+        else:
             raise UserError(f"{where} has no text, but {type(text).__name__}")
         begins, before = True, None
         for segment in text:
@@ -134,9 +136,6 @@ class Encoder:
 
         Returns:
             list[int].
-
-        Raises:
-            UserError: the template refuses it, or there is none.
         """
         if kind == "messages":
             draft = Draft(self._chat.ask(text), False, False, False)
@@ -156,11 +155,7 @@ class Encoder:
         return [token for token in last if token in self._ends]
 
     def encode(self, drafts):
-        """Tokenizes drafts, all at once: a tokenizer in Rust uses all cores.
-
-        Returns:
-            list[Document]: one for each.
-        """
+        """The `Document` of each draft (list), tokenized at once: a tokenizer uses all cores."""
         parts, after_line = [], []
         for draft in drafts:
             for number, part in enumerate(draft.parts):
@@ -225,9 +220,9 @@ class Encoder:
         return Document(whole, None, -1, size, draft.begins)
 
     def _end(self, tokens):
-        """The number of tokens of an answer; and whether the last one ends it.
+        """The number of tokens of an answer; and whether the last one, such as <|im_end|>, ends it.
 
-        That is an added token such as <|im_end|>; templates follow it with a line break.
+        Templates follow it with a line break.
         """
         places = np.flatnonzero(np.isin(tokens, self._ends))
         end = int(places[-1]) + 1 if len(places) else 0

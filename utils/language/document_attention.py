@@ -18,12 +18,11 @@ from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
 
-NAME, PROBE = "sdpa_by_document", "sdpa_by_document_probe"
-KERNEL, KERNEL_PROBE = "varlen_by_document", "varlen_by_document_probe"
+NAME, KERNEL = "sdpa_by_document", "varlen_by_document"
 
 
 class _Unsuited(Exception):
-    """A layer is not told the positions of its tokens, or has what the kernel does not compute."""
+    """A layer is not told the positions of its tokens, or needs what is not computed here."""
 
 
 def use(accelerator, model):
@@ -33,7 +32,6 @@ def use(accelerator, model):
     their own; for the kernel of GPUs also no dropout, and heads of a size that it has.
     """
     on_cpu = accelerator.device.type == "cpu"
-    name, probe = (NAME, PROBE) if on_cpu else (KERNEL, KERNEL_PROBE)
     config = model.config.get_text_config()
     kinds = set(getattr(config, "layer_types", None) or [])
     if not kinds:
@@ -44,16 +42,14 @@ def use(accelerator, model):
         return
     if not (on_cpu or _has_kernel(accelerator)):
         return
-    model.set_attn_implementation(probe)
+    model.set_attn_implementation(NAME if on_cpu else KERNEL)
     tokens, training = torch.zeros(1, 2, dtype=torch.int64), model.training
     try:
         with torch.no_grad(), torch.random.fork_rng(devices=[]):
-            model.train()  # for its dropout
+            model.train()  # with dropout
             model(input_ids=tokens, position_ids=torch.arange(2)[None], use_cache=False)
     except _Unsuited:
         model.set_attn_implementation("sdpa")
-    else:
-        model.set_attn_implementation(name)
     model.train(training)
 
 
@@ -78,7 +74,7 @@ def attend(module, query, key, value, attention_mask, **options):
     Returns:
         tuple: [batch, time, heads, size]; None.
     """
-    if attention_mask is not None or query.size(2) != key.size(2):
+    if _is_generating(module, query, key, attention_mask, options):
         return sdpa_attention_forward(module, query, key, value, attention_mask, **options)
     positions, rows = options["position_ids"], []
     for row, starts in enumerate((positions == 0).unbind()):
@@ -95,10 +91,11 @@ def attend(module, query, key, value, attention_mask, **options):
 
 def attend_with_kernel(module, query, key, value, attention_mask, **options):
     """As `attend`, for GPUs. Without half precision, as in samples, it is the same function."""
-    autocast = torch.is_autocast_enabled("cuda")
+    autocast, size = torch.is_autocast_enabled("cuda"), query.size(-1)
     dtype = torch.get_autocast_dtype("cuda") if autocast else query.dtype
-    cached = query.size(2) != key.size(2)
-    if attention_mask is not None or cached or dtype == torch.float32:
+    if options.get("dropout") or size != value.size(-1) or size > 256 or size % 8:
+        raise _Unsuited
+    if dtype == torch.float32 or _is_generating(module, query, key, attention_mask, options):
         return attend(module, query, key, value, attention_mask, **options)
     # [batch * time, heads, size]
     parts = [part.transpose(1, 2).flatten(0, 1).to(dtype) for part in (query, key, value)]
@@ -113,6 +110,17 @@ def attend_with_kernel(module, query, key, value, attention_mask, **options):
     return output.unflatten(0, (query.size(0), query.size(2))), None
 
 
+def _is_generating(module, query, key, attention_mask, options):
+    """Whether a layer has padding or a cache, as in `generate`.
+
+    Raises _Unsuited if it has a mask of its own, or is not told the positions.
+    """
+    has_mask = attention_mask is not None
+    if (has_mask and module.training) or (not has_mask and options.get("position_ids") is None):
+        raise _Unsuited
+    return has_mask or query.size(2) != key.size(2)
+
+
 def _bounds(positions):
     """Where documents begin and end, int32 [documents + 1], and the length (int) of the longest."""
     # Once per forward pass, not once per layer: each time the host waits for the GPU.
@@ -123,19 +131,6 @@ def _bounds(positions):
     return positions.document_bounds
 
 
-def _probe(module, query, key, value, attention_mask, **options):
-    if attention_mask is not None or options.get("position_ids") is None:
-        raise _Unsuited
-    return attend(module, query, key, value, None, **options)
-
-
-def _probe_kernel(module, query, key, value, attention_mask, **options):
-    size = query.size(-1)
-    if options.get("dropout") or size != value.size(-1) or size > 256 or size % 8:
-        raise _Unsuited
-    return _probe(module, query, key, value, attention_mask, **options)
-
-
 def mask(*args, attention_mask=None, **options):
     """A mask function of `transformers`: none, unless `generate` gives one of padding."""
     if attention_mask is None:
@@ -143,12 +138,6 @@ def mask(*args, attention_mask=None, **options):
     return sdpa_mask(*args, attention_mask=attention_mask, **options)
 
 
-FUNCTIONS = {
-    NAME: attend,
-    PROBE: _probe,
-    KERNEL: attend_with_kernel,
-    KERNEL_PROBE: _probe_kernel,
-}
-for name, function in FUNCTIONS.items():
+for name, function in {NAME: attend, KERNEL: attend_with_kernel}.items():
     AttentionInterface.register(name, function)
     AttentionMaskInterface.register(name, mask)

@@ -46,9 +46,8 @@ class Sizes(NamedTuple):
 
 
 class Job(NamedTuple):
-    """How a model is trained.
+    """How a model is trained: by so many processes, of which `shards` share a copy of the model.
 
-    processes: of the run. shards: the processes that share a copy of the model; 1: each has all.
     tokens: the positions of a micro-batch of one process. block_size: those of a sample.
     half: whether it computes in bf16. checkpointing: whether activations are computed again.
     """
@@ -121,11 +120,7 @@ def estimate(sizes, job):
 
 
 def advise(sizes, job, free):
-    """What would fit into `free` bytes (int), the cheapest first.
-
-    Returns:
-        str: such as "--activation_checkpointing, and 8 GPUs with an FSDP configuration".
-    """
+    """What would fit into `free` bytes (int), the cheapest first, as text."""
 
     def fits(sizes, job):
         return sum(estimate(sizes, job)) <= free
@@ -149,12 +144,15 @@ def advise(sizes, job, free):
     return f"{', '.join([*flags, 'and '])}{' or '.join(choices)}"
 
 
-def check(accelerator, sizes, job):
-    """Says what training takes, and what there is; call it before the weights are loaded.
-
-    Raises:
-        UserError: weights, gradients and optimizer alone take more than is free.
-    """
+def check(accelerator, config, args):
+    """Says what training takes, and what there is, or raises UserError; call it before loading."""
+    frozen, processes = None, accelerator.num_processes
+    if args.lora_rank or args.adapter:
+        frozen = getattr(torch, args.dtype) if args.dtype else config.dtype or torch.float32
+    sizes, half = measure(config, frozen), accelerator.mixed_precision == "bf16"
+    samples = args.batch_size // (processes * args.gradient_accumulation_steps)
+    sharing, tokens = fsdp.parts(accelerator), samples * args.block_size
+    job = Job(processes, sharing, tokens, args.block_size, half, args.activation_checkpointing)
     if accelerator.device.type == "cuda":
         free, where = torch.cuda.mem_get_info(accelerator.device)[0], "GPU"
     else:

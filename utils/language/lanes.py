@@ -2,6 +2,7 @@
 
 import math
 import random
+import zlib
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
@@ -21,14 +22,12 @@ STAGGER = (math.sqrt(5) - 1) / 2  # multiples of it are spread evenly over 0 to 
 
 @dataclass(frozen=True)
 class Share:
-    """What one process reads of a stream.
+    """What one process, of several `processes`, reads of a stream.
 
     Args:
         lanes (int): parts of the stream.
         samples (int): per optimizer step on this process.
-        process (int), processes (int): the index of this process, and the number of processes.
-        position (dict | None): lane number (as a string) -> position, gathered from all processes
-            after the last batch.
+        position (dict | None): what `gather_position` returned after the last batch.
         accumulation (int): micro-batches per optimizer step.
     """
 
@@ -41,12 +40,7 @@ class Share:
 
     @classmethod
     def from_args(cls, args, accelerator, lanes, position=None):
-        """The share of this process, from the command-line arguments.
-
-        Raises:
-            UserError: the lanes do not divide over the batch, or over a number of processes that
-                this launch may have; or the position is that of other lanes.
-        """
+        """The share of this process. Raises UserError if the lanes cannot be divided so."""
         possible = possible_processes(accelerator)
         if any(lanes % processes for processes in possible):
             raise UserError(
@@ -71,15 +65,14 @@ class Share:
 class LaneStream(torch.utils.data.IterableDataset):
     """This process' share of an endless, shuffled stream of micro-batches.
 
-    The global batches are the same for any number of processes. For that, the data is split into a
-    fixed number of parts, the `lanes`. Every step takes the same number of samples from each lane,
-    and each process reads only its own lanes, and divides what it reads over its micro-batches.
-
-    In each of these, `position` has the positions of the lanes of this process after the step.
+    The data is split into a fixed number of parts, the `lanes`. Every step takes the same number of
+    samples from each, and each process reads only its own lanes, so the global batches are the same
+    for any number of processes. In a micro-batch, `position` has the positions of the lanes of this
+    process after the step.
 
     Args:
-        open_lane (Callable): number -> a `Lane`. Each opens the data set anew: lanes that are split
-            from one object would share its reading state.
+        open_lane (Callable): number -> a `Lane`, which opens the data set anew: lanes of one object
+            would share its reading state.
         share (Share): what this process reads.
         collate (Callable): a list of samples -> a batch (dict).
     """
@@ -119,20 +112,18 @@ class Lane:
     """Yields samples without end; `position`, which can be stored as JSON, is where it stands.
 
     It fills a buffer with documents, of several sources in fixed proportions, packs those of each
-    source, yields the samples in random order, and then fills the next buffer. Its position is the
-    start of the buffer and the number of samples yielded from it: after a restart the same buffer
-    is read again.
+    source, and yields the samples in random order. Its position is the start of the buffer and the
+    number of samples yielded from it: after a restart the same buffer is read again.
 
     Args:
         sources (list[Source]): what it reads.
-        size_of (Callable): a document -> its size.
-        size (int): of the documents of a buffer.
-        number (int): of the lane.
-        seed (int): of the order.
+        content_of (Callable): a document -> its content (bytes).
+        size (int): of the contents of a buffer, in bytes.
+        number (int), seed (int): of the lane, and of the order.
     """
 
-    def __init__(self, sources, size_of, size, number, seed):
-        self.sources, self.size_of, self.size = sources, size_of, size
+    def __init__(self, sources, content_of, size, number, seed):
+        self.sources, self.content_of, self.size = sources, content_of, size
         self.number, self.seed = number, seed
         # Of the start of the buffer: the position of each reader, the documents taken from each so
         # far, and the number of the buffer.
@@ -165,14 +156,10 @@ class Lane:
         )
 
     def _fill(self, documents, counts):
-        """The samples of a buffer, and how many documents were taken from each source so far.
-
-        Args:
-            documents (list): an iterator for each source.
-            counts (list[int]): how many were taken before.
+        """Fills a buffer from an iterator for each source, of which `counts` were taken before.
 
         Returns:
-            tuple: a list of pairs, packed documents and an index in them; the counts.
+            tuple: a list of samples: pairs of packed documents and an index in them; the counts.
         """
         weights = [source.weight for source in self.sources]
         buffers, size, counts = [[] for _ in documents], 0, list(counts)
@@ -181,7 +168,7 @@ class Lane:
             counts[number] += 1
             document = next(documents[number])
             buffers[number].append(document)
-            size += self.size_of(document)
+            size += len(self.content_of(document))
         samples = []
         for source, buffer in zip(self.sources, buffers, strict=True):
             packed = source.pack(buffer) if buffer else []
@@ -190,12 +177,10 @@ class Lane:
 
 
 def next_source(weights, taken, lane=0):
-    """The source that is furthest behind its share of the documents.
-
-    In every run of documents, the number of each source is within 2 of its share.
+    """The source that is furthest behind its share: each stays within 2 documents of it.
 
     Args:
-        weights (list[float]): the share of each source; their sum is 1.
+        weights (list[float]): the shares; their sum is 1.
         taken (list[int]): the number of documents taken from each so far.
         lane (int): orders of other lanes are shifted, so that together they are as even.
     """
@@ -214,16 +199,16 @@ class RowReader:
         splits (dict[str, Rows]): of a stream that was opened for this lane.
         number (int), lanes (int): of this lane, and of all.
         encode (Callable): a row, and text that names it -> its document, false if it is empty.
-        is_held_out (Callable): a document -> whether it is held out if there is no split `val`.
+        content_of (Callable): a document -> its content (bytes), by which some are held out.
     """
 
-    def __init__(self, splits, number, lanes, encode, is_held_out):
+    def __init__(self, splits, number, lanes, encode, content_of):
         from datasets.distributed import split_dataset_by_node  # here, because it takes a second
 
         rows = splits["train"]
         self._rows = replace(rows, rows=split_dataset_by_node(rows.rows, number, lanes))
         self._encode, self._begin, self._is_read = encode, None, False
-        self._is_held_out = (lambda document: False) if "val" in splits else is_held_out
+        self._content_of, self._every = content_of, "val" in splits
 
     @property
     def position(self):
@@ -244,7 +229,7 @@ class RowReader:
         while empty_passes < 2:  # the rest of a resumed pass may be empty
             empty_passes += 1
             for document in _documents(self._rows, self._encode, failure):
-                if document and not self._is_held_out(document):
+                if self._every or not is_held_out(self._content_of(document)):
                     empty_passes = 0
                     yield document
             # Without this, the next pass would start from the state that was loaded.
@@ -252,43 +237,45 @@ class RowReader:
         raise failure(f"{self._rows.where}: a lane of the stream has no documents: use fewer lanes")
 
 
-def read_held_out(name, splits, encode, is_held_out, size_of, size):
+def read_held_out(name, splits, encode, content_of, size):
     """Reads the documents of a stream that are held out: those of `val`, or else a part of `train`.
 
     Args:
         name (str): the value of `--dataset`.
-        splits, encode, is_held_out: as for `RowReader`.
-        size_of (Callable): a document -> its size.
-        size (int): of all documents together; no more are read.
-
-    Returns:
-        list: the documents.
+        splits, encode, content_of: as for `RowReader`.
+        size (int): of their contents, in bytes; no more are read.
 
     Raises:
         UserError: the stream cannot be read, or none is held out.
     """
-    whole, chosen, count, total = "val" in splits, [], 0, 0
+    whole, chosen, total = "val" in splits, [], 0
     for document in _documents(splits["val" if whole else "train"], encode, UserError):
-        count += 1
-        if document and (whole or is_held_out(document)):
+        content = content_of(document)
+        if whole or is_held_out(content):
             chosen.append(document)
-            total += size_of(document)
+            total += len(content)
             if total >= size:
                 break
     if not chosen:
         raise UserError(
-            f"--dataset {name} has {count} documents, none of which is held out for evaluation (1 "
-            f"in {HELD_OUT_ONE_IN} is): too small to stream, run without --streaming"
+            f"--dataset {name} has no document that is held out for evaluation (1 in "
+            f"{HELD_OUT_ONE_IN} is): too small to stream, run without --streaming"
         )
     return chosen
 
 
+def is_held_out(content):
+    """Whether a document is held out if there is no split `val`: the same on every process."""
+    return zlib.crc32(content) % HELD_OUT_ONE_IN == 0
+
+
 def _documents(rows, encode, failure):
-    """Yields the document of each row. Raises `failure` if a row cannot be read."""
+    """Yields the document of each row that is not empty. Raises `failure` if one cannot be read."""
     number = 0
     try:
         for row in rows:
-            yield encode(row, f"row {number} of {rows.where}")
+            if document := encode(row, f"row {number} of {rows.where}"):
+                yield document
             number += 1
     except UserError as error:
         raise failure(str(error)) from None
@@ -299,11 +286,7 @@ def _documents(rows, encode, failure):
 
 
 def gather_position(batch):
-    """The position of a stream after `batch`, gathered from all processes, for a checkpoint.
-
-    Returns:
-        dict | None: None without a stream.
-    """
+    """The position of a stream after `batch`, of all processes (dict); None without a stream."""
     if "position" not in batch:
         return None
     return dict(gather_object(list(batch["position"].items())))

@@ -27,9 +27,8 @@ def chunk_loss(model):
     balances experts is added, if the model's configuration asks for it (`output_router_logits`).
 
     This happens within the forward pass of the prepared model, so that the hooks of DDP and FSDP
-    run. Between the last hidden states and the logits a model may scale or cap them, so its own
-    forward pass computes them: on the chosen hidden states in place of its backbone. The function
-    `torch.nn.functional.linear_cross_entropy` of newer releases of PyTorch knows no such step.
+    run. A model may scale or cap its logits (unlike `torch.nn.functional.linear_cross_entropy`), so
+    its own forward pass computes them, on the chosen hidden states in place of its backbone.
 
     Args:
         model: a causal language model of `transformers`, or one of `peft` around it.
@@ -128,13 +127,10 @@ def check(accelerator, model, packed):
     No token may attend to a later one. Of two documents in a block, the second may not depend on
     the first, and has the loss that it has alone. And the loss is the model's own.
 
-    Args:
-        model: as `prepare` returned it.
-        packed (bool): whether blocks will have several documents.
+    Args: model: as `prepare` returned it. packed (bool): whether blocks have several documents.
 
     Raises:
-        UserError: tokens attend to later ones, or to another document; or the model computes its
-            logits or its loss in another way.
+        UserError: one of these is not so.
     """
     was_training = model.training
     model.eval()

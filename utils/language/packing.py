@@ -1,12 +1,149 @@
-"""Cuts text into blocks, packs conversations into blocks by best fit; the settings of both."""
+"""Cuts text into blocks of tokens, packs conversations into blocks by best fit; returns batches.
+
+A document of n tokens has n - 1 positions: position t reads token t and predicts token t + 1. A
+*piece* is a run of positions of one document; a *block* is a list of pieces and, if they do not
+fill it, padding.
+"""
 
 from dataclasses import dataclass
 from typing import NamedTuple
 
 import numpy as np
+import torch
 
-from utils.language.blocks import Blocks, Pieces
 from utils.language.conversations import ANSWERS, pad_id_of
+
+IGNORED = -100  # a target that the loss leaves out
+PROMPT_TOKENS = 32  # of a text
+COUNTED = 10_000  # documents whose targets are counted at once
+# Of a document, or of a segment of a text, all int64: the row that it is from; its tokens; of a
+# conversation, those before the last answer (-1: none); of a text, the UTF-8 bytes that its targets
+# predict; a checksum; and whether a document begins with it.
+SEGMENT = np.dtype([(name, np.int64) for name in "row length answer bytes digest begins".split()])
+DOCUMENT = np.dtype([*SEGMENT.descr, ("start", np.int64)])  # the place of its first token
+
+
+class Pieces(NamedTuple):
+    """Runs of positions: first token, number of positions, block: int64 [pieces], by block."""
+
+    starts: np.ndarray
+    lengths: np.ndarray
+    blocks: np.ndarray
+
+
+class Stream(NamedTuple):
+    """The tokens of documents, one after the other.
+
+    tokens: int32 [tokens].
+    is_target: uint8 [tokens]; None: every token is a target.
+    """
+
+    tokens: np.ndarray
+    is_target: np.ndarray | None = None
+
+    def count_targets(self, starts, lengths):
+        """The number of targets among `lengths` tokens from each of `starts`, int64."""
+        if self.is_target is None:
+            return lengths.copy()
+        counts, order = np.zeros(len(starts), np.int64), np.argsort(starts)
+        # Some at a time, because sums take eight times as much memory.
+        for first in range(0, len(order), COUNTED):
+            chosen = order[first : first + COUNTED]
+            begin, ends = starts[chosen[0]], starts[chosen] + lengths[chosen]
+            sums = np.cumsum(self.is_target[begin : ends.max()], dtype=np.int64)
+            sums = np.concatenate([[0], sums])
+            counts[chosen] = sums[ends - begin] - sums[starts[chosen] - begin]
+        return counts
+
+
+class Blocks(torch.utils.data.Dataset):
+    """Blocks of `block_size` positions. Returns whole batches to a `DataLoader`.
+
+    A batch is a dict of int64 tensors:
+
+    input_ids [batch, block_size]: token t.
+    targets [batch, block_size]: token t + 1, or -100: not a target, or padding. No target is in
+        another document than its input.
+    position_ids [batch, block_size]: from 0 on in every piece, and in the padding, which is thereby
+        a document of its own.
+    ids [batch]: the indices of the blocks.
+
+    Attributes:
+        tokens, target_tokens (int): positions without padding; targets, over all blocks.
+        bytes (float | None): of texts, the UTF-8 bytes that the targets predict.
+    """
+
+    def __init__(self, stream, pieces, block_size, pad_id, bytes=None, answers=None):
+        self.stream, self.pieces, self.block_size, self.pad_id = stream, pieces, block_size, pad_id
+        self.bytes, self._answers = bytes, answers
+        count = int(pieces.blocks[-1]) + 1 if len(pieces.blocks) else 0
+        self._firsts = np.searchsorted(pieces.blocks, np.arange(count + 1))
+        targets = stream.count_targets(pieces.starts + 1, pieces.lengths)
+        self.tokens, self.target_tokens = int(pieces.lengths.sum()), int(targets.sum())
+
+    def __len__(self):
+        return len(self._firsts) - 1
+
+    def __getitems__(self, indices):
+        shape = len(indices), self.block_size
+        inputs = np.full(shape, self.pad_id, np.int64)
+        targets = np.full(shape, IGNORED, np.int64)
+        positions = np.zeros(shape, np.int64)
+        for row, index in enumerate(indices):
+            done = 0
+            for piece in range(self._firsts[index], self._firsts[index + 1]):
+                start, length = int(self.pieces.starts[piece]), int(self.pieces.lengths[piece])
+                tokens = self.stream.tokens[start : start + length + 1]
+                place = slice(done, done + length)
+                inputs[row, place] = tokens[:-1]
+                following = tokens[1:]
+                if self.stream.is_target is not None:
+                    is_target = self.stream.is_target[start + 1 : start + 1 + length]
+                    following = np.where(is_target, following, IGNORED)
+                targets[row, place] = following
+                positions[row, place] = np.arange(length)
+                done += length
+            positions[row, done:] = np.arange(self.block_size - done)
+        batch = dict(input_ids=inputs, targets=targets, position_ids=positions)
+        batch = {name: torch.from_numpy(values) for name, values in batch.items()}
+        return {**batch, "ids": torch.tensor(indices, dtype=torch.int64)}
+
+    def select(self, indices):
+        """The `Blocks` at `indices` (int64, ascending), with an estimate of their bytes."""
+        kept = np.isin(self.pieces.blocks, indices)
+        starts, lengths, blocks = (column[kept] for column in self.pieces)
+        pieces = Pieces(starts, lengths, np.searchsorted(indices, blocks))
+        some = Blocks(self.stream, pieces, self.block_size, self.pad_id, answers=self._answers)
+        some.bytes = self.bytes and self.bytes * some.target_tokens / self.target_tokens
+        return some
+
+    def first(self, count):
+        """The first `count` blocks, as `select` returns them."""
+        return self.select(np.arange(min(count, len(self))))
+
+    def __getitem__(self, index):
+        return {name: values[0] for name, values in self.__getitems__([index]).items()}
+
+    def prompts(self, count):
+        """The first prompts, at most `count`, to look at what a model answers.
+
+        Returns:
+            list[tuple]: the token ids of the prompt, and of the answer (list[int]). Of a
+            conversation, the prompt is all before its last answer, with what asks for one; of a
+            text, the first tokens of a piece, and the answer is None.
+        """
+        if self._answers is None:
+            starts, lengths = self.pieces.starts, self.pieces.lengths
+            chosen = np.flatnonzero(lengths >= min(PROMPT_TOKENS, lengths.max(initial=0)))[:count]
+            sizes = np.minimum(lengths[chosen], PROMPT_TOKENS)
+            pairs = zip(starts[chosen], sizes, strict=True)
+            return [(self.stream.tokens[start : start + n].tolist(), None) for start, n in pairs]
+        prompts = []
+        for start, length, answer in self._answers[:count]:
+            tokens = self.stream.tokens[start : start + length]
+            learned = self.stream.is_target[start + answer : start + length].astype(bool)
+            prompts.append((tokens[:answer].tolist(), tokens[answer:][learned].tolist()))
+        return prompts
 
 
 @dataclass(frozen=True)
@@ -21,7 +158,6 @@ class TokenSettings:
             split `val` nor `test`; of a single text, its last part.
         seed (int): decides which rows are held out, the order of a stream, and `synthetic`.
         loss_on (str): `answers` or `all`: which tokens of a conversation are targets.
-        too_long (str): `truncate` or `drop`: conversations longer than a block.
         packed (bool): False: each block has positions of one document only.
     """
 
@@ -31,72 +167,47 @@ class TokenSettings:
     val_fraction: float = 0.1
     seed: int = 0
     loss_on: str = ANSWERS
-    too_long: str = "truncate"
     packed: bool = True
 
     @classmethod
     def from_args(cls, tokenizer, packed, args):
         """The settings that the command-line arguments give."""
-        names = "block_size subset val_fraction seed loss_on too_long".split()
+        names = "block_size subset val_fraction seed loss_on".split()
         return cls(tokenizer, packed=packed, **{name: getattr(args, name) for name in names})
 
     def pack(self, stream, documents, kind):
-        """Makes blocks of documents.
-
-        Args:
-            stream (Stream), documents (Documents): the tokens, and where each document is.
-            kind (str): see `documents.KINDS`.
-
-        Returns:
-            tuple: `Blocks`; dict[str, int], how many conversations were cut off or left out.
-        """
+        """What `cut_text` or `pack_conversations` returns; `kind` as in `documents.KINDS`."""
         place = stream, documents, self.block_size, pad_id_of(self.tokenizer)
         if kind == "text":
-            return cut_text(*place, packed=self.packed), {}
-        return pack_conversations(*place, too_long=self.too_long, packed=self.packed)
+            return cut_text(*place, packed=self.packed)
+        return pack_conversations(*place, packed=self.packed)
 
 
-class Documents(NamedTuple):
-    """Where the documents of a split lie in a stream of tokens, one element for each document.
-
-    starts: int64, the place of the first token in the stream.
-    lengths: int64, the number of tokens.
-    answers: int64, of conversations, the number of tokens before the last answer; -1: none.
-    bytes: int64, of texts, the UTF-8 bytes that the targets predict.
-    """
-
-    starts: np.ndarray
-    lengths: np.ndarray
-    answers: np.ndarray
-    bytes: np.ndarray
-
-
-def join_segments(first, lengths, answers, sizes):
-    """The `Documents` of segments that follow each other in a stream.
-
-    Args:
-        first (int64 [documents]): the first segment of each.
-        lengths, answers, sizes (int64 [segments]): tokens, answer and bytes of each segment.
-    """
-    starts = np.cumsum(lengths) - lengths
-    lengths, sizes = np.add.reduceat(lengths, first), np.add.reduceat(sizes, first)
-    return Documents(starts[first], lengths, answers[first], sizes)
+def join_segments(segments):
+    """The DOCUMENT array of a SEGMENT array, whose elements follow each other in a stream."""
+    first = np.flatnonzero(segments["begins"])
+    documents = np.zeros(len(first), DOCUMENT)
+    for name in ("row", "answer", "begins"):
+        documents[name] = segments[name][first]
+    documents["start"] = (np.cumsum(segments["length"]) - segments["length"])[first]
+    for name in ("length", "bytes", "digest"):
+        documents[name] = np.add.reduceat(segments[name], first)
+    return documents
 
 
 def cut_text(stream, documents, block_size, pad_id, *, packed=True):
     """Cuts texts into blocks: each token except the first of a document is a target once.
 
     Args:
-        stream (Stream): the tokens.
-        documents (Documents): in the order of the blocks.
+        documents (DOCUMENT [documents]): where each is in the stream, in the order of the blocks.
         packed (bool): the texts follow each other, and only the last block has padding. False: a
             block has positions of one document only.
 
     Returns:
-        Blocks.
+        tuple: Blocks; an empty dict, since nothing is left out.
     """
-    kept = documents.lengths > 1
-    starts, positions = documents.starts[kept], documents.lengths[kept] - 1
+    kept = documents["length"] > 1
+    starts, positions = documents["start"][kept], documents["length"][kept] - 1
     begins, total = np.cumsum(positions) - positions, int(positions.sum())
     if packed:
         cuts = np.union1d(begins, np.arange(0, total, block_size))
@@ -109,54 +220,39 @@ def cut_text(stream, documents, block_size, pad_id, *, packed=True):
     owners = np.searchsorted(begins, cuts, side="right") - 1
     lengths = np.diff(np.append(cuts, total))
     pieces = Pieces(starts[owners] + cuts - begins[owners], lengths, blocks)
-    return Blocks(stream, pieces, block_size, pad_id, bytes=int(documents.bytes[kept].sum()))
+    return Blocks(stream, pieces, block_size, pad_id, int(documents["bytes"][kept].sum())), {}
 
 
-def pack_conversations(stream, documents, block_size, pad_id, *, too_long="truncate", packed=True):
-    """Packs conversations into blocks; none is divided.
+def pack_conversations(stream, documents, block_size, pad_id, *, packed=True):
+    """Packs conversations into blocks; none is divided, and what does not fit is cut off.
 
     Args:
-        stream (Stream): the tokens.
-        documents (Documents): where each is.
-        too_long (str): what happens to those of more than `block_size` positions: `truncate` or
-            `drop`.
+        documents (DOCUMENT [documents]): where each is in the stream.
         packed (bool): best fit decreasing. False: one conversation in each block.
 
     Returns:
-        tuple: Blocks; and dict[str, int], how many were `truncated`, `dropped` as too long, and
-        left out because they had `no targets` left.
+        tuple: Blocks; and dict[str, int], how many were `truncated`, and left out because they had
+        `no targets` left.
     """
-    positions = documents.lengths - 1
-    long = positions > block_size
-    kept = ~long if too_long == "drop" else np.ones(len(long), bool)
-    positions = np.minimum(positions, block_size)
-    empty = kept & (stream.count_targets(documents.starts + 1, positions) == 0)
-    kept &= ~empty
-    counts = {
-        "truncated": int((long & kept).sum()),
-        "dropped": int(long.sum()) if too_long == "drop" else 0,
-        "no targets": int(empty.sum()),
-    }
+    long = documents["length"] - 1 > block_size
+    positions = np.minimum(documents["length"] - 1, block_size)
+    kept = stream.count_targets(documents["start"] + 1, positions) > 0
+    counts = {"truncated": int((long & kept).sum()), "no targets": int((~kept).sum())}
     chosen = np.flatnonzero(kept)
     lengths = positions[chosen]
     blocks = best_fit(lengths, block_size) if packed else np.arange(len(lengths))
     order = np.argsort(blocks, kind="stable")
-    pieces = Pieces(documents.starts[chosen[order]], lengths[order], blocks[order])
+    pieces = Pieces(documents["start"][chosen[order]], lengths[order], blocks[order])
     answers = _first_answers(documents, kept & ~long)
     blocks = Blocks(stream, pieces, block_size, pad_id, answers=answers)
     return blocks, counts
 
 
 def best_fit(lengths, size):
-    """Packs items into as few bins as best fit decreasing finds: the longest item first, each into
-    the bin in which it leaves the least space.
+    """The bin of each item, int64 [items], by best fit decreasing: the longest item first, each
+    into the bin in which it leaves the least space.
 
-    Args:
-        lengths (int64 [items]): 1 to `size`.
-        size (int): of a bin.
-
-    Returns:
-        int64 [items]: the bin of each item.
+    Args: lengths (int64 [items]): 1 to `size` (int), that of a bin.
     """
     bins, count = np.empty(len(lengths), np.int64), 0
     waiting = [[] for _ in range(size + 1)]  # space -> the bins that have as much left
@@ -181,6 +277,6 @@ def best_fit(lengths, size):
 
 def _first_answers(documents, kept, count=1000):
     """The place, the length, and the tokens before the last answer of the first documents."""
-    first = np.flatnonzero(kept & (documents.answers > 0))[:count]
-    columns = documents.starts, documents.lengths, documents.answers
+    first = np.flatnonzero(kept & (documents["answer"] > 0))[:count]
+    columns = documents["start"], documents["length"], documents["answer"]
     return list(zip(*(column[first].tolist() for column in columns), strict=True))

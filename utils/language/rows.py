@@ -1,9 +1,7 @@
-"""Opens a data set of text: rows of a Hub id, JSON Lines, Parquet or CSV, or files of plain text.
-
-The script decides from the names of the columns what the rows are.
-"""
+"""Opens a data set of text: rows of a Hub id, JSON Lines, Parquet or CSV, or plain text."""
 
 import contextlib
+import hashlib
 import json
 import os
 from dataclasses import dataclass, replace
@@ -11,7 +9,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from utils.data.report import LeftOut
-from utils.data.scan import read_regular, scan
+from utils.data.scan import read_regular, scan, stamp
 from utils.data.tables import (
     METADATA,
     READERS,
@@ -22,10 +20,12 @@ from utils.data.tables import (
     name_splits,
 )
 from utils.run.failures import UserError
+from utils.run.output import plural
 
 PLAIN = ".txt"  # in a folder; a single file may be any
 COMPRESSED = {".gz", ".bz2", ".xz", ".zst", ".zip", ".tar", ".7z", ".rar", ".tgz"}
 SAMPLED_FILES, SAMPLED_BYTES = 100, 1 << 16  # of a stream, and of each of them
+SHARD_ROWS, FILE_SHARDS = 25_000, 100  # of a shard of a table; most shards of plain files
 ALTERNATIVES = "use a Hub id, a local file or folder, or --dataset synthetic"
 
 
@@ -33,12 +33,14 @@ ALTERNATIVES = "use a Hub id, a local file or folder, or --dataset synthetic"
 class Rows:
     """The rows of a split; iterating over them yields dicts, and None for an empty line.
 
-    rows: a list, or a table of the `datasets` library, in memory or as a stream.
+    rows: a list, or a table of the `datasets` library, in memory or as a stream. Of plain text,
+        the column `text` of each has the path of a file.
     where (str): names them, in messages.
     fingerprint (str): changes with their content.
     is_lines (bool): the column `text` of each has a line of JSON. The reader of the library would
         turn texts that look like dates into dates.
     first (int): the number of the first one.
+    shard_size (int): how many of them one process tokenizes at a time.
     """
 
     rows: object
@@ -46,17 +48,20 @@ class Rows:
     fingerprint: str = ""
     is_lines: bool = False
     first: int = 0
+    shard_size: int = SHARD_ROWS
 
     def __len__(self):
         return len(self.rows)
 
-    def shards(self, size):
-        """Yields the `Rows` of each `size` rows (int), in their order; not of a stream."""
-        for first in range(0, len(self) or 1, size):
-            chosen = range(first, min(first + size, len(self)))
+    def shards(self):
+        """The rows (list of `Rows`) of each shard, in their order; not of a stream."""
+        shards = []
+        for first in range(0, len(self) or 1, self.shard_size):
+            chosen = range(first, min(first + self.shard_size, len(self)))
             in_memory = isinstance(self.rows, list)
             rows = self.rows[first : chosen.stop] if in_memory else self.rows.select(chosen)
-            yield replace(self, rows=rows, first=first)
+            shards.append(replace(self, rows=rows, first=first))
+        return shards
 
     def __iter__(self):
         for number, row in enumerate(self.rows, self.first):
@@ -101,58 +106,38 @@ def reading(name):
 class Table(NamedTuple):
     """The rows of a data set.
 
-    splits: dict of `Rows`, or of lists of files of plain text; one of them is `train`.
-    columns: their names; of plain text `text`.
+    splits: dict of `Rows`; one of them is `train`.
+    columns: their names.
     left_out: a `LeftOut`.
-    files: split -> paths (dict); None of a Hub id.
+    is_plain: whether these are files of plain text.
+    sample: of a stream of local files, what its checksum reads (bytes).
     """
 
     splits: dict
     columns: list
     left_out: LeftOut
-    files: dict | None
-
-    @property
-    def is_plain(self):
-        """Whether these are files of plain text."""
-        return self.splits is self.files
+    is_plain: bool = False
+    sample: bytes = b""
 
     def describe(self, used):
-        """A line for each split, which says whether it is one of those `used`; and for what was
+        """A line for each split, which says whether it is one of those `used`, and for what was
         left out.
         """
-        lines = []
+        lines, noun = [], "file" if self.is_plain else "row"
         for split, rows in self.splits.items():
-            noun = "file" if self.is_plain else "row"
-            noun = noun if len(rows) == 1 else f"{noun}s"
             name = split if split in used else f"{split}, not used"
-            lines.append(f"{name}: {len(rows):,} {noun}")
+            lines.append(f"{name}: {plural(len(rows), noun)}")
         return [*lines, *self.left_out.lines()]
-
-    def sample(self):
-        """What a checksum of a stream reads of local files (bytes): names, sizes, first bytes."""
-        files = [(split, file) for split, paths in (self.files or {}).items() for file in paths]
-        sizes = [(split, file.name, file.stat().st_size) for split, file in files]
-        chosen = files[:: max(1, len(files) // SAMPLED_FILES)]
-        heads = [read_regular(file, SAMPLED_BYTES) for _, file in chosen]
-        return b"".join([repr(sizes).encode(), *heads])
 
 
 def open_rows(name, choose, *, subset=None, streaming=False):
-    """Opens the rows of a data set.
+    """Opens the rows of a data set, as a `Table`.
 
     Args:
         name (str): the value of `--dataset`: a Hub id, a file or a folder.
-        choose (Callable): the names of the columns of a table -> those that are read. It raises
-            UserError if one is missing.
+        choose (Callable): the names of the columns of a table -> those that are read, or UserError.
         subset (str | None): a configuration of a Hub id.
         streaming (bool): read rows as they are needed, instead of all of them now.
-
-    Returns:
-        Table.
-
-    Raises:
-        UserError: they cannot be found or read.
     """
     files, left_out = _find_files(name)
     if files and subset is not None:
@@ -163,7 +148,12 @@ def open_rows(name, choose, *, subset=None, streaming=False):
     if streaming and (is_plain or name == "synthetic"):
         raise UserError(f"--dataset {name} is mapped into memory: leave out --streaming")
     if is_plain:
-        return Table(files, ["text"], left_out, files)
+        opened = {}
+        for split, paths in files.items():
+            rows, size = [{"text": path} for path in paths], -(-len(paths) // FILE_SHARDS)
+            version = hashlib.sha256(repr([*map(stamp, paths)]).encode()).hexdigest()
+            opened[split] = Rows(rows, f"--dataset {name}", version, shard_size=size)
+        return Table(opened, ["text"], left_out, True)
     columns = _columns_of_lines(name, first) if reader == "json" else None
     is_lines = columns is not None
     options = {"reader": "text"} if is_lines else {}
@@ -185,7 +175,16 @@ def open_rows(name, choose, *, subset=None, streaming=False):
         table = table.select_columns([column for column in names if column in read])
         where, version = f"--dataset {name} ({split})", getattr(table, "_fingerprint", "")
         opened[split] = Rows(table, where, version, is_lines)
-    return Table(opened, columns, left_out, files)
+    return Table(opened, columns, left_out, sample=_sample(files or {}) if streaming else b"")
+
+
+def _sample(files):
+    """What a checksum of a stream reads of its local files: names, sizes, first bytes."""
+    files = [(split, file) for split, paths in files.items() for file in paths]
+    sizes = [(split, file.name, file.stat().st_size) for split, file in files]
+    chosen = files[:: max(1, len(files) // SAMPLED_FILES)]
+    heads = [read_regular(file, SAMPLED_BYTES) for _, file in chosen]
+    return b"".join([repr(sizes).encode(), *heads])
 
 
 def _columns_of_lines(name, path):
@@ -214,7 +213,7 @@ def _find_files(name):
         tuple: split -> files (dict), None if `name` may be a Hub id; a `LeftOut`.
 
     Raises:
-        UserError: there is no such path, or its files cannot be read as one text.
+        UserError: there is no such path, or its files are not of one kind.
     """
     path = local_path(name, ALTERNATIVES)
     if path is None:

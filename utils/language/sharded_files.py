@@ -34,7 +34,7 @@ TYPES = {torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16"}  # 
 
 
 def build_empty(config, options):
-    """Builds a model with tensors that are never written to, which use no memory, and real buffers.
+    """A model with real buffers, and tensors that use no memory, since they are never written to.
 
     Args: options (dict): of `from_config`.
     """
@@ -50,8 +50,6 @@ def build_empty(config, options):
 
 def read_in_prepare(model, folder, source):
     """Lets `prepare` read the weights of an empty model, each process the slices that it keeps.
-
-    Args: folder, source: as for `find`.
 
     Returns:
         bool: False: that is not possible, see `find`.
@@ -69,13 +67,13 @@ def find(model, folder, source):
     """Finds the weights of a model in files.
 
     Args:
-        model: of any device; only its names and shapes are read.
+        model: only its names and shapes are read.
         folder (Path): with the configuration of the model.
         source: the same folder; or a Hub id, whose files of weights are downloaded.
 
     Returns:
-        dict | None: name -> the file (Path) that has it. None: the files do not have just the
-        parameters of the model, by their names and shapes; `transformers` can convert them.
+        dict | None: name -> its file (Path). None: the files do not have just the parameters of the
+        model, by their names and shapes; `transformers` can convert them.
     """
     if not keeps_names(model) or hasattr(model.config, "quantization_config"):
         return None
@@ -97,10 +95,7 @@ def find(model, folder, source):
 
 
 def keeps_names(model):
-    """Whether the files of a model have the names and shapes of its parameters.
-
-    Of other models, `transformers` renames, splits or joins weights: those of experts, say.
-    """
+    """Whether `transformers` does not rename, split or join weights, such as those of experts."""
     used = getattr(model, "_weight_conversions", None)  # in reading it
     kept_precise = getattr(model, "_keep_in_fp32_modules", None) and model.dtype != torch.float32
     ignored = getattr(model, "_keys_to_ignore_on_save", None)
@@ -110,19 +105,14 @@ def keeps_names(model):
 
 
 def read(places, accelerator, model, drawn, cpu_offload=False):
-    """Gives a sharded model its weights: each process reads the slices that it keeps.
-
-    It has the arguments of `fsdp2_load_full_state_dict` of Accelerate, which it replaces.
+    """Gives a sharded model its weights, in place of `fsdp2_load_full_state_dict` of Accelerate.
 
     Args:
         places (dict): what `find` returned.
-        model: sharded, without memory (on the meta device).
+        model: sharded, without memory (on the meta device). It is returned.
         drawn (dict): the state from before; what the files lack, such as adapters, comes from that
             of the main process.
         cpu_offload (bool): whether the shards lie in memory of the CPU.
-
-    Returns:
-        the model.
     """
     values, wanted, state = {}, defaultdict(dict), {}
     for name, weight in model.state_dict(keep_vars=True).items():
@@ -166,9 +156,7 @@ def _own_part(weight):
 
 
 def lay_out(folder, model, dtype):
-    """Makes the files of the weights of a model, without their values; on one process.
-
-    They are those that `save_pretrained` writes: tied weights are in them once.
+    """Makes the files that `save_pretrained` writes of a model, without values; on one process.
 
     Args:
         folder (Path): it must exist.
@@ -218,9 +206,8 @@ def write(folder, layout, model, dtype):
 
     Args:
         folder (Path): on a disk that all machines share.
-        layout (dict): what `lay_out` returned.
+        layout (dict): what `lay_out` returned, with this dtype.
         model: sharded by rows, as FSDP2 does.
-        dtype: as for `lay_out`.
     """
     state = model.state_dict()
     for file_name, begins in layout.items():
@@ -232,8 +219,6 @@ def write(folder, layout, model, dtype):
                 start, part = _own_part(weight)
                 if part.numel() == 0 or not _is_first_copy(weight):
                     continue
-                if part.shape[1:] != weight.shape[1:]:
-                    raise ValueError(f"{name} is not sharded by rows")
                 row = weight.shape[1:].numel() * dtype.itemsize
                 file.seek(begin + start[0] * row)
                 values = part.detach().to("cpu", dtype).contiguous().view(-1)

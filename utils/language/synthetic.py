@@ -1,4 +1,4 @@
-"""Data made by rule: a text of random words; conversations about dates, to be written in ISO 8601.
+"""Conversations made by rule: dates in words, to be written in ISO 8601.
 
 A pretrained model knows the words of dates but not the task; thousands of examples teach it.
 """
@@ -103,27 +103,3 @@ def make_conversations(seed):
             ]
         conversations.append(dict(messages=messages))
     return {"train": conversations[:COUNT], "val": conversations[COUNT:]}
-
-
-def synthetic_text(seed, sentences=4000):
-    """Generates sentences from 60 random words; after each word come only four others.
-
-    Returns:
-        bytes: about 35 per sentence. A model that learns the words and their order has a far lower
-        loss than one that knows only the frequency of each byte.
-    """
-    rng = random.Random(f"text {seed}")
-
-    def syllables():
-        count = rng.choice((1, 2, 2, 3))
-        return "".join(rng.choice("bdfgklmnprstvz") + rng.choice("aeiou") for _ in range(count))
-
-    words = [syllables() for _ in range(60)]
-    after = {word: rng.choices(words, k=4) for word in words}
-    lines = []
-    for _ in range(sentences):
-        sentence = [rng.choice(words)]
-        for _ in range(rng.randint(4, 9)):
-            sentence.append(rng.choice(after[sentence[-1]]))
-        lines.append(" ".join(sentence).capitalize() + ".\n")
-    return "".join(lines).encode()

@@ -1,27 +1,27 @@
-"""Loads text as bytes, mapped into memory, and splits it into windows.
+"""Loads text as bytes, mapped into memory or as a stream, and splits it into windows.
 
 A window has `block_size + 1` bytes: the inputs are all but the last, the targets are all but the
 first.
 """
 
-import itertools
 import random
 from functools import partial
 from typing import NamedTuple
 
 import torch
 
-from utils.data.cache_files import cached, checksum, map_bytes, sample
-from utils.data.scan import stamp
+from utils.data.cache_files import cached, checksum, map_bytes
+from utils.language import lanes
 from utils.language.rows import ALTERNATIVES, check_unicode, open_rows, reading
-from utils.language.synthetic import synthetic_text
 from utils.run.failures import UserError
+
+HELD_OUT_BYTES = 1 << 20  # bytes of a stream that are held out for evaluation
 
 
 class Text(NamedTuple):
-    """A text, uint8 [bytes] for training (None: a stream) and held out for evaluation.
+    """A text, uint8 [bytes], to train on (None: a stream) and held out; lines about it.
 
-    `description` is one line with a checksum of both; `details` are more lines about the files.
+    `description` has a checksum.
     """
 
     train: torch.Tensor | None
@@ -37,19 +37,15 @@ class Windows(torch.utils.data.Dataset):
 
     Args:
         text: uint8 [bytes].
-        seed (int | None): for training, the seed of the offset at which the windows of an epoch
-            start. None, for evaluation: every byte except the first is a target exactly once;
-            targets past the end are -100, which the loss ignores.
+        seed (int | None): for training, of the offset at which the windows of an epoch start. None,
+            for evaluation: every byte except the first is a target exactly once; targets past the
+            end are -100, which the loss ignores. The number of `targets` is an attribute.
         chosen (int64 [windows] | None): for evaluation, only these of all windows.
-
-    Attributes:
-        targets (int): for evaluation, the number of bytes that are targets.
     """
 
     def __init__(self, text, block_size, seed=None, chosen=None):
         self.text, self.block_size, self.seed, self.chosen = text, block_size, seed, chosen
-        # In shared memory, because the persistent workers of a loader would otherwise keep the
-        # offset of the first epoch.
+        # In shared memory: persistent workers of a loader would keep that of the first epoch.
         self.shift = torch.zeros((), dtype=torch.int64).share_memory_()
         full, rest = divmod(len(text) - 1, block_size)
         self.count = full + (rest > 0)
@@ -62,15 +58,11 @@ class Windows(torch.utils.data.Dataset):
             self.count = len(chosen)
 
     def select(self, indices):
-        """Of all windows of a text to evaluate, those at `indices` (int64 array) only."""
+        """Those at `indices` (int64 array) of the windows of a text to evaluate."""
         return Windows(self.text, self.block_size, chosen=torch.from_numpy(indices))
 
     def set_offset(self, epoch):
-        """Sets the offset for `epoch`, a deterministic function of the seed and the epoch.
-
-        The name is not `set_epoch`, because on some topologies Accelerate calls a method of that
-        name.
-        """
+        """Sets the offset for `epoch`. (On some topologies Accelerate calls any `set_epoch`.)"""
         if self.seed is not None:
             self.shift.fill_(random.Random(f"{self.seed} {epoch}").randrange(self.block_size))
 
@@ -92,29 +84,20 @@ def load_text(name, column, block_size, seed=0):
     """Loads a text for training, and one for evaluation: the `val` split or else the last tenth.
 
     Plain text files are read byte for byte, those of a folder sorted by name. Of any other source,
-    the rows of `column` are joined; if there are several, each ends with a newline. A `test` split
-    is not read.
-
-    A plain file is mapped into memory. Any other text is first written to a file in the cache of
-    the `datasets` library, once per machine: call this function on one process first.
+    the rows of `column` are joined, each with a newline at its end. A `test` split is not read. A
+    plain file is mapped into memory. Any other text is first written to the cache of the `datasets`
+    library, once per machine: call this function on one process first.
 
     Args:
         name (str): a Hub id, a file, a folder with files of one kind, or `synthetic`.
         column (str): the column of a table that has the text.
-        block_size (int): bytes per window.
+        block_size (int): bytes per window, of which a text has at least two.
         seed (int): of `synthetic`.
 
     Returns:
         Text.
-
-    Raises:
-        UserError: the text cannot be found or read, has no such column, or is too short for
-            `block_size`.
     """
     texts, details = _read_splits(name, column, seed, ("train", "val"))
-    parts = itertools.chain.from_iterable(map(sample, texts.values()))
-    if not all(part.all() for part in parts):
-        details.append("warning: this does not look like text: it has zero bytes")
     text, held_out = texts["train"], texts.get("val")
     if len(text) == 0:
         raise UserError(f"--dataset {name} is empty; {ALTERNATIVES}")
@@ -135,14 +118,10 @@ def load_text(name, column, block_size, seed=0):
 def load_to_evaluate(name, column, seed=0):
     """Loads a text to evaluate a model on: its split `test`, or else `val`, or else all of it.
 
-    Args:
-        name, column, seed: as for `load_text`.
+    Args: as of `load_text`.
 
     Returns:
         tuple[str, Text]: `test`, `val` or `all`; the text is held out, and none is to train on.
-
-    Raises:
-        UserError: it cannot be found or read, has no such column, or has less than two bytes.
     """
     texts, details = _read_splits(name, column, seed, ("test", "val", "train"), most=1)
     [(split, text)] = texts.items()
@@ -153,28 +132,25 @@ def load_to_evaluate(name, column, seed=0):
 
 
 def _read_splits(name, column, seed, wanted, most=None):
-    """The text of the first splits (at most `most`) that are `wanted`, and lines about all splits.
-
-    A text is uint8 [bytes].
-    """
+    """The texts of the first splits (at most `most`) that are `wanted`, and lines about all."""
     if name == "synthetic":
         text = bytearray(synthetic_text(seed))
         return {"train": torch.frombuffer(text, dtype=torch.uint8)}, []
-    table = open_rows(name, partial(check_column, name, column))
+    table = open_rows(name, partial(_check_column, name, column))
     used, texts = [split for split in wanted if split in table.splits][:most], {}
     for split in used:
         rows = table.splits[split]
         if table.is_plain:
-            texts[split] = _read_files(rows)
+            texts[split] = _read_files([row["text"] for row in rows], rows.fingerprint)
         else:
             texts[split] = cached("text", _join(rows, column), [column, rows.fingerprint])
     return texts, table.describe(used)
 
 
-def _read_files(files):
+def _read_files(files, version):
     """The text of plain files, uint8 [bytes]."""
     if len(files) > 1:
-        return cached("text", (_map(file).numpy() for file in files), [*map(stamp, files)])
+        return cached("text", (_map(file).numpy() for file in files), version)
     return _map(files[0])
 
 
@@ -184,19 +160,11 @@ def _map(file):
 
 
 def _join(rows, column):
-    """Yields the texts of rows, each with a newline if there are several."""
-    count = 0
     for number, row in enumerate(rows):
-        if row is None:
-            continue
-        text = encode_row(row, column, f"row {number} of {rows.where}")
-        if count == 1:
-            yield b"\n"  # behind the first
-        yield text + b"\n" if count else text
-        count += 1
+        yield _encode(column, row, f"row {number} of {rows.where}")
 
 
-def check_column(name, column, columns):
+def _check_column(name, column, columns):
     """The column of text, in a list, for `open_rows`. Raises UserError if there is none."""
     if column not in columns:
         listed = ", ".join(columns)
@@ -206,10 +174,93 @@ def check_column(name, column, columns):
     return [column]
 
 
-def encode_row(row, column, where):
-    """The bytes of the text in a row (dict). Raises UserError if it has none; `where` names it."""
+def _encode(column, row, where):
+    """The text of a row with a newline at its end, as bytes; none for an empty line (None)."""
+    if row is None:
+        return b""
     text = row.get(column)
     if not isinstance(text, str):
         raise UserError(f"{where} is not text but {type(text).__name__}")
     check_unicode(text, where)
-    return text.encode()
+    return (text if text.endswith("\n") else f"{text}\n").encode()
+
+
+def synthetic_text(seed, sentences=4000):
+    """Sentences (bytes) of 60 random words, of which only four come after each.
+
+    A model that learns their order has a far lower loss than one that knows the bytes' frequencies.
+    """
+    rng = random.Random(f"text {seed}")
+
+    def syllables():
+        count = rng.choice((1, 2, 2, 3))
+        return "".join(rng.choice("bdfgklmnprstvz") + rng.choice("aeiou") for _ in range(count))
+
+    words = [syllables() for _ in range(60)]
+    after = {word: rng.choices(words, k=4) for word in words}
+    lines = []
+    for _ in range(sentences):
+        sentence = [rng.choice(words)]
+        for _ in range(rng.randint(4, 9)):
+            sentence.append(rng.choice(after[sentence[-1]]))
+        lines.append(" ".join(sentence).capitalize() + ".\n")
+    return "".join(lines).encode()
+
+
+# --------------------------------------------------------------------------------------- streams
+
+
+def load_held_out(name, column):
+    """Reads what `lanes.read_held_out` finds of a stream, at most about `HELD_OUT_BYTES`.
+
+    Returns:
+        Text: without a text to train on. The checksum is of the held-out text; of local files also
+        of their names, sizes and first bytes.
+    """
+    table, encode = _open(name, column), partial(_encode, column)
+    documents = lanes.read_held_out(name, table.splits, encode, bytes, HELD_OUT_BYTES)
+    joined = b"".join(documents)
+    text = torch.frombuffer(bytearray(joined), dtype=torch.uint8)
+    if len(text) < 2:
+        raise UserError(f"--dataset {name} holds out {len(text)} bytes: too few")
+    size = f"a stream, of which {len(text):,} bytes are held out"
+    return Text(None, text, f"{size} (fingerprint {checksum(joined, table.sample)})", [])
+
+
+def _open(name, column):
+    return open_rows(name, partial(_check_column, name, column), streaming=True)
+
+
+def stream_windows(name, column, block_size, share, buffer, seed):
+    """Opens this process' share of an endless, shuffled stream of windows, a `lanes.LaneStream`.
+
+    The lanes are parts of the data by files, if the number of files is a multiple of theirs, else
+    by rows. The end of a buffer, which fills no window, is left out.
+
+    Args:
+        share (lanes.Share): what this process reads.
+        buffer (int): windows among which a lane shuffles, or a few more.
+    """
+
+    def open_lane(number):
+        splits, encode = _open(name, column).splits, partial(_encode, column)
+        reader = lanes.RowReader(splits, number, share.lanes, encode, bytes)
+        source = lanes.Source(reader, partial(_cut, block_size))
+        return lanes.Lane([source], bytes, buffer * block_size + 1, number, seed)
+
+    return lanes.LaneStream(open_lane, share, _collate)
+
+
+def _cut(block_size, documents):
+    """Windows, uint8 [windows, block_size + 1]: each begins with the last byte before it."""
+    text = torch.frombuffer(bytearray(b"".join(documents)), dtype=torch.uint8)
+    return text.unfold(0, block_size + 1, block_size)
+
+
+def _collate(windows):
+    windows = torch.stack(windows).long()
+    return {
+        "inputs": windows[:, :-1].contiguous(),
+        "targets": windows[:, 1:].contiguous(),
+        "ids": torch.arange(len(windows)),
+    }

@@ -1,75 +1,61 @@
 """Streams the documents of a language model as blocks, and continues exactly after a restart."""
 
-import hashlib
 import math
 from functools import partial
 
 import numpy as np
 import torch
 
+from utils.data.cache_files import checksum
 from utils.data.permutation import Permutation, sample_seed
 from utils.language import lanes
-from utils.language.blocks import Stream
 from utils.language.conversations import Document, Encoder
 from utils.language.documents import find_documents
-from utils.language.packing import join_segments
+from utils.language.packing import SEGMENT, Stream, join_segments
 from utils.language.tokens import Corpus
 from utils.run.failures import UserError
 
 MOST_LANES = 64  # parts of a stream: common numbers of processes divide it
 BUFFER = 64  # blocks among which a lane packs and shuffles
 HELD_OUT_BLOCKS = 64  # of a stream, at most
+TOKEN_BYTES = 4  # int32
 
 
 def load_held_out(name, settings):
     """Reads the documents of a stream that are held out, at most `HELD_OUT_BLOCKS` blocks.
 
-    Args:
-        name (str), settings (TokenSettings): as for `tokens.load_tokens`.
+    Args: as of `tokens.load_tokens`.
 
     Returns:
         Corpus: with the split `val` only; the checksum is of its tokens, and of local files.
-
-    Raises:
-        UserError: the stream cannot be read, or nothing to learn is held out.
     """
     source = find_documents(name, settings, streaming=True)
-    encode, size = _encoder(settings, source.kind), HELD_OUT_BLOCKS * settings.block_size
-    rows = lanes.read_held_out(name, source.splits, encode, is_held_out, count_tokens, size)
-    documents = [document for row in rows for document in row]
-    blocks = _pack([documents], settings, source.kind)
+    encode = _encoder(settings, source.kind)
+    size = HELD_OUT_BLOCKS * settings.block_size * TOKEN_BYTES
+    rows = lanes.read_held_out(name, source.splits, encode, content_of, size)
+    blocks = _pack(rows, settings, source.kind)
     if blocks.target_tokens == 0:
         raise UserError(f"--dataset {name} has no token to predict in what is held out")
-    parts = [document.tokens.tobytes() for document in documents]
-    digest = hashlib.sha256(b"".join([*parts, source.sample])).hexdigest()
+    short = checksum(b"".join(map(content_of, rows)), source.sample)
     size = f"a stream, of which {blocks.tokens:,} tokens are held out"
-    description = f"{size} (fingerprint {digest[:12]})"
-    return Corpus({"val": blocks}, source.asked, description, [])
+    return Corpus({"val": blocks}, source.asked, f"{size} (fingerprint {short})", [])
 
 
-def count_tokens(documents):
-    """The tokens of the documents of a row."""
-    return sum(len(document.tokens) for document in documents)
-
-
-def is_held_out(documents):
-    """Whether the documents of a row are held out: a deterministic function of their tokens."""
-    digest = hashlib.blake2b(digest_size=8)
-    for document in documents:
-        digest.update(document.tokens.tobytes())
-    return int.from_bytes(digest.digest(), "little") % lanes.HELD_OUT_ONE_IN == 0
+def content_of(documents):
+    """The bytes of the tokens of the documents of a row."""
+    return b"".join(document.tokens.tobytes() for document in documents)
 
 
 def count_lanes(batch_size):
-    """The parts of a stream: those among 1, 2, 4, ... 64 that divide a batch; the most of them."""
+    """The parts of a stream: of 1, 2, 4, ... 64 the largest number that divides a batch."""
     return math.gcd(batch_size, MOST_LANES)
 
 
 def open_stream(sources, settings, share, weights=(1.0,), buffer=BUFFER):
-    """Opens this process' share of an endless, shuffled stream of micro-batches, as of `Blocks`.
+    """Opens this process' share of an endless, shuffled stream of `Blocks`, a `lanes.LaneStream`.
 
-    A lane takes rows of several sources in fixed proportions, each in turn; a block has documents
-    of one of them. A source that ends begins again.
+    A lane takes rows of several sources in fixed proportions; a block has documents of one of them.
+    A source that ends begins again.
 
     Args:
         sources (list): names of data sets; one in memory is given as its `Blocks`.
@@ -77,12 +63,6 @@ def open_stream(sources, settings, share, weights=(1.0,), buffer=BUFFER):
         share (lanes.Share): what this process reads.
         weights (list[float]): the proportions of the sources.
         buffer (int): blocks among which a lane packs and shuffles.
-
-    Returns:
-        lanes.LaneStream.
-
-    Raises:
-        UserError: a source cannot be opened.
     """
 
     def open_source(number, lane):
@@ -90,7 +70,7 @@ def open_stream(sources, settings, share, weights=(1.0,), buffer=BUFFER):
         if isinstance(source, str):
             opened = find_documents(source, settings, streaming=True)
             kind, encode = opened.kind, _encoder(settings, opened.kind)
-            reader = lanes.RowReader(opened.splits, lane, share.lanes, encode, is_held_out)
+            reader = lanes.RowReader(opened.splits, lane, share.lanes, encode, content_of)
         else:
             kind = "text" if source.stream.is_target is None else "messages"
             seed = sample_seed(settings.seed, 0, -1 - number) >> 1  # below 2**63
@@ -100,24 +80,17 @@ def open_stream(sources, settings, share, weights=(1.0,), buffer=BUFFER):
 
     def open_lane(lane):
         opened = [open_source(number, lane) for number in range(len(sources))]
-        size = buffer * settings.block_size
-        return lanes.Lane(opened, count_tokens, size, lane, settings.seed)
+        size = buffer * settings.block_size * TOKEN_BYTES
+        return lanes.Lane(opened, content_of, size, lane, settings.seed)
 
     return lanes.LaneStream(open_lane, share, _collate)
 
 
 class MemoryReader:
-    """Yields every `lanes`-th document of a source in memory without end, for one lane.
+    """Yields every `lanes`-th document of `Blocks` without end, for one lane.
 
-    Each pass has another order. A document is a conversation, or a part of a text that is no longer
-    than a block.
-
-    Args:
-        blocks (Blocks): of the source.
-        seed (int): of the orders.
-
-    Attributes:
-        position (int): documents taken so far.
+    Each pass has another order, by the seed. A document is a conversation, or a part of a text that
+    is no longer than a block; `position` is how many were taken.
     """
 
     def __init__(self, blocks, seed, lane, lanes):
@@ -150,13 +123,11 @@ def _encoder(settings, kind):
 def _pack(rows, settings, kind):
     """Blocks of the documents of rows, in memory; a text may be divided into segments."""
     documents = [document for row in rows for document in row]
-    columns = [(d.begins, len(d.tokens), d.answer, d.bytes) for d in documents]
-    begins, *others = (np.array(column, np.int64) for column in zip(*columns, strict=True))
-    joined = join_segments(np.flatnonzero(begins), *others)
+    segments = np.array([document.segment() for document in documents], SEGMENT)
     tokens, is_target = np.concatenate([document.tokens for document in documents]), None
     if kind != "text":
         is_target = np.concatenate([document.is_target for document in documents])
-    return settings.pack(Stream(tokens, is_target), joined, kind)[0]
+    return settings.pack(Stream(tokens, is_target), join_segments(segments), kind)[0]
 
 
 def _collate(blocks):

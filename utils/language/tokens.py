@@ -1,26 +1,41 @@
-"""Tokenizes a data set once per machine, into a file that is mapped into memory.
+"""Tokenizes a data set once per machine, into files that are mapped into memory, and makes blocks.
 
-It makes blocks of it: `load_tokens` is all that a script needs.
+The rows are tokenized in shards, by as many processes as a machine has cores. A shard that is done
+is a file of the cache: a run that is interrupted goes on with the others. The machines of a run
+whose cache is on one disk share the work. `load_tokens` is all that a script needs.
 """
 
+import contextlib
+import functools
 import hashlib
+import os
+import sys
+import tempfile
+from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
+from torch.utils.data import DataLoader, Dataset
 
 from utils.data import splits as split_names
+from utils.data.cache_files import cached, map_bytes, path_in_cache
+from utils.data.loaders import explain, set_up_worker
 from utils.data.permutation import sample_seed
-from utils.language.blocks import Stream
 from utils.language.chats import unread_keys
-from utils.language.conversations import Encoder
+from utils.language.conversations import Document, Encoder
 from utils.language.documents import find_documents
-from utils.language.packing import Documents, join_segments
-from utils.language.tokenizing import tokenize
+from utils.language.packing import SEGMENT, Stream, join_segments
+from utils.report.progress import with_progress
+from utils.run import devices, process
 from utils.run.domains import shown
 from utils.run.failures import UserError
 from utils.run.output import plural
 
 NOUNS = {"messages": "conversations", "prompt": "prompts with completions", "text": "documents"}
+VERSION = 4  # of what a file has: another one makes new files
+TOKEN = [("token", np.int32), ("is_target", np.uint8)]  # texts have no such field
+EMPTY = Document(np.zeros(0, np.int32), np.zeros(0, np.uint8))
+CHARACTERS_AT_ONCE, ROWS_AT_ONCE = 2_000_000, 1000  # that are tokenized at once
 
 
 class Corpus(NamedTuple):
@@ -38,58 +53,31 @@ class Corpus(NamedTuple):
     details: list
 
 
-class _Table(NamedTuple):
-    """A tokenized split: its stream, and columns, one element for each document.
-
-    rows: int64, the row that it is from. digests: int64, a checksum.
-    """
-
-    stream: Stream
-    documents: Documents
-    rows: np.ndarray
-    digests: np.ndarray
-
-    def select(self, chosen):
-        """The documents that a boolean array [documents] chooses."""
-        documents = Documents(*(column[chosen] for column in self.documents))
-        return _Table(self.stream, documents, self.rows[chosen], self.digests[chosen])
-
-    @property
-    def has_tokens(self):
-        """Which documents have tokens; the others are empty, or have no answer."""
-        return self.documents.lengths > 0
-
-
 def load_tokens(name, settings):
-    """Loads a data set as blocks of tokens.
+    """Loads a data set as blocks of tokens, a `Corpus`.
 
-    Args:
-        name (str): a Hub id, a file, a folder, or `synthetic`; see `documents.find_documents`.
-        settings (TokenSettings): what is made of it.
-
-    Returns:
-        Corpus.
+    Args: name (str): see `documents.find_documents`. settings (TokenSettings): what is made of it.
 
     Raises:
         UserError: the data cannot be read, has no known columns, or nothing to learn.
     """
-    share, seed = settings.val_fraction, settings.seed
-    documents = find_documents(name, settings)
-    kind, encoder = documents.kind, Encoder(settings.tokenizer, settings.loss_on)
-    tables = {
-        split: _read(*tokenize(rows, encoder, kind)) for split, rows in documents.splits.items()
-    }
-    if len(tables) == 1 and share:
-        train = tables["train"]
-        used = train.select(train.has_tokens)
-        held_out = np.isin(train.rows, hold_out(used.rows, used.digests, share, seed))
-        tables = {"train": train.select(~held_out), "val": train.select(held_out)}
-    splits, details = {}, [*documents.details]
-    if unread := unread_keys(documents.splits["train"], settings.tokenizer.chat_template):
+    source = find_documents(name, settings)
+    kind, encoder = source.kind, Encoder(settings.tokenizer, settings.loss_on)
+    streams, tables, details = {}, {}, [*source.details]
+    for split, rows in source.splits.items():
+        streams[split], tables[split] = tokenize(rows, encoder, kind)
+    if len(tables) == 1 and settings.val_fraction:
+        streams["val"] = streams["train"]
+        tables["train"], tables["val"] = divide(tables["train"], settings)
+    else:
+        tables = {split: join_segments(segments) for split, segments in tables.items()}
+    if unread := unread_keys(source.splits["train"], settings.tokenizer.chat_template):
         details.append(f"not read, as the chat template does not: {', '.join(map(shown, unread))}")
+    splits = {}
     for split, table in tables.items():
-        used = table.select(table.has_tokens)
-        splits[split], counts = settings.pack(used.stream, used.documents, kind)
+        # The others are empty, or have no answer.
+        used = table[table["length"] > 0]
+        splits[split], counts = settings.pack(streams[split], used, kind)
         if splits[split].target_tokens == 0:
             raise UserError(f"--dataset {name} has no token to predict in its {split} split")
         details += [f"{split}: {line}" for line in _describe(table, splits[split], kind, counts)]
@@ -97,31 +85,50 @@ def load_tokens(name, settings):
         details += _describe_copies(tables["train"], split, tables[split], kind)
     if kind == "text" and settings.tokenizer.eos_token_id is None:
         details.append("the tokenizer has no end token: documents end without one")
-    description = _summarize(tables, splits, kind)
-    return Corpus(splits, documents.asked, description, details)
+    return Corpus(splits, source.asked, _summarize(tables, splits, kind), details)
 
 
-def _read(tokens, index):
-    """The table of what `tokenize` returned."""
-    first = np.flatnonzero(index["begins"])  # the first segment of each document
-    documents = join_segments(first, index["length"], index["answer"], index["bytes"])
-    with np.errstate(over="ignore"):
-        digests = np.add.reduceat(index["digest"], first)
-    is_target = tokens["is_target"] if "is_target" in tokens.dtype.names else None
-    return _Table(Stream(tokens["token"], is_target), documents, index["row"][first], digests)
+def divide(segments, settings):
+    """Divides a split: the documents to train on, and those to hold out; of one text its end.
+
+    Args:
+        segments: SEGMENT [segments], as `tokenize` returns them.
+        settings (TokenSettings): `val_fraction` of the documents that have tokens, at least one,
+            and `seed`. Equal ones stay together, and those of a row.
+
+    Returns:
+        tuple: two arrays of DOCUMENT.
+    """
+    documents, fraction = join_segments(segments), settings.val_fraction
+    if len(documents) == 1 < len(segments):
+        halves = segments.copy()
+        cut = len(segments) - max(1, round(len(segments) * fraction))
+        halves["begins"][max(1, cut)] = 1
+        train, held_out = join_segments(halves)
+        # After the last token of the training, which predicts the first one.
+        held_out["start"], held_out["length"] = held_out["start"] - 1, held_out["length"] + 1
+        return np.array([train]), np.array([held_out])
+    used = documents[documents["length"] > 0]
+    rows, first = np.unique(used["row"], return_index=True)
+    if len(rows) < 2:
+        raise UserError("the data set has one document: none is left to hold out for evaluation")
+    keys = [sample_seed(settings.seed, 0, digest) for digest in used["digest"][first].tolist()]
+    chosen = np.isin(documents["row"], rows[split_names.hold_out(keys, fraction)])
+    return documents[~chosen], documents[chosen]
 
 
 def _describe(table, blocks, kind, counts):
     """Lines about a split: its size, and what was left out."""
-    sizes = [f"{int(table.has_tokens.sum()):,} {NOUNS[kind]}", f"{blocks.tokens:,} tokens"]
+    count = int((table["length"] > 0).sum())
+    sizes = [f"{count:,} {NOUNS[kind]}", f"{blocks.tokens:,} tokens"]
     if kind != "text":
         sizes.append(f"{blocks.target_tokens:,} targets")
-    sizes += [f"{count:,} {what}" for what, count in counts.items() if count]
-    padding = f"{100 * blocks.padding:.1f} % padding"
-    per_block = int(table.has_tokens.sum()) / len(blocks)
-    packed = f"{plural(len(blocks), 'block')}, {per_block:.1f} per block, {padding}"
+    sizes += [f"{number:,} {what}" for what, number in counts.items() if number]
+    padding = 100 * (1 - blocks.tokens / len(blocks) / blocks.block_size)
+    each = f"{count / len(blocks):.1f} per block, {padding:.1f} % padding"
+    packed = f"{plural(len(blocks), 'block')}, {each}"
     lines = [f"{', '.join(sizes)}; {packed}"]
-    empty = table.rows[~table.has_tokens]
+    empty = table["row"][table["length"] == 0]
     if len(empty):
         what = "empty documents" if kind == "text" else "conversations without an answer"
         lines.append(f"left out: {what}: {len(empty):,} (row {empty[0]})")
@@ -130,40 +137,192 @@ def _describe(table, blocks, kind, counts):
 
 def _describe_copies(train, split, table, kind):
     """A line about what a split has in common with `train`; none if that is nothing."""
-    copies = table.rows[table.has_tokens & np.isin(table.digests, train.digests)]
-    if not len(copies):
+    is_copy = (table["length"] > 0) & np.isin(table["digest"], train["digest"])
+    rows = table["row"][is_copy]
+    if not len(rows):
         return []
-    return [f"{split}: equal {NOUNS[kind]} are in train: {len(copies):,} (row {copies[0]})"]
+    return [f"{split}: equal {NOUNS[kind]} are in train: {len(rows):,} (row {rows[0]})"]
 
 
 def _summarize(tables, splits, kind):
     """One line, with a checksum of the tokens of all splits."""
     digest, sizes = hashlib.sha256(), []
     for split, table in tables.items():
-        digest.update(len(table.digests).to_bytes(8, "little") + table.digests.tobytes())
-        sizes.append(f"{len(np.unique(table.rows[table.has_tokens])):,} {split}")
+        digest.update(len(table).to_bytes(8, "little") + table["digest"].tobytes())
+        sizes.append(f"{len(np.unique(table['row'][table['length'] > 0])):,} {split}")
     tokens = sum(blocks.tokens for blocks in splits.values())
     short = digest.hexdigest()[:12]
     return f"{' and '.join(sizes)} {NOUNS[kind]}, {tokens:,} tokens (fingerprint {short})"
 
 
-def hold_out(rows, digests, fraction, seed):
-    """Which rows are held out, by `splits.hold_out`: of equal rows all or none.
+# --------------------------------------------------------------------------------------- shards
+
+
+class _Gone(Exception):
+    """Another machine has joined the shards, and removed them."""
+
+
+class Shards(Dataset):
+    """The shards of the rows of a split; item N makes the file of shard N, unless it is there.
 
     Args:
-        rows (int64): the numbers of the rows; the same number may be there several times.
-        digests (int64): checksums of what is in them.
-        fraction (float): of the rows; at least one is held out, and not all.
-        seed (int): of the hash.
+        rows (Rows): of the split.
+        encoder (Encoder): makes tokens of them.
+        kind (str): see `documents.KINDS`.
+    """
+
+    def __init__(self, rows, encoder, kind):
+        self._parts, self._encoder, self._kind = rows.shards(), encoder, kind
+        self.version = [fingerprint_of(encoder), kind, rows.fingerprint]
+
+    def __len__(self):
+        return len(self._parts)
+
+    def __getitem__(self, number):
+        part = self._parts[number]
+        cached("tokens", _write(part, self._encoder, self._kind), self.version_of(number))
+        return number
+
+    def version_of(self, number):
+        """The version of the file of a shard: the only one is that of all rows."""
+        sizes = [self._parts[0].shard_size, number]
+        return self.version if len(self) == 1 else [*self.version, *sizes]
+
+    def file(self, number):
+        """The path of the file of a shard."""
+        return path_in_cache("tokens", self.version_of(number))
+
+    def missing(self):
+        """The numbers of the shards without a file; each machine begins elsewhere."""
+        machine = int(os.environ.get("GROUP_RANK", 0))
+        numbers = [number for number in range(len(self)) if not self.file(number).exists()]
+        first = len(numbers) * machine // int(os.environ.get("GROUP_WORLD_SIZE", 1))
+        return numbers[first:] + numbers[:first]
+
+
+def tokenize(rows, encoder, kind):
+    """Tokenizes rows, unless the cache has their tokens. Args: as of `Shards`.
 
     Returns:
-        int64: their numbers.
+        tuple: the tokens, a `Stream`; the documents, or segments of them, SEGMENT [segments].
 
     Raises:
-        UserError: there are fewer than two rows.
+        UserError: a row cannot be used, or the cache cannot be written.
     """
-    rows, first = np.unique(rows, return_index=True)
-    if len(rows) < 2:
-        raise UserError("the data set has one document: none is left to hold out for evaluation")
-    keys = [sample_seed(seed, 0, digest) for digest in digests[first].tolist()]
-    return rows[split_names.hold_out(keys, fraction)]
+    shards = Shards(rows, encoder, kind)
+    file = path_in_cache("tokens", shards.version)
+    if not file.exists():
+        _make(shards)
+    if len(shards) > 1 and not file.exists():
+        with contextlib.suppress(_Gone):
+            cached("tokens", _join(shards), shards.version)
+        for number in range(len(shards)):
+            shards.file(number).unlink(missing_ok=True)
+    tokens, segments = _divide(file)
+    tokens = tokens.view(_fields(kind))
+    is_target = None if kind == "text" else tokens["is_target"]
+    return Stream(tokens["token"], is_target), segments.view(SEGMENT)
+
+
+def _make(shards):
+    """Makes the files of the shards that are missing, by several processes if they are several."""
+    missing = shards.missing()
+    workers = min(devices.cores(), len(missing))
+    workers = workers if workers > 1 else 0
+    # Without this, the library would warn of the fork.
+    os.environ.setdefault("TOKENIZERS_PARALLELISM", "true")
+    loader = DataLoader(
+        shards,
+        batch_size=None,
+        sampler=missing,
+        num_workers=workers,
+        worker_init_fn=_set_up_worker,
+        multiprocessing_context="fork" if workers and sys.platform == "linux" else None,
+    )
+    try:
+        list(with_progress(loader, len(missing), "tokenizing", "shard", process.is_main()))
+    except UserError as error:  # of a worker, with its traceback
+        raise UserError(explain(error) or error) from None
+
+
+def _set_up_worker(worker):
+    os.environ["TOKENIZERS_PARALLELISM"] = "false"  # a fork has no threads
+    set_up_worker(worker)
+
+
+def _join(shards):
+    """Yields the content of one file: the tokens of all shards, then all their segments."""
+    count = 0
+    for part in range(2):
+        for number in range(len(shards)):
+            try:
+                content = _divide(shards.file(number))[part]
+            except FileNotFoundError:
+                raise _Gone from None
+            count += part * len(content) // SEGMENT.itemsize
+            yield content
+    yield np.int64(count).tobytes()
+
+
+def _divide(file):
+    """The parts of a file, uint8: tokens, and segments, the number of which stands at the end."""
+    data = map_bytes(file).numpy()
+    count = int(data[-8:].view(np.int64)[0])
+    begin = len(data) - 8 - count * SEGMENT.itemsize
+    return data[:begin], data[begin:-8]
+
+
+def _fields(kind):
+    return TOKEN[:1] if kind == "text" else TOKEN
+
+
+@functools.cache  # of all splits
+def fingerprint_of(encoder):
+    """A checksum of what decides about tokens: the tokenizer with its template, and `loss_on`."""
+    digest = hashlib.sha256(repr([VERSION, encoder.loss_on]).encode())
+    with tempfile.TemporaryDirectory() as folder:
+        encoder.tokenizer.save_pretrained(folder)
+        for file in sorted(Path(folder).iterdir()):
+            digest.update(file.name.encode() + file.read_bytes())
+    return digest.hexdigest()
+
+
+def _write(rows, encoder, kind):
+    """Yields the content of a file: tokens, the segments that they are of, and their number."""
+    segments = []
+    for drafts in _drafts(rows, encoder, kind):
+        documents = iter(encoder.encode([draft for _, draft in drafts if draft is not None]))
+        for number, draft in drafts:
+            document = EMPTY if draft is None else next(documents)
+            tokens = np.empty(len(document.tokens), _fields(kind))
+            tokens["token"], content = document.tokens, document.tokens.tobytes()
+            if kind != "text":
+                tokens["is_target"] = document.is_target
+                content += document.is_target.tobytes()
+            yield tokens.tobytes()
+            digest = hashlib.blake2b(content, digest_size=8).digest()
+            digest = int.from_bytes(digest, "little", signed=True)
+            segments.append(document.segment(number, digest))
+    segments = np.array(segments, SEGMENT)
+    yield segments.tobytes()
+    yield np.int64(len(segments)).tobytes()
+
+
+def _drafts(rows, encoder, kind):
+    """Yields lists of what is tokenized at once: pairs of a row's number and a draft of it.
+
+    Each row is there at least once: an empty one with None.
+    """
+    waiting, characters = [], 0
+    for number, row in enumerate(rows, rows.first):
+        # A long text is drafted segment by segment, so that it is never in memory as a whole.
+        empty = True
+        for draft in encoder.draft(row, kind, f"row {number} of {rows.where}"):
+            empty, characters = False, characters + sum(len(part.text) for part in draft.parts)
+            waiting.append((number, draft))
+            if characters >= CHARACTERS_AT_ONCE or len(waiting) >= ROWS_AT_ONCE:
+                yield waiting
+                waiting, characters = [], 0
+        if empty:
+            waiting.append((number, None))
+    yield waiting

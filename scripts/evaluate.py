@@ -44,18 +44,16 @@ import torch.nn.functional as F
 from accelerate import Accelerator, DataLoaderConfiguration
 from torch.utils.data import DataLoader
 
-from utils import weight_files
+from utils import flags, weight_files
 from utils.data.cache_files import local_main_first
 from utils.data.loaders import evaluation_batch_size, loader_options
 from utils.data.report import agree
-from utils.flags import WORKERS
 from utils.images import classifier_plots, pretrained, scores
-from utils.images.arrays import load_arrays, load_arrays_to_evaluate, on_device
+from utils.images.arrays import load_arrays, load_arrays_to_evaluate
 from utils.images.augment import normalize
-from utils.images.image_batches import ImageBatches
 from utils.images.image_folder import unlabeled
 from utils.images.sources import find_images, find_to_evaluate
-from utils.images.transforms import EvalTransform
+from utils.images.transforms import EvalTransform, ImageBatches
 from utils.language.text import load_to_evaluate
 from utils.report.hub import AT_THE_TOP
 from utils.report.output import writing_to
@@ -133,41 +131,17 @@ def evaluate_cifar(accelerator, args, saved):
             f"{saved.file} is not a model of train_cifar.py or train_images.py, but '{name}'"
         )
     config = saved.config or {}
-    data, dataset = load_data(accelerator, args, saved, load_arrays)
-    check_classes(data, dataset, config.get("class_names", data.class_names), saved)
+    data = load_data(accelerator, args, saved, load_arrays)
     shown = next(name for name in ("all", "test", "val") if name in data.splits)
     split = data.splits[shown]
-
     model = train_cifar.build_model(name, len(data.class_names))
     load_state(model, saved, f"{name} with {len(data.class_names)} classes")
-    # Each process evaluates its share of every batch.
-    batch_size = evaluation_batch_size(accelerator, len(split), 250)
-    loader = DataLoader(range(len(split)), batch_size)
-    loader = accelerator.prepare_data_loader(loader, device_placement=False)
-    model = accelerator.prepare(model)
-    colors = (torch.tensor(config[key]) for key in ("mean", "std") if key in config)
-    colors = list(colors) or data.splits["train"].mean_and_std()
-    mean, std = (value.to(accelerator.device) for value in colors)
-    data_set = on_device(accelerator, {shown: split})[shown], loader
-    progress = Progress(accelerator)
-    outputs = train_cifar.predict(accelerator, model, *data_set, progress, mean, std, tta=args.tta)
-
+    colors = [torch.tensor(config[key]) for key in ("mean", "std") if key in config]
+    colors = colors or data.splits["train"].mean_and_std()
+    views = train_cifar.predict_views if args.tta else None
+    outputs = predict(accelerator, model, split, colors, views=views)
     if accelerator.is_main_process:
-        readable = scores.readable(outputs[1])
-        metrics = train_cifar.summarize(*(values[readable] for values in outputs))
-        predictions = metrics.pop("predictions")
-        top, shares = most_likely(outputs[0])
-        rows = list_scored(split, outputs[1], top, shares, data.class_names)
-        split = split.select(readable.nonzero()[:, 0].numpy())
-        results = {f"{shown}_{key}": value for key, value in metrics.items()}
-        results |= {"tta": args.tta, "weights": str(saved.file)}
-        with writing_to(args.output_dir or saved.run / "evaluation") as folder:
-            write_json(folder / "results.json", results)
-            write_text(folder / "predictions.csv", as_csv(rows))
-            classifier_plots.classification(folder, split, predictions, data.class_names)
-        print(classifier_plots.class_table(split.labels, predictions, data.class_names))
-        print_unreadable(rows)
-        print_summary(saved, metrics, len(predictions), shown, folder)
+        write_evaluation(args, saved, split, outputs, data.class_names, shown)
 
 
 # --------------------------------------------------------------------------------- train_images.py
@@ -184,79 +158,82 @@ def evaluate_images(accelerator, args, saved):
         if accelerator.is_main_process:
             print("\n  ".join([f"{plural(len(images), 'image')} in {args.images}", *details]))
     else:
-        data, dataset = load_data(accelerator, args, saved, find_images)
-        check_classes(data, dataset, class_names, saved)
+        data = load_data(accelerator, args, saved, find_images)
         shown = "val" if "train" in data.splits else next(iter(data.splits))
         images = data.splits[shown]
-    model = pretrained.build(saved.config)
+    model = pretrained.build(saved.config).to(memory_format=torch.channels_last)
     load_state(model, saved, saved.config["model"])
     dataset = ImageBatches(images, EvalTransform(preprocessing), "skip")
-    batch_size = evaluation_batch_size(accelerator, len(dataset), 64)
-    loader = DataLoader(dataset, batch_size, **loader_options(accelerator, args.num_workers))
-    model, loader = accelerator.prepare(model.to(memory_format=torch.channels_last), loader)
-    colors = (preprocessing[key] for key in ("mean", "std"))
-    mean, std = (255 * torch.tensor(values).to(accelerator.device) for values in colors)
-    outputs = predict(accelerator, model, loader, mean, std)
+    colors = pretrained.colors(saved.config, accelerator.device)
+    outputs = predict(accelerator, model, dataset, colors, workers=args.num_workers)
     if accelerator.is_main_process and args.images:
         write_predictions(args, saved, dataset, outputs, class_names)
     elif accelerator.is_main_process:
         write_evaluation(args, saved, dataset, outputs, class_names, shown)
 
 
+# ------------------------------------------------------------------------------ both of classifiers
+
+
 @torch.no_grad()
-def predict(accelerator, model, loader, mean, std):
-    """Computes what `of_each_image` returns, for each image once, on any number of processes.
+def predict(accelerator, model, dataset, colors, *, workers=0, views=None):
+    """Classifies each image of a data set once, on any number of processes.
+
+    Args:
+        dataset (ImageBatches | Split): the images.
+        colors (tuple): the mean and the standard deviation of pixels from 0 to 255, float32 [3].
+        workers (int): processes that load images.
+        views: computes the outputs for several views of each image; None: for the image alone.
 
     Returns:
-        list: its values for all images, in the order of the data.
+        list: what `of_each_image` returns, for all images, in the order of the data.
     """
+    batch_size = evaluation_batch_size(accelerator, len(dataset), 64)
+    loader = DataLoader(dataset, batch_size, **loader_options(accelerator, workers))
+    model, loader = accelerator.prepare(model, loader)
+    mean, std = (values.to(accelerator.device) for values in colors)
     model.eval()
     parts = []
     for batch in Progress(accelerator)(loader):
-        logits = model(normalize(batch["images"], mean, std)).float()
+        images = normalize(batch["images"], mean, std)
+        logits = views(model, images) if views else model(images).float()
         values = (batch["ids"], *of_each_image(logits, batch["labels"]))
         parts.append([value.cpu() for value in accelerator.gather_for_metrics(values)])
     ids, *outputs = (torch.cat(values) for values in zip(*parts, strict=True))
-    if not torch.equal(ids, torch.arange(len(loader.dataset))):
-        raise RuntimeError(
-            f"classified {len(ids)} of {len(loader.dataset)} images, or not in order"
-        )
+    if not torch.equal(ids, torch.arange(len(dataset))):
+        raise RuntimeError(f"classified {len(ids)} of {len(dataset)} images, or not in order")
     return outputs
 
 
 def of_each_image(logits, labels):
     """What is kept of the outputs for a batch: as much for a thousand classes as for five.
 
-    Args:
-        logits: float32 [images, classes].
-        labels: int64 [images]; -1: the image is unreadable.
-
     Returns:
-        tuple: the labels; losses, float32 [images]; and what `most_likely` returns.
+        tuple: the labels, int64 [images], -1 if unreadable; losses, float32 [images]; up to five
+        classes of each image, the likeliest first, and their probabilities, int64 and float32
+        [images, up to 5].
     """
     losses = F.cross_entropy(logits, labels, reduction="none", ignore_index=-1)
-    return labels, losses, *most_likely(logits)
-
-
-def most_likely(logits):
-    """Up to five classes of each image, the likeliest first, and their probabilities.
-
-    Returns:
-        tuple: int64 and float32 [images, up to 5].
-    """
     top = logits.topk(min(5, logits.shape[1])).indices  # as the accuracy is computed
-    return top, logits.softmax(1).gather(1, top)
+    return labels, losses, top, logits.softmax(1).gather(1, top)
 
 
 def write_evaluation(args, saved, dataset, outputs, class_names, shown="val"):
-    """Writes results.json, predictions.csv and the plots; prints the accuracy of each class."""
+    """Writes results.json, predictions.csv and the plots; prints the accuracy of each class.
+
+    Args:
+        dataset, outputs: what `predict` was given and returned.
+        shown (str): the name of the split.
+    """
     labels, losses, top, shares = outputs
     metrics, predictions = scores.summarize(labels, losses, top), top[:, 0]
-    samples = {"labels": labels, "predictions": predictions, "losses": losses}
+    samples = dict(labels=labels, predictions=predictions, losses=losses)
     results = {f"{shown}_{key}": value for key, value in metrics.items()}
-    results |= {"weights": str(saved.file)}
+    results |= {"tta": args.tta, "weights": str(saved.file)}
     results |= scores.per_class(labels, predictions, class_names)
-    rows = list_scored(dataset.images, labels, top, shares, class_names)
+    rows = list_predictions(dataset, labels, top, shares, class_names)
+    for row, label in zip(rows, labels.tolist(), strict=True):
+        row["true_class"] = class_names[label] if label >= 0 else ""
     with writing_to(args.output_dir or saved.run / "evaluation") as folder:
         write_json(folder / "results.json", results)
         write_text(folder / "predictions.csv", as_csv(rows))
@@ -264,17 +241,20 @@ def write_evaluation(args, saved, dataset, outputs, class_names, shown="val"):
     width = max(len(one_line(name)) for name in class_names)
     for name, share in results["per_class"].items():
         print(f"  {one_line(name):{width}}  {100 * share:6.2f} %")
-    print_unreadable(rows)
-    print_summary(saved, metrics, (labels >= 0).sum().item(), shown, folder)
+    unreadable = [one_line(row["file"]) for row in rows if not row["classes"]]
+    for name in unreadable:
+        print(f"unreadable, and left out: {name}")
+    if unreadable:
+        print(f"{len(unreadable):,} of {len(rows):,} images could not be read")
+    summary = f"{metrics['accuracy']:.2%} of {metrics['images']:,} "
+    summary += f"{'images' if shown == 'all' else f'{shown} images'} correct"
+    print(f"{saved.file}: {summary}, loss {metrics['loss']:.4f}; results and plots in {folder}")
 
 
-def list_predictions(images, labels, top, shares, class_names):
-    """The most likely classes of each image.
+def list_predictions(dataset, labels, top, shares, class_names):
+    """The most likely classes of each image of a data set (ImageBatches | Split).
 
-    Args:
-        images (Images | Split): of which each has a name.
-        labels: int64 [images]; -1: the image is unreadable.
-        top, shares: what `most_likely` returns.
+    Args: labels, top, shares: what `of_each_image` returns.
 
     Returns:
         list[dict]: `file`; `classes`, up to five lists of a name and its probability.
@@ -285,25 +265,8 @@ def list_predictions(images, labels, top, shares, class_names):
         if readable:
             likely = zip(top[index].tolist(), shares[index].tolist(), strict=True)
         classes = [[class_names[label], round(share, 6)] for label, share in likely]
-        rows.append({"file": images.name(index), "classes": classes})
+        rows.append({"file": dataset.name(index), "classes": classes})
     return rows
-
-
-def list_scored(images, labels, top, shares, class_names):
-    """As `list_predictions`, with the `true_class` of each image; "": it is unreadable."""
-    rows = list_predictions(images, labels, top, shares, class_names)
-    for row, label in zip(rows, labels.tolist(), strict=True):
-        row["true_class"] = class_names[label] if label >= 0 else ""
-    return rows
-
-
-def print_unreadable(rows):
-    """Names the images that could not be read, and counts them."""
-    unreadable = [one_line(row["file"]) for row in rows if not row["classes"]]
-    for name in unreadable:
-        print(f"unreadable, and left out: {name}")
-    if unreadable:
-        print(f"{len(unreadable):,} of {len(rows):,} images could not be read")
 
 
 def as_csv(rows):
@@ -324,7 +287,7 @@ def as_csv(rows):
 def write_predictions(args, saved, dataset, outputs, class_names):
     """Writes the most likely classes of every image: a CSV file, JSON, and a contact sheet."""
     labels, _, top, shares = outputs
-    rows = list_predictions(dataset.images, labels, top, shares, class_names)
+    rows = list_predictions(dataset, labels, top, shares, class_names)
     with writing_to(args.output_dir or saved.run / "predictions") as folder:
         write_text(folder / "predictions.csv", as_csv(rows))
         write_json(folder / "predictions.json", rows)
@@ -341,24 +304,16 @@ def write_predictions(args, saved, dataset, outputs, class_names):
 def draw_contact_sheet(path, dataset, rows, most=64):
     """Draws up to `most` images, spread over all, each with its likeliest class and probability.
 
-    Args:
-        dataset: returns a batch of `images`, uint8 [count, 3, size, size], for a list of ids
-            (`__getitems__`).
-        rows (list): what `list_predictions` returns.
+    Args: rows (list): what `list_predictions` returns.
     """
     chosen = torch.linspace(0, len(rows) - 1, min(most, len(rows))).long().tolist()
-    texts = []
-    for index in chosen:
-        likely = rows[index]["classes"]
-        text = (
-            f"{classifier_plots.shorten(likely[0][0], 9)} {likely[0][1]:.0%}"
-            if likely
-            else "unreadable"
-        )
-        texts.append(text)
+    texts = ["unreadable"] * len(chosen)
+    for place, index in enumerate(chosen):
+        for name, share in rows[index]["classes"][:1]:
+            texts[place] = f"{classifier_plots.shorten(name, 9)} {share:.0%}"
     images, shown = dataset.__getitems__(chosen)["images"], torch.arange(len(chosen))
     title = f"{len(chosen)} of {len(rows):,} images"
-    classifier_plots.image_grid(path, images, shown, shown, texts, title=title)
+    classifier_plots.image_grid(path, images, shown, shown, texts, title)
 
 
 # ------------------------------------------------------------------------------------ train_gpt.py
@@ -507,35 +462,35 @@ def write_figures(accelerator, args, run, file, shown, results, said):
 def load_data(accelerator, args, saved, load):
     """Loads the data set that the model was trained on, with its splits, or another one as a whole.
 
-    `--dataset` may name the same one in another place.
+    `--dataset` may name the same one in another place. Its classes are those of the model.
 
     Args:
         load: `find_images` or `load_arrays`.
 
     Returns:
-        tuple: the data; its name. Of another data set there is one split: `test` or `val`, if it
-        has that split itself, or else `all`.
+        ImageSplits: of another data set there is one split: `test` or `val`, if it has that split
+        itself, or else `all`.
     """
     known = (saved.config or {}) | saved.arguments
     options = {key: known[key] for key in ("seed", "val_fraction") if key in known}
-    given = shlex.split(known.get("columns") or "")  # the flag takes two, or is left out
-    columns = dict(zip(("image_column", "label_column"), given, strict=False))
+    # The flag takes two, or is left out.
+    columns = {"columns": shlex.split(known.get("columns") or "") or None}
     recorded = known.get("dataset", "uoft-cs/cifar10" if load is load_arrays else None)
     name = args.dataset or recorded
     if name is None:
         raise UserError(f"{saved.file} does not name its data set: give --dataset")
-    same = is_same(name, recorded)
+    same = name == "synthetic" or is_same(name, recorded)
+    class_names = (saved.config or {}).get("class_names")
 
     def load_it():
         try:
             data = load(name, **options, **columns)
         except UserError:
-            if same or name == "synthetic":
+            if same:
                 raise
         else:
-            if same or name == "synthetic" or data.description == saved.data.get("data"):
+            if same or data.description == saved.data.get("data"):
                 return data
-        class_names = (saved.config or {}).get("class_names")
         if class_names is None:
             raise UserError(f"{saved.file} does not name its classes: no other data set fits")
         load_other = find_to_evaluate if load is find_images else load_arrays_to_evaluate
@@ -545,7 +500,14 @@ def load_data(accelerator, args, saved, load):
     agree(accelerator, name, data)
     if same:
         warn_if_changed(accelerator, name, saved.data.get("data"), data.description)
-    return data, name
+    if class_names not in (None, data.class_names):
+        difference = f"{len(data.class_names)} instead of {len(class_names)}"
+        for one, other in zip(data.class_names, class_names, strict=False):
+            if one != other:
+                difference = f"{one} instead of {other}"
+                break
+        raise UserError(f"--dataset {name} has other classes than {saved.file}: {difference}")
+    return data
 
 
 def is_same(name, recorded):
@@ -559,20 +521,6 @@ def warn_if_changed(accelerator, name, trained_on, found):
         print(f"warning: trained on other data than that in {name} now: {trained_on}")
 
 
-def check_classes(data, dataset, expected, saved):
-    """Raises UserError if the classes of a data set are not those of the model."""
-    if data.class_names != expected:
-        difference = first_difference(data.class_names, expected)
-        raise UserError(f"--dataset {dataset} has other classes than {saved.file}: {difference}")
-
-
-def print_summary(saved, metrics, count, split, folder):
-    """Prints what was evaluated, how good it is, and where the plots are."""
-    images = "images" if split == "all" else f"{split} images"
-    summary = f"{metrics['accuracy']:.2%} of {count:,} {images} correct"
-    print(f"{saved.file}: {summary}, loss {metrics['loss']:.4f}; results and plots in {folder}")
-
-
 def load_state(model, saved, description):
     """Loads weights into a model. Raises UserError if they belong to a different model."""
     try:
@@ -584,24 +532,13 @@ def load_state(model, saved, description):
         raise UserError(f"{saved.file} does not hold a {description}: {reason}") from None
 
 
-def first_difference(found, expected):
-    """Describes the first difference between two lists of classes."""
-    for one, other in zip(found, expected, strict=False):
-        if one != other:
-            return f"{one} instead of {other}"
-    return f"{len(found)} instead of {len(expected)}"
-
-
 def parse_args():
     parser = Parser(description=__doc__.split("\n")[0])
-    group = parser.add_mutually_exclusive_group(required=True)
-    group.add_argument(
+    parser.add_argument(
         "run",
-        nargs="?",
         metavar="RUN",
         help="a run's folder (its final weights), a checkpoint's folder, a .safetensors or a .pth",
     )
-    group.add_argument("--checkpoint", metavar="RUN", help="the same")
     parser.add_argument(
         "--images", metavar="FOLDER", help="classify the images in this folder, or this file"
     )
@@ -614,15 +551,9 @@ def parse_args():
     parser.add_argument(
         "--tta", action="store_true", help="use test-time augmentation (train_cifar.py)"
     )
-    parser.add_argument(
-        "--num_workers",
-        type=WORKERS,
-        default=min(8, devices.cores_per_process()),
-        help="processes that decode images",
-    )
-    args = parser.parse_args()
-    args.run = args.run or args.checkpoint
-    return args
+    flags.add_workers(parser)
+    parser.set_defaults(num_workers=min(8, devices.cores_per_process()))
+    return parser.parse_args()
 
 
 if __name__ == "__main__":

@@ -208,39 +208,27 @@ def image_size_at(progress, args):
 def load_data(accelerator, args):  # EDIT: data
     """Loads the images of every split into memory, and shortens the splits for quick checks.
 
-    Returns:
-        tuple: the data; their description, with a checksum: a run continues with the same data.
+    Its description has a checksum: a run continues with the same data.
     """
-    image_column, label_column = args.columns or (None, None)
-    data = local_main_first(
-        accelerator,
-        lambda: load_arrays(
-            args.dataset,
-            seed=args.seed,
-            val_fraction=args.val_fraction,
-            image_column=image_column,
-            label_column=label_column,
-        ),
-    )
+    options = dict(seed=args.seed, val_fraction=args.val_fraction, columns=args.columns)
+    data = local_main_first(accelerator, lambda: load_arrays(args.dataset, **options))
     if args.patience and "val" not in data.splits:
         raise UserError("--patience needs held-out images: give --val_fraction 0.1, for example")
-    description = agree(accelerator, args.dataset, data)
+    agree(accelerator, args.dataset, data)
     if args.overfit_batch:
         batch = data.splits["train"].first(args.batch_size)
         data.splits = dict.fromkeys(data.splits, batch)
     elif args.dry_run:
         held_out = data.splits.keys() - {"train"}
         data.splits |= {split: data.splits[split].first(500) for split in held_out}
-    return data, description
+    return data
 
 
 def build_loaders(accelerator, data, args):
-    """Builds loaders of global batches; `prepare` splits each over the processes.
+    """Builds loaders of global batches (dict: name of a split -> Split, loader).
 
-    They yield the ids of the samples, on the CPU: `Split.batch` then makes the batch.
-
-    Returns:
-        dict: the name of each split -> (Split, loader).
+    `prepare` splits each batch over the processes. The loaders yield the ids of the samples, on the
+    CPU: `Split.batch` then makes the batch.
     """
     splits = on_device(accelerator, data.splits)
     batch_size = args.batch_size // args.gradient_accumulation_steps
@@ -269,21 +257,11 @@ def compute_loss(model, batch, mean, std, epoch, size, args):  # EDIT: loss
     return F.cross_entropy(outputs, batch["labels"], label_smoothing=args.label_smoothing)
 
 
-def evaluate(accelerator, model, split, loader, watch, mean, std, **options):  # EDIT: metric
-    """Computes exact metrics of a split: each image counts once, on any number of processes.
-
-    Args:
-        split, loader, watch, options: as for `predict`.
-
-    Returns:
-        dict: `loss`, `accuracy`, and `predictions`, int64 [samples] in the order of the data.
-    """
-    return summarize(*predict(accelerator, model, split, loader, watch, mean, std, **options))
-
-
 @torch.no_grad()
-def predict(accelerator, model, split, loader, watch, mean, std, *, tta=False, size=32):
-    """Computes the outputs for each image of a split once, on any number of processes.
+def evaluate(  # EDIT: metric
+    accelerator, model, split, loader, watch, mean, std, tta=False, size=32
+):
+    """Computes exact metrics of a split: each image counts once, on any number of processes.
 
     Args:
         split (Split): the images.
@@ -295,8 +273,8 @@ def predict(accelerator, model, split, loader, watch, mean, std, *, tta=False, s
             current training images.
 
     Returns:
-        tuple: outputs, float32 [samples, classes], and labels, int64 [samples], in the order of the
-        data.
+        tuple: `loss` and `accuracy` (dict); and a dict with a value per image, in the order of the
+        data: `labels` and `predictions`, int64, and `losses`, float32.
     """
     model.eval()
     outputs, labels = [], []
@@ -312,18 +290,10 @@ def predict(accelerator, model, split, loader, watch, mean, std, *, tta=False, s
     outputs, labels = torch.cat(outputs).cpu(), torch.cat(labels).cpu()
     if len(labels) != len(split):
         raise RuntimeError(f"evaluated {len(labels)} of {len(split)} samples")
-    return outputs, labels
-
-
-@torch.no_grad()
-def summarize(outputs, labels):
-    """The metrics of `evaluate`, from what `predict` returns."""
-    predictions = outputs.argmax(1)
-    return {
-        "loss": F.cross_entropy(outputs, labels).item(),
-        "accuracy": (predictions == labels).double().mean().item(),
-        "predictions": predictions,
-    }
+    predictions, losses = outputs.argmax(1), F.cross_entropy(outputs, labels, reduction="none")
+    accuracy = (predictions == labels).double().mean().item()
+    metrics = {"loss": losses.mean().item(), "accuracy": accuracy}
+    return metrics, {"labels": labels, "predictions": predictions, "losses": losses}
 
 
 def predict_views(model, images):
@@ -377,33 +347,27 @@ def describe_model(config):
 def final_results(accelerator, model, loaders, watch, mean, std, tta):
     """Evaluates every held-out split at full size, once more.
 
-    Args: loaders, watch, mean, std, tta: as in `main`; see `predict`.
+    Args: loaders, watch, mean, std, tta: as in `main`; see `evaluate`.
 
     Returns:
         tuple: the metrics, for `run.finish`; the name of the last split, that of the test if there
-        is one; and what `evaluate` predicted for it.
+        is one; and of each image in it what `evaluate` returns.
     """
     results, names = {}, [name for name in ("val", "test") if name in loaders]
     for name in names:
-        metrics = evaluate(accelerator, model, *loaders[name], watch, mean, std)
-        predictions = metrics.pop("predictions")
+        metrics, samples = evaluate(accelerator, model, *loaders[name], watch, mean, std)
         results |= {f"{name}_{metric}": value for metric, value in metrics.items()}
     if tta:
-        metrics = evaluate(accelerator, model, *loaders[name], watch, mean, std, tta=True)
+        metrics, _ = evaluate(accelerator, model, *loaders[name], watch, mean, std, tta=True)
         results[f"{name}_accuracy_tta"] = metrics["accuracy"]
-    return results, name, predictions
+    return results, name, samples
 
 
-def write_outputs(run, split, predictions, config):
-    """Prints the accuracy per class, and writes plots and the model card; main process only.
-
-    Returns:
-        dict: images for the trackers.
-    """
-    print(classifier_plots.class_table(split.labels, predictions, config["class_names"]))
+def write_outputs(run, split, samples, config):
+    """Writes plots and the model card; main process only. Returns images for the trackers."""
     plots.curves(run.path)
     model_card.write(run, **describe_model(config))
-    return classifier_plots.classification(run.path, split, predictions, config["class_names"])
+    return classifier_plots.of_images(run.path, split, samples, config["class_names"])
 
 
 def main():
@@ -414,13 +378,13 @@ def main():
     accumulation = args.gradient_accumulation_steps
     launch.print_banner(accelerator)
     micro_batch_size = elastic.divide_batch(accelerator, args.batch_size, accumulation)
-    data, description = load_data(accelerator, args)
+    data = load_data(accelerator, args)
     # Validation data is held out of training and chooses a checkpoint. The test split never does.
     held_out = "val" if "val" in data.splits else "test"
     plan = Plan.from_args(args, len(data.splits["train"]))
     writer = BackgroundWriter(accelerator, args.wait_for_checkpoints)
     run = RunFolder(args, accelerator, flags.MAY_CHANGE | {"tta"}, [trackers], writer)
-    run.open(plan, data=description)  # has a run to continue, a finished one, or none
+    run.open(plan, data=data.description)  # has a run to continue, a finished one, or none
     if run.finished:
         return hub.upload(run.path, args.push_to_hub)  # if that failed before
 
@@ -451,9 +415,9 @@ def main():
 
     def validate(step):
         data, size = loaders[held_out], image_size_at(step / plan.total_steps, args)
-        metrics = evaluate(accelerator, model, *data, guard.watch, mean, std, size=size)
+        metrics, _ = evaluate(accelerator, model, *data, guard.watch, mean, std, size=size)
         score = metrics["accuracy"] if held_out == "val" else None
-        run.log(held_out, step, score=score, loss=metrics["loss"], accuracy=metrics["accuracy"])
+        run.log(held_out, step, score=score, **metrics)
 
     train_loss = math.inf
     if run.evaluation_due:  # the run was stopped in it
@@ -496,12 +460,12 @@ def main():
     profile.stop()
 
     final = final_results(accelerator, model, loaders, guard.watch, mean, std, args.tta)
-    results, shown, predictions = final
+    results, shown, samples = final
     if accelerator.is_main_process:
         weights.export(run.path, accelerator.unwrap_model(model), config)
     run.finish(step, **results)
     if accelerator.is_main_process:
-        images = write_outputs(run, data.splits[shown], predictions, config)
+        images = write_outputs(run, data.splits[shown], samples, config)
         trackers.log_images(images, step)
         hub.upload(run.path, args.push_to_hub)
     run.close(model_card.command("evaluate.py", run.path))

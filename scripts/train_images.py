@@ -19,7 +19,6 @@ what has no flag, such as Mixup or the warm-up, edit `PRESETS` in a copy of this
 """
 
 import math
-import os
 import sys
 from functools import partial
 from pathlib import Path
@@ -52,25 +51,21 @@ from utils.data.report import agree
 from utils.ema import MovingAverage
 from utils.images import classifier_plots, image_cache, pretrained, scores
 from utils.images.augment import normalize
-from utils.images.image_batches import ImageBatches
-from utils.images.mixing import Mix
 from utils.images.sources import find_images
-from utils.images.transforms import EvalTransform, TrainTransform
+from utils.images.transforms import EvalTransform, ImageBatches, Mix, TrainTransform
 from utils.report import hub, model_card, plots
-from utils.report.extras import optional
 from utils.report.model_card import for_markdown
 from utils.report.profiler import start_profiler
 from utils.report.progress import Progress
 from utils.report.tracking import Trackers
 from utils.run import ddp, devices, entry, launch, weights
 from utils.run.arguments import Parser, frozen
-from utils.run.collectives import gather, run_on_main
+from utils.run.collectives import run_on_main
 from utils.run.domains import number
 from utils.run.failures import UserError
-from utils.run.files import write_text
 from utils.run.folder import RunFolder
 from utils.run.guard import Guard
-from utils.run.output import notice, one_line
+from utils.run.output import notice
 from utils.run.plan import Plan
 from utils.run.seeds import seed_step
 from utils.scale import batch_norm, elastic
@@ -156,12 +151,6 @@ def build_ema(accelerator, model, decay, plan):
     return ema
 
 
-def update_ema(accelerator, ema, model):
-    """Adds the weights after a step to the moving average, unless fp16 has skipped the step."""
-    if ema and not accelerator.optimizer_step_was_skipped:
-        ema.update(model)
-
-
 def ema_decay_at(updates, decay):
     """The decay of the moving average after so many updates, at most `decay`.
 
@@ -191,36 +180,23 @@ def build_scheduler(optimizer, plan, args):
 def load_data(accelerator, args):  # EDIT: data
     """Finds the images, which must be the same on every machine.
 
-    Returns:
-        tuple: the data; their description, with a checksum: a run continues with the same images.
+    Its description has a checksum: a run continues with the same images.
     """
-    image_column, label_column = args.columns or (None, None)
-    data = local_main_first(
-        accelerator,
-        lambda: find_images(
-            args.dataset,
-            seed=args.seed,
-            val_fraction=args.val_fraction,
-            image_column=image_column,
-            label_column=label_column,
-        ),
-    )
+    options = dict(seed=args.seed, val_fraction=args.val_fraction, columns=args.columns)
+    data = local_main_first(accelerator, lambda: find_images(args.dataset, **options))
     if "val" not in data.splits:
         raise UserError("there are no validation images: give --val_fraction 0.1, say")
     fewest = min(len(images) for split, images in data.splits.items() if split != "train")
     if fewest < 100:
         data.details.append(f"only {fewest} held-out images: each is {1 / fewest:.1%} of accuracy")
-    description = agree(accelerator, args.dataset, data)
-    return data, description
+    agree(accelerator, args.dataset, data)
+    return data
 
 
 def fit_batch(accelerator, data, args):
     """Divides the global batch, of a size that fits the data; shortens these for quick checks.
 
-    Then it reads all that is left, if --check_images asks for that.
-
-    Returns:
-        tuple: the arguments, with that batch size; samples per process and micro-batch.
+    Returns the arguments, with that batch size, and the samples per process and micro-batch.
     """
     power = 1 if args.optimizer == "sgd" else 0.5
     args = flags.fit_batch(args, len(data.splits["train"]), power)
@@ -232,17 +208,14 @@ def fit_batch(accelerator, data, args):
     elif args.dry_run:
         for split in data.splits.keys() - {"train"}:
             data.splits[split] = data.splits[split].subsample(500)
-    if args.check_images:
-        for split, images in data.splits.items():
-            image_cache.check(accelerator, images, split, args.on_bad_image)
     return args, micro_batch_size
 
 
 def build_loaders(accelerator, data, preprocess, eval_samples, plan, args):
     """Builds loaders of global batches, one per split; `prepare` splits each over the processes.
 
-    There is also `some`, of `eval_samples` of the validation images. The held-out splits in `data`
-    are shortened to what the last evaluation takes.
+    Another is `some`, `eval_samples` of the validation images. Held-out splits in `data` are
+    shortened to what the last evaluation takes.
     """
     options = loader_options(accelerator, args.num_workers, args.timeout)
     train_size = args.train_size or preprocess["crop"]
@@ -250,9 +223,9 @@ def build_loaders(accelerator, data, preprocess, eval_samples, plan, args):
         # A little more than the training size, and at least the size to which the evaluation
         # resizes.
         side = max(preprocess["resize"], round(1.15 * train_size))
-        cache = (side, args.cache, preprocess["interpolation"])
+        how = (side, preprocess["interpolation"])
         for split, images in data.splits.items():
-            data.splits[split] = image_cache.cached(accelerator, images, split, *cache)
+            data.splits[split] = image_cache.cache_images(accelerator, images, split, *how)
     eval_transform = train_transform = EvalTransform(preprocess)
     if not args.overfit_batch:
         train_transform = TrainTransform(
@@ -293,18 +266,6 @@ def blank_batch(size, device):
     return {"images": images, "labels": torch.zeros(2, dtype=torch.int64, device=device)}
 
 
-def collecting(batches, bad):
-    """Yields batches, and collects in `bad` (set) the ids of images that could not be read."""
-    for batch in batches:
-        bad.update(batch.pop("bad"))
-        yield batch
-
-
-def gather_ids(accelerator, ids):
-    """The ids (set) of all processes, sorted."""
-    return sorted(set().union(*gather(accelerator, ids)))
-
-
 def class_weights(data, device, args):
     """Weights of the classes with which each counts as much in the mean loss as the others.
 
@@ -340,11 +301,10 @@ def evaluate(accelerator, model, ema, loader, watch, mean, std):  # EDIT: metric
 
     Args:
         watch: `guard.watch`, with which a signal ends the evaluation.
-        ema (MovingAverage | None): evaluate these weights, and besides them those of `model`.
+        ema (MovingAverage | None): evaluate these weights instead of those of `model`.
 
     Returns:
-        dict: what `scores.summarize` returns; with `ema` also `trained_loss` and
-        `trained_accuracy`, of `model`; and `samples`, with one value per image, in the order of
+        tuple: what `scores.summarize` returns; and a dict with one value per image, in the order of
         the data: `labels` and `predictions`, int64, and `losses`, float32. An unreadable image has
         the label -1 and does not count.
     """
@@ -368,11 +328,7 @@ def evaluate(accelerator, model, ema, loader, watch, mean, std):  # EDIT: metric
     if not torch.equal(ids, torch.arange(len(loader.dataset))):
         raise RuntimeError(f"evaluated {len(ids)} of {len(loader.dataset)} images, or not in order")
     metrics = scores.summarize(labels, losses, top)
-    if ema:  # does the average help?
-        trained = evaluate(accelerator, model, None, loader, watch, mean, std)
-        metrics |= {f"trained_{name}": trained[name] for name in ("loss", "accuracy")}
-    samples = {"labels": labels, "predictions": top[:, 0], "losses": losses}
-    return {**metrics, "samples": samples}
+    return metrics, {"labels": labels, "predictions": top[:, 0], "losses": losses}
 
 
 def export(folder, config, model, ema):
@@ -384,43 +340,17 @@ def export(folder, config, model, ema):
 
 
 def final_results(accelerator, model, ema, loaders, watch, mean, std):
-    """Evaluates every held-out split.
-
-    Returns:
-        tuple: the metrics, for `run.finish`; the `samples` of the validation split, see `evaluate`.
-    """
+    """Evaluates every held-out split: the metrics, and what is known of each validation image."""
     results, samples = {}, None
     for split in ("test", "val"):
         if split in loaders:
-            metrics = evaluate(accelerator, model, ema, loaders[split], watch, mean, std)
-            samples = metrics.pop("samples")
+            metrics, samples = evaluate(accelerator, model, ema, loaders[split], watch, mean, std)
             results |= {f"{split}_{name}": value for name, value in metrics.items()}
     return results, samples
 
 
-def name_unreadable(data, ids, labels):
-    """The names (list) of images that could not be read.
-
-    Args:
-        ids (list): those of the training set.
-        labels: of the validation set; -1 for such an image.
-    """
-    unreadable = (labels < 0).nonzero()[:, 0].tolist()
-    train, val = data.splits["train"], data.splits["val"]
-    return [train.name(index) for index in ids] + [val.name(index) for index in unreadable]
-
-
-def write_outputs(run, config, data, samples, bad):
-    """Writes the plots of a run, and the names of unreadable images; main process only.
-
-    Returns:
-        dict: images for the trackers.
-    """
-    if bad:
-        lines = "".join(f"{one_line(name)}\n" for name in bad)
-        with optional("bad_images.txt"):
-            write_text(run.path / "bad_images.txt", lines)
-        run.print(f"{len(bad)} images could not be read and were left out: see bad_images.txt")
+def write_outputs(run, config, data, samples):
+    """Writes the plots of a run; main process only. Returns images for the trackers (dict)."""
     plots.curves(run.path)
     dataset = ImageBatches(data.splits["val"], EvalTransform(config["preprocessing"]), "skip")
     return classifier_plots.of_images(run.path, dataset, samples, data.class_names)
@@ -466,16 +396,18 @@ def describe_model(config, args):
 
 # -------------------------------------------------------------------------------------------- main
 
-MAY_CHANGE = flags.MAY_CHANGE | {"cache", "check_images", "on_bad_image"}
+MAY_CHANGE = flags.MAY_CHANGE | {"on_bad_image"}
 
 
 def describe_start(accelerator, start_from, data, args):
-    """The config of a new model: its architecture, classes and preprocessing (dict)."""
+    """The config of a new model (dict): its architecture, classes and preprocessing."""
     sizes = (args.image_size, args.eval_resize)
-    return run_on_main(
+    preprocessing = run_on_main(
         accelerator,
-        lambda: pretrained.describe(args.model, start_from, data.class_names, *sizes),
+        lambda: pretrained.preprocessing(pretrained.find(args.model, start_from), *sizes),
     )
+    names = list(data.class_names)
+    return dict(model=args.model, class_names=names, preprocessing=preprocessing)
 
 
 def build_mix(micro_batch_size, classes, args):
@@ -490,29 +422,19 @@ def build_mix(micro_batch_size, classes, args):
     return Mix(args.mixup, args.cutmix, classes, args.seed)
 
 
-def connect(args):
-    """Sets up this process, and connects it with the others.
-
-    Returns:
-        tuple: the `Accelerator`; its trackers.
-    """
+def main():
+    args = parse_args()
     on_cpu = launch.set_up(args)  # network, threads, deterministic algorithms
     trackers = Trackers(args)
     accelerator = Accelerator(cpu=on_cpu, **launch.accelerator_options(args), **trackers.options())
     launch.print_banner(accelerator)
-    return accelerator, trackers
-
-
-def main():
-    args = parse_args()
-    accelerator, trackers = connect(args)
-    data, description = load_data(accelerator, args)
+    data = load_data(accelerator, args)
     args, micro_batch_size = fit_batch(accelerator, data, args)
     mix = build_mix(micro_batch_size, len(data.class_names), args)
     plan = Plan.from_args(args, len(data.splits["train"]))
     writer = BackgroundWriter(accelerator, args.wait_for_checkpoints)
     run = RunFolder(args, accelerator, MAY_CHANGE, [trackers], writer)
-    run.open(plan, data=description)  # has a run to continue, a finished one, or none
+    run.open(plan, data=data.description)  # has a run to continue, a finished one, or none
     if run.finished:
         return hub.upload(run.path, args.push_to_hub)  # if that failed before
     eval_samples = subset.count_evaluated(run, plan, args, len(data.splits["val"]))
@@ -543,11 +465,10 @@ def main():
     progress = Progress(accelerator, guard.watch)
 
     def validate(step):
-        metrics = evaluate(accelerator, model, ema, loaders["some"], progress, mean, std)
-        figures = {name: value for name, value in metrics.items() if name != "samples"}
-        run.log("val", step, score=scores.score(metrics, args.score), **figures)
+        metrics, _ = evaluate(accelerator, model, ema, loaders["some"], progress, mean, std)
+        run.log("val", step, score=scores.score(metrics, args.score), **metrics)
 
-    train_loss, bad = math.inf, set(run.progress.get("bad", ()))
+    train_loss = math.inf
     saved = dict(config=config, eval_samples=eval_samples)  # with each checkpoint
     if run.evaluation_due:  # the run was stopped in it
         validate(step)
@@ -555,7 +476,7 @@ def main():
     for epoch, remaining in plan.epochs(start=step, done=run.best.out_of_patience):
         loaders["train"].set_epoch(epoch)
         batches = loaders["rest"] = remaining.rest(loaders["train"])  # not those before a restart
-        for step, micro_batches in remaining.accumulated(run.timed(collecting(batches, bad))):
+        for step, micro_batches in remaining.accumulated(run.timed(batches)):
             losses, ids, norm = [], [], None
             for batch in micro_batches:
                 # A restart draws the same dropout masks. After loading, which may draw, too.
@@ -570,7 +491,8 @@ def main():
                     optimizer.zero_grad()
                 losses.append(loss.detach())
                 ids.append(batch["ids"])
-            update_ema(accelerator, ema, plain)
+            if ema and not accelerator.optimizer_step_was_skipped:
+                ema.update(plain)
             profile.step()
             stop = guard.should_stop(step, losses, ids, norm)  # the same on every process
             if plan.log_due(step):  # one loss, not one per process
@@ -578,7 +500,6 @@ def main():
                 figures = dict(loss=train_loss, grad_norm=norm, lr=scheduler.get_last_lr()[0])
                 run.log("train", step, **figures, **watchdog.figures())
             if stop or run.save_due(step):
-                saved["bad"] = gather_ids(accelerator, bad)
                 with run.checkpoint(step, guard, model, **saved) as folder:
                     accelerator.save_state(folder)
             if stop:
@@ -591,15 +512,13 @@ def main():
     end_workers(loaders)
 
     run_on_main(accelerator, lambda: export(run.path, config, plain, ema))
-    last, passes = len(data.splits["val"]), 2 if ema else 1
-    counts = progress.announce(last, held_out, run.path, passes)
+    counts = progress.announce(len(data.splits["val"]), held_out, run.path)
     results, samples = final_results(accelerator, model, ema, loaders, progress, mean, std)
-    unreadable = name_unreadable(data, gather_ids(accelerator, bad), samples["labels"])
     results |= scores.per_class(samples["labels"], samples["predictions"], data.class_names)
-    run.finish(step, **results, **counts, bad_images=len(unreadable))
+    run.finish(step, **results, **counts)
     if accelerator.is_main_process:
         model_card.write(run, **describe_model(config, args))
-        trackers.log_images(write_outputs(run, config, data, samples, unreadable), step)
+        trackers.log_images(write_outputs(run, config, data, samples), step)
         hub.upload(run.path, args.push_to_hub)
     run.close(model_card.command("evaluate.py", run.path, "--images", "FOLDER"))
     accelerator.end_training()
@@ -613,22 +532,15 @@ def parse_args():
     flags.add(group, "num_workers")
     flags.add_labeled_images(group, val_fraction=0.1)
     group.add_argument(
-        "--check_images", action="store_true", help="read every image before training"
-    )
-    group.add_argument(
         "--on_bad_image",
         choices=["stop", "skip"],
         default="stop",
         help="what to do if one cannot be read",
     )
-    home = Path(os.path.expanduser(os.environ.get("HF_HOME", "~/.cache/huggingface")))
     group.add_argument(
         "--cache",
-        nargs="?",
-        metavar="FOLDER",
-        const=str(home / "train_images"),
-        help="scale all images once, and keep them in this folder on a disk of each machine, or in "
-        f"{home}/train_images",
+        action="store_true",
+        help="scale all images once, and keep them in the folder HF_DATASETS_CACHE of each machine",
     )
     group = parser.add_argument_group(
         "model and training (the defaults shown are those of the chosen --preset)"
@@ -670,8 +582,8 @@ def parse_args():
         "--ema_decay",
         type=number(float, 0, below=1),
         default=0.0,
-        help="highest decay of the moving average of the weights, which is evaluated besides the "
-        "trained ones, and exported; 0: no average",
+        help="highest decay of the moving average of the weights, which is evaluated and exported; "
+        "0: no average",
     )
     group.add_argument(
         "--sync_batchnorm", action="store_true", help="batch norm over all processes; on GPUs"
@@ -704,7 +616,6 @@ def parse_args():
     sizes = {"--image_size": args.image_size}
     sizes[f"--preset {args.preset}: train_size"] = args.train_size
     pretrained.check_sizes(args.model, sizes)
-    args.cached = args.cache is not None  # where the cache is may change
     # A path also if nothing is there any more: a run that continues does not read it.
     given = args.weights or ""
     if "/" in given or given.endswith(pretrained.SUFFIXES) or Path(given or " ").exists():

@@ -297,7 +297,7 @@ def other_ends(place, folder):
         signaled = folder / "signaled"
         end("sigterm_in_step@5", signaled.name, "preempted")
         launch(place, CIFAR, arguments, signaled)
-        launch(place, "scripts/evaluate.py", f"--checkpoint {signaled}", folder / "evaluation")
+        launch(place, "scripts/evaluate.py", str(signaled), folder / "evaluation")
 
     together(
         stop_and_continue,

@@ -32,9 +32,7 @@ def multiplier(value, step, total, warmup=0.0):
     line over the last fifth of all steps, and `constant` not at all. With `wsd`, a run can be made
     longer without a jump from any step before its last fifth.
 
-    Args:
-        value (str): as `schedule` accepts it.
-        warmup (float): steps of warm-up, less than `total`.
+    Args: value (str): as `schedule` accepts it; warmup (float): in steps, less than `total`.
     """
     if step < warmup:
         return (step + 1) / (warmup + 1)

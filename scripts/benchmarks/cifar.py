@@ -25,7 +25,7 @@ from PIL import Image
 from torch import nn
 from torch.utils.data import DataLoader, Dataset
 
-from utils.images.arrays import synthetic_arrays
+from utils.images.arrays import load_arrays
 from utils.images.augment import augment, normalize
 from utils.run import devices
 
@@ -120,7 +120,7 @@ def plain_cifar(model, batch_size, steps):
     """
     devices.keep_freed_memory()  # as the scripts do: what is compared is the loop
     rank, world = connect()
-    data = synthetic_arrays(0)
+    data = load_arrays("synthetic")
     split = data.splits["train"]
     mean, std = split.mean_and_std()
     torch.manual_seed(0)
@@ -151,7 +151,7 @@ def tutorial(steps, batch_size):
     torch.manual_seed(0)
     model, optimizer = fastnet()
     model = model.to(memory_format=torch.contiguous_format)
-    data = PerSample(synthetic_arrays(0).splits["train"])
+    data = PerSample(load_arrays("synthetic").splits["train"])
     loader = DataLoader(data, batch_size, shuffle=True, drop_last=True, num_workers=2)
     for images, labels in itertools.islice(loader, steps):
         loss = F.cross_entropy(model(images), labels, label_smoothing=0.2)

@@ -52,6 +52,7 @@ def peers(args):
         return {}
     ratios = {}
     with tempfile.TemporaryDirectory() as folder:
+        os.environ["HF_DATASETS_CACHE"] = f"{folder}/cache"
         for case, (_, _, steps, size) in PEER_CASES.items():
             train = Path(folder) / case / "train"
             make_photos(train, 2 * PEER_CLASSES, *size, PEER_CLASSES)
@@ -61,10 +62,20 @@ def peers(args):
             for case, (model, pixels, steps, _) in PEER_CASES.items():
                 ours, measured = {case: TRAIN_IMAGES}, {}
                 if case == "decoding":
+<<<<<<< HEAD
                     ours["cached"] = f"{TRAIN_IMAGES} --cache {folder}/cache"
                 facts = dict(data=f"{folder}/{case}", pixels=pixels, steps=steps)
                 if "cached" in ours:
                     measure(ours["cached"], 1, model=model, **facts)  # fills the cache
+=======
+                    ours["cached"] = f"{ours[case]} --cache"
+                    first_steps(ours["cached"], 1)  # fills the cache
+                theirs = {
+                    name: COMMANDS[name](script, data, model, pixels)
+                    for name, script in scripts.items()
+                }
+                measured = {}
+>>>>>>> images
                 for name, command in (ours | theirs).items():
                     known = TIMM_NAMES.get(model, model) if name == "timm" else model
                     counted = 4 if args.quick else steps

@@ -17,7 +17,7 @@ ARGUMENTS = {
     "check_topology": "--max_bytes 4096",
     "compare_runs": "{project}/cifar_dry_run {project}/minimal --metric accuracy",
     "compare_ddp": "--dataset synthetic --max_train_steps 3 --batch_size 8",
-    "evaluate": "--checkpoint {project}/cifar_dry_run",
+    "evaluate": "{project}/cifar_dry_run",
     "predict_scaling": "--parameters 1e6 --step_seconds 0.1 --latency 1e-5 --bandwidth 1e9",
     "train_cifar": "--dataset synthetic --model net --dry_run --output_dir {project}/cifar",
     "train_gpt": "--dataset synthetic --n_layer 1 --n_head 1 --n_embd 16 --block_size 16 "
@@ -120,7 +120,7 @@ def test_a_change_of_the_script_is_said(tmp_path):
 
 def test_evaluate_names_a_run_that_it_cannot_read(tmp_path):
     run(None, "scripts/train_minimal.py", "--max_train_steps 2", output_dir=tmp_path)
-    done = run(None, "scripts/evaluate.py", ["--checkpoint", str(tmp_path)], check=False)
+    done = run(None, "scripts/evaluate.py", [str(tmp_path)], check=False)
     says = "is not a model of train_cifar.py or train_images.py, but 'minimal'"
     assert done.returncode == 2 and says in done.stderr
 

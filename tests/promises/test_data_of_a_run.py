@@ -101,7 +101,7 @@ def test_another_data_set_is_scored_as_a_whole(tmp_path):
     assert metrics(tmp_path / "run", "val")
 
     def score(data, check=True):
-        words = ["--checkpoint", str(tmp_path / "run"), "--dataset", str(data)]
+        words = [str(tmp_path / "run"), "--dataset", str(data)]
         done = run(None, EVALUATE, words, output_dir=tmp_path / "scores", check=check)
         return (done.stdout, results(tmp_path / "scores")) if check else done
 
@@ -145,7 +145,7 @@ def test_images_in_linked_folders_are_classified_and_others_named(tmp_path):
     (tmp_path / "holiday").mkdir()
     os.symlink(folder, tmp_path / "holiday" / "linked")
     (tmp_path / "holiday" / "a.heic").write_bytes(b"x")
-    words = ["--checkpoint", str(tmp_path / "run"), "--images", str(tmp_path / "holiday")]
+    words = [str(tmp_path / "run"), "--images", str(tmp_path / "holiday")]
     done = run(None, EVALUATE, words, output_dir=tmp_path / "out")
     assert "16 images in" in done.stdout and "left out: .heic files, which Pillow" in done.stdout
     assert len(json.loads((tmp_path / "out" / "predictions.json").read_text())) == 16

@@ -200,7 +200,7 @@ def test_the_newest_good_checkpoint_is_used(
     if damage:
         damage(folder / "checkpoints" / "step_00000008" / "model.safetensors")
     else:
-        run(None, "scripts/evaluate.py", f"--checkpoint {folder}")
+        run(None, "scripts/evaluate.py", str(folder))
         assert (folder / "evaluation" / "predictions.png").exists()
     again = relaunch_and_compare(reference("cpu").folder, folder, config="cpu")
     assert re.search(says, again.stderr) and results(folder)["resumed_from"] == resumed_from

@@ -1,23 +1,15 @@
 """train_cifar.py with the real launcher: what it leaves, its models, and bad input."""
 
 import json
+import os
 import shutil
 
 import pytest
 import torch
 from harness.data import SHARED_DATA, make_folder
-from harness.launches import (
-    CIFAR,
-    SMALL,
-    Started,
-    metrics,
-    results,
-    run,
-)
+from harness.launches import CIFAR, SMALL, Started, metrics, results, run
 from PIL import Image
 from safetensors.torch import load_file
-
-datasets = pytest.importorskip("datasets")
 
 FILES = (
     "args.json metrics.jsonl results.json status.json model.safetensors tensorboard "
@@ -90,7 +82,7 @@ def test_data_with_a_validation_split_and_no_test_split_trains_and_is_evaluated(
     run(None, CIFAR, words, output_dir=tmp_path / "run")
     assert results(tmp_path / "run").keys() >= {"val_accuracy", "val_loss"}
     assert "test_accuracy" not in results(tmp_path / "run")
-    done = run(None, "scripts/evaluate.py", ["--checkpoint", str(tmp_path / "run")])
+    done = run(None, "scripts/evaluate.py", [str(tmp_path / "run")])
     assert "of 100 val images correct" in done.stdout
 
 
@@ -103,27 +95,19 @@ def test_a_compiled_run_computes_the_same_and_saves_plain_names(reference, tmp_p
     started.kill_all()
     run("2cpu", CIFAR, arguments, output_dir=tmp_path / "run")
     assert 0 < results(tmp_path / "run")["resumed_from"] < 14
-    for a, b in zip(
-        metrics(reference("cpu").folder, "train"), metrics(tmp_path / "run", "train"), strict=True
-    ):
+    lines = metrics(reference("cpu").folder, "train"), metrics(tmp_path / "run", "train")
+    for a, b in zip(*lines, strict=True):
         assert a["loss"] == pytest.approx(b["loss"], abs=1e-4)
-    assert not any(
-        "_orig_mod" in name for name in load_file(tmp_path / "run" / "model.safetensors")
-    )
+    exported = load_file(tmp_path / "run" / "model.safetensors")
+    assert not any("_orig_mod" in name for name in exported)
 
 
 def test_a_dry_run_takes_two_steps_in_a_separate_folder_and_is_profiled(tmp_path):
-    run(
-        "cpu",
-        CIFAR,
-        "--dataset synthetic --model net --dry_run --profile",
-        output_dir=tmp_path / "run",
-    )
+    words = "--dataset synthetic --model net --dry_run --profile"
+    run("cpu", CIFAR, words, output_dir=tmp_path / "run")
     dry = tmp_path / "run_dry_run"
     assert not (tmp_path / "run").exists() and results(dry)["global_step"] == 2
-    assert (dry / "profile" / "operators.txt").exists() and (
-        dry / "profile" / "trace.json"
-    ).exists()
+    assert {"operators.txt", "trace.json"} <= set(os.listdir(dry / "profile"))
 
 
 def test_overfits_one_batch(tmp_path):
@@ -138,12 +122,8 @@ def test_overfits_one_batch(tmp_path):
 @pytest.mark.slow
 def test_learns(tmp_path):
     """The first command of the README, with another seed."""
-    run(
-        "cpu",
-        CIFAR,
-        "--dataset synthetic --epochs 2 --batch_size 100 --lr 0.06 --seed 1",
-        output_dir=tmp_path / "run",
-    )
+    words = "--dataset synthetic --epochs 2 --batch_size 100 --lr 0.06 --seed 1"
+    run("cpu", CIFAR, words, output_dir=tmp_path / "run")
     assert results(tmp_path / "run")["test_accuracy"] > 0.95
 
 
@@ -152,73 +132,10 @@ def test_learns(tmp_path):
     not (SHARED_DATA / "cifar10").exists(), reason="the real CIFAR-10 is not next to the repository"
 )
 def test_reads_the_real_cifar10(tmp_path):
-    arguments = [
-        "--dataset",
-        str(SHARED_DATA / "cifar10"),
-        *"--model net --batch_size 250 --lr 0.05 --max_train_steps 100".split(),
-    ]
+    words = "--model net --batch_size 250 --lr 0.05 --max_train_steps 100"
+    arguments = ["--dataset", str(SHARED_DATA / "cifar10"), *words.split()]
     run("cpu", CIFAR, arguments, output_dir=tmp_path / "run")
     assert results(tmp_path / "run")["test_accuracy"] > 0.25
-
-
-# ---------------------------------------------------------------------------------------- bad input
-
-
-def without_test_split(split, rows):
-    return rows if split == "train" else None
-
-
-def with_a_corrupt_image(split, rows):
-    raw = rows.cast_column("img", datasets.Image(decode=False))
-    broken = [
-        {"bytes": image["bytes"][:60], "path": None} if split == "train" and i == 17 else image
-        for i, image in enumerate(raw["img"])
-    ]
-    features = raw.features
-    return datasets.Dataset.from_dict({"img": broken, "label": raw["label"]}, features=features)
-
-
-BAD = {
-    "no_test_split": ("--dataset {without_test_split} --val_fraction 0", "no test split"),
-    "corrupt_image": ("--dataset {with_a_corrupt_image}", "row 17"),
-    "other_model": ("--dataset synthetic --resume {checkpoint}", "--model resnet18 (was net)"),
-    "never_over_a_run": (SMALL + " --resume never --output_dir {run}", "already contains a run"),
-    "not_a_run": ("--dataset synthetic --output_dir {foreign}", "not empty"),
-}
-
-
-@pytest.fixture(scope="session")
-def bad_folders(tmp_path_factory):
-    made = {}
-    for change in (without_test_split, with_a_corrupt_image):
-        made[change.__name__] = make_folder(
-            tmp_path_factory.mktemp(change.__name__), 40, 40, change
-        )
-    made["foreign"] = tmp_path_factory.mktemp("foreign")
-    (made["foreign"] / "thesis.txt").write_text("precious")
-    return made
-
-
-@pytest.mark.parametrize("name", BAD)
-def test_bad_input_is_one_line(name, bad_folders, reference, tmp_path):
-    arguments, words = BAD[name]
-    folder = reference("cpu").folder
-    before = {path: path.stat().st_mtime_ns for path in folder.rglob("*") if path.name != ".lock"}
-    places = {**bad_folders, "run": folder, "checkpoint": folder / "checkpoints" / "step_00000012"}
-    # Ends soon if there is no error.
-    arguments = f"--model net --max_train_steps 2 {arguments}".format(**places).split()
-    if name == "other_model":
-        arguments += ["--model", "resnet18"]
-    out = None if "--output_dir" in arguments else tmp_path / "run"
-    done = run(None, CIFAR, arguments, output_dir=out, check=False)
-    assert done.returncode == 2, done.stderr
-    errors = [line for line in done.stderr.splitlines() if not line.startswith("***")]
-    assert len(errors) == 1 and errors[0].startswith("error: ") and words in errors[0], done.stderr
-    assert not (tmp_path / "run" / "args.json").exists()
-    assert before == {
-        path: path.stat().st_mtime_ns for path in folder.rglob("*") if path.name != ".lock"
-    }
-    assert (bad_folders["foreign"] / "thesis.txt").read_text() == "precious"
 
 
 def test_an_error_is_printed_once_and_last(tmp_path):
@@ -237,14 +154,13 @@ def test_an_error_is_printed_once_and_last(tmp_path):
 @pytest.mark.slow
 def test_what_is_reported_is_measured_at_full_size_also_if_the_run_ends_early(tmp_path):
     """While the images are small, so are those of the evaluations; a restart evaluates anew."""
-    words = (
-        "--dataset synthetic --val_fraction 0.1 --patience 1 --lr 0 --batch_size 64 --eval_every 2"
-    )
-    run("cpu", CIFAR, f"{words} --max_train_steps 40", output_dir=tmp_path)
+    words = "--dataset synthetic --val_fraction 0.1 --patience 1 --lr 0 --batch_size 64"
+    words += " --eval_every 2 --max_train_steps 40"
+    run("cpu", CIFAR, words, output_dir=tmp_path)
     last = metrics(tmp_path, "val")[-1]
     (tmp_path / "results.json").rename(tmp_path / "before.json")
     assert last["step"] < 24
-    run("cpu", CIFAR, f"{words} --max_train_steps 40", output_dir=tmp_path)
+    run("cpu", CIFAR, words, output_dir=tmp_path)
     before = json.loads((tmp_path / "before.json").read_text())
     for name in ("val_loss", "val_accuracy", "test_loss"):
         assert before[name] == results(tmp_path)[name], name

@@ -10,13 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 from harness.data import make_photos
-from harness.launches import (
-    final_weights,
-    metrics,
-    results,
-    run,
-    run_once,
-)
+from harness.launches import final_weights, metrics, results, run, run_once
 from PIL import Image
 from safetensors import safe_open
 from safetensors.torch import load_file
@@ -62,9 +56,6 @@ def test_evaluations_take_some_images_always_the_same_and_the_last_one_all(refer
     assert accuracy * 24 == pytest.approx(round(accuracy * 24))
     assert whole["val_accuracy_standard_error"] == pytest.approx(error)
     assert f"val accuracy {accuracy:.4f} ± {error:.4f}" in reference_run.stdout
-    # Of the averages, and beside them of the trained weights.
-    assert lines[-1]["trained_loss"] != lines[-1]["loss"]
-    assert whole["val_trained_loss"] != whole["val_loss"]
 
 
 def test_leaves_everything_it_promises(reference_run):
@@ -73,7 +64,6 @@ def test_leaves_everything_it_promises(reference_run):
         assert (folder / name).exists(), name
     for name in ("predictions.png", "mistakes.png", "confusion_matrix.png", "curves.png"):
         assert min(Image.open(folder / name).size) > 200, name
-    assert results(folder)["bad_images"] == 0
     with safe_open(folder / "model.safetensors", "pt") as file:
         stored = json.loads(file.metadata()["config"])
     assert stored["class_names"] == CLASSES and stored["model"] == "shufflenet_v2_x0_5"
@@ -100,7 +90,7 @@ def predicted(made_once, reference_run, photo_folder):
         shutil.copytree(photo_folder / "val" / "dog", folder / "holiday" / "day 1")
         (folder / "holiday" / "broken.jpg").write_bytes(b"no image")
         checkpoint = reference_run.folder / "checkpoints" / "step_00000008"
-        words = ["--checkpoint", str(checkpoint), "--images", str(folder / "holiday")]
+        words = [str(checkpoint), "--images", str(folder / "holiday")]
         run(None, EVALUATE, [*words, "--num_workers", "0"], output_dir=folder / "out")
         return folder
 
@@ -143,7 +133,7 @@ def test_evaluate_classifies_a_folder(predicted):
 
 def test_evaluate_finds_the_same_accuracy_on_two_processes(reference_run, tmp_path):
     done = results(reference_run.folder)
-    run("2cpu", EVALUATE, ["--checkpoint", str(reference_run.folder)], output_dir=tmp_path)
+    run("2cpu", EVALUATE, [str(reference_run.folder)], output_dir=tmp_path)
     again = results(tmp_path)
     assert again["val_accuracy"] == done["val_accuracy"]
     assert again["val_loss"] == pytest.approx(done["val_loss"], rel=1e-5)
@@ -204,32 +194,16 @@ def test_killed_mid_accumulation_with_workers_ends_with_the_same_bytes(
         assert metrics(folder, split) == metrics(reference_run.folder, split)
 
 
-def one_error(done):
-    """The only line that a launch wrote to stderr, apart from notes of launchers."""
-    lines = [line for line in done.stderr.splitlines() if not line.startswith("***")]
-    assert done.returncode == 2 and lines[0].startswith("error: "), done.stderr
-    return lines
-
-
 def test_a_bad_image_in_a_run(broken, tmp_path):
     arguments, folder = f"--dataset {broken} {TINY} --epochs 1 --num_workers 1", tmp_path / "run"
     done = run(None, IMAGES, arguments, output_dir=folder, check=False)
-    lines = one_error(done)
-    assert len(lines) <= 2 and "no image" not in done.stdout
+    lines = [line for line in done.stderr.splitlines() if not line.startswith("***")]
+    assert done.returncode == 2 and len(lines) <= 2, done.stderr
     assert lines[0].startswith("error: cannot read ") and "it is not an image" in lines[0]
     # Continues, or starts again.
-    run(None, IMAGES, f"{arguments} --on_bad_image skip", output_dir=folder)
-    listed = (folder / "bad_images.txt").read_text().splitlines()
-    bad = ["train/cat/1.jpg", "train/cat/2.jpg", "val/yak/3.jpg"]
-    assert [os.path.relpath(line, broken) for line in listed] == bad
+    done = run(None, IMAGES, f"{arguments} --on_bad_image skip", output_dir=folder)
+    for name in ("train/cat/1.jpg", "train/cat/2.jpg", "val/yak/3.jpg"):
+        assert f"left out: cannot read {broken / name}: it is not an image" in done.stderr
     found = results(folder)
-    assert (found["bad_images"], found["val_images"]) == (3, 11)
+    assert found["val_images"] == 11
     assert found["val_accuracy"] * 11 == pytest.approx(round(found["val_accuracy"] * 11))
-
-
-def test_images_that_cannot_be_read_are_found_at_the_start(broken, tmp_path):
-    arguments = f"{TINY} --check_images --dataset {broken}"
-    done = run(None, IMAGES, arguments, output_dir=tmp_path / "run", check=False)
-    (line,) = one_error(done)
-    assert "2 of 12 images of the train split cannot be read" in line
-    assert not (tmp_path / "run" / "args.json").exists()

@@ -1,10 +1,8 @@
 """Data sets in one file with arrays: `--dataset cifar.npz`."""
 
-import io
-import zipfile
-
 import numpy as np
 import pytest
+from harness.data import sizes
 from harness.launches import CIFAR, results, run
 
 from utils.images import decoding as images_module
@@ -35,10 +33,6 @@ def refused(says, name):
     assert "\n" not in str(error.value)
 
 
-def sizes(data):
-    return {split: len(part) for split, part in data.splits.items()}
-
-
 def test_a_val_split_may_be_there_or_be_held_out(tmp_path):
     own = arrays(val_images=np.ones((6, 32, 32, 3), np.uint8), val_labels=np.arange(6) % 3)
     data = load_arrays(write(tmp_path / "own.npz", own, names=None))
@@ -49,15 +43,32 @@ def test_a_val_split_may_be_there_or_be_held_out(tmp_path):
     assert list(load_arrays(write(tmp_path / "train.npz", without)).splits) == ["train", "val"]
 
 
-def test_gray_images_have_three_equal_channels_and_other_layouts_are_refused(tmp_path):
+def test_gray_images_have_three_equal_channels(tmp_path):
     gray = arrays(shape=(32, 32))
     images = load_arrays(write(tmp_path / "gray.npz", gray)).splits["test"].images
     assert images.shape == (12, 3, 32, 32)
     assert all(np.array_equal(images[:, k], gray["test_images"]) for k in range(3))
-    first = write(tmp_path / "first.npz", arrays(shape=(3, 32, 32)))
-    refused(r"train_images is uint8 \[30, 3, 32, 32\], not uint8 .*: transpose it", first)
-    column = write(tmp_path / "column.npz", arrays(train_labels=np.zeros((30, 1), int)))
-    refused(r"train_labels is int64 \[30, 1\], not integers \[images\] from 0 on", column)
+
+
+@pytest.mark.parametrize(
+    ("made", "says"),
+    [
+        (dict(shape=(3, 32, 32)), r"train_images is uint8 \[30, 3, 32, 32\], not .*: transpose it"),
+        (
+            dict(train_labels=np.zeros((30, 1), int)),
+            r"train_labels is int64 \[30, 1\], not integers",
+        ),
+        (dict(train_labels=np.arange(30) - 1), "not integers .* from 0 on"),
+        (dict(train_labels=np.arange(29) % 3), "has 30 train_images and 29 train_labels"),
+        (dict(train_labels=np.arange(30) % 4), "has a label 3, but 3 class names"),
+        (dict(test_labels=None), "has test_images, but no test_labels"),
+        (dict(train_images=None), "has no train split, only test"),
+        (dict(train_images=None, test_images=None), "no array train_images, only class_names, te"),
+    ],
+)
+def test_arrays_that_do_not_fit_are_refused(made, says, tmp_path):
+    given = {key: value for key, value in arrays(**made).items() if value is not None}
+    refused(says, write(tmp_path / "a.npz", given))
 
 
 def test_changed_pixels_are_another_data_set(tmp_path, monkeypatch):
@@ -80,7 +91,7 @@ def test_a_model_is_evaluated_on_its_own_classes(tmp_path):
     assert found.splits["test"].labels.tolist() == [2, 0, 1] * 4 and list(found.splits) == ["test"]
     numbers = write(tmp_path / "b.npz", arrays(), None)
     assert find_to_evaluate(numbers, NAMES).splits["test"].labels.tolist() == [0, 1, 2] * 4
-    with pytest.raises(UserError, match="class yak is not among those of the model"):
+    with pytest.raises(UserError, match=r"class 'yak' of its train split .* those of the model"):
         find_to_evaluate(name, ["cat", "dog"])
 
 
@@ -88,9 +99,8 @@ def test_damaged_files_are_refused(tmp_path):
     path = tmp_path / "a.npz"
     write(path, arrays(shape=(4, 4, 3)))
     whole = path.read_bytes()
-    cut = [whole[:length] for length in (0, 1, 100, len(whole) // 2, len(whole) - 1)]
-    for damaged in (*cut, b"PK\x03\x04" + bytes(50), np.random.default_rng(0).bytes(500)):
-        path.write_bytes(damaged)
+    for length in (0, 1, 100, len(whole) // 2, len(whole) - 1):
+        path.write_bytes(whole[:length])
         refused("cannot be read", path)
     for place in range(0, len(whole), len(whole) // 60):  # any byte: read as it is, or refused
         path.write_bytes(whole[:place] + bytes([whole[place] ^ 0x55]) + whole[place + 1 :])
@@ -110,30 +120,12 @@ class Bomb:
         return (open, (str(self.path), "w"))
 
 
-def test_nothing_in_a_file_is_executed(tmp_path):
+@pytest.mark.parametrize("name", ["train_labels", "class_names"])
+def test_nothing_in_a_file_is_executed(name, tmp_path):
     bomb = np.array([Bomb(tmp_path / "executed")] * 30, dtype=object)
-    np.savez(tmp_path / "a.npz", **arrays(train_labels=bomb))
+    np.savez(tmp_path / "a.npz", **arrays() | {name: bomb})
     refused("cannot be read: Object arrays cannot be loaded", tmp_path / "a.npz")
-    np.savez(tmp_path / "names.npz", **arrays(), class_names=bomb[:3])
-    refused("cannot be read", tmp_path / "names.npz")
-    np.save(tmp_path / "b.npy", bomb)
-    (tmp_path / "b.npy").rename(tmp_path / "b.npz")
-    refused("cannot be read", tmp_path / "b.npz")
     assert not (tmp_path / "executed").exists()
-
-
-def test_an_array_that_is_larger_than_its_data_is_refused(tmp_path):
-    """Its header asks for a terabyte."""
-    header = {"descr": "|u1", "fortran_order": False, "shape": (1 << 28, 32, 32, 3)}
-    with zipfile.ZipFile(tmp_path / "a.npz", "w") as archive:
-        for key, value in arrays().items():
-            data = io.BytesIO()
-            if key == "train_images":
-                np.lib.format.write_array_header_1_0(data, header)
-            else:
-                np.save(data, value)
-            archive.writestr(f"{key}.npy", data.getvalue())
-    refused("cannot be read", tmp_path / "a.npz")
 
 
 @pytest.mark.slow

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from utils.images.augment import augment
-from utils.images.mixing import Mix
+from utils.images.transforms import Mix
 from utils.run.draws import random_uint32
 
 

@@ -50,38 +50,49 @@ def test_a_full_disk_is_told_with_what_is_needed(number, size, needed, tmp_path,
     assert os.listdir(tmp_path / "tokens") == []
 
 
-def test_what_another_process_has_finished_stays(tmp_path):
+@pytest.fixture
+def file(tmp_path, monkeypatch):
+    """Where the text of version 1 is kept."""
+    monkeypatch.setenv("HF_DATASETS_CACHE", str(tmp_path))
+    (tmp_path / "text").mkdir()
+    return cache_files.path_in_cache("text", 1)
+
+
+def write(parts):
+    return bytes(cache_files.cached("text", parts, 1).numpy())
+
+
+def test_what_another_process_has_finished_stays(file):
     def parts():
-        (tmp_path / "a.bin").write_bytes(b"first")
+        file.write_bytes(b"first")
         yield b"second"
 
-    cache_files.write(tmp_path / "a.bin", parts(), "it")
-    assert (tmp_path / "a.bin").read_bytes() == b"first" and os.listdir(tmp_path) == ["a.bin"]
-    (tmp_path / "empty").touch()
-    assert cache_files.map_bytes(tmp_path / "empty").numel() == 0
+    assert write(parts()) == b"first" and os.listdir(file.parent) == [file.name]
+    (file.parent / "empty").touch()
+    assert cache_files.map_bytes(file.parent / "empty").numel() == 0
 
 
-def test_left_overs_of_killed_writers_are_removed(tmp_path):
+def test_left_overs_of_killed_writers_are_removed(file):
     """Not those of others that write, nor of another machine."""
-    mine, elsewhere = (f"a.writing.{name}." for name in (platform.node(), "elsewhere"))
+    mine, elsewhere = (f"{file.stem}.writing.{name}." for name in (platform.node(), "elsewhere"))
     for name in (f"{mine}9", f"{elsewhere}9"):
-        (tmp_path / name).write_bytes(b"half")
+        (file.parent / name).write_bytes(b"half")
 
     def parts():
-        (own,) = set(os.listdir(tmp_path)) - {f"{elsewhere}9"}
-        cache_files.write(tmp_path / "a.bin", [b"other"], "it")
-        assert set(os.listdir(tmp_path)) == {own, "a.bin", f"{elsewhere}9"}
+        (own,) = set(os.listdir(file.parent)) - {f"{elsewhere}9"}
+        assert write([b"other"]) == b"other"
+        assert set(os.listdir(file.parent)) == {own, file.name, f"{elsewhere}9"}
         yield b"own"
 
-    cache_files.write(tmp_path / "a.bin", parts(), "it")
-    assert set(os.listdir(tmp_path)) == {"a.bin", f"{elsewhere}9"}
+    write(parts())
+    assert set(os.listdir(file.parent)) == {file.name, f"{elsewhere}9"}
 
 
-def test_without_locks_nothing_is_removed(tmp_path, monkeypatch):
+def test_without_locks_nothing_is_removed(file, monkeypatch):
     def no_locks(*_):
         raise OSError(errno.ENOLCK, "No locks available")
 
     monkeypatch.setattr(fcntl, "flock", no_locks)
-    (tmp_path / f"a.writing.{platform.node()}.9").touch()
-    cache_files.write(tmp_path / "a.bin", [b"text"], "it")
-    assert len(os.listdir(tmp_path)) == 2
+    (file.parent / f"{file.stem}.writing.{platform.node()}.9").touch()
+    write([b"text"])
+    assert len(os.listdir(file.parent)) == 2

@@ -1,21 +1,26 @@
-"""Encoded images: what is no image, and when a checksum of many differs."""
+"""Encoded images: where they are, what is none, and when a checksum of many differs."""
 
 import io
+import os
 import struct
 import zlib
 
 import numpy as np
 import pytest
 from harness.data import encoded, noise
-from PIL import Image, features
+from PIL import Image
 from PIL.JpegImagePlugin import JpegImageFile
 
 from utils.images import decoding
 from utils.images.decoding import BadImage, Encoded, Images
-from utils.images.storage import Rows
+from utils.images.storage import Files, Pixels, Rows
 
 pytestmark = pytest.mark.filterwarnings("ignore:Corrupt EXIF data:UserWarning")
 LARGE = noise(0, (4, 3)).resize((400, 300))
+SHOWN = noise(0).convert("L")
+GOOD = encoded(SHOWN)
+AT = GOOD.index(b"IDAT") + 30
+DAMAGED = GOOD[:AT] + b"\xff" + GOOD[AT + 1 :]
 
 
 @pytest.mark.parametrize(
@@ -26,6 +31,7 @@ LARGE = noise(0, (4, 3)).resize((400, 300))
         (encoded(LARGE)[:900], "truncated"),
         (b"", "not an image"),
         (encoded(noise(0), "EPS"), "not an image"),  # for which Pillow would start Ghostscript
+        (DAMAGED, "."),
     ],
 )
 def test_a_broken_image_is_recognized(data, says):
@@ -59,11 +65,6 @@ def test_the_first_of_several_photos_in_a_file_is_read(tmp_path):
     assert Encoded(data).pixels(4).shape == (3, 75, 100)
 
 
-def test_avif_is_read_where_pillow_can():
-    available = "avif" in features.modules and features.check("avif")
-    assert ("AVIF" in decoding.FORMATS) == bool(available)
-
-
 def test_a_fingerprint_knows_names_labels_sizes_and_sampled_data(monkeypatch):
     monkeypatch.setattr(decoding, "SAMPLED", 2)
     monkeypatch.setattr(decoding, "SAMPLED_BYTES", 4)
@@ -86,35 +87,9 @@ def test_a_fingerprint_knows_names_labels_sizes_and_sampled_data(monkeypatch):
 # --------------------------------------------------------------------------------- more than 8 bits
 
 
-def png_16(values):
-    """A PNG with 16 bits per value, which Pillow writes only in gray; values [h, w, channels]."""
-    height, width, channels = values.shape
-    color = {2: 4, 3: 2, 4: 6}[channels]
-    rows = b"".join(b"\0" + row.astype(">u2").tobytes() for row in values)
-    header = struct.pack(">IIBBBBB", width, height, 16, color, 0, 0, 0)
-    chunks = ((b"IHDR", header), (b"IDAT", zlib.compress(rows)), (b"IEND", b""))
-    return b"\x89PNG\r\n\x1a\n" + b"".join(chunk(name, body) for name, body in chunks)
-
-
 def chunk(name, body):
     checksum = zlib.crc32(name + body)
     return struct.pack(">I", len(body)) + name + body + struct.pack(">I", checksum)
-
-
-def tiff_16(values):
-    """A TIFF in color with 16 bits per value, which Pillow does not write; [h, w, 3]."""
-    height, width, _ = values.shape
-    data = values.astype("<u2").tobytes()
-    entries = [(256, 3, width), (257, 3, height), (258, 3, 8 + len(data)), (259, 3, 1), (262, 3, 2)]
-    entries += [(273, 4, 8), (277, 3, 3), (278, 3, height), (279, 4, len(data))]
-    bits, at = struct.pack("<HHH", 16, 16, 16), 8 + len(data)
-    directory = struct.pack("<H", len(entries))
-    for tag, kind, value in entries:
-        count = 3 if tag == 258 else 1
-        directory += struct.pack("<HHII", tag, 4 if tag == 258 else kind, count, value)
-    directory = directory.replace(struct.pack("<HHI", 258, 4, 3), struct.pack("<HHI", 258, 3, 3))
-    header = b"II*\0" + struct.pack("<I", at + len(bits))
-    return header + data + bits + directory + bytes(4)
 
 
 GRAY = np.arange(12).reshape(3, 4)
@@ -127,8 +102,10 @@ GRAY = np.arange(12).reshape(3, 4)
         encoded(Image.fromarray(GRAY.astype(np.uint16)), "TIFF"),
         encoded(Image.fromarray(GRAY.astype(np.int32)), "TIFF"),
         encoded(Image.fromarray(GRAY.astype(np.float32)), "TIFF"),
-        *[png_16(np.dstack([GRAY] * channels)) for channels in (2, 3, 4)],
-        tiff_16(np.dstack([GRAY] * 3)),
+        # In color, which Pillow does not write: an image of 8 bits with another tag.
+        encoded(noise(0), "TIFF").replace(
+            struct.pack("<HHH", 8, 8, 8), struct.pack("<HHH", 16, 16, 16)
+        ),
     ],
 )
 def test_more_than_8_bits_per_channel_are_refused(data):
@@ -137,10 +114,6 @@ def test_more_than_8_bits_per_channel_are_refused(data):
         Encoded(data)
 
 
-# ----------------------------------------------------------------------------------------- damaged
-
-SHOWN = noise(0).convert("L")
-GOOD = encoded(SHOWN)
 EXIF = b"II*\0\x08\0\0\0\x01\0\x12\x01\x03\0\x01\0\0\0\x01\0\0\0\0\0\0\0"
 
 
@@ -163,7 +136,34 @@ def test_an_orientation_that_is_none_turns_nothing(value):
     assert np.array_equal(read.pixels().permute(1, 2, 0).numpy(), np.asarray(image))
 
 
-def test_damaged_pixels_are_still_noticed():
-    at = GOOD.index(b"IDAT") + 30
-    with pytest.raises(BadImage):
-        Encoded(GOOD[:at] + b"\xff" + GOOD[at + 1 :]).pixels()
+def test_files_rows_and_arrays_say_the_same_of_an_image(tmp_path):
+    images = [noise(i, (5 + i, 4)) for i in range(3)]
+    listed = ["ä 0.png", "b/1.png", "2.png"]
+    (tmp_path / "b").mkdir()
+    for name, image in zip(listed, images, strict=True):
+        image.save(tmp_path / name)
+    data = [encoded(image) for image in images]
+    files, rows = Files(tmp_path, listed), Rows(data, "a table", "version 1")
+    datasets = pytest.importorskip("datasets")
+    table = datasets.Dataset.from_dict(
+        {"image": data}, features=datasets.Features(image=datasets.Value("binary"))
+    )
+    bytes_of = [len(value) for value in data]
+    for source in (files, rows, Rows(table, "a table", "version 1")):
+        assert [source.read(i) for i in range(len(source))] == data
+        assert source.sizes.tolist() == bytes_of
+    assert files.read(1, 7) == data[1][:7]
+    assert [files.portable_name(i) for i in range(3)] == listed
+    assert files.name(1) == str(tmp_path / "b/1.png") and rows.name(1) == "row 1 of a table"
+    assert rows.stamp(0) == "version 1" and files.stamp(0) != files.stamp(2)
+    before = files.stamp(0)
+    os.utime(tmp_path / listed[0], (1, 1))
+    assert files.stamp(0) != before
+    (tmp_path / listed[0]).unlink()
+    assert files.stamp(0) is None
+    assert Files(tmp_path, listed).sizes.tolist() == [-1, *bytes_of[1:]]
+    assert len(Files(tmp_path, [])) == 0 and len(files) == 3
+    array = Pixels(np.stack([np.array(noise(i)) for i in range(2)]), "photos.npz", "v")
+    assert array.read(1).startswith(b"P6 32 32 255\n") and len(array.read(1, 5)) == 5
+    assert array.read(1)[13:] == np.array(noise(1)).tobytes()
+    assert (array.name(1), array.portable_name(1)) == ("row 1 of photos.npz", "row 1")

@@ -22,7 +22,7 @@ SCRIPTS = sorted(
 )
 REQUIRED = {
     "train_images": ["--dataset", "synthetic"],
-    "evaluate": ["--checkpoint", "runs/a"],
+    "evaluate": ["runs/a"],
     "compare_runs": ["runs/a"],
 }
 AFTER = {"chaos": ["--", "true"]}

@@ -11,8 +11,7 @@ from PIL import Image
 evaluate = load_script("evaluate")
 GRAY = torch.zeros(99, 3, 8, 8, dtype=torch.uint8)
 IMAGES = SimpleNamespace(
-    __getitems__=lambda ids: {"images": GRAY[: len(ids)]},
-    images=SimpleNamespace(name="image {}".format),
+    __getitems__=lambda ids: {"images": GRAY[: len(ids)]}, name="image {}".format
 )
 
 
@@ -20,7 +19,7 @@ def written(folder, logits, labels, names):
     """The results and the rows of the table that are written of these outputs."""
     outputs = evaluate.of_each_image(logits, labels)
     saved = SimpleNamespace(file="model.safetensors", run=folder)
-    args = SimpleNamespace(output_dir=str(folder))
+    args = SimpleNamespace(output_dir=str(folder), tta=False)
     evaluate.write_evaluation(args, saved, IMAGES, outputs, names)
     return results(folder), list(csv.DictReader((folder / "predictions.csv").open()))
 

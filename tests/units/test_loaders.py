@@ -48,7 +48,18 @@ def test_an_order_is_that_of_the_permutation_in_whole_steps():
     sampler = loaders.EpochSampler(size, 100, seed=3)
     ids = list(sampler)
     assert len(ids) == len(sampler) == 4200
-    assert ids == Permutation(size, 3, 0)(np.arange(4200)).tolist()
+    order = Permutation(size, 3, 0)(np.arange(4200))
+    assert ids == order.tolist() and order.dtype == np.int64
+
+
+def test_orders_stay_the_same():
+    """A run that an earlier version began continues with the same samples."""
+    assert Permutation(1000, 3, 1)(np.arange(4)).tolist() == [835, 270, 831, 662]
+    assert Permutation(10**15, 5, 2)(np.arange(3)).tolist() == [
+        130708587675421,
+        753590400855454,
+        605005581455889,
+    ]
 
 
 def test_workers_end_when_asked():

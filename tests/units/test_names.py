@@ -54,10 +54,9 @@ def test_plots_draw_any_name(tmp_path):
     with warnings.catch_warnings():
         warnings.simplefilter("error", UserWarning)
         assert classifier_plots.image_grid(
-            tmp_path / "a.png", images, labels, labels.roll(1), names
+            tmp_path / "a.png", images, labels, labels.roll(1), names, "a title"
         )
         assert classifier_plots.confusion_matrix(
             tmp_path / "b.png", torch.eye(len(names)).long(), names
         )
     assert (tmp_path / "a.png").exists() and (tmp_path / "b.png").exists()
-    assert "\x1b" not in classifier_plots.class_table(labels, labels.roll(1), names)

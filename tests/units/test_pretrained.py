@@ -53,12 +53,15 @@ def test_reads_a_pth_and_replaces_a_head_of_another_size(wrapped, tmp_path, caps
     assert torch.equal(model.features[0].weight, before) and not capsys.readouterr().out
 
 
-def test_a_head_for_other_classes_is_replaced_though_it_has_the_same_size(tmp_path, capsys):
+@pytest.mark.parametrize("other", [True, False])
+def test_a_head_for_other_classes_is_replaced_though_it_has_the_same_size(other, tmp_path, capsys):
+    """One of a file that names no classes is kept."""
     earlier, model = small(3), small(3)
-    weights.export(tmp_path, earlier, config() | {"class_names": ["x", "y", "z"]})
+    weights.export(tmp_path, earlier, {"class_names": ["x", "y", "z"]} if other else {})
     pretrained.initialize(accelerator(), model, config(), str(tmp_path))
-    assert "keeps its initial weights: classifier.1.weight" in capsys.readouterr().out
-    assert not torch.equal(model.classifier[1].weight, earlier.classifier[1].weight)
+    said = "keeps its initial weights: classifier.1.weight" in capsys.readouterr().out
+    assert said is other
+    assert torch.equal(model.classifier[1].weight, earlier.classifier[1].weight) is not other
     assert torch.equal(model.features[0].weight, earlier.features[0].weight)
 
 
@@ -105,15 +108,6 @@ def test_unusable_weights_are_refused(tmp_path, monkeypatch):
         pretrained.initialize(accelerator(), small(3), config(), "DEFAULT")
 
 
-def test_weights_that_name_no_classes_keep_their_head(tmp_path, capsys):
-    earlier, model = small(), small()
-    weights.export(tmp_path, earlier, {})
-    pretrained.initialize(accelerator(), model, config(), str(tmp_path))
-    for one, other in zip(earlier.parameters(), model.parameters(), strict=True):
-        assert torch.equal(one, other)
-    assert "keeps its initial weights" not in capsys.readouterr().out
-
-
 def test_colors_are_those_of_pixels():
     mean, std = pretrained.colors(
         {"preprocessing": {"mean": [0, 0.5, 1], "std": [1, 0.2, 0.4]}}, torch.device("cpu")
@@ -133,11 +127,14 @@ def test_the_preprocessing_is_that_of_the_weights(tmp_path):
     assert pretrained.find("resnet50", "ResNet50_Weights.DEFAULT") == enum
     bicubic = pretrained.find("swin_t", "DEFAULT")
     assert pretrained.preprocessing(bicubic)["interpolation"] == "bicubic"
+    weights.export(tmp_path, small(), {"preprocessing": {"interpolation": "bicubic"}})
+    usual = dict(resize=256, interpolation="bicubic")  # what a file does not say
+    assert pretrained.preprocessing(tmp_path) == expected | usual
     # Of a run, it is that of the run, whatever the model.
     own = dict(resize=40, crop=32, interpolation="bicubic", mean=[0.1] * 3, std=[0.2] * 3)
     weights.export(tmp_path, small(), config() | {"preprocessing": own})
-    described = pretrained.describe(SQUEEZENET, str(tmp_path), "abc", resize=36)
-    assert described["preprocessing"] == own | {"resize": 36}
+    found = pretrained.find(SQUEEZENET, str(tmp_path))
+    assert pretrained.preprocessing(found, resize=36) == own | {"resize": 36}
 
 
 def test_frozen_batch_norm_stays_in_evaluation_mode():
@@ -186,9 +183,3 @@ def test_a_size_that_a_model_cannot_take_is_one_line(name, sizes, says):
     with pytest.raises(UserError, match=says) as error:
         pretrained.check_sizes(name, sizes)
     assert "\n" not in str(error.value)
-
-
-def test_what_a_file_does_not_say_about_preprocessing_is_as_usual(tmp_path):
-    weights.export(tmp_path, small(3), {"preprocessing": {"interpolation": "bicubic"}})
-    values = pretrained.preprocessing(tmp_path)
-    assert (values["interpolation"], values["crop"], values["resize"]) == ("bicubic", 224, 256)

@@ -1,32 +1,11 @@
 """Functions of train_cifar.py: its models, and what they are given."""
 
 import shutil
-from types import SimpleNamespace
 
 import pytest
 import torch
 import torch.nn.functional as F
 from harness.launches import load_script
-
-
-def test_augmentation_depends_on_seed_epoch_and_sample():
-    """What the model is given."""
-    script, given = load_script("train_cifar"), []
-
-    def model(images):
-        given.append(images)
-        return torch.zeros(len(images), 10, requires_grad=True)
-
-    images = torch.randint(256, (1, 3, 32, 32), generator=torch.Generator().manual_seed(0))
-    batch = {"images": images.byte().expand(8, -1, -1, -1), "labels": torch.zeros(8).long()}
-    args = SimpleNamespace(overfit_batch=False, seed=1, padding=4, cutout=8, label_smoothing=0.1)
-    for args.seed, epoch, first in ((1, 0, 0), (1, 0, 0), (2, 0, 0), (1, 1, 0), (1, 0, 8)):
-        batch["ids"] = torch.arange(first, first + 8)
-        script.compute_loss(model, batch, torch.zeros(3), torch.ones(3), epoch, 32, args)
-    assert torch.equal(given[0], given[1])
-    for other in given[2:]:
-        assert not torch.equal(given[0], other)
-    assert len({image.numpy().tobytes() for image in given[0]}) > 1
 
 
 @torch.no_grad()

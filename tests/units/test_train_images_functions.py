@@ -1,6 +1,5 @@
 """Functions of train_images.py: options, optimizer, averages, loaders, and the model card."""
 
-import math
 import sys
 from types import SimpleNamespace
 
@@ -9,13 +8,12 @@ import pytest
 import torch
 from harness.data import encoded, make_photos, noise
 from harness.fakes import accelerator
-from harness.launches import load_script, run
+from harness.launches import load_script
 
 from utils.images import pretrained
 from utils.images.decoding import Images
 from utils.images.sources import find_images
 from utils.images.storage import Rows
-from utils.run import weights
 from utils.run.failures import UserError
 from utils.run.plan import Plan
 
@@ -83,10 +81,6 @@ def test_options_that_exclude_each_other(parse):
     one_batch = parse("--dataset a --preset torchvision --overfit_batch --lr_schedule linear")
     names = ("lr_schedule", "label_smoothing", "mixup", "cutmix", "ema_decay")
     assert [getattr(one_batch, name) for name in names] == ["constant", 0, 0, 0, 0]
-    cached = parse("--dataset a --cache /data")
-    assert (cached.cached, cached.cache) == (True, "/data")
-    assert parse("--dataset a --cache").cache.endswith("/train_images")
-    assert not parse("--dataset a").cached
 
 
 @pytest.mark.parametrize("optimizer", ["sgd", "adamw"])
@@ -115,10 +109,8 @@ def test_weight_decay_and_learning_rates_of_the_groups(optimizer):
     }
     kinds = {"sgd": torch.optim.SGD, "adamw": torch.optim.AdamW}
     assert isinstance(made, kinds[optimizer]) and made.defaults["fused"]
-    assert optimizer == "adamw" or (made.defaults["momentum"], made.defaults["nesterov"]) == (
-        0.9,
-        1,
-    )
+    momentum = (made.defaults.get("momentum"), made.defaults.get("nesterov"))
+    assert momentum == ((0.9, True) if optimizer == "sgd" else (None, None))
 
 
 def test_the_decay_of_averaged_weights_rises(capsys):
@@ -129,33 +121,16 @@ def test_the_decay_of_averaged_weights_rises(capsys):
     process = accelerator(register_for_checkpointing=registered.append)
     ema = script.build_ema(process, model, 0.9, HUNDRED_STEPS)
     assert registered == [ema]
-    expected = None
-    for update in range(20):
+    for value in (1.0, 3.0):
         with torch.no_grad():
-            model.weight.fill_(update + 1.0)
+            model.weight.fill_(value)
         ema.update(model)
-        decay = min(0.9, (1 + update) / (10 + update))
-        expected = decay * expected + (1 - decay) * (update + 1) if update else 1.0
-        assert ema.module.weight.item() == pytest.approx(expected, rel=1e-5)
+    assert ema.module.weight.item() == pytest.approx(1 + 2 * 9 / 11)
     assert script.build_ema(process, model, 0.0, HUNDRED_STEPS) is None
     script.build_ema(process, model, 0.99, HUNDRED_STEPS)
     assert capsys.readouterr().err == ""
     script.build_ema(process, model, 0.995, HUNDRED_STEPS)
     assert "averages over about 200 steps, more than the 100 of this run" in capsys.readouterr().err
-
-
-def test_the_learning_rate_rises_and_falls():
-    for schedule, middle, end in (("cosine", 0.5, 0), ("linear", 0.5, 0), ("constant", 1, 1)):
-        args = SimpleNamespace(warmup_epochs=1, lr_schedule=schedule)
-        found = [script.lr_multiplier(step, HUNDRED_STEPS, args) for step in (0, 9, 10, 55, 100)]
-        assert found == pytest.approx([1 / 11, 10 / 11, 1, middle, end])
-        args.warmup_epochs = 90  # at most a fifth of the run
-        assert script.lr_multiplier(20, HUNDRED_STEPS, args) == 1
-
-
-def test_unreadable_images_of_all_processes_are_reported(monkeypatch):
-    monkeypatch.setattr(script, "gather", lambda _, own: [own, {9, 2}, set()])
-    assert script.gather_ids(accelerator(3, 0), {5, 2}) == [2, 5, 9]
 
 
 def options(parse, *words):
@@ -170,9 +145,9 @@ def data_of(folder):
 def test_data_is_shortened_for_quick_checks(parse, tmp_path, capsys, monkeypatch):
     folder = data_of(tmp_path / "d") and str(tmp_path / "d")
     args = options(parse, "--dataset", folder, "--overfit_batch")
-    data, description = script.load_data(accelerator(), args)
+    data = script.load_data(accelerator(), args)
     assert data.details[-1] == "only 12 held-out images: each is 8.3% of accuracy"
-    assert description == data.description and description in capsys.readouterr().out
+    assert data.description in capsys.readouterr().out
     fitted, micro_batch_size = script.fit_batch(accelerator(), data, args)
     assert data.splits["train"].rows.tolist() == data.splits["val"].rows.tolist() == [0, 3, 7, 11]
     assert micro_batch_size == fitted.batch_size == 4
@@ -180,7 +155,7 @@ def test_data_is_shortened_for_quick_checks(parse, tmp_path, capsys, monkeypatch
     large = SimpleNamespace(splits={"train": rows, "val": rows}, description="d", details=[])
     monkeypatch.setattr(script, "find_images", lambda name, **more: large)
     args = options(parse, "--dry_run")
-    large, _ = script.load_data(accelerator(), args)
+    large = script.load_data(accelerator(), args)
     script.fit_batch(accelerator(), large, args)
     assert {split: len(part) for split, part in large.splits.items()} == {"train": 700, "val": 500}
     assert large.details == []
@@ -194,8 +169,8 @@ def test_loaders_have_the_sizes_that_options_say(parse, tmp_path, monkeypatch):
     preprocess = dict(resize=36, crop=32, interpolation="bilinear", **pretrained.IMAGENET)
     process = accelerator(prepare=lambda loader: prepared.append(loader) or loader)
     monkeypatch.setitem(script.PRESETS["scratch"], "train_size", 48)
-    words = f"--gradient_accumulation_steps 2 --cache {tmp_path / 'cache'}"
-    args = options(parse, words)
+    monkeypatch.setenv("HF_DATASETS_CACHE", str(tmp_path / "cache"))
+    args = options(parse, "--gradient_accumulation_steps 2 --cache")
     loaders = script.build_loaders(process, data, preprocess, 5, PLAN, args)
     assert set(loaders) == {"train", "val", "some"} and len(prepared) == 3
     assert len(loaders["some"].dataset) == 5 and len(loaders["val"].dataset) == 12
@@ -213,18 +188,12 @@ def test_loaders_have_the_sizes_that_options_say(parse, tmp_path, monkeypatch):
     assert script.blank_batch(8, "cpu")["images"].shape == (2, 3, 8, 8)
 
 
-def test_the_model_card_loads_the_weights_without_this_project(tmp_path, monkeypatch):
-    described = pretrained.describe("squeezenet1_1", None, ["a", "b|c"])
-    model = pretrained.build(described)
-    weights.export(tmp_path, model, described)
+def test_the_model_card_names_up_to_fifty_classes():
+    described = dict(model="squeezenet1_1", class_names=["a", "b|c"])
+    described["preprocessing"] = pretrained.preprocessing(None)
     card = script.describe_model(described, SimpleNamespace(ema_decay=0.9))
     assert (card["title"], card["library"]) == ("squeezenet1_1, 2 classes", "torchvision")
     assert card["about"].startswith("Classes: a, b") and "a decay of up to 0.9" in card["about"]
-    code = card["usage"].removeprefix("```python\n").partition("preprocess =")[0]
-    (tmp_path / "card.py").write_text(f"{code}\nprint(float(model.classifier[1].weight.sum()))")
-    monkeypatch.chdir(tmp_path)
-    done = run(None, "card.py", root=tmp_path)
-    assert math.isclose(float(done.stdout), model.classifier[1].weight.sum().item(), rel_tol=1e-5)
-    many = dict(described, class_names=[f"c{i}" for i in range(53)])
-    about = script.describe_model(many, SimpleNamespace(ema_decay=0))["about"]
+    described["class_names"] = [f"c{i}" for i in range(53)]
+    about = script.describe_model(described, SimpleNamespace(ema_decay=0))["about"]
     assert about.endswith("c49 and 3 more.")

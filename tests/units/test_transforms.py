@@ -3,14 +3,20 @@
 import numpy as np
 import pytest
 import torch
-from harness.data import encoded, noise
+from accelerate import Accelerator, DataLoaderConfiguration
+from harness.data import encoded, make_photos, noise
 from hypothesis import given
 from hypothesis import strategies as st
 from PIL import Image
+from torch.utils.data import DataLoader
 
+from utils.data.loaders import EpochSampler, already_a_batch
 from utils.images import transforms
 from utils.images.decoding import BadImage, Encoded
-from utils.images.transforms import EvalTransform, TrainTransform
+from utils.images.sources import find_images
+from utils.images.transforms import EvalTransform, ImageBatches, Mix, TrainTransform
+from utils.run.failures import UserError
+from utils.run.plan import RemainingSteps
 
 pytestmark = pytest.mark.filterwarnings("ignore:The image decoding and encoding:DeprecationWarning")
 PREPROCESS = dict(resize=36, crop=32, interpolation="bilinear", mean=[0.2, 0.4, 0.6])
@@ -83,3 +89,97 @@ def test_each_option_of_training_does_what_it_says():
     assert (trivial != plain).flatten(1).any(1).sum() > 20
     sharper = images(preprocess=PREPROCESS | {"interpolation": "bicubic"})
     assert not torch.equal(sharper, plain) and (sharper.int() - plain).abs().max() < 40
+
+
+# ----------------------------------------------------------------------------------------- batches
+
+
+@pytest.fixture(scope="module")
+def train(tmp_path_factory):
+    return find_images(str(make_photos(tmp_path_factory.mktemp("photos")))).splits["train"]
+
+
+def change(seed=0):
+    more = dict(auto_augment="trivial", random_erasing=0.5)
+    return TrainTransform(seed, PREPROCESS, **more)
+
+
+def test_an_image_depends_on_seed_epoch_and_id_only(train):
+    batches, keys = ImageBatches(train, change()), [(2, i) for i in range(24)]
+    torch.manual_seed(1)
+    together = batches.__getitems__(keys)["images"]
+    drawn = torch.rand(3)
+    torch.manual_seed(9)
+    for i in (23, 4, 11):
+        assert torch.equal(batches.__getitems__([(2, i)])["images"][0], together[i])
+    torch.manual_seed(1)
+    assert torch.equal(drawn, torch.rand(3))  # nor does it change the numbers that others draw
+    other_epoch = batches.__getitems__([(3, i) for i in range(24)])["images"]
+    other_seed = ImageBatches(train, change(seed=1)).__getitems__(keys)["images"]
+    for images in (other_epoch, other_seed):
+        assert sum(torch.equal(a, b) for a, b in zip(images, together, strict=True)) == 0
+    same_image = train.select(np.zeros(24, dtype=np.int64))
+    alike = ImageBatches(same_image, change()).__getitems__(keys)["images"]
+    assert not torch.equal(alike[0], alike[1])
+
+
+def test_skipping_decodes_nothing(train, monkeypatch):
+    """Counts what is decoded after a restart in the middle of an epoch."""
+    decoded, real_open = [], type(train).open
+    monkeypatch.setattr(
+        type(train), "open", lambda self, index: decoded.append(index) or real_open(self, index)
+    )
+    loading = DataLoaderConfiguration(split_batches=True)
+    sampler = EpochSampler(24, 8, seed=0, with_epoch=True)
+    options = dict(sampler=sampler, drop_last=True, collate_fn=already_a_batch)
+    loader = DataLoader(ImageBatches(train, change()), 4, **options)
+    loader = Accelerator(cpu=True, dataloader_config=loading).prepare(loader)
+    loader.set_epoch(1)
+    batches = list(loader)
+    assert len(batches) == 6 and sorted(decoded) == list(range(24))
+    decoded.clear()
+    loader.set_epoch(1)
+    rest = list(RemainingSteps(5, 6, skip=4, accumulation=1).rest(loader))
+    assert decoded == torch.cat([batch["ids"] for batch in rest]).tolist() and len(decoded) == 8
+    for a, b in zip(rest, batches[4:], strict=True):
+        assert torch.equal(a["images"], b["images"]) and torch.equal(a["ids"], b["ids"])
+
+
+def test_a_bad_image_stops_or_is_replaced_by_the_next(tmp_path, capsys):
+    folder = make_photos(tmp_path, 4)
+    for name in ("train/cat/1.jpg", "train/cat/2.jpg", "val/yak/3.jpg"):
+        (folder / name).write_bytes(b"no image")
+    data = find_images(str(folder)).splits
+    says = r"cannot read .*train/cat/1.jpg: it is not an image; .* --on_bad_image skip"
+    with pytest.raises(UserError, match=says):
+        ImageBatches(data["train"], change()).__getitems__([(0, 1)])
+    skipping = ImageBatches(data["train"], change(), "skip", replace=True)
+    batch = skipping.__getitems__([(0, 1), (0, 3), (0, 1)])
+    assert batch["labels"].tolist() == [0, 0, 0] and batch["ids"].tolist() == [1, 3, 1]
+    assert torch.equal(batch["images"][0], batch["images"][1])
+    assert capsys.readouterr().err.count("train/cat/1.jpg") == 1
+    # In an evaluation it does not count.
+    batch = ImageBatches(data["val"], EvalTransform(PREPROCESS), "skip").__getitems__([10, 11])
+    assert batch["labels"].tolist() == [2, -1]
+    assert not batch["images"][1].any()
+
+
+@pytest.mark.parametrize("alphas", [(0.2, 0.0), (0.0, 1.0), (0.2, 1.0)])
+def test_mixing_is_that_of_the_global_batch(alphas):
+    """Whatever the parts in which it is mixed; images and labels of a pair have the same shares."""
+    numbers, labels = torch.arange(8.0), torch.arange(8)
+    images = numbers[:, None, None, None].expand(8, 3, 16, 16)
+    images = images.contiguous(memory_format=torch.channels_last)
+    mix = Mix(*alphas, 8, seed=5)
+    for step in range(6):
+        mixed, targets = mix(images, labels, step)
+        for parts in (2, 4):
+            chunks = zip(images.chunk(parts), labels.chunk(parts), strict=True)
+            pairs = [mix(*chunk, step) for chunk in chunks]
+            assert torch.equal(torch.cat([a for a, _ in pairs]), mixed)
+            assert torch.equal(torch.cat([b for _, b in pairs]), targets)
+        assert torch.allclose(mixed.mean((1, 2, 3)), targets @ numbers, atol=1e-5)
+        partners = targets[range(8), [p ^ 1 for p in range(8)]]
+        assert torch.allclose(targets[range(8), range(8)] + partners, torch.ones(8), atol=1e-3)
+        assert torch.allclose(targets.sum(0).view(4, 2).sum(1), torch.full((4,), 2.0))
+        assert not torch.equal(mixed, mix(images, labels, step + 1)[0])

@@ -22,9 +22,9 @@ SAMPLED_PARTS, SAMPLED_BYTES = 100, 1 << 16
 
 
 def local_main_first(accelerator, function):
-    """Runs `function()` on one process per node first, and then on the others.
+    """Runs `function()` on one process per node first, then on the others, which use its cache.
 
-    The others can use what the first one cached. An error on any process is raised on every one.
+    An error on any process is raised on every one.
     """
     first = accelerator.is_local_main_process
     result = run_on_all(accelerator, function if first else lambda: None)
@@ -35,6 +35,8 @@ def local_main_first(accelerator, function):
 def cached(kind, parts, version, size=None):
     """Writes bytes to a file of the `datasets` library's cache, unless it is there, and maps it.
 
+    The file gets its name when all of it is on disk.
+
     Args:
         kind (str): what they are, for the name of the folder, and for messages.
         parts (iterable): of bytes.
@@ -42,15 +44,23 @@ def cached(kind, parts, version, size=None):
         size (int | None): of all parts together, in bytes, if it is known.
 
     Returns:
-        uint8 [bytes].
-
-    Raises:
-        UserError: the file cannot be written, or has another size.
+        uint8 [bytes]. Raises UserError if it cannot be written, or has another size.
     """
     file = path_in_cache(kind, version)
     if not file.exists():
-        what = f"the {kind} to {file.parent} (set HF_DATASETS_CACHE to use another folder)"
-        write(file, parts, what, size)
+        try:
+            _write(file, parts)
+        except OSError as error:
+            reason = error.strerror
+            if full_disk(error):
+                existing = next(path for path in file.parents if path.exists())
+                free = shutil.disk_usage(existing).free / 2**30
+                needed = "more space" if size is None else f"{size / 2**30:.1f} GiB"
+                reason = f"{reason}; {free:.1f} GiB free, and it needs {needed}"
+            raise UserError(
+                f"cannot write the {kind} to {file.parent} (set HF_DATASETS_CACHE to use another "
+                f"folder) ({reason})"
+            ) from None
     if size not in (None, os.path.getsize(file)):
         raise UserError(f"{file} is damaged: delete it, and it is made again")
     return map_bytes(file)
@@ -63,25 +73,14 @@ def path_in_cache(kind, version):
     return folder / f"{hashlib.sha256(repr(version).encode()).hexdigest()[:32]}.bin"
 
 
-def write(file, parts, what, size=None):
-    """Writes bytes to a file, which gets its name when all of it is on disk.
-
-    Args:
-        file (Path): its folder is made if necessary.
-        parts (iterable): of bytes.
-        what (str): says in a message what cannot be written, and where.
-        size (int | None): of all parts together, in bytes, if it is known.
-
-    Raises:
-        UserError: it cannot be written.
-    """
+def _write(file, parts):
     # Only left-overs of this machine: not every disk tells others that a file is locked.
     prefix = f"{file.stem}.writing.{platform.node()}."
     writing = file.with_name(prefix + secrets.token_hex(8))
+    file.parent.mkdir(parents=True, exist_ok=True)
+    for left_over in file.parent.glob(f"{prefix}*"):
+        _remove_unlocked(left_over)
     try:
-        file.parent.mkdir(parents=True, exist_ok=True)
-        for left_over in file.parent.glob(f"{prefix}*"):
-            _remove_unlocked(left_over)
         with writing.open("xb") as out:
             with contextlib.suppress(OSError):  # no locks on this file system
                 fcntl.flock(out, fcntl.LOCK_EX)
@@ -92,14 +91,6 @@ def write(file, parts, what, size=None):
         # Another machine may have made the same file, and map it by now: keep that one.
         if not file.exists():
             os.replace(writing, file)
-    except OSError as error:
-        reason = error.strerror
-        if full_disk(error):
-            existing = next(path for path in file.parents if path.exists())
-            free = shutil.disk_usage(existing).free / 2**30
-            needed = "more space" if size is None else f"{size / 2**30:.1f} GiB"
-            reason = f"{reason}; {free:.1f} GiB free, and it needs {needed}"
-        raise UserError(f"cannot write {what} ({reason})") from None
     finally:
         with contextlib.suppress(OSError):
             writing.unlink()
@@ -115,8 +106,8 @@ def _remove_unlocked(path):
 def map_bytes(path):
     """Maps a file into memory, uint8 [bytes]: all processes of a machine share one copy.
 
-    Do not write to it: that ends the process. (Where writing is possible, the system counts all of
-    it as memory in use, and refuses a file that is larger than the memory.)
+    Writing to it ends the process. (Where that is possible, the system counts all of it as memory
+    in use, and refuses a file that is larger than the memory.)
     """
     if os.path.getsize(path) == 0:
         return torch.empty(0, dtype=torch.uint8)

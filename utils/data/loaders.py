@@ -72,14 +72,10 @@ def to_device(tensor, device):
 
 
 def evaluation_batch_size(accelerator, samples, most):
-    """Computes the global batch size for an evaluation.
+    """Computes the global batch size for an evaluation of so many samples.
 
-    All batches get about the same size: Accelerate fills up the last one with repeated samples,
-    which take time.
-
-    Args:
-        samples (int): size of the split.
-        most (int): limit for the samples per process and batch.
+    At most `most` (int) per process and batch. All batches get about the same size: Accelerate
+    fills up the last one with repeated samples, which take time.
     """
     processes = accelerator.num_processes
     batches = math.ceil(samples / (most * processes))
@@ -92,9 +88,7 @@ class EpochSampler(Sampler):
     The order is a deterministic function of the seed and the epoch.
 
     Args:
-        samples (int): size of the data set.
-        batch_size (int): samples per optimizer step.
-        seed (int): of the order.
+        samples, batch_size (int): size of the data set, and of an optimizer step.
         with_epoch (bool): yield (epoch, id) instead of ids, for a data set that needs the epoch:
             workers that live for several epochs never see a change of the data set.
     """

@@ -40,11 +40,10 @@ def agree(accelerator, name, data):
 
     Args:
         name (str): the value of `--dataset`.
-        data: has `description`, one line, and `details`, more lines.
+        data: has `description`, one line with a checksum, and `details`, more lines.
 
     Returns:
-        str: the description. It has a checksum, so that a run that records it as one of its
-        arguments continues with the same data only.
+        str: the description: a run that records it continues with the same data only.
 
     Raises:
         UserError: the data set differs between machines.
@@ -58,19 +57,17 @@ def agree(accelerator, name, data):
     return data.description
 
 
-def describe_images(splits, class_names, fingerprints):
-    """One line about labeled images.
+def describe_images(splits, class_names):
+    """One line about labeled images: their numbers, and a checksum.
 
     Args:
-        splits (dict): of anything that has a length.
-        fingerprints (dict[str, str]): a checksum of each split.
+        splits (dict[str, Images]): of which each has a fingerprint.
     """
-    counts = [f"{len(samples):,} {split}" for split, samples in splits.items()]
-    counts = [count.removesuffix(" all") for count in counts]
+    counts = [f"{len(images):,} {split}".removesuffix(" all") for split, images in splits.items()]
     listed = " and ".join([", ".join(counts[:-1]), counts[-1]] if len(counts) > 1 else counts)
     digest = hashlib.sha256(repr(class_names).encode("utf-8", "surrogateescape"))
-    for fingerprint in fingerprints.values():
-        digest.update(fingerprint.encode())
+    for images in splits.values():
+        digest.update(images.fingerprint().encode())
     short = digest.hexdigest()[:12]
     return f"{listed} images of {len(class_names)} classes (fingerprint {short})"
 

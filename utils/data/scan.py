@@ -44,10 +44,9 @@ def stamp(path):
 
 
 def scan(root, suffixes):
-    """Lists the files in a folder and in all folders below it.
+    """Lists the files in a folder (Path) and in all folders below it.
 
     Args:
-        root (Path): the folder of the data set.
         suffixes: of the files that are wanted, with their dot, in lower case.
 
     Returns:

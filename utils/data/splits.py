@@ -1,6 +1,6 @@
 """Tells by its name which split a folder, a file or a table is: the one rule for images and text.
 
-A name is that of a split if it is exactly one of `SPLITS`, in upper or lower case. Of the files in
+A name is that of a split if it is exactly one of `WORDS`, in upper or lower case. Of the files in
 which a split is stored, the part before the number counts: `train-00000-of-00002`.
 """
 
@@ -8,7 +8,8 @@ import re
 
 from utils.run.failures import UserError
 
-SPLITS = {
+SPLITS = ("train", "val", "test")
+WORDS = {
     **dict.fromkeys(("train", "training"), "train"),
     **dict.fromkeys(("val", "valid", "validation", "dev"), "val"),
     **dict.fromkeys(("test", "testing"), "test"),
@@ -17,15 +18,11 @@ SPLITS = {
 
 def split_of(name):
     """The split that is called so, without a suffix: `train`, `val` or `test`; None: it is none."""
-    return SPLITS.get(re.sub(r"-\d+-of-\d+.*", "", name).lower())
+    return WORDS.get(re.sub(r"-\d+-of-\d+.*", "", name).lower())
 
 
 def one_each(place, names):
-    """The name of each split, where each may have one.
-
-    Args:
-        place (Path | str): the data set, for messages.
-        names (list[str]): of folders or tables.
+    """Finds the name of each split among the names of folders or tables; `place` is for messages.
 
     Returns:
         tuple: split -> name, in the order train, val, test; the names that are no splits.
@@ -45,23 +42,21 @@ def one_each(place, names):
             )
         else:
             by_split[split] = name
-    return {s: by_split[s] for s in ("train", "val", "test") if s in by_split}, others
+    return {split: by_split[split] for split in SPLITS if split in by_split}, others
 
 
 def refuse_almost_splits(place, split_of_name):
     """Raises UserError if all names contain the word of a split, and some are none: train_images.
 
-    Args:
-        place (Path): the data set, for messages.
-        split_of_name (dict[str, str | None]): name -> split.
+    Args: split_of_name (dict): name -> split or None.
     """
     words = {name: re.findall("train|val|dev|test", name.lower()) for name in split_of_name}
     almost = [name for name, split in split_of_name.items() if split is None]
     if not almost or not all(words.values()):
         return
-    if len({SPLITS[found[-1]] for found in words.values()}) > 1:
+    if len({WORDS[found[-1]] for found in words.values()}) > 1:
         first = min(almost)
-        split = SPLITS[words[first][-1]]
+        split = WORDS[words[first][-1]]
         raise UserError(
             f"--dataset {place}: rename {first}: to {split} if it is a split (only that name is "
             "one), or to a name without this word in it"
@@ -69,16 +64,10 @@ def refuse_almost_splits(place, split_of_name):
 
 
 def hold_out(keys, fraction):
-    """Which of at least two samples are held out: those with the lowest keys.
+    """Which of at least two samples are held out: the indices of those with the lowest keys.
 
-    Samples with equal keys stay together, unless all keys are equal.
-
-    Args:
-        keys (list): a hash of each sample.
-        fraction (float): of the samples; at least one is held out, and not all.
-
-    Returns:
-        list[int]: their indices.
+    At least one is held out, and not all. Samples with equal keys, hashes of each, stay together,
+    unless all keys are equal. `fraction` (float) is that of the samples.
     """
     count = min(max(1, round(len(keys) * fraction)), len(keys) - 1)
     order = sorted(range(len(keys)), key=keys.__getitem__)

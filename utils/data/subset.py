@@ -23,12 +23,8 @@ def count_evaluated(run, plan, args, held_out):
 
     Args:
         run (RunFolder): after `open`.
-        plan (Plan): of the run.
         args: `batch_size`; of text `block_size`; `eval_samples`, None for `SHARE`, or 0 for all.
-        held_out (int): how many there are.
-
-    Returns:
-        int: at most `held_out`.
+        held_out (int): how many there are: the most that it returns.
     """
     trained = args.batch_size * min(plan.evaluate_every, plan.total_steps)  # before an evaluation
     count = args.eval_samples
@@ -46,9 +42,9 @@ def count_evaluated(run, plan, args, held_out):
 
 
 def count_last(plan, args, held_out):
-    """How many of `held_out` samples (int) the last evaluation takes: all, if that costs little.
+    """How many of `held_out` samples the last evaluation takes: all, if that costs little.
 
-    Args: plan, args: as for `count_evaluated`; with `--eval_samples 0` it takes all.
+    With `--eval_samples 0` it takes all.
     """
     if args.eval_samples == 0:
         return held_out
@@ -61,11 +57,7 @@ def _at_least(args):
 
 
 def choose(samples, count, seed):
-    """`count` random samples of a split in their order, or the split itself if it has no more.
-
-    Args:
-        samples: has a length, and a method `select(indices)`.
-    """
+    """`count` random samples of a split in their order, or the split itself if it has no more."""
     if count >= len(samples):
         return samples
     return samples.select(np.sort(Permutation(len(samples), seed, 0)(np.arange(count))))

@@ -7,7 +7,7 @@ import hashlib
 import re
 from pathlib import Path
 
-from utils.data.splits import one_each, refuse_almost_splits, split_of
+from utils.data.splits import SPLITS, one_each, refuse_almost_splits, split_of
 from utils.run.failures import UserError, full_disk
 
 # The reader of the `datasets` library for each kind of file.
@@ -27,14 +27,9 @@ METADATA = {"dataset_infos.json", "dataset_info.json", "dataset_dict.json", "sta
 
 
 def local_path(name, alternatives):
-    """Finds out whether `name` is on this machine.
+    """The path called `name` on this machine (Path); None: it may be a Hub id.
 
-    Returns:
-        Path | None: None: it may be a Hub id.
-
-    Raises:
-        UserError: it can only be a path, and there is nothing; the message ends with
-            `alternatives`.
+    Raises UserError, which ends with `alternatives`, if it can only be a path and nothing is there.
     """
     path = Path(name).expanduser()
     if path.exists():
@@ -51,8 +46,7 @@ def files_by_split(root, files):
     A file says its split itself (`train-00000-of-00002.parquet`, `val.txt`), or its folder does.
 
     Args:
-        root (Path): the folder of the data set.
-        files (list[str]): paths relative to it.
+        files (list[str]): paths relative to `root`.
 
     Returns:
         dict[str, list[Path]]: split -> files; all are `train` if no name says a split.
@@ -81,7 +75,7 @@ def files_by_split(root, files):
         raise UserError(
             f"--dataset {root} has no train split, only {' and '.join(found)}: name one train"
         )
-    return {split: found[split] for split in ("train", "val", "test") if split in found}
+    return {split: found[split] for split in SPLITS if split in found}
 
 
 def load_table(
@@ -98,8 +92,7 @@ def load_table(
         files (dict[str, list[Path]] | None): by split, load these instead; all are of one kind.
         streaming (bool): read rows as they are needed, instead of all of them now.
         alternatives (str): what else the user can give; an error message ends with it.
-        reader (str | None): of the library, for files; None: as their suffix says.
-        options: of that reader.
+        reader (str | None): of the library, for files, and `options` of it; None: as their suffix.
 
     Returns:
         datasets.DatasetDict | datasets.IterableDatasetDict: by split; a single file is `train`.
@@ -161,12 +154,8 @@ def header(path):
 def name_splits(name, tables, left_out):
     """The tables that are used, by split; a single one is `train`, whatever its name.
 
-    Args:
-        tables (dict): what `load_table` returned.
-        left_out (LeftOut): gets the others.
-
-    Raises:
-        UserError: two of them are called the same, such as valid and validation.
+    The others are added to `left_out`. Raises UserError if two are called the same, such as valid
+    and validation.
     """
     if len(tables) == 1:
         return {"train": next(iter(tables.values()))}

@@ -10,26 +10,24 @@
 Nothing in such a file is executed: NumPy would have to be asked to load pickles.
 """
 
-import os
-
 import numpy as np
 
+from utils.data.scan import stamp
+from utils.data.splits import SPLITS
 from utils.images.decoding import Images
 from utils.images.storage import Pixels
 from utils.run.failures import UserError
 from utils.run.files import regular_file
 
-SPLITS = ("train", "val", "test")
 SHOWN = 10  # names of arrays in a message
 
 
 def find(name, path, class_names=None):
-    """Reads the splits of a file.
+    """Reads the splits of a file (Path).
 
     Args:
         name (str): the value of `--dataset`, for messages.
-        path (Path): the file.
-        class_names (list[str] | None): those of a trained model, of which it may lack some.
+        class_names (list[str] | None): what the classes are called, if the file does not say it.
 
     Returns:
         tuple[dict[str, Images], list[str]]: the splits; the names of the classes.
@@ -45,15 +43,24 @@ def find(name, path, class_names=None):
     except Exception as error:  # whatever NumPy stumbles over in a file that is damaged
         reason = (str(error) or type(error).__name__).splitlines()[0]
         raise UserError(f"--dataset {name} cannot be read: {reason}") from None
-    used = [split for split in SPLITS if f"{split}_images" in arrays]
-    if not used or (class_names is None and "train" not in used):
+    version, splits = stamp(path), {}
+    for split in SPLITS:
+        if f"{split}_images" in arrays:
+            images, labels = _images(name, split, arrays), _labels(name, split, arrays)
+            pixels = Pixels(images, f"{name}, {split} split", f"{version} {split}")
+            if len(pixels) != len(labels):
+                raise UserError(
+                    f"--dataset {name} has {len(pixels):,} {split}_images and {len(labels):,} "
+                    f"{split}_labels"
+                )
+            splits[split] = Images(pixels, np.arange(len(labels)), labels)
+    if not splits:
         found = f"only {', '.join(sorted(keys)[:SHOWN])}" if keys else "nothing"
         raise UserError(
             f"--dataset {name} has no array train_images, {found}: save its arrays as "
             "train_images, train_labels, test_images, test_labels"
         )
-    labels = {split: _labels(name, split, arrays) for split in used}
-    count = 1 + max(int(values.max()) for values in labels.values())
+    count = 1 + max(int(images.labels.max()) for images in splits.values())
     names = class_names or [str(label) for label in range(min(count, 1 << 20))]
     if "class_names" in arrays:
         names = arrays["class_names"].astype(str).ravel().tolist()
@@ -62,23 +69,7 @@ def find(name, path, class_names=None):
             f"--dataset {name} has a label {count - 1}, but {len(names)} class names: the first is "
             "that of label 0"
         )
-    position = {class_name: label for label, class_name in enumerate(class_names or names)}
-    unknown = [known for known in names if known not in position]
-    if unknown:
-        raise UserError(f"--dataset {name}: class {unknown[0]} is not among those of the model")
-    new_labels = np.array([position[known] for known in names], dtype=np.int64)
-    status = os.stat(path)
-    stamp = f"{os.path.abspath(path)} {status.st_size} {status.st_mtime_ns}"
-    splits = {}
-    for split, values in labels.items():
-        pixels = Pixels(_images(name, split, arrays), f"{name}, {split} split", f"{stamp} {split}")
-        if len(pixels) != len(values):
-            raise UserError(
-                f"--dataset {name} has {len(pixels):,} {split}_images and {len(values):,} "
-                f"{split}_labels"
-            )
-        splits[split] = Images(pixels, np.arange(len(values)), new_labels[values])
-    return splits, class_names or names
+    return splits, names
 
 
 def _images(name, split, arrays):

@@ -1,6 +1,6 @@
 """Data sets of 32x32 images in memory, of the host or of a GPU, and their batches."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
@@ -8,10 +8,8 @@ import torch.nn.functional as F
 
 from utils.data.cache_files import cached
 from utils.data.loaders import to_device
-from utils.data.report import count_classes, describe_images
-from utils.images import synthetic
 from utils.images.decoding import BadImage, Images
-from utils.images.sources import ImageSplits, find_images, find_to_evaluate, split_off
+from utils.images.sources import find_images, find_to_evaluate
 from utils.images.storage import Pixels
 from utils.images.synthetic import SIZE
 from utils.run.failures import UserError
@@ -22,7 +20,7 @@ class Split:
     """Samples in memory.
 
     images: uint8 [samples, 3, 32, 32]. labels: int64 [samples]; -1: the image cannot be read.
-    source: what they are from; None: they are generated.
+    source: what they are from.
     """
 
     images: torch.Tensor
@@ -34,7 +32,7 @@ class Split:
 
     def name(self, index):
         """The path of an image, or the row in which it is."""
-        return self.source.name(index) if self.source else f"row {index}"
+        return self.source.name(index)
 
     def first(self, count):
         """The first `count` samples."""
@@ -51,18 +49,12 @@ class Split:
         images = rows.view(torch.uint8).view(-1, *self.images.shape[1:])
         return {"images": images, "labels": self.labels.index_select(0, at_hand), "ids": ids}
 
-    def select(self, indices):
-        """The samples at `indices` (int64 array) only."""
-        source = self.source and self.source.select(indices)
-        indices = torch.from_numpy(indices)
-        return Split(self.images[indices], self.labels[indices], source)
+    def __getitems__(self, ids):
+        """A batch, for a `DataLoader`."""
+        return self.batch(torch.tensor(ids))
 
     def mean_and_std(self):
-        """Mean and standard deviation of each channel over the first 10,000 images.
-
-        Returns:
-            tuple: float32 [3] each, in units of the uint8 values.
-        """
+        """Mean and standard deviation of the uint8 values, each float32 [3], of 10,000 images."""
         # Counts how often each of the 256 levels occurs: exact, and faster than a copy in float32.
         channels = self.images[:10_000].unbind(1)
         counts = [torch.bincount(channel.flatten(), minlength=256) for channel in channels]
@@ -74,11 +66,7 @@ class Split:
 
 
 def on_device(accelerator, splits):
-    """The same splits in the memory of this process's device: one kernel then makes a batch.
-
-    Args:
-        splits (dict): name -> Split.
-    """
+    """The same splits (dict) in the memory of this process's device: one kernel makes a batch."""
     device = accelerator.device
     return {
         name: Split(split.images.to(device), split.labels.to(device), split.source)
@@ -86,45 +74,28 @@ def on_device(accelerator, splits):
     }
 
 
-def load_arrays(name, *, seed=0, val_fraction=None, image_column=None, label_column=None):
+def load_arrays(name, *, seed=0, val_fraction=None, columns=None):
     """Loads a data set into memory as images of 32x32 pixels.
 
     Of an image of another size, the shorter side is scaled to 32 pixels and the center is used.
     Images are decoded once. Later starts, and the other processes of a machine, read the pixels
     from a file.
 
-    Args:
-        name, seed, val_fraction, image_column, label_column: as for `sources.find_images`.
-
     Returns:
-        ImageSplits: its splits are of the class `Split`.
+        ImageSplits: as of `sources.find_images`, which takes the same arguments; its splits are of
+        the class `Split`.
 
     Raises:
-        UserError: the data set cannot be found or has another layout; an image is corrupt (the
-            message names it); or the file cannot be written.
+        UserError: as there; an image is corrupt; or the file cannot be written.
     """
-    if name == "synthetic":
-        data = synthetic_arrays(seed)
-        return _with_val(data, seed, val_fraction) if val_fraction else data
-    columns = dict(image_column=image_column, label_column=label_column)
-    found = find_images(name, seed=seed, val_fraction=val_fraction, **columns)
+    name = "synthetic in memory" if name == "synthetic" else name
+    found = find_images(name, seed=seed, val_fraction=val_fraction, columns=columns)
     return _in_memory(found, skip=False)
 
 
-def load_arrays_to_evaluate(name, class_names, *, image_column=None, label_column=None):
-    """Loads the one split that `sources.find_to_evaluate` finds.
-
-    Args:
-        name, class_names, image_column, label_column: as for `sources.find_to_evaluate`.
-
-    Returns:
-        ImageSplits: an image that cannot be read has the label -1.
-
-    Raises:
-        UserError: as for `load_arrays`.
-    """
-    columns = dict(image_column=image_column, label_column=label_column)
-    return _in_memory(find_to_evaluate(name, class_names, **columns), skip=True)
+def load_arrays_to_evaluate(name, class_names, *, columns=None):
+    """Loads what `sources.find_to_evaluate` finds; what cannot be read has the label -1."""
+    return _in_memory(find_to_evaluate(name, class_names, columns=columns), skip=True)
 
 
 def _in_memory(found, skip):
@@ -140,55 +111,18 @@ def _in_memory(found, skip):
             pixels = pixels[torch.from_numpy(images.rows)]
         labels = np.where(readable[images.rows], images.labels, -1)
         splits[split] = Split(pixels, torch.from_numpy(labels), images)
-    details = [
-        *found.details,
+    detail = (
         f"images are used at {SIZE}x{SIZE} pixels: the center of others, after their shorter side "
-        f"is scaled to {SIZE}",
-    ]
-    return ImageSplits(splits, found.class_names, found.description, details)
-
-
-def synthetic_arrays(seed, train=5000, test=1000):
-    """Draws images of ten kinds of patterns (`synthetic.draw_patterns`).
-
-    One generator draws both splits, so they have the same distribution and no image in common.
-
-    Args:
-        seed (int): the same seed gives the same images on every machine.
-        train, test (int): number of images.
-
-    Returns:
-        ImageSplits: with the splits `train` and `test`.
-    """
-    images, labels = synthetic.draw_patterns(seed, train + test)
-    splits = {
-        "train": Split(images[:train], labels[:train]),
-        "test": Split(images[train:], labels[train:]),
-    }
-    return _described(splits, list(synthetic.CLASSES))
-
-
-def _with_val(data, seed, fraction):
-    """The same data with a `val` split, taken from `train`."""
-    train = data.splits["train"]
-    labels, name_of = train.labels.numpy(), "row {}".format
-    kept, held_out = split_off(labels, name_of, data.class_names, seed, fraction)
-    splits = {"train": train.select(kept), "val": train.select(held_out)}
-    return _described(splits | {"test": data.splits["test"]}, data.class_names)
-
-
-def _described(splits, class_names):
-    checksums = {split: str(samples.labels.tolist()) for split, samples in splits.items()}
-    description = describe_images(splits, class_names, checksums)
-    return ImageSplits(splits, class_names, description, count_classes(splits, class_names))
+        f"is scaled to {SIZE}"
+    )
+    return replace(found, splits=splits, details=[*found.details, detail])
 
 
 def _decoded(source, skip):
-    """All images of a source, from a file that is made if it is absent.
+    """All images of a source, uint8 [rows, 3, 32, 32], and which can be read, bool array [rows].
 
-    Returns:
-        tuple: uint8 [rows, 3, 32, 32]; which can be read, bool array [rows]: all, or without `skip`
-        it raises UserError.
+    They are from a file that is made if it is absent. Without `skip`, raises UserError if one
+    cannot be read.
     """
     count = len(source)
     if isinstance(source, Pixels) and source.images.shape[1:3] == (SIZE, SIZE):

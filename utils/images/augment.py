@@ -59,10 +59,9 @@ def augment(images, ids, epoch, seed, *, padding=2, cutout=0):
 
 
 def normalize(images, mean, std, keep=None, size=None):
-    """Converts uint8 images to float32 with zero mean and unit variance per channel.
+    """Converts uint8 images [batch, 3, height, width] to zero mean and unit variance per channel.
 
     Args:
-        images: uint8 [batch, 3, height, width].
         mean, std: float32 [3], in units of the uint8 values.
         keep: the mask that `augment` returned.
         size (int | None): resize to this height and width, in pixels.

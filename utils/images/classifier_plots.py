@@ -1,18 +1,15 @@
 """Draws what a classifier predicts: images with their classes, and which classes are confused."""
 
-import contextlib
-import functools
-
 import numpy as np
 import torch
 from PIL import Image
 
 from utils.report import plots
-from utils.run.output import one_line, plural
+from utils.run.output import plural
 
 
 @plots.extra
-def image_grid(path, images, labels, predictions, class_names, title=None):
+def image_grid(path, images, labels, predictions, class_names, title):
     """Draws images with their predicted classes.
 
     A wrong prediction is red, with the true class below it.
@@ -20,7 +17,7 @@ def image_grid(path, images, labels, predictions, class_names, title=None):
     Args:
         images: uint8 [count, 3, height, width].
         labels, predictions: int64 [count].
-        title (str | None): None: how many are correct.
+        title (str): above all images.
     """
     columns, (height, width) = min(8, max(4, len(images))), images.shape[-2:]
     rows = -(-len(images) // columns)
@@ -32,7 +29,7 @@ def image_grid(path, images, labels, predictions, class_names, title=None):
     size = (columns * 1.35, rows * 1.35 * cell_height / cell_width + 0.5)
     figure, axis = plots.subplots(1, 1, figsize=size)
     axis.axis("off")
-    names, fonts = drawable(shorten(name) for name in class_names)
+    names = drawable(shorten(name) for name in class_names)
     pairs = zip(labels.tolist(), predictions.tolist(), strict=True)
     for index, (label, prediction) in enumerate(pairs):
         row, column = divmod(index, columns)
@@ -44,12 +41,10 @@ def image_grid(path, images, labels, predictions, class_names, title=None):
         # Only the text in the first and last column can reach the margin, and the layout of text
         # takes time.
         at_edge = column in (0, columns - 1)
-        place = dict(ha="center", va="top", linespacing=1.0, in_layout=at_edge, family=fonts)
+        place = dict(ha="center", va="top", linespacing=1.0, in_layout=at_edge)
         axis.text(x + width / 2, y - 0.95 * top, text, fontsize=9, color=color, **place)
     axis.imshow(sheet, interpolation="nearest")
-    correct = (labels == predictions).sum().item()
-    default = f"Predicted class of {len(images)} test images: {correct} correct"
-    figure.suptitle(title or default, fontsize=11)
+    figure.suptitle(title, fontsize=11)
     plots.save(figure, path)
 
 
@@ -67,9 +62,9 @@ def confusion_matrix(path, counts, class_names):
                     color = "white" if share[i, j] > 55 else "black"
                     place = dict(ha="center", va="center", in_layout=False)
                     axis.text(j, i, f"{share[i, j]:.1f}", fontsize=8, color=color, **place)
-    names, fonts = drawable(class_names)
-    axis.set_xticks(range(count), names, rotation=45, ha="right", family=fonts)
-    axis.set_yticks(range(count), names, family=fonts)
+    names = drawable(class_names)
+    axis.set_xticks(range(count), names, rotation=45, ha="right")
+    axis.set_yticks(range(count), names)
     axis.set_xlabel("predicted class")
     axis.set_ylabel("true class")
     accuracy = 100 * counts.diag().sum() / counts.sum().clamp(min=1)
@@ -80,51 +75,14 @@ def confusion_matrix(path, counts, class_names):
     plots.save(figure, path)
 
 
-def classification(folder, split, predictions, class_names):
-    """Draws the predictions of a classifier: `predictions.png` and `confusion_matrix.png`.
-
-    Args:
-        folder (Path): where to write them.
-        split: has `images` uint8 [samples, 3, height, width] and `labels` int64 [samples].
-        predictions: int64 [samples], in the same order.
-
-    Returns:
-        dict: name of each image -> uint8 [1, height, width, 3].
-    """
-    count = min(40, len(predictions))
-    images, labels = split.images[:count], split.labels[:count]
-    counts = confusion(split.labels, predictions, len(class_names))
-    drawn = []
-    path = folder / "predictions.png"
-    if image_grid(path, images, labels, predictions[:count], class_names):
-        drawn.append("predictions")
-    drawn += _draw_confusion(folder, counts, class_names)
-    return {name: _pixels(folder / f"{name}.png") for name in drawn}
-
-
-def _draw_confusion(folder, counts, class_names):
-    """Draws the confusion matrix, unless nothing is confused; its name in a list, if drawn."""
-    mistakes = counts.sum() - counts.diag().sum()
-    path = folder / "confusion_matrix.png"
-    return ["confusion_matrix"] if mistakes and confusion_matrix(path, counts, class_names) else []
-
-
-def confusion(labels, predictions, classes):
-    """Counts samples by class: int64 [true, predicted]."""
-    return torch.bincount(labels * classes + predictions, minlength=classes**2).view(
-        classes, classes
-    )
-
-
 def of_images(folder, dataset, samples, class_names):
-    """Draws the results of an image classifier.
+    """Draws the results of an image classifier into a folder (Path).
 
-    Writes `predictions.png`, `mistakes.png` and `confusion_matrix.png` (of at most 50 classes).
+    Writes `predictions.png`; and if there are any mistakes, `mistakes.png` and, of at most 50
+    classes, `confusion_matrix.png`.
 
     Args:
-        folder (Path): where to write them.
-        dataset: returns a batch of `images`, uint8 [count, 3, size, size], for a list of ids
-            (`__getitems__`).
+        dataset (ImageBatches | Split): the images.
         samples (dict): `labels`, `predictions`, int64 [samples], and `losses` [samples]. A label of
             -1 means that there is no image.
 
@@ -152,65 +110,31 @@ def of_images(folder, dataset, samples, class_names):
             path, truth = folder / f"{name}.png", labels[ids]
             if image_grid(path, images, truth, predictions[ids], class_names, title=title):
                 drawn.append(name)
-    if len(class_names) <= 50:
-        counts = confusion(labels[readable], predictions[readable], len(class_names))
-        drawn += _draw_confusion(folder, counts, class_names)
-    return {name: _pixels(folder / f"{name}.png") for name in drawn}
-
-
-def _pixels(path):
-    return np.asarray(Image.open(path).convert("RGB"))[None]
-
-
-def class_table(labels, predictions, class_names):
-    """A table of the accuracy per class, lowest last; labels, predictions: int64 [samples]."""
-    counts = confusion(labels, predictions, len(class_names))
-    totals = counts.sum(1)
-    names = [one_line(name) for name in class_names]
-    width = max(len(name) for name in names)
-    lines = []
-    for i in torch.argsort(-(counts.diag() / totals.clamp(min=1)), stable=True).tolist():
-        wrong = counts[i].clone()
-        wrong[i] = 0
-        mistaken = ""
-        if wrong.any():
-            mistaken = f"   most often confused with {names[wrong.argmax()]} ({wrong.max()})"
-        accuracy = 100 * counts[i, i] / totals[i].clamp(min=1)
-        lines.append(f"  {names[i]:{width}}  {accuracy:6.2f} %  of {totals[i]}{mistaken}")
-    return "\n".join(lines)
+    if len(wrong) and len(class_names) <= 50:
+        counts = torch.zeros(len(class_names), len(class_names), dtype=torch.int64)
+        places = labels[readable], predictions[readable]
+        counts.index_put_(places, torch.tensor(1), accumulate=True)
+        if confusion_matrix(folder / "confusion_matrix.png", counts, class_names):
+            drawn.append("confusion_matrix")
+    return {
+        name: np.asarray(Image.open(folder / f"{name}.png").convert("RGB"))[None] for name in drawn
+    }
 
 
 def drawable(texts):
-    """Escapes names for a plot; letters that no installed font has become code points, `\\u732b`.
+    """Escapes names for a plot; letters that its font lacks become code points, `\\u732b`.
 
-    Returns:
-        tuple[list[str], list[str]]: the texts, and the font families that together have their
-        letters: Matplotlib takes each letter from the first that has it.
+    The font is the first one of Matplotlib's setting `font.family`.
     """
-    texts = [plots.for_plot(text) for text in texts]
-    fonts, missing = _fonts_for(frozenset("".join(texts)))
-    escapes = {ord(letter): f"\\u{ord(letter):04x}" for letter in missing}
-    return [text.translate(escapes) for text in texts], fonts
+    from matplotlib import font_manager
+
+    font = font_manager.get_font(font_manager.findfont(font_manager.FontProperties()))
+    letters, texts = font.get_charmap(), [plots.for_plot(text) for text in texts]
+    missing = {ord(letter) for text in texts for letter in text} - letters.keys()
+    escapes = {letter: f"\\u{letter:04x}" for letter in missing}
+    return [text.translate(escapes) for text in texts]
 
 
 def shorten(text, most=14):
     """Shortens a name that would reach into the next image."""
     return text if len(text) <= most else f"{text[: most - 1]}…"
-
-
-@functools.cache
-def _fonts_for(letters):
-    """The font families that together have the letters, and the set of those that none has."""
-    from matplotlib import font_manager
-
-    fonts = ["DejaVu Sans"]  # comes with Matplotlib
-    path = font_manager.findfont(fonts[0])
-    missing = set(letters) - set(map(chr, font_manager.get_font(path).get_charmap()))
-    for entry in font_manager.fontManager.ttflist if missing else ():
-        with contextlib.suppress(OSError, RuntimeError):  # a font was removed, or is damaged
-            covered = missing & set(map(chr, font_manager.get_font(entry.fname).get_charmap()))
-            # "Last Resort" has one box for all letters of a script.
-            if covered and not entry.name.startswith("Last Resort"):
-                fonts.append(entry.name)
-                missing -= covered
-    return fonts, missing

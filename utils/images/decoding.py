@@ -26,10 +26,6 @@ FORMATS = (
     *(["AVIF"] if HAS_AVIF else []),
 )
 TIFF_BITS = 258  # the tag: bits of each channel
-TOO_DEEP = (
-    "it has more than 8 bits per channel: convert the data set with the recipe eight_bits of "
-    "scripts/recipes/README.md"
-)
 SAMPLED = 1000  # images of which a fingerprint reads `SAMPLED_BYTES`
 SAMPLED_BYTES = 1 << 16
 
@@ -54,14 +50,7 @@ class Images:
         return len(self.rows)
 
     def open(self, index):
-        """Reads an image and its header.
-
-        Returns:
-            Encoded.
-
-        Raises:
-            BadImage: it cannot be read, or is not an image.
-        """
+        """Reads an image and its header: `Encoded`. Raises BadImage if it cannot, or is none."""
         try:
             return Encoded(self.source.read(self.rows[index]))
         except (OSError, ValueError) as error:
@@ -85,18 +74,11 @@ class Images:
         return self.select(indices)
 
     def fingerprint(self, stamps=False):
-        """A checksum of names, labels and sizes, and of the data.
+        """A checksum (str) of names, labels, sizes and data, the same on every machine.
 
         Of images in files or in a table it has the first `SAMPLED_BYTES` of `SAMPLED` images, at
-        even distances over all: another change that keeps the sizes goes unnoticed. Of arrays, it
-        has all of the data. It is the same on every machine.
-
-        Args:
-            stamps (bool): of the path, size and time of every file instead, or of the version of
-                the table: for this machine only.
-
-        Returns:
-            str: hexadecimal.
+        even distances over all: another change that keeps the sizes goes unnoticed. With `stamps`,
+        of the path, size and time of every file instead, or of the version of the table.
         """
         digest = hashlib.sha256(self.labels.tobytes())
         for row in self.rows.tolist():
@@ -125,17 +107,18 @@ class Encoded:
     """
 
     def __init__(self, data):
-        """Reads the header.
+        """Reads the header of a file in one of the `FORMATS` (bytes).
 
-        Args:
-            data (bytes): a file in one of the `FORMATS`.
-
-        Raises:
-            BadImage: the data is not an image, or has more than 8 bits per channel.
+        Raises BadImage if it is not an image, or has more than 8 bits per channel.
         """
-        self._data, self._image = data, _readable(lambda: _open(data))
+        self._data = data
+        with _readable():
+            self._image = _open(data)
         if _is_deep(self._image, self._data):
-            raise BadImage(TOO_DEEP)
+            raise BadImage(
+                "it has more than 8 bits per channel: convert the data set with the recipe "
+                "eight_bits of scripts/recipes/README.md"
+            )
         self._orientation = _orientation(self._image)
         width, height = self._image.size
         rotated = self._orientation in (5, 6, 7, 8)
@@ -148,12 +131,10 @@ class Encoded:
             reduction (int): 1, 2, 4 or 8: decode to 1/reduction of the size, if the format is JPEG.
 
         Returns:
-            uint8 [3, height, width], in channels-last memory format.
-
-        Raises:
-            BadImage: the data is damaged.
+            uint8 [3, height, width], in channels-last memory format. Raises BadImage if damaged.
         """
-        return _readable(lambda: self._pixels(reduction))
+        with _readable():
+            return self._pixels(reduction)
 
     def _pixels(self, reduction):
         image, is_jpeg = self._image, self._image.format in ("JPEG", "MPO")
@@ -218,10 +199,11 @@ def _rgb(image):
     return image.convert("RGB")
 
 
-def _readable(decode):
-    """Calls `decode()`. Raises BadImage with one line instead of any error."""
+@contextlib.contextmanager
+def _readable():
+    """Raises BadImage, with one line, instead of any error in the block."""
     try:
-        return decode()
+        yield
     except MemoryError:
         raise
     except Exception as error:  # the decoders of damaged data raise whatever they stumble over

@@ -9,7 +9,7 @@ import numpy as np
 from utils.data.report import LeftOut
 from utils.data.scan import scan
 from utils.data.splits import one_each, refuse_almost_splits, split_of
-from utils.data.tables import describes_itself
+from utils.data.tables import READERS, describes_itself
 from utils.images.decoding import HAS_AVIF, Images
 from utils.images.storage import Files
 from utils.run.domains import shown
@@ -21,7 +21,7 @@ EXTENSIONS = {
     *([".avif"] if HAS_AVIF else []),
 }
 # Files in which a data set in the Hub's layout keeps its rows.
-TABLES = {*".parquet .arrow .jsonl .ndjson .json .csv .tsv .tar .zip".split()}
+TABLES = {*READERS, ".tar", ".zip"}
 # A list of the images in a folder, with a column `file_name`. The first counts.
 LISTS = ("metadata.csv", "metadata.jsonl", "metadata.parquet")
 
@@ -32,26 +32,19 @@ def list_in(folder):
     return files[0] if files and not describes_itself(folder) else None
 
 
-def find(root, layouts, class_names=None):
-    """Finds the splits and classes of a folder. Decodes nothing.
+def find(root, layouts):
+    """Finds the splits and classes of a folder (Path). Decodes nothing.
 
     Folders at the top are splits if one of them is called like a split (see `splits`), else
-    classes.
-
-    Args:
-        root (Path): with one sub-folder per class, or folders for the splits with such sub-folders.
-        layouts (str): what is accepted; error messages end with it.
-        class_names (list[str] | None): the classes, of which some may have no image, and the train
-            split may be absent: a data set to evaluate. None: those in `train`.
+    classes. Error messages end with `layouts` (str), what is accepted.
 
     Returns:
-        tuple | None: the splits (dict of `Images`; without split folders all is `train`), class
-        names, and what was left out. None: the folder has tables instead, as a data set of the Hub
-        has.
+        tuple | None: the splits (dict of `Images`; without split folders all is `train`), the names
+        of all classes, and what was left out. None: the folder has tables instead, as a data set of
+        the Hub has.
 
     Raises:
-        UserError: there is no class folder; a class is not in `train` or in `class_names`; or it
-            cannot be decided which folders are splits.
+        UserError: there is no class folder, or it cannot be decided which folders are splits.
     """
     files, others, left_out = scan(root, EXTENSIONS)
     loose, folders = _divide(files, 0)
@@ -75,22 +68,8 @@ def find(root, layouts, class_names=None):
     if not found:
         seen = "; ".join(left_out.lines())
         raise UserError(f"--dataset {root} has no class folder with images ({seen}); {layouts}")
-    if class_names is None and "train" not in found:
-        raise UserError(
-            f"--dataset {root} has no train split, only {', '.join(found)}: add it, or rename a "
-            f"class that is called so; {layouts}"
-        )
-    names = class_names or sorted(found["train"])
-    for split, classes in found.items():
-        unknown = sorted(classes.keys() - set(names))
-        if unknown:
-            those = "its train split" if class_names is None else f"those of the model: {names}"
-            class_name = shown(unknown[0])
-            raise UserError(
-                f"--dataset {root}: class {class_name} of its {split} split is not in {those}"
-            )
-    images = {split: _labeled(root, classes, names) for split, classes in found.items()}
-    return images, names, left_out
+    names = sorted(set().union(*found.values()))
+    return {split: _labeled(root, some, names) for split, some in found.items()}, names, left_out
 
 
 def unlabeled(path):
@@ -98,9 +77,7 @@ def unlabeled(path):
 
     Returns:
         tuple[Images, list[str]]: images, sorted by name; lines about what else is in the folder.
-
-    Raises:
-        UserError: there are none.
+        Raises UserError if there are none.
     """
     root, left_out = Path(path).expanduser(), LeftOut()
     if root.is_file():
@@ -136,8 +113,7 @@ def _divide(files, depth):
 def _find_splits(root, folders, left_out):
     """The folder of each split: split -> folder; {}: the folders are classes.
 
-    Raises:
-        UserError: both kinds are there, or folders of splits have other names or are in a class.
+    Raises UserError if both kinds are there, or splits have other names or are in a class.
     """
     refuse_almost_splits(root, {folder: split_of(folder) for folder in folders})
     by_split, others = one_each(root, folders)

@@ -34,9 +34,7 @@ def check_name(name):
 def check_sizes(name, sizes):
     """Raises UserError if the model cannot take images of one of these sizes; computes nothing.
 
-    Args:
-        name (str): the model.
-        sizes (dict): what the message calls it -> pixels, or None: not given.
+    Args: sizes (dict): what the message calls it -> pixels, or None: not given.
     """
     sizes = {flag: size for flag, size in sizes.items() if size}
     if not sizes:
@@ -59,28 +57,6 @@ def without_weights(name):
         return torchvision.models.get_model(name).to("meta")
 
 
-def describe(name, choice, class_names, size=None, resize=None):
-    """Describes a model: its `config` is what is needed to build it again and to use it.
-
-    Args:
-        name (str): the model.
-        choice (str | None): the weights to start with, as for `find`.
-        class_names (list[str]): in the order of the labels.
-        size, resize (int | None): as for `preprocessing`.
-
-    Returns:
-        dict: `model`, `class_names`, `preprocessing`.
-
-    Raises:
-        UserError: as `find` does.
-    """
-    return dict(
-        model=name,
-        class_names=list(class_names),
-        preprocessing=preprocessing(find(name, choice), size, resize),
-    )
-
-
 def build(config):
     """Builds the model of a config, with random weights.
 
@@ -93,10 +69,9 @@ def build(config):
 
 
 def find(name, choice):
-    """Finds what `--weights` names.
+    """Finds what `--weights` names, for the model called `name`.
 
     Args:
-        name (str): the model.
         choice (str | None): a name of torchvision such as DEFAULT or IMAGENET1K_V2; a file; a run's
             folder or a checkpoint.
 
@@ -125,8 +100,7 @@ def preprocessing(found, size=None, resize=None):
     Args:
         found: what `find` returned.
         size (int | None): pixels of the model's input; None: as the weights have it, or 224.
-        resize (int | None): pixels of the shorter side before the crop; None: in the proportion to
-            `size` that the weights have.
+        resize (int | None): of the shorter side before the crop; None: in the same proportion.
 
     Returns:
         dict: `resize`, `crop` in pixels; `interpolation`; `mean`, `std`, for values from 0 to 1.
@@ -152,14 +126,10 @@ def preprocessing(found, size=None, resize=None):
 
 
 def initialize(accelerator, model, config, choice):
-    """Loads weights into a model that is not prepared yet; call it on every process.
+    """Loads the weights `choice`, as for `find`, into a model that is not prepared yet.
 
-    Only the main process loads them. The last layer keeps its initial weights if it has another
-    size, or if the weights are of a run with other classes.
-
-    Args:
-        config (dict): what `describe` returned.
-        choice (str | None): as for `find`; None: the model stays as it is.
+    Call it on every process; only the main process loads them. The last layer keeps its initial
+    weights if it has another size, or if the weights are of a run with other classes than `config`.
 
     Raises:
         UserError: they cannot be read or downloaded, or are those of another model.
@@ -188,10 +158,7 @@ def freeze(model):
 
 
 def train(model):
-    """Calls `model.train()`, except for batch norm with frozen weights.
-
-    In training mode that would go on to collect statistics.
-    """
+    """Calls `model.train()`, except for frozen batch norm: it would go on to collect statistics."""
     model.train()
     for module in model.modules():
         own = list(module.parameters(recurse=False))

@@ -16,12 +16,8 @@ def summarize(labels, losses, top):
 
     Returns:
         dict: `loss` and `accuracy`, each with its standard error; with five columns in `top`,
-        `top5`; `balanced_accuracy`, the mean of the accuracy of each class; `macro_f1`, the mean of
-        the F1 score of each class; and the number of `images`. A class without images, and for the
-        F1 score also without predictions, does not count.
-
-    Raises:
-        UserError: there is no image.
+        `top5`; `balanced_accuracy` and `macro_f1`, means over classes that have images (or, for
+        F1, predictions); and the number of `images`. Raises UserError if there is none.
     """
     counts, hits = readable(labels), top == labels[:, None]
     metrics, many = {}, int(counts.sum())
@@ -53,8 +49,7 @@ def score(metrics, name):
 def per_class(labels, predictions, class_names):
     """Accuracy and precision of each class, for the results: name -> share, highest first.
 
-    Args:
-        labels, predictions: int64 [samples]; a label of -1 does not count.
+    Args: labels, predictions: int64 [samples]; a label of -1 does not count.
     """
     counts = labels >= 0
     right, true, predicted = _per_class(labels[counts], predictions[counts])

@@ -12,15 +12,15 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from utils.data.report import LeftOut, count_classes, describe_images
-from utils.data.splits import hold_out
+from utils.data.splits import SPLITS, hold_out
 from utils.data.tables import READERS, local_path
 from utils.images import array_files, image_folder, synthetic
 from utils.images.decoding import Images
-from utils.images.duplicates import find_duplicates
 from utils.run.domains import shown
 from utils.run.failures import UserError
+from utils.run.output import plural
 
-SPLITS = ("train", "val", "test", "all")
+COMPARED = 400  # images that may be copies; of more than 40,000, a hundredth
 ALTERNATIVES = (
     "use a folder with one sub-folder per class (or train/ and val/ with such sub-folders), a Hub "
     "id such as uoft-cs/cifar10 or a folder in the Hub's layout, a Parquet file, an .npz file "
@@ -33,9 +33,8 @@ class ImageSplits:
     """A data set of labeled images.
 
     `splits` has `train`, and `val`, `test` or both. `class_names` are in the order of the labels.
-    `description` is one line with a checksum, which differs if an image was added, removed, renamed
-    or changed (`Images.fingerprint` says what it does not see of a thousand files). `details` are
-    more lines: the classes, and what was left out.
+    `description` is one line with a checksum (see `Images.fingerprint`), `details` are more lines:
+    the classes, and what was left out.
     """
 
     splits: dict[str, Images]
@@ -44,23 +43,20 @@ class ImageSplits:
     details: list[str] = field(default_factory=list)
 
 
-def find_images(name, *, seed=0, val_fraction=0.1, image_column=None, label_column=None):
+def find_images(name, *, seed=0, val_fraction=0.1, columns=None):
     """Finds the images of a data set and their classes; decodes none.
 
     A data set without a `val` split gets one, from `train`: an equal share of every class. So no
     script has to choose by results on test data.
 
     Args:
-        name (str): a folder with one sub-folder per class, with or without splits, or with
-            a list `metadata.csv` (file_name, label, perhaps split); a Hub id or a folder in the
-            Hub's layout; a single file with a table, or with arrays (see `array_files`); or
-            `synthetic`.
+        name (str): see `ALTERNATIVES`; a folder may also have a list `metadata.csv` (file_name,
+            label, perhaps split).
         seed (int): seed of the split and of `synthetic`.
         val_fraction (float | None): share of each class for the split; 0: none. None: 0.1 if there
-            is no `test` split either, else 0. Which images is a deterministic function of the seed
-            and their names.
-        image_column, label_column (str | None): columns of a table; None: the only ones that have
-            images and classes.
+            is no `test` split either, else 0. The seed and the names of images decide which ones.
+        columns (tuple | None): of a table, those with the images and the classes; None, also in the
+            tuple: the only ones.
 
     Returns:
         ImageSplits.
@@ -68,8 +64,7 @@ def find_images(name, *, seed=0, val_fraction=0.1, image_column=None, label_colu
     Raises:
         UserError: there is no such data set, it has another layout, or nothing is held out.
     """
-    splits, class_names, left_out = _find(name, seed, image_column, label_column)
-    splits = {split: splits[split] for split in SPLITS if split in splits}
+    splits, class_names, left_out = _find(name, seed, columns)
     if len(class_names) < 2:
         raise UserError(
             f"--dataset {name} has only one class, {class_names[0]}: a classifier needs at least "
@@ -80,9 +75,7 @@ def find_images(name, *, seed=0, val_fraction=0.1, image_column=None, label_colu
         val_fraction = 0.1 if len(splits) == 1 else 0
     if "val" not in splits and val_fraction > 0:
         train = splits["train"]
-        kept, held_out = split_off(
-            train.labels, train.portable_name, class_names, seed, val_fraction, first["train"]
-        )
+        kept, held_out = split_off(train, class_names, seed, val_fraction, first["train"])
         splits |= {"train": train.select(kept), "val": train.select(held_out)}
     if len(splits) == 1:
         raise UserError(
@@ -90,25 +83,18 @@ def find_images(name, *, seed=0, val_fraction=0.1, image_column=None, label_colu
             "to hold out a part of train"
         )
     for split, images in splits.items():
-        counts = np.bincount(images.labels, minlength=len(class_names))
-        missing = [class_names[label] for label in np.flatnonzero(counts == 0)]
-        if missing:
+        missing = np.flatnonzero(np.bincount(images.labels, minlength=len(class_names)) == 0)
+        if len(missing):
             others = f" and {len(missing) - 1} more" if len(missing) > 1 else ""
-            class_name = shown(missing[0])
+            class_name = shown(class_names[missing[0]])
             raise UserError(
                 f"--dataset {name}: its {split} split has no image of class {class_name}{others}"
             )
-    data = _described(splits, class_names, left_out)
-    data.details += copies
-    return data
+    return _described(splits, class_names, left_out, copies)
 
 
-def find_to_evaluate(name, class_names, *, image_column=None, label_column=None):
-    """Finds labeled images that a trained model has not seen.
-
-    Args:
-        class_names (list[str]): those of the model, of which the data set may lack some.
-        image_column, label_column: as for `find_images`.
+def find_to_evaluate(name, class_names, *, columns=None):
+    """Finds labeled images that a model with these classes has not seen; some may have no image.
 
     Returns:
         ImageSplits: with one split, `test` or else `val`, if the data set has it; else `all`.
@@ -116,18 +102,48 @@ def find_to_evaluate(name, class_names, *, image_column=None, label_column=None)
     Raises:
         UserError: there is no such data set, or it has other classes.
     """
-    splits, _, left_out = _find(name, 0, image_column, label_column, class_names)
+    splits, _, left_out = _find(name, 0, columns, class_names)
     split = next(split for split in ("test", "val", "train") if split in splits)
-    used = {"all" if split == "train" else split: splits[split]}
-    for other in splits.keys() - {split}:
-        left_out.add(f"images of the {other} split", splits[other].name(0), len(splits[other]))
+    used = {"all" if split == "train" else split: splits.pop(split)}
+    for other, images in splits.items():
+        left_out.add(f"images of the {other} split", images.name(0), len(images))
     return _described(used, class_names, left_out)
 
 
-def _find(name, seed, image_column, label_column, class_names=None):
+def _find(name, seed, columns, class_names=None):
     """Splits, class names and what was left out of any data set."""
-    if name == "synthetic":
-        return synthetic.find(seed)
+    found, known, left_out = _open(name, seed, columns or (None, None), class_names)
+    splits = {split: found[split] for split in SPLITS if split in found}
+    if class_names is None and "train" not in splits:
+        raise UserError(
+            f"--dataset {name} has no train split, only {', '.join(splits)}: add it, or rename a "
+            f"class that is called so; {ALTERNATIVES}"
+        )
+    where = "those of the model"
+    if class_names is None:
+        where = "its train split"
+        class_names = [known[label] for label in np.unique(splits["train"].labels)]
+        unused = [class_name for class_name in known if class_name not in class_names]
+        if unused:
+            left_out.add("classes without images to train with", unused[0], len(unused))
+    position = {class_name: label for label, class_name in enumerate(class_names)}
+    new_labels = np.array([position.get(class_name, -1) for class_name in known], dtype=np.int64)
+    for split, images in splits.items():
+        labels = new_labels[images.labels]
+        for index in np.flatnonzero(labels < 0)[:1]:
+            class_name = shown(known[images.labels[index]])
+            raise UserError(
+                f"--dataset {name}: class {class_name} of its {split} split "
+                f"({images.name(index)}) is not in {where}"
+            )
+        splits[split] = Images(images.source, images.rows, labels)
+    return splits, class_names, left_out
+
+
+def _open(name, seed, columns, class_names):
+    """Splits with labels of their own, the names of these, and what was left out."""
+    if name in synthetic.COUNTS:
+        return *synthetic.draw_splits(seed, **synthetic.COUNTS[name]), LeftOut()
     path = local_path(name, ALTERNATIVES)
     if path and path.is_file() and path.suffix.lower() == ".npz":
         return *array_files.find(name, path, class_names), LeftOut()
@@ -136,22 +152,21 @@ def _find(name, seed, image_column, label_column, class_names=None):
         raise UserError(f"--dataset {name} is a file that does not end in {known}; {ALTERNATIVES}")
     if path and path.is_dir():
         file = image_folder.list_in(path)
-        found = None if file else image_folder.find(path.resolve(), ALTERNATIVES, class_names)
+        found = None if file else image_folder.find(path.resolve(), ALTERNATIVES)
         if found:
             return found
         if file:
-            path, image_column = file, image_column or "file_name"
+            path, columns = file, (columns[0] or "file_name", columns[1])
     from utils.images import tables  # here, because it imports `datasets`, which takes a second
 
-    return tables.find(name, path, image_column, label_column, ALTERNATIVES, class_names)
+    return tables.find(name, path, columns, ALTERNATIVES)
 
 
-def _described(splits, class_names, left_out):
-    splits = {split: splits[split] for split in SPLITS if split in splits}
-    fingerprints = {split: images.fingerprint() for split, images in splits.items()}
-    description = describe_images(splits, class_names, fingerprints)
+def _described(splits, class_names, left_out, copies=()):
+    splits = {split: splits[split] for split in (*SPLITS, "all") if split in splits}
     details = [*count_classes(splits, class_names), *left_out.lines(), *_look_alikes(class_names)]
-    return ImageSplits(splits, class_names, description, details)
+    description = describe_images(splits, class_names)
+    return ImageSplits(splits, class_names, description, [*details, *copies])
 
 
 def _look_alikes(class_names):
@@ -167,17 +182,13 @@ def _look_alikes(class_names):
     ]
 
 
-def split_off(labels, name_of, class_names, seed, fraction, first=None):
+def split_off(images, class_names, seed, fraction, first):
     """Chooses an equal share of every class: those that come first by a hash of name and seed.
 
     Equal images stay on one side; if they are of different classes, they are not held out.
 
     Args:
-        labels: int64 array [samples].
-        name_of: a function that returns the name of a sample, the same on every machine.
-        class_names (list[str]): in the order of the labels.
-        fraction (float): share of each class.
-        first: int64 array [samples], the index of the first equal sample; None: all differ.
+        first: int64 array [samples], the index of the first equal sample.
 
     Returns:
         tuple: the indices of the samples that stay, and those of the others; int64 arrays, sorted.
@@ -185,22 +196,60 @@ def split_off(labels, name_of, class_names, seed, fraction, first=None):
     Raises:
         UserError: a class has fewer than two samples.
     """
-    held_out = np.zeros(len(labels), dtype=bool)
-    first = np.arange(len(labels)) if first is None else first
-    ambiguous = first[labels != labels[first]]
+    held_out = np.zeros(len(images), dtype=bool)
+    ambiguous = first[images.labels != images.labels[first]]
     for label, class_name in enumerate(class_names):
-        members = np.flatnonzero(labels == label)
+        members = np.flatnonzero(images.labels == label)
         if len(members) < 2:
-            plural = "" if len(members) == 1 else "s"
             raise UserError(
-                f"class {class_name} has {len(members)} image{plural}: at least 2 are needed to "
+                f"class {class_name} has {plural(len(members), 'image')}: at least 2 are needed to "
                 "split off a val split"
             )
         certain = members[~np.isin(first[members], ambiguous)]
         members = certain if len(certain) > 1 else members
-        keys = [
-            hashlib.blake2b(f"{seed}/{name_of(i)}".encode("utf-8", "surrogateescape")).digest()
-            for i in first[members]
-        ]
+        keys = [f"{seed}/{images.portable_name(index)}" for index in first[members]]
+        keys = [hashlib.blake2b(key.encode("utf-8", "surrogateescape")).digest() for key in keys]
         held_out[members[hold_out(keys, fraction)]] = True
     return np.flatnonzero(~held_out), np.flatnonzero(held_out)
+
+
+def find_duplicates(splits):
+    """Finds equal images, within and across splits: among those of the same size, by a checksum.
+
+    If too many have the same size, those are compared whose size the fewest others have.
+
+    Returns:
+        tuple: split -> int64 array [samples], the number of the first image with the same bytes,
+        counted over all splits; lines for the report about the data set.
+    """
+    parts = list(splits.values())
+    samples = [(split, index) for split in splits for index in range(len(splits[split]))]
+    labels = np.concatenate([images.labels for images in parts])
+    sizes = np.concatenate([images.source.sizes[images.rows] for images in parts])
+    _, groups, counts = np.unique(sizes, return_inverse=True, return_counts=True)
+    alike = np.flatnonzero((counts[groups] > 1) & (sizes > 0))
+    alike = alike[np.argsort(counts[groups[alike]], kind="stable")]
+    most = max(COMPARED, len(sizes) // 100)
+    first, seen, kinds = np.arange(len(sizes)), {}, LeftOut()
+    for number in sorted(alike[:most].tolist()):
+        split, index = samples[number]
+        other = first[number] = seen.setdefault(_checksum(splits[split], index), number)
+        if other != number:
+            other_split = samples[other][0]
+            place = f"in {split}" if split == other_split else f"in {other_split} and {split}"
+            classes = "" if labels[number] == labels[other] else ", with different classes"
+            kinds.add(f"twice {place}{classes}", splits[split].name(index))
+    lines = kinds.lines("equal images")
+    if len(alike) > most:
+        count = len(alike) - most
+        lines.append(f"{count:,} images of the same size were not compared with others")
+    ends = np.cumsum([len(images) for images in parts])[:-1]
+    return dict(zip(splits, np.split(first, ends), strict=True)), lines
+
+
+def _checksum(images, index):
+    """A checksum of the bytes of an image; of one that cannot be read, its name."""
+    try:
+        return hashlib.sha256(images.source.read(images.rows[index])).digest()
+    except (OSError, ValueError):
+        return images.name(index)

@@ -13,12 +13,7 @@ from utils.data.scan import read_regular, stamp
 
 
 class Files:
-    """Images in files.
-
-    Args:
-        root (Path): the folder of the data set.
-        names (list[str]): paths relative to `root`.
-    """
+    """Images in files: `names` (list of str) are paths relative to the folder `root`."""
 
     def __init__(self, root, names):
         # An array, whose memory the workers of a data loader share. That of Python objects is
@@ -37,7 +32,7 @@ class Files:
         return f"{self.root}/{self.portable_name(row)}"
 
     def portable_name(self, row):
-        """The path relative to the folder of the data set, which differs between machines."""
+        """The path in the folder of the data set, which differs between machines."""
         return os.fsdecode(self._names[row])
 
     @cached_property
@@ -106,7 +101,6 @@ class Pixels(Rows):
     """Images in an array, `images`: uint8 [images, height, width, 3]."""
 
     def __init__(self, images, place, version):
-        """Args: place, version: as for `Rows`."""
         super().__init__(images, place, version)
         self.images = images
 

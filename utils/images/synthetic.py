@@ -1,15 +1,12 @@
 """Draws images of patterns, for runs without a data set."""
 
-import io
 import math
 
 import numpy as np
 import torch
-from PIL import Image
 
-from utils.data.report import LeftOut
 from utils.images.decoding import Images
-from utils.images.storage import Rows
+from utils.images.storage import Pixels
 
 SIZE = 32  # pixels, square
 # Arguments: offset (a, b) of a pixel from the center (right, down), angular frequency p, phase q,
@@ -39,11 +36,8 @@ def draw_patterns(seed, count):
     """Draws ten kinds of patterns with random position, scale, phase and two colors, with noise.
 
     Because of the random phases and colors, a linear model has a low accuracy; a small
-    convolutional network learns all ten classes.
-
-    Args:
-        seed (int): the same seed gives the same images on every machine.
-        count (int): number of images, all different.
+    convolutional network learns all ten classes. The same seed gives the same images on every
+    machine, all different.
 
     Returns:
         tuple: images, uint8 [count, 3, 32, 32]; labels, int64 [count], in the order of `CLASSES`.
@@ -77,26 +71,19 @@ def draw_patterns(seed, count):
     return images.clamp_(0, 255).to(torch.uint8), labels
 
 
-def find(seed, train=1000, val=200):
-    """Patterns as encoded images of 40 to 160 pixels a side; every tenth is gray, or a PNG.
+def draw_splits(seed, **counts):
+    """Patterns for splits of so many images: the splits (dict of `Images`), and class names."""
+    drawn, labels = draw_patterns(seed, sum(counts.values()))
+    pixels, labels, splits = drawn.permute(0, 2, 3, 1).contiguous().numpy(), labels.numpy(), {}
+    for split, count in counts.items():
+        source = Pixels(pixels[:count], f"synthetic, {split} split", f"{seed} {counts}")
+        splits[split] = Images(source, np.arange(count), labels[:count])
+        pixels, labels = pixels[count:], labels[count:]
+    return splits, list(CLASSES)
 
-    Returns:
-        tuple: the splits (dict of `Images`), class names, and what was left out: nothing.
-    """
-    drawn, labels = draw_patterns(seed, train + val)
-    sizes = np.random.default_rng(seed).integers(40, 161, (train + val, 2))
-    splits = {}
-    for split, first, count in (("train", 0, train), ("val", train, val)):
-        encoded = []
-        for index in range(count):
-            pixels = drawn[first + index].permute(1, 2, 0).numpy()
-            size = sizes[first + index].tolist()
-            image = Image.fromarray(pixels).resize(size, Image.BICUBIC)
-            image = image.convert("L") if index % 10 == 3 else image
-            buffer = io.BytesIO()
-            image.save(buffer, "PNG" if index % 10 == 7 else "JPEG")
-            encoded.append(buffer.getvalue())
-        source = Rows(encoded, f"synthetic, {split} split", version=f"synthetic {seed}")
-        own_labels = labels[first : first + count].numpy()
-        splits[split] = Images(source, np.arange(count), own_labels)
-    return splits, list(CLASSES), LeftOut()
+
+# The names of data sets -> how many images their splits have.
+COUNTS = {
+    "synthetic": {"train": 1000, "val": 200},
+    "synthetic in memory": {"train": 5000, "test": 1000},
+}

@@ -1,6 +1,11 @@
-"""Images in the rows of a table: a file, a folder in the Hub's layout, or a data set of the Hub."""
+"""Images in the rows of a table: a file, a folder in the Hub's layout, or a data set of the Hub.
+
+Labels are text, integers, or of the type `datasets.ClassLabel`: each different value is a class,
+exactly.
+"""
 
 import os
+import unicodedata
 
 import datasets
 import numpy as np
@@ -18,45 +23,47 @@ from utils.data.tables import (
     load_table,
     name_splits,
 )
-from utils.images import columns, image_folder
+from utils.images import image_folder
 from utils.images.decoding import Images
 from utils.images.storage import Files, Rows
 from utils.run.failures import UserError
 
+GIVE = "give --columns IMAGE LABEL"
+UNKNOWN = (None, -1, "-1", "")  # instead of a label
+# Names of the label column in tables that do not say what their columns mean.
+LABEL_NAMES = ("label", "labels", "class", "cls", "target", "fine_label")
 
-def find(name, path, image_column, label_column, alternatives, class_names=None):
+
+def find(name, path, wanted, alternatives):
     """Finds the images, splits and classes of tables; decodes nothing.
 
     Args:
         name (str): the value of `--dataset`.
         path (Path | None): a file or a folder; None: `name` is a Hub id.
-        image_column, label_column (str | None): as for `sources.find_images`.
+        wanted (tuple): the columns of the images (which may also have paths) and of their labels,
+            or None for those that `find_columns` finds.
         alternatives (str): what else the user can give; error messages end with it.
-        class_names (list[str] | None): those of a trained model; None: those in `train`.
 
     Returns:
-        tuple: the splits (dict of `Images`), class names, and what was left out.
+        tuple: the splits (dict of `Images`), the names of all classes, and what was left out.
 
     Raises:
-        UserError: there is no such table, or no such column; a class is not in `train`; a label is
-            no class; or a path leads out of the folder of the table.
+        UserError: there is no such table or column; a row has no label; a file has two labels; or a
+            path leads out of the folder of the table.
     """
     left_out, one_file = LeftOut(), path is not None and path.is_file()
     files = _files(path) if path and not one_file else None
     files = {"train": [path]} if one_file else files
     tables = load_table(name, files=files, alternatives=alternatives)
     used = name_splits(name, tables, left_out)
+    if not used:
+        raise UserError(
+            f"--dataset {name} has no train split, only {', '.join(tables)}; {alternatives}"
+        )
     if one_file and "split" in used["train"].features:
         used = _by_column(name, used["train"])
-    if "train" not in used and class_names is None:
-        listed = ", ".join(used or tables)
-        raise UserError(f"--dataset {name} has no train split, only {listed}; {alternatives}")
-    features = next(iter(used.values())).features
-    image_column, label_column = columns.find_columns(name, features, image_column, label_column)
-    labels, names = columns.read_labels(name, used, label_column, class_names)
-    unused = [known for known in getattr(features[label_column], "names", ()) if known not in names]
-    if unused and class_names is None:
-        left_out.add("classes without images to train with", unused[0], len(unused))
+    image_column, label_column = find_columns(name, next(iter(used.values())).features, *wanted)
+    labels, names = _read_labels(used, label_column)
     # In a list that a person wrote, paths may lead anywhere.
     is_list = one_file and path.suffix.lower() in LISTS and path.name not in image_folder.LISTS
     folder = path.parent if one_file else path
@@ -107,7 +114,100 @@ def _by_column(name, table):
                 "test"
             )
         rows.setdefault(split, []).append(row)
-    return {split: table.select(rows[split]) for split in ("train", "val", "test") if split in rows}
+    return {split: table.select(some) for split, some in rows.items()}
+
+
+# ---------------------------------------------------------------------------------------- columns
+
+
+def find_columns(name, features, image_column, label_column):
+    """Finds the columns (two str) that have images and classes: the given ones, if not None.
+
+    Or else the only ones of the types `datasets.Image` and `datasets.ClassLabel`; or else the only
+    one with bytes, and the only one with a well-known name.
+
+    Raises:
+        UserError: there is no such column, or more than one, or it has values of another type.
+    """
+    typed = [column for column, kind in features.items() if isinstance(kind, datasets.Image)]
+    binary = [column for column, kind in features.items() if _has_bytes(kind)]
+    image_column = _choose(name, features, "image", image_column, typed or binary)
+    kind = features[image_column]
+    if not (isinstance(kind, datasets.Image) or _has_bytes(kind) or _is_text(kind)):
+        raise UserError(f"the column {image_column} of --dataset {name} has no images, but {kind}")
+    typed = [column for column, kind in features.items() if isinstance(kind, datasets.ClassLabel)]
+    named = [column for column in LABEL_NAMES if column in features]
+    label_column = _choose(name, features, "label", label_column, typed or named)
+    kind = features[label_column]
+    is_value = isinstance(kind, datasets.Value) and kind.dtype.startswith(("int", "uint", "bool"))
+    if not (isinstance(kind, datasets.ClassLabel) or is_value or _is_text(kind)):
+        raise UserError(
+            f"the column {label_column} of --dataset {name} has {kind}, and not one class for each "
+            f"image, as text or an integer: convert it, or {GIVE} to take another one"
+        )
+    return image_column, label_column
+
+
+def _choose(name, features, kind, wanted, candidates):
+    """The column that is wanted, or the only candidate."""
+    if wanted in features:
+        return wanted
+    if wanted is not None:
+        listed = ", ".join(features)
+        raise UserError(f"--columns {wanted}: --dataset {name} has the columns {listed}")
+    if len(candidates) == 1:
+        return candidates[0]
+    listed = ", ".join(candidates or features)
+    found = f"several {kind} columns" if candidates else f"no known {kind} column, only"
+    raise UserError(f"--dataset {name} has {found} {listed}: {GIVE}")
+
+
+def _has_bytes(kind):
+    """Whether a type is binary, or a struct with the fields in which `datasets` stores images."""
+    if isinstance(kind, dict):
+        return kind.keys() == {"bytes", "path"}
+    return isinstance(kind, datasets.Value) and "binary" in kind.dtype
+
+
+def _is_text(kind):
+    return isinstance(kind, datasets.Value) and kind.dtype in ("string", "large_string")
+
+
+def _values(table, column):
+    """The values of a column (list); of one that is not there, as in competitions, None."""
+    if column not in table.features:
+        return [None] * len(table)
+    return table.select_columns([column]).with_format("arrow")[:].column(0).to_pylist()
+
+
+def _read_labels(tables, column):
+    """Reads the labels of all splits.
+
+    Returns:
+        tuple: split -> int64 [rows], -1 where there is no label; the names of the classes.
+    """
+    features, values = next(iter(tables.values())).features, {}
+    declared = dict(enumerate(getattr(features[column], "names", ())))
+    for split, table in tables.items():
+        read = [v.strip() and v if isinstance(v, str) else v for v in _values(table, column)]
+        values[split] = [None if value in UNKNOWN else value for value in read]
+
+    def class_name(value):
+        return unicodedata.normalize("NFC", str(declared.get(value, value)))
+
+    known = sorted({*declared}.union(*values.values()) - {None})
+    numbers = {}
+    for value in known:
+        numbers.setdefault(class_name(value), len(numbers))
+    position = {value: numbers[class_name(value)] for value in known} | {None: -1}
+    labels = {
+        split: np.array([position[value] for value in some], dtype=np.int64)
+        for split, some in values.items()
+    }
+    return labels, list(numbers)
+
+
+# ----------------------------------------------------------------------------------------- images
 
 
 def _source(table, column, place, folder, anywhere):
@@ -126,7 +226,7 @@ def _source(table, column, place, folder, anywhere):
         rows = rows.cast_column(column, datasets.Image(decode=False))
     # The version differs if a file of the data set was changed.
     in_rows = Rows(rows, place, version=f"{table._fingerprint} {column}")
-    if not columns.is_text(kind) and (in_rows.sizes >= 0).any():
+    if not _is_text(kind) and (in_rows.sizes >= 0).any():
         return in_rows
     start = os.path.abspath(folder or ".")
     allowed = [datasets.config.HF_CACHE_HOME, datasets.config.HF_DATASETS_CACHE]
@@ -134,7 +234,7 @@ def _source(table, column, place, folder, anywhere):
     allowed += [os.path.realpath(path) for path in allowed]
     allowed = tuple(os.path.join(os.path.abspath(path), "") for path in allowed)
     files = []
-    for row, value in enumerate(rows.with_format("arrow")[:].column(0).to_pylist()):
+    for row, value in enumerate(_values(rows, column)):
         path = value["path"] if isinstance(value, dict) else value
         if not path:
             raise UserError(f"row {row} of {place} has no image: remove it")
@@ -150,20 +250,13 @@ def _source(table, column, place, folder, anywhere):
 def _once(name, split, images, seen, left_out):
     """The images of a split without the rows that name a file again.
 
-    Args:
-        seen (dict): path -> (split, label), of earlier splits, too; this adds to it.
-
-    Raises:
-        UserError: a file has two labels, or is in two splits.
+    Adds the files to `seen`: path -> (split, label, row). Raises UserError if one has two labels or
+    is in two splits.
     """
     rows = []
     for row, label in enumerate(images.labels.tolist()):
         path = images.name(row)
-        if path not in seen:
-            seen[path] = split, label
-            rows.append(row)
-            continue
-        other_split, other_label = seen[path]
+        other_split, other_label, first = seen.setdefault(path, (split, label, row))
         if other_split != split:
             raise UserError(
                 f"--dataset {name} names {path} in its {other_split} split and in its {split} "
@@ -171,5 +264,8 @@ def _once(name, split, images, seen, left_out):
             )
         if other_label != label:
             raise UserError(f"--dataset {name} names {path} with two labels: remove one of them")
-        left_out.add("rows that name a file again", path)
+        if first == row:
+            rows.append(row)
+        else:
+            left_out.add("rows that name a file again", path)
     return images.select(np.array(rows, dtype=np.int64))

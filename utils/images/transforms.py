@@ -1,26 +1,27 @@
-"""Transforms of single images: for evaluation, and for training with random numbers of their own.
+"""From encoded images to whole batches: transforms of images; Mixup and CutMix of a batch.
 
-What happens to an image is a deterministic function of the seed, the epoch and its id.
+What happens to an image is a deterministic function of the seed, the epoch and its id, and what is
+mixed one of the seed, the step and the positions in the global batch.
 """
 
+import sys
+
 import torch
+from torch.nn.functional import one_hot
+from torch.utils.data import Dataset, get_worker_info
 from torchvision.transforms import InterpolationMode, v2
 from torchvision.transforms.v2 import functional as F
 
 from utils.data.permutation import sample_seed
 from utils.images.decoding import BadImage
+from utils.run.failures import UserError
 
 REDUCTIONS = (8, 4, 2)  # by which the decoder of JPEG can divide the size, at less work
 LONGEST = 32  # times the shorter side: scaling an image of 10,000 x 1 pixels would need gigabytes
 
 
 def reduction_for(width, height, wanted_width, wanted_height):
-    """How much smaller a part of an image can be decoded.
-
-    Returns:
-        int: the largest reduction with which a part of `width` x `height` pixels still has
-        `wanted_width` x `wanted_height`.
-    """
+    """How much smaller a part of an image can be decoded: it keeps the wanted size or more."""
     for reduction in REDUCTIONS:
         if width >= reduction * wanted_width and height >= reduction * wanted_height:
             return reduction
@@ -28,19 +29,11 @@ def reduction_for(width, height, wanted_width, wanted_height):
 
 
 def shrink(image, side, interpolation="bilinear"):
-    """Scales an image so that its shorter side has `side` pixels.
+    """Scales an image so that its shorter side has `side` pixels: uint8 [3, height, width].
 
     A JPEG is decoded to twice that size or more, which changes what is left after scaling by less
-    than a level on average.
-
-    Args:
-        image (Encoded | Scaled): see `images` and `image_cache`.
-
-    Returns:
-        uint8 [3, height, width], in channels-last memory format.
-
-    Raises:
-        BadImage: the data is damaged, or the longer side is more than `LONGEST` times the shorter.
+    than a level on average. Raises BadImage if the data is damaged, or if the longer side is more
+    than `LONGEST` times the shorter.
     """
     if max(image.width, image.height) > LONGEST * min(image.width, image.height):
         raise BadImage(f"it is {image.width} x {image.height} pixels, too long: cut it")
@@ -54,11 +47,7 @@ class EvalTransform:
     """Scales the shorter side to `resize` pixels and crops the center to `crop` x `crop`."""
 
     def __init__(self, preprocess):
-        """
-        Args:
-            preprocess (dict): `resize`, `crop` and `interpolation`, as `pretrained.preprocessing`
-                returns them.
-        """
+        """Args: preprocess (dict): as `pretrained.preprocessing` returns it."""
         self.size, self._resize = preprocess["crop"], preprocess["resize"]
         self._interpolation = preprocess["interpolation"]
 
@@ -82,14 +71,7 @@ class TrainTransform:
     """
 
     def __init__(
-        self,
-        seed,
-        preprocess,
-        *,
-        min_scale=0.08,
-        flip=0.5,
-        auto_augment="none",
-        random_erasing=0.0,
+        self, seed, preprocess, *, min_scale=0.08, flip=0.5, auto_augment="none", random_erasing=0.0
     ):
         self.size, self._seed, self._flip = preprocess["crop"], seed, flip
         self._interpolation = InterpolationMode(preprocess["interpolation"])
@@ -101,20 +83,10 @@ class TrainTransform:
         self._erase = v2.RandomErasing(random_erasing, value=color) if random_erasing else None
 
     def __call__(self, image, epoch, index):
-        """Transforms an image.
+        """Transforms an image (Encoded | Scaled) to uint8 [3, size, size].
 
         Seeds torch's generator: all random numbers are a deterministic function of the seed,
-        `epoch` and `index`.
-
-        Args:
-            image (Encoded | Scaled): see `images` and `image_cache`.
-            epoch, index (int): of the sample.
-
-        Returns:
-            uint8 [3, size, size].
-
-        Raises:
-            BadImage: the data is damaged.
+        `epoch` and `index`. Raises BadImage if the data is damaged.
         """
         torch.default_generator.manual_seed(sample_seed(self._seed, epoch, index))
         # The library draws the part before the image is decoded: it needs no more than the size.
@@ -141,3 +113,116 @@ def _cut_out(pixels, part, image):
     pixels = pixels[:, top : top + rows, left : left + columns]
     # A view of the whole would be scaled on the slow path, to another memory format.
     return pixels.permute(1, 2, 0).contiguous().permute(2, 0, 1)
+
+
+class Mix:
+    """Mixes each image with its partner in the global batch, where positions 2k and 2k + 1 pair up.
+
+    The method, the share and the box are a deterministic function of the seed and the step, so they
+    are the same for the whole global batch. A process has both images of a pair if it has an even
+    number of consecutive images.
+    """
+
+    def __init__(self, mixup, cutmix, classes, seed):
+        """
+        Args:
+            mixup, cutmix (float): alphas of Mixup (arXiv:1710.09412) and CutMix (arXiv:1905.04899);
+                0: without it.
+            classes, seed (int): number of classes; of the run.
+        """
+        pairs = ((v2.MixUp, mixup), (v2.CutMix, cutmix))
+        methods = [method(alpha=alpha) for method, alpha in pairs if alpha]
+        self._mix, self._classes, self._seed = v2.RandomChoice(methods), classes, seed
+
+    def __call__(self, images, labels, step):
+        """Mixes the images of a micro-batch: float [batch, channels, height, width]; it is even.
+
+        Returns:
+            tuple: images of the same shape; the share of each class, float32 [batch, classes].
+        """
+        labels = one_hot(labels, self._classes).float()
+        with torch.random.fork_rng(devices=[]):
+            torch.default_generator.manual_seed(sample_seed(self._seed, step, -2))
+            # The library mixes a batch with itself shifted by one: of two items, each with the
+            # other. So the first images of all pairs form one item, with the channels of all of
+            # them, and the second images the other.
+            images, labels = self._mix(_fold(images), _fold(labels))
+        count = len(labels[0]) // self._classes
+        images = _unfold(images.view(2, count, -1, *images.shape[2:]))
+        images = images.contiguous(memory_format=torch.channels_last)
+        return images, _unfold(labels.view(2, count, -1))
+
+
+def _fold(x):
+    """[2 n, size, ...] -> [2, n size, ...]"""
+    return x.unflatten(0, (-1, 2)).transpose(0, 1).flatten(1, 2)
+
+
+def _unfold(x):
+    """[2, n, size, ...] -> [2 n, size, ...]"""
+    return x.transpose(0, 1).flatten(0, 1)
+
+
+class ImageBatches(Dataset):
+    """Returns whole batches to a `DataLoader`, for a list of ids or of (epoch, id).
+
+    A batch is a dict: `images`, uint8 [batch, 3, size, size] in channels-last memory format;
+    `labels` and `ids`, int64 [batch].
+    """
+
+    def __init__(self, images, transform, on_bad="stop", replace=False):
+        """
+        Args:
+            images (Images | CachedImages): a split.
+            transform (EvalTransform | TrainTransform): what each image goes through.
+            on_bad (str): `stop`: an image that cannot be read is an error; `skip`: it is left out,
+                with a warning.
+            replace (bool): the next image that can be read takes its place; otherwise, its pixels
+                are 0 and its label is -1.
+        """
+        self.images, self.size, self._transform = images, transform.size, transform
+        self._skip, self._replace, self._warned = on_bad == "skip", replace, set()
+
+    def __len__(self):
+        return len(self.images)
+
+    def name(self, index):
+        """The path of an image, or the row in which it is."""
+        return self.images.name(index)
+
+    def __getitems__(self, keys):
+        """Returns a batch. Raises UserError, on this process only, for an image that is refused."""
+        keys = [key if isinstance(key, tuple) else (0, key) for key in keys]
+        with torch.random.fork_rng(devices=[]):  # the transforms seed the global generator
+            pixels, labels = zip(*(self._transformed(*key) for key in keys), strict=True)
+        ids = torch.tensor([index for _, index in keys])
+        images = torch.stack(pixels).permute(0, 3, 1, 2)
+        return {"images": images, "labels": torch.tensor(labels), "ids": ids}
+
+    def _transformed(self, epoch, index):
+        """An image, uint8 [size, size, 3], and its label."""
+        count = len(self)
+        for candidate in range(index, index + count if self._replace else index + 1):
+            candidate %= count
+            try:
+                pixels = self._transform(self.images.open(candidate), epoch, candidate)
+            except BadImage as error:
+                self._refuse(candidate, error)
+            else:
+                return pixels.permute(1, 2, 0), int(self.images.labels[candidate])
+        if self._replace:
+            raise UserError("none of the training images can be read", None)
+        return torch.zeros(self.size, self.size, 3, dtype=torch.uint8), -1
+
+    def _refuse(self, index, error):
+        """Warns of an image that cannot be read, once, or raises UserError."""
+        line = f"cannot read {self.name(index)}: {error}"
+        if not self._skip:
+            # Only this process knows: it prints.
+            raise UserError(
+                f"{line}; replace or remove it, or leave it out with --on_bad_image skip", None
+            )
+        if index not in self._warned:
+            self._warned.add(index)
+            worker = f" (worker {get_worker_info().id})" if get_worker_info() else ""
+            print(f"warning{worker}: left out: {line}", file=sys.stderr, flush=True)

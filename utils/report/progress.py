@@ -29,18 +29,17 @@ class Progress:
         )
         self._speed = len(loader.dataset) / max(time.monotonic() - start_time, 1e-9)
 
-    def announce(self, samples, held_out, folder, passes=1):
+    def announce(self, samples, held_out, folder):
         """Says that the last evaluation follows, and how long it will take: if it is known, long.
 
         Args:
             samples (int): so many of the `held_out` (int) are evaluated.
             folder (Path): that of the run, whose weights are written.
-            passes (int): over the samples.
 
         Returns:
             dict: `evaluated_samples` and `held_out_samples`, for results.json.
         """
-        seconds = passes * samples / self._speed if self._speed else None
+        seconds = samples / self._speed if self._speed else None
         scores = f"python scripts/evaluate.py {folder}"
         if self._is_main and samples < held_out:
             tqdm.write(

@@ -16,7 +16,7 @@ import numpy as np
 import pytest
 import torch
 from harness import warm
-from harness.data import SMALL_DATA, make_folder, write_small_data
+from harness.data import SMALL_DATA, write_small_data
 from harness.launches import CIFAR, COLD, SMALL, run_once
 from harness.machines import Machine
 
@@ -93,19 +93,6 @@ def pytest_collection_modifyitems(items):
     items.sort(key=lambda item: "test_slurm" not in item.nodeid)
 
 
-@pytest.hookimpl(wrapper=True)
-def pytest_runtest_makereport(item):
-    """Starts the report of a failure with the promise that is broken: the name of the test, and its
-    docstring.
-    """
-    report = yield
-    if report.failed and hasattr(report.longrepr, "reprtraceback"):
-        name = item.name.removeprefix("test_").replace("_", " ")
-        promise = f"{name}: {item.function.__doc__}" if item.function.__doc__ else name
-        report.longrepr.reprtraceback.reprentries[0].lines.insert(0, f"BROKEN PROMISE: {promise}")
-    return report
-
-
 @pytest.fixture(autouse=True)
 def seeded():
     """The random numbers of a test do not depend on the tests before it in the same process."""
@@ -151,12 +138,6 @@ def reference(made_once):
 
 
 @pytest.fixture(scope="session")
-def odd_folder(made_once):
-    """A folder in the layout of CIFAR-10 whose test set has a prime number of images."""
-    return made_once("odd", lambda folder: make_folder(folder, train=120, test=101))
-
-
-@pytest.fixture(scope="session")
 def machines():
     """Two machines on one virtual cable."""
     if not shutil.which("ip"):
@@ -169,15 +150,13 @@ def machines():
     refused = ip(f"netns add {made[0].name}")
     if refused.returncode:
         pytest.skip(f"may not make network namespaces here: {refused.stderr.strip()}")
-    ip(f"netns add {made[1].name}")
-    ip(f"link add eth0 netns {made[0].name} type veth peer name eth1 netns {made[1].name}")
+    one, two = (machine.name for machine in made)
+    lines = [f"netns add {two}", f"link add eth0 netns {one} type veth peer name eth1 netns {two}"]
     for machine in made:
-        for words in (
-            f"addr add {machine.address}/24 dev {machine.interface}",
-            f"link set {machine.interface} up",
-            "link set lo up",
-        ):
-            assert ip(f"-n {machine.name} {words}").returncode == 0
+        place = f"-n {machine.name}"
+        lines.append(f"{place} addr add {machine.address}/24 dev {machine.interface}")
+        lines += [f"{place} link set {name} up" for name in (machine.interface, "lo")]
+    assert not any(ip(line).returncode for line in lines)
     yield made
     for machine in made:
         ip(f"netns delete {machine.name}")

@@ -25,7 +25,6 @@ import json
 import math
 import os
 import re
-import select
 import shutil
 import signal
 import subprocess
@@ -178,36 +177,33 @@ def in_processes(jobs, done):
     Calls `done(what, answer)` with the text that the function returned, or "" if its process died
     or took longer.
     """
-    jobs, running = iter(jobs), {}
-    while True:
-        while len(running) < JOBS and (job := next(jobs, None)):
-            what, function, seconds = job
-            reader, pid = _fork(function)
-            running[reader] = (what, pid, time.monotonic() + seconds, [])
-        if not running:
-            return
-        ready, _, _ = select.select(list(running), [], [], 0.5)
-        for reader, (what, pid, limit, parts) in list(running.items()):
-            part = os.read(reader, 65536) if reader in ready else None
-            if part:
-                parts.append(part)
-            elif part is not None or time.monotonic() > limit:
-                os.close(reader)
-                with contextlib.suppress(ProcessLookupError):
-                    os.killpg(pid, signal.SIGKILL)
-                os.waitpid(pid, 0)
-                del running[reader]
-                done(what, b"".join(parts).decode())
+    running = {}
+
+    def collect():
+        pid, _ = os.wait()
+        with contextlib.suppress(ProcessLookupError):  # what the tests in it have started
+            os.killpg(pid, signal.SIGKILL)
+        what, file = running.pop(pid)
+        with file:
+            file.seek(0)
+            done(what, file.read())
+
+    for what, function, seconds in jobs:
+        file = tempfile.TemporaryFile("w+")  # noqa: SIM115 (until it is read)
+        if (pid := os.fork()) == 0:
+            _answer(function, seconds, file)
+        running[pid] = what, file
+        if len(running) == JOBS:
+            collect()
+    while running:
+        collect()
 
 
-def _fork(function):
-    """Calls `function()` in a new process; its result, a text, comes through the pipe."""
-    reader, writer = os.pipe()
-    pid = os.fork()
-    if pid:
-        os.close(writer)
-        return reader, pid
+def _answer(function, seconds, file):
+    """In a forked process: writes what `function()` returns, unless it takes longer."""
     os.setpgid(0, 0)
+    signal.signal(signal.SIGALRM, signal.SIG_DFL)
+    signal.setitimer(signal.ITIMER_REAL, seconds)
     quiet = os.open(os.devnull, os.O_RDWR)
     for descriptor in (0, 1, 2):
         os.dup2(quiet, descriptor)
@@ -215,8 +211,8 @@ def _fork(function):
         answer = function()
     except BaseException as error:
         answer = f"error: {error!r}"
-    with os.fdopen(writer, "wb") as file:
-        file.write(answer.encode())
+    file.write(answer)
+    file.flush()
     os._exit(0)
 
 

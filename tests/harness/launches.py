@@ -3,6 +3,7 @@
 import importlib
 import json
 import os
+import shutil
 import subprocess
 import sys
 import threading
@@ -32,9 +33,9 @@ SMALL = (
 # Saves only when it is stopped.
 ENDLESS = f"{SMALL} --max_train_steps 100000 --eval_every 100000 --checkpoint_every 0"
 # For train_gpt.py, the smallest of the scripts whose loader has workers.
+TINY_GPT = "--dataset synthetic --n_layer 1 --n_head 1 --n_embd 16 --block_size 16 --batch_size 4"
 GPT_WITH_A_WORKER = (
-    "--dataset synthetic --n_layer 1 --n_head 1 --n_embd 16 --block_size 16 --batch_size 4 "
-    "--num_workers 1 --max_train_steps 100000 --eval_every 100000 --checkpoint_every 0 "
+    f"{TINY_GPT} --num_workers 1 --max_train_steps 100000 --eval_every 100000 --checkpoint_every 0 "
     "--log_every 1"
 )
 
@@ -87,7 +88,7 @@ class Started:
     A test reads its output line by line and waits for words, not for a time.
     """
 
-    def __init__(self, config, script, arguments, **kwargs):
+    def __init__(self, config, script, arguments, machine=None, **kwargs):
         environment = {**os.environ, **kwargs.pop("env", {}), "PYTHONUNBUFFERED": "1"}
         words = command(config, script, arguments, **kwargs)
         reader, writer = os.pipe()
@@ -95,8 +96,9 @@ class Started:
         with os.fdopen(writer, "w") as writer:
             own = dict(start_new_session=True)
             if words[0] == sys.executable and COLD not in os.environ:
+                own["machine"] = machine
                 self.process = warm.Program(words[1:], environment, writer, writer, **own)
-            else:  # --cold, or on another machine, where there is no server to fork from
+            else:  # --cold, or after words that only a command can follow
                 own |= dict(stdout=writer, stderr=subprocess.STDOUT, env=environment)
                 self.process = subprocess.Popen(words, **own)
         self.lines = []
@@ -165,6 +167,28 @@ def recorded(config, script, arguments, folder, processes=1, accumulation=1, dro
         ids = sorted(tuple(sample) for batch in batches for sample in batch)
         steps.append({"step": parts[0]["step"], "ids": ids})
     return steps
+
+
+def as_if_killed(whole, folder, step):
+    """Makes `folder` what a kill after the checkpoint of a step leaves of a finished run, which has
+    kept all its checkpoints. Lines that were logged later are still there, exports are not.
+    """
+    shutil.copytree(whole, folder, ignore=shutil.ignore_patterns(".lock", "results.json"))
+    for path in (folder / "checkpoints").iterdir():
+        if int(path.name.removeprefix("step_")) > step:
+            shutil.rmtree(path)
+    for path in folder.rglob("*.safetensors"):
+        if "checkpoints" not in path.parts:
+            path.unlink()
+    state = {**status(folder), "state": "running", "step": step + 1}
+    (folder / "status.json").write_text(json.dumps(state))
+
+
+def scores(folder):
+    """step -> score of every checkpoint that was kept."""
+    manifests = (Path(folder) / "checkpoints").glob("step_*/manifest.json")
+    progress = [json.loads(path.read_text())["progress"] for path in manifests]
+    return {entry["step"]: entry["score"] for entry in progress}
 
 
 def all_end(processes, seconds=60):

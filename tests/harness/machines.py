@@ -3,7 +3,7 @@
 import os
 import subprocess
 
-from harness.launches import Started
+from harness.launches import COLD, Started
 
 
 class Machine:
@@ -15,42 +15,30 @@ class Machine:
         named = ("unshare", "--uts", "sh", "-c", 'hostname "$0"; exec "$@"', self.name)
         self.enter = ("ip", "netns", "exec", self.name, *named)
 
-    def connect(self):
-        """Plugs its network cable in, if a test has pulled it out."""
-        self.execute(f"ip link set {self.interface} up")
-
     def execute(self, words):
         """Runs a command in its network."""
         subprocess.run(["ip", "netns", "exec", self.name, *words.split()], check=True)
 
-    def started(
-        self,
-        script,
-        arguments,
-        output_dir,
-        *,
-        config="2node_4gpu",
-        launcher=None,
-        env=None,
-        enter=(),
-    ):
-        """Starts a launcher on this host as a user would, with 2 x 2 processes instead of the 2 x 4
-        of the YAML.
+    def started(self, script, arguments, output_dir, *, launcher="", env=(), enter=(), config=None):
+        """Starts a launcher on this host as a user would: by default with 2 x 2 processes instead of
+        the 2 x 4 of the YAML.
+
+        Args:
+            launcher (str): what to start instead of `accelerate launch`; with `config`, arguments.
+            enter (tuple[str]): words before the command, which a new interpreter then runs.
         """
-        typed = (
-            "--machine_rank",
-            str(self.rank),
-            "--main_process_ip",
-            "10.77.0.1",
-            "--num_processes",
-            "4",
-        )
+        if not launcher:
+            config, launcher = "2node_4gpu", "--num_processes 4"
+        if config:
+            launcher += f" --machine_rank {self.rank} --main_process_ip 10.77.0.1"
+        cold = enter or COLD in os.environ
+        place = dict(host=(*self.enter, *enter)) if cold else dict(machine=self.name)
         return Started(
             config,
             script,
             arguments,
             output_dir=output_dir,
-            launcher=typed if launcher is None else launcher,
-            host=(*self.enter, *enter),
-            env={"GLOO_SOCKET_IFNAME": self.interface, "CUDA_VISIBLE_DEVICES": "", **(env or {})},
+            launcher=launcher.split(),
+            env={"GLOO_SOCKET_IFNAME": self.interface, "CUDA_VISIBLE_DEVICES": "", **dict(env)},
+            **place,
         )

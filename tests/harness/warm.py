@@ -29,6 +29,7 @@ import time
 from pathlib import Path
 
 PR_SET_CHILD_SUBREAPER = 36  # from <linux/prctl.h>
+CLONE_NEWUTS, CLONE_NEWNET = 0x04000000, 0x40000000  # from <linux/sched.h>
 MADV_COLLAPSE, HUGE = 25, 2**21  # from <linux/mman.h>; bytes
 ADDRESS = "WARM_SERVER"  # the environment variable that names the server's socket
 TESTS = Path(__file__).resolve().parents[1]
@@ -74,12 +75,15 @@ class Program:
     Args:
         words: arguments of Python: a script or `-m` and a module, and its arguments.
         stdout, stderr: open files.
+        machine (str | None): the name of the machine of `machines.py` on which it runs.
     """
 
-    def __init__(self, words, environment, stdout, stderr, cwd=None, start_new_session=False):
+    def __init__(
+        self, words, environment, stdout, stderr, cwd=None, start_new_session=False, machine=None
+    ):
         self.args, self.returncode = words, None
         request = dict(words=words, environment=environment, session=start_new_session)
-        request["cwd"] = cwd or os.getcwd()
+        request |= dict(cwd=cwd or os.getcwd(), machine=machine)
         if hasattr(os, "sched_getaffinity"):
             request["cores"] = sorted(os.sched_getaffinity(0))
         self._socket = socket.socket(socket.AF_UNIX)
@@ -260,6 +264,8 @@ def _become(request, files):
         os.setsid()
     if "cores" in request:
         os.sched_setaffinity(0, request["cores"])
+    if request.get("machine"):
+        _enter(request["machine"])
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
     for signum in request.get("handled", ()):  # as `exec` resets every signal that has a handler
         if signal.getsignal(signum) == signal.SIG_IGN:
@@ -309,6 +315,16 @@ def _become(request, files):
     with contextlib.suppress(OSError):
         sys.stdout.flush()
     os._exit(code)
+
+
+def _enter(machine):
+    """Moves this process into the network of a machine, under its name."""
+    libc = ctypes.CDLL(None)
+    with open(f"/run/netns/{machine}") as network:
+        failed = libc.setns(network.fileno(), CLONE_NEWNET) or libc.unshare(CLONE_NEWUTS)
+    if failed:
+        raise OSError(f"cannot enter the network of {machine}")
+    socket.sethostname(machine)
 
 
 def _show(words, environment):

@@ -41,7 +41,7 @@ name, _, when = fault.partition("@")
 when, _, argument = when.partition(":")
 own_rank = os.environ.get("RANK", "0")
 calls = 0
-warming_up = failing = False
+warming_up = False
 replacements, starts = {}, {}  # by the name of the fault
 
 STEP, SAVE = "accelerate.Accelerator.backward", "accelerate.Accelerator.save_state"
@@ -162,11 +162,6 @@ def fill(ballast):
             pass
 
 
-def rename_folder():
-    if own_rank == "0":
-        os.rename(sys.argv[sys.argv.index("--output_dir") + 1], argument)
-
-
 BEFORE = {
     "die_in_step": (STEP, die),
     "die_in_evaluation": (EVALUATION, die),
@@ -180,7 +175,6 @@ BEFORE = {
     "signals_in_step": (STEP, send(signal.SIGTERM, signal.SIGUSR1, signal.SIGTERM)),
     "sigterm_in_evaluation": (EVALUATION, send(signal.SIGTERM)),
     "sigterm_while_written": ("torch.save", send(signal.SIGTERM)),
-    "sigusr1_in_step": (STEP, send(signal.SIGUSR1)),
     "sighup_in_step": (STEP, send(signal.SIGHUP)),
     # This rank never reaches its next collective; the others must give up on their own.
     "hang": (STEP, signal.pause),
@@ -188,22 +182,30 @@ BEFORE = {
     "out_of_memory": (STEP, exhaust_memory),
     # The argument is a small file system, full from then on; that of `fill_disk`, once.
     "full_disk": (STEP, lambda: fill(os.path.join(argument, "ballast"))),
-    "rename_folder": (STEP, rename_folder),  # its new name is the argument
+    "worker_dies_in_step": (STEP, kill_workers),
     # The worker has announced a batch, and not sent the file descriptor of the shared memory.
     "worker_dies_handing_over": ("multiprocessing.resource_sharer.DupFd.detach", kill_workers),
     # Its worker is alive, but sends nothing.
     "silent_loader": (WINDOW, lambda: time.sleep(3600)),
+<<<<<<< HEAD
     "slow_export": ("utils.run.weights.export", lambda: time.sleep(20)),
     "slow_model_export": ("utils.language.adapters.write", lambda: time.sleep(20)),
     "slow_slices": ("utils.language.sharded_files.write", lambda: time.sleep(20)),
     "slow_save": (SAVE, lambda: time.sleep(6)),
     "signals_in_slow_save": (SAVE, send(signal.SIGTERM, signal.SIGTERM, seconds=3)),
+=======
+    "slow_export": ("utils.run.weights.export", lambda: time.sleep(10)),
+    "slow_model_export": ("utils.language.adapters.export", lambda: time.sleep(10)),
+    "slow_slices": ("utils.language.sharded_files.write", lambda: time.sleep(10)),
+    "slow_save": (SAVE, lambda: time.sleep(3)),
+    "signals_in_slow_save": (SAVE, send(signal.SIGTERM, signal.SIGTERM, seconds=2)),
+>>>>>>> promises
     "ctrl_c_twice_in_save": (SAVE, send(signal.SIGINT, signal.SIGINT)),
-    "slow_hash": ("hashlib.file_digest", lambda: time.sleep(15)),
+    "slow_hash": ("hashlib.file_digest", lambda: time.sleep(8)),
     # Between the agreement to stop and the save.
-    "slow_check": ("utils.run.guard.Guard.check", lambda: time.sleep(6)),
+    "slow_check": ("utils.run.guard.Guard.check", lambda: time.sleep(5)),
 }
-WITH_ARGUMENT = {"fp16", "full_disk", "fill_disk", "rename_folder"}  # of those that strike
+WITH_ARGUMENT = {"fp16", "full_disk", "fill_disk"}  # of those that strike
 
 
 def act_first(act, original, *args, **kwargs):
@@ -251,16 +253,6 @@ def fill_disk(original, self, writes, finish):
     if full:
         future.add_done_callback(lambda _: ballast.unlink(missing_ok=True))
     return future
-
-
-@replaces(SAVE)
-def failing_saves(original, *args, **kwargs):
-    """Every checkpoint from that one on."""
-    global failing
-    failing = failing or strikes()
-    if failing:
-        raise OSError("the file server is away")
-    return original(*args, **kwargs)
 
 
 @starts_with
@@ -377,18 +369,8 @@ def one_device():
 
 @starts_with
 def gpus():
-    """This machine has N, of the compute capability after the colon."""
+    """This machine has N."""
     torch.cuda.device_count = lambda: int(when)
-    torch.cuda.get_device_name = lambda *_: "Tesla T4"
-    torch.cuda.is_bf16_supported = lambda including_emulation: float(argument) >= 8
-    torch.cuda.device = lambda _: contextlib.nullcontext()
-
-
-@replaces("accelerate.Accelerator.__init__", "gpus")
-def start_there(original, self, *args, **kwargs):
-    original(self, *args, **kwargs)
-    if argument:  # there is no such GPU
-        type(self).device = torch.device("cuda")
 
 
 # ---------------------------------- not faults: what a run did, in a file or folder after the colon

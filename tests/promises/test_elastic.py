@@ -25,14 +25,14 @@ def start(machines, tmp_path):
     store = Started(None, "", [], launcher=("-c", RENDEZVOUS_STORE), host=machines[0].enter)
 
     def launch(machine, *fault, arguments=RUN):
-        conf = "is_host=0,join_timeout=200,last_call_timeout=3,keep_alive_interval=1"
+        conf = "is_host=0,join_timeout=200,last_call_timeout=1,keep_alive_interval=1"
         torchrun = "-m torch.distributed.run --nnodes 1:2 --nproc_per_node 2 --max_restarts 5"
         torchrun += f" --rdzv_id {tmp_path.name} --rdzv_endpoint {machines[0].address}:29400"
         torchrun += f" --rdzv_backend c10d --rdzv_conf {conf} --local_addr {machine.address}"
         faults = [word for name in fault for word in (str(ROOT / WRAPPED), name)]
         words = [f"record_steps@3+12:{tmp_path}/records", *faults, CIFAR]
         env = {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1", "ACCELERATE_MIXED_PRECISION": "no"}
-        options = dict(config=None, launcher=torchrun.split(), env=env)
+        options = dict(launcher=torchrun, env=env)
         words += arguments.split()
         return machine.started(WRAPPED, words, tmp_path / "run", **options)
 
@@ -122,18 +122,18 @@ def test_the_machine_that_writes_is_lost_before_the_checkpoint_has_its_name_and_
 @pytest.mark.slow
 def test_a_machine_without_power_is_given_up(machines, start, tmp_path):
     """After --timeout, or when the kernel gives up sending (here: seconds)."""
-    arguments = f"{RUN} --timeout 20"
-    machines[0].execute("sysctl -q -w net.ipv4.tcp_retries2=5")
+    arguments = f"{RUN} --timeout 10"
+    machines[0].execute("sysctl -q -w net.ipv4.tcp_retries2=3")
     first = start(machines[0], arguments=arguments)
     first.wait_for("step  2/24")
     try:
         second = start(machines[1], "power_lost_in_step@5:2", arguments=arguments)
         assert second.finish()[0] == -SIGKILL
         first.wait_for("step 11/24")
-        machines[1].connect()
+        machines[1].execute(f"ip link set {machines[1].interface} up")
         second = start(machines[1], arguments=arguments)
         outcomes = [started.finish() for started in (first, second)]
     finally:
-        machines[1].connect()
+        machines[1].execute(f"ip link set {machines[1].interface} up")
     assert [code for code, _ in outcomes] == [0, 0], outcomes
     assert check(tmp_path) == [(2, 1, 4), (4, 5, 8), (2, 6, 13), (4, 14, 24)]

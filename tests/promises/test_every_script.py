@@ -235,7 +235,7 @@ interrupted_scripts = pytest.mark.parametrize(
     [
         pytest.param(name, count, marks=[pytest.mark.slow] * (count != script.killed))
         for name, script in SCRIPTS.items()
-        for count in (1, 2)
+        for count in range(script.killed, 3)
     ],
 )
 
@@ -266,24 +266,16 @@ def test_a_signal_saves_at_once_and_says_how_to_continue(name, processes, table)
     assert saved[-1] == f"step_{step:08}"
 
 
+@pytest.mark.parametrize("processes", [2, pytest.param(4, marks=pytest.mark.slow)])
 @every_script()
-def test_each_step_trains_on_the_same_samples_on_any_number_of_processes(name, table):
+def test_each_step_trains_on_the_same_samples_on_any_number_of_processes(name, processes, table):
     """Augmented in the same way; so each step has the same loss."""
-    one, two = table.one(name), table.whole(name, 2, 2)
+    one, other = table.one(name), table.whole(name, processes, 2 if processes == 2 else 1)
     assert [step["step"] for step in one.steps] == list(range(1, STEPS + 1))
-    assert one.steps == two.steps
-    for a, b in zip(metrics(one.folder, "train"), metrics(two.folder, "train"), strict=True):
+    assert one.steps == other.steps
+    for a, b in zip(metrics(one.folder, "train"), metrics(other.folder, "train"), strict=True):
         assert a["loss"] == pytest.approx(b["loss"], abs=1e-4)
         assert a["lr"] == b["lr"]
-
-
-@pytest.mark.slow
-@every_script()
-def test_four_processes_train_on_the_same_samples(name, table):
-    one, four = table.one(name), table.whole(name, 4)
-    assert one.steps == four.steps
-    for a, b in zip(metrics(one.folder, "train"), metrics(four.folder, "train"), strict=True):
-        assert a["loss"] == pytest.approx(b["loss"], abs=1e-4)
 
 
 @every_script()

@@ -57,23 +57,3 @@ def test_a_skipped_step_moves_neither_schedule_nor_muon(tmp_path):
         if "step" in entry
     ]
     assert steps and set(steps) == {2}
-
-
-def test_a_run_goes_on_in_fp16(tmp_path):
-    """On older GPUs: the checkpoint has no scale, so it begins anew."""
-    arguments = "--max_train_steps {} --checkpoint_every 2 --eval_every 2"
-    run("cpu", "scripts/train_minimal.py", arguments.format(2), output_dir=tmp_path)
-    scaled("scripts/train_minimal.py", arguments.format(4), tmp_path, overflows=100)
-    assert state(tmp_path, 4, "scaler.pt")["_growth_tracker"] == 2
-
-
-@pytest.mark.parametrize(("config", "name"), [("1gpu", "1gpu.yaml"), (None, "this launch")])
-def test_bf16_on_an_older_gpu_is_one_line(config, name, tmp_path):
-    words = ["gpus@1:7.5", "scripts/train_minimal.py"]
-    variables = {} if config else {"ACCELERATE_MIXED_PRECISION": "bf16"}
-    options = dict(output_dir=tmp_path / "run", check=False, env=variables)
-    done = run(config, "tests/harness/wrapped.py", words, **options)
-    says = f"{name} asks for bf16, which Tesla T4 only emulates"
-    # The launcher of a single process ends with 1 whatever the error.
-    assert done.returncode == (1 if config else 2) and not (tmp_path / "run").exists()
-    assert done.stderr.count("error: ") == 1 and says in done.stderr, done.stderr

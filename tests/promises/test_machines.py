@@ -6,9 +6,10 @@ from pathlib import Path
 
 import pytest
 import torch
-from harness.launches import CIFAR, SMALL, final_weights, metrics, results, run, status
+from harness.launches import CIFAR, GPT, SMALL, final_weights, metrics, results, run, status
 from safetensors.torch import load_file
 
+PROBE = "tests/harness/probe_processes.py"
 pytestmark = pytest.mark.slow
 
 
@@ -43,16 +44,14 @@ def test_a_host_name_that_resolves_to_a_loopback_address(machines, tmp_path):
     """As on Debian, where /etc/hosts gives the machine's own name 127.0.1.1: gloo would tell the
     others to connect there.
     """
+    check = ("scripts/tools/check_topology.py", "--max_bytes 4096", tmp_path / "run")
     hosts = [Path("/etc/netns") / machine.name / "hosts" for machine in machines]
     try:
         for file, machine in zip(hosts, machines, strict=True):
             file.parent.mkdir(parents=True)
             file.write_text(f"127.0.0.1 localhost\n127.0.1.1 {machine.name}\n")
         unset = ("env", "-u", "GLOO_SOCKET_IFNAME")
-        check = ("scripts/tools/check_topology.py", "--max_bytes 4096")
-        for script, arguments in (check, (CIFAR, SMALL)):
-            folder = tmp_path / Path(script).stem
-            finish([each.started(script, arguments, folder, enter=unset) for each in machines])
+        finish([machine.started(*check, enter=unset) for machine in machines])
     finally:
         for file in hosts:
             shutil.rmtree(file.parent, ignore_errors=True)
@@ -65,28 +64,26 @@ def test_hybrid_sharding_over_two_machines_computes_the_same_and_continues_exact
 
     Losses and weights are those of one process.
     """
-    sizes = "--n_layer 2 --n_head 2 --n_embd 32 --block_size 32 --batch_size 12 --sample_length 8"
-    small = f"--dataset synthetic {sizes} --max_train_steps 20 --log_every 1 --eval_every 20 --checkpoint_every 5"
+    small = (
+        "--dataset synthetic --n_layer 2 --n_head 2 --n_embd 32 --block_size 32 --batch_size 12 "
+        "--sample_length 8 --max_train_steps 9 --log_every 1 --eval_every 9 --checkpoint_every 3"
+    )
+    sizes = "--num_processes 4 --parallelism_config_dp_shard_size 2 --mixed_precision no"
 
     def start(folder):
-        both = []
-        for machine in machines:
-            typed = f"--machine_rank {machine.rank} --main_process_ip {machines[0].address} --num_processes 4"
-            typed += " --parallelism_config_dp_shard_size 2 --mixed_precision no"
-            launch = dict(config="2node_8gpu_fsdp", launcher=typed.split())
-            both.append(machine.started("scripts/train_gpt.py", small, folder, **launch))
-        return both
+        launch = dict(config="2node_8gpu_fsdp", launcher=sizes)
+        return [machine.started(GPT, small, folder, **launch) for machine in machines]
 
-    run("cpu", "scripts/train_gpt.py", small, output_dir=tmp_path / "one")
+    run("cpu", GPT, small, output_dir=tmp_path / "one")
     finish(start(tmp_path / "whole"))
     both = start(tmp_path / "killed")
-    both[0].wait_for("step 11/20")
+    both[0].wait_for("step 5/9")
     both[1].kill_all()
     assert both[0].finish()[0] != 0
-    shards = tmp_path / "killed" / "checkpoints" / "step_00000005" / "pytorch_model_fsdp_0"
+    shards = tmp_path / "killed" / "checkpoints" / "step_00000003" / "pytorch_model_fsdp_0"
     assert len(list(shards.glob("*.distcp"))) == 4
     finish(start(tmp_path / "killed"))
-    assert results(tmp_path / "killed")["resumed_from"] >= 5
+    assert results(tmp_path / "killed")["resumed_from"] >= 3
     assert final_weights(tmp_path / "killed") == final_weights(tmp_path / "whole")
     lines = [metrics(tmp_path / name, "train") for name in ("one", "whole")]
     for one, two in zip(*lines, strict=True):
@@ -98,12 +95,8 @@ def test_hybrid_sharding_over_two_machines_computes_the_same_and_continues_exact
 
 @pytest.mark.parametrize(("each", "sharded"), [(4, ""), (8, "_fsdp")])
 def test_starts_as_many_processes_as_it_says(each, sharded, machines, tmp_path):
-    both = []
-    for machine in machines:
-        typed = f"--machine_rank {machine.rank} --main_process_ip {machines[0].address}"
-        options = dict(config=f"2node_{each}gpu{sharded}", launcher=typed.split())
-        probe = "tests/harness/probe_processes.py"
-        both.append(machine.started(probe, [str(tmp_path)], None, **options))
+    words, options = (PROBE, [str(tmp_path)], None), dict(config=f"2node_{each}gpu{sharded}")
+    both = [machine.started(*words, launcher="--quiet", **options) for machine in machines]
     printed = finish(both)
     reports = [json.loads(file.read_text()) for file in tmp_path.iterdir()]
     assert sorted(rank["rank"] for rank in reports) == list(range(2 * each))

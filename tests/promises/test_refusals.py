@@ -49,13 +49,14 @@ def test_what_cannot_be_trained_is_refused(script, arguments, says, tmp_path):
     assert "\x1b" not in errors[0] and not (tmp_path / "run" / "args.json").exists()
 
 
-@pytest.mark.parametrize("output_dir", ["/proc/nowhere", "{folder}/a.txt"])
+# safetensors could not write the weights to the last one, after all the training.
+@pytest.mark.parametrize("output_dir", ["/proc/nowhere", "{folder}/a.txt", "{folder}/caf\udce9"])
 def test_a_folder_that_cannot_be_written_is_refused(output_dir, tmp_path):
     (tmp_path / "a.txt").touch()
     folder = output_dir.format(folder=tmp_path)
-    done = run(None, CIFAR, NET, output_dir=folder, check=False)
+    done = run(None, MINIMAL, "", output_dir=folder, check=False)
     assert done.returncode == 2 and done.stderr.count("error: ") == 1, done.stderr
-    assert "--output_dir" in done.stderr
+    assert "--output_dir" in done.stderr and len(list(tmp_path.iterdir())) == 1
 
 
 def test_the_greatest_seed_and_timeout_train_and_the_record_holds_what_was_resolved(tmp_path):

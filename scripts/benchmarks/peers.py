@@ -62,20 +62,10 @@ def peers(args):
             for case, (model, pixels, steps, _) in PEER_CASES.items():
                 ours, measured = {case: TRAIN_IMAGES}, {}
                 if case == "decoding":
-<<<<<<< HEAD
-                    ours["cached"] = f"{TRAIN_IMAGES} --cache {folder}/cache"
+                    ours["cached"] = f"{TRAIN_IMAGES} --cache"
                 facts = dict(data=f"{folder}/{case}", pixels=pixels, steps=steps)
                 if "cached" in ours:
                     measure(ours["cached"], 1, model=model, **facts)  # fills the cache
-=======
-                    ours["cached"] = f"{ours[case]} --cache"
-                    first_steps(ours["cached"], 1)  # fills the cache
-                theirs = {
-                    name: COMMANDS[name](script, data, model, pixels)
-                    for name, script in scripts.items()
-                }
-                measured = {}
->>>>>>> images
                 for name, command in (ours | theirs).items():
                     known = TIMM_NAMES.get(model, model) if name == "timm" else model
                     counted = 4 if args.quick else steps

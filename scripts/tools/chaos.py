@@ -51,12 +51,6 @@ CLOCK = {
     "pipelining",  # of train_model_parallel.py
     "peak_memory_bytes_per_stage",
 }
-<<<<<<< HEAD
-=======
-# Results that depend on it, or on where the last start was.
-OF_A_START = {"train_seconds", "peak_memory_bytes", "resumed_from"}
-OF_A_START |= {"peak_memory_bytes_per_stage"}  # of train_model_parallel.py
->>>>>>> language
 VICTIMS = ("one process", "all processes", "the launcher")
 
 

@@ -187,19 +187,11 @@ BEFORE = {
     "worker_dies_handing_over": ("multiprocessing.resource_sharer.DupFd.detach", kill_workers),
     # Its worker is alive, but sends nothing.
     "silent_loader": (WINDOW, lambda: time.sleep(3600)),
-<<<<<<< HEAD
-    "slow_export": ("utils.run.weights.export", lambda: time.sleep(20)),
-    "slow_model_export": ("utils.language.adapters.write", lambda: time.sleep(20)),
-    "slow_slices": ("utils.language.sharded_files.write", lambda: time.sleep(20)),
-    "slow_save": (SAVE, lambda: time.sleep(6)),
-    "signals_in_slow_save": (SAVE, send(signal.SIGTERM, signal.SIGTERM, seconds=3)),
-=======
     "slow_export": ("utils.run.weights.export", lambda: time.sleep(10)),
     "slow_model_export": ("utils.language.adapters.export", lambda: time.sleep(10)),
     "slow_slices": ("utils.language.sharded_files.write", lambda: time.sleep(10)),
     "slow_save": (SAVE, lambda: time.sleep(3)),
     "signals_in_slow_save": (SAVE, send(signal.SIGTERM, signal.SIGTERM, seconds=2)),
->>>>>>> promises
     "ctrl_c_twice_in_save": (SAVE, send(signal.SIGINT, signal.SIGINT)),
     "slow_hash": ("hashlib.file_digest", lambda: time.sleep(8)),
     # Between the agreement to stop and the save.

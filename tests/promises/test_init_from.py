@@ -27,12 +27,6 @@ def test_a_run_starts_with_the_weights_and_nothing_else(place, reference, tmp_pa
 
 def test_another_number_of_classes(reference, tmp_path):
     """Fine-tuning with the real script: the last layer is replaced."""
-<<<<<<< HEAD
-    (tmp_path / "two").mkdir()
-    two = make_folder(tmp_path / "two", 40, 10, classes=2)
-    arguments = f"--dataset {two} --model net --batch_size 20 --max_train_steps 2 --init_from {reference('cpu').folder}"
-    done = run("cpu", CIFAR, arguments, output_dir=tmp_path / "run")
-=======
     arrays, two = np.load(SMALL_DATA), {}
     for split in ("train", "test"):
         chosen = arrays[f"{split}_labels"] < 2
@@ -42,6 +36,5 @@ def test_another_number_of_classes(reference, tmp_path):
     np.savez(tmp_path / "two.npz", **two)
     words = f"{NET} --dataset {tmp_path}/two.npz --init_from {reference('cpu').folder}"
     done = run(None, CIFAR, words, output_dir=tmp_path / "run")
->>>>>>> promises
     assert "keeps its initial weights: fc3.weight, fc3.bias" in done.stdout
     assert len(load_file(tmp_path / "run" / "model.safetensors")["fc3.bias"]) == 2

@@ -129,13 +129,8 @@ def test_a_text_of_several_parts_is_written_to_the_cache_once(kind, tmp_path, mo
     made = load()
     (file,) = cache.iterdir()
     with monkeypatch.context() as patched:  # the second process reads nothing but the cache
-<<<<<<< HEAD
-        patched.setattr(cache_files, "write", None)
-        again = load()
-=======
         patched.setattr(cache_files.secrets, "token_hex", None)
-        again = load_text(*source_of(kind, tmp_path / "data"), 4)
->>>>>>> images
+        again = load()
     assert again.description == made.description and torch.equal(again.train, made.train)
     with file.open("r+b") as opened:
         opened.write(b"!")

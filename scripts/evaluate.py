@@ -551,7 +551,7 @@ def parse_args():
     parser.add_argument(
         "--tta", action="store_true", help="use test-time augmentation (train_cifar.py)"
     )
-    flags.add_workers(parser)
+    flags.add(parser, "num_workers")
     parser.set_defaults(num_workers=min(8, devices.cores_per_process()))
     return parser.parse_args()
 

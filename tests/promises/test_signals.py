@@ -308,7 +308,7 @@ def test_files_have_usual_permissions(uninterrupted, tmp_path):
 
 def test_plots_that_cannot_be_drawn_cost_no_result(tmp_path):
     done = faulty("no_plots", tmp_path, CIFAR, SMALL)
-    assert done.stderr.count("warning: a plot") == 3 and "\x1b" not in done.stderr, done.stderr
+    assert done.stderr.count("warning: a plot") == 4 and "\x1b" not in done.stderr, done.stderr
     for name in ("results.json", "model.safetensors", "README.md"):
         assert (tmp_path / name).exists()
     assert done.returncode == 0 and not list(tmp_path.glob("*.png"))

@@ -5,6 +5,7 @@ import os
 import re
 import socket
 import sys
+from datetime import timedelta
 from types import SimpleNamespace
 
 import pytest
@@ -89,6 +90,22 @@ def test_only_a_script_that_shards_is_sharded(kind, set_up, launched):
     says = r"^fsdp.yaml shards the model, which train_a.py does not support: use a configuration"
     with pytest.raises(UserError, match=says):
         set_up(2)
+
+
+def test_what_every_accelerator_is_given():
+    args = SimpleNamespace(seed=7, timeout=30)
+    options = launch.accelerator_options(args)
+    loaders = options.pop("dataloader_config")
+    assert loaders.split_batches and loaders.use_seedable_sampler and loaders.non_blocking
+    assert loaders.data_seed == 7
+    accumulation = options.pop("gradient_accumulation_plugin")
+    assert accumulation.num_steps == 1 and accumulation.sync_with_dataloader is False
+    (handler,) = options.pop("kwargs_handlers")
+    assert handler.timeout == timedelta(seconds=30)
+    assert options == {}
+    args.gradient_accumulation_steps = 4
+    options = launch.accelerator_options(args)
+    assert options["gradient_accumulation_plugin"].num_steps == 4
 
 
 # ----------------------------------------------------------------------------------------- banner

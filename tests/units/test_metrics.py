@@ -1,7 +1,6 @@
 """What `utils.run.metrics` measures, logs and prints."""
 
 import json
-import os
 import sys
 from types import SimpleNamespace
 
@@ -170,16 +169,6 @@ def test_a_log_that_a_person_edited_has_whole_lines(sent, printed, tmp_path):
     (tmp_path / "metrics.jsonl").write_text('{"split": "val", "step": 3}')
     opened(tmp_path, 6, sent).write("val", 9)
     assert [line["step"] for line in lines_of(tmp_path)] == [3, 9]
-
-
-def test_only_the_main_process_writes(clock, sent, printed, tmp_path):
-    other = fakes.accelerator(2, rank=1)
-    log = opened(tmp_path, 0, sent, using=other)
-    log.log("train", 1, {"loss": 1.0})
-    log.log("val", 1, {"loss": 1.0})
-    for call in (log.sync, log.close):
-        call()
-    assert not sent and not printed and os.listdir(tmp_path) == []
 
 
 def test_memory_is_that_of_the_gpu_or_of_the_process(monkeypatch):

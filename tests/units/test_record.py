@@ -9,7 +9,6 @@ import subprocess
 import sys
 from datetime import datetime
 from importlib import metadata
-from pathlib import Path
 
 import pytest
 import torch
@@ -178,10 +177,3 @@ def test_a_run_without_a_checkpoint_starts_anew(tmp_path):
     (tmp_path / "checkpoints" / "step_00000007").mkdir(parents=True)
     assert record.how_to_continue(tmp_path) == "run the same command again to continue"
     assert record.how_to_continue(tmp_path / "fork", tmp_path) == record.how_to_continue(tmp_path)
-
-
-def test_a_batch_script_learns_which_folder_it_is(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setenv("RUN_FOLDER_FILE", str(tmp_path / "job.folder"))
-    record.tell_batch_script(Path("my run"), 7)
-    assert (tmp_path / "job.folder").read_text() == f"{tmp_path}/my run\n7\n"

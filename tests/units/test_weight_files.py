@@ -196,11 +196,11 @@ def test_the_weights_of_a_run(tmp_path):
 
 def test_a_run_without_final_weights_has_those_of_its_newest_checkpoint(tmp_path):
     for step in (3, 12):
-        folder = tmp_path / "checkpoints" / f"step_{step:08d}"
-        folder.mkdir(parents=True)
-        manifest_of = {"progress": {"step": step, "config": {"width": step}}, "arguments": {}}
-        (folder / manifest.MANIFEST).write_text(json.dumps(manifest_of))
-        save_file({"module.bias": torch.full((2,), float(step))}, folder / "model.safetensors")
+        writing = tmp_path / "checkpoints" / ".writing"
+        writing.mkdir(parents=True)
+        save_file({"module.bias": torch.full((2,), float(step))}, writing / "model.safetensors")
+        record = {"progress": {"step": step, "config": {"width": step}}, "arguments": {}}
+        manifest.complete(writing, writing.with_name(f"step_{step:08d}"), record)
     saved = weight_files.read(tmp_path)
     assert saved.state["bias"].tolist() == [12, 12] and saved.config == {"width": 12}
     assert saved.run == tmp_path

@@ -155,7 +155,6 @@ KNOWN = set(
 LIBRARY_NAMES = {
     "_MEM_FORMAT_ENCODING": "names the layouts of tensors in an index of shards",
     "_attn_implementation": "is the attention of a model of transformers",
-    "_dtensor": "exchanges shards as GPUs do",
     "_dump_snapshot": "writes what is in the memory of a GPU",
     "_exit": "ends a process as the product does",
     "_is_amx_tile_supported": "says what a CPU computes",

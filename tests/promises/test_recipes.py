@@ -1,6 +1,6 @@
 """Each recipe applies to the script as it is, and the changed script trains and resumes exactly."""
 
-import importlib.util
+import importlib
 import json
 import math
 import re
@@ -11,21 +11,12 @@ import recipes
 from harness.chats import make_tokenizer
 from harness.data import SMALL_DATA
 from harness.language_models import make_model
-from harness.launches import (
-    ROOT,
-    as_if_killed,
-    final_weights,
-    metrics,
-    results,
-    run,
-    some_slow,
-    status,
-)
+from harness.launches import ROOT, final_weights, metrics, results, run, some_slow, status
 from PIL import Image
+from safetensors.numpy import load_file
 
 CIFAR = f"--dataset {SMALL_DATA} --batch_size 20 --track none"
-MINIMAL = "--max_train_steps 6 --eval_every 6 --checkpoint_every 4 --log_every 1"
-LM = f"--model {{folder}}/model --block_size 64 --batch_size 4 --track none {MINIMAL}"
+MINIMAL = "--max_train_steps 6 --eval_every 3 --checkpoint_every 2 --log_every 1"
 IMAGES = (
     "--model squeezenet1_1 --image_size 32 --batch_size 8 --lr 1e-3 --num_workers 0 --epochs 1 "
     f"--track none {MINIMAL}"
@@ -35,16 +26,17 @@ ARGUMENTS = {
     "contrastive": MINIMAL,
     "diffusion": MINIMAL,
     "detection": MINIMAL,
-    "distillation": f"{CIFAR} --model net --teacher {{teacher}} {MINIMAL}",
+    "distillation": f"{CIFAR} --model net --teacher {{folder}}/teacher {MINIMAL}",
     "ema": MINIMAL,
-    "freezing": LM,
+    "freezing": f"--batch_size 4 --track none {MINIMAL}",
     "folds": f"--dataset synthetic --fold 1 {IMAGES}",
     "gan": MINIMAL,
     "layer_decay": f"--dataset synthetic {IMAGES}",
     "model_output": MINIMAL,
     "optimizer": MINIMAL,
     "preference": MINIMAL,
-    "qlora": f"--lora_rank 4 --lr 1e-2 {LM}",
+    "qlora": f"--model {{folder}}/model --lora_rank 4 --lr 1e-2 --block_size 64 --batch_size 4 "
+    f"--track none {MINIMAL}",
     "rare_classes": f"--dataset synthetic {IMAGES}",
     "regression": f"--csv {{folder}}/table.csv {MINIMAL}",
     "schedule_and_accumulation": f"--gradient_accumulation_steps 2 {MINIMAL}",
@@ -69,16 +61,25 @@ GALLERY = {
     "preference": (60, "val_accuracy", 0.95),
 }
 LOWER_IS_BETTER = ("val_wasserstein", "val_loss")
+BACKWARD_PASSES = {"schedule_and_accumulation": 2, "gan": 2}  # of a step
 EXPORTED = {
     "cifar": f"{CIFAR} --model net --max_train_steps 1",
     "images": f"--dataset synthetic {IMAGES} --max_train_steps 1",
     "gpt": "--dataset synthetic --n_layer 1 --n_head 2 --n_embd 32 --block_size 32 --batch_size 4 "
     "--num_workers 0 --track none --max_train_steps 1",
-    "lm": f"{LM} --max_train_steps 1",
+    "lm": "--batch_size 4 --track none --max_train_steps 1",
 }
-# What is killed by a slow test; for the others it is enough that they train.
-KILLED = ("several_labels", "qlora", *GALLERY)
-LONG = ("rare_classes", "freezing", "distillation", "folds", "layer_decay", "unfreezing")
+LONG = (
+    "rare_classes",
+    "several_labels",
+    "model_output",
+    "freezing",
+    "distillation",
+    "folds",
+    "layer_decay",
+    "unfreezing",
+    "qlora",
+)
 
 
 @pytest.fixture(scope="session")
@@ -102,24 +103,22 @@ def folder(tmp_path_factory):
         image.save(folder / "photos" / "ab"[number % 2] / f"{number}.png")
         lines.append(f"{number}.png,{on[0]},{on[1]},{on[2]}")
     (folder / "photos" / "labels.csv").write_text("\n".join(lines) + "\n")
-    if importlib.util.find_spec("transformers"):
-        sizes = dict(hidden_size=128, intermediate_size=256, head_dim=32)  # 64 share a scale
-        make_model("qwen3", **sizes).save_pretrained(folder / "model")
-        make_tokenizer().save_pretrained(folder / "model")
     return folder
 
 
-@pytest.fixture
-def arguments(folder, reference):
-    """`arguments(name)`: those of a recipe, whose test is skipped without its packages."""
-
-    def get(name):
-        if name in PACKAGES:
-            pytest.importorskip(PACKAGES[name])
-        teacher = reference("cpu").folder if name == "distillation" else None
-        return ARGUMENTS[name].format(folder=folder, teacher=teacher)
-
-    return get
+def arguments(name, folder):
+    if name in PACKAGES:
+        pytest.importorskip(PACKAGES[name])
+    if name == "distillation" and not (folder / "teacher").exists():
+        teacher = f"{CIFAR} --model resnet18 --max_train_steps 1"
+        run(None, "scripts/train_cifar.py", teacher, output_dir=folder / "teacher")
+    if name == "qlora":
+        sizes = dict(
+            hidden_size=128, intermediate_size=256, head_dim=32
+        )  # 64 of a row share a scale
+        make_model("qwen3", **sizes).save_pretrained(folder / "model")
+        make_tokenizer().save_pretrained(folder / "model")
+    return ARGUMENTS[name].format(folder=folder)
 
 
 @pytest.mark.parametrize("recipe", recipes.RECIPES, ids=lambda recipe: recipe.stem)
@@ -136,27 +135,35 @@ def test_a_recipe_is_short_and_as_written_against_the_script(recipe):
 
 
 @pytest.mark.parametrize(
-    "name", some_slow([name for name in ARGUMENTS if name not in KILLED], *LONG)
+    "name", some_slow([name for name in ARGUMENTS if name not in GALLERY], *LONG)
 )
-def test_a_recipe_trains(name, folder, arguments, tmp_path):
-    run(None, f"train_{name}.py", arguments(name), root=folder, output_dir=tmp_path / "run")
-    check_results(name, tmp_path / "run")
+def test_a_recipe_trains(name, folder, tmp_path):
+    words, made = arguments(name, folder), tmp_path / "run"
+    run(None, f"train_{name}.py", words, root=folder, output_dir=made)
+    assert status(made)["state"] == "finished"
+    losses = [line["loss"] for line in metrics(made, "train")]
+    assert len(losses) == 6 and all(map(np.isfinite, losses))
+    if name in EFFECTS:
+        EFFECTS[name](made)
 
 
-def check_results(name, folder):
-    """Whether a run has what its recipe is for."""
-    lines = metrics(folder, "train")
-    assert status(folder)["state"] == "finished" and len(lines) == 6
-    assert all(math.isfinite(line["loss"]) for line in lines)
-    if name == "tracker":
-        tracked = [json.loads(line) for line in (folder / "lines.jsonl").open()]
-        assert [line["step"] for line in tracked if "train/loss" in line] == [1, 2, 3, 4, 5, 6]
-    elif name == "several_labels":
-        assert results(folder)["per_label_f1"].keys() == {"red", "green", "blue"}
-        assert 0 <= results(folder)["val_map"] <= 1
-    elif name == "schedule_and_accumulation":
-        rates = [line["lr"] for line in lines]
-        assert rates == sorted(rates, reverse=True) and rates[-1] == 0
+def tracked(folder):
+    lines = [json.loads(line) for line in (folder / "lines.jsonl").read_text().splitlines()]
+    assert [line["step"] for line in lines if "train/loss" in line] == [1, 2, 3, 4, 5, 6]
+
+
+def labeled(folder):
+    assert results(folder)["per_label_f1"].keys() == {"red", "green", "blue"}
+    assert 0 <= results(folder)["val_map"] <= 1
+
+
+def scheduled(folder):
+    rates = [line["lr"] for line in metrics(folder, "train")]
+    assert rates == sorted(rates, reverse=True) and rates[-1] == 0
+
+
+EFFECTS = {"tracker": tracked, "several_labels": labeled}
+EFFECTS |= {"schedule_and_accumulation": scheduled}
 
 
 @pytest.mark.slow
@@ -186,33 +193,56 @@ def test_rare_classes_are_drawn_as_often_as_the_others(folder, monkeypatch):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["ema", "schedule_and_accumulation", *KILLED])
-def test_a_killed_recipe_ends_with_the_same_bytes(name, folder, arguments, tmp_path):
-    words, script = f"{arguments(name)} --keep_checkpoints 9", f"train_{name}.py"
-    whole, killed, alone = (tmp_path / kind for kind in ("whole", "killed", "alone"))
-    run("2cpu", script, words, root=folder, output_dir=whole)
-    check_results(name, whole)
-    as_if_killed(whole, killed, 4)
-    run("2cpu", script, words, root=folder, output_dir=killed)
-    assert results(killed)["resumed_from"] == 4
-    assert final_weights(killed) == final_weights(whole)
-    if name in GALLERY:  # on one process: the same losses and metrics
-        run(None, script, words, root=folder, output_dir=alone)
-        lines = [metrics(made, "train") + metrics(made, "val") for made in (alone, whole)]
-        for one, two in zip(*lines, strict=True):
-            assert one.pop("split") == two.pop("split")
-            assert two == pytest.approx(one, rel=1e-4)
+@pytest.mark.parametrize(
+    "name", ["ema", "schedule_and_accumulation", "several_labels", "qlora", *GALLERY]
+)
+def test_a_killed_recipe_ends_with_the_same_bytes(name, folder, tmp_path):
+    words, script = arguments(name, folder), folder / f"train_{name}.py"
+    run("2cpu", script.name, words, root=folder, output_dir=tmp_path / "whole")
+    fault = [f"die_in_step@{4 * BACKWARD_PASSES.get(name, 1)}", str(script), *words.split()]
+    killed = tmp_path / "killed"
+    done = run("2cpu", "tests/harness/wrapped.py", fault, output_dir=killed, check=False)
+    assert done.returncode != 0
+    run("2cpu", script.name, words, root=folder, output_dir=killed)
+    assert 0 < results(killed)["resumed_from"] < 4
+    assert final_weights(killed) == final_weights(tmp_path / "whole")
+    if name not in GALLERY:
+        return
+    alone = tmp_path / "alone"  # on one process: the same losses and metrics
+    run(None, script.name, words, root=folder, output_dir=alone)
+    lines = [metrics(made, "train") + metrics(made, "val") for made in (alone, tmp_path / "whole")]
+    for one, two in zip(*lines, strict=True):
+        assert one.pop("split") == two.pop("split")
+        assert two == pytest.approx(one, rel=1e-4)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", GALLERY)
-def test_a_recipe_of_the_gallery_learns(name, folder, arguments, tmp_path):
-    arguments(name)  # skips it without its packages
+def test_a_recipe_of_the_gallery_learns(name, folder, tmp_path):
+    arguments(name, folder)  # skips it without its packages
     steps, metric, least = GALLERY[name]
     words = f"--max_train_steps {steps} --eval_every {steps}"
     run("2cpu", f"train_{name}.py", words, root=folder, output_dir=tmp_path)
     reached = results(tmp_path)[metric]
     assert reached < least if metric in LOWER_IS_BETTER else reached > least
+
+
+@pytest.mark.slow
+def test_the_contrastive_gradient_is_that_of_the_global_batch(folder, tmp_path):
+    """With SGD, whose steps are as long as the gradient."""
+    words, lines, final = arguments("contrastive", folder), [], []
+    for processes in (1, 2, 4):
+        made = tmp_path / str(processes)
+        config = "2cpu" if processes > 1 else None
+        launcher = ("--num_processes", str(processes)) if config else ()
+        own = dict(root=folder, output_dir=made, launcher=launcher)
+        run(config, "train_contrastive.py", words, **own)
+        lines.append([line["loss"] for line in metrics(made, "train")])
+        final.append(load_file(made / "model.safetensors"))
+    for losses, tensors in zip(lines[1:], final[1:], strict=True):
+        assert losses == pytest.approx(lines[0], rel=1e-5)
+        for name, tensor in final[0].items():
+            np.testing.assert_allclose(tensors[name], tensor, rtol=0, atol=2e-6, err_msg=name)
 
 
 @pytest.mark.slow
@@ -252,8 +282,7 @@ def test_the_model_of_a_run_is_exported(script, folder, tmp_path):
     onnxruntime = pytest.importorskip("onnxruntime")
     import torch
 
-    words = EXPORTED[script].format(folder=folder)
-    run(None, f"scripts/train_{script}.py", words, output_dir=tmp_path)
+    run(None, f"scripts/train_{script}.py", EXPORTED[script], output_dir=tmp_path)
     run(None, "train_onnx.py", str(tmp_path), root=folder)
     session = onnxruntime.InferenceSession(tmp_path / "model.onnx")
     (wanted,) = session.get_inputs()

@@ -6,7 +6,6 @@ import shutil
 import socket
 import subprocess
 import time
-from functools import partial
 from pathlib import Path
 
 import psutil
@@ -70,6 +69,12 @@ def free_ports(count):
 
 
 class Cluster:
+    """A controller and the daemons of two nodes, all on this machine.
+
+    Attributes:
+        daemons (dict): their processes, by name.
+    """
+
     def __init__(self, folder):
         self.folder, self.daemons = folder, {}
         for name in ("state", "log", "spool.n1", "spool.n2"):
@@ -117,13 +122,13 @@ class Cluster:
             time.sleep(0.2)
         return answer
 
-    def until_logged(self, words, job, node=None):
+    def until_logged(self, words, job, node=None, times=1):
         """Waits until the log of the job contains `words`; fails if the job ends without them."""
 
         def happens():
             # Checked before the log is read.
             ended = self.state(job) in ("COMPLETED", "FAILED", "TIMEOUT", "CANCELLED")
-            logged = words in self.log(job, node)
+            logged = self.log(job, node).count(words) >= times
             assert logged or not ended, f"job {job} ended without '{words}'\n{self.all_logs()}"
             return logged
 
@@ -185,40 +190,21 @@ def cluster(tmp_path_factory):
 
 def test_signal_lost_node_and_time_limit_cost_nothing(cluster, tmp_path):
     """A job gets a stop signal, loses a node, reaches its time limit, and ends with the weights of
-    an uninterrupted run.
+    an uninterrupted run. Its processes wait in certain steps until a signal reaches them.
     """
-    # On a machine of any speed the time limit of the first attempts, in minutes, leaves time to
-    # start, and is shorter than the run; the last attempt has none, because it may be many times
-    # slower than the measured one.
-    small = (
-        "--dataset synthetic --model net --batch_size 500 --checkpoint_every 50 --eval_every 750"
-    )
-    small += " --max_train_steps"
-    start_time = time.monotonic()
-    run("2cpu", CIFAR, f"{small} 500", output_dir=tmp_path / "speed")
-    train_seconds = results(tmp_path / "speed")["train_seconds"]
-    minutes = 1 + int(2 * (time.monotonic() - start_time - train_seconds) / 60)
-    steps = 500 + int(500 * 60 * minutes / train_seconds)
-    arguments, whole = f"{small} {steps}", tmp_path / "whole"
-    run("2cpu", CIFAR, arguments, output_dir=whole)
-    folder = cluster.folder / "job" / "runs" / "train_cifar"
-    job = cluster.submit(f"--nodes=2 --time={minutes} --signal=B:USR1@1", f"{CIFAR} {arguments}")
-
-    def reached(step):
-        lines = metrics(folder, "train") if (folder / "metrics.jsonl").exists() else []
-        return lines and lines[-1]["step"] >= step and lines[-1]["step"]
-
-    def attempts():
-        return cluster.log(job).count("rendezvous at")
-
-    seen = cluster.until("the run takes some steps", lambda: reached(30))
+    run("2cpu", CIFAR, f"{SMALL} --max_train_steps 20", output_dir=tmp_path / "whole")
+    folder, records = cluster.folder / "run", tmp_path / "records"
+    records.mkdir()
+    held = f"{ROOT}/tests/harness/wrapped.py record_steps@5+17:{records} {ROOT}/{CIFAR}"
+    words = f"{held} {SMALL} --max_train_steps 20 --output_dir {folder}"
+    # So that the signal may come up to 90 s before the time limit.
+    job = cluster.submit("--nodes=2 --time=60 --signal=B:USR1@60", words)
+    cluster.until_logged("step  4/20", job, node=0)
     cluster.command(f"scancel --batch --signal=USR1 {job}")
     cluster.until_logged("run preempted", job)
     assert "asking the run to save" in cluster.log(job)
 
-    cluster.until_logged("continuing from", job, node=0)
-    seen = cluster.until("and takes some steps", lambda: reached(seen + 30))
-    before = attempts()
+    cluster.until_logged("step 16/20", job, node=0)
     for process in psutil.Process(cluster.daemons["n2"].pid).children(recursive=True):
         process.kill()
     cluster.daemons["n2"].kill()
@@ -229,27 +215,18 @@ def test_signal_lost_node_and_time_limit_cost_nothing(cluster, tmp_path):
     cluster.start_node("n2")
     cluster.command("scontrol update nodename=n2 state=resume")
 
-    cluster.until("the third attempt starts", lambda: attempts() > before)
-    cluster.until("it runs out of time, and the fourth starts", lambda: attempts() > before + 1)
-    cluster.command(f"scontrol update jobid={job} timelimit=UNLIMITED")
-
-    def finished():
-        return status(folder)["state"] == "finished"
-
-    last = seen
-    while not finished():
-        goes_on = partial(lambda last: finished() or reached(last + 1), last)
-        last = cluster.until("the run finishes or takes further steps", goes_on)
+    cluster.until_logged("step 16/20", job, node=0, times=2)
+    cluster.command(f"scontrol update jobid={job} timelimit=1")
+    cluster.until_logged("run preempted", job, times=2)
+    cluster.command(f"scontrol update jobid={job} timelimit=60")
     cluster.until_ended(job)
-    assert results(folder)["resumed_from"] > seen and results(folder)["num_processes"] == 2
-    assert final_weights(folder) == final_weights(whole)
-    assert metrics(folder, "train") == metrics(whole, "train")
-    assert f"step {steps}/{steps}" in cluster.log(job, node=0)
-    assert "step" not in cluster.log(job, node=1)
+    assert results(folder)["resumed_from"] >= 17 and results(folder)["num_processes"] == 2
+    assert final_weights(folder) == final_weights(tmp_path / "whole")
+    assert metrics(folder, "train") == metrics(tmp_path / "whole", "train")
+    assert "step 20/20" in cluster.log(job, node=0) and "step" not in cluster.log(job, node=1)
 
 
-@pytest.mark.parametrize("nodes", [1, 2])
-def test_as_many_processes_as_gpus(nodes, cluster):
+def test_as_many_processes_as_gpus(cluster):
     """The scheduler counts 2 GPUs per node.
 
     They do not exist, so 2 processes per node run over gloo.
@@ -257,17 +234,14 @@ def test_as_many_processes_as_gpus(nodes, cluster):
     arguments = (
         f"scripts/tools/check_topology.py --max_bytes 4096 --output_dir {cluster.folder}/check%a"
     )
-    job = cluster.submit(f"--nodes={nodes} --gpus-per-node=2 --array={nodes}", arguments)
+    job = cluster.submit("--nodes=2 --gpus-per-node=2 --array=7", arguments)
     cluster.until_ended(job)
-    assert f"{2 * nodes} processes on 1 machine can communicate" in cluster.log(job, node=0)
+    assert "4 processes on 1 machine can communicate" in cluster.log(job, node=0)
     assert "4gpu.yaml" in cluster.log(job)
-    assert (cluster.folder / f"check{nodes}" / "topology.json").exists()
+    assert (cluster.folder / "check7" / "topology.json").exists()
 
 
-def test_one_process_saves_and_continues_unless_canceled_or_invalid(cluster):
-    """In the same folder: the status of an earlier run must not be mistaken for that of the next
-    one.
-    """
+def test_one_process_saves_and_continues_unless_canceled(cluster):
     folder = cluster.folder / "ended"
     slowly = f"{ROOT}/tests/harness/wrapped.py slow_save {CIFAR} {ENDLESS} --output_dir {folder}"
     job = cluster.submit("--nodes=1", slowly)
@@ -279,8 +253,3 @@ def test_one_process_saves_and_continues_unless_canceled_or_invalid(cluster):
     cluster.command(f"scancel {job}")
     cluster.until_ended(job, "CANCELLED")
     assert status(folder)["state"] == "preempted" and "attempt 2" not in cluster.log(job)
-
-    job = cluster.submit("--nodes=1", f"{CIFAR} {SMALL} --lr 3 --output_dir {folder}")
-    cluster.until_ended(job, "FAILED")
-    assert "attempt 1" not in cluster.log(job)
-    assert "error: " in cluster.log(job, node=0)

@@ -4,6 +4,7 @@ import codecs
 import datetime
 import json
 from collections import Counter
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -68,6 +69,8 @@ def test_a_table_has_no_fields_of_other_rows(tmp_path):
     rows.append({"messages": None, "tools": None})
     write_table(tmp_path / "a.parquet", rows)
     assert load(tmp_path / "a.parquet")[1] == {"train": rows}
+    shards = replace(find(tmp_path / "a.parquet").splits["train"], shard_size=2).shards()
+    assert [(shard.first, list(shard)) for shard in shards] == [(0, rows[:2]), (2, rows[2:])]
 
 
 def write_table(path, rows):

@@ -104,6 +104,12 @@ def test_of_several_copies_of_a_model_the_first_is_written(tmp_path):
     assert content(copy) == content(base)
 
 
+def test_files_have_their_length_before_their_values(tmp_path):
+    model = make_model("qwen3", **MODELS["qwen3"])
+    sharded_files.lay_out(tmp_path, model, torch.float16)
+    assert load_file(tmp_path / "model.safetensors").keys() == model.state_dict().keys()
+
+
 def test_adapters_are_those_of_the_first_process(tmp_path):
     """And the frozen weights keep the dtype of their files."""
     base = save(tmp_path, "llama", torch.bfloat16).state_dict()
@@ -212,6 +218,7 @@ def test_an_empty_model_is_made_ready_for_prepare(tmp_path, monkeypatch):
     before = config.to_dict()
     empty = sharded_files.build_empty(config, OPTIONS | {"dtype": torch.bfloat16})
     assert config.to_dict() == before and empty.dtype == torch.bfloat16
+    assert {weight.device.type for weight in empty.parameters()} == {"cpu"}
     assert sharded_files.read_in_prepare(empty, tmp_path, tmp_path)
     loaded = transformers.AutoModelForCausalLM.from_pretrained(tmp_path)
     assert empty.generation_config == loaded.generation_config

@@ -188,7 +188,7 @@ BEFORE = {
     # Its worker is alive, but sends nothing.
     "silent_loader": (WINDOW, lambda: time.sleep(3600)),
     "slow_export": ("utils.run.weights.export", lambda: time.sleep(10)),
-    "slow_model_export": ("utils.language.adapters.export", lambda: time.sleep(10)),
+    "slow_model_export": ("utils.language.adapters.write", lambda: time.sleep(10)),
     "slow_slices": ("utils.language.sharded_files.write", lambda: time.sleep(10)),
     "slow_save": (SAVE, lambda: time.sleep(3)),
     "signals_in_slow_save": (SAVE, send(signal.SIGTERM, signal.SIGTERM, seconds=2)),

@@ -208,10 +208,11 @@ def predict(accelerator, model, dataset, colors, *, workers=0, views=None):
 def of_each_image(logits, labels):
     """What is kept of the outputs for a batch: as much for a thousand classes as for five.
 
+    Args: logits: float32 [images, classes]. labels: int64 [images]; -1: the image is unreadable.
+
     Returns:
-        tuple: the labels, int64 [images], -1 if unreadable; losses, float32 [images]; up to five
-        classes of each image, the likeliest first, and their probabilities, int64 and float32
-        [images, up to 5].
+        tuple: the labels; losses, float32 [images]; up to five classes of each image, the likeliest
+        first, and their probabilities, int64 and float32 [images, up to 5].
     """
     losses = F.cross_entropy(logits, labels, reduction="none", ignore_index=-1)
     top = logits.topk(min(5, logits.shape[1])).indices  # as the accuracy is computed
@@ -304,7 +305,7 @@ def write_predictions(args, saved, dataset, outputs, class_names):
 def draw_contact_sheet(path, dataset, rows, most=64):
     """Draws up to `most` images, spread over all, each with its likeliest class and probability.
 
-    Args: rows (list): what `list_predictions` returns.
+    Args: dataset (ImageBatches | Split): the images. rows (list): what `list_predictions` returns.
     """
     chosen = torch.linspace(0, len(rows) - 1, min(most, len(rows))).long().tolist()
     texts = ["unreadable"] * len(chosen)

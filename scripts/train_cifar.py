@@ -208,7 +208,7 @@ def image_size_at(progress, args):
 def load_data(accelerator, args):  # EDIT: data
     """Loads the images of every split into memory, and shortens the splits for quick checks.
 
-    Its description has a checksum: a run continues with the same data.
+    Returns `ImageSplits`, whose description has a checksum: a run continues with the same data.
     """
     options = dict(seed=args.seed, val_fraction=args.val_fraction, columns=args.columns)
     data = local_main_first(accelerator, lambda: load_arrays(args.dataset, **options))
@@ -364,7 +364,7 @@ def final_results(accelerator, model, loaders, watch, mean, std, tta):
 
 
 def write_outputs(run, split, samples, config):
-    """Writes plots and the model card; main process only. Returns images for the trackers."""
+    """Writes plots and the model card; main process only. Returns images for trackers (dict)."""
     plots.curves(run.path)
     model_card.write(run, **describe_model(config))
     return classifier_plots.of_images(run.path, split, samples, config["class_names"])

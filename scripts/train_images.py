@@ -180,7 +180,7 @@ def build_scheduler(optimizer, plan, args):
 def load_data(accelerator, args):  # EDIT: data
     """Finds the images, which must be the same on every machine.
 
-    Its description has a checksum: a run continues with the same images.
+    Returns `ImageSplits`, whose description has a checksum: a run continues with the same images.
     """
     options = dict(seed=args.seed, val_fraction=args.val_fraction, columns=args.columns)
     data = local_main_first(accelerator, lambda: find_images(args.dataset, **options))
@@ -340,7 +340,7 @@ def export(folder, config, model, ema):
 
 
 def final_results(accelerator, model, ema, loaders, watch, mean, std):
-    """Evaluates every held-out split: the metrics, and what is known of each validation image."""
+    """Evaluates each held-out split; returns all metrics, and the values per image of `val`."""
     results, samples = {}, None
     for split in ("test", "val"):
         if split in loaders:

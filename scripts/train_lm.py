@@ -448,7 +448,8 @@ def log_samples(accelerator, run, step, model, tokenizer, prompts):
 def share_of_exact(accelerator, model, tokenizer, eval_sets, args):
     """The share of prompts to which the model answers exactly what the data does, as a metric.
 
-    Of `--dataset synthetic` only: other data have no such answers.
+    A dict: {} unless it is `--dataset synthetic` (other data have no such answers), on the process
+    that generates.
     """
     if args.dataset != ["synthetic"] or args.dry_run or not generates_alone(accelerator):
         return {}

@@ -64,7 +64,7 @@ def refuse_almost_splits(place, split_of_name):
 
 
 def hold_out(keys, fraction):
-    """Which of at least two samples are held out: the indices of those with the lowest keys.
+    """Which of at least two samples are held out: the indices (list) of the lowest keys.
 
     At least one is held out, and not all. Samples with equal keys, hashes of each, stay together,
     unless all keys are equal. `fraction` (float) is that of the samples.

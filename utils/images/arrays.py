@@ -20,7 +20,7 @@ class Split:
     """Samples in memory.
 
     images: uint8 [samples, 3, 32, 32]. labels: int64 [samples]; -1: the image cannot be read.
-    source: what they are from.
+    source: what they are from; None: they have no names.
     """
 
     images: torch.Tensor
@@ -54,7 +54,7 @@ class Split:
         return self.batch(torch.tensor(ids))
 
     def mean_and_std(self):
-        """Mean and standard deviation of the uint8 values, each float32 [3], of 10,000 images."""
+        """Mean and standard deviation, float32 [3], of uint8 values in the first 10,000 images."""
         # Counts how often each of the 256 levels occurs: exact, and faster than a copy in float32.
         channels = self.images[:10_000].unbind(1)
         counts = [torch.bincount(channel.flatten(), minlength=256) for channel in channels]
@@ -94,7 +94,11 @@ def load_arrays(name, *, seed=0, val_fraction=None, columns=None):
 
 
 def load_arrays_to_evaluate(name, class_names, *, columns=None):
-    """Loads what `sources.find_to_evaluate` finds; what cannot be read has the label -1."""
+    """Loads what `sources.find_to_evaluate` finds, with its arguments, as `load_arrays`.
+
+    An image that cannot be read has the label -1. Raises UserError as there, or if the file of the
+    pixels cannot be written.
+    """
     return _in_memory(find_to_evaluate(name, class_names, columns=columns), skip=True)
 
 

@@ -77,8 +77,9 @@ class Images:
         """A checksum (str) of names, labels, sizes and data, the same on every machine.
 
         Of images in files or in a table it has the first `SAMPLED_BYTES` of `SAMPLED` images, at
-        even distances over all: another change that keeps the sizes goes unnoticed. With `stamps`,
-        of the path, size and time of every file instead, or of the version of the table.
+        even distances over all: another change that keeps the sizes goes unnoticed. With `stamps`
+        (bool), it has the path, size and time of every file instead, or the version of the table:
+        for this machine only.
         """
         digest = hashlib.sha256(self.labels.tobytes())
         for row in self.rows.tolist():

@@ -21,7 +21,7 @@ KIND = "scaled images"
 
 
 class Scaled:
-    """An image in the cache: used like `Encoded`."""
+    """An image in the cache, uint8 [3, height, width]: used like `Encoded`."""
 
     def __init__(self, pixels):
         self._pixels = pixels
@@ -73,7 +73,7 @@ class CachedImages:
 
 
 def cache_images(accelerator, images, split, side, interpolation="bilinear"):
-    """Returns the scaled images of a split from the cache; call it on every process.
+    """Returns the scaled images of a split (`CachedImages`); call it on every process.
 
     If they are not there, one process per machine decodes and writes them first. `side` (int) is
     that of the shorter side, in pixels. Raises UserError if the cache cannot be written, or is

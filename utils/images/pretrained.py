@@ -104,6 +104,7 @@ def preprocessing(found, size=None, resize=None):
 
     Returns:
         dict: `resize`, `crop` in pixels; `interpolation`; `mean`, `std`, for values from 0 to 1.
+        Raises UserError if `resize` is less than the crop.
     """
     values = dict(resize=256, crop=224, interpolation="bilinear", **IMAGENET)
     if isinstance(found, Path):
@@ -126,7 +127,7 @@ def preprocessing(found, size=None, resize=None):
 
 
 def initialize(accelerator, model, config, choice):
-    """Loads the weights `choice`, as for `find`, into a model that is not prepared yet.
+    """Loads the weights `choice` (None: none), as for `find`, into a model before `prepare`.
 
     Call it on every process; only the main process loads them. The last layer keeps its initial
     weights if it has another size, or if the weights are of a run with other classes than `config`.

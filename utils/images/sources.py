@@ -188,6 +188,7 @@ def split_off(images, class_names, seed, fraction, first):
     Equal images stay on one side; if they are of different classes, they are not held out.
 
     Args:
+        fraction (float): the share of each class.
         first: int64 array [samples], the index of the first equal sample.
 
     Returns:

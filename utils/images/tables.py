@@ -126,6 +126,8 @@ def find_columns(name, features, image_column, label_column):
     Or else the only ones of the types `datasets.Image` and `datasets.ClassLabel`; or else the only
     one with bytes, and the only one with a well-known name.
 
+    Args: name (str): the data set, for messages. features (datasets.Features): of the table.
+
     Raises:
         UserError: there is no such column, or more than one, or it has values of another type.
     """

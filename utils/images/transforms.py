@@ -135,7 +135,12 @@ class Mix:
         self._mix, self._classes, self._seed = v2.RandomChoice(methods), classes, seed
 
     def __call__(self, images, labels, step):
-        """Mixes the images of a micro-batch: float [batch, channels, height, width]; it is even.
+        """Mixes the images of a micro-batch.
+
+        Args:
+            images: float [batch, channels, height, width]; the batch is even.
+            labels: int64 [batch].
+            step (int): of the optimizer.
 
         Returns:
             tuple: images of the same shape; the share of each class, float32 [batch, classes].

@@ -34,7 +34,8 @@ def add_lora(model, rank, alpha, dropout, targets):
         targets (list[str]): names of layers; `all-linear`: all but the last.
 
     Returns:
-        PeftModel.
+        PeftModel. Raises UserError if no layer has one of the names, or one is tied to the
+        embedding.
     """
     layers = {name.rpartition(".")[2] for name, layer in model.named_modules() if _is_matrix(layer)}
     if unknown := set(targets) - layers - {"all-linear"}:
@@ -64,7 +65,10 @@ def _is_matrix(layer):
 
 
 def load_adapter(model, path):
-    """Freezes a model, and adds the adapter in a folder, to train it further."""
+    """Freezes a model, and adds the adapter in a folder, to train it further.
+
+    Raises UserError if there is none, or it is that of another model.
+    """
     folder = Path(path).expanduser()
     folder = folder / ADAPTER if (folder / ADAPTER).is_dir() else folder
     if not (folder / "adapter_model.safetensors").is_file():
@@ -231,6 +235,7 @@ def load_trained(path, **options):
 
     Returns:
         tuple: the model, its tokenizer, and what it was trained on: `messages`, `prompt` or `text`.
+        Raises UserError if it cannot be loaded, or its adapter is that of another model.
     """
     folder = Path(path).expanduser()
     recorded = (read_json(folder / "args.json") or {}).get("data", {})
@@ -269,6 +274,9 @@ def merge(path):
 
     Returns:
         str: what was written, and the largest difference of its logits from those with the adapter.
+
+    Raises:
+        UserError: there is no adapter, or not its base model; or the merged model is another one.
     """
     folder = Path(path).expanduser()
     if not (folder / ADAPTER).is_dir():

@@ -53,7 +53,7 @@ CONFIGURATION = ["*.json", "*.jinja", "*.model", "*.txt"]  # files of a model wi
 
 
 def find(name, flag="--model"):
-    """Finds the files of a model: a folder (Path) with `config.json`.
+    """Finds the files of a model: a folder (Path) with `config.json`; raises UserError if none.
 
     Args:
         name (str): a folder, the folder of a run, or a Hub id. Of the Hub, the configuration and
@@ -91,7 +91,11 @@ def source(name):
 
 
 def load_config(name, tokenizer, block_size):
-    """The configuration of a model that can be trained, with this tokenizer and such blocks."""
+    """The configuration of a model.
+
+    Raises UserError if it cannot be loaded, is no causal language model of text only, or does not
+    fit the tokenizer or blocks of so many positions (int).
+    """
     if name == TINY:
         config = tiny_config(len(tokenizer))
     else:
@@ -123,6 +127,9 @@ def load_tokenizer(name, chat_template=None):
     Args:
         name (str): as for `find`, or `tiny`.
         chat_template (str | None): a file with a Jinja template to use, and to save with the model.
+
+    Raises:
+        UserError: it or the file cannot be read.
     """
     if name == TINY:
         tokenizer = byte_tokenizer()
@@ -146,6 +153,9 @@ def load_model(accelerator, config, args):
 
     Returns:
         the model; its `export_dtype` is that of the weights to export.
+
+    Raises:
+        UserError: weights are missing or are pickles, or this attention does not run here.
     """
     if args.attention == "flex" and accelerator.device.type == "cpu":
         raise UserError("--attention flex does not train on a CPU: use sdpa")
@@ -184,7 +194,7 @@ def _load(accelerator, config, args, options):
 
 
 def load_weights(name, **options):
-    """A model with all its weights, or UserError: `transformers` draws missing ones at random."""
+    """A model with all its weights. Raises UserError if one is missing: it would be random."""
     options |= dict(use_safetensors=True, output_loading_info=True)
     model, found = AutoModelForCausalLM.from_pretrained(source(name), **options)
     unknown = sorted(found["unexpected_keys"])

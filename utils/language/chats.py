@@ -72,6 +72,10 @@ class ChatTemplate:
 
         Returns:
             list: the parts (list) of each document; [] if there is no answer.
+
+        Raises:
+            UserError: there is no template, it cannot render the conversation, or the text that
+                asks for an answer is not the beginning of the text with the answer.
         """
         # A role is a name that the template knows.
         messages = [{**self._mark(message), "role": message["role"]} for message in messages]
@@ -85,7 +89,7 @@ class ChatTemplate:
         return documents
 
     def ask(self, text):
-        """The parts of a conversation's first turn, with what asks for an answer."""
+        """The parts (list) of a first turn, with what asks for an answer; errors as of `split`."""
         turn = [{"role": "user", "content": self._mark(text)}]
         return [*self._parts(self._render(turn, True, None, "the prompt"), False)]
 
@@ -198,7 +202,7 @@ def check_messages(messages, where, column="messages"):
 
     Returns:
         list[dict]: each with `role` (str) and `content`: str, also of a list of texts; None only
-        next to `tool_calls`.
+        next to `tool_calls`. Raises UserError if they are something else; `where` names the row.
     """
     if not isinstance(messages, (list, tuple)):
         kind = type(messages).__name__

@@ -81,6 +81,10 @@ class Encoder:
             row (dict | None): with the columns of `kind`; None: an empty line.
             kind (str): see `documents.KINDS`.
             where (str): names the row, in messages.
+
+        Raises:
+            UserError: a column is missing or has another type, or the template refuses the row; of
+                a text, while the drafts are iterated over.
         """
         columns = KINDS[kind]
         missing = [column for column in columns if row is not None and column not in row]
@@ -135,7 +139,7 @@ class Encoder:
             kind (str): `messages`, `prompt` or `text`.
 
         Returns:
-            list[int].
+            list[int]. Raises UserError if the template refuses a turn, or there is none.
         """
         if kind == "messages":
             draft = Draft(self._chat.ask(text), False, False, False)

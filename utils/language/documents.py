@@ -49,6 +49,9 @@ def find_documents(name, settings, *, streaming=False):
             ISO 8601. A file of plain text is one document.
         settings (TokenSettings): `subset`; `seed` of `synthetic`.
         streaming (bool): rows are read as they are needed.
+
+    Raises:
+        UserError: they cannot be found or read, or have no columns of a known kind.
     """
     if name == "synthetic" and not streaming:
         return _synthetic(settings.seed)

@@ -145,7 +145,10 @@ def advise(sizes, job, free):
 
 
 def check(accelerator, config, args):
-    """Says what training takes, and what there is, or raises UserError; call it before loading."""
+    """Says what training takes, and what there is; call it before the weights are loaded.
+
+    Raises UserError if weights, gradients and optimizer alone take more than is free.
+    """
     frozen, processes = None, accelerator.num_processes
     if args.lora_rank or args.adapter:
         frozen = getattr(torch, args.dtype) if args.dtype else config.dtype or torch.float32

@@ -238,7 +238,7 @@ class RowReader:
 
 
 def read_held_out(name, splits, encode, content_of, size):
-    """Reads the documents of a stream that are held out: those of `val`, or else a part of `train`.
+    """Reads the documents (list) of a stream that are held out: of `val`, or a part of `train`.
 
     Args:
         name (str): the value of `--dataset`.

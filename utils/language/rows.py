@@ -131,7 +131,7 @@ class Table(NamedTuple):
 
 
 def open_rows(name, choose, *, subset=None, streaming=False):
-    """Opens the rows of a data set, as a `Table`.
+    """Opens the rows of a data set, as a `Table`. Raises UserError if it cannot be found or read.
 
     Args:
         name (str): the value of `--dataset`: a Hub id, a file or a folder.

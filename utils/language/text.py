@@ -96,6 +96,9 @@ def load_text(name, column, block_size, seed=0):
 
     Returns:
         Text.
+
+    Raises:
+        UserError: the text cannot be found or read, has no such column, or is too short.
     """
     texts, details = _read_splits(name, column, seed, ("train", "val"))
     text, held_out = texts["train"], texts.get("val")
@@ -122,6 +125,9 @@ def load_to_evaluate(name, column, seed=0):
 
     Returns:
         tuple[str, Text]: `test`, `val` or `all`; the text is held out, and none is to train on.
+
+    Raises:
+        UserError: it cannot be found or read, has no such column, or has less than two bytes.
     """
     texts, details = _read_splits(name, column, seed, ("test", "val", "train"), most=1)
     [(split, text)] = texts.items()
@@ -216,6 +222,9 @@ def load_held_out(name, column):
     Returns:
         Text: without a text to train on. The checksum is of the held-out text; of local files also
         of their names, sizes and first bytes.
+
+    Raises:
+        UserError: the stream cannot be read, has no such column, or holds out too little text.
     """
     table, encode = _open(name, column), partial(_encode, column)
     documents = lanes.read_held_out(name, table.splits, encode, bytes, HELD_OUT_BYTES)
@@ -235,7 +244,8 @@ def stream_windows(name, column, block_size, share, buffer, seed):
     """Opens this process' share of an endless, shuffled stream of windows, a `lanes.LaneStream`.
 
     The lanes are parts of the data by files, if the number of files is a multiple of theirs, else
-    by rows. The end of a buffer, which fills no window, is left out.
+    by rows. The end of a buffer, which fills no window, is left out. Raises UserError if it
+    cannot be opened.
 
     Args:
         share (lanes.Share): what this process reads.

@@ -28,6 +28,9 @@ def load_held_out(name, settings):
 
     Returns:
         Corpus: with the split `val` only; the checksum is of its tokens, and of local files.
+
+    Raises:
+        UserError: the stream cannot be read, or nothing to learn is held out.
     """
     source = find_documents(name, settings, streaming=True)
     encode = _encoder(settings, source.kind)
@@ -55,7 +58,7 @@ def open_stream(sources, settings, share, weights=(1.0,), buffer=BUFFER):
     """Opens this process' share of an endless, shuffled stream of `Blocks`, a `lanes.LaneStream`.
 
     A lane takes rows of several sources in fixed proportions; a block has documents of one of them.
-    A source that ends begins again.
+    A source that ends begins again. Raises UserError if one cannot be opened.
 
     Args:
         sources (list): names of data sets; one in memory is given as its `Blocks`.

@@ -97,7 +97,7 @@ def divide(segments, settings):
             and `seed`. Equal ones stay together, and those of a row.
 
     Returns:
-        tuple: two arrays of DOCUMENT.
+        tuple: two arrays of DOCUMENT. Raises UserError if there is only one document.
     """
     documents, fraction = join_segments(segments), settings.val_fraction
     if len(documents) == 1 < len(segments):

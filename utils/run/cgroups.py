@@ -11,7 +11,7 @@ def values(file, root="/sys/fs/cgroup", membership="/proc/self/cgroup"):
     """Reads a file of each control group of this process (version 2), the innermost first.
 
     In a container the path of the group may be that on its host: then the root has the file.
-    Without control groups, as on a Mac, there is none.
+    Returns the contents (list[str]); [] without control groups, as on a Mac.
     """
     try:
         lines = Path(membership).read_text().splitlines()

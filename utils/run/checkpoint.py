@@ -28,7 +28,7 @@ FORCE = "TORCH_FORCE_WEIGHTS_ONLY_LOAD"  # of torch.load, whatever its caller as
 def start(accelerator, folder):
     """Creates an empty folder to write to; call it on every process before `save_state`.
 
-    Returns it (Path), and the error if it could not be created.
+    Returns it (Path), and the OSError if it could not be created, or None.
     """
     writing = Path(folder) / "checkpoints" / ".writing"
 

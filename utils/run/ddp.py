@@ -17,7 +17,7 @@ def warm_up(models, compute_loss):
     mean a different order of summation, and the last bits differ. Two backward passes make every
     run, new or resumed, use the final buckets from its first real step on. Buffers are restored,
     and weights do not change. This also runs on a single process, so that mistakes show up there:
-    a notice names a parameter without a gradient (an error, if DDP would refuse it), and a buffer
+    a notice names a parameter without a gradient (UserError, if DDP would refuse it), and a buffer
     that a checkpoint would not have.
 
     Args:

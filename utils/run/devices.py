@@ -20,7 +20,7 @@ def local_processes():
 
 
 def set_up_gpus(config, gpus, deterministic):
-    """Sets up the GPUs of this process; raises UserError if this machine has too few (int).
+    """Sets up the GPUs of this process; raises UserError if `gpus` (int) are too few.
 
     Args:
         config (str): name of the launcher's configuration, for messages.
@@ -68,7 +68,7 @@ def set_up_cpu(config, wants_cpu, training):
 
     Args:
         config (str): name of the launcher's configuration, for messages.
-        wants_cpu (bool): whether the configuration asks for the CPU; if not, there is no GPU.
+        wants_cpu (bool): whether it asks for the CPU (UserError with fp16); else there is no GPU.
         training (bool): whether to print a notice if bf16 would be faster.
     """
     processes, precision = local_processes(), os.environ.get("ACCELERATE_MIXED_PRECISION", "no")

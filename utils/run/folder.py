@@ -136,7 +136,7 @@ class RunFolder:
             split (str): `train` (adds the speed, the memory and the time left), `val`, `test`, ...
             score (float | None): score of an evaluation, higher is better: the highest-scoring
                 checkpoint is kept (of equal ones, that with the lower `loss`, then the later one).
-                Do not give one for a test split: it must not select a model.
+                Raises ValueError for a test split: it must not select a model.
             figures: numbers, scalar tensors or text; None: not measured in this step, left out.
         """
         if split == "test" and score is not None:
@@ -236,7 +236,7 @@ class RunFolder:
             process.record_with(self._record_failed)  # nothing is left to do
 
     def close(self, next_command=None):
-        """Finishes the loggers and prints a summary, with a command to look at the results."""
+        """Finishes the loggers and prints a summary, with a command (str | None) to see more."""
         if self.is_main:
             for logger in self._loggers:
                 logger.finish(self)

@@ -69,9 +69,9 @@ class Guard:
 
         Args:
             step (int): the optimizer step that has just finished.
-            losses (list): detached scalar losses of its micro-batches on this process.
+            losses (list): detached scalar losses of its micro-batches, on this process's device.
             ids (list): int64 tensors with the ids of their samples on this process.
-            norm: the gradient norm of the step, as `clip_grad_norm_` returns it, if it is computed.
+            norm: the gradient norm, as `clip_grad_norm_` returns it; None: not computed.
 
         Raises:
             RunFailed: a loss or norm was NaN or infinite; the message names the step and its
@@ -102,8 +102,8 @@ class Guard:
     def watch(self, batches):
         """Yields the batches of an evaluation, until a signal asks any process to stop.
 
-        They ask each other after the first batch, and then at most once a second. Then
-        `process.Interrupted` is raised on each, after the same batch.
+        They ask each other after the first batch, and then at most once a second. Raises
+        `process.Interrupted` on every process, after the same batch.
         """
         start_time, asked_at, ask_at = time.monotonic(), 0, 1
         for count, batch in enumerate(batches, 1):

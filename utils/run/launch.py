@@ -54,7 +54,7 @@ def set_up(args=None, shards=False):
 
 
 def accelerator_options(args):
-    """The arguments of `Accelerator(...)` that every training script shares.
+    """The arguments (dict) of `Accelerator(...)` that every training script shares.
 
     Loaders yield global batches: each is split over the processes (`split_batches`), so every
     topology sees the same batches in the same order, which depends only on the seed and the epoch
@@ -71,7 +71,7 @@ def accelerator_options(args):
 
 
 def print_banner(accelerator):
-    """Prints once what runs where; raises UserError if a GPU lacks bf16 or a process is alone."""
+    """Prints what runs where; raises UserError if a GPU lacks bf16 or processes do not connect."""
     on_gpu = accelerator.device.type == "cuda"
     if on_gpu and accelerator.mixed_precision == "bf16":
         # Not in `set_up`, after which a script may still choose its GPUs: this initializes CUDA.
@@ -146,7 +146,7 @@ def set_gloo_interface():
 
 
 def interface_to(host):
-    """The network interface from which this machine reaches `host` over IPv4, or its only one."""
+    """The interface from which this machine reaches `host` over IPv4, or its only one, or None."""
     addresses = {
         entry.address: name
         for name, entries in psutil.net_if_addrs().items()

@@ -68,7 +68,7 @@ def option(name):
 
 
 def variable(name):
-    """A variable of the environment as the person set it, before the launcher changed it."""
+    """An environment variable as the person set it, before the launcher changed it; None: unset."""
     environment = os.environ if find() is None else _ask("environ") or {}
     return environment.get(name)
 

@@ -210,7 +210,7 @@ def speed(figures):
 
 
 def in_words(figures):
-    """Lists metrics as text, each with its standard error, if any, and counts (int) last."""
+    """Lists metrics (dict) as text, each with its standard error, if any, and counts (int) last."""
     metrics, counts = [], []
     for name, value in figures.items():
         words, error = name.replace("_", " "), figures.get(f"{name}_standard_error")

@@ -170,7 +170,7 @@ def announce(accelerator, path, plan, start):
 def check_same(earlier, identity, place):
     """Raises UserError, which lists each difference, if `earlier` is the record of another run.
 
-    Args: place: where it was recorded, a run's folder or a checkpoint.
+    Args: earlier (dict): has `arguments`, `data`. place: its folder, of a run or a checkpoint.
     """
     arguments, differences = identity.arguments, _differences(earlier, identity)
     if not differences:

@@ -22,7 +22,7 @@ class Plan:
 
     @classmethod
     def from_args(cls, args, samples=None):
-        """Builds the plan from the command-line arguments.
+        """Builds the plan from `args`. Raises UserError if `samples` are fewer than a batch.
 
         Args:
             samples (int | None): size of the training set; None: a stream, treated as one epoch of
@@ -99,7 +99,7 @@ class RemainingSteps:
         return skip_first_batches(loader, self.skip) if self.skip else loader
 
     def steps(self, batches):
-        """Yields `(step, batch)`, for a loop without gradient accumulation."""
+        """Yields `(step, batch)`. Raises RuntimeError if steps accumulate, or as `accumulated`."""
         if self.accumulation != 1:
             raise RuntimeError("a loop over `steps` does not accumulate: use `accumulated`")
         for step, micro_batches in self.accumulated(batches):

@@ -112,14 +112,14 @@ def signal_name():
 
 
 def record_with(failed, preempted=None):
-    """Registers what records how the run ends.
+    """Registers what records how the run ends, in place of what was registered before.
 
     Args:
         failed (Callable | None): called with the reason and whether the same command may succeed
             when it is run again; returns whether this process is the first to record a reason, and
             what else there is to say, a list of lines.
         preempted (Callable | None): called with the reason when a signal ends the run outside of
-            the loop; returns how to continue.
+            the loop; returns how to continue. None: there is nothing to continue.
     """
     state.failed, state.preempted = failed, preempted
 

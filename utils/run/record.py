@@ -94,7 +94,7 @@ def changes(accelerator, earlier):
 
 
 def write(folder, accelerator, own, step):
-    """Writes args.json, which also lists all starts of the run.
+    """Writes args.json, which also lists all starts of the run, to its `folder` (Path).
 
     Args:
         own (dict): what only the run knows, such as its `arguments`.

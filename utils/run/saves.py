@@ -17,7 +17,7 @@ FAILED_SAVES = 3  # in a row that end a run: it would lose more and more work
 class Writer:
     """Writes a checkpoint while the training waits. That of `utils/scale` does not wait."""
 
-    group = None  # of all processes, for the collectives of a thread
+    group = None  # of all processes, for the collectives of a thread; None: there is no thread
 
     def capture(self, wait):
         """A block that writes files; yields a list of functions that write those that it did not.
@@ -27,7 +27,7 @@ class Writer:
         return contextlib.nullcontext([])
 
     def start(self, writes, finish):
-        """Calls `writes`, then `finish` with their first error or None; returns a Future of it."""
+        """Calls `writes` (list), then `finish` with their first error or None; returns a Future."""
         future = Future()
         try:
             future.set_result(finish(None))

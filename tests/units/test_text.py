@@ -2,6 +2,7 @@
 
 import json
 import os
+from itertools import pairwise
 
 import pytest
 import torch
@@ -16,6 +17,7 @@ from utils.language.text import (
     load_text,
     load_to_evaluate,
     stream_windows,
+    synthetic_text,
 )
 from utils.run.failures import RunFailed, UserError
 
@@ -222,6 +224,26 @@ def test_batches_are_contiguous(tmp_path):
             assert batch[name].is_contiguous(), name
 
 
+def test_windows_of_a_stream_follow_each_other_and_depend_on_the_seed(tmp_path):
+    name = write(tmp_path, a_jsonl=as_lines("some words ", 300))
+
+    def first(seed):
+        return next(iter(stream_windows(name, "text", 16, Share(1, 40), 40, seed)))
+
+    batch, again, other = first(0), first(0), first(1)
+    assert batch["inputs"].shape == batch["targets"].shape == (40, 16)
+    assert torch.equal(batch["inputs"][:, 1:], batch["targets"][:, :-1])
+    assert torch.equal(batch["inputs"], again["inputs"])
+    assert not torch.equal(batch["inputs"], other["inputs"])
+    # A buffer has 40 windows, each of which begins with the last byte of another.
+    texts = [f"some words {i}\n".encode() for i in range(300)]
+    text = b"".join(text for text in texts if not lanes.is_held_out(text))
+    places = [text.index(bytes(window.tolist())) for window in batch["inputs"]]
+    assert sorted(places) == list(range(0, 640, 16))
+    held_out = load_held_out(name, "text")
+    assert held_out.details == [] and "bytes are held out (fingerprint " in held_out.description
+
+
 def test_what_cannot_be_streamed_ends_the_run(tmp_path):
     lines = [b'{"text": "fine so far"}\n'] * 200
     (tmp_path / "a.jsonl").write_bytes(b"".join([*lines, b'{"text": "\xff\xfe\xfd"}\n']))
@@ -231,3 +253,19 @@ def test_what_cannot_be_streamed_ends_the_run(tmp_path):
     for name in (str(tmp_path / "b.txt"), "synthetic"):
         with pytest.raises(UserError, match="is mapped into memory: leave out --streaming"):
             load_held_out(name, "text")
+
+
+def test_synthetic_text_has_words_that_few_others_follow():
+    text = synthetic_text(3, 500).decode()
+    assert text == synthetic_text(3, 500).decode() != synthetic_text(4, 500).decode()
+    after = {}
+    lengths = set()
+    for sentence in text.splitlines():
+        assert sentence == sentence.capitalize() and sentence.endswith(".")
+        words = sentence.lower().removesuffix(".").split(" ")
+        lengths.add(len(words))
+        for word, follower in pairwise(words):
+            after.setdefault(word, set()).add(follower)
+    assert lengths == set(range(5, 11)) and text.count("\n") == 500
+    assert 50 <= len(after) <= 60 and {len(word) for word in after} == {2, 4, 6}
+    assert max(map(len, after.values())) == 4

@@ -65,6 +65,11 @@ def test_without_validation_text_the_last_tenth_of_train_is_held_out(tmp_path):
     assert (train + held_out, len(held_out)) == ("0123456789" * 10, 10)
     split, scored = load_to_evaluate(write(tmp_path / "all", train_txt="0123456789"), "text")
     assert split == "all" and bytes(scored.held_out.numpy()) == b"0123456789"
+    assert scored.description.startswith("10 bytes (fingerprint ")
+    _, scored = load_to_evaluate(write(tmp_path / "two", train_txt="01"), "text")
+    assert bytes(scored.held_out.numpy()) == b"01"
+    _, scored = load_to_evaluate("synthetic", "text", 3)
+    assert bytes(scored.held_out.numpy()) == synthetic_text(3)
     with pytest.raises(UserError, match="has 1 bytes: too few"):
         load_to_evaluate(write(tmp_path / "short", train_txt="0"), "text")
 

@@ -117,7 +117,7 @@ the name is not synced (utils/run/manifest.py)
 nothing is saved on a signal (scripts/train_cifar.py)
 - if stop or run.save_due
 + if run.save_due
-= test_every_script.py -k 'signal_saves and train_cifar'
+= test_signals.py -k signal_to_the_launcher
 
 an evaluation that a signal prevented is never done (scripts/train_minimal.py)
 -     if run.evaluation_due:

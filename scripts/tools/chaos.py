@@ -48,8 +48,7 @@ CLOCK = {
     "train_seconds",
     "peak_memory_bytes",
     "resumed_from",
-    "pipelining",  # of train_model_parallel.py
-    "peak_memory_bytes_per_stage",
+    "peak_memory_bytes_per_stage",  # of train_model_parallel.py
 }
 VICTIMS = ("one process", "all processes", "the launcher")
 

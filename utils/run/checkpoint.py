@@ -250,17 +250,16 @@ def prune(newest, keep):
     end = paths.index(newest) + 1
     paths, later = paths[:end], paths[end:]
     best = manifest.best(paths)
-    try:
-        for path in later + paths[:-keep]:
+    left_over = sorted(folder.glob(".deleting*"))  # one that stays keeps no other from going
+    for path in [*left_over, *later, *paths[:-keep]]:
+        trash = path if path in left_over else path.with_name(f".deleting_{path.name}")
+        try:
             if path != best:
-                trash = path.with_name(f".deleting_{path.name}")
-                shutil.rmtree(trash, ignore_errors=True)
                 os.rename(path, trash)  # first, so that nothing incomplete looks like a checkpoint
-        for trash in folder.glob(".deleting*"):
-            shutil.rmtree(trash)
-    except OSError as error:
-        reason = error.strerror or error
-        warn(f"old checkpoints were not deleted ({reason}); the next save tries again")
+                shutil.rmtree(trash)
+        except OSError as error:
+            reason = error.strerror or error
+            warn(f"old checkpoints were not deleted ({reason}); the next save tries again")
 
 
 def _first_problem(accelerator, error, group):

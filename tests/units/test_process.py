@@ -9,10 +9,24 @@ import weakref
 from types import SimpleNamespace
 
 import pytest
+from harness.launches import ROOT, run
 from harness.worlds import in_forks
 
 from utils.run import entry, process
 from utils.run.failures import RunFailed, UserError
+
+# Stands for a tensor that a thread of gloo frees during Python's finalization.
+ABORTS = f"""
+import atexit, os, sys
+sys.path.insert(0, {str(ROOT)!r})
+from utils.run import entry, process
+class Tensor:
+    __del__ = lambda self, abort=os.abort: abort()
+sys.tensor = Tensor()
+process.handle_signals()
+atexit.register(print, "one of a library")
+entry.run(lambda: print("done"))
+"""
 
 
 class Ended(Exception):
@@ -42,6 +56,12 @@ def ends(monkeypatch):
     yield run
     process.before_exit(None)
     process.record_with(None)
+
+
+def test_a_process_that_is_done_skips_finalization_and_no_exit_function(tmp_path):
+    (tmp_path / "script.py").write_text(ABORTS)
+    ended = run(None, "script.py", root=tmp_path, cold=True)
+    assert ended.stdout == "done\none of a library\n" and not ended.stderr
 
 
 def test_garbage_is_collected_again_after_the_imports():

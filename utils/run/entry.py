@@ -25,6 +25,7 @@ def run(main, explain=lambda error: None):
         if process.state.refusal:
             raise process.state.refusal
         main()
+        process.main_ends()
     except SystemExit as error:
         if error.code == process.PREEMPTED:
             failures.report_to_launcher("stopped by a signal, as asked")

@@ -21,6 +21,7 @@ collective for example, runs no signal handler: a second thread, which the kerne
 ends the process.
 """
 
+import atexit
 import contextlib
 import ctypes
 import gc
@@ -62,7 +63,7 @@ class _State:
         self.refusal = None  # UserError: the environment describes another launch
         self.parent = os.getppid()
         self.signum = self.since = None  # the first signal, and when it arrived
-        self.phase = "starting"  # then "training", "saving", "finishing"
+        self.phase = "starting"  # then "training", "saving", "finishing", "done"
         self.failed = self.preempted = self.wait = None  # see `record_with` and `before_exit`
 
 
@@ -76,6 +77,7 @@ def handle_signals():
     `entry.run`: during the imports it takes a tenth of the time and finds next to nothing.
     """
     state.handles_signals = True
+    atexit.register(_skip_finalization)  # the first one registered is called last
     sys.excepthook = lambda _, error, __: print_uncaught(error)  # of an import, on one process
     gc.disable()
     output.protect()
@@ -170,6 +172,23 @@ def training_ends():
     """Call this when everything is saved: from then on a signal ends the process at once."""
     if state.phase == "training":
         state.phase = "finishing"
+
+
+def main_ends():
+    """Call this when the script is done and only Python's exit functions are left."""
+    state.phase = "done"
+
+
+def _skip_finalization():
+    """Ends a process that is done before Python finalizes.
+
+    A thread of gloo may still free a tensor of the last collective. It needs Python's lock for
+    that, and during finalization Python ends or stops a thread that asks for it: the process would
+    abort, or wait forever (torch 2.14).
+    """
+    if state.phase == "done":
+        sys.stdout.flush()
+        os._exit(0)
 
 
 def grace_seconds():

@@ -126,7 +126,8 @@ def _encoder(settings, kind):
 def _pack(rows, settings, kind):
     """Blocks of the documents of rows, in memory; a text may be divided into segments."""
     documents = [document for row in rows for document in row]
-    segments = np.array([document.segment() for document in documents], SEGMENT)
+    segments = [document.segment(number) for number, row in enumerate(rows) for document in row]
+    segments = np.array(segments, SEGMENT)
     tokens, is_target = np.concatenate([document.tokens for document in documents]), None
     if kind != "text":
         is_target = np.concatenate([document.is_target for document in documents])

@@ -295,14 +295,11 @@ def _write(rows, encoder, kind):
         for number, draft in drafts:
             document = EMPTY if draft is None else next(documents)
             tokens = np.empty(len(document.tokens), _fields(kind))
-            tokens["token"], content = document.tokens, document.tokens.tobytes()
+            tokens["token"] = document.tokens
             if kind != "text":
                 tokens["is_target"] = document.is_target
-                content += document.is_target.tobytes()
             yield tokens.tobytes()
-            digest = hashlib.blake2b(content, digest_size=8).digest()
-            digest = int.from_bytes(digest, "little", signed=True)
-            segments.append(document.segment(number, digest))
+            segments.append(document.segment(number))
     segments = np.array(segments, SEGMENT)
     yield segments.tobytes()
     yield np.int64(len(segments)).tobytes()

@@ -81,7 +81,7 @@ def token_stream(sources, tokenizer, block_size, micro_batch, *, lanes=8, share=
     """A stream of names or blocks; `options` are its own, those of its share, or settings."""
     from utils.language.lanes import Share
     from utils.language.packing import TokenSettings
-    from utils.language.token_stream import open_stream
+    from utils.language.tokens import open_stream
 
     own = {name: options.pop(name) for name in ("weights", "buffer") if name in options}
     share = Share(lanes, micro_batch, *share, options.pop("position", None))

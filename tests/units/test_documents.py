@@ -9,14 +9,15 @@ from pathlib import Path
 
 import pytest
 
-from utils.language.documents import find_documents, read_segments
-from utils.language.packing import TokenSettings
-from utils.language.synthetic import (
+from utils.language.documents import (
+    find_documents,
     make_conversations,
     ordinal,
     ordinal_in_words,
+    read_segments,
     year_in_words,
 )
+from utils.language.packing import TokenSettings
 from utils.run.failures import UserError
 
 CHAT = {"messages": [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "hello"}]}

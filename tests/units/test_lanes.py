@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from utils.language.lanes import RowReader, Share, next_source
 from utils.language.rows import open_rows
-from utils.language.token_stream import count_lanes
+from utils.language.tokens import count_lanes
 from utils.run.failures import UserError
 
 
@@ -65,9 +65,9 @@ def test_a_source_that_no_document_was_taken_from_keeps_its_position(tmp_path):
     (tmp_path / "rows.jsonl").write_text("".join(f'{{"text": "{row}"}}\n' for row in range(40)))
 
     def opened(position):
-        table = open_rows(str(tmp_path / "rows.jsonl"), lambda columns: ["text"], streaming=True)
+        table = open_rows(str(tmp_path / "rows.jsonl"), {"text": ("text",)}, "", streaming=True)
         splits = {**table.splits, "val": None}  # so that nothing else is held out
-        reader = RowReader(splits, 0, 1, lambda row, where: row["text"], str.encode)
+        reader = RowReader(splits, 0, 1, lambda row, where: row["text"].encode())
         reader.seek(position)
         return reader
 
@@ -79,5 +79,5 @@ def test_a_source_that_no_document_was_taken_from_keeps_its_position(tmp_path):
         assert again.position == first.position
         first = again
     assert before + [row for _, row in zip(range(33), first, strict=False)] == [
-        *map(str, range(40))
+        b"%d" % row for row in range(40)
     ]

@@ -93,7 +93,11 @@ def test_a_text_that_is_a_fifo_is_not_waited_for(tmp_path):
     [
         ("empty.txt", b"", "is empty"),
         ("short.txt", b"To be", "has 5 bytes, too few for --block_size 16"),
-        ("a.jsonl", b'{"title": "a", "body": "b"}\n', "give --text_column, one of title, body"),
+        (
+            "a.jsonl",
+            b'{"title": "a", "body": "b"}\n',
+            "columns title, body; one needs text: give --text_column",
+        ),
         ("numbers.jsonl", b'{"text": 3}\n{"text": 4}\n', "row 0 of --dataset"),
         ("broken.parquet", b"PAR1 and nothing of the kind", "cannot load"),
     ],

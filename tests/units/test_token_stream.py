@@ -6,10 +6,9 @@ import pytest
 from harness.chats import make_tokenizer, say, token_stream, write_rows
 from harness.data import global_batches
 
-from utils.language import token_stream as module
+from utils.language import tokens as module
 from utils.language.packing import TokenSettings
-from utils.language.token_stream import MemoryReader, load_held_out
-from utils.language.tokens import load_tokens
+from utils.language.tokens import MemoryReader, load_held_out, load_tokens
 from utils.run.failures import RunFailed, UserError
 
 BLOCK = 48

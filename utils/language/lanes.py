@@ -98,7 +98,8 @@ class LaneStream(torch.utils.data.IterableDataset):
 class Source(NamedTuple):
     """What a lane reads of a data set.
 
-    reader: yields documents without end, and continues at a `position` by `seek`.
+    reader: yields documents without end, whose `bytes` are their content, and continues at a
+        `position` by `seek`.
     pack (Callable): documents (list) -> samples, with a length and indices.
     weight (float): the share of the documents that are from here; the sum of all is 1.
     """
@@ -117,14 +118,12 @@ class Lane:
 
     Args:
         sources (list[Source]): what it reads.
-        content_of (Callable): a document -> its content (bytes).
         size (int): of the contents of a buffer, in bytes.
         number (int), seed (int): of the lane, and of the order.
     """
 
-    def __init__(self, sources, content_of, size, number, seed):
-        self.sources, self.content_of, self.size = sources, content_of, size
-        self.number, self.seed = number, seed
+    def __init__(self, sources, size, number, seed):
+        self.sources, self.size, self.number, self.seed = sources, size, number, seed
         # Of the start of the buffer: the position of each reader, the documents taken from each so
         # far, and the number of the buffer.
         self.position = {"readers": [None] * len(sources), "documents": [0] * len(sources)}
@@ -168,7 +167,7 @@ class Lane:
             counts[number] += 1
             document = next(documents[number])
             buffers[number].append(document)
-            size += len(self.content_of(document))
+            size += len(bytes(document))
         samples = []
         for source, buffer in zip(self.sources, buffers, strict=True):
             packed = source.pack(buffer) if buffer else []
@@ -198,17 +197,17 @@ class RowReader:
     Args:
         splits (dict[str, Rows]): of a stream that was opened for this lane.
         number (int), lanes (int): of this lane, and of all.
-        encode (Callable): a row, and text that names it -> its document, false if it is empty.
-        content_of (Callable): a document -> its content (bytes), by which some are held out.
+        encode (Callable): a row, and text that names it -> its document, false if it is empty;
+            some are held out, by its `bytes`.
     """
 
-    def __init__(self, splits, number, lanes, encode, content_of):
+    def __init__(self, splits, number, lanes, encode):
         from datasets.distributed import split_dataset_by_node  # here, because it takes a second
 
         rows = splits["train"]
         self._rows = replace(rows, rows=split_dataset_by_node(rows.rows, number, lanes))
         self._encode, self._begin, self._is_read = encode, None, False
-        self._content_of, self._every = content_of, "val" in splits
+        self._every = "val" in splits
 
     @property
     def position(self):
@@ -229,7 +228,7 @@ class RowReader:
         while empty_passes < 2:  # the rest of a resumed pass may be empty
             empty_passes += 1
             for document in _documents(self._rows, self._encode, failure):
-                if self._every or not is_held_out(self._content_of(document)):
+                if self._every or not is_held_out(bytes(document)):
                     empty_passes = 0
                     yield document
             # Without this, the next pass would start from the state that was loaded.
@@ -237,20 +236,20 @@ class RowReader:
         raise failure(f"{self._rows.where}: a lane of the stream has no documents: use fewer lanes")
 
 
-def read_held_out(name, splits, encode, content_of, size):
+def read_held_out(name, splits, encode, size):
     """Reads the documents (list) of a stream that are held out: of `val`, or a part of `train`.
 
     Args:
         name (str): the value of `--dataset`.
-        splits, encode, content_of: as for `RowReader`.
-        size (int): of their contents, in bytes; no more are read.
+        splits, encode: as for `RowReader`.
+        size (int): of their `bytes`; no more are read.
 
     Raises:
         UserError: the stream cannot be read, or none is held out.
     """
     whole, chosen, total = "val" in splits, [], 0
     for document in _documents(splits["val" if whole else "train"], encode, UserError):
-        content = content_of(document)
+        content = bytes(document)
         if whole or is_held_out(content):
             chosen.append(document)
             total += len(content)

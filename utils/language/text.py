@@ -142,7 +142,7 @@ def _read_splits(name, column, seed, wanted, most=None):
     if name == "synthetic":
         text = bytearray(synthetic_text(seed))
         return {"train": torch.frombuffer(text, dtype=torch.uint8)}, []
-    table = open_rows(name, partial(_check_column, name, column))
+    table = _open(name, column)
     used, texts = [split for split in wanted if split in table.splits][:most], {}
     for split in used:
         rows = table.splits[split]
@@ -170,14 +170,9 @@ def _join(rows, column):
         yield _encode(column, row, f"row {number} of {rows.where}")
 
 
-def _check_column(name, column, columns):
-    """The column of text, in a list, for `open_rows`. Raises UserError if there is none."""
-    if column not in columns:
-        listed = ", ".join(columns)
-        raise UserError(
-            f"--dataset {name} has no column {column}: give --text_column, one of {listed}"
-        )
-    return [column]
+def _open(name, column, streaming=False):
+    wanted = f"{column}: give --text_column, if the text has another name"
+    return open_rows(name, {"text": (column,)}, wanted, streaming=streaming)
 
 
 def _encode(column, row, where):
@@ -226,18 +221,15 @@ def load_held_out(name, column):
     Raises:
         UserError: the stream cannot be read, has no such column, or holds out too little text.
     """
-    table, encode = _open(name, column), partial(_encode, column)
-    documents = lanes.read_held_out(name, table.splits, encode, bytes, HELD_OUT_BYTES)
+    splits, encode = _open(name, column, streaming=True).splits, partial(_encode, column)
+    documents = lanes.read_held_out(name, splits, encode, HELD_OUT_BYTES)
     joined = b"".join(documents)
     text = torch.frombuffer(bytearray(joined), dtype=torch.uint8)
     if len(text) < 2:
         raise UserError(f"--dataset {name} holds out {len(text)} bytes: too few")
     size = f"a stream, of which {len(text):,} bytes are held out"
-    return Text(None, text, f"{size} (fingerprint {checksum(joined, table.sample)})", [])
-
-
-def _open(name, column):
-    return open_rows(name, partial(_check_column, name, column), streaming=True)
+    short = checksum(joined, splits["train"].fingerprint.encode())
+    return Text(None, text, f"{size} (fingerprint {short})", [])
 
 
 def stream_windows(name, column, block_size, share, buffer, seed):
@@ -253,10 +245,10 @@ def stream_windows(name, column, block_size, share, buffer, seed):
     """
 
     def open_lane(number):
-        splits, encode = _open(name, column).splits, partial(_encode, column)
-        reader = lanes.RowReader(splits, number, share.lanes, encode, bytes)
+        splits, encode = _open(name, column, streaming=True).splits, partial(_encode, column)
+        reader = lanes.RowReader(splits, number, share.lanes, encode)
         source = lanes.Source(reader, partial(_cut, block_size))
-        return lanes.Lane([source], bytes, buffer * block_size + 1, number, seed)
+        return lanes.Lane([source], buffer * block_size + 1, number, seed)
 
     return lanes.LaneStream(open_lane, share, _collate)
 

@@ -1,26 +1,32 @@
-"""Tokenizes a data set once per machine, into files that are mapped into memory, and makes blocks.
+"""Makes blocks of the tokens of a data set, which is tokenized once per machine, or streamed.
 
-The rows are tokenized in shards, by as many processes as a machine has cores. A shard that is done
-is a file of the cache: a run that is interrupted goes on with the others. The machines of a run
-whose cache is on one disk share the work. `load_tokens` is all that a script needs.
+`load_tokens` tokenizes the rows in shards, by as many processes as a machine has cores, into files
+that are mapped into memory. A shard that is done is a file of the cache: a run that is interrupted
+goes on with the others. The machines of a run whose cache is on one disk share the work.
+
+`open_stream` tokenizes documents during training, and continues exactly after a restart.
 """
 
 import contextlib
 import functools
 import hashlib
+import math
 import os
 import sys
 import tempfile
+from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
+import torch
 from torch.utils.data import DataLoader, Dataset
 
 from utils.data import splits as split_names
-from utils.data.cache_files import cached, map_bytes, path_in_cache
+from utils.data.cache_files import cached, checksum, map_bytes, path_in_cache
 from utils.data.loaders import explain, set_up_worker
-from utils.data.permutation import sample_seed
+from utils.data.permutation import Permutation, sample_seed
+from utils.language import lanes
 from utils.language.chats import unread_keys
 from utils.language.conversations import Document, Encoder
 from utils.language.documents import find_documents
@@ -36,6 +42,10 @@ VERSION = 4  # of what a file has: another one makes new files
 TOKEN = [("token", np.int32), ("is_target", np.uint8)]  # texts have no such field
 EMPTY = Document(np.zeros(0, np.int32), np.zeros(0, np.uint8))
 CHARACTERS_AT_ONCE, ROWS_AT_ONCE = 2_000_000, 1000  # that are tokenized at once
+MOST_LANES = 64  # parts of a stream: common numbers of processes divide it
+BUFFER = 64  # blocks among which a lane packs and shuffles
+HELD_OUT_BLOCKS = 64  # of a stream, at most
+TOKEN_BYTES = 4  # int32
 
 
 class Corpus(NamedTuple):
@@ -323,3 +333,128 @@ def _drafts(rows, encoder, kind):
         if empty:
             waiting.append((number, None))
     yield waiting
+
+
+# --------------------------------------------------------------------------------------- streams
+
+
+def load_held_out(name, settings):
+    """Reads the documents of a stream that are held out, at most `HELD_OUT_BLOCKS` blocks.
+
+    Args: as of `load_tokens`.
+
+    Returns:
+        Corpus: with the split `val` only; the checksum is of its tokens, and of local files.
+
+    Raises:
+        UserError: the stream cannot be read, or nothing to learn is held out.
+    """
+    source = find_documents(name, settings, streaming=True)
+    encode = _encoder(settings, source.kind)
+    size = HELD_OUT_BLOCKS * settings.block_size * TOKEN_BYTES
+    rows = lanes.read_held_out(name, source.splits, encode, size)
+    blocks = _pack(rows, settings, source.kind)
+    if blocks.target_tokens == 0:
+        raise UserError(f"--dataset {name} has no token to predict in what is held out")
+    files = source.splits["train"].fingerprint
+    short = checksum(b"".join(map(bytes, rows)), files.encode())
+    size = f"a stream, of which {blocks.tokens:,} tokens are held out"
+    return Corpus({"val": blocks}, source.asked, f"{size} (fingerprint {short})", [])
+
+
+class OfRow(list):
+    """The documents of a row of a stream."""
+
+    def __bytes__(self):
+        return b"".join(document.tokens.tobytes() for document in self)
+
+
+def count_lanes(batch_size):
+    """The parts of a stream: of 1, 2, 4, ... 64 the largest number that divides a batch."""
+    return math.gcd(batch_size, MOST_LANES)
+
+
+def open_stream(sources, settings, share, weights=(1.0,), buffer=BUFFER):
+    """Opens this process' share of an endless, shuffled stream of `Blocks`, a `lanes.LaneStream`.
+
+    A lane takes rows of several sources in fixed proportions; a block has documents of one of them.
+    A source that ends begins again. Raises UserError if one cannot be opened.
+
+    Args:
+        sources (list): names of data sets; one in memory is given as its `Blocks`.
+        settings (TokenSettings): how documents become blocks.
+        share (lanes.Share): what this process reads.
+        weights (list[float]): the proportions of the sources.
+        buffer (int): blocks among which a lane packs and shuffles.
+    """
+
+    def open_source(number, lane):
+        source = sources[number]
+        if isinstance(source, str):
+            opened = find_documents(source, settings, streaming=True)
+            kind, encode = opened.kind, _encoder(settings, opened.kind)
+            reader = lanes.RowReader(opened.splits, lane, share.lanes, encode)
+        else:
+            kind = "text" if source.stream.is_target is None else "messages"
+            seed = sample_seed(settings.seed, 0, -1 - number) >> 1  # below 2**63
+            reader = MemoryReader(source, seed, lane, share.lanes)
+        pack = partial(_pack, settings=settings, kind=kind)
+        return lanes.Source(reader, pack, weights[number] / sum(weights))
+
+    def open_lane(lane):
+        opened = [open_source(number, lane) for number in range(len(sources))]
+        size = buffer * settings.block_size * TOKEN_BYTES
+        return lanes.Lane(opened, size, lane, settings.seed)
+
+    return lanes.LaneStream(open_lane, share, _collate)
+
+
+class MemoryReader:
+    """Yields every `lanes`-th document of `Blocks` without end, for one lane.
+
+    Each pass has another order, by the seed. A document is a conversation, or a part of a text that
+    is no longer than a block; `position` is how many were taken.
+    """
+
+    def __init__(self, blocks, seed, lane, lanes):
+        self._blocks, self._seed, self.position = blocks, seed, 0
+        self._lane, self._lanes = lane, lanes
+
+    def seek(self, position):
+        """Continues at a position; None: at the beginning."""
+        self.position = position or 0
+
+    def __iter__(self):
+        stream, pieces = self._blocks.stream, self._blocks.pieces
+        count = len(pieces.starts)
+        while True:
+            epoch, place = divmod(self.position * self._lanes + self._lane, count)
+            piece = Permutation(count, self._seed, epoch)(np.array([place]))[0]
+            start = pieces.starts[piece]
+            run = slice(start, start + pieces.lengths[piece] + 1)
+            is_target = None if stream.is_target is None else stream.is_target[run]
+            self.position += 1
+            yield OfRow([Document(stream.tokens[run], is_target)])
+
+
+def _encoder(settings, kind):
+    """What `lanes.RowReader` asks: a row, and text that names it -> its documents (list)."""
+    encoder = Encoder(settings.tokenizer, settings.loss_on)
+    return lambda row, where: OfRow(encoder.encode(list(encoder.draft(row, kind, where))))
+
+
+def _pack(rows, settings, kind):
+    """Blocks of the documents of rows, in memory; a text may be divided into segments."""
+    documents = [document for row in rows for document in row]
+    segments = [document.segment(number) for number, row in enumerate(rows) for document in row]
+    segments = np.array(segments, SEGMENT)
+    tokens, is_target = np.concatenate([document.tokens for document in documents]), None
+    if kind != "text":
+        is_target = np.concatenate([document.is_target for document in documents])
+    return settings.pack(Stream(tokens, is_target), join_segments(segments), kind)[0]
+
+
+def _collate(blocks):
+    """Tensors of blocks; `ids` are their places in this batch."""
+    batch = {name: torch.stack([block[name] for block in blocks]) for name in blocks[0]}
+    return {**batch, "ids": torch.arange(len(blocks))}

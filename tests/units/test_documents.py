@@ -1,22 +1,14 @@
 """Which documents a data set of a language model has, of which kind, and in which splits."""
 
 import codecs
-import datetime
 import json
-from collections import Counter
 from dataclasses import replace
+from hashlib import sha256
 from pathlib import Path
 
 import pytest
 
-from utils.language.documents import (
-    find_documents,
-    make_conversations,
-    ordinal,
-    ordinal_in_words,
-    read_segments,
-    year_in_words,
-)
+from utils.language.documents import find_documents, read_segments
 from utils.language.packing import TokenSettings
 from utils.run.failures import UserError
 
@@ -138,17 +130,6 @@ def test_each_file_of_plain_text_is_a_document(tmp_path):
         find(tmp_path / "e.txt.gz")
 
 
-@pytest.mark.parametrize("name", ["a_txt", "a_jsonl"])
-def test_rows_change_their_fingerprint_with_their_content(name, tmp_path):
-    seen = set()
-    for text in ("one", "two"):
-        folder = write(tmp_path / text, **{name: lines([{"text": text}] * 3)})
-        prints = [find(folder).splits["train"].fingerprint for _ in range(2)]
-        assert prints[0] == prints[1]
-        seen.add(prints[0])
-    assert len(seen) == 2
-
-
 @pytest.mark.parametrize(
     ("files", "says"),
     [
@@ -177,17 +158,15 @@ def test_data_that_cannot_be_used_is_one_line(files, says, tmp_path):
 def test_a_subset_is_of_the_hub(tmp_path, monkeypatch):
     import datasets
 
-    asked = {}
-
     def load_dataset(path, name=None, **options):
-        asked.update(path=path, name=name)
         if name is None:
             raise ValueError("Config name is missing.\nPlease pick one")
-        return datasets.DatasetDict(train=datasets.Dataset.from_list([TEXT] * 3))
+        rows = [{"text": f"{path} {name}"}] * 3
+        return datasets.DatasetDict(train=datasets.Dataset.from_list(rows))
 
     monkeypatch.setattr(datasets, "load_dataset", load_dataset)
-    assert load("owner/name", subset="sample-10BT") == ("text", {"train": [TEXT] * 3})
-    assert asked == dict(path="owner/name", name="sample-10BT")
+    rows = [{"text": "owner/name sample-10BT"}] * 3
+    assert load("owner/name", subset="sample-10BT") == ("text", {"train": rows})
     local = str(write(tmp_path, a_txt="text"))
     for name, subset, says in (
         ("owner/name", None, "owner/name has several subsets: give --subset"),
@@ -198,36 +177,19 @@ def test_a_subset_is_of_the_hub(tmp_path, monkeypatch):
             find(name, subset=subset)
 
 
-# ---------------------------------------------------------------------------------------- dates
-
-
-def test_dates_in_words():
-    days = {1: "first", 3: "third", 12: "twelfth", 13: "thirteenth", 20: "twentieth"}
-    days |= {22: "twenty-second", 30: "thirtieth"}
-    assert {day: ordinal_in_words(day) for day in days} == days
-    assert [ordinal(day) for day in (1, 2, 3, 4, 11, 12, 13, 21, 22, 23)] == (
-        "1st 2nd 3rd 4th 11th 12th 13th 21st 22nd 23rd".split()
-    )
-    said = {1600: "sixteen hundred", 1905: "nineteen oh five", 1994: "nineteen ninety-four"}
-    said |= {2000: "two thousand", 2007: "two thousand and seven", 2024: "twenty twenty-four"}
-    assert {year: year_in_words(year) for year in said} == said
-
-
-def test_synthetic_conversations_are_all_different_and_share_no_date():
+def test_synthetic_conversations_are_the_same_on_every_machine():
+    """The figures on the pages are of them. No date is there twice."""
     data = find("synthetic", seed=3)
-    assert (data.kind, set(data.splits), data.asked) == ("messages", {"train", "val"}, "messages")
+    assert (data.kind, data.asked) == ("messages", "messages")
     splits = {split: list(rows) for split, rows in data.splits.items()}
     assert {split: len(rows) for split, rows in splits.items()} == {"train": 4000, "val": 200}
-    assert splits == make_conversations(3) and splits != make_conversations(4)
-    prints = [
-        rows.fingerprint for seed in (3, 4) for rows in find("synthetic", seed=seed).splits.values()
-    ]
-    assert len(set(prints)) == 4
-    shapes, answers = Counter(), []
-    for row in [*splits["train"], *splits["val"]]:
-        shapes["".join(message["role"][0] for message in row["messages"])] += 1
-        answers += [said["content"] for said in row["messages"] if said["role"] == "assistant"]
+    assert sha256(json.dumps(splits).encode()).hexdigest().startswith("c9bc515b92c50c10")
+    question, answer = splits["val"][1]["messages"]
+    assert question["content"] == "What is August 20th, 1758 in digits?"
+    assert answer["content"] == "1758-08-20"
+    others = find("synthetic", seed=4).splits
+    prints = [rows.fingerprint for some in (data.splits, others) for rows in some.values()]
+    assert len(set(prints)) == 4 and list(others["val"]) != splits["val"]
+    messages = [said for rows in splits.values() for row in rows for said in row["messages"]]
+    answers = [said["content"] for said in messages if said["role"] == "assistant"]
     assert len(set(answers)) == len(answers) > 4000
-    assert {datetime.date.fromisoformat(answer).year for answer in answers} == {*range(1600, 2100)}
-    shares = {shape: count / 4200 for shape, count in shapes.items()}
-    assert shares == pytest.approx(dict(ua=4 / 9, sua=2 / 9, uaua=2 / 9, suaua=1 / 9), abs=0.03)

@@ -2,7 +2,7 @@
 
 import json
 import os
-from itertools import pairwise
+from hashlib import sha256
 
 import pytest
 import torch
@@ -70,6 +70,8 @@ def test_without_validation_text_the_last_tenth_of_train_is_held_out(tmp_path):
     assert bytes(scored.held_out.numpy()) == b"01"
     _, scored = load_to_evaluate("synthetic", "text", 3)
     assert bytes(scored.held_out.numpy()) == synthetic_text(3)
+    made = sha256(synthetic_text(3, 500)).hexdigest()  # the same on every machine
+    assert made.startswith("98c2a4ca940f8991") and synthetic_text(3) != synthetic_text(4)
     with pytest.raises(UserError, match="has 1 bytes: too few"):
         load_to_evaluate(write(tmp_path / "short", train_txt="0"), "text")
 
@@ -262,19 +264,3 @@ def test_what_cannot_be_streamed_ends_the_run(tmp_path):
     for name in (str(tmp_path / "b.txt"), "synthetic"):
         with pytest.raises(UserError, match="is mapped into memory: leave out --streaming"):
             load_held_out(name, "text")
-
-
-def test_synthetic_text_has_words_that_few_others_follow():
-    text = synthetic_text(3, 500).decode()
-    assert text == synthetic_text(3, 500).decode() != synthetic_text(4, 500).decode()
-    after = {}
-    lengths = set()
-    for sentence in text.splitlines():
-        assert sentence == sentence.capitalize() and sentence.endswith(".")
-        words = sentence.lower().removesuffix(".").split(" ")
-        lengths.add(len(words))
-        for word, follower in pairwise(words):
-            after.setdefault(word, set()).add(follower)
-    assert lengths == set(range(5, 11)) and text.count("\n") == 500
-    assert 50 <= len(after) <= 60 and {len(word) for word in after} == {2, 4, 6}
-    assert max(map(len, after.values())) == 4

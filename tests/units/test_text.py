@@ -2,6 +2,7 @@
 
 import json
 import os
+from functools import partial
 from hashlib import sha256
 
 import pytest
@@ -153,21 +154,14 @@ def test_a_text_of_several_parts_is_written_to_the_cache_once(kind, tmp_path, mo
     assert len(list(cache.iterdir())) == 2
 
 
-@pytest.mark.parametrize(
-    "load", [lambda root: load_text(root, "text", 4), lambda root: load_held_out(root, "text")]
-)
-def test_text_that_changed_has_another_description(load, tmp_path):
-    made = [
-        write(tmp_path / name, train_jsonl=as_lines(word), val_jsonl=as_lines(held_out))
-        for name, word, held_out in (
-            ("a", "alpha", "beta"),
-            ("copy", "alpha", "beta"),
-            ("b", "alpho", "beta"),
-            ("c", "alpha", "beto"),
-        )
-    ]
-    first, copy, *others = (load(root).description for root in made)
-    assert copy == first and first not in others and "fingerprint" in first
+def test_text_that_changed_has_another_description(tmp_path):
+    words = dict(a="alpha beta", copy="alpha beta", b="alpho beta", c="alpha beto")
+    for name, pair in words.items():
+        train, val = map(as_lines, pair.split())
+        write(tmp_path / name, train_jsonl=train, val_jsonl=val)
+    for load in (partial(load_text, block_size=4), load_held_out):
+        first, copy, *others = (load(str(tmp_path / name), "text").description for name in words)
+        assert copy == first and first not in others and "fingerprint" in first
 
 
 # ------------------------------------------------------------------------------------------ windows
@@ -225,16 +219,6 @@ def test_a_stream_starts_again_at_its_end_and_never_shows_held_out_text(tmp_path
     assert len(load_held_out(str(tmp_path), "text").held_out) == len(held_out) * length
 
 
-def test_batches_are_contiguous(tmp_path):
-    """A pinned batch that is not would be copied to the GPU through pageable memory, with a wait."""
-    name, share = write(tmp_path, a_jsonl=as_lines("some words ", 300)), Share(1, 4)
-    windows = Windows(torch.arange(101, dtype=torch.uint8), 16, seed=0)
-    streamed = next(iter(stream_windows(name, "text", 16, share, 4, 0)))
-    for batch in (windows.__getitems__(range(4)), streamed):
-        for name in ("inputs", "targets", "ids"):
-            assert batch[name].is_contiguous(), name
-
-
 def test_windows_of_a_stream_follow_each_other_and_depend_on_the_seed(tmp_path):
     name = write(tmp_path, a_jsonl=as_lines("some words ", 300))
 
@@ -242,6 +226,10 @@ def test_windows_of_a_stream_follow_each_other_and_depend_on_the_seed(tmp_path):
         return next(iter(stream_windows(name, "text", 16, Share(1, 40), 40, seed)))
 
     batch, again, other = first(0), first(0), first(1)
+    # Otherwise a pinned batch would be copied to the GPU through pageable memory, with a wait.
+    mapped = Windows(torch.arange(101, dtype=torch.uint8), 16, seed=0).__getitems__(range(4))
+    for some in (batch, mapped):
+        assert all(some[name].is_contiguous() for name in ("inputs", "targets", "ids"))
     assert batch["inputs"].shape == batch["targets"].shape == (40, 16)
     assert torch.equal(batch["inputs"][:, 1:], batch["targets"][:, :-1])
     assert torch.equal(batch["inputs"], again["inputs"])

@@ -27,14 +27,11 @@ def load_model(name="tiny", config=None, accelerator=None, **options):
     return causal_lm.load_model(accelerator or fakes.accelerator(), config, args)
 
 
-def test_the_byte_tokenizer_keeps_any_text(tmp_path):
+def test_the_byte_tokenizer_keeps_any_text():
     tokenizer = causal_lm.byte_tokenizer()
-    tokenizer.save_pretrained(tmp_path)
-    loaded = transformers.AutoTokenizer.from_pretrained(tmp_path)
     for text in ("  two  spaces\n\n", "naïve 日本 🙂\t", "<|not special|>", "a , b"):
         ids = tokenizer(text)["input_ids"]
         assert len(ids) == len(text.encode()) and tokenizer.decode(ids) == text
-        assert loaded(text)["input_ids"] == ids
     names = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
     assert tokenizer.convert_tokens_to_ids(names) == [256, 257, 258]
     assert (tokenizer.pad_token, tokenizer.eos_token) == (names[0], names[2])

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from utils.language.documents import find_documents, read_segments
+from utils.language.documents import asked, find_documents, read_segments
 from utils.language.packing import TokenSettings
 from utils.run.failures import UserError
 
@@ -74,7 +74,7 @@ def write_table(path, rows):
 
 
 @pytest.mark.parametrize(
-    ("row", "kind", "asked"),
+    ("row", "kind", "how"),
     [
         (CHAT, "messages", "messages"),
         (PAIR, "prompt", "prompt"),
@@ -83,7 +83,7 @@ def write_table(path, rows):
     ],
 )
 @pytest.mark.parametrize("suffix", ["jsonl", "parquet", "csv"])
-def test_columns_decide_in_files_of_every_format(row, kind, asked, suffix, tmp_path):
+def test_columns_decide_in_files_of_every_format(row, kind, how, suffix, tmp_path):
     rows = [{**row, "id": number, "when": "2024-01-02"} for number in range(3)]
     path = tmp_path / f"a.{suffix}"
     if suffix != "csv":  # an empty row does not say how a model is asked
@@ -94,9 +94,9 @@ def test_columns_decide_in_files_of_every_format(row, kind, asked, suffix, tmp_p
     found, splits = load(path)
     assert found == kind and set(splits) == {"train"}
     assert [{key: some[key] for key in row} for some in splits["train"][-3:]] == [row] * 3
-    assert find(path).asked == asked
+    assert asked(find(path)) == how
     stream = find(path, streaming=True)
-    assert (stream.kind, stream.asked) == (kind, asked)
+    assert (stream.kind, asked(stream)) == (kind, how)
     assert not hasattr(stream.splits["train"].rows, "__len__")  # rows are read one by one
 
 
@@ -180,7 +180,7 @@ def test_a_subset_is_of_the_hub(tmp_path, monkeypatch):
 def test_synthetic_conversations_are_the_same_on_every_machine():
     """The figures on the pages are of them. No date is there twice."""
     data = find("synthetic", seed=3)
-    assert (data.kind, data.asked) == ("messages", "messages")
+    assert (data.kind, asked(data)) == ("messages", "messages")
     splits = {split: list(rows) for split, rows in data.splits.items()}
     assert {split: len(rows) for split, rows in splits.items()} == {"train": 4000, "val": 200}
     assert sha256(json.dumps(splits).encode()).hexdigest().startswith("c9bc515b92c50c10")

@@ -55,6 +55,8 @@ def write_slices(accelerator, folder, model, dtype):
     layout = [None]
     if accelerator.is_main_process:
         layout = [sharded_files.lay_out(folder, model, dtype)]
+        for name in layout[0]:
+            load_file(folder / name)  # it has its length before its values
     dist.broadcast_object_list(layout)
     sharded_files.write(folder, layout[0], model, dtype)
 

@@ -10,47 +10,25 @@ import datetime
 import mmap
 import os
 import random
-from typing import NamedTuple
 
 from utils.data.permutation import sample_seed
-from utils.language.rows import Rows, open_rows, reading
+from utils.language.rows import Rows, Table, open_rows, reading
 from utils.run.failures import UserError
 
 SEGMENT = 250_000  # bytes of a text that are tokenized at once, at most
 FILE_SEGMENTS, SHORTEST = 100, 1000  # of a file that is not very short; bytes of one, about
 KINDS = {"messages": ("messages",), "prompt": ("prompt", "completion"), "text": ("text",)}
+USED = (("train",), ("val", "test"))
 WANTED = "messages (role and content), prompt and completion, or text"
 
 
-class Documents(NamedTuple):
-    """The documents of a data set.
-
-    splits: dict, split -> `Rows`: `train`, and `val` or else `test` if the data has one; if not, a
-        part of `train` is to be held out.
-    kind: `messages`, `prompt` or `text`: the columns of each row.
-    details: lines about where the documents are from, and what was left out.
-    """
-
-    splits: dict
-    kind: str
-    details: list
-
-    @property
-    def asked(self):
-        """How the model is asked, as `kind`: `messages` also for prompts that are conversations."""
-        if self.kind != "prompt":
-            return self.kind
-        prompts = (row.get("prompt") for row in self.splits["train"] if row)
-        first = next((prompt for prompt in prompts if prompt is not None), "")
-        return "prompt" if isinstance(first, str) else "messages"
-
-
 def find_documents(name, settings, *, streaming=False):
-    """Finds the `Documents` of a data set. Its columns decide what they are.
+    """Finds the documents of a data set, as a `Table`. Its columns decide of which kind they are.
+
+    If it has a split `val`, or else `test`, that is held out; otherwise a part of `train` is to be.
 
     Args:
-        name (str): a Hub id, a file, a folder, or `synthetic`: dates in words, to be written in
-            ISO 8601. A file of plain text is one document.
+        name (str): a Hub id, a file or folder, or `synthetic`. A file of text is one document.
         settings (TokenSettings): `subset`; `seed` of `synthetic`.
         streaming (bool): rows are read as they are needed.
 
@@ -58,24 +36,30 @@ def find_documents(name, settings, *, streaming=False):
         UserError: they cannot be found or read, or have no columns of a known kind.
     """
     if name == "synthetic" and not streaming:
-        made, seed = make_conversations(settings.seed), settings.seed
-        splits = {
-            split: Rows(rows, f"--dataset synthetic ({split})", f"{split} of dates {seed}")
-            for split, rows in made.items()
-        }
-        return Documents(splits, "messages", [])
+        splits, seed = make_conversations(settings.seed), settings.seed
+        for split, rows in splits.items():
+            where = f"--dataset synthetic ({split})"
+            splits[split] = Rows(rows, where, f"{split} of dates {seed}")
+        return Table(splits, "messages", [])
+    options = dict(use=USED, subset=settings.subset, streaming=streaming)
     try:
-        options = dict(subset=settings.subset, streaming=streaming)
-        table = open_rows(name, KINDS, WANTED, **options)
+        return open_rows(name, KINDS, WANTED, **options)
     except UserError as error:
         if "Config name is missing" not in str(error):
             raise
         line = f"--dataset {name} has several subsets: give --subset, one of those on its page"
         raise UserError(line) from None
-    splits = {**table.splits}
-    if "val" in splits:
-        splits.pop("test", None)
-    return Documents(splits, table.kind, [] if streaming else table.describe(splits))
+
+
+def asked(table):
+    """How a model of the documents of a table is asked, as `KINDS`: as a prompt that is a
+    conversation, by `messages`.
+    """
+    if table.kind != "prompt":
+        return table.kind
+    prompts = (row.get("prompt") for row in table.splits["train"] if row)
+    first = next((prompt for prompt in prompts if prompt is not None), "")
+    return "prompt" if isinstance(first, str) else "messages"
 
 
 # ------------------------------------------------------------------------------------ plain text

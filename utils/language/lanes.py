@@ -272,10 +272,9 @@ def _documents(rows, encode, failure):
     """Yields the document of each row that is not empty. Raises `failure` if one cannot be read."""
     number = 0
     try:
-        for row in rows:
+        for number, row in enumerate(rows):
             if document := encode(row, f"row {number} of {rows.where}"):
                 yield document
-            number += 1
     except UserError as error:
         raise failure(str(error)) from None
     except Exception as error:  # of datasets, fsspec, pyarrow or the network

@@ -26,6 +26,7 @@ PLAIN = ".txt"  # in a folder; a single file may be any
 COMPRESSED = {".gz", ".bz2", ".xz", ".zst", ".zip", ".tar", ".7z", ".rar", ".tgz"}
 SAMPLED_FILES, SAMPLED_BYTES = 100, 1 << 16  # of a stream, and of each of them
 SHARD_ROWS, FILE_SHARDS = 25_000, 100  # of a shard of a table; most shards of plain files
+USED = (("train",), ("val",))
 ALTERNATIVES = "use a Hub id, a local file or folder, or --dataset synthetic"
 
 
@@ -50,6 +51,11 @@ class Rows:
     first: int = 0
     shard_size: int = SHARD_ROWS
 
+    @property
+    def in_memory(self):
+        """Whether the rows are a list, as those of plain text are."""
+        return isinstance(self.rows, list)
+
     def __len__(self):
         return len(self.rows)
 
@@ -58,14 +64,13 @@ class Rows:
         shards = []
         for first in range(0, len(self) or 1, self.shard_size):
             chosen = range(first, min(first + self.shard_size, len(self)))
-            in_memory = isinstance(self.rows, list)
-            rows = self.rows[first : chosen.stop] if in_memory else self.rows.select(chosen)
+            rows = self.rows[first : chosen.stop] if self.in_memory else self.rows.select(chosen)
             shards.append(replace(self, rows=rows, first=first))
         return shards
 
     def __iter__(self):
         for number, row in enumerate(self.rows, self.first):
-            if isinstance(self.rows, list):
+            if self.in_memory:
                 yield row
             elif not self.is_lines:
                 yield {key: _without_nulls(value) for key, value in row.items()}
@@ -106,29 +111,17 @@ def reading(name):
 class Table(NamedTuple):
     """The rows of a data set.
 
-    splits: dict of `Rows`; one of them is `train`.
+    splits: dict of `Rows`, those that are used.
     kind: what they are, by their columns.
-    left_out: a `LeftOut`.
-    is_plain: whether these are files of plain text.
+    details: lines about all splits and what was left out; none about a stream.
     """
 
     splits: dict
     kind: str
-    left_out: LeftOut
-    is_plain: bool = False
-
-    def describe(self, used):
-        """A line for each split, which says whether it is one of those `used`, and for what was
-        left out.
-        """
-        lines, noun = [], "file" if self.is_plain else "row"
-        for split, rows in self.splits.items():
-            name = split if split in used else f"{split}, not used"
-            lines.append(f"{name}: {plural(len(rows), noun)}")
-        return [*lines, *self.left_out.lines()]
+    details: list
 
 
-def open_rows(name, kinds, wanted, *, subset=None, streaming=False):
+def open_rows(name, kinds, wanted, *, use=USED, subset=None, streaming=False):
     """Opens the rows of a data set, as a `Table`.
 
     Args:
@@ -136,6 +129,7 @@ def open_rows(name, kinds, wanted, *, subset=None, streaming=False):
         kinds (dict): kind -> the columns that it has (tuple); the first that fits is that of a
             table, of which these are read, and `tools`. Plain text has the kind `text`.
         wanted (str): what a table needs, for messages.
+        use (tuple): groups of splits: of each, the first that the data has is used.
         subset (str | None): a configuration of a Hub id.
         streaming (bool): read rows as they are needed, instead of all of them now.
 
@@ -156,7 +150,7 @@ def open_rows(name, kinds, wanted, *, subset=None, streaming=False):
             rows, size = [{"text": path} for path in paths], -(-len(paths) // FILE_SHARDS)
             version = hashlib.sha256(repr([*map(stamp, paths)]).encode()).hexdigest()
             opened[split] = Rows(rows, f"--dataset {name}", version, shard_size=size)
-        return Table(opened, "text", left_out, True)
+        return _table(opened, "text", use, left_out)
     columns = _columns_of_lines(name, first) if reader == "json" else None
     is_lines = columns is not None
     options = {"reader": "text"} if is_lines else {}
@@ -182,7 +176,19 @@ def open_rows(name, kinds, wanted, *, subset=None, streaming=False):
         table = table.select_columns([column for column in names if column in read])
         version = sample if streaming else table._fingerprint
         opened[split] = Rows(table, f"--dataset {name} ({split})", version, is_lines)
-    return Table(opened, kind, left_out)
+    return _table(opened, kind, use, None if streaming else left_out)
+
+
+def _table(opened, kind, use, left_out):
+    """The `Table` of the splits that are used, of those that were opened (dict)."""
+    present = ([split for split in group if split in opened] for group in use)
+    splits, details = {some[0]: opened[some[0]] for some in present if some}, []
+    if left_out is not None:
+        for split, rows in opened.items():
+            name = split if split in splits else f"{split}, not used"
+            details.append(f"{name}: {plural(len(rows), 'file' if rows.in_memory else 'row')}")
+        details += left_out.lines()
+    return Table(splits, kind, details)
 
 
 def _sample(files):

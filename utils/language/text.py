@@ -95,12 +95,9 @@ def load_text(name, column, block_size, seed=0):
         seed (int): of `synthetic`.
 
     Returns:
-        Text.
-
-    Raises:
-        UserError: the text cannot be found or read, has no such column, or is too short.
+        Text. Raises UserError if it cannot be found or read, has no such column, or is too short.
     """
-    texts, details = _read_splits(name, column, seed, ("train", "val"))
+    texts, details = _read_splits(name, column, seed)
     text, held_out = texts["train"], texts.get("val")
     if len(text) == 0:
         raise UserError(f"--dataset {name} is empty; {ALTERNATIVES}")
@@ -121,15 +118,12 @@ def load_text(name, column, block_size, seed=0):
 def load_to_evaluate(name, column, seed=0):
     """Loads a text to evaluate a model on: its split `test`, or else `val`, or else all of it.
 
-    Args: as of `load_text`.
+    Args and errors: as of `load_text`.
 
     Returns:
         tuple[str, Text]: `test`, `val` or `all`; the text is held out, and none is to train on.
-
-    Raises:
-        UserError: it cannot be found or read, has no such column, or has less than two bytes.
     """
-    texts, details = _read_splits(name, column, seed, ("test", "val", "train"), most=1)
+    texts, details = _read_splits(name, column, seed, use=(("test", "val", "train"),))
     [(split, text)] = texts.items()
     if len(text) < 2:
         raise UserError(f"--dataset {name} has {len(text)} bytes: too few")
@@ -137,20 +131,18 @@ def load_to_evaluate(name, column, seed=0):
     return "all" if split == "train" else split, Text(text[:0], text, description, details)
 
 
-def _read_splits(name, column, seed, wanted, most=None):
-    """The texts of the first splits (at most `most`) that are `wanted`, and lines about all."""
+def _read_splits(name, column, seed, **options):
+    """The texts of the splits that are used, and lines about all; `options` of `open_rows`."""
     if name == "synthetic":
         text = bytearray(synthetic_text(seed))
         return {"train": torch.frombuffer(text, dtype=torch.uint8)}, []
-    table = _open(name, column)
-    used, texts = [split for split in wanted if split in table.splits][:most], {}
-    for split in used:
-        rows = table.splits[split]
-        if table.is_plain:
+    table, texts = _open(name, column, **options), {}
+    for split, rows in table.splits.items():
+        if rows.in_memory:
             texts[split] = _read_files([row["text"] for row in rows], rows.fingerprint)
         else:
             texts[split] = cached("text", _join(rows, column), [column, rows.fingerprint])
-    return texts, table.describe(used)
+    return texts, table.details
 
 
 def _read_files(files, version):
@@ -170,9 +162,9 @@ def _join(rows, column):
         yield _encode(column, row, f"row {number} of {rows.where}")
 
 
-def _open(name, column, streaming=False):
+def _open(name, column, **options):
     wanted = f"{column}: give --text_column, if the text has another name"
-    return open_rows(name, {"text": (column,)}, wanted, streaming=streaming)
+    return open_rows(name, {"text": (column,)}, wanted, **options)
 
 
 def _encode(column, row, where):

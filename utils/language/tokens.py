@@ -29,7 +29,7 @@ from utils.data.permutation import Permutation, sample_seed
 from utils.language import lanes
 from utils.language.chats import unread_keys
 from utils.language.conversations import Document, Encoder
-from utils.language.documents import find_documents
+from utils.language.documents import asked, find_documents
 from utils.language.packing import SEGMENT, Stream, join_segments
 from utils.report.progress import with_progress
 from utils.run import devices, process
@@ -95,7 +95,7 @@ def load_tokens(name, settings):
         details += _describe_copies(tables["train"], split, tables[split], kind)
     if kind == "text" and settings.tokenizer.eos_token_id is None:
         details.append("the tokenizer has no end token: documents end without one")
-    return Corpus(splits, source.asked, _summarize(tables, splits, kind), details)
+    return Corpus(splits, asked(source), _summarize(tables, splits, kind), details)
 
 
 def divide(segments, settings):
@@ -359,7 +359,7 @@ def load_held_out(name, settings):
     files = source.splits["train"].fingerprint
     short = checksum(b"".join(map(bytes, rows)), files.encode())
     size = f"a stream, of which {blocks.tokens:,} tokens are held out"
-    return Corpus({"val": blocks}, source.asked, f"{size} (fingerprint {short})", [])
+    return Corpus({"val": blocks}, asked(source), f"{size} (fingerprint {short})", [])
 
 
 class OfRow(list):

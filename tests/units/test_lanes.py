@@ -8,9 +8,9 @@ from harness import fakes
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from utils.language.lanes import RowReader, Share, next_source
+from utils.language.lanes import RowReader, Share
 from utils.language.rows import open_rows
-from utils.language.tokens import count_lanes
+from utils.language.tokens import count_lanes, next_source
 from utils.run.failures import UserError
 
 

@@ -2,7 +2,6 @@
 
 import json
 import os
-from functools import partial
 from hashlib import sha256
 
 import pytest
@@ -152,16 +151,6 @@ def test_a_text_of_several_parts_is_written_to_the_cache_once(kind, tmp_path, mo
     os.utime(next(path for path in data.iterdir()), (1, 1))
     load()
     assert len(list(cache.iterdir())) == 2
-
-
-def test_text_that_changed_has_another_description(tmp_path):
-    words = dict(a="alpha beta", copy="alpha beta", b="alpho beta", c="alpha beto")
-    for name, pair in words.items():
-        train, val = map(as_lines, pair.split())
-        write(tmp_path / name, train_jsonl=train, val_jsonl=val)
-    for load in (partial(load_text, block_size=4), load_held_out):
-        first, copy, *others = (load(str(tmp_path / name), "text").description for name in words)
-        assert copy == first and first not in others and "fingerprint" in first
 
 
 # ------------------------------------------------------------------------------------------ windows

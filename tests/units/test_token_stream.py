@@ -145,7 +145,10 @@ def test_any_number_of_processes_mixes_the_same_blocks_from_any_position(
         middle, position = mixed_batches(mixed, tokenizer, 4, 5, position)
         rest, end = mixed_batches(mixed, tokenizer, 1, 35 - stop, position)
         assert (before + middle + rest, end) == (whole, last), stop
-    taken = [sum(counts) for counts in zip(*(at["documents"] for at in last.values()), strict=True)]
+    taken = [
+        sum(counts)
+        for counts in zip(*(at["reader"]["documents"] for at in last.values()), strict=True)
+    ]
     assert taken[0] > 2 * 40  # it was exhausted
     assert taken[0] / sum(taken) == pytest.approx(3 / 4, abs=8 / sum(taken))
     assert mixed_batches(mixed, tokenizer, 1, 40, seed=1)[0] != whole

@@ -1,12 +1,9 @@
 """Streams whose batches are the same for any number of processes, and continue after a restart."""
 
-import math
 import random
 import zlib
-from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import NamedTuple
 
 import torch
 from accelerate.utils import gather_object
@@ -17,7 +14,6 @@ from utils.scale.elastic import either, possible_processes
 
 HELD_OUT_ONE_IN = 64  # 1 in 64 documents of a stream is held out, if it has no split `val`
 EMPTY_BUFFERS = 20  # in a row, after which a stream fails
-STAGGER = (math.sqrt(5) - 1) / 2  # multiples of it are spread evenly over 0 to 1
 
 
 @dataclass(frozen=True)
@@ -95,57 +91,41 @@ class LaneStream(torch.utils.data.IterableDataset):
                 yield {**self.collate(samples[part::parts]), "position": positions}
 
 
-class Source(NamedTuple):
-    """What a lane reads of a data set.
-
-    reader: yields documents without end, whose `bytes` are their content, and continues at a
-        `position` by `seek`.
-    pack (Callable): documents (list) -> samples, with a length and indices.
-    weight (float): the share of the documents that are from here; the sum of all is 1.
-    """
-
-    reader: object
-    pack: Callable
-    weight: float = 1.0
-
-
 class Lane:
     """Yields samples without end; `position`, which can be stored as JSON, is where it stands.
 
-    It fills a buffer with documents, of several sources in fixed proportions, packs those of each
-    source, and yields the samples in random order. Its position is the start of the buffer and the
-    number of samples yielded from it: after a restart the same buffer is read again.
+    It fills a buffer with documents, packs them, and yields the samples in random order. Its
+    position is the start of the buffer and the number of samples yielded from it: after a restart
+    the same buffer is read again.
 
     Args:
-        sources (list[Source]): what it reads.
+        reader: yields documents without end, whose `bytes` are their content, and continues at a
+            `position` by `seek`.
+        pack (Callable): documents (list) -> samples, with a length and indices.
         size (int): of the contents of a buffer, in bytes.
         number (int), seed (int): of the lane, and of the order.
     """
 
-    def __init__(self, sources, size, number, seed):
-        self.sources, self.size, self.number, self.seed = sources, size, number, seed
-        # Of the start of the buffer: the position of each reader, the documents taken from each so
-        # far, and the number of the buffer.
-        self.position = {"readers": [None] * len(sources), "documents": [0] * len(sources)}
-        self.position |= {"buffers": 0, "taken": 0}
+    def __init__(self, reader, pack, size, number, seed):
+        self.reader, self.pack, self.size = reader, pack, size
+        self.number, self.seed = number, seed
+        # `reader`: where it stood at the start of the buffer.
+        self.position = {"reader": None, "buffers": 0, "taken": 0}
 
     def __iter__(self):
-        readers = [source.reader for source in self.sources]
-        for reader, place in zip(readers, self.position["readers"], strict=True):
-            reader.seek(place)
-        documents, empty = [iter(reader) for reader in readers], 0
+        self.reader.seek(self.position["reader"])
+        documents, empty = iter(self.reader), 0
         while empty < EMPTY_BUFFERS:
-            start = self.position
-            samples, counts = self._fill(documents, start["documents"])
-            random.Random(f"{self.seed} {self.number} {start['buffers']}").shuffle(samples)
-            following = {"readers": [reader.position for reader in readers], "documents": counts}
-            following |= {"buffers": start["buffers"] + 1, "taken": 0}
-            for taken in range(start["taken"], len(samples)):
-                packed, index = samples[taken]
-                is_last = taken + 1 == len(samples)
+            start, samples = self.position, self.pack(self._fill(documents))
+            order = list(range(len(samples)))
+            random.Random(f"{self.seed} {self.number} {start['buffers']}").shuffle(order)
+            following = {"reader": self.reader.position, "buffers": start["buffers"] + 1}
+            following["taken"] = 0
+            for taken in range(start["taken"], len(order)):
+                is_last = taken + 1 == len(order)
                 self.position = following if is_last else {**start, "taken": taken + 1}
-                yield packed[index]
-            empty = 0 if samples else empty + 1
+                yield samples[order[taken]]
+            empty = 0 if order else empty + 1
             self.position = following
         raise RunFailed(
             f"lane {self.number} of the stream has nothing to learn: its documents have no "
@@ -154,41 +134,13 @@ class Lane:
             rank_variable=None,
         )
 
-    def _fill(self, documents, counts):
-        """Fills a buffer from an iterator for each source, of which `counts` were taken before.
-
-        Returns:
-            tuple: a list of samples: pairs of packed documents and an index in them; the counts.
-        """
-        weights = [source.weight for source in self.sources]
-        buffers, size, counts = [[] for _ in documents], 0, list(counts)
+    def _fill(self, documents):
+        """The documents of a buffer (list)."""
+        buffer, size = [], 0
         while size < self.size:
-            number = next_source(weights, counts, self.number)
-            counts[number] += 1
-            document = next(documents[number])
-            buffers[number].append(document)
-            size += len(bytes(document))
-        samples = []
-        for source, buffer in zip(self.sources, buffers, strict=True):
-            packed = source.pack(buffer) if buffer else []
-            samples += [(packed, index) for index in range(len(packed))]
-        return samples, counts
-
-
-def next_source(weights, taken, lane=0):
-    """The source that is furthest behind its share: each stays within 2 documents of it.
-
-    Args:
-        weights (list[float]): the shares; their sum is 1.
-        taken (list[int]): the number of documents taken from each so far.
-        lane (int): orders of other lanes are shifted, so that together they are as even.
-    """
-    total = sum(taken) + 1
-    behind = [
-        weight * total - count + lane * (source + 1) * STAGGER % 1
-        for source, (weight, count) in enumerate(zip(weights, taken, strict=True))
-    ]
-    return behind.index(max(behind))
+            buffer.append(next(documents))
+            size += len(bytes(buffer[-1]))
+        return buffer
 
 
 class RowReader:

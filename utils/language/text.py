@@ -239,8 +239,7 @@ def stream_windows(name, column, block_size, share, buffer, seed):
     def open_lane(number):
         splits, encode = _open(name, column, streaming=True).splits, partial(_encode, column)
         reader = lanes.RowReader(splits, number, share.lanes, encode)
-        source = lanes.Source(reader, partial(_cut, block_size))
-        return lanes.Lane([source], buffer * block_size + 1, number, seed)
+        return lanes.Lane(reader, partial(_cut, block_size), buffer * block_size + 1, number, seed)
 
     return lanes.LaneStream(open_lane, share, _collate)
 

@@ -14,13 +14,12 @@ import math
 import os
 import sys
 import tempfile
-from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
 import torch
-from torch.utils.data import DataLoader, Dataset
+from torch.utils.data import ConcatDataset, DataLoader, Dataset
 
 from utils.data import splits as split_names
 from utils.data.cache_files import cached, checksum, map_bytes, path_in_cache
@@ -46,6 +45,7 @@ MOST_LANES = 64  # parts of a stream: common numbers of processes divide it
 BUFFER = 64  # blocks among which a lane packs and shuffles
 HELD_OUT_BLOCKS = 64  # of a stream, at most
 TOKEN_BYTES = 4  # int32
+STAGGER = (math.sqrt(5) - 1) / 2  # multiples of it are spread evenly over 0 to 1
 
 
 class Corpus(NamedTuple):
@@ -87,7 +87,7 @@ def load_tokens(name, settings):
     for split, table in tables.items():
         # The others are empty, or have no answer.
         used = table[table["length"] > 0]
-        splits[split], counts = settings.pack(streams[split], used, kind)
+        splits[split], counts = settings.pack(streams[split], used)
         if splits[split].target_tokens == 0:
             raise UserError(f"--dataset {name} has no token to predict in its {split} split")
         details += [f"{split}: {line}" for line in _describe(table, splits[split], kind, counts)]
@@ -353,7 +353,7 @@ def load_held_out(name, settings):
     encode = _encoder(settings, source.kind)
     size = HELD_OUT_BLOCKS * settings.block_size * TOKEN_BYTES
     rows = lanes.read_held_out(name, source.splits, encode, size)
-    blocks = _pack(rows, settings, source.kind)
+    blocks = _pack(rows, settings)
     if blocks.target_tokens == 0:
         raise UserError(f"--dataset {name} has no token to predict in what is held out")
     files = source.splits["train"].fingerprint
@@ -392,21 +392,73 @@ def open_stream(sources, settings, share, weights=(1.0,), buffer=BUFFER):
         source = sources[number]
         if isinstance(source, str):
             opened = find_documents(source, settings, streaming=True)
-            kind, encode = opened.kind, _encoder(settings, opened.kind)
-            reader = lanes.RowReader(opened.splits, lane, share.lanes, encode)
-        else:
-            kind = "text" if source.stream.is_target is None else "messages"
-            seed = sample_seed(settings.seed, 0, -1 - number) >> 1  # below 2**63
-            reader = MemoryReader(source, seed, lane, share.lanes)
-        pack = partial(_pack, settings=settings, kind=kind)
-        return lanes.Source(reader, pack, weights[number] / sum(weights))
+            encode = _encoder(settings, opened.kind)
+            return lanes.RowReader(opened.splits, lane, share.lanes, encode)
+        seed = sample_seed(settings.seed, 0, -1 - number) >> 1  # below 2**63
+        return MemoryReader(source, seed, lane, share.lanes)
+
+    def pack(rows):
+        parts = [[row for row in rows if row.source == number] for number in range(len(sources))]
+        return ConcatDataset([_pack(part, settings) for part in parts if part])
 
     def open_lane(lane):
-        opened = [open_source(number, lane) for number in range(len(sources))]
+        readers = [open_source(number, lane) for number in range(len(sources))]
+        reader = MixedReader(readers, [weight / sum(weights) for weight in weights], lane)
         size = buffer * settings.block_size * TOKEN_BYTES
-        return lanes.Lane(opened, size, lane, settings.seed)
+        return lanes.Lane(reader, pack, size, lane, settings.seed)
 
     return lanes.LaneStream(open_lane, share, _collate)
+
+
+class MixedReader:
+    """Yields the documents of several readers in fixed proportions, each with its `source`.
+
+    Args:
+        readers (list): as for `lanes.Lane`.
+        shares (list[float]): of the documents that come from each; their sum is 1.
+        lane (int): see `next_source`.
+    """
+
+    def __init__(self, readers, shares, lane):
+        self.readers, self.shares, self.lane = readers, shares, lane
+        self.taken = [0] * len(readers)  # documents of each
+
+    @property
+    def position(self):
+        """The positions of the readers, and the documents taken from each."""
+        places = [reader.position for reader in self.readers]
+        return {"readers": places, "documents": [*self.taken]}
+
+    def seek(self, position):
+        """Continues at a position; None: at the beginning."""
+        for number, reader in enumerate(self.readers):
+            reader.seek(position and position["readers"][number])
+        self.taken = [*position["documents"]] if position else [0] * len(self.readers)
+
+    def __iter__(self):
+        documents = [iter(reader) for reader in self.readers]
+        while True:
+            number = next_source(self.shares, self.taken, self.lane)
+            self.taken[number] += 1
+            document = next(documents[number])
+            document.source = number
+            yield document
+
+
+def next_source(shares, taken, lane=0):
+    """The source that is furthest behind its share: each stays within 2 documents of it.
+
+    Args:
+        shares (list[float]): their sum is 1.
+        taken (list[int]): the number of documents taken from each so far.
+        lane (int): orders of other lanes are shifted, so that together they are as even.
+    """
+    total = sum(taken) + 1
+    behind = [
+        share * total - count + lane * (source + 1) * STAGGER % 1
+        for source, (share, count) in enumerate(zip(shares, taken, strict=True))
+    ]
+    return behind.index(max(behind))
 
 
 class MemoryReader:
@@ -443,15 +495,15 @@ def _encoder(settings, kind):
     return lambda row, where: OfRow(encoder.encode(list(encoder.draft(row, kind, where))))
 
 
-def _pack(rows, settings, kind):
+def _pack(rows, settings):
     """Blocks of the documents of rows, in memory; a text may be divided into segments."""
     documents = [document for row in rows for document in row]
     segments = [document.segment(number) for number, row in enumerate(rows) for document in row]
     segments = np.array(segments, SEGMENT)
     tokens, is_target = np.concatenate([document.tokens for document in documents]), None
-    if kind != "text":
+    if documents[0].is_target is not None:  # these are no texts
         is_target = np.concatenate([document.is_target for document in documents])
-    return settings.pack(Stream(tokens, is_target), join_segments(segments), kind)[0]
+    return settings.pack(Stream(tokens, is_target), join_segments(segments))[0]
 
 
 def _collate(blocks):

@@ -40,6 +40,15 @@ def write_rows(path, rows):
     return str(path)
 
 
+def write_files(root, **files):
+    """Writes files, and returns their folder: `a_jsonl` becomes a.jsonl, `sub__a_txt` sub/a.txt."""
+    for name, content in files.items():
+        path = root.joinpath(*name.replace("_", ".").split(".."))
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_bytes(content if isinstance(content, bytes) else content.encode())
+    return root
+
+
 def make_tokenizer(kind="bytes", bos=False, **special):
     """A tokenizer trained on the spot, of bytes or of words that begin with a space."""
     import transformers

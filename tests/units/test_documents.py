@@ -7,6 +7,7 @@ from hashlib import sha256
 from pathlib import Path
 
 import pytest
+from harness.chats import write_files as write
 
 from utils.language.documents import asked, find_documents, read_segments
 from utils.language.packing import TokenSettings
@@ -16,15 +17,6 @@ CHAT = {"messages": [{"role": "user", "content": "hi"}, {"role": "assistant", "c
 PAIR = {"prompt": "2024-01-02", "completion": "007"}
 TEXT = {"text": "2024-01-02"}
 TURNS = {"prompt": CHAT["messages"][:1], "completion": CHAT["messages"][1:]}
-
-
-def write(root, **files):
-    """Writes files: `a_jsonl` becomes a.jsonl, `sub__a_txt` sub/a.txt."""
-    for name, content in files.items():
-        path = root.joinpath(*name.replace("_", ".").split(".."))
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_bytes(content if isinstance(content, bytes) else content.encode())
-    return root
 
 
 def lines(rows):

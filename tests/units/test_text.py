@@ -6,6 +6,7 @@ from hashlib import sha256
 
 import pytest
 import torch
+from harness.chats import write_files
 
 from utils.data import cache_files
 from utils.data.loaders import already_a_batch
@@ -27,12 +28,7 @@ WORDS = {"train": "alpha ", "val": "beta ", "test": "gamma "}
 
 
 def write(root, **files):
-    """Writes texts: `sub__a_txt` becomes sub/a.txt."""
-    for name, text in files.items():
-        path = root.joinpath(*name.replace("_", ".").split(".."))
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_bytes(text if isinstance(text, bytes) else text.encode())
-    return str(root)
+    return str(write_files(root, **files))
 
 
 def both(name):

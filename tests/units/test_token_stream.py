@@ -2,13 +2,22 @@
 
 import json
 
+import numpy as np
 import pytest
 from harness.chats import make_tokenizer, say, token_stream, write_rows
 from harness.data import global_batches
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from utils.language import tokens as module
 from utils.language.packing import TokenSettings
-from utils.language.tokens import MemoryReader, load_held_out, load_tokens
+from utils.language.tokens import (
+    MemoryReader,
+    count_lanes,
+    load_held_out,
+    load_tokens,
+    next_source,
+)
 from utils.run.failures import RunFailed, UserError
 
 BLOCK = 48
@@ -114,7 +123,10 @@ def test_a_pass_has_every_document_once_in_an_order_of_its_own(in_memory):
     blocks = in_memory[0]
     count = len(blocks.pieces.starts)
     readers = [iter(MemoryReader(blocks, 7, lane, 3)) for lane in range(3)]
-    found = [next(readers[number % 3])[0].tokens.tobytes() for number in range(3 * count)]
+    documents = [next(readers[number % 3])[0] for number in range(3 * count)]
+    targets = sum(document.is_target[1:].sum() for document in documents)
+    assert targets == 3 * blocks.target_tokens < sum(len(some.tokens) for some in documents)
+    found = [document.tokens.tobytes() for document in documents]
     passes = [found[start : start + count] for start in range(0, 3 * count, count)]
     assert len(set(passes[0])) == count and sorted(passes[0]) == sorted(passes[1])
     assert passes[0] != passes[1] != passes[2] != passes[0]
@@ -152,3 +164,34 @@ def test_any_number_of_processes_mixes_the_same_blocks_from_any_position(
     assert taken[0] > 2 * 40  # it was exhausted
     assert taken[0] / sum(taken) == pytest.approx(3 / 4, abs=8 / sum(taken))
     assert mixed_batches(mixed, tokenizer, 1, 40, seed=1)[0] != whole
+
+
+def test_common_numbers_of_processes_divide_the_lanes():
+    assert [count_lanes(size) for size in (1, 3, 16, 24, 64, 96, 512)] == [1, 1, 16, 8, 64, 32, 64]
+
+
+def order(weights, count, taken=None, lane=0):
+    """The sources of `count` documents; and how many of each were taken."""
+    taken, found = taken or [0] * len(weights), []
+    for _ in range(count):
+        found.append(next_source(weights, taken, lane))
+        taken = [n + (source == found[-1]) for source, n in enumerate(taken)]
+    return found, taken
+
+
+@given(st.lists(st.floats(0.001, 1), min_size=2, max_size=6), st.integers(0, 700))
+@settings(max_examples=15)
+def test_each_source_stays_within_two_documents_of_its_share(weights, stop):
+    weights = [weight**3 / sum(one**3 for one in weights) for weight in weights]
+    whole, taken = order(weights, 2000)
+    for source, weight in enumerate(weights):
+        counts = np.cumsum([other == source for other in whole])
+        windows = counts[1000:] - counts[:-1000]
+        assert abs(windows - 1000 * weight).max() < 2, weights
+    together = np.array([order(weights, 300, lane=lane)[0] for lane in range(8)]).T.ravel()
+    for source, weight in enumerate(weights):
+        counts = np.cumsum(together == source)
+        assert abs(counts[1000:] - counts[:-1000] - 1000 * weight).max() < 8  # one percent are ten
+    # A resume is an order that begins with what was taken.
+    before, taken = order(weights, stop)
+    assert before + order(weights, 2000 - stop, taken)[0] == whole

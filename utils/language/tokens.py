@@ -421,7 +421,7 @@ class MixedReader:
 
     def __init__(self, readers, shares, lane):
         self.readers, self.shares, self.lane = readers, shares, lane
-        self.taken = [0] * len(readers)  # documents of each
+        self.seek(None)
 
     @property
     def position(self):
@@ -433,7 +433,8 @@ class MixedReader:
         """Continues at a position; None: at the beginning."""
         for number, reader in enumerate(self.readers):
             reader.seek(position and position["readers"][number])
-        self.taken = [*position["documents"]] if position else [0] * len(self.readers)
+        none = [0] * len(self.readers)
+        self.taken = [*position["documents"]] if position else none  # documents of each
 
     def __iter__(self):
         documents = [iter(reader) for reader in self.readers]

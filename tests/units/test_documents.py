@@ -135,10 +135,11 @@ def test_each_file_of_plain_text_is_a_document(tmp_path):
         (dict(a_json=json.dumps([TEXT])), "of one list, make lines with `jq -c"),
         (dict(a_txt="six".encode("utf-16")), "a.txt: it is not UTF-8"),
         (dict(val_txt="a" * 99, test_txt="b" * 99), "has no train split"),
-        (dict(a_csv_gz=b"no"), "holds no file that ends in"),
+        (dict(a_csv_gz=b"no"), r"holds no file that ends in \.txt, \.parquet"),
+        (dict(a_txt="a", b_jsonl=lines([TEXT])), "both a.txt and b.jsonl: give files of one form"),
         ({"a::b_jsonl": lines([TEXT])}, "rename .*a::b.jsonl, because"),
-        (dict(a_jsonl=lines([TEXT]) + "{"), "row 1 of .* is not JSON"),
-        (dict(a_jsonl=lines([TEXT]) + "[" * 100_000), "row 1 of .* is not JSON"),
+        (dict(a_jsonl=lines([TEXT]) + "{"), "row 1 of .* is not JSON: Expecting property"),
+        (dict(a_jsonl=lines([TEXT]) + "[" * 100_000), "row 1 of .* is not JSON: maximum recur"),
     ],
 )
 def test_data_that_cannot_be_used_is_one_line(files, says, tmp_path):

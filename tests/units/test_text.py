@@ -201,7 +201,10 @@ def test_a_stream_starts_again_at_its_end_and_never_shows_held_out_text(tmp_path
     assert 2 <= len(held_out) <= 30
     assert set(seen) == {document[9:13] for document in documents} - held_out
     assert {seen.count(number) for number in set(seen)} <= {2, 3, 4}  # about three passes
-    assert len(load_held_out(str(tmp_path), "text").held_out) == len(held_out) * length
+    held = load_held_out(str(tmp_path), "text")
+    assert len(held.held_out) == len(held_out) * length
+    (tmp_path / "text.jsonl").rename(tmp_path / "other.jsonl")
+    assert load_held_out(str(tmp_path), "text").description != held.description
 
 
 def test_windows_of_a_stream_follow_each_other_and_depend_on_the_seed(tmp_path):

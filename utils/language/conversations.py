@@ -72,7 +72,7 @@ class Encoder:
         # An unknown character ends nothing. (Some tokenizers have one token for both.)
         unknown = {tokenizer.unk_token_id} - {tokenizer.eos_token_id}
         added = {*special_tokens(tokenizer).values(), *tokenizer.added_tokens_decoder}
-        self._ends = np.array(sorted(added - unknown), np.int32)
+        self._ends = np.array(sorted(added - unknown))
         plain, line, both = self._tokenize(["a", "\n", "\na"], True).input_ids
         # A tokenizer of the kind of SentencePiece puts a space before the first word of a text:
         # not so after a line break, which is removed again.

@@ -119,14 +119,12 @@ class Lane:
             start, samples = self.position, self.pack(self._fill(documents))
             order = list(range(len(samples)))
             random.Random(f"{self.seed} {self.number} {start['buffers']}").shuffle(order)
-            following = {"reader": self.reader.position, "buffers": start["buffers"] + 1}
-            following["taken"] = 0
+            place = self.reader.position
             for taken in range(start["taken"], len(order)):
-                is_last = taken + 1 == len(order)
-                self.position = following if is_last else {**start, "taken": taken + 1}
+                self.position = {**start, "taken": taken + 1}
                 yield samples[order[taken]]
             empty = 0 if order else empty + 1
-            self.position = following
+            self.position = {"reader": place, "buffers": start["buffers"] + 1, "taken": 0}
         raise RunFailed(
             f"lane {self.number} of the stream has nothing to learn: its documents have no "
             "answers, or none that fits in a block",

@@ -26,7 +26,6 @@ PLAIN = ".txt"  # in a folder; a single file may be any
 COMPRESSED = {".gz", ".bz2", ".xz", ".zst", ".zip", ".tar", ".7z", ".rar", ".tgz"}
 SAMPLED_FILES, SAMPLED_BYTES = 100, 1 << 16  # of a stream, and of each of them
 SHARD_ROWS, FILE_SHARDS = 25_000, 100  # of a shard of a table; most shards of plain files
-USED = (("train",), ("val",))
 ALTERNATIVES = "use a Hub id, a local file or folder, or --dataset synthetic"
 
 
@@ -121,7 +120,7 @@ class Table(NamedTuple):
     details: list
 
 
-def open_rows(name, kinds, wanted, *, use=USED, subset=None, streaming=False):
+def open_rows(name, kinds, wanted, *, use=(("train",), ("val",)), subset=None, streaming=False):
     """Opens the rows of a data set, as a `Table`.
 
     Args:

@@ -236,7 +236,6 @@ def test_what_is_done_is_not_done_again(cache, monkeypatch):
 def test_a_row_that_cannot_be_used_is_named_and_the_rest_is_kept(cores, monkeypatch):
     monkeypatch.setattr(tokens.devices, "cores", lambda: cores)
     rows = Rows([{"text": "a"}] * 10 + [{"text": 5}], "here", "11 texts", shard_size=4)
-    # Without `as`: an error that is kept would keep the workers, too.
     with pytest.raises(UserError, match=r"^row 10 of here has no text, but int$"):
         tokenize(rows, ENCODER, "text")
     assert Shards(rows, ENCODER, "text").missing() == [2]

@@ -251,7 +251,8 @@ def _make(shards):
     )
     try:
         list(with_progress(loader, len(missing), "tokenizing", "shard", process.is_main()))
-    except UserError as error:  # of a worker, with its traceback
+    except UserError as error:  # of a worker, with its traceback in the message
+        error.with_traceback(None)  # it would keep the workers, which then take long to end
         raise UserError(explain(error) or error) from None
 
 

@@ -50,8 +50,7 @@ from utils.data.report import agree
 from utils.language.conversations import Encoder
 from utils.language.lanes import LaneStream, Share, gather_position
 from utils.language.packing import TokenSettings
-from utils.language.token_stream import count_lanes, load_held_out, open_stream
-from utils.language.tokens import load_tokens
+from utils.language.tokens import count_lanes, load_held_out, load_tokens, open_stream
 from utils.report import hub, model_card, plots
 from utils.report.extras import optional
 from utils.report.mfu import peak_flops

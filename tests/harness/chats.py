@@ -40,6 +40,15 @@ def write_rows(path, rows):
     return str(path)
 
 
+def write_files(root, **files):
+    """Writes files, and returns their folder: `a_jsonl` becomes a.jsonl, `sub__a_txt` sub/a.txt."""
+    for name, content in files.items():
+        path = root.joinpath(*name.replace("_", ".").split(".."))
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_bytes(content if isinstance(content, bytes) else content.encode())
+    return root
+
+
 def make_tokenizer(kind="bytes", bos=False, **special):
     """A tokenizer trained on the spot, of bytes or of words that begin with a space."""
     import transformers
@@ -81,7 +90,7 @@ def token_stream(sources, tokenizer, block_size, micro_batch, *, lanes=8, share=
     """A stream of names or blocks; `options` are its own, those of its share, or settings."""
     from utils.language.lanes import Share
     from utils.language.packing import TokenSettings
-    from utils.language.token_stream import open_stream
+    from utils.language.tokens import open_stream
 
     own = {name: options.pop(name) for name in ("weights", "buffer") if name in options}
     share = Share(lanes, micro_batch, *share, options.pop("position", None))

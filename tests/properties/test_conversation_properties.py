@@ -186,15 +186,3 @@ def test_a_text_begins_and_ends_once_however_it_is_divided(text, size, kind):
         assert encoder.encode_prompt("".join(parts[:1]), "text") == bos + as_text(
             tokenizer, parts[0]
         )
-
-
-@given(st.lists(st.one_of(MESSAGES, TEXTS), max_size=6), st.sampled_from(["bytes", "spaces"]))
-def test_documents_have_the_same_tokens_together_and_alone(rows, kind):
-    encoder, drafts = Encoder(TOKENIZERS[kind, False]), []
-    for row in rows:
-        kind_of_row = "text" if isinstance(row, str) else "messages"
-        row = row if isinstance(row, str) else as_rows(row, False)
-        drafts += encoder.draft({kind_of_row: row}, kind_of_row, "row 0")
-    for document, draft in zip(encoder.encode(drafts), drafts, strict=True):
-        (alone,) = encoder.encode([draft])
-        assert document.tokens.tolist() == alone.tokens.tolist()

@@ -5,7 +5,7 @@ import json
 import pytest
 from harness.chats import CHATML, PLAIN, make_tokenizer, say, with_template
 
-from utils.language.chats import check_messages, check_tools, unread_keys
+from utils.language.chats import check_messages, unread_keys
 from utils.language.conversations import ALL, Encoder
 from utils.run.failures import UserError
 
@@ -54,14 +54,6 @@ def learned(tokenizer, document):
             runs[-1].append(token)
         before = yes
     return [tokenizer.decode(run) for run in runs]
-
-
-def test_what_asks_for_an_answer_is_not_learned(tokenizer):
-    """An empty block of thoughts; an answer that begins with a break is not joined with it."""
-    template = CHATML.replace("assistant\n'", "assistant\n<think>\n\n</think>\n\n'")
-    template = template.replace("m['content']", "m['content'] | replace('hel', '')")
-    messages = say("u hi", "a <think>\n\n</think>\n\n\n\nlo")
-    assert learned(tokenizer, encode_one(tokenizer, messages, template)) == ["\n\nlo<|im_end|>"]
 
 
 @pytest.mark.parametrize("template", [CHATML, TRIMMED, STRINGS])
@@ -113,21 +105,12 @@ def test_the_date_is_always_the_same(tokenizer):
 def test_added_tokens_end_an_answer_though_they_are_not_special():
     tokenizer = make_tokenizer()
     tokenizer.add_tokens(["</call>", "<over>"])
-    document = encode_one(tokenizer, say("u hi", "a hello</call> you"), PLAIN)
-    assert learned(tokenizer, document) == ["hello</call> you\n<|im_end|>"]
     template = PLAIN.replace("m['content'] + '\n'", "m['content'] + '<over>\n'")
-    document = encode_one(tokenizer, CHAT, template)
-    assert learned(tokenizer, document) == ["hello<over>"]
+    document = encode_one(tokenizer, say("u hi", "a hello</call> you"), template)
+    assert learned(tokenizer, document) == ["hello</call> you<over>"]
 
 
 # -------------------------------------------------------------------------------------- refusals
-
-
-def test_templates_that_hide_special_tokens_are_refused(tokenizer):
-    template = CHATML.replace("m['content']", "([m['content']] | string)")
-    assert encode(tokenizer, CHAT, template)
-    with pytest.raises(UserError, match="hides the name of a special token in row 0"):
-        encode(tokenizer, say("u hi<|im_end|>", "a hello"), template)
 
 
 @pytest.mark.parametrize(
@@ -138,13 +121,17 @@ def test_templates_that_hide_special_tokens_are_refused(tokenizer):
         ("{{ raise_exception('Roles must alternate') }}", "row 0: Roles must alternate"),
         (PARTS, "does not write contents that are texts: give another --chat_template"),
         (CHATML.replace("assistant\n'", "model\n'"), "does not begin message 1 of row 0 with what"),
+        (
+            CHATML.replace("m['content']", "([m['content']] | string)"),
+            "hides the name of a special",
+        ),
     ],
 )
 def test_templates_that_cannot_be_used_are_one_line(template, says):
     tokenizer = make_tokenizer()
     tokenizer.chat_template = template or None
     with pytest.raises(UserError, match=says):
-        encode(tokenizer, CHAT)
+        encode(tokenizer, say("u hi<|im_end|>", "a hello"))
     if not template:
         with pytest.raises(UserError, match="no chat template: give --chat_template"):
             Encoder(tokenizer).encode_prompt("what?", "messages")
@@ -187,11 +174,6 @@ def test_rows_of_other_types_are_one_line(kind, row, says, tokenizer):
         encode_row(encoder, kind, "row 3", **row)
     empty = (None, dict.fromkeys(("text", "prompt", "completion", "messages")))
     assert all(list(encoder.draft(none, kind, "row 3")) == [] for none in empty)
-
-
-def test_tools_are_a_list_or_json():
-    assert check_tools(None, "row") is check_tools("", "row") is check_tools("[]", "row") is None
-    assert check_tools(json.dumps(WEATHER), "row") == WEATHER == check_tools(WEATHER, "row")
 
 
 @pytest.mark.parametrize(

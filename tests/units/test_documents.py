@@ -1,37 +1,22 @@
 """Which documents a data set of a language model has, of which kind, and in which splits."""
 
 import codecs
-import datetime
 import json
-from collections import Counter
 from dataclasses import replace
+from hashlib import sha256
 from pathlib import Path
 
 import pytest
+from harness.chats import write_files as write
 
-from utils.language.documents import find_documents, read_segments
+from utils.language.documents import asked, find_documents, read_segments
 from utils.language.packing import TokenSettings
-from utils.language.synthetic import (
-    make_conversations,
-    ordinal,
-    ordinal_in_words,
-    year_in_words,
-)
 from utils.run.failures import UserError
 
 CHAT = {"messages": [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "hello"}]}
 PAIR = {"prompt": "2024-01-02", "completion": "007"}
 TEXT = {"text": "2024-01-02"}
 TURNS = {"prompt": CHAT["messages"][:1], "completion": CHAT["messages"][1:]}
-
-
-def write(root, **files):
-    """Writes files: `a_jsonl` becomes a.jsonl, `sub__a_txt` sub/a.txt."""
-    for name, content in files.items():
-        path = root.joinpath(*name.replace("_", ".").split(".."))
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_bytes(content if isinstance(content, bytes) else content.encode())
-    return root
 
 
 def lines(rows):
@@ -81,7 +66,7 @@ def write_table(path, rows):
 
 
 @pytest.mark.parametrize(
-    ("row", "kind", "asked"),
+    ("row", "kind", "how"),
     [
         (CHAT, "messages", "messages"),
         (PAIR, "prompt", "prompt"),
@@ -90,7 +75,7 @@ def write_table(path, rows):
     ],
 )
 @pytest.mark.parametrize("suffix", ["jsonl", "parquet", "csv"])
-def test_columns_decide_in_files_of_every_format(row, kind, asked, suffix, tmp_path):
+def test_columns_decide_in_files_of_every_format(row, kind, how, suffix, tmp_path):
     rows = [{**row, "id": number, "when": "2024-01-02"} for number in range(3)]
     path = tmp_path / f"a.{suffix}"
     if suffix != "csv":  # an empty row does not say how a model is asked
@@ -101,9 +86,9 @@ def test_columns_decide_in_files_of_every_format(row, kind, asked, suffix, tmp_p
     found, splits = load(path)
     assert found == kind and set(splits) == {"train"}
     assert [{key: some[key] for key in row} for some in splits["train"][-3:]] == [row] * 3
-    assert find(path).asked == asked
+    assert asked(find(path)) == how
     stream = find(path, streaming=True)
-    assert (stream.kind, stream.asked) == (kind, asked)
+    assert (stream.kind, asked(stream)) == (kind, how)
     assert not hasattr(stream.splits["train"].rows, "__len__")  # rows are read one by one
 
 
@@ -137,17 +122,6 @@ def test_each_file_of_plain_text_is_a_document(tmp_path):
         find(tmp_path / "e.txt.gz")
 
 
-@pytest.mark.parametrize("name", ["a_txt", "a_jsonl"])
-def test_rows_change_their_fingerprint_with_their_content(name, tmp_path):
-    seen = set()
-    for text in ("one", "two"):
-        folder = write(tmp_path / text, **{name: lines([{"text": text}] * 3)})
-        prints = [find(folder).splits["train"].fingerprint for _ in range(2)]
-        assert prints[0] == prints[1]
-        seen.add(prints[0])
-    assert len(seen) == 2
-
-
 @pytest.mark.parametrize(
     ("files", "says"),
     [
@@ -161,10 +135,11 @@ def test_rows_change_their_fingerprint_with_their_content(name, tmp_path):
         (dict(a_json=json.dumps([TEXT])), "of one list, make lines with `jq -c"),
         (dict(a_txt="six".encode("utf-16")), "a.txt: it is not UTF-8"),
         (dict(val_txt="a" * 99, test_txt="b" * 99), "has no train split"),
-        (dict(a_csv_gz=b"no"), "holds no file that ends in"),
+        (dict(a_csv_gz=b"no"), r"holds no file that ends in \.txt, \.parquet"),
+        (dict(a_txt="a", b_jsonl=lines([TEXT])), "both a.txt and b.jsonl: give files of one form"),
         ({"a::b_jsonl": lines([TEXT])}, "rename .*a::b.jsonl, because"),
-        (dict(a_jsonl=lines([TEXT]) + "{"), "row 1 of .* is not JSON"),
-        (dict(a_jsonl=lines([TEXT]) + "[" * 100_000), "row 1 of .* is not JSON"),
+        (dict(a_jsonl=lines([TEXT]) + "{"), "row 1 of .* is not JSON: Expecting property"),
+        (dict(a_jsonl=lines([TEXT]) + "[" * 100_000), "row 1 of .* is not JSON: maximum recur"),
     ],
 )
 def test_data_that_cannot_be_used_is_one_line(files, says, tmp_path):
@@ -176,17 +151,15 @@ def test_data_that_cannot_be_used_is_one_line(files, says, tmp_path):
 def test_a_subset_is_of_the_hub(tmp_path, monkeypatch):
     import datasets
 
-    asked = {}
-
     def load_dataset(path, name=None, **options):
-        asked.update(path=path, name=name)
         if name is None:
             raise ValueError("Config name is missing.\nPlease pick one")
-        return datasets.DatasetDict(train=datasets.Dataset.from_list([TEXT] * 3))
+        rows = [{"text": f"{path} {name}"}] * 3
+        return datasets.DatasetDict(train=datasets.Dataset.from_list(rows))
 
     monkeypatch.setattr(datasets, "load_dataset", load_dataset)
-    assert load("owner/name", subset="sample-10BT") == ("text", {"train": [TEXT] * 3})
-    assert asked == dict(path="owner/name", name="sample-10BT")
+    rows = [{"text": "owner/name sample-10BT"}] * 3
+    assert load("owner/name", subset="sample-10BT") == ("text", {"train": rows})
     local = str(write(tmp_path, a_txt="text"))
     for name, subset, says in (
         ("owner/name", None, "owner/name has several subsets: give --subset"),
@@ -197,36 +170,19 @@ def test_a_subset_is_of_the_hub(tmp_path, monkeypatch):
             find(name, subset=subset)
 
 
-# ---------------------------------------------------------------------------------------- dates
-
-
-def test_dates_in_words():
-    days = {1: "first", 3: "third", 12: "twelfth", 13: "thirteenth", 20: "twentieth"}
-    days |= {22: "twenty-second", 30: "thirtieth"}
-    assert {day: ordinal_in_words(day) for day in days} == days
-    assert [ordinal(day) for day in (1, 2, 3, 4, 11, 12, 13, 21, 22, 23)] == (
-        "1st 2nd 3rd 4th 11th 12th 13th 21st 22nd 23rd".split()
-    )
-    said = {1600: "sixteen hundred", 1905: "nineteen oh five", 1994: "nineteen ninety-four"}
-    said |= {2000: "two thousand", 2007: "two thousand and seven", 2024: "twenty twenty-four"}
-    assert {year: year_in_words(year) for year in said} == said
-
-
-def test_synthetic_conversations_are_all_different_and_share_no_date():
+def test_synthetic_conversations_are_the_same_on_every_machine():
+    """The figures on the pages are of them. No date is there twice."""
     data = find("synthetic", seed=3)
-    assert (data.kind, set(data.splits), data.asked) == ("messages", {"train", "val"}, "messages")
+    assert (data.kind, asked(data)) == ("messages", "messages")
     splits = {split: list(rows) for split, rows in data.splits.items()}
     assert {split: len(rows) for split, rows in splits.items()} == {"train": 4000, "val": 200}
-    assert splits == make_conversations(3) and splits != make_conversations(4)
-    prints = [
-        rows.fingerprint for seed in (3, 4) for rows in find("synthetic", seed=seed).splits.values()
-    ]
-    assert len(set(prints)) == 4
-    shapes, answers = Counter(), []
-    for row in [*splits["train"], *splits["val"]]:
-        shapes["".join(message["role"][0] for message in row["messages"])] += 1
-        answers += [said["content"] for said in row["messages"] if said["role"] == "assistant"]
+    assert sha256(json.dumps(splits).encode()).hexdigest().startswith("c9bc515b92c50c10")
+    question, answer = splits["val"][1]["messages"]
+    assert question["content"] == "What is August 20th, 1758 in digits?"
+    assert answer["content"] == "1758-08-20"
+    others = find("synthetic", seed=4).splits
+    prints = [rows.fingerprint for some in (data.splits, others) for rows in some.values()]
+    assert len(set(prints)) == 4 and list(others["val"]) != splits["val"]
+    messages = [said for rows in splits.values() for row in rows for said in row["messages"]]
+    answers = [said["content"] for said in messages if said["role"] == "assistant"]
     assert len(set(answers)) == len(answers) > 4000
-    assert {datetime.date.fromisoformat(answer).year for answer in answers} == {*range(1600, 2100)}
-    shares = {shape: count / 4200 for shape, count in shapes.items()}
-    assert shares == pytest.approx(dict(ua=4 / 9, sua=2 / 9, uaua=2 / 9, suaua=1 / 9), abs=0.03)

@@ -144,18 +144,16 @@ def test_what_cannot_fit_is_refused_and_what_may_is_said(monkeypatch, capsys):
     assert capsys.readouterr() == ("", "")
 
 
-@pytest.mark.parametrize(
-    ("options", "dtype"),
-    [
+def test_the_job_is_that_of_the_arguments(monkeypatch):
+    seen = []
+    monkeypatch.setattr(fit, "measure", lambda _, frozen: seen.append(frozen) or LARGE)
+    monkeypatch.setattr(fit, "estimate", lambda _, job: seen.append(job) or fit.Need(0, 0, 0, 0))
+    for options, dtype in (
         ({}, None),
         ({"lora_rank": 4}, torch.bfloat16),
         ({"adapter": "a"}, torch.bfloat16),
         ({"adapter": "a", "dtype": "float32"}, torch.float32),
-    ],
-)
-def test_the_job_is_that_of_the_arguments(options, dtype, monkeypatch):
-    seen = []
-    monkeypatch.setattr(fit, "measure", lambda _, frozen: seen.append(frozen) or LARGE)
-    monkeypatch.setattr(fit, "estimate", lambda _, job: seen.append(job) or fit.Need(0, 0, 0, 0))
-    check(**options, activation_checkpointing=True)
-    assert seen[:2] == [dtype, Job(2, 1, 1024, 256, False, True)]
+    ):
+        seen.clear()
+        check(**options, activation_checkpointing=True)
+        assert seen[:2] == [dtype, Job(2, 1, 1024, 256, False, True)]

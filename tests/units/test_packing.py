@@ -73,7 +73,8 @@ def test_each_token_of_a_text_but_the_first_is_a_target_once(lengths, packed):
 
 
 @pytest.mark.parametrize("packed", [True, False])
-def test_conversations_keep_their_targets(packed):
+def test_conversations_keep_their_targets(packed, monkeypatch):
+    monkeypatch.setattr(packing, "COUNTED", 7)  # documents whose targets are counted at once
     lengths = np.random.default_rng(1).integers(1, 30, 60).tolist()
     stream, documents, is_target = make(lengths)
     blocks, counts = pack_conversations(stream, documents, 16, PAD, packed=packed)
@@ -112,19 +113,6 @@ def test_best_fit(size):
     assert len(best_fit(np.zeros(0, np.int64), size)) == 0
 
 
-@pytest.mark.parametrize("at_once", [1, 5, 100])
-def test_targets_are_counted_some_documents_at_a_time(at_once, monkeypatch):
-    monkeypatch.setattr(packing, "COUNTED", at_once)
-    stream, documents, is_target = make([3, 1, 5, 2, 1, 4, 1])
-    order = np.array([4, 0, 6, 2, 3, 1, 5])
-    starts, lengths = documents["start"][order], documents["length"][order]
-    for first, counted in ((starts, lengths), (starts + 1, lengths - 1)):
-        pairs = zip(first, counted, strict=True)
-        expected = [is_target[start : start + count].sum() for start, count in pairs]
-        counts = stream.count_targets(first, counted)
-        assert counts.tolist() == expected and counts.dtype == np.int64
-
-
 def test_prompts_end_where_the_last_answer_begins():
     stream, documents, is_target = make([20, 6, 9, 4], seed=1)
     documents["answer"] = [5, 4, -1, 2]
@@ -143,9 +131,6 @@ def test_prompts_of_a_text_are_its_first_tokens():
     assert prompts == [(list(range(10, 42)), None), (list(range(101, 101 + PROMPT_TOKENS)), None)]
     stream, documents, _ = make([6, 4], targets=False)
     assert cut_text(stream, documents, 100, PAD)[0].prompts(9) == [([0, 1, 2, 3, 4], None)]
-
-
-def test_blocks_may_be_empty():
     stream, documents, _ = make([1, 1], targets=False)
     empty = cut_text(stream, documents, 5, PAD)[0]
     assert (len(empty), empty.target_tokens, empty.prompts(3)) == (0, 0, [])

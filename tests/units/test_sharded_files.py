@@ -55,6 +55,8 @@ def write_slices(accelerator, folder, model, dtype):
     layout = [None]
     if accelerator.is_main_process:
         layout = [sharded_files.lay_out(folder, model, dtype)]
+        for name in layout[0]:
+            load_file(folder / name)  # it has its length before its values
     dist.broadcast_object_list(layout)
     sharded_files.write(folder, layout[0], model, dtype)
 
@@ -104,12 +106,6 @@ def test_of_several_copies_of_a_model_the_first_is_written(tmp_path):
     assert content(copy) == content(base)
 
 
-def test_files_have_their_length_before_their_values(tmp_path):
-    model = make_model("qwen3", **MODELS["qwen3"])
-    sharded_files.lay_out(tmp_path, model, torch.float16)
-    assert load_file(tmp_path / "model.safetensors").keys() == model.state_dict().keys()
-
-
 def test_adapters_are_those_of_the_first_process(tmp_path):
     """And the frozen weights keep the dtype of their files."""
     base = save(tmp_path, "llama", torch.bfloat16).state_dict()
@@ -153,23 +149,18 @@ def change(folder, edit):
     save_file(state, folder / "model.safetensors", metadata={"format": "pt"})
 
 
-@pytest.mark.parametrize(
-    "edit",
-    [
+def test_only_files_with_just_the_parameters_are_read_in_slices(tmp_path):
+    for edit in (
         lambda state: state.pop("model.norm.weight"),
         lambda state: state.update(more=torch.ones(1)),
         lambda state: state.update({"lm_head.weight": torch.ones(300, 32)}),  # which is tied
         lambda state: state.update({"model.norm.weight": torch.ones(1, 32)}),
-    ],
-)
-def test_files_of_other_names_or_shapes_are_not_read_in_slices(edit, tmp_path):
-    save(tmp_path, "llama")
-    assert places_of(tmp_path)
-    change(tmp_path, edit)
-    assert places_of(tmp_path) is None
-
-
-def test_only_files_with_all_parameters_are_read_in_slices(tmp_path):
+    ):
+        save(tmp_path, "llama")
+        assert places_of(tmp_path)
+        change(tmp_path, edit)
+        assert places_of(tmp_path) is None
+    (tmp_path / "model.safetensors").unlink()
     model = save(tmp_path, "llama", max_shard_size="20KB")
     places = places_of(tmp_path)
     assert {*places} == dict(model.named_parameters()).keys()
@@ -209,8 +200,7 @@ def test_models_that_transformers_converts_are_left_to_it(tmp_path):
 
 
 def test_an_empty_model_is_made_ready_for_prepare(tmp_path, monkeypatch):
-    used = []
-    monkeypatch.setattr(sharded_files.patches, "load_shards_with", used.append)
+    monkeypatch.setattr(fsdp_utils, "fsdp2_load_full_state_dict", None)  # what `prepare` calls
     model = save(tmp_path, "llama")
     model.generation_config.update(temperature=0.5, do_sample=True)
     model.generation_config.save_pretrained(tmp_path)
@@ -224,16 +214,11 @@ def test_an_empty_model_is_made_ready_for_prepare(tmp_path, monkeypatch):
     assert empty.generation_config == loaded.generation_config
     assert empty.generation_config.temperature == 0.5
     assert empty.name_or_path == empty.config.name_or_path == loaded.name_or_path == str(tmp_path)
-    (placed,) = used
+    placed = fsdp_utils.fsdp2_load_full_state_dict
     assert isinstance(placed, partial) and placed.args == (places_of(tmp_path),)
     (tmp_path / "generation_config.json").unlink()
-    assert sharded_files.read_in_prepare(empty, tmp_path, tmp_path) and len(used) == 2
+    assert sharded_files.read_in_prepare(empty, tmp_path, tmp_path)
+    monkeypatch.setattr(fsdp_utils, "fsdp2_load_full_state_dict", None)
     change(tmp_path, lambda state: state.update(more=torch.ones(1)))
-    assert not sharded_files.read_in_prepare(empty, tmp_path, tmp_path) and len(used) == 2
-
-
-def test_prepare_calls_what_is_to_load_a_sharded_model(monkeypatch):
-    load = fsdp_utils.fsdp2_load_full_state_dict
-    monkeypatch.setattr(fsdp_utils, "fsdp2_load_full_state_dict", load)
-    sharded_files.patches.load_shards_with("mine")
-    assert fsdp_utils.fsdp2_load_full_state_dict == "mine"
+    assert not sharded_files.read_in_prepare(empty, tmp_path, tmp_path)
+    assert fsdp_utils.fsdp2_load_full_state_dict is None

@@ -2,14 +2,22 @@
 
 import json
 
+import numpy as np
 import pytest
 from harness.chats import make_tokenizer, say, token_stream, write_rows
 from harness.data import global_batches
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
-from utils.language import token_stream as module
+from utils.language import tokens as module
 from utils.language.packing import TokenSettings
-from utils.language.token_stream import MemoryReader, load_held_out
-from utils.language.tokens import load_tokens
+from utils.language.tokens import (
+    MemoryReader,
+    count_lanes,
+    load_held_out,
+    load_tokens,
+    next_source,
+)
 from utils.run.failures import RunFailed, UserError
 
 BLOCK = 48
@@ -18,32 +26,6 @@ BLOCK = 48
 @pytest.fixture(scope="module")
 def tokenizer():
     return make_tokenizer()
-
-
-@pytest.fixture(scope="module")
-def chats(tmp_path_factory):
-    """Conversations of different lengths, some without an answer, in three files."""
-    folder = tmp_path_factory.mktemp("chats")
-    for part in range(3):
-        rows = []
-        for number in range(150):
-            answer = "word " * (0 if number % 9 == 5 else 1 + number % 7)
-            rows.append({"messages": say(f"u ask {part} {number}", f"a {answer}")})
-        write_rows(folder / f"part-{part}.jsonl", rows)
-    return str(folder)
-
-
-def test_held_out_documents_are_never_trained_on(chats, tokenizer):
-    held = load_held_out(chats, TokenSettings(tokenizer, BLOCK))
-    prompts = [tuple(ids[:12]) for ids, _ in held.splits["val"].prompts(100)]
-    assert held.kind == "messages" and len(prompts) >= 2 and "fingerprint" in held.description
-    trained = set()
-    stream = token_stream(chats, tokenizer, BLOCK, 12, lanes=6)
-    for batch, _ in zip(stream, range(60), strict=False):
-        for inputs, positions in zip(batch["input_ids"], batch["position_ids"], strict=True):
-            for start in (positions == 0).nonzero()[:, 0].tolist():
-                trained.add(tuple(inputs[start : start + 12].tolist()))
-    assert len(trained) > 100 and not trained & set(prompts)
 
 
 def test_a_validation_split_is_held_out_up_to_some_blocks(tmp_path, tokenizer, monkeypatch):
@@ -91,6 +73,8 @@ def test_options_of_a_stream_decide_about_its_blocks(tmp_path, tokenizer):
         batch = next(iter(stream))
         return tokenizer.batch_decode(batch["input_ids"]), (batch["targets"] >= 0).sum().item()
 
+    held = load_held_out(str(tmp_path), TokenSettings(tokenizer, 64))
+    assert held.kind == "messages" and held.splits["val"].prompts(100)
     texts, targets = read()
     assert max(text.count("user") for text in texts) > 1 and any("long" in text for text in texts)
     assert read(loss_on="all")[1] > targets
@@ -118,7 +102,7 @@ def test_a_stream_continues_where_a_pass_ends(tmp_path, tokenizer):
 
 # --------------------------------------------------------------------------------------- mixtures
 
-MIXED, WEIGHTS = 4, [0.75, 0.25]
+MIXED, WEIGHTS = 4, [3.0, 1.0]
 
 
 @pytest.fixture(scope="module")
@@ -139,7 +123,10 @@ def test_a_pass_has_every_document_once_in_an_order_of_its_own(in_memory):
     blocks = in_memory[0]
     count = len(blocks.pieces.starts)
     readers = [iter(MemoryReader(blocks, 7, lane, 3)) for lane in range(3)]
-    found = [next(readers[number % 3])[0].tokens.tobytes() for number in range(3 * count)]
+    documents = [next(readers[number % 3])[0] for number in range(3 * count)]
+    targets = sum(document.is_target[1:].sum() for document in documents)
+    assert targets == 3 * blocks.target_tokens < sum(len(some.tokens) for some in documents)
+    found = [document.tokens.tobytes() for document in documents]
     passes = [found[start : start + count] for start in range(0, 3 * count, count)]
     assert len(set(passes[0])) == count and sorted(passes[0]) == sorted(passes[1])
     assert passes[0] != passes[1] != passes[2] != passes[0]
@@ -148,9 +135,9 @@ def test_a_pass_has_every_document_once_in_an_order_of_its_own(in_memory):
     assert next(iter(reader))[0].tokens.tobytes() == found[count // 3 * 3 + 1]
 
 
-def mixed_batches(sources, tokenizer, processes, count, position=None, weights=WEIGHTS):
+def mixed_batches(sources, tokenizer, processes, count, position=None, seed=0):
     """The blocks of `count` global batches, and the position that a checkpoint would store."""
-    options = dict(lanes=MIXED, buffer=4, weights=weights, seed=0, position=position)
+    options = dict(lanes=MIXED, buffer=4, weights=WEIGHTS, seed=seed, position=position)
     readers = []
     for process in range(processes):
         options["share"] = (process, processes)
@@ -170,30 +157,41 @@ def test_any_number_of_processes_mixes_the_same_blocks_from_any_position(
         middle, position = mixed_batches(mixed, tokenizer, 4, 5, position)
         rest, end = mixed_batches(mixed, tokenizer, 1, 35 - stop, position)
         assert (before + middle + rest, end) == (whole, last), stop
-    assert sum(place["documents"][0] for place in last.values()) > 2 * 40  # it was exhausted
+    taken = [
+        sum(counts)
+        for counts in zip(*(at["reader"]["documents"] for at in last.values()), strict=True)
+    ]
+    assert taken[0] > 2 * 40  # it was exhausted
+    assert taken[0] / sum(taken) == pytest.approx(3 / 4, abs=8 / sum(taken))
+    assert mixed_batches(mixed, tokenizer, 1, 40, seed=1)[0] != whole
 
 
-def test_the_proportions_hold_across_buffers_and_a_resume(in_memory, tokenizer):
-    """Also of a source that is due once in several buffers; whatever the sum of the weights."""
-    weights, counts = [9.7, 0.3], []
-    _, position = mixed_batches(in_memory, tokenizer, 1, 60, weights=weights)
-    _, later = mixed_batches(in_memory, tokenizer, 2, 130, position, weights)
-    for place in (position, later):
-        taken = [lane["documents"] for lane in place.values()]
-        counts.append([sum(some) for some in zip(*taken, strict=True)])
-    between = [last - first for first, last in zip(*counts, strict=True)]
-    assert sum(between) > 1000
-    assert between[1] / sum(between) == pytest.approx(0.03, abs=0.01)
+def test_common_numbers_of_processes_divide_the_lanes():
+    assert [count_lanes(size) for size in (1, 3, 16, 24, 64, 96, 512)] == [1, 1, 16, 8, 64, 32, 64]
 
 
-def test_buffers_are_shuffled_by_the_seed(sources, tokenizer):
-    def read(seed):
-        """The blocks of the first buffer."""
-        blocks = []
-        for batch in token_stream(sources[1], tokenizer, 16, 1, lanes=1, seed=seed, buffer=20):
-            blocks += batch["input_ids"].tolist()
-            if batch["position"]["0"]["buffers"]:
-                return blocks
+def order(weights, count, taken=None, lane=0):
+    """The sources of `count` documents; and how many of each were taken."""
+    taken, found = taken or [0] * len(weights), []
+    for _ in range(count):
+        found.append(next_source(weights, taken, lane))
+        taken = [n + (source == found[-1]) for source, n in enumerate(taken)]
+    return found, taken
 
-    first, again, other = (read(seed) for seed in (0, 0, 1))
-    assert first == again != other and sorted(first) == sorted(other)
+
+@given(st.lists(st.floats(0.001, 1), min_size=2, max_size=6), st.integers(0, 700))
+@settings(max_examples=15)
+def test_each_source_stays_within_two_documents_of_its_share(weights, stop):
+    weights = [weight**3 / sum(one**3 for one in weights) for weight in weights]
+    whole, taken = order(weights, 2000)
+    for source, weight in enumerate(weights):
+        counts = np.cumsum([other == source for other in whole])
+        windows = counts[1000:] - counts[:-1000]
+        assert abs(windows - 1000 * weight).max() < 2, weights
+    together = np.array([order(weights, 300, lane=lane)[0] for lane in range(8)]).T.ravel()
+    for source, weight in enumerate(weights):
+        counts = np.cumsum(together == source)
+        assert abs(counts[1000:] - counts[:-1000] - 1000 * weight).max() < 8  # one percent are ten
+    # A resume is an order that begins with what was taken.
+    before, taken = order(weights, stop)
+    assert before + order(weights, 2000 - stop, taken)[0] == whole

@@ -2,12 +2,12 @@
 
 import os
 from dataclasses import replace
+from pathlib import Path
 
 import numpy as np
 import pytest
 from harness.chats import PLAIN, make_tokenizer, say, with_template, write_rows
 
-from utils.data.cache_files import path_in_cache
 from utils.language import tokens
 from utils.language.conversations import Encoder
 from utils.language.packing import SEGMENT, TokenSettings
@@ -35,10 +35,9 @@ def load(path, tokenizer, block_size, **options):
     return load_tokens(path, TokenSettings(tokenizer, block_size, **options))
 
 
-def chats(path, count=40, **more):
-    return write_rows(
-        path, [{"messages": say(f"u {i} hello", f"a what {i}"), **more} for i in range(count)]
-    )
+def chats(path, count=40):
+    rows = [{"messages": say(f"u {i} hello", f"a what {i}")} for i in range(count)]
+    return write_rows(Path(path), rows)
 
 
 def targets(blocks):
@@ -82,37 +81,25 @@ def test_the_end_of_a_single_text_is_held_out(tokenizer, tmp_path, monkeypatch):
     assert targets(whole) == targets(train) + targets(val)
 
 
-def test_a_second_start_tokenizes_nothing(tokenizer, tmp_path, cache):
-    path = chats(tmp_path / "a.jsonl")
-    first = load(path, tokenizer, 64)
-    assert len(cache) == 40
-    again = load(path, make_tokenizer(), 64, seed=1)  # other rows are held out
-    assert len(cache) == 40 and again.description != first.description
+def test_only_what_decides_about_tokens_makes_them_anew(tmp_path, cache, monkeypatch):
+    path, tokenizer = chats(tmp_path / "a.jsonl"), make_tokenizer()
+    first = load(path, tokenizer, 256)
+    again = load(path, make_tokenizer(), 256, seed=1)  # other rows are held out
+    assert again.description != first.description
     alone = load(path, tokenizer, 64, packed=False, val_fraction=0.25).splits
     assert (len(alone["train"]), len(alone["val"])) == (30, 10)  # a block for each
-    assert len(cache) == 40
-    same = load(path, tokenizer, 64)
+    same = load(path, tokenizer, 256)
     assert (same.description, same.details) == (first.description, first.details)
-
-
-@pytest.mark.parametrize("change", ["template", "loss_on", "data", "tokenizer", "version"])
-def test_what_decides_about_tokens_makes_them_anew(change, tmp_path, cache, monkeypatch):
-    path, tokenizer, options = chats(tmp_path / "a.jsonl"), make_tokenizer(), {}
-    first = load(path, tokenizer, 256)
-    if change == "template":
-        tokenizer = with_template(tokenizer, PLAIN)
-    elif change == "loss_on":
-        options = dict(loss_on="all")
-    elif change == "data":
-        chats(tmp_path / "a.jsonl", 41)
-    elif change == "tokenizer":
-        tokenizer = make_tokenizer()
-        tokenizer.add_tokens(["what"])
-    else:
-        monkeypatch.setattr(tokens, "VERSION", -1)
-    second = load(path, tokenizer, 256, **options)
-    assert len(cache) == 80 + (change == "data")
-    assert (second.description != first.description) == (change != "version")
+    assert len(cache) == 40
+    longer = make_tokenizer()
+    longer.add_tokens(["what"])
+    made = [load(path, longer, 256), load(path, with_template(tokenizer, PLAIN), 256)]
+    made += [load(path, tokenizer, 256, loss_on="all"), load(chats(path, 41), tokenizer, 256)]
+    assert len({first.description, *(other.description for other in made)}) == 5
+    assert len(cache) == 40 + 3 * 40 + 41
+    monkeypatch.setattr(tokens, "VERSION", -1)
+    assert load(path, tokenizer, 256).description == made[-1].description
+    assert len(cache) == 40 + 3 * 40 + 2 * 41
 
 
 def test_what_is_left_out_is_said(tokenizer, tmp_path):
@@ -122,6 +109,8 @@ def test_what_is_left_out_is_said(tokenizer, tmp_path):
     rows[7] = {"messages": say("u " + "hello " * 99, "a what")}  # its answer is cut off
     rows[9] = {"messages": say("u hello", "a " + "what " * 99)}
     rows[13] = {"messages": None}
+    rows[14] = {"messages": say("u hello", "a what")}
+    rows[14]["messages"][1] |= {"weight": 1, "trian": False, "time zone": "here"}
     path = write_rows(tmp_path / "a.jsonl", rows)
     (tmp_path / "a.jsonl").write_text((tmp_path / "a.jsonl").read_text() + "\n")
     corpus = load(path, tokenizer, 64, val_fraction=0)
@@ -129,15 +118,6 @@ def test_what_is_left_out_is_said(tokenizer, tmp_path):
     details = "\n".join(corpus.details)
     assert "conversations without an answer: 4 (row 3)" in details
     assert "1 truncated, 1 no targets" in details
-
-
-def test_keys_of_messages_that_nothing_reads_are_named(tokenizer, tmp_path):
-    rows = [{"messages": say("u hello", "a what")} for _ in range(4)]
-    assert "not read" not in "".join(
-        load(write_rows(tmp_path / "b.jsonl", rows), tokenizer, 64).details
-    )
-    rows[1]["messages"][1] |= {"weight": 1, "trian": False, "time zone": "here"}
-    details = load(write_rows(tmp_path / "a.jsonl", rows), tokenizer, 64).details
     assert "not read, as the chat template does not: 'time zone', 'trian'" in details
 
 
@@ -146,6 +126,7 @@ def test_empty_documents_are_left_out(tokenizer, tmp_path):
     corpus = load(write_rows(tmp_path / "a.jsonl", rows), tokenizer, 8)
     assert corpus.description.startswith("2 train and 1 val documents")
     assert any("empty documents: 3 (row 1)" in line for line in corpus.details)
+    assert not any("not read" in line for line in corpus.details)
     endless = load(str(tmp_path / "a.jsonl"), make_tokenizer(eos_token=None), 8)
     assert any("end without one" in line for line in endless.details)
 
@@ -157,23 +138,6 @@ def test_prompts_and_completions(tokenizer, tmp_path):
     assert int(tokenizer.decode(prompt).removesuffix("+1=")) + 1 == int(
         tokenizer.decode(answer, skip_special_tokens=True)
     )
-    rows = [{"prompt": say("u 1", "a 2", "u 3"), "completion": say("a 4")}] * 2
-    corpus = load(write_rows(tmp_path / "b.jsonl", rows), tokenizer, 64)
-    assert tokenizer.decode(targets(corpus.splits["val"])) == "4<|im_end|>"
-
-
-@pytest.mark.parametrize(
-    ("rows", "says"),
-    [
-        ([{"text": "a"}, {"text": 5}], r"row 1 of --dataset .* \(train\) has no text, but int"),
-        ([{"text": "a"}, {"other": 5}], "row 1 of .* has no column text"),
-        ([{"text": "a"}, {"text": ""}], "has one document"),
-        ([{"messages": say("u a")}] * 3, "has one document"),
-    ],
-)
-def test_rows_that_cannot_be_used_are_one_line(rows, says, tokenizer, tmp_path):
-    with pytest.raises(UserError, match=says):
-        load(write_rows(tmp_path / "a.jsonl", rows), tokenizer, 16)
 
 
 def held_out(contents, rows=None, **settings):
@@ -193,20 +157,20 @@ def test_the_held_out_rows_are_chosen_by_the_seed():
     assert held_out(rows, rows, seed=1) != chosen < held_out(rows, rows, val_fraction=0.2)
     for share in (0.01, 0.99):
         assert len(held_out(rows[:4], rows[:4], val_fraction=share)) == 1
-
-
-@pytest.mark.parametrize("seed", range(3))
-def test_equal_rows_are_on_one_side(seed):
-    contents = np.arange(100) % 50
-    chosen = contents[list(held_out(contents, seed=seed, val_fraction=0.2))]
+    contents = np.arange(100) % 50  # equal rows are on one side
+    chosen = contents[list(held_out(contents, val_fraction=0.2))]
     assert len(chosen) == 20 and len(set(chosen.tolist())) == 10
+
+
+@pytest.mark.parametrize("rows", [[{"text": "a"}, {"text": ""}], [{"messages": say("u a")}] * 3])
+def test_one_document_cannot_be_divided(rows, tokenizer, tmp_path):
+    with pytest.raises(UserError, match="has one document"):
+        load(write_rows(tmp_path / "a.jsonl", rows), tokenizer, 16)
 
 
 def test_documents_that_are_held_out_and_trained_on_are_counted(tokenizer, tmp_path):
     for split, numbers in (("train", range(10)), ("val", range(8, 12))):
-        write_rows(
-            tmp_path / f"{split}.jsonl", [{"text": f"a text {number}"} for number in numbers]
-        )
+        write_rows(tmp_path / f"{split}.jsonl", [{"text": f"a text {i}"} for i in numbers])
     details = load(str(tmp_path), tokenizer, 16).details
     assert "val: equal documents are in train: 2 (row 0)" in details
 
@@ -245,58 +209,35 @@ def test_shards_have_the_tokens_of_all_rows(size, cores, tmp_path, monkeypatch):
     assert len(set(segments["digest"].tolist())) == 26
 
 
-def test_what_is_done_is_not_done_again(cache):
-    shards = shards_of(10)
+def test_what_is_done_is_not_done_again(cache, monkeypatch):
+    """By this machine, or by others, each of which begins elsewhere."""
+    shards, joins = shards_of(10), tokens.cached
     assert shards.missing() == [0, 1, 2] and shards[1] == 1 and shards.missing() == [0, 2]
     assert shards[1] == 1 and len(cache) == 10 and shards_of(11).missing() == [0, 1, 2]
-    cache.clear()
-    for _ in range(2):
-        tokenize(TENS, ENCODER, "messages")
-    numbers = [int(where.split()[1]) for where in cache]
-    assert numbers == [*range(10), *range(20, 26)] and not shards.file(1).exists()
-
-
-def test_each_machine_begins_elsewhere(monkeypatch):
-    shards = shards_of(5)
     monkeypatch.setenv("GROUP_WORLD_SIZE", "3")
-    for machine, numbers in enumerate(([0, 1, 2, 3, 4, 5], [2, 3, 4, 5, 0, 1], [4, 5, 0, 1, 2, 3])):
+    for machine, first in enumerate((0, 2, 4)):
         monkeypatch.setenv("GROUP_RANK", str(machine))
-        assert shards.missing() == numbers
+        assert shards_of(5).missing() == [*range(first, 6), *range(first)]
+    cache.clear()
 
-
-def test_another_machine_may_join_the_shards(monkeypatch):
-    whole, cached, shards = [], tokens.cached, shards_of(10)
-
-    def overtaken(kind, parts, version):
-        if not whole and version == shards.version:
-            whole.append(None)
-            whole.append(tokenize(TENS, ENCODER, "messages"))
-        return cached(kind, parts, version)
+    def overtaken(kind, parts, version):  # by a machine that joins the shards, and removes them
+        if version == shards.version:
+            monkeypatch.setattr(tokens, "cached", joins)
+            tokenize(TENS, ENCODER, "messages")
+        return joins(kind, parts, version)
 
     monkeypatch.setattr(tokens, "cached", overtaken)
-    result = tokenize(TENS, ENCODER, "messages")
-    assert equal(result, whole[1]) and len(result[1]) == 26
-
-    def vanished(kind, parts, version):  # in the middle of joining
-        shards.file(2).unlink()
-        list(parts)
-
-    path_in_cache("tokens", shards.version).unlink()
-    monkeypatch.setattr(tokens, "cached", cached)
-    for number in range(3):
-        shards[number]
-    monkeypatch.setattr(tokens, "cached", vanished)
-    with pytest.raises(FileNotFoundError):  # nobody has joined them
-        tokenize(TENS, ENCODER, "messages")
+    stream, segments = tokenize(TENS, ENCODER, "messages")
+    assert len(segments) == 26 and segments["length"].sum() == len(stream.tokens)
+    assert len(cache) == 16 and not shards.file(1).exists()
 
 
 @pytest.mark.parametrize("cores", [1, 2])
 def test_a_row_that_cannot_be_used_is_named_and_the_rest_is_kept(cores, monkeypatch):
     monkeypatch.setattr(tokens.devices, "cores", lambda: cores)
     rows = Rows([{"text": "a"}] * 10 + [{"text": 5}], "here", "11 texts", shard_size=4)
-    with pytest.raises(UserError, match=r"^row 10 of here has no text, but int$") as raised:
+    with pytest.raises(UserError, match=r"^row 10 of here has no text, but int$"):
         tokenize(rows, ENCODER, "text")
-    assert raised.value.rank_variable == "RANK"
     assert Shards(rows, ENCODER, "text").missing() == [2]
     stream, segments = tokenize(Rows(rows.rows[:3], "here", "3 texts"), ENCODER, "text")
     assert stream.is_target is None and segments["row"].tolist() == [0, 1, 2]

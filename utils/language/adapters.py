@@ -200,13 +200,11 @@ def _write_shards(accelerator, folder, model, tokenizer):
 
 def _begin(folder, model, state, tokenizer, dtype):
     """Writes all files of an export, of the weights those in `state`; returns their folder."""
-    is_adapter = isinstance(model, PeftModel)
-    writing = folder / f".{ADAPTER if is_adapter else MODEL}.writing"
+    writing = folder / f".{ADAPTER if isinstance(model, PeftModel) else MODEL}.writing"
     shutil.rmtree(writing, ignore_errors=True)
-    options = {} if is_adapter else {"max_shard_size": sharded_files.SHARD_SIZE}
     # Whoever loads the model stops where its answers end.
     model.generation_config.eos_token_id = causal_lm.ends(model, tokenizer)["eos_token_id"]
-    model.save_pretrained(writing, state_dict=state, **options)
+    model.save_pretrained(writing, state_dict=state, max_shard_size=sharded_files.SHARD_SIZE)
     if dtype is not None:  # transformers writes that in which the model was trained
         settings = read_json(writing / "config.json")
         write_json(writing / "config.json", settings | {"dtype": str(dtype).rpartition(".")[2]})

@@ -5,6 +5,7 @@ model is given when it is used. Strings such as <|im_end|> in a text or message 
 the template writes special tokens.
 """
 
+import hashlib
 import itertools
 from pathlib import Path
 from typing import NamedTuple
@@ -35,8 +36,15 @@ class Document(NamedTuple):
     bytes: int = 0
     begins: bool = True
 
-    def segment(self, row=0, digest=0):
-        """What `packing.SEGMENT` has of it: the row that it is from, a checksum, and more."""
+    @property
+    def content(self):
+        """What makes it equal to another one (bytes)."""
+        return self.tokens.tobytes() + (b"" if self.is_target is None else self.is_target.tobytes())
+
+    def segment(self, row):
+        """What `packing.SEGMENT` has of it: the row that it is from (int), and more."""
+        digest = hashlib.blake2b(self.content, digest_size=8).digest()
+        digest = int.from_bytes(digest, "little", signed=True)
         return row, len(self.tokens), self.answer, self.bytes, digest, self.begins
 
 
@@ -64,7 +72,7 @@ class Encoder:
         # An unknown character ends nothing. (Some tokenizers have one token for both.)
         unknown = {tokenizer.unk_token_id} - {tokenizer.eos_token_id}
         added = {*special_tokens(tokenizer).values(), *tokenizer.added_tokens_decoder}
-        self._ends = np.array(sorted(added - unknown), np.int32)
+        self._ends = np.array(sorted(added - unknown))
         plain, line, both = self._tokenize(["a", "\n", "\na"], True).input_ids
         # A tokenizer of the kind of SentencePiece puts a space before the first word of a text:
         # not so after a line break, which is removed again.

@@ -1,12 +1,9 @@
 """Streams whose batches are the same for any number of processes, and continue after a restart."""
 
-import math
 import random
 import zlib
-from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import NamedTuple
 
 import torch
 from accelerate.utils import gather_object
@@ -17,7 +14,6 @@ from utils.scale.elastic import either, possible_processes
 
 HELD_OUT_ONE_IN = 64  # 1 in 64 documents of a stream is held out, if it has no split `val`
 EMPTY_BUFFERS = 20  # in a row, after which a stream fails
-STAGGER = (math.sqrt(5) - 1) / 2  # multiples of it are spread evenly over 0 to 1
 
 
 @dataclass(frozen=True)
@@ -95,59 +91,40 @@ class LaneStream(torch.utils.data.IterableDataset):
                 yield {**self.collate(samples[part::parts]), "position": positions}
 
 
-class Source(NamedTuple):
-    """What a lane reads of a data set.
-
-    reader: yields documents without end, and continues at a `position` by `seek`.
-    pack (Callable): documents (list) -> samples, with a length and indices.
-    weight (float): the share of the documents that are from here; the sum of all is 1.
-    """
-
-    reader: object
-    pack: Callable
-    weight: float = 1.0
-
-
 class Lane:
     """Yields samples without end; `position`, which can be stored as JSON, is where it stands.
 
-    It fills a buffer with documents, of several sources in fixed proportions, packs those of each
-    source, and yields the samples in random order. Its position is the start of the buffer and the
-    number of samples yielded from it: after a restart the same buffer is read again.
+    It fills a buffer with documents, packs them, and yields the samples in random order. Its
+    position is the start of the buffer and the number of samples yielded from it: after a restart
+    the same buffer is read again.
 
     Args:
-        sources (list[Source]): what it reads.
-        content_of (Callable): a document -> its content (bytes).
+        reader: yields documents without end, whose `bytes` are their content, and continues at a
+            `position` by `seek`.
+        pack (Callable): documents (list) -> samples, with a length and indices.
         size (int): of the contents of a buffer, in bytes.
         number (int), seed (int): of the lane, and of the order.
     """
 
-    def __init__(self, sources, content_of, size, number, seed):
-        self.sources, self.content_of, self.size = sources, content_of, size
+    def __init__(self, reader, pack, size, number, seed):
+        self.reader, self.pack, self.size = reader, pack, size
         self.number, self.seed = number, seed
-        # Of the start of the buffer: the position of each reader, the documents taken from each so
-        # far, and the number of the buffer.
-        self.position = {"readers": [None] * len(sources), "documents": [0] * len(sources)}
-        self.position |= {"buffers": 0, "taken": 0}
+        # `reader`: where it stood at the start of the buffer.
+        self.position = {"reader": None, "buffers": 0, "taken": 0}
 
     def __iter__(self):
-        readers = [source.reader for source in self.sources]
-        for reader, place in zip(readers, self.position["readers"], strict=True):
-            reader.seek(place)
-        documents, empty = [iter(reader) for reader in readers], 0
+        self.reader.seek(self.position["reader"])
+        documents, empty = iter(self.reader), 0
         while empty < EMPTY_BUFFERS:
-            start = self.position
-            samples, counts = self._fill(documents, start["documents"])
-            random.Random(f"{self.seed} {self.number} {start['buffers']}").shuffle(samples)
-            following = {"readers": [reader.position for reader in readers], "documents": counts}
-            following |= {"buffers": start["buffers"] + 1, "taken": 0}
-            for taken in range(start["taken"], len(samples)):
-                packed, index = samples[taken]
-                is_last = taken + 1 == len(samples)
-                self.position = following if is_last else {**start, "taken": taken + 1}
-                yield packed[index]
-            empty = 0 if samples else empty + 1
-            self.position = following
+            start, samples = self.position, self.pack(self._fill(documents))
+            order = list(range(len(samples)))
+            random.Random(f"{self.seed} {self.number} {start['buffers']}").shuffle(order)
+            place = self.reader.position
+            for taken in range(start["taken"], len(order)):
+                self.position = {**start, "taken": taken + 1}
+                yield samples[order[taken]]
+            empty = 0 if order else empty + 1
+            self.position = {"reader": place, "buffers": start["buffers"] + 1, "taken": 0}
         raise RunFailed(
             f"lane {self.number} of the stream has nothing to learn: its documents have no "
             "answers, or none that fits in a block",
@@ -155,41 +132,13 @@ class Lane:
             rank_variable=None,
         )
 
-    def _fill(self, documents, counts):
-        """Fills a buffer from an iterator for each source, of which `counts` were taken before.
-
-        Returns:
-            tuple: a list of samples: pairs of packed documents and an index in them; the counts.
-        """
-        weights = [source.weight for source in self.sources]
-        buffers, size, counts = [[] for _ in documents], 0, list(counts)
+    def _fill(self, documents):
+        """The documents of a buffer (list)."""
+        buffer, size = [], 0
         while size < self.size:
-            number = next_source(weights, counts, self.number)
-            counts[number] += 1
-            document = next(documents[number])
-            buffers[number].append(document)
-            size += len(self.content_of(document))
-        samples = []
-        for source, buffer in zip(self.sources, buffers, strict=True):
-            packed = source.pack(buffer) if buffer else []
-            samples += [(packed, index) for index in range(len(packed))]
-        return samples, counts
-
-
-def next_source(weights, taken, lane=0):
-    """The source that is furthest behind its share: each stays within 2 documents of it.
-
-    Args:
-        weights (list[float]): the shares; their sum is 1.
-        taken (list[int]): the number of documents taken from each so far.
-        lane (int): orders of other lanes are shifted, so that together they are as even.
-    """
-    total = sum(taken) + 1
-    behind = [
-        weight * total - count + lane * (source + 1) * STAGGER % 1
-        for source, (weight, count) in enumerate(zip(weights, taken, strict=True))
-    ]
-    return behind.index(max(behind))
+            buffer.append(next(documents))
+            size += len(bytes(buffer[-1]))
+        return buffer
 
 
 class RowReader:
@@ -198,17 +147,17 @@ class RowReader:
     Args:
         splits (dict[str, Rows]): of a stream that was opened for this lane.
         number (int), lanes (int): of this lane, and of all.
-        encode (Callable): a row, and text that names it -> its document, false if it is empty.
-        content_of (Callable): a document -> its content (bytes), by which some are held out.
+        encode (Callable): a row, and text that names it -> its document, false if it is empty;
+            some are held out, by its `bytes`.
     """
 
-    def __init__(self, splits, number, lanes, encode, content_of):
+    def __init__(self, splits, number, lanes, encode):
         from datasets.distributed import split_dataset_by_node  # here, because it takes a second
 
         rows = splits["train"]
         self._rows = replace(rows, rows=split_dataset_by_node(rows.rows, number, lanes))
         self._encode, self._begin, self._is_read = encode, None, False
-        self._content_of, self._every = content_of, "val" in splits
+        self._every = "val" in splits
 
     @property
     def position(self):
@@ -229,7 +178,7 @@ class RowReader:
         while empty_passes < 2:  # the rest of a resumed pass may be empty
             empty_passes += 1
             for document in _documents(self._rows, self._encode, failure):
-                if self._every or not is_held_out(self._content_of(document)):
+                if self._every or not is_held_out(bytes(document)):
                     empty_passes = 0
                     yield document
             # Without this, the next pass would start from the state that was loaded.
@@ -237,20 +186,20 @@ class RowReader:
         raise failure(f"{self._rows.where}: a lane of the stream has no documents: use fewer lanes")
 
 
-def read_held_out(name, splits, encode, content_of, size):
+def read_held_out(name, splits, encode, size):
     """Reads the documents (list) of a stream that are held out: of `val`, or a part of `train`.
 
     Args:
         name (str): the value of `--dataset`.
-        splits, encode, content_of: as for `RowReader`.
-        size (int): of their contents, in bytes; no more are read.
+        splits, encode: as for `RowReader`.
+        size (int): of their `bytes`; no more are read.
 
     Raises:
         UserError: the stream cannot be read, or none is held out.
     """
     whole, chosen, total = "val" in splits, [], 0
     for document in _documents(splits["val" if whole else "train"], encode, UserError):
-        content = content_of(document)
+        content = bytes(document)
         if whole or is_held_out(content):
             chosen.append(document)
             total += len(content)
@@ -273,10 +222,9 @@ def _documents(rows, encode, failure):
     """Yields the document of each row that is not empty. Raises `failure` if one cannot be read."""
     number = 0
     try:
-        for row in rows:
+        for number, row in enumerate(rows):
             if document := encode(row, f"row {number} of {rows.where}"):
                 yield document
-            number += 1
     except UserError as error:
         raise failure(str(error)) from None
     except Exception as error:  # of datasets, fsspec, pyarrow or the network

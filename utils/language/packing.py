@@ -175,12 +175,11 @@ class TokenSettings:
         names = "block_size subset val_fraction seed loss_on".split()
         return cls(tokenizer, packed=packed, **{name: getattr(args, name) for name in names})
 
-    def pack(self, stream, documents, kind):
-        """What `cut_text` or `pack_conversations` returns; `kind` as in `documents.KINDS`."""
-        place = stream, documents, self.block_size, pad_id_of(self.tokenizer)
-        if kind == "text":
-            return cut_text(*place, packed=self.packed)
-        return pack_conversations(*place, packed=self.packed)
+    def pack(self, stream, documents):
+        """What `cut_text` or `pack_conversations` returns."""
+        make = cut_text if stream.is_target is None else pack_conversations
+        pad_id = pad_id_of(self.tokenizer)
+        return make(stream, documents, self.block_size, pad_id, packed=self.packed)
 
 
 def join_segments(segments):

@@ -36,7 +36,7 @@ class Rows:
     rows: a list, or a table of the `datasets` library, in memory or as a stream. Of plain text,
         the column `text` of each has the path of a file.
     where (str): names them, in messages.
-    fingerprint (str): changes with their content.
+    fingerprint (str): changes with their content; of a local stream, with names and sizes, too.
     is_lines (bool): the column `text` of each has a line of JSON. The reader of the library would
         turn texts that look like dates into dates.
     first (int): the number of the first one.
@@ -50,6 +50,11 @@ class Rows:
     first: int = 0
     shard_size: int = SHARD_ROWS
 
+    @property
+    def in_memory(self):
+        """Whether the rows are a list, as those of plain text are."""
+        return isinstance(self.rows, list)
+
     def __len__(self):
         return len(self.rows)
 
@@ -58,14 +63,13 @@ class Rows:
         shards = []
         for first in range(0, len(self) or 1, self.shard_size):
             chosen = range(first, min(first + self.shard_size, len(self)))
-            in_memory = isinstance(self.rows, list)
-            rows = self.rows[first : chosen.stop] if in_memory else self.rows.select(chosen)
+            rows = self.rows[first : chosen.stop] if self.in_memory else self.rows.select(chosen)
             shards.append(replace(self, rows=rows, first=first))
         return shards
 
     def __iter__(self):
         for number, row in enumerate(self.rows, self.first):
-            if isinstance(self.rows, list):
+            if self.in_memory:
                 yield row
             elif not self.is_lines:
                 yield {key: _without_nulls(value) for key, value in row.items()}
@@ -106,38 +110,30 @@ def reading(name):
 class Table(NamedTuple):
     """The rows of a data set.
 
-    splits: dict of `Rows`; one of them is `train`.
-    columns: their names.
-    left_out: a `LeftOut`.
-    is_plain: whether these are files of plain text.
-    sample: of a stream of local files, what its checksum reads (bytes).
+    splits: dict of `Rows`, those that are used.
+    kind: what they are, by their columns.
+    details: lines about all splits and what was left out; none about a stream.
     """
 
     splits: dict
-    columns: list
-    left_out: LeftOut
-    is_plain: bool = False
-    sample: bytes = b""
-
-    def describe(self, used):
-        """A line for each split, which says whether it is one of those `used`, and for what was
-        left out.
-        """
-        lines, noun = [], "file" if self.is_plain else "row"
-        for split, rows in self.splits.items():
-            name = split if split in used else f"{split}, not used"
-            lines.append(f"{name}: {plural(len(rows), noun)}")
-        return [*lines, *self.left_out.lines()]
+    kind: str
+    details: list
 
 
-def open_rows(name, choose, *, subset=None, streaming=False):
-    """Opens the rows of a data set, as a `Table`. Raises UserError if it cannot be found or read.
+def open_rows(name, kinds, wanted, *, use=(("train",), ("val",)), subset=None, streaming=False):
+    """Opens the rows of a data set, as a `Table`.
 
     Args:
         name (str): the value of `--dataset`: a Hub id, a file or a folder.
-        choose (Callable): the names of the columns of a table -> those that are read, or UserError.
+        kinds (dict): kind -> the columns that it has (tuple); the first that fits is that of a
+            table, of which these are read, and `tools`. Plain text has the kind `text`.
+        wanted (str): what a table needs, for messages.
+        use (tuple): groups of splits: of each, the first that the data has is used.
         subset (str | None): a configuration of a Hub id.
         streaming (bool): read rows as they are needed, instead of all of them now.
+
+    Raises:
+        UserError: it cannot be found or read, or has no known kind.
     """
     files, left_out = _find_files(name)
     if files and subset is not None:
@@ -153,7 +149,7 @@ def open_rows(name, choose, *, subset=None, streaming=False):
             rows, size = [{"text": path} for path in paths], -(-len(paths) // FILE_SHARDS)
             version = hashlib.sha256(repr([*map(stamp, paths)]).encode()).hexdigest()
             opened[split] = Rows(rows, f"--dataset {name}", version, shard_size=size)
-        return Table(opened, ["text"], left_out, True)
+        return _table(opened, "text", use, left_out)
     columns = _columns_of_lines(name, first) if reader == "json" else None
     is_lines = columns is not None
     options = {"reader": "text"} if is_lines else {}
@@ -168,23 +164,39 @@ def open_rows(name, choose, *, subset=None, streaming=False):
         train = splits["train"]
         with loading(name, ALTERNATIVES):  # a stream may know its columns only with its first row
             columns = train.column_names or list(next(iter(train), {}))
-    chosen, opened = choose(columns), {}
-    read = ["text"] if is_lines else chosen
+    kind = next((kind for kind, some in kinds.items() if set(some) <= set(columns)), None)
+    if kind is None:
+        listed = ", ".join(map(str, columns)) or "none"
+        raise UserError(f"--dataset {name} has the columns {listed}; one needs {wanted}")
+    read, opened = {"text"} if is_lines else {*kinds[kind], "tools"} & {*columns}, {}
+    sample = _sample(files) if streaming and files else ""
     for split, table in splits.items():
         names = table.column_names or read  # a stream may not know them
         table = table.select_columns([column for column in names if column in read])
-        where, version = f"--dataset {name} ({split})", getattr(table, "_fingerprint", "")
-        opened[split] = Rows(table, where, version, is_lines)
-    return Table(opened, columns, left_out, sample=_sample(files or {}) if streaming else b"")
+        version = sample if streaming else table._fingerprint
+        opened[split] = Rows(table, f"--dataset {name} ({split})", version, is_lines)
+    return _table(opened, kind, use, None if streaming else left_out)
+
+
+def _table(opened, kind, use, left_out):
+    """The `Table` of the splits that are used, of those that were opened (dict)."""
+    present = ([split for split in group if split in opened] for group in use)
+    splits, details = {some[0]: opened[some[0]] for some in present if some}, []
+    if left_out is not None:
+        for split, rows in opened.items():
+            name = split if split in splits else f"{split}, not used"
+            details.append(f"{name}: {plural(len(rows), 'file' if rows.in_memory else 'row')}")
+        details += left_out.lines()
+    return Table(splits, kind, details)
 
 
 def _sample(files):
-    """What a checksum of a stream reads of its local files: names, sizes, first bytes."""
+    """A checksum of names, sizes and first bytes of the files of a stream."""
     files = [(split, file) for split, paths in files.items() for file in paths]
     sizes = [(split, file.name, file.stat().st_size) for split, file in files]
     chosen = files[:: max(1, len(files) // SAMPLED_FILES)]
     heads = [read_regular(file, SAMPLED_BYTES) for _, file in chosen]
-    return b"".join([repr(sizes).encode(), *heads])
+    return hashlib.sha256(b"".join([repr(sizes).encode(), *heads])).hexdigest()
 
 
 def _columns_of_lines(name, path):

@@ -95,12 +95,9 @@ def load_text(name, column, block_size, seed=0):
         seed (int): of `synthetic`.
 
     Returns:
-        Text.
-
-    Raises:
-        UserError: the text cannot be found or read, has no such column, or is too short.
+        Text. Raises UserError if it cannot be found or read, has no such column, or is too short.
     """
-    texts, details = _read_splits(name, column, seed, ("train", "val"))
+    texts, details = _read_splits(name, column, seed)
     text, held_out = texts["train"], texts.get("val")
     if len(text) == 0:
         raise UserError(f"--dataset {name} is empty; {ALTERNATIVES}")
@@ -121,15 +118,12 @@ def load_text(name, column, block_size, seed=0):
 def load_to_evaluate(name, column, seed=0):
     """Loads a text to evaluate a model on: its split `test`, or else `val`, or else all of it.
 
-    Args: as of `load_text`.
+    Args and errors: as of `load_text`.
 
     Returns:
         tuple[str, Text]: `test`, `val` or `all`; the text is held out, and none is to train on.
-
-    Raises:
-        UserError: it cannot be found or read, has no such column, or has less than two bytes.
     """
-    texts, details = _read_splits(name, column, seed, ("test", "val", "train"), most=1)
+    texts, details = _read_splits(name, column, seed, use=(("test", "val", "train"),))
     [(split, text)] = texts.items()
     if len(text) < 2:
         raise UserError(f"--dataset {name} has {len(text)} bytes: too few")
@@ -137,20 +131,18 @@ def load_to_evaluate(name, column, seed=0):
     return "all" if split == "train" else split, Text(text[:0], text, description, details)
 
 
-def _read_splits(name, column, seed, wanted, most=None):
-    """The texts of the first splits (at most `most`) that are `wanted`, and lines about all."""
+def _read_splits(name, column, seed, **options):
+    """The texts of the splits that are used, and lines about all; `options` of `open_rows`."""
     if name == "synthetic":
         text = bytearray(synthetic_text(seed))
         return {"train": torch.frombuffer(text, dtype=torch.uint8)}, []
-    table = open_rows(name, partial(_check_column, name, column))
-    used, texts = [split for split in wanted if split in table.splits][:most], {}
-    for split in used:
-        rows = table.splits[split]
-        if table.is_plain:
+    table, texts = _open(name, column, **options), {}
+    for split, rows in table.splits.items():
+        if rows.in_memory:
             texts[split] = _read_files([row["text"] for row in rows], rows.fingerprint)
         else:
             texts[split] = cached("text", _join(rows, column), [column, rows.fingerprint])
-    return texts, table.describe(used)
+    return texts, table.details
 
 
 def _read_files(files, version):
@@ -170,14 +162,9 @@ def _join(rows, column):
         yield _encode(column, row, f"row {number} of {rows.where}")
 
 
-def _check_column(name, column, columns):
-    """The column of text, in a list, for `open_rows`. Raises UserError if there is none."""
-    if column not in columns:
-        listed = ", ".join(columns)
-        raise UserError(
-            f"--dataset {name} has no column {column}: give --text_column, one of {listed}"
-        )
-    return [column]
+def _open(name, column, **options):
+    wanted = f"{column}: give --text_column, if the text has another name"
+    return open_rows(name, {"text": (column,)}, wanted, **options)
 
 
 def _encode(column, row, where):
@@ -226,18 +213,15 @@ def load_held_out(name, column):
     Raises:
         UserError: the stream cannot be read, has no such column, or holds out too little text.
     """
-    table, encode = _open(name, column), partial(_encode, column)
-    documents = lanes.read_held_out(name, table.splits, encode, bytes, HELD_OUT_BYTES)
+    splits, encode = _open(name, column, streaming=True).splits, partial(_encode, column)
+    documents = lanes.read_held_out(name, splits, encode, HELD_OUT_BYTES)
     joined = b"".join(documents)
     text = torch.frombuffer(bytearray(joined), dtype=torch.uint8)
     if len(text) < 2:
         raise UserError(f"--dataset {name} holds out {len(text)} bytes: too few")
     size = f"a stream, of which {len(text):,} bytes are held out"
-    return Text(None, text, f"{size} (fingerprint {checksum(joined, table.sample)})", [])
-
-
-def _open(name, column):
-    return open_rows(name, partial(_check_column, name, column), streaming=True)
+    short = checksum(joined, splits["train"].fingerprint.encode())
+    return Text(None, text, f"{size} (fingerprint {short})", [])
 
 
 def stream_windows(name, column, block_size, share, buffer, seed):
@@ -253,10 +237,9 @@ def stream_windows(name, column, block_size, share, buffer, seed):
     """
 
     def open_lane(number):
-        splits, encode = _open(name, column).splits, partial(_encode, column)
-        reader = lanes.RowReader(splits, number, share.lanes, encode, bytes)
-        source = lanes.Source(reader, partial(_cut, block_size))
-        return lanes.Lane([source], bytes, buffer * block_size + 1, number, seed)
+        splits, encode = _open(name, column, streaming=True).splits, partial(_encode, column)
+        reader = lanes.RowReader(splits, number, share.lanes, encode)
+        return lanes.Lane(reader, partial(_cut, block_size), buffer * block_size + 1, number, seed)
 
     return lanes.LaneStream(open_lane, share, _collate)
 

@@ -1,13 +1,16 @@
-"""Tokenizes a data set once per machine, into files that are mapped into memory, and makes blocks.
+"""Makes blocks of the tokens of a data set, which is tokenized once per machine, or streamed.
 
-The rows are tokenized in shards, by as many processes as a machine has cores. A shard that is done
-is a file of the cache: a run that is interrupted goes on with the others. The machines of a run
-whose cache is on one disk share the work. `load_tokens` is all that a script needs.
+`load_tokens` tokenizes the rows in shards, by as many processes as a machine has cores, into files
+that are mapped into memory. A shard that is done is a file of the cache: a run that is interrupted
+goes on with the others. The machines of a run whose cache is on one disk share the work.
+
+`open_stream` tokenizes documents during training, and continues exactly after a restart.
 """
 
 import contextlib
 import functools
 import hashlib
+import math
 import os
 import sys
 import tempfile
@@ -15,15 +18,17 @@ from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
-from torch.utils.data import DataLoader, Dataset
+import torch
+from torch.utils.data import ConcatDataset, DataLoader, Dataset
 
 from utils.data import splits as split_names
-from utils.data.cache_files import cached, map_bytes, path_in_cache
+from utils.data.cache_files import cached, checksum, map_bytes, path_in_cache
 from utils.data.loaders import explain, set_up_worker
-from utils.data.permutation import sample_seed
+from utils.data.permutation import Permutation, sample_seed
+from utils.language import lanes
 from utils.language.chats import unread_keys
 from utils.language.conversations import Document, Encoder
-from utils.language.documents import find_documents
+from utils.language.documents import asked, find_documents
 from utils.language.packing import SEGMENT, Stream, join_segments
 from utils.report.progress import with_progress
 from utils.run import devices, process
@@ -36,6 +41,11 @@ VERSION = 4  # of what a file has: another one makes new files
 TOKEN = [("token", np.int32), ("is_target", np.uint8)]  # texts have no such field
 EMPTY = Document(np.zeros(0, np.int32), np.zeros(0, np.uint8))
 CHARACTERS_AT_ONCE, ROWS_AT_ONCE = 2_000_000, 1000  # that are tokenized at once
+MOST_LANES = 64  # parts of a stream: common numbers of processes divide it
+BUFFER = 64  # blocks among which a lane packs and shuffles
+HELD_OUT_BLOCKS = 64  # of a stream, at most
+TOKEN_BYTES = 4  # int32
+STAGGER = (math.sqrt(5) - 1) / 2  # multiples of it are spread evenly over 0 to 1
 
 
 class Corpus(NamedTuple):
@@ -77,7 +87,7 @@ def load_tokens(name, settings):
     for split, table in tables.items():
         # The others are empty, or have no answer.
         used = table[table["length"] > 0]
-        splits[split], counts = settings.pack(streams[split], used, kind)
+        splits[split], counts = settings.pack(streams[split], used)
         if splits[split].target_tokens == 0:
             raise UserError(f"--dataset {name} has no token to predict in its {split} split")
         details += [f"{split}: {line}" for line in _describe(table, splits[split], kind, counts)]
@@ -85,7 +95,7 @@ def load_tokens(name, settings):
         details += _describe_copies(tables["train"], split, tables[split], kind)
     if kind == "text" and settings.tokenizer.eos_token_id is None:
         details.append("the tokenizer has no end token: documents end without one")
-    return Corpus(splits, source.asked, _summarize(tables, splits, kind), details)
+    return Corpus(splits, asked(source), _summarize(tables, splits, kind), details)
 
 
 def divide(segments, settings):
@@ -241,7 +251,8 @@ def _make(shards):
     )
     try:
         list(with_progress(loader, len(missing), "tokenizing", "shard", process.is_main()))
-    except UserError as error:  # of a worker, with its traceback
+    except UserError as error:  # of a worker, with its traceback in the message
+        error.with_traceback(None)  # it would keep the workers, which then take long to end
         raise UserError(explain(error) or error) from None
 
 
@@ -295,14 +306,11 @@ def _write(rows, encoder, kind):
         for number, draft in drafts:
             document = EMPTY if draft is None else next(documents)
             tokens = np.empty(len(document.tokens), _fields(kind))
-            tokens["token"], content = document.tokens, document.tokens.tobytes()
+            tokens["token"] = document.tokens
             if kind != "text":
                 tokens["is_target"] = document.is_target
-                content += document.is_target.tobytes()
             yield tokens.tobytes()
-            digest = hashlib.blake2b(content, digest_size=8).digest()
-            digest = int.from_bytes(digest, "little", signed=True)
-            segments.append(document.segment(number, digest))
+            segments.append(document.segment(number))
     segments = np.array(segments, SEGMENT)
     yield segments.tobytes()
     yield np.int64(len(segments)).tobytes()
@@ -326,3 +334,181 @@ def _drafts(rows, encoder, kind):
         if empty:
             waiting.append((number, None))
     yield waiting
+
+
+# --------------------------------------------------------------------------------------- streams
+
+
+def load_held_out(name, settings):
+    """Reads the documents of a stream that are held out, at most `HELD_OUT_BLOCKS` blocks.
+
+    Args: as of `load_tokens`.
+
+    Returns:
+        Corpus: with the split `val` only; the checksum is of its tokens, and of local files.
+
+    Raises:
+        UserError: the stream cannot be read, or nothing to learn is held out.
+    """
+    source = find_documents(name, settings, streaming=True)
+    encode = _encoder(settings, source.kind)
+    size = HELD_OUT_BLOCKS * settings.block_size * TOKEN_BYTES
+    rows = lanes.read_held_out(name, source.splits, encode, size)
+    blocks = _pack(rows, settings)
+    if blocks.target_tokens == 0:
+        raise UserError(f"--dataset {name} has no token to predict in what is held out")
+    files = source.splits["train"].fingerprint
+    short = checksum(b"".join(map(bytes, rows)), files.encode())
+    size = f"a stream, of which {blocks.tokens:,} tokens are held out"
+    return Corpus({"val": blocks}, asked(source), f"{size} (fingerprint {short})", [])
+
+
+class OfRow(list):
+    """The documents of a row of a stream."""
+
+    def __bytes__(self):
+        return b"".join(document.tokens.tobytes() for document in self)
+
+
+def count_lanes(batch_size):
+    """The parts of a stream: of 1, 2, 4, ... 64 the largest number that divides a batch."""
+    return math.gcd(batch_size, MOST_LANES)
+
+
+def open_stream(sources, settings, share, weights=(1.0,), buffer=BUFFER):
+    """Opens this process' share of an endless, shuffled stream of `Blocks`, a `lanes.LaneStream`.
+
+    A lane takes rows of several sources in fixed proportions; a block has documents of one of them.
+    A source that ends begins again. Raises UserError if one cannot be opened.
+
+    Args:
+        sources (list): names of data sets; one in memory is given as its `Blocks`.
+        settings (TokenSettings): how documents become blocks.
+        share (lanes.Share): what this process reads.
+        weights (list[float]): the proportions of the sources.
+        buffer (int): blocks among which a lane packs and shuffles.
+    """
+
+    def open_source(number, lane):
+        source = sources[number]
+        if isinstance(source, str):
+            opened = find_documents(source, settings, streaming=True)
+            encode = _encoder(settings, opened.kind)
+            return lanes.RowReader(opened.splits, lane, share.lanes, encode)
+        seed = sample_seed(settings.seed, 0, -1 - number) >> 1  # below 2**63
+        return MemoryReader(source, seed, lane, share.lanes)
+
+    def pack(rows):
+        parts = [[row for row in rows if row.source == number] for number in range(len(sources))]
+        return ConcatDataset([_pack(part, settings) for part in parts if part])
+
+    def open_lane(lane):
+        readers = [open_source(number, lane) for number in range(len(sources))]
+        reader = MixedReader(readers, [weight / sum(weights) for weight in weights], lane)
+        size = buffer * settings.block_size * TOKEN_BYTES
+        return lanes.Lane(reader, pack, size, lane, settings.seed)
+
+    return lanes.LaneStream(open_lane, share, _collate)
+
+
+class MixedReader:
+    """Yields the documents of several readers in fixed proportions, each with its `source`.
+
+    Args:
+        readers (list): as for `lanes.Lane`.
+        shares (list[float]): of the documents that come from each; their sum is 1.
+        lane (int): see `next_source`.
+    """
+
+    def __init__(self, readers, shares, lane):
+        self.readers, self.shares, self.lane = readers, shares, lane
+        self.seek(None)
+
+    @property
+    def position(self):
+        """The positions of the readers, and the documents taken from each."""
+        places = [reader.position for reader in self.readers]
+        return {"readers": places, "documents": [*self.taken]}
+
+    def seek(self, position):
+        """Continues at a position; None: at the beginning."""
+        for number, reader in enumerate(self.readers):
+            reader.seek(position and position["readers"][number])
+        none = [0] * len(self.readers)
+        self.taken = [*position["documents"]] if position else none  # documents of each
+
+    def __iter__(self):
+        documents = [iter(reader) for reader in self.readers]
+        while True:
+            number = next_source(self.shares, self.taken, self.lane)
+            self.taken[number] += 1
+            document = next(documents[number])
+            document.source = number
+            yield document
+
+
+def next_source(shares, taken, lane=0):
+    """The source that is furthest behind its share: each stays within 2 documents of it.
+
+    Args:
+        shares (list[float]): their sum is 1.
+        taken (list[int]): the number of documents taken from each so far.
+        lane (int): orders of other lanes are shifted, so that together they are as even.
+    """
+    total = sum(taken) + 1
+    behind = [
+        share * total - count + lane * (source + 1) * STAGGER % 1
+        for source, (share, count) in enumerate(zip(shares, taken, strict=True))
+    ]
+    return behind.index(max(behind))
+
+
+class MemoryReader:
+    """Yields every `lanes`-th document of `Blocks` without end, for one lane.
+
+    Each pass has another order, by the seed. A document is a conversation, or a part of a text that
+    is no longer than a block; `position` is how many were taken.
+    """
+
+    def __init__(self, blocks, seed, lane, lanes):
+        self._blocks, self._seed, self.position = blocks, seed, 0
+        self._lane, self._lanes = lane, lanes
+
+    def seek(self, position):
+        """Continues at a position; None: at the beginning."""
+        self.position = position or 0
+
+    def __iter__(self):
+        stream, pieces = self._blocks.stream, self._blocks.pieces
+        count = len(pieces.starts)
+        while True:
+            epoch, place = divmod(self.position * self._lanes + self._lane, count)
+            piece = Permutation(count, self._seed, epoch)(np.array([place]))[0]
+            start = pieces.starts[piece]
+            run = slice(start, start + pieces.lengths[piece] + 1)
+            is_target = None if stream.is_target is None else stream.is_target[run]
+            self.position += 1
+            yield OfRow([Document(stream.tokens[run], is_target)])
+
+
+def _encoder(settings, kind):
+    """What `lanes.RowReader` asks: a row, and text that names it -> its documents (list)."""
+    encoder = Encoder(settings.tokenizer, settings.loss_on)
+    return lambda row, where: OfRow(encoder.encode(list(encoder.draft(row, kind, where))))
+
+
+def _pack(rows, settings):
+    """Blocks of the documents of rows, in memory; a text may be divided into segments."""
+    documents = [document for row in rows for document in row]
+    segments = [document.segment(number) for number, row in enumerate(rows) for document in row]
+    segments = np.array(segments, SEGMENT)
+    tokens, is_target = np.concatenate([document.tokens for document in documents]), None
+    if documents[0].is_target is not None:  # these are no texts
+        is_target = np.concatenate([document.is_target for document in documents])
+    return settings.pack(Stream(tokens, is_target), join_segments(segments))[0]
+
+
+def _collate(blocks):
+    """Tensors of blocks; `ids` are their places in this batch."""
+    batch = {name: torch.stack([block[name] for block in blocks]) for name in blocks[0]}
+    return {**batch, "ids": torch.arange(len(blocks))}

@@ -312,12 +312,9 @@ def unscale(original, self, optimizer=None):
 
 
 @replaces("utils.muon.orthogonalize")
-def muon_precision(original, x, iterations=5, half=None):
-    """Not a fault: the precision in which Muon orthogonalizes follows the colon."""
-    torch.backends.cuda.matmul.allow_tf32 = argument == "tf32"
-    done = original(x, iterations, argument == "float16")
-    torch.backends.cuda.matmul.allow_tf32 = False
-    return done
+def muon_in_float32(original, x, iterations=5, half=None):
+    """Not a fault: Muon orthogonalizes as precisely as on a CPU."""
+    return original(x, iterations, half=False)
 
 
 # ---------------------------------------------------------------------------------- other machines

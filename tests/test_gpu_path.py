@@ -15,7 +15,11 @@ from harness import warm
 from harness.data import Loader
 from harness.fakes import accelerator
 from harness.launches import LIMIT, ROOT, load_script
+from harness.worlds import in_group
+from torch.distributed.tensor import Shard, distribute_tensor, placement_types
 from torch.overrides import TorchFunctionMode
+
+from utils.muon import orthogonalize_all
 
 PAGE = (ROOT / "scripts" / "benchmarks" / "README.md").read_text()
 SCRIPTS = ("train_minimal", "train_cifar", "train_images", "train_gpt", "train_lm")
@@ -105,6 +109,38 @@ def test_a_step_on_a_gpu_never_waits_and_keeps_to_its_budget(script, counted):
 @counts
 def test_what_operations_on_fake_cuda_tensors_cost_and_wait_for(counted):
     assert counted["seen"] == SEEN | {"mixed": True}
+
+
+def test_shards_of_muon_are_exchanged_as_on_gpus():
+    """Two exchanges for each kind of matrix, there and back, with the result of whole ones.
+
+    On a CPU, DTensor goes from shards of rows to whole matrices by an all-gather, on GPUs by an
+    all-to-all. Gloo has that, too: here it is PyTorch's operation for GPUs, with its arithmetic for
+    sizes that do not divide evenly. What remains unproven without GPUs is NCCL's transport, and its
+    order on CUDA streams.
+    """
+
+    def orthogonalize(_, mesh):
+        exchanges, differences = [], []
+
+        def all_to_all(shard, gather_dim, shard_dim, mesh, mesh_dim):
+            exchanges.append(shard)
+            group = mesh.get_group(mesh_dim).group_name
+            return torch.ops._dtensor.shard_dim_alltoall(shard, gather_dim, shard_dim, group)
+
+        placement_types.shard_dim_alltoall = all_to_all
+        torch.manual_seed(0)
+        # Fewer and more matrices than processes, rows that they do not divide, or too few of them.
+        for count, rows, columns in ((1, 6, 4), (2, 8, 8), (3, 9, 5), (7, 8, 20), (2, 2, 6)):
+            whole = [torch.randn(rows, columns) for _ in range(count)]
+            sharded = orthogonalize_all([distribute_tensor(x, mesh, [Shard(0)]) for x in whole], 3)
+            for result, expected in zip(sharded, orthogonalize_all(whole, 3), strict=True):
+                assert result.placements == (Shard(0),)
+                differences.append((result.full_tensor() - expected).abs().max().item())
+        return len(exchanges), max(differences)
+
+    for exchanges, difference in in_group(orthogonalize, 3):
+        assert exchanges == 10 and difference < 1e-5
 
 
 # ------------------------------------------------------------------------------------- evaluation, samples

@@ -42,8 +42,12 @@ def commands():
 
 
 @cache
+def help_of(script):
+    return run(None, script, "--help").stdout
+
+
 def known_flags(script):
-    return set(re.findall(r"--\w+", run(None, script, "--help").stdout))
+    return set(re.findall(r"--\w+", help_of(script)))
 
 
 def test_the_readme_is_read_in_one_sitting_and_the_pages_name_every_script_and_configuration():
@@ -99,10 +103,23 @@ def test_files_named_on_the_pages_exist():
 
 
 # A feature is a flag only where most people who launch that script set it: the rest are recipes.
+RULE = (
+    "To continue a run, keep its arguments. You may change its length and what does not change "
+    "results, such as the options for output, logging and checkpoints."
+)
 MOST_FLAGS = {"minimal": 15, "cifar": 34, "gpt": 45, "images": 45, "model_parallel": 27, "lm": 48}
 
 
 @pytest.mark.parametrize("script", MOST_FLAGS)
-def test_a_script_has_few_flags(script):
-    flags = known_flags(f"scripts/train_{script}.py") - {"--help"}
+def test_a_script_has_few_flags_and_its_help_says_how_a_run_continues(script):
+    file = f"scripts/train_{script}.py"
+    flags, text = known_flags(file) - {"--help"}, " ".join(help_of(file).split())
     assert len(flags) <= MOST_FLAGS[script], sorted(flags)
+    assert RULE in text and "None" not in text
+    assert RULE in " ".join(OTHERS["scripts"].split())
+
+
+def test_help_is_printed_once_and_has_the_defaults_of_the_chosen_model():
+    done = run("2cpu", "scripts/train_cifar.py", "--model resnet18 --help")
+    assert "set (default: 30)" in " ".join(done.stdout.split())
+    assert done.stdout.count("usage:") == 1

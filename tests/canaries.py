@@ -68,11 +68,6 @@ padding is scored (scripts/train_minimal.py)
 + accelerator.gather(model
 = test_every_script.py -k 'held_out_sample and train_minimal'
 
-padding is scored, CIFAR (scripts/train_cifar.py)
-- gather_for_metrics(
-+ gather(
-= test_every_script.py -k 'held_out_sample and train_cifar'
-
 a stream of documents forgets its position (scripts/train_lm.py)
 - position = run.progress.get("position")
 + position = None

@@ -180,27 +180,19 @@ def peak_gib(folder):
 
 
 def default_recipe(place, folder):
-    """The default recipe to its end, eager and compiled: it learns.
+    """The default recipe learns, in the seconds beside the published ones of records.
 
-    Beside the published seconds of records, which are of one A100, to 94 % on CIFAR-10 as published:
-    the images and the GPU differ.
+    Those are of one A100, to 94 % on CIFAR-10 as published: the images and the GPU differ.
     """
-    figures = dict(airbench94_muon_published_seconds=2.59, hiverge_published_seconds=1.99)
-    for name, flag in (("eager", ""), ("compiled", "--compile")) if place.gpu else (("eager", ""),):
-        length = "" if place.gpu else "--max_train_steps 60 --lr 0.1"
-        arguments = f"{place.cifar} {length} {flag} --tta --eval_every 100000 --checkpoint_every 0"
-        launch(place, CIFAR, f"{arguments} --log_every 5", folder / name)
-        result = results(folder / name)
-        topology = read(folder / name / "args.json")["topology"]
-        assert topology["mixed_precision"] == place.precision
-        steady = median(folder / name, "step_seconds")  # without compilation
-        figures[f"{name}_seconds"] = result["train_seconds"]
-        figures[f"{name}_steady_seconds"] = steady * result["global_step"]
-        figures[f"{name}_peak_memory_gib"] = peak_gib(folder / name)
-        for figure in ("test_accuracy", "test_accuracy_tta"):
-            assert result[figure] > place.accuracy
-            figures[f"{name}_{figure}"] = result[figure]
-    return figures
+    length = "" if place.gpu else "--max_train_steps 60 --lr 0.1"
+    arguments = f"{place.cifar} {length} --tta --eval_every 100000 --checkpoint_every 0"
+    launch(place, CIFAR, f"{arguments} --log_every 5", folder)
+    topology, result = read(folder / "args.json")["topology"], results(folder)
+    assert topology["mixed_precision"] == place.precision
+    assert min(result["test_accuracy"], result["test_accuracy_tta"]) > place.accuracy
+    names = ("test_accuracy", "test_accuracy_tta", "train_seconds", "peak_memory_bytes")
+    published = dict(airbench94_muon_published_seconds=2.59, hiverge_published_seconds=1.99)
+    return {**published, **{name: result[name] for name in names}}
 
 
 def kill_and_resume(place, folder):
@@ -299,7 +291,7 @@ def cpu_and_gpu(place, folder):
 
 
 def orthogonalization(place, folder):
-    """Muon's iterations in float32, TF32 and float16: milliseconds, and the distance from float64.
+    """Muon's iterations in float32 and float16: milliseconds, and the distance from float64.
 
     On the matrices of the default GPT, with singular values that decay.
     """
@@ -308,9 +300,7 @@ def orthogonalization(place, folder):
     left, _, right = torch.linalg.svd(torch.randn(count, rows, columns), full_matrices=False)
     x = (left / torch.arange(1, rows + 1) @ right).to(place.device)
     exact, figures = orthogonalize(x.double(), half=False), {}
-    matmul = torch.backends.cuda.matmul
-    for name, half in (("float32", False), ("tf32", False), ("float16", True)):
-        matmul.allow_tf32 = name == "tf32"
+    for name, half in (("float32", False), ("float16", True)):
         seconds = []
         for _ in range(10):
             start_time = time.perf_counter()
@@ -320,7 +310,6 @@ def orthogonalization(place, folder):
             seconds.append(time.perf_counter() - start_time)
         figures[f"{name}_ms"] = 1e3 * statistics.median(seconds[3:])
         figures[f"{name}_distance"] = ((made - exact).norm() / exact.norm()).item()
-    matmul.allow_tf32 = False
     assert figures["float32_distance"] < 1e-2 and figures["float16_distance"] < 0.1, figures
     return figures
 
@@ -373,39 +362,16 @@ def sharded(place, folder):
 
 
 def copies(place, folder):
-    """Batches are copied from pinned memory, and next to nothing of it is visible."""
+    """Batches are copied from pinned memory: the host does not wait for a copy."""
     figures = {}
     for name, script, arguments in both(place, "--max_train_steps 8 --log_every 100 --profile"):
         launch(place, script, arguments, folder / name)
-        found = copies_in(read(folder / name / "profile" / "trace.json")["traceEvents"])
-        if place.gpu:
-            assert found["copies"] >= 3 and found["from_pageable_memory"] == 0, found
-            assert found["exposed_share"] < 0.05, found
-        figures[name] = found
+        events = read(folder / name / "profile" / "trace.json")["traceEvents"]
+        moves = [e for e in events if e.get("cat") == "gpu_memcpy" and "HtoD" in e["name"]]
+        large = [e["name"] for e in moves if e["args"].get("bytes", 0) > 4096]
+        assert not any("Pageable" in each for each in large) and (large or not place.gpu), large
+        figures[f"{name}_copies"] = len(large)
     return figures
-
-
-def copies_in(events):
-    """What a trace says about copies of more than 4 KiB to the GPU.
-
-    Returns:
-        dict: `copies`; how many came `from_pageable_memory`, for which the host waits; and of the
-            time from the first kernel to the last, the share in which it only copied
-            (`exposed_share`).
-    """
-    kernels = sorted((e["ts"], e["ts"] + e["dur"]) for e in events if e.get("cat") == "kernel")
-    moves = [e for e in events if e.get("cat") == "gpu_memcpy" and "HtoD" in e["name"]]
-    found = [e for e in moves if e["args"].get("bytes", 0) > 4096]
-    exposed = sum(e["dur"] for e in found)
-    end = start = kernels[0][0] if kernels else 0.0
-    for first, last in kernels:
-        first, end = max(first, end), max(last, end)  # kernels may overlap
-        exposed -= sum(max(0.0, min(last, e["ts"] + e["dur"]) - max(first, e["ts"])) for e in found)
-    return {
-        "copies": len(found),
-        "from_pageable_memory": sum("Pageable" in e["name"] for e in found),
-        "exposed_share": exposed / (end - start) if kernels else 0.0,
-    }
 
 
 def waits(place, folder):
@@ -584,23 +550,3 @@ def test_rehearsed_on_the_cpu(check, tmp_path):
     store(tmp_path / "results", check, figures, 1.0)
     record = read(tmp_path / "results" / "gpu.json")
     assert record["checks"][check.__name__]["figures"] == figures and figures
-
-
-def test_what_a_trace_says_about_copies():
-    def event(cat, name, ts, dur, size=8192):
-        return {"cat": cat, "name": name, "ts": ts, "dur": dur, "args": {"bytes": size}}
-
-    pinned, pageable = "Memcpy HtoD (Pinned -> Device)", "Memcpy HtoD (Pageable -> Device)"
-    events = [
-        event("kernel", "gemm", 0, 40),
-        event("kernel", "norm", 30, 20),  # on another stream: busy until 50
-        event("kernel", "gemm", 60, 40),
-        event("gpu_memcpy", pinned, 35, 10),  # hidden
-        event("gpu_memcpy", pinned, 45, 10),  # half of it hidden
-        event("gpu_memcpy", pageable, 52, 6),
-        event("gpu_memcpy", pageable, 58, 1, size=8),  # a scalar
-        event("gpu_memcpy", "Memcpy DtoH (Device -> Pinned)", 50, 10),
-        {"ph": "M", "name": "process_name"},
-    ]
-    found = copies_in(events)
-    assert found == {"copies": 3, "from_pageable_memory": 1, "exposed_share": pytest.approx(0.11)}

@@ -155,17 +155,14 @@ KNOWN = set(
 LIBRARY_NAMES = {
     "_MEM_FORMAT_ENCODING": "names the layouts of tensors in an index of shards",
     "_attn_implementation": "is the attention of a model of transformers",
-    "_dump_snapshot": "writes what is in the memory of a GPU",
     "_exit": "ends a process as the product does",
     "_is_amx_tile_supported": "says what a CPU computes",
     "_is_avx512_bf16_supported": "says what a CPU computes",
     "_mixed_precision": "is the precision of the state of Accelerate",
     "_orig_mod": "prefixes the weights of a compiled model",
-    "_prepare_sd_options": "decides how Accelerate gathers shards",
     "_pytree": "finds tensors in nested values",
     "_replace": "is public in a namedtuple",
     "_shared_state": "is what all states of Accelerate share",
-    "_step_supports_amp_scaling": "marks the optimizers that unscale gradients themselves",
     "_subclasses": "has tensors without data",
 }
 # They may reach into the product: they replace parts of it, or stand for Accelerate.

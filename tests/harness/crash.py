@@ -201,12 +201,16 @@ def states(operations):
 
 def save_record(operations):
     """Writes operations to `crash_operations.jsonl`; of the data of checkpoints only the size."""
-    with RECORDED.open("w") as file:
-        for name, path, *more in operations:
-            if name == "write":
-                text = "status" in path or path.endswith(".jsonl")
-                more[1] = more[1].decode() if text else len(more[1])
-            file.write(json.dumps([name, path, *more]) + "\n")
+    lines = []
+    for name, path, *more in operations:
+        if name == "write":
+            text = "status" in path or path.endswith(".jsonl")
+            more[1] = more[1].decode() if text else len(more[1])
+            if not text and lines[-1][:2] == [name, path]:  # in several parts
+                lines[-1][3] += more[1]
+                continue
+        lines.append([name, path, *more])
+    RECORDED.write_text("".join(json.dumps(line) + "\n" for line in lines))
 
 
 def load_record(files):

@@ -136,17 +136,6 @@ def test_a_killed_launcher_leaves_no_orphans(tmp_path):
     assert len(workers) == 2 and all_end(workers)
 
 
-@pytest.mark.slow
-def test_another_number_of_processes_trains_on_the_same_samples(reference, tmp_path):
-    faulty("die_in_step@8:0", SMALL, tmp_path / "run", config="2cpu")
-    run("cpu", CIFAR, SMALL, output_dir=tmp_path / "run")
-    assert results(tmp_path / "run")["resumed_from"] == 7
-    # With other samples, the loss of a step would differ by far more than rounding.
-    lines = [metrics(folder, "train") for folder in (tmp_path / "run", reference("cpu").folder)]
-    for a, b in zip(*lines, strict=True):
-        assert a["step"] == b["step"] and a["loss"] == pytest.approx(b["loss"], abs=1e-4)
-
-
 # ------------------------------------------------------------------------- checkpoints that are bad
 
 

@@ -43,17 +43,3 @@ def test_a_run_in_fp16_resumes_exactly(tmp_path):
     assert final_weights(killed) == final_weights(whole)
     assert state(killed, 6, "scaler.pt") == scaler
     assert metrics(killed, "train") == metrics(whole, "train")
-
-
-@pytest.mark.slow
-def test_a_skipped_step_moves_neither_schedule_nor_muon(tmp_path):
-    arguments = "--dataset synthetic --batch_size 20"
-    arguments += " --max_train_steps 3 --checkpoint_every 3 --eval_every 3"
-    scaled("scripts/train_cifar.py", arguments, tmp_path, overflows=2)
-    assert state(tmp_path, 3, "scheduler.bin")["last_epoch"] == 2
-    steps = [
-        entry["step"].item()
-        for entry in state(tmp_path, 3, "optimizer.bin")["state"].values()
-        if "step" in entry
-    ]
-    assert steps and set(steps) == {2}

@@ -19,7 +19,7 @@ def slow_if_large(path):
     return pytest.param(path, id=path.stem, marks=marks)
 
 
-@pytest.mark.parametrize("path", map(slow_if_large, CONFIGS))
+@pytest.mark.parametrize("path", [slow_if_large(path) for path in CONFIGS])
 def test_starts_as_many_processes_as_it_says(path, tmp_path):
     processes = int(re.search(r"num_processes: (\d+)", path.read_text())[1])
     done = run(str(path), PROBE, [str(tmp_path)])

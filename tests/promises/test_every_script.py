@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 import numpy as np
 import pytest
-from harness.launches import metrics, recorded, results, run, status
+from harness.launches import metrics, results, run, status
 
 WRAPPED = "tests/harness/wrapped.py"
 STEPS, EPOCH = 11, 4  # steps of a run and of an epoch
@@ -28,7 +28,6 @@ class Script(NamedTuple):
         samples (int): to train on.
         counted (dict): the size of each held-out split, by a result that is a number of samples, or
             a share of them.
-        split (str): which is evaluated.
         changes (bool): whether another epoch shows a sample in another way.
         dropout (str | None): arguments with which it has dropout; None: it has none.
         packages (tuple): what it needs.
@@ -120,8 +119,7 @@ class Run(NamedTuple):
     Attributes:
         arguments (str): those of the script.
         accumulation (int): the micro-batches of a step, of each process.
-        steps, losses (list): of each step, as `recorded` returns them; the losses of all
-            micro-batches.
+        steps, losses (list): as `recorded` returns them.
     """
 
     folder: object
@@ -147,10 +145,8 @@ class Table:
             accumulation = 1
         if dropout and script.dropout is not None:
             arguments += f" {script.dropout}"
-        options = dict(processes=processes, accumulation=accumulation, dropout=dropout)
-        config = None if processes == 1 else "2cpu"
-        steps = recorded(config, f"scripts/{name}.py", arguments, folder, **options)
-        return Run(folder, arguments, accumulation, steps, losses_of(folder))
+        steps, losses = recorded(name, arguments, folder, processes, accumulation, dropout)
+        return Run(folder, arguments, accumulation, steps, losses)
 
     def whole(self, name, processes=1, accumulation=1, dropout=False):
         """An uninterrupted run."""
@@ -204,11 +200,32 @@ def table(made_once, data):
     return Table(made_once, data)
 
 
-def losses_of(folder):
-    """For each step, the losses of all micro-batches of all processes."""
-    files = sorted(folder.with_name(f"{folder.name}_records").iterdir())
-    ranks = [[json.loads(line)["losses"] for line in file.open()] for file in files]
-    return [[loss for part in parts for loss in part] for parts in zip(*ranks, strict=True)]
+def recorded(name, arguments, folder, processes=1, accumulation=1, dropout=False):
+    """Runs a script, and reads what it trained on.
+
+    Returns:
+        tuple: for each optimizer step of this launch, the `step`, and the `ids` of all processes,
+            sorted, each with a checksum of what the model was given; and the losses of all
+            micro-batches of all processes.
+    """
+    records = folder.with_name(f"{folder.name}_records")
+    records.mkdir()
+    words = [f"record@{int(not dropout)}:{records}", f"scripts/{name}.py", *arguments.split()]
+    config, launcher = None, ()
+    if processes > 1:
+        config, launcher = "2cpu", ("--num_processes", str(processes))
+    run(config, WRAPPED, words, output_dir=folder, launcher=launcher)
+    files = [(records / f"{rank}.jsonl").open() for rank in range(processes)]
+    steps, losses = [], []
+    for lines in zip(*files, strict=True):
+        parts = [json.loads(line) for line in lines]
+        batches = [batch for part in parts for batch in part["batches"]]
+        assert len({part["step"] for part in parts}) == 1
+        assert len(batches) == processes * accumulation and len(set(map(len, batches))) == 1
+        ids = sorted(tuple(sample) for batch in batches for sample in batch)
+        steps.append({"step": parts[0]["step"], "ids": ids})
+        losses.append([loss for part in parts for loss in part["losses"]])
+    return steps, losses
 
 
 def exported(folder):
@@ -357,8 +374,7 @@ def test_a_finished_run_is_left_alone_and_trains_longer(name, table, tmp_path):
     assert "already finished" in done.stdout and files() == before
     assert "run the same command with a larger" in done.stdout
     longer = f"{one.arguments} --max_train_steps {STEPS + 2}"
-    options = dict(accumulation=one.accumulation, dropout=False)
-    steps = recorded(None, f"scripts/{name}.py", longer, folder, **options)
+    steps, _ = recorded(name, longer, folder, accumulation=one.accumulation)
     assert [step["step"] for step in steps] == [STEPS + 1, STEPS + 2]
     before = {number for step in one.steps[2 * EPOCH :] for number, _ in step["ids"]}
     assert before.isdisjoint(number for number, _ in steps[0]["ids"])  # the last of their epoch

@@ -12,7 +12,6 @@ Each check is rehearsed on the CPU, at a small size and only as far as its own c
 ones in every run, the others as slow tests.
 
 GPU_DATASET: CIFAR-10 as `--dataset` of train_cifar.py takes it; default: synthetic images.
-GPU_PEAK_TFLOPS: the peak of one GPU in bf16, if `utils/report/mfu.py` does not know it.
 """
 
 import importlib.util
@@ -41,7 +40,6 @@ from utils.muon import orthogonalize
 IMAGES, LM = "scripts/train_images.py", "scripts/train_lm.py"
 WRAPPED = "tests/harness/wrapped.py"
 DATASET = os.environ.get("GPU_DATASET", "synthetic")
-PEAK = os.environ.get("GPU_PEAK_TFLOPS")
 RESULTS = Path(os.environ.get("GPU_RESULTS", ROOT / "runs" / "gpu"))
 
 # Sizes on a GPU. nanoGPT's GPU setting is the default of train_gpt.py.
@@ -69,7 +67,6 @@ REAL = SimpleNamespace(
     precision="bf16",
     # The warm processes of the other tests have imported torch, and CUDA does not survive a fork.
     launch=dict(cold=True),
-    peak=PEAK and f"--peak_tflops {PEAK}",
 )
 # The same commands on the CPU: 1gpu.yaml and 4gpu_fsdp.yaml fall back to it where CUDA is not to be
 # seen.
@@ -94,7 +91,6 @@ REHEARSAL = SimpleNamespace(
     accuracy=0.2,  # twice that of chance
     precision="no",
     launch=dict(env={"CUDA_VISIBLE_DEVICES": ""}),
-    peak="--peak_tflops 0.001",
 )
 MIXED = "--preset torchvision"  # Mixup and CutMix
 
@@ -401,15 +397,13 @@ def speed(place, folder):
     second of a ResNet-50.
     """
     # On a GPU compiled, as by default.
-    more = f"{place.peak or ''} {'--compile' * place.gpu}"
+    more = "--compile" if place.gpu else ""
     gpt, images = folder / "gpt", folder / "images"
     launch(place, GPT, f"{place.gpt} --max_train_steps {place.steps} --log_every 3 {more}", gpt)
-    result, figures = results(gpt), {"tokens_per_second": median(gpt, "tokens_per_second")}
+    figures = {"tokens_per_second": median(gpt, "tokens_per_second")}
     if "mfu" in train_lines(gpt)[-1]:  # the peak is known
         figures["mfu"] = median(gpt, "mfu")
-        per_flop = figures["mfu"] / (figures["tokens_per_second"] * result["flops_per_token"])
-        assert 0 < figures["mfu"] < 1 or not place.gpu
-        assert place.gpu or per_flop == pytest.approx(1 / 1e9, rel=1e-6)  # 0.001 TFLOPS
+        assert 0 < figures["mfu"] < 1
     launch(place, IMAGES, f"{place.images} {frequent(place)}", images)
     figures["images_per_second"] = median(images, "samples_per_second")
     return {**figures, "gpt_gib": peak_gib(gpt), "images_gib": peak_gib(images)}

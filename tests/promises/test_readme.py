@@ -75,12 +75,6 @@ def test_the_diff_in_the_readme_is_that_of_the_smallest_script():
     assert len(shown) >= 20 and sum(line.startswith("-") for line in diff) >= 5
 
 
-def test_there_are_commands():
-    found = [line for _, _, line in commands()]
-    assert len(found) >= 20
-    assert any("--main_process_ip" in line for line in found), "the launch matrix"
-
-
 def test_links_lead_somewhere():
     for folder, page in {"": README, **OTHERS}.items():
         for target in re.findall(r"\]\((?!http)([^)#]+)\)", page):
@@ -91,7 +85,7 @@ def test_links_lead_somewhere():
     "script", sorted({script for script, _, _ in commands() if script.endswith(".py")})
 )
 def test_flags_exist(script):
-    assert (ROOT / script).exists()
+    assert (ROOT / script).exists() and len(list(commands())) >= 20
     for _, flags, line in (c for c in commands() if c[0] == script):
         assert set(flags) <= known_flags(script), line
 

@@ -54,14 +54,7 @@ REAL = SimpleNamespace(
     "--block_size 1024 --batch_size 16 --sample_length 20 --compile never",
     images="--dataset synthetic --track none --model resnet50 --image_size 224 --batch_size 64 "
     "--lr 0.2 --ema_decay 0.99 --num_workers 4",
-    # Of the size of SmolLM2-135M.
-    llama=dict(
-        vocab_size=49_152,
-        hidden_size=576,
-        intermediate_size=1536,
-        num_hidden_layers=30,
-        num_attention_heads=9,
-    ),
+    llama=dict(vocabulary=49_152, layers=30, width=576),  # of the size of SmolLM2-135M
     steps=120,
     accuracy=0.9,
     precision="bf16",
@@ -80,13 +73,7 @@ REHEARSAL = SimpleNamespace(
     "--batch_size 8 --sample_length 4",
     images="--dataset synthetic --model squeezenet1_1 --image_size 32 --batch_size 8 "
     "--lr 0.02 --ema_decay 0.99",  # without batch norm
-    llama=dict(
-        vocab_size=300,
-        hidden_size=32,
-        intermediate_size=64,
-        num_hidden_layers=1,
-        num_attention_heads=2,
-    ),
+    llama=dict(vocabulary=300, layers=1, width=64),
     steps=18,
     accuracy=0.2,  # twice that of chance
     precision="no",
@@ -213,9 +200,16 @@ def lora(place, folder):
 
     from utils.language.causal_lm import byte_tokenizer
 
-    tokenizer = byte_tokenizer()
-    ends = dict(eos_token_id=tokenizer.eos_token_id, pad_token_id=tokenizer.pad_token_id)
-    config = transformers.LlamaConfig(**ends, **place.llama)
+    tokenizer, size = byte_tokenizer(), place.llama
+    config = transformers.LlamaConfig(
+        vocab_size=size["vocabulary"],
+        hidden_size=size["width"],
+        intermediate_size=8 * size["width"] // 3,
+        num_hidden_layers=size["layers"],
+        num_attention_heads=size["width"] // 64,
+        eos_token_id=tokenizer.eos_token_id,
+        pad_token_id=tokenizer.pad_token_id,
+    )
     transformers.LlamaForCausalLM(config).save_pretrained(folder / "llama")
     tokenizer.save_pretrained(folder / "llama")
     return f"--model {folder / 'llama'} --block_size 256 --batch_size 8 --lora_rank 8"

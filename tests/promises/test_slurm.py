@@ -29,8 +29,6 @@ CONF = """
 ClusterName=test
 SlurmctldHost={host}(127.0.0.1)
 SlurmUser=root
-SlurmdUser=root
-AuthType=auth/munge
 AuthInfo=cred_expire=5
 SlurmctldPort={ports[0]}
 SlurmctldPidFile={folder}/slurmctld.pid
@@ -40,11 +38,6 @@ StateSaveLocation={folder}/state
 SlurmctldLogFile={folder}/log/slurmctld.log
 SlurmdLogFile={folder}/log/slurmd.%n.log
 ProctrackType=proctrack/linuxproc
-TaskPlugin=task/none
-JobAcctGatherType=jobacct_gather/none
-AccountingStorageType=accounting_storage/none
-MpiDefault=none
-SwitchType=switch/none
 SelectType=select/cons_tres
 SelectTypeParameters=CR_Core
 SchedulerParameters=batch_sched_delay=0,sched_interval=2,bf_interval=2

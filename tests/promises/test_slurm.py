@@ -42,7 +42,7 @@ SelectType=select/cons_tres
 SelectTypeParameters=CR_Core
 SchedulerParameters=batch_sched_delay=0,sched_interval=2,bf_interval=2
 ReturnToService=2
-KillWait=20
+KillWait=10
 SlurmdTimeout=10
 SlurmdParameters=config_overrides
 GresTypes=gpu

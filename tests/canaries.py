@@ -48,11 +48,6 @@ every epoch cut at the same place (scripts/train_gpt.py)
 + set_offset(0)
 = test_every_script.py -k 'each_epoch and train_gpt'
 
-batch size per process (utils/run/launch.py)
-- split_batches=True
-+ split_batches=False
-= test_every_script.py -k 'same_samples and train_cifar'
-
 the loss is a mean of means (scripts/train_lm.py)
 - targets = count_targets(accelerator, micro_batches)
 + targets = sum((b["targets"] >= 0).sum() for b in micro_batches) * processes
@@ -67,11 +62,6 @@ padding is scored (scripts/train_minimal.py)
 - accelerator.gather_for_metrics(model
 + accelerator.gather(model
 = test_every_script.py -k 'held_out_sample and train_minimal'
-
-padding is scored, CIFAR (scripts/train_cifar.py)
-- gather_for_metrics(
-+ gather(
-= test_every_script.py -k 'held_out_sample and train_cifar'
 
 a stream of documents forgets its position (scripts/train_lm.py)
 - position = run.progress.get("position")
@@ -174,13 +164,6 @@ a signal after the last save waits for all results (utils/run/process.py)
 +         elif False:
 = test_signals.py -k how_a_run_ended
 
-every process prints (utils/run/launch.py)
--     if accelerator.is_main_process:
--         print(
-+     if True:
-+         print(
-= test_train_cifar.py -k say_each_thing_once
-
 outputs are sent from the host (scripts/train_cifar.py)
 - accelerator.gather_for_metrics((logits, batch["labels"]))
 + accelerator.gather_for_metrics((logits.cpu(), batch["labels"]))
@@ -215,11 +198,6 @@ frozen weights are part of a checkpoint of LoRA (scripts/train_lm.py)
 - adapters.save_trained_only(accelerator.unwrap_model(model))
 + accelerator.unwrap_model(model)
 = test_train_lm.py -k lora
-
-a finished run is trained again (utils/run/opening.py)
-- if results and _has_ended(results, identity, plan):
-+ if False:
-= test_every_script.py -k 'finished_run and train_minimal'
 """
 
 

@@ -29,11 +29,6 @@ import torch.nn.functional as F
 import torchvision
 from accelerate.utils import convert_outputs_to_fp32
 from torch import nn
-from torch._functorch.aot_autograd import make_boxed_func
-from torch._inductor import config as inductor_config
-from torch._inductor.compile_fx import compile_fx, compile_fx_inner
-from torch._inductor.exc import InductorError
-from torch._inductor.graph import GraphLowering
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.optim import optimizer as torch_optimizer
 from torch.utils import _foreach_utils
@@ -60,37 +55,20 @@ GATHERING = {"embedding", "gather", "index", "index_select", "take"}
 
 
 class Costs(TorchDispatchMode):
-    """Counts the operations of a block that involve a device: `launches` and `bytes` by the name of
-    the operation, and `casts` to another dtype by what they make, such as "float32 (64, 256)".
+    """Counts the operations of a block that involve the device: `launches` and `bytes` by the name
+    of the operation.
 
     `waits`: (name, line of this project) of operations for which the host waits: those that need a
-    result of the device, and copies to or from it that are not `non_blocking`. `mixed`: the same of
-    operations on tensors of several devices; a scalar may be on the CPU.
+    result of the device, and copies to or from it that are not `non_blocking`.
     """
 
-    counting = None  # the one that is active
-
-    def __init__(self, device="cuda"):
+    def __init__(self):
         super().__init__()
-        self._device, self.paused = device, False
-        self.launches, self.bytes, self.casts = Counter(), Counter(), Counter()
-        self.waits, self.mixed = [], []
-
-    @classmethod
-    def ignore_compile_internals(cls):
-        return True  # it does not keep torch.compile from compiling
-
-    def __enter__(self):
-        Costs.counting = self
-        return super().__enter__()
-
-    def __exit__(self, *error):
-        Costs.counting = None
-        return super().__exit__(*error)
+        self.launches, self.bytes, self.waits = Counter(), Counter(), []
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         kwargs = kwargs or {}
-        if func.namespace == "prim" or self.paused:
+        if func.namespace == "prim":
             return func(*args, **kwargs)
         inputs, name = _tensors((args, kwargs)), func._schema.name.split("::")[1]
         # A fake tensor has no values: any number will do, and all of its elements are not zero.
@@ -104,31 +82,23 @@ class Costs(TorchDispatchMode):
             result = func(*args, **kwargs)
         outputs = _tensors(result)
         devices = {x.device.type for x in (*inputs, *outputs)}
-        if self._device not in devices:
+        if "cuda" not in devices:
             return result
-        if self._device != "cpu" and len(devices) > 1:
-            if "copy" not in name and len({x.device.type for x in inputs if x.dim()}) > 1:
-                self.mixed.append((name, line()))
-            blocking = not (kwargs.get("non_blocking") or True in args[2:3])
-            if "copy" in name and blocking and any(x.dim() for x in inputs):
-                self.waits.append((name, line()))
-        if name in WAITING:
-            if self._device != "cpu":
-                self.waits.append((name, line()))
-        elif name not in FREE and (func._schema.is_mutable or not _is_view(inputs, outputs)):
+        copies = "copy" in name and len(devices) > 1 and any(x.dim() for x in inputs)
+        if name in WAITING or (copies and not (kwargs.get("non_blocking") or True in args[2:3])):
+            self.waits.append((name, line()))
+        if name in WAITING or name in FREE:
+            return result
+        if func._schema.is_mutable or not _is_view(inputs, outputs):
             self.launches[name] += 1
             self.bytes[name] += _bytes(func, args, kwargs, outputs)
-        if name == "_to_copy" and outputs[0].dtype != inputs[0].dtype:
-            made = f"{str(outputs[0].dtype).removeprefix('torch.')} {tuple(outputs[0].shape)}"
-            self.casts[made] += 1
         return result
 
     def report(self):
         """The counts as a dict for JSON."""
-        counted = dict(launches_by_op=self.launches, bytes_by_op=self.bytes, casts=self.casts)
-        ordered = {name: dict(counter.most_common()) for name, counter in counted.items()}
-        totals = dict(launches=self.launches.total(), bytes=self.bytes.total())
-        return {**totals, **ordered, "waits": self.waits, "mixed": self.mixed}
+        totals = dict(launches=self.launches.total(), bytes=self.bytes.total(), waits=self.waits)
+        by_op = zip(("launches", "bytes"), (self.launches, self.bytes), strict=True)
+        return totals | {f"{name}_by_op": dict(counted.most_common()) for name, counted in by_op}
 
 
 def _tensors(values):
@@ -215,20 +185,6 @@ def _believe_in_another_accelerator():
 
 
 @contextlib.contextmanager
-def fake_cpu():
-    """Within this block, tensors are fake, and optimizers update lists of them, as on a GPU."""
-    listed = [torch.Tensor, nn.Parameter, FakeTensor]
-    types, supported = "_foreach_supported_types", "_get_foreach_kernels_supported_devices"
-    with (
-        mock.patch.object(torch_optimizer, types, listed),
-        mock.patch.object(_foreach_utils, types, listed),
-        mock.patch.object(torch_optimizer, supported, lambda: ["cuda", "cpu"]),
-        FakeTensorMode(allow_non_fake_inputs=True),
-    ):
-        yield
-
-
-@contextlib.contextmanager
 def fake_cuda():
     """Within this block, tensors on "cuda" are fake, and PyTorch takes the paths of a GPU for them.
 
@@ -256,63 +212,19 @@ def fake_cuda():
         return flash(query, key, value, dropout_p, is_causal, **options)[0]
 
     replaced = mock.patch.object
+    # Optimizers update lists of fake tensors, too.
+    types, listed = "_foreach_supported_types", [torch.Tensor, nn.Parameter, FakeTensor]
     with (
         replaced(torch.cuda, "is_available", lambda: True),
         replaced(torch.cuda, "is_bf16_supported", lambda *_, **__: True),
         replaced(torch.Tensor, "backward", backward),
         replaced(F, "scaled_dot_product_attention", flash_attention),
-        fake_cpu(),
+        replaced(torch_optimizer, types, listed),
+        replaced(_foreach_utils, types, listed),
+        FakeTensorMode(allow_non_fake_inputs=True),
         mode,
     ):
         yield
-
-
-# ----------------------------------------------------------------------------------- compiled code
-
-
-class _Planned(Exception):
-    """Inductor has planned the kernels of a graph."""
-
-
-def inductor(graph, inputs):
-    """A backend for `torch.compile` that stops when Inductor has planned its kernels.
-
-    The graph then runs operation by operation, and counts as these kernels: each reads its inputs
-    and writes what it does not keep to itself, by Inductor's own metadata. On the CPU, whose
-    backend fuses much like that for GPUs; Triton's needs a GPU.
-    """
-    return compile_fx(graph, inputs, inner_compile=_count_kernels)
-
-
-def _count_kernels(graph, inputs, **options):
-    kind, kernels = "backward" if options.get("is_backward") else "forward", []
-
-    def plan(lowered):
-        lowered._update_scheduler()
-        kernels.extend(node.get_read_write_buffers_sizes() for node in lowered.scheduler.nodes)
-        raise _Planned
-
-    try:
-        with (
-            mock.patch.object(GraphLowering, "compile_to_module", plan),
-            inductor_config.patch(fx_graph_cache=False),
-        ):
-            compile_fx_inner(graph, inputs, **options)
-    except InductorError as error:  # its cause is _Planned
-        if not kernels:
-            raise error
-
-    def run(*arguments):
-        costs = Costs.counting
-        costs.launches[f"compiled {kind}"] += sum(size > 0 for size in kernels)
-        costs.bytes[f"compiled {kind}"] += sum(kernels)
-        costs.paused = True
-        try:
-            return graph(*arguments)
-        finally:
-            costs.paused = False
-
-    return make_boxed_func(run)
 
 
 # ----------------------------------------------------------------------------- the steps of the scripts
@@ -322,16 +234,16 @@ def _count_kernels(graph, inputs, **options):
 # that computes the loss of a batch. Batches come from the memory of the host, as from a loader.
 
 
-def minimal_step(script, args, model, device):
+def minimal_step(script, args, model):
     x, y = on_host(args.batch_size, 2).float(), on_host(args.batch_size)
     optimizer = torch.optim.AdamW(model.parameters(), lr=args.lr)
-    return optimizer, lambda: script.compute_loss(model, to(x, device), to(y, device))
+    return optimizer, lambda: script.compute_loss(model, *to_device(x=x, y=y).values())
 
 
-def cifar_step(script, args, model, device):
+def cifar_step(script, args, model):
     images, labels = on_host(1000, 3, 32, 32).to(torch.uint8), on_host(1000)
-    split = Split(to(images, device), to(labels, device))
-    ids, (mean, std) = on_host(args.batch_size), torch.ones(2, 3, device=device)
+    split = Split(*to_device(images=images, labels=labels).values())
+    ids, (mean, std) = on_host(args.batch_size), torch.ones(2, 3, device=CUDA)
 
     def compute_loss():
         return script.compute_loss(model, split.batch(ids), mean, std, 0, 32, args)
@@ -339,30 +251,30 @@ def cifar_step(script, args, model, device):
     return script.build_optimizer(model, args), compute_loss
 
 
-def images_step(script, args, model, device):
+def images_step(script, args, model):
     """Without Mixup and CutMix, which need random numbers."""
-    size, (mean, std) = args.image_size or 224, torch.ones(2, 3, device=device)
+    size, (mean, std) = args.image_size or 224, torch.ones(2, 3, device=CUDA)
     images = on_host(args.batch_size, 3, size, size).to(torch.uint8)
     batch = {"images": images, "labels": on_host(args.batch_size)}
 
     def compute_loss():
-        return script.compute_loss(model, all_to(batch, device), mean, std, None, 1, args)
+        return script.compute_loss(model, to_device(**batch), mean, std, None, 1, args)
 
     return script.build_optimizer(model, args), compute_loss
 
 
-def gpt_step(script, args, model, device):
+def gpt_step(script, args, model):
     windows = on_host(args.batch_size, args.block_size)
     batch = {"inputs": windows, "targets": windows}
     optimizer = script.build_optimizer(model, args)
-    return optimizer, lambda: script.compute_loss(model, batch, device)
+    return optimizer, lambda: script.compute_loss(model, batch, CUDA)
 
 
-def lm_step(script, args, model, device):
+def lm_step(script, args, model):
     shape, optimizer = (args.batch_size, args.block_size), script.build_optimizer(model, args)
     positions = torch.arange(args.block_size).expand(shape).contiguous()
     batch = {"input_ids": on_host(*shape), "position_ids": positions, "targets": on_host(*shape)}
-    return optimizer, lambda: script.compute_loss(model, all_to(batch, device))
+    return optimizer, lambda: script.compute_loss(model, to_device(**batch))
 
 
 def build_lm(script, args):
@@ -395,20 +307,16 @@ def on_host(*shape):
     return torch.zeros(shape, dtype=torch.int64)
 
 
-def to(tensor, device):
+def to_device(**batch):
     """Copies a batch to the device as a prepared loader does, from pinned memory."""
-    return tensor.to(device, non_blocking=True)
+    return {name: tensor.to(CUDA, non_blocking=True) for name, tensor in batch.items()}
 
 
-def all_to(batch, device):
-    return {name: to(tensor, device) for name, tensor in batch.items()}
-
-
-def make_fake(model, device):
-    """Replaces the parameters and buffers of a model by fake ones on a device."""
+def make_fake(model):
+    """Replaces the parameters and buffers of a model by fake ones on the device."""
 
     def fake(tensor):
-        layout = dict(dtype=tensor.dtype, device=device)
+        layout = dict(dtype=tensor.dtype, device=CUDA)
         return torch.empty_strided(tensor.size(), tensor.stride(), **layout)
 
     for layer in model.modules():
@@ -418,33 +326,22 @@ def make_fake(model, device):
         for name, buffer in layer._buffers.items():
             if buffer is not None:
                 layer._buffers[name] = fake(buffer)
-    return model
-
-
-def prepare(model, device):
-    """Wraps the forward pass as `Accelerator.prepare` does with `mixed_precision: bf16`."""
-    autocast = torch.autocast(device.type, torch.bfloat16)
-    model.forward = convert_outputs_to_fp32(autocast(model.forward))
 
 
 def count(name, words=()):
-    """The costs of a step of a script at its default size, or with the arguments in `words`.
-
-    With `--compile` the step runs on fake CPU tensors, otherwise on fake CUDA tensors.
-    """
+    """The costs of a step of a script at its default size, or with the arguments in `words`."""
     script, (build_model, build_step) = importlib.import_module(name), STEPS[name]
     with mock.patch.object(sys, "argv", [f"{name}.py", *words]):
         args = script.parse_args()
-    model, compiled = build_model(script, args), getattr(args, "compile", False)
-    device = torch.device("cpu") if compiled else CUDA
-    with fake_cpu() if compiled else fake_cuda():
-        make_fake(model, device)
-        if compiled:
-            model.compile(backend=inductor)
-        optimizer, compute_loss = build_step(script, args, model, device)
-        prepare(model, device)
+    model = build_model(script, args)
+    with fake_cuda():
+        make_fake(model)
+        optimizer, compute_loss = build_step(script, args, model)
+        # As `Accelerator.prepare` does with `mixed_precision: bf16`.
+        autocast = torch.autocast("cuda", torch.bfloat16)
+        model.forward = convert_outputs_to_fp32(autocast(model.forward))
         for _ in range(2):  # the first step creates the state of the optimizer
-            with Costs(device.type) as costs:
+            with Costs() as costs:
                 compute_loss().backward()
                 if getattr(args, "max_grad_norm", 0):
                     torch.nn.utils.clip_grad_norm_(model.parameters(), args.max_grad_norm)

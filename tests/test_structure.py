@@ -155,17 +155,14 @@ KNOWN = set(
 LIBRARY_NAMES = {
     "_MEM_FORMAT_ENCODING": "names the layouts of tensors in an index of shards",
     "_attn_implementation": "is the attention of a model of transformers",
-    "_dump_snapshot": "writes what is in the memory of a GPU",
     "_exit": "ends a process as the product does",
     "_is_amx_tile_supported": "says what a CPU computes",
     "_is_avx512_bf16_supported": "says what a CPU computes",
     "_mixed_precision": "is the precision of the state of Accelerate",
     "_orig_mod": "prefixes the weights of a compiled model",
-    "_prepare_sd_options": "decides how Accelerate gathers shards",
     "_pytree": "finds tensors in nested values",
     "_replace": "is public in a namedtuple",
     "_shared_state": "is what all states of Accelerate share",
-    "_step_supports_amp_scaling": "marks the optimizers that unscale gradients themselves",
     "_subclasses": "has tensors without data",
 }
 # They may reach into the product: they replace parts of it, or stand for Accelerate.
@@ -232,14 +229,15 @@ def test_every_test_is_in_its_room():
 
 
 @pytest.mark.parametrize("script", SCRIPTS)
-def test_loops_stay_short(script):
-    functions = [
-        n for n in nodes(ROOT / "scripts" / f"train_{script}.py") if isinstance(n, ast.FunctionDef)
-    ]
-    main = next(node for node in functions if node.name == "main")
+def test_loops_stay_short_and_arguments_do_not_change_after_parsing(script):
+    """`frozen` sees to that; here, that every training script calls it."""
+    found = nodes(ROOT / "scripts" / f"train_{script}.py")
+    functions = {node.name: node for node in found if isinstance(node, ast.FunctionDef)}
+    main = functions["main"]
     loops = [node for node in ast.walk(main) if isinstance(node, ast.For)]
     counts = [node.end_lineno - node.lineno + 1 for node in (main, *loops)]
     assert counts[0] <= MAIN and max(counts[1:]) <= LOOP, counts
+    assert ast.unparse(functions["parse_args"].body[-1]).startswith("return frozen(")
 
 
 @pytest.mark.parametrize("script", SCRIPTS)
@@ -270,11 +268,3 @@ def test_what_makes_code_hard_to_follow_stays_out():
             if isinstance(node, ast.ClassDef):
                 limit = 250 if node.name == "RunFolder" else 270
                 assert node.end_lineno - node.lineno < limit, f"{path.name}: {node.name}"
-
-
-def test_arguments_do_not_change_after_parsing():
-    """`frozen` sees to that; here, that every training script calls it."""
-    for script in SCRIPTS:
-        functions = nodes(ROOT / "scripts" / f"train_{script}.py")
-        parse = next(n for n in functions if getattr(n, "name", "") == "parse_args")
-        assert ast.unparse(parse.body[-1]).startswith("return frozen(")

@@ -14,6 +14,7 @@ import json
 import os
 import re
 import subprocess
+from copy import copy
 from pathlib import Path
 
 RECORDED = Path(__file__).with_name("crash_operations.jsonl")
@@ -93,40 +94,33 @@ def _decoded(text):
     return bytes.fromhex(text.replace("\\x", ""))
 
 
-class File:
-    """Its bytes now, and those that an fsync has covered."""
+class Node:
+    """A file's bytes, or a folder's names and their nodes: now, and at the last fsync."""
 
-    def __init__(self):
-        self.now, self.synced = b"", b""
-
-
-class Folder:
-    """Name -> `File` or `Folder`: now, and at its last fsync."""
-
-    def __init__(self):
-        self.now, self.synced = {}, {}
+    def __init__(self, content):
+        self.now, self.synced = content, copy(content)
 
 
 class Disk:
     """A folder whose operations are applied one by one."""
 
     def __init__(self):
-        self.root, self.replaced = Folder(), {}
+        self.root, self.replaced = Node({}), {}
 
     def find(self, path):
-        """The `File` or `Folder` at a path."""
+        """The node at a path."""
         node = self.root
         for part in Path(path).parts:
             node = node.now[part]
         return node
 
     def walk(self, synced=False):
-        """Yields (path, `File` or `Folder`) of all that is there, folders first."""
+        """Yields (path, node) of all that is there, folders first."""
         waiting = [("", self.root)]
         for place, folder in waiting:
             for name, node in (folder.synced if synced else folder.now).items():
                 yield place + name, node
-                if isinstance(node, Folder):
+                if isinstance(node.now, dict):
                     waiting.append((f"{place}{name}/", node))
 
     def apply(self, operation, path, *more):
@@ -136,14 +130,14 @@ class Disk:
         """
         if operation == "fsync":
             node = self.find(path)
-            node.synced = dict(node.now) if isinstance(node, Folder) else node.now
+            node.synced = copy(node.now)
             return
         place, name = self.find(Path(path).parent), Path(path).name
         node = place.now.get(name)
         if operation == "mkdir":
-            place.now[name] = Folder()
+            place.now[name] = Node({})
         elif operation == "open":
-            node = place.now.setdefault(name, File())
+            node = place.now.setdefault(name, Node(b""))
             if more[0]:
                 node.now = b""
         elif operation == "write":
@@ -178,7 +172,7 @@ class Disk:
                 newest = self.replaced[newest]
             if variant == "all lost but removals" and newest not in alive:
                 continue
-            if isinstance(node, Folder):
+            if isinstance(node.now, dict):
                 found[path] = None
             else:
                 found[path] = node.now if variant == "process killed" else node.synced
@@ -201,12 +195,16 @@ def states(operations):
 
 def save_record(operations):
     """Writes operations to `crash_operations.jsonl`; of the data of checkpoints only the size."""
-    with RECORDED.open("w") as file:
-        for name, path, *more in operations:
-            if name == "write":
-                text = "status" in path or path.endswith(".jsonl")
-                more[1] = more[1].decode() if text else len(more[1])
-            file.write(json.dumps([name, path, *more]) + "\n")
+    lines = []
+    for name, path, *more in operations:
+        if name == "write":
+            text = "status" in path or path.endswith(".jsonl")
+            more[1] = more[1].decode() if text else len(more[1])
+            if not text and lines[-1][:2] == [name, path]:  # in several parts
+                lines[-1][3] += more[1]
+                continue
+        lines.append([name, path, *more])
+    RECORDED.write_text("".join(json.dumps(line) + "\n" for line in lines))
 
 
 def load_record(files):

@@ -142,33 +142,6 @@ class Started:
         return found
 
 
-def recorded(config, script, arguments, folder, processes=1, accumulation=1, dropout=True):
-    """Runs a script, and reads which samples it trained on.
-
-    Returns:
-        list: for each optimizer step of this launch, the `step`, and the `ids` of all processes,
-            sorted, each with a checksum of what the model was given. The loss of each micro-batch
-            is in the files of FOLDER_records.
-    """
-    records = folder.with_name(f"{folder.name}_records")
-    records.mkdir()
-    words = [f"record@{int(not dropout)}:{records}", script, *arguments.split()]
-    launcher = ("--num_processes", str(processes)) if config else ()
-    run(config, "tests/harness/wrapped.py", words, output_dir=folder, launcher=launcher)
-    ranks = []
-    for rank in range(processes):
-        lines = (records / f"{rank}.jsonl").read_text().splitlines()
-        ranks.append([json.loads(line) for line in lines])
-    steps = []
-    for parts in zip(*ranks, strict=True):
-        batches = [batch for part in parts for batch in part["batches"]]
-        assert len({part["step"] for part in parts}) == 1
-        assert len(batches) == processes * accumulation and len(set(map(len, batches))) == 1
-        ids = sorted(tuple(sample) for batch in batches for sample in batch)
-        steps.append({"step": parts[0]["step"], "ids": ids})
-    return steps
-
-
 def as_if_killed(whole, folder, step):
     """Makes `folder` what a kill after the checkpoint of a step leaves of a finished run, which has
     kept all its checkpoints. Lines that were logged later are still there, exports are not.

@@ -1,12 +1,11 @@
 """Loads a language model sharded over processes and exports it, as train_lm.py does; reports memory.
 
     accelerate launch --config_file accelerate_configs/4gpu_fsdp.yaml tests/harness/probe_shards.py \
-        BASE OUT [whole]
+        BASE OUT
 
 Writes `rank_N.json` to OUT: bytes of `shard` and `largest` parameter, and by how much the memory of
 the process grew at most while it was `loading` and `exporting`. That is RssAnon: pages of mapped
-files are shared by all processes, and the kernel takes them back. With `whole`, the main process
-reads all weights and gathers them, as it does for models that transformers converts.
+files are shared by all processes, and the kernel takes them back.
 """
 
 import contextlib
@@ -14,7 +13,6 @@ import json
 import sys
 import threading
 from pathlib import Path
-from types import SimpleNamespace
 
 sys.path.insert(1, str(Path(__file__).resolve().parents[2]))
 import torch
@@ -49,22 +47,16 @@ def growth(report, name):
     report[name] = max(seen) - before
 
 
-def main(base, out, how="slices"):
+def main(base, out):
     from scripts import train_lm
-    from utils.language import adapters, causal_lm, sharded_files
+    from utils.language import adapters, causal_lm
 
-    args = SimpleNamespace(
-        model=base, export_dtype="auto", attention="auto", dtype=None, from_scratch=False, seed=0,
-        lora_rank=0, adapter=None, activation_checkpointing=False, lr=1e-3, weight_decay=0.0,
-        timeout=600, nondeterministic=False, output_dir=out, compile=None, batch_size=8,
-        gradient_accumulation_steps=1, block_size=64,
-    )  # fmt: skip
+    sys.argv[1:] = ["--model", base, "--output_dir", out, "--block_size", "64"]
+    args = train_lm.parse_args()
     on_cpu = launch.set_up(args, shards=True)
     fsdp.set_up(on_cpu)
     accelerator = Accelerator(cpu=on_cpu)
     fsdp.configure(accelerator)
-    if how == "whole":
-        sharded_files.keeps_names = lambda model: False
     tokenizer = causal_lm.load_tokenizer(base)
     config = causal_lm.load_config(base, tokenizer, 64)
     wait_for_all(accelerator)

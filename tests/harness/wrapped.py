@@ -165,7 +165,6 @@ def fill(ballast):
 BEFORE = {
     "die_in_step": (STEP, die),
     "die_in_evaluation": (EVALUATION, die),
-    "die_before_state": (SAVE, die),
     "die_while_copied": (COPY, kill),
     "die_while_written": ("torch.save", kill),
     "lost_in_step": (STEP, lose_machine),
@@ -213,7 +212,6 @@ for key, (path, act) in BEFORE.items():
 # ------------------------------------------------------------------------------ checkpoints and disks
 
 
-@replaces("os.rename", "die_before_rename")
 @replaces("os.rename", "lost_before_rename")
 @replaces("os.rename", "die_after_rename")
 def rename(original, source, target, **kwargs):
@@ -221,8 +219,6 @@ def rename(original, source, target, **kwargs):
     strike = str(source).endswith(".writing") and strikes()
     if strike and name == "lost_before_rename":
         lose_machine()
-    elif strike and name == "die_before_rename":
-        kill()
     original(source, target, **kwargs)
     if strike:
         kill()
@@ -312,12 +308,9 @@ def unscale(original, self, optimizer=None):
 
 
 @replaces("utils.muon.orthogonalize")
-def muon_precision(original, x, iterations=5, half=None):
-    """Not a fault: the precision in which Muon orthogonalizes follows the colon."""
-    torch.backends.cuda.matmul.allow_tf32 = argument == "tf32"
-    done = original(x, iterations, argument == "float16")
-    torch.backends.cuda.matmul.allow_tf32 = False
-    return done
+def muon_in_float32(original, x, iterations=5, half=None):
+    """Not a fault: Muon orthogonalizes as precisely as on a CPU."""
+    return original(x, iterations, half=False)
 
 
 # ---------------------------------------------------------------------------------- other machines

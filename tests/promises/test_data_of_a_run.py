@@ -1,14 +1,13 @@
 """A run continues with the data that it started with; evaluate.py scores all of another data set."""
 
 import csv
-import io
 import json
 import os
 import shutil
 from pathlib import Path
 
-import numpy as np
 import pytest
+from harness.data import make_photos
 from harness.launches import metrics, results, run
 from PIL import Image
 
@@ -17,23 +16,13 @@ SMALL_GPT = "--n_layer 1 --n_head 1 --n_embd 16 --block_size 16 --sample_length 
 
 
 def write_images(root, count=8):
-    """Two classes that are told apart at once."""
-    for label, name in enumerate(("cat", "dog")):
-        (root / name).mkdir(parents=True, exist_ok=True)
-        for i in range(count):
-            values = np.random.default_rng(100 * label + i).integers(0, 60, (40, 48))
-            values[20 * label : 20 * label + 20] += 190
-            Image.fromarray(values.astype(np.uint8)).save(root / name / f"{i}.png")
-    return root
+    return make_photos(root, count, splits=("",), classes=("cat", "dog"))
 
 
 def change_an_image(folder):
     """Another image under the same name."""
-    file = folder / "dog" / "3.png"
-    values = np.array(Image.open(file))[::-1]
-    buffer = io.BytesIO()
-    Image.fromarray(values).save(buffer, "PNG")
-    file.write_bytes(buffer.getvalue())
+    file = folder / "dog" / "3.jpg"
+    Image.open(file).rotate(180).save(file)
 
 
 def write_lines(folder):
@@ -122,7 +111,7 @@ def test_another_data_set_is_scored_as_a_whole(tmp_path):
     assert f"unreadable, and left out: {new / 'dog' / 'broken.png'}\n" in output
     rows = list(csv.DictReader((tmp_path / "scores" / "predictions.csv").open()))
     assert [Path(row["file"]).name for row in rows] == [
-        *(f"{i}.png" for i in range(5)),
+        *(f"{i}.jpg" for i in range(5)),
         "broken.png",
     ]
     assert [row["true_class"] for row in rows] == ["dog"] * 5 + [""] and rows[5]["class_1"] == ""
@@ -130,7 +119,7 @@ def test_another_data_set_is_scored_as_a_whole(tmp_path):
     assert right / 5 == pytest.approx(found["all_accuracy"])
     shares = [float(row[f"probability_{rank}"]) for row in rows[:5] for rank in (1, 2)]
     assert sum(shares) == pytest.approx(5, abs=1e-4) and min(shares) >= 0
-    for image in (new / "dog").glob("?.png"):
+    for image in (new / "dog").glob("?.jpg"):
         image.write_bytes(b"no image")
     done = score(new, check=False)
     assert done.returncode == 2 and "error: none of the 6 images can be read\n" in done.stderr

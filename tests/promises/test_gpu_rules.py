@@ -63,12 +63,3 @@ def test_two_processes_send_only_what_nccl_takes_and_no_step_waits(script, tmp_p
     # The loop with its loader, the guard, and all that Accelerate does. (`one_hot` checks its input,
     # on a CPU only.)
     assert [where for _, where in waits if "transforms.py" not in where] == []
-
-
-def test_shards_of_muon_are_exchanged_as_on_gpus(tmp_path):
-    """Two exchanges for each kind of matrix, there and back, with the result of whole ones."""
-    words = ("--num_processes", "3")
-    run("2cpu", "tests/harness/probe_muon.py", [str(tmp_path)], launcher=words)
-    for rank in range(3):
-        found = json.loads((tmp_path / f"{rank}.json").read_text())
-        assert found["exchanges"] == 10 and found["difference"] < 1e-5

@@ -30,29 +30,20 @@ IMAGES = (
     "--model squeezenet1_1 --image_size 32 --batch_size 8 --lr 1e-3 --num_workers 0 --epochs 1 "
     f"--track none {MINIMAL}"
 )
+USUAL = (
+    "compression contrastive diffusion detection ema gan model_output optimizer preference "
+    "segmentation text_classification tracker"
+)
 ARGUMENTS = {
-    "compression": MINIMAL,
-    "contrastive": MINIMAL,
-    "diffusion": MINIMAL,
-    "detection": MINIMAL,
+    **dict.fromkeys(USUAL.split(), MINIMAL),
+    **dict.fromkeys(("layer_decay", "rare_classes", "unfreezing"), f"--dataset synthetic {IMAGES}"),
     "distillation": f"{CIFAR} --model net --teacher {{folder}}/teacher {MINIMAL}",
-    "ema": MINIMAL,
-    "freezing": LM,
     "folds": f"--dataset synthetic --fold 1 {IMAGES}",
-    "gan": MINIMAL,
-    "layer_decay": f"--dataset synthetic {IMAGES}",
-    "model_output": MINIMAL,
-    "optimizer": MINIMAL,
-    "preference": MINIMAL,
+    "freezing": LM,
     "qlora": f"--lora_rank 4 --lr 1e-2 {LM}",
-    "rare_classes": f"--dataset synthetic {IMAGES}",
     "regression": f"--csv {{folder}}/table.csv {MINIMAL}",
     "schedule_and_accumulation": f"--gradient_accumulation_steps 2 {MINIMAL}",
     "several_labels": f"--dataset {{folder}}/photos {IMAGES}",
-    "segmentation": MINIMAL,
-    "text_classification": MINIMAL,
-    "tracker": MINIMAL,
-    "unfreezing": f"--dataset synthetic {IMAGES}",
 }
 PACKAGES = {"freezing": "peft", "model_output": "transformers", "optimizer": "schedulefree"}
 PACKAGES |= {"several_labels": "torchmetrics", "text_classification": "transformers"}

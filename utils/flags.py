@@ -7,7 +7,7 @@ import argparse
 from pathlib import Path
 
 from utils.compilation import MODES
-from utils.report.hub import check_repository
+from utils.report.model_card import check_repository
 from utils.run.arguments import Parser, frozen
 from utils.run.domains import number
 from utils.run.failures import UserError

@@ -71,7 +71,7 @@ def parse(*words):
     return flags.parse_with_checks(built())
 
 
-def test_defaults():
+def test_defaults_and_what_is_refused():
     defaults = {name: default for name, (default, _, _) in FLAGS.items()}
     assert vars(parse()) == defaults | TEXTS | dict.fromkeys(SWITCHES, False)
     assert parse("--compile").compile == "default"
@@ -80,13 +80,22 @@ def test_defaults():
     assert several.parse_args(["--dataset", "a", "b"]).dataset == ["a", "b"]
     with pytest.raises(UserError, match="the following arguments are required: --dataset"):
         built(dataset=None).parse_args([])
+    for resume in ("auto", "never"):
+        assert parse("--init_from", "a", "--resume", resume).init_from == "a"
+    assert parse("--resume", "b").resume == "b"
     for words, says in (
-        (["--epoch", 5], "unrecognized arguments: --epoch 5"),  # a flag is never guessed
-        (["--columns", "photo"], "argument --columns: expected 2 arguments"),
-        (["--compile", "fast"], "argument --compile: invalid choice: 'fast'"),
+        ("--epoch 5", "unrecognized arguments: --epoch 5"),  # a flag is never guessed
+        ("--columns photo", "argument --columns: expected 2 arguments"),
+        ("--compile fast", "argument --compile: invalid choice: 'fast'"),
+        ("--patience 1 --checkpoint_every 0", "^--patience .*: leave out --checkpoint_every 0"),
+        ("--init_from a --resume b", "^--init_from starts a new run and --resume PATH contin"),
     ):
         with pytest.raises(UserError, match=says):
-            parse(*words)
+            parse(*words.split())
+    may_change = arguments.MAY_CHANGE | flags.MAY_CHANGE | arguments.LENGTH
+    assert {*FLAGS, *TEXTS, *SWITCHES} >= may_change
+    # On which a score depends.
+    assert not may_change & {"eval_samples", "seed", "val_fraction", "lr_schedule"}
 
 
 @pytest.mark.parametrize("flag", FLAGS)
@@ -97,9 +106,6 @@ def test_limits(flag):
     for value in (least - 1, most + (1 if most >= 1 else 0.001)):
         with pytest.raises(UserError, match=rf"argument --{flag}: .* \(see --help\)"):
             parser.parse_args([f"--{flag}={value}"])
-
-
-HUB = ("--push_to_hub", "me/it", "--patience", 3)
 
 
 @pytest.mark.parametrize(
@@ -117,29 +123,18 @@ HUB = ("--push_to_hub", "me/it", "--patience", 3)
     ],
 )
 def test_a_quick_run_has_its_own_folder_and_is_not_published(words, expected, monkeypatch):
-    checked = []
+    checked, quick = [], words[0] != "--eval_every"
     monkeypatch.setattr(flags, "check_repository", checked.append)
-    args = parse("--output_dir", "runs/a/", *HUB, *words)
+    words = ["--push_to_hub", "me/it", "--patience", 3, *words]
+    args = parse("--output_dir", "runs/a/", *words)
     steps = (args.max_train_steps, args.eval_every, args.checkpoint_every, args.log_every)
     assert (args.output_dir, *steps) == expected
-    quick = words[0] != "--eval_every"
     assert (args.push_to_hub, args.patience) == ((None, None) if quick else ("me/it", 3))
     assert checked == ([] if quick else ["me/it"])
-    for folder in (Path.cwd(), Path.cwd().parent):  # also of a folder that is named by dots
-        args = parse("--dry_run", "--output_dir", "." if folder == Path.cwd() else "..")
-        assert args.output_dir == f"{folder}_dry_run"
-
-
-def test_a_new_run_does_not_continue_another():
-    with pytest.raises(
-        UserError, match=r"^--patience ends a run by .*: leave out --checkpoint_every 0"
-    ):
-        parse("--patience", "1", "--checkpoint_every", "0")
-    with pytest.raises(UserError, match=r"^--init_from starts a new run and --resume PATH contin"):
-        parse("--init_from", "a", "--resume", "b")
-    for resume in ("auto", "never"):
-        assert parse("--init_from", "a", "--resume", resume).init_from == "a"
-    assert parse("--resume", "b").resume == "b"
+    if quick:  # also of a folder that is named by dots
+        kind = expected[0].removeprefix("runs/a")
+        assert parse(*words, "--output_dir", ".").output_dir == f"{Path.cwd()}{kind}"
+        assert parse(*words, "--output_dir", "..").output_dir == f"{Path.cwd().parent}{kind}"
 
 
 def test_help_says_each_default_in_words(monkeypatch):
@@ -167,21 +162,6 @@ def test_help_says_each_default_in_words(monkeypatch):
     text = " ".join(required.format_help().split())
     assert "usage: train_it.py --dataset DATASET RUN [options]" in text
     assert "no val split; default: 0.1 if there is no test split either, else 0" in text
-
-
-def test_only_one_process_prints_the_help(monkeypatch, capsys):
-    monkeypatch.setenv("RANK", "1")
-    built().print_help()
-    assert capsys.readouterr().out == ""
-    monkeypatch.setenv("RANK", "0")
-    built().print_help()
-    assert "Trains it." in capsys.readouterr().out
-
-
-def test_what_may_change_are_flags_but_none_that_a_score_depends_on():
-    may_change = arguments.MAY_CHANGE | flags.MAY_CHANGE | arguments.LENGTH
-    assert {*FLAGS, *TEXTS, *SWITCHES} >= may_change
-    assert not may_change & {"eval_samples", "seed", "val_fraction", "lr_schedule"}
 
 
 @pytest.mark.parametrize(

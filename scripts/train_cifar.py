@@ -473,12 +473,13 @@ def main():
 
 def parse_args():
     parser = Parser(description=__doc__.split("\n")[0])
-    group = flags.add_dataset(
-        parser,
-        "uoft-cs/cifar10",
-        "Hub id, local folder or file of images, which become 32x32, or `synthetic`",
+    group = parser.add_argument_group("data")
+    group.add_argument(
+        "--dataset",
+        default="uoft-cs/cifar10",
+        help="Hub id, local folder or file of images, which become 32x32, or `synthetic`",
     )
-    flags.add_labeled_images(group, val_fraction=None)
+    flags.add(group, "val_fraction", "columns")
     group = parser.add_argument_group(
         "model and training (the defaults shown are those of the chosen --model)"
     )

@@ -650,8 +650,11 @@ def main():
 
 def parse_args():
     parser = Parser(description=__doc__.split("\n")[0])
-    group = flags.add_dataset(
-        parser, "karpathy/tiny_shakespeare", "Hub id, local text file or folder, or `synthetic`"
+    group = parser.add_argument_group("data")
+    group.add_argument(
+        "--dataset",
+        default="karpathy/tiny_shakespeare",
+        help="Hub id, local text file or folder, or `synthetic`",
     )
     flags.add(group, "num_workers")
     group.add_argument(

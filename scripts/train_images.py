@@ -525,11 +525,13 @@ def main():
 
 def parse_args():
     parser = Parser(description=__doc__.split("\n")[0])
-    group = flags.add_dataset(
-        parser, None, "folder with a sub-folder per class, Hub id, or `synthetic`"
+    group = parser.add_argument_group("data")
+    group.add_argument(
+        "--dataset",
+        required=True,
+        help="folder with a sub-folder per class, Hub id, or `synthetic`",
     )
-    flags.add(group, "num_workers")
-    flags.add_labeled_images(group, val_fraction=0.1)
+    flags.add(group, "num_workers", "val_fraction", "columns", val_fraction=0.1)
     group.add_argument(
         "--on_bad_image",
         choices=["stop", "skip"],

@@ -667,11 +667,13 @@ def describe_model(args, folder, kind):
 
 def parse_args():
     parser = Parser(description=__doc__.split("\n")[0])
-    group = flags.add_dataset(
-        parser,
-        "synthetic",
-        "Hub id, local file or folder, or `synthetic`: dates in words, to be written in ISO 8601",
-        several=True,
+    group = parser.add_argument_group("data")
+    group.add_argument(
+        "--dataset",
+        nargs="+",
+        default=["synthetic"],
+        help="Hub id, local file or folder, or `synthetic`: dates in words, to be written in ISO "
+        "8601",
     )
     group.add_argument(
         "--mixture",

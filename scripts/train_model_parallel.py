@@ -360,10 +360,11 @@ def main():
 
 def parse_args():
     parser = Parser(description=__doc__.split("\n")[0])
-    flags.add_dataset(
-        parser,
-        "uoft-cs/cifar10",
-        "Hub id or local folder of a 32x32 image data set, or `synthetic`",
+    group = parser.add_argument_group("data")
+    group.add_argument(
+        "--dataset",
+        default="uoft-cs/cifar10",
+        help="Hub id or local folder of a 32x32 image data set, or `synthetic`",
     )
     group = parser.add_argument_group("model and training")
     group.add_argument(

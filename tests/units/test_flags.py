@@ -36,7 +36,7 @@ TEXTS = {
     "resume": "auto",
     "init_from": None,
     "push_to_hub": None,
-    "dataset": "me/data",
+    "dataset": None,
     "track": "tensorboard",
     "compile": None,
     "lr_schedule": "cosine",
@@ -50,7 +50,7 @@ def script(monkeypatch):
     monkeypatch.setattr(sys, "argv", ["scripts/train_it.py"])
 
 
-def built(val_fraction=0.1, dataset="me/data", **options):
+def built(**options):
     """A parser with all flags that scripts share."""
     parser = Parser(description="Trains it.")
     group = parser.add_argument_group("training")
@@ -60,9 +60,9 @@ def built(val_fraction=0.1, dataset="me/data", **options):
     )
     run = parser.add_run_arguments()
     flags.add(run, "init_from", "eval_samples", "patience", *flags.EXTRAS)
-    data = flags.add_dataset(parser, dataset, "a Hub id or a folder", **options)
-    flags.add(data, "num_workers")
-    flags.add_labeled_images(data, val_fraction)
+    data = parser.add_argument_group("data")
+    data.add_argument("--dataset", help="a Hub id or a folder", **options)
+    flags.add(data, "num_workers", "val_fraction", "columns", val_fraction=0.1)
     return parser
 
 
@@ -75,11 +75,8 @@ def test_defaults_and_what_is_refused():
     defaults = {name: default for name, (default, _, _) in FLAGS.items()}
     assert vars(parse()) == defaults | TEXTS | dict.fromkeys(SWITCHES, False)
     assert parse("--compile").compile == "default"
-    several = built(several=True)
-    assert several.parse_args([]).dataset == ["me/data"]
-    assert several.parse_args(["--dataset", "a", "b"]).dataset == ["a", "b"]
     with pytest.raises(UserError, match="the following arguments are required: --dataset"):
-        built(dataset=None).parse_args([])
+        built(required=True).parse_args([])
     for resume in ("auto", "never"):
         assert parse("--init_from", "a", "--resume", resume).init_from == "a"
     assert parse("--resume", "b").resume == "b"
@@ -145,7 +142,7 @@ def test_help_says_each_default_in_words(monkeypatch):
     for flag, end in (
         ("timeout", "before giving up (default: 600)"),
         ("eval_every", "optimizer steps between evaluations (default: an epoch)"),
-        ("dataset", "a Hub id or a folder (default: me/data)"),
+        ("track", ", or none (default: tensorboard)"),
         ("val_fraction", "if there is no val split (default: 0.1)"),
         ("lr_schedule", "falls to a tenth of --lr instead of 0 (default: cosine)"),
     ):
@@ -157,11 +154,10 @@ def test_help_says_each_default_in_words(monkeypatch):
             assert says[0].islower() and not says.endswith(".") and "  " not in says, flag
     assert text.startswith("usage: train_it.py [options]\n")
     assert text.rstrip().endswith(CONTINUE_RULE) and "@FILE in front of all flags stands" in text
-    required = built(None, dataset=None)
+    required = built(required=True)
     required.add_argument("run", nargs="?", metavar="RUN")
     text = " ".join(required.format_help().split())
     assert "usage: train_it.py --dataset DATASET RUN [options]" in text
-    assert "no val split; default: 0.1 if there is no test split either, else 0" in text
 
 
 @pytest.mark.parametrize(

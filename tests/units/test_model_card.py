@@ -114,10 +114,10 @@ def test_a_card(tmp_path, capsys, monkeypatch):
     names = {}
     exec(code_in(card), names)
     assert names["tensors"].keys() == {"weight", "bias"}
-    metadata = {"base_model": "me/base", "tags": ["a"]}
+    metadata = {"license": "mit", "base_model": "me/base"}
     record = {**RECORD, "data": {"data": "mine"}}
     card = model_card.render(record, RESULTS, metadata=metadata, weights="They are here.")
-    assert "base_model: me/base\ntags:\n- a\n" in card and "history. They are here.\n" in card
+    assert "license: mit\nbase_model: me/base\n" in card and "history. They are here.\n" in card
     assert "`train_it.py` on mine: " in card
     run.record = {}
     model_card.write(run)

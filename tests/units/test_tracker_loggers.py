@@ -13,6 +13,7 @@ from harness import fakes
 
 from utils.report import tracking
 from utils.report.tracking import Trackers
+from utils.run.failures import UserError
 
 ARGUMENTS = {"lr": 0.1, "model": None}
 
@@ -53,6 +54,9 @@ def test_what_an_accelerator_is_given(monkeypatch):
     for track, names in (("none", None), (" tensorboard , wandb", ["tensorboard", "wandb"])):
         options = Trackers(SimpleNamespace(track=track, output_dir="runs/a")).options()
         assert options == {"log_with": names, "project_dir": "runs/a/tensorboard"}
+    for track, says in (("wand", "use none, or one or more of aim, "), ("aim", "pip install aim")):
+        with pytest.raises(UserError, match=f"--track {track}: .*{says}"):
+            Trackers(SimpleNamespace(track=track, output_dir="runs/a"))
 
 
 def test_only_an_error_in_the_thread_of_tensorboard_is_not_printed_twice(monkeypatch):

@@ -101,6 +101,11 @@ def test_a_process_without_progress_asks_all_and_once(watch, tmp_path, capsys):
     line, where = capsys.readouterr().err.splitlines()
     assert re.match(r"no progress for 10\d s: ranks? 0.* 1 (is|are) in .* after step 7", line), line
     assert where == f"all stacks: {tmp_path}/stacks"
+    assert [dog.test.run.hang.partition(" s: ")[0] for dog in dogs] == [
+        line.partition(" s: ")[0]
+    ] * 2
+    dogs[1].votes()  # after another step
+    assert dogs[1].test.run.hang == ""
     for rank in (0, 1):
         head, _, rest = (tmp_path / "stacks" / f"rank_{rank}.txt").read_text().partition("\n")
         wrote = json.loads(head)
@@ -124,6 +129,8 @@ def test_a_process_that_does_not_answer_is_named(watch, tmp_path, monkeypatch, c
     monkeypatch.setattr(os, "listdir", look)
     monkeypatch.setattr(watchdog, "ANSWER_SECONDS", 0.05)
     (tmp_path / "dump_stacks").touch()
+    (tmp_path / "stacks").mkdir()
+    (tmp_path / "stacks" / "rank_0.txt").write_text("half a line")  # of a crash
     dog = watch(1, 500)
     dog.look()
     assert listed == [*ours]

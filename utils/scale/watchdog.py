@@ -114,7 +114,7 @@ class Watchdog:
             except OSError:  # another process was first, or this file system has no links
                 if not self.request.exists():
                     os.replace(writing, self.request)
-            writing.unlink(missing_ok=True)
+            writing.unlink()
 
     def _watch(self):
         while self._run.results is None:  # after `finish`, nothing can be saved

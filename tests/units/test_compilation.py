@@ -42,6 +42,7 @@ def test_a_model_is_compiled_on_gpus_and_on_request(device, mode, found, says, m
         assert told in said and said.count("\n") == bool(told)
         expected = [{"mode": mode or "default", "dynamic": False}] * 2
         assert calls == expected * says.startswith("compiling")
+    assert mode is None or mode in compilation.MODES
     if mode not in (None, "never"):  # torch refuses others
         torch.compile(torch.nn.Linear(1, 1), mode=mode)
     if mode is None:  # by default only where the script says so

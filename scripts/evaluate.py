@@ -48,6 +48,7 @@ from utils import flags, weight_files
 from utils.data.cache_files import local_main_first
 from utils.data.loaders import evaluation_batch_size, loader_options
 from utils.data.report import agree
+from utils.evaluation import Progress
 from utils.images import classifier_plots, pretrained, scores
 from utils.images.arrays import load_arrays, load_arrays_to_evaluate
 from utils.images.augment import normalize
@@ -55,9 +56,8 @@ from utils.images.image_folder import unlabeled
 from utils.images.sources import find_images, find_to_evaluate
 from utils.images.transforms import EvalTransform, ImageBatches
 from utils.language.text import load_to_evaluate
-from utils.report.hub import AT_THE_TOP
+from utils.report.model_card import AT_THE_TOP
 from utils.report.output import writing_to
-from utils.report.progress import Progress
 from utils.run import devices, entry, launch
 from utils.run.arguments import Parser
 from utils.run.collectives import run_on_all, run_on_main

@@ -43,10 +43,9 @@ from utils.images import classifier_plots
 from utils.images.arrays import load_arrays, on_device
 from utils.images.augment import augment, normalize
 from utils.muon import MuonSGD
-from utils.report import hub, model_card, plots
+from utils.report import model_card, plots
 from utils.report.model_card import for_markdown
-from utils.report.profiler import start_profiler
-from utils.report.tracking import Trackers
+from utils.report.tracking import Trackers, start_profiler
 from utils.run import ddp, entry, launch, weights
 from utils.run.arguments import Parser, frozen
 from utils.run.domains import number
@@ -386,7 +385,7 @@ def main():
     run = RunFolder(args, accelerator, flags.MAY_CHANGE | {"tta"}, [trackers], writer)
     run.open(plan, data=data.description)  # has a run to continue, a finished one, or none
     if run.finished:
-        return hub.upload(run.path, args.push_to_hub)  # if that failed before
+        return model_card.upload(run.path, args.push_to_hub)  # if that failed before
 
     set_seed(args.seed)
     images = data.splits["train"].images
@@ -467,19 +466,20 @@ def main():
     if accelerator.is_main_process:
         images = write_outputs(run, data.splits[shown], samples, config)
         trackers.log_images(images, step)
-        hub.upload(run.path, args.push_to_hub)
+        model_card.upload(run.path, args.push_to_hub)
     run.close(model_card.command("evaluate.py", run.path))
     accelerator.end_training()
 
 
 def parse_args():
     parser = Parser(description=__doc__.split("\n")[0])
-    group = flags.add_dataset(
-        parser,
-        "uoft-cs/cifar10",
-        "Hub id, local folder or file of images, which become 32x32, or `synthetic`",
+    group = parser.add_argument_group("data")
+    group.add_argument(
+        "--dataset",
+        default="uoft-cs/cifar10",
+        help="Hub id, local folder or file of images, which become 32x32, or `synthetic`",
     )
-    flags.add_labeled_images(group, val_fraction=None)
+    flags.add(group, "val_fraction", "columns")
     group = parser.add_argument_group(
         "model and training (the defaults shown are those of the chosen --model)"
     )

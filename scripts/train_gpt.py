@@ -40,21 +40,20 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint as recompute
 from torch.utils.data import DataLoader
 
-from utils import flags, schedule, scores, weight_files
+from utils import evaluation, flags, schedule, weight_files
 from utils.compilation import compile_model, make_attention_deterministic
 from utils.data import subset
 from utils.data.cache_files import local_main_first
 from utils.data.loaders import EpochSampler, evaluation_batch_size, explain, loader_options
 from utils.data.report import agree
+from utils.evaluation import Progress
 from utils.language.lanes import LaneStream, Share, gather_position
 from utils.language.text import Windows, load_held_out, load_text, stream_windows
 from utils.muon import MuonAdamW
-from utils.report import hub, model_card, plots
-from utils.report.extras import optional
+from utils.report import model_card, plots
 from utils.report.mfu import peak_flops
-from utils.report.profiler import start_profiler
-from utils.report.progress import Progress
-from utils.report.tracking import Trackers
+from utils.report.output import optional
+from utils.report.tracking import Trackers, start_profiler
 from utils.run import ddp, entry, launch, weights
 from utils.run.arguments import Parser, frozen
 from utils.run.collectives import run_on_main
@@ -396,12 +395,12 @@ def evaluate(accelerator, model, loader, watch):  # EDIT: metric
         losses = model(batch["inputs"], batch["targets"]).sum(1)
         counts = (batch["targets"] >= 0).sum(1)  # a window may be short
         # This drops the windows that were repeated to fill up the last batch.
-        sums = sums + scores.moments(*accelerator.gather_for_metrics((losses, counts)))
+        sums = sums + evaluation.moments(*accelerator.gather_for_metrics((losses, counts)))
     model.train()
-    loss, error, count = scores.mean_and_error(sums)
+    loss, error, count = evaluation.mean_and_error(sums)
     if count != loader.dataset.targets:
         raise RuntimeError(f"evaluated {count} of {loader.dataset.targets} held-out bytes")
-    metrics = scores.with_error("loss", loss, error)
+    metrics = evaluation.with_error("loss", loss, error)
     return {**metrics, "bits_per_byte": loss / math.log(2), "bytes": count}
 
 
@@ -560,7 +559,7 @@ def main():
     run = RunFolder(args, accelerator, MAY_CHANGE, [trackers], writer)
     run.open(plan, data=description)  # has a run to continue, a finished one, or none
     if run.finished:
-        return hub.upload(run.path, args.push_to_hub)  # if that failed before
+        return model_card.upload(run.path, args.push_to_hub)  # if that failed before
     eval_samples = subset.count_evaluated(run, plan, args, len(held_out))
     if args.streaming:
         train_set = open_stream(accelerator, run.progress.get("position"), args)
@@ -644,15 +643,18 @@ def main():
     run.finish(step, **results, **counts, parameters=parameters, flops_per_token=flops)
     if accelerator.is_main_process:
         write_outputs(run, text, sizes)
-        hub.upload(run.path, args.push_to_hub)
+        model_card.upload(run.path, args.push_to_hub)
     run.close(model_card.command(Path(__file__).name, "--sample", run.path, "--prompt", "The "))
     accelerator.end_training()
 
 
 def parse_args():
     parser = Parser(description=__doc__.split("\n")[0])
-    group = flags.add_dataset(
-        parser, "karpathy/tiny_shakespeare", "Hub id, local text file or folder, or `synthetic`"
+    group = parser.add_argument_group("data")
+    group.add_argument(
+        "--dataset",
+        default="karpathy/tiny_shakespeare",
+        help="Hub id, local text file or folder, or `synthetic`",
     )
     flags.add(group, "num_workers")
     group.add_argument(

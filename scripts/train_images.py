@@ -49,15 +49,14 @@ from utils.data.loaders import (
 )
 from utils.data.report import agree
 from utils.ema import MovingAverage
+from utils.evaluation import Progress
 from utils.images import classifier_plots, image_cache, pretrained, scores
 from utils.images.augment import normalize
 from utils.images.sources import find_images
 from utils.images.transforms import EvalTransform, ImageBatches, Mix, TrainTransform
-from utils.report import hub, model_card, plots
+from utils.report import model_card, plots
 from utils.report.model_card import for_markdown
-from utils.report.profiler import start_profiler
-from utils.report.progress import Progress
-from utils.report.tracking import Trackers
+from utils.report.tracking import Trackers, start_profiler
 from utils.run import ddp, devices, entry, launch, weights
 from utils.run.arguments import Parser, frozen
 from utils.run.collectives import run_on_main
@@ -436,7 +435,7 @@ def main():
     run = RunFolder(args, accelerator, MAY_CHANGE, [trackers], writer)
     run.open(plan, data=data.description)  # has a run to continue, a finished one, or none
     if run.finished:
-        return hub.upload(run.path, args.push_to_hub)  # if that failed before
+        return model_card.upload(run.path, args.push_to_hub)  # if that failed before
     eval_samples = subset.count_evaluated(run, plan, args, len(data.splits["val"]))
     set_seed(args.seed)
     start_from = None if run.progress else args.weights  # a run that continues has its own
@@ -519,18 +518,20 @@ def main():
     if accelerator.is_main_process:
         model_card.write(run, **describe_model(config, args))
         trackers.log_images(write_outputs(run, config, data, samples), step)
-        hub.upload(run.path, args.push_to_hub)
+        model_card.upload(run.path, args.push_to_hub)
     run.close(model_card.command("evaluate.py", run.path, "--images", "FOLDER"))
     accelerator.end_training()
 
 
 def parse_args():
     parser = Parser(description=__doc__.split("\n")[0])
-    group = flags.add_dataset(
-        parser, None, "folder with a sub-folder per class, Hub id, or `synthetic`"
+    group = parser.add_argument_group("data")
+    group.add_argument(
+        "--dataset",
+        required=True,
+        help="folder with a sub-folder per class, Hub id, or `synthetic`",
     )
-    flags.add(group, "num_workers")
-    flags.add_labeled_images(group, val_fraction=0.1)
+    flags.add(group, "num_workers", "val_fraction", "columns", val_fraction=0.1)
     group.add_argument(
         "--on_bad_image",
         choices=["stop", "skip"],

@@ -41,22 +41,21 @@ from accelerate.utils import send_to_device, set_seed
 from torch.nn.utils.rnn import pad_sequence
 from torch.utils.data import DataLoader
 
-from utils import flags, schedule, scores
+from utils import evaluation, flags, schedule
 from utils.compilation import compile_model, make_attention_deterministic
 from utils.data import subset
 from utils.data.cache_files import local_main_first
 from utils.data.loaders import EpochSampler, evaluation_batch_size, explain, loader_options
 from utils.data.report import agree
+from utils.evaluation import Progress
 from utils.language.conversations import Encoder
 from utils.language.lanes import LaneStream, Share, gather_position
 from utils.language.packing import TokenSettings
 from utils.language.tokens import count_lanes, load_held_out, load_tokens, open_stream
-from utils.report import hub, model_card, plots
-from utils.report.extras import optional
+from utils.report import model_card, plots
 from utils.report.mfu import peak_flops
-from utils.report.profiler import start_profiler
-from utils.report.progress import Progress
-from utils.report.tracking import Trackers
+from utils.report.output import optional
+from utils.report.tracking import Trackers, start_profiler
 from utils.run import ddp, entry, launch
 from utils.run.arguments import Parser, frozen
 from utils.run.collectives import run_on_all, run_on_main
@@ -338,20 +337,20 @@ def evaluate(accelerator, model, loaders, watch):  # EDIT: metric
         `loss/NAME` of each; and the number of `tokens`.
     """
     sources = [evaluate_source(accelerator, model, loader, watch) for loader in loaders.values()]
-    loss, error, count = scores.mean_and_error(sum(sources))
-    metrics = scores.with_error("loss", loss, error)
+    loss, error, count = evaluation.mean_and_error(sum(sources))
+    metrics = evaluation.with_error("loss", loss, error)
     metrics["perplexity"] = math.exp(min(loss, 700))
     sizes = [loader.dataset.bytes for loader in loaders.values()]
     if all(sizes):
         metrics["bits_per_byte"] = loss * count / sum(sizes) / math.log(2)
     if len(loaders) > 1:
         pairs = zip(loaders, sources, strict=True)
-        metrics |= {f"loss/{name}": scores.mean_and_error(sums)[0] for name, sums in pairs}
+        metrics |= {f"loss/{name}": evaluation.mean_and_error(sums)[0] for name, sums in pairs}
     return {**metrics, "tokens": count}
 
 
 def evaluate_source(accelerator, model, loader, watch):
-    """The `scores.moments` of the losses of all blocks of a loader, in nats."""
+    """The `evaluation.moments` of the losses of all blocks of a loader, in nats."""
     model.eval()
     blocks, rank = loader.dataset, accelerator.process_index
     size = loader.total_batch_size // accelerator.num_processes
@@ -363,7 +362,7 @@ def evaluate_source(accelerator, model, loader, watch):
         place += (index * accelerator.num_processes + rank) * size
         batch["targets"][batch["ids"] != place] = -100
         losses = compute_loss(model, batch, per_block=True)
-        sums = sums + scores.moments(losses, (batch["targets"] >= 0).sum(1))
+        sums = sums + evaluation.moments(losses, (batch["targets"] >= 0).sum(1))
     sums = accelerator.reduce(sums, "sum")
     model.train()
     count = int(sums[1])
@@ -550,7 +549,7 @@ def main():
     run = RunFolder(args, accelerator, MAY_CHANGE, [trackers], writer)
     run.open(plan, data=data.description, base=base, kind=data.kind)  # finished, or continues
     if run.finished:
-        return hub.upload(run.path, args.push_to_hub)  # if that failed before
+        return model_card.upload(run.path, args.push_to_hub)  # if that failed before
     eval_samples = subset.count_evaluated(run, plan, args, data.count_held_out())
     position = run.progress.get("position")
     train_set = open_sources(accelerator, tokenizer, config, train_set, position, args)
@@ -630,7 +629,7 @@ def main():
     results = {f"{data.held_out}_{name}": value for name, value in metrics.items()}
     run.finish(step, **results, **counts, parameters=parameters, trained_parameters=trained)
     write_outputs(accelerator, run, unwrapped, tokenizer, prompts, args)
-    hub.upload(run.path, args.push_to_hub)
+    model_card.upload(run.path, args.push_to_hub)
     example = example_prompt(tokenizer, data, prompts)
     run.close(model_card.command(Path(__file__).name, "--generate", run.path, "--prompt", example))
     accelerator.end_training()
@@ -667,11 +666,13 @@ def describe_model(args, folder, kind):
 
 def parse_args():
     parser = Parser(description=__doc__.split("\n")[0])
-    group = flags.add_dataset(
-        parser,
-        "synthetic",
-        "Hub id, local file or folder, or `synthetic`: dates in words, to be written in ISO 8601",
-        several=True,
+    group = parser.add_argument_group("data")
+    group.add_argument(
+        "--dataset",
+        nargs="+",
+        default=["synthetic"],
+        help="Hub id, local file or folder, or `synthetic`: dates in words, to be written in ISO "
+        "8601",
     )
     group.add_argument(
         "--mixture",

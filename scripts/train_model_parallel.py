@@ -54,9 +54,8 @@ from utils.data.loaders import evaluation_batch_size, explain
 from utils.data.report import agree
 from utils.images.arrays import load_arrays, on_device
 from utils.images.augment import augment, normalize
-from utils.report import hub, model_card, plots
-from utils.report.profiler import start_profiler
-from utils.report.tracking import Trackers
+from utils.report import model_card, plots
+from utils.report.tracking import Trackers, start_profiler
 from utils.run import ddp, entry, launch, weights
 from utils.run.arguments import BATCH, Parser, frozen
 from utils.run.domains import number
@@ -281,7 +280,7 @@ def main():
     run = RunFolder(args, accelerator, MAY_CHANGE, [trackers], writer)
     run.open(plan, data=description)  # has a run to continue, a finished one, or none
     if run.finished:
-        return hub.upload(run.path, args.push_to_hub)  # if that failed before
+        return model_card.upload(run.path, args.push_to_hub)  # if that failed before
     set_seed(args.seed)
     mean, std = (value.to(accelerator.device) for value in train_set.mean_and_std())
     model = Pipeline(build_blocks(len(data.class_names), args.width), stages, args.micro_batches)
@@ -354,17 +353,18 @@ def main():
     if accelerator.is_main_process:
         plots.curves(run.path)
         model_card.write(run)
-        hub.upload(run.path, args.push_to_hub)
+        model_card.upload(run.path, args.push_to_hub)
     run.close()
     accelerator.end_training()
 
 
 def parse_args():
     parser = Parser(description=__doc__.split("\n")[0])
-    flags.add_dataset(
-        parser,
-        "uoft-cs/cifar10",
-        "Hub id or local folder of a 32x32 image data set, or `synthetic`",
+    group = parser.add_argument_group("data")
+    group.add_argument(
+        "--dataset",
+        default="uoft-cs/cifar10",
+        help="Hub id or local folder of a 32x32 image data set, or `synthetic`",
     )
     group = parser.add_argument_group("model and training")
     group.add_argument(

@@ -7,7 +7,7 @@ import argparse
 from pathlib import Path
 
 from utils.compilation import MODES
-from utils.report.hub import check_repository
+from utils.report.model_card import check_repository
 from utils.run.arguments import Parser, frozen
 from utils.run.domains import number
 from utils.run.failures import UserError
@@ -84,6 +84,17 @@ FLAGS = {
     "num_workers": dict(
         type=WORKERS, default=0, help="processes that load data, per training process"
     ),
+    # Of scripts that train on labeled images.
+    "val_fraction": dict(
+        type=number(float, 0, below=1),
+        help="share of each class to hold out of the training images, if there is no val split; "
+        "default: 0.1 if there is no test split either, else 0",
+    ),
+    "columns": dict(
+        nargs=2,
+        metavar=("IMAGE", "LABEL"),
+        help="the columns of a table with the images and the classes; default: the only ones",
+    ),
 }
 OPTIMIZER = ("weight_decay", "max_grad_norm", "gradient_accumulation_steps")
 EXTRAS = ("wait_for_checkpoints", "push_to_hub", "track", "profile")
@@ -94,47 +105,6 @@ def add(group, *names, **defaults):
     for name in names:
         options = FLAGS[name] | ({"default": defaults[name]} if name in defaults else {})
         group.add_argument(f"--{name}", **options)
-
-
-def add_dataset(parser, dataset, data_help, several=False):
-    """Adds `--dataset`.
-
-    Args:
-        dataset (str | None): the default of `--dataset`; None: it must be given.
-        data_help (str): what `--dataset` takes.
-        several (bool): whether `--dataset` takes several, which `args` has as a list.
-
-    Returns:
-        the group of the flags about data.
-    """
-    group = parser.add_argument_group("data")
-    options = dict(default=dataset, required=dataset is None, help=data_help)
-    options |= dict(default=[dataset], nargs="+") if several else {}
-    group.add_argument("--dataset", **options)
-    return group
-
-
-def add_labeled_images(group, val_fraction):
-    """Adds the flags of a script that trains on labeled images.
-
-    Args:
-        val_fraction (float | None): the default of `--val_fraction`; None: as for
-            `sources.find_images`.
-    """
-    without = "" if val_fraction else "; default: 0.1 if there is no test split either, else 0"
-    group.add_argument(
-        "--val_fraction",
-        type=number(float, 0, below=1),
-        default=val_fraction,
-        help="share of each class to hold out of the training images, if there is no val split"
-        f"{without}",
-    )
-    group.add_argument(
-        "--columns",
-        nargs=2,
-        metavar=("IMAGE", "LABEL"),
-        help="the columns of a table with the images and the classes; default: the only ones",
-    )
 
 
 def choice(parser, flag):

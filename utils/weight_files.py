@@ -79,7 +79,9 @@ def read(path):
         if isinstance(cause, UnpicklingError):
             reason = f"it would execute code when loaded: {reason}"
         elif not isinstance(cause, DAMAGE):
-            raise
+            if file.suffix not in PICKLES:  # a damaged one raises errors of any type
+                raise
+            reason = f"it is damaged ({type(cause).__name__})"
         raise UserError(f"cannot read weights from {place}: {reason}") from None
 
 
@@ -236,12 +238,7 @@ def _read_shards(folder):
 
 def _read_pickle(file):
     """The weights in a file of `torch.save`, which may hold more; executes no code."""
-    try:
-        state = torch.load(regular_file(file), map_location="cpu", weights_only=True)
-    except (OSError, EOFError, RuntimeError, ValueError, UnpicklingError):
-        raise
-    except Exception as error:  # a damaged pickle raises errors of any type
-        raise ValueError(f"it is damaged ({type(error).__name__})") from None
+    state = torch.load(regular_file(file), map_location="cpu", weights_only=True)
     for key in ENTRIES:
         if isinstance(state, dict) and isinstance(state.get(key), dict):
             state = state[key]

@@ -19,7 +19,8 @@ plan = json.loads((here / "plan.json").read_text())
 if plan.get("fails") == folder.name:
     sys.exit(3)
 folder.mkdir(parents=True, exist_ok=True)
-(folder / "metrics.jsonl").write_text(json.dumps({"split": "train", "step": 1}) + "\\n")
+line = {"split": "train", "loss": plan.get("logs") == folder.name, "step_seconds": time.time()}
+(folder / "metrics.jsonl").write_text(json.dumps(line) + "\\n")
 if plan.get("waits") == folder.name:
     (here / "pid").write_text(str(os.getpid()))
     time.sleep(1000)
@@ -56,6 +57,7 @@ def test_kills_until_each_run_ended_as_the_uninterrupted_one(words, tmp_path):
         ({"fails": "reference"}, "the command fails without being killed"),
         ({"fails": "round_1"}, "round_1: a relaunch failed without being killed"),
         ({"differs": "round_1"}, "kills so far: model.safetensors differs"),
+        ({"logs": "round_1"}, "kills so far: metrics.jsonl differs"),
     ],
 )
 def test_says_what_failed(plan, says, words, tmp_path):

@@ -37,17 +37,6 @@ def test_a_rate_rises_over_the_warm_up_then_falls_to_its_lowest(name, total, sha
     assert fall[:-3] == pytest.approx([lowest + (1 - lowest) * part for part in expected])
 
 
-@given(st.sampled_from(["wsd", "constant"]), TOTALS, st.integers(0, 300), SHARES)
-def test_a_run_goes_on_longer_without_a_jump(name, total, more, share):
-    """Stopped in the constant part of wsd, or with a constant rate."""
-    until, warmup = total if name == "constant" else int(0.8 * total), share * total
-    short, long = (
-        [multiplier(name, step, length, warmup) for step in range(until + 1)]
-        for length in (total, total + more)
-    )
-    assert short == pytest.approx(long)
-
-
 @pytest.mark.parametrize(
     ("script", "flag", "warmup"),
     [

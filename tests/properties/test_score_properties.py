@@ -13,7 +13,7 @@ from harness.launches import load_script
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
-from utils import scores
+from utils import evaluation
 from utils.images import scores as image_scores
 from utils.run.failures import UserError
 
@@ -104,9 +104,9 @@ def test_moments_of_parts_add_up_to_a_mean_over_tokens_and_its_error(samples, pl
     sums = torch.tensor([loss * count for loss, count in samples], dtype=torch.float64)
     counts = torch.tensor([count for _, count in samples], dtype=torch.int64)
     assume(counts.sum() > 0)
-    parts = scores.moments(sums[:place], counts[:place])
-    parts = parts + scores.moments(sums[place:], counts[place:])
-    mean, error, total = scores.mean_and_error(parts)
+    parts = evaluation.moments(sums[:place], counts[:place])
+    parts = parts + evaluation.moments(sums[place:], counts[place:])
+    mean, error, total = evaluation.mean_and_error(parts)
     used, n = (counts > 0).numpy(), counts.numpy()
     assert (mean, total) == (near(sums.numpy().sum() / n.sum()), n.sum())
     if used.sum() < 2:
@@ -116,8 +116,8 @@ def test_moments_of_parts_add_up_to_a_mean_over_tokens_and_its_error(samples, pl
         factor = used.sum() / (used.sum() - 1)
         plain = math.sqrt(np.square(residuals).sum() * factor) / n.sum()
         assert error == pytest.approx(plain, rel=1e-4, abs=1e-3)
-    assert scores.with_error("loss", mean, None) == {"loss": mean}
-    assert scores.with_error("loss", mean, 2.0) == {"loss": mean, "loss_standard_error": 2.0}
+    assert evaluation.with_error("loss", mean, None) == {"loss": mean}
+    assert evaluation.with_error("loss", mean, 2.0) == {"loss": mean, "loss_standard_error": 2.0}
 
 
 # ------------------------------------------------------------------ what the scripts report

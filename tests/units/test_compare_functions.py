@@ -1,15 +1,11 @@
 """Functions of compare_runs.py."""
 
-import json
 import re
 
 import numpy as np
-import pytest
 from harness.data import made_run
 from harness.launches import load_script
 from safetensors.numpy import save_file
-
-from utils.run.failures import UserError
 
 compare_runs = load_script("compare_runs")
 
@@ -58,38 +54,4 @@ def test_the_largest_differences_from_the_first_run(tmp_path):
     assert compare_runs.differences(a, c) is None
 
 
-def test_smoothing_has_no_bias_towards_the_first_value():
-    assert compare_runs.smooth([4.0] * 60) == pytest.approx([4] * 60)
-    first, second, *_ = compare_runs.smooth([1.0, 3.0] + [0.0] * 38)  # over two values
-    assert (first, second) == (1, pytest.approx((1 * 0.25 + 3 * 0.5) / 0.75))
-    assert compare_runs.smooth([1.0, 3.0]) == [1, 3]
-
-
-@pytest.mark.parametrize(
-    "record", [{"arguments": {"lr": 1}}, {"arguments": {"batch_size": 1}}, {"arguments": 3}, [], 3]
-)
-def test_the_folder_of_another_project_is_one_line(record, tmp_path):
-    (made_run(tmp_path / "run") / "args.json").write_text(json.dumps(record))
-    with pytest.raises(UserError, match="run is not the folder of a run"):
-        compare_runs.read_run(tmp_path / "run")
-
-
 OTHERS = dict.fromkeys("split step epoch score samples seconds top5".split(), 1)
-
-
-@pytest.mark.parametrize(
-    ("evaluations", "wanted", "chosen"),
-    [
-        ([{"f1": 1, "loss": 1}, {"loss": 1, "accuracy": 1}], None, "accuracy"),
-        ([{"f1": 1, "loss": 1}, None], None, "loss"),
-        ([OTHERS], None, "top5"),
-        ([{"f1": 1, "loss": 1}, {"loss": 1}], "f1", "f1"),
-        ([None, None], None, "loss"),
-        ([None], "f1", "f1"),
-    ],
-)
-def test_the_metric_is_one_that_a_run_has(evaluations, wanted, chosen):
-    runs = [{"evaluations": [line] if line else []} for line in evaluations]
-    assert compare_runs.choose_metric(runs, wanted) == chosen
-    with pytest.raises(UserError, match="no run evaluates f2: they have loss, top5"):
-        compare_runs.choose_metric([{"evaluations": [{"top5": 1, "loss": 1}]}], "f2")

@@ -36,7 +36,7 @@ TEXTS = {
     "resume": "auto",
     "init_from": None,
     "push_to_hub": None,
-    "dataset": "me/data",
+    "dataset": None,
     "track": "tensorboard",
     "compile": None,
     "lr_schedule": "cosine",
@@ -50,7 +50,7 @@ def script(monkeypatch):
     monkeypatch.setattr(sys, "argv", ["scripts/train_it.py"])
 
 
-def built(val_fraction=0.1, dataset="me/data", **options):
+def built(**options):
     """A parser with all flags that scripts share."""
     parser = Parser(description="Trains it.")
     group = parser.add_argument_group("training")
@@ -60,9 +60,9 @@ def built(val_fraction=0.1, dataset="me/data", **options):
     )
     run = parser.add_run_arguments()
     flags.add(run, "init_from", "eval_samples", "patience", *flags.EXTRAS)
-    data = flags.add_dataset(parser, dataset, "a Hub id or a folder", **options)
-    flags.add(data, "num_workers")
-    flags.add_labeled_images(data, val_fraction)
+    data = parser.add_argument_group("data")
+    data.add_argument("--dataset", help="a Hub id or a folder", **options)
+    flags.add(data, "num_workers", "val_fraction", "columns", val_fraction=0.1)
     return parser
 
 
@@ -71,22 +71,28 @@ def parse(*words):
     return flags.parse_with_checks(built())
 
 
-def test_defaults():
+def test_defaults_and_what_is_refused():
     defaults = {name: default for name, (default, _, _) in FLAGS.items()}
     assert vars(parse()) == defaults | TEXTS | dict.fromkeys(SWITCHES, False)
     assert parse("--compile").compile == "default"
-    several = built(several=True)
-    assert several.parse_args([]).dataset == ["me/data"]
-    assert several.parse_args(["--dataset", "a", "b"]).dataset == ["a", "b"]
     with pytest.raises(UserError, match="the following arguments are required: --dataset"):
-        built(dataset=None).parse_args([])
+        built(required=True).parse_args([])
+    for resume in ("auto", "never"):
+        assert parse("--init_from", "a", "--resume", resume).init_from == "a"
+    assert parse("--resume", "b").resume == "b"
     for words, says in (
-        (["--epoch", 5], "unrecognized arguments: --epoch 5"),  # a flag is never guessed
-        (["--columns", "photo"], "argument --columns: expected 2 arguments"),
-        (["--compile", "fast"], "argument --compile: invalid choice: 'fast'"),
+        ("--epoch 5", "unrecognized arguments: --epoch 5"),  # a flag is never guessed
+        ("--columns photo", "argument --columns: expected 2 arguments"),
+        ("--compile fast", "argument --compile: invalid choice: 'fast'"),
+        ("--patience 1 --checkpoint_every 0", "^--patience .*: leave out --checkpoint_every 0"),
+        ("--init_from a --resume b", "^--init_from starts a new run and --resume PATH contin"),
     ):
         with pytest.raises(UserError, match=says):
-            parse(*words)
+            parse(*words.split())
+    may_change = arguments.MAY_CHANGE | flags.MAY_CHANGE | arguments.LENGTH
+    assert {*FLAGS, *TEXTS, *SWITCHES} >= may_change
+    # On which a score depends.
+    assert not may_change & {"eval_samples", "seed", "val_fraction", "lr_schedule"}
 
 
 @pytest.mark.parametrize("flag", FLAGS)
@@ -97,9 +103,6 @@ def test_limits(flag):
     for value in (least - 1, most + (1 if most >= 1 else 0.001)):
         with pytest.raises(UserError, match=rf"argument --{flag}: .* \(see --help\)"):
             parser.parse_args([f"--{flag}={value}"])
-
-
-HUB = ("--push_to_hub", "me/it", "--patience", 3)
 
 
 @pytest.mark.parametrize(
@@ -117,29 +120,18 @@ HUB = ("--push_to_hub", "me/it", "--patience", 3)
     ],
 )
 def test_a_quick_run_has_its_own_folder_and_is_not_published(words, expected, monkeypatch):
-    checked = []
+    checked, quick = [], words[0] != "--eval_every"
     monkeypatch.setattr(flags, "check_repository", checked.append)
-    args = parse("--output_dir", "runs/a/", *HUB, *words)
+    words = ["--push_to_hub", "me/it", "--patience", 3, *words]
+    args = parse("--output_dir", "runs/a/", *words)
     steps = (args.max_train_steps, args.eval_every, args.checkpoint_every, args.log_every)
     assert (args.output_dir, *steps) == expected
-    quick = words[0] != "--eval_every"
     assert (args.push_to_hub, args.patience) == ((None, None) if quick else ("me/it", 3))
     assert checked == ([] if quick else ["me/it"])
-    for folder in (Path.cwd(), Path.cwd().parent):  # also of a folder that is named by dots
-        args = parse("--dry_run", "--output_dir", "." if folder == Path.cwd() else "..")
-        assert args.output_dir == f"{folder}_dry_run"
-
-
-def test_a_new_run_does_not_continue_another():
-    with pytest.raises(
-        UserError, match=r"^--patience ends a run by .*: leave out --checkpoint_every 0"
-    ):
-        parse("--patience", "1", "--checkpoint_every", "0")
-    with pytest.raises(UserError, match=r"^--init_from starts a new run and --resume PATH contin"):
-        parse("--init_from", "a", "--resume", "b")
-    for resume in ("auto", "never"):
-        assert parse("--init_from", "a", "--resume", resume).init_from == "a"
-    assert parse("--resume", "b").resume == "b"
+    if quick:  # also of a folder that is named by dots
+        kind = expected[0].removeprefix("runs/a")
+        assert parse(*words, "--output_dir", ".").output_dir == f"{Path.cwd()}{kind}"
+        assert parse(*words, "--output_dir", "..").output_dir == f"{Path.cwd().parent}{kind}"
 
 
 def test_help_says_each_default_in_words(monkeypatch):
@@ -150,7 +142,7 @@ def test_help_says_each_default_in_words(monkeypatch):
     for flag, end in (
         ("timeout", "before giving up (default: 600)"),
         ("eval_every", "optimizer steps between evaluations (default: an epoch)"),
-        ("dataset", "a Hub id or a folder (default: me/data)"),
+        ("track", ", or none (default: tensorboard)"),
         ("val_fraction", "if there is no val split (default: 0.1)"),
         ("lr_schedule", "falls to a tenth of --lr instead of 0 (default: cosine)"),
     ):
@@ -162,26 +154,10 @@ def test_help_says_each_default_in_words(monkeypatch):
             assert says[0].islower() and not says.endswith(".") and "  " not in says, flag
     assert text.startswith("usage: train_it.py [options]\n")
     assert text.rstrip().endswith(CONTINUE_RULE) and "@FILE in front of all flags stands" in text
-    required = built(None, dataset=None)
+    required = built(required=True)
     required.add_argument("run", nargs="?", metavar="RUN")
     text = " ".join(required.format_help().split())
     assert "usage: train_it.py --dataset DATASET RUN [options]" in text
-    assert "no val split; default: 0.1 if there is no test split either, else 0" in text
-
-
-def test_only_one_process_prints_the_help(monkeypatch, capsys):
-    monkeypatch.setenv("RANK", "1")
-    built().print_help()
-    assert capsys.readouterr().out == ""
-    monkeypatch.setenv("RANK", "0")
-    built().print_help()
-    assert "Trains it." in capsys.readouterr().out
-
-
-def test_what_may_change_are_flags_but_none_that_a_score_depends_on():
-    may_change = arguments.MAY_CHANGE | flags.MAY_CHANGE | arguments.LENGTH
-    assert {*FLAGS, *TEXTS, *SWITCHES} >= may_change
-    assert not may_change & {"eval_samples", "seed", "val_fraction", "lr_schedule"}
 
 
 @pytest.mark.parametrize(

@@ -2,7 +2,6 @@
 
 import contextlib
 import os
-import warnings
 from functools import partial
 from types import SimpleNamespace
 
@@ -107,22 +106,10 @@ def test_a_kind_of_sharding_that_is_not_supported_is_refused(variables, on_cpu, 
         fsdp.set_up(on_cpu)
     assert says is None or str(error.value).startswith("this launch ")
     assert says or os.environ["FSDP_CPU_RAM_EFFICIENT_LOADING"] == "true"
-
-
-def test_a_warning_that_nobody_can_answer_is_not_shown(environment, recwarn):
-    environment(ASKED | copies(1, 2, WORLD_SIZE="2"))
-    fsdp.set_up(on_cpu=False)
-    warnings.warn("Slicing a flattened dim from root mesh will be deprecated", stacklevel=1)
-    assert not recwarn.list
-
-
-def test_how_many_processes_share_a_copy(environment):
-    sharded = accelerator(8, is_fsdp2=True)
-    assert fsdp.parts(accelerator(8)) == 1 and fsdp.parts(sharded) == 8
-    environment(copies(2, 4))
-    assert fsdp.parts(sharded) == 4
-    environment(copies(1, 8))
-    assert fsdp.parts(sharded) == 8
+    if not says:  # how many processes share a copy of the model
+        hybrid = "PARALLELISM_CONFIG_DP_SHARD_SIZE" in variables
+        assert fsdp.parts(accelerator(8, is_fsdp2=True)) == (2 if hybrid else 8)
+        assert fsdp.parts(accelerator(8)) == 1
 
 
 # ---------------------------------------------------------------------- what the model is made of

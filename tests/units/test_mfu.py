@@ -23,11 +23,10 @@ def test_the_peak_is_that_of_all_gpus_in_half_precision(monkeypatch):
     [
         ("Tesla V100-SXM2-16GB, NVIDIA A10", 125),
         ("NVIDIA A100-PCIE-40GB, NVIDIA A100-SXM4-80GB", 312),
-        ("NVIDIA H20-3e", 148),
         ("NVIDIA H100 80GB HBM3, NVIDIA H200, NVIDIA H800", 989),
-        ("NVIDIA L4", 121),
-        ("NVIDIA L40S", 362),
         ("NVIDIA RTX 6000 Ada Generation", 364),
+        ("NVIDIA H20-3e", 148),
+        ("NVIDIA L4", 121),
         ("NVIDIA T400 4GB, Tesla V100-PCIE-16GB, NVIDIA A10G, NVIDIA A10-24Q", None),
         ("NVIDIA A100-SXM4-40GB MIG 1g.5gb, NVIDIA H100 PCIe, NVIDIA H100 NVL", None),
         ("NVIDIA H800 PCIe, NVIDIA GB200, NVIDIA L40, NVIDIA RTX A1000", None),

@@ -1,8 +1,12 @@
-"""Muon: its steps by hand, and what its orthogonal updates are on every device."""
+"""Muon: its steps by hand, what its updates are on every device, and steps that fp16 skips."""
+
+from types import SimpleNamespace
 
 import pytest
 import torch
 import torch.distributed as dist
+from harness.worlds import run_guards
+from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard
@@ -10,34 +14,41 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from utils import muon
 
+MUON = dict(muon=True, momentum=0.9, beta2=0.95)
 
-@pytest.mark.parametrize("iterations", [None, 3])
-def test_steps_of_muon_by_hand(iterations):
-    """Nesterov momentum, an orthogonal update, decay, and a scale for tall matrices.
+
+def test_steps_of_muon_by_hand_also_after_a_restart():
+    """Momentum that rises, an orthogonal update, decay, and a scale for tall matrices.
 
     Only in the second step do the gradient and its average point in different directions.
     """
     torch.manual_seed(0)
-    tall, wide, unused = (torch.nn.Parameter(torch.ones(*shape, dtype=torch.float64))
-                          for shape in ((6, 2), (3, 4), (6, 2)))  # fmt: skip
-    group = dict(params=[unused, tall, wide], muon=True, momentum=0.9, weight_decay=0.2)
-    group |= {"iterations": iterations} if iterations else {}
-    optimizer = muon.MuonSGD([group], lr=0.1)
+    shapes = ((6, 2), (3, 4), (6, 2))
+    tall, wide, unused = (nn.Parameter(torch.ones(*shape, dtype=torch.float64)) for shape in shapes)
+
+    def optimizer():
+        group = dict(params=[unused, tall, wide], muon=True, momentum=(0.5, 0.9, 4))
+        return muon.MuonSGD([group | dict(weight_decay=0.2, iterations=3)], lr=0.1)
+
+    ours = optimizer()
     expected = {weight: weight.detach().clone() for weight in (tall, wide)}
     momenta = {weight: torch.zeros_like(weight) for weight in expected}
-    for step in (1, 2):
+    for step, kept in enumerate((0.5, 0.6, 0.7, 0.8, 0.9, 0.9)):
+        if step == 3:
+            saved, ours = ours.state_dict(), optimizer()
+            ours.load_state_dict(saved)
         for weight, scale in ((tall, 3**0.5), (wide, 1)):
             gradient = torch.randn_like(weight)
             weight.grad = gradient.clone()
-            momenta[weight] = 0.9 * momenta[weight] + 0.1 * gradient
-            update = 0.1 * gradient + 0.9 * momenta[weight]
-            update = muon.orthogonalize(update[None], iterations or 5)[0]
+            momenta[weight] = kept * momenta[weight] + (1 - kept) * gradient
+            update = (1 - kept) * gradient + kept * momenta[weight]
+            update = muon.orthogonalize(update[None], 3)[0]
             expected[weight] = (1 - 0.1 * 0.2) * expected[weight] - 0.1 * scale * update
-        optimizer.step()
+        ours.step()
         for weight in expected:
             assert torch.allclose(weight, expected[weight]) and weight.grad is None
-            assert torch.allclose(optimizer.state[weight]["momentum"], momenta[weight])
-            assert optimizer.state[weight]["step"] == step
+            assert torch.allclose(ours.state[weight]["momentum"], momenta[weight])
+            assert ours.state[weight]["step"] == step + 1
     assert torch.equal(unused, torch.ones_like(unused))
 
 
@@ -96,32 +107,6 @@ def test_the_cheaper_of_two_ways_is_taken(shape, operations):
     assert counter.get_total_flops() == operations
 
 
-@pytest.mark.parametrize("shape", [(32, 32), (32, 96), (96, 32)])
-def test_half_precision_stays_near_the_exact_result(shape):
-    """Also if most singular values are tiny, as those of gradients are."""
-    torch.manual_seed(0)
-    left, _, right = torch.linalg.svd(torch.randn(1, *shape), full_matrices=False)
-    x = left * torch.arange(1, 33).float() ** -2 @ right
-    exact = muon.orthogonalize(x.double())
-    half = muon.orthogonalize(x, half=True)
-    assert half.dtype == torch.float32 and not torch.equal(half, muon.orthogonalize(x))
-    assert (half - exact).norm() < 0.05 * exact.norm()
-
-
-def test_rows_of_an_update_are_normalized_by_their_running_mean():
-    torch.manual_seed(0)
-    update, state = 1e-3 * torch.randn(4, 8, dtype=torch.float64), {}
-    (normal,) = muon.normalize_rows([state], [update], 0.9)
-    assert torch.allclose(normal.norm(), update.norm())
-    assert torch.allclose(normal.norm(dim=1), update.norm() / 2, rtol=1e-6)
-    squares = 0.1 * update.square().sum(1)
-    other = torch.randn(4, 8, dtype=torch.float64)
-    normal, _ = muon.normalize_rows([state, {}], [other, 3 * update], 0.9)
-    squares = 0.9 * squares + 0.1 * other.square().sum(1)
-    expected = other / squares.sqrt()[:, None]
-    assert torch.allclose(normal, expected * other.norm() / expected.norm())
-
-
 @pytest.fixture
 def mesh():
     """A mesh of one process: what a shard is, without a second process."""
@@ -141,3 +126,86 @@ def test_a_sharded_matrix_moves_as_a_whole_one(mesh):
             assert result.shape == (4, 6) and result.device_mesh is mesh
             assert result.stride() == expected.stride()
             assert torch.equal(result.to_local(), expected)
+
+
+def test_rows_of_an_update_are_normalized_by_their_running_mean():
+    """But not those of a group without `beta2`, and not those of a gradient of zero."""
+    torch.manual_seed(0)
+    weights = [nn.Parameter(torch.zeros(shape)) for shape in ((4, 8), (8, 4), (8, 4), (4, 4))]
+    for weight in weights[:3]:
+        weight.grad = torch.randn(weight.shape)
+    weights[3].grad = torch.zeros(4, 4)  # as in the first step, behind a weight of zero
+    common = dict(muon=True, weight_decay=0.0, momentum=0.9)
+    even = dict(params=[weights[i] for i in (0, 1, 3)], beta2=0.95, **common)
+    muon.MuonAdamW([even, dict(params=[weights[2]], **common)], lr=0.1).step()
+    for weight, same in zip(weights, (True, True, False, True), strict=True):
+        norms = weight.detach().norm(dim=1)
+        assert torch.allclose(norms, norms[:1]) == same
+    assert not weights[3].any()
+    first, second = torch.randn(2, 4, 8, dtype=torch.float64)
+    state = {}
+    (normal,) = muon.normalize_rows([state], [1e-3 * first], 0.9)
+    assert torch.allclose(normal.norm(dim=1), 1e-3 * first.norm() / 2, rtol=1e-6)
+    normal, _ = muon.normalize_rows([state, {}], [second, first], 0.9)
+    squares = 0.9 * 0.1 * (1e-3 * first).square().sum(1) + 0.1 * second.square().sum(1)
+    expected = second / squares.sqrt()[:, None]
+    assert torch.allclose(normal, expected * second.norm() / expected.norm())
+
+
+def test_muon_treats_filters_as_matrices_and_leaves_the_rest_to_the_other_optimizer():
+    torch.manual_seed(0)
+    layer = nn.Conv2d(4, 8, 3)
+    before, bias = layer.weight.detach().clone(), layer.bias.detach().clone()
+    filters = dict(
+        params=[layer.weight], weight_decay=0.0, muon=True, momentum=0.6, fixed_norm=True
+    )
+    optimizer = muon.MuonSGD(
+        [filters, dict(params=[layer.bias], lr=0.5, muon=False)], lr=0.1, momentum=0.9
+    )
+    layer(torch.randn(2, 4, 8, 8)).square().sum().backward()
+    gradient = layer.bias.grad.clone()
+    optimizer.step()
+    step = layer.weight.detach() - before * 8**0.5 / before.norm()
+    values = torch.linalg.svdvals(step.flatten(1)) / 0.1
+    assert values.min() > 0.6 and values.max() < 1.3
+    assert torch.allclose(layer.bias, bias - 0.5 * gradient)
+
+
+@pytest.mark.parametrize(
+    "build",
+    [
+        lambda weights: torch.optim.SGD(weights, lr=0.1, momentum=0.9, fused=True),
+        lambda weights: torch.optim.AdamW(weights, lr=0.1, fused=True),
+        lambda weights: muon.MuonSGD([dict(params=weights, weight_decay=0.1, **MUON)], lr=0.1),
+        lambda weights: muon.MuonAdamW([dict(params=weights, **MUON)], lr=0.1),
+    ],
+)
+def test_a_step_whose_gradients_overflow_changes_nothing(build):
+    """A fused optimizer by itself would be called, without the host knowing what it did."""
+    scaler = torch.amp.GradScaler("cpu", init_scale=4.0, growth_interval=100)
+    torch.manual_seed(0)
+    scaled, plain = (nn.Parameter(torch.ones(3, 2)) for _ in range(2))
+    with_scaler, without = build([scaled]), build([plain])
+    prepared = [SimpleNamespace(optimizer=with_scaler)]
+    run_guards(1, lambda *_: None, scaler=scaler, optimizers=prepared)
+    taken = set()
+    with_scaler.register_step_post_hook(lambda *_: taken.add(step))
+    for step in range(4):
+        gradient = torch.randn(3, 2)
+        scaler.scale(torch.zeros(()))  # as `backward` does; makes the scale a tensor
+        scaled.grad = gradient * scaler.get_scale()
+        if step == 2:
+            scaled.grad[1, 1] = float("inf")
+        else:
+            plain.grad = gradient.clone()
+            without.step()
+        assert scaler.step(with_scaler, lambda: 7) == (7 if step != 2 else None)
+        scaler.update()
+        with_scaler.zero_grad()
+        assert torch.equal(scaled, plain)
+    with pytest.raises(RuntimeError, match="Closure use is not currently supported"):
+        scaler.step(with_scaler, closure=lambda: 7)
+    assert taken == {0, 1, 3} and scaler.get_scale() == 2.0
+    ours, theirs = (optimizer.state_dict()["state"][0] for optimizer in (with_scaler, without))
+    assert ours.keys() == theirs.keys()
+    assert all(torch.equal(torch.as_tensor(ours[k]), torch.as_tensor(theirs[k])) for k in ours)

@@ -124,27 +124,23 @@ def test_only_files_are_written_later_and_only_in_the_block(tmp_path, writer):
 
 
 def test_all_writes_are_tried_and_the_first_error_is_passed_on(writer):
-    """Other processes may wait in one of them for this process."""
+    """Other processes may wait in one of them for this process. The thread gives way to others."""
     done = []
 
     def fail(error):
         done.append(error)
         raise error
 
+    def finish(error):
+        return error, os.getpriority(os.PRIO_PROCESS, threading.get_native_id())
+
     # That of shards is no Exception.
     full = dcp.CheckpointException("save", {1: (OSError(28, "No space left"), None)})
     writes = [partial(fail, full), partial(fail, OSError()), partial(done.append, "third")]
-    assert writer.start(writes, lambda error: error).result() is full
+    _, here = finish(None)
+    assert writer.start(writes, finish).result() == (full, min(here + saving.NICENESS, 19))
     assert len(done) == 3 and checkpoint.is_write_error(full) and not isinstance(full, Exception)
-
-
-def test_the_thread_gives_way_to_the_training(writer):
-    def priority(_):
-        return os.getpriority(os.PRIO_PROCESS, threading.get_native_id())
-
-    here = priority(None)
-    assert writer.start([], priority).result() == min(here + saving.NICENESS, 19)
-    assert priority(None) == here
+    assert finish(None) == (None, here)
 
 
 def test_a_process_is_forked_when_nothing_is_written(writer, monkeypatch):
@@ -183,28 +179,3 @@ def test_a_writer_that_waits_copies_nothing(wait, tmp_path):
     let_go.set()
     process.finish_writing(20)
     assert done == ["written"]
-
-
-@pytest.mark.parametrize(
-    ("grace", "rank", "warns"),
-    [(None, "0", False), ("89", "0", True), ("90", "0", False), ("89", "1", False)],
-)
-def test_a_save_longer_than_the_grace_period_is_said_once(grace, rank, warns, monkeypatch, capsys):
-    """Torchelastic kills its processes 30 s after SIGTERM, unless told otherwise."""
-    clock = SimpleNamespace(now=0.0)
-
-    def write():
-        clock.now += 45
-
-    monkeypatch.setattr(saving.time, "monotonic", lambda: clock.now)
-    monkeypatch.setattr(saving.launcher, "is_elastic", lambda: grace is not None)
-    monkeypatch.setenv("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", grace or "30")
-    monkeypatch.setenv("RANK", rank)
-    writer = saving.BackgroundWriter(fakes.accelerator())
-    for _ in range(2):
-        writer.start([write], lambda error: None).result()
-    warning = (
-        f"warning: a checkpoint took 45 s, but the launcher kills its processes {grace} s after "
-        "SIGTERM: export TORCH_ELASTIC_SHUTDOWN_TIMEOUT=135\n"
-    )
-    assert capsys.readouterr().err == warning * warns

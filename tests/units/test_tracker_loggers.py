@@ -1,4 +1,4 @@
-"""What `utils.report.tracking` sends to each tracker. (promises/test_tracking.py starts runs.)"""
+"""What each tracker gets, and the profile. (promises/test_tracking.py starts runs.)"""
 
 import os
 import sys
@@ -8,9 +8,12 @@ from types import SimpleNamespace
 from unittest.mock import Mock, call
 
 import pytest
+import torch
+from harness import fakes
 
 from utils.report import tracking
 from utils.report.tracking import Trackers
+from utils.run.failures import UserError
 
 ARGUMENTS = {"lr": 0.1, "model": None}
 
@@ -39,8 +42,9 @@ def started(*trackers, step=30, fails=None):
     run.identity = SimpleNamespace(arguments=ARGUMENTS)
     run.progress = {"step": step} if step else {}
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(tracking, "trackers", lambda _: [*made])
-        logger = Trackers(SimpleNamespace(track="", output_dir="runs/a name"))
+        patch.setattr(tracking, "get_available_trackers", lambda: [*made])
+        patch.setattr(tracking, "LOGGER_TYPE_TO_CLASS", made)
+        logger = Trackers(SimpleNamespace(track=",".join(made) or "none", output_dir="runs/a name"))
     logger.start(run)
     return logger, run
 
@@ -50,6 +54,9 @@ def test_what_an_accelerator_is_given(monkeypatch):
     for track, names in (("none", None), (" tensorboard , wandb", ["tensorboard", "wandb"])):
         options = Trackers(SimpleNamespace(track=track, output_dir="runs/a")).options()
         assert options == {"log_with": names, "project_dir": "runs/a/tensorboard"}
+    for track, says in (("wand", "use none, or one or more of aim, "), ("aim", "pip install aim")):
+        with pytest.raises(UserError, match=f"--track {track}: .*{says}"):
+            Trackers(SimpleNamespace(track=track, output_dir="runs/a"))
 
 
 def test_only_an_error_in_the_thread_of_tensorboard_is_not_printed_twice(monkeypatch):
@@ -63,11 +70,15 @@ def test_only_an_error_in_the_thread_of_tensorboard_is_not_printed_twice(monkeyp
     assert printed == [others]
 
 
-@pytest.mark.parametrize("step", [30, 0])
-def test_each_tracker_continues_its_run_in_its_own_words(step, monkeypatch):
+@pytest.mark.parametrize(("step", "given"), [(30, None), (0, "https://somewhere")])
+def test_each_tracker_continues_its_run_in_its_own_words(step, given, monkeypatch):
     monkeypatch.setattr(sys, "argv", ["scripts/a project.py"])
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", given or "")
+    if not given:
+        monkeypatch.delenv("MLFLOW_TRACKING_URI")
     board, wandb = tracker("tensorboard"), tracker("wandb")
     _, run = started(board, wandb, step=step)
+    assert os.environ.get("MLFLOW_TRACKING_URI") == given
     again = {"resume": "allow"}
     options = {
         "tensorboard": {"purge_step": step + 1},
@@ -80,40 +91,28 @@ def test_each_tracker_continues_its_run_in_its_own_words(step, monkeypatch):
     text = {"arguments": "    lr 0.1\n    model None"}
     assert board.method_calls == [call.log(text, step=step + 1)]
     assert wandb.method_calls == [call.store_init_configuration(ARGUMENTS)]
+    started(tracker("mlflow"))
+    ours = Path("runs/a name/mlruns").absolute().as_uri()
+    assert os.environ["MLFLOW_TRACKING_URI"] == (given or ours)
 
 
-@pytest.mark.parametrize("given", ["https://somewhere", None])
-@pytest.mark.parametrize("name", ["mlflow", "wandb"])
-def test_what_mlflow_writes_is_in_the_folder_of_the_run(name, given, monkeypatch):
-    monkeypatch.setenv("MLFLOW_TRACKING_URI", given or "")
-    if not given:
-        monkeypatch.delenv("MLFLOW_TRACKING_URI")
-    started(tracker(name))
-    ours = Path("runs/a name/mlruns").absolute().as_uri() if name == "mlflow" else None
-    assert os.environ.get("MLFLOW_TRACKING_URI") == (given or ours)
-
-
-@pytest.mark.parametrize("order", [1, -1])
-def test_a_tracker_that_cannot_be_started_is_a_warning_and_the_others_go_on(order, capsys):
-    board, wandb = tracker("tensorboard"), tracker("wandb")
-    logger, _ = started(*[wandb, board][::order], fails="wandb")
-    line = "warning: what --track wandb would show is missing (ConnectionError: no network)\n"
+def test_each_tracker_gets_what_it_shows_once_and_one_that_fails_costs_no_other(capsys):
+    board, wandb, mlflow, away = map(tracker, ("tensorboard", "wandb", "mlflow", "away"))
+    broken = tracker("broken")
+    broken.log.side_effect = ConnectionError("it is away")
+    logger, run = started(broken, away, board, wandb, mlflow, fails="away")
+    line = "warning: what --track away would show is missing (ConnectionError: no network)\n"
     assert capsys.readouterr().err == line
-    logger.log({"loss": 1.0}, 31)
-    assert board.log.called and not wandb.log.called
-
-
-def test_each_tracker_gets_what_it_shows_once(capsys):
-    board, wandb, mlflow = (tracker(name) for name in ("tensorboard", "wandb", "mlflow"))
-    logger, run = started(board, wandb, mlflow)
     for each in (board, wandb, mlflow):
         each.reset_mock()
     logger.log({"loss": 1.0}, 5)
     logger.log({"loss": 2.0}, 6, sent_before=True)
     logger.log_images({"a": "pixels"}, 7)
-    run.results = {"test_loss": 1.0, "val_loss": 2.0, "global_step": 9}
+    run.results = {"test_loss": 1.0, "val_loss": 2.0, "global_step": 9, "train_loss": 3.0}
     logger.finish(run)
-    assert capsys.readouterr().err == ""
+    said = "warning: what --track broken would show from here on is missing (ConnectionError: it "
+    assert capsys.readouterr().err == f"{said}is away)\n"
+    assert broken.log.call_count == 1 and not away.log.called
     first = call.log({"loss": 1.0}, step=5)
     assert mlflow.method_calls == [first]
     assert wandb.method_calls == [first, call.log_images({"a": "pixels"}, step=7)]
@@ -126,13 +125,22 @@ def test_each_tracker_gets_what_it_shows_once(capsys):
     ]
 
 
-def test_a_tracker_that_fails_is_not_called_again(capsys):
-    first, broken, last = map(tracker, "abc")
-    broken.log.side_effect = ConnectionError("b is away")
-    logger, run = started(first, broken, last)
-    for step in (1, 2):
-        logger.log({}, step)
-    assert run.accelerator.trackers == [first, last]
-    assert [each.log.call_count for each in (first, broken, last)] == [2, 1, 2]
-    line = "warning: what --track b would show from here on is missing (ConnectionError: b is away)"
-    assert capsys.readouterr().err == line + "\n"
+def test_the_profiler_records_three_steps_on_one_process(tmp_path):
+    for accelerator, wanted in (
+        (fakes.accelerator(), False),
+        (fakes.accelerator(2, rank=1), True),
+        (fakes.accelerator(), True),
+        (fakes.accelerator(), True),  # the second run of the same command
+    ):
+        profile = tracking.start_profiler(accelerator, tmp_path, wanted)
+        for _ in range(12):
+            torch.ones(2, 3) @ torch.ones(3, 5)
+            profile.step()
+        profile.stop()
+        assert (wanted and accelerator.is_main_process) == bool(list(tmp_path.iterdir()))
+    trace = (tmp_path / "profile" / "trace.json").read_text()
+    steps = {f"ProfilerStep#{step}" for step in range(9) if f'"ProfilerStep#{step}"' in trace}
+    assert steps == {"ProfilerStep#2", "ProfilerStep#3", "ProfilerStep#4"}
+    assert "[2, 3], [3, 5]" in trace.replace("\n", "")  # the shapes
+    table = (tmp_path / "profile" / "operators.txt").read_text()
+    assert "Self CPU" in table and "aten::mm" in table

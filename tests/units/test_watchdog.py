@@ -1,4 +1,4 @@
-"""Where every process is, and which one differs from the others: watched, and asked for by files.
+"""Where every process is, and which one is slow or differs: watched, and asked for by files.
 
 promises/test_hangs.py starts commands.
 """
@@ -13,11 +13,12 @@ from types import SimpleNamespace
 import pytest
 import torch
 from harness.fakes import accelerator
-from harness.worlds import run_guards
+from harness.worlds import group_of_one, run_guards
 from torch import nn
+from torch.nn.parallel import DistributedDataParallel
 
 from utils.scale import watchdog
-from utils.scale.watchdog import Watchdog, checksum, describe, main_thread
+from utils.scale.watchdog import Pace, Watchdog, checksum, describe, main_thread
 
 
 def state(does, step=3, seconds=9):
@@ -38,9 +39,13 @@ def test_one_line_says_which_processes_are_where():
 def test_what_the_main_thread_does():
     """Seen from another thread: the innermost function that is not of a library."""
     names = {}
-    for file, function in (("distributed_c10d", "all_reduce"), ("graph", "backward")):
+    for file, function in (
+        ("torch/distributed_c10d", "all_reduce"),
+        ("torch/graph", "backward"),
+        ("mine/graph", "draw"),
+    ):
         code = f"def {function}(inside): return inside()"
-        exec(compile(code, f"/x/torch/{file}.py", "exec"), names)
+        exec(compile(code, f"/x/{file}.py", "exec"), names)
     with ThreadPoolExecutor(1) as pool:
 
         def here():
@@ -51,6 +56,7 @@ def test_what_the_main_thread_does():
         assert says.startswith("waits in all_reduce, here (test_watchdog.py:")
         says = names["backward"](here)
         assert says.startswith("is in the backward pass, here (test_watchdog.py:")
+        assert names["draw"](here).startswith("is in here (test_watchdog.py:")
 
 
 class Run:
@@ -86,10 +92,11 @@ def watch(tmp_path, monkeypatch):
     return make
 
 
-def test_a_process_without_progress_asks_all(watch, tmp_path, capsys):
+def test_a_process_without_progress_asks_all_and_once(watch, tmp_path, capsys):
     watch(0, 1000).look()
     assert list(tmp_path.iterdir()) == []  # it has not waited for long enough
-    threads = [threading.Thread(target=watch(rank, 50 + 450 * rank).look) for rank in (0, 1)]
+    dogs = [watch(rank, 50 + 450 * rank) for rank in (0, 1)]
+    threads = [threading.Thread(target=dog.look) for dog in dogs]
     threads[0].start()
     while not (tmp_path / "dump_stacks").exists():
         threads[0].join(0.01)
@@ -99,27 +106,21 @@ def test_a_process_without_progress_asks_all(watch, tmp_path, capsys):
     line, where = capsys.readouterr().err.splitlines()
     assert re.match(r"no progress for 10\d s: ranks? 0.* 1 (is|are) in .* after step 7", line), line
     assert where == f"all stacks: {tmp_path}/stacks"
-    assert not (tmp_path / "dump_stacks").exists()
+    assert all(dog.test.run.hang.startswith(line.partition(":")[0]) for dog in dogs)
+    dogs[1].votes()  # after another step
+    assert dogs[1].test.run.hang == ""
     for rank in (0, 1):
         head, _, rest = (tmp_path / "stacks" / f"rank_{rank}.txt").read_text().partition("\n")
         wrote = json.loads(head)
         assert (wrote["last_step"], wrote["last_step_agreed"]) == (7, 6)
         assert wrote["seconds_without_progress"] in range(100, 110)
         assert "test_watchdog.py" in rest
-
-
-def test_a_stall_is_reported_once_until_there_is_progress(watch, tmp_path):
-    dog, asked = watch(0, 50), []
-    dog.ask = asked.append
-    for _ in range(2):
-        dog.look()
-    assert len(asked) == 1 and asked[0].startswith("no progress for 10")
-    dog.test.guard.moved_at += 45  # a step, and then nothing for 55 s
-    dog.look()
-    dog.test.guard.moved_at += 45
-    dog.look()
-    assert len(asked) == 2 and asked[1].startswith("no progress for 5")
-    assert list(tmp_path.iterdir()) == []
+    for moved, says in ((0, None), (45, "no progress for 5"), (45, None)):
+        dogs[0].test.guard.moved_at += moved  # a step, then nothing for 55 s; and one 10 s ago
+        dogs[0].look()
+        said = capsys.readouterr().err
+        assert said.startswith(says) if says else said == ""
+    assert not (tmp_path / "dump_stacks").exists()
 
 
 def test_a_process_that_does_not_answer_is_named(watch, tmp_path, monkeypatch, capsys):
@@ -131,6 +132,8 @@ def test_a_process_that_does_not_answer_is_named(watch, tmp_path, monkeypatch, c
     monkeypatch.setattr(os, "listdir", look)
     monkeypatch.setattr(watchdog, "ANSWER_SECONDS", 0.05)
     (tmp_path / "dump_stacks").touch()
+    (tmp_path / "stacks").mkdir()
+    (tmp_path / "stacks" / "rank_0.txt").write_text("half a line")  # of a crash
     dog = watch(1, 500)
     dog.look()
     assert listed == [*ours]
@@ -166,18 +169,15 @@ def test_who_asks_for_a_checkpoint_asks_once(watch, tmp_path):
 
 
 def test_the_time_of_each_process_is_voted_on(watch):
-    first, second = watch(0, 500), watch(1, 500)
-    for dog, waits in ((first, (2.0, 0.5)), (second, (3.0, 0.5))):
-        votes = []
-        for waited in waits:
-            dog.test.run.meter.waited_seconds += waited
-            votes.append(dog.votes())
-        times = [0, 0]
-        times[second is dog] = int(1e6 * waits[0])  # of the step before
-        assert votes == [[0, 0, 0], [0, *times]]
-    assert first.figures() == {}
-    first.hear([0, 2_000_000, 3_000_000])
-    assert first.figures() == {"slowest_behind": 0.5}
+    second = watch(1, 500)
+    votes = []
+    for waited in (3.0, 0.5):
+        second.test.run.meter.waited_seconds += waited
+        votes.append(second.votes())
+    assert votes == [[0, 0, 0], [0, 0, 3_000_000]]  # of the step before
+    assert second.figures() == {}
+    second.hear([0, 2_000_000, 3_000_000])
+    assert second.figures() == {"slowest_behind": 0.5}
 
 
 def test_processes_with_different_weights_are_told_once(tmp_path, watch, monkeypatch, capsys):
@@ -202,23 +202,16 @@ def test_processes_with_different_weights_are_told_once(tmp_path, watch, monkeyp
     assert train([last_bit]) == 0  # parts of a model differ
 
 
-@pytest.mark.parametrize(
-    ("integers", "dtype"),
-    [
+def test_the_checksum_is_the_sum_of_the_bits():
+    for integers, dtype in (
         (torch.int8, torch.float8_e4m3fn),
         (torch.int16, torch.bfloat16),
         (torch.int32, torch.float32),
         (torch.int64, torch.float64),
-    ],
-)
-def test_the_checksum_is_the_sum_of_the_bits_wherever_they_are(integers, dtype, monkeypatch):
-    moved, real_to = [], torch.Tensor.to
-    weights = [torch.tensor(bits, dtype=integers).view(dtype) for bits in ([3, 5], [7])]
-    model = nn.ParameterList([nn.Parameter(weight, requires_grad=False) for weight in weights])
-    assert checksum(nn.ParameterList(model[1:])) == 7
-    monkeypatch.setattr(torch.Tensor, "to", lambda x, d: moved.append(d) or real_to(x, d))
-    assert checksum(model) == 15
-    assert moved == [torch.device("cpu")] * 2  # the sum of each part is moved to the first
+    ):
+        weights = [torch.tensor(bits, dtype=integers).view(dtype) for bits in ([3, 5], [7])]
+        model = nn.ParameterList([nn.Parameter(weight, requires_grad=False) for weight in weights])
+        assert checksum(model) == 15 and checksum(nn.ParameterList(model[1:])) == 7
 
 
 @pytest.mark.parametrize("links", [True, False])
@@ -237,3 +230,92 @@ def test_the_request_of_the_first_process_stays(links, watch, tmp_path, monkeypa
     (tmp_path / "gone").rmdir()
     dog.look()  # ends nothing
     dog.ask("again")
+
+
+# ----------------------------------------------------------------------------------- who is slow
+
+
+class Clock:
+    now = 0.0
+
+
+class Layer(nn.Linear):
+    """Its forward pass takes a second of the clock."""
+
+    def forward(self, x):
+        Clock.now += 1.0
+        return {"ids": torch.arange(2), "logits": [super().forward(x)]}
+
+
+class Event:
+    """Stands for an event of a GPU, which tells milliseconds."""
+
+    def __init__(self, enable_timing):
+        assert enable_timing
+
+    def record(self):
+        self.at = Clock.now
+
+    def elapsed_time(self, end):
+        return 1000 * (end.at - self.at)
+
+
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+def test_own_time_is_that_of_batches_and_passes(device, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "Event", Event)
+    if device == "cpu":
+        monkeypatch.setattr(watchdog, "time", SimpleNamespace(perf_counter=lambda: Clock.now))
+
+    def forward():
+        return model(torch.ones(1, 2))["logits"][0].sum()
+
+    with group_of_one():
+        model = DistributedDataParallel(Layer(2, 2))
+        if device == "cuda":
+            there = SimpleNamespace(device=torch.device(device))
+            model.parameters = lambda: iter([there])
+        pace = Pace(model)
+        for waited in (0.25, 0.5):
+            for _ in range(3):  # micro-batches
+                forward().backward()
+                with torch.no_grad():
+                    forward()
+            Clock.now += 10.0
+            forward()  # without a backward pass
+            pace.end_step(waited)
+            if waited == 0.25:
+                assert pace.microseconds() == 0  # its events may not have happened
+    assert pace.microseconds() == 3_250_000
+    assert pace.microseconds() == 0  # a save votes again after the same step
+    pace.end_step(0.0)
+    assert pace.microseconds() == 3_500_000
+    model = nn.Linear(2, 2)  # there only waits for batches are measured
+    pace = Pace(model)
+    model(torch.ones(1, 2)).sum().backward()
+    for waited in (2.0, 0.0):
+        pace.end_step(waited)
+    assert pace.microseconds() == 2_000_000
+
+
+@pytest.mark.parametrize(
+    ("steps", "figures"),
+    [
+        ([], {}),
+        ([[0, 0, 0], [10, 20, 30], [10, 40, 30]], {"slowest_behind": 0.0}),  # 20, 60 and 60
+        ([[10, 15]], {"slowest_behind": 0.5}),  # of two processes, behind the faster one
+        ([[10, 10, 12]] * 5, {"slowest_behind": 0.2, "slow_rank": 2}),
+        ([[10, 10, 12]] * 4, {"slowest_behind": 0.2}),  # too few
+        ([[100, 100, 109]] * 9, {"slowest_behind": 0.09}),  # not more than 10 %
+        ([[10, 10, 12]] * 3 + [[10, 10, 10]], {"slowest_behind": 0.15}),
+        ([[50, 10, 10]] + [[10, 10, 12]] * 5, {"slowest_behind": 3 / 7}),  # all: another one
+        ([[10, 10, 99], [0, 0, 0]] * 5, {"slowest_behind": 8.9, "slow_rank": 2}),
+    ],
+)
+def test_a_process_that_is_the_slowest_in_every_step_is_named(steps, figures):
+    pace = Pace(nn.Linear(1, 1))
+    for times in steps:
+        pace.add(times)
+    assert pace.read() == pytest.approx(figures) and pace.read() == {}
+    if "slow_rank" in figures:  # at the next line, which may be the next step
+        pace.add(steps[0])
+        assert pace.read()["slow_rank"] == 2

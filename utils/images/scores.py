@@ -2,8 +2,8 @@
 
 import torch
 
+from utils.evaluation import mean_and_error, moments, with_error
 from utils.run.failures import UserError
-from utils.scores import mean_and_error, moments, with_error
 
 
 def summarize(labels, losses, top):

@@ -15,7 +15,7 @@ from safetensors import safe_open
 from transformers import AutoConfig, AutoTokenizer
 
 from utils.language import causal_lm, sharded_files
-from utils.report.hub import ADAPTER, MODEL
+from utils.report.model_card import ADAPTER, MODEL
 from utils.run.collectives import run_on_all, run_on_main
 from utils.run.failures import UserError
 from utils.run.files import read_json, set_usual_mode, sync, write_json

@@ -22,7 +22,7 @@ from utils.data.cache_files import checksum, map_bytes
 from utils.language import sharded_files
 from utils.language.conversations import Encoder, pad_id_of
 from utils.language.rows import reading
-from utils.report.hub import ADAPTER, MODEL
+from utils.report.model_card import ADAPTER, MODEL
 from utils.run.failures import UserError
 from utils.run.output import notice
 

@@ -25,12 +25,12 @@ from utils.data import splits as split_names
 from utils.data.cache_files import cached, checksum, map_bytes, path_in_cache
 from utils.data.loaders import explain, set_up_worker
 from utils.data.permutation import Permutation, sample_seed
+from utils.evaluation import with_progress
 from utils.language import lanes
 from utils.language.chats import unread_keys
 from utils.language.conversations import Document, Encoder
 from utils.language.documents import asked, find_documents
 from utils.language.packing import SEGMENT, Stream, join_segments
-from utils.report.progress import with_progress
 from utils.run import devices, process
 from utils.run.domains import shown
 from utils.run.failures import UserError

@@ -1,18 +1,30 @@
-"""What `evaluate.py` and the tools have in common: tables, and the folder of their output."""
+"""What scripts and tools write besides results: extras, tables, and the folder of their output."""
 
 import contextlib
 from pathlib import Path
 
 from utils.run.failures import UserError
+from utils.run.output import one_line, warn
+
+
+@contextlib.contextmanager
+def optional(what):
+    """A block that writes `what` (str): an error costs that and a warning, not the run."""
+    try:
+        yield
+    except Exception as error:
+        reason = one_line(str(error).strip() or type(error).__name__)
+        warn(f"{what} is missing ({type(error).__name__}: {reason})")
 
 
 def columns(rows):
     """Formats rows of strings as lines of text with aligned columns."""
-    widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
-    lines = (zip(row, widths, strict=True) for row in rows)
-    return "\n".join(
-        "  ".join(cell.ljust(width) for cell, width in line).rstrip() for line in lines
-    )
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    lines = []
+    for row in rows:
+        cells = [cell.ljust(width) for cell, width in zip(row, widths, strict=True)]
+        lines.append("  ".join(cells).rstrip())
+    return "\n".join(lines)
 
 
 @contextlib.contextmanager

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import numpy as np
 
-from utils.report.extras import optional
+from utils.report.output import optional
 from utils.run.files import json_lines, read_json
 from utils.run.output import one_line
 

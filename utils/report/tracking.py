@@ -1,62 +1,46 @@
-"""Starts Accelerate's experiment trackers, and sends each record to each of them only once."""
+"""Accelerate's experiment trackers, which get each record only once, and its profiler."""
 
 import os
 import sys
 import threading
 from pathlib import Path
+from types import SimpleNamespace
 
 from accelerate.tracking import LOGGER_TYPE_TO_CLASS, get_available_trackers
+from accelerate.utils import ProfileKwargs
 
-from utils.report.extras import optional
+from utils.report.output import optional
 from utils.run.failures import UserError
-
-
-def trackers(names):
-    """Checks the value of `--track`.
-
-    Args:
-        names (str): comma-separated names of Accelerate's trackers, or `none`.
-
-    Returns:
-        list[str]: for `Accelerator(log_with=...)`.
-
-    Raises:
-        UserError: a name is unknown, or its package is not installed.
-    """
-    if names == "none":
-        return []
-    wanted = [name.strip() for name in names.split(",")]
-    installed = [str(name) for name in get_available_trackers()]
-    for name in wanted:
-        if name not in LOGGER_TYPE_TO_CLASS:
-            known = ", ".join(sorted(LOGGER_TYPE_TO_CLASS))
-            raise UserError(
-                f"--track {name}: unknown tracker; use none, or one or more of {known}, separated "
-                "by commas"
-            )
-        if name not in installed:
-            raise UserError(
-                f"--track {name}: its package is not installed: pip install {name}, or use "
-                "another --track"
-            )
-    return wanted
 
 
 class Trackers:
     """Accelerate's experiment trackers as a logger of `RunFolder`."""
 
     def __init__(self, args):
-        """Args: args: `track` and `output_dir`.
+        """Args: args: `track`, comma-separated names of trackers or `none`, and `output_dir`.
 
         Raises:
-            UserError: see `trackers`.
+            UserError: a name is unknown, or its package is not installed.
         """
-        self._names, self._folder = trackers(args.track), f"{args.output_dir}/tensorboard"
-        self._accelerator = None
+        names = [] if args.track == "none" else args.track.split(",")
+        self._names, self._folder = [name.strip() for name in names], args.output_dir
+        installed = [str(name) for name in get_available_trackers()]
+        for name in self._names:
+            if name not in LOGGER_TYPE_TO_CLASS:
+                known = ", ".join(sorted(LOGGER_TYPE_TO_CLASS))
+                raise UserError(
+                    f"--track {name}: unknown tracker; use none, or one or more of {known}, "
+                    "separated by commas"
+                )
+            if name not in installed:
+                raise UserError(
+                    f"--track {name}: its package is not installed: pip install {name}, or use "
+                    "another --track"
+                )
 
     def options(self):
         """The arguments of `Accelerator(...)` for trackers, as a dict."""
-        return {"log_with": self._names or None, "project_dir": self._folder}
+        return {"log_with": self._names or None, "project_dir": f"{self._folder}/tensorboard"}
 
     def start(self, run):
         """Starts the trackers, or continues their runs, with what each of them needs.
@@ -147,3 +131,29 @@ class Trackers:
                 with optional(f"what --track {tracker.name} would show from here on"):
                     function(tracker)
                     self._accelerator.trackers.append(tracker)
+
+
+def start_profiler(accelerator, folder, wanted):
+    """Profiles optimizer steps 3 to 5 on the main process.
+
+    Writes `profile/trace.json` (open it at ui.perfetto.dev) and `profile/operators.txt` in
+    `folder`.
+
+    Returns:
+        an object on which to call `step()` after each optimizer step, and `stop()` after the last.
+    """
+    if not wanted or not accelerator.is_main_process:
+        return SimpleNamespace(step=lambda: None, stop=lambda: None)
+
+    def write(profile):
+        target = folder / "profile"
+        target.mkdir(exist_ok=True)
+        profile.export_chrome_trace(str(target / "trace.json"))
+        table = profile.key_averages().table(sort_by="self_cpu_time_total")
+        (target / "operators.txt").write_text(table)
+
+    schedule = dict(wait=1, warmup=1, active=3, repeat=1)
+    options = ProfileKwargs(schedule_option=schedule, on_trace_ready=write, record_shapes=True)
+    profile = options.build()
+    profile.start()
+    return profile

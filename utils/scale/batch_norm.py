@@ -23,7 +23,6 @@ def synchronize(accelerator, model, micro_batch_size, wanted):
     if not any(norm.training for norm in _batch_norms(model)):
         return model
     several = accelerator.num_processes > 1
-    everywhere = micro_batch_size * accelerator.num_processes  # fewer than 32: small by intention
     if wanted and several and accelerator.device.type == "cuda":
         return torch.nn.SyncBatchNorm.convert_sync_batchnorm(model)
     if micro_batch_size == 1:
@@ -32,12 +31,9 @@ def synchronize(accelerator, model, micro_batch_size, wanted):
             "larger --batch_size, fewer --gradient_accumulation_steps or processes, or a model "
             "without batch norm"
         )
-    if accelerator.is_main_process and wanted and several:
-        notice(
-            f"--sync_batchnorm needs GPUs: here batch norm uses the {micro_batch_size} samples of "
-            "each process"
-        )
-    elif accelerator.is_main_process and micro_batch_size < 32 <= everywhere:
+    # Fewer on all processes together are small by intention.
+    few = micro_batch_size < 32 <= micro_batch_size * accelerator.num_processes
+    if accelerator.is_main_process and (few or (wanted and several)):
         notice(
             f"batch norm uses the statistics of the {micro_batch_size} samples that a process "
             "computes at a time: accuracy suffers from fewer than 32; use a larger --batch_size, "

@@ -1,14 +1,11 @@
 """Checks a launch that shards the model (FSDP), and shards it on machines without GPUs, too."""
 
 import contextlib
-import inspect
 import os
-import warnings
 from functools import partial
 
 import accelerate
 import torch
-from accelerate.state import AcceleratorState
 from accelerate.utils.versions import is_torch_version
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy
 from torch.distributed.fsdp.wrap import transformer_auto_wrap_policy
@@ -32,8 +29,7 @@ def set_up(on_cpu):
 
     Raises:
         UserError: FSDP1; tensor or context parallelism; hybrid sharding (HSDP) of a number of
-            processes that does not fit, or may change; fp16; on a CPU also `fsdp_offload_params`,
-            and a release of Accelerate that cannot be made to shard there.
+            processes that does not fit, or may change; fp16; on a CPU also `fsdp_offload_params`.
     """
     config = launch.config_name()
     hybrid = os.environ.get("ACCELERATE_USE_PARALLELISM_CONFIG", "false").lower() == "true"
@@ -66,11 +62,6 @@ def set_up(on_cpu):
             f"{config} offloads parameters to CPU memory, but runs on the CPU: set "
             "fsdp_offload_params: false"
         )
-    if "fsdp_plugin" not in inspect.signature(AcceleratorState.__init__).parameters:
-        raise UserError(
-            f"accelerate {accelerate.__version__} cannot be made to shard a model on a CPU: "
-            "install accelerate 1.15, or use 4gpu.yaml instead of an FSDP configuration"
-        )
     patches.shard_on_cpu()
 
 
@@ -99,9 +90,6 @@ def _check_hybrid(config):
             f"parts (dp_shard_size), which does not fit {processes} processes: set them to "
             "the number of machines and of processes on each"
         )
-    # Caused by how Accelerate gets a submesh. Every process would print it, and users cannot do
-    # anything about it.
-    warnings.filterwarnings("ignore", message="Slicing a flattened dim from root mesh")
 
 
 def configure(accelerator):

@@ -11,7 +11,6 @@ import contextlib
 import os
 import sys
 import threading
-import time
 from concurrent.futures import ThreadPoolExecutor, wait
 from functools import partial
 
@@ -22,7 +21,7 @@ from accelerate.utils import other
 # `DefaultStager`, which uses it, forgets its memory in torch 2.11 after each copy.
 from torch.distributed.checkpoint._state_dict_stager import StateDictStager
 
-from utils.run import launcher, process
+from utils.run import process
 from utils.run.collectives import new_group
 from utils.scale import patches
 
@@ -43,7 +42,7 @@ class BackgroundWriter:
         Args: wait (bool): whether the training waits for every checkpoint.
         """
         self.group = new_group() if accelerator.num_processes > 1 else None
-        self._is_main, self._wait, self._newest, self._warned = process.is_main(), wait, None, False
+        self._wait, self._newest = wait, None
         # Not in shared memory, of which containers have little.
         pinned = accelerator.device.type == "cuda"
         self._stager = StateDictStager(pin_memory=pinned, share_memory=False)
@@ -53,6 +52,7 @@ class BackgroundWriter:
         # worker.
         os.register_at_fork(before=lambda: self.wait_for_newest())
 
+    @contextlib.contextmanager
     def capture(self, wait):
         """A block that yields a list of functions, which write files that it would have written.
 
@@ -61,10 +61,6 @@ class BackgroundWriter:
 
         Args: wait (bool): whether the block writes all files itself, since the training waits.
         """
-        return contextlib.nullcontext([]) if wait or self._wait else self._copying()
-
-    @contextlib.contextmanager
-    def _copying(self):
         # Waits for the copy of each tensor, on whichever GPU it is.
         writes, copy = [], self._stager.stage
         save, save_file, save_shards = torch.save, other.safe_save_file, dcp.save
@@ -81,7 +77,8 @@ class BackgroundWriter:
             options["process_group"] = self.group
             writes.append(partial(save_shards, copy(state_dict), **options))
 
-        with patches.saving_with(save_later, save_file_later, save_shards_later):
+        later = patches.saving_with(save_later, save_file_later, save_shards_later)
+        with contextlib.nullcontext() if wait or self._wait else later:
             yield writes
 
     def start(self, writes, finish):
@@ -93,7 +90,7 @@ class BackgroundWriter:
         Returns:
             Future: of what `finish` returns.
         """
-        self._newest = self._thread.submit(self._write, writes, finish)
+        self._newest = self._thread.submit(_write, writes, finish)
         if self._wait:
             self.wait_for_newest()
         return self._newest
@@ -103,29 +100,15 @@ class BackgroundWriter:
         if self._newest is not None:
             wait([self._newest], seconds)
 
-    def _write(self, writes, finish):
-        first, start_time = None, time.monotonic()
-        while writes:  # each releases its copy; all, because others may wait in a collective one
-            try:
-                writes.pop(0)()
-            except (Exception, dcp.CheckpointException) as error:  # the latter is no Exception
-                first = first or error
-        result = finish(first)
-        self._warn_of_short_grace(time.monotonic() - start_time)
-        return result
 
-    def _warn_of_short_grace(self, seconds):
-        """Warns, once, if the launcher would kill a process that saves for so long (float)."""
-        # One checkpoint may be under way when the signal comes, and the last one follows.
-        grace = process.grace_seconds()
-        if self._is_main and not self._warned and launcher.is_elastic() and 2 * seconds > grace:
-            self._warned = True
-            line = (
-                f"warning: a checkpoint took {seconds:.0f} s, but the launcher kills its processes "
-                f"{grace:.0f} s after SIGTERM: export "
-                f"TORCH_ELASTIC_SHUTDOWN_TIMEOUT={3 * seconds:.0f}"
-            )
-            print(line, file=sys.stderr, flush=True)
+def _write(writes, finish):
+    first = None
+    while writes:  # each releases its copy; all, because others may wait in a collective one
+        try:
+            writes.pop(0)()
+        except (Exception, dcp.CheckpointException) as error:  # the latter is no Exception
+            first = first or error
+    return finish(first)
 
 
 def _give_way():

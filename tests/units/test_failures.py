@@ -46,7 +46,9 @@ WATCHDOG = "to learn where it hangs: utils/README.md"
 GLOO = "[/src/gloo/transport/tcp/pair.cc:544] "
 ADVICE = ". This is usually due to a failure. Connection refused GLHF, read timed out\nmore"
 LOST = "rank 1 lost contact with another process, "
-ENDED = f"{LOST}which has ended (the launcher's report names it): "
+ENDED = (
+    f"{LOST}which has ended (the launcher's report names it; exit code -9: mostly out of memory): "
+)
 WAITED = f"{LOST}and waited for it longer than --timeout ({WATCHDOG}): "
 CLOSED = "Connection closed by peer [::1]:4"
 NCCL = "NCCL error in: /src/NCCLUtils.cpp:93, invalid usage\nLast error:\n Duplicate GPU\n\n"
@@ -124,17 +126,6 @@ def test_a_script_on_its_own_has_no_other_process(monkeypatch):
         assert failures.describe(error) is None and not failures.is_lost_contact(error)
     assert failures.may_pass(LostContact("timed out")) is False
     assert failures.describe(OSError(errno.ENOSPC, "a")).startswith("rank 0: the disk is full")
-
-
-def test_a_process_that_the_kernel_ended_is_said_to_be(monkeypatch):
-    error = RuntimeError(f"{GLOO}{CLOSED}{ADVICE}")
-    for more, why in (
-        (0, "has ended (the launcher's"),
-        (1, "the kernel ended because the machine"),
-    ):
-        kills = failures.cgroups.KILLS_BEFORE + more
-        monkeypatch.setattr(failures.cgroups, "memory_kills", lambda kills=kills: kills)
-        assert f"another process, which {why}" in failures.describe(error)
 
 
 def test_a_cause_counts_and_an_error_that_was_handled_does_not():

@@ -131,31 +131,6 @@ def test_a_run_continues(tmp_path, capsys, monkeypatch):
     assert (tmp_path / "job.folder").read_text() == f"{run.path}\n7\n"
 
 
-@pytest.mark.parametrize("retry", [True, False])
-def test_the_first_error_of_a_run_is_recorded(retry, tmp_path):
-    run = started(tmp_path / "mine")
-    save(run, 3)
-    run.hang = "rank 1 is in a loop"
-    again = [AGAIN] if retry else []
-    assert process.state.failed("the loss is wrong", retry) == (True, [run.hang, *again])
-    assert process.state.failed("lost contact", True) == (False, [run.hang, AGAIN])
-    state = status(run.path)
-    assert (state["state"], state["reason"]) == ("failed", f"the loss is wrong\n{run.hang}")
-    assert state["next"] == (AGAIN if retry else None)
-
-
-def test_what_changed_since_a_checkpoint_is_said(tmp_path, capsys, script):
-    save(started(tmp_path), 3)
-    started(tmp_path)
-    assert "warning" not in capsys.readouterr().out
-    script.write_text("2")
-    started(tmp_path, LONGER, using=accelerator(mixed_precision="bf16"))
-    printed = capsys.readouterr().out
-    assert "warning: changed since that checkpoint: mixed precision no -> bf16. The " in printed
-    assert f"warning: {script} has changed since this run started" in printed
-    assert "\nlength changed from 14 to 28 steps\n" in printed
-
-
 def test_another_runs_checkpoint_is_not_changed(tmp_path):
     save(started(tmp_path / "theirs"), 7)
     theirs = tmp_path / "theirs" / "checkpoints" / "step_00000007"
@@ -167,9 +142,15 @@ def test_another_runs_checkpoint_is_not_changed(tmp_path):
     ours.log("val", 7, score=0.5)
     assert not ours.evaluation_due and (theirs / "manifest.json").read_bytes() == before
     assert metrics(tmp_path / "ours", "val")[0]["score"] == 0.5
-    process.state.failed("the disk is full", True)
+    ours.hang = "rank 1 is in a loop"
+    assert process.state.failed("it is wrong", False) == (True, [ours.hang])  # the first one
+    assert process.state.failed("lost contact", True) == (False, [ours.hang, AGAIN])
+    state = status(ours.path)
+    assert (state["state"], state["reason"]) == ("failed", f"it is wrong\n{ours.hang}")
+    assert state["next"] is None
     fork = started(tmp_path / "fork", resume=str(theirs))  # without a checkpoint of its own
     assert process.state.failed("the disk is full", True) == (True, [AGAIN])
+    assert status(fork.path)["next"] == AGAIN
     assert process.state.preempted("stopped") == AGAIN and fork.saves.newest_step == 7
     with pytest.raises(UserError, match="step_00000007 belongs to a run with other arguments"):
         opened(tmp_path / "others", resume=str(theirs), model="other")
@@ -202,15 +183,13 @@ def test_what_a_checkpoint_records_and_how_time_is_counted(tmp_path, monkeypatch
     line = json.loads((tmp_path / "metrics.jsonl").read_text().splitlines()[-1])
     assert line["step_seconds"] == 5  # a save is not training time
     assert list(run.timed([1, 2])) == [1, 2]
+    run.save_asked = True
+    assert [run.save_due(step) for step in (5, 5, 6)] == [True, False, True]
+    with pytest.raises(ValueError, match="a test split never chooses"):
+        run.log("test", 7, score=0.5)
     again = started(tmp_path)
     clock.now += 5
     assert again.train_seconds() == 35.0  # without the time between the two
-
-
-def test_a_save_that_is_asked_for_is_due_once(tmp_path):
-    run = started(tmp_path)
-    run.save_asked = True
-    assert [run.save_due(step) for step in (1, 2, 3)] == [True, False, True]
 
 
 def test_the_other_processes_neither_write_nor_print_and_decide_as_the_first(
@@ -243,30 +222,7 @@ def test_the_other_processes_neither_write_nor_print_and_decide_as_the_first(
     assert not loggers[1].calls
 
 
-def test_a_test_split_has_no_score(tmp_path):
-    with pytest.raises(ValueError, match="a test split never chooses"):
-        started(tmp_path).log("test", 7, score=0.5)
-
-
 # ------------------------------------------------------------------------------------------ end
-
-
-@pytest.mark.parametrize("name", ["SIGUSR1", None])
-def test_a_stopped_run(name, tmp_path, capsys, monkeypatch):
-    monkeypatch.setattr(process, "signal_name", lambda: name)
-    here = accelerator()
-    run = started(tmp_path, using=here)
-    save(run, 3)
-    run.save_due(4)
-    with pytest.raises(SystemExit) as caught:
-        run.exit_preempted(6)
-    assert caught.value.code == process.PREEMPTED == 75 and here.ended
-    reason = f"stopped by {name or 'a signal to another process'} at step 6, saved at step 3"
-    assert capsys.readouterr().out.endswith(f"{reason}: {AGAIN}\n")
-    expected = dict(state="preempted", reason=reason, time=None, step=3, next=AGAIN)
-    assert {**status(tmp_path), "time": None} == expected
-    process.state.preempted("stopped in a step")  # by a signal that does not wait for the step
-    assert status(tmp_path) | {"time": None} == expected | {"reason": "stopped in a step"}
 
 
 def test_a_finished_run(tmp_path, capsys, monkeypatch):

@@ -19,13 +19,13 @@ from utils.run import guard
 from utils.run.failures import LostContact
 
 
-def steps(count, loss=0.5, ids=(0,), norm=None):
-    """Trains for so many steps, with a loss (a number or a tensor) and the ids of samples."""
+def steps(count, loss=0.5, norm=None):
+    """Trains for so many steps, with a loss (a number or a tensor)."""
 
     def train(watched, _rank):
         losses = [torch.as_tensor(loss)]
         return [
-            watched.should_stop(step, losses, [torch.tensor(ids)], norm)
+            watched.should_stop(step, losses, [torch.tensor([0])], norm)
             for step in range(1, count + 1)
         ]
 
@@ -38,17 +38,6 @@ def test_the_group_is_of_the_host_and_votes_in_the_background():
     assert world.groups == [{"backend": "gloo", "timeout": timedelta(seconds=77)}] * 2
     assert run_guards(1, steps(9)).groups == []
     assert run_guards(2, lambda *_: guard.process.started).results == [True] * 2
-
-
-@pytest.mark.parametrize(("count", "more"), [(20, ""), (21, ": [20]"), (1500, None)])
-def test_of_many_samples_the_first_are_shown(count, more):
-    ids = list(range(count))[::-1]
-    (error,) = run_guards(1, steps(2, math.nan, ids)).results
-    shown = str(list(range(20)))
-    if count > 20:
-        shown += f" and {count - 20:,} more, listed in status.json"
-    assert str(error).endswith(f"Samples of that step: {shown}")
-    assert error.more == (f": {list(range(20, count))}" if more is None else more)
 
 
 def test_of_shards_the_part_on_this_process_counts():

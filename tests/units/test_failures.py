@@ -3,7 +3,6 @@
 import errno
 import json
 import pickle
-import subprocess
 
 import pytest
 import torch
@@ -76,25 +75,19 @@ class SafetensorError(Exception):
             True,
         ),
         (RuntimeError(f"{GLOO}Timed out GLHF Connection refused"), f"{WAITED}…: Timed out ", True),
-        (DIST.DistNetworkError("The client socket has timed out after 60s"), WAITED, True),
         (DIST.DistStoreError("wait timeout after 300000ms, keys: /default_pg/0"), WAITED, True),
         (LostContact("timed out waiting for the device"), WAITED, True),
         (RuntimeError(f"{GLOO}anything"), None, True),
         (ValueError(f"{GLOO}{CLOSED}"), None, False),
         (TimeoutError("timed out"), None, False),  # of an HTTP client, say
-        (ConnectionResetError("Connection reset by peer"), None, False),  # a tracker's server
-        (subprocess.TimeoutExpired(["git"], 10), None, False),
         (RuntimeError("the request timed out"), None, False),
         # NCCL says what happened in its last line, and before it where.
         (DIST.DistBackendError(NCCL), "rank 1: NCCL: Duplicate GPU", True),
-        (DIST.DistBackendError("another backend"), None, True),
         (RuntimeError(NCCL), None, False),
-        (RuntimeError("NCCL is not installed"), None, False),
         # A full disk is told by its number.
         (OSError(errno.ENOSPC, "No space\nmore"), f"{FULL}([Errno {errno.ENOSPC}] No space)", True),
         (OSError(errno.EDQUOT, "Quota"), f"{FULL}([Errno {errno.EDQUOT}] Quota)", True),
         (SafetensorError("I/O error: No space left on device (os error 28)"), FULL, True),
-        (RuntimeError("(os error 28)"), None, False),
         (OSError(errno.EACCES, "No space left on device"), None, False),
         # What is not deterministic is named, with the way out.
         (RuntimeError(NONE), f"rank 1: {HISTC} has no det…give --nondeterministic", False),
@@ -105,7 +98,6 @@ class SafetensorError(Exception):
         (MemoryError(), f"{MEMORY}…(MemoryError)", False),
         (RuntimeError(f"{ALLOCATOR}\nmore"), f"{MEMORY}…({ALLOCATOR})", False),
         (ValueError(ALLOCATOR), None, False),
-        (RuntimeError("out of memory"), None, False),
         (KeyError("a"), None, False),
     ],
     ids=lambda value: type(value).__name__ if isinstance(value, Exception) else None,

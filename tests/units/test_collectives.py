@@ -55,17 +55,6 @@ def test_real_processes_exchange_values_over_gloo(tmp_path):
         assert results == [[[0], [1]], [0, 1], [0, -1]] and kept_alive
 
 
-def test_only_connections_are_kept_alive():
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        with socket.create_connection(server.getsockname()) as one, server.accept()[0] as other:
-            collectives.keep_alive()
-            for end in (one, other):
-                assert end.getsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE) == 1
-            one.sendall(b"still connected")
-            assert other.recv(100) == b"still connected"
-        assert server.getsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE) == 0  # nobody at its end
-
-
 @pytest.mark.parametrize("run", [collectives.run_on_main, local_main_first, collectives.run_on_all])
 def test_who_runs_a_function_and_when_and_who_has_its_result_or_error(run, world):
     """Of several errors, that of the lowest rank."""

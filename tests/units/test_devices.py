@@ -71,33 +71,30 @@ def test_too_few_gpus_name_the_largest_configuration_that_fits(monkeypatch):
         assert error.value.rank_variable == "LOCAL_RANK"
 
 
-@pytest.mark.parametrize(
-    ("native", "processes", "lacks"),
-    [([False], 1, 0), ([True, False], 2, 1), ([True], 1, None), ([True, False], 1, None)],
-)
-def test_bf16_needs_gpus_that_compute_in_it(native, processes, lacks, monkeypatch):
+def test_bf16_needs_gpus_that_compute_in_it(monkeypatch):
     """PyTorch by default also calls a GPU that emulates it able to compute in it."""
-    current = []
+    current, native = [], []
 
     @contextlib.contextmanager
     def use(device):
-        current.append(device)
+        current[:] = [device]
         yield
-        current.pop()
 
     def is_supported(including_emulation=True):
-        return including_emulation or native[current[-1]]
+        return including_emulation or native[current[0]]
 
-    monkeypatch.setenv("LOCAL_WORLD_SIZE", str(processes))
     monkeypatch.setattr(torch.cuda, "device", use)
     monkeypatch.setattr(torch.cuda, "is_bf16_supported", is_supported)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: f"GPU {device}")
-    if lacks is None:
-        devices.check_bf16("a.yaml")
-        return
-    with pytest.raises(UserError, match=f"^a.yaml .*GPU {lacks} only emulates.* fp16,") as error:
-        devices.check_bf16("a.yaml")
-    assert error.value.rank_variable == "LOCAL_RANK"
+    native[:] = [True, False]
+    devices.check_bf16("a.yaml")  # one process uses the first
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
+    for lacks in (1, 0):
+        native[:] = [lacks == 1, False]
+        says = f"^a.yaml .*GPU {lacks} only emulates.* fp16,"
+        with pytest.raises(UserError, match=says) as error:
+            devices.check_bf16("a.yaml")
+        assert error.value.rank_variable == "LOCAL_RANK"
 
 
 # ---------------------------------------------------------------------------------------------- CPU
@@ -135,12 +132,9 @@ def test_the_precision_on_a_cpu(
         assert os.environ.get("ACCELERATE_MIXED_PRECISION") == gets
         said = capsys.readouterr().err
         assert said.startswith(f"*** {says}") if says and rank == "0" else said == ""
-
-
-def test_fp16_on_a_cpu_is_refused(calls, monkeypatch):
     monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", "fp16")
     with pytest.raises(UserError, match="fp16 silently computes in float32 on a CPU"):
-        devices.set_up_cpu("4gpu.yaml", wants_cpu=True, training=False)
+        devices.set_up_cpu("4gpu.yaml", wants_cpu=True, training=training)
 
 
 def test_the_threads_of_this_process(monkeypatch):

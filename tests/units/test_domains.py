@@ -73,8 +73,8 @@ class Answers:
 
 
 @pytest.mark.parametrize("script", SCRIPTS)
-def test_nonsense_is_refused_in_one_line(script, answers_of):
-    answers = answers_of(script)
+def test_nonsense_is_refused_in_one_line_and_a_default_is_not(script, answers_of):
+    answers, module = answers_of(script), load_script(script)
     assert len(answers.flags) >= 2
     for flag in answers.flags:
         for value in NUMBERS:
@@ -84,11 +84,6 @@ def test_nonsense_is_refused_in_one_line(script, answers_of):
             assert flag in ANY_TEXT or answers.of(flag, value) is None, flag
         home = answers.of(flag, "~/runs/a")  # a shell expands only a ~ at the start of a word
         assert flag in ANY_TEXT or home in (None, "/home/ada/runs/a"), flag
-
-
-@pytest.mark.parametrize("script", SCRIPTS)
-def test_a_domain_holds_its_defaults(script, answers_of):
-    answers, module = answers_of(script), load_script(script)
     tables = [answers.defaults]
     for table in ("RECIPES", "PRESETS"):
         tables += getattr(module, table, {}).values()

@@ -86,35 +86,16 @@ def clock(monkeypatch):
     return clock
 
 
-@pytest.mark.parametrize(
-    ("seconds", "asks"),
-    [
-        (0.25, [1, 6, 11, 16]),  # 4 batches a second: after each fifth of them
-        (3.0, list(range(1, 21))),
-        (0.0, [1]),  # an instant batch does not divide by zero
-    ],
-)
-def test_an_evaluation_asks_after_the_first_batch_and_then_once_a_second(seconds, asks, clock):
-    asked, Clock.step = [], seconds
-
-    def evaluate(watched, _rank):
-        guard.process.signal_name = lambda: asked.append(count) or None
-        for count, _ in enumerate(watched.watch(range(20)), 1):  # noqa: B007 (asked when it is)
-            assert watched.moved_at == clock.now  # it makes progress with each batch
-            clock.moves()
-        return count
-
-    assert run_guards(1, evaluate).results == [20] and asked == asks
-
-
 @pytest.mark.parametrize("size", [1, 2])
 def test_a_signal_to_any_process_ends_an_evaluation_on_all_after_the_same_batch(size, clock):
+    """They ask each other after the first batch, and of four batches a second after each fifth."""
     counts, stopping = {}, []
 
     def evaluate(watched, rank):
         try:
             for count, _ in enumerate(watched.watch(range(50)), 1):
                 counts[rank] = count
+                assert watched.moved_at == clock.now  # it makes progress with each batch
                 clock.moves()
                 guard.process.signaled |= count == 3 and rank == size - 1
         finally:
@@ -123,6 +104,8 @@ def test_a_signal_to_any_process_ends_an_evaluation_on_all_after_the_same_batch(
     errors = run_guards(size, evaluate).results
     assert all(isinstance(error, Process.Interrupted) for error in errors), errors
     assert counts == dict.fromkeys(range(size), 6) and stopping == [True] * size
+    Clock.step = 0.0  # an instant batch does not divide by zero
+    assert run_guards(1, lambda watched, _: len(list(watched.watch(range(9))))).results == [9]
 
 
 # ---------------------------------------------------------------------------------------- devices

@@ -40,6 +40,14 @@ def test_the_group_is_of_the_host_and_votes_in_the_background():
     assert run_guards(2, lambda *_: guard.process.started).results == [True] * 2
 
 
+def test_only_in_fp16_the_host_decides_about_a_step_whose_gradients_overflow():
+    for scaler, on_device in ((None, True), ("fp16", False)):
+        optimizer = SimpleNamespace(_step_supports_amp_scaling=True)
+        wrapped = SimpleNamespace(optimizer=optimizer)
+        run_guards(1, steps(1), scaler=scaler, optimizers=[wrapped])
+        assert optimizer._step_supports_amp_scaling is on_device
+
+
 def test_of_shards_the_part_on_this_process_counts():
     model = nn.Module()
     with group_of_one():

@@ -91,10 +91,11 @@ def checkpoint_of(path, step):
 # ---------------------------------------------------------------------------------------- start
 
 
-def test_a_new_run(tmp_path, capsys):
+def test_a_run_begins_and_continues(tmp_path, capsys, monkeypatch):
+    monkeypatch.setenv("RUN_FOLDER_FILE", str(tmp_path / "job.folder"))
     here, logger = accelerator(), Logger()
-    run = opened(tmp_path / "mine", using=here, loggers=[logger], note=print)
-    assert run.path == tmp_path / "mine" and run.is_main and run.init_from is None
+    run = opened(tmp_path / "a", using=here, loggers=[logger], note=print, init_from="elsewhere")
+    assert run.path == tmp_path / "a" and run.is_main and run.init_from == "elsewhere"
     assert (run.finished, run.progress, run.evaluation_due) == (None, {}, False)
     assert not (run.path / "args.json").exists()  # no records yet
     assert run.start() == 0 and not here.loaded
@@ -108,20 +109,13 @@ def test_a_new_run(tmp_path, capsys):
     each = "7 per epoch, each of which leaves out 1 sample, less than a batch"
     assert printed == f"14 steps, {each}; output in {run.path}\nstarting at step 0\n"
     assert logger.calls == [("start", written["run_id"], "running")]
-
-
-def test_a_run_continues(tmp_path, capsys, monkeypatch):
-    monkeypatch.setenv("RUN_FOLDER_FILE", str(tmp_path / "job.folder"))
-    run = started(tmp_path / "run", init_from="elsewhere")
-    assert run.init_from == "elsewhere"
     save(run, 7, config={"width": 3})
     run.log("val", 7, score=0.5, loss=0.25)
     run.save_due(8)
-    here = accelerator()
+    capsys.readouterr()
     again = opened(run.path, using=here, init_from="elsewhere")
     assert again.progress.items() >= {"step": 7, "score": 0.5, "config": {"width": 3}}.items()
     assert again.finished is None and again.init_from is None  # it has weights of its own
-    capsys.readouterr()
     assert again.start() == 7 and not again.evaluation_due
     newest = run.path / "checkpoints" / "step_00000007"
     assert here.loaded == [(str(newest), "cpu")]

@@ -1,8 +1,12 @@
 """What is set up on GPUs and on a CPU, and what each of them can do."""
 
 import contextlib
+import ctypes
 import math
 import os
+import platform
+from itertools import product
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -169,3 +173,24 @@ def test_the_quota_is_the_least_of_all_control_groups(tmp_path):
         assert devices.cpu_quota(root, own) == quota
     own.write_text("0::/elsewhere/in/the/host\n")
     assert devices.cpu_quota(root, own) == 0.5
+
+
+def test_either_unit_computes_in_bf16(monkeypatch):
+    """None: a release of torch that does not say."""
+    for avx512, amx in product((True, False, None), repeat=2):
+        says = {"_is_avx512_bf16_supported": avx512, "_is_amx_tile_supported": amx}
+        functions = {name: lambda v=value: v for name, value in says.items() if value is not None}
+        monkeypatch.setattr(torch, "cpu", SimpleNamespace(**functions))
+        assert devices.has_bf16() == bool(avx512 or amx)
+
+
+def test_malloc_of_glibc_is_told_to_keep_freed_memory(monkeypatch):
+    """M_MMAP_MAX (-4) 0: no mmap; M_TRIM_THRESHOLD (-1) -1: never return memory."""
+    calls = []
+    library = SimpleNamespace(mallopt=lambda *call: calls.append(call))
+    monkeypatch.setattr(ctypes, "CDLL", {None: library}.__getitem__)
+    for libc in ("", "glibc"):
+        assert calls == []
+        monkeypatch.setattr(platform, "libc_ver", lambda libc=libc: (libc, "2.36"))
+        devices.keep_freed_memory()
+    assert calls == [(-4, 0), (-1, -1)]

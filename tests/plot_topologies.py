@@ -12,7 +12,7 @@ from pathlib import Path
 sys.path.insert(1, str(Path(__file__).resolve().parents[1]))
 
 from utils.report import plots
-from utils.run.files import read_json, read_json_lines
+from utils.run.files import json_lines, read_json
 
 # Of lines and their widths, so that no curve is hidden.
 STYLES = (("-", 9), ("-", 6), ("-", 3.5), ("--", 1.5))
@@ -21,7 +21,7 @@ path, *named = sys.argv[1:]
 runs, resumed = {}, None
 for word in named:
     label, _, folder = word.partition("=")
-    lines = read_json_lines(Path(folder) / "metrics.jsonl")
+    lines = list(json_lines(Path(folder) / "metrics.jsonl"))
     runs[label] = {line["step"]: line["loss"] for line in lines if line["split"] == "train"}
     resumed = read_json(Path(folder) / "args.json")["starts"][-1]["step"] or resumed
 reference, *others = runs.values()

@@ -33,7 +33,7 @@ import torch
 
 from utils.run import entry
 from utils.run.arguments import Parser
-from utils.run.files import read_json_lines
+from utils.run.files import json_lines
 
 HERE = Path(__file__).resolve().parent
 # The training scripts: next to this file in a copy, or one folder up.
@@ -75,7 +75,7 @@ def measure_script(command, processes=1, bf16=False, core=None):
         if core is not None:
             words, env["OMP_NUM_THREADS"] = ["taskset", "-c", str(core), *words], "1"
         subprocess.run(words, check=True, env=env, **QUIET)
-        lines = read_json_lines(Path(folder) / "metrics.jsonl")
+        lines = list(json_lines(Path(folder) / "metrics.jsonl"))
         return lines, json.loads((Path(folder) / "results.json").read_text())
 
 

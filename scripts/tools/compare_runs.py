@@ -54,7 +54,7 @@ def read_run(folder):
             "training script"
         )
     trained, evaluated = [], {"val": [], "test": []}
-    for line, _ in json_lines(path):
+    for line in json_lines(path):
         if line["split"] == "train":
             trained.append((line["step"], line["loss"], line["step_seconds"]))
         elif line["split"] in evaluated:

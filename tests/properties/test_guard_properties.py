@@ -6,7 +6,7 @@ import math
 
 import torch
 from harness.worlds import run_guards
-from hypothesis import example, given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 
@@ -15,21 +15,6 @@ from utils.run.failures import RunFailed
 
 STEPS = 6
 BAD = [math.nan, math.inf, -math.inf]
-
-
-QUIET = {
-    "size": 2,
-    "scaler": None,
-    "norms": True,  # whether norms are computed
-    # A step (None: never), a rank, a value; of a loss also the micro-batch.
-    "loss": (None, 0, math.nan, 0),
-    "norm": (None, 0, math.nan),
-    "weight": (None, 0, math.nan),
-    "signal": (None, 0),
-    "asked": None,
-    "late": False,  # it is asked after the vote of that step, when its save may begin
-    "checks": frozenset(),
-}
 
 
 @st.composite
@@ -75,6 +60,7 @@ def train(happens, watched, rank):
     watched.attach(voter)
     if 0 in happens["checks"]:
         watched.check(model)
+        assert watched.agreed == 0
     try:
         for step in range(1, STEPS + 1):
             guard.process.signaled |= happens["signal"] == (step, rank)
@@ -140,20 +126,8 @@ def expected(happens):
     return sorted(step for step in saves if step <= last), stop if stop <= STEPS else None, None
 
 
+@settings(max_examples=100)
 @given(runs())
-@example(QUIET | {"size": 3, "signal": (2, 2)})
-@example(QUIET | {"size": 1, "signal": (2, 0), "asked": 1})
-@example(QUIET | {"size": 1, "loss": (3, 0, math.inf, 1)})
-@example(QUIET | {"loss": (3, 1, math.nan, 0)})
-@example(QUIET | {"norm": (2, 1, math.inf)})
-@example(QUIET | {"norm": (2, 0, math.inf), "scaler": "fp16"})
-@example(QUIET | {"weight": (2, 1, math.nan), "checks": {4}})
-@example(QUIET | {"loss": (3, 1, math.nan, 0), "checks": {3}})
-@example(QUIET | {"loss": (3, 1, math.nan, 0), "checks": {4}})
-@example(QUIET | {"asked": 2, "checks": {0}})
-@example(QUIET | {"signal": (3, 1), "checks": {3}})
-@example(QUIET | {"asked": 3, "checks": {3}})
-@example(QUIET | {"asked": 3, "late": True, "checks": {3}})
 def test_all_processes_agree_and_save_nothing_that_diverged(happens):
     results = run_guards(
         happens["size"],

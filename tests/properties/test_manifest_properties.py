@@ -81,14 +81,12 @@ def test_nothing_that_the_manifest_says_may_change(path, data):
         file.write_bytes(content)
 
 
-@given(st.sampled_from([*CONTENTS, "shards"]), st.sampled_from(["", "another", "shards/1.distcp"]))
+@given(st.sampled_from([*CONTENTS, "shards"]), st.sampled_from(["", "another"]))
 def test_no_file_may_be_missing(path, name, new_name):
     """Not under another name either."""
     aside = path / new_name if new_name else path.with_name("aside")
-    assume(not (name == "shards" and new_name.startswith("shards")))
     (path / name).rename(aside)
-    missing = "shards/0.distcp" if name == "shards" else name
-    assert refused(path, f"{missing} is missing")
+    assert refused(path, "shards/0.distcp is missing" if name == "shards" else f"{name} is missing")
     aside.rename(path / name)
     assert manifest.verify(fakes.accelerator(), path)["arguments"] == SAVED["arguments"]
 
@@ -113,14 +111,9 @@ def test_nothing_may_be_added(kind, name, path):
         with pytest.raises(UserError, match="neither a file nor a folder"):
             manifest.refuse_links(path)
     added.unlink()
-    assert manifest.verify(fakes.accelerator(), path)
-
-
-@pytest.mark.parametrize("name", SYSTEM_FILES)
-def test_what_a_system_adds_is_harmless(name, path):
-    (path / "shards" / name).write_text("x")
+    for system_file in SYSTEM_FILES:  # but what a system adds is harmless
+        (path / "shards" / system_file).touch()
     assert manifest.verify(fakes.accelerator(), path)["files"].keys() == CONTENTS.keys()
-    (path / "shards" / name).unlink()
 
 
 JSON = st.recursive(
@@ -145,10 +138,10 @@ def test_what_is_no_checkpoint_is_said(path, tmp_path):
         manifest.verify(fakes.accelerator(), tmp_path / "none")
     newest = f"missing, unreadable or changed .the newest one in it is {path}.$"
     assert refused(path.parents[1], newest)
-    path.with_name("link").symlink_to(path)
+    link = tmp_path / "link"
+    link.symlink_to(path)
     with pytest.raises(UserError, match="is refused: it is a link"):
-        manifest.refuse_links(path.with_name("link"))
-    path.with_name("link").unlink()
+        manifest.refuse_links(link)
 
 
 def test_amended_values_are_sealed_too(tmp_path):

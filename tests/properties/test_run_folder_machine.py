@@ -35,7 +35,7 @@ from hypothesis.stateful import (
 
 from utils.run import manifest, process
 from utils.run.failures import RunFailed
-from utils.run.files import read_json_lines
+from utils.run.files import json_lines
 from utils.run.folder import RunFolder
 from utils.run.plan import Plan
 from utils.run.saves import FAILED_SAVES, Writer
@@ -314,7 +314,7 @@ class Folder(RuleBasedStateMachine):
             else:
                 assert written == before.keys()
                 self.saved = before
-            lines = read_json_lines(self.path / "metrics.jsonl")
+            lines = list(json_lines(self.path / "metrics.jsonl"))
             places = {(line["split"], line["step"]) for line in lines}
             for split in {"val", "checkpoint"} - {split for split, at in places if at == self.step}:
                 self.lines.pop((split, self.step), None)
@@ -376,7 +376,7 @@ class Folder(RuleBasedStateMachine):
 
     @invariant()
     def the_folder_holds_what_the_model_says(self):
-        lines = read_json_lines(self.path / "metrics.jsonl")
+        lines = list(json_lines(self.path / "metrics.jsonl"))
         values = [{name: line[name] for name in LINE if name in line} for line in lines]
         places = [(line["split"], line["step"]) for line in lines]
         assert len(set(places)) == len(places)

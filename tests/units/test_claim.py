@@ -59,15 +59,15 @@ def test_a_folder_and_the_lock_in_it_are_made(tmp_path, monkeypatch):
     assert folders | {(str(path / ".lock"), me())} <= set(synced)
 
 
+OURS = '{"arguments": {}, "data": {}, "command": []}'
+BEGUN = [".lock", ".args.json.7.writing", "checkpoints", "status.json", ".DS_Store", "Thumbs.db"]
+
+
 @pytest.mark.parametrize(
     ("files", "ours"),
     [
-        (
-            dict.fromkeys([".lock", ".args.json.7.writing", "checkpoints", "status.json"], "{}"),
-            True,
-        ),
-        ({".DS_Store": "", "Thumbs.db": ""}, True),  # of macOS and Windows
-        ({"args.json": '{"arguments": {}, "data": {}, "command": []}', "a.png": ""}, True),
+        (dict.fromkeys(BEGUN, "{}"), True),  # and what macOS and Windows add
+        ({"args.json": OURS, "a.png": ""}, True),
         ({".lock": "", "metrics.jsonl": ""}, False),
         ({"args.json": "[1]"}, False),
         ({"args.json": '{"arguments": {}, "command": []}'}, False),
@@ -84,44 +84,33 @@ def test_a_folder_of_something_else_is_no_place_for_a_run(files, ours, tmp_path)
 
 
 @pytest.mark.parametrize("error", [OSError(28, "No space left on device"), OSError("odd")])
-def test_a_folder_on_a_full_disk_is_refused(error, tmp_path, monkeypatch):
-    """By writing a file that is not empty: on a full disk an empty one can still be made."""
-    tried = []
+def test_a_folder_that_cannot_be_written_is_refused(error, tmp_path, monkeypatch):
+    """On a full disk a folder and an empty file can still be made: what is in the lock is synced."""
 
-    def write_bytes(path, data):
-        tried.append((path, len(data)))
-        path.touch()  # a part of it fits
+    def fsync(descriptor):
         raise error
 
-    monkeypatch.setattr(type(tmp_path), "write_bytes", write_bytes)
+    monkeypatch.setattr(os, "fsync", fsync)
     reason = error.strerror or "odd"
     refused(tmp_path / "run", f"^cannot write to --output_dir {tmp_path / 'run'}: {reason}$")
-    assert tried == [(tmp_path / "run" / ".probe", 65536)]
-    assert os.listdir(tmp_path / "run") == [".lock"]
     (tmp_path / "file").touch()
     refused(tmp_path / "file", r"cannot write to --output_dir .*/file: it is a file")
 
 
-@pytest.mark.parametrize("number", [errno.EAGAIN, errno.EACCES])
-def test_the_processes_of_a_killed_job_are_waited_for(number, tmp_path, monkeypatch):
-    (tmp_path / ".lock").write_text("process 7 on a-host-with-a-long-name-of-its-own.example.org\n")
-    locks = Locks(monkeypatch, 6.9, number)
-    with claim(tmp_path)[1]:
-        assert (tmp_path / ".lock").read_text() == me()
-    assert locks.now == pytest.approx(107) and len(locks.flags) == 36
-    assert set(locks.flags) == {module.fcntl.LOCK_EX | module.fcntl.LOCK_NB}
-
-
-@pytest.mark.parametrize(
-    ("owner", "named"), [("process 7 on a\n", "process 7 on a"), ("", "another process")]
-)
-def test_a_folder_that_stays_in_use_names_its_owner(owner, named, tmp_path, monkeypatch):
-    (tmp_path / ".lock").write_text(owner)
-    locks = Locks(monkeypatch, 60)
-    refused(
-        tmp_path, f"^{tmp_path} is in use by {named}: wait for it, or use another --output_dir$"
-    )
-    assert (tmp_path / ".lock").read_text() == owner and 107 < locks.now < 107.5
+def test_a_lock_is_waited_for_as_long_as_a_killed_job_may_take_to_end(tmp_path, monkeypatch):
+    lock = tmp_path / ".lock"
+    for number in (errno.EAGAIN, errno.EACCES):
+        lock.write_text("process 7 on a-host-with-a-long-name-of-its-own.example.org\n")
+        locks = Locks(monkeypatch, 6.9, number)
+        with claim(tmp_path)[1]:
+            assert lock.read_text() == me()
+        assert locks.now == pytest.approx(107) and len(locks.flags) == 36
+        assert set(locks.flags) == {module.fcntl.LOCK_EX | module.fcntl.LOCK_NB}
+    for owner, named in (("process 7 on a\n", "process 7 on a"), ("", "another process")):
+        lock.write_text(owner)
+        locks = Locks(monkeypatch, 60)
+        refused(tmp_path, f"^{tmp_path} is in use by {named}: wait for it, or use another --output")
+        assert lock.read_text() == owner and 107 < locks.now < 107.5
 
 
 def test_a_file_system_without_locks_is_used_all_the_same(tmp_path, monkeypatch, capsys):
@@ -135,11 +124,8 @@ def test_a_file_system_without_locks_is_used_all_the_same(tmp_path, monkeypatch,
 def test_the_lock_of_the_main_process_may_take_a_while_to_show(tmp_path, monkeypatch):
     """A network file system shows a new file to other machines after seconds."""
     owner, seconds = "process 7 on a", []
-    stages = [
-        lambda: (tmp_path / "run").mkdir(),
-        lambda: (tmp_path / "run" / ".lock").write_text("process 6"),
-        lambda: (tmp_path / "run" / ".lock").write_text(owner),
-    ]
+    lock = tmp_path / "run" / ".lock"
+    stages = [lock.parent.mkdir, lambda: lock.write_text("me"), lambda: lock.write_text(owner)]
 
     def sleep(delay):
         seconds.append(delay)

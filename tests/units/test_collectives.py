@@ -2,7 +2,6 @@
 
 import math
 import socket
-import threading
 from datetime import timedelta
 
 import pytest
@@ -56,64 +55,32 @@ def test_real_processes_exchange_values_over_gloo(tmp_path):
         assert results == [[[0], [1]], [0, 1], [0, -1]] and kept_alive
 
 
-def test_only_connections_are_kept_alive():
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        with socket.create_connection(server.getsockname()) as one, server.accept()[0] as other:
-            collectives.keep_alive()
-            for end in (one, other):
-                assert end.getsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE) == 1
-            one.sendall(b"still connected")
-            assert other.recv(100) == b"still connected"
-        assert server.getsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE) == 0  # nobody at its end
-
-
-def test_who_runs_a_function_and_when_and_who_has_its_result(world):
-    order, arrived, lock = [], [], threading.Lock()
-
-    def call(run):
-        def process(mine):
-            def function():
-                with lock:
-                    order.append(mine.process_index)
-                return mine.process_index * 10
-
-            return run(mine, function)
-
-        order.clear()
-        return process
-
-    def wait(mine):
-        arrived.append(mine.process_index)
-        collectives.wait_for_all(mine)
-        return len(arrived)
-
-    assert world(4).run(wait) == [4] * 4
-    assert world(3).run(call(collectives.run_on_main)) == [0] * 3 and order == [0]
-    assert world(3).run(call(collectives.run_on_all)) == [0, 10, 20]
-    assert world(4, machines=2).run(call(local_main_first)) == [0, 10, 20, 30]
-    assert sorted(order[:2]) == [0, 2] and sorted(order[2:]) == [1, 3]
-
-
-@pytest.mark.parametrize("bad", [0, 1])
 @pytest.mark.parametrize("run", [collectives.run_on_main, local_main_first, collectives.run_on_all])
-def test_an_error_on_any_process_is_raised_on_every_one(run, bad, world):
-    """And of several errors that of the lowest rank."""
+def test_who_runs_a_function_and_when_and_who_has_its_result_or_error(run, world):
+    """Of several errors, that of the lowest rank."""
+    order = []
 
     def process(mine):
-        def fail():
-            if mine.process_index >= bad:
+        def function():
+            order.append(mine.process_index)
+            if mine.process_index >= fails_from:
                 raise UserError(f"of rank {mine.process_index}")
-            return "fine"
+            return mine.process_index * 10
 
-        return run(mine, fail)
+        return run(mine, function)
 
-    results = world(2).run(process)
-    if bad and run is collectives.run_on_main:
-        assert results == ["fine", "fine"]
-    else:
-        assert [(type(error), str(error)) for error in results] == [
-            (UserError, f"of rank {bad}")
-        ] * 2
+    fails_from = 4
+    is_main = run is collectives.run_on_main
+    assert world(4, machines=2).run(process) == ([0] * 4 if is_main else [0, 10, 20, 30])
+    assert sorted(order) == ([0] if is_main else [0, 1, 2, 3])
+    assert run is not local_main_first or sorted(order[:2]) == [0, 2]
+    for fails_from in (0, 1):
+        results = world(2).run(process)
+        if fails_from and is_main:
+            assert results == [0, 0]
+        else:
+            line = f"of rank {fails_from}"
+            assert [(type(e), str(e)) for e in results] == [(UserError, line)] * 2
 
 
 @pytest.mark.parametrize("run", [collectives.run_on_main, collectives.run_on_all])
@@ -136,15 +103,12 @@ def test_an_unknown_error_keeps_its_name_and_a_known_one_its_line(run, world, ca
     assert capsys.readouterr().err == ""
 
 
-NAN = math.nan
-
-
 @pytest.mark.parametrize(
     ("values", "agreed"),
     [
         ([(0.5, 0.0), (0.5 + 1e-7, 1e-12)], (0.5, 0.0)),
         ([(0.5 + 1e-7, None), (0.5, None)], (0.5 + 1e-7, None)),
-        ([(NAN, 1.0)] * 2, (NAN, 1.0)),
+        ([(math.nan, 1.0)] * 2, (math.nan, 1.0)),
         ([(0.5, None), (0.6, None)], None),
         ([(0.5, 2.0), (0.5, 2.1)], None),
     ],

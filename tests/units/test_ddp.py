@@ -13,12 +13,6 @@ from utils.run import ddp
 from utils.run.failures import UserError
 
 
-@pytest.fixture
-def alone():
-    with group_of_one():
-        yield
-
-
 class Counting(nn.Module):
     """Counts its forward passes in a buffer, and makes other ones in the first of them."""
 
@@ -75,11 +69,12 @@ def test_a_warm_up_names_what_a_restart_or_ddp_would_not_take(
     assert "no gradient" not in capsys.readouterr().err
 
 
-def test_ddp_refuses_an_unused_parameter_in_one_line(alone, capsys):
-    for how in (dict(find_unused_parameters=True), dict(static_graph=True)):
-        warm_up(DistributedDataParallel(Counting(), **how))
-    with pytest.raises(UserError, match=r"reaches module.unused.weight .*find_unused"):
-        warm_up(DistributedDataParallel(Counting()))
-    mesh = torch.distributed.init_device_mesh("cpu", (1,))
-    warm_up(fully_shard(Counting(), mesh=mesh))  # shards may have no gradient
+def test_ddp_refuses_an_unused_parameter_in_one_line(capsys):
+    with group_of_one():
+        for how in (dict(find_unused_parameters=True), dict(static_graph=True)):
+            warm_up(DistributedDataParallel(Counting(), **how))
+        with pytest.raises(UserError, match=r"reaches module.unused.weight .*find_unused"):
+            warm_up(DistributedDataParallel(Counting()))
+        mesh = torch.distributed.init_device_mesh("cpu", (1,))
+        warm_up(fully_shard(Counting(), mesh=mesh))  # shards may have no gradient
     assert capsys.readouterr().err == ""

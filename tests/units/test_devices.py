@@ -11,7 +11,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from utils.run import cgroups, devices, launcher
+from utils.run import devices, launcher
 from utils.run.failures import UserError
 
 
@@ -62,53 +62,44 @@ def test_gpus_compute_the_same_bits_after_a_restart_or_are_fast(calls, monkeypat
     assert os.environ["CUBLAS_WORKSPACE_CONFIG"] == ":16:8"  # a person's choice
 
 
-@pytest.mark.parametrize(
-    ("gpus", "processes", "fits"),
-    [(4, 8, 4), (7, 8, 4), (8, 9, 8), (1, 2, 1), (12, 16, 8), (2, 4, 2), (3, 4, 2)],
-)
-def test_too_few_gpus_name_the_largest_configuration_that_fits(gpus, processes, fits, monkeypatch):
-    monkeypatch.setenv("LOCAL_WORLD_SIZE", str(processes))
-    has = f"has {gpus} GPU{'s' if gpus > 1 else ''}: use {fits}gpu.yaml"
-    with pytest.raises(
-        UserError, match=f"^9gpu.yaml starts {processes} processes .*{has}$"
-    ) as error:
-        devices.set_up_gpus("9gpu.yaml", gpus, deterministic=True)
-    assert error.value.rank_variable == "LOCAL_RANK"
+def test_too_few_gpus_name_the_largest_configuration_that_fits(monkeypatch):
+    for gpus, fits in ((1, 1), (2, 2), (3, 2), (4, 4), (7, 4), (8, 8), (12, 8)):
+        monkeypatch.setenv("LOCAL_WORLD_SIZE", str(gpus + 1))
+        has = f"has {gpus} GPU{'s' if gpus > 1 else ''}: use {fits}gpu.yaml"
+        with pytest.raises(UserError, match=f"^9gpu.yaml starts {gpus + 1} .*{has}$") as error:
+            devices.set_up_gpus("9gpu.yaml", gpus, deterministic=True)
+        assert error.value.rank_variable == "LOCAL_RANK"
 
 
-@pytest.mark.parametrize(
-    ("native", "processes", "lacks"),
-    [([False], 1, 0), ([True, False], 2, 1), ([True], 1, None), ([True, False], 1, None)],
-)
-def test_bf16_needs_gpus_that_compute_in_it(native, processes, lacks, monkeypatch):
+def test_bf16_needs_gpus_that_compute_in_it(monkeypatch):
     """PyTorch by default also calls a GPU that emulates it able to compute in it."""
-    current = []
+    current, native = [], []
 
     @contextlib.contextmanager
     def use(device):
-        current.append(device)
+        current[:] = [device]
         yield
-        current.pop()
 
     def is_supported(including_emulation=True):
-        return including_emulation or native[current[-1]]
+        return including_emulation or native[current[0]]
 
-    monkeypatch.setenv("LOCAL_WORLD_SIZE", str(processes))
     monkeypatch.setattr(torch.cuda, "device", use)
     monkeypatch.setattr(torch.cuda, "is_bf16_supported", is_supported)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: f"GPU {device}")
-    if lacks is None:
-        devices.check_bf16("a.yaml")
-        return
-    with pytest.raises(UserError, match=f"^a.yaml .*GPU {lacks} only emulates.* fp16,") as error:
-        devices.check_bf16("a.yaml")
-    assert error.value.rank_variable == "LOCAL_RANK"
+    native[:] = [True, False]
+    devices.check_bf16("a.yaml")  # one process uses the first
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
+    for lacks in (1, 0):
+        native[:] = [lacks == 1, False]
+        says = f"^a.yaml .*GPU {lacks} only emulates.* fp16,"
+        with pytest.raises(UserError, match=says) as error:
+            devices.check_bf16("a.yaml")
+        assert error.value.rank_variable == "LOCAL_RANK"
 
 
 # ---------------------------------------------------------------------------------------------- CPU
 
 
-EMULATED = "this CPU has no native bf16 and emulates it"
 FASTER = "this CPU has native bf16, 1.5x to 4x faster"
 NO_GPU = "NO GPU FOUND: 4gpu.yaml runs on the CPU with 1 process, precision {}. This is fine"
 
@@ -121,8 +112,7 @@ NO_GPU = "NO GPU FOUND: 4gpu.yaml runs on the CPU with 1 process, precision {}. 
         (False, "fp16", True, True, "no", NO_GPU.format("no")),
         (False, "no", True, True, "no", NO_GPU.format("no")),
         (False, None, True, True, None, FASTER),  # a script on its own
-        (True, "bf16", False, False, "bf16", EMULATED),
-        (True, "bf16", True, True, "bf16", None),
+        (True, "bf16", False, True, "bf16", None),
         (True, "no", True, True, "no", FASTER),
         (True, "no", True, False, "no", None),
         (True, "no", False, True, "no", None),
@@ -142,46 +132,47 @@ def test_the_precision_on_a_cpu(
         assert os.environ.get("ACCELERATE_MIXED_PRECISION") == gets
         said = capsys.readouterr().err
         assert said.startswith(f"*** {says}") if says and rank == "0" else said == ""
-
-
-def test_fp16_on_a_cpu_is_refused(calls, monkeypatch):
     monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", "fp16")
     with pytest.raises(UserError, match="fp16 silently computes in float32 on a CPU"):
-        devices.set_up_cpu("4gpu.yaml", wants_cpu=True, training=False)
+        devices.set_up_cpu("4gpu.yaml", wants_cpu=True, training=training)
 
 
-@pytest.mark.parametrize(
-    ("option", "variable", "threads"),
-    [
-        ("3", "4", 3),
-        (None, " 4 , 2", 4),
-        (None, "0", None),
-        (None, "²", None),
-        (None, "４", None),
-        (None, None, None),
-        ("x", "4", None),
-    ],
-)
-def test_the_threads_that_a_person_asked_for(option, variable, threads, monkeypatch):
-    options = {"--num_cpu_threads_per_process": option}
-    monkeypatch.setattr(launcher, "option", options.__getitem__)
-    monkeypatch.setattr(launcher, "variable", {"OMP_NUM_THREADS": variable}.__getitem__)
-    monkeypatch.setattr(devices, "cores_per_process", lambda: 12)
-    assert devices.threads_per_process() == (threads or 12)
-
-
-def test_the_cores_of_this_process(monkeypatch):
+def test_the_threads_of_this_process(monkeypatch):
+    """Those that a person asked for, or its share of the cores: of its affinity, or of its quota."""
     monkeypatch.setattr(os, "sched_getaffinity", {0: {3, 5, 6}}.__getitem__)
     monkeypatch.setattr(os, "cpu_count", lambda: 7)
     for quota, cores in ((math.inf, 3), (1.9, 1), (0.5, 1), (2.0, 2)):
-        monkeypatch.setattr(cgroups, "cpu_quota", lambda quota=quota: quota)
+        monkeypatch.setattr(devices, "cpu_quota", lambda quota=quota: quota)
         assert devices.cores() == cores
-    monkeypatch.setattr(cgroups, "cpu_quota", lambda: math.inf)
+    monkeypatch.setattr(devices, "cpu_quota", lambda: math.inf)
     monkeypatch.delattr(os, "sched_getaffinity")  # macOS
     for processes, cores in ((None, 7), ("2", 3), ("4", 1), ("16", 1)):
         if processes:
             monkeypatch.setenv("LOCAL_WORLD_SIZE", processes)
         assert devices.cores_per_process() == cores
+    for asked, variable, threads in (("3", "4", 3), (None, "4", 4), (None, "0", 1), ("x", None, 1)):
+        options = {"--num_cpu_threads_per_process": asked}
+        monkeypatch.setattr(launcher, "option", options.__getitem__)
+        monkeypatch.setattr(launcher, "variable", {"OMP_NUM_THREADS": variable}.__getitem__)
+        assert devices.threads_per_process() == threads
+
+
+def test_the_quota_is_the_least_of_all_control_groups(tmp_path):
+    """The path of a group may have colons; in a container it may be that on the host."""
+    root, own = tmp_path / "root", tmp_path / "own"
+    group = root / "X:b" / "job"
+    group.mkdir(parents=True)
+    (tmp_path / "cpu.max").write_text("1 100\n")  # beside the groups
+    for groups in (None, "3:cpu:/other\n", "3:cpu:/other\n0::/X:b/job\n"):
+        if groups:
+            own.write_text(groups)
+        assert devices.cpu_quota(root, own) == math.inf
+    limits = ((group, "150000 100000", 1.5), (group.parent, "max 100000", 1.5))
+    for folder, limit, quota in (*limits, (root, "50 100", 0.5)):
+        (folder / "cpu.max").write_text(f"{limit}\n")
+        assert devices.cpu_quota(root, own) == quota
+    own.write_text("0::/elsewhere/in/the/host\n")
+    assert devices.cpu_quota(root, own) == 0.5
 
 
 def test_either_unit_computes_in_bf16(monkeypatch):
@@ -193,12 +184,13 @@ def test_either_unit_computes_in_bf16(monkeypatch):
         assert devices.has_bf16() == bool(avx512 or amx)
 
 
-@pytest.mark.parametrize("libc", ["glibc", ""])
-def test_malloc_is_told_to_keep_freed_memory(libc, monkeypatch):
+def test_malloc_of_glibc_is_told_to_keep_freed_memory(monkeypatch):
     """M_MMAP_MAX (-4) 0: no mmap; M_TRIM_THRESHOLD (-1) -1: never return memory."""
     calls = []
-    monkeypatch.setattr(platform, "libc_ver", lambda: (libc, "2.36"))
     library = SimpleNamespace(mallopt=lambda *call: calls.append(call))
     monkeypatch.setattr(ctypes, "CDLL", {None: library}.__getitem__)
-    devices.keep_freed_memory()
-    assert calls == ([(-4, 0), (-1, -1)] if libc else [])
+    for libc in ("", "glibc"):
+        assert calls == []
+        monkeypatch.setattr(platform, "libc_ver", lambda libc=libc: (libc, "2.36"))
+        devices.keep_freed_memory()
+    assert calls == [(-4, 0), (-1, -1)]

@@ -27,9 +27,9 @@ def test_each_kind_of_path_that_is_no_file_is_named(tmp_path):
 
 def test_lines_are_read_up_to_the_one_that_was_being_written(tmp_path):
     (tmp_path / "a.jsonl").write_text('{"step": 1}\n{"step": 2}\n{"st\n{"step": 4}\n')
-    assert files.read_json_lines(str(tmp_path / "a.jsonl")) == [{"step": 1}, {"step": 2}]
+    assert list(files.json_lines(str(tmp_path / "a.jsonl"))) == [{"step": 1}, {"step": 2}]
     (tmp_path / "b.jsonl").write_bytes(b'{"step": 1}\n\xff\xfe\n')
-    assert files.read_json_lines(tmp_path / "b.jsonl") == [{"step": 1}]
+    assert list(files.json_lines(tmp_path / "b.jsonl")) == [{"step": 1}]
 
 
 def test_a_file_is_replaced_only_when_the_new_one_is_on_disk(tmp_path, monkeypatch):

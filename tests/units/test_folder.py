@@ -91,10 +91,11 @@ def checkpoint_of(path, step):
 # ---------------------------------------------------------------------------------------- start
 
 
-def test_a_new_run(tmp_path, capsys):
+def test_a_run_begins_and_continues(tmp_path, capsys, monkeypatch):
+    monkeypatch.setenv("RUN_FOLDER_FILE", str(tmp_path / "job.folder"))
     here, logger = accelerator(), Logger()
-    run = opened(tmp_path / "mine", using=here, loggers=[logger], note=print)
-    assert run.path == tmp_path / "mine" and run.is_main and run.init_from is None
+    run = opened(tmp_path / "a", using=here, loggers=[logger], note=print, init_from="elsewhere")
+    assert run.path == tmp_path / "a" and run.is_main and run.init_from == "elsewhere"
     assert (run.finished, run.progress, run.evaluation_due) == (None, {}, False)
     assert not (run.path / "args.json").exists()  # no records yet
     assert run.start() == 0 and not here.loaded
@@ -108,20 +109,13 @@ def test_a_new_run(tmp_path, capsys):
     each = "7 per epoch, each of which leaves out 1 sample, less than a batch"
     assert printed == f"14 steps, {each}; output in {run.path}\nstarting at step 0\n"
     assert logger.calls == [("start", written["run_id"], "running")]
-
-
-def test_a_run_continues(tmp_path, capsys, monkeypatch):
-    monkeypatch.setenv("RUN_FOLDER_FILE", str(tmp_path / "job.folder"))
-    run = started(tmp_path / "run", init_from="elsewhere")
-    assert run.init_from == "elsewhere"
     save(run, 7, config={"width": 3})
     run.log("val", 7, score=0.5, loss=0.25)
     run.save_due(8)
-    here = accelerator()
+    capsys.readouterr()
     again = opened(run.path, using=here, init_from="elsewhere")
     assert again.progress.items() >= {"step": 7, "score": 0.5, "config": {"width": 3}}.items()
     assert again.finished is None and again.init_from is None  # it has weights of its own
-    capsys.readouterr()
     assert again.start() == 7 and not again.evaluation_due
     newest = run.path / "checkpoints" / "step_00000007"
     assert here.loaded == [(str(newest), "cpu")]
@@ -129,31 +123,6 @@ def test_a_run_continues(tmp_path, capsys, monkeypatch):
     assert json.loads((run.path / "args.json").read_text())["run_id"] == run.run_id == again.run_id
     assert status(run.path)["reason"] == "from step 7" and status(run.path)["step"] == 7
     assert (tmp_path / "job.folder").read_text() == f"{run.path}\n7\n"
-
-
-@pytest.mark.parametrize("retry", [True, False])
-def test_the_first_error_of_a_run_is_recorded(retry, tmp_path):
-    run = started(tmp_path / "mine")
-    save(run, 3)
-    run.hang = "rank 1 is in a loop"
-    again = [AGAIN] if retry else []
-    assert process.state.failed("the loss is wrong", retry) == (True, [run.hang, *again])
-    assert process.state.failed("lost contact", True) == (False, [run.hang, AGAIN])
-    state = status(run.path)
-    assert (state["state"], state["reason"]) == ("failed", f"the loss is wrong\n{run.hang}")
-    assert state["next"] == (AGAIN if retry else None)
-
-
-def test_what_changed_since_a_checkpoint_is_said(tmp_path, capsys, script):
-    save(started(tmp_path), 3)
-    started(tmp_path)
-    assert "warning" not in capsys.readouterr().out
-    script.write_text("2")
-    started(tmp_path, LONGER, using=accelerator(mixed_precision="bf16"))
-    printed = capsys.readouterr().out
-    assert "warning: changed since that checkpoint: mixed precision no -> bf16. The " in printed
-    assert f"warning: {script} has changed since this run started" in printed
-    assert "\nlength changed from 14 to 28 steps\n" in printed
 
 
 def test_another_runs_checkpoint_is_not_changed(tmp_path):
@@ -167,9 +136,15 @@ def test_another_runs_checkpoint_is_not_changed(tmp_path):
     ours.log("val", 7, score=0.5)
     assert not ours.evaluation_due and (theirs / "manifest.json").read_bytes() == before
     assert metrics(tmp_path / "ours", "val")[0]["score"] == 0.5
-    process.state.failed("the disk is full", True)
+    ours.hang = "rank 1 is in a loop"
+    assert process.state.failed("it is wrong", False) == (True, [ours.hang])  # the first one
+    assert process.state.failed("lost contact", True) == (False, [ours.hang, AGAIN])
+    state = status(ours.path)
+    assert (state["state"], state["reason"]) == ("failed", f"it is wrong\n{ours.hang}")
+    assert state["next"] is None
     fork = started(tmp_path / "fork", resume=str(theirs))  # without a checkpoint of its own
     assert process.state.failed("the disk is full", True) == (True, [AGAIN])
+    assert status(fork.path)["next"] == AGAIN
     assert process.state.preempted("stopped") == AGAIN and fork.saves.newest_step == 7
     with pytest.raises(UserError, match="step_00000007 belongs to a run with other arguments"):
         opened(tmp_path / "others", resume=str(theirs), model="other")
@@ -202,15 +177,13 @@ def test_what_a_checkpoint_records_and_how_time_is_counted(tmp_path, monkeypatch
     line = json.loads((tmp_path / "metrics.jsonl").read_text().splitlines()[-1])
     assert line["step_seconds"] == 5  # a save is not training time
     assert list(run.timed([1, 2])) == [1, 2]
+    run.save_asked = True
+    assert [run.save_due(step) for step in (5, 5, 6)] == [True, False, True]
+    with pytest.raises(ValueError, match="a test split never chooses"):
+        run.log("test", 7, score=0.5)
     again = started(tmp_path)
     clock.now += 5
     assert again.train_seconds() == 35.0  # without the time between the two
-
-
-def test_a_save_that_is_asked_for_is_due_once(tmp_path):
-    run = started(tmp_path)
-    run.save_asked = True
-    assert [run.save_due(step) for step in (1, 2, 3)] == [True, False, True]
 
 
 def test_the_other_processes_neither_write_nor_print_and_decide_as_the_first(
@@ -243,30 +216,7 @@ def test_the_other_processes_neither_write_nor_print_and_decide_as_the_first(
     assert not loggers[1].calls
 
 
-def test_a_test_split_has_no_score(tmp_path):
-    with pytest.raises(ValueError, match="a test split never chooses"):
-        started(tmp_path).log("test", 7, score=0.5)
-
-
 # ------------------------------------------------------------------------------------------ end
-
-
-@pytest.mark.parametrize("name", ["SIGUSR1", None])
-def test_a_stopped_run(name, tmp_path, capsys, monkeypatch):
-    monkeypatch.setattr(process, "signal_name", lambda: name)
-    here = accelerator()
-    run = started(tmp_path, using=here)
-    save(run, 3)
-    run.save_due(4)
-    with pytest.raises(SystemExit) as caught:
-        run.exit_preempted(6)
-    assert caught.value.code == process.PREEMPTED == 75 and here.ended
-    reason = f"stopped by {name or 'a signal to another process'} at step 6, saved at step 3"
-    assert capsys.readouterr().out.endswith(f"{reason}: {AGAIN}\n")
-    expected = dict(state="preempted", reason=reason, time=None, step=3, next=AGAIN)
-    assert {**status(tmp_path), "time": None} == expected
-    process.state.preempted("stopped in a step")  # by a signal that does not wait for the step
-    assert status(tmp_path) | {"time": None} == expected | {"reason": "stopped in a step"}
 
 
 def test_a_finished_run(tmp_path, capsys, monkeypatch):

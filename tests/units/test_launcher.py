@@ -51,29 +51,18 @@ def started_by(monkeypatch):
     launcher.find.cache_clear()
 
 
-@pytest.mark.parametrize(
-    ("words", "known"),
-    [
-        *[(["/venv/bin/" + name, "launch", "train.py"], True) for name in launcher.PROGRAMS],
-        *[([PYTHON, "-u", "-m", name, "train.py"], True) for name in launcher.MODULES],
-        (TORCHRUN, True),
-        ([PYTHON, "-X", "faulthandler", "-u", "/venv/bin/torchrun", "train.py"], True),
-        (["bash", "-c", "torchrun train.py"], False),
-        (["vim", "torchrun.txt"], False),
-    ],
-)
-def test_a_launcher_is_known_by_its_program_or_module(words, known, started_by):
-    [parent] = started_by(words)
-    assert launcher.find() is (parent if known else None)
-
-
-def test_the_nearest_launcher_among_the_parents(started_by):
-    parents = started_by(["sh", "train.sh"], ["", "a", "b X"], TORCHRUN, ["accelerate", "launch"])
-    assert launcher.find() is parents[2]
-    started_by(["bash"], [], ["sshd"])
-    assert launcher.find() is None
-    started_by(None, TORCHRUN)  # it has ended
-    assert launcher.find() is None
+def test_a_launcher_is_known_by_its_program_or_module(started_by):
+    """The nearest one among the parents, also if one of these has ended."""
+    known = [["/venv/bin/" + name, "launch", "train.py"] for name in launcher.PROGRAMS]
+    known += [[PYTHON, "-u", "-m", name, "train.py"] for name in launcher.MODULES]
+    known += [TORCHRUN, [PYTHON, "-X", "faulthandler", "-u", "/venv/bin/torchrun", "train.py"]]
+    unknown = [["bash", "-c", "torchrun train.py"], ["vim", "torchrun.txt"], ["", "a", "b X"], []]
+    for words in known:
+        parents = started_by(*unknown, words, TORCHRUN)
+        assert launcher.find() is parents[4]
+    for commands in (unknown, [None, TORCHRUN]):
+        started_by(*commands)
+        assert launcher.find() is None
 
 
 def test_options_of_the_launcher(started_by):
@@ -114,26 +103,17 @@ def test_variables_of_one_of_several_processes_are_refused_and_gone(name, starte
     assert launcher.check_variables() is None
 
 
-def test_an_elastic_launcher_in_a_step_of_mpi(started_by, monkeypatch):
-    """`srun` starts one launcher per node: its variables describe the launchers."""
-    started_by(["bash"])
-    for name, value in {**OF_TORCHRUN, "PMI_RANK": "3", "PMI_SIZE": "3"}.items():
-        monkeypatch.setenv(name, value)
-    assert launcher.check_variables() is None and launcher.is_elastic()
-    assert "PMI_RANK" not in os.environ and "PMI_SIZE" not in os.environ
-    assert os.environ["RANK"] == os.environ["WORLD_SIZE"] == "3"
-
-
-@pytest.mark.parametrize("missing", launcher.COMPLETE)
-def test_the_variables_of_torchrun_are_believed_if_they_are_complete(
-    missing, started_by, monkeypatch
-):
-    """Whatever program started this one."""
-    started_by(["bash"])
-    for name in {*OF_TORCHRUN} - {missing}:
-        monkeypatch.setenv(name, OF_TORCHRUN[name])
-    assert not launcher.is_elastic()
-    assert " are set, as for one of several processes, but" in str(launcher.check_variables())
+def test_the_variables_of_torchrun_are_believed_if_they_are_complete(started_by, monkeypatch):
+    """Whatever program started this one. Those of MPI, as in a step of `srun`, go."""
+    for missing in (*launcher.COMPLETE, None):
+        started_by(["bash"])
+        for name, value in {**OF_TORCHRUN, "PMI_RANK": "3"}.items():
+            monkeypatch.setenv(name, value)
+        monkeypatch.delenv(str(missing), raising=False)
+        error = launcher.check_variables()
+        assert launcher.is_elastic() == (missing is None) == (error is None)
+        assert error is None or " are set, as for one of several processes, but" in str(error)
+        assert "PMI_RANK" not in os.environ
 
 
 def test_a_launcher_that_has_ended_is_named_at_once(started_by, monkeypatch):

@@ -50,16 +50,12 @@ def test_only_a_quick_check_empties_the_folder_that_one_left(flag, tmp_path, mon
     for name in (".lock", "a.png", "z.txt", "checkpoints/step_1/a"):
         (tmp_path / name).touch()
     refused(tmp_path, f"--{flag} False", {flag: False})
-    assert (tmp_path / "a.png").exists() and (tmp_path / "args.json").exists()
-    removed, unlink = [], type(tmp_path).unlink
-    monkeypatch.setattr(
-        type(tmp_path),
-        "unlink",
-        lambda self, **more: removed.append(self.name) or unlink(self, **more),
-    )
+    assert (tmp_path / "a.png").exists()
+    kind, removed = type(tmp_path), []
+    unlink = kind.unlink
+    monkeypatch.setattr(kind, "unlink", lambda path: removed.append(path.name) or unlink(path))
     assert look(tmp_path, {flag: True}).run_id is None
-    assert os.listdir(tmp_path) == [".lock"]  # which is held
-    assert removed[-1] == "args.json"
+    assert removed[-1] == "args.json" and os.listdir(tmp_path) == [".lock"]  # which is held
     run_in(tmp_path, {flag: False})
     refused(tmp_path, f"--{flag} True", {flag: True})
 
@@ -73,13 +69,14 @@ def test_a_run_is_continued_with_its_own_arguments_only(tmp_path):
     both = r"--lr 1 \(was 0.1\), --model gpt \(was net\), data x \(was cifar\)\. Use another"
     says = f"^{tmp_path} belongs to a run with other arguments: {both}"
     refused(tmp_path, says, other, data="x")
-    refused(
-        tmp_path,
-        r"arguments: data x \(was cifar\)\. Use .*, or the earlier values\. To",
-        OWN,
-        {"data"},
-        data="x",
-    )
+    refused(tmp_path, r": data x \(was cifar\)\. Use .*, or the earlier values\. To", data="x")
+    # The checksum of the data says that they are the same at another path; without one, paths count.
+    here, there = {**OWN, "dataset": "/a/photos"}, {**OWN, "dataset": "/b/pictures"}
+    run_in(tmp_path, here)
+    look(tmp_path, there)
+    refused(tmp_path, "data imagenet .was cifar", there, data="imagenet")
+    with pytest.raises(UserError, match=r"--dataset /b/pictures .was /a/photos"):
+        check_same({"arguments": here, "data": {}}, Identity(there, {}, set(), "auto"), tmp_path)
 
 
 def test_weights_are_offered_only_to_the_same_model():
@@ -97,39 +94,29 @@ def test_weights_are_offered_only_to_the_same_model():
 def test_a_fork_may_be_trained_in_another_way_but_is_of_the_same_model_and_data(
     tmp_path, monkeypatch
 ):
-    place = tmp_path / "step_00000003"
+    place, folder = tmp_path / "step_00000003", tmp_path / "run"
     contents = {"arguments": OWN, "data": {"data": "cifar"}, "progress": {"step": 3}}
     monkeypatch.setattr(opening.checkpoint, "find", lambda *_: (place, contents))
-    start = look(tmp_path / "run", OWN | {"lr": 1}, resume=str(place))
+    start = look(folder, OWN | {"lr": 1}, resume=str(place))
     assert start.changes == ["--lr 1 (was 0.1)"] and start.checkpoint == place
     with pytest.raises(UserError, match="ask for 2 steps, but the run has taken 3 already"):
-        find(fakes.accelerator(), tmp_path / "run", identity(), Plan(2, 5))
+        find(fakes.accelerator(), folder, identity(), Plan(2, 5))
     for who, more in ((OWN | {"model": "gpt"}, {}), (OWN, {"data": "x"})):
-        refused(tmp_path / "run", "other arguments", who, resume=str(place), **more)
-    refused(tmp_path / "run", "other arguments", OWN | {"lr": 1})  # not of its own checkpoint
-    seeded = OWN | {"seed": 0}
-    contents["arguments"] = seeded
-    start = look(tmp_path / "run", OWN | {"seed": 1}, resume=str(place))
-    assert start.changes == ["--seed 1 (was 0)"]
-    contents["data"] = {}  # nothing says that the held-out samples are the same
-    unknown = Identity(OWN | {"seed": 1}, {}, set(), str(place))
-    with pytest.raises(UserError, match=r"other arguments: .*--seed 1"):
-        find(fakes.accelerator(), tmp_path / "run", unknown, Plan(10, 5))
+        refused(folder, "other arguments", who, resume=str(place), **more)
+    refused(folder, "other arguments", OWN | {"lr": 1})  # not of its own checkpoint
+
+
+def test_another_seed_may_hold_out_other_samples(tmp_path, monkeypatch):
+    place, folder, other = tmp_path / "step_00000003", tmp_path / "run", OWN | {"seed": 1}
+    contents = {"arguments": OWN | {"seed": 0}, "progress": {"step": 3}}
+    monkeypatch.setattr(opening.checkpoint, "find", lambda *_: (place, contents))
     contents["data"] = {"data": "cifar"}
-    with pytest.raises(UserError) as error:
-        look(tmp_path / "run", seeded, data="x", resume=str(place))
-    assert "--seed" not in str(error.value)
-    contents["arguments"] = OWN
-    other = {"data": "x", "resume": str(place)}
-    refused(tmp_path / "run", "--seed, which may choose what is held", OWN | {"seed": 1}, **other)
-
-
-def test_the_same_data_may_be_at_another_path(tmp_path):
-    """Its checksum says that it is the same; without one, the path counts."""
-    here, there = {**OWN, "dataset": "/a/photos"}, {**OWN, "dataset": "/b/pictures"}
-    run_in(tmp_path, here)
-    look(tmp_path, there)
-    refused(tmp_path, "data imagenet .was cifar", there, data="imagenet")
-    earlier = {"arguments": here, "data": {}}
-    with pytest.raises(UserError, match=r"--dataset /b/pictures .was /a/photos"):
-        check_same(earlier, Identity(there, {}, set(), "auto"), tmp_path)
+    assert look(folder, other, resume=str(place)).changes == ["--seed 1 (was 0)"]
+    for seed, named in ((0, False), (1, True)):
+        with pytest.raises(UserError) as error:
+            look(folder, OWN | {"seed": seed}, data="x", resume=str(place))
+        assert ("--seed, which may choose what is held out" in str(error.value)) == named
+    contents["data"] = {}  # nothing says that it is the same
+    with pytest.raises(UserError, match=r"other arguments: .*--seed 1"):
+        unknown = Identity(other, {}, set(), str(place))
+        find(fakes.accelerator(), folder, unknown, Plan(10, 5))

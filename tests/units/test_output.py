@@ -15,34 +15,25 @@ def direct(number, path, flags=os.O_RDWR | os.O_CREAT):
     os.close(target)
 
 
-def test_each_line_is_written_at_once_and_to_its_own_stream(tmp_path):
+@pytest.mark.parametrize("encoding", ["ascii", "utf-8", None])
+def test_each_line_is_written_at_once_to_its_own_stream(encoding, tmp_path):
+    """Letters that the encoding lacks are escaped."""
+
     def process(_rank):
         for number, name in ((1, "out"), (2, "err")):
             direct(number, tmp_path / name)
-        sys.stdout = open(1, "w", closefd=False)  # noqa: SIM115
+        sys.stdout = open(1, "w", encoding=encoding, closefd=False) if encoding else None  # noqa: SIM115
         print("before")
         output.protect()
         output.protect()  # drops the first streams; the descriptors stay open
-        print("a line")
-        print("a warning", file=sys.stderr)
-        return [(tmp_path / name).read_text() for name in ("out", "err")], (
-            sys.__stdout__ is sys.stdout and sys.__stderr__ is sys.stderr
-        )
-
-    assert in_forks(process) == [(["before\na line\n", "a warning\n"], True)]
-
-
-@pytest.mark.parametrize("encoding", ["ascii", "utf-8", None])
-def test_letters_that_the_encoding_lacks_are_escaped(encoding, tmp_path):
-    def process(_rank):
-        direct(1, tmp_path / "out")
-        sys.stdout = open(1, "w", encoding=encoding, closefd=False) if encoding else None  # noqa: SIM115
-        output.protect()
         print("é\udce9")
-        return sys.stdout.encoding, (tmp_path / "out").read_text()
+        print("a warning", file=sys.stderr)
+        assert sys.__stdout__ is sys.stdout and sys.__stderr__ is sys.stderr
+        return sys.stdout.encoding, *((tmp_path / name).read_text() for name in ("out", "err"))
 
     shown = ("\\xe9" if encoding == "ascii" else "é") + "\\udce9\n"
-    assert in_forks(process) == [(encoding or "utf-8", shown)]
+    before = "before\n" if encoding else ""
+    assert in_forks(process) == [(encoding or "utf-8", before + shown, "a warning\n")]
 
 
 def test_what_cannot_be_written_is_dropped():

@@ -3,7 +3,6 @@
 What a folder holds after any sequence of saves is in properties/test_run_folder_machine.py.
 """
 
-import contextlib
 import threading
 from concurrent.futures import ThreadPoolExecutor
 
@@ -38,14 +37,14 @@ def writer():
     made.pool.shutdown()
 
 
-def saves_of(path, writer=None, keep=1):
+def saves_of(path, writer=None):
     """The saves of a run in this folder; `.lines` has those of its log."""
     lines = []
 
     def log(step, **figures):
         lines.append((step, figures))
 
-    made = Saves(fakes.accelerator(), path, keep, log, writer)
+    made = Saves(fakes.accelerator(), path, 1, log, writer)
     made.lines = lines
     return made
 
@@ -58,10 +57,6 @@ def save(saves, step, due=False, wait=False, error=None):
             file.write("x")
 
 
-def steps_in(path):
-    return [int(folder.name.removeprefix("step_")) for folder in manifest.all_in(path)]
-
-
 def finish_writing(writer):
     writer.go_on.set()
     writer.pool.submit(lambda: None).result()
@@ -71,7 +66,7 @@ def test_a_checkpoint_is_written_beside_the_training(tmp_path, writer):
     saves = saves_of(tmp_path, writer)
     save(saves, 3)
     saves.look()
-    assert (saves.lines, saves.newest_step, steps_in(tmp_path)) == ([], 0, [])
+    assert (saves.lines, saves.newest_step, manifest.all_in(tmp_path)) == ([], 0, [])
     finish_writing(writer)
     assert saves.lines == []
     for _ in range(2):  # noted once
@@ -79,20 +74,6 @@ def test_a_checkpoint_is_written_beside_the_training(tmp_path, writer):
         [(step, figures)] = saves.lines
     assert (step, figures["written"], saves.newest_step) == (3, True, 3)
     assert 0 < figures["blocked_seconds"] < figures["seconds"]
-
-
-def test_an_evaluation_that_does_not_come_keeps_nothing_waiting(tmp_path):
-    saves = saves_of(tmp_path)
-    save(saves, 3, wait=True)
-    save(saves, 6, due=True, wait=True)
-    saves.evaluated(5, {"score": 0.1})  # of another step
-    assert steps_in(tmp_path) == [3, 6]
-    assert all(line["blocked_seconds"] == line["seconds"] for _, line in saves.lines)
-    saves.finish()
-    saves.evaluated(6, {"score": 0.9})  # nobody listens
-    assert steps_in(tmp_path) == [6]
-    progress = manifest.read(manifest.all_in(tmp_path)[0])["progress"]
-    assert progress == {"step": 6, "evaluation_due": True}
 
 
 def test_a_write_that_fails_costs_the_checkpoint(tmp_path, writer, capsys):
@@ -113,7 +94,9 @@ def test_a_write_that_fails_costs_the_checkpoint(tmp_path, writer, capsys):
     assert (step, figures["written"], saves.newest_step) == (4, False, 0)
     with pytest.raises(ZeroDivisionError):
         save(saves, 8)
-    assert steps_in(tmp_path) == []
+    with pytest.raises(KeyError):  # nor is one of the script hidden
+        save(saves_of(tmp_path), 9, error=KeyError())
+    assert manifest.all_in(tmp_path) == []
 
 
 def test_failed_saves_in_a_row_end_the_run(tmp_path):
@@ -129,24 +112,26 @@ def test_failed_saves_in_a_row_end_the_run(tmp_path):
 
 @pytest.mark.parametrize("longer", [True, False])
 def test_a_restart_goes_on_where_the_run_stood(longer, tmp_path):
-    """A longer run gets new patience."""
-    save(saves_of(tmp_path), 3, due=True, wait=True)
+    """A longer run gets new patience. An older checkpoint goes when the newer one is evaluated."""
+    for step in (2, 3):
+        before = saves_of(tmp_path)
+        save(before, step, due=True, wait=True)
+    [(_, figures)] = before.lines
+    assert figures["blocked_seconds"] == figures["seconds"]
     saves, best = saves_of(tmp_path), Best(2)
     saves.resume(3, True)
     best.restore({"best": 0.5, "best_loss": 1.0, "stale": 1}, longer)
     best.add(3, 0.5, 1.5)
     assert saves.newest_step == 3 and best.out_of_patience() != longer
+    saves.evaluated(2, {"score": 0.1})  # of another step
+    assert len(manifest.all_in(tmp_path)) == 2
     saves.evaluated(3, best.record(3))
-    progress = manifest.read(manifest.all_in(tmp_path)[0])["progress"]
+    [path] = manifest.all_in(tmp_path)
     scores = {"score": 0.5, "loss": 1.5, "best": 0.5, "best_loss": 1.0, "stale": 2 - longer}
-    assert progress == scores | {"step": 3, "evaluation_due": True}
-
-
-def test_what_a_writer_hears_and_an_error_of_the_script_is_not_hidden(tmp_path):
-    seen, writer = [], Writer()
-    writer.capture = lambda wait: seen.append(wait) or contextlib.nullcontext([])
-    for wait in (True, False):  # whether the training waits in any case
-        save(saves_of(tmp_path, writer), 3, wait=wait)
-    assert seen == [True, False]
-    with pytest.raises(ZeroDivisionError):
-        save(saves_of(tmp_path), 3, error=ZeroDivisionError())
+    expected = scores | {"step": 3, "evaluation_due": True}
+    assert manifest.read(path)["progress"] == expected
+    saves.finish()
+    saves.evaluated(3, {"score": 0.9})  # nobody listens
+    assert manifest.read(path)["progress"] == expected
+    best.add(4, 0.5, 0.75)  # of equal scores, the lower loss
+    assert best.stale == 0

@@ -75,7 +75,7 @@ def curves(folder, labels=None):
 
 def _logged_metrics(path):
     """The metrics of `curves`: those of the first evaluation, without counts and errors."""
-    lines = (line for line, _ in json_lines(path) if line["split"] in ("val", "test"))
+    lines = (line for line in json_lines(path) if line["split"] in ("val", "test"))
     others = {"loss", "epoch", "score"}
     names = [name for name, value in next(lines, {}).items() if isinstance(value, float)]
     kept = [name for name in names if name not in others and not name.endswith("_standard_error")]
@@ -92,7 +92,7 @@ def read_curves(path, splits, names):
         dict: (split, name) -> list of (step, value).
     """
     points = {}
-    for line, _ in json_lines(path):
+    for line in json_lines(path):
         for name in names if line["split"] in splits else ():
             if name in line:
                 points.setdefault((line["split"], name), []).append((line["step"], line[name]))

@@ -29,12 +29,7 @@ def claim(path):
         file.truncate(0)
         file.write(owner)
         file.flush()
-        os.fsync(file.fileno())  # other machines read it, and NFS keeps back what is written
-        probe = path / ".probe"
-        try:
-            probe.write_bytes(bytes(1 << 16))
-        finally:
-            probe.unlink(missing_ok=True)
+        os.fsync(file.fileno())  # other machines read it; also an error if the disk is full
         for folder in made:  # a power cut would lose them with all that they hold
             sync(folder.parent)
     except OSError as error:

@@ -1,12 +1,15 @@
 """The GPUs or the CPU of a process: what they can do, and their settings."""
 
 import ctypes
+import math
 import os
 import platform
+import re
+from pathlib import Path
 
 import torch
 
-from utils.run import cgroups, launcher, process
+from utils.run import launcher, process
 from utils.run.failures import UserError
 from utils.run.output import notice
 
@@ -87,11 +90,6 @@ def set_up_cpu(config, wants_cpu, training):
         raise UserError(
             "mixed_precision fp16 silently computes in float32 on a CPU: use bf16 or no"
         )
-    elif process.is_main() and precision == "bf16" and not has_bf16():
-        notice(
-            "this CPU has no native bf16 and emulates it, which is far slower than float32: use "
-            "--mixed_precision no"
-        )
     elif process.is_main() and training and precision == "no" and has_bf16():
         notice(
             "this CPU has native bf16, 1.5x to 4x faster for all but small models: accelerate "
@@ -106,16 +104,30 @@ def threads_per_process():
     """
     wanted = launcher.option("--num_cpu_threads_per_process")
     wanted = wanted or launcher.variable("OMP_NUM_THREADS") or ""
-    first = wanted.split(",")[0].strip()  # it may be a list, for nested parallel regions
-    if first.isascii() and first.isdigit() and int(first):
-        return int(first)
-    return cores_per_process()
+    return (int(wanted) if wanted.isdecimal() else 0) or cores_per_process()
 
 
 def cores():
     """The number of CPU cores that this process may use: its affinity, or its container's quota."""
     affinity = getattr(os, "sched_getaffinity", lambda _: range(os.cpu_count()))  # not on macOS
-    return max(1, int(min(len(affinity(0)), cgroups.cpu_quota())))
+    return max(1, int(min(len(affinity(0)), cpu_quota())))
+
+
+def cpu_quota(root="/sys/fs/cgroup", membership="/proc/self/cgroup"):
+    """CPU time per second that the control groups of this process allow, as a float; or infinity.
+
+    In a container the path of the group may be that on its host: then the root has the quota.
+    Source: the kernel's Documentation/admin-guide/cgroup-v2.rst.
+    """
+    lines = Path(membership).read_text() if Path(membership).exists() else ""  # none on a Mac
+    path = re.search("^0::/(.*)", lines, re.MULTILINE)  # of version 2
+    group, quotas = Path(root, path[1] if path else ""), [math.inf]
+    for folder in (group, *group.parents):
+        if folder.is_relative_to(root) and (folder / "cpu.max").exists():
+            quota, period = (folder / "cpu.max").read_text().split()
+            if quota != "max":
+                quotas.append(int(quota) / int(period))
+    return min(quotas)
 
 
 def cores_per_process():

@@ -65,12 +65,7 @@ def text(value):
         raise argparse.ArgumentTypeError(
             f"has a line break, a control character, or bytes that are not UTF-8: {shown(value)}"
         )
-    if not value.startswith("~"):
-        return value
-    path = os.path.expanduser(value)
-    if path.startswith("~/") or path == "~":
-        raise argparse.ArgumentTypeError(f"there is no home folder for {value}: write it in full")
-    return path
+    return os.path.expanduser(value)
 
 
 def shown(value, most=40):

@@ -11,7 +11,6 @@ import re
 import time
 import traceback
 
-from utils.run import cgroups
 from utils.run.output import one_line
 
 # Parts of a path in which no code of a project is.
@@ -147,9 +146,7 @@ def _lost_contact(error):
     reason = re.sub(r"^\[\S+:\d+\] ", "", text.splitlines()[0]).partition(". This is ")[0]
     why = "and waited for it longer than --timeout (to learn where it hangs: utils/README.md)"
     if re.search(ENDED, text):
-        why = "which has ended (the launcher's report names it)"
-        if cgroups.memory_kills() > cgroups.KILLS_BEFORE:
-            why = "which the kernel ended because the machine or container ran out of memory"
+        why = "which has ended (the launcher's report names it; exit code -9: mostly out of memory)"
     return f"rank {rank()} lost contact with another process, {why}: {reason}"
 
 

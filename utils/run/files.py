@@ -32,20 +32,15 @@ def read_json(path):
         raise UserError(f"{path} is damaged: restore it, or move it away") from None
 
 
-def read_json_lines(path):
-    """Reads the JSON values in the lines of `path`, up to one that is incomplete."""
-    return [value for value, _ in json_lines(path)]
-
-
 def json_lines(path):
-    """Yields what `read_json_lines` returns, each value with its line (bytes)."""
+    """Yields the JSON values in the lines of `path`, up to one that is incomplete."""
     with open(path, "rb") as file:
         for line in file:
             try:
                 value = json.loads(line)
             except ValueError:
                 return
-            yield value, line
+            yield value
 
 
 def write_json(path, value):
@@ -55,17 +50,12 @@ def write_json(path, value):
 
 def write_text(path, text):
     """Like `write_json`, for text."""
-    # Names of files may hold bytes that are not UTF-8: these are written as they are.
-    write_bytes(path, text.encode(errors="surrogateescape"))
-
-
-def write_bytes(path, content):
-    """Like `write_json`, for bytes."""
     path = Path(path)
     # Per process, as several may write the status.
     temporary = path.with_name(f".{path.name}.{os.getpid()}.writing")
-    with temporary.open("wb") as file:
-        file.write(content)
+    # Names of files may hold bytes that are not UTF-8: these are written as they are.
+    with temporary.open("w", encoding="utf-8", errors="surrogateescape") as file:
+        file.write(text)
         file.flush()
         os.fsync(file.fileno())
     os.replace(temporary, path)

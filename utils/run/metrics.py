@@ -10,7 +10,7 @@ import torch
 from torch.distributed.tensor import DTensor
 
 from utils.run.failures import full_disk
-from utils.run.files import json_lines, write_bytes
+from utils.run.files import json_lines, write_text
 from utils.run.output import plural
 
 
@@ -39,15 +39,14 @@ class Metrics:
 
     def _open(self, path, step):
         path.touch()
-        lines = []
-        for value, line in json_lines(path):
-            if value["step"] >= step:
-                self._sent.add((value["split"], value["step"]))
-            if value["step"] <= step:
-                lines.append(line if line.endswith(b"\n") else line + b"\n")
-        content = b"".join(lines)
-        if path.stat().st_size != len(content):
-            write_bytes(path, content)
+        text = ""
+        for line in json_lines(path):
+            if line["step"] >= step:
+                self._sent.add((line["split"], line["step"]))
+            if line["step"] <= step:
+                text += json.dumps(line) + "\n"
+        if path.stat().st_size != len(text):
+            write_text(path, text)
         self._file = path.open("a")
 
     def log(self, split, step, figures, score=None):

@@ -163,6 +163,7 @@ LIBRARY_NAMES = {
     "_pytree": "finds tensors in nested values",
     "_replace": "is public in a namedtuple",
     "_shared_state": "is what all states of Accelerate share",
+    "_step_supports_amp_scaling": "marks the optimizers that unscale gradients themselves",
     "_subclasses": "has tensors without data",
 }
 # They may reach into the product: they replace parts of it, or stand for Accelerate.

@@ -6,12 +6,12 @@ from functools import partial
 import numpy as np
 import torch
 
-from utils.data.cache_files import checksum
 from utils.data.permutation import Permutation, sample_seed
 from utils.language import lanes
 from utils.language.conversations import Document, Encoder
 from utils.language.documents import find_documents
 from utils.language.packing import SEGMENT, Stream, join_segments
+from utils.language.rows import checksum
 from utils.language.tokens import Corpus
 from utils.run.failures import UserError
 

@@ -146,6 +146,8 @@ def test_other_data_is_evaluated_as_a_whole_with_the_labels_of_the_model(paths, 
     for load in (find_to_evaluate, load_arrays_to_evaluate):
         data = load(root, model)
         assert sizes(data) == expected and data.class_names == model
+        start = " test" if "test" in expected else ""
+        assert f"{sum(expected.values())}{start} images of 3 classes (" in data.description
         labels = next(iter(data.splits.values())).labels.tolist()
         assert labels == [1, 1, 1] + [2, 2, 2] * ("dog/" in paths)
     with pytest.raises(UserError, match=r"class 'cat' of its .* is not in those of the model"):

@@ -7,10 +7,23 @@ from harness.data import sizes
 from harness.launches import CIFAR, results, run
 
 from utils.images.arrays import load_arrays
+from utils.images.pixels import CLASSES, draw_patterns
 from utils.images.sources import find_images, find_to_evaluate
 from utils.run.failures import UserError
 
 NAMES = ["cat", "dog", "yak"]
+PATTERNS = {
+    "rows": [19.8, 28.6],
+    "columns": [29.0, 19.8],
+    "checks": [25.4, 25.4],
+    "rings": [25.3, 25.2],
+    "squares": [24.1, 24.0],
+    "diamonds": [24.9, 24.9],
+    "disk": [20.9, 21.0],
+    "block": [20.9, 21.0],
+    "plus": [21.4, 21.4],
+    "cross": [22.0, 22.1],
+}
 
 
 def arrays(train=30, test=12, shape=(32, 32, 3), **more):
@@ -141,3 +154,13 @@ def test_a_run_needs_no_other_package(tmp_path):
     done = run(None, CIFAR, words, output_dir=tmp_path / "run", **alone)
     assert results(tmp_path / "run")["global_step"] == 2
     assert "data: 60 train and 30 test images of 3 classes" in done.stdout
+
+
+def test_patterns_stay_the_same():
+    """Of each class, how much neighbors differ: to the right, and below."""
+    images, labels = draw_patterns(5, 400)
+    right, down = (images.float().diff(dim=axis).abs().mean((1, 2, 3)) for axis in (3, 2))
+    found = {name: [] for name in CLASSES}
+    for label, name in enumerate(CLASSES):
+        found[name] += [round(values[labels == label].mean().item(), 1) for values in (right, down)]
+    assert found == {name: pytest.approx(values, abs=0.2) for name, values in PATTERNS.items()}

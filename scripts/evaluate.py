@@ -39,20 +39,22 @@ from utils.run import process
 if __name__ == "__main__":
     process.handle_signals()  # before torch: a signal during the slow imports must not be lost
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 from accelerate import Accelerator, DataLoaderConfiguration
 from torch.utils.data import DataLoader
 
 from utils import flags, weight_files
-from utils.data.cache_files import local_main_first
-from utils.data.loaders import evaluation_batch_size, loader_options
-from utils.data.report import agree
+from utils.data.loaders import loader_options
+from utils.data.scan import LeftOut, scan
+from utils.data.sharing import agree, evaluation_batch_size, local_main_first
 from utils.evaluation import Progress
 from utils.images import classifier_plots, pretrained, scores
 from utils.images.arrays import load_arrays, load_arrays_to_evaluate
 from utils.images.augment import normalize
-from utils.images.image_folder import unlabeled
+from utils.images.decoding import Files, Images
+from utils.images.image_folder import EXTENSIONS
 from utils.images.sources import find_images, find_to_evaluate
 from utils.images.transforms import EvalTransform, ImageBatches
 from utils.language.text import load_to_evaluate
@@ -170,6 +172,28 @@ def evaluate_images(accelerator, args, saved):
         write_predictions(args, saved, dataset, outputs, class_names)
     elif accelerator.is_main_process:
         write_evaluation(args, saved, dataset, outputs, class_names, shown)
+
+
+def unlabeled(path):
+    """Finds the images in a folder and below it, or takes a single file; all labels are 0.
+
+    Returns:
+        tuple[Images, list[str]]: images, sorted by name; lines about what else is in the folder.
+        Raises UserError if there are none.
+    """
+    root, left_out = Path(path).expanduser(), LeftOut()
+    if root.is_file():
+        files, root = [root.name], root.parent
+    elif root.is_dir():
+        files, _, left_out = scan(root, EXTENSIONS)
+    else:
+        raise UserError(f"--images {path}: there is no such folder or file")
+    if not files:
+        seen = "; ".join(left_out.lines())
+        raise UserError(f"--images {path}: it has no images{f' ({seen})' if seen else ''}")
+    labels = np.zeros(len(files), dtype=np.int64)
+    images = Images(Files(root, sorted(files)), np.arange(len(files)), labels)
+    return images, left_out.lines()
 
 
 # ------------------------------------------------------------------------------ both of classifiers

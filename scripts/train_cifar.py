@@ -36,9 +36,7 @@ from torch.utils.data import DataLoader
 
 from utils import flags, schedule, weight_files
 from utils.compilation import compile_model
-from utils.data.cache_files import local_main_first
-from utils.data.loaders import evaluation_batch_size, explain
-from utils.data.report import agree
+from utils.data.sharing import agree, evaluation_batch_size, local_main_first
 from utils.images import classifier_plots
 from utils.images.arrays import load_arrays, on_device
 from utils.images.augment import augment, normalize
@@ -504,4 +502,4 @@ def parse_args():
 
 
 if __name__ == "__main__":
-    entry.run(main, explain)
+    entry.run(main)

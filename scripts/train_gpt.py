@@ -43,9 +43,9 @@ from torch.utils.data import DataLoader
 from utils import evaluation, flags, schedule, weight_files
 from utils.compilation import compile_model, make_attention_deterministic
 from utils.data import subset
-from utils.data.cache_files import local_main_first
-from utils.data.loaders import EpochSampler, evaluation_batch_size, explain, loader_options
-from utils.data.report import agree
+from utils.data.loaders import explain, loader_options
+from utils.data.permutation import EpochSampler
+from utils.data.sharing import agree, evaluation_batch_size, local_main_first
 from utils.evaluation import Progress
 from utils.language.lanes import LaneStream, Share, gather_position
 from utils.language.text import Windows, load_held_out, load_text, stream_windows

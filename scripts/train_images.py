@@ -39,15 +39,9 @@ from torch.utils.data import DataLoader
 from utils import flags, schedule
 from utils.compilation import compile_model
 from utils.data import subset
-from utils.data.cache_files import local_main_first
-from utils.data.loaders import (
-    EpochSampler,
-    end_workers,
-    evaluation_batch_size,
-    explain,
-    loader_options,
-)
-from utils.data.report import agree
+from utils.data.loaders import end_workers, explain, loader_options
+from utils.data.permutation import EpochSampler
+from utils.data.sharing import agree, evaluation_batch_size, local_main_first
 from utils.ema import MovingAverage
 from utils.evaluation import Progress
 from utils.images import classifier_plots, image_cache, pretrained, scores

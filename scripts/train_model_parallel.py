@@ -49,9 +49,7 @@ from torch import nn
 from torch.utils.data import DataLoader
 
 from utils import flags, schedule, weight_files
-from utils.data.cache_files import local_main_first
-from utils.data.loaders import evaluation_batch_size, explain
-from utils.data.report import agree
+from utils.data.sharing import agree, evaluation_batch_size, local_main_first
 from utils.images.arrays import load_arrays, on_device
 from utils.images.augment import augment, normalize
 from utils.report import model_card, plots
@@ -396,4 +394,4 @@ def parse_args():
 
 
 if __name__ == "__main__":
-    entry.run(main, explain)
+    entry.run(main)

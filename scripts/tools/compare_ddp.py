@@ -61,8 +61,7 @@ from accelerate.utils import set_seed
 from torch import nn
 from torch.utils.data import DataLoader, RandomSampler
 
-from utils.data.cache_files import local_main_first
-from utils.data.report import agree
+from utils.data.sharing import agree, local_main_first
 from utils.images.arrays import load_arrays, on_device
 from utils.images.augment import normalize
 from utils.report import plots

@@ -12,8 +12,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.utils.data import DataLoader, Dataset
 
-from utils.data.loaders import EpochSampler, already_a_batch, evaluation_batch_size
-from utils.data.permutation import Permutation
+from utils.data.loaders import already_a_batch
+from utils.data.permutation import EpochSampler, Permutation
+from utils.data.sharing import evaluation_batch_size
 from utils.data.subset import choose
 from utils.language.lanes import LaneStream, Share
 from utils.run.failures import UserError

@@ -15,8 +15,7 @@ from PIL import Image, ImageOps
 
 from utils.images import image_cache
 from utils.images.arrays import load_arrays_to_evaluate
-from utils.images.decoding import ORIENTATION, Encoded, Images
-from utils.images.storage import Rows
+from utils.images.decoding import ORIENTATION, Encoded, Images, Rows
 from utils.images.transforms import EvalTransform
 
 pytestmark = pytest.mark.filterwarnings("ignore:The image decoding and encoding:DeprecationWarning")

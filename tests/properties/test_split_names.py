@@ -8,8 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from PIL import Image
 
-from utils.data.splits import split_of
-from utils.data.tables import files_by_split
+from utils.data.tables import files_by_split, split_of
 from utils.images.sources import find_images
 from utils.run.failures import UserError
 

@@ -32,8 +32,10 @@ def test_a_cached_file_is_in_the_folder_of_the_datasets_library(given, tmp_path,
         cache_files.cached("tokens of texts", [], 1, 3)
 
 
-@pytest.mark.parametrize(("size", "needed"), [(None, "more space"), (3 << 29, "1.5 GiB")])
-@pytest.mark.parametrize("number", [errno.ENOSPC, errno.EDQUOT])
+@pytest.mark.parametrize(
+    ("number", "size", "needed"),
+    [(errno.ENOSPC, None, "more space"), (errno.EDQUOT, 3 << 29, "1.5 GiB")],
+)
 def test_a_full_disk_is_told_with_what_is_needed(number, size, needed, tmp_path, monkeypatch):
     def parts():
         yield b"a"

@@ -9,7 +9,7 @@ import torch.distributed as dist
 from harness.fakes import accelerator
 from harness.worlds import World, in_forks
 
-from utils.data.cache_files import local_main_first
+from utils.data.sharing import local_main_first
 from utils.run import collectives
 from utils.run.failures import RunFailed, Unexpected, UserError
 

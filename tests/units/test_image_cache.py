@@ -40,6 +40,7 @@ def test_a_cache_is_made_once_and_again_if_a_file_changes(val, tmp_path, capsys,
     for how in ((40,), (36, "bicubic")):
         cached(val, *how)
     os.utime(val.name(0), (1, 1))
+    val = find_images(str(tmp_path / "photos")).splits["val"]
     cached(val, 36)
     assert capsys.readouterr().out.count("scaling") == 3
     whole, newest = file.stat().st_size, max(file.parent.iterdir(), key=os.path.getmtime)

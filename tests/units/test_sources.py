@@ -1,4 +1,4 @@
-"""What is held out of any source of images, and images that are there twice."""
+"""What is held out of any source of images, images that are there twice, and what is said of both."""
 
 import hashlib
 import os
@@ -6,25 +6,18 @@ import shutil
 
 import numpy as np
 import pytest
-import torch
-from harness.data import encoded, left_out, make_photos, noise, sizes, write_images
+from harness.data import left_out, make_photos, noise, sizes, write_images
 from hypothesis import given
 from hypothesis import strategies as st
 
 from utils.images.arrays import load_arrays
-from utils.images.decoding import Images
+from utils.images.decoding import Images, Rows
 from utils.images.sources import find_duplicates, find_images
-from utils.images.storage import Rows
 from utils.run.failures import UserError
-
-datasets = pytest.importorskip("datasets")
 
 
 def names(images):
     return [os.path.relpath(images.name(i), images.source.root) for i in range(len(images))]
-
-
-# ----------------------------------------------------------------------------------------- splits
 
 
 def make_folders(root, *splits):
@@ -35,17 +28,19 @@ def test_no_script_has_to_choose_by_test_data(tmp_path):
     """Without a split for validation, one is taken from `train`; the test split stays as it is."""
     folder = make_folders(tmp_path, "train", "test")
     whole, found = find_images(folder, val_fraction=0), find_images(folder, val_fraction=0.3)
-    assert list(whole.splits) == ["train", "test"] and list(found.splits) == [
-        "train",
-        "val",
-        "test",
-    ]
+    assert list(whole.splits) == ["train", "test"]
+    assert list(found.splits) == ["train", "val", "test"]
     assert names(found.splits["test"]) == names(whole.splits["test"])
     assert np.bincount(found.splits["val"].labels).tolist() == [3, 3]
     taken, kept = names(found.splits["val"]), names(found.splits["train"])
     assert sorted(kept + taken) == sorted(names(whole.splits["train"]))
     assert sizes(load_arrays(folder, val_fraction=0.3)) == sizes(found)
     assert list(load_arrays(folder).splits) == ["train", "test"]
+    start = "14 train, 6 val and 20 test images of 2 classes (fingerprint "
+    assert found.description.startswith(start) and len(found.description) == len(start) + 13
+    assert found.details == ["train 14: cat 7, dog 7", "val   6: cat 3, dog 3"] + [
+        "test  20: cat 10, dog 10"
+    ]
 
 
 def test_a_split_depends_on_names_and_seed_only(tmp_path):
@@ -59,47 +54,18 @@ def test_a_split_depends_on_names_and_seed_only(tmp_path):
     for fraction, count in ((0.01, 2), (0.99, 18)):
         found = find_images(folder, val_fraction=fraction)
         assert sizes(found) == {"train": 20 - count, "val": count}
-    for load in (find_images, load_arrays):
-        with pytest.raises(UserError, match="no test split and no val split: give --val_fraction"):
-            load(folder, val_fraction=0)
-        assert len(load(folder, val_fraction=None).splits["val"]) == 2  # a tenth of each class
+    with pytest.raises(UserError, match="no test split and no val split: give --val_fraction"):
+        find_images(folder, val_fraction=0)
+    assert len(find_images(folder, val_fraction=None).splits["val"]) == 2  # a tenth of each class
     few = write_images(tmp_path / "few", "cat/", "dog/0.png")
     with pytest.raises(UserError, match="class dog has 1 image: at least 2 are needed"):
         find_images(few)
 
 
-@pytest.mark.parametrize(
-    ("files", "expected"),
-    [
-        ({"test-00-of-01.parquet": 4, "train-00-of-01.parquet": 8}, {"train": 8, "test": 4}),
-        ({"test/0.parquet": 4, "train/0.parquet": 8}, {"train": 8, "test": 4}),
-        # The library's search for key words would drop one of these.
-        ({"test_tube.parquet": 4, "trains.parquet": 4, "cat.parquet": 4}, {"train": 8, "val": 4}),
-        ({"birds_valid.parquet": 4, "birds_train.parquet": 8}, "rename birds_train.parquet: to tr"),
-        ({"notes.parquet": 4, "train.parquet": 8}, "train.parquet is one of its splits, and notes"),
-        ({"test.parquet": 4, "val.parquet": 8}, "has no train split, only"),
-    ],
-)
-def test_splits_of_tables_by_the_names_of_files(files, expected, tmp_path):
-    for number, (name, count) in enumerate(files.items()):
-        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
-        images = [encoded(noise(100 * number + i)) for i in range(count)]
-        rows = {"image": images, "label": [0, 1] * (count // 2)}
-        datasets.Dataset.from_dict(rows).to_parquet(str(tmp_path / name))
-    if isinstance(expected, dict):
-        fraction = 0.33 if "test_tube.parquet" in files else 0
-        assert sizes(find_images(str(tmp_path), val_fraction=fraction)) == expected
-    else:
-        with pytest.raises(UserError, match=expected):
-            find_images(str(tmp_path))
-
-
-def test_synthetic_images_depend_on_the_seed_only():
-    data, other = find_images("synthetic", seed=3), find_images("synthetic", seed=4)
-    assert sizes(data) == {"train": 1000, "val": 200} and len(data.class_names) == 10
-    assert find_images("synthetic", seed=3).description == data.description != other.description
-    assert data.splits["train"].name(7) == "row 7 of synthetic, train split"
-    assert not torch.equal(*(data.splits[split].open(0).pixels() for split in data.splits))
+def test_ten_classes_are_counted_and_the_others_only_as_a_number(tmp_path):
+    root = write_images(tmp_path, *(f"c{i:02}/" for i in range(12)))
+    counts = ", ".join(f"c{i:02} 2" for i in range(10))
+    assert find_images(root).details[0] == f"train 24: {counts}, and 2 more classes"
 
 
 # ------------------------------------------------------------------------------------------ copies
@@ -114,32 +80,26 @@ def images_of(contents, labels=None, place="train"):
 
 @given(CONTENTS, CONTENTS)
 def test_two_images_are_equal_if_their_bytes_are(train, val):
-    splits = {"train": images_of(train), "val": images_of(val)}
-    first, lines = find_duplicates(splits)
-    everything = train + val
-    assert np.concatenate(list(first.values())).tolist() == list(map(everything.index, everything))
-    assert [len(numbers) for numbers in first.values()] == [len(train), len(val)]
-    assert bool(lines) == (len(set(everything)) < len(everything))
+    first, lines = find_duplicates({"train": images_of(train), "val": images_of(val)})
+    assert first.tolist() == list(map(train.index, train))
+    assert bool(lines) == (len({*train, *val}) < len(train + val))
 
 
-def test_of_many_images_of_the_same_size_only_some_are_compared():
-    """Those first whose size is rare: photos of one size are seldom different."""
-    same_size = [b"%04d" % number for number in range(1500)]
-    splits = {"train": images_of([*same_size, b"rare", b"copies", b"copies"])}
-    first, lines = find_duplicates(splits)
-    assert first["train"][-1] == 1501
-    assert lines == [
-        "equal images: twice in train: 1 (row 1502 of train)",
-        "1,103 images of the same size were not compared with others",
-    ]
-
-
-def test_the_report_tells_splits_and_classes_apart():
+def test_the_report_tells_splits_and_classes_apart_and_says_what_was_not_compared():
+    """Compared first are images whose size is rare: photos of one size are seldom different."""
     splits = {"train": images_of([b"a", b"b", b"b"], [0, 0, 1])}
     splits["val"] = images_of([b"a", b"b"], [0, 0], "val")
     assert find_duplicates(splits)[1] == [
         "equal images: twice in train and val: 2 (row 0 of val)",
         "equal images: twice in train, with different classes: 1 (row 2 of train)",
+    ]
+    same_size = [b"%04d" % number for number in range(1500)]
+    splits = {"train": images_of([*same_size, b"rare", b"copies", b"copies"])}
+    first, lines = find_duplicates(splits)
+    assert first[-1] == 1501
+    assert lines == [
+        "equal images: twice in train: 1 (row 1502 of train)",
+        "1,103 images of the same size were not compared with others",
     ]
 
 

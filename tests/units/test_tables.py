@@ -9,40 +9,44 @@ from harness.data import encoded, left_out, noise, sizes, write_images
 
 datasets = pytest.importorskip("datasets")
 
-from utils.images import tables
 from utils.images.arrays import load_arrays
 from utils.images.sources import find_images, find_to_evaluate
+from utils.images.tables import find_columns
 from utils.run.failures import UserError
 
 KINDS = ["cat", "dog"]
 FLAT = [f"{i}.png" for i in range(20)]
 BYTES = datasets.Value("binary")
+STRUCT = {"bytes": BYTES, "path": datasets.Value("string")}
 NAMED = datasets.ClassLabel(names=KINDS)
 DECLARED = datasets.ClassLabel(names=["cat", "bird", "cow", "dog"])
 
 
 def refused(says, name, **options):
-    for load in (find_images, load_arrays):
-        with pytest.raises(UserError, match=says) as error:
-            load(str(name), **options)
-        assert "\n" not in str(error.value)
+    with pytest.raises(UserError, match=says) as error:
+        load_arrays(str(name), **options)
+    assert "\n" not in str(error.value)
 
 
-def pixels_of(seed):
-    return torch.from_numpy(np.array(noise(seed))).permute(2, 0, 1)
+def write_parquet(file, rows, features=None):
+    """Writes a file, without what only `datasets` writes."""
+    file.parent.mkdir(parents=True, exist_ok=True)
+    table = datasets.Dataset.from_dict(rows, features=features).with_format("arrow")[:]
+    datasets.Dataset(table.replace_schema_metadata(None)).to_parquet(str(file))
+    return str(file)
 
 
 # ------------------------------------------------------------------------------------ metadata.csv
 
 
-def listed(root, values=KINDS, files=FLAT, header="file_name,label", splits=()):
+def listed(root, values=KINDS, files=FLAT, splits=()):
     """Writes metadata.csv with these values for the files, again and again; returns the folder."""
     write_images(root, *FLAT)
-    lines = [f"{file},{values[i % len(values)]}" for i, file in enumerate(files)]
-    lines = [
-        f"{line},{splits[i // 2 % len(splits)]}" if splits else line for i, line in enumerate(lines)
-    ]
-    (root / "metadata.csv").write_text("\n".join([header, *lines]) + "\n")
+    lines = ["file_name,label,split" if splits else "file_name,label"]
+    for i, file in enumerate(files):
+        line = f"{file},{values[i % len(values)]}"
+        lines.append(f"{line},{splits[i // 2 % len(splits)]}" if splits else line)
+    (root / "metadata.csv").write_text("\n".join(lines) + "\n")
     return str(root)
 
 
@@ -64,9 +68,9 @@ def test_the_classes_are_in_the_table_and_not_in_the_folders(folder, tmp_path):
     ("values", "class_names"),
     [
         (["None", "NA", "Ring"], ["NA", "None", "Ring"]),
-        (["007", "7", "0070"], ["007", "0070", "7"]),
-        (["10", "9", "-3"], ["-3", "10", "9"]),
+        (["10", "007", "7", "-3"], ["-3", "007", "10", "7"]),
         (["2.0", "10", "9007199254740993.0"], ["10", "2.0", "9007199254740993.0"]),
+        (["cafe\u0301", "caf\u00e9", "x"], ["caf\u00e9", "x"]),
     ],
 )
 def test_a_class_is_what_is_written(values, class_names, tmp_path):
@@ -83,11 +87,7 @@ def test_a_class_is_what_is_written(values, class_names, tmp_path):
     [
         ({"values": ["-1", "007", "7"]}, "7 of 20 rows .* have no label, or -1"),
         ({"values": ["a", "", "b"]}, "7 of 20 rows .* have no label"),
-        (
-            {"files": [*FLAT, "../1.png"]},
-            "row 20 of .*: ../1.png is not in the folder of the table",
-        ),
-        ({"files": [*FLAT, "/etc/1.png"]}, "/etc/1.png is not in the folder of the table"),
+        ({"files": [*FLAT, "../1.png"]}, "row 20 of .*: ../1.png is not in the folder of the tab"),
         ({"files": [*FLAT, ""]}, "row 20 of .*, train split has no image: remove it"),
         # A file with two meanings, under another spelling of its path, too.
         (
@@ -95,17 +95,10 @@ def test_a_class_is_what_is_written(values, class_names, tmp_path):
             "names .*/0.png with two labels",
         ),
         (
-            {
-                "files": FLAT * 2,
-                "header": "file_name,label,split",
-                "splits": ["train"] * 10 + ["val"],
-            },
-            r"names .*/0.png in its train split and in its val split: remove it from one",
+            {"files": FLAT * 2, "splits": ["train"] * 10 + ["val"]},
+            "names .*/0.png in its train split and in its val split: remove it from one",
         ),
-        (
-            {"header": "file_name,label,split", "splits": ["train", "holdout"]},
-            "is holdout: it must be train, val or test",
-        ),
+        ({"splits": ["train", "holdout"]}, "is holdout: it must be train, val or test"),
     ],
 )
 def test_a_list_that_contradicts_itself_is_one_line(options, says, tmp_path):
@@ -113,8 +106,7 @@ def test_a_list_that_contradicts_itself_is_one_line(options, says, tmp_path):
 
 
 def test_a_column_says_the_split_and_rows_that_repeat_a_file_count_once(tmp_path):
-    splits = ["test", "train", "validation", "train"]
-    name = listed(tmp_path, files=FLAT, header="file_name,label,split", splits=splits)
+    name = listed(tmp_path, splits=["test", "train", "validation", "train"])
     data = find_images(name)
     assert sizes(data) == {"train": 10, "val": 4, "test": 6} and next(iter(data.splits)) == "train"
     assert sizes(find_images(f"{name}/metadata.csv", columns=("file_name", None))) == sizes(data)
@@ -126,7 +118,7 @@ def test_a_column_says_the_split_and_rows_that_repeat_a_file_count_once(tmp_path
     assert left_out(data) == [f"rows that name a file again: 40 ({tmp_path}/0.png)"]
 
 
-# ---------------------------------------------------------------------------------- labels in rows
+# ---------------------------------------------------------------------- labels and columns of rows
 
 
 def make_labels(folder, kind, **labels):
@@ -142,25 +134,19 @@ def make_labels(folder, kind, **labels):
 
 
 @pytest.mark.parametrize(
-    ("kind", "labels", "class_names", "lines"),
+    ("kind", "labels", "class_names", "line"),
     [
-        (DECLARED, dict(train=[3, 0] * 6, test=[0, 3]), KINDS, ["bird"]),
-        (
-            "int64",
-            dict(train=[9, 10] * 6, test=[-1] * 3),
-            ["9", "10"],
-            ["test split without classes: 3"],
-        ),
-        ("bool", dict(train=[True, False] * 6), ["False", "True"], []),
-        ("string", dict(train=["b", "a "] * 6), ["a ", "b"], []),
+        (DECLARED, dict(train=[3, 0] * 6, test=[0, 3]), KINDS, "bird"),
+        ("int64", dict(train=[9, 10] * 6, test=[-1] * 3), ["9", "10"], "test split without clas"),
+        ("bool", dict(train=[True, False] * 6), ["False", "True"], ""),
+        ("string", dict(train=["b", "a "] * 6), ["a ", "b"], ""),
     ],
 )
-def test_each_value_of_a_column_is_a_class(kind, labels, class_names, lines, tmp_path):
+def test_each_value_of_a_column_is_a_class(kind, labels, class_names, line, tmp_path):
     """A declared class without images is left out and named, and so is a test split without labels."""
     data = find_images(make_labels(tmp_path / "d", kind, **labels), val_fraction=0.2)
     assert data.class_names == class_names
-    assert len(left_out(data)) == len(lines)
-    assert all(word in line for word, line in zip(lines, left_out(data), strict=True))
+    assert len(left_out(data)) == bool(line) and line in "".join(left_out(data))
     assert ("test" in data.splits) == (kind is DECLARED)
 
 
@@ -172,13 +158,7 @@ def test_each_value_of_a_column_is_a_class(kind, labels, class_names, lines, tmp
         (datasets.List(datasets.Value("int64")), dict(train=[[0], [1]] * 4), "has List.*, and not"),
         ("string", dict(train=["a", " ", "b"] * 4), r"4 of 12 rows .* have no label"),
         ("float64", dict(train=[0.0, 1.0] * 4), "float64.*, and not one class for each image"),
-        ("int64", dict(train=[None] * 4), "4 of 4 rows of the train split .* have no label"),
-        (
-            "int64",
-            dict(train=[0, 1] * 4, test=[0, 1, 2]),
-            r"class '2' of its test split \(row 2 of",
-        ),
-        ("string", dict(train=["a", "b"] * 4, validation=["c"]), "class 'c' of its val split"),
+        ("int64", dict(train=[0, 1] * 4, test=[0, 2]), r"class '2' of its test split \(row 1 of"),
         (DECLARED, dict(train=[3, 0] * 6, test=[0, 1]), r"class 'bird' of its test split \(row 1"),
     ],
 )
@@ -186,19 +166,14 @@ def test_labels_that_are_no_classes_are_one_line(kind, labels, says, tmp_path):
     refused(says, make_labels(tmp_path / "d", kind, **labels), val_fraction=0.2)
 
 
-# ----------------------------------------------------------------------------------------- columns
-
-STRUCT = {"bytes": BYTES, "path": datasets.Value("string")}
-
-
 @pytest.mark.parametrize(
     ("columns", "says"),
     [
         (None, "has several image columns photo, mask: give --columns IMAGE LABEL"),
-        (("photo", None), "has no known label column, only photo, mask"),
+        (("photo", None), "has no known label column, only photo, kind, mask, score, box: give"),
         (("score", None), "the column score of .* has no images, but Value"),
         (("photo", "box"), "the column box .*, and not one class"),
-        (("photo", "class"), "has the columns photo, mask, box"),
+        (("photo", "class"), "--columns class: .* has the columns photo, kind, mask"),
         (("kind", "score"), "names .*/cat with two labels"),
     ],
 )
@@ -207,12 +182,9 @@ def test_columns_that_cannot_be_told_apart_are_named(columns, says, tmp_path):
         photo=BYTES, kind=datasets.Value("string"), mask=STRUCT, score=datasets.Value("int64"),
         box={"x": datasets.Value("int64")},
     )  # fmt: skip
-    row = {"photo": b"x", "mask": {"bytes": b"x", "path": None}, "box": {"x": 1}}
-    rows = [row | {"kind": KINDS[i % 2], "score": i // 2 % 2} for i in range(8)]
-    file = tmp_path / "photos.parquet"
-    table = datasets.Dataset.from_list(rows, features=features).with_format("arrow")[:]
-    # Without what only `datasets` writes.
-    datasets.Dataset(table.replace_schema_metadata(None)).to_parquet(str(file))
+    rows = {"photo": [b"x"] * 8, "kind": KINDS * 4, "mask": [{"bytes": b"x", "path": None}] * 8}
+    rows |= {"score": [i // 2 % 2 for i in range(8)], "box": [{"x": 1}] * 8}
+    file = write_parquet(tmp_path / "photos.parquet", rows, features)
     refused(says, file, val_fraction=0.2, columns=columns)
 
 
@@ -228,18 +200,41 @@ def test_the_types_of_columns_say_what_they_are(tmp_path):
         made.to_parquet(str(tmp_path / f"{split}-00000-of-00001.parquet"))
     val = find_images(str(tmp_path)).splits["val"]
     assert val.labels.tolist() == [0, 1] * 3 and "row 4" in val.name(4)
-    assert torch.equal(val.open(4).pixels(), pixels_of(4))
+    assert torch.equal(val.open(4).pixels(), torch.tensor(np.array(noise(4))).permute(2, 0, 1))
     for name in ("label", "labels", "class", "cls", "target", "fine_label"):
         for kind in (BYTES, datasets.Value("large_binary"), STRUCT):
             some = datasets.Features({"a": kind, name: datasets.Value("int64")})
-            assert tables.find_columns("d", some, None, None) == ("a", name)
-    again = made.add_column("coarse", [0, 1] * 3).cast_column("coarse", NAMED)
-    again.to_parquet(str(tmp_path / "train-00000-of-00001.parquet"))
-    (tmp_path / "validation-00000-of-00001.parquet").unlink()
-    refused("several label columns fine, coarse: give --columns IMAGE LABEL", tmp_path)
+            assert find_columns("d", some, None, None) == ("a", name)
+    two = datasets.Features(a=BYTES, fine=NAMED, coarse=NAMED)
+    with pytest.raises(UserError, match="several label columns fine, coarse: give --columns IMAGE"):
+        find_columns("d", two, None, None)
+
+
+@pytest.mark.parametrize(
+    ("files", "expected"),
+    [
+        ({"test-00-of-01.parquet": 4, "train-00-of-01.parquet": 8}, {"train": 8, "test": 4}),
+        # The library's search for key words would drop one of these.
+        ({"test_tube.parquet": 4, "trains.parquet": 4, "cat.parquet": 4}, {"train": 8, "val": 4}),
+        ({"birds_valid.parquet": 4, "birds_train.parquet": 8}, "rename birds_train.parquet: to tr"),
+        ({"notes.parquet": 4, "train.parquet": 8}, "train.parquet is one of its splits, and notes"),
+        ({"test.parquet": 4, "val.parquet": 8}, "has no train split, only"),
+    ],
+)
+def test_splits_of_tables_by_the_names_of_files(files, expected, tmp_path):
+    for number, (name, count) in enumerate(files.items()):
+        images = [encoded(noise(100 * number + i)) for i in range(count)]
+        write_parquet(tmp_path / name, {"image": images, "label": [0, 1] * (count // 2)})
+    if isinstance(expected, str):
+        refused(expected, tmp_path)
+    else:
+        fraction = 0.33 if "test_tube.parquet" in files else 0
+        assert sizes(find_images(str(tmp_path), val_fraction=fraction)) == expected
 
 
 # ------------------------------------------------------------------------------------------- paths
+
+OPTIONS = dict(columns=("image", None), val_fraction=0.25)
 
 
 def rows_with_paths(folder, paths, suffix="parquet"):
@@ -254,32 +249,25 @@ def rows_with_paths(folder, paths, suffix="parquet"):
         table.save_to_disk(str(folder / "saved"))
         os.rename(folder / "saved" / "data-00000-of-00001.arrow", file)
     else:
-        {"parquet": table.to_parquet, "csv": table.to_csv, "jsonl": table.to_json}[suffix](
-            str(file)
-        )
+        write = {"parquet": table.to_parquet, "csv": table.to_csv, "jsonl": table.to_json}
+        write[suffix](str(file))
     return str(file)
 
 
 @pytest.mark.parametrize("suffix", ["csv", "jsonl", "arrow", "parquet"])
 def test_the_rows_of_tables_name_images_next_to_them(suffix, tmp_path):
-    options = dict(columns=("image", None), val_fraction=0.25)
     file = rows_with_paths(tmp_path / "d", [], suffix)
-    data, found = load_arrays(file, **options), find_images(file, **options)
+    data, found = load_arrays(file, **OPTIONS), find_images(file, **OPTIONS)
     assert data.class_names == ["0", "10"] and sizes(data) == {"train": 6, "val": 2}
     for index, row in enumerate(found.splits["val"].rows):
-        assert torch.equal(data.splits["val"].images[index], pixels_of(row))
-    # A changed file is noticed although its list is the same.
-    train = found.splits["train"]
-    before = train.fingerprint(stamps=True)
-    os.utime(tmp_path / "d" / f"{train.rows[0]}.png", (1, 1))
-    assert train.fingerprint(stamps=True) != before
+        pixels = torch.from_numpy(np.array(noise(row))).permute(2, 0, 1)
+        assert torch.equal(data.splits["val"].images[index], pixels)
 
 
 @pytest.mark.parametrize(
     ("path", "says"),
     [
         ("/dev/zero", "row 0 of .* is not in the folder of the table"),
-        ("../1.png", "is not in the folder of the table"),
         ("inside/../../1.png", "is not in the folder of the table"),
         ("{outside}", "is not in the folder of the table"),
         ("fifo.png", "not a regular file"),
@@ -289,28 +277,22 @@ def test_the_rows_of_tables_name_images_next_to_them(suffix, tmp_path):
 def test_the_rows_of_others_name_regular_files_of_their_folder_only(path, says, tmp_path):
     """In a list that a person wrote, paths may lead anywhere."""
     noise(1).save(tmp_path / "1.png")
-    options = dict(columns=("image", None), val_fraction=0.25)
     paths = [path.format(outside=tmp_path / "1.png")]
     file = rows_with_paths(tmp_path / "d", paths)
     os.mkfifo(tmp_path / "d" / "fifo.png")
-    with pytest.raises(UserError, match=says) as error:
-        load_arrays(file, **options)
-    assert "\n" not in str(error.value)
+    refused(says, file, **OPTIONS)
     if "1.png" in paths[0]:
-        found = find_images(rows_with_paths(tmp_path / "d", paths, "csv"), **options)
+        found = find_images(rows_with_paths(tmp_path / "d", paths, "csv"), **OPTIONS)
         assert sum(sizes(found).values()) == 8
 
 
 def test_rows_may_name_files_in_the_cache_of_the_hub(tmp_path, monkeypatch):
     """As those of a data set that has images in files; a table may have them without bytes."""
     rows_with_paths(tmp_path / "hub", [])
-    paths = [str(tmp_path / "hub" / f"{i}.png") for i in range(8)]
+    images = [{"bytes": None, "path": str(tmp_path / "hub" / f"{i}.png")} for i in range(8)]
     features = datasets.Features(image=datasets.Image(), label=datasets.Value("int64"))
-    rows = {"image": [{"bytes": None, "path": path} for path in paths], "label": [0, 1] * 4}
-    table = datasets.Dataset.from_dict(rows, features=features).with_format("arrow")[:]
-    (tmp_path / "d").mkdir()
-    file = str(tmp_path / "d" / "a.parquet")
-    datasets.Dataset(table.replace_schema_metadata(None)).to_parquet(file)
+    rows = {"image": images, "label": [0, 1] * 4}
+    file = write_parquet(tmp_path / "d" / "a.parquet", rows, features)
     refused("is not in the folder of the table", file)
     monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "hub")
     assert sum(sizes(find_images(file, val_fraction=0.25)).values()) == 8

@@ -11,9 +11,8 @@ from harness.fakes import accelerator
 from harness.launches import load_script
 
 from utils.images import pretrained
-from utils.images.decoding import Images
+from utils.images.decoding import Images, Rows
 from utils.images.sources import find_images
-from utils.images.storage import Rows
 from utils.run.failures import UserError
 from utils.run.plan import Plan
 

@@ -14,22 +14,7 @@ import numpy as np
 import torch
 from huggingface_hub.constants import HF_HOME
 
-from utils.run.collectives import run_on_all
 from utils.run.failures import UserError, full_disk
-
-SHORT = 1 << 26  # bytes: of a longer text, a checksum reads some parts
-SAMPLED_PARTS, SAMPLED_BYTES = 100, 1 << 16
-
-
-def local_main_first(accelerator, function):
-    """Runs `function()` on one process per node first, then on the others, which use its cache.
-
-    An error on any process is raised on every one.
-    """
-    first = accelerator.is_local_main_process
-    result = run_on_all(accelerator, function if first else lambda: None)
-    after = run_on_all(accelerator, lambda: None if first else function())
-    return result if first else after
 
 
 def cached(kind, parts, version, size=None):
@@ -114,22 +99,3 @@ def map_bytes(path):
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message=".*not writable", category=UserWarning)
         return torch.from_numpy(np.memmap(path, np.uint8, "r"))
-
-
-def checksum(*texts):
-    """A short checksum of texts (bytes, or uint8 arrays); of a long one, of its size and a sample.
-
-    So it takes the same time for any size.
-    """
-    digest = hashlib.sha256()
-    for text in texts:
-        digest.update(len(text).to_bytes(8, "little"))
-        for part in sample(text):
-            digest.update(part)
-    return digest.hexdigest()[:12]
-
-
-def sample(text):
-    """Yields parts of a text, spread evenly; of a short one, all of it."""
-    distance = SAMPLED_BYTES if len(text) <= SHORT else len(text) // SAMPLED_PARTS
-    return (text[start : start + SAMPLED_BYTES] for start in range(0, len(text), distance))

@@ -1,23 +1,17 @@
-"""Options, batch sizes and orders for the data loaders of all scripts."""
+"""Data loaders with workers: their options, their end, and what is said if one fails."""
 
 import ctypes
-import math
 import os
 import re
 import signal
 import sys
 import traceback
 
-import numpy as np
-from torch.utils.data import Sampler
-
-from utils.data.permutation import Permutation
 from utils.run import failures, process
 from utils.run.failures import RunFailed, UserError
 from utils.run.output import one_line
 from utils.scale import patches
 
-IDS_AT_ONCE = 4096  # of a random order
 PR_SET_PDEATHSIG = 1  # from <linux/prctl.h>
 
 
@@ -62,54 +56,6 @@ def _end_worker(error, _batch):
 def already_a_batch(batch):
     """For `DataLoader(collate_fn=...)`: returns the batch unchanged."""
     return batch
-
-
-def to_device(tensor, device):
-    """Copies a tensor to a GPU from pinned memory: the host does not wait."""
-    if device.type == "cuda" and tensor.device.type == "cpu":
-        tensor = tensor.pin_memory()
-    return tensor.to(device, non_blocking=True)
-
-
-def evaluation_batch_size(accelerator, samples, most):
-    """Computes the global batch size for an evaluation of so many samples.
-
-    At most `most` (int) per process and batch. All batches get about the same size: Accelerate
-    fills up the last one with repeated samples, which take time.
-    """
-    processes = accelerator.num_processes
-    batches = math.ceil(samples / (most * processes))
-    return math.ceil(samples / (batches * processes)) * processes
-
-
-class EpochSampler(Sampler):
-    """Yields the samples of whole optimizer steps, in a random order that takes no memory.
-
-    The order is a deterministic function of the seed and the epoch.
-
-    Args:
-        samples, batch_size (int): size of the data set, and of an optimizer step.
-        with_epoch (bool): yield (epoch, id) instead of ids, for a data set that needs the epoch:
-            workers that live for several epochs never see a change of the data set.
-    """
-
-    def __init__(self, samples, batch_size, seed, with_epoch=False):
-        self._samples, self._used = samples, samples // batch_size * batch_size
-        self._seed, self._with_epoch, self._epoch = seed, with_epoch, 0
-
-    def set_epoch(self, epoch):
-        """Sets the next epoch; called by the prepared loader's own `set_epoch`."""
-        self._epoch = epoch
-
-    def __len__(self):
-        return self._used
-
-    def __iter__(self):
-        order = Permutation(self._samples, self._seed, self._epoch)
-        for start in range(0, self._used, IDS_AT_ONCE):
-            places = np.arange(start, min(start + IDS_AT_ONCE, self._used))
-            for index in order(places).tolist():
-                yield (self._epoch, index) if self._with_epoch else index
 
 
 def end_workers(loaders):

@@ -9,8 +9,10 @@ import math
 import struct
 
 import numpy as np
+from torch.utils.data import Sampler
 
 ROUNDS = 8
+IDS_AT_ONCE = 4096
 
 
 def sample_seed(seed, epoch, index):
@@ -66,3 +68,33 @@ def _hash(numbers, key):
     numbers ^= numbers >> np.uint64(33)
     numbers *= np.uint64(0xC4CEB9FE1A85EC53)
     return numbers >> np.uint64(32)
+
+
+class EpochSampler(Sampler):
+    """Yields the samples of whole optimizer steps, in a random order that takes no memory.
+
+    The order is a deterministic function of the seed and the epoch.
+
+    Args:
+        samples, batch_size (int): size of the data set, and of an optimizer step.
+        with_epoch (bool): yield (epoch, id) instead of ids, for a data set that needs the epoch:
+            workers that live for several epochs never see a change of the data set.
+    """
+
+    def __init__(self, samples, batch_size, seed, with_epoch=False):
+        self._samples, self._used = samples, samples // batch_size * batch_size
+        self._seed, self._with_epoch, self._epoch = seed, with_epoch, 0
+
+    def set_epoch(self, epoch):
+        """Sets the next epoch; called by the prepared loader's own `set_epoch`."""
+        self._epoch = epoch
+
+    def __len__(self):
+        return self._used
+
+    def __iter__(self):
+        order = Permutation(self._samples, self._seed, self._epoch)
+        for start in range(0, self._used, IDS_AT_ONCE):
+            places = np.arange(start, min(start + IDS_AT_ONCE, self._used))
+            for index in order(places).tolist():
+                yield (self._epoch, index) if self._with_epoch else index

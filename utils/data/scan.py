@@ -6,8 +6,8 @@ Links to files and folders are followed. Nothing is opened that is not a regular
 import os
 import stat
 
-from utils.data.report import LeftOut
 from utils.run.failures import UserError
+from utils.run.output import one_line
 
 # Folders that other programs put beside images: thumbnails, wastebaskets, metadata.
 FOREIGN = {
@@ -17,6 +17,29 @@ FOREIGN = {
 }
 # Images that Pillow does not read.
 UNREADABLE = {*".heic .heif .hif .jxl .svg .psd .raw .cr2 .cr3 .nef .arw .dng .orf .rw2".split()}
+
+
+class LeftOut:
+    """What was found in a data set and is not used, by kind."""
+
+    def __init__(self):
+        self._kinds = {}  # kind -> [count, an example]
+
+    def add(self, kind, example, count=1):
+        """Counts `count` more of a kind.
+
+        Args:
+            kind (str): what they are, in the plural.
+            example (str): the path of one of them; the first that is given is shown.
+        """
+        self._kinds.setdefault(kind, [0, example])[0] += count
+
+    def lines(self, heading="left out"):
+        """One line for each kind."""
+        return [
+            f"{heading}: {kind}: {count:,} ({one_line(example)})"
+            for kind, (count, example) in sorted(self._kinds.items())
+        ]
 
 
 def read_regular(path, most=None):

@@ -7,11 +7,10 @@ import torch
 import torch.nn.functional as F
 
 from utils.data.cache_files import cached
-from utils.data.loaders import to_device
+from utils.images.augment import to_device
 from utils.images.decoding import BadImage, Images
+from utils.images.pixels import SIZE, Pixels
 from utils.images.sources import find_images, find_to_evaluate
-from utils.images.storage import Pixels
-from utils.images.synthetic import SIZE
 from utils.run.failures import UserError
 
 
@@ -109,11 +108,16 @@ def _in_memory(found, skip):
         # All images of a source: other choices of the val split then use the same file.
         source = images.source
         if source not in decoded:
-            decoded[source] = _decoded(source, skip)
+            decoded[source] = _decoded(source)
         pixels, readable = decoded[source]
         if len(images) < len(source):
             pixels = pixels[torch.from_numpy(images.rows)]
         labels = np.where(readable[images.rows], images.labels, -1)
+        for index in () if skip else np.flatnonzero(labels < 0):
+            try:
+                _decode(images, index)
+            except BadImage as error:
+                raise UserError(f"corrupt image in {images.name(index)}: {error}") from None
         splits[split] = Split(pixels, torch.from_numpy(labels), images)
     detail = (
         f"images are used at {SIZE}x{SIZE} pixels: the center of others, after their shorter side "
@@ -122,44 +126,35 @@ def _in_memory(found, skip):
     return replace(found, splits=splits, details=[*found.details, detail])
 
 
-def _decoded(source, skip):
+def _decoded(source):
     """All images of a source, uint8 [rows, 3, 32, 32], and which can be read, bool array [rows].
 
-    They are from a file that is made if it is absent. Without `skip`, raises UserError if one
-    cannot be read.
+    They are from a file that is made if it is absent.
     """
-    count = len(source)
+    count, size = len(source), 3 * SIZE * SIZE
     if isinstance(source, Pixels) and source.images.shape[1:3] == (SIZE, SIZE):
         pixels = torch.from_numpy(source.images.transpose(0, 3, 1, 2).copy())
         return pixels, np.ones(count, dtype=bool)
     images = Images(source, np.arange(count), np.zeros(count, dtype=np.int64))
-    size = 3 * SIZE * SIZE
 
     def parts():
         readable = np.ones(count, dtype=bool)
         for index in range(count):
-            pixels = _decode(images, index, skip)
-            readable[index] = pixels is not None
-            yield bytes(size) if pixels is None else pixels.numpy().tobytes()
+            try:
+                yield _decode(images, index).numpy().tobytes()
+            except BadImage:
+                readable[index] = False
+                yield bytes(size)
         yield readable.tobytes()
 
-    version = images.fingerprint(stamps=True)  # differs if a file or the table was changed
-    stored = cached("decoded images", parts(), version, count * (size + 1))
+    stored = cached("decoded images", parts(), source.version, count * (size + 1))
     readable = stored[count * size :].numpy().astype(bool)
-    if not skip:
-        for index in np.flatnonzero(~readable):
-            _decode(images, index, skip)  # says what is wrong
     return stored[: count * size].view(count, 3, SIZE, SIZE), readable
 
 
-def _decode(images, index, skip):
-    """An image, uint8 [3, 32, 32]; None, or without `skip` a UserError, if it cannot be read."""
-    try:
-        pixels = images.open(index).pixels()
-    except BadImage as error:
-        if skip:
-            return None
-        raise UserError(f"corrupt image in {images.name(index)}: {error}") from None
+def _decode(images, index):
+    """An image, uint8 [3, 32, 32]. Raises BadImage if it cannot be read."""
+    pixels = images.open(index).pixels()
     if pixels.shape[1:] == (SIZE, SIZE):
         return pixels
     shorter = min(pixels.shape[1:])

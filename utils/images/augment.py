@@ -8,7 +8,6 @@ and after a restart.
 import torch
 import torch.nn.functional as F
 
-from utils.data.loaders import to_device
 from utils.run.draws import random_uint32
 
 
@@ -103,3 +102,10 @@ def _random_shift(seed, epoch, ids, stream, padding):
 
 def _reflect(position, size):
     return (size - 1) - (size - 1 - position.abs()).abs()
+
+
+def to_device(tensor, device):
+    """Copies a tensor to a GPU from pinned memory: the host does not wait."""
+    if device.type == "cuda" and tensor.device.type == "cpu":
+        tensor = tensor.pin_memory()
+    return tensor.to(device, non_blocking=True)

@@ -10,12 +10,13 @@ import hashlib
 import io
 import os
 from dataclasses import dataclass
+from functools import cached_property
 
 import numpy as np
 import torch
 from PIL import Image, ImageOps, features
 
-from utils.images.storage import Files, Pixels, Rows
+from utils.data.scan import read_regular, stamp
 
 ORIENTATION = 0x0112  # the EXIF tag; 5 to 8 exchange width and height
 # Since Pillow 11.2, if built with it; `check` would warn about a name that it does not know.
@@ -34,6 +35,107 @@ class BadImage(Exception):
     """The data is not an image, or a damaged one."""
 
 
+class Source:
+    """All images of a data set; `read` returns the bytes of one."""
+
+    def open(self, row):
+        """Reads an image and its header: `Encoded`. Raises BadImage if it cannot, or is none."""
+        try:
+            return Encoded(self.read(row))
+        except (OSError, ValueError) as error:
+            raise BadImage(getattr(error, "strerror", None) or str(error)) from None
+
+
+class Files(Source):
+    """Images in files: `names` (list of str) are paths relative to the folder `root`."""
+
+    def __init__(self, root, names):
+        # An array, whose memory the workers of a data loader share. That of Python objects is
+        # copied into every worker, because each access changes their reference counts.
+        self.root, self._names = root, np.array([os.fsencode(name) for name in names], np.bytes_)
+
+    def __len__(self):
+        return len(self._names)
+
+    def read(self, row, most=None):
+        """The bytes of a file: arguments and errors as for `read_regular`."""
+        return read_regular(self.name(row), most)
+
+    def name(self, row):
+        """The path of a file."""
+        return f"{self.root}/{self.portable_name(row)}"
+
+    def portable_name(self, row):
+        """The path in the folder of the data set, which differs between machines."""
+        return os.fsdecode(self._names[row])
+
+    @cached_property
+    def _stamps(self):
+        """The size in bytes and the time of change of each file, int64 [files, 2]; -1: none."""
+        stamps = [stamp(self.name(row)) or (None, -1, -1) for row in range(len(self))]
+        return np.array([known[1:] for known in stamps], dtype=np.int64).reshape(-1, 2)
+
+    @property
+    def sizes(self):
+        """The size of each file in bytes, int64; -1: there is no such file."""
+        return self._stamps[:, 0]
+
+    @cached_property
+    def version(self):
+        """A value (str) that changes when a file does, for this machine only."""
+        digest = hashlib.sha256(os.fsencode(os.path.abspath(self.root)))
+        digest.update(self._names.tobytes())
+        digest.update(self._stamps.tobytes())
+        return digest.hexdigest()
+
+
+class Rows(Source):
+    """Images in the rows of a table.
+
+    Args:
+        rows: a `datasets.Dataset` with one column, of bytes or of structs with `bytes`; or a list
+            of bytes.
+        place (str): names the table in messages.
+        version (str): a value that changes when the table does.
+    """
+
+    def __init__(self, rows, place, version):
+        self._rows, self._place, self.version = rows, place, version
+
+    def __len__(self):
+        return len(self._rows)
+
+    def read(self, row, most=None):
+        """The first `most` bytes of an image; None: all. Raises ValueError if there is none."""
+        value = self._rows[int(row)]
+        if not isinstance(value, bytes):
+            (value,) = value.values()
+        data = value["bytes"] if isinstance(value, dict) else value
+        if data is None:
+            raise ValueError("the row has no image")
+        return data[:most]
+
+    def name(self, row):
+        """The row as messages name it."""
+        return f"row {row} of {self._place}"
+
+    def portable_name(self, row):
+        """The row, without the table, which may have another path on each machine."""
+        return f"row {row}"
+
+    @cached_property
+    def sizes(self):
+        """The size of each image in bytes, int64; -1: there is none."""
+        if isinstance(self._rows, list):
+            return np.array([len(data) for data in self._rows], dtype=np.int64)
+        import pyarrow.compute as pc  # here: images in files or arrays do not need it
+
+        column = self._rows.with_format("arrow")[:].column(0)  # all at once: much faster
+        if column.type.num_fields:
+            column = pc.struct_field(column, "bytes")
+        return pc.binary_length(column).fill_null(-1).to_numpy().astype(np.int64)
+
+
 @dataclass
 class Images:
     """One split of a data set.
@@ -42,7 +144,7 @@ class Images:
     [samples].
     """
 
-    source: Files | Rows | Pixels
+    source: Source
     rows: np.ndarray
     labels: np.ndarray
 
@@ -50,11 +152,8 @@ class Images:
         return len(self.rows)
 
     def open(self, index):
-        """Reads an image and its header: `Encoded`. Raises BadImage if it cannot, or is none."""
-        try:
-            return Encoded(self.source.read(self.rows[index]))
-        except (OSError, ValueError) as error:
-            raise BadImage(getattr(error, "strerror", None) or str(error)) from None
+        """Reads an image and its header, as `Source.open`."""
+        return self.source.open(self.rows[index])
 
     def name(self, index):
         """The path of an image, or the row and the split in which it is."""
@@ -73,24 +172,15 @@ class Images:
         indices = np.linspace(0, len(self) - 1, min(count, len(self))).astype(np.int64)
         return self.select(indices)
 
-    def fingerprint(self, stamps=False):
+    def fingerprint(self):
         """A checksum (str) of names, labels, sizes and data, the same on every machine.
 
-        Of images in files or in a table it has the first `SAMPLED_BYTES` of `SAMPLED` images, at
-        even distances over all: another change that keeps the sizes goes unnoticed. With `stamps`
-        (bool), it has the path, size and time of every file instead, or the version of the table:
-        for this machine only.
+        It has the first `SAMPLED_BYTES` of `SAMPLED` images, at even distances over all: another
+        change that keeps the sizes goes unnoticed.
         """
         digest = hashlib.sha256(self.labels.tobytes())
         for row in self.rows.tolist():
             digest.update(os.fsencode(self.source.portable_name(row)) + b"\0")
-            if stamps:
-                digest.update(repr(self.source.stamp(row)).encode())
-        if stamps:
-            return digest.hexdigest()
-        if isinstance(self.source, Pixels):
-            digest.update(self.source.checksum().encode())
-            return digest.hexdigest()
         digest.update(self.source.sizes[self.rows].tobytes())
         for row in self.subsample(SAMPLED).rows:
             with contextlib.suppress(OSError, ValueError):  # its name is in the checksum
@@ -101,30 +191,45 @@ class Images:
 # --------------------------------------------------------------------------------------- decoding
 
 
+@contextlib.contextmanager
+def _readable():
+    """Raises BadImage, with one line, instead of any error in the block."""
+    try:
+        yield
+    except (MemoryError, BadImage):
+        raise
+    except Exception as error:  # the decoders of damaged data raise whatever they stumble over
+        reason = str(error).splitlines()[0] if str(error) else type(error).__name__
+        not_an_image = "cannot identify" in reason
+        raise BadImage("it is not an image" if not_an_image else reason) from None
+
+
 class Encoded:
     """An encoded image, of which only the header has been read.
 
     `width` and `height` are in pixels, after the rotation that its EXIF data asks for.
     """
 
+    @_readable()
     def __init__(self, data):
         """Reads the header of a file in one of the `FORMATS` (bytes).
 
         Raises BadImage if it is not an image, or has more than 8 bits per channel.
         """
-        self._data = data
-        with _readable():
-            self._image = _open(data)
-        if _is_deep(self._image, self._data):
+        self._data, image = data, Image.open(io.BytesIO(data), formats=FORMATS)
+        if image.format == "PNG" and "exif" not in image.info:
+            image.load()  # the EXIF data may be behind the pixels
+        if _is_deep(image, data):
             raise BadImage(
                 "it has more than 8 bits per channel: convert the data set with the recipe "
                 "eight_bits of scripts/recipes/README.md"
             )
-        self._orientation = _orientation(self._image)
-        width, height = self._image.size
+        self._image, self._orientation = image, _orientation(image)
+        width, height = image.size
         rotated = self._orientation in (5, 6, 7, 8)
         self.width, self.height = (height, width) if rotated else (width, height)
 
+    @_readable()
     def pixels(self, reduction=1):
         """Decodes the image to RGB; what is transparent becomes white.
 
@@ -134,10 +239,6 @@ class Encoded:
         Returns:
             uint8 [3, height, width], in channels-last memory format. Raises BadImage if damaged.
         """
-        with _readable():
-            return self._pixels(reduction)
-
-    def _pixels(self, reduction):
         image, is_jpeg = self._image, self._image.format in ("JPEG", "MPO")
         plain = image.mode in ("RGB", "L") and self._orientation == 1
         if is_jpeg and plain and reduction == 1 and (decode := _jpeg_decoder()):
@@ -149,14 +250,6 @@ class Encoded:
             image.draft(image.mode, (image.width // reduction, image.height // reduction))
         image = _rgb(ImageOps.exif_transpose(image) if self._orientation != 1 else image)
         return torch.from_numpy(np.array(image)).permute(2, 0, 1)
-
-
-def _open(data):
-    """Opens an image with Pillow, which reads its header."""
-    image = Image.open(io.BytesIO(data), formats=FORMATS)
-    if image.format == "PNG" and "exif" not in image.info:
-        image.load()  # the EXIF data may be behind the pixels
-    return image
 
 
 def _is_deep(image, data):
@@ -198,16 +291,3 @@ def _rgb(image):
         white = Image.new("RGBA", image.size, "white")
         return Image.alpha_composite(white, image).convert("RGB")
     return image.convert("RGB")
-
-
-@contextlib.contextmanager
-def _readable():
-    """Raises BadImage, with one line, instead of any error in the block."""
-    try:
-        yield
-    except MemoryError:
-        raise
-    except Exception as error:  # the decoders of damaged data raise whatever they stumble over
-        reason = str(error).splitlines()[0] if str(error) else type(error).__name__
-        not_an_image = "cannot identify" in reason
-        raise BadImage("it is not an image" if not_an_image else reason) from None

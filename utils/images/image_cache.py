@@ -4,14 +4,16 @@ It holds the pixels of one image after the other, uint8 [height, width, 3], and 
 width of each, int32 [samples, 2]; both are 0 if it cannot be read.
 """
 
+import hashlib
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
 import numpy as np
 import torch
 
-from utils.data.cache_files import cached, local_main_first, path_in_cache
-from utils.images.decoding import BadImage, Images
+from utils.data.cache_files import cached, path_in_cache
+from utils.data.sharing import local_main_first
+from utils.images.decoding import BadImage, Images, Source
 from utils.images.transforms import shrink
 from utils.run.devices import cores_per_process
 from utils.run.failures import UserError
@@ -33,47 +35,34 @@ class Scaled:
 
 
 @dataclass
-class CachedImages:
-    """The images of a split in a cache; used like `Images`.
+class Cache(Source):
+    """The images of a split in a file.
 
-    `images` are the encoded ones. `cache` is the file, uint8 [bytes]. `starts` (int64 [samples])
+    `images` are the encoded ones, and `pixels` the file, uint8 [bytes]. `starts` (int64 [samples])
     and `shapes` (int32 [samples, 2], height and width) say where each is in it.
     """
 
     images: Images
-    cache: torch.Tensor
+    pixels: torch.Tensor
     starts: np.ndarray
     shapes: np.ndarray
 
-    def __len__(self):
-        return len(self.images)
-
-    @property
-    def labels(self):
-        """As for `Images`."""
-        return self.images.labels
-
-    def select(self, indices):
-        """As for `Images`."""
-        places = self.starts[indices], self.shapes[indices]
-        return CachedImages(self.images.select(indices), self.cache, *places)
-
-    def name(self, index):
+    def name(self, row):
         """The path of an image, as for `Images`."""
-        return self.images.name(index)
+        return self.images.name(row)
 
-    def open(self, index):
+    def open(self, row):
         """An image as `Scaled`. Raises BadImage if it could not be read when the file was made."""
-        height, width = self.shapes[index].tolist()
+        height, width = self.shapes[row].tolist()
         if not height:
-            return self.images.open(index)  # says what is wrong, or has been repaired
-        start = int(self.starts[index])
-        pixels = self.cache[start : start + 3 * height * width]
+            return self.images.open(row)  # says what is wrong, or has been repaired
+        start = int(self.starts[row])
+        pixels = self.pixels[start : start + 3 * height * width]
         return Scaled(pixels.view(height, width, 3).permute(2, 0, 1))
 
 
 def cache_images(accelerator, images, split, side, interpolation="bilinear"):
-    """Returns the scaled images of a split (`CachedImages`); call it on every process.
+    """Returns the images (`Images`) of a split, scaled; call it on every process.
 
     If they are not there, one process per machine decodes and writes them first. `side` (int) is
     that of the shorter side, in pixels. Raises UserError if the cache cannot be written, or is
@@ -95,14 +84,16 @@ def cache_images(accelerator, images, split, side, interpolation="bilinear"):
         yield np.array(shapes, dtype=np.int32)
 
     def find_or_write():
-        version = side, interpolation, images.fingerprint(stamps=True)
+        rows = hashlib.sha256(images.rows.tobytes()).hexdigest()
+        version = side, interpolation, images.source.version, rows
         cache = cached(KIND, parts(), version)
         end = len(cache) - 8 * len(images)
         if end >= 0:
             shapes = cache[end:].clone().view(torch.int32).view(-1, 2).numpy()
             sizes = 3 * shapes.astype(np.int64).prod(1)
             if sizes.sum() == end:
-                return CachedImages(images, cache, np.cumsum(sizes) - sizes, shapes)
+                source = Cache(images, cache, np.cumsum(sizes) - sizes, shapes)
+                return Images(source, np.arange(len(images)), images.labels)
         file = path_in_cache(KIND, version)
         raise UserError(f"{file} is damaged: delete it, and it is made again")
 

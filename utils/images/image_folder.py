@@ -2,16 +2,12 @@
 
 import os
 import unicodedata
-from pathlib import Path
 
 import numpy as np
 
-from utils.data.report import LeftOut
 from utils.data.scan import scan
-from utils.data.splits import one_each, refuse_almost_splits, split_of
-from utils.data.tables import READERS, describes_itself
-from utils.images.decoding import HAS_AVIF, Images
-from utils.images.storage import Files
+from utils.data.tables import READERS, describes_itself, one_each, refuse_almost_splits, split_of
+from utils.images.decoding import HAS_AVIF, Files, Images
 from utils.run.domains import shown
 from utils.run.failures import UserError
 
@@ -35,7 +31,7 @@ def list_in(folder):
 def find(root, layouts):
     """Finds the splits and classes of a folder (Path). Decodes nothing.
 
-    Folders at the top are splits if one of them is called like a split (see `splits`), else
+    Folders at the top are splits if one of them is called like a split (see `data.tables`), else
     classes. Error messages end with `layouts` (str), what is accepted.
 
     Returns:
@@ -48,7 +44,7 @@ def find(root, layouts):
     """
     files, others, left_out = scan(root, EXTENSIONS)
     loose, folders = _divide(files, 0)
-    by_split = _find_splits(root, folders, left_out)
+    by_split = _find_splits(root, folders)
     found = {} if by_split or not folders else {"train": folders}
     for split, folder in by_split.items():
         direct, classes = _divide(folders[folder], 1)
@@ -72,28 +68,6 @@ def find(root, layouts):
     return {split: _labeled(root, some, names) for split, some in found.items()}, names, left_out
 
 
-def unlabeled(path):
-    """Finds the images in a folder and below it, or takes a single file; all labels are 0.
-
-    Returns:
-        tuple[Images, list[str]]: images, sorted by name; lines about what else is in the folder.
-        Raises UserError if there are none.
-    """
-    root, left_out = Path(path).expanduser(), LeftOut()
-    if root.is_file():
-        files, root = [root.name], root.parent
-    elif root.is_dir():
-        files, _, left_out = scan(root, EXTENSIONS)
-    else:
-        raise UserError(f"--images {path}: there is no such folder or file")
-    if not files:
-        seen = "; ".join(left_out.lines())
-        raise UserError(f"--images {path}: it has no images{f' ({seen})' if seen else ''}")
-    labels = np.zeros(len(files), dtype=np.int64)
-    images = Images(Files(root, sorted(files)), np.arange(len(files)), labels)
-    return images, left_out.lines()
-
-
 def _divide(files, depth):
     """The files that are directly in a folder, and those below it by sub-folder, as a dict.
 
@@ -110,40 +84,35 @@ def _divide(files, depth):
     return direct, folders
 
 
-def _find_splits(root, folders, left_out):
+def _find_splits(root, folders):
     """The folder of each split: split -> folder; {}: the folders are classes.
 
     Raises UserError if both kinds are there, or splits have other names or are in a class.
     """
     refuse_almost_splits(root, {folder: split_of(folder) for folder in folders})
     by_split, others = one_each(root, folders)
-    inside = {folder: tuple(_divide(files, 1)[1]) for folder, files in folders.items()}
-    if len(by_split) > 1:
-        for folder in others:
-            left_out.add(
-                "images in folders beside the splits", folders[folder][0], len(folders[folder])
+    if by_split and others:
+        folder = next(iter(by_split.values()))
+        raise UserError(
+            f"--dataset {root}: by its name {folder} is a split, but beside it are images in "
+            f"{shown(others[0])}: rename that if it is a split (train, val or test), move all "
+            "classes into a folder train, or remove what is neither"
+        )
+    inside = {folder: [*_divide(files, 1)[1]] for folder, files in folders.items()}
+    for folder, names in () if by_split else inside.items():
+        split = next(filter(split_of, names), None)
+        if split:  # as in cat/train and cat/test: all would be images of one split
+            raise UserError(
+                f"--dataset {root} has a split in a class, {folder}/{split}: give --dataset "
+                f"{root / folder}, or put the classes into the splits, as {split}/{folder}"
             )
-        return by_split
-    same = inside[others[0]] if others and len(folders) > 1 else ()
-    if len(same) > 1 and {*inside.values()} == {same} and not any(map(split_of, same)):
+    names = inside[others[0]] if len(others) > 1 else []
+    if len(names) > 1 and all(some == names for some in inside.values()):
         raise UserError(
             f"--dataset {root}: {', '.join(map(shown, folders))} have the same sub-folders, so "
             f"they are no classes: rename {shown(others[0])}, since a split is called train, val "
             "or test"
         )
-    if by_split and others:
-        (folder,) = by_split.values()
-        raise UserError(
-            f"--dataset {root}: by its name {folder} is a split, but beside it are images in "
-            f"{others[0]}: move all classes into a folder train, or rename {folder}"
-        )
-    for name in others:
-        split = next(filter(split_of, inside[name]), None)
-        if split:  # as in cat/train and cat/test: all would be images of one split
-            raise UserError(
-                f"--dataset {root} has a split in a class, {name}/{split}: give --dataset "
-                f"{root / name}, or put the classes into the splits, as {split}/{name}"
-            )
     return by_split
 
 

@@ -1,6 +1,6 @@
 """Finds a data set: the one place that decides what its rows, splits, classes and labels are.
 
-A new kind of source is one more module like `array_files`, whose `find` returns splits of `Images`
+A new kind of source is one more module like `pixels`, whose `find` returns splits of `Images`
 and class names; every script, and evaluate.py, then takes it.
 """
 
@@ -11,15 +11,15 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from utils.data.report import LeftOut, count_classes, describe_images
-from utils.data.splits import SPLITS, hold_out
-from utils.data.tables import READERS, local_path
-from utils.images import array_files, image_folder, synthetic
+from utils.data.scan import LeftOut
+from utils.data.tables import READERS, SPLITS, hold_out, local_path
+from utils.images import image_folder, pixels
 from utils.images.decoding import Images
 from utils.run.domains import shown
 from utils.run.failures import UserError
-from utils.run.output import plural
+from utils.run.output import one_line, plural
 
+CLASSES_SHOWN = 10
 COMPARED = 400  # images that may be copies; of more than 40,000, a hundredth
 ALTERNATIVES = (
     "use a folder with one sub-folder per class (or train/ and val/ with such sub-folders), a Hub "
@@ -75,7 +75,7 @@ def find_images(name, *, seed=0, val_fraction=0.1, columns=None):
         val_fraction = 0.1 if len(splits) == 1 else 0
     if "val" not in splits and val_fraction > 0:
         train = splits["train"]
-        kept, held_out = split_off(train, class_names, seed, val_fraction, first["train"])
+        kept, held_out = split_off(train, class_names, seed, val_fraction, first)
         splits |= {"train": train.select(kept), "val": train.select(held_out)}
     if len(splits) == 1:
         raise UserError(
@@ -142,11 +142,11 @@ def _find(name, seed, columns, class_names=None):
 
 def _open(name, seed, columns, class_names):
     """Splits with labels of their own, the names of these, and what was left out."""
-    if name in synthetic.COUNTS:
-        return *synthetic.draw_splits(seed, **synthetic.COUNTS[name]), LeftOut()
+    if name in pixels.COUNTS:
+        return *pixels.draw_splits(seed, name), LeftOut()
     path = local_path(name, ALTERNATIVES)
     if path and path.is_file() and path.suffix.lower() == ".npz":
-        return *array_files.find(name, path, class_names), LeftOut()
+        return *pixels.find(name, path, class_names), LeftOut()
     if path and path.is_file() and path.suffix.lower() not in READERS:
         known = ", ".join([*READERS, ".npz"])
         raise UserError(f"--dataset {name} is a file that does not end in {known}; {ALTERNATIVES}")
@@ -165,8 +165,28 @@ def _open(name, seed, columns, class_names):
 def _described(splits, class_names, left_out, copies=()):
     splits = {split: splits[split] for split in (*SPLITS, "all") if split in splits}
     details = [*count_classes(splits, class_names), *left_out.lines(), *_look_alikes(class_names)]
-    description = describe_images(splits, class_names)
+    counts = [f"{len(images):,} {split}".removesuffix(" all") for split, images in splits.items()]
+    listed = " and ".join([", ".join(counts[:-1]), counts[-1]] if len(counts) > 1 else counts)
+    digest = hashlib.sha256(repr(class_names).encode("utf-8", "surrogateescape"))
+    for images in splits.values():
+        digest.update(images.fingerprint().encode())
+    short = digest.hexdigest()[:12]
+    description = f"{listed} images of {len(class_names)} classes (fingerprint {short})"
     return ImageSplits(splits, class_names, description, [*details, *copies])
+
+
+def count_classes(splits, class_names):
+    """A line for each split: how many images it has, and how many of the first ten classes."""
+    lines, width = [], max(map(len, splits))
+    names = [shown(name) if name != name.strip() else one_line(name) for name in class_names]
+    for split, images in splits.items():
+        counts = np.bincount(images.labels, minlength=len(class_names)).tolist()
+        pairs = zip(names[:CLASSES_SHOWN], counts, strict=False)
+        listed = ", ".join(f"{name} {count:,}" for name, count in pairs)
+        more = len(class_names) - CLASSES_SHOWN
+        others = f", and {more} more classes" if more > 0 else ""
+        lines.append(f"{split:{width}} {len(images):,}: {listed}{others}")
+    return lines
 
 
 def _look_alikes(class_names):
@@ -220,32 +240,33 @@ def find_duplicates(splits):
     If too many have the same size, those are compared whose size the fewest others have.
 
     Returns:
-        tuple: split -> int64 array [samples], the number of the first image with the same bytes,
-        counted over all splits; lines for the report about the data set.
+        tuple: int64 array [training images], the number of the first of these with the same bytes;
+        lines for the report about the data set.
     """
-    parts = list(splits.values())
-    samples = [(split, index) for split in splits for index in range(len(splits[split]))]
-    labels = np.concatenate([images.labels for images in parts])
-    sizes = np.concatenate([images.source.sizes[images.rows] for images in parts])
-    _, groups, counts = np.unique(sizes, return_inverse=True, return_counts=True)
-    alike = np.flatnonzero((counts[groups] > 1) & (sizes > 0))
-    alike = alike[np.argsort(counts[groups[alike]], kind="stable")]
-    most = max(COMPARED, len(sizes) // 100)
-    first, seen, kinds = np.arange(len(sizes)), {}, LeftOut()
-    for number in sorted(alike[:most].tolist()):
-        split, index = samples[number]
-        other = first[number] = seen.setdefault(_checksum(splits[split], index), number)
-        if other != number:
-            other_split = samples[other][0]
-            place = f"in {split}" if split == other_split else f"in {other_split} and {split}"
-            classes = "" if labels[number] == labels[other] else ", with different classes"
-            kinds.add(f"twice {place}{classes}", splits[split].name(index))
+    by_size = defaultdict(list)
+    for split, images in splits.items():
+        for index, size in enumerate(images.source.sizes[images.rows].tolist()):
+            by_size[size].append((split, index))
+    groups = [group for size, group in by_size.items() if size > 0 and len(group) > 1]
+    alike = [place for group in sorted(groups, key=len) for place in group]
+    most = max(COMPARED, sum(map(len, splits.values())) // 100)
+    first, seen, kinds = np.arange(len(splits["train"])), {}, LeftOut()
+    for split, index in alike[:most]:
+        images, place = splits[split], (split, index)
+        other_split, other = seen.setdefault(_checksum(images, index), place)
+        if (other_split, other) == place:
+            continue
+        if split == "train":
+            first[index] = other
+        where = f"in {split}" if split == other_split else f"in {other_split} and {split}"
+        same_class = images.labels[index] == splits[other_split].labels[other]
+        classes = "" if same_class else ", with different classes"
+        kinds.add(f"twice {where}{classes}", images.name(index))
     lines = kinds.lines("equal images")
     if len(alike) > most:
         count = len(alike) - most
         lines.append(f"{count:,} images of the same size were not compared with others")
-    ends = np.cumsum([len(images) for images in parts])[:-1]
-    return dict(zip(splits, np.split(first, ends), strict=True)), lines
+    return first, lines
 
 
 def _checksum(images, index):

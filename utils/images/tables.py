@@ -11,9 +11,7 @@ import datasets
 import numpy as np
 from huggingface_hub import constants
 
-from utils.data.report import LeftOut
-from utils.data.scan import scan
-from utils.data.splits import split_of
+from utils.data.scan import LeftOut, scan
 from utils.data.tables import (
     LISTS,
     METADATA,
@@ -22,10 +20,10 @@ from utils.data.tables import (
     files_by_split,
     load_table,
     name_splits,
+    split_of,
 )
 from utils.images import image_folder
-from utils.images.decoding import Images
-from utils.images.storage import Files, Rows
+from utils.images.decoding import Files, Images, Rows
 from utils.run.failures import UserError
 
 GIVE = "give --columns IMAGE LABEL"
@@ -191,22 +189,22 @@ def _read_labels(tables, column):
     features, values = next(iter(tables.values())).features, {}
     declared = dict(enumerate(getattr(features[column], "names", ())))
     for split, table in tables.items():
-        read = [v.strip() and v if isinstance(v, str) else v for v in _values(table, column)]
+        read = [_in_one_form(value) for value in _values(table, column)]
         values[split] = [None if value in UNKNOWN else value for value in read]
-
-    def class_name(value):
-        return unicodedata.normalize("NFC", str(declared.get(value, value)))
-
     known = sorted({*declared}.union(*values.values()) - {None})
-    numbers = {}
-    for value in known:
-        numbers.setdefault(class_name(value), len(numbers))
-    position = {value: numbers[class_name(value)] for value in known} | {None: -1}
+    position = {value: number for number, value in enumerate(known)} | {None: -1}
     labels = {
         split: np.array([position[value] for value in some], dtype=np.int64)
         for split, some in values.items()
     }
-    return labels, list(numbers)
+    return labels, [_in_one_form(str(declared.get(value, value))) for value in known]
+
+
+def _in_one_form(value):
+    """A label; of a text the form NFC of Unicode, and nothing of one that is blank."""
+    return (
+        unicodedata.normalize("NFC", value.strip() and value) if isinstance(value, str) else value
+    )
 
 
 # ----------------------------------------------------------------------------------------- images
@@ -232,7 +230,7 @@ def _source(table, column, place, folder, anywhere):
         return in_rows
     start = os.path.abspath(folder or ".")
     allowed = [datasets.config.HF_CACHE_HOME, datasets.config.HF_DATASETS_CACHE]
-    allowed += [constants.HF_HUB_CACHE, *([start] if folder else [])]
+    allowed += [constants.HF_HUB_CACHE, *([start] if folder else []), *(["/"] if anywhere else [])]
     allowed += [os.path.realpath(path) for path in allowed]
     allowed = tuple(os.path.join(os.path.abspath(path), "") for path in allowed)
     files = []
@@ -242,7 +240,7 @@ def _source(table, column, place, folder, anywhere):
             raise UserError(f"row {row} of {place} has no image: remove it")
         # Also if Windows wrote it.
         file = os.path.normpath(os.path.join(start, path.replace("\\", "/")))
-        if not anywhere and not file.startswith(allowed):
+        if not file.startswith(allowed):
             raise UserError(f"row {row} of {place}: {path} is not in the folder of the table")
         files.append(file)
     root = os.path.commonpath(list(map(os.path.dirname, files)))

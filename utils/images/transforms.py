@@ -178,7 +178,7 @@ class ImageBatches(Dataset):
     def __init__(self, images, transform, on_bad="stop", replace=False):
         """
         Args:
-            images (Images | CachedImages): a split.
+            images (Images): a split.
             transform (EvalTransform | TrainTransform): what each image goes through.
             on_bad (str): `stop`: an image that cannot be read is an error; `skip`: it is left out,
                 with a warning.

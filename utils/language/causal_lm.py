@@ -18,10 +18,10 @@ from huggingface_hub.errors import HFValidationError, LocalEntryNotFoundError
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
-from utils.data.cache_files import checksum, map_bytes
+from utils.data.cache_files import map_bytes
 from utils.language import sharded_files
 from utils.language.conversations import Encoder, pad_id_of
-from utils.language.rows import reading
+from utils.language.rows import checksum, reading
 from utils.report.model_card import ADAPTER, MODEL
 from utils.run.failures import UserError
 from utils.run.output import notice

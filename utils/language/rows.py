@@ -8,8 +8,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import NamedTuple
 
-from utils.data.report import LeftOut
-from utils.data.scan import read_regular, scan, stamp
+from utils.data.scan import LeftOut, read_regular, scan, stamp
 from utils.data.tables import (
     METADATA,
     READERS,
@@ -25,6 +24,7 @@ from utils.run.output import plural
 PLAIN = ".txt"  # in a folder; a single file may be any
 COMPRESSED = {".gz", ".bz2", ".xz", ".zst", ".zip", ".tar", ".7z", ".rar", ".tgz"}
 SAMPLED_FILES, SAMPLED_BYTES = 100, 1 << 16  # of a stream, and of each of them
+SHORT, SAMPLED_PARTS = 1 << 26, 100  # bytes: of a longer text, a checksum reads some parts
 SHARD_ROWS, FILE_SHARDS = 25_000, 100  # of a shard of a table; most shards of plain files
 ALTERNATIVES = "use a Hub id, a local file or folder, or --dataset synthetic"
 
@@ -259,3 +259,17 @@ def check_unicode(text, where):
         text.encode()
     except UnicodeEncodeError:
         raise UserError(f"{where} is not valid Unicode") from None
+
+
+def checksum(*texts):
+    """A short checksum of texts (bytes, or uint8 arrays); of a long one, of its size and a sample.
+
+    So it takes the same time for any size.
+    """
+    digest = hashlib.sha256()
+    for text in texts:
+        digest.update(len(text).to_bytes(8, "little"))
+        distance = SAMPLED_BYTES if len(text) <= SHORT else len(text) // SAMPLED_PARTS
+        for start in range(0, len(text), distance):
+            digest.update(text[start : start + SAMPLED_BYTES])
+    return digest.hexdigest()[:12]

@@ -10,9 +10,9 @@ from typing import NamedTuple
 
 import torch
 
-from utils.data.cache_files import cached, checksum, map_bytes
+from utils.data.cache_files import cached, map_bytes
 from utils.language import lanes
-from utils.language.rows import ALTERNATIVES, check_unicode, open_rows, reading
+from utils.language.rows import ALTERNATIVES, check_unicode, checksum, open_rows, reading
 from utils.run.failures import UserError
 
 HELD_OUT_BYTES = 1 << 20  # bytes of a stream that are held out for evaluation

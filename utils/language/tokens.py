@@ -21,16 +21,17 @@ import numpy as np
 import torch
 from torch.utils.data import ConcatDataset, DataLoader, Dataset
 
-from utils.data import splits as split_names
-from utils.data.cache_files import cached, checksum, map_bytes, path_in_cache
+from utils.data.cache_files import cached, map_bytes, path_in_cache
 from utils.data.loaders import explain, set_up_worker
 from utils.data.permutation import Permutation, sample_seed
+from utils.data.tables import hold_out
 from utils.evaluation import with_progress
 from utils.language import lanes
 from utils.language.chats import unread_keys
 from utils.language.conversations import Document, Encoder
 from utils.language.documents import asked, find_documents
 from utils.language.packing import SEGMENT, Stream, join_segments
+from utils.language.rows import checksum
 from utils.run import devices, process
 from utils.run.domains import shown
 from utils.run.failures import UserError
@@ -123,7 +124,7 @@ def divide(segments, settings):
     if len(rows) < 2:
         raise UserError("the data set has one document: none is left to hold out for evaluation")
     keys = [sample_seed(settings.seed, 0, digest) for digest in used["digest"][first].tolist()]
-    chosen = np.isin(documents["row"], rows[split_names.hold_out(keys, fraction)])
+    chosen = np.isin(documents["row"], rows[hold_out(keys, fraction)])
     return documents[~chosen], documents[chosen]
 
 

@@ -1,16 +1,29 @@
-"""Data sets in one file with arrays: `--dataset cifar.npz`."""
+"""Images in arrays: `--dataset cifar.npz`, and synthetic ones."""
 
 import numpy as np
 import pytest
+import torch
 from harness.data import sizes
 from harness.launches import CIFAR, results, run
 
-from utils.images import decoding as images_module
 from utils.images.arrays import load_arrays
+from utils.images.pixels import CLASSES, draw_patterns
 from utils.images.sources import find_images, find_to_evaluate
 from utils.run.failures import UserError
 
 NAMES = ["cat", "dog", "yak"]
+PATTERNS = {
+    "rows": [19.8, 28.6],
+    "columns": [29.0, 19.8],
+    "checks": [25.4, 25.4],
+    "rings": [25.3, 25.2],
+    "squares": [24.1, 24.0],
+    "diamonds": [24.9, 24.9],
+    "disk": [20.9, 21.0],
+    "block": [20.9, 21.0],
+    "plus": [21.4, 21.4],
+    "cross": [22.0, 22.1],
+}
 
 
 def arrays(train=30, test=12, shape=(32, 32, 3), **more):
@@ -33,37 +46,33 @@ def refused(says, name):
     assert "\n" not in str(error.value)
 
 
-def test_a_val_split_may_be_there_or_be_held_out(tmp_path):
+def test_splits_and_gray_images_of_a_file(tmp_path):
     own = arrays(val_images=np.ones((6, 32, 32, 3), np.uint8), val_labels=np.arange(6) % 3)
     data = load_arrays(write(tmp_path / "own.npz", own, names=None))
     assert sizes(data) == dict(train=30, val=6, test=12) and data.class_names == ["0", "1", "2"]
-    held = load_arrays(write(tmp_path / "held.npz", arrays()), val_fraction=0.2)
-    assert sizes(held) == dict(train=24, val=6, test=12)
+    gray = arrays(shape=(32, 32))
+    held = load_arrays(write(tmp_path / "gray.npz", gray), val_fraction=0.2)
+    assert sizes(held) == dict(train=24, val=6, test=12) and held.class_names == NAMES
+    for channel in held.splits["test"].images.unbind(1):
+        assert np.array_equal(channel, gray["test_images"])
     without = {key: value for key, value in arrays().items() if "train" in key}
     assert list(load_arrays(write(tmp_path / "train.npz", without)).splits) == ["train", "val"]
-
-
-def test_gray_images_have_three_equal_channels(tmp_path):
-    gray = arrays(shape=(32, 32))
-    images = load_arrays(write(tmp_path / "gray.npz", gray)).splits["test"].images
-    assert images.shape == (12, 3, 32, 32)
-    assert all(np.array_equal(images[:, k], gray["test_images"]) for k in range(3))
 
 
 @pytest.mark.parametrize(
     ("made", "says"),
     [
         (dict(shape=(3, 32, 32)), r"train_images is uint8 \[30, 3, 32, 32\], not .*: transpose it"),
-        (
-            dict(train_labels=np.zeros((30, 1), int)),
-            r"train_labels is int64 \[30, 1\], not integers",
-        ),
-        (dict(train_labels=np.arange(30) - 1), "not integers .* from 0 on"),
-        (dict(train_labels=np.arange(29) % 3), "has 30 train_images and 29 train_labels"),
+        (dict(train_labels=np.zeros((30, 1), int)), r"train_labels is int64 \[30, 1\], not integ"),
+        (dict(train_labels=np.arange(30) - 1), "not integers from 0 on"),
+        (dict(train_labels=np.arange(29) % 3), r"\[29\], .* for each of the 30 train_images"),
         (dict(train_labels=np.arange(30) % 4), "has a label 3, but 3 class names"),
         (dict(test_labels=None), "has test_images, but no test_labels"),
         (dict(train_images=None), "has no train split, only test"),
-        (dict(train_images=None, test_images=None), "no array train_images, only class_names, te"),
+        (
+            dict(train_images=None, test_images=None, x=np.zeros(1)),
+            "no array train_images, only class_names, test_labels, train_labels, x: save",
+        ),
     ],
 )
 def test_arrays_that_do_not_fit_are_refused(made, says, tmp_path):
@@ -71,17 +80,12 @@ def test_arrays_that_do_not_fit_are_refused(made, says, tmp_path):
     refused(says, write(tmp_path / "a.npz", given))
 
 
-def test_changed_pixels_are_another_data_set(tmp_path, monkeypatch):
-    monkeypatch.setattr(images_module, "SAMPLED", 2)  # which images in files have
+def test_changed_pixels_are_another_data_set(tmp_path):
     before = load_arrays(write(tmp_path / "a.npz", arrays())).description
     assert load_arrays(write(tmp_path / "moved.npz", arrays())).description == before
     changed = arrays()
     changed["test_images"][7, 5, 5, 1] ^= 1
     assert load_arrays(write(tmp_path / "b.npz", changed)).description != before
-    shapes = [(20, 10, 3), (10, 20, 3)]
-    names = [write(tmp_path / f"{i}.npz", arrays(shape=shape)) for i, shape in enumerate(shapes)]
-    one, other = (find_to_evaluate(name, NAMES).description for name in names)
-    assert one != other
 
 
 def test_a_model_is_evaluated_on_its_own_classes(tmp_path):
@@ -95,21 +99,6 @@ def test_a_model_is_evaluated_on_its_own_classes(tmp_path):
         find_to_evaluate(name, ["cat", "dog"])
 
 
-def test_damaged_files_are_refused(tmp_path):
-    path = tmp_path / "a.npz"
-    write(path, arrays(shape=(4, 4, 3)))
-    whole = path.read_bytes()
-    for length in (0, 1, 100, len(whole) // 2, len(whole) - 1):
-        path.write_bytes(whole[:length])
-        refused("cannot be read", path)
-    for place in range(0, len(whole), len(whole) // 60):  # any byte: read as it is, or refused
-        path.write_bytes(whole[:place] + bytes([whole[place] ^ 0x55]) + whole[place + 1 :])
-        try:
-            find_images(str(path))
-        except UserError as error:
-            assert "\n" not in str(error)
-
-
 class Bomb:
     """Executes code when it is loaded."""
 
@@ -120,12 +109,38 @@ class Bomb:
         return (open, (str(self.path), "w"))
 
 
-@pytest.mark.parametrize("name", ["train_labels", "class_names"])
-def test_nothing_in_a_file_is_executed(name, tmp_path):
+def test_damaged_files_are_refused_and_nothing_in_a_file_is_executed(tmp_path):
+    path = tmp_path / "a.npz"
+    write(path, arrays(shape=(4, 4, 3)))
+    whole = path.read_bytes()
+    for length in (0, 100, len(whole) - 1):
+        path.write_bytes(whole[:length])
+        refused("cannot be read", path)
+    for place in range(0, len(whole), len(whole) // 30):  # any byte: read as it is, or refused
+        path.write_bytes(whole[:place] + bytes([whole[place] ^ 0x55]) + whole[place + 1 :])
+        try:
+            find_images(str(path))
+        except UserError as error:
+            assert "\n" not in str(error)
     bomb = np.array([Bomb(tmp_path / "executed")] * 30, dtype=object)
-    np.savez(tmp_path / "a.npz", **arrays() | {name: bomb})
-    refused("cannot be read: Object arrays cannot be loaded", tmp_path / "a.npz")
+    for name in ("train_labels", "class_names"):
+        np.savez(path, **arrays() | {name: bomb})
+        refused("cannot be read: Object arrays cannot be loaded", path)
     assert not (tmp_path / "executed").exists()
+
+
+def test_synthetic_images_depend_on_the_seed_only_and_are_all_different():
+    data, other = find_images("synthetic", seed=3), find_images("synthetic", seed=4)
+    assert sizes(data) == {"train": 1000, "val": 200} and len(data.class_names) == 10
+    assert find_images("synthetic", seed=3).description == data.description != other.description
+    assert data.splits["train"].name(7) == "row 7 of synthetic, train split"
+    whole = load_arrays("synthetic", seed=3)
+    divided = load_arrays("synthetic", seed=3, val_fraction=0.1)
+    assert sizes(divided) == {"train": 4500, "val": 500, "test": 1000}
+    assert torch.equal(divided.splits["test"].images, whole.splits["test"].images)
+    images = torch.cat([split.images for split in divided.splits.values()]).numpy()
+    assert len({image.tobytes() for image in images}) == 6000
+    assert whole.splits["train"].labels.bincount(minlength=10).min() > 350
 
 
 @pytest.mark.slow
@@ -139,3 +154,13 @@ def test_a_run_needs_no_other_package(tmp_path):
     done = run(None, CIFAR, words, output_dir=tmp_path / "run", **alone)
     assert results(tmp_path / "run")["global_step"] == 2
     assert "data: 60 train and 30 test images of 3 classes" in done.stdout
+
+
+def test_patterns_stay_the_same():
+    """Of each class, how much neighbors differ: to the right, and below."""
+    images, labels = draw_patterns(5, 400)
+    right, down = (images.float().diff(dim=axis).abs().mean((1, 2, 3)) for axis in (3, 2))
+    found = {name: [] for name in CLASSES}
+    for label, name in enumerate(CLASSES):
+        found[name] += [round(values[labels == label].mean().item(), 1) for values in (right, down)]
+    assert found == {name: pytest.approx(values, abs=0.2) for name, values in PATTERNS.items()}

@@ -26,7 +26,7 @@ MAIN, LOOP = 100, 35
 SCRIPTS = "minimal cifar images gpt lm model_parallel".split()
 # Maximum number of lines and modules that a copy of a script carries.
 CARRIED = {
-    "minimal": (3760, 24),
+    "minimal": (3765, 24),
     "cifar": (7970, 51),
     "images": (8650, 58),
     "gpt": (7670, 50),

@@ -115,3 +115,7 @@ def test_the_home_folder(monkeypatch):
     monkeypatch.setenv("HOME", "/home/ada")
     assert text("~") == "/home/ada" and text("~/a") == "/home/ada/a" and text("a/~b") == "a/~b"
     assert text("~no_such_user/a") == "~no_such_user/a"
+    monkeypatch.setattr("os.path.expanduser", lambda path: path)  # a user id without an entry
+    for path in ("~/a", "~"):
+        with pytest.raises(argparse.ArgumentTypeError, match=f"no home folder for {path}"):
+            text(path)

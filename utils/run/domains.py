@@ -65,7 +65,10 @@ def text(value):
         raise argparse.ArgumentTypeError(
             f"has a line break, a control character, or bytes that are not UTF-8: {shown(value)}"
         )
-    return os.path.expanduser(value)
+    path = os.path.expanduser(value)
+    if path == "~" or path.startswith("~/"):  # or a folder called ~ would be made
+        raise argparse.ArgumentTypeError(f"there is no home folder for {value}: write it in full")
+    return path
 
 
 def shown(value, most=40):

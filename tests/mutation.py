@@ -374,7 +374,7 @@ def judge(mutants, deadline, tests=()):
     os.environ.update(WARM_SERVER="none", HF_HUB_OFFLINE="1", OMP_NUM_THREADS="1")
     driver = Driver(mutants, deadline)
     with tempfile.TemporaryDirectory() as home:
-        os.environ["HF_HOME"] = home
+        os.environ["HF_HOME"] = f"{home}/hub"  # not a folder above those of the tests
         from harness import warm
 
         def skip(*_, **__):

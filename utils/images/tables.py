@@ -202,9 +202,9 @@ def _read_labels(tables, column):
 
 def _in_one_form(value):
     """A label; of a text the form NFC of Unicode, and nothing of one that is blank."""
-    return (
-        unicodedata.normalize("NFC", value.strip() and value) if isinstance(value, str) else value
-    )
+    if not isinstance(value, str):
+        return value
+    return unicodedata.normalize("NFC", value) if value.strip() else ""
 
 
 # ----------------------------------------------------------------------------------------- images
@@ -229,8 +229,9 @@ def _source(table, column, place, folder, anywhere):
     if not _is_text(kind) and (in_rows.sizes >= 0).any():
         return in_rows
     start = os.path.abspath(folder or ".")
-    allowed = [datasets.config.HF_CACHE_HOME, datasets.config.HF_DATASETS_CACHE]
-    allowed += [constants.HF_HUB_CACHE, *([start] if folder else []), *(["/"] if anywhere else [])]
+    allowed = ["/" if anywhere else datasets.config.HF_CACHE_HOME]
+    allowed += [datasets.config.HF_DATASETS_CACHE, constants.HF_HUB_CACHE]
+    allowed += [start] if folder else []
     allowed += [os.path.realpath(path) for path in allowed]
     allowed = tuple(os.path.join(os.path.abspath(path), "") for path in allowed)
     files = []

@@ -12,7 +12,7 @@ import pytest
 from harness.launches import ROOT, load_script
 
 from utils.run.arguments import Parser
-from utils.run.domains import number
+from utils.run.domains import number, text
 from utils.run.failures import UserError
 
 SCRIPTS = sorted(
@@ -95,6 +95,7 @@ def test_nonsense_is_refused_in_one_line_and_a_default_is_not(script, answers_of
 
 
 def test_what_a_number_must_be():
+    assert number(float, 0).most == 1e6 and number(int, 0).most == 10**9
     assert number(float, 0)(".5") == 0.5 and number(int, 0)("7".zfill(49)) == 7
     for domain, value, says in (
         (number(int, 1), "0", "must be an integer, at least 1 and at most 1000000000, not '0'"),
@@ -108,3 +109,9 @@ def test_what_a_number_must_be():
         with pytest.raises(argparse.ArgumentTypeError) as error:
             domain(value)
         assert says in str(error.value)
+
+
+def test_the_home_folder(monkeypatch):
+    monkeypatch.setenv("HOME", "/home/ada")
+    assert text("~") == "/home/ada" and text("~/a") == "/home/ada/a" and text("a/~b") == "a/~b"
+    assert text("~no_such_user/a") == "~no_such_user/a"

@@ -1,5 +1,6 @@
-"""What stands in for an `Accelerator` where a test needs only its facts: no group, no device."""
+"""What stands in for an `Accelerator` where a test needs only its facts; a pickle that runs code."""
 
+import os
 from types import SimpleNamespace
 
 import torch
@@ -32,3 +33,13 @@ def accelerator(
 def change(made, optimizers=(), **facts):
     """Changes facts of an `accelerator`."""
     vars(made).update(facts, _optimizers=list(optimizers))
+
+
+class Bomb:
+    """Its pickle makes this folder when it is loaded."""
+
+    def __init__(self, folder):
+        self.folder = folder
+
+    def __reduce__(self):
+        return os.mkdir, (str(self.folder),)

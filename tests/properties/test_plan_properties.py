@@ -1,5 +1,7 @@
 """A plan says which steps are left: a continued run is the rest of the whole run."""
 
+from itertools import islice
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -50,6 +52,22 @@ def test_a_loop_without_accumulation_gets_a_batch_for_each_step(total, per_epoch
         seen += remaining.steps(remaining.rest(batches))
     expected = [(step, step - 1) for step in range(start + 1, total + 1)]
     assert [(step, batch.item()) for step, batch in seen] == expected
+
+
+@given(PLANS, st.booleans(), st.data())
+def test_a_step_that_does_not_use_all_its_micro_batches_is_an_error(plan, ends, data):
+    """The loop left some, or the loader ends; nothing is read ahead."""
+    size, (_, remaining) = plan.accumulation, next(plan.epochs())
+    wrong, used = data.draw(st.integers(1, remaining.last)), data.draw(st.integers(0, size - 1))
+    before = (wrong - 1) * size + used
+    loader = iter(range(before if ends else before + size))
+    with pytest.raises(RuntimeError, match=f"step {wrong} used {used} of its {size} micro-batches"):
+        for step, group in remaining.accumulated(loader):
+            list(islice(group, used if step == wrong else size))
+    assert len(list(loader)) == (0 if ends else size)
+    if size > 1:
+        with pytest.raises(RuntimeError, match="does not accumulate"):
+            next(remaining.steps("abcd"))
 
 
 @given(st.integers(1, 30), st.lists(st.integers(1, 31), min_size=3, max_size=3), st.booleans())

@@ -21,7 +21,6 @@ import torch
 from harness import fakes
 from harness.worlds import World
 from safetensors import SafetensorError
-from safetensors.torch import save_file
 from torch import nn
 from torch.distributed.checkpoint import CheckpointException
 
@@ -29,6 +28,7 @@ from utils.run import checkpoint, collectives, manifest
 from utils.run.failures import UserError
 
 ALONE = fakes.accelerator()
+NO_ROOM = OSError(errno.ENOSPC, "No space left\nat all")
 
 
 @pytest.fixture
@@ -39,78 +39,83 @@ def world(monkeypatch):
     return made
 
 
-def saved(folder, step, keep=None, value=1.0, **progress):
-    """Saves a checkpoint with one tensor, as a script does."""
-    writing, error = checkpoint.start(ALONE, folder)
-    assert error is None and os.listdir(writing) == []
-    save_file({"weight": torch.tensor([0.0, value])}, writing / "model.safetensors")
-    record = {"progress": {"step": step, **progress}}
-    assert checkpoint.finish(ALONE, writing, None, record)
-    path = folder / "checkpoints" / f"step_{step:08d}"
-    if keep:
-        checkpoint.prune(path, keep)
-    return path
-
-
-def steps_in(folder):
-    return [int(path.name.removeprefix("step_")) for path in manifest.all_in(folder)]
-
-
-def written_by_hand(folder, *names):
-    """A folder to which a script has written these files."""
+def write(folder, *names):
+    """What a script does between the start and the end of a save."""
     writing = folder / "checkpoints" / ".writing"
-    for name in names:
+    for name in names or ["state"]:
         (writing / name).parent.mkdir(parents=True, exist_ok=True)
         (writing / name).write_bytes(b"state")
     return writing
 
 
+def saved(folder, step):
+    assert checkpoint.finish(ALONE, write(folder), None, {"progress": {"step": step}})
+    return folder / "checkpoints" / f"step_{step:08d}"
+
+
 # ------------------------------------------------------------------------------------------- saving
 
 
-def test_every_process_writes_to_the_same_empty_folder(world, tmp_path):
-    writing = written_by_hand(tmp_path, "half")  # left by an earlier save
-    assert world.run(lambda here: checkpoint.start(here, str(tmp_path))) == [(writing, None)] * 2
-    assert os.listdir(writing) == []
-    shutil.rmtree(writing.parent)
+def test_all_processes_write_to_one_folder_or_none_has_a_checkpoint(world, tmp_path, capsys):
+    def start(here):
+        return checkpoint.start(here, str(tmp_path))
+
+    writing = tmp_path / "checkpoints" / ".writing"
+    for _ in range(2):
+        assert world.run(start) == [(writing, None)] * 2 and os.listdir(writing) == []
+        write(tmp_path, "half")  # left by an earlier save
+    of_shards = CheckpointException("save", {1: (NO_ROOM, None)})
+
+    def finish(accelerator):
+        error = of_shards if accelerator.process_index == 1 else None
+        return checkpoint.finish(accelerator, writing, error, {"progress": {"step": 7}})
+
+    assert world.run(finish) == [False, False] and os.listdir(writing.parent) == []
+    line = "warning: checkpoint of step 7 not written, training continues: [Errno 28] No space left"
+    assert capsys.readouterr().err == f"{line}\n"
+    writing.parent.rmdir()
     writing.parent.write_text("a file")
-    for place, error in world.run(lambda here: checkpoint.start(here, tmp_path)):
+    for place, error in world.run(start):
         assert isinstance(error, OSError) and place == writing
 
 
 def test_an_old_checkpoint_that_cannot_be_deleted_costs_nothing(tmp_path, monkeypatch, capsys):
-    saved(tmp_path, 1)
-    trash = tmp_path / "checkpoints" / ".deleting_step_00000001"
+    def busy(path):
+        raise OSError(errno.EBUSY, "Device or resource busy")
+
+    old, newer = saved(tmp_path, 1), saved(tmp_path, 2)
+    trash = old.with_name(f".deleting_{old.name}")
     with monkeypatch.context() as patch:
-        real = shutil.rmtree
-
-        def rmtree(path, ignore_errors=False):
-            if path == trash and trash.exists():
-                raise OSError(errno.EBUSY, "Device or resource busy")
-            real(path, ignore_errors=ignore_errors)
-
-        patch.setattr(shutil, "rmtree", rmtree)
-        saved(tmp_path, 2, keep=1)
-    assert steps_in(tmp_path) == [2] and trash.exists()
+        patch.setattr(shutil, "rmtree", busy)
+        checkpoint.prune(newer, 1)
+    assert manifest.all_in(tmp_path) == [newer] and trash.exists()
     line = "warning: old checkpoints were not deleted (Device or resource busy)"
     assert capsys.readouterr().err == f"{line}; the next save tries again\n"
-    shutil.copytree(trash, trash.with_name("step_00000001"))  # it is saved, and deleted, once more
-    saved(tmp_path, 3, keep=1)
-    assert steps_in(tmp_path) == [3] and not trash.exists()
+    shutil.copytree(trash, old)  # it is saved, and deleted, once more
+    checkpoint.prune(saved(tmp_path, 3), 1)
+    assert [path.name for path in old.parent.iterdir()] == ["step_00000003"]
 
 
 def test_a_checkpoint_has_its_name_only_when_all_files_are_synced(tmp_path, monkeypatch):
     """After a power cut, only data that was synced is certain to exist."""
     names = ["model.safetensors", "optimizer.bin", "shards/0.distcp"]
-    writing, done, rename = written_by_hand(tmp_path, *names), [], os.rename
+    writing, done, groups, rename = write(tmp_path, *names), [], [], os.rename
     os.chmod(writing / "optimizer.bin", 0o600)  # torch may write it for its owner only
 
     def fsync(descriptor):
         done.append(os.path.relpath(os.readlink(f"/proc/self/fd/{descriptor}"), writing))
 
+    def gather(_, value, group=None):
+        groups.append(group)
+        return [value]
+
     monkeypatch.setattr(os, "fsync", fsync)
     monkeypatch.setattr(os, "rename", lambda *paths: done.append("rename") or rename(*paths))
-    assert checkpoint.finish(ALONE, writing, None, {"progress": {"step": 3}})
+    for module in (checkpoint, manifest):
+        monkeypatch.setattr(module, "gather", gather)
+    record = {"progress": {"step": 3}}
+    assert checkpoint.finish(ALONE, writing, None, record, "of the thread")
+    assert groups == ["of the thread"] * 4
     before, last = done[: done.index("rename")], done.index("manifest.json")
     # The last one names the folder of checkpoints; the manifest names what is on disk.
     assert {*names, "shards", ".", "../.."} <= set(before) and set(names) <= set(done[:last])
@@ -124,31 +129,20 @@ def test_a_checkpoint_has_its_name_only_when_all_files_are_synced(tmp_path, monk
     assert manifest.verify(ALONE, file.parent)
 
 
-def test_one_process_that_cannot_write_costs_the_checkpoint_on_all(world, tmp_path, capsys):
-    writing = written_by_hand(tmp_path, "model.safetensors")
-    no_room = CheckpointException("save", {1: (OSError(28, "No space left\nat all"), None)})
-
-    def finish(accelerator):
-        error = no_room if accelerator.process_index == 1 else None
-        return checkpoint.finish(accelerator, writing, error, {"progress": {"step": 7}})
-
-    assert world.run(finish) == [False, False]
-    line = "warning: checkpoint of step 7 not written, training continues: [Errno 28] No space left"
-    assert capsys.readouterr().err == f"{line}\n" and not writing.exists()
-    assert steps_in(tmp_path) == []
-
-
 def test_the_folders_of_all_machines_are_compared_until_they_are_the_same(
     world, tmp_path, monkeypatch
 ):
     """Over NFS a file shows late. What one process cannot read is an error on all."""
-    folders = [written_by_hand(tmp_path / "0", "a"), written_by_hand(tmp_path / "1", "a", "model")]
+    folders = [write(tmp_path / "0", "a"), write(tmp_path / "1", "a", "model")]
     slept, late = [], []
 
     def sleep(seconds):
         slept.append(seconds)
         if late:
-            written_by_hand(tmp_path / "0", *late)
+            write(tmp_path / "0", *late)
+
+    def fail(*_):
+        raise OSError(errno.EIO, "Input/output error")
 
     def hashed():
         return world.run(lambda here: manifest.hash_and_sync(here, folders[here.process_index]))
@@ -161,68 +155,51 @@ def test_the_folders_of_all_machines_are_compared_until_they_are_the_same(
     late.append("model")
     described = {"size": 5, "sha256": hashlib.sha256(b"state").hexdigest()}
     assert hashed() == [dict.fromkeys(["a", "model"], described)] * 2
-    error = OSError(errno.EIO, "Input/output error")
-    monkeypatch.setattr(hashlib, "file_digest", lambda *_: (_ for _ in ()).throw(error))
+    monkeypatch.setattr(hashlib, "file_digest", fail)
     assert [error.errno for error in hashed()] == [errno.EIO] * 2
 
 
-def test_each_collective_of_a_save_is_in_its_group(tmp_path, monkeypatch):
-    groups = []
-    for module in (checkpoint, manifest):
-        monkeypatch.setattr(
-            module, "gather", lambda _, value, group=None: groups.append(group) or [value]
-        )
-    writing = written_by_hand(tmp_path, "state")
-    assert checkpoint.finish(ALONE, writing, None, {"progress": {"step": 3}}, "of the thread")
-    assert groups == ["of the thread"] * 4
-
-
-def test_only_a_failed_write_lets_training_go_on():
-    no_room = OSError("no room")
-    zip_writer = "[enforce fail at inline_container.cc:862] . PytorchStreamWriter failed"
-    shards = CheckpointException("x", {0: (no_room, None)})
-    for error in (no_room, SafetensorError("no room"), RuntimeError(zip_writer), shards):
-        assert checkpoint.is_write_error(error)
-    one = CheckpointException("x", {0: (no_room, None), 1: (ValueError("x"), None)})
-    for error in (
-        RuntimeError("shapes differ"),
-        TimeoutError("lost"),
-        BrokenPipeError("lost"),
-        one,
-    ):
-        assert not checkpoint.is_write_error(error)
+@pytest.mark.parametrize(
+    ("error", "goes_on"),
+    [
+        (NO_ROOM, True),
+        (SafetensorError("no room"), True),
+        (RuntimeError("[enforce fail at inline_container.cc:862] . PytorchStreamWriter f"), True),
+        (CheckpointException("x", {0: (NO_ROOM, None)}), True),
+        (CheckpointException("x", {0: (NO_ROOM, None), 1: (ValueError("x"), None)}), False),
+        (RuntimeError("shapes differ"), False),
+        (TimeoutError("lost"), False),
+        (BrokenPipeError("lost"), False),
+    ],
+)
+def test_only_a_failed_write_lets_training_go_on(error, goes_on):
+    assert checkpoint.is_write_error(error) == goes_on
 
 
 # ---------------------------------------------------------------------------------- finding, loading
 
 
 def test_the_newest_undamaged_checkpoint_is_found(tmp_path, capsys):
-    assert checkpoint.find(ALONE, tmp_path, "auto") is None
-    paths = [saved(tmp_path, step) for step in (1, 2)]
-    assert checkpoint.find(ALONE, tmp_path, "never") is None
-    path, found = checkpoint.find(ALONE, tmp_path, "auto")
-    assert path == paths[1] and found["progress"] == {"step": 2}
-    (paths[1] / "model.safetensors").write_bytes(b"damaged")
-    assert checkpoint.find(ALONE, tmp_path, "auto")[0] == paths[0]
-    assert capsys.readouterr().err.endswith("; trying the one before it\n")
-    (paths[0] / "manifest.json").unlink()
-    with pytest.raises(UserError, match=f"all checkpoints in {tmp_path}/checkpoints are damaged"):
-        checkpoint.find(ALONE, tmp_path, "auto")
+    """One of another run counts until there is an own one."""
+    theirs, folder = saved(tmp_path / "theirs", 5), tmp_path / "own"
 
+    def find(resume="auto"):
+        return checkpoint.find(ALONE, folder, str(resume))
 
-def test_a_checkpoint_of_another_run_counts_until_there_is_an_own_one(tmp_path):
-    theirs = saved(tmp_path / "theirs", 5)
-
-    def find(path):
-        return checkpoint.find(ALONE, tmp_path / "own", str(path))[0]
-
-    assert find(theirs) == theirs
-    own = saved(tmp_path / "own", 6)
-    assert find(theirs) == own
-    (tmp_path / "link").symlink_to(tmp_path / "own")
-    for path in (own, tmp_path / "link" / "checkpoints" / own.name):
+    assert find() is None and find(theirs)[0] == theirs
+    first, second = saved(folder, 1), saved(folder, 2)
+    assert find("never") is None and find(theirs) == find()
+    assert find()[0] == second and find()[1]["progress"] == {"step": 2}
+    (tmp_path / "link").symlink_to(folder)
+    for path in (first, tmp_path / "link" / "checkpoints" / second.name):
         with pytest.raises(UserError, match="belongs to this run"):
             find(path)
+    (second / "state").write_bytes(b"damaged")
+    assert find()[0] == first
+    assert capsys.readouterr().err.endswith("; trying the one before it\n")
+    (first / "manifest.json").unlink()
+    with pytest.raises(UserError, match=f"all checkpoints in {folder}/checkpoints are damaged"):
+        find()
 
 
 def loading(load_state, **more):
@@ -242,13 +219,14 @@ def test_a_checkpoint_without_a_scale_is_loaded_in_fp16(tmp_path, monkeypatch):
         seen.append((path, map_location, accelerator.scaler))
 
     accelerator = loading(load_state, scaler=scaler)
-    monkeypatch.setenv(checkpoint.FORCE, "0")
-    checkpoint.load(accelerator, tmp_path)
-    assert os.environ[checkpoint.FORCE] == "0"
-    monkeypatch.delenv(checkpoint.FORCE)
-    (tmp_path / "scaler.pt").touch()
-    checkpoint.load(accelerator, tmp_path)
-    assert checkpoint.FORCE not in os.environ
+    for before in ("0", None):
+        if before:
+            monkeypatch.setenv(checkpoint.FORCE, before)
+        else:
+            monkeypatch.delenv(checkpoint.FORCE)
+            (tmp_path / "scaler.pt").touch()
+        checkpoint.load(accelerator, tmp_path)
+        assert os.environ.get(checkpoint.FORCE) == before
     assert seen == [(str(tmp_path), "cpu", None), (str(tmp_path), "cpu", scaler)]
     assert accelerator.scaler is scaler and accelerator.step == 0  # micro-batches count anew
 

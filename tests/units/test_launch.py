@@ -1,4 +1,4 @@
-"""What a launch sets up, what it refuses, and what it says."""
+"""What a launch sets up, what it refuses, and what it says; how many processes it can have."""
 
 import contextlib
 import os
@@ -14,9 +14,10 @@ from harness.launches import ROOT
 
 from utils.run import devices, launch, launcher
 from utils.run.failures import UserError
+from utils.scale import elastic
 
 NAMES = (
-    "RANK WORLD_SIZE LOCAL_WORLD_SIZE GROUP_WORLD_SIZE MASTER_ADDR ACCELERATE_USE_CPU "
+    "RANK WORLD_SIZE LOCAL_WORLD_SIZE GROUP_WORLD_SIZE MASTER_ADDR PET_NNODES ACCELERATE_USE_CPU "
     "ACCELERATE_USE_FSDP ACCELERATE_USE_PARALLELISM_CONFIG GLOO_SOCKET_IFNAME"
 ).split()
 
@@ -60,12 +61,9 @@ def set_up(monkeypatch):
 def test_a_machine_with_and_without_gpus(set_up, launched):
     """Accelerate's launcher does not pass `use_cpu` on when it starts several processes."""
     launched("--config_file accelerate_configs/9gpu.yaml")
-    for nondeterministic in (None, False, True):
-        args = None
-        if nondeterministic is not None:
-            args = SimpleNamespace(nondeterministic=nondeterministic)
-        gpus = (False, "set_up_gpus", "9gpu.yaml", 8, not nondeterministic, {})
-        assert set_up(8, args) == gpus
+    for args in (None, *(SimpleNamespace(nondeterministic=given) for given in (False, True))):
+        deterministic = not (args and args.nondeterministic)
+        assert set_up(8, args) == (False, "set_up_gpus", "9gpu.yaml", 8, deterministic, {})
         training = {"training": args is not None}
         assert set_up(0, args) == (True, "set_up_cpu", "9gpu.yaml", False, training)
     launched(f"--config_file {ROOT}/accelerate_configs/2cpu.yaml", LOCAL_WORLD_SIZE="2")
@@ -118,18 +116,56 @@ def test_the_banner(capsys, launched, monkeypatch):
     assert banner(accelerator(2, device="cuda")) == on_gpu
 
 
-def test_the_global_batch_is_divided(capsys):
-    assert launch.divide_batch(accelerator(), 32) == 32
-    one = "global batch 32 = 1 process x 32 samples x 1 accumulation step\n"
-    assert capsys.readouterr().out == one
-    assert launch.divide_batch(accelerator(2), 48, 2) == 12
-    several = "global batch 48 = 2 processes x 12 samples x 2 accumulation steps\n"
-    assert capsys.readouterr().out == several
-    assert launch.divide_batch(accelerator(2, rank=1), 48, 2) == 12
-    assert capsys.readouterr().out == ""
-    says = r"over 2 process\(es\) x 2 accumulation step\(s\): use 48 or 52$"
-    with pytest.raises(UserError, match=says):
-        launch.divide_batch(accelerator(2), 50, 2)
+@pytest.mark.parametrize(
+    ("options", "environment", "processes", "possible", "words"),
+    [
+        ("", {"PET_NNODES": "1:4"}, 3, [3, 6, 9, 12], "3, 6, 9 or 12"),
+        ("", {"PET_NNODES": "1:4", "GROUP_WORLD_SIZE": "2"}, 4, [2, 4, 6, 8], "2, 4, 6 or 8"),
+        ("", {"PET_NNODES": "1:4", "GROUP_WORLD_SIZE": "2"}, 3, [3], "3"),  # machines differ
+        ("--nnodes 2:3", {"PET_NNODES": "1", "GROUP_WORLD_SIZE": "2"}, 4, [4, 6], "4 or 6"),
+        ("--nnodes 2", {"GROUP_WORLD_SIZE": "2"}, 4, [4], "4"),
+    ],
+)
+def test_the_processes_that_a_launch_can_have(
+    options, environment, processes, possible, words, launched
+):
+    launched(options, **environment)
+    assert elastic.possible_processes(accelerator(processes)) == possible
+    assert elastic.either(possible) == words
+
+
+ELASTIC = (
+    "elastic training: when machines leave or join, the run continues from its last "
+    "checkpoint with 2 or 4 processes\n"
+)
+
+
+@pytest.mark.parametrize(
+    ("options", "processes", "batch", "steps", "part", "says"),
+    [
+        ("", 1, 32, 1, 32, "global batch 32 = 1 process x 32 samples x 1 accumulation step\n"),
+        ("", 2, 48, 2, 12, "global batch 48 = 2 processes x 12 samples x 2 accumulation steps\n"),
+        ("", 2, 50, 2, None, r"over 2 process\(es\) x 2 accumulation step\(s\): use 48 or 52$"),
+        (
+            *("--nnodes 1:2", 2, 24, 2, 6),
+            "global batch 24 = 2 processes x 6 samples x 2 accumulation steps\n" + ELASTIC,
+        ),
+        ("--nnodes 1:3", 2, 32, 2, None, r"over 2, 4 or 6 process.* x 2 .*: use 24 or 48$"),
+        ("--nnodes 1:3", 2, 8, 2, None, r": use 24$"),
+    ],
+)
+def test_a_global_batch_is_divided_by_every_number_of_processes(
+    options, processes, batch, steps, part, says, launched, capsys
+):
+    launched(options, GROUP_WORLD_SIZE="1")
+    for rank in (0, 1):
+        here = accelerator(processes, rank)
+        if part is None:
+            with pytest.raises(UserError, match=says):
+                elastic.divide_batch(here, batch, steps)
+        else:
+            assert elastic.divide_batch(here, batch, steps) == part
+            assert capsys.readouterr().out == ("" if rank else says)
 
 
 def test_a_launch_is_checked_on_every_process(launched, monkeypatch):
@@ -148,65 +184,54 @@ def test_a_launch_is_checked_on_every_process(launched, monkeypatch):
 # ---------------------------------------------------------------------------------------- network
 
 
+ADDRESSES = {"lo": "127.0.0.1", "eth0": "10.0.0.5", "ib0": "10.1.0.5", "down0": "10.2.0.5"}
+TWO, LOOPBACK = {"GROUP_WORLD_SIZE": "2"}, "127.0.1.1"
+
+
 @pytest.mark.parametrize(
-    ("machines", "resolved", "exported", "reached_by", "expected"),
+    ("variables", "resolved", "names", "own", "expected"),
     [
-        (None, "127.0.1.1", None, "eth7", None),
-        ("1", "127.0.1.1", None, "eth7", None),
-        ("2", "127.0.1.1", None, "eth7", "eth7"),
-        ("2", "192.0.2.5", None, "eth7", None),
-        ("2", None, None, "eth7", "eth7"),
-        ("2", "127.0.1.1", "ib0", "eth7", "ib0"),
-        ("2", "127.0.1.1", None, None, None),
+        ({}, LOOPBACK, ADDRESSES, "10.1.0.5", ""),
+        ({"GROUP_WORLD_SIZE": "1"}, LOOPBACK, ADDRESSES, "10.1.0.5", ""),
+        (TWO, "192.0.2.5", ADDRESSES, "10.1.0.5", ""),
+        (TWO | {"GLOO_SOCKET_IFNAME": "eth9"}, LOOPBACK, ADDRESSES, "10.1.0.5", "eth9"),
+        (TWO, LOOPBACK, ADDRESSES, "10.1.0.5", "ib0"),
+        (TWO, None, ADDRESSES, "10.1.0.5", "ib0"),
+        (TWO, LOOPBACK, ADDRESSES, "10.2.0.5", None),
+        (TWO, LOOPBACK, ADDRESSES, None, None),
+        (TWO, LOOPBACK, ["lo", "eth0", "down0"], None, "eth0"),
+        (TWO, LOOPBACK, ["lo", "eth0"], "127.0.0.1", "eth0"),
+        (TWO, LOOPBACK, ["lo"], "127.0.0.1", None),
     ],
 )
 def test_gloo_tells_no_other_machine_to_connect_to_a_loopback_address(
-    machines, resolved, exported, reached_by, expected, launched, monkeypatch, capsys
+    variables, resolved, names, own, expected, launched, monkeypatch, capsys
 ):
+    """But to the interface that reaches the first machine, or the only one; None: a person must."""
+
     def resolve(name):
         if resolved is None:
             raise OSError("no such host")
         return {socket.gethostname(): resolved}[name]
 
-    monkeypatch.setattr(socket, "gethostbyname", resolve)
-    monkeypatch.setattr(launch, "interface_to", {"10.77.0.1": reached_by}.__getitem__)
-    given = {"GROUP_WORLD_SIZE": machines, "GLOO_SOCKET_IFNAME": exported}
-    launched(MASTER_ADDR="10.77.0.1", **{name: value for name, value in given.items() if value})
-    launch.set_gloo_interface()
-    assert os.environ.get("GLOO_SOCKET_IFNAME") == expected
-    says = "the host name of this machine is that of a loopback address: export GLOO"
-    assert (says in capsys.readouterr().err) == (reached_by is None)
-
-
-NETWORK = {"lo": "127.0.0.1", "eth0": "10.0.0.5", "ib0": "10.1.0.5", "down0": "10.2.0.5"}
-
-
-@pytest.mark.parametrize(
-    ("names", "own", "found"),
-    [
-        (NETWORK, "10.1.0.5", "ib0"),
-        (NETWORK, "10.2.0.5", None),
-        (NETWORK, None, None),
-        (["lo", "eth0", "down0"], None, "eth0"),
-        (["lo", "eth0"], "127.0.0.1", "eth0"),
-        (["lo"], "127.0.0.1", None),
-    ],
-)
-def test_the_interface_to_a_host(names, own, found, monkeypatch):
     def connect(address):
         assert address == ("head", 9)
         if own is None:
             raise OSError("Network is unreachable")
 
-    probe = SimpleNamespace(connect=connect, getsockname=lambda: (own, 40_000))
-    probes = {(socket.AF_INET, socket.SOCK_DGRAM): contextlib.nullcontext(probe)}
-
     def entries(name):
         v6 = SimpleNamespace(family=socket.AF_INET6, address=f"fe80::{name}")
-        return [v6, SimpleNamespace(family=socket.AF_INET, address=NETWORK[name])]
+        return [v6, SimpleNamespace(family=socket.AF_INET, address=ADDRESSES[name])]
 
+    probe = SimpleNamespace(connect=connect, getsockname=lambda: (own, 40_000))
+    probes = {(socket.AF_INET, socket.SOCK_DGRAM): contextlib.nullcontext(probe)}
     up = {name: SimpleNamespace(isup=name != "down0") for name in names}
+    monkeypatch.setattr(socket, "gethostbyname", resolve)
     monkeypatch.setattr(socket, "socket", lambda *kind: probes[kind])
     monkeypatch.setattr(launch.psutil, "net_if_addrs", lambda: {n: entries(n) for n in names})
     monkeypatch.setattr(launch.psutil, "net_if_stats", lambda: up)
-    assert launch.interface_to("head") == found
+    launched(MASTER_ADDR="head", **variables)
+    launch.set_gloo_interface()
+    assert os.environ.get("GLOO_SOCKET_IFNAME", "") == (expected or "")
+    says = "the host name of this machine is that of a loopback address: export GLOO"
+    assert (says in capsys.readouterr().err) == (expected is None)

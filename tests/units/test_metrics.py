@@ -29,13 +29,9 @@ class Sent(list):
         self.append((values, step, sent_before))
 
 
-@pytest.fixture
-def sent():
-    return Sent()
-
-
 def opened(folder, step, *loggers):
-    return Metrics(folder, ALONE, PLAN, Meter(ALONE.device, 10, {}), step, loggers)
+    meter = Meter(ALONE.device, 10, {"tokens_per_second": 5})
+    return Metrics(folder, ALONE, PLAN, meter, step, loggers)
 
 
 @pytest.fixture
@@ -80,48 +76,43 @@ def test_a_meter_counts_the_time_since_the_last_line(clock, monkeypatch):
     assert meter.read(3, 3)[1]["data_share"] == 0 and meter.waited_seconds == 3
 
 
-def test_a_new_run_counts_from_its_first_step(clock, sent, printed, tmp_path, monkeypatch):
-    meter = Meter(ALONE.device, 10, {"tokens_per_second": 5})
-    log = Metrics(tmp_path, ALONE, PLAN, meter, 20, [sent])
-    clock.now += 6
-    meter.restart(21)
-    clock.now += 3
+def test_each_line_is_written_sent_and_printed(clock, printed, tmp_path, monkeypatch):
+    """The time of an evaluation is no time of training."""
+    sent = Sent()
+    log = opened(tmp_path, 20, sent)
+    clock.now += 4
     figures = {"loss": torch.tensor(0.5), "lr": 0.1, "grad_norm": None}
     log.log("train", 24, figures)
     state = dict(step_seconds=1.0, data_share=0.0, memory_bytes=3 << 29, seconds_left=76.0)
     speeds = {"samples_per_second": 10.0, "tokens_per_second": 50.0}
     line = {"split": "train", "step": 24, "epoch": 0.6, "loss": 0.5, "lr": 0.1, **speeds, **state}
-    assert lines_of(tmp_path) == [line]
-    values = {"train/loss": 0.5, "train/lr": 0.1}
-    values |= {f"train/{name}": value for name, value in speeds.items()}
-    assert sent == [(values, 24, False)]
-    assert printed == [metrics.train_line(line, 100)]
+    clock.now += 50
+    log.log("val", 40, {"accuracy": 0.5, "top5": None}, score=0.5)
+    log.log("test", 40, {"text": "a sample"})
+    assert lines_of(tmp_path) == [
+        line,
+        {"split": "val", "step": 40, "epoch": 1.0, "accuracy": 0.5, "score": 0.5},
+        {"split": "test", "step": 40, "epoch": 1.0, "text": "a sample"},
+    ]
+    values = {f"train/{name}": value for name, value in speeds.items()}
+    assert sent == [
+        ({"train/loss": 0.5, "train/lr": 0.1, **values}, 24, False),
+        ({"val/accuracy": 0.5}, 40, False),
+        ({"test/text": "a sample"}, 40, False),
+    ]
+    assert printed == [metrics.train_line(line, 100), "step 40  val accuracy 0.5000"]
+    clock.now += 2
     for skipped in (False, True):  # in fp16, where it is infinite; JSON has no such number
         monkeypatch.setattr(ALONE, "optimizer_step_was_skipped", skipped)
-        log.log("train", 24 + skipped, figures | {"grad_norm": torch.tensor(2.0)})
+        log.log("train", 42 + skipped, figures | {"grad_norm": torch.tensor(2.0)})
         assert ("grad_norm" in lines_of(tmp_path)[-1]) is not skipped
+    assert lines_of(tmp_path)[-2]["step_seconds"] == 1.0
     log.close()
     with pytest.raises(ValueError, match="closed file"):
         log.sync()
 
 
-def test_an_evaluation_is_no_time_of_training_and_has_a_score(clock, sent, printed, tmp_path):
-    log = opened(tmp_path, 0, sent)
-    clock.now += 50
-    log.log("val", 40, {"accuracy": 0.5, "top5": None}, score=0.5)
-    log.log("test", 40, {"text": "a sample"})
-    assert lines_of(tmp_path) == [
-        {"split": "val", "step": 40, "epoch": 1.0, "accuracy": 0.5, "score": 0.5},
-        {"split": "test", "step": 40, "epoch": 1.0, "text": "a sample"},
-    ]
-    assert sent == [({"val/accuracy": 0.5}, 40, False), ({"test/text": "a sample"}, 40, False)]
-    assert printed == ["step 40  val accuracy 0.5000"]
-    clock.now += 2
-    log.log("train", 42, {"loss": 0.5, "lr": 0.1})
-    assert lines_of(tmp_path)[-1]["step_seconds"] == 1.0
-
-
-def test_after_a_restart_each_line_is_written_and_sent_once(sent, printed, tmp_path):
+def test_after_a_restart_each_line_is_written_and_sent_once(printed, tmp_path):
     """TensorBoard drops what the checkpoint does not have; other trackers keep it.
 
     The line of a checkpoint is written beside the training, behind those of later steps: a restart
@@ -131,6 +122,7 @@ def test_after_a_restart_each_line_is_written_and_sent_once(sent, printed, tmp_p
     earlier = [{"split": split, "step": step, "loss": 1.0} for split, step in names]
     text = "".join(f"{json.dumps(line)}\n" for line in earlier)
     (tmp_path / "metrics.jsonl").write_text(text)
+    sent = Sent()
     log = opened(tmp_path, 6, sent)
     assert lines_of(tmp_path) == [earlier[0], earlier[1], earlier[3]]
     for step in (6, 9, 12):

@@ -4,8 +4,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-import torch.distributed as dist
-from harness.worlds import run_guards
+from harness.worlds import group_of_one, run_guards
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed.device_mesh import init_device_mesh
@@ -107,25 +106,19 @@ def test_the_cheaper_of_two_ways_is_taken(shape, operations):
     assert counter.get_total_flops() == operations
 
 
-@pytest.fixture
-def mesh():
-    """A mesh of one process: what a shard is, without a second process."""
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    yield init_device_mesh("cpu", (1,))
-    dist.destroy_process_group()
-
-
-def test_a_sharded_matrix_moves_as_a_whole_one(mesh):
+def test_a_sharded_matrix_moves_as_a_whole_one():
     torch.manual_seed(0)
     whole = [torch.randn(4, 6), torch.randn(4, 6)]
-    for placement in (Shard(0), Shard(1)):
-        sharded = [DTensor.from_local(x, mesh, [placement]) for x in whole]
-        results = muon.orthogonalize_all(sharded, 3)
-        for result, expected in zip(results, muon.orthogonalize_all(whole, 3), strict=True):
-            assert isinstance(result, DTensor) and result.placements == (placement,)
-            assert result.shape == (4, 6) and result.device_mesh is mesh
-            assert result.stride() == expected.stride()
-            assert torch.equal(result.to_local(), expected)
+    with group_of_one():
+        mesh = init_device_mesh("cpu", (1,))
+        for placement in (Shard(0), Shard(1)):
+            sharded = [DTensor.from_local(x, mesh, [placement]) for x in whole]
+            results = muon.orthogonalize_all(sharded, 3)
+            for result, expected in zip(results, muon.orthogonalize_all(whole, 3), strict=True):
+                assert isinstance(result, DTensor) and result.placements == (placement,)
+                assert result.shape == (4, 6) and result.device_mesh is mesh
+                assert result.stride() == expected.stride()
+                assert torch.equal(result.to_local(), expected)
 
 
 def test_rows_of_an_update_are_normalized_by_their_running_mean():

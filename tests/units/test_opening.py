@@ -94,29 +94,21 @@ def test_weights_are_offered_only_to_the_same_model():
 def test_a_fork_may_be_trained_in_another_way_but_is_of_the_same_model_and_data(
     tmp_path, monkeypatch
 ):
-    place, folder = tmp_path / "step_00000003", tmp_path / "run"
-    contents = {"arguments": OWN, "data": {"data": "cifar"}, "progress": {"step": 3}}
+    """Another seed may hold out other samples."""
+    place, folder, own = tmp_path / "step_00000003", tmp_path / "run", OWN | {"seed": 0}
+    contents = {"arguments": own, "data": {"data": "cifar"}, "progress": {"step": 3}}
     monkeypatch.setattr(opening.checkpoint, "find", lambda *_: (place, contents))
-    start = look(folder, OWN | {"lr": 1}, resume=str(place))
-    assert start.changes == ["--lr 1 (was 0.1)"] and start.checkpoint == place
+    start = look(folder, own | {"lr": 1, "seed": 1}, resume=str(place))
+    assert start.changes == ["--lr 1 (was 0.1)", "--seed 1 (was 0)"] and start.checkpoint == place
     with pytest.raises(UserError, match="ask for 2 steps, but the run has taken 3 already"):
-        find(fakes.accelerator(), folder, identity(), Plan(2, 5))
-    for who, more in ((OWN | {"model": "gpt"}, {}), (OWN, {"data": "x"})):
-        refused(folder, "other arguments", who, resume=str(place), **more)
-    refused(folder, "other arguments", OWN | {"lr": 1})  # not of its own checkpoint
-
-
-def test_another_seed_may_hold_out_other_samples(tmp_path, monkeypatch):
-    place, folder, other = tmp_path / "step_00000003", tmp_path / "run", OWN | {"seed": 1}
-    contents = {"arguments": OWN | {"seed": 0}, "progress": {"step": 3}}
-    monkeypatch.setattr(opening.checkpoint, "find", lambda *_: (place, contents))
-    contents["data"] = {"data": "cifar"}
-    assert look(folder, other, resume=str(place)).changes == ["--seed 1 (was 0)"]
+        find(fakes.accelerator(), folder, identity(own), Plan(2, 5))
+    refused(folder, "other arguments", own | {"lr": 1})  # not of its own checkpoint
+    refused(folder, "other arguments", own | {"model": "gpt"}, resume=str(place))
     for seed, named in ((0, False), (1, True)):
-        with pytest.raises(UserError) as error:
+        with pytest.raises(UserError, match="other arguments") as error:
             look(folder, OWN | {"seed": seed}, data="x", resume=str(place))
         assert ("--seed, which may choose what is held out" in str(error.value)) == named
     contents["data"] = {}  # nothing says that it is the same
     with pytest.raises(UserError, match=r"other arguments: .*--seed 1"):
-        unknown = Identity(other, {}, set(), str(place))
+        unknown = Identity(OWN | {"seed": 1}, {}, set(), str(place))
         find(fakes.accelerator(), folder, unknown, Plan(10, 5))

@@ -1,4 +1,4 @@
-"""utils/run/plan.py: what it reads from the command line, and wrong loops."""
+"""What a plan reads from the command line. (Its steps: properties/test_plan_properties.py)"""
 
 import subprocess
 import sys
@@ -9,31 +9,6 @@ from harness.launches import ROOT
 
 from utils.run.failures import UserError
 from utils.run.plan import Plan
-
-
-def steps_of(**plan):
-    """The steps of the first epoch."""
-    return next(Plan(**plan).epochs())[1]
-
-
-def test_a_step_that_does_not_use_all_micro_batches_is_an_error():
-    """The loader may have more, and nothing is read ahead."""
-    for used, loaded, says in (
-        (0, 6, "step 1 used 0"),
-        (1, 6, "step 1 used 1"),
-        (2, 3, "step 2 used 1"),
-    ):
-        loader = iter(range(loaded))
-        remaining = steps_of(total_steps=2, steps_per_epoch=2, accumulation=2)
-        with pytest.raises(RuntimeError, match=f"{says} of its 2 micro-batches"):
-            for _, group in remaining.accumulated(loader):
-                for _ in range(used):
-                    next(group, None)
-        assert len(list(loader)) == (loaded - used if used < 2 else 0)
-    with pytest.raises(RuntimeError, match="step 3 used 0 of its 1"):
-        list(steps_of(total_steps=3, steps_per_epoch=3).steps("ab"))
-    with pytest.raises(RuntimeError, match="does not accumulate"):
-        next(steps_of(total_steps=2, steps_per_epoch=2, accumulation=2).steps("abcd"))
 
 
 def arguments(**changes):

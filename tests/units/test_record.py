@@ -104,17 +104,12 @@ def test_every_start_of_a_run_is_recorded(tmp_path, monkeypatch):
     assert json.loads((tmp_path / "args.json").read_text()) == written | {"starts": starts}
 
 
-def test_a_script_is_known_by_its_content(tmp_path, monkeypatch):
-    (tmp_path / "script.py").write_bytes(b"print()\n")
-    monkeypatch.setattr(sys, "argv", [str(tmp_path / "script.py"), "/etc/hostname"])
-    assert record.script_hash() == hashlib.sha256(b"print()\n").hexdigest()
-    monkeypatch.setattr(sys, "argv", [str(tmp_path)])  # a notebook has no script
-    assert record.script_hash() is None
+def test_the_time_of_a_record_is_utc_in_seconds():
     now = datetime.fromisoformat(record.timestamp())
     assert now.utcoffset().total_seconds() == 0 and now.microsecond == 0
 
 
-def test_the_commit_is_that_of_the_script_and_says_if_files_changed(tmp_path, monkeypatch):
+def test_a_script_is_known_by_its_content_and_its_commit(tmp_path, monkeypatch):
     def git(*words):
         identity = ["-c", "user.name=a", "-c", "user.email=a@b", "-c", "commit.gpgsign=false"]
         subprocess.run(["git", *identity, *words], cwd=tmp_path / "a", check=True)
@@ -125,6 +120,7 @@ def test_the_commit_is_that_of_the_script_and_says_if_files_changed(tmp_path, mo
     for name in ("GIT_DIR", "GIT_WORK_TREE"):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("GIT_CEILING_DIRECTORIES", str(tmp_path))
+    assert record.script_hash() == hashlib.sha256(b"1\n").hexdigest()
     assert record.git_commit() is None
     git("init", "-q")
     git("add", "script.py")
@@ -134,6 +130,8 @@ def test_the_commit_is_that_of_the_script_and_says_if_files_changed(tmp_path, mo
     assert len(commit) == 40 and int(commit, 16)
     (tmp_path / "a" / "script.py").write_text("2\n")
     assert record.git_commit() == f"{commit}-dirty"
+    monkeypatch.setattr(sys, "argv", [str(tmp_path)])  # a notebook has no script
+    assert record.script_hash() is None
 
 
 def test_the_first_process_to_fail_says_why_also_without_locks(tmp_path, monkeypatch):

@@ -21,14 +21,15 @@ from utils.scale import watchdog
 from utils.scale.watchdog import Pace, Watchdog, checksum, describe, main_thread
 
 
-def state(does, step=3, seconds=9):
-    return {"does": does, "last_step": step, "seconds_without_progress": seconds}
-
-
 def test_one_line_says_which_processes_are_where():
-    wait = "waits in all_reduce, train (train_gpt.py:1)"
-    states = {rank: state(wait, seconds=rank) for rank in (3, 0)}
-    states[2] = states[4] = state("is in load (data.py:7)", step=4, seconds=40)
+    states = {}
+    for rank, does, step, seconds in (
+        (3, "waits in all_reduce, train (train_gpt.py:1)", 3, 3),
+        (0, "waits in all_reduce, train (train_gpt.py:1)", 3, 0),
+        (2, "is in load (data.py:7)", 4, 40),
+        (4, "is in load (data.py:7)", 4, 40),
+    ):
+        states[rank] = {"does": does, "last_step": step, "seconds_without_progress": seconds}
     assert describe(states, 5) == (
         "ranks 0, 3 wait in all_reduce, train (train_gpt.py:1) after step 3, 3 s without "
         "progress; ranks 2, 4 are in load (data.py:7) after step 4, 40 s without progress; "
@@ -36,39 +37,30 @@ def test_one_line_says_which_processes_are_where():
     )
 
 
-def test_what_the_main_thread_does():
+@pytest.mark.parametrize(
+    ("file", "function", "does"),
+    [
+        ("torch/distributed_c10d", "all_reduce", "waits in all_reduce,"),
+        ("torch/graph", "backward", "is in the backward pass,"),
+        ("mine/graph", "draw", "is in"),
+    ],
+)
+def test_what_the_main_thread_does(file, function, does):
     """Seen from another thread: the innermost function that is not of a library."""
     names = {}
-    for file, function in (
-        ("torch/distributed_c10d", "all_reduce"),
-        ("torch/graph", "backward"),
-        ("mine/graph", "draw"),
-    ):
-        code = f"def {function}(inside): return inside()"
-        exec(compile(code, f"/x/{file}.py", "exec"), names)
+    exec(compile(f"def {function}(inside): return inside()", f"/x/{file}.py", "exec"), names)
     with ThreadPoolExecutor(1) as pool:
 
         def here():
             return pool.submit(main_thread).result()
 
-        assert re.fullmatch(r"is in here \(test_watchdog.py:\d+\)", here())
-        says = names["all_reduce"](here)
-        assert says.startswith("waits in all_reduce, here (test_watchdog.py:")
-        says = names["backward"](here)
-        assert says.startswith("is in the backward pass, here (test_watchdog.py:")
-        assert names["draw"](here).startswith("is in here (test_watchdog.py:")
+        assert re.fullmatch(rf"{does} here \(test_watchdog.py:\d+\)", names[function](here))
 
 
-class Run:
+def run_in(path):
     """A run in a folder."""
-
-    results = None
-
-    def __init__(self, path):
-        self.path, self.meter, self.save_asked = path, SimpleNamespace(), False
-        self.printed = []
-        self.saves = SimpleNamespace(newest_step=0)
-        self.meter.waited_seconds, self.print = 0.0, self.printed.append
+    meter = SimpleNamespace(waited_seconds=0.0)
+    return SimpleNamespace(path=path, results=None, save_asked=False, hang="", meter=meter)
 
 
 @pytest.fixture
@@ -82,9 +74,9 @@ def watch(tmp_path, monkeypatch):
     monkeypatch.setattr(watchdog, "ANSWER_SECONDS", 20.0)
     monkeypatch.setattr(watchdog, "threading", without)
 
-    def make(rank, seconds, path=tmp_path):
+    def make(rank, seconds=500, path=tmp_path):
         guard = SimpleNamespace(step=7, agreed=6, moved_at=watchdog.time.monotonic() - 100)
-        guard.attach, run = lambda voter: None, Run(path)
+        guard.attach, run = lambda voter: None, run_in(path)
         dog = Watchdog(run, guard, accelerator(2, rank), nn.Linear(1, 1), 2 * seconds)
         dog.test = SimpleNamespace(run=run, guard=guard)
         return dog
@@ -93,9 +85,9 @@ def watch(tmp_path, monkeypatch):
 
 
 def test_a_process_without_progress_asks_all_and_once(watch, tmp_path, capsys):
-    watch(0, 1000).look()
+    watch(0).look()
     assert list(tmp_path.iterdir()) == []  # it has not waited for long enough
-    dogs = [watch(rank, 50 + 450 * rank) for rank in (0, 1)]
+    dogs = [watch(0, 50), watch(1)]
     threads = [threading.Thread(target=dog.look) for dog in dogs]
     threads[0].start()
     while not (tmp_path / "dump_stacks").exists():
@@ -127,16 +119,16 @@ def test_a_process_that_does_not_answer_is_named(watch, tmp_path, monkeypatch, c
     """Folders are listed first: NFS may not know for a minute what another machine made."""
     listed = []
     # The thread of an earlier run in this process may list its folder, too.
-    ours = (tmp_path, tmp_path / "stacks")
+    ours = [tmp_path, tmp_path / "stacks"]
     look = lambda folder: listed.append(folder) if folder in ours else None  # noqa: E731
     monkeypatch.setattr(os, "listdir", look)
     monkeypatch.setattr(watchdog, "ANSWER_SECONDS", 0.05)
     (tmp_path / "dump_stacks").touch()
     (tmp_path / "stacks").mkdir()
     (tmp_path / "stacks" / "rank_0.txt").write_text("half a line")  # of a crash
-    dog = watch(1, 500)
+    dog = watch(1)
     dog.look()
-    assert listed == [*ours]
+    assert listed == ours
     said = capsys.readouterr().err
     assert said.startswith("asked by the file dump_stacks: rank 1 is in ")
     assert "rank 0 did not answer: stopped, or lost" in said
@@ -145,48 +137,32 @@ def test_a_process_that_does_not_answer_is_named(watch, tmp_path, monkeypatch, c
     assert capsys.readouterr().err == "" and listed[2:] == [tmp_path]
 
 
-def test_who_asks_for_a_checkpoint_asks_once(watch, tmp_path):
-    first, second = watch(0, 500), watch(1, 500)
-    (tmp_path / "save_now").touch()
-    seen = []
-    for dog in (second, first, first):
-        dog.look()
-        seen.append(dog.votes()[0])
-    assert seen == [0, 1, 0]  # the first process does for all
-    for dog in (second, first):
-        dog.hear([1, 0, 0])
-        dog.hear([0, 0, 0])
-        assert dog.test.run.save_asked
-        dog.check(nn.Linear(1, 1))
-        assert (tmp_path / "save_now").exists() == (dog is second)
-    for step, says in ((6, []), (7, ["asked by the file save_now: checkpoint of step 7"])):
-        for dog in (first, second):  # once the save of that step is on disk
-            dog.test.run.saves.newest_step = step
-            dog.look()
-        assert first.test.run.printed == says and second.test.run.printed == []
-    first.look()
-    assert len(first.test.run.printed) == 1
+@pytest.mark.parametrize("links", [True, False])
+def test_the_request_of_the_first_process_stays(links, watch, tmp_path, monkeypatch):
+    """Of two at the same moment, too: each process answers the one that it has seen."""
+    first, second = watch(0), watch(1)
+    if not links:  # on this file system
+        monkeypatch.setattr("os.link", lambda *_: os.mkdir(tmp_path))  # raises an OSError
+    first.ask("first")
+    seen = first.request.stat().st_mtime_ns
+    second.ask("second")
+    assert first.request.read_text() == "first" and first.request.stat().st_mtime_ns == seen
+    assert not list(tmp_path.rglob(".dump_stacks_*"))
+    dog = watch(0, 0, tmp_path / "gone")
+    dog.look()  # ends nothing
+    dog.ask("again")
 
 
-def test_the_time_of_each_process_is_voted_on(watch):
-    second = watch(1, 500)
-    votes = []
-    for waited in (3.0, 0.5):
-        second.test.run.meter.waited_seconds += waited
-        votes.append(second.votes())
-    assert votes == [[0, 0, 0], [0, 0, 3_000_000]]  # of the step before
-    assert second.figures() == {}
-    second.hear([0, 2_000_000, 3_000_000])
-    assert second.figures() == {"slowest_behind": 0.5}
+# ------------------------------------------------------------------------------------- who differs
 
 
-def test_processes_with_different_weights_are_told_once(tmp_path, watch, monkeypatch, capsys):
-    last_bit = torch.finfo(torch.bfloat16).eps
-
+def test_processes_with_different_weights_are_told_once(tmp_path, monkeypatch, capsys):
     def train(changes):
         def each(watched, rank):
             model = nn.Linear(2, 2).to(torch.bfloat16)
-            Watchdog(Run(tmp_path), watched, accelerator(2, rank), model, 600)
+            run = run_in(tmp_path)
+            run.results = {}  # its thread ends at once
+            Watchdog(run, watched, accelerator(2, rank), model, 600)
             for change in changes:
                 for weight in model.parameters():
                     weight.data.fill_(1.0).add_(rank * change)
@@ -196,54 +172,49 @@ def test_processes_with_different_weights_are_told_once(tmp_path, watch, monkeyp
         assert run_guards(2, each).results == [None] * 2
         return capsys.readouterr().err.count("the processes have different weights")
 
+    last_bit = torch.finfo(torch.bfloat16).eps
     monkeypatch.setattr(watchdog, "DistributedDataParallel", nn.Linear)
     assert train([0]) == 0 and train([0, last_bit, last_bit]) == 1
     monkeypatch.setattr(watchdog, "DistributedDataParallel", nn.Conv2d)
     assert train([last_bit]) == 0  # parts of a model differ
 
 
-def test_the_checksum_is_the_sum_of_the_bits():
-    for integers, dtype in (
+@pytest.mark.parametrize(
+    ("integers", "dtype"),
+    [
         (torch.int8, torch.float8_e4m3fn),
         (torch.int16, torch.bfloat16),
         (torch.int32, torch.float32),
         (torch.int64, torch.float64),
-    ):
-        weights = [torch.tensor(bits, dtype=integers).view(dtype) for bits in ([3, 5], [7])]
-        model = nn.ParameterList([nn.Parameter(weight, requires_grad=False) for weight in weights])
-        assert checksum(model) == 15 and checksum(nn.ParameterList(model[1:])) == 7
-
-
-@pytest.mark.parametrize("links", [True, False])
-def test_the_request_of_the_first_process_stays(links, watch, tmp_path, monkeypatch):
-    """Of two at the same moment, too: each process answers the one that it has seen."""
-    first, second = watch(0, 1000), watch(1, 1000)
-    if not links:  # on this file system
-        monkeypatch.setattr("os.link", lambda *_: os.mkdir(tmp_path))  # raises an OSError
-    first.ask("first")
-    seen = first.request.stat().st_mtime_ns
-    second.ask("second")
-    assert first.request.read_text() == "first" and first.request.stat().st_mtime_ns == seen
-    assert not list(tmp_path.rglob(".dump_stacks_*"))
-    (tmp_path / "gone").mkdir()
-    dog = watch(0, 0, tmp_path / "gone")
-    (tmp_path / "gone").rmdir()
-    dog.look()  # ends nothing
-    dog.ask("again")
+    ],
+)
+def test_the_checksum_is_the_sum_of_the_bits(integers, dtype):
+    weights = [torch.tensor(bits, dtype=integers).view(dtype) for bits in ([3, 5], [7])]
+    model = nn.ParameterList([nn.Parameter(weight, requires_grad=False) for weight in weights])
+    assert checksum(model) == 15 and checksum(nn.ParameterList(model[1:])) == 7
 
 
 # ----------------------------------------------------------------------------------- who is slow
 
 
-class Clock:
-    now = 0.0
+def test_the_time_of_each_process_is_voted_on(watch):
+    second, votes = watch(1), []
+    for waited in (3.0, 0.5):
+        second.test.run.meter.waited_seconds += waited
+        votes.append(second.votes())
+    assert votes == [[0, 0, 0], [0, 0, 3_000_000]]  # of the step before
+    assert second.figures() == {}
+    second.hear([0, 2_000_000, 3_000_000])
+    assert second.figures() == {"slowest_behind": 0.5}
 
 
 class Layer(nn.Linear):
     """Its forward pass takes a second of the clock."""
 
+    now = 0.0
+
     def forward(self, x):
-        Clock.now += 1.0
+        Layer.now += 1.0
         return {"ids": torch.arange(2), "logits": [super().forward(x)]}
 
 
@@ -254,7 +225,7 @@ class Event:
         assert enable_timing
 
     def record(self):
-        self.at = Clock.now
+        self.at = Layer.now
 
     def elapsed_time(self, end):
         return 1000 * (end.at - self.at)
@@ -264,27 +235,25 @@ class Event:
 def test_own_time_is_that_of_batches_and_passes(device, monkeypatch):
     monkeypatch.setattr(torch.cuda, "Event", Event)
     if device == "cpu":
-        monkeypatch.setattr(watchdog, "time", SimpleNamespace(perf_counter=lambda: Clock.now))
+        monkeypatch.setattr(watchdog, "time", SimpleNamespace(perf_counter=lambda: Layer.now))
 
     def forward():
         return model(torch.ones(1, 2))["logits"][0].sum()
 
     with group_of_one():
         model = DistributedDataParallel(Layer(2, 2))
-        if device == "cuda":
-            there = SimpleNamespace(device=torch.device(device))
-            model.parameters = lambda: iter([there])
+        there = SimpleNamespace(device=torch.device(device))
+        monkeypatch.setattr(model, "parameters", lambda: iter([there]))
         pace = Pace(model)
         for waited in (0.25, 0.5):
+            assert pace.microseconds() == 0  # the events of a step may not have happened
             for _ in range(3):  # micro-batches
                 forward().backward()
                 with torch.no_grad():
                     forward()
-            Clock.now += 10.0
+            Layer.now += 10.0
             forward()  # without a backward pass
             pace.end_step(waited)
-            if waited == 0.25:
-                assert pace.microseconds() == 0  # its events may not have happened
     assert pace.microseconds() == 3_250_000
     assert pace.microseconds() == 0  # a save votes again after the same step
     pace.end_step(0.0)

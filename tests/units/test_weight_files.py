@@ -14,16 +14,6 @@ from utils.run import manifest, weights
 from utils.run.failures import UserError
 
 
-class Bomb:
-    """A pickle that makes a file when it is loaded."""
-
-    def __init__(self, path):
-        self.path = path
-
-    def __reduce__(self):
-        return (os.mkdir, (str(self.path),))
-
-
 @pytest.fixture
 def checkpoint(tmp_path):
     """An empty checkpoint of a run; the function that completes it returns its folder."""
@@ -52,18 +42,21 @@ def sevens(prefix=""):
     return {f"{prefix}{name}": torch.full_like(value, 7.0) for name, value in state}
 
 
+def equal(layers, others):
+    pairs = zip(layers.parameters(), others.parameters(), strict=True)
+    return all(torch.equal(a, b) for a, b in pairs)
+
+
 @pytest.mark.parametrize(("classes", "loaded"), [(3, 4), (7, 2)])
 def test_a_last_layer_of_another_size_keeps_its_weights(classes, loaded, tmp_path, capsys):
-    file, model, before = tmp_path / "weights.safetensors", build(classes), build(classes)
+    file, model = tmp_path / "weights.safetensors", build(classes)
     save_file(sevens(), file)
     weight_files.initialize(fakes.accelerator(), model, str(file))
     assert (model[0].weight == 7).all() and (model[0].bias == 7).all()
     said = capsys.readouterr().out
     assert said.startswith(f"{loaded} of 4 tensors initialized from {file}")
     keeps = "; the last layer, for other classes, keeps its initial weights: 2.weight, 2.bias\n"
-    pairs = zip(model[2].parameters(), before[2].parameters(), strict=True)
-    kept = all(torch.equal(a, b) for a, b in pairs)
-    assert said.endswith(keeps) == kept == (loaded == 2)
+    assert said.endswith(keeps) == equal(model[2], build(classes)[2]) == (loaded == 2)
 
 
 class Wrapped(torch.nn.Module):
@@ -99,9 +92,8 @@ def test_a_file_that_holds_anything_else_is_one_line(tmp_path):
         *(b"", b"\x80\x02", whole[: len(whole) // 2], b"\x80\x02}q\x00X\xff.", b"not a pickle"),
     ):
         path.write_bytes(content) if isinstance(content, bytes) else torch.save(content, path)
-        with pytest.raises(UserError, match="cannot read weights from") as error:
+        with pytest.raises(UserError, match=r"cannot read weights from [^\n]+\Z"):
             weight_files.read(path)
-        assert "\n" not in str(error.value)
     (tmp_path / "bad.safetensors").write_bytes(b"x" * 100)
     for name, says in (
         ("none.pth", "no such file"),
@@ -123,10 +115,11 @@ class Tied(torch.nn.Module):
         self.norm = torch.nn.LayerNorm(4)
 
 
-def test_tied_weights_are_read_from_one(tmp_path, capsys):
+def test_tied_weights_are_exported_under_both_names_and_read_from_one(tmp_path, capsys):
     model = Tied()
     weights.export(tmp_path, model, {})
     saved = load_file(tmp_path / "model.safetensors")
+    assert torch.equal(saved["embed.weight"], saved["head.weight"])
     for removed in ("embed.weight", "head.weight"):  # as in what `save_state` writes
         once = {name: value for name, value in saved.items() if name != removed}
         save_file(once, tmp_path / "once.safetensors")
@@ -153,7 +146,7 @@ def test_sharded_weights(checkpoint, tmp_path):
 
 @pytest.mark.parametrize("place", ["averaged", "shards", "pickle"])
 def test_nothing_that_is_read_executes_code(place, checkpoint, tmp_path):
-    bomb, path = Bomb(tmp_path / "executed"), None
+    bomb, path = fakes.Bomb(tmp_path / "executed"), None
     if place == "averaged":
         save_file({"a": torch.ones(1)}, checkpoint.writing / "model.safetensors")
         torch.save({"n_averaged": bomb}, checkpoint.writing / weight_files.AVERAGED)
@@ -166,19 +159,29 @@ def test_nothing_that_is_read_executes_code(place, checkpoint, tmp_path):
     if place == "shards":  # only tensors are read
         assert weight_files.read(checkpoint()).state.keys() == {"a"}
     else:
-        with pytest.raises(UserError, match="it would execute code when loaded: ") as caught:
+        with pytest.raises(UserError, match=r"it would execute code when loaded: [^\n]+\Z"):
             weight_files.read(path or checkpoint())
-        assert "\n" not in str(caught.value)
     assert not (tmp_path / "executed").exists()
 
 
-def test_the_weights_of_a_run(tmp_path):
-    weights.export(tmp_path, torch.nn.Linear(2, 3), {"model": "net"})
+def test_the_final_weights_of_a_run(tmp_path, monkeypatch):
+    synced = []
+    monkeypatch.setattr(weights, "sync", lambda path: synced.append(str(path)))
+    model, file = torch.nn.Linear(2, 3), tmp_path / "model.safetensors"
+    model.weight.data = torch.randn(2, 3).t()  # not contiguous
+    file.write_bytes(b"an older one")
+    weights.export(str(tmp_path), model, {"b": 1, "a": [2]})
+    assert os.listdir(tmp_path) == [file.name]
+    assert synced == [str(tmp_path / ".model.safetensors.writing"), str(tmp_path)]
+    before = file.read_bytes()
+    weights.export(tmp_path, model, {"a": [2], "b": 1})
+    assert file.read_bytes() == before
     saved = weight_files.read(tmp_path)
-    assert (saved.config, saved.arguments, saved.run) == ({"model": "net"}, {}, tmp_path)
-    assert saved.file == tmp_path / "model.safetensors" and list(saved.state) == ["bias", "weight"]
+    assert saved[1:] == ({"a": [2], "b": 1}, {}, {}, file, tmp_path)
+    assert list(saved.state) == ["bias", "weight"]
+    assert torch.equal(saved.state["weight"], model.weight)
     (tmp_path / "args.json").write_text(json.dumps({"arguments": {"lr": 0.5}}))
-    assert weight_files.read(tmp_path / "model.safetensors").arguments == {"lr": 0.5}
+    assert weight_files.read(file).arguments == {"lr": 0.5}
     plain = {"model.a": torch.ones(1), "module.b": torch.ones(1)}  # parts, and no wrappers
     save_file(plain, tmp_path / "plain.safetensors")
     saved = weight_files.read(tmp_path / "plain.safetensors")
@@ -216,8 +219,6 @@ def test_another_model_is_refused(change, says, tmp_path):
     model, file = build(), tmp_path / "a.safetensors"
     state = sevens(change) if isinstance(change, str) else sevens() | change
     save_file({name: value for name, value in state.items() if value is not None}, file)
-    with pytest.raises(UserError, match=f"^--init_from .*{says}") as caught:
+    with pytest.raises(UserError, match=f"^--init_from [^\n]*{says}[^\n]*\\Z"):
         weight_files.initialize(fakes.accelerator(), model, file)
-    assert "\n" not in str(caught.value)
-    pairs = zip(model.parameters(), build().parameters(), strict=True)
-    assert all(torch.equal(a, b) for a, b in pairs)
+    assert equal(model, build())
